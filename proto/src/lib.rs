@@ -1,1 +1,25 @@
-//! x
+//! All that two processes of `ddp-run` must agree on.
+//!
+//! | module | what it fixes | spoken between |
+//! |---|---|---|
+//! | [`ids`] | newtypes for nodes, ranks, world sizes, generations | everyone |
+//! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
+//! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
+//! | [`env`] | the environment of a worker, written and parsed in one place | agent → worker |
+//! | [`control`] | the messages of the control socket | agent ⇄ worker |
+//! | [`exit`] | exit codes of the launcher | launcher → its caller |
+//!
+//! This package knows nothing of processes, tensors or training.
+#![forbid(unsafe_code)]
+
+pub mod client;
+pub mod control;
+pub mod env;
+pub mod exit;
+pub mod ids;
+
+/// Messages, client and server of the rendezvous service, generated from `proto/rendezvous.proto`.
+#[allow(missing_docs, clippy::pedantic, unreachable_pub)]
+pub mod rendezvous {
+    tonic::include_proto!("ddp.rendezvous.v1");
+}

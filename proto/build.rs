@@ -1,0 +1,10 @@
+//! Compiles `rendezvous.proto` with protox, so that no `protoc` is needed on the machine.
+
+fn main() -> Result<(), Box<dyn std::error::Error>> {
+    println!("cargo:rerun-if-changed=proto/rendezvous.proto");
+    let files = protox::compile(["rendezvous.proto"], ["proto"])?;
+    tonic_prost_build::configure()
+        .build_transport(true)
+        .compile_fds(files)?;
+    Ok(())
+}

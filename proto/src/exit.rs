@@ -1,0 +1,39 @@
+//! Exit codes of `ddp-run`, the same on every node of a job.
+//!
+//! A failing worker's own code is passed through, and a worker killed by signal `n` gives `128 + n`;
+//! the codes below are the launcher's own.
+
+/// All workers ended with 0.
+pub const SUCCESS: u8 = 0;
+/// Wrong command line or configuration.
+pub const USAGE: u8 = 2;
+/// The rendezvous daemon cannot be reached.
+pub const DAEMON_UNREACHABLE: u8 = 69;
+/// The launcher itself failed: a bug, or the machine refused something essential.
+pub const INTERNAL: u8 = 70;
+/// The other nodes did not come in time.
+pub const RENDEZVOUS_TIMED_OUT: u8 = 75;
+/// The nodes disagree on the job.
+pub const NODES_DISAGREE: u8 = 76;
+/// The daemon refused this node (authentication).
+pub const REFUSED: u8 = 77;
+/// Stopped by SIGINT.
+pub const INTERRUPTED: u8 = 130;
+/// Stopped by SIGTERM.
+pub const TERMINATED: u8 = 143;
+
+/// Exit code of a process that was killed by `signal`, as shells count it.
+#[must_use]
+pub const fn of_signal(signal: i32) -> u8 {
+    (128 + (signal & 0x7f)) as u8
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn signals_are_counted_as_shells_do() {
+        assert_eq!(super::of_signal(9), 137);
+        assert_eq!(super::of_signal(2), super::INTERRUPTED);
+        assert_eq!(super::of_signal(15), super::TERMINATED);
+    }
+}
