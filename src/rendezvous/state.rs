@@ -236,10 +236,11 @@ impl Daemon<'_> {
             && late > turn.config.heartbeat_interval()
         {
             turn.decided(format!(
-                "the daemon stood still for {:.1} s; leases are extended",
+                "the daemon stood still for {:.1} s; all leases are renewed",
                 late.as_secs_f64()
             ));
-            self.jobs.values_mut().for_each(|job| job.forgive(late));
+            let until = now + turn.config.lease;
+            self.jobs.values_mut().for_each(|job| job.renew_leases(until));
         }
         let due: Vec<String> = self
             .jobs

@@ -302,7 +302,10 @@ mod tests {
             min: 4,
             max: 4,
         };
-        insta::assert_snapshot!(first.words(), @"");
+        insta::assert_snapshot!(first.words(), @r"
+        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes, node rank 1, 3
+          hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
+        ");
         let restart = TimedOut {
             came: vec!["a"],
             stopping: vec!["c"],
@@ -312,7 +315,10 @@ mod tests {
             max: 3,
             ..first
         };
-        insta::assert_snapshot!(restart.words(), @"");
+        insta::assert_snapshot!(restart.words(), @r"
+        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes came: `a`; missing: 1 node, last seen as `b`, still stopping: `c`
+          hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
+        ");
     }
 
     #[test]
@@ -320,17 +326,32 @@ mod tests {
         let a = join("a", "1234", "target: train.yaml\ntrain.seed: 1");
         let b = join("b", "5678", "target: train.yaml\ntrain.seed: 2");
         assert_eq!(disagreement("j", &a, &a), None);
-        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @r"
+        nodes disagree on job `j`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`
+          hint: start every node with the same target, configuration and flags
+        ");
         let shorter = join("b", "5678", "target: train.yaml");
-        insta::assert_snapshot!(disagreement("j", &a, &shorter).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &shorter).unwrap(), @r"
+        nodes disagree on job `j`: node `a` has `train.seed: 1`, node `b` has nothing there
+          hint: start every node with the same target, configuration and flags
+        ");
         let alike = join("b", "5678", &a.job_description);
-        insta::assert_snapshot!(disagreement("j", &a, &alike).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &alike).unwrap(), @r"
+        nodes disagree on job `j`: node `a` and node `b` describe it alike, but their signatures differ (`1234`, `5678`)
+          hint: start every node with the same target, configuration and flags
+        ");
         let mut elastic = join("b", "1234", "");
         elastic.min_nodes = 1;
-        insta::assert_snapshot!(disagreement("j", &a, &elastic).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &elastic).unwrap(), @r"
+        nodes disagree on job `j`: `--nnodes` is 2 on node `a`, 1:2 on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
         let mut patient = join("b", "1234", "");
         patient.max_restarts = 3;
-        insta::assert_snapshot!(disagreement("j", &a, &patient).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &patient).unwrap(), @r"
+        nodes disagree on job `j`: `--max-restarts` is 0 on node `a`, 3 on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
     }
 
     #[test]
