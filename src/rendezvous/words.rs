@@ -29,6 +29,15 @@ pub(super) fn nodes(count: u32) -> String {
     }
 }
 
+/// "the only node is", "all 2 nodes are".
+pub(super) fn all(count: u32) -> String {
+    if count == 1 {
+        "the only node is".into()
+    } else {
+        format!("all {count} nodes are")
+    }
+}
+
 /// How many nodes a job wants: "2" or "2 to 4".
 pub(super) fn range(min: u32, max: u32) -> String {
     if min == max {
@@ -151,6 +160,7 @@ impl TimedOut<'_> {
         }
         let missing = self.min.saturating_sub(came);
         let _ = write!(words, "; missing: {}", nodes(missing));
+        let mut details = Vec::new();
         if !self.missing_ranks.is_empty() {
             let ranks: Vec<String> = self
                 .missing_ranks
@@ -158,13 +168,16 @@ impl TimedOut<'_> {
                 .take(MAX_NAMED)
                 .map(ToString::to_string)
                 .collect();
-            let _ = write!(words, ", node rank {}", ranks.join(", "));
+            details.push(format!("node ranks: {}", ranks.join(", ")));
         }
         if !self.gone.is_empty() {
-            let _ = write!(words, ", last seen as {}", list(self.gone.iter().copied()));
+            details.push(format!("lost: {}", list(self.gone.iter().copied())));
         }
         if !self.stopping.is_empty() {
-            let _ = write!(words, ", still stopping: {}", list(self.stopping.iter().copied()));
+            details.push(format!("still stopping: {}", list(self.stopping.iter().copied())));
+        }
+        if !details.is_empty() {
+            let _ = write!(words, " ({})", details.join("; "));
         }
         words.push_str(
             "\n  hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`",
@@ -303,7 +316,7 @@ mod tests {
             max: 4,
         };
         insta::assert_snapshot!(first.words(), @r"
-        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes, node rank 1, 3
+        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes (node ranks: 1, 3)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
         ");
         let restart = TimedOut {
@@ -316,7 +329,7 @@ mod tests {
             ..first
         };
         insta::assert_snapshot!(restart.words(), @r"
-        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes came: `a`; missing: 1 node, last seen as `b`, still stopping: `c`
+        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes came: `a`; missing: 1 node (lost: `b`; still stopping: `c`)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
         ");
     }

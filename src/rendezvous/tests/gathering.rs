@@ -6,7 +6,7 @@ use super::*;
 fn one_node_starts_at_once() {
     let mut s = Scene::new();
     s.join("a", 1, 1);
-    insta::assert_snapshot!(s.words("a"), @"assignment 1: node rank 0 of [a@0], master 127.0.0.1:29500, restart 0/3: generation 1: all 1 node are there; node ranks: 1 by host name");
+    insta::assert_snapshot!(s.words("a"), @"assignment 1: node rank 0 of [a@0], master 127.0.0.1:29500, restart 0/3: generation 1: the only node is there; node ranks: 1 by host name");
 }
 
 #[test]

@@ -184,7 +184,7 @@ fn a_node_that_says_nothing_is_lost() {
     s.rejoin("a", 1, 2, 2).pass(601 * SECOND, &["a"]);
     insta::assert_snapshot!(s.words("a"), @r"
     waiting: 1 of 2 nodes are there: `a`; waiting for 1 node
-    refused TimedOut: rendezvous of job `job1` timed out after 600.0 s: 1 of 2 nodes came: `a`; missing: 1 node, last seen as `b`
+    refused TimedOut: rendezvous of job `job1` timed out after 600.0 s: 1 of 2 nodes came: `a`; missing: 1 node (lost: `b`)
       hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
     ");
 }
@@ -195,7 +195,7 @@ fn a_node_whose_connection_broke_is_lost_sooner() {
     s.break_stream("b").pass(4 * SECOND, &["a"]);
     assert_eq!(s.words("a"), "");
     s.pass(SECOND, &["a"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back (failure on ``, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (failure on ``, restart 1/3, back-off 100 ms)");
 }
 
 #[test]
@@ -214,7 +214,7 @@ fn a_lost_node_ends_the_job_when_no_restart_is_left() {
     }
     s.words("a");
     s.break_stream("b").pass(6 * SECOND, &["a"]);
-    insta::assert_snapshot!(s.words("a"), @"job over 75: node `b` (node rank 1) was lost: its connection broke and it did not come back (failure on ``)");
+    insta::assert_snapshot!(s.words("a"), @"job over 75: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (failure on ``)");
 }
 
 #[test]
@@ -235,7 +235,7 @@ fn an_elastic_job_goes_on_with_fewer_nodes() {
         .pass(11 * SECOND, &["a", "c"]);
     insta::assert_snapshot!(s.words("c"), @r"
     assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: all 3 nodes are there; node ranks: 3 by host name
-    generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back (failure on ``, restart 1/3, back-off 100 ms)
+    generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (failure on ``, restart 1/3, back-off 100 ms)
     waiting: 2 of 2 to 3 nodes are there: `a`, `c`; last call for more
     assignment 2: node rank 1 of [a@0 c@2], master 10.0.0.1:29500, restart 1/3: generation 2: 2 nodes are there after the last call, of 2 to 3; node ranks: 1 kept from before, 1 by host name
     ");
