@@ -90,7 +90,7 @@ pub enum ClientError {
         endpoint: String,
     },
     /// The daemon did not answer within the deadline of the call.
-    #[error("{what} got no answer from the rendezvous daemon at `{endpoint}` within {:.1} s: {cause}", .waited.as_secs_f64())]
+    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
     TimedOut {
         /// The call, in words.
         what: String,
@@ -98,7 +98,7 @@ pub enum ClientError {
         endpoint: String,
         /// Deadline of the call.
         waited: Duration,
-        /// The daemon's words, or that nothing came.
+        /// The daemon's words, or that there was no answer.
         cause: String,
     },
     /// The generation that the call speaks of is over.
@@ -108,7 +108,7 @@ pub enum ClientError {
         cause: String,
     },
     /// The daemon answered with an error.
-    #[error("rendezvous daemon at `{endpoint}` refused {what}: {cause}")]
+    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
     Refused {
         /// The call, in words.
         what: String,
@@ -212,7 +212,7 @@ impl Client {
                     });
                 }
                 Ok(Err(status)) if is_transport(&status) => root_cause(&status),
-                Ok(Err(status)) => return Err(self.refused("the agent's stream", CALL_TIMEOUT, &status)),
+                Ok(Err(status)) => return Err(self.refused("open a stream", CALL_TIMEOUT, &status)),
                 Err(_) => "no answer to the opened stream".to_owned(),
             };
             attempts.failed(cause).await?;
@@ -227,7 +227,7 @@ impl Client {
         key: &str,
         value: Vec<u8>,
     ) -> Result<(), ClientError> {
-        let what = format!("to store `{key}`");
+        let what = format!("store `{key}`");
         let request = KvPutRequest {
             job_id: job_id.to_owned(),
             generation: generation.0,
@@ -248,7 +248,7 @@ impl Client {
         key: &str,
         timeout: Duration,
     ) -> Result<Vec<u8>, ClientError> {
-        let what = format!("to read `{key}`");
+        let what = format!("read `{key}`");
         let request = KvGetRequest {
             job_id: job_id.to_owned(),
             generation: generation.0,
@@ -268,7 +268,7 @@ impl Client {
         let call = inner.status(StatusRequest {
             job_id: job_id.to_owned(),
         });
-        self.bounded(&format!("the status of job `{job_id}`"), CALL_TIMEOUT, call)
+        self.bounded(&format!("get the status of job `{job_id}`"), CALL_TIMEOUT, call)
             .await
     }
 
@@ -286,7 +286,7 @@ impl Client {
                 what: what.to_owned(),
                 endpoint: self.endpoint.clone(),
                 waited: within,
-                cause: "nothing came back".into(),
+                cause: format!("no answer within {within:?}"),
             }),
         }
     }
@@ -490,5 +490,78 @@ fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
     match error.downcast_ref::<Status>() {
         Some(status) => status.message().to_owned(),
         None => error.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn identity() -> AgentIdentity {
+        AgentIdentity {
+            job_id: "j".into(),
+            incarnation: NodeId("a".into()),
+        }
+    }
+
+    /// An endpoint at which nobody listens, whose port nobody else is given meanwhile.
+    fn deaf() -> (String, tokio::net::TcpSocket) {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        (socket.local_addr().unwrap().to_string(), socket)
+    }
+
+    #[test]
+    fn the_backoff_grows_to_its_cap() {
+        assert_eq!(backoff(0, 1.0), BACKOFF_BASE);
+        assert_eq!(backoff(2, 0.5), BACKOFF_BASE * 2);
+        assert_eq!(backoff(40, 1.0), BACKOFF_CAP);
+    }
+
+    #[tokio::test]
+    async fn an_unreachable_daemon_is_named_and_has_its_exit_code() {
+        let (endpoint, _socket) = deaf();
+        let error = Client::connect(&endpoint, Instant::now() + Duration::from_millis(200))
+            .await
+            .unwrap_err();
+        assert_eq!(error.exit_code(), exit::DAEMON_UNREACHABLE);
+        let ClientError::Unreachable { attempts, .. } = error else {
+            panic!("{error:?}")
+        };
+        assert!(attempts > 1, "it tries again until the deadline");
+        let words = error.to_string();
+        assert!(
+            words.contains(&format!("`{endpoint}` cannot be reached")),
+            "{words}"
+        );
+        assert!(
+            words.contains("refused") && words.contains("\n  hint: "),
+            "{words}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_daemon_that_never_answers_is_unreachable_too() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = listener.local_addr().unwrap().to_string();
+        let deadline = Instant::now() + Duration::from_millis(200);
+        let result = match Client::connect(&endpoint, deadline).await {
+            Ok(client) => client.agent_stream(identity(), deadline).await.map(drop),
+            Err(error) => Err(error),
+        };
+        let error = result.unwrap_err();
+        assert!(matches!(error, ClientError::Unreachable { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn an_endpoint_without_host_or_port_is_a_usage_error() {
+        for endpoint in ["node0", ":29400", "node0:", "node0:0", "node0:port", "no de:1"] {
+            let error = Client::connect(endpoint, Instant::now()).await.unwrap_err();
+            assert!(
+                matches!(error, ClientError::BadEndpoint { .. }),
+                "`{endpoint}` gave {error:?}"
+            );
+            assert_eq!(error.exit_code(), exit::USAGE);
+        }
     }
 }

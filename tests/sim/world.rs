@@ -249,10 +249,10 @@ impl World {
                     assert!(!stream.ended, "a message after the end of stream {conn:?}");
                     let agent = stream.agent;
                     self.witness.hear(&self.agents[agent].incarnation, &message);
-                    self.to_agent(conn, Some(message));
+                    self.send_down(conn, Some(message));
                 }
                 Effect::Close { conn } => {
-                    self.to_agent(conn, None);
+                    self.send_down(conn, None);
                     if let Some(stream) = self.streams.get_mut(&conn) {
                         stream.ended = true;
                     }
@@ -336,11 +336,11 @@ impl World {
             generation: agent.generation,
             body: Some(body),
         };
-        self.to_daemon(conn, |conn| Happening::Arrives(conn, message));
+        self.send_up(conn, |conn| Happening::Arrives(conn, message));
     }
 
     /// Schedules what arrives at the daemon after everything sent before on this stream.
-    fn to_daemon(&mut self, conn: ConnId, happening: impl FnOnce(ConnId) -> Happening) {
+    fn send_up(&mut self, conn: ConnId, happening: impl FnOnce(ConnId) -> Happening) {
         let delay = self.latency();
         let Some(stream) = self.streams.get_mut(&conn) else {
             return;
@@ -350,7 +350,7 @@ impl World {
         self.at(at, happening(conn));
     }
 
-    fn to_agent(&mut self, conn: ConnId, message: Option<DaemonMessage>) {
+    fn send_down(&mut self, conn: ConnId, message: Option<DaemonMessage>) {
         let delay = self.latency();
         let Some(stream) = self.streams.get_mut(&conn) else {
             return;
@@ -423,7 +423,7 @@ impl World {
         }
         let rank = assignment.nodes[assignment.node_rank as usize].first_rank;
         let wishes = if fails {
-            let signal = (number % 2 == 0).then_some(9);
+            let signal = number.is_multiple_of(2).then_some(9);
             let exit_code = signal.is_none().then_some(10 + number as i32 % 100);
             agent.worker_failed(WorkerExit {
                 rank,
@@ -441,7 +441,7 @@ impl World {
     fn exit(&mut self, number: usize, signal: Option<i32>) {
         self.send(number, Agent::farewell(signal));
         if let Some(conn) = self.agents[number].conn.take() {
-            self.to_daemon(conn, |conn| Happening::Ends(conn, true));
+            self.send_up(conn, |conn| Happening::Ends(conn, true));
         }
         self.agents[number].life = Life::Gone;
     }
@@ -449,7 +449,7 @@ impl World {
     /// The stream of an agent breaks for it; it comes back soon if it lives.
     fn lose_stream(&mut self, number: usize, comes_back: bool) {
         if let Some(conn) = self.agents[number].conn.take() {
-            self.to_daemon(conn, |conn| Happening::Ends(conn, false));
+            self.send_up(conn, |conn| Happening::Ends(conn, false));
         }
         if comes_back {
             self.outcome.reconnects += 1;
