@@ -17,15 +17,23 @@
 //! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
 //! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
 
+mod attempts;
+mod error;
+
+pub use attempts::{ATTEMPT_TIMEOUT, BACKOFF_BASE, BACKOFF_CAP};
+pub use error::ClientError;
+
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use crate::exit;
+use attempts::{Attempts, target};
+use error::{broken, is_transport, root_cause};
+
 use crate::ids::{Generation, NodeId};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
@@ -35,115 +43,10 @@ use crate::rendezvous::{
 
 /// Messages that may wait for the network before [`AgentSender::send`] calls the stream stalled.
 pub const SEND_QUEUE: usize = 64;
-/// First pause between two attempts to reach the daemon; doubled each time.
-pub const BACKOFF_BASE: Duration = Duration::from_millis(20);
-/// Longest pause between two attempts.
-pub const BACKOFF_CAP: Duration = Duration::from_secs(2);
-/// Longest single attempt to open a connection.
-pub const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time allowed for a call that the daemon answers at once.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// What a blocking read may take beyond the deadline that the daemon itself keeps.
 const READ_MARGIN: Duration = Duration::from_secs(5);
-/// Pings on an idle connection, so that a daemon that vanished without a word is noticed.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
-/// How long a ping may stay unanswered.
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Why the daemon could not be reached, or what it answered instead.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ClientError {
-    /// The endpoint is not `host:port`.
-    #[error(
-        "rendezvous endpoint `{endpoint}` is not an address: {cause}\n  hint: write it as `host:port`, like `node0:29400`"
-    )]
-    BadEndpoint {
-        /// As given.
-        endpoint: String,
-        /// What is wrong with it.
-        cause: String,
-    },
-    /// No connection within the deadline.
-    #[error("rendezvous daemon at `{endpoint}` cannot be reached after {:.1} s and {attempts} attempts: {cause}\n  hint: is `ddp-rendezvous serve` (or the node that hosts it) running there, and its port open?", .waited.as_secs_f64())]
-    Unreachable {
-        /// Address that was tried.
-        endpoint: String,
-        /// How long.
-        waited: Duration,
-        /// How often.
-        attempts: u32,
-        /// Last error.
-        cause: String,
-    },
-    /// The connection broke while it was in use; opening a new stream may help.
-    #[error("connection to the rendezvous daemon at `{endpoint}` broke: {cause}")]
-    Broken {
-        /// Address of the daemon.
-        endpoint: String,
-        /// What happened.
-        cause: String,
-    },
-    /// The daemon takes no messages: [`SEND_QUEUE`] of them are waiting. Treat it as broken.
-    #[error("rendezvous daemon at `{endpoint}` does not take messages: {SEND_QUEUE} are waiting")]
-    Stalled {
-        /// Address of the daemon.
-        endpoint: String,
-    },
-    /// The daemon did not answer within the deadline of the call.
-    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
-    TimedOut {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// Deadline of the call.
-        waited: Duration,
-        /// The daemon's words, or that there was no answer.
-        cause: String,
-    },
-    /// The generation that the call speaks of is over.
-    #[error("{cause}")]
-    Superseded {
-        /// The daemon's words: "generation superseded: …".
-        cause: String,
-    },
-    /// The daemon answered with an error.
-    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
-    Refused {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// Not allowed at all, as opposed to wrong in itself.
-        unauthenticated: bool,
-        /// The daemon's words.
-        cause: String,
-    },
-}
-
-impl ClientError {
-    /// Exit code of a launcher that ends because of this error.
-    #[must_use]
-    pub const fn exit_code(&self) -> u8 {
-        match self {
-            Self::BadEndpoint { .. } => exit::USAGE,
-            Self::Unreachable { .. } | Self::Broken { .. } | Self::Stalled { .. } | Self::TimedOut { .. } => {
-                exit::DAEMON_UNREACHABLE
-            }
-            Self::Refused {
-                unauthenticated: true,
-                ..
-            } => exit::REFUSED,
-            Self::Superseded { .. } | Self::Refused { .. } => exit::INTERNAL,
-        }
-    }
-
-    /// True if a new stream may help ([`Client::agent_stream`] with a deadline).
-    #[must_use]
-    pub const fn is_broken(&self) -> bool {
-        matches!(self, Self::Broken { .. } | Self::Stalled { .. })
-    }
-}
 
 /// Who speaks on an agent's stream: fences every message.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -393,109 +296,10 @@ impl AgentSender {
     }
 }
 
-/// Counts attempts and paces them.
-struct Attempts<'a> {
-    endpoint: &'a str,
-    begun: Instant,
-    deadline: Instant,
-    count: u32,
-}
-
-impl<'a> Attempts<'a> {
-    fn new(endpoint: &'a str, deadline: Instant) -> Self {
-        Self {
-            endpoint,
-            begun: Instant::now(),
-            deadline,
-            count: 0,
-        }
-    }
-
-    /// Deadline of the attempt that begins now.
-    fn next_deadline(&self) -> Instant {
-        self.deadline.min(Instant::now() + ATTEMPT_TIMEOUT)
-    }
-
-    /// Pauses before the next attempt, or gives up if there is no time for one.
-    async fn failed(&mut self, cause: String) -> Result<(), ClientError> {
-        let pause = backoff(self.count, rand::random_range(0.5..1.0));
-        self.count += 1;
-        let now = Instant::now();
-        if now + pause >= self.deadline {
-            return Err(ClientError::Unreachable {
-                endpoint: self.endpoint.to_owned(),
-                waited: now - self.begun,
-                attempts: self.count,
-                cause,
-            });
-        }
-        tokio::time::sleep(pause).await;
-        Ok(())
-    }
-}
-
-/// Pause after the attempt with number `attempt` (from 0); `jitter` in 0.5..1 spreads the nodes of a job.
-fn backoff(attempt: u32, jitter: f64) -> Duration {
-    let factor = 1u32.checked_shl(attempt).unwrap_or(u32::MAX);
-    BACKOFF_BASE
-        .saturating_mul(factor)
-        .min(BACKOFF_CAP)
-        .mul_f64(jitter)
-}
-
-fn target(endpoint: &str) -> Result<Endpoint, ClientError> {
-    let bad = |cause: String| ClientError::BadEndpoint {
-        endpoint: endpoint.to_owned(),
-        cause,
-    };
-    let (host, port) = endpoint
-        .rsplit_once(':')
-        .ok_or_else(|| bad("no port is given".into()))?;
-    if host.is_empty() {
-        return Err(bad("no host is given".into()));
-    }
-    if port.parse::<u16>().ok().is_none_or(|port| port == 0) {
-        return Err(bad(format!("`{port}` is not a port")));
-    }
-    let target = Endpoint::from_shared(format!("http://{endpoint}")).map_err(|e| bad(root_cause(&e)))?;
-    Ok(target
-        .connect_timeout(ATTEMPT_TIMEOUT)
-        .tcp_nodelay(true)
-        .tcp_keepalive(Some(KEEP_ALIVE_INTERVAL))
-        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-        .keep_alive_while_idle(true))
-}
-
-/// True if the status was made on this side because the connection failed, or the daemon is going away.
-fn is_transport(status: &Status) -> bool {
-    use std::error::Error as _;
-    status.code() == Code::Unavailable
-        || (status.source().is_some() && status.code() != Code::DeadlineExceeded)
-}
-
-fn broken(endpoint: &str, status: &Status) -> ClientError {
-    ClientError::Broken {
-        endpoint: endpoint.to_owned(),
-        cause: root_cause(status),
-    }
-}
-
-/// The innermost words of an error: the layers around it only say "transport error".
-fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut error = error;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    match error.downcast_ref::<Status>() {
-        Some(status) => status.message().to_owned(),
-        None => error.to_string(),
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::exit;
 
     fn identity() -> AgentIdentity {
         AgentIdentity {
@@ -509,13 +313,6 @@ mod tests {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
         (socket.local_addr().unwrap().to_string(), socket)
-    }
-
-    #[test]
-    fn the_backoff_grows_to_its_cap() {
-        assert_eq!(backoff(0, 1.0), BACKOFF_BASE);
-        assert_eq!(backoff(2, 0.5), BACKOFF_BASE * 2);
-        assert_eq!(backoff(40, 1.0), BACKOFF_CAP);
     }
 
     #[tokio::test]

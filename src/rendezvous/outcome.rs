@@ -6,8 +6,8 @@ use ddp_proto::rendezvous::{GenerationOver, JobOver, Leave, WorkerExit};
 
 use super::config::Config;
 use super::event::Turn;
-use super::gather::join_timeout;
 use super::job::{Gathering, Job, Over, Phase, Readiness};
+use super::joining::join_timeout;
 use super::kv::clip;
 use super::words;
 

@@ -9,8 +9,8 @@ use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, Refused, S
 
 use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
-use super::gather::Joining;
 use super::job::{Job, Phase};
+use super::joining::Joining;
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
 const MAX_FINISHED: usize = 256;
