@@ -318,7 +318,7 @@ mod tests {
     #[tokio::test]
     async fn an_unreachable_daemon_is_named_and_has_its_exit_code() {
         let (endpoint, _socket) = deaf();
-        let error = Client::connect(&endpoint, Instant::now() + Duration::from_millis(200))
+        let error = Client::connect(&endpoint, Instant::now() + Duration::from_secs(1))
             .await
             .unwrap_err();
         assert_eq!(error.exit_code(), exit::DAEMON_UNREACHABLE);

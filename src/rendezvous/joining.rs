@@ -157,7 +157,7 @@ impl Job {
             step: None,
         };
         self.arrivals += 1;
-        let done = matches!(&self.phase, Phase::Running(r) if r.succeeded.contains(&incarnation));
+        let done = self.has_succeeded(&incarnation);
         if generation > 0 && !(done && generation == self.generation) {
             // It may still run workers of a generation that went on without it, or that an earlier daemon
             // assigned: they have to be gone first, and no generation number may be used twice.

@@ -35,6 +35,8 @@ impl World {
                 self.agents[number].exit_code = None;
                 self.exit(number, Some(signal));
             }
+            // An agent gives up for reasons of its own.
+            38 => self.exit(number, None),
             // The agent freezes for longer than its lease: a stream that is open and says nothing.
             _ => {
                 let Some(conn) = self.agents[number].conn else {
