@@ -95,7 +95,7 @@ impl ClientError {
         }
     }
 
-    /// True if a new stream may help ([`Client::agent_stream`] with a deadline).
+    /// True if a new stream may help ([`agent_stream`](super::Client::agent_stream) with a deadline).
     #[must_use]
     pub const fn is_broken(&self) -> bool {
         matches!(self, Self::Broken { .. } | Self::Stalled { .. })
