@@ -443,7 +443,7 @@ impl<'a> Driver<'a> {
             Effect::Notify(cause) => self.control.generation_over(&cause),
             Effect::AskToStop(cause) => self.control.ask_to_stop(&cause),
             Effect::SignalAll(signal) => self.crew.signal(signal, None),
-            Effect::KillLate(local_rank) => self.crew.signal(libc::SIGKILL, Some(local_rank)),
+            Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),
             Effect::Describe(local_rank) => self.describe(local_rank),
             Effect::Sweep => self.sweep(),
             Effect::Arm(after) => self.alarm = Some(Instant::now() + after),

@@ -81,8 +81,8 @@ pub(super) enum Effect {
     AskToStop(String),
     /// Send this signal to all live workers.
     SignalAll(i32),
-    /// Send SIGKILL to a worker that was started while the others were being stopped.
-    KillLate(LocalRank),
+    /// Send this signal to a worker that was started while the others were being stopped.
+    SignalLate(LocalRank, i32),
     /// Collect what is known of a failed worker, then [`Event::Described`].
     Describe(LocalRank),
     /// Kill all that is left of the workers, then [`Event::Swept`].
@@ -289,9 +289,14 @@ impl Machine {
         if let Some(worker) = self.workers.get_mut(local_rank.0 as usize) {
             *worker = Worker::Running;
         }
-        match self.phase {
-            Phase::Stopping { .. } => vec![Effect::KillLate(local_rank)],
-            _ => Vec::new(),
+        let Phase::Stopping { stage, .. } = self.phase else {
+            return Vec::new();
+        };
+        // It is told what the others were told, not more: it may well be ready for a graceful end.
+        match stage {
+            Stage::Notified => Vec::new(),
+            Stage::Terminated => vec![Effect::SignalLate(local_rank, libc::SIGTERM)],
+            Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],
         }
     }
 

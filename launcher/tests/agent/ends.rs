@@ -74,17 +74,13 @@ fn a_failure_begins_the_next_generation() {
     let logs = tempfile::tempdir().unwrap();
     let script = r#"echo "count $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS in $DDP_GENERATION"
         [ "$TORCHELASTIC_RESTART_COUNT" = 2 ] || exit 5"#;
-    let launch = launch(&daemon)
-        .workers(2)
-        .max_restarts(3)
-        .log_dir(logs.path())
-        .sh(script);
+    let launch = launch(&daemon).max_restarts(3).log_dir(logs.path()).sh(script);
     let end = launch.start().wait();
     assert_eq!(end.code, 0, "{}", end.stderr);
     for (attempt, generation) in [(0, 1), (1, 2), (2, 3)] {
         let line = format!("count {attempt} of 3 in {generation}");
-        assert!(end.stdout.contains(&format!("[1] {line}")), "{}", end.stdout);
-        let log = logs.path().join(format!("attempt_{attempt}/1/stdout.log"));
+        assert!(end.stdout.contains(&format!("[0] {line}")), "{}", end.stdout);
+        let log = logs.path().join(format!("attempt_{attempt}/0/stdout.log"));
         assert_eq!(std::fs::read_to_string(log).unwrap().trim(), line);
     }
     let joins = |message| match message {
