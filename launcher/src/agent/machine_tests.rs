@@ -1,6 +1,7 @@
 use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{JobOver, NodeAssignment, Refused};
 
+use super::super::stop::LAST_WORDS;
 use super::*;
 
 const KILLED: Ending = Ending::Signal {
