@@ -39,6 +39,8 @@ use crate::spawn::{Batch, SpawnEvent, Spawner, check_program};
 const PROTOCOL: u32 = 1;
 /// Events of one kind that may wait for the loop.
 const QUEUE: usize = 1024;
+/// Longest message of a worker on its own failure; the rest is cut off.
+const MAX_WORDS_CHARS: usize = 4000;
 /// Heartbeats before the daemon has told its lease.
 const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 
@@ -168,6 +170,13 @@ impl<'a> Driver<'a> {
             Mail::Control(event) => self.on_control(event),
             Mail::Link(event) => self.on_link(event, events),
             Mail::Aside(Aside::Described(local_rank)) => {
+                // Its own words were passed on before, but may still lie there.
+                for _ in 0..QUEUE {
+                    let Ok(event) = self.inbox.control.try_recv() else {
+                        break;
+                    };
+                    self.on_control(event);
+                }
                 if let Some(exit) = self.crew.describe(local_rank) {
                     self.local_failure = Some(exit.clone());
                     events.push_back(Event::Described(exit));
@@ -249,10 +258,11 @@ impl<'a> Driver<'a> {
                 }
             }
             News::Failure { message, hint } => {
-                worker.said = Some(match hint {
+                let words = match hint {
                     Some(hint) => format!("{message}\nhint: {hint}"),
                     None => message,
-                });
+                };
+                worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
         }
     }
@@ -376,6 +386,7 @@ impl<'a> Driver<'a> {
             job_id: &self.plan.job_id,
             control: self.control.address(),
         };
+        self.crew = Crew::none();
         let prepared = Crew::prepare(generation, assignment, &site, &self.pump)?;
         let Some(client) = self.client.clone() else {
             return Err(PrepareError::Assignment("it came from nowhere".into()));

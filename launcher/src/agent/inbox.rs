@@ -41,10 +41,9 @@ impl Inbox {
                 None => std::future::pending().await,
             }
         };
-        // Cancel safe: every branch keeps what it has not returned. Signals come first; what workers said on the
-        // control socket comes before what is concluded from their death.
+        // Cancel safe: every branch keeps what it has not returned. Not biased: a worker that floods the control
+        // socket must not starve the rest.
         tokio::select! {
-            biased;
             call = self.signals.next() => Mail::Signal(call),
             Some(event) = self.control.recv() => Mail::Control(event),
             Some(event) = self.spawns.recv() => Mail::Spawn(event),
