@@ -1,1 +1,22 @@
-//! x
+//! The data-parallel training worker.
+//!
+//! | module | what lives there | what it must not know |
+//! |---|---|---|
+//! | [`device`] | memory, streams, events | models, ranks |
+//! | [`ops`] | operations as data, with their CPU kernels | models, ranks |
+//! | [`model`] | parameters, blocks, GPT-2 and MLP | ranks, gradients' way to other ranks |
+//! | [`collective`] | communicators, transports, work handles | models, gradients |
+//! | [`parallel`] | gradient layout, reducer, strategies | which model it is |
+//! | [`config`] | `train.yaml` as types | ranks |
+//! | [`session`] | the worker's link to its job | who started it |
+//!
+//! The worker reads the environment contract and a control socket; it does not know its launcher.
+#![deny(unsafe_code)]
+
+pub mod collective;
+pub mod config;
+pub mod device;
+pub mod model;
+pub mod ops;
+pub mod parallel;
+pub mod session;

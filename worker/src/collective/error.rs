@@ -1,0 +1,84 @@
+//! Errors of collectives name the rank, the operation, its sequence number, its bytes and what it was for.
+
+use crate::device::DeviceError;
+
+/// A collective operation failed on this rank.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("rank {rank}: {operation} #{sequence} of `{communicator}` ({tag}, {bytes} bytes) failed: {failure}")]
+pub struct CollectiveError {
+    /// Global rank of the speaker.
+    pub rank: usize,
+    /// Name of the communicator.
+    pub communicator: String,
+    /// Name of the operation.
+    pub operation: String,
+    /// Number of the operation in its communicator, from 0.
+    pub sequence: u64,
+    /// Size of the buffer.
+    pub bytes: usize,
+    /// What the operation was for.
+    pub tag: String,
+    /// What happened.
+    pub failure: Failure,
+}
+
+/// What happened to a collective operation.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Failure {
+    /// Some ranks did not come in time.
+    #[error(
+        "waited {waited_ms} ms for rank {}\n  hint: that rank is slow, stopped or in another operation; its log says which",
+        list(waiting_for)
+    )]
+    TimedOut {
+        /// Global ranks that did not come.
+        waiting_for: Vec<usize>,
+        /// For how long.
+        waited_ms: u64,
+    },
+    /// A rank went away.
+    #[error("lost rank {rank}: {how}")]
+    PeerLost {
+        /// Global rank.
+        rank: usize,
+        /// What was seen of it.
+        how: String,
+    },
+    /// The agent said that the generation is over.
+    #[error("the generation is over: {0}")]
+    GenerationOver(String),
+    /// Ranks issued different operations.
+    #[error(
+        "rank {rank} is in {theirs}, this rank in {ours}\n  hint: all ranks must issue the same operations in the same order"
+    )]
+    Mismatch {
+        /// Global rank of the other.
+        rank: usize,
+        /// What this rank does.
+        ours: String,
+        /// What the other does.
+        theirs: String,
+    },
+    /// The operation cannot be done with this buffer.
+    #[error("{0}")]
+    Invalid(String),
+    /// An earlier operation of the same communicator failed.
+    #[error("an earlier operation failed: {0}")]
+    Poisoned(String),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+    /// The system refused something.
+    #[error("{what}: {cause}")]
+    System {
+        /// What was tried.
+        what: String,
+        /// The system's words.
+        cause: String,
+    },
+}
+
+fn list(ranks: &[usize]) -> String {
+    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    names.join(", ")
+}

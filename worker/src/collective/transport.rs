@@ -1,0 +1,95 @@
+//! How bytes get to the other ranks of a group.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::{Failure, Request};
+use crate::device::{Arena, ArenaSpec, Device, Held};
+use crate::session::Cancel;
+
+/// One group's way to move bytes. Calls come one at a time, in the same order on every rank.
+pub trait Transport: Send {
+    /// Rank of this process in the group.
+    fn rank(&self) -> usize;
+
+    /// Global rank of each member, in order of rank.
+    fn members(&self) -> &[usize];
+
+    /// Carries out one operation. `held` is the exclusive hold on the request's buffer.
+    fn execute(
+        &mut self,
+        sequence: u64,
+        request: &Request,
+        held: &mut Held,
+        wait: &Wait,
+    ) -> Result<(), Failure>;
+
+    /// Allocates an arena of the same size on every rank of the group, placed so that operations on it need no
+    /// copies. A collective call.
+    fn alloc_shared(
+        &mut self,
+        device: &Arc<dyn Device>,
+        spec: &ArenaSpec,
+        wait: &Wait,
+    ) -> Result<Arena, Failure>;
+
+    /// A transport for some members, this rank among them, given as ranks of this group in ascending order. A
+    /// collective call of all ranks of this group, each with its own subgroup.
+    fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure>;
+
+    /// Bytes that this rank has put on the wire so far, counted where they are moved.
+    fn wire_bytes(&self) -> WireBytes;
+}
+
+/// Bytes sent by one rank, by purpose.
+///
+/// In shared memory "sent" is what other ranks read from this rank's memory or it writes into theirs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+pub struct WireBytes {
+    /// Gradients.
+    pub grads: u64,
+    /// Parameters.
+    pub params: u64,
+    /// Everything else.
+    pub other: u64,
+}
+
+/// How long a rank waits for the others, and who may end it earlier.
+#[derive(Clone)]
+pub struct Wait {
+    /// When the wait began.
+    pub started: Instant,
+    /// When it ends.
+    pub deadline: Instant,
+    /// Ends it at once.
+    pub cancel: Cancel,
+}
+
+impl Wait {
+    /// A wait that begins now.
+    #[must_use]
+    pub fn new(timeout: Duration, cancel: &Cancel) -> Self {
+        let started = Instant::now();
+        Self {
+            started,
+            deadline: started + timeout,
+            cancel: cancel.clone(),
+        }
+    }
+
+    /// An error if the wait is over; `waiting_for` are the global ranks that have not come.
+    pub fn check(&self, waiting_for: impl FnOnce() -> Vec<usize>) -> Result<(), Failure> {
+        if let Some(cause) = self.cancel.cause() {
+            return Err(Failure::GenerationOver(cause.to_owned()));
+        }
+        let now = Instant::now();
+        if now >= self.deadline {
+            let waited_ms = now.duration_since(self.started).as_millis() as u64;
+            return Err(Failure::TimedOut {
+                waiting_for: waiting_for(),
+                waited_ms,
+            });
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,444 @@
+//! Arenas: named, flat memory of one element type, and the buffers cut from them.
+//!
+//! Operations take [`Buffer`]s, never slices. Whoever touches host memory borrows the range for as long as it
+//! does ([`Buffer::host`], [`Buffer::host_mut`]); overlapping use is refused as [`DeviceError::Race`], as a
+//! `RefCell` refuses it, so that a missing event between two streams is an error with a name, not wrong numbers.
+#![allow(unsafe_code, reason = "slices of mapped memory")]
+
+use std::fmt;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut, Range};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::memory::Memory;
+use super::{DType, DeviceError, Element};
+
+/// What to allocate.
+#[derive(Clone, Debug)]
+pub struct ArenaSpec {
+    /// For errors and memory accounts.
+    pub name: String,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Number of elements.
+    pub len: usize,
+    /// Who must be able to reach it.
+    pub sharing: Sharing,
+}
+
+/// Who can reach an arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// This process only.
+    Private,
+    /// Other ranks of this node may map it (a memfd segment on the CPU).
+    Node,
+}
+
+/// Flat memory of one element type. Clones share it; it is freed with the last one.
+#[derive(Clone)]
+pub struct Arena(Arc<Inner>);
+
+struct Inner {
+    name: String,
+    dtype: DType,
+    len: usize,
+    memory: Box<dyn Memory>,
+    borrows: Mutex<Vec<Borrow>>,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+struct Borrow {
+    range: Range<usize>,
+    exclusive: bool,
+}
+
+impl Arena {
+    /// Wraps memory of at least `len` elements.
+    #[must_use]
+    pub fn new(name: String, dtype: DType, len: usize, memory: Box<dyn Memory>) -> Self {
+        assert!(
+            memory.bytes() >= len * dtype.bytes(),
+            "`{name}` is smaller than its arena"
+        );
+        Self(Arc::new(Inner {
+            name,
+            dtype,
+            len,
+            memory,
+            borrows: Mutex::default(),
+        }))
+    }
+
+    /// Name for errors.
+    #[must_use]
+    pub fn name(&self) -> &str {
+        &self.0.name
+    }
+
+    /// Type of the elements.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.0.dtype
+    }
+
+    /// Number of elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.0.len
+    }
+
+    /// True if it has no elements.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.len == 0
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.0.len * self.0.dtype.bytes()
+    }
+
+    /// The memory behind it, for the device that made it and for the transport that shares it.
+    #[must_use]
+    pub fn memory(&self) -> &dyn Memory {
+        self.0.memory.as_ref()
+    }
+
+    /// The whole arena as a buffer.
+    #[must_use]
+    pub fn whole(&self) -> Buffer {
+        self.slice(0..self.len())
+    }
+
+    /// A range of elements.
+    ///
+    /// # Panics
+    /// If the range is not within the arena: layouts are computed, so that is a bug.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> Buffer {
+        assert!(
+            range.start <= range.end && range.end <= self.len(),
+            "{range:?} outside `{}`",
+            self.name()
+        );
+        Buffer {
+            arena: self.clone(),
+            range,
+        }
+    }
+
+    /// True if both are the same memory.
+    #[must_use]
+    pub fn same(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.0, &other.0)
+    }
+
+    fn borrow(&self, range: &Range<usize>, exclusive: bool) -> Result<(), DeviceError> {
+        let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
+        let overlaps = |b: &&Borrow| b.range.start < range.end && range.start < b.range.end;
+        let clash = borrows.iter().filter(overlaps).find(|b| b.exclusive || exclusive);
+        if let Some(held) = clash {
+            return Err(DeviceError::Race {
+                arena: self.name().to_owned(),
+                range: range.clone(),
+                held: access_name(held.exclusive),
+                wanted: access_name(exclusive),
+            });
+        }
+        borrows.push(Borrow {
+            range: range.clone(),
+            exclusive,
+        });
+        Ok(())
+    }
+
+    fn give_back(&self, range: &Range<usize>, exclusive: bool) {
+        let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = Borrow {
+            range: range.clone(),
+            exclusive,
+        };
+        if let Some(at) = borrows.iter().position(|b| *b == held) {
+            borrows.swap_remove(at);
+        }
+    }
+}
+
+impl fmt::Debug for Arena {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[{} × {}]", self.name(), self.len(), self.dtype())
+    }
+}
+
+const fn access_name(exclusive: bool) -> &'static str {
+    if exclusive { "writing" } else { "reading" }
+}
+
+/// A range of an arena's elements. Cheap to clone; says nothing of who may touch it when.
+#[derive(Clone)]
+pub struct Buffer {
+    arena: Arena,
+    range: Range<usize>,
+}
+
+impl Buffer {
+    /// The arena it is cut from.
+    #[must_use]
+    pub fn arena(&self) -> &Arena {
+        &self.arena
+    }
+
+    /// Elements of the arena.
+    #[must_use]
+    pub fn range(&self) -> Range<usize> {
+        self.range.clone()
+    }
+
+    /// Number of elements.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.range.len()
+    }
+
+    /// True if it has no elements.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.range.is_empty()
+    }
+
+    /// Type of the elements.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.arena.dtype()
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.len() * self.dtype().bytes()
+    }
+
+    /// A part of it; `range` counts from its own start.
+    ///
+    /// # Panics
+    /// If the range is not within the buffer.
+    #[must_use]
+    pub fn slice(&self, range: Range<usize>) -> Self {
+        assert!(
+            range.start <= range.end && range.end <= self.len(),
+            "{range:?} outside {self:?}"
+        );
+        Self {
+            arena: self.arena.clone(),
+            range: self.range.start + range.start..self.range.start + range.end,
+        }
+    }
+
+    /// Borrows the elements for reading by the host.
+    pub fn host<T: Element>(&self) -> Result<HostRef<'_, T>, DeviceError> {
+        let ptr = self.typed_ptr::<T>()?;
+        let guard = Guard::take(self, false)?;
+        Ok(HostRef {
+            ptr,
+            guard,
+            _type: PhantomData,
+        })
+    }
+
+    /// Borrows the elements for writing by the host.
+    pub fn host_mut<T: Element>(&self) -> Result<HostMut<'_, T>, DeviceError> {
+        let ptr = self.typed_ptr::<T>()?;
+        let guard = Guard::take(self, true)?;
+        Ok(HostMut {
+            ptr,
+            guard,
+            _type: PhantomData,
+        })
+    }
+
+    /// Borrows the elements as bytes, whatever their type.
+    pub fn host_bytes(&self) -> Result<HostRef<'_, u8>, DeviceError> {
+        let ptr = self.byte_ptr()?;
+        let guard = Guard::take(self, false)?;
+        Ok(HostRef {
+            ptr,
+            guard,
+            _type: PhantomData,
+        })
+    }
+
+    /// Borrows the elements as bytes for writing, whatever their type.
+    pub fn host_bytes_mut(&self) -> Result<HostMut<'_, u8>, DeviceError> {
+        let ptr = self.byte_ptr()?;
+        let guard = Guard::take(self, true)?;
+        Ok(HostMut {
+            ptr,
+            guard,
+            _type: PhantomData,
+        })
+    }
+
+    /// Holds the elements exclusively, without a slice: for memory that peers write while a collective runs.
+    pub fn hold(&self) -> Result<Held, DeviceError> {
+        self.arena.borrow(&self.range, true)?;
+        Ok(Held { buffer: self.clone() })
+    }
+
+    fn typed_ptr<T: Element>(&self) -> Result<*mut T, DeviceError> {
+        if self.dtype() != T::DTYPE {
+            return Err(DeviceError::WrongDType {
+                arena: self.arena.name().to_owned(),
+                found: self.dtype(),
+                expected: T::DTYPE,
+            });
+        }
+        Ok(self.byte_ptr()?.cast())
+    }
+
+    fn byte_ptr(&self) -> Result<*mut u8, DeviceError> {
+        let base = self.arena.memory().host_ptr();
+        let base = base.ok_or_else(|| DeviceError::NotHost(self.arena.name().to_owned()))?;
+        // SAFETY: the range was checked against the arena's length, and the memory is at least that long.
+        Ok(unsafe { base.as_ptr().add(self.range.start * self.dtype().bytes()) })
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}[{:?}]", self.arena.name(), self.range)
+    }
+}
+
+/// Exclusive hold on a buffer without a slice of it; given back on drop.
+#[derive(Debug)]
+pub struct Held {
+    buffer: Buffer,
+}
+
+impl Held {
+    /// The buffer held.
+    #[must_use]
+    pub fn buffer(&self) -> &Buffer {
+        &self.buffer
+    }
+
+    /// The elements, for as long as no peer writes them.
+    pub fn elements_mut<T: Element>(&mut self) -> Result<&mut [T], DeviceError> {
+        let ptr = self.buffer.typed_ptr::<T>()?;
+        // SAFETY: as for `HostMut`: this hold is exclusive, and `&mut self` makes this the only slice under it.
+        Ok(unsafe { std::slice::from_raw_parts_mut(ptr, self.buffer.len()) })
+    }
+
+    /// Address of its first byte, for a transport whose peers read and write it under this hold.
+    pub fn host_ptr(&self) -> Result<*mut u8, DeviceError> {
+        self.buffer.byte_ptr()
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        self.buffer.arena.give_back(&self.buffer.range, true);
+    }
+}
+
+struct Guard<'a> {
+    buffer: &'a Buffer,
+    exclusive: bool,
+}
+
+impl<'a> Guard<'a> {
+    fn take(buffer: &'a Buffer, exclusive: bool) -> Result<Self, DeviceError> {
+        buffer.arena.borrow(&buffer.range, exclusive)?;
+        Ok(Self { buffer, exclusive })
+    }
+
+    fn elements<T>(&self) -> usize {
+        self.buffer.bytes() / size_of::<T>()
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.buffer.arena.give_back(&self.buffer.range, self.exclusive);
+    }
+}
+
+/// Elements borrowed for reading.
+pub struct HostRef<'a, T> {
+    ptr: *const T,
+    guard: Guard<'a>,
+    _type: PhantomData<&'a [T]>,
+}
+
+impl<T: Element> Deref for HostRef<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the pointer is that of the guarded range, aligned (mappings are page-aligned, ranges count
+        // in elements), initialised (mappings are zeroed, every element type is `Pod`), and no exclusive
+        // borrow of an overlapping range exists while the guard lives.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
+    }
+}
+
+/// Elements borrowed for writing.
+pub struct HostMut<'a, T> {
+    ptr: *mut T,
+    guard: Guard<'a>,
+    _type: PhantomData<&'a mut [T]>,
+}
+
+impl<T: Element> Deref for HostMut<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: as for `HostRef`; the guard is exclusive.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
+    }
+}
+
+impl<T: Element> DerefMut for HostMut<'_, T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as for `HostRef`; the guard is exclusive, and `&mut self` makes this the only slice.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.guard.elements::<T>()) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::HostMemory;
+    use super::*;
+
+    fn arena(len: usize) -> Arena {
+        let memory = HostMemory::private("test", len * 4).unwrap();
+        Arena::new("test".into(), DType::F32, len, Box::new(memory))
+    }
+
+    #[test]
+    fn overlapping_writers_are_refused_and_disjoint_ones_are_not() {
+        let arena = arena(10);
+        let (left, right) = (arena.slice(0..6), arena.slice(4..10));
+        let held = left.host_mut::<f32>().unwrap();
+        assert!(matches!(right.host::<f32>(), Err(DeviceError::Race { .. })));
+        assert!(arena.slice(6..10).host_mut::<f32>().is_ok());
+        drop(held);
+        assert!(right.host_mut::<f32>().is_ok());
+    }
+
+    #[test]
+    fn readers_share() {
+        let arena = arena(4);
+        let whole = arena.whole();
+        let first = whole.host::<f32>().unwrap();
+        assert_eq!(&whole.host::<f32>().unwrap()[..], &first[..]);
+        assert!(whole.hold().is_err());
+    }
+
+    #[test]
+    fn the_wrong_type_is_named() {
+        let error = arena(4).whole().host::<f64>().err().unwrap();
+        assert_eq!(error.to_string(), "`test` holds f32, expected f64");
+    }
+}

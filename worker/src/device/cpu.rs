@@ -1,0 +1,170 @@
+//! The CPU as a device: every operation runs when it is enqueued, in the caller's thread and its rank's pool.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::Instant;
+
+use super::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, HostMemory, Sharing, Stream};
+use crate::ops::Op;
+
+/// What kernels need to know of the machine: the threads of this rank.
+#[derive(Debug)]
+pub struct Cpu {
+    threads: usize,
+    pool: Option<rayon::ThreadPool>,
+}
+
+impl Cpu {
+    /// A rank with this many threads. One thread needs no pool.
+    pub fn new(threads: usize) -> Result<Self, DeviceError> {
+        let pool = if threads > 1 {
+            let pool = rayon::ThreadPoolBuilder::new()
+                .num_threads(threads)
+                .thread_name(|i| format!("ddp-compute-{i}"))
+                .build()
+                .map_err(|e| DeviceError::Upstream(format!("cannot start {threads} compute threads: {e}")))?;
+            Some(pool)
+        } else {
+            None
+        };
+        Ok(Self {
+            threads: threads.max(1),
+            pool,
+        })
+    }
+
+    /// Threads of this rank.
+    #[must_use]
+    pub fn threads(&self) -> usize {
+        self.threads
+    }
+
+    /// Runs `work(i)` for every `i < count`, on all threads. What `work` computes must not depend on which
+    /// thread runs it.
+    pub fn for_each(&self, count: usize, work: impl Fn(usize) + Send + Sync) {
+        use rayon::prelude::*;
+        match &self.pool {
+            Some(pool) if count > 1 => pool.install(|| (0..count).into_par_iter().for_each(&work)),
+            _ => (0..count).for_each(work),
+        }
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub struct CpuDevice {
+    cpu: Cpu,
+    streams: AtomicU32,
+    errors: Mutex<HashMap<Stream, DeviceError>>,
+}
+
+impl CpuDevice {
+    /// A device with this many threads.
+    pub fn new(threads: usize) -> Result<Self, DeviceError> {
+        Ok(Self {
+            cpu: Cpu::new(threads)?,
+            streams: AtomicU32::new(0),
+            errors: Mutex::default(),
+        })
+    }
+
+    /// The threads and instruction set that kernels use.
+    #[must_use]
+    pub fn cpu(&self) -> &Cpu {
+        &self.cpu
+    }
+
+    fn attempt(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError>) {
+        if self
+            .errors
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .contains_key(&stream)
+        {
+            return;
+        }
+        if let Err(error) = work() {
+            self.errors
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .insert(stream, error);
+        }
+    }
+}
+
+impl Device for CpuDevice {
+    fn name(&self) -> String {
+        format!(
+            "cpu ({} thread{})",
+            self.cpu.threads,
+            if self.cpu.threads == 1 { "" } else { "s" }
+        )
+    }
+
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        let bytes = spec.len * spec.dtype.bytes();
+        let memory = match spec.sharing {
+            Sharing::Private => HostMemory::private(&spec.name, bytes)?,
+            Sharing::Node => HostMemory::shared(&spec.name, bytes)?,
+        };
+        Ok(Arena::new(
+            spec.name.clone(),
+            spec.dtype,
+            spec.len,
+            Box::new(memory),
+        ))
+    }
+
+    fn stream(&self) -> Stream {
+        Stream(self.streams.fetch_add(1, Ordering::Relaxed))
+    }
+
+    fn enqueue(&self, stream: Stream, op: Op) {
+        self.attempt(stream, || op.run(&self.cpu));
+    }
+
+    fn record(&self, stream: Stream) -> Event {
+        let errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
+        match errors.get(&stream) {
+            None => Event::reached(),
+            Some(error) => {
+                let (event, signal) = Event::pair("a failed stream");
+                signal.set(Err(error.clone()));
+                event
+            }
+        }
+    }
+
+    fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant) {
+        self.attempt(stream, || event.wait(deadline));
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+        let error = self
+            .errors
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&stream);
+        error.map_or(Ok(()), Err)
+    }
+
+    fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
+        self.attempt(stream, || {
+            let mut target = dst.host_bytes_mut()?;
+            if target.len() != bytes.len() {
+                return Err(DeviceError::Shape {
+                    op: "upload",
+                    what: format!("{} bytes into a buffer of {}", bytes.len(), target.len()),
+                });
+            }
+            target.copy_from_slice(bytes);
+            Ok(())
+        });
+    }
+
+    fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+        self.synchronize(stream)?;
+        Ok(src.host_bytes()?.to_vec())
+    }
+}

@@ -1,0 +1,66 @@
+//! What can go wrong on a device.
+
+use std::ops::Range;
+
+use super::DType;
+
+/// An error of a device. On asynchronous devices it surfaces at synchronisation.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DeviceError {
+    /// Memory ran out.
+    #[error("cannot allocate {bytes} bytes for `{what}`: {cause}\n  hint: {hint}")]
+    OutOfMemory {
+        /// Name of the arena.
+        what: String,
+        /// Size asked for.
+        bytes: usize,
+        /// The system's words.
+        cause: String,
+        /// What to change.
+        hint: String,
+    },
+    /// Two operations used overlapping memory at once, at least one of them for writing: a missing event.
+    #[error("`{arena}` elements {range:?} are in use for {held} while they are wanted for {wanted}")]
+    Race {
+        /// Name of the arena.
+        arena: String,
+        /// Elements wanted.
+        range: Range<usize>,
+        /// What they are in use for.
+        held: &'static str,
+        /// What they are wanted for.
+        wanted: &'static str,
+    },
+    /// An operation was given a buffer of another type.
+    #[error("`{arena}` holds {found}, expected {expected}")]
+    WrongDType {
+        /// Name of the arena.
+        arena: String,
+        /// Type of the arena.
+        found: DType,
+        /// Type that the operation takes.
+        expected: DType,
+    },
+    /// The memory is not reachable from the host.
+    #[error("`{0}` is not host memory")]
+    NotHost(String),
+    /// An operation was given buffers whose sizes do not fit each other.
+    #[error("operation `{op}`: {what}")]
+    Shape {
+        /// Name of the operation.
+        op: &'static str,
+        /// Which buffer has which size, and what it should be.
+        what: String,
+    },
+    /// An event was not reached in time.
+    #[error("waited {waited_ms} ms for {what}")]
+    TimedOut {
+        /// What was waited for.
+        what: String,
+        /// For how long.
+        waited_ms: u64,
+    },
+    /// Something that the device waited for failed: a collective, another stream.
+    #[error("{0}")]
+    Upstream(String),
+}

@@ -1,0 +1,184 @@
+//! Events: points in a stream, or facts of the host, that others can wait for.
+
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::DeviceError;
+
+/// State behind an event; devices bring their own.
+pub trait EventState: Send + Sync + 'static {
+    /// None while it is not reached; then success, or the error of what came before it.
+    fn poll(&self) -> Option<Result<(), DeviceError>>;
+    /// Blocks the host until it is reached or `deadline` passes.
+    fn wait(&self, deadline: Instant) -> Result<(), DeviceError>;
+    /// For the device that made it.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A point that is reached once. Clones are the same point.
+#[derive(Clone)]
+pub struct Event(Arc<dyn EventState>);
+
+impl Event {
+    /// An event with a state of the device's own.
+    pub fn new(state: impl EventState) -> Self {
+        Self(Arc::new(state))
+    }
+
+    /// An event that is reached already.
+    #[must_use]
+    pub fn reached() -> Self {
+        Self::new(Reached)
+    }
+
+    /// An event that the host signals, and its signal.
+    #[must_use]
+    pub fn pair(what: impl Into<String>) -> (Self, Signal) {
+        let shared = Arc::new(HostState {
+            what: what.into(),
+            result: Mutex::new(None),
+            reached: Condvar::new(),
+        });
+        (Self(shared.clone()), Signal(shared))
+    }
+
+    /// See [`EventState::poll`].
+    #[must_use]
+    pub fn poll(&self) -> Option<Result<(), DeviceError>> {
+        self.0.poll()
+    }
+
+    /// See [`EventState::wait`].
+    pub fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
+        self.0.wait(deadline)
+    }
+
+    /// The state, for the device that made it.
+    #[must_use]
+    pub fn state(&self) -> &dyn EventState {
+        self.0.as_ref()
+    }
+}
+
+impl fmt::Debug for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Event({:?})", self.poll())
+    }
+}
+
+struct Reached;
+
+impl EventState for Reached {
+    fn poll(&self) -> Option<Result<(), DeviceError>> {
+        Some(Ok(()))
+    }
+
+    fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+struct HostState {
+    what: String,
+    result: Mutex<Option<Result<(), DeviceError>>>,
+    reached: Condvar,
+}
+
+impl EventState for HostState {
+    fn poll(&self) -> Option<Result<(), DeviceError>> {
+        self.result.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
+        let started = Instant::now();
+        let mut result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            if let Some(result) = result.as_ref() {
+                return result.clone();
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left == Duration::ZERO {
+                let waited_ms = started.elapsed().as_millis() as u64;
+                return Err(DeviceError::TimedOut {
+                    what: self.what.clone(),
+                    waited_ms,
+                });
+            }
+            result = self
+                .reached
+                .wait_timeout(result, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Signals its event once. Dropped without a word, it fails the event, so that nobody waits for ever.
+pub struct Signal(Arc<HostState>);
+
+impl Signal {
+    /// The event is reached, or failed.
+    pub fn set(self, result: Result<(), DeviceError>) {
+        self.settle(result);
+    }
+
+    fn settle(&self, result: Result<(), DeviceError>) {
+        let mut slot = self.0.result.lock().unwrap_or_else(PoisonError::into_inner);
+        if slot.is_none() {
+            *slot = Some(result);
+            self.0.reached.notify_all();
+        }
+    }
+}
+
+impl Drop for Signal {
+    fn drop(&mut self) {
+        self.settle(Err(DeviceError::Upstream(format!(
+            "{} was given up",
+            self.0.what
+        ))));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dropped_signal_fails_its_event() {
+        let (event, signal) = Event::pair("a collective");
+        assert!(event.poll().is_none());
+        drop(signal);
+        assert_eq!(
+            event.poll(),
+            Some(Err(DeviceError::Upstream("a collective was given up".into())))
+        );
+    }
+
+    #[test]
+    fn a_wait_ends_at_its_deadline() {
+        let (event, _signal) = Event::pair("nothing");
+        let error = event.wait(Instant::now() + Duration::from_millis(5)).unwrap_err();
+        assert!(matches!(error, DeviceError::TimedOut { .. }));
+    }
+
+    #[test]
+    fn a_signal_wakes_a_waiter() {
+        let (event, signal) = Event::pair("x");
+        std::thread::scope(|s| {
+            let waiter = s.spawn(|| event.wait(Instant::now() + Duration::from_secs(10)));
+            signal.set(Ok(()));
+            assert_eq!(waiter.join().unwrap(), Ok(()));
+        });
+    }
+}

@@ -1,0 +1,169 @@
+//! Host memory: private pages, or a memfd segment that other processes can map.
+//!
+//! Segments are `fallocate`d: a shortage is an error at allocation, never a SIGBUS at the first touch.
+//! Nothing has a name in the file system, so a crash leaves nothing behind.
+#![allow(unsafe_code, reason = "memory mappings")]
+
+use std::any::Any;
+use std::num::NonZeroUsize;
+use std::os::fd::{AsFd, OwnedFd};
+use std::ptr::NonNull;
+
+use nix::errno::Errno;
+use nix::fcntl::{FallocateFlags, fallocate};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+
+use super::DeviceError;
+
+/// The bytes behind an arena, wherever they are.
+pub trait Memory: Send + Sync + 'static {
+    /// Size in bytes.
+    fn bytes(&self) -> usize;
+    /// First byte, if the host can reach it.
+    fn host_ptr(&self) -> Option<NonNull<u8>>;
+    /// For the device that made it.
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// A mapping of zeroed, page-aligned host memory.
+#[derive(Debug)]
+pub struct HostMemory {
+    ptr: NonNull<u8>,
+    bytes: usize,
+    fd: Option<OwnedFd>,
+}
+
+// SAFETY: the mapping is plain memory, owned by this value; access to it is regulated by the arena.
+unsafe impl Send for HostMemory {}
+// SAFETY: as above; `&HostMemory` only gives out the address.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    /// Private memory of this process.
+    pub fn private(name: &str, bytes: usize) -> Result<Self, DeviceError> {
+        let length = NonZeroUsize::new(bytes.max(1)).expect("at least 1");
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice aliases nothing.
+        let ptr = unsafe {
+            mmap_anonymous(
+                None,
+                length,
+                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+                MapFlags::MAP_PRIVATE,
+            )
+        }
+        .map_err(|e| out_of_memory(name, bytes, e))?;
+        let ptr = ptr.cast();
+        advise_huge_pages(ptr, length.get());
+        Ok(Self {
+            ptr,
+            bytes: length.get(),
+            fd: None,
+        })
+    }
+
+    /// A fresh memfd segment, with its pages allocated.
+    pub fn shared(name: &str, bytes: usize) -> Result<Self, DeviceError> {
+        let length = bytes.max(1);
+        let fd = memfd_create(format!("ddp-{name}").as_str(), MFdFlags::MFD_CLOEXEC)
+            .map_err(|e| out_of_memory(name, bytes, e))?;
+        fallocate(&fd, FallocateFlags::empty(), 0, length as i64)
+            .map_err(|e| out_of_memory(name, bytes, e))?;
+        Self::map(name, fd, length)
+    }
+
+    /// Maps a segment that another process made and passed over a socket.
+    pub fn map(name: &str, fd: OwnedFd, bytes: usize) -> Result<Self, DeviceError> {
+        let length = NonZeroUsize::new(bytes.max(1)).expect("at least 1");
+        let found = nix::sys::stat::fstat(&fd)
+            .map_err(|e| out_of_memory(name, bytes, e))?
+            .st_size;
+        if usize::try_from(found).unwrap_or(0) < bytes {
+            return Err(DeviceError::Upstream(format!(
+                "shared segment `{name}` has {found} bytes, expected {bytes}"
+            )));
+        }
+        // SAFETY: a new mapping at an address of the kernel's choice; the segment is at least that long.
+        let ptr = unsafe {
+            mmap(
+                None,
+                length,
+                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+                MapFlags::MAP_SHARED | MapFlags::MAP_POPULATE,
+                fd.as_fd(),
+                0,
+            )
+        }
+        .map_err(|e| out_of_memory(name, bytes, e))?;
+        Ok(Self {
+            ptr: ptr.cast(),
+            bytes: length.get(),
+            fd: Some(fd),
+        })
+    }
+
+    /// Descriptor of a shared segment.
+    #[must_use]
+    pub fn fd(&self) -> Option<&OwnedFd> {
+        self.fd.as_ref()
+    }
+
+    /// First byte of the mapping.
+    #[must_use]
+    pub const fn ptr(&self) -> NonNull<u8> {
+        self.ptr
+    }
+
+    /// Size of the mapping.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.bytes
+    }
+
+    /// Never: a mapping has at least one byte.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        false
+    }
+}
+
+impl Memory for HostMemory {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn host_ptr(&self) -> Option<NonNull<u8>> {
+        Some(self.ptr)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: `ptr` and `bytes` are those of our own mapping, and nobody can hold a slice of it:
+        // guards borrow the arena that owns this value.
+        let unmapped = unsafe { munmap(self.ptr.cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+fn advise_huge_pages(ptr: NonNull<u8>, bytes: usize) {
+    const HUGE_PAGE: usize = 2 << 20;
+    if bytes >= 2 * HUGE_PAGE {
+        // SAFETY: advice on our own fresh mapping; it does not change its contents. A refusal only costs speed.
+        let _ = unsafe { madvise(ptr.cast(), bytes, MmapAdvise::MADV_HUGEPAGE) };
+    }
+}
+
+fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
+    DeviceError::OutOfMemory {
+        what: name.to_owned(),
+        bytes,
+        cause: error.desc().to_lowercase(),
+        hint: "lower `train.micro_batch` or the model's size, or raise the memory limit (`ddp-train doctor` shows it)"
+            .to_owned(),
+    }
+}

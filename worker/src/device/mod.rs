@@ -1,0 +1,66 @@
+//! Devices: where memory lives and operations run.
+//!
+//! A device takes operations ([`crate::ops::Op`]) on *streams*: in order within a stream, in any order
+//! between streams except where an [`Event`] says otherwise. Enqueueing never fails and may return before the
+//! operation ran; errors surface at [`Device::synchronize`] and at events. The CPU runs an operation at once.
+//!
+//! | type | what it is |
+//! |---|---|
+//! | [`Device`] | the trait: allocate, enqueue, record, wait |
+//! | [`CpuDevice`] | operations on host memory, `rayon` threads within a rank |
+//! | [`Arena`], [`Buffer`] | flat memory of one type, and ranges of it |
+//! | [`Event`], [`Signal`] | points in streams; facts of the host |
+//! | [`HostMemory`] | private pages or a memfd segment |
+
+mod arena;
+mod cpu;
+mod dtype;
+mod error;
+mod event;
+mod memory;
+
+pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
+pub use cpu::{Cpu, CpuDevice};
+pub use dtype::{DType, Element};
+pub use error::DeviceError;
+pub use event::{Event, EventState, Signal};
+pub use memory::{HostMemory, Memory};
+
+use std::time::Instant;
+
+use crate::ops::Op;
+
+/// An ordered queue of operations of one device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Stream(pub u32);
+
+/// Where memory lives and operations run.
+pub trait Device: Send + Sync + 'static {
+    /// For people: `cpu (2 threads, avx512)`.
+    fn name(&self) -> String;
+
+    /// Zeroed memory.
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError>;
+
+    /// A new stream.
+    fn stream(&self) -> Stream;
+
+    /// Puts an operation at the end of a stream. After an error the stream skips operations until it is
+    /// synchronised.
+    fn enqueue(&self, stream: Stream, op: Op);
+
+    /// The event "all that is in the stream now has run".
+    fn record(&self, stream: Stream) -> Event;
+
+    /// Later operations of the stream run after `event`; `deadline` bounds the wait.
+    fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant);
+
+    /// Blocks the host until the stream is empty; returns its first error since the last call.
+    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError>;
+
+    /// Puts a copy of `bytes` into `dst`, in stream order. `bytes` may be reused on return.
+    fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]);
+
+    /// Synchronises, then returns the bytes of `src`.
+    fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError>;
+}

@@ -1,0 +1,189 @@
+//! Blocks: the unit of recomputation and of pipeline stages.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec};
+use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
+use crate::ops::Op;
+
+/// A part of a network with its own forward and backward.
+///
+/// A block holds sizes and parameter ids, never parameters, gradients or activations, so the same block serves
+/// any strategy, any number of micro-batches in flight, and recomputation.
+pub trait Block: Send + Sync {
+    /// For errors and traces: `h.0`.
+    fn name(&self) -> &str;
+
+    /// Parameters it uses. A tied parameter is listed by each block that uses it.
+    fn params(&self) -> &[ParamId];
+
+    /// Computes the output and puts into `saved` what `backward` will need.
+    fn forward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        input: &Activation,
+        saved: &mut Saved,
+    ) -> Result<Activation, DeviceError>;
+
+    /// Takes `saved` empty, adds each parameter's gradient through `grads`, and returns the gradient of the
+    /// input; none for a block whose input has no gradient (tokens).
+    ///
+    /// For every parameter that it lists it calls [`GradSink::contributed`] exactly once, as early as it can.
+    fn backward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        saved: &mut Saved,
+        dout: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<Option<Activation>, DeviceError>;
+}
+
+/// Where a parameter's elements are at the moment.
+pub trait Params {
+    /// All elements of the parameter, row-major.
+    fn get(&self, id: ParamId) -> Buffer;
+}
+
+/// Where gradients go, and who is told that they are there.
+pub trait GradSink {
+    /// Memory for the gradient of `id`.
+    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError>;
+
+    /// This block's contribution to the gradient of `id` is in the stream up to `at`.
+    fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError>;
+}
+
+/// Memory for one contribution to a gradient.
+#[derive(Clone, Debug)]
+pub struct GradSlot {
+    /// As many elements as the parameter.
+    pub buffer: Buffer,
+    /// True: add to what is there. False: this is the first contribution of the step, overwrite.
+    pub accumulate: bool,
+}
+
+/// What the operations of one micro-batch share.
+pub struct Context<'a> {
+    /// Runs the operations.
+    pub device: &'a dyn Device,
+    /// The compute stream.
+    pub stream: Stream,
+    /// Memory for activations.
+    pub pool: &'a ActivationPool,
+    /// Targets of the loss, `[B, T]`, i32; negative: ignored.
+    pub targets: &'a Buffer,
+    /// Type of activations: f32 (f64 in gradient checks).
+    pub dtype: DType,
+    /// Key of the randomness of this micro-batch.
+    pub key: StepKey,
+}
+
+/// Names one micro-batch of one step, so that stateless randomness repeats under recomputation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StepKey {
+    /// Seed of the run.
+    pub seed: u64,
+    /// Step, from 0.
+    pub step: u64,
+    /// Micro-batch of the step over all ranks, from 0.
+    pub micro_batch: u64,
+}
+
+impl Context<'_> {
+    /// Puts an operation on the compute stream.
+    pub fn enqueue(&self, op: impl Into<Op>) {
+        self.device.enqueue(self.stream, op.into());
+    }
+
+    /// Leases an activation of the context's type.
+    pub fn lease(&self, name: &str, shape: &[usize]) -> Result<Activation, DeviceError> {
+        self.pool.lease(name, self.dtype, shape)
+    }
+
+    /// The event "all that was enqueued so far has run".
+    pub fn record(&self) -> Event {
+        self.device.record(self.stream)
+    }
+}
+
+/// What one block's forward keeps for its backward, by name. Belongs to the caller.
+#[derive(Debug, Default)]
+pub struct Saved {
+    slots: BTreeMap<&'static str, Activation>,
+}
+
+impl Saved {
+    /// Keeps an activation.
+    pub fn put(&mut self, name: &'static str, activation: &Activation) {
+        self.slots.insert(name, activation.clone());
+    }
+
+    /// Takes an activation out.
+    pub fn take(&mut self, name: &'static str) -> Result<Activation, DeviceError> {
+        self.slots.remove(name).ok_or_else(|| {
+            DeviceError::Upstream(format!("backward wants `{name}`, which forward did not save"))
+        })
+    }
+
+    /// True before forward and after backward.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.slots.is_empty()
+    }
+
+    /// Bytes held.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.slots.values().map(|a| a.buffer().bytes()).sum()
+    }
+}
+
+/// A network: parameters, groups and blocks.
+///
+/// The first block takes the tokens `[B, T]` (i32), the last one returns the loss of each position `[B·T]`
+/// and takes as `dout` the factor of each position's gradient `[B·T]`.
+#[derive(Clone)]
+pub struct Model {
+    /// For people: `gpt2 4 × 128`.
+    pub name: String,
+    /// Parameters, in forward order.
+    pub params: Vec<ParamSpec>,
+    /// Groups, in forward order; every parameter is in exactly one.
+    pub groups: Vec<ParamGroup>,
+    /// Blocks, in forward order.
+    pub blocks: Vec<Arc<dyn Block>>,
+}
+
+impl Model {
+    /// Number of elements of all parameters, tied ones once.
+    #[must_use]
+    pub fn param_count(&self) -> usize {
+        self.params.iter().map(ParamSpec::len).sum()
+    }
+
+    /// In how many blocks each parameter is used: the contributions to its gradient in one micro-batch.
+    #[must_use]
+    pub fn uses(&self) -> Vec<usize> {
+        let mut uses = vec![0; self.params.len()];
+        for id in self.blocks.iter().flat_map(|b| b.params()) {
+            uses[id.0] += 1;
+        }
+        uses
+    }
+
+    /// Parameters in the order in which backward finishes them: the order of gradient memory.
+    #[must_use]
+    pub fn backward_order(&self) -> Vec<ParamId> {
+        let mut order: Vec<ParamId> = Vec::with_capacity(self.params.len());
+        for id in self.blocks.iter().flat_map(|b| b.params().iter()) {
+            if !order.contains(id) {
+                order.push(*id);
+            }
+        }
+        order.reverse();
+        order
+    }
+}
