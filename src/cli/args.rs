@@ -8,7 +8,7 @@ use std::time::Duration;
 use clap::{ArgAction, CommandFactory, FromArgMatches, Parser};
 use ddp_launcher::NodeRange;
 
-use super::settings::Settings;
+use super::settings::{NAMES, Settings};
 use super::values::{self, Endpoint, ProcCount, RdzvConf};
 
 /// Start, synchronise and keep alive data-parallel training.
@@ -93,10 +93,13 @@ pub struct ParsedArgs {
 /// Parses a command line, `argv[0]` included. The error is clap's: it prints itself and knows its exit code.
 pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, clap::Error> {
     let command = Args::command().mut_args(|arg| {
-        let underscored = arg.get_long().map(|long| long.replace('-', "_"));
+        let long = arg.get_long().unwrap_or_default();
+        let underscored = NAMES
+            .iter()
+            .find(|name| name.replace('_', "-") == long && **name != long);
         match underscored {
-            Some(name) if Some(name.as_str()) != arg.get_long() => arg.alias(name),
-            _ => arg,
+            Some(name) => arg.alias(*name),
+            None => arg,
         }
     });
     let args = Args::from_arg_matches(&command.try_get_matches_from(argv)?)?;
@@ -126,7 +129,9 @@ mod tests {
     use super::*;
 
     fn parse_words(words: &[&str]) -> Result<ParsedArgs, String> {
-        let argv = std::iter::once("ddp-run").chain(words.iter().copied()).map(OsString::from);
+        let argv = std::iter::once("ddp-run")
+            .chain(words.iter().copied())
+            .map(OsString::from);
         parse(argv).map_err(|error| error.to_string())
     }
 
@@ -140,7 +145,8 @@ mod tests {
 
     #[test]
     fn everything_after_the_target_belongs_to_it() {
-        let args = parse_words(&["--set", "a.b=1", "train.py", "--set", "x", "--nnodes", "--", "-h"]).expect("valid");
+        let args = parse_words(&["--set", "a.b=1", "train.py", "--set", "x", "--nnodes", "--", "-h"])
+            .expect("valid");
         assert_eq!(args.target, "train.py");
         assert_eq!(args.target_args, ["--set", "x", "--nnodes", "--", "-h"]);
         assert_eq!(args.overrides, ["a.b=1"]);
@@ -165,7 +171,7 @@ mod tests {
     fn bad_values_name_the_flag_and_what_it_takes() {
         let error = parse_words(&["--nnodes", "4:2", "x"]).expect_err("must be refused");
         let first_line = error.lines().next().unwrap_or_default();
-        insta::assert_snapshot!(first_line, @"");
+        insta::assert_snapshot!(first_line, @"error: invalid value '4:2' for '--nnodes <N|MIN:MAX>': MIN is 4, but MAX is 2: expected `N` or `MIN:MAX` with 1 <= MIN <= MAX, for example `2` or `1:4`");
     }
 
     #[test]

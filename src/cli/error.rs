@@ -58,7 +58,9 @@ pub enum CliError {
         hint: String,
     },
     /// `--nproc-per-node gpu` on a machine without one.
-    #[error("`--nproc-per-node gpu`: no GPU is visible: {why}\n  hint: `ddp-train doctor` says what is there; `--nproc-per-node cpu` runs on the cores")]
+    #[error(
+        "`--nproc-per-node gpu`: no GPU is visible: {why}\n  hint: `ddp-train doctor` says what is there; `--nproc-per-node cpu` runs on the cores"
+    )]
     NoGpu {
         /// What was looked at.
         why: String,

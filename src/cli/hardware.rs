@@ -65,7 +65,9 @@ pub fn probe_gpus() -> std::process::ExitCode {
 
 /// WSL shows its GPUs through `/dev/dxg`.
 fn has_device_nodes() -> bool {
-    let Ok(entries) = std::fs::read_dir("/dev") else { return false };
+    let Ok(entries) = std::fs::read_dir("/dev") else {
+        return false;
+    };
     entries.flatten().any(|entry| {
         let name = entry.file_name();
         let name = name.to_string_lossy();
@@ -82,7 +84,10 @@ pub(super) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Resu
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()?;
-    let answer = child.stdout.take().map_or(Ok(String::new()), |stdout| read_within(stdout, timeout));
+    let answer = child
+        .stdout
+        .take()
+        .map_or(Ok(String::new()), |stdout| read_within(stdout, timeout));
     if answer.is_err() {
         child.kill()?;
     }

@@ -73,19 +73,24 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
     let Some(endpoint) = &facts.endpoint else {
         return alone().await;
     };
-    let join = Hosting { endpoint: endpoint.to_string(), listener: None };
-    let wish = wish(facts);
-    if wish == Wish::Join {
+    let join = Hosting {
+        endpoint: endpoint.to_string(),
+        listener: None,
+    };
+    if wish(facts) == Wish::Join {
         return Ok(join);
     }
     let addresses = resolve(endpoint).await;
-    let bind_to = bind_addresses(endpoint, &addresses, wish);
+    let bind_to = bind_addresses(facts, endpoint, &addresses);
     let mut last_error = None;
     for address in bind_to {
         match TcpListener::bind(address).await {
             Ok(listener) => {
                 tracing::info!(%address, "hosting the rendezvous");
-                return Ok(Hosting { listener: Some(listener), ..join });
+                return Ok(Hosting {
+                    listener: Some(listener),
+                    ..join
+                });
             }
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
                 check_health(endpoint, &addresses).await?;
@@ -111,10 +116,18 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
 }
 
 async fn alone() -> Result<Hosting, CliError> {
-    let failed = |source| CliError::Machine { what: "cannot listen on loopback", source };
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.map_err(failed)?;
+    let failed = |source| CliError::Machine {
+        what: "cannot listen on loopback",
+        source,
+    };
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .map_err(failed)?;
     let endpoint = listener.local_addr().map_err(failed)?.to_string();
-    Ok(Hosting { endpoint, listener: Some(listener) })
+    Ok(Hosting {
+        endpoint,
+        listener: Some(listener),
+    })
 }
 
 /// The endpoint's addresses; empty where its name is unknown, which the client reports when it matters.
@@ -129,19 +142,19 @@ async fn resolve(endpoint: &Endpoint) -> Vec<IpAddr> {
     }
 }
 
-/// Addresses to try, in order. A literal address is taken at its word. A name may resolve to another
-/// address for this node than for the others (`127.0.1.1` in many a hosts file), so all are served.
-fn bind_addresses(endpoint: &Endpoint, addresses: &[IpAddr], wish: Wish) -> Vec<SocketAddr> {
+/// Addresses to try, in order. A literal address is taken at its word, unless `is_host=1` says that this
+/// node is reached under it all the same (address translation). A name may resolve to another address for
+/// this node than for the others (`127.0.1.1` in many a hosts file), so all are served.
+fn bind_addresses(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]) -> Vec<SocketAddr> {
     let at = |ip: IpAddr| SocketAddr::new(ip, endpoint.port);
-    let everywhere = || vec![at(Ipv6Addr::UNSPECIFIED.into()), at(Ipv4Addr::UNSPECIFIED.into())];
-    let literal = endpoint.host.parse::<IpAddr>().is_ok();
-    match wish {
-        Wish::Alone | Wish::Join => Vec::new(),
-        Wish::Host if literal => vec![at(addresses[0])],
-        Wish::Host => everywhere(),
-        Wish::HostIfLocal if literal => vec![at(addresses[0])],
-        Wish::HostIfLocal if addresses.iter().copied().any(is_own_address) => everywhere(),
-        Wish::HostIfLocal => Vec::new(),
+    let everywhere = [at(Ipv6Addr::UNSPECIFIED.into()), at(Ipv4Addr::UNSPECIFIED.into())];
+    let literal: Option<IpAddr> = endpoint.host.parse().ok();
+    match (wish(facts), literal) {
+        (Wish::Alone | Wish::Join, _) => Vec::new(),
+        (Wish::Host, Some(ip)) if facts.is_host == Some(true) => [&[at(ip)], &everywhere[..]].concat(),
+        (Wish::Host | Wish::HostIfLocal, Some(ip)) => vec![at(ip)],
+        (Wish::HostIfLocal, None) if !addresses.iter().copied().any(is_own_address) => Vec::new(),
+        (Wish::Host | Wish::HostIfLocal, None) => everywhere.to_vec(),
     }
 }
 
@@ -164,7 +177,10 @@ async fn check_health(endpoint: &Endpoint, addresses: &[IpAddr]) -> Result<(), C
         Ok(Ok(reply)) if reply.status() == ServingStatus::Serving => Ok(()),
         Ok(Ok(reply)) => Err(taken(format!("its health is {:?}", reply.status()))),
         Ok(Err(problem)) => Err(taken(problem)),
-        Err(_) => Err(taken(format!("it gave no answer within {} s", HEALTH_TIMEOUT.as_secs()))),
+        Err(_) => Err(taken(format!(
+            "it gave no answer within {} s",
+            HEALTH_TIMEOUT.as_secs()
+        ))),
     }
 }
 
@@ -175,10 +191,14 @@ async fn ask_health(uri: String) -> Result<HealthCheckResponse, String> {
         .connect()
         .await
         .map_err(|_| "it does not speak gRPC".to_owned())?;
-    let request = HealthCheckRequest { service: SERVICE.to_owned() };
+    let request = HealthCheckRequest {
+        service: SERVICE.to_owned(),
+    };
     match HealthClient::new(channel).check(request).await {
         Ok(reply) => Ok(reply.into_inner()),
-        Err(status) if status.code() == tonic::Code::NotFound => Err("it is a gRPC server of another kind".to_owned()),
+        Err(status) if status.code() == tonic::Code::NotFound => {
+            Err("it is a gRPC server of another kind".to_owned())
+        }
         Err(_) => Err("it does not answer gRPC health checks".to_owned()),
     }
 }
@@ -189,7 +209,11 @@ mod tests {
 
     fn facts(endpoint: Option<&str>, is_host: Option<bool>, node_rank: Option<u32>) -> HostFacts {
         let endpoint = endpoint.map(|text| super::super::values::endpoint(text).expect("valid"));
-        HostFacts { endpoint, is_host, node_rank }
+        HostFacts {
+            endpoint,
+            is_host,
+            node_rank,
+        }
     }
 
     #[test]
@@ -201,22 +225,37 @@ mod tests {
             (None, Some(1), Wish::Join),
             (None, None, Wish::HostIfLocal),
         ] {
-            assert_eq!(wish(&facts(Some("node0"), is_host, node_rank)), expected, "{is_host:?} {node_rank:?}");
+            assert_eq!(
+                wish(&facts(Some("node0"), is_host, node_rank)),
+                expected,
+                "{is_host:?} {node_rank:?}"
+            );
         }
         assert_eq!(wish(&facts(None, None, None)), Wish::Alone);
     }
 
     #[test]
     fn literal_addresses_are_taken_at_their_word() {
-        let literal = super::super::values::endpoint("127.0.0.1:5").expect("valid");
-        let loopback: Vec<IpAddr> = vec![Ipv4Addr::LOCALHOST.into()];
-        let bound = bind_addresses(&literal, &loopback, Wish::HostIfLocal);
-        assert_eq!(bound, [SocketAddr::from((Ipv4Addr::LOCALHOST, 5))]);
-        let name = super::super::values::endpoint("node0:5").expect("valid");
-        let elsewhere: Vec<IpAddr> = vec![Ipv4Addr::new(192, 0, 2, 1).into()];
-        assert!(bind_addresses(&name, &elsewhere, Wish::HostIfLocal).is_empty());
-        assert!(bind_addresses(&name, &loopback, Wish::HostIfLocal).iter().all(|a| a.ip().is_unspecified()));
-        assert_eq!(bind_addresses(&name, &elsewhere, Wish::Host).len(), 2);
+        let bound = |facts: &HostFacts, addresses: &[IpAddr]| {
+            bind_addresses(facts, facts.endpoint.as_ref().expect("given"), addresses)
+        };
+        let loopback: &[IpAddr] = &[Ipv4Addr::LOCALHOST.into()];
+        let elsewhere: &[IpAddr] = &[Ipv4Addr::new(192, 0, 2, 1).into()];
+        let literal = facts(Some("127.0.0.1:5"), None, None);
+        assert_eq!(
+            bound(&literal, loopback),
+            [SocketAddr::from((Ipv4Addr::LOCALHOST, 5))]
+        );
+        let translated = facts(Some("192.0.2.1:5"), Some(true), None);
+        assert_eq!(bound(&translated, elsewhere).len(), 3);
+        let name = facts(Some("node0:5"), None, None);
+        assert!(bound(&name, elsewhere).is_empty());
+        assert!(
+            bound(&name, loopback)
+                .iter()
+                .all(|address| address.ip().is_unspecified())
+        );
+        assert_eq!(bound(&facts(Some("node0:5"), None, Some(0)), elsewhere).len(), 2);
     }
 
     fn block_on<T>(future: impl Future<Output = T>) -> T {
@@ -242,10 +281,15 @@ mod tests {
                     drop(connection);
                 }
             });
-            let error = settle(&facts(Some(&format!("127.0.0.1:{port}")), None, None)).await.expect_err("taken");
+            let error = settle(&facts(Some(&format!("127.0.0.1:{port}")), None, None))
+                .await
+                .expect_err("taken");
             assert_eq!(error.exit_code(), ddp_proto::exit::DAEMON_UNREACHABLE);
             let text = error.to_string().replace(&port.to_string(), "PORT");
-            insta::assert_snapshot!(text, @"");
+            insta::assert_snapshot!(text, @r"
+        port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it does not answer gRPC health checks
+          hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        ");
             closes.abort();
         });
     }

@@ -48,22 +48,34 @@ pub fn resolve(
         settings = settings.or(Settings::from_yaml(target_path, text)?);
     }
     if settings.standalone == Some(true) {
-        settings = Settings { nnodes: None, rdzv_endpoint: None, node_rank: None, ..settings };
+        settings = Settings {
+            nnodes: None,
+            rdzv_endpoint: None,
+            node_rank: None,
+            ..settings
+        };
     }
     let nodes = settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 });
     check_nodes(nodes, &settings)?;
 
     let alone = nodes.max == 1;
-    let job_id = settings.rdzv_id.unwrap_or_else(|| match alone {
-        true => unique_job_id(SystemTime::now()),
-        false => "none".to_owned(),
-    });
+    let job_id = match settings.rdzv_id {
+        Some(id) => id,
+        None if alone => unique_job_id(SystemTime::now()),
+        None => "none".to_owned(),
+    };
     let out_dir = match &target.yaml {
         Some(_) => Some(native::validate(target_path, &target.overrides, &job_id)?),
         None => None,
     };
-    let max_restarts = settings.max_restarts.unwrap_or(target.kind.default_max_restarts());
-    let agreed = AgreedSettings { min_nodes: nodes.min, max_nodes: nodes.max, max_restarts };
+    let max_restarts = settings
+        .max_restarts
+        .unwrap_or(target.kind.default_max_restarts());
+    let agreed = AgreedSettings {
+        min_nodes: nodes.min,
+        max_nodes: nodes.max,
+        max_restarts,
+    };
     let (job_signature, job_description) = target.signature(&agreed);
     let conf = settings.rdzv_conf.unwrap_or_default();
     let plan = LaunchPlan {
@@ -112,7 +124,10 @@ fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
 fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError> {
     if nodes.max > 1 && settings.rdzv_endpoint.is_none() {
         return Err(CliError::Conflict {
-            problem: format!("{} nodes need a place to meet, but there is no `--rdzv-endpoint`", nodes.max),
+            problem: format!(
+                "{} nodes need a place to meet, but there is no `--rdzv-endpoint`",
+                nodes.max
+            ),
             hint: format!(
                 "give the address of one node on all of them: `--rdzv-endpoint node0:{}`",
                 values::DEFAULT_PORT
@@ -121,7 +136,10 @@ fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError> {
     }
     match settings.node_rank {
         Some(rank) if rank >= nodes.max => Err(CliError::Conflict {
-            problem: format!("`--node-rank {rank}` is out of range, `--nnodes` allows {} at most", nodes.max),
+            problem: format!(
+                "`--node-rank {rank}` is out of range, `--nnodes` allows {} at most",
+                nodes.max
+            ),
             hint: format!("node ranks go from 0 to {}", nodes.max - 1),
         }),
         _ => Ok(()),
@@ -146,7 +164,11 @@ fn utc_stamp(seconds: u64) -> String {
     let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
     let month_from_march = (5 * day_of_year + 2) / 153;
     let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 { month_from_march + 3 } else { month_from_march - 9 };
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
     let year = year_of_era + era * 400 + u64::from(month <= 2);
     let (hour, minute, second) = (second_of_day / 3_600, second_of_day / 60 % 60, second_of_day % 60);
     format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
@@ -158,14 +180,18 @@ mod tests {
     use super::*;
 
     fn resolve_words(words: &[&str], env: &[(&str, &str)]) -> Result<Launch, CliError> {
-        let argv = std::iter::once("ddp-run").chain(words.iter().copied()).map(OsString::from);
+        let argv = std::iter::once("ddp-run")
+            .chain(words.iter().copied())
+            .map(OsString::from);
         let args = args::parse(argv).expect("a valid command line");
         let get = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
         resolve(args, get, &SelfExe::open().expect("proc is mounted"))
     }
 
     fn problem(words: &[&str]) -> String {
-        resolve_words(words, &[]).expect_err("must be refused").to_string()
+        resolve_words(words, &[])
+            .expect_err("must be refused")
+            .to_string()
     }
 
     #[test]
@@ -181,7 +207,10 @@ mod tests {
     fn the_command_line_beats_the_environment() {
         let launch = resolve_words(&["--nproc-per-node", "2", "true"], &[("PET_NPROC_PER_NODE", "5")]);
         assert_eq!(launch.expect("valid").plan.workers, 2);
-        let launch = resolve_words(&["true"], &[("PET_NPROC_PER_NODE", "5"), ("PET_MAX_RESTARTS", "7")]);
+        let launch = resolve_words(
+            &["true"],
+            &[("PET_NPROC_PER_NODE", "5"), ("PET_MAX_RESTARTS", "7")],
+        );
         let plan = launch.expect("valid").plan;
         assert_eq!((plan.workers, plan.max_restarts), (5, 7));
     }
@@ -199,27 +228,55 @@ mod tests {
 
     #[test]
     fn standalone_beats_the_environment_but_not_the_command_line() {
-        let env = [("PET_NNODES", "4"), ("PET_RDZV_ENDPOINT", "node0"), ("PET_NODE_RANK", "3")];
+        let env = [
+            ("PET_NNODES", "4"),
+            ("PET_RDZV_ENDPOINT", "node0"),
+            ("PET_NODE_RANK", "3"),
+        ];
         let launch = resolve_words(&["--standalone", "true"], &env).expect("valid");
         assert_eq!(launch.plan.nodes.max, 1);
         assert!(launch.host.endpoint.is_none() && launch.plan.node_rank.is_none());
-        insta::assert_snapshot!(problem(&["--standalone", "--nnodes", "2", "true"]), @"");
+        insta::assert_snapshot!(problem(&["--standalone", "--nnodes", "2", "true"]), @r"
+        `--standalone` means one node with a rendezvous of its own, but `--nnodes` asks for several nodes
+          hint: leave one of the two out
+        ");
     }
 
     #[test]
     fn nodes_that_cannot_meet_are_refused() {
-        insta::assert_snapshot!(problem(&["--nnodes", "2", "true"]), @"");
-        insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2", "true"]), @"");
+        insta::assert_snapshot!(problem(&["--nnodes", "2", "true"]), @r"
+        2 nodes need a place to meet, but there is no `--rdzv-endpoint`
+          hint: give the address of one node on all of them: `--rdzv-endpoint node0:29400`
+        ");
+        insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2", "true"]), @r"
+        `--node-rank 2` is out of range, `--nnodes` allows 2 at most
+          hint: node ranks go from 0 to 1
+        ");
     }
 
     #[test]
     fn several_nodes_keep_what_was_asked() {
-        let words = ["--nnodes", "1:3", "--rdzv-endpoint", "node0:5", "--rdzv-id", "j", "--rdzv-conf"];
-        let words = [&words[..], &["is_host=0,join_timeout=5", "--node-rank", "1", "true"]].concat();
+        let words = [
+            "--nnodes",
+            "1:3",
+            "--rdzv-endpoint",
+            "node0:5",
+            "--rdzv-id",
+            "j",
+            "--rdzv-conf",
+        ];
+        let words = [
+            &words[..],
+            &["is_host=0,join_timeout=5", "--node-rank", "1", "true"],
+        ]
+        .concat();
         let launch = resolve_words(&words, &[]).expect("valid");
         assert_eq!(launch.plan.job_id, "j");
         assert_eq!(launch.plan.join_timeout, Duration::from_secs(5));
         assert_eq!(launch.host.is_host, Some(false));
-        assert_eq!(launch.host.endpoint.map(|e| e.to_string()), Some("node0:5".into()));
+        assert_eq!(
+            launch.host.endpoint.map(|e| e.to_string()),
+            Some("node0:5".into())
+        );
     }
 }

@@ -87,7 +87,11 @@ impl Settings {
             };
             settings
                 .set(name, &value)
-                .map_err(|message| CliError::BadVariable { variable, value, message })?;
+                .map_err(|message| CliError::BadVariable {
+                    variable,
+                    value,
+                    message,
+                })?;
         }
         Ok(settings)
     }
@@ -103,7 +107,12 @@ impl Settings {
             let line = value.defined.line();
             scalar(&value.value)
                 .and_then(|text| settings.set(&key, &text))
-                .map_err(|message| CliError::BadLaunchKey { file: file.to_owned(), line, key, message })?;
+                .map_err(|message| CliError::BadLaunchKey {
+                    file: file.to_owned(),
+                    line,
+                    key,
+                    message,
+                })?;
         }
         Ok(settings)
     }
@@ -154,14 +163,24 @@ mod tests {
         for name in NAMES {
             let mut settings = Settings::default();
             let error = settings.set(name, "\u{1}").err().unwrap_or_default();
-            assert!(!error.contains("unknown key"), "`{name}` is listed but not settable");
+            assert!(
+                !error.contains("unknown key"),
+                "`{name}` is listed but not settable"
+            );
         }
     }
 
     #[test]
     fn upper_layers_win() {
-        let upper = Settings { max_restarts: Some(1), ..Settings::default() };
-        let lower = Settings { max_restarts: Some(2), node_rank: Some(3), ..Settings::default() };
+        let upper = Settings {
+            max_restarts: Some(1),
+            ..Settings::default()
+        };
+        let lower = Settings {
+            max_restarts: Some(2),
+            node_rank: Some(3),
+            ..Settings::default()
+        };
         let merged = upper.or(lower);
         assert_eq!((merged.max_restarts, merged.node_rank), (Some(1), Some(3)));
     }
@@ -178,12 +197,13 @@ mod tests {
 
     #[test]
     fn the_launch_section_is_read_like_flags() {
-        let text = "model: {kind: mlp}\nlaunch:\n  nproc_per_node: 2\n  max-restarts: 5\n  rdzv_endpoint: node0\n";
+        let text =
+            "model: {kind: mlp}\nlaunch:\n  nproc_per_node: 2\n  max-restarts: 5\n  rdzv_endpoint: node0\n";
         let settings = Settings::from_yaml(Path::new("t.yaml"), text).expect("valid");
         assert_eq!(settings.nproc_per_node, Some(ProcCount::Fixed(2)));
         assert_eq!(settings.max_restarts, Some(5));
         let text = "launch:\n  nproc_per_node: 2\n  nodes: 5\n";
         let error = Settings::from_yaml(Path::new("t.yaml"), text).expect_err("unknown key");
-        insta::assert_snapshot!(error, @"");
+        insta::assert_snapshot!(error, @"`t.yaml`, line 3: `launch.nodes`: unknown key, known are `nnodes`, `nproc_per_node`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf`, `node_rank`, `standalone`, `max_restarts`, `log_dir`, `local_addr`, `shutdown_timeout`");
     }
 }

@@ -54,7 +54,10 @@ impl SelfExe {
     pub fn open() -> Result<Self, CliError> {
         File::open("/proc/self/exe")
             .map(Self)
-            .map_err(|source| CliError::Machine { what: "cannot open `/proc/self/exe`", source })
+            .map_err(|source| CliError::Machine {
+                what: "cannot open `/proc/self/exe`",
+                source,
+            })
     }
 
     /// A path that is valid in this process and, between fork and exec, in its children.
@@ -96,11 +99,17 @@ impl Target {
         }
         if kind != TargetKind::Native && !overrides.is_empty() {
             return Err(CliError::Conflict {
-                problem: format!("`--set {}` needs a YAML target, but the target is `{display}`", overrides[0]),
+                problem: format!(
+                    "`--set {}` needs a YAML target, but the target is `{display}`",
+                    overrides[0]
+                ),
                 hint: format!("give arguments of a program after its name: `ddp-run {display} ARGS`"),
             });
         }
-        let unreadable = |source| CliError::Target { path: PathBuf::from(&name), source };
+        let unreadable = |source| CliError::Target {
+            path: PathBuf::from(&name),
+            source,
+        };
         let yaml = match kind {
             TargetKind::Native => Some(std::fs::read_to_string(&name).map_err(unreadable)?),
             TargetKind::Python => {
@@ -109,20 +118,33 @@ impl Target {
             }
             TargetKind::Program => None,
         };
-        Ok(Self { name, kind, args, overrides, yaml })
+        Ok(Self {
+            name,
+            kind,
+            args,
+            overrides,
+            yaml,
+        })
     }
 
     /// The command of every worker. `python` is `$PYTHON_EXEC`, if it is set.
     pub fn command(&self, exe: &SelfExe, python: Option<OsString>) -> WorkerCommand {
         let (program, arg0, args) = match self.kind {
             TargetKind::Native => {
-                let overrides = self.overrides.iter().flat_map(|pair| ["--set".into(), pair.into()]);
-                let args = [WORKER_SUBCOMMAND.into(), self.name.clone()].into_iter().chain(overrides);
+                let overrides = self
+                    .overrides
+                    .iter()
+                    .flat_map(|pair| ["--set".into(), pair.into()]);
+                let args = [WORKER_SUBCOMMAND.into(), self.name.clone()]
+                    .into_iter()
+                    .chain(overrides);
                 (exe.path(), Some("ddp-run".into()), args.collect())
             }
             TargetKind::Python => {
                 let python = python.unwrap_or_else(|| "python3".into());
-                let args = ["-u".into(), self.name.clone()].into_iter().chain(self.args.iter().cloned());
+                let args = ["-u".into(), self.name.clone()]
+                    .into_iter()
+                    .chain(self.args.iter().cloned());
                 (PathBuf::from(python), None, args.collect())
             }
             TargetKind::Program => (PathBuf::from(&self.name), None, self.args.clone()),
@@ -140,7 +162,10 @@ impl Target {
     /// The file's name without its folders.
     pub fn display_name(&self) -> String {
         let path = Path::new(&self.name);
-        path.file_name().unwrap_or(&self.name).to_string_lossy().into_owned()
+        path.file_name()
+            .unwrap_or(&self.name)
+            .to_string_lossy()
+            .into_owned()
     }
 
     /// Hash of what the nodes of one job must agree on, and the same in words. A program's own contents
@@ -177,7 +202,11 @@ impl Target {
         if !self.overrides.is_empty() {
             words.push(format!("`--set {}`", self.overrides.join(" --set ")));
         }
-        let AgreedSettings { min_nodes, max_nodes, max_restarts } = settings;
+        let AgreedSettings {
+            min_nodes,
+            max_nodes,
+            max_restarts,
+        } = settings;
         words.push(format!("`--nnodes {min_nodes}:{max_nodes}`"));
         words.push(format!("`--max-restarts {max_restarts}`"));
         words.join(", ")
@@ -199,7 +228,11 @@ pub struct AgreedSettings {
 mod tests {
     use super::*;
 
-    const AGREED: AgreedSettings = AgreedSettings { min_nodes: 1, max_nodes: 2, max_restarts: 3 };
+    const AGREED: AgreedSettings = AgreedSettings {
+        min_nodes: 1,
+        max_nodes: 2,
+        max_restarts: 3,
+    };
 
     fn native(yaml: &str, overrides: &[&str]) -> Target {
         Target {
@@ -230,7 +263,10 @@ mod tests {
         let exe = SelfExe::open().expect("proc is mounted");
         let command = native("x: 1", &["train.steps=2"]).command(&exe, None);
         assert!(command.native && command.program.starts_with("/proc/self/fd"));
-        assert_eq!(command.args, ["__worker", "dir/train.yaml", "--set", "train.steps=2"]);
+        assert_eq!(
+            command.args,
+            ["__worker", "dir/train.yaml", "--set", "train.steps=2"]
+        );
         assert_eq!(command.display_name, "train.yaml");
         let script = Target {
             name: "t.py".into(),
@@ -250,7 +286,10 @@ mod tests {
     fn signatures_differ_where_the_jobs_do() {
         let base = native("x: 1", &[]).signature(&AGREED);
         assert_eq!(base, native("x: 1", &[]).signature(&AGREED));
-        let other_restarts = AgreedSettings { max_restarts: 0, ..AGREED };
+        let other_restarts = AgreedSettings {
+            max_restarts: 0,
+            ..AGREED
+        };
         for other in [
             native("x: 2", &[]).signature(&AGREED),
             native("x: 1", &["a.b=1"]).signature(&AGREED),
@@ -259,16 +298,25 @@ mod tests {
             assert_ne!(base.0, other.0);
             assert_ne!(base.1, other.1, "the words must show the difference too");
         }
-        insta::assert_snapshot!(native("x: 1", &["a.b=1"]).signature(&AGREED).1, @"");
+        insta::assert_snapshot!(native("x: 1", &["a.b=1"]).signature(&AGREED).1, @"target `train.yaml`, configuration 5c86c9ef (4 bytes), `--set a.b=1`, `--nnodes 1:2`, `--max-restarts 3`");
     }
 
     #[test]
     fn arguments_must_fit_the_kind() {
         let error = Target::read("t.py".into(), vec![], vec!["a.b=1".into()]).expect_err("no YAML");
-        insta::assert_snapshot!(error, @"");
+        insta::assert_snapshot!(error, @r"
+        `--set a.b=1` needs a YAML target, but the target is `t.py`
+          hint: give arguments of a program after its name: `ddp-run t.py ARGS`
+        ");
         let error = Target::read("t.yaml".into(), vec!["--nnodes".into()], vec![]).expect_err("arguments");
-        insta::assert_snapshot!(error, @"");
+        insta::assert_snapshot!(error, @r"
+        `t.yaml` is a configuration and takes no arguments, but `--nnodes` follows it
+          hint: write ddp-run's flags before the target; a value of the file is overridden with `--set key=value t.yaml`
+        ");
         let error = Target::read("/nonexistent/t.yaml".into(), vec![], vec![]).expect_err("no such file");
-        insta::assert_snapshot!(error, @"");
+        insta::assert_snapshot!(error, @r"
+        cannot read target `/nonexistent/t.yaml`: No such file or directory (os error 2)
+          hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
+        ");
     }
 }

@@ -95,7 +95,8 @@ pub fn proc_count(text: &str) -> Result<ProcCount, String> {
 
 /// `host`, `host:port`, `[ipv6]` or `[ipv6]:port`.
 pub fn endpoint(text: &str) -> Result<Endpoint, String> {
-    const EXPECTED: &str = "expected `host[:port]`, an IPv6 address in brackets, for example `node0:29400` or `[fd00::1]:29400`";
+    const EXPECTED: &str =
+        "expected `host[:port]`, an IPv6 address in brackets, for example `node0:29400` or `[fd00::1]:29400`";
     let port = |part: &str| match part.parse::<u16>() {
         Ok(port) if port != 0 => Ok(port),
         _ => Err(format!("`{part}` is not a port from 1 to 65535: {EXPECTED}")),
@@ -120,7 +121,10 @@ pub fn endpoint(text: &str) -> Result<Endpoint, String> {
     if host.is_empty() || !host.chars().all(is_host_char) {
         return Err(EXPECTED.to_owned());
     }
-    Ok(Endpoint { host: host.to_owned(), port })
+    Ok(Endpoint {
+        host: host.to_owned(),
+        port,
+    })
 }
 
 /// Comma-separated `key=value` pairs; a key that is unknown or given twice is refused.
@@ -133,8 +137,14 @@ pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
         let in_key = |message: String| format!("`{key}={value}`: {message}");
         let twice = match key {
             "is_host" => conf.is_host.replace(boolean(value).map_err(in_key)?).is_some(),
-            "join_timeout" => conf.join_timeout.replace(seconds(value).map_err(in_key)?).is_some(),
-            "connect_timeout" => conf.connect_timeout.replace(seconds(value).map_err(in_key)?).is_some(),
+            "join_timeout" => conf
+                .join_timeout
+                .replace(seconds(value).map_err(in_key)?)
+                .is_some(),
+            "connect_timeout" => conf
+                .connect_timeout
+                .replace(seconds(value).map_err(in_key)?)
+                .is_some(),
             _ => return Err(format!("unknown key `{key}`, known are {RDZV_CONF_KEYS}")),
         };
         if twice {
@@ -163,7 +173,8 @@ pub fn seconds(text: &str) -> Result<Duration, String> {
 
 /// A whole number from 0.
 pub fn whole(text: &str) -> Result<u32, String> {
-    text.parse().map_err(|_| "expected a whole number from 0".to_owned())
+    text.parse()
+        .map_err(|_| "expected a whole number from 0".to_owned())
 }
 
 /// Name of a job: what may stand in a path and in a key of the daemon.
@@ -210,7 +221,9 @@ mod tests {
     fn nodes_are_a_number_or_a_range() {
         assert_eq!(node_range("2"), Ok(NodeRange { min: 2, max: 2 }));
         assert_eq!(node_range("1:4"), Ok(NodeRange { min: 1, max: 4 }));
-        for bad in ["", "0", "-1", "4:1", "1:", ":2", "1:2:3", "two", "1:0", "99999999"] {
+        for bad in [
+            "", "0", "-1", "4:1", "1:", ":2", "1:2:3", "two", "1:0", "99999999",
+        ] {
             assert!(node_range(bad).is_err(), "`{bad}` was taken");
         }
     }
@@ -223,7 +236,9 @@ mod tests {
         assert_eq!(parsed("[fd00::1]"), Ok("[fd00::1]:29400".into()));
         assert_eq!(parsed("[::1]:5"), Ok("[::1]:5".into()));
         assert_eq!(parsed("10.0.0.1"), Ok("10.0.0.1:29400".into()));
-        for bad in ["", ":1", "fd00::1", "a:b", "a:0", "a:70000", "[x]:1", "[::1]1", "[::1", "http://a", "a b"] {
+        for bad in [
+            "", ":1", "fd00::1", "a:b", "a:0", "a:70000", "[x]:1", "[::1]1", "[::1", "http://a", "a b",
+        ] {
             assert!(endpoint(bad).is_err(), "`{bad}` was taken");
         }
     }

@@ -46,7 +46,9 @@ impl Facts {
     pub fn gather() -> Self {
         let folders = libraries::search_folders(|name| std::env::var(name).ok());
         let libraries = libraries::find(&folders);
-        let has_libcuda = libraries.iter().any(|l| l.wanted.stem == "libcuda.so" && l.at.is_some());
+        let has_libcuda = libraries
+            .iter()
+            .any(|l| l.wanted.stem == "libcuda.so" && l.at.is_some());
         Self {
             cpu_model: cpu_model(&read("/proc/cpuinfo")),
             cpu_features: cpu_features(),
@@ -62,7 +64,11 @@ impl Facts {
             cuda_visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
             driver: has_libcuda.then(gpus::ask),
             libraries,
-            searched: folders.into_iter().map(|(folder, _)| folder).filter(|f| f.is_dir()).collect(),
+            searched: folders
+                .into_iter()
+                .map(|(folder, _)| folder)
+                .filter(|f| f.is_dir())
+                .collect(),
         }
     }
 }
@@ -74,13 +80,22 @@ fn read(path: impl AsRef<Path>) -> String {
 /// A file of this process's own cgroup (version 2), empty where there is none.
 fn read_cgroup(file: &str) -> String {
     let own = read("/proc/self/cgroup");
-    let path = own.lines().find_map(|line| line.strip_prefix("0::")).unwrap_or("/");
-    read(Path::new("/sys/fs/cgroup").join(path.trim_start_matches('/')).join(file))
+    let path = own
+        .lines()
+        .find_map(|line| line.strip_prefix("0::"))
+        .unwrap_or("/");
+    read(
+        Path::new("/sys/fs/cgroup")
+            .join(path.trim_start_matches('/'))
+            .join(file),
+    )
 }
 
 fn cpu_model(cpuinfo: &str) -> String {
     let line = cpuinfo.lines().find(|line| line.starts_with("model name"));
-    let name = line.and_then(|line| line.split_once(':')).map(|(_, name)| name.trim());
+    let name = line
+        .and_then(|line| line.split_once(':'))
+        .map(|(_, name)| name.trim());
     name.unwrap_or("unknown processor").to_owned()
 }
 
@@ -93,7 +108,11 @@ fn cpu_features() -> Vec<&'static str> {
             ("avx512f", std::arch::is_x86_feature_detected!("avx512f")),
             ("avx512bf16", std::arch::is_x86_feature_detected!("avx512bf16")),
         ];
-        present.into_iter().filter(|(_, there)| *there).map(|(name, _)| name).collect()
+        present
+            .into_iter()
+            .filter(|(_, there)| *there)
+            .map(|(name, _)| name)
+            .collect()
     }
     #[cfg(not(target_arch = "x86_64"))]
     {
@@ -111,7 +130,11 @@ fn quota_cores(cpu_max: &str) -> Option<f64> {
 fn memory(meminfo: &str) -> Option<(u64, u64)> {
     let kib = |name: &str| {
         let rest = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
-        rest.trim_start_matches(':').trim().strip_suffix(" kB")?.parse::<u64>().ok()
+        rest.trim_start_matches(':')
+            .trim()
+            .strip_suffix(" kB")?
+            .parse::<u64>()
+            .ok()
     };
     Some((kib("MemAvailable")? << 10, kib("MemTotal")? << 10))
 }
@@ -125,17 +148,23 @@ fn soft_limit(resource: nix::sys::resource::Resource) -> Option<u64> {
 fn try_memfd() -> Result<(), String> {
     use nix::fcntl::{FallocateFlags, fallocate};
     use nix::sys::memfd::{MFdFlags, memfd_create};
-    let fd = memfd_create("ddp-doctor", MFdFlags::MFD_CLOEXEC).map_err(|e| format!("memfd_create: {}", e.desc()))?;
+    let fd = memfd_create("ddp-doctor", MFdFlags::MFD_CLOEXEC)
+        .map_err(|e| format!("memfd_create: {}", e.desc()))?;
     fallocate(&fd, FallocateFlags::empty(), 0, 4096).map_err(|e| format!("fallocate: {}", e.desc()))
 }
 
 /// The version in `NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  …`.
 fn driver_version(text: &str) -> Option<String> {
     let looks_like_version = |word: &&str| {
-        word.contains('.') && word.split('.').all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()))
+        word.contains('.')
+            && word
+                .split('.')
+                .all(|part| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit()))
     };
     let line = text.lines().next()?;
-    line.split_whitespace().find(looks_like_version).map(str::to_owned)
+    line.split_whitespace()
+        .find(looks_like_version)
+        .map(str::to_owned)
 }
 
 #[cfg(test)]
@@ -149,8 +178,12 @@ mod tests {
         assert_eq!(quota_cores(""), None);
         let meminfo = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n";
         assert_eq!(memory(meminfo), Some((1 << 20, 2 << 20)));
-        assert_eq!(cpu_model("processor\t: 0\nmodel name\t: A B @ 2 GHz\n"), "A B @ 2 GHz");
-        let version = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\n";
+        assert_eq!(
+            cpu_model("processor\t: 0\nmodel name\t: A B @ 2 GHz\n"),
+            "A B @ 2 GHz"
+        );
+        let version =
+            "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.14  Thu Feb 22 01:44:30 UTC 2024\n";
         assert_eq!(driver_version(version).as_deref(), Some("550.54.14"));
         let open = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\n";
         assert_eq!(driver_version(open).as_deref(), Some("580.95.05"));

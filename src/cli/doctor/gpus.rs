@@ -66,8 +66,9 @@ fn describe() -> Result<Vec<Gpu>, String> {
 /// Asks, with a deadline.
 pub fn ask() -> DriverAnswer {
     match hardware::ask_in_child(GPU_DESCRIBE_SUBCOMMAND, DESCRIBE_TIMEOUT) {
-        Ok(line) => serde_json::from_str(line.trim())
-            .unwrap_or_else(|_| DriverAnswer::Failed("the driver crashed the process that asked it".to_owned())),
+        Ok(line) => serde_json::from_str(line.trim()).unwrap_or_else(|_| {
+            DriverAnswer::Failed("the driver crashed the process that asked it".to_owned())
+        }),
         Err(error) => DriverAnswer::Failed(error.to_string()),
     }
 }

@@ -53,12 +53,20 @@ pub struct Found {
 pub fn search_folders(get_env: impl Fn(&str) -> Option<String>) -> Vec<(PathBuf, bool)> {
     let mut folders: Vec<(PathBuf, bool)> = Vec::new();
     let listed = get_env("LD_LIBRARY_PATH").unwrap_or_default();
-    folders.extend(listed.split(':').filter(|part| !part.is_empty()).map(|part| (part.into(), true)));
+    folders.extend(
+        listed
+            .split(':')
+            .filter(|part| !part.is_empty())
+            .map(|part| (part.into(), true)),
+    );
     let mut configured = Vec::new();
     read_ld_conf(Path::new("/etc/ld.so.conf"), 0, &mut configured);
     folders.extend(configured.into_iter().map(|folder| (folder, true)));
     let arch = std::env::consts::ARCH;
-    let defaults = [format!("/lib/{arch}-linux-gnu"), format!("/usr/lib/{arch}-linux-gnu")];
+    let defaults = [
+        format!("/lib/{arch}-linux-gnu"),
+        format!("/usr/lib/{arch}-linux-gnu"),
+    ];
     folders.extend(defaults.into_iter().map(|folder| (folder.into(), true)));
     folders.extend(["/lib64", "/usr/lib64", "/lib", "/usr/lib"].map(|folder| (folder.into(), true)));
     for variable in ["CUDA_HOME", "CUDA_PATH"] {
@@ -79,7 +87,10 @@ pub fn find(folders: &[(PathBuf, bool)]) -> Vec<Found> {
             let mut matches = folders
                 .iter()
                 .filter_map(|(folder, loaded)| Some((first_match(folder, wanted.stem)?, *loaded)));
-            Found { wanted: *wanted, at: matches.next() }
+            Found {
+                wanted: *wanted,
+                at: matches.next(),
+            }
         })
         .collect()
 }
@@ -101,8 +112,13 @@ fn first_match(folder: &Path, stem: &str) -> Option<PathBuf> {
 }
 
 fn read_ld_conf(file: &Path, depth: u32, folders: &mut Vec<PathBuf>) {
-    let Ok(text) = std::fs::read_to_string(file) else { return };
-    for line in text.lines().map(|line| line.split('#').next().unwrap_or_default().trim()) {
+    let Ok(text) = std::fs::read_to_string(file) else {
+        return;
+    };
+    for line in text
+        .lines()
+        .map(|line| line.split('#').next().unwrap_or_default().trim())
+    {
         match line.strip_prefix("include ") {
             Some(pattern) if depth < MAX_INCLUDE_DEPTH => {
                 for included in matches_of(Path::new(pattern.trim())) {
@@ -121,7 +137,9 @@ fn matches_of(pattern: &Path) -> Vec<PathBuf> {
     let (Some(folder), Some(name)) = (pattern.parent(), pattern.file_name().and_then(|n| n.to_str())) else {
         return Vec::new();
     };
-    let Some(ending) = name.strip_prefix('*') else { return vec![pattern.to_owned()] };
+    let Some(ending) = name.strip_prefix('*') else {
+        return vec![pattern.to_owned()];
+    };
     let mut files: Vec<_> = std::fs::read_dir(folder)
         .into_iter()
         .flatten()
@@ -135,14 +153,21 @@ fn matches_of(pattern: &Path) -> Vec<PathBuf> {
 
 /// `site-packages/nvidia/<library>/lib` of the active environment and of the system's Pythons.
 fn python_folders(get_env: &impl Fn(&str) -> Option<String>) -> Vec<PathBuf> {
-    let roots = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(get_env).map(PathBuf::from);
+    let roots = ["VIRTUAL_ENV", "CONDA_PREFIX"]
+        .into_iter()
+        .filter_map(get_env)
+        .map(PathBuf::from);
     let roots = roots.chain(["/usr/local".into(), "/usr".into()]);
     let mut folders = Vec::new();
     for versions in roots.map(|root| root.join("lib")) {
         for version in subfolders(&versions, |name| name.starts_with("python3")) {
             for packages in ["site-packages", "dist-packages"] {
                 let nvidia = version.join(packages).join("nvidia");
-                folders.extend(subfolders(&nvidia, |_| true).into_iter().map(|folder| folder.join("lib")));
+                folders.extend(
+                    subfolders(&nvidia, |_| true)
+                        .into_iter()
+                        .map(|folder| folder.join("lib")),
+                );
             }
         }
     }
@@ -173,8 +198,16 @@ mod tests {
             std::fs::write(folder.path().join(name), b"").expect("writable");
         }
         let found = find(&[(folder.path().to_owned(), true)]);
-        let at = |stem: &str| found.iter().find(|f| f.wanted.stem == stem).and_then(|f| f.at.clone());
-        assert_eq!(at("libnccl.so"), Some((folder.path().join("libnccl.so.2.28"), true)));
+        let at = |stem: &str| {
+            found
+                .iter()
+                .find(|f| f.wanted.stem == stem)
+                .and_then(|f| f.at.clone())
+        };
+        assert_eq!(
+            at("libnccl.so"),
+            Some((folder.path().join("libnccl.so.2.28"), true))
+        );
         assert_eq!(at("libcuda.so"), None);
     }
 

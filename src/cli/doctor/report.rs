@@ -21,7 +21,10 @@ pub fn render(facts: &Facts) -> String {
     } else {
         push(&mut out, "\nmissing or in the way");
         for finding in missing {
-            push(&mut out, &format!("  - {}\n    hint: {}", finding.problem, finding.hint));
+            push(
+                &mut out,
+                &format!("  - {}\n    hint: {}", finding.problem, finding.hint),
+            );
         }
     }
     out
@@ -33,19 +36,30 @@ fn push(out: &mut String, line: &str) {
 }
 
 fn row(out: &mut String, name: &str, value: &str) {
-    push(out, &format!("  {name:<18} {value}"));
+    push(out, &format!("  {name:<20} {value}"));
 }
 
 fn cpu_section(facts: &Facts, out: &mut String) {
     push(out, "processor");
     row(out, "model", &facts.cpu_model);
-    let features = if facts.cpu_features.is_empty() { "none".into() } else { facts.cpu_features.join(" ") };
+    let features = if facts.cpu_features.is_empty() {
+        "none".into()
+    } else {
+        facts.cpu_features.join(" ")
+    };
     row(out, "instruction sets", &features);
     let quota = match facts.cgroup_quota_cores {
         Some(quota) => format!("quota of the cgroup {quota:.1}"),
         None => "no quota".to_owned(),
     };
-    row(out, "cores", &format!("{} usable of {} ({quota})", facts.cores_usable, facts.cores_online));
+    row(
+        out,
+        "cores",
+        &format!(
+            "{} usable of {} ({quota})",
+            facts.cores_usable, facts.cores_online
+        ),
+    );
 }
 
 fn memory_section(facts: &Facts, out: &mut String) {
@@ -55,20 +69,34 @@ fn memory_section(facts: &Facts, out: &mut String) {
         None => "unknown".to_owned(),
     };
     row(out, "main memory", &free);
-    row(out, "limit of the cgroup", &facts.cgroup_memory_bytes.map_or("none".to_owned(), gib));
+    row(
+        out,
+        "limit of the cgroup",
+        &facts.cgroup_memory_bytes.map_or("none".to_owned(), gib),
+    );
     let memfd = match &facts.memfd {
         Ok(()) => "memfd works; neither /dev/shm nor kernel.shmmax is used".to_owned(),
         Err(error) => format!("not available: {error}"),
     };
     row(out, "shared memory", &memfd);
-    let locked = facts.memlock_bytes.map_or("unlimited".to_owned(), |bytes| format!("{} KiB", bytes >> 10));
+    let locked = facts
+        .memlock_bytes
+        .map_or("unlimited".to_owned(), |bytes| format!("{} KiB", bytes >> 10));
     row(out, "lockable", &locked);
-    row(out, "open files", &facts.open_files.map_or("unlimited".to_owned(), |n| n.to_string()));
+    row(
+        out,
+        "open files",
+        &facts.open_files.map_or("unlimited".to_owned(), |n| n.to_string()),
+    );
 }
 
 fn gpu_section(facts: &Facts, out: &mut String) {
     push(out, "GPU");
-    row(out, "kernel driver", facts.driver_version.as_deref().unwrap_or("none"));
+    row(
+        out,
+        "kernel driver",
+        facts.driver_version.as_deref().unwrap_or("none"),
+    );
     let visible = facts.cuda_visible_devices.as_deref().unwrap_or("not set");
     row(out, "visible devices", &format!("CUDA_VISIBLE_DEVICES {visible}"));
     match &facts.driver {
@@ -79,7 +107,11 @@ fn gpu_section(facts: &Facts, out: &mut String) {
             for (ordinal, gpu) in gpus.iter().enumerate() {
                 let (major, minor) = gpu.compute_capability;
                 let memory = gib(gpu.memory_bytes as u64);
-                row(out, &format!("device {ordinal}"), &format!("{}, sm_{major}{minor}, {memory}", gpu.name));
+                row(
+                    out,
+                    &format!("device {ordinal}"),
+                    &format!("{}, sm_{major}{minor}, {memory}", gpu.name),
+                );
             }
         }
     }
@@ -93,9 +125,17 @@ fn library_section(facts: &Facts, out: &mut String) {
             Some((path, false)) => format!("{} (not where the loader looks)", path.display()),
             None => "not found".to_owned(),
         };
-        row(out, library.wanted.stem, &format!("{place}: {}", library.wanted.purpose));
+        row(
+            out,
+            library.wanted.stem,
+            &format!("{place}: {}", library.wanted.purpose),
+        );
     }
-    let searched: Vec<_> = facts.searched.iter().map(|folder| folder.display().to_string()).collect();
+    let searched: Vec<_> = facts
+        .searched
+        .iter()
+        .map(|folder| folder.display().to_string())
+        .collect();
     row(out, "searched", &searched.join(", "));
 }
 
@@ -115,14 +155,23 @@ fn findings(facts: &Facts) -> Vec<Finding> {
         );
     }
     if facts.open_files.is_some_and(|limit| limit < FEW_OPEN_FILES) {
-        add(format!("few open files are allowed (`{}`)", facts.open_files.unwrap_or(0)), "`ulimit -n 4096`".to_owned());
+        add(
+            format!("few open files are allowed (`{}`)", facts.open_files.unwrap_or(0)),
+            "`ulimit -n 4096`".to_owned(),
+        );
     }
     if !facts.cpu_features.contains(&"avx2") && cfg!(target_arch = "x86_64") {
-        add("the processor has no AVX2".to_owned(), "training works, several times slower".to_owned());
+        add(
+            "the processor has no AVX2".to_owned(),
+            "training works, several times slower".to_owned(),
+        );
     }
     let has_device = matches!(&facts.driver, Some(DriverAnswer::Devices(gpus)) if !gpus.is_empty());
     if facts.driver_version.is_none() && facts.driver.is_none() {
-        add("no GPU: training runs on the processor".to_owned(), "nothing to do, unless there should be one".to_owned());
+        add(
+            "no GPU: training runs on the processor".to_owned(),
+            "nothing to do, unless there should be one".to_owned(),
+        );
         return found;
     }
     if !has_device {
@@ -138,13 +187,19 @@ fn findings(facts: &Facts) -> Vec<Finding> {
     for library in &facts.libraries {
         match &library.at {
             None => add(
-                format!("`{}` is not found ({})", library.wanted.stem, library.wanted.purpose),
+                format!(
+                    "`{}` is not found ({})",
+                    library.wanted.stem, library.wanted.purpose
+                ),
                 library.wanted.hint.to_owned(),
             ),
             Some((path, false)) => {
                 let folder = path.parent().unwrap_or(path).display();
                 add(
-                    format!("`{}` is there, but the loader does not look at its folder", library.wanted.stem),
+                    format!(
+                        "`{}` is there, but the loader does not look at its folder",
+                        library.wanted.stem
+                    ),
                     format!("`export LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH`"),
                 );
             }
@@ -179,21 +234,56 @@ mod tests {
             driver_version: None,
             cuda_visible_devices: None,
             driver: None,
-            libraries: WANTED.iter().map(|wanted| Found { wanted: *wanted, at: None }).collect(),
+            libraries: WANTED
+                .iter()
+                .map(|wanted| Found {
+                    wanted: *wanted,
+                    at: None,
+                })
+                .collect(),
             searched: vec!["/usr/lib".into()],
         }
     }
 
     #[test]
     fn a_machine_without_a_gpu() {
-        insta::assert_snapshot!(render(&machine()), @"");
+        insta::assert_snapshot!(render(&machine()), @r"
+        processor
+          model                A Processor
+          instruction sets     avx2 fma
+          cores                2 usable of 8 (quota of the cgroup 2.0)
+        memory
+          main memory          3.0 GiB free of 4.0 GiB
+          limit of the cgroup  none
+          shared memory        memfd works; neither /dev/shm nor kernel.shmmax is used
+          lockable             8192 KiB
+          open files           1048576
+        GPU
+          kernel driver        none
+          visible devices      CUDA_VISIBLE_DEVICES not set
+          devices              none
+        libraries loaded at run time
+          libcuda.so           not found: the driver
+          libcublasLt.so       not found: matrix products on GPUs
+          libnvrtc.so          not found: kernels compiled on the machine
+          libnccl.so           not found: collectives between GPUs
+          searched             /usr/lib
+
+        missing or in the way
+          - no GPU: training runs on the processor
+            hint: nothing to do, unless there should be one
+        ");
     }
 
     #[test]
     fn a_machine_with_a_gpu_and_a_hidden_library() {
         let mut facts = machine();
         facts.driver_version = Some("550.54.14".into());
-        let gpu = Gpu { name: "A GPU".into(), compute_capability: (9, 0), memory_bytes: 80 << 30 };
+        let gpu = Gpu {
+            name: "A GPU".into(),
+            compute_capability: (9, 0),
+            memory_bytes: 80 << 30,
+        };
         facts.driver = Some(DriverAnswer::Devices(vec![gpu]));
         for library in &mut facts.libraries {
             let known = library.wanted.stem != "libnccl.so";
@@ -202,7 +292,11 @@ mod tests {
         let report = render(&facts);
         assert!(report.contains("A GPU, sm_90, 80.0 GiB"), "{report}");
         let (_, missing) = report.split_once("missing or in the way").expect("one finding");
-        insta::assert_snapshot!(missing, @"");
+        insta::assert_snapshot!(missing, @r"
+
+        - `libnccl.so` is there, but the loader does not look at its folder
+          hint: `export LD_LIBRARY_PATH=/x:$LD_LIBRARY_PATH`
+        ");
     }
 
     #[test]
