@@ -95,11 +95,22 @@ pub fn proc_count(text: &str) -> Result<ProcCount, String> {
 
 /// `host`, `host:port`, `[ipv6]` or `[ipv6]:port`.
 pub fn endpoint(text: &str) -> Result<Endpoint, String> {
+    host_and_port(text, 1)
+}
+
+/// As [`endpoint`], but port 0 stands for a free one.
+pub fn listen_address(text: &str) -> Result<Endpoint, String> {
+    host_and_port(text, 0)
+}
+
+fn host_and_port(text: &str, lowest_port: u16) -> Result<Endpoint, String> {
     const EXPECTED: &str =
         "expected `host[:port]`, an IPv6 address in brackets, for example `node0:29400` or `[fd00::1]:29400`";
     let port = |part: &str| match part.parse::<u16>() {
-        Ok(port) if port != 0 => Ok(port),
-        _ => Err(format!("`{part}` is not a port from 1 to 65535: {EXPECTED}")),
+        Ok(port) if port >= lowest_port => Ok(port),
+        _ => Err(format!(
+            "`{part}` is not a port from {lowest_port} to 65535: {EXPECTED}"
+        )),
     };
     let (host, port) = if let Some(rest) = text.strip_prefix('[') {
         let (host, rest) = rest.split_once(']').ok_or(EXPECTED)?;
@@ -236,6 +247,10 @@ mod tests {
         assert_eq!(parsed("[fd00::1]"), Ok("[fd00::1]:29400".into()));
         assert_eq!(parsed("[::1]:5"), Ok("[::1]:5".into()));
         assert_eq!(parsed("10.0.0.1"), Ok("10.0.0.1:29400".into()));
+        assert_eq!(
+            listen_address("[::]:0").map(|e| e.to_string()),
+            Ok("[::]:0".into())
+        );
         for bad in [
             "", ":1", "fd00::1", "a:b", "a:0", "a:70000", "[x]:1", "[::1]1", "[::1", "http://a", "a b",
         ] {
