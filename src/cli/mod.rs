@@ -24,7 +24,7 @@ pub mod host;
 // pub mod launch;
 pub mod native;
 pub mod plan;
-// pub mod serve;
+pub mod serve;
 pub mod settings;
 pub mod target;
 pub mod train;

@@ -1,0 +1,344 @@
+//! All jobs of one daemon, and [`apply`]: the one place through which anything changes.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::time::Duration;
+
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, Refused, StatusReply, refused::Code};
+
+use super::config::Config;
+use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
+use super::gather::Joining;
+use super::job::{Job, Phase};
+
+/// Finished jobs whose verdict is remembered for agents that missed it.
+const MAX_FINISHED: usize = 256;
+
+/// Everything the daemon knows.
+#[derive(Debug)]
+pub struct State {
+    config: Config,
+    jobs: BTreeMap<String, Job>,
+    /// Who speaks on a stream, once it has joined.
+    speakers: HashMap<ConnId, Speaker>,
+    /// Verdicts of jobs that nobody is left of, newest last.
+    finished: VecDeque<Finished>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Speaker {
+    job: String,
+    incarnation: String,
+}
+
+#[derive(Debug)]
+struct Finished {
+    job: String,
+    told: BTreeSet<String>,
+    generation: u64,
+    verdict: Reply,
+}
+
+impl State {
+    /// A daemon that knows no job.
+    #[must_use]
+    pub fn new(config: Config) -> Self {
+        Self {
+            config,
+            jobs: BTreeMap::new(),
+            speakers: HashMap::new(),
+            finished: VecDeque::new(),
+        }
+    }
+
+    /// When [`Event::Tick`] is due; earlier is harmless.
+    #[must_use]
+    pub fn next_wake(&self) -> Option<Duration> {
+        self.jobs.values().filter_map(|job| job.next_wake).min()
+    }
+
+    /// What people and tools may know of a job.
+    #[must_use]
+    pub fn status(&self, now: Duration, job_id: &str) -> Option<StatusReply> {
+        self.jobs.get(job_id).map(|job| job.status(now))
+    }
+
+    /// True if no agent is at this daemon, connected or expected back.
+    #[must_use]
+    pub fn is_idle(&self) -> bool {
+        self.jobs.values().all(|job| job.nodes.is_empty())
+    }
+}
+
+/// Decides what an event means: a pure function of the time, the dice, the state and the event.
+pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
+    let State {
+        config,
+        jobs,
+        speakers,
+        finished,
+    } = state;
+    let mut turn = Turn {
+        at,
+        config,
+        effects: Vec::new(),
+    };
+    let mut daemon = Daemon {
+        jobs,
+        speakers,
+        finished,
+    };
+    match event {
+        Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, message),
+        Event::Closed { conn, clean } => daemon.closed(&mut turn, conn, clean),
+        Event::KvPut { call, request } => daemon.kv_put(&mut turn, call, request),
+        Event::KvGet { call, request } => daemon.kv_get(&mut turn, call, request),
+        Event::Tick => daemon.tick(&mut turn),
+    }
+    turn.effects
+}
+
+/// [`State`] without the settings, which a [`Turn`] borrows.
+struct Daemon<'a> {
+    jobs: &'a mut BTreeMap<String, Job>,
+    speakers: &'a mut HashMap<ConnId, Speaker>,
+    finished: &'a mut VecDeque<Finished>,
+}
+
+impl Daemon<'_> {
+    fn message(&mut self, turn: &mut Turn<'_>, conn: ConnId, peer: Peer, message: AgentMessage) {
+        let AgentMessage {
+            job_id,
+            incarnation,
+            generation,
+            body,
+        } = message;
+        // A later build may send what this one does not know.
+        let Some(body) = body else { return };
+        let speaker = Speaker {
+            job: job_id,
+            incarnation,
+        };
+        match self.speakers.get(&conn) {
+            Some(known) if *known != speaker => {
+                return refuse(
+                    turn,
+                    conn,
+                    "a stream speaks for one node of one job only".to_owned(),
+                );
+            }
+            Some(_) => {}
+            None if matches!(body, Body::Join(_)) => {
+                if let Err(reason) = self.admit_speaker(turn, &speaker) {
+                    return refuse(turn, conn, reason);
+                }
+                self.speakers.insert(conn, speaker.clone());
+            }
+            None => {
+                return refuse(
+                    turn,
+                    conn,
+                    "the first message of a stream must be `Join`".to_owned(),
+                );
+            }
+        }
+        if let Body::Join(join) = body {
+            let Speaker { job, incarnation } = speaker;
+            self.join(
+                turn,
+                &job,
+                Joining {
+                    conn,
+                    peer,
+                    incarnation,
+                    generation,
+                    join,
+                },
+            );
+            self.forget(&job);
+            return;
+        }
+        let Some(job) = self.jobs.get_mut(&speaker.job) else {
+            return;
+        };
+        if job
+            .nodes
+            .get(&speaker.incarnation)
+            .is_some_and(|node| node.conn == Some(conn))
+        {
+            job.message(turn, &speaker.incarnation, generation, body);
+            self.forget(&speaker.job);
+        } else {
+            job.ignore(
+                turn,
+                &speaker.incarnation,
+                generation,
+                "a message on an old stream",
+            );
+        }
+    }
+
+    fn admit_speaker(&self, turn: &Turn<'_>, speaker: &Speaker) -> Result<(), String> {
+        let max = turn.config.max_name_bytes;
+        if speaker.job.is_empty() || speaker.job.len() > max || speaker.incarnation.is_empty() {
+            return Err(format!(
+                "the name of a job has 1 to {max} bytes, and every agent a name of its own"
+            ));
+        }
+        if !self.jobs.contains_key(&speaker.job) && self.jobs.len() >= turn.config.max_jobs {
+            return Err(format!(
+                "this daemon has {} jobs already, the most it may have",
+                self.jobs.len()
+            ));
+        }
+        Ok(())
+    }
+
+    fn join(&mut self, turn: &mut Turn<'_>, job_id: &str, joining: Joining) {
+        let missed = self
+            .finished
+            .iter()
+            .rev()
+            .find(|f| f.job == job_id && f.told.contains(&joining.incarnation));
+        if let Some(missed) = missed {
+            turn.send(Some(joining.conn), missed.generation, missed.verdict.clone());
+            turn.close(Some(joining.conn));
+            return;
+        }
+        let now = turn.at.now;
+        let job = self
+            .jobs
+            .entry(job_id.to_owned())
+            .or_insert_with(|| Job::new(job_id, 0, now));
+        if job.nodes.is_empty() && joining.generation == 0 {
+            // Nobody is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
+            *job = Job::new(job_id, job.highest_generation(), now);
+        }
+        job.join(turn, joining);
+    }
+
+    fn closed(&mut self, turn: &mut Turn<'_>, conn: ConnId, clean: bool) {
+        if let Some(speaker) = self.speakers.remove(&conn)
+            && let Some(job) = self.jobs.get_mut(&speaker.job)
+        {
+            job.closed(turn, &speaker.incarnation, conn, clean);
+            self.forget(&speaker.job);
+        }
+    }
+
+    fn tick(&mut self, turn: &mut Turn<'_>) {
+        let now = turn.at.now;
+        // A timer that is very late means that the daemon itself stood still (a stopped process, a paused
+        // machine): heartbeats may wait unread.
+        let due = self.jobs.values().filter_map(|job| job.next_wake).min();
+        if let Some(late) = due.and_then(|due| now.checked_sub(due))
+            && late > turn.config.heartbeat_interval()
+        {
+            turn.decided(format!(
+                "the daemon stood still for {:.1} s; leases are extended",
+                late.as_secs_f64()
+            ));
+            self.jobs.values_mut().for_each(|job| job.forgive(late));
+        }
+        let due: Vec<String> = self
+            .jobs
+            .iter()
+            .filter(|(_, job)| job.next_wake.is_some_and(|wake| wake <= now))
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in due {
+            if let Some(job) = self.jobs.get_mut(&id) {
+                job.tick(turn);
+                self.forget(&id);
+            }
+        }
+    }
+
+    /// Drops a job that nobody needs; its verdict is kept for agents that missed it.
+    fn forget(&mut self, job_id: &str) {
+        if !self.jobs.get(job_id).is_some_and(Job::is_forgotten) {
+            return;
+        }
+        let Some(job) = self.jobs.remove(job_id) else {
+            return;
+        };
+        if let Phase::Over(over) = job.phase {
+            if self.finished.len() >= MAX_FINISHED {
+                self.finished.pop_front();
+            }
+            let Job { id, generation, .. } = job;
+            self.finished.push_back(Finished {
+                job: id,
+                told: over.told,
+                generation,
+                verdict: over.verdict,
+            });
+        }
+    }
+
+    fn kv_put(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvPutRequest) {
+        let limits = turn.config.kv;
+        let result = self.store(&request.job_id, request.generation).and_then(|job| {
+            job.kv
+                .put(limits, request.key, request.value, &mut turn.effects)?;
+            job.plan_wake();
+            Ok(std::sync::Arc::default())
+        });
+        turn.effects.push(Effect::Answer { call, result });
+    }
+
+    fn kv_get(&mut self, turn: &mut Turn<'_>, call: CallId, request: KvGetRequest) {
+        let limits = turn.config.kv;
+        let timeout = Duration::from_millis(request.timeout_ms.into());
+        match self.store(&request.job_id, request.generation) {
+            Ok(job) => {
+                job.kv
+                    .get(limits, turn.at.now, call, request.key, timeout, &mut turn.effects);
+                if let Some(deadline) = job.kv.next_deadline() {
+                    job.next_wake = Some(job.next_wake.map_or(deadline, |wake| wake.min(deadline)));
+                }
+            }
+            Err(error) => turn.effects.push(Effect::Answer {
+                call,
+                result: Err(error),
+            }),
+        }
+    }
+
+    /// The job, if this generation of it runs.
+    fn store(&mut self, job_id: &str, generation: u64) -> Result<&mut Job, KvError> {
+        let Some(job) = self.jobs.get_mut(job_id) else {
+            return Err(match self.finished.iter().rev().find(|f| f.job == job_id) {
+                Some(_) => KvError::Superseded("the job is over".into()),
+                None => KvError::Unknown(format!("there is no job `{job_id}` at this daemon")),
+            });
+        };
+        if generation > job.generation {
+            return Err(KvError::Unknown(format!(
+                "generation {generation} of job `{job_id}` was not assigned by this daemon"
+            )));
+        }
+        match &job.phase {
+            Phase::Running(_) if generation == job.generation => Ok(job),
+            Phase::Over(over) => Err(KvError::Superseded(format!("the job is over: {}", over.reason))),
+            _ => Err(KvError::Superseded(job.last_over.as_ref().map_or_else(
+                || format!("generation {} of the job runs", job.generation),
+                |over| over.cause.clone(),
+            ))),
+        }
+    }
+}
+
+fn refuse(turn: &mut Turn<'_>, conn: ConnId, reason: String) {
+    turn.decided(format!("refused a stream: {reason}"));
+    turn.send(
+        Some(conn),
+        0,
+        Reply::Refused(Refused {
+            code: Code::Invalid.into(),
+            reason,
+        }),
+    );
+    turn.close(Some(conn));
+}
