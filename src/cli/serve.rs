@@ -98,7 +98,9 @@ async fn bind(listen: &Endpoint) -> Result<TcpListener, CliError> {
         .map_err(|source| CliError::Listen {
             address: listen.to_string(),
             hint: match source.kind() {
-                ErrorKind::AddrInUse => "another program holds the port: choose another one, or 0 for a free one",
+                ErrorKind::AddrInUse => {
+                    "another program holds the port: choose another one, or 0 for a free one"
+                }
                 ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher one",
                 _ => "give an address of this machine, for example `[::]:29400` for all of them",
             },
@@ -114,5 +116,7 @@ fn announce(listener: &TcpListener) -> Result<(), CliError> {
     };
     let address = listener.local_addr().map_err(failed)?;
     let mut out = std::io::stdout().lock();
-    writeln!(out, "{address}").and_then(|()| out.flush()).map_err(failed)
+    writeln!(out, "{address}")
+        .and_then(|()| out.flush())
+        .map_err(failed)
 }
