@@ -1,0 +1,581 @@
+//! The decisions of the agent: `(state, event) -> (state, effects)`. No I/O, no clock, no processes.
+//!
+//! ```text
+//!            Assignment              a worker fails, GenerationOver, JobOver, a signal
+//! Joining ──────────────▶ Running ───────────────────────────────────▶ Stopping
+//!    ▲  ▲                    │ all ended with 0                            │ all gone
+//!    │  │                    ▼                                             ▼
+//!    │  └── GenerationOver ─ Succeeded                     Joining | Undecided | Leaving
+//!    └────── GenerationOver ── Undecided (own worker failed, the daemon has not decided yet)
+//! ```
+//!
+//! There is one stop routine, whatever the reason: notify with the cause → SIGTERM → grace → SIGKILL → bounded
+//! wait → sweep what is left.
+
+use std::time::Duration;
+
+use ddp_proto::exit;
+use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+use ddp_proto::rendezvous::{
+    Assignment, DaemonMessage, GenerationOver, NodeStopped, NodeSucceeded, WorkerExit,
+};
+
+use super::conclusion::Conclusion;
+use crate::ending::{Ending, signal_name};
+use crate::spawn::SpawnError;
+
+/// How long workers that listen on the control socket may take to report their own error when a generation is over.
+pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long processes may take to go after SIGKILL.
+pub(super) const KILL_WAIT: Duration = Duration::from_secs(5);
+/// How long the daemon may take to decide what follows a failure of ours.
+pub(super) const VERDICT_WAIT: Duration = Duration::from_secs(30);
+/// How long saying good-bye to the daemon may take.
+pub(super) const LEAVE_WAIT: Duration = Duration::from_secs(2);
+/// Beyond the time that the daemon itself waits for the other nodes.
+const JOIN_MARGIN: Duration = Duration::from_secs(15);
+
+/// What happened.
+#[derive(Debug)]
+pub(super) enum Event {
+    /// The daemon said something.
+    Daemon(DaemonMessage),
+    /// The daemon cannot be reached any more, or refuses to talk.
+    DaemonGone { exit_code: u8, error: String },
+    /// A worker runs.
+    Spawned(LocalRank),
+    /// No more workers will be started.
+    SpawnEnded(Option<SpawnError>),
+    /// Something that the generation needs failed before any worker was started.
+    CannotBegin { exit_code: u8, error: String },
+    /// A worker ended.
+    Exited { local_rank: LocalRank, ending: Ending },
+    /// All that is known of the first failure has been collected.
+    Described(WorkerExit),
+    /// A signal for the launcher.
+    Signal(i32),
+    /// The time set by [`Effect::Arm`] is over.
+    Alarm,
+    /// Nothing is left of the workers but these processes, which cannot be killed.
+    Swept { stuck: Vec<String> },
+    /// The daemon has heard our good-bye, or never will.
+    Left,
+}
+
+/// What is to be done.
+#[derive(Debug, PartialEq)]
+pub(super) enum Effect {
+    /// Send `Join` with a fresh port.
+    Join,
+    /// Send a report that speaks of the current generation.
+    Report(Report),
+    /// Start the workers.
+    Spawn(Assignment),
+    /// Start no more workers.
+    CancelSpawn,
+    /// Tell all workers that the generation is over.
+    Notify(String),
+    /// Ask all workers to stop at the next step boundary.
+    AskToStop(String),
+    /// Send this signal to all live workers.
+    SignalAll(i32),
+    /// Send SIGKILL to a worker that was started while the others were being stopped.
+    KillLate(LocalRank),
+    /// Collect what is known of a failed worker, then [`Event::Described`].
+    Describe(LocalRank),
+    /// Kill all that is left of the workers, then [`Event::Swept`].
+    Sweep,
+    /// Give [`Event::Alarm`] after this time, instead of any set before.
+    Arm(Duration),
+    /// No alarm.
+    Disarm,
+    /// Tell people.
+    Say(String),
+    /// Tell the daemon good-bye, then [`Event::Left`].
+    Leave { signal: Option<i32>, reason: String },
+    /// End.
+    Finish(Conclusion),
+}
+
+/// What the decisions depend on and never changes.
+#[derive(Clone, Debug)]
+pub(super) struct Rules {
+    pub(super) hostname: String,
+    pub(super) native: bool,
+    pub(super) join_timeout: Duration,
+    pub(super) shutdown_timeout: Duration,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Worker {
+    Waiting,
+    Running,
+    Ended(Ending),
+}
+
+/// How far the stop routine has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    /// The workers know why, and may end by themselves.
+    Notified,
+    /// SIGTERM was sent.
+    Terminated,
+    /// SIGKILL was sent.
+    Killed,
+    /// The workers are gone; their leftovers are looked for.
+    Sweeping,
+}
+
+/// What follows when the workers are gone.
+#[derive(Clone, Debug, PartialEq)]
+enum Then {
+    /// They all ended with 0.
+    Succeed,
+    /// One failed; the daemon decides.
+    AskDaemon,
+    /// The daemon wants the next generation.
+    Rejoin,
+    /// The end.
+    Conclude(Conclusion),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Phase {
+    Joining,
+    Running,
+    Stopping { stage: Stage, then: Then },
+    Succeeded,
+    Undecided,
+    Leaving(Conclusion),
+    Done,
+}
+
+/// The state of the agent.
+#[derive(Debug)]
+pub(super) struct Machine {
+    rules: Rules,
+    phase: Phase,
+    generation: Generation,
+    first_rank: u32,
+    workers: Vec<Worker>,
+    spawning: bool,
+    /// Any worker listens on the control socket; set by the driver.
+    listening: bool,
+    /// Signals received so far.
+    signals: u32,
+}
+
+impl Machine {
+    /// The first state, and what is to be done in it.
+    pub(super) fn start(rules: Rules) -> (Self, Vec<Effect>) {
+        let machine = Self {
+            phase: Phase::Joining,
+            generation: Generation(0),
+            first_rank: 0,
+            workers: Vec::new(),
+            spawning: false,
+            listening: false,
+            signals: 0,
+            rules,
+        };
+        let effects = machine.join();
+        (machine, effects)
+    }
+
+    /// Generation that was last assigned.
+    pub(super) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Whether any worker listens on the control socket, and so can do something with a notice.
+    pub(super) fn set_listening(&mut self, listening: bool) {
+        self.listening = listening;
+    }
+
+    /// True while the spawner has children of its own that must not be reaped by others.
+    pub(super) fn is_spawning(&self) -> bool {
+        self.spawning
+    }
+
+    /// Takes an event, returns what is to be done, in this order.
+    pub(super) fn on(&mut self, event: Event) -> Vec<Effect> {
+        if self.phase == Phase::Done {
+            return Vec::new();
+        }
+        match event {
+            Event::Daemon(message) => self.on_daemon(message),
+            Event::DaemonGone { exit_code, error } => self.end(Conclusion::DaemonGone { exit_code, error }),
+            Event::Spawned(local_rank) => self.on_spawned(local_rank),
+            Event::SpawnEnded(failure) => self.on_spawn_ended(failure),
+            Event::CannotBegin { exit_code, error } => {
+                self.spawning = false;
+                self.workers.clear();
+                self.end(Conclusion::Broken { exit_code, error })
+            }
+            Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
+            Event::Described(exit) => self.on_described(exit),
+            Event::Signal(signal) => self.on_signal(signal),
+            Event::Alarm => self.on_alarm(),
+            Event::Swept { stuck } => self.on_swept(&stuck),
+            Event::Left => match &self.phase {
+                Phase::Leaving(conclusion) => self.finish(conclusion.clone()),
+                _ => Vec::new(),
+            },
+        }
+    }
+
+    fn on_daemon(&mut self, message: DaemonMessage) -> Vec<Effect> {
+        let generation = Generation(message.generation);
+        match message.body {
+            Some(Word::Assignment(assignment)) => self.on_assignment(generation, assignment),
+            Some(Word::GenerationOver(over)) => self.on_generation_over(generation, &over),
+            Some(Word::JobOver(over)) => self.end(Conclusion::of_job_over(over)),
+            Some(Word::Refused(refused)) => self.end(Conclusion::of_refusal(refused)),
+            // An empty body is a message of a newer build.
+            Some(Word::Waiting(_) | Word::HeartbeatAck(_)) | None => Vec::new(),
+        }
+    }
+
+    fn on_assignment(&mut self, generation: Generation, assignment: Assignment) -> Vec<Effect> {
+        match self.phase {
+            Phase::Joining => {}
+            // "Keep your place", after a reconnect.
+            Phase::Running | Phase::Succeeded if generation == self.generation => return Vec::new(),
+            Phase::Running => {
+                // A daemon that lost its state: it takes us for a node without workers.
+                let cause = format!("the daemon has begun generation {generation}");
+                return self.stop(&cause, Then::Rejoin);
+            }
+            _ => return Vec::new(),
+        }
+        let Some(node) = assignment.nodes.get(assignment.node_rank as usize) else {
+            let error = format!("the daemon's assignment has no node {}", assignment.node_rank);
+            return self.end(Conclusion::Broken {
+                exit_code: exit::INTERNAL,
+                error,
+            });
+        };
+        self.generation = generation;
+        self.first_rank = node.first_rank;
+        self.workers = vec![Worker::Waiting; node.workers as usize];
+        self.spawning = true;
+        self.phase = Phase::Running;
+        vec![Effect::Disarm, Effect::Spawn(assignment)]
+    }
+
+    fn on_generation_over(&mut self, generation: Generation, over: &GenerationOver) -> Vec<Effect> {
+        if generation < self.generation {
+            return Vec::new();
+        }
+        let mut effects = match &mut self.phase {
+            Phase::Running => self.stop(&over.cause, Then::Rejoin),
+            Phase::Stopping { then, .. } => match then {
+                Then::AskDaemon | Then::Succeed => {
+                    *then = Then::Rejoin;
+                    Vec::new()
+                }
+                Then::Rejoin | Then::Conclude(_) => return Vec::new(),
+            },
+            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.rejoin(),
+            Phase::Leaving(_) | Phase::Done => return Vec::new(),
+        };
+        effects.push(Effect::Say(restart_notice(over)));
+        effects
+    }
+
+    fn on_spawned(&mut self, local_rank: LocalRank) -> Vec<Effect> {
+        if let Some(worker) = self.workers.get_mut(local_rank.0 as usize) {
+            *worker = Worker::Running;
+        }
+        match self.phase {
+            Phase::Stopping { .. } => vec![Effect::KillLate(local_rank)],
+            _ => Vec::new(),
+        }
+    }
+
+    fn on_spawn_ended(&mut self, failure: Option<SpawnError>) -> Vec<Effect> {
+        self.spawning = false;
+        self.workers.retain(|worker| *worker != Worker::Waiting);
+        let mut effects = match failure {
+            Some(error) => self.end(Conclusion::CannotStart(error)),
+            None => Vec::new(),
+        };
+        effects.extend(self.check_gone());
+        effects
+    }
+
+    fn on_exited(&mut self, local_rank: LocalRank, ending: Ending) -> Vec<Effect> {
+        if let Some(worker) = self.workers.get_mut(local_rank.0 as usize) {
+            *worker = Worker::Ended(ending);
+        }
+        let mut effects = Vec::new();
+        if self.phase == Phase::Running && !ending.is_success() {
+            let rank = self.first_rank + local_rank.0;
+            let cause = format!("rank {rank} (node `{}`) {ending}", self.rules.hostname);
+            effects = self.stop(&cause, Then::AskDaemon);
+            effects.insert(1, Effect::Describe(local_rank));
+        }
+        effects.extend(self.check_gone());
+        effects
+    }
+
+    fn on_described(&mut self, exit: WorkerExit) -> Vec<Effect> {
+        match self.phase {
+            Phase::Stopping { .. } | Phase::Undecided => vec![Effect::Report(Report::WorkerExit(exit))],
+            // The daemon has decided without it.
+            _ => Vec::new(),
+        }
+    }
+
+    fn on_signal(&mut self, signal: i32) -> Vec<Effect> {
+        self.signals += 1;
+        let again = self.signals > 1;
+        let conclusion = Conclusion::Stopped { signal };
+        match &mut self.phase {
+            Phase::Running => {
+                let name = signal_name(signal);
+                let mut effects = vec![Effect::Say(format!("{name}: stopping the workers"))];
+                effects.extend(self.stop_gracefully(&name, conclusion));
+                effects
+            }
+            Phase::Stopping { stage, then } => {
+                // The first signal decides the exit code.
+                if !matches!(then, Then::Conclude(Conclusion::Stopped { .. })) {
+                    *then = Then::Conclude(conclusion);
+                }
+                if again && *stage < Stage::Killed {
+                    let mut effects = vec![Effect::Say("killing the workers".into())];
+                    effects.extend(self.kill());
+                    return effects;
+                }
+                Vec::new()
+            }
+            Phase::Leaving(conclusion) if again => {
+                let conclusion = conclusion.clone();
+                self.finish(conclusion)
+            }
+            Phase::Leaving(_) | Phase::Done => Vec::new(),
+            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.end(conclusion),
+        }
+    }
+
+    fn on_alarm(&mut self) -> Vec<Effect> {
+        match &self.phase {
+            Phase::Joining => self.end(Conclusion::Refused {
+                exit_code: exit::RENDEZVOUS_TIMED_OUT,
+                reason: "the daemon neither started the job nor refused it in time".into(),
+            }),
+            Phase::Undecided => self.end(Conclusion::DaemonGone {
+                exit_code: exit::DAEMON_UNREACHABLE,
+                error: "the daemon did not say what follows the failure".into(),
+            }),
+            Phase::Stopping { stage, .. } => match stage {
+                Stage::Notified => self.terminate(),
+                Stage::Terminated => self.kill(),
+                // Reported by the sweep, by process id.
+                Stage::Killed => self.sweep(),
+                Stage::Sweeping => Vec::new(),
+            },
+            Phase::Leaving(conclusion) => self.finish(conclusion.clone()),
+            Phase::Running | Phase::Succeeded | Phase::Done => Vec::new(),
+        }
+    }
+
+    fn on_swept(&mut self, stuck: &[String]) -> Vec<Effect> {
+        let Phase::Stopping { then, .. } = &self.phase else {
+            return Vec::new();
+        };
+        let then = then.clone();
+        self.workers.clear();
+        let mut effects = Vec::new();
+        if !stuck.is_empty() {
+            effects.push(Effect::Say(format!(
+                "processes that cannot be killed: {}",
+                stuck.join(", ")
+            )));
+        }
+        effects.extend(match then {
+            Then::Succeed => {
+                self.phase = Phase::Succeeded;
+                vec![
+                    Effect::Disarm,
+                    Effect::Report(Report::NodeSucceeded(NodeSucceeded {})),
+                ]
+            }
+            Then::AskDaemon => {
+                self.phase = Phase::Undecided;
+                vec![Effect::Arm(VERDICT_WAIT)]
+            }
+            Then::Rejoin => self.rejoin(),
+            Then::Conclude(conclusion) => self.leave(conclusion),
+        });
+        effects
+    }
+
+    /// Ends the launch with `conclusion`: at once, or when the workers are gone.
+    fn end(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        match &mut self.phase {
+            Phase::Running => match &conclusion {
+                // The others have nothing to wait for.
+                Conclusion::CannotStart(error) => {
+                    let cause = error.to_string();
+                    self.stop(&cause, Then::Conclude(conclusion))
+                }
+                Conclusion::JobOver { reason, .. } | Conclusion::Refused { reason, .. } => {
+                    let cause = reason.clone();
+                    self.stop(&cause, Then::Conclude(conclusion))
+                }
+                Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => {
+                    let cause = error.clone();
+                    self.stop(&cause, Then::Conclude(conclusion))
+                }
+                Conclusion::Succeeded => self.stop("the job is over", Then::Conclude(conclusion)),
+                Conclusion::Stopped { signal } => {
+                    let name = signal_name(*signal);
+                    self.stop_gracefully(&name, conclusion)
+                }
+            },
+            Phase::Stopping { then, .. } => {
+                // Our own end stands: the daemon only confirms it.
+                if !matches!(then, Then::Conclude(_)) {
+                    *then = Then::Conclude(conclusion);
+                }
+                Vec::new()
+            }
+            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(conclusion),
+            Phase::Leaving(_) | Phase::Done => Vec::new(),
+        }
+    }
+
+    /// Begins the stop routine because the generation is over.
+    fn stop(&mut self, cause: &str, then: Then) -> Vec<Effect> {
+        let mut effects = vec![Effect::Notify(cause.to_owned()), Effect::CancelSpawn];
+        effects.extend(self.await_end(then, LAST_WORDS.min(self.rules.shutdown_timeout)));
+        effects
+    }
+
+    /// Begins the stop routine because a user asked for it.
+    fn stop_gracefully(&mut self, cause: &str, conclusion: Conclusion) -> Vec<Effect> {
+        let mut effects = vec![Effect::AskToStop(cause.to_owned()), Effect::CancelSpawn];
+        let patience = if self.rules.native {
+            self.rules.shutdown_timeout / 2
+        } else {
+            Duration::ZERO
+        };
+        effects.extend(self.await_end(Then::Conclude(conclusion), patience));
+        effects
+    }
+
+    /// Leaves time to workers that can do something with a notice; the others get SIGTERM at once.
+    fn await_end(&mut self, then: Then, patience: Duration) -> Vec<Effect> {
+        self.phase = Phase::Stopping {
+            stage: Stage::Notified,
+            then,
+        };
+        if self.is_gone() {
+            return self.sweep();
+        }
+        if self.listening && !patience.is_zero() {
+            return vec![Effect::Arm(patience)];
+        }
+        self.terminate()
+    }
+
+    fn terminate(&mut self) -> Vec<Effect> {
+        self.set_stage(Stage::Terminated);
+        vec![
+            Effect::SignalAll(libc::SIGTERM),
+            Effect::Arm(self.rules.shutdown_timeout),
+        ]
+    }
+
+    fn kill(&mut self) -> Vec<Effect> {
+        self.set_stage(Stage::Killed);
+        vec![Effect::SignalAll(libc::SIGKILL), Effect::Arm(KILL_WAIT)]
+    }
+
+    fn sweep(&mut self) -> Vec<Effect> {
+        self.set_stage(Stage::Sweeping);
+        vec![Effect::Disarm, Effect::Sweep]
+    }
+
+    fn set_stage(&mut self, new: Stage) {
+        if let Phase::Stopping { stage, .. } = &mut self.phase {
+            *stage = new;
+        }
+    }
+
+    fn is_gone(&self) -> bool {
+        !self.spawning
+            && self
+                .workers
+                .iter()
+                .all(|worker| matches!(worker, Worker::Ended(_)))
+    }
+
+    /// Goes on when the last worker is gone.
+    fn check_gone(&mut self) -> Vec<Effect> {
+        if !self.is_gone() {
+            return Vec::new();
+        }
+        match &self.phase {
+            // A failure would have left this phase.
+            Phase::Running => {
+                self.phase = Phase::Stopping {
+                    stage: Stage::Killed,
+                    then: Then::Succeed,
+                };
+                self.sweep()
+            }
+            Phase::Stopping { stage, .. } if *stage != Stage::Sweeping => self.sweep(),
+            _ => Vec::new(),
+        }
+    }
+
+    fn join(&self) -> Vec<Effect> {
+        vec![Effect::Join, Effect::Arm(self.rules.join_timeout + JOIN_MARGIN)]
+    }
+
+    fn rejoin(&mut self) -> Vec<Effect> {
+        self.phase = Phase::Joining;
+        let mut effects = vec![Effect::Report(Report::NodeStopped(NodeStopped::default()))];
+        effects.extend(self.join());
+        effects
+    }
+
+    fn leave(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        if let Conclusion::DaemonGone { .. } = conclusion {
+            return self.finish(conclusion);
+        }
+        let signal = match conclusion {
+            Conclusion::Stopped { signal } => Some(signal),
+            _ => None,
+        };
+        let reason = match &conclusion {
+            Conclusion::CannotStart(error) => error.to_string(),
+            Conclusion::Broken { error, .. } => error.clone(),
+            _ => String::new(),
+        };
+        self.phase = Phase::Leaving(conclusion);
+        vec![Effect::Leave { signal, reason }, Effect::Arm(LEAVE_WAIT)]
+    }
+
+    fn finish(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        self.phase = Phase::Done;
+        vec![Effect::Finish(conclusion)]
+    }
+}
+
+fn restart_notice(over: &GenerationOver) -> String {
+    let pause = f64::from(over.backoff_ms) / 1000.0;
+    format!(
+        "{}; restart {} of {} in {pause:.1} s",
+        over.cause, over.restart_count, over.max_restarts
+    )
+}
+
+#[cfg(test)]
+#[path = "machine_tests.rs"]
+mod tests;
