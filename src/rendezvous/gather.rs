@@ -344,13 +344,9 @@ impl Job {
         g.began = g.began.max(g.not_before);
         let enough = ready >= min && min > 0;
         let reason = if enough && ready >= max {
-            format!("all {} are there", words::nodes(max))
+            format!("{} there", words::all(max))
         } else if enough && all_back {
-            format!(
-                "all {} of generation {} are back",
-                words::nodes(ready),
-                self.generation
-            )
+            format!("{} back from generation {}", words::all(ready), self.generation)
         } else if enough && timed_out {
             format!(
                 "{} came in time, of {}",

@@ -213,10 +213,10 @@ impl Job {
         self.plan_wake();
     }
 
-    /// The daemon itself did not run for `pause`: nobody loses a lease for that.
-    pub(super) fn forgive(&mut self, pause: Duration) {
+    /// The daemon itself stood still: nobody loses a lease for that.
+    pub(super) fn renew_leases(&mut self, until: Duration) {
         for node in self.nodes.values_mut() {
-            node.lease_until += pause;
+            node.lease_until = node.lease_until.max(until);
         }
         self.plan_wake();
     }

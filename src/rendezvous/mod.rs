@@ -29,6 +29,8 @@ mod outcome;
 mod ranks;
 mod server;
 mod state;
+#[cfg(test)]
+mod tests;
 mod words;
 
 pub use config::{Config, KvLimits};

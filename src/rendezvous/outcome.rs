@@ -102,7 +102,10 @@ impl Job {
         let why = if node.conn.is_some() {
             format!("no heartbeat for {:.1} s", turn.config.lease.as_secs_f64())
         } else {
-            "its connection broke and it did not come back".to_owned()
+            format!(
+                "its connection broke and it did not come back within {:.1} s",
+                turn.config.reconnect_grace.as_secs_f64()
+            )
         };
         let cause = format!("{} was lost: {why}", self.node_name(incarnation));
         self.node_lost(turn, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);

@@ -1,6 +1,6 @@
 //! All jobs of one daemon, and [`apply`]: the one place through which anything changes.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
@@ -22,6 +22,8 @@ pub struct State {
     jobs: BTreeMap<String, Job>,
     /// Who speaks on a stream, once it has joined.
     speakers: HashMap<ConnId, Speaker>,
+    /// Streams that the daemon has ended, while messages may still come in from them.
+    ended: HashSet<ConnId>,
     /// Verdicts of jobs that nobody is left of, newest last.
     finished: VecDeque<Finished>,
 }
@@ -48,6 +50,7 @@ impl State {
             config,
             jobs: BTreeMap::new(),
             speakers: HashMap::new(),
+            ended: HashSet::new(),
             finished: VecDeque::new(),
         }
     }
@@ -77,6 +80,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         config,
         jobs,
         speakers,
+        ended,
         finished,
     } = state;
     let mut turn = Turn {
@@ -90,11 +94,22 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         finished,
     };
     match event {
+        Event::Message { conn, .. } if ended.contains(&conn) => {
+            turn.detail("ignored a message on an ended stream")
+        }
         Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, message),
-        Event::Closed { conn, clean } => daemon.closed(&mut turn, conn, clean),
+        Event::Closed { conn, clean } => {
+            ended.remove(&conn);
+            daemon.closed(&mut turn, conn, clean);
+        }
         Event::KvPut { call, request } => daemon.kv_put(&mut turn, call, request),
         Event::KvGet { call, request } => daemon.kv_get(&mut turn, call, request),
         Event::Tick => daemon.tick(&mut turn),
+    }
+    for effect in &turn.effects {
+        if let Effect::Close { conn } = effect {
+            ended.insert(*conn);
+        }
     }
     turn.effects
 }
@@ -236,10 +251,11 @@ impl Daemon<'_> {
             && late > turn.config.heartbeat_interval()
         {
             turn.decided(format!(
-                "the daemon stood still for {:.1} s; leases are extended",
+                "the daemon stood still for {:.1} s; all leases are renewed",
                 late.as_secs_f64()
             ));
-            self.jobs.values_mut().for_each(|job| job.forgive(late));
+            let until = now + turn.config.lease;
+            self.jobs.values_mut().for_each(|job| job.renew_leases(until));
         }
         let due: Vec<String> = self
             .jobs

@@ -29,6 +29,15 @@ pub(super) fn nodes(count: u32) -> String {
     }
 }
 
+/// "the only node is", "all 2 nodes are".
+pub(super) fn all(count: u32) -> String {
+    if count == 1 {
+        "the only node is".into()
+    } else {
+        format!("all {count} nodes are")
+    }
+}
+
 /// How many nodes a job wants: "2" or "2 to 4".
 pub(super) fn range(min: u32, max: u32) -> String {
     if min == max {
@@ -151,6 +160,7 @@ impl TimedOut<'_> {
         }
         let missing = self.min.saturating_sub(came);
         let _ = write!(words, "; missing: {}", nodes(missing));
+        let mut details = Vec::new();
         if !self.missing_ranks.is_empty() {
             let ranks: Vec<String> = self
                 .missing_ranks
@@ -158,13 +168,16 @@ impl TimedOut<'_> {
                 .take(MAX_NAMED)
                 .map(ToString::to_string)
                 .collect();
-            let _ = write!(words, ", node rank {}", ranks.join(", "));
+            details.push(format!("node ranks: {}", ranks.join(", ")));
         }
         if !self.gone.is_empty() {
-            let _ = write!(words, ", last seen as {}", list(self.gone.iter().copied()));
+            details.push(format!("lost: {}", list(self.gone.iter().copied())));
         }
         if !self.stopping.is_empty() {
-            let _ = write!(words, ", still stopping: {}", list(self.stopping.iter().copied()));
+            details.push(format!("still stopping: {}", list(self.stopping.iter().copied())));
+        }
+        if !details.is_empty() {
+            let _ = write!(words, " ({})", details.join("; "));
         }
         words.push_str(
             "\n  hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`",
@@ -302,7 +315,10 @@ mod tests {
             min: 4,
             max: 4,
         };
-        insta::assert_snapshot!(first.words(), @"");
+        insta::assert_snapshot!(first.words(), @r"
+        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes (node ranks: 1, 3)
+          hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
+        ");
         let restart = TimedOut {
             came: vec!["a"],
             stopping: vec!["c"],
@@ -312,7 +328,10 @@ mod tests {
             max: 3,
             ..first
         };
-        insta::assert_snapshot!(restart.words(), @"");
+        insta::assert_snapshot!(restart.words(), @r"
+        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes came: `a`; missing: 1 node (lost: `b`; still stopping: `c`)
+          hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
+        ");
     }
 
     #[test]
@@ -320,17 +339,32 @@ mod tests {
         let a = join("a", "1234", "target: train.yaml\ntrain.seed: 1");
         let b = join("b", "5678", "target: train.yaml\ntrain.seed: 2");
         assert_eq!(disagreement("j", &a, &a), None);
-        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @r"
+        nodes disagree on job `j`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`
+          hint: start every node with the same target, configuration and flags
+        ");
         let shorter = join("b", "5678", "target: train.yaml");
-        insta::assert_snapshot!(disagreement("j", &a, &shorter).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &shorter).unwrap(), @r"
+        nodes disagree on job `j`: node `a` has `train.seed: 1`, node `b` has nothing there
+          hint: start every node with the same target, configuration and flags
+        ");
         let alike = join("b", "5678", &a.job_description);
-        insta::assert_snapshot!(disagreement("j", &a, &alike).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &alike).unwrap(), @r"
+        nodes disagree on job `j`: node `a` and node `b` describe it alike, but their signatures differ (`1234`, `5678`)
+          hint: start every node with the same target, configuration and flags
+        ");
         let mut elastic = join("b", "1234", "");
         elastic.min_nodes = 1;
-        insta::assert_snapshot!(disagreement("j", &a, &elastic).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &elastic).unwrap(), @r"
+        nodes disagree on job `j`: `--nnodes` is 2 on node `a`, 1:2 on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
         let mut patient = join("b", "1234", "");
         patient.max_restarts = 3;
-        insta::assert_snapshot!(disagreement("j", &a, &patient).unwrap(), @"");
+        insta::assert_snapshot!(disagreement("j", &a, &patient).unwrap(), @r"
+        nodes disagree on job `j`: `--max-restarts` is 0 on node `a`, 3 on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
     }
 
     #[test]
