@@ -149,7 +149,10 @@ impl Daemon {
     async fn finish(self) {
         // The task may have ended already; then there is nobody to tell.
         let _ = self.stop.send(());
-        if tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task).await.is_err() {
+        if tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task)
+            .await
+            .is_err()
+        {
             tracing::warn!("the embedded rendezvous did not end in time");
         }
     }

@@ -21,7 +21,7 @@ pub mod doctor;
 pub mod error;
 pub mod hardware;
 pub mod host;
-// pub mod launch;
+pub mod launch;
 pub mod native;
 pub mod plan;
 pub mod serve;

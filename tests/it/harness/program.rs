@@ -143,13 +143,13 @@ impl Running {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let seen = self.seen.len();
-            if !self.next_event(deadline) {
-                panic!(
-                    "`{}` never wrote `{pattern}`; it wrote:\n{}",
-                    self.name,
-                    self.transcript()
-                );
-            }
+            let came = self.next_event(deadline);
+            assert!(
+                came,
+                "`{}` never wrote `{pattern}`; it wrote:\n{}",
+                self.name,
+                self.transcript()
+            );
             if let Some((_, line)) = self.seen[seen..].iter().find(|(_, line)| line.contains(pattern)) {
                 return line.clone();
             }
@@ -207,10 +207,11 @@ impl Running {
     }
 
     fn transcript(&self) -> String {
-        self.seen
+        let lines = self
+            .seen
             .iter()
-            .map(|(stream, line)| format!("  {stream:?}: {line}\n"))
-            .collect()
+            .map(|(stream, line)| format!("  {stream:?}: {line}"));
+        lines.collect::<Vec<_>>().join("\n")
     }
 }
 

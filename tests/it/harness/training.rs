@@ -25,7 +25,7 @@ train:
 
 impl TinyJob {
     pub(crate) fn new() -> Self {
-        Self::with(|yaml| yaml.to_owned())
+        Self::with(str::to_owned)
     }
 
     /// The tiny configuration after `edit`.
