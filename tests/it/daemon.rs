@@ -31,7 +31,10 @@ fn a_port_in_use_is_one_clear_message() {
     let address = holder.local_addr().expect("bound").to_string();
     let finished = daemon(&address).run();
     finished.expect_exit(2);
-    insta::assert_snapshot!(finished.stderr().replace(&address, "ADDRESS"), @"");
+    insta::assert_snapshot!(finished.stderr().replace(&address, "ADDRESS"), @r"
+        error: cannot listen on `ADDRESS`: Address already in use (os error 98)
+          hint: another program holds the port: choose another one, or 0 for a free one
+        ");
 }
 
 #[test]

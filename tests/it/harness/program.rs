@@ -1,5 +1,6 @@
 //! A child process: started, watched line by line, signalled, finished.
 
+use std::collections::BTreeSet;
 use std::ffi::OsString;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
@@ -83,6 +84,7 @@ impl Program {
             pid,
             events,
             seen: Vec::new(),
+            taken: BTreeSet::new(),
             status: None,
             open_streams: 2,
         }
@@ -127,6 +129,8 @@ pub(crate) struct Running {
     pid: i32,
     events: Receiver<Event>,
     seen: Vec<(Stream, String)>,
+    /// Lines that answered a call of [`Running::wait_for`].
+    taken: BTreeSet<usize>,
     status: Option<ExitStatus>,
     open_streams: u32,
 }
@@ -136,13 +140,17 @@ impl Running {
         self.pid
     }
 
-    /// Waits for a line of its output that contains `pattern`, and returns the line. Lines before it are
-    /// kept for [`Finished`] but not looked at again.
+    /// Waits for a line of its output that contains `pattern`, and returns the line. Each line answers one
+    /// call, whatever the order in which lines came: workers race.
     #[track_caller]
     pub(crate) fn wait_for(&mut self, pattern: &str) -> String {
         let deadline = Instant::now() + PATIENCE;
         loop {
-            let seen = self.seen.len();
+            let fresh = |index: &usize| !self.taken.contains(index) && self.seen[*index].1.contains(pattern);
+            if let Some(index) = (0..self.seen.len()).find(fresh) {
+                self.taken.insert(index);
+                return self.seen[index].1.clone();
+            }
             let came = self.next_event(deadline);
             assert!(
                 came,
@@ -150,9 +158,6 @@ impl Running {
                 self.name,
                 self.transcript()
             );
-            if let Some((_, line)) = self.seen[seen..].iter().find(|(_, line)| line.contains(pattern)) {
-                return line.clone();
-            }
         }
     }
 
