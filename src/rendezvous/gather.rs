@@ -161,7 +161,8 @@ impl Job {
             step: None,
         };
         self.arrivals += 1;
-        if generation > 0 {
+        let done = matches!(&self.phase, Phase::Running(r) if r.succeeded.contains(&incarnation));
+        if generation > 0 && !(done && generation == self.generation) {
             // It may still run workers of a generation that went on without it, or that an earlier daemon
             // assigned: they have to be gone first, and no generation number may be used twice.
             node.readiness = Readiness::Stopping(generation);
@@ -182,7 +183,9 @@ impl Job {
         let ready = node.readiness == Readiness::Joined;
         self.nodes.insert(incarnation.clone(), node);
         turn.decided(format!("job `{}`: node `{hostname}` joined", self.id));
-        if ready {
+        if done && ready {
+            self.send_assignment(turn, &incarnation);
+        } else if ready {
             self.joined(turn, &incarnation);
         }
     }

@@ -1,7 +1,7 @@
 //! One job: its nodes, its generation and its phase. The decisions are in `gather` (joining, starting) and
 //! `outcome` (failures, restarts, the end); here is what they share: dispatch, leases, timers.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;
 
 use ddp_proto::rendezvous::agent_message::Body;
@@ -24,6 +24,8 @@ pub(super) struct Job {
     pub(super) restart_count: u32,
     /// By incarnation.
     pub(super) nodes: BTreeMap<String, Node>,
+    /// Incarnations of lost nodes, newest last: they may come back when the job is over.
+    pub(super) lost: VecDeque<String>,
     /// Nodes that ever came, which numbers their arrival.
     pub(super) arrivals: u64,
     pub(super) phase: Phase,
@@ -109,6 +111,7 @@ impl Job {
             floor,
             restart_count: 0,
             nodes: BTreeMap::new(),
+            lost: VecDeque::new(),
             arrivals: 0,
             phase: Phase::Gathering(Gathering {
                 began: now,

@@ -11,6 +11,9 @@ use super::job::{Gathering, Job, Over, Phase, Readiness};
 use super::kv::clip;
 use super::words;
 
+/// Lost nodes that a job remembers, to give them the verdict should they come back.
+const MAX_LOST: usize = 4096;
+
 /// What ended a generation.
 struct Blow {
     cause: String,
@@ -129,6 +132,10 @@ impl Job {
         }
         if let Some(node) = self.nodes.remove(incarnation) {
             turn.close(node.conn);
+            if self.lost.len() >= MAX_LOST {
+                self.lost.pop_front();
+            }
+            self.lost.push_back(incarnation.to_owned());
         }
     }
 
@@ -214,7 +221,7 @@ impl Job {
         }
         self.kv
             .end(&format!("the job is over: {reason}"), &mut turn.effects);
-        let told = self.nodes.keys().cloned().collect();
+        let told = self.nodes.keys().chain(&self.lost).cloned().collect();
         let until = turn.at.now + turn.config.linger;
         self.phase = Phase::Over(Over {
             verdict,

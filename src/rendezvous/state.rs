@@ -24,7 +24,7 @@ pub struct State {
     speakers: HashMap<ConnId, Speaker>,
     /// Streams that the daemon has ended, while messages may still come in from them.
     ended: HashSet<ConnId>,
-    /// Verdicts of jobs that nobody is left of, newest last.
+    /// Jobs that nobody is left of, newest last.
     finished: VecDeque<Finished>,
 }
 
@@ -39,7 +39,7 @@ struct Finished {
     job: String,
     told: BTreeSet<String>,
     generation: u64,
-    verdict: Reply,
+    verdict: Option<Reply>,
 }
 
 impl State {
@@ -216,16 +216,26 @@ impl Daemon<'_> {
             .iter()
             .rev()
             .find(|f| f.job == job_id && f.told.contains(&joining.incarnation));
-        if let Some(missed) = missed {
-            turn.send(Some(joining.conn), missed.generation, missed.verdict.clone());
+        if let Some(Finished {
+            generation,
+            verdict: Some(verdict),
+            ..
+        }) = missed
+        {
+            turn.send(Some(joining.conn), *generation, verdict.clone());
             turn.close(Some(joining.conn));
             return;
         }
         let now = turn.at.now;
-        let job = self
-            .jobs
-            .entry(job_id.to_owned())
-            .or_insert_with(|| Job::new(job_id, 0, now));
+        // A run after this one has generations of its own: what is left of the old run stays fenced off.
+        let earlier = self
+            .finished
+            .iter()
+            .filter(|f| f.job == job_id)
+            .map(|f| f.generation)
+            .max();
+        let new = || Job::new(job_id, earlier.unwrap_or(0), now);
+        let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
         if job.nodes.is_empty() && joining.generation == 0 {
             // Nobody is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             *job = Job::new(job_id, job.highest_generation(), now);
@@ -279,16 +289,22 @@ impl Daemon<'_> {
         let Some(job) = self.jobs.remove(job_id) else {
             return;
         };
-        if let Phase::Over(over) = job.phase {
+        let generation = job.highest_generation();
+        // Without a verdict only the generation number is of interest later.
+        let (told, verdict) = match job.phase {
+            Phase::Over(over) => (over.told, Some(over.verdict)),
+            Phase::Gathering(_) | Phase::Running(_) => (BTreeSet::new(), None),
+        };
+        if generation > 0 || verdict.is_some() {
             if self.finished.len() >= MAX_FINISHED {
                 self.finished.pop_front();
             }
-            let Job { id, generation, .. } = job;
+
             self.finished.push_back(Finished {
-                job: id,
-                told: over.told,
+                job: job.id,
+                told,
                 generation,
-                verdict: over.verdict,
+                verdict,
             });
         }
     }

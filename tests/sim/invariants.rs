@@ -16,8 +16,11 @@ pub(crate) struct Witness {
     over: BTreeSet<u64>,
     /// Words about the end of each generation.
     causes: BTreeMap<u64, String>,
-    /// Exit codes that nodes of the job were given by `JobOver`.
-    pub(crate) exit_codes: BTreeSet<i32>,
+    /// Number of the run: the job's name is used again when a late node comes after all others have left.
+    run: u32,
+    /// Run that each agent was in first, and the exit code that `JobOver` gave to each run.
+    run_of: BTreeMap<String, u32>,
+    exit_codes: BTreeMap<u32, i32>,
     last_generation: u64,
 }
 
@@ -25,6 +28,7 @@ impl Witness {
     /// Checks a message of the daemon to the agent `to`.
     pub(crate) fn hear(&mut self, to: &str, message: &DaemonMessage) {
         let generation = message.generation;
+        let run = *self.run_of.entry(to.to_owned()).or_insert(self.run);
         match message
             .body
             .as_ref()
@@ -57,13 +61,8 @@ impl Witness {
             }
             Reply::JobOver(over) => {
                 assert!(!over.reason.is_empty());
-                self.exit_codes.insert(over.exit_code);
-                assert_eq!(
-                    self.exit_codes.len(),
-                    1,
-                    "exit codes differ: {:?}",
-                    self.exit_codes
-                );
+                let code = *self.exit_codes.entry(run).or_insert(over.exit_code);
+                assert_eq!(code, over.exit_code, "exit codes differ");
                 if over.exit_code == 0 {
                     assert_eq!(over.first_failure, None);
                 }
@@ -117,6 +116,16 @@ impl Witness {
             .filter(|((g, _), who)| *g == generation && *who == to)
             .count();
         assert_eq!(places, 1, "`{to}` has {places} ranks in generation {generation}");
+    }
+
+    /// Nobody is left of the run.
+    pub(crate) fn idle(&mut self) {
+        self.run += 1;
+    }
+
+    /// Exit code of the run that the agent was in; none if it did not end with `JobOver`.
+    pub(crate) fn verdict(&self, incarnation: &str) -> Option<i32> {
+        self.exit_codes.get(self.run_of.get(incarnation)?).copied()
     }
 
     /// Generations that were started.

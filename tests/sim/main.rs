@@ -13,7 +13,7 @@ mod world;
 use world::{Outcome, World};
 
 /// Seeds of one run; they take a few seconds.
-const SEEDS: u64 = 400;
+const SEEDS: u64 = 600;
 
 #[test]
 fn any_trouble_ends_well() {

@@ -69,6 +69,8 @@ pub(crate) struct World {
     troubles: u32,
     min_nodes: u32,
     max_nodes: u32,
+    /// Every node asks for a rank of its own.
+    ranks_asked: bool,
     ids: u64,
     outcome: Outcome,
     loud: bool,
@@ -107,10 +109,11 @@ impl World {
             streams: BTreeMap::new(),
             calls: BTreeMap::new(),
             witness: Witness::default(),
-            failing: [0.0, 0.02, 0.3][rng.random_range(0..3)] / f64::from(hosts).sqrt(),
+            failing: [0.0, 0.2, 0.8][rng.random_range(0..3)] / f64::from(hosts).sqrt(),
             troubles: rng.random_range(0..12),
             min_nodes,
             max_nodes,
+            ranks_asked: rng.random_bool(0.2),
             ids: 0,
             outcome: Outcome {
                 exit_code: None,
@@ -179,15 +182,15 @@ impl World {
             "status: {:#?}",
             self.state.status(self.now, JOB)
         );
-        let codes: Vec<i32> = self.agents.iter().filter_map(|agent| agent.exit_code).collect();
-        if let Some(code) = self.witness.exit_codes.first() {
-            // A node that comes when the job is over is told so (75); all others end alike.
+        for agent in &self.agents {
+            let (code, verdict) = (agent.exit_code, self.witness.verdict(&agent.incarnation));
+            // A node that comes when the job is over, or that nobody joins in time, ends with 75.
             assert!(
-                codes.iter().all(|c| c == code || *c == 75),
-                "{code}, but {codes:?}"
+                code.is_none() || code == verdict || code == Some(75),
+                "{agent:?}, but {verdict:?}"
             );
+            self.outcome.exit_code = self.outcome.exit_code.or(verdict).or(code);
         }
-        self.outcome.exit_code = self.witness.exit_codes.first().or(codes.first()).copied();
         self.outcome.generations = self.witness.generations();
         self.outcome
     }
@@ -264,6 +267,9 @@ impl World {
                 }
             }
         }
+        if self.state.is_idle() {
+            self.witness.idle();
+        }
         for (call, deadline) in &self.calls {
             assert!(self.now <= *deadline, "{call:?} is past its deadline");
         }
@@ -274,7 +280,7 @@ impl World {
         let join = Join {
             protocol: 1,
             hostname: format!("n{host}"),
-            node_rank: None,
+            node_rank: self.ranks_asked.then_some(host as u32),
             min_nodes: self.min_nodes,
             max_nodes: self.max_nodes,
             workers: 1 + host as u32 % 3,
@@ -460,12 +466,12 @@ impl World {
             return;
         }
         let number = alive[self.rng.random_range(0..alive.len())];
-        match self.rng.random_range(0..20) {
+        match self.rng.random_range(0..40) {
             // The network breaks, for one agent or for all; messages on the way are lost.
-            0..=9 => self.break_network(&[number]),
-            10..=11 => self.break_network(&alive),
+            0..=21 => self.break_network(&[number]),
+            22..=25 => self.break_network(&alive),
             // An agent is killed; often somebody starts a new one there.
-            12..=17 => {
+            26..=36 => {
                 self.outcome.deaths += 1;
                 self.break_network(&[number]);
                 self.agents[number].life = Life::Gone;
@@ -475,7 +481,7 @@ impl World {
                 }
             }
             // A user stops one agent.
-            18 => {
+            37 => {
                 let signal = if self.rng.random_bool(0.5) { 2 } else { 15 };
                 self.agents[number].exit_code = None;
                 self.exit(number, Some(signal));

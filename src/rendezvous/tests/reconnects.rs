@@ -99,6 +99,52 @@ fn agents_of_an_earlier_daemon_restart_under_a_new_generation() {
 }
 
 #[test]
+fn a_node_that_succeeded_and_lost_its_lease_keeps_its_success() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2)
+        .join("b", 2, 2)
+        .succeed("b", 1)
+        .break_stream("b")
+        .pass(6 * SECOND, &["a"]);
+    s.words("a");
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
+    assert_eq!(s.assignment("b").0, 1, "it keeps its place, nothing is over");
+    s.succeed("a", 1);
+    assert!(s.words("b").contains("job over 0"));
+}
+
+#[test]
+fn a_lost_node_hears_the_verdict_when_the_others_have_left() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2)
+        .join("b", 2, 2)
+        .succeed("b", 1)
+        .break_stream("b")
+        .pass(6 * SECOND, &["a"]);
+    s.succeed("a", 1).leave("a", None, "done");
+    assert!(s.state.is_idle());
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
+    insta::assert_snapshot!(s.words("b"), @r"
+    job over 0: all 2 nodes succeeded (failure on ``)
+    closed
+    ");
+}
+
+#[test]
+fn a_join_that_was_on_its_way_when_the_stream_was_ended_has_no_say() {
+    let mut s = Scene::new();
+    s.join("a", 1, 2).join("b", 1, 2).pass(16 * SECOND, &["a"]);
+    assert!(s.words("b").ends_with("closed"));
+    s.say("b", 1, Body::Join(join("b", 1, 2)));
+    assert_eq!(s.words("b"), "closed");
+    assert_eq!(
+        s.state.status(s.now, JOB).unwrap().nodes.len(),
+        1,
+        "a dead stream makes no node"
+    );
+}
+
+#[test]
 fn a_late_node_learns_that_the_job_is_over() {
     let mut s = Scene::new();
     s.join("a", 1, 2).pass(11 * SECOND, &["a"]).succeed("a", 1);
@@ -124,7 +170,11 @@ fn a_job_can_be_run_again_under_its_name() {
         },
     );
     let (generation, again) = s.assignment("a2");
-    assert_eq!((generation, again.restart_count), (1, 0));
+    assert_eq!(
+        (generation, again.restart_count),
+        (2, 0),
+        "the old run stays fenced off"
+    );
 }
 
 #[test]
