@@ -128,7 +128,10 @@ fn message_of(error: &serde_saphyr::Error) -> String {
         Some((_, message)) => message,
         None => first,
     };
-    let end = [" at line ", ", set ", "; use "].iter().filter_map(|cut| first.find(cut)).min();
+    let end = [" at line ", ", set ", "; use "]
+        .iter()
+        .filter_map(|cut| first.find(cut))
+        .min();
     first[..end.unwrap_or(first.len())].to_owned()
 }
 
