@@ -8,14 +8,20 @@
 //! | [`collective`] | communicators, transports, work handles | models, gradients |
 //! | [`parallel`] | gradient layout, reducer, strategies | which model it is |
 //! | [`config`] | `train.yaml` as types | ranks |
+//! | [`data`] | from a token file to the samples of a rank | models |
+//! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
+//! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
 //! The worker reads the environment contract and a control socket; it does not know its launcher.
 #![deny(unsafe_code)]
 
+pub mod checkpoint;
 pub mod collective;
 pub mod config;
+pub mod data;
 pub mod device;
+pub mod metrics;
 pub mod model;
 pub mod ops;
 pub mod parallel;
