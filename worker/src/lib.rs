@@ -6,7 +6,8 @@
 //! | [`ops`] | operations as data, with their CPU kernels | models, ranks |
 //! | [`model`] | parameters, blocks, GPT-2 and MLP | ranks, gradients' way to other ranks |
 //! | [`collective`] | communicators, transports, work handles | models, gradients |
-//! | [`parallel`] | gradient layout, reducer, strategies | which model it is |
+//! | [`parallel`] | gradient layout, reducer, checks that ranks agree | which model it is |
+//! | [`optim`] | AdamW, clipping, learning rate | ranks |
 //! | [`config`] | `train.yaml` as types | ranks |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
@@ -18,5 +19,6 @@ pub mod config;
 pub mod device;
 pub mod model;
 pub mod ops;
+pub mod optim;
 pub mod parallel;
 pub mod session;
