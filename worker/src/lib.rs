@@ -9,6 +9,9 @@
 //! | [`parallel`] | gradient layout, reducer, checks that ranks agree | which model it is |
 //! | [`optim`] | AdamW, clipping, learning rate | ranks |
 //! | [`config`] | `train.yaml` as types | ranks |
+//! | [`data`] | from a token file to the samples of a rank | models |
+//! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
+//! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
 //! The worker reads the environment contract and a control socket; it does not know its launcher.
@@ -16,6 +19,7 @@
 
 pub mod collective;
 pub mod config;
+pub mod data;
 pub mod device;
 pub mod model;
 pub mod ops;
