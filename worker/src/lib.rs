@@ -6,7 +6,8 @@
 //! | [`ops`] | operations as data, with their CPU kernels | models, ranks |
 //! | [`model`] | parameters, blocks, GPT-2 and MLP | ranks, gradients' way to other ranks |
 //! | [`collective`] | communicators, transports, work handles | models, gradients |
-//! | [`parallel`] | gradient layout, reducer, strategies | which model it is |
+//! | [`parallel`] | gradient layout, reducer, checks that ranks agree | which model it is |
+//! | [`optim`] | AdamW, clipping, learning rate | ranks |
 //! | [`config`] | `train.yaml` as types | ranks |
 //! | [`data`] | from a token file to the samples of a rank | models |
 //! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
@@ -24,5 +25,6 @@ pub mod device;
 pub mod metrics;
 pub mod model;
 pub mod ops;
+pub mod optim;
 pub mod parallel;
 pub mod session;

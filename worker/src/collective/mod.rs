@@ -11,14 +11,18 @@
 //! depends neither on message size nor on transport, executor or number of threads.
 
 mod communicator;
+mod connect;
 mod error;
+mod place;
 mod request;
 mod solo;
 mod transport;
 mod work;
 
 pub use communicator::{Communicator, Executor, Launch};
+pub use connect::connect;
 pub use error::{CollectiveError, Failure};
+pub use place::Place;
 pub use request::{Operation, ReduceOp, Request, Traffic};
 pub use solo::Solo;
 pub use transport::{Transport, Wait, WireBytes};
