@@ -65,7 +65,13 @@ pub fn resolve(
         None => "none".to_owned(),
     };
     let out_dir = match &target.yaml {
-        Some(_) => Some(native::validate(target_path, &target.overrides, &job_id)?),
+        Some(_) => {
+            let validated = native::validate(target_path, &target.overrides)?;
+            if alone {
+                validated.claim_out_dir(&job_id)?;
+            }
+            Some(validated.out_dir(&job_id))
+        }
         None => None,
     };
     let max_restarts = settings

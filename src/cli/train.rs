@@ -1,4 +1,4 @@
-//! `ddp-train`: the native worker without our launcher, and the doctor.
+//! `ddp-train`: the native worker in the foreground, and the doctor.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -9,7 +9,7 @@ use clap::{Parser, Subcommand};
 use super::doctor::{self, gpus};
 use super::{native, values};
 
-/// Train a model alone or under another launcher, and examine the machine.
+/// Train a model in the foreground, and examine the machine.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-train", version, max_term_width = 100)]
 struct Args {
@@ -19,7 +19,7 @@ struct Args {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    /// Train one configuration: as one rank alone, or as the rank that RANK, WORLD_SIZE, … say
+    /// Train one configuration as one rank, alone or at the place that `ddp-run` gives
     Run {
         /// The configuration
         #[arg(value_name = "FILE.yaml")]
