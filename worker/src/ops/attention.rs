@@ -282,6 +282,7 @@ impl AttentionBackward {
 }
 
 /// What the backward of one head reads.
+#[derive(Clone, Copy)]
 struct Forward<'a, T> {
     inputs: Inputs<'a, T>,
     out: Matrix<'a, T>,

@@ -2,6 +2,11 @@
 //!
 //! As `½(1 + tanh u) = σ(2u)`, one exponential and one division do it.
 
+#![expect(
+    clippy::inline_always,
+    reason = "so that it is compiled for each instruction set"
+)]
+
 use super::kernel::{by_dtype, kernel};
 use super::real::Real;
 use super::{CpuKernel, expect_len};
@@ -66,7 +71,7 @@ impl GeluBackward {
         let mut dout_dinp = self.dout_dinp.host_mut::<T>()?;
         let parts = inp_out.chunks_mut(PART).zip(dout_dinp.chunks_mut(PART)).collect();
         cpu.for_each_part(parts, |(inp, dout): (&mut [T], &mut [T])| {
-            gelu_back(cpu.isa(), inp, dout)
+            gelu_back(cpu.isa(), inp, dout);
         });
         Ok(())
     }

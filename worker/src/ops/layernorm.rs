@@ -2,6 +2,11 @@
 //!
 //! Backward takes the input and normalises it again: neither the output nor the statistics need to be kept.
 
+#![expect(
+    clippy::inline_always,
+    reason = "so that it is compiled for each instruction set"
+)]
+
 use super::kernel::{by_dtype, kernel, with_scratch};
 use super::linear::add_into;
 use super::real::{Real, sum_map, sum_map2};

@@ -150,18 +150,6 @@ impl<'a, T> MatrixMut<'a, T> {
         }
     }
 
-    /// For reading, while it is not written.
-    pub(crate) fn view(&self) -> Matrix<'_, T> {
-        Matrix {
-            ptr: self.ptr,
-            rows: self.rows,
-            cols: self.cols,
-            row_stride: self.row_stride,
-            col_stride: 1,
-            _data: PhantomData,
-        }
-    }
-
     /// Cut into tiles of at most `height × width`, by rows, then columns.
     pub(crate) fn tiles(self, height: usize, width: usize) -> Vec<Tile<'a, T>> {
         assert!(height > 0 && width > 0, "empty tiles");
