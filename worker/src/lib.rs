@@ -17,10 +17,12 @@
 //! The worker reads the environment contract and a control socket; it does not know its launcher.
 #![deny(unsafe_code)]
 
+pub mod checkpoint;
 pub mod collective;
 pub mod config;
 pub mod data;
 pub mod device;
+pub mod metrics;
 pub mod model;
 pub mod ops;
 pub mod optim;

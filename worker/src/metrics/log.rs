@@ -35,7 +35,9 @@ impl MetricsLog {
         // String keys and numbers only: cannot fail.
         let mut bytes = serde_json::to_vec(line).expect("metrics serialise");
         bytes.push(b'\n');
-        self.file.write_all(&bytes).map_err(|e| RunFilesError::io("append to", &self.path, &e))
+        self.file
+            .write_all(&bytes)
+            .map_err(|e| RunFilesError::io("append to", &self.path, &e))
     }
 
     /// Drops all lines after `step`, as after a rollback to the checkpoint of that step.
@@ -52,7 +54,11 @@ impl MetricsLog {
             Err(e) => return Err(RunFilesError::io("read", path, &e)),
         };
         let lines = old.split_inclusive(|b| *b == b'\n');
-        let kept: Vec<u8> = lines.filter(|line| belongs(line, step)).flatten().copied().collect();
+        let kept: Vec<u8> = lines
+            .filter(|line| belongs(line, step))
+            .flatten()
+            .copied()
+            .collect();
         if kept == old {
             return Ok(());
         }
@@ -75,11 +81,17 @@ mod tests {
 
     fn steps(path: &Path) -> Vec<u64> {
         let text = fs::read_to_string(path).unwrap();
-        text.lines().map(|l| serde_json::from_str::<MetricsLine>(l).unwrap().step).collect()
+        text.lines()
+            .map(|l| serde_json::from_str::<MetricsLine>(l).unwrap().step)
+            .collect()
     }
 
     fn line(step: u64) -> MetricsLine {
-        MetricsLine { step, loss: 2.5, ..MetricsLine::default() }
+        MetricsLine {
+            step,
+            loss: 2.5,
+            ..MetricsLine::default()
+        }
     }
 
     #[test]
@@ -97,7 +109,11 @@ mod tests {
         let mut log = MetricsLog::open(&path, 2).unwrap();
         log.append(&line(3)).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "a temporary file is left");
+        assert_eq!(
+            fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "a temporary file is left"
+        );
     }
 
     #[test]
@@ -119,6 +135,9 @@ mod tests {
     fn a_log_that_cannot_be_opened_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let error = MetricsLog::open(folder.path(), 0).err().unwrap();
-        assert!(error.to_string().contains(folder.path().to_str().unwrap()), "{error}");
+        assert!(
+            error.to_string().contains(folder.path().to_str().unwrap()),
+            "{error}"
+        );
     }
 }

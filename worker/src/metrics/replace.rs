@@ -26,6 +26,11 @@ fn write_and_rename(path: &Path, temporary: &Path, bytes: &[u8]) -> Result<(), R
     file.write_all(bytes).map_err(|e| write(&e))?;
     file.sync_all().map_err(|e| write(&e))?;
     fs::rename(temporary, path).map_err(|e| write(&e))?;
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
-    File::open(folder).and_then(|folder| folder.sync_all()).map_err(|e| write(&e))
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    File::open(folder)
+        .and_then(|folder| folder.sync_all())
+        .map_err(|e| write(&e))
 }

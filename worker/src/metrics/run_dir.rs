@@ -117,7 +117,9 @@ impl RunDir {
         let bytes = serde_json::to_vec(&decision).expect("a decision serialises");
         let put = store.put(DECISION_KEY, &bytes);
         let start = prepared?;
-        let agreed = put.map_err(RunFilesError::from).and_then(|()| self.await_others(request, store));
+        let agreed = put
+            .map_err(RunFilesError::from)
+            .and_then(|()| self.await_others(request, store));
         // Also when they do not agree; a left-over would be harmless.
         let _ = fs::remove_file(&mark);
         agreed.map(|()| start)
@@ -142,7 +144,11 @@ impl RunDir {
         let (start, nonce) = match serde_json::from_slice(&bytes) {
             Ok(Decision::Ready { start, nonce }) => (start, nonce),
             Ok(Decision::Failed(words)) => return Err(RunFilesError::RankZero(words)),
-            Err(e) => return Err(RunFilesError::RankZero(format!("its decision cannot be read: {e}"))),
+            Err(e) => {
+                return Err(RunFilesError::RankZero(format!(
+                    "its decision cannot be read: {e}"
+                )));
+            }
         };
         let seen = self.await_nonce(&nonce, request.deadline.min(Instant::now() + VISIBILITY_TIMEOUT));
         let words = seen.as_ref().err().cloned().unwrap_or_default();
@@ -197,9 +203,11 @@ impl RunDir {
             .map_err(|e| RunFilesError::io("read the latest checkpoint of", &self.path, &e))?;
         match checkpoint {
             Some(step) => Ok(Start::Resume { step }),
-            None if run.resume == Resume::Require && !request.restarted => Err(RunFilesError::NothingToResume {
-                path: self.path.clone(),
-            }),
+            None if run.resume == Resume::Require && !request.restarted => {
+                Err(RunFilesError::NothingToResume {
+                    path: self.path.clone(),
+                })
+            }
             None => Ok(Start::Fresh),
         }
     }
@@ -208,8 +216,12 @@ impl RunDir {
     /// so that a deletion that was interrupted leaves no run that looks whole.
     fn delete_run(&self) -> Result<(), RunFilesError> {
         let latest = Path::new("checkpoints").join("latest");
-        for name in [latest.as_path(), Path::new("checkpoints"), Path::new("metrics.jsonl"), Path::new("summary.json")]
-        {
+        for name in [
+            latest.as_path(),
+            Path::new("checkpoints"),
+            Path::new("metrics.jsonl"),
+            Path::new("summary.json"),
+        ] {
             let path = self.path.join(name);
             let removed = if path.is_dir() {
                 fs::remove_dir_all(&path)
@@ -259,12 +271,18 @@ mod tests {
     }
 
     fn error(run: &Run, folder: &Path) -> String {
-        open(run).unwrap_err().to_string().replace(folder.to_str().unwrap(), "DIR")
+        open(run)
+            .unwrap_err()
+            .to_string()
+            .replace(folder.to_str().unwrap(), "DIR")
     }
 
     #[test]
     fn the_default_folder_is_named_for_run_and_job() {
-        let run = Run { name: "gpt".into(), ..Run::default() };
+        let run = Run {
+            name: "gpt".into(),
+            ..Run::default()
+        };
         assert_eq!(RunDir::resolve(&run, "j1"), Path::new("runs/gpt/j1"));
     }
 
@@ -274,10 +292,14 @@ mod tests {
         let run = run(&folder.path().join("a/b"));
         let store = MemoryStore::default();
         std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..3).map(|rank| scope.spawn({
-                let (run, store) = (&run, &store);
-                move || RunDir::open(request(run, rank, 3), store)
-            })).collect();
+            let ranks: Vec<_> = (0..3)
+                .map(|rank| {
+                    scope.spawn({
+                        let (run, store) = (&run, &store);
+                        move || RunDir::open(request(run, rank, 3), store)
+                    })
+                })
+                .collect();
             for rank in ranks {
                 assert_eq!(rank.join().unwrap().unwrap().1, Start::Fresh);
             }
@@ -298,9 +320,15 @@ mod tests {
             store.get(DECISION_KEY, short.deadline).unwrap();
             short.deadline = Instant::now();
             let error = RunDir::open(short, &store).unwrap_err();
-            assert!(matches!(error, RunFilesError::NotShared { rank: 1, .. }), "{error}");
+            assert!(
+                matches!(error, RunFilesError::NotShared { rank: 1, .. }),
+                "{error}"
+            );
             let error = lead.join().unwrap().unwrap_err();
-            assert!(matches!(error, RunFilesError::NotShared { rank: 1, .. }), "{error}");
+            assert!(
+                matches!(error, RunFilesError::NotShared { rank: 1, .. }),
+                "{error}"
+            );
         });
     }
 
@@ -312,7 +340,10 @@ mod tests {
         let store = MemoryStore::default();
         let lead = RunDir::open(request(&run, 0, 2), &store).unwrap_err();
         let follow = RunDir::open(request(&run, 1, 2), &store).unwrap_err();
-        assert_eq!(follow.to_string(), format!("rank 0 could not prepare the folder of the run: {lead}"));
+        assert_eq!(
+            follow.to_string(),
+            format!("rank 0 could not prepare the folder of the run: {lead}")
+        );
     }
 
     #[test]
@@ -327,12 +358,25 @@ mod tests {
         run.resume = Resume::Auto;
         assert_eq!(open(&run).unwrap().1, Start::Fresh);
         run.resume = Resume::Never;
-        let restarted = Request { restarted: true, ..request(&run, 0, 1) };
-        assert_eq!(RunDir::open(restarted, &MemoryStore::default()).unwrap().1, Start::Fresh);
+        let restarted = Request {
+            restarted: true,
+            ..request(&run, 0, 1)
+        };
+        assert_eq!(
+            RunDir::open(restarted, &MemoryStore::default()).unwrap().1,
+            Start::Fresh
+        );
         run.overwrite = true;
         assert_eq!(open(&run).unwrap().1, Start::Fresh);
-        let left: Vec<_> = fs::read_dir(folder.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
-        assert_eq!(left, ["notes.txt"], "overwriting deletes the run, and only the run");
+        let left: Vec<_> = fs::read_dir(folder.path())
+            .unwrap()
+            .map(|e| e.unwrap().file_name())
+            .collect();
+        assert_eq!(
+            left,
+            ["notes.txt"],
+            "overwriting deletes the run, and only the run"
+        );
     }
 
     #[test]

@@ -76,7 +76,10 @@ mod tests {
             parameters: 10,
             loss: Some(2.5),
             val_loss: None,
-            entropies: Entropies { unigram: 3.26, bigram: 2.45 },
+            entropies: Entropies {
+                unigram: 3.26,
+                bigram: 2.45,
+            },
             seconds: 1.5,
             tokens_per_s: 4096.0,
             world_size: 2,

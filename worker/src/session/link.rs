@@ -39,7 +39,7 @@ impl Default for Times {
     fn default() -> Self {
         Self {
             handshake: Duration::from_secs(30),
-            heartbeat: Duration::from_millis(1000),
+            heartbeat: Duration::from_secs(1),
         }
     }
 }
