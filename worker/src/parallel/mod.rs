@@ -5,13 +5,15 @@
 //! | [`GradientLayout`] | which gradient lies where, and in which bucket: a pure function, the same on every rank |
 //! | [`Reducer`] | averages gradients over the ranks while they are being computed; knows no models |
 //! | [`Step`], [`Reduced`] | its two phases: gradients are written, then averages are read |
+//! | [`join_world`] | from a session to the communicator of all ranks |
 //! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
 //! | [`Replicas`] | the initial broadcast, and the comparison of all parameters across ranks |
 //!
-//! A program of its own needs only a [`crate::collective::Communicator`], a list of [`GradSpec`]s and a [`Reducer`].
+//! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
 
 mod agreement;
 mod events;
+mod join;
 mod layout;
 mod reduce_error;
 mod reducer;
@@ -19,6 +21,7 @@ mod replicas;
 mod step;
 
 pub use agreement::{Agreement, AgreementError, Signature};
+pub use join::{JoinError, JoinOptions, join_world};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use reduce_error::ReduceError;
 pub use reducer::{Reduced, Reducer, ReducerConfig, SyncTimes};

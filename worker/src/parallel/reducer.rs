@@ -30,6 +30,16 @@ pub struct ReducerConfig {
     pub overlap: bool,
 }
 
+impl Default for ReducerConfig {
+    /// Buckets, launched as soon as they are complete.
+    fn default() -> Self {
+        Self {
+            sync: Sync::Bucketed,
+            overlap: true,
+        }
+    }
+}
+
 /// Time that averaging took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SyncTimes {

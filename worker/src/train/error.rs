@@ -6,7 +6,7 @@ use crate::data::DataError;
 use crate::device::DeviceError;
 use crate::metrics::RunFilesError;
 use crate::model::ModelError;
-use crate::parallel::{AgreementError, LayoutError, ReduceError, ReplicasError};
+use crate::parallel::{AgreementError, JoinError, LayoutError, ReduceError, ReplicasError};
 
 /// Training failed on this rank.
 #[derive(Debug, thiserror::Error)]
@@ -55,16 +55,9 @@ pub enum TrainError {
         /// Its value in the checkpoint.
         begun: String,
     },
-    /// The address of this node cannot be used.
-    #[error(
-        "address of node {node_rank} cannot be used: {cause}\n  hint: `--local-addr` sets the address under which other nodes reach this one"
-    )]
-    NodeAddress {
-        /// This node.
-        node_rank: usize,
-        /// In words.
-        cause: String,
-    },
+    /// The other ranks could not be joined.
+    #[error(transparent)]
+    Join(#[from] JoinError),
     /// The `model` section describes no model.
     #[error(transparent)]
     Model(#[from] ModelError),
