@@ -7,136 +7,45 @@ use std::time::Duration;
 
 use ddp_proto::client::{AgentIdentity, Client};
 use ddp_proto::exit;
-use ddp_proto::ids::{Generation, LocalRank, NodeId};
+use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::{Assignment, DaemonMessage, Heartbeat, Join, Leave, WorkerExit};
 use tokio::sync::mpsc;
-use tokio::time::{Instant, MissedTickBehavior, sleep_until, timeout};
+use tokio::time::Instant;
 
+use super::aside::{self, Aside};
 use super::conclusion::Conclusion;
+use super::event::{Effect, Event};
+use super::inbox::{Inbox, Mail, heartbeat_every};
+use super::launch::LaunchError;
 use super::link::{Link, LinkConfig, LinkEvent};
-use super::machine::{Effect, Event, LEAVE_WAIT, Machine, Rules};
+use super::machine::{LEAVE_WAIT, Machine, Rules};
 use super::signals::{Call, Signals};
 use super::workers::{Crew, PrepareError, Site, inherited};
-use crate::console::{Console, Sinks};
+use crate::console::Console;
 use crate::control::{ControlEvent, ControlServer, News, Place, Store};
 use crate::environment::{Common, threads_per_worker};
 use crate::guardian::Guardian;
 use crate::logs::LogError;
 use crate::master_port::MasterPort;
 use crate::plan::LaunchPlan;
-use crate::proc_table;
-use crate::pump::{Pump, TailReader};
+use crate::pump::Pump;
 use crate::reap;
 use crate::report::{self, Facts};
 use crate::spawn::{Batch, SpawnEvent, Spawner, check_program};
-use crate::sweep::Quarry;
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
 /// Events of one kind that may wait for the loop.
 const QUEUE: usize = 1024;
-/// How long the last lines and words of a failed worker are waited for.
-const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
-/// How long leftovers of workers may take to die.
-const SWEEP_BOUND: Duration = Duration::from_secs(3);
-/// How long the end of the workers' output is waited for while the console does not move.
-const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
-/// How long the end of the workers' output is waited for at all.
-const DRAIN_BOUND: Duration = Duration::from_secs(30);
+/// Longest message of a worker on its own failure; the rest is cut off.
+const MAX_WORDS_CHARS: usize = 4000;
 /// Heartbeats before the daemon has told its lease.
 const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 
-/// How a launch ended.
-#[derive(Clone, Debug)]
-pub struct Outcome {
-    /// Exit code for the launcher's caller.
-    pub exit_code: u8,
-    /// Why.
-    pub conclusion: Conclusion,
-    /// The failure report; it has been shown on standard error already.
-    pub report: Option<String>,
-}
-
-/// The launcher cannot do its own work. A worker's failure is none of these.
-#[derive(Debug, thiserror::Error)]
-pub enum LaunchError {
-    /// The program cannot be started.
-    #[error(transparent)]
-    Program(#[from] crate::spawn::SpawnError),
-    /// The log directory cannot be used.
-    #[error(transparent)]
-    Log(#[from] LogError),
-    /// The system refused something essential.
-    #[error("cannot set up the launcher: {0}")]
-    System(#[from] std::io::Error),
-}
-
-impl From<LaunchError> for Conclusion {
-    fn from(error: LaunchError) -> Self {
-        let exit_code = match error {
-            LaunchError::Program(error) => return Self::CannotStart(error),
-            LaunchError::Log(_) => exit::USAGE,
-            LaunchError::System(_) => exit::INTERNAL,
-        };
-        Self::Broken {
-            exit_code,
-            error: error.to_string(),
-        }
-    }
-}
-
-/// Runs this node's part of a job until it is over, restarts included.
-///
-/// All children of the calling process belong to the agent: it becomes a child subreaper, reaps every child and
-/// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
-/// time enabled.
-pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
-    let console = match Console::start(Sinks::standard(), plan.progress_bar) {
-        Ok(console) => console,
-        Err(error) => {
-            let conclusion = Conclusion::from(LaunchError::System(error));
-            return Outcome {
-                exit_code: conclusion.exit_code(),
-                conclusion,
-                report: None,
-            };
-        }
-    };
-    let scratch_dir = guardian.scratch_dir();
-    let (conclusion, report) = match Driver::new(plan, &guardian, console.clone()) {
-        Ok(driver) => driver.run().await,
-        Err(error) => {
-            let report = format!("error: {error}");
-            (Conclusion::from(error), Some(report))
-        }
-    };
-    if let Some(report) = &report {
-        console.say(report);
-    }
-    console.close(DRAIN_PATIENCE);
-    // Usually it was never made.
-    let _ = std::fs::remove_dir_all(scratch_dir);
-    if let Err(error) = guardian.shutdown() {
-        tracing::debug!("guardian: {error}");
-    }
-    Outcome {
-        exit_code: conclusion.exit_code(),
-        conclusion,
-        report,
-    }
-}
-
-/// Results of work that the driver started aside.
-enum Aside {
-    /// The last words of a failed worker are there, as far as they will be.
-    Described(LocalRank),
-    /// [`Event::Swept`].
-    Swept(Vec<String>),
-}
-
-struct Driver<'a> {
+/// The agent with all its parts.
+pub(super) struct Driver<'a> {
     plan: LaunchPlan,
     guardian: &'a Guardian,
     console: Console,
@@ -159,52 +68,13 @@ struct Driver<'a> {
     finished: Option<Conclusion>,
 }
 
-/// Everything the loop listens to.
-struct Inbox {
-    signals: Signals,
-    spawns: mpsc::Receiver<SpawnEvent>,
-    control: mpsc::Receiver<ControlEvent>,
-    link: mpsc::Receiver<LinkEvent>,
-    aside: mpsc::Receiver<Aside>,
-    heartbeat: tokio::time::Interval,
-}
-
-/// What came out of the inbox.
-enum Mail {
-    Signal(Call),
-    Spawn(SpawnEvent),
-    Control(ControlEvent),
-    Link(LinkEvent),
-    Aside(Aside),
-    Heartbeat,
-    Alarm,
-}
-
-impl Inbox {
-    async fn next(&mut self, alarm: Option<Instant>) -> Mail {
-        let ring = async {
-            match alarm {
-                Some(at) => sleep_until(at).await,
-                None => std::future::pending().await,
-            }
-        };
-        // Cancel safe: every branch keeps what it has not returned. Signals come first; what workers said on the
-        // control socket comes before what is concluded from their death.
-        tokio::select! {
-            biased;
-            call = self.signals.next() => Mail::Signal(call),
-            Some(event) = self.control.recv() => Mail::Control(event),
-            Some(event) = self.spawns.recv() => Mail::Spawn(event),
-            Some(event) = self.aside.recv() => Mail::Aside(event),
-            Some(event) = self.link.recv() => Mail::Link(event),
-            () = ring => Mail::Alarm,
-            _ = self.heartbeat.tick() => Mail::Heartbeat,
-        }
-    }
-}
-
 impl<'a> Driver<'a> {
-    fn new(plan: LaunchPlan, guardian: &'a Guardian, console: Console) -> Result<Self, LaunchError> {
+    /// Checks the plan, and starts all threads and tasks.
+    pub(super) fn new(
+        plan: LaunchPlan,
+        guardian: &'a Guardian,
+        console: Console,
+    ) -> Result<Self, LaunchError> {
         let inherited = inherited();
         let search_path = plan.command.env.get("PATH").map(OsString::from);
         let inherited_path = inherited
@@ -270,7 +140,8 @@ impl<'a> Driver<'a> {
         })
     }
 
-    async fn run(mut self) -> (Conclusion, Option<String>) {
+    /// Runs until the launch is over; returns the failure report too.
+    pub(super) async fn run(mut self) -> (Conclusion, Option<String>) {
         let mut events = VecDeque::new();
         for effect in std::mem::take(&mut self.opening) {
             self.carry_out(effect, &mut events);
@@ -299,6 +170,13 @@ impl<'a> Driver<'a> {
             Mail::Control(event) => self.on_control(event),
             Mail::Link(event) => self.on_link(event, events),
             Mail::Aside(Aside::Described(local_rank)) => {
+                // Its own words were passed on before, but may still lie there.
+                for _ in 0..QUEUE {
+                    let Ok(event) = self.inbox.control.try_recv() else {
+                        break;
+                    };
+                    self.on_control(event);
+                }
                 if let Some(exit) = self.crew.describe(local_rank) {
                     self.local_failure = Some(exit.clone());
                     events.push_back(Event::Described(exit));
@@ -380,10 +258,11 @@ impl<'a> Driver<'a> {
                 }
             }
             News::Failure { message, hint } => {
-                worker.said = Some(match hint {
+                let words = match hint {
                     Some(hint) => format!("{message}\nhint: {hint}"),
                     None => message,
-                });
+                };
+                worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
         }
     }
@@ -443,9 +322,18 @@ impl<'a> Driver<'a> {
             Effect::Notify(cause) => self.control.generation_over(&cause),
             Effect::AskToStop(cause) => self.control.ask_to_stop(&cause),
             Effect::SignalAll(signal) => self.crew.signal(signal, None),
-            Effect::KillLate(local_rank) => self.crew.signal(libc::SIGKILL, Some(local_rank)),
-            Effect::Describe(local_rank) => self.describe(local_rank),
-            Effect::Sweep => self.sweep(),
+            Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),
+            Effect::Describe(local_rank) => {
+                let (stderr, silence) = (
+                    self.crew.stderr_of(local_rank),
+                    self.control.silence_of(local_rank),
+                );
+                aside::describe(self.aside.clone(), local_rank, stderr, silence);
+            }
+            Effect::Sweep => {
+                let (guardian, streams) = (self.guardian.pid(), self.crew.streams());
+                aside::sweep(self.aside.clone(), guardian, streams, self.console.clone());
+            }
             Effect::Arm(after) => self.alarm = Some(Instant::now() + after),
             Effect::Disarm => self.alarm = None,
             Effect::Say(text) => self.console.say(&text),
@@ -498,6 +386,7 @@ impl<'a> Driver<'a> {
             job_id: &self.plan.job_id,
             control: self.control.address(),
         };
+        self.crew = Crew::none();
         let prepared = Crew::prepare(generation, assignment, &site, &self.pump)?;
         let Some(client) = self.client.clone() else {
             return Err(PrepareError::Assignment("it came from nowhere".into()));
@@ -529,42 +418,6 @@ impl<'a> Driver<'a> {
         Ok(())
     }
 
-    /// Waits aside for the last words of a failed worker.
-    fn describe(&self, local_rank: LocalRank) {
-        let (aside, stderr) = (self.aside.clone(), self.crew.stderr_of(local_rank));
-        let silence = self.control.silence_of(local_rank);
-        tokio::spawn(async move {
-            let words = async {
-                if let Some(mut stderr) = stderr {
-                    stderr.ended().await;
-                }
-                silence.await;
-            };
-            // Whoever still holds its pipes open has had the time to write.
-            let _ = timeout(DESCRIBE_BOUND, words).await;
-            let _ = aside.send(Aside::Described(local_rank)).await;
-        });
-    }
-
-    /// Kills what is left of the workers and waits for the end of their output, aside.
-    fn sweep(&self) {
-        let guardian = self.guardian.pid();
-        let (aside, console) = (self.aside.clone(), self.console.clone());
-        let streams = self.crew.streams();
-        tokio::spawn(async move {
-            let kill = tokio::task::spawn_blocking(move || {
-                let spared = BTreeSet::from([guardian]);
-                let of = nix::unistd::Pid::this().as_raw();
-                Quarry::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
-            });
-            // It cannot panic, and the runtime is not shut down while this task runs.
-            let stuck = kill.await.unwrap_or_default();
-            drain(streams, &console).await;
-            let stuck = stuck.into_iter().map(name_of).collect();
-            let _ = aside.send(Aside::Swept(stuck)).await;
-        });
-    }
-
     fn report(&self, conclusion: &Conclusion) -> Option<String> {
         report::report(&Facts {
             conclusion,
@@ -575,35 +428,4 @@ impl<'a> Driver<'a> {
             ran_for: self.crew.ran_for(),
         })
     }
-}
-
-/// Waits for the ends of the workers' streams, longer while the console is moving.
-async fn drain(streams: Vec<TailReader>, console: &Console) {
-    let last = Instant::now() + DRAIN_BOUND;
-    for mut stream in streams {
-        loop {
-            let written = console.written();
-            let ended = timeout(DRAIN_PATIENCE, stream.ended()).await.is_ok();
-            if ended {
-                break;
-            }
-            if console.written() == written || Instant::now() >= last {
-                return;
-            }
-        }
-    }
-}
-
-/// A process in words.
-fn name_of(pid: i32) -> String {
-    match proc_table::program_name(pid) {
-        Some(name) => format!("{pid} (`{name}`)"),
-        None => pid.to_string(),
-    }
-}
-
-fn heartbeat_every(interval: Duration) -> tokio::time::Interval {
-    let mut ticks = tokio::time::interval_at(Instant::now() + interval, interval);
-    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-    ticks
 }

@@ -23,81 +23,16 @@ use ddp_proto::rendezvous::{
 };
 
 use super::conclusion::Conclusion;
+use super::event::{Effect, Event};
 use crate::ending::{Ending, signal_name};
 use crate::spawn::SpawnError;
 
-/// How long workers that listen on the control socket may take to report their own error when a generation is over.
-pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
-/// How long processes may take to go after SIGKILL.
-pub(super) const KILL_WAIT: Duration = Duration::from_secs(5);
 /// How long the daemon may take to decide what follows a failure of ours.
 pub(super) const VERDICT_WAIT: Duration = Duration::from_secs(30);
 /// How long saying good-bye to the daemon may take.
 pub(super) const LEAVE_WAIT: Duration = Duration::from_secs(2);
 /// Beyond the time that the daemon itself waits for the other nodes.
 const JOIN_MARGIN: Duration = Duration::from_secs(15);
-
-/// What happened.
-#[derive(Debug)]
-pub(super) enum Event {
-    /// The daemon said something.
-    Daemon(DaemonMessage),
-    /// The daemon cannot be reached any more, or refuses to talk.
-    DaemonGone { exit_code: u8, error: String },
-    /// A worker runs.
-    Spawned(LocalRank),
-    /// No more workers will be started.
-    SpawnEnded(Option<SpawnError>),
-    /// Something that the generation needs failed before any worker was started.
-    CannotBegin { exit_code: u8, error: String },
-    /// A worker ended.
-    Exited { local_rank: LocalRank, ending: Ending },
-    /// All that is known of the first failure has been collected.
-    Described(WorkerExit),
-    /// A signal for the launcher.
-    Signal(i32),
-    /// The time set by [`Effect::Arm`] is over.
-    Alarm,
-    /// Nothing is left of the workers but these processes, which cannot be killed.
-    Swept { stuck: Vec<String> },
-    /// The daemon has heard our good-bye, or never will.
-    Left,
-}
-
-/// What is to be done.
-#[derive(Debug, PartialEq)]
-pub(super) enum Effect {
-    /// Send `Join` with a fresh port.
-    Join,
-    /// Send a report that speaks of the current generation.
-    Report(Report),
-    /// Start the workers.
-    Spawn(Assignment),
-    /// Start no more workers.
-    CancelSpawn,
-    /// Tell all workers that the generation is over.
-    Notify(String),
-    /// Ask all workers to stop at the next step boundary.
-    AskToStop(String),
-    /// Send this signal to all live workers.
-    SignalAll(i32),
-    /// Send SIGKILL to a worker that was started while the others were being stopped.
-    KillLate(LocalRank),
-    /// Collect what is known of a failed worker, then [`Event::Described`].
-    Describe(LocalRank),
-    /// Kill all that is left of the workers, then [`Event::Swept`].
-    Sweep,
-    /// Give [`Event::Alarm`] after this time, instead of any set before.
-    Arm(Duration),
-    /// No alarm.
-    Disarm,
-    /// Tell people.
-    Say(String),
-    /// Tell the daemon good-bye, then [`Event::Left`].
-    Leave { signal: Option<i32>, reason: String },
-    /// End.
-    Finish(Conclusion),
-}
 
 /// What the decisions depend on and never changes.
 #[derive(Clone, Debug)]
@@ -109,7 +44,7 @@ pub(super) struct Rules {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum Worker {
+pub(super) enum Worker {
     Waiting,
     Running,
     Ended(Ending),
@@ -117,7 +52,7 @@ enum Worker {
 
 /// How far the stop routine has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Stage {
+pub(super) enum Stage {
     /// The workers know why, and may end by themselves.
     Notified,
     /// SIGTERM was sent.
@@ -130,7 +65,7 @@ enum Stage {
 
 /// What follows when the workers are gone.
 #[derive(Clone, Debug, PartialEq)]
-enum Then {
+pub(super) enum Then {
     /// They all ended with 0.
     Succeed,
     /// One failed; the daemon decides.
@@ -142,7 +77,7 @@ enum Then {
 }
 
 #[derive(Clone, Debug, PartialEq)]
-enum Phase {
+pub(super) enum Phase {
     Joining,
     Running,
     Stopping { stage: Stage, then: Then },
@@ -155,14 +90,14 @@ enum Phase {
 /// The state of the agent.
 #[derive(Debug)]
 pub(super) struct Machine {
-    rules: Rules,
-    phase: Phase,
+    pub(super) rules: Rules,
+    pub(super) phase: Phase,
     generation: Generation,
     first_rank: u32,
-    workers: Vec<Worker>,
-    spawning: bool,
+    pub(super) workers: Vec<Worker>,
+    pub(super) spawning: bool,
     /// Any worker listens on the control socket; set by the driver.
-    listening: bool,
+    pub(super) listening: bool,
     /// Signals received so far.
     signals: u32,
 }
@@ -289,9 +224,14 @@ impl Machine {
         if let Some(worker) = self.workers.get_mut(local_rank.0 as usize) {
             *worker = Worker::Running;
         }
-        match self.phase {
-            Phase::Stopping { .. } => vec![Effect::KillLate(local_rank)],
-            _ => Vec::new(),
+        let Phase::Stopping { stage, .. } = self.phase else {
+            return Vec::new();
+        };
+        // It is told what the others were told, not more: it may well be ready for a graceful end.
+        match stage {
+            Stage::Notified => Vec::new(),
+            Stage::Terminated => vec![Effect::SignalLate(local_rank, libc::SIGTERM)],
+            Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],
         }
     }
 
@@ -446,91 +386,6 @@ impl Machine {
             }
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(conclusion),
             Phase::Leaving(_) | Phase::Done => Vec::new(),
-        }
-    }
-
-    /// Begins the stop routine because the generation is over.
-    fn stop(&mut self, cause: &str, then: Then) -> Vec<Effect> {
-        let mut effects = vec![Effect::Notify(cause.to_owned()), Effect::CancelSpawn];
-        effects.extend(self.await_end(then, LAST_WORDS.min(self.rules.shutdown_timeout)));
-        effects
-    }
-
-    /// Begins the stop routine because a user asked for it.
-    fn stop_gracefully(&mut self, cause: &str, conclusion: Conclusion) -> Vec<Effect> {
-        let mut effects = vec![Effect::AskToStop(cause.to_owned()), Effect::CancelSpawn];
-        let patience = if self.rules.native {
-            self.rules.shutdown_timeout / 2
-        } else {
-            Duration::ZERO
-        };
-        effects.extend(self.await_end(Then::Conclude(conclusion), patience));
-        effects
-    }
-
-    /// Leaves time to workers that can do something with a notice; the others get SIGTERM at once.
-    fn await_end(&mut self, then: Then, patience: Duration) -> Vec<Effect> {
-        self.phase = Phase::Stopping {
-            stage: Stage::Notified,
-            then,
-        };
-        if self.is_gone() {
-            return self.sweep();
-        }
-        if self.listening && !patience.is_zero() {
-            return vec![Effect::Arm(patience)];
-        }
-        self.terminate()
-    }
-
-    fn terminate(&mut self) -> Vec<Effect> {
-        self.set_stage(Stage::Terminated);
-        vec![
-            Effect::SignalAll(libc::SIGTERM),
-            Effect::Arm(self.rules.shutdown_timeout),
-        ]
-    }
-
-    fn kill(&mut self) -> Vec<Effect> {
-        self.set_stage(Stage::Killed);
-        vec![Effect::SignalAll(libc::SIGKILL), Effect::Arm(KILL_WAIT)]
-    }
-
-    fn sweep(&mut self) -> Vec<Effect> {
-        self.set_stage(Stage::Sweeping);
-        vec![Effect::Disarm, Effect::Sweep]
-    }
-
-    fn set_stage(&mut self, new: Stage) {
-        if let Phase::Stopping { stage, .. } = &mut self.phase {
-            *stage = new;
-        }
-    }
-
-    fn is_gone(&self) -> bool {
-        !self.spawning
-            && self
-                .workers
-                .iter()
-                .all(|worker| matches!(worker, Worker::Ended(_)))
-    }
-
-    /// Goes on when the last worker is gone.
-    fn check_gone(&mut self) -> Vec<Effect> {
-        if !self.is_gone() {
-            return Vec::new();
-        }
-        match &self.phase {
-            // A failure would have left this phase.
-            Phase::Running => {
-                self.phase = Phase::Stopping {
-                    stage: Stage::Killed,
-                    then: Then::Succeed,
-                };
-                self.sweep()
-            }
-            Phase::Stopping { stage, .. } if *stage != Stage::Sweeping => self.sweep(),
-            _ => Vec::new(),
         }
     }
 

@@ -1,6 +1,7 @@
 use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{JobOver, NodeAssignment, Refused};
 
+use super::super::stop::LAST_WORDS;
 use super::*;
 
 const KILLED: Ending = Ending::Signal {
@@ -193,13 +194,13 @@ fn an_assignment_that_is_repeated_changes_nothing() {
 }
 
 #[test]
-fn a_worker_that_is_started_too_late_is_killed() {
+fn a_worker_that_is_started_too_late_is_stopped_like_the_others() {
     let mut play = Play::begin(false);
     play.assign(1, 3).on(Event::Spawned(LocalRank(0)));
     assert!(play.exit(0, Ending::Code(1)).does(&Effect::CancelSpawn));
     assert!(
         play.on(Event::Spawned(LocalRank(1)))
-            .does(&Effect::KillLate(LocalRank(1)))
+            .does(&Effect::SignalLate(LocalRank(1), libc::SIGTERM))
     );
     play.exit(1, KILLED);
     // Rank 2 was never started.

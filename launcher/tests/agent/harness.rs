@@ -29,6 +29,7 @@ pub(crate) struct Launch {
     args: Vec<String>,
     env: BTreeMap<String, String>,
     native: bool,
+    progress_bar: bool,
     log_dir: Option<PathBuf>,
     connect_timeout_ms: u64,
     shutdown_timeout_ms: u64,
@@ -47,6 +48,7 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         args: Vec::new(),
         env: BTreeMap::new(),
         native: false,
+        progress_bar: false,
         log_dir: None,
         connect_timeout_ms: 10_000,
         shutdown_timeout_ms: 20_000,
@@ -92,6 +94,11 @@ impl Launch {
         self
     }
 
+    pub(crate) fn progress_bar(mut self) -> Self {
+        self.progress_bar = true;
+        self
+    }
+
     pub(crate) fn log_dir(mut self, log_dir: &Path) -> Self {
         self.log_dir = Some(log_dir.to_owned());
         self
@@ -122,16 +129,12 @@ impl Launch {
             .stderr(Stdio::piped());
         change(&mut command);
         let mut child = command.spawn().unwrap();
-        let stderr = child.stderr.take().unwrap();
-        // Not there if the test gave a stream of its own.
-        let stdout: Box<dyn Read + Send> = match child.stdout.take() {
-            Some(stdout) => Box::new(stdout),
-            None => Box::new(std::io::empty()),
-        };
+        let stdout = child.stdout.take();
+        let stderr = child.stderr.take();
         Launcher {
             child,
-            stdout: Lines::read(stdout),
-            stderr: Lines::read(stderr),
+            stdout: Lines::read_any(stdout),
+            stderr: Lines::read_any(stderr),
         }
     }
 
@@ -158,7 +161,7 @@ impl Launch {
                 display_name: "the program".into(),
                 native: self.native,
             },
-            progress_bar: false,
+            progress_bar: self.progress_bar,
         }
     }
 }
@@ -174,7 +177,12 @@ pub(crate) fn run_launcher() {
         .enable_all()
         .build()
         .unwrap();
+    let guardian_pid = guardian.pid();
     let outcome = runtime.block_on(ddp_launcher::run(launch.plan(), guardian));
+    assert!(
+        !Path::new(&format!("/proc/{guardian_pid}")).exists(),
+        "the guardian is still there, or a zombie"
+    );
     std::process::exit(outcome.exit_code.into());
 }
 
@@ -239,6 +247,14 @@ impl Lines {
         Self {
             lines,
             seen: String::new(),
+        }
+    }
+
+    /// Without a stream, if the test gave one of its own.
+    fn read_any(stream: Option<impl Read + Send + 'static>) -> Self {
+        match stream {
+            Some(stream) => Self::read(stream),
+            None => Self::read(std::io::empty()),
         }
     }
 

@@ -54,8 +54,7 @@ fn a_first_signal_stops_with_its_code() {
         assert_eq!(end.code, code, "{}", end.stderr);
         assert!(
             end.stdout.contains("[0] saved"),
-            "it had no time to save: {}",
-            end.stdout
+            "it had no time to save: {end:?}"
         );
         assert_eq!(leave_signal(&daemon), Some(signal as i32));
     }

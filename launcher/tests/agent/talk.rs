@@ -5,7 +5,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use ddp_proto::control::{PROTOCOL, Phase, ToAgent, ToWorker};
+use ddp_proto::control::{PROTOCOL, Phase, Progress, ToAgent, ToWorker};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use nix::sys::signal::Signal;
@@ -21,7 +21,10 @@ struct Session {
 
 impl Session {
     fn open() -> Self {
-        let env = WorkerEnv::parse(|name| std::env::var(name).ok()).unwrap();
+        Self::open_as(WorkerEnv::parse(|name| std::env::var(name).ok()).unwrap())
+    }
+
+    fn open_as(env: WorkerEnv) -> Self {
         let name = env.control.clone().unwrap();
         let address = SocketAddr::from_abstract_name(name.strip_prefix('@').unwrap()).unwrap();
         let socket = UnixStream::connect_addr(&address).unwrap();
@@ -37,6 +40,13 @@ impl Session {
             pid: std::process::id(),
         });
         session
+    }
+
+    /// The other side has closed the connection.
+    fn is_ended(&mut self) -> bool {
+        self.socket
+            .read_line(&mut String::new())
+            .map_or(true, |read| read == 0)
     }
 
     fn say(&mut self, message: &ToAgent) {
@@ -271,4 +281,104 @@ fn workers_outlive_a_broken_stream() {
     let end = launcher.wait();
     assert_eq!(end.code, 0, "{}", end.stderr);
     assert_eq!(end.stdout.matches("ready").count(), 1, "{}", end.stdout);
+}
+
+/// Tells its place to the test, and waits for the end.
+#[test]
+fn role_waits() {
+    if !plays("role_waits") {
+        return;
+    }
+    let fifo = std::env::var("FIFO").unwrap();
+    let env = WorkerEnv::parse(|name| std::env::var(name).ok()).unwrap();
+    println!("place {}", serde_json::to_string(&env.to_vars()).unwrap());
+    std::fs::read(fifo).unwrap();
+    // An endless line ends the connection, but nothing else.
+    let mut session = Session::open();
+    session.hear();
+    let endless = vec![b'x'; ddp_proto::control::MAX_LINE_BYTES + 1];
+    // The other side may close it before all is written.
+    let _ = session.socket.get_mut().write_all(&endless);
+    assert!(session.is_ended());
+    let mut again = Session::open();
+    assert!(matches!(again.hear(), ToWorker::Assignment { .. }));
+    println!("all is well");
+}
+
+#[test]
+fn only_workers_are_listened_to() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut launcher = launch(&daemon)
+        .env("FIFO", &meeting.fifo)
+        .role("role_waits")
+        .start();
+    let line = launcher.stdout.expect("place {");
+    let place = line.split_once("place ").unwrap().1;
+    let vars: std::collections::BTreeMap<String, String> = serde_json::from_str(place).unwrap();
+    // This process has all that a worker has, but is none.
+    let env = WorkerEnv::parse(|name| vars.get(name).cloned()).unwrap();
+    let mut stranger = Session::open_as(env);
+    assert!(stranger.is_ended(), "a stranger was listened to");
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    let end = launcher.wait();
+    assert_eq!(end.code, 0, "{}", end.stdout);
+    assert!(end.stdout.contains("all is well"), "{}", end.stdout);
+}
+
+/// Reports progress, and writes a line meanwhile.
+#[test]
+fn role_reports_progress() {
+    if !plays("role_reports_progress") {
+        return;
+    }
+    assert_eq!(std::env::var("DDP_PROGRESS").as_deref(), Ok("bar"));
+    let mut session = Session::open();
+    session.hear();
+    let progress = Progress {
+        steps: 10,
+        loss: 2.5,
+        tokens_per_s: 1234.0,
+        seconds_left: 61.0,
+        val_loss: None,
+    };
+    session.say(&ToAgent::Heartbeat {
+        step: 3,
+        phase: Phase::Training,
+        progress: Some(progress),
+    });
+    // Answered after the heartbeat was passed on.
+    session.say(&ToAgent::KvPut {
+        call: 1,
+        key: "k".into(),
+        value: String::new(),
+    });
+    session.hear();
+    eprintln!("a line meanwhile");
+}
+
+#[test]
+fn progress_is_drawn_on_a_terminal() {
+    let daemon = Daemon::start(Policy::default());
+    let size = nix::pty::Winsize {
+        ws_row: 24,
+        ws_col: 100,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    let terminal = nix::pty::openpty(&size, None).unwrap();
+    let mut screen = crate::harness::Lines::read(std::fs::File::from(terminal.master));
+    let launch = launch(&daemon)
+        .progress_bar()
+        .role("role_reports_progress")
+        .native();
+    let launcher = launch.start_with(|command| command.env("TERM", "xterm").stderr(terminal.slave));
+    let end = launcher.wait();
+    assert_eq!(end.code, 0, "{}", end.stdout);
+    let screen = screen.rest();
+    assert!(
+        screen.contains("3/10 loss 2.5000  1234 tokens/s  1:01 left"),
+        "{screen:?}"
+    );
+    assert!(screen.contains("[0] a line meanwhile"), "{screen:?}");
 }
