@@ -1,6 +1,9 @@
 //! The command of the README, with few steps.
 
-use crate::harness::{Daemon, Launch, TinyJob, launch, metrics, parameters, repository, run_dir, temp_dir};
+use crate::harness::{
+    Daemon, Launch, Program, ReservedPort, TinyJob, launch, metrics, parameters, repository, run_dir,
+    temp_dir,
+};
 
 fn main_job() -> Launch {
     launch()
@@ -67,6 +70,29 @@ fn it_runs_twice() {
         .expect_exit(0);
     let runs = std::fs::read_dir(dir.path().join("runs/single-node")).expect("a folder of runs");
     assert_eq!(runs.count(), 2, "each run has a folder of its own");
+}
+
+#[test]
+fn the_script_of_the_two_nodes_example_runs() {
+    let dir = temp_dir();
+    let port = ReservedPort::new();
+    let binaries = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"))
+        .parent()
+        .expect("a folder of binaries");
+    let script = repository("examples/two-nodes/run.sh");
+    for first in [
+        &["--set", "train.steps=2"][..],
+        &["--separate-daemon", "--set", "train.steps=2"],
+    ] {
+        let script = Program::new(&script)
+            .args(first.iter().map(Into::into))
+            .env("DDP_BIN", &binaries.display().to_string())
+            .env("DDP_PORT", port.endpoint.rsplit(':').next().unwrap_or_default())
+            .dir(dir.path());
+        script.run().expect_exit(0);
+    }
+    let runs = std::fs::read_dir(dir.path().join("runs/two-nodes")).expect("a folder of runs");
+    assert_eq!(runs.count(), 2);
 }
 
 /// Losses, one a step.

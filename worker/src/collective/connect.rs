@@ -20,5 +20,7 @@ pub fn connect(
     if place.world_size == 1 {
         return Ok(Box::new(Solo::new(place.rank)));
     }
-    Err(Failure::Invalid("a world of more than one rank is not built yet".into()))
+    Err(Failure::Invalid(
+        "a world of more than one rank is not built yet".into(),
+    ))
 }
