@@ -18,6 +18,7 @@ mod dtype;
 mod error;
 mod event;
 mod memory;
+mod room;
 
 pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
 pub use cpu::{Cpu, CpuDevice};
