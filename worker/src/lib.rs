@@ -12,6 +12,7 @@
 //! | [`data`] | from a token file to the samples of a rank | models |
 //! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
+//! | [`train`] | the loop of one rank | who started it |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
 //! The worker reads the environment contract and a control socket; it does not know its launcher.
@@ -28,3 +29,4 @@ pub mod ops;
 pub mod optim;
 pub mod parallel;
 pub mod session;
+pub mod train;

@@ -19,6 +19,7 @@ mod error;
 mod event;
 mod isa;
 mod memory;
+mod room;
 
 pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
 pub use cpu::{Cpu, CpuDevice};

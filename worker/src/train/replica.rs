@@ -149,8 +149,8 @@ impl Replica {
     /// Sum of losses on the device. Synchronises.
     pub(super) fn sum(&self, losses: &Activation) -> Result<f64, TrainError> {
         let bytes = self.world.device.download(self.world.stream, losses.buffer())?;
-        let losses: Vec<f32> = bytemuck::pod_collect_to_vec(&bytes);
-        Ok(losses.iter().map(|&loss| f64::from(loss)).sum())
+        let losses = bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned::<f32>);
+        Ok(losses.map(f64::from).sum())
     }
 
     /// Positions of a micro-batch.

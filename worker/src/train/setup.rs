@@ -74,7 +74,7 @@ pub(super) fn prepare<'a>(
         replicas: Replicas::new(&world.comm, &world.device, &layout)?,
         loader: loader(config, &world, &dataset),
         evaluation: Evaluation::new(dataset.val.clone(), config.model.block_size),
-        checkpoints: Checkpoints::new(run_dir.path(), config, layout),
+        checkpoints: Checkpoints::new(run_dir.path(), env.generation.get(), config, layout),
         grad_bytes: reducer.bytes(),
         first_step: 0,
         config,
@@ -82,7 +82,7 @@ pub(super) fn prepare<'a>(
         world,
         replica,
     };
-    begin(&mut trainer, start)?;
+    begin(&mut trainer, start, &dataset)?;
     Ok(Prepared {
         trainer,
         reducer,
@@ -92,12 +92,12 @@ pub(super) fn prepare<'a>(
 }
 
 /// Parameters and moments of the checkpoint, or first values from the seed; then the same on all ranks.
-fn begin(trainer: &mut Trainer<'_>, start: Start) -> Result<(), TrainError> {
+fn begin(trainer: &mut Trainer<'_>, start: Start, dataset: &Dataset) -> Result<(), TrainError> {
     match start {
         Start::Fresh => trainer.replica.initialise(trainer.config.run.seed),
         Start::Resume { step } => {
             let consumed = trainer.checkpoints.load(&trainer.world, &trainer.replica, &trainer.adamw, step)?;
-            trainer.loader = trainer.loader.clone().resumed(step, consumed);
+            trainer.loader = loader(trainer.config, &trainer.world, dataset).resumed(step, consumed);
             trainer.first_step = step;
         }
     }

@@ -17,7 +17,7 @@ pub(super) struct StartupFacts<'a> {
 /// The table.
 pub(super) fn table(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> String {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING);
+    table.load_style(presets::NOTHING);
     for (name, value) in rows(trainer, facts) {
         table.add_row([name.to_owned(), value]);
     }
