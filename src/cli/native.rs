@@ -106,7 +106,6 @@ fn train(config: &TrainConfig) -> ExitCode {
 fn exit_code(error: &TrainError) -> u8 {
     match error {
         TrainError::Contradiction { .. }
-        | TrainError::NodeAddress { .. }
         | TrainError::Model(_)
         | TrainError::Data(_)
         | TrainError::Agreement(_)
