@@ -1,9 +1,31 @@
-//! `train.yaml`: its sections as types.
+//! `train.yaml`: its sections as types, and how they are read.
 //!
-//! All sections but `model` and `data` are optional; unknown keys are refused.
+//! All sections but `model` and `data` are optional; unknown keys are refused. A wrong value is reported
+//! with the line that it stands in, or the `--set` that it came from.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `schema.rs` | the sections as types: [`TrainConfig`] |
+//! | `load.rs` | [`load`], [`load_located`]: file and overrides to a checked configuration |
+//! | `node.rs` | the YAML as a tree in which each value knows where it came from |
+//! | `overrides.rs` | `--set key=value` |
+//! | `de.rs` | from the tree to the types |
+//! | `check.rs` | what types cannot say: ranges, divisibility, files |
+//! | `keys.rs` | the names of all keys, and the one that was meant |
 
+mod check;
+mod de;
+mod error;
+mod keys;
+mod load;
+mod node;
+mod overrides;
 mod schema;
+#[cfg(test)]
+mod tests;
 
+pub use error::ConfigError;
+pub use load::{Located, MAX_FILE_BYTES, load, load_located};
 pub use schema::{
     Backend, Data, LearningRate, Model, ModelKind, Optimizer, OptimizerKind, Order, Parallel, Precision,
     Resume, Run, Schedule, Strategy, Sync, Tokenizer, Train, TrainConfig,

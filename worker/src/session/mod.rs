@@ -1,7 +1,32 @@
 //! A worker's link to its job: place, key-value store, heartbeats, and the word that the generation is over.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `session.rs` | [`Session`]: what the rest of the worker sees |
+//! | `link.rs` | the control socket: connecting, the reader and the writer thread |
+//! | `outbox.rs` | what is still to be written to the agent |
+//! | `line.rs` | lines of bounded length |
+//! | `remote.rs` | the key-value store behind the control socket |
+//! | `store.rs` | [`KeyValue`], and the store of a world of one |
+//! | `cancel.rs` | [`Cancel`]: the word that the generation is over |
+//!
+//! Nothing here waits without a deadline, and an agent that died ends every wait at once.
 
 mod cancel;
+mod error;
+mod line;
+mod link;
+mod outbox;
+mod remote;
+#[expect(clippy::module_inception, reason = "the file is named for its noun")]
+mod session;
 mod store;
+#[cfg(test)]
+mod tests;
+
+pub use ddp_proto::control::{Phase, Progress};
 
 pub use cancel::Cancel;
+pub use error::SessionError;
+pub use session::Session;
 pub use store::{KeyValue, MemoryStore, StoreError};

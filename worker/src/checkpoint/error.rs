@@ -1,0 +1,163 @@
+//! What can go wrong with a checkpoint.
+
+use std::io;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use crate::device::DType;
+
+/// A checkpoint could not be written, or cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CheckpointError {
+    /// The system refused.
+    #[error("cannot {doing} `{}`: {cause}{}", path.display(), hint_of(*kind))]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// On which path.
+        path: PathBuf,
+        /// The system's words.
+        cause: String,
+        /// Its kind, for the hint.
+        kind: io::ErrorKind,
+    },
+    /// There is none.
+    #[error("`{}` holds no checkpoint", path.display())]
+    None {
+        /// The `checkpoints` folder.
+        path: PathBuf,
+    },
+    /// A file of the checkpoint says nothing that can be used.
+    #[error("checkpoint file `{}` is damaged: {what}\n  hint: {}", path.display(), RESTORE)]
+    Damaged {
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        what: String,
+    },
+    /// Written by a build that we cannot read.
+    #[error(
+        "checkpoint `{}` has format version {found}, this build reads {expected}\n  hint: resume with the release that wrote it, or a newer one",
+        path.display()
+    )]
+    Version {
+        /// The manifest.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+        /// Ours.
+        expected: u32,
+    },
+    /// A file is shorter or longer than it was when it was written.
+    #[error("checkpoint file `{}` has {found} bytes, expected {expected}: truncated or overwritten\n  hint: {}", path.display(), RESTORE)]
+    Size {
+        /// The file.
+        path: PathBuf,
+        /// Bytes now.
+        found: u64,
+        /// Bytes when it was written.
+        expected: u64,
+    },
+    /// The content changed.
+    #[error(
+        "checkpoint file `{}`: the content of tensor `{tensor}`, elements {}..{}, does not match its hash\n  hint: {}",
+        path.display(), range.start, range.end, RESTORE
+    )]
+    Hash {
+        /// The file.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Elements of the damaged piece.
+        range: Range<u64>,
+    },
+    /// The checkpoint has no tensor of this name.
+    #[error("checkpoint `{}` has no tensor `{tensor}`\n  hint: it belongs to another model or optimizer", path.display())]
+    Missing {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+    },
+    /// The checkpoint has a tensor that nobody asks for.
+    #[error("checkpoint `{}` has a tensor `{tensor}`, which this model does not have\n  hint: it belongs to another model or optimizer", path.display())]
+    Unexpected {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+    },
+    /// A tensor has another shape or type.
+    #[error(
+        "checkpoint `{}`: tensor `{tensor}` is {found}, this model's is {expected}\n  hint: resume with the model section that it was written with",
+        path.display()
+    )]
+    Differs {
+        /// The checkpoint.
+        path: PathBuf,
+        /// Name of the tensor.
+        tensor: String,
+        /// Type and shape in the checkpoint.
+        found: String,
+        /// Type and shape of the model.
+        expected: String,
+    },
+    /// The pieces that the ranks wrote do not make up the tensors.
+    #[error("the pieces of tensor `{tensor}` do not make it up: {what}")]
+    Coverage {
+        /// Name of the tensor.
+        tensor: String,
+        /// Where is the gap or the overlap.
+        what: String,
+    },
+    /// The step is there already, with another content, and is the latest one.
+    #[error(
+        "checkpoint `{}` exists already with another content\n  hint: delete it, or take another `run.out_dir`",
+        path.display()
+    )]
+    Exists {
+        /// The checkpoint.
+        path: PathBuf,
+    },
+    /// A bug of the caller.
+    #[error("{0}")]
+    Misuse(String),
+}
+
+const RESTORE: &str =
+    "restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`";
+
+impl CheckpointError {
+    pub(super) fn io(doing: &'static str, path: &Path, error: &io::Error) -> Self {
+        Self::Io {
+            doing,
+            path: path.to_owned(),
+            cause: error.to_string(),
+            kind: error.kind(),
+        }
+    }
+
+    pub(super) fn damaged(path: &Path, what: impl Into<String>) -> Self {
+        Self::Damaged {
+            path: path.to_owned(),
+            what: what.into(),
+        }
+    }
+}
+
+/// `f32[2, 3]`
+pub(super) fn type_and_shape(dtype: DType, shape: &[u64]) -> String {
+    format!("{dtype}{shape:?}")
+}
+
+fn hint_of(kind: io::ErrorKind) -> &'static str {
+    match kind {
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "\n  hint: `run.out_dir` must be a folder that this user may write to"
+        }
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
+            "\n  hint: free space there; the checkpoint before it is still usable"
+        }
+        _ => "",
+    }
+}

@@ -1,0 +1,159 @@
+//! The manifest of a checkpoint, version 1.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::CheckpointError;
+use crate::device::DType;
+
+/// Version of the manifest that this build writes and reads.
+pub const FORMAT_VERSION: u32 = 1;
+/// Longest manifest that is read.
+pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
+
+/// Where the run stood.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct State {
+    /// Steps finished.
+    pub step: u64,
+    /// Samples of the global stream consumed.
+    pub consumed_samples: u64,
+    /// The keys of everything random.
+    pub rng: Rng,
+    /// The configuration, as the run used it.
+    pub config: serde_json::Value,
+}
+
+/// Everything random is a function of these, the step, and a position: no state of a generator is stored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Rng {
+    /// `run.seed`.
+    pub seed: u64,
+    /// Rule of the data order: [`crate::data::ORDER_VERSION`].
+    pub data_order: String,
+}
+
+/// What a checkpoint holds.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Manifest {
+    /// [`FORMAT_VERSION`].
+    pub format_version: u32,
+    /// Where the run stood.
+    #[serde(flatten)]
+    pub state: State,
+    /// Files of the checkpoint, with their sizes.
+    pub files: Vec<FileRecord>,
+    /// Logical tensors, by name.
+    pub tensors: Vec<TensorRecord>,
+}
+
+/// A file of a checkpoint.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FileRecord {
+    /// Name in the folder of the checkpoint.
+    pub name: String,
+    /// Its size.
+    pub bytes: u64,
+}
+
+/// A logical tensor.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TensorRecord {
+    /// Its name.
+    pub name: String,
+    /// Its global shape.
+    pub shape: Vec<u64>,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Where its elements are, in order, without gaps and overlaps.
+    pub pieces: Vec<PieceRecord>,
+}
+
+/// A range of a tensor's elements, in one file.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PieceRecord {
+    /// Name of the file.
+    pub file: String,
+    /// Name of the entry in that file.
+    pub entry: String,
+    /// First element, counted in row-major order.
+    pub start: u64,
+    /// One beyond the last element.
+    pub end: u64,
+    /// BLAKE3 of the elements' bytes, little-endian.
+    pub blake3: String,
+}
+
+/// The manifest as it lies on disk: with a hash of itself.
+#[derive(Serialize, Deserialize)]
+struct Sealed<T> {
+    blake3: String,
+    manifest: T,
+}
+
+impl TensorRecord {
+    /// Number of elements; `None` where it does not fit.
+    #[must_use]
+    pub fn elements(&self) -> Option<u64> {
+        self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d))
+    }
+}
+
+impl Manifest {
+    /// The tensor of this name.
+    #[must_use]
+    pub fn tensor(&self, name: &str) -> Option<&TensorRecord> {
+        let at = self
+            .tensors
+            .binary_search_by(|t| t.name.as_str().cmp(name))
+            .ok()?;
+        Some(&self.tensors[at])
+    }
+
+    /// The bytes of `manifest.json`.
+    pub(super) fn to_bytes(&self) -> Result<Vec<u8>, serde_json::Error> {
+        let manifest = serde_json::to_value(self)?;
+        let sealed = Sealed {
+            blake3: seal(&manifest)?,
+            manifest,
+        };
+        let mut bytes = serde_json::to_vec_pretty(&sealed)?;
+        bytes.push(b'\n');
+        Ok(bytes)
+    }
+
+    /// Reads `manifest.json`, found at `path`.
+    pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, CheckpointError> {
+        let damaged = |e: serde_json::Error| CheckpointError::damaged(path, e.to_string());
+        let sealed: Sealed<serde_json::Value> = serde_json::from_slice(bytes).map_err(damaged)?;
+        // Before all else: a later version may have other fields, and another seal.
+        let version = sealed
+            .manifest
+            .get("format_version")
+            .and_then(serde_json::Value::as_u64);
+        if let Some(found) = version
+            && found != u64::from(FORMAT_VERSION)
+        {
+            return Err(CheckpointError::Version {
+                path: path.to_owned(),
+                found: u32::try_from(found).unwrap_or(u32::MAX),
+                expected: FORMAT_VERSION,
+            });
+        }
+        if seal(&sealed.manifest).map_err(damaged)? != sealed.blake3 {
+            return Err(CheckpointError::damaged(
+                path,
+                "its content does not match its own hash",
+            ));
+        }
+        let mut manifest: Self = serde_json::from_value(sealed.manifest).map_err(damaged)?;
+        manifest.tensors.sort_by(|a, b| a.name.cmp(&b.name));
+        Ok(manifest)
+    }
+}
+
+/// Hash of the compact form, in which keys are sorted.
+fn seal(manifest: &serde_json::Value) -> Result<String, serde_json::Error> {
+    Ok(blake3::hash(&serde_json::to_vec(manifest)?).to_hex().to_string())
+}

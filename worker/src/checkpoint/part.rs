@@ -1,0 +1,170 @@
+//! One safetensors file of a checkpoint, and the index of what is in it.
+//!
+//! A piece that is a whole tensor is stored under the tensor's own name and shape, so that any reader of
+//! safetensors can load it; a part of one as a flat entry `name@start..end`.
+
+use std::collections::{BTreeMap, HashMap};
+use std::fs::File;
+use std::io::Read as _;
+use std::path::Path;
+
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde::{Deserialize, Serialize};
+
+use super::CheckpointError;
+use super::manifest::{FileRecord, PieceRecord, TensorRecord};
+use super::writer::Piece;
+use crate::device::DType;
+
+/// Bytes before the header of a safetensors file: its length.
+const LENGTH_BYTES: usize = 8;
+/// The data begins at a multiple of it, so that a mapped file is aligned.
+const ALIGNMENT: usize = 8;
+/// Longest header that is read; the format's own limit.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// What one rank wrote: merged into the manifest by the rank that commits.
+#[derive(Debug, Serialize, Deserialize)]
+pub(super) struct Index {
+    pub(super) file: FileRecord,
+    pub(super) tensors: Vec<TensorRecord>,
+}
+
+/// A part, ready to be written: the header, and the order of the pieces behind it.
+pub(super) struct Part<'a> {
+    pub(super) header: Vec<u8>,
+    pub(super) pieces: Vec<&'a Piece<'a>>,
+    pub(super) index: Index,
+}
+
+impl<'a> Part<'a> {
+    /// Lays out a file with these pieces.
+    pub(super) fn new(file_name: &str, pieces: &'a [Piece<'a>]) -> Result<Self, CheckpointError> {
+        let mut sorted: Vec<&Piece<'_>> = pieces.iter().collect();
+        // Wider elements first, so that each entry is aligned to its own; then by name, for a fixed order.
+        sorted.sort_by_key(|p| (std::cmp::Reverse(p.dtype.bytes()), p.tensor, p.range.start));
+
+        let mut entries = Vec::new();
+        let mut tensors: BTreeMap<&str, TensorRecord> = BTreeMap::new();
+        let mut offset = 0;
+        for piece in &sorted {
+            let (entry, shape) = piece.check()?;
+            entries.push((
+                entry.clone(),
+                TensorInfo {
+                    dtype: to_safetensors(piece.dtype),
+                    shape,
+                    data_offsets: (offset, offset + piece.bytes.len()),
+                },
+            ));
+            offset += piece.bytes.len();
+            let record = tensors.entry(piece.tensor).or_insert_with(|| TensorRecord {
+                name: piece.tensor.to_owned(),
+                shape: piece.shape.to_vec(),
+                dtype: piece.dtype,
+                pieces: Vec::new(),
+            });
+            record.pieces.push(PieceRecord {
+                file: file_name.to_owned(),
+                entry,
+                start: piece.range.start,
+                end: piece.range.end,
+                blake3: blake3::hash(piece.bytes).to_hex().to_string(),
+            });
+        }
+        let header = header(entries)?;
+        let file = FileRecord {
+            name: file_name.to_owned(),
+            bytes: (header.len() + offset) as u64,
+        };
+        let tensors = tensors.into_values().collect();
+        Ok(Self {
+            header,
+            pieces: sorted,
+            index: Index { file, tensors },
+        })
+    }
+}
+
+/// Length and JSON, padded with spaces so that the data is aligned.
+fn header(entries: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, CheckpointError> {
+    let misuse =
+        |what: String| CheckpointError::Misuse(format!("the pieces of one file do not go together: {what}"));
+    let mut names: Vec<&str> = entries.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    if let Some([twice, _]) = names.array_windows().find(|[a, b]| a == b) {
+        return Err(misuse(format!("`{twice}` is there twice")));
+    }
+    let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
+    let metadata = Metadata::new(Some(metadata), entries).map_err(|e| misuse(e.to_string()))?;
+    let mut json = serde_json::to_vec(&metadata).map_err(|e| misuse(e.to_string()))?;
+    json.resize(json.len().next_multiple_of(ALIGNMENT), b' ');
+    let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+    bytes.append(&mut json);
+    Ok(bytes)
+}
+
+/// An entry of an opened file.
+pub(super) struct Entry {
+    pub(super) dtype: DType,
+    /// Bytes from the start of the file.
+    pub(super) offset: u64,
+    pub(super) bytes: u64,
+}
+
+/// Reads the header of the safetensors file at `path`.
+pub(super) fn read_entries(path: &Path, file: &mut File) -> Result<HashMap<String, Entry>, CheckpointError> {
+    let failed = |e: std::io::Error| CheckpointError::io("read", path, &e);
+    let mut length = [0; LENGTH_BYTES];
+    file.read_exact(&mut length).map_err(failed)?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER_BYTES {
+        return Err(CheckpointError::damaged(
+            path,
+            format!("its header claims {length} bytes"),
+        ));
+    }
+    let mut json = vec![0; length as usize];
+    file.read_exact(&mut json).map_err(failed)?;
+    let metadata: Metadata = serde_json::from_slice(&json)
+        .map_err(|e| CheckpointError::damaged(path, format!("its header: {e}")))?;
+    let start = LENGTH_BYTES as u64 + length;
+    let mut entries = HashMap::new();
+    for (name, info) in metadata.tensors() {
+        let Some(dtype) = from_safetensors(info.dtype) else {
+            return Err(CheckpointError::damaged(
+                path,
+                format!("entry `{name}` has the foreign type {:?}", info.dtype),
+            ));
+        };
+        let (from, to) = info.data_offsets;
+        let entry = Entry {
+            dtype,
+            offset: start + from as u64,
+            bytes: (to - from) as u64,
+        };
+        entries.insert(name, entry);
+    }
+    Ok(entries)
+}
+
+fn to_safetensors(dtype: DType) -> Dtype {
+    match dtype {
+        DType::F64 => Dtype::F64,
+        DType::F32 => Dtype::F32,
+        DType::Bf16 => Dtype::BF16,
+        DType::I32 => Dtype::I32,
+        DType::U8 => Dtype::U8,
+    }
+}
+
+fn from_safetensors(dtype: Dtype) -> Option<DType> {
+    Some(match dtype {
+        Dtype::F64 => DType::F64,
+        Dtype::F32 => DType::F32,
+        Dtype::BF16 => DType::Bf16,
+        Dtype::I32 => DType::I32,
+        Dtype::U8 => DType::U8,
+        _ => return None,
+    })
+}

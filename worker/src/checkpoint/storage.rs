@@ -1,0 +1,65 @@
+//! The steps that touch the disk, so that a test can stop after each of them.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::Path;
+
+/// The operations of a save. Each is one step that a crash can come after.
+pub(super) trait Storage: Send + Sync {
+    /// Creates a folder and those above it; one that exists is fine.
+    fn create_folder(&self, path: &Path) -> io::Result<()>;
+    /// Writes a new file, or replaces its content. Not yet on the disk.
+    fn write(&self, path: &Path, content: &[&[u8]]) -> io::Result<()>;
+    /// Puts the content of a file on the disk.
+    fn sync_file(&self, path: &Path) -> io::Result<()>;
+    /// Puts the names in a folder on the disk.
+    fn sync_folder(&self, path: &Path) -> io::Result<()>;
+    /// Renames a file, replacing what is there, or a folder, to a name that is free.
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
+    /// Deletes a file; one that is not there is fine.
+    fn remove_file(&self, path: &Path) -> io::Result<()>;
+    /// Deletes a folder with all that is in it; one that is not there is fine.
+    fn remove_folder(&self, path: &Path) -> io::Result<()>;
+}
+
+/// The file system.
+pub(super) struct Disk;
+
+impl Storage for Disk {
+    fn create_folder(&self, path: &Path) -> io::Result<()> {
+        fs::create_dir_all(path)
+    }
+
+    fn write(&self, path: &Path, content: &[&[u8]]) -> io::Result<()> {
+        let mut file = File::create(path)?;
+        content.iter().try_for_each(|bytes| file.write_all(bytes))
+    }
+
+    fn sync_file(&self, path: &Path) -> io::Result<()> {
+        // `fsync` concerns the file, whichever descriptor wrote it.
+        OpenOptions::new().write(true).open(path)?.sync_all()
+    }
+
+    fn sync_folder(&self, path: &Path) -> io::Result<()> {
+        File::open(path)?.sync_all()
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
+        fs::rename(from, to)
+    }
+
+    fn remove_file(&self, path: &Path) -> io::Result<()> {
+        unless_gone(fs::remove_file(path))
+    }
+
+    fn remove_folder(&self, path: &Path) -> io::Result<()> {
+        unless_gone(fs::remove_dir_all(path))
+    }
+}
+
+fn unless_gone(result: io::Result<()>) -> io::Result<()> {
+    match result {
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}

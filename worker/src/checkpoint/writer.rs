@@ -1,0 +1,333 @@
+//! Pieces of many ranks to one checkpoint, all of it or nothing.
+
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::layout::{self, LATEST, MANIFEST};
+use super::manifest::{FORMAT_VERSION, Manifest, State, TensorRecord};
+use super::part::{Index, Part};
+use super::reader::{Reader, Which};
+use super::storage::{Disk, Storage};
+use super::{CheckpointError, coverage};
+use crate::device::DType;
+
+/// A range of a tensor's elements, to be written.
+#[derive(Clone, Debug)]
+pub struct Piece<'a> {
+    /// Name of the tensor.
+    pub tensor: &'a str,
+    /// Its global shape.
+    pub shape: &'a [u64],
+    /// Type of its elements.
+    pub dtype: DType,
+    /// Elements that these are, in row-major order of the whole tensor.
+    pub range: Range<u64>,
+    /// The elements, little-endian.
+    pub bytes: &'a [u8],
+}
+
+impl Piece<'_> {
+    /// Name and shape of the entry in the file.
+    pub(super) fn check(&self) -> Result<(String, Vec<usize>), CheckpointError> {
+        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d));
+        let Range { start, end } = self.range;
+        let bytes = end
+            .checked_sub(start)
+            .and_then(|n| n.checked_mul(self.dtype.bytes() as u64));
+        if bytes != Some(self.bytes.len() as u64)
+            || elements.is_none_or(|n| end > n)
+            || self.tensor.contains('@')
+        {
+            return Err(CheckpointError::Misuse(format!(
+                "elements {start}..{end} of tensor `{}`, {}, in {} bytes",
+                self.tensor,
+                super::error::type_and_shape(self.dtype, self.shape),
+                self.bytes.len()
+            )));
+        }
+        if elements == Some(end - start) {
+            Ok((
+                self.tensor.to_owned(),
+                self.shape.iter().map(|d| *d as usize).collect(),
+            ))
+        } else {
+            Ok((
+                format!("{}@{start}..{end}", self.tensor),
+                vec![(end - start) as usize],
+            ))
+        }
+    }
+}
+
+/// A checkpoint that is being written.
+///
+/// Each rank that writes has one: rank 0 from [`Writer::begin`], the others, after it, from [`Writer::join`].
+/// Each calls [`Writer::write`] for its file; after a barrier rank 0 calls [`Writer::commit`] with the names
+/// of all files. Until then nothing of it is visible. A save that failed is given up with [`Writer::abort`].
+pub struct Writer {
+    storage: Arc<dyn Storage>,
+    /// `<out_dir>/checkpoints`
+    root: PathBuf,
+    out_dir: PathBuf,
+    temporary: PathBuf,
+    step: u64,
+}
+
+impl Writer {
+    /// Begins the checkpoint after `step` finished steps, on the rank that will commit it. Deletes what saves
+    /// that never ended left behind.
+    pub fn begin(out_dir: &Path, step: u64, generation: u64) -> Result<Self, CheckpointError> {
+        Self::begin_on(Arc::new(Disk), out_dir, step, generation)
+    }
+
+    /// Joins a checkpoint that rank 0 of the same generation begins, before this or after it.
+    pub fn join(out_dir: &Path, step: u64, generation: u64) -> Result<Self, CheckpointError> {
+        Self::join_on(Arc::new(Disk), out_dir, step, generation)
+    }
+
+    pub(super) fn begin_on(
+        storage: Arc<dyn Storage>,
+        out_dir: &Path,
+        step: u64,
+        generation: u64,
+    ) -> Result<Self, CheckpointError> {
+        let writer = Self::join_on(storage, out_dir, step, generation)?;
+        writer.delete_stale()?;
+        Ok(writer)
+    }
+
+    fn join_on(
+        storage: Arc<dyn Storage>,
+        out_dir: &Path,
+        step: u64,
+        generation: u64,
+    ) -> Result<Self, CheckpointError> {
+        let root = layout::folder(out_dir);
+        let temporary = root.join(layout::temporary_name(step, generation));
+        storage
+            .create_folder(&temporary)
+            .map_err(|e| CheckpointError::io("create", &temporary, &e))?;
+        Ok(Self {
+            storage,
+            root,
+            out_dir: out_dir.to_owned(),
+            temporary,
+            step,
+        })
+    }
+
+    /// Temporary folders of other saves. Files in our own that an earlier attempt left are not merged:
+    /// commit takes the files that it is told, and deletes the rest.
+    fn delete_stale(&self) -> Result<(), CheckpointError> {
+        let list = |e: std::io::Error| CheckpointError::io("list", &self.root, &e);
+        for entry in std::fs::read_dir(&self.root).map_err(list)? {
+            let path = entry.map_err(list)?.path();
+            let stale = path
+                .file_name()
+                .and_then(|n| n.to_str())
+                .is_some_and(layout::is_temporary);
+            if stale && path != self.temporary {
+                self.storage
+                    .remove_folder(&path)
+                    .map_err(|e| CheckpointError::io("delete", &path, &e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes one file with these pieces, and its index, and puts both on the disk. `stem` is a name of
+    /// letters, digits and dashes that no other rank uses for this checkpoint.
+    pub fn write(&self, stem: &str, pieces: &[Piece<'_>]) -> Result<(), CheckpointError> {
+        if stem.is_empty() || !stem.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
+            return Err(CheckpointError::Misuse(format!(
+                "`{stem}` is no name for a file of a checkpoint"
+            )));
+        }
+        let part = Part::new(&data_name(stem), pieces)?;
+        let mut content = vec![part.header.as_slice()];
+        content.extend(part.pieces.iter().map(|p| p.bytes));
+        self.write_file(&self.temporary.join(data_name(stem)), &content)?;
+        let index = serde_json::to_vec(&part.index).map_err(|e| CheckpointError::Misuse(e.to_string()))?;
+        self.write_file(&self.temporary.join(index_name(stem)), &[&index])
+    }
+
+    /// Makes the checkpoint whole and visible: merges the indices of the files `stems`, checks that they make
+    /// up every tensor, writes the manifest, and names the checkpoint in `latest`, last of all. Only the rank
+    /// that began it calls this, when all ranks have written.
+    ///
+    /// On an error `latest` still names the checkpoint before. Returns the folder.
+    pub fn commit(self, state: &State, stems: &[impl AsRef<str>]) -> Result<PathBuf, CheckpointError> {
+        let done = self.commit_inner(state, stems);
+        if done.is_err() {
+            // The error that counts is on its way; what cannot be deleted now is at the next begin.
+            let _ = self.storage.remove_folder(&self.temporary);
+        }
+        done
+    }
+
+    /// Gives the save up and deletes what was written.
+    pub fn abort(self) -> Result<(), CheckpointError> {
+        let path = &self.temporary;
+        self.storage
+            .remove_folder(path)
+            .map_err(|e| CheckpointError::io("delete", path, &e))
+    }
+
+    fn commit_inner(&self, state: &State, stems: &[impl AsRef<str>]) -> Result<PathBuf, CheckpointError> {
+        if state.step != self.step {
+            let (ours, theirs) = (self.step, state.step);
+            return Err(CheckpointError::Misuse(format!(
+                "the checkpoint of step {ours} got the state of step {theirs}"
+            )));
+        }
+        let manifest = self.merge(state, stems)?;
+        let bytes = manifest
+            .to_bytes()
+            .map_err(|e| CheckpointError::Misuse(e.to_string()))?;
+        self.write_file(&self.temporary.join(MANIFEST), &[&bytes])?;
+        self.delete_others(&manifest)?;
+        self.sync_folder(&self.temporary)?;
+
+        let target = self.root.join(layout::step_name(self.step));
+        if target.exists() && self.is_saved(&manifest, &target)? {
+            self.storage
+                .remove_folder(&self.temporary)
+                .map_err(|e| CheckpointError::io("delete", &self.temporary, &e))?;
+            return Ok(target);
+        }
+        self.rename(&self.temporary, &target)?;
+        self.sync_folder(&self.root)?;
+        self.sync_folder(&self.out_dir)?;
+        self.point_latest()?;
+        Ok(target)
+    }
+
+    fn merge(&self, state: &State, stems: &[impl AsRef<str>]) -> Result<Manifest, CheckpointError> {
+        let mut files = Vec::new();
+        let mut tensors: BTreeMap<String, TensorRecord> = BTreeMap::new();
+        for stem in stems {
+            let path = self.temporary.join(index_name(stem.as_ref()));
+            let bytes = std::fs::read(&path).map_err(|e| CheckpointError::io("read", &path, &e))?;
+            let index: Index =
+                serde_json::from_slice(&bytes).map_err(|e| CheckpointError::damaged(&path, e.to_string()))?;
+            files.push(index.file);
+            for tensor in index.tensors {
+                merge_tensor(&mut tensors, tensor)?;
+            }
+        }
+        files.sort_by(|a, b| a.name.cmp(&b.name));
+        let mut tensors: Vec<TensorRecord> = tensors.into_values().collect();
+        tensors.iter_mut().try_for_each(coverage::check)?;
+        Ok(Manifest {
+            format_version: FORMAT_VERSION,
+            state: state.clone(),
+            files,
+            tensors,
+        })
+    }
+
+    /// Deletes the indices, and what an earlier attempt at the same save left.
+    fn delete_others(&self, manifest: &Manifest) -> Result<(), CheckpointError> {
+        let list = |e: std::io::Error| CheckpointError::io("list", &self.temporary, &e);
+        for entry in std::fs::read_dir(&self.temporary).map_err(list)? {
+            let entry = entry.map_err(list)?;
+            let name = entry.file_name();
+            let belongs = name == MANIFEST || manifest.files.iter().any(|f| name == f.name.as_str());
+            if !belongs {
+                let path = entry.path();
+                self.storage
+                    .remove_file(&path)
+                    .map_err(|e| CheckpointError::io("delete", &path, &e))?;
+            }
+        }
+        Ok(())
+    }
+
+    /// The step's folder exists. True if it is the latest checkpoint and has this very content: a run that
+    /// was resumed at its end saves what it has read. One that `latest` does not name comes from a save that
+    /// crashed before its end; it is deleted.
+    fn is_saved(&self, manifest: &Manifest, target: &Path) -> Result<bool, CheckpointError> {
+        let latest = layout::latest_step(&self.out_dir);
+        if latest.map_err(|e| CheckpointError::io("read", &self.root.join(LATEST), &e))? != Some(self.step) {
+            self.storage
+                .remove_folder(target)
+                .map_err(|e| CheckpointError::io("delete", target, &e))?;
+            return Ok(false);
+        }
+        let saved = Reader::open(&self.out_dir, Which::Step(self.step))?;
+        let content = |m: &Manifest| -> Vec<_> {
+            let pieces = |t: &TensorRecord| t.pieces.iter().map(|p| p.blake3.clone()).collect::<Vec<_>>();
+            m.tensors
+                .iter()
+                .map(|t| (t.name.clone(), t.shape.clone(), pieces(t)))
+                .collect()
+        };
+        let same = saved.manifest().state.consumed_samples == manifest.state.consumed_samples
+            && content(saved.manifest()) == content(manifest);
+        if same {
+            Ok(true)
+        } else {
+            Err(CheckpointError::Exists {
+                path: target.to_owned(),
+            })
+        }
+    }
+
+    fn point_latest(&self) -> Result<(), CheckpointError> {
+        let temporary = self.root.join(".latest.tmp");
+        let name = format!("{}\n", layout::step_name(self.step));
+        self.write_file(&temporary, &[name.as_bytes()])?;
+        self.rename(&temporary, &self.root.join(LATEST))?;
+        self.sync_folder(&self.root)
+    }
+
+    fn write_file(&self, path: &Path, content: &[&[u8]]) -> Result<(), CheckpointError> {
+        self.storage
+            .write(path, content)
+            .map_err(|e| CheckpointError::io("write", path, &e))?;
+        self.storage
+            .sync_file(path)
+            .map_err(|e| CheckpointError::io("sync", path, &e))
+    }
+
+    fn sync_folder(&self, path: &Path) -> Result<(), CheckpointError> {
+        self.storage
+            .sync_folder(path)
+            .map_err(|e| CheckpointError::io("sync", path, &e))
+    }
+
+    fn rename(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
+        self.storage
+            .rename(from, to)
+            .map_err(|e| CheckpointError::io("rename to", to, &e))
+    }
+}
+
+fn merge_tensor(
+    tensors: &mut BTreeMap<String, TensorRecord>,
+    tensor: TensorRecord,
+) -> Result<(), CheckpointError> {
+    let Some(known) = tensors.get_mut(&tensor.name) else {
+        tensors.insert(tensor.name.clone(), tensor);
+        return Ok(());
+    };
+    if (known.dtype, &known.shape) != (tensor.dtype, &tensor.shape) {
+        let words = |t: &TensorRecord| super::error::type_and_shape(t.dtype, &t.shape);
+        return Err(CheckpointError::Coverage {
+            tensor: tensor.name.clone(),
+            what: format!("one file says {}, another {}", words(known), words(&tensor)),
+        });
+    }
+    known.pieces.extend(tensor.pieces);
+    Ok(())
+}
+
+fn data_name(stem: &str) -> String {
+    format!("{stem}.safetensors")
+}
+
+fn index_name(stem: &str) -> String {
+    format!("{stem}.index.json")
+}

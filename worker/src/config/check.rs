@@ -1,0 +1,258 @@
+//! What types cannot say: ranges, divisibility, files.
+
+use std::fmt::Display;
+use std::ops::RangeInclusive;
+use std::path::Path;
+
+use super::load::Source;
+use super::{ConfigError, ModelKind, Resume, TrainConfig};
+use crate::data::{Dataset, HELD_OUT_PART};
+
+/// Larger values are mistakes; the bound keeps products of sizes far from overflow.
+const MAX_SIZE: usize = 1 << 24;
+const MAX_LAYERS: usize = 1 << 16;
+const MAX_THREADS: usize = 1 << 12;
+const MAX_MIB: f64 = 65_536.0;
+const MAX_TIMEOUT_S: f64 = 86_400.0;
+const MAX_STEPS: u64 = 1 << 40;
+
+/// Checks all that does not need another rank.
+pub(super) fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
+    let check = Check { config, source };
+    check.run()?;
+    check.model()?;
+    check.train()?;
+    check.optimizer()?;
+    check.parallel()?;
+    check.data()
+}
+
+struct Check<'a> {
+    config: &'a TrainConfig,
+    source: &'a Source,
+}
+
+type Checked = Result<(), ConfigError>;
+
+impl Check<'_> {
+    fn run(&self) -> Checked {
+        let run = &self.config.run;
+        if run.name.is_empty() || run.name.contains(['/', '\0']) || run.name.starts_with('.') {
+            return self.refuse(
+                "run.name",
+                format!("`{}`", run.name),
+                "a name for a folder: not empty, without `/`, not starting with a dot",
+                None,
+            );
+        }
+        if run.overwrite && run.resume != Resume::Never {
+            let problem =
+                "`run.overwrite: true` contradicts `run.resume`: the run would be deleted and continued";
+            return Err(self.source.error(
+                "run.overwrite",
+                problem.into(),
+                Some("set one of the two".into()),
+            ));
+        }
+        Ok(())
+    }
+
+    fn model(&self) -> Checked {
+        let model = &self.config.model;
+        self.within("model.n_layer", model.n_layer, 1..=MAX_LAYERS)?;
+        self.within("model.n_head", model.n_head, 1..=MAX_SIZE)?;
+        self.within("model.n_embd", model.n_embd, 1..=MAX_SIZE)?;
+        self.within("model.block_size", model.block_size, 1..=MAX_SIZE)?;
+        let (channels, heads) = (model.n_embd, model.n_head);
+        if model.kind == ModelKind::Gpt2 && channels % heads != 0 {
+            let (below, above) = (channels / heads * heads, channels.next_multiple_of(heads));
+            let nearest = if below == 0 {
+                format!("{above}")
+            } else {
+                format!("{below} or {above}")
+            };
+            return self.refuse(
+                "model.n_embd",
+                channels,
+                &format!("a multiple of `model.n_head`, which is {heads}"),
+                Some(format!("take {nearest}, or another number of heads")),
+            );
+        }
+        let tokens = Dataset::vocab_size(self.config.data.tokenizer);
+        match model.vocab_size {
+            Some(size) if size < tokens => self.refuse(
+                "model.vocab_size",
+                size,
+                &format!("at least {tokens}, the number of tokens of `data.tokenizer`"),
+                Some("leave it out to take the tokenizer's".into()),
+            ),
+            Some(size) => self.within("model.vocab_size", size, 1..=MAX_SIZE),
+            None => Ok(()),
+        }
+    }
+
+    fn train(&self) -> Checked {
+        let train = &self.config.train;
+        self.within("train.steps", train.steps, 1..=MAX_STEPS)?;
+        self.within("train.micro_batch", train.micro_batch, 1..=MAX_SIZE)?;
+        self.within("train.grad_accumulation", train.grad_accumulation, 1..=MAX_SIZE)?;
+        if let Some(clip) = train.grad_clip
+            && !(clip > 0.0 && clip.is_finite())
+        {
+            return self.refuse(
+                "train.grad_clip",
+                clip,
+                "a number above 0",
+                Some("leave it empty not to clip".into()),
+            );
+        }
+        match train.threads {
+            Some(threads) => self.within("train.threads", threads, 1..=MAX_THREADS),
+            None => Ok(()),
+        }
+    }
+
+    fn optimizer(&self) -> Checked {
+        let optimizer = &self.config.train.optimizer;
+        let not_negative = |key: &str, value: f32| {
+            if value >= 0.0 && value.is_finite() {
+                Ok(())
+            } else {
+                self.refuse(key, value, "a number, 0 or more", None)
+            }
+        };
+        not_negative("train.optimizer.lr", optimizer.lr)?;
+        not_negative("train.optimizer.weight_decay", optimizer.weight_decay)?;
+        not_negative("train.schedule.min_lr", self.config.train.schedule.min_lr)?;
+        for beta in optimizer.betas {
+            if !(0.0..1.0).contains(&beta) {
+                let found = format!("{:?}", optimizer.betas);
+                return self.refuse(
+                    "train.optimizer.betas",
+                    found,
+                    "two numbers from 0 to below 1",
+                    None,
+                );
+            }
+        }
+        if !(optimizer.eps > 0.0 && optimizer.eps.is_finite()) {
+            return self.refuse("train.optimizer.eps", optimizer.eps, "a number above 0", None);
+        }
+        let (min_lr, lr) = (self.config.train.schedule.min_lr, optimizer.lr);
+        if min_lr > lr {
+            let expected = format!("at most `train.optimizer.lr`, which is {lr}");
+            return self.refuse("train.schedule.min_lr", min_lr, &expected, None);
+        }
+        Ok(())
+    }
+
+    fn parallel(&self) -> Checked {
+        let parallel = &self.config.parallel;
+        let above_zero = |key: &str, value: f64, max: f64| {
+            if value > 0.0 && value <= max {
+                return Ok(());
+            }
+            self.refuse(key, value, &format!("a number above 0, at most {max}"), None)
+        };
+        above_zero("parallel.bucket_mb", parallel.bucket_mb, MAX_MIB)?;
+        above_zero("parallel.first_bucket_mb", parallel.first_bucket_mb, MAX_MIB)?;
+        above_zero("parallel.timeout_s", parallel.timeout_s, MAX_TIMEOUT_S)
+    }
+
+    fn data(&self) -> Checked {
+        let data = &self.config.data;
+        let tokens = self.file("data.train", &data.train)?;
+        let (training, validation) = if let Some(val) = &data.val {
+            (tokens, self.file("data.val", val)?)
+        } else {
+            let held_out = tokens / HELD_OUT_PART as u64;
+            (tokens - held_out, held_out)
+        };
+        let needed = self.config.model.block_size as u64 + 1;
+        let too_short = |part: &str, found: u64| {
+            let problem = format!(
+                "`model.block_size` is {}, but {part} has only {found} tokens, and a sample needs {needed}",
+                needed - 1
+            );
+            Err(self.source.error(
+                "model.block_size",
+                problem,
+                Some("take a smaller `model.block_size` or a longer text".into()),
+            ))
+        };
+        if training < needed {
+            return too_short("`data.train`", training);
+        }
+        if validation < needed {
+            let part = if data.val.is_some() {
+                "`data.val`"
+            } else {
+                "the held-out tenth of `data.train`"
+            };
+            return too_short(part, validation);
+        }
+        Ok(())
+    }
+
+    /// Number of bytes of a data file that can be read.
+    fn file(&self, key: &str, path: &Path) -> Result<u64, ConfigError> {
+        let given = self
+            .source
+            .root
+            .find(key)
+            .is_some_and(|n| matches!(&n.value, super::node::Value::Text(t) if t.is_empty()));
+        if given {
+            return Err(self.source.error(
+                key,
+                format!("`{key}` is empty, expected the path of a text file"),
+                None,
+            ));
+        }
+        let shown = path.display();
+        let relative =
+            Some("a relative path of `data` counts from the folder of the configuration".to_owned());
+        // Opened, not only looked at, so that a file without permission is noticed before anything starts.
+        let metadata = std::fs::File::open(path)
+            .and_then(|file| file.metadata())
+            .map_err(|e| {
+                let problem = format!("`{key}` is `{shown}`, which cannot be read: {e}");
+                self.source.error(key, problem, relative)
+            })?;
+        if !metadata.is_file() {
+            return Err(self.source.error(
+                key,
+                format!("`{key}` is `{shown}`, which is not a regular file"),
+                None,
+            ));
+        }
+        if metadata.len() == 0 {
+            return Err(self
+                .source
+                .error(key, format!("`{key}` is `{shown}`, which is empty"), None));
+        }
+        Ok(metadata.len())
+    }
+
+    fn within<T: PartialOrd + Display + Copy>(
+        &self,
+        key: &str,
+        value: T,
+        range: RangeInclusive<T>,
+    ) -> Checked {
+        if range.contains(&value) {
+            return Ok(());
+        }
+        let expected = if value < *range.start() {
+            format!("at least {}", range.start())
+        } else {
+            format!("at most {}", range.end())
+        };
+        self.refuse(key, value, &expected, None)
+    }
+
+    fn refuse(&self, key: &str, found: impl Display, expected: &str, hint: Option<String>) -> Checked {
+        Err(self
+            .source
+            .error(key, format!("`{key}` is {found}, expected {expected}"), hint))
+    }
+}

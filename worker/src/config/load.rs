@@ -1,0 +1,139 @@
+//! From a file and its overrides to a checked configuration.
+
+use std::io::Read as _;
+use std::path::{Path, PathBuf};
+
+use serde::Deserialize as _;
+
+use super::node::{Node, Origin};
+use super::{ConfigError, TrainConfig, check, de, overrides};
+
+/// Longest configuration file.
+pub const MAX_FILE_BYTES: u64 = 1 << 20;
+
+/// A configuration that still knows where its values came from.
+#[derive(Clone, Debug)]
+pub struct Located {
+    /// The configuration; `data.*` are paths that can be opened from the current folder.
+    pub config: TrainConfig,
+    source: Source,
+}
+
+/// Where values come from.
+#[derive(Clone, Debug)]
+pub(super) struct Source {
+    pub(super) path: PathBuf,
+    pub(super) overrides: Vec<String>,
+    pub(super) root: Node,
+}
+
+/// Reads the YAML at `path`, applies the overrides (`train.steps=20`) in order, and checks the result,
+/// the data files included.
+pub fn load(path: &Path, overrides: &[String]) -> Result<TrainConfig, ConfigError> {
+    load_located(path, overrides).map(|located| located.config)
+}
+
+/// As [`load`], for callers that report errors of their own at a key's place.
+pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
+    let text = read(path)?;
+    let root = Node::parse(&text).map_err(|e| ConfigError {
+        place: place_in(path, e.line),
+        problem: format!("not valid YAML: {}", e.message),
+        hint: None,
+    })?;
+    let mut source = Source {
+        path: path.to_owned(),
+        overrides: overrides.to_vec(),
+        root,
+    };
+    for (index, text) in overrides.iter().enumerate() {
+        overrides::apply(&mut source.root, index, text).map_err(|problem| ConfigError {
+            place: source.place(Origin::Set(index)),
+            problem,
+            hint: None,
+        })?;
+    }
+    let mut config = TrainConfig::deserialize(de::De::new(&source.root)).map_err(|misfit| {
+        let report = misfit.report();
+        ConfigError {
+            place: source.place(report.origin),
+            problem: report.problem,
+            hint: report.hint,
+        }
+    })?;
+    let folder = path.parent().unwrap_or(Path::new(""));
+    config.data.train = folder.join(&config.data.train);
+    config.data.val = config.data.val.map(|val| folder.join(val));
+    check::check(&config, &source)?;
+    Ok(Located { config, source })
+}
+
+impl Located {
+    /// Where the value of a dotted key came from: `train.yaml:12`, or the `--set`. For a key that is not
+    /// set, the section around it.
+    #[must_use]
+    pub fn place(&self, key: &str) -> String {
+        self.source.place(self.source.root.origin_of(key))
+    }
+
+    /// An error about the value of a dotted key, such as `launch.nproc_per_node`.
+    #[must_use]
+    pub fn error(&self, key: &str, problem: impl Into<String>, hint: Option<&str>) -> ConfigError {
+        self.source
+            .error(key, problem.into(), hint.map(ToOwned::to_owned))
+    }
+}
+
+impl Source {
+    pub(super) fn error(&self, key: &str, problem: String, hint: Option<String>) -> ConfigError {
+        ConfigError {
+            place: self.place(self.root.origin_of(key)),
+            problem,
+            hint,
+        }
+    }
+
+    pub(super) fn place(&self, origin: Origin) -> String {
+        match origin {
+            Origin::Line(line) => place_in(&self.path, line),
+            Origin::Set(index) => format!("`--set {}`", self.overrides[index]),
+        }
+    }
+}
+
+fn place_in(path: &Path, line: u64) -> String {
+    match line {
+        0 => path.display().to_string(),
+        line => format!("{}:{line}", path.display()),
+    }
+}
+
+fn read(path: &Path) -> Result<String, ConfigError> {
+    let error = |problem: String, hint: Option<&str>| ConfigError {
+        place: path.display().to_string(),
+        problem,
+        hint: hint.map(ToOwned::to_owned),
+    };
+    let failed = |e: std::io::Error| match e.kind() {
+        std::io::ErrorKind::NotFound => error(
+            "no such file".into(),
+            Some("the path of the configuration counts from the current folder"),
+        ),
+        _ => error(format!("cannot read the configuration: {e}"), None),
+    };
+    let file = std::fs::File::open(path).map_err(failed)?;
+    let mut bytes = Vec::new();
+    file.take(MAX_FILE_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .map_err(failed)?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
+        return Err(error(
+            format!("longer than {MAX_FILE_BYTES} bytes: not a configuration"),
+            None,
+        ));
+    }
+    String::from_utf8(bytes).map_err(|e| {
+        let at = e.utf8_error().valid_up_to();
+        error(format!("byte {at} is not UTF-8: not a text file"), None)
+    })
+}

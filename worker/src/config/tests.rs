@@ -1,0 +1,273 @@
+//! What a user sees for each class of mistake.
+
+use std::path::{Path, PathBuf};
+
+use super::{Order, Resume, Strategy, TrainConfig, load, load_located};
+
+const GOOD: &str = "\
+run:
+  name: tiny
+model:
+  kind: gpt2
+  n_layer: 2
+  n_head: 4
+  n_embd: 128
+  block_size: 16
+data:
+  train: text.txt
+  order: sequential
+train:
+  steps: 10
+  optimizer:
+    lr: 3e-4
+    betas: [0.9, 0.95]
+launch:
+  nproc_per_node: 2
+";
+
+struct Case {
+    folder: tempfile::TempDir,
+}
+
+impl Case {
+    fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::write(folder.path().join("text.txt"), vec![b'x'; 1000]).unwrap();
+        Self { folder }
+    }
+
+    fn path(&self) -> PathBuf {
+        self.folder.path().join("train.yaml")
+    }
+
+    fn load(&self, yaml: &str, set: &[&str]) -> Result<TrainConfig, super::ConfigError> {
+        std::fs::write(self.path(), yaml).unwrap();
+        let set: Vec<String> = set.iter().map(ToString::to_string).collect();
+        load(&self.path(), &set)
+    }
+
+    /// The message for a file, with the temporary folder cut out of it.
+    fn error(&self, yaml: &str, set: &[&str]) -> String {
+        let message = self.load(yaml, set).unwrap_err().to_string();
+        message.replace(&format!("{}/", self.folder.path().display()), "")
+    }
+}
+
+/// The message for the good file with one piece of text replaced.
+fn with(from: &str, to: &str) -> String {
+    assert!(GOOD.contains(from), "`{from}` is not in the file");
+    Case::new().error(&GOOD.replacen(from, to, 1), &[])
+}
+
+/// The message for the good file with one override.
+fn set(text: &str) -> String {
+    Case::new().error(GOOD, &[text])
+}
+
+#[test]
+fn a_good_file_loads() {
+    let case = Case::new();
+    let config = case.load(GOOD, &[]).unwrap();
+    assert_eq!(config.run.name, "tiny");
+    assert_eq!((config.model.n_layer, config.model.n_embd), (2, 128));
+    assert_eq!(config.data.train, case.folder.path().join("text.txt"));
+    assert_eq!(config.data.order, Order::Sequential);
+    assert_eq!(config.train.optimizer.lr, 3e-4);
+    assert_eq!(config.train.optimizer.betas, [0.9, 0.95]);
+    assert_eq!(config.parallel.strategy, Strategy::Ddp);
+    assert_eq!(config.launch["nproc_per_node"], 2);
+}
+
+#[test]
+fn overrides_replace_add_and_win_in_order() {
+    let set = [
+        "train.steps=20",
+        "train.steps=30",
+        "run.resume=auto",
+        "parallel.overlap=false",
+        "train.optimizer.betas=[0.5, 0.6]",
+        "train.grad_clip=",
+        "run.out_dir=somewhere/else",
+        "train.schedule.min_lr=1e-5",
+    ];
+    let config = Case::new().load(GOOD, &set).unwrap();
+    assert_eq!(config.train.steps, 30);
+    assert_eq!(config.run.resume, Resume::Auto);
+    assert!(!config.parallel.overlap);
+    assert_eq!(config.train.optimizer.betas, [0.5, 0.6]);
+    assert_eq!(config.train.grad_clip, None);
+    assert_eq!(config.run.out_dir.as_deref(), Some(Path::new("somewhere/else")));
+    assert_eq!(config.train.schedule.min_lr, 1e-5);
+    assert_eq!(config.train.optimizer.lr, 3e-4, "neighbours stay");
+}
+
+#[test]
+fn a_section_without_keys_is_an_empty_one() {
+    let yaml = GOOD.replace("run:\n  name: tiny\n", "run:\n  # name: tiny\n");
+    assert_eq!(Case::new().load(&yaml, &[]).unwrap().run.name, "train");
+}
+
+#[test]
+fn places_are_known_to_callers() {
+    let case = Case::new();
+    std::fs::write(case.path(), GOOD).unwrap();
+    let located = load_located(&case.path(), &["launch.max_restarts=3".into()]).unwrap();
+    assert!(located.place("launch.nproc_per_node").ends_with("train.yaml:18"));
+    assert_eq!(
+        located.place("launch.max_restarts"),
+        "`--set launch.max_restarts=3`"
+    );
+    assert!(
+        located.place("train.optimizer.eps").ends_with("train.yaml:14"),
+        "the section around a key that is not set"
+    );
+    let error = located.error("launch.nproc_per_node", "too many", Some("fewer"));
+    assert!(
+        error
+            .to_string()
+            .ends_with("train.yaml:18: too many\n  hint: fewer"),
+        "{error}"
+    );
+}
+
+#[test]
+fn unknown_keys() {
+    insta::assert_snapshot!(with("  steps: 10", "  stpes: 10"), @r"
+    train.yaml:13: unknown key `train.stpes`
+      hint: did you mean `train.steps`?
+    ");
+    insta::assert_snapshot!(with("run:\n", "steps: 10\nrun:\n"), @r"
+    train.yaml:1: unknown key `steps`
+      hint: did you mean `train.steps`?
+    ");
+    insta::assert_snapshot!(with("  name: tiny", "  colour: red"), @r"
+    train.yaml:2: unknown key `run.colour`
+      hint: the keys of `run` are `name`, `out_dir`, `seed`, `resume`, `overwrite`
+    ");
+    insta::assert_snapshot!(set("train.optimiser.lr=1"), @r"
+    `--set train.optimiser.lr=1`: unknown key `train.optimiser`
+      hint: did you mean `train.optimizer`?
+    ");
+}
+
+#[test]
+fn wrong_types() {
+    insta::assert_snapshot!(with("steps: 10", "steps: many"), @"train.yaml:13: `train.steps` is the string `many`, expected a whole number, 0 or more");
+    insta::assert_snapshot!(with("steps: 10", "steps: 1.5"), @"train.yaml:13: `train.steps` is the number `1.5`, expected a whole number, 0 or more");
+    insta::assert_snapshot!(with("steps: 10", "steps: -1"), @"train.yaml:13: `train.steps` is the number `-1`, expected a whole number, 0 or more");
+    insta::assert_snapshot!(with("name: tiny", "name: 7"), @r"
+    train.yaml:2: `run.name` is the number `7`, expected a string
+      hint: put the value in quotes to make it a string
+    ");
+    insta::assert_snapshot!(with("kind: gpt2", "kind: gpt5"), @"train.yaml:4: `model.kind` is `gpt5`, expected `gpt2` or `mlp`");
+    insta::assert_snapshot!(with("kind: gpt2", "kind: 5"), @"train.yaml:4: `model.kind` is the number `5`, expected `gpt2` or `mlp`");
+    insta::assert_snapshot!(with("lr: 3e-4", "lr: [1]"), @"train.yaml:15: `train.optimizer.lr` is a list, expected a number");
+    insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9]"), @"train.yaml:16: `train.optimizer.betas` is a list of 1, expected a list of 2 numbers");
+    insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 0.95, 0.99]"), @"train.yaml:16: `train.optimizer.betas` is a list of 3, expected a list of 2");
+    insta::assert_snapshot!(with("  steps: 10\n  optimizer:\n    lr: 3e-4\n    betas: [0.9, 0.95]\n", "  - 1\n"), @"train.yaml:13: `train` is a list, expected a section with keys");
+    insta::assert_snapshot!(set("parallel.overlap=yes"), @"`--set parallel.overlap=yes`: `parallel.overlap` is the string `yes`, expected `true` or `false`");
+    insta::assert_snapshot!(Case::new().error("just text", &[]), @"train.yaml:1: the file is the string `just text`, expected a section with keys");
+}
+
+#[test]
+fn missing_sections_and_keys() {
+    insta::assert_snapshot!(Case::new().error("", &[]), @r"
+    train.yaml: section `model` is missing
+      hint: a configuration needs at least the sections `model` and `data`
+    ");
+    insta::assert_snapshot!(with("data:\n  train: text.txt\n  order: sequential\n", ""), @r"
+    train.yaml: section `data` is missing
+      hint: a configuration needs at least the sections `model` and `data`
+    ");
+    insta::assert_snapshot!(with("  n_layer: 2\n", ""), @r"
+    train.yaml:3: `model.n_layer` is missing
+      hint: add `n_layer: …` below `model:`
+    ");
+}
+
+#[test]
+fn broken_yaml() {
+    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n   x: [1,"), @"train.yaml:14: not valid YAML: mapping values are not allowed in this context");
+    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: duplicate mapping key: steps not allowed here");
+    insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @"train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)");
+    insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: only single YAML document expected but multiple found");
+}
+
+#[test]
+fn broken_overrides() {
+    insta::assert_snapshot!(set("train.steps"), @"`--set train.steps`: expected `key=value`, for example `train.steps=20`");
+    insta::assert_snapshot!(set("train..steps=1"), @"`--set train..steps=1`: `train..steps` is no key: expected names with dots between, for example `train.steps`");
+    insta::assert_snapshot!(set("train.steps.x=1"), @"`--set train.steps.x=1`: `train.steps` is not a section, so that it has no key `x`");
+    insta::assert_snapshot!(set("train.steps=[1"), @"`--set train.steps=[1`: the value is not valid YAML: unclosed bracket '['");
+    insta::assert_snapshot!(set("train.steps=0"), @"`--set train.steps=0`: `train.steps` is 0, expected at least 1");
+}
+
+#[test]
+fn values_out_of_range() {
+    insta::assert_snapshot!(with("steps: 10", "steps: 0"), @"train.yaml:13: `train.steps` is 0, expected at least 1");
+    insta::assert_snapshot!(with("n_embd: 128", "n_embd: 130"), @r"
+    train.yaml:7: `model.n_embd` is 130, expected a multiple of `model.n_head`, which is 4
+      hint: take 128 or 132, or another number of heads
+    ");
+    insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 1.0]"), @"train.yaml:16: `train.optimizer.betas` is [0.9, 1.0], expected two numbers from 0 to below 1");
+    insta::assert_snapshot!(set("train.grad_clip=0"), @r"
+    `--set train.grad_clip=0`: `train.grad_clip` is 0, expected a number above 0
+      hint: leave it empty not to clip
+    ");
+    insta::assert_snapshot!(set("train.optimizer.eps=0"), @"`--set train.optimizer.eps=0`: `train.optimizer.eps` is 0, expected a number above 0");
+    insta::assert_snapshot!(set("train.optimizer.lr=.nan"), @"`--set train.optimizer.lr=.nan`: the value is not valid YAML: value `.nan` is not a finite number");
+    insta::assert_snapshot!(set("train.schedule.min_lr=1"), @"`--set train.schedule.min_lr=1`: `train.schedule.min_lr` is 1, expected at most `train.optimizer.lr`, which is 0.0003");
+    insta::assert_snapshot!(set("parallel.bucket_mb=-1"), @"`--set parallel.bucket_mb=-1`: `parallel.bucket_mb` is -1, expected a number above 0, at most 65536");
+    insta::assert_snapshot!(set("model.vocab_size=10"), @r"
+    `--set model.vocab_size=10`: `model.vocab_size` is 10, expected at least 256, the number of tokens of `data.tokenizer`
+      hint: leave it out to take the tokenizer's
+    ");
+    insta::assert_snapshot!(set("run.name=a/b"), @"`--set run.name=a/b`: `run.name` is `a/b`, expected a name for a folder: not empty, without `/`, not starting with a dot");
+    let both = Case::new().error(GOOD, &["run.overwrite=true", "run.resume=auto"]);
+    insta::assert_snapshot!(both, @r"
+    `--set run.overwrite=true`: `run.overwrite: true` contradicts `run.resume`: the run would be deleted and continued
+      hint: set one of the two
+    ");
+}
+
+#[test]
+fn data_that_cannot_be_used() {
+    insta::assert_snapshot!(with("train: text.txt", "train: gone.txt"), @r"
+    train.yaml:10: `data.train` is `gone.txt`, which cannot be read: No such file or directory (os error 2)
+      hint: a relative path of `data` counts from the folder of the configuration
+    ");
+    insta::assert_snapshot!(with("train: text.txt", "train: ''"), @"train.yaml:10: `data.train` is empty, expected the path of a text file");
+    insta::assert_snapshot!(with("train: text.txt", "train: ."), @"train.yaml:10: `data.train` is `.`, which is not a regular file");
+    insta::assert_snapshot!(with("block_size: 16", "block_size: 128"), @r"
+    train.yaml:8: `model.block_size` is 128, but the held-out tenth of `data.train` has only 100 tokens, and a sample needs 129
+      hint: take a smaller `model.block_size` or a longer text
+    ");
+    insta::assert_snapshot!(with("block_size: 16", "block_size: 2000"), @r"
+    train.yaml:8: `model.block_size` is 2000, but `data.train` has only 900 tokens, and a sample needs 2001
+      hint: take a smaller `model.block_size` or a longer text
+    ");
+    let case = Case::new();
+    std::fs::write(case.folder.path().join("empty.txt"), "").unwrap();
+    insta::assert_snapshot!(case.error(GOOD, &["data.val=empty.txt"]), @"`--set data.val=empty.txt`: `data.val` is `empty.txt`, which is empty");
+}
+
+#[test]
+fn files_that_cannot_be_read() {
+    let case = Case::new();
+    let message = |path: &str| {
+        let error = load(&case.folder.path().join(path), &[]).unwrap_err().to_string();
+        error.replace(&format!("{}/", case.folder.path().display()), "")
+    };
+    insta::assert_snapshot!(message("gone.yaml"), @r"
+    gone.yaml: no such file
+      hint: the path of the configuration counts from the current folder
+    ");
+    std::fs::write(case.folder.path().join("binary.yaml"), [0xff, 0xfe]).unwrap();
+    insta::assert_snapshot!(message("binary.yaml"), @"binary.yaml: byte 0 is not UTF-8: not a text file");
+    std::fs::write(
+        case.folder.path().join("long.yaml"),
+        vec![b'#'; (super::MAX_FILE_BYTES + 1) as usize],
+    )
+    .unwrap();
+    insta::assert_snapshot!(message("long.yaml"), @"long.yaml: longer than 1048576 bytes: not a configuration");
+}

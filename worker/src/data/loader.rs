@@ -1,0 +1,265 @@
+//! The samples of one rank.
+
+use std::ops::Range;
+
+use super::{DataError, Sampler, Tokens};
+
+/// A rank's place in a global batch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    /// This rank.
+    pub rank: u64,
+    /// `W`: ranks.
+    pub world: u64,
+    /// `b`: samples of one micro-batch on one rank.
+    pub micro_batch: u64,
+    /// `A`: micro-batches of one step.
+    pub accumulation: u64,
+}
+
+impl Shape {
+    /// Samples that one step consumes, over all ranks.
+    #[must_use]
+    pub fn global_batch(&self) -> u64 {
+        self.accumulation * self.world * self.micro_batch
+    }
+
+    /// Sample `i` of micro-batch `m` of the `s`-th step, as number in the global stream:
+    /// `((s·A + m)·W + r)·b + i`.
+    #[must_use]
+    pub fn sample(&self, s: u64, m: u64, i: u64) -> u64 {
+        ((s * self.accumulation + m) * self.world + self.rank) * self.micro_batch + i
+    }
+}
+
+/// Fills micro-batches for one rank. It has no state that moves: a step can be asked for again.
+pub struct Loader {
+    tokens: Tokens,
+    sampler: Sampler,
+    shape: Shape,
+    block_size: usize,
+    /// The first step of this life of the run, and the samples consumed before it.
+    origin: (u64, u64),
+}
+
+impl Loader {
+    /// Samples of `block_size` tokens from the start of the global stream.
+    #[must_use]
+    pub fn new(tokens: Tokens, sampler: Sampler, shape: Shape, block_size: usize) -> Self {
+        assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
+        assert_eq!(
+            sampler.blocks(),
+            tokens.blocks(block_size),
+            "the sampler is for other data"
+        );
+        Self {
+            tokens,
+            sampler,
+            shape,
+            block_size,
+            origin: (0, 0),
+        }
+    }
+
+    /// Goes on with `step` (counted from 0) as the next one, after `consumed` samples of the global
+    /// stream, whatever the number of ranks that consumed them.
+    #[must_use]
+    pub fn resumed(mut self, step: u64, consumed: u64) -> Self {
+        self.origin = (step, consumed);
+        self
+    }
+
+    /// Samples consumed by all ranks before `step` (counted from 0) begins.
+    #[must_use]
+    pub fn consumed_before(&self, step: u64) -> u64 {
+        let (first, consumed) = self.origin;
+        consumed + step.saturating_sub(first) * self.shape.global_batch()
+    }
+
+    /// Passes over the data before `step` begins, as a fraction.
+    #[must_use]
+    pub fn epoch_before(&self, step: u64) -> f64 {
+        self.consumed_before(step) as f64 / self.sampler.blocks() as f64
+    }
+
+    /// Writes micro-batch `m` of `step` (both from 0): `inputs` and `targets` have the shape
+    /// `(micro_batch, block_size)`. Returns the epoch of the first sample.
+    pub fn fill(&self, step: u64, m: u64, inputs: &mut [i32], targets: &mut [i32]) -> Result<u64, DataError> {
+        let (first_step, consumed) = self.origin;
+        let expected = self.shape.micro_batch as usize * self.block_size;
+        if inputs.len() != expected || targets.len() != expected || step < first_step {
+            return Err(DataError::Misuse {
+                path: self.tokens.path().to_owned(),
+                what: format!(
+                    "step {step} from {first_step} with {} inputs and {} targets, expected {expected}",
+                    inputs.len(),
+                    targets.len()
+                ),
+            });
+        }
+        let rows = inputs
+            .chunks_mut(self.block_size)
+            .zip(targets.chunks_mut(self.block_size));
+        let mut first_epoch = 0;
+        for (i, (inputs, targets)) in rows.enumerate() {
+            let n = consumed + self.shape.sample(step - first_step, m, i as u64);
+            let (epoch, block) = self.sampler.block(n);
+            if i == 0 {
+                first_epoch = epoch;
+            }
+            self.tokens.read_block(block, inputs, targets)?;
+        }
+        Ok(first_epoch)
+    }
+}
+
+/// The validation blocks of one rank: a range of `0..blocks`. The ranges of all ranks are disjoint, cover
+/// everything, and differ in length by one at most; they may be empty.
+#[must_use]
+pub fn eval_blocks(blocks: u64, rank: u64, world: u64) -> Range<u64> {
+    assert!(rank < world, "rank {rank} of {world}");
+    let cut = |r: u64| (u128::from(blocks) * u128::from(r) / u128::from(world)) as u64;
+    cut(rank)..cut(rank + 1)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::config::Order;
+    use crate::data::TokenFile;
+
+    fn tokens(bytes: &[u8]) -> (tempfile::TempDir, Tokens) {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokens");
+        std::fs::write(&path, bytes).unwrap();
+        let file = Arc::new(TokenFile::open(&path).unwrap());
+        (folder, Tokens::new(file, 0..bytes.len()))
+    }
+
+    #[test]
+    fn sequential_is_the_documented_formula() {
+        // T = 22 tokens, blocks of 3: K = 7. A = 2, W = 2, b = 2.
+        let bytes: Vec<u8> = (0..22).collect();
+        let (_folder, tokens) = tokens(&bytes);
+        let sampler = Sampler::new(Order::Sequential, 5, tokens.blocks(3));
+        let fill = |rank, s, m| {
+            let shape = Shape {
+                rank,
+                world: 2,
+                micro_batch: 2,
+                accumulation: 2,
+            };
+            let loader = Loader::new(tokens.clone(), sampler, shape, 3);
+            let (mut inputs, mut targets) = ([0; 6], [0; 6]);
+            loader.fill(s, m, &mut inputs, &mut targets).unwrap();
+            (inputs, targets)
+        };
+        assert_eq!(fill(0, 0, 0), ([0, 1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6]));
+        assert_eq!(fill(1, 0, 0).0, [6, 7, 8, 9, 10, 11]);
+        // s = 0, m = 1, r = 1: k = ((0·2+1)·2+1)·2 + i = 6, 7 mod 7.
+        assert_eq!(fill(1, 0, 1), ([18, 19, 20, 0, 1, 2], [19, 20, 21, 1, 2, 3]));
+        // s = 1, m = 0, r = 0: k = 8, 9 mod 7 = 1, 2.
+        assert_eq!(fill(0, 1, 0).0, [3, 4, 5, 6, 7, 8]);
+    }
+
+    /// All samples of `steps` steps at this number of ranks, in the order of the global stream.
+    fn stream(sampler: Sampler, shape: Shape, steps: u64, consumed: u64) -> Vec<(u64, u64)> {
+        let mut samples = Vec::new();
+        for s in 0..steps {
+            for m in 0..shape.accumulation {
+                for rank in 0..shape.world {
+                    let shape = Shape { rank, ..shape };
+                    samples.extend(
+                        (0..shape.micro_batch).map(|i| sampler.block(consumed + shape.sample(s, m, i))),
+                    );
+                }
+            }
+        }
+        samples
+    }
+
+    fn order() -> impl Strategy<Value = Order> {
+        prop_oneof![Just(Order::Shuffled), Just(Order::Sequential)]
+    }
+
+    proptest! {
+        #[test]
+        fn ranks_are_disjoint_and_an_epoch_is_complete(
+            order in order(), seed: u64, blocks in 1_u64..200, world in 1_u64..9, micro_batch in 1_u64..5, accumulation in 1_u64..4,
+        ) {
+            let sampler = Sampler::new(order, seed, blocks);
+            let shape = Shape { rank: 0, world, micro_batch, accumulation };
+            let steps = (2 * blocks).div_ceil(shape.global_batch());
+            let samples = stream(sampler, shape, steps, 0);
+            for (epoch, samples) in samples.chunks_exact(blocks as usize).enumerate() {
+                let mut seen = vec![false; blocks as usize];
+                for &(e, block) in samples {
+                    prop_assert_eq!(e, epoch as u64);
+                    prop_assert!(!std::mem::replace(&mut seen[block as usize], true), "block {} twice", block);
+                }
+                prop_assert!(seen.iter().all(|s| *s));
+            }
+        }
+
+        #[test]
+        fn a_run_goes_on_at_another_world_size_from_consumed_samples_alone(
+            order in order(), seed: u64, blocks in 1_u64..200, before in 1_u64..9, after in 1_u64..9, cut in 0_u64..20,
+        ) {
+            let sampler = Sampler::new(order, seed, blocks);
+            let at = |world| Shape { rank: 0, world, micro_batch: 3, accumulation: 2 };
+            let consumed = cut * at(before).global_batch();
+            let mut joined = stream(sampler, at(before), cut, 0);
+            joined.extend(stream(sampler, at(after), 5, consumed));
+            let alone: Vec<_> = (0..joined.len() as u64).map(|n| sampler.block(n)).collect();
+            prop_assert_eq!(joined, alone);
+        }
+
+        #[test]
+        fn validation_shards_are_disjoint_and_complete(blocks in 0_u64.., world in 1_u64..1000) {
+            let mut end = 0;
+            for rank in 0..world {
+                let shard = eval_blocks(blocks, rank, world);
+                prop_assert_eq!(shard.start, end);
+                prop_assert!((blocks / world..=blocks.div_ceil(world)).contains(&(shard.end - shard.start)));
+                end = shard.end;
+            }
+            prop_assert_eq!(end, blocks);
+        }
+    }
+
+    #[test]
+    fn a_resumed_loader_fills_what_the_undisturbed_one_does() {
+        let bytes: Vec<u8> = (0..=255).collect();
+        let (_folder, tokens) = tokens(&bytes);
+        let sampler = Sampler::new(Order::Shuffled, 3, tokens.blocks(7));
+        let shape = |rank, world, accumulation| Shape {
+            rank,
+            world,
+            micro_batch: 2,
+            accumulation,
+        };
+        let undisturbed = Loader::new(tokens.clone(), sampler, shape(1, 2, 1), 7);
+        let consumed = undisturbed.consumed_before(11);
+        assert_eq!(consumed, 44);
+        // The same global batch on one rank: its second micro-batch is what rank 1 saw.
+        let resumed = Loader::new(tokens, sampler, shape(0, 1, 2), 7).resumed(11, consumed);
+        let fill = |loader: &Loader, step, m| {
+            let (mut inputs, mut targets) = ([0; 14], [0; 14]);
+            let epoch = loader.fill(step, m, &mut inputs, &mut targets).unwrap();
+            (inputs, targets, epoch)
+        };
+        for step in 11..30 {
+            assert_eq!(
+                fill(&undisturbed, step, 0),
+                fill(&resumed, step, 1),
+                "step {step}"
+            );
+            assert_eq!(undisturbed.consumed_before(step), resumed.consumed_before(step));
+        }
+        assert!(resumed.fill(10, 0, &mut [0; 14], &mut [0; 14]).is_err());
+    }
+}

@@ -1,0 +1,88 @@
+//! What can be wrong with the files of a run.
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::session::StoreError;
+
+/// The folder of a run, or a file in it, cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RunFilesError {
+    /// The system refused.
+    #[error("cannot {doing} `{}`: {cause}{}", path.display(), hint_of(*kind))]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// On which path.
+        path: PathBuf,
+        /// The system's words.
+        cause: String,
+        /// Its kind, for the hint.
+        kind: io::ErrorKind,
+    },
+    /// The folder holds a run already.
+    #[error(
+        "`{}` already holds a run (found `{found}`)\n  hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or another `run.out_dir`",
+        path.display()
+    )]
+    HoldsRun {
+        /// The folder.
+        path: PathBuf,
+        /// By which file it was noticed.
+        found: &'static str,
+    },
+    /// `run.resume: require`, but there is nothing to resume.
+    #[error(
+        "`run.resume` is `require`, but `{}` holds no checkpoint\n  hint: set `run.resume: auto` to start where there is nothing to resume",
+        path.display()
+    )]
+    NothingToResume {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// Rank 0 could not prepare the folder.
+    #[error("rank 0 could not prepare the folder of the run: {0}")]
+    RankZero(String),
+    /// This rank looks at another file system than rank 0.
+    #[error(
+        "rank {rank} does not see what rank 0 wrote to `{}` ({cause})\n  hint: all ranks must see the same `run.out_dir`: use a folder on a shared file system, by its absolute path",
+        path.display()
+    )]
+    NotShared {
+        /// The rank that does not see it.
+        rank: u32,
+        /// The folder, as that rank sees it.
+        path: PathBuf,
+        /// What it found instead.
+        cause: String,
+    },
+    /// The ranks could not talk to each other.
+    #[error("ranks could not agree on the folder of the run: {0}")]
+    Store(#[from] StoreError),
+}
+
+impl RunFilesError {
+    pub(super) fn io(doing: &'static str, path: &Path, error: &io::Error) -> Self {
+        Self::Io {
+            doing,
+            path: path.to_owned(),
+            cause: error.to_string(),
+            kind: error.kind(),
+        }
+    }
+}
+
+fn hint_of(kind: io::ErrorKind) -> &'static str {
+    match kind {
+        io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
+            "\n  hint: set `run.out_dir` to a folder that this user may write to"
+        }
+        io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists => {
+            "\n  hint: a file stands where a folder is needed; set another `run.out_dir`"
+        }
+        io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded => {
+            "\n  hint: free space there, or set `run.out_dir` to another disk"
+        }
+        _ => "",
+    }
+}

@@ -1,0 +1,83 @@
+//! One line of `metrics.jsonl`.
+
+use serde::{Deserialize, Serialize};
+
+/// What rank 0 records after each step.
+///
+/// `step` counts finished steps: the first line has 1, and a checkpoint of step `N` belongs to lines `1..=N`.
+/// A number that is not finite is written as `null`.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct MetricsLine {
+    /// Steps finished, this one included.
+    pub step: u64,
+    /// Passes over the data so far, as a fraction.
+    pub epoch: f64,
+    /// Training loss, mean over all ranks, nats a token.
+    pub loss: f64,
+    /// Validation loss, nats a token; only after a validation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub val_loss: Option<f64>,
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Global norm of the gradient before clipping.
+    pub grad_norm: f64,
+    /// Tokens consumed by all ranks since the run began.
+    pub tokens: u64,
+    /// Tokens a second in this step, over all ranks.
+    pub tokens_per_s: f64,
+    /// Wall time of the step.
+    pub step_ms: f64,
+    /// Part of it: reading samples.
+    pub data_ms: f64,
+    /// Part of it: forward.
+    pub forward_ms: f64,
+    /// Part of it: backward, without waiting for communication.
+    pub backward_ms: f64,
+    /// Time in communication, hidden or not.
+    pub comm_ms: f64,
+    /// Part of it that nothing else hid.
+    pub comm_exposed_ms: f64,
+    /// Part of it: clipping and the optimizer.
+    pub optimizer_ms: f64,
+    /// Bytes that this rank sent in this step, counted at the transport.
+    pub wire_bytes: WireBytes,
+    /// Number of ranks.
+    pub world_size: u32,
+    /// Generation of the job.
+    pub generation: u64,
+    /// Bytes of this rank.
+    pub memory: Memory,
+}
+
+/// Bytes sent, by what they carried.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct WireBytes {
+    /// Gradients.
+    pub grads: u64,
+    /// Parameters.
+    pub params: u64,
+    /// Everything else.
+    pub other: u64,
+}
+
+/// Bytes held, by what they are for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
+pub struct Memory {
+    /// Parameters.
+    pub params: u64,
+    /// Gradients.
+    pub grads: u64,
+    /// Moments and master weights.
+    pub optimizer: u64,
+    /// Saved activations, at their peak.
+    pub activations: u64,
+    /// Parameters gathered at the moment; 0 where every rank holds all of them.
+    pub gathered: u64,
+    /// Largest resident set of the process so far.
+    pub peak_rss: u64,
+    /// Proportional set: shared pages count by their share.
+    pub pss: u64,
+}

@@ -1,0 +1,143 @@
+//! `metrics.jsonl`: a line a step, and cut back to the checkpoint's step after a rollback.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Write as _};
+use std::path::{Path, PathBuf};
+
+use super::replace::replace_file;
+use super::{MetricsLine, RunFilesError};
+
+/// The open file. Only rank 0 has one.
+pub struct MetricsLog {
+    path: PathBuf,
+    file: File,
+}
+
+impl MetricsLog {
+    /// Opens `path` for appending after the lines of `step` finished steps: later lines, and a line that was
+    /// cut off by a crash, are dropped first. A missing file is an empty one.
+    pub fn open(path: &Path, step: u64) -> Result<Self, RunFilesError> {
+        Self::drop_after(path, step)?;
+        let file = OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(path)
+            .map_err(|e| RunFilesError::io("open", path, &e))?;
+        Ok(Self {
+            path: path.to_owned(),
+            file,
+        })
+    }
+
+    /// Appends a line. It is handed to the system whole before this returns, so that a reader sees it and a
+    /// killed worker loses none.
+    pub fn append(&mut self, line: &MetricsLine) -> Result<(), RunFilesError> {
+        // String keys and numbers only: cannot fail.
+        let mut bytes = serde_json::to_vec(line).expect("metrics serialise");
+        bytes.push(b'\n');
+        self.file
+            .write_all(&bytes)
+            .map_err(|e| RunFilesError::io("append to", &self.path, &e))
+    }
+
+    /// Drops all lines after `step`, as after a rollback to the checkpoint of that step.
+    pub fn cut_back(&mut self, step: u64) -> Result<(), RunFilesError> {
+        // The handle would go on writing to the file that was replaced.
+        *self = Self::open(&self.path, step)?;
+        Ok(())
+    }
+
+    fn drop_after(path: &Path, step: u64) -> Result<(), RunFilesError> {
+        let old = match fs::read(path) {
+            Ok(old) => old,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(e) => return Err(RunFilesError::io("read", path, &e)),
+        };
+        let lines = old.split_inclusive(|b| *b == b'\n');
+        let kept: Vec<u8> = lines
+            .filter(|line| belongs(line, step))
+            .flatten()
+            .copied()
+            .collect();
+        if kept == old {
+            return Ok(());
+        }
+        replace_file(path, &kept)
+    }
+}
+
+/// True for a whole line of a step up to `step`.
+fn belongs(line: &[u8], step: u64) -> bool {
+    #[derive(serde::Deserialize)]
+    struct OnlyStep {
+        step: u64,
+    }
+    line.ends_with(b"\n") && serde_json::from_slice::<OnlyStep>(line).is_ok_and(|found| found.step <= step)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn steps(path: &Path) -> Vec<u64> {
+        let text = fs::read_to_string(path).unwrap();
+        text.lines()
+            .map(|l| serde_json::from_str::<MetricsLine>(l).unwrap().step)
+            .collect()
+    }
+
+    fn line(step: u64) -> MetricsLine {
+        MetricsLine {
+            step,
+            loss: 2.5,
+            ..MetricsLine::default()
+        }
+    }
+
+    #[test]
+    fn a_rollback_drops_later_lines_and_appending_goes_on() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        let mut log = MetricsLog::open(&path, 0).unwrap();
+        for step in 1..=5 {
+            log.append(&line(step)).unwrap();
+        }
+        assert_eq!(steps(&path), [1, 2, 3, 4, 5]);
+        log.cut_back(3).unwrap();
+        log.append(&line(4)).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3, 4]);
+        let mut log = MetricsLog::open(&path, 2).unwrap();
+        log.append(&line(3)).unwrap();
+        assert_eq!(steps(&path), [1, 2, 3]);
+        assert_eq!(
+            fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "a temporary file is left"
+        );
+    }
+
+    #[test]
+    fn a_line_cut_off_by_a_crash_is_dropped() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        fs::write(&path, "{\"step\":1,\"loss\":null}\n{\"step\":2,\"lo").unwrap();
+        MetricsLog::open(&path, 9).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "{\"step\":1,\"loss\":null}\n");
+    }
+
+    #[test]
+    fn a_line_has_the_documented_fields() {
+        let text = serde_json::to_string(&line(1)).unwrap();
+        insta::assert_snapshot!(text, @"");
+    }
+
+    #[test]
+    fn a_log_that_cannot_be_opened_is_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let error = MetricsLog::open(folder.path(), 0).err().unwrap();
+        assert!(
+            error.to_string().contains(folder.path().to_str().unwrap()),
+            "{error}"
+        );
+    }
+}

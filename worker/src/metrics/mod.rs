@@ -1,0 +1,22 @@
+//! The files of a run beside its checkpoints.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `line.rs` | [`MetricsLine`]: one line of `metrics.jsonl` |
+//! | `log.rs` | [`MetricsLog`]: `metrics.jsonl` itself, cut back after a rollback |
+//! | `summary.rs` | [`Summary`]: `summary.json` |
+//! | `run_dir.rs` | [`RunDir`]: the folder of a run, prepared by rank 0 and seen by all |
+//! | `replace.rs` | a file replaced as a whole or not at all |
+
+mod error;
+mod line;
+mod log;
+mod replace;
+mod run_dir;
+mod summary;
+
+pub use error::RunFilesError;
+pub use line::{Memory, MetricsLine, WireBytes};
+pub use log::MetricsLog;
+pub use run_dir::{Request, RunDir, Start};
+pub use summary::{Summary, TextEntropies};

@@ -1,0 +1,97 @@
+//! `summary.json`: the run in one object.
+
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+
+use super::RunFilesError;
+use super::replace::replace_file;
+use crate::data::Entropies;
+
+/// Entropies of the validation text, beside which its loss is read.
+pub type TextEntropies = Entropies;
+
+/// What is known when a run ends.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// `run.name`.
+    pub name: String,
+    /// Run id of the job.
+    pub run_id: String,
+    /// Steps finished since the run began.
+    pub steps: u64,
+    /// True when all steps of the configuration are done; false when the run was asked to stop.
+    pub complete: bool,
+    /// Samples consumed since the run began.
+    pub samples: u64,
+    /// Tokens consumed since the run began.
+    pub tokens: u64,
+    /// Number of parameters.
+    pub parameters: u64,
+    /// Training loss of the last step, nats a token.
+    pub loss: Option<f64>,
+    /// Validation loss at the end, nats a token.
+    pub val_loss: Option<f64>,
+    /// What a model without context reaches on the same text.
+    pub entropies: TextEntropies,
+    /// Wall time of this life of the run, start to end.
+    pub seconds: f64,
+    /// Tokens a second over the steps of this life, over all ranks.
+    pub tokens_per_s: f64,
+    /// Number of ranks at the end.
+    pub world_size: u32,
+    /// Generation at the end.
+    pub generation: u64,
+    /// Restarts of the job before this life.
+    pub restarts: u32,
+    /// Name of the last checkpoint below `checkpoints/`, if there is one.
+    pub checkpoint: Option<String>,
+}
+
+impl Summary {
+    /// Replaces the file at `path` as a whole.
+    pub fn write(&self, path: &Path) -> Result<(), RunFilesError> {
+        // String keys, numbers and strings only: cannot fail.
+        let mut bytes = serde_json::to_vec_pretty(self).expect("a summary serialises");
+        bytes.push(b'\n');
+        replace_file(path, &bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_summary_replaces_the_one_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("summary.json");
+        let mut summary = Summary {
+            name: "train".into(),
+            run_id: "r".into(),
+            steps: 3,
+            complete: true,
+            samples: 48,
+            tokens: 6144,
+            parameters: 10,
+            loss: Some(2.5),
+            val_loss: None,
+            entropies: Entropies {
+                unigram: 3.26,
+                bigram: 2.45,
+            },
+            seconds: 1.5,
+            tokens_per_s: 4096.0,
+            world_size: 2,
+            generation: 1,
+            restarts: 0,
+            checkpoint: Some("step_00000003".into()),
+        };
+        summary.write(&path).unwrap();
+        summary.steps = 4;
+        summary.write(&path).unwrap();
+        let read: Summary = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+        assert_eq!(read, summary);
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+}

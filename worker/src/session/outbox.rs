@@ -1,0 +1,146 @@
+//! What is still to be written to the agent: a bounded queue of lines, and the last heartbeat.
+
+use std::collections::VecDeque;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ddp_proto::control::ToAgent;
+
+/// Lines that may wait; a caller beyond that waits itself, up to its deadline.
+const MAX_QUEUED_LINES: usize = 64;
+
+/// Filled by anyone, emptied by the writer thread.
+pub(super) struct Outbox {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+struct State {
+    lines: VecDeque<Vec<u8>>,
+    /// Lines taken by the writer but not yet written.
+    in_hand: usize,
+    /// The last one; repeated when nothing newer came.
+    heartbeat: ToAgent,
+    heartbeat_due: Instant,
+    interval: Duration,
+    closed: bool,
+}
+
+/// Why a line was not taken.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Refused {
+    /// The connection is over.
+    Closed,
+    /// The agent does not read.
+    Full,
+}
+
+impl Outbox {
+    pub(super) fn new(first: ToAgent, interval: Duration) -> Self {
+        Self {
+            state: Mutex::new(State {
+                lines: VecDeque::new(),
+                in_hand: 0,
+                heartbeat: first,
+                heartbeat_due: Instant::now(),
+                interval,
+                closed: false,
+            }),
+            changed: Condvar::new(),
+        }
+    }
+
+    /// Replaces the heartbeat and makes it due: never blocks, and never queues more than one.
+    pub(super) fn beat(&self, heartbeat: ToAgent) {
+        let mut state = self.lock();
+        state.heartbeat = heartbeat;
+        state.heartbeat_due = Instant::now();
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Queues a line, waiting for room until the deadline.
+    pub(super) fn push(&self, message: &ToAgent, deadline: Instant) -> Result<(), Refused> {
+        let line = to_line(message);
+        let mut state = self.lock();
+        loop {
+            if state.closed {
+                return Err(Refused::Closed);
+            }
+            if state.lines.len() < MAX_QUEUED_LINES {
+                state.lines.push_back(line);
+                drop(state);
+                self.changed.notify_all();
+                return Ok(());
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left == Duration::ZERO {
+                return Err(Refused::Full);
+            }
+            state = self.wait(state, left);
+        }
+    }
+
+    /// The next line to write: a heartbeat when it is due, else the queue in order. `None` once closed.
+    /// The line counts as unwritten until the next call.
+    pub(super) fn next(&self) -> Option<Vec<u8>> {
+        let mut state = self.lock();
+        state.in_hand = 0;
+        self.changed.notify_all();
+        loop {
+            if state.closed {
+                return None;
+            }
+            let now = Instant::now();
+            if now >= state.heartbeat_due {
+                state.heartbeat_due = now + state.interval;
+                state.in_hand = 1;
+                return Some(to_line(&state.heartbeat));
+            }
+            if let Some(line) = state.lines.pop_front() {
+                state.in_hand = 1;
+                return Some(line);
+            }
+            let left = state.heartbeat_due - now;
+            state = self.wait(state, left);
+        }
+    }
+
+    /// Waits until all that was queued is written, closed, or the deadline passes. True if it is written.
+    pub(super) fn flush(&self, deadline: Instant) -> bool {
+        let mut state = self.lock();
+        loop {
+            if state.lines.is_empty() && state.in_hand == 0 && state.heartbeat_due > Instant::now() {
+                return true;
+            }
+            let left = deadline.saturating_duration_since(Instant::now());
+            if state.closed || left == Duration::ZERO {
+                return false;
+            }
+            state = self.wait(state, left);
+        }
+    }
+
+    /// Refuses and forgets everything from now on.
+    pub(super) fn close(&self) {
+        self.lock().closed = true;
+        self.changed.notify_all();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, left: Duration) -> MutexGuard<'a, State> {
+        let waited = self.changed.wait_timeout(state, left);
+        waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+fn to_line(message: &ToAgent) -> Vec<u8> {
+    // The messages have string keys and no maps, so that serialising cannot fail; a non-finite number
+    // becomes `null`, which the agent would refuse, so that heartbeats are made finite before.
+    let mut line = serde_json::to_vec(message).expect("control messages serialise");
+    line.push(b'\n');
+    line
+}

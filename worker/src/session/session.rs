@@ -1,0 +1,183 @@
+//! The session of a worker in its job.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ddp_proto::control::{Phase, Progress, ToAgent};
+use ddp_proto::env::WorkerEnv;
+
+use super::link::{Link, Times};
+use super::remote::RemoteStore;
+use super::{Cancel, KeyValue, MemoryStore, SessionError};
+
+/// How long [`Session::fail`] waits until the words are written.
+const FAIL_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest failure message that is sent.
+const MAX_FAILURE_BYTES: usize = 8 << 10;
+
+/// A worker's link to its job. The environment gives the initial values; the assignment that the agent
+/// sends over the control socket is the truth.
+pub struct Session {
+    env: WorkerEnv,
+    node_addrs: Vec<String>,
+    store: Arc<dyn KeyValue>,
+    cancel: Cancel,
+    link: Option<Link>,
+}
+
+impl Session {
+    /// Takes the place that the process's environment describes.
+    ///
+    /// Without `RANK`, `WORLD_SIZE` and `DDP_CONTROL` the worker is alone: a world of one.
+    pub fn from_env() -> Result<Self, SessionError> {
+        Self::from_vars(|name| std::env::var(name).ok())
+    }
+
+    /// As [`Session::from_env`], from any source of variables.
+    pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Self, SessionError> {
+        Self::from_vars_within(get, Times::default())
+    }
+
+    pub(super) fn from_vars_within(
+        get: impl Fn(&str) -> Option<String>,
+        times: Times,
+    ) -> Result<Self, SessionError> {
+        let started = ["RANK", "WORLD_SIZE", ddp_proto::env::DDP_CONTROL];
+        if started.iter().all(|name| get(name).is_none()) {
+            return Ok(Self::single());
+        }
+        let env = WorkerEnv::parse(get)?;
+        match env.control.clone() {
+            Some(address) => Self::connect(env, &address, times),
+            None if env.world_size.get() == 1 => Ok(Self::in_process(env, Arc::new(MemoryStore::default()))),
+            None => Err(SessionError::NoAgent {
+                world_size: env.world_size.get(),
+            }),
+        }
+    }
+
+    /// A world of one, without an agent.
+    #[must_use]
+    pub fn single() -> Self {
+        Self::in_process(WorkerEnv::single(), Arc::new(MemoryStore::default()))
+    }
+
+    /// A place without an agent, with the given store: for programs and tests whose ranks are threads.
+    #[must_use]
+    pub fn in_process(env: WorkerEnv, store: Arc<dyn KeyValue>) -> Self {
+        let node_addrs = vec![env.master_addr.clone(); env.node_count as usize];
+        Self {
+            env,
+            node_addrs,
+            store,
+            cancel: Cancel::new(),
+            link: None,
+        }
+    }
+
+    fn connect(initial: WorkerEnv, address: &str, times: Times) -> Result<Self, SessionError> {
+        let (link, assigned) = Link::connect(address, &initial, times)?;
+        let mut env =
+            WorkerEnv::parse(|name| assigned.vars.get(name).cloned()).map_err(SessionError::BadAssignment)?;
+        env.generation = assigned.generation;
+        env.control = Some(address.to_owned());
+        env.error_file = env.error_file.or(initial.error_file);
+        let shared = &link.shared;
+        let store = RemoteStore {
+            calls: Arc::clone(&shared.calls),
+            outbox: Arc::clone(&shared.outbox),
+            cancel: shared.cancel.clone(),
+        };
+        Ok(Self {
+            env,
+            node_addrs: assigned.node_addrs,
+            store: Arc::new(store),
+            cancel: shared.cancel.clone(),
+            link: Some(link),
+        })
+    }
+
+    /// The worker's place.
+    #[must_use]
+    pub fn env(&self) -> &WorkerEnv {
+        &self.env
+    }
+
+    /// Address of every node, in order of node rank.
+    #[must_use]
+    pub fn node_addrs(&self) -> &[String] {
+        &self.node_addrs
+    }
+
+    /// The key-value store of this generation.
+    #[must_use]
+    pub fn store(&self) -> Arc<dyn KeyValue> {
+        Arc::clone(&self.store)
+    }
+
+    /// Set when the generation is over, or when the agent is gone.
+    #[must_use]
+    pub fn cancel(&self) -> Cancel {
+        self.cancel.clone()
+    }
+
+    /// The cause, once the agent asked to stop at the next step boundary.
+    #[must_use]
+    pub fn stop_requested(&self) -> Option<String> {
+        self.link
+            .as_ref()
+            .and_then(|link| link.shared.stop.get().cloned())
+    }
+
+    /// Tells the agent how far this worker is: `step` steps are finished. Never blocks; a newer heartbeat
+    /// replaces one that is not yet written, and the last one is repeated by itself.
+    pub fn heartbeat(&self, step: u64, phase: Phase, progress: Option<Progress>) {
+        if let Some(link) = &self.link {
+            let progress = progress.filter(is_finite);
+            link.shared.outbox.beat(ToAgent::Heartbeat {
+                step,
+                phase,
+                progress,
+            });
+        }
+    }
+
+    /// Tells the agent, in the worker's own words, why the worker is about to exit. Returns when it is
+    /// written, or after a second.
+    pub fn fail(&self, message: &str, hint: Option<&str>) {
+        if let Some(link) = &self.link {
+            let deadline = Instant::now() + FAIL_TIMEOUT;
+            let failure = ToAgent::Failure {
+                message: one_line(message),
+                hint: hint.map(one_line),
+            };
+            if link.shared.outbox.push(&failure, deadline).is_ok() {
+                link.shared.outbox.flush(deadline);
+            }
+        }
+    }
+
+    /// Leaves the job: writes what is queued, within a bound, and closes the control socket.
+    pub fn shutdown(mut self) {
+        if let Some(link) = self.link.take() {
+            link.shutdown();
+        }
+    }
+}
+
+/// JSON has no NaN and no infinity; such a heartbeat goes without its numbers.
+fn is_finite(progress: &Progress) -> bool {
+    [progress.loss, progress.tokens_per_s, progress.seconds_left]
+        .into_iter()
+        .chain(progress.val_loss)
+        .all(f64::is_finite)
+}
+
+fn one_line(text: &str) -> String {
+    let mut line = text.lines().map(str::trim).collect::<Vec<_>>().join(" ");
+    if line.len() > MAX_FAILURE_BYTES {
+        let end = (0..=MAX_FAILURE_BYTES).rev().find(|&i| line.is_char_boundary(i));
+        line.truncate(end.unwrap_or(0));
+    }
+    line
+}
