@@ -87,13 +87,17 @@ impl Job {
                 } else {
                     format!("{name} left: {words}")
                 };
+                let code = leave
+                    .exit_code
+                    .and_then(|code| u8::try_from(code).ok())
+                    .unwrap_or(exit::INTERNAL);
                 let (min, _) = self.limits();
                 let began = self.highest_generation() > 0;
                 if began && !spare && !self.has_succeeded(incarnation) && self.nodes.len() <= min as usize {
                     // It says itself that it will not come back, and the others are too few.
-                    self.job_over(turn, i32::from(exit::INTERNAL), cause, None);
+                    self.job_over(turn, i32::from(code), cause, None);
                 } else {
-                    self.node_lost(turn, incarnation, &cause, exit::INTERNAL);
+                    self.node_lost(turn, incarnation, &cause, code);
                 }
             }
             _ => {}

@@ -135,6 +135,7 @@ impl Agent {
         Body::Leave(Leave {
             signal,
             reason: String::new(),
+            exit_code: None,
         })
     }
 }

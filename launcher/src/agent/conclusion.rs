@@ -2,7 +2,7 @@
 
 use ddp_proto::exit;
 use ddp_proto::rendezvous::refused::Code;
-use ddp_proto::rendezvous::{JobOver, Refused, WorkerExit};
+use ddp_proto::rendezvous::{JobOver, Leave, Refused, WorkerExit};
 
 use crate::spawn::SpawnError;
 
@@ -51,6 +51,27 @@ pub enum Conclusion {
 }
 
 impl Conclusion {
+    /// What the daemon is told when this ends the agent: a signal or a failed start ends the whole job.
+    pub(super) fn farewell(&self) -> Leave {
+        match self {
+            Self::Stopped { signal } => Leave {
+                signal: Some(*signal),
+                ..Leave::default()
+            },
+            Self::CannotStart(error) => Leave {
+                reason: error.to_string(),
+                exit_code: Some(i32::from(self.exit_code())),
+                ..Leave::default()
+            },
+            Self::Broken { error, exit_code } => Leave {
+                reason: error.clone(),
+                exit_code: Some(i32::from(*exit_code)),
+                ..Leave::default()
+            },
+            _ => Leave::default(),
+        }
+    }
+
     /// The daemon's last word on the job.
     pub(super) fn of_job_over(over: JobOver) -> Self {
         if over.exit_code == i32::from(exit::SUCCESS) {

@@ -10,7 +10,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{Assignment, DaemonMessage, Heartbeat, Join, Leave, WorkerExit};
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, Heartbeat, Join, WorkerExit};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -337,10 +337,9 @@ impl<'a> Driver<'a> {
             Effect::Arm(after) => self.alarm = Some(Instant::now() + after),
             Effect::Disarm => self.alarm = None,
             Effect::Say(text) => self.console.say(&text),
-            Effect::Leave { signal, reason } => {
+            Effect::Leave(leave) => {
                 if self.client.is_some() {
-                    self.link
-                        .leave(generation, Leave { signal, reason }, Instant::now() + LEAVE_WAIT);
+                    self.link.leave(generation, leave, Instant::now() + LEAVE_WAIT);
                 } else {
                     // The daemon never heard of us.
                     events.push_back(Event::Left);

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use ddp_proto::ids::LocalRank;
 use ddp_proto::rendezvous::agent_message::Body as Report;
-use ddp_proto::rendezvous::{Assignment, DaemonMessage, WorkerExit};
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, Leave, WorkerExit};
 
 use super::conclusion::Conclusion;
 use crate::ending::Ending;
@@ -67,7 +67,7 @@ pub(super) enum Effect {
     /// Tell people.
     Say(String),
     /// Tell the daemon good-bye, then [`Event::Left`].
-    Leave { signal: Option<i32>, reason: String },
+    Leave(Leave),
     /// End.
     Finish(Conclusion),
 }

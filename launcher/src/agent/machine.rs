@@ -404,17 +404,9 @@ impl Machine {
         if let Conclusion::DaemonGone { .. } = conclusion {
             return self.finish(conclusion);
         }
-        let signal = match conclusion {
-            Conclusion::Stopped { signal } => Some(signal),
-            _ => None,
-        };
-        let reason = match &conclusion {
-            Conclusion::CannotStart(error) => error.to_string(),
-            Conclusion::Broken { error, .. } => error.clone(),
-            _ => String::new(),
-        };
+        let leave = conclusion.farewell();
         self.phase = Phase::Leaving(conclusion);
-        vec![Effect::Leave { signal, reason }, Effect::Arm(LEAVE_WAIT)]
+        vec![Effect::Leave(leave), Effect::Arm(LEAVE_WAIT)]
     }
 
     fn finish(&mut self, conclusion: Conclusion) -> Vec<Effect> {

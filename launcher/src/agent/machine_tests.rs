@@ -1,5 +1,5 @@
 use ddp_proto::rendezvous::refused::Code;
-use ddp_proto::rendezvous::{JobOver, NodeAssignment, Refused};
+use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused};
 
 use super::super::stop::LAST_WORDS;
 use super::*;
@@ -119,7 +119,7 @@ fn success_is_told_when_all_are_gone() {
             .does(&Effect::Report(Report::NodeSucceeded(NodeSucceeded {})))
     );
     play.hear(1, Word::JobOver(JobOver::default()));
-    assert!(matches!(play.last[0], Effect::Leave { signal: None, .. }));
+    assert!(matches!(play.last[0], Effect::Leave(Leave { signal: None, .. })));
     assert_eq!(play.on(Event::Left).finish(), Some(&Conclusion::Succeeded));
 }
 
@@ -218,7 +218,10 @@ fn the_first_signal_stops_and_the_second_kills() {
     play.on(Event::Signal(15));
     assert!(play.does(&Effect::SignalAll(libc::SIGKILL)));
     play.exit(0, KILLED).swept();
-    assert!(matches!(play.last[0], Effect::Leave { signal: Some(2), .. }));
+    assert!(matches!(
+        play.last[0],
+        Effect::Leave(Leave { signal: Some(2), .. })
+    ));
     // A third one does not wait for the daemon either.
     assert_eq!(
         play.on(Event::Signal(2)).finish(),
@@ -232,7 +235,10 @@ fn a_signal_beats_the_restart_that_was_to_come() {
     let mut play = Play::running(false, 1);
     play.hear(1, over()).on(Event::Signal(15));
     play.exit(0, KILLED).swept();
-    assert!(matches!(play.last[0], Effect::Leave { signal: Some(15), .. }));
+    assert!(matches!(
+        play.last[0],
+        Effect::Leave(Leave { signal: Some(15), .. })
+    ));
     assert_eq!(
         play.on(Event::Alarm).finish(),
         Some(&Conclusion::Stopped { signal: 15 })
@@ -249,7 +255,7 @@ fn a_signal_is_honoured_in_every_state() {
     for play in [&mut joining, &mut succeeded, &mut undecided] {
         play.on(Event::Signal(1));
         assert!(
-            matches!(play.last[0], Effect::Leave { signal: Some(1), .. }),
+            matches!(play.last[0], Effect::Leave(Leave { signal: Some(1), .. })),
             "{:?}",
             play.last
         );
@@ -267,7 +273,9 @@ fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
     play.assign(1, 2).on(Event::SpawnEnded(Some(error.clone())));
     assert!(play.does(&Effect::Sweep));
     play.swept();
-    assert!(matches!(&play.last[0], Effect::Leave { signal: None, reason } if reason.contains("not found")));
+    assert!(
+        matches!(&play.last[0], Effect::Leave(Leave { signal: None, reason, exit_code: Some(127) }) if reason.contains("not found"))
+    );
     assert_eq!(
         play.on(Event::Left).finish().map(Conclusion::exit_code),
         Some(127)

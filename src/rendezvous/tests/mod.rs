@@ -136,6 +136,15 @@ impl Scene {
         self.say(node, generation, Body::Heartbeat(Heartbeat { step: Some(7) }))
     }
 
+    fn give_up(&mut self, node: &str, exit_code: i32, reason: &str) -> &mut Self {
+        let leave = Leave {
+            signal: None,
+            reason: reason.into(),
+            exit_code: Some(exit_code),
+        };
+        self.say(node, 0, Body::Leave(leave))
+    }
+
     fn leave(&mut self, node: &str, signal: Option<i32>, reason: &str) -> &mut Self {
         self.say(
             node,
@@ -143,6 +152,7 @@ impl Scene {
             Body::Leave(Leave {
                 signal,
                 reason: reason.into(),
+                exit_code: None,
             }),
         )
     }

@@ -273,3 +273,10 @@ fn the_daemons_own_pause_costs_nobody_the_lease() {
     s.pass(2 * SECOND, &[]);
     assert!(s.words("a").contains("lost"));
 }
+
+#[test]
+fn a_node_that_cannot_start_the_program_ends_the_job_with_its_own_code_everywhere() {
+    let mut s = two_nodes();
+    s.give_up("b", 127, "cannot start `train.py`: no such file");
+    insta::assert_snapshot!(s.words("a"), @"job over 127: node `b` (node rank 1) left: cannot start `train.py`: no such file (failure on ``)");
+}
