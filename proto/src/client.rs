@@ -17,15 +17,23 @@
 //! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
 //! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
 
+mod attempts;
+mod error;
+
+pub use attempts::{ATTEMPT_TIMEOUT, BACKOFF_BASE, BACKOFF_CAP};
+pub use error::ClientError;
+
 use std::time::Duration;
 
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout_at};
 use tokio_stream::wrappers::ReceiverStream;
-use tonic::transport::{Channel, Endpoint};
+use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use crate::exit;
+use attempts::{Attempts, target};
+use error::{broken, is_transport, root_cause};
+
 use crate::ids::{Generation, NodeId};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
@@ -35,115 +43,10 @@ use crate::rendezvous::{
 
 /// Messages that may wait for the network before [`AgentSender::send`] calls the stream stalled.
 pub const SEND_QUEUE: usize = 64;
-/// First pause between two attempts to reach the daemon; doubled each time.
-pub const BACKOFF_BASE: Duration = Duration::from_millis(20);
-/// Longest pause between two attempts.
-pub const BACKOFF_CAP: Duration = Duration::from_secs(2);
-/// Longest single attempt to open a connection.
-pub const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Time allowed for a call that the daemon answers at once.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
 /// What a blocking read may take beyond the deadline that the daemon itself keeps.
 const READ_MARGIN: Duration = Duration::from_secs(5);
-/// Pings on an idle connection, so that a daemon that vanished without a word is noticed.
-const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
-/// How long a ping may stay unanswered.
-const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
-
-/// Why the daemon could not be reached, or what it answered instead.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ClientError {
-    /// The endpoint is not `host:port`.
-    #[error(
-        "rendezvous endpoint `{endpoint}` is not an address: {cause}\n  hint: write it as `host:port`, like `node0:29400`"
-    )]
-    BadEndpoint {
-        /// As given.
-        endpoint: String,
-        /// What is wrong with it.
-        cause: String,
-    },
-    /// No connection within the deadline.
-    #[error("rendezvous daemon at `{endpoint}` cannot be reached after {:.1} s and {attempts} attempts: {cause}\n  hint: is `ddp-rendezvous serve` (or the node that hosts it) running there, and its port open?", .waited.as_secs_f64())]
-    Unreachable {
-        /// Address that was tried.
-        endpoint: String,
-        /// How long.
-        waited: Duration,
-        /// How often.
-        attempts: u32,
-        /// Last error.
-        cause: String,
-    },
-    /// The connection broke while it was in use; opening a new stream may help.
-    #[error("connection to the rendezvous daemon at `{endpoint}` broke: {cause}")]
-    Broken {
-        /// Address of the daemon.
-        endpoint: String,
-        /// What happened.
-        cause: String,
-    },
-    /// The daemon takes no messages: [`SEND_QUEUE`] of them are waiting. Treat it as broken.
-    #[error("rendezvous daemon at `{endpoint}` does not take messages: {SEND_QUEUE} are waiting")]
-    Stalled {
-        /// Address of the daemon.
-        endpoint: String,
-    },
-    /// The daemon did not answer within the deadline of the call.
-    #[error("{what} got no answer from the rendezvous daemon at `{endpoint}` within {:.1} s: {cause}", .waited.as_secs_f64())]
-    TimedOut {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// Deadline of the call.
-        waited: Duration,
-        /// The daemon's words, or that nothing came.
-        cause: String,
-    },
-    /// The generation that the call speaks of is over.
-    #[error("{cause}")]
-    Superseded {
-        /// The daemon's words: "generation superseded: …".
-        cause: String,
-    },
-    /// The daemon answered with an error.
-    #[error("rendezvous daemon at `{endpoint}` refused {what}: {cause}")]
-    Refused {
-        /// The call, in words.
-        what: String,
-        /// Address of the daemon.
-        endpoint: String,
-        /// Not allowed at all, as opposed to wrong in itself.
-        unauthenticated: bool,
-        /// The daemon's words.
-        cause: String,
-    },
-}
-
-impl ClientError {
-    /// Exit code of a launcher that ends because of this error.
-    #[must_use]
-    pub const fn exit_code(&self) -> u8 {
-        match self {
-            Self::BadEndpoint { .. } => exit::USAGE,
-            Self::Unreachable { .. } | Self::Broken { .. } | Self::Stalled { .. } | Self::TimedOut { .. } => {
-                exit::DAEMON_UNREACHABLE
-            }
-            Self::Refused {
-                unauthenticated: true,
-                ..
-            } => exit::REFUSED,
-            Self::Superseded { .. } | Self::Refused { .. } => exit::INTERNAL,
-        }
-    }
-
-    /// True if a new stream may help ([`Client::agent_stream`] with a deadline).
-    #[must_use]
-    pub const fn is_broken(&self) -> bool {
-        matches!(self, Self::Broken { .. } | Self::Stalled { .. })
-    }
-}
 
 /// Who speaks on an agent's stream: fences every message.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -212,7 +115,7 @@ impl Client {
                     });
                 }
                 Ok(Err(status)) if is_transport(&status) => root_cause(&status),
-                Ok(Err(status)) => return Err(self.refused("the agent's stream", CALL_TIMEOUT, &status)),
+                Ok(Err(status)) => return Err(self.refused("open a stream", CALL_TIMEOUT, &status)),
                 Err(_) => "no answer to the opened stream".to_owned(),
             };
             attempts.failed(cause).await?;
@@ -227,7 +130,7 @@ impl Client {
         key: &str,
         value: Vec<u8>,
     ) -> Result<(), ClientError> {
-        let what = format!("to store `{key}`");
+        let what = format!("store `{key}`");
         let request = KvPutRequest {
             job_id: job_id.to_owned(),
             generation: generation.0,
@@ -248,7 +151,7 @@ impl Client {
         key: &str,
         timeout: Duration,
     ) -> Result<Vec<u8>, ClientError> {
-        let what = format!("to read `{key}`");
+        let what = format!("read `{key}`");
         let request = KvGetRequest {
             job_id: job_id.to_owned(),
             generation: generation.0,
@@ -268,7 +171,7 @@ impl Client {
         let call = inner.status(StatusRequest {
             job_id: job_id.to_owned(),
         });
-        self.bounded(&format!("the status of job `{job_id}`"), CALL_TIMEOUT, call)
+        self.bounded(&format!("get the status of job `{job_id}`"), CALL_TIMEOUT, call)
             .await
     }
 
@@ -286,7 +189,7 @@ impl Client {
                 what: what.to_owned(),
                 endpoint: self.endpoint.clone(),
                 waited: within,
-                cause: "nothing came back".into(),
+                cause: format!("no answer within {within:?}"),
             }),
         }
     }
@@ -393,102 +296,69 @@ impl AgentSender {
     }
 }
 
-/// Counts attempts and paces them.
-struct Attempts<'a> {
-    endpoint: &'a str,
-    begun: Instant,
-    deadline: Instant,
-    count: u32,
-}
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exit;
 
-impl<'a> Attempts<'a> {
-    fn new(endpoint: &'a str, deadline: Instant) -> Self {
-        Self {
-            endpoint,
-            begun: Instant::now(),
-            deadline,
-            count: 0,
+    fn identity() -> AgentIdentity {
+        AgentIdentity {
+            job_id: "j".into(),
+            incarnation: NodeId("a".into()),
         }
     }
 
-    /// Deadline of the attempt that begins now.
-    fn next_deadline(&self) -> Instant {
-        self.deadline.min(Instant::now() + ATTEMPT_TIMEOUT)
+    /// An endpoint at which nobody listens, whose port nobody else is given meanwhile.
+    fn deaf() -> (String, tokio::net::TcpSocket) {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        (socket.local_addr().unwrap().to_string(), socket)
     }
 
-    /// Pauses before the next attempt, or gives up if there is no time for one.
-    async fn failed(&mut self, cause: String) -> Result<(), ClientError> {
-        let pause = backoff(self.count, rand::random_range(0.5..1.0));
-        self.count += 1;
-        let now = Instant::now();
-        if now + pause >= self.deadline {
-            return Err(ClientError::Unreachable {
-                endpoint: self.endpoint.to_owned(),
-                waited: now - self.begun,
-                attempts: self.count,
-                cause,
-            });
+    #[tokio::test]
+    async fn an_unreachable_daemon_is_named_and_has_its_exit_code() {
+        let (endpoint, _socket) = deaf();
+        let error = Client::connect(&endpoint, Instant::now() + Duration::from_secs(1))
+            .await
+            .unwrap_err();
+        assert_eq!(error.exit_code(), exit::DAEMON_UNREACHABLE);
+        let ClientError::Unreachable { attempts, .. } = error else {
+            panic!("{error:?}")
+        };
+        assert!(attempts > 1, "it tries again until the deadline");
+        let words = error.to_string();
+        assert!(
+            words.contains(&format!("`{endpoint}` cannot be reached")),
+            "{words}"
+        );
+        assert!(
+            words.contains("refused") && words.contains("\n  hint: "),
+            "{words}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_daemon_that_never_answers_is_unreachable_too() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = listener.local_addr().unwrap().to_string();
+        let deadline = Instant::now() + Duration::from_millis(200);
+        let result = match Client::connect(&endpoint, deadline).await {
+            Ok(client) => client.agent_stream(identity(), deadline).await.map(drop),
+            Err(error) => Err(error),
+        };
+        let error = result.unwrap_err();
+        assert!(matches!(error, ClientError::Unreachable { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn an_endpoint_without_host_or_port_is_a_usage_error() {
+        for endpoint in ["node0", ":29400", "node0:", "node0:0", "node0:port", "no de:1"] {
+            let error = Client::connect(endpoint, Instant::now()).await.unwrap_err();
+            assert!(
+                matches!(error, ClientError::BadEndpoint { .. }),
+                "`{endpoint}` gave {error:?}"
+            );
+            assert_eq!(error.exit_code(), exit::USAGE);
         }
-        tokio::time::sleep(pause).await;
-        Ok(())
-    }
-}
-
-/// Pause after the attempt with number `attempt` (from 0); `jitter` in 0.5..1 spreads the nodes of a job.
-fn backoff(attempt: u32, jitter: f64) -> Duration {
-    let factor = 1u32.checked_shl(attempt).unwrap_or(u32::MAX);
-    BACKOFF_BASE
-        .saturating_mul(factor)
-        .min(BACKOFF_CAP)
-        .mul_f64(jitter)
-}
-
-fn target(endpoint: &str) -> Result<Endpoint, ClientError> {
-    let bad = |cause: String| ClientError::BadEndpoint {
-        endpoint: endpoint.to_owned(),
-        cause,
-    };
-    let (host, port) = endpoint
-        .rsplit_once(':')
-        .ok_or_else(|| bad("no port is given".into()))?;
-    if host.is_empty() {
-        return Err(bad("no host is given".into()));
-    }
-    if port.parse::<u16>().ok().is_none_or(|port| port == 0) {
-        return Err(bad(format!("`{port}` is not a port")));
-    }
-    let target = Endpoint::from_shared(format!("http://{endpoint}")).map_err(|e| bad(root_cause(&e)))?;
-    Ok(target
-        .connect_timeout(ATTEMPT_TIMEOUT)
-        .tcp_nodelay(true)
-        .tcp_keepalive(Some(KEEP_ALIVE_INTERVAL))
-        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-        .keep_alive_while_idle(true))
-}
-
-/// True if the status was made on this side because the connection failed, or the daemon is going away.
-fn is_transport(status: &Status) -> bool {
-    use std::error::Error as _;
-    status.code() == Code::Unavailable
-        || (status.source().is_some() && status.code() != Code::DeadlineExceeded)
-}
-
-fn broken(endpoint: &str, status: &Status) -> ClientError {
-    ClientError::Broken {
-        endpoint: endpoint.to_owned(),
-        cause: root_cause(status),
-    }
-}
-
-/// The innermost words of an error: the layers around it only say "transport error".
-fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
-    let mut error = error;
-    while let Some(source) = error.source() {
-        error = source;
-    }
-    match error.downcast_ref::<Status>() {
-        Some(status) => status.message().to_owned(),
-        None => error.to_string(),
     }
 }

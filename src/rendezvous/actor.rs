@@ -40,12 +40,15 @@ pub(super) struct Actor {
     calls: HashMap<CallId, Answer>,
     last_call: u64,
     drained: Vec<oneshot::Sender<()>>,
+    /// How long messages may keep a timer waiting.
+    tick_slack: Duration,
 }
 
 impl Actor {
     pub(super) fn new(config: Config) -> (Self, mpsc::Sender<Request>) {
         let (outbox, inbox) = mpsc::channel(config.inbox);
         let actor = Self {
+            tick_slack: config.heartbeat_interval() / 2,
             state: State::new(config),
             inbox,
             born: Instant::now(),
@@ -60,7 +63,18 @@ impl Actor {
     /// Runs until nobody can send to it any more.
     pub(super) async fn run(mut self) {
         loop {
+            if !self.drained.is_empty() && self.state.is_idle() {
+                for drained in self.drained.drain(..) {
+                    // The asker stops waiting at its own deadline.
+                    let _ = drained.send(());
+                }
+            }
             let wake = self.state.next_wake().map(|wake| self.born + wake);
+            if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
+                // A flood of messages must not keep leases and deadlines alive.
+                self.apply(Event::Tick);
+                continue;
+            }
             // Cancel safe: `recv` takes a message only when it returns it, and a deadline is computed anew.
             // Messages first: a heartbeat that waits to be read counts before the lease that it renews ends.
             tokio::select! {
@@ -70,12 +84,6 @@ impl Actor {
                     None => return,
                 },
                 () = sleep_until(wake) => self.apply(Event::Tick),
-            }
-            if !self.drained.is_empty() && self.state.is_idle() {
-                for drained in self.drained.drain(..) {
-                    // The asker stops waiting at its own deadline.
-                    let _ = drained.send(());
-                }
             }
         }
     }

@@ -85,7 +85,7 @@ impl Default for Config {
             max_tail_bytes: 16 << 10,
             kv: KvLimits::default(),
             agent_queue: 64,
-            inbox: 1024,
+            inbox: 256,
             tcp_keepalive: Duration::from_secs(15),
             http2_keepalive_interval: Duration::from_secs(10),
             http2_keepalive_timeout: Duration::from_secs(20),

@@ -1,5 +1,5 @@
-//! One job: its nodes, its generation and its phase. The decisions are in `gather` (joining, starting) and
-//! `outcome` (failures, restarts, the end); here is what they share: dispatch, leases, timers.
+//! One job: its nodes, its generation and its phase. The decisions are in `joining`, `gather`, `assignment` and
+//! `outcome`; here is what they share: dispatch, leases, timers.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Duration;

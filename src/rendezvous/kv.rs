@@ -166,10 +166,7 @@ impl KvStore {
 }
 
 fn not_written(key: &str, waited: Duration) -> KvError {
-    KvError::TimedOut(format!(
-        "nobody wrote key `{key}` within {:.1} s",
-        waited.as_secs_f64()
-    ))
+    KvError::TimedOut(format!("nobody wrote key `{key}` within {waited:?}"))
 }
 
 /// At most `bytes` bytes of `text`, cut at a character.
@@ -266,7 +263,7 @@ mod tests {
         store.expire(SECOND, &mut effects);
         assert_eq!(
             answers(&effects),
-            [(1, Err("nobody wrote key `a` within 1.0 s".into()))]
+            [(1, Err("nobody wrote key `a` within 1s".into()))]
         );
         assert_eq!(store.next_deadline(), Some(3 * SECOND));
         effects.clear();

@@ -7,7 +7,9 @@
 //! | `event` | [`Event`], [`Effect`] | what the state machine is told and asks for |
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | leases, timers, dispatch |
-//! | `gather` | joining | who may take part, when a generation starts |
+//! | `joining` | joining | who may take part, who comes back, who is refused |
+//! | `gather` | gathering | when a generation starts |
+//! | `assignment` | the start | what every node is told |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `outcome` | the end | failures, restart budget, lost nodes, signals, success |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
@@ -20,10 +22,12 @@
 //! an agent that does not read its messages is disconnected.
 
 mod actor;
+mod assignment;
 mod config;
 mod event;
 mod gather;
 mod job;
+mod joining;
 mod kv;
 mod outcome;
 mod ranks;

@@ -6,8 +6,8 @@ use ddp_proto::rendezvous::{GenerationOver, JobOver, Leave, WorkerExit};
 
 use super::config::Config;
 use super::event::Turn;
-use super::gather::join_timeout;
 use super::job::{Gathering, Job, Over, Phase, Readiness};
+use super::joining::join_timeout;
 use super::kv::clip;
 use super::words;
 
@@ -87,7 +87,14 @@ impl Job {
                 } else {
                     format!("{name} left: {words}")
                 };
-                self.node_lost(turn, incarnation, &cause, exit::INTERNAL);
+                let (min, _) = self.limits();
+                let began = self.highest_generation() > 0;
+                if began && !spare && !self.has_succeeded(incarnation) && self.nodes.len() <= min as usize {
+                    // It says itself that it will not come back, and the others are too few.
+                    self.job_over(turn, i32::from(exit::INTERNAL), cause, None);
+                } else {
+                    self.node_lost(turn, incarnation, &cause, exit::INTERNAL);
+                }
             }
             _ => {}
         }
@@ -116,8 +123,7 @@ impl Job {
 
     /// A node is gone. If it was needed, the generation is over; `exit_code` ends the job without a restart.
     pub(super) fn node_lost(&mut self, turn: &mut Turn<'_>, incarnation: &str, cause: &str, exit_code: u8) {
-        let done = matches!(&self.phase, Phase::Running(r) if r.succeeded.contains(incarnation));
-        if self.is_member(incarnation) && !done {
+        if self.is_member(incarnation) && !self.has_succeeded(incarnation) {
             let cause = cause.to_owned();
             self.strike(
                 turn,
@@ -137,6 +143,11 @@ impl Job {
             }
             self.lost.push_back(incarnation.to_owned());
         }
+    }
+
+    /// The node has done its part of the running generation.
+    pub(super) fn has_succeeded(&self, incarnation: &str) -> bool {
+        matches!(&self.phase, Phase::Running(running) if running.succeeded.contains(incarnation))
     }
 
     /// Ends the running generation: the next one if the budget allows it, else the end of the job.

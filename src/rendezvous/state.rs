@@ -9,8 +9,8 @@ use ddp_proto::rendezvous::{AgentMessage, KvGetRequest, KvPutRequest, Refused, S
 
 use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
-use super::gather::Joining;
 use super::job::{Job, Phase};
+use super::joining::Joining;
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
 const MAX_FINISHED: usize = 256;
@@ -95,7 +95,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
     };
     match event {
         Event::Message { conn, .. } if ended.contains(&conn) => {
-            turn.detail("ignored a message on an ended stream")
+            turn.detail("ignored a message on an ended stream");
         }
         Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, message),
         Event::Closed { conn, clean } => {
@@ -135,34 +135,17 @@ impl Daemon<'_> {
             job: job_id,
             incarnation,
         };
-        match self.speakers.get(&conn) {
-            Some(known) if *known != speaker => {
-                return refuse(
-                    turn,
-                    conn,
-                    "a stream speaks for one node of one job only".to_owned(),
-                );
-            }
-            Some(_) => {}
-            None if matches!(body, Body::Join(_)) => {
-                if let Err(reason) = self.admit_speaker(turn, &speaker) {
-                    return refuse(turn, conn, reason);
-                }
-                self.speakers.insert(conn, speaker.clone());
-            }
-            None => {
-                return refuse(
-                    turn,
-                    conn,
-                    "the first message of a stream must be `Join`".to_owned(),
-                );
-            }
+        if let Err(reason) = self.identify(turn, conn, &speaker, &body) {
+            return refuse(turn, conn, reason);
         }
+        let Speaker {
+            job: job_id,
+            incarnation,
+        } = speaker;
         if let Body::Join(join) = body {
-            let Speaker { job, incarnation } = speaker;
             self.join(
                 turn,
-                &job,
+                &job_id,
                 Joining {
                     conn,
                     peer,
@@ -171,26 +154,41 @@ impl Daemon<'_> {
                     join,
                 },
             );
-            self.forget(&job);
+            self.forget(&job_id);
             return;
         }
-        let Some(job) = self.jobs.get_mut(&speaker.job) else {
+        let Some(job) = self.jobs.get_mut(&job_id) else {
             return;
         };
         if job
             .nodes
-            .get(&speaker.incarnation)
+            .get(&incarnation)
             .is_some_and(|node| node.conn == Some(conn))
         {
-            job.message(turn, &speaker.incarnation, generation, body);
-            self.forget(&speaker.job);
+            job.message(turn, &incarnation, generation, body);
+            self.forget(&job_id);
         } else {
-            job.ignore(
-                turn,
-                &speaker.incarnation,
-                generation,
-                "a message on an old stream",
-            );
+            job.ignore(turn, &incarnation, generation, "a message on an old stream");
+        }
+    }
+
+    /// A stream begins with `Join`, and speaks for one node from then on.
+    fn identify(
+        &mut self,
+        turn: &Turn<'_>,
+        conn: ConnId,
+        speaker: &Speaker,
+        body: &Body,
+    ) -> Result<(), String> {
+        match self.speakers.get(&conn) {
+            Some(known) if known == speaker => Ok(()),
+            Some(_) => Err("a stream speaks for one node of one job only".to_owned()),
+            None if matches!(body, Body::Join(_)) => {
+                self.admit_speaker(turn, speaker)?;
+                self.speakers.insert(conn, speaker.clone());
+                Ok(())
+            }
+            None => Err("the first message of a stream must be `Join`".to_owned()),
         }
     }
 

@@ -4,7 +4,7 @@
 //! any moment; the daemon's clock is a number. After every event the invariants of `invariants.rs` are checked, and at
 //! the end every world must have come to rest: done, or waiting for something that it can name.
 //!
-//! A failing case prints its seed: `DDP_SIM_SEED=<seed> cargo test --test sim -- --nocapture` replays it alone.
+//! `DDP_SIM_SEEDS=<n>` runs more of them. A failing case prints its seed: `DDP_SIM_SEED=<seed> cargo test --test sim -- --nocapture` replays it alone.
 
 mod agent;
 mod invariants;
@@ -24,18 +24,20 @@ fn any_trouble_ends_well() {
         return;
     }
     let mut tally = Tally::default();
-    for seed in 0..SEEDS {
+    let seeds =
+        std::env::var("DDP_SIM_SEEDS").map_or(SEEDS, |n| n.parse().expect("DDP_SIM_SEEDS is a number"));
+    for seed in 0..seeds {
         let replay = Replay(seed);
         tally.count(&World::new(seed, false).run());
         std::mem::forget(replay);
     }
     println!("{tally:?}");
     // A simulation that never meets trouble, or never gets through it, proves nothing.
-    assert!(tally.succeeded > SEEDS / 10, "{tally:?}");
-    assert!(tally.failed > SEEDS / 20, "{tally:?}");
+    assert!(tally.succeeded > seeds / 10, "{tally:?}");
+    assert!(tally.failed > seeds / 20, "{tally:?}");
     assert!(tally.stopped > 0 && tally.timed_out > 0, "{tally:?}");
     assert!(
-        tally.generations > 2 * SEEDS && tally.reconnects > SEEDS && tally.deaths > SEEDS / 4,
+        tally.generations > 2 * seeds && tally.reconnects > seeds && tally.deaths > seeds / 4,
         "{tally:?}"
     );
 }

@@ -3,6 +3,7 @@
 mod gathering;
 mod outcomes;
 mod reconnects;
+mod server;
 mod store;
 
 use std::collections::BTreeMap;

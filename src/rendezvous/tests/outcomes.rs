@@ -218,10 +218,18 @@ fn a_lost_node_ends_the_job_when_no_restart_is_left() {
 }
 
 #[test]
-fn a_node_that_gives_up_says_why() {
+fn a_node_that_gives_up_ends_a_job_that_cannot_go_on_without_it() {
     let mut s = two_nodes();
     s.leave("b", None, "cannot start `train.py`: no such file");
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) left: cannot start `train.py`: no such file (failure on ``, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(s.words("a"), @"job over 70: node `b` (node rank 1) left: cannot start `train.py`: no such file (failure on ``)");
+}
+
+#[test]
+fn an_elastic_job_goes_on_when_a_node_gives_up() {
+    let mut s = Scene::new();
+    s.join("a", 1, 2).join("b", 1, 2).words("a");
+    s.leave("b", None, "the disk is full");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) left: the disk is full (failure on ``, restart 1/3, back-off 100 ms)");
 }
 
 #[test]

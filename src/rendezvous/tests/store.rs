@@ -23,7 +23,7 @@ fn a_read_times_out_on_the_daemons_clock() {
     s.pass(Duration::from_millis(1), &["a"]);
     assert_eq!(
         s.answer(get),
-        Some(Err("nobody wrote key `never` within 1.5 s".into()))
+        Some(Err("nobody wrote key `never` within 1.5s".into()))
     );
 }
 
