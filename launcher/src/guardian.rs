@@ -46,10 +46,7 @@ impl Guardian {
     /// Forks the guardian. Must be the first thing in `main`: no thread and no runtime may exist yet.
     pub fn fork() -> io::Result<Self> {
         let launcher_id = format!("ddp-{}-{:016x}", std::process::id(), rand::random::<u64>());
-        let marker = match std::env::var(DDP_JOB_MARKER) {
-            Ok(outer) if !outer.is_empty() => format!("{outer}/{launcher_id}"),
-            _ => launcher_id.clone(),
-        };
+        let marker = nested(std::env::var(DDP_JOB_MARKER).ok().as_deref(), &launcher_id);
         let (socket, guardians_end) = UnixStream::pair()?;
         // SAFETY: by contract no other thread exists, so the child may use the whole of std; it never returns.
         match unsafe { fork() }? {
@@ -61,7 +58,7 @@ impl Guardian {
             }),
             ForkResult::Child => {
                 drop(socket);
-                let watch = AssertUnwindSafe(|| Watch::new(guardians_end, launcher_id).run());
+                let watch = AssertUnwindSafe(|| Watch::new(guardians_end, launcher_id, &marker).run());
                 let _ = std::panic::catch_unwind(watch);
                 // SAFETY: plain system call; the destructors of the copied launcher must not run.
                 unsafe { libc::_exit(0) }
@@ -100,7 +97,7 @@ impl Guardian {
 
     /// Directory for files of workers that have no log directory; removed with the launcher.
     pub(crate) fn scratch_dir(&self) -> PathBuf {
-        scratch_dir(&self.launcher_id)
+        scratch_dir(&self.marker)
     }
 
     /// The handle with which workers are announced, usable between `fork` and `exec`.
@@ -138,22 +135,38 @@ fn send_record(socket: RawFd, tag: u8, session: i32) {
     unsafe { libc::send(socket, record.as_ptr().cast(), record.len(), flags) };
 }
 
-fn scratch_dir(launcher_id: &str) -> PathBuf {
-    std::env::temp_dir().join(launcher_id)
+/// The marker of a launcher that may itself be a worker of an outer one, so that the outer one's guardian finds
+/// the workers of the inner one too. What does not look like a marker is not continued.
+fn nested(outer: Option<&str>, launcher_id: &str) -> String {
+    let is_id = |id: &str| {
+        let plain = |byte: u8| byte.is_ascii_alphanumeric() || byte == b'-';
+        id.starts_with("ddp-") && id.bytes().all(plain)
+    };
+    match outer {
+        Some(outer) if outer.split('/').all(is_id) => format!("{outer}/{launcher_id}"),
+        _ => launcher_id.to_owned(),
+    }
+}
+
+/// As a marker names the outer launchers too, the directory lies in theirs, and goes with it.
+fn scratch_dir(marker: &str) -> PathBuf {
+    std::env::temp_dir().join(marker)
 }
 
 /// The guardian's own side.
 struct Watch {
     socket: UnixStream,
     launcher_id: String,
+    scratch_dir: PathBuf,
     sessions: BTreeSet<i32>,
 }
 
 impl Watch {
-    fn new(socket: UnixStream, launcher_id: String) -> Self {
+    fn new(socket: UnixStream, launcher_id: String, marker: &str) -> Self {
         Self {
             socket,
             launcher_id,
+            scratch_dir: scratch_dir(marker),
             sessions: BTreeSet::new(),
         }
     }
@@ -176,7 +189,7 @@ impl Watch {
         };
         quarry.kill_all(HUNT_BOUND);
         // There is nobody left to tell.
-        let _ = fs::remove_dir_all(scratch_dir(&self.launcher_id));
+        let _ = fs::remove_dir_all(&self.scratch_dir);
     }
 
     /// Lets go of all that is the launcher's: terminal, signals, directory, descriptors.
@@ -231,5 +244,19 @@ fn close_range(first: RawFd, last: RawFd) {
     for fd in open {
         // SAFETY: as above. The descriptor of the directory just read is closed already, which only gives EBADF.
         unsafe { libc::close(fd) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn markers_name_the_outer_launchers_too() {
+        assert_eq!(nested(None, "ddp-2"), "ddp-2");
+        assert_eq!(nested(Some("ddp-0/ddp-1"), "ddp-2"), "ddp-0/ddp-1/ddp-2");
+        for strange in ["", "/", "../x", "/etc", "ddp-1/../../x", "ddp-1/"] {
+            assert_eq!(nested(Some(strange), "ddp-2"), "ddp-2", "{strange}");
+        }
     }
 }

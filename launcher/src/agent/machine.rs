@@ -425,10 +425,17 @@ impl Machine {
 
 fn restart_notice(over: &GenerationOver) -> String {
     let pause = f64::from(over.backoff_ms) / 1000.0;
-    format!(
-        "{}; restart {} of {} in {pause:.1} s",
-        over.cause, over.restart_count, over.max_restarts
-    )
+    let (count, max) = (over.restart_count, over.max_restarts);
+    let mut notice = format!("{}; restart {count} of {max} in {pause:.1} s", over.cause);
+    if let Some(failure) = over
+        .first_failure
+        .as_ref()
+        .filter(|failure| !failure.log_file.is_empty())
+    {
+        notice.push_str("\n  log file: ");
+        notice.push_str(&failure.log_file);
+    }
+    notice
 }
 
 #[cfg(test)]

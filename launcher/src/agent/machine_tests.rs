@@ -324,3 +324,18 @@ fn a_refusal_after_workers_ran_stops_them() {
     play.exit(0, KILLED).swept().on(Event::Left);
     assert_eq!(play.finish().map(Conclusion::exit_code), Some(76));
 }
+
+#[test]
+fn the_notice_of_a_restart_names_the_log_file() {
+    let Word::GenerationOver(mut over) = over() else {
+        unreachable!("made above");
+    };
+    over.first_failure = Some(WorkerExit {
+        log_file: "logs/attempt_0/0/stderr.log".into(),
+        ..WorkerExit::default()
+    });
+    insta::assert_snapshot!(restart_notice(&over), @r"
+    rank 0 (node `b`) died of SIGKILL; restart 1 of 3 in 0.5 s
+      log file: logs/attempt_0/0/stderr.log
+    ");
+}

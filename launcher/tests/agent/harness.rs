@@ -84,6 +84,14 @@ impl Launch {
             .env("DDP_TEST_ROLE", role)
     }
 
+    /// Workers are launchers themselves.
+    pub(crate) fn launcher(self, inner: &Launch) -> Self {
+        let binary = std::env::current_exe().unwrap();
+        let plan = serde_json::to_string(inner).unwrap();
+        self.program(binary, &["role_launcher", "--exact", "--nocapture"])
+            .env(PLAN, plan)
+    }
+
     pub(crate) fn env(mut self, name: &str, value: impl AsRef<Path>) -> Self {
         self.env.insert(name.into(), value.as_ref().display().to_string());
         self

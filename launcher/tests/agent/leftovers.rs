@@ -86,3 +86,18 @@ fn nothing_survives_a_launcher_that_is_killed() {
     assert_eq!(end.code, 1009);
     family.rest();
 }
+
+#[test]
+fn nothing_survives_a_launcher_in_a_launcher() {
+    let daemon = Daemon::start(Policy::default());
+    let inner_daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut family = meeting.lines();
+    let script = r#"exec 3>"$FIFO"; setsid tail -f /dev/null & echo ready >&3; exec tail -f /dev/null"#;
+    let inner = launch(&inner_daemon).env("FIFO", &meeting.fifo).sh(script);
+    let launcher = launch(&daemon).launcher(&inner).start();
+    family.expect("ready");
+    launcher.signal(Signal::SIGKILL);
+    assert_eq!(launcher.wait().code, 1009);
+    family.rest();
+}

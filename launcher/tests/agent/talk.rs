@@ -382,3 +382,56 @@ fn progress_is_drawn_on_a_terminal() {
     );
     assert!(screen.contains("[0] a line meanwhile"), "{screen:?}");
 }
+
+/// Asks and asks, and never reads an answer.
+#[test]
+fn role_never_reads() {
+    if !plays("role_never_reads") {
+        return;
+    }
+    let mut session = Session::open();
+    for call in 0..20_000 {
+        session.say(&ToAgent::KvGet {
+            call,
+            key: format!("nobody writes {call}"),
+            timeout_ms: 60_000,
+        });
+    }
+    println!("flooded");
+    // Until it is stopped.
+    std::fs::read(std::env::var("FIFO").unwrap()).unwrap();
+}
+
+#[test]
+fn a_worker_that_never_reads_holds_up_nobody() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let launch = launch(&daemon)
+        .workers(2)
+        .env("FIFO", &meeting.fifo)
+        .role("role_never_reads");
+    let mut launcher = launch.start();
+    launcher.stdout.expect("flooded");
+    launcher.stdout.expect("flooded");
+    launcher.signal(Signal::SIGTERM);
+    let end = launcher.wait();
+    assert_eq!(end.code, 143, "{}", end.stderr);
+}
+
+#[test]
+fn a_daemon_that_is_gone_for_good_ends_the_launch() {
+    let daemon = Daemon::start(Policy::default());
+    let script = r"trap 'echo stopped; exit 0' TERM; echo ready; while :; do tail -f /dev/null & wait; done";
+    let launch = launch(&daemon)
+        .sh(script)
+        .connect_timeout(std::time::Duration::from_millis(500));
+    let mut launcher = launch.start();
+    launcher.stdout.expect("[0] ready");
+    let endpoint = daemon.endpoint();
+    drop(daemon);
+    let end = launcher.wait();
+    assert_eq!(end.code, 69, "{}", end.stderr);
+    assert!(end.stdout.contains("[0] stopped"), "{}", end.stdout);
+    let gone = format!("error: rendezvous daemon at `{endpoint}` cannot be reached");
+    assert!(end.stderr.contains(&gone), "{}", end.stderr);
+}
