@@ -15,7 +15,7 @@ use super::values::{self, Endpoint, ProcCount, RdzvConf};
 ///
 /// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by `python3 -u`,
 /// or by $PYTHON_EXEC) or any program. Everything after it belongs to it. Flags may be spelled with `-` or
-/// `_`; a flag that is not given is taken from PET_<NAME>, then from the YAML's `launch` section.
+/// `_`; a flag that is not given is taken from `PET_<NAME>`, then from the YAML's `launch` section.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-run", version, max_term_width = 100, after_help = AFTER_HELP)]
 pub struct Args {

@@ -19,7 +19,7 @@ pub enum CliError {
         message: String,
     },
     /// The file is not YAML.
-    #[error("`{}`: {message}", file.display())]
+    #[error("{}: {message}", file.display())]
     Yaml {
         /// Path as given.
         file: PathBuf,
@@ -27,7 +27,7 @@ pub enum CliError {
         message: String,
     },
     /// A key or value of the `launch` section is refused.
-    #[error("`{}`, line {line}: `launch.{key}`: {message}", file.display())]
+    #[error("{}:{line}: `launch.{key}`: {message}", file.display())]
     BadLaunchKey {
         /// Path as given.
         file: PathBuf,

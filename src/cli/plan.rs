@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::hash::{BuildHasher, Hasher};
 use std::io::IsTerminal;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ddp_launcher::{LaunchPlan, NodeRange};
@@ -12,7 +12,7 @@ use ddp_proto::ids::NodeRank;
 use super::args::ParsedArgs;
 use super::error::CliError;
 use super::host::HostFacts;
-use super::native;
+use super::native::{self, Validated};
 use super::settings::Settings;
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind};
 use super::values::ProcCount;
@@ -41,11 +41,11 @@ pub fn resolve(
     exe: &SelfExe,
 ) -> Result<Launch, CliError> {
     let target = Target::read(args.target, args.target_args, args.overrides)?;
+    let validated = validate(&target)?;
     refuse_standalone_with_nodes(&args.settings)?;
     let mut settings = args.settings.or(Settings::from_env(&get_env)?);
-    let target_path = Path::new(&target.name);
     if let Some(text) = &target.yaml {
-        settings = settings.or(Settings::from_yaml(target_path, text)?);
+        settings = settings.or(Settings::from_yaml(Path::new(&target.name), text)?);
     }
     if settings.standalone == Some(true) {
         settings = Settings {
@@ -64,16 +64,11 @@ pub fn resolve(
         None if alone => unique_job_id(SystemTime::now()),
         None => "none".to_owned(),
     };
-    let out_dir = match &target.yaml {
-        Some(_) => {
-            let validated = native::validate(target_path, &target.overrides)?;
-            if alone {
-                validated.claim_out_dir(&job_id)?;
-            }
-            Some(validated.out_dir(&job_id))
-        }
-        None => None,
-    };
+    let workers = hardware::workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
+    // Last of all that can fail: it writes.
+    let out_dir = validated
+        .map(|config| claim_out_dir(&config, &job_id, alone))
+        .transpose()?;
     let max_restarts = settings
         .max_restarts
         .unwrap_or(target.kind.default_max_restarts());
@@ -89,7 +84,7 @@ pub fn resolve(
         endpoint: String::new(),
         nodes,
         node_rank: settings.node_rank.map(NodeRank),
-        workers: hardware::workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?,
+        workers,
         max_restarts,
         local_addr: settings.local_addr,
         job_signature,
@@ -107,6 +102,22 @@ pub fn resolve(
         node_rank: settings.node_rank,
     };
     Ok(Launch { plan, host })
+}
+
+/// The configuration of a native target, checked as its workers will check it.
+fn validate(target: &Target) -> Result<Option<Validated>, CliError> {
+    match target.kind {
+        TargetKind::Native => native::validate(Path::new(&target.name), &target.overrides).map(Some),
+        TargetKind::Python | TargetKind::Program => Ok(None),
+    }
+}
+
+/// Makes the run's folder where no other node could, and says where it is.
+fn claim_out_dir(config: &Validated, job_id: &str, alone: bool) -> Result<PathBuf, CliError> {
+    if alone {
+        config.claim_out_dir(job_id)?;
+    }
+    Ok(config.out_dir(job_id))
 }
 
 /// `--standalone` beats what variables and files say of several nodes, but a command line that asks for

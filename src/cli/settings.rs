@@ -204,6 +204,6 @@ mod tests {
         assert_eq!(settings.max_restarts, Some(5));
         let text = "launch:\n  nproc_per_node: 2\n  nodes: 5\n";
         let error = Settings::from_yaml(Path::new("t.yaml"), text).expect_err("unknown key");
-        insta::assert_snapshot!(error, @"`t.yaml`, line 3: `launch.nodes`: unknown key, known are `nnodes`, `nproc_per_node`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf`, `node_rank`, `standalone`, `max_restarts`, `log_dir`, `local_addr`, `shutdown_timeout`");
+        insta::assert_snapshot!(error, @"t.yaml:3: `launch.nodes`: unknown key, known are `nnodes`, `nproc_per_node`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf`, `node_rank`, `standalone`, `max_restarts`, `log_dir`, `local_addr`, `shutdown_timeout`");
     }
 }

@@ -33,6 +33,20 @@ fn an_unknown_key() {
 }
 
 #[test]
+fn an_unknown_key_of_the_launch_section() {
+    let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_node: 2, nodes: 5}}\n"));
+    insta::assert_snapshot!(refused(&job), @"error: tiny.yaml:10: `launch.nodes`: unknown key, known are `nnodes`, `nproc_per_node`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf`, `node_rank`, `standalone`, `max_restarts`, `log_dir`, `local_addr`, `shutdown_timeout`");
+    expect_nothing_written(&job);
+}
+
+#[test]
+fn what_is_not_yaml() {
+    let job = TinyJob::with(|yaml| yaml.replace("run: {", "run: {["));
+    insta::assert_snapshot!(refused(&job), @"error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'");
+    expect_nothing_written(&job);
+}
+
+#[test]
 fn a_wrong_type() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: many"));
     insta::assert_snapshot!(refused(&job), @"error: tiny.yaml:5: `train.steps` is the string `many`, expected a whole number, 0 or more");

@@ -2,7 +2,7 @@
 
 use std::net::TcpListener;
 
-use crate::harness::{Finished, Launch, launch, temp_dir};
+use crate::harness::{Finished, Launch, launch};
 
 /// The message with what differs between runs taken out.
 #[track_caller]
@@ -90,14 +90,6 @@ fn overrides_without_a_configuration() {
         error: `--set train.steps=3` needs a YAML target, but the target is `true`
           hint: give arguments of a program after its name: `ddp-run true ARGS`
         ");
-}
-
-#[test]
-fn an_unknown_key_of_the_launch_section() {
-    let dir = temp_dir();
-    let yaml = "model: {kind: mlp}\nlaunch:\n  nproc_per_node: 2\n  nodes: 5\n";
-    std::fs::write(dir.path().join("t.yaml"), yaml).expect("writable");
-    insta::assert_snapshot!(message(launch().dir(dir.path()).target("t.yaml"), 2), @"error: `t.yaml`, line 4: `launch.nodes`: unknown key, known are `nnodes`, `nproc_per_node`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf`, `node_rank`, `standalone`, `max_restarts`, `log_dir`, `local_addr`, `shutdown_timeout`");
 }
 
 #[test]
