@@ -352,9 +352,15 @@ mod tests {
         let mut run = run(folder.path());
         fs::create_dir_all(folder.path().join("checkpoints/step_00000001")).unwrap();
         fs::write(folder.path().join("notes.txt"), "mine").unwrap();
-        insta::assert_snapshot!(error(&run, folder.path()), @"");
+        insta::assert_snapshot!(error(&run, folder.path()), @r"
+        `DIR` already holds a run (found `checkpoints`)
+          hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or another `run.out_dir`
+        ");
         run.resume = Resume::Require;
-        insta::assert_snapshot!(error(&run, folder.path()), @"");
+        insta::assert_snapshot!(error(&run, folder.path()), @r"
+        `run.resume` is `require`, but `DIR` holds no checkpoint
+          hint: set `run.resume: auto` to start where there is nothing to resume
+        ");
         run.resume = Resume::Auto;
         assert_eq!(open(&run).unwrap().1, Start::Fresh);
         run.resume = Resume::Never;
@@ -384,7 +390,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
-        insta::assert_snapshot!(error(&run(&file), folder.path()), @"");
-        insta::assert_snapshot!(error(&run(&file.join("below")), folder.path()), @"");
+        insta::assert_snapshot!(error(&run(&file), folder.path()), @r"
+        cannot create `DIR/file`: File exists (os error 17)
+          hint: a file stands where a folder is needed; set another `run.out_dir`
+        ");
+        insta::assert_snapshot!(error(&run(&file.join("below")), folder.path()), @r"
+        cannot create `DIR/file/below`: Not a directory (os error 20)
+          hint: a file stands where a folder is needed; set another `run.out_dir`
+        ");
     }
 }
