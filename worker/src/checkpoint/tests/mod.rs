@@ -334,6 +334,39 @@ fn saving_the_latest_step_again_keeps_it_if_it_is_the_same() {
 }
 
 #[test]
+fn ranks_that_join_in_any_order_write_one_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let (w, m) = (weights(20), weights(1020));
+    let follower = Writer::join(folder.path(), 20, 3).unwrap();
+    follower.write("part-1", &[piece("m", 0..12, &m)]).unwrap();
+    let leader = Writer::begin(folder.path(), 20, 3).unwrap();
+    leader.write("part-0", &[piece("w", 0..12, &w)]).unwrap();
+    leader.commit(&state(20), &["part-0", "part-1"]).unwrap();
+    assert_eq!(check_latest(folder.path()), 20);
+}
+
+#[test]
+fn a_rank_of_an_earlier_generation_disturbs_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let w = weights(20);
+    let all = [piece("w", 0..12, &w)];
+    let old = Writer::begin(folder.path(), 20, 1).unwrap();
+    let new = Writer::begin(folder.path(), 20, 2).unwrap();
+    new.write("part-0", &all).unwrap();
+    old.write("part-0", &all).unwrap_err();
+    let old = Writer::begin(folder.path(), 20, 1).unwrap();
+    old.write("part-0", &[piece("w", 0..6, &w)]).unwrap();
+    new.commit(&state(20), &["part-0"]).unwrap();
+    old.commit(&state(20), &["part-0"]).unwrap_err();
+    let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+    assert_eq!(reader.read("w", 0..12).unwrap(), w);
+    assert_eq!(
+        names(&folder.path().join("checkpoints")),
+        ["latest", "step_00000020"]
+    );
+}
+
+#[test]
 fn a_file_that_an_earlier_attempt_left_is_not_merged() {
     let folder = tempfile::tempdir().unwrap();
     let writer = Writer::begin(folder.path(), 20, 1).unwrap();
