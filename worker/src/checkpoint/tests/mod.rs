@@ -358,6 +358,10 @@ fn a_rank_of_an_earlier_generation_disturbs_nobody() {
     old.write("part-0", &[piece("w", 0..6, &w)]).unwrap();
     new.commit(&state(20), &["part-0"]).unwrap();
     old.commit(&state(20), &["part-0"]).unwrap_err();
+    let late = Writer::begin(folder.path(), 10, 1).unwrap();
+    late.write("part-0", &all).unwrap();
+    let error = late.commit(&state(10), &["part-0"]).unwrap_err();
+    assert_eq!(error, CheckpointError::Overtaken { step: 10, latest: 20 });
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
     assert_eq!(reader.read("w", 0..12).unwrap(), w);
     assert_eq!(
