@@ -6,11 +6,13 @@
 //! | [`ops`] | operations as data, with their CPU kernels | models, ranks |
 //! | [`model`] | parameters, blocks, GPT-2 and MLP | ranks, gradients' way to other ranks |
 //! | [`collective`] | communicators, transports, work handles | models, gradients |
-//! | [`parallel`] | gradient layout, reducer, strategies | which model it is |
+//! | [`parallel`] | gradient layout, reducer, checks that ranks agree | which model it is |
+//! | [`optim`] | AdamW, clipping, learning rate | ranks |
 //! | [`config`] | `train.yaml` as types | ranks |
 //! | [`data`] | from a token file to the samples of a rank | models |
 //! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
+//! | [`train`] | the loop of one rank | who started it |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
 //! The worker reads the environment contract and a control socket; it does not know its launcher.
@@ -24,5 +26,7 @@ pub mod device;
 pub mod metrics;
 pub mod model;
 pub mod ops;
+pub mod optim;
 pub mod parallel;
 pub mod session;
+pub mod train;

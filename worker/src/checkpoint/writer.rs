@@ -19,7 +19,7 @@ pub struct Piece<'a> {
     /// Name of the tensor.
     pub tensor: &'a str,
     /// Its global shape.
-    pub shape: &'a [usize],
+    pub shape: &'a [u64],
     /// Type of its elements.
     pub dtype: DType,
     /// Elements that these are, in row-major order of the whole tensor.
@@ -31,7 +31,7 @@ pub struct Piece<'a> {
 impl Piece<'_> {
     /// Name and shape of the entry in the file.
     pub(super) fn check(&self) -> Result<(String, Vec<usize>), CheckpointError> {
-        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d as u64));
+        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d));
         let Range { start, end } = self.range;
         let bytes = end
             .checked_sub(start)
@@ -48,7 +48,10 @@ impl Piece<'_> {
             )));
         }
         if elements == Some(end - start) {
-            Ok((self.tensor.to_owned(), self.shape.to_vec()))
+            Ok((
+                self.tensor.to_owned(),
+                self.shape.iter().map(|d| *d as usize).collect(),
+            ))
         } else {
             Ok((
                 format!("{}@{start}..{end}", self.tensor),

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{Failure, Request};
+use super::{Failure, Request, Traffic};
 use crate::device::{Arena, ArenaSpec, Device, Held};
 use crate::session::Cancel;
 
@@ -41,9 +41,17 @@ pub trait Transport: Send {
     fn wire_bytes(&self) -> WireBytes;
 }
 
-/// Bytes sent by one rank, by purpose.
+/// Bytes that one rank moves between itself and others, by purpose.
 ///
-/// In shared memory "sent" is what other ranks read from this rank's memory or it writes into theirs.
+/// Every byte that crosses from one rank to another is counted once, where it is moved, by one of the two:
+/// - what a rank takes from others to sum it, to gather it, to receive it or a broadcast counts for the taker;
+/// - the sums of an all-reduce that a rank gives to others count for the giver.
+///
+/// In shared memory "takes" is a read from another's segment and "gives" a write into it; between nodes both are
+/// bytes of a TCP connection, without the 64-byte header of each operation. So with N ranks and S bytes,
+/// reduce-scatter and all-gather count (N−1)/N·S and all-reduce 2(N−1)/N·S on each rank where the slices are
+/// equal, as on a ring. The one exception is an all-reduce of at most 32 KiB, more than two ranks and
+/// [`super::Traffic::Other`], which takes (N−1)·S to be done after one meeting.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WireBytes {
     /// Gradients.
@@ -52,6 +60,17 @@ pub struct WireBytes {
     pub params: u64,
     /// Everything else.
     pub other: u64,
+}
+
+impl WireBytes {
+    /// Counts bytes for a purpose.
+    pub fn add(&mut self, traffic: Traffic, bytes: u64) {
+        match traffic {
+            Traffic::Grads => self.grads += bytes,
+            Traffic::Params => self.params += bytes,
+            Traffic::Other => self.other += bytes,
+        }
+    }
 }
 
 /// How long a rank waits for the others, and who may end it earlier.

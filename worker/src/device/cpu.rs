@@ -5,19 +5,25 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
-use super::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, HostMemory, Sharing, Stream};
+use super::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, HostMemory, Isa, Sharing, Stream};
 use crate::ops::Op;
 
-/// What kernels need to know of the machine: the threads of this rank.
+/// What kernels need to know of the machine: the threads of this rank, and the instruction set.
 #[derive(Debug)]
 pub struct Cpu {
     threads: usize,
     pool: Option<rayon::ThreadPool>,
+    isa: Isa,
 }
 
 impl Cpu {
     /// A rank with this many threads. One thread needs no pool.
     pub fn new(threads: usize) -> Result<Self, DeviceError> {
+        Self::with_isa(threads, Isa::detect())
+    }
+
+    /// The same, with an instruction set other than the best.
+    pub fn with_isa(threads: usize, isa: Isa) -> Result<Self, DeviceError> {
         let pool = if threads > 1 {
             let pool = rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
@@ -31,6 +37,7 @@ impl Cpu {
         Ok(Self {
             threads: threads.max(1),
             pool,
+            isa,
         })
     }
 
@@ -40,13 +47,33 @@ impl Cpu {
         self.threads
     }
 
+    /// Instruction set of the element-wise kernels.
+    #[must_use]
+    pub fn isa(&self) -> Isa {
+        self.isa
+    }
+
     /// Runs `work(i)` for every `i < count`, on all threads. What `work` computes must not depend on which
     /// thread runs it.
     pub fn for_each(&self, count: usize, work: impl Fn(usize) + Send + Sync) {
         use rayon::prelude::*;
         match &self.pool {
-            Some(pool) if count > 1 => pool.install(|| (0..count).into_par_iter().for_each(&work)),
+            Some(pool) if count > 1 => {
+                pool.install(|| (0..count).into_par_iter().with_max_len(1).for_each(&work));
+            }
             _ => (0..count).for_each(work),
+        }
+    }
+
+    /// Runs `work` on every part of a job, on all threads. A part is what one call may touch: slices that do
+    /// not overlap, cut by the problem's size alone.
+    pub fn for_each_part<P: Send>(&self, parts: Vec<P>, work: impl Fn(P) + Send + Sync) {
+        use rayon::prelude::*;
+        match &self.pool {
+            Some(pool) if parts.len() > 1 => {
+                pool.install(|| parts.into_par_iter().with_max_len(1).for_each(&work));
+            }
+            _ => parts.into_iter().for_each(work),
         }
     }
 }
@@ -62,11 +89,17 @@ pub struct CpuDevice {
 impl CpuDevice {
     /// A device with this many threads.
     pub fn new(threads: usize) -> Result<Self, DeviceError> {
-        Ok(Self {
-            cpu: Cpu::new(threads)?,
+        Ok(Self::with_cpu(Cpu::new(threads)?))
+    }
+
+    /// A device with these threads and this instruction set.
+    #[must_use]
+    pub fn with_cpu(cpu: Cpu) -> Self {
+        Self {
+            cpu,
             streams: AtomicU32::new(0),
             errors: Mutex::default(),
-        })
+        }
     }
 
     /// The threads and instruction set that kernels use.
@@ -96,9 +129,10 @@ impl CpuDevice {
 impl Device for CpuDevice {
     fn name(&self) -> String {
         format!(
-            "cpu ({} thread{})",
+            "cpu ({} thread{}, {})",
             self.cpu.threads,
-            if self.cpu.threads == 1 { "" } else { "s" }
+            if self.cpu.threads == 1 { "" } else { "s" },
+            self.cpu.isa
         )
     }
 

@@ -13,6 +13,7 @@ use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
+use nix::sys::resource::{Resource, getrlimit};
 
 use super::DeviceError;
 
@@ -65,11 +66,40 @@ impl HostMemory {
     /// A fresh memfd segment, with its pages allocated.
     pub fn shared(name: &str, bytes: usize) -> Result<Self, DeviceError> {
         let length = bytes.max(1);
+        Self::check_room(name, length, 1)?;
         let fd = memfd_create(format!("ddp-{name}").as_str(), MFdFlags::MFD_CLOEXEC)
             .map_err(|e| out_of_memory(name, bytes, e))?;
         fallocate(&fd, FallocateFlags::empty(), 0, length as i64)
             .map_err(|e| out_of_memory(name, bytes, e))?;
         Self::map(name, fd, length)
+    }
+
+    /// An error if the system would not give `count` shared segments of this size. Asking for them all the same
+    /// could end this process: beyond `RLIMIT_FSIZE` the kernel sends SIGXFSZ, and beyond the machine's memory
+    /// it starts to kill.
+    pub fn check_room(name: &str, bytes: usize, count: usize) -> Result<(), DeviceError> {
+        let refuse = |cause: String, hint: &str| {
+            Err(DeviceError::OutOfMemory {
+                what: name.to_owned(),
+                bytes,
+                cause,
+                hint: hint.to_owned(),
+            })
+        };
+        let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
+        if bytes as u64 > limit {
+            return refuse(
+                format!("the limit on file sizes, which also holds for shared memory, is {limit} bytes"),
+                "raise it with `ulimit -f unlimited`",
+            );
+        }
+        match super::room::available_bytes() {
+            Some(available) if (bytes as u64).saturating_mul(count as u64) > available => refuse(
+                format!("{count} of these are wanted on this node, where {available} bytes are available"),
+                "lower the model's size or `--nproc-per-node`, or raise the memory limit",
+            ),
+            _ => Ok(()),
+        }
     }
 
     /// Maps a segment that another process made and passed over a socket.

@@ -7,7 +7,7 @@
 //! | type | what it is |
 //! |---|---|
 //! | [`Device`] | the trait: allocate, enqueue, record, wait |
-//! | [`CpuDevice`] | operations on host memory, `rayon` threads within a rank |
+//! | [`CpuDevice`], [`Isa`] | operations on host memory, `rayon` threads within a rank, run-time instruction set |
 //! | [`Arena`], [`Buffer`] | flat memory of one type, and ranges of it |
 //! | [`Event`], [`Signal`] | points in streams; facts of the host |
 //! | [`HostMemory`] | private pages or a memfd segment |
@@ -17,13 +17,16 @@ mod cpu;
 mod dtype;
 mod error;
 mod event;
+mod isa;
 mod memory;
+mod room;
 
 pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
 pub use cpu::{Cpu, CpuDevice};
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
 pub use event::{Event, EventState, Signal};
+pub use isa::Isa;
 pub use memory::{HostMemory, Memory};
 
 use std::time::Instant;

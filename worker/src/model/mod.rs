@@ -7,11 +7,31 @@
 //! | [`Saved`] | what a block's forward keeps for its backward; one per block and micro-batch in flight |
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool that stops growing after the first step |
 //! | [`Model`] | parameters, groups and blocks of one network |
+//! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
+//! | [`forward`], [`backward`], [`evaluate`] | loops over the blocks |
+//! | [`fill_init`], [`philox`] | stateless first values |
+//! | [`LocalParams`], [`LocalGrads`] | parameters and gradients of a model that lives on one rank alone |
 
 mod activation;
 mod block;
+mod build;
+mod embedding;
+mod error;
+mod head;
+mod init;
+mod local;
 mod param;
+mod philox;
+mod step;
+mod sublayer;
+mod transformer;
 
 pub use activation::{Activation, ActivationPool};
 pub use block::{Block, Context, GradSink, GradSlot, Model, Params, Saved, StepKey};
+pub use build::build;
+pub use error::ModelError;
+pub use init::fill_init;
+pub use local::{LocalGrads, LocalParams};
 pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec, Shard};
+pub use philox::philox;
+pub use step::{backward, evaluate, forward, saved_for};

@@ -1,5 +1,6 @@
 //! The AdamW update (Loshchilov & Hutter 2019, algorithm 2), with decoupled weight decay.
 
+use super::kernel::kernel;
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError};
 
@@ -40,33 +41,84 @@ pub struct AdamW {
 impl CpuKernel for AdamW {
     const NAME: &'static str = "adamw";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let n = self.param.len();
         for (name, buffer) in [("grad", &self.grad), ("m", &self.m), ("v", &self.v)] {
             expect_len(Self::NAME, name, buffer.len(), n)?;
         }
-        let scale = self.scale.host::<f32>()?[0];
+        expect_len(Self::NAME, "scale", self.scale.len(), 1)?;
+        let factors = Factors::new(self, self.scale.host::<f32>()?[0]);
         let mut param = self.param.host_mut::<f32>()?;
         let grad = self.grad.host::<f32>()?;
         let mut m = self.m.host_mut::<f32>()?;
         let mut v = self.v.host_mut::<f32>()?;
+        let parts = param
+            .chunks_mut(PART)
+            .zip(grad.chunks(PART))
+            .zip(m.chunks_mut(PART).zip(v.chunks_mut(PART)))
+            .map(|((param, grad), (m, v))| Part { param, grad, m, v })
+            .collect();
+        cpu.for_each_part(parts, |part| update(cpu.isa(), part, factors));
+        Ok(())
+    }
+}
+
+/// Elements of one part of the work.
+const PART: usize = 65_536;
+
+struct Part<'a, T> {
+    param: &'a mut [T],
+    grad: &'a [T],
+    m: &'a mut [T],
+    v: &'a mut [T],
+}
+
+/// Constants of one update, each rounded once from f64.
+#[derive(Clone, Copy)]
+struct Factors<T> {
+    scale: T,
+    betas: [T; 2],
+    /// 1 − β
+    shares: [T; 2],
+    /// 1/(1 − βᵗ)
+    corrections: [T; 2],
+    eps: T,
+    lr: T,
+    weight_decay: T,
+}
+
+impl Factors<f32> {
+    fn new(op: &AdamW, scale: f32) -> Self {
         let AdamWStep {
             lr,
             beta1,
             beta2,
             eps,
             step,
-        } = self.hyper;
-        let step = step.min(i32::MAX as u64) as i32;
-        let m_correction = 1.0 / (1.0 - beta1.powi(step));
-        let v_correction = 1.0 / (1.0 - beta2.powi(step));
-        for i in 0..n {
-            let g = grad[i] * scale;
-            m[i] = beta1 * m[i] + (1.0 - beta1) * g;
-            v[i] = beta2 * v[i] + (1.0 - beta2) * g * g;
-            let update = m[i] * m_correction / ((v[i] * v_correction).sqrt() + eps);
-            param[i] -= lr * (update + self.weight_decay * param[i]);
+        } = op.hyper;
+        let betas = [beta1, beta2];
+        let exponent = i32::try_from(step).unwrap_or(i32::MAX);
+        Self {
+            scale,
+            betas,
+            shares: betas.map(|beta| (1.0 - f64::from(beta)) as f32),
+            corrections: betas.map(|beta| (1.0 / (1.0 - f64::from(beta).powi(exponent))) as f32),
+            eps,
+            lr,
+            weight_decay: op.weight_decay,
         }
-        Ok(())
+    }
+}
+
+kernel! {
+    fn update<'a, T>(part: Part<'a, T>, f: Factors<T>) -> () {
+        let Part { param, grad, m, v } = part;
+        for ((p, &g), (m, v)) in param.iter_mut().zip(grad).zip(m.iter_mut().zip(v)) {
+            let g = g * f.scale;
+            *m = f.betas[0] * *m + f.shares[0] * g;
+            *v = f.betas[1] * *v + f.shares[1] * g * g;
+            let update = *m * f.corrections[0] / ((*v * f.corrections[1]).sqrt() + f.eps);
+            *p = *p - f.lr * (update + f.weight_decay * *p);
+        }
     }
 }

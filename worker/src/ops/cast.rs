@@ -18,29 +18,36 @@ pub struct Cast {
 impl CpuKernel for Cast {
     const NAME: &'static str = "cast";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         expect_len(Self::NAME, "out", self.out.len(), self.x.len())?;
         match (self.x.dtype(), self.out.dtype()) {
             (DType::F32, DType::Bf16) => {
-                self.out
-                    .host_mut::<bf16>()?
-                    .convert_from_f32_slice(&self.x.host::<f32>()?);
+                let (x, mut out) = (self.x.host::<f32>()?, self.out.host_mut::<bf16>()?);
+                let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
+                cpu.for_each_part(parts, |(x, out): (&[f32], &mut [bf16])| {
+                    out.convert_from_f32_slice(x);
+                });
             }
             (DType::Bf16, DType::F32) => {
-                self.x
-                    .host::<bf16>()?
-                    .convert_to_f32_slice(&mut self.out.host_mut::<f32>()?);
+                let (x, mut out) = (self.x.host::<bf16>()?, self.out.host_mut::<f32>()?);
+                let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
+                cpu.for_each_part(parts, |(x, out): (&[bf16], &mut [f32])| {
+                    x.convert_to_f32_slice(out);
+                });
             }
             (from, to) if from == to => {
-                self.out.host_bytes_mut()?.copy_from_slice(&self.x.host_bytes()?);
+                let (x, mut out) = (self.x.host_bytes()?, self.out.host_bytes_mut()?);
+                let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
+                cpu.for_each_part(parts, |(x, out): (&[u8], &mut [u8])| out.copy_from_slice(x));
             }
             (from, to) => {
-                return Err(DeviceError::Shape {
-                    op: Self::NAME,
-                    what: format!("cannot cast {from} to {to}"),
-                });
+                let what = format!("cannot cast {from} to {to}");
+                return Err(DeviceError::Shape { op: Self::NAME, what });
             }
         }
         Ok(())
     }
 }
+
+/// Elements of one part of the work.
+const PART: usize = 65_536;

@@ -1,7 +1,11 @@
 //! Constants: fill a buffer, scale a buffer in place.
 
 use super::CpuKernel;
-use crate::device::{Buffer, Cpu, DType, DeviceError};
+use super::kernel::kernel;
+use crate::device::{Buffer, Cpu, DType, DeviceError, Element};
+
+/// Elements of one part of the work.
+const PART: usize = 65_536;
 
 /// `out[i] = value`
 #[derive(Clone, Debug)]
@@ -15,15 +19,20 @@ pub struct Fill {
 impl CpuKernel for Fill {
     const NAME: &'static str = "fill";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         match self.out.dtype() {
-            DType::F64 => self.out.host_mut::<f64>()?.fill(self.value),
-            DType::Bf16 => self
-                .out
-                .host_mut::<half::bf16>()?
-                .fill(half::bf16::from_f64(self.value)),
-            _ => self.out.host_mut::<f32>()?.fill(self.value as f32),
+            DType::F64 => self.fill(cpu, self.value),
+            DType::Bf16 => self.fill(cpu, half::bf16::from_f64(self.value)),
+            // Any other type is refused there.
+            _ => self.fill(cpu, self.value as f32),
         }
+    }
+}
+
+impl Fill {
+    fn fill<T: Element>(&self, cpu: &Cpu, value: T) -> Result<(), DeviceError> {
+        let mut out = self.out.host_mut::<T>()?;
+        cpu.for_each_part(out.chunks_mut(PART).collect(), |out: &mut [T]| out.fill(value));
         Ok(())
     }
 }
@@ -40,10 +49,20 @@ pub struct Scale {
 impl CpuKernel for Scale {
     const NAME: &'static str = "scale";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        for x in self.x.host_mut::<f32>()?.iter_mut() {
-            *x *= self.factor;
-        }
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let mut x = self.x.host_mut::<f32>()?;
+        cpu.for_each_part(x.chunks_mut(PART).collect(), |x: &mut [f32]| {
+            multiply(cpu.isa(), x, self.factor);
+        });
         Ok(())
+    }
+}
+
+kernel! {
+    /// `x[i] *= factor`
+    fn multiply<'a, T>(x: &'a mut [T], factor: T) -> () {
+        for x in x.iter_mut() {
+            *x *= factor;
+        }
     }
 }

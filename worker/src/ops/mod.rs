@@ -1,20 +1,48 @@
 //! Operations: one file each, forward beside backward, every argument with its shape.
 //!
 //! An operation is data ([`Op`]): the buffers it reads and writes and its sizes. A device runs it, at once (CPU),
-//! later (a stream), or elsewhere (a kernel of the same name). Kernels on the CPU follow two rules:
+//! later (a stream), or elsewhere (a kernel of the same name). Kernels on the CPU follow three rules:
 //! - the result does not depend on the number of threads: work is cut by the problem's size alone;
 //! - element-wise kernels use the same sequence of operations on every instruction set, so they agree bit by bit.
+//!
+//! - every sum has an order that is written down.
+//!
+//! | file | operations |
+//! |---|---|
+//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias |
+//! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
+//! | `layernorm`, `gelu`, `attention`, `cross_entropy` | forward and backward |
+//! | `adamw`, `norm` | [`AdamW`], [`SquaredNorm`], [`ClipScale`] |
+//! | `cast`, `fill` | [`Cast`], [`Fill`], [`Scale`] |
+//! | `kernel`, `real`, `matrix` | what kernels are written in |
 //!
 //! Letters: `B` samples, `T` positions, `C` channels, `H` heads, `V` vocabulary, `R = B·T` rows.
 
 mod adamw;
+mod attention;
 mod cast;
+mod column_sum;
+mod cross_entropy;
+mod encoder;
 mod fill;
+mod gelu;
+mod kernel;
+mod layernorm;
+mod linear;
+mod matrix;
 mod norm;
+pub(crate) mod real;
 
 pub use adamw::{AdamW, AdamWStep};
+pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use cast::Cast;
+pub use column_sum::ColumnSum;
+pub use cross_entropy::{CrossEntropyBackward, CrossEntropyForward};
+pub use encoder::{EncoderForward, PositionBackward, TokenBackward};
 pub use fill::{Fill, Scale};
+pub use gelu::{GeluBackward, GeluForward};
+pub use layernorm::{LayerNormBackward, LayerNormForward};
+pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 pub use norm::{CHUNK, ClipScale, SquaredNorm};
 
 use crate::device::{Cpu, DeviceError};
@@ -57,7 +85,29 @@ macro_rules! operations {
     };
 }
 
-operations!(AdamW, Cast, ClipScale, Fill, Scale, SquaredNorm);
+operations!(
+    AdamW,
+    AttentionBackward,
+    AttentionForward,
+    Cast,
+    ClipScale,
+    ColumnSum,
+    CrossEntropyBackward,
+    CrossEntropyForward,
+    EncoderForward,
+    Fill,
+    GeluBackward,
+    GeluForward,
+    LayerNormBackward,
+    LayerNormForward,
+    LinearDinp,
+    LinearDweight,
+    LinearForward,
+    PositionBackward,
+    Scale,
+    SquaredNorm,
+    TokenBackward,
+);
 
 /// An error that says which operation met which size.
 pub(crate) fn expect_len(
@@ -73,5 +123,23 @@ pub(crate) fn expect_len(
             op,
             what: format!("`{name}` has {found} elements, expected {expected}"),
         })
+    }
+}
+
+/// An error that says which token is outside the vocabulary. Negative ones are refused unless they are targets.
+pub(crate) fn expect_below(
+    op: &'static str,
+    name: &str,
+    tokens: &[i32],
+    vocab: usize,
+) -> Result<(), DeviceError> {
+    let least = if name == "targets" { i32::MIN } else { 0 };
+    let bad = |&token: &i32| token < least || usize::try_from(token).is_ok_and(|token| token >= vocab);
+    match tokens.iter().position(bad) {
+        None => Ok(()),
+        Some(at) => Err(DeviceError::Shape {
+            op,
+            what: format!("`{name}[{at}]` is {}, the vocabulary has {vocab}", tokens[at]),
+        }),
     }
 }

@@ -1,5 +1,7 @@
 //! The global norm of the gradients, and the factor that clips it. Both stay on the device.
 
+use super::kernel::kernel;
+use super::real::{LANES, sum_lanes};
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError};
 
@@ -19,7 +21,7 @@ pub struct SquaredNorm {
 impl CpuKernel for SquaredNorm {
     const NAME: &'static str = "squared_norm";
 
-    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let x = self.x.host::<f32>()?;
         expect_len(
             Self::NAME,
@@ -28,10 +30,27 @@ impl CpuKernel for SquaredNorm {
             x.len().div_ceil(CHUNK),
         )?;
         let mut partials = self.partials.host_mut::<f64>()?;
-        for (partial, chunk) in partials.iter_mut().zip(x.chunks(CHUNK)) {
-            *partial = chunk.iter().map(|&x| f64::from(x) * f64::from(x)).sum();
-        }
+        let parts = partials.iter_mut().zip(x.chunks(CHUNK)).collect();
+        cpu.for_each_part(parts, |(partial, chunk)| *partial = squared_sum(cpu.isa(), chunk));
         Ok(())
+    }
+}
+
+kernel! {
+    /// `Σ x[i]²`, the squares and their sum in f64.
+    fn squared_sum<'a, T>(x: &'a [T]) -> f64 {
+        let mut lanes = [0.0; LANES];
+        let mut chunks = x.chunks_exact(LANES);
+        for chunk in &mut chunks {
+            for i in 0..LANES {
+                let x = chunk[i].to_f64();
+                lanes[i] += x * x;
+            }
+        }
+        for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
+            *lane += x.to_f64() * x.to_f64();
+        }
+        sum_lanes(lanes)
     }
 }
 

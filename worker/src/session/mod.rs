@@ -24,6 +24,8 @@ mod store;
 #[cfg(test)]
 mod tests;
 
+pub use ddp_proto::control::{Phase, Progress};
+
 pub use cancel::Cancel;
 pub use error::SessionError;
 pub use session::Session;

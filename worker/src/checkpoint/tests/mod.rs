@@ -14,7 +14,7 @@ use crate::device::DType;
 mod crash;
 mod damage;
 
-const SHAPE: &[usize] = &[3, 4];
+const SHAPE: &[u64] = &[3, 4];
 
 /// Twelve numbers that belong to a step.
 fn weights(step: u64) -> Vec<u8> {
@@ -130,7 +130,10 @@ fn files_are_plain_safetensors() {
     let bytes = fs::read(path.join("part-0.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let whole = tensors.tensor("w").unwrap();
-    assert_eq!((whole.shape(), whole.data()), (SHAPE, weights(3).as_slice()));
+    assert_eq!(
+        (whole.shape(), whole.data()),
+        ([3, 4].as_slice(), weights(3).as_slice())
+    );
     let part = tensors.tensor("m@0..5").unwrap();
     assert_eq!(
         (part.shape(), part.data()),
@@ -144,9 +147,9 @@ fn all_types_round_trip() {
     let folder = tempfile::tempdir().unwrap();
     let bytes: Vec<u8> = (0..48).collect();
     let types = [DType::F64, DType::F32, DType::Bf16, DType::I32, DType::U8];
-    let tensors: Vec<(String, [usize; 1])> = types
+    let tensors: Vec<(String, [u64; 1])> = types
         .iter()
-        .map(|t| (format!("t.{t}"), [48 / t.bytes()]))
+        .map(|t| (format!("t.{t}"), [48 / t.bytes() as u64]))
         .collect();
     let pieces: Vec<Piece<'_>> = types
         .iter()
@@ -155,7 +158,7 @@ fn all_types_round_trip() {
             tensor: name,
             shape,
             dtype,
-            range: 0..shape[0] as u64,
+            range: 0..shape[0],
             bytes: &bytes,
         })
         .collect();
@@ -278,7 +281,7 @@ fn pieces_that_contradict_themselves_are_refused() {
             ..good.clone()
         },
         Piece {
-            shape: &[usize::MAX, 9],
+            shape: &[u64::MAX, 9],
             ..good.clone()
         },
         Piece {

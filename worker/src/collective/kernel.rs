@@ -1,0 +1,231 @@
+//! The arithmetic of reductions: contributions of all ranks, in a fixed order, into one.
+//!
+//! Element by element, so that the result does not depend on where a buffer is cut. The compiler vectorises the
+//! loops for the instruction set found at run time; it neither reorders nor fuses floating-point operations, so
+//! all instruction sets agree bit by bit.
+#![allow(unsafe_code, reason = "elements in memory that other ranks map")]
+#![expect(
+    clippy::inline_always,
+    reason = "only what is inlined is compiled for the instruction set found"
+)]
+
+use half::bf16;
+
+use super::{Failure, ReduceOp};
+use crate::device::DType;
+
+/// Elements summed at a time: the partial sums stay in the first-level cache.
+const BLOCK: usize = 1024;
+
+/// How elements of a type are reduced.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Reduction {
+    dtype: DType,
+    op: ReduceOp,
+}
+
+impl Reduction {
+    /// An error if the type has no such arithmetic.
+    pub(super) fn new(dtype: DType, op: ReduceOp) -> Result<Self, Failure> {
+        match (dtype, op) {
+            (DType::I32 | DType::U8, ReduceOp::Sum { .. }) => Err(Failure::Invalid(format!(
+                "{dtype} has no scaled sum\n  hint: reduce f64, f32 or bf16, or take the maximum"
+            ))),
+            _ => Ok(Self { dtype, op }),
+        }
+    }
+
+    /// Bytes of one element.
+    pub(super) fn element_bytes(self) -> usize {
+        self.dtype.bytes()
+    }
+
+    /// Reduces `elements` elements of the sources, first within each inner list, then over the lists, and writes
+    /// the result to every target.
+    ///
+    /// # Safety
+    /// Every pointer must be aligned for the type and valid for so many elements. Until the call returns nobody
+    /// else may write them, nor access the targets. Sources may be targets.
+    pub(super) unsafe fn run(self, sources: &[Vec<*const u8>], targets: &[*mut u8], elements: usize) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe {
+            match self.dtype {
+                DType::F64 => fold::<f64>(self.op, sources, targets, elements),
+                DType::F32 => fold::<f32>(self.op, sources, targets, elements),
+                DType::Bf16 => fold::<bf16>(self.op, sources, targets, elements),
+                DType::I32 => fold::<i32>(self.op, sources, targets, elements),
+                DType::U8 => fold::<u8>(self.op, sources, targets, elements),
+            }
+        }
+    }
+}
+
+/// An element type and the type in which it is accumulated.
+trait Number: Copy {
+    type Wide: Copy + Default;
+    fn widen(self) -> Self::Wide;
+    fn narrow(wide: Self::Wide) -> Self;
+    fn add(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
+    fn scale(a: Self::Wide, factor: f32) -> Self::Wide;
+}
+
+macro_rules! float {
+    ($wide:ty) => {
+        #[inline(always)]
+        fn add(a: $wide, b: $wide) -> $wide {
+            a + b
+        }
+        // A NaN wins over everything, so that it is not lost.
+        #[inline(always)]
+        fn max(a: $wide, b: $wide) -> $wide {
+            if a > b || a.is_nan() { a } else { b }
+        }
+        #[inline(always)]
+        fn scale(a: $wide, factor: f32) -> $wide {
+            a * <$wide>::from(factor)
+        }
+    };
+}
+
+macro_rules! integer {
+    ($type:ty) => {
+        impl Number for $type {
+            type Wide = $type;
+            #[inline(always)]
+            fn widen(self) -> $type {
+                self
+            }
+            #[inline(always)]
+            fn narrow(wide: $type) -> Self {
+                wide
+            }
+            // Sums of integers are refused when the reduction is made.
+            #[inline(always)]
+            fn add(a: $type, b: $type) -> $type {
+                a.wrapping_add(b)
+            }
+            #[inline(always)]
+            fn max(a: $type, b: $type) -> $type {
+                Ord::max(a, b)
+            }
+            #[inline(always)]
+            fn scale(a: $type, _factor: f32) -> $type {
+                a
+            }
+        }
+    };
+}
+
+integer!(i32);
+integer!(u8);
+
+impl Number for f64 {
+    type Wide = f64;
+    #[inline(always)]
+    fn widen(self) -> f64 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(wide: f64) -> Self {
+        wide
+    }
+    float!(f64);
+}
+
+impl Number for f32 {
+    type Wide = f32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn narrow(wide: f32) -> Self {
+        wide
+    }
+    float!(f32);
+}
+
+impl Number for bf16 {
+    type Wide = f32;
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    /// Rounds to nearest, ties to even; a NaN stays one. Without a branch, so that it vectorises.
+    #[inline(always)]
+    fn narrow(wide: f32) -> Self {
+        let bits = wide.to_bits();
+        let rounded = bits.wrapping_add(0x7fff + ((bits >> 16) & 1)) >> 16;
+        let quiet = (bits >> 16) | 0x40;
+        Self::from_bits(if wide.is_nan() { quiet } else { rounded } as u16)
+    }
+    float!(f32);
+}
+
+/// See [`Reduction::run`].
+unsafe fn fold<T: Number>(op: ReduceOp, sources: &[Vec<*const u8>], targets: &[*mut u8], elements: usize) {
+    // `dispatch` compiles what it inlines for each instruction set.
+    pulp::Arch::new().dispatch(
+        #[inline(always)]
+        || {
+            let (mut sum, mut part) = ([T::Wide::default(); BLOCK], [T::Wide::default(); BLOCK]);
+            for start in (0..elements).step_by(BLOCK) {
+                let len = BLOCK.min(elements - start);
+                let (sum, part) = (&mut sum[..len], &mut part[..len]);
+                for (node, ranks) in sources.iter().enumerate() {
+                    let into = if node == 0 { &mut *sum } else { &mut *part };
+                    for (rank, source) in ranks.iter().enumerate() {
+                        // SAFETY: within the caller's range; nobody writes it now.
+                        let x = unsafe { std::slice::from_raw_parts(source.cast::<T>().add(start), len) };
+                        accumulate::<T>(op, into, x, rank == 0);
+                    }
+                    if node > 0 {
+                        combine::<T>(op, sum, part);
+                    }
+                }
+                for target in targets {
+                    // SAFETY: within the caller's range; no slice of a source is alive, and nobody else
+                    // accesses the target now.
+                    let y = unsafe { std::slice::from_raw_parts_mut(target.cast::<T>().add(start), len) };
+                    finish::<T>(op, sum, y);
+                }
+            }
+        },
+    );
+}
+
+#[inline(always)]
+fn accumulate<T: Number>(op: ReduceOp, into: &mut [T::Wide], x: &[T], first: bool) {
+    match op {
+        _ if first => into.iter_mut().zip(x).for_each(|(a, &x)| *a = x.widen()),
+        ReduceOp::Sum { .. } => into
+            .iter_mut()
+            .zip(x)
+            .for_each(|(a, &x)| *a = T::add(*a, x.widen())),
+        ReduceOp::Max => into
+            .iter_mut()
+            .zip(x)
+            .for_each(|(a, &x)| *a = T::max(*a, x.widen())),
+    }
+}
+
+#[inline(always)]
+fn combine<T: Number>(op: ReduceOp, sum: &mut [T::Wide], part: &[T::Wide]) {
+    match op {
+        ReduceOp::Sum { .. } => sum.iter_mut().zip(part).for_each(|(a, &b)| *a = T::add(*a, b)),
+        ReduceOp::Max => sum.iter_mut().zip(part).for_each(|(a, &b)| *a = T::max(*a, b)),
+    }
+}
+
+#[inline(always)]
+fn finish<T: Number>(op: ReduceOp, sum: &[T::Wide], y: &mut [T]) {
+    match op {
+        ReduceOp::Sum { scale } if scale != 1.0 => {
+            y.iter_mut()
+                .zip(sum)
+                .for_each(|(y, &a)| *y = T::narrow(T::scale(a, scale)));
+        }
+        _ => y.iter_mut().zip(sum).for_each(|(y, &a)| *y = T::narrow(a)),
+    }
+}

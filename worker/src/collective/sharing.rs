@@ -1,0 +1,70 @@
+//! Shared arenas: a segment of each rank, mapped by all ranks of its node.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+
+use super::flat::Flat;
+use super::header::{Call, Header};
+use super::note::Note;
+use super::reception::secret;
+use super::segment::SharedSegment;
+use super::{Failure, Wait};
+use crate::device::{Arena, ArenaSpec, Device, HostMemory};
+
+impl Flat {
+    /// Allocates an arena on every rank of the group; operations on it, of this group and of its subgroups, work
+    /// in place. Either all ranks get theirs or all get the error of the first that cannot.
+    pub(super) fn share(
+        &mut self,
+        device: &Arc<dyn Device>,
+        spec: &ArenaSpec,
+        wait: &Wait,
+    ) -> Result<Arena, Failure> {
+        if self.board.ranks() == 1 {
+            return Ok(device.alloc(spec)?);
+        }
+        let bytes = spec.len * spec.dtype.bytes();
+        let call = Call::Allocation(spec.dtype, spec.len);
+        // Before any rank allocates, all see that there is room for all of them.
+        let header = Header::of_call(call, self.next(), &spec.name);
+        let mut note = Note {
+            number: secret()? as u64 | 1,
+            ..Note::default()
+        };
+        note.refuse(HostMemory::check_room(&spec.name, bytes, self.board.ranks()).map_err(Failure::from));
+        let number = self.swap(&header, &note, wait)?[0].number;
+
+        let header = Header::of_call(call, self.next(), &spec.name);
+        let mut note = Note::default();
+        let own = note.refuse(HostMemory::shared(&spec.name, bytes).map_err(Failure::from));
+        self.swap(&header, &note, wait)?;
+        let own = own.expect("a refusal of ours would have ended the exchange");
+        let neighbours = self.exchange_segments(&spec.name, &own, number, wait)?;
+        let memory = SharedSegment::new(number, own, neighbours);
+        Ok(Arena::new(
+            spec.name.clone(),
+            spec.dtype,
+            spec.len,
+            Box::new(memory),
+        ))
+    }
+
+    fn exchange_segments(
+        &self,
+        name: &str,
+        own: &HostMemory,
+        number: u64,
+        wait: &Wait,
+    ) -> Result<Vec<(usize, HostMemory)>, Failure> {
+        let fd = own.fd().expect("shared memory has a descriptor");
+        for (_, global, door) in self.board.doors() {
+            door.give(number, fd.as_fd(), global, wait)?;
+        }
+        let mut neighbours = Vec::with_capacity(self.board.ranks() - 1);
+        for (_, global, door) in self.board.doors() {
+            let fd = door.take(number, global, wait)?;
+            neighbours.push((global, HostMemory::map(name, fd, own.len())?));
+        }
+        Ok(neighbours)
+    }
+}

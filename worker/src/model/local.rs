@@ -1,0 +1,122 @@
+//! Parameters and gradients of a model that lives on one rank alone: tests, examples, measurements.
+
+use std::ops::Range;
+
+use super::{GradSink, GradSlot, Model, ParamId, Params, fill_init};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Sharing};
+
+/// All parameters in one arena, in forward order.
+#[derive(Clone, Debug)]
+pub struct LocalParams {
+    arena: Arena,
+    ranges: Vec<Range<usize>>,
+}
+
+impl LocalParams {
+    /// Allocates them in `dtype` (f32, or f64 for gradient checks) and gives them their first values.
+    pub fn new(device: &dyn Device, model: &Model, dtype: DType, seed: u64) -> Result<Self, DeviceError> {
+        let (arena, ranges) = allocate(device, model, "params", dtype)?;
+        let params = Self { arena, ranges };
+        for (i, spec) in model.params.iter().enumerate() {
+            let mut values = vec![0.0; spec.len()];
+            fill_init(spec, ParamId(i), seed, 0..spec.len(), &mut values);
+            let target = params.get(ParamId(i));
+            match dtype {
+                DType::F64 => {
+                    for (target, &value) in target.host_mut::<f64>()?.iter_mut().zip(&values) {
+                        *target = f64::from(value);
+                    }
+                }
+                _ => target.host_mut::<f32>()?.copy_from_slice(&values),
+            }
+        }
+        Ok(params)
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn whole(&self) -> Buffer {
+        self.arena.whole()
+    }
+}
+
+impl Params for LocalParams {
+    fn get(&self, id: ParamId) -> Buffer {
+        self.arena.slice(self.ranges[id.0].clone())
+    }
+}
+
+/// All gradients in one arena, in the order of [`LocalParams`]; the first contribution of a step overwrites.
+#[derive(Clone, Debug)]
+pub struct LocalGrads {
+    arena: Arena,
+    ranges: Vec<Range<usize>>,
+    /// Contributions since the last [`LocalGrads::start_step`], by parameter.
+    contributions: Vec<usize>,
+}
+
+impl LocalGrads {
+    /// Allocates them.
+    pub fn new(device: &dyn Device, model: &Model, dtype: DType) -> Result<Self, DeviceError> {
+        let (arena, ranges) = allocate(device, model, "grads", dtype)?;
+        let contributions = vec![0; ranges.len()];
+        Ok(Self {
+            arena,
+            ranges,
+            contributions,
+        })
+    }
+
+    /// Forgets the gradients of the step before.
+    pub fn start_step(&mut self) {
+        self.contributions.fill(0);
+    }
+
+    /// Contributions since [`LocalGrads::start_step`], by parameter.
+    #[must_use]
+    pub fn contributions(&self) -> &[usize] {
+        &self.contributions
+    }
+
+    /// All of them.
+    #[must_use]
+    pub fn whole(&self) -> Buffer {
+        self.arena.whole()
+    }
+}
+
+impl GradSink for LocalGrads {
+    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
+        Ok(GradSlot {
+            buffer: self.arena.slice(self.ranges[id.0].clone()),
+            accumulate: self.contributions[id.0] > 0,
+        })
+    }
+
+    fn contributed(&mut self, id: ParamId, _at: Event) -> Result<(), DeviceError> {
+        self.contributions[id.0] += 1;
+        Ok(())
+    }
+}
+
+fn allocate(
+    device: &dyn Device,
+    model: &Model,
+    name: &str,
+    dtype: DType,
+) -> Result<(Arena, Vec<Range<usize>>), DeviceError> {
+    let mut end = 0;
+    let ranges = model.params.iter().map(|spec| {
+        let start = end;
+        end += spec.len();
+        start..end
+    });
+    let ranges: Vec<_> = ranges.collect();
+    let spec = ArenaSpec {
+        name: name.to_owned(),
+        dtype,
+        len: end,
+        sharing: Sharing::Private,
+    };
+    Ok((device.alloc(&spec)?, ranges))
+}

@@ -1,0 +1,331 @@
+//! What blocks are made of: layers that know their parameters' ids and enqueue their operations.
+//!
+//! Backward works in the reverse of the order in which parameters are listed, since that is the order of gradient
+//! memory: within a layer the bias, then the weight.
+
+use super::{Activation, Context, GradSink, ParamId, Params, Saved};
+use crate::device::DeviceError;
+use crate::ops::{
+    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, GeluBackward, GeluForward,
+    LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout,
+};
+
+/// A layer normalisation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Norm {
+    pub(super) weight: ParamId,
+    pub(super) bias: ParamId,
+}
+
+impl Norm {
+    pub(super) fn params(&self) -> [ParamId; 2] {
+        [self.weight, self.bias]
+    }
+
+    /// `[…, C]` to `[…, C]`
+    pub(super) fn forward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+    ) -> Result<Activation, DeviceError> {
+        let out = ctx.lease("normalised", inp.shape())?;
+        ctx.enqueue(LayerNormForward {
+            inp: inp.buffer().clone(),
+            weight: params.get(self.weight),
+            bias: params.get(self.bias),
+            out: out.buffer().clone(),
+        });
+        Ok(out)
+    }
+
+    /// Gradients of the parameters; the gradient of the input goes into, or on top of, `dinp`.
+    pub(super) fn backward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+        dout: &Activation,
+        dinp: (&Activation, bool),
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let (dbias, dweight) = (grads.grad(self.bias)?, grads.grad(self.weight)?);
+        ctx.enqueue(LayerNormBackward {
+            dout: dout.buffer().clone(),
+            inp: inp.buffer().clone(),
+            weight: params.get(self.weight),
+            dinp: dinp.0.buffer().clone(),
+            dweight: dweight.buffer,
+            dbias: dbias.buffer,
+            accumulate_dinp: dinp.1,
+            accumulate_dweight: dweight.accumulate,
+            accumulate_dbias: dbias.accumulate,
+        });
+        grads.contributed(self.bias, ctx.record())?;
+        grads.contributed(self.weight, ctx.record())
+    }
+}
+
+/// A linear layer with bias.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Dense {
+    pub(super) weight: ParamId,
+    pub(super) bias: ParamId,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+    pub(super) layout: WeightLayout,
+}
+
+impl Dense {
+    pub(super) fn params(&self) -> [ParamId; 2] {
+        [self.weight, self.bias]
+    }
+
+    fn shape(&self, inp: &Activation) -> LinearShape {
+        let rows = inp.buffer().len() / self.inputs;
+        LinearShape {
+            rows,
+            inputs: self.inputs,
+            outputs: self.outputs,
+            layout: self.layout,
+        }
+    }
+
+    /// `[…, I]` to `[…, O]`, plus `residual`.
+    pub(super) fn forward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+        residual: Option<&Activation>,
+    ) -> Result<Activation, DeviceError> {
+        let out = ctx.lease("projected", &with_channels(inp, self.outputs))?;
+        ctx.enqueue(LinearForward {
+            inp: inp.buffer().clone(),
+            weight: params.get(self.weight),
+            bias: Some(params.get(self.bias)),
+            residual: residual.map(|r| r.buffer().clone()),
+            out: out.buffer().clone(),
+            shape: self.shape(inp),
+        });
+        Ok(out)
+    }
+
+    /// Gradient of the input.
+    pub(super) fn dinp(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        dout: &Activation,
+    ) -> Result<Activation, DeviceError> {
+        let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
+        ctx.enqueue(LinearDinp {
+            dout: dout.buffer().clone(),
+            weight: params.get(self.weight),
+            dinp: dinp.buffer().clone(),
+            shape: self.shape(&dinp),
+        });
+        Ok(dinp)
+    }
+
+    /// Gradient of the bias.
+    pub(super) fn dbias(
+        &self,
+        ctx: &Context<'_>,
+        dout: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let slot = grads.grad(self.bias)?;
+        let x = dout.buffer().clone();
+        ctx.enqueue(ColumnSum {
+            x,
+            out: slot.buffer,
+            accumulate: slot.accumulate,
+        });
+        grads.contributed(self.bias, ctx.record())
+    }
+
+    /// Gradient of the weight.
+    pub(super) fn dweight(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        dout: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let slot = grads.grad(self.weight)?;
+        ctx.enqueue(LinearDweight {
+            inp: inp.buffer().clone(),
+            dout: dout.buffer().clone(),
+            dweight: slot.buffer,
+            accumulate: slot.accumulate,
+            shape: self.shape(inp),
+        });
+        grads.contributed(self.weight, ctx.record())
+    }
+}
+
+/// `x + projection(attention(norm(x)))`
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Attention {
+    pub(super) norm: Norm,
+    pub(super) qkv: Dense,
+    pub(super) projection: Dense,
+    pub(super) heads: usize,
+}
+
+impl Attention {
+    pub(super) fn params(&self) -> Vec<ParamId> {
+        [self.norm.params(), self.qkv.params(), self.projection.params()].concat()
+    }
+
+    fn shape(&self, inp: &Activation) -> AttentionShape {
+        let &[batch, positions, channels] = inp.shape() else {
+            unreachable!("blocks pass on [B, T, C], found {:?}", inp.shape())
+        };
+        AttentionShape {
+            batch,
+            positions,
+            heads: self.heads,
+            channels,
+        }
+    }
+
+    /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
+    pub(super) fn forward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+        saved: &mut Saved,
+    ) -> Result<Activation, DeviceError> {
+        let shape = self.shape(inp);
+        let normalised = self.norm.forward(ctx, params, inp)?;
+        let qkv = self.qkv.forward(ctx, params, &normalised, None)?;
+        drop(normalised);
+        let mixed = ctx.lease("attention", inp.shape())?;
+        let lse = ctx.lease("attention lse", &[shape.batch, shape.heads, shape.positions])?;
+        ctx.enqueue(AttentionForward {
+            qkv: qkv.buffer().clone(),
+            out: mixed.buffer().clone(),
+            lse: lse.buffer().clone(),
+            shape,
+        });
+        let out = self.projection.forward(ctx, params, &mixed, Some(inp))?;
+        saved.put("attention input", inp);
+        saved.put("qkv", &qkv);
+        saved.put("attention", &mixed);
+        saved.put("attention lse", &lse);
+        Ok(out)
+    }
+
+    /// Turns the gradient of the output into that of the input, in place.
+    pub(super) fn backward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        saved: &mut Saved,
+        stream: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let inp = saved.take("attention input")?;
+        let (qkv, mixed, lse) = (
+            saved.take("qkv")?,
+            saved.take("attention")?,
+            saved.take("attention lse")?,
+        );
+        self.projection.dbias(ctx, stream, grads)?;
+        self.projection.dweight(ctx, &mixed, stream, grads)?;
+        let dmixed = self.projection.dinp(ctx, params, stream)?;
+        let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
+        ctx.enqueue(AttentionBackward {
+            qkv: qkv.buffer().clone(),
+            out: mixed.buffer().clone(),
+            lse: lse.buffer().clone(),
+            dout: dmixed.buffer().clone(),
+            dqkv: dqkv.buffer().clone(),
+            shape: self.shape(&inp),
+        });
+        drop((qkv, mixed, lse, dmixed));
+        self.qkv.dbias(ctx, &dqkv, grads)?;
+        let normalised = self.norm.forward(ctx, params, &inp)?;
+        self.qkv.dweight(ctx, &normalised, &dqkv, grads)?;
+        drop(normalised);
+        let dnormalised = self.qkv.dinp(ctx, params, &dqkv)?;
+        self.norm
+            .backward(ctx, params, &inp, &dnormalised, (stream, true), grads)
+    }
+}
+
+/// `x + projection(gelu(widen(norm(x))))`
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FeedForward {
+    pub(super) norm: Norm,
+    pub(super) widen: Dense,
+    pub(super) projection: Dense,
+}
+
+impl FeedForward {
+    pub(super) fn params(&self) -> Vec<ParamId> {
+        [self.norm.params(), self.widen.params(), self.projection.params()].concat()
+    }
+
+    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements.
+    pub(super) fn forward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+        saved: &mut Saved,
+    ) -> Result<Activation, DeviceError> {
+        let normalised = self.norm.forward(ctx, params, inp)?;
+        let wide = self.widen.forward(ctx, params, &normalised, None)?;
+        drop(normalised);
+        let active = ctx.lease("gelu", wide.shape())?;
+        ctx.enqueue(GeluForward {
+            inp: wide.buffer().clone(),
+            out: active.buffer().clone(),
+        });
+        let out = self.projection.forward(ctx, params, &active, Some(inp))?;
+        saved.put("feed-forward input", inp);
+        saved.put("wide", &wide);
+        Ok(out)
+    }
+
+    /// Turns the gradient of the output into that of the input, in place.
+    pub(super) fn backward(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        saved: &mut Saved,
+        stream: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let (inp, wide) = (saved.take("feed-forward input")?, saved.take("wide")?);
+        self.projection.dbias(ctx, stream, grads)?;
+        let dwide = self.projection.dinp(ctx, params, stream)?;
+        ctx.enqueue(GeluBackward {
+            inp_out: wide.buffer().clone(),
+            dout_dinp: dwide.buffer().clone(),
+        });
+        // From here on `wide` is the output of the GELU.
+        self.projection.dweight(ctx, &wide, stream, grads)?;
+        drop(wide);
+        self.widen.dbias(ctx, &dwide, grads)?;
+        let normalised = self.norm.forward(ctx, params, &inp)?;
+        self.widen.dweight(ctx, &normalised, &dwide, grads)?;
+        drop(normalised);
+        let dnormalised = self.widen.dinp(ctx, params, &dwide)?;
+        self.norm
+            .backward(ctx, params, &inp, &dnormalised, (stream, true), grads)
+    }
+}
+
+/// The shape of `like` with another number of channels.
+fn with_channels(like: &Activation, channels: usize) -> Vec<usize> {
+    let mut shape = like.shape().to_vec();
+    if let Some(last) = shape.last_mut() {
+        *last = channels;
+    }
+    shape
+}

@@ -1,0 +1,191 @@
+//! From tokens to channels: the row of the token, plus the row of the position.
+
+use super::kernel::{by_dtype, kernel};
+use super::linear::add_into;
+use super::matrix::MatrixMut;
+use super::real::Real;
+use super::{CpuKernel, expect_below, expect_len};
+use crate::device::{Buffer, Cpu, DeviceError};
+
+/// Rows of one part of the forward.
+const ROWS: usize = 32;
+/// Channels of one part of the backward: a part adds all tokens' gradients, in their order, to its channels.
+const WIDTH: usize = 64;
+
+/// `out[b, t] = wte[tokens[b, t]] + wpe[t]`
+#[derive(Clone, Debug)]
+pub struct EncoderForward {
+    /// `[B, T]`, i32
+    pub tokens: Buffer,
+    /// `[V, C]`
+    pub wte: Buffer,
+    /// `[T, C]` or longer; none: positions make no difference
+    pub wpe: Option<Buffer>,
+    /// `[B, T, C]`
+    pub out: Buffer,
+    /// Positions `T`.
+    pub positions: usize,
+}
+
+impl CpuKernel for EncoderForward {
+    const NAME: &'static str = "encoder_forward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.out.dtype(), T => self.compute::<T>(cpu))
+    }
+}
+
+impl EncoderForward {
+    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let tokens = self.tokens.host::<i32>()?;
+        let channels = channels(Self::NAME, "out", &self.out, tokens.len())?;
+        let wte = self.wte.host::<T>()?;
+        expect_below(Self::NAME, "tokens", &tokens, wte.len() / channels)?;
+        let wpe = self.wpe.as_ref().map(Buffer::host::<T>).transpose()?;
+        if let Some(wpe) = &wpe {
+            expect_positions(Self::NAME, wpe.len() / channels, self.positions, tokens.len())?;
+        }
+        let (tokens, wte, wpe) = (&*tokens, &*wte, wpe.as_deref());
+        let mut out = self.out.host_mut::<T>()?;
+        let parts = out.chunks_mut(ROWS * channels).enumerate().collect();
+        cpu.for_each_part(parts, |(part, out): (usize, &mut [T])| {
+            for (i, out) in out.chunks_exact_mut(channels).enumerate() {
+                let row = part * ROWS + i;
+                // Negative tokens were refused above.
+                let token = tokens[row].unsigned_abs() as usize;
+                out.copy_from_slice(&wte[token * channels..][..channels]);
+                if let Some(wpe) = wpe {
+                    let position = row % self.positions;
+                    add_into(cpu.isa(), &wpe[position * channels..][..channels], out);
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+/// `dwte[v] = Σ dout[b, t] over tokens[b, t] = v`, or added to what is there
+#[derive(Clone, Debug)]
+pub struct TokenBackward {
+    /// `[B, T]`, i32
+    pub tokens: Buffer,
+    /// `[B, T, C]`
+    pub dout: Buffer,
+    /// `[V, C]`
+    pub dwte: Buffer,
+    /// Add to `dwte` instead of overwriting it.
+    pub accumulate: bool,
+}
+
+impl CpuKernel for TokenBackward {
+    const NAME: &'static str = "token_backward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.dwte.dtype(), T => self.compute::<T>(cpu))
+    }
+}
+
+impl TokenBackward {
+    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let tokens = self.tokens.host::<i32>()?;
+        let channels = channels(Self::NAME, "dout", &self.dout, tokens.len())?;
+        let vocab = self.dwte.len() / channels;
+        expect_len(Self::NAME, "dwte", self.dwte.len(), vocab * channels)?;
+        expect_below(Self::NAME, "tokens", &tokens, vocab)?;
+        let dout = self.dout.host::<T>()?;
+        let mut dwte = self.dwte.host_mut::<T>()?;
+        let (tokens, dout) = (&*tokens, &*dout);
+        let parts = MatrixMut::dense(&mut dwte, vocab, channels).tiles(vocab.max(1), WIDTH);
+        cpu.for_each_part(parts, |mut part| {
+            if !self.accumulate {
+                for row in 0..part.out.row_count() {
+                    part.out.row_mut(row).fill(T::ZERO);
+                }
+            }
+            for (row, &token) in tokens.iter().enumerate() {
+                let dout = &dout[row * channels..][part.cols.clone()];
+                add_into(cpu.isa(), dout, part.out.row_mut(token.unsigned_abs() as usize));
+            }
+        });
+        Ok(())
+    }
+}
+
+/// `dwpe[t] = Σ_b dout[b, t]`, or added to what is there; positions beyond `T` get 0
+#[derive(Clone, Debug)]
+pub struct PositionBackward {
+    /// `[B, T, C]`
+    pub dout: Buffer,
+    /// `[T, C]` or longer
+    pub dwpe: Buffer,
+    /// Add to `dwpe` instead of overwriting it.
+    pub accumulate: bool,
+    /// Positions `T`.
+    pub positions: usize,
+    /// Channels `C`.
+    pub channels: usize,
+}
+
+impl CpuKernel for PositionBackward {
+    const NAME: &'static str = "position_backward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.dwpe.dtype(), T => self.compute::<T>(cpu))
+    }
+}
+
+impl PositionBackward {
+    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let (positions, channels) = (self.positions, self.channels.max(1));
+        let rows = self.dout.len() / channels;
+        expect_len(Self::NAME, "dout", self.dout.len(), rows * channels)?;
+        expect_positions(Self::NAME, self.dwpe.len() / channels, positions, rows)?;
+        let dout = self.dout.host::<T>()?;
+        let mut dwpe = self.dwpe.host_mut::<T>()?;
+        let dout = &*dout;
+        let parts = dwpe.chunks_mut(ROWS * channels).enumerate().collect();
+        cpu.for_each_part(parts, |(part, dwpe): (usize, &mut [T])| {
+            if !self.accumulate {
+                dwpe.fill(T::ZERO);
+            }
+            for (i, dwpe) in dwpe.chunks_exact_mut(channels).enumerate() {
+                let position = part * ROWS + i;
+                if position < positions {
+                    sum_positions(cpu.isa(), dout, position, positions, dwpe);
+                }
+            }
+        });
+        Ok(())
+    }
+}
+
+kernel! {
+    /// Adds the rows of one position, of all samples.
+    fn sum_positions<'a, T>(dout: &'a [T], position: usize, positions: usize, dwpe: &'a mut [T]) -> () {
+        let channels = dwpe.len();
+        for row in dout.chunks_exact(channels).skip(position).step_by(positions) {
+            for (sum, &d) in dwpe.iter_mut().zip(row) {
+                *sum += d;
+            }
+        }
+    }
+}
+
+fn channels(op: &'static str, name: &str, buffer: &Buffer, tokens: usize) -> Result<usize, DeviceError> {
+    let channels = buffer.len() / tokens.max(1);
+    expect_len(op, name, buffer.len(), tokens * channels)?;
+    Ok(channels.max(1))
+}
+
+fn expect_positions(
+    op: &'static str,
+    known: usize,
+    positions: usize,
+    rows: usize,
+) -> Result<(), DeviceError> {
+    if positions == 0 || positions > known || !rows.is_multiple_of(positions) {
+        let what = format!("{rows} rows of {positions} positions, with {known} position embeddings");
+        return Err(DeviceError::Shape { op, what });
+    }
+    Ok(())
+}

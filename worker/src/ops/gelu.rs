@@ -1,0 +1,106 @@
+//! GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016): `½x(1 + tanh u)` with `u = √(2/π)(x + 0.044715x³)`.
+//!
+//! As `½(1 + tanh u) = σ(2u)`, one exponential and one division do it.
+
+#![expect(
+    clippy::inline_always,
+    reason = "so that it is compiled for each instruction set"
+)]
+
+use super::kernel::{by_dtype, kernel};
+use super::real::Real;
+use super::{CpuKernel, expect_len};
+use crate::device::{Buffer, Cpu, DeviceError};
+
+/// Elements of one part of the work.
+const PART: usize = 16_384;
+/// 2√(2/π)
+const TWICE_ROOT: f64 = 1.595_769_121_605_730_7;
+const CUBIC: f64 = 0.044_715;
+
+/// `out[i] = gelu(inp[i])`
+#[derive(Clone, Debug)]
+pub struct GeluForward {
+    /// `[n]`
+    pub inp: Buffer,
+    /// `[n]`
+    pub out: Buffer,
+}
+
+impl CpuKernel for GeluForward {
+    const NAME: &'static str = "gelu_forward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.out.dtype(), T => self.compute::<T>(cpu))
+    }
+}
+
+impl GeluForward {
+    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
+        let inp = self.inp.host::<T>()?;
+        let mut out = self.out.host_mut::<T>()?;
+        let parts = inp.chunks(PART).zip(out.chunks_mut(PART)).collect();
+        cpu.for_each_part(parts, |(inp, out): (&[T], &mut [T])| gelu(cpu.isa(), inp, out));
+        Ok(())
+    }
+}
+
+/// `dinp[i] = dout[i] · gelu′(inp[i])`, and `out[i] = gelu(inp[i])` once more, both in place: the output need not be
+/// kept from forward to backward.
+#[derive(Clone, Debug)]
+pub struct GeluBackward {
+    /// `[n]`: `inp`, becomes `out`
+    pub inp_out: Buffer,
+    /// `[n]`: `dout`, becomes `dinp`
+    pub dout_dinp: Buffer,
+}
+
+impl CpuKernel for GeluBackward {
+    const NAME: &'static str = "gelu_backward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.inp_out.dtype(), T => self.compute::<T>(cpu))
+    }
+}
+
+impl GeluBackward {
+    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
+        let mut inp_out = self.inp_out.host_mut::<T>()?;
+        let mut dout_dinp = self.dout_dinp.host_mut::<T>()?;
+        let parts = inp_out.chunks_mut(PART).zip(dout_dinp.chunks_mut(PART)).collect();
+        cpu.for_each_part(parts, |(inp, dout): (&mut [T], &mut [T])| {
+            gelu_back(cpu.isa(), inp, dout);
+        });
+        Ok(())
+    }
+}
+
+kernel! {
+    fn gelu<'a, T>(inp: &'a [T], out: &'a mut [T]) -> () {
+        for (out, &x) in out.iter_mut().zip(inp) {
+            *out = x * gate(x);
+        }
+    }
+}
+
+kernel! {
+    fn gelu_back<'a, T>(inp_out: &'a mut [T], dout_dinp: &'a mut [T]) -> () {
+        let (root, slope) = (T::of(TWICE_ROOT), T::of(3.0 * TWICE_ROOT * CUBIC));
+        for (x, d) in inp_out.iter_mut().zip(dout_dinp) {
+            let gate = gate(*x);
+            // d/dx x·σ(w) = σ + x·σ(1 − σ)·w′, with w = 2u.
+            let dw = root + slope * *x * *x;
+            *d *= gate + *x * gate * (T::ONE - gate) * dw;
+            *x *= gate;
+        }
+    }
+}
+
+/// σ(2u)
+#[inline(always)]
+fn gate<T: Real>(x: T) -> T {
+    let w = x * (T::of(TWICE_ROOT) + T::of(TWICE_ROOT * CUBIC) * x * x);
+    T::ONE / (T::ONE + (-w).exp())
+}

@@ -1,0 +1,233 @@
+//! Layer normalisation (Ba, Kiros & Hinton 2016) with gain and bias.
+//!
+//! Backward takes the input and normalises it again: neither the output nor the statistics need to be kept.
+
+#![expect(
+    clippy::inline_always,
+    reason = "so that it is compiled for each instruction set"
+)]
+
+use super::kernel::{by_dtype, kernel, with_scratch};
+use super::linear::add_into;
+use super::real::{Real, sum_map, sum_map2};
+use super::{CpuKernel, expect_len};
+use crate::device::{Buffer, Cpu, DeviceError};
+
+/// Added to the variance, as in GPT-2.
+const EPSILON: f64 = 1e-5;
+/// Rows of one part of the work.
+const ROWS: usize = 32;
+
+/// `out = (inp − mean)/√(variance + ε) · weight + bias`, by rows
+#[derive(Clone, Debug)]
+pub struct LayerNormForward {
+    /// `[R, C]`
+    pub inp: Buffer,
+    /// `[C]`
+    pub weight: Buffer,
+    /// `[C]`
+    pub bias: Buffer,
+    /// `[R, C]`
+    pub out: Buffer,
+}
+
+impl CpuKernel for LayerNormForward {
+    const NAME: &'static str = "layernorm_forward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.out.dtype(), T => self.compute::<T>(cpu))
+    }
+}
+
+impl LayerNormForward {
+    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let channels = self.weight.len();
+        expect_len(Self::NAME, "bias", self.bias.len(), channels)?;
+        expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
+        expect_rows(Self::NAME, self.inp.len(), channels)?;
+        let (inp, weight, bias) = (
+            self.inp.host::<T>()?,
+            self.weight.host::<T>()?,
+            self.bias.host::<T>()?,
+        );
+        let (weight, bias) = (&*weight, &*bias);
+        let mut out = self.out.host_mut::<T>()?;
+        let parts = inp
+            .chunks(ROWS * channels)
+            .zip(out.chunks_mut(ROWS * channels))
+            .collect();
+        cpu.for_each_part(parts, |(inp, out): (&[T], &mut [T])| {
+            normalize(cpu.isa(), inp, weight, bias, out);
+        });
+        Ok(())
+    }
+}
+
+/// Gradients of [`LayerNormForward`].
+#[derive(Clone, Debug)]
+pub struct LayerNormBackward {
+    /// `[R, C]`
+    pub dout: Buffer,
+    /// `[R, C]`
+    pub inp: Buffer,
+    /// `[C]`
+    pub weight: Buffer,
+    /// `[R, C]`
+    pub dinp: Buffer,
+    /// `[C]`
+    pub dweight: Buffer,
+    /// `[C]`
+    pub dbias: Buffer,
+    /// Add to `dinp`, where the gradient of the residual stream around the layer is, instead of overwriting it.
+    pub accumulate_dinp: bool,
+    /// Add to `dweight` instead of overwriting it.
+    pub accumulate_dweight: bool,
+    /// Add to `dbias` instead of overwriting it.
+    pub accumulate_dbias: bool,
+}
+
+impl CpuKernel for LayerNormBackward {
+    const NAME: &'static str = "layernorm_backward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.dinp.dtype(), T => self.compute::<T>(cpu))
+    }
+}
+
+impl LayerNormBackward {
+    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let channels = self.weight.len();
+        expect_rows(Self::NAME, self.inp.len(), channels)?;
+        expect_len(Self::NAME, "dout", self.dout.len(), self.inp.len())?;
+        expect_len(Self::NAME, "dinp", self.dinp.len(), self.inp.len())?;
+        expect_len(Self::NAME, "dweight", self.dweight.len(), channels)?;
+        expect_len(Self::NAME, "dbias", self.dbias.len(), channels)?;
+        let (dout, inp, weight) = (
+            self.dout.host::<T>()?,
+            self.inp.host::<T>()?,
+            self.weight.host::<T>()?,
+        );
+        let weight = &*weight;
+        let mut dinp = self.dinp.host_mut::<T>()?;
+
+        // Each part sums its rows; the sums are combined in the order of the parts.
+        let chunk = ROWS * channels;
+        with_scratch::<T, _>(inp.len().div_ceil(chunk) * 2 * channels, |sums| {
+            let parts = dout
+                .chunks(chunk)
+                .zip(inp.chunks(chunk))
+                .zip(dinp.chunks_mut(chunk))
+                .zip(sums.chunks_mut(2 * channels))
+                .map(|(((dout, inp), dinp), sums)| Rows {
+                    dout,
+                    inp,
+                    dinp,
+                    sums,
+                })
+                .collect();
+            let accumulate = self.accumulate_dinp;
+            cpu.for_each_part(parts, |rows| normalize_back(cpu.isa(), rows, weight, accumulate));
+            self.add_sums::<T>(cpu, sums)
+        })
+    }
+
+    fn add_sums<T: Real>(&self, cpu: &Cpu, sums: &[T]) -> Result<(), DeviceError> {
+        let (mut dweight, mut dbias) = (self.dweight.host_mut::<T>()?, self.dbias.host_mut::<T>()?);
+        if !self.accumulate_dweight {
+            dweight.fill(T::ZERO);
+        }
+        if !self.accumulate_dbias {
+            dbias.fill(T::ZERO);
+        }
+        let channels = dweight.len();
+        for sums in sums.chunks(2 * channels) {
+            let (weight_sums, bias_sums) = sums.split_at(channels);
+            add_into(cpu.isa(), weight_sums, &mut dweight);
+            add_into(cpu.isa(), bias_sums, &mut dbias);
+        }
+        Ok(())
+    }
+}
+
+/// What one part of the backward touches.
+struct Rows<'a, T> {
+    dout: &'a [T],
+    inp: &'a [T],
+    dinp: &'a mut [T],
+    /// `[2, C]`: of `dout · normalised` and of `dout`.
+    sums: &'a mut [T],
+}
+
+kernel! {
+    fn normalize<'a, T>(inp: &'a [T], weight: &'a [T], bias: &'a [T], out: &'a mut [T]) -> () {
+        let channels = weight.len();
+        for (x, out) in inp.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
+            let (mean, scale) = statistics(x);
+            for i in 0..channels {
+                out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+            }
+        }
+    }
+}
+
+kernel! {
+    fn normalize_back<'a, T>(rows: Rows<'a, T>, weight: &'a [T], accumulate: bool) -> () {
+        let channels = weight.len();
+        let share = T::ONE / T::of(channels as f64);
+        rows.sums.fill(T::ZERO);
+        let (weight_sums, bias_sums) = rows.sums.split_at_mut(channels);
+        let inputs = rows.dout.chunks_exact(channels).zip(rows.inp.chunks_exact(channels));
+        for ((dout, x), dinp) in inputs.zip(rows.dinp.chunks_exact_mut(channels)) {
+            let (mean, scale) = statistics(x);
+            // With n = (x − mean)·scale and g = dout·weight: dinp = scale·(g − mean(g) − n·mean(g·n)).
+            let g_mean = sum_map2(dout, weight, |d, w| d * w) * share;
+            let gn_mean = {
+                let lanes = sum_of_products(dout, weight, x, mean);
+                lanes * scale * share
+            };
+            for i in 0..channels {
+                let n = (x[i] - mean) * scale;
+                let d = (dout[i] * weight[i] - g_mean - n * gn_mean) * scale;
+                dinp[i] = if accumulate { dinp[i] + d } else { d };
+                weight_sums[i] += dout[i] * n;
+                bias_sums[i] += dout[i];
+            }
+        }
+    }
+}
+
+/// `Σ dout · weight · (x − mean)`
+#[inline(always)]
+fn sum_of_products<T: Real>(dout: &[T], weight: &[T], x: &[T], mean: T) -> T {
+    use super::real::{LANES, sum_lanes};
+    let n = dout.len().min(weight.len()).min(x.len());
+    let (dout, weight, x) = (&dout[..n], &weight[..n], &x[..n]);
+    let mut lanes = [T::ZERO; LANES];
+    let whole = n - n % LANES;
+    for first in (0..whole).step_by(LANES) {
+        for i in 0..LANES {
+            lanes[i] += dout[first + i] * weight[first + i] * (x[first + i] - mean);
+        }
+    }
+    for i in whole..n {
+        lanes[i - whole] += dout[i] * weight[i] * (x[i] - mean);
+    }
+    sum_lanes(lanes)
+}
+
+/// Mean, and 1/√(variance + ε), of a row.
+#[inline(always)]
+fn statistics<T: Real>(x: &[T]) -> (T, T) {
+    let share = T::ONE / T::of(x.len() as f64);
+    let mean = sum_map(x, |x| x) * share;
+    let variance = sum_map(x, |x| (x - mean) * (x - mean)) * share;
+    (mean, T::ONE / (variance + T::of(EPSILON)).sqrt())
+}
+
+fn expect_rows(op: &'static str, len: usize, channels: usize) -> Result<(), DeviceError> {
+    if channels == 0 || !len.is_multiple_of(channels) {
+        let what = format!("`inp` has {len} elements, which is no number of rows of {channels}");
+        return Err(DeviceError::Shape { op, what });
+    }
+    Ok(())
+}

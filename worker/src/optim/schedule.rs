@@ -1,0 +1,116 @@
+//! The learning rate: linear warm-up, then half a cosine (Loshchilov & Hutter 2017) or a constant.
+
+use std::f64::consts::PI;
+
+use crate::config::{LearningRate, Optimizer, Schedule};
+
+/// Learning rate of `step` (from 0) in a run of `steps`.
+///
+/// The warm-up steps climb linearly from 0, exclusive, and the first step after them has the peak. The last step of
+/// the run has `min_lr`. The same bits on every machine: ranks must agree, whatever their C library.
+#[must_use]
+pub fn learning_rate(step: u64, steps: u64, optimizer: &Optimizer, schedule: &Schedule) -> f32 {
+    let peak = f64::from(optimizer.lr);
+    let warmup = schedule.warmup_steps;
+    if step < warmup {
+        return (peak * (step + 1) as f64 / (warmup + 1) as f64) as f32;
+    }
+    match schedule.kind {
+        LearningRate::Constant => optimizer.lr,
+        LearningRate::Cosine => {
+            let decay_steps = steps.saturating_sub(warmup + 1).max(1);
+            let progress = ((step - warmup) as f64 / decay_steps as f64).min(1.0);
+            let low = f64::from(schedule.min_lr);
+            // The series may end a rounding error below −1.
+            (low + (peak - low) * 0.5 * (1.0 + cos_pi(progress)).max(0.0)) as f32
+        }
+    }
+}
+
+/// cos(πx) for 0 ≤ x ≤ 1, by the Taylor series of sin(π(½ − x)) in plain multiplications and additions.
+fn cos_pi(x: f64) -> f64 {
+    const TERMS: u32 = 12;
+    let y = PI * (0.5 - x);
+    let square = y * y;
+    let mut term = y;
+    let mut sum = y;
+    for k in 1..TERMS {
+        term *= -square / f64::from(2 * k * (2 * k + 1));
+        sum += term;
+    }
+    sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rate(step: u64, kind: LearningRate) -> f32 {
+        let optimizer = Optimizer {
+            lr: 1e-3,
+            ..Optimizer::default()
+        };
+        let schedule = Schedule {
+            kind,
+            warmup_steps: 4,
+            min_lr: 1e-4,
+        };
+        learning_rate(step, 105, &optimizer, &schedule)
+    }
+
+    fn assert_close(step: u64, found: f32, expected: f32) {
+        let error = (found - expected).abs();
+        assert!(
+            error <= expected * 2e-7,
+            "step {step}: {found} instead of {expected}"
+        );
+    }
+
+    #[test]
+    fn golden_values() {
+        // 4 steps of warm-up, then 100 steps from 1e-3 down to 1e-4: a quarter, the middle and the end of the
+        // cosine are at 1e-4 + 9e-4 · {(1 + √½)/2, 1/2, 0}.
+        let cases = [
+            (0, 2e-4),
+            (1, 4e-4),
+            (3, 8e-4),
+            (4, 1e-3),
+            (29, 8.681_980_5e-4),
+            (54, 5.5e-4),
+            (104, 1e-4),
+            (1000, 1e-4),
+        ];
+        for (step, expected) in cases {
+            assert_close(step, rate(step, LearningRate::Cosine), expected);
+        }
+    }
+
+    #[test]
+    fn a_constant_rate_still_warms_up() {
+        assert_close(0, rate(0, LearningRate::Constant), 2e-4);
+        assert_close(4, rate(4, LearningRate::Constant), 1e-3);
+        assert_close(104, rate(104, LearningRate::Constant), 1e-3);
+    }
+
+    #[test]
+    fn the_cosine_is_one() {
+        for i in 0..=1000 {
+            let x = f64::from(i) / 1000.0;
+            assert!((cos_pi(x) - (PI * x).cos()).abs() < 1e-15, "cos(π · {x})");
+        }
+    }
+
+    #[test]
+    fn a_run_that_is_all_warm_up_or_one_step_has_a_rate() {
+        let schedule = Schedule {
+            warmup_steps: 10,
+            ..Schedule::default()
+        };
+        for steps in 0..12 {
+            for step in 0..12 {
+                let rate = learning_rate(step, steps, &Optimizer::default(), &schedule);
+                assert!(rate.is_finite() && rate >= 0.0);
+            }
+        }
+    }
+}

@@ -1,0 +1,412 @@
+//! Where each gradient lies in the arena, and which bucket it is reduced with.
+//!
+//! Gradients lie in the order in which backward finishes them, so a bucket is a contiguous range, reduced in place.
+//! The layout is a pure function of sizes, order, bucket sizes and world size: right from step 0, never rebuilt from
+//! what one rank saw. All synchronisation modes share it, so they add the same numbers in the same order.
+//!
+//! A bucket is padded to a multiple of world size × [`CHUNK`] elements. Equal slices of a bucket, one a rank, are
+//! therefore whole chunks of the global norm, and the norm does not depend on whether one rank or all of them hold
+//! a bucket. Padding is zero and stays zero: nobody writes it, and sums, moments and updates of zeros are zeros.
+
+use std::fmt::Write as _;
+use std::ops::Range;
+
+use crate::config::Parallel;
+use crate::device::DType;
+use crate::model::{Model, ParamId};
+use crate::ops::CHUNK;
+
+/// First byte of every gradient, relative to its arena: a cache line, and the widest vector.
+const ALIGNMENT_BYTES: usize = 64;
+
+const MIB: f64 = 1_048_576.0;
+
+/// What the layout must know of one gradient.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GradSpec {
+    /// For errors; unique.
+    pub name: String,
+    /// Shape of the parameter.
+    pub shape: Vec<usize>,
+    /// How many times it is reported in one micro-batch: once for each place where the parameter is used.
+    pub contributions: usize,
+}
+
+impl GradSpec {
+    /// A parameter that is used in one place.
+    pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
+        Self {
+            name: name.into(),
+            shape: shape.to_vec(),
+            contributions: 1,
+        }
+    }
+
+    /// The gradients of a model, by parameter.
+    #[must_use]
+    pub fn of_model(model: &Model) -> Vec<Self> {
+        let with_uses = model.params.iter().zip(model.uses());
+        with_uses
+            .map(|(param, contributions)| Self {
+                name: param.name.clone(),
+                shape: param.shape.clone(),
+                contributions,
+            })
+            .collect()
+    }
+
+    fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Sizes of buckets, and for whom they are cut.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayoutConfig {
+    /// Size of the first bucket: small, so that communication starts early.
+    pub first_bucket_bytes: usize,
+    /// Size of the others: large, so that few operations carry much.
+    pub bucket_bytes: usize,
+    /// Ranks over which a bucket can be cut into equal slices.
+    pub world_size: usize,
+    /// Type of the gradients in their arena.
+    pub dtype: DType,
+}
+
+impl LayoutConfig {
+    /// 1 MiB, then 25 MiB, of f32.
+    #[must_use]
+    pub const fn new(world_size: usize) -> Self {
+        Self {
+            first_bucket_bytes: 1 << 20,
+            bucket_bytes: 25 << 20,
+            world_size,
+            dtype: DType::F32,
+        }
+    }
+
+    /// The sizes of a `train.yaml`.
+    #[must_use]
+    pub fn of(parallel: &Parallel, world_size: usize) -> Self {
+        Self {
+            first_bucket_bytes: (parallel.first_bucket_mb * MIB) as usize,
+            bucket_bytes: (parallel.bucket_mb * MIB) as usize,
+            ..Self::new(world_size)
+        }
+    }
+}
+
+/// A contiguous range of gradients that are reduced together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bucket {
+    /// Elements of the arena, padding included.
+    pub range: Range<usize>,
+    /// Its gradients, in the order of their memory.
+    pub params: Vec<ParamId>,
+}
+
+/// The order does not name every parameter exactly once.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LayoutError {
+    /// A parameter that backward never finishes.
+    #[error(
+        "parameter `{0}` is not in the order of backward\n  hint: a parameter that no block uses cannot be trained"
+    )]
+    Unordered(String),
+    /// A parameter that backward finishes twice.
+    #[error("parameter `{0}` is in the order of backward more than once")]
+    Twice(String),
+    /// A parameter that does not exist.
+    #[error("the order of backward names parameter {id}, but there are {count}")]
+    Unknown {
+        /// Its index.
+        id: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// No rank, or nothing to reduce.
+    #[error("a gradient layout needs at least one rank and one parameter")]
+    Empty,
+}
+
+/// See the module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GradientLayout {
+    specs: Vec<GradSpec>,
+    dtype: DType,
+    order: Vec<ParamId>,
+    ranges: Vec<Range<usize>>,
+    buckets: Vec<Bucket>,
+}
+
+impl GradientLayout {
+    /// Lays out the gradients `specs` (by parameter) in `order`.
+    pub fn new(specs: Vec<GradSpec>, order: &[ParamId], config: &LayoutConfig) -> Result<Self, LayoutError> {
+        if specs.is_empty() || config.world_size == 0 {
+            return Err(LayoutError::Empty);
+        }
+        check_order(&specs, order)?;
+        let alignment = ALIGNMENT_BYTES / config.dtype.bytes();
+        let mut ranges = vec![0..0; specs.len()];
+        let mut buckets: Vec<Bucket> = Vec::new();
+        for params in group(&specs, order, config) {
+            let start = buckets.last().map_or(0, |b| b.range.end);
+            let mut end = start;
+            for id in &params {
+                ranges[id.0] = end..end + specs[id.0].len();
+                end = (end + specs[id.0].len()).next_multiple_of(alignment);
+            }
+            let len = (end - start).next_multiple_of(config.world_size * CHUNK);
+            buckets.push(Bucket {
+                range: start..start + len,
+                params,
+            });
+        }
+        Ok(Self {
+            specs,
+            dtype: config.dtype,
+            order: order.to_vec(),
+            ranges,
+            buckets,
+        })
+    }
+
+    /// The layout of a model's gradients.
+    pub fn of_model(model: &Model, config: &LayoutConfig) -> Result<Self, LayoutError> {
+        Self::new(GradSpec::of_model(model), &model.backward_order(), config)
+    }
+
+    /// Number of parameters.
+    #[must_use]
+    pub fn params(&self) -> usize {
+        self.specs.len()
+    }
+
+    /// What is known of a gradient.
+    ///
+    /// # Panics
+    /// If there is no such parameter.
+    #[must_use]
+    pub fn spec(&self, id: ParamId) -> &GradSpec {
+        &self.specs[id.0]
+    }
+
+    /// Elements of a gradient in the arena. Parameters and moments use the same ranges of theirs.
+    ///
+    /// # Panics
+    /// If there is no such parameter.
+    #[must_use]
+    pub fn range(&self, id: ParamId) -> Range<usize> {
+        self.ranges[id.0].clone()
+    }
+
+    /// Parameters in the order of their memory.
+    #[must_use]
+    pub fn order(&self) -> &[ParamId] {
+        &self.order
+    }
+
+    /// Buckets in the order of their memory, which is the order in which they are reduced.
+    #[must_use]
+    pub fn buckets(&self) -> &[Bucket] {
+        &self.buckets
+    }
+
+    /// Index of the bucket of a parameter.
+    #[must_use]
+    pub fn bucket_of(&self, id: ParamId) -> Option<usize> {
+        let range = self.ranges.get(id.0)?;
+        Some(self.buckets.partition_point(|b| b.range.end <= range.start))
+    }
+
+    /// Type of the gradients.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// Elements of the arena, padding included: a multiple of [`CHUNK`].
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.buckets.last().map_or(0, |b| b.range.end)
+    }
+
+    /// Never: a layout has at least one parameter.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Hash of all of it, for ranks to compare before the first step.
+    #[must_use]
+    pub fn signature(&self) -> String {
+        let mut text = format!("{}\n", self.dtype);
+        for id in &self.order {
+            let (spec, range) = (&self.specs[id.0], &self.ranges[id.0]);
+            let _ = writeln!(
+                text,
+                "{} {} {:?} {} {range:?}",
+                id.0, spec.name, spec.shape, spec.contributions
+            );
+        }
+        for bucket in &self.buckets {
+            let _ = writeln!(text, "{:?}", bucket.range);
+        }
+        blake3::hash(text.as_bytes()).to_hex()[..16].to_owned()
+    }
+}
+
+fn check_order(specs: &[GradSpec], order: &[ParamId]) -> Result<(), LayoutError> {
+    let mut seen = vec![false; specs.len()];
+    for id in order {
+        let Some(seen) = seen.get_mut(id.0) else {
+            return Err(LayoutError::Unknown {
+                id: id.0,
+                count: specs.len(),
+            });
+        };
+        if std::mem::replace(seen, true) {
+            return Err(LayoutError::Twice(specs[id.0].name.clone()));
+        }
+    }
+    match seen.iter().position(|seen| !seen) {
+        Some(id) => Err(LayoutError::Unordered(specs[id].name.clone())),
+        None => Ok(()),
+    }
+}
+
+/// Cuts the order into buckets: each as full as its size allows, a larger parameter alone.
+fn group(specs: &[GradSpec], order: &[ParamId], config: &LayoutConfig) -> Vec<Vec<ParamId>> {
+    let mut groups: Vec<Vec<ParamId>> = Vec::new();
+    let mut open_bytes = 0;
+    for id in order {
+        let bytes = specs[id.0].len() * config.dtype.bytes();
+        let capacity = |group: usize| match group {
+            0 => config.first_bucket_bytes,
+            _ => config.bucket_bytes,
+        };
+        match groups.len().checked_sub(1) {
+            Some(open) if open_bytes + bytes <= capacity(open) => {
+                groups[open].push(*id);
+                open_bytes += bytes;
+            }
+            _ => {
+                groups.push(vec![*id]);
+                open_bytes = bytes;
+            }
+        }
+    }
+    groups
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn specs(sizes: &[usize]) -> Vec<GradSpec> {
+        let named = sizes.iter().enumerate();
+        named
+            .map(|(i, &len)| GradSpec::new(format!("p{i}"), &[len]))
+            .collect()
+    }
+
+    fn reversed(count: usize) -> Vec<ParamId> {
+        (0..count).rev().map(ParamId).collect()
+    }
+
+    fn config(first: usize, rest: usize, world_size: usize) -> LayoutConfig {
+        LayoutConfig {
+            first_bucket_bytes: first,
+            bucket_bytes: rest,
+            ..LayoutConfig::new(world_size)
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn gradients_lie_in_order_aligned_and_apart(
+            sizes in prop::collection::vec(1_usize..60_000, 1..30),
+            first in 0_usize..100_000,
+            rest in 0_usize..400_000,
+            world_size in 1_usize..9,
+        ) {
+            let order = reversed(sizes.len());
+            let layout = GradientLayout::new(specs(&sizes), &order, &config(first, rest, world_size)).unwrap();
+            let mut end = 0;
+            for id in &order {
+                let range = layout.range(*id);
+                prop_assert!(range.start >= end, "{range:?} begins before {end}");
+                prop_assert_eq!(range.len(), sizes[id.0]);
+                prop_assert_eq!(range.start * 4 % ALIGNMENT_BYTES, 0);
+                let bucket = layout.bucket_of(*id).unwrap();
+                prop_assert!(layout.buckets()[bucket].params.contains(id));
+                end = range.end;
+            }
+            prop_assert!(layout.len() >= end);
+        }
+
+        #[test]
+        fn buckets_are_contiguous_padded_and_as_full_as_they_may_be(
+            sizes in prop::collection::vec(1_usize..60_000, 1..30),
+            first in 0_usize..100_000,
+            rest in 0_usize..400_000,
+            world_size in 1_usize..9,
+        ) {
+            let order = reversed(sizes.len());
+            let layout = GradientLayout::new(specs(&sizes), &order, &config(first, rest, world_size)).unwrap();
+            let mut end = 0;
+            for (i, bucket) in layout.buckets().iter().enumerate() {
+                prop_assert_eq!(bucket.range.start, end);
+                prop_assert_eq!(bucket.range.len() % (world_size * CHUNK), 0);
+                end = bucket.range.end;
+                let bytes: usize = bucket.params.iter().map(|id| 4 * sizes[id.0]).sum();
+                let capacity = if i == 0 { first } else { rest };
+                prop_assert!(bytes <= capacity || bucket.params.len() == 1);
+                if let Some(next) = layout.buckets().get(i + 1) {
+                    prop_assert!(bytes + 4 * sizes[next.params[0].0] > capacity, "bucket {} ended early", i);
+                }
+            }
+            let all: Vec<ParamId> = layout.buckets().iter().flat_map(|b| b.params.clone()).collect();
+            prop_assert_eq!(all, order);
+            prop_assert_eq!(end, layout.len());
+        }
+    }
+
+    #[test]
+    fn a_parameter_larger_than_a_bucket_has_one_of_its_own() {
+        let sizes = [1000, 200_000, 1000, 1000];
+        let layout = GradientLayout::new(specs(&sizes), &reversed(4), &config(4000, 100_000, 2)).unwrap();
+        let params: Vec<Vec<usize>> = layout
+            .buckets()
+            .iter()
+            .map(|b| b.params.iter().map(|p| p.0).collect())
+            .collect();
+        assert_eq!(params, [vec![3], vec![2], vec![1], vec![0]]);
+    }
+
+    #[test]
+    fn the_signature_depends_on_everything() {
+        let layout = |sizes: &[usize], first, world_size| {
+            let order = reversed(sizes.len());
+            GradientLayout::new(specs(sizes), &order, &config(first, 1 << 20, world_size)).unwrap()
+        };
+        let base = layout(&[10, 20], 1 << 20, 2).signature();
+        assert_eq!(base, layout(&[10, 20], 1 << 20, 2).signature());
+        assert_ne!(base, layout(&[20, 10], 1 << 20, 2).signature());
+        assert_ne!(base, layout(&[10, 20], 0, 2).signature());
+        assert_ne!(base, layout(&[10, 20], 1 << 20, 4).signature());
+    }
+
+    #[test]
+    fn a_wrong_order_is_named() {
+        let error = |order: &[usize]| {
+            let order: Vec<ParamId> = order.iter().map(|&i| ParamId(i)).collect();
+            GradientLayout::new(specs(&[1, 1]), &order, &config(1, 1, 1)).unwrap_err()
+        };
+        assert_eq!(error(&[0]), LayoutError::Unordered("p1".into()));
+        assert_eq!(error(&[0, 1, 0]), LayoutError::Twice("p0".into()));
+        assert_eq!(error(&[0, 7]), LayoutError::Unknown { id: 7, count: 2 });
+    }
+}

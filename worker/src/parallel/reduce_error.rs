@@ -1,0 +1,96 @@
+//! Errors of the reducer name the parameter and its bucket.
+
+use crate::collective::{CollectiveError, WorkError};
+use crate::device::DeviceError;
+
+/// Why gradients could not be averaged.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReduceError {
+    /// There is no such parameter.
+    #[error("a gradient of parameter {id} was reported, but there are {count} parameters")]
+    Unknown {
+        /// Its index.
+        id: usize,
+        /// How many there are.
+        count: usize,
+    },
+    /// Reported more often than the layout says.
+    #[error(
+        "gradient of `{param}` (bucket {bucket}) was reported {times} times in micro-batch {micro_batch}, expected {expected}"
+    )]
+    Double {
+        /// Name of the parameter.
+        param: String,
+        /// Its bucket.
+        bucket: usize,
+        /// Micro-batch of the step, from 0.
+        micro_batch: usize,
+        /// How often it was reported.
+        times: usize,
+        /// How often it should be.
+        expected: usize,
+    },
+    /// Not reported, or less often than the layout says.
+    #[error(
+        "gradient of `{param}` (bucket {bucket}) was reported {times} times in micro-batch {micro_batch}, expected {expected}; {missing} gradients are missing in all\n  hint: every parameter must take part in every micro-batch"
+    )]
+    Missing {
+        /// Name of the first missing parameter in layout order.
+        param: String,
+        /// Its bucket.
+        bucket: usize,
+        /// Micro-batch of the step, from 0.
+        micro_batch: usize,
+        /// How often it was reported.
+        times: usize,
+        /// How often it should be.
+        expected: usize,
+        /// Number of parameters with a report missing.
+        missing: usize,
+    },
+    /// Memory of a gradient was asked for after its last report: it may be on its way to other ranks.
+    #[error("gradient of `{param}` (bucket {bucket}) was asked for after it was reported ready")]
+    Late {
+        /// Name of the parameter.
+        param: String,
+        /// Its bucket.
+        bucket: usize,
+    },
+    /// The step was ended in the wrong micro-batch.
+    #[error("the step has {accumulation} micro-batches, but {what} in micro-batch {micro_batch} (from 0)")]
+    MicroBatches {
+        /// Micro-batches of a step.
+        accumulation: usize,
+        /// Where the step was.
+        micro_batch: usize,
+        /// What was done.
+        what: &'static str,
+    },
+    /// An earlier step left the ranks in disagreement.
+    #[error("the reducer cannot be used any more: {0}")]
+    Poisoned(String),
+    /// A collective failed.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+impl From<WorkError> for ReduceError {
+    fn from(error: WorkError) -> Self {
+        match error {
+            WorkError::Failed(error) => Self::Collective(error),
+            WorkError::Pending(error) => Self::Device(error),
+        }
+    }
+}
+
+impl From<ReduceError> for DeviceError {
+    fn from(error: ReduceError) -> Self {
+        match error {
+            ReduceError::Device(error) => error,
+            other => Self::Upstream(other.to_string()),
+        }
+    }
+}

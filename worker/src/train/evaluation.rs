@@ -1,0 +1,67 @@
+//! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
+
+use super::TrainError;
+use super::exchange::Exchange;
+use super::replica::{Batch, Replica};
+use super::world::World;
+use crate::data::{Tokens, eval_blocks};
+
+/// A target that the loss ignores: fills up the last micro-batch.
+const IGNORED: i32 = -1;
+
+/// The held-out text, cut into blocks.
+pub(super) struct Evaluation {
+    tokens: Tokens,
+    block_size: usize,
+}
+
+impl Evaluation {
+    pub(super) fn new(tokens: Tokens, block_size: usize) -> Self {
+        Self { tokens, block_size }
+    }
+
+    /// Mean loss over all positions of all blocks. Shares may be uneven: every position weighs the same. Every rank
+    /// must call it.
+    pub(super) fn mean_loss(
+        &self,
+        world: &World,
+        replica: &Replica,
+        exchange: &Exchange,
+    ) -> Result<f64, TrainError> {
+        let mut batch = Batch::new(replica.positions());
+        let rows = replica.positions() / self.block_size;
+        let mine = eval_blocks(
+            self.tokens.blocks(self.block_size),
+            world.rank() as u64,
+            world.size() as u64,
+        );
+        let (mut total, mut positions) = (0.0, 0);
+        let mut next = mine.start;
+        while next < mine.end {
+            world.check()?;
+            let taken = (mine.end - next).min(rows as u64);
+            self.fill(&mut batch, next, taken as usize)?;
+            total += replica.total_loss(&batch)?;
+            positions += taken as usize * self.block_size;
+            next += taken;
+        }
+        let shares = exchange.gather("validation loss", [total, positions as f64])?;
+        let sum = |column: usize| shares.iter().map(|share| share[column]).sum::<f64>();
+        Ok(sum(0) / sum(1))
+    }
+
+    /// The first `taken` rows are blocks from `first` on, the others are ignored.
+    fn fill(&self, batch: &mut Batch, first: u64, taken: usize) -> Result<(), TrainError> {
+        let inputs = batch.inputs.chunks_mut(self.block_size);
+        let rows = inputs.zip(batch.targets.chunks_mut(self.block_size));
+        for (row, (inputs, targets)) in rows.enumerate() {
+            if row < taken {
+                self.tokens.read_block(first + row as u64, inputs, targets)?;
+            } else {
+                inputs.fill(0);
+                targets.fill(IGNORED);
+            }
+        }
+        Ok(())
+    }
+}

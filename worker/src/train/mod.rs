@@ -1,0 +1,179 @@
+//! Training: the loop of one rank, from a configuration and a session to a summary.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
+//! | `world.rs` | this rank among the others: device, stream, communicator |
+//! | `trainer.rs` | the loop: data → forward → backward, reduced meanwhile → clip → step |
+//! | `replica.rs` | this rank's copy of the model, and one micro-batch through it |
+//! | `exchange.rs` | numbers that every rank tells all others |
+//! | `evaluation.rs` | validation, each rank its share |
+//! | `saving.rs` | checkpoints: saving, and resuming from one |
+//! | `recorder.rs`, `progress.rs`, `startup.rs`, `memory.rs` | what is told to files, agent and people |
+//!
+//! A worker stops at a step boundary when its agent asks: it saves and returns without an error. It stops with an
+//! error as soon as it learns that the generation is over; the next generation goes on from the latest checkpoint.
+
+mod error;
+mod evaluation;
+mod exchange;
+mod memory;
+mod progress;
+mod recorder;
+mod replica;
+mod saving;
+mod setup;
+mod startup;
+mod trainer;
+mod world;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Instant;
+
+use ddp_proto::control::Phase;
+
+use crate::config::TrainConfig;
+use crate::data::Entropies;
+use crate::device::Device;
+use crate::metrics::{MetricsLog, Summary};
+use crate::session::Session;
+
+pub use error::TrainError;
+
+use recorder::{Recorder, say};
+use setup::{Prepared, prepare};
+use trainer::Outcome;
+
+/// What a run has come to, as one rank knows it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RunSummary {
+    /// Steps finished since the run began.
+    pub steps: u64,
+    /// Training loss of the last step, mean over all ranks; none if there was nothing left to do.
+    pub loss: Option<f64>,
+    /// Validation loss at the end; none if the run was stopped before.
+    pub val_loss: Option<f64>,
+    /// Why the run was asked to stop early.
+    pub stopped: Option<String>,
+    /// Folder of the run.
+    pub out_dir: PathBuf,
+}
+
+/// Trains as `config` says, at the place in the job that `session` gives. Every rank of the generation must call it.
+///
+/// On failure the agent has been told; printing the error is left to the caller.
+pub fn run_worker(config: &TrainConfig, session: &Session) -> Result<RunSummary, TrainError> {
+    run(config, session, None)
+}
+
+/// As [`run_worker`], on a device of the caller's choice.
+pub fn run_worker_on(
+    device: Arc<dyn Device>,
+    config: &TrainConfig,
+    session: &Session,
+) -> Result<RunSummary, TrainError> {
+    run(config, session, Some(device))
+}
+
+fn run(
+    config: &TrainConfig,
+    session: &Session,
+    device: Option<Arc<dyn Device>>,
+) -> Result<RunSummary, TrainError> {
+    session.heartbeat(0, Phase::Starting, None);
+    let result = train(config, session, device).map_err(|error| match session.cancel().cause() {
+        // Whatever failed here then failed because of it.
+        Some(cause) => TrainError::GenerationOver {
+            rank: session.env().rank.get() as usize,
+            cause: cause.to_owned(),
+        },
+        None => error,
+    });
+    if let Err(error) = &result {
+        let (message, hint) = error.message_and_hint();
+        session.fail(&message, hint.as_deref());
+    }
+    result
+}
+
+fn train(
+    config: &TrainConfig,
+    session: &Session,
+    device: Option<Arc<dyn Device>>,
+) -> Result<RunSummary, TrainError> {
+    let started = Instant::now();
+    let mut prepared = prepare(config, session, device)?;
+    let rank = prepared.trainer.world.rank();
+    let first_step = prepared.trainer.first_step;
+    let log = match rank {
+        0 => Some(MetricsLog::open(&prepared.run_dir.metrics(), first_step)?),
+        _ => None,
+    };
+    if rank == 0 {
+        say(&startup::table(&prepared.trainer, &prepared.facts()));
+    }
+    let mut recorder = Recorder::new(log, first_step, config.train.steps);
+    let outcome = prepared.trainer.run(&mut prepared.reducer, &mut recorder)?;
+    if rank == 0 {
+        conclude(&prepared, &recorder, &outcome, started)?;
+    }
+    prepared.trainer.world.comm.shutdown();
+    Ok(RunSummary {
+        steps: outcome.steps,
+        loss: outcome.loss,
+        val_loss: outcome.val_loss,
+        stopped: outcome.stopped,
+        out_dir: prepared.run_dir.path().to_owned(),
+    })
+}
+
+/// Writes the summary, and says what the loss means.
+fn conclude(
+    prepared: &Prepared<'_>,
+    recorder: &Recorder,
+    outcome: &Outcome,
+    started: Instant,
+) -> Result<(), TrainError> {
+    let trainer = &prepared.trainer;
+    let config = trainer.config;
+    let env = trainer.session.env();
+    let entropies = prepared.dataset.val_entropies()?;
+    let samples = trainer.loader.consumed_before(outcome.steps);
+    let summary = Summary {
+        name: config.run.name.clone(),
+        run_id: env.run_id.clone(),
+        steps: outcome.steps,
+        complete: outcome.stopped.is_none(),
+        samples,
+        tokens: samples * config.model.block_size as u64,
+        parameters: trainer.replica.model.param_count() as u64,
+        loss: outcome.loss,
+        val_loss: outcome.val_loss,
+        entropies,
+        seconds: started.elapsed().as_secs_f64(),
+        tokens_per_s: recorder.tokens_per_s(),
+        world_size: env.world_size.get(),
+        generation: env.generation.get(),
+        restarts: env.restart_count,
+        checkpoint: trainer.checkpoints.last(),
+    };
+    summary.write(&prepared.run_dir.summary())?;
+    say(&verdict(outcome, entropies));
+    Ok(())
+}
+
+/// The validation loss beside what a model without context can reach.
+fn verdict(outcome: &Outcome, entropies: Entropies) -> String {
+    let Entropies { unigram, bigram } = entropies;
+    match (&outcome.stopped, outcome.val_loss) {
+        (Some(cause), _) => format!(
+            "stopped after step {} ({cause}); the checkpoint is saved",
+            outcome.steps
+        ),
+        (None, Some(loss)) => format!(
+            "validation text: unigram {unigram:.2}, bigram {bigram:.2}, this model {loss:.4} nats a byte"
+        ),
+        (None, None) => format!("done after step {}", outcome.steps),
+    }
+}

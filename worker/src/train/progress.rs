@@ -1,0 +1,159 @@
+//! Progress for people: step lines on rank 0 at a bearable rate, and the time left.
+
+use std::time::{Duration, Instant};
+
+/// Shortest time between two step lines.
+const LINE_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Counts steps and tokens since the start of this life of the run.
+pub(super) struct Pace {
+    started: Instant,
+    first_step: u64,
+    steps: u64,
+    last_line: Option<Instant>,
+}
+
+/// What a step line shows.
+pub(super) struct StepNumbers {
+    /// Steps finished.
+    pub(super) step: u64,
+    pub(super) loss: f64,
+    pub(super) val_loss: Option<f64>,
+    pub(super) lr: f32,
+    pub(super) tokens_per_s: f64,
+}
+
+impl Pace {
+    /// `first_step` steps of `steps` are finished already.
+    pub(super) fn new(now: Instant, first_step: u64, steps: u64) -> Self {
+        Self {
+            started: now,
+            first_step,
+            steps,
+            last_line: None,
+        }
+    }
+
+    /// Seconds left after `step` steps, at the mean speed so far, pauses included.
+    pub(super) fn seconds_left(&self, now: Instant, step: u64) -> f64 {
+        let done = step.saturating_sub(self.first_step);
+        if done == 0 {
+            return 0.0;
+        }
+        let each = now.duration_since(self.started).as_secs_f64() / done as f64;
+        each * self.steps.saturating_sub(step) as f64
+    }
+
+    /// The line for a finished step, if one is due: the first and the last step, new validation losses, and
+    /// otherwise one a second.
+    pub(super) fn line(&mut self, now: Instant, numbers: &StepNumbers, is_news: bool) -> Option<String> {
+        let recent = self
+            .last_line
+            .is_some_and(|last| now.duration_since(last) < LINE_INTERVAL);
+        if recent && !is_news && numbers.step < self.steps {
+            return None;
+        }
+        self.last_line = Some(now);
+        let val = numbers
+            .val_loss
+            .map_or_else(String::new, |val| format!("  val {val:.4}"));
+        Some(format!(
+            "step {}/{}  loss {:.4}{val}  lr {:.1e}  {} tokens/s  {} left",
+            numbers.step,
+            self.steps,
+            numbers.loss,
+            numbers.lr,
+            grouped(numbers.tokens_per_s.max(0.0) as u64),
+            clock(self.seconds_left(now, numbers.step)),
+        ))
+    }
+}
+
+/// `1,234,567`
+pub(super) fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() * 4 / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// `12.3 MiB`
+pub(super) fn bytes(number: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = number as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{number} B"),
+        _ => format!("{value:.1} {}", UNITS[unit]),
+    }
+}
+
+/// `00:42`, or `1:02:03`.
+fn clock(seconds: f64) -> String {
+    let seconds = seconds.round().max(0.0) as u64;
+    let (hours, minutes, seconds) = (seconds / 3600, seconds / 60 % 60, seconds % 60);
+    match hours {
+        0 => format!("{minutes:02}:{seconds:02}"),
+        _ => format!("{hours}:{minutes:02}:{seconds:02}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn numbers(step: u64) -> StepNumbers {
+        StepNumbers {
+            step,
+            loss: 2.414_21,
+            val_loss: Some(2.5),
+            lr: 3e-4,
+            tokens_per_s: 123_456.7,
+        }
+    }
+
+    #[test]
+    fn a_line_says_where_the_run_is() {
+        let start = Instant::now();
+        let mut pace = Pace::new(start, 100, 600);
+        let line = pace
+            .line(start + Duration::from_secs(10), &numbers(120), false)
+            .unwrap();
+        insta::assert_snapshot!(line, @"step 120/600  loss 2.4142  val 2.5000  lr 3.0e-4  123,456 tokens/s  04:00 left");
+    }
+
+    #[test]
+    fn lines_come_once_a_second_but_news_and_the_end_at_once() {
+        let start = Instant::now();
+        let at = |ms| start + Duration::from_millis(ms);
+        let mut pace = Pace::new(start, 0, 600);
+        assert!(pace.line(at(10), &numbers(1), false).is_some());
+        assert!(pace.line(at(500), &numbers(2), false).is_none());
+        assert!(pace.line(at(600), &numbers(3), true).is_some());
+        assert!(pace.line(at(1599), &numbers(4), false).is_none());
+        assert!(pace.line(at(1600), &numbers(5), false).is_some());
+        assert!(pace.line(at(1601), &numbers(600), false).is_some());
+    }
+
+    #[test]
+    fn numbers_are_readable() {
+        assert_eq!(
+            [0, 999, 1000, 1_234_567].map(grouped),
+            ["0", "999", "1,000", "1,234,567"]
+        );
+        assert_eq!(
+            [12, 2048, 10_485_760, 3 << 40].map(bytes),
+            ["12 B", "2.0 KiB", "10.0 MiB", "3.0 TiB"]
+        );
+        assert_eq!([0.4, 62.0, 3723.0].map(clock), ["00:00", "01:02", "1:02:03"]);
+    }
+}

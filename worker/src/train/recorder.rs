@@ -1,0 +1,165 @@
+//! What is told of each step: to `metrics.jsonl`, to the agent, to the console.
+
+use std::io::Write as _;
+use std::time::{Duration, Instant};
+
+use ddp_proto::control::{Phase, Progress};
+use ddp_proto::env::DDP_PROGRESS;
+
+use super::TrainError;
+use super::memory::ProcessMemory;
+use super::progress::{Pace, StepNumbers};
+use super::trainer::Trainer;
+use crate::collective::WireBytes;
+use crate::metrics::{self, MetricsLine, MetricsLog};
+
+/// Time of the parts of one step.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct StepTimes {
+    pub(super) step: Duration,
+    pub(super) data: Duration,
+    pub(super) forward: Duration,
+    pub(super) backward: Duration,
+    pub(super) comm: Duration,
+    pub(super) exposed: Duration,
+    pub(super) optimizer: Duration,
+}
+
+/// One finished step.
+#[derive(Clone, Debug)]
+pub(super) struct StepRecord {
+    /// Steps finished, this one included.
+    pub(super) step: u64,
+    /// Mean over all ranks.
+    pub(super) loss: f64,
+    pub(super) val_loss: Option<f64>,
+    pub(super) lr: f32,
+    pub(super) grad_norm: f32,
+    pub(super) times: StepTimes,
+    /// Bytes that this rank sent.
+    pub(super) sent: WireBytes,
+    /// A rank was asked to stop after this step.
+    pub(super) stop: bool,
+}
+
+/// Speaks on rank 0 only; heartbeats go out on all ranks.
+pub(super) struct Recorder {
+    log: Option<MetricsLog>,
+    pace: Pace,
+    /// Step lines go to the console: nobody else draws a bar.
+    lines: bool,
+    last_val_loss: Option<f64>,
+    /// Tokens and time of the steps of this life.
+    trained: (u64, Duration),
+}
+
+impl Recorder {
+    /// `log` on rank 0 only.
+    pub(super) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
+        let bar = std::env::var(DDP_PROGRESS).is_ok_and(|drawn_by| drawn_by == "bar");
+        Self {
+            lines: log.is_some() && !bar,
+            log,
+            pace: Pace::new(Instant::now(), first_step, steps),
+            last_val_loss: None,
+            trained: (0, Duration::ZERO),
+        }
+    }
+
+    /// Tells of one finished step.
+    pub(super) fn record(&mut self, record: &StepRecord, trainer: &Trainer<'_>) -> Result<(), TrainError> {
+        let tokens = trainer.tokens_per_step();
+        let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
+        self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
+        self.last_val_loss = record.val_loss.or(self.last_val_loss);
+        let now = Instant::now();
+        let progress = Progress {
+            steps: trainer.config.train.steps,
+            loss: record.loss,
+            tokens_per_s,
+            seconds_left: self.pace.seconds_left(now, record.step),
+            val_loss: self.last_val_loss,
+        };
+        let progress = self.log.is_some().then_some(progress);
+        trainer.session.heartbeat(record.step, Phase::Training, progress);
+        if let Some(log) = &mut self.log {
+            log.append(&line(record, trainer, tokens_per_s))?;
+        }
+        if self.lines {
+            let numbers = StepNumbers {
+                step: record.step,
+                loss: record.loss,
+                val_loss: self.last_val_loss,
+                lr: record.lr,
+                tokens_per_s,
+            };
+            if let Some(line) = self.pace.line(now, &numbers, record.val_loss.is_some()) {
+                say(&line);
+            }
+        }
+        Ok(())
+    }
+
+    /// Tokens a second over the steps of this life, over all ranks.
+    pub(super) fn tokens_per_s(&self) -> f64 {
+        self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9)
+    }
+}
+
+/// Prints on the console. A console that is gone does not stop the training.
+pub(super) fn say(text: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+}
+
+fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> MetricsLine {
+    let env = trainer.session.env();
+    let StepTimes {
+        step,
+        data,
+        forward,
+        backward,
+        comm,
+        exposed,
+        optimizer,
+    } = record.times;
+    let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+    MetricsLine {
+        step: record.step,
+        epoch: trainer.loader.epoch_before(record.step),
+        loss: record.loss,
+        val_loss: record.val_loss,
+        lr: f64::from(record.lr),
+        grad_norm: f64::from(record.grad_norm),
+        tokens: trainer.loader.consumed_before(record.step) * trainer.config.model.block_size as u64,
+        tokens_per_s,
+        step_ms: ms(step),
+        data_ms: ms(data),
+        forward_ms: ms(forward),
+        backward_ms: ms(backward),
+        comm_ms: ms(comm),
+        comm_exposed_ms: ms(exposed),
+        optimizer_ms: ms(optimizer),
+        wire_bytes: metrics::WireBytes {
+            grads: record.sent.grads,
+            params: record.sent.params,
+            other: record.sent.other,
+        },
+        world_size: env.world_size.get(),
+        generation: env.generation.get(),
+        memory: memory(trainer),
+    }
+}
+
+fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
+    let process = ProcessMemory::now();
+    metrics::Memory {
+        params: trainer.replica.params.bytes() as u64,
+        grads: trainer.grad_bytes as u64,
+        optimizer: trainer.adamw.bytes() as u64,
+        activations: trainer.replica.pool.allocated_bytes() as u64,
+        gathered: 0,
+        peak_rss: process.peak_rss,
+        pss: process.pss,
+    }
+}

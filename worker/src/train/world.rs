@@ -1,0 +1,98 @@
+//! One rank among the others: its device, its stream and the communicator of the world.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::TrainError;
+use crate::collective::{Communicator, Executor};
+use crate::config::TrainConfig;
+use crate::device::{CpuDevice, Device, Stream};
+use crate::parallel::{JoinOptions, join_world};
+use crate::session::{Cancel, Session};
+
+/// Beyond its own deadline an operation is given this long to say so itself, with the better error.
+const GRACE: Duration = Duration::from_secs(5);
+
+/// Longest bound that a wait can have: what `parallel.timeout_s` is cut to.
+const MAX_TIMEOUT: Duration = Duration::from_secs(7 * 24 * 3600);
+
+/// See the module. Clones are the same rank.
+#[derive(Clone)]
+pub(super) struct World {
+    /// Runs the operations.
+    pub(super) device: Arc<dyn Device>,
+    /// The compute stream.
+    pub(super) stream: Stream,
+    /// All ranks.
+    pub(super) comm: Communicator,
+    /// Set when the generation is over.
+    pub(super) cancel: Cancel,
+}
+
+impl World {
+    /// Finds the other ranks. Every rank of the generation must call it.
+    pub(super) fn connect(
+        config: &TrainConfig,
+        session: &Session,
+        device: Option<Arc<dyn Device>>,
+    ) -> Result<Self, TrainError> {
+        let threads = threads(config);
+        let device = match device {
+            Some(device) => device,
+            None => Arc::new(CpuDevice::new(threads)?),
+        };
+        let executor = if config.parallel.overlap {
+            Executor::Thread
+        } else {
+            Executor::Inline
+        };
+        let options = JoinOptions {
+            executor,
+            threads,
+            timeout: timeout(config),
+        };
+        let comm = join_world(session, &options)?;
+        Ok(Self {
+            stream: device.stream(),
+            device,
+            comm,
+            cancel: session.cancel(),
+        })
+    }
+
+    pub(super) fn rank(&self) -> usize {
+        self.comm.rank()
+    }
+
+    pub(super) fn size(&self) -> usize {
+        self.comm.size()
+    }
+
+    /// When the host stops waiting for one collective that begins now.
+    pub(super) fn deadline(&self) -> Instant {
+        Instant::now() + self.comm.timeout() + GRACE
+    }
+
+    /// An error once the generation is over. Called often enough that a rank that only computes notices soon.
+    pub(super) fn check(&self) -> Result<(), TrainError> {
+        match self.cancel.cause() {
+            Some(cause) => Err(TrainError::GenerationOver {
+                rank: self.comm.members()[self.rank()],
+                cause: cause.to_owned(),
+            }),
+            None => Ok(()),
+        }
+    }
+}
+
+/// `parallel.timeout_s`
+pub(super) fn timeout(config: &TrainConfig) -> Duration {
+    let asked = Duration::try_from_secs_f64(config.parallel.timeout_s).unwrap_or(MAX_TIMEOUT);
+    asked.min(MAX_TIMEOUT)
+}
+
+/// Compute threads of a rank: `train.threads`, else `OMP_NUM_THREADS`, else 1.
+fn threads(config: &TrainConfig) -> usize {
+    let from_env = || std::env::var("OMP_NUM_THREADS").ok()?.trim().parse().ok();
+    config.train.threads.or_else(from_env).unwrap_or(1).max(1)
+}
