@@ -295,7 +295,12 @@ fn account(op: &Op) -> (String, Cost) {
             cost(products * 2.0 * elements * keys, passes * 4.0 * elements),
         )
     };
-    let plain = |bytes: usize| (op.name().to_owned(), cost(0.0, bytes as f64));
+    let plain = |bytes: usize| {
+        (
+            format!("{} {:.1} MB", op.name(), bytes as f64 / 1e6),
+            cost(0.0, bytes as f64),
+        )
+    };
     match op {
         Op::LinearForward(op) => linear(&op.shape),
         Op::LinearDinp(op) => linear(&op.shape),

@@ -146,10 +146,10 @@ pub(crate) fn ln(x: f64) -> f64 {
     f64::from(exponent) * std::f64::consts::LN_2 + 2.0 * s * series
 }
 
-/// Adds lanes pairwise: `i` and `i + LANES/2`, and so on.
+/// Adds lanes pairwise: `i` and `i + N/2`, and so on. `N` is a power of two.
 #[inline(always)]
-pub(crate) fn sum_lanes<T: Real>(mut lanes: [T; LANES]) -> T {
-    let mut half = LANES / 2;
+pub(crate) fn sum_lanes<T: Real, const N: usize>(mut lanes: [T; N]) -> T {
+    let mut half = N / 2;
     while half > 0 {
         for i in 0..half {
             lanes[i] += lanes[i + half];

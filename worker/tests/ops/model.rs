@@ -1,8 +1,10 @@
 //! Networks as a whole: schedules of micro-batches, memory, what they can see, that they learn.
 
 use ddp_worker::config::{self, ModelKind};
-use ddp_worker::device::DType;
-use ddp_worker::model::{build, evaluate, saved_for};
+use ddp_worker::device::{DType, DeviceError, Event};
+use ddp_worker::model::{
+    GradSink, GradSlot, LocalGrads, ParamId, Saved, backward, build, evaluate, saved_for,
+};
 use ddp_worker::ops::{AdamW, AdamWStep};
 
 use crate::rig::{Rank, Rig, assert_close, config, mean, values};
@@ -33,7 +35,7 @@ fn two_micro_batches_in_flight() {
                 let saved = saved[micro_batch].take();
                 let mut saved = saved.unwrap_or_else(|| rank.forward(micro_batch).1);
                 rank.backward(micro_batch, &mut saved);
-                assert!(saved.iter().all(ddp_worker::model::Saved::is_empty));
+                assert!(saved.iter().all(Saved::is_empty));
             }
             values::<f64>(&rank.grads.whole())
         };
@@ -42,6 +44,43 @@ fn two_micro_batches_in_flight() {
         for (i, (a, b)) in gradients([1, 0], true).iter().zip(&plain).enumerate() {
             assert_close(*a, *b, 1e-9, &format!("element {i}, backward in the other order"));
         }
+    }
+}
+
+/// Notes when each parameter gets its last contribution.
+struct Finished {
+    grads: LocalGrads,
+    uses: Vec<usize>,
+    order: Vec<ParamId>,
+}
+
+impl GradSink for Finished {
+    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
+        self.grads.grad(id)
+    }
+
+    fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
+        self.grads.contributed(id, at)?;
+        if self.grads.contributions()[id.0] == self.uses[id.0] {
+            self.order.push(id);
+        }
+        Ok(())
+    }
+}
+
+#[test]
+fn gradients_are_finished_in_the_order_of_their_memory() {
+    for kind in KINDS {
+        let rank = rank(kind, DType::F32, 1);
+        let (_, mut saved) = rank.forward(0);
+        let mut grads = Finished {
+            grads: rank.grads.clone(),
+            uses: rank.model.uses(),
+            order: Vec::new(),
+        };
+        let (ctx, dloss) = (rank.context(0), &rank.batches[0].dloss);
+        backward(&rank.model, &ctx, &rank.params, &mut saved, dloss, &mut grads).unwrap();
+        assert_eq!(grads.order, rank.model.backward_order());
     }
 }
 
@@ -196,7 +235,7 @@ fn backward_without_forward_says_what_is_missing() {
     let ctx = rank.context(0);
     let mut grads = rank.grads.clone();
     let dloss = &rank.batches[0].dloss;
-    let error = ddp_worker::model::backward(&rank.model, &ctx, &rank.params, &mut saved, dloss, &mut grads);
+    let error = backward(&rank.model, &ctx, &rank.params, &mut saved, dloss, &mut grads);
     let message = error.unwrap_err().to_string();
     assert_eq!(message, "backward wants `head input`, which forward did not save");
     rank.step(0);
