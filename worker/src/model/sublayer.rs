@@ -179,15 +179,18 @@ impl Attention {
         [self.norm.params(), self.qkv.params(), self.projection.params()].concat()
     }
 
-    fn shape(&self, inp: &Activation) -> AttentionShape {
-        let &[batch, positions, channels] = inp.shape() else {
-            unreachable!("blocks pass on [B, T, C], found {:?}", inp.shape())
-        };
-        AttentionShape {
-            batch,
-            positions,
-            heads: self.heads,
-            channels,
+    fn shape(&self, inp: &Activation) -> Result<AttentionShape, DeviceError> {
+        match *inp.shape() {
+            [batch, positions, channels] => Ok(AttentionShape {
+                batch,
+                positions,
+                heads: self.heads,
+                channels,
+            }),
+            ref shape => Err(DeviceError::Shape {
+                op: "attention",
+                what: format!("its input has shape {shape:?}, expected [B, T, C]"),
+            }),
         }
     }
 
@@ -199,7 +202,7 @@ impl Attention {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let shape = self.shape(inp);
+        let shape = self.shape(inp)?;
         let normalised = self.norm.forward(ctx, params, inp)?;
         let qkv = self.qkv.forward(ctx, params, &normalised, None)?;
         drop(normalised);
@@ -244,7 +247,7 @@ impl Attention {
             lse: lse.buffer().clone(),
             dout: dmixed.buffer().clone(),
             dqkv: dqkv.buffer().clone(),
-            shape: self.shape(&inp),
+            shape: self.shape(&inp)?,
         });
         drop((qkv, mixed, lse, dmixed));
         self.qkv.dbias(ctx, &dqkv, grads)?;

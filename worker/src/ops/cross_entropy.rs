@@ -125,6 +125,6 @@ kernel! {
 fn vocabulary(op: &'static str, logits: &Buffer, targets: &[i32]) -> Result<usize, DeviceError> {
     let vocab = logits.len() / targets.len().max(1);
     expect_len(op, "logits", logits.len(), targets.len() * vocab)?;
-    super::expect_below(op, "targets", targets, vocab)?;
+    super::expect_tokens(op, "targets", targets, i32::MIN, vocab)?;
     Ok(vocab.max(1))
 }

@@ -4,7 +4,7 @@ use super::kernel::{by_dtype, kernel};
 use super::linear::add_into;
 use super::matrix::MatrixMut;
 use super::real::Real;
-use super::{CpuKernel, expect_below, expect_len};
+use super::{CpuKernel, expect_len, expect_tokens};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Rows of one part of the forward.
@@ -40,7 +40,7 @@ impl EncoderForward {
         let tokens = self.tokens.host::<i32>()?;
         let channels = channels(Self::NAME, "out", &self.out, tokens.len())?;
         let wte = self.wte.host::<T>()?;
-        expect_below(Self::NAME, "tokens", &tokens, wte.len() / channels)?;
+        expect_tokens(Self::NAME, "tokens", &tokens, 0, wte.len() / channels)?;
         let wpe = self.wpe.as_ref().map(Buffer::host::<T>).transpose()?;
         if let Some(wpe) = &wpe {
             expect_positions(Self::NAME, wpe.len() / channels, self.positions, tokens.len())?;
@@ -91,7 +91,7 @@ impl TokenBackward {
         let channels = channels(Self::NAME, "dout", &self.dout, tokens.len())?;
         let vocab = self.dwte.len() / channels;
         expect_len(Self::NAME, "dwte", self.dwte.len(), vocab * channels)?;
-        expect_below(Self::NAME, "tokens", &tokens, vocab)?;
+        expect_tokens(Self::NAME, "tokens", &tokens, 0, vocab)?;
         let dout = self.dout.host::<T>()?;
         let mut dwte = self.dwte.host_mut::<T>()?;
         let (tokens, dout) = (&*tokens, &*dout);

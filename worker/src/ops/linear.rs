@@ -262,10 +262,10 @@ impl LinearDweight {
 /// Tiles of an output: large enough for the product's own blocking, small enough that there are several for
 /// the threads, and a function of the sizes alone.
 fn cut<T>(out: MatrixMut<'_, T>, rows: usize, cols: usize) -> Vec<Tile<'_, T>> {
-    const HEIGHT: usize = 256;
+    const HEIGHT: usize = 512;
     const WIDTH: usize = 4096;
     /// Tiles that an output is cut into where it is large enough.
-    const TILES: usize = 8;
+    const TILES: usize = 4;
     /// Columns of a tile are a multiple of this, except for the last tile.
     const STEP: usize = 64;
     let height = HEIGHT.min(rows).max(1);

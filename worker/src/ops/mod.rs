@@ -126,16 +126,16 @@ pub(crate) fn expect_len(
     }
 }
 
-/// An error that says which token is outside the vocabulary. Negative ones are refused unless they are targets.
-pub(crate) fn expect_below(
+/// An error that says which token is outside `least..vocab`.
+pub(crate) fn expect_tokens(
     op: &'static str,
     name: &str,
     tokens: &[i32],
+    least: i32,
     vocab: usize,
 ) -> Result<(), DeviceError> {
-    let least = if name == "targets" { i32::MIN } else { 0 };
-    let bad = |&token: &i32| token < least || usize::try_from(token).is_ok_and(|token| token >= vocab);
-    match tokens.iter().position(bad) {
+    let end = i32::try_from(vocab).unwrap_or(i32::MAX);
+    match tokens.iter().position(|token| !(least..end).contains(token)) {
         None => Ok(()),
         Some(at) => Err(DeviceError::Shape {
             op,

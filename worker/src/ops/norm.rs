@@ -1,7 +1,7 @@
 //! The global norm of the gradients, and the factor that clips it. Both stay on the device.
 
 use super::kernel::kernel;
-use super::real::{LANES, sum_lanes};
+use super::real::sum_lanes;
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError};
 
@@ -36,19 +36,18 @@ impl CpuKernel for SquaredNorm {
     }
 }
 
+/// Partial sums of a chunk. More than elsewhere, so that widening to f64 is a loop over whole registers.
+const LANES: usize = 256;
+
 kernel! {
     /// `Σ x[i]²`, the squares and their sum in f64.
     fn squared_sum<'a, T>(x: &'a [T]) -> f64 {
         let mut lanes = [0.0; LANES];
-        let mut chunks = x.chunks_exact(LANES);
-        for chunk in &mut chunks {
-            for i in 0..LANES {
-                let x = chunk[i].to_f64();
-                lanes[i] += x * x;
+        for block in x.chunks(LANES) {
+            for (lane, x) in lanes.iter_mut().zip(block) {
+                let x = x.to_f64();
+                *lane += x * x;
             }
-        }
-        for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {
-            *lane += x.to_f64() * x.to_f64();
         }
         sum_lanes(lanes)
     }

@@ -146,10 +146,10 @@ pub(crate) fn ln(x: f64) -> f64 {
     f64::from(exponent) * std::f64::consts::LN_2 + 2.0 * s * series
 }
 
-/// Adds lanes pairwise: `i` and `i + LANES/2`, and so on.
+/// Adds lanes pairwise: `i` and `i + N/2`, and so on. `N` is a power of two.
 #[inline(always)]
-pub(crate) fn sum_lanes<T: Real>(mut lanes: [T; LANES]) -> T {
-    let mut half = LANES / 2;
+pub(crate) fn sum_lanes<T: Real, const N: usize>(mut lanes: [T; N]) -> T {
+    let mut half = N / 2;
     while half > 0 {
         for i in 0..half {
             lanes[i] += lanes[i + half];
@@ -188,6 +188,25 @@ pub(crate) fn sum_map2<T: Real>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
     }
     for ((lane, &x), &y) in lanes.iter_mut().zip(xs.remainder()).zip(ys.remainder()) {
         *lane += f(x, y);
+    }
+    sum_lanes(lanes)
+}
+
+/// `Σ f(x[i], y[i], z[i])` in lanes, over the shortest of the three.
+#[inline(always)]
+pub(crate) fn sum_map3<T: Real>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T) -> T {
+    let n = x.len().min(y.len()).min(z.len());
+    let mut lanes = [T::ZERO; LANES];
+    let (mut xs, mut ys) = (x[..n].chunks_exact(LANES), y[..n].chunks_exact(LANES));
+    let mut zs = z[..n].chunks_exact(LANES);
+    for ((x, y), z) in (&mut xs).zip(&mut ys).zip(&mut zs) {
+        for i in 0..LANES {
+            lanes[i] += f(x[i], y[i], z[i]);
+        }
+    }
+    let rest = xs.remainder().iter().zip(ys.remainder()).zip(zs.remainder());
+    for (lane, ((&x, &y), &z)) in lanes.iter_mut().zip(rest) {
+        *lane += f(x, y, z);
     }
     sum_lanes(lanes)
 }
