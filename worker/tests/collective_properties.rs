@@ -82,7 +82,7 @@ fn reduced<T: Element + PartialEq>(case: &Case, inputs: &[Vec<T>], guard: T) -> 
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 24, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 48, max_shrink_iters: 20, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn f32_sums(case in case()) {
