@@ -31,6 +31,8 @@ pub(super) const STAGES: usize = 3;
 
 /// How long a wait spins before it sleeps. About the cost of a sleep and a wake.
 const SPIN: Duration = Duration::from_micros(50);
+/// How long of that it keeps its core.
+const SPIN_ALONE: Duration = Duration::from_micros(5);
 const SPINS_BETWEEN_LOOKS: usize = 32;
 
 const LINE: usize = 64;
@@ -274,7 +276,8 @@ impl Board {
     }
 }
 
-/// Spins for a short while; true once the condition holds.
+/// Looks again and again for a short while; true once the condition holds. Gives the core away between looks
+/// before long, in case the rank that is waited for needs it.
 fn spin(done: impl Fn() -> bool) -> bool {
     let started = Instant::now();
     loop {
@@ -284,8 +287,10 @@ fn spin(done: impl Fn() -> bool) -> bool {
             }
             std::hint::spin_loop();
         }
-        if started.elapsed() > SPIN {
-            return false;
+        match started.elapsed() {
+            spent if spent > SPIN => return false,
+            spent if spent > SPIN_ALONE => std::thread::yield_now(),
+            _ => {}
         }
     }
 }

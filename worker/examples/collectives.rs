@@ -1,0 +1,301 @@
+//! Measures all-reduce: median, minimum and maximum of 20 samples, and the bandwidth, by size.
+//!
+//! ```text
+//! cargo run --release -p ddp-worker --example collectives -- --ranks 2     starts its own ranks
+//! ddp-run --nproc-per-node 2 -- target/release/examples/collectives         is one rank of a job
+//! ```
+//!
+//! `--sizes 4096,26214400` chooses the sizes in bytes, `--private` measures buffers that peers cannot map,
+//! `--nodes 2` divides the ranks it starts among nodes on loopback addresses, `--operation` is `all-reduce`,
+//! `reduce-scatter`, `all-gather` or `broadcast`.
+
+use std::error::Error;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::process::{Child, Command};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ddp_worker::collective::{Communicator, Executor, Launch, Place, ReduceOp, Traffic, Work, connect};
+use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, Sharing};
+use ddp_worker::session::{Cancel, KeyValue, StoreError};
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+const SAMPLES: usize = 20;
+const WARM_UP: usize = 3;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let options = Options::parse(std::env::args().skip(1))?;
+    match options.ranks {
+        Some(ranks) => start_ranks(ranks, &options),
+        None => measure(&options),
+    }
+}
+
+#[derive(Debug)]
+struct Options {
+    ranks: Option<usize>,
+    nodes: usize,
+    sizes: Vec<usize>,
+    private: bool,
+    operation: String,
+}
+
+impl Options {
+    fn parse(mut args: impl Iterator<Item = String>) -> Result<Self, Box<dyn Error>> {
+        let mut options = Self {
+            ranks: None,
+            nodes: 1,
+            sizes: vec![4096, 65536, 1_048_576, 26_214_400, 104_857_600],
+            private: false,
+            operation: "all-reduce".into(),
+        };
+        while let Some(arg) = args.next() {
+            let mut value = || args.next().ok_or(format!("`{arg}` needs a value"));
+            match arg.as_str() {
+                "--ranks" => options.ranks = Some(value()?.parse()?),
+                "--nodes" => options.nodes = value()?.parse()?,
+                "--sizes" => options.sizes = value()?.split(',').map(str::parse).collect::<Result<_, _>>()?,
+                "--private" => options.private = true,
+                "--operation" => options.operation = value()?,
+                other => return Err(format!("unknown argument `{other}`").into()),
+            }
+        }
+        Ok(options)
+    }
+}
+
+/// Starts this program once a rank, with the environment of a worker and a folder as the key-value store.
+fn start_ranks(ranks: usize, options: &Options) -> Result<(), Box<dyn Error>> {
+    if !ranks.is_multiple_of(options.nodes) {
+        return Err(format!("{ranks} ranks cannot be divided among {} nodes", options.nodes).into());
+    }
+    let folder = std::env::temp_dir().join(format!("ddp-collectives-{}", std::process::id()));
+    std::fs::create_dir_all(&folder)?;
+    let local = ranks / options.nodes;
+    let rank_of = |rank: usize| {
+        let mut command = Command::new(std::env::current_exe()?);
+        let variables = [
+            ("RANK", rank),
+            ("WORLD_SIZE", ranks),
+            ("LOCAL_RANK", rank % local),
+            ("LOCAL_WORLD_SIZE", local),
+            ("GROUP_RANK", rank / local),
+            ("GROUP_WORLD_SIZE", options.nodes),
+        ];
+        command.envs(variables.map(|(name, value)| (name, value.to_string())));
+        command
+            .env("COLLECTIVES_STORE", &folder)
+            .args(["--operation", &options.operation]);
+        let sizes: Vec<_> = options.sizes.iter().map(usize::to_string).collect();
+        command
+            .args(["--sizes", &sizes.join(",")])
+            .args(options.private.then_some("--private"));
+        command.spawn()
+    };
+    let children: Vec<Child> = (0..ranks).map(rank_of).collect::<Result<_, _>>()?;
+    let mut failed = false;
+    for mut child in children {
+        failed |= !child.wait()?.success();
+    }
+    std::fs::remove_dir_all(&folder)?;
+    if failed {
+        Err("a rank failed".into())
+    } else {
+        Ok(())
+    }
+}
+
+/// A folder as a key-value store: enough for ranks on one machine.
+struct Folder(PathBuf);
+
+impl KeyValue for Folder {
+    fn put(&self, key: &str, value: &[u8]) -> Result<(), StoreError> {
+        let path = self.0.join(key.replace('/', "-"));
+        let unfinished = path.with_extension("unfinished");
+        let written = std::fs::write(&unfinished, value).and_then(|()| std::fs::rename(&unfinished, path));
+        written.map_err(|e| StoreError::Unavailable(e.to_string()))
+    }
+
+    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError> {
+        let started = Instant::now();
+        loop {
+            if let Ok(value) = std::fs::read(self.0.join(key.replace('/', "-"))) {
+                return Ok(value);
+            }
+            if Instant::now() >= deadline {
+                return Err(StoreError::TimedOut {
+                    key: key.to_owned(),
+                    waited_ms: started.elapsed().as_millis() as u64,
+                });
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+}
+
+fn variable(name: &str) -> Result<usize, Box<dyn Error>> {
+    let hint = "hint: use `--ranks N` to start ranks, or `ddp-run`";
+    let value =
+        std::env::var(name).map_err(|_| format!("environment variable `{name}` is not set\n  {hint}"))?;
+    Ok(value.parse()?)
+}
+
+fn place() -> Result<Place, Box<dyn Error>> {
+    let (rank, world_size) = (variable("RANK")?, variable("WORLD_SIZE")?);
+    let node_rank = variable("GROUP_RANK")?;
+    let cores = std::thread::available_parallelism()?.get();
+    Ok(Place {
+        rank,
+        world_size,
+        local_rank: variable("LOCAL_RANK")?,
+        local_world_size: variable("LOCAL_WORLD_SIZE")?,
+        node_rank,
+        node_count: variable("GROUP_WORLD_SIZE")?,
+        host_addr: IpAddr::from([127, 0, 0, 1 + node_rank as u8]),
+        generation: 1,
+        spin: world_size <= cores,
+    })
+}
+
+/// Under `ddp-run` the ranks of one machine meet in a folder named for their job.
+fn store() -> Result<Folder, Box<dyn Error>> {
+    if let Some(folder) = std::env::var_os("COLLECTIVES_STORE") {
+        return Ok(Folder(folder.into()));
+    }
+    let job = std::env::var("DDP_CONTROL").or_else(|_| std::env::var("TORCHELASTIC_RUN_ID"))?;
+    let life = std::env::var("DDP_GENERATION").unwrap_or_default();
+    let name: String = job.chars().filter(char::is_ascii_alphanumeric).collect();
+    let folder = std::env::temp_dir().join(format!("ddp-collectives-{name}-{life}"));
+    std::fs::create_dir_all(&folder)?;
+    Ok(Folder(folder))
+}
+
+fn measure(options: &Options) -> Result<(), Box<dyn Error>> {
+    let (place, cancel) = (place()?, Cancel::new());
+    let transport = connect(&place, &store()?, &cancel, TIMEOUT)?;
+    let comm = Communicator::new("world", transport, Executor::Inline, TIMEOUT, &cancel);
+    let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1)?);
+    let bench = Bench {
+        comm: &comm,
+        device: &device,
+        options,
+    };
+    if comm.rank() == 0 {
+        println!(
+            "{:>12} {:>12} {:>12} {:>12} {:>10} {:>10} {:>12}",
+            "bytes", "median us", "min us", "max us", "alg GB/s", "bus GB/s", "copy us"
+        );
+    }
+    for &size in &options.sizes {
+        bench.size(size)?;
+    }
+    Ok(())
+}
+
+struct Bench<'a> {
+    comm: &'a Communicator,
+    device: &'a Arc<dyn Device>,
+    options: &'a Options,
+}
+
+impl Bench<'_> {
+    fn size(&self, size: usize) -> Result<(), Box<dyn Error>> {
+        let arena = self.arena("buffer", size / 4)?;
+        let buffer = arena.whole();
+        for _ in 0..WARM_UP {
+            wait(&self.operation(&buffer))?;
+        }
+        let batch = (4_000_000 / size.max(1)).clamp(1, 200);
+        let samples = self.samples(|| {
+            for _ in 0..batch {
+                wait(&self.operation(&buffer))?;
+            }
+            Ok(())
+        })?;
+        let bound = self.bound(size)?;
+        let n = self.comm.size() as f64;
+        let [median, least, most] = samples.map(|s| s / batch as f64);
+        let rate = size as f64 / median / 1e9;
+        if self.comm.rank() == 0 {
+            let bus = rate * 2.0 * (n - 1.0) / n;
+            println!(
+                "{size:>12} {:>12.1} {:>12.1} {:>12.1} {rate:>10.2} {bus:>10.2} {:>12.1}",
+                median * 1e6,
+                least * 1e6,
+                most * 1e6,
+                bound * 1e6
+            );
+        }
+        Ok(())
+    }
+
+    /// What memory allows: all ranks at once copy as many bytes, private to private. An all-reduce of two ranks
+    /// reads and writes as much on each.
+    fn bound(&self, bytes: usize) -> Result<f64, Box<dyn Error>> {
+        let from = vec![1_u8; bytes];
+        let mut to = vec![0_u8; bytes];
+        let [median, ..] = self.samples(|| {
+            to.copy_from_slice(std::hint::black_box(&from));
+            std::hint::black_box(&mut to);
+            Ok(())
+        })?;
+        Ok(median)
+    }
+
+    /// Median, least and most seconds of the slowest rank.
+    fn samples(
+        &self,
+        mut body: impl FnMut() -> Result<(), Box<dyn Error>>,
+    ) -> Result<[f64; 3], Box<dyn Error>> {
+        let time = self.arena("time", 1)?.whole();
+        let mut samples = Vec::with_capacity(SAMPLES);
+        for _ in 0..SAMPLES {
+            wait(&self.comm.barrier(&time, Launch::now(Traffic::Other, "samples")))?;
+            let started = Instant::now();
+            body()?;
+            time.host_mut::<f32>()?[0] = started.elapsed().as_secs_f32();
+            wait(
+                &self
+                    .comm
+                    .all_reduce(&time, ReduceOp::Max, Launch::now(Traffic::Other, "slowest")),
+            )?;
+            samples.push(f64::from(time.host::<f32>()?[0]));
+        }
+        samples.sort_by(f64::total_cmp);
+        Ok([samples[SAMPLES / 2], samples[0], samples[SAMPLES - 1]])
+    }
+
+    fn operation(&self, buffer: &Buffer) -> Work {
+        let launch = Launch::now(Traffic::Grads, "bench");
+        let sum = ReduceOp::Sum { scale: 1.0 };
+        match self.options.operation.as_str() {
+            "reduce-scatter" => self.comm.reduce_scatter(buffer, sum, launch),
+            "all-gather" => self.comm.all_gather(buffer, launch),
+            "broadcast" => self.comm.broadcast(buffer, 0, launch),
+            _ => self.comm.all_reduce(buffer, sum, launch),
+        }
+    }
+
+    fn arena(&self, name: &str, len: usize) -> Result<ddp_worker::device::Arena, Box<dyn Error>> {
+        let spec = ArenaSpec {
+            name: name.into(),
+            dtype: DType::F32,
+            len,
+            sharing: if self.options.private {
+                Sharing::Private
+            } else {
+                Sharing::Node
+            },
+        };
+        if self.options.private {
+            return Ok(self.device.alloc(&spec)?);
+        }
+        Ok(self.comm.alloc_shared(self.device, &spec)?)
+    }
+}
+
+fn wait(work: &Work) -> Result<(), Box<dyn Error>> {
+    work.wait(Instant::now() + 2 * TIMEOUT)?;
+    Ok(())
+}

@@ -1,0 +1,371 @@
+//! What goes wrong between ranks ends with an error that says where, not with a hang.
+
+mod collective_world;
+
+use std::io::Write;
+use std::net::{SocketAddr, TcpStream};
+use std::sync::mpsc::channel;
+use std::time::{Duration, Instant};
+
+use collective_world::{PATIENCE, Rank, World, done, failure, launch, spec};
+use ddp_worker::collective::{Communicator, Executor, Failure, Mesh, ReduceOp, connect};
+use ddp_worker::device::Sharing;
+use ddp_worker::session::KeyValue;
+
+const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
+/// Long enough for ranks on a loaded machine to come to the same operation.
+const SHORT: Duration = Duration::from_millis(700);
+
+/// Runs a world in which the last rank never issues the operation that all others fail in.
+/// The last rank does `instead`.
+fn without_the_last(world: &World, len: usize, instead: impl Fn() + Sync) -> Vec<Option<Failure>> {
+    let last = world.size() - 1;
+    let (all_failed, failed) = channel::<()>();
+    let failed = std::sync::Mutex::new(failed);
+    let outcomes = world.run(Executor::Inline, |rank| {
+        let arena = rank.arena(true, &vec![1.0_f32; len]);
+        if rank.rank() == last {
+            instead();
+            // Stays connected until the others are done, each of which says so.
+            let failed = failed.lock().unwrap();
+            for _ in 0..last {
+                failed.recv_timeout(PATIENCE).expect("the others fail");
+            }
+            return (None, rank);
+        }
+        let failure = failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch()));
+        all_failed.send(()).unwrap();
+        // The rank is returned too: one that left would be named by those that still wait.
+        (Some(failure), rank)
+    });
+    outcomes.into_iter().map(|(failure, _)| failure).collect()
+}
+
+#[test]
+fn a_time_out_names_the_missing_rank() {
+    for nodes in [&[3][..], &[1, 1], &[1, 1, 1], &[2, 1]] {
+        for len in [1, 100_000] {
+            let world = World::of(nodes).timeout(SHORT);
+            let failures = without_the_last(&world, len, || {});
+            for failure in failures.into_iter().flatten() {
+                let named = matches!(&failure, Failure::TimedOut { waiting_for, waited_ms }
+                    if *waiting_for == [world.size() - 1] && *waited_ms >= 700);
+                assert!(named, "{nodes:?}, {len} elements: {failure}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cancel_ends_every_wait_with_its_cause() {
+    for nodes in [&[2][..], &[1, 1]] {
+        let world = World::of(nodes);
+        let started = Instant::now();
+        let cancel = world.cancel.clone();
+        let cancel = || cancel.cancel("rank 5 died of SIGKILL");
+        for failure in without_the_last(&world, 100_000, cancel).into_iter().flatten() {
+            assert_eq!(failure, Failure::GenerationOver("rank 5 died of SIGKILL".into()));
+        }
+        assert!(
+            started.elapsed() < PATIENCE / 2,
+            "the operation's own bound did not end the wait"
+        );
+    }
+}
+
+#[test]
+fn a_cancel_ends_the_search_for_peers() {
+    let world = World::of(&[1, 1]);
+    let places = world.places();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| world.connect(&places[0]).err());
+        world
+            .store
+            .get("collective/0", Instant::now() + PATIENCE)
+            .unwrap();
+        world.cancel.cancel("superseded");
+        assert_eq!(
+            first.join().unwrap(),
+            Some(Failure::GenerationOver("superseded".into()))
+        );
+    });
+}
+
+#[test]
+fn a_rank_that_never_connects_is_named() {
+    for nodes in [&[3][..], &[1, 2]] {
+        let world = World::of(nodes);
+        let places = world.places();
+        std::thread::scope(|scope| {
+            let connect = |rank: usize| {
+                let (place, world) = (&places[rank], &world);
+                scope.spawn(move || connect(place, &world.store, &world.cancel, SHORT).err())
+            };
+            for thread in [connect(0), connect(1)] {
+                match thread.join().unwrap() {
+                    Some(Failure::TimedOut { waiting_for, .. }) => assert_eq!(waiting_for, [2]),
+                    other => panic!("{nodes:?}: {other:?}"),
+                }
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_leaves_is_named() {
+    for nodes in [&[2][..], &[1, 1]] {
+        let failures = World::of(nodes).run(Executor::Inline, |rank| {
+            let arena = rank.arena(true, &vec![1.0_f32; 100_000]);
+            done(&rank.comm.all_reduce(&arena.whole(), SUM, launch()));
+            (rank.rank() == 0).then(|| failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch())))
+        });
+        let Some(Some(Failure::PeerLost { rank: 1, .. })) = &failures.first() else {
+            panic!("{nodes:?}: {failures:?}");
+        };
+    }
+}
+
+#[test]
+fn what_a_rank_wrote_before_it_left_counts() {
+    // Rank 1 leaves at once after each last operation; rank 0 must still see it complete.
+    for nodes in [&[2][..], &[1, 1]] {
+        for _ in 0..10 {
+            World::of(nodes).run(Executor::Inline, |rank| {
+                let arena = rank.arena(true, &[1.0_f32; 3000]);
+                done(&rank.comm.all_reduce(&arena.whole(), SUM, launch()));
+            });
+        }
+    }
+}
+
+#[test]
+fn a_mismatch_names_both_operations() {
+    for nodes in [&[2][..], &[1, 1]] {
+        let issue = |rank: &Rank, which: usize| {
+            let arena = rank.arena(true, &[1.0_f32; 64]);
+            let whole = arena.whole();
+            match which {
+                0 => rank.comm.all_reduce(&whole, SUM, launch()),
+                1 => rank.comm.all_reduce(&whole.slice(0..63), SUM, launch()),
+                2 => rank.comm.all_reduce(&whole, ReduceOp::Max, launch()),
+                3 => rank.comm.broadcast(&whole, 1, launch()),
+                _ => rank.comm.all_gather(&whole, launch()),
+            }
+        };
+        for other in 1..=4 {
+            let failures = World::of(nodes).run(Executor::Inline, |rank| {
+                let which = if rank.rank() == 0 { 0 } else { other };
+                failure(&issue(&rank, which))
+            });
+            let Failure::Mismatch {
+                rank: 1,
+                ours,
+                theirs,
+            } = &failures[0]
+            else {
+                panic!("{nodes:?}: {failures:?}");
+            };
+            assert_eq!(
+                ours,
+                "all-reduce #2 of 64 f32, sum scaled by 1, traffic gradients (test)"
+            );
+            assert!(
+                matches!(&failures[1], Failure::Mismatch { rank: 0, ours: o, theirs: t } if o == theirs && t == ours)
+            );
+        }
+    }
+}
+
+#[test]
+fn a_failed_communicator_stays_failed() {
+    let failures = World::of(&[2]).run(Executor::Inline, |rank| {
+        let arena = rank.arena(false, &[1.0_f32; 4]);
+        let len = 3 + rank.rank();
+        failure(&rank.comm.all_reduce(&arena.slice(0..len), SUM, launch()));
+        failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch()))
+    });
+    assert!(
+        failures.iter().all(|f| matches!(f, Failure::Poisoned(_))),
+        "{failures:?}"
+    );
+}
+
+#[test]
+fn impossible_operations_are_refused_by_all() {
+    World::of(&[2]).run(Executor::Inline, |rank| {
+        let fresh = |name: &str| rank.comm.split(name, &[0, 1], Executor::Inline).unwrap();
+        let invalid = |failure: Failure, words: &str| {
+            assert!(
+                matches!(&failure, Failure::Invalid(what) if what.contains(words)),
+                "{failure}"
+            );
+        };
+        let floats = rank.arena(false, &[1.0_f32; 3]);
+        let integers = rank.arena(false, &[1_i32; 3]);
+        invalid(
+            failure(&fresh("a").all_gather(&floats.whole(), launch())),
+            "3 elements are not 2 equal slices",
+        );
+        invalid(
+            failure(&fresh("b").all_reduce(&integers.whole(), SUM, launch())),
+            "i32 has no scaled sum",
+        );
+        invalid(
+            failure(&fresh("c").broadcast(&floats.whole(), 2, launch())),
+            "no rank 2 in a group of 2",
+        );
+        invalid(
+            failure(&fresh("d").send(&floats.whole(), rank.rank(), launch())),
+            "not another rank",
+        );
+    });
+}
+
+#[test]
+fn splits_must_agree() {
+    World::of(&[3]).run(Executor::Inline, |rank| {
+        let members: &[usize] = if rank.rank() == 2 { &[1, 2] } else { &[0, 1] };
+        let failure = rank
+            .comm
+            .split("pair", members, Executor::Inline)
+            .err()
+            .map(|e| e.failure);
+        match rank.rank() {
+            0 => assert!(failure.is_none() || matches!(failure, Some(Failure::PeerLost { .. }))),
+            1 => drop(failure),
+            _ => assert!(
+                matches!(failure, Some(Failure::Mismatch { rank: 1, .. })),
+                "{failure:?}"
+            ),
+        }
+    });
+    World::of(&[2]).run(Executor::Inline, |rank| {
+        let error = Mesh::new(&rank.comm, &[("dp", 2), ("tp", 2)], Executor::Inline)
+            .err()
+            .unwrap();
+        assert!(error.to_string().contains("do not multiply to 2"), "{error}");
+    });
+}
+
+#[test]
+fn strangers_are_refused() {
+    let world = World::of(&[1, 1]);
+    let places = world.places();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| world.connect(&places[0]));
+        let card = world
+            .store
+            .get("collective/0", Instant::now() + PATIENCE)
+            .unwrap();
+        let card: serde_json::Value = serde_json::from_slice(&card).unwrap();
+        let address: SocketAddr = card["tcp"].as_str().unwrap().parse().unwrap();
+        let silent = TcpStream::connect(address).unwrap();
+        let mut noisy = TcpStream::connect(address).unwrap();
+        noisy
+            .write_all(b"GET / HTTP/1.1\r\nHost: a-very-long-name-of-a-host\r\n\r\n")
+            .unwrap();
+        let second = world.connect(&places[1]).unwrap();
+        let first = first.join().unwrap().unwrap();
+        drop((silent, noisy));
+        let work = |transport| {
+            let comm = Communicator::new("world", transport, Executor::Inline, PATIENCE, &world.cancel);
+            let rank = Rank::new(comm);
+            let arena = rank.arena(false, &[1.0_f32; 4]);
+            done(&rank.comm.all_reduce(&arena.whole(), SUM, launch()));
+        };
+        let other = scope.spawn(move || work(second));
+        work(first);
+        other.join().unwrap();
+    });
+}
+
+#[test]
+fn more_memory_than_there_is_is_refused_by_all() {
+    World::of(&[2]).run(Executor::Inline, |rank| {
+        let error = rank
+            .comm
+            .alloc_shared(&rank.device, &spec::<u8>(1 << 46, Sharing::Node))
+            .unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("cannot allocate 70368744177664 bytes for `test`"),
+            "{text}"
+        );
+    });
+}
+
+/// Runs in a process of its own, since the limit holds for the whole process.
+#[test]
+fn the_limit_on_file_sizes_is_an_error_and_not_a_signal() {
+    const MARK: &str = "DDP_TEST_FILE_SIZE_LIMIT";
+    const NAME: &str = "the_limit_on_file_sizes_is_an_error_and_not_a_signal";
+    if std::env::var_os(MARK).is_none() {
+        let test = std::env::current_exe().unwrap();
+        let child = std::process::Command::new(test)
+            .args(["--exact", NAME])
+            .env(MARK, "1")
+            .output()
+            .unwrap();
+        assert!(child.status.success(), "{child:?}");
+        return;
+    }
+    World::of(&[2]).run(Executor::Inline, |rank| {
+        use nix::sys::resource::{Resource, setrlimit};
+        setrlimit(Resource::RLIMIT_FSIZE, 4 << 20, 4 << 20).unwrap();
+        let error = rank
+            .comm
+            .alloc_shared(&rank.device, &spec::<u8>(5 << 20, Sharing::Node))
+            .unwrap_err();
+        let text = error.to_string();
+        assert!(
+            text.contains("cannot allocate 5242880 bytes for `test`"),
+            "{text}"
+        );
+        assert!(text.contains("limit on file sizes"), "{text}");
+        assert!(
+            rank.comm
+                .alloc_shared(&rank.device, &spec::<u8>(3 << 20, Sharing::Node))
+                .is_ok()
+        );
+    });
+}
+
+#[test]
+fn eight_ranks_make_progress_on_few_cores() {
+    World::of(&[8]).run(Executor::Thread, |rank| {
+        let arena = rank.arena(true, &vec![1.0_f32; 80_000]);
+        for _ in 0..100 {
+            done(
+                &rank
+                    .comm
+                    .all_reduce(&arena.slice(0..64), ReduceOp::Sum { scale: 0.125 }, launch()),
+            );
+            done(
+                &rank
+                    .comm
+                    .all_reduce(&arena.whole(), ReduceOp::Sum { scale: 0.125 }, launch()),
+            );
+        }
+        assert!(
+            collective_world::read::<f32>(&arena.whole())
+                .iter()
+                .all(|&x| x == 1.0)
+        );
+        rank.comm.shutdown();
+    });
+}
+
+#[test]
+fn a_stale_generation_is_not_let_in() {
+    let world = World::of(&[2]);
+    let mut places = world.places();
+    places[1].generation = 2;
+    let join = |rank: usize| connect(&places[rank], &world.store, &world.cancel, SHORT).err();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| join(0));
+        assert!(join(1).is_some());
+        let failure = first.join().unwrap();
+        let named = matches!(&failure, Some(Failure::TimedOut { waiting_for, .. }) if *waiting_for == [1]);
+        assert!(named, "{failure:?}");
+    });
+}
