@@ -30,7 +30,11 @@ impl Evaluation {
     ) -> Result<f64, TrainError> {
         let mut batch = Batch::new(replica.positions());
         let rows = replica.positions() / self.block_size;
-        let mine = eval_blocks(self.tokens.blocks(self.block_size), world.rank() as u64, world.size() as u64);
+        let mine = eval_blocks(
+            self.tokens.blocks(self.block_size),
+            world.rank() as u64,
+            world.size() as u64,
+        );
         let (mut total, mut positions) = (0.0, 0);
         let mut next = mine.start;
         while next < mine.end {

@@ -35,10 +35,18 @@ impl Exchange {
             device, stream, comm, ..
         } = &self.world;
         let start = comm.rank() * WIDTH;
-        device.upload(*stream, &self.rows.slice(start..start + WIDTH), bytemuck::cast_slice(&own));
+        device.upload(
+            *stream,
+            &self.rows.slice(start..start + WIDTH),
+            bytemuck::cast_slice(&own),
+        );
         let launch = Launch::after(device.record(*stream), Traffic::Other, what);
-        comm.all_gather(&self.rows.whole(), launch).wait(self.world.deadline())?;
+        comm.all_gather(&self.rows.whole(), launch)
+            .wait(self.world.deadline())?;
         let bytes = device.download(*stream, &self.rows.whole())?;
-        Ok(bytes.chunks_exact(size_of::<[f64; WIDTH]>()).map(bytemuck::pod_read_unaligned).collect())
+        Ok(bytes
+            .chunks_exact(size_of::<[f64; WIDTH]>())
+            .map(bytemuck::pod_read_unaligned)
+            .collect())
     }
 }

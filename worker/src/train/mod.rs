@@ -167,7 +167,10 @@ fn conclude(
 fn verdict(outcome: &Outcome, entropies: Entropies) -> String {
     let Entropies { unigram, bigram } = entropies;
     match (&outcome.stopped, outcome.val_loss) {
-        (Some(cause), _) => format!("stopped after step {} ({cause}); the checkpoint is saved", outcome.steps),
+        (Some(cause), _) => format!(
+            "stopped after step {} ({cause}); the checkpoint is saved",
+            outcome.steps
+        ),
         (None, Some(loss)) => format!(
             "validation text: unigram {unigram:.2}, bigram {bigram:.2}, this model {loss:.4} nats a byte"
         ),

@@ -47,12 +47,16 @@ impl Pace {
     /// The line for a finished step, if one is due: the first and the last step, new validation losses, and
     /// otherwise one a second.
     pub(super) fn line(&mut self, now: Instant, numbers: &StepNumbers, is_news: bool) -> Option<String> {
-        let recent = self.last_line.is_some_and(|last| now.duration_since(last) < LINE_INTERVAL);
+        let recent = self
+            .last_line
+            .is_some_and(|last| now.duration_since(last) < LINE_INTERVAL);
         if recent && !is_news && numbers.step < self.steps {
             return None;
         }
         self.last_line = Some(now);
-        let val = numbers.val_loss.map_or_else(String::new, |val| format!("  val {val:.4}"));
+        let val = numbers
+            .val_loss
+            .map_or_else(String::new, |val| format!("  val {val:.4}"));
         Some(format!(
             "step {}/{}  loss {:.4}{val}  lr {:.1e}  {} tokens/s  {} left",
             numbers.step,
@@ -121,7 +125,9 @@ mod tests {
     fn a_line_says_where_the_run_is() {
         let start = Instant::now();
         let mut pace = Pace::new(start, 100, 600);
-        let line = pace.line(start + Duration::from_secs(10), &numbers(120), false).unwrap();
+        let line = pace
+            .line(start + Duration::from_secs(10), &numbers(120), false)
+            .unwrap();
         insta::assert_snapshot!(line, @"step 120/600  loss 2.4142  val 2.5000  lr 3.0e-4  123,456 tokens/s  04:00 left");
     }
 
@@ -140,8 +146,14 @@ mod tests {
 
     #[test]
     fn numbers_are_readable() {
-        assert_eq!([0, 999, 1000, 1_234_567].map(grouped), ["0", "999", "1,000", "1,234,567"]);
-        assert_eq!([12, 2048, 10_485_760, 3 << 40].map(bytes), ["12 B", "2.0 KiB", "10.0 MiB", "3.0 TiB"]);
+        assert_eq!(
+            [0, 999, 1000, 1_234_567].map(grouped),
+            ["0", "999", "1,000", "1,234,567"]
+        );
+        assert_eq!(
+            [12, 2048, 10_485_760, 3 << 40].map(bytes),
+            ["12 B", "2.0 KiB", "10.0 MiB", "3.0 TiB"]
+        );
         assert_eq!([0.4, 62.0, 3723.0].map(clock), ["00:00", "01:02", "1:02:03"]);
     }
 }

@@ -86,7 +86,11 @@ impl Replica {
         };
         world.device.enqueue(world.stream, factor.into());
         Ok(Self {
-            views: Views((0..layout.params()).map(|id| params.slice(layout.range(ParamId(id)))).collect()),
+            views: Views(
+                (0..layout.params())
+                    .map(|id| params.slice(layout.range(ParamId(id))))
+                    .collect(),
+            ),
             saved: model::saved_for(&model),
             inputs: alloc("tokens", DType::I32, positions)?.whole(),
             targets: alloc("targets", DType::I32, positions)?.whole(),
@@ -107,7 +111,9 @@ impl Replica {
             let mut values = vec![0_f32; spec.len()];
             model::fill_init(spec, id, seed, 0..spec.len(), &mut values);
             let target = self.params.slice(self.layout.range(id));
-            self.world.device.upload(self.world.stream, &target, bytemuck::cast_slice(&values));
+            self.world
+                .device
+                .upload(self.world.stream, &target, bytemuck::cast_slice(&values));
         }
     }
 
@@ -142,14 +148,21 @@ impl Replica {
     /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
     pub(super) fn total_loss(&self, batch: &Batch) -> Result<f64, TrainError> {
         let tokens = self.upload(batch);
-        let losses = model::evaluate(&self.model, &self.context(StepKey::default()), &self.views, &tokens)?;
+        let losses = model::evaluate(
+            &self.model,
+            &self.context(StepKey::default()),
+            &self.views,
+            &tokens,
+        )?;
         self.sum(&losses)
     }
 
     /// Sum of losses on the device. Synchronises.
     pub(super) fn sum(&self, losses: &Activation) -> Result<f64, TrainError> {
         let bytes = self.world.device.download(self.world.stream, losses.buffer())?;
-        let losses = bytes.chunks_exact(size_of::<f32>()).map(bytemuck::pod_read_unaligned::<f32>);
+        let losses = bytes
+            .chunks_exact(size_of::<f32>())
+            .map(bytemuck::pod_read_unaligned::<f32>);
         Ok(losses.map(f64::from).sum())
     }
 

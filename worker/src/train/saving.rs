@@ -120,7 +120,10 @@ impl Checkpoints {
         let state = &reader.manifest().state;
         self.compare(state)?;
         let parts = parts(replica, adamw);
-        let names: Vec<Named> = parts.iter().flat_map(|part| names(part, &replica.model)).collect();
+        let names: Vec<Named> = parts
+            .iter()
+            .flat_map(|part| names(part, &replica.model))
+            .collect();
         let expected: Vec<Expected<'_>> = names
             .iter()
             .map(|named| Expected {
@@ -142,7 +145,13 @@ impl Checkpoints {
         Ok(state.consumed_samples)
     }
 
-    fn write(&self, writer: &Writer, world: &World, model: &Model, part: &Part<'_>) -> Result<(), TrainError> {
+    fn write(
+        &self,
+        writer: &Writer,
+        world: &World,
+        model: &Model,
+        part: &Part<'_>,
+    ) -> Result<(), TrainError> {
         let mut tensors = Vec::with_capacity(model.params.len());
         for (id, named) in names_by_id(part, model) {
             let source = part.arena.slice(self.layout.range(id));
@@ -163,7 +172,12 @@ impl Checkpoints {
 
     fn compare(&self, state: &State) -> Result<(), TrainError> {
         let contradiction = |key: &str, found: String, begun: String| TrainError::Contradiction {
-            checkpoint: self.out_dir.join("checkpoints").join(step_name(state.step)).display().to_string(),
+            checkpoint: self
+                .out_dir
+                .join("checkpoints")
+                .join(step_name(state.step))
+                .display()
+                .to_string(),
             key: key.to_owned(),
             found,
             begun,
@@ -177,7 +191,11 @@ impl Checkpoints {
         }
         if state.rng.data_order != ORDER_VERSION {
             let begun = state.rng.data_order.clone();
-            return Err(contradiction("rule of the data order", ORDER_VERSION.into(), begun));
+            return Err(contradiction(
+                "rule of the data order",
+                ORDER_VERSION.into(),
+                begun,
+            ));
         }
         Ok(())
     }
@@ -223,7 +241,9 @@ fn difference(path: &str, now: Option<&Value>, then: Option<&Value>) -> Option<(
     }
     if let (Some(Value::Object(now)), Some(Value::Object(then))) = (now, then) {
         let keys = now.keys().chain(then.keys());
-        return keys.into_iter().find_map(|key| difference(&format!("{path}.{key}"), now.get(key), then.get(key)));
+        return keys
+            .into_iter()
+            .find_map(|key| difference(&format!("{path}.{key}"), now.get(key), then.get(key)));
     }
     let show = |value: Option<&Value>| value.map_or_else(|| "not set".to_owned(), Value::to_string);
     Some((path.to_owned(), show(now), show(then)))
@@ -237,7 +257,10 @@ mod tests {
 
     #[test]
     fn the_first_difference_is_named_by_its_path() {
-        let (now, then) = (json!({ "a": 1, "b": { "c": 2 } }), json!({ "a": 1, "b": { "c": 3 } }));
+        let (now, then) = (
+            json!({ "a": 1, "b": { "c": 2 } }),
+            json!({ "a": 1, "b": { "c": 3 } }),
+        );
         assert_eq!(difference("model", Some(&now), Some(&now)), None);
         assert_eq!(
             difference("model", Some(&now), Some(&then)),

@@ -17,9 +17,7 @@ use crate::device::Device;
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::{self, Model};
 use crate::optim::{AdamW, Clip};
-use crate::parallel::{
-    Agreement, GradientLayout, LayoutConfig, Reducer, ReducerConfig, Replicas, Signature,
-};
+use crate::parallel::{Agreement, GradientLayout, LayoutConfig, Reducer, ReducerConfig, Replicas, Signature};
 use crate::session::Session;
 
 /// Bytes at either end of the data that ranks compare before the first step.
@@ -96,20 +94,29 @@ fn begin(trainer: &mut Trainer<'_>, start: Start, dataset: &Dataset) -> Result<(
     match start {
         Start::Fresh => trainer.replica.initialise(trainer.config.run.seed),
         Start::Resume { step } => {
-            let consumed = trainer.checkpoints.load(&trainer.world, &trainer.replica, &trainer.adamw, step)?;
+            let consumed =
+                trainer
+                    .checkpoints
+                    .load(&trainer.world, &trainer.replica, &trainer.adamw, step)?;
             trainer.loader = loader(trainer.config, &trainer.world, dataset).resumed(step, consumed);
             trainer.first_step = step;
         }
     }
     let World { device, stream, .. } = &trainer.world;
     device.synchronize(*stream)?;
-    trainer.replicas.broadcast(*stream, &trainer.replica.params.whole())?;
+    trainer
+        .replicas
+        .broadcast(*stream, &trainer.replica.params.whole())?;
     Ok(())
 }
 
 fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
     let block_size = config.model.block_size;
-    let sampler = Sampler::new(config.data.order, config.run.seed, dataset.train.blocks(block_size));
+    let sampler = Sampler::new(
+        config.data.order,
+        config.run.seed,
+        dataset.train.blocks(block_size),
+    );
     let shape = Shape {
         rank: world.rank() as u64,
         world: world.size() as u64,
@@ -154,7 +161,12 @@ fn signature(
 ) -> Result<Signature, TrainError> {
     let mut signature = Signature::new();
     let mut document = serde_json::to_value(config).expect("a configuration serialises");
-    for (section, key) in [("data", "train"), ("data", "val"), ("train", "threads"), ("run", "out_dir")] {
+    for (section, key) in [
+        ("data", "train"),
+        ("data", "val"),
+        ("train", "threads"),
+        ("run", "out_dir"),
+    ] {
         if let Some(section) = document.get_mut(section).and_then(|s| s.as_object_mut()) {
             section.remove(key);
         }
@@ -178,5 +190,9 @@ fn fingerprint(tokens: &Tokens) -> Result<String, TrainError> {
         tokens.read(start, &mut ends)?;
         hash.update(&ends);
     }
-    Ok(format!("{} tokens, hash {}", tokens.len(), &hash.finalize().to_hex()[..16]))
+    Ok(format!(
+        "{} tokens, hash {}",
+        tokens.len(),
+        &hash.finalize().to_hex()[..16]
+    ))
 }

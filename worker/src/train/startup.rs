@@ -84,6 +84,10 @@ fn sync(trainer: &Trainer<'_>, buckets: usize) -> String {
         Sync::PerParameter => "per-parameter".to_owned(),
         Sync::Naive => return "naive: one all-reduce after backward".to_owned(),
     };
-    let when = if parallel.overlap { "while backward runs" } else { "after backward" };
+    let when = if parallel.overlap {
+        "while backward runs"
+    } else {
+        "after backward"
+    };
     format!("{how}, {when}")
 }

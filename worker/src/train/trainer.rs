@@ -53,7 +53,11 @@ pub(super) struct Outcome {
 
 impl Trainer<'_> {
     /// Trains until the last step, or until any rank is asked to stop.
-    pub(super) fn run(&mut self, reducer: &mut Reducer, recorder: &mut Recorder) -> Result<Outcome, TrainError> {
+    pub(super) fn run(
+        &mut self,
+        reducer: &mut Reducer,
+        recorder: &mut Recorder,
+    ) -> Result<Outcome, TrainError> {
         let train = &self.config.train;
         let mut outcome = Outcome {
             steps: self.first_step,
@@ -72,7 +76,8 @@ impl Trainer<'_> {
             outcome.loss = Some(record.loss);
             recorder.record(&record, self)?;
             if is_due(train.verify_every, done) {
-                self.replicas.verify(self.world.stream, &self.replica.params, done)?;
+                self.replicas
+                    .verify(self.world.stream, &self.replica.params, done)?;
             }
             let stopped = record.stop.then(|| self.stop_cause());
             if last || stopped.is_some() || is_due(train.checkpoint_every, done) {
@@ -189,7 +194,14 @@ impl Trainer<'_> {
         if !norm.is_finite() {
             return Err(TrainError::NonFiniteGradient { step: step + 1, norm });
         }
-        self.adamw.step(*stream, &self.replica.params, grads, &self.clip.scale(), lr, step + 1);
+        self.adamw.step(
+            *stream,
+            &self.replica.params,
+            grads,
+            &self.clip.scale(),
+            lr,
+            step + 1,
+        );
         device.synchronize(*stream)?;
         times.optimizer += started.elapsed();
         Ok(norm)
@@ -203,19 +215,28 @@ impl Trainer<'_> {
 
     fn validate(&self, done: u64) -> Result<f64, TrainError> {
         self.session.heartbeat(done, Phase::Validating, None);
-        self.evaluation.mean_loss(&self.world, &self.replica, &self.exchange)
+        self.evaluation
+            .mean_loss(&self.world, &self.replica, &self.exchange)
     }
 
     fn save(&mut self, done: u64) -> Result<(), TrainError> {
         self.session.heartbeat(done, Phase::Saving, None);
         if self.world.rank() == 0 {
-            self.checkpoints.save(&self.world, &self.replica, &self.adamw, done, self.loader.consumed_before(done))?;
+            self.checkpoints.save(
+                &self.world,
+                &self.replica,
+                &self.adamw,
+                done,
+                self.loader.consumed_before(done),
+            )?;
         }
         Ok(())
     }
 
     fn stop_cause(&self) -> String {
-        self.session.stop_requested().unwrap_or_else(|| "another rank was asked to stop".into())
+        self.session
+            .stop_requested()
+            .unwrap_or_else(|| "another rank was asked to stop".into())
     }
 }
 
