@@ -1,7 +1,9 @@
 //! What the tests of training share: small jobs whose ranks are threads.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
+pub mod agent;
 pub mod deferred;
+pub mod faulty;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -14,13 +16,13 @@ use ddp_worker::checkpoint::{Reader, Which};
 use ddp_worker::config::{self, ModelKind, Order, TrainConfig};
 use ddp_worker::device::Device;
 use ddp_worker::metrics::MetricsLine;
-use ddp_worker::session::{MemoryStore, Session};
+use ddp_worker::session::{Cancel, MemoryStore, Session};
 use ddp_worker::train::{RunSummary, TrainError, run_worker, run_worker_on};
 
 pub type Outcome = Result<RunSummary, TrainError>;
 
 /// Which device a rank trains on.
-pub type DeviceOf = fn() -> Arc<dyn Device>;
+pub type DeviceOf = Box<dyn Fn(&Session) -> Arc<dyn Device> + Sync>;
 
 /// A small job in a folder of its own.
 pub struct Job {
@@ -83,31 +85,35 @@ impl Job {
         job
     }
 
-    /// Runs all ranks of one node to their end.
+    /// Runs all ranks of one node to their end. As an agent does, the generation is ended for all when one fails.
     pub fn run(&self, world_size: u32) -> Vec<Outcome> {
         self.run_with(world_size, |_, _| ())
     }
 
-    /// As [`Job::run`]; `meddle` sees the configuration and session of each rank before it starts.
-    pub fn run_with(
-        &self,
-        world_size: u32,
-        meddle: impl Fn(&mut TrainConfig, &Session) + Sync,
-    ) -> Vec<Outcome> {
+    /// As [`Job::run`]; `meddle` sees the configuration of each rank before it starts.
+    pub fn run_with(&self, world_size: u32, meddle: impl Fn(u32, &mut TrainConfig)) -> Vec<Outcome> {
         let store = Arc::new(MemoryStore::default());
+        let session = |rank| Session::in_process(self.env(rank, world_size), store.clone());
+        let sessions: Vec<Session> = (0..world_size).map(session).collect();
+        let cancels: Vec<Cancel> = sessions.iter().map(Session::cancel).collect();
         std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..world_size)
-                .map(|rank| {
-                    let session = Session::in_process(self.env(rank, world_size), store.clone());
-                    let mut config = self.config.clone();
-                    meddle(&mut config, &session);
-                    let device = self.device;
-                    scope.spawn(move || match device {
-                        Some(device) => run_worker_on(device(), &config, &session),
-                        None => run_worker(&config, &session),
-                    })
-                })
-                .collect();
+            let mut ranks = Vec::new();
+            for (rank, session) in sessions.iter().enumerate() {
+                let mut config = self.config.clone();
+                meddle(rank as u32, &mut config);
+                let cancels = &cancels;
+                ranks.push(scope.spawn(move || {
+                    let outcome = match &self.device {
+                        Some(device) => run_worker_on(device(session), &config, session),
+                        None => run_worker(&config, session),
+                    };
+                    if outcome.is_err() {
+                        let others = cancels.iter().enumerate().filter(|(other, _)| *other != rank);
+                        others.for_each(|(_, cancel)| cancel.cancel(format!("rank {rank} failed")));
+                    }
+                    outcome
+                }));
+            }
             ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
         })
     }
@@ -151,7 +157,7 @@ impl Job {
             .collect()
     }
 
-    fn env(&self, rank: u32, world_size: u32) -> WorkerEnv {
+    pub fn env(&self, rank: u32, world_size: u32) -> WorkerEnv {
         let mut env = WorkerEnv::single();
         env.rank = GlobalRank(rank);
         env.local_rank = LocalRank(rank);
