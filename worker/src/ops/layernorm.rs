@@ -9,7 +9,7 @@
 
 use super::kernel::{by_dtype, kernel, with_scratch};
 use super::linear::add_into;
-use super::real::{Real, sum_map, sum_map2};
+use super::real::{Real, sum_map, sum_map2, sum_map3};
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError};
 
@@ -163,8 +163,8 @@ kernel! {
         let channels = weight.len();
         for (x, out) in inp.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
             let (mean, scale) = statistics(x);
-            for i in 0..channels {
-                out[i] = (x[i] - mean) * scale * weight[i] + bias[i];
+            for (((out, &x), &w), &b) in out.iter_mut().zip(x).zip(weight).zip(bias) {
+                *out = (x - mean) * scale * w + b;
             }
         }
     }
@@ -172,47 +172,58 @@ kernel! {
 
 kernel! {
     fn normalize_back<'a, T>(rows: Rows<'a, T>, weight: &'a [T], accumulate: bool) -> () {
+        let Rows { dout, inp, dinp, sums } = rows;
         let channels = weight.len();
-        let share = T::ONE / T::of(channels as f64);
-        rows.sums.fill(T::ZERO);
-        let (weight_sums, bias_sums) = rows.sums.split_at_mut(channels);
-        let inputs = rows.dout.chunks_exact(channels).zip(rows.inp.chunks_exact(channels));
-        for ((dout, x), dinp) in inputs.zip(rows.dinp.chunks_exact_mut(channels)) {
+        sums.fill(T::ZERO);
+        let (weight_sums, bias_sums) = sums.split_at_mut(channels);
+        let inputs = dout.chunks_exact(channels).zip(inp.chunks_exact(channels));
+        for ((dout, x), dinp) in inputs.zip(dinp.chunks_exact_mut(channels)) {
             let (mean, scale) = statistics(x);
-            // With n = (x − mean)·scale and g = dout·weight: dinp = scale·(g − mean(g) − n·mean(g·n)).
-            let g_mean = sum_map2(dout, weight, |d, w| d * w) * share;
-            let gn_mean = {
-                let lanes = sum_of_products(dout, weight, x, mean);
-                lanes * scale * share
-            };
-            for i in 0..channels {
-                let n = (x[i] - mean) * scale;
-                let d = (dout[i] * weight[i] - g_mean - n * gn_mean) * scale;
-                dinp[i] = if accumulate { dinp[i] + d } else { d };
-                weight_sums[i] += dout[i] * n;
-                bias_sums[i] += dout[i];
+            row_back(Row { dout, x, weight, mean, scale }, dinp, accumulate);
+            for ((sum, &d), &x) in weight_sums.iter_mut().zip(dout).zip(x) {
+                *sum += d * ((x - mean) * scale);
+            }
+            for (sum, &d) in bias_sums.iter_mut().zip(dout) {
+                *sum += d;
             }
         }
     }
 }
 
-/// `Σ dout · weight · (x − mean)`
+/// What the gradient of one row's input is made of.
+#[derive(Clone, Copy)]
+struct Row<'a, T> {
+    dout: &'a [T],
+    x: &'a [T],
+    weight: &'a [T],
+    mean: T,
+    scale: T,
+}
+
+/// With n = (x − mean)·scale and g = dout·weight: `dinp = scale·(g − mean(g) − n·mean(g·n))`.
 #[inline(always)]
-fn sum_of_products<T: Real>(dout: &[T], weight: &[T], x: &[T], mean: T) -> T {
-    use super::real::{LANES, sum_lanes};
-    let n = dout.len().min(weight.len()).min(x.len());
-    let (dout, weight, x) = (&dout[..n], &weight[..n], &x[..n]);
-    let mut lanes = [T::ZERO; LANES];
-    let whole = n - n % LANES;
-    for first in (0..whole).step_by(LANES) {
-        for i in 0..LANES {
-            lanes[i] += dout[first + i] * weight[first + i] * (x[first + i] - mean);
+fn row_back<T: Real>(row: Row<'_, T>, dinp: &mut [T], accumulate: bool) {
+    let Row {
+        dout,
+        x,
+        weight,
+        mean,
+        scale,
+    } = row;
+    let share = T::ONE / T::of(x.len() as f64);
+    let g_mean = sum_map2(dout, weight, |d, w| d * w) * share;
+    let gn_mean = sum_map3(dout, weight, x, |d, w, x| d * w * (x - mean)) * scale * share;
+    let gradient = |d: T, w: T, x: T| (d * w - g_mean - (x - mean) * scale * gn_mean) * scale;
+    let inputs = dout.iter().zip(weight).zip(x);
+    if accumulate {
+        for (dinp, ((&d, &w), &x)) in dinp.iter_mut().zip(inputs) {
+            *dinp += gradient(d, w, x);
+        }
+    } else {
+        for (dinp, ((&d, &w), &x)) in dinp.iter_mut().zip(inputs) {
+            *dinp = gradient(d, w, x);
         }
     }
-    for i in whole..n {
-        lanes[i - whole] += dout[i] * weight[i] * (x[i] - mean);
-    }
-    sum_lanes(lanes)
 }
 
 /// Mean, and 1/√(variance + ε), of a row.

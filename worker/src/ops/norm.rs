@@ -42,9 +42,12 @@ kernel! {
         let mut lanes = [0.0; LANES];
         let mut chunks = x.chunks_exact(LANES);
         for chunk in &mut chunks {
-            for i in 0..LANES {
-                let x = chunk[i].to_f64();
-                lanes[i] += x * x;
+            let mut wide = [0.0; LANES];
+            for (wide, x) in wide.iter_mut().zip(chunk) {
+                *wide = x.to_f64();
+            }
+            for (lane, wide) in lanes.iter_mut().zip(wide) {
+                *lane += wide * wide;
             }
         }
         for (lane, x) in lanes.iter_mut().zip(chunks.remainder()) {

@@ -192,6 +192,25 @@ pub(crate) fn sum_map2<T: Real>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
     sum_lanes(lanes)
 }
 
+/// `Σ f(x[i], y[i], z[i])` in lanes, over the shortest of the three.
+#[inline(always)]
+pub(crate) fn sum_map3<T: Real>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T) -> T {
+    let n = x.len().min(y.len()).min(z.len());
+    let mut lanes = [T::ZERO; LANES];
+    let (mut xs, mut ys) = (x[..n].chunks_exact(LANES), y[..n].chunks_exact(LANES));
+    let mut zs = z[..n].chunks_exact(LANES);
+    for ((x, y), z) in (&mut xs).zip(&mut ys).zip(&mut zs) {
+        for i in 0..LANES {
+            lanes[i] += f(x[i], y[i], z[i]);
+        }
+    }
+    let rest = xs.remainder().iter().zip(ys.remainder()).zip(zs.remainder());
+    for (lane, ((&x, &y), &z)) in lanes.iter_mut().zip(rest) {
+        *lane += f(x, y, z);
+    }
+    sum_lanes(lanes)
+}
+
 /// The largest element, NaN passed over. A maximum does not depend on its order.
 #[inline(always)]
 pub(crate) fn max_of<T: Real>(x: &[T]) -> T {

@@ -1,0 +1,88 @@
+//! The same bits with any number of threads and on any instruction set.
+
+use ddp_worker::config::{self, ModelKind};
+use ddp_worker::device::{DType, Isa};
+use ddp_worker::model::build;
+use ddp_worker::ops::{AdamW, AdamWStep, CHUNK, SquaredNorm};
+
+use crate::rig::{Rank, Rig, numbers_f32, values};
+
+/// Gradients of one step, then the norm's partial sums and the updated parameters: bits of all of them.
+fn step_bits(threads: usize, isa: Isa, kind: ModelKind) -> Vec<u64> {
+    // Several tiles of rows and queries, an odd vocabulary, channels that do not fill the lanes.
+    let config = config::Model {
+        kind,
+        n_layer: 2,
+        n_head: 2,
+        n_embd: 72,
+        block_size: 160,
+        vocab_size: None,
+    };
+    let model = build(&config, 201).unwrap();
+    let n = model.param_count();
+    let mut rank = Rank::new(Rig::with(threads, isa), model, DType::F32, [1, 4, 150]);
+    let loss = rank.step(0);
+    let rig = &rank.rig;
+    let partials = rig.empty(DType::F64, n.div_ceil(CHUNK));
+    rig.run(SquaredNorm {
+        x: rank.grads.whole(),
+        partials: partials.clone(),
+    });
+    rig.run(AdamW {
+        param: rank.params.whole(),
+        grad: rank.grads.whole(),
+        m: rig.buffer(&numbers_f32(8, n)),
+        v: rig.buffer(&numbers_f32(9, n).iter().map(|x| x * x).collect::<Vec<_>>()),
+        scale: rig.buffer(&[0.7_f32]),
+        weight_decay: 0.1,
+        hyper: AdamWStep {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            step: 10,
+        },
+    });
+    let narrow = [rank.grads.whole(), rank.params.whole()];
+    let narrow = narrow
+        .iter()
+        .flat_map(values::<f32>)
+        .map(|x| u64::from(x.to_bits()));
+    let wide = values::<f64>(&partials).into_iter().map(f64::to_bits);
+    std::iter::once(loss.to_bits())
+        .chain(narrow)
+        .chain(wide)
+        .collect()
+}
+
+fn assert_same(found: &[u64], expected: &[u64], what: &str) {
+    let differ = found.iter().zip(expected).filter(|(a, b)| a != b).count();
+    assert_eq!(
+        (differ, found.len()),
+        (0, expected.len()),
+        "{what}: numbers that differ"
+    );
+}
+
+#[test]
+fn threads_make_no_difference() {
+    for kind in [ModelKind::Gpt2, ModelKind::Mlp] {
+        let one = step_bits(1, Isa::detect(), kind);
+        for threads in [2, 3, 8] {
+            assert_same(
+                &step_bits(threads, Isa::detect(), kind),
+                &one,
+                &format!("{threads} threads"),
+            );
+        }
+    }
+}
+
+/// Products are `gemm`'s, which chooses for itself; everything else is compiled for each set.
+#[test]
+fn instruction_sets_make_no_difference() {
+    let best = step_bits(1, Isa::detect(), ModelKind::Gpt2);
+    for isa in Isa::available() {
+        assert_same(&step_bits(1, isa, ModelKind::Gpt2), &best, &isa.to_string());
+    }
+}

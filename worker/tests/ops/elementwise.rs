@@ -1,0 +1,242 @@
+//! Operations without a gradient of their own, and refusals.
+
+use ddp_worker::device::DType;
+use ddp_worker::ops::{
+    AdamW, AdamWStep, CHUNK, Cast, ClipScale, CrossEntropyForward, EncoderForward, Fill, LinearForward,
+    LinearShape, Scale, SquaredNorm, WeightLayout,
+};
+use half::bf16;
+
+use crate::rig::{Rig, assert_close, numbers_f32, values};
+
+#[test]
+fn adamw_follows_the_paper() {
+    let rig = Rig::new();
+    let n = 70_001;
+    let (start, grads) = (numbers_f32(1, n), [numbers_f32(2, n), numbers_f32(3, n)]);
+    let [param, m, v] = [
+        rig.buffer(&start),
+        rig.empty(DType::F32, n),
+        rig.empty(DType::F32, n),
+    ];
+    let hyper = |step| AdamWStep {
+        lr: 1e-2,
+        beta1: 0.9,
+        beta2: 0.999,
+        eps: 1e-8,
+        step,
+    };
+    for (i, grad) in grads.iter().enumerate() {
+        rig.run(AdamW {
+            param: param.clone(),
+            grad: rig.buffer(grad),
+            m: m.clone(),
+            v: v.clone(),
+            scale: rig.buffer(&[0.5_f32]),
+            weight_decay: 0.1,
+            hyper: hyper(i as u64 + 1),
+        });
+    }
+    let found = values::<f32>(&param);
+    for i in [0, 1, 65_535, 65_536, n - 1] {
+        let (mut p, mut m, mut v) = (f64::from(start[i]), 0.0, 0.0);
+        for (step, grad) in grads.iter().enumerate() {
+            let g = 0.5 * f64::from(grad[i]);
+            m = 0.9 * m + 0.1 * g;
+            v = 0.999 * v + 0.001 * g * g;
+            let (m, v) = (
+                m / (1.0 - 0.9_f64.powi(step as i32 + 1)),
+                v / (1.0 - 0.999_f64.powi(step as i32 + 1)),
+            );
+            p -= 0.01 * (m / (v.sqrt() + 1e-8) + 0.1 * p);
+        }
+        assert_close(f64::from(found[i]), p, 1e-5, &format!("parameter {i}"));
+    }
+}
+
+#[test]
+fn norms_are_by_chunks_and_clip() {
+    let rig = Rig::new();
+    let x = numbers_f32(1, 2 * CHUNK + 100);
+    let partials = rig.empty(DType::F64, 3);
+    rig.run(SquaredNorm {
+        x: rig.buffer(&x),
+        partials: partials.clone(),
+    });
+    let expected: Vec<f64> = x
+        .chunks(CHUNK)
+        .map(|c| c.iter().map(|&x| f64::from(x) * f64::from(x)).sum())
+        .collect();
+    for (found, expected) in values::<f64>(&partials).iter().zip(&expected) {
+        assert_close(*found, *expected, 1e-13, "partial");
+    }
+    let norm = expected.iter().sum::<f64>().sqrt();
+    let (found, scale) = (rig.empty(DType::F32, 1), rig.empty(DType::F32, 1));
+    for (max_norm, expected) in [(Some(1.0), 1.0 / norm), (Some(1e9), 1.0), (None, 1.0)] {
+        let (partials, norm, scale) = (partials.clone(), found.clone(), scale.clone());
+        rig.run(ClipScale {
+            partials,
+            max_norm,
+            norm,
+            scale: scale.clone(),
+        });
+        assert_close(f64::from(values::<f32>(&scale)[0]), expected, 1e-6, "factor");
+    }
+    assert_close(f64::from(values::<f32>(&found)[0]), norm, 1e-6, "norm");
+}
+
+#[test]
+fn bf16_arenas_round_trip() {
+    let rig = Rig::new();
+    let x = numbers_f32(1, 70_000);
+    let [narrow, wide] = [rig.empty(DType::Bf16, x.len()), rig.empty(DType::F32, x.len())];
+    rig.run(Cast {
+        x: rig.buffer(&x),
+        out: narrow.clone(),
+    });
+    rig.run(Cast {
+        x: narrow.clone(),
+        out: wide.clone(),
+    });
+    let wide = values::<f32>(&wide);
+    for (i, (&x, &wide)) in x.iter().zip(&wide).enumerate() {
+        assert_eq!(wide, bf16::from_f32(x).to_f32(), "element {i}");
+    }
+    // What bf16 can hold comes back as it was.
+    let [again, last] = [rig.empty(DType::Bf16, x.len()), rig.empty(DType::F32, x.len())];
+    rig.run(Cast {
+        x: rig.buffer(&wide),
+        out: again.clone(),
+    });
+    rig.run(Cast {
+        x: again,
+        out: last.clone(),
+    });
+    assert_eq!(values::<f32>(&last), wide);
+}
+
+/// REFERENCE: 1 2 3 4 are 80 3f, 00 40, 40 40, 80 40.
+#[test]
+fn bf16_bytes_are_little_endian_upper_halves() {
+    let rig = Rig::new();
+    let narrow = rig.empty(DType::Bf16, 4);
+    rig.run(Cast {
+        x: rig.buffer(&[1.0_f32, 2.0, 3.0, 4.0]),
+        out: narrow.clone(),
+    });
+    assert_eq!(
+        narrow.host_bytes().unwrap()[..],
+        [0x80, 0x3f, 0x00, 0x40, 0x40, 0x40, 0x80, 0x40]
+    );
+}
+
+#[test]
+fn fill_and_scale() {
+    let rig = Rig::new();
+    for dtype in [DType::F32, DType::F64, DType::Bf16] {
+        let out = rig.empty(dtype, 3);
+        rig.run(Fill {
+            out: out.clone(),
+            value: 1.5,
+        });
+        let wide = match dtype {
+            DType::F32 => values::<f32>(&out).into_iter().map(f64::from).collect(),
+            DType::Bf16 => values::<bf16>(&out).into_iter().map(f64::from).collect(),
+            _ => values::<f64>(&out),
+        };
+        assert_eq!(wide, [1.5; 3]);
+    }
+    assert!(
+        rig.try_run(Fill {
+            out: rig.empty(DType::I32, 3),
+            value: 1.0
+        })
+        .is_err()
+    );
+    let x = rig.buffer(&[2.0_f32, -4.0]);
+    rig.run(Scale {
+        x: x.clone(),
+        factor: 0.25,
+    });
+    assert_eq!(values::<f32>(&x), [0.5, -1.0]);
+}
+
+#[test]
+fn not_a_number_comes_through() {
+    let rig = Rig::new();
+    let mut logits = numbers_f32(1, 3 * 40);
+    logits[45] = f32::NAN;
+    logits[90] = f32::INFINITY;
+    let (losses, lse) = (rig.empty(DType::F32, 3), rig.empty(DType::F32, 3));
+    let targets = rig.buffer::<i32>(&[0, 0, 0]);
+    rig.run(CrossEntropyForward {
+        logits: rig.buffer(&logits),
+        targets,
+        losses: losses.clone(),
+        lse,
+    });
+    let losses = values::<f32>(&losses);
+    assert!(
+        losses[0].is_finite() && !losses[1].is_finite() && !losses[2].is_finite(),
+        "{losses:?}"
+    );
+}
+
+#[test]
+fn bad_sizes_and_tokens_are_named() {
+    let rig = Rig::new();
+    let f32s = |n| rig.empty(DType::F32, n);
+    let shape = LinearShape {
+        rows: 2,
+        inputs: 3,
+        outputs: 4,
+        layout: WeightLayout::InOut,
+    };
+    let (inp, weight, out) = (f32s(6), f32s(11), f32s(8));
+    let linear = LinearForward {
+        inp,
+        weight,
+        bias: None,
+        residual: None,
+        out,
+        shape,
+    };
+    let error = rig.try_run(linear).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "operation `linear_forward`: `weight` has 11 elements, expected 12"
+    );
+
+    let token = |token: i32| {
+        let tokens = rig.buffer(&[0, token]);
+        let encoder = EncoderForward {
+            tokens,
+            wte: f32s(20),
+            wpe: None,
+            out: f32s(4),
+            positions: 2,
+        };
+        rig.try_run(encoder).unwrap_err().to_string()
+    };
+    assert_eq!(
+        token(10),
+        "operation `encoder_forward`: `tokens[1]` is 10, the vocabulary has 10"
+    );
+    assert_eq!(
+        token(-1),
+        "operation `encoder_forward`: `tokens[1]` is -1, the vocabulary has 10"
+    );
+
+    let targets = rig.buffer(&[-1, 5]);
+    let entropy = CrossEntropyForward {
+        logits: f32s(10),
+        targets,
+        losses: f32s(2),
+        lse: f32s(2),
+    };
+    let error = rig.try_run(entropy).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "operation `cross_entropy_forward`: `targets[1]` is 5, the vocabulary has 5"
+    );
+}

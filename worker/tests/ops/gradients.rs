@@ -1,0 +1,359 @@
+//! Every operation's backward against finite differences, in f64.
+
+use ddp_worker::device::{Buffer, DType};
+use ddp_worker::ops::{
+    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropyBackward,
+    CrossEntropyForward, EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward,
+    LinearDinp, LinearDweight, LinearForward, LinearShape, PositionBackward, TokenBackward, WeightLayout,
+};
+
+use crate::rig::{Rig, assert_close, check_gradients, numbers, values};
+
+fn buffers(rig: &Rig, inputs: &[Vec<f64>]) -> Vec<Buffer> {
+    inputs.iter().map(|x| rig.buffer(x)).collect()
+}
+
+#[test]
+fn linear() {
+    for layout in [WeightLayout::InOut, WeightLayout::OutIn] {
+        let rig = Rig::new();
+        let shape = LinearShape {
+            rows: 5,
+            inputs: 7,
+            outputs: 3,
+            layout,
+        };
+        let inputs = [numbers(1, 35), numbers(2, 21), numbers(3, 3), numbers(4, 15)];
+        let forward = |inputs: &[Vec<f64>]| {
+            let b = buffers(&rig, inputs);
+            let out = rig.empty(DType::F64, 15);
+            rig.run(LinearForward {
+                inp: b[0].clone(),
+                weight: b[1].clone(),
+                bias: Some(b[2].clone()),
+                residual: Some(b[3].clone()),
+                out: out.clone(),
+                shape,
+            });
+            values(&out)
+        };
+        let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+            let b = buffers(&rig, inputs);
+            let dout = rig.buffer(dout);
+            let [dinp, dweight, dbias] = [35, 21, 3].map(|n| rig.empty(DType::F64, n));
+            rig.run(LinearDinp {
+                dout: dout.clone(),
+                weight: b[1].clone(),
+                dinp: dinp.clone(),
+                shape,
+            });
+            rig.run(LinearDweight {
+                inp: b[0].clone(),
+                dout: dout.clone(),
+                dweight: dweight.clone(),
+                accumulate: false,
+                shape,
+            });
+            rig.run(ColumnSum {
+                x: dout.clone(),
+                out: dbias.clone(),
+                accumulate: false,
+            });
+            [dinp, dweight, dbias, dout].iter().map(values).collect()
+        };
+        check_gradients(&inputs, forward, backward);
+    }
+}
+
+/// Larger than a tile in both directions, against sums written out.
+#[test]
+fn linear_over_several_tiles_is_a_sum_of_products() {
+    let (rows, inputs, outputs) = (530, 70, 330);
+    let (x, w) = (numbers(1, rows * inputs), numbers(2, inputs * outputs));
+    let rig = Rig::new();
+    for layout in [WeightLayout::InOut, WeightLayout::OutIn] {
+        let out = rig.empty(DType::F64, rows * outputs);
+        rig.run(LinearForward {
+            inp: rig.buffer(&x),
+            weight: rig.buffer(&w),
+            bias: None,
+            residual: None,
+            out: out.clone(),
+            shape: LinearShape {
+                rows,
+                inputs,
+                outputs,
+                layout,
+            },
+        });
+        let out = values::<f64>(&out);
+        for (r, o) in [(0, 0), (255, 63), (256, 64), (529, 329), (300, 200)] {
+            let weight = |i: usize| match layout {
+                WeightLayout::InOut => w[i * outputs + o],
+                WeightLayout::OutIn => w[o * inputs + i],
+            };
+            let expected: f64 = (0..inputs).map(|i| x[r * inputs + i] * weight(i)).sum();
+            assert_close(
+                out[r * outputs + o],
+                expected,
+                1e-12,
+                &format!("({r}, {o}) {layout:?}"),
+            );
+        }
+    }
+}
+
+#[test]
+fn accumulation_adds_to_what_is_there() {
+    let rig = Rig::new();
+    let shape = LinearShape {
+        rows: 4,
+        inputs: 3,
+        outputs: 2,
+        layout: WeightLayout::InOut,
+    };
+    let (inp, dout) = (rig.buffer(&numbers(1, 12)), rig.buffer(&numbers(2, 8)));
+    let run = |start: f64, accumulate| {
+        let (dweight, dbias) = (rig.buffer(&[start; 6]), rig.buffer(&[start; 2]));
+        rig.run(LinearDweight {
+            inp: inp.clone(),
+            dout: dout.clone(),
+            dweight: dweight.clone(),
+            accumulate,
+            shape,
+        });
+        rig.run(ColumnSum {
+            x: dout.clone(),
+            out: dbias.clone(),
+            accumulate,
+        });
+        [values::<f64>(&dweight), values(&dbias)].concat()
+    };
+    for (fresh, added) in run(7.0, false).iter().zip(run(7.0, true)) {
+        assert_close(added, fresh + 7.0, 1e-14, "accumulated");
+    }
+}
+
+#[test]
+fn layernorm() {
+    // More rows than one part of the work has, and channels that do not fill the lanes.
+    let (rows, channels) = (35, 5);
+    let rig = Rig::new();
+    let inputs = [
+        numbers(1, rows * channels),
+        numbers(2, channels),
+        numbers(3, channels),
+    ];
+    let forward = |inputs: &[Vec<f64>]| {
+        let b = buffers(&rig, inputs);
+        let out = rig.empty(DType::F64, rows * channels);
+        rig.run(LayerNormForward {
+            inp: b[0].clone(),
+            weight: b[1].clone(),
+            bias: b[2].clone(),
+            out: out.clone(),
+        });
+        values(&out)
+    };
+    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+        let b = buffers(&rig, inputs);
+        let [dinp, dweight, dbias] = [rows * channels, channels, channels].map(|n| rig.empty(DType::F64, n));
+        rig.run(LayerNormBackward {
+            dout: rig.buffer(dout),
+            inp: b[0].clone(),
+            weight: b[1].clone(),
+            dinp: dinp.clone(),
+            dweight: dweight.clone(),
+            dbias: dbias.clone(),
+            accumulate_dinp: false,
+            accumulate_dweight: false,
+            accumulate_dbias: false,
+        });
+        [dinp, dweight, dbias].iter().map(values).collect()
+    };
+    check_gradients(&inputs, forward, backward);
+}
+
+#[test]
+fn layernorm_adds_to_the_residual_gradient() {
+    let rig = Rig::new();
+    let run = |start: f64, accumulate| {
+        let (dinp, dweight, dbias) = (
+            rig.buffer(&[start; 80]),
+            rig.buffer(&[start; 40]),
+            rig.buffer(&[start; 40]),
+        );
+        rig.run(LayerNormBackward {
+            dout: rig.buffer(&numbers(1, 80)),
+            inp: rig.buffer(&numbers(2, 80)),
+            weight: rig.buffer(&numbers(3, 40)),
+            dinp: dinp.clone(),
+            dweight: dweight.clone(),
+            dbias: dbias.clone(),
+            accumulate_dinp: accumulate,
+            accumulate_dweight: accumulate,
+            accumulate_dbias: accumulate,
+        });
+        [values::<f64>(&dinp), values(&dweight), values(&dbias)].concat()
+    };
+    for (fresh, added) in run(3.0, false).iter().zip(run(3.0, true)) {
+        assert_close(added, fresh + 3.0, 1e-14, "accumulated");
+    }
+}
+
+#[test]
+fn gelu() {
+    let rig = Rig::new();
+    let inputs = [numbers(1, 67).iter().map(|x| 4.0 * x).collect::<Vec<_>>()];
+    let forward = |inputs: &[Vec<f64>]| {
+        let out = rig.empty(DType::F64, inputs[0].len());
+        rig.run(GeluForward {
+            inp: rig.buffer(&inputs[0]),
+            out: out.clone(),
+        });
+        values(&out)
+    };
+    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+        let (inp_out, dout_dinp) = (rig.buffer(&inputs[0]), rig.buffer(dout));
+        rig.run(GeluBackward {
+            inp_out: inp_out.clone(),
+            dout_dinp: dout_dinp.clone(),
+        });
+        assert_eq!(values::<f64>(&inp_out), forward(inputs), "the output once more");
+        vec![values(&dout_dinp)]
+    };
+    check_gradients(&inputs, forward, backward);
+}
+
+#[test]
+fn attention() {
+    // Two tiles of queries, the second one short.
+    let shape = AttentionShape {
+        batch: 2,
+        positions: 67,
+        heads: 2,
+        channels: 6,
+    };
+    let (rows, channels) = (2 * 67, 6);
+    let rig = Rig::new();
+    let inputs = [numbers(1, rows * 3 * channels)
+        .iter()
+        .map(|x| 2.0 * x)
+        .collect::<Vec<_>>()];
+    let run_forward = |qkv: &[f64]| {
+        let (out, lse) = (
+            rig.empty(DType::F64, rows * channels),
+            rig.empty(DType::F64, rows * 2),
+        );
+        let qkv = rig.buffer(qkv);
+        rig.run(AttentionForward {
+            qkv: qkv.clone(),
+            out: out.clone(),
+            lse: lse.clone(),
+            shape,
+        });
+        [qkv, out, lse]
+    };
+    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+        let [qkv, out, lse] = run_forward(&inputs[0]);
+        let dqkv = rig.empty(DType::F64, rows * 3 * channels);
+        rig.run(AttentionBackward {
+            qkv,
+            out,
+            lse,
+            dout: rig.buffer(dout),
+            dqkv: dqkv.clone(),
+            shape,
+        });
+        vec![values(&dqkv)]
+    };
+    check_gradients(&inputs, |inputs| values(&run_forward(&inputs[0])[1]), backward);
+}
+
+#[test]
+fn cross_entropy() {
+    let (rows, vocab) = (18, 5);
+    let rig = Rig::new();
+    // Every seventh target is ignored.
+    let targets: Vec<i32> = (0..rows as i32)
+        .map(|i| if i % 7 == 3 { -1 } else { i % 5 })
+        .collect();
+    let inputs = [numbers(1, rows * vocab)
+        .iter()
+        .map(|x| 3.0 * x)
+        .collect::<Vec<_>>()];
+    let run_forward = |logits: &[f64]| {
+        let (losses, lse) = (rig.empty(DType::F64, rows), rig.empty(DType::F64, rows));
+        let logits = rig.buffer(logits);
+        rig.run(CrossEntropyForward {
+            logits: logits.clone(),
+            targets: rig.buffer(&targets),
+            losses: losses.clone(),
+            lse: lse.clone(),
+        });
+        [logits, losses, lse]
+    };
+    let losses = values::<f64>(&run_forward(&inputs[0])[1]);
+    assert!(
+        targets
+            .iter()
+            .zip(&losses)
+            .all(|(&t, &loss)| (t < 0) == (loss == 0.0))
+    );
+    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+        let [logits, _, lse] = run_forward(&inputs[0]);
+        rig.run(CrossEntropyBackward {
+            logits_dlogits: logits.clone(),
+            targets: rig.buffer(&targets),
+            lse,
+            dlosses: rig.buffer(dout),
+        });
+        vec![values(&logits)]
+    };
+    check_gradients(&inputs, |inputs| values(&run_forward(&inputs[0])[1]), backward);
+}
+
+#[test]
+fn embeddings() {
+    // More channels than one part of the work has; a token that repeats, a position that is not reached.
+    let (batch, positions, channels, vocab) = (2, 3, 70, 4);
+    let rig = Rig::new();
+    let tokens = rig.buffer::<i32>(&[1, 3, 1, 0, 1, 3]);
+    let inputs = [
+        numbers(1, vocab * channels),
+        numbers(2, (positions + 1) * channels),
+    ];
+    let forward = |inputs: &[Vec<f64>]| {
+        let b = buffers(&rig, inputs);
+        let out = rig.empty(DType::F64, batch * positions * channels);
+        rig.run(EncoderForward {
+            tokens: tokens.clone(),
+            wte: b[0].clone(),
+            wpe: Some(b[1].clone()),
+            out: out.clone(),
+            positions,
+        });
+        values(&out)
+    };
+    let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
+        // What is there must be overwritten.
+        let grads = buffers(&rig, inputs);
+        let dout = rig.buffer(dout);
+        let (tokens, dwte, dwpe) = (tokens.clone(), grads[0].clone(), grads[1].clone());
+        rig.run(TokenBackward {
+            tokens,
+            dout: dout.clone(),
+            dwte,
+            accumulate: false,
+        });
+        rig.run(PositionBackward {
+            dout,
+            dwpe,
+            accumulate: false,
+            positions,
+            channels,
+        });
+        grads.iter().map(values).collect()
+    };
+    check_gradients(&inputs, forward, backward);
+}

@@ -1,0 +1,10 @@
+//! Operations and models on the CPU: gradients against finite differences, results against plain references,
+//! bits against other thread counts and instruction sets.
+
+mod attention;
+mod bits;
+mod elementwise;
+mod gradients;
+mod model;
+mod model_gradients;
+mod rig;

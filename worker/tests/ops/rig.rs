@@ -1,0 +1,236 @@
+//! What the tests share: a device with buffers made from vectors, deterministic numbers, the gradient check.
+
+use std::sync::Arc;
+
+use ddp_worker::config::{self, ModelKind};
+use ddp_worker::device::{
+    ArenaSpec, Buffer, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa, Sharing, Stream,
+};
+use ddp_worker::model::{
+    Activation, ActivationPool, Context, LocalGrads, LocalParams, Model, Saved, StepKey, backward, forward,
+    saved_for,
+};
+use ddp_worker::ops::Op;
+
+/// A CPU and one stream of it.
+pub(crate) struct Rig {
+    pub(crate) device: Arc<CpuDevice>,
+    stream: Stream,
+}
+
+impl Rig {
+    pub(crate) fn new() -> Self {
+        Self::with(1, Isa::detect())
+    }
+
+    pub(crate) fn with(threads: usize, isa: Isa) -> Self {
+        let device = Arc::new(CpuDevice::with_cpu(Cpu::with_isa(threads, isa).unwrap()));
+        let stream = device.stream();
+        Self { device, stream }
+    }
+
+    pub(crate) fn empty(&self, dtype: DType, len: usize) -> Buffer {
+        let spec = ArenaSpec {
+            name: "test".into(),
+            dtype,
+            len,
+            sharing: Sharing::Private,
+        };
+        self.device.alloc(&spec).unwrap().whole()
+    }
+
+    pub(crate) fn buffer<T: Element>(&self, values: &[T]) -> Buffer {
+        let buffer = self.empty(T::DTYPE, values.len());
+        buffer.host_mut::<T>().unwrap().copy_from_slice(values);
+        buffer
+    }
+
+    pub(crate) fn run(&self, op: impl Into<Op>) {
+        self.try_run(op).unwrap();
+    }
+
+    pub(crate) fn try_run(&self, op: impl Into<Op>) -> Result<(), DeviceError> {
+        self.device.enqueue(self.stream, op.into());
+        self.device.synchronize(self.stream)
+    }
+}
+
+pub(crate) fn values<T: Element>(buffer: &Buffer) -> Vec<T> {
+    buffer.host::<T>().unwrap().to_vec()
+}
+
+/// Numbers in [−1, 1), the same for the same seed.
+pub(crate) fn numbers(seed: u64, len: usize) -> Vec<f64> {
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 11) as f64 / f64::from(1 << 30) / f64::from(1 << 22) - 1.0
+    };
+    std::iter::repeat_with(next).take(len).collect()
+}
+
+pub(crate) fn numbers_f32(seed: u64, len: usize) -> Vec<f32> {
+    numbers(seed, len).into_iter().map(|x| x as f32).collect()
+}
+
+/// Compares `d(Σ dout·out)/d(input)` of every element of every input with central differences.
+///
+/// `forward` takes the inputs to the output; `backward` takes inputs and `dout` to one gradient an input.
+pub(crate) fn check_gradients(
+    inputs: &[Vec<f64>],
+    forward: impl Fn(&[Vec<f64>]) -> Vec<f64>,
+    backward: impl Fn(&[Vec<f64>], &[f64]) -> Vec<Vec<f64>>,
+) {
+    let dout = numbers(99, forward(inputs).len());
+    let found = backward(inputs, &dout);
+    assert_eq!(found.len(), inputs.len(), "one gradient an input");
+    let objective = |inputs: &[Vec<f64>]| forward(inputs).iter().zip(&dout).map(|(o, d)| o * d).sum::<f64>();
+    let mut inputs = inputs.to_vec();
+    for (which, found) in found.iter().enumerate() {
+        assert_eq!(found.len(), inputs[which].len(), "gradient {which}");
+        for (element, &found) in found.iter().enumerate() {
+            const STEP: f64 = 1e-5;
+            let value = inputs[which][element];
+            let mut at = |x: f64| {
+                inputs[which][element] = x;
+                objective(&inputs)
+            };
+            let expected = (at(value + STEP) - at(value - STEP)) / (2.0 * STEP);
+            inputs[which][element] = value;
+            assert_close(
+                found,
+                expected,
+                1e-6,
+                &format!("input {which}, element {element}"),
+            );
+        }
+    }
+}
+
+/// Relative to the size of the numbers, but not below 10⁻³ of 1.
+pub(crate) fn assert_close(found: f64, expected: f64, tolerance: f64, what: &str) {
+    let error = (found - expected).abs() / (found.abs() + expected.abs()).max(1e-3);
+    assert!(
+        error < tolerance,
+        "{what}: found {found:e}, expected {expected:e}, relative error {error:e}"
+    );
+}
+
+/// A small network.
+pub(crate) fn config(kind: ModelKind) -> config::Model {
+    config::Model {
+        kind,
+        n_layer: 2,
+        n_head: 2,
+        n_embd: 8,
+        block_size: 6,
+        vocab_size: None,
+    }
+}
+
+/// A model on one rank, with its tokens.
+pub(crate) struct Rank {
+    pub(crate) rig: Rig,
+    pub(crate) model: Model,
+    pub(crate) params: LocalParams,
+    pub(crate) grads: LocalGrads,
+    pub(crate) pool: ActivationPool,
+    pub(crate) batches: Vec<Batch>,
+    dtype: DType,
+}
+
+/// One micro-batch.
+pub(crate) struct Batch {
+    pub(crate) tokens: Activation,
+    pub(crate) targets: Buffer,
+    pub(crate) dloss: Activation,
+}
+
+impl Rank {
+    /// `batches` micro-batches of `batch` samples; targets are arbitrary functions of the tokens.
+    pub(crate) fn new(rig: Rig, model: Model, dtype: DType, [batches, batch, positions]: [usize; 3]) -> Self {
+        let vocab = model.params[0].shape[0];
+        let rows = batch * positions;
+        let batches = (0..batches).map(|micro_batch| {
+            let random = numbers(1000 + micro_batch as u64, rows);
+            let tokens: Vec<i32> = random
+                .iter()
+                .map(|x| ((x + 1.0) / 2.0 * vocab as f64) as i32)
+                .collect();
+            let targets: Vec<i32> = tokens.iter().map(|t| (t * 7 + 3) % vocab as i32).collect();
+            let dloss = rig.empty(dtype, rows);
+            match dtype {
+                DType::F64 => dloss.host_mut::<f64>().unwrap().fill(1.0 / rows as f64),
+                _ => dloss.host_mut::<f32>().unwrap().fill(1.0 / rows as f32),
+            }
+            Batch {
+                tokens: Activation::borrowed(rig.buffer(&tokens), vec![batch, positions]),
+                targets: rig.buffer(&targets),
+                dloss: Activation::borrowed(dloss, vec![rows]),
+            }
+        });
+        let batches = batches.collect();
+        let params = LocalParams::new(rig.device.as_ref(), &model, dtype, 5).unwrap();
+        let grads = LocalGrads::new(rig.device.as_ref(), &model, dtype).unwrap();
+        let pool = ActivationPool::new(rig.device.clone());
+        Self {
+            rig,
+            model,
+            params,
+            grads,
+            pool,
+            batches,
+            dtype,
+        }
+    }
+
+    pub(crate) fn context(&self, micro_batch: usize) -> Context<'_> {
+        Context {
+            device: self.rig.device.as_ref(),
+            stream: self.rig.stream,
+            pool: &self.pool,
+            targets: &self.batches[micro_batch].targets,
+            dtype: self.dtype,
+            key: StepKey::default(),
+        }
+    }
+
+    pub(crate) fn forward(&self, micro_batch: usize) -> (Activation, Vec<Saved>) {
+        let mut saved = saved_for(&self.model);
+        let ctx = self.context(micro_batch);
+        let tokens = &self.batches[micro_batch].tokens;
+        let losses = forward(&self.model, &ctx, &self.params, tokens, &mut saved).unwrap();
+        self.rig.device.synchronize(self.rig.stream).unwrap();
+        (losses, saved)
+    }
+
+    pub(crate) fn backward(&mut self, micro_batch: usize, saved: &mut [Saved]) {
+        let mut grads = self.grads.clone();
+        let ctx = self.context(micro_batch);
+        let dloss = &self.batches[micro_batch].dloss;
+        backward(&self.model, &ctx, &self.params, saved, dloss, &mut grads).unwrap();
+        self.rig.device.synchronize(self.rig.stream).unwrap();
+        self.grads = grads;
+    }
+
+    /// One micro-batch, forward and backward; the mean loss.
+    pub(crate) fn step(&mut self, micro_batch: usize) -> f64 {
+        self.grads.start_step();
+        let (losses, mut saved) = self.forward(micro_batch);
+        self.backward(micro_batch, &mut saved);
+        mean(&losses)
+    }
+}
+
+pub(crate) fn mean(losses: &Activation) -> f64 {
+    let losses = match losses.buffer().dtype() {
+        DType::F64 => values::<f64>(losses.buffer()),
+        _ => values::<f32>(losses.buffer())
+            .into_iter()
+            .map(f64::from)
+            .collect(),
+    };
+    losses.iter().sum::<f64>() / losses.len() as f64
+}
