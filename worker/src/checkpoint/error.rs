@@ -146,7 +146,7 @@ impl CheckpointError {
 }
 
 /// `f32[2, 3]`
-pub(super) fn type_and_shape(dtype: DType, shape: &[u64]) -> String {
+pub(super) fn type_and_shape(dtype: DType, shape: &[usize]) -> String {
     format!("{dtype}{shape:?}")
 }
 

@@ -39,6 +39,8 @@ pub struct Rng {
 pub struct Manifest {
     /// [`FORMAT_VERSION`].
     pub format_version: u32,
+    /// BLAKE3 of the whole file, with zeros in the place of these 64 digits.
+    pub(super) blake3: String,
     /// Where the run stood.
     #[serde(flatten)]
     pub state: State,
@@ -63,7 +65,7 @@ pub struct TensorRecord {
     /// Its name.
     pub name: String,
     /// Its global shape.
-    pub shape: Vec<u64>,
+    pub shape: Vec<usize>,
     /// Type of its elements.
     pub dtype: DType,
     /// Where its elements are, in order, without gaps and overlaps.
@@ -85,18 +87,11 @@ pub struct PieceRecord {
     pub blake3: String,
 }
 
-/// The manifest as it lies on disk: with a hash of itself.
-#[derive(Serialize, Deserialize)]
-struct Sealed<T> {
-    blake3: String,
-    manifest: T,
-}
-
 impl TensorRecord {
     /// Number of elements; `None` where it does not fit.
     #[must_use]
     pub fn elements(&self) -> Option<u64> {
-        self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d))
+        self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d as u64))
     }
 }
 
@@ -113,47 +108,44 @@ impl Manifest {
 
     /// The bytes of `manifest.json`.
     pub(super) fn to_bytes(&self) -> Result<Vec<u8>, serde_json::Error> {
-        let manifest = serde_json::to_value(self)?;
-        let sealed = Sealed {
-            blake3: seal(&manifest)?,
-            manifest,
+        let unsealed = Self {
+            blake3: NO_SEAL.into(),
+            ..self.clone()
         };
-        let mut bytes = serde_json::to_vec_pretty(&sealed)?;
-        bytes.push(b'\n');
-        Ok(bytes)
+        let text = serde_json::to_string_pretty(&unsealed)? + "\n";
+        // The field comes before everything that could contain 64 zeros of its own.
+        let seal = blake3::hash(text.as_bytes()).to_hex();
+        Ok(text.replacen(NO_SEAL, &seal, 1).into_bytes())
     }
 
     /// Reads `manifest.json`, found at `path`.
     pub(super) fn from_bytes(path: &Path, bytes: &[u8]) -> Result<Self, CheckpointError> {
-        let damaged = |e: serde_json::Error| CheckpointError::damaged(path, e.to_string());
-        let sealed: Sealed<serde_json::Value> = serde_json::from_slice(bytes).map_err(damaged)?;
+        let damaged = |e: &dyn std::fmt::Display| CheckpointError::damaged(path, e.to_string());
+        let text = std::str::from_utf8(bytes).map_err(|e| damaged(&e))?;
         // Before all else: a later version may have other fields, and another seal.
-        let version = sealed
-            .manifest
-            .get("format_version")
-            .and_then(serde_json::Value::as_u64);
-        if let Some(found) = version
-            && found != u64::from(FORMAT_VERSION)
-        {
+        let version: OnlyVersion = serde_json::from_str(text).map_err(|e| damaged(&e))?;
+        if version.format_version != FORMAT_VERSION {
             return Err(CheckpointError::Version {
                 path: path.to_owned(),
-                found: u32::try_from(found).unwrap_or(u32::MAX),
+                found: version.format_version,
                 expected: FORMAT_VERSION,
             });
         }
-        if seal(&sealed.manifest).map_err(damaged)? != sealed.blake3 {
-            return Err(CheckpointError::damaged(
-                path,
-                "its content does not match its own hash",
-            ));
+        let mut manifest: Self = serde_json::from_str(text).map_err(|e| damaged(&e))?;
+        let is_seal = manifest.blake3.len() == NO_SEAL.len();
+        let unsealed = text.replacen(&manifest.blake3, NO_SEAL, 1);
+        if !is_seal || blake3::hash(unsealed.as_bytes()).to_hex().as_str() != manifest.blake3 {
+            return Err(damaged(&"its content does not match its own hash"));
         }
-        let mut manifest: Self = serde_json::from_value(sealed.manifest).map_err(damaged)?;
         manifest.tensors.sort_by(|a, b| a.name.cmp(&b.name));
         Ok(manifest)
     }
 }
 
-/// Hash of the compact form, in which keys are sorted.
-fn seal(manifest: &serde_json::Value) -> Result<String, serde_json::Error> {
-    Ok(blake3::hash(&serde_json::to_vec(manifest)?).to_hex().to_string())
+/// Stands in the place of the hash while the file is hashed.
+const NO_SEAL: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+
+#[derive(Deserialize)]
+struct OnlyVersion {
+    format_version: u32,
 }

@@ -92,7 +92,11 @@ fn header(entries: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, CheckpointError
         |what: String| CheckpointError::Misuse(format!("the pieces of one file do not go together: {what}"));
     let mut names: Vec<&str> = entries.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
-    if let Some([twice, _]) = names.array_windows().find(|[a, b]| a == b) {
+    if let Some((twice, _)) = names
+        .iter()
+        .zip(&names[1.min(names.len())..])
+        .find(|(a, b)| a == b)
+    {
         return Err(misuse(format!("`{twice}` is there twice")));
     }
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);

@@ -19,7 +19,7 @@ pub struct Piece<'a> {
     /// Name of the tensor.
     pub tensor: &'a str,
     /// Its global shape.
-    pub shape: &'a [u64],
+    pub shape: &'a [usize],
     /// Type of its elements.
     pub dtype: DType,
     /// Elements that these are, in row-major order of the whole tensor.
@@ -31,7 +31,7 @@ pub struct Piece<'a> {
 impl Piece<'_> {
     /// Name and shape of the entry in the file.
     pub(super) fn check(&self) -> Result<(String, Vec<usize>), CheckpointError> {
-        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d));
+        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d as u64));
         let Range { start, end } = self.range;
         let bytes = end
             .checked_sub(start)
@@ -48,10 +48,7 @@ impl Piece<'_> {
             )));
         }
         if elements == Some(end - start) {
-            Ok((
-                self.tensor.to_owned(),
-                self.shape.iter().map(|d| *d as usize).collect(),
-            ))
+            Ok((self.tensor.to_owned(), self.shape.to_vec()))
         } else {
             Ok((
                 format!("{}@{start}..{end}", self.tensor),
@@ -222,6 +219,7 @@ impl Writer {
         tensors.iter_mut().try_for_each(coverage::check)?;
         Ok(Manifest {
             format_version: FORMAT_VERSION,
+            blake3: String::new(),
             state: state.clone(),
             files,
             tensors,

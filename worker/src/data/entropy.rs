@@ -94,6 +94,16 @@ mod tests {
     }
 
     #[test]
+    fn the_example_text_has_the_published_entropies() {
+        let path =
+            std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/python-reference.txt");
+        let file = Arc::new(TokenFile::open(&path).unwrap());
+        let all = file.len();
+        let found = Entropies::of(&Tokens::new(file, 0..all)).unwrap();
+        assert_eq!(format!("{:.2} {:.2}", found.unigram, found.bigram), "3.26 2.45");
+    }
+
+    #[test]
     fn short_texts_have_none() {
         assert_eq!(
             of(b""),

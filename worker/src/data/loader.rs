@@ -33,6 +33,7 @@ impl Shape {
 }
 
 /// Fills micro-batches for one rank. It has no state that moves: a step can be asked for again.
+#[derive(Clone)]
 pub struct Loader {
     tokens: Tokens,
     sampler: Sampler,

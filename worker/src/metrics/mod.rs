@@ -19,4 +19,4 @@ pub use error::RunFilesError;
 pub use line::{Memory, MetricsLine, WireBytes};
 pub use log::MetricsLog;
 pub use run_dir::{Request, RunDir, Start};
-pub use summary::{Summary, TextEntropies};
+pub use summary::Summary;

@@ -352,9 +352,15 @@ mod tests {
         let mut run = run(folder.path());
         fs::create_dir_all(folder.path().join("checkpoints/step_00000001")).unwrap();
         fs::write(folder.path().join("notes.txt"), "mine").unwrap();
-        insta::assert_snapshot!(error(&run, folder.path()), @"");
+        insta::assert_snapshot!(error(&run, folder.path()), @r"
+        `DIR` already holds a run (found `checkpoints`)
+          hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or another `run.out_dir`
+        ");
         run.resume = Resume::Require;
-        insta::assert_snapshot!(error(&run, folder.path()), @"");
+        insta::assert_snapshot!(error(&run, folder.path()), @r"
+        `run.resume` is `require`, but `DIR` holds no checkpoint
+          hint: set `run.resume: auto` to start where there is nothing to resume
+        ");
         run.resume = Resume::Auto;
         assert_eq!(open(&run).unwrap().1, Start::Fresh);
         run.resume = Resume::Never;
@@ -379,12 +385,57 @@ mod tests {
         );
     }
 
+    fn save(folder: &Path, step: u64) {
+        let state = checkpoint::State {
+            step,
+            consumed_samples: step,
+            rng: checkpoint::Rng {
+                seed: 1,
+                data_order: "test/1".into(),
+            },
+            config: serde_json::Value::Null,
+        };
+        let writer = checkpoint::Writer::begin(folder, step, 1).unwrap();
+        writer.write("a", &[]).unwrap();
+        writer.commit(&state, &["a"]).unwrap();
+    }
+
+    #[test]
+    fn a_run_is_resumed_from_its_latest_checkpoint_or_deleted() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut run = run(folder.path());
+        save(folder.path(), 20);
+        save(folder.path(), 40);
+        assert!(matches!(open(&run), Err(RunFilesError::HoldsRun { .. })));
+        for resume in [Resume::Auto, Resume::Require] {
+            run.resume = resume;
+            assert_eq!(open(&run).unwrap().1, Start::Resume { step: 40 });
+        }
+        run.resume = Resume::Never;
+        run.overwrite = true;
+        // A later life of a job goes on, also of one that began by overwriting.
+        let restarted = Request {
+            restarted: true,
+            ..request(&run, 0, 1)
+        };
+        let start = RunDir::open(restarted, &MemoryStore::default()).unwrap().1;
+        assert_eq!(start, Start::Resume { step: 40 });
+        assert_eq!(open(&run).unwrap().1, Start::Fresh);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
+
     #[test]
     fn a_file_in_the_way_is_an_error_with_a_hint() {
         let folder = tempfile::tempdir().unwrap();
         let file = folder.path().join("file");
         fs::write(&file, "").unwrap();
-        insta::assert_snapshot!(error(&run(&file), folder.path()), @"");
-        insta::assert_snapshot!(error(&run(&file.join("below")), folder.path()), @"");
+        insta::assert_snapshot!(error(&run(&file), folder.path()), @r"
+        cannot create `DIR/file`: File exists (os error 17)
+          hint: a file stands where a folder is needed; set another `run.out_dir`
+        ");
+        insta::assert_snapshot!(error(&run(&file.join("below")), folder.path()), @r"
+        cannot create `DIR/file/below`: Not a directory (os error 20)
+          hint: a file stands where a folder is needed; set another `run.out_dir`
+        ");
     }
 }

@@ -8,9 +8,6 @@ use super::RunFilesError;
 use super::replace::replace_file;
 use crate::data::Entropies;
 
-/// Entropies of the validation text, beside which its loss is read.
-pub type TextEntropies = Entropies;
-
 /// What is known when a run ends.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Summary {
@@ -33,7 +30,7 @@ pub struct Summary {
     /// Validation loss at the end, nats a token.
     pub val_loss: Option<f64>,
     /// What a model without context reaches on the same text.
-    pub entropies: TextEntropies,
+    pub entropies: Entropies,
     /// Wall time of this life of the run, start to end.
     pub seconds: f64,
     /// Tokens a second over the steps of this life, over all ranks.

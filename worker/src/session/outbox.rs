@@ -23,6 +23,8 @@ struct State {
     heartbeat: ToAgent,
     heartbeat_due: Instant,
     interval: Duration,
+    /// The last line handed out was a heartbeat: the queue is next, so that heartbeats cannot starve it.
+    beat_last: bool,
     closed: bool,
 }
 
@@ -44,6 +46,7 @@ impl Outbox {
                 heartbeat: first,
                 heartbeat_due: Instant::now(),
                 interval,
+                beat_last: false,
                 closed: false,
             }),
             changed: Condvar::new(),
@@ -81,7 +84,7 @@ impl Outbox {
         }
     }
 
-    /// The next line to write: a heartbeat when it is due, else the queue in order. `None` once closed.
+    /// The next line to write: heartbeats that are due and the queue take turns. `None` once closed.
     /// The line counts as unwritten until the next call.
     pub(super) fn next(&self) -> Option<Vec<u8>> {
         let mut state = self.lock();
@@ -92,12 +95,15 @@ impl Outbox {
                 return None;
             }
             let now = Instant::now();
-            if now >= state.heartbeat_due {
+            let queue_first = state.beat_last && !state.lines.is_empty();
+            if now >= state.heartbeat_due && !queue_first {
                 state.heartbeat_due = now + state.interval;
+                state.beat_last = true;
                 state.in_hand = 1;
                 return Some(to_line(&state.heartbeat));
             }
             if let Some(line) = state.lines.pop_front() {
+                state.beat_last = false;
                 state.in_hand = 1;
                 return Some(line);
             }
@@ -143,4 +149,61 @@ fn to_line(message: &ToAgent) -> Vec<u8> {
     let mut line = serde_json::to_vec(message).expect("control messages serialise");
     line.push(b'\n');
     line
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::control::Phase;
+
+    use super::*;
+
+    fn beat(step: u64) -> ToAgent {
+        ToAgent::Heartbeat {
+            step,
+            phase: Phase::Training,
+            progress: None,
+        }
+    }
+
+    fn get(call: u64) -> ToAgent {
+        ToAgent::KvGet {
+            call,
+            key: "k".into(),
+            timeout_ms: 1,
+        }
+    }
+
+    #[test]
+    fn a_flood_of_heartbeats_does_not_starve_calls() {
+        let outbox = Outbox::new(beat(0), Duration::from_secs(3600));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        for call in 0..3 {
+            outbox.push(&get(call), deadline).unwrap();
+        }
+        let mut calls = Vec::new();
+        for step in 0..6 {
+            outbox.beat(beat(step));
+            match serde_json::from_slice(&outbox.next().unwrap()).unwrap() {
+                ToAgent::KvGet { call, .. } => calls.push(call),
+                other => assert!(matches!(other, ToAgent::Heartbeat { .. })),
+            }
+        }
+        assert_eq!(calls, [0, 1, 2]);
+    }
+
+    #[test]
+    fn the_queue_is_bounded_and_closing_ends_waits() {
+        let outbox = Outbox::new(beat(0), Duration::from_secs(3600));
+        for call in 0..MAX_QUEUED_LINES as u64 {
+            outbox.push(&get(call), Instant::now()).unwrap();
+        }
+        assert_eq!(outbox.push(&get(0), Instant::now()), Err(Refused::Full));
+        std::thread::scope(|scope| {
+            let patient = scope.spawn(|| outbox.push(&get(0), Instant::now() + Duration::from_secs(60)));
+            outbox.close();
+            assert_eq!(patient.join().unwrap(), Err(Refused::Closed));
+        });
+        assert_eq!(outbox.next(), None);
+        assert!(!outbox.flush(Instant::now() + Duration::from_secs(60)));
+    }
 }

@@ -127,7 +127,7 @@ impl KeyValue for RemoteStore {
         };
         match self.call(message, Instant::now() + PUT_TIMEOUT)? {
             Some(Ok(_)) => Ok(()),
-            Some(Err(words)) => Err(StoreError::Unavailable(format!("put of key `{key}`: {words}"))),
+            Some(Err(words)) => Err(refused(&format!("put of key `{key}`"), &words)),
             None => Err(StoreError::Unavailable(format!(
                 "put of key `{key}` was not answered within {} s",
                 PUT_TIMEOUT.as_secs()
@@ -153,8 +153,17 @@ impl KeyValue for RemoteStore {
             }),
             // The agent's own clock may run out a moment before ours.
             Some(Err(_)) if started.elapsed() >= timeout => Err(timed_out()),
-            Some(Err(words)) => Err(StoreError::Unavailable(format!("get of key `{key}`: {words}"))),
+            Some(Err(words)) => Err(refused(&format!("get of key `{key}`"), &words)),
             None => Err(timed_out()),
         }
+    }
+}
+
+/// The agent's words as an error. It may say that the generation is over in the answer to a call before it
+/// says so to everybody.
+fn refused(what: &str, words: &str) -> StoreError {
+    match words.strip_prefix("generation superseded: ") {
+        Some(cause) => StoreError::Superseded(cause.to_owned()),
+        None => StoreError::Unavailable(format!("{what}: {words}")),
     }
 }

@@ -215,6 +215,24 @@ fn key_value_calls_are_matched_by_number() {
             error.to_string(),
             "key-value store: put of key `c`: written before"
         );
+
+        let store = session.store();
+        let get = scope.spawn(move || store.get("d", Instant::now() + PATIENCE));
+        let message = peer.hear_call();
+        let ToAgent::KvGet { call, timeout_ms, .. } = message else {
+            panic!("{message:?}")
+        };
+        assert!((1..=60_000).contains(&timeout_ms), "{timeout_ms}");
+        let error = Some("generation superseded: rank 2 left".into());
+        peer.say(&ToWorker::KvReply {
+            call,
+            value: None,
+            error,
+        });
+        assert_eq!(
+            get.join().unwrap(),
+            Err(StoreError::Superseded("rank 2 left".into()))
+        );
     });
 }
 

@@ -1,0 +1,131 @@
+//! What a user sees of a checkpoint that is damaged or belongs to another model.
+
+use std::fs;
+
+use super::super::latest_step;
+use super::*;
+
+#[test]
+fn a_run_without_a_checkpoint_has_none() {
+    let folder = tempfile::tempdir().unwrap();
+    assert_eq!(latest_step(folder.path()).unwrap(), None);
+    insta::assert_snapshot!(open_error(folder.path()), @"`OUT/checkpoints` holds no checkpoint");
+}
+
+#[test]
+fn damage_is_named() {
+    let (folder, path) = saved(20);
+    let part = path.join("part-0.safetensors");
+    let good = fs::read(&part).unwrap();
+
+    fs::write(&part, &good[..good.len() - 1]).unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors` has 227 bytes, expected 228: truncated or overwritten
+      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+    ");
+
+    let mut flipped = good.clone();
+    *flipped.last_mut().unwrap() ^= 1;
+    fs::write(&part, &flipped).unwrap();
+    let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+    let error = reader
+        .read("w", 11..12)
+        .or_else(|_| reader.read("m", 0..1))
+        .and(reader.verify())
+        .unwrap_err();
+    insta::assert_snapshot!(message(&error, folder.path()), @r"
+    checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors`: the content of tensor `w`, elements 0..12, does not match its hash
+      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+    ");
+
+    let mut header = good.clone();
+    header[9] = b'!';
+    fs::write(&part, &header).unwrap();
+    assert!(open_error(folder.path()).contains("part-0.safetensors` is damaged: its header"));
+
+    fs::remove_file(&part).unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @"cannot read `OUT/checkpoints/step_00000020/part-0.safetensors`: No such file or directory (os error 2)");
+    fs::write(&part, &good).unwrap();
+
+    let manifest = path.join("manifest.json");
+    let text = fs::read_to_string(&manifest).unwrap();
+    fs::write(
+        &manifest,
+        text.replace("\"consumed_samples\": 320", "\"consumed_samples\": 321"),
+    )
+    .unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    checkpoint file `OUT/checkpoints/step_00000020/manifest.json` is damaged: its content does not match its own hash
+      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+    ");
+    fs::write(
+        &manifest,
+        text.replace("\"format_version\": 1", "\"format_version\": 2"),
+    )
+    .unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    checkpoint `OUT/checkpoints/step_00000020/manifest.json` has format version 2, this build reads 1
+      hint: resume with the release that wrote it, or a newer one
+    ");
+    fs::write(&manifest, &text[..text.len() / 2]).unwrap();
+    assert!(open_error(folder.path()).contains("manifest.json` is damaged"));
+    fs::write(&manifest, &text).unwrap();
+
+    fs::write(folder.path().join("checkpoints/latest"), "../../etc\n").unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @"cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: `../../etc`");
+    fs::write(folder.path().join("checkpoints/latest"), "step_00000020").unwrap();
+    assert_eq!(check_latest(folder.path()), 20);
+}
+
+/// Flips a bit in every fifth byte of each file in turn: either the checkpoint is refused, or what it gives is right.
+#[test]
+fn no_flipped_bit_goes_unnoticed() {
+    let (folder, path) = saved(2);
+    for name in names(&path) {
+        let file = path.join(&name);
+        let good = fs::read(&file).unwrap();
+        for at in (0..good.len()).step_by(5) {
+            let mut bad = good.clone();
+            bad[at] ^= 4;
+            fs::write(&file, &bad).unwrap();
+            let Ok(reader) = Reader::open(folder.path(), Which::Latest) else {
+                continue;
+            };
+            if reader.verify().is_ok() {
+                assert_eq!(check_latest(folder.path()), 2, "byte {at} of `{name}`");
+            }
+        }
+        fs::write(&file, &good).unwrap();
+    }
+}
+
+#[test]
+fn another_model_is_refused_by_the_first_difference() {
+    let (folder, _) = saved(20);
+    let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+    let tensor = |tensor, shape, dtype| Expected { tensor, shape, dtype };
+    let (w, m) = (tensor("w", SHAPE, DType::F32), tensor("m", SHAPE, DType::F32));
+    reader.expect(&[w.clone(), m.clone()]).unwrap();
+    let error = |expected: &[Expected<'_>]| message(&reader.expect(expected).unwrap_err(), folder.path());
+    insta::assert_snapshot!(error(&[tensor("w", &[4, 4], DType::F32), m.clone()]), @r"
+    checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], this model's is f32[4, 4]
+      hint: resume with the model section that it was written with
+    ");
+    insta::assert_snapshot!(error(&[tensor("w", SHAPE, DType::Bf16), m.clone()]), @r"
+    checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], this model's is bf16[3, 4]
+      hint: resume with the model section that it was written with
+    ");
+    insta::assert_snapshot!(error(&[w.clone(), m, tensor("v", SHAPE, DType::F32)]), @r"
+    checkpoint `OUT/checkpoints/step_00000020` has no tensor `v`
+      hint: it belongs to another model or optimizer
+    ");
+    insta::assert_snapshot!(error(&[w]), @r"
+    checkpoint `OUT/checkpoints/step_00000020` has a tensor `m`, which this model does not have
+      hint: it belongs to another model or optimizer
+    ");
+    assert!(matches!(reader.read("w", 0..13), Err(CheckpointError::Misuse(_))));
+    assert!(matches!(
+        reader.read("v", 0..1),
+        Err(CheckpointError::Missing { .. })
+    ));
+}

@@ -1,0 +1,389 @@
+//! Checkpoints as a whole: fixtures and round trips.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use tempfile::TempDir;
+
+use super::storage::{Disk, Storage};
+use super::{CheckpointError, Expected, Piece, Reader, Rng, State, Which, Writer, step_name};
+use crate::device::DType;
+
+mod crash;
+mod damage;
+
+const SHAPE: &[usize] = &[3, 4];
+
+/// Twelve numbers that belong to a step.
+fn weights(step: u64) -> Vec<u8> {
+    (0..12)
+        .flat_map(|i| (step as f32 + i as f32 / 16.0).to_le_bytes())
+        .collect()
+}
+
+fn state(step: u64) -> State {
+    State {
+        step,
+        consumed_samples: step * 16,
+        rng: Rng {
+            seed: 1337,
+            data_order: "test/1".into(),
+        },
+        // As the configuration gives it: an `f32`, which has a long decimal form.
+        config: serde_json::json!({ "train": { "steps": 100, "lr": 3e-4_f32 } }),
+    }
+}
+
+fn piece<'a>(tensor: &'a str, range: std::ops::Range<u64>, all: &'a [u8]) -> Piece<'a> {
+    let bytes = &all[range.start as usize * 4..range.end as usize * 4];
+    Piece {
+        tensor,
+        shape: SHAPE,
+        dtype: DType::F32,
+        range,
+        bytes,
+    }
+}
+
+/// Saves `w` whole and `m` in two files, as two ranks would.
+fn save_on(storage: Arc<dyn Storage>, out_dir: &Path, step: u64) -> Result<(), CheckpointError> {
+    let (w, m) = (weights(step), weights(step + 1000));
+    let writer = Writer::begin_on(storage, out_dir, step, 1)?;
+    writer.write("part-0", &[piece("w", 0..12, &w), piece("m", 0..5, &m)])?;
+    writer.write("part-1", &[piece("m", 5..12, &m)])?;
+    writer.commit(&state(step), &["part-0", "part-1"]).map(drop)
+}
+
+fn save(out_dir: &Path, step: u64) {
+    save_on(Arc::new(Disk), out_dir, step).unwrap();
+}
+
+/// The latest checkpoint opens, every hash is right, and it holds what was saved at its step.
+fn check_latest(out_dir: &Path) -> u64 {
+    let reader = Reader::open(out_dir, Which::Latest).unwrap();
+    reader.verify().unwrap();
+    let step = reader.manifest().state.step;
+    assert_eq!(reader.manifest().state, state(step));
+    assert_eq!(reader.read("w", 0..12).unwrap(), weights(step));
+    assert_eq!(reader.read("m", 0..12).unwrap(), weights(step + 1000));
+    step
+}
+
+fn names(path: &Path) -> Vec<String> {
+    let mut names: Vec<String> = fs::read_dir(path)
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    names
+}
+
+fn saved(step: u64) -> (TempDir, PathBuf) {
+    let folder = tempfile::tempdir().unwrap();
+    save(folder.path(), step);
+    let path = folder.path().join("checkpoints").join(step_name(step));
+    (folder, path)
+}
+
+fn message(error: &CheckpointError, folder: &Path) -> String {
+    error.to_string().replace(folder.to_str().unwrap(), "OUT")
+}
+
+fn open_error(folder: &Path) -> String {
+    message(
+        &Reader::open(folder, Which::Latest).err().expect("must not open"),
+        folder,
+    )
+}
+
+#[test]
+fn written_as_two_pieces_read_as_one_and_the_other_way_round() {
+    let (folder, path) = saved(20);
+    assert_eq!(check_latest(folder.path()), 20);
+    let reader = Reader::open(folder.path(), Which::Step(20)).unwrap();
+    // Across the cut between the two files, and in parts of what was written whole.
+    let m = weights(1020);
+    for (start, end) in [(3, 9), (0, 5), (5, 12), (4, 6), (7, 7), (11, 12)] {
+        assert_eq!(
+            reader.read("m", start as u64..end as u64).unwrap(),
+            m[start * 4..end * 4]
+        );
+    }
+    let w = weights(20);
+    let halves = [reader.read("w", 0..7).unwrap(), reader.read("w", 7..12).unwrap()].concat();
+    assert_eq!(halves, w);
+    assert_eq!(
+        names(&path),
+        ["manifest.json", "part-0.safetensors", "part-1.safetensors"]
+    );
+    assert_eq!(
+        names(&folder.path().join("checkpoints")),
+        ["latest", "step_00000020"]
+    );
+}
+
+#[test]
+fn files_are_plain_safetensors() {
+    let (_folder, path) = saved(3);
+    let bytes = fs::read(path.join("part-0.safetensors")).unwrap();
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let whole = tensors.tensor("w").unwrap();
+    assert_eq!((whole.shape(), whole.data()), (SHAPE, weights(3).as_slice()));
+    let part = tensors.tensor("m@0..5").unwrap();
+    assert_eq!(
+        (part.shape(), part.data()),
+        ([5].as_slice(), &weights(1003)[..20])
+    );
+    assert_eq!((whole.data().as_ptr() as usize - bytes.as_ptr() as usize) % 4, 0);
+}
+
+#[test]
+fn all_types_round_trip() {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes: Vec<u8> = (0..48).collect();
+    let types = [DType::F64, DType::F32, DType::Bf16, DType::I32, DType::U8];
+    let tensors: Vec<(String, [usize; 1])> = types
+        .iter()
+        .map(|t| (format!("t.{t}"), [48 / t.bytes()]))
+        .collect();
+    let pieces: Vec<Piece<'_>> = types
+        .iter()
+        .zip(&tensors)
+        .map(|(&dtype, (name, shape))| Piece {
+            tensor: name,
+            shape,
+            dtype,
+            range: 0..shape[0] as u64,
+            bytes: &bytes,
+        })
+        .collect();
+    let writer = Writer::begin(folder.path(), 1, 1).unwrap();
+    writer.write("a", &pieces).unwrap();
+    writer.commit(&state(1), &["a"]).unwrap();
+    let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+    let expected: Vec<_> = pieces
+        .iter()
+        .map(|p| Expected {
+            tensor: p.tensor,
+            shape: p.shape,
+            dtype: p.dtype,
+        })
+        .collect();
+    reader.expect(&expected).unwrap();
+    for piece in &pieces {
+        assert_eq!(reader.read(piece.tensor, piece.range.clone()).unwrap(), bytes);
+    }
+}
+
+#[test]
+fn the_manifest_names_tensors_and_neither_ranks_nor_arenas() {
+    let folder = tempfile::tempdir().unwrap();
+    let writer = Writer::begin(folder.path(), 7, 1).unwrap();
+    let w = weights(7);
+    writer.write("part-0", &[piece("w", 0..12, &w)]).unwrap();
+    let path = writer.commit(&state(7), &["part-0"]).unwrap();
+    let text = fs::read_to_string(path.join("manifest.json")).unwrap();
+    insta::assert_snapshot!(text, @r#"
+    {
+      "format_version": 1,
+      "blake3": "9c3d57aa43d9b957c3451bf7387e899e9a4526f60b8b57134ea2a25ce28c68ee",
+      "step": 7,
+      "consumed_samples": 112,
+      "rng": {
+        "seed": 1337,
+        "data_order": "test/1"
+      },
+      "config": {
+        "train": {
+          "lr": 0.0003000000142492354,
+          "steps": 100
+        }
+      },
+      "files": [
+        {
+          "name": "part-0.safetensors",
+          "bytes": 144
+        }
+      ],
+      "tensors": [
+        {
+          "name": "w",
+          "shape": [
+            3,
+            4
+          ],
+          "dtype": "f32",
+          "pieces": [
+            {
+              "file": "part-0.safetensors",
+              "entry": "w",
+              "start": 0,
+              "end": 12,
+              "blake3": "88034a40a554c3f8720575665364a9288decdbf846b40cc08c6ab1b09fef1040"
+            }
+          ]
+        }
+      ]
+    }
+    "#);
+}
+
+#[test]
+fn pieces_that_do_not_make_up_a_tensor_are_refused_and_nothing_is_left() {
+    let folder = tempfile::tempdir().unwrap();
+    save(folder.path(), 10);
+    let w = weights(20);
+    let commit = |pieces: &[&[Piece<'_>]]| {
+        let writer = Writer::begin(folder.path(), 20, 1).unwrap();
+        let stems: Vec<String> = (0..pieces.len()).map(|i| format!("part-{i}")).collect();
+        for (stem, pieces) in stems.iter().zip(pieces) {
+            writer.write(stem, pieces).unwrap();
+        }
+        let error = writer.commit(&state(20), &stems).unwrap_err();
+        assert_eq!(
+            names(&folder.path().join("checkpoints")),
+            ["latest", "step_00000010"]
+        );
+        assert_eq!(check_latest(folder.path()), 10);
+        message(&error, folder.path())
+    };
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..5, &w)], &[piece("w", 6..12, &w)]]), @"the pieces of tensor `w` do not make it up: elements 5..6 are in no file");
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..7, &w)], &[piece("w", 6..12, &w)]]), @"the pieces of tensor `w` do not make it up: elements 6..7 are twice, also in `part-1.safetensors`");
+    let other = Piece {
+        shape: &[12],
+        ..piece("w", 6..12, &w)
+    };
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..6, &w)], &[other]]), @"the pieces of tensor `w` do not make it up: one file says f32[3, 4], another f32[12]");
+}
+
+#[test]
+fn pieces_that_contradict_themselves_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let writer = Writer::begin(folder.path(), 1, 1).unwrap();
+    let w = weights(1);
+    let good = piece("w", 0..12, &w);
+    let wrong = [
+        Piece {
+            range: 0..11,
+            ..good.clone()
+        },
+        Piece {
+            range: 5..17,
+            ..good.clone()
+        },
+        Piece {
+            dtype: DType::F64,
+            ..good.clone()
+        },
+        Piece {
+            shape: &[usize::MAX, 9],
+            ..good.clone()
+        },
+        Piece {
+            tensor: "a@b",
+            ..good.clone()
+        },
+    ];
+    for piece in wrong {
+        assert!(
+            matches!(
+                writer.write("a", std::slice::from_ref(&piece)),
+                Err(CheckpointError::Misuse(_))
+            ),
+            "{piece:?}"
+        );
+    }
+    assert!(matches!(
+        writer.write("a", &[good.clone(), good.clone()]),
+        Err(CheckpointError::Misuse(_))
+    ));
+    for stem in ["", "../a", "a.b", "a/b"] {
+        assert!(
+            matches!(
+                writer.write(stem, std::slice::from_ref(&good)),
+                Err(CheckpointError::Misuse(_))
+            ),
+            "{stem}"
+        );
+    }
+    writer.abort().unwrap();
+    assert!(names(&folder.path().join("checkpoints")).is_empty());
+}
+
+#[test]
+fn saving_the_latest_step_again_keeps_it_if_it_is_the_same() {
+    let folder = tempfile::tempdir().unwrap();
+    save(folder.path(), 20);
+    save(folder.path(), 20);
+    assert_eq!(check_latest(folder.path()), 20);
+    let other = weights(7);
+    let writer = Writer::begin(folder.path(), 20, 1).unwrap();
+    writer.write("a", &[piece("w", 0..12, &other)]).unwrap();
+    let error = writer.commit(&state(20), &["a"]).unwrap_err();
+    insta::assert_snapshot!(message(&error, folder.path()), @r"
+    checkpoint `OUT/checkpoints/step_00000020` exists already with another content
+      hint: delete it, or take another `run.out_dir`
+    ");
+    assert_eq!(check_latest(folder.path()), 20);
+    assert_eq!(
+        names(&folder.path().join("checkpoints")),
+        ["latest", "step_00000020"]
+    );
+}
+
+#[test]
+fn a_file_that_an_earlier_attempt_left_is_not_merged() {
+    let folder = tempfile::tempdir().unwrap();
+    let writer = Writer::begin(folder.path(), 20, 1).unwrap();
+    let w = weights(3);
+    writer.write("part-7", &[piece("w", 0..12, &w)]).unwrap();
+    drop(writer);
+    save(folder.path(), 20);
+    assert_eq!(check_latest(folder.path()), 20);
+    assert_eq!(
+        names(&folder.path().join("checkpoints/step_00000020")),
+        ["manifest.json", "part-0.safetensors", "part-1.safetensors"]
+    );
+}
+
+#[test]
+fn an_out_dir_that_cannot_be_written_is_named() {
+    let folder = tempfile::tempdir().unwrap();
+    fs::write(folder.path().join("checkpoints"), "a file").unwrap();
+    let error = Writer::begin(folder.path(), 1, 1).err().unwrap();
+    assert!(
+        message(&error, folder.path())
+            .starts_with("cannot create `OUT/checkpoints/.saving_step_00000001.g1`")
+    );
+    let denied = CheckpointError::io("write", Path::new("x"), &io::ErrorKind::PermissionDenied.into());
+    insta::assert_snapshot!(denied, @r"
+    cannot write `x`: permission denied
+      hint: `run.out_dir` must be a folder that this user may write to
+    ");
+    let full = CheckpointError::io("write", Path::new("x"), &io::ErrorKind::StorageFull.into());
+    insta::assert_snapshot!(full, @r"
+    cannot write `x`: no storage space
+      hint: free space there; the checkpoint before it is still usable
+    ");
+}
+
+/// One step fails (a full disk), and the ones after it work again.
+#[test]
+fn a_save_that_failed_deletes_what_it_wrote() {
+    let folder = tempfile::tempdir().unwrap();
+    save(folder.path(), 10);
+    let writer = Writer::begin(folder.path(), 20, 1).unwrap();
+    let w = weights(20);
+    writer.write("part-0", &[piece("w", 0..12, &w)]).unwrap();
+    let error = writer.commit(&state(20), &["part-0", "part-1"]).unwrap_err();
+    assert!(
+        message(&error, folder.path()).contains("part-1.index.json"),
+        "{error}"
+    );
+    assert_eq!(
+        names(&folder.path().join("checkpoints")),
+        ["latest", "step_00000010"]
+    );
+}
