@@ -6,6 +6,9 @@
 //! - *brief*: the elements lie beside the header; everyone reads what it needs and is done;
 //! - *in place*: the buffers are in shared arenas; rank r works on slice r of all buffers, and the ranks meet again;
 //! - *staged*: other buffers go through small stages in the same way, three rounds in flight.
+//!
+//! A group on several nodes with several ranks on one of them takes the second way only if all ranks use the same
+//! shared arena, and refuses a mixture; on one node, a mixture goes the third way.
 #![allow(unsafe_code, reason = "memory that other ranks map")]
 
 use std::sync::Arc;
@@ -50,11 +53,13 @@ impl Flat {
     fn collective(&mut self, request: &Request, held: &mut Held, wait: &Wait) -> Result<u64, Failure> {
         let job = Job::of(request);
         let base = held.host_ptr()?;
-        let header = Header::of(request, self.group.me(), self.next(), address(request));
+        let mut header = Header::of(request, self.group.me(), self.next(), address(request));
+        if !self.group.is_scattered() && !self.group.is_gathered() {
+            // Between nodes the rounds must match, so all must go the same way.
+            header = header.with_common_arena();
+        }
         let brief = job.is_brief(self.group.size());
         self.board.announce(&header);
-        let alone = self.board.ranks() == 1;
-        let direct = alone && !brief;
         if brief {
             // SAFETY: a slot has room for a brief operation, it is ours until the meeting, and the buffer is held.
             unsafe { self.fill_slot(&job, base) };
@@ -74,12 +79,7 @@ impl Flat {
             // SAFETY: everyone only reads the slots, and writes its own held buffer.
             return unsafe { self.run(moves, false, wait) };
         }
-        let views = if direct {
-            Some(vec![base])
-        } else {
-            self.shared_views(request, base)?
-        };
-        match views {
+        match self.reachable_views(request, base)? {
             Some(given) => {
                 let views = Views {
                     given: &given,
@@ -141,8 +141,11 @@ impl Flat {
         unsafe { std::ptr::copy_nonoverlapping(base.add(start), slot.add(start), len) };
     }
 
-    /// Where the buffers of all neighbours are mapped, if all are in the same shared arena.
-    fn shared_views(&self, request: &Request, base: *mut u8) -> Result<Option<Vec<*mut u8>>, Failure> {
+    /// Where the buffers of all neighbours are mapped, if all are in the same shared arena, or there are none.
+    fn reachable_views(&self, request: &Request, base: *mut u8) -> Result<Option<Vec<*mut u8>>, Failure> {
+        if self.group.is_scattered() {
+            return Ok(Some(vec![base]));
+        }
         let Some(segment) = SharedSegment::behind(&request.buffer) else {
             return Ok(None);
         };
@@ -247,11 +250,11 @@ impl Transport for Flat {
 
     fn alloc_shared(
         &mut self,
-        device: &Arc<dyn Device>,
+        _device: &Arc<dyn Device>,
         spec: &ArenaSpec,
         wait: &Wait,
     ) -> Result<Arena, Failure> {
-        self.share(device, spec, wait)
+        self.share(spec, wait)
     }
 
     fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure> {

@@ -84,6 +84,16 @@ impl Group {
         self.neighbours().iter().position(|&r| r == rank)
     }
 
+    /// True if no two members share a node.
+    pub(super) fn is_scattered(&self) -> bool {
+        self.nodes.len() == self.size()
+    }
+
+    /// True if all members share one node.
+    pub(super) fn is_gathered(&self) -> bool {
+        self.nodes.len() == 1
+    }
+
     /// Members on other nodes, in order of rank.
     pub(super) fn remote(&self) -> impl Iterator<Item = usize> + '_ {
         let home = self.seats[self.me].node;
@@ -104,5 +114,6 @@ mod tests {
         assert_eq!(group.neighbours(), [2, 0]);
         assert_eq!(group.neighbour(0), Some(1));
         assert_eq!(group.remote().collect::<Vec<_>>(), [1, 3]);
+        assert!(!group.is_scattered() && !group.is_gathered());
     }
 }

@@ -38,7 +38,7 @@ pub(super) struct Address {
 /// |---|---|
 /// | 0 | magic, operation, dtype, reduction, traffic |
 /// | 1 | scale (as bits), root or receiver |
-/// | 2 | number of the operation |
+/// | 2 | number of the operation, low half of the arena where all must use the same |
 /// | 3 | elements |
 /// | 4, 5 | arena (0: private) and offset |
 /// | 6, 7 | start of the tag |
@@ -97,6 +97,12 @@ impl Header {
         header
     }
 
+    /// The same, from a rank that must use the same shared arena as all its peers, or none as they do.
+    pub(super) fn with_common_arena(mut self) -> Self {
+        self.0[2] |= self.0[4] << 32;
+        self
+    }
+
     /// The header of a collective call.
     pub(super) fn of_call(call: Call, number: u64, name: &str) -> Self {
         let mut header = match call {
@@ -111,7 +117,8 @@ impl Header {
         let codes = u32::from_le_bytes(codes);
         let word0 = u64::from(MAGIC) | u64::from(codes) << 32;
         let word1 = u64::from(scale) | (peer as u64) << 32;
-        Self([word0, word1, number, elements as u64, 0, 0, 0, 0])
+        let word2 = u64::from(number as u32);
+        Self([word0, word1, word2, elements as u64, 0, 0, 0, 0])
     }
 
     fn set_tag(&mut self, tag: &str) {
@@ -162,7 +169,8 @@ impl Header {
 
 impl fmt::Display for Header {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [word0, word1, number, elements, ..] = self.0;
+        let [word0, word1, word2, elements, ..] = self.0;
+        let (number, arena) = (word2 as u32, word2 >> 32);
         if word0 as u32 != MAGIC {
             return f.write_str("something that is not an operation of this build");
         }
@@ -188,6 +196,9 @@ impl fmt::Display for Header {
         if call < 6 {
             let purpose = ["gradients", "parameters", "other"].get(usize::from(traffic));
             write!(f, ", traffic {}", purpose.unwrap_or(&"unknown"))?;
+        }
+        if arena != 0 {
+            write!(f, ", in shared arena {arena:08x}")?;
         }
         let tag: Vec<u8> = self.0[6..].iter().flat_map(|word| word.to_le_bytes()).collect();
         let tag = String::from_utf8_lossy(&tag);

@@ -1,7 +1,6 @@
 //! Shared arenas: a segment of each rank, mapped by all ranks of its node.
 
 use std::os::fd::AsFd;
-use std::sync::Arc;
 
 use super::flat::Flat;
 use super::header::{Call, Header};
@@ -9,20 +8,12 @@ use super::note::Note;
 use super::reception::secret;
 use super::segment::SharedSegment;
 use super::{Failure, Wait};
-use crate::device::{Arena, ArenaSpec, Device, HostMemory};
+use crate::device::{Arena, ArenaSpec, HostMemory};
 
 impl Flat {
     /// Allocates an arena on every rank of the group; operations on it, of this group and of its subgroups, work
     /// in place. Either all ranks get theirs or all get the error of the first that cannot.
-    pub(super) fn share(
-        &mut self,
-        device: &Arc<dyn Device>,
-        spec: &ArenaSpec,
-        wait: &Wait,
-    ) -> Result<Arena, Failure> {
-        if self.board.ranks() == 1 {
-            return Ok(device.alloc(spec)?);
-        }
+    pub(super) fn share(&mut self, spec: &ArenaSpec, wait: &Wait) -> Result<Arena, Failure> {
         let bytes = spec.len * spec.dtype.bytes();
         let call = Call::Allocation(spec.dtype, spec.len);
         // Before any rank allocates, all see that there is room for all of them.
@@ -36,7 +27,13 @@ impl Flat {
 
         let header = Header::of_call(call, self.next(), &spec.name);
         let mut note = Note::default();
-        let own = note.refuse(HostMemory::shared(&spec.name, bytes).map_err(Failure::from));
+        let own = if self.board.ranks() == 1 {
+            // Nobody to share with; private memory can have huge pages.
+            HostMemory::private(&spec.name, bytes)
+        } else {
+            HostMemory::shared(&spec.name, bytes)
+        };
+        let own = note.refuse(own.map_err(Failure::from));
         self.swap(&header, &note, wait)?;
         let own = own.expect("a refusal of ours would have ended the exchange");
         let neighbours = self.exchange_segments(&spec.name, &own, number, wait)?;
@@ -56,8 +53,8 @@ impl Flat {
         number: u64,
         wait: &Wait,
     ) -> Result<Vec<(usize, HostMemory)>, Failure> {
-        let fd = own.fd().expect("shared memory has a descriptor");
         for (_, global, door) in self.board.doors() {
+            let fd = own.fd().expect("shared memory has a descriptor");
             door.give(number, fd.as_fd(), global, wait)?;
         }
         let mut neighbours = Vec::with_capacity(self.board.ranks() - 1);

@@ -1,4 +1,5 @@
 //! A world of ranks within one process: each rank a thread with a transport of its own, nodes on loopback addresses.
+#![allow(dead_code, reason = "each test binary uses a part of it")]
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -11,20 +12,20 @@ use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, Element, S
 use ddp_worker::session::{Cancel, MemoryStore};
 
 /// Longer than any operation takes on a loaded machine.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Ranks by node.
 #[derive(Clone)]
-pub struct World {
-    pub nodes: Vec<usize>,
-    pub store: MemoryStore,
-    pub cancel: Cancel,
-    pub timeout: Duration,
+pub(crate) struct World {
+    pub(crate) nodes: Vec<usize>,
+    pub(crate) store: MemoryStore,
+    pub(crate) cancel: Cancel,
+    pub(crate) timeout: Duration,
 }
 
 impl World {
     /// So many ranks on each node.
-    pub fn of(nodes: &[usize]) -> Self {
+    pub(crate) fn of(nodes: &[usize]) -> Self {
         Self {
             nodes: nodes.to_vec(),
             store: MemoryStore::default(),
@@ -33,17 +34,17 @@ impl World {
         }
     }
 
-    pub fn timeout(mut self, timeout: Duration) -> Self {
+    pub(crate) fn timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
     }
 
-    pub fn size(&self) -> usize {
+    pub(crate) fn size(&self) -> usize {
         self.nodes.iter().sum()
     }
 
     /// The place of every rank.
-    pub fn places(&self) -> Vec<Place> {
+    pub(crate) fn places(&self) -> Vec<Place> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let mut places = Vec::new();
         for (node_rank, &local_world_size) in self.nodes.iter().enumerate() {
@@ -64,12 +65,12 @@ impl World {
         places
     }
 
-    pub fn connect(&self, place: &Place) -> Result<Box<dyn Transport>, Failure> {
+    pub(crate) fn connect(&self, place: &Place) -> Result<Box<dyn Transport>, Failure> {
         connect(place, &self.store, &self.cancel, PATIENCE)
     }
 
     /// Runs `body` on every rank and returns what each returned.
-    pub fn run<R: Send>(&self, executor: Executor, body: impl Fn(Rank) -> R + Sync) -> Vec<R> {
+    pub(crate) fn run<R: Send>(&self, executor: Executor, body: impl Fn(Rank) -> R + Sync) -> Vec<R> {
         std::thread::scope(|scope| {
             let (places, body) = (self.places(), &body);
             let threads: Vec<_> = places
@@ -92,23 +93,23 @@ impl World {
 }
 
 /// One rank at work.
-pub struct Rank {
-    pub comm: Communicator,
-    pub device: Arc<dyn Device>,
+pub(crate) struct Rank {
+    pub(crate) comm: Communicator,
+    pub(crate) device: Arc<dyn Device>,
 }
 
 impl Rank {
-    pub fn new(comm: Communicator) -> Self {
+    pub(crate) fn new(comm: Communicator) -> Self {
         let device = Arc::new(CpuDevice::new(1).expect("one thread"));
         Self { comm, device }
     }
 
-    pub fn rank(&self) -> usize {
+    pub(crate) fn rank(&self) -> usize {
         self.comm.rank()
     }
 
     /// An arena that peers reach, or a private one, with these elements.
-    pub fn arena<T: Element>(&self, shared: bool, elements: &[T]) -> Arena {
+    pub(crate) fn arena<T: Element>(&self, shared: bool, elements: &[T]) -> Arena {
         let spec = spec::<T>(
             elements.len(),
             if shared { Sharing::Node } else { Sharing::Private },
@@ -125,7 +126,7 @@ impl Rank {
     }
 }
 
-pub fn spec<T: Element>(len: usize, sharing: Sharing) -> ArenaSpec {
+pub(crate) fn spec<T: Element>(len: usize, sharing: Sharing) -> ArenaSpec {
     ArenaSpec {
         name: "test".into(),
         dtype: T::DTYPE,
@@ -134,27 +135,27 @@ pub fn spec<T: Element>(len: usize, sharing: Sharing) -> ArenaSpec {
     }
 }
 
-pub fn fill<T: Element>(buffer: &Buffer, elements: &[T]) {
+pub(crate) fn fill<T: Element>(buffer: &Buffer, elements: &[T]) {
     buffer
         .host_mut::<T>()
         .expect("nobody uses it")
         .copy_from_slice(elements);
 }
 
-pub fn read<T: Element>(buffer: &Buffer) -> Vec<T> {
+pub(crate) fn read<T: Element>(buffer: &Buffer) -> Vec<T> {
     buffer.host::<T>().expect("nobody writes it").to_vec()
 }
 
-pub fn launch() -> Launch {
+pub(crate) fn launch() -> Launch {
     Launch::now(Traffic::Grads, "test")
 }
 
-pub fn done(work: &Work) {
+pub(crate) fn done(work: &Work) {
     work.wait(Instant::now() + 2 * PATIENCE)
         .expect("the operation succeeds");
 }
 
-pub fn failure(work: &Work) -> Failure {
+pub(crate) fn failure(work: &Work) -> Failure {
     use ddp_worker::collective::WorkError;
     match work.wait(Instant::now() + 2 * PATIENCE) {
         Err(WorkError::Failed(error)) => error.failure,
@@ -163,7 +164,7 @@ pub fn failure(work: &Work) -> Failure {
 }
 
 /// Numbers whose sum depends on the order of additions.
-pub fn numbers(rank: usize, len: usize) -> Vec<f32> {
+pub(crate) fn numbers(rank: usize, len: usize) -> Vec<f32> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(rank as u64 + 1);
     (0..len)
         .map(|_| {
