@@ -1,1 +1,364 @@
 //! The typed client of the rendezvous service: every call has a deadline, every retry a jittered back-off.
+//!
+//! ```text
+//! let client = Client::connect("node0:29400", Instant::now() + connect_timeout).await?;
+//! let mut stream = client.agent_stream(identity, deadline).await?;   // and again after ClientError::Broken
+//! stream.sender().send(Generation(0), Body::Join(join))?;            // never waits
+//! let message = stream.next().await?;                                // cancel safe
+//! stream.leave(generation, leave, deadline).await;                   // returns when the daemon has heard it
+//! ```
+//!
+//! What the daemon expects of an agent, beyond the comments in `rendezvous.proto`:
+//! - The first message of **every** stream is `Join`, carrying the generation last assigned. After a
+//!   reconnect the agent then repeats what it last reported of that generation (`WorkerExit`,
+//!   `NodeSucceeded`): it cannot know what was lost, and the daemon takes each report once.
+//! - An `Assignment` of the generation that already runs means "keep your place": nothing is restarted.
+//! - Every `GenerationOver` is answered by `NodeStopped`, then `Join`, in whatever state the agent is.
+//! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
+//! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
+
+mod attempts;
+mod error;
+
+pub use attempts::{ATTEMPT_TIMEOUT, BACKOFF_BASE, BACKOFF_CAP};
+pub use error::ClientError;
+
+use std::time::Duration;
+
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout_at};
+use tokio_stream::wrappers::ReceiverStream;
+use tonic::transport::Channel;
+use tonic::{Code, Status, Streaming};
+
+use attempts::{Attempts, target};
+use error::{broken, is_transport, root_cause};
+
+use crate::ids::{Generation, NodeId};
+use crate::rendezvous::agent_message::Body;
+use crate::rendezvous::rendezvous_client::RendezvousClient;
+use crate::rendezvous::{
+    AgentMessage, DaemonMessage, KvGetRequest, KvPutRequest, Leave, StatusReply, StatusRequest,
+};
+
+/// Messages that may wait for the network before [`AgentSender::send`] calls the stream stalled.
+pub const SEND_QUEUE: usize = 64;
+/// Time allowed for a call that the daemon answers at once.
+pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// What a blocking read may take beyond the deadline that the daemon itself keeps.
+const READ_MARGIN: Duration = Duration::from_secs(5);
+
+/// Who speaks on an agent's stream: fences every message.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AgentIdentity {
+    /// Name of the job, `--rdzv-id`.
+    pub job_id: String,
+    /// Name of this agent's process.
+    pub incarnation: NodeId,
+}
+
+/// A connection to one daemon. Cheap to clone; clones share the connection, and it is opened again when it broke.
+#[derive(Clone, Debug)]
+pub struct Client {
+    endpoint: String,
+    inner: RendezvousClient<Channel>,
+}
+
+impl Client {
+    /// Connects to `endpoint` (`host:port`), again and again with jittered back-off until `deadline`.
+    pub async fn connect(endpoint: &str, deadline: Instant) -> Result<Self, ClientError> {
+        let target = target(endpoint)?;
+        let mut attempts = Attempts::new(endpoint, deadline);
+        loop {
+            let cause = match timeout_at(attempts.next_deadline(), target.connect()).await {
+                Ok(Ok(channel)) => {
+                    return Ok(Self {
+                        endpoint: endpoint.to_owned(),
+                        inner: RendezvousClient::new(channel),
+                    });
+                }
+                Ok(Err(error)) => root_cause(&error),
+                Err(_) => "no answer to the connection request".to_owned(),
+            };
+            attempts.failed(cause).await?;
+        }
+    }
+
+    /// The address that this client speaks to, as it was given.
+    #[must_use]
+    pub fn endpoint(&self) -> &str {
+        &self.endpoint
+    }
+
+    /// Opens the stream of an agent, again and again until `deadline`; also the way back after
+    /// [`ClientError::Broken`]. The first message sent on it must be `Join`.
+    pub async fn agent_stream(
+        &self,
+        identity: AgentIdentity,
+        deadline: Instant,
+    ) -> Result<AgentStream, ClientError> {
+        let mut attempts = Attempts::new(&self.endpoint, deadline);
+        loop {
+            let (queue, messages) = mpsc::channel(SEND_QUEUE);
+            let mut inner = self.inner.clone();
+            let open = inner.agent(ReceiverStream::new(messages));
+            let cause = match timeout_at(attempts.next_deadline(), open).await {
+                Ok(Ok(reply)) => {
+                    let sender = AgentSender {
+                        identity,
+                        endpoint: self.endpoint.clone(),
+                        queue,
+                    };
+                    return Ok(AgentStream {
+                        sender,
+                        receiver: reply.into_inner(),
+                    });
+                }
+                Ok(Err(status)) if is_transport(&status) => root_cause(&status),
+                Ok(Err(status)) => return Err(self.refused("open a stream", CALL_TIMEOUT, &status)),
+                Err(_) => "no answer to the opened stream".to_owned(),
+            };
+            attempts.failed(cause).await?;
+        }
+    }
+
+    /// Writes an entry of the generation's store. The same value again succeeds, another one is refused.
+    pub async fn kv_put(
+        &self,
+        job_id: &str,
+        generation: Generation,
+        key: &str,
+        value: Vec<u8>,
+    ) -> Result<(), ClientError> {
+        let what = format!("store `{key}`");
+        let request = KvPutRequest {
+            job_id: job_id.to_owned(),
+            generation: generation.0,
+            key: key.to_owned(),
+            value,
+        };
+        let mut inner = self.inner.clone();
+        self.bounded(&what, CALL_TIMEOUT, inner.kv_put(request))
+            .await
+            .map(drop)
+    }
+
+    /// Reads an entry of the generation's store, waiting up to `timeout` for somebody to write it.
+    pub async fn kv_get(
+        &self,
+        job_id: &str,
+        generation: Generation,
+        key: &str,
+        timeout: Duration,
+    ) -> Result<Vec<u8>, ClientError> {
+        let what = format!("read `{key}`");
+        let request = KvGetRequest {
+            job_id: job_id.to_owned(),
+            generation: generation.0,
+            key: key.to_owned(),
+            timeout_ms: u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX),
+        };
+        let mut inner = self.inner.clone();
+        let reply = self
+            .bounded(&what, timeout + READ_MARGIN, inner.kv_get(request))
+            .await?;
+        Ok(reply.value)
+    }
+
+    /// What the daemon knows of a job.
+    pub async fn status(&self, job_id: &str) -> Result<StatusReply, ClientError> {
+        let mut inner = self.inner.clone();
+        let call = inner.status(StatusRequest {
+            job_id: job_id.to_owned(),
+        });
+        self.bounded(&format!("get the status of job `{job_id}`"), CALL_TIMEOUT, call)
+            .await
+    }
+
+    async fn bounded<T>(
+        &self,
+        what: &str,
+        within: Duration,
+        call: impl Future<Output = Result<tonic::Response<T>, Status>>,
+    ) -> Result<T, ClientError> {
+        match tokio::time::timeout(within, call).await {
+            Ok(Ok(reply)) => Ok(reply.into_inner()),
+            Ok(Err(status)) if is_transport(&status) => Err(broken(&self.endpoint, &status)),
+            Ok(Err(status)) => Err(self.refused(what, within, &status)),
+            Err(_) => Err(ClientError::TimedOut {
+                what: what.to_owned(),
+                endpoint: self.endpoint.clone(),
+                waited: within,
+                cause: format!("no answer within {within:?}"),
+            }),
+        }
+    }
+
+    fn refused(&self, what: &str, waited: Duration, status: &Status) -> ClientError {
+        let (what, endpoint, cause) = (
+            what.to_owned(),
+            self.endpoint.clone(),
+            status.message().to_owned(),
+        );
+        match status.code() {
+            Code::Aborted => ClientError::Superseded { cause },
+            Code::DeadlineExceeded => ClientError::TimedOut {
+                what,
+                endpoint,
+                waited,
+                cause,
+            },
+            code => ClientError::Refused {
+                what,
+                endpoint,
+                unauthenticated: matches!(code, Code::Unauthenticated | Code::PermissionDenied),
+                cause,
+            },
+        }
+    }
+}
+
+/// The two directions of an agent's stream.
+#[derive(Debug)]
+pub struct AgentStream {
+    sender: AgentSender,
+    receiver: Streaming<DaemonMessage>,
+}
+
+impl AgentStream {
+    /// The sending half; cheap to clone.
+    #[must_use]
+    pub const fn sender(&self) -> &AgentSender {
+        &self.sender
+    }
+
+    /// The next message of the daemon. Cancel safe: a message is either returned or still to come.
+    pub async fn next(&mut self) -> Result<DaemonMessage, ClientError> {
+        let endpoint = &self.sender.endpoint;
+        match self.receiver.message().await {
+            Ok(Some(message)) => Ok(message),
+            Ok(None) => Err(ClientError::Broken {
+                endpoint: endpoint.clone(),
+                cause: "the daemon ended the stream".into(),
+            }),
+            Err(status) => Err(broken(endpoint, &status)),
+        }
+    }
+
+    /// Says good-bye and waits until the daemon has heard it (it ends the stream then), at most until `deadline`.
+    ///
+    /// Returns false if the deadline passed or the stream broke first.
+    pub async fn leave(self, generation: Generation, leave: Leave, deadline: Instant) -> bool {
+        let Self { sender, mut receiver } = self;
+        if sender.send(generation, Body::Leave(leave)).is_err() {
+            return false;
+        }
+        drop(sender);
+        let end = async {
+            loop {
+                match receiver.message().await {
+                    Ok(Some(_)) => {}
+                    Ok(None) => return true,
+                    Err(_) => return false,
+                }
+            }
+        };
+        timeout_at(deadline, end).await.unwrap_or(false)
+    }
+}
+
+/// The sending half of an agent's stream.
+#[derive(Clone, Debug)]
+pub struct AgentSender {
+    identity: AgentIdentity,
+    endpoint: String,
+    queue: mpsc::Sender<AgentMessage>,
+}
+
+impl AgentSender {
+    /// Queues a message; never waits, so supervision never does.
+    pub fn send(&self, generation: Generation, body: Body) -> Result<(), ClientError> {
+        let message = AgentMessage {
+            job_id: self.identity.job_id.clone(),
+            incarnation: self.identity.incarnation.0.clone(),
+            generation: generation.0,
+            body: Some(body),
+        };
+        self.queue.try_send(message).map_err(|error| match error {
+            mpsc::error::TrySendError::Full(_) => ClientError::Stalled {
+                endpoint: self.endpoint.clone(),
+            },
+            mpsc::error::TrySendError::Closed(_) => ClientError::Broken {
+                endpoint: self.endpoint.clone(),
+                cause: "the stream is closed".into(),
+            },
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::exit;
+
+    fn identity() -> AgentIdentity {
+        AgentIdentity {
+            job_id: "j".into(),
+            incarnation: NodeId("a".into()),
+        }
+    }
+
+    /// An endpoint at which nobody listens, whose port nobody else is given meanwhile.
+    fn deaf() -> (String, tokio::net::TcpSocket) {
+        let socket = tokio::net::TcpSocket::new_v4().unwrap();
+        socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();
+        (socket.local_addr().unwrap().to_string(), socket)
+    }
+
+    #[tokio::test]
+    async fn an_unreachable_daemon_is_named_and_has_its_exit_code() {
+        let (endpoint, _socket) = deaf();
+        let error = Client::connect(&endpoint, Instant::now() + Duration::from_secs(1))
+            .await
+            .unwrap_err();
+        assert_eq!(error.exit_code(), exit::DAEMON_UNREACHABLE);
+        let ClientError::Unreachable { attempts, .. } = error else {
+            panic!("{error:?}")
+        };
+        assert!(attempts > 1, "it tries again until the deadline");
+        let words = error.to_string();
+        assert!(
+            words.contains(&format!("`{endpoint}` cannot be reached")),
+            "{words}"
+        );
+        assert!(
+            words.contains("refused") && words.contains("\n  hint: "),
+            "{words}"
+        );
+    }
+
+    #[tokio::test]
+    async fn a_daemon_that_never_answers_is_unreachable_too() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = listener.local_addr().unwrap().to_string();
+        let deadline = Instant::now() + Duration::from_millis(200);
+        let result = match Client::connect(&endpoint, deadline).await {
+            Ok(client) => client.agent_stream(identity(), deadline).await.map(drop),
+            Err(error) => Err(error),
+        };
+        let error = result.unwrap_err();
+        assert!(matches!(error, ClientError::Unreachable { .. }), "{error:?}");
+    }
+
+    #[tokio::test]
+    async fn an_endpoint_without_host_or_port_is_a_usage_error() {
+        for endpoint in ["node0", ":29400", "node0:", "node0:0", "node0:port", "no de:1"] {
+            let error = Client::connect(endpoint, Instant::now()).await.unwrap_err();
+            assert!(
+                matches!(error, ClientError::BadEndpoint { .. }),
+                "`{endpoint}` gave {error:?}"
+            );
+            assert_eq!(error.exit_code(), exit::USAGE);
+        }
+    }
+}

@@ -5,7 +5,7 @@
 //! | [`ids`] | newtypes for nodes, ranks, world sizes, generations | everyone |
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
-//! | [`env`] | the environment of a worker, written and parsed in one place | agent → worker |
+//! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
 //!

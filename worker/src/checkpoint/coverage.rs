@@ -48,7 +48,7 @@ mod tests {
     use crate::checkpoint::PieceRecord;
     use crate::device::DType;
 
-    fn check_ranges(shape: &[usize], ranges: &[(u64, u64)]) -> Result<Vec<u64>, String> {
+    fn check_ranges(shape: &[u64], ranges: &[(u64, u64)]) -> Result<Vec<u64>, String> {
         let piece = |&(start, end): &(u64, u64)| PieceRecord {
             file: format!("f{start}"),
             entry: "w".into(),
@@ -76,13 +76,13 @@ mod tests {
 
     #[test]
     fn gaps_and_overlaps_are_named() {
-        let error = |shape: &[usize], ranges: &[(u64, u64)]| check_ranges(shape, ranges).unwrap_err();
+        let error = |shape: &[u64], ranges: &[(u64, u64)]| check_ranges(shape, ranges).unwrap_err();
         assert!(error(&[6], &[(0, 2), (3, 6)]).ends_with("elements 2..3 are in no file"));
         assert!(error(&[6], &[(1, 6)]).ends_with("elements 0..1 are in no file"));
         assert!(error(&[6], &[(0, 5)]).ends_with("elements 5..6 are in no file"));
         assert!(error(&[6], &[]).ends_with("elements 0..6 are in no file"));
         assert!(error(&[6], &[(0, 4), (3, 6)]).ends_with("elements 3..4 are twice, also in `f3`"));
         assert!(error(&[6], &[(0, 7)]).ends_with("`f0` has elements 0..7 of 6"));
-        assert!(error(&[usize::MAX, 2], &[]).contains("more elements than can be counted"));
+        assert!(error(&[u64::MAX, 2], &[]).contains("more elements than can be counted"));
     }
 }

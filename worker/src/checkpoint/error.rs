@@ -119,6 +119,16 @@ pub enum CheckpointError {
         /// The checkpoint.
         path: PathBuf,
     },
+    /// The run has gone on without this rank.
+    #[error(
+        "the checkpoint of step {step} is older than the latest, of step {latest}: a later life of the job wrote that one"
+    )]
+    Overtaken {
+        /// The step that was to be saved.
+        step: u64,
+        /// The step that `latest` names.
+        latest: u64,
+    },
     /// A bug of the caller.
     #[error("{0}")]
     Misuse(String),
@@ -146,7 +156,7 @@ impl CheckpointError {
 }
 
 /// `f32[2, 3]`
-pub(super) fn type_and_shape(dtype: DType, shape: &[usize]) -> String {
+pub(super) fn type_and_shape(dtype: DType, shape: &[u64]) -> String {
     format!("{dtype}{shape:?}")
 }
 

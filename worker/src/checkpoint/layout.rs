@@ -46,8 +46,12 @@ pub(super) fn temporary_name(step: u64, generation: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}.g{generation}", step_name(step))
 }
 
-pub(super) fn is_temporary(name: &str) -> bool {
-    name.starts_with(TEMPORARY_PREFIX)
+/// Generation in the name of a temporary folder; `None` for every other name. A name that only begins like
+/// one belongs to generation 0, so that everybody may delete it.
+pub(super) fn generation_of_temporary(name: &str) -> Option<u64> {
+    let rest = name.strip_prefix(TEMPORARY_PREFIX)?;
+    let generation = rest.rsplit_once(".g").and_then(|(_, digits)| digits.parse().ok());
+    Some(generation.unwrap_or(0))
 }
 
 fn parse_step(name: &str) -> Option<u64> {
@@ -76,7 +80,8 @@ mod tests {
         ] {
             assert_eq!(parse_step(name), None, "{name}");
         }
-        assert!(is_temporary(&temporary_name(3, 1)));
-        assert!(!is_temporary(&step_name(3)));
+        assert_eq!(generation_of_temporary(&temporary_name(3, 12)), Some(12));
+        assert_eq!(generation_of_temporary(".saving_"), Some(0));
+        assert_eq!(generation_of_temporary(&step_name(3)), None);
     }
 }

@@ -65,7 +65,7 @@ pub struct TensorRecord {
     /// Its name.
     pub name: String,
     /// Its global shape.
-    pub shape: Vec<usize>,
+    pub shape: Vec<u64>,
     /// Type of its elements.
     pub dtype: DType,
     /// Where its elements are, in order, without gaps and overlaps.
@@ -91,7 +91,7 @@ impl TensorRecord {
     /// Number of elements; `None` where it does not fit.
     #[must_use]
     pub fn elements(&self) -> Option<u64> {
-        self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d as u64))
+        self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d))
     }
 }
 

@@ -32,4 +32,4 @@ pub use error::CheckpointError;
 pub use layout::{latest_step, step_name};
 pub use manifest::{FORMAT_VERSION, Manifest, PieceRecord, Rng, State, TensorRecord};
 pub use reader::{Expected, Reader, Which};
-pub use writer::{Piece, Writer};
+pub use writer::{Piece, Writer, delete_unfinished};

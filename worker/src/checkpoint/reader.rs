@@ -32,7 +32,7 @@ pub struct Expected<'a> {
     /// Its name.
     pub tensor: &'a str,
     /// Its global shape.
-    pub shape: &'a [usize],
+    pub shape: &'a [u64],
     /// Type of its elements.
     pub dtype: DType,
 }

@@ -19,7 +19,7 @@ pub struct Piece<'a> {
     /// Name of the tensor.
     pub tensor: &'a str,
     /// Its global shape.
-    pub shape: &'a [usize],
+    pub shape: &'a [u64],
     /// Type of its elements.
     pub dtype: DType,
     /// Elements that these are, in row-major order of the whole tensor.
@@ -31,7 +31,7 @@ pub struct Piece<'a> {
 impl Piece<'_> {
     /// Name and shape of the entry in the file.
     pub(super) fn check(&self) -> Result<(String, Vec<usize>), CheckpointError> {
-        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d as u64));
+        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d));
         let Range { start, end } = self.range;
         let bytes = end
             .checked_sub(start)
@@ -48,7 +48,10 @@ impl Piece<'_> {
             )));
         }
         if elements == Some(end - start) {
-            Ok((self.tensor.to_owned(), self.shape.to_vec()))
+            Ok((
+                self.tensor.to_owned(),
+                self.shape.iter().map(|d| *d as usize).collect(),
+            ))
         } else {
             Ok((
                 format!("{}@{start}..{end}", self.tensor),
@@ -74,7 +77,8 @@ pub struct Writer {
 
 impl Writer {
     /// Begins the checkpoint after `step` finished steps, on the rank that will commit it. Deletes what saves
-    /// that never ended left behind.
+    /// of this generation and those before it left behind; never what a later one is writing, since this rank
+    /// may not yet have noticed its own end.
     pub fn begin(out_dir: &Path, step: u64, generation: u64) -> Result<Self, CheckpointError> {
         Self::begin_on(Arc::new(Disk), out_dir, step, generation)
     }
@@ -91,7 +95,9 @@ impl Writer {
         generation: u64,
     ) -> Result<Self, CheckpointError> {
         let writer = Self::join_on(storage, out_dir, step, generation)?;
-        writer.delete_stale()?;
+        delete_stale(writer.storage.as_ref(), &writer.root, |name, of| {
+            of <= generation && writer.temporary.file_name() != Some(name.as_ref())
+        })?;
         Ok(writer)
     }
 
@@ -113,25 +119,6 @@ impl Writer {
             temporary,
             step,
         })
-    }
-
-    /// Temporary folders of other saves. Files in our own that an earlier attempt left are not merged:
-    /// commit takes the files that it is told, and deletes the rest.
-    fn delete_stale(&self) -> Result<(), CheckpointError> {
-        let list = |e: std::io::Error| CheckpointError::io("list", &self.root, &e);
-        for entry in std::fs::read_dir(&self.root).map_err(list)? {
-            let path = entry.map_err(list)?.path();
-            let stale = path
-                .file_name()
-                .and_then(|n| n.to_str())
-                .is_some_and(layout::is_temporary);
-            if stale && path != self.temporary {
-                self.storage
-                    .remove_folder(&path)
-                    .map_err(|e| CheckpointError::io("delete", &path, &e))?;
-            }
-        }
-        Ok(())
     }
 
     /// Writes one file with these pieces, and its index, and puts both on the disk. `stem` is a name of
@@ -188,7 +175,16 @@ impl Writer {
         self.sync_folder(&self.temporary)?;
 
         let target = self.root.join(layout::step_name(self.step));
-        if target.exists() && self.is_saved(&manifest, &target)? {
+        let latest = layout::latest_step(&self.out_dir)
+            .map_err(|e| CheckpointError::io("read", &self.root.join(LATEST), &e))?;
+        if let Some(latest) = latest.filter(|latest| *latest > self.step) {
+            // `latest` never goes back: this rank has not noticed that its generation is over.
+            return Err(CheckpointError::Overtaken {
+                step: self.step,
+                latest,
+            });
+        }
+        if target.exists() && self.is_saved(latest, &manifest, &target)? {
             self.storage
                 .remove_folder(&self.temporary)
                 .map_err(|e| CheckpointError::io("delete", &self.temporary, &e))?;
@@ -226,7 +222,8 @@ impl Writer {
         })
     }
 
-    /// Deletes the indices, and what an earlier attempt at the same save left.
+    /// Deletes the indices, and files that an earlier attempt at the same save left: what is not in the
+    /// manifest is not in the checkpoint.
     fn delete_others(&self, manifest: &Manifest) -> Result<(), CheckpointError> {
         let list = |e: std::io::Error| CheckpointError::io("list", &self.temporary, &e);
         for entry in std::fs::read_dir(&self.temporary).map_err(list)? {
@@ -246,9 +243,13 @@ impl Writer {
     /// The step's folder exists. True if it is the latest checkpoint and has this very content: a run that
     /// was resumed at its end saves what it has read. One that `latest` does not name comes from a save that
     /// crashed before its end; it is deleted.
-    fn is_saved(&self, manifest: &Manifest, target: &Path) -> Result<bool, CheckpointError> {
-        let latest = layout::latest_step(&self.out_dir);
-        if latest.map_err(|e| CheckpointError::io("read", &self.root.join(LATEST), &e))? != Some(self.step) {
+    fn is_saved(
+        &self,
+        latest: Option<u64>,
+        manifest: &Manifest,
+        target: &Path,
+    ) -> Result<bool, CheckpointError> {
+        if latest != Some(self.step) {
             self.storage
                 .remove_folder(target)
                 .map_err(|e| CheckpointError::io("delete", target, &e))?;
@@ -301,6 +302,40 @@ impl Writer {
             .rename(from, to)
             .map_err(|e| CheckpointError::io("rename to", to, &e))
     }
+}
+
+/// Deletes all saves below the folder of a run that never ended, whatever their generation: for a job that
+/// begins, before it writes.
+pub fn delete_unfinished(out_dir: &Path) -> Result<(), CheckpointError> {
+    let root = layout::folder(out_dir);
+    if root.is_dir() {
+        delete_stale(&Disk, &root, |_, _| true)
+    } else {
+        Ok(())
+    }
+}
+
+/// Deletes the temporary folders for whose name and generation `stale` says so.
+fn delete_stale(
+    storage: &dyn Storage,
+    root: &Path,
+    stale: impl Fn(&str, u64) -> bool,
+) -> Result<(), CheckpointError> {
+    let list = |e: std::io::Error| CheckpointError::io("list", root, &e);
+    for entry in std::fs::read_dir(root).map_err(list)? {
+        let entry = entry.map_err(list)?;
+        let name = entry.file_name();
+        let Some(name) = name.to_str() else {
+            continue;
+        };
+        if layout::generation_of_temporary(name).is_some_and(|generation| stale(name, generation)) {
+            let path = entry.path();
+            storage
+                .remove_folder(&path)
+                .map_err(|e| CheckpointError::io("delete", &path, &e))?;
+        }
+    }
+    Ok(())
 }
 
 fn merge_tensor(

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use crate::checkpoint;
 use crate::session::StoreError;
 
 /// The folder of a run, or a file in it, cannot be used.
@@ -40,6 +41,9 @@ pub enum RunFilesError {
         /// The folder.
         path: PathBuf,
     },
+    /// The checkpoints in it cannot be used.
+    #[error(transparent)]
+    Checkpoint(#[from] checkpoint::CheckpointError),
     /// Rank 0 could not prepare the folder.
     #[error("rank 0 could not prepare the folder of the run: {0}")]
     RankZero(String),

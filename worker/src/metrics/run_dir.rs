@@ -199,6 +199,7 @@ impl RunDir {
             }
             self.delete_run()?;
         }
+        checkpoint::delete_unfinished(&self.path)?;
         let checkpoint = checkpoint::latest_step(&self.path)
             .map_err(|e| RunFilesError::io("read the latest checkpoint of", &self.path, &e))?;
         match checkpoint {
@@ -406,11 +407,19 @@ mod tests {
         let mut run = run(folder.path());
         save(folder.path(), 20);
         save(folder.path(), 40);
+        // A save of a job that had come to its fifth generation, and was killed.
+        drop(checkpoint::Writer::begin(folder.path(), 60, 5).unwrap());
         assert!(matches!(open(&run), Err(RunFilesError::HoldsRun { .. })));
         for resume in [Resume::Auto, Resume::Require] {
             run.resume = resume;
             assert_eq!(open(&run).unwrap().1, Start::Resume { step: 40 });
         }
+        assert!(
+            !folder
+                .path()
+                .join("checkpoints/.saving_step_00000060.g5")
+                .exists()
+        );
         run.resume = Resume::Never;
         run.overwrite = true;
         // A later life of a job goes on, also of one that began by overwriting.

@@ -14,7 +14,7 @@ use crate::device::DType;
 mod crash;
 mod damage;
 
-const SHAPE: &[usize] = &[3, 4];
+const SHAPE: &[u64] = &[3, 4];
 
 /// Twelve numbers that belong to a step.
 fn weights(step: u64) -> Vec<u8> {
@@ -130,7 +130,10 @@ fn files_are_plain_safetensors() {
     let bytes = fs::read(path.join("part-0.safetensors")).unwrap();
     let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
     let whole = tensors.tensor("w").unwrap();
-    assert_eq!((whole.shape(), whole.data()), (SHAPE, weights(3).as_slice()));
+    assert_eq!(
+        (whole.shape(), whole.data()),
+        ([3, 4].as_slice(), weights(3).as_slice())
+    );
     let part = tensors.tensor("m@0..5").unwrap();
     assert_eq!(
         (part.shape(), part.data()),
@@ -144,9 +147,9 @@ fn all_types_round_trip() {
     let folder = tempfile::tempdir().unwrap();
     let bytes: Vec<u8> = (0..48).collect();
     let types = [DType::F64, DType::F32, DType::Bf16, DType::I32, DType::U8];
-    let tensors: Vec<(String, [usize; 1])> = types
+    let tensors: Vec<(String, [u64; 1])> = types
         .iter()
-        .map(|t| (format!("t.{t}"), [48 / t.bytes()]))
+        .map(|t| (format!("t.{t}"), [48 / t.bytes() as u64]))
         .collect();
     let pieces: Vec<Piece<'_>> = types
         .iter()
@@ -155,7 +158,7 @@ fn all_types_round_trip() {
             tensor: name,
             shape,
             dtype,
-            range: 0..shape[0] as u64,
+            range: 0..shape[0],
             bytes: &bytes,
         })
         .collect();
@@ -278,7 +281,7 @@ fn pieces_that_contradict_themselves_are_refused() {
             ..good.clone()
         },
         Piece {
-            shape: &[usize::MAX, 9],
+            shape: &[u64::MAX, 9],
             ..good.clone()
         },
         Piece {
@@ -327,6 +330,43 @@ fn saving_the_latest_step_again_keeps_it_if_it_is_the_same() {
       hint: delete it, or take another `run.out_dir`
     ");
     assert_eq!(check_latest(folder.path()), 20);
+    assert_eq!(
+        names(&folder.path().join("checkpoints")),
+        ["latest", "step_00000020"]
+    );
+}
+
+#[test]
+fn ranks_that_join_in_any_order_write_one_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let (w, m) = (weights(20), weights(1020));
+    let follower = Writer::join(folder.path(), 20, 3).unwrap();
+    follower.write("part-1", &[piece("m", 0..12, &m)]).unwrap();
+    let leader = Writer::begin(folder.path(), 20, 3).unwrap();
+    leader.write("part-0", &[piece("w", 0..12, &w)]).unwrap();
+    leader.commit(&state(20), &["part-0", "part-1"]).unwrap();
+    assert_eq!(check_latest(folder.path()), 20);
+}
+
+#[test]
+fn a_rank_of_an_earlier_generation_disturbs_nobody() {
+    let folder = tempfile::tempdir().unwrap();
+    let w = weights(20);
+    let all = [piece("w", 0..12, &w)];
+    let old = Writer::begin(folder.path(), 20, 1).unwrap();
+    let new = Writer::begin(folder.path(), 20, 2).unwrap();
+    new.write("part-0", &all).unwrap();
+    old.write("part-0", &all).unwrap_err();
+    let old = Writer::begin(folder.path(), 20, 1).unwrap();
+    old.write("part-0", &[piece("w", 0..6, &w)]).unwrap();
+    new.commit(&state(20), &["part-0"]).unwrap();
+    old.commit(&state(20), &["part-0"]).unwrap_err();
+    let late = Writer::begin(folder.path(), 10, 1).unwrap();
+    late.write("part-0", &all).unwrap();
+    let error = late.commit(&state(10), &["part-0"]).unwrap_err();
+    assert_eq!(error, CheckpointError::Overtaken { step: 10, latest: 20 });
+    let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+    assert_eq!(reader.read("w", 0..12).unwrap(), w);
     assert_eq!(
         names(&folder.path().join("checkpoints")),
         ["latest", "step_00000020"]

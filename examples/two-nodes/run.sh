@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# Two launchers of two ranks each on the loopback address. Arguments go to both, but for --separate-daemon.
+set -euo pipefail
+here=$(cd "$(dirname "$0")" && pwd)
+bin=${DDP_BIN:-$here/../../target/release}
+port=${DDP_PORT:-29400}
+
+daemon=
+if [[ ${1:-} == --separate-daemon ]]; then
+    shift
+    # The daemon's first line is the address that it serves.
+    coproc RENDEZVOUS { exec "$bin/ddp-rendezvous" serve --listen "127.0.0.1:$port"; }
+    daemon=$RENDEZVOUS_PID
+    read -r address <&"${RENDEZVOUS[0]}"
+    port=${address##*:}
+fi
+
+launch() {
+    "$bin/ddp-run" --nnodes 2 --rdzv-endpoint "127.0.0.1:$port" --rdzv-id "two-nodes-$$" "$@" "$here/train.yaml"
+}
+
+launch "$@" &
+first=$!
+launch "$@" &
+second=$!
+trap 'kill $first $second $daemon 2>/dev/null || true' EXIT
+
+# Every node of a job ends with the same code.
+code=0
+wait "$first" || code=$?
+wait "$second" || code=$?
+if [[ -n $daemon ]]; then
+    kill "$daemon" && wait "$daemon" || true
+fi
+trap - EXIT
+exit "$code"

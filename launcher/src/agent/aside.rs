@@ -1,0 +1,91 @@
+//! Work that takes time, done beside the agent's loop: its results come back through the inbox.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use ddp_proto::ids::LocalRank;
+use tokio::sync::mpsc;
+use tokio::time::{Instant, timeout};
+
+use crate::console::Console;
+use crate::proc_table;
+use crate::pump::TailReader;
+use crate::sweep::Quarry;
+
+/// How long the last lines and words of a failed worker are waited for.
+const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
+/// How long leftovers of workers may take to die.
+const SWEEP_BOUND: Duration = Duration::from_secs(3);
+/// How long the end of the workers' output is waited for while the console does not move.
+const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
+/// How long the end of the workers' output is waited for at all.
+const DRAIN_BOUND: Duration = Duration::from_secs(30);
+
+/// Results of work that the driver started aside.
+pub(super) enum Aside {
+    /// The last words of a failed worker are there, as far as they will be.
+    Described(LocalRank),
+    /// Nothing is left of the workers but these processes, which cannot be killed.
+    Swept(Vec<String>),
+}
+
+/// Waits for the last words of a failed worker: the end of its stderr, and `silence` on the control socket.
+pub(super) fn describe(
+    results: mpsc::Sender<Aside>,
+    local_rank: LocalRank,
+    stderr: Option<TailReader>,
+    silence: impl Future<Output = ()> + Send + 'static,
+) {
+    tokio::spawn(async move {
+        let words = async {
+            if let Some(mut stderr) = stderr {
+                stderr.ended().await;
+            }
+            silence.await;
+        };
+        // Whoever still holds its pipes open has had the time to write.
+        let _ = timeout(DESCRIBE_BOUND, words).await;
+        let _ = results.send(Aside::Described(local_rank)).await;
+    });
+}
+
+/// Kills what is left of the workers, and waits for the end of their output.
+pub(super) fn sweep(results: mpsc::Sender<Aside>, guardian: i32, streams: Vec<TailReader>, console: Console) {
+    tokio::spawn(async move {
+        let kill = tokio::task::spawn_blocking(move || {
+            let spared = BTreeSet::from([guardian]);
+            let of = nix::unistd::Pid::this().as_raw();
+            Quarry::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
+        });
+        // It cannot panic, and the runtime is not shut down while this task runs.
+        let stuck = kill.await.unwrap_or_default();
+        drain(streams, &console).await;
+        let stuck = stuck.into_iter().map(name_of).collect();
+        let _ = results.send(Aside::Swept(stuck)).await;
+    });
+}
+
+/// Waits for the ends of the workers' streams, longer while the console is moving.
+async fn drain(streams: Vec<TailReader>, console: &Console) {
+    let last = Instant::now() + DRAIN_BOUND;
+    for mut stream in streams {
+        loop {
+            let written = console.written();
+            let ended = timeout(DRAIN_PATIENCE, stream.ended()).await.is_ok();
+            if ended {
+                break;
+            }
+            if console.written() == written || Instant::now() >= last {
+                return;
+            }
+        }
+    }
+}
+
+/// A process in words.
+fn name_of(pid: i32) -> String {
+    match proc_table::program_name(pid) {
+        Some(name) => format!("{pid} (`{name}`)"),
+        None => pid.to_string(),
+    }
+}

@@ -1,0 +1,97 @@
+//! The ways in which a launch ends.
+
+use ddp_proto::exit;
+use ddp_proto::rendezvous::refused::Code;
+use ddp_proto::rendezvous::{JobOver, Refused, WorkerExit};
+
+use crate::spawn::SpawnError;
+
+/// Why the launcher exits.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Conclusion {
+    /// All workers of the job ended with 0.
+    Succeeded,
+    /// The daemon ended the job: a worker failed for good, or another node was stopped.
+    JobOver {
+        /// The same on every node.
+        exit_code: u8,
+        /// In words.
+        reason: String,
+        /// The first failure of the job, with the host it happened on; boxed, because it is large.
+        first_failure: Option<Box<(WorkerExit, String)>>,
+    },
+    /// A signal stopped this launcher.
+    Stopped {
+        /// Its number.
+        signal: i32,
+    },
+    /// The daemon refused this node.
+    Refused {
+        /// Exit code that belongs to the reason.
+        exit_code: u8,
+        /// In words.
+        reason: String,
+    },
+    /// The daemon cannot be reached, or gives no answer.
+    DaemonGone {
+        /// Exit code that belongs to the error.
+        exit_code: u8,
+        /// In words, with the address.
+        error: String,
+    },
+    /// The program cannot be started.
+    CannotStart(SpawnError),
+    /// The launcher cannot do its work: a directory cannot be written, for instance.
+    Broken {
+        /// Exit code.
+        exit_code: u8,
+        /// In words.
+        error: String,
+    },
+}
+
+impl Conclusion {
+    /// The daemon's last word on the job.
+    pub(super) fn of_job_over(over: JobOver) -> Self {
+        if over.exit_code == i32::from(exit::SUCCESS) {
+            return Self::Succeeded;
+        }
+        Self::JobOver {
+            // A code beyond a byte cannot be passed on; it must not become success.
+            exit_code: u8::try_from(over.exit_code).unwrap_or(exit::INTERNAL),
+            reason: over.reason,
+            first_failure: over
+                .first_failure
+                .map(|failure| Box::new((failure, over.first_failure_host))),
+        }
+    }
+
+    /// The daemon does not take this node.
+    pub(super) fn of_refusal(refused: Refused) -> Self {
+        let exit_code = match refused.code() {
+            Code::Disagree => exit::NODES_DISAGREE,
+            Code::TimedOut | Code::JobOver => exit::RENDEZVOUS_TIMED_OUT,
+            Code::Unauthenticated => exit::REFUSED,
+            Code::Invalid => exit::USAGE,
+            Code::Unspecified => exit::INTERNAL,
+        };
+        Self::Refused {
+            exit_code,
+            reason: refused.reason,
+        }
+    }
+
+    /// Exit code of the launcher.
+    #[must_use]
+    pub const fn exit_code(&self) -> u8 {
+        match self {
+            Self::Succeeded => exit::SUCCESS,
+            Self::Stopped { signal } => exit::of_signal(*signal),
+            Self::CannotStart(error) => error.exit_code(),
+            Self::JobOver { exit_code, .. }
+            | Self::Refused { exit_code, .. }
+            | Self::DaemonGone { exit_code, .. }
+            | Self::Broken { exit_code, .. } => *exit_code,
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! The words in which the machine and its driver speak: what happened, and what is to be done.
+
+use std::time::Duration;
+
+use ddp_proto::ids::LocalRank;
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, WorkerExit};
+
+use super::conclusion::Conclusion;
+use crate::ending::Ending;
+use crate::spawn::SpawnError;
+
+/// What happened.
+#[derive(Debug)]
+pub(super) enum Event {
+    /// The daemon said something.
+    Daemon(DaemonMessage),
+    /// The daemon cannot be reached any more, or refuses to talk.
+    DaemonGone { exit_code: u8, error: String },
+    /// A worker runs.
+    Spawned(LocalRank),
+    /// No more workers will be started.
+    SpawnEnded(Option<SpawnError>),
+    /// Something that the generation needs failed before any worker was started.
+    CannotBegin { exit_code: u8, error: String },
+    /// A worker ended.
+    Exited { local_rank: LocalRank, ending: Ending },
+    /// All that is known of the first failure has been collected.
+    Described(WorkerExit),
+    /// A signal for the launcher.
+    Signal(i32),
+    /// The time set by [`Effect::Arm`] is over.
+    Alarm,
+    /// Nothing is left of the workers but these processes, which cannot be killed.
+    Swept { stuck: Vec<String> },
+    /// The daemon has heard our good-bye, or never will.
+    Left,
+}
+
+/// What is to be done.
+#[derive(Debug, PartialEq)]
+pub(super) enum Effect {
+    /// Send `Join` with a fresh port.
+    Join,
+    /// Send a report that speaks of the current generation.
+    Report(Report),
+    /// Start the workers.
+    Spawn(Assignment),
+    /// Start no more workers.
+    CancelSpawn,
+    /// Tell all workers that the generation is over.
+    Notify(String),
+    /// Ask all workers to stop at the next step boundary.
+    AskToStop(String),
+    /// Send this signal to all live workers.
+    SignalAll(i32),
+    /// Send this signal to a worker that was started while the others were being stopped.
+    SignalLate(LocalRank, i32),
+    /// Collect what is known of a failed worker, then [`Event::Described`].
+    Describe(LocalRank),
+    /// Kill all that is left of the workers, then [`Event::Swept`].
+    Sweep,
+    /// Give [`Event::Alarm`] after this time, instead of any set before.
+    Arm(Duration),
+    /// No alarm.
+    Disarm,
+    /// Tell people.
+    Say(String),
+    /// Tell the daemon good-bye, then [`Event::Left`].
+    Leave { signal: Option<i32>, reason: String },
+    /// End.
+    Finish(Conclusion),
+}

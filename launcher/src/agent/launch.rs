@@ -1,0 +1,98 @@
+//! A launch from outside: what it is given, what comes out of it.
+
+use std::time::Duration;
+
+use ddp_proto::exit;
+
+use super::conclusion::Conclusion;
+use super::driver::Driver;
+use crate::console::{Console, Sinks};
+use crate::guardian::Guardian;
+use crate::logs::LogError;
+use crate::plan::LaunchPlan;
+
+/// How long a console that takes nothing is waited for at the end.
+const CONSOLE_PATIENCE: Duration = Duration::from_secs(1);
+
+/// How a launch ended.
+#[derive(Clone, Debug)]
+pub struct Outcome {
+    /// Exit code for the launcher's caller.
+    pub exit_code: u8,
+    /// Why.
+    pub conclusion: Conclusion,
+    /// The failure report; it has been shown on standard error already.
+    pub report: Option<String>,
+}
+
+/// The launcher cannot do its own work. A worker's failure is none of these.
+#[derive(Debug, thiserror::Error)]
+pub enum LaunchError {
+    /// The program cannot be started.
+    #[error(transparent)]
+    Program(#[from] crate::spawn::SpawnError),
+    /// The log directory cannot be used.
+    #[error(transparent)]
+    Log(#[from] LogError),
+    /// The system refused something essential.
+    #[error("cannot set up the launcher: {0}")]
+    System(#[from] std::io::Error),
+}
+
+impl From<LaunchError> for Conclusion {
+    fn from(error: LaunchError) -> Self {
+        let exit_code = match error {
+            LaunchError::Program(error) => return Self::CannotStart(error),
+            LaunchError::Log(_) => exit::USAGE,
+            LaunchError::System(_) => exit::INTERNAL,
+        };
+        Self::Broken {
+            exit_code,
+            error: error.to_string(),
+        }
+    }
+}
+
+/// Runs this node's part of a job until it is over, restarts included.
+///
+/// All children of the calling process belong to the agent: it becomes a child subreaper, reaps every child and
+/// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
+/// time enabled.
+pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
+    let console = match Console::start(Sinks::standard(), plan.progress_bar) {
+        Ok(console) => console,
+        Err(error) => {
+            let conclusion = Conclusion::from(LaunchError::System(error));
+            return Outcome {
+                exit_code: conclusion.exit_code(),
+                conclusion,
+                report: None,
+            };
+        }
+    };
+    let scratch_dir = guardian.scratch_dir();
+    let (conclusion, report) = match Driver::new(plan, &guardian, console.clone()) {
+        Ok(driver) => driver.run().await,
+        Err(error) => {
+            let report = format!("error: {error}");
+            (Conclusion::from(error), Some(report))
+        }
+    };
+    if let Some(report) = &report {
+        console.say(report);
+    }
+    // The runtime goes on: it may host the daemon, which other nodes still need.
+    let closing = tokio::task::spawn_blocking(move || console.close(CONSOLE_PATIENCE));
+    // It cannot panic.
+    let _ = closing.await;
+    // Usually it was never made.
+    let _ = std::fs::remove_dir_all(scratch_dir);
+    if let Err(error) = guardian.shutdown() {
+        tracing::debug!("guardian: {error}");
+    }
+    Outcome {
+        exit_code: conclusion.exit_code(),
+        conclusion,
+        report,
+    }
+}

@@ -1,0 +1,249 @@
+//! The agent's stream to the daemon, as a task: opened again when it breaks, while the workers keep running.
+
+use std::time::Duration;
+
+use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError};
+use ddp_proto::ids::Generation;
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::{DaemonMessage, Join, Leave};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::Instant;
+
+/// Messages that may wait for the agent or for the daemon.
+const QUEUE: usize = 256;
+
+/// What the link tells the agent.
+#[derive(Debug)]
+pub(super) enum LinkEvent {
+    /// The daemon answers; also a client for the key-value calls.
+    Connected(Client),
+    /// The daemon said something.
+    Message(DaemonMessage),
+    /// The stream broke, and is being opened again.
+    Broken(ClientError),
+    /// The stream is open again.
+    Restored,
+    /// The daemon cannot be reached any more. Nothing follows.
+    Gone(ClientError),
+    /// The daemon heard our good-bye, or the time for it is over. Nothing follows.
+    Left,
+}
+
+#[derive(Debug)]
+enum Command {
+    Send(Generation, Body),
+    Leave(Generation, Leave, Instant),
+}
+
+/// How to reach the daemon.
+pub(super) struct LinkConfig {
+    pub(super) endpoint: String,
+    pub(super) identity: AgentIdentity,
+    /// How long it may be unreachable.
+    pub(super) connect_timeout: Duration,
+}
+
+/// The agent's handle to its stream.
+pub(super) struct Link {
+    commands: mpsc::Sender<Command>,
+    /// Ends with the handle.
+    _task: JoinSet<()>,
+}
+
+impl Link {
+    /// Starts to connect.
+    pub(super) fn start(config: LinkConfig) -> (Self, mpsc::Receiver<LinkEvent>) {
+        let (commands, queue) = mpsc::channel(QUEUE);
+        let (events, receiver) = mpsc::channel(QUEUE);
+        let mut task = JoinSet::new();
+        task.spawn(async move {
+            let mut side = Side {
+                config,
+                queue,
+                events,
+                memory: Memory::default(),
+            };
+            if let Err(error) = side.run().await {
+                side.tell(LinkEvent::Gone(error)).await;
+            }
+        });
+        let link = Self {
+            commands,
+            _task: task,
+        };
+        (link, receiver)
+    }
+
+    /// Queues a message. Never waits; while the stream is broken, what matters is kept and sent later.
+    pub(super) fn send(&self, generation: Generation, body: Body) {
+        // A full queue means that the task has been stuck for minutes of heartbeats; the lease is lost then anyway.
+        let _ = self.commands.try_send(Command::Send(generation, body));
+    }
+
+    /// Says good-bye; [`LinkEvent::Left`] follows, at the latest at `deadline`.
+    pub(super) fn leave(&self, generation: Generation, leave: Leave, deadline: Instant) {
+        let _ = self
+            .commands
+            .try_send(Command::Leave(generation, leave, deadline));
+    }
+}
+
+/// What the daemon must hear again after the stream broke.
+#[derive(Debug, Default)]
+struct Memory {
+    /// The agent's latest `Join`.
+    join: Option<Join>,
+    /// Generation last assigned.
+    generation: Generation,
+    /// What was reported of this generation since.
+    reports: Vec<Body>,
+}
+
+impl Memory {
+    fn note(&mut self, generation: Generation, body: &Body) {
+        match body {
+            Body::Join(join) => {
+                self.join = Some(join.clone());
+                self.generation = generation;
+                self.reports.clear();
+            }
+            Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeStopped(_) => {
+                if generation != self.generation {
+                    self.generation = generation;
+                    self.reports.clear();
+                }
+                self.reports.push(body.clone());
+            }
+            Body::Heartbeat(_) | Body::Leave(_) => {}
+        }
+    }
+
+    /// The agent takes an assignment: from now on it speaks of this generation.
+    fn assigned(&mut self, generation: Generation) {
+        if generation > self.generation {
+            self.generation = generation;
+            self.reports.clear();
+        }
+    }
+}
+
+/// The task's side.
+struct Side {
+    config: LinkConfig,
+    queue: mpsc::Receiver<Command>,
+    events: mpsc::Sender<LinkEvent>,
+    memory: Memory,
+}
+
+/// Why the task stops using a stream.
+enum Stop {
+    /// It broke.
+    Broken(ClientError),
+    /// The agent leaves, or is gone.
+    Done,
+}
+
+impl Side {
+    async fn run(&mut self) -> Result<(), ClientError> {
+        let deadline = Instant::now() + self.config.connect_timeout;
+        let client = Client::connect(&self.config.endpoint, deadline).await?;
+        self.tell(LinkEvent::Connected(client.clone())).await;
+        let mut again = false;
+        loop {
+            let deadline = Instant::now() + self.config.connect_timeout;
+            let stream = client
+                .agent_stream(self.config.identity.clone(), deadline)
+                .await?;
+            if again {
+                self.tell(LinkEvent::Restored).await;
+            }
+            match self.serve(stream).await {
+                Stop::Done => return Ok(()),
+                Stop::Broken(error) => self.tell(LinkEvent::Broken(error)).await,
+            }
+            again = true;
+        }
+    }
+
+    /// Uses a stream until it breaks or the agent leaves.
+    async fn serve(&mut self, mut stream: AgentStream) -> Stop {
+        if let Err(error) = self.replay(&stream) {
+            return Stop::Broken(error);
+        }
+        loop {
+            // Cancel safe: `recv` and `next` lose nothing that they have not returned.
+            let command = tokio::select! {
+                command = self.queue.recv() => command,
+                message = stream.next() => {
+                    match message {
+                        Ok(message) => self.take(message).await,
+                        Err(error) => return Stop::Broken(error),
+                    }
+                    continue;
+                }
+            };
+            match command {
+                None => return Stop::Done,
+                Some(Command::Send(generation, body)) => {
+                    self.memory.note(generation, &body);
+                    if let Err(error) = stream.sender().send(generation, body) {
+                        return Stop::Broken(error);
+                    }
+                }
+                Some(Command::Leave(generation, leave, deadline)) => {
+                    stream.leave(generation, leave, deadline).await;
+                    self.tell(LinkEvent::Left).await;
+                    return Stop::Done;
+                }
+            }
+        }
+    }
+
+    /// The first message of every stream is `Join`; the reports of the generation follow.
+    fn replay(&self, stream: &AgentStream) -> Result<(), ClientError> {
+        let Some(join) = &self.memory.join else {
+            return Ok(());
+        };
+        let generation = self.memory.generation;
+        stream.sender().send(generation, Body::Join(join.clone()))?;
+        self.memory
+            .reports
+            .iter()
+            .try_for_each(|report| stream.sender().send(generation, report.clone()))
+    }
+
+    async fn take(&mut self, message: DaemonMessage) {
+        use ddp_proto::rendezvous::daemon_message::Body as Word;
+        if matches!(message.body, Some(Word::Assignment(_))) {
+            self.memory.assigned(Generation(message.generation));
+        }
+        self.tell(LinkEvent::Message(message)).await;
+    }
+
+    async fn tell(&self, event: LinkEvent) {
+        // The agent is gone: so will this task be.
+        let _ = self.events.send(event).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::rendezvous::{NodeStopped, NodeSucceeded};
+
+    use super::*;
+
+    #[test]
+    fn a_new_generation_forgets_the_reports_of_the_last() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        memory.assigned(Generation(1));
+        memory.note(Generation(1), &Body::NodeSucceeded(NodeSucceeded {}));
+        assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 1));
+        memory.note(Generation(1), &Body::NodeStopped(NodeStopped::default()));
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 0));
+        memory.assigned(Generation(2));
+        assert_eq!(memory.generation, Generation(2));
+    }
+}

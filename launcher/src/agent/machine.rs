@@ -1,0 +1,443 @@
+//! The decisions of the agent: `(state, event) -> (state, effects)`. No I/O, no clock, no processes.
+//!
+//! ```text
+//!            Assignment              a worker fails, GenerationOver, JobOver, a signal
+//! Joining ──────────────▶ Running ───────────────────────────────────▶ Stopping
+//!    ▲  ▲                    │ all ended with 0                            │ all gone
+//!    │  │                    ▼                                             ▼
+//!    │  └── GenerationOver ─ Succeeded                     Joining | Undecided | Leaving
+//!    └────── GenerationOver ── Undecided (own worker failed, the daemon has not decided yet)
+//! ```
+//!
+//! There is one stop routine, whatever the reason: notify with the cause → SIGTERM → grace → SIGKILL → bounded
+//! wait → sweep what is left.
+
+use std::time::Duration;
+
+use ddp_proto::exit;
+use ddp_proto::ids::{Generation, LocalRank};
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+use ddp_proto::rendezvous::{
+    Assignment, DaemonMessage, GenerationOver, NodeStopped, NodeSucceeded, WorkerExit,
+};
+
+use super::conclusion::Conclusion;
+use super::event::{Effect, Event};
+use crate::ending::{Ending, signal_name};
+use crate::spawn::SpawnError;
+
+/// How long the daemon may take to decide what follows a failure of ours.
+pub(super) const VERDICT_WAIT: Duration = Duration::from_secs(30);
+/// How long saying good-bye to the daemon may take.
+pub(super) const LEAVE_WAIT: Duration = Duration::from_secs(2);
+/// Beyond the time that the daemon itself waits for the other nodes.
+const JOIN_MARGIN: Duration = Duration::from_secs(15);
+
+/// What the decisions depend on and never changes.
+#[derive(Clone, Debug)]
+pub(super) struct Rules {
+    pub(super) hostname: String,
+    pub(super) native: bool,
+    pub(super) join_timeout: Duration,
+    pub(super) shutdown_timeout: Duration,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Worker {
+    Waiting,
+    Running,
+    Ended(Ending),
+}
+
+/// How far the stop routine has come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub(super) enum Stage {
+    /// The workers know why, and may end by themselves.
+    Notified,
+    /// SIGTERM was sent.
+    Terminated,
+    /// SIGKILL was sent.
+    Killed,
+    /// The workers are gone; their leftovers are looked for.
+    Sweeping,
+}
+
+/// What follows when the workers are gone.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Then {
+    /// They all ended with 0.
+    Succeed,
+    /// One failed; the daemon decides.
+    AskDaemon,
+    /// The daemon wants the next generation.
+    Rejoin,
+    /// The end.
+    Conclude(Conclusion),
+}
+
+#[derive(Clone, Debug, PartialEq)]
+pub(super) enum Phase {
+    Joining,
+    Running,
+    Stopping { stage: Stage, then: Then },
+    Succeeded,
+    Undecided,
+    Leaving(Conclusion),
+    Done,
+}
+
+/// The state of the agent.
+#[derive(Debug)]
+pub(super) struct Machine {
+    pub(super) rules: Rules,
+    pub(super) phase: Phase,
+    generation: Generation,
+    first_rank: u32,
+    pub(super) workers: Vec<Worker>,
+    pub(super) spawning: bool,
+    /// Any worker listens on the control socket; set by the driver.
+    pub(super) listening: bool,
+    /// Signals received so far.
+    signals: u32,
+}
+
+impl Machine {
+    /// The first state, and what is to be done in it.
+    pub(super) fn start(rules: Rules) -> (Self, Vec<Effect>) {
+        let machine = Self {
+            phase: Phase::Joining,
+            generation: Generation(0),
+            first_rank: 0,
+            workers: Vec::new(),
+            spawning: false,
+            listening: false,
+            signals: 0,
+            rules,
+        };
+        let effects = machine.join();
+        (machine, effects)
+    }
+
+    /// Generation that was last assigned.
+    pub(super) fn generation(&self) -> Generation {
+        self.generation
+    }
+
+    /// Whether any worker listens on the control socket, and so can do something with a notice.
+    pub(super) fn set_listening(&mut self, listening: bool) {
+        self.listening = listening;
+    }
+
+    /// True while the spawner has children of its own that must not be reaped by others.
+    pub(super) fn is_spawning(&self) -> bool {
+        self.spawning
+    }
+
+    /// Takes an event, returns what is to be done, in this order.
+    pub(super) fn on(&mut self, event: Event) -> Vec<Effect> {
+        if self.phase == Phase::Done {
+            return Vec::new();
+        }
+        match event {
+            Event::Daemon(message) => self.on_daemon(message),
+            Event::DaemonGone { exit_code, error } => self.end(Conclusion::DaemonGone { exit_code, error }),
+            Event::Spawned(local_rank) => self.on_spawned(local_rank),
+            Event::SpawnEnded(failure) => self.on_spawn_ended(failure),
+            Event::CannotBegin { exit_code, error } => {
+                self.spawning = false;
+                self.workers.clear();
+                self.end(Conclusion::Broken { exit_code, error })
+            }
+            Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
+            Event::Described(exit) => self.on_described(exit),
+            Event::Signal(signal) => self.on_signal(signal),
+            Event::Alarm => self.on_alarm(),
+            Event::Swept { stuck } => self.on_swept(&stuck),
+            Event::Left => match &self.phase {
+                Phase::Leaving(conclusion) => self.finish(conclusion.clone()),
+                _ => Vec::new(),
+            },
+        }
+    }
+
+    fn on_daemon(&mut self, message: DaemonMessage) -> Vec<Effect> {
+        let generation = Generation(message.generation);
+        match message.body {
+            Some(Word::Assignment(assignment)) => self.on_assignment(generation, assignment),
+            Some(Word::GenerationOver(over)) => self.on_generation_over(generation, &over),
+            Some(Word::JobOver(over)) => self.end(Conclusion::of_job_over(over)),
+            Some(Word::Refused(refused)) => self.end(Conclusion::of_refusal(refused)),
+            // An empty body is a message of a newer build.
+            Some(Word::Waiting(_) | Word::HeartbeatAck(_)) | None => Vec::new(),
+        }
+    }
+
+    fn on_assignment(&mut self, generation: Generation, assignment: Assignment) -> Vec<Effect> {
+        match self.phase {
+            Phase::Joining => {}
+            // "Keep your place", after a reconnect.
+            Phase::Running | Phase::Succeeded if generation == self.generation => return Vec::new(),
+            Phase::Running => {
+                // A daemon that lost its state: it takes us for a node without workers.
+                let cause = format!("the daemon has begun generation {generation}");
+                return self.stop(&cause, Then::Rejoin);
+            }
+            _ => return Vec::new(),
+        }
+        let Some(node) = assignment.nodes.get(assignment.node_rank as usize) else {
+            let error = format!("the daemon's assignment has no node {}", assignment.node_rank);
+            return self.end(Conclusion::Broken {
+                exit_code: exit::INTERNAL,
+                error,
+            });
+        };
+        self.generation = generation;
+        self.first_rank = node.first_rank;
+        self.workers = vec![Worker::Waiting; node.workers as usize];
+        self.spawning = true;
+        self.phase = Phase::Running;
+        vec![Effect::Disarm, Effect::Spawn(assignment)]
+    }
+
+    fn on_generation_over(&mut self, generation: Generation, over: &GenerationOver) -> Vec<Effect> {
+        if generation < self.generation {
+            return Vec::new();
+        }
+        let mut effects = match &mut self.phase {
+            Phase::Running => self.stop(&over.cause, Then::Rejoin),
+            Phase::Stopping { then, .. } => match then {
+                Then::AskDaemon | Then::Succeed => {
+                    *then = Then::Rejoin;
+                    Vec::new()
+                }
+                Then::Rejoin | Then::Conclude(_) => return Vec::new(),
+            },
+            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.rejoin(),
+            Phase::Leaving(_) | Phase::Done => return Vec::new(),
+        };
+        effects.push(Effect::Say(restart_notice(over)));
+        effects
+    }
+
+    fn on_spawned(&mut self, local_rank: LocalRank) -> Vec<Effect> {
+        if let Some(worker) = self.workers.get_mut(local_rank.0 as usize) {
+            *worker = Worker::Running;
+        }
+        let Phase::Stopping { stage, .. } = self.phase else {
+            return Vec::new();
+        };
+        // It is told what the others were told, not more: it may well be ready for a graceful end.
+        match stage {
+            Stage::Notified => Vec::new(),
+            Stage::Terminated => vec![Effect::SignalLate(local_rank, libc::SIGTERM)],
+            Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],
+        }
+    }
+
+    fn on_spawn_ended(&mut self, failure: Option<SpawnError>) -> Vec<Effect> {
+        self.spawning = false;
+        self.workers.retain(|worker| *worker != Worker::Waiting);
+        let mut effects = match failure {
+            Some(error) => self.end(Conclusion::CannotStart(error)),
+            None => Vec::new(),
+        };
+        effects.extend(self.check_gone());
+        effects
+    }
+
+    fn on_exited(&mut self, local_rank: LocalRank, ending: Ending) -> Vec<Effect> {
+        if let Some(worker) = self.workers.get_mut(local_rank.0 as usize) {
+            *worker = Worker::Ended(ending);
+        }
+        let mut effects = Vec::new();
+        if self.phase == Phase::Running && !ending.is_success() {
+            let rank = self.first_rank + local_rank.0;
+            let cause = format!("rank {rank} (node `{}`) {ending}", self.rules.hostname);
+            effects = self.stop(&cause, Then::AskDaemon);
+            effects.insert(1, Effect::Describe(local_rank));
+        }
+        effects.extend(self.check_gone());
+        effects
+    }
+
+    fn on_described(&mut self, exit: WorkerExit) -> Vec<Effect> {
+        match self.phase {
+            Phase::Stopping { .. } | Phase::Undecided => vec![Effect::Report(Report::WorkerExit(exit))],
+            // The daemon has decided without it.
+            _ => Vec::new(),
+        }
+    }
+
+    fn on_signal(&mut self, signal: i32) -> Vec<Effect> {
+        self.signals += 1;
+        let again = self.signals > 1;
+        let conclusion = Conclusion::Stopped { signal };
+        match &mut self.phase {
+            Phase::Running => {
+                let name = signal_name(signal);
+                let mut effects = vec![Effect::Say(format!("{name}: stopping the workers"))];
+                effects.extend(self.stop_gracefully(&name, conclusion));
+                effects
+            }
+            Phase::Stopping { stage, then } => {
+                // The first signal decides the exit code.
+                if !matches!(then, Then::Conclude(Conclusion::Stopped { .. })) {
+                    *then = Then::Conclude(conclusion);
+                }
+                if again && *stage < Stage::Killed {
+                    let mut effects = vec![Effect::Say("killing the workers".into())];
+                    effects.extend(self.kill());
+                    return effects;
+                }
+                Vec::new()
+            }
+            Phase::Leaving(conclusion) if again => {
+                let conclusion = conclusion.clone();
+                self.finish(conclusion)
+            }
+            Phase::Leaving(_) | Phase::Done => Vec::new(),
+            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.end(conclusion),
+        }
+    }
+
+    fn on_alarm(&mut self) -> Vec<Effect> {
+        match &self.phase {
+            Phase::Joining => self.end(Conclusion::Refused {
+                exit_code: exit::RENDEZVOUS_TIMED_OUT,
+                reason: "the daemon neither started the job nor refused it in time".into(),
+            }),
+            Phase::Undecided => self.end(Conclusion::DaemonGone {
+                exit_code: exit::DAEMON_UNREACHABLE,
+                error: "the daemon did not say what follows the failure".into(),
+            }),
+            Phase::Stopping { stage, .. } => match stage {
+                Stage::Notified => self.terminate(),
+                Stage::Terminated => self.kill(),
+                // Reported by the sweep, by process id.
+                Stage::Killed => self.sweep(),
+                Stage::Sweeping => Vec::new(),
+            },
+            Phase::Leaving(conclusion) => self.finish(conclusion.clone()),
+            Phase::Running | Phase::Succeeded | Phase::Done => Vec::new(),
+        }
+    }
+
+    fn on_swept(&mut self, stuck: &[String]) -> Vec<Effect> {
+        let Phase::Stopping { then, .. } = &self.phase else {
+            return Vec::new();
+        };
+        let then = then.clone();
+        self.workers.clear();
+        let mut effects = Vec::new();
+        if !stuck.is_empty() {
+            effects.push(Effect::Say(format!(
+                "processes that cannot be killed: {}",
+                stuck.join(", ")
+            )));
+        }
+        effects.extend(match then {
+            Then::Succeed => {
+                self.phase = Phase::Succeeded;
+                vec![
+                    Effect::Disarm,
+                    Effect::Report(Report::NodeSucceeded(NodeSucceeded {})),
+                ]
+            }
+            Then::AskDaemon => {
+                self.phase = Phase::Undecided;
+                vec![Effect::Arm(VERDICT_WAIT)]
+            }
+            Then::Rejoin => self.rejoin(),
+            Then::Conclude(conclusion) => self.leave(conclusion),
+        });
+        effects
+    }
+
+    /// Ends the launch with `conclusion`: at once, or when the workers are gone.
+    fn end(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        match &mut self.phase {
+            Phase::Running => match &conclusion {
+                // The others have nothing to wait for.
+                Conclusion::CannotStart(error) => {
+                    let cause = error.to_string();
+                    self.stop(&cause, Then::Conclude(conclusion))
+                }
+                Conclusion::JobOver { reason, .. } | Conclusion::Refused { reason, .. } => {
+                    let cause = reason.clone();
+                    self.stop(&cause, Then::Conclude(conclusion))
+                }
+                Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => {
+                    let cause = error.clone();
+                    self.stop(&cause, Then::Conclude(conclusion))
+                }
+                Conclusion::Succeeded => self.stop("the job is over", Then::Conclude(conclusion)),
+                Conclusion::Stopped { signal } => {
+                    let name = signal_name(*signal);
+                    self.stop_gracefully(&name, conclusion)
+                }
+            },
+            Phase::Stopping { then, .. } => {
+                // Our own end stands: the daemon only confirms it.
+                if !matches!(then, Then::Conclude(_)) {
+                    *then = Then::Conclude(conclusion);
+                }
+                Vec::new()
+            }
+            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(conclusion),
+            Phase::Leaving(_) | Phase::Done => Vec::new(),
+        }
+    }
+
+    fn join(&self) -> Vec<Effect> {
+        vec![Effect::Join, Effect::Arm(self.rules.join_timeout + JOIN_MARGIN)]
+    }
+
+    fn rejoin(&mut self) -> Vec<Effect> {
+        self.phase = Phase::Joining;
+        let mut effects = vec![Effect::Report(Report::NodeStopped(NodeStopped::default()))];
+        effects.extend(self.join());
+        effects
+    }
+
+    fn leave(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        if let Conclusion::DaemonGone { .. } = conclusion {
+            return self.finish(conclusion);
+        }
+        let signal = match conclusion {
+            Conclusion::Stopped { signal } => Some(signal),
+            _ => None,
+        };
+        let reason = match &conclusion {
+            Conclusion::CannotStart(error) => error.to_string(),
+            Conclusion::Broken { error, .. } => error.clone(),
+            _ => String::new(),
+        };
+        self.phase = Phase::Leaving(conclusion);
+        vec![Effect::Leave { signal, reason }, Effect::Arm(LEAVE_WAIT)]
+    }
+
+    fn finish(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        self.phase = Phase::Done;
+        vec![Effect::Finish(conclusion)]
+    }
+}
+
+fn restart_notice(over: &GenerationOver) -> String {
+    let pause = f64::from(over.backoff_ms) / 1000.0;
+    let (count, max) = (over.restart_count, over.max_restarts);
+    let mut notice = format!("{}; restart {count} of {max} in {pause:.1} s", over.cause);
+    if let Some(failure) = over
+        .first_failure
+        .as_ref()
+        .filter(|failure| !failure.log_file.is_empty())
+    {
+        notice.push_str("\n  log file: ");
+        notice.push_str(&failure.log_file);
+    }
+    notice
+}
+
+#[cfg(test)]
+#[path = "machine_tests.rs"]
+mod tests;

@@ -1,0 +1,341 @@
+use ddp_proto::rendezvous::refused::Code;
+use ddp_proto::rendezvous::{JobOver, NodeAssignment, Refused};
+
+use super::super::stop::LAST_WORDS;
+use super::*;
+
+const KILLED: Ending = Ending::Signal {
+    signal: 9,
+    core_dumped: false,
+};
+
+/// A machine after its first join, with what it does next.
+struct Play {
+    machine: Machine,
+    last: Vec<Effect>,
+}
+
+impl Play {
+    fn begin(native: bool) -> Self {
+        let (machine, last) = Machine::start(Rules {
+            hostname: "a".into(),
+            native,
+            join_timeout: Duration::from_secs(60),
+            shutdown_timeout: Duration::from_secs(30),
+        });
+        Self { machine, last }
+    }
+
+    /// With `workers` running workers, of which rank 4 is the first.
+    fn running(native: bool, workers: u32) -> Self {
+        let mut play = Self::begin(native);
+        play.assign(1, workers);
+        play.spawn(workers);
+        play
+    }
+
+    fn on(&mut self, event: Event) -> &mut Self {
+        self.last = self.machine.on(event);
+        self
+    }
+
+    fn hear(&mut self, generation: u64, word: Word) -> &mut Self {
+        self.on(Event::Daemon(DaemonMessage {
+            generation,
+            body: Some(word),
+        }))
+    }
+
+    fn assign(&mut self, generation: u64, workers: u32) -> &mut Self {
+        let node = |first_rank, workers| NodeAssignment {
+            first_rank,
+            workers,
+            ..NodeAssignment::default()
+        };
+        self.hear(
+            generation,
+            Word::Assignment(Assignment {
+                node_rank: 1,
+                nodes: vec![node(0, 4), node(4, workers)],
+                ..Assignment::default()
+            }),
+        )
+    }
+
+    fn spawn(&mut self, workers: u32) -> &mut Self {
+        for local_rank in 0..workers {
+            self.on(Event::Spawned(LocalRank(local_rank)));
+        }
+        self.on(Event::SpawnEnded(None))
+    }
+
+    fn exit(&mut self, local_rank: u32, ending: Ending) -> &mut Self {
+        let local_rank = LocalRank(local_rank);
+        self.on(Event::Exited { local_rank, ending })
+    }
+
+    fn swept(&mut self) -> &mut Self {
+        self.on(Event::Swept { stuck: vec![] })
+    }
+
+    fn does(&self, effect: &Effect) -> bool {
+        self.last.contains(effect)
+    }
+
+    fn joins(&self) -> bool {
+        let stopped = self
+            .last
+            .iter()
+            .position(|e| matches!(e, Effect::Report(Report::NodeStopped(_))));
+        let joined = self.last.iter().position(|e| *e == Effect::Join);
+        joined.is_some() && stopped < joined && stopped.is_some()
+    }
+
+    fn finish(&self) -> Option<&Conclusion> {
+        self.last.iter().find_map(|effect| match effect {
+            Effect::Finish(conclusion) => Some(conclusion),
+            _ => None,
+        })
+    }
+}
+
+fn over() -> Word {
+    Word::GenerationOver(GenerationOver {
+        cause: "rank 0 (node `b`) died of SIGKILL".into(),
+        restart_count: 1,
+        max_restarts: 3,
+        backoff_ms: 500,
+        ..GenerationOver::default()
+    })
+}
+
+#[test]
+fn success_is_told_when_all_are_gone() {
+    let mut play = Play::running(false, 2);
+    assert_eq!(play.exit(0, Ending::Code(0)).last, []);
+    assert!(play.exit(1, Ending::Code(0)).does(&Effect::Sweep));
+    assert!(
+        play.swept()
+            .does(&Effect::Report(Report::NodeSucceeded(NodeSucceeded {})))
+    );
+    play.hear(1, Word::JobOver(JobOver::default()));
+    assert!(matches!(play.last[0], Effect::Leave { signal: None, .. }));
+    assert_eq!(play.on(Event::Left).finish(), Some(&Conclusion::Succeeded));
+}
+
+#[test]
+fn workers_that_end_before_the_others_are_spawned_do_not_end_the_job() {
+    let mut play = Play::begin(false);
+    play.assign(1, 2).on(Event::Spawned(LocalRank(0)));
+    assert_eq!(play.exit(0, Ending::Code(0)).last, []);
+    play.on(Event::Spawned(LocalRank(1)));
+    assert_eq!(play.exit(1, Ending::Code(0)).last, []);
+    assert!(play.on(Event::SpawnEnded(None)).does(&Effect::Sweep));
+}
+
+#[test]
+fn a_failure_is_told_to_the_others_before_anything_else() {
+    let mut play = Play::running(false, 2);
+    play.exit(1, KILLED);
+    assert_eq!(
+        play.last[0],
+        Effect::Notify("rank 5 (node `a`) died of SIGKILL".into())
+    );
+    assert!(play.does(&Effect::Describe(LocalRank(1))));
+    assert!(play.does(&Effect::SignalAll(libc::SIGTERM)));
+    assert!(play.does(&Effect::Arm(Duration::from_secs(30))));
+    // The second end is a consequence: nothing is described again.
+    assert_eq!(
+        play.exit(0, Ending::Code(1)).last,
+        [Effect::Disarm, Effect::Sweep]
+    );
+    play.on(Event::Described(WorkerExit::default()));
+    assert!(matches!(play.last[0], Effect::Report(Report::WorkerExit(_))));
+    assert_eq!(play.swept().last, [Effect::Arm(VERDICT_WAIT)]);
+    assert!(play.hear(1, over()).joins());
+}
+
+#[test]
+fn workers_that_listen_have_time_for_last_words() {
+    let mut play = Play::running(true, 2);
+    play.machine.set_listening(true);
+    play.exit(1, KILLED);
+    assert!(play.does(&Effect::Arm(LAST_WORDS)) && !play.does(&Effect::SignalAll(libc::SIGTERM)));
+    assert!(play.on(Event::Alarm).does(&Effect::SignalAll(libc::SIGTERM)));
+    assert!(play.on(Event::Alarm).does(&Effect::SignalAll(libc::SIGKILL)));
+    // Not even that helped: the sweep will tell which.
+    assert!(play.on(Event::Alarm).does(&Effect::Sweep));
+    play.on(Event::Swept {
+        stuck: vec!["77 (`sh`)".into()],
+    });
+    assert!(play.does(&Effect::Say("processes that cannot be killed: 77 (`sh`)".into())));
+}
+
+#[test]
+fn the_next_generation_runs_like_the_first() {
+    let mut play = Play::running(false, 1);
+    play.hear(1, over());
+    let notice = "rank 0 (node `b`) died of SIGKILL; restart 1 of 3 in 0.5 s";
+    assert!(play.does(&Effect::Say(notice.into())));
+    play.exit(0, Ending::Code(143));
+    assert!(play.swept().joins());
+    assert!(matches!(play.assign(2, 1).last[1], Effect::Spawn(_)));
+    assert_eq!(play.machine.generation(), Generation(2));
+    // A word on the last generation that was under way.
+    assert_eq!(play.spawn(1).hear(1, over()).last, []);
+}
+
+#[test]
+fn an_assignment_that_is_repeated_changes_nothing() {
+    let mut play = Play::running(false, 1);
+    assert_eq!(play.assign(1, 1).last, []);
+    // Another one means that the daemon forgot us.
+    assert!(play.assign(7, 1).does(&Effect::SignalAll(libc::SIGTERM)));
+}
+
+#[test]
+fn a_worker_that_is_started_too_late_is_stopped_like_the_others() {
+    let mut play = Play::begin(false);
+    play.assign(1, 3).on(Event::Spawned(LocalRank(0)));
+    assert!(play.exit(0, Ending::Code(1)).does(&Effect::CancelSpawn));
+    assert!(
+        play.on(Event::Spawned(LocalRank(1)))
+            .does(&Effect::SignalLate(LocalRank(1), libc::SIGTERM))
+    );
+    play.exit(1, KILLED);
+    // Rank 2 was never started.
+    assert!(play.on(Event::SpawnEnded(None)).does(&Effect::Sweep));
+}
+
+#[test]
+fn the_first_signal_stops_and_the_second_kills() {
+    let mut play = Play::running(true, 1);
+    play.machine.set_listening(true);
+    play.on(Event::Signal(2));
+    assert!(
+        play.does(&Effect::AskToStop("SIGINT".into())) && play.does(&Effect::Arm(Duration::from_secs(15)))
+    );
+    play.on(Event::Signal(15));
+    assert!(play.does(&Effect::SignalAll(libc::SIGKILL)));
+    play.exit(0, KILLED).swept();
+    assert!(matches!(play.last[0], Effect::Leave { signal: Some(2), .. }));
+    // A third one does not wait for the daemon either.
+    assert_eq!(
+        play.on(Event::Signal(2)).finish(),
+        Some(&Conclusion::Stopped { signal: 2 })
+    );
+    assert_eq!(play.on(Event::Left).last, []);
+}
+
+#[test]
+fn a_signal_beats_the_restart_that_was_to_come() {
+    let mut play = Play::running(false, 1);
+    play.hear(1, over()).on(Event::Signal(15));
+    play.exit(0, KILLED).swept();
+    assert!(matches!(play.last[0], Effect::Leave { signal: Some(15), .. }));
+    assert_eq!(
+        play.on(Event::Alarm).finish(),
+        Some(&Conclusion::Stopped { signal: 15 })
+    );
+}
+
+#[test]
+fn a_signal_is_honoured_in_every_state() {
+    let mut joining = Play::begin(false);
+    let mut succeeded = Play::running(false, 1);
+    succeeded.exit(0, Ending::Code(0)).swept();
+    let mut undecided = Play::running(false, 1);
+    undecided.exit(0, Ending::Code(3)).swept();
+    for play in [&mut joining, &mut succeeded, &mut undecided] {
+        play.on(Event::Signal(1));
+        assert!(
+            matches!(play.last[0], Effect::Leave { signal: Some(1), .. }),
+            "{:?}",
+            play.last
+        );
+        assert_eq!(
+            play.on(Event::Left).finish(),
+            Some(&Conclusion::Stopped { signal: 1 })
+        );
+    }
+}
+
+#[test]
+fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
+    let error = SpawnError::NotFound { program: "x".into() };
+    let mut play = Play::begin(false);
+    play.assign(1, 2).on(Event::SpawnEnded(Some(error.clone())));
+    assert!(play.does(&Effect::Sweep));
+    play.swept();
+    assert!(matches!(&play.last[0], Effect::Leave { signal: None, reason } if reason.contains("not found")));
+    assert_eq!(
+        play.on(Event::Left).finish().map(Conclusion::exit_code),
+        Some(127)
+    );
+}
+
+#[test]
+fn a_daemon_that_is_gone_ends_the_launch_after_the_workers() {
+    let gone = || Event::DaemonGone {
+        exit_code: 69,
+        error: "gone".into(),
+    };
+    assert_eq!(
+        Play::begin(false).on(gone()).finish().map(Conclusion::exit_code),
+        Some(69)
+    );
+    let mut play = Play::running(false, 1);
+    assert!(play.on(gone()).does(&Effect::SignalAll(libc::SIGTERM)));
+    play.exit(0, Ending::Code(143));
+    assert_eq!(play.swept().finish().map(Conclusion::exit_code), Some(69));
+}
+
+#[test]
+fn a_daemon_that_never_answers_is_not_waited_for_for_ever() {
+    let mut joining = Play::begin(false);
+    assert!(joining.does(&Effect::Arm(Duration::from_secs(75))));
+    assert_eq!(
+        joining
+            .on(Event::Alarm)
+            .on(Event::Left)
+            .finish()
+            .map(Conclusion::exit_code),
+        Some(75)
+    );
+    let mut undecided = Play::running(false, 1);
+    undecided.exit(0, Ending::Code(3)).swept();
+    assert_eq!(
+        undecided.on(Event::Alarm).finish().map(Conclusion::exit_code),
+        Some(69)
+    );
+}
+
+#[test]
+fn a_refusal_after_workers_ran_stops_them() {
+    let mut play = Play::running(false, 1);
+    play.hear(
+        1,
+        Word::Refused(Refused {
+            code: Code::Disagree.into(),
+            reason: "no".into(),
+        }),
+    );
+    assert!(play.does(&Effect::SignalAll(libc::SIGTERM)));
+    play.exit(0, KILLED).swept().on(Event::Left);
+    assert_eq!(play.finish().map(Conclusion::exit_code), Some(76));
+}
+
+#[test]
+fn the_notice_of_a_restart_names_the_log_file() {
+    let Word::GenerationOver(mut over) = over() else {
+        unreachable!("made above");
+    };
+    over.first_failure = Some(WorkerExit {
+        log_file: "logs/attempt_0/0/stderr.log".into(),
+        ..WorkerExit::default()
+    });
+    insta::assert_snapshot!(restart_notice(&over), @r"
+    rank 0 (node `b`) died of SIGKILL; restart 1 of 3 in 0.5 s
+      log file: logs/attempt_0/0/stderr.log
+    ");
+}

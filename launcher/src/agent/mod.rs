@@ -1,0 +1,30 @@
+//! The agent: joins the job, runs the workers of this node, stops them, and tells why.
+//!
+//! | file | what it does |
+//! |---|---|
+//! | `machine` | decides: `(state, event) -> (state, effects)`, without I/O |
+//! | `conclusion` | the ways in which a launch ends, with their exit codes |
+//! | `event` | the words in which the machine and its driver speak |
+//! | `stop` | the stop routine, a part of the machine |
+//! | `launch` | a launch from outside: its beginning and its outcome |
+//! | `driver` | one loop that turns all that happens into events, and carries out the effects |
+//! | `inbox` | the one `select!` over everything that may happen |
+//! | `aside` | what takes time, done beside the loop |
+//! | `workers` | the workers of one generation: processes, files, the ends they came to |
+//! | `link` | the stream to the daemon, opened again when it breaks |
+//! | `signals` | the signals that stop the launcher |
+
+mod aside;
+mod conclusion;
+mod driver;
+mod event;
+mod inbox;
+mod launch;
+mod link;
+mod machine;
+mod signals;
+mod stop;
+mod workers;
+
+pub use conclusion::Conclusion;
+pub use launch::{LaunchError, Outcome, run};

@@ -1,0 +1,99 @@
+//! The one stop routine: notify with the cause → SIGTERM → grace → SIGKILL → bounded wait → sweep.
+
+use std::time::Duration;
+
+use super::conclusion::Conclusion;
+use super::event::Effect;
+use super::machine::{Machine, Phase, Stage, Then, Worker};
+
+/// How long workers that listen on the control socket may take to report their own error when a generation is over.
+pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
+/// How long processes may take to go after SIGKILL.
+pub(super) const KILL_WAIT: Duration = Duration::from_secs(5);
+
+impl Machine {
+    /// Begins the stop routine because the generation is over.
+    pub(super) fn stop(&mut self, cause: &str, then: Then) -> Vec<Effect> {
+        let mut effects = vec![Effect::Notify(cause.to_owned()), Effect::CancelSpawn];
+        effects.extend(self.await_end(then, LAST_WORDS.min(self.rules.shutdown_timeout)));
+        effects
+    }
+
+    /// Begins the stop routine because a user asked for it.
+    pub(super) fn stop_gracefully(&mut self, cause: &str, conclusion: Conclusion) -> Vec<Effect> {
+        let mut effects = vec![Effect::AskToStop(cause.to_owned()), Effect::CancelSpawn];
+        let patience = if self.rules.native {
+            self.rules.shutdown_timeout / 2
+        } else {
+            Duration::ZERO
+        };
+        effects.extend(self.await_end(Then::Conclude(conclusion), patience));
+        effects
+    }
+
+    /// Leaves time to workers that can do something with a notice; the others get SIGTERM at once.
+    fn await_end(&mut self, then: Then, patience: Duration) -> Vec<Effect> {
+        self.phase = Phase::Stopping {
+            stage: Stage::Notified,
+            then,
+        };
+        if self.is_gone() {
+            return self.sweep();
+        }
+        if self.listening && !patience.is_zero() {
+            return vec![Effect::Arm(patience)];
+        }
+        self.terminate()
+    }
+
+    pub(super) fn terminate(&mut self) -> Vec<Effect> {
+        self.set_stage(Stage::Terminated);
+        vec![
+            Effect::SignalAll(libc::SIGTERM),
+            Effect::Arm(self.rules.shutdown_timeout),
+        ]
+    }
+
+    pub(super) fn kill(&mut self) -> Vec<Effect> {
+        self.set_stage(Stage::Killed);
+        vec![Effect::SignalAll(libc::SIGKILL), Effect::Arm(KILL_WAIT)]
+    }
+
+    pub(super) fn sweep(&mut self) -> Vec<Effect> {
+        self.set_stage(Stage::Sweeping);
+        vec![Effect::Disarm, Effect::Sweep]
+    }
+
+    fn set_stage(&mut self, new: Stage) {
+        if let Phase::Stopping { stage, .. } = &mut self.phase {
+            *stage = new;
+        }
+    }
+
+    fn is_gone(&self) -> bool {
+        !self.spawning
+            && self
+                .workers
+                .iter()
+                .all(|worker| matches!(worker, Worker::Ended(_)))
+    }
+
+    /// Goes on when the last worker is gone.
+    pub(super) fn check_gone(&mut self) -> Vec<Effect> {
+        if !self.is_gone() {
+            return Vec::new();
+        }
+        match &self.phase {
+            // A failure would have left this phase.
+            Phase::Running => {
+                self.phase = Phase::Stopping {
+                    stage: Stage::Killed,
+                    then: Then::Succeed,
+                };
+                self.sweep()
+            }
+            Phase::Stopping { stage, .. } if *stage != Stage::Sweeping => self.sweep(),
+            _ => Vec::new(),
+        }
+    }
+}

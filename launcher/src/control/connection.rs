@@ -1,0 +1,347 @@
+//! One connection of a worker.
+
+use std::io;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ddp_proto::control::{MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker};
+use ddp_proto::ids::{Generation, LocalRank};
+use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+use tokio::time::timeout;
+
+use super::peer;
+use super::server::{ControlEvent, Hub, News, Place, WORKER_QUEUE};
+use super::store::Store;
+
+/// How long a connection may stay without its first line, or the worker unknown that it comes from.
+const GREETING_BOUND: Duration = Duration::from_secs(10);
+/// How long one message may take to be written.
+const WRITE_BOUND: Duration = Duration::from_secs(30);
+/// Key-value calls of one connection that may be under way.
+const MAX_CALLS: usize = 32;
+/// Longest blocking read that is waited for.
+const MAX_GET: Duration = Duration::from_secs(24 * 3600);
+
+/// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
+/// connection says so itself.
+#[derive(Debug, thiserror::Error)]
+enum Refusal {
+    #[error("process {pid} runs under user {uid}, not under the launcher's")]
+    OtherUser { pid: i32, uid: u32 },
+    #[error("process {pid} is no worker of this generation, or not local rank {local_rank}")]
+    Stranger { pid: i32, local_rank: LocalRank },
+    #[error("the first line of process {pid} is not a valid hello")]
+    NoHello { pid: i32 },
+    #[error("process {pid} is of generation {theirs}, the current one is {ours}")]
+    Stale {
+        pid: i32,
+        theirs: Generation,
+        ours: Generation,
+    },
+    #[error("the line is malformed or longer than {MAX_LINE_BYTES} bytes")]
+    BadLine,
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// Serves a connection until either side ends it.
+pub(super) async fn serve(id: u64, stream: UnixStream, hub: Arc<Hub>) {
+    let result = Connection::greet(id, stream, &hub).await;
+    let result = match result {
+        Ok(connection) => connection.run().await,
+        Err(refusal) => Err(refusal),
+    };
+    hub.leave(id);
+    if let Err(refusal) = result {
+        tracing::debug!("control connection {id} ended: {refusal}");
+    }
+}
+
+/// A message as a line.
+pub(super) fn encode(message: &ToWorker) -> Arc<[u8]> {
+    // Maps with string keys and plain fields: serde_json cannot fail on them.
+    let mut line = serde_json::to_vec(message).unwrap_or_default();
+    line.push(b'\n');
+    line.into()
+}
+
+struct Connection<'a> {
+    hub: &'a Hub,
+    local_rank: LocalRank,
+    generation: Generation,
+    store: Arc<Store>,
+    lines: Lines,
+    queue: mpsc::WeakSender<Arc<[u8]>>,
+    writer: JoinSet<io::Result<()>>,
+    calls: JoinSet<()>,
+}
+
+impl<'a> Connection<'a> {
+    async fn greet(id: u64, stream: UnixStream, hub: &'a Hub) -> Result<Self, Refusal> {
+        let credentials = stream.peer_cred()?;
+        let (uid, pid) = (credentials.uid(), credentials.pid().unwrap_or(0));
+        if uid != nix::unistd::geteuid().as_raw() {
+            return Err(Refusal::OtherUser { pid, uid });
+        }
+        let (reader, mut writer) = stream.into_split();
+        let mut lines = Lines::new(reader);
+        let hello = timeout(GREETING_BOUND, lines.next())
+            .await
+            .map_err(|_| Refusal::NoHello { pid })??;
+        let Some(Line::Message(ToAgent::Hello {
+            protocol: 1..,
+            local_rank,
+            generation,
+            pid: claimed,
+        })) = hello
+        else {
+            return Err(Refusal::NoHello { pid });
+        };
+        let local_rank = LocalRank(local_rank);
+        if u32::try_from(pid) != Ok(claimed) {
+            return Err(Refusal::Stranger { pid, local_rank });
+        }
+        let (store, assignment) = match await_place(hub, pid, local_rank, generation).await {
+            Ok(place) => place,
+            Err(refusal) => {
+                if let Refusal::Stale { ours, .. } = &refusal {
+                    let cause = format!("generation {ours} has begun");
+                    let line = encode(&ToWorker::GenerationOver { generation, cause });
+                    let _ = timeout(WRITE_BOUND, writer.write_all(&line)).await;
+                }
+                return Err(refusal);
+            }
+        };
+        let (queue, outgoing) = mpsc::channel(WORKER_QUEUE);
+        // The queue is empty: both fit.
+        let _ = queue.try_send(assignment);
+        let weak = queue.downgrade();
+        hub.enter(id, local_rank, queue.clone());
+        if let Some(cause) = over(hub, generation) {
+            let _ = queue.try_send(encode(&ToWorker::GenerationOver { generation, cause }));
+        }
+        let mut writing = JoinSet::new();
+        writing.spawn(write_all(writer, outgoing));
+        Ok(Self {
+            hub,
+            local_rank,
+            generation,
+            store,
+            lines,
+            queue: weak,
+            writer: writing,
+            calls: JoinSet::new(),
+        })
+    }
+
+    async fn run(mut self) -> Result<(), Refusal> {
+        loop {
+            // Cancel safe: `Lines::next` keeps what it has read of a line; `join_next` loses nothing.
+            tokio::select! {
+                line = self.lines.next() => match line? {
+                    Some(Line::Message(message)) => self.take(message).await,
+                    Some(Line::Unknown) => {}
+                    None => return Ok(()),
+                },
+                Some(_) = self.writer.join_next() => return Ok(()),
+                Some(_) = self.calls.join_next() => {}
+            }
+        }
+    }
+
+    async fn take(&mut self, message: ToAgent) {
+        match message {
+            // One greeting is enough.
+            ToAgent::Hello { .. } => {}
+            ToAgent::Heartbeat {
+                step,
+                phase,
+                progress,
+            } => {
+                // The next one brings newer numbers.
+                let _ = self.hub.events.try_send(self.event(News::Heartbeat {
+                    step,
+                    phase,
+                    progress,
+                }));
+            }
+            ToAgent::Failure { message, hint } => {
+                // Waits for the agent if need be; only this connection is held up.
+                let _ = self
+                    .hub
+                    .events
+                    .send(self.event(News::Failure { message, hint }))
+                    .await;
+            }
+            ToAgent::KvPut { call, key, value } => {
+                let store = self.store.clone();
+                self.answer(call, async move { store.put(&key, &value).await.map(|()| None) });
+            }
+            ToAgent::KvGet {
+                call,
+                key,
+                timeout_ms,
+            } => {
+                let store = self.store.clone();
+                let bound = Duration::from_millis(timeout_ms).min(MAX_GET);
+                self.answer(call, async move { store.get(&key, bound).await.map(Some) });
+            }
+        }
+    }
+
+    fn event(&self, news: News) -> ControlEvent {
+        ControlEvent {
+            generation: self.generation,
+            local_rank: self.local_rank,
+            news,
+        }
+    }
+
+    /// Answers a call when `result` is there, or when the generation is over, whichever comes first.
+    fn answer(
+        &mut self,
+        call: u64,
+        result: impl Future<Output = Result<Option<Arc<str>>, String>> + Send + 'static,
+    ) {
+        let Some(queue) = self.queue.upgrade() else {
+            return;
+        };
+        if self.calls.len() >= MAX_CALLS {
+            let error = Some(format!("more than {MAX_CALLS} calls are under way"));
+            let _ = queue.try_send(encode(&ToWorker::KvReply {
+                call,
+                value: None,
+                error,
+            }));
+            return;
+        }
+        let mut place = self.hub.place.clone();
+        let generation = self.generation;
+        self.calls.spawn(async move {
+            let superseded = place.wait_for(|place| ended(place.as_ref(), generation).is_some());
+            // Cancel safe: an abandoned call is only asked again, and writes are idempotent.
+            let result = tokio::select! {
+                result = result => result,
+                place = superseded => {
+                    let cause = place.ok().and_then(|place| ended(place.as_ref(), generation));
+                    Err(format!("generation superseded: {}", cause.unwrap_or_default()))
+                }
+            };
+            let (value, error) = match result {
+                Ok(value) => (value.map(|value| value.to_string()), None),
+                Err(error) => (None, Some(error)),
+            };
+            // Waits for the worker to read; ends with the connection.
+            let _ = queue
+                .send(encode(&ToWorker::KvReply { call, value, error }))
+                .await;
+        });
+    }
+}
+
+/// Why `generation` is over, if it is.
+fn ended(place: Option<&Place>, generation: Generation) -> Option<String> {
+    match place {
+        Some(place) if place.generation == generation => place.over.clone(),
+        Some(place) => Some(format!("generation {} has begun", place.generation)),
+        None => None,
+    }
+}
+
+fn over(hub: &Hub, generation: Generation) -> Option<String> {
+    ended(hub.place.borrow().as_ref(), generation)
+}
+
+/// Waits until the speaker is known to be the worker it claims to be: a fast worker may connect before the agent
+/// has heard that it was spawned.
+async fn await_place(
+    hub: &Hub,
+    pid: i32,
+    local_rank: LocalRank,
+    theirs: Generation,
+) -> Result<(Arc<Store>, Arc<[u8]>), Refusal> {
+    let known = |place: &Place| peer::owner(pid, &place.pids) == Some(local_rank);
+    let mut watch = hub.place.clone();
+    let settled = watch.wait_for(|place| {
+        place
+            .as_ref()
+            .is_none_or(|place| place.generation != theirs || place.spawned || known(place))
+    });
+    let stranger = || Refusal::Stranger { pid, local_rank };
+    let place = timeout(GREETING_BOUND, settled).await.map_err(|_| stranger())?;
+    let place = place.map_err(|_| stranger())?;
+    let place = place.as_ref().ok_or_else(stranger)?;
+    if place.generation != theirs {
+        let ours = place.generation;
+        return Err(Refusal::Stale { pid, theirs, ours });
+    }
+    let contract = place
+        .contracts
+        .get(local_rank.0 as usize)
+        .filter(|_| known(place))
+        .ok_or_else(stranger)?;
+    let assignment = encode(&ToWorker::Assignment {
+        protocol: PROTOCOL,
+        generation: theirs,
+        env: contract.clone(),
+        node_addrs: place.node_addrs.clone(),
+    });
+    Ok((place.store.clone(), assignment))
+}
+
+async fn write_all(mut writer: OwnedWriteHalf, mut queue: mpsc::Receiver<Arc<[u8]>>) -> io::Result<()> {
+    while let Some(line) = queue.recv().await {
+        match timeout(WRITE_BOUND, writer.write_all(&line)).await {
+            Ok(written) => written?,
+            Err(_) => return Err(io::ErrorKind::TimedOut.into()),
+        }
+    }
+    Ok(())
+}
+
+enum Line {
+    Message(ToAgent),
+    /// JSON, but of a newer build.
+    Unknown,
+}
+
+/// Reads bounded lines.
+struct Lines {
+    reader: BufReader<OwnedReadHalf>,
+    /// The line so far: kept here, so that a cancelled [`Lines::next`] goes on where it stopped.
+    line: Vec<u8>,
+}
+
+impl Lines {
+    fn new(reader: OwnedReadHalf) -> Self {
+        Self {
+            reader: BufReader::new(reader),
+            line: Vec::new(),
+        }
+    }
+
+    /// The next line; none at the end. Cancel safe.
+    async fn next(&mut self) -> Result<Option<Line>, Refusal> {
+        let room = (MAX_LINE_BYTES - self.line.len()) as u64;
+        let read = (&mut self.reader)
+            .take(room)
+            .read_until(b'\n', &mut self.line)
+            .await?;
+        if read == 0 && self.line.is_empty() {
+            return Ok(None);
+        }
+        if !self.line.ends_with(b"\n") {
+            return Err(Refusal::BadLine);
+        }
+        let line = std::mem::take(&mut self.line);
+        match serde_json::from_slice(&line) {
+            Ok(message) => Ok(Some(Line::Message(message))),
+            Err(_) if serde_json::from_slice::<serde_json::Value>(&line).is_ok() => Ok(Some(Line::Unknown)),
+            Err(_) => Err(Refusal::BadLine),
+        }
+    }
+}

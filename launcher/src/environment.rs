@@ -1,0 +1,182 @@
+//! The complete environment of a worker.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs;
+use std::path::Path;
+
+use ddp_proto::env::{DDP_JOB_MARKER, DDP_PROGRESS, SCRUBBED, WorkerEnv};
+use nix::sched::{CpuSet, sched_getaffinity};
+use nix::unistd::Pid;
+
+const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
+const ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
+
+/// What all workers of one launcher have in common.
+#[derive(Clone, Debug)]
+pub(crate) struct Common<'a> {
+    /// Environment of the launcher.
+    pub(crate) inherited: &'a [(OsString, OsString)],
+    /// Variables of the plan.
+    pub(crate) extra: &'a BTreeMap<String, String>,
+    /// Value of `DDP_JOB_MARKER`.
+    pub(crate) marker: &'a str,
+    /// Threads for OpenMP, unless the user set it.
+    pub(crate) threads: usize,
+    /// The launcher draws a progress bar.
+    pub(crate) progress_bar: bool,
+}
+
+/// In rising order of precedence: defaults, inherited variables, the plan's, the contract.
+pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsString, OsString)> {
+    let mut env: BTreeMap<OsString, OsString> = BTreeMap::new();
+    env.insert(OMP_NUM_THREADS.into(), common.threads.to_string().into());
+    env.insert(ASYNC_ERROR_HANDLING.into(), "1".into());
+    let inherited = common.inherited.iter().filter(|(name, _)| !is_scrubbed(name));
+    env.extend(inherited.cloned());
+    env.extend(
+        common
+            .extra
+            .iter()
+            .map(|(name, value)| (name.into(), value.into())),
+    );
+    env.extend(
+        contract
+            .to_vars()
+            .into_iter()
+            .map(|(name, value)| (name.into(), value.into())),
+    );
+    env.insert(DDP_JOB_MARKER.into(), common.marker.into());
+    if common.progress_bar {
+        env.insert(DDP_PROGRESS.into(), "bar".into());
+    }
+    env.into_iter().collect()
+}
+
+fn is_scrubbed(name: &OsStr) -> bool {
+    SCRUBBED.iter().any(|scrubbed| name == *scrubbed)
+}
+
+/// Cores for each of `workers`: those of the affinity mask, within the cgroup's quota, at least one.
+pub(crate) fn threads_per_worker(workers: u32) -> usize {
+    let affinity = sched_getaffinity(Pid::from_raw(0)).map_or(1, |set| count(&set));
+    let cores = cgroup_quota().map_or(affinity, |quota| affinity.min(quota));
+    (cores / workers.max(1) as usize).max(1)
+}
+
+fn count(set: &CpuSet) -> usize {
+    (0..CpuSet::count())
+        .filter(|cpu| set.is_set(*cpu).unwrap_or(false))
+        .count()
+        .max(1)
+}
+
+/// The tightest CPU quota on the way from this process's cgroup to the root, in whole cores, rounded up.
+fn cgroup_quota() -> Option<usize> {
+    let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
+    let v2 = membership.lines().find_map(|line| line.strip_prefix("0::"));
+    let v1 = membership.lines().find_map(|line| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, path) = rest.split_once(':')?;
+        controllers.split(',').any(|name| name == "cpu").then_some(path)
+    });
+    let tightest = |root: &str, path: &str, quota: fn(&Path) -> Option<f64>| {
+        let relative = Path::new(path.trim_start_matches('/'));
+        let levels = relative.ancestors().map(|level| Path::new(root).join(level));
+        levels.filter_map(|level| quota(&level)).reduce(f64::min)
+    };
+    let v2 = v2.and_then(|path| tightest("/sys/fs/cgroup", path, quota_v2));
+    let v1 = v1.and_then(|path| tightest("/sys/fs/cgroup/cpu", path, quota_v1));
+    v2.into_iter()
+        .chain(v1)
+        .reduce(f64::min)
+        .map(|cores| cores.ceil().max(1.0) as usize)
+}
+
+fn quota_v2(directory: &Path) -> Option<f64> {
+    parse_cpu_max(&fs::read_to_string(directory.join("cpu.max")).ok()?)
+}
+
+fn quota_v1(directory: &Path) -> Option<f64> {
+    let number =
+        |file: &str| -> Option<f64> { fs::read_to_string(directory.join(file)).ok()?.trim().parse().ok() };
+    let (quota, period) = (number("cpu.cfs_quota_us")?, number("cpu.cfs_period_us")?);
+    (quota > 0.0 && period > 0.0).then_some(quota / period)
+}
+
+/// `max 100000` or `150000 100000`.
+fn parse_cpu_max(text: &str) -> Option<f64> {
+    let (quota, period) = text.trim().split_once(' ')?;
+    let (quota, period): (f64, f64) = (quota.parse().ok()?, period.parse().ok()?);
+    (period > 0.0).then_some(quota / period)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn env_of(inherited: &[(&str, &str)], extra: &[(&str, &str)]) -> BTreeMap<String, String> {
+        let inherited: Vec<_> = inherited
+            .iter()
+            .map(|(n, v)| (OsString::from(n), OsString::from(v)))
+            .collect();
+        let extra = extra
+            .iter()
+            .map(|(n, v)| ((*n).to_owned(), (*v).to_owned()))
+            .collect();
+        let common = Common {
+            inherited: &inherited,
+            extra: &extra,
+            marker: "outer/me",
+            threads: 3,
+            progress_bar: false,
+        };
+        let env = of_worker(&common, &WorkerEnv::single());
+        let text = |s: OsString| s.into_string().unwrap();
+        env.into_iter().map(|(n, v)| (text(n), text(v))).collect()
+    }
+
+    #[test]
+    fn rank_variables_are_not_inherited() {
+        let env = env_of(
+            &[
+                ("RANK", "7"),
+                ("TORCHELASTIC_ERROR_FILE", "/x"),
+                ("DDP_PROGRESS", "bar"),
+                ("HOME", "/root"),
+            ],
+            &[("RANK", "9"), ("EXTRA", "1")],
+        );
+        assert_eq!(env["RANK"], "0");
+        assert_eq!(env["HOME"], "/root");
+        assert_eq!(env["EXTRA"], "1");
+        assert_eq!(env[DDP_JOB_MARKER], "outer/me");
+        assert!(!env.contains_key("TORCHELASTIC_ERROR_FILE"));
+        assert!(!env.contains_key(DDP_PROGRESS));
+    }
+
+    #[test]
+    fn what_the_user_set_is_kept() {
+        let env = env_of(&[(OMP_NUM_THREADS, "16")], &[]);
+        assert_eq!(env[OMP_NUM_THREADS], "16");
+        assert_eq!(env[ASYNC_ERROR_HANDLING], "1");
+        let env = env_of(&[(ASYNC_ERROR_HANDLING, "3")], &[]);
+        assert_eq!(
+            (env[OMP_NUM_THREADS].as_str(), env[ASYNC_ERROR_HANDLING].as_str()),
+            ("3", "3")
+        );
+    }
+
+    #[test]
+    fn quotas_are_read_in_cores() {
+        assert_eq!(parse_cpu_max("max 100000\n"), None);
+        assert_eq!(parse_cpu_max("150000 100000\n"), Some(1.5));
+        assert_eq!(parse_cpu_max("nonsense"), None);
+    }
+
+    #[test]
+    fn every_worker_has_a_core() {
+        assert!(threads_per_worker(1) >= 1);
+        assert_eq!(threads_per_worker(100_000), 1);
+    }
+}

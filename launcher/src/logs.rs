@@ -1,0 +1,141 @@
+//! Where the files of a worker lie: `<log_dir>/attempt_N/<global rank>/{stdout.log,stderr.log,error.json}`.
+
+use std::fs::{self, File};
+use std::io::{self, Read};
+use std::path::{Path, PathBuf};
+
+use ddp_proto::ids::GlobalRank;
+
+/// More of an error file is not read.
+const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
+/// Longest message taken from an error file.
+const MAX_MESSAGE_CHARS: usize = 2000;
+
+/// A directory or file for a worker's output cannot be made.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot write `{}`: {cause}\n  hint: choose a writable directory with `--log-dir`", .path.display())]
+pub struct LogError {
+    /// The file or directory.
+    pub path: PathBuf,
+    /// The system's error.
+    #[source]
+    pub cause: io::Error,
+}
+
+/// Files of one worker in one attempt.
+#[derive(Clone, Debug)]
+pub(crate) struct WorkerFiles {
+    directory: PathBuf,
+    /// False for scratch files, which nobody is told of: then only the error file is used.
+    logged: bool,
+}
+
+impl WorkerFiles {
+    /// Makes the directory. Without a log directory, `scratch` takes the error file.
+    pub(crate) fn create(
+        log_dir: Option<&Path>,
+        scratch: &Path,
+        attempt: u32,
+        rank: GlobalRank,
+    ) -> Result<Self, LogError> {
+        let root = log_dir.unwrap_or(scratch);
+        let directory = root.join(format!("attempt_{attempt}")).join(rank.to_string());
+        let files = Self {
+            directory,
+            logged: log_dir.is_some(),
+        };
+        fs::create_dir_all(&files.directory).map_err(|cause| LogError {
+            path: files.directory.clone(),
+            cause,
+        })?;
+        // A stale one of an earlier run would be taken for this worker's.
+        match fs::remove_file(files.error_file()) {
+            Err(cause) if cause.kind() != io::ErrorKind::NotFound => Err(LogError {
+                path: files.error_file(),
+                cause,
+            }),
+            _ => Ok(files),
+        }
+    }
+
+    /// `TORCHELASTIC_ERROR_FILE`.
+    pub(crate) fn error_file(&self) -> PathBuf {
+        self.directory.join("error.json")
+    }
+
+    /// Path of the stderr log for messages; none without a log directory.
+    pub(crate) fn stderr_log(&self) -> Option<PathBuf> {
+        self.logged.then(|| self.directory.join("stderr.log"))
+    }
+
+    /// Opens `stdout.log` and `stderr.log`, empty; none without a log directory.
+    pub(crate) fn open_logs(&self) -> Result<Option<(File, File)>, LogError> {
+        if !self.logged {
+            return Ok(None);
+        }
+        let open = |name: &str| {
+            let path = self.directory.join(name);
+            File::create(&path).map_err(|cause| LogError { path, cause })
+        };
+        Ok(Some((open("stdout.log")?, open("stderr.log")?)))
+    }
+
+    /// What the worker wrote into its error file, in one short text; none if it wrote nothing.
+    pub(crate) fn error_message(&self) -> Option<String> {
+        let mut text = String::new();
+        let file = File::open(self.error_file()).ok()?;
+        file.take(MAX_ERROR_FILE_BYTES).read_to_string(&mut text).ok()?;
+        parse_error_file(&text)
+    }
+}
+
+/// `{"message": "…"}`, or torch's `{"message": {"message": "…", "extraInfo": {…}}}`; else the text itself.
+fn parse_error_file(text: &str) -> Option<String> {
+    let message = match serde_json::from_str::<serde_json::Value>(text) {
+        Ok(value) => {
+            let outer = value.get("message").unwrap_or(&value);
+            let inner = outer.get("message").unwrap_or(outer);
+            inner.as_str().map_or_else(|| inner.to_string(), str::to_owned)
+        }
+        Err(_) => text.to_owned(),
+    };
+    let message: String = message.trim().chars().take(MAX_MESSAGE_CHARS).collect();
+    (!message.is_empty()).then_some(message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn messages_of_error_files_are_found() {
+        let of = |text| parse_error_file(text);
+        assert_eq!(of(r#"{"message": "no data"}"#).unwrap(), "no data");
+        let torch =
+            r#"{"message": {"message": "RuntimeError: no data", "extraInfo": {"py_callstack": "…"}}}"#;
+        assert_eq!(of(torch).unwrap(), "RuntimeError: no data");
+        assert_eq!(of("plain words\n").unwrap(), "plain words");
+        assert_eq!(of(""), None);
+    }
+
+    #[test]
+    fn a_stale_error_file_is_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let create =
+            || WorkerFiles::create(Some(dir.path()), Path::new("/nonexistent"), 2, GlobalRank(5)).unwrap();
+        let files = create();
+        assert_eq!(files.error_file(), dir.path().join("attempt_2/5/error.json"));
+        fs::write(files.error_file(), "old").unwrap();
+        assert_eq!(files.error_message().as_deref(), Some("old"));
+        assert_eq!(create().error_message(), None);
+        assert!(files.open_logs().unwrap().is_some());
+    }
+
+    #[test]
+    fn an_unwritable_directory_is_named() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        let error = WorkerFiles::create(Some(file.path()), Path::new("/"), 0, GlobalRank(0)).unwrap_err();
+        assert!(error.to_string().starts_with("cannot write `"), "{error}");
+        assert!(error.to_string().contains("attempt_0/0"), "{error}");
+    }
+}

@@ -1,0 +1,132 @@
+//! A port that rank 0 will be able to bind.
+//!
+//! The port is bound first without `SO_REUSEADDR`, which fails if anybody else holds it in any way; the option
+//! is set afterwards, and nobody listens: from then on a program that sets `SO_REUSEADDR`, as every server does,
+//! can bind the port and listen on it, while another launcher looking for a port cannot. So the port stays
+//! reserved for as long as [`MasterPort`] lives, which is the whole generation.
+
+use std::fs;
+use std::io;
+use std::net::{Ipv6Addr, SocketAddrV6};
+use std::ops::RangeInclusive;
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use nix::errno::Errno;
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, SockaddrIn, SockaddrIn6, bind, getsockname, setsockopt, socket,
+    sockopt,
+};
+
+/// Ports below are for well-known services.
+const LOWEST: u16 = 10_000;
+/// Ports tried before the system is asked to choose one of its own range.
+const ATTEMPTS: u32 = 64;
+/// What Linux gives to outgoing connections by default.
+const DEFAULT_LOCAL_RANGE: RangeInclusive<u16> = 32_768..=60_999;
+
+/// A reserved port of this machine, for all its addresses.
+#[derive(Debug)]
+pub(crate) struct MasterPort {
+    port: u16,
+    _socket: OwnedFd,
+}
+
+impl MasterPort {
+    /// Reserves a port that outgoing connections do not get.
+    pub(crate) fn reserve() -> io::Result<Self> {
+        let local = local_range();
+        for _ in 0..ATTEMPTS {
+            let port = rand::random_range(LOWEST..=u16::MAX);
+            if local.contains(&port) {
+                continue;
+            }
+            match Self::bind(port) {
+                Err(error) if error.raw_os_error() == Some(Errno::EADDRINUSE as i32) => {}
+                reserved => return reserved,
+            }
+        }
+        Self::bind(0)
+    }
+
+    /// The port's number.
+    pub(crate) fn get(&self) -> u16 {
+        self.port
+    }
+
+    fn bind(port: u16) -> io::Result<Self> {
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let dual_stack = socket(AddressFamily::Inet6, SockType::Stream, flags, None).and_then(|socket| {
+            setsockopt(&socket, sockopt::Ipv6V6Only, &false)?;
+            Ok(socket)
+        });
+        let (socket, port) = if let Ok(socket) = dual_stack {
+            let any = SocketAddrV6::new(Ipv6Addr::UNSPECIFIED, port, 0, 0);
+            bind(socket.as_raw_fd(), &SockaddrIn6::from(any))?;
+            let port = getsockname::<SockaddrIn6>(socket.as_raw_fd())?.port();
+            (socket, port)
+        } else {
+            // The machine has no IPv6.
+            let socket = socket(AddressFamily::Inet, SockType::Stream, flags, None)?;
+            bind(socket.as_raw_fd(), &SockaddrIn::new(0, 0, 0, 0, port))?;
+            let port = getsockname::<SockaddrIn>(socket.as_raw_fd())?.port();
+            (socket, port)
+        };
+        setsockopt(&socket, sockopt::ReuseAddr, &true)?;
+        Ok(Self {
+            port,
+            _socket: socket,
+        })
+    }
+}
+
+fn local_range() -> RangeInclusive<u16> {
+    fs::read_to_string("/proc/sys/net/ipv4/ip_local_port_range")
+        .ok()
+        .and_then(|text| parse_range(&text))
+        .unwrap_or(DEFAULT_LOCAL_RANGE)
+}
+
+fn parse_range(text: &str) -> Option<RangeInclusive<u16>> {
+    let mut ends = text.split_ascii_whitespace();
+    Some(ends.next()?.parse().ok()?..=ends.next()?.parse().ok()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    #[test]
+    fn rank_0_listens_on_the_port_while_it_is_reserved() {
+        let reserved = MasterPort::reserve().unwrap();
+        for address in ["127.0.0.1", "0.0.0.0", "[::1]", "[::]"] {
+            let listener = match TcpListener::bind(format!("{address}:{}", reserved.get())) {
+                Err(error) if error.kind() == io::ErrorKind::AddrNotAvailable => continue,
+                listener => listener.unwrap(),
+            };
+            TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+            listener.accept().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_reserved_port_is_not_reserved_twice() {
+        let reserved = MasterPort::reserve().unwrap();
+        let error = MasterPort::bind(reserved.get()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    }
+
+    #[test]
+    fn a_port_that_is_served_is_not_reserved() {
+        let served = TcpListener::bind("127.0.0.1:0").unwrap();
+        let error = MasterPort::bind(served.local_addr().unwrap().port()).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::AddrInUse);
+    }
+
+    #[test]
+    fn the_range_of_outgoing_connections_is_read() {
+        assert_eq!(parse_range("32768\t60999\n"), Some(32_768..=60_999));
+        assert_eq!(parse_range("x"), None);
+    }
+}

@@ -1,0 +1,121 @@
+//! What `/proc` says of the processes of this machine.
+
+use std::fs;
+use std::io::Read;
+
+use ddp_proto::env::DDP_JOB_MARKER;
+
+/// More of an environment than this is not searched: the kernel's own limit for one `execve` is 2 MiB by default.
+const MAX_ENVIRON_BYTES: u64 = 4 << 20;
+
+/// The fields of `/proc/<pid>/stat` that supervision needs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct ProcessEntry {
+    pub(crate) pid: i32,
+    pub(crate) parent: i32,
+    pub(crate) group: i32,
+    pub(crate) session: i32,
+    /// Dead, waiting to be reaped: it holds nothing but its number.
+    pub(crate) zombie: bool,
+}
+
+/// All processes that can be seen, in no particular order; those that vanish meanwhile are left out.
+pub(crate) fn processes() -> Vec<ProcessEntry> {
+    let Ok(entries) = fs::read_dir("/proc") else {
+        return Vec::new();
+    };
+    entries
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .filter_map(process)
+        .collect()
+}
+
+/// One process; none if it does not exist.
+pub(crate) fn process(pid: i32) -> Option<ProcessEntry> {
+    parse_stat(pid, &fs::read(format!("/proc/{pid}/stat")).ok()?)
+}
+
+/// The name of a process's program, for messages.
+pub(crate) fn program_name(pid: i32) -> Option<String> {
+    Some(
+        fs::read_to_string(format!("/proc/{pid}/comm"))
+            .ok()?
+            .trim_end()
+            .to_owned(),
+    )
+}
+
+/// True if the process was started, directly or through others, by the launcher called `launcher_id`.
+pub(crate) fn carries_marker(pid: i32, launcher_id: &str) -> bool {
+    let mut environ = Vec::new();
+    let Ok(file) = fs::File::open(format!("/proc/{pid}/environ")) else {
+        return false;
+    };
+    file.take(MAX_ENVIRON_BYTES).read_to_end(&mut environ).is_ok() && environ_carries(&environ, launcher_id)
+}
+
+/// A marker is the path of launchers from the outermost to the innermost: `outer/inner`.
+fn environ_carries(environ: &[u8], launcher_id: &str) -> bool {
+    environ
+        .split(|byte| *byte == 0)
+        .filter_map(|entry| entry.strip_prefix(DDP_JOB_MARKER.as_bytes())?.strip_prefix(b"="))
+        .any(|marker| {
+            marker
+                .split(|byte| *byte == b'/')
+                .any(|id| id == launcher_id.as_bytes())
+        })
+}
+
+fn parse_stat(pid: i32, stat: &[u8]) -> Option<ProcessEntry> {
+    // The program's name is in parentheses and may itself contain parentheses and spaces.
+    let end_of_name = stat.iter().rposition(|byte| *byte == b')')?;
+    let fields = std::str::from_utf8(stat.get(end_of_name + 1..)?).ok()?;
+    let mut fields = fields.split_ascii_whitespace();
+    let state = fields.next()?;
+    let mut number = || fields.next()?.parse().ok();
+    Some(ProcessEntry {
+        pid,
+        parent: number()?,
+        group: number()?,
+        session: number()?,
+        zombie: matches!(state, "Z" | "X"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_with_parentheses_does_not_shift_the_fields() {
+        let entry = parse_stat(7, b"7 (a) S 1 (b) Z 3 4 5 0 -1").unwrap();
+        assert_eq!(
+            entry,
+            ProcessEntry {
+                pid: 7,
+                parent: 3,
+                group: 4,
+                session: 5,
+                zombie: true
+            }
+        );
+        assert_eq!(parse_stat(7, b"7 (a S 1"), None);
+    }
+
+    #[test]
+    fn this_process_is_in_the_table() {
+        let me = i32::try_from(std::process::id()).unwrap();
+        let found = processes().into_iter().find(|entry| entry.pid == me).unwrap();
+        assert_eq!(found.parent, nix::unistd::getppid().as_raw());
+        assert!(!found.zombie);
+    }
+
+    #[test]
+    fn a_marker_is_found_at_any_depth_and_never_by_part() {
+        let environ = b"HOME=/\0DDP_JOB_MARKER=outer/inner\0X=outer\0";
+        assert!(environ_carries(environ, "outer"));
+        assert!(environ_carries(environ, "inner"));
+        assert!(!environ_carries(environ, "inn"));
+        assert!(!environ_carries(b"XDDP_JOB_MARKER=outer\0", "outer"));
+    }
+}

@@ -1,0 +1,189 @@
+//! Reads what the workers write: to the log files as it is, to the console line by line, the end of it kept for
+//! the failure report.
+//!
+//! It has a thread with a runtime of its own. A log directory that hangs, or a console that is slow, holds up this
+//! thread and with it the workers' output, but never supervision.
+
+use std::collections::VecDeque;
+use std::fs::File;
+use std::io::{self, Write};
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use ddp_proto::ids::GlobalRank;
+use tokio::io::AsyncReadExt;
+use tokio::net::unix::pipe;
+use tokio::sync::{mpsc, watch};
+
+use crate::console::{Console, Stream};
+use crate::lines::LineSplitter;
+
+/// Lines of stderr kept for the failure report.
+const TAIL_LINES: usize = 20;
+/// Longest line kept for the failure report.
+const TAIL_LINE_BYTES: usize = 1000;
+/// Bytes read at once.
+const READ_BYTES: usize = 64 << 10;
+/// Pipes that may wait to be taken up by the thread: two for each worker that is being started.
+const TAP_QUEUE: usize = 4096;
+
+/// One stream of one worker.
+pub(crate) struct Tap {
+    pub(crate) rank: GlobalRank,
+    pub(crate) stream: Stream,
+    pub(crate) pipe: OwnedFd,
+    pub(crate) log: Option<File>,
+    pub(crate) tail: TailWriter,
+}
+
+/// Handle to the reading thread.
+pub(crate) struct Pump {
+    taps: mpsc::Sender<Tap>,
+}
+
+impl Pump {
+    /// Starts the thread.
+    pub(crate) fn start(console: Console) -> io::Result<Self> {
+        let (taps, mut queue) = mpsc::channel::<Tap>(TAP_QUEUE);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .build()?;
+        std::thread::Builder::new()
+            .name("pump".into())
+            .stack_size(512 << 10)
+            .spawn(move || {
+                runtime.block_on(async move {
+                    while let Some(tap) = queue.recv().await {
+                        tokio::spawn(read(tap, console.clone()));
+                    }
+                });
+            })?;
+        Ok(Self { taps })
+    }
+
+    /// Begins to read; false if far too many streams wait to be taken up.
+    pub(crate) fn add(&self, tap: Tap) -> bool {
+        self.taps.try_send(tap).is_ok()
+    }
+}
+
+async fn read(tap: Tap, console: Console) {
+    let Tap {
+        rank,
+        stream,
+        pipe,
+        mut log,
+        tail,
+    } = tap;
+    let Ok(mut pipe) = pipe::Receiver::from_owned_fd(pipe) else {
+        return;
+    };
+    let mut splitter = LineSplitter::default();
+    let mut show = |line: &[u8]| {
+        tail.push(line);
+        console.put(stream, prefixed(rank, line));
+    };
+    let mut buffer = vec![0; READ_BYTES];
+    while let Ok(read @ 1..) = pipe.read(&mut buffer).await {
+        let bytes = &buffer[..read];
+        if let Some(file) = &mut log
+            && let Err(error) = file.write_all(bytes)
+        {
+            console.say(&format!("log files of rank {rank} end here: {error}"));
+            log = None;
+        }
+        splitter.push(bytes, &mut show);
+    }
+    splitter.flush(&mut show);
+}
+
+fn prefixed(rank: GlobalRank, line: &[u8]) -> Vec<u8> {
+    match line {
+        // The line before ended with `\r`, and only now turns out to be complete.
+        b"" => return b"\n".to_vec(),
+        b"\n" => return format!("[{rank}]\n").into_bytes(),
+        _ => {}
+    }
+    let mut out = format!("[{rank}] ").into_bytes();
+    out.extend_from_slice(line);
+    out
+}
+
+/// The last lines of a stream, and whether it has ended.
+pub(crate) fn tail() -> (TailWriter, TailReader) {
+    let lines = Arc::new(Mutex::new(VecDeque::new()));
+    let (open, ended) = watch::channel(());
+    let writer = TailWriter {
+        lines: lines.clone(),
+        _open: open,
+    };
+    (writer, TailReader { lines, ended })
+}
+
+/// Filled by the pump; dropping it says that the stream has ended.
+pub(crate) struct TailWriter {
+    lines: Arc<Mutex<VecDeque<String>>>,
+    _open: watch::Sender<()>,
+}
+
+impl TailWriter {
+    fn push(&self, line: &[u8]) {
+        let line = &line[..line.len().min(TAIL_LINE_BYTES)];
+        let text = String::from_utf8_lossy(line).trim_end().to_owned();
+        if text.is_empty() {
+            return;
+        }
+        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        if lines.len() == TAIL_LINES {
+            lines.pop_front();
+        }
+        lines.push_back(text);
+    }
+}
+
+/// Read by the failure report.
+#[derive(Clone, Debug)]
+pub(crate) struct TailReader {
+    lines: Arc<Mutex<VecDeque<String>>>,
+    ended: watch::Receiver<()>,
+}
+
+impl TailReader {
+    /// Returns when the stream has ended. Cancel safe.
+    pub(crate) async fn ended(&mut self) {
+        // Nothing is ever sent: an error means that the writer is gone.
+        while self.ended.changed().await.is_ok() {}
+    }
+
+    /// The last lines so far, oldest first.
+    pub(crate) fn lines(&self) -> Vec<String> {
+        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        lines.iter().cloned().collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_has_its_rank() {
+        assert_eq!(prefixed(GlobalRank(3), b"hello\n"), b"[3] hello\n");
+        assert_eq!(prefixed(GlobalRank(3), b"\n"), b"[3]\n");
+        assert_eq!(prefixed(GlobalRank(3), b""), b"\n");
+    }
+
+    #[tokio::test]
+    async fn the_tail_keeps_the_last_lines() {
+        let (writer, mut reader) = tail();
+        for line in 0..100 {
+            writer.push(format!("line {line}\r\n").as_bytes());
+        }
+        writer.push(b"\n");
+        drop(writer);
+        reader.ended().await;
+        let lines = reader.lines();
+        assert_eq!(lines.len(), TAIL_LINES);
+        assert_eq!(lines.last().unwrap(), "line 99");
+    }
+}

@@ -1,0 +1,89 @@
+//! Collects children that ended.
+//!
+//! The launcher is a child subreaper: besides workers it inherits their orphans. A dead worker is first looked
+//! at without being reaped: as long as its number is taken, its session can be killed without hitting a stranger.
+#![expect(
+    unsafe_code,
+    reason = "waitid; nix cannot express deaths by real-time signals"
+)]
+
+use std::collections::BTreeSet;
+use std::io;
+
+use nix::sys::signal::{Signal, killpg};
+use nix::unistd::Pid;
+
+use crate::ending::Ending;
+use crate::sweep::Quarry;
+
+/// Which child is meant.
+#[derive(Clone, Copy, Debug)]
+enum Which {
+    Pid(i32),
+    Any,
+}
+
+/// Workers that are dead, with their ends. What lives in their sessions is killed, then they are reaped.
+pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>) -> Vec<(i32, Ending)> {
+    let dead: Vec<(i32, Ending)> = pids
+        .filter_map(|pid| look(Which::Pid(pid), libc::WNOWAIT).ok().flatten())
+        .collect();
+    if dead.is_empty() {
+        return dead;
+    }
+    let sessions: BTreeSet<i32> = dead.iter().map(|(pid, _)| *pid).collect();
+    for pid in &sessions {
+        // Usually there is nobody left in the group.
+        let _ = killpg(Pid::from_raw(*pid), Signal::SIGKILL);
+    }
+    Quarry::Sessions(&sessions).kill_once();
+    for pid in &sessions {
+        // It was dead a moment ago, and only this function reaps it.
+        let _ = look(Which::Pid(*pid), 0);
+    }
+    dead
+}
+
+/// Reaps every other child that ended: adopted orphans. Must not run while a worker is being spawned, since it
+/// would take the spawner's own half-made child. Returns workers that ended since [`collect_workers`] looked.
+pub(crate) fn collect_orphans(is_worker: impl Fn(i32) -> bool) -> Vec<i32> {
+    let mut reaped = Vec::new();
+    // Left for the next round: it is woken by the same signal.
+    while let Ok(Some((pid, _))) = look(Which::Any, libc::WNOWAIT) {
+        if is_worker(pid) {
+            break;
+        }
+        if look(Which::Pid(pid), 0).is_err() {
+            break;
+        }
+        reaped.push(pid);
+    }
+    reaped
+}
+
+/// `waitid` without waiting; with `WNOWAIT` the child stays.
+fn look(which: Which, flags: i32) -> io::Result<Option<(i32, Ending)>> {
+    let (kind, id) = match which {
+        Which::Pid(pid) => (libc::P_PID, pid as libc::id_t),
+        Which::Any => (libc::P_ALL, 0),
+    };
+    // SAFETY: all zeroes is a valid `siginfo_t`.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    // SAFETY: `info` is valid for writes.
+    if unsafe { libc::waitid(kind, id, &raw mut info, libc::WEXITED | libc::WNOHANG | flags) } != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: `waitid` filled in the fields of SIGCHLD, or left the zeroes.
+    let (pid, status) = unsafe { (info.si_pid(), info.si_status()) };
+    if pid == 0 {
+        return Ok(None);
+    }
+    let ending = match info.si_code {
+        libc::CLD_EXITED => Ending::Code(status),
+        code => Ending::Signal {
+            signal: status,
+            core_dumped: code == libc::CLD_DUMPED,
+        },
+    };
+    Ok(Some((pid, ending)))
+}

@@ -1,0 +1,208 @@
+//! The failure report: who failed first in the whole job, why, and what became of the others.
+//!
+//! Everything here is words; the facts come from the daemon and from the agent.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use ddp_proto::ids::GlobalRank;
+use ddp_proto::rendezvous::WorkerExit;
+
+use crate::agent::Conclusion;
+use crate::ending::{Ending, signal_name};
+
+/// How one worker of this node ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct LocalEnd {
+    pub(crate) rank: GlobalRank,
+    pub(crate) ending: Ending,
+    /// The last signal that we sent it while it lived.
+    pub(crate) sent: Option<i32>,
+    /// Time from the first failure (or the beginning of the stop) to its end.
+    pub(crate) after: Duration,
+    /// Its own words.
+    pub(crate) message: Option<String>,
+}
+
+/// What a report is made of.
+pub(crate) struct Facts<'a> {
+    pub(crate) conclusion: &'a Conclusion,
+    /// Name of the program as people call it.
+    pub(crate) program: &'a str,
+    /// This node.
+    pub(crate) hostname: &'a str,
+    /// The first failure that this node saw itself, for a conclusion that does not tell.
+    pub(crate) local_failure: Option<&'a WorkerExit>,
+    /// Workers of this node in the last generation, in order of rank.
+    pub(crate) local_ends: &'a [LocalEnd],
+    /// From the start of the last generation's workers to the first failure.
+    pub(crate) ran_for: Option<Duration>,
+}
+
+/// The report as text, without a trailing newline; none if all went well.
+pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
+    let text = match facts.conclusion {
+        Conclusion::Succeeded => return None,
+        Conclusion::Stopped { signal } => {
+            let mut text = format!("stopped by {}", signal_name(*signal));
+            others(&mut text, facts, None);
+            text
+        }
+        Conclusion::JobOver {
+            reason,
+            first_failure,
+            ..
+        } => job_over(facts, reason, first_failure.as_deref()),
+        Conclusion::Refused { reason, .. } => format!("error: {reason}"),
+        Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => after_error(facts, error),
+        Conclusion::CannotStart(error) => format!("error: {error}"),
+    };
+    Some(text)
+}
+
+fn job_over(facts: &Facts<'_>, reason: &str, first_failure: Option<&(WorkerExit, String)>) -> String {
+    let Some((failure, host)) = first_failure else {
+        let mut text = format!("error: {reason}");
+        others(&mut text, facts, None);
+        return text;
+    };
+    let mut text = format!("error: {} failed", facts.program);
+    if reason.contains("restarts are used up") {
+        let _ = write!(
+            text,
+            ", and {}",
+            reason.rsplit_once("; ").map_or(reason, |(_, last)| last)
+        );
+    }
+    describe_failure(&mut text, facts, failure, host);
+    let first_here = (host == facts.hostname).then_some(GlobalRank(failure.rank));
+    others(&mut text, facts, first_here);
+    text
+}
+
+fn after_error(facts: &Facts<'_>, error: &str) -> String {
+    let mut text = format!("error: {error}");
+    if let Some(failure) = facts.local_failure {
+        text.push_str("\nbefore that, on this node:");
+        describe_failure(&mut text, facts, failure, facts.hostname);
+        others(&mut text, facts, Some(GlobalRank(failure.rank)));
+    }
+    text
+}
+
+fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, host: &str) {
+    let ending = Ending::of_message(failure);
+    let here = host == facts.hostname;
+    let _ = write!(
+        text,
+        "\n  first failure: rank {} (node `{host}`, pid {}) {ending}",
+        failure.rank, failure.pid
+    );
+    if let (true, Some(ran_for)) = (here, facts.ran_for) {
+        let _ = write!(text, " after {}", seconds(ran_for));
+    }
+    if let Some(time) = clock_time(failure.unix_time_ns) {
+        let _ = write!(text, " at {time}");
+    }
+    if let Some(hint) = hint_for(ending) {
+        let _ = write!(text, "\n    {hint}");
+    }
+    if !failure.message.is_empty() {
+        let _ = write!(
+            text,
+            "\n    it says: {}",
+            indented(&failure.message, "             ")
+        );
+    }
+    if !failure.log_file.is_empty() {
+        let on = if here {
+            String::new()
+        } else {
+            format!(" on `{host}`")
+        };
+        let _ = write!(text, "\n    log file{on}: {}", failure.log_file);
+    }
+    if failure.stderr_tail.is_empty() {
+        text.push_str("\n    it wrote nothing to stderr");
+    } else {
+        text.push_str("\n    last lines of its stderr:");
+        for line in &failure.stderr_tail {
+            let _ = write!(text, "\n      {line}");
+        }
+    }
+}
+
+/// What a signal usually means, for those that programs do not send themselves.
+fn hint_for(ending: Ending) -> Option<&'static str> {
+    let Ending::Signal { signal, .. } = ending else {
+        return None;
+    };
+    match signal {
+        libc::SIGKILL => {
+            Some("not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or somebody's `kill -9`")
+        }
+        libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT => {
+            Some("not sent by ddp-run: the batch system, or somebody's `kill`")
+        }
+        libc::SIGSEGV | libc::SIGILL | libc::SIGFPE => Some("the program crashed"),
+        libc::SIGBUS => Some("the program crashed: often a shortage of shared memory, or a file cut short"),
+        libc::SIGABRT => Some("the program gave up by itself: its last lines say why"),
+        _ => None,
+    }
+}
+
+/// The workers of this node that are not the first failure.
+fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
+    for end in facts
+        .local_ends
+        .iter()
+        .filter(|end| Some(end.rank) != first && !end.ending.is_success())
+    {
+        let after = seconds(end.after);
+        let _ = match end.sent {
+            Some(signal) => {
+                write!(
+                    text,
+                    "\n  rank {}: stopped by us with {} after {after}",
+                    end.rank,
+                    signal_name(signal)
+                )
+            }
+            None => write!(
+                text,
+                "\n  rank {}: {} by itself {after} later",
+                end.rank, end.ending
+            ),
+        };
+        let died_of_ours = matches!(end.ending, Ending::Signal { signal, .. } if Some(signal) == end.sent);
+        if end.sent.is_some() && !died_of_ours {
+            let _ = write!(text, " ({})", end.ending);
+        }
+        if let Some(message) = &end.message {
+            let _ = write!(text, ": {}", indented(message, "    "));
+        }
+    }
+}
+
+fn indented(message: &str, indent: &str) -> String {
+    message.trim_end().replace('\n', &format!("\n{indent}"))
+}
+
+fn seconds(time: Duration) -> String {
+    match time.as_secs() {
+        0..60 => format!("{:.1} s", time.as_secs_f64()),
+        60..3600 => format!("{} min {} s", time.as_secs() / 60, time.as_secs() % 60),
+        _ => format!("{} h {} min", time.as_secs() / 3600, time.as_secs() / 60 % 60),
+    }
+}
+
+/// Time of day in UTC: nodes of one job may be set to different time zones.
+fn clock_time(unix_time_ns: u64) -> Option<String> {
+    let seconds = unix_time_ns / 1_000_000_000;
+    let (hours, minutes) = (seconds / 3600 % 24, seconds / 60 % 60);
+    (seconds > 0).then(|| format!("{hours:02}:{minutes:02}:{:02} UTC", seconds % 60))
+}
+
+#[cfg(test)]
+#[path = "report_tests.rs"]
+mod tests;

@@ -1,0 +1,181 @@
+use super::*;
+use crate::spawn::SpawnError;
+
+const KILLED: Ending = Ending::Signal {
+    signal: 9,
+    core_dumped: false,
+};
+const TERMINATED: Ending = Ending::Signal {
+    signal: 15,
+    core_dumped: false,
+};
+
+fn failure(rank: u32, ending: Ending) -> WorkerExit {
+    let (exit_code, signal, core_dumped) = match ending {
+        Ending::Code(code) => (Some(code), None, false),
+        Ending::Signal { signal, core_dumped } => (None, Some(signal), core_dumped),
+    };
+    WorkerExit {
+        rank,
+        local_rank: rank % 2,
+        pid: 4711,
+        exit_code,
+        signal,
+        core_dumped,
+        unix_time_ns: 1_700_000_000_000_000_000,
+        ..WorkerExit::default()
+    }
+}
+
+fn job_over(reason: &str, failure: WorkerExit, host: &str) -> Conclusion {
+    Conclusion::JobOver {
+        exit_code: 1,
+        reason: reason.into(),
+        first_failure: Some(Box::new((failure, host.into()))),
+    }
+}
+
+fn end(rank: u32, ending: Ending, sent: Option<i32>, after_ms: u64) -> LocalEnd {
+    LocalEnd {
+        rank: GlobalRank(rank),
+        ending,
+        sent,
+        after: Duration::from_millis(after_ms),
+        message: None,
+    }
+}
+
+fn text(conclusion: &Conclusion, local_ends: &[LocalEnd], local_failure: Option<&WorkerExit>) -> String {
+    let facts = Facts {
+        conclusion,
+        program: "train.yaml",
+        hostname: "a",
+        local_failure,
+        local_ends,
+        ran_for: Some(Duration::from_millis(12_340)),
+    };
+    report(&facts).unwrap_or_default()
+}
+
+#[test]
+fn an_exit_code_with_its_last_words_and_its_victims() {
+    let mut exit = failure(1, Ending::Code(42));
+    exit.stderr_tail = vec![
+        "Traceback (most recent call last):".into(),
+        "ValueError: no data".into(),
+    ];
+    exit.message = "ValueError: no data".into();
+    exit.log_file = "logs/attempt_0/1/stderr.log".into();
+    let mut by_itself = end(2, Ending::Code(1), None, 40);
+    by_itself.message = Some("all-reduce 17 failed: rank 1 is gone".into());
+    let ends = [
+        end(0, TERMINATED, Some(15), 1_040),
+        end(1, Ending::Code(42), None, 0),
+        by_itself,
+        end(3, Ending::Code(143), Some(15), 1_100),
+        end(4, KILLED, Some(9), 31_000),
+        end(5, Ending::Code(0), Some(15), 1_100),
+    ];
+    insta::assert_snapshot!(text(&job_over("rank 1 failed", exit, "a"), &ends, None), @r"
+    error: train.yaml failed
+      first failure: rank 1 (node `a`, pid 4711) exited with code 42 after 12.3 s at 22:13:20 UTC
+        it says: ValueError: no data
+        log file: logs/attempt_0/1/stderr.log
+        last lines of its stderr:
+          Traceback (most recent call last):
+          ValueError: no data
+      rank 0: stopped by us with SIGTERM after 1.0 s
+      rank 2: exited with code 1 by itself 0.0 s later: all-reduce 17 failed: rank 1 is gone
+      rank 3: stopped by us with SIGTERM after 1.1 s (exited with code 143)
+      rank 4: stopped by us with SIGKILL after 31.0 s
+    ");
+}
+
+#[test]
+fn sigkill_was_not_sent_by_us() {
+    let conclusion = job_over(
+        "rank 0 died of SIGKILL; all 3 restarts are used up",
+        failure(0, KILLED),
+        "a",
+    );
+    insta::assert_snapshot!(text(&conclusion, &[], None), @r"
+    error: train.yaml failed, and all 3 restarts are used up
+      first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
+        not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or somebody's `kill -9`
+        it wrote nothing to stderr
+    ");
+}
+
+#[test]
+fn a_crash_on_another_node() {
+    let crash = Ending::Signal {
+        signal: 11,
+        core_dumped: true,
+    };
+    let mut exit = failure(7, crash);
+    exit.log_file = "/logs/attempt_0/7/stderr.log".into();
+    let conclusion = job_over("rank 7 failed", exit, "b");
+    insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"
+    error: train.yaml failed
+      first failure: rank 7 (node `b`, pid 4711) died of SIGSEGV (core dumped) at 22:13:20 UTC
+        the program crashed
+        log file on `b`: /logs/attempt_0/7/stderr.log
+        it wrote nothing to stderr
+      rank 0: stopped by us with SIGTERM after 0.2 s
+    ");
+}
+
+#[test]
+fn a_job_that_ended_without_a_failed_worker() {
+    let conclusion = Conclusion::JobOver {
+        exit_code: 143,
+        reason: "node `b` was stopped by SIGTERM".into(),
+        first_failure: None,
+    };
+    insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"
+    error: node `b` was stopped by SIGTERM
+      rank 0: stopped by us with SIGTERM after 0.2 s
+    ");
+}
+
+#[test]
+fn stopped_by_a_signal() {
+    let ends = [
+        end(0, Ending::Code(0), None, 100),
+        end(1, KILLED, Some(9), 61_000),
+    ];
+    insta::assert_snapshot!(text(&Conclusion::Stopped { signal: 2 }, &ends, None), @r"
+    stopped by SIGINT
+      rank 1: stopped by us with SIGKILL after 1 min 1 s
+    ");
+}
+
+#[test]
+fn a_daemon_that_is_gone_after_a_failure() {
+    let conclusion = Conclusion::DaemonGone {
+        exit_code: 69,
+        error: "rendezvous daemon at `node0:29400` cannot be reached".into(),
+    };
+    let exit = failure(1, Ending::Code(3));
+    insta::assert_snapshot!(text(&conclusion, &[], Some(&exit)), @r"
+    error: rendezvous daemon at `node0:29400` cannot be reached
+    before that, on this node:
+      first failure: rank 1 (node `a`, pid 4711) exited with code 3 after 12.3 s at 22:13:20 UTC
+        it wrote nothing to stderr
+    ");
+}
+
+#[test]
+fn errors_before_any_worker() {
+    let refused = Conclusion::Refused {
+        exit_code: 76,
+        reason: "nodes `a` and `b` run different programs".into(),
+    };
+    assert_eq!(
+        text(&refused, &[], None),
+        "error: nodes `a` and `b` run different programs"
+    );
+    let missing = Conclusion::CannotStart(SpawnError::NotFound { program: "x".into() });
+    assert!(text(&missing, &[], None).starts_with("error: program `x` was not found\n  hint: "));
+    assert_eq!(text(&Conclusion::Succeeded, &[], None), "");
+}

@@ -1,0 +1,274 @@
+//! Starts workers.
+//!
+//! All are started by one thread that lives as long as the launcher: `PR_SET_PDEATHSIG` speaks of the death of
+//! the *thread* that forked, so a worker started by a short-lived thread would be killed with that thread.
+#![expect(unsafe_code, reason = "code between fork and exec")]
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ddp_proto::exit;
+use ddp_proto::ids::LocalRank;
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use nix::unistd::Pid;
+use tokio::sync::mpsc;
+
+use crate::guardian::Registrar;
+use crate::plan::WorkerCommand;
+
+/// Exit code of shells for a program that was not found.
+const NOT_FOUND: u8 = 127;
+/// Exit code of shells for a program that cannot be executed.
+const NOT_EXECUTABLE: u8 = 126;
+/// A batch of one generation is asked for only after the last one ended.
+const BATCH_QUEUE: usize = 1;
+/// Stack of the spawning thread; it only calls `fork` and `exec`.
+const STACK_BYTES: usize = 256 << 10;
+
+/// One worker to start.
+pub(crate) struct WorkerSpec {
+    pub(crate) local_rank: LocalRank,
+    pub(crate) env: Vec<(OsString, OsString)>,
+    pub(crate) stdout: OwnedFd,
+    pub(crate) stderr: OwnedFd,
+}
+
+/// The workers of one generation.
+pub(crate) struct Batch {
+    pub(crate) command: WorkerCommand,
+    pub(crate) workers: Vec<WorkerSpec>,
+    /// Set when the generation is stopped before all its workers were started.
+    pub(crate) cancelled: Arc<AtomicBool>,
+}
+
+/// What becomes of a batch.
+#[derive(Debug)]
+pub(crate) enum SpawnEvent {
+    /// One worker runs.
+    Spawned { local_rank: LocalRank, pid: i32 },
+    /// The batch is through: all are started, or it was cancelled, or a start failed.
+    Finished { failure: Option<SpawnError> },
+}
+
+/// A program cannot be started. Trying again would not help, so no restart is spent on it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SpawnError {
+    /// There is no such file, or its interpreter is missing.
+    #[error("program `{program}` was not found\n  hint: give a path, or a name that is in `PATH`")]
+    NotFound {
+        /// As given.
+        program: String,
+    },
+    /// The file exists but cannot be executed.
+    #[error("program `{program}` cannot be executed: {cause}\n  hint: {hint}")]
+    NotExecutable {
+        /// As given.
+        program: String,
+        /// The system's words.
+        cause: String,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// The machine refused another process.
+    #[error(
+        "worker {local_rank} of this node cannot be started: {cause}\n  hint: check `ulimit -u`, the memory and the pids limit of the cgroup"
+    )]
+    Machine {
+        /// Local rank of the worker.
+        local_rank: LocalRank,
+        /// The system's words.
+        cause: String,
+    },
+}
+
+impl SpawnError {
+    /// Exit code of the launcher, as shells do it.
+    #[must_use]
+    pub const fn exit_code(&self) -> u8 {
+        match self {
+            Self::NotFound { .. } => NOT_FOUND,
+            Self::NotExecutable { .. } => NOT_EXECUTABLE,
+            Self::Machine { .. } => exit::INTERNAL,
+        }
+    }
+
+    fn of(error: &io::Error, program: &Path, local_rank: LocalRank) -> Self {
+        let name = program.display().to_string();
+        let hint = match error.raw_os_error() {
+            Some(libc::ENOENT | libc::ENOTDIR) => return Self::NotFound { program: name },
+            Some(libc::EACCES | libc::EPERM) => "make it executable with `chmod +x`, or name its interpreter",
+            Some(libc::ENOEXEC) => "is it built for this machine, or a script without a `#!` line?",
+            Some(libc::EISDIR | libc::ELOOP | libc::ENAMETOOLONG) => "is the path right?",
+            Some(libc::E2BIG) => "arguments and environment are too long together",
+            _ => {
+                return Self::Machine {
+                    local_rank,
+                    cause: error.to_string(),
+                };
+            }
+        };
+        Self::NotExecutable {
+            program: name,
+            cause: error.to_string(),
+            hint,
+        }
+    }
+}
+
+/// Finds the program before the node joins, so that a typing error costs nobody else anything.
+pub(crate) fn check_program(program: &Path, search_path: Option<&OsString>) -> Result<(), SpawnError> {
+    use nix::unistd::{AccessFlags, access};
+    let executable = |path: &Path| path.is_file() && access(path, AccessFlags::X_OK).is_ok();
+    let candidates: Vec<PathBuf> = if program.components().count() > 1 || program.is_absolute() {
+        vec![program.to_owned()]
+    } else {
+        let Some(search_path) = search_path else {
+            // The system's own default applies: left to `exec`.
+            return Ok(());
+        };
+        std::env::split_paths(search_path)
+            .map(|directory| directory.join(program))
+            .collect()
+    };
+    if candidates.iter().any(|path| executable(path)) {
+        return Ok(());
+    }
+    let errno = match candidates.iter().find(|path| path.exists()) {
+        Some(path) if path.is_dir() => libc::EISDIR,
+        Some(_) => libc::EACCES,
+        None => libc::ENOENT,
+    };
+    Err(SpawnError::of(
+        &io::Error::from_raw_os_error(errno),
+        program,
+        LocalRank(0),
+    ))
+}
+
+/// The spawning thread.
+pub(crate) struct Spawner {
+    batches: mpsc::Sender<Batch>,
+}
+
+impl Spawner {
+    /// Starts the thread; what becomes of the batches is told to `events`.
+    pub(crate) fn start(registrar: Registrar, events: mpsc::Sender<SpawnEvent>) -> io::Result<Self> {
+        let (batches, mut requests) = mpsc::channel::<Batch>(BATCH_QUEUE);
+        std::thread::Builder::new()
+            .name("spawner".into())
+            .stack_size(STACK_BYTES)
+            .spawn(move || {
+                while let Some(batch) = requests.blocking_recv() {
+                    let failure = start_batch(batch, registrar, &events);
+                    if events.blocking_send(SpawnEvent::Finished { failure }).is_err() {
+                        return;
+                    }
+                }
+                // The launcher is about to exit. Its workers are gone: it does not end before them.
+            })?;
+        Ok(Self { batches })
+    }
+
+    /// Asks for the workers of a generation; false if the last batch is not through.
+    pub(crate) fn request(&self, batch: Batch) -> bool {
+        self.batches.try_send(batch).is_ok()
+    }
+}
+
+fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEvent>) -> Option<SpawnError> {
+    for worker in batch.workers {
+        if batch.cancelled.load(Ordering::Acquire) {
+            return None;
+        }
+        let local_rank = worker.local_rank;
+        match start_worker(&batch.command, worker, registrar) {
+            Ok(pid) => {
+                // The agent is gone only when the process is ending.
+                let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
+            }
+            Err(error) => return Some(SpawnError::of(&error, &batch.command.program, local_rank)),
+        }
+    }
+    None
+}
+
+fn start_worker(command: &WorkerCommand, worker: WorkerSpec, registrar: Registrar) -> io::Result<i32> {
+    let mut process = Command::new(&command.program);
+    process
+        .args(&command.args)
+        .env_clear()
+        .envs(worker.env)
+        .stdin(Stdio::null())
+        .stdout(worker.stdout)
+        .stderr(worker.stderr);
+    if let Some(arg0) = &command.arg0 {
+        process.arg0(arg0);
+    }
+    let launcher = Pid::this();
+    // SAFETY: `enter_session` only makes async-signal-safe system calls and does not allocate.
+    unsafe { process.pre_exec(move || enter_session(launcher, registrar)) };
+    // Reaped by pid, with all others: the handle itself is of no use, and dropping it does nothing.
+    process.spawn().map(|child| child.id() as i32)
+}
+
+/// Runs in the child between `fork` and `exec`.
+fn enter_session(launcher: Pid, registrar: Registrar) -> io::Result<()> {
+    let session = nix::unistd::setsid()?;
+    registrar.watch(session.as_raw());
+    nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
+    // The launcher may have died before the line above. It may be pid 1, so 1 itself proves nothing.
+    if nix::unistd::getppid() != launcher {
+        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    for signal in 1..=libc::SIGRTMAX() {
+        // SAFETY: SIG_DFL is valid for every signal; SIGKILL, SIGSTOP and libc's own give an error, ignored.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_program_is_looked_up_as_exec_does() {
+        let path = OsString::from("/nonexistent:/bin:/usr/bin");
+        assert_eq!(check_program(Path::new("sh"), Some(&path)), Ok(()));
+        assert_eq!(check_program(Path::new("/bin/sh"), None), Ok(()));
+        let missing = check_program(Path::new("no-such-program"), Some(&path)).unwrap_err();
+        assert_eq!(missing.exit_code(), 127);
+        let directory = check_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
+        assert_eq!(directory.exit_code(), 126);
+    }
+
+    #[test]
+    fn messages_say_what_to_do() {
+        let of = |errno| {
+            SpawnError::of(
+                &io::Error::from_raw_os_error(errno),
+                Path::new("./train"),
+                LocalRank(3),
+            )
+        };
+        insta::assert_snapshot!(of(libc::ENOENT), @r"
+        program `./train` was not found
+          hint: give a path, or a name that is in `PATH`
+        ");
+        insta::assert_snapshot!(of(libc::EACCES), @r"
+        program `./train` cannot be executed: Permission denied (os error 13)
+          hint: make it executable with `chmod +x`, or name its interpreter
+        ");
+        insta::assert_snapshot!(of(libc::EAGAIN), @r"
+        worker 3 of this node cannot be started: Resource temporarily unavailable (os error 11)
+          hint: check `ulimit -u`, the memory and the pids limit of the cgroup
+        ");
+    }
+}

@@ -1,0 +1,145 @@
+//! Finds and kills what workers leave behind.
+//!
+//! One pass looks at every process once. Processes that fork while the pass runs may slip through, so a
+//! sweep repeats until two passes in a row find nothing.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::proc_table::{self, ProcessEntry};
+
+/// Pause between two passes: a killed process needs a moment to go.
+const BETWEEN_PASSES: Duration = Duration::from_millis(3);
+
+/// Which processes a sweep is after.
+pub(crate) enum Quarry<'a> {
+    /// Used by the guardian, when the tree of processes is gone with the launcher: everything that is in one of
+    /// these sessions or process groups, or carries the launcher's marker in its environment.
+    Launcher {
+        sessions: &'a BTreeSet<i32>,
+        launcher_id: &'a str,
+    },
+    /// Used by the launcher itself: all its descendants but these and their children. As the launcher is a
+    /// child subreaper, orphans are its children and nothing escapes.
+    Descendants { of: i32, spared: &'a BTreeSet<i32> },
+    /// The members of these sessions but their leaders, which are dead and hold the numbers.
+    Sessions(&'a BTreeSet<i32>),
+}
+
+impl Quarry<'_> {
+    fn select(&self, processes: &[ProcessEntry]) -> Vec<i32> {
+        let me = Pid::this().as_raw();
+        let alive = processes.iter().filter(|entry| !entry.zombie && entry.pid != me);
+        match self {
+            Self::Launcher {
+                sessions,
+                launcher_id,
+            } => alive
+                .filter(|entry| {
+                    sessions.contains(&entry.session)
+                        || sessions.contains(&entry.group)
+                        || proc_table::carries_marker(entry.pid, launcher_id)
+                })
+                .map(|entry| entry.pid)
+                .collect(),
+            Self::Descendants { of, spared } => descendants(processes, *of, spared),
+            Self::Sessions(sessions) => alive
+                .filter(|entry| sessions.contains(&entry.session) && !sessions.contains(&entry.pid))
+                .map(|entry| entry.pid)
+                .collect(),
+        }
+    }
+
+    /// Kills what is found in one look at the machine, and returns it.
+    pub(crate) fn kill_once(&self) -> Vec<i32> {
+        let found = self.select(&proc_table::processes());
+        for pid in &found {
+            // It may be gone already, or belong to another user: neither can be helped here.
+            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
+        }
+        found
+    }
+
+    /// Kills until nothing is found any more; returns the processes that are left at the deadline.
+    pub(crate) fn kill_all(&self, bound: Duration) -> Vec<i32> {
+        let deadline = Instant::now() + bound;
+        let mut clean_passes = 0;
+        loop {
+            let found = self.kill_once();
+            clean_passes = if found.is_empty() { clean_passes + 1 } else { 0 };
+            if clean_passes == 2 || Instant::now() >= deadline {
+                return found;
+            }
+            if !found.is_empty() {
+                std::thread::sleep(BETWEEN_PASSES);
+            }
+        }
+    }
+}
+
+fn descendants(processes: &[ProcessEntry], root: i32, spared: &BTreeSet<i32>) -> Vec<i32> {
+    let mut children: BTreeMap<i32, Vec<&ProcessEntry>> = BTreeMap::new();
+    for entry in processes {
+        children.entry(entry.parent).or_default().push(entry);
+    }
+    let mut found = Vec::new();
+    let mut open = vec![root];
+    while let Some(parent) = open.pop() {
+        // Removed, so that even a table that changed under the reader cannot send it in circles.
+        for child in children.remove(&parent).unwrap_or_default() {
+            if spared.contains(&child.pid) {
+                continue;
+            }
+            open.push(child.pid);
+            if !child.zombie {
+                found.push(child.pid);
+            }
+        }
+    }
+    found
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn entry(pid: i32, parent: i32, session: i32) -> ProcessEntry {
+        ProcessEntry {
+            pid,
+            parent,
+            group: session,
+            session,
+            zombie: false,
+        }
+    }
+
+    #[test]
+    fn descendants_are_found_across_sessions_but_not_below_the_spared() {
+        let mut table = vec![
+            entry(10, 1, 10),
+            entry(11, 10, 11),
+            entry(12, 11, 12),
+            entry(13, 10, 13),
+            entry(14, 13, 13),
+            entry(20, 1, 20),
+        ];
+        table[1].zombie = true;
+        let mut found = descendants(&table, 10, &BTreeSet::from([13]));
+        found.sort_unstable();
+        assert_eq!(
+            found,
+            [12],
+            "12 is below a zombie; 13 and 14 are spared; 20 is a stranger"
+        );
+    }
+
+    #[test]
+    fn a_session_is_swept_without_its_leader() {
+        let table = [entry(10, 1, 10), entry(11, 10, 10), entry(12, 1, 12)];
+        let sessions = BTreeSet::from([10]);
+        assert_eq!(Quarry::Sessions(&sessions).select(&table), [11]);
+    }
+}

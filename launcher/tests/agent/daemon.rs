@@ -1,0 +1,309 @@
+//! A daemon for one agent: does what its policy says, and passes on all that it hears.
+
+use std::collections::HashMap;
+use std::net::SocketAddr;
+use std::sync::{Arc, Mutex, mpsc};
+use std::time::{Duration, Instant};
+
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
+use ddp_proto::rendezvous::{
+    AgentMessage, Assignment, DaemonMessage, GenerationOver, HeartbeatAck, JobOver, Join, KvGetReply,
+    KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest, Waiting,
+    WorkerExit,
+};
+use tokio::sync::{Notify, broadcast};
+use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
+use tonic::{Request, Response, Status, Streaming};
+
+/// No test waits longer for anything.
+pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
+
+/// What the daemon does.
+#[derive(Clone, Debug)]
+pub(crate) struct Policy {
+    /// Answers `Join` with an assignment; else only with `Waiting`.
+    pub(crate) assigns: bool,
+    /// Answers a worker's failure; else says nothing, like a daemon that hangs.
+    pub(crate) decides: bool,
+    /// Answers `Join` with this instead.
+    pub(crate) refuses: Option<Refused>,
+    /// Workers of a node 0 that does not exist; this agent is node 1 then.
+    pub(crate) workers_of_node_0: u32,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Self {
+            assigns: true,
+            decides: true,
+            refuses: None,
+            workers_of_node_0: 0,
+        }
+    }
+}
+
+#[derive(Default)]
+struct Job {
+    generation: u64,
+    restart_count: u32,
+    join: Join,
+    over: bool,
+}
+
+struct Shared {
+    policy: Policy,
+    job: Mutex<Job>,
+    heard: Mutex<mpsc::Sender<AgentMessage>>,
+    broken: broadcast::Sender<()>,
+    said: broadcast::Sender<DaemonMessage>,
+    store: Mutex<HashMap<String, Vec<u8>>>,
+    written: Notify,
+}
+
+/// A running daemon; ends when it is dropped.
+pub(crate) struct Daemon {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+    heard: mpsc::Receiver<AgentMessage>,
+    _runtime: tokio::runtime::Runtime,
+}
+
+impl Daemon {
+    /// Listens on a free port of the loopback device.
+    pub(crate) fn start(policy: Policy) -> Self {
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            .worker_threads(1)
+            .enable_all()
+            .build()
+            .unwrap();
+        let (sender, heard) = mpsc::channel();
+        let shared = Arc::new(Shared {
+            policy,
+            job: Mutex::default(),
+            heard: Mutex::new(sender),
+            broken: broadcast::Sender::new(4),
+            said: broadcast::Sender::new(4),
+            store: Mutex::default(),
+            written: Notify::new(),
+        });
+        let listener = runtime
+            .block_on(tokio::net::TcpListener::bind("127.0.0.1:0"))
+            .unwrap();
+        let address = listener.local_addr().unwrap();
+        let service = RendezvousServer::new(Service(shared.clone()));
+        let incoming = TcpListenerStream::new(listener);
+        runtime.spawn(
+            tonic::transport::Server::builder()
+                .add_service(service)
+                .serve_with_incoming(incoming),
+        );
+        Self {
+            address,
+            shared,
+            heard,
+            _runtime: runtime,
+        }
+    }
+
+    pub(crate) fn endpoint(&self) -> String {
+        self.address.to_string()
+    }
+
+    /// The next message that `pick` wants; the others are forgotten.
+    pub(crate) fn expect<T>(&self, what: &str, mut pick: impl FnMut(AgentMessage) -> Option<T>) -> T {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let message = self
+                .heard
+                .recv_timeout(left)
+                .unwrap_or_else(|_| panic!("the agent never sent {what}"));
+            if let Some(found) = pick(message) {
+                return found;
+            }
+        }
+    }
+
+    /// All that was heard and not asked for yet.
+    pub(crate) fn heard(&self) -> Vec<AgentMessage> {
+        self.heard.try_iter().collect()
+    }
+
+    /// Ends all streams.
+    pub(crate) fn break_streams(&self) {
+        self.shared.broken.send(()).unwrap();
+    }
+
+    /// Says something on all streams, in the current generation.
+    pub(crate) fn say(&self, word: Word) {
+        let generation = self.shared.job.lock().unwrap().generation;
+        let body = Some(word);
+        self.shared.said.send(DaemonMessage { generation, body }).unwrap();
+    }
+}
+
+impl Shared {
+    /// The answer to one message; none ends the stream.
+    fn answer(&self, message: AgentMessage) -> Option<Vec<DaemonMessage>> {
+        let mut job = self.job.lock().unwrap();
+        let words = match message.body? {
+            Report::Join(join) => vec![self.on_join(&mut job, message.generation, join)],
+            Report::Heartbeat(_) => vec![Word::HeartbeatAck(HeartbeatAck {})],
+            Report::WorkerExit(exit) if self.policy.decides && message.generation == job.generation => {
+                vec![on_failure(&mut job, &exit)]
+            }
+            Report::NodeSucceeded(_) => {
+                job.over = true;
+                vec![Word::JobOver(JobOver::default())]
+            }
+            Report::WorkerExit(_) | Report::NodeStopped(_) => vec![],
+            Report::Leave(_) => return None,
+        };
+        let generation = job.generation;
+        let message = |word| DaemonMessage {
+            generation,
+            body: Some(word),
+        };
+        Some(words.into_iter().map(message).collect())
+    }
+
+    fn on_join(&self, job: &mut Job, generation: u64, join: Join) -> Word {
+        if let Some(refused) = &self.policy.refuses {
+            return Word::Refused(refused.clone());
+        }
+        if !self.policy.assigns {
+            return Word::Waiting(Waiting {
+                reason: "waiting for 1 more node".into(),
+                lease_ms: 3000,
+            });
+        }
+        // An agent that comes back to the running generation keeps its place.
+        let runs = job.generation > 0 && generation == job.generation && !job.over;
+        if !runs {
+            job.generation += 1;
+            job.over = false;
+        }
+        let node = |hostname: &str, first_rank, workers| NodeAssignment {
+            hostname: hostname.into(),
+            addr: "127.0.0.1".into(),
+            first_rank,
+            workers,
+        };
+        let others = self.policy.workers_of_node_0;
+        let mut nodes = vec![node(&join.hostname, others, join.workers)];
+        if others > 0 {
+            nodes.insert(0, node("elsewhere", 0, others));
+        }
+        let assignment = Assignment {
+            node_rank: nodes.len() as u32 - 1,
+            restart_count: job.restart_count,
+            max_restarts: join.max_restarts,
+            nodes,
+            master_addr: "127.0.0.1".into(),
+            master_port: join.master_port,
+            lease_ms: 3000,
+            reason: "all are there".into(),
+        };
+        job.join = join;
+        Word::Assignment(assignment)
+    }
+}
+
+fn on_failure(job: &mut Job, exit: &WorkerExit) -> Word {
+    job.over = true;
+    let cause = format!("rank {} failed", exit.rank);
+    let (first_failure, first_failure_host) = (Some(exit.clone()), job.join.hostname.clone());
+    if job.restart_count < job.join.max_restarts {
+        job.restart_count += 1;
+        return Word::GenerationOver(GenerationOver {
+            cause,
+            first_failure,
+            first_failure_host,
+            restart_count: job.restart_count,
+            max_restarts: job.join.max_restarts,
+            backoff_ms: 0,
+        });
+    }
+    Word::JobOver(JobOver {
+        exit_code: exit.exit_code.unwrap_or_else(|| 128 + exit.signal.unwrap_or(0)),
+        reason: cause,
+        first_failure,
+        first_failure_host,
+    })
+}
+
+struct Service(Arc<Shared>);
+
+#[tonic::async_trait]
+impl Rendezvous for Service {
+    type AgentStream = ReceiverStream<Result<DaemonMessage, Status>>;
+
+    async fn agent(
+        &self,
+        request: Request<Streaming<AgentMessage>>,
+    ) -> Result<Response<Self::AgentStream>, Status> {
+        let shared = self.0.clone();
+        let mut incoming = request.into_inner();
+        let (outgoing, answers) = tokio::sync::mpsc::channel(64);
+        let (mut broken, mut said) = (shared.broken.subscribe(), shared.said.subscribe());
+        tokio::spawn(async move {
+            loop {
+                let answers = tokio::select! {
+                    message = incoming.message() => {
+                        let Ok(Some(message)) = message else { return };
+                        // The test may be over already.
+                        let _ = shared.heard.lock().unwrap().send(message.clone());
+                        let Some(answers) = shared.answer(message) else { return };
+                        answers
+                    }
+                    word = said.recv() => vec![word.unwrap()],
+                    _ = broken.recv() => return,
+                };
+                for answer in answers {
+                    if outgoing.send(Ok(answer)).await.is_err() {
+                        return;
+                    }
+                }
+            }
+        });
+        Ok(Response::new(ReceiverStream::new(answers)))
+    }
+
+    async fn kv_put(&self, request: Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
+        let KvPutRequest { key, value, .. } = request.into_inner();
+        let old = self.0.store.lock().unwrap().insert(key.clone(), value.clone());
+        self.0.written.notify_waiters();
+        match old {
+            Some(old) if old != value => Err(Status::already_exists(format!("`{key}` has another value"))),
+            _ => Ok(Response::new(KvPutReply {})),
+        }
+    }
+
+    async fn kv_get(&self, request: Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
+        let request = request.into_inner();
+        let read = async {
+            loop {
+                let written = self.0.written.notified();
+                let found = self.0.store.lock().unwrap().get(&request.key).cloned();
+                match found {
+                    Some(value) => return value,
+                    None => written.await,
+                }
+            }
+        };
+        let bound = Duration::from_millis(u64::from(request.timeout_ms));
+        match tokio::time::timeout(bound, read).await {
+            Ok(value) => Ok(Response::new(KvGetReply { value })),
+            Err(_) => Err(Status::deadline_exceeded(format!(
+                "nobody wrote `{}`",
+                request.key
+            ))),
+        }
+    }
+
+    async fn status(&self, _: Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
+        Err(Status::unimplemented("not needed here"))
+    }
+}

@@ -1,0 +1,215 @@
+//! How a launch ends, told by its exit code and its report.
+
+use std::os::unix::fs::PermissionsExt;
+
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::refused::Code;
+use ddp_proto::rendezvous::{Join, Refused};
+
+use crate::daemon::{Daemon, Policy};
+use crate::harness::{Meeting, launch, launch_at};
+
+#[test]
+fn success_is_quiet() {
+    let daemon = Daemon::start(Policy::default());
+    let end = launch(&daemon).workers(8).start().wait();
+    assert_eq!((end.code, end.stderr.as_str()), (0, ""));
+}
+
+#[test]
+fn the_exit_code_of_the_first_failure_is_passed_on() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    // Rank 1 fails when rank 0 runs.
+    let script = r#"if [ "$RANK" = 0 ]; then : >"$FIFO"; exec tail -f /dev/null; fi
+        cat "$FIFO"; echo "no such file" >&2; exit 42"#;
+    let end = launch(&daemon)
+        .workers(2)
+        .env("FIFO", &meeting.fifo)
+        .sh(script)
+        .start()
+        .wait();
+    assert_eq!(end.code, 42);
+    assert!(end.stderr.contains("first failure: rank 1"), "{}", end.stderr);
+    assert!(end.stderr.contains("exited with code 42"), "{}", end.stderr);
+    assert!(end.stderr.contains("      no such file"), "{}", end.stderr);
+    assert!(
+        end.stderr.contains("rank 0: stopped by us with SIGTERM"),
+        "{}",
+        end.stderr
+    );
+    let exit = daemon.expect("a worker's exit", |message| match message.body {
+        Some(Report::WorkerExit(exit)) => Some(exit),
+        _ => None,
+    });
+    assert_eq!((exit.rank, exit.exit_code, exit.signal), (1, Some(42), None));
+    assert_eq!(exit.stderr_tail, ["no such file"]);
+}
+
+#[test]
+fn a_signal_is_named_and_counted_as_shells_do() {
+    let daemon = Daemon::start(Policy::default());
+    let end = launch(&daemon).sh("kill -9 $$").start().wait();
+    assert_eq!(end.code, 137);
+    assert!(end.stderr.contains("died of SIGKILL"), "{}", end.stderr);
+    assert!(end.stderr.contains("not sent by ddp-run"), "{}", end.stderr);
+}
+
+#[test]
+fn rank_0_may_end_long_before_the_others() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    // Rank 1 ends when rank 0 is gone: nobody has the pipe open for writing any more.
+    let script = r#"if [ "$RANK" = 0 ]; then exec 3>"$FIFO"; exit 0; fi; cat "$FIFO"; echo last"#;
+    let end = launch(&daemon)
+        .workers(2)
+        .env("FIFO", &meeting.fifo)
+        .sh(script)
+        .start()
+        .wait();
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    assert!(end.stdout.contains("[1] last"), "{}", end.stdout);
+}
+
+#[test]
+fn a_failure_begins_the_next_generation() {
+    let daemon = Daemon::start(Policy::default());
+    let logs = tempfile::tempdir().unwrap();
+    let script = r#"echo "count $TORCHELASTIC_RESTART_COUNT of $TORCHELASTIC_MAX_RESTARTS in $DDP_GENERATION"
+        [ "$TORCHELASTIC_RESTART_COUNT" = 2 ] || exit 5"#;
+    let launch = launch(&daemon).max_restarts(3).log_dir(logs.path()).sh(script);
+    let end = launch.start().wait();
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    for (attempt, generation) in [(0, 1), (1, 2), (2, 3)] {
+        let line = format!("count {attempt} of 3 in {generation}");
+        assert!(end.stdout.contains(&format!("[0] {line}")), "{}", end.stdout);
+        let log = logs.path().join(format!("attempt_{attempt}/0/stdout.log"));
+        assert_eq!(std::fs::read_to_string(log).unwrap().trim(), line);
+    }
+    let joins = |message| match message {
+        Some(Report::Join(Join { master_port, .. })) => Some(master_port),
+        _ => None,
+    };
+    let heard = daemon.heard();
+    let ports: Vec<u32> = heard
+        .iter()
+        .filter_map(|message| joins(message.body.clone()))
+        .collect();
+    assert_eq!(ports.len(), 3);
+    assert!(ports.iter().all(|port| *port > 1024), "{ports:?}");
+}
+
+#[test]
+fn when_the_budget_is_used_up_the_code_is_passed_on() {
+    let daemon = Daemon::start(Policy::default());
+    let end = launch(&daemon).max_restarts(2).sh("exit 7").start().wait();
+    assert_eq!(end.code, 7);
+    assert!(end.stderr.contains("restart 2 of 2"), "{}", end.stderr);
+}
+
+#[test]
+fn a_missing_program_is_one_clear_message() {
+    let daemon = Daemon::start(Policy::default());
+    let end = launch(&daemon)
+        .program("no-such-program", &[])
+        .max_restarts(3)
+        .start()
+        .wait();
+    assert_eq!(end.code, 127);
+    insta::assert_snapshot!(end.stderr, @r"
+    [ddp-run] error: program `no-such-program` was not found
+    [ddp-run]   hint: give a path, or a name that is in `PATH`
+    ");
+    assert!(daemon.heard().is_empty(), "it joined");
+}
+
+#[test]
+fn a_missing_interpreter_costs_no_restart() {
+    let daemon = Daemon::start(Policy::default());
+    let dir = tempfile::tempdir().unwrap();
+    let script = dir.path().join("script");
+    std::fs::write(&script, "#!/nonexistent/interpreter\n").unwrap();
+    std::fs::set_permissions(&script, PermissionsExt::from_mode(0o755)).unwrap();
+    let end = launch(&daemon)
+        .workers(2)
+        .max_restarts(3)
+        .program(script, &[])
+        .start()
+        .wait();
+    assert_eq!(end.code, 127, "{}", end.stderr);
+    let heard = daemon.heard();
+    assert!(
+        !heard
+            .iter()
+            .any(|message| matches!(message.body, Some(Report::WorkerExit(_)))),
+        "{heard:?}"
+    );
+    assert!(
+        heard
+            .iter()
+            .any(|message| matches!(message.body, Some(Report::Leave(_)))),
+        "{heard:?}"
+    );
+}
+
+#[test]
+fn a_file_that_cannot_be_executed_gives_126() {
+    let daemon = Daemon::start(Policy::default());
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let end = launch(&daemon).program(file.path(), &[]).start().wait();
+    assert_eq!(end.code, 126, "{}", end.stderr);
+    assert!(end.stderr.contains("cannot be executed"), "{}", end.stderr);
+}
+
+#[test]
+fn an_unwritable_log_directory_is_named() {
+    let daemon = Daemon::start(Policy::default());
+    let file = tempfile::NamedTempFile::new().unwrap();
+    let end = launch(&daemon).log_dir(&file.path().join("logs")).start().wait();
+    assert_eq!(end.code, 2, "{}", end.stderr);
+    assert!(end.stderr.contains("cannot write `"), "{}", end.stderr);
+}
+
+#[test]
+fn a_refusal_has_the_code_of_its_reason() {
+    let cases = [
+        (Code::Disagree, 76),
+        (Code::TimedOut, 75),
+        (Code::Unauthenticated, 77),
+        (Code::Invalid, 2),
+        (Code::JobOver, 75),
+    ];
+    for (code, exit_code) in cases {
+        let refused = Refused {
+            code: code.into(),
+            reason: "nodes `a` and `b` run different programs".into(),
+        };
+        let daemon = Daemon::start(Policy {
+            refuses: Some(refused),
+            ..Policy::default()
+        });
+        let end = launch(&daemon).start().wait();
+        assert_eq!(end.code, exit_code);
+        assert_eq!(
+            end.stderr,
+            "[ddp-run] error: nodes `a` and `b` run different programs\n"
+        );
+    }
+}
+
+#[test]
+fn a_daemon_that_cannot_be_reached_is_named() {
+    // Port 1 belongs to a service that no machine runs.
+    let endpoint = "127.0.0.1:1".to_owned();
+    let end = launch_at(endpoint.clone())
+        .connect_timeout(std::time::Duration::from_millis(200))
+        .start()
+        .wait();
+    assert_eq!(end.code, 69);
+    assert!(
+        end.stderr
+            .contains(&format!("rendezvous daemon at `{endpoint}` cannot be reached")),
+        "{}",
+        end.stderr
+    );
+}

@@ -1,0 +1,337 @@
+//! Starts a launcher as a process of its own, and looks at it from outside.
+//!
+//! The launcher is this test binary, started again: [`crate::role_launcher`] is its `main`.
+
+use std::collections::BTreeMap;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{self, Receiver};
+use std::time::{Duration, Instant};
+
+use ddp_launcher::{Guardian, LaunchPlan, NodeRange, WorkerCommand};
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+use serde::{Deserialize, Serialize};
+
+use crate::daemon::{DEADLINE, Daemon};
+
+const PLAN: &str = "DDP_TEST_PLAN";
+
+/// A launch in the making; passed to the launcher's process as JSON.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct Launch {
+    endpoint: String,
+    workers: u32,
+    max_restarts: u32,
+    program: PathBuf,
+    args: Vec<String>,
+    env: BTreeMap<String, String>,
+    native: bool,
+    progress_bar: bool,
+    log_dir: Option<PathBuf>,
+    connect_timeout_ms: u64,
+    shutdown_timeout_ms: u64,
+}
+
+pub(crate) fn launch(daemon: &Daemon) -> Launch {
+    launch_at(daemon.endpoint())
+}
+
+pub(crate) fn launch_at(endpoint: String) -> Launch {
+    Launch {
+        endpoint,
+        workers: 1,
+        max_restarts: 0,
+        program: "true".into(),
+        args: Vec::new(),
+        env: BTreeMap::new(),
+        native: false,
+        progress_bar: false,
+        log_dir: None,
+        connect_timeout_ms: 10_000,
+        shutdown_timeout_ms: 20_000,
+    }
+}
+
+impl Launch {
+    pub(crate) fn workers(mut self, workers: u32) -> Self {
+        self.workers = workers;
+        self
+    }
+
+    pub(crate) fn max_restarts(mut self, max_restarts: u32) -> Self {
+        self.max_restarts = max_restarts;
+        self
+    }
+
+    pub(crate) fn program(mut self, program: impl Into<PathBuf>, args: &[&str]) -> Self {
+        self.program = program.into();
+        self.args = args.iter().map(|arg| (*arg).to_owned()).collect();
+        self
+    }
+
+    pub(crate) fn sh(self, script: &str) -> Self {
+        self.program("sh", &["-c", script])
+    }
+
+    /// Workers run a test of this binary, whose code is a worker's.
+    pub(crate) fn role(self, role: &str) -> Self {
+        let binary = std::env::current_exe().unwrap();
+        let test = format!("talk::{role}");
+        self.program(binary, &[&test, "--exact", "--nocapture"])
+            .env("DDP_TEST_ROLE", role)
+    }
+
+    /// Workers are launchers themselves.
+    pub(crate) fn launcher(self, inner: &Launch) -> Self {
+        let binary = std::env::current_exe().unwrap();
+        let plan = serde_json::to_string(inner).unwrap();
+        self.program(binary, &["role_launcher", "--exact", "--nocapture"])
+            .env(PLAN, plan)
+    }
+
+    pub(crate) fn env(mut self, name: &str, value: impl AsRef<Path>) -> Self {
+        self.env.insert(name.into(), value.as_ref().display().to_string());
+        self
+    }
+
+    pub(crate) fn native(mut self) -> Self {
+        self.native = true;
+        self
+    }
+
+    pub(crate) fn progress_bar(mut self) -> Self {
+        self.progress_bar = true;
+        self
+    }
+
+    pub(crate) fn log_dir(mut self, log_dir: &Path) -> Self {
+        self.log_dir = Some(log_dir.to_owned());
+        self
+    }
+
+    pub(crate) fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.connect_timeout_ms = timeout.as_millis() as u64;
+        self
+    }
+
+    pub(crate) fn shutdown_timeout(mut self, timeout: Duration) -> Self {
+        self.shutdown_timeout_ms = timeout.as_millis() as u64;
+        self
+    }
+
+    pub(crate) fn start(self) -> Launcher {
+        self.start_with(|command| command)
+    }
+
+    pub(crate) fn start_with(self, change: impl FnOnce(&mut Command) -> &mut Command) -> Launcher {
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["role_launcher", "--exact", "--nocapture"])
+            .env(PLAN, serde_json::to_string(&self).unwrap())
+            .env("RANK", "inherited by mistake")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        change(&mut command);
+        let mut child = command.spawn().unwrap();
+        let stdout = child.stdout.take();
+        let stderr = child.stderr.take();
+        Launcher {
+            child,
+            stdout: Lines::read_any(stdout),
+            stderr: Lines::read_any(stderr),
+        }
+    }
+
+    fn plan(self) -> LaunchPlan {
+        LaunchPlan {
+            job_id: "test-job".into(),
+            endpoint: self.endpoint,
+            nodes: NodeRange { min: 1, max: 1 },
+            node_rank: None,
+            workers: self.workers,
+            max_restarts: self.max_restarts,
+            local_addr: None,
+            job_signature: "signature".into(),
+            job_description: "a test".into(),
+            join_timeout: DEADLINE,
+            connect_timeout: Duration::from_millis(self.connect_timeout_ms),
+            shutdown_timeout: Duration::from_millis(self.shutdown_timeout_ms),
+            log_dir: self.log_dir,
+            command: WorkerCommand {
+                program: self.program,
+                arg0: None,
+                args: self.args.into_iter().map(Into::into).collect(),
+                env: self.env,
+                display_name: "the program".into(),
+                native: self.native,
+            },
+            progress_bar: self.progress_bar,
+        }
+    }
+}
+
+/// The launcher's process: runs the plan in the environment, if there is one.
+pub(crate) fn run_launcher() {
+    let Ok(plan) = std::env::var(PLAN) else {
+        return;
+    };
+    let guardian = Guardian::fork().unwrap();
+    let launch: Launch = serde_json::from_str(&plan).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let guardian_pid = guardian.pid();
+    let outcome = runtime.block_on(ddp_launcher::run(launch.plan(), guardian));
+    assert!(
+        !Path::new(&format!("/proc/{guardian_pid}")).exists(),
+        "the guardian is still there, or a zombie"
+    );
+    std::process::exit(outcome.exit_code.into());
+}
+
+/// A launcher that runs. Killed when dropped, and then its guardian kills the rest.
+pub(crate) struct Launcher {
+    child: Child,
+    pub(crate) stdout: Lines,
+    pub(crate) stderr: Lines,
+}
+
+/// How a launcher ended, and all that it wrote.
+#[derive(Debug)]
+pub(crate) struct End {
+    pub(crate) code: i32,
+    pub(crate) stdout: String,
+    pub(crate) stderr: String,
+}
+
+impl Launcher {
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+    }
+
+    /// Waits for the end. Both streams end too: no process that was left behind holds them.
+    pub(crate) fn wait(mut self) -> End {
+        let (stdout, stderr) = (self.stdout.rest(), self.stderr.rest());
+        let status = self.child.wait().unwrap();
+        let code = status
+            .code()
+            .unwrap_or_else(|| 1000 + status.signal().unwrap_or(0));
+        End { code, stdout, stderr }
+    }
+}
+
+impl Drop for Launcher {
+    fn drop(&mut self) {
+        // Ended already, if all went well.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Lines of a stream, read by a thread.
+pub(crate) struct Lines {
+    lines: Receiver<String>,
+    seen: String,
+}
+
+impl Lines {
+    pub(crate) fn read(stream: impl Read + Send + 'static) -> Self {
+        let (sender, lines) = mpsc::channel();
+        std::thread::spawn(move || {
+            let mut stream = BufReader::new(stream);
+            let mut line = Vec::new();
+            while let Ok(1..) = stream.read_until(b'\n', &mut line) {
+                if sender.send(String::from_utf8_lossy(&line).into_owned()).is_err() {
+                    return;
+                }
+                line.clear();
+            }
+        });
+        Self {
+            lines,
+            seen: String::new(),
+        }
+    }
+
+    /// Without a stream, if the test gave one of its own.
+    fn read_any(stream: Option<impl Read + Send + 'static>) -> Self {
+        match stream {
+            Some(stream) => Self::read(stream),
+            None => Self::read(std::io::empty()),
+        }
+    }
+
+    /// Waits for a line that contains `text`, and returns it.
+    pub(crate) fn expect(&mut self, text: &str) -> String {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => {
+                    self.seen.push_str(&line);
+                    if line.contains(text) {
+                        return line;
+                    }
+                }
+                Err(error) => panic!("no line with `{text}` ({error}) in:\n{}", self.seen),
+            }
+        }
+    }
+
+    /// Waits for the end of the stream, and returns all of it.
+    pub(crate) fn rest(&mut self) -> String {
+        let deadline = Instant::now() + DEADLINE;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.lines.recv_timeout(left) {
+                Ok(line) => self.seen.push_str(&line),
+                Err(mpsc::RecvTimeoutError::Disconnected) => return std::mem::take(&mut self.seen),
+                Err(mpsc::RecvTimeoutError::Timeout) => panic!("the stream never ended:\n{}", self.seen),
+            }
+        }
+    }
+}
+
+/// A directory with a named pipe, with which workers tell the test, or each other, how far they are.
+pub(crate) struct Meeting {
+    _dir: tempfile::TempDir,
+    pub(crate) fifo: PathBuf,
+}
+
+impl Meeting {
+    pub(crate) fn new() -> Self {
+        let dir = tempfile::tempdir().unwrap();
+        let fifo = dir.path().join("fifo");
+        nix::unistd::mkfifo(&fifo, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        Self { _dir: dir, fifo }
+    }
+
+    /// Reads the pipe, until no process has it open for writing any more.
+    pub(crate) fn lines(&self) -> Lines {
+        let fifo = self.fifo.clone();
+        // Opening waits for a writer: done by the thread that reads.
+        Lines::read(LateFile {
+            path: fifo,
+            file: None,
+        })
+    }
+}
+
+struct LateFile {
+    path: PathBuf,
+    file: Option<std::fs::File>,
+}
+
+impl Read for LateFile {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        if self.file.is_none() {
+            self.file = Some(std::fs::File::open(&self.path)?);
+        }
+        self.file.as_mut().map_or(Ok(0), |file| file.read(buffer))
+    }
+}

@@ -1,0 +1,103 @@
+//! Nothing that workers started survives them, whatever becomes of the launcher.
+//!
+//! Every process in question holds a named pipe open for writing: its reader sees the end of the file when the
+//! last of them is gone.
+
+use nix::sys::signal::Signal;
+
+use crate::daemon::{Daemon, Policy};
+use crate::harness::{Meeting, launch};
+
+/// A child in the worker's group, one in a session of its own, and an orphan without the worker's variables.
+const FAMILY: &str = r#"exec 3>"$FIFO"
+    tail -f /dev/null &
+    setsid tail -f /dev/null &
+    (setsid env -i tail -f /dev/null &)
+    echo ready >&3"#;
+
+#[test]
+fn leftovers_of_a_worker_that_succeeded_are_gone() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut family = meeting.lines();
+    let end = launch(&daemon)
+        .workers(2)
+        .env("FIFO", &meeting.fifo)
+        .sh(FAMILY)
+        .start()
+        .wait();
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    family.rest();
+}
+
+#[test]
+fn leftovers_of_a_worker_that_failed_are_gone() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut family = meeting.lines();
+    let end = launch(&daemon)
+        .env("FIFO", &meeting.fifo)
+        .sh(&format!("{FAMILY}; kill -9 $$"))
+        .start()
+        .wait();
+    assert_eq!(end.code, 137, "{}", end.stderr);
+    family.rest();
+}
+
+#[test]
+fn the_group_of_a_worker_ends_with_it_while_others_run() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut family = meeting.lines();
+    let script = r#"[ "$RANK" = 0 ] || exec tail -f /dev/null
+        exec 3>"$FIFO"; tail -f /dev/null & echo ready >&3; exit 0"#;
+    let launcher = launch(&daemon)
+        .workers(2)
+        .env("FIFO", &meeting.fifo)
+        .sh(script)
+        .start();
+    family.rest();
+    launcher.signal(Signal::SIGTERM);
+    assert_eq!(launcher.wait().code, 143);
+}
+
+#[test]
+fn nothing_survives_a_launcher_that_is_killed() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut family = meeting.lines();
+    // Without PDEATHSIG, which only the workers themselves have, and in sessions of their own. The one without
+    // any variable is in the worker's session.
+    let script = r#"exec 3>"$FIFO"
+        tail -f /dev/null &
+        setsid tail -f /dev/null &
+        (setsid setsid tail -f /dev/null &)
+        env -i tail -f /dev/null &
+        echo ready >&3; exec tail -f /dev/null"#;
+    let launcher = launch(&daemon)
+        .workers(2)
+        .env("FIFO", &meeting.fifo)
+        .sh(script)
+        .start();
+    family.expect("ready");
+    family.expect("ready");
+    launcher.signal(Signal::SIGKILL);
+    let end = launcher.wait();
+    assert_eq!(end.code, 1009);
+    family.rest();
+}
+
+#[test]
+fn nothing_survives_a_launcher_in_a_launcher() {
+    let daemon = Daemon::start(Policy::default());
+    let inner_daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut family = meeting.lines();
+    let script = r#"exec 3>"$FIFO"; setsid tail -f /dev/null & echo ready >&3; exec tail -f /dev/null"#;
+    let inner = launch(&inner_daemon).env("FIFO", &meeting.fifo).sh(script);
+    let launcher = launch(&daemon).launcher(&inner).start();
+    family.expect("ready");
+    launcher.signal(Signal::SIGKILL);
+    assert_eq!(launcher.wait().code, 1009);
+    family.rest();
+}

@@ -1,0 +1,23 @@
+//! The agent against a small daemon, with real processes as workers.
+//!
+//! | file | what it shows |
+//! |---|---|
+//! | `ends` | exit codes, signals, restarts, programs that cannot be started |
+//! | `stopping` | grace, SIGKILL, signals in every state |
+//! | `leftovers` | grandchildren, orphans, a launcher that is killed |
+//! | `surroundings` | environment, console, log files |
+//! | `talk` | the control socket, the daemon's stream |
+
+mod daemon;
+mod ends;
+mod harness;
+mod leftovers;
+mod stopping;
+mod surroundings;
+mod talk;
+
+/// Not a test: the `main` of the launchers that the tests start. Does nothing otherwise.
+#[test]
+fn role_launcher() {
+    harness::run_launcher();
+}

@@ -1,0 +1,136 @@
+//! The stop routine, and signals in every state.
+
+use std::time::Duration;
+
+use ddp_proto::rendezvous::JobOver;
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+use nix::sys::signal::Signal;
+
+use crate::daemon::{Daemon, Policy};
+use crate::harness::{Meeting, launch};
+
+const STUBBORN: &str = r#"trap "" TERM INT; echo ready; while :; do tail -f /dev/null; done"#;
+
+fn leave_signal(daemon: &Daemon) -> Option<i32> {
+    daemon.expect("a good-bye", |message| match message.body {
+        Some(Report::Leave(leave)) => Some(leave.signal),
+        _ => None,
+    })
+}
+
+#[test]
+fn a_worker_that_ignores_sigterm_is_killed_after_the_grace() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let script = format!(
+        r#"if [ "$RANK" = 1 ]; then cat "$FIFO"; exit 3; fi
+           trap "" TERM; : >"$FIFO"; {STUBBORN}"#
+    );
+    let launch = launch(&daemon).workers(2).env("FIFO", &meeting.fifo).sh(&script);
+    let end = launch.shutdown_timeout(Duration::from_millis(300)).start().wait();
+    assert_eq!(end.code, 3);
+    assert!(
+        end.stderr.contains("rank 0: stopped by us with SIGKILL"),
+        "{}",
+        end.stderr
+    );
+}
+
+#[test]
+fn a_first_signal_stops_with_its_code() {
+    for (signal, code) in [
+        (Signal::SIGINT, 130),
+        (Signal::SIGTERM, 143),
+        (Signal::SIGHUP, 129),
+    ] {
+        let daemon = Daemon::start(Policy::default());
+        let script =
+            r"trap 'echo saved; exit 0' TERM; echo ready; while :; do tail -f /dev/null & wait; done";
+        let mut launcher = launch(&daemon).sh(script).start();
+        launcher.stdout.expect("[0] ready");
+        launcher.signal(signal);
+        let end = launcher.wait();
+        assert_eq!(end.code, code, "{}", end.stderr);
+        assert!(
+            end.stdout.contains("[0] saved"),
+            "it had no time to save: {end:?}"
+        );
+        assert_eq!(leave_signal(&daemon), Some(signal as i32));
+    }
+}
+
+#[test]
+fn a_second_signal_kills_at_once() {
+    let daemon = Daemon::start(Policy::default());
+    // A grace beyond the patience of the test.
+    let launch = launch(&daemon)
+        .sh(STUBBORN)
+        .shutdown_timeout(Duration::from_secs(3600));
+    let mut launcher = launch.start();
+    launcher.stdout.expect("[0] ready");
+    launcher.signal(Signal::SIGINT);
+    launcher.stderr.expect("stopping the workers");
+    launcher.signal(Signal::SIGINT);
+    let end = launcher.wait();
+    assert_eq!(end.code, 130);
+    assert!(
+        end.stderr.contains("rank 0: stopped by us with SIGKILL"),
+        "{}",
+        end.stderr
+    );
+}
+
+#[test]
+fn a_signal_is_honoured_while_nodes_are_waited_for() {
+    let daemon = Daemon::start(Policy {
+        assigns: false,
+        ..Policy::default()
+    });
+    let launcher = launch(&daemon).start();
+    daemon.expect("a join", |message| {
+        matches!(message.body, Some(Report::Join(_))).then_some(())
+    });
+    launcher.signal(Signal::SIGINT);
+    assert_eq!(leave_signal(&daemon), Some(Signal::SIGINT as i32));
+    assert_eq!(launcher.wait().code, 130);
+}
+
+#[test]
+fn a_signal_is_honoured_while_the_daemon_is_silent_after_a_failure() {
+    let daemon = Daemon::start(Policy {
+        decides: false,
+        ..Policy::default()
+    });
+    let launcher = launch(&daemon).sh("exit 9").start();
+    daemon.expect("a worker's exit", |message| {
+        matches!(message.body, Some(Report::WorkerExit(_))).then_some(())
+    });
+    launcher.signal(Signal::SIGTERM);
+    assert_eq!(launcher.wait().code, 143);
+}
+
+#[test]
+fn the_end_of_the_job_elsewhere_stops_the_workers_here() {
+    let daemon = Daemon::start(Policy::default());
+    let mut launcher = launch(&daemon).sh("echo ready; exec tail -f /dev/null").start();
+    launcher.stdout.expect("[0] ready");
+    daemon.say(Word::JobOver(JobOver {
+        exit_code: 55,
+        reason: "rank 9 (node `b`) exited with code 55".into(),
+        ..JobOver::default()
+    }));
+    let end = launcher.wait();
+    assert_eq!(end.code, 55);
+    assert!(
+        end.stderr
+            .contains("error: rank 9 (node `b`) exited with code 55"),
+        "{}",
+        end.stderr
+    );
+    assert!(
+        end.stderr.contains("rank 0: stopped by us with SIGTERM"),
+        "{}",
+        end.stderr
+    );
+}

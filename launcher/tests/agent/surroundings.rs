@@ -1,0 +1,109 @@
+//! What workers see, and what becomes of what they write.
+
+use std::collections::BTreeMap;
+
+use crate::daemon::{Daemon, Policy};
+use crate::harness::launch;
+
+#[test]
+fn workers_see_the_environment_contract() {
+    let daemon = Daemon::start(Policy {
+        workers_of_node_0: 3,
+        ..Policy::default()
+    });
+    let logs = tempfile::tempdir().unwrap();
+    let launch = launch(&daemon)
+        .workers(2)
+        .max_restarts(4)
+        .log_dir(logs.path())
+        .env("MINE", "1")
+        .program("env", &[]);
+    let end = launch
+        .start_with(|command| command.env("OMP_NUM_THREADS", "7"))
+        .wait();
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    let text = std::fs::read_to_string(logs.path().join("attempt_0/4/stdout.log")).unwrap();
+    let env: BTreeMap<&str, &str> = text.lines().filter_map(|line| line.split_once('=')).collect();
+    let error_file = logs.path().join("attempt_0/4/error.json").display().to_string();
+    let expected = [
+        ("RANK", "4"),
+        ("LOCAL_RANK", "1"),
+        ("GROUP_RANK", "1"),
+        ("ROLE_RANK", "4"),
+        ("ROLE_NAME", "default"),
+        ("WORLD_SIZE", "5"),
+        ("LOCAL_WORLD_SIZE", "2"),
+        ("GROUP_WORLD_SIZE", "2"),
+        ("ROLE_WORLD_SIZE", "5"),
+        ("MASTER_ADDR", "127.0.0.1"),
+        ("TORCHELASTIC_RESTART_COUNT", "0"),
+        ("TORCHELASTIC_MAX_RESTARTS", "4"),
+        ("TORCHELASTIC_RUN_ID", "test-job"),
+        ("TORCHELASTIC_ERROR_FILE", &error_file),
+        ("TORCHELASTIC_USE_AGENT_STORE", "False"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        ("OMP_NUM_THREADS", "7"),
+        ("DDP_GENERATION", "1"),
+        ("MINE", "1"),
+    ];
+    for (name, value) in expected {
+        assert_eq!(env.get(name), Some(&value), "{name}");
+    }
+    assert!(env["DDP_CONTROL"].starts_with('@'));
+    assert!(env["MASTER_PORT"].parse::<u16>().unwrap() > 1024);
+}
+
+#[test]
+fn lines_are_prefixed_and_whole() {
+    let daemon = Daemon::start(Policy::default());
+    let script = r"printf 'one\ntwo'; printf ' more\n\n'; printf '50%%\r100%%\r\nlast' ; printf '\377\n' >&2";
+    let end = launch(&daemon).sh(script).start().wait();
+    assert!(
+        end.stdout
+            .ends_with("[0] one\n[0] two more\n[0]\n[0] 50%\r[0] 100%\r\n[0] last\n"),
+        "{:?}",
+        end.stdout
+    );
+    assert_eq!(end.stderr, "[0] \u{fffd}\n");
+}
+
+#[test]
+fn log_files_hold_every_byte() {
+    let daemon = Daemon::start(Policy::default());
+    let logs = tempfile::tempdir().unwrap();
+    let script = "seq 1 20000; seq 1 100 >&2; printf end";
+    let end = launch(&daemon).log_dir(logs.path()).sh(script).start().wait();
+    let numbers: String = (1..=20_000).fold(String::new(), |text, number| text + &number.to_string() + "\n");
+    let log = |name: &str| std::fs::read_to_string(logs.path().join("attempt_0/0").join(name)).unwrap();
+    assert_eq!(log("stdout.log"), numbers + "end");
+    assert_eq!(log("stderr.log").lines().count(), 100);
+    assert_eq!(end.stdout.matches("[0] ").count(), 20_001);
+}
+
+#[test]
+fn a_console_that_nobody_reads_does_not_stop_the_job() {
+    let daemon = Daemon::start(Policy::default());
+    let logs = tempfile::tempdir().unwrap();
+    // A pipe that stays full: its reader is held open here, and never read.
+    let (reader, writer) = std::io::pipe().unwrap();
+    let launch = launch(&daemon).log_dir(logs.path()).sh("seq 1 2000000; exit 6");
+    let end = launch.start_with(|command| command.stdout(writer)).wait();
+    assert_eq!(end.code, 6);
+    let log = std::fs::read_to_string(logs.path().join("attempt_0/0/stdout.log")).unwrap();
+    assert!(log.ends_with("\n2000000\n"));
+    drop(reader);
+}
+
+#[test]
+fn the_words_of_the_error_file_are_in_the_report() {
+    let daemon = Daemon::start(Policy::default());
+    let script =
+        r#"echo '{"message": {"message": "ValueError: no data"}}' > "$TORCHELASTIC_ERROR_FILE"; exit 1"#;
+    let end = launch(&daemon).sh(script).start().wait();
+    assert_eq!(end.code, 1);
+    assert!(
+        end.stderr.contains("it says: ValueError: no data"),
+        "{}",
+        end.stderr
+    );
+}

@@ -1,0 +1,437 @@
+//! The control socket, and the stream to the daemon.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixStream};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use ddp_proto::control::{PROTOCOL, Phase, Progress, ToAgent, ToWorker};
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use nix::sys::signal::Signal;
+
+use crate::daemon::{DEADLINE, Daemon, Policy};
+use crate::harness::{Meeting, launch};
+
+/// A worker's side of the control socket.
+struct Session {
+    env: WorkerEnv,
+    socket: BufReader<UnixStream>,
+}
+
+impl Session {
+    fn open() -> Self {
+        Self::open_as(WorkerEnv::parse(|name| std::env::var(name).ok()).unwrap())
+    }
+
+    fn open_as(env: WorkerEnv) -> Self {
+        let name = env.control.clone().unwrap();
+        let address = SocketAddr::from_abstract_name(name.strip_prefix('@').unwrap()).unwrap();
+        let socket = UnixStream::connect_addr(&address).unwrap();
+        socket.set_read_timeout(Some(DEADLINE)).unwrap();
+        let mut session = Self {
+            env,
+            socket: BufReader::new(socket),
+        };
+        session.say(&ToAgent::Hello {
+            protocol: PROTOCOL,
+            local_rank: session.env.local_rank.0,
+            generation: session.env.generation,
+            pid: std::process::id(),
+        });
+        session
+    }
+
+    /// The other side has closed the connection.
+    fn is_ended(&mut self) -> bool {
+        self.socket
+            .read_line(&mut String::new())
+            .map_or(true, |read| read == 0)
+    }
+
+    fn say(&mut self, message: &ToAgent) {
+        let mut line = serde_json::to_vec(message).unwrap();
+        line.push(b'\n');
+        self.socket.get_mut().write_all(&line).unwrap();
+    }
+
+    fn hear(&mut self) -> ToWorker {
+        let mut line = String::new();
+        self.socket.read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: `{line}`"))
+    }
+}
+
+/// True in a worker that was started to play this part.
+fn plays(role: &str) -> bool {
+    std::env::var("DDP_TEST_ROLE").is_ok_and(|played| played == role)
+}
+
+fn now_ns() -> u128 {
+    SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos()
+}
+
+/// Rank 1 kills itself when rank 0 listens; rank 0 tells when it heard of it, and why.
+#[test]
+fn role_sibling_dies() {
+    if !plays("role_sibling_dies") {
+        return;
+    }
+    let fifo = std::env::var("FIFO").unwrap();
+    if std::env::var("RANK").unwrap() == "1" {
+        std::fs::read(&fifo).unwrap();
+        println!("died at {}", now_ns());
+        nix::sys::signal::raise(Signal::SIGKILL).unwrap();
+    }
+    let mut session = Session::open();
+    let assignment = session.hear();
+    assert!(
+        matches!(assignment, ToWorker::Assignment { .. }),
+        "{assignment:?}"
+    );
+    drop(std::fs::File::create(fifo).unwrap());
+    let over = session.hear();
+    println!("heard at {}", now_ns());
+    println!("heard: {over:?}");
+    session.say(&ToAgent::Failure {
+        message: "all-reduce 17 failed".into(),
+        hint: None,
+    });
+    std::process::exit(1);
+}
+
+#[test]
+fn survivors_hear_at_once_who_died() {
+    // The daemon says nothing: what the survivor hears comes from its own agent.
+    let daemon = Daemon::start(Policy {
+        decides: false,
+        ..Policy::default()
+    });
+    let meeting = Meeting::new();
+    let launch = launch(&daemon)
+        .workers(2)
+        .env("FIFO", &meeting.fifo)
+        .role("role_sibling_dies")
+        .native();
+    let mut launcher = launch.start();
+    let time = |line: String| line.trim().rsplit(' ').next().unwrap().parse::<u128>().unwrap();
+    let died = time(launcher.stdout.expect("died at "));
+    let heard = time(launcher.stdout.expect("heard at "));
+    let over = launcher.stdout.expect("heard: ");
+    assert!(
+        over.contains("rank 1 (node `") && over.contains("died of SIGKILL"),
+        "{over}"
+    );
+    let after_ms = heard.saturating_sub(died) / 1_000_000;
+    assert!(after_ms < 1000, "heard after {after_ms} ms");
+    println!("the survivor heard after {after_ms} ms");
+    let exit = daemon.expect("a worker's exit", |message| match message.body {
+        Some(Report::WorkerExit(exit)) => Some(exit),
+        _ => None,
+    });
+    assert_eq!((exit.rank, exit.signal), (1, Some(9)));
+    launcher.signal(Signal::SIGTERM);
+    let end = launcher.wait();
+    assert!(end.stderr.contains("by itself"), "{}", end.stderr);
+    assert!(end.stderr.contains("all-reduce 17 failed"), "{}", end.stderr);
+}
+
+/// Rank 0 writes an entry, all read it twice.
+#[test]
+fn role_key_value() {
+    if !plays("role_key_value") {
+        return;
+    }
+    let mut session = Session::open();
+    let assignment = session.hear();
+    let ToWorker::Assignment { env, node_addrs, .. } = assignment else {
+        panic!("{assignment:?}");
+    };
+    assert_eq!(env["RANK"], session.env.rank.to_string());
+    assert_eq!(node_addrs, ["127.0.0.1"]);
+    let key = "id".to_owned();
+    if session.env.rank.0 == 0 {
+        let value = "c2VjcmV0".to_owned();
+        session.say(&ToAgent::KvPut {
+            call: 1,
+            key: key.clone(),
+            value,
+        });
+        let reply = session.hear();
+        assert_eq!(
+            reply,
+            ToWorker::KvReply {
+                call: 1,
+                value: None,
+                error: None
+            }
+        );
+    }
+    for call in 2..4 {
+        session.say(&ToAgent::KvGet {
+            call,
+            key: key.clone(),
+            timeout_ms: 20_000,
+        });
+        let reply = session.hear();
+        assert_eq!(
+            reply,
+            ToWorker::KvReply {
+                call,
+                value: Some("c2VjcmV0".into()),
+                error: None
+            }
+        );
+    }
+    session.say(&ToAgent::KvGet {
+        call: 4,
+        key: "nobody writes this".into(),
+        timeout_ms: 1,
+    });
+    let reply = session.hear();
+    assert!(
+        matches!(
+            reply,
+            ToWorker::KvReply {
+                call: 4,
+                value: None,
+                error: Some(_)
+            }
+        ),
+        "{reply:?}"
+    );
+    println!("all is well");
+}
+
+#[test]
+fn workers_exchange_values() {
+    let daemon = Daemon::start(Policy::default());
+    let end = launch(&daemon).workers(3).role("role_key_value").start().wait();
+    assert_eq!(end.code, 0, "{}\n{}", end.stdout, end.stderr);
+    assert_eq!(end.stdout.matches("all is well").count(), 3, "{}", end.stdout);
+}
+
+/// Waits to be asked to stop, then ends with success.
+#[test]
+fn role_stops_at_boundary() {
+    if !plays("role_stops_at_boundary") {
+        return;
+    }
+    let mut session = Session::open();
+    session.hear();
+    let heartbeat = ToAgent::Heartbeat {
+        step: 17,
+        phase: Phase::Training,
+        progress: None,
+    };
+    session.say(&heartbeat);
+    // A message of a newer build is no reason to end.
+    session
+        .socket
+        .get_mut()
+        .write_all(b"{\"type\": \"telepathy\"}\n")
+        .unwrap();
+    println!("ready");
+    let asked = session.hear();
+    println!("asked: {asked:?}");
+    assert!(matches!(asked, ToWorker::StopAtStepBoundary { .. }));
+    println!("saved");
+}
+
+#[test]
+fn a_native_worker_stops_at_a_step_boundary() {
+    let daemon = Daemon::start(Policy::default());
+    let mut launcher = launch(&daemon)
+        .workers(2)
+        .role("role_stops_at_boundary")
+        .native()
+        .start();
+    launcher.stdout.expect("ready");
+    launcher.stdout.expect("ready");
+    let step = daemon.expect("a heartbeat with a step", |message| match message.body {
+        Some(Report::Heartbeat(heartbeat)) => heartbeat.step,
+        _ => None,
+    });
+    assert_eq!(step, 17);
+    launcher.signal(Signal::SIGINT);
+    let end = launcher.wait();
+    assert_eq!(end.code, 130);
+    assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
+}
+
+#[test]
+fn workers_outlive_a_broken_stream() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut launcher = launch(&daemon)
+        .env("FIFO", &meeting.fifo)
+        .sh(r#"echo ready; cat "$FIFO""#)
+        .start();
+    launcher.stdout.expect("[0] ready");
+    let join = |message: ddp_proto::rendezvous::AgentMessage| {
+        matches!(message.body, Some(Report::Join(_))).then_some((message.incarnation, message.generation))
+    };
+    let first = daemon.expect("the first join", join);
+    daemon.break_streams();
+    let again = daemon.expect("a join on the new stream", join);
+    assert_eq!((first.0, first.1), (again.0.clone(), 0));
+    assert_eq!(again.1, 1, "it did not tell that its generation still runs");
+    launcher.stderr.expect("the rendezvous daemon is back");
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    let end = launcher.wait();
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    assert_eq!(end.stdout.matches("ready").count(), 1, "{}", end.stdout);
+}
+
+/// Tells its place to the test, and waits for the end.
+#[test]
+fn role_waits() {
+    if !plays("role_waits") {
+        return;
+    }
+    let fifo = std::env::var("FIFO").unwrap();
+    let env = WorkerEnv::parse(|name| std::env::var(name).ok()).unwrap();
+    println!("place {}", serde_json::to_string(&env.to_vars()).unwrap());
+    std::fs::read(fifo).unwrap();
+    // An endless line ends the connection, but nothing else.
+    let mut session = Session::open();
+    session.hear();
+    let endless = vec![b'x'; ddp_proto::control::MAX_LINE_BYTES + 1];
+    // The other side may close it before all is written.
+    let _ = session.socket.get_mut().write_all(&endless);
+    assert!(session.is_ended());
+    let mut again = Session::open();
+    assert!(matches!(again.hear(), ToWorker::Assignment { .. }));
+    println!("all is well");
+}
+
+#[test]
+fn only_workers_are_listened_to() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut launcher = launch(&daemon)
+        .env("FIFO", &meeting.fifo)
+        .role("role_waits")
+        .start();
+    let line = launcher.stdout.expect("place {");
+    let place = line.split_once("place ").unwrap().1;
+    let vars: std::collections::BTreeMap<String, String> = serde_json::from_str(place).unwrap();
+    // This process has all that a worker has, but is none.
+    let env = WorkerEnv::parse(|name| vars.get(name).cloned()).unwrap();
+    let mut stranger = Session::open_as(env);
+    assert!(stranger.is_ended(), "a stranger was listened to");
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    let end = launcher.wait();
+    assert_eq!(end.code, 0, "{}", end.stdout);
+    assert!(end.stdout.contains("all is well"), "{}", end.stdout);
+}
+
+/// Reports progress, and writes a line meanwhile.
+#[test]
+fn role_reports_progress() {
+    if !plays("role_reports_progress") {
+        return;
+    }
+    assert_eq!(std::env::var("DDP_PROGRESS").as_deref(), Ok("bar"));
+    let mut session = Session::open();
+    session.hear();
+    let progress = Progress {
+        steps: 10,
+        loss: 2.5,
+        tokens_per_s: 1234.0,
+        seconds_left: 61.0,
+        val_loss: None,
+    };
+    session.say(&ToAgent::Heartbeat {
+        step: 3,
+        phase: Phase::Training,
+        progress: Some(progress),
+    });
+    // Answered after the heartbeat was passed on.
+    session.say(&ToAgent::KvPut {
+        call: 1,
+        key: "k".into(),
+        value: String::new(),
+    });
+    session.hear();
+    eprintln!("a line meanwhile");
+}
+
+#[test]
+fn progress_is_drawn_on_a_terminal() {
+    let daemon = Daemon::start(Policy::default());
+    let size = nix::pty::Winsize {
+        ws_row: 24,
+        ws_col: 100,
+        ws_xpixel: 0,
+        ws_ypixel: 0,
+    };
+    let terminal = nix::pty::openpty(&size, None).unwrap();
+    let mut screen = crate::harness::Lines::read(std::fs::File::from(terminal.master));
+    let launch = launch(&daemon)
+        .progress_bar()
+        .role("role_reports_progress")
+        .native();
+    let launcher = launch.start_with(|command| command.env("TERM", "xterm").stderr(terminal.slave));
+    let end = launcher.wait();
+    assert_eq!(end.code, 0, "{}", end.stdout);
+    let screen = screen.rest();
+    assert!(
+        screen.contains("3/10 loss 2.5000  1234 tokens/s  1:01 left"),
+        "{screen:?}"
+    );
+    assert!(screen.contains("[0] a line meanwhile"), "{screen:?}");
+}
+
+/// Asks and asks, and never reads an answer.
+#[test]
+fn role_never_reads() {
+    if !plays("role_never_reads") {
+        return;
+    }
+    let mut session = Session::open();
+    for call in 0..20_000 {
+        session.say(&ToAgent::KvGet {
+            call,
+            key: format!("nobody writes {call}"),
+            timeout_ms: 60_000,
+        });
+    }
+    println!("flooded");
+    // Until it is stopped.
+    std::fs::read(std::env::var("FIFO").unwrap()).unwrap();
+}
+
+#[test]
+fn a_worker_that_never_reads_holds_up_nobody() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let launch = launch(&daemon)
+        .workers(2)
+        .env("FIFO", &meeting.fifo)
+        .role("role_never_reads");
+    let mut launcher = launch.start();
+    launcher.stdout.expect("flooded");
+    launcher.stdout.expect("flooded");
+    launcher.signal(Signal::SIGTERM);
+    let end = launcher.wait();
+    assert_eq!(end.code, 143, "{}", end.stderr);
+}
+
+#[test]
+fn a_daemon_that_is_gone_for_good_ends_the_launch() {
+    let daemon = Daemon::start(Policy::default());
+    let script = r"trap 'echo stopped; exit 0' TERM; echo ready; while :; do tail -f /dev/null & wait; done";
+    let launch = launch(&daemon)
+        .sh(script)
+        .connect_timeout(std::time::Duration::from_millis(500));
+    let mut launcher = launch.start();
+    launcher.stdout.expect("[0] ready");
+    let endpoint = daemon.endpoint();
+    drop(daemon);
+    let end = launcher.wait();
+    assert_eq!(end.code, 69, "{}", end.stderr);
+    assert!(end.stdout.contains("[0] stopped"), "{}", end.stdout);
+    let gone = format!("error: rendezvous daemon at `{endpoint}` cannot be reached");
+    assert!(end.stderr.contains(&gone), "{}", end.stderr);
+}

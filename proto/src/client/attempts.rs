@@ -1,0 +1,106 @@
+//! The pace of attempts to reach the daemon, and how a connection to it is set up.
+
+use std::time::Duration;
+
+use tokio::time::Instant;
+use tonic::transport::Endpoint;
+
+use super::error::{ClientError, root_cause};
+
+/// First pause between two attempts to reach the daemon; doubled each time.
+pub const BACKOFF_BASE: Duration = Duration::from_millis(20);
+/// Longest pause between two attempts.
+pub const BACKOFF_CAP: Duration = Duration::from_secs(2);
+/// Longest single attempt to open a connection.
+pub const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
+/// Pings on an idle connection, so that a daemon that vanished without a word is noticed.
+const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
+/// How long a ping may stay unanswered.
+const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Counts attempts and paces them.
+pub(super) struct Attempts<'a> {
+    endpoint: &'a str,
+    begun: Instant,
+    deadline: Instant,
+    count: u32,
+}
+
+impl<'a> Attempts<'a> {
+    pub(super) fn new(endpoint: &'a str, deadline: Instant) -> Self {
+        Self {
+            endpoint,
+            begun: Instant::now(),
+            deadline,
+            count: 0,
+        }
+    }
+
+    /// Deadline of the attempt that begins now.
+    pub(super) fn next_deadline(&self) -> Instant {
+        self.deadline.min(Instant::now() + ATTEMPT_TIMEOUT)
+    }
+
+    /// Pauses before the next attempt, or gives up if there is no time for one.
+    pub(super) async fn failed(&mut self, cause: String) -> Result<(), ClientError> {
+        let pause = backoff(self.count, rand::random_range(0.5..1.0));
+        self.count += 1;
+        let now = Instant::now();
+        if now + pause >= self.deadline {
+            return Err(ClientError::Unreachable {
+                endpoint: self.endpoint.to_owned(),
+                waited: now - self.begun,
+                attempts: self.count,
+                cause,
+            });
+        }
+        tokio::time::sleep(pause).await;
+        Ok(())
+    }
+}
+
+/// Pause after the attempt with number `attempt` (from 0); `jitter` in 0.5..1 spreads the nodes of a job.
+fn backoff(attempt: u32, jitter: f64) -> Duration {
+    let factor = 1u32.checked_shl(attempt).unwrap_or(u32::MAX);
+    BACKOFF_BASE
+        .saturating_mul(factor)
+        .min(BACKOFF_CAP)
+        .mul_f64(jitter)
+}
+
+/// The daemon behind `host:port`.
+pub(super) fn target(endpoint: &str) -> Result<Endpoint, ClientError> {
+    let bad = |cause: String| ClientError::BadEndpoint {
+        endpoint: endpoint.to_owned(),
+        cause,
+    };
+    let (host, port) = endpoint
+        .rsplit_once(':')
+        .ok_or_else(|| bad("no port is given".into()))?;
+    if host.is_empty() {
+        return Err(bad("no host is given".into()));
+    }
+    if port.parse::<u16>().ok().is_none_or(|port| port == 0) {
+        return Err(bad(format!("`{port}` is not a port")));
+    }
+    let target = Endpoint::from_shared(format!("http://{endpoint}")).map_err(|e| bad(root_cause(&e)))?;
+    Ok(target
+        .connect_timeout(ATTEMPT_TIMEOUT)
+        .tcp_nodelay(true)
+        .tcp_keepalive(Some(KEEP_ALIVE_INTERVAL))
+        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+        .keep_alive_while_idle(true))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_backoff_grows_to_its_cap() {
+        assert_eq!(backoff(0, 1.0), BACKOFF_BASE);
+        assert_eq!(backoff(2, 0.5), BACKOFF_BASE * 2);
+        assert_eq!(backoff(40, 1.0), BACKOFF_CAP);
+    }
+}

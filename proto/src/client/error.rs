@@ -1,0 +1,129 @@
+//! What can go wrong between an agent and its daemon, in words and as exit codes.
+
+use std::time::Duration;
+
+use tonic::{Code, Status};
+
+use super::SEND_QUEUE;
+use crate::exit;
+
+/// Why the daemon could not be reached, or what it answered instead.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ClientError {
+    /// The endpoint is not `host:port`.
+    #[error(
+        "rendezvous endpoint `{endpoint}` is not an address: {cause}\n  hint: write it as `host:port`, like `node0:29400`"
+    )]
+    BadEndpoint {
+        /// As given.
+        endpoint: String,
+        /// What is wrong with it.
+        cause: String,
+    },
+    /// No connection within the deadline.
+    #[error("rendezvous daemon at `{endpoint}` cannot be reached after {:.1} s and {attempts} attempts: {cause}\n  hint: is `ddp-rendezvous serve` (or the node that hosts it) running there, and its port open?", .waited.as_secs_f64())]
+    Unreachable {
+        /// Address that was tried.
+        endpoint: String,
+        /// How long.
+        waited: Duration,
+        /// How often.
+        attempts: u32,
+        /// Last error.
+        cause: String,
+    },
+    /// The connection broke while it was in use; opening a new stream may help.
+    #[error("connection to the rendezvous daemon at `{endpoint}` broke: {cause}")]
+    Broken {
+        /// Address of the daemon.
+        endpoint: String,
+        /// What happened.
+        cause: String,
+    },
+    /// The daemon takes no messages: [`SEND_QUEUE`] of them are waiting. Treat it as broken.
+    #[error("rendezvous daemon at `{endpoint}` does not take messages: {SEND_QUEUE} are waiting")]
+    Stalled {
+        /// Address of the daemon.
+        endpoint: String,
+    },
+    /// The daemon did not answer within the deadline of the call.
+    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
+    TimedOut {
+        /// The call, in words.
+        what: String,
+        /// Address of the daemon.
+        endpoint: String,
+        /// Deadline of the call.
+        waited: Duration,
+        /// The daemon's words, or that there was no answer.
+        cause: String,
+    },
+    /// The generation that the call speaks of is over.
+    #[error("{cause}")]
+    Superseded {
+        /// The daemon's words: "generation superseded: …".
+        cause: String,
+    },
+    /// The daemon answered with an error.
+    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
+    Refused {
+        /// The call, in words.
+        what: String,
+        /// Address of the daemon.
+        endpoint: String,
+        /// Not allowed at all, as opposed to wrong in itself.
+        unauthenticated: bool,
+        /// The daemon's words.
+        cause: String,
+    },
+}
+
+impl ClientError {
+    /// Exit code of a launcher that ends because of this error.
+    #[must_use]
+    pub const fn exit_code(&self) -> u8 {
+        match self {
+            Self::BadEndpoint { .. } => exit::USAGE,
+            Self::Unreachable { .. } | Self::Broken { .. } | Self::Stalled { .. } | Self::TimedOut { .. } => {
+                exit::DAEMON_UNREACHABLE
+            }
+            Self::Refused {
+                unauthenticated: true,
+                ..
+            } => exit::REFUSED,
+            Self::Superseded { .. } | Self::Refused { .. } => exit::INTERNAL,
+        }
+    }
+
+    /// True if a new stream may help ([`agent_stream`](super::Client::agent_stream) with a deadline).
+    #[must_use]
+    pub const fn is_broken(&self) -> bool {
+        matches!(self, Self::Broken { .. } | Self::Stalled { .. })
+    }
+}
+
+/// True if the status was made on this side because the connection failed, or the daemon is going away.
+pub(super) fn is_transport(status: &Status) -> bool {
+    use std::error::Error as _;
+    status.code() == Code::Unavailable
+        || (status.source().is_some() && status.code() != Code::DeadlineExceeded)
+}
+
+pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
+    ClientError::Broken {
+        endpoint: endpoint.to_owned(),
+        cause: root_cause(status),
+    }
+}
+
+/// The innermost words of an error: the layers around it only say "transport error".
+pub(super) fn root_cause(error: &(dyn std::error::Error + 'static)) -> String {
+    let mut error = error;
+    while let Some(source) = error.source() {
+        error = source;
+    }
+    match error.downcast_ref::<Status>() {
+        Some(status) => status.message().to_owned(),
+        None => error.to_string(),
+    }
+}

@@ -1,0 +1,134 @@
+//! Everything that can go wrong before the agent takes over, with its exit code.
+
+use std::path::PathBuf;
+
+use ddp_proto::exit;
+
+/// A launch that did not come about. The text is complete: what, which, and a `hint:` line where one helps.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CliError {
+    /// A `PET_*` variable has a value that its flag would refuse.
+    #[error("environment variable `{variable}` is `{value}`: {message}")]
+    BadVariable {
+        /// Name of the variable.
+        variable: String,
+        /// What it is set to.
+        value: String,
+        /// What was expected.
+        message: String,
+    },
+    /// The file is not YAML.
+    #[error("`{}`: {message}", file.display())]
+    Yaml {
+        /// Path as given.
+        file: PathBuf,
+        /// The parser's words, with line and column.
+        message: String,
+    },
+    /// A key or value of the `launch` section is refused.
+    #[error("`{}`, line {line}: `launch.{key}`: {message}", file.display())]
+    BadLaunchKey {
+        /// Path as given.
+        file: PathBuf,
+        /// Line of the value.
+        line: u64,
+        /// Key below `launch`.
+        key: String,
+        /// What was expected.
+        message: String,
+    },
+    /// The native worker refuses its configuration.
+    #[error("{0}")]
+    Config(String),
+    /// A target, or the file of one, that cannot be read.
+    #[error("cannot read target `{}`: {source}\n  hint: give the path of a `.yaml` configuration, of a `.py` script, or a program", path.display())]
+    Target {
+        /// Path as given.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// Options that exclude or need each other.
+    #[error("{problem}\n  hint: {hint}")]
+    Conflict {
+        /// What contradicts what.
+        problem: String,
+        /// What to write instead.
+        hint: String,
+    },
+    /// `--nproc-per-node gpu` on a machine without one.
+    #[error(
+        "`--nproc-per-node gpu`: no GPU is visible: {why}\n  hint: `ddp-train doctor` says what is there; `--nproc-per-node cpu` runs on the cores"
+    )]
+    NoGpu {
+        /// What was looked at.
+        why: String,
+    },
+    /// The port of the endpoint is taken by something that is not a daemon.
+    #[error(
+        "port {port} of rendezvous endpoint `{endpoint}` is in use by something that is not a ddp-run rendezvous: {found}\n  hint: choose another port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :{port}'`)"
+    )]
+    PortTaken {
+        /// The endpoint in full.
+        endpoint: String,
+        /// Its host.
+        host: String,
+        /// Its port.
+        port: u16,
+        /// What the health check met.
+        found: String,
+    },
+    /// This node must host the daemon and cannot.
+    #[error("cannot host the rendezvous at `{endpoint}`: {source}\n  hint: {hint}")]
+    Host {
+        /// The endpoint in full.
+        endpoint: String,
+        /// Why.
+        source: std::io::Error,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// `ddp-rendezvous serve` cannot take its address.
+    #[error("cannot listen on `{address}`: {source}\n  hint: {hint}")]
+    Listen {
+        /// Address as given.
+        address: String,
+        /// Why.
+        source: std::io::Error,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// The machine refused something essential.
+    #[error("{what}: {source}")]
+    Machine {
+        /// What failed.
+        what: &'static str,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+impl CliError {
+    /// The documented exit code of this class.
+    pub fn exit_code(&self) -> u8 {
+        match self {
+            Self::BadVariable { .. }
+            | Self::Yaml { .. }
+            | Self::BadLaunchKey { .. }
+            | Self::Config(_)
+            | Self::Target { .. }
+            | Self::Conflict { .. }
+            | Self::NoGpu { .. }
+            | Self::Listen { .. } => exit::USAGE,
+            Self::PortTaken { .. } | Self::Host { .. } => exit::DAEMON_UNREACHABLE,
+            Self::Machine { .. } => exit::INTERNAL,
+        }
+    }
+}
+
+/// Writes `error: …` to stderr. Nothing is left to do when that fails too.
+pub fn print_error(error: &dyn std::fmt::Display) {
+    use std::io::Write;
+    let _ = writeln!(std::io::stderr(), "error: {error}");
+}

@@ -1,0 +1,296 @@
+//! Who hosts the rendezvous daemon.
+//!
+//! One node hosts its own on loopback. Of several nodes, the host is the one that `is_host` names, else
+//! node rank 0, else the node to which the endpoint's address belongs. Where the port is taken already,
+//! a health check tells a daemon, whose client this node then becomes, from a stranger.
+
+use std::io::ErrorKind;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
+use std::time::Duration;
+
+use tokio::net::{TcpListener, lookup_host};
+use tonic_health::pb::health_check_response::ServingStatus;
+use tonic_health::pb::health_client::HealthClient;
+use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
+
+use super::error::CliError;
+use super::values::Endpoint;
+
+/// Longest wait for the health check: a daemon that is just starting answers within milliseconds.
+const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest wait for a host name.
+const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Name of the service whose health tells our daemon from another gRPC server.
+const SERVICE: &str = "ddp.rendezvous.v1.Rendezvous";
+
+/// What is known of this node before anything is resolved or bound.
+#[derive(Clone, Debug)]
+pub struct HostFacts {
+    /// `--rdzv-endpoint`; none: one node alone.
+    pub endpoint: Option<Endpoint>,
+    /// `--rdzv-conf is_host=…`.
+    pub is_host: Option<bool>,
+    /// `--node-rank`.
+    pub node_rank: Option<u32>,
+}
+
+/// What follows from the facts alone.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wish {
+    /// One node alone: a daemon of its own.
+    Alone,
+    /// This node hosts the daemon, unless one serves there already.
+    Host,
+    /// This node hosts the daemon if the endpoint's address is one of its own.
+    HostIfLocal,
+    /// Another node hosts it.
+    Join,
+}
+
+/// Decides from the facts alone, in the order that the documentation promises.
+pub fn wish(facts: &HostFacts) -> Wish {
+    match (&facts.endpoint, facts.is_host, facts.node_rank) {
+        (None, ..) => Wish::Alone,
+        (Some(_), Some(true), _) | (Some(_), None, Some(0)) => Wish::Host,
+        (Some(_), Some(false), _) | (Some(_), None, Some(_)) => Wish::Join,
+        (Some(_), None, None) => Wish::HostIfLocal,
+    }
+}
+
+/// Where the daemon is.
+#[derive(Debug)]
+pub struct Hosting {
+    /// `host:port` that the agent connects to.
+    pub endpoint: String,
+    /// Set where this process runs the daemon itself.
+    pub listener: Option<TcpListener>,
+}
+
+/// Carries the wish out: resolves, binds, and looks who holds the port where binding fails.
+pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
+    let Some(endpoint) = &facts.endpoint else {
+        return alone().await;
+    };
+    let join = Hosting {
+        endpoint: endpoint.to_string(),
+        listener: None,
+    };
+    if wish(facts) == Wish::Join {
+        return Ok(join);
+    }
+    let addresses = resolve(endpoint).await;
+    let bind_to = bind_addresses(facts, endpoint, &addresses);
+    let mut last_error = None;
+    for address in bind_to {
+        match TcpListener::bind(address).await {
+            Ok(listener) => {
+                tracing::info!(%address, "hosting the rendezvous");
+                return Ok(Hosting {
+                    listener: Some(listener),
+                    ..join
+                });
+            }
+            Err(error) if error.kind() == ErrorKind::AddrInUse => {
+                check_health(endpoint, &addresses).await?;
+                tracing::info!(%endpoint, "a rendezvous serves there already");
+                return Ok(join);
+            }
+            Err(error) => last_error = Some(error),
+        }
+    }
+    match last_error {
+        // The address belongs to another machine: its daemon is there, or will be.
+        Some(error) if error.kind() == ErrorKind::AddrNotAvailable && facts.is_host.is_none() => Ok(join),
+        None => Ok(join),
+        Some(source) => Err(CliError::Host {
+            endpoint: endpoint.to_string(),
+            hint: match source.kind() {
+                ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher one",
+                _ => "give the address under which the other nodes reach this one",
+            },
+            source,
+        }),
+    }
+}
+
+async fn alone() -> Result<Hosting, CliError> {
+    let failed = |source| CliError::Machine {
+        what: "cannot listen on loopback",
+        source,
+    };
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
+        .await
+        .map_err(failed)?;
+    let endpoint = listener.local_addr().map_err(failed)?.to_string();
+    Ok(Hosting {
+        endpoint,
+        listener: Some(listener),
+    })
+}
+
+/// The endpoint's addresses; empty where its name is unknown, which the client reports when it matters.
+async fn resolve(endpoint: &Endpoint) -> Vec<IpAddr> {
+    if let Ok(address) = endpoint.host.parse() {
+        return vec![address];
+    }
+    let lookup = lookup_host((endpoint.host.as_str(), endpoint.port));
+    match tokio::time::timeout(RESOLVE_TIMEOUT, lookup).await {
+        Ok(Ok(found)) => found.map(|address| address.ip()).collect(),
+        Ok(Err(_)) | Err(_) => Vec::new(),
+    }
+}
+
+/// Addresses to try, in order. A literal address is taken at its word, unless `is_host=1` says that this
+/// node is reached under it all the same (address translation). A name may resolve to another address for
+/// this node than for the others (`127.0.1.1` in many a hosts file), so all are served.
+fn bind_addresses(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]) -> Vec<SocketAddr> {
+    let at = |ip: IpAddr| SocketAddr::new(ip, endpoint.port);
+    let everywhere = [at(Ipv6Addr::UNSPECIFIED.into()), at(Ipv4Addr::UNSPECIFIED.into())];
+    let literal: Option<IpAddr> = endpoint.host.parse().ok();
+    match (wish(facts), literal) {
+        (Wish::Alone | Wish::Join, _) => Vec::new(),
+        (Wish::Host, Some(ip)) if facts.is_host == Some(true) => [&[at(ip)], &everywhere[..]].concat(),
+        (Wish::Host | Wish::HostIfLocal, Some(ip)) => vec![at(ip)],
+        (Wish::HostIfLocal, None) if !addresses.iter().copied().any(is_own_address) => Vec::new(),
+        (Wish::Host | Wish::HostIfLocal, None) => everywhere.to_vec(),
+    }
+}
+
+/// An address is ours if a datagram socket can be bound to it; nothing is sent.
+fn is_own_address(address: IpAddr) -> bool {
+    std::net::UdpSocket::bind((address, 0)).is_ok()
+}
+
+/// Succeeds if one of our daemons serves at the endpoint.
+async fn check_health(endpoint: &Endpoint, addresses: &[IpAddr]) -> Result<(), CliError> {
+    let taken = |found: String| CliError::PortTaken {
+        endpoint: endpoint.to_string(),
+        host: endpoint.host.clone(),
+        port: endpoint.port,
+        found,
+    };
+    let host = addresses.first().copied().unwrap_or(Ipv4Addr::LOCALHOST.into());
+    let uri = format!("http://{}", SocketAddr::new(host, endpoint.port));
+    match tokio::time::timeout(HEALTH_TIMEOUT, ask_health(uri)).await {
+        Ok(Ok(reply)) if reply.status() == ServingStatus::Serving => Ok(()),
+        Ok(Ok(reply)) => Err(taken(format!("its health is {:?}", reply.status()))),
+        Ok(Err(problem)) => Err(taken(problem)),
+        Err(_) => Err(taken(format!(
+            "it gave no answer within {} s",
+            HEALTH_TIMEOUT.as_secs()
+        ))),
+    }
+}
+
+async fn ask_health(uri: String) -> Result<HealthCheckResponse, String> {
+    let channel = tonic::transport::Endpoint::from_shared(uri)
+        .map_err(|error| error.to_string())?
+        .connect_timeout(HEALTH_TIMEOUT)
+        .connect()
+        .await
+        .map_err(|_| "it does not speak gRPC".to_owned())?;
+    let request = HealthCheckRequest {
+        service: SERVICE.to_owned(),
+    };
+    match HealthClient::new(channel).check(request).await {
+        Ok(reply) => Ok(reply.into_inner()),
+        Err(status) if status.code() == tonic::Code::NotFound => {
+            Err("it is a gRPC server of another kind".to_owned())
+        }
+        Err(_) => Err("it does not answer gRPC health checks".to_owned()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(endpoint: Option<&str>, is_host: Option<bool>, node_rank: Option<u32>) -> HostFacts {
+        let endpoint = endpoint.map(|text| super::super::values::endpoint(text).expect("valid"));
+        HostFacts {
+            endpoint,
+            is_host,
+            node_rank,
+        }
+    }
+
+    #[test]
+    fn is_host_then_node_rank_then_address() {
+        for (is_host, node_rank, expected) in [
+            (Some(true), Some(5), Wish::Host),
+            (Some(false), Some(0), Wish::Join),
+            (None, Some(0), Wish::Host),
+            (None, Some(1), Wish::Join),
+            (None, None, Wish::HostIfLocal),
+        ] {
+            assert_eq!(
+                wish(&facts(Some("node0"), is_host, node_rank)),
+                expected,
+                "{is_host:?} {node_rank:?}"
+            );
+        }
+        assert_eq!(wish(&facts(None, None, None)), Wish::Alone);
+    }
+
+    #[test]
+    fn literal_addresses_are_taken_at_their_word() {
+        let bound = |facts: &HostFacts, addresses: &[IpAddr]| {
+            bind_addresses(facts, facts.endpoint.as_ref().expect("given"), addresses)
+        };
+        let loopback: &[IpAddr] = &[Ipv4Addr::LOCALHOST.into()];
+        let elsewhere: &[IpAddr] = &[Ipv4Addr::new(192, 0, 2, 1).into()];
+        let literal = facts(Some("127.0.0.1:5"), None, None);
+        assert_eq!(
+            bound(&literal, loopback),
+            [SocketAddr::from((Ipv4Addr::LOCALHOST, 5))]
+        );
+        let translated = facts(Some("192.0.2.1:5"), Some(true), None);
+        assert_eq!(bound(&translated, elsewhere).len(), 3);
+        let name = facts(Some("node0:5"), None, None);
+        assert!(bound(&name, elsewhere).is_empty());
+        assert!(
+            bound(&name, loopback)
+                .iter()
+                .all(|address| address.ip().is_unspecified())
+        );
+        assert_eq!(bound(&facts(Some("node0:5"), None, Some(0)), elsewhere).len(), 2);
+    }
+
+    fn block_on<T>(future: impl Future<Output = T>) -> T {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        runtime.expect("a runtime").block_on(future)
+    }
+
+    #[test]
+    fn a_foreign_address_makes_a_client() {
+        let hosting = block_on(settle(&facts(Some("192.0.2.1:29400"), None, None))).expect("a client");
+        assert!(hosting.listener.is_none());
+        assert_eq!(hosting.endpoint, "192.0.2.1:29400");
+    }
+
+    #[test]
+    fn a_stranger_on_the_port_is_named() {
+        block_on(async {
+            let stranger = TcpListener::bind("127.0.0.1:0").await.expect("loopback");
+            let port = stranger.local_addr().expect("bound").port();
+            let closes = tokio::spawn(async move {
+                // Answers each connection by closing it, as a program with another protocol does.
+                while let Ok((connection, _)) = stranger.accept().await {
+                    drop(connection);
+                }
+            });
+            let error = settle(&facts(Some(&format!("127.0.0.1:{port}")), None, None))
+                .await
+                .expect_err("taken");
+            assert_eq!(error.exit_code(), ddp_proto::exit::DAEMON_UNREACHABLE);
+            let text = error.to_string().replace(&port.to_string(), "PORT");
+            insta::assert_snapshot!(text, @r"
+        port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it does not answer gRPC health checks
+          hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        ");
+            closes.abort();
+        });
+    }
+}

@@ -1,0 +1,159 @@
+//! `ddp-run`: guardian, plan, hosting, agent — in that order — and the exit code.
+
+use std::ffi::OsString;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use ddp_launcher::{Guardian, LaunchPlan};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+
+use super::args::{self, ParsedArgs};
+use super::error::{CliError, print_error};
+use super::hardware::{self, GPU_PROBE_SUBCOMMAND};
+use super::host::{self, HostFacts};
+use super::plan::{self, Launch};
+use super::target::{SelfExe, WORKER_SUBCOMMAND};
+use super::{init_tracing, native};
+use crate::rendezvous;
+
+/// Longest wait for a name look-up that is still running in a thread when everything else is done.
+const BLOCKING_FAREWELL: Duration = Duration::from_millis(100);
+
+/// Longest wait for the embedded daemon beyond its own drain.
+const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
+
+/// Main of `ddp-run`. Must be called before any thread exists, because the guardian is forked.
+pub fn main(argv: Vec<OsString>) -> ExitCode {
+    let first = argv.get(1).and_then(|word| word.to_str());
+    match first {
+        Some(WORKER_SUBCOMMAND) => return native::worker_main(argv.into_iter().skip(2)),
+        Some(GPU_PROBE_SUBCOMMAND) => return hardware::probe_gpus(),
+        _ => {}
+    }
+    let args = match args::parse(argv) {
+        Ok(args) => args,
+        Err(error) => error.exit(),
+    };
+    // As early as possible: whatever this process maps before, the guardian holds too.
+    let guardian = match Guardian::fork() {
+        Ok(guardian) => guardian,
+        Err(source) => {
+            return fail(&CliError::Machine {
+                what: "cannot fork the guardian of the workers",
+                source,
+            });
+        }
+    };
+    init_tracing();
+    match prepare(args) {
+        Ok(prepared) => run(prepared, guardian),
+        Err(error) => {
+            dismiss(guardian);
+            fail(&error)
+        }
+    }
+}
+
+fn fail(error: &CliError) -> ExitCode {
+    print_error(error);
+    ExitCode::from(error.exit_code())
+}
+
+/// No worker was started: the guardian has nothing to kill, and goes.
+fn dismiss(guardian: Guardian) {
+    if let Err(error) = guardian.shutdown() {
+        tracing::warn!(%error, "the guardian did not end in time");
+    }
+}
+
+/// Everything that the agent needs, held together for as long as it runs.
+struct Prepared {
+    launch: Launch,
+    runtime: tokio::runtime::Runtime,
+    /// Workers of later generations are started from it.
+    exe: SelfExe,
+}
+
+fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
+    let exe = SelfExe::open()?;
+    let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
+    // One thread: the agent waits for events, and the launcher stays small.
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(|source| CliError::Machine {
+            what: "cannot start the event loop",
+            source,
+        })?;
+    Ok(Prepared { launch, runtime, exe })
+}
+
+fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
+    let Prepared { launch, runtime, exe } = prepared;
+    let code = runtime.block_on(async {
+        match start_daemon(&launch.host, launch.plan).await {
+            Ok((plan, daemon)) => {
+                let outcome = ddp_launcher::run(plan, guardian).await;
+                if let Some(daemon) = daemon {
+                    daemon.finish().await;
+                }
+                ExitCode::from(outcome.exit_code)
+            }
+            Err(error) => {
+                dismiss(guardian);
+                fail(&error)
+            }
+        }
+    });
+    runtime.shutdown_timeout(BLOCKING_FAREWELL);
+    drop(exe);
+    code
+}
+
+async fn start_daemon(facts: &HostFacts, plan: LaunchPlan) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
+    let hosting = host::settle(facts).await?;
+    let daemon = hosting.listener.map(Daemon::start);
+    let plan = LaunchPlan {
+        endpoint: hosting.endpoint,
+        ..plan
+    };
+    Ok((plan, daemon))
+}
+
+/// The daemon in this process.
+struct Daemon {
+    task: tokio::task::JoinHandle<()>,
+    stop: oneshot::Sender<()>,
+    drain: Duration,
+}
+
+impl Daemon {
+    fn start(listener: TcpListener) -> Self {
+        let (stop, stopped) = oneshot::channel::<()>();
+        let config = rendezvous::Config::default();
+        let drain = config.drain;
+        let task = tokio::spawn(async move {
+            let shutdown = async {
+                // A dropped sender means the same.
+                let _ = stopped.await;
+            };
+            if let Err(error) = rendezvous::serve(listener, config, shutdown).await {
+                tracing::error!(%error, "the embedded rendezvous ended");
+            }
+        });
+        Self { task, stop, drain }
+    }
+
+    /// Stays until every node has left, within the daemon's bound.
+    async fn finish(self) {
+        // The task may have ended already; then there is nobody to tell.
+        let _ = self.stop.send(());
+        if tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task)
+            .await
+            .is_err()
+        {
+            tracing::warn!("the embedded rendezvous did not end in time");
+        }
+    }
+}

@@ -1,0 +1,43 @@
+//! The command line: arguments become a plan, a plan becomes a running agent, errors become messages and
+//! exit codes.
+//!
+//! | module | what it does | what it must not do |
+//! |---|---|---|
+//! | [`args`] | stage one: the flags as typed, each value checked by itself | any I/O |
+//! | [`values`] | parsers of single values | any I/O |
+//! | [`settings`] | layers: command line, `PET_*`, the YAML's `launch` section | know defaults |
+//! | [`plan`] | stage two: layers and defaults become a [`ddp_launcher::LaunchPlan`] | bind or connect |
+//! | [`target`] | kinds of target, their command, the job's signature | |
+//! | [`hardware`] | counts cores and GPUs | initialise CUDA in the launcher |
+//! | [`host`] | who hosts the daemon | run it |
+//! | [`launch`] | `ddp-run`: puts the pieces together | |
+//! | [`serve`] | `ddp-rendezvous` | |
+//! | [`train`], [`doctor`] | `ddp-train` | |
+//! | [`native`] | the only place that calls the worker | |
+//! | [`error`] | what can go wrong before the agent takes over | |
+
+pub mod args;
+pub mod doctor;
+pub mod error;
+pub mod hardware;
+pub mod host;
+pub mod launch;
+pub mod native;
+pub mod plan;
+pub mod serve;
+pub mod settings;
+pub mod target;
+pub mod train;
+pub mod values;
+
+use tracing_subscriber::EnvFilter;
+
+/// Sends events to stderr, filtered by `RUST_LOG`; silent without it.
+pub fn init_tracing() {
+    let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("off"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .without_time()
+        .init();
+}

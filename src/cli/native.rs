@@ -1,0 +1,116 @@
+//! The native worker, as the command line sees it. The only file of this package that calls `ddp_worker`.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use ddp_proto::exit;
+use ddp_worker::config::{self, Run, TrainConfig};
+use ddp_worker::metrics::{Request, RunDir};
+use ddp_worker::session::{MemoryStore, Session};
+use ddp_worker::train::{TrainError, run_worker};
+
+use super::error::{CliError, print_error};
+use super::init_tracing;
+
+/// Exit code of a worker that failed in training, as of most programs.
+const FAILED: u8 = 1;
+
+/// Longest wait for a folder that only this process looks at.
+const FOLDER_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Name that tools show instead of the number of a descriptor. At most 15 bytes.
+const PROCESS_NAME: &std::ffi::CStr = c"ddp-run-worker";
+
+/// A configuration that its workers will accept.
+#[derive(Debug)]
+pub struct Validated {
+    run: Run,
+}
+
+impl Validated {
+    /// Where the files of the run called `run_id` go.
+    pub fn out_dir(&self, run_id: &str) -> PathBuf {
+        RunDir::resolve(&self.run, run_id)
+    }
+
+    /// Makes the folder of a run that only this node takes part in, or refuses the one that is there. A job of
+    /// several nodes leaves that to rank 0, because it may have begun before this node came.
+    pub fn claim_out_dir(&self, run_id: &str) -> Result<(), CliError> {
+        let request = Request {
+            run: &self.run,
+            run_id,
+            restarted: false,
+            rank: 0,
+            world_size: 1,
+            deadline: Instant::now() + FOLDER_TIMEOUT,
+        };
+        RunDir::open(request, &MemoryStore::default())
+            .map(|_| ())
+            .map_err(|error| CliError::Config(error.to_string()))
+    }
+}
+
+/// Checks a configuration before anything is spawned, its data files included.
+pub fn validate(file: &Path, overrides: &[String]) -> Result<Validated, CliError> {
+    load(file, overrides).map(|config| Validated { run: config.run })
+}
+
+fn load(file: &Path, overrides: &[String]) -> Result<TrainConfig, CliError> {
+    config::load(file, overrides).map_err(|error| CliError::Config(error.to_string()))
+}
+
+/// Main of a worker process: `FILE [--set KEY=VALUE]…`, as [`super::target::Target::command`] writes them.
+pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
+    init_tracing();
+    // Without it, tools show the number of the descriptor that was executed. Nothing depends on it.
+    let _ = nix::sys::prctl::set_name(PROCESS_NAME);
+    let mut words = args.filter(|word| word != "--set");
+    let file = PathBuf::from(words.next().unwrap_or_default());
+    let overrides: Vec<String> = words.map(|word| word.to_string_lossy().into_owned()).collect();
+    run(&file, &overrides)
+}
+
+/// Trains `file` in this process, at the place that the environment gives it, or alone.
+pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
+    match load(file, overrides) {
+        Ok(config) => train(&config),
+        Err(error) => {
+            print_error(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn train(config: &TrainConfig) -> ExitCode {
+    let session = match Session::from_env() {
+        Ok(session) => session,
+        Err(error) => {
+            print_error(&error);
+            return ExitCode::from(exit::USAGE);
+        }
+    };
+    let code = match run_worker(config, &session) {
+        Ok(_) => ExitCode::SUCCESS,
+        Err(error) => {
+            print_error(&error);
+            ExitCode::from(exit_code(&error))
+        }
+    };
+    session.shutdown();
+    code
+}
+
+/// What the user must change ends with the code for that; what may pass ends as any failure.
+fn exit_code(error: &TrainError) -> u8 {
+    match error {
+        TrainError::Contradiction { .. }
+        | TrainError::Model(_)
+        | TrainError::Data(_)
+        | TrainError::Agreement(_)
+        | TrainError::Checkpoint(_)
+        | TrainError::RunFiles(_) => exit::USAGE,
+        _ => FAILED,
+    }
+}

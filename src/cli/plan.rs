@@ -1,0 +1,288 @@
+//! Stage two: settings from all layers become the plan of one agent, every default filled in.
+
+use std::ffi::OsString;
+use std::hash::{BuildHasher, Hasher};
+use std::io::IsTerminal;
+use std::path::Path;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use ddp_launcher::{LaunchPlan, NodeRange};
+use ddp_proto::ids::NodeRank;
+
+use super::args::ParsedArgs;
+use super::error::CliError;
+use super::host::HostFacts;
+use super::native;
+use super::settings::Settings;
+use super::target::{AgreedSettings, SelfExe, Target, TargetKind};
+use super::values::ProcCount;
+use super::{hardware, values};
+
+/// How long to wait for the other nodes, as torchrun.
+const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
+/// How long the daemon may be unreachable: nodes of one job rarely start further apart.
+const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+/// From SIGTERM to SIGKILL, as torchrun.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// A launch that is fully decided, but for the port of a daemon of its own.
+#[derive(Debug)]
+pub struct Launch {
+    /// For the agent. Its `endpoint` is set when [`super::host::settle`] has found it.
+    pub plan: LaunchPlan,
+    /// For [`super::host::settle`].
+    pub host: HostFacts,
+}
+
+/// Merges the layers, looks at the target and at the machine.
+pub fn resolve(
+    args: ParsedArgs,
+    get_env: impl Fn(&str) -> Option<String>,
+    exe: &SelfExe,
+) -> Result<Launch, CliError> {
+    let target = Target::read(args.target, args.target_args, args.overrides)?;
+    refuse_standalone_with_nodes(&args.settings)?;
+    let mut settings = args.settings.or(Settings::from_env(&get_env)?);
+    let target_path = Path::new(&target.name);
+    if let Some(text) = &target.yaml {
+        settings = settings.or(Settings::from_yaml(target_path, text)?);
+    }
+    if settings.standalone == Some(true) {
+        settings = Settings {
+            nnodes: None,
+            rdzv_endpoint: None,
+            node_rank: None,
+            ..settings
+        };
+    }
+    let nodes = settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 });
+    check_nodes(nodes, &settings)?;
+
+    let alone = nodes.max == 1;
+    let job_id = match settings.rdzv_id {
+        Some(id) => id,
+        None if alone => unique_job_id(SystemTime::now()),
+        None => "none".to_owned(),
+    };
+    let out_dir = match &target.yaml {
+        Some(_) => {
+            let validated = native::validate(target_path, &target.overrides)?;
+            if alone {
+                validated.claim_out_dir(&job_id)?;
+            }
+            Some(validated.out_dir(&job_id))
+        }
+        None => None,
+    };
+    let max_restarts = settings
+        .max_restarts
+        .unwrap_or(target.kind.default_max_restarts());
+    let agreed = AgreedSettings {
+        min_nodes: nodes.min,
+        max_nodes: nodes.max,
+        max_restarts,
+    };
+    let (job_signature, job_description) = target.signature(&agreed);
+    let conf = settings.rdzv_conf.unwrap_or_default();
+    let plan = LaunchPlan {
+        job_id,
+        endpoint: String::new(),
+        nodes,
+        node_rank: settings.node_rank.map(NodeRank),
+        workers: hardware::workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?,
+        max_restarts,
+        local_addr: settings.local_addr,
+        job_signature,
+        job_description,
+        join_timeout: conf.join_timeout.unwrap_or(JOIN_TIMEOUT),
+        connect_timeout: conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT),
+        shutdown_timeout: settings.shutdown_timeout.unwrap_or(SHUTDOWN_TIMEOUT),
+        log_dir: settings.log_dir.or(out_dir.map(|dir| dir.join("logs"))),
+        command: target.command(exe, get_env("PYTHON_EXEC").map(OsString::from)),
+        progress_bar: target.kind == TargetKind::Native && std::io::stderr().is_terminal(),
+    };
+    let host = HostFacts {
+        endpoint: settings.rdzv_endpoint,
+        is_host: conf.is_host,
+        node_rank: settings.node_rank,
+    };
+    Ok(Launch { plan, host })
+}
+
+/// `--standalone` beats what variables and files say of several nodes, but a command line that asks for
+/// both is a mistake.
+fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
+    let several = typed.nnodes.is_some_and(|nodes| nodes.max > 1);
+    let other = match (several, &typed.rdzv_endpoint) {
+        (true, _) => "`--nnodes` asks for several nodes",
+        (false, Some(_)) => "`--rdzv-endpoint` names a rendezvous",
+        (false, None) => return Ok(()),
+    };
+    if typed.standalone != Some(true) {
+        return Ok(());
+    }
+    Err(CliError::Conflict {
+        problem: format!("`--standalone` means one node with a rendezvous of its own, but {other}"),
+        hint: "leave one of the two out".to_owned(),
+    })
+}
+
+fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError> {
+    if nodes.max > 1 && settings.rdzv_endpoint.is_none() {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "{} nodes need a place to meet, but there is no `--rdzv-endpoint`",
+                nodes.max
+            ),
+            hint: format!(
+                "give the address of one node on all of them: `--rdzv-endpoint node0:{}`",
+                values::DEFAULT_PORT
+            ),
+        });
+    }
+    match settings.node_rank {
+        Some(rank) if rank >= nodes.max => Err(CliError::Conflict {
+            problem: format!(
+                "`--node-rank {rank}` is out of range, `--nnodes` allows {} at most",
+                nodes.max
+            ),
+            hint: format!("node ranks go from 0 to {}", nodes.max - 1),
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// `20261120-105516-3f9a1c`: sorts by time, unique on one machine.
+fn unique_job_id(now: SystemTime) -> String {
+    let random = std::hash::RandomState::new().build_hasher().finish() & 0xff_ffff;
+    let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
+    format!("{}-{random:06x}", utc_stamp(seconds))
+}
+
+/// Seconds since the epoch as `YYYYMMDD-HHMMSS` in UTC. The date follows Howard Hinnant's
+/// `civil_from_days`, which counts from 1 March so that leap days come last.
+fn utc_stamp(seconds: u64) -> String {
+    let (days, second_of_day) = (seconds / 86_400, seconds % 86_400);
+    let shifted = days + 719_468;
+    let era = shifted / 146_097;
+    let day_of_era = shifted % 146_097;
+    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
+    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
+    let month_from_march = (5 * day_of_year + 2) / 153;
+    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
+    let month = if month_from_march < 10 {
+        month_from_march + 3
+    } else {
+        month_from_march - 9
+    };
+    let year = year_of_era + era * 400 + u64::from(month <= 2);
+    let (hour, minute, second) = (second_of_day / 3_600, second_of_day / 60 % 60, second_of_day % 60);
+    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::args;
+    use super::*;
+
+    fn resolve_words(words: &[&str], env: &[(&str, &str)]) -> Result<Launch, CliError> {
+        let argv = std::iter::once("ddp-run")
+            .chain(words.iter().copied())
+            .map(OsString::from);
+        let args = args::parse(argv).expect("a valid command line");
+        let get = |name: &str| env.iter().find(|(n, _)| *n == name).map(|(_, v)| (*v).to_owned());
+        resolve(args, get, &SelfExe::open().expect("proc is mounted"))
+    }
+
+    fn problem(words: &[&str]) -> String {
+        resolve_words(words, &[])
+            .expect_err("must be refused")
+            .to_string()
+    }
+
+    #[test]
+    fn dates_are_right() {
+        assert_eq!(utc_stamp(0), "19700101-000000");
+        assert_eq!(utc_stamp(951_782_399), "20000228-235959");
+        assert_eq!(utc_stamp(951_868_799), "20000229-235959");
+        assert_eq!(utc_stamp(1_795_171_516), "20261120-104516");
+        assert_eq!(utc_stamp(4_107_542_400), "21000301-000000");
+    }
+
+    #[test]
+    fn the_command_line_beats_the_environment() {
+        let launch = resolve_words(&["--nproc-per-node", "2", "true"], &[("PET_NPROC_PER_NODE", "5")]);
+        assert_eq!(launch.expect("valid").plan.workers, 2);
+        let launch = resolve_words(
+            &["true"],
+            &[("PET_NPROC_PER_NODE", "5"), ("PET_MAX_RESTARTS", "7")],
+        );
+        let plan = launch.expect("valid").plan;
+        assert_eq!((plan.workers, plan.max_restarts), (5, 7));
+    }
+
+    #[test]
+    fn defaults_are_torchruns() {
+        let plan = resolve_words(&["true"], &[]).expect("valid").plan;
+        assert_eq!((plan.workers, plan.max_restarts), (1, 0));
+        assert_eq!(plan.nodes, NodeRange { min: 1, max: 1 });
+        assert_eq!(plan.shutdown_timeout, Duration::from_secs(30));
+        assert!(plan.log_dir.is_none() && !plan.progress_bar);
+        let other = resolve_words(&["true"], &[]).expect("valid").plan;
+        assert_ne!(plan.job_id, other.job_id, "two runs must not share a directory");
+    }
+
+    #[test]
+    fn standalone_beats_the_environment_but_not_the_command_line() {
+        let env = [
+            ("PET_NNODES", "4"),
+            ("PET_RDZV_ENDPOINT", "node0"),
+            ("PET_NODE_RANK", "3"),
+        ];
+        let launch = resolve_words(&["--standalone", "true"], &env).expect("valid");
+        assert_eq!(launch.plan.nodes.max, 1);
+        assert!(launch.host.endpoint.is_none() && launch.plan.node_rank.is_none());
+        insta::assert_snapshot!(problem(&["--standalone", "--nnodes", "2", "true"]), @r"
+        `--standalone` means one node with a rendezvous of its own, but `--nnodes` asks for several nodes
+          hint: leave one of the two out
+        ");
+    }
+
+    #[test]
+    fn nodes_that_cannot_meet_are_refused() {
+        insta::assert_snapshot!(problem(&["--nnodes", "2", "true"]), @r"
+        2 nodes need a place to meet, but there is no `--rdzv-endpoint`
+          hint: give the address of one node on all of them: `--rdzv-endpoint node0:29400`
+        ");
+        insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "a", "--node-rank", "2", "true"]), @r"
+        `--node-rank 2` is out of range, `--nnodes` allows 2 at most
+          hint: node ranks go from 0 to 1
+        ");
+    }
+
+    #[test]
+    fn several_nodes_keep_what_was_asked() {
+        let words = [
+            "--nnodes",
+            "1:3",
+            "--rdzv-endpoint",
+            "node0:5",
+            "--rdzv-id",
+            "j",
+            "--rdzv-conf",
+        ];
+        let words = [
+            &words[..],
+            &["is_host=0,join_timeout=5", "--node-rank", "1", "true"],
+        ]
+        .concat();
+        let launch = resolve_words(&words, &[]).expect("valid");
+        assert_eq!(launch.plan.job_id, "j");
+        assert_eq!(launch.plan.join_timeout, Duration::from_secs(5));
+        assert_eq!(launch.host.is_host, Some(false));
+        assert_eq!(
+            launch.host.endpoint.map(|e| e.to_string()),
+            Some("node0:5".into())
+        );
+    }
+}

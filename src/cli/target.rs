@@ -1,0 +1,322 @@
+//! What every worker runs: the kinds of target, their commands, and the signature by which nodes agree.
+
+use std::collections::BTreeMap;
+use std::ffi::{OsStr, OsString};
+use std::fs::File;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+
+use ddp_launcher::WorkerCommand;
+
+use super::error::CliError;
+
+/// First argument of the invocation by which `ddp-run` runs its own native worker.
+pub const WORKER_SUBCOMMAND: &str = "__worker";
+
+/// What a target is, told by the end of its name.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TargetKind {
+    /// `.yaml`, `.yml`: a configuration for the native worker.
+    Native,
+    /// `.py`: a script for the Python interpreter.
+    Python,
+    /// Anything else, run verbatim.
+    Program,
+}
+
+impl TargetKind {
+    /// The kind of the target called `name`.
+    pub fn of(name: &OsStr) -> Self {
+        let extension = Path::new(name).extension().and_then(OsStr::to_str);
+        match extension.map(str::to_ascii_lowercase).as_deref() {
+            Some("yaml" | "yml") => Self::Native,
+            Some("py") => Self::Python,
+            _ => Self::Program,
+        }
+    }
+
+    /// Restarts without `--max-restarts`: a native worker resumes from its checkpoint, other programs may not.
+    pub fn default_max_restarts(self) -> u32 {
+        match self {
+            Self::Native => 3,
+            Self::Python | Self::Program => 0,
+        }
+    }
+}
+
+/// A descriptor of this very program, so that a later generation starts the same build even when the file
+/// on disk was replaced meanwhile. It must outlive every spawn.
+#[derive(Debug)]
+pub struct SelfExe(File);
+
+impl SelfExe {
+    /// Opens `/proc/self/exe`. The descriptor closes on exec; `execve` has resolved the path before that.
+    pub fn open() -> Result<Self, CliError> {
+        File::open("/proc/self/exe")
+            .map(Self)
+            .map_err(|source| CliError::Machine {
+                what: "cannot open `/proc/self/exe`",
+                source,
+            })
+    }
+
+    /// A path that is valid in this process and, between fork and exec, in its children.
+    pub fn path(&self) -> PathBuf {
+        PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
+    }
+}
+
+/// A target that was found and read.
+#[derive(Debug)]
+pub struct Target {
+    /// As it was typed.
+    pub name: OsString,
+    /// Its kind.
+    pub kind: TargetKind,
+    /// Its own arguments.
+    pub args: Vec<OsString>,
+    /// `--set` values; only native targets have them.
+    pub overrides: Vec<String>,
+    /// Contents of the YAML; none for other kinds.
+    pub yaml: Option<String>,
+}
+
+impl Target {
+    /// Looks at the target: a YAML or script must be readable, `--set` and arguments must make sense for it.
+    pub fn read(name: OsString, args: Vec<OsString>, overrides: Vec<String>) -> Result<Self, CliError> {
+        let kind = TargetKind::of(&name);
+        let display = name.to_string_lossy().into_owned();
+        if kind == TargetKind::Native && !args.is_empty() {
+            return Err(CliError::Conflict {
+                problem: format!(
+                    "`{display}` is a configuration and takes no arguments, but `{}` follows it",
+                    args[0].to_string_lossy()
+                ),
+                hint: format!(
+                    "write ddp-run's flags before the target; a value of the file is overridden with `--set key=value {display}`"
+                ),
+            });
+        }
+        if kind != TargetKind::Native && !overrides.is_empty() {
+            return Err(CliError::Conflict {
+                problem: format!(
+                    "`--set {}` needs a YAML target, but the target is `{display}`",
+                    overrides[0]
+                ),
+                hint: format!("give arguments of a program after its name: `ddp-run {display} ARGS`"),
+            });
+        }
+        let unreadable = |source| CliError::Target {
+            path: PathBuf::from(&name),
+            source,
+        };
+        let yaml = match kind {
+            TargetKind::Native => Some(std::fs::read_to_string(&name).map_err(unreadable)?),
+            TargetKind::Python => {
+                File::open(&name).map_err(unreadable)?;
+                None
+            }
+            TargetKind::Program => None,
+        };
+        Ok(Self {
+            name,
+            kind,
+            args,
+            overrides,
+            yaml,
+        })
+    }
+
+    /// The command of every worker. `python` is `$PYTHON_EXEC`, if it is set.
+    pub fn command(&self, exe: &SelfExe, python: Option<OsString>) -> WorkerCommand {
+        let (program, arg0, args) = match self.kind {
+            TargetKind::Native => {
+                let overrides = self
+                    .overrides
+                    .iter()
+                    .flat_map(|pair| ["--set".into(), pair.into()]);
+                let args = [WORKER_SUBCOMMAND.into(), self.name.clone()]
+                    .into_iter()
+                    .chain(overrides);
+                (exe.path(), Some("ddp-run".into()), args.collect())
+            }
+            TargetKind::Python => {
+                let python = python.unwrap_or_else(|| "python3".into());
+                let args = ["-u".into(), self.name.clone()]
+                    .into_iter()
+                    .chain(self.args.iter().cloned());
+                (PathBuf::from(python), None, args.collect())
+            }
+            TargetKind::Program => (PathBuf::from(&self.name), None, self.args.clone()),
+        };
+        WorkerCommand {
+            program,
+            arg0,
+            args,
+            env: BTreeMap::new(),
+            display_name: self.display_name(),
+            native: self.kind == TargetKind::Native,
+        }
+    }
+
+    /// The file's name without its folders.
+    pub fn display_name(&self) -> String {
+        let path = Path::new(&self.name);
+        path.file_name()
+            .unwrap_or(&self.name)
+            .to_string_lossy()
+            .into_owned()
+    }
+
+    /// Hash of what the nodes of one job must agree on, and the same in words. A program's own contents
+    /// are not part of it: they may rightly differ between machines, a configuration may not.
+    pub fn signature(&self, settings: &AgreedSettings) -> (String, String) {
+        let mut hasher = blake3::Hasher::new();
+        let mut field = |bytes: &[u8]| {
+            // Lengths keep `["ab"]` and `["a", "b"]` apart.
+            hasher.update(&(bytes.len() as u64).to_le_bytes());
+            hasher.update(bytes);
+        };
+        let name = self.display_name();
+        field(name.as_bytes());
+        field(&[u8::from(self.kind == TargetKind::Native)]);
+        self.args.iter().for_each(|arg| field(arg.as_encoded_bytes()));
+        field(self.yaml.as_deref().unwrap_or_default().as_bytes());
+        self.overrides.iter().for_each(|pair| field(pair.as_bytes()));
+        field(&settings.min_nodes.to_le_bytes());
+        field(&settings.max_nodes.to_le_bytes());
+        field(&settings.max_restarts.to_le_bytes());
+        (hasher.finalize().to_hex().to_string(), self.describe(settings))
+    }
+
+    fn describe(&self, settings: &AgreedSettings) -> String {
+        let mut words = vec![format!("target `{}`", self.display_name())];
+        if !self.args.is_empty() {
+            let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
+            words.push(format!("arguments `{}`", args.join(" ")));
+        }
+        if let Some(yaml) = &self.yaml {
+            let hash = blake3::hash(yaml.as_bytes()).to_hex();
+            words.push(format!("configuration {} ({} bytes)", &hash[..8], yaml.len()));
+        }
+        if !self.overrides.is_empty() {
+            words.push(format!("`--set {}`", self.overrides.join(" --set ")));
+        }
+        let AgreedSettings {
+            min_nodes,
+            max_nodes,
+            max_restarts,
+        } = settings;
+        words.push(format!("`--nnodes {min_nodes}:{max_nodes}`"));
+        words.push(format!("`--max-restarts {max_restarts}`"));
+        words.join(", ")
+    }
+}
+
+/// Settings that must be the same on all nodes of a job. The number of workers may differ.
+#[derive(Clone, Copy, Debug)]
+pub struct AgreedSettings {
+    /// Lower end of `--nnodes`.
+    pub min_nodes: u32,
+    /// Upper end of `--nnodes`.
+    pub max_nodes: u32,
+    /// `--max-restarts`.
+    pub max_restarts: u32,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const AGREED: AgreedSettings = AgreedSettings {
+        min_nodes: 1,
+        max_nodes: 2,
+        max_restarts: 3,
+    };
+
+    fn native(yaml: &str, overrides: &[&str]) -> Target {
+        Target {
+            name: "dir/train.yaml".into(),
+            kind: TargetKind::Native,
+            args: vec![],
+            overrides: overrides.iter().map(ToString::to_string).collect(),
+            yaml: Some(yaml.into()),
+        }
+    }
+
+    #[test]
+    fn kinds_follow_the_end_of_the_name() {
+        for (name, kind) in [
+            ("a/train.yaml", TargetKind::Native),
+            ("TRAIN.YML", TargetKind::Native),
+            ("train.py", TargetKind::Python),
+            ("true", TargetKind::Program),
+            ("./py", TargetKind::Program),
+            (".yaml", TargetKind::Program),
+        ] {
+            assert_eq!(TargetKind::of(OsStr::new(name)), kind, "{name}");
+        }
+    }
+
+    #[test]
+    fn commands_of_the_kinds() {
+        let exe = SelfExe::open().expect("proc is mounted");
+        let command = native("x: 1", &["train.steps=2"]).command(&exe, None);
+        assert!(command.native && command.program.starts_with("/proc/self/fd"));
+        assert_eq!(
+            command.args,
+            ["__worker", "dir/train.yaml", "--set", "train.steps=2"]
+        );
+        assert_eq!(command.display_name, "train.yaml");
+        let script = Target {
+            name: "t.py".into(),
+            kind: TargetKind::Python,
+            args: vec!["--lr".into()],
+            overrides: vec![],
+            yaml: None,
+        };
+        let command = script.command(&exe, None);
+        assert_eq!(command.program, Path::new("python3"));
+        assert_eq!(command.args, ["-u", "t.py", "--lr"]);
+        let command = script.command(&exe, Some("/opt/python".into()));
+        assert_eq!(command.program, Path::new("/opt/python"));
+    }
+
+    #[test]
+    fn signatures_differ_where_the_jobs_do() {
+        let base = native("x: 1", &[]).signature(&AGREED);
+        assert_eq!(base, native("x: 1", &[]).signature(&AGREED));
+        let other_restarts = AgreedSettings {
+            max_restarts: 0,
+            ..AGREED
+        };
+        for other in [
+            native("x: 2", &[]).signature(&AGREED),
+            native("x: 1", &["a.b=1"]).signature(&AGREED),
+            native("x: 1", &[]).signature(&other_restarts),
+        ] {
+            assert_ne!(base.0, other.0);
+            assert_ne!(base.1, other.1, "the words must show the difference too");
+        }
+        insta::assert_snapshot!(native("x: 1", &["a.b=1"]).signature(&AGREED).1, @"target `train.yaml`, configuration 5c86c9ef (4 bytes), `--set a.b=1`, `--nnodes 1:2`, `--max-restarts 3`");
+    }
+
+    #[test]
+    fn arguments_must_fit_the_kind() {
+        let error = Target::read("t.py".into(), vec![], vec!["a.b=1".into()]).expect_err("no YAML");
+        insta::assert_snapshot!(error, @r"
+        `--set a.b=1` needs a YAML target, but the target is `t.py`
+          hint: give arguments of a program after its name: `ddp-run t.py ARGS`
+        ");
+        let error = Target::read("t.yaml".into(), vec!["--nnodes".into()], vec![]).expect_err("arguments");
+        insta::assert_snapshot!(error, @r"
+        `t.yaml` is a configuration and takes no arguments, but `--nnodes` follows it
+          hint: write ddp-run's flags before the target; a value of the file is overridden with `--set key=value t.yaml`
+        ");
+        let error = Target::read("/nonexistent/t.yaml".into(), vec![], vec![]).expect_err("no such file");
+        insta::assert_snapshot!(error, @r"
+        cannot read target `/nonexistent/t.yaml`: No such file or directory (os error 2)
+          hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
+        ");
+    }
+}

@@ -1,0 +1,54 @@
+//! `ddp-train`: the native worker in the foreground, and the doctor.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+
+use super::doctor::{self, gpus};
+use super::{native, values};
+
+/// Train a model in the foreground, and examine the machine.
+#[derive(Debug, Parser)]
+#[command(name = "ddp-train", version, max_term_width = 100)]
+struct Args {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Train one configuration as one rank, alone or at the place that `ddp-run` gives
+    Run {
+        /// The configuration
+        #[arg(value_name = "FILE.yaml")]
+        config: PathBuf,
+        /// Override one value, for example `--set train.steps=20`; may be repeated
+        #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
+        overrides: Vec<String>,
+    },
+    /// Say what this machine offers: processor, memory, GPUs, libraries, and what is missing
+    Doctor,
+}
+
+/// Main of `ddp-train`.
+pub fn main(argv: Vec<OsString>) -> ExitCode {
+    if argv
+        .get(1)
+        .is_some_and(|word| word == gpus::GPU_DESCRIBE_SUBCOMMAND)
+    {
+        return gpus::describe_main();
+    }
+    let args = match Args::try_parse_from(argv) {
+        Ok(args) => args,
+        Err(error) => error.exit(),
+    };
+    match args.command {
+        Command::Run { config, overrides } => native::run(&config, &overrides),
+        Command::Doctor => {
+            print!("{}", doctor::render(&doctor::Facts::gather()));
+            ExitCode::SUCCESS
+        }
+    }
+}

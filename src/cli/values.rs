@@ -1,0 +1,305 @@
+//! Values of single settings: read the same way from a flag, a `PET_*` variable and a YAML key.
+//!
+//! Every parser is a pure function from text to value; its error says what was expected.
+
+use std::fmt;
+use std::net::Ipv6Addr;
+use std::time::Duration;
+
+use ddp_launcher::NodeRange;
+
+/// Port of a rendezvous endpoint that names none, as torchrun.
+pub const DEFAULT_PORT: u16 = 29_400;
+
+/// Most nodes or workers that one setting may ask for: catches a slipped digit, far above any machine.
+const MAX_COUNT: u32 = 65_536;
+
+/// Longest time-out that is accepted, in seconds (30 days).
+const MAX_TIMEOUT_S: f64 = 30.0 * 86_400.0;
+
+/// How many workers a node runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ProcCount {
+    /// A number.
+    Fixed(u32),
+    /// `cpu`: one worker a usable core.
+    Cpu,
+    /// `gpu`: one worker a visible GPU; none is an error.
+    Gpu,
+    /// `auto`: as `gpu` where there is one, else as `cpu`.
+    Auto,
+}
+
+/// `host[:port]` of the rendezvous daemon.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Endpoint {
+    /// Host name or address, IPv6 without its brackets.
+    pub host: String,
+    /// TCP port.
+    pub port: u16,
+}
+
+impl fmt::Display for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.host.contains(':') {
+            write!(f, "[{}]:{}", self.host, self.port)
+        } else {
+            write!(f, "{}:{}", self.host, self.port)
+        }
+    }
+}
+
+/// `--rdzv-conf`, comma-separated `key=value` pairs.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RdzvConf {
+    /// `is_host`: whether this node hosts the daemon.
+    pub is_host: Option<bool>,
+    /// `join_timeout`: how long to wait for the other nodes.
+    pub join_timeout: Option<Duration>,
+    /// `connect_timeout`: how long the daemon may be unreachable.
+    pub connect_timeout: Option<Duration>,
+}
+
+/// Keys of [`RdzvConf`], for the message that refuses others.
+const RDZV_CONF_KEYS: &str = "`is_host`, `join_timeout`, `connect_timeout`";
+
+/// `N` or `MIN:MAX`.
+pub fn node_range(text: &str) -> Result<NodeRange, String> {
+    const EXPECTED: &str = "expected `N` or `MIN:MAX` with 1 <= MIN <= MAX, for example `2` or `1:4`";
+    let count = |part: &str| match part.parse::<u32>() {
+        Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(n),
+        _ => Err(EXPECTED.to_owned()),
+    };
+    let (min, max) = match text.split_once(':') {
+        Some((min, max)) => (count(min)?, count(max)?),
+        None => (count(text)?, count(text)?),
+    };
+    if min > max {
+        return Err(format!("MIN is {min}, but MAX is {max}: {EXPECTED}"));
+    }
+    Ok(NodeRange { min, max })
+}
+
+/// A number of workers, `auto`, `cpu` or `gpu`.
+pub fn proc_count(text: &str) -> Result<ProcCount, String> {
+    match text {
+        "auto" => Ok(ProcCount::Auto),
+        "cpu" => Ok(ProcCount::Cpu),
+        "gpu" => Ok(ProcCount::Gpu),
+        number => match number.parse() {
+            Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(ProcCount::Fixed(n)),
+            _ => Err("expected a number from 1, `auto`, `cpu` or `gpu`".to_owned()),
+        },
+    }
+}
+
+/// `host`, `host:port`, `[ipv6]` or `[ipv6]:port`.
+pub fn endpoint(text: &str) -> Result<Endpoint, String> {
+    host_and_port(text, 1)
+}
+
+/// As [`endpoint`], but port 0 stands for a free one.
+pub fn listen_address(text: &str) -> Result<Endpoint, String> {
+    host_and_port(text, 0)
+}
+
+fn host_and_port(text: &str, lowest_port: u16) -> Result<Endpoint, String> {
+    const EXPECTED: &str =
+        "expected `host[:port]`, an IPv6 address in brackets, for example `node0:29400` or `[fd00::1]:29400`";
+    let port = |part: &str| match part.parse::<u16>() {
+        Ok(port) if port >= lowest_port => Ok(port),
+        _ => Err(format!(
+            "`{part}` is not a port from {lowest_port} to 65535: {EXPECTED}"
+        )),
+    };
+    let (host, port) = if let Some(rest) = text.strip_prefix('[') {
+        let (host, rest) = rest.split_once(']').ok_or(EXPECTED)?;
+        host.parse::<Ipv6Addr>()
+            .map_err(|_| format!("`{host}` is not an IPv6 address: {EXPECTED}"))?;
+        match rest.strip_prefix(':') {
+            Some(rest) => (host, port(rest)?),
+            None if rest.is_empty() => (host, DEFAULT_PORT),
+            None => return Err(EXPECTED.to_owned()),
+        }
+    } else {
+        match text.split_once(':') {
+            Some((_, rest)) if rest.contains(':') => return Err(EXPECTED.to_owned()),
+            Some((host, rest)) => (host, port(rest)?),
+            None => (text, DEFAULT_PORT),
+        }
+    };
+    let is_host_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '%');
+    if host.is_empty() || !host.chars().all(is_host_char) {
+        return Err(EXPECTED.to_owned());
+    }
+    Ok(Endpoint {
+        host: host.to_owned(),
+        port,
+    })
+}
+
+/// Comma-separated `key=value` pairs; a key that is unknown or given twice is refused.
+pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
+    let mut conf = RdzvConf::default();
+    for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
+        let (key, value) = pair
+            .split_once('=')
+            .ok_or_else(|| format!("`{pair}` is not of the form `key=value`"))?;
+        let in_key = |message: String| format!("`{key}={value}`: {message}");
+        let twice = match key {
+            "is_host" => conf.is_host.replace(boolean(value).map_err(in_key)?).is_some(),
+            "join_timeout" => conf
+                .join_timeout
+                .replace(seconds(value).map_err(in_key)?)
+                .is_some(),
+            "connect_timeout" => conf
+                .connect_timeout
+                .replace(seconds(value).map_err(in_key)?)
+                .is_some(),
+            _ => return Err(format!("unknown key `{key}`, known are {RDZV_CONF_KEYS}")),
+        };
+        if twice {
+            return Err(format!("`{key}` is given twice"));
+        }
+    }
+    Ok(conf)
+}
+
+/// `1`, `true`, `yes`, `on` and their opposites, in any case.
+pub fn boolean(text: &str) -> Result<bool, String> {
+    match text.to_ascii_lowercase().as_str() {
+        "1" | "true" | "t" | "yes" | "y" | "on" => Ok(true),
+        "0" | "false" | "f" | "no" | "n" | "off" => Ok(false),
+        _ => Err("expected `true` or `false`".to_owned()),
+    }
+}
+
+/// A time in seconds, fractions allowed.
+pub fn seconds(text: &str) -> Result<Duration, String> {
+    match text.parse::<f64>() {
+        Ok(s) if (0.0..=MAX_TIMEOUT_S).contains(&s) => Ok(Duration::from_secs_f64(s)),
+        _ => Err("expected a number of seconds, for example `30` or `0.5`".to_owned()),
+    }
+}
+
+/// A whole number from 0.
+pub fn whole(text: &str) -> Result<u32, String> {
+    text.parse()
+        .map_err(|_| "expected a whole number from 0".to_owned())
+}
+
+/// Name of a job: what may stand in a path and in a key of the daemon.
+pub fn job_id(text: &str) -> Result<String, String> {
+    let is_id_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '-' | '_' | ':' | '@' | '+');
+    let dots_only = text.chars().all(|c| c == '.');
+    if text.is_empty() || text.len() > 128 || dots_only || !text.chars().all(is_id_char) {
+        return Err("expected 1 to 128 letters, digits or `.-_:@+`".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+/// Host name or address, without a port.
+pub fn local_addr(text: &str) -> Result<String, String> {
+    let bare = text.trim_start_matches('[').trim_end_matches(']');
+    if bare.parse::<Ipv6Addr>().is_ok() {
+        return Ok(bare.to_owned());
+    }
+    match endpoint(text) {
+        Ok(parsed) if parsed.host == text => Ok(parsed.host),
+        _ => Err("expected a host name or an address, without a port".to_owned()),
+    }
+}
+
+/// `key=value` for one value of the YAML, the key dotted: `train.steps=20`.
+pub fn assignment(text: &str) -> Result<String, String> {
+    const EXPECTED: &str = "expected `section.key=value`, for example `train.steps=20`";
+    let (key, _) = text.split_once('=').ok_or(EXPECTED)?;
+    let is_key_char = |c: char| c.is_ascii_alphanumeric() || matches!(c, '_' | '.' | '-');
+    if key.split('.').any(str::is_empty) || !key.chars().all(is_key_char) {
+        return Err(EXPECTED.to_owned());
+    }
+    if key.split('.').next() == Some("launch") {
+        return Err("the section `launch` holds defaults of flags: give the flag itself".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nodes_are_a_number_or_a_range() {
+        assert_eq!(node_range("2"), Ok(NodeRange { min: 2, max: 2 }));
+        assert_eq!(node_range("1:4"), Ok(NodeRange { min: 1, max: 4 }));
+        for bad in [
+            "", "0", "-1", "4:1", "1:", ":2", "1:2:3", "two", "1:0", "99999999",
+        ] {
+            assert!(node_range(bad).is_err(), "`{bad}` was taken");
+        }
+    }
+
+    #[test]
+    fn endpoints_have_a_default_port_and_bracketed_ipv6() {
+        let parsed = |text: &str| endpoint(text).map(|e| e.to_string());
+        assert_eq!(parsed("node0"), Ok("node0:29400".into()));
+        assert_eq!(parsed("node0:1234"), Ok("node0:1234".into()));
+        assert_eq!(parsed("[fd00::1]"), Ok("[fd00::1]:29400".into()));
+        assert_eq!(parsed("[::1]:5"), Ok("[::1]:5".into()));
+        assert_eq!(parsed("10.0.0.1"), Ok("10.0.0.1:29400".into()));
+        assert_eq!(
+            listen_address("[::]:0").map(|e| e.to_string()),
+            Ok("[::]:0".into())
+        );
+        for bad in [
+            "", ":1", "fd00::1", "a:b", "a:0", "a:70000", "[x]:1", "[::1]1", "[::1", "http://a", "a b",
+        ] {
+            assert!(endpoint(bad).is_err(), "`{bad}` was taken");
+        }
+    }
+
+    #[test]
+    fn worker_counts() {
+        assert_eq!(proc_count("8"), Ok(ProcCount::Fixed(8)));
+        assert_eq!(proc_count("auto"), Ok(ProcCount::Auto));
+        for bad in ["0", "-1", "", "all", "GPU", "1.5"] {
+            assert!(proc_count(bad).is_err(), "`{bad}` was taken");
+        }
+    }
+
+    #[test]
+    fn rdzv_conf_refuses_what_it_does_not_know() {
+        let conf = rdzv_conf("is_host=1, join_timeout=2.5").expect("valid");
+        assert_eq!(conf.is_host, Some(true));
+        assert_eq!(conf.join_timeout, Some(Duration::from_millis(2500)));
+        let message = |text| rdzv_conf(text).expect_err("must be refused");
+        insta::assert_snapshot!(message("port=1"), @"unknown key `port`, known are `is_host`, `join_timeout`, `connect_timeout`");
+        insta::assert_snapshot!(message("is_host=perhaps"), @"`is_host=perhaps`: expected `true` or `false`");
+        insta::assert_snapshot!(message("is_host"), @"`is_host` is not of the form `key=value`");
+        insta::assert_snapshot!(message("is_host=1,is_host=0"), @"`is_host` is given twice");
+    }
+
+    #[test]
+    fn times_ids_and_addresses() {
+        assert_eq!(seconds("0.5"), Ok(Duration::from_millis(500)));
+        for bad in ["-1", "NaN", "inf", "", "1e30", "5s"] {
+            assert!(seconds(bad).is_err(), "`{bad}` was taken");
+        }
+        assert!(job_id("job-1").is_ok());
+        for bad in ["", "..", "a/b", "a b", &"x".repeat(129)] {
+            assert!(job_id(bad).is_err(), "`{bad}` was taken");
+        }
+        assert_eq!(local_addr("::1"), Ok("::1".into()));
+        assert_eq!(local_addr("10.0.0.1"), Ok("10.0.0.1".into()));
+        assert!(local_addr("node0:1").is_err());
+    }
+
+    #[test]
+    fn overrides_are_checked_for_their_form() {
+        assert_eq!(assignment("train.steps=20"), Ok("train.steps=20".into()));
+        assert_eq!(assignment("data.train=a=b"), Ok("data.train=a=b".into()));
+        for bad in ["train.steps", "=1", ".a=1", "a..b=1", "launch.nnodes=2"] {
+            assert!(assignment(bad).is_err(), "`{bad}` was taken");
+        }
+    }
+}

@@ -1,0 +1,184 @@
+//! The task that owns the state: gives it the time and the dice, and carries out its effects without ever waiting
+//! for an agent.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::{DaemonMessage, KvGetRequest, KvPutRequest, StatusReply};
+use tokio::sync::{mpsc, oneshot};
+use tokio::time::Instant;
+
+use super::config::Config;
+use super::event::{At, CallId, ConnId, Effect, Event, KvError, Weight};
+use super::state::{State, apply};
+
+/// What the gRPC side asks of the actor.
+#[derive(Debug)]
+pub(super) enum Request {
+    /// A stream was opened; what is sent to it goes here.
+    Opened(ConnId, mpsc::Sender<DaemonMessage>),
+    /// A message or the end of a stream.
+    Event(Event),
+    KvPut(KvPutRequest, Answer),
+    KvGet(KvGetRequest, Answer),
+    Status(String, oneshot::Sender<Option<StatusReply>>),
+    /// Answer when no agent is left.
+    Drain(oneshot::Sender<()>),
+}
+
+/// Where the result of a call on the store goes.
+pub(super) type Answer = oneshot::Sender<Result<Arc<Vec<u8>>, KvError>>;
+
+/// Owner of the state of one daemon.
+#[derive(Debug)]
+pub(super) struct Actor {
+    state: State,
+    inbox: mpsc::Receiver<Request>,
+    born: Instant,
+    agents: HashMap<ConnId, mpsc::Sender<DaemonMessage>>,
+    calls: HashMap<CallId, Answer>,
+    last_call: u64,
+    drained: Vec<oneshot::Sender<()>>,
+    /// How long messages may keep a timer waiting.
+    tick_slack: Duration,
+}
+
+impl Actor {
+    pub(super) fn new(config: Config) -> (Self, mpsc::Sender<Request>) {
+        let (outbox, inbox) = mpsc::channel(config.inbox);
+        let actor = Self {
+            tick_slack: config.heartbeat_interval() / 2,
+            state: State::new(config),
+            inbox,
+            born: Instant::now(),
+            agents: HashMap::new(),
+            calls: HashMap::new(),
+            last_call: 0,
+            drained: Vec::new(),
+        };
+        (actor, outbox)
+    }
+
+    /// Runs until nobody can send to it any more.
+    pub(super) async fn run(mut self) {
+        loop {
+            if !self.drained.is_empty() && self.state.is_idle() {
+                for drained in self.drained.drain(..) {
+                    // The asker stops waiting at its own deadline.
+                    let _ = drained.send(());
+                }
+            }
+            let wake = self.state.next_wake().map(|wake| self.born + wake);
+            if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
+                // A flood of messages must not keep leases and deadlines alive.
+                self.apply(Event::Tick);
+                continue;
+            }
+            // Cancel safe: `recv` takes a message only when it returns it, and a deadline is computed anew.
+            // Messages first: a heartbeat that waits to be read counts before the lease that it renews ends.
+            tokio::select! {
+                biased;
+                request = self.inbox.recv() => match request {
+                    Some(request) => self.handle(request),
+                    None => return,
+                },
+                () = sleep_until(wake) => self.apply(Event::Tick),
+            }
+        }
+    }
+
+    fn handle(&mut self, request: Request) {
+        match request {
+            Request::Opened(conn, agent) => {
+                self.agents.insert(conn, agent);
+            }
+            Request::Event(event) => {
+                if let Event::Closed { conn, .. } = event {
+                    self.agents.remove(&conn);
+                }
+                self.apply(event);
+            }
+            Request::KvPut(request, answer) => {
+                let call = self.call(answer);
+                self.apply(Event::KvPut { call, request });
+            }
+            Request::KvGet(request, answer) => {
+                let call = self.call(answer);
+                self.apply(Event::KvGet { call, request });
+            }
+            Request::Status(job, answer) => {
+                // A caller that went away needs no answer.
+                let _ = answer.send(self.state.status(self.born.elapsed(), &job));
+            }
+            Request::Drain(drained) => self.drained.push(drained),
+        }
+    }
+
+    fn call(&mut self, answer: Answer) -> CallId {
+        self.last_call += 1;
+        let call = CallId(self.last_call);
+        self.calls.insert(call, answer);
+        call
+    }
+
+    fn apply(&mut self, event: Event) {
+        let at = At {
+            now: self.now_for(&event),
+            dice: rand::random(),
+        };
+        for effect in apply(at, &mut self.state, event) {
+            match effect {
+                Effect::Send { conn, message } => self.send(conn, message),
+                Effect::Close { conn } => {
+                    // Dropping the sender ends the stream after what is queued.
+                    self.agents.remove(&conn);
+                }
+                Effect::Answer { call, result } => {
+                    if let Some(answer) = self.calls.remove(&call) {
+                        // A caller that went away needs no answer.
+                        let _ = answer.send(result);
+                    }
+                }
+                Effect::Note {
+                    weight: Weight::Decision,
+                    words,
+                } => tracing::info!("{words}"),
+                Effect::Note {
+                    weight: Weight::Detail,
+                    words,
+                } => tracing::debug!("{words}"),
+            }
+        }
+    }
+
+    /// The timer's precision is a millisecond: a deadline that it was set for has come when it fires.
+    fn now_for(&self, event: &Event) -> Duration {
+        let now = self.born.elapsed();
+        match (event, self.state.next_wake()) {
+            (Event::Tick, Some(wake)) => now.max(wake),
+            _ => now,
+        }
+    }
+
+    fn send(&mut self, conn: ConnId, message: DaemonMessage) {
+        let Some(agent) = self.agents.get(&conn) else {
+            return;
+        };
+        if let Err(mpsc::error::TrySendError::Full(_)) = agent.try_send(message) {
+            // It has not read for a long time; its stream ends, and it may come back with a new one.
+            tracing::warn!(
+                "agent on stream {} does not read its messages; disconnected",
+                conn.0
+            );
+            self.agents.remove(&conn);
+        }
+    }
+}
+
+async fn sleep_until(wake: Option<Instant>) {
+    match wake {
+        Some(wake) => tokio::time::sleep_until(wake).await,
+        None => std::future::pending().await,
+    }
+}

@@ -1,0 +1,108 @@
+//! The start of a generation: ranks, addresses, and one push to each node.
+
+use std::collections::BTreeSet;
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{Assignment, NodeAssignment};
+
+use super::config::Config;
+use super::event::Turn;
+use super::job::{Job, Node, Phase, Running};
+use super::ranks::{self, Candidate, Seat};
+
+impl Job {
+    /// Starts the next generation with these nodes, or the best of them.
+    pub(super) fn start(&mut self, turn: &mut Turn<'_>, candidates: Vec<Candidate>, reason: &str) {
+        let (_, max) = self.limits();
+        let chosen = ranks::choose(candidates, max as usize, &self.previous);
+        let (ordered, rank_reason) = ranks::order(chosen, &self.previous);
+        self.previous = ordered
+            .into_iter()
+            .map(|c| Seat {
+                incarnation: c.incarnation,
+                hostname: c.hostname,
+            })
+            .collect();
+        self.generation = self.highest_generation() + 1;
+        let reason = format!("generation {}: {reason}; {rank_reason}", self.generation);
+        let assignment = self.assignment(turn.config, reason);
+        turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
+        for node in self.nodes.values_mut() {
+            node.step = None;
+        }
+        self.phase = Phase::Running(Running {
+            assignment,
+            succeeded: BTreeSet::new(),
+        });
+        let members: Vec<String> = self
+            .previous
+            .iter()
+            .map(|seat| seat.incarnation.clone())
+            .collect();
+        for incarnation in &members {
+            self.send_assignment(turn, incarnation);
+        }
+    }
+
+    fn assignment(&self, config: &Config, reason: String) -> Assignment {
+        let members: Vec<&Node> = self
+            .previous
+            .iter()
+            .filter_map(|seat| self.nodes.get(&seat.incarnation))
+            .collect();
+        let mut first_rank = 0;
+        let mut nodes = Vec::with_capacity(members.len());
+        for node in &members {
+            nodes.push(NodeAssignment {
+                hostname: node.join.hostname.clone(),
+                addr: address(node, &members),
+                first_rank,
+                workers: node.join.workers,
+            });
+            first_rank += node.join.workers;
+        }
+        let (master_addr, master_port) = match (members.as_slice(), nodes.first()) {
+            ([alone], _) => ("127.0.0.1".to_owned(), alone.join.master_port),
+            ([first, ..], Some(node)) => (node.addr.clone(), first.join.master_port),
+            _ => (String::new(), 0),
+        };
+        Assignment {
+            node_rank: 0,
+            restart_count: self.restart_count,
+            max_restarts: members.first().map_or(0, |node| node.join.max_restarts),
+            nodes,
+            master_addr,
+            master_port,
+            lease_ms: config.lease_ms(),
+            reason,
+        }
+    }
+
+    /// Tells a member its place, for the first time or again.
+    pub(super) fn send_assignment(&self, turn: &mut Turn<'_>, incarnation: &str) {
+        if let Phase::Running(running) = &self.phase
+            && let Some(node_rank) = self.rank_of(incarnation)
+            && let Some(node) = self.nodes.get(incarnation)
+        {
+            let assignment = Assignment {
+                node_rank,
+                ..running.assignment.clone()
+            };
+            turn.send(node.conn, self.generation, Reply::Assignment(assignment));
+        }
+    }
+}
+
+/// Address under which the peers reach a node.
+///
+/// A node on the daemon's own host may come from the loopback, which is no address for the others; they
+/// reach that host under the address at which they reach the daemon.
+fn address(node: &Node, members: &[&Node]) -> String {
+    if node.join.local_addr.is_empty()
+        && node.peer.remote.is_loopback()
+        && let Some(far) = members.iter().find(|other| !other.peer.remote.is_loopback())
+    {
+        return far.peer.local.to_string();
+    }
+    node.address_alone()
+}

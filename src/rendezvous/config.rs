@@ -1,0 +1,148 @@
+//! The daemon's settings: every bound and every interval has its name here.
+
+use std::time::Duration;
+
+use ddp_proto::control::MAX_VALUE_BYTES;
+
+/// Settings of one daemon. [`Config::default`] is right for production.
+#[derive(Clone, Debug)]
+pub struct Config {
+    /// A node that says nothing for this long is lost. Agents send a heartbeat every third of it.
+    pub lease: Duration,
+    /// A node whose connection broke is lost after this long, if its lease does not end before.
+    pub reconnect_grace: Duration,
+    /// With `--nnodes MIN:MAX`: how long to wait for more nodes once MIN are there.
+    pub last_call: Duration,
+    /// Pause before the first restart; doubled for each further one.
+    pub backoff_base: Duration,
+    /// Longest pause before a restart.
+    pub backoff_cap: Duration,
+    /// Longest time that an agent may ask the daemon to wait for other nodes.
+    pub join_timeout_cap: Duration,
+    /// A job that is over forgets nodes that do not leave within this time.
+    pub linger: Duration,
+    /// After shutdown was asked for: how long to wait until every agent has left.
+    pub drain: Duration,
+    /// Jobs at a time.
+    pub max_jobs: usize,
+    /// Nodes of one job, spares included.
+    pub max_nodes: u32,
+    /// Workers of one node.
+    pub max_workers: u32,
+    /// Bytes of one name: job, host, incarnation, address, signature.
+    pub max_name_bytes: usize,
+    /// Bytes of the description of a job.
+    pub max_description_bytes: usize,
+    /// Bytes of stderr that are kept of the first failing worker and sent to every node.
+    pub max_tail_bytes: usize,
+    /// Bounds of the key-value store of one generation.
+    pub kv: KvLimits,
+    /// Messages that may wait for one agent; an agent that does not read them is disconnected.
+    pub agent_queue: usize,
+    /// Events that may wait for the daemon; streams wait when it is full.
+    pub inbox: usize,
+    /// TCP keep-alive of accepted connections.
+    pub tcp_keepalive: Duration,
+    /// HTTP/2 pings on accepted connections.
+    pub http2_keepalive_interval: Duration,
+    /// How long such a ping may stay unanswered.
+    pub http2_keepalive_timeout: Duration,
+}
+
+/// Bounds of the key-value store of one generation.
+#[derive(Clone, Copy, Debug)]
+pub struct KvLimits {
+    /// Bytes of a key.
+    pub key_bytes: usize,
+    /// Bytes of a value.
+    pub value_bytes: usize,
+    /// Entries.
+    pub entries: usize,
+    /// Bytes of all keys and values.
+    pub total_bytes: usize,
+    /// Blocked reads.
+    pub waiters: usize,
+    /// Longest blocked read.
+    pub wait: Duration,
+}
+
+impl Default for Config {
+    fn default() -> Self {
+        Self {
+            lease: Duration::from_secs(15),
+            reconnect_grace: Duration::from_secs(5),
+            last_call: Duration::from_secs(10),
+            backoff_base: Duration::from_millis(100),
+            backoff_cap: Duration::from_secs(30),
+            join_timeout_cap: Duration::from_secs(24 * 3600),
+            linger: Duration::from_secs(60),
+            drain: Duration::from_secs(5),
+            max_jobs: 1024,
+            max_nodes: 16_384,
+            max_workers: 4096,
+            max_name_bytes: 512,
+            max_description_bytes: 16 << 10,
+            max_tail_bytes: 16 << 10,
+            kv: KvLimits::default(),
+            agent_queue: 64,
+            inbox: 256,
+            tcp_keepalive: Duration::from_secs(15),
+            http2_keepalive_interval: Duration::from_secs(10),
+            http2_keepalive_timeout: Duration::from_secs(20),
+        }
+    }
+}
+
+impl Default for KvLimits {
+    fn default() -> Self {
+        Self {
+            key_bytes: 512,
+            value_bytes: MAX_VALUE_BYTES,
+            entries: 65_536,
+            total_bytes: 64 << 20,
+            waiters: 65_536,
+            wait: Duration::from_secs(3600),
+        }
+    }
+}
+
+impl Config {
+    /// How often an agent should send a heartbeat.
+    #[must_use]
+    pub fn heartbeat_interval(&self) -> Duration {
+        self.lease / 3
+    }
+
+    /// The lease as it goes over the wire.
+    #[must_use]
+    pub fn lease_ms(&self) -> u32 {
+        u32::try_from(self.lease.as_millis()).unwrap_or(u32::MAX)
+    }
+
+    /// Pause before restart number `restart` (from 1), for a `dice` in 0..1.
+    ///
+    /// Between half and all of `base * 2^(restart - 1)`, never above the cap.
+    #[must_use]
+    pub fn backoff(&self, restart: u32, dice: f64) -> Duration {
+        let doublings = restart.saturating_sub(1).min(31);
+        let full = self
+            .backoff_base
+            .saturating_mul(1 << doublings)
+            .min(self.backoff_cap);
+        full.mul_f64(0.5 + dice.clamp(0.0, 1.0) / 2.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_backoff_doubles_up_to_its_cap_and_jitter_only_shortens_it() {
+        let config = Config::default();
+        assert_eq!(config.backoff(1, 1.0), Duration::from_millis(100));
+        assert_eq!(config.backoff(3, 1.0), Duration::from_millis(400));
+        assert_eq!(config.backoff(3, 0.0), Duration::from_millis(200));
+        assert_eq!(config.backoff(1000, 1.0), config.backoff_cap);
+    }
+}

@@ -1,0 +1,175 @@
+//! What the state machine is told, and what it asks for. No I/O, no clock.
+
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::daemon_message::Body;
+use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, KvGetRequest, KvPutRequest};
+
+use super::config::Config;
+
+/// One stream of an agent. Never used again for another stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct ConnId(pub u64);
+
+/// One pending call on the key-value store. Never used again for another call.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct CallId(pub u64);
+
+/// The two ends of a connection, as the daemon sees them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Peer {
+    /// The agent's end.
+    pub remote: IpAddr,
+    /// The daemon's end: an address under which this agent reaches the daemon's host.
+    pub local: IpAddr,
+}
+
+/// When an event happens: time and randomness are parameters.
+#[derive(Clone, Copy, Debug)]
+pub struct At {
+    /// Time since the daemon started, on its monotonic clock.
+    pub now: Duration,
+    /// A random number in 0..1, for jitter.
+    pub dice: f64,
+}
+
+/// What happened.
+#[derive(Clone, Debug)]
+pub enum Event {
+    /// An agent said something.
+    Message {
+        /// Its stream.
+        conn: ConnId,
+        /// Where it comes from.
+        peer: Peer,
+        /// What it said.
+        message: AgentMessage,
+    },
+    /// A stream is gone.
+    Closed {
+        /// The stream.
+        conn: ConnId,
+        /// True if the agent ended it in order, after reading all that was sent before.
+        clean: bool,
+    },
+    /// An entry is to be written.
+    KvPut {
+        /// Whom to answer.
+        call: CallId,
+        /// The entry.
+        request: KvPutRequest,
+    },
+    /// An entry is to be read, now or when it is written.
+    KvGet {
+        /// Whom to answer.
+        call: CallId,
+        /// Which entry.
+        request: KvGetRequest,
+    },
+    /// The time of [`super::State::next_wake`] has come.
+    Tick,
+}
+
+/// What is to be done.
+#[derive(Clone, Debug)]
+pub enum Effect {
+    /// Send a message to an agent.
+    Send {
+        /// Its stream.
+        conn: ConnId,
+        /// The message.
+        message: DaemonMessage,
+    },
+    /// End a stream after all that was sent before.
+    Close {
+        /// The stream.
+        conn: ConnId,
+    },
+    /// Answer a call on the key-value store.
+    Answer {
+        /// The call.
+        call: CallId,
+        /// The value that was read; empty for a write.
+        result: Result<Arc<Vec<u8>>, KvError>,
+    },
+    /// A decision and its reason, for the log.
+    Note {
+        /// How much it matters to people.
+        weight: Weight,
+        /// In words.
+        words: String,
+    },
+}
+
+/// How much a note matters to people.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Weight {
+    /// A decision about a job.
+    Decision,
+    /// A message that was ignored, a detail.
+    Detail,
+}
+
+/// Why a call on the key-value store failed, in words.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum KvError {
+    /// The generation is over.
+    #[error("generation superseded: {0}")]
+    Superseded(String),
+    /// Nobody wrote the key in time.
+    #[error("{0}")]
+    TimedOut(String),
+    /// The key has another value already.
+    #[error("{0}")]
+    Exists(String),
+    /// A bound of the store.
+    #[error("{0}")]
+    TooMuch(String),
+    /// The job or the generation is not known.
+    #[error("{0}")]
+    Unknown(String),
+}
+
+/// One call of `apply`: its parameters, and the effects as they are decided.
+pub(super) struct Turn<'a> {
+    pub(super) at: At,
+    pub(super) config: &'a Config,
+    pub(super) effects: Vec<Effect>,
+}
+
+impl Turn<'_> {
+    /// Sends to a node, if it is connected.
+    pub(super) fn send(&mut self, conn: Option<ConnId>, generation: u64, body: Body) {
+        if let Some(conn) = conn {
+            self.effects.push(Effect::Send {
+                conn,
+                message: DaemonMessage {
+                    generation,
+                    body: Some(body),
+                },
+            });
+        }
+    }
+
+    pub(super) fn close(&mut self, conn: Option<ConnId>) {
+        if let Some(conn) = conn {
+            self.effects.push(Effect::Close { conn });
+        }
+    }
+
+    pub(super) fn decided(&mut self, words: impl Into<String>) {
+        self.effects.push(Effect::Note {
+            weight: Weight::Decision,
+            words: words.into(),
+        });
+    }
+
+    pub(super) fn detail(&mut self, words: impl Into<String>) {
+        self.effects.push(Effect::Note {
+            weight: Weight::Detail,
+            words: words.into(),
+        });
+    }
+}

@@ -1,0 +1,160 @@
+//! Gathering: when a generation starts, and what the nodes that are there wait for.
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{Refused, refused::Code};
+
+use super::event::Turn;
+use super::job::{Job, Node, Phase, Readiness};
+use super::ranks::{self, Candidate};
+use super::words;
+
+impl Job {
+    /// What the nodes that are there wait for.
+    pub(super) fn waiting_words(&self) -> String {
+        let g = match &self.phase {
+            Phase::Gathering(g) => g,
+            Phase::Running(running) => {
+                let count = running.assignment.nodes.len() as u32;
+                return format!(
+                    "generation {} of job `{}` runs with {}; this node is a spare until it is over",
+                    self.generation,
+                    self.id,
+                    words::nodes(count)
+                );
+            }
+            Phase::Over(over) => return over.reason.clone(),
+        };
+        let ready = self.nodes.values().filter(|node| node.is_ready()).count() as u32;
+        let (min, max) = self.limits();
+        let mut words = format!(
+            "{ready} of {} nodes are there: {}",
+            words::range(min, max),
+            words::list(
+                self.nodes
+                    .values()
+                    .filter(|n| n.is_ready())
+                    .map(|n| n.join.hostname.as_str())
+            )
+        );
+        if ready < min {
+            words.push_str("; waiting for ");
+            words.push_str(&words::nodes(min - ready));
+        } else if g.last_call.is_some() {
+            words.push_str("; last call for more");
+        } else {
+            words.push_str("; pausing before the restart");
+        }
+        words
+    }
+
+    /// How many nodes the job needs and takes.
+    pub(super) fn limits(&self) -> (u32, u32) {
+        self.nodes
+            .values()
+            .next()
+            .map_or((0, 0), |node| (node.join.min_nodes, node.join.max_nodes))
+    }
+
+    /// Starts the next generation if the nodes are there, ends the job if they did not come in time.
+    pub(super) fn consider_start(&mut self, turn: &mut Turn<'_>) {
+        let (min, max) = self.limits();
+        let candidates = self.candidates();
+        let ready = candidates.len() as u32;
+        let stopping = self
+            .nodes
+            .values()
+            .any(|node| node.readiness != Readiness::Joined);
+        let all_back = !stopping
+            && !self.previous.is_empty()
+            && self
+                .previous
+                .iter()
+                .all(|seat| candidates.iter().any(|c| c.incarnation == seat.incarnation));
+        let Phase::Gathering(g) = &mut self.phase else {
+            return;
+        };
+        let now = turn.at.now;
+        let timed_out = now >= g.until;
+        if now < g.not_before {
+            return;
+        }
+        // From here on the back-off is no deadline of its own.
+        g.began = g.began.max(g.not_before);
+        let enough = ready >= min && min > 0;
+        let reason = if enough && ready >= max {
+            format!("{} there", words::all(max))
+        } else if enough && all_back {
+            format!("{} back from generation {}", words::all(ready), self.generation)
+        } else if enough && timed_out {
+            format!(
+                "{} came in time, of {}",
+                words::nodes(ready),
+                words::range(min, max)
+            )
+        } else if enough && !stopping {
+            let last_call = *g.last_call.get_or_insert(now + turn.config.last_call);
+            if now < last_call {
+                return;
+            }
+            format!(
+                "{} are there after the last call, of {}",
+                words::nodes(ready),
+                words::range(min, max)
+            )
+        } else {
+            g.last_call = None;
+            if timed_out {
+                self.gathering_timed_out(turn);
+            }
+            return;
+        };
+        self.start(turn, candidates, &reason);
+    }
+
+    fn candidates(&self) -> Vec<Candidate> {
+        self.nodes
+            .iter()
+            .filter(|(_, node)| node.is_ready())
+            .map(|(incarnation, node)| Candidate {
+                incarnation: incarnation.clone(),
+                hostname: node.join.hostname.clone(),
+                asked: node.join.node_rank,
+                arrival: node.arrival,
+            })
+            .collect()
+    }
+
+    fn gathering_timed_out(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Gathering(g) = &self.phase else { return };
+        let (min, max) = self.limits();
+        let candidates = self.candidates();
+        let hosts = |wanted: &dyn Fn(&Node) -> bool| -> Vec<&str> {
+            self.nodes
+                .values()
+                .filter(|node| wanted(node))
+                .map(|node| node.join.hostname.as_str())
+                .collect()
+        };
+        let reason = words::TimedOut {
+            job: &self.id,
+            waited: turn.at.now.saturating_sub(g.began),
+            came: hosts(&Node::is_ready),
+            stopping: hosts(&|node| node.readiness != Readiness::Joined),
+            gone: self
+                .previous
+                .iter()
+                .filter(|seat| !self.nodes.contains_key(&seat.incarnation))
+                .map(|seat| seat.hostname.as_str())
+                .collect(),
+            missing_ranks: ranks::missing_ranks(&candidates, min),
+            min,
+            max,
+        }
+        .words();
+        let refused = Refused {
+            code: Code::TimedOut.into(),
+            reason: reason.clone(),
+        };
+        self.end(turn, Reply::Refused(refused), reason);
+    }
+}

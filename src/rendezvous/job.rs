@@ -1,0 +1,352 @@
+//! One job: its nodes, its generation and its phase. The decisions are in `joining`, `gather`, `assignment` and
+//! `outcome`; here is what they share: dispatch, leases, timers.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::time::Duration;
+
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{Assignment, GenerationOver, HeartbeatAck, Join, NodeStatus, StatusReply};
+
+use super::event::{ConnId, Peer, Turn};
+use super::kv::KvStore;
+use super::ranks::Seat;
+use super::words;
+
+/// One job at the daemon.
+#[derive(Debug)]
+pub(super) struct Job {
+    pub(super) id: String,
+    /// Last generation that was assigned; 0: none yet.
+    pub(super) generation: u64,
+    /// Last generation of a run or a daemon before this one: no number is used twice.
+    pub(super) floor: u64,
+    pub(super) restart_count: u32,
+    /// By incarnation.
+    pub(super) nodes: BTreeMap<String, Node>,
+    /// Incarnations of lost nodes, newest last: they may come back when the job is over.
+    pub(super) lost: VecDeque<String>,
+    /// Nodes that ever came, which numbers their arrival.
+    pub(super) arrivals: u64,
+    pub(super) phase: Phase,
+    /// Seats of the last assignment: ranks are sticky.
+    pub(super) previous: Vec<Seat>,
+    /// Why the last generation is over; none while the first one has not been assigned.
+    pub(super) last_over: Option<GenerationOver>,
+    pub(super) kv: KvStore,
+    /// No deadline of this job is before this moment; it may be early, never late.
+    pub(super) next_wake: Option<Duration>,
+}
+
+/// What a job is doing.
+#[derive(Debug)]
+pub(super) enum Phase {
+    /// Nodes are to come before the next generation can start.
+    Gathering(Gathering),
+    /// A generation runs.
+    Running(Running),
+    /// Every node was told the end, or will be told when it comes back.
+    Over(Over),
+}
+
+#[derive(Debug)]
+pub(super) struct Gathering {
+    pub(super) began: Duration,
+    /// The job is over if the nodes are not there by then; `MAX` until the first one has joined.
+    pub(super) until: Duration,
+    /// Back-off: nothing starts before.
+    pub(super) not_before: Duration,
+    /// MIN nodes are there: start with them at this moment.
+    pub(super) last_call: Option<Duration>,
+}
+
+#[derive(Debug)]
+pub(super) struct Running {
+    /// Without the node rank, which differs from node to node.
+    pub(super) assignment: Assignment,
+    /// Members whose workers all ended with 0, by incarnation.
+    pub(super) succeeded: BTreeSet<String>,
+}
+
+#[derive(Debug)]
+pub(super) struct Over {
+    /// The last word to every node: `JobOver` or `Refused`.
+    pub(super) verdict: Reply,
+    pub(super) reason: String,
+    /// All incarnations that the verdict concerns.
+    pub(super) told: BTreeSet<String>,
+    /// Nodes that have not left by then are forgotten.
+    pub(super) until: Duration,
+}
+
+/// One agent process.
+#[derive(Debug)]
+pub(super) struct Node {
+    pub(super) conn: Option<ConnId>,
+    pub(super) peer: Peer,
+    pub(super) join: Join,
+    pub(super) arrival: u64,
+    pub(super) lease_until: Duration,
+    pub(super) readiness: Readiness,
+    pub(super) step: Option<u64>,
+}
+
+/// How far a node is from running workers of the next generation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Readiness {
+    /// Joined; in the running generation or free for the next one.
+    Joined,
+    /// Told that this generation is over, has not confirmed that its workers are gone.
+    Stopping(u64),
+    /// Its workers are gone, it has not joined again.
+    Stopped,
+}
+
+impl Job {
+    /// A job that nobody has joined yet, and whose generations come after `floor`.
+    pub(super) fn new(id: &str, floor: u64, now: Duration) -> Self {
+        Self {
+            id: id.to_owned(),
+            generation: 0,
+            floor,
+            restart_count: 0,
+            nodes: BTreeMap::new(),
+            lost: VecDeque::new(),
+            arrivals: 0,
+            phase: Phase::Gathering(Gathering {
+                began: now,
+                until: Duration::MAX,
+                not_before: now,
+                last_call: None,
+            }),
+            previous: Vec::new(),
+            last_over: None,
+            kv: KvStore::default(),
+            next_wake: None,
+        }
+    }
+
+    /// A message of a known node, other than `Join`.
+    pub(super) fn message(&mut self, turn: &mut Turn<'_>, incarnation: &str, generation: u64, body: Body) {
+        let Some(node) = self.nodes.get_mut(incarnation) else {
+            return;
+        };
+        node.lease_until = turn.at.now + turn.config.lease;
+        match body {
+            Body::Heartbeat(heartbeat) => {
+                if generation == self.generation {
+                    node.step = heartbeat.step;
+                }
+                turn.send(node.conn, self.generation, Reply::HeartbeatAck(HeartbeatAck {}));
+                return;
+            }
+            Body::NodeStopped(_) => {
+                if node.readiness == Readiness::Stopping(generation) {
+                    node.readiness = Readiness::Stopped;
+                } else {
+                    self.ignore(turn, incarnation, generation, "NodeStopped");
+                }
+            }
+            Body::WorkerExit(exit) => self.worker_exit(turn, incarnation, generation, exit),
+            Body::NodeSucceeded(_) => self.node_succeeded(turn, incarnation, generation),
+            Body::Leave(leave) => self.leave(turn, incarnation, &leave),
+            Body::Join(_) => {}
+        }
+        self.plan_wake();
+    }
+
+    /// Says why a message changes nothing.
+    pub(super) fn ignore(&self, turn: &mut Turn<'_>, incarnation: &str, generation: u64, what: &str) {
+        let phase = self.phase_name();
+        turn.detail(format!(
+            "job `{}`: ignored {what} of {} for generation {generation}: generation {} is {phase}",
+            self.id,
+            self.node_name(incarnation),
+            self.generation,
+        ));
+    }
+
+    /// The stream of a node is gone.
+    pub(super) fn closed(&mut self, turn: &mut Turn<'_>, incarnation: &str, conn: ConnId, clean: bool) {
+        let Some(node) = self
+            .nodes
+            .get_mut(incarnation)
+            .filter(|node| node.conn == Some(conn))
+        else {
+            return;
+        };
+        if clean && matches!(self.phase, Phase::Over(_)) {
+            self.nodes.remove(incarnation);
+        } else {
+            node.conn = None;
+            node.lease_until = node.lease_until.min(turn.at.now + turn.config.reconnect_grace);
+            turn.detail(format!(
+                "job `{}`: connection of node `{}` broke; it is lost unless it comes back within {:.1} s",
+                self.id,
+                node.join.hostname,
+                turn.config.reconnect_grace.as_secs_f64()
+            ));
+        }
+        self.plan_wake();
+    }
+
+    /// Does what is due: expired leases, the end of the back-off, last call, time-outs.
+    pub(super) fn tick(&mut self, turn: &mut Turn<'_>) {
+        let now = turn.at.now;
+        self.kv.expire(now, &mut turn.effects);
+        let lost: Vec<String> = self
+            .nodes
+            .iter()
+            .filter(|(_, node)| node.lease_until <= now)
+            .map(|(id, _)| id.clone())
+            .collect();
+        for incarnation in lost {
+            self.lease_lost(turn, &incarnation);
+        }
+        match &self.phase {
+            Phase::Gathering(_) => self.consider_start(turn),
+            Phase::Over(over) if over.until <= now => {
+                for node in self.nodes.values() {
+                    turn.close(node.conn);
+                }
+                self.nodes.clear();
+            }
+            Phase::Running(_) | Phase::Over(_) => {}
+        }
+        self.plan_wake();
+    }
+
+    /// The daemon itself stood still: nobody loses a lease for that.
+    pub(super) fn renew_leases(&mut self, until: Duration) {
+        for node in self.nodes.values_mut() {
+            node.lease_until = node.lease_until.max(until);
+        }
+        self.plan_wake();
+    }
+
+    /// Computes the next deadline; heartbeats only move deadlines away and need no new plan.
+    pub(super) fn plan_wake(&mut self) {
+        let leases = self.nodes.values().map(|node| node.lease_until).min();
+        let phase = match &self.phase {
+            Phase::Gathering(gathering) => Some(gathering.next_step()),
+            Phase::Over(over) => Some(over.until),
+            Phase::Running(_) => None,
+        };
+        self.next_wake = [leases, phase, self.kv.next_deadline()]
+            .into_iter()
+            .flatten()
+            .min();
+    }
+
+    /// True if nobody needs this job any more.
+    pub(super) fn is_forgotten(&self) -> bool {
+        self.nodes.is_empty()
+            && match self.phase {
+                Phase::Over(_) => true,
+                // A job that ran keeps its restart count until its nodes had the time to come back.
+                Phase::Gathering(_) => self.generation == 0,
+                Phase::Running(_) => false,
+            }
+    }
+
+    /// No generation above this one was ever assigned.
+    pub(super) fn highest_generation(&self) -> u64 {
+        self.generation.max(self.floor)
+    }
+
+    pub(super) fn is_member(&self, incarnation: &str) -> bool {
+        matches!(self.phase, Phase::Running(_)) && self.rank_of(incarnation).is_some()
+    }
+
+    /// Node rank in the last assignment.
+    pub(super) fn rank_of(&self, incarnation: &str) -> Option<u32> {
+        self.previous
+            .iter()
+            .position(|seat| seat.incarnation == incarnation)
+            .map(|rank| rank as u32)
+    }
+
+    /// How people call a node: its host, with its rank if it has one.
+    pub(super) fn node_name(&self, incarnation: &str) -> String {
+        let host = self
+            .nodes
+            .get(incarnation)
+            .map(|node| node.join.hostname.as_str())
+            .or_else(|| {
+                self.previous
+                    .iter()
+                    .find(|s| s.incarnation == incarnation)
+                    .map(|s| s.hostname.as_str())
+            });
+        words::node(host.unwrap_or("unknown"), self.rank_of(incarnation))
+    }
+
+    fn phase_name(&self) -> &'static str {
+        match self.phase {
+            Phase::Gathering(_) if self.generation == 0 => "not assigned yet",
+            Phase::Gathering(_) => "over, the next one is gathering",
+            Phase::Running(_) => "running",
+            Phase::Over(_) => "over, and so is the job",
+        }
+    }
+
+    /// What people and tools may know.
+    pub(super) fn status(&self, now: Duration) -> StatusReply {
+        let reason = match &self.phase {
+            Phase::Gathering(_) => self.waiting_words(),
+            Phase::Running(running) => running.assignment.reason.clone(),
+            Phase::Over(over) => over.reason.clone(),
+        };
+        let node = |(incarnation, node): (&String, &Node)| NodeStatus {
+            hostname: node.join.hostname.clone(),
+            addr: node.address_alone(),
+            node_rank: self
+                .is_member(incarnation)
+                .then(|| self.rank_of(incarnation))
+                .flatten(),
+            workers: node.join.workers,
+            lease_left_ms: node.lease_until.saturating_sub(now).as_millis() as u32,
+            step: node.step,
+        };
+        let phase = match self.phase {
+            Phase::Gathering(_) => "gathering",
+            Phase::Running(_) => "running",
+            Phase::Over(_) => "over",
+        };
+        StatusReply {
+            generation: self.generation,
+            phase: phase.into(),
+            restart_count: self.restart_count,
+            nodes: self.nodes.iter().map(node).collect(),
+            reason,
+        }
+    }
+}
+
+impl Gathering {
+    /// When there is something to decide again, if nobody comes or goes.
+    fn next_step(&self) -> Duration {
+        // The end of the back-off is a step of its own only until it has passed (`began` moves there then).
+        let backoff = (self.not_before > self.began).then_some(self.not_before);
+        [backoff, self.last_call]
+            .into_iter()
+            .flatten()
+            .fold(self.until, Duration::min)
+    }
+}
+
+impl Node {
+    /// Free for the next generation, and can be told so.
+    pub(super) fn is_ready(&self) -> bool {
+        self.readiness == Readiness::Joined && self.conn.is_some()
+    }
+
+    /// Address of this node, seen without the others.
+    pub(super) fn address_alone(&self) -> String {
+        if self.join.local_addr.is_empty() {
+            self.peer.remote.to_string()
+        } else {
+            self.join.local_addr.clone()
+        }
+    }
+}

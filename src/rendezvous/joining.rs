@@ -1,0 +1,340 @@
+//! Joining: who may take part, who comes back, who is refused and why.
+
+use std::time::Duration;
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Code};
+
+use super::config::Config;
+use super::event::{ConnId, Peer, Turn};
+use super::job::{Job, Node, Phase, Readiness};
+use super::words;
+
+/// Version of the protocol that this daemon speaks.
+pub(super) const PROTOCOL: u32 = 1;
+
+/// Generations that an agent may claim; far beyond any that was counted.
+const MAX_GENERATION: u64 = 1 << 48;
+
+/// A `Join` and where it comes from.
+pub(super) struct Joining {
+    pub(super) conn: ConnId,
+    pub(super) peer: Peer,
+    pub(super) incarnation: String,
+    /// Generation that the agent was in last; 0: none.
+    pub(super) generation: u64,
+    pub(super) join: Join,
+}
+
+impl Job {
+    /// Takes a node in, takes it back after a reconnect, or refuses it by name.
+    pub(super) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+        let admitted = match self.phase {
+            Phase::Over(_) => Ok(()),
+            _ => self.admit(turn, &joining),
+        };
+        if let Err((code, reason)) = admitted {
+            self.refuse(turn, &joining, code, reason);
+        } else if let Phase::Over(_) = self.phase {
+            self.join_when_over(turn, &joining);
+        } else if self.nodes.contains_key(&joining.incarnation) {
+            self.join_again(turn, joining);
+        } else {
+            self.join_first(turn, joining);
+        }
+        self.plan_wake();
+    }
+
+    fn join_when_over(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
+        let Phase::Over(over) = &self.phase else { return };
+        let told = over.told.contains(&joining.incarnation) || matches!(over.verdict, Reply::Refused(_));
+        let reply = if told {
+            over.verdict.clone()
+        } else {
+            let reason = format!(
+                "job `{}` is over: {}\n  hint: to run it again, start its nodes when all of the old ones have left",
+                self.id, over.reason
+            );
+            Reply::Refused(Refused {
+                code: Code::JobOver.into(),
+                reason,
+            })
+        };
+        turn.send(Some(joining.conn), self.generation, reply);
+        match self.nodes.get_mut(&joining.incarnation) {
+            Some(node) => {
+                if node.conn != Some(joining.conn) {
+                    turn.close(node.conn);
+                    node.conn = Some(joining.conn);
+                }
+                node.lease_until = turn.at.now + turn.config.lease;
+            }
+            None => turn.close(Some(joining.conn)),
+        }
+    }
+
+    /// Checks a join against the bounds, against the other nodes and against the job.
+    fn admit(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> Result<(), (Code, String)> {
+        check_bounds(turn.config, joining).map_err(|reason| (Code::Invalid, reason))?;
+        if !self.nodes.contains_key(&joining.incarnation)
+            && self.nodes.len() >= turn.config.max_nodes as usize
+        {
+            let reason = format!(
+                "job `{}` has {} already, the most it may have",
+                self.id,
+                words::nodes(turn.config.max_nodes)
+            );
+            return Err((Code::Invalid, reason));
+        }
+        let other = self
+            .nodes
+            .iter()
+            .find(|(incarnation, _)| **incarnation != joining.incarnation);
+        if let Some(reason) =
+            other.and_then(|(_, node)| words::disagreement(&self.id, &node.join, &joining.join))
+        {
+            return Err((Code::Disagree, reason));
+        }
+        let Some(asked) = joining.join.node_rank else {
+            return Ok(());
+        };
+        let same_rank = self
+            .nodes
+            .iter()
+            .find(|(id, node)| **id != joining.incarnation && node.join.node_rank == Some(asked))
+            .map(|(id, node)| (id.clone(), node.conn.is_some(), node.join.hostname.clone()));
+        match same_rank {
+            Some((_, true, hostname)) => Err((
+                Code::Invalid,
+                format!(
+                    "node rank {asked} of job `{}` is asked for by node `{}`, but node `{hostname}` has it\n  \
+                     hint: give every node a `--node-rank` of its own, or none at all",
+                    self.id, joining.join.hostname
+                ),
+            )),
+            Some((incarnation, false, hostname)) => {
+                // Its connection is gone and its place is claimed: a new process took over.
+                let cause = format!("node `{hostname}` was started anew");
+                self.node_lost(turn, &incarnation, &cause, ddp_proto::exit::RENDEZVOUS_TIMED_OUT);
+                Ok(())
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn refuse(&mut self, turn: &mut Turn<'_>, joining: &Joining, code: Code, reason: String) {
+        turn.decided(format!("refused node `{}`: {reason}", joining.join.hostname));
+        let refused = Reply::Refused(Refused {
+            code: code.into(),
+            reason: reason.clone(),
+        });
+        turn.send(Some(joining.conn), self.generation, refused.clone());
+        // Before the first generation nobody knows who is right: all of them end, with the same code.
+        let undecided = self.generation == 0 && matches!(self.phase, Phase::Gathering(_));
+        if code == Code::Disagree && undecided {
+            self.end(turn, refused, reason);
+        }
+        turn.close(Some(joining.conn));
+    }
+
+    fn join_first(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+        let Joining {
+            conn,
+            peer,
+            incarnation,
+            generation,
+            join,
+        } = joining;
+        let timeout = join_timeout(turn.config, &join);
+        let hostname = join.hostname.clone();
+        let mut node = Node {
+            conn: Some(conn),
+            peer,
+            join,
+            arrival: self.arrivals,
+            lease_until: turn.at.now + turn.config.lease,
+            readiness: Readiness::Joined,
+            step: None,
+        };
+        self.arrivals += 1;
+        let done = self.has_succeeded(&incarnation);
+        if generation > 0 && !(done && generation == self.generation) {
+            // It may still run workers of a generation that went on without it, or that an earlier daemon
+            // assigned: they have to be gone first, and no generation number may be used twice.
+            node.readiness = Readiness::Stopping(generation);
+            let cause = if generation > self.generation {
+                "the rendezvous daemon was restarted".to_owned()
+            } else {
+                format!("node `{hostname}` was out of reach for longer than its lease")
+            };
+            let over = self.generation_over_words(turn, &node, cause);
+            turn.send(node.conn, generation, Reply::GenerationOver(over));
+        }
+        self.floor = self.floor.max(generation);
+        if let Phase::Gathering(g) = &mut self.phase
+            && g.until == Duration::MAX
+        {
+            g.until = turn.at.now + timeout;
+        }
+        let ready = node.readiness == Readiness::Joined;
+        self.nodes.insert(incarnation.clone(), node);
+        turn.decided(format!("job `{}`: node `{hostname}` joined", self.id));
+        if done && ready {
+            self.send_assignment(turn, &incarnation);
+        } else if ready {
+            self.joined(turn, &incarnation);
+        }
+    }
+
+    fn generation_over_words(&self, turn: &Turn<'_>, node: &Node, cause: String) -> GenerationOver {
+        let backoff_ms = match &self.phase {
+            Phase::Gathering(g) => g.not_before.saturating_sub(turn.at.now).as_millis() as u32,
+            _ => 0,
+        };
+        GenerationOver {
+            cause,
+            restart_count: self.restart_count,
+            max_restarts: node.join.max_restarts,
+            backoff_ms,
+            ..GenerationOver::default()
+        }
+    }
+
+    /// A node that is known: back after a broken connection, or ready after its workers were stopped.
+    fn join_again(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+        let Joining {
+            conn,
+            peer,
+            incarnation,
+            join,
+            ..
+        } = joining;
+        let member = self.is_member(&incarnation);
+        let Some(node) = self.nodes.get_mut(&incarnation) else {
+            return;
+        };
+        if node.conn != Some(conn) {
+            turn.close(node.conn);
+            node.conn = Some(conn);
+            node.peer = peer;
+        }
+        node.lease_until = turn.at.now + turn.config.lease;
+        let asked = node.join.node_rank;
+        node.join = join;
+        node.join.node_rank = asked;
+        match node.readiness {
+            Readiness::Joined if member => {
+                turn.detail(format!(
+                    "job `{}`: node `{}` is back in its place",
+                    self.id, node.join.hostname
+                ));
+                self.send_assignment(turn, &incarnation);
+            }
+            Readiness::Stopping(stopping) => {
+                // It has not confirmed the end of this generation, so it may not have heard of it.
+                let over = match &self.last_over {
+                    Some(over) if stopping == self.generation => over.clone(),
+                    _ => {
+                        let cause = format!(
+                            "generation {stopping} went on without node `{}`",
+                            node.join.hostname
+                        );
+                        GenerationOver {
+                            cause,
+                            ..GenerationOver::default()
+                        }
+                    }
+                };
+                turn.send(Some(conn), stopping, Reply::GenerationOver(over));
+            }
+            Readiness::Joined | Readiness::Stopped => {
+                node.readiness = Readiness::Joined;
+                self.joined(turn, &incarnation);
+            }
+        }
+    }
+
+    /// A node is ready: start, or tell it what it waits for.
+    fn joined(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+        self.consider_start(turn);
+        if matches!(self.phase, Phase::Over(_)) || self.is_member(incarnation) {
+            return;
+        }
+        let reason = self.waiting_words();
+        if let Some(node) = self.nodes.get(incarnation) {
+            let waiting = Waiting {
+                reason,
+                lease_ms: turn.config.lease_ms(),
+            };
+            turn.send(node.conn, self.generation, Reply::Waiting(waiting));
+        }
+    }
+}
+
+/// How long an agent lets the daemon wait for other nodes, within the daemon's bound.
+pub(super) fn join_timeout(config: &Config, join: &Join) -> Duration {
+    Duration::from_millis(join.join_timeout_ms.into()).min(config.join_timeout_cap)
+}
+
+fn check_bounds(config: &Config, joining: &Joining) -> Result<(), String> {
+    let join = &joining.join;
+    let host = super::kv::clip(&join.hostname, 64);
+    if join.protocol != PROTOCOL {
+        return Err(format!(
+            "node `{host}` speaks version {} of the rendezvous protocol, this daemon {PROTOCOL}\n  \
+             hint: install the same version of `ddp-run` on every node",
+            join.protocol
+        ));
+    }
+    if joining.generation > MAX_GENERATION {
+        return Err(format!(
+            "node `{host}` speaks of generation {}, which cannot be",
+            joining.generation
+        ));
+    }
+    let names = [
+        &join.hostname,
+        &join.local_addr,
+        &join.job_signature,
+        &joining.incarnation,
+    ];
+    if names.iter().any(|name| name.len() > config.max_name_bytes) {
+        return Err(format!(
+            "a name of node `{host}` is longer than {} bytes",
+            config.max_name_bytes
+        ));
+    }
+    if join.job_description.len() > config.max_description_bytes {
+        return Err(format!(
+            "description of the job on node `{host}` is longer than {} bytes",
+            config.max_description_bytes
+        ));
+    }
+    let (min, max) = (join.min_nodes, join.max_nodes);
+    if min == 0 || min > max || max > config.max_nodes {
+        return Err(format!(
+            "`--nnodes` of node `{host}` is {min}:{max}, expected 1 <= MIN <= MAX <= {}",
+            config.max_nodes
+        ));
+    }
+    if join.workers == 0 || join.workers > config.max_workers {
+        return Err(format!(
+            "node `{host}` offers {} workers, expected 1 to {}",
+            join.workers, config.max_workers
+        ));
+    }
+    if join.master_port == 0 || join.master_port > u32::from(u16::MAX) {
+        return Err(format!(
+            "node `{host}` offers port {} as MASTER_PORT",
+            join.master_port
+        ));
+    }
+    if let Some(rank) = join.node_rank.filter(|rank| *rank >= max) {
+        return Err(format!(
+            "`--node-rank` of node `{host}` is {rank}, but there are at most {}\n  hint: ranks go from 0 to {}",
+            words::nodes(max),
+            max - 1
+        ));
+    }
+    Ok(())
+}

@@ -1,0 +1,43 @@
+//! The rendezvous daemon: brings the nodes of a job together, gives them their ranks, and decides what a
+//! failure means for all of them.
+//!
+//! | file | noun | knows |
+//! |---|---|---|
+//! | `config` | [`Config`] | every interval and every bound |
+//! | `event` | [`Event`], [`Effect`] | what the state machine is told and asks for |
+//! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
+//! | `job` | one job | leases, timers, dispatch |
+//! | `joining` | joining | who may take part, who comes back, who is refused |
+//! | `gather` | gathering | when a generation starts |
+//! | `assignment` | the start | what every node is told |
+//! | `ranks` | node ranks | asked for, sticky, natural order of host names |
+//! | `outcome` | the end | failures, restart budget, lost nodes, signals, success |
+//! | `kv` | the store | write-once entries of one generation, blocking reads |
+//! | `words` | messages | what people read |
+//! | `actor` | the task that owns the state | the clock, the dice, the queues |
+//! | `server` | [`serve`] | gRPC, sockets |
+//!
+//! Everything above `actor` is pure: `apply(at, state, event) -> effects`, with time and randomness as
+//! parameters, so that `tests/sim` can run years of trouble in seconds. The daemon never waits for an agent:
+//! an agent that does not read its messages is disconnected.
+
+mod actor;
+mod assignment;
+mod config;
+mod event;
+mod gather;
+mod job;
+mod joining;
+mod kv;
+mod outcome;
+mod ranks;
+mod server;
+mod state;
+#[cfg(test)]
+mod tests;
+mod words;
+
+pub use config::{Config, KvLimits};
+pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
+pub use server::{ServeError, serve};
+pub use state::{State, apply};

@@ -1,0 +1,249 @@
+//! Which nodes take part, and which rank each gets: a pure function of who is there and who was there before.
+
+use std::cmp::Ordering;
+use std::collections::BTreeSet;
+
+/// A node that is ready.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Candidate {
+    pub(super) incarnation: String,
+    pub(super) hostname: String,
+    /// `--node-rank`.
+    pub(super) asked: Option<u32>,
+    /// Number of its arrival at the job.
+    pub(super) arrival: u64,
+}
+
+/// A place in the last assignment; its index is the node rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Seat {
+    pub(super) incarnation: String,
+    pub(super) hostname: String,
+}
+
+/// At most `max` of the candidates: those that asked for a rank, those of the last generation, then by arrival.
+pub(super) fn choose(mut candidates: Vec<Candidate>, max: usize, previous: &[Seat]) -> Vec<Candidate> {
+    candidates.sort_by_key(|c| {
+        let by_host = previous.iter().any(|seat| seat.hostname == c.hostname);
+        let by_name = previous.iter().any(|seat| seat.incarnation == c.incarnation);
+        (c.asked.is_none(), !by_name, !by_host, c.arrival)
+    });
+    candidates.truncate(max);
+    candidates
+}
+
+/// The candidates in order of their node rank, and the reason in words.
+///
+/// Ranks that were asked for come first, then a node keeps the rank of the last generation (itself, or its
+/// host), then the natural order of host names fills the rest, then arrival.
+pub(super) fn order(candidates: Vec<Candidate>, previous: &[Seat]) -> (Vec<Candidate>, String) {
+    let count = candidates.len();
+    let mut slots: Vec<Option<Candidate>> = vec![None; count];
+    let mut rest = Vec::new();
+    let mut asked = 0;
+    for candidate in candidates {
+        match candidate.asked.map(|rank| rank as usize) {
+            Some(rank) if rank < count && slots[rank].is_none() => {
+                slots[rank] = Some(candidate);
+                asked += 1;
+            }
+            _ => rest.push(candidate),
+        }
+    }
+
+    let mut kept = 0;
+    let mut keep = |rest: &mut Vec<Candidate>, same: &dyn Fn(&Candidate, &Seat) -> bool| {
+        for (rank, seat) in previous.iter().enumerate().take(count) {
+            if slots[rank].is_none()
+                && let Some(i) = rest.iter().position(|c| c.asked.is_none() && same(c, seat))
+            {
+                slots[rank] = Some(rest.swap_remove(i));
+                kept += 1;
+            }
+        }
+    };
+    keep(&mut rest, &|c, seat| c.incarnation == seat.incarnation);
+    keep(&mut rest, &|c, seat| c.hostname == seat.hostname);
+
+    // A rank that was asked for but does not exist in a smaller job still decides the order.
+    rest.sort_by(|a, b| {
+        let by_asked = (a.asked.is_none(), a.asked).cmp(&(b.asked.is_none(), b.asked));
+        by_asked
+            .then_with(|| natural(&a.hostname, &b.hostname))
+            .then(a.arrival.cmp(&b.arrival))
+    });
+    let filled = rest.len();
+    let mut rest = rest.into_iter();
+    let ordered: Vec<_> = slots
+        .into_iter()
+        .filter_map(|slot| slot.or_else(|| rest.next()))
+        .collect();
+    let reason = [
+        (asked, "as asked for"),
+        (kept, "kept from before"),
+        (filled, "by host name"),
+    ]
+    .iter()
+    .filter(|(n, _)| *n > 0)
+    .map(|(n, words)| format!("{n} {words}"))
+    .collect::<Vec<_>>()
+    .join(", ");
+    (ordered, format!("node ranks: {reason}"))
+}
+
+/// Ranks below `count` that no candidate asked for, if any rank was asked for at all.
+pub(super) fn missing_ranks(candidates: &[Candidate], count: u32) -> Vec<u32> {
+    let asked: BTreeSet<u32> = candidates.iter().filter_map(|c| c.asked).collect();
+    if asked.is_empty() || asked.len() != candidates.len() {
+        return Vec::new();
+    }
+    (0..count).filter(|rank| !asked.contains(rank)).collect()
+}
+
+/// Compares as people count: `node2` before `node10`.
+pub(super) fn natural(a: &str, b: &str) -> Ordering {
+    let (mut left, mut right) = (a, b);
+    while !left.is_empty() && !right.is_empty() {
+        let (l, l_rest) = run(left);
+        let (r, r_rest) = run(right);
+        let both_numbers = l.as_bytes()[0].is_ascii_digit() && r.as_bytes()[0].is_ascii_digit();
+        let by_run = if both_numbers {
+            let (l, r) = (l.trim_start_matches('0'), r.trim_start_matches('0'));
+            l.len().cmp(&r.len()).then_with(|| l.cmp(r))
+        } else {
+            l.cmp(r)
+        };
+        if by_run.is_ne() {
+            return by_run;
+        }
+        (left, right) = (l_rest, r_rest);
+    }
+    left.len().cmp(&right.len()).then_with(|| a.cmp(b))
+}
+
+/// Splits off the first run of digits or of other characters.
+fn run(text: &str) -> (&str, &str) {
+    let digits = text.as_bytes()[0].is_ascii_digit();
+    let end = text
+        .find(|c: char| c.is_ascii_digit() != digits)
+        .unwrap_or(text.len());
+    text.split_at(end)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn node(incarnation: &str, hostname: &str, asked: Option<u32>, arrival: u64) -> Candidate {
+        Candidate {
+            incarnation: incarnation.into(),
+            hostname: hostname.into(),
+            asked,
+            arrival,
+        }
+    }
+
+    fn seat(incarnation: &str, hostname: &str) -> Seat {
+        Seat {
+            incarnation: incarnation.into(),
+            hostname: hostname.into(),
+        }
+    }
+
+    fn hosts(nodes: Vec<Candidate>, previous: &[Seat]) -> Vec<String> {
+        order(nodes, previous)
+            .0
+            .into_iter()
+            .map(|c| c.incarnation)
+            .collect()
+    }
+
+    #[test]
+    fn host_names_are_compared_as_people_count() {
+        let mut names = [
+            "node10", "node2", "b", "node02", "node", "node2x", "a10", "a9", "",
+        ];
+        names.sort_by(|a, b| natural(a, b));
+        assert_eq!(
+            names,
+            [
+                "", "a9", "a10", "b", "node", "node02", "node2", "node2x", "node10"
+            ]
+        );
+    }
+
+    #[test]
+    fn host_names_decide_then_arrival() {
+        let nodes = vec![
+            node("x", "n10", None, 0),
+            node("y", "n2", None, 2),
+            node("z", "n2", None, 1),
+        ];
+        assert_eq!(hosts(nodes, &[]), ["z", "y", "x"]);
+    }
+
+    #[test]
+    fn a_rank_that_was_asked_for_comes_before_names_and_history() {
+        let nodes = vec![
+            node("x", "a", None, 0),
+            node("y", "b", Some(0), 1),
+            node("z", "c", Some(2), 2),
+        ];
+        let (ordered, reason) = order(nodes, &[seat("x", "a")]);
+        let names: Vec<_> = ordered.iter().map(|c| c.incarnation.as_str()).collect();
+        assert_eq!(names, ["y", "x", "z"]);
+        assert_eq!(reason, "node ranks: 2 as asked for, 1 by host name");
+    }
+
+    #[test]
+    fn ranks_are_sticky_by_process_then_by_host() {
+        let previous = [seat("p", "b"), seat("q", "a"), seat("r", "c")];
+        let nodes = vec![
+            node("q", "a", None, 1),
+            node("p", "b", None, 0),
+            node("new", "c", None, 9),
+        ];
+        assert_eq!(hosts(nodes, &previous), ["p", "q", "new"]);
+        let replaced = vec![
+            node("q", "a", None, 1),
+            node("s", "0", None, 9),
+            node("p", "b", None, 0),
+        ];
+        assert_eq!(
+            hosts(replaced, &previous),
+            ["p", "q", "s"],
+            "a stranger takes the free rank"
+        );
+    }
+
+    #[test]
+    fn ranks_stay_dense_when_a_job_shrinks() {
+        let previous = [seat("p", "a"), seat("q", "b"), seat("r", "c")];
+        assert_eq!(
+            hosts(vec![node("r", "c", None, 2), node("q", "b", None, 1)], &previous),
+            ["r", "q"]
+        );
+        let asked = vec![node("x", "a", Some(7), 0), node("y", "b", Some(3), 1)];
+        assert_eq!(hosts(asked, &[]), ["y", "x"]);
+    }
+
+    #[test]
+    fn too_many_nodes_are_cut_to_those_with_a_claim() {
+        let nodes = vec![
+            node("spare", "s", None, 0),
+            node("new", "b", None, 3),
+            node("old", "a", None, 2),
+            node("asked", "z", Some(2), 9),
+        ];
+        let chosen = choose(nodes, 3, &[seat("old", "a"), seat("gone", "b")]);
+        let names: Vec<_> = chosen.iter().map(|c| c.incarnation.as_str()).collect();
+        assert_eq!(names, ["asked", "old", "new"]);
+    }
+
+    #[test]
+    fn missing_ranks_are_named_only_when_all_asked() {
+        let nodes = [node("x", "a", Some(0), 0), node("y", "b", Some(2), 1)];
+        assert_eq!(missing_ranks(&nodes, 4), [1, 3]);
+        assert_eq!(missing_ranks(&[node("x", "a", None, 0)], 2), [0; 0]);
+    }
+}

@@ -1,0 +1,231 @@
+//! The gRPC side: streams and calls become events of the actor, and its answers go back.
+
+use std::net::{IpAddr, Ipv4Addr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use ddp_proto::rendezvous::rendezvous_server::{Rendezvous, RendezvousServer};
+use ddp_proto::rendezvous::{
+    AgentMessage, DaemonMessage, KvGetReply, KvGetRequest, KvPutReply, KvPutRequest, StatusReply,
+    StatusRequest,
+};
+use tokio::net::TcpListener;
+use tokio::sync::{mpsc, oneshot};
+use tokio_stream::wrappers::ReceiverStream;
+use tokio_stream::{Stream, StreamExt as _};
+use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
+use tonic::{Response, Status, Streaming};
+
+use super::actor::{Actor, Request};
+use super::config::Config;
+use super::event::{ConnId, Event, KvError, Peer};
+
+/// Bytes of a message beyond the largest value of the store.
+const MESSAGE_MARGIN: usize = 256 << 10;
+/// After the drain: how long open connections may take to end.
+const CLOSE_TIMEOUT: Duration = Duration::from_millis(500);
+
+/// Why the daemon stopped serving.
+#[derive(Debug, thiserror::Error)]
+pub enum ServeError {
+    /// The server failed on its socket.
+    #[error("rendezvous daemon failed on its socket: {0}")]
+    Transport(#[from] tonic::transport::Error),
+}
+
+/// Serves rendezvous and gRPC health on `listener` until `shutdown` is ready and every agent has left.
+///
+/// The caller binds the socket, so it knows the port and reports a bind that fails. It needs a tokio runtime with
+/// time and I/O, of either flavour, and no other set-up; the embedded daemon is the same call on a task:
+///
+/// 1. bind, spawn `serve`, connect the own agent to the bound address;
+/// 2. when the own agent has left, make `shutdown` ready and await `serve`: it returns at once if no agent is
+///    left, else when the last one has left, at most [`Config::drain`] later.
+///
+/// Dropping the future instead ends all streams at once.
+pub async fn serve(
+    listener: TcpListener,
+    config: Config,
+    shutdown: impl Future<Output = ()>,
+) -> Result<(), ServeError> {
+    let drain = config.drain;
+    let (actor, requests) = Actor::new(config.clone());
+    let actor = AbortOnDrop(tokio::spawn(actor.run()));
+    let service = Service {
+        requests: requests.clone(),
+        last_conn: Arc::new(AtomicU64::new(0)),
+        agent_queue: config.agent_queue,
+        max_wait: config.kv.wait,
+    };
+    let limit = config.kv.value_bytes + MESSAGE_MARGIN;
+    let (health, health_service) = tonic_health::server::health_reporter();
+    health.set_serving::<RendezvousServer<Service>>().await;
+    let incoming = TcpIncoming::from(listener)
+        .with_nodelay(Some(true))
+        .with_keepalive(Some(config.tcp_keepalive));
+    let (close, closing) = oneshot::channel::<()>();
+    let server = tonic::transport::Server::builder()
+        .http2_keepalive_interval(Some(config.http2_keepalive_interval))
+        .http2_keepalive_timeout(Some(config.http2_keepalive_timeout))
+        .add_service(health_service)
+        .add_service(RendezvousServer::new(service).max_decoding_message_size(limit))
+        .serve_with_incoming_shutdown(incoming, async {
+            // An error means that the sender is gone: time to stop as well.
+            let _ = closing.await;
+        });
+    tokio::pin!(server);
+
+    // Cancel safe: both futures are polled to their end or dropped for good.
+    tokio::select! {
+        ended = &mut server => return Ok(ended?),
+        () = shutdown => {}
+    }
+    health.set_not_serving::<RendezvousServer<Service>>().await;
+    tokio::select! {
+        ended = &mut server => return Ok(ended?),
+        drained = tokio::time::timeout(drain, drained(requests)) => if drained.is_err() {
+            tracing::warn!("agents are left {:.1} s after the daemon was asked to stop", drain.as_secs_f64());
+        },
+    }
+    drop(actor);
+    drop(close);
+    match tokio::time::timeout(CLOSE_TIMEOUT, server).await {
+        Ok(ended) => Ok(ended?),
+        // A peer that keeps its connection open does not keep the daemon.
+        Err(_) => Ok(()),
+    }
+}
+
+/// Ends with the actor as well, which ends only when it is told to.
+async fn drained(requests: mpsc::Sender<Request>) {
+    let (answer, drained) = oneshot::channel();
+    if requests.send(Request::Drain(answer)).await.is_ok() {
+        // An error means that the actor is gone, and all agents with it.
+        let _ = drained.await;
+    }
+}
+
+/// The actor holds the state of agents; it must not outlive the server.
+struct AbortOnDrop(tokio::task::JoinHandle<()>);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}
+
+#[derive(Debug)]
+struct Service {
+    requests: mpsc::Sender<Request>,
+    last_conn: Arc<AtomicU64>,
+    agent_queue: usize,
+    max_wait: Duration,
+}
+
+impl Service {
+    async fn ask<T>(&self, request: Request, answer: oneshot::Receiver<T>) -> Result<T, Status> {
+        let stopping = || Status::unavailable("the rendezvous daemon is stopping");
+        self.requests.send(request).await.map_err(|_| stopping())?;
+        answer.await.map_err(|_| stopping())
+    }
+}
+
+#[tonic::async_trait]
+impl Rendezvous for Service {
+    type AgentStream = Pin<Box<dyn Stream<Item = Result<DaemonMessage, Status>> + Send>>;
+
+    async fn agent(
+        &self,
+        request: tonic::Request<Streaming<AgentMessage>>,
+    ) -> Result<Response<Self::AgentStream>, Status> {
+        let conn = ConnId(self.last_conn.fetch_add(1, Ordering::Relaxed) + 1);
+        let peer = peer(&request);
+        let (agent, messages) = mpsc::channel(self.agent_queue);
+        self.requests
+            .send(Request::Opened(conn, agent))
+            .await
+            .map_err(|_| Status::unavailable("the rendezvous daemon is stopping"))?;
+        tokio::spawn(pump(conn, peer, request.into_inner(), self.requests.clone()));
+        Ok(Response::new(Box::pin(ReceiverStream::new(messages).map(Ok))))
+    }
+
+    async fn kv_put(&self, request: tonic::Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
+        let (answer, result) = oneshot::channel();
+        self.ask(Request::KvPut(request.into_inner(), answer), result)
+            .await?
+            .map_err(|error| status(&error))?;
+        Ok(Response::new(KvPutReply {}))
+    }
+
+    async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
+        let mut request = request.into_inner();
+        request.timeout_ms = request
+            .timeout_ms
+            .min(u32::try_from(self.max_wait.as_millis()).unwrap_or(u32::MAX));
+        let (answer, result) = oneshot::channel();
+        let value = self
+            .ask(Request::KvGet(request, answer), result)
+            .await?
+            .map_err(|error| status(&error))?;
+        Ok(Response::new(KvGetReply {
+            value: Arc::unwrap_or_clone(value),
+        }))
+    }
+
+    async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
+        let job = request.into_inner().job_id;
+        let (answer, reply) = oneshot::channel();
+        match self.ask(Request::Status(job.clone(), answer), reply).await? {
+            Some(reply) => Ok(Response::new(reply)),
+            None => Err(Status::not_found(format!(
+                "there is no job `{job}` at this daemon"
+            ))),
+        }
+    }
+}
+
+/// Carries the messages of one agent to the actor, in order, then the end of the stream.
+async fn pump(
+    conn: ConnId,
+    peer: Peer,
+    mut stream: Streaming<AgentMessage>,
+    requests: mpsc::Sender<Request>,
+) {
+    let clean = loop {
+        match stream.message().await {
+            Ok(Some(message)) => {
+                let event = Event::Message { conn, peer, message };
+                if requests.send(Request::Event(event)).await.is_err() {
+                    return;
+                }
+            }
+            Ok(None) => break true,
+            Err(_) => break false,
+        }
+    };
+    // An error means that the daemon is stopping: nobody is left to be told.
+    let _ = requests.send(Request::Event(Event::Closed { conn, clean })).await;
+}
+
+fn peer(request: &tonic::Request<Streaming<AgentMessage>>) -> Peer {
+    let unknown = IpAddr::V4(Ipv4Addr::LOCALHOST);
+    let info = request.extensions().get::<TcpConnectInfo>();
+    let ip = |addr: Option<std::net::SocketAddr>| addr.map_or(unknown, |addr| addr.ip().to_canonical());
+    Peer {
+        remote: ip(info.and_then(TcpConnectInfo::remote_addr)),
+        local: ip(info.and_then(TcpConnectInfo::local_addr)),
+    }
+}
+
+fn status(error: &KvError) -> Status {
+    let words = error.to_string();
+    match error {
+        KvError::Superseded(_) => Status::aborted(words),
+        KvError::TimedOut(_) => Status::deadline_exceeded(words),
+        KvError::Exists(_) => Status::already_exists(words),
+        KvError::TooMuch(_) => Status::resource_exhausted(words),
+        KvError::Unknown(_) => Status::failed_precondition(words),
+    }
+}

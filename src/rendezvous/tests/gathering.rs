@@ -1,0 +1,345 @@
+//! Joining, starting, ranks, addresses, refusals, time-outs.
+
+use super::*;
+
+#[test]
+fn one_node_starts_at_once() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1);
+    insta::assert_snapshot!(s.words("a"), @"assignment 1: node rank 0 of [a@0], master 127.0.0.1:29500, restart 0/3: generation 1: the only node is there; node ranks: 1 by host name");
+}
+
+#[test]
+fn a_fixed_number_of_nodes_starts_when_all_are_there() {
+    let mut s = Scene::new();
+    s.join("n10", 3, 3).join("n2", 3, 3);
+    insta::assert_snapshot!(s.words("n2"), @"waiting: 2 of 3 nodes are there: `n10`, `n2`; waiting for 1 node");
+    s.join("n1", 3, 3);
+    let (generation, first) = s.assignment("n1");
+    assert_eq!((generation, first.node_rank, first.lease_ms), (1, 0, 15_000));
+    let hosts: Vec<_> = first
+        .nodes
+        .iter()
+        .map(|n| (n.hostname.as_str(), n.first_rank))
+        .collect();
+    assert_eq!(hosts, [("n1", 0), ("n2", 2), ("n10", 4)]);
+    assert_eq!(first.master_addr, "10.0.0.1");
+    for (rank, node) in ["n1", "n2", "n10"].into_iter().enumerate().skip(1) {
+        let (_, other) = s.assignment(node);
+        assert_eq!(
+            other,
+            Assignment {
+                node_rank: rank as u32,
+                ..first.clone()
+            }
+        );
+    }
+}
+
+#[test]
+fn an_elastic_job_starts_at_max_at_once() {
+    let mut s = Scene::new();
+    s.join("a", 1, 2).join("b", 1, 2);
+    assert_eq!(s.assignment("a").1.nodes.len(), 2);
+    assert_eq!(s.now, Duration::ZERO);
+}
+
+#[test]
+fn an_elastic_job_starts_at_min_after_the_last_call() {
+    let mut s = Scene::new();
+    s.join("a", 2, 4).pass(SECOND, &["a"]).join("b", 2, 4);
+    insta::assert_snapshot!(s.words("b"), @"waiting: 2 of 2 to 4 nodes are there: `a`, `b`; last call for more");
+    s.pass(9 * SECOND, &["a", "b"]);
+    assert_eq!(s.words("b"), "");
+    s.join("c", 2, 4).pass(SECOND, &["a", "b", "c"]);
+    insta::assert_snapshot!(s.words("c"), @r"
+    waiting: 3 of 2 to 4 nodes are there: `a`, `b`, `c`; last call for more
+    assignment 1: node rank 2 of [a@0 b@2 c@4], master 10.0.0.1:29500, restart 0/3: generation 1: 3 nodes are there after the last call, of 2 to 4; node ranks: 3 by host name
+    ");
+}
+
+#[test]
+fn the_last_call_is_off_when_a_node_goes() {
+    let mut s = Scene::new();
+    s.join("a", 2, 3)
+        .join("b", 2, 3)
+        .pass(5 * SECOND, &["a", "b"])
+        .leave("b", None, "changed my mind");
+    s.pass(20 * SECOND, &["a"]);
+    assert!(s.words("a").starts_with("waiting: "), "one node is not enough");
+    s.join("b'", 2, 3).pass(9 * SECOND, &["a", "b'"]);
+    assert_eq!(s.words("a"), "");
+    s.pass(SECOND, &["a", "b'"]);
+    assert_eq!(s.assignment("a").1.nodes.len(), 2);
+}
+
+#[test]
+fn a_node_has_the_rank_it_asked_for() {
+    let mut s = Scene::new();
+    s.join_with(
+        "a",
+        [10, 0, 0, 1],
+        0,
+        Join {
+            node_rank: Some(1),
+            ..join("a", 2, 2)
+        },
+    );
+    s.join_with(
+        "z",
+        [10, 0, 0, 2],
+        0,
+        Join {
+            node_rank: Some(0),
+            ..join("z", 2, 2)
+        },
+    );
+    assert_eq!(s.assignment("a").1.node_rank, 1);
+    let (_, first) = s.assignment("z");
+    assert_eq!((first.node_rank, first.master_addr.as_str()), (0, "10.0.0.2"));
+}
+
+#[test]
+fn a_rank_that_is_taken_or_out_of_range_is_refused_by_name() {
+    let mut s = Scene::new();
+    let asks = |node: &str, rank| Join {
+        node_rank: Some(rank),
+        ..join(node, 2, 2)
+    };
+    s.join_with("a", [10, 0, 0, 1], 0, asks("a", 1));
+    s.join_with("b", [10, 0, 0, 2], 0, asks("b", 1));
+    insta::assert_snapshot!(s.words("b"), @r"
+    refused Invalid: node rank 1 of job `job1` is asked for by node `b`, but node `a` has it
+      hint: give every node a `--node-rank` of its own, or none at all
+    closed
+    ");
+    s.join_with("c", [10, 0, 0, 3], 0, asks("c", 2));
+    insta::assert_snapshot!(s.words("c"), @r"
+    refused Invalid: `--node-rank` of node `c` is 2, but there are at most 2 nodes
+      hint: ranks go from 0 to 1
+    closed
+    ");
+    s.join_with("d", [10, 0, 0, 4], 0, asks("d", 0));
+    assert_eq!(
+        s.assignment("a").1.nodes[0].hostname,
+        "d",
+        "the others are not harmed"
+    );
+}
+
+#[test]
+fn a_claimed_rank_whose_process_is_gone_goes_to_the_new_process() {
+    let mut s = Scene::new();
+    let asks = |node: &str, rank| Join {
+        node_rank: Some(rank),
+        ..join(node, 2, 2)
+    };
+    s.join_with("a", [10, 0, 0, 1], 0, asks("a", 0))
+        .join_with("b", [10, 0, 0, 2], 0, asks("b", 1));
+    s.words("a");
+    s.break_stream("b")
+        .join_with("b'", [10, 0, 0, 2], 0, asks("b'", 1));
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` was started anew (failure on ``, restart 1/3, back-off 100 ms)");
+    s.say("a", 1, Body::NodeStopped(NodeStopped::default()))
+        .say("a", 1, Body::Join(asks("a", 0)));
+    s.pass(SECOND, &["a", "b'"]);
+    assert_eq!(s.assignment("b'").1.node_rank, 1);
+}
+
+#[test]
+fn a_node_on_the_daemons_host_is_reached_where_the_others_reach_the_daemon() {
+    let mut s = Scene::new();
+    s.join_with("a", [127, 0, 0, 1], 0, join("a", 2, 2))
+        .join_with("b", [10, 0, 0, 2], 0, join("b", 2, 2));
+    let (_, a) = s.assignment("a");
+    assert_eq!(
+        (a.nodes[0].addr.as_str(), a.master_addr.as_str()),
+        ("10.0.0.9", "10.0.0.9")
+    );
+    assert_eq!(a.nodes[1].addr, "10.0.0.2");
+}
+
+#[test]
+fn an_address_that_was_given_wins() {
+    let mut s = Scene::new();
+    s.join_with(
+        "a",
+        [10, 0, 0, 1],
+        0,
+        Join {
+            local_addr: "ib0.a".into(),
+            ..join("a", 2, 2)
+        },
+    );
+    s.join("b", 2, 2);
+    assert_eq!(s.assignment("b").1.master_addr, "ib0.a");
+}
+
+#[test]
+fn nodes_that_disagree_before_the_start_all_end() {
+    let mut s = Scene::new();
+    let seed = |node: &str, seed: u32, signature: &str| Join {
+        job_signature: signature.into(),
+        job_description: format!("target: train.yaml\ntrain.seed: {seed}"),
+        ..join(node, 3, 3)
+    };
+    s.join_with("a", [10, 0, 0, 1], 0, seed("a", 1, "x"))
+        .join_with("b", [10, 0, 0, 2], 0, seed("b", 2, "y"));
+    insta::assert_snapshot!(s.words("b"), @r"
+    refused Disagree: nodes disagree on job `job1`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`
+      hint: start every node with the same target, configuration and flags
+    closed
+    ");
+    insta::assert_snapshot!(s.words("a"), @r"
+    waiting: 1 of 3 nodes are there: `a`; waiting for 2 nodes
+    refused Disagree: nodes disagree on job `job1`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`
+      hint: start every node with the same target, configuration and flags
+    ");
+}
+
+#[test]
+fn a_node_that_disagrees_with_a_running_job_is_refused_alone() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1).words("a");
+    s.join("b", 1, 2);
+    insta::assert_snapshot!(s.words("b"), @r"
+    refused Disagree: nodes disagree on job `job1`: `--nnodes` is 1 on node `a`, 1:2 on node `b`
+      hint: start every node with the same target, configuration and flags
+    closed
+    ");
+    assert_eq!(s.words("a"), "");
+}
+
+#[test]
+fn who_came_and_who_is_missing_when_the_time_is_over() {
+    let mut s = Scene::new();
+    s.join("a", 3, 3).join("b", 3, 3).words("b");
+    s.pass(599 * SECOND, &["a", "b"]);
+    assert_eq!(s.words("b"), "");
+    s.pass(SECOND, &["a", "b"]);
+    insta::assert_snapshot!(s.words("b"), @r"
+    refused TimedOut: rendezvous of job `job1` timed out after 600.0 s: 2 of 3 nodes came: `a`, `b`; missing: 1 node
+      hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
+    ");
+    assert!(s.words("a").contains("refused TimedOut"));
+}
+
+#[test]
+fn bad_requests_are_refused_and_change_nothing() {
+    let mut s = Scene::new();
+    let bad = [
+        Join {
+            protocol: 2,
+            ..join("x", 1, 1)
+        },
+        Join {
+            workers: 0,
+            ..join("x", 1, 1)
+        },
+        Join {
+            master_port: 70_000,
+            ..join("x", 1, 1)
+        },
+        join("x", 3, 2),
+        join("x", 0, 0),
+        join("x", 1, u32::MAX),
+        Join {
+            hostname: "h".repeat(10_000),
+            ..join("x", 1, 1)
+        },
+        Join {
+            job_description: "d".repeat(1 << 20),
+            ..join("x", 1, 1)
+        },
+    ];
+    for bad in bad {
+        s.join_with("x", [10, 0, 0, 1], 0, bad);
+        let words = s.words("x");
+        assert!(
+            words.starts_with("refused Invalid: ") && words.ends_with("\nclosed"),
+            "{words}"
+        );
+    }
+    s.join_with("x", [10, 0, 0, 1], u64::MAX, join("x", 1, 1));
+    assert!(s.words("x").starts_with("refused Invalid: "));
+    assert!(s.state.is_idle());
+    s.join_with(
+        "x",
+        [10, 0, 0, 1],
+        0,
+        Join {
+            protocol: 2,
+            ..join("x", 1, 1)
+        },
+    );
+    insta::assert_snapshot!(s.words("x"), @r"
+    refused Invalid: node `x` speaks version 2 of the rendezvous protocol, this daemon 1
+      hint: install the same version of `ddp-run` on every node
+    closed
+    ");
+    s.join_with("x", [10, 0, 0, 1], 0, join("x", 3, 2));
+    insta::assert_snapshot!(s.words("x"), @r"
+    refused Invalid: `--nnodes` of node `x` is 3:2, expected 1 <= MIN <= MAX <= 16384
+    closed
+    ");
+}
+
+#[test]
+fn a_stream_begins_with_join_and_speaks_for_one_node() {
+    let mut s = Scene::new();
+    s.current.insert("x".into(), ConnId(99));
+    s.heartbeat("x", 0);
+    insta::assert_snapshot!(s.words("x"), @r"
+    refused Invalid: the first message of a stream must be `Join`
+    closed
+    ");
+    s.join("a", 2, 2).words("a");
+    let conn = s.current["a"];
+    s.say_from("b", conn, [10, 0, 0, 1], 0, Body::Join(join("b", 2, 2)));
+    insta::assert_snapshot!(s.words("a"), @r"
+    refused Invalid: a stream speaks for one node of one job only
+    closed
+    ");
+}
+
+#[test]
+fn a_node_too_many_is_a_spare_and_takes_the_place_of_a_lost_one() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2).join("c", 2, 2);
+    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` runs with 2 nodes; this node is a spare until it is over");
+    s.words("a");
+    s.pass(16 * SECOND, &["a", "c"])
+        .rejoin("a", 1, 2, 2)
+        .pass(SECOND, &["a", "c"]);
+    insta::assert_snapshot!(s.words("a"), @r"
+    generation 1 over: node `b` (node rank 1) was lost: no heartbeat for 15.0 s (failure on ``, restart 1/3, back-off 100 ms)
+    assignment 2: node rank 0 of [a@0 c@2], master 10.0.0.1:29500, restart 1/3: generation 2: all 2 nodes are there; node ranks: 1 kept from before, 1 by host name
+    ");
+    assert_eq!(s.assignment("c").1.node_rank, 1);
+}
+
+#[test]
+fn jobs_do_not_touch_each_other() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2);
+    let peer = Peer {
+        remote: [10, 0, 0, 5].into(),
+        local: [10, 0, 0, 9].into(),
+    };
+    let message = AgentMessage {
+        job_id: "job2".into(),
+        incarnation: "a".into(),
+        generation: 0,
+        body: Some(Body::Join(join("a", 1, 1))),
+    };
+    s.apply(Event::Message {
+        conn: ConnId(77),
+        peer,
+        message,
+    });
+    s.current.insert("other".into(), ConnId(77));
+    assert_eq!(s.assignment("other").1.nodes.len(), 1);
+    assert!(s.words("a").starts_with("waiting: 1 of 2"));
+    assert_eq!(s.state.status(s.now, "job2").unwrap().phase, "running");
+    assert_eq!(s.state.status(s.now, JOB).unwrap().phase, "gathering");
+}

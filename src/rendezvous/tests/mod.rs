@@ -1,0 +1,335 @@
+//! Decisions of the state machine, told as scenes: who says what, and what everybody hears.
+
+mod gathering;
+mod outcomes;
+mod reconnects;
+mod server;
+mod store;
+
+use std::collections::BTreeMap;
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
+
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{
+    AgentMessage, Assignment, DaemonMessage, Heartbeat, Join, KvGetRequest, KvPutRequest, Leave, NodeStopped,
+    NodeSucceeded, WorkerExit,
+};
+
+use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, State, apply};
+
+const JOB: &str = "job1";
+const SECOND: Duration = Duration::from_secs(1);
+
+/// A daemon, the time, and what every stream has heard. The name of a node is also its host and incarnation,
+/// up to a `'`: `b'` is a new process on host `b`.
+struct Scene {
+    state: State,
+    now: Duration,
+    streams: BTreeMap<ConnId, Vec<Heard>>,
+    current: BTreeMap<String, ConnId>,
+    answers: BTreeMap<u64, Result<Vec<u8>, KvError>>,
+    last_id: u64,
+}
+
+#[derive(Clone, Debug, PartialEq)]
+enum Heard {
+    Said(DaemonMessage),
+    Closed,
+}
+
+impl Scene {
+    fn new() -> Self {
+        Self::with(Config::default())
+    }
+
+    fn with(config: Config) -> Self {
+        Self {
+            state: State::new(config),
+            now: Duration::ZERO,
+            streams: BTreeMap::new(),
+            current: BTreeMap::new(),
+            answers: BTreeMap::new(),
+            last_id: 0,
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        for effect in apply(
+            At {
+                now: self.now,
+                dice: 1.0,
+            },
+            &mut self.state,
+            event,
+        ) {
+            match effect {
+                Effect::Send { conn, message } => self.hear(conn, Heard::Said(message)),
+                Effect::Close { conn } => self.hear(conn, Heard::Closed),
+                Effect::Answer { call, result } => {
+                    let old = self.answers.insert(call.0, result.map(|value| value.to_vec()));
+                    assert_eq!(old, None, "call {} was answered twice", call.0);
+                }
+                Effect::Note { words, .. } => println!("{:>9.3}  {words}", self.now.as_secs_f64()),
+            }
+        }
+    }
+
+    fn hear(&mut self, conn: ConnId, heard: Heard) {
+        let stream = self.streams.entry(conn).or_default();
+        assert_ne!(
+            stream.last(),
+            Some(&Heard::Closed),
+            "stream {conn:?} heard {heard:?} after its end"
+        );
+        stream.push(heard);
+    }
+
+    fn say(&mut self, node: &str, generation: u64, body: Body) -> &mut Self {
+        let conn = self.current[node];
+        self.say_from(node, conn, [10, 0, 0, 1], generation, body);
+        self
+    }
+
+    fn say_from(&mut self, node: &str, conn: ConnId, from: [u8; 4], generation: u64, body: Body) {
+        let peer = Peer {
+            remote: IpAddr::from(from),
+            local: IpAddr::V4(Ipv4Addr::new(10, 0, 0, 9)),
+        };
+        let message = AgentMessage {
+            job_id: JOB.into(),
+            incarnation: node.into(),
+            generation,
+            body: Some(body),
+        };
+        self.apply(Event::Message { conn, peer, message });
+    }
+
+    /// Opens a new stream for the node and joins on it.
+    fn join_with(&mut self, node: &str, from: [u8; 4], generation: u64, join: Join) -> &mut Self {
+        self.last_id += 1;
+        let conn = ConnId(self.last_id);
+        self.current.insert(node.into(), conn);
+        self.say_from(node, conn, from, generation, Body::Join(join));
+        self
+    }
+
+    fn join(&mut self, node: &str, min: u32, max: u32) -> &mut Self {
+        self.join_with(node, [10, 0, 0, 1], 0, join(node, min, max))
+    }
+
+    fn rejoin(&mut self, node: &str, generation: u64, min: u32, max: u32) -> &mut Self {
+        self.say(node, generation, Body::NodeStopped(NodeStopped::default()));
+        self.say(node, generation, Body::Join(join(node, min, max)))
+    }
+
+    fn exit(&mut self, node: &str, generation: u64, exit: WorkerExit) -> &mut Self {
+        self.say(node, generation, Body::WorkerExit(exit))
+    }
+
+    fn succeed(&mut self, node: &str, generation: u64) -> &mut Self {
+        self.say(node, generation, Body::NodeSucceeded(NodeSucceeded {}))
+    }
+
+    fn heartbeat(&mut self, node: &str, generation: u64) -> &mut Self {
+        self.say(node, generation, Body::Heartbeat(Heartbeat { step: Some(7) }))
+    }
+
+    fn leave(&mut self, node: &str, signal: Option<i32>, reason: &str) -> &mut Self {
+        self.say(
+            node,
+            0,
+            Body::Leave(Leave {
+                signal,
+                reason: reason.into(),
+            }),
+        )
+    }
+
+    fn break_stream(&mut self, node: &str) -> &mut Self {
+        self.apply(Event::Closed {
+            conn: self.current[node],
+            clean: false,
+        });
+        self
+    }
+
+    fn end_stream(&mut self, node: &str) -> &mut Self {
+        self.apply(Event::Closed {
+            conn: self.current[node],
+            clean: true,
+        });
+        self
+    }
+
+    fn put(&mut self, generation: u64, key: &str, value: &[u8]) -> u64 {
+        self.last_id += 1;
+        let request = KvPutRequest {
+            job_id: JOB.into(),
+            generation,
+            key: key.into(),
+            value: value.into(),
+        };
+        self.apply(Event::KvPut {
+            call: CallId(self.last_id),
+            request,
+        });
+        self.last_id
+    }
+
+    fn get(&mut self, generation: u64, key: &str, timeout_ms: u32) -> u64 {
+        self.last_id += 1;
+        let request = KvGetRequest {
+            job_id: JOB.into(),
+            generation,
+            key: key.into(),
+            timeout_ms,
+        };
+        self.apply(Event::KvGet {
+            call: CallId(self.last_id),
+            request,
+        });
+        self.last_id
+    }
+
+    /// Lets time pass; timers fire when they are due, and the named nodes send heartbeats.
+    fn pass(&mut self, time: Duration, alive: &[&str]) -> &mut Self {
+        let end = self.now + time;
+        let beat = Config::default().heartbeat_interval();
+        let mut next_beat = self.now;
+        while self.now < end {
+            let wake = self.state.next_wake().unwrap_or(Duration::MAX);
+            self.now = wake.min(next_beat).min(end).max(self.now);
+            if self.now >= next_beat {
+                for node in alive {
+                    self.heartbeat(node, 0);
+                }
+                next_beat = self.now + beat;
+            }
+            if wake <= self.now {
+                self.apply(Event::Tick);
+                let again = self.state.next_wake().unwrap_or(Duration::MAX);
+                assert!(again > self.now, "the timer would spin at {:?}", self.now);
+            }
+        }
+        self
+    }
+
+    /// What the node has heard on its stream since the last time, without acknowledgements.
+    fn hears(&mut self, node: &str) -> Vec<Heard> {
+        let heard = self.streams.entry(self.current[node]).or_default();
+        let news = heard.clone();
+        heard.retain(|h| *h == Heard::Closed);
+        news.into_iter()
+            .filter(|h| {
+                !matches!(
+                    h,
+                    Heard::Said(DaemonMessage {
+                        body: Some(Reply::HeartbeatAck(_)),
+                        ..
+                    })
+                )
+            })
+            .collect()
+    }
+
+    /// What the node has heard since the last time, in short words.
+    fn words(&mut self, node: &str) -> String {
+        self.hears(node).iter().map(short).collect::<Vec<_>>().join("\n")
+    }
+
+    /// The one assignment that the node has heard since the last time, among other things.
+    fn assignment(&mut self, node: &str) -> (u64, Assignment) {
+        let found: Vec<_> = self
+            .hears(node)
+            .into_iter()
+            .filter_map(|heard| match heard {
+                Heard::Said(DaemonMessage {
+                    generation,
+                    body: Some(Reply::Assignment(a)),
+                }) => Some((generation, a)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(found.len(), 1, "node `{node}` has {} assignments", found.len());
+        found.into_iter().next().unwrap()
+    }
+
+    fn answer(&self, call: u64) -> Option<Result<Vec<u8>, String>> {
+        self.answers
+            .get(&call)
+            .cloned()
+            .map(|answer| answer.map_err(|e| e.to_string()))
+    }
+}
+
+fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
+    Join {
+        protocol: 1,
+        hostname: node.trim_end_matches('\'').into(),
+        node_rank: None,
+        min_nodes,
+        max_nodes,
+        workers: 2,
+        max_restarts: 3,
+        local_addr: String::new(),
+        master_port: 29_500,
+        job_signature: "aaaa".into(),
+        job_description: "target: train.yaml\ntrain.seed: 1".into(),
+        join_timeout_ms: 600_000,
+    }
+}
+
+fn killed(rank: u32, signal: i32) -> WorkerExit {
+    WorkerExit {
+        rank,
+        signal: Some(signal),
+        stderr_tail: vec!["last words".into()],
+        ..WorkerExit::default()
+    }
+}
+
+fn exited(rank: u32, code: i32) -> WorkerExit {
+    WorkerExit {
+        rank,
+        exit_code: Some(code),
+        ..WorkerExit::default()
+    }
+}
+
+fn short(heard: &Heard) -> String {
+    let Heard::Said(DaemonMessage { generation, body }) = heard else {
+        return "closed".into();
+    };
+    match body.as_ref().expect("the daemon never sends an empty message") {
+        Reply::Waiting(w) => format!("waiting: {}", w.reason),
+        Reply::Assignment(a) => {
+            let nodes: Vec<_> = a
+                .nodes
+                .iter()
+                .map(|n| format!("{}@{}", n.hostname, n.first_rank))
+                .collect();
+            format!(
+                "assignment {generation}: node rank {} of [{}], master {}:{}, restart {}/{}: {}",
+                a.node_rank,
+                nodes.join(" "),
+                a.master_addr,
+                a.master_port,
+                a.restart_count,
+                a.max_restarts,
+                a.reason
+            )
+        }
+        Reply::GenerationOver(g) => format!(
+            "generation {generation} over: {} (failure on `{}`, restart {}/{}, back-off {} ms)",
+            g.cause, g.first_failure_host, g.restart_count, g.max_restarts, g.backoff_ms
+        ),
+        Reply::JobOver(j) => format!(
+            "job over {}: {} (failure on `{}`)",
+            j.exit_code, j.reason, j.first_failure_host
+        ),
+        Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
+        Reply::HeartbeatAck(_) => "ack".into(),
+    }
+}

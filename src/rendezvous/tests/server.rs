@@ -1,0 +1,395 @@
+//! The daemon over real loopback gRPC, spoken to through the typed client.
+
+use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError};
+use ddp_proto::ids::{Generation, NodeId};
+use tokio::net::TcpListener;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, timeout};
+
+use super::super::actor::{Actor, Request};
+use super::super::{ServeError, serve};
+use super::*;
+
+/// Far more than anything here takes, even on a loaded machine.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+struct Daemon {
+    endpoint: String,
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<Result<(), ServeError>>,
+}
+
+impl Daemon {
+    async fn start(config: Config) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = listener.local_addr().unwrap().to_string();
+        let (stop, stopped) = oneshot::channel();
+        let task = tokio::spawn(serve(listener, config, async {
+            let _ = stopped.await;
+        }));
+        Self { endpoint, stop, task }
+    }
+
+    async fn client(&self) -> Client {
+        Client::connect(&self.endpoint, Instant::now() + PATIENCE)
+            .await
+            .unwrap()
+    }
+
+    async fn agent(&self, node: &str) -> AgentStream {
+        let identity = AgentIdentity {
+            job_id: JOB.into(),
+            incarnation: NodeId(node.into()),
+        };
+        self.client()
+            .await
+            .agent_stream(identity, Instant::now() + PATIENCE)
+            .await
+            .unwrap()
+    }
+
+    async fn end(self) {
+        let _ = self.stop.send(());
+        timeout(PATIENCE, self.task)
+            .await
+            .expect("the daemon ends")
+            .unwrap()
+            .unwrap();
+    }
+}
+
+/// The next message that `wanted` takes; others are passed over.
+async fn next<T>(agent: &mut AgentStream, wanted: impl Fn(Reply) -> Option<T>) -> (u64, T) {
+    loop {
+        let message = timeout(PATIENCE, agent.next())
+            .await
+            .expect("a message comes")
+            .unwrap();
+        if let Some(found) = message.body.and_then(&wanted) {
+            return (message.generation, found);
+        }
+    }
+}
+
+async fn next_assignment(agent: &mut AgentStream) -> (Generation, Assignment) {
+    let (generation, assignment) = next(agent, |reply| match reply {
+        Reply::Assignment(assignment) => Some(assignment),
+        _ => None,
+    })
+    .await;
+    (Generation(generation), assignment)
+}
+
+fn send(agent: &AgentStream, generation: u64, body: Body) {
+    agent.sender().send(Generation(generation), body).unwrap();
+}
+
+async fn leave(agent: AgentStream) {
+    assert!(
+        agent
+            .leave(Generation(0), Leave::default(), Instant::now() + PATIENCE)
+            .await
+    );
+}
+
+#[tokio::test]
+async fn two_agents_go_through_a_failure_to_success() {
+    let daemon = Daemon::start(Config::default()).await;
+    let (mut a, mut b) = (daemon.agent("a").await, daemon.agent("b").await);
+    send(&a, 0, Body::Join(join("a", 2, 2)));
+    send(&b, 0, Body::Join(join("b", 2, 2)));
+    let (first, seen_by_a) = next_assignment(&mut a).await;
+    let (_, seen_by_b) = next_assignment(&mut b).await;
+    assert_eq!(first, Generation(1));
+    assert_eq!((seen_by_a.node_rank, seen_by_b.node_rank), (0, 1));
+    assert_eq!(seen_by_a.nodes, seen_by_b.nodes);
+    assert_eq!(seen_by_a.master_addr, "127.0.0.1", "both come from the loopback");
+
+    let (at_a, at_b) = (daemon.client().await, daemon.client().await);
+    let read = tokio::spawn(async move { at_b.kv_get(JOB, first, "id", PATIENCE).await });
+    at_a.kv_put(JOB, first, "id", b"unique".to_vec()).await.unwrap();
+    assert_eq!(read.await.unwrap().unwrap(), b"unique");
+    let blocked = at_a.clone();
+    let blocked = tokio::spawn(async move { blocked.kv_get(JOB, first, "never", PATIENCE).await });
+
+    send(&b, 1, Body::WorkerExit(killed(2, 9)));
+    for agent in [&mut a, &mut b] {
+        let (_, over) = next(agent, |reply| match reply {
+            Reply::GenerationOver(over) => Some(over),
+            _ => None,
+        })
+        .await;
+        assert_eq!(over.cause, "rank 2 (node `b`) died of SIGKILL");
+        assert_eq!(over.first_failure.unwrap().stderr_tail, ["last words"]);
+    }
+    let words = "generation superseded: rank 2 (node `b`) died of SIGKILL".to_owned();
+    let late = at_a.kv_get(JOB, first, "id", PATIENCE).await;
+    assert_eq!(late, Err(ClientError::Superseded { cause: words.clone() }));
+    match blocked.await.unwrap() {
+        // The read may have come before or after the end; both are told the cause.
+        Err(ClientError::Superseded { cause }) => assert_eq!(cause, words),
+        other => panic!("the blocked read ended with {other:?}"),
+    }
+
+    for (agent, name) in [(&a, "a"), (&b, "b")] {
+        send(agent, 1, Body::NodeStopped(NodeStopped::default()));
+        send(agent, 1, Body::Join(join(name, 2, 2)));
+    }
+    let (second, again) = next_assignment(&mut b).await;
+    assert_eq!(
+        (second, again.node_rank, again.restart_count),
+        (Generation(2), 1, 1)
+    );
+    send(&a, 2, Body::NodeSucceeded(NodeSucceeded {}));
+    send(&b, 2, Body::NodeSucceeded(NodeSucceeded {}));
+    for agent in [&mut a, &mut b] {
+        let (_, over) = next(agent, |reply| match reply {
+            Reply::JobOver(over) => Some(over),
+            _ => None,
+        })
+        .await;
+        assert_eq!(over.exit_code, 0);
+    }
+    leave(a).await;
+    leave(b).await;
+    daemon.end().await;
+}
+
+#[tokio::test]
+async fn a_broken_stream_is_opened_again_and_keeps_its_place() {
+    let daemon = Daemon::start(Config::default()).await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    let before = next_assignment(&mut a).await;
+    drop(a);
+    let mut a = daemon.agent("a").await;
+    send(&a, 1, Body::Join(join("a", 1, 1)));
+    assert_eq!(next_assignment(&mut a).await, before);
+    leave(a).await;
+    daemon.end().await;
+}
+
+#[tokio::test]
+async fn the_daemon_waits_for_its_agents_within_a_bound() {
+    let daemon = Daemon::start(Config {
+        drain: PATIENCE,
+        ..Config::default()
+    })
+    .await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    next_assignment(&mut a).await;
+    let _ = daemon.stop.send(());
+    let mut task = daemon.task;
+    send(&a, 1, Body::Heartbeat(Heartbeat::default()));
+    next(&mut a, |reply| {
+        matches!(reply, Reply::HeartbeatAck(_)).then_some(())
+    })
+    .await;
+    assert!(!task.is_finished(), "an agent is left");
+    leave(a).await;
+    timeout(PATIENCE, &mut task)
+        .await
+        .expect("the daemon ends")
+        .unwrap()
+        .unwrap();
+
+    let daemon = Daemon::start(Config {
+        drain: Duration::from_millis(10),
+        ..Config::default()
+    })
+    .await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    next_assignment(&mut a).await;
+    daemon.end().await;
+    let gone = timeout(PATIENCE, a.next())
+        .await
+        .expect("the stream ends")
+        .unwrap_err();
+    assert!(gone.is_broken(), "{gone:?}");
+}
+
+#[tokio::test]
+async fn status_and_health_answer() {
+    let daemon = Daemon::start(Config::default()).await;
+    let client = daemon.client().await;
+    let error = client
+        .status(JOB)
+        .await
+        .unwrap_err()
+        .to_string()
+        .replace(&daemon.endpoint, "HOST:PORT");
+    insta::assert_snapshot!(error, @"cannot get the status of job `job1` at the rendezvous daemon `HOST:PORT`: there is no job `job1` at this daemon");
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    next_assignment(&mut a).await;
+    let status = client.status(JOB).await.unwrap();
+    assert_eq!(
+        (status.phase.as_str(), status.generation, status.nodes.len()),
+        ("running", 1, 1)
+    );
+
+    let channel = tonic::transport::Endpoint::from_shared(format!("http://{}", daemon.endpoint)).unwrap();
+    let mut health = tonic_health::pb::health_client::HealthClient::new(channel.connect().await.unwrap());
+    for service in ["", "ddp.rendezvous.v1.Rendezvous"] {
+        let request = tonic_health::pb::HealthCheckRequest {
+            service: service.into(),
+        };
+        let reply = health.check(request).await.unwrap().into_inner();
+        assert_eq!(
+            reply.status(),
+            tonic_health::pb::health_check_response::ServingStatus::Serving
+        );
+    }
+    leave(a).await;
+    daemon.end().await;
+}
+
+#[tokio::test]
+async fn errors_of_the_store_keep_their_meaning() {
+    let daemon = Daemon::start(Config::default()).await;
+    let client = daemon.client().await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    let (generation, _) = next_assignment(&mut a).await;
+    client.kv_put(JOB, generation, "k", vec![1]).await.unwrap();
+    let errors = [
+        client.kv_put(JOB, generation, "k", vec![2]).await.unwrap_err(),
+        client
+            .kv_put(
+                JOB,
+                generation,
+                "big",
+                vec![0; Config::default().kv.value_bytes + 1],
+            )
+            .await
+            .unwrap_err(),
+        client
+            .kv_get(JOB, generation, "never", Duration::from_millis(20))
+            .await
+            .unwrap_err(),
+        client
+            .kv_get("no-job", generation, "k", PATIENCE)
+            .await
+            .unwrap_err(),
+    ];
+    let words = errors
+        .map(|e| e.to_string().replace(&daemon.endpoint, "HOST:PORT"))
+        .join("\n");
+    insta::assert_snapshot!(words, @r"
+    cannot store `k` at the rendezvous daemon `HOST:PORT`: key `k` is already written with another value (1 bytes, now 1 bytes)
+      hint: keys are write-once in a generation; use a key of its own for each value
+    cannot store `big` at the rendezvous daemon `HOST:PORT`: value of `big` has 524289 bytes, at most 524288 are allowed
+    cannot read `never` at the rendezvous daemon `HOST:PORT`: nobody wrote key `never` within 20ms
+    cannot read `k` at the rendezvous daemon `HOST:PORT`: there is no job `no-job` at this daemon
+    ");
+    leave(a).await;
+    daemon.end().await;
+}
+
+#[tokio::test]
+async fn an_embedded_daemon_serves_its_own_agent_from_bind_to_end() {
+    let begun = Instant::now();
+    let daemon = Daemon::start(Config::default()).await;
+    let mut a = daemon.agent("a").await;
+    send(&a, 0, Body::Join(join("a", 1, 1)));
+    next_assignment(&mut a).await;
+    let assigned = begun.elapsed();
+    send(&a, 1, Body::NodeSucceeded(NodeSucceeded {}));
+    next(&mut a, |reply| matches!(reply, Reply::JobOver(_)).then_some(())).await;
+    leave(a).await;
+    daemon.end().await;
+    println!(
+        "assigned after {assigned:?}, all over after {:?}",
+        begun.elapsed()
+    );
+}
+
+#[tokio::test]
+async fn many_nodes_meet() {
+    const NODES: u32 = 256;
+    let daemon = Daemon::start(Config::default()).await;
+    let mut agents = Vec::new();
+    for n in 0..NODES {
+        agents.push(daemon.agent(&format!("n{n}")).await);
+    }
+    let begun = Instant::now();
+    for (n, agent) in agents.iter().enumerate() {
+        send(agent, 0, Body::Join(join(&format!("n{n}"), NODES, NODES)));
+    }
+    for (n, agent) in agents.iter_mut().enumerate() {
+        let (_, assignment) = next_assignment(agent).await;
+        assert_eq!(
+            (assignment.node_rank as usize, assignment.nodes.len()),
+            (n, NODES as usize)
+        );
+    }
+    println!("{NODES} nodes have met after {:?}", begun.elapsed());
+    for agent in agents {
+        drop(agent);
+    }
+    drop(daemon);
+}
+
+#[tokio::test]
+async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
+    let (actor, requests) = Actor::new(Config::default());
+    let actor = tokio::spawn(actor.run());
+    let peer = Peer {
+        remote: [127, 0, 0, 1].into(),
+        local: [127, 0, 0, 1].into(),
+    };
+    let say = |conn, node: &str, body| {
+        let message = AgentMessage {
+            job_id: JOB.into(),
+            incarnation: node.into(),
+            generation: 0,
+            body: Some(body),
+        };
+        Request::Event(Event::Message {
+            conn: ConnId(conn),
+            peer,
+            message,
+        })
+    };
+    let (slow, mut unread) = tokio::sync::mpsc::channel(1);
+    let (fast, mut read) = tokio::sync::mpsc::channel(64);
+    requests.send(Request::Opened(ConnId(1), slow)).await.unwrap();
+    requests.send(Request::Opened(ConnId(2), fast)).await.unwrap();
+    requests
+        .send(say(1, "slow", Body::Join(join("slow", 3, 3))))
+        .await
+        .unwrap();
+    requests
+        .send(say(2, "fast", Body::Join(join("fast", 3, 3))))
+        .await
+        .unwrap();
+    for _ in 0..10 {
+        requests
+            .send(say(1, "slow", Body::Heartbeat(Heartbeat::default())))
+            .await
+            .unwrap();
+        requests
+            .send(say(2, "fast", Body::Heartbeat(Heartbeat::default())))
+            .await
+            .unwrap();
+    }
+    for _ in 0..11 {
+        timeout(PATIENCE, read.recv())
+            .await
+            .unwrap()
+            .expect("the other agent is served");
+    }
+    assert!(timeout(PATIENCE, unread.recv()).await.unwrap().is_some());
+    assert!(
+        timeout(PATIENCE, unread.recv()).await.unwrap().is_none(),
+        "its stream has ended"
+    );
+    drop(requests);
+    timeout(PATIENCE, actor)
+        .await
+        .expect("the actor ends when nobody can speak to it")
+        .unwrap();
+}

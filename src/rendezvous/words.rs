@@ -1,0 +1,378 @@
+//! The words of decisions that people read: failures, time-outs, disagreements.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::{Join, WorkerExit};
+
+use super::kv::clip;
+
+/// Longest part of a description that is quoted.
+const QUOTE_BYTES: usize = 160;
+/// Most hosts that are named one by one.
+const MAX_NAMED: usize = 8;
+
+/// "node `b`", or "node `b` (node rank 1)".
+pub(super) fn node(hostname: &str, rank: Option<u32>) -> String {
+    match rank {
+        Some(rank) => format!("node `{hostname}` (node rank {rank})"),
+        None => format!("node `{hostname}`"),
+    }
+}
+
+/// "1 node", "2 nodes".
+pub(super) fn nodes(count: u32) -> String {
+    if count == 1 {
+        "1 node".into()
+    } else {
+        format!("{count} nodes")
+    }
+}
+
+/// "the only node is", "all 2 nodes are".
+pub(super) fn all(count: u32) -> String {
+    if count == 1 {
+        "the only node is".into()
+    } else {
+        format!("all {count} nodes are")
+    }
+}
+
+/// How many nodes a job wants: "2" or "2 to 4".
+pub(super) fn range(min: u32, max: u32) -> String {
+    if min == max {
+        min.to_string()
+    } else {
+        format!("{min} to {max}")
+    }
+}
+
+/// "`a`, `b`", at most [`MAX_NAMED`] of them.
+pub(super) fn list<'a>(names: impl IntoIterator<Item = &'a str>) -> String {
+    let mut names = names.into_iter();
+    let mut words = names
+        .by_ref()
+        .take(MAX_NAMED)
+        .map(|name| format!("`{name}`"))
+        .collect::<Vec<_>>()
+        .join(", ");
+    let more = names.count();
+    if more > 0 {
+        let _ = write!(words, " and {more} more");
+    }
+    words
+}
+
+/// "rank 5 (node `b`) died of SIGKILL".
+pub(super) fn worker_exit(exit: &WorkerExit, hostname: &str) -> String {
+    let rank = exit.rank;
+    let mut words = match (exit.signal, exit.exit_code) {
+        (Some(signal), _) => format!("rank {rank} (node `{hostname}`) died of {}", signal_name(signal)),
+        (None, Some(code)) => format!("rank {rank} (node `{hostname}`) exited with code {code}"),
+        (None, None) => format!("rank {rank} (node `{hostname}`) failed"),
+    };
+    if exit.core_dumped {
+        words.push_str(" (core dumped)");
+    }
+    words
+}
+
+/// Exit code of a job whose first failure is this one; never 0.
+pub(super) fn exit_code(exit: &WorkerExit) -> i32 {
+    match (exit.signal, exit.exit_code) {
+        (Some(signal), _) => i32::from(ddp_proto::exit::of_signal(signal)),
+        (None, Some(code)) if code & 0xff != 0 => code & 0xff,
+        _ => 1,
+    }
+}
+
+/// The name of a signal on Linux, or its number.
+pub(super) fn signal_name(signal: i32) -> String {
+    const NAMES: [&str; 31] = [
+        "SIGHUP",
+        "SIGINT",
+        "SIGQUIT",
+        "SIGILL",
+        "SIGTRAP",
+        "SIGABRT",
+        "SIGBUS",
+        "SIGFPE",
+        "SIGKILL",
+        "SIGUSR1",
+        "SIGSEGV",
+        "SIGUSR2",
+        "SIGPIPE",
+        "SIGALRM",
+        "SIGTERM",
+        "SIGSTKFLT",
+        "SIGCHLD",
+        "SIGCONT",
+        "SIGSTOP",
+        "SIGTSTP",
+        "SIGTTIN",
+        "SIGTTOU",
+        "SIGURG",
+        "SIGXCPU",
+        "SIGXFSZ",
+        "SIGVTALRM",
+        "SIGPROF",
+        "SIGWINCH",
+        "SIGIO",
+        "SIGPWR",
+        "SIGSYS",
+    ];
+    usize::try_from(signal)
+        .ok()
+        .and_then(|n| NAMES.get(n.checked_sub(1)?))
+        .map_or_else(|| format!("signal {signal}"), |name| (*name).to_owned())
+}
+
+/// What the nodes that came are still waiting for when the time is over.
+pub(super) struct TimedOut<'a> {
+    pub(super) job: &'a str,
+    pub(super) waited: Duration,
+    pub(super) came: Vec<&'a str>,
+    /// Connected or not, but not ready: still stopping the workers of the last generation.
+    pub(super) stopping: Vec<&'a str>,
+    /// Hosts of the last generation that are gone.
+    pub(super) gone: Vec<&'a str>,
+    pub(super) missing_ranks: Vec<u32>,
+    pub(super) min: u32,
+    pub(super) max: u32,
+}
+
+impl TimedOut<'_> {
+    pub(super) fn words(&self) -> String {
+        let came = self.came.len() as u32;
+        let mut words = format!(
+            "rendezvous of job `{}` timed out after {:.1} s: {} of {} came",
+            self.job,
+            self.waited.as_secs_f64(),
+            came,
+            if self.min == self.max {
+                nodes(self.min)
+            } else {
+                format!("{} nodes", range(self.min, self.max))
+            },
+        );
+        if came > 0 {
+            let _ = write!(words, ": {}", list(self.came.iter().copied()));
+        }
+        let missing = self.min.saturating_sub(came);
+        let _ = write!(words, "; missing: {}", nodes(missing));
+        let mut details = Vec::new();
+        if !self.missing_ranks.is_empty() {
+            let ranks: Vec<String> = self
+                .missing_ranks
+                .iter()
+                .take(MAX_NAMED)
+                .map(ToString::to_string)
+                .collect();
+            details.push(format!("node ranks: {}", ranks.join(", ")));
+        }
+        if !self.gone.is_empty() {
+            details.push(format!("lost: {}", list(self.gone.iter().copied())));
+        }
+        if !self.stopping.is_empty() {
+            details.push(format!("still stopping: {}", list(self.stopping.iter().copied())));
+        }
+        if !details.is_empty() {
+            let _ = write!(words, " ({})", details.join("; "));
+        }
+        words.push_str(
+            "\n  hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`",
+        );
+        words
+    }
+}
+
+/// What two nodes of one job disagree on; none if they agree.
+pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<String> {
+    let (a, b) = (&first.hostname, &second.hostname);
+    let nnodes = |join: &Join| {
+        if join.min_nodes == join.max_nodes {
+            join.min_nodes.to_string()
+        } else {
+            format!("{}:{}", join.min_nodes, join.max_nodes)
+        }
+    };
+    let flag = |name: &str, x: String, y: String| {
+        (x != y).then(|| format!("`{name}` is {x} on node `{a}`, {y} on node `{b}`"))
+    };
+    let what = flag("--nnodes", nnodes(first), nnodes(second))
+        .or_else(|| {
+            flag(
+                "--max-restarts",
+                first.max_restarts.to_string(),
+                second.max_restarts.to_string(),
+            )
+        })
+        .or_else(|| (first.job_signature != second.job_signature).then(|| difference(first, second)))?;
+    Some(format!(
+        "nodes disagree on job `{job}`: {what}\n  \
+         hint: start every node with the same target, configuration and flags"
+    ))
+}
+
+/// The first line in which two descriptions differ.
+fn difference(first: &Join, second: &Join) -> String {
+    let (mut x, mut y) = (first.job_description.lines(), second.job_description.lines());
+    loop {
+        match (x.next(), y.next()) {
+            (None, None) => {
+                return format!(
+                    "node `{}` and node `{}` describe it alike, but their signatures differ (`{}`, `{}`)",
+                    first.hostname,
+                    second.hostname,
+                    clip(&first.job_signature, 16),
+                    clip(&second.job_signature, 16)
+                );
+            }
+            (x, y) if x == y => {}
+            (x, y) => {
+                let quote = |line: Option<&str>| {
+                    line.map_or_else(
+                        || "nothing there".to_owned(),
+                        |line| format!("`{}`", clip(line.trim(), QUOTE_BYTES)),
+                    )
+                };
+                return format!(
+                    "node `{}` has {}, node `{}` has {}",
+                    first.hostname,
+                    quote(x),
+                    second.hostname,
+                    quote(y)
+                );
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn join(hostname: &str, signature: &str, description: &str) -> Join {
+        Join {
+            hostname: hostname.into(),
+            min_nodes: 2,
+            max_nodes: 2,
+            job_signature: signature.into(),
+            job_description: description.into(),
+            ..Join::default()
+        }
+    }
+
+    #[test]
+    fn exits_in_words_and_codes() {
+        let mut exit = WorkerExit {
+            rank: 5,
+            signal: Some(9),
+            ..WorkerExit::default()
+        };
+        assert_eq!(worker_exit(&exit, "b"), "rank 5 (node `b`) died of SIGKILL");
+        assert_eq!(exit_code(&exit), 137);
+        exit.signal = Some(11);
+        exit.core_dumped = true;
+        assert_eq!(
+            worker_exit(&exit, "b"),
+            "rank 5 (node `b`) died of SIGSEGV (core dumped)"
+        );
+        let exit = WorkerExit {
+            exit_code: Some(42),
+            ..WorkerExit::default()
+        };
+        assert_eq!(worker_exit(&exit, "a"), "rank 0 (node `a`) exited with code 42");
+        assert_eq!(exit_code(&exit), 42);
+        assert_eq!(
+            exit_code(&WorkerExit {
+                exit_code: Some(0),
+                ..WorkerExit::default()
+            }),
+            1
+        );
+        assert_eq!(
+            exit_code(&WorkerExit {
+                exit_code: Some(256),
+                ..WorkerExit::default()
+            }),
+            1
+        );
+        assert_eq!(signal_name(64), "signal 64");
+        assert_eq!(signal_name(0), "signal 0");
+        assert_eq!(signal_name(-1), "signal -1");
+    }
+
+    #[test]
+    fn a_time_out_says_who_came_and_who_is_missing() {
+        let first = TimedOut {
+            job: "job1",
+            waited: Duration::from_secs(600),
+            came: vec!["a", "b"],
+            stopping: vec![],
+            gone: vec![],
+            missing_ranks: vec![1, 3],
+            min: 4,
+            max: 4,
+        };
+        insta::assert_snapshot!(first.words(), @r"
+        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes (node ranks: 1, 3)
+          hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
+        ");
+        let restart = TimedOut {
+            came: vec!["a"],
+            stopping: vec!["c"],
+            gone: vec!["b"],
+            missing_ranks: vec![],
+            min: 2,
+            max: 3,
+            ..first
+        };
+        insta::assert_snapshot!(restart.words(), @r"
+        rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes came: `a`; missing: 1 node (lost: `b`; still stopping: `c`)
+          hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
+        ");
+    }
+
+    #[test]
+    fn a_disagreement_names_both_nodes_and_what_differs() {
+        let a = join("a", "1234", "target: train.yaml\ntrain.seed: 1");
+        let b = join("b", "5678", "target: train.yaml\ntrain.seed: 2");
+        assert_eq!(disagreement("j", &a, &a), None);
+        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @r"
+        nodes disagree on job `j`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`
+          hint: start every node with the same target, configuration and flags
+        ");
+        let shorter = join("b", "5678", "target: train.yaml");
+        insta::assert_snapshot!(disagreement("j", &a, &shorter).unwrap(), @r"
+        nodes disagree on job `j`: node `a` has `train.seed: 1`, node `b` has nothing there
+          hint: start every node with the same target, configuration and flags
+        ");
+        let alike = join("b", "5678", &a.job_description);
+        insta::assert_snapshot!(disagreement("j", &a, &alike).unwrap(), @r"
+        nodes disagree on job `j`: node `a` and node `b` describe it alike, but their signatures differ (`1234`, `5678`)
+          hint: start every node with the same target, configuration and flags
+        ");
+        let mut elastic = join("b", "1234", "");
+        elastic.min_nodes = 1;
+        insta::assert_snapshot!(disagreement("j", &a, &elastic).unwrap(), @r"
+        nodes disagree on job `j`: `--nnodes` is 2 on node `a`, 1:2 on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
+        let mut patient = join("b", "1234", "");
+        patient.max_restarts = 3;
+        insta::assert_snapshot!(disagreement("j", &a, &patient).unwrap(), @r"
+        nodes disagree on job `j`: `--max-restarts` is 0 on node `a`, 3 on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
+    }
+
+    #[test]
+    fn long_lists_are_cut() {
+        let names: Vec<String> = (0..10).map(|n| n.to_string()).collect();
+        assert_eq!(
+            list(names.iter().map(String::as_str)),
+            "`0`, `1`, `2`, `3`, `4`, `5`, `6`, `7` and 2 more"
+        );
+    }
+}

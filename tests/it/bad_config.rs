@@ -1,0 +1,141 @@
+//! What a user can get wrong in a configuration: one message with file, line and key, exit code 2, and
+//! nothing half-written is left.
+
+use crate::harness::{TinyJob, launch};
+
+/// The message for a job that is refused before a worker starts.
+#[track_caller]
+fn refused(job: &TinyJob) -> String {
+    let finished = launch().nproc(2).dir(job.dir()).target("tiny.yaml").run();
+    finished.expect_exit(2);
+    let errors = finished.stderr().matches("error:").count();
+    assert_eq!(errors, 1, "one message, not one a rank:\n{}", finished.stderr());
+    finished.stderr()
+}
+
+#[track_caller]
+fn expect_nothing_written(job: &TinyJob) {
+    assert!(
+        !job.out().exists(),
+        "`{}` was made for a run that never was",
+        job.out().display()
+    );
+}
+
+#[test]
+fn an_unknown_key() {
+    let job = TinyJob::with(|yaml| yaml.replace("  micro_batch: 2", "  microbatch: 2"));
+    insta::assert_snapshot!(refused(&job), @r"
+        error: tiny.yaml:6: unknown key `train.microbatch`
+          hint: did you mean `train.micro_batch`?
+        ");
+    expect_nothing_written(&job);
+}
+
+#[test]
+fn a_wrong_type() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: many"));
+    insta::assert_snapshot!(refused(&job), @"error: tiny.yaml:5: `train.steps` is the string `many`, expected a whole number, 0 or more");
+    expect_nothing_written(&job);
+}
+
+#[test]
+fn a_missing_data_file() {
+    let job = TinyJob::with(|yaml| yaml.replace("text.txt", "absent.txt"));
+    insta::assert_snapshot!(refused(&job), @r"
+        error: tiny.yaml:3: `data.train` is `absent.txt`, which cannot be read: No such file or directory (os error 2)
+          hint: a relative path of `data` counts from the folder of the configuration
+        ");
+    expect_nothing_written(&job);
+}
+
+#[test]
+fn heads_that_do_not_divide_the_channels() {
+    let job = TinyJob::with(|yaml| yaml.replace("n_head: 2", "n_head: 3"));
+    insta::assert_snapshot!(refused(&job), @r"
+        error: tiny.yaml:2: `model.n_embd` is 32, expected a multiple of `model.n_head`, which is 3
+          hint: take 30 or 33, or another number of heads
+        ");
+    expect_nothing_written(&job);
+}
+
+#[test]
+fn an_override_of_a_key_that_does_not_exist() {
+    let job = TinyJob::new();
+    let finished = launch()
+        .dir(job.dir())
+        .set("train.step=3")
+        .target("tiny.yaml")
+        .run();
+    finished.expect_exit(2);
+    insta::assert_snapshot!(finished.stderr(), @r"
+        error: `--set train.step=3`: unknown key `train.step`
+          hint: did you mean `train.steps`?
+        ");
+    expect_nothing_written(&job);
+}
+
+#[test]
+fn an_out_dir_that_cannot_be_written() {
+    // Below a file, not below a read-only folder: the tests may run as root.
+    let job = TinyJob::with(|yaml| yaml.replace("out_dir: out", "out_dir: text.txt/out"));
+    insta::assert_snapshot!(refused(&job), @r"
+        error: cannot create `text.txt/out`: Not a directory (os error 20)
+          hint: a file stands where a folder is needed; set another `run.out_dir`
+        ");
+}
+
+#[test]
+fn an_out_dir_that_holds_a_run() {
+    let job = TinyJob::new();
+    let run = || {
+        launch()
+            .dir(job.dir())
+            .set("train.steps=2")
+            .target("tiny.yaml")
+            .run()
+    };
+    run().expect_exit(0);
+    let before = std::fs::read(job.out().join("metrics.jsonl")).expect("metrics");
+    run()
+        .expect_exit(2)
+        .expect_stderr("run.resume")
+        .expect_stderr("run.overwrite");
+    let after = std::fs::read(job.out().join("metrics.jsonl")).expect("metrics");
+    assert_eq!(
+        before, after,
+        "a refused run must not touch the one that is there"
+    );
+    launch()
+        .dir(job.dir())
+        .set("train.steps=2")
+        .set("run.overwrite=true")
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+}
+
+#[test]
+fn a_truncated_checkpoint() {
+    let job = TinyJob::new();
+    launch()
+        .dir(job.dir())
+        .set("train.steps=5")
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let pieces: Vec<_> = crate::harness::parameters(&job.out()).into_iter().collect();
+    let (name, bytes) = pieces
+        .iter()
+        .max_by_key(|(_, bytes)| bytes.len())
+        .expect("a piece");
+    let checkpoint = job.out().join("checkpoints/step_00000005").join(name);
+    std::fs::write(&checkpoint, &bytes[..bytes.len() / 2]).expect("writable");
+    let resume = launch()
+        .dir(job.dir())
+        .set("run.resume=require")
+        .set("train.steps=8")
+        .flag("--max-restarts", "0");
+    let finished = resume.target("tiny.yaml").run();
+    finished.expect_exit(2).expect_stderr(name);
+}

@@ -1,0 +1,126 @@
+//! What a user can get wrong before anything runs: one clear message, exit code 2 or 69, nothing started.
+
+use std::net::TcpListener;
+
+use crate::harness::{Finished, Launch, launch, temp_dir};
+
+/// The message with what differs between runs taken out.
+#[track_caller]
+fn message(launch: Launch, code: i32) -> String {
+    let finished: Finished = launch.run();
+    finished.expect_exit(code);
+    assert!(finished.stdout().is_empty(), "{:?}", finished.stdout());
+    finished.stderr()
+}
+
+#[test]
+fn unknown_flags() {
+    let text = message(launch().words(&["--nproc-per-nod", "2"]).target("true"), 2);
+    insta::assert_snapshot!(text, @r"
+        error: unexpected argument '--nproc-per-nod' found
+
+          tip: a similar argument exists: '--nproc-per-node'
+          tip: to pass '--nproc-per-nod' as a value, use '-- --nproc-per-nod'
+
+        Usage: ddp-run --nproc-per-node <N|auto|cpu|gpu> <TARGET>...
+
+        For more information, try '--help'.
+        ");
+}
+
+#[test]
+fn values_out_of_range() {
+    insta::assert_snapshot!(message(launch().flag("--nproc_per_node", "0").target("true"), 2), @r"
+        error: invalid value '0' for '--nproc-per-node <N|auto|cpu|gpu>': expected a number from 1, `auto`, `cpu` or `gpu`
+
+        For more information, try '--help'.
+        ");
+    insta::assert_snapshot!(message(launch().flag("--rdzv-endpoint", "fd00::1").target("true"), 2), @r"
+        error: invalid value 'fd00::1' for '--rdzv-endpoint <HOST[:PORT]>': expected `host[:port]`, an IPv6 address in brackets, for example `node0:29400` or `[fd00::1]:29400`
+
+        For more information, try '--help'.
+        ");
+    insta::assert_snapshot!(message(launch().flag("--rdzv-conf", "colour=red").target("true"), 2), @r"
+        error: invalid value 'colour=red' for '--rdzv-conf <KEY=VALUE[,...]>': unknown key `colour`, known are `is_host`, `join_timeout`, `connect_timeout`
+
+        For more information, try '--help'.
+        ");
+}
+
+#[test]
+fn no_target() {
+    insta::assert_snapshot!(message(launch().nproc(2), 2), @r"
+        error: the following required arguments were not provided:
+          <TARGET>...
+
+        Usage: ddp-run --nproc-per-node <N|auto|cpu|gpu> <TARGET>...
+
+        For more information, try '--help'.
+        ");
+}
+
+#[test]
+fn bad_variables() {
+    insta::assert_snapshot!(message(launch().env("PET_MAX_RESTARTS", "many").target("true"), 2), @"error: environment variable `PET_MAX_RESTARTS` is `many`: expected a whole number from 0");
+}
+
+#[test]
+fn several_nodes_without_an_endpoint() {
+    insta::assert_snapshot!(message(launch().flag("--nnodes", "2").target("true"), 2), @r"
+        error: 2 nodes need a place to meet, but there is no `--rdzv-endpoint`
+          hint: give the address of one node on all of them: `--rdzv-endpoint node0:29400`
+        ");
+}
+
+#[test]
+fn a_missing_target_file() {
+    insta::assert_snapshot!(message(launch().target("absent.yaml"), 2), @r"
+        error: cannot read target `absent.yaml`: No such file or directory (os error 2)
+          hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
+        ");
+    insta::assert_snapshot!(message(launch().target("absent.py"), 2), @r"
+        error: cannot read target `absent.py`: No such file or directory (os error 2)
+          hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
+        ");
+}
+
+#[test]
+fn overrides_without_a_configuration() {
+    insta::assert_snapshot!(message(launch().set("train.steps=3").target("true"), 2), @r"
+        error: `--set train.steps=3` needs a YAML target, but the target is `true`
+          hint: give arguments of a program after its name: `ddp-run true ARGS`
+        ");
+}
+
+#[test]
+fn an_unknown_key_of_the_launch_section() {
+    let dir = temp_dir();
+    let yaml = "model: {kind: mlp}\nlaunch:\n  nproc_per_node: 2\n  nodes: 5\n";
+    std::fs::write(dir.path().join("t.yaml"), yaml).expect("writable");
+    insta::assert_snapshot!(message(launch().dir(dir.path()).target("t.yaml"), 2), @"error: `t.yaml`, line 4: `launch.nodes`: unknown key, known are `nnodes`, `nproc_per_node`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf`, `node_rank`, `standalone`, `max_restarts`, `log_dir`, `local_addr`, `shutdown_timeout`");
+}
+
+#[test]
+fn a_port_in_use_by_a_stranger() {
+    let stranger = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = stranger.local_addr().expect("bound");
+    // Closes each connection at once, as a program with another protocol does. It ends with the process.
+    std::thread::spawn(move || stranger.incoming().for_each(drop));
+    let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
+    insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
+        error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it does not answer gRPC health checks
+          hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        ");
+}
+
+#[test]
+fn a_port_in_use_by_a_silent_stranger() {
+    // Accepts nothing, answers nothing: the kernel completes the connection, then nothing comes.
+    let stranger = TcpListener::bind("127.0.0.1:0").expect("a free port");
+    let address = stranger.local_addr().expect("bound");
+    let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
+    insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
+        error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it gave no answer within 5 s
+          hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        ");
+}

@@ -1,0 +1,86 @@
+//! `ddp-run` as a script writes it.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use super::{Finished, Program, Running};
+
+/// A launch to be.
+pub(crate) struct Launch {
+    program: Program,
+    flags: Vec<OsString>,
+    target: Vec<OsString>,
+}
+
+/// A launch without flags and without a target.
+pub(crate) fn launch() -> Launch {
+    let program = Program::new(env!("CARGO_BIN_EXE_ddp-run"));
+    Launch {
+        program,
+        flags: Vec::new(),
+        target: Vec::new(),
+    }
+}
+
+impl Launch {
+    pub(crate) fn nproc(self, workers: u32) -> Self {
+        self.flag("--nproc-per-node", &workers.to_string())
+    }
+
+    /// One of `nodes`, meeting at `endpoint` under the job's name `id`.
+    pub(crate) fn node_of(self, nodes: u32, endpoint: &str, id: &str) -> Self {
+        self.flag("--nnodes", &nodes.to_string())
+            .flag("--rdzv-endpoint", endpoint)
+            .flag("--rdzv-id", id)
+    }
+
+    pub(crate) fn flag(mut self, name: &str, value: &str) -> Self {
+        self.flags.extend([name.into(), value.into()]);
+        self
+    }
+
+    /// Words as they are, in front of the target.
+    pub(crate) fn words(mut self, words: &[&str]) -> Self {
+        self.flags.extend(words.iter().map(OsString::from));
+        self
+    }
+
+    pub(crate) fn set(self, assignment: &str) -> Self {
+        self.flag("--set", assignment)
+    }
+
+    pub(crate) fn env(mut self, name: &str, value: &str) -> Self {
+        self.program = self.program.env(name, value);
+        self
+    }
+
+    pub(crate) fn dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.program = self.program.dir(dir);
+        self
+    }
+
+    pub(crate) fn target(mut self, target: impl Into<OsString>) -> Self {
+        self.target = vec![target.into()];
+        self
+    }
+
+    pub(crate) fn target_args(mut self, args: &[&str]) -> Self {
+        self.target.extend(args.iter().map(OsString::from));
+        self
+    }
+
+    /// Workers that run a shell script.
+    pub(crate) fn shell(self, script: &str) -> Self {
+        self.target("sh").target_args(&["-c", script])
+    }
+
+    #[track_caller]
+    pub(crate) fn start(self) -> Running {
+        self.program.args(self.flags).args(self.target).start()
+    }
+
+    #[track_caller]
+    pub(crate) fn run(self) -> Finished {
+        self.start().finish()
+    }
+}

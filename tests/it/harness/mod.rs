@@ -1,0 +1,33 @@
+//! Starts the built binaries as a user does and reads like a script:
+//!
+//! ```text
+//! launch().nproc(2).shell("exit 42").run().expect_exit(42);
+//! ```
+//!
+//! Nothing here waits without a deadline, and only [`deadline`] waits without an event.
+
+mod deadline;
+mod launch;
+mod processes;
+mod program;
+mod rendezvous;
+mod sentinel;
+mod training;
+
+pub(crate) use deadline::{PATIENCE, eventually};
+pub(crate) use launch::{Launch, launch};
+pub(crate) use processes::{descendants, environment_of};
+pub(crate) use program::{Finished, Program, Running};
+pub(crate) use rendezvous::{Daemon, ReservedPort};
+pub(crate) use sentinel::Sentinel;
+pub(crate) use training::{TinyJob, metrics, parameters, run_dir};
+
+/// A file of the repository.
+pub(crate) fn repository(path: &str) -> std::path::PathBuf {
+    std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(path)
+}
+
+/// An empty folder, removed with its owner.
+pub(crate) fn temp_dir() -> tempfile::TempDir {
+    tempfile::tempdir().expect("a temporary folder")
+}

@@ -1,0 +1,307 @@
+//! A child process: started, watched line by line, signalled, finished.
+
+use std::collections::BTreeSet;
+use std::ffi::OsString;
+use std::io::{BufRead, BufReader, Read};
+use std::os::unix::process::ExitStatusExt;
+use std::path::PathBuf;
+use std::process::{Command, ExitStatus, Stdio};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::time::{Duration, Instant};
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use super::PATIENCE;
+
+/// A program with its arguments, not started yet. Its environment is empty but for what is needed to run.
+pub(crate) struct Program {
+    command: Command,
+    name: String,
+}
+
+impl Program {
+    pub(crate) fn new(path: impl Into<PathBuf>) -> Self {
+        let path = path.into();
+        let name = path
+            .file_name()
+            .map(|name| name.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        let mut command = Command::new(&path);
+        command
+            .env_clear()
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped());
+        for inherited in ["PATH", "TMPDIR", "LD_LIBRARY_PATH"] {
+            if let Some(value) = std::env::var_os(inherited) {
+                command.env(inherited, value);
+            }
+        }
+        Self { command, name }
+    }
+
+    pub(crate) fn args(mut self, args: impl IntoIterator<Item = OsString>) -> Self {
+        self.command.args(args);
+        self
+    }
+
+    pub(crate) fn env(mut self, name: &str, value: &str) -> Self {
+        self.command.env(name, value);
+        self
+    }
+
+    pub(crate) fn dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.command.current_dir(dir.into());
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn start(mut self) -> Running {
+        let mut child = self
+            .command
+            .spawn()
+            .unwrap_or_else(|error| panic!("cannot start `{}`: {error}", self.name));
+        let pid = child.id() as i32;
+        let (events_in, events) = channel();
+        watch(
+            child.stdout.take().expect("piped"),
+            Stream::Stdout,
+            events_in.clone(),
+        );
+        watch(
+            child.stderr.take().expect("piped"),
+            Stream::Stderr,
+            events_in.clone(),
+        );
+        std::thread::spawn(move || {
+            let status = child.wait().expect("a child that is waited for once");
+            // The test may have failed and gone.
+            let _ = events_in.send(Event::Exit(status));
+        });
+        Running {
+            name: self.name,
+            pid,
+            events,
+            seen: Vec::new(),
+            taken: BTreeSet::new(),
+            status: None,
+            open_streams: 2,
+        }
+    }
+
+    #[track_caller]
+    pub(crate) fn run(self) -> Finished {
+        self.start().finish()
+    }
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stream {
+    Stdout,
+    Stderr,
+}
+
+enum Event {
+    Line(Stream, String),
+    Closed,
+    Exit(ExitStatus),
+}
+
+fn watch(stream: impl Read + Send + 'static, which: Stream, events: Sender<Event>) {
+    std::thread::spawn(move || {
+        let mut reader = BufReader::new(stream);
+        let mut line = Vec::new();
+        while reader.read_until(b'\n', &mut line).is_ok_and(|bytes| bytes > 0) {
+            let text = String::from_utf8_lossy(&line).trim_end_matches('\n').to_owned();
+            line.clear();
+            if events.send(Event::Line(which, text)).is_err() {
+                return;
+            }
+        }
+        let _ = events.send(Event::Closed);
+    });
+}
+
+/// A program that runs. One that a failed test leaves behind is killed.
+pub(crate) struct Running {
+    name: String,
+    pid: i32,
+    events: Receiver<Event>,
+    seen: Vec<(Stream, String)>,
+    /// Lines that answered a call of [`Running::wait_for`].
+    taken: BTreeSet<usize>,
+    status: Option<ExitStatus>,
+    open_streams: u32,
+}
+
+impl Running {
+    pub(crate) fn pid(&self) -> i32 {
+        self.pid
+    }
+
+    /// Waits for a line of its output that contains `pattern`, and returns the line. Each line answers one
+    /// call, whatever the order in which lines came: workers race.
+    #[track_caller]
+    pub(crate) fn wait_for(&mut self, pattern: &str) -> String {
+        let deadline = Instant::now() + PATIENCE;
+        loop {
+            let fresh = |index: &usize| !self.taken.contains(index) && self.seen[*index].1.contains(pattern);
+            if let Some(index) = (0..self.seen.len()).find(fresh) {
+                self.taken.insert(index);
+                return self.seen[index].1.clone();
+            }
+            let came = self.next_event(deadline);
+            assert!(
+                came,
+                "`{}` never wrote `{pattern}`; it wrote:\n{}",
+                self.name,
+                self.transcript()
+            );
+        }
+    }
+
+    #[track_caller]
+    pub(crate) fn signal(&self, signal: Signal) {
+        assert!(self.status.is_none(), "`{}` has ended already", self.name);
+        kill(Pid::from_raw(self.pid), signal).expect("a child of ours");
+    }
+
+    /// Waits until the program has ended and nobody holds its output open any more.
+    #[track_caller]
+    pub(crate) fn finish(mut self) -> Finished {
+        let deadline = Instant::now() + PATIENCE;
+        while self.status.is_none() || self.open_streams > 0 {
+            if !self.next_event(deadline) && (self.status.is_none() || self.open_streams > 0) {
+                let state = match self.status {
+                    None => "did not end",
+                    Some(_) => "ended, but its output is held open",
+                };
+                panic!(
+                    "`{}` {state} within {} s; it wrote:\n{}",
+                    self.name,
+                    PATIENCE.as_secs(),
+                    self.transcript()
+                );
+            }
+        }
+        let of = |which: Stream| {
+            let lines = self.seen.iter().filter(move |(stream, _)| *stream == which);
+            lines.map(|(_, line)| line.clone()).collect()
+        };
+        Finished {
+            name: self.name.clone(),
+            status: self.status.expect("checked above"),
+            stdout: of(Stream::Stdout),
+            stderr: of(Stream::Stderr),
+        }
+    }
+
+    /// Takes one event; false when none came before the deadline or none will come.
+    fn next_event(&mut self, deadline: Instant) -> bool {
+        let left = deadline
+            .saturating_duration_since(Instant::now())
+            .max(Duration::from_millis(1));
+        match self.events.recv_timeout(left) {
+            Ok(Event::Line(stream, line)) => self.seen.push((stream, line)),
+            Ok(Event::Closed) => self.open_streams -= 1,
+            Ok(Event::Exit(status)) => self.status = Some(status),
+            Err(_) => return false,
+        }
+        true
+    }
+
+    fn transcript(&self) -> String {
+        let lines = self
+            .seen
+            .iter()
+            .map(|(stream, line)| format!("  {stream:?}: {line}"));
+        lines.collect::<Vec<_>>().join("\n")
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.status.is_none() {
+            // It may end at this very moment; then there is nothing to kill.
+            let _ = kill(Pid::from_raw(self.pid), Signal::SIGKILL);
+        }
+    }
+}
+
+/// A program that has ended, with all that it wrote.
+#[derive(Debug)]
+pub(crate) struct Finished {
+    name: String,
+    status: ExitStatus,
+    stdout: Vec<String>,
+    stderr: Vec<String>,
+}
+
+impl Finished {
+    #[track_caller]
+    pub(crate) fn expect_exit(&self, code: i32) -> &Self {
+        assert_eq!(
+            self.status.code(),
+            Some(code),
+            "exit code of `{}`; {}",
+            self.name,
+            self.transcript()
+        );
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn expect_killed_by(&self, signal: Signal) -> &Self {
+        assert_eq!(self.status.signal(), Some(signal as i32), "{}", self.transcript());
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn expect_stdout(&self, pattern: &str) -> &Self {
+        assert!(
+            self.stdout.iter().any(|line| line.contains(pattern)),
+            "no `{pattern}`; {}",
+            self.transcript()
+        );
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn expect_stderr(&self, pattern: &str) -> &Self {
+        assert!(
+            self.stderr.iter().any(|line| line.contains(pattern)),
+            "no `{pattern}`; {}",
+            self.transcript()
+        );
+        self
+    }
+
+    #[track_caller]
+    pub(crate) fn expect_silence(&self) -> &Self {
+        assert!(
+            self.stdout.is_empty() && self.stderr.is_empty(),
+            "{}",
+            self.transcript()
+        );
+        self
+    }
+
+    pub(crate) fn stdout(&self) -> &[String] {
+        &self.stdout
+    }
+
+    /// Its stderr as one text, without line ends at the end.
+    pub(crate) fn stderr(&self) -> String {
+        self.stderr.join("\n")
+    }
+
+    fn transcript(&self) -> String {
+        let status = self.status;
+        format!(
+            "{status}\nstdout:\n{}\nstderr:\n{}",
+            self.stdout.join("\n"),
+            self.stderr.join("\n")
+        )
+    }
+}

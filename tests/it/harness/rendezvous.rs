@@ -1,0 +1,60 @@
+//! A daemon of its own, and ports that nobody else takes.
+
+use nix::sys::signal::Signal;
+use nix::sys::socket::{
+    AddressFamily, SockFlag, SockType, SockaddrIn, bind, getsockname, setsockopt, socket, sockopt,
+};
+use std::os::fd::{AsRawFd, OwnedFd};
+
+use super::{Finished, Program, Running};
+
+/// `ddp-rendezvous serve` on a free port of the loopback address.
+pub(crate) struct Daemon {
+    running: Running,
+    pub(crate) endpoint: String,
+}
+
+impl Daemon {
+    #[track_caller]
+    pub(crate) fn start() -> Self {
+        let args = ["serve", "--listen", "127.0.0.1:0"].map(Into::into);
+        let mut running = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
+            .args(args)
+            .start();
+        let endpoint = running.wait_for("127.0.0.1:");
+        Self { running, endpoint }
+    }
+
+    /// Stops it as an operator does.
+    #[track_caller]
+    pub(crate) fn stop(self) -> Finished {
+        self.running.signal(Signal::SIGTERM);
+        self.running.finish()
+    }
+}
+
+/// A port that the kernel gives to nobody else, and on which a program with `SO_REUSEADDR` can still listen:
+/// bound, but not listening.
+pub(crate) struct ReservedPort {
+    _socket: OwnedFd,
+    pub(crate) endpoint: String,
+}
+
+impl ReservedPort {
+    pub(crate) fn new() -> Self {
+        let socket = socket(
+            AddressFamily::Inet,
+            SockType::Stream,
+            SockFlag::SOCK_CLOEXEC,
+            None,
+        )
+        .expect("a socket");
+        setsockopt(&socket, sockopt::ReuseAddr, &true).expect("a socket option");
+        bind(socket.as_raw_fd(), &SockaddrIn::new(127, 0, 0, 1, 0)).expect("a free port");
+        let address: SockaddrIn = getsockname(socket.as_raw_fd()).expect("a bound socket");
+        Self {
+            endpoint: format!("127.0.0.1:{}", address.port()),
+            _socket: socket,
+        }
+    }
+}

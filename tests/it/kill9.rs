@@ -1,0 +1,115 @@
+//! `kill -9` in the middle of training: named, restarted, resumed, and the same parameters to the last bit.
+
+use std::path::Path;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::harness::{
+    Running, TinyJob, descendants, environment_of, eventually, launch, metrics, parameters,
+};
+
+fn train(job: &TinyJob) -> Running {
+    launch().nproc(2).dir(job.dir()).target("tiny.yaml").start()
+}
+
+/// Waits until `metrics.jsonl` has the line of `step`, on which the run goes on to the next.
+#[track_caller]
+fn wait_for_step(out: &Path, step: u64) {
+    eventually(&format!("step {step}"), || {
+        metrics(out)
+            .iter()
+            .any(|line| line["step"].as_u64() >= Some(step))
+            .then_some(())
+    });
+}
+
+/// The process that runs `rank` in the first generation below `launcher`.
+fn worker(launcher: i32, rank: &str) -> i32 {
+    eventually("the worker to be there", || {
+        let is_rank = |pid: &i32| environment_of(*pid).get("RANK").is_some_and(|r| r == rank);
+        descendants(launcher).into_iter().find(is_rank)
+    })
+}
+
+/// Names of shared memory that somebody could see.
+fn shared_memory() -> Vec<String> {
+    let entries = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
+    entries
+        .map(|entry| entry.file_name().to_string_lossy().into_owned())
+        .filter(|n| n.contains("ddp"))
+        .collect()
+}
+
+#[test]
+fn a_killed_worker_changes_nothing_in_the_result() {
+    let undisturbed = TinyJob::new();
+    train(&undisturbed).finish().expect_exit(0);
+    let expected = parameters(&undisturbed.out());
+    let steps = metrics(&undisturbed.out()).len();
+    for round in 0..10_u64 {
+        let job = TinyJob::new();
+        let running = train(&job);
+        let victim = worker(running.pid(), if round % 2 == 0 { "1" } else { "0" });
+        // Before, at and after checkpoints.
+        wait_for_step(&job.out(), 1 + 3 * round);
+        kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
+        let finished = running.finish();
+        finished.expect_exit(0).expect_stderr("SIGKILL");
+        assert_eq!(parameters(&job.out()), expected, "round {round}");
+        assert_eq!(metrics(&job.out()).len(), steps, "round {round}: each step once");
+    }
+    assert!(shared_memory().is_empty(), "{:?}", shared_memory());
+}
+
+#[test]
+fn survivors_report_the_cause() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
+    let running = launch()
+        .nproc(2)
+        .flag("--max-restarts", "0")
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .start();
+    wait_for_step(&job.out(), 3);
+    kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGKILL).expect("a living worker");
+    running
+        .finish()
+        .expect_exit(137)
+        .expect_stderr("first failure: rank 1")
+        .expect_stderr("SIGKILL");
+}
+
+#[test]
+fn a_killed_launcher_leaves_no_worker_and_no_shared_memory() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
+    let running = train(&job);
+    wait_for_step(&job.out(), 3);
+    let family = descendants(running.pid());
+    assert!(family.len() >= 2, "{family:?}");
+    running.signal(Signal::SIGKILL);
+    running.finish().expect_killed_by(Signal::SIGKILL);
+    eventually("all processes of the launcher to be gone", || {
+        // A number that is in use again belongs to somebody without our marker.
+        let ours = |pid: &&i32| environment_of(**pid).contains_key("DDP_JOB_MARKER");
+        family.iter().find(ours).is_none().then_some(())
+    });
+    assert!(shared_memory().is_empty(), "{:?}", shared_memory());
+}
+
+#[test]
+fn a_graceful_stop_ends_at_a_step_boundary() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
+    let running = train(&job);
+    wait_for_step(&job.out(), 7);
+    running.signal(Signal::SIGTERM);
+    running.finish().expect_exit(143);
+    let reached = metrics(&job.out()).len();
+    let resume = launch()
+        .nproc(2)
+        .dir(job.dir())
+        .set("run.resume=require")
+        .set(&format!("train.steps={}", reached + 3));
+    resume.target("tiny.yaml").run().expect_exit(0);
+    assert_eq!(metrics(&job.out()).len(), reached + 3);
+}

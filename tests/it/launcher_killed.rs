@@ -1,0 +1,70 @@
+//! Nothing survives a launcher, however it ends.
+
+use nix::sys::signal::Signal;
+
+use crate::harness::{Sentinel, launch};
+
+/// A worker with a child, and a grandchild that has made a session of its own.
+fn family(sentinel: &Sentinel) -> String {
+    let join = sentinel.join_script();
+    format!("{join}; sleep 1000 & setsid sh -c 'sleep 1000 & echo ready; wait' & wait")
+}
+
+#[test]
+fn kill_9_of_the_launcher_leaves_nothing() {
+    let sentinel = Sentinel::new();
+    let mut running = launch().nproc(2).shell(&family(&sentinel)).start();
+    running.wait_for("[0] ready");
+    running.wait_for("[1] ready");
+    running.signal(Signal::SIGKILL);
+    running.finish().expect_killed_by(Signal::SIGKILL);
+    sentinel.expect_all_gone();
+}
+
+#[test]
+fn sigterm_leaves_nothing() {
+    let sentinel = Sentinel::new();
+    let mut running = launch().nproc(2).shell(&family(&sentinel)).start();
+    running.wait_for("ready");
+    running.wait_for("ready");
+    running.signal(Signal::SIGTERM);
+    running.finish().expect_exit(143);
+    sentinel.expect_all_gone();
+}
+
+#[test]
+fn a_failed_worker_leaves_nothing() {
+    let sentinel = Sentinel::new();
+    let join = sentinel.join_script();
+    let script = format!("{join}; setsid sleep 1000 & echo ready; exit 9");
+    launch().nproc(2).shell(&script).run().expect_exit(9);
+    sentinel.expect_all_gone();
+}
+
+#[test]
+fn a_successful_worker_leaves_nothing() {
+    let sentinel = Sentinel::new();
+    let join = sentinel.join_script();
+    launch()
+        .nproc(2)
+        .shell(&format!("{join}; setsid sleep 1000 & exit 0"))
+        .run()
+        .expect_exit(0);
+    sentinel.expect_all_gone();
+}
+
+#[test]
+fn the_launcher_is_small() {
+    let finished = launch().nproc(8).shell("grep VmHWM /proc/$PPID/status").run();
+    finished.expect_exit(0);
+    assert_eq!(finished.stdout().len(), 8);
+    for line in finished.stdout() {
+        let kib: u64 = line
+            .split_whitespace()
+            .rev()
+            .nth(1)
+            .and_then(|n| n.parse().ok())
+            .expect("a size in kB");
+        assert!(kib < 40 << 10, "the launcher needs {kib} KiB: {line}");
+    }
+}

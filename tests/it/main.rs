@@ -1,0 +1,16 @@
+//! Black-box tests: the built binaries, started as users start them.
+//!
+//! Each test is a script on [`harness`]; it waits for events with deadlines, binds free ports only, and
+//! leaves nothing behind.
+
+mod bad_config;
+mod bad_input;
+mod daemon;
+mod doctor;
+mod exit_codes;
+mod harness;
+mod kill9;
+mod launcher_killed;
+mod main_job;
+mod python_contract;
+mod two_launchers;

@@ -1,0 +1,137 @@
+//! The command of the README, with few steps.
+
+use crate::harness::{
+    Daemon, Launch, Program, ReservedPort, TinyJob, launch, metrics, parameters, repository, run_dir,
+    temp_dir,
+};
+
+fn main_job() -> Launch {
+    launch()
+        .nproc(2)
+        .set("train.steps=20")
+        .target(repository("examples/single-node/train.yaml"))
+}
+
+#[test]
+fn the_readmes_command_trains() {
+    let dir = temp_dir();
+    main_job().dir(dir.path()).run().expect_exit(0);
+    let out = run_dir(dir.path(), "single-node");
+    let lines = metrics(&out);
+    assert_eq!(lines.len(), 20);
+    for (index, line) in lines.iter().enumerate() {
+        assert_eq!(
+            line["step"].as_u64(),
+            Some(index as u64 + 1),
+            "steps are counted from 1 when they are done"
+        );
+        assert_eq!(line["world_size"], 2);
+        assert!(
+            line["tokens_per_s"].as_f64().is_some_and(|speed| speed > 0.0),
+            "{line}"
+        );
+        assert!(
+            line["wire_bytes"]["grads"]
+                .as_u64()
+                .is_some_and(|bytes| bytes > 0),
+            "{line}"
+        );
+    }
+    let loss = |index: usize| lines[index]["loss"].as_f64().expect("a loss");
+    let uniform = 256_f64.ln();
+    assert!(
+        (loss(0) - uniform).abs() < 0.5,
+        "an untrained model guesses evenly: {} against {uniform}",
+        loss(0)
+    );
+    assert!(
+        loss(19) < loss(0) - 0.5,
+        "from {} to {}: it does not learn",
+        loss(0),
+        loss(19)
+    );
+    assert!(out.join("summary.json").is_file());
+    assert!(!parameters(&out).is_empty());
+    assert!(out.join("logs/attempt_0/0/stdout.log").is_file());
+}
+
+#[test]
+fn it_runs_twice() {
+    let dir = temp_dir();
+    main_job()
+        .set("train.steps=2")
+        .dir(dir.path())
+        .run()
+        .expect_exit(0);
+    main_job()
+        .set("train.steps=2")
+        .dir(dir.path())
+        .run()
+        .expect_exit(0);
+    let runs = std::fs::read_dir(dir.path().join("runs/single-node")).expect("a folder of runs");
+    assert_eq!(runs.count(), 2, "each run has a folder of its own");
+}
+
+#[test]
+fn the_script_of_the_two_nodes_example_runs() {
+    let dir = temp_dir();
+    let port = ReservedPort::new();
+    let binaries = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"))
+        .parent()
+        .expect("a folder of binaries");
+    let script = repository("examples/two-nodes/run.sh");
+    for first in [
+        &["--set", "train.steps=2"][..],
+        &["--separate-daemon", "--set", "train.steps=2"],
+    ] {
+        let script = Program::new(&script)
+            .args(first.iter().map(Into::into))
+            .env("DDP_BIN", &binaries.display().to_string())
+            .env("DDP_PORT", port.endpoint.rsplit(':').next().unwrap_or_default())
+            .dir(dir.path());
+        script.run().expect_exit(0);
+    }
+    let runs = std::fs::read_dir(dir.path().join("runs/two-nodes")).expect("a folder of runs");
+    assert_eq!(runs.count(), 2);
+}
+
+/// Losses, one a step.
+fn losses(out: &std::path::Path) -> Vec<f64> {
+    metrics(out)
+        .iter()
+        .filter_map(|line| line["loss"].as_f64())
+        .collect()
+}
+
+#[test]
+fn two_nodes_train_as_one() {
+    let one_node = TinyJob::new();
+    launch()
+        .nproc(4)
+        .dir(one_node.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let expected = losses(&one_node.out());
+    assert_eq!(expected.len(), 40);
+
+    let daemon = Daemon::start();
+    let job = TinyJob::new();
+    let node = |rank: &str| {
+        let node = launch()
+            .nproc(2)
+            .node_of(2, &daemon.endpoint, "two")
+            .flag("--node-rank", rank);
+        node.dir(job.dir()).target("tiny.yaml").start()
+    };
+    let (one, other) = (node("0"), node("1"));
+    one.finish().expect_exit(0);
+    other.finish().expect_exit(0);
+    daemon.stop().expect_exit(0);
+    let found = losses(&job.out());
+    assert_eq!(found.len(), expected.len());
+    for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
+        let relative = (found - expected).abs() / expected.abs();
+        assert!(relative <= 1e-5, "step {}: {found} against {expected}", step + 1);
+    }
+}

@@ -1,0 +1,140 @@
+//! A simulated agent: the protocol of a node without processes, as `ddp_proto::client` documents it.
+
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{
+    Assignment, DaemonMessage, Heartbeat, Join, Leave, NodeStopped, NodeSucceeded, WorkerExit, refused,
+};
+use ddp_run::rendezvous::ConnId;
+
+/// One agent process.
+#[derive(Debug)]
+pub(crate) struct Agent {
+    pub(crate) incarnation: String,
+    pub(crate) host: usize,
+    pub(crate) join: Join,
+    /// The stream that it believes to have.
+    pub(crate) conn: Option<ConnId>,
+    /// Generation last assigned, here or learned from the daemon.
+    pub(crate) generation: u64,
+    pub(crate) life: Life,
+    /// What it last reported of this generation, repeated after a reconnect.
+    pub(crate) report: Option<Body>,
+    /// Exit code, once it has ended in order.
+    pub(crate) exit_code: Option<i32>,
+}
+
+/// What the agent is doing.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) enum Life {
+    /// Has joined, waits for an assignment.
+    Joining,
+    /// Its workers run.
+    Running(Box<Assignment>),
+    /// Its workers have succeeded.
+    Succeeded,
+    /// Stops its workers; the world tells it when they are gone.
+    Stopping,
+    /// Has ended in order, or was killed.
+    Gone,
+}
+
+/// What an agent wants to happen because of a message.
+#[derive(Debug, PartialEq)]
+pub(crate) enum Wish {
+    /// Send this on the current stream.
+    Send(Body),
+    /// Start workers: the world decides when they end, and how.
+    RunWorkers,
+    /// Stop workers: the world says when they are gone.
+    StopWorkers,
+    /// Say good-bye and exit.
+    Exit(i32),
+}
+
+impl Agent {
+    /// Everything that is to be sent first on a new stream.
+    pub(crate) fn greeting(&self) -> Vec<Body> {
+        let mut greeting = vec![Body::Join(self.join.clone())];
+        greeting.extend(self.report.clone());
+        greeting
+    }
+
+    pub(crate) fn hear(&mut self, message: DaemonMessage) -> Vec<Wish> {
+        let generation = message.generation;
+        match message.body.expect("the daemon never sends an empty message") {
+            Reply::Waiting(_) | Reply::HeartbeatAck(_) => vec![],
+            Reply::Assignment(_) if generation == self.generation && self.life != Life::Joining => vec![],
+            Reply::Assignment(assignment) => {
+                assert!(
+                    self.life == Life::Joining && generation > self.generation,
+                    "`{}` is {:?} in generation {}, but was assigned to {generation}",
+                    self.incarnation,
+                    self.life,
+                    self.generation
+                );
+                self.generation = generation;
+                self.life = Life::Running(Box::new(assignment));
+                self.report = None;
+                vec![Wish::RunWorkers]
+            }
+            Reply::GenerationOver(_) => match self.life {
+                Life::Running(_) | Life::Succeeded => {
+                    assert_eq!(
+                        generation, self.generation,
+                        "`{}` runs another generation",
+                        self.incarnation
+                    );
+                    self.life = Life::Stopping;
+                    self.report = None;
+                    vec![Wish::StopWorkers]
+                }
+                // Nothing runs: say so again, the daemon has not heard it.
+                Life::Joining => self.stopped(),
+                Life::Stopping | Life::Gone => vec![],
+            },
+            Reply::JobOver(over) => vec![Wish::Exit(over.exit_code)],
+            Reply::Refused(refused) => vec![Wish::Exit(match refused.code() {
+                refused::Code::Disagree => 76,
+                refused::Code::TimedOut | refused::Code::JobOver => 75,
+                refused::Code::Unauthenticated => 77,
+                refused::Code::Invalid | refused::Code::Unspecified => 2,
+            })],
+        }
+    }
+
+    /// Its workers are gone.
+    pub(crate) fn stopped(&mut self) -> Vec<Wish> {
+        self.life = Life::Joining;
+        vec![
+            Wish::Send(Body::NodeStopped(NodeStopped::default())),
+            Wish::Send(Body::Join(self.join.clone())),
+        ]
+    }
+
+    /// One of its workers has failed.
+    pub(crate) fn worker_failed(&mut self, exit: WorkerExit) -> Vec<Wish> {
+        let report = Body::WorkerExit(exit);
+        self.report = Some(report.clone());
+        vec![Wish::Send(report)]
+    }
+
+    /// All of its workers have succeeded.
+    pub(crate) fn workers_succeeded(&mut self) -> Vec<Wish> {
+        self.life = Life::Succeeded;
+        let report = Body::NodeSucceeded(NodeSucceeded {});
+        self.report = Some(report.clone());
+        vec![Wish::Send(report)]
+    }
+
+    pub(crate) fn heartbeat() -> Body {
+        Body::Heartbeat(Heartbeat { step: None })
+    }
+
+    pub(crate) fn farewell(signal: Option<i32>) -> Body {
+        Body::Leave(Leave {
+            signal,
+            reason: String::new(),
+        })
+    }
+}

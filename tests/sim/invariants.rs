@@ -1,0 +1,154 @@
+//! What must be true after every event, whatever happened before.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{Assignment, DaemonMessage};
+
+/// Watches every word of the daemon.
+#[derive(Debug, Default)]
+pub(crate) struct Witness {
+    /// The assignment of each generation, without the node rank.
+    assignments: BTreeMap<u64, Assignment>,
+    /// Who has which node rank in which generation.
+    ranks: BTreeMap<(u64, u32), String>,
+    /// Generations whose end was announced.
+    over: BTreeSet<u64>,
+    /// Words about the end of each generation.
+    causes: BTreeMap<u64, String>,
+    /// Number of the run: the job's name is used again when a late node comes after all others have left.
+    run: u32,
+    /// Run that each agent was in first, and the exit code that `JobOver` gave to each run.
+    run_of: BTreeMap<String, u32>,
+    exit_codes: BTreeMap<u32, i32>,
+    last_generation: u64,
+}
+
+impl Witness {
+    /// Checks a message of the daemon to the agent `to`.
+    pub(crate) fn hear(&mut self, to: &str, message: &DaemonMessage) {
+        let generation = message.generation;
+        let run = *self.run_of.entry(to.to_owned()).or_insert(self.run);
+        match message
+            .body
+            .as_ref()
+            .expect("the daemon never sends an empty message")
+        {
+            Reply::Assignment(assignment) => self.assignment(to, generation, assignment),
+            Reply::GenerationOver(over) => {
+                assert!(!over.cause.is_empty());
+                assert!(
+                    over.restart_count <= over.max_restarts,
+                    "the restart budget is overdrawn: {over:?}"
+                );
+                if self
+                    .ranks
+                    .iter()
+                    .any(|((g, _), who)| *g == generation && who == to)
+                {
+                    self.over.insert(generation);
+                }
+                if over.first_failure.is_some() {
+                    let first = self
+                        .causes
+                        .entry(generation)
+                        .or_insert_with(|| over.cause.clone());
+                    assert_eq!(
+                        *first, over.cause,
+                        "two first failures in generation {generation}"
+                    );
+                }
+            }
+            Reply::JobOver(over) => {
+                assert!(!over.reason.is_empty());
+                let code = *self.exit_codes.entry(run).or_insert(over.exit_code);
+                assert_eq!(code, over.exit_code, "exit codes differ");
+                if over.exit_code == 0 {
+                    assert_eq!(over.first_failure, None);
+                }
+            }
+            Reply::Refused(refused) => assert!(!refused.reason.is_empty()),
+            Reply::Waiting(waiting) => {
+                assert!(!waiting.reason.is_empty());
+                assert!(waiting.lease_ms > 0);
+            }
+            Reply::HeartbeatAck(_) => {}
+        }
+    }
+
+    fn assignment(&mut self, to: &str, generation: u64, assignment: &Assignment) {
+        assert!(
+            generation >= self.last_generation,
+            "generation {generation} after {}",
+            self.last_generation
+        );
+        assert!(
+            !self.over.contains(&generation),
+            "generation {generation} is over, `{to}` was assigned to it"
+        );
+        if generation > self.last_generation {
+            self.last_generation = generation;
+            check_ranks(assignment);
+        }
+        let common = Assignment {
+            node_rank: 0,
+            ..assignment.clone()
+        };
+        let first = self
+            .assignments
+            .entry(generation)
+            .or_insert_with(|| common.clone());
+        assert_eq!(*first, common, "two assignments in generation {generation}");
+
+        let rank = assignment.node_rank;
+        assert!((rank as usize) < assignment.nodes.len());
+        let holder = self
+            .ranks
+            .entry((generation, rank))
+            .or_insert_with(|| to.to_owned());
+        assert_eq!(
+            holder, to,
+            "node rank {rank} of generation {generation} was given twice"
+        );
+        let places = self
+            .ranks
+            .iter()
+            .filter(|((g, _), who)| *g == generation && *who == to)
+            .count();
+        assert_eq!(places, 1, "`{to}` has {places} ranks in generation {generation}");
+    }
+
+    /// Nobody is left of the run.
+    pub(crate) fn idle(&mut self) {
+        self.run += 1;
+    }
+
+    /// Exit code of the run that the agent was in; none if it did not end with `JobOver`.
+    pub(crate) fn verdict(&self, incarnation: &str) -> Option<i32> {
+        self.exit_codes.get(self.run_of.get(incarnation)?).copied()
+    }
+
+    /// Generations that were started.
+    pub(crate) fn generations(&self) -> u64 {
+        self.assignments.len() as u64
+    }
+}
+
+/// Ranks are dense and unique, and the master is node 0.
+fn check_ranks(assignment: &Assignment) {
+    let mut next = 0;
+    for node in &assignment.nodes {
+        assert_eq!(node.first_rank, next, "ranks are not dense: {assignment:?}");
+        assert!(node.workers > 0);
+        next += node.workers;
+    }
+    assert!(next > 0);
+    assert!(assignment.restart_count <= assignment.max_restarts);
+    assert!(assignment.master_port > 0);
+    let master = if assignment.nodes.len() == 1 {
+        "127.0.0.1"
+    } else {
+        &assignment.nodes[0].addr
+    };
+    assert_eq!(assignment.master_addr, master);
+}

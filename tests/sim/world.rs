@@ -1,0 +1,387 @@
+//! One world: hosts with agents, a network, a daemon, and a clock that jumps from event to event.
+
+mod network;
+mod trouble;
+
+use std::collections::BTreeMap;
+use std::net::IpAddr;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::{AgentMessage, DaemonMessage, Join, KvGetRequest, WorkerExit};
+use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, State, apply};
+use rand::rngs::StdRng;
+use rand::{Rng, SeedableRng};
+
+use crate::agent::{Agent, Life, Wish};
+use crate::invariants::Witness;
+
+use network::Stream;
+
+const JOB: &str = "sim";
+const MAX_RESTARTS: u32 = 3;
+/// After this the world makes no more trouble.
+const TROUBLE: Duration = Duration::from_secs(60);
+/// By then every world has come to rest: trouble, leases, back-off, join time-out and linger are shorter together.
+const END: Duration = Duration::from_secs(900);
+/// More than any world needs; a world that does not come to rest hits it.
+const MAX_EVENTS: usize = 400_000;
+
+/// What happens next, to whom. Agents are numbered in order of their birth.
+#[derive(Debug)]
+enum Happening {
+    /// A message of an agent arrives at the daemon.
+    Arrives(ConnId, AgentMessage),
+    /// The daemon learns that a stream is gone.
+    Ends(ConnId, bool),
+    /// A message of the daemon, or the end of the stream, arrives at an agent.
+    Delivers(ConnId, Option<DaemonMessage>),
+    Connects(usize),
+    Heartbeats(usize, ConnId),
+    WorkersEnd(usize, u64),
+    WorkersGone(usize, u64),
+    /// A new process on a host.
+    Starts(usize),
+    /// Some trouble.
+    Trouble,
+}
+
+/// How a world ended.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    /// Exit code of the job's nodes; none if every agent was killed.
+    pub(crate) exit_code: Option<i32>,
+    pub(crate) generations: u64,
+    pub(crate) reconnects: u64,
+    pub(crate) deaths: u64,
+}
+
+/// Everything there is.
+pub(crate) struct World {
+    rng: StdRng,
+    config: Config,
+    state: State,
+    now: Duration,
+    /// By time and order of creation.
+    agenda: BTreeMap<(Duration, u64), Happening>,
+    agents: Vec<Agent>,
+    streams: BTreeMap<ConnId, Stream>,
+    calls: BTreeMap<CallId, Duration>,
+    witness: Witness,
+    /// How likely workers fail and how often the network breaks, in this world.
+    failing: f64,
+    troubles: u32,
+    min_nodes: u32,
+    max_nodes: u32,
+    /// Every node asks for a rank of its own.
+    ranks_asked: bool,
+    ids: u64,
+    outcome: Outcome,
+    loud: bool,
+}
+
+impl World {
+    pub(crate) fn new(seed: u64, loud: bool) -> Self {
+        let mut rng = StdRng::seed_from_u64(seed);
+        let hosts = match rng.random_range(0..4) {
+            0 => 1,
+            1 => rng.random_range(2..=4),
+            2 => rng.random_range(5..=16),
+            _ => rng.random_range(17..=64),
+        };
+        let min_nodes = if rng.random_bool(0.5) {
+            hosts
+        } else {
+            rng.random_range(1..=hosts)
+        };
+        let max_nodes = hosts.max(min_nodes);
+        let mut world = Self {
+            config: Config::default(),
+            state: State::new(Config::default()),
+            now: Duration::ZERO,
+            agenda: BTreeMap::new(),
+            agents: Vec::new(),
+            streams: BTreeMap::new(),
+            calls: BTreeMap::new(),
+            witness: Witness::default(),
+            failing: [0.0, 0.2, 0.8][rng.random_range(0..3)] / f64::from(hosts).sqrt(),
+            troubles: rng.random_range(0..12),
+            min_nodes,
+            max_nodes,
+            ranks_asked: rng.random_bool(0.2),
+            ids: 0,
+            outcome: Outcome {
+                exit_code: None,
+                generations: 0,
+                reconnects: 0,
+                deaths: 0,
+            },
+            loud,
+            rng,
+        };
+        for host in 0..hosts as usize {
+            let delay = world.pause(3000);
+            world.later(delay, Happening::Starts(host));
+        }
+        for _ in 0..world.troubles {
+            let delay = world.pause(TROUBLE.as_millis() as u64);
+            world.later(delay, Happening::Trouble);
+        }
+        world
+    }
+
+    /// Runs until nothing is left to happen.
+    pub(crate) fn run(mut self) -> Outcome {
+        for _ in 0..MAX_EVENTS {
+            let wake = self.state.next_wake().unwrap_or(Duration::MAX);
+            let next = self
+                .agenda
+                .first_key_value()
+                .map_or(Duration::MAX, |((time, _), _)| *time);
+            if wake.min(next) > END {
+                return self.rest();
+            }
+            if wake < next {
+                self.now = wake.max(self.now);
+                self.apply(Event::Tick);
+                let again = self.state.next_wake();
+                assert!(
+                    again.is_none_or(|again| again > self.now),
+                    "the timer spins at {:?}",
+                    self.now
+                );
+            } else if let Some(((time, _), happening)) = self.agenda.pop_first() {
+                self.now = time;
+                self.happen(happening);
+            }
+        }
+        panic!(
+            "the world does not come to rest; status: {:#?}",
+            self.state.status(self.now, JOB)
+        );
+    }
+
+    /// Nothing more happens: every agent must have ended, and every call must have been answered.
+    fn rest(mut self) -> Outcome {
+        for agent in &self.agents {
+            assert_eq!(
+                agent.life,
+                Life::Gone,
+                "`{}` is stuck: {agent:?}",
+                agent.incarnation
+            );
+        }
+        assert!(self.calls.is_empty(), "calls without an answer: {:?}", self.calls);
+        assert!(
+            self.state.is_idle(),
+            "status: {:#?}",
+            self.state.status(self.now, JOB)
+        );
+        for agent in &self.agents {
+            let (code, verdict) = (agent.exit_code, self.witness.verdict(&agent.incarnation));
+            // A node that comes when the job is over, or that nobody joins in time, ends with 75; one that asks for
+            // a rank while a dead process still seems to hold it, with 2.
+            let twin = self.ranks_asked && code == Some(2);
+            assert!(
+                code.is_none() || code == verdict || code == Some(75) || twin,
+                "{agent:?}, but {verdict:?}"
+            );
+            self.outcome.exit_code = self.outcome.exit_code.or(verdict).or(code);
+        }
+        self.outcome.generations = self.witness.generations();
+        self.outcome
+    }
+
+    fn happen(&mut self, happening: Happening) {
+        if self.loud {
+            println!("{:>9.3}  {happening:?}", self.now.as_secs_f64());
+        }
+        match happening {
+            Happening::Arrives(conn, message) => {
+                let agent = self.streams[&conn].agent;
+                let remote = IpAddr::from([10, 0, 0, self.agents[agent].host as u8]);
+                let peer = Peer {
+                    remote,
+                    local: IpAddr::from([10, 0, 1, 0]),
+                };
+                self.apply(Event::Message { conn, peer, message });
+            }
+            Happening::Ends(conn, clean) => self.apply(Event::Closed { conn, clean }),
+            Happening::Delivers(conn, message) => self.deliver(conn, message),
+            Happening::Connects(agent) => self.connect(agent),
+            Happening::Heartbeats(agent, conn) => {
+                if self.agents[agent].conn == Some(conn) {
+                    self.send(agent, Agent::heartbeat());
+                    self.later(
+                        self.config.heartbeat_interval(),
+                        Happening::Heartbeats(agent, conn),
+                    );
+                }
+            }
+            Happening::WorkersEnd(agent, generation) => self.workers_end(agent, generation),
+            Happening::WorkersGone(agent, generation) => {
+                let it = &mut self.agents[agent];
+                if it.life == Life::Stopping && it.generation == generation {
+                    let wishes = it.stopped();
+                    self.grant(agent, wishes);
+                }
+            }
+            Happening::Starts(host) => self.start(host),
+            Happening::Trouble => self.trouble(),
+        }
+    }
+
+    /// Lets the daemon decide, and carries out what it wants over the network.
+    fn apply(&mut self, event: Event) {
+        let at = At {
+            now: self.now,
+            dice: self.rng.random(),
+        };
+        for effect in apply(at, &mut self.state, event) {
+            match effect {
+                Effect::Send { conn, message } => {
+                    let Some(stream) = self.streams.get(&conn) else {
+                        continue;
+                    };
+                    assert!(!stream.ended, "a message after the end of stream {conn:?}");
+                    let agent = stream.agent;
+                    self.witness.hear(&self.agents[agent].incarnation, &message);
+                    self.send_down(conn, Some(message));
+                }
+                Effect::Close { conn } => {
+                    self.send_down(conn, None);
+                    if let Some(stream) = self.streams.get_mut(&conn) {
+                        stream.ended = true;
+                    }
+                }
+                Effect::Answer { call, .. } => {
+                    assert!(self.calls.remove(&call).is_some(), "{call:?} was answered twice");
+                }
+                Effect::Note { words, .. } => {
+                    if self.loud {
+                        println!("{:>9.3}      {words}", self.now.as_secs_f64());
+                    }
+                }
+            }
+        }
+        if self.state.is_idle() {
+            self.witness.idle();
+        }
+        for (call, deadline) in &self.calls {
+            assert!(self.now <= *deadline, "{call:?} is past its deadline");
+        }
+    }
+
+    fn start(&mut self, host: usize) {
+        let number = self.agents.len();
+        let join = Join {
+            protocol: 1,
+            hostname: format!("n{host}"),
+            node_rank: self.ranks_asked.then_some(host as u32),
+            min_nodes: self.min_nodes,
+            max_nodes: self.max_nodes,
+            workers: 1 + host as u32 % 3,
+            max_restarts: MAX_RESTARTS,
+            local_addr: String::new(),
+            master_port: 29_500,
+            job_signature: "s".into(),
+            job_description: String::new(),
+            join_timeout_ms: 120_000,
+        };
+        self.agents.push(Agent {
+            incarnation: format!("n{host}#{number}"),
+            host,
+            join,
+            conn: None,
+            generation: 0,
+            life: Life::Joining,
+            report: None,
+            exit_code: None,
+        });
+        self.connect(number);
+    }
+
+    fn grant(&mut self, number: usize, wishes: Vec<Wish>) {
+        let generation = self.agents[number].generation;
+        for wish in wishes {
+            match wish {
+                Wish::Send(body) => self.send(number, body),
+                Wish::RunWorkers => {
+                    let delay = self.pause(20_000);
+                    self.later(delay, Happening::WorkersEnd(number, generation));
+                    self.read(generation);
+                }
+                Wish::StopWorkers => {
+                    let delay = self.pause(5000);
+                    self.later(delay, Happening::WorkersGone(number, generation));
+                }
+                Wish::Exit(code) => {
+                    self.agents[number].exit_code = Some(code);
+                    self.exit(number, None);
+                }
+            }
+        }
+    }
+
+    /// A worker waits for a key that nobody writes: the call must end with the generation or at its deadline.
+    fn read(&mut self, generation: u64) {
+        self.ids += 1;
+        let call = CallId(self.ids);
+        let timeout_ms = self.rng.random_range(0..30_000);
+        self.calls
+            .insert(call, self.now + Duration::from_millis(timeout_ms.into()));
+        let request = KvGetRequest {
+            job_id: JOB.into(),
+            generation,
+            key: "k".into(),
+            timeout_ms,
+        };
+        self.apply(Event::KvGet { call, request });
+    }
+
+    fn workers_end(&mut self, number: usize, generation: u64) {
+        let fails = self.rng.random_bool(self.failing);
+        let agent = &mut self.agents[number];
+        let Life::Running(assignment) = &agent.life else {
+            return;
+        };
+        if agent.generation != generation {
+            return;
+        }
+        let rank = assignment.nodes[assignment.node_rank as usize].first_rank;
+        let wishes = if fails {
+            let signal = number.is_multiple_of(2).then_some(9);
+            let exit_code = signal.is_none().then_some(10 + number as i32 % 100);
+            agent.worker_failed(WorkerExit {
+                rank,
+                signal,
+                exit_code,
+                ..WorkerExit::default()
+            })
+        } else {
+            agent.workers_succeeded()
+        };
+        self.grant(number, wishes);
+    }
+
+    /// The agent says good-bye, ends its stream in order, and is gone.
+    fn exit(&mut self, number: usize, signal: Option<i32>) {
+        self.send(number, Agent::farewell(signal));
+        if let Some(conn) = self.agents[number].conn.take() {
+            self.send_up(conn, |conn| Happening::Ends(conn, true));
+        }
+        self.agents[number].life = Life::Gone;
+    }
+
+    fn pause(&mut self, max_ms: u64) -> Duration {
+        Duration::from_micros(self.rng.random_range(0..=max_ms * 1000))
+    }
+
+    fn later(&mut self, delay: Duration, happening: Happening) {
+        self.at(self.now + delay, happening);
+    }
+
+    fn at(&mut self, time: Duration, happening: Happening) {
+        self.ids += 1;
+        self.agenda.insert((time, self.ids), happening);
+    }
+}

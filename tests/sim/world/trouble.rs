@@ -1,0 +1,53 @@
+//! What may go wrong at any moment.
+
+use rand::Rng;
+
+use super::{Happening, World};
+use crate::agent::Life;
+
+impl World {
+    /// Something happens to an agent that lives, or to all of them.
+    pub(super) fn trouble(&mut self) {
+        let alive: Vec<usize> = (0..self.agents.len())
+            .filter(|&n| self.agents[n].life != Life::Gone)
+            .collect();
+        if alive.is_empty() {
+            return;
+        }
+        let number = alive[self.rng.random_range(0..alive.len())];
+        match self.rng.random_range(0..40) {
+            // The network breaks, for one agent or for all; messages on the way are lost.
+            0..=21 => self.break_network(&[number]),
+            22..=25 => self.break_network(&alive),
+            // An agent is killed; often somebody starts a new one there.
+            26..=36 => {
+                self.outcome.deaths += 1;
+                self.break_network(&[number]);
+                self.agents[number].life = Life::Gone;
+                if self.rng.random_bool(0.7) {
+                    let (host, delay) = (self.agents[number].host, self.pause(20_000));
+                    self.later(delay, Happening::Starts(host));
+                }
+            }
+            // A user stops one agent.
+            37 => {
+                let signal = if self.rng.random_bool(0.5) { 2 } else { 15 };
+                self.agents[number].exit_code = None;
+                self.exit(number, Some(signal));
+            }
+            // An agent gives up for reasons of its own.
+            38 => self.exit(number, None),
+            // The agent freezes for longer than its lease: a stream that is open and says nothing.
+            _ => {
+                let Some(conn) = self.agents[number].conn else {
+                    return;
+                };
+                let until = self.now + self.config.lease * 2;
+                if let Some(stream) = self.streams.get_mut(&conn) {
+                    stream.to_daemon = stream.to_daemon.max(until);
+                    stream.to_agent = stream.to_agent.max(until);
+                }
+            }
+        }
+    }
+}

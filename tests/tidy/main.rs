@@ -1,0 +1,48 @@
+//! Style that a compiler does not see, enforced as tests. Each rule shows on a bad sample that it bites.
+//!
+//! | module | rule |
+//! |---|---|
+//! | [`lengths`] | files of at most 500 lines, functions of at most 70, files named for one noun |
+//! | [`words`] | no leftovers, no sleeping tests, no paths of anybody's machine |
+//! | [`layers`] | packages depend on each other in one direction |
+//!
+//! [`rust_text`] tells code from comments and strings; [`tree`] lists the files.
+
+mod layers;
+mod lengths;
+mod rust_text;
+mod tree;
+mod words;
+
+/// One breach of a rule: where, and what is wrong.
+#[derive(Debug, PartialEq, Eq)]
+pub(crate) struct Breach {
+    file: String,
+    line: usize,
+    what: String,
+}
+
+impl Breach {
+    fn new(file: &str, line: usize, what: impl Into<String>) -> Self {
+        Self {
+            file: file.to_owned(),
+            line,
+            what: what.into(),
+        }
+    }
+}
+
+/// Fails with all breaches at once, so that one run shows them all.
+#[track_caller]
+fn assert_none(breaches: &[Breach]) {
+    let lines: Vec<String> = breaches
+        .iter()
+        .map(|breach| format!("{}:{}: {}", breach.file, breach.line, breach.what))
+        .collect();
+    assert!(
+        lines.is_empty(),
+        "{} breaches:\n{}",
+        lines.len(),
+        lines.join("\n")
+    );
+}

@@ -1,0 +1,179 @@
+//! Words that have no place in the repository. They are spelled in two parts here, so that this file passes.
+
+use crate::rust_text::{closing, code_only, is_name_byte, line_of};
+use crate::{Breach, assert_none, tree};
+
+/// Macros that mark unfinished work, looked for in code.
+const UNFINISHED: [&str; 3] = [
+    concat!("to", "do!"),
+    concat!("un", "implemented!"),
+    concat!("d", "bg!"),
+];
+
+/// Marks of unfinished work, looked for everywhere, as whole words.
+const MARKS: [&str; 3] = [concat!("FIX", "ME"), concat!("XX", "X"), concat!("HA", "CK")];
+
+/// Beginnings of paths that exist on one person's machine only.
+const MACHINE_PATHS: [&str; 4] = [
+    concat!("/wo", "rk/"),
+    concat!("/ho", "me/"),
+    concat!("/ro", "ot/"),
+    concat!("/Us", "ers/"),
+];
+
+/// A call that waits and hopes, looked for in tests.
+const SLEEP: &str = concat!("sle", "ep(");
+
+/// Tests that may wait without an event, each for a reason that its line states in a comment.
+const SLEEPERS: [&str; 1] = ["tests/it/harness/deadline.rs"];
+
+fn unfinished(path: &str, text: &str) -> Vec<Breach> {
+    let code = code_only(text);
+    let found = |word: &str| {
+        word_positions(&code, word)
+            .map(|at| (at, word.to_owned()))
+            .collect::<Vec<_>>()
+    };
+    let breaches = UNFINISHED.iter().flat_map(|word| found(word));
+    breaches
+        .map(|(at, word)| Breach::new(path, line_of(&code, at), format!("`{word}` is unfinished")))
+        .collect()
+}
+
+fn marks(path: &str, text: &str) -> Vec<Breach> {
+    let found = MARKS
+        .iter()
+        .flat_map(|word| word_positions(text, word).map(move |at| (at, *word)));
+    found
+        .filter(|(at, word)| {
+            text.as_bytes()
+                .get(at + word.len())
+                .is_none_or(|byte| !is_name_byte(*byte))
+        })
+        .map(|(at, word)| {
+            Breach::new(
+                path,
+                line_of(text, at),
+                format!("`{word}`: do it, or open an issue"),
+            )
+        })
+        .collect()
+}
+
+fn machine_paths(path: &str, text: &str) -> Vec<Breach> {
+    let found = MACHINE_PATHS.iter().flat_map(|word| text.match_indices(word));
+    found
+        .map(|(at, word)| Breach::new(path, line_of(text, at), format!("`{word}` exists on one machine")))
+        .collect()
+}
+
+/// Sleeps in files below a `tests` folder, and in the test modules of others.
+fn sleeping_tests(path: &str, text: &str) -> Vec<Breach> {
+    let code = code_only(text);
+    let in_tests_folder = path.starts_with("tests/") || path.contains("/tests/");
+    let test_modules: Vec<(usize, usize)> = text
+        .match_indices("#[cfg(test)]")
+        .filter_map(|(at, _)| {
+            let open = at + code[at..].find('{')?;
+            Some((open, closing(&code, open)?))
+        })
+        .collect();
+    let is_test =
+        |at: usize| in_tests_folder || test_modules.iter().any(|(from, to)| (*from..*to).contains(&at));
+    word_positions(&code, SLEEP)
+        .filter(|at| is_test(*at))
+        .map(|at| {
+            Breach::new(
+                path,
+                line_of(&code, at),
+                "a test that sleeps and hopes: wait for an event",
+            )
+        })
+        .collect()
+}
+
+/// Where `word` starts in `text`, not in the middle of a longer name.
+fn word_positions<'a>(text: &'a str, word: &'a str) -> impl Iterator<Item = usize> + 'a {
+    let starts_word = |at: usize| at == 0 || !is_name_byte(text.as_bytes()[at - 1]);
+    text.match_indices(word)
+        .map(|(at, _)| at)
+        .filter(move |at| starts_word(*at))
+}
+
+#[test]
+fn nothing_is_unfinished() {
+    let breaches: Vec<_> = tree::rust_files()
+        .iter()
+        .flat_map(|f| unfinished(&f.path, &f.text))
+        .collect();
+    assert_none(&breaches);
+    let breaches: Vec<_> = tree::files()
+        .iter()
+        .flat_map(|f| marks(&f.path, &f.text))
+        .collect();
+    assert_none(&breaches);
+}
+
+#[test]
+fn no_path_of_one_machine() {
+    let breaches: Vec<_> = tree::files()
+        .iter()
+        .flat_map(|f| machine_paths(&f.path, &f.text))
+        .collect();
+    assert_none(&breaches);
+}
+
+#[test]
+fn tests_wait_for_events() {
+    let files = tree::rust_files();
+    let awake = files.iter().filter(|f| !SLEEPERS.contains(&f.path.as_str()));
+    assert_none(
+        &awake
+            .flat_map(|f| sleeping_tests(&f.path, &f.text))
+            .collect::<Vec<_>>(),
+    );
+    for path in SLEEPERS {
+        let sleeps = files
+            .iter()
+            .any(|f| f.path == path && !sleeping_tests(path, &f.text).is_empty());
+        assert!(sleeps, "`{path}` no longer needs its place in the list");
+    }
+}
+
+#[test]
+fn unfinished_work_is_caught() {
+    let sample = |line: &str| format!("fn f() {{\n    {line}\n}}\n");
+    for word in UNFINISHED {
+        assert_eq!(
+            unfinished("a.rs", &sample(&format!("{word}(x);"))).len(),
+            1,
+            "{word}"
+        );
+        assert_eq!(
+            unfinished("a.rs", &sample(&format!("\"{word}\""))),
+            [],
+            "in a string"
+        );
+    }
+    for word in MARKS {
+        assert_eq!(marks("a.md", &format!("a {word}: b")).len(), 1, "{word}");
+        assert_eq!(marks("a.md", &format!("a{word}b")), [], "in a longer word");
+    }
+}
+
+#[test]
+fn paths_of_one_machine_are_caught() {
+    for path in MACHINE_PATHS {
+        assert_eq!(machine_paths("a.md", &format!("see {path}x")).len(), 1, "{path}");
+    }
+}
+
+#[test]
+fn sleeping_tests_are_caught() {
+    let call = format!("thread::{SLEEP}x);");
+    let module = format!("fn real() {{ {call} }}\n#[cfg(test)]\nmod tests {{\n    fn t() {{ {call} }}\n}}\n");
+    let breaches = sleeping_tests("src/a.rs", &module);
+    assert_eq!(breaches.iter().map(|b| b.line).collect::<Vec<_>>(), [4]);
+    assert_eq!(sleeping_tests("tests/it/a.rs", &module).len(), 2);
+    assert_eq!(sleeping_tests("src/a.rs", &format!("fn real() {{ {call} }}")), []);
+}
