@@ -19,8 +19,8 @@ const FEATURES: usize = 2;
 const HIDDEN: usize = 32;
 const CLASSES: usize = 3;
 const BATCH: u64 = 64;
-const STEPS: u64 = 400;
-const LEARNING_RATE: f32 = 0.5;
+const STEPS: u64 = 1000;
+const LEARNING_RATE: f32 = 1.0;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 const W1: ParamId = ParamId(0);
@@ -76,7 +76,7 @@ fn train(session: &Session) -> Result<()> {
         comm.all_reduce(&loss, mean, Launch::now(Traffic::Other, "loss"))
             .wait(Instant::now() + TIMEOUT)?;
         session.heartbeat(step + 1, Phase::Training, None);
-        if comm.rank() == 0 && (step + 1) % 100 == 0 {
+        if comm.rank() == 0 && (step + 1) % 200 == 0 {
             println!("step {}/{STEPS}  loss {:.4}", step + 1, loss.host::<f32>()?[0]);
         }
     }
@@ -98,7 +98,7 @@ impl Net {
     fn new() -> Self {
         Self(std::array::from_fn(|id| {
             let (name, shape) = SHAPES[id];
-            let scale = if name.starts_with('w') { 1.0 } else { 0.0 };
+            let scale = if name.starts_with('w') { 2.0 } else { 0.0 };
             (0..shape.iter().product())
                 .map(|i| scale * (random(id as u64, i as u64) - 0.5))
                 .collect()

@@ -3,7 +3,7 @@
 use std::io::Write as _;
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{Phase, Progress};
+use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
 use super::TrainError;
@@ -42,7 +42,7 @@ pub(super) struct StepRecord {
     pub(super) stop: bool,
 }
 
-/// Speaks on rank 0 only; heartbeats go out on all ranks.
+/// Speaks on rank 0 only.
 pub(super) struct Recorder {
     log: Option<MetricsLog>,
     pace: Pace,
@@ -66,8 +66,12 @@ impl Recorder {
         }
     }
 
-    /// Tells of one finished step.
-    pub(super) fn record(&mut self, record: &StepRecord, trainer: &Trainer<'_>) -> Result<(), TrainError> {
+    /// Tells of one finished step. Returns what the agent's bar shows of it.
+    pub(super) fn record(
+        &mut self,
+        record: &StepRecord,
+        trainer: &Trainer<'_>,
+    ) -> Result<Option<Progress>, TrainError> {
         let tokens = trainer.tokens_per_step();
         let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
         self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
@@ -80,8 +84,6 @@ impl Recorder {
             seconds_left: self.pace.seconds_left(now, record.step),
             val_loss: self.last_val_loss,
         };
-        let progress = self.log.is_some().then_some(progress);
-        trainer.session.heartbeat(record.step, Phase::Training, progress);
         if let Some(log) = &mut self.log {
             log.append(&line(record, trainer, tokens_per_s))?;
         }
@@ -97,7 +99,7 @@ impl Recorder {
                 say(&line);
             }
         }
-        Ok(())
+        Ok(self.log.is_some().then_some(progress))
     }
 
     /// Tokens a second over the steps of this life, over all ranks.

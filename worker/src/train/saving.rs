@@ -51,7 +51,13 @@ struct Part<'a> {
 /// A tensor's name and global shape, as a checkpoint has them.
 struct Named {
     name: String,
-    shape: Vec<u64>,
+    shape: Vec<usize>,
+}
+
+impl Named {
+    fn elements(&self) -> u64 {
+        self.shape.iter().product::<usize>() as u64
+    }
 }
 
 impl Checkpoints {
@@ -135,7 +141,7 @@ impl Checkpoints {
         reader.expect(&expected)?;
         for part in &parts {
             for (id, named) in names_by_id(part, &replica.model) {
-                let bytes = reader.read(&named.name, 0..named.shape.iter().product())?;
+                let bytes = reader.read(&named.name, 0..named.elements())?;
                 let target = part.arena.slice(self.layout.range(id));
                 world.device.upload(world.stream, &target, &bytes);
             }
@@ -163,7 +169,7 @@ impl Checkpoints {
                 tensor: &named.name,
                 shape: &named.shape,
                 dtype: DType::F32,
-                range: 0..named.shape.iter().product(),
+                range: 0..named.elements(),
                 bytes,
             })
             .collect();
@@ -228,7 +234,7 @@ fn names_by_id(part: &Part<'_>, model: &Model) -> impl Iterator<Item = (ParamId,
     model.params.iter().enumerate().map(move |(id, spec)| {
         let named = Named {
             name: format!("{prefix}{}", spec.name),
-            shape: spec.shape.iter().map(|&d| d as u64).collect(),
+            shape: spec.shape.clone(),
         };
         (ParamId(id), named)
     })

@@ -75,6 +75,7 @@ pub(super) fn prepare<'a>(
         checkpoints: Checkpoints::new(run_dir.path(), env.generation.get(), config, layout),
         grad_bytes: reducer.bytes(),
         first_step: 0,
+        progress: None,
         config,
         session,
         world,

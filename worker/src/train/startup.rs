@@ -30,11 +30,12 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     let train = &config.train;
     let samples = train.micro_batch * train.grad_accumulation * world;
     let batch = format!(
-        "{} samples = {} tokens ({world} ranks × {} micro-batches × {} samples of {})",
+        "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(samples as u64),
         grouped(trainer.tokens_per_step()),
-        train.grad_accumulation,
-        train.micro_batch,
+        counted(world, "rank"),
+        counted(train.grad_accumulation, "micro-batch"),
+        counted(train.micro_batch, "sample"),
         config.model.block_size,
     );
     let parameters = trainer.replica.model.param_count() as u64;
@@ -67,6 +68,15 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     ]
 }
 
+fn counted(number: usize, what: &str) -> String {
+    let plural = match (number, what.ends_with("ch")) {
+        (1, _) => "",
+        (_, true) => "es",
+        _ => "s",
+    };
+    format!("{number} {what}{plural}")
+}
+
 fn memory(trainer: &Trainer<'_>) -> String {
     let of = |number: usize| bytes(number as u64);
     format!(
@@ -80,7 +90,7 @@ fn memory(trainer: &Trainer<'_>) -> String {
 fn sync(trainer: &Trainer<'_>, buckets: usize) -> String {
     let parallel = &trainer.config.parallel;
     let how = match parallel.sync {
-        Sync::Bucketed => format!("bucketed ({buckets} buckets)"),
+        Sync::Bucketed => format!("bucketed ({})", counted(buckets, "bucket")),
         Sync::PerParameter => "per-parameter".to_owned(),
         Sync::Naive => return "naive: one all-reduce after backward".to_owned(),
     };

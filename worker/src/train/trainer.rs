@@ -2,7 +2,7 @@
 
 use std::time::Instant;
 
-use ddp_proto::control::Phase;
+use ddp_proto::control::{Phase, Progress};
 
 use super::TrainError;
 use super::evaluation::Evaluation;
@@ -36,6 +36,8 @@ pub(super) struct Trainer<'a> {
     pub(super) checkpoints: Checkpoints,
     /// Steps that were finished when this life of the run began.
     pub(super) first_step: u64,
+    /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
+    pub(super) progress: Option<Progress>,
 }
 
 /// How the loop ended.
@@ -64,7 +66,7 @@ impl Trainer<'_> {
             ..Outcome::default()
         };
         for step in self.first_step..train.steps {
-            self.session.heartbeat(step, Phase::Training, None);
+            self.beat(step, Phase::Training);
             let mut record = self.step(reducer, step)?;
             let done = step + 1;
             let last = done == train.steps;
@@ -74,7 +76,8 @@ impl Trainer<'_> {
             }
             outcome.steps = done;
             outcome.loss = Some(record.loss);
-            recorder.record(&record, self)?;
+            self.progress = recorder.record(&record, self)?;
+            self.beat(done, Phase::Training);
             if is_due(train.verify_every, done) {
                 self.replicas
                     .verify(self.world.stream, &self.replica.params, done)?;
@@ -92,7 +95,7 @@ impl Trainer<'_> {
             // Resumed when all steps were done already.
             outcome.val_loss = Some(self.validate(outcome.steps)?);
         }
-        self.session.heartbeat(outcome.steps, Phase::Finishing, None);
+        self.beat(outcome.steps, Phase::Finishing);
         // Nobody leaves before the last checkpoint is whole.
         self.exchange.gather("end of the run", [0.0; 2])?;
         Ok(outcome)
@@ -213,14 +216,18 @@ impl Trainer<'_> {
         (per_rank * self.world.size()) as u64
     }
 
+    fn beat(&self, done: u64, phase: Phase) {
+        self.session.heartbeat(done, phase, self.progress.clone());
+    }
+
     fn validate(&self, done: u64) -> Result<f64, TrainError> {
-        self.session.heartbeat(done, Phase::Validating, None);
+        self.beat(done, Phase::Validating);
         self.evaluation
             .mean_loss(&self.world, &self.replica, &self.exchange)
     }
 
     fn save(&mut self, done: u64) -> Result<(), TrainError> {
-        self.session.heartbeat(done, Phase::Saving, None);
+        self.beat(done, Phase::Saving);
         if self.world.rank() == 0 {
             self.checkpoints.save(
                 &self.world,

@@ -1,4 +1,208 @@
-//! What the tests of training share.
+//! What the tests of training share: small jobs whose ranks are threads.
 #![allow(dead_code, unreachable_pub, reason = "each test binary uses its part")]
 
+pub mod agent;
 pub mod deferred;
+pub mod faulty;
+
+use std::collections::BTreeMap;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use ddp_proto::env::WorkerEnv;
+use ddp_proto::ids::{Generation, GlobalRank, LocalRank, WorldSize};
+use ddp_worker::checkpoint::{Reader, Which};
+use ddp_worker::config::{self, ModelKind, Order, TrainConfig};
+use ddp_worker::device::Device;
+use ddp_worker::metrics::MetricsLine;
+use ddp_worker::session::{Cancel, MemoryStore, Session};
+use ddp_worker::train::{RunSummary, TrainError, run_worker, run_worker_on};
+
+pub type Outcome = Result<RunSummary, TrainError>;
+
+/// Which device a rank trains on.
+pub type DeviceOf = Box<dyn Fn(&Session) -> Arc<dyn Device> + Sync>;
+
+/// A small job in a folder of its own.
+pub struct Job {
+    pub config: TrainConfig,
+    pub device: Option<DeviceOf>,
+    /// How often the job was restarted before.
+    pub restarts: u32,
+    folder: tempfile::TempDir,
+}
+
+impl Job {
+    /// A GPT-2 of one block on a text of a few thousand bytes.
+    pub fn new() -> Self {
+        let folder = tempfile::tempdir().unwrap();
+        let train = folder.path().join("text");
+        std::fs::write(&train, text()).unwrap();
+        let model = config::Model {
+            kind: ModelKind::Gpt2,
+            n_layer: 1,
+            n_head: 2,
+            n_embd: 16,
+            block_size: 16,
+            vocab_size: None,
+        };
+        let data = config::Data {
+            train,
+            val: None,
+            tokenizer: config::Tokenizer::Bytes,
+            order: Order::Shuffled,
+        };
+        let mut config = TrainConfig {
+            run: config::Run::default(),
+            model,
+            data,
+            train: config::Train::default(),
+            parallel: config::Parallel::default(),
+            launch: BTreeMap::default(),
+        };
+        config.run.out_dir = Some(folder.path().join("run"));
+        config.train.steps = 6;
+        config.train.micro_batch = 2;
+        config.train.optimizer.lr = 1e-2;
+        config.train.threads = Some(1);
+        config.train.verify_every = 1;
+        // Several buckets even for so small a model.
+        config.parallel.first_bucket_mb = 0.002;
+        config.parallel.bucket_mb = 0.004;
+        config.parallel.timeout_s = 60.0;
+        Self {
+            config,
+            device: None,
+            restarts: 0,
+            folder,
+        }
+    }
+
+    pub fn with(change: impl FnOnce(&mut TrainConfig)) -> Self {
+        let mut job = Self::new();
+        change(&mut job.config);
+        job
+    }
+
+    /// Runs all ranks of one node to their end. As an agent does, the generation is ended for all when one fails.
+    pub fn run(&self, world_size: u32) -> Vec<Outcome> {
+        self.run_with(world_size, |_, _| ())
+    }
+
+    /// As [`Job::run`]; `meddle` sees the configuration of each rank before it starts.
+    pub fn run_with(&self, world_size: u32, meddle: impl Fn(u32, &mut TrainConfig)) -> Vec<Outcome> {
+        let store = Arc::new(MemoryStore::default());
+        let session = |rank| Session::in_process(self.env(rank, world_size), store.clone());
+        let sessions: Vec<Session> = (0..world_size).map(session).collect();
+        let cancels: Vec<Cancel> = sessions.iter().map(Session::cancel).collect();
+        std::thread::scope(|scope| {
+            let mut ranks = Vec::new();
+            for (rank, session) in sessions.iter().enumerate() {
+                let mut config = self.config.clone();
+                meddle(rank as u32, &mut config);
+                let cancels = &cancels;
+                ranks.push(scope.spawn(move || {
+                    let outcome = match &self.device {
+                        Some(device) => run_worker_on(device(session), &config, session),
+                        None => run_worker(&config, session),
+                    };
+                    if outcome.is_err() {
+                        let others = cancels.iter().enumerate().filter(|(other, _)| *other != rank);
+                        others.for_each(|(_, cancel)| cancel.cancel(format!("rank {rank} failed")));
+                    }
+                    outcome
+                }));
+            }
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        })
+    }
+
+    /// Runs all ranks; all must succeed.
+    pub fn train(&self, world_size: u32) -> Trained {
+        let outcomes = self.run(world_size);
+        let summaries: Vec<RunSummary> = outcomes
+            .into_iter()
+            .map(|o| o.unwrap_or_else(|e| panic!("{e}")))
+            .collect();
+        Trained {
+            summary: summaries[0].clone(),
+            metrics: self.metrics(),
+            state: self.state(),
+        }
+    }
+
+    pub fn out_dir(&self) -> PathBuf {
+        self.config.run.out_dir.clone().unwrap()
+    }
+
+    /// All lines of `metrics.jsonl`.
+    pub fn metrics(&self) -> Vec<MetricsLine> {
+        let text = std::fs::read_to_string(self.out_dir().join("metrics.jsonl")).unwrap();
+        text.lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect()
+    }
+
+    /// Hash of each tensor of the latest checkpoint: parameters and moments.
+    pub fn state(&self) -> BTreeMap<String, String> {
+        let reader = Reader::open(&self.out_dir(), Which::Latest).unwrap();
+        let tensors = reader.manifest().tensors.iter();
+        tensors
+            .map(|tensor| {
+                let elements = tensor.shape.iter().product::<usize>() as u64;
+                let bytes = reader.read(&tensor.name, 0..elements).unwrap();
+                (tensor.name.clone(), blake3::hash(&bytes).to_hex().to_string())
+            })
+            .collect()
+    }
+
+    pub fn env(&self, rank: u32, world_size: u32) -> WorkerEnv {
+        let mut env = WorkerEnv::single();
+        env.rank = GlobalRank(rank);
+        env.local_rank = LocalRank(rank);
+        env.world_size = WorldSize(world_size);
+        env.local_world_size = world_size;
+        env.run_id = "test".into();
+        env.restart_count = self.restarts;
+        env.generation = Generation(u64::from(self.restarts) + 1);
+        env
+    }
+}
+
+/// What a job came to.
+pub struct Trained {
+    pub summary: RunSummary,
+    pub metrics: Vec<MetricsLine>,
+    pub state: BTreeMap<String, String>,
+}
+
+impl Trained {
+    pub fn losses(&self) -> Vec<f64> {
+        self.metrics.iter().map(|line| line.loss).collect()
+    }
+
+    /// Bytes of gradients that rank 0 sent in all.
+    pub fn grad_bytes(&self) -> u64 {
+        self.metrics.iter().map(|line| line.wire_bytes.grads).sum()
+    }
+}
+
+/// Sentences with some structure to learn.
+fn text() -> String {
+    let mut text = String::new();
+    let mut state = 12_345_u64;
+    let mut pick = |n: u64| {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) % n
+    };
+    for _ in 0..250 {
+        let subject = ["the reader", "a rank", "every step", "the launcher"][pick(4) as usize];
+        let verb = ["waits for", "follows", "counts", "stops"][pick(4) as usize];
+        let object = ["the gradient", "its peers", "the last bucket", "nothing"][pick(4) as usize];
+        let _ = writeln!(text, "{subject} {verb} {object}.");
+    }
+    text
+}

@@ -1,0 +1,261 @@
+//! The reducer over several ranks, without any model.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ddp_worker::collective::{Communicator, Executor, Place, WireBytes, connect};
+use ddp_worker::config::Sync;
+use ddp_worker::device::{CpuDevice, Device, Event};
+use ddp_worker::model::ParamId;
+use ddp_worker::parallel::{
+    GradSpec, GradientLayout, LayoutConfig, ReduceError, Reducer, ReducerConfig, Replicas,
+};
+use ddp_worker::session::{Cancel, MemoryStore};
+use proptest::prelude::*;
+
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// Runs `work(rank)` on every rank of one node, each with a communicator of its own.
+fn ranks<T: Send>(
+    size: usize,
+    executor: Executor,
+    cancel: &Cancel,
+    work: impl Fn(Communicator, Arc<dyn Device>) -> T + std::marker::Sync,
+) -> Vec<T> {
+    let store = MemoryStore::default();
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..size)
+            .map(|rank| {
+                let (store, work) = (store.clone(), &work);
+                scope.spawn(move || {
+                    let transport =
+                        connect(&Place::on_one_node(rank, size), &store, cancel, TIMEOUT).unwrap();
+                    let comm = Communicator::new("world", transport, executor, TIMEOUT, cancel);
+                    work(comm, Arc::new(CpuDevice::new(1).unwrap()))
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+    })
+}
+
+fn layout(sizes: &[usize], bucket_bytes: usize, world_size: usize) -> Arc<GradientLayout> {
+    let named = sizes.iter().enumerate();
+    let specs = named
+        .map(|(i, &len)| GradSpec::new(format!("p{i}"), &[len]))
+        .collect();
+    let order: Vec<ParamId> = (0..sizes.len()).rev().map(ParamId).collect();
+    let config = LayoutConfig {
+        first_bucket_bytes: bucket_bytes / 2,
+        bucket_bytes,
+        ..LayoutConfig::new(world_size)
+    };
+    Arc::new(GradientLayout::new(specs, &order, &config).unwrap())
+}
+
+/// Element `i` of the gradient of `id` in one micro-batch of one rank: not a round number.
+fn contribution(rank: usize, micro_batch: usize, id: usize, i: usize) -> f32 {
+    let number = 1 + rank * 7919 + micro_batch * 104_729 + id * 1_299_709 + i * 31;
+    (number % 10_007) as f32 / 997.0 - 5.0
+}
+
+/// What every rank must read: micro-batches added on each rank, ranks added in order, scaled once.
+fn expected(size: usize, accumulation: usize, id: usize, i: usize) -> f32 {
+    let of_rank = |rank| (0..accumulation).fold(0.0, |sum, m| sum + contribution(rank, m, id, i));
+    let sum = (1..size).fold(of_rank(0), |sum, rank| sum + of_rank(rank));
+    sum * (1.0 / (accumulation * size) as f32)
+}
+
+/// One step; each rank reports its gradients in an order of its own. Returns all averages.
+fn step(
+    comm: &Communicator,
+    reducer: &mut Reducer,
+    sizes: &[usize],
+    accumulation: usize,
+) -> Result<Vec<Vec<f32>>, ReduceError> {
+    let mut step = reducer.step(accumulation)?;
+    for micro_batch in 0..accumulation {
+        if micro_batch > 0 {
+            step.next_micro_batch()?;
+        }
+        for k in 0..sizes.len() {
+            let id = (k * 5 + comm.rank() * 3) % sizes.len();
+            let id = if sizes.len().is_multiple_of(5) { k } else { id };
+            let mut grad = step.grad_mut::<f32>(ParamId(id))?;
+            for (i, x) in grad.iter_mut().enumerate() {
+                *x += contribution(comm.rank(), micro_batch, id, i);
+            }
+            drop(grad);
+            step.ready(ParamId(id), Event::reached())?;
+        }
+    }
+    let averages = step.finish(Instant::now() + TIMEOUT)?;
+    (0..sizes.len())
+        .map(|id| Ok(averages.grad::<f32>(ParamId(id))?.to_vec()))
+        .collect()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(12))]
+
+    #[test]
+    fn averages_are_the_sums_in_rank_order_bit_by_bit(
+        sizes in prop::collection::vec(1_usize..3000, 1..9),
+        bucket_bytes in 0_usize..20_000,
+        size in 1_usize..5,
+        accumulation in 1_usize..4,
+        mode in 0_usize..6,
+    ) {
+        let sync = [Sync::Bucketed, Sync::PerParameter, Sync::Naive][mode % 3];
+        let overlap = mode < 3;
+        let executor = if overlap { Executor::Thread } else { Executor::Inline };
+        let layout = layout(&sizes, bucket_bytes, size);
+        let all = ranks(size, executor, &Cancel::new(), |comm, device| {
+            let config = ReducerConfig { sync, overlap };
+            let mut reducer = Reducer::new(comm.clone(), &device, layout.clone(), config).unwrap();
+            let first = step(&comm, &mut reducer, &sizes, accumulation).unwrap();
+            let second = step(&comm, &mut reducer, &sizes, accumulation).unwrap();
+            assert_eq!(first, second);
+            first
+        });
+        for averages in all {
+            for (id, grad) in averages.iter().enumerate() {
+                for (i, found) in grad.iter().enumerate() {
+                    let expected = expected(size, accumulation, id, i);
+                    prop_assert_eq!(found.to_bits(), expected.to_bits(), "p{} element {}", id, i);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn eight_ranks_on_few_cores_make_progress() {
+    let sizes = [70_000, 300, 5000, 1, 90_000, 17, 64];
+    let layout = layout(&sizes, 100_000, 8);
+    let all = ranks(8, Executor::Thread, &Cancel::new(), |comm, device| {
+        let mut reducer =
+            Reducer::new(comm.clone(), &device, layout.clone(), ReducerConfig::default()).unwrap();
+        for _ in 0..4 {
+            step(&comm, &mut reducer, &sizes, 1).unwrap();
+        }
+        step(&comm, &mut reducer, &sizes, 1).unwrap()
+    });
+    for averages in &all {
+        assert_eq!(averages, &all[0]);
+    }
+    assert_eq!(all[0][3], [expected(8, 1, 3, 0)]);
+}
+
+#[test]
+fn only_the_last_micro_batch_communicates() {
+    let sizes = [5000, 3000];
+    let layout = layout(&sizes, 8000, 2);
+    let padded: usize = 4 * layout.len();
+    let sent = ranks(2, Executor::Thread, &Cancel::new(), |comm, device| {
+        let mut reducer =
+            Reducer::new(comm.clone(), &device, layout.clone(), ReducerConfig::default()).unwrap();
+        step(&comm, &mut reducer, &sizes, 8).unwrap();
+        comm.wire_bytes()
+    });
+    for WireBytes { grads, params, .. } in sent {
+        assert_eq!((grads as usize, params), (padded, 0));
+    }
+}
+
+#[test]
+fn a_rank_that_forgets_a_gradient_says_which_and_the_others_end_with_the_generation() {
+    let sizes = [5000, 3000, 10];
+    let layout = layout(&sizes, 8000, 2);
+    let cancel = Cancel::new();
+    let outcomes = ranks(2, Executor::Thread, &cancel, |comm, device| {
+        let mut reducer =
+            Reducer::new(comm.clone(), &device, layout.clone(), ReducerConfig::default()).unwrap();
+        if comm.rank() == 0 {
+            return step(&comm, &mut reducer, &sizes, 1).map(|_| ());
+        }
+        let mut step = reducer.step(1)?;
+        for id in [2, 0] {
+            step.grad_mut::<f32>(ParamId(id))?[0] += 1.0;
+            step.ready(ParamId(id), Event::reached())?;
+        }
+        let outcome = step.finish(Instant::now() + TIMEOUT).map(|_| ());
+        cancel.cancel("rank 1 failed");
+        outcome
+    });
+    assert!(
+        matches!(&outcomes[1], Err(ReduceError::Missing { param, .. }) if param == "p1"),
+        "{outcomes:?}"
+    );
+    let message = outcomes[0].as_ref().unwrap_err().to_string();
+    assert!(
+        message.contains("the generation is over: rank 1 failed"),
+        "{message}"
+    );
+    assert!(
+        message.contains("all-reduce") && message.contains("bucket "),
+        "{message}"
+    );
+}
+
+#[test]
+fn times_are_measured() {
+    let sizes = [200_000];
+    let layout = layout(&sizes, 1 << 20, 2);
+    let times = ranks(2, Executor::Inline, &Cancel::new(), |comm, device| {
+        let config = ReducerConfig {
+            overlap: false,
+            ..ReducerConfig::default()
+        };
+        let mut reducer = Reducer::new(comm, &device, layout.clone(), config).unwrap();
+        let mut step = reducer.step(1).unwrap();
+        step.grad_mut::<f32>(ParamId(0)).unwrap()[0] = 1.0;
+        step.ready(ParamId(0), Event::reached()).unwrap();
+        step.finish(Instant::now() + TIMEOUT).unwrap().times()
+    });
+    for times in times {
+        // Nothing overlaps, so all of it is exposed.
+        assert!(
+            times.comm > Duration::ZERO && times.exposed >= times.comm,
+            "{times:?}"
+        );
+    }
+}
+
+#[test]
+fn replicas_start_as_rank_0_and_differences_are_found() {
+    let layout = layout(&[40, 50, 60], 1 << 20, 3);
+    let outcomes = ranks(3, Executor::Thread, &Cancel::new(), |comm, device| {
+        let replicas = Replicas::new(&comm, &device, &layout).unwrap();
+        let spec = ddp_worker::device::ArenaSpec {
+            name: "parameters".into(),
+            dtype: layout.dtype(),
+            len: layout.len(),
+            sharing: ddp_worker::device::Sharing::Private,
+        };
+        let params = device.alloc(&spec).unwrap();
+        params
+            .whole()
+            .host_mut::<f32>()
+            .unwrap()
+            .fill(comm.rank() as f32 + 1.0);
+        let stream = device.stream();
+        replicas.broadcast(stream, &params.whole()).unwrap();
+        assert!(params.whole().host::<f32>().unwrap().iter().all(|&p| p == 1.0));
+        replicas.verify(stream, &params, 0).unwrap();
+        if comm.rank() > 0 {
+            let wrong = if comm.rank() == 1 { 2 } else { 1 };
+            params
+                .slice(layout.range(ParamId(wrong)))
+                .host_mut::<f32>()
+                .unwrap()[7] = 3.0;
+        }
+        replicas.verify(stream, &params, 12).unwrap_err().to_string()
+    });
+    for message in outcomes {
+        assert!(
+            message.starts_with("parameter `p1` of rank 2 differs from rank 0 after step 12"),
+            "{message}"
+        );
+    }
+}
