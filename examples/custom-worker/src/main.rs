@@ -21,6 +21,7 @@ const CLASSES: usize = 3;
 const BATCH: u64 = 64;
 const STEPS: u64 = 1000;
 const LEARNING_RATE: f32 = 1.0;
+const UNSEEN: std::ops::Range<u64> = 1 << 40..(1 << 40) + 1000;
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 const W1: ParamId = ParamId(0);
@@ -37,14 +38,20 @@ const SHAPES: [(&str, &[usize]); 4] = [
 fn main() -> Result<()> {
     let session = Session::from_env()?;
     let result = train(&session);
-    if let Err(error) = &result {
-        session.fail(&error.to_string(), None);
+    match &result {
+        Ok(net) => println!(
+            "accuracy {:.1}%, parameters {:016x}",
+            100.0 * net.accuracy(UNSEEN),
+            net.fingerprint()
+        ),
+        Err(error) => session.fail(&error.to_string(), None),
     }
     session.shutdown();
-    result
+    result.map(|_| ())
 }
 
-fn train(session: &Session) -> Result<()> {
+/// Trains on all ranks; every one ends with the same network.
+fn train(session: &Session) -> Result<Net> {
     let comm = join_world(session, &JoinOptions::default())?;
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1)?);
     let specs = SHAPES
@@ -80,14 +87,8 @@ fn train(session: &Session) -> Result<()> {
             println!("step {}/{STEPS}  loss {:.4}", step + 1, loss.host::<f32>()?[0]);
         }
     }
-    let unseen = 1 << 40..(1 << 40) + 1000;
-    println!(
-        "accuracy {:.1}%, parameters {:016x}",
-        100.0 * net.accuracy(unseen),
-        net.fingerprint()
-    );
     comm.shutdown();
-    Ok(())
+    Ok(net)
 }
 
 /// `tanh(x·W1ᵀ + b1)·W2ᵀ + b2`; parameters by id, row-major.
@@ -226,4 +227,32 @@ fn random(key: u64, n: u64) -> f32 {
     z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
     z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
     ((z ^ (z >> 31)) >> 40) as f32 / (1 << 24) as f32
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::env::WorkerEnv;
+    use ddp_proto::ids::{GlobalRank, LocalRank, WorldSize};
+    use ddp_worker::session::MemoryStore;
+
+    use super::*;
+
+    #[test]
+    fn two_ranks_learn_the_same() {
+        let store = Arc::new(MemoryStore::default());
+        let nets: Vec<Net> = std::thread::scope(|scope| {
+            let start = |rank: u32| {
+                let mut env = WorkerEnv::single();
+                (env.rank, env.local_rank) = (GlobalRank(rank), LocalRank(rank));
+                (env.world_size, env.local_world_size) = (WorldSize(2), 2);
+                let session = Session::in_process(env, store.clone());
+                scope.spawn(move || train(&session).unwrap())
+            };
+            let ranks = [start(0), start(1)];
+            ranks.into_iter().map(|rank| rank.join().unwrap()).collect()
+        });
+        assert_eq!(nets[0].fingerprint(), nets[1].fingerprint());
+        let (learned, fresh) = (nets[0].accuracy(UNSEEN), Net::new().accuracy(UNSEEN));
+        assert!(learned > 0.95 && fresh < 0.6, "{fresh} to {learned}");
+    }
 }

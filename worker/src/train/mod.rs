@@ -34,7 +34,7 @@ use std::time::Instant;
 use ddp_proto::control::Phase;
 
 use crate::config::TrainConfig;
-use crate::data::Entropies;
+use crate::data::{Entropies, TokenFile, Tokens};
 use crate::device::Device;
 use crate::metrics::{MetricsLog, Summary};
 use crate::session::Session;
@@ -44,6 +44,9 @@ pub use error::TrainError;
 use recorder::{Recorder, say};
 use setup::{Prepared, prepare};
 use trainer::Outcome;
+
+/// Of a longer text only the start is counted.
+const MAX_ENTROPY_BYTES: usize = 64 << 20;
 
 /// What a run has come to, as one rank knows it.
 #[derive(Clone, Debug, PartialEq)]
@@ -138,7 +141,7 @@ fn conclude(
     let trainer = &prepared.trainer;
     let config = trainer.config;
     let env = trainer.session.env();
-    let entropies = prepared.dataset.val_entropies()?;
+    let entropies = text_entropies(config)?;
     let samples = trainer.loader.consumed_before(outcome.steps);
     let summary = Summary {
         name: config.run.name.clone(),
@@ -163,6 +166,13 @@ fn conclude(
     Ok(())
 }
 
+/// Entropies of the training text as a whole, held-out part included, or of the start of a long one.
+fn text_entropies(config: &TrainConfig) -> Result<Entropies, TrainError> {
+    let file = TokenFile::open(&config.data.train)?;
+    let measured = file.len().min(MAX_ENTROPY_BYTES);
+    Ok(Entropies::of(&Tokens::new(Arc::new(file), 0..measured))?)
+}
+
 /// The validation loss beside what a model without context can reach.
 fn verdict(outcome: &Outcome, entropies: Entropies) -> String {
     let Entropies { unigram, bigram } = entropies;
@@ -172,7 +182,7 @@ fn verdict(outcome: &Outcome, entropies: Entropies) -> String {
             outcome.steps
         ),
         (None, Some(loss)) => format!(
-            "validation text: unigram {unigram:.2}, bigram {bigram:.2}, this model {loss:.4} nats a byte"
+            "nats a byte: unigram {unigram:.2}, bigram {bigram:.2} (entropies of the text), this model {loss:.4} (validation)"
         ),
         (None, None) => format!("done after step {}", outcome.steps),
     }

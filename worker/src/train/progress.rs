@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-/// Shortest time between two step lines.
-const LINE_INTERVAL: Duration = Duration::from_secs(1);
+/// Bounds of the time between two step lines, which is a hundredth of the run so far.
+const LINE_INTERVALS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
 /// Counts steps and tokens since the start of this life of the run.
 pub(super) struct Pace {
@@ -45,11 +45,13 @@ impl Pace {
     }
 
     /// The line for a finished step, if one is due: the first and the last step, new validation losses, and
-    /// otherwise one a second.
+    /// otherwise one a second at first, fewer later.
     pub(super) fn line(&mut self, now: Instant, numbers: &StepNumbers, is_news: bool) -> Option<String> {
+        let [shortest, longest] = LINE_INTERVALS;
+        let interval = (now.duration_since(self.started) / 100).clamp(shortest, longest);
         let recent = self
             .last_line
-            .is_some_and(|last| now.duration_since(last) < LINE_INTERVAL);
+            .is_some_and(|last| now.duration_since(last) < interval);
         if recent && !is_news && numbers.step < self.steps {
             return None;
         }
@@ -142,6 +144,19 @@ mod tests {
         assert!(pace.line(at(1599), &numbers(4), false).is_none());
         assert!(pace.line(at(1600), &numbers(5), false).is_some());
         assert!(pace.line(at(1601), &numbers(600), false).is_some());
+    }
+
+    #[test]
+    fn a_long_run_says_less() {
+        let start = Instant::now();
+        let at = |s| start + Duration::from_secs(s);
+        let mut pace = Pace::new(start, 0, 600);
+        assert!(pace.line(at(1000), &numbers(1), false).is_some());
+        assert!(pace.line(at(1009), &numbers(2), false).is_none());
+        assert!(pace.line(at(1011), &numbers(3), false).is_some());
+        assert!(pace.line(at(100_000), &numbers(4), false).is_some());
+        assert!(pace.line(at(100_029), &numbers(5), false).is_none());
+        assert!(pace.line(at(100_030), &numbers(6), false).is_some());
     }
 
     #[test]

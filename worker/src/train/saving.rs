@@ -51,12 +51,12 @@ struct Part<'a> {
 /// A tensor's name and global shape, as a checkpoint has them.
 struct Named {
     name: String,
-    shape: Vec<usize>,
+    shape: Vec<u64>,
 }
 
 impl Named {
     fn elements(&self) -> u64 {
-        self.shape.iter().product::<usize>() as u64
+        self.shape.iter().product()
     }
 }
 
@@ -234,7 +234,7 @@ fn names_by_id(part: &Part<'_>, model: &Model) -> impl Iterator<Item = (ParamId,
     model.params.iter().enumerate().map(move |(id, spec)| {
         let named = Named {
             name: format!("{prefix}{}", spec.name),
-            shape: spec.shape.clone(),
+            shape: spec.shape.iter().map(|&d| d as u64).collect(),
         };
         (ParamId(id), named)
     })

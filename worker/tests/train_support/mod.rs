@@ -150,7 +150,7 @@ impl Job {
         let tensors = reader.manifest().tensors.iter();
         tensors
             .map(|tensor| {
-                let elements = tensor.shape.iter().product::<usize>() as u64;
+                let elements = tensor.shape.iter().product();
                 let bytes = reader.read(&tensor.name, 0..elements).unwrap();
                 (tensor.name.clone(), blake3::hash(&bytes).to_hex().to_string())
             })
