@@ -25,7 +25,7 @@ use crate::device::HostMemory;
 /// Most bytes of an operation whose elements travel beside its header.
 pub(super) const SLOT_BYTES: usize = 32 << 10;
 /// Size of a stage.
-pub(super) const STAGE_BYTES: usize = 256 << 10;
+pub(super) const STAGE_BYTES: usize = 512 << 10;
 /// Number of stages: one is filled, one is worked on, one is emptied.
 pub(super) const STAGES: usize = 3;
 

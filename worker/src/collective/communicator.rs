@@ -195,26 +195,21 @@ impl Communicator {
     /// Allocates an arena on which operations of this group need no copies. Every rank must call it, with the
     /// same size, and with no operation in flight.
     pub fn alloc_shared(&self, device: &Arc<dyn Device>, spec: &ArenaSpec) -> Result<Arena, CollectiveError> {
-        let mut core = self.core();
         let wait = Wait::new(self.0.timeout, &self.0.cancel);
-        let shared = core.transport.alloc_shared(device, spec, &wait);
-        shared.map_err(|failure| {
-            core.error(
-                "shared allocation",
-                spec.len * spec.dtype.bytes(),
-                &spec.name,
-                failure,
-            )
-        })
+        let bytes = spec.len * spec.dtype.bytes();
+        self.core()
+            .set_up("shared allocation", bytes, &spec.name, |transport| {
+                transport.alloc_shared(device, spec, &wait)
+            })
     }
 
     /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
     /// (ranks of this group, ascending), and with no operation in flight.
     pub fn split(&self, name: &str, members: &[usize], executor: Executor) -> Result<Self, CollectiveError> {
-        let mut core = self.core();
         let wait = Wait::new(self.0.timeout, &self.0.cancel);
-        let transport = core.transport.split(name, members, &wait);
-        let transport = transport.map_err(|failure| core.error("split", 0, name, failure))?;
+        let transport = self.core().set_up("split", 0, name, |transport| {
+            transport.split(name, members, &wait)
+        })?;
         Ok(Self::new(
             name,
             transport,
@@ -328,6 +323,27 @@ impl Core {
         Ok(WorkTimes {
             started,
             ended: Instant::now(),
+        })
+    }
+
+    /// A collective call that is not an operation of the queue. A refusal, which all ranks hear, leaves the
+    /// communicator usable; anything else may have left the ranks at different points.
+    fn set_up<T>(
+        &mut self,
+        what: &str,
+        bytes: usize,
+        tag: &str,
+        call: impl FnOnce(&mut dyn Transport) -> Result<T, Failure>,
+    ) -> Result<T, CollectiveError> {
+        let outcome = match &self.poison {
+            Some(earlier) => Err(Failure::Poisoned(earlier.clone())),
+            None => call(self.transport.as_mut()),
+        };
+        outcome.map_err(|failure| {
+            if !matches!(failure, Failure::Refused { .. } | Failure::Device(_)) {
+                self.poison.get_or_insert_with(|| failure.to_string());
+            }
+            self.error(what, bytes, tag, failure)
         })
     }
 

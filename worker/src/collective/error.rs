@@ -62,6 +62,14 @@ pub enum Failure {
     /// The operation cannot be done with this buffer.
     #[error("{0}")]
     Invalid(String),
+    /// A rank could not do its part of a collective call, so none did.
+    #[error("rank {rank} refused: {why}")]
+    Refused {
+        /// Global rank.
+        rank: usize,
+        /// Its words.
+        why: String,
+    },
     /// An earlier operation of the same communicator failed.
     #[error("an earlier operation failed: {0}")]
     Poisoned(String),

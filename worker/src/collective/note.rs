@@ -12,8 +12,8 @@ use super::moves::Moves;
 use super::{Failure, Wait};
 
 /// Size of a note on its way; a longer refusal is cut.
-const NOTE_BYTES: usize = 512;
-const REFUSAL_BOUND: usize = 160;
+const NOTE_BYTES: usize = 1280;
+const REFUSAL_BOUND: usize = 240;
 
 /// What one rank tells the others.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
@@ -83,8 +83,8 @@ impl Flat {
             let global = self.group.global(rank);
             let note: Note = serde_json::from_slice(bytes)
                 .map_err(|e| Failure::Invalid(format!("rank {global} sent a malformed note: {e}")))?;
-            if let Some(refusal) = &note.refusal {
-                return Err(Failure::Invalid(format!("rank {global} refused: {refusal}")));
+            if let Some(why) = note.refusal {
+                return Err(Failure::Refused { rank: global, why });
             }
             notes.push(note);
         }
