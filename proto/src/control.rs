@@ -53,6 +53,9 @@ pub enum ToAgent {
         /// What to do next, if the worker knows.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         hint: Option<String>,
+        /// It failed only because another rank did: the agent looks for that one before it names this one.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        consequence: bool,
     },
     /// Write-once put into the store of this generation. Answered by [`ToWorker::KvReply`].
     KvPut {

@@ -1,4 +1,4 @@
-//! The environment contract between agent and worker, torchrun's plus two variables of our own.
+//! The environment contract between agent and worker, torchrun's plus three variables of our own.
 //!
 //! This file is the only one that writes or parses these variables.
 
@@ -10,6 +10,8 @@ use crate::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
 pub const DDP_CONTROL: &str = "DDP_CONTROL";
 /// Generation that the worker belongs to.
 pub const DDP_GENERATION: &str = "DDP_GENERATION";
+/// Random name of this run of the job, which its restarts share and a later run under the same run id does not.
+pub const DDP_RUN_TOKEN: &str = "DDP_RUN_TOKEN";
 /// Marks every process of one launcher, so that its guardian finds descendants that made a session of their own.
 pub const DDP_JOB_MARKER: &str = "DDP_JOB_MARKER";
 /// Set to `bar` when the launcher draws the progress bar, so that rank 0 prints no step lines.
@@ -35,6 +37,7 @@ pub const SCRUBBED: &[&str] = &[
     "TORCHELASTIC_USE_AGENT_STORE",
     DDP_CONTROL,
     DDP_GENERATION,
+    DDP_RUN_TOKEN,
     DDP_JOB_MARKER,
     DDP_PROGRESS,
 ];
@@ -66,6 +69,8 @@ pub struct WorkerEnv {
     pub max_restarts: u32,
     /// `TORCHELASTIC_RUN_ID`
     pub run_id: String,
+    /// `DDP_RUN_TOKEN`; none under another launcher.
+    pub run_token: Option<String>,
     /// `TORCHELASTIC_ERROR_FILE`; none when the worker was not started by an agent.
     pub error_file: Option<String>,
     /// `DDP_GENERATION`
@@ -112,6 +117,7 @@ impl WorkerEnv {
             restart_count: 0,
             max_restarts: 0,
             run_id: "single".into(),
+            run_token: None,
             error_file: None,
             generation: Generation(1),
             control: None,
@@ -144,6 +150,9 @@ impl WorkerEnv {
             set("TORCHELASTIC_ERROR_FILE", file.clone());
         }
         set(DDP_GENERATION, self.generation.to_string());
+        if let Some(token) = &self.run_token {
+            set(DDP_RUN_TOKEN, token.clone());
+        }
         if let Some(control) = &self.control {
             set(DDP_CONTROL, control.clone());
         }
@@ -186,6 +195,7 @@ impl WorkerEnv {
             restart_count: number("TORCHELASTIC_RESTART_COUNT")?.unwrap_or(0),
             max_restarts: number("TORCHELASTIC_MAX_RESTARTS")?.unwrap_or(0),
             run_id: get("TORCHELASTIC_RUN_ID").unwrap_or_else(|| "none".into()),
+            run_token: get(DDP_RUN_TOKEN),
             error_file: get("TORCHELASTIC_ERROR_FILE"),
             generation: Generation(u64::from(number(DDP_GENERATION)?.unwrap_or(1))),
             control: get(DDP_CONTROL),

@@ -10,6 +10,9 @@ use super::event::Turn;
 use super::job::{Job, Node, Phase, Running};
 use super::ranks::{self, Candidate, Seat};
 
+/// How many names a run may have: as many as a die has faces.
+const TOKENS: f64 = (1_u64 << 53) as f64;
+
 impl Job {
     /// Starts the next generation with these nodes, or the best of them.
     pub(super) fn start(&mut self, turn: &mut Turn<'_>, candidates: Vec<Candidate>, reason: &str) {
@@ -25,6 +28,9 @@ impl Job {
             .collect();
         self.generation = self.highest_generation() + 1;
         let reason = format!("generation {}: {reason}; {rank_reason}", self.generation);
+        if self.run_token.is_empty() {
+            self.run_token = format!("{:014x}", (turn.at.dice * TOKENS) as u64);
+        }
         let assignment = self.assignment(turn.config, reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
         for node in self.nodes.values_mut() {
@@ -33,6 +39,7 @@ impl Job {
         self.phase = Phase::Running(Running {
             assignment,
             succeeded: BTreeSet::new(),
+            suspect: None,
         });
         let members: Vec<String> = self
             .previous
@@ -75,6 +82,7 @@ impl Job {
             master_port,
             lease_ms: config.lease_ms(),
             reason,
+            run_token: self.run_token.clone(),
         }
     }
 

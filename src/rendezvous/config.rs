@@ -11,6 +11,8 @@ pub struct Config {
     pub lease: Duration,
     /// A node whose connection broke is lost after this long, if its lease does not end before.
     pub reconnect_grace: Duration,
+    /// A worker that names another rank as the cause of its failure is not blamed for this long.
+    pub culprit_wait: Duration,
     /// With `--nnodes MIN:MAX`: how long to wait for more nodes once MIN are there.
     pub last_call: Duration,
     /// Pause before the first restart; doubled for each further one.
@@ -71,6 +73,7 @@ impl Default for Config {
         Self {
             lease: Duration::from_secs(15),
             reconnect_grace: Duration::from_secs(5),
+            culprit_wait: Duration::from_millis(500),
             last_call: Duration::from_secs(10),
             backoff_base: Duration::from_millis(100),
             backoff_cap: Duration::from_secs(30),

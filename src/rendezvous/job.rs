@@ -10,6 +10,7 @@ use ddp_proto::rendezvous::{Assignment, GenerationOver, HeartbeatAck, Join, Node
 
 use super::event::{ConnId, Peer, Turn};
 use super::kv::KvStore;
+use super::outcome::Blow;
 use super::ranks::Seat;
 use super::words;
 
@@ -22,6 +23,8 @@ pub(super) struct Job {
     /// Last generation of a run or a daemon before this one: no number is used twice.
     pub(super) floor: u64,
     pub(super) restart_count: u32,
+    /// Random name of this run, from its first assignment on.
+    pub(super) run_token: String,
     /// By incarnation.
     pub(super) nodes: BTreeMap<String, Node>,
     /// Incarnations of lost nodes, newest last: they may come back when the job is over.
@@ -66,6 +69,15 @@ pub(super) struct Running {
     pub(super) assignment: Assignment,
     /// Members whose workers all ended with 0, by incarnation.
     pub(super) succeeded: BTreeSet<String>,
+    /// A failure that names another one as its cause, which is waited for.
+    pub(super) suspect: Option<Suspect>,
+}
+
+/// What ends the generation if nothing better comes.
+#[derive(Debug)]
+pub(super) struct Suspect {
+    pub(super) blow: Blow,
+    pub(super) until: Duration,
 }
 
 #[derive(Debug)]
@@ -110,6 +122,7 @@ impl Job {
             generation: 0,
             floor,
             restart_count: 0,
+            run_token: String::new(),
             nodes: BTreeMap::new(),
             lost: VecDeque::new(),
             arrivals: 0,
@@ -211,7 +224,8 @@ impl Job {
                 }
                 self.nodes.clear();
             }
-            Phase::Running(_) | Phase::Over(_) => {}
+            Phase::Running(_) => self.judge_suspect(turn),
+            Phase::Over(_) => {}
         }
         self.plan_wake();
     }
@@ -230,7 +244,7 @@ impl Job {
         let phase = match &self.phase {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
             Phase::Over(over) => Some(over.until),
-            Phase::Running(_) => None,
+            Phase::Running(running) => running.suspect.as_ref().map(|suspect| suspect.until),
         };
         self.next_wake = [leases, phase, self.kv.next_deadline()]
             .into_iter()

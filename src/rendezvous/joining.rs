@@ -171,6 +171,10 @@ impl Job {
             turn.send(node.conn, generation, Reply::GenerationOver(over));
         }
         self.floor = self.floor.max(generation);
+        if self.run_token.is_empty() && generation > 0 {
+            // A daemon before this one has named the run.
+            self.run_token.clone_from(&node.join.run_token);
+        }
         if let Phase::Gathering(g) = &mut self.phase
             && g.until == Duration::MAX
         {
@@ -296,6 +300,7 @@ fn check_bounds(config: &Config, joining: &Joining) -> Result<(), String> {
         &join.hostname,
         &join.local_addr,
         &join.job_signature,
+        &join.run_token,
         &joining.incarnation,
     ];
     if names.iter().any(|name| name.len() > config.max_name_bytes) {

@@ -6,7 +6,7 @@ use ddp_proto::rendezvous::{GenerationOver, JobOver, Leave, WorkerExit};
 
 use super::config::Config;
 use super::event::Turn;
-use super::job::{Gathering, Job, Over, Phase, Readiness};
+use super::job::{Gathering, Job, Over, Phase, Readiness, Suspect};
 use super::joining::join_timeout;
 use super::kv::clip;
 use super::words;
@@ -15,16 +15,20 @@ use super::words;
 const MAX_LOST: usize = 4096;
 
 /// What ended a generation.
-struct Blow {
+#[derive(Debug)]
+pub(super) struct Blow {
     cause: String,
     /// Exit code of the job if the restart budget is used up.
     exit_code: i32,
     /// The worker that failed, and its host; none if a node is gone.
     failure: Option<(WorkerExit, String)>,
+    /// A restart cannot help.
+    permanent: bool,
 }
 
 impl Job {
-    /// The first failure to arrive ends the generation; later ones are its consequences.
+    /// The first failure to arrive ends the generation; later ones are its consequences. One that says that it is a
+    /// consequence itself is held back for a moment, for the cause to arrive.
     pub(super) fn worker_exit(
         &mut self,
         turn: &mut Turn<'_>,
@@ -41,15 +45,37 @@ impl Job {
             .map_or_else(String::new, |node| node.join.hostname.clone());
         let exit = clamp(turn.config, exit);
         let cause = words::worker_exit(&exit, &hostname);
-        let exit_code = words::exit_code(&exit);
-        self.strike(
-            turn,
-            Blow {
-                cause,
-                exit_code,
-                failure: Some((exit, hostname)),
-            },
-        );
+        let blow = Blow {
+            cause,
+            exit_code: words::exit_code(&exit),
+            permanent: exit.permanent,
+            failure: Some((exit, hostname)),
+        };
+        // The agent of a single node has looked for a better cause already.
+        if self.previous.len() == 1 || !blow.is_consequence() {
+            return self.strike(turn, blow);
+        }
+        if let Phase::Running(running) = &mut self.phase
+            && running.suspect.is_none()
+        {
+            turn.decided(format!(
+                "job `{}`: {}; waiting {} ms for the cause",
+                self.id,
+                blow.cause,
+                turn.config.culprit_wait.as_millis()
+            ));
+            let until = turn.at.now + turn.config.culprit_wait;
+            running.suspect = Some(Suspect { blow, until });
+        }
+    }
+
+    /// Ends the generation with the suspect when its time is over.
+    pub(super) fn judge_suspect(&mut self, turn: &mut Turn<'_>) {
+        if let Phase::Running(running) = &mut self.phase
+            && let Some(suspect) = running.suspect.take_if(|suspect| suspect.until <= turn.at.now)
+        {
+            self.strike(turn, suspect.blow);
+        }
     }
 
     /// All workers of a node ended with 0; when that is true of every node, the job has succeeded.
@@ -135,6 +161,7 @@ impl Job {
                     cause,
                     exit_code: i32::from(exit_code),
                     failure: None,
+                    permanent: false,
                 },
             );
         } else {
@@ -160,8 +187,9 @@ impl Job {
             return;
         };
         let max_restarts = running.assignment.max_restarts;
-        if self.restart_count >= max_restarts {
+        if blow.permanent || self.restart_count >= max_restarts {
             let reason = match max_restarts {
+                _ if blow.permanent => format!("{}; a restart cannot help", blow.cause),
                 0 => blow.cause,
                 n => format!("{}; all {n} restarts are used up", blow.cause),
             };
@@ -244,6 +272,12 @@ impl Job {
             told,
             until,
         });
+    }
+}
+
+impl Blow {
+    fn is_consequence(&self) -> bool {
+        self.failure.as_ref().is_some_and(|(exit, _)| exit.consequence)
     }
 }
 

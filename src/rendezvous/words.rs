@@ -74,6 +74,9 @@ pub(super) fn worker_exit(exit: &WorkerExit, hostname: &str) -> String {
     if exit.core_dumped {
         words.push_str(" (core dumped)");
     }
+    if exit.consequence {
+        words.push_str(", because another rank had failed, it says");
+    }
     words
 }
 

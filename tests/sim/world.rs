@@ -286,6 +286,7 @@ impl World {
             job_signature: "s".into(),
             job_description: String::new(),
             join_timeout_ms: 120_000,
+            run_token: String::new(),
         };
         self.agents.push(Agent {
             incarnation: format!("n{host}#{number}"),

@@ -238,7 +238,7 @@ fn the_agent_hears_progress_and_the_words_of_a_failure() {
     );
     assert!(outcome.is_err());
     let said = heard.iter().find_map(|message| match message {
-        ToAgent::Failure { message, hint } => Some((message.clone(), hint.clone())),
+        ToAgent::Failure { message, hint, .. } => Some((message.clone(), hint.clone())),
         _ => None,
     });
     let (message, hint) = said.expect("the failure");

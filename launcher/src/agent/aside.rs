@@ -14,6 +14,8 @@ use crate::sweep::Quarry;
 
 /// How long the last lines and words of a failed worker are waited for.
 const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
+/// How long the last words of a worker on the control socket are waited for.
+const HEAR_BOUND: Duration = Duration::from_millis(300);
 /// How long leftovers of workers may take to die.
 const SWEEP_BOUND: Duration = Duration::from_secs(3);
 /// How long the end of the workers' output is waited for while the console does not move.
@@ -25,8 +27,23 @@ const DRAIN_BOUND: Duration = Duration::from_secs(30);
 pub(super) enum Aside {
     /// The last words of a failed worker are there, as far as they will be.
     Described(LocalRank),
+    /// A worker has said all it will ever say on the control socket.
+    Heard(LocalRank),
     /// Nothing is left of the workers but these processes, which cannot be killed.
     Swept(Vec<String>),
+}
+
+/// Waits for `silence` on the control socket: what the worker wrote before it ended has arrived then.
+pub(super) fn hear(
+    results: mpsc::Sender<Aside>,
+    local_rank: LocalRank,
+    silence: impl Future<Output = ()> + Send + 'static,
+) {
+    tokio::spawn(async move {
+        // A child that holds the worker's socket open must not hold up the verdict.
+        let _ = timeout(HEAR_BOUND, silence).await;
+        let _ = results.send(Aside::Heard(local_rank)).await;
+    });
 }
 
 /// Waits for the last words of a failed worker: the end of its stderr, and `silence` on the control socket.

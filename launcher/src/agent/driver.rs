@@ -64,6 +64,8 @@ pub(super) struct Driver<'a> {
     aside: mpsc::Sender<Aside>,
     alarm: Option<Instant>,
     last_waiting: String,
+    /// Of the last assignment.
+    run_token: String,
     local_failure: Option<WorkerExit>,
     finished: Option<Conclusion>,
 }
@@ -126,6 +128,7 @@ impl<'a> Driver<'a> {
             master_port: None,
             alarm: None,
             last_waiting: String::new(),
+            run_token: String::new(),
             local_failure: None,
             finished: None,
             plan,
@@ -169,15 +172,22 @@ impl<'a> Driver<'a> {
             Mail::Spawn(event) => self.on_spawn(event, events),
             Mail::Control(event) => self.on_control(event),
             Mail::Link(event) => self.on_link(event, events),
+            Mail::Aside(Aside::Heard(local_rank)) => {
+                self.read_control();
+                let consequence = self
+                    .crew
+                    .get_mut(local_rank)
+                    .is_some_and(|worker| worker.consequence);
+                events.push_back(Event::Heard {
+                    local_rank,
+                    consequence,
+                });
+            }
             Mail::Aside(Aside::Described(local_rank)) => {
-                // Its own words were passed on before, but may still lie there.
-                for _ in 0..QUEUE {
-                    let Ok(event) = self.inbox.control.try_recv() else {
-                        break;
-                    };
-                    self.on_control(event);
-                }
-                if let Some(exit) = self.crew.describe(local_rank) {
+                self.read_control();
+                if let Some(mut exit) = self.crew.describe(local_rank) {
+                    exit.permanent =
+                        self.plan.command.native && exit.exit_code == Some(i32::from(exit::USAGE));
                     self.local_failure = Some(exit.clone());
                     events.push_back(Event::Described(exit));
                 }
@@ -235,6 +245,16 @@ impl<'a> Driver<'a> {
         }
     }
 
+    /// Takes what workers said and was passed on, but still lies there.
+    fn read_control(&mut self) {
+        for _ in 0..QUEUE {
+            let Ok(event) = self.inbox.control.try_recv() else {
+                break;
+            };
+            self.on_control(event);
+        }
+    }
+
     fn on_control(&mut self, event: ControlEvent) {
         if event.generation != self.machine.generation() {
             return;
@@ -257,11 +277,16 @@ impl<'a> Driver<'a> {
                     self.console.progress(step, progress);
                 }
             }
-            News::Failure { message, hint } => {
+            News::Failure {
+                message,
+                hint,
+                consequence,
+            } => {
                 let words = match hint {
                     Some(hint) => format!("{message}\nhint: {hint}"),
                     None => message,
                 };
+                worker.consequence = consequence;
                 worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
         }
@@ -323,6 +348,13 @@ impl<'a> Driver<'a> {
             Effect::AskToStop(cause) => self.control.ask_to_stop(&cause),
             Effect::SignalAll(signal) => self.crew.signal(signal, None),
             Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),
+            Effect::Hear(local_rank) => {
+                aside::hear(
+                    self.aside.clone(),
+                    local_rank,
+                    self.control.silence_of(local_rank),
+                );
+            }
             Effect::Describe(local_rank) => {
                 let (stderr, silence) = (
                     self.crew.stderr_of(local_rank),
@@ -366,6 +398,7 @@ impl<'a> Driver<'a> {
             job_signature: self.plan.job_signature.clone(),
             job_description: self.plan.job_description.clone(),
             join_timeout_ms: u32::try_from(self.plan.join_timeout.as_millis()).unwrap_or(u32::MAX),
+            run_token: self.run_token.clone(),
         };
         self.link.send(generation, Report::Join(join));
     }
@@ -385,6 +418,7 @@ impl<'a> Driver<'a> {
             job_id: &self.plan.job_id,
             control: self.control.address(),
         };
+        self.run_token.clone_from(&assignment.run_token);
         self.crew = Crew::none();
         let prepared = Crew::prepare(generation, assignment, &site, &self.pump)?;
         let Some(client) = self.client.clone() else {

@@ -25,6 +25,12 @@ pub(super) enum Event {
     CannotBegin { exit_code: u8, error: String },
     /// A worker ended.
     Exited { local_rank: LocalRank, ending: Ending },
+    /// All that a worker said on the control socket before it ended has arrived.
+    Heard {
+        local_rank: LocalRank,
+        /// It says that it failed only because another rank did.
+        consequence: bool,
+    },
     /// All that is known of the first failure has been collected.
     Described(WorkerExit),
     /// A signal for the launcher.
@@ -56,6 +62,8 @@ pub(super) enum Effect {
     SignalAll(i32),
     /// Send this signal to a worker that was started while the others were being stopped.
     SignalLate(LocalRank, i32),
+    /// Wait for the last words of a worker on the control socket, then [`Event::Heard`].
+    Hear(LocalRank),
     /// Collect what is known of a failed worker, then [`Event::Described`].
     Describe(LocalRank),
     /// Kill all that is left of the workers, then [`Event::Swept`].

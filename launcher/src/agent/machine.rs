@@ -22,6 +22,7 @@ use ddp_proto::rendezvous::{
     Assignment, DaemonMessage, GenerationOver, NodeStopped, NodeSucceeded, WorkerExit,
 };
 
+use super::blame::Suspect;
 use super::conclusion::Conclusion;
 use super::event::{Effect, Event};
 use crate::ending::{Ending, signal_name};
@@ -93,11 +94,13 @@ pub(super) struct Machine {
     pub(super) rules: Rules,
     pub(super) phase: Phase,
     generation: Generation,
-    first_rank: u32,
+    pub(super) first_rank: u32,
     pub(super) workers: Vec<Worker>,
     pub(super) spawning: bool,
     /// Any worker listens on the control socket; set by the driver.
     pub(super) listening: bool,
+    /// Workers that exited with an error, while it is not known whether they are the cause or a consequence.
+    pub(super) suspects: Vec<Suspect>,
     /// Signals received so far.
     signals: u32,
 }
@@ -112,6 +115,7 @@ impl Machine {
             workers: Vec::new(),
             spawning: false,
             listening: false,
+            suspects: Vec::new(),
             signals: 0,
             rules,
         };
@@ -150,6 +154,10 @@ impl Machine {
                 self.end(Conclusion::Broken { exit_code, error })
             }
             Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
+            Event::Heard {
+                local_rank,
+                consequence,
+            } => self.on_heard(local_rank, consequence),
             Event::Described(exit) => self.on_described(exit),
             Event::Signal(signal) => self.on_signal(signal),
             Event::Alarm => self.on_alarm(),
@@ -194,6 +202,7 @@ impl Machine {
         };
         self.generation = generation;
         self.first_rank = node.first_rank;
+        self.suspects.clear();
         self.workers = vec![Worker::Waiting; node.workers as usize];
         self.spawning = true;
         self.phase = Phase::Running;
@@ -252,10 +261,7 @@ impl Machine {
         }
         let mut effects = Vec::new();
         if self.phase == Phase::Running && !ending.is_success() {
-            let rank = self.first_rank + local_rank.0;
-            let cause = format!("rank {rank} (node `{}`) {ending}", self.rules.hostname);
-            effects = self.stop(&cause, Then::AskDaemon);
-            effects.insert(1, Effect::Describe(local_rank));
+            effects = self.on_failed(local_rank, ending);
         }
         effects.extend(self.check_gone());
         effects
@@ -319,7 +325,8 @@ impl Machine {
                 Stage::Sweeping => Vec::new(),
             },
             Phase::Leaving(conclusion) => self.finish(conclusion.clone()),
-            Phase::Running | Phase::Succeeded | Phase::Done => Vec::new(),
+            Phase::Running => self.blame_first_suspect(),
+            Phase::Succeeded | Phase::Done => Vec::new(),
         }
     }
 

@@ -15,6 +15,7 @@
 //! | `signals` | the signals that stop the launcher |
 
 mod aside;
+mod blame;
 mod conclusion;
 mod driver;
 mod event;

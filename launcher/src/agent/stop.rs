@@ -84,7 +84,9 @@ impl Machine {
             return Vec::new();
         }
         match &self.phase {
-            // A failure would have left this phase.
+            // Nobody else is left to be the cause.
+            Phase::Running if !self.suspects.is_empty() => self.judge_suspects(),
+            // Any other failure would have left this phase.
             Phase::Running => {
                 self.phase = Phase::Stopping {
                     stage: Stage::Killed,

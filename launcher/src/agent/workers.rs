@@ -55,6 +55,8 @@ pub(super) struct Worker {
     pub(super) step: Option<u64>,
     /// Its own words on its failure.
     pub(super) said: Option<String>,
+    /// It says that it failed only because another rank did.
+    pub(super) consequence: bool,
     files: WorkerFiles,
     stdout: TailReader,
     stderr: TailReader,
@@ -128,6 +130,7 @@ impl Crew {
                 pid: None,
                 step: None,
                 said: None,
+                consequence: false,
                 files,
                 stdout,
                 stderr,
@@ -247,6 +250,9 @@ impl Crew {
                 .files
                 .stderr_log()
                 .map_or_else(String::new, |path| path.display().to_string()),
+            consequence: worker.consequence,
+            // The driver knows what the program means by its exit codes.
+            permanent: false,
         })
     }
 
@@ -325,6 +331,7 @@ fn contracts_of(
         restart_count: assignment.restart_count,
         max_restarts: assignment.max_restarts,
         run_id: site.job_id.to_owned(),
+        run_token: Some(assignment.run_token.clone()).filter(|token| !token.is_empty()),
         error_file: None,
         generation,
         control: Some(site.control.to_owned()),

@@ -169,13 +169,18 @@ impl<'a> Connection<'a> {
                     progress,
                 }));
             }
-            ToAgent::Failure { message, hint } => {
+            ToAgent::Failure {
+                message,
+                hint,
+                consequence,
+            } => {
+                let news = News::Failure {
+                    message,
+                    hint,
+                    consequence,
+                };
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self
-                    .hub
-                    .events
-                    .send(self.event(News::Failure { message, hint }))
-                    .await;
+                let _ = self.hub.events.send(self.event(news)).await;
             }
             ToAgent::KvPut { call, key, value } => {
                 let store = self.store.clone();

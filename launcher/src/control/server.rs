@@ -39,6 +39,7 @@ pub(crate) enum News {
     Failure {
         message: String,
         hint: Option<String>,
+        consequence: bool,
     },
 }
 

@@ -96,6 +96,7 @@ fn role_sibling_dies() {
     session.say(&ToAgent::Failure {
         message: "all-reduce 17 failed".into(),
         hint: None,
+        consequence: true,
     });
     std::process::exit(1);
 }

@@ -288,6 +288,7 @@ fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
         job_signature: "aaaa".into(),
         job_description: "target: train.yaml\ntrain.seed: 1".into(),
         join_timeout_ms: 600_000,
+        run_token: String::new(),
     }
 }
 

@@ -86,6 +86,24 @@ pub enum Failure {
     },
 }
 
+impl CollectiveError {
+    /// True if it failed only because another rank failed.
+    #[must_use]
+    pub fn is_consequence(&self) -> bool {
+        match &self.failure {
+            Failure::PeerLost { .. }
+            | Failure::GenerationOver(_)
+            | Failure::Refused { .. }
+            | Failure::Poisoned(_) => true,
+            Failure::TimedOut { .. }
+            | Failure::Mismatch { .. }
+            | Failure::Invalid(_)
+            | Failure::Device(_)
+            | Failure::System { .. } => false,
+        }
+    }
+}
+
 fn list(ranks: &[usize]) -> String {
     let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
     names.join(", ")

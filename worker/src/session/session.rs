@@ -12,6 +12,8 @@ use super::{Cancel, KeyValue, MemoryStore, SessionError};
 
 /// How long [`Session::fail`] waits until the words are written.
 const FAIL_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long [`Session::verdict`] waits for the agent's word.
+const VERDICT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest failure message that is sent.
 const MAX_FAILURE_BYTES: usize = 8 << 10;
 
@@ -142,14 +144,41 @@ impl Session {
         }
     }
 
+    /// Why the generation is over, in the agent's words. For a worker that has lost another rank: the agents find out
+    /// within moments what became of that one, so their word is waited for, at most a second.
+    #[must_use]
+    pub fn verdict(&self) -> Option<String> {
+        if self.link.is_some() {
+            let (set, is_set) = std::sync::mpsc::channel();
+            self.cancel.on_cancel(move || {
+                // Whoever waited may have gone.
+                let _ = set.send(());
+            });
+            // No word in time is an answer too.
+            let _ = is_set.recv_timeout(VERDICT_TIMEOUT);
+        }
+        self.cancel.cause().map(str::to_owned)
+    }
+
     /// Tells the agent, in the worker's own words, why the worker is about to exit. Returns when it is
     /// written, or after a second.
     pub fn fail(&self, message: &str, hint: Option<&str>) {
+        self.tell_failure(message, hint, false);
+    }
+
+    /// As [`Session::fail`], for a worker that fails only because another rank did: the agent looks for that one
+    /// before it names this one.
+    pub fn fail_as_consequence(&self, message: &str, hint: Option<&str>) {
+        self.tell_failure(message, hint, true);
+    }
+
+    fn tell_failure(&self, message: &str, hint: Option<&str>, consequence: bool) {
         if let Some(link) = &self.link {
             let deadline = Instant::now() + FAIL_TIMEOUT;
             let failure = ToAgent::Failure {
                 message: one_line(message),
                 hint: hint.map(one_line),
+                consequence,
             };
             if link.shared.outbox.push(&failure, deadline).is_ok() {
                 link.shared.outbox.flush(deadline);

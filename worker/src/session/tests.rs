@@ -384,7 +384,8 @@ fn a_failure_is_delivered_before_the_socket_closes() {
         peer.hear_call(),
         ToAgent::Failure {
             message: "loss is NaN at step 3".into(),
-            hint: Some("lower the learning rate".into())
+            hint: Some("lower the learning rate".into()),
+            consequence: false,
         }
     );
     let mut rest = String::new();

@@ -7,6 +7,7 @@ use crate::device::DeviceError;
 use crate::metrics::RunFilesError;
 use crate::model::ModelError;
 use crate::parallel::{AgreementError, JoinError, LayoutError, ReduceError, ReplicasError};
+use crate::session::StoreError;
 
 /// Training failed on this rank.
 #[derive(Debug, thiserror::Error)]
@@ -100,6 +101,25 @@ impl From<WorkError> for TrainError {
 }
 
 impl TrainError {
+    /// True if this rank failed only because another one did.
+    #[must_use]
+    pub fn is_consequence(&self) -> bool {
+        match self {
+            Self::GenerationOver { .. } | Self::RunFiles(RunFilesError::RankZero(_)) => true,
+            Self::Collective(error)
+            | Self::Reduce(ReduceError::Collective(error))
+            | Self::Replicas(ReplicasError::Collective(error))
+            | Self::Join(JoinError::Collective(error)) => error.is_consequence(),
+            Self::Agreement(AgreementError::Store { source, .. })
+            | Self::RunFiles(RunFilesError::Store(source)) => matches!(source, StoreError::Superseded(_)),
+            // An operation that waited for a collective.
+            Self::Device(DeviceError::Upstream(_))
+            | Self::Reduce(ReduceError::Device(DeviceError::Upstream(_)) | ReduceError::Poisoned(_))
+            | Self::Replicas(ReplicasError::Device(DeviceError::Upstream(_))) => true,
+            _ => false,
+        }
+    }
+
     /// Message and hint apart, as the agent wants them.
     #[must_use]
     pub fn message_and_hint(&self) -> (String, Option<String>) {

@@ -85,17 +85,28 @@ fn run(
     device: Option<Arc<dyn Device>>,
 ) -> Result<RunSummary, TrainError> {
     session.heartbeat(0, Phase::Starting, None);
-    let result = train(config, session, device).map_err(|error| match session.cancel().cause() {
-        // Whatever failed here then failed because of it.
-        Some(cause) => TrainError::GenerationOver {
-            rank: session.env().rank.get() as usize,
-            cause: cause.to_owned(),
-        },
-        None => error,
+    let result = train(config, session, device).map_err(|error| {
+        let verdict = if error.is_consequence() {
+            session.verdict()
+        } else {
+            session.cancel().cause().map(str::to_owned)
+        };
+        match verdict {
+            // Whatever failed here then failed because of it.
+            Some(cause) => TrainError::GenerationOver {
+                rank: session.env().rank.get() as usize,
+                cause,
+            },
+            None => error,
+        }
     });
     if let Err(error) = &result {
         let (message, hint) = error.message_and_hint();
-        session.fail(&message, hint.as_deref());
+        if error.is_consequence() {
+            session.fail_as_consequence(&message, hint.as_deref());
+        } else {
+            session.fail(&message, hint.as_deref());
+        }
     }
     result
 }
