@@ -13,7 +13,7 @@ use ddp_worker::parallel::{
 use ddp_worker::session::{Cancel, MemoryStore};
 use proptest::prelude::*;
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_mins(1);
 
 /// Runs `work(rank)` on every rank of one node, each with a communicator of its own.
 fn ranks<T: Send>(

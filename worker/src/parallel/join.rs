@@ -26,7 +26,7 @@ impl Default for JoinOptions {
         Self {
             executor: Executor::Thread,
             threads: 1,
-            timeout: Duration::from_secs(300),
+            timeout: Duration::from_mins(5),
         }
     }
 }

@@ -14,7 +14,7 @@ use crate::session::{Cancel, Session};
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Longest bound that a wait can have: what `parallel.timeout_s` is cut to.
-const MAX_TIMEOUT: Duration = Duration::from_secs(7 * 24 * 3600);
+const MAX_TIMEOUT: Duration = Duration::from_hours(7 * 24);
 
 /// See the module. Clones are the same rank.
 #[derive(Clone)]
