@@ -1,14 +1,18 @@
 //! The native worker, as the command line sees it. The only file of this package that calls `ddp_worker`.
 
 use std::ffi::OsString;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use ddp_proto::exit;
+use ddp_worker::checkpoint::CheckpointError;
 use ddp_worker::config::{self, Run, TrainConfig};
-use ddp_worker::metrics::{Request, RunDir};
-use ddp_worker::session::{MemoryStore, Session};
+use ddp_worker::data::DataError;
+use ddp_worker::metrics::{Request, RunDir, RunFilesError};
+use ddp_worker::parallel::AgreementError;
+use ddp_worker::session::{MemoryStore, Session, SessionError};
 use ddp_worker::train::{TrainError, run_worker};
 
 use super::error::{CliError, print_error};
@@ -41,6 +45,8 @@ impl Validated {
         let request = Request {
             run: &self.run,
             run_id,
+            // Rank 0 takes it for good.
+            token: None,
             restarted: false,
             rank: 0,
             world_size: 1,
@@ -88,7 +94,7 @@ fn train(config: &TrainConfig) -> ExitCode {
         Ok(session) => session,
         Err(error) => {
             print_error(&error);
-            return ExitCode::from(exit::USAGE);
+            return ExitCode::from(session_exit_code(&error));
         }
     };
     let code = match run_worker(config, &session) {
@@ -102,15 +108,65 @@ fn train(config: &TrainConfig) -> ExitCode {
     code
 }
 
-/// What the user must change ends with the code for that; what may pass ends as any failure.
+/// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
 fn exit_code(error: &TrainError) -> u8 {
+    let passing = match error {
+        TrainError::Contradiction { .. } | TrainError::Model(_) => false,
+        TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
+        TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
+        TrainError::Checkpoint(error) => passes(error),
+        TrainError::RunFiles(error) => match error {
+            RunFilesError::Store(_) => true,
+            RunFilesError::Checkpoint(error) => passes(error),
+            RunFilesError::Io { kind, .. } => is_transient(*kind),
+            RunFilesError::HoldsRun { .. }
+            | RunFilesError::NothingToResume { .. }
+            | RunFilesError::RankZero(_)
+            | RunFilesError::NotShared { .. } => false,
+        },
+        _ => true,
+    };
+    if passing { FAILED } else { exit::USAGE }
+}
+
+fn passes(error: &CheckpointError) -> bool {
     match error {
-        TrainError::Contradiction { .. }
-        | TrainError::Model(_)
-        | TrainError::Data(_)
-        | TrainError::Agreement(_)
-        | TrainError::Checkpoint(_)
-        | TrainError::RunFiles(_) => exit::USAGE,
-        _ => FAILED,
+        CheckpointError::Io { kind, .. } => is_transient(*kind),
+        CheckpointError::Overtaken { .. } | CheckpointError::Misuse(_) | CheckpointError::Coverage { .. } => {
+            true
+        }
+        _ => false,
+    }
+}
+
+/// Errors of a disk or of a network file system that are not there at the next try.
+fn is_transient(kind: ErrorKind) -> bool {
+    matches!(
+        kind,
+        ErrorKind::Interrupted
+            | ErrorKind::TimedOut
+            | ErrorKind::StaleNetworkFileHandle
+            | ErrorKind::ConnectionReset
+            | ErrorKind::ConnectionAborted
+            | ErrorKind::NetworkDown
+            | ErrorKind::HostUnreachable
+            | ErrorKind::NetworkUnreachable
+            | ErrorKind::ResourceBusy
+            | ErrorKind::Other
+    )
+}
+
+/// A worker without a place: its environment is wrong, or its agent was lost.
+fn session_exit_code(error: &SessionError) -> u8 {
+    match error {
+        SessionError::Env(_)
+        | SessionError::NoAgent { .. }
+        | SessionError::Stranger { .. }
+        | SessionError::BadAssignment(_)
+        | SessionError::Protocol { .. } => exit::USAGE,
+        SessionError::Connect { .. }
+        | SessionError::NoAssignment { .. }
+        | SessionError::Superseded(_)
+        | SessionError::Thread { .. } => FAILED,
     }
 }

@@ -352,10 +352,13 @@ impl World {
         let wishes = if fails {
             let signal = number.is_multiple_of(2).then_some(9);
             let exit_code = signal.is_none().then_some(10 + number as i32 % 100);
+            // Some of them only follow from another rank's failure, real or not.
+            let consequence = exit_code.is_some() && number.is_multiple_of(3);
             agent.worker_failed(WorkerExit {
                 rank,
                 signal,
                 exit_code,
+                consequence,
                 ..WorkerExit::default()
             })
         } else {

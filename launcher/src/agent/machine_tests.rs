@@ -1,6 +1,7 @@
 use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused};
 
+use super::super::blame::CULPRIT_WAIT;
 use super::super::stop::LAST_WORDS;
 use super::*;
 
@@ -72,6 +73,21 @@ impl Play {
     fn exit(&mut self, local_rank: u32, ending: Ending) -> &mut Self {
         let local_rank = LocalRank(local_rank);
         self.on(Event::Exited { local_rank, ending })
+    }
+
+    fn heard(&mut self, local_rank: u32, consequence: bool) -> &mut Self {
+        let local_rank = LocalRank(local_rank);
+        self.on(Event::Heard {
+            local_rank,
+            consequence,
+        })
+    }
+
+    fn notified(&self) -> Option<&str> {
+        self.last.iter().find_map(|effect| match effect {
+            Effect::Notify(cause) => Some(cause.as_str()),
+            _ => None,
+        })
     }
 
     fn swept(&mut self) -> &mut Self {
@@ -156,6 +172,69 @@ fn a_failure_is_told_to_the_others_before_anything_else() {
 }
 
 #[test]
+fn an_exit_is_blamed_when_its_words_are_heard() {
+    let mut play = Play::running(true, 2);
+    assert_eq!(
+        play.exit(1, Ending::Code(3)).last,
+        [Effect::CancelSpawn, Effect::Hear(LocalRank(1))]
+    );
+    play.heard(1, false);
+    assert_eq!(play.notified(), Some("rank 5 (node `a`) exited with code 3"));
+    assert!(play.does(&Effect::Describe(LocalRank(1))));
+    assert_eq!(play.heard(1, false).last, []);
+}
+
+#[test]
+fn a_consequence_waits_for_its_cause() {
+    let mut play = Play::running(true, 3);
+    play.exit(1, Ending::Code(1));
+    assert_eq!(play.heard(1, true).last, [Effect::Arm(CULPRIT_WAIT)]);
+    play.exit(0, KILLED);
+    assert_eq!(play.notified(), Some("rank 4 (node `a`) died of SIGKILL"));
+    assert!(play.does(&Effect::Describe(LocalRank(0))));
+
+    // A plain exit is the cause too, if it does not say otherwise.
+    let mut play = Play::running(true, 3);
+    play.exit(1, Ending::Code(1)).heard(1, true);
+    play.exit(2, Ending::Code(1));
+    play.exit(0, Ending::Code(7)).heard(0, false);
+    assert_eq!(play.notified(), Some("rank 4 (node `a`) exited with code 7"));
+}
+
+#[test]
+fn the_cause_of_a_consequence_may_be_on_another_node() {
+    let mut play = Play::running(true, 2);
+    play.exit(1, Ending::Code(1)).heard(1, true).hear(1, over());
+    assert_eq!(play.notified(), Some("rank 0 (node `b`) died of SIGKILL"));
+    play.exit(0, Ending::Code(1));
+    assert!(play.swept().joins());
+}
+
+#[test]
+fn a_consequence_without_a_cause_is_blamed_in_the_end() {
+    let said = "rank 5 (node `a`) exited with code 1, because another rank had failed, it says";
+    let mut play = Play::running(true, 2);
+    play.exit(1, Ending::Code(1)).heard(1, true).on(Event::Alarm);
+    assert_eq!(play.notified(), Some(said));
+
+    // At once, if nobody is left who could be the cause.
+    let mut play = Play::running(true, 2);
+    play.exit(1, Ending::Code(1)).exit(0, Ending::Code(1));
+    assert_eq!(play.heard(0, true).last, [], "rank 5 has not been heard");
+    play.heard(1, true);
+    assert_eq!(play.notified(), Some(said));
+    assert!(play.does(&Effect::Sweep));
+}
+
+#[test]
+fn a_node_whose_other_workers_succeed_still_reports_the_one_that_did_not() {
+    let mut play = Play::running(true, 2);
+    play.exit(1, Ending::Code(1)).heard(1, true);
+    play.exit(0, Ending::Code(0));
+    assert!(play.does(&Effect::Describe(LocalRank(1))) && play.does(&Effect::Sweep));
+}
+
+#[test]
 fn workers_that_listen_have_time_for_last_words() {
     let mut play = Play::running(true, 2);
     play.machine.set_listening(true);
@@ -198,6 +277,7 @@ fn a_worker_that_is_started_too_late_is_stopped_like_the_others() {
     let mut play = Play::begin(false);
     play.assign(1, 3).on(Event::Spawned(LocalRank(0)));
     assert!(play.exit(0, Ending::Code(1)).does(&Effect::CancelSpawn));
+    play.heard(0, false);
     assert!(
         play.on(Event::Spawned(LocalRank(1)))
             .does(&Effect::SignalLate(LocalRank(1), libc::SIGTERM))
@@ -251,7 +331,7 @@ fn a_signal_is_honoured_in_every_state() {
     let mut succeeded = Play::running(false, 1);
     succeeded.exit(0, Ending::Code(0)).swept();
     let mut undecided = Play::running(false, 1);
-    undecided.exit(0, Ending::Code(3)).swept();
+    undecided.exit(0, Ending::Code(3)).heard(0, false).swept();
     for play in [&mut joining, &mut succeeded, &mut undecided] {
         play.on(Event::Signal(1));
         assert!(
@@ -311,7 +391,7 @@ fn a_daemon_that_never_answers_is_not_waited_for_for_ever() {
         Some(75)
     );
     let mut undecided = Play::running(false, 1);
-    undecided.exit(0, Ending::Code(3)).swept();
+    undecided.exit(0, Ending::Code(3)).heard(0, false).swept();
     assert_eq!(
         undecided.on(Event::Alarm).finish().map(Conclusion::exit_code),
         Some(69)

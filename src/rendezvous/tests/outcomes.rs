@@ -31,6 +31,71 @@ fn a_failure_ends_the_generation_everywhere_and_the_next_one_has_the_same_ranks(
     assert_eq!(s.assignment("b").1.node_rank, 1);
 }
 
+/// A worker that says that another rank failed first.
+fn follower(rank: u32) -> WorkerExit {
+    WorkerExit {
+        consequence: true,
+        ..exited(rank, 1)
+    }
+}
+
+#[test]
+fn the_cause_is_named_though_its_consequence_is_reported_first() {
+    let mut s = two_nodes();
+    s.exit("a", 1, follower(0));
+    assert_eq!(s.words("a"), "", "nobody is blamed yet");
+    s.pass(SECOND / 10, &["a", "b"]).exit("b", 1, killed(3, 9));
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 3 (node `b`) died of SIGKILL (failure on `b`, restart 1/3, back-off 100 ms)");
+    // The next generation knows nothing of the suspect.
+    s.rejoin("b", 1, 2, 2).rejoin("a", 1, 2, 2);
+    s.pass(2 * SECOND, &["a", "b"]);
+    assert_eq!(s.state.status(s.now, JOB).unwrap().phase, "running");
+}
+
+#[test]
+fn a_consequence_without_a_cause_ends_the_generation_in_the_end() {
+    let mut s = two_nodes();
+    s.exit("a", 1, follower(0));
+    s.pass(SECOND / 10, &["a", "b"]).exit("b", 1, follower(2));
+    s.pass(SECOND / 3, &["a", "b"]);
+    assert_eq!(s.words("a"), "", "the first one's time is not over");
+    s.pass(SECOND / 10, &["a", "b"]);
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 0 (node `a`) exited with code 1, because another rank had failed, it says (failure on `a`, restart 1/3, back-off 100 ms)");
+}
+
+#[test]
+fn a_lost_node_is_the_cause_of_what_follows() {
+    let mut s = two_nodes();
+    s.exit("a", 1, follower(0)).leave("b", None, "out of memory");
+    let words = s.words("a");
+    assert!(
+        words.contains("node `b`") && words.contains("out of memory"),
+        "{words}"
+    );
+}
+
+#[test]
+fn the_only_node_is_believed_at_once() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1);
+    s.words("a");
+    s.exit("a", 1, follower(1));
+    assert!(s.words("a").starts_with("generation 1 over: rank 1"));
+}
+
+#[test]
+fn what_a_restart_cannot_help_ends_the_job_everywhere() {
+    let mut s = two_nodes();
+    let exit = WorkerExit {
+        permanent: true,
+        ..exited(0, 2)
+    };
+    s.exit("a", 1, exit);
+    let over = s.words("b");
+    insta::assert_snapshot!(over, @"job over 2: rank 0 (node `a`) exited with code 2; a restart cannot help (failure on `a`)");
+    assert_eq!(s.words("a"), over);
+}
+
 #[test]
 fn the_failure_report_goes_to_every_node() {
     let mut s = two_nodes();

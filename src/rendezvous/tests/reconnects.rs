@@ -3,6 +3,27 @@
 use super::*;
 
 #[test]
+fn a_run_keeps_its_name_over_restarts_of_workers_and_daemon() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1);
+    let first = s.assignment("a").1.run_token;
+    assert!(!first.is_empty());
+    s.exit("a", 1, killed(0, 9))
+        .rejoin("a", 1, 1, 1)
+        .pass(SECOND, &["a"]);
+    assert_eq!(s.assignment("a").1.run_token, first);
+
+    let mut restarted = Scene::new();
+    let named = Join {
+        run_token: "0123".into(),
+        ..join("a", 1, 1)
+    };
+    restarted.join_with("a", [10, 0, 0, 1], 7, named);
+    restarted.rejoin("a", 7, 1, 1).pass(SECOND, &["a"]);
+    assert_eq!(restarted.assignment("a").1.run_token, "0123");
+}
+
+#[test]
 fn an_agent_that_comes_back_within_its_lease_keeps_its_place() {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2);

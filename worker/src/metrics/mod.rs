@@ -6,8 +6,10 @@
 //! | `log.rs` | [`MetricsLog`]: `metrics.jsonl` itself, cut back after a rollback |
 //! | `summary.rs` | [`Summary`]: `summary.json` |
 //! | `run_dir.rs` | [`RunDir`]: the folder of a run, prepared by rank 0 and seen by all |
+//! | `claim.rs` | the mark by which later lives of a run know its folder |
 //! | `replace.rs` | a file replaced as a whole or not at all |
 
+mod claim;
 mod error;
 mod line;
 mod log;

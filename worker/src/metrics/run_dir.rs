@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::RunFilesError;
+use super::claim::{CLAIM, Claim};
 use crate::checkpoint;
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;
@@ -45,7 +46,11 @@ pub struct Request<'a> {
     pub run: &'a Run,
     /// Run id of the job, for the default folder.
     pub run_id: &'a str,
-    /// True for a life of the job after its first: always resumes, whatever `run` says.
+    /// Random name of this run of the job, by which its later lives know the folder of the first; none: nothing is
+    /// claimed.
+    pub token: Option<&'a str>,
+    /// True for a life of the job after its first: resumes, whatever `run` says, if an earlier life of the same run
+    /// had taken the folder.
     pub restarted: bool,
     /// This rank.
     pub rank: u32,
@@ -187,7 +192,12 @@ impl RunDir {
         fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
         let run = request.run;
         let found = MARKS.iter().find(|mark| self.path.join(mark).exists());
-        if !request.restarted
+        let claim = Claim::of(&self.path);
+        let continued = match request.token {
+            Some(token) if request.restarted => claim.is_of(token)?,
+            _ => false,
+        };
+        if !continued
             && run.resume == Resume::Never
             && let Some(found) = found
         {
@@ -199,16 +209,17 @@ impl RunDir {
             }
             self.delete_run()?;
         }
+        if let Some(token) = request.token {
+            claim.take(token)?;
+        }
         checkpoint::delete_unfinished(&self.path)?;
         let checkpoint = checkpoint::latest_step(&self.path)
             .map_err(|e| RunFilesError::io("read the latest checkpoint of", &self.path, &e))?;
         match checkpoint {
             Some(step) => Ok(Start::Resume { step }),
-            None if run.resume == Resume::Require && !request.restarted => {
-                Err(RunFilesError::NothingToResume {
-                    path: self.path.clone(),
-                })
-            }
+            None if run.resume == Resume::Require && !continued => Err(RunFilesError::NothingToResume {
+                path: self.path.clone(),
+            }),
             None => Ok(Start::Fresh),
         }
     }
@@ -222,6 +233,7 @@ impl RunDir {
             Path::new("checkpoints"),
             Path::new("metrics.jsonl"),
             Path::new("summary.json"),
+            Path::new(CLAIM),
         ] {
             let path = self.path.join(name);
             let removed = if path.is_dir() {
@@ -260,6 +272,7 @@ mod tests {
         Request {
             run,
             run_id: "job",
+            token: None,
             restarted: false,
             rank,
             world_size,
@@ -365,14 +378,6 @@ mod tests {
         run.resume = Resume::Auto;
         assert_eq!(open(&run).unwrap().1, Start::Fresh);
         run.resume = Resume::Never;
-        let restarted = Request {
-            restarted: true,
-            ..request(&run, 0, 1)
-        };
-        assert_eq!(
-            RunDir::open(restarted, &MemoryStore::default()).unwrap().1,
-            Start::Fresh
-        );
         run.overwrite = true;
         assert_eq!(open(&run).unwrap().1, Start::Fresh);
         let left: Vec<_> = fs::read_dir(folder.path())
@@ -402,6 +407,33 @@ mod tests {
     }
 
     #[test]
+    fn only_the_run_that_took_the_folder_goes_on_in_it_unasked() {
+        let folder = tempfile::tempdir().unwrap();
+        let mut run = run(&folder.path().join("out"));
+        let life = |run: &Run, token: &'static str, restarted: bool| {
+            let request = Request {
+                token: Some(token),
+                restarted,
+                ..request(run, 0, 1)
+            };
+            RunDir::open(request, &MemoryStore::default()).map(|(_, start)| start)
+        };
+        assert_eq!(life(&run, "a", false).unwrap(), Start::Fresh);
+        save(&folder.path().join("out"), 20);
+        assert_eq!(life(&run, "a", true).unwrap(), Start::Resume { step: 20 });
+        // The first life of another run was killed before it had looked at the folder.
+        assert!(matches!(
+            life(&run, "b", true),
+            Err(RunFilesError::HoldsRun { .. })
+        ));
+        assert_eq!(life(&run, "a", true).unwrap(), Start::Resume { step: 20 });
+        run.overwrite = true;
+        assert_eq!(life(&run, "b", true).unwrap(), Start::Fresh);
+        save(&folder.path().join("out"), 40);
+        assert_eq!(life(&run, "b", true).unwrap(), Start::Resume { step: 40 });
+    }
+
+    #[test]
     fn a_run_is_resumed_from_its_latest_checkpoint_or_deleted() {
         let folder = tempfile::tempdir().unwrap();
         let mut run = run(folder.path());
@@ -423,7 +455,9 @@ mod tests {
         run.resume = Resume::Never;
         run.overwrite = true;
         // A later life of a job goes on, also of one that began by overwriting.
+        Claim::of(folder.path()).take("token").unwrap();
         let restarted = Request {
+            token: Some("token"),
             restarted: true,
             ..request(&run, 0, 1)
         };

@@ -105,17 +105,18 @@ impl TrainError {
     #[must_use]
     pub fn is_consequence(&self) -> bool {
         match self {
-            Self::GenerationOver { .. } | Self::RunFiles(RunFilesError::RankZero(_)) => true,
+            Self::GenerationOver { .. }
+            | Self::RunFiles(RunFilesError::RankZero(_))
+            // Operations that waited for a collective.
+            | Self::Device(DeviceError::Upstream(_))
+            | Self::Reduce(ReduceError::Device(DeviceError::Upstream(_)) | ReduceError::Poisoned(_))
+            | Self::Replicas(ReplicasError::Device(DeviceError::Upstream(_))) => true,
             Self::Collective(error)
             | Self::Reduce(ReduceError::Collective(error))
             | Self::Replicas(ReplicasError::Collective(error))
             | Self::Join(JoinError::Collective(error)) => error.is_consequence(),
             Self::Agreement(AgreementError::Store { source, .. })
             | Self::RunFiles(RunFilesError::Store(source)) => matches!(source, StoreError::Superseded(_)),
-            // An operation that waited for a collective.
-            Self::Device(DeviceError::Upstream(_))
-            | Self::Reduce(ReduceError::Device(DeviceError::Upstream(_)) | ReduceError::Poisoned(_))
-            | Self::Replicas(ReplicasError::Device(DeviceError::Upstream(_))) => true,
             _ => false,
         }
     }

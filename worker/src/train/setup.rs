@@ -132,6 +132,7 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Star
     let request = Request {
         run: &config.run,
         run_id: &env.run_id,
+        token: Some(env.run_token.as_ref().unwrap_or(&env.run_id)),
         restarted: env.restart_count > 0 || env.generation.get() > 1,
         rank: env.rank.get(),
         world_size: env.world_size.get(),
