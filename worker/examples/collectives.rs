@@ -20,7 +20,7 @@ use ddp_worker::collective::{Communicator, Executor, Launch, Place, ReduceOp, Tr
 use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, Sharing};
 use ddp_worker::session::{Cancel, KeyValue, StoreError};
 
-const TIMEOUT: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_mins(1);
 const SAMPLES: usize = 20;
 const WARM_UP: usize = 3;
 

@@ -88,11 +88,14 @@ fn run(
     let result = train(config, session, device).map_err(|error| {
         let verdict = if error.is_consequence() {
             session.verdict()
+        } else if error.is_own() {
+            // The others may have failed because of it, and faster.
+            None
         } else {
             session.cancel().cause().map(str::to_owned)
         };
         match verdict {
-            // Whatever failed here then failed because of it.
+            // What failed when the generation was over failed because of it.
             Some(cause) => TrainError::GenerationOver {
                 rank: session.env().rank.get() as usize,
                 cause,
