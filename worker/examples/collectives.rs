@@ -1,35 +1,48 @@
 //! Measures all-reduce: median, minimum and maximum of 20 samples, and the bandwidth, by size.
 //!
 //! ```text
-//! cargo run --release -p ddp-worker --example collectives -- --ranks 2     starts its own ranks
 //! ddp-run --nproc-per-node 2 -- target/release/examples/collectives         is one rank of a job
+//! cargo run --release -p ddp-worker --example collectives -- --ranks 2     starts its own ranks, without a launcher
 //! ```
 //!
+//! Under `ddp-run` it meets the other ranks through its `Session`, as any worker does. Ranks that it starts itself
+//! have no agent; a folder that is deleted with them serves as their key-value store.
+//!
 //! `--sizes 4096,26214400` chooses the sizes in bytes, `--private` measures buffers that peers cannot map,
-//! `--nodes 2` divides the ranks it starts among nodes on loopback addresses, `--operation` is `all-reduce`,
+//! `--nodes 2` divides the ranks it starts among nodes that talk over TCP, `--operation` is `all-reduce`,
 //! `reduce-scatter`, `all-gather` or `broadcast`.
 
 use std::error::Error;
-use std::net::IpAddr;
 use std::path::PathBuf;
 use std::process::{Child, Command};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ddp_worker::collective::{Communicator, Executor, Launch, Place, ReduceOp, Traffic, Work, connect};
+use ddp_proto::env::WorkerEnv;
+use ddp_worker::collective::{Communicator, Executor, Launch, ReduceOp, Traffic, Work};
 use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, Sharing};
-use ddp_worker::session::{Cancel, KeyValue, StoreError};
+use ddp_worker::parallel::{JoinOptions, join_world};
+use ddp_worker::plan::AllReduce;
+use ddp_worker::session::{KeyValue, Session, StoreError};
 
 const TIMEOUT: Duration = Duration::from_mins(1);
 const SAMPLES: usize = 20;
 const WARM_UP: usize = 3;
+/// Where ranks without a launcher meet.
+const STORE: &str = "COLLECTIVES_STORE";
 
 fn main() -> Result<(), Box<dyn Error>> {
     let options = Options::parse(std::env::args().skip(1))?;
-    match options.ranks {
-        Some(ranks) => start_ranks(ranks, &options),
-        None => measure(&options),
+    if let Some(ranks) = options.ranks {
+        return start_ranks(ranks, &options);
     }
+    let session = session()?;
+    let measured = measure(&session, &options);
+    if let Err(error) = &measured {
+        session.fail(&error.to_string(), None);
+    }
+    session.shutdown();
+    measured
 }
 
 #[derive(Debug)]
@@ -70,8 +83,7 @@ fn start_ranks(ranks: usize, options: &Options) -> Result<(), Box<dyn Error>> {
     if !ranks.is_multiple_of(options.nodes) {
         return Err(format!("{ranks} ranks cannot be divided among {} nodes", options.nodes).into());
     }
-    let folder = std::env::temp_dir().join(format!("ddp-collectives-{}", std::process::id()));
-    std::fs::create_dir_all(&folder)?;
+    let folder = tempfile::tempdir()?;
     let local = ranks / options.nodes;
     let rank_of = |rank: usize| {
         let mut command = Command::new(std::env::current_exe()?);
@@ -82,10 +94,12 @@ fn start_ranks(ranks: usize, options: &Options) -> Result<(), Box<dyn Error>> {
             ("LOCAL_WORLD_SIZE", local),
             ("GROUP_RANK", rank / local),
             ("GROUP_WORLD_SIZE", options.nodes),
+            ("MASTER_PORT", 0),
         ];
         command.envs(variables.map(|(name, value)| (name, value.to_string())));
         command
-            .env("COLLECTIVES_STORE", &folder)
+            .env("MASTER_ADDR", "127.0.0.1")
+            .env(STORE, folder.path())
             .args(["--operation", &options.operation]);
         let sizes: Vec<_> = options.sizes.iter().map(usize::to_string).collect();
         command
@@ -98,7 +112,7 @@ fn start_ranks(ranks: usize, options: &Options) -> Result<(), Box<dyn Error>> {
     for mut child in children {
         failed |= !child.wait()?.success();
     }
-    std::fs::remove_dir_all(&folder)?;
+    folder.close()?;
     if failed {
         Err("a rank failed".into())
     } else {
@@ -106,7 +120,7 @@ fn start_ranks(ranks: usize, options: &Options) -> Result<(), Box<dyn Error>> {
     }
 }
 
-/// A folder as a key-value store: enough for ranks on one machine.
+/// A folder as a key-value store: enough for ranks on one machine, without a launcher.
 struct Folder(PathBuf);
 
 impl KeyValue for Folder {
@@ -134,47 +148,24 @@ impl KeyValue for Folder {
     }
 }
 
-fn variable(name: &str) -> Result<usize, Box<dyn Error>> {
-    let hint = "hint: use `--ranks N` to start ranks, or `ddp-run`";
-    let value =
-        std::env::var(name).map_err(|_| format!("environment variable `{name}` is not set\n  {hint}"))?;
-    Ok(value.parse()?)
-}
-
-fn place() -> Result<Place, Box<dyn Error>> {
-    let (rank, world_size) = (variable("RANK")?, variable("WORLD_SIZE")?);
-    let node_rank = variable("GROUP_RANK")?;
-    let cores = std::thread::available_parallelism()?.get();
-    Ok(Place {
-        rank,
-        world_size,
-        local_rank: variable("LOCAL_RANK")?,
-        local_world_size: variable("LOCAL_WORLD_SIZE")?,
-        node_rank,
-        node_count: variable("GROUP_WORLD_SIZE")?,
-        host_addr: IpAddr::from([127, 0, 0, 1 + node_rank as u8]),
-        generation: 1,
-        spin: world_size <= cores,
-    })
-}
-
-/// Under `ddp-run` the ranks of one machine meet in a folder named for their job.
-fn store() -> Result<Folder, Box<dyn Error>> {
-    if let Some(folder) = std::env::var_os("COLLECTIVES_STORE") {
-        return Ok(Folder(folder.into()));
+/// The link to the job: to its agent, or, for ranks that were started here, to their folder.
+fn session() -> Result<Session, Box<dyn Error>> {
+    match std::env::var_os(STORE) {
+        Some(folder) => {
+            let env = WorkerEnv::parse(|name| std::env::var(name).ok())?;
+            Ok(Session::in_process(env, Arc::new(Folder(folder.into()))))
+        }
+        None => Ok(Session::from_env()?),
     }
-    let job = std::env::var("DDP_CONTROL").or_else(|_| std::env::var("TORCHELASTIC_RUN_ID"))?;
-    let life = std::env::var("DDP_GENERATION").unwrap_or_default();
-    let name: String = job.chars().filter(char::is_ascii_alphanumeric).collect();
-    let folder = std::env::temp_dir().join(format!("ddp-collectives-{name}-{life}"));
-    std::fs::create_dir_all(&folder)?;
-    Ok(Folder(folder))
 }
 
-fn measure(options: &Options) -> Result<(), Box<dyn Error>> {
-    let (place, cancel) = (place()?, Cancel::new());
-    let transport = connect(&place, &store()?, &cancel, TIMEOUT)?;
-    let comm = Communicator::new("world", transport, Executor::Inline, TIMEOUT, &cancel);
+fn measure(session: &Session, options: &Options) -> Result<(), Box<dyn Error>> {
+    let join = JoinOptions {
+        executor: Executor::Inline,
+        threads: 1,
+        timeout: TIMEOUT,
+    };
+    let comm = join_world(session, &join)?;
     let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1)?);
     let bench = Bench {
         comm: &comm,
@@ -214,11 +205,15 @@ impl Bench<'_> {
             Ok(())
         })?;
         let bound = self.bound(size)?;
-        let n = self.comm.size() as f64;
         let [median, least, most] = samples.map(|s| s / batch as f64);
         let rate = size as f64 / median / 1e9;
         if self.comm.rank() == 0 {
-            let bus = rate * 2.0 * (n - 1.0) / n;
+            let ranks = self.comm.size() as u64;
+            let moved = AllReduce {
+                ranks,
+                bytes: size as u64,
+            };
+            let bus = moved.rate(median) / 1e9;
             println!(
                 "{size:>12} {:>12.1} {:>12.1} {:>12.1} {rate:>10.2} {bus:>10.2} {:>12.1}",
                 median * 1e6,

@@ -12,6 +12,7 @@
 //! | [`data`] | from a token file to the samples of a rank | models |
 //! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
+//! | [`plan`] | what a run costs before it runs | how it runs |
 //! | [`train`] | the loop of one rank | who started it |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
@@ -28,5 +29,6 @@ pub mod model;
 pub mod ops;
 pub mod optim;
 pub mod parallel;
+pub mod plan;
 pub mod session;
 pub mod train;

@@ -8,8 +8,10 @@ use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use collective_world::{PATIENCE, Rank, World, done, failure, launch, spec};
-use ddp_worker::collective::{Communicator, Executor, Failure, Mesh, ReduceOp, connect};
-use ddp_worker::device::Sharing;
+use ddp_worker::collective::{
+    Communicator, Executor, Failure, Launch, Mesh, Place, ReduceOp, Traffic, connect,
+};
+use ddp_worker::device::{DeviceError, Event, Sharing};
 use ddp_worker::session::KeyValue;
 
 const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
@@ -368,4 +370,83 @@ fn a_stale_generation_is_not_let_in() {
         let named = matches!(&failure, Some(Failure::TimedOut { waiting_for, .. }) if *waiting_for == [1]);
         assert!(named, "{failure:?}");
     });
+}
+
+/// A rank that gave up is no longer waited for, but one that comes late does not know that yet: it may write.
+#[test]
+fn memory_of_a_failed_operation_stays_closed() {
+    let (gave_up, late) = channel::<()>();
+    let late = std::sync::Mutex::new(late);
+    World::of(&[2]).timeout(SHORT).run(Executor::Inline, |rank| {
+        let shared = rank.arena(true, &vec![1.0_f32; 100_000]);
+        let private = rank.arena(false, &[1.0_f32; 4]);
+        if rank.rank() == 1 {
+            late.lock()
+                .unwrap()
+                .recv_timeout(PATIENCE)
+                .expect("rank 0 gives up");
+            failure(&rank.comm.all_reduce(&shared.slice(0..90_000), SUM, launch()));
+            return;
+        }
+        failure(&rank.comm.all_reduce(&shared.slice(0..90_000), SUM, launch()));
+        gave_up.send(()).unwrap();
+        let refused = shared.slice(89_999..90_001).host::<f32>().err();
+        assert!(matches!(refused, Some(DeviceError::Race { .. })), "{refused:?}");
+        assert!(shared.slice(90_000..100_000).host::<f32>().is_ok());
+        assert!(private.whole().host_mut::<f32>().is_ok());
+    });
+}
+
+#[test]
+fn a_cancel_ends_the_wait_for_a_buffer_that_is_never_ready() {
+    for executor in [Executor::Inline, Executor::Thread] {
+        let world = World::of(&[1]);
+        let cancel = world.cancel.clone();
+        let failures = world.run(executor, |rank| {
+            let arena = rank.arena(false, &[1.0_f32; 4]);
+            let (after, _signal) = Event::pair("a gradient");
+            let launch = Launch::after(after, Traffic::Grads, "test");
+            std::thread::scope(|scope| {
+                let work = scope.spawn(|| failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch)));
+                cancel.cancel("rank 5 died of SIGKILL");
+                work.join().unwrap()
+            })
+        });
+        assert_eq!(
+            failures,
+            [Failure::GenerationOver("rank 5 died of SIGKILL".into())]
+        );
+    }
+}
+
+#[test]
+fn a_buffer_that_is_never_ready_is_an_error_with_the_whole_time() {
+    let world = World::of(&[1]).timeout(SHORT);
+    let failures = world.run(Executor::Inline, |rank| {
+        let arena = rank.arena(false, &[1.0_f32; 4]);
+        let (after, _signal) = Event::pair("a gradient");
+        let launch = Launch::after(after, Traffic::Grads, "test");
+        failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch))
+    });
+    assert_eq!(failures[0].to_string(), "waited 700 ms for a gradient");
+}
+
+#[test]
+fn a_place_outside_its_world_is_refused() {
+    let world = World::of(&[2]);
+    let good = world.places().remove(1);
+    for change in [
+        |place: &mut Place| place.rank = 2,
+        |place: &mut Place| place.local_rank = 2,
+        |place: &mut Place| place.local_world_size = 3,
+        |place: &mut Place| place.world_size = 0,
+    ] {
+        let mut place = good.clone();
+        change(&mut place);
+        let refused = world.connect(&place).err();
+        assert!(
+            matches!(&refused, Some(Failure::Invalid(what)) if what.contains("cannot be rank")),
+            "{refused:?}"
+        );
+    }
 }

@@ -4,6 +4,7 @@ mod collective_world;
 
 use collective_world::{Rank, World, done, fill, launch, numbers, read};
 use ddp_worker::collective::{Executor, Launch, Mesh, ReduceOp, Traffic, WireBytes};
+use ddp_worker::plan::AllReduce;
 use half::bf16;
 
 const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
@@ -285,7 +286,8 @@ fn wire_bytes_equal_the_formulas() {
         (&[3, 3, 2], false),
     ] {
         let (n, s) = (8_u64, 1_u64 << 20);
-        assert_eq!(2 * (n - 1) * (64 << 20) / n, 117_440_512);
+        let all_reduce = |bytes| AllReduce { ranks: n, bytes }.bytes_a_rank();
+        assert_eq!(all_reduce(64 * s), 117_440_512);
         let counted = World::of(nodes).run(Executor::Inline, |rank| {
             let arena = rank.arena(shared, &vec![1.0_f32; (s / 4) as usize]);
             let whole = arena.whole();
@@ -296,7 +298,7 @@ fn wire_bytes_equal_the_formulas() {
             rank.comm.wire_bytes()
         });
         let expected = WireBytes {
-            grads: 2 * (n - 1) * s / n,
+            grads: all_reduce(s),
             params: (n - 1) * s / n,
             other: (n - 1) * s / n,
         };

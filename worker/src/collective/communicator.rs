@@ -4,16 +4,20 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::segment::SharedSegment;
 use super::work::Completion;
 use super::{
     CollectiveError, Failure, Operation, ReduceOp, Request, Traffic, Transport, Wait, WireBytes, Work,
     WorkTimes,
 };
-use crate::device::{Arena, ArenaSpec, Buffer, Device, Event};
+use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
 use crate::session::Cancel;
 
 /// Most operations in a queue; one more blocks the caller until there is room.
 const QUEUE_BOUND: usize = 1024;
+
+/// Longest wait for a buffer to be ready between two looks at the cancel token, which events do not know.
+const INPUT_SLICE: Duration = Duration::from_millis(10);
 
 /// Who drives the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,7 +118,18 @@ impl Communicator {
             poison: None,
         };
         let core = Arc::new(Mutex::new(core));
-        let queue = (executor == Executor::Thread).then(|| Queue::start(name, &core));
+        let (executor, queue) = match executor {
+            Executor::Inline => (executor, None),
+            Executor::Thread => match Queue::start(name, &core) {
+                Ok(queue) => (executor, Some(queue)),
+                Err(error) => {
+                    // Whoever issues an operation learns why it cannot run.
+                    let why = format!("the system cannot start a thread for `{name}`: {error}");
+                    core.lock().unwrap_or_else(PoisonError::into_inner).poison = Some(why);
+                    (Executor::Inline, None)
+                }
+            },
+        };
         Self(Arc::new(Inner {
             name: name.to_owned(),
             rank,
@@ -271,7 +286,7 @@ impl Communicator {
 const PLAIN: ReduceOp = ReduceOp::Sum { scale: 1.0 };
 
 impl Queue {
-    fn start(name: &str, core: &Arc<Mutex<Core>>) -> Self {
+    fn start(name: &str, core: &Arc<Mutex<Core>>) -> std::io::Result<Self> {
         let (sender, receiver): (_, Receiver<Job>) = sync_channel(QUEUE_BOUND);
         let core = core.clone();
         let thread = std::thread::Builder::new()
@@ -280,9 +295,8 @@ impl Queue {
                 for job in receiver {
                     core.lock().unwrap_or_else(PoisonError::into_inner).drive(job);
                 }
-            })
-            .expect("the system can start a thread");
-        Self { sender, thread }
+            })?;
+        Ok(Self { sender, thread })
     }
 }
 
@@ -299,13 +313,8 @@ impl Core {
             self.poison.get_or_insert_with(|| failure.to_string());
             let operation = request.operation.to_string();
             CollectiveError {
-                rank: self.global_rank,
-                communicator: self.name.clone(),
-                operation,
                 sequence,
-                bytes: request.buffer.bytes(),
-                tag: request.tag.clone(),
-                failure,
+                ..self.error(&operation, request.buffer.bytes(), &request.tag, failure)
             }
         });
         completion.set(outcome);
@@ -315,15 +324,42 @@ impl Core {
         if let Some(earlier) = &self.poison {
             return Err(Failure::Poisoned(earlier.clone()));
         }
-        after.wait(Instant::now() + self.timeout)?;
+        self.await_input(after)?;
         let started = Instant::now();
         let mut held = request.buffer.hold()?;
         let wait = Wait::new(self.timeout, &self.cancel);
-        self.transport.execute(sequence, request, &mut held, &wait)?;
+        if let Err(failure) = self.transport.execute(sequence, request, &mut held, &wait) {
+            // Ranks that have not failed yet may still write here: no slice of it may exist any more.
+            if SharedSegment::behind(&request.buffer).is_some() {
+                held.abandon();
+            }
+            return Err(failure);
+        }
         Ok(WorkTimes {
             started,
             ended: Instant::now(),
         })
+    }
+
+    /// Waits until the buffer is ready, the time is over or the generation is.
+    fn await_input(&self, after: &Event) -> Result<(), Failure> {
+        let deadline = Instant::now() + self.timeout;
+        loop {
+            let until = deadline.min(Instant::now() + INPUT_SLICE);
+            match after.wait(until) {
+                // Not the failure of what came before the event, which may be a time-out as well.
+                Err(DeviceError::TimedOut { what, .. }) if after.poll().is_none() => {
+                    if let Some(cause) = self.cancel.cause() {
+                        return Err(Failure::GenerationOver(cause.to_owned()));
+                    }
+                    if until == deadline {
+                        let waited_ms = self.timeout.as_millis() as u64;
+                        return Err(DeviceError::TimedOut { what, waited_ms }.into());
+                    }
+                }
+                outcome => return Ok(outcome?),
+            }
+        }
     }
 
     /// A collective call that is not an operation of the queue. A refusal, which all ranks hear, leaves the

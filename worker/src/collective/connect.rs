@@ -40,6 +40,7 @@ pub fn connect(
     cancel: &Cancel,
     timeout: Duration,
 ) -> Result<Box<dyn Transport>, Failure> {
+    check_place(place)?;
     if place.world_size == 1 {
         return Ok(Box::new(Solo::new(place.rank)));
     }
@@ -178,6 +179,23 @@ fn refused(error: StoreError) -> Failure {
             cause: error.to_string(),
         },
     }
+}
+
+/// A place must be one in its world.
+fn check_place(place: &Place) -> Result<(), Failure> {
+    let Place {
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        ..
+    } = *place;
+    if rank < world_size && local_rank < local_world_size && local_world_size <= world_size {
+        return Ok(());
+    }
+    Err(Failure::Invalid(format!(
+        "rank {rank} of {world_size} cannot be rank {local_rank} of {local_world_size} on its node\n  hint: the environment of this worker is not the one its launcher set"
+    )))
 }
 
 /// What the ranks say of themselves must fit together.

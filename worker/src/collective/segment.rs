@@ -1,4 +1,5 @@
 //! The memory of a shared arena: this rank's segment, and where those of the neighbours are mapped.
+#![allow(unsafe_code, reason = "the promise of `Memory`, passed on")]
 
 use std::any::Any;
 use std::ptr::NonNull;
@@ -42,7 +43,9 @@ impl SharedSegment {
     }
 }
 
-impl Memory for SharedSegment {
+// SAFETY: what is said is said of `own`, which keeps the promise and lives as long as `self`. Other processes map it
+// too, and write it only while an operation of this rank holds the range (`Held`).
+unsafe impl Memory for SharedSegment {
     fn bytes(&self) -> usize {
         self.own.len()
     }

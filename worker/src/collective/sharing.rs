@@ -60,7 +60,12 @@ impl Flat {
         let mut neighbours = Vec::with_capacity(self.board.ranks() - 1);
         for (_, global, door) in self.board.doors() {
             let fd = door.take(number, global, wait)?;
-            neighbours.push((global, HostMemory::map(name, fd, own.len())?));
+            // Other ranks may have theirs by now: unlike a refusal, this leaves the ranks at different points.
+            let memory = HostMemory::map(name, fd, own.len()).map_err(|error| Failure::System {
+                what: format!("mapping the memory of rank {global}"),
+                cause: error.to_string(),
+            })?;
+            neighbours.push((global, memory));
         }
         Ok(neighbours)
     }

@@ -50,7 +50,30 @@ struct Inner {
 #[derive(Clone, PartialEq, Eq)]
 struct Borrow {
     range: Range<usize>,
-    exclusive: bool,
+    access: Access,
+}
+
+/// What a range is in use for.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Access {
+    Read,
+    Write,
+    /// Never given back.
+    Abandoned,
+}
+
+impl Access {
+    const fn is_exclusive(self) -> bool {
+        !matches!(self, Self::Read)
+    }
+
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Read => "reading",
+            Self::Write => "writing",
+            Self::Abandoned => "an operation that failed, which other ranks may still carry out",
+        }
+    }
 }
 
 impl Arena {
@@ -135,33 +158,45 @@ impl Arena {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    fn borrow(&self, range: &Range<usize>, exclusive: bool) -> Result<(), DeviceError> {
+    fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
         let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
         let overlaps = |b: &&Borrow| b.range.start < range.end && range.start < b.range.end;
-        let clash = borrows.iter().filter(overlaps).find(|b| b.exclusive || exclusive);
+        let exclusive = |b: &&Borrow| b.access.is_exclusive() || access.is_exclusive();
+        let clash = borrows.iter().filter(overlaps).find(exclusive);
         if let Some(held) = clash {
             return Err(DeviceError::Race {
                 arena: self.name().to_owned(),
                 range: range.clone(),
-                held: access_name(held.exclusive),
-                wanted: access_name(exclusive),
+                held: held.access.name(),
+                wanted: access.name(),
             });
         }
         borrows.push(Borrow {
             range: range.clone(),
-            exclusive,
+            access,
         });
         Ok(())
     }
 
-    fn give_back(&self, range: &Range<usize>, exclusive: bool) {
+    fn give_back(&self, range: &Range<usize>, access: Access) {
         let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
         let held = Borrow {
             range: range.clone(),
-            exclusive,
+            access,
         };
         if let Some(at) = borrows.iter().position(|b| *b == held) {
             borrows.swap_remove(at);
+        }
+    }
+
+    /// Turns a borrow for writing into one that never ends.
+    fn abandon(&self, range: &Range<usize>) {
+        let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = borrows
+            .iter_mut()
+            .find(|b| b.range == *range && b.access == Access::Write);
+        if let Some(held) = held {
+            held.access = Access::Abandoned;
         }
     }
 }
@@ -170,10 +205,6 @@ impl fmt::Debug for Arena {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}[{} × {}]", self.name(), self.len(), self.dtype())
     }
-}
-
-const fn access_name(exclusive: bool) -> &'static str {
-    if exclusive { "writing" } else { "reading" }
 }
 
 /// A range of an arena's elements. Cheap to clone; says nothing of who may touch it when.
@@ -239,7 +270,7 @@ impl Buffer {
     /// Borrows the elements for reading by the host.
     pub fn host<T: Element>(&self) -> Result<HostRef<'_, T>, DeviceError> {
         let ptr = self.typed_ptr::<T>()?;
-        let guard = Guard::take(self, false)?;
+        let guard = Guard::take(self, Access::Read)?;
         Ok(HostRef {
             ptr,
             guard,
@@ -250,7 +281,7 @@ impl Buffer {
     /// Borrows the elements for writing by the host.
     pub fn host_mut<T: Element>(&self) -> Result<HostMut<'_, T>, DeviceError> {
         let ptr = self.typed_ptr::<T>()?;
-        let guard = Guard::take(self, true)?;
+        let guard = Guard::take(self, Access::Write)?;
         Ok(HostMut {
             ptr,
             guard,
@@ -261,7 +292,7 @@ impl Buffer {
     /// Borrows the elements as bytes, whatever their type.
     pub fn host_bytes(&self) -> Result<HostRef<'_, u8>, DeviceError> {
         let ptr = self.byte_ptr()?;
-        let guard = Guard::take(self, false)?;
+        let guard = Guard::take(self, Access::Read)?;
         Ok(HostRef {
             ptr,
             guard,
@@ -272,7 +303,7 @@ impl Buffer {
     /// Borrows the elements as bytes for writing, whatever their type.
     pub fn host_bytes_mut(&self) -> Result<HostMut<'_, u8>, DeviceError> {
         let ptr = self.byte_ptr()?;
-        let guard = Guard::take(self, true)?;
+        let guard = Guard::take(self, Access::Write)?;
         Ok(HostMut {
             ptr,
             guard,
@@ -282,8 +313,11 @@ impl Buffer {
 
     /// Holds the elements exclusively, without a slice: for memory that peers write while a collective runs.
     pub fn hold(&self) -> Result<Held, DeviceError> {
-        self.arena.borrow(&self.range, true)?;
-        Ok(Held { buffer: self.clone() })
+        self.arena.borrow(&self.range, Access::Write)?;
+        Ok(Held {
+            buffer: self.clone(),
+            abandoned: false,
+        })
     }
 
     fn typed_ptr<T: Element>(&self) -> Result<*mut T, DeviceError> {
@@ -315,6 +349,8 @@ impl fmt::Debug for Buffer {
 #[derive(Debug)]
 pub struct Held {
     buffer: Buffer,
+    /// Not to be given back.
+    abandoned: bool,
 }
 
 impl Held {
@@ -324,34 +360,38 @@ impl Held {
         &self.buffer
     }
 
-    /// The elements, for as long as no peer writes them.
-    pub fn elements_mut<T: Element>(&mut self) -> Result<&mut [T], DeviceError> {
-        let ptr = self.buffer.typed_ptr::<T>()?;
-        // SAFETY: as for `HostMut`: this hold is exclusive, and `&mut self` makes this the only slice under it.
-        Ok(unsafe { std::slice::from_raw_parts_mut(ptr, self.buffer.len()) })
-    }
-
     /// Address of its first byte, for a transport whose peers read and write it under this hold.
     pub fn host_ptr(&self) -> Result<*mut u8, DeviceError> {
         self.buffer.byte_ptr()
+    }
+
+    /// Ends the hold without giving the elements back: nobody in this process can use them again, since peers may
+    /// still write them.
+    pub fn abandon(mut self) {
+        self.abandoned = true;
     }
 }
 
 impl Drop for Held {
     fn drop(&mut self) {
-        self.buffer.arena.give_back(&self.buffer.range, true);
+        let Buffer { arena, range } = &self.buffer;
+        if self.abandoned {
+            arena.abandon(range);
+        } else {
+            arena.give_back(range, Access::Write);
+        }
     }
 }
 
 struct Guard<'a> {
     buffer: &'a Buffer,
-    exclusive: bool,
+    access: Access,
 }
 
 impl<'a> Guard<'a> {
-    fn take(buffer: &'a Buffer, exclusive: bool) -> Result<Self, DeviceError> {
-        buffer.arena.borrow(&buffer.range, exclusive)?;
-        Ok(Self { buffer, exclusive })
+    fn take(buffer: &'a Buffer, access: Access) -> Result<Self, DeviceError> {
+        buffer.arena.borrow(&buffer.range, access)?;
+        Ok(Self { buffer, access })
     }
 
     fn elements<T>(&self) -> usize {
@@ -361,7 +401,7 @@ impl<'a> Guard<'a> {
 
 impl Drop for Guard<'_> {
     fn drop(&mut self) {
-        self.buffer.arena.give_back(&self.buffer.range, self.exclusive);
+        self.buffer.arena.give_back(&self.buffer.range, self.access);
     }
 }
 
@@ -434,6 +474,18 @@ mod tests {
         let first = whole.host::<f32>().unwrap();
         assert_eq!(&whole.host::<f32>().unwrap()[..], &first[..]);
         assert!(whole.hold().is_err());
+    }
+
+    #[test]
+    fn what_was_abandoned_is_never_lent_again() {
+        let arena = arena(10);
+        arena.slice(2..6).hold().unwrap().abandon();
+        let error = arena.slice(5..8).host::<f32>().err().unwrap();
+        assert_eq!(
+            error.to_string(),
+            "`test` elements 5..8 are in use for an operation that failed, which other ranks may still carry out while they are wanted for reading"
+        );
+        assert!(arena.slice(6..10).host_mut::<f32>().is_ok());
     }
 
     #[test]

@@ -43,24 +43,29 @@ impl fmt::Display for DType {
     }
 }
 
-/// A Rust type that is stored in arenas.
-pub trait Element: bytemuck::Pod + Send + Sync {
+/// A Rust type that is stored in arenas. Sealed: arenas rely on [`Element::DTYPE`] having the type's size.
+pub trait Element: bytemuck::Pod + Send + Sync + sealed::Sealed {
     /// The type as data.
     const DTYPE: DType;
 }
 
-impl Element for f64 {
-    const DTYPE: DType = DType::F64;
+macro_rules! element {
+    ($type:ty, $dtype:ident) => {
+        impl sealed::Sealed for $type {}
+        impl Element for $type {
+            const DTYPE: DType = DType::$dtype;
+        }
+        const _: () = assert!(size_of::<$type>() == DType::$dtype.bytes());
+    };
 }
-impl Element for f32 {
-    const DTYPE: DType = DType::F32;
-}
-impl Element for half::bf16 {
-    const DTYPE: DType = DType::Bf16;
-}
-impl Element for i32 {
-    const DTYPE: DType = DType::I32;
-}
-impl Element for u8 {
-    const DTYPE: DType = DType::U8;
+
+element!(f64, F64);
+element!(f32, F32);
+element!(half::bf16, Bf16);
+element!(i32, I32);
+element!(u8, U8);
+
+mod sealed {
+    /// Only the types above.
+    pub trait Sealed {}
 }

@@ -17,8 +17,16 @@ use nix::sys::resource::{Resource, getrlimit};
 
 use super::DeviceError;
 
+/// Signals that may interrupt one allocation.
+const MAX_INTERRUPTIONS: usize = 100;
+
 /// The bytes behind an arena, wherever they are.
-pub trait Memory: Send + Sync + 'static {
+///
+/// # Safety
+/// Arenas make slices of what an implementation says: for as long as the value lives, `host_ptr` must be none or
+/// always the same address, of [`Memory::bytes`] readable, writable and initialised bytes, aligned to a page, that
+/// nothing else of this process accesses.
+pub unsafe trait Memory: Send + Sync + 'static {
     /// Size in bytes.
     fn bytes(&self) -> usize;
     /// First byte, if the host can reach it.
@@ -69,8 +77,7 @@ impl HostMemory {
         Self::check_room(name, length, 1)?;
         let fd = memfd_create(format!("ddp-{name}").as_str(), MFdFlags::MFD_CLOEXEC)
             .map_err(|e| out_of_memory(name, bytes, e))?;
-        fallocate(&fd, FallocateFlags::empty(), 0, length as i64)
-            .map_err(|e| out_of_memory(name, bytes, e))?;
+        populate(&fd, length).map_err(|e| out_of_memory(name, bytes, e))?;
         Self::map(name, fd, length)
     }
 
@@ -157,7 +164,8 @@ impl HostMemory {
     }
 }
 
-impl Memory for HostMemory {
+// SAFETY: a mapping of so many zeroed bytes at page-aligned `ptr`, owned by this value until it is dropped.
+unsafe impl Memory for HostMemory {
     fn bytes(&self) -> usize {
         self.bytes
     }
@@ -178,6 +186,18 @@ impl Drop for HostMemory {
         let unmapped = unsafe { munmap(self.ptr.cast(), self.bytes) };
         debug_assert!(unmapped.is_ok());
     }
+}
+
+/// Allocates the pages of a segment. The kernel gives up, and all of them back, when a signal comes, however
+/// harmless; it does not begin again by itself.
+fn populate(fd: &OwnedFd, bytes: usize) -> Result<(), Errno> {
+    for _ in 0..MAX_INTERRUPTIONS {
+        match fallocate(fd, FallocateFlags::empty(), 0, bytes as i64) {
+            Err(Errno::EINTR) => {}
+            outcome => return outcome,
+        }
+    }
+    Err(Errno::EINTR)
 }
 
 fn advise_huge_pages(ptr: NonNull<u8>, bytes: usize) {

@@ -34,13 +34,15 @@ pub struct MetricsLine {
     pub forward_ms: f64,
     /// Part of it: backward, without waiting for communication.
     pub backward_ms: f64,
-    /// Time in communication, hidden or not.
+    /// Averaging of gradients, waits for other ranks included, hidden behind backward or not.
     pub comm_ms: f64,
-    /// Part of it that nothing else hid.
+    /// Part of the step: what of it nothing else hid. What no part accounts for is the exchange of the losses, in
+    /// which a rank also waits for slower ones.
     pub comm_exposed_ms: f64,
     /// Part of it: clipping and the optimizer.
     pub optimizer_ms: f64,
-    /// Bytes that this rank sent in this step, counted at the transport.
+    /// Bytes that this rank moved between itself and others in this step, counted at the transport as
+    /// [`crate::collective::WireBytes`] says.
     pub wire_bytes: WireBytes,
     /// Number of ranks.
     pub world_size: u32,
@@ -50,7 +52,7 @@ pub struct MetricsLine {
     pub memory: Memory,
 }
 
-/// Bytes sent, by what they carried.
+/// Bytes moved between ranks, by what they carried.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct WireBytes {

@@ -185,8 +185,14 @@ pub(crate) struct Tile<'a, T> {
 
 fn assert_fits(len: usize, rows: usize, cols: usize, stride: usize) {
     assert!(stride >= cols, "rows of {cols} elements, {stride} apart");
-    let end = if rows == 0 { 0 } else { (rows - 1) * stride + cols };
-    assert!(end <= len, "{rows} × {cols} elements in a slice of {len}");
+    let end = match rows.checked_sub(1) {
+        None => Some(0),
+        Some(last) => last.checked_mul(stride).and_then(|start| start.checked_add(cols)),
+    };
+    assert!(
+        end.is_some_and(|end| end <= len),
+        "{rows} × {cols} elements in a slice of {len}"
+    );
 }
 
 /// `out = factor · lhs · rhs`, or `out += …` where `accumulate`. Runs in the calling thread: the order of the
@@ -266,5 +272,11 @@ mod tests {
     #[should_panic(expected = "in a slice of")]
     fn a_view_beyond_its_slice_is_refused() {
         let _ = Matrix::new(&[0.0; 11], 3, 4, 4);
+    }
+
+    #[test]
+    #[should_panic(expected = "in a slice of")]
+    fn a_view_whose_end_cannot_be_counted_is_refused() {
+        let _ = Matrix::new(&[0.0; 11], 3, 4, usize::MAX / 2 + 1);
     }
 }

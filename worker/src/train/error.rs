@@ -141,6 +141,22 @@ impl TrainError {
         }
     }
 
+    /// True if the cause lies in this rank alone, so that the end of the generation does not explain it away.
+    #[must_use]
+    pub fn is_own(&self) -> bool {
+        match self {
+            Self::RunFiles(_) => !self.is_consequence(),
+            Self::NonFiniteLoss { .. }
+            | Self::NonFiniteGradient { .. }
+            | Self::Contradiction { .. }
+            | Self::Model(_)
+            | Self::Layout(_)
+            | Self::Data(_)
+            | Self::Checkpoint(_) => true,
+            _ => false,
+        }
+    }
+
     /// Message and hint apart, as the agent wants them.
     #[must_use]
     pub fn message_and_hint(&self) -> (String, Option<String>) {

@@ -5,6 +5,7 @@ use comfy_table::{Table, presets};
 use super::progress::{bytes, grouped};
 use super::trainer::Trainer;
 use crate::config::Sync;
+use crate::plan::{Footprint, GlobalBatch};
 
 /// Numbers that only set-up knows.
 pub(super) struct StartupFacts<'a> {
@@ -28,11 +29,16 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     let config = trainer.config;
     let world = trainer.world.size();
     let train = &config.train;
-    let samples = train.micro_batch * train.grad_accumulation * world;
+    let global_batch = GlobalBatch {
+        ranks: world as u64,
+        accumulation: train.grad_accumulation as u64,
+        micro_batch: train.micro_batch as u64,
+        block_size: config.model.block_size as u64,
+    };
     let batch = format!(
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
-        grouped(samples as u64),
-        grouped(trainer.tokens_per_step()),
+        grouped(global_batch.samples()),
+        grouped(global_batch.tokens()),
         counted(world, "rank"),
         counted(train.grad_accumulation, "micro-batch"),
         counted(train.micro_batch, "sample"),
@@ -60,7 +66,10 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         ("data", data),
         ("global batch", batch),
         ("steps", steps),
-        ("memory of a rank", memory(trainer)),
+        (
+            "memory of a rank",
+            memory(Footprint::replicated(trainer.replica.params.len() as u64)),
+        ),
         ("device", trainer.world.device.name()),
         ("backend", transport),
         ("gradient sync", sync(trainer, facts.buckets)),
@@ -77,13 +86,12 @@ fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{plural}")
 }
 
-fn memory(trainer: &Trainer<'_>) -> String {
-    let of = |number: usize| bytes(number as u64);
+fn memory(footprint: Footprint) -> String {
     format!(
         "parameters {}, gradients {}, optimizer {}; activations are measured as it runs",
-        of(trainer.replica.params.bytes()),
-        of(trainer.grad_bytes),
-        of(trainer.adamw.bytes())
+        bytes(footprint.params),
+        bytes(footprint.grads),
+        bytes(footprint.optimizer)
     )
 }
 
@@ -100,4 +108,16 @@ fn sync(trainer: &Trainer<'_>, buckets: usize) -> String {
         "after backward"
     };
     format!("{how}, {when}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_memory_line_of_seven_billion_parameters() {
+        let line = memory(Footprint::replicated(7_000_000_000));
+        // 28, 28 and 56 GB.
+        insta::assert_snapshot!(line, @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB; activations are measured as it runs");
+    }
 }

@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+"""Benchmarks of ddp-run beside its peers, alternating in one run; prints Markdown. Standard library only.
+
+    cargo build --release --workspace --examples
+    python3 tests/bench/run.py launch restart collectives steps --torch /path/to/venv/bin --mpi
+
+Without --torch or --mpi the peers are left out. Each figure is a median with its smallest and largest value; compare within
+one table, not between runs.
+"""
+import argparse
+import json
+import os
+import pathlib
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RUN = ROOT / "target/release/ddp-run"
+PEERS = ROOT / "tests/peers"
+TEXT = ROOT / "examples/data/python-reference.txt"
+# Layers, heads, channels, vocabulary, positions, micro-batch of a rank.
+CONFIGS = {"A": (6, 6, 384, 256, 256, 8), "B": (12, 12, 768, 50257, 128, 1)}
+DEADLINE_S = 300
+
+
+def spread(values, unit="ms"):
+    return f"{statistics.median(values):.1f} {unit} ({min(values):.1f} to {max(values):.1f})"
+
+
+def timed(command, env=None):
+    """Seconds and peak RSS in KiB of the largest process of a command."""
+    started = time.perf_counter()
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+    _, status, usage = os.wait4(child.pid, 0)
+    if status:
+        sys.exit(f"{command} ended with status {status}")
+    return time.perf_counter() - started, usage.ru_maxrss
+
+
+def bench_launch(args):
+    print("\n### Launch 8 × `true`\n\n| launcher | time | peak RSS of the launcher |\n|---|---|---|")
+    ours, theirs = [], []
+    for turn in range(args.turns):
+        ours += [timed([RUN, "--nproc-per-node", "8", "--", "true"]) for _ in range(4)]
+        if args.torch and turn < 3:
+            theirs.append(timed([f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "8", "--no-python", "true"]))
+    for name, rows in (("ddp-run", ours), ("torchrun", theirs)):
+        if rows:
+            print(f"| {name} | {spread([s * 1e3 for s, _ in rows])} | {max(k for _, k in rows) / 1024:.0f} MiB |")
+
+
+def wait_for(condition, what):
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        value = condition()
+        if value is not None:
+            return value
+        time.sleep(0.001)
+    sys.exit(f"waited {DEADLINE_S} s for {what}")
+
+
+def lines_of(path):
+    try:
+        return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    except FileNotFoundError:
+        return []
+
+
+def restart_once(folder):
+    """Milliseconds from SIGKILL of a worker to the first finished step of the next generation."""
+    out = pathlib.Path(folder) / "run"
+    command = [RUN, "--nproc-per-node", "2", "--set", f"run.out_dir={out}", "--set", "train.steps=100000"]
+    command += ["--set", "train.checkpoint_every=20", ROOT / "examples/single-node/train.yaml"]
+    job = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        metrics = out / "metrics.jsonl"
+        first = wait_for(lambda: next((m for m in lines_of(metrics) if m["step"] > 25), None), "step 25")
+        children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "__worker"], capture_output=True, text=True)
+        killed = time.perf_counter()
+        os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+        newer = lambda: next((m for m in lines_of(metrics) if m["generation"] > first["generation"]), None)
+        wait_for(newer, "a step of the next generation")
+        return (time.perf_counter() - killed) * 1e3
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.wait()
+
+
+def torch_restart(torch):
+    """The same of torchrun: from SIGKILL to the first all-reduce, as the script itself prints it."""
+    env = dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    command = [f"{torch}/torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", PEERS / "restart.py"]
+    out = subprocess.run(command, capture_output=True, text=True, env=env, timeout=DEADLINE_S).stdout
+    return float(re.search(r"first all_reduce ([0-9.]+) s", out).group(1)) * 1e3
+
+
+def bench_restart(args):
+    print("\n### From `kill -9` of a worker to the next generation at work\n\n| | time |\n|---|---|")
+    ours, theirs = [], []
+    for turn in range(args.turns):
+        with tempfile.TemporaryDirectory() as folder:
+            ours.append(restart_once(folder))
+        if args.torch and turn < 5:
+            theirs.append(torch_restart(args.torch))
+    print(f"| ddp-run: first finished training step, resumed from the checkpoint | {spread(ours)} |")
+    if theirs:
+        print(f"| torchrun: first all-reduce of an empty script | {spread(theirs)} |")
+
+
+def bench_collectives(args):
+    print("\n### All-reduce, f32, 2 ranks\n\n```")
+    for turn in range(args.turns // 2):
+        subprocess.run([ROOT / "target/release/examples/collectives", "--ranks", "2"], check=True)
+        if turn < 2 and args.mpi:
+            with tempfile.TemporaryDirectory() as folder:
+                subprocess.run(["mpicc", "-O3", PEERS / "collectives_mpi.c", "-o", f"{folder}/cmpi"], check=True)
+                subprocess.run(["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", f"{folder}/cmpi"], check=True)
+        if turn < 2 and args.torch:
+            command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "2", PEERS / "collectives.py"]
+            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+    print("```")
+
+
+def our_steps(name, steps, folder):
+    layers, heads, width, vocab, positions, batch = CONFIGS[name]
+    out = pathlib.Path(folder) / "run"
+    yaml = pathlib.Path(folder) / "bench.yaml"
+    yaml.write_text(
+        f"run: {{out_dir: {out}}}\n"
+        f"model: {{kind: gpt2, n_layer: {layers}, n_head: {heads}, n_embd: {width}, block_size: {positions}, vocab_size: {vocab}}}\n"
+        f"data: {{train: {TEXT}}}\n"
+        f"train: {{steps: {steps + 3}, micro_batch: {batch}, threads: 1}}\n"
+    )
+    # Validation and the checkpoint come at the end only, after the last step that is timed.
+    subprocess.run([RUN, "--nproc-per-node", "2", yaml], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    return lines_of(out / "metrics.jsonl")[3:]
+
+
+def torch_steps(args, name, steps):
+    command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "2", PEERS / "ddp_step.py"]
+    command += ["--config", name, "--mode", "ddp", "--fused", "--steps", str(steps)]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+), max ([0-9.]+)\).*peak RSS ([0-9]+) MiB", out)
+    return [float(x) for x in found.groups()]
+
+
+def bench_steps(args):
+    print("\n### Training step, f32, 2 ranks × 1 thread\n")
+    print("| configuration | turn | ddp-run | exposed communication | peak RSS of a rank | PyTorch DDP (gloo, fused AdamW) | its peak RSS |")
+    print("|---|---|---|---|---|---|---|")
+    for name in CONFIGS:
+        for turn in range(2):
+            with tempfile.TemporaryDirectory() as folder:
+                rows = our_steps(name, 10, folder)
+            ours = spread([r["step_ms"] for r in rows])
+            exposed = spread([r["comm_exposed_ms"] for r in rows])
+            rss = max(r["memory"]["peak_rss"] for r in rows) / 2**20
+            peer = "| |"
+            if args.torch:
+                median, low, high, peak = torch_steps(args, name, 10)
+                peer = f"{median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB |"
+            print(f"| {name} | {turn + 1} | {ours} | {exposed} | {rss:.0f} MiB | {peer}", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="+", choices=["launch", "restart", "collectives", "steps"])
+    parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
+    parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
+    parser.add_argument("--turns", type=int, default=6)
+    args = parser.parse_args()
+    for what in args.what:
+        globals()[f"bench_{what}"](args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+//! What later parts are built on: an asynchronous device, narrow gradients, and that the tests of them can fail.
+
+mod collective_world;
+mod train_support;
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use collective_world::{PATIENCE, World, spec};
+use ddp_worker::collective::Executor;
+use ddp_worker::config::Sync;
+use ddp_worker::device::{CpuDevice, DType, Device, Element, Event, Sharing};
+use ddp_worker::model::ParamId;
+use ddp_worker::ops::Fill;
+use ddp_worker::parallel::{GradSpec, GradientLayout, LayoutConfig, Reducer, ReducerConfig};
+use half::bf16;
+use train_support::deferred::DeferredDevice;
+
+const SIZES: [usize; 3] = [5000, 300, 20_000];
+
+fn layout(sizes: &[usize], world_size: usize, dtype: DType) -> Arc<GradientLayout> {
+    let named = sizes.iter().enumerate();
+    let specs = named
+        .map(|(i, &len)| GradSpec::new(format!("p{i}"), &[len]))
+        .collect();
+    let order: Vec<ParamId> = (0..sizes.len()).rev().map(ParamId).collect();
+    let config = LayoutConfig {
+        first_bucket_bytes: 4096,
+        bucket_bytes: 16_384,
+        dtype,
+        ..LayoutConfig::new(world_size)
+    };
+    Arc::new(GradientLayout::new(specs, &order, &config).unwrap())
+}
+
+#[test]
+fn the_deferring_device_runs_nothing_before_somebody_waits() {
+    let device = DeferredDevice::new();
+    let stream = device.stream();
+    let buffer = device.alloc(&spec::<f32>(100, Sharing::Private)).unwrap().whole();
+    let mut events = Vec::new();
+    for value in [1.0, 2.0] {
+        let out = buffer.clone();
+        device.enqueue(stream, Fill { out, value }.into());
+        events.push(device.record(stream));
+    }
+    let value = || buffer.host::<f32>().unwrap()[99];
+    assert!(events.iter().all(|event| event.poll().is_none()));
+    assert_eq!(value(), 0.0);
+    events[0].wait(Instant::now() + PATIENCE).unwrap();
+    assert_eq!(value(), 1.0, "up to the event and no further");
+    assert!(events[0].poll() == Some(Ok(())) && events[1].poll().is_none());
+    device.synchronize(stream).unwrap();
+    assert_eq!(value(), 2.0);
+}
+
+/// Averages of gradients that are `rank + 1 + id` everywhere and still to be computed when they are reported, with
+/// the event behind them or, wrongly, with one that is reached already.
+fn averages_of_deferred(config: ReducerConfig, executor: Executor, honest: bool) -> Vec<Vec<f32>> {
+    let layout = layout(&SIZES, 2, DType::F32);
+    World::of(&[2]).run(executor, |rank| {
+        let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
+        let stream = device.stream();
+        let mut reducer = Reducer::new(rank.comm.clone(), &device, layout.clone(), config).unwrap();
+        let mut step = reducer.step(1).unwrap();
+        for id in layout.order() {
+            let out = step.slot(*id).unwrap().buffer;
+            let value = (rank.rank() + 1 + id.0) as f64;
+            device.enqueue(stream, Fill { out, value }.into());
+            let behind = device.record(stream);
+            let at = if honest { behind } else { Event::reached() };
+            step.ready(*id, at).unwrap();
+        }
+        let averages = step.finish(Instant::now() + PATIENCE).unwrap();
+        (0..SIZES.len())
+            .map(|id| {
+                let grad = averages.grad::<f32>(ParamId(id)).unwrap();
+                assert!(grad.iter().all(|g| *g == grad[0]), "p{id} is torn");
+                grad[0]
+            })
+            .collect()
+    })
+}
+
+#[test]
+fn a_bucket_waits_for_the_events_of_its_gradients() {
+    for sync in [Sync::Bucketed, Sync::PerParameter, Sync::Naive] {
+        for (overlap, executor) in [
+            (true, Executor::Thread),
+            (false, Executor::Thread),
+            (false, Executor::Inline),
+        ] {
+            let config = ReducerConfig { sync, overlap };
+            let averages = averages_of_deferred(config, executor, true);
+            assert_eq!(averages, [[1.5, 2.5, 3.5], [1.5, 2.5, 3.5]], "{config:?}");
+        }
+    }
+}
+
+/// The control of the test above: without the events, what is averaged is what was there before.
+#[test]
+fn without_the_events_yesterdays_gradients_are_averaged() {
+    let config = ReducerConfig::default();
+    let averages = averages_of_deferred(config, Executor::Thread, false);
+    assert_eq!(averages, [[0.0; 3], [0.0; 3]]);
+}
+
+/// Gradients of `T` through a reducer of four ranks; each rank gives `own(rank, i)`.
+fn average<T: Element>(len: usize, own: impl Fn(usize, usize) -> T + std::marker::Sync) -> Vec<Vec<T>> {
+    let layout = layout(&[len], 4, T::DTYPE);
+    World::of(&[4]).run(Executor::Thread, |rank| {
+        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
+        let config = ReducerConfig::default();
+        let mut reducer = Reducer::new(rank.comm.clone(), &device, layout.clone(), config).unwrap();
+        assert_eq!(reducer.bytes(), layout.len() * T::DTYPE.bytes());
+        let mut step = reducer.step(1).unwrap();
+        let mut grad = step.grad_mut::<T>(ParamId(0)).unwrap();
+        for (i, g) in grad.iter_mut().enumerate() {
+            *g = own(rank.rank(), i);
+        }
+        drop(grad);
+        step.ready(ParamId(0), Event::reached()).unwrap();
+        let averages = step.finish(Instant::now() + PATIENCE).unwrap();
+        averages.grad::<T>(ParamId(0)).unwrap().to_vec()
+    })
+}
+
+#[test]
+fn four_gradients_average_to_a_tenth_and_move_the_parameter_by_a_ten_thousandth() {
+    let own = [0.20_f32, 0.10, -0.05, 0.15];
+    for averages in average(1, |rank, _| own[rank]) {
+        assert!((averages[0] - 0.10).abs() < 1e-8, "{averages:?}");
+        let (parameter, lr) = (0.0_f32, 0.001_f32);
+        assert!((parameter - lr * averages[0] + 0.0001).abs() < 1e-11);
+    }
+}
+
+#[test]
+fn bf16_gradients_are_averaged_in_f32_and_rounded_once() {
+    const LEN: usize = 9000;
+    let own = |rank: usize, i: usize| bf16::from_f32(((rank * 7919 + i * 31) % 1009) as f32 / 97.0 - 5.0);
+    let all = average(LEN, own);
+    for (i, found) in all[0].iter().enumerate() {
+        let sum = (1..4).fold(own(0, i).to_f32(), |sum, rank| sum + own(rank, i).to_f32());
+        assert_eq!(
+            found.to_bits(),
+            bf16::from_f32(0.25 * sum).to_bits(),
+            "element {i}"
+        );
+    }
+    assert!(all.iter().all(|averages| *averages == all[0]));
+}
