@@ -101,26 +101,6 @@ impl From<WorkError> for TrainError {
 }
 
 impl TrainError {
-    /// True if no other rank's failure can have led to it.
-    #[must_use]
-    pub(super) fn is_own(&self) -> bool {
-        matches!(
-            self,
-            Self::NonFiniteLoss { .. }
-                | Self::NonFiniteGradient { .. }
-                | Self::Contradiction { .. }
-                | Self::Model(_)
-                | Self::Layout(_)
-                | Self::Data(_)
-                | Self::Agreement(AgreementError::Differs(_))
-                | Self::RunFiles(
-                    RunFilesError::HoldsRun { .. }
-                        | RunFilesError::NothingToResume { .. }
-                        | RunFilesError::Io { .. }
-                )
-        )
-    }
-
     /// True if this rank failed only because another one did.
     #[must_use]
     pub fn is_consequence(&self) -> bool {
@@ -152,6 +132,7 @@ impl TrainError {
             | Self::Model(_)
             | Self::Layout(_)
             | Self::Data(_)
+            | Self::Agreement(AgreementError::Differs(_))
             | Self::Checkpoint(_) => true,
             _ => false,
         }

@@ -86,9 +86,7 @@ fn run(
 ) -> Result<RunSummary, TrainError> {
     session.heartbeat(0, Phase::Starting, None);
     let result = train(config, session, device).map_err(|error| {
-        let verdict = if error.is_own() {
-            None
-        } else if error.is_consequence() {
+        let verdict = if error.is_consequence() {
             session.verdict()
         } else if error.is_own() {
             // The others may have failed because of it, and faster.
