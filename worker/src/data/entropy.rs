@@ -48,7 +48,8 @@ fn entropy(counts: &[u64]) -> f64 {
     let total: u64 = counts.iter().sum();
     let term = |&n: &u64| {
         let p = n as f64 / total as f64;
-        -p * p.ln()
+        // `ln(1/p)`, so that certainty is 0, not −0.
+        p * p.recip().ln()
     };
     counts.iter().filter(|n| **n > 0).map(term).sum()
 }
