@@ -30,18 +30,26 @@ impl Bar {
         self.bar.set_position(step);
     }
 
-    /// Runs `write`, which writes to the terminal, above the bar.
+    /// Runs `write`, which writes to the terminal, above the bar. A bar without numbers is not drawn for it.
     pub(crate) fn above(&self, write: impl FnOnce()) {
-        self.bar.suspend(write);
+        if self.is_shown() {
+            self.bar.suspend(write);
+        } else {
+            write();
+        }
     }
 
     /// Leaves the last state on the terminal, if anything was ever shown.
     pub(crate) fn finish(self) {
-        if self.bar.length().is_some() {
+        if self.is_shown() {
             self.bar.abandon();
         } else {
             self.bar.finish_and_clear();
         }
+    }
+
+    fn is_shown(&self) -> bool {
+        self.bar.length().is_some()
     }
 }
 

@@ -336,6 +336,7 @@ fn role_reports_progress() {
     assert_eq!(std::env::var("DDP_PROGRESS").as_deref(), Ok("bar"));
     let mut session = Session::open();
     session.hear();
+    eprintln!("a line before");
     let progress = Progress {
         steps: 10,
         loss: 2.5,
@@ -381,7 +382,9 @@ fn progress_is_drawn_on_a_terminal() {
         screen.contains("3/10 loss 2.5000  1234 tokens/s  1:01 left"),
         "{screen:?}"
     );
+    assert!(screen.contains("[0] a line before"), "{screen:?}");
     assert!(screen.contains("[0] a line meanwhile"), "{screen:?}");
+    assert!(!screen.contains("0/0"), "a bar without numbers: {screen:?}");
 }
 
 /// Asks and asks, and never reads an answer.
