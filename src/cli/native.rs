@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::exit;
 use ddp_worker::checkpoint::CheckpointError;
-use ddp_worker::config::{self, Run, TrainConfig};
+use ddp_worker::config::{self, Located, TrainConfig};
 use ddp_worker::data::DataError;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
 use ddp_worker::parallel::AgreementError;
@@ -30,20 +30,20 @@ const PROCESS_NAME: &std::ffi::CStr = c"ddp-run-worker";
 /// A configuration that its workers will accept.
 #[derive(Debug)]
 pub struct Validated {
-    run: Run,
+    located: Located,
 }
 
 impl Validated {
     /// Where the files of the run called `run_id` go.
     pub fn out_dir(&self, run_id: &str) -> PathBuf {
-        RunDir::resolve(&self.run, run_id)
+        RunDir::resolve(&self.located.config.run, run_id)
     }
 
     /// Makes the folder of a run that only this node takes part in, or refuses the one that is there. A job of
     /// several nodes leaves that to rank 0, because it may have begun before this node came.
     pub fn claim_out_dir(&self, run_id: &str) -> Result<(), CliError> {
         let request = Request {
-            run: &self.run,
+            run: &self.located.config.run,
             run_id,
             // Rank 0 takes it for good.
             token: None,
@@ -54,17 +54,23 @@ impl Validated {
         };
         RunDir::open(request, &MemoryStore::default())
             .map(|_| ())
-            .map_err(|error| CliError::Config(error.to_string()))
+            .map_err(|error| {
+                let key = match error {
+                    RunFilesError::NothingToResume { .. } => "run.resume",
+                    _ => "run.out_dir",
+                };
+                CliError::Config(format!("{}: {error}", self.located.place(key)))
+            })
     }
 }
 
 /// Checks a configuration before anything is spawned, its data files included.
 pub fn validate(file: &Path, overrides: &[String]) -> Result<Validated, CliError> {
-    load(file, overrides).map(|config| Validated { run: config.run })
+    load(file, overrides).map(|located| Validated { located })
 }
 
-fn load(file: &Path, overrides: &[String]) -> Result<TrainConfig, CliError> {
-    config::load(file, overrides).map_err(|error| CliError::Config(error.to_string()))
+fn load(file: &Path, overrides: &[String]) -> Result<Located, CliError> {
+    config::load_located(file, overrides).map_err(|error| CliError::Config(error.to_string()))
 }
 
 /// Main of a worker process: `FILE [--set KEY=VALUE]…`, as [`super::target::Target::command`] writes them.
@@ -81,7 +87,7 @@ pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
 /// Trains `file` in this process, at the place that the environment gives it, or alone.
 pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
     match load(file, overrides) {
-        Ok(config) => train(&config),
+        Ok(located) => train(&located.config),
         Err(error) => {
             print_error(&error);
             ExitCode::from(error.exit_code())

@@ -125,9 +125,19 @@ fn an_out_dir_that_cannot_be_written() {
     // Below a file, not below a read-only folder: the tests may run as root.
     let job = TinyJob::with(|yaml| yaml.replace("out_dir: out", "out_dir: text.txt/out"));
     insta::assert_snapshot!(refused(&job), @r"
-        error: cannot create `text.txt/out`: Not a directory (os error 20)
+        error: tiny.yaml:1: cannot create `text.txt/out`: Not a directory (os error 20)
           hint: a file stands where a folder is needed; set another `run.out_dir`
         ");
+}
+
+#[test]
+fn a_run_to_resume_that_is_not_there() {
+    let job = TinyJob::with(|yaml| yaml.replace("seed: 7", "resume: require"));
+    insta::assert_snapshot!(refused(&job), @r"
+        error: tiny.yaml:1: `run.resume` is `require`, but `out` holds no checkpoint
+          hint: set `run.resume: auto` to start where there is nothing to resume
+        ");
+    expect_nothing_written(&job);
 }
 
 #[test]

@@ -189,7 +189,6 @@ impl RunDir {
 
     /// Creates the folder, or decides what becomes of the run that it holds.
     fn prepare(&self, request: Request<'_>) -> Result<Start, RunFilesError> {
-        fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
         let run = request.run;
         let found = MARKS.iter().find(|mark| self.path.join(mark).exists());
         let claim = Claim::of(&self.path);
@@ -197,6 +196,13 @@ impl RunDir {
             Some(token) if request.restarted => claim.is_of(token)?,
             _ => false,
         };
+        // Before anything is written: what is refused leaves nothing behind.
+        if run.resume == Resume::Require && !continued && self.latest_checkpoint()?.is_none() {
+            return Err(RunFilesError::NothingToResume {
+                path: self.path.clone(),
+            });
+        }
+        fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
         if !continued
             && run.resume == Resume::Never
             && let Some(found) = found
@@ -213,15 +219,15 @@ impl RunDir {
             claim.take(token)?;
         }
         checkpoint::delete_unfinished(&self.path)?;
-        let checkpoint = checkpoint::latest_step(&self.path)
-            .map_err(|e| RunFilesError::io("read the latest checkpoint of", &self.path, &e))?;
-        match checkpoint {
-            Some(step) => Ok(Start::Resume { step }),
-            None if run.resume == Resume::Require && !continued => Err(RunFilesError::NothingToResume {
-                path: self.path.clone(),
-            }),
-            None => Ok(Start::Fresh),
-        }
+        Ok(match self.latest_checkpoint()? {
+            Some(step) => Start::Resume { step },
+            None => Start::Fresh,
+        })
+    }
+
+    fn latest_checkpoint(&self) -> Result<Option<u64>, RunFilesError> {
+        checkpoint::latest_step(&self.path)
+            .map_err(|e| RunFilesError::io("read the latest checkpoint of", &self.path, &e))
     }
 
     /// Deletes what a run writes, and nothing else that lies in the folder. `checkpoints/latest` goes first,
@@ -257,228 +263,5 @@ fn seen_key(rank: u32) -> String {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::session::MemoryStore;
-
-    fn run(out_dir: &Path) -> Run {
-        Run {
-            out_dir: Some(out_dir.to_owned()),
-            ..Run::default()
-        }
-    }
-
-    fn request(run: &Run, rank: u32, world_size: u32) -> Request<'_> {
-        Request {
-            run,
-            run_id: "job",
-            token: None,
-            restarted: false,
-            rank,
-            world_size,
-            deadline: Instant::now() + Duration::from_mins(1),
-        }
-    }
-
-    fn open(run: &Run) -> Result<(RunDir, Start), RunFilesError> {
-        RunDir::open(request(run, 0, 1), &MemoryStore::default())
-    }
-
-    fn error(run: &Run, folder: &Path) -> String {
-        open(run)
-            .unwrap_err()
-            .to_string()
-            .replace(folder.to_str().unwrap(), "DIR")
-    }
-
-    #[test]
-    fn the_default_folder_is_named_for_run_and_job() {
-        let run = Run {
-            name: "gpt".into(),
-            ..Run::default()
-        };
-        assert_eq!(RunDir::resolve(&run, "j1"), Path::new("runs/gpt/j1"));
-    }
-
-    #[test]
-    fn all_ranks_agree_on_a_new_folder() {
-        let folder = tempfile::tempdir().unwrap();
-        let run = run(&folder.path().join("a/b"));
-        let store = MemoryStore::default();
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..3)
-                .map(|rank| {
-                    scope.spawn({
-                        let (run, store) = (&run, &store);
-                        move || RunDir::open(request(run, rank, 3), store)
-                    })
-                })
-                .collect();
-            for rank in ranks {
-                assert_eq!(rank.join().unwrap().unwrap().1, Start::Fresh);
-            }
-        });
-        let left: Vec<_> = fs::read_dir(folder.path().join("a/b")).unwrap().collect();
-        assert!(left.is_empty(), "{left:?}");
-    }
-
-    #[test]
-    fn a_rank_on_another_file_system_is_named_on_both_sides() {
-        let folder = tempfile::tempdir().unwrap();
-        let (ours, theirs) = (run(&folder.path().join("a")), run(&folder.path().join("b")));
-        let store = MemoryStore::default();
-        std::thread::scope(|scope| {
-            let lead = scope.spawn(|| RunDir::open(request(&ours, 0, 2), &store));
-            let mut short = request(&theirs, 1, 2);
-            // Long enough for rank 0's word, which is awaited first; then the file is looked for once.
-            store.get(DECISION_KEY, short.deadline).unwrap();
-            short.deadline = Instant::now();
-            let error = RunDir::open(short, &store).unwrap_err();
-            assert!(
-                matches!(error, RunFilesError::NotShared { rank: 1, .. }),
-                "{error}"
-            );
-            let error = lead.join().unwrap().unwrap_err();
-            assert!(
-                matches!(error, RunFilesError::NotShared { rank: 1, .. }),
-                "{error}"
-            );
-        });
-    }
-
-    #[test]
-    fn when_rank_zero_fails_the_others_know_why() {
-        let folder = tempfile::tempdir().unwrap();
-        fs::write(folder.path().join("metrics.jsonl"), "").unwrap();
-        let run = run(folder.path());
-        let store = MemoryStore::default();
-        let lead = RunDir::open(request(&run, 0, 2), &store).unwrap_err();
-        let follow = RunDir::open(request(&run, 1, 2), &store).unwrap_err();
-        assert_eq!(
-            follow.to_string(),
-            format!("rank 0 could not prepare the folder of the run: {lead}")
-        );
-    }
-
-    #[test]
-    fn a_folder_that_holds_a_run_is_refused_unless_told() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut run = run(folder.path());
-        fs::create_dir_all(folder.path().join("checkpoints/step_00000001")).unwrap();
-        fs::write(folder.path().join("notes.txt"), "mine").unwrap();
-        insta::assert_snapshot!(error(&run, folder.path()), @r"
-        `DIR` already holds a run (found `checkpoints`)
-          hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or another `run.out_dir`
-        ");
-        run.resume = Resume::Require;
-        insta::assert_snapshot!(error(&run, folder.path()), @r"
-        `run.resume` is `require`, but `DIR` holds no checkpoint
-          hint: set `run.resume: auto` to start where there is nothing to resume
-        ");
-        run.resume = Resume::Auto;
-        assert_eq!(open(&run).unwrap().1, Start::Fresh);
-        run.resume = Resume::Never;
-        run.overwrite = true;
-        assert_eq!(open(&run).unwrap().1, Start::Fresh);
-        let left: Vec<_> = fs::read_dir(folder.path())
-            .unwrap()
-            .map(|e| e.unwrap().file_name())
-            .collect();
-        assert_eq!(
-            left,
-            ["notes.txt"],
-            "overwriting deletes the run, and only the run"
-        );
-    }
-
-    fn save(folder: &Path, step: u64) {
-        let state = checkpoint::State {
-            step,
-            consumed_samples: step,
-            rng: checkpoint::Rng {
-                seed: 1,
-                data_order: "test/1".into(),
-            },
-            config: serde_json::Value::Null,
-        };
-        let writer = checkpoint::Writer::begin(folder, step, 1).unwrap();
-        writer.write("a", &[]).unwrap();
-        writer.commit(&state, &["a"]).unwrap();
-    }
-
-    #[test]
-    fn only_the_run_that_took_the_folder_goes_on_in_it_unasked() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut run = run(&folder.path().join("out"));
-        let life = |run: &Run, token: &'static str, restarted: bool| {
-            let request = Request {
-                token: Some(token),
-                restarted,
-                ..request(run, 0, 1)
-            };
-            RunDir::open(request, &MemoryStore::default()).map(|(_, start)| start)
-        };
-        assert_eq!(life(&run, "a", false).unwrap(), Start::Fresh);
-        save(&folder.path().join("out"), 20);
-        assert_eq!(life(&run, "a", true).unwrap(), Start::Resume { step: 20 });
-        // The first life of another run was killed before it had looked at the folder.
-        assert!(matches!(
-            life(&run, "b", true),
-            Err(RunFilesError::HoldsRun { .. })
-        ));
-        assert_eq!(life(&run, "a", true).unwrap(), Start::Resume { step: 20 });
-        run.overwrite = true;
-        assert_eq!(life(&run, "b", true).unwrap(), Start::Fresh);
-        save(&folder.path().join("out"), 40);
-        assert_eq!(life(&run, "b", true).unwrap(), Start::Resume { step: 40 });
-    }
-
-    #[test]
-    fn a_run_is_resumed_from_its_latest_checkpoint_or_deleted() {
-        let folder = tempfile::tempdir().unwrap();
-        let mut run = run(folder.path());
-        save(folder.path(), 20);
-        save(folder.path(), 40);
-        // A save of a job that had come to its fifth generation, and was killed.
-        drop(checkpoint::Writer::begin(folder.path(), 60, 5).unwrap());
-        assert!(matches!(open(&run), Err(RunFilesError::HoldsRun { .. })));
-        for resume in [Resume::Auto, Resume::Require] {
-            run.resume = resume;
-            assert_eq!(open(&run).unwrap().1, Start::Resume { step: 40 });
-        }
-        assert!(
-            !folder
-                .path()
-                .join("checkpoints/.saving_step_00000060.g5")
-                .exists()
-        );
-        run.resume = Resume::Never;
-        run.overwrite = true;
-        // A later life of a job goes on, also of one that began by overwriting.
-        Claim::of(folder.path()).take("token").unwrap();
-        let restarted = Request {
-            token: Some("token"),
-            restarted: true,
-            ..request(&run, 0, 1)
-        };
-        let start = RunDir::open(restarted, &MemoryStore::default()).unwrap().1;
-        assert_eq!(start, Start::Resume { step: 40 });
-        assert_eq!(open(&run).unwrap().1, Start::Fresh);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
-    }
-
-    #[test]
-    fn a_file_in_the_way_is_an_error_with_a_hint() {
-        let folder = tempfile::tempdir().unwrap();
-        let file = folder.path().join("file");
-        fs::write(&file, "").unwrap();
-        insta::assert_snapshot!(error(&run(&file), folder.path()), @r"
-        cannot create `DIR/file`: File exists (os error 17)
-          hint: a file stands where a folder is needed; set another `run.out_dir`
-        ");
-        insta::assert_snapshot!(error(&run(&file.join("below")), folder.path()), @r"
-        cannot create `DIR/file/below`: Not a directory (os error 20)
-          hint: a file stands where a folder is needed; set another `run.out_dir`
-        ");
-    }
-}
+#[path = "run_dir_tests.rs"]
+mod tests;
