@@ -77,7 +77,8 @@ fn survivors_report_the_cause() {
         .finish()
         .expect_exit(137)
         .expect_stderr("first failure: rank 1")
-        .expect_stderr("SIGKILL");
+        // The survivor's own words, not the launcher's.
+        .expect_stderr("[0] error: rank 0 stopped: the generation is over: rank 1 (node");
 }
 
 #[test]

@@ -116,22 +116,42 @@ fn two_nodes_train_as_one() {
     assert_eq!(expected.len(), 40);
 
     let daemon = Daemon::start();
+    expect_same_losses(
+        "a daemon of its own",
+        &train_on_two_nodes(&daemon.endpoint),
+        &expected,
+    );
+    daemon.stop().expect_exit(0);
+    let port = ReservedPort::new();
+    expect_same_losses("one node hosts", &train_on_two_nodes(&port.endpoint), &expected);
+}
+
+/// Losses of two nodes of two ranks that meet at `endpoint`.
+#[track_caller]
+fn train_on_two_nodes(endpoint: &str) -> Vec<f64> {
     let job = TinyJob::new();
     let node = |rank: &str| {
         let node = launch()
             .nproc(2)
-            .node_of(2, &daemon.endpoint, "two")
+            .node_of(2, endpoint, "two")
             .flag("--node-rank", rank);
         node.dir(job.dir()).target("tiny.yaml").start()
     };
     let (one, other) = (node("0"), node("1"));
     one.finish().expect_exit(0);
     other.finish().expect_exit(0);
-    daemon.stop().expect_exit(0);
-    let found = losses(&job.out());
-    assert_eq!(found.len(), expected.len());
-    for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
+    losses(&job.out())
+}
+
+#[track_caller]
+fn expect_same_losses(how: &str, found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len(), "{how}");
+    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
         let relative = (found - expected).abs() / expected.abs();
-        assert!(relative <= 1e-5, "step {}: {found} against {expected}", step + 1);
+        assert!(
+            relative <= 1e-5,
+            "{how}: step {}: {found} against {expected}",
+            step + 1
+        );
     }
 }
