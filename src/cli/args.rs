@@ -77,8 +77,9 @@ pub struct Args {
 
 const AFTER_HELP: &str = "\
 Exit codes: 0 success; the first failing worker's own code, or 128 + signal; 130/143 stopped by \
-SIGINT/SIGTERM; 2 usage or configuration; 69 rendezvous unreachable; 75 rendezvous timed out; \
-76 nodes disagree on the job; 77 refused.";
+SIGINT/SIGTERM; 2 usage or configuration; 69 rendezvous unreachable; 70 the launcher itself failed; \
+75 rendezvous timed out; 76 nodes disagree on the job; 77 refused; 126, 127 the program cannot be \
+executed, or does not exist.";
 
 /// What stage two works on.
 #[derive(Debug)]

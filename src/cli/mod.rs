@@ -30,6 +30,8 @@ pub mod target;
 pub mod train;
 pub mod values;
 
+use std::io::IsTerminal;
+
 use tracing_subscriber::EnvFilter;
 
 /// Sends events to stderr, filtered by `RUST_LOG`; silent without it.
@@ -38,6 +40,7 @@ pub fn init_tracing() {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
         .without_time()
         .init();
 }
