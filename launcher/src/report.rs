@@ -163,6 +163,10 @@ fn hint_for(ending: Ending) -> Option<&'static str> {
 /// The workers of this node that are not the first failure.
 fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
     let first_failure_is_told = text.contains("first failure:");
+    let told = match facts.conclusion {
+        Conclusion::JobOver { first_failure, .. } => first_failure.as_ref().map(|failure| &failure.0.message),
+        _ => None,
+    };
     for end in facts
         .local_ends
         .iter()
@@ -197,8 +201,13 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
         if end.sent.is_some() && !died_of_ours {
             let _ = write!(text, " ({})", end.ending);
         }
-        if let Some(message) = &end.message {
-            let _ = write!(text, ": {}", indented(message, "    "));
+        match &end.message {
+            // Ranks that read one configuration fail alike.
+            Some(message) if Some(message) == told => text.push_str(": it says the same"),
+            Some(message) => {
+                let _ = write!(text, ": {}", indented(message, "    "));
+            }
+            None => {}
         }
     }
 }

@@ -81,6 +81,23 @@ fn what_is_said_once_is_not_repeated() {
 }
 
 #[test]
+fn ranks_that_fail_alike_are_told_without_their_words() {
+    let words = "`step_00000017` is damaged\nhint: restore it";
+    let mut exit = failure(0, Ending::Code(2));
+    exit.message = words.into();
+    exit.stderr_tail = words.lines().map(str::to_owned).collect();
+    let mut alike = end(1, Ending::Code(2), None, 40);
+    alike.message = Some(words.into());
+    let conclusion = job_over("rank 0 failed", exit, "a");
+    let text = text(&conclusion, &[end(0, Ending::Code(2), None, 0), alike], None);
+    assert_eq!(text.matches("is damaged").count(), 1, "{text}");
+    assert!(
+        text.ends_with("\n  rank 1: exited with code 2 by itself 0.0 s later: it says the same"),
+        "{text}"
+    );
+}
+
+#[test]
 fn an_exit_code_with_its_last_words_and_its_victims() {
     let mut exit = failure(1, Ending::Code(42));
     exit.stderr_tail = vec![
