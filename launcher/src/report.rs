@@ -22,6 +22,8 @@ pub(crate) struct LocalEnd {
     pub(crate) after: Duration,
     /// Its own words.
     pub(crate) message: Option<String>,
+    /// It failed only because another rank did, it says.
+    pub(crate) consequence: bool,
 }
 
 /// What a report is made of.
@@ -66,7 +68,7 @@ fn job_over(facts: &Facts<'_>, reason: &str, first_failure: Option<&(WorkerExit,
         others(&mut text, facts, None);
         return text;
     };
-    let mut text = format!("error: {} failed", facts.program);
+    let mut text = format!("error: `{}` failed", facts.program);
     if reason.contains("restarts are used up") {
         let _ = write!(
             text,
@@ -124,12 +126,19 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
     }
     if failure.stderr_tail.is_empty() {
         text.push_str("\n    it wrote nothing to stderr");
-    } else {
+    } else if !repeats(&failure.stderr_tail, &failure.message) {
         text.push_str("\n    last lines of its stderr:");
         for line in &failure.stderr_tail {
             let _ = write!(text, "\n      {line}");
         }
     }
+}
+
+/// True if the lines say nothing but the message.
+fn repeats(lines: &[String], message: &str) -> bool {
+    let line_of = |line: &str| line.trim().trim_start_matches("error: ").to_owned();
+    let said: Vec<String> = message.lines().map(line_of).collect();
+    lines.iter().all(|line| said.contains(&line_of(line)))
 }
 
 /// What a signal usually means, for those that programs do not send themselves.
@@ -153,6 +162,7 @@ fn hint_for(ending: Ending) -> Option<&'static str> {
 
 /// The workers of this node that are not the first failure.
 fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
+    let first_failure_is_told = text.contains("first failure:");
     for end in facts
         .local_ends
         .iter()
@@ -167,6 +177,15 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
                     end.rank,
                     signal_name(signal)
                 )
+            }
+            // What it says of the cause, it says on the console; the report has named the cause.
+            None if end.consequence && first_failure_is_told => {
+                let _ = write!(
+                    text,
+                    "\n  rank {}: ended because of that {after} later ({})",
+                    end.rank, end.ending
+                );
+                continue;
             }
             None => write!(
                 text,

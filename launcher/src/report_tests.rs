@@ -42,6 +42,7 @@ fn end(rank: u32, ending: Ending, sent: Option<i32>, after_ms: u64) -> LocalEnd 
         sent,
         after: Duration::from_millis(after_ms),
         message: None,
+        consequence: false,
     }
 }
 
@@ -55,6 +56,28 @@ fn text(conclusion: &Conclusion, local_ends: &[LocalEnd], local_failure: Option<
         ran_for: Some(Duration::from_millis(12_340)),
     };
     report(&facts).unwrap_or_default()
+}
+
+#[test]
+fn what_is_said_once_is_not_repeated() {
+    let mut exit = failure(0, Ending::Code(2));
+    exit.message = "`out` already holds a run\nhint: take another".into();
+    exit.stderr_tail = vec![
+        "error: `out` already holds a run".into(),
+        "  hint: take another".into(),
+    ];
+    let mut follower = end(1, Ending::Code(1), None, 40);
+    follower.message =
+        Some("rank 1 stopped: the generation is over: rank 0 (node `a`) exited with code 2".into());
+    follower.consequence = true;
+    let conclusion = job_over("rank 0 failed", exit, "a");
+    insta::assert_snapshot!(text(&conclusion, &[end(0, Ending::Code(2), None, 0), follower], None), @r"
+    error: `train.yaml` failed
+      first failure: rank 0 (node `a`, pid 4711) exited with code 2 after 12.3 s at 22:13:20 UTC
+        it says: `out` already holds a run
+                 hint: take another
+      rank 1: ended because of that 0.0 s later (exited with code 1)
+    ");
 }
 
 #[test]
@@ -77,7 +100,7 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
         end(5, Ending::Code(0), Some(15), 1_100),
     ];
     insta::assert_snapshot!(text(&job_over("rank 1 failed", exit, "a"), &ends, None), @r"
-    error: train.yaml failed
+    error: `train.yaml` failed
       first failure: rank 1 (node `a`, pid 4711) exited with code 42 after 12.3 s at 22:13:20 UTC
         it says: ValueError: no data
         log file: logs/attempt_0/1/stderr.log
@@ -99,7 +122,7 @@ fn sigkill_was_not_sent_by_us() {
         "a",
     );
     insta::assert_snapshot!(text(&conclusion, &[], None), @r"
-    error: train.yaml failed, and all 3 restarts are used up
+    error: `train.yaml` failed, and all 3 restarts are used up
       first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
         not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or somebody's `kill -9`
         it wrote nothing to stderr
@@ -116,7 +139,7 @@ fn a_crash_on_another_node() {
     exit.log_file = "/logs/attempt_0/7/stderr.log".into();
     let conclusion = job_over("rank 7 failed", exit, "b");
     insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"
-    error: train.yaml failed
+    error: `train.yaml` failed
       first failure: rank 7 (node `b`, pid 4711) died of SIGSEGV (core dumped) at 22:13:20 UTC
         the program crashed
         log file on `b`: /logs/attempt_0/7/stderr.log

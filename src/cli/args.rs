@@ -9,13 +9,16 @@ use clap::{ArgAction, CommandFactory, FromArgMatches, Parser};
 use ddp_launcher::NodeRange;
 
 use super::settings::{NAMES, Settings};
+use super::target::TargetKind;
 use super::values::{self, Endpoint, ProcCount, RdzvConf};
 
 /// Start, synchronise and keep alive data-parallel training.
 ///
 /// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by `python3 -u`,
-/// or by $PYTHON_EXEC) or any program. Everything after it belongs to it. Flags may be spelled with `-` or
-/// `_`; a flag that is not given is taken from `PET_<NAME>`, then from the YAML's `launch` section.
+/// or by $PYTHON_EXEC) or any program. Everything after a script or a program belongs to it; after a `.yaml`,
+/// flags may go on. Flags may be spelled with `-` or `_`; a flag that is not given is taken from
+/// `PET_<NAME>`, then from the YAML's `launch` section. With `--rdzv-endpoint`, number and rank of the nodes
+/// are taken from Slurm (SLURM_NNODES, SLURM_NODEID) or Kubernetes (JOB_COMPLETION_INDEX) last of all.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-run", version, max_term_width = 100, after_help = AFTER_HELP)]
 pub struct Args {
@@ -67,7 +70,7 @@ pub struct Args {
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
     overrides: Vec<String>,
 
-    /// The target and its arguments
+    /// The target and its arguments; flags of ddp-run may follow a `.yaml`
     #[arg(value_name = "TARGET", required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }
@@ -92,7 +95,30 @@ pub struct ParsedArgs {
 
 /// Parses a command line, `argv[0]` included. The error is clap's: it prints itself and knows its exit code.
 pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, clap::Error> {
-    let command = Args::command().mut_args(|arg| {
+    let argv: Vec<OsString> = argv.into_iter().collect();
+    let parsed = read(command(), &argv)?;
+    if TargetKind::of(&parsed.target) != TargetKind::Native || parsed.target_args.is_empty() {
+        return Ok(parsed);
+    }
+    let place = argv.len() - parsed.target_args.len() - 1;
+    if argv[place - 1] == "--" {
+        // Whoever ends the flags means it.
+        return Ok(parsed);
+    }
+    let mut flags = argv;
+    flags.remove(place);
+    let reread = read(command().mut_arg("command", |arg| arg.required(false)), &flags)?;
+    let strays = std::iter::once(reread.target).chain(reread.target_args);
+    Ok(ParsedArgs {
+        target: parsed.target,
+        target_args: strays.filter(|word| !word.is_empty()).collect(),
+        ..reread
+    })
+}
+
+/// The flags, with both spellings.
+fn command() -> clap::Command {
+    Args::command().mut_args(|arg| {
         let long = arg.get_long().unwrap_or_default();
         let underscored = NAMES
             .iter()
@@ -101,7 +127,10 @@ pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, cla
             Some(name) => arg.alias(*name),
             None => arg,
         }
-    });
+    })
+}
+
+fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::Error> {
     let args = Args::from_arg_matches(&command.try_get_matches_from(argv)?)?;
     let mut words = args.command.into_iter();
     Ok(ParsedArgs {
@@ -150,6 +179,47 @@ mod tests {
         assert_eq!(args.target, "train.py");
         assert_eq!(args.target_args, ["--set", "x", "--nnodes", "--", "-h"]);
         assert_eq!(args.overrides, ["a.b=1"]);
+    }
+
+    #[test]
+    fn flags_may_follow_a_configuration() {
+        let before = parse_words(&["--nproc_per_node=2", "--set", "a.b=1", "t.yaml"]).expect("valid");
+        for words in [
+            &["t.yaml", "--nproc-per-node", "2", "--set", "a.b=1"][..],
+            &["--nproc-per-node", "2", "t.yaml", "--set=a.b=1"],
+            &["--set", "a.b=1", "t.yaml", "--nproc_per_node", "2"],
+        ] {
+            let after = parse_words(words).expect("valid");
+            assert_eq!(after.settings, before.settings, "{words:?}");
+            assert_eq!(after.overrides, before.overrides, "{words:?}");
+            assert_eq!(
+                (after.target, after.target_args),
+                ("t.yaml".into(), vec![]),
+                "{words:?}"
+            );
+        }
+        let order = parse_words(&["--set", "a.b=1", "t.yml", "--set", "a.b=2"]).expect("valid");
+        assert_eq!(order.overrides, ["a.b=1", "a.b=2"]);
+    }
+
+    #[test]
+    fn other_words_after_a_configuration_are_named() {
+        for (words, strays) in [
+            (&["t.yaml", "x", "--standalone"][..], &["x", "--standalone"][..]),
+            (&["t.yaml", "--standalone", "x"], &["x"]),
+            (&["t.yaml", "--", "--standalone"], &["--standalone"]),
+            (&["--", "t.yaml", "--standalone"], &["--standalone"]),
+        ] {
+            let args = parse_words(words).expect("refused later, by name");
+            assert_eq!(
+                (args.target, args.target_args),
+                ("t.yaml".into(), strays.iter().map(Into::into).collect())
+            );
+        }
+        let error = parse_words(&["t.yaml", "--bogus"]).expect_err("must be refused");
+        assert!(error.contains("unexpected argument '--bogus'"), "{error}");
+        let error = parse_words(&["t.yaml", "--nnodes"]).expect_err("no value");
+        assert!(error.contains("a value is required for '--nnodes"), "{error}");
     }
 
     #[test]

@@ -19,9 +19,9 @@ use super::values::ProcCount;
 use super::{hardware, values};
 
 /// How long to wait for the other nodes, as torchrun.
-const JOIN_TIMEOUT: Duration = Duration::from_secs(600);
+const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
 /// How long the daemon may be unreachable: nodes of one job rarely start further apart.
-const CONNECT_TIMEOUT: Duration = Duration::from_secs(60);
+const CONNECT_TIMEOUT: Duration = Duration::from_mins(1);
 /// From SIGTERM to SIGKILL, as torchrun.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -47,6 +47,7 @@ pub fn resolve(
     if let Some(text) = &target.yaml {
         settings = settings.or(Settings::from_yaml(Path::new(&target.name), text)?);
     }
+    let mut settings = settings.or_from_scheduler(&get_env)?;
     if settings.standalone == Some(true) {
         settings = Settings {
             nnodes: None,

@@ -1,7 +1,7 @@
 //! The settings that a launch can be given, and the layers that they come from.
 //!
 //! Precedence: command line, then `PET_<NAME>` (the names that torchrun reads), then the `launch` section
-//! of the YAML, then defaults. A layer is one [`Settings`] with holes; [`Settings::or`] fills the holes
+//! of the YAML, then the batch system, then defaults. A layer is one [`Settings`] with holes; [`Settings::or`] fills the holes
 //! of a layer from the one below.
 
 use std::path::PathBuf;
@@ -56,6 +56,13 @@ pub const NAMES: &[&str] = &[
     "shutdown_timeout",
 ];
 
+/// Settings of batch systems, the one that is believed last of each kind.
+const SCHEDULERS: &[(&str, &str)] = &[
+    ("nnodes", "SLURM_NNODES"),
+    ("node_rank", "JOB_COMPLETION_INDEX"),
+    ("node_rank", "SLURM_NODEID"),
+];
+
 impl Settings {
     /// Gives the setting called `name` (with `_` or `-`) the value that `text` stands for.
     fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
@@ -74,6 +81,31 @@ impl Settings {
             _ => return Err(format!("unknown key, known are `{}`", NAMES.join("`, `"))),
         }
         Ok(())
+    }
+
+    /// Number and rank of the nodes as Slurm or Kubernetes tells them, for a job that has a place to meet. Without one
+    /// it runs on this node alone, whatever else the batch system has allocated. A rank that the number of nodes does
+    /// not allow belongs to something else, and is left alone.
+    pub fn or_from_scheduler(self, get: impl Fn(&str) -> Option<String>) -> Result<Self, CliError> {
+        if self.rdzv_endpoint.is_none() || self.standalone == Some(true) {
+            return Ok(self);
+        }
+        let mut scheduler = Self::default();
+        for (name, variable) in SCHEDULERS {
+            let value = get(variable).filter(|value| !value.is_empty());
+            if let Some(value) = value {
+                scheduler
+                    .set(name, &value)
+                    .map_err(|message| CliError::BadVariable {
+                        variable: (*variable).to_owned(),
+                        value,
+                        message,
+                    })?;
+            }
+        }
+        let nodes = self.nnodes.or(scheduler.nnodes).map_or(1, |nodes| nodes.max);
+        scheduler.node_rank = scheduler.node_rank.filter(|rank| *rank < nodes);
+        Ok(self.or(scheduler))
     }
 
     /// The `PET_*` variables. Those of torchrun that this program has no use for are left alone, because
@@ -193,6 +225,51 @@ mod tests {
         let get = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "4".to_owned());
         let settings = Settings::from_env(get).expect("valid");
         assert_eq!(settings.nproc_per_node, Some(ProcCount::Fixed(4)));
+    }
+
+    #[test]
+    fn the_batch_system_is_asked_last_and_only_where_nodes_meet() {
+        let slurm = |name: &str| match name {
+            "SLURM_NNODES" => Some("4".to_owned()),
+            "SLURM_NODEID" => Some("3".to_owned()),
+            _ => None,
+        };
+        let places = |settings: Settings| {
+            let settings = settings.or_from_scheduler(slurm).expect("valid");
+            (settings.nnodes.map(|nodes| nodes.max), settings.node_rank)
+        };
+        let meeting = Settings {
+            rdzv_endpoint: values::endpoint("node0").ok(),
+            ..Settings::default()
+        };
+        assert_eq!(places(Settings::default()), (None, None), "one node alone");
+        assert_eq!(places(meeting.clone()), (Some(4), Some(3)));
+        let standalone = Settings {
+            standalone: Some(true),
+            ..meeting.clone()
+        };
+        assert_eq!(places(standalone), (None, None));
+        let asked = Settings {
+            nnodes: values::node_range("8").ok(),
+            node_rank: Some(7),
+            ..meeting.clone()
+        };
+        assert_eq!(places(asked), (Some(8), Some(7)), "flags win");
+        let fewer = Settings {
+            nnodes: values::node_range("2").ok(),
+            ..meeting.clone()
+        };
+        assert_eq!(places(fewer), (Some(2), None), "rank 3 is none of this job's");
+        let kubernetes = |name: &str| (name == "JOB_COMPLETION_INDEX").then(|| "1".to_owned());
+        let pair = Settings {
+            nnodes: values::node_range("2").ok(),
+            ..meeting.clone()
+        };
+        let settings = pair.or_from_scheduler(kubernetes).expect("valid");
+        assert_eq!(settings.node_rank, Some(1));
+        let broken = |name: &str| (name == "SLURM_NNODES").then(|| "many".to_owned());
+        let error = meeting.or_from_scheduler(broken).expect_err("no number");
+        assert!(error.to_string().contains("`SLURM_NNODES` is `many`"), "{error}");
     }
 
     #[test]

@@ -93,7 +93,7 @@ impl Target {
                     args[0].to_string_lossy()
                 ),
                 hint: format!(
-                    "write ddp-run's flags before the target; a value of the file is overridden with `--set key=value {display}`"
+                    "a value of the file is overridden with `--set`: `ddp-run {display} --set key=value`"
                 ),
             });
         }
@@ -308,10 +308,11 @@ mod tests {
         `--set a.b=1` needs a YAML target, but the target is `t.py`
           hint: give arguments of a program after its name: `ddp-run t.py ARGS`
         ");
-        let error = Target::read("t.yaml".into(), vec!["--nnodes".into()], vec![]).expect_err("arguments");
+        let error =
+            Target::read("t.yaml".into(), vec!["train.steps=5".into()], vec![]).expect_err("arguments");
         insta::assert_snapshot!(error, @r"
-        `t.yaml` is a configuration and takes no arguments, but `--nnodes` follows it
-          hint: write ddp-run's flags before the target; a value of the file is overridden with `--set key=value t.yaml`
+        `t.yaml` is a configuration and takes no arguments, but `train.steps=5` follows it
+          hint: a value of the file is overridden with `--set`: `ddp-run t.yaml --set key=value`
         ");
         let error = Target::read("/nonexistent/t.yaml".into(), vec![], vec![]).expect_err("no such file");
         insta::assert_snapshot!(error, @r"

@@ -77,8 +77,8 @@ impl Default for Config {
             last_call: Duration::from_secs(10),
             backoff_base: Duration::from_millis(100),
             backoff_cap: Duration::from_secs(30),
-            join_timeout_cap: Duration::from_secs(24 * 3600),
-            linger: Duration::from_secs(60),
+            join_timeout_cap: Duration::from_hours(24),
+            linger: Duration::from_mins(1),
             drain: Duration::from_secs(5),
             max_jobs: 1024,
             max_nodes: 16_384,
@@ -104,7 +104,7 @@ impl Default for KvLimits {
             entries: 65_536,
             total_bytes: 64 << 20,
             waiters: 65_536,
-            wait: Duration::from_secs(3600),
+            wait: Duration::from_hours(1),
         }
     }
 }

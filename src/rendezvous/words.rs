@@ -310,7 +310,7 @@ mod tests {
     fn a_time_out_says_who_came_and_who_is_missing() {
         let first = TimedOut {
             job: "job1",
-            waited: Duration::from_secs(600),
+            waited: Duration::from_mins(10),
             came: vec!["a", "b"],
             stopping: vec![],
             gone: vec![],

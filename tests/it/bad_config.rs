@@ -1,7 +1,7 @@
 //! What a user can get wrong in a configuration: one message with file, line and key, exit code 2, and
 //! nothing half-written is left.
 
-use crate::harness::{TinyJob, launch};
+use crate::harness::{ReservedPort, TinyJob, launch, metrics, parameters};
 
 /// The message for a job that is refused before a worker starts.
 #[track_caller]
@@ -19,6 +19,37 @@ fn expect_nothing_written(job: &TinyJob) {
         !job.out().exists(),
         "`{}` was made for a run that never was",
         job.out().display()
+    );
+}
+
+/// A job of several nodes finds out only in its workers what is in the folder.
+#[test]
+fn a_folder_that_holds_a_run_is_never_resumed_by_a_restart() {
+    let job = TinyJob::new();
+    launch()
+        .nproc(2)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let before = (parameters(&job.out()), metrics(&job.out()));
+    let port = ReservedPort::new();
+    let finished = launch()
+        .nproc(2)
+        .flag("--nnodes", "1:2")
+        .flag("--rdzv-endpoint", &port.endpoint)
+        .flag("--max-restarts", "3")
+        .dir(job.dir())
+        .set("train.steps=50")
+        .target("tiny.yaml")
+        .run();
+    finished.expect_exit(2).expect_stderr("already holds a run");
+    let words = finished.stderr();
+    assert!(!words.contains("; restart "), "{words}");
+    assert_eq!(words.matches("first failure:").count(), 1, "{words}");
+    assert!(
+        before == (parameters(&job.out()), metrics(&job.out())),
+        "the run was touched"
     );
 }
 

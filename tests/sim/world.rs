@@ -20,9 +20,9 @@ use network::Stream;
 const JOB: &str = "sim";
 const MAX_RESTARTS: u32 = 3;
 /// After this the world makes no more trouble.
-const TROUBLE: Duration = Duration::from_secs(60);
+const TROUBLE: Duration = Duration::from_mins(1);
 /// By then every world has come to rest: trouble, leases, back-off, join time-out and linger are shorter together.
-const END: Duration = Duration::from_secs(900);
+const END: Duration = Duration::from_mins(15);
 /// More than any world needs; a world that does not come to rest hits it.
 const MAX_EVENTS: usize = 400_000;
 

@@ -21,7 +21,7 @@ impl Play {
         let (machine, last) = Machine::start(Rules {
             hostname: "a".into(),
             native,
-            join_timeout: Duration::from_secs(60),
+            join_timeout: Duration::from_mins(1),
             shutdown_timeout: Duration::from_secs(30),
         });
         Self { machine, last }

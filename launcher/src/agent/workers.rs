@@ -267,6 +267,7 @@ impl Crew {
                 sent: worker.sent,
                 after: end.at.saturating_duration_since(zero),
                 message: worker.said.clone(),
+                consequence: worker.consequence,
             })
         };
         self.workers.iter().filter_map(end).collect()

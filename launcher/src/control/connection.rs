@@ -24,7 +24,7 @@ const WRITE_BOUND: Duration = Duration::from_secs(30);
 /// Key-value calls of one connection that may be under way.
 const MAX_CALLS: usize = 32;
 /// Longest blocking read that is waited for.
-const MAX_GET: Duration = Duration::from_secs(24 * 3600);
+const MAX_GET: Duration = Duration::from_hours(24);
 
 /// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
 /// connection says so itself.

@@ -205,6 +205,7 @@ impl Shared {
             master_port: join.master_port,
             lease_ms: 3000,
             reason: "all are there".into(),
+            run_token: "run".into(),
         };
         job.join = join;
         Word::Assignment(assignment)

@@ -66,7 +66,7 @@ fn a_second_signal_kills_at_once() {
     // A grace beyond the patience of the test.
     let launch = launch(&daemon)
         .sh(STUBBORN)
-        .shutdown_timeout(Duration::from_secs(3600));
+        .shutdown_timeout(Duration::from_hours(1));
     let mut launcher = launch.start();
     launcher.stdout.expect("[0] ready");
     launcher.signal(Signal::SIGINT);

@@ -10,7 +10,7 @@ use crate::cli::hardware;
 pub const GPU_DESCRIBE_SUBCOMMAND: &str = "__describe-gpus";
 
 /// Longest wait: the driver makes a context on every device.
-const DESCRIBE_TIMEOUT: Duration = Duration::from_secs(60);
+const DESCRIBE_TIMEOUT: Duration = Duration::from_mins(1);
 
 /// One device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]

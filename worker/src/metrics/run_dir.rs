@@ -276,7 +276,7 @@ mod tests {
             restarted: false,
             rank,
             world_size,
-            deadline: Instant::now() + Duration::from_secs(60),
+            deadline: Instant::now() + Duration::from_mins(1),
         }
     }
 

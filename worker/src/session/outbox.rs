@@ -175,8 +175,8 @@ mod tests {
 
     #[test]
     fn a_flood_of_heartbeats_does_not_starve_calls() {
-        let outbox = Outbox::new(beat(0), Duration::from_secs(3600));
-        let deadline = Instant::now() + Duration::from_secs(60);
+        let outbox = Outbox::new(beat(0), Duration::from_hours(1));
+        let deadline = Instant::now() + Duration::from_mins(1);
         for call in 0..3 {
             outbox.push(&get(call), deadline).unwrap();
         }
@@ -193,17 +193,17 @@ mod tests {
 
     #[test]
     fn the_queue_is_bounded_and_closing_ends_waits() {
-        let outbox = Outbox::new(beat(0), Duration::from_secs(3600));
+        let outbox = Outbox::new(beat(0), Duration::from_hours(1));
         for call in 0..MAX_QUEUED_LINES as u64 {
             outbox.push(&get(call), Instant::now()).unwrap();
         }
         assert_eq!(outbox.push(&get(0), Instant::now()), Err(Refused::Full));
         std::thread::scope(|scope| {
-            let patient = scope.spawn(|| outbox.push(&get(0), Instant::now() + Duration::from_secs(60)));
+            let patient = scope.spawn(|| outbox.push(&get(0), Instant::now() + Duration::from_mins(1)));
             outbox.close();
             assert_eq!(patient.join().unwrap(), Err(Refused::Closed));
         });
         assert_eq!(outbox.next(), None);
-        assert!(!outbox.flush(Instant::now() + Duration::from_secs(60)));
+        assert!(!outbox.flush(Instant::now() + Duration::from_mins(1)));
     }
 }

@@ -15,7 +15,7 @@ use super::{Cancel, KeyValue, StoreError};
 /// How long a put waits for its answer.
 const PUT_TIMEOUT: Duration = Duration::from_secs(30);
 /// Longest wait asked of the agent in one call; a longer deadline is cut to it.
-const MAX_GET_TIMEOUT: Duration = Duration::from_secs(24 * 3600);
+const MAX_GET_TIMEOUT: Duration = Duration::from_hours(24);
 
 type Answer = Result<Option<String>, String>;
 

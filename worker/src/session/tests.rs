@@ -15,7 +15,7 @@ use super::link::Times;
 use super::{Cancel, Session, SessionError, StoreError};
 
 /// Far longer than anything here takes, so that only a real hang meets it.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_mins(1);
 
 static NEXT: AtomicU32 = AtomicU32::new(0);
 
@@ -390,6 +390,35 @@ fn a_failure_is_delivered_before_the_socket_closes() {
     );
     let mut rest = String::new();
     while peer.lines.read_line(&mut rest).unwrap() != 0 {}
+}
+
+#[test]
+fn a_rank_that_lost_another_reports_what_the_agent_knows_of_it() {
+    let agent = FakeAgent::listen();
+    let (session, mut peer) = agent.session();
+    let verdict = std::thread::scope(|scope| {
+        let verdict = scope.spawn(|| session.verdict());
+        peer.say(&ToWorker::GenerationOver {
+            generation: Generation(3),
+            cause: "rank 0 died of SIGKILL".into(),
+        });
+        verdict.join().unwrap()
+    });
+    assert_eq!(verdict.as_deref(), Some("rank 0 died of SIGKILL"));
+    session.fail_as_consequence("all-reduce 17 failed", None);
+    session.shutdown();
+    assert!(matches!(
+        peer.hear_call(),
+        ToAgent::Failure {
+            consequence: true,
+            ..
+        }
+    ));
+}
+
+#[test]
+fn a_program_without_an_agent_waits_for_no_verdict() {
+    assert_eq!(Session::single().verdict(), None);
 }
 
 #[test]

@@ -12,7 +12,7 @@ use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, Element, S
 use ddp_worker::session::{Cancel, MemoryStore};
 
 /// Longer than any operation takes on a loaded machine.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
 /// Ranks by node.
 #[derive(Clone)]
