@@ -80,6 +80,6 @@ pub struct Memory {
     pub gathered: u64,
     /// Largest resident set of the process so far.
     pub peak_rss: u64,
-    /// Proportional set: shared pages count by their share.
+    /// Proportional set: shared pages count by their share. Both as of at most a second ago.
     pub pss: u64,
 }
