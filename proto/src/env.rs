@@ -211,6 +211,12 @@ impl WorkerEnv {
                 self.rank, self.world_size
             )));
         }
+        if self.local_world_size > self.world_size.0 {
+            return Err(EnvError::Inconsistent(format!(
+                "`LOCAL_WORLD_SIZE` is {}, but `WORLD_SIZE` is {}",
+                self.local_world_size, self.world_size
+            )));
+        }
         if self.local_rank.0 >= self.local_world_size {
             return Err(EnvError::Inconsistent(format!(
                 "`LOCAL_RANK` is {}, but `LOCAL_WORLD_SIZE` is {}",

@@ -22,19 +22,25 @@ const SHORT: Duration = Duration::from_millis(700);
 /// The last rank does `instead`.
 fn without_the_last(world: &World, len: usize, instead: impl Fn() + Sync) -> Vec<Option<Failure>> {
     let last = world.size() - 1;
+    let (is_set_up, set_up) = channel::<()>();
     let (all_failed, failed) = channel::<()>();
-    let failed = std::sync::Mutex::new(failed);
+    let heard = std::sync::Mutex::new((set_up, failed));
     let outcomes = world.run(Executor::Inline, |rank| {
         let arena = rank.arena(true, &vec![1.0_f32; len]);
         if rank.rank() == last {
+            let (set_up, failed) = &*heard.lock().unwrap();
+            // What is done instead must not hit the others while they allocate.
+            for _ in 0..last {
+                set_up.recv_timeout(PATIENCE).expect("the others set up");
+            }
             instead();
             // Stays connected until the others are done, each of which says so.
-            let failed = failed.lock().unwrap();
             for _ in 0..last {
                 failed.recv_timeout(PATIENCE).expect("the others fail");
             }
             return (None, rank);
         }
+        is_set_up.send(()).unwrap();
         let failure = failure(&rank.comm.all_reduce(&arena.whole(), SUM, launch()));
         all_failed.send(()).unwrap();
         // The rank is returned too: one that left would be named by those that still wait.

@@ -44,7 +44,11 @@ fn main() -> Result<()> {
             100.0 * net.accuracy(UNSEEN),
             net.fingerprint()
         ),
-        Err(error) => session.fail(&error.to_string(), None),
+        // After a lost rank the agent knows the cause; this rank must not be blamed for it.
+        Err(error) => match session.verdict() {
+            Some(cause) => session.fail_as_consequence(&cause, None),
+            None => session.fail(&error.to_string(), None),
+        },
     }
     session.shutdown();
     result.map(|_| ())

@@ -3,13 +3,13 @@
 //! Operations take [`Buffer`]s, never slices. Whoever touches host memory borrows the range for as long as it
 //! does ([`Buffer::host`], [`Buffer::host_mut`]); overlapping use is refused as [`DeviceError::Race`], as a
 //! `RefCell` refuses it, so that a missing event between two streams is an error with a name, not wrong numbers.
-#![allow(unsafe_code, reason = "slices of mapped memory")]
+#![allow(unsafe_code, reason = "addresses in mapped memory")]
 
 use std::fmt;
-use std::marker::PhantomData;
-use std::ops::{Deref, DerefMut, Range};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::guard::{Guard, Held, HostMut, HostRef};
 use super::memory::Memory;
 use super::{DType, DeviceError, Element};
 
@@ -54,9 +54,11 @@ struct Borrow {
 }
 
 /// What a range is in use for.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Access {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Access {
+    /// Shared with other readers.
     Read,
+    /// Alone.
     Write,
     /// Never given back.
     Abandoned,
@@ -81,7 +83,8 @@ impl Arena {
     #[must_use]
     pub fn new(name: String, dtype: DType, len: usize, memory: Box<dyn Memory>) -> Self {
         assert!(
-            memory.bytes() >= len * dtype.bytes(),
+            len.checked_mul(dtype.bytes())
+                .is_some_and(|bytes| bytes <= memory.bytes()),
             "`{name}` is smaller than its arena"
         );
         Self(Arc::new(Inner {
@@ -158,7 +161,8 @@ impl Arena {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
+    /// Lends a range out, unless that clashes with who has it.
+    pub(super) fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
         let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
         let overlaps = |b: &&Borrow| b.range.start < range.end && range.start < b.range.end;
         let exclusive = |b: &&Borrow| b.access.is_exclusive() || access.is_exclusive();
@@ -178,7 +182,8 @@ impl Arena {
         Ok(())
     }
 
-    fn give_back(&self, range: &Range<usize>, access: Access) {
+    /// Ends what [`Arena::borrow`] began.
+    pub(super) fn give_back(&self, range: &Range<usize>, access: Access) {
         let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
         let held = Borrow {
             range: range.clone(),
@@ -190,7 +195,7 @@ impl Arena {
     }
 
     /// Turns a borrow for writing into one that never ends.
-    fn abandon(&self, range: &Range<usize>) {
+    pub(super) fn abandon(&self, range: &Range<usize>) {
         let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
         let held = borrows
             .iter_mut()
@@ -271,53 +276,34 @@ impl Buffer {
     pub fn host<T: Element>(&self) -> Result<HostRef<'_, T>, DeviceError> {
         let ptr = self.typed_ptr::<T>()?;
         let guard = Guard::take(self, Access::Read)?;
-        Ok(HostRef {
-            ptr,
-            guard,
-            _type: PhantomData,
-        })
+        Ok(HostRef::new(ptr, guard))
     }
 
     /// Borrows the elements for writing by the host.
     pub fn host_mut<T: Element>(&self) -> Result<HostMut<'_, T>, DeviceError> {
         let ptr = self.typed_ptr::<T>()?;
         let guard = Guard::take(self, Access::Write)?;
-        Ok(HostMut {
-            ptr,
-            guard,
-            _type: PhantomData,
-        })
+        Ok(HostMut::new(ptr, guard))
     }
 
     /// Borrows the elements as bytes, whatever their type.
     pub fn host_bytes(&self) -> Result<HostRef<'_, u8>, DeviceError> {
         let ptr = self.byte_ptr()?;
         let guard = Guard::take(self, Access::Read)?;
-        Ok(HostRef {
-            ptr,
-            guard,
-            _type: PhantomData,
-        })
+        Ok(HostRef::new(ptr, guard))
     }
 
     /// Borrows the elements as bytes for writing, whatever their type.
     pub fn host_bytes_mut(&self) -> Result<HostMut<'_, u8>, DeviceError> {
         let ptr = self.byte_ptr()?;
         let guard = Guard::take(self, Access::Write)?;
-        Ok(HostMut {
-            ptr,
-            guard,
-            _type: PhantomData,
-        })
+        Ok(HostMut::new(ptr, guard))
     }
 
     /// Holds the elements exclusively, without a slice: for memory that peers write while a collective runs.
     pub fn hold(&self) -> Result<Held, DeviceError> {
         self.arena.borrow(&self.range, Access::Write)?;
-        Ok(Held {
-            buffer: self.clone(),
-            abandoned: false,
-        })
+        Ok(Held::new(self.clone()))
     }
 
     fn typed_ptr<T: Element>(&self) -> Result<*mut T, DeviceError> {
@@ -331,7 +317,8 @@ impl Buffer {
         Ok(self.byte_ptr()?.cast())
     }
 
-    fn byte_ptr(&self) -> Result<*mut u8, DeviceError> {
+    /// Address of its first byte.
+    pub(super) fn byte_ptr(&self) -> Result<*mut u8, DeviceError> {
         let base = self.arena.memory().host_ptr();
         let base = base.ok_or_else(|| DeviceError::NotHost(self.arena.name().to_owned()))?;
         // SAFETY: the range was checked against the arena's length, and the memory is at least that long.
@@ -342,107 +329,6 @@ impl Buffer {
 impl fmt::Debug for Buffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}[{:?}]", self.arena.name(), self.range)
-    }
-}
-
-/// Exclusive hold on a buffer without a slice of it; given back on drop.
-#[derive(Debug)]
-pub struct Held {
-    buffer: Buffer,
-    /// Not to be given back.
-    abandoned: bool,
-}
-
-impl Held {
-    /// The buffer held.
-    #[must_use]
-    pub fn buffer(&self) -> &Buffer {
-        &self.buffer
-    }
-
-    /// Address of its first byte, for a transport whose peers read and write it under this hold.
-    pub fn host_ptr(&self) -> Result<*mut u8, DeviceError> {
-        self.buffer.byte_ptr()
-    }
-
-    /// Ends the hold without giving the elements back: nobody in this process can use them again, since peers may
-    /// still write them.
-    pub fn abandon(mut self) {
-        self.abandoned = true;
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        let Buffer { arena, range } = &self.buffer;
-        if self.abandoned {
-            arena.abandon(range);
-        } else {
-            arena.give_back(range, Access::Write);
-        }
-    }
-}
-
-struct Guard<'a> {
-    buffer: &'a Buffer,
-    access: Access,
-}
-
-impl<'a> Guard<'a> {
-    fn take(buffer: &'a Buffer, access: Access) -> Result<Self, DeviceError> {
-        buffer.arena.borrow(&buffer.range, access)?;
-        Ok(Self { buffer, access })
-    }
-
-    fn elements<T>(&self) -> usize {
-        self.buffer.bytes() / size_of::<T>()
-    }
-}
-
-impl Drop for Guard<'_> {
-    fn drop(&mut self) {
-        self.buffer.arena.give_back(&self.buffer.range, self.access);
-    }
-}
-
-/// Elements borrowed for reading.
-pub struct HostRef<'a, T> {
-    ptr: *const T,
-    guard: Guard<'a>,
-    _type: PhantomData<&'a [T]>,
-}
-
-impl<T: Element> Deref for HostRef<'_, T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        // SAFETY: the pointer is that of the guarded range, aligned (mappings are page-aligned, ranges count
-        // in elements), initialised (mappings are zeroed, every element type is `Pod`), and no exclusive
-        // borrow of an overlapping range exists while the guard lives.
-        unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
-    }
-}
-
-/// Elements borrowed for writing.
-pub struct HostMut<'a, T> {
-    ptr: *mut T,
-    guard: Guard<'a>,
-    _type: PhantomData<&'a mut [T]>,
-}
-
-impl<T: Element> Deref for HostMut<'_, T> {
-    type Target = [T];
-
-    fn deref(&self) -> &[T] {
-        // SAFETY: as for `HostRef`; the guard is exclusive.
-        unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
-    }
-}
-
-impl<T: Element> DerefMut for HostMut<'_, T> {
-    fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as for `HostRef`; the guard is exclusive, and `&mut self` makes this the only slice.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.guard.elements::<T>()) }
     }
 }
 
@@ -465,6 +351,13 @@ mod tests {
         assert!(arena.slice(6..10).host_mut::<f32>().is_ok());
         drop(held);
         assert!(right.host_mut::<f32>().is_ok());
+    }
+
+    #[test]
+    #[should_panic(expected = "`test` is smaller than its arena")]
+    fn a_length_whose_bytes_cannot_be_counted_is_refused() {
+        let memory = HostMemory::private("test", 16).unwrap();
+        let _ = Arena::new("test".into(), DType::F32, usize::MAX / 4 + 2, Box::new(memory));
     }
 
     #[test]

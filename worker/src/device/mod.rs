@@ -17,15 +17,17 @@ mod cpu;
 mod dtype;
 mod error;
 mod event;
+mod guard;
 mod isa;
 mod memory;
 mod room;
 
-pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
+pub use arena::{Arena, ArenaSpec, Buffer, Sharing};
 pub use cpu::{Cpu, CpuDevice};
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
 pub use event::{Event, EventState, Signal};
+pub use guard::{Held, HostMut, HostRef};
 pub use isa::Isa;
 pub use memory::{HostMemory, Memory};
 

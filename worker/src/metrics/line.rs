@@ -74,12 +74,12 @@ pub struct Memory {
     pub grads: u64,
     /// Moments and master weights.
     pub optimizer: u64,
-    /// Saved activations, at their peak.
+    /// Activations and their gradients: the pool that they share, which keeps the size of its peak.
     pub activations: u64,
     /// Parameters gathered at the moment; 0 where every rank holds all of them.
     pub gathered: u64,
     /// Largest resident set of the process so far.
     pub peak_rss: u64,
-    /// Proportional set: shared pages count by their share.
+    /// Proportional set: shared pages count by their share. Both as of at most a second ago.
     pub pss: u64,
 }

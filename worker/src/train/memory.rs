@@ -1,6 +1,11 @@
 //! What the system says about this process's memory.
 
 use std::fs;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
+const REFRESH: Duration = Duration::from_secs(1);
 
 /// Bytes of this process.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -12,8 +17,18 @@ pub(super) struct ProcessMemory {
 }
 
 impl ProcessMemory {
+    /// What was last read, at most [`REFRESH`] ago.
+    pub(super) fn recent() -> Self {
+        static LAST: Mutex<Option<(Instant, ProcessMemory)>> = Mutex::new(None);
+        let mut last = LAST.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        match *last {
+            Some((at, memory)) if at.elapsed() < REFRESH => memory,
+            _ => last.insert((Instant::now(), Self::now())).1,
+        }
+    }
+
     /// Zero where the system does not say.
-    pub(super) fn now() -> Self {
+    fn now() -> Self {
         let read = |path| fs::read_to_string(path).unwrap_or_default();
         Self {
             peak_rss: kib(&read("/proc/self/status"), "VmHWM:"),

@@ -154,7 +154,7 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
 }
 
 fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
-    let process = ProcessMemory::now();
+    let process = ProcessMemory::recent();
     metrics::Memory {
         params: trainer.replica.params.bytes() as u64,
         grads: trainer.grad_bytes as u64,
