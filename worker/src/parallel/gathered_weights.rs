@@ -188,6 +188,10 @@ impl Weights for GatheredWeights {
         self.slots.iter().map(Arena::bytes).sum()
     }
 
+    fn moves_together(&self) -> bool {
+        true
+    }
+
     fn take_times(&self) -> SyncTimes {
         self.waiting.take_times()
     }

@@ -49,6 +49,11 @@ pub trait Weights: Params + Send + Sync {
     /// Bytes for parameters that are gathered at the moment.
     fn gathered_bytes(&self) -> usize;
 
+    /// True if every pass over the blocks is a collective one: all ranks must make as many.
+    fn moves_together(&self) -> bool {
+        false
+    }
+
     /// Time that parameters took since the last call.
     fn take_times(&self) -> SyncTimes;
 
