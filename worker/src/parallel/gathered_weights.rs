@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use super::gather_plan::GatherPlan;
 use super::staging::slots;
 use super::weights::Waiting;
-use super::{Group, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
+use super::{Group, Pass, Portion, ReduceError, ShardUnit, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, WireBytes, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, DeviceError, Sharing};
 use crate::model::{Model, ParamId, Params};
@@ -53,7 +53,7 @@ impl GatheredWeights {
         reshard: bool,
     ) -> Result<Self, ReduceError> {
         let plan = GatherPlan::new(model, sharding, reshard);
-        let lens = sharding.units().iter().map(|unit| unit.len());
+        let lens = sharding.units().iter().map(ShardUnit::len);
         let (sizes, choice) = slots(&lens.zip(plan.apart.iter().copied()).collect::<Vec<_>>());
         let spec = |name: &str, len, sharing| ArenaSpec {
             name: name.into(),

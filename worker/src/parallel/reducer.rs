@@ -277,17 +277,16 @@ impl<'a> Reduced<'a> {
     /// # Panics
     /// If there is no such parameter.
     pub fn grad<T: Element>(&self, id: ParamId) -> Result<HostRef<'_, T>, ReduceError> {
-        match &self.reducer.memory {
-            GradMemory::Whole {
-                grads,
-                scattered: false,
-                ..
-            } => Ok(grads[id.0].host()?),
-            _ => {
-                let param = self.reducer.layout.spec(id).name.clone();
-                Err(ReduceError::Sharded { param })
-            }
+        if let GradMemory::Whole {
+            grads,
+            scattered: false,
+            ..
+        } = &self.reducer.memory
+        {
+            return Ok(grads[id.0].host()?);
         }
+        let param = self.reducer.layout.spec(id).name.clone();
+        Err(ReduceError::Sharded { param })
     }
 
     /// Time that averaging took.

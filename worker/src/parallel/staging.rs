@@ -8,7 +8,7 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::{GradientLayout, Portion, ReduceError, Sharding};
+use super::{GradientLayout, Portion, ReduceError, ShardUnit, Sharding};
 use crate::collective::{CollectiveError, Communicator, Work};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Sharing, Stream};
 use crate::model::ParamId;
@@ -62,7 +62,7 @@ impl Staging {
             .iter()
             .map(|unit| unit.params.iter().any(|id| layout.spec(*id).contributions > 1))
             .collect();
-        let lens = sharding.units().iter().map(|unit| unit.len());
+        let lens = sharding.units().iter().map(ShardUnit::len);
         let (sizes, choice) = slots(&lens.zip(ties).collect::<Vec<_>>());
         let slot = |len| -> Result<Slot, CollectiveError> {
             let spec = spec("gradients in flight", len, Sharing::Node);
@@ -213,7 +213,10 @@ mod tests {
         let (sizes, choice) = slots(&[(5, false), (9, true), (7, false), (3, false)]);
         assert_eq!(sizes, [7, 7, 9]);
         assert_eq!(choice, [0..2, 2..3, 0..2, 0..2]);
-        assert_eq!(slots(&[(4, false)]), (vec![4], vec![0..1]));
-        assert_eq!(slots(&[(4, true)]), (vec![4], vec![0..1]));
+        for apart in [false, true] {
+            let (sizes, choice) = slots(&[(4, apart), (2, !apart)]);
+            assert_eq!(sizes.iter().sum::<usize>(), 6);
+            assert_ne!(choice[0], choice[1]);
+        }
     }
 }

@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::gather_plan::units_of;
 use super::weights::Waiting;
-use super::{Group, Pass, Portion, Sharding, SyncTimes, Weights};
-use crate::collective::{CollectiveError, Launch, Traffic, Work, WorkError};
+use super::{Group, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
+use crate::collective::{Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, DeviceError, Sharing};
 use crate::model::{Model, ParamId, Params};
 
@@ -25,14 +25,24 @@ pub struct WholeWeights {
 
 impl WholeWeights {
     /// Zeros. Every rank must call it.
-    pub fn new(group: &Group, model: &Model, sharding: &Arc<Sharding>) -> Result<Self, CollectiveError> {
+    pub fn new(group: &Group, model: &Model, sharding: &Arc<Sharding>) -> Result<Self, ReduceError> {
+        let is_gathered = sharding.world() > 1;
         let spec = ArenaSpec {
             name: "parameters".into(),
             dtype: DType::F32,
             len: sharding.whole_len(),
-            sharing: Sharing::Node,
+            sharing: if is_gathered {
+                Sharing::Node
+            } else {
+                Sharing::Private
+            },
         };
-        let arena = group.comm.alloc_shared(&group.device, &spec)?;
+        let arena = if is_gathered {
+            group.comm.alloc_shared(&group.device, &spec)?
+        } else {
+            // Private memory can have huge pages.
+            group.device.alloc(&spec)?
+        };
         let ids = (0..sharding.params()).map(ParamId);
         Ok(Self {
             views: ids.map(|id| arena.slice(sharding.whole_range(id))).collect(),
