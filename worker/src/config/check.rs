@@ -5,7 +5,7 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 
 use super::load::Source;
-use super::{ConfigError, ModelKind, Resume, TrainConfig};
+use super::{ConfigError, ModelKind, Resume, Strategy, Sync, TrainConfig};
 use crate::data::{Dataset, HELD_OUT_PART};
 
 /// Larger values are mistakes; the bound keeps products of sizes far from overflow.
@@ -154,6 +154,13 @@ impl Check<'_> {
             }
             self.refuse(key, value, &format!("a number above 0, at most {max}"), None)
         };
+        if parallel.strategy != Strategy::Ddp && parallel.sync != Sync::Bucketed {
+            let problem = "`parallel.sync` can be chosen for `parallel.strategy: ddp` only: shards are those of buckets";
+            let hint = "leave it out, or train with `ddp`";
+            return Err(self
+                .source
+                .error("parallel.sync", problem.into(), Some(hint.into())));
+        }
         above_zero("parallel.bucket_mb", parallel.bucket_mb, MAX_MIB)?;
         above_zero("parallel.first_bucket_mb", parallel.first_bucket_mb, MAX_MIB)?;
         above_zero("parallel.timeout_s", parallel.timeout_s, MAX_TIMEOUT_S)

@@ -27,6 +27,6 @@ mod tests;
 pub use error::ConfigError;
 pub use load::{Located, MAX_FILE_BYTES, load, load_located};
 pub use schema::{
-    Backend, Data, LearningRate, Model, ModelKind, Optimizer, OptimizerKind, Order, Parallel, Precision,
-    Resume, Run, Schedule, Strategy, Sync, Tokenizer, Train, TrainConfig,
+    Accumulate, Backend, Data, LearningRate, Model, ModelKind, Optimizer, OptimizerKind, Order, Parallel,
+    Precision, Resume, Run, Schedule, Strategy, Sync, Tokenizer, Train, TrainConfig,
 };

@@ -269,6 +269,10 @@ pub enum LearningRate {
 pub struct Parallel {
     /// What every rank holds.
     pub strategy: Strategy,
+    /// What `zero2` and `zero3` hold of the gradients between the micro-batches of a step.
+    pub accumulate: Accumulate,
+    /// `zero3`: release the parameters of a block after its forward, and gather them again for its backward.
+    pub reshard_after_forward: bool,
     /// How gradients are synchronised.
     pub sync: Sync,
     /// Communicate while backward runs.
@@ -287,6 +291,8 @@ impl Default for Parallel {
     fn default() -> Self {
         Self {
             strategy: Strategy::Ddp,
+            accumulate: Accumulate::Sharded,
+            reshard_after_forward: true,
             sync: Sync::Bucketed,
             overlap: true,
             bucket_mb: 25.0,
@@ -304,6 +310,23 @@ pub enum Strategy {
     /// Everything on every rank; gradients are averaged.
     #[default]
     Ddp,
+    /// The optimizer's state is sharded.
+    Zero1,
+    /// And the gradients.
+    Zero2,
+    /// And the parameters, gathered block by block.
+    Zero3,
+}
+
+/// `parallel.accumulate`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Accumulate {
+    /// This rank's shard: least memory, gradients are reduced in every micro-batch.
+    #[default]
+    Sharded,
+    /// All of them: gradients are reduced once a step.
+    Full,
 }
 
 /// `parallel.sync`

@@ -217,6 +217,12 @@ fn values_out_of_range() {
     insta::assert_snapshot!(set("train.optimizer.eps=0"), @"`--set train.optimizer.eps=0`: `train.optimizer.eps` is 0, expected a number above 0");
     insta::assert_snapshot!(set("train.optimizer.lr=.nan"), @"`--set train.optimizer.lr=.nan`: the value is not valid YAML: value `.nan` is not a finite number");
     insta::assert_snapshot!(set("train.schedule.min_lr=1"), @"`--set train.schedule.min_lr=1`: `train.schedule.min_lr` is 1, expected at most `train.optimizer.lr`, which is 0.0003");
+    let sync = Case::new().error(GOOD, &["parallel.strategy=zero2", "parallel.sync=naive"]);
+    insta::assert_snapshot!(sync, @"
+    `--set parallel.sync=naive`: `parallel.sync` can be chosen for `parallel.strategy: ddp` only: shards are those of buckets
+      hint: leave it out, or train with `ddp`
+    ");
+    insta::assert_snapshot!(set("parallel.strategy=zero4"), @"`--set parallel.strategy=zero4`: `parallel.strategy` is `zero4`, expected `ddp` or `zero1` or `zero2` or `zero3`");
     insta::assert_snapshot!(set("parallel.bucket_mb=-1"), @"`--set parallel.bucket_mb=-1`: `parallel.bucket_mb` is -1, expected a number above 0, at most 65536");
     insta::assert_snapshot!(set("model.vocab_size=10"), @r"
     `--set model.vocab_size=10`: `model.vocab_size` is 10, expected at least 256, the number of tokens of `data.tokenizer`

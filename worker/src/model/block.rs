@@ -18,6 +18,11 @@ pub trait Block: Send + Sync {
     /// Parameters it uses. A tied parameter is listed by each block that uses it.
     fn params(&self) -> &[ParamId];
 
+    /// Those of them whose elements `backward` reads.
+    fn read_by_backward(&self) -> &[ParamId] {
+        self.params()
+    }
+
     /// Computes the output and puts into `saved` what `backward` will need.
     fn forward(
         &self,

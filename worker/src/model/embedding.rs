@@ -35,6 +35,11 @@ impl Block for Embedding {
         &self.params
     }
 
+    /// None: the gradient is a sum of rows of `dout`.
+    fn read_by_backward(&self) -> &[ParamId] {
+        &[]
+    }
+
     fn forward(
         &self,
         ctx: &Context<'_>,

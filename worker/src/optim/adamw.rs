@@ -1,28 +1,37 @@
-//! AdamW over flat arenas: moments lie where the parameters lie.
+//! AdamW over flat arenas: a rank has the moments of the parameters that it owns, and updates these.
 
-use std::ops::Range;
 use std::sync::Arc;
 
 use crate::config::Optimizer;
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
-use crate::model::ParamId;
+use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
 use crate::ops;
-use crate::parallel::GradientLayout;
+use crate::parallel::{Place, Portion, Sharding};
 
 /// The two moments and the ranges that decay.
 pub struct AdamW {
     device: Arc<dyn Device>,
     config: Optimizer,
-    m: Arena,
-    v: Arena,
+    m: Portion,
+    v: Portion,
     runs: Vec<Run>,
 }
 
 /// Neighbours in memory with the same decay.
 #[derive(Clone, Debug, PartialEq)]
 struct Run {
-    range: Range<usize>,
+    place: Place,
     decay: bool,
+}
+
+/// Numbers of one update.
+#[derive(Clone, Debug)]
+pub struct UpdateStep {
+    /// Factor of the gradients, `[1]`, f32, on the device.
+    pub scale: Buffer,
+    /// Learning rate.
+    pub lr: f32,
+    /// Number of the step, from 1.
+    pub number: u64,
 }
 
 /// One of the moments.
@@ -52,44 +61,44 @@ impl AdamW {
     /// Zero moments. `decays` says by parameter whether weight decay applies.
     pub fn new(
         device: &Arc<dyn Device>,
-        layout: &GradientLayout,
+        sharding: &Sharding,
         decays: &[bool],
         config: &Optimizer,
     ) -> Result<Self, DeviceError> {
-        let alloc = |name: &str| {
-            device.alloc(&ArenaSpec {
+        let alloc = |name: &str| -> Result<Portion, DeviceError> {
+            Ok(Portion::Shard(device.alloc(&ArenaSpec {
                 name: name.into(),
                 dtype: DType::F32,
-                len: layout.len(),
+                len: sharding.shard_len(),
                 sharing: Sharing::Private,
-            })
+            })?))
         };
         Ok(Self {
             device: device.clone(),
             config: config.clone(),
             m: alloc("first moments")?,
             v: alloc("second moments")?,
-            runs: runs(layout, decays),
+            runs: runs(sharding, decays),
         })
     }
 
-    /// Puts the update of `params` by `scale · grads` on the stream. `step` counts from 1.
-    pub fn step(&self, stream: Stream, params: &Arena, grads: &Arena, scale: &Buffer, lr: f32, step: u64) {
+    /// Puts the update of what this rank owns of `params` by `scale · grads` on the stream.
+    pub fn step(&self, stream: Stream, params: &Portion, grads: &Portion, step: &UpdateStep) {
         let [beta1, beta2] = self.config.betas;
         let hyper = ops::AdamWStep {
-            lr,
+            lr: step.lr,
             beta1,
             beta2,
             eps: self.config.eps,
-            step,
+            step: step.number,
         };
-        for Run { range, decay } in &self.runs {
+        for Run { place, decay } in &self.runs {
             let update = ops::AdamW {
-                param: params.slice(range.clone()),
-                grad: grads.slice(range.clone()),
-                m: self.m.slice(range.clone()),
-                v: self.v.slice(range.clone()),
-                scale: scale.clone(),
+                param: params.slice(place),
+                grad: grads.slice(place),
+                m: self.m.slice(place),
+                v: self.v.slice(place),
+                scale: step.scale.clone(),
                 weight_decay: if *decay { self.config.weight_decay } else { 0.0 },
                 hyper,
             };
@@ -97,9 +106,9 @@ impl AdamW {
         }
     }
 
-    /// A moment of all parameters, in the layout of the gradients.
+    /// A moment of what this rank owns.
     #[must_use]
-    pub fn moment(&self, moment: Moment) -> &Arena {
+    pub fn moment(&self, moment: Moment) -> &Portion {
         match moment {
             Moment::First => &self.m,
             Moment::Second => &self.v,
@@ -109,22 +118,28 @@ impl AdamW {
     /// Size of both moments in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.m.bytes() + self.v.bytes()
+        self.m.arena().bytes() + self.v.arena().bytes()
     }
 }
 
-/// Padding between two parameters belongs to the run before it: updating zeros by zeros leaves zeros.
-fn runs(layout: &GradientLayout, decays: &[bool]) -> Vec<Run> {
+/// Padding between two parameters of a run belongs to it: updating zeros by zeros leaves zeros.
+fn runs(sharding: &Sharding, decays: &[bool]) -> Vec<Run> {
     let mut runs: Vec<Run> = Vec::new();
-    for &ParamId(id) in layout.order() {
-        let range = layout.range(ParamId(id));
+    let mut unit_of_last = None;
+    for piece in sharding.own_pieces() {
+        let (unit, decay) = (sharding.home(piece.param).0, decays[piece.param.0]);
         match runs.last_mut() {
-            Some(run) if run.decay == decays[id] => run.range.end = range.end,
+            // Neighbours in the shard are neighbours in the whole arena only within a unit.
+            Some(run) if run.decay == decay && unit_of_last == Some(unit) => {
+                run.place.whole.end = piece.place.whole.end;
+                run.place.shard.end = piece.place.shard.end;
+            }
             _ => runs.push(Run {
-                range,
-                decay: decays[id],
+                place: piece.place,
+                decay,
             }),
         }
+        unit_of_last = Some(unit);
     }
     runs
 }
@@ -133,7 +148,8 @@ fn runs(layout: &GradientLayout, decays: &[bool]) -> Vec<Run> {
 mod tests {
     use super::*;
     use crate::device::CpuDevice;
-    use crate::parallel::{GradSpec, LayoutConfig};
+    use crate::model::ParamId;
+    use crate::parallel::{GradSpec, GradientLayout, LayoutConfig};
 
     fn layout() -> GradientLayout {
         let specs = vec![
@@ -147,20 +163,15 @@ mod tests {
 
     #[test]
     fn neighbours_with_the_same_decay_are_one_run() {
-        let runs = runs(&layout(), &[true, true, false]);
-        assert_eq!(
-            runs,
-            [
-                Run {
-                    range: 0..2,
-                    decay: false
-                },
-                Run {
-                    range: 16..35,
-                    decay: true
-                }
-            ]
-        );
+        let runs = runs(&Sharding::replicated(&layout()), &[true, true, false]);
+        let run = |range: std::ops::Range<usize>, decay| Run {
+            place: Place {
+                whole: range.clone(),
+                shard: range,
+            },
+            decay,
+        };
+        assert_eq!(runs, [run(0..2, false), run(16..35, true)]);
     }
 
     #[test]
@@ -172,7 +183,13 @@ mod tests {
             weight_decay: 0.5,
             ..Optimizer::default()
         };
-        let adamw = AdamW::new(&device, &layout, &[true, true, false], &config).unwrap();
+        let adamw = AdamW::new(
+            &device,
+            &Sharding::replicated(&layout),
+            &[true, true, false],
+            &config,
+        )
+        .unwrap();
         let arena = |name: &str, value: f32| {
             let spec = ArenaSpec {
                 name: name.into(),
@@ -200,7 +217,17 @@ mod tests {
             })
             .unwrap();
         scale.whole().host_mut::<f32>().unwrap()[0] = 1.0;
-        adamw.step(stream, &params, &grads, &scale.whole(), 0.1, 1);
+        let update = UpdateStep {
+            scale: scale.whole(),
+            lr: 0.1,
+            number: 1,
+        };
+        adamw.step(
+            stream,
+            &Portion::Whole(params.clone()),
+            &Portion::Whole(grads),
+            &update,
+        );
         device.synchronize(stream).unwrap();
         let value = |id| params.slice(layout.range(ParamId(id))).host::<f32>().unwrap()[1];
         // Bias-corrected, the first update is lr · g/|g|; decay adds lr · λ · p.

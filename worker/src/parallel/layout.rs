@@ -4,9 +4,10 @@
 //! The layout is a pure function of sizes, order, bucket sizes and world size: right from step 0, never rebuilt from
 //! what one rank saw. All synchronisation modes share it, so they add the same numbers in the same order.
 //!
-//! A bucket is padded to a multiple of world size × [`CHUNK`] elements. Equal slices of a bucket, one a rank, are
-//! therefore whole chunks of the global norm, and the norm does not depend on whether one rank or all of them hold
-//! a bucket. Padding is zero and stays zero: nobody writes it, and sums, moments and updates of zeros are zeros.
+//! A bucket is padded to a multiple of world size × [`CHUNK`] elements, and within a bucket every group begins a new
+//! chunk. Equal slices of a bucket or of a group, one a rank, are therefore whole chunks of the global norm, and the
+//! norm does not depend on who holds what. Padding is zero and stays zero: nobody writes it, and sums, moments and
+//! updates of zeros are zeros.
 
 use std::fmt::Write as _;
 use std::ops::Range;
@@ -30,15 +31,18 @@ pub struct GradSpec {
     pub shape: Vec<usize>,
     /// How many times it is reported in one micro-batch: once for each place where the parameter is used.
     pub contributions: usize,
+    /// Group that the parameter is gathered with, where it is not held by every rank.
+    pub group: usize,
 }
 
 impl GradSpec {
-    /// A parameter that is used in one place.
+    /// A parameter that is used in one place, of group 0.
     pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
         Self {
             name: name.into(),
             shape: shape.to_vec(),
             contributions: 1,
+            group: 0,
         }
     }
 
@@ -51,6 +55,7 @@ impl GradSpec {
                 name: param.name.clone(),
                 shape: param.shape.clone(),
                 contributions,
+                group: param.group.0,
             })
             .collect()
     }
@@ -152,7 +157,11 @@ impl GradientLayout {
         for params in group(&specs, order, config) {
             let start = buckets.last().map_or(0, |b| b.range.end);
             let mut end = start;
+            let mut group = specs[params[0].0].group;
             for id in &params {
+                if std::mem::replace(&mut group, specs[id.0].group) != group {
+                    end = end.next_multiple_of(CHUNK);
+                }
                 ranges[id.0] = end..end + specs[id.0].len();
                 end = (end + specs[id.0].len()).next_multiple_of(alignment);
             }

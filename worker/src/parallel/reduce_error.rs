@@ -56,6 +56,20 @@ pub enum ReduceError {
         /// Its bucket.
         bucket: usize,
     },
+    /// A gradient was written while others that lie before it were still missing, and there is no memory for both.
+    #[error(
+        "gradients of {param} were begun before earlier ones were complete\n  hint: with sharded gradients, backward must finish them in the order of the layout"
+    )]
+    OutOfOrder {
+        /// The unit that was begun.
+        param: String,
+    },
+    /// All elements of a gradient were asked for where a rank has only those that it owns.
+    #[error("gradient of `{param}` is sharded over the ranks, so no rank can read all of it")]
+    Sharded {
+        /// Name of the parameter.
+        param: String,
+    },
     /// The step was ended in the wrong micro-batch.
     #[error("the step has {accumulation} micro-batches, but {what} in micro-batch {micro_batch} (from 0)")]
     MicroBatches {

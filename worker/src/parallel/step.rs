@@ -3,10 +3,11 @@
 use std::time::{Duration, Instant};
 
 use super::events::all_of;
+use super::reducer::GradMemory;
 use super::{ReduceError, Reduced, Reducer, SyncTimes};
 use crate::collective::{Launch, ReduceOp, Traffic};
 use crate::config::Sync;
-use crate::device::{DeviceError, Element, Event, HostMut};
+use crate::device::{Buffer, DeviceError, Element, Event, HostMut};
 use crate::model::{GradSink, GradSlot, ParamId};
 
 /// The right to write gradients. Dropped without [`Step::finish`], it leaves the reducer usable if nothing was
@@ -23,6 +24,8 @@ pub struct Step<'a> {
     open: Vec<usize>,
     /// Units launched so far: always a prefix.
     launched: usize,
+    /// What [`Step::grad_mut`] lends.
+    host: Option<Buffer>,
     failed: Option<ReduceError>,
 }
 
@@ -45,6 +48,7 @@ impl<'a> Step<'a> {
             reports: vec![Report::default(); reducer.layout.params()],
             open: reducer.units.iter().map(|u| u.params.len()).collect(),
             launched: 0,
+            host: None,
             failed: None,
             reducer: Some(reducer),
         }
@@ -54,8 +58,9 @@ impl<'a> Step<'a> {
     pub fn slot(&mut self, id: ParamId) -> Result<GradSlot, ReduceError> {
         self.check()?;
         self.writable(id).map_err(|e| self.fail(e))?;
+        let buffer = self.reducer_mut().grad(id).map_err(|e| self.fail(e))?;
         Ok(GradSlot {
-            buffer: self.reducer().grads[id.0].clone(),
+            buffer,
             accumulate: self.reports[id.0].written,
         })
     }
@@ -66,7 +71,8 @@ impl<'a> Step<'a> {
         self.check()?;
         self.writable(id).map_err(|e| self.fail(e))?;
         let first = !std::mem::replace(&mut self.reports[id.0].written, true);
-        let mut grad = self.reducer().grads[id.0].host_mut::<T>()?;
+        let buffer = self.reducer_mut().grad(id).map_err(|e| self.fail(e))?;
+        let mut grad = self.host.insert(buffer).host_mut::<T>()?;
         if first {
             grad.fill(T::zeroed());
         }
@@ -80,11 +86,17 @@ impl<'a> Step<'a> {
         self.report(id, at).map_err(|e| self.fail(e))
     }
 
-    /// Ends a micro-batch that is not the last one: nothing is communicated.
+    /// Ends a micro-batch that is not the last one.
     pub fn next_micro_batch(&mut self) -> Result<(), ReduceError> {
         self.check()?;
         let wrong = (self.micro_batch + 1 >= self.accumulation).then_some("another one was begun");
         self.end_micro_batch(wrong).map_err(|e| self.fail(e))?;
+        if self.reducer().is_staged() {
+            self.launch_rest();
+            self.launched = 0;
+            self.open = self.reducer().units.iter().map(|u| u.params.len()).collect();
+            self.reports.fill(Report::default());
+        }
         self.micro_batch += 1;
         for report in &mut self.reports {
             report.times = 0;
@@ -98,9 +110,7 @@ impl<'a> Step<'a> {
         let wrong = (self.micro_batch + 1 < self.accumulation).then_some("it was finished");
         self.end_micro_batch(wrong).map_err(|e| self.fail(e))?;
         let started = Instant::now();
-        while self.launched < self.open.len() {
-            self.launch_next();
-        }
+        self.launch_rest();
         let works = std::mem::take(&mut self.reducer_mut().in_flight);
         let mut comm = Duration::ZERO;
         for work in &works {
@@ -108,6 +118,9 @@ impl<'a> Step<'a> {
             comm += times.ended.saturating_duration_since(times.started);
         }
         let exposed = started.elapsed();
+        if let GradMemory::Staged(staging) = &mut self.reducer_mut().memory {
+            staging.land_all(deadline);
+        }
         let reducer = self.reducer.take().expect("a step finishes once");
         Ok(Reduced::new(reducer, SyncTimes { comm, exposed }))
     }
@@ -139,7 +152,7 @@ impl<'a> Step<'a> {
 
     fn writable(&self, id: ParamId) -> Result<(), ReduceError> {
         self.known(id)?;
-        if self.is_last() && self.reports[id.0].times >= self.expected(id) {
+        if self.communicates() && self.reports[id.0].times >= self.expected(id) {
             let (param, bucket) = self.place(id);
             return Err(ReduceError::Late { param, bucket });
         }
@@ -166,7 +179,7 @@ impl<'a> Step<'a> {
                 expected,
             });
         }
-        if self.is_last() && times == expected {
+        if self.communicates() && times == expected {
             let unit = self.reducer().unit_of[id.0];
             self.open[unit] -= 1;
             self.launch_complete();
@@ -174,8 +187,9 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    fn is_last(&self) -> bool {
-        self.micro_batch + 1 == self.accumulation
+    /// True if gradients that are complete in this micro-batch go to the other ranks.
+    fn communicates(&self) -> bool {
+        self.micro_batch + 1 == self.accumulation || self.reducer().is_staged()
     }
 
     /// Reports of a parameter in one micro-batch.
@@ -216,10 +230,18 @@ impl<'a> Step<'a> {
 
     fn launch_complete(&mut self) {
         let config = self.reducer().config;
-        if !config.overlap || config.sync == Sync::Naive {
+        // Staged units must leave their slots, overlapped or not.
+        let waits = !config.overlap && !self.reducer().is_staged();
+        if waits || config.sync == Sync::Naive {
             return;
         }
         while self.open.get(self.launched) == Some(&0) {
+            self.launch_next();
+        }
+    }
+
+    fn launch_rest(&mut self) {
+        while self.launched < self.open.len() {
             self.launch_next();
         }
     }
@@ -234,16 +256,35 @@ impl<'a> Step<'a> {
             comm,
             units,
             in_flight,
+            memory,
             ..
         } = reducer;
-        let unit = &units[unit];
+        let index = unit;
+        let unit = &units[index];
         let events = unit
             .params
             .iter()
             .flat_map(|id| std::mem::take(&mut reports[id.0].events));
-        let scale = 1.0 / (accumulation * comm.size()) as f32;
+        let average = ReduceOp::Sum {
+            scale: 1.0 / (accumulation * comm.size()) as f32,
+        };
         let launch = Launch::after(all_of(events), Traffic::Grads, unit.tag.clone());
-        in_flight.push(comm.all_reduce(&unit.buffer, ReduceOp::Sum { scale }, launch));
+        let work = match memory {
+            GradMemory::Whole { arena, scattered, .. } => {
+                let buffer = arena.slice(unit.range.clone());
+                if *scattered {
+                    comm.reduce_scatter(&buffer, average, launch)
+                } else {
+                    comm.all_reduce(&buffer, average, launch)
+                }
+            }
+            GradMemory::Staged(staging) => {
+                let work = comm.reduce_scatter(&staging.buffer(index), average, launch);
+                staging.launched(index, &work, self.micro_batch > 0);
+                work
+            }
+        };
+        in_flight.push(work);
     }
 }
 
@@ -263,8 +304,9 @@ impl Drop for Step<'_> {
             return;
         };
         // Operations in flight own their memory; nobody waits for them any more.
+        let begun = self.launched > 0 || !reducer.in_flight.is_empty();
         reducer.in_flight.clear();
-        if self.launched > 0 && reducer.poison.is_none() {
+        if begun && reducer.poison.is_none() {
             let why = match &self.failed {
                 Some(error) => error.to_string(),
                 None => "the step was dropped".into(),

@@ -30,14 +30,19 @@ impl Evaluation {
     ) -> Result<f64, TrainError> {
         let mut batch = Batch::new(replica.positions());
         let rows = replica.positions() / self.block_size;
-        let mine = eval_blocks(
-            self.tokens.blocks(self.block_size),
-            world.rank() as u64,
-            world.size() as u64,
-        );
+        let blocks = self.tokens.blocks(self.block_size);
+        let share = |rank: usize| eval_blocks(blocks, rank as u64, world.size() as u64);
+        let mine = share(world.rank());
+        let passes = |share: std::ops::Range<u64>| (share.end - share.start).div_ceil(rows as u64);
+        let needed = if replica.weights.moves_together() {
+            // Whoever has no blocks left still takes part in gathering the parameters.
+            (0..world.size()).map(share).map(passes).max().unwrap_or(0)
+        } else {
+            passes(mine.clone())
+        };
         let (mut total, mut positions) = (0.0, 0);
         let mut next = mine.start;
-        while next < mine.end {
+        for _ in 0..needed {
             world.check()?;
             let taken = (mine.end - next).min(rows as u64);
             self.fill(&mut batch, next, taken as usize)?;

@@ -5,7 +5,8 @@
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `trainer.rs` | the loop: data → forward → backward, reduced meanwhile → clip → step |
-//! | `replica.rs` | this rank's copy of the model, and one micro-batch through it |
+//! | `strategy.rs` | what a strategy holds of parameters and gradients |
+//! | `replica.rs` | the model on this rank, and one micro-batch through it |
 //! | `exchange.rs` | numbers that every rank tells all others |
 //! | `evaluation.rs` | validation, each rank its share |
 //! | `saving.rs` | checkpoints: saving, and resuming from one |
@@ -24,6 +25,7 @@ mod replica;
 mod saving;
 mod setup;
 mod startup;
+mod strategy;
 mod trainer;
 mod world;
 

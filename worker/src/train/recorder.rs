@@ -156,11 +156,11 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
 fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
     let process = ProcessMemory::recent();
     metrics::Memory {
-        params: trainer.replica.params.bytes() as u64,
+        params: trainer.replica.weights.bytes() as u64,
         grads: trainer.grad_bytes as u64,
         optimizer: trainer.adamw.bytes() as u64,
         activations: trainer.replica.pool.allocated_bytes() as u64,
-        gathered: 0,
+        gathered: trainer.replica.weights.gathered_bytes() as u64,
         peak_rss: process.peak_rss,
         pss: process.pss,
     }

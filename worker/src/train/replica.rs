@@ -1,4 +1,4 @@
-//! This rank's copy of the model, and the memory of one micro-batch.
+//! The model on this rank, and the memory of one micro-batch.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -6,21 +6,19 @@ use std::time::{Duration, Instant};
 use super::TrainError;
 use super::world::World;
 use crate::config::TrainConfig;
-use crate::device::{Arena, ArenaSpec, Buffer, DType, DeviceError, Event, Sharing};
+use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Sharing};
 use crate::model::{
-    self, Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, Params, Saved, StepKey,
+    self, Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, Saved, StepKey,
 };
 use crate::ops::Fill;
-use crate::parallel::GradientLayout;
+use crate::parallel::Weights;
 
 /// See the module.
 pub(super) struct Replica {
     pub(super) model: Model,
-    pub(super) params: Arena,
+    pub(super) weights: Arc<dyn Weights>,
     pub(super) pool: ActivationPool,
     world: World,
-    layout: Arc<GradientLayout>,
-    views: Views,
     saved: Vec<Saved>,
     /// Tokens and targets, `[B, T]`, i32.
     inputs: Buffer,
@@ -28,15 +26,6 @@ pub(super) struct Replica {
     shape: Vec<usize>,
     /// Factor of each position's gradient: 1/(B·T), for the gradient of the mean.
     dloss: Buffer,
-}
-
-/// Where each parameter is.
-struct Views(Vec<Buffer>);
-
-impl Params for Views {
-    fn get(&self, id: ParamId) -> Buffer {
-        self.0[id.0].clone()
-    }
 }
 
 /// One micro-batch on the host.
@@ -65,7 +54,7 @@ impl Replica {
     pub(super) fn new(
         world: &World,
         model: Model,
-        layout: &Arc<GradientLayout>,
+        weights: Arc<dyn Weights>,
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
         let alloc = |name: &str, dtype, len| {
@@ -76,7 +65,6 @@ impl Replica {
                 sharing: Sharing::Private,
             })
         };
-        let params = alloc("parameters", DType::F32, layout.len())?;
         let shape = vec![config.train.micro_batch, config.model.block_size];
         let positions: usize = shape.iter().product();
         let dloss = alloc("loss factors", DType::F32, positions)?.whole();
@@ -86,31 +74,25 @@ impl Replica {
         };
         world.device.enqueue(world.stream, factor.into());
         Ok(Self {
-            views: Views(
-                (0..layout.params())
-                    .map(|id| params.slice(layout.range(ParamId(id))))
-                    .collect(),
-            ),
             saved: model::saved_for(&model),
             inputs: alloc("tokens", DType::I32, positions)?.whole(),
             targets: alloc("targets", DType::I32, positions)?.whole(),
             pool: ActivationPool::new(world.device.clone()),
             world: world.clone(),
-            layout: layout.clone(),
             shape,
             dloss,
-            params,
+            weights,
             model,
         })
     }
 
-    /// The first values of all parameters, from the seed alone.
+    /// The first values of the parameters that this rank owns, from the seed alone.
     pub(super) fn initialise(&self, seed: u64) {
-        for (id, spec) in self.model.params.iter().enumerate() {
-            let id = ParamId(id);
-            let mut values = vec![0_f32; spec.len()];
-            model::fill_init(spec, id, seed, 0..spec.len(), &mut values);
-            let target = self.params.slice(self.layout.range(id));
+        for piece in self.weights.sharding().own_pieces() {
+            let spec = &self.model.params[piece.param.0];
+            let mut values = vec![0_f32; piece.elements.len()];
+            model::fill_init(spec, piece.param, seed, piece.elements, &mut values);
+            let target = self.weights.own().slice(&piece.place);
             self.world
                 .device
                 .upload(self.world.stream, &target, bytemuck::cast_slice(&values));
@@ -128,7 +110,8 @@ impl Replica {
         let tokens = self.upload(batch);
         let mut saved = std::mem::take(&mut self.saved);
         let ctx = self.context(key);
-        let losses = model::forward(&self.model, &ctx, &self.views, &tokens, &mut saved)?;
+        let losses = model::forward(&self.model, &ctx, self.weights.as_ref(), &tokens, &mut saved)
+            .map_err(|error| self.cause(error))?;
         let turned = Instant::now();
         self.world.check()?;
         let dloss = Activation::borrowed(self.dloss.clone(), vec![self.dloss.len()]);
@@ -136,7 +119,15 @@ impl Replica {
             grads,
             world: &self.world,
         };
-        model::backward(&self.model, &ctx, &self.views, &mut saved, &dloss, &mut grads)?;
+        model::backward(
+            &self.model,
+            &ctx,
+            self.weights.as_ref(),
+            &mut saved,
+            &dloss,
+            &mut grads,
+        )
+        .map_err(|error| self.cause(error))?;
         let times = PassTimes {
             forward: turned - started,
             backward: turned.elapsed(),
@@ -151,9 +142,10 @@ impl Replica {
         let losses = model::evaluate(
             &self.model,
             &self.context(StepKey::default()),
-            &self.views,
+            self.weights.as_ref(),
             &tokens,
-        )?;
+        )
+        .map_err(|error| self.cause(error))?;
         self.sum(&losses)
     }
 
@@ -169,6 +161,13 @@ impl Replica {
     /// Positions of a micro-batch.
     pub(super) fn positions(&self) -> usize {
         self.dloss.len()
+    }
+
+    /// An operation may have failed because its parameters could not be gathered.
+    fn cause(&self, error: DeviceError) -> TrainError {
+        self.weights
+            .failure()
+            .map_or_else(|| error.into(), TrainError::from)
     }
 
     fn upload(&self, batch: &Batch) -> Activation {

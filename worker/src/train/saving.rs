@@ -1,24 +1,24 @@
 //! Checkpoints of a run: saving the state after a step, and going on from it.
 //!
-//! With plain data parallelism every rank holds everything, so rank 0 writes for all, one file for the parameters and
-//! one for each moment, and every rank reads what it needs. Tensors are logical: where they lie in an arena, and how
-//! many ranks there are, is not recorded.
+//! Every rank writes what it owns, one file for the parameters and one for each moment, and rank 0 makes one
+//! checkpoint of them; where every rank holds everything, rank 0 writes for all. Every rank reads what it owns.
+//! Tensors are logical: where they lie in an arena, who held them, and how many ranks there were, is not recorded.
 
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use serde_json::Value;
 
 use super::TrainError;
+use super::exchange::Exchange;
 use super::replica::Replica;
 use super::world::World;
 use crate::checkpoint::{Expected, Piece, Reader, Rng, State, Which, Writer, step_name};
 use crate::config::TrainConfig;
 use crate::data::ORDER_VERSION;
-use crate::device::{Arena, DType};
-use crate::model::{Model, ParamId};
+use crate::device::DType;
+use crate::model::Model;
 use crate::optim::{AdamW, Moment};
-use crate::parallel::GradientLayout;
+use crate::parallel::{OwnPiece, Portion};
 
 /// What a resumed run must have in common with the one that wrote the checkpoint: other values would make it another
 /// run. Steps, schedule, batch and everything about ranks may change.
@@ -37,7 +37,6 @@ pub(super) struct Checkpoints {
     generation: u64,
     config: Value,
     seed: u64,
-    layout: Arc<GradientLayout>,
     last: Option<String>,
 }
 
@@ -45,7 +44,7 @@ pub(super) struct Checkpoints {
 struct Part<'a> {
     stem: &'static str,
     prefix: &'static str,
-    arena: &'a Arena,
+    portion: &'a Portion,
 }
 
 /// A tensor's name and global shape, as a checkpoint has them.
@@ -54,25 +53,13 @@ struct Named {
     shape: Vec<u64>,
 }
 
-impl Named {
-    fn elements(&self) -> u64 {
-        self.shape.iter().product()
-    }
-}
-
 impl Checkpoints {
-    pub(super) fn new(
-        out_dir: &Path,
-        generation: u64,
-        config: &TrainConfig,
-        layout: Arc<GradientLayout>,
-    ) -> Self {
+    pub(super) fn new(out_dir: &Path, generation: u64, config: &TrainConfig) -> Self {
         Self {
             out_dir: out_dir.to_owned(),
             generation,
             config: serde_json::to_value(config).expect("a configuration serialises"),
             seed: config.run.seed,
-            layout,
             last: None,
         }
     }
@@ -82,23 +69,43 @@ impl Checkpoints {
         self.last.clone()
     }
 
-    /// Saves the state after `step` steps and `consumed` samples. Only rank 0 calls it.
+    /// Saves the state after so many steps and consumed samples. Every rank calls it; it is whole when rank 0 has
+    /// returned.
     pub(super) fn save(
         &mut self,
         world: &World,
         replica: &Replica,
         adamw: &AdamW,
-        step: u64,
-        consumed: u64,
+        exchange: &Exchange,
+        (step, consumed): (u64, u64),
     ) -> Result<(), TrainError> {
-        let writer = Writer::begin(&self.out_dir, step, self.generation)?;
+        let (rank, writers) = (world.rank(), replica.weights.sharding().world());
+        self.last = Some(step_name(step));
+        if rank >= writers {
+            return Ok(());
+        }
+        let writer = if rank == 0 {
+            Writer::begin(&self.out_dir, step, self.generation)?
+        } else {
+            Writer::join(&self.out_dir, step, self.generation)?
+        };
         let parts = parts(replica, adamw);
-        for part in &parts {
-            if let Err(error) = self.write(&writer, world, &replica.model, part) {
-                // The error that counts is on its way; what cannot be deleted now is at the next begin.
-                let _ = writer.abort();
-                return Err(error);
-            }
+        let written = parts.iter().try_for_each(|part| {
+            let stem = stem(part, rank, writers);
+            write(&writer, &stem, world, replica, part)
+        });
+        let written = written.and_then(|()| match writers {
+            1 => Ok(()),
+            // An error ends the generation before the other ranks get here.
+            _ => exchange.gather("files of the checkpoint", [0.0; 2]).map(drop),
+        });
+        if rank > 0 {
+            return written;
+        }
+        if let Err(error) = written {
+            // The error that counts is on its way; what cannot be deleted now is at the next begin.
+            let _ = writer.abort();
+            return Err(error);
         }
         let state = State {
             step,
@@ -109,8 +116,11 @@ impl Checkpoints {
             },
             config: self.config.clone(),
         };
-        writer.commit(&state, &parts.map(|part| part.stem))?;
-        self.last = Some(step_name(step));
+        let ranks = 0..writers;
+        let stems: Vec<String> = ranks
+            .flat_map(|rank| parts.iter().map(move |part| stem(part, rank, writers)))
+            .collect();
+        writer.commit(&state, &stems)?;
         Ok(())
     }
 
@@ -140,40 +150,16 @@ impl Checkpoints {
             .collect();
         reader.expect(&expected)?;
         for part in &parts {
-            for (id, named) in names_by_id(part, &replica.model) {
-                let bytes = reader.read(&named.name, 0..named.elements())?;
-                let target = part.arena.slice(self.layout.range(id));
+            for piece in replica.weights.sharding().own_pieces() {
+                let named = named(part, &replica.model, piece.param.0);
+                let bytes = reader.read(&named.name, elements(&piece))?;
+                let target = part.portion.slice(&piece.place);
                 world.device.upload(world.stream, &target, &bytes);
             }
         }
         world.device.synchronize(world.stream)?;
         self.last = Some(step_name(step));
         Ok(state.consumed_samples)
-    }
-
-    fn write(
-        &self,
-        writer: &Writer,
-        world: &World,
-        model: &Model,
-        part: &Part<'_>,
-    ) -> Result<(), TrainError> {
-        let mut tensors = Vec::with_capacity(model.params.len());
-        for (id, named) in names_by_id(part, model) {
-            let source = part.arena.slice(self.layout.range(id));
-            tensors.push((named, world.device.download(world.stream, &source)?));
-        }
-        let pieces: Vec<Piece<'_>> = tensors
-            .iter()
-            .map(|(named, bytes)| Piece {
-                tensor: &named.name,
-                shape: &named.shape,
-                dtype: DType::F32,
-                range: 0..named.elements(),
-                bytes,
-            })
-            .collect();
-        Ok(writer.write(part.stem, &pieces)?)
     }
 
     fn compare(&self, state: &State) -> Result<(), TrainError> {
@@ -211,12 +197,12 @@ fn parts<'a>(replica: &'a Replica, adamw: &'a AdamW) -> [Part<'a>; 3] {
     let moment = |stem, moment: Moment| Part {
         stem,
         prefix: moment.prefix(),
-        arena: adamw.moment(moment),
+        portion: adamw.moment(moment),
     };
     let parameters = Part {
         stem: "parameters",
         prefix: "",
-        arena: &replica.params,
+        portion: replica.weights.own(),
     };
     [
         parameters,
@@ -225,19 +211,60 @@ fn parts<'a>(replica: &'a Replica, adamw: &'a AdamW) -> [Part<'a>; 3] {
     ]
 }
 
-fn names(part: &Part<'_>, model: &Model) -> Vec<Named> {
-    names_by_id(part, model).map(|(_, named)| named).collect()
+/// Name of a rank's file.
+fn stem(part: &Part<'_>, rank: usize, writers: usize) -> String {
+    match writers {
+        1 => part.stem.to_owned(),
+        _ => format!("{}-{rank}-of-{writers}", part.stem),
+    }
 }
 
-fn names_by_id(part: &Part<'_>, model: &Model) -> impl Iterator<Item = (ParamId, Named)> {
-    let prefix = part.prefix;
-    model.params.iter().enumerate().map(move |(id, spec)| {
-        let named = Named {
-            name: format!("{prefix}{}", spec.name),
-            shape: spec.shape.iter().map(|&d| d as u64).collect(),
-        };
-        (ParamId(id), named)
-    })
+/// Writes what this rank owns.
+fn write(
+    writer: &Writer,
+    stem: &str,
+    world: &World,
+    replica: &Replica,
+    part: &Part<'_>,
+) -> Result<(), TrainError> {
+    let own = replica.weights.sharding().own_pieces();
+    let mut tensors = Vec::with_capacity(own.len());
+    for piece in own {
+        let source = part.portion.slice(&piece.place);
+        let bytes = world.device.download(world.stream, &source)?;
+        tensors.push((
+            named(part, &replica.model, piece.param.0),
+            elements(&piece),
+            bytes,
+        ));
+    }
+    let pieces: Vec<Piece<'_>> = tensors
+        .iter()
+        .map(|(named, range, bytes)| Piece {
+            tensor: &named.name,
+            shape: &named.shape,
+            dtype: DType::F32,
+            range: range.clone(),
+            bytes,
+        })
+        .collect();
+    Ok(writer.write(stem, &pieces)?)
+}
+
+fn elements(piece: &OwnPiece) -> std::ops::Range<u64> {
+    piece.elements.start as u64..piece.elements.end as u64
+}
+
+fn names(part: &Part<'_>, model: &Model) -> Vec<Named> {
+    (0..model.params.len()).map(|id| named(part, model, id)).collect()
+}
+
+fn named(part: &Part<'_>, model: &Model, id: usize) -> Named {
+    let spec = &model.params[id];
+    Named {
+        name: format!("{}{}", part.prefix, spec.name),
+        shape: spec.shape.iter().map(|&d| d as u64).collect(),
+    }
 }
 
 /// First difference between two values, by path: key, value now, value then.

@@ -9,15 +9,19 @@ use super::exchange::Exchange;
 use super::replica::Replica;
 use super::saving::Checkpoints;
 use super::startup::StartupFacts;
+use super::strategy::Held;
 use super::trainer::Trainer;
 use super::world::{World, timeout};
-use crate::config::TrainConfig;
+use crate::collective::WireBytes;
+use crate::config::{Strategy, TrainConfig};
 use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Tokens};
 use crate::device::Device;
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::{self, Model};
 use crate::optim::{AdamW, Clip};
-use crate::parallel::{Agreement, GradientLayout, LayoutConfig, Reducer, ReducerConfig, Replicas, Signature};
+use crate::parallel::{
+    Agreement, GradientLayout, LayoutConfig, Portion, Reducer, Replicas, Signature, gated,
+};
 use crate::session::Session;
 
 /// Bytes at either end of the data that ranks compare before the first step.
@@ -38,7 +42,7 @@ impl Prepared<'_> {
             out_dir: self.run_dir.path(),
             train_tokens: self.dataset.train.len(),
             val_tokens: self.dataset.val.len(),
-            buckets: self.reducer.layout().buckets().len(),
+            reductions: self.reducer.operations(),
         }
     }
 }
@@ -58,23 +62,25 @@ pub(super) fn prepare<'a>(
     agree(config, session, &signature(config, &model, &layout, &dataset)?)?;
     let (run_dir, start) = open_run_dir(config, session)?;
     let world = World::connect(config, session, device)?;
-    let sync = ReducerConfig {
-        sync: config.parallel.sync,
-        overlap: config.parallel.overlap,
+    let Held { weights, reducer } = Held::new(&world, config, &model, &layout)?;
+    let sharding = weights.sharding().clone();
+    let decays: Vec<bool> = model.params.iter().map(|p| p.decay).collect();
+    let model = match config.parallel.strategy {
+        Strategy::Ddp => model,
+        _ => gated(model, &weights),
     };
-    let reducer = Reducer::new(world.comm.clone(), &world.device, layout.clone(), sync)?;
-    let replica = Replica::new(&world, model, &layout, config)?;
-    let decays: Vec<bool> = replica.model.params.iter().map(|p| p.decay).collect();
+    let replica = Replica::new(&world, model, weights, config)?;
     let mut trainer = Trainer {
-        adamw: AdamW::new(&world.device, &layout, &decays, &config.train.optimizer)?,
-        clip: Clip::new(&world.device, layout.len(), config.train.grad_clip)?,
+        adamw: AdamW::new(&world.device, &sharding, &decays, &config.train.optimizer)?,
+        clip: Clip::new(&world.comm, &world.device, &sharding, config.train.grad_clip)?,
         exchange: Exchange::new(&world)?,
         replicas: Replicas::new(&world.comm, &world.device, &layout)?,
         loader: loader(config, &world, &dataset),
         evaluation: Evaluation::new(dataset.val.clone(), config.model.block_size),
-        checkpoints: Checkpoints::new(run_dir.path(), env.generation.get(), config, layout),
+        checkpoints: Checkpoints::new(run_dir.path(), env.generation.get(), config),
         grad_bytes: reducer.bytes(),
         first_step: 0,
+        accounted: WireBytes::default(),
         progress: None,
         config,
         session,
@@ -105,9 +111,13 @@ fn begin(trainer: &mut Trainer<'_>, start: Start, dataset: &Dataset) -> Result<(
     }
     let World { device, stream, .. } = &trainer.world;
     device.synchronize(*stream)?;
-    trainer
-        .replicas
-        .broadcast(*stream, &trainer.replica.params.whole())?;
+    let weights = &trainer.replica.weights;
+    if let (Portion::Whole(params), 1) = (weights.own(), weights.sharding().world()) {
+        trainer.replicas.broadcast(*stream, &params.whole())?;
+    }
+    let accounted = trainer.sent();
+    weights.updated()?;
+    trainer.accounted = accounted;
     Ok(())
 }
 

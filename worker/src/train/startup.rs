@@ -3,8 +3,10 @@
 use comfy_table::{Table, presets};
 
 use super::progress::{bytes, grouped};
+use super::strategy::between;
 use super::trainer::Trainer;
-use crate::config::Sync;
+use crate::config::{Accumulate, Strategy, Sync};
+use crate::parallel::Between;
 use crate::plan::{Footprint, GlobalBatch};
 
 /// Numbers that only set-up knows.
@@ -12,7 +14,8 @@ pub(super) struct StartupFacts<'a> {
     pub(super) out_dir: &'a std::path::Path,
     pub(super) train_tokens: usize,
     pub(super) val_tokens: usize,
-    pub(super) buckets: usize,
+    /// Operations in which all gradients are reduced.
+    pub(super) reductions: usize,
 }
 
 /// The table.
@@ -60,7 +63,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         (_, 1) => format!("{world} ranks in shared memory"),
         (_, nodes) => format!("{world} ranks on {nodes} nodes, shared memory and TCP"),
     };
-    vec![
+    let mut rows = vec![
         ("model", trainer.replica.model.name.clone()),
         ("parameters", grouped(parameters)),
         ("data", data),
@@ -68,13 +71,21 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         ("steps", steps),
         (
             "memory of a rank",
-            memory(Footprint::replicated(trainer.replica.params.len() as u64)),
+            memory(
+                footprint(trainer),
+                trainer.replica.weights.gathered_bytes() as u64,
+            ),
         ),
         ("device", trainer.world.device.name()),
         ("backend", transport),
-        ("gradient sync", sync(trainer, facts.buckets)),
+        ("strategy", strategy(trainer)),
+        ("gradient sync", sync(trainer, facts.reductions)),
         ("out_dir", facts.out_dir.display().to_string()),
-    ]
+    ];
+    if let Some(accumulation) = accumulation(trainer) {
+        rows.insert(rows.len() - 1, ("accumulation", accumulation));
+    }
+    rows
 }
 
 fn counted(number: usize, what: &str) -> String {
@@ -86,28 +97,86 @@ fn counted(number: usize, what: &str) -> String {
     format!("{number} {what}{plural}")
 }
 
-fn memory(footprint: Footprint) -> String {
+/// What this rank has allocated, by kind.
+fn footprint(trainer: &Trainer<'_>) -> Footprint {
+    Footprint {
+        params: trainer.replica.weights.bytes() as u64,
+        grads: trainer.grad_bytes as u64,
+        optimizer: trainer.adamw.bytes() as u64,
+    }
+}
+
+fn memory(footprint: Footprint, gathered_bytes: u64) -> String {
+    let gathered = match gathered_bytes {
+        0 => String::new(),
+        number => format!(" (and {} gathered)", bytes(number)),
+    };
     format!(
-        "parameters {}, gradients {}, optimizer {}; activations are measured as it runs",
+        "parameters {}{gathered}, gradients {}, optimizer {}; activations are measured as it runs",
         bytes(footprint.params),
         bytes(footprint.grads),
         bytes(footprint.optimizer)
     )
 }
 
-fn sync(trainer: &Trainer<'_>, buckets: usize) -> String {
+fn strategy(trainer: &Trainer<'_>) -> String {
     let parallel = &trainer.config.parallel;
-    let how = match parallel.sync {
-        Sync::Bucketed => format!("bucketed ({})", counted(buckets, "bucket")),
-        Sync::PerParameter => "per-parameter".to_owned(),
-        Sync::Naive => return "naive: one all-reduce after backward".to_owned(),
+    let what = match parallel.strategy {
+        Strategy::Ddp => return "ddp: everything on every rank".to_owned(),
+        Strategy::Zero1 => "zero1: the optimizer is",
+        Strategy::Zero2 => "zero2: optimizer and gradients are",
+        Strategy::Zero3 => "zero3: optimizer, gradients and parameters are",
     };
+    let ranks = counted(trainer.world.size(), "rank");
+    let kept = match (parallel.strategy, parallel.reshard_after_forward) {
+        (Strategy::Zero3, true) => "; a block is gathered for forward and for backward",
+        (Strategy::Zero3, false) => "; a block is gathered once, and stays until its backward",
+        _ => "; parameters are gathered while the next forward begins",
+    };
+    format!("{what} sharded over {ranks}{kept}")
+}
+
+/// What both ways to accumulate cost, where there is a choice.
+fn accumulation(trainer: &Trainer<'_>) -> Option<String> {
+    let (parallel, micro_batches) = (&trainer.config.parallel, trainer.config.train.grad_accumulation);
+    if micro_batches == 1 || matches!(parallel.strategy, Strategy::Ddp | Strategy::Zero1) {
+        return None;
+    }
+    let sharding = trainer.replica.weights.sharding();
+    let size = size_of::<f32>();
+    let (whole, shard) = (sharding.whole_len() * size, sharding.shard_len() * size);
+    let sent = bytes((whole - shard) as u64);
+    let (whole, shard) = (bytes(whole as u64), bytes(shard as u64));
+    Some(match parallel.accumulate {
+        Accumulate::Sharded => format!(
+            "sharded: {shard} of gradients and those in flight, {micro_batches} × {sent} sent a step; full would hold {whole} and send {sent}"
+        ),
+        Accumulate::Full => format!(
+            "full: {whole} of gradients, {sent} sent a step; sharded would hold {shard} and those in flight, and send {micro_batches} × {sent}"
+        ),
+    })
+}
+
+fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
+    let parallel = &trainer.config.parallel;
     let when = if parallel.overlap {
         "while backward runs"
     } else {
         "after backward"
     };
-    format!("{how}, {when}")
+    let how = match (parallel.strategy, parallel.sync) {
+        (Strategy::Zero1 | Strategy::Zero2, _) => {
+            format!("reduce-scatter ({})", counted(reductions, "bucket"))
+        }
+        (Strategy::Zero3, _) => format!("reduce-scatter ({})", counted(reductions, "group")),
+        (_, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
+        (_, Sync::PerParameter) => "per-parameter".to_owned(),
+        (_, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
+    };
+    match between(trainer.config) {
+        Some(Between::Shard) if !parallel.overlap => format!("{how}, between the blocks of backward"),
+        _ => format!("{how}, {when}"),
+    }
 }
 
 #[cfg(test)]
@@ -116,7 +185,7 @@ mod tests {
 
     #[test]
     fn the_memory_line_of_seven_billion_parameters() {
-        let line = memory(Footprint::replicated(7_000_000_000));
+        let line = memory(Footprint::replicated(7_000_000_000), 0);
         // 28, 28 and 56 GB.
         insta::assert_snapshot!(line, @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB; activations are measured as it runs");
     }

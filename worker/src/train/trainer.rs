@@ -15,8 +15,8 @@ use crate::collective::WireBytes;
 use crate::config::TrainConfig;
 use crate::data::Loader;
 use crate::model::{Activation, StepKey};
-use crate::optim::{AdamW, Clip, learning_rate};
-use crate::parallel::{Reduced, Reducer, Replicas, SyncTimes};
+use crate::optim::{AdamW, Clip, UpdateStep, learning_rate};
+use crate::parallel::{Portion, Reduced, Reducer, Replicas, SyncTimes};
 use crate::session::Session;
 
 /// Everything that a step needs. Built by [`super::setup`].
@@ -36,6 +36,8 @@ pub(super) struct Trainer<'a> {
     pub(super) checkpoints: Checkpoints,
     /// Steps that were finished when this life of the run began.
     pub(super) first_step: u64,
+    /// Bytes sent before the step that is in progress.
+    pub(super) accounted: WireBytes,
     /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
     pub(super) progress: Option<Progress>,
 }
@@ -71,7 +73,7 @@ impl Trainer<'_> {
             let done = step + 1;
             let last = done == train.steps;
             if last || is_due(train.eval_every, done) {
-                record.val_loss = Some(self.validate(done)?);
+                record.val_loss = Some(self.aside(|trainer| trainer.validate(done))?);
                 outcome.val_loss = record.val_loss;
             }
             outcome.steps = done;
@@ -79,12 +81,11 @@ impl Trainer<'_> {
             self.progress = recorder.record(&record, self)?;
             self.beat(done, Phase::Training);
             if is_due(train.verify_every, done) {
-                self.replicas
-                    .verify(self.world.stream, &self.replica.params, done)?;
+                self.aside(|trainer| trainer.verify(done))?;
             }
             let stopped = record.stop.then(|| self.stop_cause());
             if last || stopped.is_some() || is_due(train.checkpoint_every, done) {
-                self.save(done)?;
+                self.aside(|trainer| trainer.save(done))?;
             }
             if stopped.is_some() {
                 outcome.stopped = stopped;
@@ -93,9 +94,10 @@ impl Trainer<'_> {
         }
         if outcome.stopped.is_none() && outcome.val_loss.is_none() {
             // Resumed when all steps were done already.
-            outcome.val_loss = Some(self.validate(outcome.steps)?);
+            outcome.val_loss = Some(self.aside(|trainer| trainer.validate(outcome.steps))?);
         }
         self.beat(outcome.steps, Phase::Finishing);
+        self.replica.weights.settle()?;
         // Nobody leaves before the last checkpoint is whole.
         self.exchange.gather("end of the run", [0.0; 2])?;
         Ok(outcome)
@@ -105,13 +107,18 @@ impl Trainer<'_> {
     fn step(&mut self, reducer: &mut Reducer, step: u64) -> Result<StepRecord, TrainError> {
         self.world.check()?;
         let started = Instant::now();
-        let sent_before = self.world.comm.wire_bytes();
         let mut times = StepTimes::default();
         let (averages, losses) = self.micro_batches(reducer, step, &mut times)?;
         let (loss, stop) = self.share_loss(step, &losses)?;
         let train = &self.config.train;
         let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
-        let grad_norm = self.update(&averages, step, lr, &mut times)?;
+        let (averages, started_update) = (averages.portion(), Instant::now());
+        let grad_norm = self.measure(&averages, step)?;
+        // Nothing is in flight: all ranks have told each other their part of the norm. What the update sends
+        // belongs to the step that waits for it.
+        let sent = self.take_sent();
+        self.update(&averages, step, lr)?;
+        times.optimizer += started_update.elapsed();
         times.step = started.elapsed();
         Ok(StepRecord {
             step: step + 1,
@@ -120,7 +127,7 @@ impl Trainer<'_> {
             lr,
             grad_norm,
             times,
-            sent: difference(self.world.comm.wire_bytes(), sent_before),
+            sent,
             stop,
         })
     }
@@ -155,9 +162,10 @@ impl Trainer<'_> {
             losses.push(loss);
         }
         let averages = grads.finish(self.world.deadline())?;
-        let SyncTimes { comm, exposed } = averages.times();
-        times.comm += comm;
-        times.exposed += exposed;
+        for SyncTimes { comm, exposed } in [averages.times(), self.replica.weights.take_times()] {
+            times.comm += comm;
+            times.exposed += exposed;
+        }
         Ok((averages, losses))
     }
 
@@ -181,33 +189,61 @@ impl Trainer<'_> {
         Ok((mean, rows.iter().any(|row| row[1] > 0.0)))
     }
 
-    /// Clips and applies the averaged gradients. Returns their norm before clipping.
-    fn update(
-        &self,
-        averages: &Reduced<'_>,
-        step: u64,
-        lr: f32,
-        times: &mut StepTimes,
-    ) -> Result<f32, TrainError> {
-        let started = Instant::now();
-        let World { stream, device, .. } = &self.world;
-        let grads = averages.arena();
-        self.clip.measure(*stream, grads);
-        let norm = self.clip.norm(*stream)?;
-        if !norm.is_finite() {
-            return Err(TrainError::NonFiniteGradient { step: step + 1, norm });
+    /// Norm of the averaged gradients before clipping.
+    fn measure(&self, averages: &Portion, step: u64) -> Result<f32, TrainError> {
+        self.clip.measure(self.world.stream, averages)?;
+        let norm = self.clip.norm(self.world.stream)?;
+        if norm.is_finite() {
+            Ok(norm)
+        } else {
+            Err(TrainError::NonFiniteGradient { step: step + 1, norm })
         }
-        self.adamw.step(
-            *stream,
-            &self.replica.params,
-            grads,
-            &self.clip.scale(),
+    }
+
+    /// Clips and applies the averaged gradients.
+    fn update(&self, averages: &Portion, step: u64, lr: f32) -> Result<(), TrainError> {
+        let World { stream, device, .. } = &self.world;
+        let weights = &self.replica.weights;
+        let update = UpdateStep {
+            scale: self.clip.scale(),
             lr,
-            step + 1,
-        );
+            number: step + 1,
+        };
+        self.adamw.step(*stream, weights.own(), averages, &update);
         device.synchronize(*stream)?;
-        times.optimizer += started.elapsed();
-        Ok(norm)
+        weights.updated()?;
+        Ok(())
+    }
+
+    /// Bytes sent since the last call, but for what was sent [`Trainer::aside`].
+    fn take_sent(&mut self) -> WireBytes {
+        let now = self.sent();
+        let sent = difference(now, self.accounted);
+        self.accounted = now;
+        sent
+    }
+
+    /// Bytes sent so far.
+    pub(super) fn sent(&self) -> WireBytes {
+        sum(self.world.comm.wire_bytes(), self.replica.weights.wire_bytes())
+    }
+
+    /// Work between two steps, when nothing is in flight. What it sends is of no step.
+    fn aside<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T, TrainError>) -> Result<T, TrainError> {
+        self.replica.weights.settle()?;
+        let before = self.sent();
+        let done = work(self)?;
+        self.replica.weights.settle()?;
+        self.accounted = sum(self.accounted, difference(self.sent(), before));
+        Ok(done)
+    }
+
+    /// Compares replicas; where every parameter has one owner, there is nothing to compare.
+    fn verify(&self, done: u64) -> Result<(), TrainError> {
+        if let Portion::Whole(params) = self.replica.weights.own() {
+            self.replicas.verify(self.world.stream, params, done)?;
+        }
+        Ok(())
     }
 
     /// Tokens that all ranks train on in one step.
@@ -228,16 +264,14 @@ impl Trainer<'_> {
 
     fn save(&mut self, done: u64) -> Result<(), TrainError> {
         self.beat(done, Phase::Saving);
-        if self.world.rank() == 0 {
-            self.checkpoints.save(
-                &self.world,
-                &self.replica,
-                &self.adamw,
-                done,
-                self.loader.consumed_before(done),
-            )?;
-        }
-        Ok(())
+        let consumed = self.loader.consumed_before(done);
+        self.checkpoints.save(
+            &self.world,
+            &self.replica,
+            &self.adamw,
+            &self.exchange,
+            (done, consumed),
+        )
     }
 
     fn stop_cause(&self) -> String {
@@ -249,6 +283,14 @@ impl Trainer<'_> {
 
 fn is_due(every: u64, done: u64) -> bool {
     every > 0 && done.is_multiple_of(every)
+}
+
+fn sum(one: WireBytes, other: WireBytes) -> WireBytes {
+    WireBytes {
+        grads: one.grads + other.grads,
+        params: one.params + other.params,
+        other: one.other + other.other,
+    }
 }
 
 fn difference(now: WireBytes, before: WireBytes) -> WireBytes {

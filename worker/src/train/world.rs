@@ -41,13 +41,8 @@ impl World {
             Some(device) => device,
             None => Arc::new(CpuDevice::new(threads)?),
         };
-        let executor = if config.parallel.overlap {
-            Executor::Thread
-        } else {
-            Executor::Inline
-        };
         let options = JoinOptions {
-            executor,
+            executor: executor(config),
             threads,
             timeout: timeout(config),
         };
@@ -82,6 +77,15 @@ impl World {
             }),
             None => Ok(()),
         }
+    }
+}
+
+/// `parallel.overlap`
+pub(super) fn executor(config: &TrainConfig) -> Executor {
+    if config.parallel.overlap {
+        Executor::Thread
+    } else {
+        Executor::Inline
     }
 }
 

@@ -121,10 +121,12 @@ impl Job {
     /// Runs all ranks; all must succeed.
     pub fn train(&self, world_size: u32) -> Trained {
         let outcomes = self.run(world_size);
-        let summaries: Vec<RunSummary> = outcomes
-            .into_iter()
-            .map(|o| o.unwrap_or_else(|e| panic!("{e}")))
+        let errors: Vec<String> = outcomes
+            .iter()
+            .filter_map(|o| o.as_ref().err().map(ToString::to_string))
             .collect();
+        assert!(errors.is_empty(), "{errors:#?}");
+        let summaries: Vec<RunSummary> = outcomes.into_iter().map(Result::unwrap).collect();
         Trained {
             summary: summaries[0].clone(),
             metrics: self.metrics(),

@@ -1,0 +1,162 @@
+//! When each unit of parameters is needed in the two passes over the blocks.
+
+use super::{Pass, Sharding};
+use crate::model::{Model, ParamId};
+
+/// A pure function of the model and the units.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct GatherPlan {
+    forward: Vec<Vec<usize>>,
+    backward: Vec<Vec<usize>>,
+    /// By unit: it stays gathered from the end of forward to the beginning of backward.
+    kept: Vec<bool>,
+    /// By unit: several blocks use it, or its block has other units too.
+    pub(super) apart: Vec<bool>,
+}
+
+impl GatherPlan {
+    /// `reshard`: what backward needs again is released after forward, but for the units of the last block, whose
+    /// backward comes next.
+    pub(super) fn new(model: &Model, sharding: &Sharding, reshard: bool) -> Self {
+        let forward: Vec<Vec<usize>> = (model.blocks.iter())
+            .map(|block| units_of(sharding, block.params()))
+            .collect();
+        let backward: Vec<Vec<usize>> = (model.blocks.iter())
+            .map(|block| units_of(sharding, block.read_by_backward()))
+            .collect();
+        let count = sharding.units().len();
+        let kept = |unit: usize| match backward.split_last() {
+            Some((last, before)) => {
+                last.contains(&unit) || (!reshard && before.iter().any(|units| units.contains(&unit)))
+            }
+            None => false,
+        };
+        let apart = |unit: usize| {
+            let mut users = forward.iter().filter(|units| units.contains(&unit));
+            users.next().is_none_or(|units| units.len() > 1) || users.next().is_some()
+        };
+        Self {
+            kept: (0..count).map(kept).collect(),
+            apart: (0..count).map(|unit| !reshard || apart(unit)).collect(),
+            forward,
+            backward,
+        }
+    }
+
+    /// Units that a block's pass reads.
+    pub(super) fn needed(&self, block: usize, pass: Pass) -> &[usize] {
+        match pass {
+            Pass::Forward => &self.forward[block],
+            Pass::Backward => &self.backward[block],
+        }
+    }
+
+    /// Units that the pass after this one reads.
+    pub(super) fn next(&self, block: usize, pass: Pass) -> &[usize] {
+        let next = match pass {
+            Pass::Forward => self.forward.get(block + 1),
+            Pass::Backward => block.checked_sub(1).map(|before| &self.backward[before]),
+        };
+        next.map_or(&[], Vec::as_slice)
+    }
+
+    /// Units that nobody reads after a block's pass, until they are gathered again.
+    pub(super) fn released(&self, block: usize, pass: Pass) -> Vec<usize> {
+        let done = |unit: &usize| match pass {
+            Pass::Forward => {
+                let later = self.forward[block + 1..].iter();
+                !self.kept[*unit] && !later.flatten().any(|other| other == unit)
+            }
+            Pass::Backward => {
+                let later = self.backward[..block].iter();
+                !later.flatten().any(|other| other == unit)
+            }
+        };
+        self.needed(block, pass).iter().copied().filter(done).collect()
+    }
+}
+
+/// Units of parameters, each once.
+pub(super) fn units_of(sharding: &Sharding, params: &[ParamId]) -> Vec<usize> {
+    let mut units: Vec<usize> = params.iter().map(|id| sharding.home(*id).0).collect();
+    units.sort_unstable();
+    units.dedup();
+    units
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config;
+    use crate::model;
+    use crate::parallel::{GradientLayout, LayoutConfig};
+
+    fn plan(kind: config::ModelKind, reshard: bool) -> GatherPlan {
+        let config = config::Model {
+            kind,
+            n_layer: 2,
+            n_head: 1,
+            n_embd: 8,
+            block_size: 8,
+            vocab_size: None,
+        };
+        let model = model::build(&config, 256).unwrap();
+        let layout = GradientLayout::of_model(&model, &LayoutConfig::new(2)).unwrap();
+        GatherPlan::new(&model, &Sharding::of_groups(&layout, 2, 0), reshard)
+    }
+
+    // Units of the GPT-2, in the order of backward: head, h.1, h.0, wpe, wte.
+
+    #[test]
+    fn a_tied_weight_stays_from_its_first_use_to_its_last_in_each_pass() {
+        let plan = plan(config::ModelKind::Gpt2, true);
+        assert_eq!(plan.needed(0, Pass::Forward), [3, 4]);
+        assert_eq!(plan.needed(3, Pass::Forward), [0, 4]);
+        assert_eq!(plan.released(0, Pass::Forward), [3]);
+        assert_eq!(plan.released(1, Pass::Forward), [2]);
+        assert!(plan.released(3, Pass::Forward).is_empty());
+        assert_eq!(plan.released(3, Pass::Backward), [0, 4]);
+        assert_eq!(plan.released(2, Pass::Backward), [1]);
+        assert!(plan.needed(0, Pass::Backward).is_empty());
+        assert_eq!(plan.apart, [true, false, false, true, true]);
+    }
+
+    #[test]
+    fn the_next_block_is_known_in_both_directions() {
+        let plan = plan(config::ModelKind::Gpt2, true);
+        assert_eq!(plan.next(0, Pass::Forward), [2]);
+        assert_eq!(plan.next(2, Pass::Forward), [0, 4]);
+        assert!(plan.next(3, Pass::Forward).is_empty());
+        assert_eq!(plan.next(3, Pass::Backward), [1]);
+        assert!(plan.next(1, Pass::Backward).is_empty());
+        assert!(plan.next(0, Pass::Backward).is_empty());
+    }
+
+    #[test]
+    fn without_resharding_only_what_backward_never_reads_is_released() {
+        let plan = plan(config::ModelKind::Gpt2, false);
+        let released: Vec<Vec<usize>> = (0..4).map(|block| plan.released(block, Pass::Forward)).collect();
+        assert_eq!(released, [vec![3], vec![], vec![], vec![]]);
+        assert!(plan.apart.iter().all(|apart| *apart));
+    }
+
+    #[test]
+    fn all_is_released_in_the_end() {
+        for kind in [config::ModelKind::Gpt2, config::ModelKind::Mlp] {
+            for reshard in [true, false] {
+                let plan = plan(kind, reshard);
+                let mut held = std::collections::BTreeSet::new();
+                let blocks = plan.forward.len();
+                let forward = (0..blocks).map(|block| (block, Pass::Forward));
+                let backward = (0..blocks).rev().map(|block| (block, Pass::Backward));
+                for (block, pass) in forward.chain(backward) {
+                    held.extend(plan.needed(block, pass).iter().copied());
+                    for unit in plan.released(block, pass) {
+                        assert!(held.remove(&unit));
+                    }
+                }
+                assert!(held.is_empty(), "{kind:?} {held:?}");
+            }
+        }
+    }
+}

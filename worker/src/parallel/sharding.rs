@@ -1,0 +1,402 @@
+//! Which rank owns which elements: the one map that reduction, optimizer, norm, gathering and checkpoints share.
+//!
+//! Memory is cut into *units*, which are communicated whole: buckets of the gradients (ZeRO-1, -2) or groups of
+//! parameters (ZeRO-3). A unit is padded to world size × [`CHUNK`] elements and cut into equal slices, one a rank.
+//! An element lies in the same chunk of the layout whatever the units are, so the global norm, which is summed by
+//! chunk, has the same bits under every strategy.
+//!
+//! Two arenas follow from the map: the *whole* one, all units in a row, and the *shard*, this rank's slice of each.
+
+use std::ops::Range;
+
+use super::GradientLayout;
+use crate::device::{Arena, Buffer};
+use crate::model::ParamId;
+use crate::ops::CHUNK;
+
+/// Elements that are reduced and gathered together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ShardUnit {
+    /// Its parameters, in the order of their memory.
+    pub params: Vec<ParamId>,
+    /// For errors and traces.
+    pub name: String,
+    /// First chunk of the layout that it covers.
+    first_chunk: usize,
+    /// Chunks of the layout that it covers; chunks behind them are padding.
+    chunks: usize,
+    /// First element in the whole arena.
+    start: usize,
+    /// Elements, padding included: a multiple of world size × [`CHUNK`].
+    len: usize,
+}
+
+impl ShardUnit {
+    /// Elements, padding included.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Never: a unit has at least one parameter.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// Its elements in the whole arena.
+    #[must_use]
+    pub fn whole(&self) -> Range<usize> {
+        self.start..self.start + self.len
+    }
+}
+
+/// A part of a parameter that this rank owns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnPiece {
+    /// Of which parameter.
+    pub param: ParamId,
+    /// Which of its elements, row-major.
+    pub elements: Range<usize>,
+    /// Where they are.
+    pub place: Place,
+}
+
+/// The same elements in both arenas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// In the whole arena.
+    pub whole: Range<usize>,
+    /// In the shard.
+    pub shard: Range<usize>,
+}
+
+/// See the module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Sharding {
+    world: usize,
+    rank: usize,
+    units: Vec<ShardUnit>,
+    /// By parameter: its unit, and its elements within the unit.
+    homes: Vec<(usize, Range<usize>)>,
+    /// Chunks of the layout.
+    chunks: usize,
+}
+
+impl Sharding {
+    /// Everything on every rank.
+    #[must_use]
+    pub fn replicated(layout: &GradientLayout) -> Self {
+        let all = (0..layout.len(), layout.order().to_vec(), "all parameters".into());
+        Self::new(layout, 1, 0, [all])
+    }
+
+    /// Buckets, each cut over `world` ranks.
+    #[must_use]
+    pub fn of_buckets(layout: &GradientLayout, world: usize, rank: usize) -> Self {
+        let buckets = layout.buckets().iter().enumerate().map(|(i, bucket)| {
+            let first = &layout.spec(bucket.params[0]).name;
+            let name = format!("bucket {i}, from `{first}`");
+            (bucket.range.clone(), bucket.params.clone(), name)
+        });
+        Self::new(layout, world, rank, buckets)
+    }
+
+    /// Groups of parameters, each cut over `world` ranks.
+    #[must_use]
+    pub fn of_groups(layout: &GradientLayout, world: usize, rank: usize) -> Self {
+        let group_of = |id: &ParamId| layout.spec(*id).group;
+        let groups = layout
+            .order()
+            .chunk_by(|a, b| group_of(a) == group_of(b))
+            .map(|params| {
+                let (first, last) = (params[0], params[params.len() - 1]);
+                let range = layout.range(first).start..layout.range(last).end.next_multiple_of(CHUNK);
+                let name = format!("group of `{}`", layout.spec(last).name);
+                (range, params.to_vec(), name)
+            });
+        Self::new(layout, world, rank, groups)
+    }
+
+    fn new(
+        layout: &GradientLayout,
+        world: usize,
+        rank: usize,
+        ranges: impl IntoIterator<Item = (Range<usize>, Vec<ParamId>, String)>,
+    ) -> Self {
+        let mut units: Vec<ShardUnit> = Vec::new();
+        let mut homes = vec![(0, 0..0); layout.params()];
+        for (range, params, name) in ranges {
+            assert_eq!(range.start % CHUNK, 0, "{name} begins within a chunk");
+            for id in &params {
+                let at = layout.range(*id);
+                homes[id.0] = (units.len(), at.start - range.start..at.end - range.start);
+            }
+            units.push(ShardUnit {
+                params,
+                name,
+                first_chunk: range.start / CHUNK,
+                chunks: range.len().div_ceil(CHUNK),
+                start: units.last().map_or(0, |unit| unit.whole().end),
+                len: range.len().next_multiple_of(world * CHUNK),
+            });
+        }
+        Self {
+            world,
+            rank,
+            units,
+            homes,
+            chunks: layout.len() / CHUNK,
+        }
+    }
+
+    /// Units in the order of their memory.
+    #[must_use]
+    pub fn units(&self) -> &[ShardUnit] {
+        &self.units
+    }
+
+    /// Ranks that a unit is cut over.
+    #[must_use]
+    pub fn world(&self) -> usize {
+        self.world
+    }
+
+    /// Number of parameters.
+    #[must_use]
+    pub fn params(&self) -> usize {
+        self.homes.len()
+    }
+
+    /// Unit of a parameter, and its elements within the unit.
+    ///
+    /// # Panics
+    /// If there is no such parameter.
+    #[must_use]
+    pub fn home(&self, id: ParamId) -> (usize, Range<usize>) {
+        self.homes[id.0].clone()
+    }
+
+    /// Elements of a parameter in the whole arena.
+    ///
+    /// # Panics
+    /// If there is no such parameter.
+    #[must_use]
+    pub fn whole_range(&self, id: ParamId) -> Range<usize> {
+        let (unit, range) = self.home(id);
+        let start = self.units[unit].start;
+        start + range.start..start + range.end
+    }
+
+    /// Elements of the whole arena.
+    #[must_use]
+    pub fn whole_len(&self) -> usize {
+        self.units.last().map_or(0, |unit| unit.whole().end)
+    }
+
+    /// Elements of a rank's shard.
+    #[must_use]
+    pub fn shard_len(&self) -> usize {
+        self.whole_len() / self.world
+    }
+
+    /// This rank's slice within a unit.
+    #[must_use]
+    pub fn own(&self, unit: usize) -> Range<usize> {
+        let each = self.units[unit].len / self.world;
+        self.rank * each..(self.rank + 1) * each
+    }
+
+    /// This rank's slice of a unit in both arenas.
+    #[must_use]
+    pub fn own_place(&self, unit: usize) -> Place {
+        let (own, start) = (self.own(unit), self.units[unit].start);
+        let shard = start / self.world;
+        Place {
+            shard: shard..shard + own.len(),
+            whole: start + own.start..start + own.end,
+        }
+    }
+
+    /// All that this rank owns, in the order of memory.
+    #[must_use]
+    pub fn own_pieces(&self) -> Vec<OwnPiece> {
+        let mut pieces = Vec::new();
+        for (index, unit) in self.units.iter().enumerate() {
+            let (own, place) = (self.own(index), self.own_place(index));
+            for id in &unit.params {
+                let home = &self.homes[id.0].1;
+                let (start, end) = (home.start.max(own.start), home.end.min(own.end));
+                if start >= end {
+                    continue;
+                }
+                let (from, to) = (start - own.start, end - own.start);
+                pieces.push(OwnPiece {
+                    param: *id,
+                    elements: start - home.start..end - home.start,
+                    place: Place {
+                        whole: place.whole.start + from..place.whole.start + to,
+                        shard: place.shard.start + from..place.shard.start + to,
+                    },
+                });
+            }
+        }
+        pieces
+    }
+
+    /// Elements of a unit that belong to no parameter.
+    #[must_use]
+    pub fn gaps(&self, unit: usize) -> Vec<Range<usize>> {
+        let unit = &self.units[unit];
+        let mut gaps = Vec::new();
+        let mut end = 0;
+        for id in &unit.params {
+            let home = &self.homes[id.0].1;
+            if home.start > end {
+                gaps.push(end..home.start);
+            }
+            end = home.end;
+        }
+        if end < unit.len {
+            gaps.push(end..unit.len);
+        }
+        gaps
+    }
+
+    /// Chunks of the layout.
+    #[must_use]
+    pub fn layout_chunks(&self) -> usize {
+        self.chunks
+    }
+
+    /// For each chunk of the shard of `rank`, in order, the chunk of the layout that it is; none for padding.
+    #[must_use]
+    pub fn chunks_of(&self, rank: usize) -> Vec<Option<usize>> {
+        let of_unit = |unit: &ShardUnit| {
+            let each = unit.len / self.world / CHUNK;
+            let (first, count) = (unit.first_chunk, unit.chunks);
+            (rank * each..(rank + 1) * each).map(move |i| (i < count).then_some(first + i))
+        };
+        self.units.iter().flat_map(of_unit).collect()
+    }
+}
+
+/// Elements that a rank holds: of all ranks, or only its own.
+#[derive(Clone, Debug)]
+pub enum Portion {
+    /// All units.
+    Whole(Arena),
+    /// This rank's slice of each.
+    Shard(Arena),
+}
+
+impl Portion {
+    /// The memory.
+    #[must_use]
+    pub fn arena(&self) -> &Arena {
+        match self {
+            Self::Whole(arena) | Self::Shard(arena) => arena,
+        }
+    }
+
+    /// The elements at a place.
+    #[must_use]
+    pub fn slice(&self, place: &Place) -> Buffer {
+        match self {
+            Self::Whole(arena) => arena.slice(place.whole.clone()),
+            Self::Shard(arena) => arena.slice(place.shard.clone()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::parallel::{GradSpec, LayoutConfig};
+
+    fn layout(sizes: &[(usize, usize)], bucket_bytes: usize, world_size: usize) -> GradientLayout {
+        let specs: Vec<GradSpec> = sizes
+            .iter()
+            .enumerate()
+            .map(|(i, &(len, group))| GradSpec {
+                group,
+                ..GradSpec::new(format!("p{i}"), &[len])
+            })
+            .collect();
+        let order: Vec<ParamId> = (0..sizes.len()).rev().map(ParamId).collect();
+        let config = LayoutConfig {
+            first_bucket_bytes: bucket_bytes / 4,
+            bucket_bytes,
+            ..LayoutConfig::new(world_size)
+        };
+        GradientLayout::new(specs, &order, &config).unwrap()
+    }
+
+    proptest! {
+        #[test]
+        fn every_element_has_one_owner_and_every_chunk_too(
+            sizes in prop::collection::vec((1_usize..60_000, 0_usize..5), 1..20),
+            bucket_bytes in 0_usize..400_000,
+            world in 1_usize..6,
+        ) {
+            let layout = layout(&sizes, bucket_bytes, world);
+            for sharding_of in [Sharding::of_buckets, Sharding::of_groups] {
+                let mut owned = sizes.iter().map(|&(len, _)| vec![0; len]).collect::<Vec<_>>();
+                let mut chunks = vec![0; layout.len() / CHUNK];
+                for rank in 0..world {
+                    let sharding = sharding_of(&layout, world, rank);
+                    prop_assert_eq!(sharding.shard_len() * world, sharding.whole_len());
+                    let mut end = 0;
+                    for piece in sharding.own_pieces() {
+                        prop_assert!(piece.place.shard.start >= end);
+                        prop_assert_eq!(piece.place.whole.len(), piece.elements.len());
+                        prop_assert_eq!(piece.place.shard.len(), piece.elements.len());
+                        let home = sharding.whole_range(piece.param);
+                        prop_assert_eq!(home.start + piece.elements.start, piece.place.whole.start);
+                        end = piece.place.shard.end;
+                        owned[piece.param.0][piece.elements].iter_mut().for_each(|n| *n += 1);
+                    }
+                    prop_assert!(end <= sharding.shard_len());
+                    for chunk in sharding.chunks_of(rank).into_iter().flatten() {
+                        chunks[chunk] += 1;
+                    }
+                }
+                prop_assert!(owned.iter().flatten().all(|&n| n == 1));
+                // A chunk that no unit covers is padding between buckets.
+                prop_assert!(chunks.iter().all(|&n| n <= 1));
+                for id in layout.order() {
+                    let range = layout.range(*id);
+                    prop_assert!((range.start / CHUNK..range.end.div_ceil(CHUNK)).all(|c| chunks[c] == 1));
+                }
+            }
+        }
+
+        #[test]
+        fn gaps_are_what_no_parameter_has(
+            sizes in prop::collection::vec((1_usize..60_000, 0_usize..3), 1..12),
+            world in 1_usize..4,
+        ) {
+            let layout = layout(&sizes, 100_000, world);
+            let sharding = Sharding::of_groups(&layout, world, 0);
+            for (index, unit) in sharding.units().iter().enumerate() {
+                let gaps: usize = sharding.gaps(index).iter().map(ExactSizeIterator::len).sum();
+                let params: usize = unit.params.iter().map(|id| sizes[id.0].0).sum();
+                prop_assert_eq!(gaps + params, unit.len());
+            }
+        }
+    }
+
+    #[test]
+    fn replicas_have_the_layout_itself() {
+        let layout = layout(&[(100, 0), (20_000, 1), (7, 1)], 50_000, 3);
+        let sharding = Sharding::replicated(&layout);
+        assert_eq!(sharding.whole_len(), layout.len());
+        for id in layout.order() {
+            assert_eq!(sharding.whole_range(*id), layout.range(*id));
+        }
+        let chunks: Vec<usize> = sharding.chunks_of(0).into_iter().flatten().collect();
+        assert_eq!(chunks, (0..layout.len() / CHUNK).collect::<Vec<_>>());
+    }
+}

@@ -1,0 +1,343 @@
+//! ZeRO-1, -2 and -3: the numbers of DDP, the memory and the traffic of the formulas.
+
+mod train_support;
+
+use ddp_worker::config::{Accumulate, ModelKind, Resume, Strategy, TrainConfig};
+use ddp_worker::model::{self, Model};
+use ddp_worker::parallel::{GradientLayout, LayoutConfig, Sharding};
+use train_support::faulty::{Fault, FaultyDevice};
+use train_support::{Job, Trained};
+
+const SHARDED: [Strategy; 3] = [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
+
+/// Large enough that every rank owns parameters: units are cut at 16,384 elements.
+fn job(strategy: Strategy, change: impl FnOnce(&mut TrainConfig)) -> Job {
+    Job::with(|c| {
+        c.model.n_layer = 2;
+        c.model.n_embd = 64;
+        c.train.micro_batch = 1;
+        c.train.optimizer.lr = 3e-3;
+        c.parallel.first_bucket_mb = 0.06;
+        c.parallel.bucket_mb = 0.2;
+        c.parallel.strategy = strategy;
+        c.parallel.timeout_s = 20.0;
+        change(c);
+    })
+}
+
+fn assert_same(one: &Trained, other: &Trained, what: &str) {
+    assert_eq!(one.losses(), other.losses(), "losses: {what}");
+    let norms = |trained: &Trained| -> Vec<f64> { trained.metrics.iter().map(|l| l.grad_norm).collect() };
+    assert_eq!(norms(one), norms(other), "norms: {what}");
+    assert_eq!(one.state, other.state, "parameters and moments: {what}");
+}
+
+/// All strategies on `world` ranks: 100 steps, clipped, with accumulation 1 or 2 of whole gradients.
+fn all_are_bit_equal(world: u32, accumulation: usize) {
+    let run = |strategy| {
+        let job = job(strategy, |c| {
+            c.train.steps = 100;
+            c.train.grad_clip = Some(0.8);
+            c.train.grad_accumulation = accumulation;
+            c.train.verify_every = 50;
+            c.train.eval_every = 40;
+            c.parallel.accumulate = Accumulate::Full;
+        });
+        job.train(world)
+    };
+    let reference = run(Strategy::Ddp);
+    let clipped = reference
+        .metrics
+        .iter()
+        .filter(|line| line.grad_norm > 0.8)
+        .count();
+    assert!(
+        clipped > 10 && reference.metrics.len() == 100,
+        "{clipped} steps clipped"
+    );
+    for strategy in SHARDED {
+        let trained = run(strategy);
+        let what = format!("{strategy:?}, {world} ranks, accumulation {accumulation}");
+        assert_same(&reference, &trained, &what);
+        assert_eq!(trained.summary.val_loss, reference.summary.val_loss, "{what}");
+    }
+}
+
+#[test]
+fn two_ranks_train_the_same_numbers_under_every_strategy() {
+    all_are_bit_equal(2, 1);
+}
+
+#[test]
+fn three_ranks_train_the_same_numbers_under_every_strategy() {
+    all_are_bit_equal(3, 1);
+}
+
+#[test]
+fn four_ranks_train_the_same_numbers_under_every_strategy() {
+    all_are_bit_equal(4, 1);
+}
+
+#[test]
+fn whole_gradients_accumulate_the_same_numbers_under_every_strategy() {
+    all_are_bit_equal(2, 2);
+    all_are_bit_equal(3, 2);
+}
+
+#[test]
+fn without_overlap_and_without_resharding_the_numbers_are_the_same() {
+    let change = |c: &mut TrainConfig| c.train.eval_every = 2;
+    let reference = job(Strategy::Ddp, change).train(3);
+    for strategy in SHARDED {
+        let trained = job(strategy, |c| {
+            change(c);
+            c.parallel.overlap = false;
+        })
+        .train(3);
+        assert_same(&reference, &trained, &format!("{strategy:?} without overlap"));
+    }
+    for kind in [ModelKind::Gpt2, ModelKind::Mlp] {
+        let run = |strategy, reshard| {
+            let job = job(strategy, |c| {
+                change(c);
+                c.model.kind = kind;
+                c.parallel.reshard_after_forward = reshard;
+            });
+            job.train(2)
+        };
+        let reference = run(Strategy::Ddp, true);
+        for reshard in [true, false] {
+            assert_same(
+                &reference,
+                &run(Strategy::Zero3, reshard),
+                &format!("{kind:?}, reshard_after_forward {reshard}"),
+            );
+        }
+    }
+}
+
+#[test]
+fn one_rank_alone_is_every_strategy() {
+    let reference = job(Strategy::Ddp, |c| c.train.grad_accumulation = 2).train(1);
+    for strategy in SHARDED {
+        let run = |accumulate| {
+            let job = job(strategy, |c| {
+                c.train.grad_accumulation = 2;
+                c.parallel.accumulate = accumulate;
+            });
+            job.train(1)
+        };
+        assert_same(&reference, &run(Accumulate::Full), &format!("{strategy:?}"));
+        assert_close(&reference, &run(Accumulate::Sharded), &format!("{strategy:?}"));
+    }
+}
+
+fn assert_close(one: &Trained, other: &Trained, what: &str) {
+    assert_eq!(one.metrics.len(), other.metrics.len());
+    for (one, other) in one.metrics.iter().zip(&other.metrics) {
+        let error = (one.loss - other.loss).abs() / one.loss;
+        assert!(error < 1e-5, "step {}, {what}: off by {error}", one.step);
+    }
+}
+
+#[test]
+fn sharded_accumulation_is_close() {
+    let run = |strategy| {
+        let job = job(strategy, |c| {
+            c.train.steps = 30;
+            c.train.grad_accumulation = 3;
+        });
+        job.train(2)
+    };
+    let reference = run(Strategy::Ddp);
+    for strategy in [Strategy::Zero2, Strategy::Zero3] {
+        assert_close(&reference, &run(strategy), &format!("{strategy:?}"));
+    }
+}
+
+struct Plan {
+    model: Model,
+    layout: GradientLayout,
+}
+
+impl Plan {
+    fn of(job: &Job, world: usize) -> Self {
+        let model = model::build(&job.config.model, 256).unwrap();
+        let config = LayoutConfig::of(&job.config.parallel, world);
+        let layout = GradientLayout::of_model(&model, &config).unwrap();
+        Self { model, layout }
+    }
+
+    /// Padded elements of each unit of parameters or gradients, by the names of their parameters.
+    fn units(&self, strategy: Strategy, world: usize) -> Vec<(Vec<String>, usize)> {
+        let sharding = match strategy {
+            Strategy::Zero3 => Sharding::of_groups(&self.layout, world, 0),
+            _ => Sharding::of_buckets(&self.layout, world, 0),
+        };
+        let name = |id: &model::ParamId| self.model.params[id.0].name.clone();
+        let named = sharding.units().iter();
+        named
+            .map(|u| (u.params.iter().map(name).collect(), u.len()))
+            .collect()
+    }
+}
+
+/// Units of ZeRO-3 that backward gathers again: the blocks' but for the last one's (the head and the tied weight,
+/// which stay), and the position embedding's, which backward does not read.
+fn gathered_again(units: &[(Vec<String>, usize)]) -> usize {
+    let blocks = units.iter().filter(|(names, _)| names[0].starts_with("h."));
+    blocks.map(|(_, len)| len).sum()
+}
+
+#[test]
+fn wire_bytes_are_those_of_a_ring_over_the_padded_units() {
+    for world in [1_usize, 2, 3, 4] {
+        for (strategy, accumulate, reshard) in [
+            (Strategy::Zero1, Accumulate::Full, true),
+            (Strategy::Zero2, Accumulate::Full, true),
+            (Strategy::Zero2, Accumulate::Sharded, true),
+            (Strategy::Zero3, Accumulate::Full, true),
+            (Strategy::Zero3, Accumulate::Sharded, true),
+            (Strategy::Zero3, Accumulate::Sharded, false),
+        ] {
+            const MICRO_BATCHES: usize = 2;
+            let job = job(strategy, |c| {
+                c.train.steps = 3;
+                c.train.eval_every = 1;
+                c.train.checkpoint_every = 2;
+                c.train.grad_accumulation = MICRO_BATCHES;
+                c.parallel.accumulate = accumulate;
+                c.parallel.reshard_after_forward = reshard;
+            });
+            let trained = job.train(world as u32);
+            let units = Plan::of(&job, world).units(strategy, world);
+            let all: usize = units.iter().map(|(_, len)| len).sum();
+            let reduced = match accumulate {
+                Accumulate::Full => all,
+                Accumulate::Sharded => MICRO_BATCHES * all,
+            };
+            let gathered = match (strategy, reshard) {
+                (Strategy::Zero3, true) => MICRO_BATCHES * (all + gathered_again(&units)),
+                (Strategy::Zero3, false) => MICRO_BATCHES * all,
+                _ => all,
+            };
+            for line in &trained.metrics {
+                let what = format!(
+                    "step {}, {strategy:?} {accumulate:?} {reshard}, {world} ranks",
+                    line.step
+                );
+                let ring = |elements: usize| ((world - 1) * 4 * elements / world) as u64;
+                assert_eq!(line.wire_bytes.grads, ring(reduced), "gradients, {what}");
+                assert_eq!(line.wire_bytes.params, ring(gathered), "parameters, {what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_is_that_of_the_formulas_and_the_declared_buffers() {
+    for world in [1_usize, 2, 4] {
+        for strategy in SHARDED {
+            let job = job(strategy, |c| c.train.steps = 1);
+            let memory = job.train(world as u32).metrics[0].memory;
+            let units = Plan::of(&job, world).units(strategy, world);
+            let all: usize = units.iter().map(|(_, len)| 4 * len).sum();
+            // One slot for each unit that is needed out of turn, and two of the largest of the others.
+            let slots = |apart: &dyn Fn(&[String]) -> bool| -> usize {
+                let (apart, turns): (Vec<_>, Vec<_>) = units.iter().partition(|(names, _)| apart(names));
+                let largest = turns.iter().map(|(_, len)| *len).max().unwrap_or(0);
+                let apart: usize = apart.iter().map(|(_, len)| len).sum();
+                4 * (apart + turns.len().min(2) * largest)
+            };
+            let is_tied = |names: &[String]| names.iter().any(|name| name == "wte.weight");
+            let (params, grads, gathered) = match strategy {
+                Strategy::Zero1 => (all, all, 0),
+                Strategy::Zero2 => (all, all / world + slots(&is_tied), 0),
+                _ => {
+                    let is_edge = |names: &[String]| !names[0].starts_with("h.");
+                    (all / world, all / world + slots(&is_tied), slots(&is_edge))
+                }
+            };
+            let found = [memory.params, memory.grads, memory.optimizer, memory.gathered];
+            let expected = [params, grads, 2 * all / world, gathered].map(|bytes| bytes as u64);
+            assert_eq!(found, expected, "{strategy:?}, {world} ranks");
+        }
+    }
+}
+
+#[test]
+fn a_checkpoint_of_any_strategy_and_size_continues_under_any_other() {
+    let all = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
+    for writers in 1..=4 {
+        let saved = all.map(|strategy| {
+            let job = job(strategy, |c| {
+                c.train.steps = 2;
+                c.run.resume = Resume::Auto;
+            });
+            (job.train(writers), job)
+        });
+        for readers in 1..=4 {
+            let (state, job) = &saved[0];
+            let reference = resumed(job, Strategy::Ddp, readers);
+            for (i, (from, job)) in saved.iter().enumerate() {
+                // Over the sizes, every strategy reads what every other wrote.
+                let to = all[(i + (writers + readers) as usize) % all.len()];
+                let what = format!("{:?} on {writers} ranks to {to:?} on {readers}", all[i]);
+                assert_same(state, from, &what);
+                assert_same(&reference, &resumed(job, to, readers), &what);
+            }
+        }
+    }
+}
+
+/// Two more steps of a copy of a run. They have the same bits only if the same state was loaded.
+fn resumed(job: &Job, strategy: Strategy, ranks: u32) -> Trained {
+    let copy = tempfile::tempdir().unwrap();
+    copy_folder(&job.out_dir(), copy.path());
+    let mut again = Job::new();
+    let data = again.config.data.clone();
+    again.config = job.config.clone();
+    again.config.data = data;
+    again.config.run.out_dir = Some(copy.path().to_owned());
+    again.config.parallel.strategy = strategy;
+    again.config.train.steps = 4;
+    again.train(ranks)
+}
+
+fn copy_folder(from: &std::path::Path, to: &std::path::Path) {
+    for entry in std::fs::read_dir(from).unwrap() {
+        let entry = entry.unwrap();
+        let target = to.join(entry.file_name());
+        if entry.file_type().unwrap().is_dir() {
+            std::fs::create_dir_all(&target).unwrap();
+            copy_folder(&entry.path(), &target);
+        } else {
+            std::fs::copy(entry.path(), &target).unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_restarted_job_ends_bit_equal_to_an_undisturbed_one_under_every_strategy() {
+    for strategy in SHARDED {
+        let change = |c: &mut TrainConfig| {
+            c.train.steps = 7;
+            c.train.checkpoint_every = 3;
+            c.train.grad_accumulation = 2;
+        };
+        let undisturbed = job(strategy, change).train(2);
+        let mut job = job(strategy, change);
+        job.device = Some(Box::new(|session| {
+            let broken = session.env().rank.get() == 1;
+            FaultyDevice::going_wrong(Fault::Fails, if broken { 5 } else { u64::MAX })
+        }));
+        let outcomes = job.run(2);
+        assert_eq!(outcomes[1].as_ref().unwrap_err().to_string(), "the device broke");
+        assert!(outcomes[0].is_err());
+        job.device = None;
+        job.restarts = 1;
+        let resumed = job.train(2);
+        assert_same(&undisturbed, &resumed, &format!("{strategy:?}"));
+        assert_eq!(resumed.metrics[3].generation, 2);
+    }
+}
