@@ -45,7 +45,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             });
         }
     };
-    init_tracing();
+    init_tracing("off");
     match prepare(args) {
         Ok(prepared) => run(prepared, guardian),
         Err(error) => {

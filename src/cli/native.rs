@@ -75,7 +75,7 @@ fn load(file: &Path, overrides: &[String]) -> Result<Located, CliError> {
 
 /// Main of a worker process: `FILE [--set KEY=VALUE]…`, as [`super::target::Target::command`] writes them.
 pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
-    init_tracing();
+    init_tracing("off");
     // Without it, tools show the number of the descriptor that was executed. Nothing depends on it.
     let _ = nix::sys::prctl::set_name(PROCESS_NAME);
     let mut words = args.filter(|word| word != "--set");

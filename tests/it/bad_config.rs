@@ -1,7 +1,7 @@
 //! What a user can get wrong in a configuration: one message with file, line and key, exit code 2, and
 //! nothing half-written is left.
 
-use crate::harness::{ReservedPort, TinyJob, launch, metrics, parameters};
+use crate::harness::{Program, ReservedPort, TinyJob, launch, metrics, parameters};
 
 /// The message for a job that is refused before a worker starts.
 #[track_caller]
@@ -193,4 +193,23 @@ fn a_truncated_checkpoint() {
         .flag("--max-restarts", "0");
     let finished = resume.target("tiny.yaml").run();
     finished.expect_exit(2).expect_stderr(name);
+}
+
+#[test]
+fn exhausted_shared_memory() {
+    // The limit on file sizes holds for memory segments too, and can be set for one process.
+    let job = TinyJob::with(|yaml| yaml.replace("n_embd: 32", "n_embd: 256"));
+    let script = "ulimit -f 8192; exec \"$0\" --nproc-per-node 2 --max-restarts 0 tiny.yaml";
+    let finished = Program::new("/bin/sh")
+        .args(["-c", script, env!("CARGO_BIN_EXE_ddp-run")].map(Into::into))
+        .dir(job.dir())
+        .run();
+    finished
+        .expect_exit(1)
+        .expect_stderr(
+            "for `gradients`: the limit on file sizes, which also holds for shared memory, is 4194304 bytes",
+        )
+        .expect_stderr("hint: raise it with `ulimit -f unlimited`");
+    assert!(!job.out().join("checkpoints").exists());
+    assert!(!job.out().join("summary.json").exists());
 }

@@ -32,13 +32,29 @@ fn worker(launcher: i32, rank: &str) -> i32 {
     })
 }
 
-/// Names of shared memory that somebody could see.
-fn shared_memory() -> Vec<String> {
-    let entries = std::fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-    entries
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .filter(|n| n.contains("ddp"))
+/// The shared memory that a process maps, by name. What has no name in a file system is gone with its processes.
+fn shared_memory(pid: i32) -> Vec<String> {
+    let maps = std::fs::read_to_string(format!("/proc/{pid}/maps")).unwrap_or_default();
+    let paths = maps
+        .lines()
+        .filter_map(|line| line.split_once('/').map(|(_, path)| format!("/{path}")));
+    paths
+        .filter(|path| path.starts_with("/memfd:") || path.starts_with("/dev/shm"))
         .collect()
+}
+
+/// Ranks of a node share memory, and none of it can stay behind in `/dev/shm`.
+#[track_caller]
+fn expect_nameless_shared_memory(pid: i32) {
+    let segments = shared_memory(pid);
+    assert!(
+        segments.iter().any(|path| path.starts_with("/memfd:ddp-")),
+        "{segments:?}"
+    );
+    assert!(
+        !segments.iter().any(|path| path.starts_with("/dev/shm")),
+        "{segments:?}"
+    );
 }
 
 #[test]
@@ -59,7 +75,6 @@ fn a_killed_worker_changes_nothing_in_the_result() {
         assert_eq!(parameters(&job.out()), expected, "round {round}");
         assert_eq!(metrics(&job.out()).len(), steps, "round {round}: each step once");
     }
-    assert!(shared_memory().is_empty(), "{:?}", shared_memory());
 }
 
 #[test]
@@ -88,6 +103,8 @@ fn a_killed_launcher_leaves_no_worker_and_no_shared_memory() {
     wait_for_step(&job.out(), 3);
     let family = descendants(running.pid());
     assert!(family.len() >= 2, "{family:?}");
+    expect_nameless_shared_memory(worker(running.pid(), "0"));
+    expect_nameless_shared_memory(worker(running.pid(), "1"));
     running.signal(Signal::SIGKILL);
     running.finish().expect_killed_by(Signal::SIGKILL);
     eventually("all processes of the launcher to be gone", || {
@@ -95,7 +112,6 @@ fn a_killed_launcher_leaves_no_worker_and_no_shared_memory() {
         let ours = |pid: &&i32| environment_of(**pid).contains_key("DDP_JOB_MARKER");
         family.iter().find(ours).is_none().then_some(())
     });
-    assert!(shared_memory().is_empty(), "{:?}", shared_memory());
 }
 
 #[test]
@@ -113,4 +129,24 @@ fn a_graceful_stop_ends_at_a_step_boundary() {
         .set(&format!("train.steps={}", reached + 3));
     resume.target("tiny.yaml").run().expect_exit(0);
     assert_eq!(metrics(&job.out()).len(), reached + 3);
+}
+
+#[test]
+fn sharded_strategies_survive_a_killed_worker_too() {
+    for strategy in ["zero1", "zero2", "zero3"] {
+        let parallel = format!("parallel: {{ strategy: {strategy} }}\n");
+        let job = || TinyJob::with(|yaml| format!("{yaml}{parallel}"));
+        let (undisturbed, disturbed) = (job(), job());
+        train(&undisturbed).finish().expect_exit(0);
+        let running = train(&disturbed);
+        let victim = worker(running.pid(), "1");
+        wait_for_step(&disturbed.out(), 13);
+        kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
+        running.finish().expect_exit(0).expect_stderr("SIGKILL");
+        assert_eq!(
+            parameters(&disturbed.out()),
+            parameters(&undisturbed.out()),
+            "{strategy}"
+        );
+    }
 }

@@ -4,7 +4,7 @@ use crate::device::DeviceError;
 
 /// A collective operation failed on this rank.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("rank {rank}: {operation} #{sequence} of `{communicator}` ({tag}, {bytes} bytes) failed: {failure}")]
+#[error("rank {rank}: {operation} #{sequence} of `{communicator}` ({tag}{}) failed: {failure}", size(*bytes))]
 pub struct CollectiveError {
     /// Global rank of the speaker.
     pub rank: usize,
@@ -101,6 +101,14 @@ impl CollectiveError {
             | Failure::Device(_)
             | Failure::System { .. } => false,
         }
+    }
+}
+
+/// Nothing for operations without a buffer.
+fn size(bytes: usize) -> String {
+    match bytes {
+        0 => String::new(),
+        bytes => format!(", {bytes} bytes"),
     }
 }
 

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{DataError, Entropies, TokenFile};
+use super::{DataError, TokenFile};
 use crate::config;
 
 /// Without a validation file, one in this many tokens is held out at the end of the training file.
@@ -124,11 +124,6 @@ impl Dataset {
             }
         }
         Ok(dataset)
-    }
-
-    /// Entropies of the validation text: what its loss is compared with.
-    pub fn val_entropies(&self) -> Result<Entropies, DataError> {
-        Entropies::of(&self.val)
     }
 
     /// Number of tokens that the vocabulary must have.

@@ -61,7 +61,10 @@ pub fn join_world(session: &Session, options: &JoinOptions) -> Result<Communicat
         operation: "connect".into(),
         sequence: 0,
         bytes: 0,
-        tag: format!("{} ranks on {} nodes", place.world_size, place.node_count),
+        tag: match place.node_count {
+            1 => format!("{} ranks on one node", place.world_size),
+            nodes => format!("{} ranks on {nodes} nodes", place.world_size),
+        },
         failure,
     })?;
     Ok(Communicator::new(
