@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Benchmarks of ddp-run beside its peers, alternating in one run; prints Markdown. Standard library only.
 
-    cargo build --release --workspace --examples
-    python3 tests/bench/run.py launch restart collectives steps --torch /path/to/venv/bin --mpi
+    cargo build --release --workspace --bins --examples
+    python3 tests/bench/run.py launch restart collectives steps strategies --torch /path/to/venv/bin --mpi
 
 Without --torch or --mpi the peers are left out. Each figure is a median with its smallest and largest value; compare within
 one table, not between runs.
@@ -126,7 +126,7 @@ def bench_collectives(args):
     print("```")
 
 
-def our_steps(name, steps, folder):
+def our_steps(name, steps, folder, strategy="ddp"):
     layers, heads, width, vocab, positions, batch = CONFIGS[name]
     out = pathlib.Path(folder) / "run"
     yaml = pathlib.Path(folder) / "bench.yaml"
@@ -135,15 +135,16 @@ def our_steps(name, steps, folder):
         f"model: {{kind: gpt2, n_layer: {layers}, n_head: {heads}, n_embd: {width}, block_size: {positions}, vocab_size: {vocab}}}\n"
         f"data: {{train: {TEXT}}}\n"
         f"train: {{steps: {steps + 3}, micro_batch: {batch}, threads: 1}}\n"
+        f"parallel: {{strategy: {strategy}}}\n"
     )
     # Validation and the checkpoint come at the end only, after the last step that is timed.
     subprocess.run([RUN, "--nproc-per-node", "2", yaml], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     return lines_of(out / "metrics.jsonl")[3:]
 
 
-def torch_steps(args, name, steps):
+def torch_steps(args, name, steps, mode="ddp"):
     command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "2", PEERS / "ddp_step.py"]
-    command += ["--config", name, "--mode", "ddp", "--fused", "--steps", str(steps)]
+    command += ["--config", name, "--mode", mode, "--steps", str(steps)] + (["--fused"] if mode == "ddp" else [])
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+), max ([0-9.]+)\).*peak RSS ([0-9]+) MiB", out)
     return [float(x) for x in found.groups()]
@@ -167,9 +168,23 @@ def bench_steps(args):
             print(f"| {name} | {turn + 1} | {ours} | {exposed} | {rss:.0f} MiB | {peer}", flush=True)
 
 
+def bench_strategies(args):
+    print("\n### Strategies, configuration A, f32, 2 ranks × 1 thread\n")
+    print("| ddp-run | step | peak RSS of a rank | PyTorch (gloo) | step | peak RSS |\n|---|---|---|---|---|---|")
+    for strategy, mode in (("zero1", "zero1"), ("zero2", None), ("zero3", "fsdp2")):
+        with tempfile.TemporaryDirectory() as folder:
+            rows = our_steps("A", 10, folder, strategy)
+        rss = max(r["memory"]["peak_rss"] for r in rows) / 2**20
+        peer = "| | | |"
+        if args.torch and mode:
+            median, low, high, peak = torch_steps(args, "A", 10, mode)
+            peer = f"| {mode} | {median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB |"
+        print(f"| {strategy} | {spread([r['step_ms'] for r in rows])} | {rss:.0f} MiB {peer}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["launch", "restart", "collectives", "steps"])
+    parser.add_argument("what", nargs="+", choices=["launch", "restart", "collectives", "steps", "strategies"])
     parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
     parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
     parser.add_argument("--turns", type=int, default=6)
