@@ -229,12 +229,15 @@ impl Run {
         });
         ctx.enqueue(ClipScale {
             partials,
+            order: None,
+            witnesses: None,
             max_norm: Some(1.0),
             norm,
             scale: scale.clone(),
         });
         ctx.enqueue(AdamW {
             param: self.params.whole(),
+            copy: None,
             grad: self.grads.whole(),
             m,
             v,

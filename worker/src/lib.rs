@@ -11,6 +11,7 @@
 //! | [`config`] | `train.yaml` as types | ranks |
 //! | [`data`] | from a token file to the samples of a rank | models |
 //! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
+//! | [`libraries`] | which files of the machine are loaded at run time | what their functions do |
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
 //! | [`plan`] | what a run costs before it runs | how it runs |
 //! | [`train`] | the loop of one rank | who started it |
@@ -24,6 +25,7 @@ pub mod collective;
 pub mod config;
 pub mod data;
 pub mod device;
+pub mod libraries;
 pub mod metrics;
 pub mod model;
 pub mod ops;

@@ -38,7 +38,7 @@ fn reducer(sync: Sync, overlap: bool) -> Reducer {
         timeout,
         &Cancel::new(),
     );
-    Reducer::new(comm, &device, layout, ReducerConfig { sync, overlap }).unwrap()
+    Reducer::new(&comm, &device, layout, ReducerConfig { sync, overlap }).unwrap()
 }
 
 fn soon() -> Instant {

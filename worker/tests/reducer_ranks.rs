@@ -8,7 +8,7 @@ use ddp_worker::config::Sync;
 use ddp_worker::device::{CpuDevice, Device, Event};
 use ddp_worker::model::ParamId;
 use ddp_worker::parallel::{
-    GradSpec, GradientLayout, LayoutConfig, ReduceError, Reducer, ReducerConfig, Replicas,
+    GradSpec, GradientLayout, LayoutConfig, Portion, ReduceError, Reducer, ReducerConfig, Replicas,
 };
 use ddp_worker::session::{Cancel, MemoryStore};
 use proptest::prelude::*;
@@ -112,7 +112,7 @@ proptest! {
         let layout = layout(&sizes, bucket_bytes, size);
         let all = ranks(size, executor, &Cancel::new(), |comm, device| {
             let config = ReducerConfig { sync, overlap };
-            let mut reducer = Reducer::new(comm.clone(), &device, layout.clone(), config).unwrap();
+            let mut reducer = Reducer::new(&comm, &device, layout.clone(), config).unwrap();
             let first = step(&comm, &mut reducer, &sizes, accumulation).unwrap();
             let second = step(&comm, &mut reducer, &sizes, accumulation).unwrap();
             assert_eq!(first, second);
@@ -134,8 +134,7 @@ fn eight_ranks_on_few_cores_make_progress() {
     let sizes = [70_000, 300, 5000, 1, 90_000, 17, 64];
     let layout = layout(&sizes, 100_000, 8);
     let all = ranks(8, Executor::Thread, &Cancel::new(), |comm, device| {
-        let mut reducer =
-            Reducer::new(comm.clone(), &device, layout.clone(), ReducerConfig::default()).unwrap();
+        let mut reducer = Reducer::new(&comm, &device, layout.clone(), ReducerConfig::default()).unwrap();
         for _ in 0..4 {
             step(&comm, &mut reducer, &sizes, 1).unwrap();
         }
@@ -153,8 +152,7 @@ fn only_the_last_micro_batch_communicates() {
     let layout = layout(&sizes, 8000, 2);
     let padded: usize = 4 * layout.len();
     let sent = ranks(2, Executor::Thread, &Cancel::new(), |comm, device| {
-        let mut reducer =
-            Reducer::new(comm.clone(), &device, layout.clone(), ReducerConfig::default()).unwrap();
+        let mut reducer = Reducer::new(&comm, &device, layout.clone(), ReducerConfig::default()).unwrap();
         step(&comm, &mut reducer, &sizes, 8).unwrap();
         comm.wire_bytes()
     });
@@ -169,8 +167,7 @@ fn a_rank_that_forgets_a_gradient_says_which_and_the_others_end_with_the_generat
     let layout = layout(&sizes, 8000, 2);
     let cancel = Cancel::new();
     let outcomes = ranks(2, Executor::Thread, &cancel, |comm, device| {
-        let mut reducer =
-            Reducer::new(comm.clone(), &device, layout.clone(), ReducerConfig::default()).unwrap();
+        let mut reducer = Reducer::new(&comm, &device, layout.clone(), ReducerConfig::default()).unwrap();
         if comm.rank() == 0 {
             return step(&comm, &mut reducer, &sizes, 1).map(|_| ());
         }
@@ -207,7 +204,7 @@ fn times_are_measured() {
             overlap: false,
             ..ReducerConfig::default()
         };
-        let mut reducer = Reducer::new(comm, &device, layout.clone(), config).unwrap();
+        let mut reducer = Reducer::new(&comm, &device, layout.clone(), config).unwrap();
         let mut step = reducer.step(1).unwrap();
         step.grad_mut::<f32>(ParamId(0)).unwrap()[0] = 1.0;
         step.ready(ParamId(0), Event::reached()).unwrap();
@@ -242,7 +239,8 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
         let stream = device.stream();
         replicas.broadcast(stream, &params.whole()).unwrap();
         assert!(params.whole().host::<f32>().unwrap().iter().all(|&p| p == 1.0));
-        replicas.verify(stream, &params, 0).unwrap();
+        let portion = Portion::Whole(params.clone());
+        replicas.verify(stream, &portion, 0).unwrap();
         if comm.rank() > 0 {
             let wrong = if comm.rank() == 1 { 2 } else { 1 };
             params
@@ -250,7 +248,7 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
                 .host_mut::<f32>()
                 .unwrap()[7] = 3.0;
         }
-        replicas.verify(stream, &params, 12).unwrap_err().to_string()
+        replicas.verify(stream, &portion, 12).unwrap_err().to_string()
     });
     for message in outcomes {
         assert!(

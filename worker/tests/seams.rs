@@ -7,12 +7,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use collective_world::{PATIENCE, World, spec};
-use ddp_worker::collective::Executor;
+use ddp_worker::collective::{
+    Communicator, Executor, Launch, ReduceOp, SoloStream, Traffic, WireBytes, WorkError,
+};
 use ddp_worker::config::Sync;
 use ddp_worker::device::{CpuDevice, DType, Device, Element, Event, Sharing};
 use ddp_worker::model::ParamId;
 use ddp_worker::ops::Fill;
 use ddp_worker::parallel::{GradSpec, GradientLayout, LayoutConfig, Reducer, ReducerConfig};
+use ddp_worker::session::Cancel;
 use half::bf16;
 use train_support::deferred::DeferredDevice;
 
@@ -28,6 +31,7 @@ fn layout(sizes: &[usize], world_size: usize, dtype: DType) -> Arc<GradientLayou
         first_bucket_bytes: 4096,
         bucket_bytes: 16_384,
         dtype,
+        accumulated: dtype,
         ..LayoutConfig::new(world_size)
     };
     Arc::new(GradientLayout::new(specs, &order, &config).unwrap())
@@ -61,7 +65,7 @@ fn averages_of_deferred(config: ReducerConfig, executor: Executor, honest: bool)
     World::of(&[2]).run(executor, |rank| {
         let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
         let stream = device.stream();
-        let mut reducer = Reducer::new(rank.comm.clone(), &device, layout.clone(), config).unwrap();
+        let mut reducer = Reducer::new(&rank.comm, &device, layout.clone(), config).unwrap();
         let mut step = reducer.step(1).unwrap();
         for id in layout.order() {
             let out = step.slot(*id).unwrap().buffer;
@@ -105,13 +109,67 @@ fn without_the_events_yesterdays_gradients_are_averaged() {
     assert_eq!(averages, [[0.0; 3], [0.0; 3]]);
 }
 
+/// On a stream the host puts operations behind each other, and waits for none of them before it reads.
+#[test]
+fn a_world_of_one_scales_on_a_stream_of_its_device() {
+    for (accumulation, factor) in [(1, 1.0), (4, 0.25)] {
+        let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
+        let stream = device.stream();
+        let transport = Box::new(SoloStream::new(0, &device));
+        let comm = Communicator::on_stream("solo", transport, PATIENCE, &Cancel::new());
+        let layout = layout(&SIZES, 1, DType::F32);
+        let config = ReducerConfig::default();
+        let mut reducer = Reducer::new(&comm, &device, layout.clone(), config).unwrap();
+        let mut step = reducer.step(accumulation).unwrap();
+        for micro_batch in 0..accumulation {
+            for id in layout.order() {
+                let out = step.slot(*id).unwrap().buffer;
+                let value = (micro_batch + id.0) as f64;
+                device.enqueue(stream, Fill { out, value }.into());
+                step.ready(*id, device.record(stream)).unwrap();
+            }
+            if micro_batch + 1 < accumulation {
+                step.next_micro_batch().unwrap();
+            }
+        }
+        let averages = step.finish(Instant::now() + PATIENCE).unwrap();
+        for id in 0..SIZES.len() {
+            let grad = averages.grad::<f32>(ParamId(id)).unwrap();
+            let expected = (accumulation - 1 + id) as f32 * factor;
+            assert!(grad.iter().all(|g| *g == expected), "p{id}: {}", grad[0]);
+        }
+        assert_eq!(comm.wire_bytes(), WireBytes::default());
+    }
+}
+
+#[test]
+fn what_cannot_be_put_into_a_stream_fails_at_once_and_for_good() {
+    let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
+    let transport = Box::new(SoloStream::new(7, &device));
+    let comm = Communicator::on_stream("solo", transport, PATIENCE, &Cancel::new());
+    let buffer = device.alloc(&spec::<f32>(8, Sharing::Private)).unwrap().whole();
+    let work = comm.send(&buffer, 1, Launch::now(Traffic::Other, "token"));
+    assert!(work.is_done());
+    let WorkError::Failed(error) = work.wait(Instant::now()).unwrap_err() else {
+        panic!("it has ended");
+    };
+    let words = "rank 7: send to 1 #0 of `solo` (token, 32 bytes) failed: there is no other rank";
+    assert_eq!(error.to_string(), words);
+    let later = comm.all_reduce(&buffer, ReduceOp::Max, Launch::now(Traffic::Other, "norm"));
+    let error = later.wait(Instant::now()).unwrap_err().to_string();
+    assert!(
+        error.contains("an earlier operation failed: there is no other rank"),
+        "{error}"
+    );
+}
+
 /// Gradients of `T` through a reducer of four ranks; each rank gives `own(rank, i)`.
 fn average<T: Element>(len: usize, own: impl Fn(usize, usize) -> T + std::marker::Sync) -> Vec<Vec<T>> {
     let layout = layout(&[len], 4, T::DTYPE);
     World::of(&[4]).run(Executor::Thread, |rank| {
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
         let config = ReducerConfig::default();
-        let mut reducer = Reducer::new(rank.comm.clone(), &device, layout.clone(), config).unwrap();
+        let mut reducer = Reducer::new(&rank.comm, &device, layout.clone(), config).unwrap();
         assert_eq!(reducer.bytes(), layout.len() * T::DTYPE.bytes());
         let mut step = reducer.step(1).unwrap();
         let mut grad = step.grad_mut::<T>(ParamId(0)).unwrap();

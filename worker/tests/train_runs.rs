@@ -3,7 +3,7 @@
 mod train_support;
 
 use ddp_proto::control::{Phase, ToAgent, ToWorker};
-use ddp_worker::config::{Resume, TrainConfig};
+use ddp_worker::config::{LearningRate, OptimizerHome, Rescale, Resume, Strategy, TrainConfig};
 use ddp_worker::metrics::Summary;
 use ddp_worker::session::Session;
 use ddp_worker::train::{TrainError, run_worker};
@@ -32,6 +32,8 @@ fn a_restarted_job_ends_bit_equal_to_an_undisturbed_one() {
     let change = |c: &mut TrainConfig| {
         c.train.steps = 9;
         c.train.checkpoint_every = 3;
+        // The checkpoint of step 3 is there when the fault comes.
+        c.train.checkpoint_async = false;
         c.train.grad_accumulation = 2;
     };
     let undisturbed = Job::with(change).train(2);
@@ -55,9 +57,67 @@ fn a_restarted_job_ends_bit_equal_to_an_undisturbed_one() {
 }
 
 #[test]
+fn a_run_that_shrinks_and_grows_trains_the_same_batches() {
+    for strategy in [Strategy::Ddp, Strategy::Zero2] {
+        let job = |steps| {
+            Job::with(|c| {
+                c.train.steps = steps;
+                c.train.schedule.kind = LearningRate::Constant;
+                c.parallel.strategy = strategy;
+                c.run.resume = Resume::Auto;
+            })
+        };
+        let undisturbed = job(9).train(2);
+        let mut job = job(0);
+        // The second life on one rank finds a checkpoint that one rank has saved.
+        for (steps, ranks) in [(3, 2), (5, 1), (7, 1), (9, 2)] {
+            job.config.train.steps = steps;
+            job.train(ranks);
+        }
+        let found = job.metrics();
+        for (found, expected) in found.iter().zip(&undisturbed.metrics) {
+            let error = (found.loss - expected.loss).abs() / expected.loss;
+            assert!(error < 1e-5, "{strategy:?}, step {}: {error}", found.step);
+            assert_eq!(found.tokens, expected.tokens, "{strategy:?}, step {}", found.step);
+        }
+        let sizes: Vec<u32> = found.iter().map(|line| line.world_size).collect();
+        assert_eq!(sizes, [2, 2, 2, 1, 1, 1, 1, 2, 2], "{strategy:?}");
+    }
+}
+
+#[test]
+fn a_global_batch_that_cannot_be_kept_is_refused_on_every_rank() {
+    let mut job = Job::with(|c| {
+        c.train.steps = 2;
+        c.run.resume = Resume::Auto;
+    });
+    job.train(2);
+    job.config.train.steps = 4;
+    let outcomes = job.run(3);
+    let refused = |o: &Outcome| {
+        matches!(
+            o,
+            Err(TrainError::Rescale {
+                samples: 4,
+                ranks: 3,
+                ..
+            })
+        )
+    };
+    let over = |o: &Outcome| matches!(o, Err(TrainError::GenerationOver { .. }));
+    assert!(outcomes.iter().any(refused), "{outcomes:?}");
+    assert!(outcomes.iter().all(|o| refused(o) || over(o)), "{outcomes:?}");
+    assert_eq!(job.metrics().len(), 2, "nothing was trained");
+    // What the refusal names does fit.
+    job.config.train.rescale = Rescale::KeepMicroBatch;
+    job.train(3);
+}
+
+#[test]
 fn a_run_resumes_at_another_world_size_where_it_was() {
     let mut job = Job::with(|c| {
         c.train.steps = 4;
+        c.train.rescale = Rescale::KeepMicroBatch;
         c.run.resume = Resume::Auto;
     });
     job.train(2);
@@ -115,21 +175,39 @@ fn a_folder_that_holds_a_run_is_refused() {
 
 #[test]
 fn ranks_with_different_configurations_stop_with_the_key_and_the_rank() {
-    let job = Job::new();
-    let outcomes = job.run_with(3, |rank, config| {
-        if rank == 2 {
-            config.train.optimizer.lr = 0.5;
-        }
+    let rate: fn(&mut TrainConfig) = |c| c.train.optimizer.lr = 0.5;
+    let home: fn(&mut TrainConfig) = |c| c.train.offload.optimizer = OptimizerHome::File;
+    for (key, change) in [("train.optimizer.lr", rate), ("train.offload.optimizer", home)] {
+        let job = Job::new();
+        let outcomes = job.run_with(3, |rank, config| {
+            if rank == 2 {
+                change(config);
+            }
+        });
+        let expected = format!("rank 2 does not agree with rank 0: configuration key `{key}` is ");
+        let named = outcomes
+            .iter()
+            .filter(|o| error(o).starts_with(&expected))
+            .count();
+        // Whoever is told of the end of the generation first says that instead.
+        let over = outcomes
+            .iter()
+            .filter(|o| matches!(o, Err(TrainError::GenerationOver { .. })))
+            .count();
+        assert!(named >= 1 && named + over == 3, "{outcomes:?}");
+        assert!(!job.out_dir().exists(), "nothing was begun");
+    }
+}
+
+#[test]
+fn ranks_offload_to_folders_of_their_own() {
+    let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
+    let job = Job::with(|c| c.train.offload.optimizer = OptimizerHome::File);
+    let outcomes = job.run_with(2, |rank, config| {
+        config.train.offload.dir = Some(folders[rank as usize].path().to_owned());
     });
-    let expected = "rank 2 does not agree with rank 0: configuration key `train.optimizer.lr` is ";
-    let named = outcomes.iter().filter(|o| error(o).starts_with(expected)).count();
-    // Whoever is told of the end of the generation first says that instead.
-    let over = outcomes
-        .iter()
-        .filter(|o| matches!(o, Err(TrainError::GenerationOver { .. })))
-        .count();
-    assert!(named >= 1 && named + over == 3, "{outcomes:?}");
-    assert!(!job.out_dir().exists(), "nothing was begun");
+    assert!(outcomes.iter().all(Result::is_ok), "{outcomes:?}");
+    assert_eq!(job.metrics().len(), 6);
 }
 
 #[test]
@@ -158,7 +236,7 @@ fn a_loss_that_is_no_number_names_rank_and_step_and_leaves_the_checkpoint() {
         outcomes
             .iter()
             .any(|o| error(o)
-                .starts_with("loss is NaN on rank 0 in step 2\n  hint: lower `train.optimizer.lr`")),
+                .starts_with("loss is NaN on rank 0 in step 2: rank 0 saw it first: the output of block `h.0`, micro-batch 0\n  hint: lower `train.optimizer.lr`")),
         "{outcomes:?}"
     );
     assert_eq!(job.metrics().len(), 1);

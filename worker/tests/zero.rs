@@ -2,7 +2,7 @@
 
 mod train_support;
 
-use ddp_worker::config::{Accumulate, ModelKind, Resume, Strategy, TrainConfig};
+use ddp_worker::config::{Accumulate, ModelKind, Recompute, Rescale, Resume, Strategy, TrainConfig};
 use ddp_worker::model::{self, Model};
 use ddp_worker::parallel::{GradientLayout, LayoutConfig, Sharding};
 use train_support::faulty::{Fault, FaultyDevice};
@@ -32,11 +32,14 @@ fn assert_same(one: &Trained, other: &Trained, what: &str) {
     assert_eq!(one.state, other.state, "parameters and moments: {what}");
 }
 
-/// All strategies on `world` ranks: 100 steps, clipped, with accumulation 1 or 2 of whole gradients.
+/// All strategies on `world` ranks: 100 steps, clipped, with accumulation 1 or 2 of whole gradients. Each of the
+/// sharded ones recomputes something else, and over three sizes each of them everything.
 fn all_are_bit_equal(world: u32, accumulation: usize) {
-    let run = |strategy| {
+    const RECOMPUTED: [Recompute; 3] = [Recompute::None, Recompute::Selective, Recompute::Full];
+    let run = |strategy, recompute| {
         let job = job(strategy, |c| {
             c.train.steps = 100;
+            c.train.recompute = recompute;
             c.train.grad_clip = Some(0.8);
             c.train.grad_accumulation = accumulation;
             c.train.verify_every = 50;
@@ -45,7 +48,7 @@ fn all_are_bit_equal(world: u32, accumulation: usize) {
         });
         job.train(world)
     };
-    let reference = run(Strategy::Ddp);
+    let reference = run(Strategy::Ddp, Recompute::None);
     let clipped = reference
         .metrics
         .iter()
@@ -55,9 +58,10 @@ fn all_are_bit_equal(world: u32, accumulation: usize) {
         clipped > 10 && reference.metrics.len() == 100,
         "{clipped} steps clipped"
     );
-    for strategy in SHARDED {
-        let trained = run(strategy);
-        let what = format!("{strategy:?}, {world} ranks, accumulation {accumulation}");
+    for (i, strategy) in SHARDED.into_iter().enumerate() {
+        let recompute = RECOMPUTED[(i + world as usize + accumulation) % RECOMPUTED.len()];
+        let trained = run(strategy, recompute);
+        let what = format!("{strategy:?}, {recompute:?}, {world} ranks, accumulation {accumulation}");
         assert_same(&reference, &trained, &what);
         assert_eq!(trained.summary.val_loss, reference.summary.val_loss, "{what}");
     }
@@ -158,6 +162,7 @@ fn sharded_accumulation_is_close() {
 struct Plan {
     model: Model,
     layout: GradientLayout,
+    holds_whole_gradients: bool,
 }
 
 impl Plan {
@@ -165,13 +170,21 @@ impl Plan {
         let model = model::build(&job.config.model, 256).unwrap();
         let config = LayoutConfig::of(&job.config.parallel, world);
         let layout = GradientLayout::of_model(&model, &config).unwrap();
-        Self { model, layout }
+        let holds_whole_gradients =
+            job.config.parallel.accumulate == Accumulate::Full && job.config.train.grad_accumulation > 1;
+        Self {
+            model,
+            layout,
+            holds_whole_gradients,
+        }
     }
 
     /// Padded elements of each unit of parameters or gradients, by the names of their parameters.
     fn units(&self, strategy: Strategy, world: usize) -> Vec<(Vec<String>, usize)> {
         let sharding = match strategy {
             Strategy::Zero3 => Sharding::of_groups(&self.layout, world, 0),
+            // What is in flight is staged, but for whole gradients.
+            Strategy::Zero2 if !self.holds_whole_gradients => Sharding::of_parts(&self.layout, world, 0),
             _ => Sharding::of_buckets(&self.layout, world, 0),
         };
         let name = |id: &model::ParamId| self.model.params[id.0].name.clone();
@@ -236,7 +249,7 @@ fn wire_bytes_are_those_of_a_ring_over_the_padded_units() {
 
 #[test]
 fn memory_is_that_of_the_formulas_and_the_declared_buffers() {
-    for world in [1_usize, 2, 4] {
+    for world in [1_usize, 2, 4, 8] {
         for strategy in SHARDED {
             let job = job(strategy, |c| c.train.steps = 1);
             let memory = job.train(world as u32).metrics[0].memory;
@@ -251,6 +264,7 @@ fn memory_is_that_of_the_formulas_and_the_declared_buffers() {
             };
             let is_tied = |names: &[String]| names.iter().any(|name| name == "wte.weight");
             let (params, grads, gathered) = match strategy {
+                _ if world == 1 => (all, all, 0),
                 Strategy::Zero1 => (all, all, 0),
                 Strategy::Zero2 => (all, all / world + slots(&is_tied), 0),
                 _ => {
@@ -272,6 +286,7 @@ fn a_checkpoint_of_any_strategy_and_size_continues_under_any_other() {
         let saved = all.map(|strategy| {
             let job = job(strategy, |c| {
                 c.train.steps = 2;
+                c.train.rescale = Rescale::KeepMicroBatch;
                 c.run.resume = Resume::Auto;
             });
             (job.train(writers), job)
@@ -323,6 +338,8 @@ fn a_restarted_job_ends_bit_equal_to_an_undisturbed_one_under_every_strategy() {
         let change = |c: &mut TrainConfig| {
             c.train.steps = 7;
             c.train.checkpoint_every = 3;
+            // The checkpoint of step 3 is there when the fault comes.
+            c.train.checkpoint_async = false;
             c.train.grad_accumulation = 2;
         };
         let undisturbed = job(strategy, change).train(2);

@@ -119,6 +119,15 @@ pub enum CheckpointError {
         /// The checkpoint.
         path: PathBuf,
     },
+    /// Where a new folder is to be, there is something already.
+    #[error(
+        "`{}` exists already\n  hint: name a folder that does not exist yet, or delete it",
+        path.display()
+    )]
+    Occupied {
+        /// The folder.
+        path: PathBuf,
+    },
     /// The run has gone on without this rank.
     #[error(
         "the checkpoint of step {step} is older than the latest, of step {latest}: a later life of the job wrote that one"
@@ -128,6 +137,32 @@ pub enum CheckpointError {
         step: u64,
         /// The step that `latest` names.
         latest: u64,
+    },
+    /// The disk, or the network file system, takes nothing any more.
+    #[error("the checkpoint of step {step} cannot be written: `{}` has taken nothing for {seconds} s", path.display())]
+    Stalled {
+        /// The step that was to be saved.
+        step: u64,
+        /// The `checkpoints` folder.
+        path: PathBuf,
+        /// How long.
+        seconds: u64,
+    },
+    /// Nobody wants the checkpoint any more: the generation is over, or the run is.
+    #[error("the checkpoint of step {step} was given up: {cause}")]
+    GivenUp {
+        /// The step that was to be saved.
+        step: u64,
+        /// Why.
+        cause: String,
+    },
+    /// The state of a rank cannot be copied to the host.
+    #[error("the state of step {step} cannot be read for its checkpoint: {cause}")]
+    Source {
+        /// The step that was to be saved.
+        step: u64,
+        /// The device's words.
+        cause: String,
     },
     /// A bug of the caller.
     #[error("{0}")]

@@ -8,6 +8,60 @@ pub(super) const LATEST: &str = "latest";
 pub(super) const MANIFEST: &str = "manifest.json";
 const STEP_PREFIX: &str = "step_";
 const TEMPORARY_PREFIX: &str = ".saving_";
+const TOMBSTONE_PREFIX: &str = ".deleting_";
+
+/// What a tensor of a run is. Each kind has files of its own, so that parameters can be read without moments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Kind {
+    /// A parameter of the model, under its own name.
+    Parameter,
+    /// Mean of its gradients.
+    FirstMoment,
+    /// Mean of their squares.
+    SecondMoment,
+}
+
+impl Kind {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Parameter, Self::FirstMoment, Self::SecondMoment];
+
+    /// The kind that a tensor's name says.
+    #[must_use]
+    pub fn of(tensor: &str) -> Self {
+        let moments = [Self::FirstMoment, Self::SecondMoment];
+        let named = moments.into_iter().find(|kind| tensor.starts_with(kind.prefix()));
+        named.unwrap_or(Self::Parameter)
+    }
+
+    /// What the tensor's name begins with, before that of the parameter.
+    #[must_use]
+    pub const fn prefix(self) -> &'static str {
+        match self {
+            Self::Parameter => "",
+            Self::FirstMoment => "optimizer.m.",
+            Self::SecondMoment => "optimizer.v.",
+        }
+    }
+
+    /// What its files are called.
+    #[must_use]
+    pub const fn stem(self) -> &'static str {
+        match self {
+            Self::Parameter => "parameters",
+            Self::FirstMoment => "first-moments",
+            Self::SecondMoment => "second-moments",
+        }
+    }
+}
+
+/// Name of the file, without its ending, of one of several writers.
+#[must_use]
+pub fn file_stem(kind: Kind, writer: usize, writers: usize) -> String {
+    match writers {
+        1 => kind.stem().to_owned(),
+        _ => format!("{}-{writer}-of-{writers}", kind.stem()),
+    }
+}
 
 /// Name of the folder of a step: `step_00000120`.
 #[must_use]
@@ -46,9 +100,30 @@ pub(super) fn temporary_name(step: u64, generation: u64) -> String {
     format!("{TEMPORARY_PREFIX}{}.g{generation}", step_name(step))
 }
 
+/// What the folder of a step is called while it is being deleted.
+pub(super) fn tombstone_name(step: u64) -> String {
+    format!("{TOMBSTONE_PREFIX}{}", step_name(step))
+}
+
+/// The steps that have a folder, ascending. Links and names that only resemble one do not count.
+pub(super) fn saved_steps(root: &Path) -> io::Result<Vec<u64>> {
+    let mut steps = Vec::new();
+    for entry in fs::read_dir(root)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            steps.extend(entry.file_name().to_str().and_then(parse_step));
+        }
+    }
+    steps.sort_unstable();
+    Ok(steps)
+}
+
 /// Generation in the name of a temporary folder; `None` for every other name. A name that only begins like
-/// one belongs to generation 0, so that everybody may delete it.
+/// one, and what was being deleted, belongs to generation 0, so that everybody may delete it.
 pub(super) fn generation_of_temporary(name: &str) -> Option<u64> {
+    if name.starts_with(TOMBSTONE_PREFIX) {
+        return Some(0);
+    }
     let rest = name.strip_prefix(TEMPORARY_PREFIX)?;
     let generation = rest.rsplit_once(".g").and_then(|(_, digits)| digits.parse().ok());
     Some(generation.unwrap_or(0))
@@ -82,6 +157,7 @@ mod tests {
         }
         assert_eq!(generation_of_temporary(&temporary_name(3, 12)), Some(12));
         assert_eq!(generation_of_temporary(".saving_"), Some(0));
+        assert_eq!(generation_of_temporary(&tombstone_name(3)), Some(0));
         assert_eq!(generation_of_temporary(&step_name(3)), None);
     }
 }

@@ -19,10 +19,25 @@ pub struct State {
     pub step: u64,
     /// Samples of the global stream consumed.
     pub consumed_samples: u64,
+    /// What a step was made of; none: saved by a build that did not tell.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub batch: Option<Batch>,
     /// The keys of everything random.
     pub rng: Rng,
     /// The configuration, as the run used it.
     pub config: serde_json::Value,
+    /// The training text: its length, and a hash. None in checkpoints of builds that did not record it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub data: Option<String>,
+}
+
+/// What a step was made of when a checkpoint was saved.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Batch {
+    /// Samples of a step that is not short, over all ranks.
+    pub samples: u64,
+    /// Ranks that trained them. Nothing else in a checkpoint depends on it.
+    pub ranks: u64,
 }
 
 /// Everything random is a function of these, the step, and a position: no state of a generator is stored.

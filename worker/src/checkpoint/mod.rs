@@ -5,9 +5,13 @@
 //! | `manifest.rs` | [`Manifest`], version 1: logical tensors and the pieces that they are stored in |
 //! | `writer.rs` | [`Writer`]: pieces of many ranks to one checkpoint, all of it or nothing |
 //! | `coverage.rs` | do the pieces make up each tensor, without gaps and overlaps |
-//! | `part.rs` | one safetensors file, and the index of what is in it |
+//! | `extent.rs` | [`Extent`]: ranges of tensors, and their fair division |
+//! | `part.rs`, `part_writer.rs` | one safetensors file and the index of what is in it; writing it in bounded memory |
 //! | `reader.rs` | [`Reader`]: any range of any tensor, verified |
+//! | `retention.rs` | [`Keep`]: which checkpoints stay, and how the others go |
+//! | `reshard.rs`, `export.rs` | the same state for another number of ranks; one file for other tools |
 //! | `storage.rs` | the steps that touch the disk, so that a test can stop after each |
+//! | `file_size.rs` | a limit on file sizes as an error, not a signal |
 //! | `layout.rs` | names and paths below `checkpoints/` |
 //!
 //! A checkpoint names logical tensors with global shapes; which rank held which elements when it was
@@ -19,17 +23,30 @@
 
 mod coverage;
 mod error;
+mod export;
+mod extent;
+mod file_size;
 mod layout;
 mod manifest;
 mod part;
+mod part_writer;
 mod reader;
+mod reshard;
+mod retention;
 mod storage;
 #[cfg(test)]
 mod tests;
 mod writer;
 
 pub use error::CheckpointError;
-pub use layout::{latest_step, step_name};
-pub use manifest::{FORMAT_VERSION, Manifest, PieceRecord, Rng, State, TensorRecord};
+pub use export::export;
+pub use extent::{Extent, share_of};
+pub use file_size::ignore_file_size_signal;
+pub use layout::{Kind, file_stem, latest_step, step_name};
+pub use manifest::{Batch, FORMAT_VERSION, FileRecord, Manifest, PieceRecord, Rng, State, TensorRecord};
+pub use part_writer::PartWriter;
 pub use reader::{Expected, Reader, Which};
+pub use reshard::reshard;
+pub use retention::{Keep, retain};
+pub use storage::{Disk, Storage};
 pub use writer::{Piece, Writer, delete_unfinished};

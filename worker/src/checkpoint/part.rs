@@ -1,4 +1,4 @@
-//! One safetensors file of a checkpoint, and the index of what is in it.
+//! Layout of one safetensors file of a checkpoint, and the index of what is in it.
 //!
 //! A piece that is a whole tensor is stored under the tensor's own name and shape, so that any reader of
 //! safetensors can load it; a part of one as a flat entry `name@start..end`.
@@ -11,9 +11,8 @@ use std::path::Path;
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
-use super::CheckpointError;
 use super::manifest::{FileRecord, PieceRecord, TensorRecord};
-use super::writer::Piece;
+use super::{CheckpointError, Extent};
 use crate::device::DType;
 
 /// Bytes before the header of a safetensors file: its length.
@@ -30,59 +29,82 @@ pub(super) struct Index {
     pub(super) tensors: Vec<TensorRecord>,
 }
 
-/// A part, ready to be written: the header, and the order of the pieces behind it.
-pub(super) struct Part<'a> {
+/// Where everything will lie in a file: the header, and the order of the pieces behind it.
+pub(super) struct PartLayout {
     pub(super) header: Vec<u8>,
-    pub(super) pieces: Vec<&'a Piece<'a>>,
-    pub(super) index: Index,
+    /// Pieces in the order of the file, by their number in what was asked for.
+    pub(super) order: Vec<usize>,
+    extents: Vec<Extent>,
+    /// Name of the entry of each piece, in the order of the file.
+    entries: Vec<String>,
 }
 
-impl<'a> Part<'a> {
+impl PartLayout {
     /// Lays out a file with these pieces.
-    pub(super) fn new(file_name: &str, pieces: &'a [Piece<'a>]) -> Result<Self, CheckpointError> {
-        let mut sorted: Vec<&Piece<'_>> = pieces.iter().collect();
+    pub(super) fn new(extents: &[Extent]) -> Result<Self, CheckpointError> {
+        let mut order: Vec<usize> = (0..extents.len()).collect();
         // Wider elements first, so that each entry is aligned to its own; then by name, for a fixed order.
-        sorted.sort_by_key(|p| (std::cmp::Reverse(p.dtype.bytes()), p.tensor, p.range.start));
-
-        let mut entries = Vec::new();
-        let mut tensors: BTreeMap<&str, TensorRecord> = BTreeMap::new();
+        order.sort_by_key(|&i| {
+            let Extent {
+                dtype, tensor, range, ..
+            } = &extents[i];
+            (std::cmp::Reverse(dtype.bytes()), tensor.as_str(), range.start)
+        });
+        let mut infos = Vec::with_capacity(order.len());
         let mut offset = 0;
-        for piece in &sorted {
-            let (entry, shape) = piece.check()?;
-            entries.push((
-                entry.clone(),
-                TensorInfo {
-                    dtype: to_safetensors(piece.dtype),
-                    shape,
-                    data_offsets: (offset, offset + piece.bytes.len()),
-                },
-            ));
-            offset += piece.bytes.len();
-            let record = tensors.entry(piece.tensor).or_insert_with(|| TensorRecord {
-                name: piece.tensor.to_owned(),
-                shape: piece.shape.to_vec(),
-                dtype: piece.dtype,
+        for extent in order.iter().map(|&i| &extents[i]) {
+            let (entry, shape) = extent.entry()?;
+            let end = offset + extent.bytes() as usize;
+            let info = TensorInfo {
+                dtype: to_safetensors(extent.dtype),
+                shape,
+                data_offsets: (offset, end),
+            };
+            infos.push((entry, info));
+            offset = end;
+        }
+        let entries = infos.iter().map(|(entry, _)| entry.clone()).collect();
+        Ok(Self {
+            header: header(infos)?,
+            order,
+            extents: extents.to_vec(),
+            entries,
+        })
+    }
+
+    /// The piece at a position in the file.
+    pub(super) fn extent(&self, position: usize) -> &Extent {
+        &self.extents[self.order[position]]
+    }
+
+    /// The index, when the hash of each piece is known, in the order of the file.
+    pub(super) fn index(&self, file_name: &str, hashes: &[blake3::Hash]) -> Index {
+        assert_eq!(hashes.len(), self.order.len(), "a hash for each piece");
+        let mut tensors: BTreeMap<&str, TensorRecord> = BTreeMap::new();
+        for (position, hash) in hashes.iter().enumerate() {
+            let extent = self.extent(position);
+            let record = tensors.entry(&extent.tensor).or_insert_with(|| TensorRecord {
+                name: extent.tensor.clone(),
+                shape: extent.shape.clone(),
+                dtype: extent.dtype,
                 pieces: Vec::new(),
             });
             record.pieces.push(PieceRecord {
                 file: file_name.to_owned(),
-                entry,
-                start: piece.range.start,
-                end: piece.range.end,
-                blake3: blake3::hash(piece.bytes).to_hex().to_string(),
+                entry: self.entries[position].clone(),
+                start: extent.range.start,
+                end: extent.range.end,
+                blake3: hash.to_hex().to_string(),
             });
         }
-        let header = header(entries)?;
-        let file = FileRecord {
-            name: file_name.to_owned(),
-            bytes: (header.len() + offset) as u64,
-        };
-        let tensors = tensors.into_values().collect();
-        Ok(Self {
-            header,
-            pieces: sorted,
-            index: Index { file, tensors },
-        })
+        let data: u64 = self.extents.iter().map(Extent::bytes).sum();
+        Index {
+            file: FileRecord {
+                name: file_name.to_owned(),
+                bytes: self.header.len() as u64 + data,
+            },
+            tensors: tensors.into_values().collect(),
+        }
     }
 }
 

@@ -150,12 +150,27 @@ impl Reader {
 
     /// Reads everything and compares every hash.
     pub fn verify(&self) -> Result<(), CheckpointError> {
-        for tensor in &self.manifest.tensors {
-            for piece in &tensor.pieces {
-                self.verify_piece(tensor, piece)?;
-            }
-        }
-        Ok(())
+        self.pieces()
+            .try_for_each(|(tensor, piece)| self.verify_piece(tensor, piece))
+    }
+
+    /// As [`Reader::verify`], to the end: all that is damaged.
+    #[must_use]
+    pub fn damages(&self) -> Vec<CheckpointError> {
+        self.pieces()
+            .filter_map(|(tensor, piece)| self.verify_piece(tensor, piece).err())
+            .collect()
+    }
+
+    /// Folder of the checkpoint.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    fn pieces(&self) -> impl Iterator<Item = (&TensorRecord, &PieceRecord)> {
+        let tensors = self.manifest.tensors.iter();
+        tensors.flat_map(|tensor| tensor.pieces.iter().map(move |piece| (tensor, piece)))
     }
 
     fn tensor(&self, name: &str) -> Result<&TensorRecord, CheckpointError> {
@@ -243,7 +258,7 @@ impl Reader {
     }
 }
 
-fn read_manifest(path: &Path) -> Result<Manifest, CheckpointError> {
+pub(super) fn read_manifest(path: &Path) -> Result<Manifest, CheckpointError> {
     let failed = |e: std::io::Error| CheckpointError::io("read", path, &e);
     let file = File::open(path).map_err(failed)?;
     let mut bytes = Vec::new();

@@ -5,11 +5,13 @@ use std::io::{self, Write as _};
 use std::path::Path;
 
 /// The operations of a save. Each is one step that a crash can come after.
-pub(super) trait Storage: Send + Sync {
+pub trait Storage: Send + Sync {
     /// Creates a folder and those above it; one that exists is fine.
     fn create_folder(&self, path: &Path) -> io::Result<()>;
     /// Writes a new file, or replaces its content. Not yet on the disk.
     fn write(&self, path: &Path, content: &[&[u8]]) -> io::Result<()>;
+    /// Writes more at the end of a file. Not yet on the disk.
+    fn append(&self, path: &Path, bytes: &[u8]) -> io::Result<()>;
     /// Puts the content of a file on the disk.
     fn sync_file(&self, path: &Path) -> io::Result<()>;
     /// Puts the names in a folder on the disk.
@@ -23,7 +25,8 @@ pub(super) trait Storage: Send + Sync {
 }
 
 /// The file system.
-pub(super) struct Disk;
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Disk;
 
 impl Storage for Disk {
     fn create_folder(&self, path: &Path) -> io::Result<()> {
@@ -33,6 +36,10 @@ impl Storage for Disk {
     fn write(&self, path: &Path, content: &[&[u8]]) -> io::Result<()> {
         let mut file = File::create(path)?;
         content.iter().try_for_each(|bytes| file.write_all(bytes))
+    }
+
+    fn append(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        OpenOptions::new().append(true).open(path)?.write_all(bytes)
     }
 
     fn sync_file(&self, path: &Path) -> io::Result<()> {

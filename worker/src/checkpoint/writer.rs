@@ -7,10 +7,11 @@ use std::sync::Arc;
 
 use super::layout::{self, LATEST, MANIFEST};
 use super::manifest::{FORMAT_VERSION, Manifest, State, TensorRecord};
-use super::part::{Index, Part};
+use super::part::Index;
+use super::part_writer::PartWriter;
 use super::reader::{Reader, Which};
 use super::storage::{Disk, Storage};
-use super::{CheckpointError, coverage};
+use super::{CheckpointError, Extent, coverage};
 use crate::device::DType;
 
 /// A range of a tensor's elements, to be written.
@@ -29,43 +30,31 @@ pub struct Piece<'a> {
 }
 
 impl Piece<'_> {
-    /// Name and shape of the entry in the file.
-    pub(super) fn check(&self) -> Result<(String, Vec<usize>), CheckpointError> {
-        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d));
+    fn extent(&self) -> Result<Extent, CheckpointError> {
+        let extent = Extent {
+            tensor: self.tensor.to_owned(),
+            shape: self.shape.to_vec(),
+            dtype: self.dtype,
+            range: self.range.clone(),
+        };
+        if extent.bytes() == self.bytes.len() as u64 {
+            return Ok(extent);
+        }
         let Range { start, end } = self.range;
-        let bytes = end
-            .checked_sub(start)
-            .and_then(|n| n.checked_mul(self.dtype.bytes() as u64));
-        if bytes != Some(self.bytes.len() as u64)
-            || elements.is_none_or(|n| end > n)
-            || self.tensor.contains('@')
-        {
-            return Err(CheckpointError::Misuse(format!(
-                "elements {start}..{end} of tensor `{}`, {}, in {} bytes",
-                self.tensor,
-                super::error::type_and_shape(self.dtype, self.shape),
-                self.bytes.len()
-            )));
-        }
-        if elements == Some(end - start) {
-            Ok((
-                self.tensor.to_owned(),
-                self.shape.iter().map(|d| *d as usize).collect(),
-            ))
-        } else {
-            Ok((
-                format!("{}@{start}..{end}", self.tensor),
-                vec![(end - start) as usize],
-            ))
-        }
+        Err(CheckpointError::Misuse(format!(
+            "elements {start}..{end} of tensor `{}` in {} bytes",
+            self.tensor,
+            self.bytes.len()
+        )))
     }
 }
 
 /// A checkpoint that is being written.
 ///
-/// Each rank that writes has one: rank 0 from [`Writer::begin`], the others, after it, from [`Writer::join`].
-/// Each calls [`Writer::write`] for its file; after a barrier rank 0 calls [`Writer::commit`] with the names
-/// of all files. Until then nothing of it is visible. A save that failed is given up with [`Writer::abort`].
+/// Each rank that writes has one: rank 0 from [`Writer::begin`], the others, before it or after it, from
+/// [`Writer::join`]. Each writes its files ([`Writer::write`], or [`Writer::part`] and [`Writer::close`]); when all
+/// have, rank 0 calls [`Writer::commit`] with the names of all files. Until then nothing of it is visible. A save that
+/// failed is given up with [`Writer::abort`], when nobody writes any more.
 pub struct Writer {
     storage: Arc<dyn Storage>,
     /// `<out_dir>/checkpoints`
@@ -73,67 +62,83 @@ pub struct Writer {
     out_dir: PathBuf,
     temporary: PathBuf,
     step: u64,
+    generation: u64,
 }
 
 impl Writer {
-    /// Begins the checkpoint after `step` finished steps, on the rank that will commit it. Deletes what saves
-    /// of this generation and those before it left behind; never what a later one is writing, since this rank
-    /// may not yet have noticed its own end.
+    /// Begins the checkpoint after `step` finished steps, on the rank that will commit it.
     pub fn begin(out_dir: &Path, step: u64, generation: u64) -> Result<Self, CheckpointError> {
-        Self::begin_on(Arc::new(Disk), out_dir, step, generation)
+        let writer = Self::on(Arc::new(Disk), out_dir, step, generation);
+        writer.lead()?;
+        Ok(writer)
     }
 
     /// Joins a checkpoint that rank 0 of the same generation begins, before this or after it.
     pub fn join(out_dir: &Path, step: u64, generation: u64) -> Result<Self, CheckpointError> {
-        Self::join_on(Arc::new(Disk), out_dir, step, generation)
-    }
-
-    pub(super) fn begin_on(
-        storage: Arc<dyn Storage>,
-        out_dir: &Path,
-        step: u64,
-        generation: u64,
-    ) -> Result<Self, CheckpointError> {
-        let writer = Self::join_on(storage, out_dir, step, generation)?;
-        delete_stale(writer.storage.as_ref(), &writer.root, |name, of| {
-            of <= generation && writer.temporary.file_name() != Some(name.as_ref())
-        })?;
+        let writer = Self::on(Arc::new(Disk), out_dir, step, generation);
+        writer.follow()?;
         Ok(writer)
     }
 
-    fn join_on(
-        storage: Arc<dyn Storage>,
-        out_dir: &Path,
-        step: u64,
-        generation: u64,
-    ) -> Result<Self, CheckpointError> {
+    /// On any storage. Touches nothing: [`Writer::lead`] or [`Writer::follow`] comes next.
+    #[must_use]
+    pub fn on(storage: Arc<dyn Storage>, out_dir: &Path, step: u64, generation: u64) -> Self {
         let root = layout::folder(out_dir);
         let temporary = root.join(layout::temporary_name(step, generation));
-        storage
-            .create_folder(&temporary)
-            .map_err(|e| CheckpointError::io("create", &temporary, &e))?;
-        Ok(Self {
+        Self {
             storage,
             root,
             out_dir: out_dir.to_owned(),
             temporary,
             step,
-        })
+            generation,
+        }
+    }
+
+    /// Prepares the folder, on the rank that will commit. Deletes what saves of this generation and those before it
+    /// left behind; never what a later one is writing, since this rank may not yet have noticed its own end.
+    pub fn lead(&self) -> Result<(), CheckpointError> {
+        self.follow()?;
+        // What cannot be deleted wastes room, and is in nobody's way.
+        let _ = delete_stale(self.storage.as_ref(), &self.root, |name, of| {
+            of <= self.generation && self.temporary.file_name() != Some(name.as_ref())
+        });
+        Ok(())
+    }
+
+    /// Prepares the folder, on any other rank.
+    pub fn follow(&self) -> Result<(), CheckpointError> {
+        self.storage
+            .create_folder(&self.temporary)
+            .map_err(|e| CheckpointError::io("create", &self.temporary, &e))
     }
 
     /// Writes one file with these pieces, and its index, and puts both on the disk. `stem` is a name of
     /// letters, digits and dashes that no other rank uses for this checkpoint.
     pub fn write(&self, stem: &str, pieces: &[Piece<'_>]) -> Result<(), CheckpointError> {
+        let extents = pieces.iter().map(Piece::extent).collect::<Result<Vec<_>, _>>()?;
+        let mut part = self.part(stem, &extents)?;
+        for index in part.order() {
+            part.put(pieces[index].bytes)?;
+        }
+        self.close(stem, part)
+    }
+
+    /// Begins a file with these pieces, to be given one after the other. `stem` as in [`Writer::write`].
+    pub fn part(&self, stem: &str, extents: &[Extent]) -> Result<PartWriter, CheckpointError> {
         if stem.is_empty() || !stem.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-') {
             return Err(CheckpointError::Misuse(format!(
                 "`{stem}` is no name for a file of a checkpoint"
             )));
         }
-        let part = Part::new(&data_name(stem), pieces)?;
-        let mut content = vec![part.header.as_slice()];
-        content.extend(part.pieces.iter().map(|p| p.bytes));
-        self.write_file(&self.temporary.join(data_name(stem)), &content)?;
-        let index = serde_json::to_vec(&part.index).map_err(|e| CheckpointError::Misuse(e.to_string()))?;
+        let path = self.temporary.join(data_name(stem));
+        PartWriter::create(self.storage.clone(), &path, extents)
+    }
+
+    /// Puts a file that has all its pieces, and its index, on the disk.
+    pub fn close(&self, stem: &str, part: PartWriter) -> Result<(), CheckpointError> {
+        let index = part.finish(&data_name(stem))?;
+        let index = serde_json::to_vec(&index).map_err(|e| CheckpointError::Misuse(e.to_string()))?;
         self.write_file(&self.temporary.join(index_name(stem)), &[&index])
     }
 
@@ -142,7 +147,7 @@ impl Writer {
     /// that began it calls this, when all ranks have written.
     ///
     /// On an error `latest` still names the checkpoint before. Returns the folder.
-    pub fn commit(self, state: &State, stems: &[impl AsRef<str>]) -> Result<PathBuf, CheckpointError> {
+    pub fn commit(&self, state: &State, stems: &[impl AsRef<str>]) -> Result<PathBuf, CheckpointError> {
         let done = self.commit_inner(state, stems);
         if done.is_err() {
             // The error that counts is on its way; what cannot be deleted now is at the next begin.
@@ -152,7 +157,7 @@ impl Writer {
     }
 
     /// Gives the save up and deletes what was written.
-    pub fn abort(self) -> Result<(), CheckpointError> {
+    pub fn abort(&self) -> Result<(), CheckpointError> {
         let path = &self.temporary;
         self.storage
             .remove_folder(path)
@@ -277,8 +282,14 @@ impl Writer {
     fn point_latest(&self) -> Result<(), CheckpointError> {
         let temporary = self.root.join(".latest.tmp");
         let name = format!("{}\n", layout::step_name(self.step));
-        self.write_file(&temporary, &[name.as_bytes()])?;
-        self.rename(&temporary, &self.root.join(LATEST))?;
+        let pointed = self
+            .write_file(&temporary, &[name.as_bytes()])
+            .and_then(|()| self.rename(&temporary, &self.root.join(LATEST)));
+        if pointed.is_err() {
+            // The error that counts is on its way; what is left is overwritten the next time.
+            let _ = self.storage.remove_file(&temporary);
+        }
+        pointed?;
         self.sync_folder(&self.root)
     }
 

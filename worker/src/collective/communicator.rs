@@ -4,11 +4,13 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::error::Named;
 use super::segment::SharedSegment;
+use super::stream_transport::Route;
 use super::work::Completion;
 use super::{
-    CollectiveError, Failure, Operation, ReduceOp, Request, Traffic, Transport, Wait, WireBytes, Work,
-    WorkTimes,
+    CollectiveError, Failure, Operation, ReduceOp, Request, StreamTransport, Traffic, Transport, Wait,
+    WireBytes, Work, WorkTimes,
 };
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
 use crate::session::Cancel;
@@ -26,6 +28,15 @@ pub enum Executor {
     Thread,
     /// The calling thread: an operation is done when the call returns.
     Inline,
+}
+
+/// What becomes of an operation that is issued.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Driver {
+    Thread,
+    Caller,
+    /// The device: the caller puts it into a stream.
+    Stream,
 }
 
 /// When an operation may start, and what it is for.
@@ -69,7 +80,7 @@ struct Inner {
     members: Vec<usize>,
     timeout: Duration,
     cancel: Cancel,
-    executor: Executor,
+    driver: Driver,
     core: Arc<Mutex<Core>>,
     queue: Mutex<Option<Queue>>,
 }
@@ -91,7 +102,7 @@ struct Core {
     global_rank: usize,
     timeout: Duration,
     cancel: Cancel,
-    transport: Box<dyn Transport>,
+    route: Route,
     sequence: u64,
     poison: Option<String>,
 }
@@ -106,27 +117,45 @@ impl Communicator {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Self {
-        let rank = transport.rank();
-        let members = transport.members().to_vec();
+        Self::over(name, Route::Host(transport), executor, timeout, cancel)
+    }
+
+    /// A communicator whose operations the device carries out, on a stream of the transport. `timeout` bounds the
+    /// call of each operation; what bounds the operation is the transport's.
+    #[must_use]
+    pub fn on_stream(
+        name: &str,
+        transport: Box<dyn StreamTransport>,
+        timeout: Duration,
+        cancel: &Cancel,
+    ) -> Self {
+        Self::over(name, Route::Stream(transport), Executor::Inline, timeout, cancel)
+    }
+
+    fn over(name: &str, route: Route, executor: Executor, timeout: Duration, cancel: &Cancel) -> Self {
+        let rank = route.rank();
+        let members = route.members().to_vec();
+        let is_host = matches!(route, Route::Host(_));
         let core = Core {
             name: name.to_owned(),
             global_rank: members[rank],
             timeout,
             cancel: cancel.clone(),
-            transport,
+            route,
             sequence: 0,
             poison: None,
         };
         let core = Arc::new(Mutex::new(core));
-        let (executor, queue) = match executor {
-            Executor::Inline => (executor, None),
+        let (driver, queue) = match executor {
+            _ if !is_host => (Driver::Stream, None),
+            Executor::Inline => (Driver::Caller, None),
             Executor::Thread => match Queue::start(name, &core) {
-                Ok(queue) => (executor, Some(queue)),
+                Ok(queue) => (Driver::Thread, Some(queue)),
                 Err(error) => {
                     // Whoever issues an operation learns why it cannot run.
                     let why = format!("the system cannot start a thread for `{name}`: {error}");
                     core.lock().unwrap_or_else(PoisonError::into_inner).poison = Some(why);
-                    (Executor::Inline, None)
+                    (Driver::Caller, None)
                 }
             },
         };
@@ -136,7 +165,7 @@ impl Communicator {
             members,
             timeout,
             cancel: cancel.clone(),
-            executor,
+            driver,
             core,
             queue: Mutex::new(queue),
         }))
@@ -213,46 +242,44 @@ impl Communicator {
         let wait = Wait::new(self.0.timeout, &self.0.cancel);
         let bytes = spec.len * spec.dtype.bytes();
         self.core()
-            .set_up("shared allocation", bytes, &spec.name, |transport| {
-                transport.alloc_shared(device, spec, &wait)
+            .set_up("shared allocation", bytes, &spec.name, |route| {
+                route.alloc_shared(device, spec, &wait)
             })
     }
 
     /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
-    /// (ranks of this group, ascending), and with no operation in flight.
+    /// (ranks of this group, ascending), and with no operation in flight. On a stream there is no use for
+    /// `executor`: the subgroup gets a stream of its own.
     pub fn split(&self, name: &str, members: &[usize], executor: Executor) -> Result<Self, CollectiveError> {
         let wait = Wait::new(self.0.timeout, &self.0.cancel);
-        let transport = self.core().set_up("split", 0, name, |transport| {
-            transport.split(name, members, &wait)
-        })?;
-        Ok(Self::new(
-            name,
-            transport,
-            executor,
-            self.0.timeout,
-            &self.0.cancel,
-        ))
+        let route = self
+            .core()
+            .set_up("split", 0, name, |route| route.split(name, members, &wait))?;
+        let (timeout, cancel) = (self.0.timeout, &self.0.cancel);
+        Ok(Self::over(name, route, executor, timeout, cancel))
     }
 
     /// Bytes that this rank has put on the wire in this group, after the operations that are done.
     #[must_use]
     pub fn wire_bytes(&self) -> WireBytes {
-        self.core().transport.wire_bytes()
+        self.core().route.wire_bytes()
     }
 
     /// Ends the executor after the operations that are queued. Without it, the last clone's drop closes the queue
-    /// and the thread ends by itself.
+    /// and the thread ends by itself. On a stream: waits for what is in it and leaves the group.
     pub fn shutdown(&self) {
         let queue = self.0.queue.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(Queue { sender, thread }) = queue {
             drop(sender);
             let _ = thread.join();
         }
+        if let Route::Stream(transport) = &mut self.core().route {
+            transport.shutdown(&Wait::new(self.0.timeout, &self.0.cancel));
+        }
     }
 
     fn submit(&self, operation: Operation, reduce: ReduceOp, buffer: &Buffer, launch: Launch) -> Work {
         let Launch { after, traffic, tag } = launch;
-        let (work, completion) = Work::pair(&format!("{operation} ({tag})"));
         let request = Request {
             operation,
             reduce,
@@ -260,20 +287,23 @@ impl Communicator {
             traffic,
             tag,
         };
+        if self.0.driver == Driver::Stream {
+            return self.core().enqueue(&request, &after);
+        }
+        let (work, completion) = Work::pair(&format!("{operation} ({})", request.tag));
         let job = Job {
             request,
             after,
             completion,
         };
-        match self.0.executor {
-            Executor::Inline => self.core().drive(job),
-            Executor::Thread => {
-                let queue = self.0.queue.lock().unwrap_or_else(PoisonError::into_inner);
-                if let Some(queue) = queue.as_ref() {
-                    // A closed queue drops the job, which fails its event with a name.
-                    let _ = queue.sender.send(job);
-                }
-            }
+        if self.0.driver == Driver::Caller {
+            self.core().drive(job);
+            return work;
+        }
+        let queue = self.0.queue.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(queue) = queue.as_ref() {
+            // A closed queue drops the job, which fails its event with a name.
+            let _ = queue.sender.send(job);
         }
         work
     }
@@ -307,17 +337,38 @@ impl Core {
             after,
             completion,
         } = job;
-        let sequence = self.sequence;
-        self.sequence += 1;
+        let sequence = self.next();
         let outcome = self.run(sequence, &request, &after).map_err(|failure| {
             self.poison.get_or_insert_with(|| failure.to_string());
-            let operation = request.operation.to_string();
-            CollectiveError {
-                sequence,
-                ..self.error(&operation, request.buffer.bytes(), &request.tag, failure)
-            }
+            self.named(sequence, &request).error(failure)
         });
         completion.set(outcome);
+    }
+
+    /// Puts an operation into the stream. If that fails, the work has ended already.
+    fn enqueue(&mut self, request: &Request, after: &Event) -> Work {
+        let sequence = self.next();
+        let wait = Wait::new(self.timeout, &self.cancel);
+        let named = self.named(sequence, request);
+        let flight = match (&self.poison, &mut self.route) {
+            (Some(earlier), _) => Err(Failure::Poisoned(earlier.clone())),
+            (None, Route::Stream(transport)) => transport.enqueue(sequence, request, after, &wait),
+            (None, Route::Host(_)) => Err(Failure::Invalid("the transport has no stream".into())),
+        };
+        match flight {
+            Ok(flight) => Work::flying(flight, named),
+            Err(failure) => {
+                self.poison.get_or_insert_with(|| failure.to_string());
+                let (work, completion) = Work::pair(&format!("{} ({})", request.operation, request.tag));
+                completion.set(Err(named.error(failure)));
+                work
+            }
+        }
+    }
+
+    fn next(&mut self) -> u64 {
+        self.sequence += 1;
+        self.sequence - 1
     }
 
     fn run(&mut self, sequence: u64, request: &Request, after: &Event) -> Result<WorkTimes, Failure> {
@@ -328,7 +379,10 @@ impl Core {
         let started = Instant::now();
         let mut held = request.buffer.hold()?;
         let wait = Wait::new(self.timeout, &self.cancel);
-        if let Err(failure) = self.transport.execute(sequence, request, &mut held, &wait) {
+        let Route::Host(transport) = &mut self.route else {
+            return Err(Failure::Invalid("the transport has a stream".into()));
+        };
+        if let Err(failure) = transport.execute(sequence, request, &mut held, &wait) {
             // Ranks that have not failed yet may still write here: no slice of it may exist any more.
             if SharedSegment::behind(&request.buffer).is_some() {
                 held.abandon();
@@ -369,29 +423,37 @@ impl Core {
         what: &str,
         bytes: usize,
         tag: &str,
-        call: impl FnOnce(&mut dyn Transport) -> Result<T, Failure>,
+        call: impl FnOnce(&mut Route) -> Result<T, Failure>,
     ) -> Result<T, CollectiveError> {
         let outcome = match &self.poison {
             Some(earlier) => Err(Failure::Poisoned(earlier.clone())),
-            None => call(self.transport.as_mut()),
+            None => call(&mut self.route),
         };
         outcome.map_err(|failure| {
             if !matches!(failure, Failure::Refused { .. } | Failure::Device(_)) {
                 self.poison.get_or_insert_with(|| failure.to_string());
             }
-            self.error(what, bytes, tag, failure)
+            let sequence = self.sequence;
+            let named = Named {
+                sequence,
+                bytes,
+                operation: what.to_owned(),
+                tag: tag.to_owned(),
+                rank: self.global_rank,
+                communicator: self.name.clone(),
+            };
+            named.error(failure)
         })
     }
 
-    fn error(&self, operation: &str, bytes: usize, tag: &str, failure: Failure) -> CollectiveError {
-        CollectiveError {
+    fn named(&self, sequence: u64, request: &Request) -> Named {
+        Named {
             rank: self.global_rank,
             communicator: self.name.clone(),
-            operation: operation.to_owned(),
-            sequence: self.sequence,
-            bytes,
-            tag: tag.to_owned(),
-            failure,
+            operation: request.operation.to_string(),
+            sequence,
+            bytes: request.buffer.bytes(),
+            tag: request.tag.clone(),
         }
     }
 }

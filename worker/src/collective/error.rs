@@ -22,6 +22,39 @@ pub struct CollectiveError {
     pub failure: Failure,
 }
 
+/// An operation by its names, for the error that it may end with.
+#[derive(Clone, Debug)]
+pub(super) struct Named {
+    pub(super) rank: usize,
+    pub(super) communicator: String,
+    pub(super) operation: String,
+    pub(super) sequence: u64,
+    pub(super) bytes: usize,
+    pub(super) tag: String,
+}
+
+impl Named {
+    pub(super) fn error(self, failure: Failure) -> CollectiveError {
+        let Self {
+            rank,
+            communicator,
+            operation,
+            sequence,
+            bytes,
+            tag,
+        } = self;
+        CollectiveError {
+            rank,
+            communicator,
+            operation,
+            sequence,
+            bytes,
+            tag,
+            failure,
+        }
+    }
+}
+
 /// What happened to a collective operation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
@@ -73,6 +106,16 @@ pub enum Failure {
     /// An earlier operation of the same communicator failed.
     #[error("an earlier operation failed: {0}")]
     Poisoned(String),
+    /// The library that carries operations out reported an error.
+    #[error("{call}: {words}")]
+    Library {
+        /// What was asked of it.
+        call: String,
+        /// Its words.
+        words: String,
+        /// It says that another process failed, or the way to it.
+        of_peer: bool,
+    },
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
@@ -94,10 +137,12 @@ impl CollectiveError {
             Failure::PeerLost { .. }
             | Failure::GenerationOver(_)
             | Failure::Refused { .. }
-            | Failure::Poisoned(_) => true,
+            | Failure::Poisoned(_)
+            | Failure::Library { of_peer: true, .. } => true,
             Failure::TimedOut { .. }
             | Failure::Mismatch { .. }
             | Failure::Invalid(_)
+            | Failure::Library { of_peer: false, .. }
             | Failure::Device(_)
             | Failure::System { .. } => false,
         }

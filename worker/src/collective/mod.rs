@@ -4,7 +4,8 @@
 //! |---|---|
 //! | [`Communicator`] | the queue of one group of ranks; operations return at once with a [`Work`] |
 //! | [`Executor`] | who drives it: a thread of its own, or the calling thread |
-//! | [`Transport`] | how bytes get to the other ranks |
+//! | [`Transport`] | how bytes get to the other ranks: the host carries an operation out |
+//! | [`StreamTransport`] | the same, where the host only enqueues an operation on a stream of the device |
 //! | [`Work`] | handle of one operation: `wait`, `wait_on(stream)` |
 //! | [`Mesh`] | the ranks as a grid, with a communicator along each dimension |
 //! | [`connect`] | finds the other ranks: shared memory on this node, TCP to the others |
@@ -32,6 +33,7 @@ mod link;
 mod mesh;
 mod message;
 mod moves;
+pub mod nccl;
 mod note;
 mod partition;
 mod patience;
@@ -42,7 +44,9 @@ mod request;
 mod segment;
 mod sharing;
 mod solo;
+mod solo_stream;
 mod staging;
+mod stream_transport;
 mod subgroup;
 mod transport;
 mod work;
@@ -54,5 +58,7 @@ pub use mesh::Mesh;
 pub use place::Place;
 pub use request::{Operation, ReduceOp, Request, Traffic};
 pub use solo::Solo;
+pub use solo_stream::SoloStream;
+pub use stream_transport::{Flight, StreamTransport};
 pub use transport::{Transport, Wait, WireBytes};
 pub use work::{Work, WorkError, WorkTimes};

@@ -52,6 +52,9 @@ pub trait Transport: Send {
 /// reduce-scatter and all-gather count (N−1)/N·S and all-reduce 2(N−1)/N·S on each rank where the slices are
 /// equal, as on a ring. The one exception is an all-reduce of at most 32 KiB, more than two ranks and
 /// [`super::Traffic::Other`], which takes (N−1)·S to be done after one meeting.
+///
+/// Where a device carries operations out ([`super::StreamTransport`]) the same is counted by formula, when an
+/// operation is enqueued: what the library really sends depends on the algorithm that it chooses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WireBytes {
     /// Gradients.

@@ -5,7 +5,10 @@ use std::ops::RangeInclusive;
 use std::path::Path;
 
 use super::load::Source;
-use super::{ConfigError, ModelKind, Resume, Strategy, Sync, TrainConfig};
+use super::{
+    Accumulate, ConfigError, LrScaling, ModelKind, OptimizerHome, Precision, ReduceDtype, Resume, ShardGroup,
+    Strategy, Sync, TrainConfig,
+};
 use crate::data::{Dataset, HELD_OUT_PART};
 
 /// Larger values are mistakes; the bound keeps products of sizes far from overflow.
@@ -65,6 +68,20 @@ impl Check<'_> {
         self.within("model.block_size", model.block_size, 1..=MAX_SIZE)?;
         let (channels, heads) = (model.n_embd, model.n_head);
         if model.kind == ModelKind::Gpt2 && channels % heads != 0 {
+            if self.source.is_set("model.n_head") && !self.source.is_set("model.n_embd") {
+                let divides = |n: &usize| channels.is_multiple_of(*n);
+                let below = (1..heads).rev().find(divides).unwrap_or(1);
+                let nearest = match (heads + 1..=channels).find(divides) {
+                    Some(above) => format!("{below} or {above}"),
+                    None => format!("{below}"),
+                };
+                return self.refuse(
+                    "model.n_head",
+                    heads,
+                    &format!("a divisor of `model.n_embd`, which is {channels}"),
+                    Some(format!("take {nearest}, or another number of channels")),
+                );
+            }
             let (below, above) = (channels / heads * heads, channels.next_multiple_of(heads));
             let nearest = if below == 0 {
                 format!("{above}")
@@ -106,10 +123,55 @@ impl Check<'_> {
                 Some("leave it empty not to clip".into()),
             );
         }
+        self.checkpoint_keep()?;
+        if train.offload.dir.is_some() && train.offload.optimizer == OptimizerHome::None {
+            let problem = "`train.offload.dir` is set, but nothing is offloaded to it";
+            let hint = "set `train.offload.optimizer: file`, or leave it out";
+            return Err(self
+                .source
+                .error("train.offload.dir", problem.into(), Some(hint.into())));
+        }
+        self.within("train.max_skips", train.max_skips, 1..=MAX_STEPS)?;
+        match (train.lr_scaling, train.base_batch) {
+            (LrScaling::Linear, None) => {
+                let problem = "`train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for";
+                let hint = "add `base_batch: …` below `train:`";
+                return Err(self
+                    .source
+                    .error("train.lr_scaling", problem.into(), Some(hint.into())));
+            }
+            (LrScaling::None, Some(_)) => {
+                let problem = "`train.base_batch` has no effect without `train.lr_scaling: linear`";
+                return Err(self.source.error("train.base_batch", problem.into(), None));
+            }
+            (_, Some(samples)) => self.within("train.base_batch", samples, 1..=MAX_STEPS)?,
+            (LrScaling::None, None) => {}
+        }
         match train.threads {
             Some(threads) => self.within("train.threads", threads, 1..=MAX_THREADS),
             None => Ok(()),
         }
+    }
+
+    fn checkpoint_keep(&self) -> Checked {
+        let train = &self.config.train;
+        let Some(keep) = train.checkpoint_keep else {
+            return Ok(());
+        };
+        self.within("train.checkpoint_keep.last", keep.last, 1..=MAX_SIZE)?;
+        let (Some(every), due) = (keep.every, train.checkpoint_every) else {
+            return Ok(());
+        };
+        self.within("train.checkpoint_keep.every", every, 1..=MAX_STEPS)?;
+        if due > 0 && !every.is_multiple_of(due) {
+            return self.refuse(
+                "train.checkpoint_keep.every",
+                every,
+                &format!("a multiple of `train.checkpoint_every`, which is {due}"),
+                Some("other steps have no checkpoint to keep".into()),
+            );
+        }
+        Ok(())
     }
 
     fn optimizer(&self) -> Checked {
@@ -154,16 +216,70 @@ impl Check<'_> {
             }
             self.refuse(key, value, &format!("a number above 0, at most {max}"), None)
         };
-        if parallel.strategy != Strategy::Ddp && parallel.sync != Sync::Bucketed {
-            let problem = "`parallel.sync` can be chosen for `parallel.strategy: ddp` only: shards are those of buckets";
-            let hint = "leave it out, or train with `ddp`";
-            return Err(self
-                .source
-                .error("parallel.sync", problem.into(), Some(hint.into())));
+        self.strategy()?;
+        if parallel.shard_group == Some(ShardGroup::Ranks(0)) {
+            return self.refuse(
+                "parallel.shard_group",
+                0,
+                "`node` or a number of ranks, at least 1",
+                None,
+            );
         }
         above_zero("parallel.bucket_mb", parallel.bucket_mb, MAX_MIB)?;
         above_zero("parallel.first_bucket_mb", parallel.first_bucket_mb, MAX_MIB)?;
         above_zero("parallel.timeout_s", parallel.timeout_s, MAX_TIMEOUT_S)
+    }
+
+    /// Keys that only some strategies or precisions read. What is as if it were left out contradicts none.
+    fn strategy(&self) -> Checked {
+        let parallel = &self.config.parallel;
+        let strategy = parallel.strategy;
+        let releases = strategy == Strategy::Zero3;
+        let holds_shards = matches!(strategy, Strategy::Zero2 | Strategy::Zero3);
+        let is_narrowed = parallel.reduce_dtype == Some(ReduceDtype::Bf16);
+        for (is_idle, key, problem, hint) in [
+            (
+                strategy != Strategy::Ddp && parallel.sync != Sync::Bucketed,
+                "parallel.sync",
+                "`parallel.sync` can be chosen for `parallel.strategy: ddp` only: shards are those of buckets",
+                "leave it out, or train with `ddp`",
+            ),
+            (
+                is_narrowed && self.config.train.precision != Precision::Bf16,
+                "parallel.reduce_dtype",
+                "`parallel.reduce_dtype: bf16` needs `train.precision: bf16`: gradients have the parameters' type or a wider one",
+                "leave it out, or train in bf16",
+            ),
+            (
+                strategy == Strategy::Ddp && parallel.shard_group.is_some(),
+                "parallel.shard_group",
+                "`parallel.shard_group` is set, but `parallel.strategy: ddp` shards nothing",
+                "leave it out, or train with `zero1`, `zero2` or `zero3`",
+            ),
+            (
+                !releases && parallel.persist_below > 0,
+                "parallel.persist_below",
+                "`parallel.persist_below` is set, but only `parallel.strategy: zero3` releases parameters",
+                "leave it out, or train with `zero3`",
+            ),
+            (
+                !releases && !parallel.reshard_after_forward,
+                "parallel.reshard_after_forward",
+                "`parallel.reshard_after_forward: false` is set, but only `parallel.strategy: zero3` releases parameters",
+                "leave it out, or train with `zero3`",
+            ),
+            (
+                !holds_shards && parallel.accumulate == Accumulate::Full,
+                "parallel.accumulate",
+                "`parallel.accumulate: full` is set, but only `parallel.strategy: zero2` and `zero3` hold less than whole gradients",
+                "leave it out, or train with `zero2` or `zero3`",
+            ),
+        ] {
+            if is_idle {
+                return Err(self.source.error(key, problem.into(), Some(hint.into())));
+            }
+        }
+        Ok(())
     }
 
     fn data(&self) -> Checked {

@@ -46,6 +46,23 @@ impl Misfit {
         Self { place: None, what }
     }
 
+    /// YAML has them, and no key takes them.
+    fn not_finite(value: f64, expected: &dyn Expected) -> Self {
+        let found = match value {
+            v if v.is_nan() => "`.nan`",
+            v if v > 0.0 => "`.inf`",
+            _ => "`-.inf`",
+        };
+        let expected = match expected_words(expected) {
+            words if words == "a number" || words == "any valid JSON value" => "a finite number".into(),
+            words => words,
+        };
+        Self::new(What::Value {
+            found: found.into(),
+            expected,
+        })
+    }
+
     /// Says where it happened, unless something further inside already did.
     fn at(mut self, path: &str, origin: Origin) -> Self {
         self.place.get_or_insert_with(|| (path.to_owned(), origin));
@@ -211,7 +228,8 @@ impl<'a> De<'a> {
             Value::Bool(v) => visitor.visit_bool(*v),
             Value::Unsigned(v) => visitor.visit_u64(*v),
             Value::Signed(v) => visitor.visit_i64(*v),
-            Value::Float(v) => visitor.visit_f64(*v),
+            Value::Float(v) if v.is_finite() => visitor.visit_f64(*v),
+            Value::Float(v) => Err(Misfit::not_finite(*v, &visitor)),
             Value::Text(v) => visitor.visit_str(v),
             Value::List(nodes) => {
                 let mut items = Items {

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 use std::sync::OnceLock;
 
-use super::schema::{Data, Model, ModelKind, Order, Parallel, Run, Tokenizer, Train, TrainConfig};
+use super::schema::{
+    CheckpointKeep, Data, LastBatch, Model, ModelKind, Order, Parallel, Run, Tokenizer, Train, TrainConfig,
+};
 
 /// What to write instead of the unknown key `key` of section `section` (empty at the top), whose keys are
 /// `expected`.
@@ -57,8 +59,12 @@ fn all() -> &'static [String] {
                 val: None,
                 tokenizer: Tokenizer::default(),
                 order: Order::default(),
+                last_batch: LastBatch::default(),
             },
-            train: Train::default(),
+            train: Train {
+                checkpoint_keep: Some(CheckpointKeep { last: 1, every: None }),
+                ..Train::default()
+            },
             parallel: Parallel::default(),
             launch: std::collections::BTreeMap::new(),
         };

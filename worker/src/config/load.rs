@@ -93,6 +93,11 @@ impl Source {
         }
     }
 
+    /// True if the key's value comes from an override.
+    pub(super) fn is_set(&self, key: &str) -> bool {
+        matches!(self.root.origin_of(key), Origin::Set(_))
+    }
+
     pub(super) fn place(&self, origin: Origin) -> String {
         match origin {
             Origin::Line(line) => place_in(&self.path, line),
@@ -122,6 +127,12 @@ fn read(path: &Path) -> Result<String, ConfigError> {
         _ => error(format!("cannot read the configuration: {e}"), None),
     };
     let file = std::fs::File::open(path).map_err(failed)?;
+    if file.metadata().is_ok_and(|metadata| metadata.is_dir()) {
+        return Err(error(
+            "is a folder, expected a configuration: a YAML file".into(),
+            Some("name the file in it, such as `train.yaml`"),
+        ));
+    }
     let mut bytes = Vec::new();
     file.take(MAX_FILE_BYTES + 1)
         .read_to_end(&mut bytes)
@@ -134,6 +145,9 @@ fn read(path: &Path) -> Result<String, ConfigError> {
     }
     String::from_utf8(bytes).map_err(|e| {
         let at = e.utf8_error().valid_up_to();
-        error(format!("byte {at} is not UTF-8: not a text file"), None)
+        error(
+            format!("is not text (byte {at} is not UTF-8), expected a configuration: a YAML file"),
+            Some("a target that ends in `.yaml` or `.yml` is read as a configuration; any other is run as a program"),
+        )
     })
 }

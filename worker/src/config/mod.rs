@@ -6,6 +6,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `schema.rs` | the sections as types: [`TrainConfig`] |
+//! | `offload.rs`, `rescale.rs`, `shard_group.rs` | values of it that have a form of their own |
 //! | `load.rs` | [`load`], [`load_located`]: file and overrides to a checked configuration |
 //! | `node.rs` | the YAML as a tree in which each value knows where it came from |
 //! | `overrides.rs` | `--set key=value` |
@@ -19,14 +20,21 @@ mod error;
 mod keys;
 mod load;
 mod node;
+mod offload;
 mod overrides;
+mod rescale;
 mod schema;
+mod shard_group;
 #[cfg(test)]
 mod tests;
 
 pub use error::ConfigError;
 pub use load::{Located, MAX_FILE_BYTES, load, load_located};
+pub use offload::{Offload, OptimizerHome};
+pub use rescale::Rescale;
 pub use schema::{
-    Accumulate, Backend, Data, LearningRate, Model, ModelKind, Optimizer, OptimizerKind, Order, Parallel,
-    Precision, Resume, Run, Schedule, Strategy, Sync, Tokenizer, Train, TrainConfig,
+    Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind,
+    OnNonFinite, Optimizer, OptimizerKind, Order, Parallel, Precision, Recompute, ReduceDtype, Resume, Run,
+    Schedule, Strategy, Sync, Tokenizer, Train, TrainConfig, Unused,
 };
+pub use shard_group::ShardGroup;

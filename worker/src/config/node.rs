@@ -50,6 +50,8 @@ impl Node {
         let options = serde_saphyr::options! {
             with_snippet: false,
             strict_booleans: true,
+            // Refused where the key is known.
+            non_finite_float_policy: serde_saphyr::options::NonFiniteFloatPolicy::PassThrough,
         };
         match serde_saphyr::from_str_with_options::<Spanned<Raw>>(text, options) {
             Ok(spanned) => {

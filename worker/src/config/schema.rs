@@ -4,6 +4,10 @@ use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
+use super::offload::Offload;
+use super::rescale::Rescale;
+use super::shard_group::ShardGroup;
+
 /// A whole `train.yaml`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -116,6 +120,9 @@ pub struct Data {
     /// Order of the samples.
     #[serde(default)]
     pub order: Order,
+    /// What becomes of the samples at the end of an epoch that do not fill a global batch.
+    #[serde(default)]
+    pub last_batch: LastBatch,
 }
 
 /// `data.tokenizer`
@@ -138,6 +145,17 @@ pub enum Order {
     Sequential,
 }
 
+/// `data.last_batch`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LastBatch {
+    /// The next epoch begins within the batch.
+    #[default]
+    Wrap,
+    /// They are a smaller batch of their own, in which every sample weighs the same.
+    Short,
+}
+
 /// `train:`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
@@ -150,16 +168,34 @@ pub struct Train {
     pub grad_accumulation: usize,
     /// Arithmetic and storage.
     pub precision: Precision,
+    /// What to do about a step whose loss or gradient is not finite.
+    pub on_nonfinite: OnNonFinite,
+    /// With `skip`: most steps in a row that may be skipped.
+    pub max_skips: u64,
+    /// What backward computes again instead of keeping it.
+    pub recompute: Recompute,
     /// Largest global norm of the gradient; none: not clipped.
     pub grad_clip: Option<f32>,
     /// The optimizer.
     pub optimizer: Optimizer,
+    /// Where the optimizer's state lies.
+    pub offload: Offload,
     /// The learning rate over the steps.
     pub schedule: Schedule,
+    /// What becomes of the global batch on another number of ranks.
+    pub rescale: Rescale,
+    /// What the size of the global batch does to the learning rate.
+    pub lr_scaling: LrScaling,
+    /// With `linear`: samples of the global batch that `optimizer.lr` is meant for.
+    pub base_batch: Option<u64>,
     /// Steps between validations; 0: only at the end.
     pub eval_every: u64,
     /// Steps between checkpoints; 0: only at the end.
     pub checkpoint_every: u64,
+    /// Write checkpoints while training goes on, from a copy in host memory.
+    pub checkpoint_async: bool,
+    /// Which checkpoints stay; none: all of them.
+    pub checkpoint_keep: Option<CheckpointKeep>,
     /// Steps between comparisons of all parameters across ranks; 0: never.
     pub verify_every: u64,
     /// Compute threads of a rank; none: `OMP_NUM_THREADS`, else 1.
@@ -173,15 +209,35 @@ impl Default for Train {
             micro_batch: 8,
             grad_accumulation: 1,
             precision: Precision::F32,
+            on_nonfinite: OnNonFinite::Stop,
+            max_skips: 10,
+            recompute: Recompute::None,
             grad_clip: Some(1.0),
             optimizer: Optimizer::default(),
+            offload: Offload::default(),
             schedule: Schedule::default(),
+            rescale: Rescale::default(),
+            lr_scaling: LrScaling::None,
+            base_batch: None,
             eval_every: 0,
             checkpoint_every: 0,
+            checkpoint_async: true,
+            checkpoint_keep: None,
             verify_every: 0,
             threads: None,
         }
     }
+}
+
+/// `train.checkpoint_keep`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct CheckpointKeep {
+    /// So many of the newest.
+    pub last: usize,
+    /// And those whose step is a multiple of it.
+    #[serde(default)]
+    pub every: Option<u64>,
 }
 
 /// `train.precision`
@@ -191,6 +247,34 @@ pub enum Precision {
     /// Everything in f32.
     #[default]
     F32,
+    /// Parameters and activations in bf16, with f32 masters and moments.
+    Bf16,
+    /// As f32, but matrix products round what they multiply to 10 bits of mantissa: GPUs only.
+    Tf32,
+}
+
+/// `train.on_nonfinite`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OnNonFinite {
+    /// End the run, and say who saw it first.
+    #[default]
+    Stop,
+    /// Leave parameters and moments as they are, and go on with the next step.
+    Skip,
+}
+
+/// `train.recompute`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recompute {
+    /// Nothing.
+    #[default]
+    None,
+    /// What takes much memory and little arithmetic.
+    Selective,
+    /// Every block, from its input.
+    Full,
 }
 
 /// `train.optimizer`
@@ -228,6 +312,17 @@ pub enum OptimizerKind {
     /// Loshchilov & Hutter 2019.
     #[default]
     Adamw,
+}
+
+/// `train.lr_scaling`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum LrScaling {
+    /// Nothing.
+    #[default]
+    None,
+    /// Goyal et al. 2017: it grows in proportion.
+    Linear,
 }
 
 /// `train.schedule`
@@ -273,10 +368,18 @@ pub struct Parallel {
     pub accumulate: Accumulate,
     /// `zero3`: release the parameters of a block after its forward, and gather them again for its backward.
     pub reshard_after_forward: bool,
+    /// `zero3`: groups of fewer elements stay gathered from step to step.
+    pub persist_below: usize,
+    /// Type of the gradients while they are averaged; none: that of the parameters.
+    pub reduce_dtype: Option<ReduceDtype>,
+    /// Ranks that hold one copy of the state; none: all of them.
+    pub shard_group: Option<ShardGroup>,
     /// How gradients are synchronised.
     pub sync: Sync,
     /// Communicate while backward runs.
     pub overlap: bool,
+    /// What to do about a parameter that takes no part in a backward.
+    pub unused: Unused,
     /// Size of a gradient bucket, MiB.
     pub bucket_mb: f64,
     /// Size of the first bucket, MiB: smaller, so that communication starts early.
@@ -293,8 +396,12 @@ impl Default for Parallel {
             strategy: Strategy::Ddp,
             accumulate: Accumulate::Sharded,
             reshard_after_forward: true,
+            persist_below: 0,
+            reduce_dtype: None,
+            shard_group: None,
             sync: Sync::Bucketed,
             overlap: true,
+            unused: Unused::Error,
             bucket_mb: 25.0,
             first_bucket_mb: 1.0,
             backend: Backend::Auto,
@@ -329,6 +436,16 @@ pub enum Accumulate {
     Full,
 }
 
+/// `parallel.reduce_dtype`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ReduceDtype {
+    /// Exact to f32.
+    F32,
+    /// Half the traffic and memory; with `train.precision: bf16` only.
+    Bf16,
+}
+
 /// `parallel.sync`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
@@ -342,13 +459,26 @@ pub enum Sync {
     Naive,
 }
 
+/// `parallel.unused`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Unused {
+    /// End the run, and name it and its block.
+    #[default]
+    Error,
+    /// Its gradient is zero, on the ranks and in the micro-batches that do not use it.
+    Zero,
+}
+
 /// `parallel.backend`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
-    /// The best that this build and machine have.
+    /// `nccl` where the driver shows a GPU, else `cpu`.
     #[default]
     Auto,
     /// CPU, shared memory and TCP.
     Cpu,
+    /// One GPU a rank, and NCCL between them.
+    Nccl,
 }

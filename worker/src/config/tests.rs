@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Order, Resume, Strategy, TrainConfig, load, load_located};
+use super::{Order, Resume, ShardGroup, Strategy, TrainConfig, load, load_located};
 
 const GOOD: &str = "\
 run:
@@ -209,13 +209,28 @@ fn values_out_of_range() {
     train.yaml:7: `model.n_embd` is 130, expected a multiple of `model.n_head`, which is 4
       hint: take 128 or 132, or another number of heads
     ");
+    insta::assert_snapshot!(set("model.n_head=7"), @r"
+    `--set model.n_head=7`: `model.n_head` is 7, expected a divisor of `model.n_embd`, which is 128
+      hint: take 4 or 8, or another number of channels
+    ");
+    insta::assert_snapshot!(set("model.n_head=129"), @r"
+    `--set model.n_head=129`: `model.n_head` is 129, expected a divisor of `model.n_embd`, which is 128
+      hint: take 128, or another number of channels
+    ");
+    insta::assert_snapshot!(with("lr: 3e-4", "lr: -.inf"), @"train.yaml:15: `train.optimizer.lr` is `-.inf`, expected a finite number");
+    insta::assert_snapshot!(with("nproc_per_node: 2", "nproc_per_node: .nan"), @"train.yaml:18: `launch.nproc_per_node` is `.nan`, expected a finite number");
     insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 1.0]"), @"train.yaml:16: `train.optimizer.betas` is [0.9, 1.0], expected two numbers from 0 to below 1");
     insta::assert_snapshot!(set("train.grad_clip=0"), @r"
     `--set train.grad_clip=0`: `train.grad_clip` is 0, expected a number above 0
       hint: leave it empty not to clip
     ");
+    insta::assert_snapshot!(set("train.lr_scaling=linear"), @r"
+    `--set train.lr_scaling=linear`: `train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for
+      hint: add `base_batch: …` below `train:`
+    ");
+    insta::assert_snapshot!(set("train.base_batch=8"), @"`--set train.base_batch=8`: `train.base_batch` has no effect without `train.lr_scaling: linear`");
     insta::assert_snapshot!(set("train.optimizer.eps=0"), @"`--set train.optimizer.eps=0`: `train.optimizer.eps` is 0, expected a number above 0");
-    insta::assert_snapshot!(set("train.optimizer.lr=.nan"), @"`--set train.optimizer.lr=.nan`: the value is not valid YAML: value `.nan` is not a finite number");
+    insta::assert_snapshot!(set("train.optimizer.lr=.nan"), @"`--set train.optimizer.lr=.nan`: `train.optimizer.lr` is `.nan`, expected a finite number");
     insta::assert_snapshot!(set("train.schedule.min_lr=1"), @"`--set train.schedule.min_lr=1`: `train.schedule.min_lr` is 1, expected at most `train.optimizer.lr`, which is 0.0003");
     let sync = Case::new().error(GOOD, &["parallel.strategy=zero2", "parallel.sync=naive"]);
     insta::assert_snapshot!(sync, @"
@@ -269,11 +284,74 @@ fn files_that_cannot_be_read() {
       hint: the path of the configuration counts from the current folder
     ");
     std::fs::write(case.folder.path().join("binary.yaml"), [0xff, 0xfe]).unwrap();
-    insta::assert_snapshot!(message("binary.yaml"), @"binary.yaml: byte 0 is not UTF-8: not a text file");
+    insta::assert_snapshot!(message("binary.yaml"), @r"
+    binary.yaml: is not text (byte 0 is not UTF-8), expected a configuration: a YAML file
+      hint: a target that ends in `.yaml` or `.yml` is read as a configuration; any other is run as a program
+    ");
+    std::fs::create_dir(case.folder.path().join("folder.yaml")).unwrap();
+    insta::assert_snapshot!(message("folder.yaml"), @r"
+    folder.yaml: is a folder, expected a configuration: a YAML file
+      hint: name the file in it, such as `train.yaml`
+    ");
     std::fs::write(
         case.folder.path().join("long.yaml"),
         vec![b'#'; (super::MAX_FILE_BYTES + 1) as usize],
     )
     .unwrap();
     insta::assert_snapshot!(message("long.yaml"), @"long.yaml: longer than 1048576 bytes: not a configuration");
+}
+
+#[test]
+fn keys_that_the_strategy_does_not_read() {
+    let under = |strategy: &str, key: &str| {
+        let loaded = Case::new().load(GOOD, &[&format!("parallel.strategy={strategy}"), key]);
+        loaded.map(|_| ()).map_err(|error| error.to_string())
+    };
+    let (full, kept) = ("parallel.accumulate=full", "parallel.reshard_after_forward=false");
+    insta::assert_snapshot!(under("zero1", full).unwrap_err(), @r"
+    `--set parallel.accumulate=full`: `parallel.accumulate: full` is set, but only `parallel.strategy: zero2` and `zero3` hold less than whole gradients
+      hint: leave it out, or train with `zero2` or `zero3`
+    ");
+    insta::assert_snapshot!(under("zero2", kept).unwrap_err(), @r"
+    `--set parallel.reshard_after_forward=false`: `parallel.reshard_after_forward: false` is set, but only `parallel.strategy: zero3` releases parameters
+      hint: leave it out, or train with `zero3`
+    ");
+    for (strategy, key) in [("ddp", full), ("ddp", kept), ("zero1", kept)] {
+        assert!(under(strategy, key).is_err(), "{strategy}, {key}");
+    }
+    for (strategy, key) in [("zero2", full), ("zero3", full), ("zero3", kept)] {
+        assert_eq!(under(strategy, key), Ok(()), "{strategy}, {key}");
+    }
+    // What is the default says nothing.
+    for key in [
+        "parallel.accumulate=sharded",
+        "parallel.reshard_after_forward=true",
+    ] {
+        assert_eq!(under("ddp", key), Ok(()), "{key}");
+    }
+}
+
+#[test]
+fn a_shard_group_is_a_node_or_a_number() {
+    let load = |group: &str| {
+        let group = format!("parallel.shard_group={group}");
+        let config = Case::new().load(GOOD, &["parallel.strategy=zero2", &group]);
+        config
+            .map(|config| config.parallel.shard_group)
+            .map_err(|error| error.to_string())
+    };
+    assert_eq!(load("node"), Ok(Some(ShardGroup::Node)));
+    assert_eq!(load("4"), Ok(Some(ShardGroup::Ranks(4))));
+    assert_eq!(load(""), Ok(None));
+    insta::assert_snapshot!(load("nodes").unwrap_err(), @"`--set parallel.shard_group=nodes`: `parallel.shard_group` is the string `nodes`, expected `node` or a number of ranks");
+    insta::assert_snapshot!(load("0").unwrap_err(), @"`--set parallel.shard_group=0`: `parallel.shard_group` is 0, expected `node` or a number of ranks, at least 1");
+    insta::assert_snapshot!(set("parallel.shard_group=2"), @r"
+    `--set parallel.shard_group=2`: `parallel.shard_group` is set, but `parallel.strategy: ddp` shards nothing
+      hint: leave it out, or train with `zero1`, `zero2` or `zero3`
+    ");
+    // What a checkpoint keeps of it reads as it was written.
+    for group in [ShardGroup::Node, ShardGroup::Ranks(3)] {
+        let text = serde_json::to_string(&group).unwrap();
+        assert_eq!(serde_json::from_str::<ShardGroup>(&text).unwrap(), group);
+    }
 }

@@ -138,7 +138,7 @@ impl Dataset {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::{Data, Order, Tokenizer};
+    use crate::config::{Data, LastBatch, Order, Tokenizer};
 
     fn data(folder: &Path, train: &[u8], val: Option<&[u8]>) -> Data {
         let write = |name: &str, bytes: &[u8]| {
@@ -151,6 +151,7 @@ mod tests {
             val: val.map(|v| write("val", v)),
             tokenizer: Tokenizer::Bytes,
             order: Order::Sequential,
+            last_batch: LastBatch::Wrap,
         }
     }
 

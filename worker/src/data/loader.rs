@@ -3,6 +3,10 @@
 use std::ops::Range;
 
 use super::{DataError, Sampler, Tokens};
+use crate::config::LastBatch;
+
+/// A target that the loss ignores: fills up what has no sample.
+pub const IGNORED: i32 = -1;
 
 /// A rank's place in a global batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,12 +36,22 @@ impl Shape {
     }
 }
 
+/// Samples of one step, over all ranks: a range of the global stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StepSamples {
+    /// The first one.
+    pub first: u64,
+    /// How many, at least one.
+    pub count: u64,
+}
+
 /// Fills micro-batches for one rank. It has no state that moves: a step can be asked for again.
 #[derive(Clone)]
 pub struct Loader {
     tokens: Tokens,
     sampler: Sampler,
     shape: Shape,
+    last_batch: LastBatch,
     block_size: usize,
     /// The first step of this life of the run, and the samples consumed before it.
     origin: (u64, u64),
@@ -57,9 +71,17 @@ impl Loader {
             tokens,
             sampler,
             shape,
+            last_batch: LastBatch::Wrap,
             block_size,
             origin: (0, 0),
         }
+    }
+
+    /// The same samples, with another end of the epochs.
+    #[must_use]
+    pub fn ending(mut self, last_batch: LastBatch) -> Self {
+        self.last_batch = last_batch;
+        self
     }
 
     /// Goes on with `step` (counted from 0) as the next one, after `consumed` samples of the global
@@ -73,8 +95,41 @@ impl Loader {
     /// Samples consumed by all ranks before `step` (counted from 0) begins.
     #[must_use]
     pub fn consumed_before(&self, step: u64) -> u64 {
-        let (first, consumed) = self.origin;
-        consumed + step.saturating_sub(first) * self.shape.global_batch()
+        self.samples(step).first
+    }
+
+    /// Samples of `step` (counted from 0).
+    #[must_use]
+    pub fn samples(&self, step: u64) -> StepSamples {
+        let (first_step, consumed) = self.origin;
+        let (batch, epoch) = (self.shape.global_batch(), self.sampler.blocks());
+        let n = step.saturating_sub(first_step);
+        if self.last_batch == LastBatch::Wrap {
+            return StepSamples {
+                first: consumed + n * batch,
+                count: batch,
+            };
+        }
+        // What is left of the epoch in which this life of the run began comes first, then whole epochs.
+        let left = epoch - consumed % epoch;
+        let (start, len, n) = match n.checked_sub(left.div_ceil(batch)) {
+            None => (consumed, left, n),
+            Some(n) => {
+                let steps = epoch.div_ceil(batch);
+                (consumed + left + n / steps * epoch, epoch, n % steps)
+            }
+        };
+        StepSamples {
+            first: start + n * batch,
+            count: batch.min(len - n * batch),
+        }
+    }
+
+    /// Micro-batches of `step`: as many as have a sample on any rank.
+    #[must_use]
+    pub fn passes(&self, step: u64) -> u64 {
+        let of_all_ranks = self.shape.world * self.shape.micro_batch;
+        self.samples(step).count.div_ceil(of_all_ranks)
     }
 
     /// Passes over the data before `step` begins, as a fraction.
@@ -84,9 +139,16 @@ impl Loader {
     }
 
     /// Writes micro-batch `m` of `step` (both from 0): `inputs` and `targets` have the shape
-    /// `(micro_batch, block_size)`. Returns the epoch of the first sample.
-    pub fn fill(&self, step: u64, m: u64, inputs: &mut [i32], targets: &mut [i32]) -> Result<u64, DataError> {
-        let (first_step, consumed) = self.origin;
+    /// `(micro_batch, block_size)`. Returns the number of its samples; the rows behind them have only targets that
+    /// are [`IGNORED`].
+    pub fn fill(
+        &self,
+        step: u64,
+        m: u64,
+        inputs: &mut [i32],
+        targets: &mut [i32],
+    ) -> Result<usize, DataError> {
+        let (first_step, samples) = (self.origin.0, self.samples(step));
         let expected = self.shape.micro_batch as usize * self.block_size;
         if inputs.len() != expected || targets.len() != expected || step < first_step {
             return Err(DataError::Misuse {
@@ -101,16 +163,19 @@ impl Loader {
         let rows = inputs
             .chunks_mut(self.block_size)
             .zip(targets.chunks_mut(self.block_size));
-        let mut first_epoch = 0;
+        let mut filled = 0;
         for (i, (inputs, targets)) in rows.enumerate() {
-            let n = consumed + self.shape.sample(step - first_step, m, i as u64);
-            let (epoch, block) = self.sampler.block(n);
-            if i == 0 {
-                first_epoch = epoch;
+            let place = self.shape.sample(0, m, i as u64);
+            if place < samples.count {
+                let (_, block) = self.sampler.block(samples.first + place);
+                self.tokens.read_block(block, inputs, targets)?;
+                filled += 1;
+            } else {
+                inputs.fill(0);
+                targets.fill(IGNORED);
             }
-            self.tokens.read_block(block, inputs, targets)?;
         }
-        Ok(first_epoch)
+        Ok(filled)
     }
 }
 
@@ -229,6 +294,82 @@ mod tests {
                 end = shard.end;
             }
             prop_assert_eq!(end, blocks);
+        }
+    }
+
+    /// All samples of the ranks of `steps` steps of a loader that ends epochs with short batches, by block, in the
+    /// order of ranks and micro-batches.
+    fn blocks_of(tokens: &Tokens, shape: Shape, steps: std::ops::Range<u64>, consumed: u64) -> Vec<Vec<i32>> {
+        let sampler = Sampler::new(Order::Sequential, 1, tokens.blocks(1));
+        let (first, of_rank) = (steps.start, shape.micro_batch as usize);
+        let mut all = Vec::new();
+        for step in steps {
+            let mut samples = Vec::new();
+            for rank in 0..shape.world {
+                let shape = Shape { rank, ..shape };
+                let loader = Loader::new(tokens.clone(), sampler, shape, 1)
+                    .ending(LastBatch::Short)
+                    .resumed(first, consumed);
+                for m in 0..loader.passes(step) {
+                    let (mut inputs, mut targets) = (vec![0; of_rank], vec![0; of_rank]);
+                    let filled = loader.fill(step, m, &mut inputs, &mut targets).unwrap();
+                    assert!(targets[filled..].iter().all(|&target| target == IGNORED));
+                    samples.extend(&inputs[..filled]);
+                }
+            }
+            samples.sort_unstable();
+            all.push(samples);
+        }
+        all
+    }
+
+    #[test]
+    fn an_epoch_may_end_with_a_short_batch() {
+        // 11 tokens: 10 samples of one, which are their own number.
+        let (_folder, tokens) = tokens(&(0..11).collect::<Vec<u8>>());
+        let shape = |world, micro_batch, accumulation| Shape {
+            rank: 0,
+            world,
+            micro_batch,
+            accumulation,
+        };
+        let whole: [&[i32]; 5] = [
+            &[0, 1, 2, 3],
+            &[4, 5, 6, 7],
+            &[8, 9],
+            &[0, 1, 2, 3],
+            &[4, 5, 6, 7],
+        ];
+        for shape in [shape(1, 4, 1), shape(2, 2, 1), shape(2, 1, 2), shape(4, 1, 1)] {
+            assert_eq!(blocks_of(&tokens, shape, 0..5, 0), whole, "{shape:?}");
+        }
+        // Resumed within an epoch, with another global batch: the rest of it, then whole ones.
+        let rest: [&[i32]; 4] = [&[4, 5, 6], &[7, 8, 9], &[0, 1, 2], &[3, 4, 5]];
+        assert_eq!(blocks_of(&tokens, shape(3, 1, 1), 7..11, 14), rest);
+        // A batch larger than the data is an epoch.
+        let all: &[i32] = &[0, 1, 2, 3, 4, 5, 6, 7, 8, 9];
+        assert_eq!(blocks_of(&tokens, shape(4, 2, 2), 0..3, 0), [all; 3]);
+    }
+
+    proptest! {
+        #[test]
+        fn short_batches_leave_no_sample_out(
+            blocks in 1_u64..300, world in 1_u64..6, micro_batch in 1_u64..5, accumulation in 1_u64..4, consumed in 0_u64..1000,
+        ) {
+            let (_folder, tokens) = tokens(&vec![0; blocks as usize + 1]);
+            let sampler = Sampler::new(Order::Shuffled, 1, blocks);
+            let shape = Shape { rank: 0, world, micro_batch, accumulation };
+            let loader = Loader::new(tokens, sampler, shape, 1).ending(LastBatch::Short).resumed(5, consumed);
+            let mut next = consumed;
+            for step in 5..40 {
+                let samples = loader.samples(step);
+                prop_assert_eq!(samples.first, next);
+                prop_assert!((1..=shape.global_batch()).contains(&samples.count));
+                next += samples.count;
+                prop_assert!(samples.first / blocks == (next - 1) / blocks, "a batch lies within an epoch");
+                let is_short = samples.count < shape.global_batch();
+                prop_assert!(!is_short || next % blocks == 0);
+            }
         }
     }
 

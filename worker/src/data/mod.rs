@@ -23,6 +23,6 @@ mod token_file;
 pub use dataset::{Dataset, HELD_OUT_PART, Tokens};
 pub use entropy::Entropies;
 pub use error::DataError;
-pub use loader::{Loader, Shape, eval_blocks};
+pub use loader::{IGNORED, Loader, Shape, StepSamples, eval_blocks};
 pub use sampler::{ORDER_VERSION, Sampler};
 pub use token_file::TokenFile;

@@ -201,4 +201,9 @@ impl Device for CpuDevice {
         self.synchronize(stream)?;
         Ok(src.host_bytes()?.to_vec())
     }
+
+    fn download_to(&self, stream: Stream, src: &Buffer, dst: &mut [u8]) -> Result<(), DeviceError> {
+        self.synchronize(stream)?;
+        super::copy_same_length(&src.host_bytes()?, dst)
+    }
 }

@@ -3,6 +3,8 @@
 use std::ops::Range;
 
 use super::DType;
+use super::cuda::CompileError;
+use crate::libraries::LibraryError;
 
 /// An error of a device. On asynchronous devices it surfaces at synchronisation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -44,6 +46,38 @@ pub enum DeviceError {
     /// The memory is not reachable from the host.
     #[error("`{0}` is not host memory")]
     NotHost(String),
+    /// The memory is another device's.
+    #[error("`{arena}` is not in the memory of {device}")]
+    NotDevice {
+        /// Name of the arena.
+        arena: String,
+        /// Where it should be.
+        device: String,
+    },
+    /// The device cannot run this operation.
+    #[error("operation `{op}` has no {device} kernel")]
+    NoKernel {
+        /// Name of the operation.
+        op: &'static str,
+        /// Kind of device.
+        device: &'static str,
+    },
+    /// A device's driver refused, or reported what went wrong earlier.
+    #[error("{doing}: {cause}\n  hint: {hint}")]
+    Driver {
+        /// What was tried.
+        doing: String,
+        /// The driver's words.
+        cause: String,
+        /// What to do about it.
+        hint: String,
+    },
+    /// A library that the device needs is missing or unfit.
+    #[error(transparent)]
+    Library(#[from] LibraryError),
+    /// A kernel was not compiled.
+    #[error(transparent)]
+    Compile(#[from] CompileError),
     /// An operation was given buffers whose sizes do not fit each other.
     #[error("operation `{op}`: {what}")]
     Shape {

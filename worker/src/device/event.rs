@@ -15,6 +15,16 @@ pub trait EventState: Send + Sync + 'static {
     fn wait(&self, deadline: Instant) -> Result<(), DeviceError>;
     /// For the device that made it.
     fn as_any(&self) -> &dyn Any;
+    /// The points of which it is made, if it is reached with the last of them: a device that knows how to wait for
+    /// each in its stream need not block the host for all.
+    fn parts(&self) -> &[Event] {
+        &[]
+    }
+    /// Time on the device since an earlier point of the same stream. None unless both are reached and were recorded to
+    /// be timed.
+    fn since(&self, _earlier: &Event) -> Option<Duration> {
+        None
+    }
 }
 
 /// A point that is reached once. Clones are the same point.

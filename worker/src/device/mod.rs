@@ -10,13 +10,20 @@
 //! | [`CpuDevice`], [`Isa`] | operations on host memory, `rayon` threads within a rank, run-time instruction set |
 //! | [`Arena`], [`Buffer`] | flat memory of one type, and ranges of it |
 //! | [`Event`], [`Signal`] | points in streams; facts of the host |
+//! | [`Fetch`] | bytes on their way to the host |
 //! | [`HostMemory`] | private pages or a memfd segment |
+//! | [`FileMemory`] | a mapped file without a name |
+//! | [`cuda`] | NVIDIA GPUs |
 
 mod arena;
+pub(crate) mod bf16;
 mod cpu;
+pub mod cuda;
 mod dtype;
 mod error;
 mod event;
+mod fetch;
+mod file_memory;
 mod guard;
 mod isa;
 mod memory;
@@ -27,10 +34,13 @@ pub use cpu::{Cpu, CpuDevice};
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
 pub use event::{Event, EventState, Signal};
+pub use fetch::Fetch;
+pub use file_memory::FileMemory;
 pub use guard::{Held, HostMut, HostRef};
 pub use isa::Isa;
 pub use memory::{HostMemory, Memory};
 
+use std::any::Any;
 use std::time::Instant;
 
 use crate::ops::Op;
@@ -40,7 +50,7 @@ use crate::ops::Op;
 pub struct Stream(pub u32);
 
 /// Where memory lives and operations run.
-pub trait Device: Send + Sync + 'static {
+pub trait Device: Any + Send + Sync {
     /// For people: `cpu (2 threads, avx512)`.
     fn name(&self) -> String;
 
@@ -57,6 +67,11 @@ pub trait Device: Send + Sync + 'static {
     /// The event "all that is in the stream now has run".
     fn record(&self, stream: Stream) -> Event;
 
+    /// The same, for a point from or to which time is measured ([`EventState::since`]).
+    fn record_timed(&self, stream: Stream) -> Event {
+        self.record(stream)
+    }
+
     /// Later operations of the stream run after `event`; `deadline` bounds the wait.
     fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant);
 
@@ -66,6 +81,40 @@ pub trait Device: Send + Sync + 'static {
     /// Puts a copy of `bytes` into `dst`, in stream order. `bytes` may be reused on return.
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]);
 
+    /// True if operations may still have to run when [`Device::enqueue`] returns. Whoever enqueues then reads results
+    /// later, when more work is in the stream, so that the device does not wait for the host.
+    fn is_asynchronous(&self) -> bool {
+        false
+    }
+
+    /// Puts a copy of `src` into memory of the host, in stream order. A device that runs asynchronously has its own;
+    /// this one synchronises.
+    fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {
+        Fetch::arrived(self.download(stream, src))
+    }
+
     /// Synchronises, then returns the bytes of `src`.
     fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError>;
+
+    /// Synchronises, then copies the bytes of `src` to `dst`, which has as many.
+    fn download_to(&self, stream: Stream, src: &Buffer, dst: &mut [u8]) -> Result<(), DeviceError> {
+        copy_same_length(&self.download(stream, src)?, dst)
+    }
+
+    /// Most bytes of the device's own memory that this process held at one time; none if its memory is the host's.
+    fn peak_bytes(&self) -> Option<usize> {
+        None
+    }
+}
+
+/// Copies, unless the lengths differ.
+fn copy_same_length(bytes: &[u8], dst: &mut [u8]) -> Result<(), DeviceError> {
+    if bytes.len() != dst.len() {
+        return Err(DeviceError::Shape {
+            op: "download",
+            what: format!("{} bytes into {} of the host", bytes.len(), dst.len()),
+        });
+    }
+    dst.copy_from_slice(bytes);
+    Ok(())
 }

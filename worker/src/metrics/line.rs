@@ -1,6 +1,6 @@
 //! One line of `metrics.jsonl`.
 
-use serde::{Deserialize, Serialize};
+use serde::{Deserialize, Deserializer, Serialize};
 
 /// What rank 0 records after each step.
 ///
@@ -14,6 +14,7 @@ pub struct MetricsLine {
     /// Passes over the data so far, as a fraction.
     pub epoch: f64,
     /// Training loss, mean over all ranks, nats a token.
+    #[serde(deserialize_with = "number")]
     pub loss: f64,
     /// Validation loss, nats a token; only after a validation.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -21,7 +22,10 @@ pub struct MetricsLine {
     /// Learning rate of this step.
     pub lr: f64,
     /// Global norm of the gradient before clipping.
+    #[serde(deserialize_with = "number")]
     pub grad_norm: f64,
+    /// Steps without effect, because loss or gradient was not finite, since this life of the run began.
+    pub skipped: u64,
     /// Tokens consumed by all ranks since the run began.
     pub tokens: u64,
     /// Tokens a second in this step, over all ranks.
@@ -36,11 +40,15 @@ pub struct MetricsLine {
     pub backward_ms: f64,
     /// Averaging of gradients, waits for other ranks included, hidden behind backward or not.
     pub comm_ms: f64,
-    /// Part of the step: what of it nothing else hid. What no part accounts for is the exchange of the losses, in
-    /// which a rank also waits for slower ones.
+    /// Part of the step: what of it nothing else hid.
     pub comm_exposed_ms: f64,
+    /// Part of the step: telling the other ranks losses and norms, as far as backward did not hide it; a rank also
+    /// waits for slower ones here.
+    pub share_ms: f64,
     /// Part of it: clipping and the optimizer.
     pub optimizer_ms: f64,
+    /// Before it: time for which checkpoints held training up since the step before.
+    pub checkpoint_ms: f64,
     /// Bytes that this rank moved between itself and others in this step, counted at the transport as
     /// [`crate::collective::WireBytes`] says.
     pub wire_bytes: WireBytes,
@@ -50,6 +58,11 @@ pub struct MetricsLine {
     pub generation: u64,
     /// Bytes of this rank.
     pub memory: Memory,
+}
+
+/// `null` is what became of a number that is not finite.
+fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
 
 /// Bytes moved between ranks, by what they carried.
@@ -78,6 +91,10 @@ pub struct Memory {
     pub activations: u64,
     /// Parameters gathered at the moment; 0 where every rank holds all of them.
     pub gathered: u64,
+    /// Host memory for the copy of what is being saved, set aside at the start.
+    pub checkpoint: u64,
+    /// Most bytes of a GPU's memory that this rank held at one time; 0 on the processor.
+    pub device_peak: u64,
     /// Largest resident set of the process so far.
     pub peak_rss: u64,
     /// Proportional set: shared pages count by their share. Both as of at most a second ago.

@@ -30,14 +30,18 @@ impl MetricsLog {
     }
 
     /// Appends a line. It is handed to the system whole before this returns, so that a reader sees it and a
-    /// killed worker loses none.
+    /// killed worker loses none. What of it fits on a full disk is taken back, so that later lines are whole.
     pub fn append(&mut self, line: &MetricsLine) -> Result<(), RunFilesError> {
         // String keys and numbers only: cannot fail.
         let mut bytes = serde_json::to_vec(line).expect("metrics serialise");
         bytes.push(b'\n');
-        self.file
-            .write_all(&bytes)
-            .map_err(|e| RunFilesError::io("append to", &self.path, &e))
+        let end = self.file.metadata().map(|file| file.len());
+        let written = self.file.write_all(&bytes);
+        if let (Err(_), Ok(end)) = (&written, end) {
+            // The error that counts is on its way.
+            let _ = self.file.set_len(end);
+        }
+        written.map_err(|e| RunFilesError::io("append to", &self.path, &e))
     }
 
     /// Drops all lines after `step`, as after a rollback to the checkpoint of that step.
@@ -128,7 +132,19 @@ mod tests {
     #[test]
     fn a_line_has_the_documented_fields() {
         let text = serde_json::to_string(&line(1)).unwrap();
-        insta::assert_snapshot!(text, @r#"{"step":1,"epoch":0.0,"loss":2.5,"lr":0.0,"grad_norm":0.0,"tokens":0,"tokens_per_s":0.0,"step_ms":0.0,"data_ms":0.0,"forward_ms":0.0,"backward_ms":0.0,"comm_ms":0.0,"comm_exposed_ms":0.0,"optimizer_ms":0.0,"wire_bytes":{"grads":0,"params":0,"other":0},"world_size":0,"generation":0,"memory":{"params":0,"grads":0,"optimizer":0,"activations":0,"gathered":0,"peak_rss":0,"pss":0}}"#);
+        insta::assert_snapshot!(text, @r#"{"step":1,"epoch":0.0,"loss":2.5,"lr":0.0,"grad_norm":0.0,"skipped":0,"tokens":0,"tokens_per_s":0.0,"step_ms":0.0,"data_ms":0.0,"forward_ms":0.0,"backward_ms":0.0,"comm_ms":0.0,"comm_exposed_ms":0.0,"share_ms":0.0,"optimizer_ms":0.0,"checkpoint_ms":0.0,"wire_bytes":{"grads":0,"params":0,"other":0},"world_size":0,"generation":0,"memory":{"params":0,"grads":0,"optimizer":0,"activations":0,"gathered":0,"checkpoint":0,"device_peak":0,"peak_rss":0,"pss":0}}"#);
+    }
+
+    #[test]
+    fn a_number_that_is_not_finite_can_be_read_again() {
+        let skipped = MetricsLine {
+            loss: f64::NAN,
+            grad_norm: f64::INFINITY,
+            ..line(1)
+        };
+        let text = serde_json::to_string(&skipped).unwrap();
+        let read: MetricsLine = serde_json::from_str(&text).unwrap();
+        assert!(read.loss.is_nan() && read.grad_norm.is_nan(), "{text}");
     }
 
     #[test]

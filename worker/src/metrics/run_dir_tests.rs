@@ -154,11 +154,13 @@ fn save(folder: &Path, step: u64) {
     let state = checkpoint::State {
         step,
         consumed_samples: step,
+        batch: None,
         rng: checkpoint::Rng {
             seed: 1,
             data_order: "test/1".into(),
         },
         config: serde_json::Value::Null,
+        data: None,
     };
     let writer = checkpoint::Writer::begin(folder, step, 1).unwrap();
     writer.write("a", &[]).unwrap();

@@ -1,6 +1,7 @@
 //! Blocks: the unit of recomputation and of pipeline stages.
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::sync::Arc;
 
 use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec};
@@ -32,6 +33,29 @@ pub trait Block: Send + Sync {
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError>;
 
+    /// Puts into `saved` what [`Block::forward`] does, for a backward that comes at once. A block that can do so without
+    /// computing its output saves time.
+    fn recompute(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        input: &Activation,
+        saved: &mut Saved,
+    ) -> Result<(), DeviceError> {
+        self.forward(ctx, params, input, saved).map(drop)
+    }
+
+    /// True if forward saves its input and nothing else: recomputing it would free nothing.
+    fn keeps_only_input(&self) -> bool {
+        false
+    }
+
+    /// The same block, whose backward recomputes what takes much memory and little arithmetic; none if there is nothing
+    /// of the kind.
+    fn selective(&self) -> Option<Arc<dyn Block>> {
+        None
+    }
+
     /// Takes `saved` empty, adds each parameter's gradient through `grads`, and returns the gradient of the
     /// input; none for a block whose input has no gradient (tokens).
     ///
@@ -59,6 +83,34 @@ pub trait GradSink {
 
     /// This block's contribution to the gradient of `id` is in the stream up to `at`.
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError>;
+
+    /// A block has ended its backward without a contribution to some of its parameters. Without an error, their
+    /// contributions are taken to be zero.
+    fn unused(&mut self, unused: &Unused<'_>) -> Result<(), DeviceError> {
+        Err(DeviceError::Upstream(unused.to_string()))
+    }
+}
+
+/// Parameters that a block lists and did not use.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Unused<'a> {
+    /// The block.
+    pub block: &'a str,
+    /// The parameters' names.
+    pub params: Vec<&'a str>,
+}
+
+impl fmt::Display for Unused<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let names: Vec<String> = self.params.iter().map(|name| format!("`{name}`")).collect();
+        let plural = if names.len() == 1 { "" } else { "s" };
+        write!(
+            f,
+            "parameter{plural} {} took no part in the backward of block `{}`",
+            names.join(", "),
+            self.block
+        )
+    }
 }
 
 /// Memory for one contribution to a gradient.
@@ -80,7 +132,7 @@ pub struct Context<'a> {
     pub pool: &'a ActivationPool,
     /// Targets of the loss, `[B, T]`, i32; negative: ignored.
     pub targets: &'a Buffer,
-    /// Type of activations: f32 (f64 in gradient checks).
+    /// Type of activations and parameters: f32 or bf16 (f64 in gradient checks).
     pub dtype: DType,
     /// Key of the randomness of this micro-batch.
     pub key: StepKey,
@@ -106,6 +158,15 @@ impl Context<'_> {
     /// Leases an activation of the context's type.
     pub fn lease(&self, name: &str, shape: &[usize]) -> Result<Activation, DeviceError> {
         self.pool.lease(name, self.dtype, shape)
+    }
+
+    /// Leases memory for statistics (losses, logarithms of softmax denominators), which are never narrower than f32.
+    pub fn lease_stat(&self, name: &str, shape: &[usize]) -> Result<Activation, DeviceError> {
+        let dtype = match self.dtype {
+            DType::F64 => DType::F64,
+            _ => DType::F32,
+        };
+        self.pool.lease(name, dtype, shape)
     }
 
     /// The event "all that was enqueued so far has run".
@@ -167,6 +228,21 @@ impl Model {
     #[must_use]
     pub fn param_count(&self) -> usize {
         self.params.iter().map(ParamSpec::len).sum()
+    }
+
+    /// Type of the parameters, which is that of the activations too.
+    #[must_use]
+    pub fn dtype(&self) -> DType {
+        self.params.first().map_or(DType::F32, |param| param.dtype)
+    }
+
+    /// The same model with parameters of another type.
+    #[must_use]
+    pub fn with_dtype(mut self, dtype: DType) -> Self {
+        for param in &mut self.params {
+            param.dtype = dtype;
+        }
+        self
     }
 
     /// In how many blocks each parameter is used: the contributions to its gradient in one micro-batch.

@@ -191,6 +191,7 @@ impl Parts {
                 [EXPANSION * c, c],
                 into_stream,
             ),
+            keeps_wide: true,
         };
         TransformerBlock::new(name, attention, feed_forward)
     }

@@ -40,6 +40,10 @@ impl Block for Embedding {
         &[]
     }
 
+    fn keeps_only_input(&self) -> bool {
+        true
+    }
+
     fn forward(
         &self,
         ctx: &Context<'_>,

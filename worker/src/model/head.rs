@@ -70,8 +70,8 @@ impl Block for Head {
             shape,
         });
         let (losses, lse) = (
-            ctx.lease("losses", &[shape.rows])?,
-            ctx.lease("logits lse", &[shape.rows])?,
+            ctx.lease_stat("losses", &[shape.rows])?,
+            ctx.lease_stat("logits lse", &[shape.rows])?,
         );
         ctx.enqueue(CrossEntropyForward {
             logits: logits.buffer().clone(),

@@ -2,6 +2,8 @@
 
 use std::ops::Range;
 
+use half::bf16;
+
 use super::{GradSink, GradSlot, Model, ParamId, Params, fill_init};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Sharing};
 
@@ -13,7 +15,7 @@ pub struct LocalParams {
 }
 
 impl LocalParams {
-    /// Allocates them in `dtype` (f32, or f64 for gradient checks) and gives them their first values.
+    /// Allocates them in `dtype` (f32, bf16, or f64 for gradient checks) and gives them their first values.
     pub fn new(device: &dyn Device, model: &Model, dtype: DType, seed: u64) -> Result<Self, DeviceError> {
         let (arena, ranges) = allocate(device, model, "params", dtype)?;
         let params = Self { arena, ranges };
@@ -25,6 +27,11 @@ impl LocalParams {
                 DType::F64 => {
                     for (target, &value) in target.host_mut::<f64>()?.iter_mut().zip(&values) {
                         *target = f64::from(value);
+                    }
+                }
+                DType::Bf16 => {
+                    for (target, &value) in target.host_mut::<bf16>()?.iter_mut().zip(&values) {
+                        *target = bf16::from_f32(value);
                     }
                 }
                 _ => target.host_mut::<f32>()?.copy_from_slice(&values),
@@ -56,7 +63,7 @@ pub struct LocalGrads {
 }
 
 impl LocalGrads {
-    /// Allocates them.
+    /// Allocates them in `dtype`: that of the parameters, or f32 beside bf16.
     pub fn new(device: &dyn Device, model: &Model, dtype: DType) -> Result<Self, DeviceError> {
         let (arena, ranges) = allocate(device, model, "grads", dtype)?;
         let contributions = vec![0; ranges.len()];

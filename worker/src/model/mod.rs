@@ -9,6 +9,7 @@
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
 //! | [`forward`], [`backward`], [`evaluate`] | loops over the blocks |
+//! | [`recomputing`] | the same model, keeping less for backward |
 //! | [`fill_init`], [`philox`] | stateless first values |
 //! | [`LocalParams`], [`LocalGrads`] | parameters and gradients of a model that lives on one rank alone |
 
@@ -22,16 +23,18 @@ mod init;
 mod local;
 mod param;
 mod philox;
+mod recompute;
 mod step;
 mod sublayer;
 mod transformer;
 
 pub use activation::{Activation, ActivationPool};
-pub use block::{Block, Context, GradSink, GradSlot, Model, Params, Saved, StepKey};
+pub use block::{Block, Context, GradSink, GradSlot, Model, Params, Saved, StepKey, Unused};
 pub use build::build;
 pub use error::ModelError;
 pub use init::fill_init;
 pub use local::{LocalGrads, LocalParams};
 pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec, Shard};
 pub use philox::philox;
+pub use recompute::recomputing;
 pub use step::{backward, evaluate, forward, saved_for};

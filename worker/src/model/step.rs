@@ -3,8 +3,9 @@
 //! These are loops over [`Model::blocks`] and nothing more; whoever needs another schedule (recomputation,
 //! pipeline stages, gathering a group before its block) writes another loop over the same blocks.
 
-use super::{Activation, Context, GradSink, Model, Params, Saved};
-use crate::device::DeviceError;
+use super::{Activation, Context, GradSink, GradSlot, Model, ParamId, Params, Saved, Unused};
+use crate::device::{DeviceError, Event};
+use crate::ops::Fill;
 
 /// One empty [`Saved`] a block: what one micro-batch in flight needs.
 #[must_use]
@@ -46,7 +47,8 @@ pub fn evaluate(
 }
 
 /// Adds to the gradients of all parameters. `dloss` is the factor of each position's gradient `[B·T]`:
-/// `1/(B·T)` everywhere for the gradient of the mean loss. Leaves `saved` empty.
+/// `1/(B·T)` everywhere for the gradient of the mean loss. Leaves `saved` empty. A parameter that its block does not
+/// use is reported as soon as the block's backward has ended: nobody waits for its gradient.
 ///
 /// # Panics
 /// If `saved` does not have one entry a block.
@@ -65,7 +67,63 @@ pub fn backward(
             let name = block.name();
             DeviceError::Upstream(format!("the block after `{name}` gave no gradient of its input"))
         })?;
-        gradient = block.backward(ctx, params, saved, &dout, grads)?;
+        let mut watch = Watch {
+            grads,
+            contributed: Vec::new(),
+        };
+        gradient = block.backward(ctx, params, saved, &dout, &mut watch)?;
+        let contributed = watch.contributed;
+        let unused: Vec<ParamId> = (block.params().iter().rev().copied())
+            .filter(|id| !contributed.contains(id))
+            .collect();
+        if !unused.is_empty() {
+            contribute_zeros(model, ctx, block.name(), &unused, grads)?;
+        }
+    }
+    Ok(())
+}
+
+/// Remembers what one block has contributed to.
+struct Watch<'a> {
+    grads: &'a mut dyn GradSink,
+    contributed: Vec<ParamId>,
+}
+
+impl GradSink for Watch<'_> {
+    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
+        self.grads.grad(id)
+    }
+
+    fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
+        self.contributed.push(id);
+        self.grads.contributed(id, at)
+    }
+
+    fn unused(&mut self, unused: &Unused<'_>) -> Result<(), DeviceError> {
+        self.grads.unused(unused)
+    }
+}
+
+fn contribute_zeros(
+    model: &Model,
+    ctx: &Context<'_>,
+    block: &str,
+    ids: &[ParamId],
+    grads: &mut dyn GradSink,
+) -> Result<(), DeviceError> {
+    grads.unused(&Unused {
+        block,
+        params: ids.iter().map(|id| model.params[id.0].name.as_str()).collect(),
+    })?;
+    for &id in ids {
+        let slot = grads.grad(id)?;
+        if !slot.accumulate {
+            ctx.enqueue(Fill {
+                out: slot.buffer,
+                value: 0.0,
+            });
+        }
+        grads.contributed(id, ctx.record())?;
     }
     Ok(())
 }

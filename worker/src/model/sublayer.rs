@@ -207,7 +207,7 @@ impl Attention {
         let qkv = self.qkv.forward(ctx, params, &normalised, None)?;
         drop(normalised);
         let mixed = ctx.lease("attention", inp.shape())?;
-        let lse = ctx.lease("attention lse", &[shape.batch, shape.heads, shape.positions])?;
+        let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
         ctx.enqueue(AttentionForward {
             qkv: qkv.buffer().clone(),
             out: mixed.buffer().clone(),
@@ -266,6 +266,8 @@ pub(super) struct FeedForward {
     pub(super) norm: Norm,
     pub(super) widen: Dense,
     pub(super) projection: Dense,
+    /// Otherwise backward widens again.
+    pub(super) keeps_wide: bool,
 }
 
 impl FeedForward {
@@ -273,7 +275,38 @@ impl FeedForward {
         [self.norm.params(), self.widen.params(), self.projection.params()].concat()
     }
 
-    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements.
+    /// `[…, C]` to `[…, 4·C]`, before the GELU.
+    fn wide(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+    ) -> Result<Activation, DeviceError> {
+        let normalised = self.norm.forward(ctx, params, inp)?;
+        self.widen.forward(ctx, params, &normalised, None)
+    }
+
+    fn keep(&self, saved: &mut Saved, inp: &Activation, wide: &Activation) {
+        saved.put("feed-forward input", inp);
+        if self.keeps_wide {
+            saved.put("wide", wide);
+        }
+    }
+
+    /// What forward keeps, without its output.
+    pub(super) fn recompute(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+        saved: &mut Saved,
+    ) -> Result<(), DeviceError> {
+        let wide = self.wide(ctx, params, inp)?;
+        self.keep(saved, inp, &wide);
+        Ok(())
+    }
+
+    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, or R·C without `keeps_wide`.
     pub(super) fn forward(
         &self,
         ctx: &Context<'_>,
@@ -281,17 +314,14 @@ impl FeedForward {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let normalised = self.norm.forward(ctx, params, inp)?;
-        let wide = self.widen.forward(ctx, params, &normalised, None)?;
-        drop(normalised);
+        let wide = self.wide(ctx, params, inp)?;
         let active = ctx.lease("gelu", wide.shape())?;
         ctx.enqueue(GeluForward {
             inp: wide.buffer().clone(),
             out: active.buffer().clone(),
         });
         let out = self.projection.forward(ctx, params, &active, Some(inp))?;
-        saved.put("feed-forward input", inp);
-        saved.put("wide", &wide);
+        self.keep(saved, inp, &wide);
         Ok(out)
     }
 
@@ -304,7 +334,12 @@ impl FeedForward {
         stream: &Activation,
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let (inp, wide) = (saved.take("feed-forward input")?, saved.take("wide")?);
+        let inp = saved.take("feed-forward input")?;
+        let wide = if self.keeps_wide {
+            saved.take("wide")?
+        } else {
+            self.wide(ctx, params, &inp)?
+        };
         self.projection.dbias(ctx, stream, grads)?;
         let dwide = self.projection.dinp(ctx, params, stream)?;
         ctx.enqueue(GeluBackward {

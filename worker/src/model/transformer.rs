@@ -1,11 +1,13 @@
 //! The transformer block: attention, then feed-forward, each around the residual stream.
 
+use std::sync::Arc;
+
 use super::sublayer::{Attention, FeedForward};
 use super::{Activation, Block, Context, GradSink, ParamId, Params, Saved};
 use crate::device::DeviceError;
 
 /// `[B, T, C]` to `[B, T, C]`.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct TransformerBlock {
     name: String,
     attention: Option<Attention>,
@@ -50,6 +52,29 @@ impl Block for TransformerBlock {
             }
             None => self.feed_forward.forward(ctx, params, input, saved),
         }
+    }
+
+    /// Without the last product, which only makes the output.
+    fn recompute(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        input: &Activation,
+        saved: &mut Saved,
+    ) -> Result<(), DeviceError> {
+        match &self.attention {
+            Some(attention) => {
+                let middle = attention.forward(ctx, params, input, saved)?;
+                self.feed_forward.recompute(ctx, params, &middle, saved)
+            }
+            None => self.feed_forward.recompute(ctx, params, input, saved),
+        }
+    }
+
+    fn selective(&self) -> Option<Arc<dyn Block>> {
+        let mut leaner = self.clone();
+        leaner.feed_forward.keeps_wide = false;
+        Some(Arc::new(leaner))
     }
 
     fn backward(

@@ -1,8 +1,11 @@
 //! The AdamW update (Loshchilov & Hutter 2019, algorithm 2), with decoupled weight decay.
 
+use half::bf16;
+
 use super::kernel::kernel;
+use super::stored::{Stored, narrow};
 use super::{CpuKernel, expect_len};
-use crate::device::{Buffer, Cpu, DeviceError};
+use crate::device::{Buffer, Cpu, DType, DeviceError};
 
 /// Numbers of one optimizer step.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -19,18 +22,21 @@ pub struct AdamWStep {
     pub step: u64,
 }
 
-/// `m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²; p −= lr·(m̂/(√v̂ + ε) + λp)` with `g = scale·grad`.
+/// `m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²; p −= lr·(m̂/(√v̂ + ε) + λp)` with `g = scale·grad`. Nothing changes if `scale` is
+/// not finite: the step is skipped.
 #[derive(Clone, Debug)]
 pub struct AdamW {
-    /// `[n]`, f32
+    /// `[n]`, f32: the parameter, or the master of one that is used in bf16.
     pub param: Buffer,
-    /// `[n]`, f32
+    /// `[n]`, bf16: becomes `param`, rounded to nearest even.
+    pub copy: Option<Buffer>,
+    /// `[n]`, f32 or bf16
     pub grad: Buffer,
     /// First moment, `[n]`, f32
     pub m: Buffer,
     /// Second moment, `[n]`, f32
     pub v: Buffer,
-    /// `[1]`, f32: factor of the gradient (clipping), computed on the device.
+    /// `[1]`, f32: factor of the gradient, computed on the device by [`super::ClipScale`].
     pub scale: Buffer,
     /// λ; 0 for norms and biases.
     pub weight_decay: f32,
@@ -42,29 +48,63 @@ impl CpuKernel for AdamW {
     const NAME: &'static str = "adamw";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        match self.grad.dtype() {
+            DType::Bf16 => self.compute::<bf16>(cpu),
+            // Any other type is refused there.
+            _ => self.compute::<f32>(cpu),
+        }
+    }
+}
+
+impl AdamW {
+    fn compute<G: Stored<Real = f32>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let n = self.param.len();
+        if let Some(copy) = &self.copy {
+            expect_len(Self::NAME, "copy", copy.len(), n)?;
+        }
         for (name, buffer) in [("grad", &self.grad), ("m", &self.m), ("v", &self.v)] {
             expect_len(Self::NAME, name, buffer.len(), n)?;
         }
         expect_len(Self::NAME, "scale", self.scale.len(), 1)?;
-        let factors = Factors::new(self, self.scale.host::<f32>()?[0]);
+        let scale = self.scale.host::<f32>()?[0];
+        if !scale.is_finite() {
+            return Ok(());
+        }
+        let factors = Factors::new(self, scale);
         let mut param = self.param.host_mut::<f32>()?;
-        let grad = self.grad.host::<f32>()?;
+        let mut copy = self.copy.as_ref().map(Buffer::host_mut::<bf16>).transpose()?;
+        let mut copies = copy.as_deref_mut().map(|copy| copy.chunks_mut(PART));
+        let grad = self.grad.host::<G>()?;
         let mut m = self.m.host_mut::<f32>()?;
         let mut v = self.v.host_mut::<f32>()?;
         let parts = param
             .chunks_mut(PART)
             .zip(grad.chunks(PART))
             .zip(m.chunks_mut(PART).zip(v.chunks_mut(PART)))
-            .map(|((param, grad), (m, v))| Part { param, grad, m, v })
+            .map(|((param, grad), (m, v))| (param, grad, m, v, copies.as_mut().and_then(Iterator::next)))
             .collect();
-        cpu.for_each_part(parts, |part| update(cpu.isa(), part, factors));
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(param, grad, m, v, copy): Slices<'_, G>| {
+            G::read(isa, grad, |grad| update(isa, Part { param, grad, m, v }, factors));
+            if let Some(copy) = copy {
+                narrow(isa, param, copy);
+            }
+        });
         Ok(())
     }
 }
 
 /// Elements of one part of the work.
-const PART: usize = 65_536;
+const PART: usize = 16_384;
+
+/// Parameter, gradient, both moments and copy of one part.
+type Slices<'a, G> = (
+    &'a mut [f32],
+    &'a [G],
+    &'a mut [f32],
+    &'a mut [f32],
+    Option<&'a mut [bf16]>,
+);
 
 struct Part<'a, T> {
     param: &'a mut [T],
@@ -75,20 +115,20 @@ struct Part<'a, T> {
 
 /// Constants of one update, each rounded once from f64.
 #[derive(Clone, Copy)]
-struct Factors<T> {
-    scale: T,
-    betas: [T; 2],
+pub(super) struct Factors<T> {
+    pub(super) scale: T,
+    pub(super) betas: [T; 2],
     /// 1 − β
-    shares: [T; 2],
+    pub(super) shares: [T; 2],
     /// 1/(1 − βᵗ)
-    corrections: [T; 2],
-    eps: T,
-    lr: T,
-    weight_decay: T,
+    pub(super) corrections: [T; 2],
+    pub(super) eps: T,
+    pub(super) lr: T,
+    pub(super) weight_decay: T,
 }
 
 impl Factors<f32> {
-    fn new(op: &AdamW, scale: f32) -> Self {
+    pub(super) fn new(op: &AdamW, scale: f32) -> Self {
         let AdamWStep {
             lr,
             beta1,

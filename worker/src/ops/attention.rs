@@ -5,8 +5,9 @@
 //! computes the probabilities again.
 
 use super::kernel::{by_dtype, kernel, with_scratch};
-use super::matrix::{Matrix, MatrixMut, product};
+use super::matrix::{Matrix, MatrixMut, Tile, product};
 use super::real::{Real, ln, max_of, sum_map2};
+use super::stored::Stored;
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
@@ -27,11 +28,17 @@ pub struct AttentionShape {
 }
 
 impl AttentionShape {
-    fn head_channels(&self) -> usize {
+    /// Channels of one head.
+    pub(super) fn head_channels(&self) -> usize {
         self.channels / self.heads
     }
 
-    fn check(&self, op: &'static str, buffers: &[(&str, &Buffer, usize)]) -> Result<(), DeviceError> {
+    /// Refuses sizes that do not fit each other; of each buffer, its channels.
+    pub(super) fn check(
+        &self,
+        op: &'static str,
+        buffers: &[(&str, &Buffer, usize)],
+    ) -> Result<(), DeviceError> {
         let sizes = [self.batch, self.positions, self.heads, self.channels];
         if sizes.contains(&0) || !self.channels.is_multiple_of(self.heads) {
             let what = format!("{self:?} is no attention");
@@ -44,7 +51,7 @@ impl AttentionShape {
     }
 
     /// Queries, keys and values of one sample and head, from `qkv`.
-    fn inputs<'a, T: Real>(&self, qkv: &'a [T], sample: usize, head: usize) -> Inputs<'a, T> {
+    fn inputs<'a, T: Copy>(&self, qkv: &'a [T], sample: usize, head: usize) -> Inputs<'a, T> {
         let (t, c, width) = (self.positions, self.channels, self.head_channels());
         let rows = Matrix::dense(&qkv[sample * t * 3 * c..][..t * 3 * c], t, 3 * c);
         let [q, k, v] = [0, 1, 2].map(|part| {
@@ -68,6 +75,17 @@ struct Inputs<'a, T> {
     v: Matrix<'a, T>,
 }
 
+impl<S: Stored> Inputs<'_, S> {
+    /// Calls `work` with the numbers: 3·T·C/H of them.
+    fn read<R>(self, isa: Isa, work: impl FnOnce(Inputs<'_, S::Real>) -> R) -> R {
+        S::read_matrix(isa, self.q, |q| {
+            S::read_matrix(isa, self.k, |k| {
+                S::read_matrix(isa, self.v, |v| work(Inputs { q, k, v }))
+            })
+        })
+    }
+}
+
 /// `out = softmax(q·kᵀ/√(C/H), over keys not after the query) · v`, by heads
 #[derive(Clone, Debug)]
 pub struct AttentionForward {
@@ -75,7 +93,7 @@ pub struct AttentionForward {
     pub qkv: Buffer,
     /// `[B, T, C]`
     pub out: Buffer,
-    /// `[B, H, T]`: ln Σ e^score, for backward
+    /// `[B, H, T]`, f32 (f64 if `out` is): ln Σ e^score, for backward
     pub lse: Buffer,
     /// Sizes.
     pub shape: AttentionShape,
@@ -85,12 +103,12 @@ impl CpuKernel for AttentionForward {
     const NAME: &'static str = "attention_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), T => self.compute::<T>(cpu))
+        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
     }
 }
 
 impl AttentionForward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let shape = self.shape;
         let AttentionShape {
             positions,
@@ -106,16 +124,20 @@ impl AttentionForward {
                 ("lse", &self.lse, heads),
             ],
         )?;
-        let qkv = self.qkv.host::<T>()?;
-        let (mut out, mut lse) = (self.out.host_mut::<T>()?, self.lse.host_mut::<T>()?);
+        let qkv = self.qkv.host::<S>()?;
+        let (mut out, mut lse) = (self.out.host_mut::<S>()?, self.lse.host_mut::<S::Real>()?);
         let outs = out.chunks_mut(positions * channels).flat_map(|sample| {
             MatrixMut::dense(sample, positions, channels).tiles(positions, shape.head_channels())
         });
         let qkv = &*qkv;
         let parts = outs.zip(lse.chunks_mut(positions)).enumerate().collect();
-        cpu.for_each_part(parts, |(i, (out, lse))| {
-            let inputs = shape.inputs(qkv, i / heads, i % heads);
-            head_forward(cpu.isa(), inputs, out.out, lse, shape.scale());
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(i, (mut out, lse)): (usize, (Tile<'_, S>, _))| {
+            shape.inputs(qkv, i / heads, i % heads).read(isa, |inputs| {
+                S::write_matrix(isa, &mut out.out, false, |out| {
+                    head_forward(isa, inputs, out, lse, shape.scale());
+                });
+            });
         });
         Ok(())
     }
@@ -125,7 +147,7 @@ impl AttentionForward {
 fn head_forward<T: Real>(
     isa: Isa,
     inputs: Inputs<'_, T>,
-    mut out: MatrixMut<'_, T>,
+    out: &mut MatrixMut<'_, T>,
     lse: &mut [T],
     scale: T,
 ) {
@@ -184,7 +206,7 @@ pub struct AttentionBackward {
     pub qkv: Buffer,
     /// `[B, T, C]`: of forward
     pub out: Buffer,
-    /// `[B, H, T]`: of forward
+    /// `[B, H, T]`, f32 (f64 if `out` is): of forward
     pub lse: Buffer,
     /// `[B, T, C]`
     pub dout: Buffer,
@@ -198,12 +220,12 @@ impl CpuKernel for AttentionBackward {
     const NAME: &'static str = "attention_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dqkv.dtype(), T => self.compute::<T>(cpu))
+        by_dtype!(Self::NAME, self.dqkv.dtype(), S => self.compute::<S>(cpu))
     }
 }
 
 impl AttentionBackward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let shape = self.shape;
         let AttentionShape {
             positions,
@@ -222,39 +244,50 @@ impl AttentionBackward {
             ],
         )?;
         let (qkv, out, lse) = (
-            self.qkv.host::<T>()?,
-            self.out.host::<T>()?,
-            self.lse.host::<T>()?,
+            self.qkv.host::<S>()?,
+            self.out.host::<S>()?,
+            self.lse.host::<S::Real>()?,
         );
-        let dout = self.dout.host::<T>()?;
-        let mut dqkv = self.dqkv.host_mut::<T>()?;
+        let dout = self.dout.host::<S>()?;
+        let mut dqkv = self.dqkv.host_mut::<S>()?;
         let (qkv, out, lse, dout) = (&*qkv, &*out, &*lse, &*dout);
         let parts = dqkv
             .chunks_mut(positions * 3 * channels)
             .flat_map(|sample| self.gradients_by_head(sample))
             .enumerate()
             .collect();
-        cpu.for_each_part(parts, |(i, gradients)| {
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(i, gradients): (usize, [MatrixMut<'_, S>; 3])| {
             let (sample, head) = (i / heads, i % heads);
             let of_head = |data| {
                 let width = shape.head_channels();
-                let rows = Matrix::<T>::dense(data, positions, channels);
+                let rows = Matrix::<S>::dense(data, positions, channels);
                 rows.cols(head * width..(head + 1) * width)
             };
             let range = sample * positions * channels..(sample + 1) * positions * channels;
-            let forward = Forward {
-                inputs: shape.inputs(qkv, sample, head),
-                out: of_head(&out[range.clone()]),
-                lse: &lse[i * positions..][..positions],
-                dout: of_head(&dout[range]),
-            };
-            head_backward(cpu.isa(), forward, gradients, shape.scale());
+            let (out, dout) = (of_head(&out[range.clone()]), of_head(&dout[range]));
+            let lse = &lse[i * positions..][..positions];
+            shape.inputs(qkv, sample, head).read(isa, |inputs| {
+                S::read_matrix(isa, out, |out| {
+                    S::read_matrix(isa, dout, |dout| {
+                        let forward = Forward {
+                            inputs,
+                            out,
+                            lse,
+                            dout,
+                        };
+                        write_all(isa, gradients, |gradients| {
+                            head_backward(isa, forward, gradients, shape.scale());
+                        });
+                    });
+                });
+            });
         });
         Ok(())
     }
 
     /// Cuts `[T, 3C]` of one sample into the gradients of each head's queries, keys and values.
-    fn gradients_by_head<'a, T: Real>(&self, sample: &'a mut [T]) -> Vec<[MatrixMut<'a, T>; 3]> {
+    fn gradients_by_head<'a, T>(&self, sample: &'a mut [T]) -> Vec<[MatrixMut<'a, T>; 3]> {
         let AttentionShape {
             positions,
             heads,
@@ -279,6 +312,22 @@ impl AttentionBackward {
             .map(|((dq, dk), dv)| [dq, dk, dv])
             .collect()
     }
+}
+
+/// Calls `work` with memory for the gradients of queries, keys and values of one head: 3·T·C/H numbers.
+fn write_all<S: Stored>(
+    isa: Isa,
+    gradients: [MatrixMut<'_, S>; 3],
+    work: impl FnOnce([MatrixMut<'_, S::Real>; 3]),
+) {
+    let [mut dq, mut dk, mut dv] = gradients;
+    S::write_matrix(isa, &mut dq, false, |dq| {
+        S::write_matrix(isa, &mut dk, false, |dk| {
+            S::write_matrix(isa, &mut dv, false, |dv| {
+                work([dq.whole_mut(), dk.whole_mut(), dv.whole_mut()]);
+            });
+        });
+    });
 }
 
 /// What the backward of one head reads.

@@ -1,8 +1,8 @@
 //! Conversion between element types; also a plain copy.
 
 use half::bf16;
-use half::slice::HalfFloatSliceExt;
 
+use super::stored::{narrow, widen};
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
@@ -25,14 +25,14 @@ impl CpuKernel for Cast {
                 let (x, mut out) = (self.x.host::<f32>()?, self.out.host_mut::<bf16>()?);
                 let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
                 cpu.for_each_part(parts, |(x, out): (&[f32], &mut [bf16])| {
-                    out.convert_from_f32_slice(x);
+                    narrow(cpu.isa(), x, out);
                 });
             }
             (DType::Bf16, DType::F32) => {
                 let (x, mut out) = (self.x.host::<bf16>()?, self.out.host_mut::<f32>()?);
                 let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
                 cpu.for_each_part(parts, |(x, out): (&[bf16], &mut [f32])| {
-                    x.convert_to_f32_slice(out);
+                    widen(cpu.isa(), x, out);
                 });
             }
             (from, to) if from == to => {

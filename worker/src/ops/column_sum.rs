@@ -1,8 +1,9 @@
 //! The sum over rows: the gradient of a bias.
 
-use super::kernel::{by_dtype, kernel};
+use super::kernel::{by_dtypes, kernel};
 use super::matrix::Matrix;
 use super::real::Real;
+use super::stored::Stored;
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError};
 
@@ -16,7 +17,7 @@ const ROWS: usize = 64;
 pub struct ColumnSum {
     /// `[R, C]`
     pub x: Buffer,
-    /// `[C]`
+    /// `[C]`, of type G
     pub out: Buffer,
     /// Add to `out` instead of overwriting it.
     pub accumulate: bool,
@@ -26,43 +27,47 @@ impl CpuKernel for ColumnSum {
     const NAME: &'static str = "column_sum";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), T => self.compute::<T>(cpu))
+        by_dtypes!(Self::NAME, self.x.dtype(), self.out.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
 }
 
 impl ColumnSum {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let columns = self.out.len();
         let rows = self.x.len() / columns.max(1);
         expect_len(Self::NAME, "x", self.x.len(), rows * columns)?;
-        let x = self.x.host::<T>()?;
-        let mut out = self.out.host_mut::<T>()?;
+        let x = self.x.host::<S>()?;
+        let mut out = self.out.host_mut::<G>()?;
         let x = Matrix::dense(&x, rows, columns);
         let parts = out.chunks_mut(WIDTH).enumerate().collect();
-        cpu.for_each_part(parts, |(i, out): (usize, &mut [T])| {
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(i, out): (usize, &mut [G])| {
             let x = x.cols(i * WIDTH..i * WIDTH + out.len());
-            sum_rows(cpu.isa(), x, rows, out, self.accumulate);
+            G::write(isa, out, self.accumulate, |out| {
+                if !self.accumulate {
+                    out.fill(G::Real::ZERO);
+                }
+                for first in (0..rows).step_by(ROWS) {
+                    let block = x.rows(first..rows.min(first + ROWS));
+                    S::read_matrix(isa, block, |block| add_rows(isa, block, out));
+                }
+            });
         });
         Ok(())
     }
 }
 
 kernel! {
-    /// `out = Σ rows of x`, at most [`WIDTH`] columns.
-    fn sum_rows<'a, T>(x: Matrix<'a, T>, rows: usize, out: &'a mut [T], accumulate: bool) -> () {
-        if !accumulate {
-            out.fill(T::ZERO);
+    /// `out += Σ rows of x`, at most [`WIDTH`] columns. The sum of the rows is formed first.
+    fn add_rows<'a, T>(x: Matrix<'a, T>, out: &'a mut [T]) -> () {
+        let mut block = [T::ZERO; WIDTH];
+        for row in 0..x.row_count() {
+            for (sum, &x) in block.iter_mut().zip(x.row(row)) {
+                *sum += x;
+            }
         }
-        for first in (0..rows).step_by(ROWS) {
-            let mut block = [T::ZERO; WIDTH];
-            for row in first..rows.min(first + ROWS) {
-                for (sum, &x) in block.iter_mut().zip(x.row(row)) {
-                    *sum += x;
-                }
-            }
-            for (out, &sum) in out.iter_mut().zip(&block) {
-                *out += sum;
-            }
+        for (out, &sum) in out.iter_mut().zip(&block) {
+            *out += sum;
         }
     }
 }

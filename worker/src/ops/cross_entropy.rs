@@ -2,6 +2,7 @@
 
 use super::kernel::{by_dtype, kernel};
 use super::real::{Real, ln, max_of, sum_map};
+use super::stored::Stored;
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
@@ -15,9 +16,9 @@ pub struct CrossEntropyForward {
     pub logits: Buffer,
     /// `[R]`, i32
     pub targets: Buffer,
-    /// `[R]`
+    /// `[R]`, f32 (f64 if the logits are)
     pub losses: Buffer,
-    /// `[R]`: ln Σ e^logits, for backward
+    /// `[R]`, as `losses`: ln Σ e^logits, for backward
     pub lse: Buffer,
 }
 
@@ -25,33 +26,47 @@ impl CpuKernel for CrossEntropyForward {
     const NAME: &'static str = "cross_entropy_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.losses.dtype(), T => self.compute::<T>(cpu))
+        by_dtype!(Self::NAME, self.logits.dtype(), S => self.compute::<S>(cpu))
     }
 }
 
 impl CrossEntropyForward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let targets = self.targets.host::<i32>()?;
         let vocab = vocabulary(Self::NAME, &self.logits, &targets)?;
         expect_len(Self::NAME, "losses", self.losses.len(), targets.len())?;
         expect_len(Self::NAME, "lse", self.lse.len(), targets.len())?;
-        let logits = self.logits.host::<T>()?;
-        let (mut losses, mut lse) = (self.losses.host_mut::<T>()?, self.lse.host_mut::<T>()?);
+        let logits = self.logits.host::<S>()?;
+        let (mut losses, mut lse) = (
+            self.losses.host_mut::<S::Real>()?,
+            self.lse.host_mut::<S::Real>()?,
+        );
         let parts = logits
             .chunks(ROWS * vocab)
             .zip(targets.chunks(ROWS))
             .zip(losses.chunks_mut(ROWS).zip(lse.chunks_mut(ROWS)))
             .collect();
-        cpu.for_each_part(parts, |((logits, targets), (losses, lse))| {
-            log_sums(cpu.isa(), logits, lse);
-            for (row, (loss, &target)) in losses.iter_mut().zip(targets).enumerate() {
-                let target = usize::try_from(target).ok();
-                *loss = target.map_or(T::ZERO, |target| lse[row] - logits[row * vocab + target]);
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |((logits, targets), (losses, lse)): Rows<'_, S>| {
+            let rows = logits.chunks_exact(vocab).zip(targets);
+            for ((logits, &target), (loss, lse)) in rows.zip(losses.iter_mut().zip(lse)) {
+                // A row at a time: that much is widened.
+                S::read(isa, logits, |logits| {
+                    *lse = log_sum(isa, logits);
+                    let target = usize::try_from(target).ok();
+                    *loss = target.map_or(S::Real::ZERO, |target| *lse - logits[target]);
+                });
             }
         });
         Ok(())
     }
 }
+
+/// Logits, targets, losses and logarithms of some rows.
+type Rows<'a, S> = (
+    (&'a [S], &'a [i32]),
+    (&'a mut [<S as Stored>::Real], &'a mut [<S as Stored>::Real]),
+);
 
 /// `dlogits[r, v] = (softmax(logits[r])[v] − [v = targets[r]]) · dlosses[r]`, in place; 0 where the target is negative
 #[derive(Clone, Debug)]
@@ -60,9 +75,9 @@ pub struct CrossEntropyBackward {
     pub logits_dlogits: Buffer,
     /// `[R]`, i32
     pub targets: Buffer,
-    /// `[R]`: of forward
+    /// `[R]`, f32 (f64 if the logits are): of forward
     pub lse: Buffer,
-    /// `[R]`
+    /// `[R]`, as `lse`
     pub dlosses: Buffer,
 }
 
@@ -70,22 +85,25 @@ impl CpuKernel for CrossEntropyBackward {
     const NAME: &'static str = "cross_entropy_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.logits_dlogits.dtype(), T => self.compute::<T>(cpu))
+        by_dtype!(Self::NAME, self.logits_dlogits.dtype(), S => self.compute::<S>(cpu))
     }
 }
 
 impl CrossEntropyBackward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let targets = self.targets.host::<i32>()?;
         let vocab = vocabulary(Self::NAME, &self.logits_dlogits, &targets)?;
         expect_len(Self::NAME, "dlosses", self.dlosses.len(), targets.len())?;
         expect_len(Self::NAME, "lse", self.lse.len(), targets.len())?;
-        let (lse, dlosses) = (self.lse.host::<T>()?, self.dlosses.host::<T>()?);
-        let mut logits = self.logits_dlogits.host_mut::<T>()?;
+        let (lse, dlosses) = (self.lse.host::<S::Real>()?, self.dlosses.host::<S::Real>()?);
+        let mut logits = self.logits_dlogits.host_mut::<S>()?;
         let (targets, lse, dlosses) = (&*targets, &*lse, &*dlosses);
         let parts = logits.chunks_mut(vocab).enumerate().collect();
-        cpu.for_each_part(parts, |(row, logits): (usize, &mut [T])| {
-            row_back(cpu.isa(), logits, targets[row], lse[row], dlosses[row]);
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(row, logits): (usize, &mut [S])| {
+            S::write(isa, logits, true, |logits| {
+                row_back(isa, logits, targets[row], lse[row], dlosses[row]);
+            });
         });
         Ok(())
     }
@@ -102,13 +120,10 @@ fn row_back<T: Real>(isa: Isa, logits: &mut [T], target: i32, lse: T, dloss: T) 
 }
 
 kernel! {
-    /// `lse[r] = ln Σ e^logits[r, v]`
-    fn log_sums<'a, T>(logits: &'a [T], lse: &'a mut [T]) -> () {
-        let vocab = logits.len() / lse.len().max(1);
-        for (row, lse) in logits.chunks_exact(vocab).zip(lse) {
-            let max = max_of(row);
-            *lse = max + T::of(ln(sum_map(row, |x| (x - max).exp()).to_f64()));
-        }
+    /// `ln Σ e^logits[v]`
+    fn log_sum<'a, T>(logits: &'a [T]) -> T {
+        let max = max_of(logits);
+        max + T::of(ln(sum_map(logits, |x| (x - max).exp()).to_f64()))
     }
 }
 

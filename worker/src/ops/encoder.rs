@@ -1,9 +1,9 @@
 //! From tokens to channels: the row of the token, plus the row of the position.
 
-use super::kernel::{by_dtype, kernel};
+use super::kernel::{by_dtype, by_dtypes};
 use super::linear::add_into;
 use super::matrix::MatrixMut;
-use super::real::Real;
+use super::stored::Stored;
 use super::{CpuKernel, expect_len, expect_tokens};
 use crate::device::{Buffer, Cpu, DeviceError};
 
@@ -31,33 +31,39 @@ impl CpuKernel for EncoderForward {
     const NAME: &'static str = "encoder_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), T => self.compute::<T>(cpu))
+        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
     }
 }
 
 impl EncoderForward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let tokens = self.tokens.host::<i32>()?;
         let channels = channels(Self::NAME, "out", &self.out, tokens.len())?;
-        let wte = self.wte.host::<T>()?;
+        let wte = self.wte.host::<S>()?;
         expect_tokens(Self::NAME, "tokens", &tokens, 0, wte.len() / channels)?;
-        let wpe = self.wpe.as_ref().map(Buffer::host::<T>).transpose()?;
+        let wpe = self.wpe.as_ref().map(Buffer::host::<S>).transpose()?;
         if let Some(wpe) = &wpe {
             expect_positions(Self::NAME, wpe.len() / channels, self.positions, tokens.len())?;
         }
         let (tokens, wte, wpe) = (&*tokens, &*wte, wpe.as_deref());
-        let mut out = self.out.host_mut::<T>()?;
+        let mut out = self.out.host_mut::<S>()?;
         let parts = out.chunks_mut(ROWS * channels).enumerate().collect();
-        cpu.for_each_part(parts, |(part, out): (usize, &mut [T])| {
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(part, out): (usize, &mut [S])| {
             for (i, out) in out.chunks_exact_mut(channels).enumerate() {
                 let row = part * ROWS + i;
                 // Negative tokens were refused above.
                 let token = tokens[row].unsigned_abs() as usize;
-                out.copy_from_slice(&wte[token * channels..][..channels]);
-                if let Some(wpe) = wpe {
-                    let position = row % self.positions;
-                    add_into(cpu.isa(), &wpe[position * channels..][..channels], out);
-                }
+                let token = &wte[token * channels..][..channels];
+                let Some(wpe) = wpe else {
+                    out.copy_from_slice(token);
+                    continue;
+                };
+                let position = &wpe[row % self.positions * channels..][..channels];
+                S::write(isa, out, false, |out| {
+                    S::widen(isa, token, out);
+                    S::read(isa, position, |position| add_into(isa, position, out));
+                });
             }
         });
         Ok(())
@@ -71,7 +77,7 @@ pub struct TokenBackward {
     pub tokens: Buffer,
     /// `[B, T, C]`
     pub dout: Buffer,
-    /// `[V, C]`
+    /// `[V, C]`, of type G
     pub dwte: Buffer,
     /// Add to `dwte` instead of overwriting it.
     pub accumulate: bool,
@@ -81,30 +87,40 @@ impl CpuKernel for TokenBackward {
     const NAME: &'static str = "token_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dwte.dtype(), T => self.compute::<T>(cpu))
+        by_dtypes!(Self::NAME, self.dout.dtype(), self.dwte.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
 }
 
 impl TokenBackward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let tokens = self.tokens.host::<i32>()?;
         let channels = channels(Self::NAME, "dout", &self.dout, tokens.len())?;
         let vocab = self.dwte.len() / channels;
         expect_len(Self::NAME, "dwte", self.dwte.len(), vocab * channels)?;
         expect_tokens(Self::NAME, "tokens", &tokens, 0, vocab)?;
-        let dout = self.dout.host::<T>()?;
-        let mut dwte = self.dwte.host_mut::<T>()?;
+        let dout = self.dout.host::<S>()?;
+        let mut dwte = self.dwte.host_mut::<G>()?;
         let (tokens, dout) = (&*tokens, &*dout);
+        // All rows of a token are added before its sum is rounded.
+        let mut order: Vec<usize> = (0..tokens.len()).collect();
+        order.sort_by_key(|row| tokens[*row]);
+        let groups: Vec<&[usize]> = order.chunk_by(|a, b| tokens[*a] == tokens[*b]).collect();
+        let isa = cpu.isa();
         let parts = MatrixMut::dense(&mut dwte, vocab, channels).tiles(vocab.max(1), WIDTH);
         cpu.for_each_part(parts, |mut part| {
             if !self.accumulate {
                 for row in 0..part.out.row_count() {
-                    part.out.row_mut(row).fill(T::ZERO);
+                    part.out.row_mut(row).fill(G::zeroed());
                 }
             }
-            for (row, &token) in tokens.iter().enumerate() {
-                let dout = &dout[row * channels..][part.cols.clone()];
-                add_into(cpu.isa(), dout, part.out.row_mut(token.unsigned_abs() as usize));
+            for rows in &groups {
+                let token = tokens[rows[0]].unsigned_abs() as usize;
+                G::write(isa, part.out.row_mut(token), true, |sum| {
+                    for row in *rows {
+                        let dout = &dout[row * channels..][part.cols.clone()];
+                        S::read(isa, dout, |dout| add_into(isa, dout, sum));
+                    }
+                });
             }
         });
         Ok(())
@@ -116,7 +132,7 @@ impl TokenBackward {
 pub struct PositionBackward {
     /// `[B, T, C]`
     pub dout: Buffer,
-    /// `[T, C]` or longer
+    /// `[T, C]` or longer, of type G
     pub dwpe: Buffer,
     /// Add to `dwpe` instead of overwriting it.
     pub accumulate: bool,
@@ -130,44 +146,38 @@ impl CpuKernel for PositionBackward {
     const NAME: &'static str = "position_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dwpe.dtype(), T => self.compute::<T>(cpu))
+        by_dtypes!(Self::NAME, self.dout.dtype(), self.dwpe.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
 }
 
 impl PositionBackward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let (positions, channels) = (self.positions, self.channels.max(1));
         let rows = self.dout.len() / channels;
         expect_len(Self::NAME, "dout", self.dout.len(), rows * channels)?;
         expect_positions(Self::NAME, self.dwpe.len() / channels, positions, rows)?;
-        let dout = self.dout.host::<T>()?;
-        let mut dwpe = self.dwpe.host_mut::<T>()?;
+        let dout = self.dout.host::<S>()?;
+        let mut dwpe = self.dwpe.host_mut::<G>()?;
+        let isa = cpu.isa();
         let dout = &*dout;
         let parts = dwpe.chunks_mut(ROWS * channels).enumerate().collect();
-        cpu.for_each_part(parts, |(part, dwpe): (usize, &mut [T])| {
+        cpu.for_each_part(parts, |(part, dwpe): (usize, &mut [G])| {
             if !self.accumulate {
-                dwpe.fill(T::ZERO);
+                dwpe.fill(G::zeroed());
             }
             for (i, dwpe) in dwpe.chunks_exact_mut(channels).enumerate() {
                 let position = part * ROWS + i;
                 if position < positions {
-                    sum_positions(cpu.isa(), dout, position, positions, dwpe);
+                    let rows = dout.chunks_exact(channels).skip(position).step_by(positions);
+                    G::write(isa, dwpe, true, |sum| {
+                        for row in rows {
+                            S::read(isa, row, |row| add_into(isa, row, sum));
+                        }
+                    });
                 }
             }
         });
         Ok(())
-    }
-}
-
-kernel! {
-    /// Adds the rows of one position, of all samples.
-    fn sum_positions<'a, T>(dout: &'a [T], position: usize, positions: usize, dwpe: &'a mut [T]) -> () {
-        let channels = dwpe.len();
-        for row in dout.chunks_exact(channels).skip(position).step_by(positions) {
-            for (sum, &d) in dwpe.iter_mut().zip(row) {
-                *sum += d;
-            }
-        }
     }
 }
 

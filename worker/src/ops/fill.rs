@@ -2,6 +2,7 @@
 
 use super::CpuKernel;
 use super::kernel::kernel;
+use super::stored::Stored;
 use crate::device::{Buffer, Cpu, DType, DeviceError, Element};
 
 /// Elements of one part of the work.
@@ -40,9 +41,9 @@ impl Fill {
 /// `x[i] = x[i] · factor`
 #[derive(Clone, Debug)]
 pub struct Scale {
-    /// `[n]`, f32
+    /// `[n]`, f32 or bf16
     pub x: Buffer,
-    /// The factor.
+    /// The factor; the product is rounded to the type of `x`.
     pub factor: f32,
 }
 
@@ -50,9 +51,19 @@ impl CpuKernel for Scale {
     const NAME: &'static str = "scale";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let mut x = self.x.host_mut::<f32>()?;
-        cpu.for_each_part(x.chunks_mut(PART).collect(), |x: &mut [f32]| {
-            multiply(cpu.isa(), x, self.factor);
+        match self.x.dtype() {
+            DType::Bf16 => self.scale::<half::bf16>(cpu),
+            // Any other type is refused there.
+            _ => self.scale::<f32>(cpu),
+        }
+    }
+}
+
+impl Scale {
+    fn scale<T: Stored<Real = f32>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let (mut x, isa) = (self.x.host_mut::<T>()?, cpu.isa());
+        cpu.for_each_part(x.chunks_mut(PART).collect(), |x: &mut [T]| {
+            T::write(isa, x, true, |x| multiply(isa, x, self.factor));
         });
         Ok(())
     }

@@ -9,6 +9,7 @@
 
 use super::kernel::{by_dtype, kernel};
 use super::real::Real;
+use super::stored::Stored;
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError};
 
@@ -36,12 +37,17 @@ impl CpuKernel for GeluForward {
 }
 
 impl GeluForward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
-        let inp = self.inp.host::<T>()?;
-        let mut out = self.out.host_mut::<T>()?;
+        let inp = self.inp.host::<S>()?;
+        let mut out = self.out.host_mut::<S>()?;
         let parts = inp.chunks(PART).zip(out.chunks_mut(PART)).collect();
-        cpu.for_each_part(parts, |(inp, out): (&[T], &mut [T])| gelu(cpu.isa(), inp, out));
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(inp, out): (&[S], &mut [S])| {
+            S::read(isa, inp, |inp| {
+                S::write(isa, out, false, |out| gelu(isa, inp, out));
+            });
+        });
         Ok(())
     }
 }
@@ -65,13 +71,16 @@ impl CpuKernel for GeluBackward {
 }
 
 impl GeluBackward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
-        let mut inp_out = self.inp_out.host_mut::<T>()?;
-        let mut dout_dinp = self.dout_dinp.host_mut::<T>()?;
+        let mut inp_out = self.inp_out.host_mut::<S>()?;
+        let mut dout_dinp = self.dout_dinp.host_mut::<S>()?;
         let parts = inp_out.chunks_mut(PART).zip(dout_dinp.chunks_mut(PART)).collect();
-        cpu.for_each_part(parts, |(inp, dout): (&mut [T], &mut [T])| {
-            gelu_back(cpu.isa(), inp, dout);
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(inp, dout): (&mut [S], &mut [S])| {
+            S::write(isa, inp, true, |inp| {
+                S::write(isa, dout, true, |dout| gelu_back(isa, inp, dout));
+            });
         });
         Ok(())
     }

@@ -35,26 +35,49 @@ macro_rules! kernel {
 }
 pub(crate) use kernel;
 
-/// Calls a generic function with the floating-point type that a buffer holds.
+/// Calls a generic function with the type of activations and parameters that a buffer holds.
 macro_rules! by_dtype {
-    ($op:expr, $dtype:expr, $real:ident => $call:expr) => {
+    ($op:expr, $dtype:expr, $stored:ident => $call:expr) => {
         match $dtype {
             $crate::device::DType::F32 => {
-                type $real = f32;
+                type $stored = f32;
                 $call
             }
             $crate::device::DType::F64 => {
-                type $real = f64;
+                type $stored = f64;
+                $call
+            }
+            $crate::device::DType::Bf16 => {
+                type $stored = half::bf16;
                 $call
             }
             other => Err($crate::device::DeviceError::Shape {
                 op: $op,
-                what: format!("computes in f32 or f64, not in {other}"),
+                what: format!("takes f32, bf16 or f64, not {other}"),
             }),
         }
     };
 }
 pub(crate) use by_dtype;
+
+/// As [`by_dtype`], with the type of parameters' gradients: the same, or f32 beside bf16.
+macro_rules! by_dtypes {
+    ($op:expr, $dtype:expr, $grad_dtype:expr, ($stored:ident, $grad:ident) => $call:expr) => {
+        match ($dtype, $grad_dtype) {
+            ($crate::device::DType::Bf16, $crate::device::DType::F32) => {
+                type $stored = half::bf16;
+                type $grad = f32;
+                $call
+            }
+            // Where they should be the same and are not, the gradient is refused when it is borrowed.
+            (dtype, _) => $crate::ops::kernel::by_dtype!($op, dtype, $stored => {
+                type $grad = $stored;
+                $call
+            }),
+        }
+    };
+}
+pub(crate) use by_dtypes;
 
 use super::real::Real;
 
@@ -65,16 +88,16 @@ const LINE: usize = 8;
 /// its scratch memory, so that after the first step nothing is allocated.
 pub(crate) fn with_scratch<T: Real, R>(len: usize, work: impl FnOnce(&mut [T]) -> R) -> R {
     thread_local! {
-        static SCRATCH: RefCell<Vec<f64>> = const { RefCell::new(Vec::new()) };
+        // The last one given back is the next one taken: every depth of nesting finds its own again.
+        static SCRATCH: RefCell<Vec<Vec<f64>>> = const { RefCell::new(Vec::new()) };
     }
-    // Taken out for the time of the work, so that a nested call is served too.
-    let mut memory = SCRATCH.take();
+    let mut memory = SCRATCH.with_borrow_mut(Vec::pop).unwrap_or_default();
     let doubles = (len * size_of::<T>()).div_ceil(size_of::<f64>());
     if memory.len() < doubles + LINE {
         memory.resize(doubles + LINE, 0.0);
     }
     let start = memory.as_ptr().align_offset(LINE * size_of::<f64>()).min(LINE);
     let result = work(&mut bytemuck::cast_slice_mut(&mut memory[start..start + doubles])[..len]);
-    SCRATCH.set(memory);
+    SCRATCH.with_borrow_mut(|free| free.push(memory));
     result
 }

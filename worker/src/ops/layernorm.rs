@@ -7,11 +7,12 @@
     reason = "so that it is compiled for each instruction set"
 )]
 
-use super::kernel::{by_dtype, kernel, with_scratch};
+use super::kernel::{by_dtype, by_dtypes, kernel, with_scratch};
 use super::linear::add_into;
 use super::real::{Real, sum_map, sum_map2, sum_map3};
+use super::stored::Stored;
 use super::{CpuKernel, expect_len};
-use crate::device::{Buffer, Cpu, DeviceError};
+use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
 /// Added to the variance, as in GPT-2.
 const EPSILON: f64 = 1e-5;
@@ -35,29 +36,35 @@ impl CpuKernel for LayerNormForward {
     const NAME: &'static str = "layernorm_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), T => self.compute::<T>(cpu))
+        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
     }
 }
 
 impl LayerNormForward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let channels = self.weight.len();
         expect_len(Self::NAME, "bias", self.bias.len(), channels)?;
         expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
         expect_rows(Self::NAME, self.inp.len(), channels)?;
         let (inp, weight, bias) = (
-            self.inp.host::<T>()?,
-            self.weight.host::<T>()?,
-            self.bias.host::<T>()?,
+            self.inp.host::<S>()?,
+            self.weight.host::<S>()?,
+            self.bias.host::<S>()?,
         );
-        let (weight, bias) = (&*weight, &*bias);
-        let mut out = self.out.host_mut::<T>()?;
+        let mut out = self.out.host_mut::<S>()?;
         let parts = inp
             .chunks(ROWS * channels)
             .zip(out.chunks_mut(ROWS * channels))
             .collect();
-        cpu.for_each_part(parts, |(inp, out): (&[T], &mut [T])| {
-            normalize(cpu.isa(), inp, weight, bias, out);
+        let isa = cpu.isa();
+        S::read(isa, &weight, |weight| {
+            S::read(isa, &bias, |bias| {
+                cpu.for_each_part(parts, |(inp, out): (&[S], &mut [S])| {
+                    S::read(isa, inp, |inp| {
+                        S::write(isa, out, false, |out| normalize(isa, inp, weight, bias, out));
+                    });
+                });
+            });
         });
         Ok(())
     }
@@ -74,9 +81,9 @@ pub struct LayerNormBackward {
     pub weight: Buffer,
     /// `[R, C]`
     pub dinp: Buffer,
-    /// `[C]`
+    /// `[C]`, of type G
     pub dweight: Buffer,
-    /// `[C]`
+    /// `[C]`, of type G
     pub dbias: Buffer,
     /// Add to `dinp`, where the gradient of the residual stream around the layer is, instead of overwriting it.
     pub accumulate_dinp: bool,
@@ -90,12 +97,12 @@ impl CpuKernel for LayerNormBackward {
     const NAME: &'static str = "layernorm_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dinp.dtype(), T => self.compute::<T>(cpu))
+        by_dtypes!(Self::NAME, self.dinp.dtype(), self.dweight.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
 }
 
 impl LayerNormBackward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let channels = self.weight.len();
         expect_rows(Self::NAME, self.inp.len(), channels)?;
         expect_len(Self::NAME, "dout", self.dout.len(), self.inp.len())?;
@@ -103,51 +110,67 @@ impl LayerNormBackward {
         expect_len(Self::NAME, "dweight", self.dweight.len(), channels)?;
         expect_len(Self::NAME, "dbias", self.dbias.len(), channels)?;
         let (dout, inp, weight) = (
-            self.dout.host::<T>()?,
-            self.inp.host::<T>()?,
-            self.weight.host::<T>()?,
+            self.dout.host::<S>()?,
+            self.inp.host::<S>()?,
+            self.weight.host::<S>()?,
         );
-        let weight = &*weight;
-        let mut dinp = self.dinp.host_mut::<T>()?;
+        let mut dinp = self.dinp.host_mut::<S>()?;
+        let isa = cpu.isa();
 
         // Each part sums its rows; the sums are combined in the order of the parts.
         let chunk = ROWS * channels;
-        with_scratch::<T, _>(inp.len().div_ceil(chunk) * 2 * channels, |sums| {
+        with_scratch::<S::Real, _>(inp.len().div_ceil(chunk) * 2 * channels, |sums| {
             let parts = dout
                 .chunks(chunk)
                 .zip(inp.chunks(chunk))
                 .zip(dinp.chunks_mut(chunk))
                 .zip(sums.chunks_mut(2 * channels))
-                .map(|(((dout, inp), dinp), sums)| Rows {
-                    dout,
-                    inp,
-                    dinp,
-                    sums,
-                })
                 .collect();
             let accumulate = self.accumulate_dinp;
-            cpu.for_each_part(parts, |rows| normalize_back(cpu.isa(), rows, weight, accumulate));
-            self.add_sums::<T>(cpu, sums)
+            S::read(isa, &weight, |weight| {
+                cpu.for_each_part(parts, |(((dout, inp), dinp), sums): RowSlices<'_, S>| {
+                    S::read(isa, dout, |dout| {
+                        S::read(isa, inp, |inp| {
+                            S::write(isa, dinp, accumulate, |dinp| {
+                                let rows = Rows {
+                                    dout,
+                                    inp,
+                                    dinp,
+                                    sums,
+                                };
+                                normalize_back(isa, rows, weight, accumulate);
+                            });
+                        });
+                    });
+                });
+            });
+            self.add_sums::<G>(isa, sums)
         })
     }
 
-    fn add_sums<T: Real>(&self, cpu: &Cpu, sums: &[T]) -> Result<(), DeviceError> {
-        let (mut dweight, mut dbias) = (self.dweight.host_mut::<T>()?, self.dbias.host_mut::<T>()?);
-        if !self.accumulate_dweight {
-            dweight.fill(T::ZERO);
-        }
-        if !self.accumulate_dbias {
-            dbias.fill(T::ZERO);
-        }
-        let channels = dweight.len();
-        for sums in sums.chunks(2 * channels) {
-            let (weight_sums, bias_sums) = sums.split_at(channels);
-            add_into(cpu.isa(), weight_sums, &mut dweight);
-            add_into(cpu.isa(), bias_sums, &mut dbias);
+    fn add_sums<G: Stored>(&self, isa: Isa, sums: &[G::Real]) -> Result<(), DeviceError> {
+        let channels = self.weight.len();
+        let targets = [
+            (&self.dweight, self.accumulate_dweight),
+            (&self.dbias, self.accumulate_dbias),
+        ];
+        for (which, (target, accumulate)) in targets.into_iter().enumerate() {
+            let mut target = target.host_mut::<G>()?;
+            G::write(isa, &mut target, accumulate, |target| {
+                if !accumulate {
+                    target.fill(G::Real::ZERO);
+                }
+                for sums in sums.chunks_exact(channels).skip(which).step_by(2) {
+                    add_into(isa, sums, target);
+                }
+            });
         }
         Ok(())
     }
 }
+
+/// `dout`, `inp`, `dinp` and `sums` of one part, as they are stored.
+type RowSlices<'a, S> = (((&'a [S], &'a [S]), &'a mut [S]), &'a mut [<S as Stored>::Real]);
 
 /// What one part of the backward touches.
 struct Rows<'a, T> {

@@ -1,9 +1,12 @@
 //! A linear layer. Its backward is two operations, so that the gradient of the input can go ahead of that of the
 //! weight; the gradient of the bias is [`super::ColumnSum`].
 
-use super::kernel::{by_dtype, kernel};
+use std::ops::Range;
+
+use super::kernel::{by_dtype, by_dtypes, kernel};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
 use super::real::Real;
+use super::stored::Stored;
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
@@ -31,14 +34,15 @@ pub struct LinearShape {
 
 impl LinearShape {
     /// The weight as a matrix of inputs × outputs.
-    fn weight<'a, T: Real>(&self, weight: &'a [T]) -> Matrix<'a, T> {
+    fn weight<'a, T>(&self, weight: &'a [T]) -> Matrix<'a, T> {
         match self.layout {
             WeightLayout::InOut => Matrix::dense(weight, self.inputs, self.outputs),
             WeightLayout::OutIn => Matrix::dense(weight, self.outputs, self.inputs).transposed(),
         }
     }
 
-    fn check(
+    /// Refuses buffers whose sizes do not fit.
+    pub(super) fn check(
         &self,
         op: &'static str,
         input: (&str, &Buffer),
@@ -72,12 +76,12 @@ impl CpuKernel for LinearForward {
     const NAME: &'static str = "linear_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), T => self.compute::<T>(cpu))
+        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
     }
 }
 
 impl LinearForward {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let LinearShape {
             rows,
             inputs,
@@ -96,42 +100,78 @@ impl LinearForward {
         if let Some(residual) = &self.residual {
             expect_len(Self::NAME, "residual", residual.len(), rows * outputs)?;
         }
-        let (inp, weight) = (self.inp.host::<T>()?, self.weight.host::<T>()?);
-        let bias = self.bias.as_ref().map(Buffer::host::<T>).transpose()?;
-        let residual = self.residual.as_ref().map(Buffer::host::<T>).transpose()?;
-        let mut out = self.out.host_mut::<T>()?;
+        let (inp, weight) = (self.inp.host::<S>()?, self.weight.host::<S>()?);
+        let bias = self.bias.as_ref().map(Buffer::host::<S>).transpose()?;
+        let residual = self.residual.as_ref().map(Buffer::host::<S>).transpose()?;
+        let mut out = self.out.host_mut::<S>()?;
 
         let inp = Matrix::dense(&inp, rows, inputs);
         let weight = self.shape.weight(&weight);
-        let (bias, residual) = (bias.as_deref(), residual.as_deref());
-        let tiles = cut(MatrixMut::dense(&mut out, rows, outputs), rows, outputs);
-        cpu.for_each_part(tiles, |mut tile| {
-            let (lhs, rhs) = (inp.rows(tile.rows.clone()), weight.cols(tile.cols.clone()));
-            product(&mut tile.out, lhs, rhs, T::ONE, false);
-            // While the tile is in the cache.
-            finish_tile(cpu.isa(), &mut tile, bias, residual, outputs);
+        let terms = Terms {
+            bias: bias.as_deref(),
+            residual: residual.as_deref().map(|r| Matrix::dense(r, rows, outputs)),
+        };
+        let isa = cpu.isa();
+        let tiles = cut::<S, _>(MatrixMut::dense(&mut out, rows, outputs));
+        cpu.for_each_part(tiles, |Tile { rows, cols, mut out }| {
+            S::write_matrix(isa, &mut out, false, |out| {
+                multiply(isa, out, inp.rows(rows.clone()), weight.cols(cols.clone()), false);
+                // While the tile is in the cache.
+                terms.add_to(isa, out, rows, cols);
+            });
         });
         Ok(())
     }
 }
 
-/// Adds bias and residual to a tile of the output.
-fn finish_tile<T: Real>(
+/// What is added to the product.
+struct Terms<'a, S> {
+    /// `[O]`
+    bias: Option<&'a [S]>,
+    /// `[R, O]`
+    residual: Option<Matrix<'a, S>>,
+}
+
+impl<S: Stored> Terms<'_, S> {
+    /// Adds their parts to a tile of the output.
+    fn add_to(&self, isa: Isa, out: &mut MatrixMut<'_, S::Real>, rows: Range<usize>, cols: Range<usize>) {
+        // Nothing to add where there is no bias.
+        let bias = self.bias.map_or(&[][..], |bias| &bias[cols.clone()]);
+        S::read(isa, bias, |bias| {
+            for (i, row) in rows.enumerate() {
+                let out = out.row_mut(i);
+                add_into(isa, bias, out);
+                if let Some(residual) = &self.residual {
+                    let residual = &residual.row(row)[cols.clone()];
+                    S::read(isa, residual, |residual| add_into(isa, residual, out));
+                }
+            }
+        });
+    }
+}
+
+/// `out = lhs · rhs`, or `out += …` where `accumulate`. What must be widened is so by blocks of the inner dimension.
+fn multiply<S: Stored>(
     isa: Isa,
-    tile: &mut Tile<'_, T>,
-    bias: Option<&[T]>,
-    residual: Option<&[T]>,
-    outputs: usize,
+    out: &mut MatrixMut<'_, S::Real>,
+    lhs: Matrix<'_, S>,
+    rhs: Matrix<'_, S>,
+    accumulate: bool,
 ) {
-    let bias = bias.map(|bias| &bias[tile.cols.clone()]);
-    let rows = tile.rows.clone();
-    for (i, row) in rows.enumerate() {
-        let out = tile.out.row_mut(i);
-        if let Some(bias) = bias {
-            add_into(isa, bias, out);
-        }
-        if let Some(residual) = residual {
-            add_into(isa, &residual[row * outputs..][tile.cols.clone()], out);
+    let inner = lhs.col_count();
+    let block = if S::IN_PLACE { inner } else { WIDENED };
+    let mut first = 0;
+    // Once even if there is nothing to add up: the product is zero then.
+    loop {
+        let part = first..inner.min(first + block);
+        S::read_matrix(isa, lhs.cols(part.clone()), |lhs| {
+            S::read_matrix(isa, rhs.rows(part.clone()), |rhs| {
+                product(out, lhs, rhs, S::Real::ONE, accumulate || first > 0);
+            });
+        });
+        first = part.end;
+        if first >= inner {
+            break;
         }
     }
 }
@@ -162,12 +202,12 @@ impl CpuKernel for LinearDinp {
     const NAME: &'static str = "linear_dinp";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dinp.dtype(), T => self.compute::<T>(cpu))
+        by_dtype!(Self::NAME, self.dinp.dtype(), S => self.compute::<S>(cpu))
     }
 }
 
 impl LinearDinp {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let LinearShape {
             rows,
             inputs,
@@ -180,19 +220,16 @@ impl LinearDinp {
             ("weight", &self.weight),
             ("dout", &self.dout),
         )?;
-        let (dout, weight) = (self.dout.host::<T>()?, self.weight.host::<T>()?);
-        let mut dinp = self.dinp.host_mut::<T>()?;
+        let (dout, weight) = (self.dout.host::<S>()?, self.weight.host::<S>()?);
+        let mut dinp = self.dinp.host_mut::<S>()?;
         let dout = Matrix::dense(&dout, rows, outputs);
         let weight = self.shape.weight(&weight).transposed();
-        let tiles = cut(MatrixMut::dense(&mut dinp, rows, inputs), rows, inputs);
-        cpu.for_each_part(tiles, |mut tile| {
-            product(
-                &mut tile.out,
-                dout.rows(tile.rows),
-                weight.cols(tile.cols),
-                T::ONE,
-                false,
-            );
+        let isa = cpu.isa();
+        let tiles = cut::<S, _>(MatrixMut::dense(&mut dinp, rows, inputs));
+        cpu.for_each_part(tiles, |Tile { rows, cols, mut out }| {
+            S::write_matrix(isa, &mut out, false, |out| {
+                multiply(isa, out, dout.rows(rows), weight.cols(cols), false);
+            });
         });
         Ok(())
     }
@@ -205,7 +242,7 @@ pub struct LinearDweight {
     pub inp: Buffer,
     /// `[R, O]`
     pub dout: Buffer,
-    /// `[I, O]` or `[O, I]`
+    /// `[I, O]` or `[O, I]`, of type G
     pub dweight: Buffer,
     /// Add to `dweight` instead of overwriting it.
     pub accumulate: bool,
@@ -217,12 +254,12 @@ impl CpuKernel for LinearDweight {
     const NAME: &'static str = "linear_dweight";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dweight.dtype(), T => self.compute::<T>(cpu))
+        by_dtypes!(Self::NAME, self.inp.dtype(), self.dweight.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
 }
 
 impl LinearDweight {
-    fn compute<T: Real>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let LinearShape {
             rows,
             inputs,
@@ -235,8 +272,8 @@ impl LinearDweight {
             ("dweight", &self.dweight),
             ("dout", &self.dout),
         )?;
-        let (inp, dout) = (self.inp.host::<T>()?, self.dout.host::<T>()?);
-        let mut dweight = self.dweight.host_mut::<T>()?;
+        let (inp, dout) = (self.inp.host::<S>()?, self.dout.host::<S>()?);
+        let mut dweight = self.dweight.host_mut::<G>()?;
         let (inp, dout) = (
             Matrix::dense(&inp, rows, inputs),
             Matrix::dense(&dout, rows, outputs),
@@ -245,34 +282,39 @@ impl LinearDweight {
             WeightLayout::InOut => (inputs, outputs, inp.transposed(), dout),
             WeightLayout::OutIn => (outputs, inputs, dout.transposed(), inp),
         };
-        let tiles = cut(MatrixMut::dense(&mut dweight, height, width), height, width);
-        cpu.for_each_part(tiles, |mut tile| {
-            product(
-                &mut tile.out,
-                lhs.rows(tile.rows),
-                rhs.cols(tile.cols),
-                T::ONE,
-                self.accumulate,
-            );
+        let isa = cpu.isa();
+        let tiles = cut::<S, _>(MatrixMut::dense(&mut dweight, height, width));
+        cpu.for_each_part(tiles, |Tile { rows, cols, mut out }| {
+            G::write_matrix(isa, &mut out, self.accumulate, |out| {
+                multiply(isa, out, lhs.rows(rows), rhs.cols(cols), self.accumulate);
+            });
         });
         Ok(())
     }
 }
 
-/// Tiles of an output: large enough for the product's own blocking, small enough that there are several for
-/// the threads, and a function of the sizes alone.
-fn cut<T>(out: MatrixMut<'_, T>, rows: usize, cols: usize) -> Vec<Tile<'_, T>> {
-    const HEIGHT: usize = 512;
+/// Elements of the inner dimension, and columns of a tile, that are widened at a time: with [`HEIGHT`] rows, 8 MiB a
+/// thread for both factors and the tile. A factor is widened once for each row or column of tiles, which is little
+/// beside the product.
+const WIDENED: usize = 1024;
+/// Rows of a tile.
+const HEIGHT: usize = 512;
+
+/// Tiles of an output of factors `S`: large enough for the product's own blocking, small enough that there are several
+/// for the threads, and a function of the sizes alone.
+fn cut<S: Stored, T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
+    /// Columns of a tile that needs no scratch memory.
     const WIDTH: usize = 4096;
     /// Tiles that an output is cut into where it is large enough.
     const TILES: usize = 4;
     /// Columns of a tile are a multiple of this, except for the last tile.
     const STEP: usize = 64;
-    let height = HEIGHT.min(rows).max(1);
-    let columns_wanted = TILES.div_ceil(rows.div_ceil(height).max(1));
-    let width = cols
+    let height = HEIGHT.min(out.row_count()).max(1);
+    let columns_wanted = TILES.div_ceil(out.row_count().div_ceil(height).max(1));
+    let width = out
+        .col_count()
         .div_ceil(columns_wanted)
         .next_multiple_of(STEP)
-        .clamp(STEP, WIDTH);
+        .clamp(STEP, if S::IN_PLACE { WIDTH } else { WIDENED });
     out.tiles(height, width)
 }

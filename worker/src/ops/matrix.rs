@@ -78,6 +78,21 @@ impl<'a, T> Matrix<'a, T> {
         self.transposed().rows(range).transposed()
     }
 
+    /// Number of rows.
+    pub(crate) fn row_count(&self) -> usize {
+        self.rows
+    }
+
+    /// Number of columns.
+    pub(crate) fn col_count(&self) -> usize {
+        self.cols
+    }
+
+    /// True if [`Matrix::row`] can be called.
+    pub(crate) fn has_slices(&self) -> bool {
+        self.col_stride == 1
+    }
+
     /// One row as a slice.
     pub(crate) fn row(&self, row: usize) -> &'a [T] {
         assert!(
@@ -126,12 +141,22 @@ impl<'a, T> MatrixMut<'a, T> {
         self.rows
     }
 
+    /// Number of columns.
+    pub(crate) fn col_count(&self) -> usize {
+        self.cols
+    }
+
     /// One row as a slice.
     pub(crate) fn row_mut(&mut self, row: usize) -> &mut [T] {
         assert!(row < self.rows, "row {row} of {}", self.rows);
         // SAFETY: the row was within the slice at construction; no other view has its elements, and `&mut self`
         // makes this the only slice of them.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(row * self.row_stride), self.cols) }
+    }
+
+    /// A shorter borrow of all of it.
+    pub(crate) fn whole_mut(&mut self) -> MatrixMut<'_, T> {
+        self.rows_mut(0..self.rows)
     }
 
     /// A shorter borrow of some of the rows.

@@ -12,29 +12,41 @@
 //! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
 //! | `layernorm`, `gelu`, `attention`, `cross_entropy` | forward and backward |
+//! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
+//! | `loss_sum` | [`LossSum`] |
 //! | `adamw`, `norm` | [`AdamW`], [`SquaredNorm`], [`ClipScale`] |
 //! | `cast`, `fill` | [`Cast`], [`Fill`], [`Scale`] |
-//! | `kernel`, `real`, `matrix` | what kernels are written in |
+//! | `kernel`, `real`, `matrix`, `stored` | what CPU kernels are written in; bf16 storage |
+//! | [`cuda`] | the same operations on NVIDIA GPUs |
+//!
+//! Types: activations and parameters have one type A (f32, bf16, or f64 in gradient checks). Gradients of parameters
+//! have G, which is A or f32. Statistics (`losses`, `lse`, `dlosses`, norm, scale) are f32, or f64 where A is f64;
+//! partial sums of the norm are f64. bf16 is storage: arithmetic is in f32, and a result is rounded once.
 //!
 //! Letters: `B` samples, `T` positions, `C` channels, `H` heads, `V` vocabulary, `R = B·T` rows.
 
 mod adamw;
 mod attention;
+mod batch_norm;
 mod cast;
 mod column_sum;
 mod cross_entropy;
+pub mod cuda;
 mod encoder;
 mod fill;
 mod gelu;
 mod kernel;
 mod layernorm;
 mod linear;
+mod loss_sum;
 mod matrix;
 mod norm;
 pub(crate) mod real;
+mod stored;
 
 pub use adamw::{AdamW, AdamWStep};
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
+pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use cast::Cast;
 pub use column_sum::ColumnSum;
 pub use cross_entropy::{CrossEntropyBackward, CrossEntropyForward};
@@ -43,8 +55,10 @@ pub use fill::{Fill, Scale};
 pub use gelu::{GeluBackward, GeluForward};
 pub use layernorm::{LayerNormBackward, LayerNormForward};
 pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
+pub use loss_sum::LossSum;
 pub use norm::{CHUNK, ClipScale, SquaredNorm};
 
+use crate::device::cuda::{CudaKernel, Launch};
 use crate::device::{Cpu, DeviceError};
 
 /// Runs one operation on the CPU.
@@ -75,6 +89,11 @@ macro_rules! operations {
             pub fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
                 match self { $(Self::$op(op) => op.run(cpu),)* }
             }
+
+            /// Puts it on a stream of an NVIDIA GPU.
+            pub fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+                match self { $(Self::$op(op) => op.launch(cx),)* }
+            }
         }
 
         $(impl From<$op> for Op {
@@ -89,6 +108,10 @@ operations!(
     AdamW,
     AttentionBackward,
     AttentionForward,
+    BatchNormBackward,
+    BatchNormBackwardSums,
+    BatchNormForward,
+    BatchNormSums,
     Cast,
     ClipScale,
     ColumnSum,
@@ -103,6 +126,7 @@ operations!(
     LinearDinp,
     LinearDweight,
     LinearForward,
+    LossSum,
     PositionBackward,
     Scale,
     SquaredNorm,

@@ -1,9 +1,12 @@
 //! The global norm of the gradients, and the factor that clips it. Both stay on the device.
 
+use half::bf16;
+
 use super::kernel::kernel;
 use super::real::sum_lanes;
+use super::stored::Stored;
 use super::{CpuKernel, expect_len};
-use crate::device::{Buffer, Cpu, DeviceError};
+use crate::device::{Buffer, Cpu, DType, DeviceError};
 
 /// Elements of an arena whose squares are summed together, in f64. Shards align to it, so that the norm does
 /// not depend on who owns what.
@@ -12,7 +15,7 @@ pub const CHUNK: usize = 16_384;
 /// `partials[c] = Σ x[i]²` over chunk `c`, in f64
 #[derive(Clone, Debug)]
 pub struct SquaredNorm {
-    /// `[n]`, f32; starts at a multiple of [`CHUNK`] in its arena
+    /// `[n]`, f32 or bf16; starts at a multiple of [`CHUNK`] in its arena
     pub x: Buffer,
     /// `[⌈n / CHUNK⌉]`, f64
     pub partials: Buffer,
@@ -22,7 +25,17 @@ impl CpuKernel for SquaredNorm {
     const NAME: &'static str = "squared_norm";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let x = self.x.host::<f32>()?;
+        match self.x.dtype() {
+            DType::Bf16 => self.compute::<bf16>(cpu),
+            // Any other type is refused there.
+            _ => self.compute::<f32>(cpu),
+        }
+    }
+}
+
+impl SquaredNorm {
+    fn compute<G: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let x = self.x.host::<G>()?;
         expect_len(
             Self::NAME,
             "partials",
@@ -31,7 +44,10 @@ impl CpuKernel for SquaredNorm {
         )?;
         let mut partials = self.partials.host_mut::<f64>()?;
         let parts = partials.iter_mut().zip(x.chunks(CHUNK)).collect();
-        cpu.for_each_part(parts, |(partial, chunk)| *partial = squared_sum(cpu.isa(), chunk));
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(partial, chunk): (&mut f64, &[G])| {
+            *partial = G::read(isa, chunk, |chunk| squared_sum(isa, chunk));
+        });
         Ok(())
     }
 }
@@ -53,11 +69,16 @@ kernel! {
     }
 }
 
-/// `norm = √Σ partials; scale = min(1, max_norm / norm)`, summed in chunk order
+/// `norm = √Σ partials; scale = min(1, max_norm / norm)`, summed in chunk order; the scale is NaN, so that
+/// [`super::AdamW`] leaves everything as it is, if the norm or one of `witnesses` is not finite
 #[derive(Clone, Debug)]
 pub struct ClipScale {
-    /// `[chunks]`, f64, of [`SquaredNorm`]
+    /// `[partials]`, f64, of [`SquaredNorm`], of all ranks
     pub partials: Buffer,
+    /// `[chunks]`, i32: where the sum of each chunk is in `partials`, negative for a chunk that has none. None: in order.
+    pub order: Option<Buffer>,
+    /// `[n]`, f64: other numbers that must be finite, such as the losses of all ranks.
+    pub witnesses: Option<Buffer>,
     /// Largest norm that is let through; none: only measure.
     pub max_norm: Option<f32>,
     /// `[1]`, f32
@@ -70,8 +91,10 @@ impl CpuKernel for ClipScale {
     const NAME: &'static str = "clip_scale";
 
     fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        let sum: f64 = self.partials.host::<f64>()?.iter().sum();
-        let norm = sum.sqrt();
+        let norm = self.sum()?.sqrt();
+        let witnesses = self.witnesses.as_ref().map(Buffer::host::<f64>).transpose()?;
+        let finite =
+            (norm as f32).is_finite() && witnesses.is_none_or(|all| all.iter().all(|x| x.is_finite()));
         self.norm.host_mut::<f32>()?[0] = norm as f32;
         let clip = |max: f32| {
             if norm > f64::from(max) {
@@ -80,7 +103,29 @@ impl CpuKernel for ClipScale {
                 1.0
             }
         };
-        self.scale.host_mut::<f32>()?[0] = self.max_norm.map_or(1.0, clip);
+        self.scale.host_mut::<f32>()?[0] = if finite {
+            self.max_norm.map_or(1.0, clip)
+        } else {
+            f32::NAN
+        };
         Ok(())
+    }
+}
+
+impl ClipScale {
+    fn sum(&self) -> Result<f64, DeviceError> {
+        let partials = self.partials.host::<f64>()?;
+        let Some(order) = &self.order else {
+            return Ok(partials.iter().sum());
+        };
+        let mut sum = 0.0;
+        for &at in order.host::<i32>()?.iter() {
+            let Ok(at) = usize::try_from(at) else { continue };
+            sum += partials.get(at).ok_or_else(|| DeviceError::Shape {
+                op: Self::NAME,
+                what: format!("`order` names partial {at} of {}", partials.len()),
+            })?;
+        }
+        Ok(sum)
     }
 }

@@ -1,18 +1,22 @@
-//! AdamW over flat arenas: a rank has the moments of the parameters that it owns, and updates these.
+//! AdamW over flat arenas: a rank has the moments of the parameters that it owns, and updates these. Of parameters
+//! in bf16 it has f32 masters too: these are updated, and every update leaves the parameters as the masters rounded.
 
 use std::sync::Arc;
 
+use crate::checkpoint::Kind;
 use crate::config::Optimizer;
 use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
 use crate::ops;
 use crate::parallel::{Place, Portion, Sharding};
 
-/// The two moments and the ranges that decay.
+/// The two moments, the masters if parameters have any, and the ranges that decay.
 pub struct AdamW {
     device: Arc<dyn Device>,
     config: Optimizer,
     m: Portion,
     v: Portion,
+    /// In f32, of parameters that are used in bf16.
+    masters: Option<Portion>,
     runs: Vec<Run>,
 }
 
@@ -51,8 +55,8 @@ impl Moment {
     #[must_use]
     pub const fn prefix(self) -> &'static str {
         match self {
-            Self::First => "optimizer.m.",
-            Self::Second => "optimizer.v.",
+            Self::First => Kind::FirstMoment.prefix(),
+            Self::Second => Kind::SecondMoment.prefix(),
         }
     }
 }
@@ -65,21 +69,43 @@ impl AdamW {
         decays: &[bool],
         config: &Optimizer,
     ) -> Result<Self, DeviceError> {
-        let alloc = |name: &str| -> Result<Portion, DeviceError> {
-            Ok(Portion::Shard(device.alloc(&ArenaSpec {
-                name: name.into(),
-                dtype: DType::F32,
-                len: sharding.shard_len(),
-                sharing: Sharing::Private,
-            })?))
-        };
+        let alloc = |name| shard(device, sharding, name);
         Ok(Self {
             device: device.clone(),
             config: config.clone(),
             m: alloc("first moments")?,
             v: alloc("second moments")?,
+            masters: None,
             runs: runs(sharding, decays),
         })
+    }
+
+    /// The same for parameters that are used in bf16: with masters, which are zero until they are written.
+    pub fn with_masters(self, sharding: &Sharding) -> Result<Self, DeviceError> {
+        Ok(Self {
+            masters: Some(shard(&self.device, sharding, "master weights")?),
+            ..self
+        })
+    }
+
+    /// The f32 numbers of what this rank owns: the masters, or `params` themselves where there are none.
+    #[must_use]
+    pub fn masters<'a>(&'a self, params: &'a Portion) -> &'a Portion {
+        self.masters.as_ref().unwrap_or(params)
+    }
+
+    /// Puts the rounding of masters that were written from elsewhere into `params` on the stream.
+    pub fn round(&self, stream: Stream, params: &Portion) {
+        let Some(masters) = &self.masters else {
+            return;
+        };
+        for Run { place, .. } in &self.runs {
+            let cast = ops::Cast {
+                x: masters.slice(place),
+                out: params.slice(place),
+            };
+            self.device.enqueue(stream, cast.into());
+        }
     }
 
     /// Puts the update of what this rank owns of `params` by `scale · grads` on the stream.
@@ -94,7 +120,8 @@ impl AdamW {
         };
         for Run { place, decay } in &self.runs {
             let update = ops::AdamW {
-                param: params.slice(place),
+                param: self.masters(params).slice(place),
+                copy: self.masters.is_some().then(|| params.slice(place)),
                 grad: grads.slice(place),
                 m: self.m.slice(place),
                 v: self.v.slice(place),
@@ -115,11 +142,22 @@ impl AdamW {
         }
     }
 
-    /// Size of both moments in bytes.
+    /// Size of moments and masters in bytes.
     #[must_use]
     pub fn bytes(&self) -> usize {
-        self.m.arena().bytes() + self.v.arena().bytes()
+        let all = [&self.m, &self.v].into_iter().chain(&self.masters);
+        all.map(|portion| portion.arena().bytes()).sum()
     }
+}
+
+/// Zeros of f32 for what this rank owns.
+fn shard(device: &Arc<dyn Device>, sharding: &Sharding, name: &str) -> Result<Portion, DeviceError> {
+    Ok(Portion::Shard(device.alloc(&ArenaSpec {
+        name: name.into(),
+        dtype: DType::F32,
+        len: sharding.shard_len(),
+        sharing: Sharing::Private,
+    })?))
 }
 
 /// Padding between two parameters of a run belongs to it: updating zeros by zeros leaves zeros.

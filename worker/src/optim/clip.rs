@@ -1,5 +1,6 @@
 //! Clipping by the global norm (Pascanu, Mikolov & Bengio 2013). Norm and factor stay on the device; the factor is
-//! applied by the update itself, so that gradients are read once.
+//! applied by the update itself, so that gradients are read once. If the norm is not finite, the factor is none
+//! either, and the update leaves everything as it is.
 //!
 //! A rank squares what it owns, chunk by chunk. Where that is not everything, the ranks tell each other their sums,
 //! and all add them in the order of the layout's chunks: the norm has the same bits whoever owns what.
@@ -7,8 +8,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::collective::{Communicator, Launch, Traffic, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
+use crate::collective::{Communicator, Launch, Traffic, Work};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Sharing, Stream};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm};
 use crate::parallel::{Portion, ReduceError, Sharding};
 
@@ -20,20 +21,22 @@ pub struct Clip {
     device: Arc<dyn Device>,
     max_norm: Option<f32>,
     sharding: Arc<Sharding>,
-    /// By chunk of the layout.
-    partials: Arena,
-    exchange: Option<Exchange>,
+    sums: Sums,
     norm: Arena,
     scale: Arena,
 }
 
-/// The sums of all ranks.
-struct Exchange {
-    comm: Communicator,
+/// Sums of squares, one a chunk.
+enum Sums {
+    /// By chunk of the layout: this rank has all of them.
+    Own(Arena),
     /// One slice a rank: the sums of its chunks, in the order of its shard.
-    sums: Arena,
-    /// By sum: the chunk of the layout.
-    chunks: Vec<Option<usize>>,
+    Gathered {
+        comm: Communicator,
+        sums: Arena,
+        /// By chunk of the layout: where its sum is, -1 for padding between buckets.
+        order: Buffer,
+    },
 }
 
 impl Clip {
@@ -41,7 +44,7 @@ impl Clip {
     /// must call it.
     pub fn new(
         comm: &Communicator,
-        device: &Arc<dyn Device>,
+        (device, stream): (&Arc<dyn Device>, Stream),
         sharding: &Arc<Sharding>,
         max_norm: Option<f32>,
     ) -> Result<Self, ReduceError> {
@@ -51,98 +54,101 @@ impl Clip {
             len,
             sharing,
         };
-        let world = sharding.world();
-        let exchange = if world > 1 {
+        let private = |name, dtype, len| device.alloc(&spec(name, dtype, len, Sharing::Private));
+        let sums = if sharding.world() > 1 {
+            let order = private("order of the chunks", DType::I32, sharding.layout_chunks())?.whole();
+            device.upload(stream, &order, bytemuck::cast_slice(&places(sharding)));
             let len = sharding.whole_len() / CHUNK;
             let sums = spec("partial norms of each rank", DType::F64, len, Sharing::Node);
-            Some(Exchange {
+            Sums::Gathered {
                 comm: comm.clone(),
                 sums: comm.alloc_shared(device, &sums)?,
-                chunks: (0..world).flat_map(|rank| sharding.chunks_of(rank)).collect(),
-            })
+                order,
+            }
         } else {
-            None
+            Sums::Own(private("partial norms", DType::F64, sharding.layout_chunks())?)
         };
-        let private = |name, dtype, len| device.alloc(&spec(name, dtype, len, Sharing::Private));
         Ok(Self {
-            partials: private("partial norms", DType::F64, sharding.layout_chunks())?,
+            sums,
             norm: private("gradient norm", DType::F32, 1)?,
             scale: private("clipping factor", DType::F32, 1)?,
             device: device.clone(),
             max_norm,
             sharding: sharding.clone(),
-            exchange,
         })
     }
 
-    /// Puts norm and factor of `grads` on the stream. Every rank must call it.
-    pub fn measure(&self, stream: Stream, grads: &Portion) -> Result<(), WorkError> {
-        let sums = match &self.exchange {
-            Some(exchange) => exchange.own(),
-            None => self.partials.whole(),
-        };
+    /// Puts norm and factor of `grads` on the stream. `witnesses` are other numbers, `[n]`, f64, that must be finite.
+    /// Returns the operation that the stream waits for, if there is one. Every rank must call it.
+    #[must_use]
+    pub fn measure(&self, stream: Stream, grads: &Portion, witnesses: Option<Buffer>) -> Option<Work> {
+        let own = self.sums.own();
         for unit in 0..self.sharding.units().len() {
             let place = self.sharding.own_place(unit);
             let squares = SquaredNorm {
                 x: grads.slice(&place),
-                partials: sums.slice(place.shard.start / CHUNK..place.shard.end / CHUNK),
+                partials: own.slice(place.shard.start / CHUNK..place.shard.end / CHUNK),
             };
             self.device.enqueue(stream, squares.into());
         }
-        if let Some(exchange) = &self.exchange {
-            exchange.gather(self.device.as_ref(), stream, &self.partials)?;
-        }
+        let (partials, order, work) = match &self.sums {
+            Sums::Own(partials) => (partials, None, None),
+            Sums::Gathered { comm, sums, order } => {
+                let launch = Launch::after(self.device.record(stream), Traffic::Other, "partial norms");
+                let work = comm.all_gather(&sums.whole(), launch);
+                let deadline = Instant::now() + comm.timeout() + GRACE;
+                work.wait_on(self.device.as_ref(), stream, deadline);
+                (sums, Some(order.clone()), Some(work))
+            }
+        };
         let scale = ClipScale {
-            partials: self.partials.whole(),
+            partials: partials.whole(),
+            order,
+            witnesses,
             max_norm: self.max_norm,
             norm: self.norm.whole(),
             scale: self.scale.whole(),
         };
         self.device.enqueue(stream, scale.into());
-        Ok(())
+        work
     }
 
-    /// The factor, `[1]`, f32, for the update.
+    /// The factor, `[1]`, f32, for the update; NaN if the step is to be skipped.
     #[must_use]
     pub fn scale(&self) -> Buffer {
         self.scale.whole()
     }
 
-    /// Synchronises, then returns the norm before clipping.
-    pub fn norm(&self, stream: Stream) -> Result<f32, DeviceError> {
-        let bytes = self.device.download(stream, &self.norm.whole())?;
-        Ok(bytemuck::pod_read_unaligned(&bytes))
+    /// The norm before clipping, `[1]`, f32.
+    #[must_use]
+    pub fn norm(&self) -> Buffer {
+        self.norm.whole()
     }
 }
 
-impl Exchange {
+impl Sums {
     /// Where this rank's sums go.
     fn own(&self) -> Buffer {
-        let each = self.sums.len() / self.comm.size();
-        self.sums
-            .slice(self.comm.rank() * each..(self.comm.rank() + 1) * each)
-    }
-
-    /// The sums of all ranks, by chunk of the layout.
-    fn gather(&self, device: &dyn Device, stream: Stream, partials: &Arena) -> Result<(), WorkError> {
-        let launch = Launch::after(device.record(stream), Traffic::Other, "partial norms");
-        let work = self.comm.all_gather(&self.sums.whole(), launch);
-        work.wait(Instant::now() + self.comm.timeout() + GRACE)?;
-        let bytes = device
-            .download(stream, &self.sums.whole())
-            .map_err(WorkError::Pending)?;
-        let sums = bytes
-            .chunks_exact(size_of::<f64>())
-            .map(bytemuck::pod_read_unaligned::<f64>);
-        let mut ordered = vec![0.0_f64; partials.len()];
-        for (chunk, sum) in self.chunks.iter().zip(sums) {
-            if let Some(chunk) = chunk {
-                ordered[*chunk] = sum;
+        match self {
+            Self::Own(partials) => partials.whole(),
+            Self::Gathered { comm, sums, .. } => {
+                let each = sums.len() / comm.size();
+                sums.slice(comm.rank() * each..(comm.rank() + 1) * each)
             }
         }
-        device.upload(stream, &partials.whole(), bytemuck::cast_slice(&ordered));
-        Ok(())
     }
+}
+
+/// By chunk of the layout: the place of its sum among those of all ranks.
+fn places(sharding: &Sharding) -> Vec<i32> {
+    let mut places = vec![-1; sharding.layout_chunks()];
+    let chunks = (0..sharding.world()).flat_map(|rank| sharding.chunks_of(rank));
+    for (place, chunk) in chunks.enumerate() {
+        if let Some(chunk) = chunk {
+            places[chunk] = place as i32;
+        }
+    }
+    places
 }
 
 #[cfg(test)]
@@ -184,9 +190,9 @@ mod tests {
         }
         let grads = Portion::Whole(grads);
         for (max_norm, scale) in [(Some(1.0), 0.2), (Some(10.0), 1.0), (None, 1.0)] {
-            let clip = Clip::new(&comm, &device, &sharding, max_norm).unwrap();
-            clip.measure(stream, &grads).unwrap();
-            assert_eq!(clip.norm(stream).unwrap(), 5.0);
+            let clip = Clip::new(&comm, (&device, stream), &sharding, max_norm).unwrap();
+            assert!(clip.measure(stream, &grads, None).is_none());
+            assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);
             assert_eq!(clip.scale().host::<f32>().unwrap()[0], scale);
         }
     }

@@ -3,13 +3,16 @@
 //! | type | what it is |
 //! |---|---|
 //! | [`AdamW`] | moments and update of what this rank owns |
+//! | [`FileBacked`] | moments and masters in a mapped file instead of memory |
 //! | [`Clip`] | the global norm and the factor that bounds it, both computed on the device |
 //! | [`learning_rate`] | warm-up and decay as a pure function of the step |
 
 mod adamw;
 mod clip;
+mod offload;
 mod schedule;
 
 pub use adamw::{AdamW, Moment, UpdateStep};
 pub use clip::Clip;
-pub use schedule::learning_rate;
+pub use offload::{FileBacked, evict, resident_bytes};
+pub use schedule::{batch_factor, learning_rate};

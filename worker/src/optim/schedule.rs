@@ -2,7 +2,7 @@
 
 use std::f64::consts::PI;
 
-use crate::config::{LearningRate, Optimizer, Schedule};
+use crate::config::{LearningRate, LrScaling, Optimizer, Schedule, Train};
 
 /// Learning rate of `step` (from 0) in a run of `steps`.
 ///
@@ -24,6 +24,16 @@ pub fn learning_rate(step: u64, steps: u64, optimizer: &Optimizer, schedule: &Sc
             // The series may end a rounding error below −1.
             (low + (peak - low) * 0.5 * (1.0 + cos_pi(progress)).max(0.0)) as f32
         }
+    }
+}
+
+/// Factor of the learning rate for a global batch of so many samples: the linear scaling rule (Goyal et al. 2017), to
+/// be used with a warm-up. It holds for the whole schedule, `min_lr` included.
+#[must_use]
+pub fn batch_factor(train: &Train, global_batch: u64) -> f64 {
+    match (train.lr_scaling, train.base_batch) {
+        (LrScaling::Linear, Some(base)) => global_batch as f64 / base as f64,
+        _ => 1.0,
     }
 }
 
@@ -83,6 +93,19 @@ mod tests {
         for (step, expected) in cases {
             assert_close(step, rate(step, LearningRate::Cosine), expected);
         }
+    }
+
+    #[test]
+    fn the_rate_grows_with_the_batch() {
+        let mut train = Train {
+            base_batch: Some(256),
+            ..Train::default()
+        };
+        assert_eq!(batch_factor(&train, 8192), 1.0);
+        train.lr_scaling = LrScaling::Linear;
+        // The paper: 0.1 for 256 images, 3.2 for 8192.
+        assert_eq!(batch_factor(&train, 8192) * 0.1, 3.2);
+        assert_eq!(batch_factor(&train, 64), 0.25);
     }
 
     #[test]

@@ -36,6 +36,10 @@ impl EventState for AllOf {
     fn as_any(&self) -> &dyn Any {
         self
     }
+
+    fn parts(&self) -> &[Event] {
+        &self.0
+    }
 }
 
 #[cfg(test)]

@@ -10,14 +10,27 @@ pub(super) struct GatherPlan {
     backward: Vec<Vec<usize>>,
     /// By unit: it stays gathered from the end of forward to the beginning of backward.
     kept: Vec<bool>,
-    /// By unit: several blocks use it, or its block has other units too.
+    /// By unit: several blocks use it, or its block has other units too, or it persists.
     pub(super) apart: Vec<bool>,
+    /// By unit: it is never released, and gathered after every update.
+    pub(super) persists: Vec<bool>,
+}
+
+/// What stays gathered for longer than a block's pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Residence {
+    /// Release after forward what backward needs again, but for the units of the last block, whose backward comes next.
+    pub reshard: bool,
+    /// Units of fewer elements than this stay from step to step.
+    pub persist_below: usize,
 }
 
 impl GatherPlan {
-    /// `reshard`: what backward needs again is released after forward, but for the units of the last block, whose
-    /// backward comes next.
-    pub(super) fn new(model: &Model, sharding: &Sharding, reshard: bool) -> Self {
+    pub(super) fn new(model: &Model, sharding: &Sharding, residence: Residence) -> Self {
+        let Residence {
+            reshard,
+            persist_below,
+        } = residence;
         let forward: Vec<Vec<usize>> = (model.blocks.iter())
             .map(|block| units_of(sharding, block.params()))
             .collect();
@@ -31,16 +44,42 @@ impl GatherPlan {
             }
             None => false,
         };
+        let elements =
+            |params: &[ParamId]| -> usize { params.iter().map(|id| model.params[id.0].len()).sum() };
+        let persists: Vec<bool> = (sharding.units().iter())
+            .map(|unit| elements(&unit.params) < persist_below)
+            .collect();
         let apart = |unit: usize| {
             let mut users = forward.iter().filter(|units| units.contains(&unit));
             users.next().is_none_or(|units| units.len() > 1) || users.next().is_some()
         };
         Self {
             kept: (0..count).map(kept).collect(),
-            apart: (0..count).map(|unit| !reshard || apart(unit)).collect(),
+            apart: (0..count)
+                .map(|unit| !reshard || persists[unit] || apart(unit))
+                .collect(),
+            persists,
             forward,
             backward,
         }
+    }
+
+    /// How often each unit is gathered in a step of so many micro-batches, the one after the update included.
+    pub(super) fn gatherings(&self, micro_batches: usize) -> Vec<usize> {
+        let mut there = self.persists.clone();
+        let mut times: Vec<usize> = there.iter().map(|there| usize::from(*there)).collect();
+        let blocks = self.forward.len();
+        let forward = (0..blocks).map(|block| (block, Pass::Forward));
+        let passes = forward.chain((0..blocks).rev().map(|block| (block, Pass::Backward)));
+        for (block, pass) in (0..micro_batches).flat_map(|_| passes.clone()) {
+            for &unit in self.needed(block, pass) {
+                times[unit] += usize::from(!std::mem::replace(&mut there[unit], true));
+            }
+            for unit in self.released(block, pass) {
+                there[unit] = false;
+            }
+        }
+        times
     }
 
     /// Units that a block's pass reads.
@@ -49,6 +88,13 @@ impl GatherPlan {
             Pass::Forward => &self.forward[block],
             Pass::Backward => &self.backward[block],
         }
+    }
+
+    /// Elements of these gatherings.
+    pub(super) fn gathered_elements(&self, sharding: &Sharding, micro_batches: usize) -> usize {
+        let times = self.gatherings(micro_batches);
+        let units = sharding.units().iter().zip(times);
+        units.map(|(unit, times)| unit.len() * times).sum()
     }
 
     /// Units that the pass after this one reads.
@@ -72,8 +118,20 @@ impl GatherPlan {
                 !later.flatten().any(|other| other == unit)
             }
         };
-        self.needed(block, pass).iter().copied().filter(done).collect()
+        let needed = self.needed(block, pass).iter().copied();
+        needed.filter(|unit| !self.persists[*unit]).filter(done).collect()
     }
+}
+
+/// Elements of the units that ZeRO-3 gathers in a step of so many micro-batches, each as often as it is gathered.
+#[must_use]
+pub fn gathered_elements(
+    model: &Model,
+    sharding: &Sharding,
+    residence: Residence,
+    micro_batches: usize,
+) -> usize {
+    GatherPlan::new(model, sharding, residence).gathered_elements(sharding, micro_batches)
 }
 
 /// Units of parameters, each once.
@@ -92,6 +150,10 @@ mod tests {
     use crate::parallel::{GradientLayout, LayoutConfig};
 
     fn plan(kind: config::ModelKind, reshard: bool) -> GatherPlan {
+        persisting(kind, reshard, 0)
+    }
+
+    fn persisting(kind: config::ModelKind, reshard: bool, persist_below: usize) -> GatherPlan {
         let config = config::Model {
             kind,
             n_layer: 2,
@@ -102,7 +164,11 @@ mod tests {
         };
         let model = model::build(&config, 256).unwrap();
         let layout = GradientLayout::of_model(&model, &LayoutConfig::new(2)).unwrap();
-        GatherPlan::new(&model, &Sharding::of_groups(&layout, 2, 0), reshard)
+        let residence = Residence {
+            reshard,
+            persist_below,
+        };
+        GatherPlan::new(&model, &Sharding::of_groups(&layout, 2, 0), residence)
     }
 
     // Units of the GPT-2, in the order of backward: head, h.1, h.0, wpe, wte.
@@ -138,6 +204,19 @@ mod tests {
         let released: Vec<Vec<usize>> = (0..4).map(|block| plan.released(block, Pass::Forward)).collect();
         assert_eq!(released, [vec![3], vec![], vec![], vec![]]);
         assert!(plan.apart.iter().all(|apart| *apart));
+    }
+
+    #[test]
+    fn small_units_persist_and_are_never_released() {
+        // The head has 16 elements, the positions 64, a block 872, the tied weight 2048.
+        let plan = persisting(config::ModelKind::Gpt2, true, 65);
+        assert_eq!(plan.persists, [true, false, false, true, false]);
+        assert_eq!(plan.apart, [true, false, false, true, true]);
+        assert!(plan.released(0, Pass::Forward).is_empty());
+        assert_eq!(plan.released(3, Pass::Backward), [4]);
+        let plan = persisting(config::ModelKind::Gpt2, true, 1000);
+        assert_eq!(plan.persists, [true, true, true, true, false]);
+        assert_eq!(plan.apart, [true; 5], "a slot of its own");
     }
 
     #[test]

@@ -4,16 +4,19 @@
 //! The group of the next block is gathered while a block computes. Gathered groups lie in *slots*, shared with the
 //! other ranks: two that ordinary blocks take in turns, and one of its own for each group that several blocks use, or
 //! that shares its block with others. A slot is released and reused in stream order.
+//!
+//! Small groups may persist ([`Residence`]): gathered after every update instead of in every pass. A norm or a bias
+//! needs none of this: it travels with its block's group and costs no operation of its own.
 
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::gather_plan::GatherPlan;
+use super::gather_plan::{GatherPlan, Residence};
 use super::staging::slots;
 use super::weights::Waiting;
 use super::{Group, Pass, Portion, ReduceError, ShardUnit, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, WireBytes, Work, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, DeviceError, Sharing};
+use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
 use crate::model::{Model, ParamId, Params};
 use crate::ops::Cast;
 
@@ -45,19 +48,19 @@ struct Gathered {
 
 impl GatheredWeights {
     /// Zeros. Every rank must call it. `group` is best one that only parameters use, so that gathering overlaps with
-    /// the reduction of gradients. `reshard`: release after forward what backward needs again.
+    /// the reduction of gradients.
     pub fn new(
         group: &Group,
         model: &Model,
         sharding: &Arc<Sharding>,
-        reshard: bool,
+        residence: Residence,
     ) -> Result<Self, ReduceError> {
-        let plan = GatherPlan::new(model, sharding, reshard);
+        let plan = GatherPlan::new(model, sharding, residence);
         let lens = sharding.units().iter().map(ShardUnit::len);
         let (sizes, choice) = slots(&lens.zip(plan.apart.iter().copied()).collect::<Vec<_>>());
         let spec = |name: &str, len, sharing| ArenaSpec {
             name: name.into(),
-            dtype: DType::F32,
+            dtype: model.dtype(),
             len,
             sharing,
         };
@@ -159,14 +162,31 @@ impl Weights for GatheredWeights {
     }
 
     fn updated(&self) -> Result<(), WorkError> {
-        self.settle()
+        self.settle()?;
+        let mut state = self.state();
+        // The forward begins with what backward finishes last.
+        for unit in (0..self.choice.len())
+            .rev()
+            .filter(|&unit| self.plan.persists[unit])
+        {
+            // What is there is of yesterday.
+            Self::release(&mut state, unit);
+            self.gather(&mut state, unit);
+        }
+        Ok(())
     }
 
     fn settle(&self) -> Result<(), WorkError> {
         let works: Vec<Work> = {
             let mut state = self.state();
             (0..self.choice.len())
-                .filter_map(|unit| Self::release(&mut state, unit))
+                .filter_map(|unit| {
+                    if self.plan.persists[unit] {
+                        state.gathered[unit].as_mut()?.work.take()
+                    } else {
+                        Self::release(&mut state, unit)
+                    }
+                })
                 .collect()
         };
         works.iter().try_for_each(|work| self.waiting.on_host(work))
@@ -186,6 +206,10 @@ impl Weights for GatheredWeights {
 
     fn gathered_bytes(&self) -> usize {
         self.slots.iter().map(Arena::bytes).sum()
+    }
+
+    fn gathered_elements(&self, micro_batches: usize) -> usize {
+        self.plan.gathered_elements(&self.sharding, micro_batches)
     }
 
     fn moves_together(&self) -> bool {

@@ -1,9 +1,16 @@
 //! Joining the other ranks: from a session to the communicator of the world.
 
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
-use std::time::Duration;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use crate::collective::{CollectiveError, Communicator, Executor, Place, connect};
+use crate::collective::nccl::{Nccl, NcclPlace, NcclTransport};
+use crate::collective::{
+    CollectiveError, Communicator, Executor, Failure, Launch, Place, SoloStream, Traffic, WorkError, connect,
+};
+use crate::device::cuda::CudaDevice;
+use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError, Sharing};
+use crate::libraries::LibraryError;
 use crate::session::Session;
 
 /// Name of the communicator of all ranks, in errors.
@@ -47,33 +54,106 @@ pub enum JoinError {
     /// Connecting failed.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
+    /// What moves bytes between GPUs cannot be loaded.
+    #[error(transparent)]
+    Library(#[from] LibraryError),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
 }
 
-/// Finds the other ranks. Every rank of the generation must call it.
+impl From<WorkError> for JoinError {
+    fn from(error: WorkError) -> Self {
+        match error {
+            WorkError::Failed(error) => Self::Collective(error),
+            WorkError::Pending(error) => Self::Device(error),
+        }
+    }
+}
+
+/// Finds the other ranks, for buffers in host memory. Every rank of the generation must call it.
 pub fn join_world(session: &Session, options: &JoinOptions) -> Result<Communicator, JoinError> {
     let place = place(session, options)?;
     let cancel = session.cancel();
     let store = session.store();
-    let transport = connect(&place, store.as_ref(), &cancel, options.timeout);
-    let transport = transport.map_err(|failure| CollectiveError {
-        rank: place.rank,
-        communicator: NAME.into(),
-        operation: "connect".into(),
-        sequence: 0,
-        bytes: 0,
-        tag: match place.node_count {
-            1 => format!("{} ranks on one node", place.world_size),
-            nodes => format!("{} ranks on {nodes} nodes", place.world_size),
-        },
-        failure,
-    })?;
-    Ok(Communicator::new(
+    let transport = connect(&place, store.as_ref(), &cancel, options.timeout)
+        .map_err(|failure| refused(session, "connect", failure))?;
+    let (executor, timeout) = (options.executor, options.timeout);
+    Ok(Communicator::new(NAME, transport, executor, timeout, &cancel))
+}
+
+/// Finds the other ranks, for buffers on `device`, which on a GPU NCCL moves. Every rank of the generation must call
+/// it, all with the same kind of device.
+///
+/// Before NCCL, the ranks meet over shared memory and TCP: whoever does not come is named there, which NCCL cannot do.
+pub fn join_world_on(
+    session: &Session,
+    device: &Arc<dyn Device>,
+    options: &JoinOptions,
+) -> Result<Communicator, JoinError> {
+    if CudaDevice::of(device.as_ref()).is_none() {
+        return join_world(session, options);
+    }
+    let env = session.env();
+    let (rank, world_size) = (env.rank.get() as usize, env.world_size.get() as usize);
+    let (timeout, cancel) = (options.timeout, session.cancel());
+    if world_size == 1 {
+        let transport = Box::new(SoloStream::new(rank, device));
+        return Ok(Communicator::on_stream(NAME, transport, timeout, &cancel));
+    }
+    let nccl = Nccl::load()?;
+    meet(session, options)?;
+    let place = NcclPlace {
+        name: NAME,
+        rank,
+        world_size,
+        store: session.store(),
+        timeout,
+        cancel: cancel.clone(),
+    };
+    let transport = NcclTransport::connect(&nccl, device, &place)
+        .map_err(|failure| refused(session, &format!("connect by NCCL {}", nccl.version()), failure))?;
+    Ok(Communicator::on_stream(
         NAME,
-        transport,
-        options.executor,
-        options.timeout,
+        Box::new(transport),
+        timeout,
         &cancel,
     ))
+}
+
+/// Returns once all ranks have come.
+fn meet(session: &Session, options: &JoinOptions) -> Result<(), JoinError> {
+    let options = JoinOptions {
+        executor: Executor::Inline,
+        ..*options
+    };
+    let comm = join_world(session, &options)?;
+    let nothing = CpuDevice::new(1)?.alloc(&ArenaSpec {
+        name: "barrier".into(),
+        dtype: DType::U8,
+        len: 0,
+        sharing: Sharing::Private,
+    })?;
+    let barrier = comm.barrier(&nothing.whole(), Launch::now(Traffic::Other, "before NCCL"));
+    barrier.wait(Instant::now() + options.timeout)?;
+    Ok(())
+}
+
+/// The failure of a call that made no communicator.
+fn refused(session: &Session, operation: &str, failure: Failure) -> CollectiveError {
+    let env = session.env();
+    CollectiveError {
+        rank: env.rank.get() as usize,
+        communicator: NAME.into(),
+        operation: operation.into(),
+        sequence: 0,
+        bytes: 0,
+        tag: match env.node_count {
+            1 => format!("{} ranks on one node", env.world_size),
+            nodes => format!("{} ranks on {nodes} nodes", env.world_size),
+        },
+        failure,
+    }
 }
 
 fn place(session: &Session, options: &JoinOptions) -> Result<Place, JoinError> {

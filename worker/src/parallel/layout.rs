@@ -12,6 +12,7 @@
 use std::fmt::Write as _;
 use std::ops::Range;
 
+use super::Dtypes;
 use crate::config::Parallel;
 use crate::device::DType;
 use crate::model::{Model, ParamId};
@@ -74,8 +75,10 @@ pub struct LayoutConfig {
     pub bucket_bytes: usize,
     /// Ranks over which a bucket can be cut into equal slices.
     pub world_size: usize,
-    /// Type of the gradients in their arena.
+    /// Type of the gradients while they are reduced, which bucket sizes count in.
     pub dtype: DType,
+    /// Type of the gradients while micro-batches are added, and of the averages: the same or wider.
+    pub accumulated: DType,
 }
 
 impl LayoutConfig {
@@ -87,6 +90,7 @@ impl LayoutConfig {
             bucket_bytes: 25 << 20,
             world_size,
             dtype: DType::F32,
+            accumulated: DType::F32,
         }
     }
 
@@ -97,6 +101,16 @@ impl LayoutConfig {
             first_bucket_bytes: (parallel.first_bucket_mb * MIB) as usize,
             bucket_bytes: (parallel.bucket_mb * MIB) as usize,
             ..Self::new(world_size)
+        }
+    }
+
+    /// The same sizes for gradients of other types.
+    #[must_use]
+    pub fn with_dtypes(self, dtypes: Dtypes) -> Self {
+        Self {
+            dtype: dtypes.reduced,
+            accumulated: dtypes.accumulated,
+            ..self
         }
     }
 }
@@ -139,6 +153,7 @@ pub enum LayoutError {
 pub struct GradientLayout {
     specs: Vec<GradSpec>,
     dtype: DType,
+    accumulated: DType,
     order: Vec<ParamId>,
     ranges: Vec<Range<usize>>,
     buckets: Vec<Bucket>,
@@ -174,6 +189,7 @@ impl GradientLayout {
         Ok(Self {
             specs,
             dtype: config.dtype,
+            accumulated: config.accumulated,
             order: order.to_vec(),
             ranges,
             buckets,
@@ -228,10 +244,16 @@ impl GradientLayout {
         Some(self.buckets.partition_point(|b| b.range.end <= range.start))
     }
 
-    /// Type of the gradients.
+    /// Type of the gradients while they are reduced.
     #[must_use]
     pub fn dtype(&self) -> DType {
         self.dtype
+    }
+
+    /// Type of the gradients while micro-batches are added, and of the averages.
+    #[must_use]
+    pub fn accumulated(&self) -> DType {
+        self.accumulated
     }
 
     /// Elements of the arena, padding included: a multiple of [`CHUNK`].
@@ -249,7 +271,7 @@ impl GradientLayout {
     /// Hash of all of it, for ranks to compare before the first step.
     #[must_use]
     pub fn signature(&self) -> String {
-        let mut text = format!("{}\n", self.dtype);
+        let mut text = format!("{} {}\n", self.dtype, self.accumulated);
         for id in &self.order {
             let (spec, range) = (&self.specs[id.0], &self.ranges[id.0]);
             let _ = writeln!(

@@ -6,18 +6,25 @@
 //! | [`Reducer`] | averages gradients over the ranks while they are being computed; knows no models |
 //! | [`Step`], [`Reduced`] | its two phases: gradients are written, then averages are read |
 //! | [`Sharding`], [`Portion`] | which rank owns which elements, where not every rank holds everything |
+//! | [`ShardGroups`] | which ranks hold one copy of the state together, and which the same part of all copies |
 //! | [`Weights`] | the parameters: on every rank ([`WholeWeights`]: DDP, ZeRO-1, -2) or gathered block by block ([`GatheredWeights`]: ZeRO-3) |
-//! | [`join_world`] | from a session to the communicator of all ranks |
+//! | [`StepTraffic`] | what a rank of a sharded strategy sends in a step, by its terms |
+//! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
+//! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
 //! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
+//! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
 //! | [`Replicas`] | the initial broadcast, and the comparison of all parameters across ranks |
 //!
 //! A program of its own needs only [`join_world`], a list of [`GradSpec`]s and a [`Reducer`].
 
 mod agreement;
+mod batch_norm;
+mod dtypes;
 mod events;
 mod gate;
 mod gather_plan;
 mod gathered_weights;
+mod groups;
 mod join;
 mod layout;
 mod reduce_error;
@@ -26,18 +33,25 @@ mod replicas;
 mod sharding;
 mod staging;
 mod step;
+mod step_traffic;
 mod weights;
 mod whole_weights;
+mod wire;
 
 pub use agreement::{Agreement, AgreementError, Signature};
+pub use batch_norm::SyncBatchNorm;
+pub use dtypes::Dtypes;
 pub use gate::gated;
+pub use gather_plan::{Residence, gathered_elements};
 pub use gathered_weights::GatheredWeights;
-pub use join::{JoinError, JoinOptions, join_world};
+pub use groups::ShardGroups;
+pub use join::{JoinError, JoinOptions, join_world, join_world_on};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use reduce_error::ReduceError;
 pub use reducer::{Between, Reduced, Reducer, ReducerConfig, SyncTimes};
 pub use replicas::{Replicas, ReplicasError};
 pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
 pub use step::Step;
+pub use step_traffic::StepTraffic;
 pub use weights::{Group, Pass, Weights};
 pub use whole_weights::WholeWeights;

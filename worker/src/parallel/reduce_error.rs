@@ -48,6 +48,18 @@ pub enum ReduceError {
         /// Number of parameters with a report missing.
         missing: usize,
     },
+    /// A block did not use parameters that it lists.
+    #[error(
+        "rank {rank}: {unused} (micro-batch {micro_batch})\n  hint: take them out of the model, or set `parallel.unused: zero` to train them with a gradient of zero from this rank"
+    )]
+    Unused {
+        /// Rank in the group.
+        rank: usize,
+        /// Which, and of which block.
+        unused: String,
+        /// Micro-batch of the step, from 0.
+        micro_batch: usize,
+    },
     /// Memory of a gradient was asked for after its last report: it may be on its way to other ranks.
     #[error("gradient of `{param}` (bucket {bucket}) was asked for after it was reported ready")]
     Late {

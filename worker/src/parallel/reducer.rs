@@ -6,9 +6,11 @@
 //! 2. each gradient is written and reported ([`Step::ready`]); a bucket is launched as soon as it and all before it
 //!    are complete, strictly in layout order, whatever the order of the reports, so that all ranks issue the same
 //!    operations;
-//! 3. [`Step::finish`] waits for the others and gives the right to read the averages ([`Reduced`]).
+//! 3. [`Step::finish`] waits for the others and gives the right to read the averages ([`Reduced`]);
+//!    [`Step::finish_on`] lets a stream wait instead of the host.
 //!
-//! With [`Reducer::new`] every rank ends with all averages; with [`Reducer::sharded`] each with those that it owns.
+//! With [`Reducer::new`] every rank ends with all averages; with [`Reducer::sharded`] each with those that it owns,
+//! reduce-scattered among the ranks of its copy and then averaged over the copies ([`ShardGroups`]).
 //!
 //! Peers write into the arena while a bucket is under way. The two guards keep Rust code out of it meanwhile; an
 //! operation in flight owns its segment, so that it outlives even a reducer that is dropped too early.
@@ -18,14 +20,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::staging::Staging;
-use super::{GradientLayout, Portion, ReduceError, Sharding, Step};
-use crate::collective::{Communicator, Work};
-use crate::config::Sync;
+use super::wire::Wire;
+use super::{GradientLayout, Portion, ReduceError, ShardGroups, Sharding, Step};
+use crate::collective::{Communicator, Work, WorkError};
+use crate::config::{Sync, Unused};
 use crate::device::{Arena, ArenaSpec, Buffer, Device, Element, HostRef, Sharing, Stream};
 use crate::model::ParamId;
 
 /// Beyond its own deadline an operation is given this long to say so itself, with the better error.
-const GRACE: Duration = Duration::from_secs(5);
+pub(super) const GRACE: Duration = Duration::from_secs(5);
 
 /// How gradients are synchronised.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,7 +54,7 @@ impl Default for ReducerConfig {
 pub struct SyncTimes {
     /// In collective operations, waiting for other ranks included.
     pub comm: Duration,
-    /// The part that nothing else hid: time that [`Step::finish`] blocked.
+    /// The part that nothing else hid: time that the host was blocked.
     pub exposed: Duration,
 }
 
@@ -66,7 +69,12 @@ pub enum Between {
 
 /// See the module.
 pub struct Reducer {
+    /// The ranks that hold a copy together.
     pub(super) comm: Communicator,
+    /// The ranks that own the same slices of all copies.
+    pub(super) copies: Option<Communicator>,
+    /// Over which the average is.
+    pub(super) ranks: usize,
     pub(super) layout: Arc<GradientLayout>,
     pub(super) config: ReducerConfig,
     pub(super) units: Vec<Unit>,
@@ -74,13 +82,20 @@ pub struct Reducer {
     pub(super) unit_of: Vec<usize>,
     pub(super) memory: GradMemory,
     pub(super) in_flight: Vec<Work>,
+    /// Of finished steps: streams wait for it, the host has not asked how it ended.
+    pub(super) unsettled: Vec<Work>,
     pub(super) poison: Option<String>,
+    pub(super) unused: Unused,
+    /// Global rank.
+    pub(super) rank: usize,
 }
 
 /// What one operation carries.
 pub(super) struct Unit {
     /// Its elements, where all gradients lie in one arena.
     pub(super) range: Range<usize>,
+    /// Those of them whose averages end on this rank, counted from the unit's first.
+    pub(super) own: Range<usize>,
     /// Parameters that must be ready.
     pub(super) params: Vec<ParamId>,
     /// For errors and traces.
@@ -94,6 +109,8 @@ pub(super) enum GradMemory {
         arena: Arena,
         grads: Vec<Buffer>,
         scattered: bool,
+        /// Where they cross the wire in another type.
+        wire: Option<Wire>,
     },
     /// In slots for as long as they are in flight, then in the shard of their owner.
     Staged(Staging),
@@ -105,14 +122,26 @@ impl GradMemory {
         device: &Arc<dyn Device>,
         layout: &GradientLayout,
         sharding: Option<&Sharding>,
+        units: &[Unit],
     ) -> Result<Self, ReduceError> {
+        let is_narrowed = layout.dtype() != layout.accumulated();
         let spec = ArenaSpec {
             name: "gradients".into(),
-            dtype: layout.dtype(),
+            dtype: layout.accumulated(),
             len: sharding.map_or(layout.len(), Sharding::whole_len),
-            sharing: Sharing::Node,
+            sharing: if is_narrowed {
+                Sharing::Private
+            } else {
+                Sharing::Node
+            },
         };
-        let arena = comm.alloc_shared(device, &spec)?;
+        let (arena, wire) = if is_narrowed {
+            let lens = units.iter().map(|unit| unit.range.len());
+            let wire = Wire::new(comm, device, layout.dtype(), lens)?;
+            (device.alloc(&spec)?, Some(wire))
+        } else {
+            (comm.alloc_shared(device, &spec)?, None)
+        };
         let range = |id| sharding.map_or_else(|| layout.range(id), |sharding| sharding.whole_range(id));
         Ok(Self::Whole {
             grads: (0..layout.params())
@@ -120,6 +149,7 @@ impl GradMemory {
                 .collect(),
             arena,
             scattered: sharding.is_some(),
+            wire,
         })
     }
 }
@@ -127,48 +157,54 @@ impl GradMemory {
 impl Reducer {
     /// Allocates the gradients. Every rank of `comm` must call it, with the same layout and configuration.
     pub fn new(
-        comm: Communicator,
+        comm: &Communicator,
         device: &Arc<dyn Device>,
         layout: Arc<GradientLayout>,
         config: ReducerConfig,
     ) -> Result<Self, ReduceError> {
-        let memory = GradMemory::whole(&comm, device, &layout, None)?;
         let units = units(&layout, config.sync);
-        Ok(Self::with(comm, layout, config, units, memory))
+        let memory = GradMemory::whole(comm, device, &layout, None, &units)?;
+        Ok(Self::with(
+            &ShardGroups::one(comm.clone()),
+            layout,
+            config,
+            units,
+            memory,
+        ))
     }
 
-    /// A reducer that leaves each average on the rank that owns it. Every rank of `comm` must call it. `stream` is
-    /// the one that computes the gradients; `overlap` is as in [`ReducerConfig`].
+    /// A reducer that leaves each average on the ranks that own it. Every rank of `groups` must call it; `sharding`
+    /// is over [`ShardGroups::shard`]. `stream` is the one that computes the gradients; `overlap` is as in
+    /// [`ReducerConfig`].
     pub fn sharded(
-        comm: Communicator,
+        groups: &ShardGroups,
         (device, stream): (&Arc<dyn Device>, Stream),
         layout: Arc<GradientLayout>,
         sharding: &Arc<Sharding>,
         between: Between,
         overlap: bool,
     ) -> Result<Self, ReduceError> {
-        let memory = match between {
-            Between::Full => GradMemory::whole(&comm, device, &layout, Some(sharding))?,
-            Between::Shard => GradMemory::Staged(Staging::new(&comm, device, stream, &layout, sharding)?),
-        };
-        let units = sharding.units().iter().map(|unit| Unit {
+        let units = sharding.units().iter().enumerate().map(|(index, unit)| Unit {
             range: unit.whole(),
+            own: sharding.own(index),
             params: unit.params.clone(),
             tag: unit.name.clone(),
         });
-        let units = units.collect();
+        let units: Vec<Unit> = units.collect();
+        let memory = match between {
+            Between::Full => GradMemory::whole(groups.world(), device, &layout, Some(sharding), &units)?,
+            Between::Shard => {
+                let staging = Staging::new(groups.world(), device, stream, &layout, sharding)?;
+                GradMemory::Staged(staging)
+            }
+        };
         let sync = Sync::Bucketed;
-        Ok(Self::with(
-            comm,
-            layout,
-            ReducerConfig { sync, overlap },
-            units,
-            memory,
-        ))
+        let config = ReducerConfig { sync, overlap };
+        Ok(Self::with(groups, layout, config, units, memory))
     }
 
     fn with(
-        comm: Communicator,
+        groups: &ShardGroups,
         layout: Arc<GradientLayout>,
         config: ReducerConfig,
         units: Vec<Unit>,
@@ -181,15 +217,27 @@ impl Reducer {
             }
         }
         Self {
-            comm,
+            comm: groups.shard().clone(),
+            copies: groups.copies().cloned(),
+            ranks: groups.world().size(),
             layout,
             config,
             units,
             unit_of,
             memory,
             in_flight: Vec::new(),
+            unsettled: Vec::new(),
             poison: None,
+            unused: Unused::Error,
+            rank: groups.world().members()[groups.world().rank()],
         }
+    }
+
+    /// The same, with another answer to parameters that take no part in a backward.
+    #[must_use]
+    pub fn with_unused(mut self, unused: Unused) -> Self {
+        self.unused = unused;
+        self
     }
 
     /// Where each gradient lies.
@@ -202,7 +250,7 @@ impl Reducer {
     #[must_use]
     pub fn bytes(&self) -> usize {
         match &self.memory {
-            GradMemory::Whole { arena, .. } => arena.bytes(),
+            GradMemory::Whole { arena, wire, .. } => arena.bytes() + wire.as_ref().map_or(0, Wire::bytes),
             GradMemory::Staged(staging) => staging.bytes(),
         }
     }
@@ -219,6 +267,26 @@ impl Reducer {
             GradMemory::Whole { grads, .. } => Ok(grads[id.0].clone()),
             GradMemory::Staged(staging) => staging.grad(id, Instant::now() + self.comm.timeout() + GRACE),
         }
+    }
+
+    /// What is known to have ended of the operations that streams wait for: time of those that succeeded, or why the
+    /// first did not.
+    pub(super) fn settle(&mut self) -> Result<Duration, WorkError> {
+        let now = Instant::now();
+        let mut time = Duration::ZERO;
+        for work in self.unsettled.extract_if(.., |work| work.is_done()) {
+            let times = work.wait(now)?;
+            time += times.ended.saturating_duration_since(times.started);
+        }
+        Ok(time)
+    }
+
+    /// Why an operation that a stream waits for has failed, if one has: the stream itself only says so in words.
+    #[must_use]
+    pub fn failure(&self) -> Option<WorkError> {
+        let ended = self.unsettled.iter().filter(|work| work.is_done());
+        let now = Instant::now();
+        ended.map(|work| work.wait(now)).find_map(Result::err)
     }
 
     /// True if every micro-batch communicates.
@@ -289,7 +357,7 @@ impl<'a> Reduced<'a> {
         Err(ReduceError::Sharded { param })
     }
 
-    /// Time that averaging took.
+    /// Time that averaging took. After [`Step::finish_on`], of all operations that have ended since the step before.
     #[must_use]
     pub fn times(&self) -> SyncTimes {
         self.times
@@ -298,6 +366,7 @@ impl<'a> Reduced<'a> {
 
 fn units(layout: &GradientLayout, sync: Sync) -> Vec<Unit> {
     let unit = |range: Range<usize>, params: &[ParamId], tag: String| Unit {
+        own: 0..range.len(),
         range,
         params: params.to_vec(),
         tag,

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::GradientLayout;
+use super::{GradientLayout, Place, Portion, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
 use crate::model::ParamId;
@@ -18,9 +18,15 @@ const GRACE: Duration = Duration::from_secs(5);
 pub struct Replicas {
     comm: Communicator,
     device: Arc<dyn Device>,
-    layout: Arc<GradientLayout>,
-    /// One slice a rank, in each the hashes of all parameters.
+    compared: Vec<Compared>,
+    /// One slice a rank, in each the hashes of all that is compared.
     hashes: Arena,
+}
+
+/// A parameter, or the part of it that the ranks own.
+struct Compared {
+    name: String,
+    place: Place,
 }
 
 /// Why parameters cannot be shown to be the same.
@@ -28,13 +34,15 @@ pub struct Replicas {
 pub enum ReplicasError {
     /// They are not.
     #[error(
-        "parameter `{param}` of rank {} differs from rank 0 after step {step}\n  hint: ranks that start equal and add the same gradients stay equal; look for a failing machine or different builds",
+        "parameter `{param}` of rank {} differs from rank {reference} after step {step}\n  hint: ranks that start equal and add the same gradients stay equal; look for a failing machine or different builds",
         list(ranks)
     )]
     Differ {
         /// The first parameter that differs, in forward order.
         param: String,
-        /// Global ranks whose parameter differs from rank 0's.
+        /// Global rank that the others are compared with.
+        reference: usize,
+        /// Global ranks whose parameter differs from its.
         ranks: Vec<usize>,
         /// Steps finished.
         step: u64,
@@ -62,23 +70,67 @@ fn list(ranks: &[usize]) -> String {
 }
 
 impl Replicas {
-    /// For parameters in the ranges of `layout`. Every rank of `comm` must call it.
+    /// For all parameters, in the ranges of `layout`. Every rank of `comm` must call it.
     pub fn new(
         comm: &Communicator,
         device: &Arc<dyn Device>,
-        layout: &Arc<GradientLayout>,
+        layout: &GradientLayout,
+    ) -> Result<Self, ReplicasError> {
+        Self::of_whole(comm, device, layout, &Sharding::replicated(layout))
+    }
+
+    /// For all parameters, in the whole arena of `sharding`. Every rank of `comm` must call it.
+    pub fn of_whole(
+        comm: &Communicator,
+        device: &Arc<dyn Device>,
+        layout: &GradientLayout,
+        sharding: &Sharding,
+    ) -> Result<Self, ReplicasError> {
+        let compared = (0..layout.params()).map(|id| Compared {
+            name: layout.spec(ParamId(id)).name.clone(),
+            place: Place {
+                whole: sharding.whole_range(ParamId(id)),
+                shard: 0..0,
+            },
+        });
+        Self::with(comm, device, compared.collect())
+    }
+
+    /// For what `sharding` says that this rank owns, of which every rank of `comm` has a copy: every rank of it must
+    /// call it.
+    pub fn of_shards(
+        comm: &Communicator,
+        device: &Arc<dyn Device>,
+        layout: &GradientLayout,
+        sharding: &Sharding,
+    ) -> Result<Self, ReplicasError> {
+        let mut compared: Vec<(ParamId, Compared)> = Vec::new();
+        for piece in sharding.own_pieces() {
+            let name = layout.spec(piece.param).name.clone();
+            let place = piece.place;
+            compared.push((piece.param, Compared { name, place }));
+        }
+        // The first that differs is named: in forward order, as above.
+        compared.sort_by_key(|(id, _)| *id);
+        Self::with(comm, device, compared.into_iter().map(|(_, part)| part).collect())
+    }
+
+    fn with(
+        comm: &Communicator,
+        device: &Arc<dyn Device>,
+        compared: Vec<Compared>,
     ) -> Result<Self, ReplicasError> {
         let spec = ArenaSpec {
             name: "parameter hashes".into(),
             dtype: DType::U8,
-            len: comm.size() * layout.params() * HASH_BYTES,
+            len: comm.size() * compared.len() * HASH_BYTES,
             sharing: Sharing::Node,
         };
         Ok(Self {
             hashes: comm.alloc_shared(device, &spec)?,
             comm: comm.clone(),
             device: device.clone(),
-            layout: layout.clone(),
+            compared,
         })
     }
 
@@ -91,17 +143,19 @@ impl Replicas {
     }
 
     /// Fails on all ranks, naming the first differing parameter and the ranks, unless all have the same parameters.
-    pub fn verify(&self, stream: Stream, params: &Arena, step: u64) -> Result<(), ReplicasError> {
-        let count = self.layout.params();
+    /// A rank that owns nothing compares nothing.
+    pub fn verify(&self, stream: Stream, params: &Portion, step: u64) -> Result<(), ReplicasError> {
+        let count = self.compared.len();
+        if count == 0 {
+            return Ok(());
+        }
         let own_bytes = count * HASH_BYTES;
         let own = self
             .hashes
             .slice(self.comm.rank() * own_bytes..(self.comm.rank() + 1) * own_bytes);
         let mut hashes = Vec::with_capacity(own_bytes);
-        for id in (0..count).map(ParamId) {
-            let bytes = self
-                .device
-                .download(stream, &params.slice(self.layout.range(id)))?;
+        for part in &self.compared {
+            let bytes = self.device.download(stream, &params.slice(&part.place))?;
             hashes.extend_from_slice(&blake3::hash(&bytes).as_bytes()[..HASH_BYTES]);
         }
         self.device.upload(stream, &own, &hashes);
@@ -121,7 +175,8 @@ impl Replicas {
             .filter(|(_, rank)| of(rank, id) != of(ranks[0], id))
             .map(|(member, _)| *member);
         Err(ReplicasError::Differ {
-            param: self.layout.spec(ParamId(id)).name.clone(),
+            param: self.compared[id].name.clone(),
+            reference: self.comm.members()[0],
             ranks: ranks.collect(),
             step,
         })

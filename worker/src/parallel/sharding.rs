@@ -1,7 +1,8 @@
 //! Which rank owns which elements: the one map that reduction, optimizer, norm, gathering and checkpoints share.
 //!
-//! Memory is cut into *units*, which are communicated whole: buckets of the gradients (ZeRO-1, -2) or groups of
-//! parameters (ZeRO-3). A unit is padded to world size × [`CHUNK`] elements and cut into equal slices, one a rank.
+//! Memory is cut into *units*, which are communicated whole: buckets of the gradients (ZeRO-1), the parts of buckets
+//! that belong to one group (ZeRO-2), or groups of parameters (ZeRO-3). A unit is padded to world size × [`CHUNK`]
+//! elements and cut into equal slices, one a rank.
 //! An element lies in the same chunk of the layout whatever the units are, so the global norm, which is summed by
 //! chunk, has the same bits under every strategy.
 //!
@@ -102,6 +103,21 @@ impl Sharding {
         Self::new(layout, world, rank, buckets)
     }
 
+    /// Buckets, cut where a group of parameters begins, each part cut over `world` ranks. What is in flight is then as
+    /// large as a block and no larger than a bucket, and a tied weight keeps only itself waiting.
+    #[must_use]
+    pub fn of_parts(layout: &GradientLayout, world: usize, rank: usize) -> Self {
+        let parts = layout.buckets().iter().enumerate().flat_map(|(i, bucket)| {
+            let group_of = |id: &ParamId| layout.spec(*id).group;
+            let groups = bucket.params.chunk_by(move |a, b| group_of(a) == group_of(b));
+            groups.map(move |params| {
+                let name = format!("part of bucket {i}, from `{}`", layout.spec(params[0]).name);
+                (chunks_around(layout, params), params.to_vec(), name)
+            })
+        });
+        Self::new(layout, world, rank, parts)
+    }
+
     /// Groups of parameters, each cut over `world` ranks.
     #[must_use]
     pub fn of_groups(layout: &GradientLayout, world: usize, rank: usize) -> Self {
@@ -110,10 +126,9 @@ impl Sharding {
             .order()
             .chunk_by(|a, b| group_of(a) == group_of(b))
             .map(|params| {
-                let (first, last) = (params[0], params[params.len() - 1]);
-                let range = layout.range(first).start..layout.range(last).end.next_multiple_of(CHUNK);
+                let last = params[params.len() - 1];
                 let name = format!("group of `{}`", layout.spec(last).name);
-                (range, params.to_vec(), name)
+                (chunks_around(layout, params), params.to_vec(), name)
             });
         Self::new(layout, world, rank, groups)
     }
@@ -281,6 +296,12 @@ impl Sharding {
     }
 }
 
+/// Whole chunks of the layout that hold neighbouring parameters, of which the first begins a chunk.
+fn chunks_around(layout: &GradientLayout, params: &[ParamId]) -> Range<usize> {
+    let (first, last) = (params[0], params[params.len() - 1]);
+    layout.range(first).start..layout.range(last).end.next_multiple_of(CHUNK)
+}
+
 /// Elements that a rank holds: of all ranks, or only its own.
 #[derive(Clone, Debug)]
 pub enum Portion {
@@ -342,7 +363,7 @@ mod tests {
             world in 1_usize..6,
         ) {
             let layout = layout(&sizes, bucket_bytes, world);
-            for sharding_of in [Sharding::of_buckets, Sharding::of_groups] {
+            for sharding_of in [Sharding::of_buckets, Sharding::of_parts, Sharding::of_groups] {
                 let mut owned = sizes.iter().map(|&(len, _)| vec![0; len]).collect::<Vec<_>>();
                 let mut chunks = vec![0; layout.len() / CHUNK];
                 for rank in 0..world {
@@ -386,6 +407,28 @@ mod tests {
                 prop_assert_eq!(gaps + params, unit.len());
             }
         }
+    }
+
+    #[test]
+    fn parts_are_no_larger_than_their_bucket_or_their_group() {
+        let sizes = [(40_000, 0), (30_000, 1), (30_000, 1), (50_000, 1), (70_000, 2)];
+        let layout = layout(&sizes, 400_000, 2);
+        let params = |sharding: &Sharding| -> Vec<Vec<usize>> {
+            let units = sharding.units().iter();
+            units
+                .map(|unit| unit.params.iter().map(|id| id.0).collect())
+                .collect()
+        };
+        assert_eq!(
+            params(&Sharding::of_buckets(&layout, 2, 0)),
+            [vec![4], vec![3, 2], vec![1, 0]]
+        );
+        assert_eq!(
+            params(&Sharding::of_groups(&layout, 2, 0)),
+            [vec![4], vec![3, 2, 1], vec![0]]
+        );
+        let parts = [vec![4], vec![3, 2], vec![1], vec![0]];
+        assert_eq!(params(&Sharding::of_parts(&layout, 2, 0)), parts);
     }
 
     #[test]

@@ -65,7 +65,7 @@ impl Staging {
         let lens = sharding.units().iter().map(ShardUnit::len);
         let (sizes, choice) = slots(&lens.zip(ties).collect::<Vec<_>>());
         let slot = |len| -> Result<Slot, CollectiveError> {
-            let spec = spec("gradients in flight", len, Sharing::Node);
+            let spec = spec("gradients in flight", layout.dtype(), len, Sharing::Node);
             Ok(Slot {
                 arena: comm.alloc_shared(device, &spec)?,
                 open: false,
@@ -74,7 +74,12 @@ impl Staging {
         };
         Ok(Self {
             slots: sizes.into_iter().map(slot).collect::<Result<_, _>>()?,
-            shard: device.alloc(&spec("gradients", sharding.shard_len(), Sharing::Private))?,
+            shard: device.alloc(&spec(
+                "gradients",
+                layout.accumulated(),
+                sharding.shard_len(),
+                Sharing::Private,
+            ))?,
             taken: vec![None; choice.len()],
             choice,
             device: device.clone(),
@@ -177,10 +182,10 @@ impl Staging {
     }
 }
 
-fn spec(name: &str, len: usize, sharing: Sharing) -> ArenaSpec {
+fn spec(name: &str, dtype: DType, len: usize, sharing: Sharing) -> ArenaSpec {
     ArenaSpec {
         name: name.into(),
-        dtype: DType::F32,
+        dtype,
         len,
         sharing,
     }

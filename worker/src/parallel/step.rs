@@ -3,12 +3,12 @@
 use std::time::{Duration, Instant};
 
 use super::events::all_of;
-use super::reducer::GradMemory;
+use super::reducer::{GRACE, GradMemory};
 use super::{ReduceError, Reduced, Reducer, SyncTimes};
-use crate::collective::{Launch, ReduceOp, Traffic};
-use crate::config::Sync;
-use crate::device::{Buffer, DeviceError, Element, Event, HostMut};
-use crate::model::{GradSink, GradSlot, ParamId};
+use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work};
+use crate::config::{self, Sync};
+use crate::device::{Buffer, Device, DeviceError, Element, Event, HostMut, Stream};
+use crate::model::{GradSink, GradSlot, ParamId, Unused};
 
 /// The right to write gradients. Dropped without [`Step::finish`], it leaves the reducer usable if nothing was
 /// launched, and otherwise unusable with an error that says so: other ranks wait for the rest.
@@ -106,9 +106,7 @@ impl<'a> Step<'a> {
 
     /// Launches what is left, waits for all of it, and gives the averages.
     pub fn finish(mut self, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
-        self.check()?;
-        let wrong = (self.micro_batch + 1 < self.accumulation).then_some("it was finished");
-        self.end_micro_batch(wrong).map_err(|e| self.fail(e))?;
+        self.complete()?;
         let started = Instant::now();
         self.launch_rest();
         let works = std::mem::take(&mut self.reducer_mut().in_flight);
@@ -117,12 +115,64 @@ impl<'a> Step<'a> {
             let times = work.wait(deadline).map_err(|e| self.fail(e.into()))?;
             comm += times.ended.saturating_duration_since(times.started);
         }
+        let landed = self.land(deadline);
+        landed.wait(deadline).map_err(|e| self.fail(e.into()))?;
         let exposed = started.elapsed();
-        if let GradMemory::Staged(staging) = &mut self.reducer_mut().memory {
-            staging.land_all(deadline);
+        Ok(self.reduced(SyncTimes { comm, exposed }))
+    }
+
+    /// Launches what is left and gives the averages to later operations of `stream`, the one that computes the
+    /// gradients: on a device that runs asynchronously the host does not wait. An operation that fails fails the
+    /// stream; [`Reducer::failure`] has its error.
+    pub fn finish_on(
+        mut self,
+        (device, stream): (&dyn Device, Stream),
+        deadline: Instant,
+    ) -> Result<Reduced<'a>, ReduceError> {
+        self.complete()?;
+        let started = Instant::now();
+        self.launch_rest();
+        let reducer = self.reducer_mut();
+        for work in &reducer.in_flight {
+            work.wait_on(device, stream, deadline);
         }
+        reducer.unsettled.append(&mut reducer.in_flight);
+        let comm = reducer.settle().map_err(|e| self.fail(e.into()))?;
+        device.wait_event(stream, &self.land(deadline), deadline);
+        let exposed = started.elapsed();
+        Ok(self.reduced(SyncTimes { comm, exposed }))
+    }
+
+    /// Why the step failed, if it has: who was given an error in words finds the kind here.
+    #[must_use]
+    pub fn failure(&self) -> Option<&ReduceError> {
+        self.failed.as_ref()
+    }
+
+    /// Ends the last micro-batch.
+    fn complete(&mut self) -> Result<(), ReduceError> {
+        self.check()?;
+        let wrong = (self.micro_batch + 1 < self.accumulation).then_some("it was finished");
+        self.end_micro_batch(wrong).map_err(|e| self.fail(e))
+    }
+
+    /// Puts the averages where they belong, after the operations that were launched. Reached when those are there that
+    /// the stream that computes has not waited for.
+    fn land(&mut self, deadline: Instant) -> Event {
+        match &mut self.reducer_mut().memory {
+            GradMemory::Whole { wire: None, .. } => Event::reached(),
+            GradMemory::Whole { wire: Some(wire), .. } => wire.land_all(deadline),
+            GradMemory::Staged(staging) => {
+                staging.land_all(deadline);
+                Event::reached()
+            }
+        }
+    }
+
+    /// Everything is there, or streams wait for it.
+    fn reduced(mut self, times: SyncTimes) -> Reduced<'a> {
         let reducer = self.reducer.take().expect("a step finishes once");
-        Ok(Reduced::new(reducer, SyncTimes { comm, exposed }))
+        Reduced::new(reducer, times)
     }
 
     fn reducer(&self) -> &Reducer {
@@ -254,6 +304,8 @@ impl<'a> Step<'a> {
         let reducer = self.reducer.as_deref_mut().expect("`finish` consumes the step");
         let Reducer {
             comm,
+            copies,
+            ranks,
             units,
             in_flight,
             memory,
@@ -266,26 +318,58 @@ impl<'a> Step<'a> {
             .iter()
             .flat_map(|id| std::mem::take(&mut reports[id.0].events));
         let average = ReduceOp::Sum {
-            scale: 1.0 / (accumulation * comm.size()) as f32,
+            scale: 1.0 / (accumulation * *ranks) as f32,
         };
-        let launch = Launch::after(all_of(events), Traffic::Grads, unit.tag.clone());
-        let work = match memory {
-            GradMemory::Whole { arena, scattered, .. } => {
-                let buffer = arena.slice(unit.range.clone());
-                if *scattered {
-                    comm.reduce_scatter(&buffer, average, launch)
-                } else {
-                    comm.all_reduce(&buffer, average, launch)
-                }
+        let ready = all_of(events);
+        let (buffer, scattered, ready) = match memory {
+            GradMemory::Whole {
+                arena,
+                scattered,
+                wire,
+                ..
+            } => {
+                let place = arena.slice(unit.range.clone());
+                let (buffer, ready) = match wire {
+                    Some(wire) => wire.narrow(&place, &ready, Instant::now() + comm.timeout() + GRACE),
+                    None => (place, ready),
+                };
+                (buffer, *scattered, ready)
             }
-            GradMemory::Staged(staging) => {
-                let work = comm.reduce_scatter(&staging.buffer(index), average, launch);
-                staging.launched(index, &work, self.micro_batch > 0);
-                work
-            }
+            GradMemory::Staged(staging) => (staging.buffer(index), true, ready),
         };
+        let launch = Launch::after(ready, Traffic::Grads, unit.tag.clone());
+        let mut work = if scattered {
+            comm.reduce_scatter(&buffer, average, launch)
+        } else {
+            comm.all_reduce(&buffer, average, launch)
+        };
+        if let Some(copies) = copies {
+            let own = buffer.slice(unit.own.clone());
+            let summed = sum_of_copies(copies, &own, &work, &unit.tag);
+            in_flight.push(std::mem::replace(&mut work, summed));
+        }
+        match memory {
+            GradMemory::Whole { wire: None, .. } => {}
+            GradMemory::Whole {
+                wire: Some(wire),
+                arena,
+                ..
+            } => {
+                let place = arena.slice(unit.range.clone());
+                let [from, to] = [buffer, place].map(|all| all.slice(unit.own.clone()));
+                wire.launched(&work, from, to);
+            }
+            GradMemory::Staged(staging) => staging.launched(index, &work, self.micro_batch > 0),
+        }
         in_flight.push(work);
     }
+}
+
+/// Adds what `reduced` leaves in `own` over all copies of the state; it is scaled already.
+fn sum_of_copies(copies: &Communicator, own: &Buffer, reduced: &Work, tag: &str) -> Work {
+    let tag = format!("{tag} of all copies");
+    let launch = Launch::after(reduced.event().clone(), Traffic::Grads, tag);
+    copies.all_reduce(own, ReduceOp::Sum { scale: 1.0 }, launch)
 }
 
 impl GradSink for Step<'_> {
@@ -295,6 +379,18 @@ impl GradSink for Step<'_> {
 
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
         Ok(self.ready(id, at)?)
+    }
+
+    fn unused(&mut self, unused: &Unused<'_>) -> Result<(), DeviceError> {
+        if self.reducer().unused == config::Unused::Zero {
+            return Ok(());
+        }
+        let error = ReduceError::Unused {
+            rank: self.reducer().rank,
+            unused: unused.to_string(),
+            micro_batch: self.micro_batch,
+        };
+        Err(self.fail(error).into())
     }
 }
 

@@ -49,6 +49,9 @@ pub trait Weights: Params + Send + Sync {
     /// Bytes for parameters that are gathered at the moment.
     fn gathered_bytes(&self) -> usize;
 
+    /// Elements that the ranks gather in a step of so many micro-batches, counted as often as they are gathered.
+    fn gathered_elements(&self, micro_batches: usize) -> usize;
+
     /// True if every pass over the blocks is a collective one: all ranks must make as many.
     fn moves_together(&self) -> bool {
         false

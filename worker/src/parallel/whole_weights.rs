@@ -7,7 +7,7 @@ use super::gather_plan::units_of;
 use super::weights::Waiting;
 use super::{Group, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, Work, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, DeviceError, Sharing};
+use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
 use crate::model::{Model, ParamId, Params};
 
 /// See the module.
@@ -29,7 +29,7 @@ impl WholeWeights {
         let is_gathered = sharding.world() > 1;
         let spec = ArenaSpec {
             name: "parameters".into(),
-            dtype: DType::F32,
+            dtype: model.dtype(),
             len: sharding.whole_len(),
             sharing: if is_gathered {
                 Sharing::Node
@@ -129,6 +129,13 @@ impl Weights for WholeWeights {
 
     fn gathered_bytes(&self) -> usize {
         0
+    }
+
+    fn gathered_elements(&self, _micro_batches: usize) -> usize {
+        if self.sharding.world() == 1 {
+            return 0;
+        }
+        self.sharding.whole_len()
     }
 
     fn take_times(&self) -> SyncTimes {

@@ -1,5 +1,6 @@
 //! Why a worker cannot go on.
 
+use super::save_verdict;
 use crate::checkpoint::CheckpointError;
 use crate::collective::{CollectiveError, WorkError};
 use crate::data::DataError;
@@ -20,27 +21,20 @@ pub enum TrainError {
         /// Why it is over, in the agent's words.
         cause: String,
     },
-    /// The loss is no number any more.
+    /// Loss or gradient are no numbers any more.
     #[error(
-        "loss is {loss} on rank {rank} in step {step}\n  hint: lower `train.optimizer.lr`, warm up longer, or set `train.grad_clip`; the checkpoint before is whole"
+        "{complaint} in step {step}{}: {seen}\n  hint: lower `train.optimizer.lr`, warm up longer, or set `train.grad_clip`; `train.on_nonfinite: skip` leaves such steps out; the checkpoint before is whole",
+        after(*skipped)
     )]
-    NonFiniteLoss {
-        /// The first such rank.
-        rank: usize,
+    NonFinite {
+        /// What is not finite.
+        complaint: String,
         /// The step, from 1.
         step: u64,
-        /// NaN or infinite.
-        loss: f64,
-    },
-    /// The gradient is no number any more.
-    #[error(
-        "norm of the averaged gradient is {norm} in step {step}, although every rank's loss is finite\n  hint: lower `train.optimizer.lr` or warm up longer; the checkpoint before is whole"
-    )]
-    NonFiniteGradient {
-        /// The step, from 1.
-        step: u64,
-        /// NaN or infinite.
-        norm: f32,
+        /// Steps before it that were skipped, in a row.
+        skipped: u64,
+        /// Who saw it first, and where.
+        seen: String,
     },
     /// The configuration contradicts the checkpoint that the run is to be resumed from.
     #[error(
@@ -55,6 +49,74 @@ pub enum TrainError {
         found: String,
         /// Its value in the checkpoint.
         begun: String,
+    },
+    /// The global batch of the run cannot be kept on this number of ranks.
+    #[error(
+        "the run was trained in global batches of {samples} samples, and {ranks} ranks with `train.micro_batch: {micro_batch}` cannot make one: {samples} is no multiple of {ranks} × {micro_batch}\n  hint: {fits}`train.rescale: keep_micro_batch` lets the global batch change"
+    )]
+    Rescale {
+        /// Samples of a step, as the checkpoint has it.
+        samples: u64,
+        /// Ranks now.
+        ranks: u64,
+        /// Samples of a pass on one rank.
+        micro_batch: u64,
+        /// What would fit, in words; may be empty.
+        fits: String,
+    },
+    /// The last state of a run is lost, although training is done or was stopped in order.
+    #[error(
+        "training ended after step {step}, but the state after it could not be saved on {}, {}{}",
+        save_verdict::list(ranks),
+        latest.as_ref().map_or_else(|| "and there is no earlier checkpoint".into(), |name| format!("the latest checkpoint is `{name}`")),
+        cause.as_ref().map_or_else(String::new, |cause| format!(": {cause}"))
+    )]
+    NotSaved {
+        /// Steps finished.
+        step: u64,
+        /// Name of the checkpoint before.
+        latest: Option<String>,
+        /// Ranks that failed.
+        ranks: Vec<usize>,
+        /// Why, if this rank is one of them.
+        cause: Option<Box<CheckpointError>>,
+    },
+    /// The optimizer's state cannot be where it is wanted.
+    #[error(
+        "`train.offload.optimizer: file` needs a device whose memory is the host's, and {device} has its own\n  hint: train on the processor (`parallel.backend: cpu`), or leave `train.offload` out"
+    )]
+    Offload {
+        /// Name of the device.
+        device: String,
+    },
+    /// The ranks cannot be cut into groups as asked.
+    #[error(
+        "`parallel.shard_group` is {found}, but {why}\n  hint: all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`"
+    )]
+    ShardGroup {
+        /// Its value.
+        found: String,
+        /// In words.
+        why: String,
+    },
+    /// The configuration asks for a GPU, and there is none.
+    #[error("`{key}` needs a GPU: {why}")]
+    NeedsGpu {
+        /// Key and value.
+        key: &'static str,
+        /// Why there is none.
+        why: String,
+    },
+    /// Ranks would have to share GPUs.
+    #[error(
+        "{workers} workers on this node, which has {gpus} GPU{}\n  hint: start one a GPU (`--nproc-per-node gpu`), or train on the processor (`parallel.backend: cpu`)",
+        if *gpus == 1 { "" } else { "s" }
+    )]
+    TooFewGpus {
+        /// GPUs that the driver shows.
+        gpus: usize,
+        /// Workers of this node.
+        workers: usize,
     },
     /// The other ranks could not be joined.
     #[error(transparent)]
@@ -91,6 +153,14 @@ pub enum TrainError {
     RunFiles(#[from] RunFilesError),
 }
 
+fn after(skipped: u64) -> String {
+    match skipped {
+        0 => String::new(),
+        1 => ", after one that was skipped".into(),
+        steps => format!(", after {steps} in a row that were skipped"),
+    }
+}
+
 impl From<WorkError> for TrainError {
     fn from(error: WorkError) -> Self {
         match error {
@@ -106,6 +176,7 @@ impl TrainError {
     pub fn is_consequence(&self) -> bool {
         match self {
             Self::GenerationOver { .. }
+            | Self::NotSaved { cause: None, .. }
             | Self::RunFiles(RunFilesError::RankZero(_))
             // Operations that waited for a collective.
             | Self::Device(DeviceError::Upstream(_))
@@ -121,21 +192,36 @@ impl TrainError {
         }
     }
 
-    /// True if the cause lies in this rank alone, so that the end of the generation does not explain it away.
+    /// True if the cause lies in this rank alone, or was found here, so that the end of the generation does not explain
+    /// it away.
     #[must_use]
     pub fn is_own(&self) -> bool {
         match self {
             Self::RunFiles(_) => !self.is_consequence(),
-            Self::NonFiniteLoss { .. }
-            | Self::NonFiniteGradient { .. }
+            Self::NonFinite { .. }
+            | Self::NotSaved { cause: Some(_), .. }
             | Self::Contradiction { .. }
+            | Self::Rescale { .. }
+            | Self::NeedsGpu { .. }
+            | Self::TooFewGpus { .. }
             | Self::Model(_)
             | Self::Layout(_)
             | Self::Data(_)
             | Self::Agreement(AgreementError::Differs(_))
+            | Self::Replicas(ReplicasError::Differ { .. })
+            | Self::Reduce(ReduceError::Unused { .. })
             | Self::Checkpoint(_) => true,
             _ => false,
         }
+    }
+
+    /// True if every rank has met the same error at the same point, so that all can still work together.
+    #[must_use]
+    pub fn is_unanimous(&self) -> bool {
+        matches!(
+            self,
+            Self::NonFinite { .. } | Self::Replicas(ReplicasError::Differ { .. })
+        )
     }
 
     /// Message and hint apart, as the agent wants them.

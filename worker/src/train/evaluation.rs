@@ -4,10 +4,7 @@ use super::TrainError;
 use super::exchange::Exchange;
 use super::replica::{Batch, Replica};
 use super::world::World;
-use crate::data::{Tokens, eval_blocks};
-
-/// A target that the loss ignores: fills up the last micro-batch.
-const IGNORED: i32 = -1;
+use crate::data::{IGNORED, Tokens, eval_blocks};
 
 /// The held-out text, cut into blocks.
 pub(super) struct Evaluation {

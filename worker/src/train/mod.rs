@@ -3,29 +3,45 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
+//! | `choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
-//! | `trainer.rs` | the loop: data → forward → backward, reduced meanwhile → clip → step |
+//! | `trainer.rs` | the loop over the steps, and what is due between them |
+//! | `step.rs` | one step, enqueued as a whole: data → forward → backward, reduced meanwhile → clip → update |
+//! | `tally.rs` | losses of a step: summed on the device, told to all ranks |
+//! | `skips.rs`, `inspection.rs` | a step whose numbers are not finite: what to do, and who saw it first |
 //! | `strategy.rs` | what a strategy holds of parameters and gradients |
 //! | `replica.rs` | the model on this rank, and one micro-batch through it |
 //! | `exchange.rs` | numbers that every rank tells all others |
 //! | `evaluation.rs` | validation, each rank its share |
-//! | `saving.rs` | checkpoints: saving, and resuming from one |
+//! | `saving.rs`, `save_thread.rs`, `save_verdict.rs` | checkpoints: copied, written beside the training, agreed on by all ranks |
+//! | `rescale.rs` | the global batch of a run that goes on on another number of ranks |
+//! | `owned.rs`, `resuming.rs` | what of the state a rank writes and reads; going on from a checkpoint |
 //! | `recorder.rs`, `progress.rs`, `startup.rs`, `memory.rs` | what is told to files, agent and people |
 //!
 //! A worker stops at a step boundary when its agent asks: it saves and returns without an error. It stops with an
 //! error as soon as it learns that the generation is over; the next generation goes on from the latest checkpoint.
 
+mod choice;
 mod error;
 mod evaluation;
 mod exchange;
+mod inspection;
 mod memory;
+mod owned;
 mod progress;
 mod recorder;
 mod replica;
+mod rescale;
+mod resuming;
+mod save_thread;
+mod save_verdict;
 mod saving;
 mod setup;
+mod skips;
 mod startup;
+mod step;
 mod strategy;
+mod tally;
 mod trainer;
 mod world;
 
@@ -35,6 +51,7 @@ use std::time::Instant;
 
 use ddp_proto::control::Phase;
 
+use crate::checkpoint::Storage;
 use crate::config::TrainConfig;
 use crate::data::{Entropies, TokenFile, Tokens};
 use crate::device::Device;
@@ -44,7 +61,7 @@ use crate::session::Session;
 pub use error::TrainError;
 
 use recorder::{Recorder, say};
-use setup::{Prepared, prepare};
+use setup::{Prepared, open, prepare};
 use trainer::Outcome;
 
 /// Of a longer text only the start is counted.
@@ -69,7 +86,16 @@ pub struct RunSummary {
 ///
 /// On failure the agent has been told; printing the error is left to the caller.
 pub fn run_worker(config: &TrainConfig, session: &Session) -> Result<RunSummary, TrainError> {
-    run(config, session, None)
+    run_worker_with(Substitutes::default(), config, session)
+}
+
+/// Parts of the machine to use instead of what the configuration leads to.
+#[derive(Clone, Default)]
+pub struct Substitutes {
+    /// Holds the arenas and runs the operations.
+    pub device: Option<Arc<dyn Device>>,
+    /// Takes the checkpoints; reading them is left to the file system.
+    pub storage: Option<Arc<dyn Storage>>,
 }
 
 /// As [`run_worker`], on a device of the caller's choice.
@@ -78,16 +104,21 @@ pub fn run_worker_on(
     config: &TrainConfig,
     session: &Session,
 ) -> Result<RunSummary, TrainError> {
-    run(config, session, Some(device))
+    let parts = Substitutes {
+        device: Some(device),
+        storage: None,
+    };
+    run_worker_with(parts, config, session)
 }
 
-fn run(
+/// As [`run_worker`], on parts of the caller's choice.
+pub fn run_worker_with(
+    parts: Substitutes,
     config: &TrainConfig,
     session: &Session,
-    device: Option<Arc<dyn Device>>,
 ) -> Result<RunSummary, TrainError> {
     session.heartbeat(0, Phase::Starting, None);
-    let result = train(config, session, device).map_err(|error| {
+    let result = train(config, session, parts).map_err(|error| {
         let verdict = if error.is_consequence() {
             session.verdict()
         } else if error.is_own() {
@@ -116,13 +147,10 @@ fn run(
     result
 }
 
-fn train(
-    config: &TrainConfig,
-    session: &Session,
-    device: Option<Arc<dyn Device>>,
-) -> Result<RunSummary, TrainError> {
+fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<RunSummary, TrainError> {
     let started = Instant::now();
-    let mut prepared = prepare(config, session, device)?;
+    let (config, opened) = open(config, session, parts)?;
+    let mut prepared = prepare(&config, opened, session)?;
     let rank = prepared.trainer.world.rank();
     let first_step = prepared.trainer.first_step;
     let log = match rank {
@@ -130,10 +158,21 @@ fn train(
         _ => None,
     };
     if rank == 0 {
+        if let Some(words) = &prepared.rescaled {
+            say(words);
+        }
         say(&startup::table(&prepared.trainer, &prepared.facts()));
     }
     let mut recorder = Recorder::new(log, first_step, config.train.steps);
-    let outcome = prepared.trainer.run(&mut prepared.reducer, &mut recorder)?;
+    let outcome = prepared.trainer.run(&mut prepared.reducer, &mut recorder);
+    if outcome.as_ref().is_err_and(TrainError::is_unanimous) {
+        // The error that counts is known already.
+        let _ = prepared.trainer.settle_checkpoints();
+    }
+    if outcome.is_err() {
+        prepared.trainer.checkpoints.abandon();
+    }
+    let outcome = outcome?;
     if rank == 0 {
         conclude(&prepared, &recorder, &outcome, started)?;
     }

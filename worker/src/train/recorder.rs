@@ -6,7 +6,6 @@ use std::time::{Duration, Instant};
 use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
-use super::TrainError;
 use super::memory::ProcessMemory;
 use super::progress::{Pace, StepNumbers};
 use super::trainer::Trainer;
@@ -22,6 +21,7 @@ pub(super) struct StepTimes {
     pub(super) backward: Duration,
     pub(super) comm: Duration,
     pub(super) exposed: Duration,
+    pub(super) share: Duration,
     pub(super) optimizer: Duration,
 }
 
@@ -30,14 +30,20 @@ pub(super) struct StepTimes {
 pub(super) struct StepRecord {
     /// Steps finished, this one included.
     pub(super) step: u64,
+    /// Samples of all ranks.
+    pub(super) samples: u64,
     /// Mean over all ranks.
     pub(super) loss: f64,
     pub(super) val_loss: Option<f64>,
     pub(super) lr: f32,
     pub(super) grad_norm: f32,
+    /// Steps skipped so far.
+    pub(super) skipped: u64,
     pub(super) times: StepTimes,
     /// Bytes that this rank sent.
     pub(super) sent: WireBytes,
+    /// Time for which checkpoints held training up since the step before.
+    pub(super) stood: Duration,
     /// A rank was asked to stop after this step.
     pub(super) stop: bool,
 }
@@ -45,9 +51,13 @@ pub(super) struct StepRecord {
 /// Speaks on rank 0 only.
 pub(super) struct Recorder {
     log: Option<MetricsLog>,
+    /// Steps whose line could not be written, since the last one that could.
+    missed: u64,
     pace: Pace,
     /// Step lines go to the console: nobody else draws a bar.
     lines: bool,
+    /// The last one that is a number.
+    last_loss: f64,
     last_val_loss: Option<f64>,
     /// Tokens and time of the steps of this life.
     trained: (u64, Duration),
@@ -60,32 +70,52 @@ impl Recorder {
         Self {
             lines: log.is_some() && !bar,
             log,
+            missed: 0,
             pace: Pace::new(Instant::now(), first_step, steps),
+            last_loss: 0.0,
             last_val_loss: None,
             trained: (0, Duration::ZERO),
         }
     }
 
     /// Tells of one finished step. Returns what the agent's bar shows of it.
-    pub(super) fn record(
-        &mut self,
-        record: &StepRecord,
-        trainer: &Trainer<'_>,
-    ) -> Result<Option<Progress>, TrainError> {
-        let tokens = trainer.tokens_per_step();
+    pub(super) fn record(&mut self, record: &StepRecord, trainer: &Trainer<'_>) -> Option<Progress> {
+        let tokens = record.samples * trainer.config.model.block_size as u64;
         let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
         self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
         self.last_val_loss = record.val_loss.or(self.last_val_loss);
+        if record.loss.is_finite() {
+            self.last_loss = record.loss;
+        }
         let now = Instant::now();
         let progress = Progress {
             steps: trainer.config.train.steps,
-            loss: record.loss,
+            loss: self.last_loss,
             tokens_per_s,
             seconds_left: self.pace.seconds_left(now, record.step),
             val_loss: self.last_val_loss,
         };
         if let Some(log) = &mut self.log {
-            log.append(&line(record, trainer, tokens_per_s))?;
+            // A full disk must not end the training.
+            match (log.append(&line(record, trainer, tokens_per_s)), self.missed) {
+                (Ok(()), 0) => {}
+                (Ok(()), missed) => {
+                    warn(&format!(
+                        "metrics are written again; {missed} steps before step {} have no line",
+                        record.step
+                    ));
+                    self.missed = 0;
+                }
+                (Err(error), missed) => {
+                    if missed == 0 {
+                        warn(&format!(
+                            "the metrics of step {} are lost, training goes on: {error}",
+                            record.step
+                        ));
+                    }
+                    self.missed += 1;
+                }
+            }
         }
         if self.lines {
             let numbers = StepNumbers {
@@ -99,7 +129,7 @@ impl Recorder {
                 say(&line);
             }
         }
-        Ok(self.log.is_some().then_some(progress))
+        self.log.is_some().then_some(progress)
     }
 
     /// Tokens a second over the steps of this life, over all ranks.
@@ -114,6 +144,11 @@ pub(super) fn say(text: &str) {
     let _ = writeln!(out, "{text}").and_then(|()| out.flush());
 }
 
+/// Warns on the error stream, whichever rank it is. A console that is gone does not stop the training.
+pub(super) fn warn(text: &str) {
+    let _ = writeln!(std::io::stderr().lock(), "warning: {text}");
+}
+
 fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> MetricsLine {
     let env = trainer.session.env();
     let StepTimes {
@@ -123,6 +158,7 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
         backward,
         comm,
         exposed,
+        share,
         optimizer,
     } = record.times;
     let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
@@ -133,6 +169,7 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
         val_loss: record.val_loss,
         lr: f64::from(record.lr),
         grad_norm: f64::from(record.grad_norm),
+        skipped: record.skipped,
         tokens: trainer.loader.consumed_before(record.step) * trainer.config.model.block_size as u64,
         tokens_per_s,
         step_ms: ms(step),
@@ -141,7 +178,9 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
         backward_ms: ms(backward),
         comm_ms: ms(comm),
         comm_exposed_ms: ms(exposed),
+        share_ms: ms(share),
         optimizer_ms: ms(optimizer),
+        checkpoint_ms: ms(record.stood),
         wire_bytes: metrics::WireBytes {
             grads: record.sent.grads,
             params: record.sent.params,
@@ -158,9 +197,11 @@ fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
     metrics::Memory {
         params: trainer.replica.weights.bytes() as u64,
         grads: trainer.grad_bytes as u64,
-        optimizer: trainer.adamw.bytes() as u64,
+        optimizer: trainer.optimizer_bytes() as u64,
         activations: trainer.replica.pool.allocated_bytes() as u64,
         gathered: trainer.replica.weights.gathered_bytes() as u64,
+        checkpoint: trainer.checkpoints.snapshot_bytes() as u64,
+        device_peak: trainer.world.device.peak_bytes().unwrap_or(0) as u64,
         peak_rss: process.peak_rss,
         pss: process.pss,
     }

@@ -1,31 +1,33 @@
 //! The model on this rank, and the memory of one micro-batch.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use super::TrainError;
 use super::world::World;
 use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Sharing};
 use crate::model::{
-    self, Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, Saved, StepKey,
+    self, Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, Saved, StepKey, Unused,
 };
 use crate::ops::Fill;
-use crate::parallel::Weights;
+use crate::optim::evict;
+use crate::parallel::{Portion, Weights};
 
 /// See the module.
 pub(super) struct Replica {
     pub(super) model: Model,
     pub(super) weights: Arc<dyn Weights>,
     pub(super) pool: ActivationPool,
-    world: World,
-    saved: Vec<Saved>,
+    pub(super) world: World,
+    pub(super) saved: Vec<Saved>,
     /// Tokens and targets, `[B, T]`, i32.
     inputs: Buffer,
     targets: Buffer,
     shape: Vec<usize>,
-    /// Factor of each position's gradient: 1/(B·T), for the gradient of the mean.
+    /// Factor of each position's gradient.
     dloss: Buffer,
+    /// What `dloss` is filled with.
+    factor: Option<f64>,
 }
 
 /// One micro-batch on the host.
@@ -41,13 +43,6 @@ impl Batch {
             targets: vec![0; len],
         }
     }
-}
-
-/// Time of the two halves of a micro-batch, as the host saw it.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct PassTimes {
-    pub(super) forward: Duration,
-    pub(super) backward: Duration,
 }
 
 impl Replica {
@@ -68,11 +63,6 @@ impl Replica {
         let shape = vec![config.train.micro_batch, config.model.block_size];
         let positions: usize = shape.iter().product();
         let dloss = alloc("loss factors", DType::F32, positions)?.whole();
-        let factor = Fill {
-            out: dloss.clone(),
-            value: 1.0 / positions as f64,
-        };
-        world.device.enqueue(world.stream, factor.into());
         Ok(Self {
             saved: model::saved_for(&model),
             inputs: alloc("tokens", DType::I32, positions)?.whole(),
@@ -81,59 +71,74 @@ impl Replica {
             world: world.clone(),
             shape,
             dloss,
+            factor: None,
             weights,
             model,
         })
     }
 
-    /// The first values of the parameters that this rank owns, from the seed alone.
-    pub(super) fn initialise(&self, seed: u64) {
+    /// The first values of the parameters that this rank owns, from the seed alone, into `masters`.
+    pub(super) fn initialise(&self, masters: &Portion, seed: u64) {
         for piece in self.weights.sharding().own_pieces() {
             let spec = &self.model.params[piece.param.0];
             let mut values = vec![0_f32; piece.elements.len()];
             model::fill_init(spec, piece.param, seed, piece.elements, &mut values);
-            let target = self.weights.own().slice(&piece.place);
+            let target = masters.slice(&piece.place);
             self.world
                 .device
                 .upload(self.world.stream, &target, bytemuck::cast_slice(&values));
+            evict(&target);
         }
     }
 
-    /// Forward and backward of one micro-batch. Returns the loss of each position, still on the device.
-    pub(super) fn learn(
-        &mut self,
-        batch: &Batch,
-        key: StepKey,
-        grads: &mut dyn GradSink,
-    ) -> Result<(Activation, PassTimes), TrainError> {
-        let started = Instant::now();
+    /// Makes each position's gradient count by `factor`: 1/(B·T) for the gradient of a micro-batch's mean.
+    pub(super) fn weigh(&mut self, factor: f64) {
+        if self.factor == Some(factor) {
+            return;
+        }
+        self.factor = Some(factor);
+        let fill = Fill {
+            out: self.dloss.clone(),
+            value: factor,
+        };
+        self.world.device.enqueue(self.world.stream, fill.into());
+    }
+
+    /// Forward of one micro-batch, whose backward comes next. Returns the loss of each position, still on the device.
+    pub(super) fn forward(&mut self, batch: &Batch, key: StepKey) -> Result<Activation, TrainError> {
         let tokens = self.upload(batch);
         let mut saved = std::mem::take(&mut self.saved);
         let ctx = self.context(key);
         let losses = model::forward(&self.model, &ctx, self.weights.as_ref(), &tokens, &mut saved)
             .map_err(|error| self.cause(error))?;
-        let turned = Instant::now();
+        self.saved = saved;
+        Ok(losses)
+    }
+
+    /// Backward of the micro-batch that went forward last.
+    pub(super) fn backward(&mut self, key: StepKey, grads: &mut dyn GradSink) -> Result<(), TrainError> {
         self.world.check()?;
-        let dloss = Activation::borrowed(self.dloss.clone(), vec![self.dloss.len()]);
+        let mut saved = std::mem::take(&mut self.saved);
         let mut grads = Interruptible {
             grads,
             world: &self.world,
         };
         model::backward(
             &self.model,
-            &ctx,
+            &self.context(key),
             self.weights.as_ref(),
             &mut saved,
-            &dloss,
+            &self.loss_gradient(),
             &mut grads,
         )
         .map_err(|error| self.cause(error))?;
-        let times = PassTimes {
-            forward: turned - started,
-            backward: turned.elapsed(),
-        };
         self.saved = saved;
-        Ok((losses, times))
+        Ok(())
+    }
+
+    /// What backward begins with.
+    pub(super) fn loss_gradient(&self) -> Activation {
+        Activation::borrowed(self.dloss.clone(), vec![self.dloss.len()])
     }
 
     /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
@@ -164,26 +169,26 @@ impl Replica {
     }
 
     /// An operation may have failed because its parameters could not be gathered.
-    fn cause(&self, error: DeviceError) -> TrainError {
+    pub(super) fn cause(&self, error: DeviceError) -> TrainError {
         self.weights
             .failure()
             .map_or_else(|| error.into(), TrainError::from)
     }
 
-    fn upload(&self, batch: &Batch) -> Activation {
+    pub(super) fn upload(&self, batch: &Batch) -> Activation {
         let World { device, stream, .. } = &self.world;
         device.upload(*stream, &self.inputs, bytemuck::cast_slice(&batch.inputs));
         device.upload(*stream, &self.targets, bytemuck::cast_slice(&batch.targets));
         Activation::borrowed(self.inputs.clone(), self.shape.clone())
     }
 
-    fn context(&self, key: StepKey) -> Context<'_> {
+    pub(super) fn context(&self, key: StepKey) -> Context<'_> {
         Context {
             device: self.world.device.as_ref(),
             stream: self.world.stream,
             pool: &self.pool,
             targets: &self.targets,
-            dtype: DType::F32,
+            dtype: self.model.dtype(),
             key,
         }
     }
@@ -205,5 +210,9 @@ impl GradSink for Interruptible<'_> {
             return Err(DeviceError::Upstream(format!("the generation is over: {cause}")));
         }
         self.grads.contributed(id, at)
+    }
+
+    fn unused(&mut self, unused: &Unused<'_>) -> Result<(), DeviceError> {
+        self.grads.unused(unused)
     }
 }

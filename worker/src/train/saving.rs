@@ -1,307 +1,473 @@
-//! Checkpoints of a run: saving the state after a step, and going on from it.
+//! Checkpoints of a run, as the training loop sees them.
 //!
-//! Every rank writes what it owns, one file for the parameters and one for each moment, and rank 0 makes one
-//! checkpoint of them; where every rank holds everything, rank 0 writes for all. Every rank reads what it owns.
-//! Tensors are logical: where they lie in an arena, who held them, and how many ranks there were, is not recorded.
+//! At a save each rank copies what it is to write ([`super::owned`]) to memory of the host that was set aside at the
+//! start, and training goes on; a thread ([`super::save_thread`]) writes the copy. With the losses of each step the ranks
+//! tell each other how far they are, and when all have written, rank 0's thread makes the checkpoint of it. One save is under
+//! way at a time: the next one waits for it. The last one of a run, and every one with `train.checkpoint_async: false`,
+//! needs no copy, because training stands still.
+//!
+//! A save that failed, on whichever rank, failed on all of them; nothing of it stays, and training goes on.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use serde_json::Value;
-
-use super::TrainError;
 use super::exchange::Exchange;
+use super::owned::{self, Part};
+use super::recorder::warn;
 use super::replica::Replica;
+use super::save_thread::{Leader, Order, SaveFile, SaveTask, SaveThread, Source, Stage};
+use super::save_verdict::{self, Report, Verdict};
 use super::world::World;
-use crate::checkpoint::{Expected, Piece, Reader, Rng, State, Which, Writer, step_name};
-use crate::config::TrainConfig;
+use super::{TrainError, resuming};
+use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, file_stem, step_name};
+use crate::config::{OptimizerHome, TrainConfig};
 use crate::data::ORDER_VERSION;
-use crate::device::DType;
-use crate::model::Model;
-use crate::optim::{AdamW, Moment};
-use crate::parallel::{OwnPiece, Portion};
+use crate::device::{Arena, Buffer, DType, DeviceError, HostMemory, Stream};
+use crate::optim::AdamW;
 
-/// What a resumed run must have in common with the one that wrote the checkpoint: other values would make it another
-/// run. Steps, schedule, batch and everything about ranks may change.
-const FIXED_KEYS: &[&str] = &[
-    "/model",
-    "/data/tokenizer",
-    "/data/order",
-    "/run/seed",
-    "/train/precision",
-    "/train/optimizer/kind",
-];
+/// A disk that takes nothing for so long is given up.
+const STALL_BOUND: Duration = Duration::from_mins(5);
+/// Time between two rounds of telling each other how far a save is, when there is nothing else to do. A rank that
+/// writes for long stays in touch, and is not taken for a lost one.
+const ROUND: Duration = Duration::from_millis(250);
+/// Longest wait for a thread whose save nobody wants any more.
+const ABANDON_BOUND: Duration = Duration::from_secs(2);
+/// A wait that people should hear of.
+const LONG_WAIT: Duration = Duration::from_secs(1);
+/// The last save of a run has no next one that makes it good: it is tried again at once.
+const LAST_ATTEMPTS: u32 = 2;
+/// Before that, for a disk that is full or a server that is gone for a moment.
+const LAST_PAUSE: Duration = Duration::from_secs(2);
 
 /// See the module.
 pub(super) struct Checkpoints {
     out_dir: PathBuf,
     generation: u64,
-    config: Value,
-    seed: u64,
-    last: Option<String>,
+    /// What every checkpoint of this run says of it.
+    identity: State,
+    storage: Arc<dyn Storage>,
+    keep: Option<Keep>,
+    every: u64,
+    /// Reads the state while training stands still.
+    stream: Stream,
+    /// Room for the copy of what this rank writes; none where all saves are made while training stands still.
+    snapshot: Option<Arena>,
+    flight: Option<Flight>,
+    /// Step of the last checkpoint that was saved or loaded.
+    last: Option<u64>,
+    resumed_from: Option<u64>,
+    /// Time for which training stood still, since it was last asked for.
+    stood: Duration,
 }
 
-/// Tensors of one kind: where they lie, and how they are called.
-struct Part<'a> {
-    stem: &'static str,
-    prefix: &'static str,
-    portion: &'a Portion,
+/// A save under way.
+struct Flight {
+    thread: SaveThread,
+    step: u64,
+    /// Rank 0's thread has been told to commit.
+    ordered: bool,
 }
 
-/// A tensor's name and global shape, as a checkpoint has them.
-struct Named {
-    name: String,
-    shape: Vec<u64>,
+/// The rank, and the state that is saved.
+#[derive(Clone, Copy)]
+pub(super) struct Here<'a> {
+    pub(super) world: &'a World,
+    pub(super) replica: &'a Replica,
+    pub(super) adamw: &'a AdamW,
+    pub(super) exchange: &'a Exchange,
+}
+
+/// Steps finished, and samples consumed by them.
+#[derive(Clone, Copy)]
+pub(super) struct Position {
+    pub(super) step: u64,
+    pub(super) samples: u64,
+}
+
+/// How a save ended, on all ranks alike but for the error, which is each rank's own.
+struct Ended {
+    verdict: Verdict,
+    step: u64,
+    own: Option<CheckpointError>,
 }
 
 impl Checkpoints {
-    pub(super) fn new(out_dir: &Path, generation: u64, config: &TrainConfig) -> Self {
+    /// `identity` is what every checkpoint says of the run.
+    pub(super) fn new(
+        (out_dir, generation): (&Path, u64),
+        (config, world): (&TrainConfig, &World),
+        storage: Arc<dyn Storage>,
+        identity: State,
+    ) -> Self {
         Self {
             out_dir: out_dir.to_owned(),
             generation,
-            config: serde_json::to_value(config).expect("a configuration serialises"),
-            seed: config.run.seed,
+            identity,
+            storage,
+            keep: config.train.checkpoint_keep.map(|keep| Keep {
+                last: keep.last,
+                every: keep.every,
+            }),
+            every: config.train.checkpoint_every,
+            stream: world.device.stream(),
+            snapshot: None,
+            flight: None,
             last: None,
+            resumed_from: None,
+            stood: Duration::ZERO,
         }
+    }
+
+    /// Sets the memory of the copy aside, if saves are to be made while training goes on: what is missing is missing
+    /// before the first step.
+    pub(super) fn reserve(&mut self, here: Here<'_>, config: &TrainConfig) -> Result<(), DeviceError> {
+        let train = &config.train;
+        let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
+        // Who keeps moments in a file has no memory for a copy of them.
+        if !train.checkpoint_async || !is_periodic || train.offload.optimizer != OptimizerHome::None {
+            return Ok(());
+        }
+        let files = files(here);
+        let bytes: u64 = files.iter().flat_map(|f| &f.extents).map(Extent::bytes).sum();
+        let memory = HostMemory::private(SNAPSHOT, bytes as usize)?;
+        let arena = Arena::new(SNAPSHOT.into(), DType::U8, bytes as usize, Box::new(memory));
+        // The system gives the pages now, not in the middle of the first save.
+        arena.whole().host_bytes_mut()?.fill(0);
+        self.snapshot = Some(arena);
+        Ok(())
+    }
+
+    /// Memory set aside for the copy.
+    pub(super) fn snapshot_bytes(&self) -> usize {
+        self.snapshot.as_ref().map_or(0, Arena::bytes)
     }
 
     /// Name of the last checkpoint that was saved or loaded.
     pub(super) fn last(&self) -> Option<String> {
-        self.last.clone()
+        self.last.map(step_name)
     }
 
-    /// Saves the state after so many steps and consumed samples. Every rank calls it; it is whole when rank 0 has
-    /// returned.
-    pub(super) fn save(
-        &mut self,
-        world: &World,
-        replica: &Replica,
-        adamw: &AdamW,
-        exchange: &Exchange,
-        (step, consumed): (u64, u64),
-    ) -> Result<(), TrainError> {
-        let (rank, writers) = (world.rank(), replica.weights.sharding().world());
-        self.last = Some(step_name(step));
-        if rank >= writers {
-            return Ok(());
-        }
-        let writer = if rank == 0 {
-            Writer::begin(&self.out_dir, step, self.generation)?
-        } else {
-            Writer::join(&self.out_dir, step, self.generation)?
-        };
-        let parts = parts(replica, adamw);
-        let written = parts.iter().try_for_each(|part| {
-            let stem = stem(part, rank, writers);
-            write(&writer, &stem, world, replica, part)
-        });
-        let written = written.and_then(|()| match writers {
-            1 => Ok(()),
-            // An error ends the generation before the other ranks get here.
-            _ => exchange.gather("files of the checkpoint", [0.0; 2]).map(drop),
-        });
-        if rank > 0 {
-            return written;
-        }
-        if let Err(error) = written {
-            // The error that counts is on its way; what cannot be deleted now is at the next begin.
-            let _ = writer.abort();
-            return Err(error);
-        }
-        let state = State {
-            step,
-            consumed_samples: consumed,
-            rng: Rng {
-                seed: self.seed,
-                data_order: ORDER_VERSION.into(),
-            },
-            config: self.config.clone(),
-        };
-        let ranks = 0..writers;
-        let stems: Vec<String> = ranks
-            .flat_map(|rank| parts.iter().map(move |part| stem(part, rank, writers)))
-            .collect();
-        writer.commit(&state, &stems)?;
+    /// Time for which saves held training up, since the last call.
+    pub(super) fn take_stood(&mut self) -> Duration {
+        std::mem::take(&mut self.stood)
+    }
+
+    /// Loads the state of an opened checkpoint. Every rank calls it.
+    pub(super) fn load(&mut self, here: Here<'_>, saved: &Reader) -> Result<(), TrainError> {
+        resuming::load(saved, (here.world, here.replica, here.adamw))?;
+        let step = saved.manifest().state.step;
+        self.last = Some(step);
+        self.resumed_from = Some(step);
         Ok(())
     }
 
-    /// Loads the state after `step` steps. Returns the number of samples consumed. Every rank calls it.
-    pub(super) fn load(
-        &mut self,
-        world: &World,
-        replica: &Replica,
-        adamw: &AdamW,
-        step: u64,
-    ) -> Result<u64, TrainError> {
-        let reader = Reader::open(&self.out_dir, Which::Step(step))?;
-        let state = &reader.manifest().state;
-        self.compare(state)?;
-        let parts = parts(replica, adamw);
-        let names: Vec<Named> = parts
-            .iter()
-            .flat_map(|part| names(part, &replica.model))
-            .collect();
-        let expected: Vec<Expected<'_>> = names
-            .iter()
-            .map(|named| Expected {
-                tensor: &named.name,
-                shape: &named.shape,
-                dtype: DType::F32,
-            })
-            .collect();
-        reader.expect(&expected)?;
-        for part in &parts {
-            for piece in replica.weights.sharding().own_pieces() {
-                let named = named(part, &replica.model, piece.param.0);
-                let bytes = reader.read(&named.name, elements(&piece))?;
-                let target = part.portion.slice(&piece.place);
-                world.device.upload(world.stream, &target, &bytes);
-            }
+    /// Begins the save of a step in the middle of the run, after the end of the one before. Every rank calls it.
+    pub(super) fn save(&mut self, here: Here<'_>, at: Position) -> Result<(), TrainError> {
+        let started = Instant::now();
+        let before = self.flight.as_ref().map(|flight| flight.step);
+        self.settle(here)?;
+        let waited = started.elapsed();
+        if let Some(before) = before
+            && waited > LONG_WAIT
+            && here.world.rank() == 0
+        {
+            warn(&save_verdict::waited(before, at.step, waited));
         }
-        world.device.synchronize(world.stream)?;
-        self.last = Some(step_name(step));
-        Ok(state.consumed_samples)
+        let snapshot = self.snapshot.clone();
+        self.begin(here, at, snapshot.as_ref());
+        if self.snapshot.is_none() {
+            self.settle(here)?;
+        }
+        self.stood += started.elapsed();
+        Ok(())
     }
 
-    fn compare(&self, state: &State) -> Result<(), TrainError> {
-        let contradiction = |key: &str, found: String, begun: String| TrainError::Contradiction {
-            checkpoint: self
-                .out_dir
-                .join("checkpoints")
-                .join(step_name(state.step))
-                .display()
-                .to_string(),
-            key: key.to_owned(),
-            found,
-            begun,
-        };
-        for pointer in FIXED_KEYS {
-            let (now, then) = (self.config.pointer(pointer), state.config.pointer(pointer));
-            let path = pointer[1..].replace('/', ".");
-            if let Some((key, found, begun)) = difference(&path, now, then) {
-                return Err(contradiction(&key, found, begun));
+    /// Saves the last state of the run, which nothing changes any more. Every rank calls it.
+    pub(super) fn save_last(&mut self, here: Here<'_>, at: Position) -> Result<(), TrainError> {
+        self.settle(here)?;
+        for attempt in 1.. {
+            self.begin(here, at, None);
+            let Some(ended) = self.finish(here)? else { break };
+            let Verdict::Failed { ranks } = &ended.verdict else {
+                break;
+            };
+            let is_stalled = matches!(ended.own, Some(CheckpointError::Stalled { .. }));
+            if attempt < LAST_ATTEMPTS && !is_stalled {
+                self.report(here, &ended, Some(LAST_PAUSE));
+                pause(here.world, LAST_PAUSE)?;
+                continue;
             }
-        }
-        if state.rng.data_order != ORDER_VERSION {
-            let begun = state.rng.data_order.clone();
-            return Err(contradiction(
-                "rule of the data order",
-                ORDER_VERSION.into(),
-                begun,
-            ));
+            return Err(TrainError::NotSaved {
+                step: at.step,
+                latest: self.last(),
+                ranks: ranks.clone(),
+                cause: ended.own.map(Box::new),
+            });
         }
         Ok(())
     }
-}
 
-fn parts<'a>(replica: &'a Replica, adamw: &'a AdamW) -> [Part<'a>; 3] {
-    let moment = |stem, moment: Moment| Part {
-        stem,
-        prefix: moment.prefix(),
-        portion: adamw.moment(moment),
-    };
-    let parameters = Part {
-        stem: "parameters",
-        prefix: "",
-        portion: replica.weights.own(),
-    };
-    [
-        parameters,
-        moment("first-moments", Moment::First),
-        moment("second-moments", Moment::Second),
-    ]
-}
+    /// Ends the save under way, if there is one, and says so if it failed. Every rank calls it.
+    pub(super) fn settle(&mut self, here: Here<'_>) -> Result<(), TrainError> {
+        if let Some(ended) = self.finish(here)? {
+            self.report(here, &ended, None);
+        }
+        Ok(())
+    }
 
-/// Name of a rank's file.
-fn stem(part: &Part<'_>, rank: usize, writers: usize) -> String {
-    match writers {
-        1 => part.stem.to_owned(),
-        _ => format!("{}-{rank}-of-{writers}", part.stem),
+    /// How far the save under way is on this rank, as a number for the others, who are told with the losses of a step.
+    pub(super) fn code(&self, is_leader: bool) -> f64 {
+        let stage = self
+            .flight
+            .as_ref()
+            .map(|flight| flight.stage(is_leader, &self.out_dir));
+        stage.map_or(0.0, |stage| save_verdict::code(&stage))
+    }
+
+    /// Draws the conclusion from what all ranks told of a step. Every rank calls it, at the same step.
+    pub(super) fn heard(&mut self, here: Here<'_>, codes: &[f64]) {
+        if let Some((ended, _)) = self.conclude(here.world.rank() == 0, codes) {
+            self.report(here, &ended, None);
+        }
+    }
+
+    /// Gives up the save under way, because training has failed on some rank.
+    pub(super) fn abandon(&mut self) {
+        if let Some(flight) = self.flight.take() {
+            flight.thread.abandon(Instant::now() + ABANDON_BOUND);
+        }
+    }
+
+    /// Waits for the end of the save under way. What a failed one wrote is gone then.
+    fn finish(&mut self, here: Here<'_>) -> Result<Option<Ended>, TrainError> {
+        while let Some(flight) = &self.flight {
+            here.world.check()?;
+            let stage = flight.thread.stage();
+            if flight.is_busy(&stage, here.world.rank() == 0) {
+                flight.thread.await_change(&stage, Instant::now() + ROUND);
+            }
+            if let Some((ended, thread)) = self.round(here)? {
+                if !matches!(ended.own, Some(CheckpointError::Stalled { .. })) {
+                    thread.join();
+                }
+                return Ok(Some(ended));
+            }
+        }
+        Ok(None)
+    }
+
+    /// One round of telling each other, when training stands still.
+    fn round(&mut self, here: Here<'_>) -> Result<Option<(Ended, SaveThread)>, TrainError> {
+        let is_leader = here.world.rank() == 0;
+        let own = [self.code(is_leader), 0.0];
+        let rows = here.exchange.gather("progress of the checkpoint", own)?;
+        let codes: Vec<f64> = rows.iter().map(|row| row[0]).collect();
+        Ok(self.conclude(is_leader, &codes))
+    }
+
+    fn conclude(&mut self, is_leader: bool, codes: &[f64]) -> Option<(Ended, SaveThread)> {
+        let flight = self.flight.as_mut()?;
+        let stage = flight.stage(is_leader, &self.out_dir);
+        let verdict = save_verdict::of(codes);
+        match &verdict {
+            Verdict::Pending => return None,
+            Verdict::Written => {
+                if is_leader && !flight.ordered {
+                    flight.thread.order(Order::Commit);
+                }
+                flight.ordered = true;
+                return None;
+            }
+            Verdict::Saved => self.last = Some(flight.step),
+            Verdict::Failed { .. } => flight.thread.order(Order::GiveUp),
+        }
+        let own = match stage {
+            Stage::Failed(error) => Some(error),
+            Stage::Committed(trouble) => trouble,
+            Stage::Writing | Stage::Written => None,
+        };
+        let ended = Ended {
+            verdict,
+            step: flight.step,
+            own,
+        };
+        self.flight.take().map(|flight| (ended, flight.thread))
+    }
+
+    /// Says on one rank what went wrong, and what comes next: another attempt, or the next save that is due.
+    fn report(&self, here: Here<'_>, ended: &Ended, retry: Option<Duration>) {
+        let speaks = match &ended.verdict {
+            Verdict::Failed { ranks } => ranks.first() == Some(&here.world.rank()),
+            _ => ended.own.is_some(),
+        };
+        if let (true, Some(error)) = (speaks, &ended.own) {
+            let report = Report {
+                step: ended.step,
+                verdict: &ended.verdict,
+                error,
+                next_due: (self.every > 0).then(|| (ended.step / self.every + 1) * self.every),
+                retry,
+                latest: self.last,
+            };
+            warn(&report.to_string());
+        }
+    }
+
+    /// Copies, and starts the thread. Fails only as a save does.
+    fn begin(&mut self, here: Here<'_>, at: Position, snapshot: Option<&Arena>) {
+        let files = files(here);
+        let stems = stems(here.world.size());
+        let World { device, stream, .. } = here.world;
+        let sources = match snapshot {
+            Some(arena) => copy(here, &files, arena),
+            // The thread reads on another stream.
+            None => device
+                .synchronize(*stream)
+                .map(|()| files.iter().map(|f| Source::Live(f.buffers.clone())).collect()),
+        };
+        let sources = sources.map_err(|e| CheckpointError::Source {
+            step: at.step,
+            cause: e.to_string(),
+        });
+        let thread = match sources {
+            Err(error) => SaveThread::failed(error),
+            Ok(sources) => SaveThread::start(SaveTask {
+                storage: self.storage.clone(),
+                out_dir: self.out_dir.clone(),
+                step: at.step,
+                generation: self.generation,
+                files: files.into_iter().zip(sources).map(File::with).collect(),
+                leader: (here.world.rank() == 0).then(|| Leader {
+                    state: State {
+                        step: at.step,
+                        consumed_samples: at.samples,
+                        ..self.identity.clone()
+                    },
+                    stems,
+                    keep: self.keep,
+                    needed: self.resumed_from.into_iter().collect(),
+                }),
+                device: device.clone(),
+                stream: self.stream,
+                cancel: here.world.cancel.clone(),
+            }),
+        };
+        self.flight = Some(Flight {
+            thread,
+            step: at.step,
+            ordered: false,
+        });
     }
 }
 
-/// Writes what this rank owns.
-fn write(
-    writer: &Writer,
-    stem: &str,
-    world: &World,
-    replica: &Replica,
-    part: &Part<'_>,
-) -> Result<(), TrainError> {
-    let own = replica.weights.sharding().own_pieces();
-    let mut tensors = Vec::with_capacity(own.len());
-    for piece in own {
-        let source = part.portion.slice(&piece.place);
-        let bytes = world.device.download(world.stream, &source)?;
-        tensors.push((
-            named(part, &replica.model, piece.param.0),
-            elements(&piece),
-            bytes,
-        ));
+/// What a run is, whatever its step. `data` is the fingerprint of the training text.
+pub(super) fn identity(config: &TrainConfig, data: String) -> State {
+    State {
+        step: 0,
+        consumed_samples: 0,
+        batch: None,
+        rng: Rng {
+            seed: config.run.seed,
+            data_order: ORDER_VERSION.into(),
+        },
+        config: serde_json::to_value(config).expect("a configuration serialises"),
+        data: Some(data),
     }
-    let pieces: Vec<Piece<'_>> = tensors
+}
+
+/// For errors and memory accounts.
+const SNAPSHOT: &str = "checkpoint snapshot";
+
+impl Flight {
+    /// The thread's stage, or that its disk takes nothing any more.
+    fn stage(&self, is_leader: bool, out_dir: &Path) -> Stage {
+        let stage = self.thread.stage();
+        if self.is_busy(&stage, is_leader) && self.thread.silence() > STALL_BOUND {
+            return Stage::Failed(CheckpointError::Stalled {
+                step: self.step,
+                path: out_dir.join("checkpoints"),
+                seconds: STALL_BOUND.as_secs(),
+            });
+        }
+        stage
+    }
+
+    /// The thread has something to do on this rank.
+    fn is_busy(&self, stage: &Stage, is_leader: bool) -> bool {
+        match stage {
+            Stage::Writing => true,
+            Stage::Written => is_leader && self.ordered,
+            Stage::Committed(_) | Stage::Failed(_) => false,
+        }
+    }
+}
+
+/// A file that this rank writes, and where the state is that goes into it.
+struct File {
+    stem: String,
+    extents: Vec<Extent>,
+    buffers: Vec<Buffer>,
+}
+
+impl File {
+    fn with((file, source): (Self, Source)) -> SaveFile {
+        SaveFile {
+            stem: file.stem,
+            extents: file.extents,
+            source,
+        }
+    }
+}
+
+/// One for each kind of tensor.
+fn files(here: Here<'_>) -> Vec<File> {
+    let (rank, ranks) = (here.world.rank(), here.world.size());
+    let weights = &here.replica.weights;
+    let own = owned::written_by(weights.sharding(), rank, ranks);
+    let params = &here.replica.model.params;
+    let file = |part: &Part<'_>| File {
+        stem: file_stem(part.kind, rank, ranks),
+        extents: own
+            .iter()
+            .map(|piece| owned::extent(part.kind, piece, params))
+            .collect(),
+        buffers: own.iter().map(|piece| part.portion.slice(&piece.place)).collect(),
+    };
+    owned::parts(weights.own(), here.adamw).iter().map(file).collect()
+}
+
+/// Names of the files of all ranks.
+fn stems(ranks: usize) -> Vec<String> {
+    let of = |rank| crate::checkpoint::Kind::ALL.map(|kind| file_stem(kind, rank, ranks));
+    (0..ranks).flat_map(of).collect()
+}
+
+/// The state as it is now, in the memory set aside.
+fn copy(here: Here<'_>, files: &[File], snapshot: &Arena) -> Result<Vec<Source>, DeviceError> {
+    let World { device, stream, .. } = here.world;
+    let mut end = 0;
+    let mut copied = |buffer: &Buffer| -> Result<Buffer, DeviceError> {
+        let target = snapshot.slice(end..end + buffer.bytes());
+        end += buffer.bytes();
+        device.download_to(*stream, buffer, &mut target.host_bytes_mut()?)?;
+        Ok(target)
+    };
+    files
         .iter()
-        .map(|(named, range, bytes)| Piece {
-            tensor: &named.name,
-            shape: &named.shape,
-            dtype: DType::F32,
-            range: range.clone(),
-            bytes,
+        .map(|file| {
+            let buffers: Result<Vec<Buffer>, _> = file.buffers.iter().map(&mut copied).collect();
+            buffers.map(Source::Snapshot)
         })
-        .collect();
-    Ok(writer.write(stem, &pieces)?)
+        .collect()
 }
 
-fn elements(piece: &OwnPiece) -> std::ops::Range<u64> {
-    piece.elements.start as u64..piece.elements.end as u64
-}
-
-fn names(part: &Part<'_>, model: &Model) -> Vec<Named> {
-    (0..model.params.len()).map(|id| named(part, model, id)).collect()
-}
-
-fn named(part: &Part<'_>, model: &Model, id: usize) -> Named {
-    let spec = &model.params[id];
-    Named {
-        name: format!("{}{}", part.prefix, spec.name),
-        shape: spec.shape.iter().map(|&d| d as u64).collect(),
+/// Lets time pass, unless the generation ends.
+fn pause(world: &World, duration: Duration) -> Result<(), TrainError> {
+    let until = Instant::now() + duration;
+    while let Some(left) = until.checked_duration_since(Instant::now()) {
+        world.check()?;
+        std::thread::sleep(left.min(ROUND));
     }
-}
-
-/// First difference between two values, by path: key, value now, value then.
-fn difference(path: &str, now: Option<&Value>, then: Option<&Value>) -> Option<(String, String, String)> {
-    if now == then {
-        return None;
-    }
-    if let (Some(Value::Object(now)), Some(Value::Object(then))) = (now, then) {
-        let keys = now.keys().chain(then.keys());
-        return keys
-            .into_iter()
-            .find_map(|key| difference(&format!("{path}.{key}"), now.get(key), then.get(key)));
-    }
-    let show = |value: Option<&Value>| value.map_or_else(|| "not set".to_owned(), Value::to_string);
-    Some((path.to_owned(), show(now), show(then)))
-}
-
-#[cfg(test)]
-mod tests {
-    use serde_json::json;
-
-    use super::*;
-
-    #[test]
-    fn the_first_difference_is_named_by_its_path() {
-        let (now, then) = (
-            json!({ "a": 1, "b": { "c": 2 } }),
-            json!({ "a": 1, "b": { "c": 3 } }),
-        );
-        assert_eq!(difference("model", Some(&now), Some(&now)), None);
-        assert_eq!(
-            difference("model", Some(&now), Some(&then)),
-            Some(("model.b.c".into(), "2".into(), "3".into()))
-        );
-        assert_eq!(
-            difference("model", Some(&now), Some(&json!({ "a": 1 }))),
-            Some(("model.b".into(), "{\"c\":2}".into(), "not set".into()))
-        );
-    }
+    Ok(())
 }

@@ -3,24 +3,33 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::TrainError;
+use ddp_proto::env::WorkerEnv;
+
+use super::choice::Choice;
 use super::evaluation::Evaluation;
 use super::exchange::Exchange;
 use super::replica::Replica;
-use super::saving::Checkpoints;
+use super::rescale::{Before, rescale};
+use super::resuming;
+use super::saving::{Checkpoints, identity};
+use super::skips::Skips;
 use super::startup::StartupFacts;
-use super::strategy::Held;
+use super::strategy::{Held, Scheme};
+use super::tally::Tally;
 use super::trainer::Trainer;
-use super::world::{World, timeout};
+use super::world::{World, threads, timeout};
+use super::{Substitutes, TrainError};
+use crate::checkpoint::{Batch, Disk, Reader, State, Storage};
 use crate::collective::WireBytes;
-use crate::config::{Strategy, TrainConfig};
+use crate::config::{OptimizerHome, Strategy, TrainConfig};
 use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Tokens};
 use crate::device::Device;
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::{self, Model};
-use crate::optim::{AdamW, Clip};
+use crate::optim::{AdamW, Clip, FileBacked};
 use crate::parallel::{
-    Agreement, GradientLayout, LayoutConfig, Portion, Reducer, Replicas, Signature, gated,
+    Agreement, Dtypes, GradientLayout, LayoutConfig, Portion, Reducer, Replicas, ShardGroups, Sharding,
+    Signature, Weights, gated,
 };
 use crate::session::Session;
 
@@ -33,6 +42,8 @@ pub(super) struct Prepared<'a> {
     pub(super) reducer: Reducer,
     pub(super) run_dir: RunDir,
     pub(super) dataset: Dataset,
+    /// What another number of ranks has changed, in words.
+    pub(super) rescaled: Option<String>,
 }
 
 impl Prepared<'_> {
@@ -43,78 +54,256 @@ impl Prepared<'_> {
             train_tokens: self.dataset.train.len(),
             val_tokens: self.dataset.val.len(),
             reductions: self.reducer.operations(),
+            rescaled: self.rescaled.as_deref(),
         }
     }
 }
 
-/// Opens everything, finds the other ranks, checks that all agree, and loads or initialises the parameters.
+/// What is decided before anything is allocated.
+struct Blueprint {
+    dtypes: Dtypes,
+    model: Model,
+    layout: Arc<GradientLayout>,
+    scheme: Scheme,
+}
+
+impl Blueprint {
+    fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
+        let dtypes = Dtypes::of(config);
+        let model = network(config, dtypes)?;
+        let layout = LayoutConfig::of(&config.parallel, env.world_size.get() as usize).with_dtypes(dtypes);
+        Ok(Self {
+            layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
+            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, env)?,
+            dtypes,
+            model,
+        })
+    }
+}
+
+/// The files of a run, on which all ranks have agreed.
+pub(super) struct Opened {
+    blueprint: Blueprint,
+    choice: Choice,
+    dataset: Dataset,
+    run_dir: RunDir,
+    storage: Option<Arc<dyn Storage>>,
+    /// What every checkpoint says of the run.
+    identity: State,
+    saved: Option<Reader>,
+    rescaled: Option<String>,
+}
+
+/// Opens everything and checks that all ranks agree. Returns the configuration to train with as well: the one that is
+/// given, but for the accumulation of a run that goes on on another number of ranks.
+pub(super) fn open(
+    config: &TrainConfig,
+    session: &Session,
+    parts: Substitutes,
+) -> Result<(TrainConfig, Opened), TrainError> {
+    let env = session.env();
+    let mut blueprint = Blueprint::of(config, env)?;
+    let dataset = Dataset::open(&config.data, config.model.block_size)?;
+    let choice = Choice::of(config, session, parts.device)?;
+    let signature = signature(config, &blueprint.model, &blueprint.layout, &dataset)?;
+    agree(config, session, signature, &choice)?;
+    let (run_dir, start) = open_run_dir(config, session)?;
+    // Checkpoints tell of the configuration as it was given.
+    let mut identity = identity(config, fingerprint(&dataset.train)?);
+    let saved = match start {
+        Start::Fresh => None,
+        Start::Resume { step } => Some(resuming::open(run_dir.path(), step, &identity)?),
+    };
+    let mut config = config.clone();
+    let (ranks, given) = (u64::from(env.world_size.get()), config.train.grad_accumulation);
+    let before = saved.as_ref().map(|saved| &saved.manifest().state);
+    let rescaled = match before.and_then(Before::of) {
+        None => None,
+        Some(before) => rescale(&mut config.train, ranks, &before)?,
+    };
+    if config.train.grad_accumulation != given {
+        blueprint = Blueprint::of(&config, env)?;
+    }
+    identity.batch = Some(Batch {
+        samples: ranks * (config.train.micro_batch * config.train.grad_accumulation) as u64,
+        ranks,
+    });
+    let opened = Opened {
+        blueprint,
+        choice,
+        dataset,
+        run_dir,
+        storage: parts.storage,
+        identity,
+        saved,
+        rescaled,
+    };
+    Ok((config, opened))
+}
+
+/// Finds the other ranks, and loads or initialises the parameters.
 pub(super) fn prepare<'a>(
     config: &'a TrainConfig,
+    opened: Opened,
     session: &'a Session,
-    device: Option<Arc<dyn Device>>,
 ) -> Result<Prepared<'a>, TrainError> {
-    let model = model::build(&config.model, Dataset::vocab_size(config.data.tokenizer))?;
-    let dataset = Dataset::open(&config.data, config.model.block_size)?;
-    let env = session.env();
-    let world_size = env.world_size.get() as usize;
-    let layout_config = LayoutConfig::of(&config.parallel, world_size);
-    let layout = Arc::new(GradientLayout::of_model(&model, &layout_config)?);
-    agree(config, session, &signature(config, &model, &layout, &dataset)?)?;
-    let (run_dir, start) = open_run_dir(config, session)?;
-    let world = World::connect(config, session, device)?;
-    let Held { weights, reducer } = Held::new(&world, config, &model, &layout)?;
+    let (dataset, run_dir) = (opened.dataset, opened.run_dir);
+    let Blueprint {
+        dtypes,
+        model,
+        layout,
+        scheme,
+    } = opened.blueprint;
+    let (env, choice) = (session.env(), opened.choice);
+    let world = World::connect(config, session, choice.open(config, threads(config))?)?;
+    let Held {
+        weights,
+        reducer,
+        groups,
+    } = Held::new(&world, config, &scheme, &model, &layout)?;
     let sharding = weights.sharding().clone();
-    let decays: Vec<bool> = model.params.iter().map(|p| p.decay).collect();
-    let model = match config.parallel.strategy {
+    let state = state_device(&world, weights.as_ref(), config, &run_dir)?;
+    let adamw = optimizer(&state, config, &model, &sharding, dtypes)?;
+    let model = match scheme.strategy {
         Strategy::Ddp => model,
         _ => gated(model, &weights),
     };
     let replica = Replica::new(&world, model, weights, config)?;
     let mut trainer = Trainer {
-        adamw: AdamW::new(&world.device, &sharding, &decays, &config.train.optimizer)?,
-        clip: Clip::new(&world.comm, &world.device, &sharding, config.train.grad_clip)?,
+        adamw,
+        clip: clip(&world, &groups, &sharding, config)?,
         exchange: Exchange::new(&world)?,
-        replicas: Replicas::new(&world.comm, &world.device, &layout)?,
+        tally: Tally::new(&world)?,
+        skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
+        replicas: replicas(&world, &groups, &layout, &replica)?,
         loader: loader(config, &world, &dataset),
         evaluation: Evaluation::new(dataset.val.clone(), config.model.block_size),
-        checkpoints: Checkpoints::new(run_dir.path(), env.generation.get(), config),
+        checkpoints: Checkpoints::new(
+            (run_dir.path(), env.generation.get()),
+            (config, &world),
+            opened.storage.unwrap_or_else(|| Arc::new(Disk)),
+            opened.identity,
+        ),
         grad_bytes: reducer.bytes(),
         first_step: 0,
+        concluded: Instant::now(),
         accounted: WireBytes::default(),
         progress: None,
         config,
+        scheme,
+        groups,
         session,
         world,
         replica,
     };
-    begin(&mut trainer, start, &dataset)?;
+    begin(&mut trainer, opened.saved.as_ref(), &dataset)?;
     Ok(Prepared {
         trainer,
         reducer,
         run_dir,
         dataset,
+        rescaled: opened.rescaled,
+    })
+}
+
+/// Where the optimizer's state lies.
+fn state_device(
+    world: &World,
+    weights: &dyn Weights,
+    config: &TrainConfig,
+    run_dir: &RunDir,
+) -> Result<Arc<dyn Device>, TrainError> {
+    let device = world.device.clone();
+    let offload = &config.train.offload;
+    if offload.optimizer == OptimizerHome::None {
+        return Ok(device);
+    }
+    if weights.own().arena().memory().host_ptr().is_none() {
+        return Err(TrainError::Offload {
+            device: device.name(),
+        });
+    }
+    let dir = offload.dir.as_deref().unwrap_or(run_dir.path());
+    Ok(Arc::new(FileBacked::new(device, dir)))
+}
+
+/// The model that the configuration describes, before anybody watches its blocks.
+fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
+    let model = model::build(&config.model, Dataset::vocab_size(config.data.tokenizer))?;
+    Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
+}
+
+fn optimizer(
+    device: &Arc<dyn Device>,
+    config: &TrainConfig,
+    model: &Model,
+    sharding: &Arc<Sharding>,
+    dtypes: Dtypes,
+) -> Result<AdamW, TrainError> {
+    let decays: Vec<bool> = model.params.iter().map(|p| p.decay).collect();
+    let adamw = AdamW::new(device, sharding, &decays, &config.train.optimizer)?;
+    if dtypes.has_masters() {
+        return Ok(adamw.with_masters(sharding)?);
+    }
+    Ok(adamw)
+}
+
+fn clip(
+    world: &World,
+    groups: &ShardGroups,
+    sharding: &Arc<Sharding>,
+    config: &TrainConfig,
+) -> Result<Clip, TrainError> {
+    let compute = (&world.device, world.stream);
+    Ok(Clip::new(
+        groups.shard(),
+        compute,
+        sharding,
+        config.train.grad_clip,
+    )?)
+}
+
+/// What must be the same: everything, on all ranks; or, where ranks own parts, this part of all copies.
+fn replicas(
+    world: &World,
+    groups: &ShardGroups,
+    layout: &Arc<GradientLayout>,
+    replica: &Replica,
+) -> Result<Option<Replicas>, TrainError> {
+    let (device, sharding) = (&world.device, replica.weights.sharding());
+    Ok(match (replica.weights.own(), groups.copies()) {
+        (Portion::Whole(_), _) => Some(Replicas::of_whole(&world.comm, device, layout, sharding)?),
+        (Portion::Shard(_), Some(copies)) => Some(Replicas::of_shards(copies, device, layout, sharding)?),
+        (Portion::Shard(_), None) => None,
     })
 }
 
 /// Parameters and moments of the checkpoint, or first values from the seed; then the same on all ranks.
-fn begin(trainer: &mut Trainer<'_>, start: Start, dataset: &Dataset) -> Result<(), TrainError> {
-    match start {
-        Start::Fresh => trainer.replica.initialise(trainer.config.run.seed),
-        Start::Resume { step } => {
-            let consumed =
-                trainer
-                    .checkpoints
-                    .load(&trainer.world, &trainer.replica, &trainer.adamw, step)?;
-            trainer.loader = loader(trainer.config, &trainer.world, dataset).resumed(step, consumed);
-            trainer.first_step = step;
+fn begin(trainer: &mut Trainer<'_>, saved: Option<&Reader>, dataset: &Dataset) -> Result<(), TrainError> {
+    let config = trainer.config;
+    trainer.checkpoints_here(|checkpoints, here| checkpoints.reserve(here, config))?;
+    match saved {
+        None => {
+            let masters = trainer.adamw.masters(trainer.replica.weights.own());
+            trainer.replica.initialise(masters, trainer.config.run.seed);
+        }
+        Some(saved) => {
+            trainer.checkpoints_here(|checkpoints, here| checkpoints.load(here, saved))?;
+            let state = &saved.manifest().state;
+            trainer.loader =
+                loader(trainer.config, &trainer.world, dataset).resumed(state.step, state.consumed_samples);
+            trainer.first_step = state.step;
         }
     }
     let World { device, stream, .. } = &trainer.world;
     device.synchronize(*stream)?;
     let weights = &trainer.replica.weights;
-    if let (Portion::Whole(params), 1) = (weights.own(), weights.sharding().world()) {
-        trainer.replicas.broadcast(*stream, &params.whole())?;
+    if let (1, Some(replicas)) = (weights.sharding().world(), &trainer.replicas) {
+        let masters = trainer.adamw.masters(weights.own());
+        replicas.broadcast(*stream, &masters.arena().whole())?;
     }
+    trainer.adamw.round(*stream, weights.own());
+    device.synchronize(*stream)?;
     let accounted = trainer.sent();
     weights.updated()?;
     trainer.accounted = accounted;
@@ -134,7 +323,7 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
         micro_batch: config.train.micro_batch as u64,
         accumulation: config.train.grad_accumulation as u64,
     };
-    Loader::new(dataset.train.clone(), sampler, shape, block_size)
+    Loader::new(dataset.train.clone(), sampler, shape, block_size).ending(config.data.last_batch)
 }
 
 fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Start), TrainError> {
@@ -151,7 +340,13 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Star
     Ok(RunDir::open(request, session.store().as_ref())?)
 }
 
-fn agree(config: &TrainConfig, session: &Session, signature: &Signature) -> Result<(), TrainError> {
+fn agree(
+    config: &TrainConfig,
+    session: &Session,
+    mut signature: Signature,
+    choice: &Choice,
+) -> Result<(), TrainError> {
+    signature.field("kind of device", choice.kind());
     let env = session.env();
     let store = session.store();
     let agreement = Agreement {
@@ -161,7 +356,7 @@ fn agree(config: &TrainConfig, session: &Session, signature: &Signature) -> Resu
         world_size: env.world_size.get() as usize,
         deadline: Instant::now() + timeout(config),
     };
-    Ok(agreement.check(signature)?)
+    Ok(agreement.check(&signature)?)
 }
 
 /// All that ranks must have in common. Paths and threads are each node's own affair.
@@ -174,17 +369,16 @@ fn signature(
     let mut signature = Signature::new();
     let mut document = serde_json::to_value(config).expect("a configuration serialises");
     for (section, key) in [
-        ("data", "train"),
-        ("data", "val"),
-        ("train", "threads"),
-        ("run", "out_dir"),
+        ("/data", "train"),
+        ("/data", "val"),
+        ("/train", "threads"),
+        ("/train/offload", "dir"),
+        ("/run", "out_dir"),
+        ("", "launch"),
     ] {
-        if let Some(section) = document.get_mut(section).and_then(|s| s.as_object_mut()) {
+        if let Some(section) = document.pointer_mut(section).and_then(|s| s.as_object_mut()) {
             section.remove(key);
         }
-    }
-    if let Some(sections) = document.as_object_mut() {
-        sections.remove("launch");
     }
     signature.document("", &document);
     signature.field("rule of the data order", ORDER_VERSION);

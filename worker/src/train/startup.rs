@@ -3,11 +3,12 @@
 use comfy_table::{Table, presets};
 
 use super::progress::{bytes, grouped};
-use super::strategy::between;
 use super::trainer::Trainer;
-use crate::config::{Accumulate, Strategy, Sync};
-use crate::parallel::Between;
-use crate::plan::{Footprint, GlobalBatch};
+use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
+use crate::device::DType;
+use crate::optim::batch_factor;
+use crate::parallel::{Between, Dtypes, StepTraffic};
+use crate::plan::Footprint;
 
 /// Numbers that only set-up knows.
 pub(super) struct StartupFacts<'a> {
@@ -16,6 +17,8 @@ pub(super) struct StartupFacts<'a> {
     pub(super) val_tokens: usize,
     /// Operations in which all gradients are reduced.
     pub(super) reductions: usize,
+    /// What another number of ranks has changed, in words.
+    pub(super) rescaled: Option<&'a str>,
 }
 
 /// The table.
@@ -32,12 +35,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     let config = trainer.config;
     let world = trainer.world.size();
     let train = &config.train;
-    let global_batch = GlobalBatch {
-        ranks: world as u64,
-        accumulation: train.grad_accumulation as u64,
-        micro_batch: train.micro_batch as u64,
-        block_size: config.model.block_size as u64,
-    };
+    let global_batch = trainer.global_batch();
     let batch = format!(
         "{} samples = {} tokens ({} × {} × {} of {} tokens)",
         grouped(global_batch.samples()),
@@ -60,6 +58,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     let env = trainer.session.env();
     let transport = match (world, env.node_count) {
         (1, _) => "one rank".to_owned(),
+        _ if trainer.world.device.peak_bytes().is_some() => format!("{world} ranks, NCCL"),
         (_, 1) => format!("{world} ranks in shared memory"),
         (_, nodes) => format!("{world} ranks on {nodes} nodes, shared memory and TCP"),
     };
@@ -74,18 +73,56 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
             memory(
                 footprint(trainer),
                 trainer.replica.weights.gathered_bytes() as u64,
+                trainer.checkpoints.snapshot_bytes() as u64,
             ),
         ),
         ("device", trainer.world.device.name()),
         ("backend", transport),
+        ("precision", precision(trainer.config)),
         ("strategy", strategy(trainer)),
         ("gradient sync", sync(trainer, facts.reductions)),
         ("out_dir", facts.out_dir.display().to_string()),
     ];
-    if let Some(accumulation) = accumulation(trainer) {
-        rows.insert(rows.len() - 1, ("accumulation", accumulation));
-    }
+    let optional = [
+        ("rescaled", facts.rescaled.map(str::to_owned)),
+        ("optimizer state", offloaded(trainer, facts)),
+        ("accumulation", accumulation(trainer)),
+        ("recomputation", recomputation(train.recompute)),
+        ("learning rate", scaled_rate(train, global_batch.samples())),
+    ];
+    let before_last = rows.len() - 1;
+    let told = optional
+        .into_iter()
+        .filter_map(|(name, value)| Some((name, value?)));
+    rows.splice(before_last..before_last, told);
     rows
+}
+
+fn recomputation(what: Recompute) -> Option<String> {
+    let words = match what {
+        Recompute::None => return None,
+        Recompute::Selective => "selective: the widened half of each feed-forward layer",
+        Recompute::Full => "full: every block from its input",
+    };
+    Some(words.to_owned())
+}
+
+/// The peak rate, where the size of the batch changes it.
+fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
+    let (LrScaling::Linear, Some(base)) = (train.lr_scaling, train.base_batch) else {
+        return None;
+    };
+    let lr = train.optimizer.lr;
+    let scaled = f64::from(lr) * batch_factor(train, global_batch);
+    let warmup = match train.schedule.warmup_steps {
+        0 => "without warm-up, which `train.schedule.warmup_steps` would give".to_owned(),
+        steps => format!("after {}", counted(steps as usize, "step")),
+    };
+    Some(format!(
+        "{scaled:.2e} = {lr:.2e} × {} / {} samples, {warmup}",
+        grouped(global_batch),
+        grouped(base)
+    ))
 }
 
 fn counted(number: usize, what: &str) -> String {
@@ -102,57 +139,97 @@ fn footprint(trainer: &Trainer<'_>) -> Footprint {
     Footprint {
         params: trainer.replica.weights.bytes() as u64,
         grads: trainer.grad_bytes as u64,
-        optimizer: trainer.adamw.bytes() as u64,
+        optimizer: trainer.optimizer_bytes() as u64,
     }
 }
 
-fn memory(footprint: Footprint, gathered_bytes: u64) -> String {
+fn memory(footprint: Footprint, gathered_bytes: u64, snapshot_bytes: u64) -> String {
     let gathered = match gathered_bytes {
         0 => String::new(),
         number => format!(" (and {} gathered)", bytes(number)),
     };
+    let snapshot = match snapshot_bytes {
+        0 => String::new(),
+        number => format!(", checkpoint snapshot {}", bytes(number)),
+    };
     format!(
-        "parameters {}{gathered}, gradients {}, optimizer {}; activations are measured as it runs",
+        "parameters {}{gathered}, gradients {}, optimizer {}{snapshot}; activations are measured as it runs",
         bytes(footprint.params),
         bytes(footprint.grads),
         bytes(footprint.optimizer)
     )
 }
 
+fn precision(config: &TrainConfig) -> String {
+    let Dtypes {
+        params,
+        reduced,
+        accumulated,
+    } = Dtypes::of(config);
+    if params == DType::F32 {
+        return "f32".to_owned();
+    }
+    let added = match config.train.grad_accumulation {
+        1 => String::new(),
+        _ => format!(" and added up in {accumulated}"),
+    };
+    format!("{params}, with f32 masters and moments; gradients are averaged in {reduced}{added}")
+}
+
 fn strategy(trainer: &Trainer<'_>) -> String {
-    let parallel = &trainer.config.parallel;
-    let what = match parallel.strategy {
+    let (parallel, scheme) = (&trainer.config.parallel, &trainer.scheme);
+    let what = match scheme.strategy {
+        Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
+            return "ddp: a shard on one rank is everything".to_owned();
+        }
         Strategy::Ddp => return "ddp: everything on every rank".to_owned(),
         Strategy::Zero1 => "zero1: the optimizer is",
         Strategy::Zero2 => "zero2: optimizer and gradients are",
         Strategy::Zero3 => "zero3: optimizer, gradients and parameters are",
     };
-    let ranks = counted(trainer.world.size(), "rank");
+    let ranks = counted(scheme.shard_ranks, "rank");
+    let copies = match scheme.copies {
+        1 => String::new(),
+        copies => format!(", in {copies} copies"),
+    };
     let kept = match (parallel.strategy, parallel.reshard_after_forward) {
         (Strategy::Zero3, true) => "; a block is gathered for forward and for backward",
         (Strategy::Zero3, false) => "; a block is gathered once, and stays until its backward",
         _ => "; parameters are gathered while the next forward begins",
     };
-    format!("{what} sharded over {ranks}{kept}")
+    format!("{what} sharded over {ranks}{copies}{kept}")
+}
+
+/// Where the optimizer's state is, if it is not in memory.
+fn offloaded(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> {
+    let offload = &trainer.config.train.offload;
+    if offload.optimizer == OptimizerHome::None {
+        return None;
+    }
+    let dir = offload.dir.as_deref().unwrap_or(facts.out_dir);
+    let state = bytes(trainer.adamw.bytes() as u64);
+    Some(format!("{state} of a rank in a file in {}", dir.display()))
 }
 
 /// What both ways to accumulate cost, where there is a choice.
 fn accumulation(trainer: &Trainer<'_>) -> Option<String> {
     let (parallel, micro_batches) = (&trainer.config.parallel, trainer.config.train.grad_accumulation);
-    if micro_batches == 1 || matches!(parallel.strategy, Strategy::Ddp | Strategy::Zero1) {
+    if micro_batches == 1 || matches!(trainer.scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
         return None;
     }
     let sharding = trainer.replica.weights.sharding();
-    let size = size_of::<f32>();
-    let (whole, shard) = (sharding.whole_len() * size, sharding.shard_len() * size);
-    let sent = bytes((whole - shard) as u64);
-    let (whole, shard) = (bytes(whole as u64), bytes(shard as u64));
+    let dtypes = Dtypes::of(trainer.config);
+    let gathered = trainer.replica.weights.gathered_elements(micro_batches);
+    let traffic = StepTraffic::of(sharding, trainer.scheme.copies, gathered, dtypes);
+    let held = |elements: usize| bytes((elements * dtypes.accumulated.bytes()) as u64);
+    let (whole, shard) = (held(sharding.whole_len()), held(sharding.shard_len()));
+    let [once, each] = [1, micro_batches].map(|reductions| bytes(traffic.step(reductions)));
     Some(match parallel.accumulate {
         Accumulate::Sharded => format!(
-            "sharded: {shard} of gradients and those in flight, {micro_batches} × {sent} sent a step; full would hold {whole} and send {sent}"
+            "sharded: {shard} of gradients and those in flight, {each} sent a step; full would hold {whole} and send {once}"
         ),
         Accumulate::Full => format!(
-            "full: {whole} of gradients, {sent} sent a step; sharded would hold {shard} and those in flight, and send {micro_batches} × {sent}"
+            "full: {whole} of gradients, {once} sent a step; sharded would hold {shard} and those in flight, and send {each}"
         ),
     })
 }
@@ -164,16 +241,15 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
     } else {
         "after backward"
     };
-    let how = match (parallel.strategy, parallel.sync) {
-        (Strategy::Zero1 | Strategy::Zero2, _) => {
-            format!("reduce-scatter ({})", counted(reductions, "bucket"))
-        }
+    let how = match (trainer.scheme.strategy, parallel.sync) {
+        (Strategy::Zero1, _) => format!("reduce-scatter ({})", counted(reductions, "bucket")),
+        (Strategy::Zero2, _) => format!("reduce-scatter ({})", counted(reductions, "part")),
         (Strategy::Zero3, _) => format!("reduce-scatter ({})", counted(reductions, "group")),
         (_, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
         (_, Sync::PerParameter) => "per-parameter".to_owned(),
         (_, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
     };
-    match between(trainer.config) {
+    match trainer.scheme.between {
         Some(Between::Shard) if !parallel.overlap => format!("{how}, between the blocks of backward"),
         _ => format!("{how}, {when}"),
     }
@@ -184,8 +260,23 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_line_of_a_scaled_learning_rate() {
+        let mut train = Train {
+            lr_scaling: LrScaling::Linear,
+            base_batch: Some(256),
+            ..Train::default()
+        };
+        train.optimizer.lr = 0.1;
+        insta::assert_snapshot!(scaled_rate(&train, 8192).unwrap(), @"3.20e0 = 1.00e-1 × 8,192 / 256 samples, without warm-up, which `train.schedule.warmup_steps` would give");
+        train.schedule.warmup_steps = 100;
+        insta::assert_snapshot!(scaled_rate(&train, 64).unwrap(), @"2.50e-2 = 1.00e-1 × 64 / 256 samples, after 100 steps");
+        train.lr_scaling = LrScaling::None;
+        assert_eq!(scaled_rate(&train, 64), None);
+    }
+
+    #[test]
     fn the_memory_line_of_seven_billion_parameters() {
-        let line = memory(Footprint::replicated(7_000_000_000), 0);
+        let line = memory(Footprint::replicated(7_000_000_000), 0, 0);
         // 28, 28 and 56 GB.
         insta::assert_snapshot!(line, @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB; activations are measured as it runs");
     }

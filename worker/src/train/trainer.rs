@@ -1,5 +1,6 @@
-//! The training loop of one rank.
+//! The training loop of one rank: steps, and what is due between them.
 
+use std::collections::VecDeque;
 use std::time::Instant;
 
 use ddp_proto::control::{Phase, Progress};
@@ -7,21 +8,26 @@ use ddp_proto::control::{Phase, Progress};
 use super::TrainError;
 use super::evaluation::Evaluation;
 use super::exchange::Exchange;
-use super::recorder::{Recorder, StepRecord, StepTimes};
-use super::replica::{Batch, Replica};
-use super::saving::Checkpoints;
+use super::recorder::{Recorder, StepRecord, say};
+use super::replica::Replica;
+use super::saving::{Checkpoints, Here, Position};
+use super::skips::{Skips, Verdict};
+use super::step::Enqueued;
+use super::strategy::Scheme;
+use super::tally::Tally;
 use super::world::World;
 use crate::collective::WireBytes;
-use crate::config::TrainConfig;
+use crate::config::{OptimizerHome, Train, TrainConfig};
 use crate::data::Loader;
-use crate::model::{Activation, StepKey};
-use crate::optim::{AdamW, Clip, UpdateStep, learning_rate};
-use crate::parallel::{Portion, Reduced, Reducer, Replicas, SyncTimes};
+use crate::optim::{AdamW, Clip, resident_bytes};
+use crate::parallel::{Reducer, Replicas, ShardGroups};
 use crate::session::Session;
 
 /// Everything that a step needs. Built by [`super::setup`].
 pub(super) struct Trainer<'a> {
     pub(super) config: &'a TrainConfig,
+    pub(super) scheme: Scheme,
+    pub(super) groups: ShardGroups,
     pub(super) session: &'a Session,
     pub(super) world: World,
     pub(super) replica: Replica,
@@ -30,12 +36,17 @@ pub(super) struct Trainer<'a> {
     pub(super) grad_bytes: usize,
     pub(super) clip: Clip,
     pub(super) exchange: Exchange,
-    pub(super) replicas: Replicas,
+    pub(super) tally: Tally,
+    pub(super) skips: Skips,
+    /// None where every parameter has one owner.
+    pub(super) replicas: Option<Replicas>,
     pub(super) loader: Loader,
     pub(super) evaluation: Evaluation,
     pub(super) checkpoints: Checkpoints,
     /// Steps that were finished when this life of the run began.
     pub(super) first_step: u64,
+    /// When the numbers of the last step were read.
+    pub(super) concluded: Instant,
     /// Bytes sent before the step that is in progress.
     pub(super) accounted: WireBytes,
     /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
@@ -67,28 +78,24 @@ impl Trainer<'_> {
             steps: self.first_step,
             ..Outcome::default()
         };
+        // Steps that are left to the device while the next one is enqueued: the same on all ranks.
+        let ahead = usize::from(self.world.device.is_asynchronous());
+        let mut queue = VecDeque::with_capacity(ahead + 1);
         for step in self.first_step..train.steps {
             self.beat(step, Phase::Training);
-            let mut record = self.step(reducer, step)?;
-            let done = step + 1;
-            let last = done == train.steps;
-            if last || is_due(train.eval_every, done) {
-                record.val_loss = Some(self.aside(|trainer| trainer.validate(done))?);
-                outcome.val_loss = record.val_loss;
+            queue.push_back(self.enqueue(reducer, step)?);
+            let due = Due::after(train, step + 1);
+            let kept = if due.any() { 0 } else { ahead };
+            self.conclude(&mut queue, (kept, due), reducer, recorder, &mut outcome)?;
+            if due.verification {
+                self.aside(|trainer| trainer.verify(step + 1))?;
             }
-            outcome.steps = done;
-            outcome.loss = Some(record.loss);
-            self.progress = recorder.record(&record, self)?;
-            self.beat(done, Phase::Training);
-            if is_due(train.verify_every, done) {
-                self.aside(|trainer| trainer.verify(done))?;
+            if step + 1 == train.steps || outcome.stopped.is_some() {
+                self.aside(|trainer| trainer.save(step + 1, Checkpoints::save_last))?;
+            } else if due.checkpoint {
+                self.aside(|trainer| trainer.save(step + 1, Checkpoints::save))?;
             }
-            let stopped = record.stop.then(|| self.stop_cause());
-            if last || stopped.is_some() || is_due(train.checkpoint_every, done) {
-                self.aside(|trainer| trainer.save(done))?;
-            }
-            if stopped.is_some() {
-                outcome.stopped = stopped;
+            if outcome.stopped.is_some() {
                 break;
             }
         }
@@ -103,120 +110,81 @@ impl Trainer<'_> {
         Ok(outcome)
     }
 
-    /// One optimizer step; `step` counts from 0.
-    fn step(&mut self, reducer: &mut Reducer, step: u64) -> Result<StepRecord, TrainError> {
-        self.world.check()?;
-        let started = Instant::now();
-        let mut times = StepTimes::default();
-        let (averages, losses) = self.micro_batches(reducer, step, &mut times)?;
-        let (loss, stop) = self.share_loss(step, &losses)?;
-        let train = &self.config.train;
-        let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
-        let (averages, started_update) = (averages.portion(), Instant::now());
-        let grad_norm = self.measure(&averages, step)?;
-        // Nothing is in flight: all ranks have told each other their part of the norm. What the update sends
-        // belongs to the step that waits for it.
-        let sent = self.take_sent();
-        self.update(&averages, step, lr)?;
-        times.optimizer += started_update.elapsed();
-        times.step = started.elapsed();
-        Ok(StepRecord {
-            step: step + 1,
-            loss,
-            val_loss: None,
-            lr,
-            grad_norm,
-            times,
-            sent,
-            stop,
-        })
-    }
-
-    /// Forward and backward of all micro-batches, gradients averaged over them and all ranks. Returns the losses of
-    /// each micro-batch, still on the device.
-    fn micro_batches<'r>(
+    /// Waits for the numbers of the oldest steps until `kept` are left, and tells of them. None is left once a rank
+    /// was asked to stop.
+    fn conclude(
         &mut self,
-        reducer: &'r mut Reducer,
-        step: u64,
-        times: &mut StepTimes,
-    ) -> Result<(Reduced<'r>, Vec<Activation>), TrainError> {
-        let accumulation = self.config.train.grad_accumulation;
-        let mut batch = Batch::new(self.replica.positions());
-        let mut losses = Vec::with_capacity(accumulation);
-        let mut grads = reducer.step(accumulation)?;
-        for m in 0..accumulation as u64 {
-            if m > 0 {
-                grads.next_micro_batch()?;
+        queue: &mut VecDeque<Enqueued>,
+        (kept, due): (usize, Due),
+        reducer: &Reducer,
+        recorder: &mut Recorder,
+        outcome: &mut Outcome,
+    ) -> Result<(), TrainError> {
+        while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
+            let Some(oldest) = queue.pop_front() else { break };
+            let mut record = self.record_of(oldest, reducer)?;
+            if due.validation && queue.is_empty() {
+                record.val_loss = Some(self.aside(|trainer| trainer.validate(record.step))?);
+                outcome.val_loss = record.val_loss;
             }
-            let started = Instant::now();
-            self.loader.fill(step, m, &mut batch.inputs, &mut batch.targets)?;
-            times.data += started.elapsed();
-            let key = StepKey {
-                seed: self.config.run.seed,
-                step,
-                micro_batch: m * self.world.size() as u64 + self.world.rank() as u64,
-            };
-            let (loss, pass) = self.replica.learn(&batch, key, &mut grads)?;
-            times.forward += pass.forward;
-            times.backward += pass.backward;
-            losses.push(loss);
+            outcome.steps = record.step;
+            outcome.loss = Some(record.loss);
+            self.progress = recorder.record(&record, self);
+            self.beat(record.step, Phase::Training);
+            if record.stop && outcome.stopped.is_none() {
+                outcome.stopped = Some(self.stop_cause());
+            }
         }
-        let averages = grads.finish(self.world.deadline())?;
-        for SyncTimes { comm, exposed } in [averages.times(), self.replica.weights.take_times()] {
-            times.comm += comm;
-            times.exposed += exposed;
-        }
-        Ok((averages, losses))
-    }
-
-    /// Mean loss over all ranks, and whether any of them was asked to stop.
-    fn share_loss(&self, step: u64, losses: &[Activation]) -> Result<(f64, bool), TrainError> {
-        let mut own = 0.0;
-        for loss in losses {
-            own += self.replica.sum(loss)?;
-        }
-        own /= (losses.len() * self.replica.positions()) as f64;
-        let stop = f64::from(u8::from(self.session.stop_requested().is_some()));
-        let rows = self.exchange.gather("loss", [own, stop])?;
-        if let Some(rank) = rows.iter().position(|row| !row[0].is_finite()) {
-            return Err(TrainError::NonFiniteLoss {
-                rank,
-                step: step + 1,
-                loss: rows[rank][0],
-            });
-        }
-        let mean = rows.iter().map(|row| row[0]).sum::<f64>() / rows.len() as f64;
-        Ok((mean, rows.iter().any(|row| row[1] > 0.0)))
-    }
-
-    /// Norm of the averaged gradients before clipping.
-    fn measure(&self, averages: &Portion, step: u64) -> Result<f32, TrainError> {
-        self.clip.measure(self.world.stream, averages)?;
-        let norm = self.clip.norm(self.world.stream)?;
-        if norm.is_finite() {
-            Ok(norm)
-        } else {
-            Err(TrainError::NonFiniteGradient { step: step + 1, norm })
-        }
-    }
-
-    /// Clips and applies the averaged gradients.
-    fn update(&self, averages: &Portion, step: u64, lr: f32) -> Result<(), TrainError> {
-        let World { stream, device, .. } = &self.world;
-        let weights = &self.replica.weights;
-        let update = UpdateStep {
-            scale: self.clip.scale(),
-            lr,
-            number: step + 1,
-        };
-        self.adamw.step(*stream, weights.own(), averages, &update);
-        device.synchronize(*stream)?;
-        weights.updated()?;
         Ok(())
     }
 
+    /// What is told of a step, once the device has run it.
+    fn record_of(&mut self, enqueued: Enqueued, reducer: &Reducer) -> Result<StepRecord, TrainError> {
+        let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
+        let (mut times, began) = (enqueued.times, enqueued.started.max(self.concluded));
+        let numbers = enqueued.numbers(&self.world);
+        // The stream says only in words why it went wrong, if it does at all.
+        let failure = self.replica.weights.failure().or_else(|| reducer.failure());
+        let numbers = failure.map_or(numbers, |error| Err(error.into()))?;
+        self.concluded = Instant::now();
+        times.step = self.concluded - began;
+        self.checkpoints_here(|checkpoints, here| checkpoints.heard(here, &numbers.shares.saves()));
+        let complaint = numbers.complaint();
+        match (self.skips.judge(complaint.is_none()), complaint) {
+            (Verdict::Stop { skipped }, Some(complaint)) => {
+                let seen = self.aside(|trainer| trainer.inspect(step))?;
+                return Err(TrainError::NonFinite {
+                    complaint,
+                    step: step + 1,
+                    skipped,
+                    seen,
+                });
+            }
+            (Verdict::Skip { is_first: true }, Some(complaint)) => {
+                let seen = self.aside(|trainer| trainer.inspect(step))?;
+                if self.world.rank() == 0 {
+                    say(&format!("step {} is skipped: {complaint}; {seen}", step + 1));
+                }
+            }
+            _ => {}
+        }
+        Ok(StepRecord {
+            step: step + 1,
+            samples,
+            loss: numbers.shares.mean_loss(),
+            val_loss: None,
+            lr,
+            grad_norm: numbers.norm,
+            skipped: self.skips.total(),
+            times,
+            stood: self.checkpoints.take_stood(),
+            sent,
+            stop: numbers.shares.stop(),
+        })
+    }
+
     /// Bytes sent since the last call, but for what was sent [`Trainer::aside`].
-    fn take_sent(&mut self) -> WireBytes {
+    pub(super) fn take_sent(&mut self) -> WireBytes {
         let now = self.sent();
         let sent = difference(now, self.accounted);
         self.accounted = now;
@@ -225,7 +193,7 @@ impl Trainer<'_> {
 
     /// Bytes sent so far.
     pub(super) fn sent(&self) -> WireBytes {
-        sum(self.world.comm.wire_bytes(), self.replica.weights.wire_bytes())
+        sum(self.groups.wire_bytes(), self.replica.weights.wire_bytes())
     }
 
     /// Work between two steps, when nothing is in flight. What it sends is of no step.
@@ -240,16 +208,18 @@ impl Trainer<'_> {
 
     /// Compares replicas; where every parameter has one owner, there is nothing to compare.
     fn verify(&self, done: u64) -> Result<(), TrainError> {
-        if let Portion::Whole(params) = self.replica.weights.own() {
-            self.replicas.verify(self.world.stream, params, done)?;
+        if let Some(replicas) = &self.replicas {
+            replicas.verify(self.world.stream, self.replica.weights.own(), done)?;
         }
         Ok(())
     }
 
-    /// Tokens that all ranks train on in one step.
-    pub(super) fn tokens_per_step(&self) -> u64 {
-        let per_rank = self.replica.positions() * self.config.train.grad_accumulation;
-        (per_rank * self.world.size()) as u64
+    /// Bytes of the optimizer's state in memory: in a file, what an update keeps resident.
+    pub(super) fn optimizer_bytes(&self) -> usize {
+        match self.config.train.offload.optimizer {
+            OptimizerHome::None => self.adamw.bytes(),
+            OptimizerHome::File => resident_bytes(self.adamw.bytes()),
+        }
     }
 
     fn beat(&self, done: u64, phase: Phase) {
@@ -262,16 +232,32 @@ impl Trainer<'_> {
             .mean_loss(&self.world, &self.replica, &self.exchange)
     }
 
-    fn save(&mut self, done: u64) -> Result<(), TrainError> {
+    fn save(
+        &mut self,
+        done: u64,
+        how: impl FnOnce(&mut Checkpoints, Here<'_>, Position) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
         self.beat(done, Phase::Saving);
-        let consumed = self.loader.consumed_before(done);
-        self.checkpoints.save(
-            &self.world,
-            &self.replica,
-            &self.adamw,
-            &self.exchange,
-            (done, consumed),
-        )
+        let at = Position {
+            step: done,
+            samples: self.loader.consumed_before(done),
+        };
+        self.checkpoints_here(|checkpoints, here| how(checkpoints, here, at))
+    }
+
+    /// Ends the save under way after an error that every rank has met: the checkpoint before it is to be whole.
+    pub(super) fn settle_checkpoints(&mut self) -> Result<(), TrainError> {
+        self.checkpoints_here(Checkpoints::settle)
+    }
+
+    pub(super) fn checkpoints_here<T>(&mut self, work: impl FnOnce(&mut Checkpoints, Here<'_>) -> T) -> T {
+        let here = Here {
+            world: &self.world,
+            replica: &self.replica,
+            adamw: &self.adamw,
+            exchange: &self.exchange,
+        };
+        work(&mut self.checkpoints, here)
     }
 
     fn stop_cause(&self) -> String {
@@ -281,8 +267,29 @@ impl Trainer<'_> {
     }
 }
 
-fn is_due(every: u64, done: u64) -> bool {
-    every > 0 && done.is_multiple_of(every)
+/// What is to be done after a step.
+#[derive(Clone, Copy, Debug)]
+struct Due {
+    validation: bool,
+    verification: bool,
+    checkpoint: bool,
+}
+
+impl Due {
+    /// After `done` steps.
+    fn after(train: &Train, done: u64) -> Self {
+        let last = done == train.steps;
+        let every = |steps: u64| steps > 0 && done.is_multiple_of(steps);
+        Self {
+            validation: last || every(train.eval_every),
+            verification: every(train.verify_every),
+            checkpoint: last || every(train.checkpoint_every),
+        }
+    }
+
+    fn any(self) -> bool {
+        self.validation || self.verification || self.checkpoint
+    }
 }
 
 fn sum(one: WireBytes, other: WireBytes) -> WireBytes {

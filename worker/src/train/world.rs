@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 use super::TrainError;
 use crate::collective::{Communicator, Executor};
 use crate::config::TrainConfig;
-use crate::device::{CpuDevice, Device, Stream};
-use crate::parallel::{JoinOptions, join_world};
+use crate::device::{Device, Stream};
+use crate::parallel::{JoinOptions, join_world_on};
 use crate::session::{Cancel, Session};
 
 /// Beyond its own deadline an operation is given this long to say so itself, with the better error.
@@ -34,21 +34,18 @@ impl World {
     pub(super) fn connect(
         config: &TrainConfig,
         session: &Session,
-        device: Option<Arc<dyn Device>>,
+        device: Arc<dyn Device>,
     ) -> Result<Self, TrainError> {
-        let threads = threads(config);
-        let device = match device {
-            Some(device) => device,
-            None => Arc::new(CpuDevice::new(threads)?),
-        };
         let options = JoinOptions {
             executor: executor(config),
-            threads,
+            threads: threads(config),
             timeout: timeout(config),
         };
-        let comm = join_world(session, &options)?;
+        // The first stream of a device is the one that computes.
+        let stream = device.stream();
+        let comm = join_world_on(session, &device, &options)?;
         Ok(Self {
-            stream: device.stream(),
+            stream,
             device,
             comm,
             cancel: session.cancel(),
@@ -96,7 +93,7 @@ pub(super) fn timeout(config: &TrainConfig) -> Duration {
 }
 
 /// Compute threads of a rank: `train.threads`, else `OMP_NUM_THREADS`, else 1.
-fn threads(config: &TrainConfig) -> usize {
+pub(super) fn threads(config: &TrainConfig) -> usize {
     let from_env = || std::env::var("OMP_NUM_THREADS").ok()?.trim().parse().ok();
     config.train.threads.or_else(from_env).unwrap_or(1).max(1)
 }

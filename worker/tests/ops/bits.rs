@@ -5,10 +5,10 @@ use ddp_worker::device::{DType, Isa};
 use ddp_worker::model::build;
 use ddp_worker::ops::{AdamW, AdamWStep, CHUNK, SquaredNorm};
 
-use crate::rig::{Rank, Rig, numbers_f32, values};
+use crate::rig::{Rank, Rig, numbers_f32, wide_values};
 
-/// Gradients of one step, then the norm's partial sums and the updated parameters: bits of all of them.
-fn step_bits(threads: usize, isa: Isa, kind: ModelKind) -> Vec<u64> {
+/// Gradients of one step, then the norm's partial sums and the update: bits of all of them.
+fn step_bits(threads: usize, isa: Isa, (kind, dtype): (ModelKind, DType)) -> Vec<u64> {
     // Several tiles of rows and queries, an odd vocabulary, channels that do not fill the lanes.
     let config = config::Model {
         kind,
@@ -20,7 +20,7 @@ fn step_bits(threads: usize, isa: Isa, kind: ModelKind) -> Vec<u64> {
     };
     let model = build(&config, 201).unwrap();
     let n = model.param_count();
-    let mut rank = Rank::new(Rig::with(threads, isa), model, DType::F32, [1, 4, 150]);
+    let mut rank = Rank::new(Rig::with(threads, isa), model, dtype, [1, 4, 150]);
     let loss = rank.step(0);
     let rig = &rank.rig;
     let partials = rig.empty(DType::F64, n.div_ceil(CHUNK));
@@ -28,8 +28,10 @@ fn step_bits(threads: usize, isa: Isa, kind: ModelKind) -> Vec<u64> {
         x: rank.grads.whole(),
         partials: partials.clone(),
     });
+    let master = rig.buffer(&numbers_f32(7, n));
     rig.run(AdamW {
-        param: rank.params.whole(),
+        param: master.clone(),
+        copy: (dtype == DType::Bf16).then(|| rank.params.whole()),
         grad: rank.grads.whole(),
         m: rig.buffer(&numbers_f32(8, n)),
         v: rig.buffer(&numbers_f32(9, n).iter().map(|x| x * x).collect::<Vec<_>>()),
@@ -43,17 +45,18 @@ fn step_bits(threads: usize, isa: Isa, kind: ModelKind) -> Vec<u64> {
             step: 10,
         },
     });
-    let narrow = [rank.grads.whole(), rank.params.whole()];
-    let narrow = narrow
-        .iter()
-        .flat_map(values::<f32>)
-        .map(|x| u64::from(x.to_bits()));
-    let wide = values::<f64>(&partials).into_iter().map(f64::to_bits);
-    std::iter::once(loss.to_bits())
-        .chain(narrow)
-        .chain(wide)
+    let all = [rank.grads.whole(), rank.params.whole(), master, partials];
+    std::iter::once(loss)
+        .chain(all.iter().flat_map(wide_values))
+        .map(f64::to_bits)
         .collect()
 }
+
+const CASES: [(ModelKind, DType); 3] = [
+    (ModelKind::Gpt2, DType::F32),
+    (ModelKind::Gpt2, DType::Bf16),
+    (ModelKind::Mlp, DType::F32),
+];
 
 fn assert_same(found: &[u64], expected: &[u64], what: &str) {
     let differ = found.iter().zip(expected).filter(|(a, b)| a != b).count();
@@ -66,7 +69,7 @@ fn assert_same(found: &[u64], expected: &[u64], what: &str) {
 
 #[test]
 fn threads_make_no_difference() {
-    for kind in [ModelKind::Gpt2, ModelKind::Mlp] {
+    for kind in CASES {
         let one = step_bits(1, Isa::detect(), kind);
         for threads in [2, 3, 8] {
             assert_same(
@@ -81,8 +84,10 @@ fn threads_make_no_difference() {
 /// Products are `gemm`'s, which chooses for itself; everything else is compiled for each set.
 #[test]
 fn instruction_sets_make_no_difference() {
-    let best = step_bits(1, Isa::detect(), ModelKind::Gpt2);
-    for isa in Isa::available() {
-        assert_same(&step_bits(1, isa, ModelKind::Gpt2), &best, &isa.to_string());
+    for kind in CASES {
+        let best = step_bits(1, Isa::detect(), kind);
+        for isa in Isa::available() {
+            assert_same(&step_bits(1, isa, kind), &best, &format!("{isa}, {kind:?}"));
+        }
     }
 }

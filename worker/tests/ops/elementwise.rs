@@ -3,7 +3,7 @@
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
     AdamW, AdamWStep, CHUNK, Cast, ClipScale, CrossEntropyForward, EncoderForward, Fill, LinearForward,
-    LinearShape, Scale, SquaredNorm, WeightLayout,
+    LinearShape, LossSum, Scale, SquaredNorm, WeightLayout,
 };
 use half::bf16;
 
@@ -29,6 +29,7 @@ fn adamw_follows_the_paper() {
     for (i, grad) in grads.iter().enumerate() {
         rig.run(AdamW {
             param: param.clone(),
+            copy: None,
             grad: rig.buffer(grad),
             m: m.clone(),
             v: v.clone(),
@@ -76,6 +77,8 @@ fn norms_are_by_chunks_and_clip() {
         let (partials, norm, scale) = (partials.clone(), found.clone(), scale.clone());
         rig.run(ClipScale {
             partials,
+            order: None,
+            witnesses: None,
             max_norm,
             norm,
             scale: scale.clone(),
@@ -83,6 +86,89 @@ fn norms_are_by_chunks_and_clip() {
         assert_close(f64::from(values::<f32>(&scale)[0]), expected, 1e-6, "factor");
     }
     assert_close(f64::from(values::<f32>(&found)[0]), norm, 1e-6, "norm");
+}
+
+#[test]
+fn partial_norms_are_summed_in_the_order_of_the_chunks() {
+    let rig = Rig::new();
+    // In another order the small ones would be lost.
+    let partials = rig.buffer(&[1e20_f64, 0.0, -1e20, 9.0]);
+    let order = rig.buffer(&[0_i32, 2, -1, 3]);
+    let [norm, scale] = [(); 2].map(|()| rig.empty(DType::F32, 1));
+    let clip = |order| ClipScale {
+        partials: partials.clone(),
+        order,
+        witnesses: None,
+        max_norm: Some(1.5),
+        norm: norm.clone(),
+        scale: scale.clone(),
+    };
+    rig.run(clip(Some(order)));
+    assert_eq!((values::<f32>(&norm)[0], values::<f32>(&scale)[0]), (3.0, 0.5));
+    let error = rig
+        .try_run(clip(Some(rig.buffer(&[4_i32]))))
+        .unwrap_err()
+        .to_string();
+    assert_eq!(error, "operation `clip_scale`: `order` names partial 4 of 4");
+}
+
+#[test]
+fn a_step_with_a_number_that_is_not_finite_is_skipped() {
+    let rig = Rig::new();
+    let nan = f64::NAN;
+    for (partials, witnesses, skipped) in [
+        ([4.0, 5.0], [1.0, 2.0], false),
+        ([4.0, nan], [1.0, 2.0], true),
+        ([f64::INFINITY, 5.0], [1.0, 2.0], true),
+        // Finite in f64, but no f32.
+        ([1e200, 5.0], [1.0, 2.0], true),
+        ([4.0, 5.0], [1.0, nan], true),
+    ] {
+        let [norm, scale] = [(); 2].map(|()| rig.empty(DType::F32, 1));
+        rig.run(ClipScale {
+            partials: rig.buffer(&partials),
+            order: None,
+            witnesses: Some(rig.buffer(&witnesses)),
+            max_norm: Some(1.0),
+            norm,
+            scale: scale.clone(),
+        });
+        let [param, m, v] = [1.0_f32, 2.0, 3.0].map(|value| rig.buffer(&[value; 3]));
+        let copy = rig.buffer(&[bf16::ONE; 3]);
+        rig.run(AdamW {
+            param: param.clone(),
+            copy: Some(copy.clone()),
+            grad: rig.buffer(&[0.5_f32; 3]),
+            m: m.clone(),
+            v: v.clone(),
+            scale,
+            weight_decay: 0.1,
+            hyper: AdamWStep {
+                lr: 0.1,
+                beta1: 0.9,
+                beta2: 0.95,
+                eps: 1e-8,
+                step: 1,
+            },
+        });
+        let kept = [(&param, 1.0), (&m, 2.0), (&v, 3.0)].map(|(x, was)| values::<f32>(x)[2] == was);
+        assert_eq!(kept, [skipped; 3], "{partials:?} {witnesses:?}");
+        assert_eq!(values::<bf16>(&copy)[2] == bf16::ONE, skipped);
+    }
+}
+
+#[test]
+fn losses_are_summed_in_f64() {
+    let rig = Rig::new();
+    let total = rig.empty(DType::F64, 1);
+    for (accumulate, expected) in [(false, 16_777_217.5), (true, 33_554_435.0)] {
+        rig.run(LossSum {
+            losses: rig.buffer(&[16_777_216.0_f32, 0.5, 1.0]),
+            total: total.clone(),
+            accumulate,
+        });
+        assert_eq!(values::<f64>(&total)[0], expected);
+    }
 }
 
 #[test]

@@ -2,6 +2,7 @@
 //! bits against other thread counts and instruction sets.
 
 mod attention;
+mod bf16;
 mod bits;
 mod elementwise;
 mod gradients;

@@ -209,6 +209,7 @@ fn a_tiny_batch_is_learnt_by_heart() {
             loss = rank.step(0);
             rank.rig.run(AdamW {
                 param: rank.params.whole(),
+                copy: None,
                 grad: rank.grads.whole(),
                 m: m.clone(),
                 v: v.clone(),

@@ -59,6 +59,15 @@ pub(crate) fn values<T: Element>(buffer: &Buffer) -> Vec<T> {
     buffer.host::<T>().unwrap().to_vec()
 }
 
+/// As f64, which every type fits into.
+pub(crate) fn wide_values(buffer: &Buffer) -> Vec<f64> {
+    match buffer.dtype() {
+        DType::F64 => values(buffer),
+        DType::Bf16 => values::<half::bf16>(buffer).into_iter().map(f64::from).collect(),
+        _ => values::<f32>(buffer).into_iter().map(f64::from).collect(),
+    }
+}
+
 /// Numbers in [−1, 1), the same for the same seed.
 pub(crate) fn numbers(seed: u64, len: usize) -> Vec<f64> {
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
@@ -150,7 +159,17 @@ pub(crate) struct Batch {
 
 impl Rank {
     /// `batches` micro-batches of `batch` samples; targets are arbitrary functions of the tokens.
-    pub(crate) fn new(rig: Rig, model: Model, dtype: DType, [batches, batch, positions]: [usize; 3]) -> Self {
+    pub(crate) fn new(rig: Rig, model: Model, dtype: DType, sizes: [usize; 3]) -> Self {
+        Self::with_grads(rig, model, (dtype, dtype), sizes)
+    }
+
+    /// The same with gradients of another type than parameters and activations.
+    pub(crate) fn with_grads(
+        rig: Rig,
+        model: Model,
+        (dtype, grad_dtype): (DType, DType),
+        [batches, batch, positions]: [usize; 3],
+    ) -> Self {
         let vocab = model.params[0].shape[0];
         let rows = batch * positions;
         let batches = (0..batches).map(|micro_batch| {
@@ -160,11 +179,10 @@ impl Rank {
                 .map(|x| ((x + 1.0) / 2.0 * vocab as f64) as i32)
                 .collect();
             let targets: Vec<i32> = tokens.iter().map(|t| (t * 7 + 3) % vocab as i32).collect();
-            let dloss = rig.empty(dtype, rows);
-            match dtype {
-                DType::F64 => dloss.host_mut::<f64>().unwrap().fill(1.0 / rows as f64),
-                _ => dloss.host_mut::<f32>().unwrap().fill(1.0 / rows as f32),
-            }
+            let dloss = match dtype {
+                DType::F64 => rig.buffer(&vec![1.0 / rows as f64; rows]),
+                _ => rig.buffer(&vec![1.0 / rows as f32; rows]),
+            };
             Batch {
                 tokens: Activation::borrowed(rig.buffer(&tokens), vec![batch, positions]),
                 targets: rig.buffer(&targets),
@@ -173,7 +191,7 @@ impl Rank {
         });
         let batches = batches.collect();
         let params = LocalParams::new(rig.device.as_ref(), &model, dtype, 5).unwrap();
-        let grads = LocalGrads::new(rig.device.as_ref(), &model, dtype).unwrap();
+        let grads = LocalGrads::new(rig.device.as_ref(), &model, grad_dtype).unwrap();
         let pool = ActivationPool::new(rig.device.clone());
         Self {
             rig,
@@ -225,12 +243,6 @@ impl Rank {
 }
 
 pub(crate) fn mean(losses: &Activation) -> f64 {
-    let losses = match losses.buffer().dtype() {
-        DType::F64 => values::<f64>(losses.buffer()),
-        _ => values::<f32>(losses.buffer())
-            .into_iter()
-            .map(f64::from)
-            .collect(),
-    };
+    let losses = wide_values(losses.buffer());
     losses.iter().sum::<f64>() / losses.len() as f64
 }

@@ -4,32 +4,47 @@
 
 use std::any::Any;
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
 
 use ddp_worker::device::{
-    Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, EventState, Stream,
+    Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, EventState, Fetch, Stream,
 };
 use ddp_worker::ops::Op;
+
+/// Longer than anything takes on a loaded machine.
+const PATIENCE: Duration = Duration::from_mins(2);
 
 /// See the module.
 pub struct DeferredDevice {
     cpu: Arc<CpuDevice>,
-    queues: Mutex<Vec<Arc<Mutex<Queue>>>>,
+    queues: Mutex<Vec<Arc<Queue>>>,
+    ran_ahead: AtomicUsize,
+}
+
+/// A stream. Whoever waits for a point in it runs what comes before, unless somebody else is at it.
+#[derive(Default)]
+struct Queue {
+    state: Mutex<State>,
+    moved: Condvar,
 }
 
 #[derive(Default)]
-struct Queue {
+struct State {
     commands: VecDeque<Command>,
     recorded: u64,
     reached: u64,
-    /// First error since the last synchronisation, and after which event it came.
+    /// A command is being run, by somebody who does not hold the lock: it may itself be a wait.
+    running: bool,
+    /// First error since the last synchronisation.
     error: Option<DeviceError>,
 }
 
 enum Command {
     Op(Op),
     Upload(Buffer, Vec<u8>),
+    Fetch(Buffer, Arc<Mutex<Option<Vec<u8>>>>),
     Wait(Event, Instant),
     Marker,
 }
@@ -39,63 +54,97 @@ impl DeferredDevice {
         Self {
             cpu: Arc::new(CpuDevice::new(1).unwrap()),
             queues: Mutex::default(),
+            ran_ahead: AtomicUsize::new(0),
         }
     }
 
-    fn queue(&self, stream: Stream) -> Arc<Mutex<Queue>> {
+    /// How often a pass was begun before the update of the step before had run.
+    pub fn ran_ahead(&self) -> usize {
+        self.ran_ahead.load(Ordering::Relaxed)
+    }
+
+    fn queue(&self, stream: Stream) -> Arc<Queue> {
         self.queues.lock().unwrap()[stream.0 as usize].clone()
     }
 
     fn push(&self, stream: Stream, command: Command) {
-        self.queue(stream).lock().unwrap().commands.push_back(command);
+        let queue = self.queue(stream);
+        queue.state.lock().unwrap().commands.push_back(command);
     }
 }
 
 impl Queue {
-    /// Runs commands until `marker` is reached.
-    fn drive(&mut self, cpu: &CpuDevice, marker: u64) {
-        while self.reached < marker {
-            let command = self.commands.pop_front().expect("the marker is in the queue");
-            self.run(cpu, command);
-        }
-    }
-
-    fn run(&mut self, cpu: &CpuDevice, command: Command) {
-        let done = match command {
-            Command::Marker => {
-                self.reached += 1;
-                Ok(())
+    /// Runs commands, or lets others run them, until `enough` or `deadline`.
+    fn drive(
+        &self,
+        cpu: &CpuDevice,
+        deadline: Instant,
+        enough: impl Fn(&State) -> bool,
+    ) -> Result<MutexGuard<'_, State>, DeviceError> {
+        let mut state = self.state.lock().unwrap();
+        while !enough(&state) {
+            if state.running {
+                let left = deadline.saturating_duration_since(Instant::now());
+                if left.is_zero() {
+                    let what = "a point in a deferred stream".to_owned();
+                    return Err(DeviceError::TimedOut { what, waited_ms: 0 });
+                }
+                state = self.moved.wait_timeout(state, left).unwrap().0;
+                continue;
             }
-            _ if self.error.is_some() => Ok(()),
-            Command::Op(op) => op.run(cpu.cpu()),
-            Command::Upload(dst, bytes) => dst
+            let command = state
+                .commands
+                .pop_front()
+                .expect("what is waited for is in the queue");
+            state.running = true;
+            let failed = state.error.is_some();
+            drop(state);
+            let is_marker = matches!(command, Command::Marker);
+            let done = if failed { Ok(()) } else { command.run(cpu) };
+            state = self.state.lock().unwrap();
+            state.running = false;
+            state.reached += u64::from(is_marker);
+            if let Err(error) = done {
+                state.error = Some(error);
+            }
+            self.moved.notify_all();
+        }
+        Ok(state)
+    }
+}
+
+impl Command {
+    fn run(self, cpu: &CpuDevice) -> Result<(), DeviceError> {
+        match self {
+            Self::Marker => Ok(()),
+            Self::Op(op) => op.run(cpu.cpu()),
+            Self::Upload(dst, bytes) => dst
                 .host_bytes_mut()
                 .map(|mut target| target.copy_from_slice(&bytes)),
-            Command::Wait(event, deadline) => event.wait(deadline),
-        };
-        if let Err(error) = done {
-            self.error = Some(error);
+            Self::Fetch(src, bytes) => src
+                .host_bytes()
+                .map(|source| *bytes.lock().unwrap() = Some(source.to_vec())),
+            Self::Wait(event, deadline) => event.wait(deadline),
         }
     }
 }
 
 struct Point {
     cpu: Arc<CpuDevice>,
-    queue: Arc<Mutex<Queue>>,
+    queue: Arc<Queue>,
     marker: u64,
 }
 
 impl EventState for Point {
     fn poll(&self) -> Option<Result<(), DeviceError>> {
-        // Somebody who drives the queue has not reached it yet, as far as a poll can tell.
-        let queue = self.queue.try_lock().ok()?;
-        (queue.reached >= self.marker).then(|| queue.error.clone().map_or(Ok(()), Err))
+        let state = self.queue.state.lock().unwrap();
+        (state.reached >= self.marker).then(|| state.error.clone().map_or(Ok(()), Err))
     }
 
-    fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
-        let mut queue = self.queue.lock().unwrap();
-        queue.drive(&self.cpu, self.marker);
-        queue.error.clone().map_or(Ok(()), Err)
+    fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
+        let reached = |state: &State| state.reached >= self.marker;
+        let state = self.queue.drive(&self.cpu, deadline, reached)?;
+        state.error.clone().map_or(Ok(()), Err)
     }
 
     fn as_any(&self) -> &dyn Any {
@@ -119,16 +168,22 @@ impl Device for DeferredDevice {
     }
 
     fn enqueue(&self, stream: Stream, op: Op) {
-        self.push(stream, Command::Op(op));
+        let queue = self.queue(stream);
+        let mut state = queue.state.lock().unwrap();
+        let is_update = |command: &Command| matches!(command, Command::Op(Op::AdamW(_)));
+        if matches!(op, Op::EncoderForward(_)) && state.commands.iter().any(is_update) {
+            self.ran_ahead.fetch_add(1, Ordering::Relaxed);
+        }
+        state.commands.push_back(Command::Op(op));
     }
 
     fn record(&self, stream: Stream) -> Event {
         let queue = self.queue(stream);
         let marker = {
-            let mut queue = queue.lock().unwrap();
-            queue.commands.push_back(Command::Marker);
-            queue.recorded += 1;
-            queue.recorded
+            let mut state = queue.state.lock().unwrap();
+            state.commands.push_back(Command::Marker);
+            state.recorded += 1;
+            state.recorded
         };
         Event::new(Point {
             cpu: self.cpu.clone(),
@@ -143,15 +198,25 @@ impl Device for DeferredDevice {
 
     fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
         let queue = self.queue(stream);
-        let mut queue = queue.lock().unwrap();
-        while let Some(command) = queue.commands.pop_front() {
-            queue.run(&self.cpu, command);
-        }
-        queue.error.take().map_or(Ok(()), Err)
+        let empty = |state: &State| state.commands.is_empty() && !state.running;
+        let mut state = queue.drive(&self.cpu, Instant::now() + PATIENCE, empty)?;
+        state.error.take().map_or(Ok(()), Err)
     }
 
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
         self.push(stream, Command::Upload(dst.clone(), bytes.to_vec()));
+    }
+
+    fn is_asynchronous(&self) -> bool {
+        true
+    }
+
+    fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {
+        let bytes = Arc::new(Mutex::new(None));
+        self.push(stream, Command::Fetch(src.clone(), bytes.clone()));
+        Fetch::new(self.record(stream), move || {
+            Ok(bytes.lock().unwrap().take().expect("the copy has run"))
+        })
     }
 
     fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {

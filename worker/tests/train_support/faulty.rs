@@ -1,6 +1,7 @@
 //! A CPU that goes wrong in a chosen step.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Stream};
@@ -13,7 +14,16 @@ pub enum Fault {
     Fails,
     /// A bit of the first parameter that is updated flips, and nobody says so.
     FlipsBit,
+    /// In so many backward passes from the step on, the gradient of the third weight that backward comes to, which
+    /// is `h.1.mlp.c_fc.weight` of a GPT-2 of two blocks, is no number.
+    NotANumber {
+        /// Passes, repeated ones included.
+        passes: u64,
+    },
 }
+
+/// The weight whose gradient is spoilt, in the order of backward, from 1.
+const SPOILT_WEIGHT: u64 = 3;
 
 /// See the module.
 pub struct FaultyDevice {
@@ -21,6 +31,12 @@ pub struct FaultyDevice {
     fault: Fault,
     /// From 1.
     step: u64,
+    /// Steps that were updated.
+    updated: AtomicU64,
+    /// Backward passes since the step began.
+    passes: AtomicU64,
+    /// Gradients of weights in this pass.
+    weights: AtomicU64,
 }
 
 impl FaultyDevice {
@@ -29,7 +45,34 @@ impl FaultyDevice {
             cpu: CpuDevice::new(1).unwrap(),
             fault,
             step,
+            updated: AtomicU64::new(0),
+            passes: AtomicU64::new(0),
+            weights: AtomicU64::new(0),
         })
+    }
+
+    /// The gradient that the operation makes, if it is to be spoilt.
+    fn spoilt(&self, op: &Op) -> Option<Buffer> {
+        match op {
+            Op::AdamW(update) => self.updated.store(update.hyper.step, Ordering::Relaxed),
+            Op::CrossEntropyBackward(_) => {
+                self.weights.store(0, Ordering::Relaxed);
+                if self.updated.load(Ordering::Relaxed).saturating_add(1) >= self.step {
+                    self.passes.fetch_add(1, Ordering::Relaxed);
+                }
+            }
+            Op::LinearDweight(product) => {
+                let weight = self.weights.fetch_add(1, Ordering::Relaxed) + 1;
+                let pass = self.passes.load(Ordering::Relaxed);
+                let is_hit = match self.fault {
+                    Fault::NotANumber { passes } => (1..=passes).contains(&pass) && weight == SPOILT_WEIGHT,
+                    _ => false,
+                };
+                return is_hit.then(|| product.dweight.clone());
+            }
+            _ => {}
+        }
+        None
     }
 }
 
@@ -47,6 +90,11 @@ impl Device for FaultyDevice {
     }
 
     fn enqueue(&self, stream: Stream, op: Op) {
+        if let Some(gradient) = self.spoilt(&op) {
+            self.cpu.enqueue(stream, op);
+            gradient.host_mut::<f32>().unwrap()[7] = f32::NAN;
+            return;
+        }
         let hit = match &op {
             Op::AdamW(update) if update.hyper.step == self.step => Some(update.param.clone()),
             _ => None,

@@ -3,7 +3,9 @@
 
 pub mod agent;
 pub mod deferred;
+pub mod disk;
 pub mod faulty;
+pub mod probed;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -11,25 +13,31 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ddp_proto::env::WorkerEnv;
-use ddp_proto::ids::{Generation, GlobalRank, LocalRank, WorldSize};
-use ddp_worker::checkpoint::{Reader, Which};
+use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
+use ddp_worker::checkpoint::{Reader, Storage, Which};
 use ddp_worker::config::{self, ModelKind, Order, TrainConfig};
 use ddp_worker::device::Device;
 use ddp_worker::metrics::MetricsLine;
 use ddp_worker::session::{Cancel, MemoryStore, Session};
-use ddp_worker::train::{RunSummary, TrainError, run_worker, run_worker_on};
+use ddp_worker::train::{RunSummary, Substitutes, TrainError, run_worker_with};
 
 pub type Outcome = Result<RunSummary, TrainError>;
 
 /// Which device a rank trains on.
 pub type DeviceOf = Box<dyn Fn(&Session) -> Arc<dyn Device> + Sync>;
 
+/// Where a rank puts checkpoints.
+pub type StorageOf = Box<dyn Fn(&Session) -> Arc<dyn Storage> + Sync>;
+
 /// A small job in a folder of its own.
 pub struct Job {
     pub config: TrainConfig,
     pub device: Option<DeviceOf>,
+    pub storage: Option<StorageOf>,
     /// How often the job was restarted before.
     pub restarts: u32,
+    /// Over which the ranks are spread evenly, on loopback addresses.
+    pub nodes: u32,
     folder: tempfile::TempDir,
 }
 
@@ -52,6 +60,7 @@ impl Job {
             val: None,
             tokenizer: config::Tokenizer::Bytes,
             order: Order::Shuffled,
+            last_batch: config::LastBatch::Wrap,
         };
         let mut config = TrainConfig {
             run: config::Run::default(),
@@ -74,7 +83,9 @@ impl Job {
         Self {
             config,
             device: None,
+            storage: None,
             restarts: 0,
+            nodes: 1,
             folder,
         }
     }
@@ -103,10 +114,11 @@ impl Job {
                 meddle(rank as u32, &mut config);
                 let cancels = &cancels;
                 ranks.push(scope.spawn(move || {
-                    let outcome = match &self.device {
-                        Some(device) => run_worker_on(device(session), &config, session),
-                        None => run_worker(&config, session),
+                    let parts = Substitutes {
+                        device: self.device.as_ref().map(|device| device(session)),
+                        storage: self.storage.as_ref().map(|storage| storage(session)),
                     };
+                    let outcome = run_worker_with(parts, &config, session);
                     if outcome.is_err() {
                         let others = cancels.iter().enumerate().filter(|(other, _)| *other != rank);
                         others.for_each(|(_, cancel)| cancel.cancel(format!("rank {rank} failed")));
@@ -162,9 +174,12 @@ impl Job {
     pub fn env(&self, rank: u32, world_size: u32) -> WorkerEnv {
         let mut env = WorkerEnv::single();
         env.rank = GlobalRank(rank);
-        env.local_rank = LocalRank(rank);
+        let local = world_size / self.nodes;
+        env.local_rank = LocalRank(rank % local);
+        env.node_rank = NodeRank(rank / local);
+        env.node_count = self.nodes;
         env.world_size = WorldSize(world_size);
-        env.local_world_size = world_size;
+        env.local_world_size = local;
         env.run_id = "test".into();
         env.restart_count = self.restarts;
         env.generation = Generation(u64::from(self.restarts) + 1);

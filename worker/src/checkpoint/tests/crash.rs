@@ -3,6 +3,7 @@
 use std::collections::HashSet;
 use std::sync::Mutex;
 
+use super::super::{Keep, retain};
 use super::*;
 
 /// A disk that stops after a number of steps. What was not synced by then may be lost.
@@ -77,6 +78,17 @@ impl Storage for Faulty {
         if wrote.is_err() && path.parent().is_some_and(Path::exists) {
             // A full disk leaves what fitted.
             Disk.write(path, &[&half])?;
+        }
+        wrote
+    }
+
+    fn append(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
+        let wrote = self.step(|state| {
+            state.unsynced.insert(path.to_owned());
+            Disk.append(path, bytes)
+        });
+        if wrote.is_err() && path.exists() {
+            Disk.append(path, &bytes[..bytes.len() / 2])?;
         }
         wrote
     }
@@ -162,4 +174,48 @@ fn a_process_that_dies_after_any_step_leaves_a_usable_checkpoint() {
 #[test]
 fn a_power_cut_after_any_step_leaves_a_usable_checkpoint() {
     stop_after_each_step(true);
+}
+
+/// Stops the deletion of old checkpoints after each of its steps in turn. What is left of them is whole, or no
+/// checkpoint by name; the latest is never touched, and the next time cleans up.
+fn stop_a_deletion_after_each_step(power_cut: bool) {
+    const KEEP: Keep = Keep { last: 1, every: None };
+    for stops in 0.. {
+        let folder = tempfile::tempdir().unwrap();
+        for step in [10, 20, 30] {
+            save(folder.path(), step);
+        }
+        let storage = Faulty::after(stops);
+        let result = retain(storage.as_ref(), folder.path(), KEEP, &[]);
+        let finished = !storage.stopped();
+        if power_cut && !finished {
+            storage.lose_unsynced();
+        }
+        assert_eq!(check_latest(folder.path()), 30, "after {stops} steps");
+        let root = folder.path().join("checkpoints");
+        for name in names(&root).iter().filter(|name| name.starts_with("step_")) {
+            Reader::open_folder(&root.join(name)).unwrap().verify().unwrap();
+        }
+        assert_eq!(result.is_ok(), finished);
+        save(folder.path(), 40);
+        retain(&Disk, folder.path(), KEEP, &[]).unwrap();
+        assert_eq!(names(&root), ["latest", "step_00000040"], "after {stops} steps");
+        if finished {
+            assert!(
+                stops >= 5,
+                "two renames, a sync and two deletions are more than {stops} steps"
+            );
+            break;
+        }
+    }
+}
+
+#[test]
+fn a_process_that_dies_while_it_deletes_old_checkpoints_leaves_no_half_of_one() {
+    stop_a_deletion_after_each_step(false);
+}
+
+#[test]
+fn a_power_cut_while_old_checkpoints_are_deleted_leaves_no_half_of_one() {
+    stop_a_deletion_after_each_step(true);
 }

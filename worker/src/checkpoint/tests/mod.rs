@@ -13,6 +13,7 @@ use crate::device::DType;
 
 mod crash;
 mod damage;
+mod tools;
 
 const SHAPE: &[u64] = &[3, 4];
 
@@ -27,12 +28,14 @@ fn state(step: u64) -> State {
     State {
         step,
         consumed_samples: step * 16,
+        batch: None,
         rng: Rng {
             seed: 1337,
             data_order: "test/1".into(),
         },
         // As the configuration gives it: an `f32`, which has a long decimal form.
         config: serde_json::json!({ "train": { "steps": 100, "lr": 3e-4_f32 } }),
+        data: None,
     }
 }
 
@@ -50,7 +53,8 @@ fn piece<'a>(tensor: &'a str, range: std::ops::Range<u64>, all: &'a [u8]) -> Pie
 /// Saves `w` whole and `m` in two files, as two ranks would.
 fn save_on(storage: Arc<dyn Storage>, out_dir: &Path, step: u64) -> Result<(), CheckpointError> {
     let (w, m) = (weights(step), weights(step + 1000));
-    let writer = Writer::begin_on(storage, out_dir, step, 1)?;
+    let writer = Writer::on(storage, out_dir, step, 1);
+    writer.lead()?;
     writer.write("part-0", &[piece("w", 0..12, &w), piece("m", 0..5, &m)])?;
     writer.write("part-1", &[piece("m", 5..12, &m)])?;
     writer.commit(&state(step), &["part-0", "part-1"]).map(drop)

@@ -1,0 +1,138 @@
+//! One file for other tools: the parameters under their published names, and a configuration beside it.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use serde_json::{Value, json};
+
+use super::layout::Kind;
+use super::part_writer::PartWriter;
+use super::reshard::{copy, whole_tensors};
+use super::{CheckpointError, Extent, Reader, Storage};
+use crate::device::DType;
+
+/// Name of the file with the parameters, as other tools expect it.
+const MODEL: &str = "model.safetensors";
+/// Name of the configuration, as other tools expect it.
+const CONFIG: &str = "config.json";
+
+/// Writes the parameters of a checkpoint as one `model.safetensors`, with a `config.json`, to the new folder
+/// `target`, which appears when it is whole. A GPT-2 has the names, shapes and configuration keys of the published
+/// one. Memory is bounded by a few megabytes; every hash is checked on the way.
+pub fn export(storage: &Arc<dyn Storage>, source: &Reader, target: &Path) -> Result<(), CheckpointError> {
+    if target.symlink_metadata().is_ok() {
+        return Err(CheckpointError::Occupied {
+            path: target.to_owned(),
+        });
+    }
+    let temporary = beside(target)?;
+    // Of an export that crashed.
+    let stale = storage.remove_folder(&temporary);
+    stale.map_err(|e| CheckpointError::io("delete", &temporary, &e))?;
+    let written = write(storage, source, &temporary).and_then(|()| publish(storage, &temporary, target));
+    if written.is_err() {
+        // The error that counts is on its way; a left-over is deleted by the next export.
+        let _ = storage.remove_folder(&temporary);
+    }
+    written
+}
+
+fn write(storage: &Arc<dyn Storage>, source: &Reader, folder: &Path) -> Result<(), CheckpointError> {
+    storage
+        .create_folder(folder)
+        .map_err(|e| CheckpointError::io("create", folder, &e))?;
+    let extents = whole_tensors(source, Kind::Parameter);
+    let config = config(source, &extents)?;
+    let mut part = PartWriter::create(storage.clone(), &folder.join(MODEL), &extents)?;
+    copy(source, &extents, &mut part)?;
+    part.finish(MODEL)?;
+    let path = folder.join(CONFIG);
+    let text = format!("{config:#}\n");
+    storage
+        .write(&path, &[text.as_bytes()])
+        .map_err(|e| CheckpointError::io("write", &path, &e))?;
+    storage
+        .sync_file(&path)
+        .map_err(|e| CheckpointError::io("sync", &path, &e))
+}
+
+fn publish(storage: &Arc<dyn Storage>, folder: &Path, target: &Path) -> Result<(), CheckpointError> {
+    let sync = |path: &Path| {
+        storage
+            .sync_folder(path)
+            .map_err(|e| CheckpointError::io("sync", path, &e))
+    };
+    sync(folder)?;
+    storage
+        .rename(folder, target)
+        .map_err(|e| CheckpointError::io("rename to", target, &e))?;
+    sync(parent(target))
+}
+
+/// A hidden folder in the same file system.
+fn beside(target: &Path) -> Result<PathBuf, CheckpointError> {
+    let Some(name) = target.file_name() else {
+        return Err(CheckpointError::Misuse(format!(
+            "`{}` is no name for a folder",
+            target.display()
+        )));
+    };
+    let mut hidden = OsString::from(".");
+    hidden.push(name);
+    hidden.push(".exporting");
+    Ok(parent(target).join(hidden))
+}
+
+fn parent(target: &Path) -> &Path {
+    match target.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
+    }
+}
+
+/// The configuration in the words of other tools, from the run's own.
+fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointError> {
+    let model = source.manifest().state.config.get("model");
+    let Some(model) = model.filter(|model| model.is_object()) else {
+        return Err(CheckpointError::damaged(
+            source.path(),
+            "its configuration has no `model` section",
+        ));
+    };
+    let dtype = parameters.first().map_or(DType::F32, |extent| extent.dtype);
+    let torch_dtype = match dtype {
+        DType::F64 => "float64",
+        DType::Bf16 => "bfloat16",
+        _ => "float32",
+    };
+    let rows = |name: &str| {
+        let found = parameters.iter().find(|extent| extent.tensor == name);
+        found.and_then(|extent| extent.shape.first().copied())
+    };
+    if model["kind"] != "gpt2" {
+        let mut config = model.clone();
+        config["model_type"] = model["kind"].clone();
+        config["torch_dtype"] = torch_dtype.into();
+        config["vocab_size"] = json!(rows("wte.weight"));
+        return Ok(config);
+    }
+    Ok(json!({
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_layer": model["n_layer"],
+        "n_head": model["n_head"],
+        "n_embd": model["n_embd"],
+        "n_inner": null,
+        "n_ctx": model["block_size"],
+        "n_positions": model["block_size"],
+        "vocab_size": rows("wte.weight"),
+        "attn_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "tie_word_embeddings": true,
+        "torch_dtype": torch_dtype,
+    }))
+}

@@ -1,0 +1,352 @@
+//! What goes wrong, and that it ends with a name, once, and without a call that must not be made.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::device::FakeDevice;
+use super::fake::{BROKEN, Fault};
+use super::functions::{functions, old_version};
+use super::world::{Rank, World, deadline, done, failure, launch};
+use crate::collective::nccl::library::Nccl;
+use crate::collective::nccl::sys::Status;
+use crate::collective::{Failure, Launch, ReduceOp, Traffic};
+use crate::device::{Device, Event};
+
+const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
+
+/// A time-out for tests in which something times out; nothing is shorter than that.
+const SHORT: Duration = Duration::from_millis(300);
+
+/// What every survivor must know of a lost rank within.
+const BOUND: Duration = Duration::from_secs(5);
+
+/// Waits for `condition` with a deadline.
+fn eventually(what: &str, condition: impl Fn() -> bool) {
+    let deadline = deadline();
+    while !condition() {
+        assert!(Instant::now() < deadline, "{what} did not happen");
+        std::thread::yield_now();
+    }
+}
+
+fn reduce(rank: &Rank, tag: &str) -> crate::collective::Work {
+    let arena = rank.arena(&[1.0_f32; 64]);
+    rank.comm.all_reduce(&arena.whole(), SUM, launch(tag))
+}
+
+#[test]
+fn a_library_that_is_too_old_says_so() {
+    let error = Nccl::with(functions(old_version), Path::new("fake")).unwrap_err();
+    assert_eq!(error, "is NCCL 2.17.1, and 2.18.0 is the least");
+}
+
+#[test]
+fn a_rank_that_never_comes_to_the_set_up_is_waited_for_until_the_deadline() {
+    let world = World::of(3, &[]).within(SHORT);
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let world = &world;
+            scope.spawn(move || {
+                let error = world.connect(rank, &FakeDevice::new()).err().unwrap();
+                let Failure::TimedOut { waiting_for, .. } = error else {
+                    panic!("{error}");
+                };
+                assert!(waiting_for.contains(&2));
+            });
+        }
+    });
+    let log = world.fake.log();
+    assert_eq!((log.aborted, log.violations), (2, vec![]));
+}
+
+#[test]
+fn without_rank_0_there_is_no_meeting_point() {
+    let world = World::of(2, &[]).within(SHORT);
+    let error = world.connect(1, &FakeDevice::new()).err().unwrap();
+    let Failure::TimedOut { waiting_for, .. } = error else {
+        panic!("{error}");
+    };
+    assert_eq!(waiting_for, [0]);
+}
+
+#[test]
+fn the_end_of_the_generation_ends_the_set_up() {
+    let world = World::of(2, &[]);
+    std::thread::scope(|scope| {
+        let connecting = scope.spawn(|| world.connect(0, &FakeDevice::new()).err().unwrap());
+        eventually("the set-up", || world.fake.log().made == 1);
+        world.cancel.cancel("rank 1 died of SIGKILL");
+        let error = connecting.join().unwrap();
+        assert_eq!(error, Failure::GenerationOver("rank 1 died of SIGKILL".into()));
+    });
+    assert_eq!(world.fake.log().aborted, 1);
+}
+
+/// Three ranks of four wait for the last, which was killed: nothing of NCCL says so, the agent does.
+#[test]
+fn a_lost_rank_is_named_on_every_survivor_in_time() {
+    let world = World::of(4, &[]);
+    let lost_at = std::sync::Mutex::new(None);
+    let all_have_seen_it = std::sync::Barrier::new(4);
+    let errors = world.run(|rank| {
+        done(&reduce(&rank, "bucket 0"));
+        all_have_seen_it.wait();
+        if rank.rank() == 3 {
+            *lost_at.lock().unwrap() = Some(Instant::now());
+            world.cancel.cancel("rank 3 died of SIGKILL");
+            return None;
+        }
+        let works = [reduce(&rank, "bucket 1"), reduce(&rank, "bucket 2")];
+        let errors = works.map(|work| failure(&work).0);
+        let took = lost_at.lock().unwrap().unwrap().elapsed();
+        Some((errors, took))
+    });
+    for (rank, (errors, took)) in errors.into_iter().flatten().enumerate() {
+        assert!(took < BOUND, "{took:?}");
+        let words = "(bucket 1, 256 bytes) failed: the generation is over: rank 3 died of SIGKILL";
+        assert_eq!(
+            errors[0],
+            format!("rank {rank}: all-reduce #1 of `world` {words}")
+        );
+        assert!(errors[1].contains("#2 of `world` (bucket 2"), "{}", errors[1]);
+    }
+    // The lost one did not live to see it.
+    eventually("every abort", || world.fake.log().aborted >= 3);
+    assert_eq!(world.fake.log().violations, Vec::<String>::new());
+}
+
+#[test]
+fn a_rank_that_does_not_come_to_an_operation_is_named_and_the_others_are_not() {
+    let world = World::of(3, &[]).within(SHORT);
+    let failures = world.run(|rank| {
+        done(&reduce(&rank, "bucket 0"));
+        (rank.rank() < 2).then(|| {
+            let (late, behind) = (reduce(&rank, "bucket 1"), reduce(&rank, "bucket 2"));
+            (failure(&late), failure(&behind))
+        })
+    });
+    for (late, behind) in failures.into_iter().flatten() {
+        let Failure::TimedOut {
+            waiting_for,
+            waited_ms,
+        } = late.1
+        else {
+            panic!("{}", late.0);
+        };
+        assert_eq!(waiting_for, [2]);
+        assert!(waited_ms >= SHORT.as_millis() as u64);
+        assert!(
+            late.0.contains("all-reduce #1 of `world` (bucket 1, 256 bytes)"),
+            "{}",
+            late.0
+        );
+        assert!(matches!(behind.1, Failure::Poisoned(_)), "{}", behind.0);
+        assert!(
+            behind.0.contains("an earlier operation failed: #1: waited"),
+            "{}",
+            behind.0
+        );
+    }
+}
+
+#[test]
+fn a_buffer_that_is_never_ready_is_not_the_other_ranks_fault() {
+    let world = World::of(2, &[]).within(SHORT);
+    world.run(|rank| {
+        let (event, _signal) = Event::pair("a gradient");
+        let arena = rank.arena(&[1.0_f32; 64]);
+        let launch = Launch::after(event, Traffic::Grads, "bucket 0");
+        let work = rank.comm.all_reduce(&arena.whole(), SUM, launch);
+        let (words, _) = failure(&work);
+        let expected = [
+            "ms for the input of all-reduce #0 (bucket 0)",
+            "ms for a gradient",
+        ];
+        // The stream's own wait ends at the same moment as the watchdog's.
+        assert!(
+            expected.iter().any(|expected| words.contains(expected)),
+            "{words}"
+        );
+    });
+}
+
+#[test]
+fn an_error_that_comes_by_itself_is_found_and_named() {
+    let reported = Fault::Reported {
+        rank: 0,
+        operation: 1,
+        status: Status::REMOTE_ERROR,
+    };
+    let world = World::of(2, &[reported]);
+    let cause = "remote process exited or there was a network error: injected by a test";
+    world.run(|rank| {
+        done(&reduce(&rank, "bucket 0"));
+        if rank.rank() == 1 {
+            return;
+        }
+        let (words, failure) = failure(&reduce(&rank, "bucket 1"));
+        assert!(
+            words.ends_with(&format!("ncclCommGetAsyncError: {cause}")),
+            "{words}"
+        );
+        assert!(matches!(failure, Failure::Library { of_peer: true, .. }));
+    });
+    eventually("the abort", || world.fake.log().aborted == 1);
+}
+
+#[test]
+fn a_call_that_fails_gives_the_communicator_up() {
+    let world = World::of(
+        2,
+        &[Fault::CallFails {
+            rank: 1,
+            operation: 1,
+        }],
+    );
+    world.run(|rank| {
+        done(&reduce(&rank, "bucket 0"));
+        if rank.rank() == 0 {
+            return;
+        }
+        let work = reduce(&rank, "bucket 1");
+        assert!(work.is_done(), "known at once");
+        let (words, failure) = failure(&work);
+        assert!(
+            words.ends_with("ncclAllReduce: internal error: injected by a test"),
+            "{words}"
+        );
+        assert!(matches!(failure, Failure::Library { of_peer: false, .. }));
+    });
+    let log = world.fake.log();
+    assert_eq!((log.aborted, log.violations), (1, vec![]));
+    assert_eq!(BROKEN, Status(3));
+}
+
+#[test]
+fn a_call_that_goes_on_for_ever_ends_with_the_generation() {
+    let world = World::of(
+        2,
+        &[Fault::CallNeverSettles {
+            rank: 0,
+            operation: 0,
+        }],
+    );
+    world.run(|rank| {
+        if rank.rank() == 0 {
+            let (_, failure) = failure(&reduce(&rank, "bucket 0"));
+            assert_eq!(failure, Failure::GenerationOver("stopped".into()));
+        } else {
+            done(&reduce(&rank, "bucket 0"));
+            world.cancel.cancel("stopped");
+        }
+    });
+    assert_eq!(world.fake.log().violations, Vec::<String>::new());
+}
+
+/// The watchdog must not free what another thread's call uses; that thread aborts when its call returns.
+#[test]
+fn nothing_is_aborted_beside_a_call_that_has_not_returned() {
+    let world = World::of(
+        2,
+        &[Fault::CallBlocks {
+            rank: 0,
+            operation: 1,
+        }],
+    );
+    world.run(|rank| {
+        let first = reduce(&rank, "bucket 0");
+        if rank.rank() == 1 {
+            done(&first);
+            world.fake.await_blocked(1);
+            world.cancel.cancel("stopped");
+            // This rank's own is aborted by its watchdog; the other's watchdog has seen as much by then.
+            eventually("the abort of rank 1", || world.fake.log().aborted == 1);
+            let tick = Event::pair("nothing")
+                .0
+                .wait(Instant::now() + Duration::from_millis(100));
+            assert!(tick.is_err());
+            assert_eq!(world.fake.log().aborted, 1);
+            world.fake.release();
+            return;
+        }
+        let (_, failure) = failure(&reduce(&rank, "bucket 1"));
+        assert_eq!(failure, Failure::GenerationOver("stopped".into()));
+        eventually("the abort of rank 0", || world.fake.log().aborted == 2);
+    });
+    assert_eq!(world.fake.log().violations, Vec::<String>::new());
+}
+
+/// Aborts at any point of a busy rank's work: never beside a call, never twice, nothing called after it.
+#[test]
+fn an_abort_comes_between_the_calls_of_a_busy_thread() {
+    for round in 0..20_u32 {
+        let world = World::of(2, &[]);
+        world.run(|rank| {
+            let arena = rank.arena(&[1.0_f32; 16]);
+            if rank.rank() == 1 {
+                // After another number of operations each time.
+                for number in 0..round {
+                    let work = rank
+                        .comm
+                        .all_reduce(&arena.whole(), SUM, launch(&number.to_string()));
+                    if work.wait(deadline()).is_err() {
+                        break;
+                    }
+                }
+                world.cancel.cancel("stopped");
+            }
+            let last = loop {
+                let work = rank.comm.all_reduce(&arena.whole(), SUM, launch("busy"));
+                // Not waited for until then, so that many are in the stream.
+                if world.cancel.cause().is_some() && work.wait(deadline()).is_err() {
+                    break work;
+                }
+            };
+            let (_, failure) = failure(&last);
+            assert!(
+                matches!(failure, Failure::GenerationOver(_) | Failure::Poisoned(_)),
+                "{failure}"
+            );
+            // No rank leaves before its watchdog has done its part.
+            eventually("both aborts", || world.fake.log().aborted == 2);
+        });
+        assert_eq!(world.fake.log().violations, Vec::<String>::new(), "round {round}");
+    }
+}
+
+#[test]
+fn what_is_left_without_a_word_keeps_its_memory_and_calls_nothing() {
+    let world = World::of(2, &[]);
+    let memory = world.run(|rank| {
+        let arena = rank.arena(&[1.0_f32; 16]);
+        if rank.rank() == 0 {
+            // Nobody comes: it is in the stream when the communicator is dropped.
+            drop(rank.comm.all_reduce(&arena.whole(), SUM, launch("left")));
+        }
+        arena
+    });
+    let log = world.fake.log();
+    assert_eq!((log.aborted, log.destroyed, log.violations), (0, 0, vec![]));
+    // The arena outlives its communicator, as it does without this test's own clone.
+    assert!(memory.iter().all(|arena| arena.len() == 16));
+}
+
+#[test]
+fn a_device_that_is_no_gpu_is_refused() {
+    use crate::collective::nccl::{NcclPlace, NcclTransport};
+    use crate::session::{Cancel, MemoryStore};
+    let device: Arc<dyn Device> = FakeDevice::new();
+    let place = NcclPlace {
+        name: "world",
+        rank: 0,
+        world_size: 1,
+        store: Arc::new(MemoryStore::default()),
+        timeout: SHORT,
+        cancel: Cancel::new(),
+    };
+    let error = NcclTransport::connect(&super::world::nccl(), &device, &place)
+        .err()
+        .unwrap();
+    assert_eq!(error.to_string(), "NCCL needs a GPU, the device is fake");
+}

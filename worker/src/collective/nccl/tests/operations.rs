@@ -1,0 +1,221 @@
+//! What operations compute and count, on communicators and parts of them.
+
+use std::sync::Arc;
+
+use half::bf16;
+
+use super::fake::Log;
+use super::world::{World, deadline, done, launch, read};
+use crate::collective::{Executor, Launch, Mesh, ReduceOp, Traffic, WireBytes};
+use crate::device::DType;
+use crate::model::ParamId;
+use crate::ops::Fill;
+use crate::parallel::{GradSpec, GradientLayout, LayoutConfig, Reducer, ReducerConfig};
+
+const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
+
+#[test]
+fn golden_values() {
+    let gathered = World::of(2, &[]).run(|rank| {
+        let arena = rank.arena(&match rank.rank() {
+            0 => [1.0_f32, 2.0, 0.0, 0.0],
+            _ => [0.0, 0.0, 3.0, 4.0],
+        });
+        done(&rank.comm.all_gather(&arena.whole(), launch("golden")));
+        let sum = rank.arena(&[[1.0_f32, 2.0], [3.0, 4.0]][rank.rank()]);
+        done(&rank.comm.all_reduce(&sum.whole(), SUM, launch("golden")));
+        (read::<f32>(&arena.whole()), read::<f32>(&sum.whole()))
+    });
+    assert_eq!(gathered, vec![(vec![1.0, 2.0, 3.0, 4.0], vec![4.0, 6.0]); 2]);
+}
+
+#[test]
+fn sums_are_scaled_once_whatever_the_factor_and_the_type() {
+    let world = World::of(3, &[]);
+    let results = world.run(|rank| {
+        let own = (rank.rank() + 1) as f32;
+        let mut results = Vec::new();
+        for scale in [1.0, 1.0 / 3.0, 1.0 / 12.0] {
+            let reduce = ReduceOp::Sum { scale };
+            let single = rank.arena(&[own; 6]);
+            done(&rank.comm.all_reduce(&single.whole(), reduce, launch("f32")));
+            let double = rank.arena(&[f64::from(own); 6]);
+            done(&rank.comm.all_reduce(&double.whole(), reduce, launch("f64")));
+            let half = rank.arena(&[bf16::from_f32(own); 6]);
+            let work = rank.comm.reduce_scatter(&half.whole(), reduce, launch("bf16"));
+            done(&work);
+            let mine = half.slice(2 * rank.rank()..2 * rank.rank() + 2);
+            results.push((
+                read::<f32>(&single.whole())[5],
+                read::<f64>(&double.whole())[5],
+                read::<bf16>(&mine)[1].to_f32(),
+            ));
+        }
+        rank.comm.shutdown();
+        results
+    });
+    for results in results {
+        for ((single, double, half), expected) in results.into_iter().zip([6.0, 2.0, 0.5_f32]) {
+            assert!((single - expected).abs() < 1e-6 && (double as f32 - expected).abs() < 1e-6);
+            assert_eq!(half, bf16::from_f32(expected).to_f32());
+        }
+    }
+    let log = world.fake.log();
+    // 1/12 in f32, 1/3 and 1/12 in f64, on each rank; 1/3 in f32 is the mean, and no factor survives in bf16.
+    assert_eq!((log.sums_made, log.sums, log.violations), (9, 0, vec![]));
+}
+
+#[test]
+fn every_operation_moves_its_elements_and_counts_its_bytes() {
+    let world = World::of(4, &[]);
+    let wire = world.run(|rank| {
+        let (comm, me) = (&rank.comm, rank.rank());
+        let slices = rank.arena(&[me as i32; 8]);
+        done(&comm.all_gather(&slices.whole(), launch("gather")));
+        assert_eq!(read::<i32>(&slices.whole()), [0, 0, 1, 1, 2, 2, 3, 3]);
+        let largest = rank.arena(&[me as u8, 7 - me as u8, 1]);
+        done(&comm.all_reduce(&largest.whole(), ReduceOp::Max, launch("largest")));
+        assert_eq!(read::<u8>(&largest.whole()), [3, 7, 1]);
+        for root in 0..4 {
+            let from = rank.arena(&[me as f64; 3]);
+            let launch = Launch::now(Traffic::Params, "initial");
+            done(&comm.broadcast(&from.whole(), root, launch));
+            assert_eq!(read::<f64>(&from.whole()), [root as f64; 3]);
+        }
+        let nothing = rank.arena::<f32>(&[]);
+        done(&comm.barrier(&nothing.whole(), launch("barrier")));
+        let token = rank.arena(&[me as f32]);
+        let (next, before) = ((me + 1) % 4, (me + 3) % 4);
+        let from_before = rank.arena(&[0.0_f32]);
+        let other = || Launch::now(Traffic::Other, "ring");
+        // On one stream a message waits for its receiver: the even ranks send first.
+        let works = if me % 2 == 0 {
+            [
+                comm.send(&token.whole(), next, other()),
+                comm.recv(&from_before.whole(), before, other()),
+            ]
+        } else {
+            [
+                comm.recv(&from_before.whole(), before, other()),
+                comm.send(&token.whole(), next, other()),
+            ]
+        };
+        works.iter().for_each(done);
+        assert_eq!(read::<f32>(&from_before.whole()), [before as f32]);
+        comm.wire_bytes()
+    });
+    for (rank, wire) in wire.into_iter().enumerate() {
+        // 3/4 of 32 bytes gathered; of 3 bytes the first three ranks own one each.
+        let grads = 24 + if rank < 3 { 2 * 3 } else { 0 };
+        let expected = WireBytes {
+            grads,
+            params: 3 * 24,
+            other: 4,
+        };
+        assert_eq!(wire, expected, "rank {rank}");
+    }
+}
+
+#[test]
+fn impossible_operations_are_refused_and_the_group_is_not_given_up() {
+    let world = World::of(2, &[]);
+    world.run(|rank| {
+        let odd = rank.arena(&[1.0_f32; 3]);
+        let work = rank.comm.all_gather(&odd.whole(), launch("odd"));
+        let error = work.wait(deadline()).unwrap_err().to_string();
+        assert!(error.contains("3 elements are not 2 equal slices"), "{error}");
+        // A refusal is a mistake of this program: all ranks make it, and the queue goes no further.
+        let later = rank.comm.all_reduce(&odd.whole(), SUM, launch("later"));
+        let error = later.wait(deadline()).unwrap_err().to_string();
+        assert!(error.contains("an earlier operation failed"), "{error}");
+    });
+    assert_eq!(world.fake.log().aborted, 0);
+}
+
+#[test]
+fn parts_are_communicators_of_their_own_and_a_part_of_one_needs_no_library() {
+    let world = World::of(4, &[]);
+    world.run(|rank| {
+        let mesh = Mesh::new(&rank.comm, &[("dp", 2), ("tp", 2)], Executor::Thread).unwrap();
+        let (dp, tp) = (mesh.group("dp").unwrap(), mesh.group("tp").unwrap());
+        let rows = rank.arena(&[1.0_f32 + rank.rank() as f32; 5]);
+        let columns = rank.arena(&[10.0_f32 * (1 + rank.rank()) as f32; 5]);
+        // Both in flight at once, in different streams.
+        let works = [
+            dp.all_reduce(&rows.whole(), SUM, launch("dp")),
+            tp.all_reduce(&columns.whole(), SUM, launch("tp")),
+        ];
+        works.iter().for_each(done);
+        assert_eq!(read::<f32>(&rows.whole()), [[4.0, 6.0][rank.rank() % 2]; 5]);
+        assert_eq!(read::<f32>(&columns.whole()), [[30.0, 70.0][rank.rank() / 2]; 5]);
+        assert_eq!(dp.members(), [[0, 2], [1, 3]][rank.rank() % 2]);
+        let alone = rank
+            .comm
+            .split("alone", &[rank.rank()], Executor::Thread)
+            .unwrap();
+        let own = rank.arena(&[3.0_f32]);
+        done(&alone.all_reduce(&own.whole(), ReduceOp::Sum { scale: 0.5 }, launch("alone")));
+        assert_eq!(read::<f32>(&own.whole()), [1.5]);
+        for comm in [dp, tp, &alone, &rank.comm] {
+            comm.shutdown();
+        }
+    });
+    let expected = Log {
+        made: 12,
+        destroyed: 12,
+        ..Log::default()
+    };
+    assert_eq!(world.fake.log(), expected);
+}
+
+#[test]
+fn a_part_must_be_ascending_and_have_this_rank() {
+    World::of(2, &[]).run(|rank| {
+        let wrong = if rank.rank() == 0 { [1, 0] } else { [0, 2] };
+        let error = rank.comm.split("wrong", &wrong, Executor::Thread).err().unwrap();
+        assert!(
+            error
+                .to_string()
+                .contains("are not ascending ranks of this group"),
+            "{error}"
+        );
+    });
+}
+
+/// The reducer does not know on what its communicator runs: gradients are still to be computed when they are
+/// reported, and are averaged behind the events of their stream.
+#[test]
+fn gradients_are_averaged_over_ranks_while_they_are_computed() {
+    let specs = || vec![GradSpec::new("a", &[5000]), GradSpec::new("b", &[300])];
+    let config = LayoutConfig {
+        first_bucket_bytes: 4096,
+        bucket_bytes: 16_384,
+        dtype: DType::F32,
+        ..LayoutConfig::new(4)
+    };
+    let order = [ParamId(1), ParamId(0)];
+    let layout = Arc::new(GradientLayout::new(specs(), &order, &config).unwrap());
+    let world = World::of(4, &[]);
+    let averages = world.run(|rank| {
+        let config = ReducerConfig::default();
+        let mut reducer = Reducer::new(&rank.comm, &rank.device, layout.clone(), config).unwrap();
+        let mut last = Vec::new();
+        for round in 1..=3 {
+            let mut step = reducer.step(1).unwrap();
+            for id in order {
+                let out = step.slot(id).unwrap().buffer;
+                let value = (round * (rank.rank() + id.0)) as f64;
+                rank.device.enqueue(rank.compute, Fill { out, value }.into());
+                step.ready(id, rank.device.record(rank.compute)).unwrap();
+            }
+            let averages = step.finish(deadline()).unwrap();
+            last = (0..2)
+                .map(|id| averages.grad::<f32>(ParamId(id)).unwrap()[17])
+                .collect();
+        }
+        rank.comm.shutdown();
+        last
+    });
+    assert_eq!(averages, vec![vec![4.5, 7.5]; 4]);
+    assert_eq!(world.fake.log().violations, Vec::<String>::new());
+}

@@ -1,0 +1,50 @@
+//! The handle of one operation in the stream.
+
+use std::sync::{Arc, OnceLock};
+use std::time::Instant;
+
+use super::comm::Comm;
+use super::recorder::Points;
+use crate::collective::{Failure, Flight, WorkTimes};
+use crate::device::Event;
+
+/// See the module.
+pub(super) struct Ticket {
+    comm: Arc<Comm>,
+    sequence: u64,
+    points: Arc<Points>,
+    ended: OnceLock<Result<WorkTimes, Failure>>,
+}
+
+impl Ticket {
+    pub(super) fn new(comm: Arc<Comm>, sequence: u64, points: Arc<Points>) -> Self {
+        Self {
+            comm,
+            sequence,
+            points,
+            ended: OnceLock::new(),
+        }
+    }
+}
+
+impl Flight for Ticket {
+    fn done(&self) -> &Event {
+        &self.points.done
+    }
+
+    fn outcome(&self) -> Option<Result<WorkTimes, Failure>> {
+        if let Some(ended) = self.ended.get() {
+            return Some(ended.clone());
+        }
+        let now = Instant::now();
+        let passed = self.points.look(now);
+        // Asked after the stream: an operation that was aborted lets it pass, but was given up before.
+        let outcome = match (self.comm.alive(Some(self.sequence)), passed) {
+            (Err(failure), _) => Err(failure),
+            (Ok(()), Some(Ok(()))) => Ok(self.points.times()?),
+            (Ok(()), Some(Err(error))) => Err(Failure::Device(error)),
+            (Ok(()), None) => return None,
+        };
+        Some(self.ended.get_or_init(|| outcome).clone())
+    }
+}

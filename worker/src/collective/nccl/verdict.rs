@@ -1,0 +1,164 @@
+//! The watchdog's decision: a pure function of what it sees.
+
+use std::time::{Duration, Instant};
+
+use super::recorder::{Oldest, Phase};
+use crate::collective::Failure;
+use crate::device::DeviceError;
+
+/// What is seen of a communicator at one moment.
+#[derive(Clone, Debug)]
+pub(super) struct Observation<'a> {
+    /// Why the generation is over, if it is.
+    pub(super) over: Option<&'a str>,
+    /// What the library reports, if that is an error.
+    pub(super) reported: Option<Failure>,
+    /// What the device reports of an operation.
+    pub(super) device: Option<(u64, DeviceError)>,
+    /// The operation whose turn it is.
+    pub(super) oldest: Option<Oldest>,
+    /// Bound of each phase of an operation.
+    pub(super) timeout: Duration,
+    /// Global ranks of the others.
+    pub(super) others: &'a [usize],
+}
+
+/// Why a communicator is given up.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Verdict {
+    /// What happened.
+    pub(super) failure: Failure,
+    /// The operation that met it; for the others it is an earlier or a later one.
+    pub(super) culprit: Option<u64>,
+}
+
+impl Verdict {
+    /// The failure of an operation: of the one that met it, the failure itself; for another one it was an earlier
+    /// operation's.
+    pub(super) fn of(&self, sequence: Option<u64>) -> Failure {
+        match (self.culprit, sequence) {
+            (Some(culprit), Some(sequence)) if culprit != sequence => {
+                Failure::Poisoned(format!("#{culprit}: {}", self.failure))
+            }
+            _ => self.failure.clone(),
+        }
+    }
+}
+
+/// What is to be given up, and why; none: nothing. The agent's word comes first, since it explains the rest.
+pub(super) fn judge(now: Instant, seen: Observation<'_>) -> Option<Verdict> {
+    if let Some(cause) = seen.over {
+        return Some(Verdict {
+            failure: Failure::GenerationOver(cause.to_owned()),
+            culprit: None,
+        });
+    }
+    if let Some((sequence, error)) = seen.device {
+        return Some(Verdict {
+            failure: Failure::Device(error),
+            culprit: Some(sequence),
+        });
+    }
+    let culprit = seen.oldest.as_ref().map(|oldest| oldest.sequence);
+    if let Some(failure) = seen.reported {
+        return Some(Verdict { failure, culprit });
+    }
+    let oldest = seen.oldest?;
+    let waited = now.saturating_duration_since(oldest.since);
+    if waited < seen.timeout {
+        return None;
+    }
+    let waited_ms = waited.as_millis() as u64;
+    let failure = match oldest.phase {
+        Phase::Queued => Failure::Device(DeviceError::TimedOut {
+            what: format!("the input of {}", oldest.name),
+            waited_ms,
+        }),
+        Phase::Running | Phase::Done | Phase::Failed => Failure::TimedOut {
+            waiting_for: seen.others.to_vec(),
+            waited_ms,
+        },
+    };
+    Some(Verdict { failure, culprit })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_secs(10);
+
+    fn at_rest<'a>() -> Observation<'a> {
+        Observation {
+            over: None,
+            reported: None,
+            device: None,
+            oldest: None,
+            timeout: TIMEOUT,
+            others: &[1, 2],
+        }
+    }
+
+    fn oldest(phase: Phase, since: Instant) -> Oldest {
+        Oldest {
+            sequence: 3,
+            name: "all-reduce #3 (bucket 0)".into(),
+            phase,
+            since,
+        }
+    }
+
+    #[test]
+    fn nothing_is_given_up_while_all_goes_on() {
+        let now = Instant::now();
+        assert_eq!(judge(now, at_rest()), None);
+        for phase in [Phase::Queued, Phase::Running] {
+            let seen = Observation {
+                oldest: Some(oldest(phase, now)),
+                ..at_rest()
+            };
+            assert_eq!(judge(now + TIMEOUT / 2, seen), None);
+        }
+    }
+
+    #[test]
+    fn a_time_out_says_whether_input_or_ranks_are_late() {
+        let since = Instant::now();
+        let verdict = |phase| {
+            let seen = Observation {
+                oldest: Some(oldest(phase, since)),
+                ..at_rest()
+            };
+            let verdict = judge(since + TIMEOUT, seen).unwrap();
+            assert_eq!(verdict.culprit, Some(3));
+            verdict.failure.to_string()
+        };
+        assert_eq!(
+            verdict(Phase::Queued),
+            "waited 10000 ms for the input of all-reduce #3 (bucket 0)"
+        );
+        assert!(verdict(Phase::Running).starts_with("waited 10000 ms for rank 1, 2\n"));
+    }
+
+    #[test]
+    fn the_agents_word_comes_before_what_the_library_says() {
+        let reported = Failure::Library {
+            call: "ncclCommGetAsyncError".into(),
+            words: "remote process exited".into(),
+            of_peer: true,
+        };
+        let mut seen = Observation {
+            oldest: Some(oldest(Phase::Running, Instant::now())),
+            reported: Some(reported.clone()),
+            ..at_rest()
+        };
+        let verdict = judge(Instant::now(), seen.clone()).unwrap();
+        assert_eq!((verdict.failure, verdict.culprit), (reported, Some(3)));
+        seen.over = Some("rank 2 died of SIGKILL");
+        let verdict = judge(Instant::now(), seen).unwrap();
+        assert_eq!(
+            verdict.failure.to_string(),
+            "the generation is over: rank 2 died of SIGKILL"
+        );
+    }
+}

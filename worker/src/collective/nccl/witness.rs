@@ -1,0 +1,74 @@
+//! Who did not come: NCCL does not know, so ranks whose operation timed out tell each other where they were.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::comm::Membership;
+use crate::session::KeyValue;
+
+/// How long a rank waits for the words of all others. Ranks that came to the operation later than that after this
+/// one are named too, though they wait themselves.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// See the module.
+pub(super) struct Witness(Arc<dyn KeyValue>);
+
+impl Witness {
+    /// Over the store of the generation.
+    pub(super) fn new(store: Arc<dyn KeyValue>) -> Self {
+        Self(store)
+    }
+
+    /// Says that this rank waits in operation `sequence`, and returns the global ranks that are not known to wait in
+    /// it too; all others if everybody waits.
+    pub(super) fn absent(&self, membership: &Membership, sequence: u64) -> Vec<usize> {
+        let others = membership.others();
+        let key = |rank: usize| format!("nccl/{}/waits/{rank}", membership.name);
+        let said = sequence.to_string();
+        if self.0.put(&key(membership.global()), said.as_bytes()).is_err() {
+            return others;
+        }
+        let deadline = Instant::now() + PATIENCE;
+        let waits = |rank: &usize| {
+            self.0
+                .get(&key(*rank), deadline)
+                .is_ok_and(|theirs| theirs == said.as_bytes())
+        };
+        let absent: Vec<usize> = others.iter().copied().filter(|rank| !waits(rank)).collect();
+        if absent.is_empty() { others } else { absent }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::session::{Cancel, MemoryStore};
+
+    fn member(rank: usize) -> Membership {
+        Membership {
+            name: "world".into(),
+            rank,
+            members: vec![4, 5, 6],
+            timeout: PATIENCE,
+            cancel: Cancel::new(),
+        }
+    }
+
+    #[test]
+    fn ranks_that_wait_too_are_not_named() {
+        let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
+        store.put("nccl/world/waits/5", b"17").unwrap();
+        // Rank 6 waits in an operation before.
+        store.put("nccl/world/waits/6", b"16").unwrap();
+        assert_eq!(Witness::new(store).absent(&member(0), 17), [6]);
+    }
+
+    #[test]
+    fn if_all_wait_nobody_is_to_blame_more_than_others() {
+        let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
+        for rank in [4, 5] {
+            store.put(&format!("nccl/world/waits/{rank}"), b"17").unwrap();
+        }
+        assert_eq!(Witness::new(store).absent(&member(2), 17), [4, 5]);
+    }
+}

@@ -1,0 +1,213 @@
+//! CUDA's events, as events that anybody can wait for.
+#![allow(unsafe_code, reason = "calls of the CUDA driver")]
+
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys;
+
+use super::Context;
+use super::driver::driver_error;
+use crate::device::{DeviceError, Event, EventState};
+
+/// How long a waiting host asks again at once, before it begins to rest between questions.
+const SPIN: Duration = Duration::from_micros(200);
+
+/// Rest between two questions of a waiting host.
+const REST: Duration = Duration::from_micros(50);
+
+/// Events of one device that nobody waits for any more, for the next one who records.
+#[derive(Debug)]
+pub(super) struct EventPool {
+    context: Arc<Context>,
+    /// Untimed and timed ones.
+    free: [Mutex<Vec<RawEvent>>; 2],
+}
+
+#[derive(Debug)]
+struct RawEvent(sys::CUevent);
+
+// SAFETY: events may be used by any thread that has made the context its current one.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above; the driver serialises.
+unsafe impl Sync for RawEvent {}
+
+impl EventPool {
+    pub(super) fn new(context: Arc<Context>) -> Arc<Self> {
+        Arc::new(Self {
+            context,
+            free: Default::default(),
+        })
+    }
+
+    /// The event "all that is in the stream now has run".
+    pub(super) fn record(
+        self: &Arc<Self>,
+        stream: sys::CUstream,
+        stream_name: &Arc<str>,
+        timed: bool,
+    ) -> Result<CudaEvent, DeviceError> {
+        self.context.bind()?;
+        let failed = |error| driver_error(format!("cannot record an event on stream `{stream_name}`"), error);
+        let recycled = self.free(timed).pop();
+        let raw = if let Some(raw) = recycled {
+            raw
+        } else {
+            let flags = if timed {
+                sys::CUevent_flags::CU_EVENT_DEFAULT
+            } else {
+                sys::CUevent_flags::CU_EVENT_DISABLE_TIMING
+            };
+            RawEvent(result::event::create(flags).map_err(failed)?)
+        };
+        let event = CudaEvent {
+            raw,
+            timed,
+            stream: stream_name.clone(),
+            pool: self.clone(),
+        };
+        // SAFETY: the event was created above or before by this pool; the caller's stream is alive.
+        unsafe { result::event::record(event.raw.0, stream) }.map_err(failed)?;
+        Ok(event)
+    }
+
+    fn free(&self, timed: bool) -> MutexGuard<'_, Vec<RawEvent>> {
+        self.free[usize::from(timed)]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for EventPool {
+    fn drop(&mut self) {
+        if self.context.bind().is_err() {
+            return;
+        }
+        for free in &mut self.free {
+            for RawEvent(event) in free.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                // SAFETY: created by this pool, destroyed once.
+                let _ = unsafe { result::event::destroy(event) };
+            }
+        }
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub(super) struct CudaEvent {
+    raw: RawEvent,
+    timed: bool,
+    stream: Arc<str>,
+    pool: Arc<EventPool>,
+}
+
+impl CudaEvent {
+    /// Lets later work of `stream` run after it.
+    pub(super) fn hold(&self, stream: sys::CUstream) -> Result<(), DeviceError> {
+        self.pool.context.bind()?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: event and stream are alive; the driver keeps what it needs of the event once this returns.
+        unsafe { result::stream::wait_event(stream, self.raw.0, flags) }
+            .map_err(|error| driver_error(format!("cannot wait for stream `{}`", self.stream), error))
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        let raw = RawEvent(self.raw.0);
+        self.pool.free(self.timed).push(raw);
+    }
+}
+
+impl EventState for CudaEvent {
+    fn poll(&self) -> Option<Result<(), DeviceError>> {
+        if let Err(error) = self.pool.context.bind() {
+            return Some(Err(error));
+        }
+        // SAFETY: the event is alive.
+        answer(unsafe { result::event::query(self.raw.0) }, &self.stream)
+    }
+
+    fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
+        wait_until(|| self.poll(), deadline, || format!("stream `{}`", self.stream))
+    }
+
+    fn since(&self, earlier: &Event) -> Option<Duration> {
+        let earlier = earlier.state().as_any().downcast_ref::<Self>()?;
+        if !(self.timed && earlier.timed) {
+            return None;
+        }
+        self.pool.context.bind().ok()?;
+        // SAFETY: both events are alive; one that is not reached is an error.
+        let ms = unsafe { result::event::elapsed(earlier.raw.0, self.raw.0) }.ok()?;
+        Duration::try_from_secs_f64(f64::from(ms) * 1e-3).ok()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// What a question to the driver says: none for "not yet".
+pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Result<(), DeviceError>> {
+    match answer {
+        Ok(()) => Some(Ok(())),
+        Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => None,
+        Err(error) => Some(Err(driver_error(format!("stream `{stream}` failed"), error))),
+    }
+}
+
+/// Asks until there is an answer. The driver's own way to wait has no deadline.
+pub(super) fn wait_until(
+    poll: impl Fn() -> Option<Result<(), DeviceError>>,
+    deadline: Instant,
+    what: impl Fn() -> String,
+) -> Result<(), DeviceError> {
+    let started = Instant::now();
+    loop {
+        if let Some(answer) = poll() {
+            return answer;
+        }
+        let now = Instant::now();
+        if now >= deadline {
+            return Err(DeviceError::TimedOut {
+                what: what(),
+                waited_ms: (now - started).as_millis() as u64,
+            });
+        }
+        if now - started < SPIN {
+            std::hint::spin_loop();
+        } else {
+            std::thread::sleep(REST.min(deadline - now));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+
+    #[test]
+    fn a_wait_ends_with_the_answer_or_at_its_deadline() {
+        let asked = Cell::new(0);
+        let third = || {
+            asked.set(asked.get() + 1);
+            (asked.get() == 3).then_some(Ok(()))
+        };
+        assert_eq!(
+            wait_until(third, Instant::now() + Duration::from_secs(10), String::new),
+            Ok(())
+        );
+        assert_eq!(asked.get(), 3);
+        let never = wait_until(|| None, Instant::now(), || "stream `compute`".to_owned());
+        let error = DeviceError::TimedOut {
+            what: "stream `compute`".to_owned(),
+            waited_ms: 0,
+        };
+        assert_eq!(never, Err(error));
+    }
+}

@@ -1,0 +1,327 @@
+//! Kernels: the text, what it is compiled with, and the functions in the modules that come of it.
+#![allow(unsafe_code, reason = "modules and functions of the CUDA driver")]
+
+use std::collections::HashMap;
+use std::ffi::{CString, c_void};
+use std::fmt;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+
+use cudarc::driver::result;
+use cudarc::driver::sys;
+
+use super::driver::driver_error;
+use super::{Arch, Context, CubinCache, Nvrtc};
+use crate::device::DeviceError;
+
+/// Dynamic shared memory that every kernel may ask for without saying so beforehand.
+const SHARED_WITHOUT_ASKING: usize = 48 << 10;
+
+/// A file of CUDA C, embedded in the program. Its kernels are `extern "C" __global__`; it includes only what is
+/// listed here, for there are no CUDA headers.
+#[derive(Debug)]
+pub struct Source {
+    /// File name, for the compiler's messages.
+    pub file: &'static str,
+    /// Its contents.
+    pub text: &'static str,
+    /// Files that it includes, by name, with their contents.
+    pub headers: &'static [(&'static str, &'static str)],
+}
+
+impl Source {
+    /// A file that includes nothing.
+    #[must_use]
+    pub const fn new(file: &'static str, text: &'static str) -> Self {
+        Self {
+            file,
+            text,
+            headers: &[],
+        }
+    }
+
+    /// A file that includes others.
+    #[must_use]
+    pub const fn with_headers(
+        file: &'static str,
+        text: &'static str,
+        headers: &'static [(&'static str, &'static str)],
+    ) -> Self {
+        Self { file, text, headers }
+    }
+}
+
+/// A macro that is defined when a source is compiled: an element type, a tile's size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Define {
+    name: &'static str,
+    value: Value,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Value {
+    Word(&'static str),
+    Number(i64),
+}
+
+impl Define {
+    /// `-D name=word`
+    #[must_use]
+    pub const fn word(name: &'static str, word: &'static str) -> Self {
+        Self {
+            name,
+            value: Value::Word(word),
+        }
+    }
+
+    /// `-D name=number`
+    #[must_use]
+    pub const fn number(name: &'static str, number: i64) -> Self {
+        Self {
+            name,
+            value: Value::Number(number),
+        }
+    }
+}
+
+impl fmt::Display for Define {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.value {
+            Value::Word(word) => write!(f, "{}={word}", self.name),
+            Value::Number(number) => write!(f, "{}={number}", self.name),
+        }
+    }
+}
+
+/// What is compiled at once: a source with its definitions.
+#[derive(Clone, Debug)]
+pub struct Unit {
+    /// The text.
+    pub source: &'static Source,
+    /// What is defined.
+    pub defines: Vec<Define>,
+}
+
+impl Unit {
+    /// A source with definitions.
+    #[must_use]
+    pub fn new(source: &'static Source, defines: &[Define]) -> Self {
+        Self {
+            source,
+            defines: defines.to_vec(),
+        }
+    }
+
+    /// Options of the compiler.
+    #[must_use]
+    pub fn options(&self, arch: Arch) -> Vec<String> {
+        let mut options = vec![
+            format!("--gpu-architecture={arch}"),
+            "--std=c++17".to_owned(),
+            "--device-as-default-execution-space".to_owned(),
+            "--generate-line-info".to_owned(),
+        ];
+        options.extend(
+            self.defines
+                .iter()
+                .map(|define| format!("--define-macro={define}")),
+        );
+        options
+    }
+}
+
+impl fmt::Display for Unit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.source.file)?;
+        for define in &self.defines {
+            write!(f, " {define}")?;
+        }
+        Ok(())
+    }
+}
+
+/// A function in a module that the device has loaded. Clones are the same one.
+#[derive(Clone, Debug)]
+pub struct Kernel(Arc<Function>);
+
+#[derive(Debug)]
+struct Function {
+    raw: sys::CUfunction,
+    name: &'static str,
+    /// Dynamic shared memory that it may be launched with.
+    shared_limit: AtomicUsize,
+    /// Unloads the code with the last function.
+    _module: Arc<Module>,
+}
+
+// SAFETY: functions may be launched by any thread that has made the context its current one.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Kernel {
+    /// As the driver knows it.
+    #[must_use]
+    pub fn raw(&self) -> sys::CUfunction {
+        self.0.raw
+    }
+
+    /// Its name in the source.
+    #[must_use]
+    pub fn name(&self) -> &'static str {
+        self.0.name
+    }
+
+    /// Lets it be launched with this much dynamic shared memory.
+    pub(super) fn allow_shared(&self, bytes: usize) -> Result<(), DeviceError> {
+        if bytes <= self.0.shared_limit.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        // SAFETY: the module is loaded for as long as the function lives.
+        unsafe { result::function::set_function_attribute(self.0.raw, attribute, bytes as i32) }.map_err(
+            |error| {
+                let doing = format!(
+                    "kernel `{}` cannot have {bytes} bytes of shared memory",
+                    self.0.name
+                );
+                driver_error(doing, error)
+            },
+        )?;
+        self.0.shared_limit.fetch_max(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Blocks of so many threads and bytes of dynamic shared memory that one multiprocessor runs at once.
+    pub fn resident_blocks(&self, threads: u32, shared_bytes: usize) -> Result<u32, DeviceError> {
+        self.allow_shared(shared_bytes)?;
+        // SAFETY: the module is loaded for as long as the function lives.
+        unsafe {
+            result::occupancy::max_active_block_per_multiprocessor(self.0.raw, threads as i32, shared_bytes)
+        }
+        .map(|blocks| blocks.max(0) as u32)
+        .map_err(|error| driver_error(format!("occupancy of kernel `{}`", self.0.name), error))
+    }
+}
+
+#[derive(Debug)]
+struct Module {
+    raw: sys::CUmodule,
+    context: Arc<Context>,
+}
+
+// SAFETY: as for `Function`.
+unsafe impl Send for Module {}
+// SAFETY: as for `Function`.
+unsafe impl Sync for Module {}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.context.bind().is_ok() {
+            // SAFETY: loaded once, unloaded once; the functions that hold it are gone.
+            let _ = unsafe { result::module::unload(self.raw) };
+        }
+    }
+}
+
+/// The modules of one device, compiled when they are first asked for.
+#[derive(Debug)]
+pub(super) struct Modules {
+    context: Arc<Context>,
+    compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
+    cache: CubinCache,
+    loaded: Mutex<Loaded>,
+}
+
+#[derive(Debug, Default)]
+struct Loaded {
+    modules: HashMap<(usize, Vec<Define>), Arc<Module>>,
+    functions: HashMap<FunctionKey, Kernel>,
+}
+
+/// Sources are statics: their address tells them apart.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+struct FunctionKey {
+    source: usize,
+    name: &'static str,
+    defines: Vec<Define>,
+}
+
+impl Modules {
+    pub(super) fn new(context: Arc<Context>, cache: CubinCache) -> Self {
+        Self {
+            context,
+            compiler: OnceLock::new(),
+            cache,
+            loaded: Mutex::default(),
+        }
+    }
+
+    /// A kernel by source, name and definitions.
+    pub(super) fn kernel(
+        &self,
+        source: &'static Source,
+        name: &'static str,
+        defines: &[Define],
+    ) -> Result<Kernel, DeviceError> {
+        let key = FunctionKey {
+            source: std::ptr::from_ref(source) as usize,
+            name,
+            defines: defines.to_vec(),
+        };
+        let mut loaded = self.loaded.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(kernel) = loaded.functions.get(&key) {
+            return Ok(kernel.clone());
+        }
+        let unit = Unit::new(source, defines);
+        let of_unit = (key.source, key.defines.clone());
+        let module = if let Some(module) = loaded.modules.get(&of_unit) {
+            module.clone()
+        } else {
+            let module = self.load(&unit)?;
+            loaded.modules.insert(of_unit, module.clone());
+            module
+        };
+        let symbol = CString::new(name).expect("names of kernels have no zero byte");
+        // SAFETY: the module is loaded.
+        let raw = unsafe { result::module::get_function(module.raw, symbol) }
+            .map_err(|error| driver_error(format!("`{unit}` has no kernel `{name}`"), error))?;
+        let kernel = Kernel(Arc::new(Function {
+            raw,
+            name,
+            shared_limit: AtomicUsize::new(SHARED_WITHOUT_ASKING),
+            _module: module,
+        }));
+        loaded.functions.insert(key, kernel.clone());
+        Ok(kernel)
+    }
+
+    fn load(&self, unit: &Unit) -> Result<Arc<Module>, DeviceError> {
+        let (nvrtc, arch) = self.compiler()?;
+        let cubin = self.cache.compile(nvrtc, unit, *arch)?;
+        self.context.bind()?;
+        // SAFETY: the image is a whole CUBIN, as NVRTC made it or as the cache checked it.
+        let raw = unsafe { result::module::load_data(cubin.0.as_ptr().cast::<c_void>()) };
+        let raw = raw.map_err(|error| {
+            let version = nvrtc.version();
+            driver_error(
+                format!("cannot load `{unit}`, compiled for {arch} by NVRTC {version}"),
+                error,
+            )
+        })?;
+        Ok(Arc::new(Module {
+            raw,
+            context: self.context.clone(),
+        }))
+    }
+
+    /// Opened with the first kernel.
+    fn compiler(&self) -> Result<&(Nvrtc, Arch), DeviceError> {
+        let open = || {
+            let nvrtc = Nvrtc::open()?;
+            let arch = nvrtc.arch_for(self.context.arch())?;
+            Ok((nvrtc, arch))
+        };
+        self.compiler.get_or_init(open).as_ref().map_err(Clone::clone)
+    }
+}

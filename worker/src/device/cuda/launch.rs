@@ -1,0 +1,328 @@
+//! What an operation is given to put itself on a stream.
+#![allow(unsafe_code, reason = "kernels are launched through the CUDA driver")]
+
+use std::any::Any;
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use cudarc::driver::result;
+use cudarc::driver::sys;
+
+use super::device::CudaDevice;
+use super::driver::driver_error;
+use super::kernel::{Define, Kernel, Source};
+use super::memory::DeviceMemory;
+use super::stream::{CudaStream, StreamState};
+use crate::device::{Buffer, DType, DeviceError};
+
+/// Most arguments of one kernel.
+const MAX_ARGS: usize = 32;
+
+/// Puts one operation on a stream of a GPU.
+pub trait CudaKernel {
+    /// Checks sizes and types, launches, returns at once. Everything it launches goes to [`Launch`]'s stream.
+    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError>;
+}
+
+/// An address in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DevicePtr(sys::CUdeviceptr);
+
+impl DevicePtr {
+    /// For kernels that take an optional pointer.
+    pub const NULL: Self = Self(0);
+
+    pub(super) const fn new(address: sys::CUdeviceptr) -> Self {
+        Self(address)
+    }
+
+    /// So many bytes further.
+    #[must_use]
+    pub const fn offset(self, bytes: usize) -> Self {
+        Self(self.0 + bytes as u64)
+    }
+
+    /// As the driver writes it.
+    #[must_use]
+    pub const fn raw(self) -> sys::CUdeviceptr {
+        self.0
+    }
+
+    /// As libraries take it.
+    #[must_use]
+    pub const fn as_ptr(self) -> *mut c_void {
+        self.0 as *mut c_void
+    }
+
+    /// True if the address is a multiple of `bytes`: 16 for the widest accesses.
+    #[must_use]
+    pub const fn is_aligned(self, bytes: usize) -> bool {
+        self.0.is_multiple_of(bytes as u64)
+    }
+}
+
+/// Blocks, threads and dynamic shared memory of a launch.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Grid {
+    /// Blocks in x, y, z.
+    pub blocks: [u32; 3],
+    /// Threads of a block in x, y, z.
+    pub threads: [u32; 3],
+    /// Bytes of dynamic shared memory of a block.
+    pub shared_bytes: usize,
+}
+
+impl Grid {
+    /// One dimension.
+    #[must_use]
+    pub const fn linear(blocks: u32, threads: u32) -> Self {
+        Self {
+            blocks: [blocks, 1, 1],
+            threads: [threads, 1, 1],
+            shared_bytes: 0,
+        }
+    }
+
+    /// As many blocks as it takes for one thread an element.
+    #[must_use]
+    pub const fn covering(elements: usize, threads: u32) -> Self {
+        Self::linear(elements.div_ceil(threads as usize) as u32, threads)
+    }
+
+    /// With dynamic shared memory.
+    #[must_use]
+    pub const fn with_shared(self, shared_bytes: usize) -> Self {
+        Self { shared_bytes, ..self }
+    }
+}
+
+/// Arguments of a kernel, in order. The kernel's own declaration decides their types: `u32` for `unsigned`, `u64`
+/// for `unsigned long long` or `size_t`.
+#[derive(Clone, Debug, Default)]
+pub struct Args {
+    values: [u64; MAX_ARGS],
+    count: usize,
+}
+
+impl Args {
+    /// None yet.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// A pointer.
+    #[must_use]
+    pub fn ptr(self, value: DevicePtr) -> Self {
+        self.push(value.0)
+    }
+
+    /// `unsigned`
+    #[must_use]
+    pub fn u32(self, value: u32) -> Self {
+        self.push(u64::from(value))
+    }
+
+    /// `int`
+    #[must_use]
+    pub fn i32(self, value: i32) -> Self {
+        self.push(u64::from(value as u32))
+    }
+
+    /// `unsigned long long`
+    #[must_use]
+    pub fn u64(self, value: u64) -> Self {
+        self.push(value)
+    }
+
+    /// `float`
+    #[must_use]
+    pub fn f32(self, value: f32) -> Self {
+        self.push(u64::from(value.to_bits()))
+    }
+
+    /// `double`
+    #[must_use]
+    pub fn f64(self, value: f64) -> Self {
+        self.push(value.to_bits())
+    }
+
+    /// The driver reads as many bytes at each value's address as the kernel's parameter has; the lowest come
+    /// first on every machine that CUDA runs on.
+    fn push(mut self, value: u64) -> Self {
+        assert!(self.count < MAX_ARGS, "a kernel has at most {MAX_ARGS} arguments");
+        self.values[self.count] = value;
+        self.count += 1;
+        self
+    }
+}
+
+/// One operation's view of its device and stream.
+pub struct Launch<'a> {
+    op: &'static str,
+    device: &'a CudaDevice,
+    stream: &'a CudaStream,
+    state: &'a mut StreamState,
+}
+
+impl<'a> Launch<'a> {
+    pub(super) const fn new(
+        op: &'static str,
+        device: &'a CudaDevice,
+        stream: &'a CudaStream,
+        state: &'a mut StreamState,
+    ) -> Self {
+        Self {
+            op,
+            device,
+            stream,
+            state,
+        }
+    }
+
+    /// Name of the operation, for errors.
+    #[must_use]
+    pub const fn op(&self) -> &'static str {
+        self.op
+    }
+
+    /// Address of a buffer that must hold elements of this type.
+    pub fn ptr(&self, buffer: &Buffer, dtype: DType) -> Result<DevicePtr, DeviceError> {
+        if buffer.dtype() != dtype {
+            return Err(DeviceError::WrongDType {
+                arena: buffer.arena().name().to_owned(),
+                found: buffer.dtype(),
+                expected: dtype,
+            });
+        }
+        self.address(buffer)
+    }
+
+    /// Address of a buffer, or null for none.
+    pub fn optional_ptr(&self, buffer: Option<&Buffer>, dtype: DType) -> Result<DevicePtr, DeviceError> {
+        buffer.map_or(Ok(DevicePtr::NULL), |buffer| self.ptr(buffer, dtype))
+    }
+
+    /// Address of a buffer of any type.
+    pub fn address(&self, buffer: &Buffer) -> Result<DevicePtr, DeviceError> {
+        address_of(buffer, self.device.context())
+    }
+
+    /// A kernel, compiled when it is first asked for. Definitions are part of its identity.
+    pub fn kernel(
+        &self,
+        source: &'static Source,
+        name: &'static str,
+        defines: &[Define],
+    ) -> Result<Kernel, DeviceError> {
+        self.device.modules().kernel(source, name, defines)
+    }
+
+    /// Launches a kernel. Nothing is launched on an empty grid.
+    pub fn run(&mut self, kernel: &Kernel, grid: Grid, args: &Args) -> Result<(), DeviceError> {
+        if grid.blocks.contains(&0) {
+            return Ok(());
+        }
+        kernel.allow_shared(grid.shared_bytes)?;
+        let mut pointers = [std::ptr::null_mut::<c_void>(); MAX_ARGS];
+        for (pointer, value) in pointers.iter_mut().zip(&args.values[..args.count]) {
+            *pointer = std::ptr::from_ref(value).cast_mut().cast();
+        }
+        let dims = |[x, y, z]: [u32; 3]| (x, y, z);
+        // SAFETY: the kernel's module is loaded; each pointer leads to 8 readable bytes that the driver copies
+        // during the call. That the arguments fit the kernel's parameters, and that its accesses stay within the
+        // buffers, is what the operation that calls this checked.
+        let launched = unsafe {
+            result::launch_kernel(
+                kernel.raw(),
+                dims(grid.blocks),
+                dims(grid.threads),
+                grid.shared_bytes as u32,
+                self.stream.raw(),
+                &mut pointers[..args.count],
+            )
+        };
+        launched.map_err(|error| {
+            let doing = format!(
+                "operation `{}`: kernel `{}` was not launched on stream `{}` ({grid:?})",
+                self.op,
+                kernel.name(),
+                self.stream.name()
+            );
+            driver_error(doing, error)
+        })
+    }
+
+    /// Scratch memory of at least so many bytes, aligned to 256. It is this operation's alone until the operation
+    /// has run, and one for all its kernels: ask once, for the sum.
+    pub fn scratch(&mut self, bytes: usize) -> Result<DevicePtr, DeviceError> {
+        self.stream.scratch(self.state, bytes)
+    }
+
+    /// Zeroes so many bytes, in stream order.
+    pub fn zero(&mut self, target: DevicePtr, bytes: usize) -> Result<(), DeviceError> {
+        // SAFETY: the operation that calls this checked that the bytes are its own.
+        unsafe { result::memset_d8_async(target.0, 0, bytes, self.stream.raw()) }
+            .map_err(|error| driver_error(format!("operation `{}` cannot zero memory", self.op), error))
+    }
+
+    /// Copies within the device, in stream order.
+    pub fn copy(&mut self, target: DevicePtr, source: DevicePtr, bytes: usize) -> Result<(), DeviceError> {
+        // SAFETY: the operation that calls this checked that the bytes are its own.
+        unsafe { result::memcpy_dtod_async(target.0, source.0, bytes, self.stream.raw()) }
+            .map_err(|error| driver_error(format!("operation `{}` cannot copy memory", self.op), error))
+    }
+
+    /// Streaming multiprocessors of the device.
+    #[must_use]
+    pub fn multiprocessors(&self) -> u32 {
+        self.device.context().multiprocessors()
+    }
+
+    /// Most bytes of shared memory that a block can have.
+    #[must_use]
+    pub fn shared_per_block(&self) -> usize {
+        self.device.context().shared_per_block()
+    }
+
+    /// True if matrix products of f32 may round their inputs to tf32.
+    #[must_use]
+    pub fn tf32(&self) -> bool {
+        self.device.options().tf32
+    }
+
+    /// True on Hopper, whose own instructions the kernels can use then.
+    #[must_use]
+    pub fn is_hopper(&self) -> bool {
+        self.device.context().arch() == super::Arch::SM_90A
+    }
+
+    /// The stream, for libraries that enqueue by themselves.
+    #[must_use]
+    pub const fn raw_stream(&self) -> sys::CUstream {
+        self.stream.raw()
+    }
+
+    /// Something that is made once a device and shared by its operations: a library's handle, what was measured.
+    pub fn attached<T: Any + Send + Sync>(
+        &self,
+        make: impl FnOnce() -> Result<T, DeviceError>,
+    ) -> Result<Arc<T>, DeviceError> {
+        self.device.attached(make)
+    }
+}
+
+/// Address of a buffer in the memory of this device.
+pub(super) fn address_of(buffer: &Buffer, context: &super::Context) -> Result<DevicePtr, DeviceError> {
+    let memory = buffer.arena().memory().as_any().downcast_ref::<DeviceMemory>();
+    match memory {
+        Some(memory) if memory.context().ordinal() == context.ordinal() => {
+            let start = buffer.range().start * buffer.dtype().bytes();
+            Ok(DevicePtr(memory.address()).offset(start))
+        }
+        _ => Err(DeviceError::NotDevice {
+            arena: buffer.arena().name().to_owned(),
+            device: format!("GPU {} ({})", context.ordinal(), context.name()),
+        }),
+    }
+}

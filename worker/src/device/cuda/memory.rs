@@ -1,0 +1,269 @@
+//! Memory of the device, pinned memory of the host, and accounts of who holds how much.
+#![allow(unsafe_code, reason = "memory of the CUDA driver")]
+
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::fmt::Write;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::sys;
+
+use super::Context;
+use super::driver::{driver_error, words};
+use crate::device::{DeviceError, Memory};
+
+/// Names of the largest holders in an error.
+const LARGEST_NAMED: usize = 6;
+
+/// How many bytes of a device this process holds, by name.
+#[derive(Debug, Default)]
+pub(super) struct Account(Mutex<Balance>);
+
+#[derive(Debug, Default)]
+struct Balance {
+    held: BTreeMap<String, usize>,
+    bytes: usize,
+    peak: usize,
+}
+
+impl Account {
+    fn add(&self, name: &str, bytes: usize) {
+        let mut balance = self.balance();
+        *balance.held.entry(name.to_owned()).or_default() += bytes;
+        balance.bytes += bytes;
+        balance.peak = balance.peak.max(balance.bytes);
+    }
+
+    fn subtract(&self, name: &str, bytes: usize) {
+        let mut balance = self.balance();
+        balance.bytes = balance.bytes.saturating_sub(bytes);
+        if let Some(held) = balance.held.get_mut(name) {
+            *held = held.saturating_sub(bytes);
+            if *held == 0 {
+                balance.held.remove(name);
+            }
+        }
+    }
+
+    /// Bytes held now.
+    pub(super) fn bytes(&self) -> usize {
+        self.balance().bytes
+    }
+
+    /// Most bytes held at one time.
+    pub(super) fn peak(&self) -> usize {
+        self.balance().peak
+    }
+
+    /// `params 496 MiB, gradients 248 MiB, 3 others 1 MiB`: the largest first.
+    fn words(&self) -> String {
+        let balance = self.balance();
+        let mut held: Vec<_> = balance.held.iter().map(|(name, bytes)| (*bytes, name)).collect();
+        held.sort_unstable_by(|a, b| b.cmp(a));
+        let (named, others) = held.split_at(held.len().min(LARGEST_NAMED));
+        let mut text = String::new();
+        for (bytes, name) in named {
+            let comma = if text.is_empty() { "" } else { ", " };
+            // Writing to a string cannot fail.
+            let _ = write!(text, "{comma}{name} {}", mib(*bytes));
+        }
+        if !others.is_empty() {
+            let bytes = others.iter().map(|(bytes, _)| bytes).sum();
+            let _ = write!(text, ", {} others {}", others.len(), mib(bytes));
+        }
+        if text.is_empty() {
+            "nothing".to_owned()
+        } else {
+            text
+        }
+    }
+
+    fn balance(&self) -> MutexGuard<'_, Balance> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn mib(bytes: usize) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
+/// Zeroed memory of a device, which the host cannot reach. Freeing it waits for the work in flight on the device.
+#[derive(Debug)]
+pub struct DeviceMemory {
+    address: sys::CUdeviceptr,
+    bytes: usize,
+    name: String,
+    context: Arc<Context>,
+    account: Arc<Account>,
+}
+
+impl DeviceMemory {
+    /// Allocates and zeroes; both are done on return.
+    pub(super) fn new(
+        context: &Arc<Context>,
+        account: &Arc<Account>,
+        name: &str,
+        bytes: usize,
+    ) -> Result<Self, DeviceError> {
+        context.bind()?;
+        let length = bytes.max(1);
+        // SAFETY: nothing reads the memory before it is zeroed below.
+        let address = unsafe { result::malloc_sync(length) }
+            .map_err(|error| out_of_memory(context, account, name, bytes, error))?;
+        account.add(name, length);
+        let memory = Self {
+            address,
+            bytes: length,
+            name: name.to_owned(),
+            context: context.clone(),
+            account: account.clone(),
+        };
+        // SAFETY: the memory was just allocated, with this length, and nobody else knows it.
+        let zeroed = unsafe { result::memset_d8_sync(address, 0, length) };
+        let finished = zeroed.and_then(|()| {
+            // On the device that is asynchronous to the host, and ordered with the default stream only.
+            // SAFETY: the default stream always exists.
+            unsafe { result::stream::synchronize(result::stream::null()) }
+        });
+        finished.map_err(|error| driver_error(format!("cannot zero `{name}`"), error))?;
+        Ok(memory)
+    }
+
+    /// Its first byte.
+    #[must_use]
+    pub const fn address(&self) -> sys::CUdeviceptr {
+        self.address
+    }
+
+    /// The device that it belongs to.
+    #[must_use]
+    pub const fn context(&self) -> &Arc<Context> {
+        &self.context
+    }
+}
+
+// SAFETY: there is no host pointer.
+unsafe impl Memory for DeviceMemory {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn host_ptr(&self) -> Option<NonNull<u8>> {
+        None
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for DeviceMemory {
+    fn drop(&mut self) {
+        self.account.subtract(&self.name, self.bytes);
+        if self.context.bind().is_ok() {
+            // SAFETY: allocated by `new`, freed once. The synchronisation comes first, so that no kernel that was
+            // launched with the address is still running. After a fatal error of the device both are refused,
+            // and the memory goes with the process.
+            let _ = result::ctx::synchronize().and_then(|()| unsafe { result::free_sync(self.address) });
+        }
+    }
+}
+
+fn out_of_memory(
+    context: &Context,
+    account: &Account,
+    name: &str,
+    bytes: usize,
+    error: DriverError,
+) -> DeviceError {
+    let free = context.free_bytes().map_or("an unknown amount".to_owned(), mib);
+    DeviceError::OutOfMemory {
+        what: name.to_owned(),
+        bytes,
+        cause: format!(
+            "{}; GPU {} ({}) has {free} free of {}, this rank holds {}: {}",
+            words(error),
+            context.ordinal(),
+            context.name(),
+            mib(context.memory_bytes()),
+            mib(account.bytes()),
+            account.words()
+        ),
+        hint: "lower `train.micro_batch` and raise `train.grad_accumulation`, use `train.precision: bf16`, or \
+               shard with `parallel.strategy: zero1`, `zero2` or `zero3`; `ddp-run plan` shows what each needs"
+            .to_owned(),
+    }
+}
+
+/// Page-locked memory of the host, which copies to and from the device need to be asynchronous.
+#[derive(Debug)]
+pub(super) struct PinnedMemory {
+    ptr: NonNull<u8>,
+    context: Arc<Context>,
+}
+
+// SAFETY: plain memory, owned by this value.
+unsafe impl Send for PinnedMemory {}
+
+impl PinnedMemory {
+    /// So many zeroed bytes.
+    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, DeviceError> {
+        context.bind()?;
+        let length = bytes.max(1);
+        let refuse = |cause| DeviceError::OutOfMemory {
+            what: "pinned staging".to_owned(),
+            bytes,
+            cause,
+            hint: "raise the limit on locked memory (`ulimit -l`), or free main memory".to_owned(),
+        };
+        // SAFETY: a new allocation; it is zeroed before anybody sees it.
+        let ptr = unsafe { result::malloc_host(length, 0) }.map_err(|error| refuse(words(error)))?;
+        let ptr =
+            NonNull::new(ptr.cast::<u8>()).ok_or_else(|| refuse("the driver gave no address".to_owned()))?;
+        // SAFETY: `length` bytes were allocated at `ptr`.
+        unsafe { ptr.write_bytes(0, length) };
+        Ok(Self {
+            ptr,
+            context: context.clone(),
+        })
+    }
+
+    /// Its first byte, for copies that the caller orders.
+    pub(super) const fn ptr(&self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+}
+
+impl Drop for PinnedMemory {
+    fn drop(&mut self) {
+        if self.context.bind().is_ok() {
+            // SAFETY: allocated by `new`, freed once. Copies from it may be in flight: wait for them first.
+            let _ = result::ctx::synchronize()
+                .and_then(|()| unsafe { result::free_host(self.ptr.as_ptr().cast::<c_void>()) });
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_holders_are_named() {
+        let account = Account::default();
+        assert_eq!(account.words(), "nothing");
+        for i in 0..8 {
+            account.add(&format!("arena {i}"), (i + 1) << 20);
+        }
+        account.add("arena 0", 1 << 20);
+        account.subtract("arena 7", 8 << 20);
+        assert_eq!(
+            account.words(),
+            "arena 6 7.0 MiB, arena 5 6.0 MiB, arena 4 5.0 MiB, arena 3 4.0 MiB, arena 2 3.0 MiB, arena 1 2.0 MiB, 1 others 2.0 MiB"
+        );
+        assert_eq!((account.bytes(), account.peak()), (29 << 20, 37 << 20));
+    }
+}

@@ -1,0 +1,260 @@
+//! Batch normalisation (Ioffe & Szegedy 2015) with gain and bias, over rows that may lie on several ranks.
+//!
+//! Each direction is two operations with a sum over the ranks between them: sums of this rank's rows, then what needs
+//! the sums of all. Statistics are f64, so that their variance may be the difference of two sums.
+
+use super::kernel::by_dtype;
+use super::{CpuKernel, expect_len};
+use crate::device::{Buffer, Cpu, DeviceError, Element};
+
+/// Added to the variance.
+const EPSILON: f64 = 1e-5;
+
+/// `sums = [Σ x | Σ x² | rows]` over this rank's rows, which may be none
+#[derive(Clone, Debug)]
+pub struct BatchNormSums {
+    /// `[R, C]`
+    pub inp: Buffer,
+    /// `[2·C + 1]`, f64
+    pub sums: Buffer,
+}
+
+/// `out = (inp − mean)/√(variance + ε) · weight + bias`, by columns
+#[derive(Clone, Debug)]
+pub struct BatchNormForward {
+    /// `[R, C]`
+    pub inp: Buffer,
+    /// `[2·C + 1]`, f64: of [`BatchNormSums`], of all ranks
+    pub sums: Buffer,
+    /// `[C]`
+    pub weight: Buffer,
+    /// `[C]`
+    pub bias: Buffer,
+    /// `[R, C]`
+    pub out: Buffer,
+}
+
+/// `dsums = [Σ dout | Σ dout · x̂]` over this rank's rows, which are also this rank's gradients of bias and weight
+#[derive(Clone, Debug)]
+pub struct BatchNormBackwardSums {
+    /// `[R, C]`
+    pub dout: Buffer,
+    /// `[R, C]`
+    pub inp: Buffer,
+    /// `[2·C + 1]`, f64: of forward
+    pub sums: Buffer,
+    /// `[2·C]`, f64
+    pub dsums: Buffer,
+    /// `[C]`
+    pub dweight: Buffer,
+    /// `[C]`
+    pub dbias: Buffer,
+    /// Add to `dweight` instead of overwriting it.
+    pub accumulate_dweight: bool,
+    /// Add to `dbias` instead of overwriting it.
+    pub accumulate_dbias: bool,
+}
+
+/// `dinp = weight/√(variance + ε) · (dout − mean(dout) − x̂ · mean(dout · x̂))`, means over the rows of all ranks
+#[derive(Clone, Debug)]
+pub struct BatchNormBackward {
+    /// `[R, C]`
+    pub dout: Buffer,
+    /// `[R, C]`
+    pub inp: Buffer,
+    /// `[2·C + 1]`, f64: of forward
+    pub sums: Buffer,
+    /// `[2·C]`, f64: of [`BatchNormBackwardSums`], of all ranks
+    pub dsums: Buffer,
+    /// `[C]`
+    pub weight: Buffer,
+    /// `[R, C]`
+    pub dinp: Buffer,
+}
+
+impl CpuKernel for BatchNormSums {
+    const NAME: &'static str = "batch_norm_sums";
+
+    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.inp.dtype(), T => self.compute::<T>())
+    }
+}
+
+impl CpuKernel for BatchNormForward {
+    const NAME: &'static str = "batch_norm_forward";
+
+    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.inp.dtype(), T => self.compute::<T>())
+    }
+}
+
+impl CpuKernel for BatchNormBackwardSums {
+    const NAME: &'static str = "batch_norm_backward_sums";
+
+    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.inp.dtype(), T => self.compute::<T>())
+    }
+}
+
+impl CpuKernel for BatchNormBackward {
+    const NAME: &'static str = "batch_norm_backward";
+
+    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.inp.dtype(), T => self.compute::<T>())
+    }
+}
+
+/// Elements that are computed in f64.
+trait Number: Element {
+    fn wide(self) -> f64;
+    fn narrow(x: f64) -> Self;
+}
+
+macro_rules! number {
+    ($($type:ty: $narrow:expr),*) => {
+        $(impl Number for $type {
+            fn wide(self) -> f64 {
+                self.into()
+            }
+
+            fn narrow(x: f64) -> Self {
+                $narrow(x)
+            }
+        })*
+    };
+}
+
+number!(f32: |x| x as Self, f64: |x| x, half::bf16: half::bf16::from_f64);
+
+/// Mean and 1/√(variance + ε) of each column.
+struct Statistics {
+    columns: Vec<[f64; 2]>,
+    rows: f64,
+}
+
+impl Statistics {
+    fn of(sums: &[f64]) -> Self {
+        let channels = sums.len() / 2;
+        let rows = sums[2 * channels];
+        let column = |c: usize| {
+            let mean = sums[c] / rows;
+            // A rounding error may take it below zero.
+            let variance = (sums[channels + c] / rows - mean * mean).max(0.0);
+            [mean, 1.0 / (variance + EPSILON).sqrt()]
+        };
+        Self {
+            columns: (0..channels).map(column).collect(),
+            rows,
+        }
+    }
+}
+
+/// Number of channels of `sums`; refuses sizes that do not fit it.
+fn channels(
+    op: &'static str,
+    sums: &Buffer,
+    rows: &[(&str, &Buffer)],
+    columns: &[(&str, &Buffer)],
+) -> Result<usize, DeviceError> {
+    let channels = sums.len() / 2;
+    expect_len(op, "sums", sums.len(), 2 * channels.max(1) + 1)?;
+    for (name, buffer) in columns {
+        expect_len(op, name, buffer.len(), channels)?;
+    }
+    let len = rows[0].1.len();
+    for (name, buffer) in rows {
+        expect_len(op, name, buffer.len(), len.next_multiple_of(channels))?;
+    }
+    Ok(channels)
+}
+
+impl BatchNormSums {
+    fn compute<T: Number>(&self) -> Result<(), DeviceError> {
+        let channels = channels(Self::NAME, &self.sums, &[("inp", &self.inp)], &[])?;
+        let (inp, mut sums) = (self.inp.host::<T>()?, self.sums.host_mut::<f64>()?);
+        sums.fill(0.0);
+        for row in inp.chunks_exact(channels) {
+            for (c, x) in row.iter().enumerate() {
+                let x = x.wide();
+                sums[c] += x;
+                sums[channels + c] += x * x;
+            }
+        }
+        sums[2 * channels] = (inp.len() / channels) as f64;
+        Ok(())
+    }
+}
+
+impl BatchNormForward {
+    fn compute<T: Number>(&self) -> Result<(), DeviceError> {
+        let rows = [("inp", &self.inp), ("out", &self.out)];
+        let columns = [("weight", &self.weight), ("bias", &self.bias)];
+        let channels = channels(Self::NAME, &self.sums, &rows, &columns)?;
+        let statistics = Statistics::of(&self.sums.host::<f64>()?);
+        let (inp, mut out) = (self.inp.host::<T>()?, self.out.host_mut::<T>()?);
+        let (weight, bias) = (self.weight.host::<T>()?, self.bias.host::<T>()?);
+        for (x, out) in inp.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
+            for (c, [mean, scale]) in statistics.columns.iter().enumerate() {
+                let normalised = (x[c].wide() - mean) * scale;
+                out[c] = T::narrow(normalised * weight[c].wide() + bias[c].wide());
+            }
+        }
+        Ok(())
+    }
+}
+
+impl BatchNormBackwardSums {
+    fn compute<T: Number>(&self) -> Result<(), DeviceError> {
+        let rows = [("inp", &self.inp), ("dout", &self.dout)];
+        let columns = [("dweight", &self.dweight), ("dbias", &self.dbias)];
+        let channels = channels(Self::NAME, &self.sums, &rows, &columns)?;
+        expect_len(Self::NAME, "dsums", self.dsums.len(), 2 * channels)?;
+        let statistics = Statistics::of(&self.sums.host::<f64>()?);
+        let (inp, dout) = (self.inp.host::<T>()?, self.dout.host::<T>()?);
+        let mut dsums = self.dsums.host_mut::<f64>()?;
+        dsums.fill(0.0);
+        for (x, d) in inp.chunks_exact(channels).zip(dout.chunks_exact(channels)) {
+            for (c, [mean, scale]) in statistics.columns.iter().enumerate() {
+                dsums[c] += d[c].wide();
+                dsums[channels + c] += d[c].wide() * (x[c].wide() - mean) * scale;
+            }
+        }
+        let (dbias, dweight) = dsums.split_at(channels);
+        add_to::<T>(&self.dbias, dbias, self.accumulate_dbias)?;
+        add_to::<T>(&self.dweight, dweight, self.accumulate_dweight)
+    }
+}
+
+fn add_to<T: Number>(target: &Buffer, sums: &[f64], accumulate: bool) -> Result<(), DeviceError> {
+    for (target, sum) in target.host_mut::<T>()?.iter_mut().zip(sums) {
+        let before = if accumulate { target.wide() } else { 0.0 };
+        *target = T::narrow(before + sum);
+    }
+    Ok(())
+}
+
+impl BatchNormBackward {
+    fn compute<T: Number>(&self) -> Result<(), DeviceError> {
+        let rows = [("inp", &self.inp), ("dout", &self.dout), ("dinp", &self.dinp)];
+        let channels = channels(Self::NAME, &self.sums, &rows, &[("weight", &self.weight)])?;
+        expect_len(Self::NAME, "dsums", self.dsums.len(), 2 * channels)?;
+        let statistics = Statistics::of(&self.sums.host::<f64>()?);
+        let (inp, dout, weight) = (
+            self.inp.host::<T>()?,
+            self.dout.host::<T>()?,
+            self.weight.host::<T>()?,
+        );
+        let dsums = self.dsums.host::<f64>()?;
+        let (dmeans, dnormalised) = dsums.split_at(channels);
+        let mut dinp = self.dinp.host_mut::<T>()?;
+        let inputs = inp.chunks_exact(channels).zip(dout.chunks_exact(channels));
+        for ((x, d), dinp) in inputs.zip(dinp.chunks_exact_mut(channels)) {
+            for (c, [mean, scale]) in statistics.columns.iter().enumerate() {
+                let normalised = (x[c].wide() - mean) * scale;
+                let centred = d[c].wide() - (dmeans[c] + normalised * dnormalised[c]) / statistics.rows;
+                dinp[c] = T::narrow(weight[c].wide() * scale * centred);
+            }
+        }
+        Ok(())
+    }
+}

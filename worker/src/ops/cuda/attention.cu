@@ -1,0 +1,323 @@
+// Causal attention by tiles in shared memory, in f32 without tensor cores: for f32, for widths of heads that the flash
+// kernels do not take, and as their reference.
+//
+// Given by the compiler's command line: `ACT`, `HEAD` channels of a head, `TILE` queries and keys of a tile (32 or 64).
+// A block is a square of threads; each computes 4 rows of a tile, every `SIDE`th column. Rows of the other operand are
+// walked in order, so every sum has one order.
+//
+// FLOP a (query, key) pair: forward 4·HEAD, backward 14·HEAD.
+
+#include "element.cuh"
+
+constexpr u32 SIDE = TILE / 4;
+constexpr u32 THREADS = SIDE * SIDE;
+constexpr u32 WIDTH = (HEAD + 15) / 16 * 16;
+constexpr u32 PER_THREAD = WIDTH / SIDE;
+// Odd, so that rows start in different banks.
+constexpr u32 STRIDE = WIDTH + 1;
+constexpr u32 SQUARE_STRIDE = TILE + 1;
+constexpr u32 ROWS_OF_TILE = TILE * STRIDE;
+// Of a score that does not count.
+constexpr f32 LEAST = -3.402823466e38f;
+
+// Shared memory of a block: as the launch gives it, or an array where there is no such thing.
+constexpr u32 FORWARD_WORDS = 2 * ROWS_OF_TILE + TILE * SQUARE_STRIDE;
+constexpr u32 BACKWARD_WORDS = 4 * ROWS_OF_TILE + TILE * SQUARE_STRIDE;
+#ifdef __CUDA_ARCH__
+#define SHARED_WORDS(name, words) extern __shared__ f32 name[]
+#else
+#define SHARED_WORDS(name, words) __shared__ f32 name[words]
+#endif
+
+typedef f32 Square[4][4];
+typedef f32 Sums[4][PER_THREAD];
+
+__device__ __forceinline__ u32 row_of(u32 i) { return threadIdx.x / SIDE * 4 + i; }
+__device__ __forceinline__ u32 column_of(u32 j) { return threadIdx.x % SIDE + SIDE * j; }
+
+// Rows `first..` of a matrix in memory, zeros from row `end` and channel `HEAD` on.
+__device__ __forceinline__ void load_rows(f32 *tile, const ACT *from, u32 stride, u32 first, u32 end) {
+    for (u32 at = threadIdx.x; at < TILE * WIDTH; at += THREADS) {
+        const u32 row = at / WIDTH, channel = at % WIDTH;
+        f32 x[1] = {0.0f};
+        if (first + row < end && channel < HEAD) {
+            load(x, from + (u64)(first + row) * stride + channel);
+        }
+        tile[row * STRIDE + channel] = x[0];
+    }
+}
+
+__device__ __forceinline__ void store_rows(ACT *to, const Sums &sums, f32 factor, u32 stride, u32 first, u32 end) {
+    for (u32 i = 0; i < 4; i++) {
+        for (u32 j = 0; j < PER_THREAD; j++) {
+            if (first + row_of(i) < end && column_of(j) < HEAD) {
+                const f32 x[1] = {sums[i][j] * factor};
+                store(to + (u64)(first + row_of(i)) * stride + column_of(j), x);
+            }
+        }
+    }
+}
+
+// square = left · rightᵀ
+__device__ __forceinline__ void products(Square &square, const f32 *left, const f32 *right) {
+    for (u32 i = 0; i < 4; i++) {
+        for (u32 j = 0; j < 4; j++) {
+            square[i][j] = 0.0f;
+        }
+    }
+    for (u32 channel = 0; channel < HEAD; channel++) {
+        f32 a[4], b[4];
+        #pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            a[i] = left[row_of(i) * STRIDE + channel];
+            b[i] = right[column_of(i) * STRIDE + channel];
+        }
+        #pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            #pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                square[i][j] = fmaf(a[i], b[j], square[i][j]);
+            }
+        }
+    }
+}
+
+// sums += square · right
+__device__ __forceinline__ void add_products(Sums &sums, const f32 *square, const f32 *right) {
+    for (u32 k = 0; k < TILE; k++) {
+        f32 a[4];
+        #pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            a[i] = square[row_of(i) * SQUARE_STRIDE + k];
+        }
+        #pragma unroll
+        for (u32 j = 0; j < PER_THREAD; j++) {
+            const f32 b = right[k * STRIDE + column_of(j)];
+            #pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                sums[i][j] = fmaf(a[i], b, sums[i][j]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void keep(f32 *to, const Square &square) {
+    #pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        #pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            to[row_of(i) * SQUARE_STRIDE + column_of(j)] = square[i][j];
+        }
+    }
+}
+
+__device__ __forceinline__ void clear(Sums &sums) {
+    #pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        #pragma unroll
+        for (u32 j = 0; j < PER_THREAD; j++) {
+            sums[i][j] = 0.0f;
+        }
+    }
+}
+
+// Over the threads that share a row.
+__device__ __forceinline__ f32 row_sum_of(f32 x) {
+    #pragma unroll
+    for (u32 distance = SIDE / 2; distance > 0; distance /= 2) {
+        x += __shfl_xor_sync(ALL_LANES, x, distance);
+    }
+    return x;
+}
+
+__device__ __forceinline__ f32 row_max_of(f32 x) {
+    #pragma unroll
+    for (u32 distance = SIDE / 2; distance > 0; distance /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(ALL_LANES, x, distance));
+    }
+    return x;
+}
+
+// Which head of which sample a block works on, and which tile of it.
+struct Place {
+    u32 pair, tile, channels, stride;
+    u64 in_at, out_at; // of the head's first row, in [B, T, 3C] and [B, T, C]
+
+    __device__ __forceinline__ Place(u32 positions, u32 heads) {
+        const u32 tiles = (positions + TILE - 1) / TILE;
+        pair = blockIdx.x / tiles;
+        tile = blockIdx.x % tiles;
+        channels = heads * HEAD;
+        stride = 3 * channels;
+        in_at = (u64)(pair / heads) * positions * stride + pair % heads * HEAD;
+        out_at = (u64)(pair / heads) * positions * channels + pair % heads * HEAD;
+    }
+};
+
+// qkv [B, T, 3C], out [B, T, C], lse [B, H, T]
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, f32 scale) {
+    SHARED_WORDS(shared, FORWARD_WORDS);
+    f32 *const queries = shared, *const others = queries + ROWS_OF_TILE, *const square = others + ROWS_OF_TILE;
+    const Place place(positions, heads);
+    const u32 first = place.tile * TILE;
+    const ACT *q = qkv + place.in_at, *k = q + place.channels, *v = k + place.channels;
+    load_rows(queries, q, place.stride, first, positions);
+    Sums sums;
+    clear(sums);
+    f32 top[4], sum[4];
+    for (u32 i = 0; i < 4; i++) {
+        top[i] = LEAST;
+        sum[i] = 0.0f;
+    }
+    // From the diagonal back: every row meets a key that it sees in its first tile.
+    for (u32 tile = place.tile + 1; tile-- > 0;) {
+        __syncthreads();
+        load_rows(others, k, place.stride, tile * TILE, positions);
+        __syncthreads();
+        Square scores;
+        products(scores, queries, others);
+        #pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            f32 greatest = top[i];
+            #pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                const bool seen = tile * TILE + column_of(j) <= first + row_of(i);
+                scores[i][j] = seen ? scores[i][j] * scale : LEAST;
+                greatest = fmaxf(greatest, scores[i][j]);
+            }
+            greatest = row_max_of(greatest);
+            const f32 factor = expf(top[i] - greatest);
+            top[i] = greatest;
+            sum[i] *= factor;
+            #pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                scores[i][j] = expf(scores[i][j] - greatest);
+                sum[i] += scores[i][j];
+            }
+            #pragma unroll
+            for (u32 j = 0; j < PER_THREAD; j++) {
+                sums[i][j] *= factor;
+            }
+        }
+        keep(square, scores);
+        __syncthreads();
+        load_rows(others, v, place.stride, tile * TILE, positions);
+        __syncthreads();
+        add_products(sums, square, others);
+    }
+    for (u32 i = 0; i < 4; i++) {
+        const f32 all = row_sum_of(sum[i]);
+        const u32 row = first + row_of(i);
+        if (threadIdx.x % SIDE == 0 && row < positions) {
+            lse[(u64)place.pair * positions + row] = top[i] + logf(all);
+        }
+        for (u32 j = 0; j < PER_THREAD; j++) {
+            sums[i][j] /= all;
+        }
+    }
+    store_rows(out + place.out_at, sums, 1.0f, place.channels, first, positions);
+}
+
+// dout [B, T, C]; the queries' part of dqkv [B, T, 3C]; along [B, H, T]: Σ dout·out of each query and head.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, ACT *dqkv, f32 *along, u32 positions,
+             u32 heads, f32 scale) {
+    SHARED_WORDS(shared, BACKWARD_WORDS);
+    f32 *const queries = shared, *const douts = queries + ROWS_OF_TILE, *const keys = douts + ROWS_OF_TILE;
+    f32 *const values = keys + ROWS_OF_TILE, *const square = values + ROWS_OF_TILE;
+    const Place place(positions, heads);
+    const u32 first = place.tile * TILE;
+    const ACT *q = qkv + place.in_at, *k = q + place.channels, *v = k + place.channels;
+    const u64 rows_at = (u64)place.pair * positions;
+    load_rows(queries, q, place.stride, first, positions);
+    load_rows(douts, dout + place.out_at, place.channels, first, positions);
+    load_rows(keys, out + place.out_at, place.channels, first, positions);
+    __syncthreads();
+    f32 row_along[4], row_lse[4];
+    for (u32 i = 0; i < 4; i++) {
+        const u32 row = row_of(i);
+        f32 x = 0.0f;
+        for (u32 channel = threadIdx.x % SIDE; channel < HEAD; channel += SIDE) {
+            x = fmaf(douts[row * STRIDE + channel], keys[row * STRIDE + channel], x);
+        }
+        row_along[i] = row_sum_of(x);
+        const bool there = first + row < positions;
+        row_lse[i] = there ? lse[rows_at + first + row] : 0.0f;
+        if (threadIdx.x % SIDE == 0 && there) {
+            along[rows_at + first + row] = row_along[i];
+        }
+    }
+    Sums dq;
+    clear(dq);
+    for (u32 tile = 0; tile <= place.tile; tile++) {
+        __syncthreads();
+        load_rows(keys, k, place.stride, tile * TILE, positions);
+        load_rows(values, v, place.stride, tile * TILE, positions);
+        __syncthreads();
+        Square scores, dscores;
+        products(scores, queries, keys);
+        products(dscores, douts, values);
+        #pragma unroll
+        for (u32 i = 0; i < 4; i++) {
+            #pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                const bool seen = tile * TILE + column_of(j) <= first + row_of(i);
+                const f32 p = seen ? expf(scores[i][j] * scale - row_lse[i]) : 0.0f;
+                dscores[i][j] = seen ? p * (dscores[i][j] - row_along[i]) : 0.0f;
+            }
+        }
+        keep(square, dscores);
+        __syncthreads();
+        add_products(dq, square, keys);
+    }
+    store_rows(dqkv + place.in_at, dq, scale, place.stride, first, positions);
+}
+
+// The keys' and values' parts of dqkv; `along` as `attention_dq` left it.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_dkv(const ACT *qkv, const f32 *lse, const ACT *dout, ACT *dqkv, const f32 *along, u32 positions, u32 heads,
+              f32 scale) {
+    SHARED_WORDS(shared, BACKWARD_WORDS);
+    f32 *const keys = shared, *const values = keys + ROWS_OF_TILE, *const queries = values + ROWS_OF_TILE;
+    f32 *const douts = queries + ROWS_OF_TILE, *const square = douts + ROWS_OF_TILE;
+    const Place place(positions, heads);
+    const u32 first = place.tile * TILE, tiles = (positions + TILE - 1) / TILE;
+    const ACT *q = qkv + place.in_at, *k = q + place.channels, *v = k + place.channels;
+    const u64 rows_at = (u64)place.pair * positions;
+    load_rows(keys, k, place.stride, first, positions);
+    load_rows(values, v, place.stride, first, positions);
+    Sums dk, dv;
+    clear(dk);
+    clear(dv);
+    for (u32 tile = place.tile; tile < tiles; tile++) {
+        __syncthreads();
+        load_rows(queries, q, place.stride, tile * TILE, positions);
+        load_rows(douts, dout + place.out_at, place.channels, tile * TILE, positions);
+        __syncthreads();
+        Square scores, dscores;
+        products(scores, keys, queries);
+        products(dscores, values, douts);
+        #pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            const u32 query = tile * TILE + column_of(j);
+            const f32 query_lse = query < positions ? lse[rows_at + query] : 0.0f;
+            const f32 query_along = query < positions ? along[rows_at + query] : 0.0f;
+            #pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                const bool seen = query < positions && first + row_of(i) <= query;
+                scores[i][j] = seen ? expf(scores[i][j] * scale - query_lse) : 0.0f;
+                dscores[i][j] = seen ? scores[i][j] * (dscores[i][j] - query_along) : 0.0f;
+            }
+        }
+        keep(square, scores);
+        __syncthreads();
+        add_products(dv, square, douts);
+        __syncthreads();
+        keep(square, dscores);
+        __syncthreads();
+        add_products(dk, square, queries);
+    }
+    store_rows(dqkv + place.in_at + place.channels, dk, scale, place.stride, first, positions);
+    store_rows(dqkv + place.in_at + 2 * place.channels, dv, 1.0f, place.stride, first, positions);
+}

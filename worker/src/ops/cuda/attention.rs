@@ -1,0 +1,313 @@
+//! Launches of `attention.cu`, `flash_forward.cu` and `flash_backward.cu`: tensor cores for bf16 and the usual widths of
+//! heads, plain f32 arithmetic for everything else.
+
+use super::plan::{Arg, Call, ELEMENT, Plan, Planned, Scratch, count, element, expect_dtype};
+use crate::device::cuda::{Define, Grid, Source, Unit};
+use crate::device::{Buffer, DType, DeviceError};
+use crate::ops::{AttentionBackward, AttentionForward, AttentionShape, CpuKernel};
+
+static PLAIN: Source = Source::with_headers("attention.cu", include_str!("attention.cu"), &[ELEMENT]);
+
+const FLASH: (&str, &str) = ("flash.cuh", include_str!("flash.cuh"));
+const TENSOR_CORE: (&str, &str) = ("tensor_core.cuh", include_str!("tensor_core.cuh"));
+static FLASH_FORWARD: Source = Source::with_headers(
+    "flash_forward.cu",
+    include_str!("flash_forward.cu"),
+    &[ELEMENT, TENSOR_CORE, FLASH],
+);
+static FLASH_BACKWARD: Source = Source::with_headers(
+    "flash_backward.cu",
+    include_str!("flash_backward.cu"),
+    &[ELEMENT, TENSOR_CORE, FLASH],
+);
+
+/// Bytes of keys and values that the blocks in flight share through the L2 cache, a third of a small one.
+const GROUP_BYTES: usize = 16 << 20;
+
+/// Widest head of the plain kernels.
+const MAX_HEAD: usize = 256;
+
+/// How a flash kernel is cut: see `flash.cuh`. The numbers are the fastest of those measured on an H200.
+#[derive(Clone, Copy, Debug)]
+struct Cut {
+    head: usize,
+    warps: usize,
+    row_tiles: usize,
+    step: usize,
+    /// Blocks of a multiprocessor, which bounds the registers of a thread.
+    blocks: usize,
+    /// Backward: columns of scores at a time, and operands that stay in registers.
+    part: Option<(usize, usize)>,
+}
+
+const fn cut(head: usize, [warps, row_tiles, step, blocks]: [usize; 4], part: Option<(usize, usize)>) -> Cut {
+    Cut {
+        head,
+        warps,
+        row_tiles,
+        step,
+        blocks,
+        part,
+    }
+}
+
+const FORWARD: [Cut; 3] = [
+    cut(32, [4, 1, 64, 4], None),
+    cut(64, [4, 2, 64, 2], None),
+    cut(128, [4, 1, 64, 2], None),
+];
+
+const BACKWARD: [Cut; 3] = [
+    cut(32, [4, 2, 64, 2], Some((32, 2))),
+    cut(64, [4, 2, 64, 2], Some((32, 1))),
+    cut(128, [4, 1, 64, 1], Some((32, 1))),
+];
+
+impl Cut {
+    /// Queries or keys of a block.
+    const fn rows(self) -> usize {
+        self.warps * self.row_tiles * 16
+    }
+
+    fn grid(self, shape: AttentionShape, own_tiles: usize, op: &'static str) -> Result<Grid, DeviceError> {
+        let blocks = shape.batch * shape.heads * shape.positions.div_ceil(self.rows());
+        // Own rows, and two steps of two operands.
+        let rows = own_tiles * self.rows() + 4 * self.step;
+        let grid = Grid::linear(count(op, "blocks", blocks)?, 32 * self.warps as u32);
+        Ok(grid.with_shared(rows * self.head * DType::Bf16.bytes()))
+    }
+
+    fn defines(self) -> Vec<Define> {
+        let number = |name, value: usize| Define::number(name, value as i64);
+        let mut defines = vec![
+            number("HEAD", self.head),
+            number("WARPS", self.warps),
+            number("ROW_TILES", self.row_tiles),
+            number("STEP", self.step),
+            number("BLOCKS", self.blocks),
+        ];
+        if let Some((part, resident)) = self.part {
+            defines.extend([number("PART", part), number("RESIDENT", resident)]);
+        }
+        defines
+    }
+}
+
+/// The cut for these buffers, if tensor cores can have them: rows must start at multiples of 16 bytes.
+fn flash_cut(cuts: &[Cut], shape: AttentionShape, buffers: &[&Buffer]) -> Option<Cut> {
+    let fits = |buffer: &&Buffer| {
+        buffer.dtype() == DType::Bf16 && (buffer.range().start * DType::Bf16.bytes()).is_multiple_of(16)
+    };
+    let cut = cuts.iter().find(|cut| cut.head == shape.head_channels())?;
+    buffers.iter().all(fits).then_some(*cut)
+}
+
+/// Heads whose blocks start together.
+fn group(shape: AttentionShape) -> usize {
+    let bytes = 2 * shape.positions * shape.head_channels() * DType::Bf16.bytes();
+    (GROUP_BYTES / bytes).clamp(1, shape.batch * shape.heads)
+}
+
+/// What all kernels take of an attention's sizes.
+struct Sizes {
+    positions: Arg,
+    heads: Arg,
+    pairs: Arg,
+    group: Arg,
+    scale: Arg,
+}
+
+impl Sizes {
+    fn of(op: &'static str, shape: AttentionShape) -> Result<Self, DeviceError> {
+        let number = |name, value| count(op, name, value).map(Arg::U32);
+        // Within a sample, rows are found by 32-bit arithmetic.
+        count(op, "elements of a row", 3 * shape.channels)?;
+        Ok(Self {
+            positions: number("positions", shape.positions)?,
+            heads: number("heads", shape.heads)?,
+            pairs: number("heads of all samples", shape.batch * shape.heads)?,
+            group: number("heads of a group", group(shape))?,
+            scale: Arg::F32((1.0 / (shape.head_channels() as f64).sqrt()) as f32),
+        })
+    }
+
+    fn flash(self) -> [Arg; 5] {
+        [self.positions, self.heads, self.pairs, self.group, self.scale]
+    }
+
+    fn plain(self) -> [Arg; 3] {
+        [self.positions, self.heads, self.scale]
+    }
+}
+
+/// Channels as the plain kernels lay them out.
+const fn padded(head: usize) -> usize {
+    head.next_multiple_of(16)
+}
+
+/// Queries and keys of a tile of the plain kernels.
+const fn plain_tile(head: usize) -> usize {
+    if head > 128 { 32 } else { 64 }
+}
+
+fn plain_defines(act: &'static str, head: usize) -> Vec<Define> {
+    vec![
+        Define::word("ACT", act),
+        Define::number("HEAD", head as i64),
+        Define::number("TILE", plain_tile(head) as i64),
+    ]
+}
+
+fn plain_call(
+    op: &'static str,
+    kernel: &'static str,
+    (shape, act): (AttentionShape, &'static str),
+    operands: usize,
+    args: Vec<Arg>,
+) -> Result<Call, DeviceError> {
+    let head = shape.head_channels();
+    if head > MAX_HEAD {
+        let what = format!("heads of {head} channels, on a GPU at most {MAX_HEAD}");
+        return Err(DeviceError::Shape { op, what });
+    }
+    let tile = plain_tile(head);
+    let blocks = shape.batch * shape.heads * shape.positions.div_ceil(tile);
+    let words = operands * tile * (padded(head) + 1) + tile * (tile + 1);
+    let threads = (tile / 4) * (tile / 4);
+    let grid = Grid::linear(count(op, "blocks", blocks)?, threads as u32);
+    Ok(Call {
+        source: &PLAIN,
+        kernel,
+        defines: plain_defines(act, head),
+        grid: grid.with_shared(words * DType::F32.bytes()),
+        args,
+    })
+}
+
+impl Planned for AttentionForward {
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let shape = self.shape;
+        let (channels, heads) = (shape.channels, shape.heads);
+        let buffers = [
+            ("qkv", &self.qkv, 3 * channels),
+            ("out", &self.out, channels),
+            ("lse", &self.lse, heads),
+        ];
+        shape.check(Self::NAME, &buffers)?;
+        let act = element(Self::NAME, &self.out)?;
+        expect_dtype(self.out.dtype(), &[&self.qkv])?;
+        expect_dtype(DType::F32, &[&self.lse])?;
+        let sizes = Sizes::of(Self::NAME, shape)?;
+        let mut args = vec![
+            Arg::Read(self.qkv.clone()),
+            Arg::Write(self.out.clone()),
+            Arg::Write(self.lse.clone()),
+        ];
+        let call = if let Some(cut) = flash_cut(&FORWARD, shape, &[&self.qkv, &self.out]) {
+            args.extend(sizes.flash());
+            Call {
+                source: &FLASH_FORWARD,
+                kernel: "flash_forward",
+                defines: cut.defines(),
+                grid: cut.grid(shape, 1, Self::NAME)?,
+                args,
+            }
+        } else {
+            args.extend(sizes.plain());
+            plain_call(Self::NAME, "attention_forward", (shape, act), 2, args)?
+        };
+        Ok(Plan::one(call))
+    }
+}
+
+impl Planned for AttentionBackward {
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let shape = self.shape;
+        let (channels, heads) = (shape.channels, shape.heads);
+        let buffers = [
+            ("qkv", &self.qkv, 3 * channels),
+            ("out", &self.out, channels),
+            ("lse", &self.lse, heads),
+            ("dout", &self.dout, channels),
+            ("dqkv", &self.dqkv, 3 * channels),
+        ];
+        shape.check(Self::NAME, &buffers)?;
+        expect_dtype(self.dqkv.dtype(), &[&self.qkv, &self.out, &self.dout])?;
+        expect_dtype(DType::F32, &[&self.lse])?;
+        match flash_cut(&BACKWARD, shape, &[&self.qkv, &self.out, &self.dout, &self.dqkv]) {
+            Some(cut) => self.flash(cut),
+            None => self.plain(),
+        }
+    }
+}
+
+impl AttentionBackward {
+    /// Elements of what a kernel leaves of each query and head for the next: numbers of type f32.
+    fn along(&self, each: usize) -> (Scratch, Arg) {
+        let mut scratch = Scratch::default();
+        let at = scratch.take(each * self.lse.len() * DType::F32.bytes());
+        (scratch, Arg::Scratch(at))
+    }
+
+    fn flash(&self, cut: Cut) -> Result<Plan, DeviceError> {
+        let (scratch, known) = self.along(2);
+        let read = |buffer: &Buffer| Arg::Read(buffer.clone());
+        let dqkv = || Arg::Write(self.dqkv.clone());
+        let queries = vec![
+            read(&self.qkv),
+            read(&self.out),
+            read(&self.lse),
+            read(&self.dout),
+            dqkv(),
+            known.clone(),
+        ];
+        let keys = vec![read(&self.qkv), read(&self.dout), dqkv(), known];
+        let call = |kernel, mut args: Vec<Arg>| {
+            args.extend(Sizes::of(Self::NAME, self.shape)?.flash());
+            Ok::<_, DeviceError>(Call {
+                source: &FLASH_BACKWARD,
+                kernel,
+                defines: cut.defines(),
+                grid: cut.grid(self.shape, 2, Self::NAME)?,
+                args,
+            })
+        };
+        Ok(Plan {
+            scratch_bytes: scratch.bytes(),
+            calls: vec![call("flash_dq", queries)?, call("flash_dkv", keys)?],
+        })
+    }
+
+    fn plain(&self) -> Result<Plan, DeviceError> {
+        let act = element(Self::NAME, &self.dqkv)?;
+        let (scratch, along) = self.along(1);
+        let read = |buffer: &Buffer| Arg::Read(buffer.clone());
+        let dqkv = || Arg::Write(self.dqkv.clone());
+        let queries = vec![
+            read(&self.qkv),
+            read(&self.out),
+            read(&self.lse),
+            read(&self.dout),
+            dqkv(),
+            along.clone(),
+        ];
+        let keys = vec![read(&self.qkv), read(&self.lse), read(&self.dout), dqkv(), along];
+        let call = |kernel, mut args: Vec<Arg>| {
+            args.extend(Sizes::of(Self::NAME, self.shape)?.plain());
+            plain_call(Self::NAME, kernel, (self.shape, act), 4, args)
+        };
+        Ok(Plan {
+            scratch_bytes: scratch.bytes(),
+            calls: vec![call("attention_dq", queries)?, call("attention_dkv", keys)?],
+        })
+    }
+}
+
+pub(super) fn units() -> Vec<Unit> {
+    let flash = |source: &'static Source, cuts: [Cut; 3]| cuts.map(|cut| Unit::new(source, &cut.defines()));
+    let plain = [("f32", 48), ("f32", 64), ("f32", 256), ("bf16", 48)];
+    let mut units = flash(&FLASH_FORWARD, FORWARD).to_vec();
+    units.extend(flash(&FLASH_BACKWARD, BACKWARD));
+    units.extend(plain.map(|(act, head)| Unit::new(&PLAIN, &plain_defines(act, head))));
+    units
+}

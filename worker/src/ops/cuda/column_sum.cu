@@ -1,0 +1,82 @@
+// Sums over rows in two stages, both in a fixed order: the gradients of biases, and of LayerNorm's gain and bias.
+//
+// Bytes: column_partials reads R·C elements once and writes SLABS·C f32; add_partials reads these again, from the
+// cache.
+
+#include "element.cuh"
+
+constexpr u32 THREADS = 256;
+constexpr u32 WARPS = THREADS / WARP;
+constexpr u32 WIDTH = WARP * VEC;
+
+// partials[slab, c] = Σ x[r, c] over the slab's rows. Block (i, slab) takes columns i·WIDTH …, a warp every eighth row.
+extern "C" __global__ void __launch_bounds__(THREADS)
+column_partials(const ACT *x, f32 *partials, u32 rows, u32 columns, u32 slab_rows) {
+    __shared__ f32 gathered[WARPS][WIDTH];
+    const u32 warp = threadIdx.x / WARP;
+    const u32 within = threadIdx.x % WARP * VEC;
+    const u32 column = blockIdx.x * WIDTH + within;
+    const u32 end = min((blockIdx.y + 1) * slab_rows, rows);
+    f32 sum[VEC] = {};
+    if (column < columns) {
+        #pragma unroll 4
+        for (u32 row = blockIdx.y * slab_rows + warp; row < end; row += WARPS) {
+            f32 value[VEC];
+            load(value, x + (u64)row * columns + column);
+            #pragma unroll
+            for (int i = 0; i < VEC; i++) {
+                sum[i] += value[i];
+            }
+        }
+    }
+    #pragma unroll
+    for (int i = 0; i < VEC; i++) {
+        gathered[warp][within + i] = sum[i];
+    }
+    __syncthreads();
+    for (u32 i = threadIdx.x; i < WIDTH; i += THREADS) {
+        const u32 target = blockIdx.x * WIDTH + i;
+        if (target < columns) {
+            f32 total = gathered[0][i];
+            for (u32 w = 1; w < WARPS; w++) {
+                total += gathered[w][i];
+            }
+            partials[(u64)blockIdx.y * columns + target] = total;
+        }
+    }
+}
+
+constexpr u32 STRIPES = 32;
+
+// first[c] = Σ_p partials[p, c], and second[c] = Σ_p partials[p, C + c] where there is a second; or added to what is
+// there. A block takes 32 columns; stripe s adds parts s, s + 32, …, then the stripes are added in order.
+extern "C" __global__ void __launch_bounds__(WARP * STRIPES)
+add_partials(const f32 *partials, GRAD *first, GRAD *second, u32 parts, u32 columns, u32 accumulate_first,
+             u32 accumulate_second) {
+    __shared__ f32 gathered[STRIPES][WARP];
+    const u32 total = second ? 2 * columns : columns;
+    const u32 lane = threadIdx.x % WARP, stripe = threadIdx.x / WARP;
+    const u32 column = blockIdx.x * WARP + lane;
+    f32 sum = 0.0f;
+    if (column < total) {
+        #pragma unroll 8
+        for (u32 part = stripe; part < parts; part += STRIPES) {
+            sum += partials[(u64)part * total + column];
+        }
+    }
+    gathered[stripe][lane] = sum;
+    __syncthreads();
+    if (stripe == 0 && column < total) {
+        for (u32 s = 1; s < STRIPES; s++) {
+            sum += gathered[s][lane];
+        }
+        GRAD *out = column < columns ? first + column : second + (column - columns);
+        if (column < columns ? accumulate_first : accumulate_second) {
+            f32 before[1];
+            load(before, out);
+            sum += before[0];
+        }
+        const f32 value[1] = {sum};
+        store(out, value);
+    }
+}

@@ -1,0 +1,70 @@
+// From tokens to channels and back; the gradient of the token embedding is in token_backward.cu.
+//
+// Bytes: encoder_forward reads B·T rows of `wte`, the positions once (they stay in the cache) and writes B·T rows;
+// position_backward reads B·T rows and writes the positions.
+
+#include "element.cuh"
+
+constexpr u32 THREADS = 256;
+
+// out[b, t] = wte[tokens[b, t]] + wpe[t]; wpe may be null. A thread makes VEC channels. Tokens are checked where they
+// enter; one that is outside the vocabulary all the same gives NaN, which the loss shows, and reads nothing.
+extern "C" __global__ void __launch_bounds__(THREADS)
+encoder_forward(const int *tokens, const ACT *wte, const ACT *wpe, ACT *out, u32 rows, u32 channels, u32 positions,
+                u32 vocab) {
+    const u32 packs = channels / VEC;
+    const u64 index = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (index >= (u64)rows * packs) {
+        return;
+    }
+    const u64 row = index / packs;
+    const u32 channel = (u32)(index % packs) * VEC;
+    const u32 token = (u32)tokens[row];
+    f32 sum[VEC];
+    if (token < vocab) {
+        load(sum, wte + (u64)token * channels + channel);
+        if (wpe) {
+            f32 position[VEC];
+            load(position, wpe + (row % positions) * channels + channel);
+            #pragma unroll
+            for (int i = 0; i < VEC; i++) {
+                sum[i] += position[i];
+            }
+        }
+    } else {
+        #pragma unroll
+        for (int i = 0; i < VEC; i++) {
+            sum[i] = __uint_as_float(0x7fffffffu);
+        }
+    }
+    store(out + row * channels + channel, sum);
+}
+
+// dwpe[t] = Σ_b dout[b, t], samples in order, or added to what is there; positions beyond T get 0. A thread makes
+// VEC channels of one position.
+extern "C" __global__ void __launch_bounds__(THREADS)
+position_backward(const ACT *dout, GRAD *dwpe, u32 samples, u32 channels, u32 positions, u32 known, u32 accumulate) {
+    const u32 packs = channels / VEC;
+    const u64 index = (u64)blockIdx.x * THREADS + threadIdx.x;
+    if (index >= (u64)known * packs) {
+        return;
+    }
+    const u64 position = index / packs;
+    const u64 at = position * channels + (index % packs) * VEC;
+    f32 sum[VEC] = {};
+    if (accumulate) {
+        load(sum, dwpe + at);
+    }
+    if (position < positions) {
+        #pragma unroll 4
+        for (u32 sample = 0; sample < samples; sample++) {
+            f32 d[VEC];
+            load(d, dout + (u64)sample * positions * channels + at);
+            #pragma unroll
+            for (int i = 0; i < VEC; i++) {
+                sum[i] += d[i];
+            }
+        }
+    }
+    store(dwpe + at, sum);
+}

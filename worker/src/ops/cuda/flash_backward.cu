@@ -1,0 +1,335 @@
+// Causal attention, backward, on tensor cores, in two kernels that write each gradient once: no atomic additions, the
+// same bits each time.
+//
+// `flash_dq` owns queries and walks their keys; it also leaves Σ dout·out and the scaled lse of each query for the
+// second. `flash_dkv` owns keys and walks the queries that see them. Both compute the probabilities again from lse.
+//
+// FLOP a (query, key) pair: 6·HEAD and 8·HEAD; five products are needed, two are computed twice. `PART` columns of
+// scores are in registers at a time; of the two left operands, `RESIDENT` are in registers for good.
+
+#include "flash.cuh"
+
+constexpr int COLUMNS = PART / 8;
+
+typedef f32 Scores[ROW_TILES][COLUMNS][4];
+typedef f32 Sums[ROW_TILES][CHUNKS][4];
+
+// Rows of a left operand: in registers for good, or from shared memory each time.
+template <bool HELD> struct Rows {
+    u32 left[HELD ? ROW_TILES : 1][HELD ? HEAD / 16 : 1][4];
+    u32 tile, row;
+
+    __device__ __forceinline__ Rows(u32 tile, u32 row) : tile(tile), row(row) {
+        if (HELD) {
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                #pragma unroll
+                for (int k = 0; k < HEAD / 16; k++) {
+                    load_left(left[HELD ? m : 0][HELD ? k : 0], tile, row + 16 * m, k);
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ void get(u32 (&to)[4], int m, int k) const {
+        if (HELD) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                to[i] = left[HELD ? m : 0][HELD ? k : 0][i];
+            }
+        } else {
+            load_left(to, tile, row + 16 * m, k);
+        }
+    }
+};
+
+template <class T> __device__ __forceinline__ void clear(T &sums) {
+    for (auto &tile : sums) {
+        for (auto &fragment : tile) {
+            for (f32 &x : fragment) {
+                x = 0.0f;
+            }
+        }
+    }
+}
+
+// scores = rows · (rows `first..first + PART` of `tile`)ᵀ
+template <bool HELD>
+__device__ __forceinline__ void score(Scores &scores, const Rows<HELD> &rows, u32 tile, u32 first) {
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+        #pragma unroll
+        for (int n = 0; n < COLUMNS; n++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                scores[m][n][i] = 0.0f;
+            }
+        }
+    }
+    #pragma unroll
+    for (int k = 0; k < HEAD / 16; k++) {
+        u32 left[ROW_TILES][4];
+        #pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            rows.get(left[m], m, k);
+        }
+        #pragma unroll
+        for (int n = 0; n < PART / 16; n++) {
+            u32 right[4];
+            load_right(right, tile, first + 16 * n, k);
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                multiply_add(scores[m][2 * n], left[m], right[0], right[1]);
+                multiply_add(scores[m][2 * n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+// sums += scores · (rows `first..first + PART` of `tile`)
+__device__ __forceinline__ void weigh(Sums &sums, const Scores &scores, u32 tile, u32 first) {
+    #pragma unroll
+    for (int k = 0; k < PART / 16; k++) {
+        u32 left[ROW_TILES][4];
+        #pragma unroll
+        for (int m = 0; m < ROW_TILES; m++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const f32 *pair = &scores[m][2 * k + i / 2][2 * (i % 2)];
+                left[m][i] = narrow(pair[0], pair[1]);
+            }
+        }
+        #pragma unroll
+        for (int n = 0; n < HEAD / 16; n++) {
+            u32 right[4];
+            load_right_transposed(right, tile, first + 16 * k, n);
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                multiply_add(sums[m][2 * n], left[m], right[0], right[1]);
+                multiply_add(sums[m][2 * n + 1], left[m], right[2], right[3]);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ void scale_all(Sums &sums, f32 factor) {
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+        #pragma unroll
+        for (int n = 0; n < CHUNKS; n++) {
+            #pragma unroll
+            for (int i = 0; i < 4; i++) {
+                sums[m][n][i] *= factor;
+            }
+        }
+    }
+}
+
+// What backward knows of a query: lse/ln 2, and Σ dout·out. Read as a pair.
+struct Known {
+    f32 lse_log2;
+    f32 along;
+};
+
+// Of each row of the warp: Σ dout·out by the `CHUNKS` lanes that share a row, and lse.
+__device__ __forceinline__ void
+know_rows(Known *known, const bf16 *out, const bf16 *dout, const f32 *lse, u32 stride, u32 first, u32 end) {
+    const u32 lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+    #pragma unroll
+    for (int k = 0; k < WARP_ROWS * CHUNKS / 32; k++) {
+        const u32 row = (lane + 32 * k) / CHUNKS;
+        f32 along = 0.0f;
+        if (first + row < end) {
+            const u64 at = (u64)(first + row) * stride + chunk * 8;
+            f32 o[8], d[8];
+            load(o, out + at);
+            load(d, dout + at);
+            #pragma unroll
+            for (int i = 0; i < 8; i++) {
+                along = fmaf(o[i], d[i], along);
+            }
+        }
+        #pragma unroll
+        for (u32 distance = CHUNKS / 2; distance > 0; distance /= 2) {
+            along += __shfl_xor_sync(ALL_LANES, along, distance);
+        }
+        if (chunk == 0) {
+            known[row] = Known{first + row < end ? lse[first + row] * LOG2_E : 0.0f, along};
+        }
+    }
+}
+
+// qkv, dqkv [B, T, 3C]; out, dout [B, T, C]; lse [B, H, T]; known [B·H, T], written.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf16 *dqkv, Known *known, u32 positions,
+         u32 heads, u32 pairs, u32 group, f32 scale) {
+    SHARED_BYTES(shared);
+    __shared__ Known own[BLOCK_ROWS];
+    const u32 q_tile = shared_address(shared), dout_tile = q_tile + BLOCK_ROWS * ROW_BYTES;
+    const u32 steps_at = dout_tile + BLOCK_ROWS * ROW_BYTES;
+    const u32 tiles = (positions + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const Work work = work_of(pairs, tiles, group);
+    const u32 first = (tiles - 1 - work.order) * BLOCK_ROWS;
+    const u32 channels = heads * HEAD, stride = 3 * channels;
+    const u32 sample = work.pair / heads, head = work.pair % heads;
+    const u64 in_at = (u64)sample * positions * stride + head * HEAD;
+    const u64 out_at = (u64)sample * positions * channels + head * HEAD;
+    const bf16 *k = qkv + in_at + channels, *v = k + channels;
+
+    const u32 steps = (min(first + BLOCK_ROWS, positions) + STEP - 1) / STEP;
+    load_tile<BLOCK_ROWS>(q_tile, qkv + in_at, stride, first, positions);
+    load_tile<BLOCK_ROWS>(dout_tile, dout + out_at, channels, first, positions);
+    load_tile<STEP>(steps_at, k, stride, 0, positions);
+    load_tile<STEP>(steps_at + STEP_BYTES, v, stride, 0, positions);
+
+    const u32 lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const u32 query = first + warp_row;
+    know_rows(own + warp_row, out + out_at, dout + out_at, lse + (u64)work.pair * positions, channels, query, positions);
+    __syncwarp();
+    for (u32 row = lane; row < WARP_ROWS; row += 32) {
+        if (query + row < positions) {
+            known[(u64)work.pair * positions + query + row] = own[warp_row + row];
+        }
+    }
+    Known mine[ROW_TILES][2];
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+        mine[m][0] = own[warp_row + 16 * m + lane / 4];
+        mine[m][1] = own[warp_row + 16 * m + 8 + lane / 4];
+    }
+    copies_done();
+    __syncthreads();
+
+    const Rows<(RESIDENT >= 1)> q_rows(q_tile, warp_row);
+    const Rows<(RESIDENT >= 2)> dout_rows(dout_tile, warp_row);
+    Sums dq;
+    clear(dq);
+    const f32 scale_log2 = scale * LOG2_E;
+    for (u32 step = 0; step < steps; step++) {
+        const u32 keys = steps_at + step % 2 * 2 * STEP_BYTES, values = keys + STEP_BYTES;
+        if (step + 1 < steps) {
+            const u32 next = steps_at + (step + 1) % 2 * 2 * STEP_BYTES;
+            load_tile<STEP>(next, k, stride, (step + 1) * STEP, positions);
+            load_tile<STEP>(next + STEP_BYTES, v, stride, (step + 1) * STEP, positions);
+        }
+        for (u32 part = 0; part < STEP; part += PART) {
+            const u32 key = step * STEP + part;
+            if (key >= query + WARP_ROWS) {
+                break;
+            }
+            Scores p, ds;
+            score(p, q_rows, keys, part);
+            score(ds, dout_rows, values, part);
+            const bool masked = key + PART > query + 1;
+            #pragma unroll
+            for (int m = 0; m < ROW_TILES; m++) {
+                #pragma unroll
+                for (int n = 0; n < COLUMNS; n++) {
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        const Known &row = mine[m][i / 2];
+                        f32 x = exp2_fast(fmaf(p[m][n][i], scale_log2, -row.lse_log2)) * (ds[m][n][i] - row.along);
+                        if (masked) {
+                            const u32 r = query + 16 * m + i / 2 * 8 + lane / 4;
+                            const u32 c = key + 8 * n + lane % 4 * 2 + i % 2;
+                            x = c > r ? 0.0f : x;
+                        }
+                        ds[m][n][i] = x;
+                    }
+                }
+            }
+            weigh(dq, ds, keys, part);
+        }
+        copies_done();
+        __syncthreads();
+    }
+    scale_all(dq, scale);
+    store_rows(dq, q_tile, dqkv + in_at, stride, first, positions);
+}
+
+// As above; `known` as `flash_dq` left it. Writes the gradients of keys and values.
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
+flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32 positions, u32 heads, u32 pairs,
+          u32 group, f32 scale) {
+    SHARED_BYTES(shared);
+    alignas(16) __shared__ Known of_step[2][STEP];
+    const u32 k_tile = shared_address(shared), v_tile = k_tile + BLOCK_ROWS * ROW_BYTES;
+    const u32 steps_at = v_tile + BLOCK_ROWS * ROW_BYTES;
+    const u32 tiles = (positions + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    const Work work = work_of(pairs, tiles, group);
+    const u32 first = work.order * BLOCK_ROWS;
+    const u32 channels = heads * HEAD, stride = 3 * channels;
+    const u32 sample = work.pair / heads, head = work.pair % heads;
+    const u64 in_at = (u64)sample * positions * stride + head * HEAD;
+    const bf16 *q = qkv + in_at;
+    dout += (u64)sample * positions * channels + head * HEAD;
+    known += (u64)work.pair * positions;
+
+    const u32 steps = (positions + STEP - 1) / STEP;
+    const u32 first_step = first / STEP;
+    const auto load_step = [&](u32 step) {
+        const u32 to = steps_at + step % 2 * 2 * STEP_BYTES;
+        load_tile<STEP>(to, q, stride, step * STEP, positions);
+        load_tile<STEP>(to + STEP_BYTES, dout, channels, step * STEP, positions);
+        for (u32 row = threadIdx.x; row < STEP; row += THREADS) {
+            const bool valid = step * STEP + row < positions;
+            copy_pair(shared_address(&of_step[step % 2][row]), known + (valid ? step * STEP + row : 0), valid);
+        }
+    };
+    load_tile<BLOCK_ROWS>(k_tile, q + channels, stride, first, positions);
+    load_tile<BLOCK_ROWS>(v_tile, q + 2 * channels, stride, first, positions);
+    load_step(first_step);
+    copies_done();
+    __syncthreads();
+
+    const u32 lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * WARP_ROWS;
+    const u32 key = first + warp_row;
+    const Rows<(RESIDENT >= 1)> k_rows(k_tile, warp_row);
+    const Rows<(RESIDENT >= 2)> v_rows(v_tile, warp_row);
+    Sums dk, dv;
+    clear(dk);
+    clear(dv);
+    const f32 scale_log2 = scale * LOG2_E;
+    for (u32 step = first_step; step < steps; step++) {
+        const u32 queries = steps_at + step % 2 * 2 * STEP_BYTES, douts = queries + STEP_BYTES;
+        if (step + 1 < steps) {
+            load_step(step + 1);
+        }
+        for (u32 part = 0; part < STEP; part += PART) {
+            const u32 query = step * STEP + part;
+            if (query + PART <= key) {
+                continue;
+            }
+            Scores p, ds;
+            score(p, k_rows, queries, part);
+            score(ds, v_rows, douts, part);
+            const bool masked = query < key + WARP_ROWS - 1;
+            #pragma unroll
+            for (int n = 0; n < COLUMNS; n++) {
+                // Of two columns: lse, along, lse, along.
+                const float4 both = *reinterpret_cast<const float4 *>(&of_step[step % 2][part + 8 * n + lane % 4 * 2]);
+                #pragma unroll
+                for (int m = 0; m < ROW_TILES; m++) {
+                    #pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        f32 x = exp2_fast(fmaf(p[m][n][i], scale_log2, -(i % 2 ? both.z : both.x)));
+                        if (masked) {
+                            const u32 r = key + 16 * m + i / 2 * 8 + lane / 4;
+                            const u32 c = query + 8 * n + lane % 4 * 2 + i % 2;
+                            x = r > c ? 0.0f : x;
+                        }
+                        p[m][n][i] = x;
+                        ds[m][n][i] = x * (ds[m][n][i] - (i % 2 ? both.w : both.y));
+                    }
+                }
+            }
+            weigh(dv, p, douts, part);
+            weigh(dk, ds, queries, part);
+        }
+        copies_done();
+        __syncthreads();
+    }
+    scale_all(dk, scale);
+    store_rows(dk, k_tile, dqkv + in_at + channels, stride, first, positions);
+    store_rows(dv, v_tile, dqkv + in_at + 2 * channels, stride, first, positions);
+}

@@ -1,0 +1,126 @@
+//! Operations on NVIDIA GPUs: one file each, CUDA C beside the Rust that launches it.
+//!
+//! `layernorm.cu` holds the kernels of an operation, without CUDA headers; `layernorm.rs` checks sizes, chooses grid
+//! and types and launches ([`CudaKernel`]). The CPU kernels are the reference. Four rules:
+//! - the same inputs give the same bits: no floating-point atomics, every sum has an order that is written down;
+//! - that order follows from the sizes alone, not from the GPU;
+//! - activations and parameters are f32 or bf16, statistics f32, arithmetic f32, partial norms f64;
+//! - [`units`] lists every source with every set of definitions that it is compiled with.
+//!
+//! | file | kernels | bytes moved, for elements of s bytes |
+//! |---|---|---|
+//! | `plan` | none: [`Plan`], what an operation launches, as data | |
+//! | `element.cuh`, `elementwise.cuh` | what kernels are written in | |
+//! | `adamw` | update of master, moments and bf16 copy; skipped where the factor is not finite | 28 an element |
+//! | `norm` | squared norm by chunks, the clipping factor | s an element |
+//! | `cast`, `fill` | conversion, fill, scale | read + written |
+//! | `gelu` | forward, backward in place | 2s; 4s |
+//! | `layernorm` | forward; backward with the residual's gradient, sums of the gain's and bias's | 2s; 4s |
+//! | `column_sum` | sums over rows in two stages | s |
+//! | `encoder` | forward, gradient of positions | 2s; s |
+//! | `token_backward`, `token_sort` | gradient of the token embedding: rows sorted by token, then added | s, and the rows touched |
+//! | `attention` | forward, backward in two kernels; in f32 arithmetic | 4s·C a position; 12s·C |
+//! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
+//! | `linear` | none of ours: cuBLASLt ([`crate::device::cuda::Product`]) | operands and output once, at best |
+//! | `cross_entropy` | forward; backward in place | s; 2s |
+//! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
+
+mod adamw;
+mod attention;
+mod cast;
+mod column_sum;
+mod cross_entropy;
+mod encoder;
+mod fill;
+mod gelu;
+mod layernorm;
+mod linear;
+mod loss_sum;
+mod norm;
+mod plan;
+mod token_backward;
+
+pub use plan::{Arg, Call, Plan, Planned};
+
+use crate::device::DeviceError;
+use crate::device::cuda::{CudaKernel, Launch, Unit};
+
+/// Everything that can be compiled, for checks without a GPU and for compiling ahead.
+#[must_use]
+pub fn units() -> Vec<Unit> {
+    [
+        adamw::units(),
+        attention::units(),
+        cast::units(),
+        column_sum::units(),
+        cross_entropy::units(),
+        encoder::units(),
+        fill::units(),
+        gelu::units(),
+        layernorm::units(),
+        loss_sum::units(),
+        norm::units(),
+        token_backward::units(),
+    ]
+    .concat()
+}
+
+/// Operations that launch what they plan.
+macro_rules! launches_its_plan {
+    ($($op:ident),* $(,)?) => {
+        $(impl CudaKernel for super::$op {
+            fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+                self.plan()?.launch(cx)
+            }
+        })*
+
+        /// What an operation launches; none if it does not say so beforehand.
+        #[must_use]
+        pub fn plan(op: &super::Op) -> Option<Result<Plan, DeviceError>> {
+            match op {
+                $(super::Op::$op(op) => Some(op.plan()),)*
+                _ => None,
+            }
+        }
+    };
+}
+
+launches_its_plan!(
+    AdamW,
+    AttentionBackward,
+    AttentionForward,
+    Cast,
+    ClipScale,
+    ColumnSum,
+    CrossEntropyBackward,
+    CrossEntropyForward,
+    EncoderForward,
+    Fill,
+    GeluBackward,
+    GeluForward,
+    LayerNormBackward,
+    LayerNormForward,
+    LossSum,
+    PositionBackward,
+    Scale,
+    SquaredNorm,
+    TokenBackward,
+);
+
+/// Operations without a kernel: no model that is built needs them.
+macro_rules! without_kernel {
+    ($($op:ident),* $(,)?) => {
+        $(impl CudaKernel for super::$op {
+            fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+                Err(DeviceError::NoKernel { op: cx.op(), device: "CUDA" })
+            }
+        })*
+    };
+}
+
+without_kernel!(
+    BatchNormBackward,
+    BatchNormBackwardSums,
+    BatchNormForward,
+    BatchNormSums,
+);

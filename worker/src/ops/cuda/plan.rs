@@ -1,0 +1,199 @@
+//! What an operation asks of a GPU, as data: which kernels run in which grids with which arguments.
+//!
+//! Made from the operation alone, without a GPU, so that the same plan can be carried out by [`Launch`] or checked
+//! elsewhere.
+
+use std::borrow::Borrow;
+
+use crate::device::cuda::{Args, Define, DevicePtr, Grid, Launch, Source};
+use crate::device::{Buffer, DType, DeviceError};
+
+/// An operation that is a few kernels in a row.
+pub trait Planned {
+    /// Checks sizes and types and chooses kernels, grids and scratch memory, by the sizes alone: on every GPU the
+    /// sums have the same order.
+    fn plan(&self) -> Result<Plan, DeviceError>;
+}
+
+/// Kernels that run one after the other.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    /// Scratch memory that they share.
+    pub scratch_bytes: usize,
+    /// In order.
+    pub calls: Vec<Call>,
+}
+
+/// One kernel's launch.
+#[derive(Clone, Debug)]
+pub struct Call {
+    /// The file that it is in.
+    pub source: &'static Source,
+    /// Its name there.
+    pub kernel: &'static str,
+    /// What the file is compiled with.
+    pub defines: Vec<Define>,
+    /// Blocks and threads.
+    pub grid: Grid,
+    /// In the order of its parameters.
+    pub args: Vec<Arg>,
+}
+
+/// One argument of a kernel.
+#[derive(Clone, Debug)]
+pub enum Arg {
+    /// A pointer to elements that are only read.
+    Read(Buffer),
+    /// A pointer to elements that are written, or read and written.
+    Write(Buffer),
+    /// A pointer into the scratch memory, so many bytes from its start.
+    Scratch(usize),
+    /// No pointer.
+    Null,
+    /// `u32`
+    U32(u32),
+    /// `u64`
+    U64(u64),
+    /// `f32`
+    F32(f32),
+}
+
+impl Arg {
+    /// A pointer to elements that are read, where there are any.
+    pub(super) fn read_if(buffer: Option<&Buffer>) -> Self {
+        buffer.map_or(Self::Null, |buffer| Self::Read(buffer.clone()))
+    }
+
+    /// `u32`, 0 or 1.
+    pub(super) fn flag(value: bool) -> Self {
+        Self::U32(u32::from(value))
+    }
+}
+
+impl Plan {
+    /// One kernel, without scratch memory.
+    pub(super) fn one(call: Call) -> Self {
+        Self {
+            scratch_bytes: 0,
+            calls: vec![call],
+        }
+    }
+
+    /// Puts its kernels on a stream.
+    pub(super) fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+        let scratch = match self.scratch_bytes {
+            0 => DevicePtr::NULL,
+            bytes => cx.scratch(bytes)?,
+        };
+        for call in &self.calls {
+            let kernel = cx.kernel(call.source, call.kernel, &call.defines)?;
+            let mut args = Args::new();
+            for arg in &call.args {
+                args = match arg {
+                    Arg::Read(buffer) | Arg::Write(buffer) => args.ptr(cx.address(buffer)?),
+                    Arg::Scratch(offset) => args.ptr(scratch.offset(*offset)),
+                    Arg::Null => args.ptr(DevicePtr::NULL),
+                    Arg::U32(value) => args.u32(*value),
+                    Arg::U64(value) => args.u64(*value),
+                    Arg::F32(value) => args.f32(*value),
+                };
+            }
+            cx.run(&kernel, call.grid, &args)?;
+        }
+        Ok(())
+    }
+}
+
+/// Elements that a kernel loads at once at most.
+pub(super) const WIDEST: usize = 8;
+
+/// Threads of a block of the kernels that have no reason for another number.
+pub(super) const THREADS: u32 = 256;
+
+/// The file that all kernels include.
+pub(super) const ELEMENT: (&str, &str) = ("element.cuh", include_str!("element.cuh"));
+/// The file that element-wise kernels include.
+pub(super) const ELEMENTWISE: (&str, &str) = ("elementwise.cuh", include_str!("elementwise.cuh"));
+
+/// An element type in CUDA C.
+pub(super) fn element(op: &'static str, buffer: &Buffer) -> Result<&'static str, DeviceError> {
+    match buffer.dtype() {
+        DType::F32 => Ok("f32"),
+        DType::Bf16 => Ok("bf16"),
+        other => Err(DeviceError::Shape {
+            op,
+            what: format!(
+                "`{}` holds {other}, a GPU computes in f32 and bf16",
+                buffer.arena().name()
+            ),
+        }),
+    }
+}
+
+/// Refuses buffers of any other type.
+pub(super) fn expect_dtype<B: Borrow<Buffer>>(dtype: DType, buffers: &[B]) -> Result<(), DeviceError> {
+    let mut buffers = buffers.iter().map(Borrow::borrow);
+    match buffers.find(|buffer| buffer.dtype() != dtype) {
+        None => Ok(()),
+        Some(buffer) => Err(DeviceError::WrongDType {
+            arena: buffer.arena().name().to_owned(),
+            found: buffer.dtype(),
+            expected: dtype,
+        }),
+    }
+}
+
+/// Elements that are loaded at once, `VEC`: 8 if every row of every buffer starts at a multiple of 16 bytes, else 1.
+/// Arenas start at such a multiple.
+pub(super) fn width(row: usize, buffers: &[&Buffer]) -> usize {
+    let aligned = |buffer: &&Buffer| (buffer.range().start * buffer.dtype().bytes()).is_multiple_of(16);
+    if row.is_multiple_of(WIDEST) && buffers.iter().all(aligned) {
+        WIDEST
+    } else {
+        1
+    }
+}
+
+/// The definition of `VEC`.
+pub(super) fn vec_define(width: usize) -> Define {
+    Define::number("VEC", width as i64)
+}
+
+/// A number as kernels count with it.
+pub(super) fn count(op: &'static str, name: &str, number: usize) -> Result<u32, DeviceError> {
+    // Half the range, so that kernels can go one block past the end.
+    if number > usize::try_from(i32::MAX).unwrap_or(usize::MAX) {
+        let what = format!("{number} {name} are more than a kernel counts");
+        return Err(DeviceError::Shape { op, what });
+    }
+    Ok(number as u32)
+}
+
+/// The grid of an element-wise kernel with so many packs a thread.
+pub(super) fn elementwise_grid(elements: usize, width: usize, unroll: usize) -> Grid {
+    // At least one block, for what is left of less than a pack.
+    let packs = (elements / width).max(usize::from(elements > 0));
+    Grid::covering(packs.div_ceil(unroll), THREADS)
+}
+
+/// Lays arrays out one after the other in scratch memory.
+#[derive(Debug, Default)]
+pub(super) struct Scratch {
+    bytes: usize,
+}
+
+impl Scratch {
+    const ALIGNMENT: usize = 256;
+
+    /// Room for so many bytes: where it starts.
+    pub(super) fn take(&mut self, bytes: usize) -> usize {
+        let start = self.bytes;
+        self.bytes += bytes.next_multiple_of(Self::ALIGNMENT);
+        start
+    }
+
+    /// Size of all.
+    pub(super) const fn bytes(&self) -> usize {
+        self.bytes
+    }
+}

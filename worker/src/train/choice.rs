@@ -1,0 +1,202 @@
+//! Which device this rank trains on.
+
+use std::sync::Arc;
+
+use super::TrainError;
+use crate::config::{Backend, Precision, TrainConfig};
+use crate::device::cuda::{CubinCache, CudaDevice, CudaOptions, count_devices};
+use crate::device::{CpuDevice, Device, DeviceError};
+use crate::session::Session;
+
+/// With this variable NCCL lets several ranks share a GPU, and so do we.
+const SHARE_GPUS: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+
+/// Where a rank computes.
+pub(super) enum Choice {
+    /// On what the caller brought.
+    Given(Arc<dyn Device>),
+    /// On the processor.
+    Cpu,
+    /// On the GPU of this number, among the visible ones.
+    Gpu(usize),
+}
+
+/// What a choice depends on.
+struct Situation {
+    backend: Backend,
+    precision: Precision,
+    /// GPUs that the driver shows, or why it shows none.
+    gpus: Result<usize, DeviceError>,
+    local_rank: usize,
+    local_world_size: usize,
+    /// Ranks may share a GPU.
+    share: bool,
+}
+
+impl Situation {
+    /// The decision. All ranks of a node decide alike, all nodes only if they have GPUs alike, which the check that
+    /// ranks agree makes sure of.
+    fn decide(&self) -> Result<Choice, TrainError> {
+        let wanted = match self.backend {
+            Backend::Cpu => false,
+            Backend::Nccl => true,
+            Backend::Auto => matches!(self.gpus, Ok(count) if count > 0),
+        };
+        if !wanted {
+            return match self.precision {
+                Precision::Tf32 => Err(TrainError::NeedsGpu {
+                    key: "train.precision: tf32",
+                    why: self.why_no_gpu(),
+                }),
+                Precision::F32 | Precision::Bf16 => Ok(Choice::Cpu),
+            };
+        }
+        let count = match &self.gpus {
+            Ok(count) if *count > 0 => *count,
+            _ => {
+                return Err(TrainError::NeedsGpu {
+                    key: "parallel.backend: nccl",
+                    why: self.why_no_gpu(),
+                });
+            }
+        };
+        if self.local_world_size > count && !self.share {
+            return Err(TrainError::TooFewGpus {
+                gpus: count,
+                workers: self.local_world_size,
+            });
+        }
+        Ok(Choice::Gpu(self.local_rank % count))
+    }
+
+    fn why_no_gpu(&self) -> String {
+        match (&self.backend, &self.gpus) {
+            (Backend::Cpu, _) => "`parallel.backend` is `cpu`".to_owned(),
+            (_, Ok(_)) => "the driver shows no GPU".to_owned(),
+            (_, Err(error)) => error.to_string(),
+        }
+    }
+}
+
+impl Choice {
+    /// For this rank; `given` is the device that the caller brought.
+    pub(super) fn of(
+        config: &TrainConfig,
+        session: &Session,
+        given: Option<Arc<dyn Device>>,
+    ) -> Result<Self, TrainError> {
+        if let Some(device) = given {
+            return Ok(Self::Given(device));
+        }
+        let backend = config.parallel.backend;
+        let env = session.env();
+        let situation = Situation {
+            backend,
+            precision: config.train.precision,
+            // The driver takes a second to start: it is not asked in vain.
+            gpus: if backend == Backend::Cpu {
+                Ok(0)
+            } else {
+                count_devices()
+            },
+            local_rank: env.local_rank.get() as usize,
+            local_world_size: env.local_world_size as usize,
+            share: std::env::var(SHARE_GPUS).is_ok_and(|value| value.trim() == "1"),
+        };
+        situation.decide()
+    }
+
+    /// Kind of device, which all ranks must have in common.
+    pub(super) const fn kind(&self) -> &'static str {
+        match self {
+            Self::Given(_) => "the caller's",
+            Self::Cpu => "cpu",
+            Self::Gpu(_) => "cuda",
+        }
+    }
+
+    /// Opens the device; a CPU with so many threads.
+    pub(super) fn open(self, config: &TrainConfig, threads: usize) -> Result<Arc<dyn Device>, TrainError> {
+        Ok(match self {
+            Self::Given(device) => device,
+            Self::Cpu => Arc::new(CpuDevice::new(threads)?),
+            Self::Gpu(ordinal) => Arc::new(CudaDevice::open(CudaOptions {
+                ordinal,
+                tf32: config.train.precision == Precision::Tf32,
+                cache: CubinCache::of_user(),
+            })?),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn situation(backend: Backend, gpus: usize) -> Situation {
+        Situation {
+            backend,
+            precision: Precision::F32,
+            gpus: Ok(gpus),
+            local_rank: 1,
+            local_world_size: 2,
+            share: false,
+        }
+    }
+
+    /// The GPU that is chosen; none: the processor.
+    fn gpu(situation: &Situation) -> Option<usize> {
+        match situation.decide().unwrap() {
+            Choice::Gpu(ordinal) => Some(ordinal),
+            Choice::Cpu => None,
+            Choice::Given(_) => panic!("nobody gave one"),
+        }
+    }
+
+    /// The words of the refusal.
+    fn refusal(situation: &Situation) -> String {
+        situation.decide().err().expect("a refusal").to_string()
+    }
+
+    #[test]
+    fn each_rank_has_a_gpu_of_its_own_where_there_are_gpus() {
+        let chosen = |backend, gpus| gpu(&situation(backend, gpus));
+        assert_eq!(chosen(Backend::Auto, 2), Some(1));
+        assert_eq!(chosen(Backend::Nccl, 8), Some(1));
+        assert_eq!(chosen(Backend::Auto, 0), None);
+        assert_eq!(chosen(Backend::Cpu, 8), None);
+    }
+
+    #[test]
+    fn a_driver_that_does_not_start_leaves_the_processor() {
+        let mut without = situation(Backend::Auto, 0);
+        without.gpus = Err(DeviceError::Upstream("no driver".to_owned()));
+        assert_eq!(gpu(&without), None);
+        let mut asked_for = situation(Backend::Nccl, 0);
+        asked_for.gpus = Err(DeviceError::Upstream("no driver".to_owned()));
+        assert_eq!(
+            refusal(&asked_for),
+            "`parallel.backend: nccl` needs a GPU: no driver"
+        );
+    }
+
+    #[test]
+    fn more_workers_than_gpus_are_refused_unless_they_may_share() {
+        let error = refusal(&situation(Backend::Auto, 1));
+        assert!(
+            error.starts_with("2 workers on this node, which has 1 GPU\n  hint: "),
+            "{error}"
+        );
+        let mut sharing = situation(Backend::Auto, 1);
+        sharing.share = true;
+        assert_eq!(gpu(&sharing), Some(0));
+    }
+
+    #[test]
+    fn tf32_needs_a_gpu() {
+        let mut on_cpu = situation(Backend::Cpu, 8);
+        on_cpu.precision = Precision::Tf32;
+        let expected = "`train.precision: tf32` needs a GPU: `parallel.backend` is `cpu`";
+        assert_eq!(refusal(&on_cpu), expected);
+    }
+}

@@ -1,0 +1,195 @@
+//! What any number of ranks writes, whoever owns what, any other number reads.
+
+use tempfile::TempDir;
+
+use super::*;
+use crate::checkpoint::{Piece, Reader, Rng, State, Which, Writer, file_stem};
+use crate::config;
+use crate::model::{self, Model};
+use crate::parallel::{GradientLayout, LayoutConfig};
+
+const SIZES: [usize; 5] = [1, 2, 3, 4, 8];
+
+/// Who owns what.
+#[derive(Clone, Copy, Debug)]
+enum Owners {
+    /// Everybody everything: `ddp`.
+    All,
+    /// Each a slice of each bucket: `zero1`, and `zero2` with whole gradients.
+    Buckets,
+    /// Of each part of a bucket: `zero2`.
+    Parts,
+    /// Of each group: `zero3`.
+    Groups,
+    /// The same of parts and of groups, where as many ranks as [`ranks_of_a_copy`] says hold a copy together.
+    CopiesOfParts,
+    CopiesOfGroups,
+}
+
+const OWNERS: [Owners; 6] = [
+    Owners::All,
+    Owners::Buckets,
+    Owners::Parts,
+    Owners::Groups,
+    Owners::CopiesOfParts,
+    Owners::CopiesOfGroups,
+];
+
+/// Half of the ranks, or one.
+fn ranks_of_a_copy(ranks: usize) -> usize {
+    if ranks.is_multiple_of(2) { ranks / 2 } else { 1 }
+}
+
+/// Large enough that pieces end within tensors: units are cut at 16,384 elements.
+fn model() -> Model {
+    let config = config::Model {
+        kind: config::ModelKind::Gpt2,
+        n_layer: 2,
+        n_head: 2,
+        n_embd: 48,
+        block_size: 12,
+        vocab_size: None,
+    };
+    model::build(&config, 256).unwrap()
+}
+
+fn sharding(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Sharding {
+    let config = LayoutConfig {
+        first_bucket_bytes: 60_000,
+        bucket_bytes: 200_000,
+        ..LayoutConfig::new(ranks)
+    };
+    let layout = GradientLayout::of_model(model, &config).unwrap();
+    let copy = ranks_of_a_copy(ranks);
+    match owners {
+        Owners::All => Sharding::replicated(&layout),
+        Owners::Buckets => Sharding::of_buckets(&layout, ranks, rank),
+        Owners::Parts => Sharding::of_parts(&layout, ranks, rank),
+        Owners::Groups => Sharding::of_groups(&layout, ranks, rank),
+        Owners::CopiesOfParts => Sharding::of_parts(&layout, copy, rank % copy),
+        Owners::CopiesOfGroups => Sharding::of_groups(&layout, copy, rank % copy),
+    }
+}
+
+/// Bytes that belong to these elements and to no others.
+fn bytes_of(extent: &Extent) -> Vec<u8> {
+    let tensor = blake3::hash(extent.tensor.as_bytes());
+    let seed = u32::from_le_bytes(tensor.as_bytes()[..4].try_into().unwrap());
+    let element = |i: u64| (seed ^ (i as u32).wrapping_mul(2_654_435_761)).to_le_bytes();
+    extent.range.clone().flat_map(element).collect()
+}
+
+fn save(model: &Model, owners: Owners, ranks: usize) -> TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    let mut stems = Vec::new();
+    let writers: Vec<Writer> = (0..ranks)
+        .map(|rank| match rank {
+            0 => Writer::begin(folder.path(), 5, 1).unwrap(),
+            _ => Writer::join(folder.path(), 5, 1).unwrap(),
+        })
+        .collect();
+    for (rank, writer) in writers.iter().enumerate() {
+        let own = written_by(&sharding(model, owners, rank, ranks), rank, ranks);
+        for kind in Kind::ALL {
+            let extents: Vec<Extent> = own
+                .iter()
+                .map(|piece| extent(kind, piece, &model.params))
+                .collect();
+            let bytes: Vec<Vec<u8>> = extents.iter().map(bytes_of).collect();
+            let pieces: Vec<Piece<'_>> = extents
+                .iter()
+                .zip(&bytes)
+                .map(|(extent, bytes)| Piece {
+                    tensor: &extent.tensor,
+                    shape: &extent.shape,
+                    dtype: extent.dtype,
+                    range: extent.range.clone(),
+                    bytes,
+                })
+                .collect();
+            let stem = file_stem(kind, rank, ranks);
+            writer.write(&stem, &pieces).unwrap();
+            stems.push(stem);
+        }
+    }
+    let state = State {
+        step: 5,
+        consumed_samples: 80,
+        batch: None,
+        rng: Rng {
+            seed: 1,
+            data_order: "test/1".into(),
+        },
+        config: serde_json::Value::Null,
+        data: None,
+    };
+    writers[0].commit(&state, &stems).unwrap();
+    folder
+}
+
+#[test]
+fn every_number_of_ranks_reads_what_every_other_wrote_whoever_owns_what() {
+    let model = model();
+    for writers in SIZES {
+        for wrote in OWNERS {
+            let folder = save(&model, wrote, writers);
+            let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+            for readers in SIZES {
+                for reads in OWNERS {
+                    for rank in 0..readers {
+                        let own = sharding(&model, reads, rank, readers).own_pieces();
+                        for (kind, piece) in Kind::ALL
+                            .iter()
+                            .flat_map(|kind| own.iter().map(move |p| (*kind, p)))
+                        {
+                            let extent = extent(kind, piece, &model.params);
+                            let found = reader.read(&extent.tensor, extent.range.clone()).unwrap();
+                            assert!(
+                                found == bytes_of(&extent),
+                                "{extent:?}, {wrote:?} on {writers} to {reads:?} on {readers}"
+                            );
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn copies_share_the_writing() {
+    let model = model();
+    for owners in [Owners::CopiesOfParts, Owners::CopiesOfGroups] {
+        for ranks in [2, 4, 8] {
+            let copy = ranks_of_a_copy(ranks);
+            let writes = |rank| -> usize {
+                let own = written_by(&sharding(&model, owners, rank, ranks), rank, ranks);
+                own.iter().map(|piece| piece.elements.len()).sum()
+            };
+            for rank in 0..copy {
+                let (one, other) = (writes(rank), writes(rank + copy));
+                assert!(
+                    one.abs_diff(other) <= 1,
+                    "{owners:?}, {rank} of {ranks}: {one}, {other}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn ranks_with_the_same_state_write_equal_parts_of_it() {
+    let model = model();
+    let total: usize = model.params.iter().map(ParamSpec::len).sum();
+    for ranks in SIZES {
+        for rank in 0..ranks {
+            let own = written_by(&sharding(&model, Owners::All, rank, ranks), rank, ranks);
+            let elements: usize = own.iter().map(|piece| piece.elements.len()).sum();
+            assert!(elements.abs_diff(total / ranks) <= 1, "rank {rank} of {ranks}");
+            for piece in own {
+                assert_eq!(piece.place.whole.len(), piece.elements.len());
+                assert_eq!(piece.place.shard, piece.place.whole);
+            }
+        }
+    }
+}

@@ -1,0 +1,135 @@
+//! Going on from a checkpoint: what it must have in common with this run, and reading what this rank owns.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use super::TrainError;
+use super::owned::{self, Part};
+use super::replica::Replica;
+use super::world::World;
+use crate::checkpoint::{Expected, Extent, Reader, State, Which, step_name};
+use crate::data::ORDER_VERSION;
+use crate::optim::{AdamW, evict};
+
+/// What a resumed run must have in common with the one that wrote the checkpoint: other values would make it another
+/// run. Steps, schedule, batch and everything about ranks may change.
+const FIXED_KEYS: &[&str] = &[
+    "/model",
+    "/data/tokenizer",
+    "/data/order",
+    "/run/seed",
+    "/train/optimizer/kind",
+];
+
+/// Opens the checkpoint after `step` steps, if it is one of this run. `identity` is what this run is: its state at any
+/// step.
+pub(super) fn open(out_dir: &Path, step: u64, identity: &State) -> Result<Reader, TrainError> {
+    let reader = Reader::open(out_dir, Which::Step(step))?;
+    let state = &reader.manifest().state;
+    let folder = out_dir.join("checkpoints").join(step_name(state.step));
+    compare(&folder, identity, state)?;
+    Ok(reader)
+}
+
+/// Loads what this rank owns. Every rank calls it.
+pub(super) fn load(
+    reader: &Reader,
+    (world, replica, adamw): (&World, &Replica, &AdamW),
+) -> Result<(), TrainError> {
+    let parts = owned::parts(replica.weights.own(), adamw);
+    let params = &replica.model.params;
+    let all = |part: &Part<'_>| -> Vec<Extent> {
+        let specs = params.iter();
+        specs.map(|spec| owned::whole(part.kind, spec)).collect()
+    };
+    let extents: Vec<Extent> = parts.iter().flat_map(all).collect();
+    let expected: Vec<Expected<'_>> = extents
+        .iter()
+        .map(|extent| Expected {
+            tensor: &extent.tensor,
+            shape: &extent.shape,
+            dtype: extent.dtype,
+        })
+        .collect();
+    reader.expect(&expected)?;
+    for part in &parts {
+        for piece in replica.weights.sharding().own_pieces() {
+            let extent = owned::extent(part.kind, &piece, params);
+            let bytes = reader.read(&extent.tensor, extent.range)?;
+            let target = part.portion.slice(&piece.place);
+            world.device.upload(world.stream, &target, &bytes);
+            evict(&target);
+        }
+    }
+    world.device.synchronize(world.stream)?;
+    Ok(())
+}
+
+fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainError> {
+    let contradiction = |key: &str, found: String, begun: String| TrainError::Contradiction {
+        checkpoint: checkpoint.display().to_string(),
+        key: key.to_owned(),
+        found,
+        begun,
+    };
+    for pointer in FIXED_KEYS {
+        let path = pointer[1..].replace('/', ".");
+        let values = (now.config.pointer(pointer), then.config.pointer(pointer));
+        if let Some((key, found, begun)) = difference(&path, values.0, values.1) {
+            return Err(contradiction(&key, found, begun));
+        }
+    }
+    let (order, begun) = (&now.rng.data_order, &then.rng.data_order);
+    if order != begun || order != ORDER_VERSION {
+        let key = "rule of the data order";
+        return Err(contradiction(key, order.clone(), begun.clone()));
+    }
+    match (&now.data, &then.data) {
+        (Some(found), Some(begun)) if found != begun => Err(contradiction(
+            "training text of `data.train`",
+            found.clone(),
+            begun.clone(),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// First difference between two values, by path: key, value now, value then.
+fn difference(path: &str, now: Option<&Value>, then: Option<&Value>) -> Option<(String, String, String)> {
+    if now == then {
+        return None;
+    }
+    if let (Some(Value::Object(now)), Some(Value::Object(then))) = (now, then) {
+        let keys = now.keys().chain(then.keys());
+        return keys
+            .into_iter()
+            .find_map(|key| difference(&format!("{path}.{key}"), now.get(key), then.get(key)));
+    }
+    let show = |value: Option<&Value>| value.map_or_else(|| "not set".to_owned(), Value::to_string);
+    Some((path.to_owned(), show(now), show(then)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_named_by_its_path() {
+        let (now, then) = (
+            json!({ "a": 1, "b": { "c": 2 } }),
+            json!({ "a": 1, "b": { "c": 3 } }),
+        );
+        assert_eq!(difference("model", Some(&now), Some(&now)), None);
+        assert_eq!(
+            difference("model", Some(&now), Some(&then)),
+            Some(("model.b.c".into(), "2".into(), "3".into()))
+        );
+        assert_eq!(
+            difference("model", Some(&now), Some(&json!({ "a": 1 }))),
+            Some(("model.b".into(), "{\"c\":2}".into(), "not set".into()))
+        );
+    }
+}

@@ -1,0 +1,167 @@
+//! What follows from how far each rank is with a save, and what people are told of one that failed.
+
+use std::fmt;
+use std::time::Duration;
+
+use super::save_thread::Stage;
+use crate::checkpoint::{CheckpointError, step_name};
+
+const WRITING: f64 = 0.0;
+const WRITTEN: f64 = 1.0;
+const COMMITTED: f64 = 2.0;
+const FAILED: f64 = 3.0;
+
+/// A stage as a number, for the other ranks.
+pub(super) fn code(stage: &Stage) -> f64 {
+    match stage {
+        Stage::Writing => WRITING,
+        Stage::Written => WRITTEN,
+        Stage::Committed(_) => COMMITTED,
+        Stage::Failed(_) => FAILED,
+    }
+}
+
+/// How far a save is on all ranks together.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// Somebody writes.
+    Pending,
+    /// All have written: rank 0 may commit.
+    Written,
+    /// It is the latest checkpoint.
+    Saved,
+    /// Nobody writes any more, and these ranks have failed.
+    Failed { ranks: Vec<usize> },
+}
+
+/// The verdict on the stages of all ranks, in rank order: the same on every rank, because they are.
+pub(super) fn of(codes: &[f64]) -> Verdict {
+    let ranks_at =
+        |code: f64| -> Vec<usize> { (0..codes.len()).filter(|&rank| codes[rank] == code).collect() };
+    let failed = ranks_at(FAILED);
+    if !ranks_at(WRITING).is_empty() {
+        // Also if others have failed: what is to be deleted must not be written meanwhile.
+        Verdict::Pending
+    } else if !failed.is_empty() {
+        Verdict::Failed { ranks: failed }
+    } else if codes.first() == Some(&COMMITTED) {
+        Verdict::Saved
+    } else {
+        Verdict::Written
+    }
+}
+
+/// A save that went wrong, for people.
+pub(super) struct Report<'a> {
+    pub(super) step: u64,
+    pub(super) verdict: &'a Verdict,
+    pub(super) error: &'a CheckpointError,
+    pub(super) next_due: Option<u64>,
+    /// When it is tried again, if it is.
+    pub(super) retry: Option<Duration>,
+    /// Step of the latest checkpoint.
+    pub(super) latest: Option<u64>,
+}
+
+impl fmt::Display for Report<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (step, error) = (self.step, self.error);
+        let Verdict::Failed { ranks } = self.verdict else {
+            return write!(
+                f,
+                "the checkpoint of step {step} is saved, but older ones that are not kept could not be deleted: {error}"
+            );
+        };
+        write!(
+            f,
+            "the checkpoint of step {step} was not saved on {}; ",
+            list(ranks)
+        )?;
+        match (self.retry, self.next_due) {
+            (Some(pause), _) => write!(f, "it is tried again in {} s", pause.as_secs())?,
+            (None, Some(next)) => write!(f, "training goes on, and the next one is due after step {next}")?,
+            (None, None) => write!(f, "training goes on")?,
+        }
+        match self.latest {
+            Some(latest) => write!(f, " (the latest is `{}`)", step_name(latest))?,
+            None => write!(f, " (there is none yet)")?,
+        }
+        write!(f, "\n  {error}")
+    }
+}
+
+/// Training stood still because a save took long.
+pub(super) fn waited(before: u64, step: u64, waited: Duration) -> String {
+    format!(
+        "training stood still for {:.1} s: the checkpoint of step {step} was due before that of step {before} was written\n  hint: raise `train.checkpoint_every`, or save to a faster disk",
+        waited.as_secs_f64()
+    )
+}
+
+/// `rank 1`, or `ranks 0, 2`.
+pub(super) fn list(ranks: &[usize]) -> String {
+    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
+    match ranks {
+        [_] => format!("rank {}", names[0]),
+        _ => format!("ranks {}", names.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+    use std::path::PathBuf;
+
+    use super::*;
+
+    #[test]
+    fn all_ranks_must_have_written_and_one_that_fails_fails_for_all() {
+        let failed = |ranks: &[usize]| Verdict::Failed {
+            ranks: ranks.to_vec(),
+        };
+        assert_eq!(of(&[WRITTEN, WRITING, FAILED]), Verdict::Pending);
+        assert_eq!(of(&[WRITTEN, WRITTEN]), Verdict::Written);
+        assert_eq!(of(&[COMMITTED, WRITTEN]), Verdict::Saved);
+        assert_eq!(of(&[WRITTEN, FAILED, FAILED]), failed(&[1, 2]));
+        // Rank 0 could not commit.
+        assert_eq!(of(&[FAILED, WRITTEN]), failed(&[0]));
+        assert_eq!(of(&[WRITTEN]), Verdict::Written);
+    }
+
+    #[test]
+    fn a_failed_save_says_where_why_and_what_comes_next() {
+        let error = CheckpointError::Io {
+            doing: "write",
+            path: PathBuf::from("out/x"),
+            cause: "No space left on device (os error 28)".into(),
+            kind: io::ErrorKind::StorageFull,
+        };
+        let verdict = Verdict::Failed { ranks: vec![1, 2] };
+        let report = Report {
+            step: 40,
+            verdict: &verdict,
+            error: &error,
+            next_due: Some(60),
+            retry: None,
+            latest: Some(20),
+        };
+        insta::assert_snapshot!(report, @r"
+        the checkpoint of step 40 was not saved on ranks 1, 2; training goes on, and the next one is due after step 60 (the latest is `step_00000020`)
+          cannot write `out/x`: No space left on device (os error 28)
+          hint: free space there; the checkpoint before it is still usable
+        ");
+        insta::assert_snapshot!(Report { next_due: None, retry: Some(Duration::from_secs(2)), latest: None, ..report }, @r"
+        the checkpoint of step 40 was not saved on ranks 1, 2; it is tried again in 2 s (there is none yet)
+          cannot write `out/x`: No space left on device (os error 28)
+          hint: free space there; the checkpoint before it is still usable
+        ");
+        insta::assert_snapshot!(Report { verdict: &Verdict::Saved, ..report }, @r"
+        the checkpoint of step 40 is saved, but older ones that are not kept could not be deleted: cannot write `out/x`: No space left on device (os error 28)
+          hint: free space there; the checkpoint before it is still usable
+        ");
+        insta::assert_snapshot!(waited(20, 40, Duration::from_millis(2340)), @r"
+        training stood still for 2.3 s: the checkpoint of step 40 was due before that of step 20 was written
+          hint: raise `train.checkpoint_every`, or save to a faster disk
+        ");
+    }
+}

@@ -1,0 +1,86 @@
+//! What to do about a step whose numbers are not finite: a decision that is the same on all ranks, since all see the
+//! same numbers.
+
+use crate::config::OnNonFinite;
+
+/// Steps that were skipped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Skips {
+    policy: OnNonFinite,
+    /// Most in a row.
+    limit: u64,
+    in_a_row: u64,
+    total: u64,
+}
+
+/// See [`Skips::judge`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// The step counts.
+    Keep,
+    /// The step was without effect. `is_first`: the one before was not.
+    Skip {
+        /// See above.
+        is_first: bool,
+    },
+    /// Training ends, after so many skipped steps in a row.
+    Stop {
+        /// See above.
+        skipped: u64,
+    },
+}
+
+impl Skips {
+    pub(super) fn new(policy: OnNonFinite, limit: u64) -> Self {
+        Self {
+            policy,
+            limit,
+            in_a_row: 0,
+            total: 0,
+        }
+    }
+
+    /// Of the next step.
+    pub(super) fn judge(&mut self, is_finite: bool) -> Verdict {
+        if is_finite {
+            self.in_a_row = 0;
+            return Verdict::Keep;
+        }
+        if self.policy == OnNonFinite::Stop || self.in_a_row == self.limit {
+            return Verdict::Stop {
+                skipped: self.in_a_row,
+            };
+        }
+        self.in_a_row += 1;
+        self.total += 1;
+        Verdict::Skip {
+            is_first: self.in_a_row == 1,
+        }
+    }
+
+    /// Since this life of the run began.
+    pub(super) fn total(&self) -> u64 {
+        self.total
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_stops_at_once_or_after_too_many_in_a_row() {
+        let mut skips = Skips::new(OnNonFinite::Stop, 2);
+        assert_eq!(skips.judge(true), Verdict::Keep);
+        assert_eq!(skips.judge(false), Verdict::Stop { skipped: 0 });
+
+        let mut skips = Skips::new(OnNonFinite::Skip, 2);
+        assert_eq!(skips.judge(false), Verdict::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Verdict::Skip { is_first: false });
+        assert_eq!(skips.judge(true), Verdict::Keep);
+        assert_eq!(skips.judge(false), Verdict::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Verdict::Skip { is_first: false });
+        assert_eq!(skips.judge(false), Verdict::Stop { skipped: 2 });
+        assert_eq!(skips.total(), 4);
+    }
+}

@@ -1,0 +1,106 @@
+//! Kernels are compiled by the real NVRTC, for every architecture, on machines without a GPU.
+//!
+//! Where there is no NVRTC the tests say so and pass, unless `DDP_REQUIRE_NVRTC=1` says that it must be there.
+
+use ddp_worker::device::cuda::{Arch, CompileError, CubinCache, Define, Nvrtc, Source, Unit};
+
+static GOOD: Source = Source::with_headers(
+    "good.cu",
+    "#include \"scale.cuh\"\nextern \"C\" __global__ void scale(REAL *x) { x[threadIdx.x] *= factor(); }\n",
+    &[(
+        "scale.cuh",
+        "static __device__ REAL factor() { return (REAL)FACTOR; }\n",
+    )],
+);
+
+static BAD: Source = Source::new(
+    "bad.cu",
+    "extern \"C\" __global__ void broken(float *x) {\n    x[0] = undefined;\n}\n",
+);
+
+/// The compiler, or none after a loud word.
+fn nvrtc() -> Option<Nvrtc> {
+    match Nvrtc::open() {
+        Ok(nvrtc) => {
+            eprintln!(
+                "NVRTC {} in {}",
+                nvrtc.version(),
+                nvrtc.library().path().display()
+            );
+            Some(nvrtc)
+        }
+        Err(error) => {
+            let required = std::env::var("DDP_REQUIRE_NVRTC").is_ok_and(|value| value == "1");
+            assert!(!required, "{error}");
+            eprintln!("SKIPPED: kernels were not compiled: {error}");
+            None
+        }
+    }
+}
+
+fn good(factor: i64) -> Unit {
+    Unit::new(
+        &GOOD,
+        &[Define::word("REAL", "float"), Define::number("FACTOR", factor)],
+    )
+}
+
+#[test]
+fn every_kernel_compiles_for_every_architecture() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let mut failures = Vec::new();
+    for unit in ddp_worker::ops::cuda::units() {
+        for arch in [Arch::SM_80, Arch::SM_90A, Arch::SM_100] {
+            failures.extend(nvrtc.compile(&unit, arch).err().map(|error| error.to_string()));
+        }
+    }
+    assert!(failures.is_empty(), "{}", failures.join("\n"));
+}
+
+#[test]
+fn a_unit_becomes_machine_code() {
+    let Some(nvrtc) = nvrtc() else { return };
+    for arch in [Arch::SM_80, Arch::SM_90A, Arch::SM_100] {
+        let cubin = nvrtc.compile(&good(3), arch).unwrap();
+        assert!(cubin.0.starts_with(b"\x7fELF"), "not an object file");
+        let name = b"scale";
+        assert!(
+            cubin.0.windows(name.len()).any(|bytes| bytes == name),
+            "the kernel is not in it"
+        );
+    }
+}
+
+#[test]
+fn an_error_shows_the_file_and_its_line() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let error = nvrtc.compile(&Unit::new(&BAD, &[]), Arch::SM_80).unwrap_err();
+    assert!(matches!(error, CompileError::Refused { .. }), "{error}");
+    let text = error.to_string();
+    assert!(
+        text.contains("bad.cu(2): error: identifier \"undefined\" is undefined"),
+        "{text}"
+    );
+}
+
+#[test]
+fn the_cache_gives_what_was_compiled() {
+    let Some(nvrtc) = nvrtc() else { return };
+    let folder = tempfile::tempdir().unwrap();
+    let cache = CubinCache::at(folder.path().join("kernels"));
+    let files = || {
+        let entries = std::fs::read_dir(folder.path().join("kernels")).unwrap();
+        entries.map(|entry| entry.unwrap().path()).collect::<Vec<_>>()
+    };
+    let compiled = cache.compile(&nvrtc, &good(3), Arch::SM_80).unwrap();
+    let [file] = files().try_into().expect("one file");
+    // The second time it comes from the file: its time of change stays.
+    let written = std::fs::metadata(&file).unwrap().modified().unwrap();
+    assert_eq!(cache.compile(&nvrtc, &good(3), Arch::SM_80), Ok(compiled.clone()));
+    assert_eq!(std::fs::metadata(&file).unwrap().modified().unwrap(), written);
+    cache.compile(&nvrtc, &good(4), Arch::SM_80).unwrap();
+    assert_eq!(files().len(), 2);
+    // A file that was cut short is compiled anew.
+    std::fs::write(&file, b"cut short").unwrap();
+    assert_eq!(cache.compile(&nvrtc, &good(3), Arch::SM_80), Ok(compiled));
+}

@@ -1,0 +1,191 @@
+//! Each operation against the CPU device.
+
+use crate::device::Imitation;
+use crate::op_cases::numbers::numbers;
+use crate::op_cases::{Case, Kind, Outcome, Size, Tensor, Types, catalogue};
+use ddp_worker::device::DType;
+use ddp_worker::ops::{AdamW, AdamWStep, EncoderForward, TokenBackward};
+
+/// Orders of threads that each case is run in.
+const SCHEDULES: u32 = 3;
+
+/// Runs the cases whose name starts so, in every precision.
+fn check(start: &str) {
+    let device = Imitation::new(SCHEDULES);
+    let cases: Vec<Case> = catalogue(Size::Small)
+        .into_iter()
+        .filter(|case| case.name.starts_with(start))
+        .collect();
+    assert!(!cases.is_empty(), "there is no `{start}`");
+    let mut differences = Vec::new();
+    for case in &cases {
+        differences.extend(
+            Types::ALL
+                .iter()
+                .filter_map(|types| case.check(&device, *types).err()),
+        );
+    }
+    assert!(differences.is_empty(), "{}", differences.join("\n"));
+    let runs = cases.len() * Types::ALL.len();
+    assert_eq!(
+        device.planned() as usize,
+        runs,
+        "an operation ran without its kernel"
+    );
+}
+
+#[test]
+fn gelu() {
+    check("gelu");
+}
+
+#[test]
+fn cast() {
+    check("cast");
+}
+
+#[test]
+fn fill_and_scale() {
+    check("fill");
+    check("scale");
+}
+
+#[test]
+fn adamw() {
+    check("adamw");
+}
+
+#[test]
+fn norms() {
+    check("squared norm");
+    check("clip scale");
+}
+
+#[test]
+fn encoder() {
+    check("encoder");
+    check("position");
+}
+
+#[test]
+fn gradient_of_tokens() {
+    check("token");
+}
+
+#[test]
+fn layernorm() {
+    check("layernorm");
+}
+
+#[test]
+fn column_sum() {
+    check("column sum");
+}
+
+#[test]
+fn cross_entropy() {
+    check("cross entropy");
+    check("loss sum");
+}
+
+#[test]
+fn attention() {
+    check("attention");
+}
+
+#[test]
+fn attention_on_tensor_cores() {
+    check("flash attention");
+}
+
+/// What a case leaves in its tensors.
+fn run(case: &Case) -> Vec<Vec<f64>> {
+    case.run(&Imitation::new(SCHEDULES), Types::ALL[0]).unwrap()
+}
+
+#[test]
+fn a_factor_that_is_no_number_skips_the_update() {
+    let f32s = |seed| Tensor::new(Kind::Fixed(DType::F32), numbers(seed, 100));
+    for factor in [f64::NAN, f64::INFINITY] {
+        let scale = Tensor::new(Kind::Fixed(DType::F32), vec![factor]);
+        let tensors = vec![f32s(1), f32s(2), f32s(3), f32s(4), scale];
+        let before: Vec<Vec<f64>> = tensors[..4]
+            .iter()
+            .map(|t| t.values.iter().map(|x| f64::from(*x as f32)).collect())
+            .collect();
+        let case = Case::new("a skipped step".to_owned(), tensors, |b| AdamW {
+            param: b[0].clone(),
+            grad: b[1].clone(),
+            m: b[2].clone(),
+            v: b[3].clone(),
+            scale: b[4].clone(),
+            copy: None,
+            weight_decay: 0.1,
+            hyper: AdamWStep {
+                lr: 1.0,
+                beta1: 0.9,
+                beta2: 0.99,
+                eps: 1e-8,
+                step: 1,
+            },
+        });
+        assert_eq!(run(&case)[..4], before);
+    }
+}
+
+/// Tokens are checked on the host; a kernel that meets a wrong one all the same touches nothing else.
+#[test]
+fn a_token_outside_the_vocabulary_is_no_address() {
+    let ids = Tensor::new(Kind::Fixed(DType::I32), vec![1.0, 9.0, -5.0, 1.0]);
+    let values = |len| Tensor::new(Kind::Act, numbers(1, len));
+    let encoder = vec![ids.clone(), values(3 * 8), values(4 * 8).result(Outcome::Close)];
+    let encoder = Case::new("wrong tokens".to_owned(), encoder, |b| EncoderForward {
+        tokens: b[0].clone(),
+        wte: b[1].clone(),
+        out: b[2].clone(),
+        wpe: None,
+        positions: 4,
+    });
+    let found = &run(&encoder)[2];
+    let wrong: Vec<bool> = found
+        .chunks(8)
+        .map(|row| row.iter().all(|x| x.is_nan()))
+        .collect();
+    assert_eq!(wrong, [false, true, true, false]);
+
+    let backward = vec![ids, values(4 * 8), values(3 * 8).result(Outcome::Close)];
+    let backward = Case::new("wrong tokens".to_owned(), backward, |b| TokenBackward {
+        tokens: b[0].clone(),
+        dout: b[1].clone(),
+        dwte: b[2].clone(),
+        accumulate: false,
+    });
+    let after = run(&backward);
+    for channel in 0..8 {
+        let sum = (after[1][channel] as f32 + after[1][24 + channel] as f32).into();
+        assert_eq!(
+            [after[2][channel], after[2][8 + channel], after[2][16 + channel]],
+            [0.0, sum, 0.0]
+        );
+    }
+}
+
+/// All rows of one token: its sums cross every block.
+#[test]
+fn a_token_may_be_everywhere() {
+    let (rows, channels) = (100, 8);
+    let tensors = vec![
+        Tensor::new(Kind::Fixed(DType::I32), vec![2.0; rows]),
+        Tensor::new(Kind::Act, numbers(1, rows * channels)),
+        Tensor::new(Kind::Grad, vec![0.25; 3 * channels]).result(Outcome::Close),
+    ];
+    let case = Case::new("one token".to_owned(), tensors, |b| TokenBackward {
+        tokens: b[0].clone(),
+        dout: b[1].clone(),
+        dwte: b[2].clone(),
+        accumulate: true,
+    });
+    for types in Types::ALL {
+        case.check(&Imitation::new(SCHEDULES), types).unwrap();
+    }
+}

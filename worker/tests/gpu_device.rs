@@ -1,0 +1,265 @@
+//! The GPU as a device: memory, streams, events, copies and errors. Needs a GPU.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ddp_worker::device::cuda::{CudaDevice, CudaOptions};
+use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Sharing, Stream};
+use ddp_worker::ops::{Fill, Scale};
+
+mod gpu_support;
+
+/// One staging buffer and a bit, several and a bit.
+const LENGTHS: [usize; 5] = [1, 3, 1000, (4 << 20) / 4 + 3, (20 << 20) / 4 + 5];
+
+fn arena(device: &dyn Device, name: &str, len: usize) -> Arena {
+    let spec = ArenaSpec {
+        name: name.to_owned(),
+        dtype: DType::F32,
+        len,
+        sharing: Sharing::Private,
+    };
+    device.alloc(&spec).unwrap()
+}
+
+fn values(device: &dyn Device, stream: Stream, arena: &Arena) -> Vec<f32> {
+    floats(&device.download(stream, &arena.whole()).unwrap())
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    let elements = bytes.chunks_exact(size_of::<f32>());
+    elements.map(bytemuck::pod_read_unaligned).collect()
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+#[test]
+fn memory_is_zeroed_and_bytes_come_back() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let stream = gpu.stream();
+    for len in LENGTHS {
+        let x = arena(gpu.as_ref(), "x", len + 10);
+        assert!(
+            values(gpu.as_ref(), stream, &x).iter().all(|v| *v == 0.0),
+            "{len} elements"
+        );
+        let expected: Vec<f32> = (0..len).map(|i| (i % 8191) as f32 + 0.5).collect();
+        let part = x.slice(7..7 + len);
+        gpu.upload(stream, &part, bytemuck::cast_slice(&expected));
+        let found = floats(&gpu.download(stream, &part).unwrap());
+        assert!(found == expected, "{len} elements differ");
+        let all = values(gpu.as_ref(), stream, &x);
+        assert!(
+            all[..7].iter().chain(&all[7 + len..]).all(|v| *v == 0.0),
+            "outside of {len} elements"
+        );
+    }
+}
+
+#[test]
+fn bytes_may_be_reused_once_upload_returns() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let stream = gpu.stream();
+    let rows: Vec<Arena> = (0..64).map(|_| arena(gpu.as_ref(), "row", 300_000)).collect();
+    let mut bytes = vec![0_f32; 300_000];
+    for (i, row) in rows.iter().enumerate() {
+        bytes.fill(i as f32);
+        gpu.upload(stream, &row.whole(), bytemuck::cast_slice(&bytes));
+    }
+    for (i, row) in rows.iter().enumerate() {
+        assert!(
+            values(gpu.as_ref(), stream, row).iter().all(|v| *v == i as f32),
+            "row {i}"
+        );
+    }
+}
+
+/// Enough work that a stream that does not wait would overtake it.
+fn busy(gpu: &CudaDevice, stream: Stream, x: &Arena) {
+    for i in 0..200 {
+        let value = f64::from(i);
+        gpu.enqueue(
+            stream,
+            Fill {
+                out: x.whole(),
+                value,
+            }
+            .into(),
+        );
+    }
+}
+
+#[test]
+fn a_stream_waits_for_an_event_of_another() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let (first, second) = (gpu.stream(), gpu.named_stream("communication", true));
+    let x = arena(gpu.as_ref(), "x", 32 << 20);
+    busy(&gpu, first, &x);
+    gpu.wait_event(second, &gpu.record(first), soon());
+    let x_twice = Scale {
+        x: x.whole(),
+        factor: 2.0,
+    };
+    gpu.enqueue(second, x_twice.into());
+    // The value of the last fill, doubled once.
+    assert!(values(gpu.as_ref(), second, &x).iter().all(|v| *v == 398.0));
+    let done = gpu.record(first);
+    done.wait(soon()).unwrap();
+    assert_eq!(done.poll(), Some(Ok(())));
+}
+
+#[test]
+fn numbers_are_fetched_in_the_order_of_the_stream() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let stream = gpu.stream();
+    let x = arena(gpu.as_ref(), "x", 1000);
+    let fetches = (0..50).map(|i| {
+        let value = f64::from(i);
+        gpu.enqueue(
+            stream,
+            Fill {
+                out: x.whole(),
+                value,
+            }
+            .into(),
+        );
+        gpu.fetch(stream, &x.whole())
+    });
+    let fetches: Vec<_> = fetches.collect();
+    // Large ones are waited for.
+    let large = arena(gpu.as_ref(), "large", 1 << 20);
+    let zeros = gpu.fetch(stream, &large.whole()).wait(soon()).unwrap();
+    assert_eq!(floats(&zeros), vec![0.0; 1 << 20]);
+    for (i, fetch) in fetches.into_iter().enumerate() {
+        if i % 7 == 3 {
+            // Given up: its memory goes back to the host.
+            drop(fetch);
+        } else {
+            assert_eq!(floats(&fetch.wait(soon()).unwrap()), [i as f32; 1000]);
+        }
+    }
+}
+
+#[test]
+fn a_stream_waits_for_the_host() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let stream = gpu.stream();
+    let x = arena(gpu.as_ref(), "x", 1000);
+    let (event, signal) = Event::pair("a fact of the host");
+    std::thread::scope(|scope| {
+        scope.spawn(|| signal.set(Ok(())));
+        gpu.wait_event(stream, &event, soon());
+        gpu.enqueue(
+            stream,
+            Fill {
+                out: x.whole(),
+                value: 3.0,
+            }
+            .into(),
+        );
+    });
+    assert_eq!(values(gpu.as_ref(), stream, &x), [3.0; 1000]);
+}
+
+#[test]
+fn after_an_error_a_stream_skips_until_it_is_synchronised() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let stream = gpu.stream();
+    let x = arena(gpu.as_ref(), "x", 10);
+    let (event, signal) = Event::pair("a collective");
+    signal.set(Err(DeviceError::Upstream("rank 3 is gone".to_owned())));
+    gpu.wait_event(stream, &event, soon());
+    let fill = Fill {
+        out: x.whole(),
+        value: 1.0,
+    };
+    gpu.enqueue(stream, fill.clone().into());
+    let failed = Err(DeviceError::Upstream("rank 3 is gone".to_owned()));
+    assert_eq!(gpu.record(stream).poll(), Some(failed.clone()));
+    assert_eq!(gpu.synchronize(stream), failed);
+    assert_eq!(values(gpu.as_ref(), stream, &x), [0.0; 10]);
+    gpu.enqueue(stream, fill.into());
+    assert_eq!(values(gpu.as_ref(), stream, &x), [1.0; 10]);
+}
+
+#[test]
+fn memory_of_the_host_is_refused_by_name() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let stream = gpu.stream();
+    let x = arena(&CpuDevice::new(1).unwrap(), "on the host", 10);
+    gpu.enqueue(
+        stream,
+        Fill {
+            out: x.whole(),
+            value: 1.0,
+        }
+        .into(),
+    );
+    let error = gpu.synchronize(stream).unwrap_err().to_string();
+    assert!(
+        error.starts_with("`on the host` is not in the memory of GPU 0 ("),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_lack_of_memory_names_what_was_wanted_and_who_holds_the_rest() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let _held = arena(gpu.as_ref(), "gradients", 1 << 20);
+    let spec = ArenaSpec {
+        name: "activation everything".to_owned(),
+        dtype: DType::F32,
+        len: gpu.context().memory_bytes(),
+        sharing: Sharing::Private,
+    };
+    let error = gpu
+        .alloc(&spec)
+        .expect_err("four times the card's memory")
+        .to_string();
+    for part in [
+        "`activation everything`",
+        "gradients 4.0 MiB",
+        "hint: lower `train.micro_batch`",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+    // The device still works.
+    let x = arena(gpu.as_ref(), "x", 10);
+    assert_eq!(values(gpu.as_ref(), gpu.stream(), &x), [0.0; 10]);
+}
+
+#[test]
+fn the_peak_of_memory_is_remembered() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let before = gpu.peak_bytes().unwrap();
+    drop(arena(gpu.as_ref(), "x", 3 << 20));
+    drop(arena(gpu.as_ref(), "x", 1 << 20));
+    assert_eq!(gpu.peak_bytes().unwrap() - before, 12 << 20);
+}
+
+#[test]
+fn a_gpu_that_is_not_there_is_refused() {
+    if gpu_support::device().is_none() {
+        return;
+    }
+    let options = CudaOptions {
+        ordinal: 1000,
+        ..CudaOptions::default()
+    };
+    let error = CudaDevice::open(options).unwrap_err().to_string();
+    assert!(
+        error.starts_with("cannot open GPU 1000: the driver shows "),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_device_is_found_again_behind_its_trait() {
+    let Some(gpu) = gpu_support::device() else { return };
+    let device: Arc<dyn Device> = gpu;
+    assert!(CudaDevice::of(device.as_ref()).is_some());
+    assert!(CudaDevice::of(&CpuDevice::new(1).unwrap()).is_none());
+    assert!(device.name().starts_with("cuda:0 ("), "{}", device.name());
+}

@@ -1,0 +1,260 @@
+//! NCCL between 2 and 4 ranks on one GPU, against the same operations over shared memory.
+//!
+//! Functional, not for bandwidth. Without a GPU the tests say so and pass, unless `DDP_REQUIRE_GPU=1`.
+
+mod nccl_ranks;
+
+use std::time::{Duration, Instant};
+
+use ddp_worker::collective::{Communicator, Executor, Failure, Launch, ReduceOp, Traffic, Work, WorkError};
+use ddp_worker::device::{ArenaSpec, Buffer, Device, Element, Sharing};
+use half::bf16;
+use nccl_ranks::{PATIENCE, Rank, TIMEOUT, nccl_and_gpu, run_ranks};
+
+/// Elements of a buffer: more than one of NCCL's chunks, slices of odd size for 2 and 4 ranks.
+const LEN: usize = 4 * 100_003;
+
+/// How far sums over NCCL may be from those in rank order, relative to the largest element.
+const F32_TOLERANCE: f32 = 1e-6;
+const BF16_TOLERANCE: f32 = 0.02;
+
+/// What ranks give: spread over several orders of magnitude, different on each.
+fn numbers(rank: usize, len: usize) -> Vec<f32> {
+    let mut state = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(rank as u64 + 1);
+    let next = |state: &mut u64| {
+        *state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        (*state >> 40) as f32 / (1 << 24) as f32 - 0.5
+    };
+    (0..len).map(|_| next(&mut state)).collect()
+}
+
+/// An operation on a communicator.
+type Act<'a> = &'a dyn Fn(&Communicator, &Buffer, Launch) -> Work;
+
+/// The elements after an operation on `device`; its input comes through a stream.
+fn apply<T: Element>(device: &dyn Device, comm: &Communicator, elements: &[T], act: Act<'_>) -> Vec<T> {
+    let buffer = buffer(device, elements);
+    let stream = device.stream();
+    device.upload(stream, &buffer, bytemuck::cast_slice(elements));
+    let work = act(
+        comm,
+        &buffer,
+        Launch::after(device.record(stream), Traffic::Grads, "test"),
+    );
+    work.wait_on(device, stream, Instant::now() + TIMEOUT);
+    let bytes = device.download(stream, &buffer).unwrap();
+    work.wait(Instant::now() + TIMEOUT).unwrap();
+    from_bytes(&bytes)
+}
+
+fn from_bytes<T: Element>(bytes: &[u8]) -> Vec<T> {
+    let each = bytes.chunks_exact(size_of::<T>());
+    each.map(bytemuck::pod_read_unaligned).collect()
+}
+
+fn buffer<T: Element>(device: &dyn Device, elements: &[T]) -> Buffer {
+    let spec = ArenaSpec {
+        name: "test".into(),
+        dtype: T::DTYPE,
+        len: elements.len(),
+        sharing: Sharing::Private,
+    };
+    device.alloc(&spec).unwrap().whole()
+}
+
+/// The same operation both ways.
+fn both<T: Element>(rank: &Rank, elements: &[T], act: Act<'_>) -> (Vec<T>, Vec<T>) {
+    let over_nccl = apply(rank.gpu.as_ref(), &rank.over_nccl, elements, act);
+    let over_memory = apply(rank.cpu.as_ref(), &rank.over_memory, elements, act);
+    (over_nccl, over_memory)
+}
+
+fn close(what: &str, found: &[f32], expected: &[f32], tolerance: f32) {
+    let scale = expected.iter().fold(0.0_f32, |max, x| max.max(x.abs()));
+    let worst = found
+        .iter()
+        .zip(expected)
+        .map(|(a, b)| (a - b).abs())
+        .fold(0.0, f32::max);
+    assert!(
+        worst <= tolerance * scale,
+        "{what}: off by {worst}, largest is {scale}"
+    );
+}
+
+fn sums_agree(rank: &Rank) {
+    let own = numbers(rank.number, LEN);
+    let half: Vec<bf16> = own.iter().map(|x| bf16::from_f32(*x)).collect();
+    let slice = LEN / rank.size;
+    let mine = rank.number * slice..(rank.number + 1) * slice;
+    for scale in [1.0, 1.0 / rank.size as f32, 1.0 / (3 * rank.size) as f32] {
+        let reduce = ReduceOp::Sum { scale };
+        let all_reduce: Act<'_> = &|comm, buffer, launch| comm.all_reduce(buffer, reduce, launch);
+        let (found, expected) = both(rank, &own, all_reduce);
+        close("all-reduce of f32", &found, &expected, F32_TOLERANCE);
+        let scatter: Act<'_> = &|comm, buffer, launch| comm.reduce_scatter(buffer, reduce, launch);
+        let (found, expected) = both(rank, &own, scatter);
+        close(
+            "reduce-scatter of f32",
+            &found[mine.clone()],
+            &expected[mine.clone()],
+            F32_TOLERANCE,
+        );
+        let (found, expected) = both(rank, &half, all_reduce);
+        let widen = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
+        close(
+            "all-reduce of bf16",
+            &widen(&found),
+            &widen(&expected),
+            BF16_TOLERANCE,
+        );
+    }
+}
+
+fn moves_agree(rank: &Rank) {
+    let own = numbers(rank.number, LEN);
+    let gather: Act<'_> = &|comm, buffer, launch| comm.all_gather(buffer, launch);
+    let (found, expected) = both(rank, &own, gather);
+    assert_eq!(found, expected, "all-gather");
+    for root in 0..rank.size {
+        let broadcast: Act<'_> = &|comm, buffer, launch| comm.broadcast(buffer, root, launch);
+        let (found, expected) = both(rank, &own, broadcast);
+        assert_eq!(found, expected, "broadcast from {root}");
+    }
+    let largest: Act<'_> = &|comm, buffer, launch| comm.all_reduce(buffer, ReduceOp::Max, launch);
+    let (found, expected) = both(rank, &own, largest);
+    assert_eq!(found, expected, "maximum");
+    let doubles: Vec<f64> = own.iter().take(64).map(|x| f64::from(*x)).collect();
+    let (found, expected) = both(rank, &doubles, gather);
+    assert_eq!(found, expected, "all-gather of f64");
+    let bytes: Vec<u8> = (0..rank.size * 16).map(|i| (i * 7 + rank.number) as u8).collect();
+    let (found, expected) = both(rank, &bytes, gather);
+    assert_eq!(found, expected, "all-gather of bytes");
+    // Even ranks send to the odd ones after them.
+    let pass: Act<'_> = &|comm, buffer, launch| match comm.rank() % 2 {
+        0 => comm.send(buffer, comm.rank() + 1, launch),
+        _ => comm.recv(buffer, comm.rank() - 1, launch),
+    };
+    let (found, expected) = both(rank, &own, pass);
+    assert_eq!(found, expected, "send and recv");
+    let barrier: Act<'_> = &|comm, buffer, launch| comm.barrier(buffer, launch);
+    both(rank, &own, barrier);
+}
+
+/// A second group of the same ranks, and halves, used at once.
+fn parts_agree(rank: &Rank) {
+    let all: Vec<usize> = (0..rank.size).collect();
+    let half = rank.size / 2;
+    let first = rank.number / half * half;
+    let members: Vec<usize> = (first..first + half).collect();
+    let beside = rank.over_nccl.split("beside", &all, Executor::Thread).unwrap();
+    let halves = rank
+        .over_nccl
+        .split("halves", &members, Executor::Thread)
+        .unwrap();
+    let own = numbers(rank.number, LEN);
+    let (left, right) = (buffer(rank.gpu.as_ref(), &own), buffer(rank.gpu.as_ref(), &own));
+    let stream = rank.gpu.stream();
+    rank.gpu.upload(stream, &left, bytemuck::cast_slice(&own));
+    rank.gpu.upload(stream, &right, bytemuck::cast_slice(&own));
+    let launch = || Launch::after(rank.gpu.record(stream), Traffic::Params, "beside");
+    let sum = ReduceOp::Sum { scale: 1.0 };
+    let works = [
+        beside.all_gather(&left, launch()),
+        rank.over_nccl.all_reduce(&right, sum, launch()),
+    ];
+    for work in works {
+        work.wait(Instant::now() + TIMEOUT).unwrap();
+    }
+    let small = apply(
+        rank.gpu.as_ref(),
+        &halves,
+        &[1.0_f32; 8],
+        &|comm, buffer, launch| comm.all_reduce(buffer, sum, launch),
+    );
+    assert_eq!(small, [half as f32; 8]);
+    let expected = apply(
+        rank.cpu.as_ref(),
+        &rank.over_memory,
+        &own,
+        &|comm, buffer, launch| comm.all_reduce(buffer, sum, launch),
+    );
+    let found: Vec<f32> = from_bytes(&rank.gpu.download(stream, &right).unwrap());
+    close("two groups at once", &found, &expected, F32_TOLERANCE);
+    halves.shutdown();
+    beside.shutdown();
+}
+
+#[test]
+fn rank_of_operations() {
+    let Some(rank) = Rank::of_process(TIMEOUT) else {
+        return;
+    };
+    sums_agree(&rank);
+    moves_agree(&rank);
+    let before = (rank.over_nccl.wire_bytes(), rank.over_memory.wire_bytes());
+    assert_eq!(before.0.grads, before.1.grads, "bytes on the wire");
+    parts_agree(&rank);
+    rank.over_nccl.shutdown();
+    assert!(rank.cancel.cause().is_none());
+}
+
+/// The last rank stays away: the others name it, abort, and can end.
+#[test]
+fn rank_of_a_group_with_an_absentee() {
+    let Some(rank) = Rank::of_process(Duration::from_secs(3)) else {
+        return;
+    };
+    let sum = ReduceOp::Sum { scale: 1.0 };
+    let all_reduce: Act<'_> = &|comm, buffer, launch| comm.all_reduce(buffer, sum, launch);
+    apply(rank.gpu.as_ref(), &rank.over_nccl, &[1.0_f32; 64], all_reduce);
+    if rank.number + 1 < rank.size {
+        let buffer = buffer(rank.gpu.as_ref(), &[1.0_f32; 64]);
+        let work = rank
+            .over_nccl
+            .all_reduce(&buffer, sum, Launch::now(Traffic::Grads, "bucket 7"));
+        let Err(WorkError::Failed(error)) = work.wait(Instant::now() + TIMEOUT) else {
+            panic!("an operation cannot succeed without a rank");
+        };
+        let Failure::TimedOut { waiting_for, .. } = &error.failure else {
+            panic!("{error}");
+        };
+        assert_eq!(*waiting_for, [rank.size - 1], "{error}");
+        assert!(
+            error.to_string().contains("all-reduce #1 of `world` (bucket 7"),
+            "{error}"
+        );
+        // The stream goes on once the operation is aborted.
+        work.wait_on(rank.gpu.as_ref(), rank.gpu.stream(), Instant::now() + TIMEOUT);
+    }
+    // Nobody's process ends before all have seen it.
+    apply(
+        rank.cpu.as_ref(),
+        &rank.over_memory,
+        &[0_u8; 4],
+        &|comm, buffer, launch| comm.barrier(buffer, launch),
+    );
+}
+
+#[test]
+fn operations_of_2_and_4_ranks_equal_those_over_shared_memory() {
+    let Some(nccl) = nccl_and_gpu() else { return };
+    for size in [2, 4] {
+        let ended = run_ranks(&nccl, "rank_of_operations", size);
+        assert!(
+            ended.iter().all(std::process::ExitStatus::success),
+            "{size} ranks: {ended:?}"
+        );
+    }
+}
+
+#[test]
+fn a_rank_that_stays_away_is_named_by_the_others() {
+    let Some(nccl) = nccl_and_gpu() else { return };
+    let started = Instant::now();
+    let ended = run_ranks(&nccl, "rank_of_a_group_with_an_absentee", 4);
+    assert!(ended.iter().all(std::process::ExitStatus::success), "{ended:?}");
+    assert!(started.elapsed() < PATIENCE);
+}

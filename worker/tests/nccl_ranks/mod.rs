@@ -1,0 +1,176 @@
+//! Ranks as processes on one GPU: this test binary starts itself again, once a rank.
+//!
+//! NCCL refuses two ranks of one host on one card. From 2.30 on `NCCL_MULTI_RANK_GPU_ENABLE` allows it; before that,
+//! ranks that name different hosts are let in, and talk over the loopback interface.
+
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ddp_worker::collective::nccl::{Nccl, NcclPlace, NcclTransport};
+use ddp_worker::collective::{Communicator, Executor, Failure, Place, connect};
+use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
+use ddp_worker::device::{CpuDevice, Device};
+use ddp_worker::session::{Cancel, KeyValue, StoreError};
+
+/// What a rank is to do, by the name of a test that does nothing unless it is a rank.
+const RANK: &str = "DDP_TEST_RANK";
+const WORLD: &str = "DDP_TEST_WORLD";
+const FOLDER: &str = "DDP_TEST_STORE";
+
+/// No rank takes longer.
+pub(crate) const PATIENCE: Duration = Duration::from_mins(2);
+
+/// Bound of each operation.
+pub(crate) const TIMEOUT: Duration = Duration::from_mins(1);
+
+/// NCCL, where there is a GPU too; otherwise none, after a loud word.
+pub(crate) fn nccl_and_gpu() -> Option<Nccl> {
+    let found = open_gpu()
+        .map_err(|e| e.to_string())
+        .and_then(|_| Nccl::load().map_err(|e| e.to_string()));
+    match found {
+        Ok(nccl) => {
+            eprintln!("{nccl:?}");
+            Some(nccl)
+        }
+        Err(why) => {
+            let required = std::env::var("DDP_REQUIRE_GPU").is_ok_and(|value| value == "1");
+            assert!(!required, "{why}");
+            eprintln!("SKIPPED, NCCL was not run between ranks: {why}");
+            None
+        }
+    }
+}
+
+fn open_gpu() -> Result<CudaDevice, ddp_worker::device::DeviceError> {
+    CudaDevice::open(CudaOptions {
+        cache: CubinCache::of_user(),
+        ..CudaOptions::default()
+    })
+}
+
+/// Runs the test `name` of this binary in `size` processes, each of them one rank, and waits for them.
+pub(crate) fn run_ranks(nccl: &Nccl, name: &str, size: usize) -> Vec<ExitStatus> {
+    let folder = tempfile::tempdir().unwrap();
+    let ranks: Vec<Child> = (0..size)
+        .map(|rank| start(nccl, name, (rank, size), folder.path()))
+        .collect();
+    let deadline = Instant::now() + PATIENCE;
+    ranks.into_iter().map(|rank| finish(rank, deadline)).collect()
+}
+
+fn start(nccl: &Nccl, name: &str, (rank, size): (usize, usize), folder: &Path) -> Child {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--exact", name, "--nocapture", "--test-threads", "1"])
+        .env(RANK, rank.to_string())
+        .env(WORLD, size.to_string())
+        .env(FOLDER, folder)
+        .stdin(Stdio::null());
+    if nccl.version().is_at_least(2, 30) {
+        command.env("NCCL_MULTI_RANK_GPU_ENABLE", "1");
+    } else {
+        command.env("NCCL_HOSTID", format!("rank-{rank}"));
+        command.env("NCCL_SOCKET_IFNAME", "lo").env("NCCL_NET", "Socket");
+    }
+    command.spawn().unwrap()
+}
+
+fn finish(mut rank: Child, deadline: Instant) -> ExitStatus {
+    loop {
+        if let Some(status) = rank.try_wait().unwrap() {
+            return status;
+        }
+        if Instant::now() > deadline {
+            rank.kill().unwrap();
+            return rank.wait().unwrap();
+        }
+        std::thread::park_timeout(Duration::from_millis(10));
+    }
+}
+
+/// One rank at work: the same group twice, over NCCL and over shared memory.
+pub(crate) struct Rank {
+    pub(crate) number: usize,
+    pub(crate) size: usize,
+    pub(crate) gpu: Arc<dyn Device>,
+    pub(crate) cpu: Arc<dyn Device>,
+    pub(crate) over_nccl: Communicator,
+    pub(crate) over_memory: Communicator,
+    pub(crate) cancel: Cancel,
+}
+
+impl Rank {
+    /// None if this process is not a rank. `timeout` is that of NCCL's operations.
+    pub(crate) fn of_process(timeout: Duration) -> Option<Self> {
+        let number = |name: &str| std::env::var(name).ok()?.parse::<usize>().ok();
+        let (rank, size) = (number(RANK)?, number(WORLD)?);
+        let store = Arc::new(FileStore(std::env::var_os(FOLDER)?.into()));
+        let cancel = Cancel::new();
+        let place = Place::on_one_node(rank, size);
+        let transport = connect(&place, store.as_ref(), &cancel, TIMEOUT).unwrap();
+        let over_memory = Communicator::new("memory", transport, Executor::Inline, TIMEOUT, &cancel);
+        let gpu: Arc<dyn Device> = Arc::new(open_gpu().unwrap());
+        let place = NcclPlace {
+            name: "world",
+            rank,
+            world_size: size,
+            store,
+            timeout,
+            cancel: cancel.clone(),
+        };
+        let transport = connected(NcclTransport::connect(&Nccl::load().unwrap(), &gpu, &place));
+        Some(Self {
+            number: rank,
+            size,
+            over_nccl: Communicator::on_stream("world", Box::new(transport), timeout, &cancel),
+            over_memory,
+            gpu,
+            cpu: Arc::new(CpuDevice::new(1).unwrap()),
+            cancel,
+        })
+    }
+}
+
+fn connected(outcome: Result<NcclTransport, Failure>) -> NcclTransport {
+    match outcome {
+        Ok(transport) => transport,
+        Err(failure) => panic!("NCCL connects: {failure}"),
+    }
+}
+
+/// A file a key.
+struct FileStore(PathBuf);
+
+impl FileStore {
+    fn path(&self, key: &str) -> PathBuf {
+        self.0.join(key.replace('/', "_"))
+    }
+}
+
+impl KeyValue for FileStore {
+    fn put(&self, key: &str, value: &[u8]) -> Result<(), StoreError> {
+        let unavailable = |error: std::io::Error| StoreError::Unavailable(error.to_string());
+        let draft = self.path(&format!("{key}.{}", std::process::id()));
+        std::fs::write(&draft, value).map_err(unavailable)?;
+        std::fs::rename(draft, self.path(key)).map_err(unavailable)
+    }
+
+    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError> {
+        let started = Instant::now();
+        loop {
+            if let Ok(value) = std::fs::read(self.path(key)) {
+                return Ok(value);
+            }
+            if Instant::now() >= deadline {
+                return Err(StoreError::TimedOut {
+                    key: key.to_owned(),
+                    waited_ms: started.elapsed().as_millis() as u64,
+                });
+            }
+            std::thread::park_timeout(Duration::from_millis(1));
+        }
+    }
+}

@@ -1,0 +1,424 @@
+//! The operations that are compared, at sizes that meet every path of a kernel.
+
+use ddp_worker::device::{Buffer, DType};
+use ddp_worker::ops::{
+    AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, CrossEntropyBackward, CrossEntropyForward,
+    EncoderForward, Fill, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LossSum,
+    PositionBackward, Scale, SquaredNorm, TokenBackward,
+};
+
+use super::matrix::{attention, linear};
+use super::numbers::{numbers, positive, tokens};
+use super::{Case, Kind, Outcome, Tensor};
+
+const ACT: Kind = Kind::Act;
+const GRAD: Kind = Kind::Grad;
+const F32: Kind = Kind::Fixed(DType::F32);
+const F64: Kind = Kind::Fixed(DType::F64);
+const I32: Kind = Kind::Fixed(DType::I32);
+
+/// How much a device can be asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(dead_code, reason = "on the CPU only small sizes are run")]
+pub(crate) enum Size {
+    /// Whatever takes another path, as small as it goes.
+    Small,
+    /// As in training.
+    Large,
+}
+
+/// Everything that is compared.
+pub(crate) fn catalogue(size: Size) -> Vec<Case> {
+    [
+        elementwise(size),
+        optimizer(size),
+        encoder(size),
+        layernorm(size),
+        column_sum(size),
+        cross_entropy(size),
+        linear(size),
+        attention(size),
+    ]
+    .into_iter()
+    .flatten()
+    .collect()
+}
+
+fn input(kind: Kind, seed: u64, len: usize) -> Tensor {
+    Tensor::new(kind, numbers(seed, len))
+}
+
+fn close(kind: Kind, seed: u64, len: usize) -> Tensor {
+    input(kind, seed, len).result(Outcome::Close)
+}
+
+fn exact(kind: Kind, seed: u64, len: usize) -> Tensor {
+    input(kind, seed, len).result(Outcome::Exact)
+}
+
+/// Small lengths: less than a pack, a few blocks and a rest.
+fn lengths(size: Size) -> &'static [usize] {
+    match size {
+        Size::Small => &[1, 7, 5003],
+        Size::Large => &[8_388_616 + 3],
+    }
+}
+
+fn elementwise(size: Size) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for &n in lengths(size) {
+        let wide = |seed| Tensor::new(ACT, numbers(seed, n).iter().map(|x| 12.0 * x).collect());
+        let forward = vec![wide(1), close(ACT, 2, n)];
+        let backward = vec![wide(1).result(Outcome::Close), close(ACT, 2, n)];
+        cases.push(Case::new(format!("gelu forward of {n}"), forward, |b| {
+            GeluForward {
+                inp: b[0].clone(),
+                out: b[1].clone(),
+            }
+        }));
+        cases.push(Case::new(format!("gelu backward of {n}"), backward, |b| {
+            GeluBackward {
+                inp_out: b[0].clone(),
+                dout_dinp: b[1].clone(),
+            }
+        }));
+        for (from, to) in [(ACT, GRAD), (GRAD, ACT), (F32, Kind::Fixed(DType::Bf16))] {
+            let tensors = vec![input(from, 1, n), exact(to, 2, n)];
+            cases.push(Case::new(format!("cast of {n}"), tensors, |b| Cast {
+                x: b[0].clone(),
+                out: b[1].clone(),
+            }));
+        }
+        for kind in [ACT, F32, F64] {
+            let tensors = vec![exact(kind, 1, n)];
+            cases.push(Case::new(format!("fill of {n}"), tensors, |b| Fill {
+                out: b[0].clone(),
+                value: 1.5,
+            }));
+        }
+        let tensors = vec![exact(F32, 1, n)];
+        cases.push(Case::new(format!("scale of {n}"), tensors, |b| Scale {
+            x: b[0].clone(),
+            factor: 0.3,
+        }));
+    }
+    let unaligned = size == Size::Small;
+    let odd = if unaligned {
+        elementwise_shifted()
+    } else {
+        Vec::new()
+    };
+    cases.into_iter().chain(odd).collect()
+}
+
+/// Arenas are cut anywhere.
+fn elementwise_shifted() -> Vec<Case> {
+    let n = 601;
+    let gelu = Case::new(
+        format!("gelu forward of {n}"),
+        vec![input(ACT, 1, n), close(ACT, 2, n)],
+        |b| GeluForward {
+            inp: b[0].clone(),
+            out: b[1].clone(),
+        },
+    );
+    let fill = Case::new(format!("fill of {n}"), vec![exact(ACT, 1, n)], |b| Fill {
+        out: b[0].clone(),
+        value: -0.75,
+    });
+    vec![gelu.shifted(3), fill.shifted(5), adamw(n, true, 1.0).shifted(1)]
+}
+
+fn adamw(n: usize, copy: bool, factor: f64) -> Case {
+    let second = Tensor::new(F32, positive(4, n)).result(Outcome::Close);
+    let mut tensors = vec![
+        close(F32, 1, n),
+        input(GRAD, 2, n),
+        close(F32, 3, n),
+        second,
+        Tensor::new(F32, vec![factor]),
+    ];
+    if copy {
+        tensors.push(close(Kind::Fixed(DType::Bf16), 5, n));
+    }
+    let name = format!("adamw of {n}, factor {factor}");
+    Case::new(name, tensors, |b| AdamW {
+        param: b[0].clone(),
+        grad: b[1].clone(),
+        m: b[2].clone(),
+        v: b[3].clone(),
+        scale: b[4].clone(),
+        copy: b.get(5).cloned(),
+        weight_decay: 0.1,
+        hyper: AdamWStep {
+            lr: 1e-2,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            step: 3,
+        },
+    })
+}
+
+fn optimizer(size: Size) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for &n in lengths(size) {
+        cases.push(adamw(n, false, 0.5));
+        cases.push(adamw(n, true, 1.0));
+    }
+    let lengths = match size {
+        Size::Small => vec![5, CHUNK, 9 * CHUNK + 100],
+        Size::Large => vec![500 * CHUNK + 8],
+    };
+    for n in lengths {
+        let tensors = vec![input(GRAD, 1, n), exact(F64, 2, n.div_ceil(CHUNK))];
+        cases.push(Case::new(format!("squared norm of {n}"), tensors, |b| {
+            SquaredNorm {
+                x: b[0].clone(),
+                partials: b[1].clone(),
+            }
+        }));
+    }
+    cases.extend(clip_scale());
+    cases
+}
+
+fn clip_scale() -> Vec<Case> {
+    let mut cases = Vec::new();
+    for (count, max_norm) in [(3, Some(0.5)), (1700, Some(1e9)), (1700, None)] {
+        for witness in [1.0, f64::NAN, f64::INFINITY] {
+            // Every fifth chunk has no sum.
+            let places = (0..count).rev();
+            let order = places.map(|i: usize| if i.is_multiple_of(5) { -1.0 } else { i as f64 });
+            let tensors = vec![
+                Tensor::new(F64, positive(1, count)),
+                Tensor::new(I32, order.collect()),
+                Tensor::new(F64, vec![0.5, witness]),
+                close(F32, 2, 1),
+                close(F32, 3, 1),
+            ];
+            let name = format!("clip scale of {count} sums, bound {max_norm:?}, witness {witness}");
+            let op = move |ordered: bool| {
+                move |b: &[Buffer]| ClipScale {
+                    partials: b[0].clone(),
+                    order: ordered.then(|| b[1].clone()),
+                    witnesses: ordered.then(|| b[2].clone()),
+                    max_norm,
+                    norm: b[3].clone(),
+                    scale: b[4].clone(),
+                }
+            };
+            cases.push(Case::new(format!("{name}, in order"), tensors.clone(), op(true)));
+            cases.push(Case::new(name, tensors, op(false)));
+        }
+    }
+    let mut infinite = vec![0.25; 40];
+    infinite[7] = f64::INFINITY;
+    let tensors = vec![Tensor::new(F64, infinite), close(F32, 2, 1), close(F32, 3, 1)];
+    cases.push(Case::new(
+        "clip scale of an infinite norm".to_owned(),
+        tensors,
+        |b| ClipScale {
+            partials: b[0].clone(),
+            order: None,
+            witnesses: None,
+            max_norm: Some(1.0),
+            norm: b[1].clone(),
+            scale: b[2].clone(),
+        },
+    ));
+    cases
+}
+
+fn encoder(size: Size) -> Vec<Case> {
+    // Samples, positions, known positions, channels, vocabulary.
+    let sizes: &[[usize; 5]] = match size {
+        Size::Small => &[[2, 7, 9, 24, 11], [3, 50, 50, 5, 300], [3, 400, 400, 8, 70_000]],
+        Size::Large => &[[8, 1024, 1024, 768, 50_257], [4, 1024, 1024, 1600, 256]],
+    };
+    let mut cases = Vec::new();
+    for &[batch, positions, known, channels, vocab] in sizes {
+        let rows = batch * positions;
+        let name = format!("{batch} × {positions} × {channels} of {vocab} tokens");
+        let ids = || Tensor::new(I32, tokens(1, rows, vocab));
+        for has_positions in [true, false] {
+            let tensors = vec![
+                ids(),
+                input(ACT, 2, vocab * channels),
+                close(ACT, 3, rows * channels),
+                input(ACT, 4, known * channels),
+            ];
+            let case = Case::new(format!("encoder forward of {name}"), tensors, move |b| {
+                EncoderForward {
+                    tokens: b[0].clone(),
+                    wte: b[1].clone(),
+                    out: b[2].clone(),
+                    wpe: has_positions.then(|| b[3].clone()),
+                    positions,
+                }
+            });
+            cases.push(case);
+        }
+        for accumulate in [false, true] {
+            let tensors = vec![
+                ids(),
+                input(ACT, 2, rows * channels),
+                close(GRAD, 3, vocab * channels),
+            ];
+            let case = Case::new(format!("token backward of {name}"), tensors, move |b| {
+                TokenBackward {
+                    tokens: b[0].clone(),
+                    dout: b[1].clone(),
+                    dwte: b[2].clone(),
+                    accumulate,
+                }
+            });
+            cases.push(case);
+            let tensors = vec![input(ACT, 1, rows * channels), close(GRAD, 2, known * channels)];
+            let case = Case::new(format!("position backward of {name}"), tensors, move |b| {
+                PositionBackward {
+                    dout: b[0].clone(),
+                    dwpe: b[1].clone(),
+                    accumulate,
+                    positions,
+                    channels,
+                }
+            });
+            cases.push(case);
+        }
+    }
+    cases
+}
+
+fn layernorm(size: Size) -> Vec<Case> {
+    let sizes: &[[usize; 2]] = match size {
+        Size::Small => &[[5, 33], [67, 64], [9, 768], [3, 1600], [2, 1101]],
+        Size::Large => &[[8192, 768], [4099, 1024], [1000, 1600], [77, 12_288]],
+    };
+    let mut cases = Vec::new();
+    for &[rows, channels] in sizes {
+        let n = rows * channels;
+        let name = format!("{rows} × {channels}");
+        let forward = vec![
+            input(ACT, 1, n),
+            input(ACT, 2, channels),
+            input(ACT, 3, channels),
+            close(ACT, 4, n),
+        ];
+        cases.push(Case::new(format!("layernorm forward of {name}"), forward, |b| {
+            LayerNormForward {
+                inp: b[0].clone(),
+                weight: b[1].clone(),
+                bias: b[2].clone(),
+                out: b[3].clone(),
+            }
+        }));
+        for accumulate in [false, true] {
+            let backward = vec![
+                input(ACT, 1, n),
+                input(ACT, 2, n),
+                input(ACT, 3, channels),
+                close(ACT, 4, n),
+                close(GRAD, 5, channels),
+                close(GRAD, 6, channels),
+            ];
+            let case = Case::new(format!("layernorm backward of {name}"), backward, move |b| {
+                LayerNormBackward {
+                    dout: b[0].clone(),
+                    inp: b[1].clone(),
+                    weight: b[2].clone(),
+                    dinp: b[3].clone(),
+                    dweight: b[4].clone(),
+                    dbias: b[5].clone(),
+                    accumulate_dinp: accumulate,
+                    accumulate_dweight: accumulate,
+                    accumulate_dbias: !accumulate,
+                }
+            });
+            cases.push(case);
+        }
+    }
+    cases
+}
+
+fn column_sum(size: Size) -> Vec<Case> {
+    let sizes: &[[usize; 2]] = match size {
+        Size::Small => &[[1, 8], [200, 40], [70, 33], [9, 600]],
+        Size::Large => &[[8192, 768], [8192, 3072], [4099, 2304]],
+    };
+    let mut cases = Vec::new();
+    for &[rows, columns] in sizes {
+        for accumulate in [false, true] {
+            let tensors = vec![input(ACT, 1, rows * columns), close(GRAD, 2, columns)];
+            let name = format!("column sum of {rows} × {columns}");
+            cases.push(Case::new(name, tensors, move |b| ColumnSum {
+                x: b[0].clone(),
+                out: b[1].clone(),
+                accumulate,
+            }));
+        }
+    }
+    cases
+}
+
+fn cross_entropy(size: Size) -> Vec<Case> {
+    let sizes: &[[usize; 2]] = match size {
+        Size::Small => &[[11, 7], [9, 256], [5, 4099], [3, 20_011]],
+        Size::Large => &[[2048, 50_257], [1024, 50_304], [4096, 256]],
+    };
+    let mut cases = Vec::new();
+    for &[rows, vocab] in sizes {
+        let name = format!("{rows} × {vocab}");
+        let mut ids = tokens(1, rows, vocab);
+        ids[0] = vocab as f64 - 1.0;
+        ids[rows / 2] = -1.0;
+        let logits: Vec<f64> = numbers(2, rows * vocab).iter().map(|x| 8.0 * x).collect();
+        let targets = Tensor::new(I32, ids);
+        let forward = vec![
+            Tensor::new(ACT, logits.clone()),
+            targets.clone(),
+            close(F32, 3, rows),
+            close(F32, 4, rows),
+        ];
+        cases.push(Case::new(
+            format!("cross entropy forward of {name}"),
+            forward,
+            |b| CrossEntropyForward {
+                logits: b[0].clone(),
+                targets: b[1].clone(),
+                losses: b[2].clone(),
+                lse: b[3].clone(),
+            },
+        ));
+        let lse = logits
+            .chunks(vocab)
+            .map(|row| row.iter().map(|x| x.exp()).sum::<f64>().ln());
+        let backward = vec![
+            Tensor::new(ACT, logits.clone()).result(Outcome::Close),
+            targets,
+            Tensor::new(F32, lse.collect()),
+            input(F32, 5, rows),
+        ];
+        cases.push(Case::new(
+            format!("cross entropy backward of {name}"),
+            backward,
+            |b| CrossEntropyBackward {
+                logits_dlogits: b[0].clone(),
+                targets: b[1].clone(),
+                lse: b[2].clone(),
+                dlosses: b[3].clone(),
+            },
+        ));
+    }
+    for accumulate in [false, true] {
+        let tensors = vec![input(F32, 1, 5003), close(F64, 2, 1)];
+        cases.push(Case::new("loss sum of 5003".to_owned(), tensors, move |b| {
+            LossSum {
+                losses: b[0].clone(),
+                total: b[1].clone(),
+                accumulate,
+            }
+        }));
+    }
+    cases
+}

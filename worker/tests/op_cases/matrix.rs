@@ -1,0 +1,178 @@
+//! Matrix products and attention.
+
+use ddp_worker::device::DType;
+use ddp_worker::ops::{
+    AttentionBackward, AttentionForward, AttentionShape, LinearDinp, LinearDweight, LinearForward,
+    LinearShape, WeightLayout,
+};
+
+use super::numbers::numbers;
+use super::{Case, Kind, Outcome, Size, Tensor};
+
+const F32: Kind = Kind::Fixed(DType::F32);
+
+fn tensor(kind: Kind, seed: u64, len: usize, outcome: Outcome) -> Tensor {
+    Tensor::new(kind, numbers(seed, len)).result(outcome)
+}
+
+/// Linear layers in both layouts, with and without what is added.
+pub(super) fn linear(size: Size) -> Vec<Case> {
+    let sizes: &[[usize; 3]] = match size {
+        Size::Small => &[[3, 5, 7], [17, 64, 33], [64, 96, 128]],
+        Size::Large => &[[512, 768, 2304], [256, 512, 5003]],
+    };
+    let mut cases = Vec::new();
+    for &[rows, inputs, outputs] in sizes {
+        for layout in [WeightLayout::InOut, WeightLayout::OutIn] {
+            let shape = LinearShape {
+                rows,
+                inputs,
+                outputs,
+                layout,
+            };
+            cases.extend([true, false].map(|adds| forward(shape, adds)));
+            cases.push(dinp(shape));
+            cases.extend([true, false].map(|accumulate| dweight(shape, accumulate)));
+        }
+    }
+    cases
+}
+
+/// A product may be rounded to the storage before something is added to it.
+fn sum_outcome(adds: bool) -> Outcome {
+    if adds { Outcome::Products } else { Outcome::Close }
+}
+
+fn forward(shape: LinearShape, adds: bool) -> Case {
+    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
+    let tensors = vec![
+        tensor(Kind::Act, 1, rows * inputs, Outcome::Same),
+        tensor(Kind::Act, 2, inputs * outputs, Outcome::Same),
+        tensor(Kind::Act, 3, outputs, Outcome::Same),
+        tensor(Kind::Act, 4, rows * outputs, Outcome::Same),
+        tensor(Kind::Act, 5, rows * outputs, sum_outcome(adds)),
+    ];
+    let name = format!("linear forward of {shape:?}, adds {adds}");
+    Case::new(name, tensors, move |b| LinearForward {
+        inp: b[0].clone(),
+        weight: b[1].clone(),
+        bias: adds.then(|| b[2].clone()),
+        residual: adds.then(|| b[3].clone()),
+        out: b[4].clone(),
+        shape,
+    })
+}
+
+fn dinp(shape: LinearShape) -> Case {
+    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
+    let tensors = vec![
+        tensor(Kind::Act, 1, rows * outputs, Outcome::Same),
+        tensor(Kind::Act, 2, inputs * outputs, Outcome::Same),
+        tensor(Kind::Act, 3, rows * inputs, Outcome::Close),
+    ];
+    Case::new(format!("linear dinp of {shape:?}"), tensors, move |b| {
+        LinearDinp {
+            dout: b[0].clone(),
+            weight: b[1].clone(),
+            dinp: b[2].clone(),
+            shape,
+        }
+    })
+}
+
+fn dweight(shape: LinearShape, accumulate: bool) -> Case {
+    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
+    let tensors = vec![
+        tensor(Kind::Act, 1, rows * inputs, Outcome::Same),
+        tensor(Kind::Act, 2, rows * outputs, Outcome::Same),
+        tensor(Kind::Grad, 3, inputs * outputs, sum_outcome(accumulate)),
+    ];
+    let name = format!("linear dweight of {shape:?}, accumulate {accumulate}");
+    Case::new(name, tensors, move |b| LinearDweight {
+        inp: b[0].clone(),
+        dout: b[1].clone(),
+        dweight: b[2].clone(),
+        accumulate,
+        shape,
+    })
+}
+
+/// Attention: by the plain kernels in all types, and in bf16 by those with a name of their own on tensor cores.
+pub(super) fn attention(size: Size) -> Vec<Case> {
+    // Samples, positions, heads, channels of a head.
+    let plain: &[[usize; 4]] = match size {
+        Size::Small => &[[2, 1, 1, 8], [1, 77, 2, 48], [2, 70, 3, 5], [1, 33, 1, 144]],
+        Size::Large => &[[1, 1000, 2, 80]],
+    };
+    let flash: &[[usize; 4]] = match size {
+        Size::Small => &[[1, 70, 1, 64], [1, 1, 2, 64], [1, 33, 1, 32], [1, 40, 1, 128]],
+        Size::Large => &[
+            [2, 77, 3, 64],
+            [1, 1000, 2, 64],
+            [2, 1024, 2, 64],
+            [1, 1025, 2, 32],
+            [2, 513, 2, 128],
+        ],
+    };
+    let mut cases = Vec::new();
+    for (name, sizes) in [("attention", plain), ("flash attention", flash)] {
+        for &[batch, positions, heads, width] in sizes {
+            let shape = AttentionShape {
+                batch,
+                positions,
+                heads,
+                channels: heads * width,
+            };
+            cases.extend([attention_forward(name, shape), attention_backward(name, shape)]);
+        }
+    }
+    cases
+}
+
+/// Elements of `[B, T, C]`.
+fn elements(shape: AttentionShape) -> usize {
+    shape.batch * shape.positions * shape.channels
+}
+
+fn attention_forward(name: &str, shape: AttentionShape) -> Case {
+    let n = elements(shape);
+    let queries = shape.batch * shape.heads * shape.positions;
+    let qkv = numbers(1, 3 * n).iter().map(|x| 3.0 * x).collect();
+    let tensors = vec![
+        Tensor::new(Kind::Act, qkv),
+        tensor(Kind::Act, 2, n, Outcome::Products),
+        tensor(F32, 3, queries, Outcome::Products),
+    ];
+    Case::new(format!("{name} forward of {shape:?}"), tensors, move |b| {
+        AttentionForward {
+            qkv: b[0].clone(),
+            out: b[1].clone(),
+            lse: b[2].clone(),
+            shape,
+        }
+    })
+}
+
+fn attention_backward(name: &str, shape: AttentionShape) -> Case {
+    let n = elements(shape);
+    let queries = shape.batch * shape.heads * shape.positions;
+    // About what forward leaves of so many keys.
+    let lse = (0..queries).map(|query| ((query % shape.positions + 1) as f64).ln() + 0.2);
+    let tensors = vec![
+        tensor(Kind::Act, 1, 3 * n, Outcome::Same),
+        tensor(Kind::Act, 2, n, Outcome::Same),
+        Tensor::new(F32, lse.collect()),
+        tensor(Kind::Act, 4, n, Outcome::Same),
+        tensor(Kind::Act, 5, 3 * n, Outcome::Products),
+    ];
+    Case::new(format!("{name} backward of {shape:?}"), tensors, move |b| {
+        AttentionBackward {
+            qkv: b[0].clone(),
+            out: b[1].clone(),
+            lse: b[2].clone(),
+            dout: b[3].clone(),
+            dqkv: b[4].clone(),
+            shape,
+        }
+    })
+}

@@ -1,0 +1,247 @@
+//! Operations with inputs, run on a device in f32 and bf16 and compared with the CPU device in f32.
+//!
+//! The reference starts from the same numbers, rounded to the device's storage, so that what differs is the arithmetic
+//! and the rounding of results.
+
+mod catalogue;
+mod matrix;
+pub(crate) mod numbers;
+
+pub(crate) use catalogue::{Size, catalogue};
+
+use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Sharing};
+use ddp_worker::ops::Op;
+use half::bf16;
+
+/// What a tensor is, whatever the precision.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Activations and parameters.
+    Act,
+    /// Gradients of parameters.
+    Grad,
+    /// Always of this type.
+    Fixed(DType),
+}
+
+/// Precision of a run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Types {
+    pub(crate) act: DType,
+    pub(crate) grad: DType,
+}
+
+impl Types {
+    pub(crate) const ALL: [Self; 3] = [
+        Self::F32,
+        Self {
+            act: DType::Bf16,
+            grad: DType::Bf16,
+        },
+        Self {
+            act: DType::Bf16,
+            grad: DType::F32,
+        },
+    ];
+    const F32: Self = Self {
+        act: DType::F32,
+        grad: DType::F32,
+    };
+
+    fn of(self, kind: Kind) -> DType {
+        match kind {
+            Kind::Act => self.act,
+            Kind::Grad => self.grad,
+            Kind::Fixed(dtype) => dtype,
+        }
+    }
+}
+
+/// One argument of an operation.
+#[derive(Clone, Debug)]
+pub(crate) struct Tensor {
+    pub(crate) kind: Kind,
+    pub(crate) values: Vec<f64>,
+    /// Elements of its arena before it.
+    pub(crate) lead: usize,
+    pub(crate) result: Outcome,
+}
+
+/// What the operation does to a tensor.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Outcome {
+    /// Read only.
+    Same,
+    /// A result, the same bits.
+    Exact,
+    /// A result, up to the order of sums and rounding.
+    Close,
+    /// A result of products of what was rounded to the storage on the way, as the halves of attention are.
+    Products,
+}
+
+impl Tensor {
+    pub(crate) fn new(kind: Kind, values: Vec<f64>) -> Self {
+        Self {
+            kind,
+            values,
+            lead: 0,
+            result: Outcome::Same,
+        }
+    }
+
+    pub(crate) fn result(self, result: Outcome) -> Self {
+        Self { result, ..self }
+    }
+}
+
+/// An operation with its arguments.
+pub(crate) struct Case {
+    pub(crate) name: String,
+    pub(crate) tensors: Vec<Tensor>,
+    pub(crate) op: MakeOp,
+}
+
+/// Makes an operation of its tensors' buffers.
+type MakeOp = Box<dyn Fn(&[Buffer]) -> Op>;
+
+impl Case {
+    pub(crate) fn new<O: Into<Op>>(
+        name: String,
+        tensors: Vec<Tensor>,
+        op: impl Fn(&[Buffer]) -> O + 'static,
+    ) -> Self {
+        Self {
+            name,
+            tensors,
+            op: Box::new(move |buffers| op(buffers).into()),
+        }
+    }
+
+    /// The same in memory that starts anywhere.
+    pub(crate) fn shifted(mut self, lead: usize) -> Self {
+        self.name = format!("{}, {lead} elements into the arenas", self.name);
+        for tensor in &mut self.tensors {
+            tensor.lead = lead;
+        }
+        self
+    }
+
+    /// Runs it; the values of all tensors afterwards.
+    pub(crate) fn run(&self, device: &dyn Device, types: Types) -> Result<Vec<Vec<f64>>, DeviceError> {
+        self.run_on(device, types, &self.tensors)
+    }
+
+    fn run_on(
+        &self,
+        device: &dyn Device,
+        types: Types,
+        tensors: &[Tensor],
+    ) -> Result<Vec<Vec<f64>>, DeviceError> {
+        let stream = device.stream();
+        let buffers = tensors.iter().map(|tensor| {
+            let (dtype, len) = (types.of(tensor.kind), tensor.values.len());
+            let arena = device.alloc(&ArenaSpec {
+                name: self.name.clone(),
+                dtype,
+                len: tensor.lead + len,
+                sharing: Sharing::Private,
+            })?;
+            let buffer = arena.slice(tensor.lead..tensor.lead + len);
+            device.upload(stream, &buffer, &bytes(dtype, &tensor.values));
+            Ok(buffer)
+        });
+        let buffers = buffers.collect::<Result<Vec<_>, DeviceError>>()?;
+        device.enqueue(stream, (self.op)(&buffers));
+        device.synchronize(stream)?;
+        let download = |buffer| Ok(values(Buffer::dtype(buffer), &device.download(stream, buffer)?));
+        buffers.iter().map(download).collect()
+    }
+
+    /// Runs it on the device and on the CPU; an error says what differs.
+    pub(crate) fn check(&self, device: &dyn Device, types: Types) -> Result<(), String> {
+        let name = format!("{} ({}, gradients {})", self.name, types.act, types.grad);
+        let found = self
+            .run(device, types)
+            .map_err(|error| format!("{name}: {error}"))?;
+        let cpu = CpuDevice::new(1).expect("a CPU");
+        let stored: Vec<Tensor> = self.tensors.iter().map(|tensor| tensor.stored(types)).collect();
+        let expected = self
+            .run_on(&cpu, Types::F32, &stored)
+            .map_err(|error| format!("{name}: on the CPU: {error}"))?;
+        for (index, tensor) in self.tensors.iter().enumerate() {
+            compare(
+                &expected[index],
+                &found[index],
+                tensor.result,
+                types.of(tensor.kind),
+            )
+            .map_err(|difference| format!("{name}: argument {index}: {difference}"))?;
+        }
+        Ok(())
+    }
+}
+
+impl Tensor {
+    /// With the values that storage of these types leaves of it.
+    fn stored(&self, types: Types) -> Self {
+        let dtype = types.of(self.kind);
+        Self {
+            values: values(dtype, &bytes(dtype, &self.values)),
+            ..self.clone()
+        }
+    }
+}
+
+fn compare(expected: &[f64], found: &[f64], outcome: Outcome, dtype: DType) -> Result<(), String> {
+    let finite = expected.iter().filter(|x| x.is_finite());
+    let size = finite.fold(0.0_f64, |most, x| most.max(x.abs()));
+    // Two roundings of the storage apart, and for sums whose terms cancel a part of the largest result.
+    let (relative, absolute) = match (outcome, dtype) {
+        (Outcome::Close, DType::Bf16) => (1.0 / 256.0, 2e-5 * size),
+        (Outcome::Close, _) => (1e-5, 1e-5 * size),
+        (Outcome::Products, DType::Bf16) => (1.0 / 64.0, 1e-2 * size),
+        (Outcome::Products, _) => (3e-5, 3e-5 * size),
+        (Outcome::Same | Outcome::Exact, _) => (0.0, 0.0),
+    };
+    let narrow = |x: f64| match (outcome, dtype) {
+        (Outcome::Exact, DType::Bf16) => bf16::from_f64(x).to_f64(),
+        _ => x,
+    };
+    for (element, (&expected, &found)) in expected.iter().zip(found).enumerate() {
+        let expected = narrow(expected);
+        let close = (expected - found).abs() <= relative * expected.abs() + absolute;
+        if !close && expected != found && !(expected.is_nan() && found.is_nan()) {
+            return Err(format!("element {element} is {found:e}, expected {expected:e}"));
+        }
+    }
+    Ok(())
+}
+
+fn bytes(dtype: DType, values: &[f64]) -> Vec<u8> {
+    let each = values.iter();
+    match dtype {
+        DType::F64 => bytemuck::cast_slice(values).to_vec(),
+        DType::F32 => each.flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+        DType::Bf16 => each
+            .flat_map(|x| bf16::from_f32(*x as f32).to_le_bytes())
+            .collect(),
+        DType::I32 => each.flat_map(|x| (*x as i32).to_le_bytes()).collect(),
+        DType::U8 => each.map(|x| *x as u8).collect(),
+    }
+}
+
+fn values(dtype: DType, bytes: &[u8]) -> Vec<f64> {
+    fn read<T: bytemuck::AnyBitPattern>(bytes: &[u8], widen: impl Fn(T) -> f64) -> Vec<f64> {
+        let each = bytes.chunks_exact(size_of::<T>());
+        each.map(|bytes| widen(bytemuck::pod_read_unaligned(bytes)))
+            .collect()
+    }
+    match dtype {
+        DType::F64 => read(bytes, |x: f64| x),
+        DType::F32 => read(bytes, |x: f32| f64::from(x)),
+        DType::Bf16 => read(bytes, |x: bf16| f64::from(x)),
+        DType::I32 => read(bytes, |x: i32| f64::from(x)),
+        DType::U8 => read(bytes, |x: u8| f64::from(x)),
+    }
+}
