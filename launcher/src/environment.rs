@@ -5,11 +5,12 @@ use std::ffi::{OsStr, OsString};
 use std::fs;
 use std::path::Path;
 
-use ddp_proto::env::{DDP_JOB_MARKER, DDP_PROGRESS, SCRUBBED, WorkerEnv};
+use ddp_proto::env::{DDP_JOB_MARKER, DDP_LOCAL_RANK, DDP_PROGRESS, SCRUBBED, WorkerEnv};
 use nix::sched::{CpuSet, sched_getaffinity};
 use nix::unistd::Pid;
 
 const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
+const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 const ASYNC_ERROR_HANDLING: &str = "TORCH_NCCL_ASYNC_ERROR_HANDLING";
 
 /// What all workers of one launcher have in common.
@@ -25,6 +26,8 @@ pub(crate) struct Common<'a> {
     pub(crate) threads: usize,
     /// The launcher draws a progress bar.
     pub(crate) progress_bar: bool,
+    /// Every worker is local rank 0 and sees its own GPU only.
+    pub(crate) virtual_local_rank: bool,
 }
 
 /// In rising order of precedence: defaults, inherited variables, the plan's, the contract.
@@ -50,7 +53,27 @@ pub(crate) fn of_worker(common: &Common<'_>, contract: &WorkerEnv) -> Vec<(OsStr
     if common.progress_bar {
         env.insert(DDP_PROGRESS.into(), "bar".into());
     }
+    if common.virtual_local_rank {
+        let visible = env
+            .get(OsStr::new(VISIBLE_DEVICES))
+            .and_then(|list| list.to_str());
+        let own = own_device(visible, contract.local_rank.0);
+        env.insert(VISIBLE_DEVICES.into(), own.into());
+        env.insert("LOCAL_RANK".into(), "0".into());
+        env.insert(DDP_LOCAL_RANK.into(), contract.local_rank.to_string().into());
+    }
     env.into_iter().collect()
+}
+
+/// The one device of a worker, out of those that are visible to all; a rank beyond the list sees none.
+fn own_device(visible: Option<&str>, local_rank: u32) -> String {
+    match visible.map(str::trim).filter(|list| !list.is_empty()) {
+        None => local_rank.to_string(),
+        Some(list) => {
+            let device = list.split(',').nth(local_rank as usize);
+            device.unwrap_or_default().trim().to_owned()
+        }
+    }
 }
 
 fn is_scrubbed(name: &OsStr) -> bool {
@@ -130,6 +153,7 @@ mod tests {
             marker: "outer/me",
             threads: 3,
             progress_bar: false,
+            virtual_local_rank: false,
         };
         let env = of_worker(&common, &WorkerEnv::single());
         let text = |s: OsString| s.into_string().unwrap();
@@ -165,6 +189,13 @@ mod tests {
             (env[OMP_NUM_THREADS].as_str(), env[ASYNC_ERROR_HANDLING].as_str()),
             ("3", "3")
         );
+    }
+
+    #[test]
+    fn a_virtual_local_rank_sees_one_device() {
+        assert_eq!(own_device(None, 2), "2");
+        assert_eq!(own_device(Some("4, 6,7"), 1), "6");
+        assert_eq!(own_device(Some("4"), 1), "", "there is no second one");
     }
 
     #[test]

@@ -2,14 +2,17 @@
 //!
 //! | module | what it does |
 //! |---|---|
-//! | `plan` | what an agent is asked to do |
+//! | `plan`, `preview` | what an agent is asked to do, and what that comes to |
 //! | `agent` | joins, decides, supervises, restarts |
 //! | `guardian` | kills the workers of a launcher that was killed |
 //! | `spawn`, `environment`, `master_port` | start workers with the environment that they expect |
+//! | `hang` | finds workers that say nothing any more |
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
+//! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
-//! | `pump`, `lines`, `console`, `progress`, `logs` | the workers' output, on the console and in files |
-//! | `report` | the failure report |
+//! | `output`, `pump`, `lines`, `console`, `progress`, `logs` | the workers' output, on the console and in files |
+//! | `report`, `root_cause` | the failure report, for people and for programs |
+//! | `event_log` | what happened, as JSON lines |
 //!
 //! It knows the protocol of the daemon ([`ddp_proto`]) but not its insides, and nothing of tensors.
 //!
@@ -22,16 +25,22 @@ mod console;
 mod control;
 mod ending;
 mod environment;
+mod event_log;
 mod guardian;
+mod hang;
 mod lines;
 mod logs;
 mod master_port;
+mod oom;
+mod output;
 mod plan;
+mod preview;
 mod proc_table;
 mod progress;
 mod pump;
 mod reap;
 mod report;
+mod root_cause;
 mod spawn;
 mod sweep;
 
@@ -39,5 +48,7 @@ pub use agent::{Conclusion, LaunchError, Outcome, run};
 pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;
 pub use logs::LogError;
-pub use plan::{LaunchPlan, NodeRange, WorkerCommand};
+pub use output::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
+pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, WorkerCommand};
+pub use preview::environment_of;
 pub use spawn::SpawnError;

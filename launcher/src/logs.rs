@@ -13,13 +13,26 @@ const MAX_MESSAGE_CHARS: usize = 2000;
 
 /// A directory or file for a worker's output cannot be made.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write `{}`: {cause}\n  hint: choose a writable directory with `--log-dir`", .path.display())]
+#[error("cannot write `{}`: {cause}\n  hint: choose a writable place, for log files with `--log-dir`", .path.display())]
 pub struct LogError {
     /// The file or directory.
     pub path: PathBuf,
     /// The system's error.
     #[source]
     pub cause: io::Error,
+}
+
+/// Opens `filtered_stdout.log` or `filtered_stderr.log` of an attempt, for all its workers together.
+pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, name: &str) -> Result<File, LogError> {
+    let directory = log_dir.join(format!("attempt_{attempt}"));
+    let path = directory.join(name);
+    fs::create_dir_all(&directory)
+        .and_then(|()| {
+            let truncated = File::create(&path)?;
+            drop(truncated);
+            File::options().append(true).open(&path)
+        })
+        .map_err(|cause| LogError { path, cause })
 }
 
 /// Files of one worker in one attempt.

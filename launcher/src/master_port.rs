@@ -48,6 +48,11 @@ impl MasterPort {
         Self::bind(0)
     }
 
+    /// Reserves the port that was asked for.
+    pub(crate) fn reserve_this(port: u16) -> io::Result<Self> {
+        Self::bind(port)
+    }
+
     /// The port's number.
     pub(crate) fn get(&self) -> u16 {
         self.port

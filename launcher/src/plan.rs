@@ -7,6 +7,8 @@ use std::time::Duration;
 
 use ddp_proto::ids::NodeRank;
 
+use crate::output::OutputPlan;
+
 /// Everything the agent of one node needs to know before it joins.
 #[derive(Clone, Debug)]
 pub struct LaunchPlan {
@@ -30,16 +32,59 @@ pub struct LaunchPlan {
     pub job_description: String,
     /// How long to wait for the other nodes.
     pub join_timeout: Duration,
+    /// How long more nodes are waited for; none: as long as the daemon thinks right.
+    pub last_call: Option<Duration>,
     /// How long the daemon may stay unreachable before the agent gives up.
     pub connect_timeout: Duration,
     /// `--shutdown-timeout`: from SIGTERM to SIGKILL when workers are stopped.
     pub shutdown_timeout: Duration,
+    /// `--hang-timeout`: a worker that sent heartbeats and sends none for this long has failed; none: never.
+    pub hang_timeout: Option<Duration>,
     /// `--log-dir`: below it `attempt_N/<global rank>/{stdout.log,stderr.log,error.json}`; none: no log files.
     pub log_dir: Option<PathBuf>,
+    /// What happens to the workers' output.
+    pub output: OutputPlan,
+    /// `--role`: what ranks of this node are called, and counted by.
+    pub role: String,
+    /// `--master-addr`: MASTER_ADDR of the workers; none: the address under which the others reach node 0.
+    pub master_addr: Option<String>,
+    /// `--master-port`: MASTER_PORT of the workers, if this node becomes node 0; none: a free one, anew in each
+    /// generation.
+    pub master_port: Option<u16>,
+    /// `--virtual-local-rank`: every worker is local rank 0, and sees its own GPU only.
+    pub virtual_local_rank: bool,
+    /// Signals that stop the job, and those that are passed on to the workers.
+    pub signals: SignalPlan,
+    /// `--numa-binding`: cores of each worker, by local rank; empty: not bound.
+    pub cores: Vec<CoreSet>,
+    /// `--event-log-handler`: a file that takes one JSON object for each thing that happens.
+    pub event_log: Option<PathBuf>,
     /// The program that every worker runs.
     pub command: WorkerCommand,
     /// Draw a progress bar from the heartbeats of rank 0 (stderr is a terminal, the worker is native).
     pub progress_bar: bool,
+}
+
+/// Cores that a worker may run on, by number.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CoreSet(pub std::collections::BTreeSet<usize>);
+
+/// What signals to the launcher mean, by number.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct SignalPlan {
+    /// `--signals-to-handle`: the workers are stopped, and the launcher ends with 128 + signal.
+    pub stop: Vec<i32>,
+    /// `--forward-signals`: each worker gets it, and goes on.
+    pub forward: Vec<i32>,
+}
+
+impl Default for SignalPlan {
+    fn default() -> Self {
+        Self {
+            stop: vec![libc::SIGTERM, libc::SIGINT, libc::SIGHUP, libc::SIGQUIT],
+            forward: Vec::new(),
+        }
+    }
 }
 
 /// `--nnodes N` or `--nnodes MIN:MAX`.

@@ -34,6 +34,30 @@ pub(crate) struct Tap {
     pub(crate) pipe: OwnedFd,
     pub(crate) log: Option<File>,
     pub(crate) tail: TailWriter,
+    /// Precedes its lines on the console; none: they are not shown.
+    pub(crate) prefix: Option<String>,
+    /// Takes the lines that contain one of the words.
+    pub(crate) duplicate: Option<Duplicate>,
+}
+
+/// A file that lines of all workers go to if they contain one of some words.
+#[derive(Clone)]
+pub(crate) struct Duplicate {
+    pub(crate) words: Vec<String>,
+    /// Opened for appending: a line is one write, so that lines of several workers do not mix.
+    pub(crate) file: Arc<File>,
+}
+
+impl Duplicate {
+    fn take(&self, line: &[u8]) -> io::Result<()> {
+        let text = String::from_utf8_lossy(line);
+        if self.words.iter().any(|word| text.contains(word.as_str())) {
+            let mut whole = text.trim_end().as_bytes().to_vec();
+            whole.push(b'\n');
+            (&*self.file).write_all(&whole)?;
+        }
+        Ok(())
+    }
 }
 
 /// Handle to the reading thread.
@@ -74,6 +98,8 @@ async fn read(tap: Tap, console: Console) {
         pipe,
         mut log,
         tail,
+        prefix,
+        mut duplicate,
     } = tap;
     let Ok(mut pipe) = pipe::Receiver::from_owned_fd(pipe) else {
         return;
@@ -81,7 +107,14 @@ async fn read(tap: Tap, console: Console) {
     let mut splitter = LineSplitter::default();
     let mut show = |line: &[u8]| {
         tail.push(line);
-        console.put(stream, prefixed(rank, line));
+        if let Some(prefix) = &prefix {
+            console.put(stream, prefixed(prefix, line));
+        }
+        let duplicated = duplicate.as_ref().map_or(Ok(()), |file| file.take(line));
+        if let Err(error) = duplicated {
+            console.say(&format!("filtered lines of rank {rank} end here: {error}"));
+            duplicate = None;
+        }
     };
     let mut buffer = vec![0; READ_BYTES];
     while let Ok(read @ 1..) = pipe.read(&mut buffer).await {
@@ -97,14 +130,14 @@ async fn read(tap: Tap, console: Console) {
     splitter.flush(&mut show);
 }
 
-fn prefixed(rank: GlobalRank, line: &[u8]) -> Vec<u8> {
+fn prefixed(prefix: &str, line: &[u8]) -> Vec<u8> {
     match line {
         // The line before ended with `\r`, and only now turns out to be complete.
         b"" => return b"\n".to_vec(),
-        b"\n" => return format!("[{rank}]\n").into_bytes(),
+        b"\n" => return format!("{prefix}\n").into_bytes(),
         _ => {}
     }
-    let mut out = format!("[{rank}] ").into_bytes();
+    let mut out = format!("{prefix} ").into_bytes();
     out.extend_from_slice(line);
     out
 }
@@ -168,9 +201,23 @@ mod tests {
 
     #[test]
     fn every_line_has_its_rank() {
-        assert_eq!(prefixed(GlobalRank(3), b"hello\n"), b"[3] hello\n");
-        assert_eq!(prefixed(GlobalRank(3), b"\n"), b"[3]\n");
-        assert_eq!(prefixed(GlobalRank(3), b""), b"\n");
+        assert_eq!(prefixed("[3]", b"hello\n"), b"[3] hello\n");
+        assert_eq!(prefixed("[3]", b"\n"), b"[3]\n");
+        assert_eq!(prefixed("[3]", b""), b"\n");
+    }
+
+    #[test]
+    fn lines_with_a_word_are_written_again() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("filtered");
+        let duplicate = Duplicate {
+            words: vec!["loss".into(), "error".into()],
+            file: Arc::new(File::create(&path).unwrap()),
+        };
+        for line in ["step 1\n", "loss 2.5\r\n", "no errors"] {
+            duplicate.take(line.as_bytes()).unwrap();
+        }
+        assert_eq!(std::fs::read_to_string(&path).unwrap(), "loss 2.5\nno errors\n");
     }
 
     #[tokio::test]

@@ -106,7 +106,7 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
     if let Some(time) = clock_time(failure.unix_time_ns) {
         let _ = write!(text, " at {time}");
     }
-    if let Some(hint) = hint_for(ending) {
+    if let Some(hint) = hint_for(ending, failure.out_of_memory) {
         let _ = write!(text, "\n    {hint}");
     }
     if !failure.message.is_empty() {
@@ -142,11 +142,14 @@ fn repeats(lines: &[String], message: &str) -> bool {
 }
 
 /// What a signal usually means, for those that programs do not send themselves.
-fn hint_for(ending: Ending) -> Option<&'static str> {
+fn hint_for(ending: Ending, out_of_memory: bool) -> Option<&'static str> {
     let Ending::Signal { signal, .. } = ending else {
         return None;
     };
     match signal {
+        libc::SIGKILL if out_of_memory => Some(
+            "possibly out of memory: the kernel's OOM killer ended a process of this control group meanwhile",
+        ),
         libc::SIGKILL => {
             Some("not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or somebody's `kill -9`")
         }

@@ -147,6 +147,19 @@ fn sigkill_was_not_sent_by_us() {
 }
 
 #[test]
+fn a_sigkill_while_the_oom_killer_struck() {
+    let mut exit = failure(0, KILLED);
+    exit.out_of_memory = true;
+    let conclusion = job_over("rank 0 died of SIGKILL, possibly out of memory", exit, "a");
+    insta::assert_snapshot!(text(&conclusion, &[], None), @r"
+    error: `train.yaml` failed
+      first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
+        possibly out of memory: the kernel's OOM killer ended a process of this control group meanwhile
+        it wrote nothing to stderr
+    ");
+}
+
+#[test]
 fn a_crash_on_another_node() {
     let crash = Ending::Signal {
         signal: 11,

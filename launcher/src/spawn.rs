@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use ddp_proto::exit;
 use ddp_proto::ids::LocalRank;
+use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
@@ -37,6 +38,10 @@ pub(crate) struct WorkerSpec {
     pub(crate) env: Vec<(OsString, OsString)>,
     pub(crate) stdout: OwnedFd,
     pub(crate) stderr: OwnedFd,
+    /// Reads the launcher's standard input; the others read nothing.
+    pub(crate) has_stdin: bool,
+    /// Cores that it is bound to; none: those of the launcher.
+    pub(crate) cores: Option<CpuSet>,
 }
 
 /// The workers of one generation.
@@ -204,27 +209,34 @@ fn start_worker(command: &WorkerCommand, worker: WorkerSpec, registrar: Registra
         .args(&command.args)
         .env_clear()
         .envs(worker.env)
-        .stdin(Stdio::null())
+        .stdin(if worker.has_stdin {
+            Stdio::inherit()
+        } else {
+            Stdio::null()
+        })
         .stdout(worker.stdout)
         .stderr(worker.stderr);
     if let Some(arg0) = &command.arg0 {
         process.arg0(arg0);
     }
-    let launcher = Pid::this();
+    let (launcher, cores) = (Pid::this(), worker.cores);
     // SAFETY: `enter_session` only makes async-signal-safe system calls and does not allocate.
-    unsafe { process.pre_exec(move || enter_session(launcher, registrar)) };
+    unsafe { process.pre_exec(move || enter_session(launcher, registrar, cores.as_ref())) };
     // Reaped by pid, with all others: the handle itself is of no use, and dropping it does nothing.
     process.spawn().map(|child| child.id() as i32)
 }
 
 /// Runs in the child between `fork` and `exec`.
-fn enter_session(launcher: Pid, registrar: Registrar) -> io::Result<()> {
+fn enter_session(launcher: Pid, registrar: Registrar, cores: Option<&CpuSet>) -> io::Result<()> {
     let session = nix::unistd::setsid()?;
     registrar.watch(session.as_raw());
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
     // The launcher may have died before the line above. It may be pid 1, so 1 itself proves nothing.
     if nix::unistd::getppid() != launcher {
         return Err(io::Error::from_raw_os_error(libc::ESRCH));
+    }
+    if let Some(cores) = cores {
+        sched_setaffinity(Pid::from_raw(0), cores)?;
     }
     for signal in 1..=libc::SIGRTMAX() {
         // SAFETY: SIG_DFL is valid for every signal; SIGKILL, SIGSTOP and libc's own give an error, ignored.

@@ -14,6 +14,8 @@ pub const DDP_GENERATION: &str = "DDP_GENERATION";
 pub const DDP_RUN_TOKEN: &str = "DDP_RUN_TOKEN";
 /// Marks every process of one launcher, so that its guardian finds descendants that made a session of their own.
 pub const DDP_JOB_MARKER: &str = "DDP_JOB_MARKER";
+/// The true local rank, where `LOCAL_RANK` is 0 for every worker (`--virtual-local-rank`).
+pub const DDP_LOCAL_RANK: &str = "DDP_LOCAL_RANK";
 /// Set to `bar` when the launcher draws the progress bar, so that rank 0 prints no step lines.
 pub const DDP_PROGRESS: &str = "DDP_PROGRESS";
 
@@ -35,6 +37,7 @@ pub const SCRUBBED: &[&str] = &[
     "TORCHELASTIC_RUN_ID",
     "TORCHELASTIC_ERROR_FILE",
     "TORCHELASTIC_USE_AGENT_STORE",
+    DDP_LOCAL_RANK,
     DDP_CONTROL,
     DDP_GENERATION,
     DDP_RUN_TOKEN,
@@ -57,8 +60,12 @@ pub struct WorkerEnv {
     pub local_world_size: u32,
     /// `GROUP_WORLD_SIZE`
     pub node_count: u32,
-    /// `ROLE_NAME`; ranks of the one role equal the global ranks.
+    /// `ROLE_NAME`
     pub role: String,
+    /// `ROLE_RANK`: rank among the workers of the same role.
+    pub role_rank: u32,
+    /// `ROLE_WORLD_SIZE`: number of workers of the same role.
+    pub role_world_size: u32,
     /// `MASTER_ADDR`
     pub master_addr: String,
     /// `MASTER_PORT`
@@ -112,6 +119,8 @@ impl WorkerEnv {
             local_world_size: 1,
             node_count: 1,
             role: "default".into(),
+            role_rank: 0,
+            role_world_size: 1,
             master_addr: "127.0.0.1".into(),
             master_port: 0,
             restart_count: 0,
@@ -134,12 +143,12 @@ impl WorkerEnv {
         set("RANK", self.rank.to_string());
         set("LOCAL_RANK", self.local_rank.to_string());
         set("GROUP_RANK", self.node_rank.to_string());
-        set("ROLE_RANK", self.rank.to_string());
+        set("ROLE_RANK", self.role_rank.to_string());
         set("ROLE_NAME", self.role.clone());
         set("WORLD_SIZE", self.world_size.to_string());
         set("LOCAL_WORLD_SIZE", self.local_world_size.to_string());
         set("GROUP_WORLD_SIZE", self.node_count.to_string());
-        set("ROLE_WORLD_SIZE", self.world_size.to_string());
+        set("ROLE_WORLD_SIZE", self.role_world_size.to_string());
         set("MASTER_ADDR", self.master_addr.clone());
         set("MASTER_PORT", self.master_port.to_string());
         set("TORCHELASTIC_RESTART_COUNT", self.restart_count.to_string());
@@ -178,14 +187,17 @@ impl WorkerEnv {
         let required = |name: &'static str| number(name).and_then(|n| n.ok_or(EnvError::Missing(name)));
 
         let master_port = required("MASTER_PORT")?;
+        let (rank, world_size) = (required("RANK")?, required("WORLD_SIZE")?);
         let env = Self {
-            rank: GlobalRank(required("RANK")?),
+            rank: GlobalRank(rank),
             local_rank: LocalRank(required("LOCAL_RANK")?),
             node_rank: NodeRank(number("GROUP_RANK")?.unwrap_or(0)),
-            world_size: WorldSize(required("WORLD_SIZE")?),
+            world_size: WorldSize(world_size),
             local_world_size: required("LOCAL_WORLD_SIZE")?,
             node_count: number("GROUP_WORLD_SIZE")?.unwrap_or(1),
             role: get("ROLE_NAME").unwrap_or_else(|| "default".into()),
+            role_rank: number("ROLE_RANK")?.unwrap_or(rank),
+            role_world_size: number("ROLE_WORLD_SIZE")?.unwrap_or(world_size),
             master_addr: get("MASTER_ADDR").ok_or(EnvError::Missing("MASTER_ADDR"))?,
             master_port: u16::try_from(master_port).map_err(|_| EnvError::Malformed {
                 name: "MASTER_PORT",

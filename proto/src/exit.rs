@@ -17,6 +17,8 @@ pub const RENDEZVOUS_TIMED_OUT: u8 = 75;
 pub const NODES_DISAGREE: u8 = 76;
 /// The daemon refused this node (authentication).
 pub const REFUSED: u8 = 77;
+/// A worker that ends with this code says "do not start me again": the job is over, whatever is left of its restarts.
+pub const DO_NOT_RESTART: u8 = 93;
 /// Stopped by SIGINT.
 pub const INTERRUPTED: u8 = 130;
 /// Stopped by SIGTERM.

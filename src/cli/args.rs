@@ -2,15 +2,13 @@
 //! variable is looked at here; that is the business of [`super::plan`].
 
 use std::ffi::OsString;
-use std::path::PathBuf;
-use std::time::Duration;
 
-use clap::{ArgAction, CommandFactory, FromArgMatches, Parser};
-use ddp_launcher::NodeRange;
+use clap::{CommandFactory, FromArgMatches, Parser};
+use clap_complete::Shell;
 
 use super::settings::{NAMES, Settings};
 use super::target::TargetKind;
-use super::values::{self, Endpoint, ProcCount, RdzvConf};
+use super::values;
 
 /// Start, synchronise and keep alive data-parallel training.
 ///
@@ -22,49 +20,16 @@ use super::values::{self, Endpoint, ProcCount, RdzvConf};
 #[derive(Debug, Parser)]
 #[command(name = "ddp-run", version, max_term_width = 100, after_help = AFTER_HELP)]
 pub struct Args {
-    /// Number of nodes, or the range within which the job may run [default: 1]
-    #[arg(long, value_name = "N|MIN:MAX", value_parser = values::node_range)]
-    nnodes: Option<NodeRange>,
+    #[command(flatten)]
+    settings: Settings,
 
-    /// Workers on this node: a number, `gpu`, `cpu`, or `auto` (GPUs where there are some, else cores) [default: 1]
-    #[arg(long, value_name = "N|auto|cpu|gpu", value_parser = values::proc_count)]
-    nproc_per_node: Option<ProcCount>,
+    /// Show what would be started, and where each value comes from, and start nothing
+    #[arg(long)]
+    dry_run: bool,
 
-    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets [default port: 29400]
-    #[arg(long, value_name = "HOST[:PORT]", value_parser = values::endpoint)]
-    rdzv_endpoint: Option<Endpoint>,
-
-    /// Name of the job, the same on all nodes [default: `none`; for one node, the time and a random part]
-    #[arg(long, value_name = "ID", value_parser = values::job_id)]
-    rdzv_id: Option<String>,
-
-    /// Details of the rendezvous: `is_host=BOOL`, `join_timeout=S` [600], `connect_timeout=S` [60]
-    #[arg(long, value_name = "KEY=VALUE[,...]", value_parser = values::rdzv_conf)]
-    rdzv_conf: Option<RdzvConf>,
-
-    /// Rank of this node; without it the ranks follow the host names
-    #[arg(long, value_name = "N", value_parser = values::whole)]
-    node_rank: Option<u32>,
-
-    /// One node with a rendezvous of its own, whatever else is configured
-    #[arg(long, action = ArgAction::SetTrue)]
-    standalone: bool,
-
-    /// How often the whole job may restart because a rank died [default: 3 for YAML targets, else 0]
-    #[arg(long, value_name = "N", value_parser = values::whole)]
-    max_restarts: Option<u32>,
-
-    /// Write each worker's output below this directory [default for YAML targets: `logs` in the run's directory]
-    #[arg(long, value_name = "DIR")]
-    log_dir: Option<PathBuf>,
-
-    /// Address under which the other nodes reach this one [default: the one that the rendezvous sees]
-    #[arg(long, value_name = "ADDR", value_parser = values::local_addr)]
-    local_addr: Option<String>,
-
-    /// Seconds that workers get between SIGTERM and SIGKILL [default: 30]
-    #[arg(long, value_name = "S", value_parser = values::seconds)]
-    shutdown_timeout: Option<Duration>,
+    /// Print the completions of a shell (bash, zsh, fish, elvish, powershell); stands alone
+    #[arg(long, value_name = "SHELL", exclusive = true)]
+    completions: Option<Shell>,
 
     /// Override one value of the YAML, for example `--set train.steps=20`; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
@@ -86,12 +51,26 @@ executed, or does not exist.";
 pub struct ParsedArgs {
     /// The uppermost layer of settings.
     pub settings: Settings,
+    /// `--dry-run`
+    pub dry_run: bool,
     /// `--set`, in order, each of the form `key=value`.
     pub overrides: Vec<String>,
     /// The target.
     pub target: OsString,
     /// What belongs to the target.
     pub target_args: Vec<OsString>,
+}
+
+/// The shell of `ddp-run --completions SHELL`, which needs no target.
+#[must_use]
+pub fn completions(argv: &[OsString]) -> Option<Shell> {
+    let first = argv.get(1)?.to_str()?;
+    let shell = match first.strip_prefix("--completions=") {
+        Some(shell) => shell,
+        None if first == "--completions" => argv.get(2)?.to_str()?,
+        None => return None,
+    };
+    shell.parse().ok()
 }
 
 /// Parses a command line, `argv[0]` included. The error is clap's: it prints itself and knows its exit code.
@@ -118,7 +97,8 @@ pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, cla
 }
 
 /// The flags, with both spellings.
-fn command() -> clap::Command {
+#[must_use]
+pub fn command() -> clap::Command {
     Args::command().mut_args(|arg| {
         let long = arg.get_long().unwrap_or_default();
         let underscored = NAMES
@@ -135,19 +115,8 @@ fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::E
     let args = Args::from_arg_matches(&command.try_get_matches_from(argv)?)?;
     let mut words = args.command.into_iter();
     Ok(ParsedArgs {
-        settings: Settings {
-            nnodes: args.nnodes,
-            nproc_per_node: args.nproc_per_node,
-            rdzv_endpoint: args.rdzv_endpoint,
-            rdzv_id: args.rdzv_id,
-            rdzv_conf: args.rdzv_conf,
-            node_rank: args.node_rank,
-            standalone: args.standalone.then_some(true),
-            max_restarts: args.max_restarts,
-            log_dir: args.log_dir,
-            local_addr: args.local_addr,
-            shutdown_timeout: args.shutdown_timeout,
-        },
+        settings: args.settings,
+        dry_run: args.dry_run,
         overrides: args.overrides,
         target: words.next().unwrap_or_default(),
         target_args: words.collect(),
@@ -156,6 +125,7 @@ fn read(command: clap::Command, argv: &[OsString]) -> Result<ParsedArgs, clap::E
 
 #[cfg(test)]
 mod tests {
+    use super::super::values::ProcCount;
     use super::*;
 
     fn parse_words(words: &[&str]) -> Result<ParsedArgs, String> {

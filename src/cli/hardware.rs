@@ -8,6 +8,7 @@ use std::time::Duration;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::error::CliError;
+use super::native::cuda;
 use super::values::ProcCount;
 
 /// First argument of the invocation that asks the CUDA driver for its devices.
@@ -53,9 +54,9 @@ pub fn visible_gpus() -> Result<u32, String> {
 
 /// The probe's own main: prints the number of devices, or ends with a failure.
 pub fn probe_gpus() -> std::process::ExitCode {
-    // cudarc panics where the driver's library is missing. That is an answer here, not a bug.
+    // A driver that lacks a function makes its bindings panic. That is an answer here, not a bug.
     std::panic::set_hook(Box::new(|_| ()));
-    let count = std::panic::catch_unwind(cudarc::driver::CudaContext::device_count);
+    let count = std::panic::catch_unwind(cuda::count_devices);
     if let Ok(Ok(count)) = count {
         println!("{count}");
         return std::process::ExitCode::SUCCESS;

@@ -9,6 +9,7 @@ use tokio::net::TcpListener;
 use tokio::sync::oneshot;
 
 use super::args::{self, ParsedArgs};
+use super::dry_run;
 use super::error::{CliError, print_error};
 use super::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use super::host::{self, HostFacts};
@@ -31,10 +32,17 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(GPU_PROBE_SUBCOMMAND) => return hardware::probe_gpus(),
         _ => {}
     }
+    if let Some(shell) = args::completions(&argv) {
+        clap_complete::generate(shell, &mut args::command(), "ddp-run", &mut std::io::stdout());
+        return ExitCode::SUCCESS;
+    }
     let args = match args::parse(argv) {
         Ok(args) => args,
         Err(error) => error.exit(),
     };
+    if args.dry_run {
+        return show(args);
+    }
     // As early as possible: whatever this process maps before, the guardian holds too.
     let guardian = match Guardian::fork() {
         Ok(guardian) => guardian,
@@ -52,6 +60,18 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             dismiss(guardian);
             fail(&error)
         }
+    }
+}
+
+/// `--dry-run`
+fn show(args: ParsedArgs) -> ExitCode {
+    let resolved = SelfExe::open().and_then(|exe| plan::resolve(args, |name| std::env::var(name).ok(), &exe));
+    match resolved {
+        Ok(launch) => {
+            println!("{}", dry_run::describe(&launch));
+            ExitCode::SUCCESS
+        }
+        Err(error) => fail(&error),
     }
 }
 

@@ -4,28 +4,36 @@
 //! | module | what it does | what it must not do |
 //! |---|---|---|
 //! | [`args`] | stage one: the flags as typed, each value checked by itself | any I/O |
-//! | [`values`] | parsers of single values | any I/O |
-//! | [`settings`] | layers: command line, `PET_*`, the YAML's `launch` section | know defaults |
-//! | [`plan`] | stage two: layers and defaults become a [`ddp_launcher::LaunchPlan`] | bind or connect |
+//! | [`values`], [`streams`] | parsers of single values | any I/O |
+//! | [`settings`], [`scheduler`] | layers: command line, `PET_*`, the YAML's `launch` section, the batch system | know defaults |
+//! | [`layers`], [`plan`] | stage two: layers and defaults become a [`ddp_launcher::LaunchPlan`] | bind or connect |
 //! | [`target`] | kinds of target, their command, the job's signature | |
+//! | [`dry_run`] | shows a plan and where each value comes from | |
+//! | [`numa`] | which cores each worker may use | |
 //! | [`hardware`] | counts cores and GPUs | initialise CUDA in the launcher |
 //! | [`host`] | who hosts the daemon | run it |
 //! | [`launch`] | `ddp-run`: puts the pieces together | |
 //! | [`serve`] | `ddp-rendezvous` | |
-//! | [`train`], [`doctor`] | `ddp-train` | |
-//! | [`native`] | the only place that calls the worker | |
+//! | [`train`], [`doctor`], [`ckpt`] | `ddp-train` | |
+//! | [`native`] | the only place that calls the worker's training | |
 //! | [`error`] | what can go wrong before the agent takes over | |
 
 pub mod args;
+pub mod ckpt;
 pub mod doctor;
+pub mod dry_run;
 pub mod error;
 pub mod hardware;
 pub mod host;
 pub mod launch;
+pub mod layers;
 pub mod native;
+pub mod numa;
 pub mod plan;
+pub mod scheduler;
 pub mod serve;
 pub mod settings;
+pub mod streams;
 pub mod target;
 pub mod train;
 pub mod values;

@@ -7,9 +7,11 @@ use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use ddp_proto::exit;
-use ddp_worker::checkpoint::CheckpointError;
+use ddp_worker::checkpoint::{CheckpointError, ignore_file_size_signal};
 use ddp_worker::config::{self, Located, TrainConfig};
 use ddp_worker::data::DataError;
+pub use ddp_worker::device::cuda;
+pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
 use ddp_worker::parallel::AgreementError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
@@ -86,6 +88,7 @@ pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
 
 /// Trains `file` in this process, at the place that the environment gives it, or alone.
 pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
+    ignore_file_size_signal();
     match load(file, overrides) {
         Ok(located) => train(&located.config),
         Err(error) => {
@@ -117,10 +120,12 @@ fn train(config: &TrainConfig) -> ExitCode {
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
 fn exit_code(error: &TrainError) -> u8 {
     let passing = match error {
-        TrainError::Contradiction { .. } | TrainError::Model(_) => false,
+        TrainError::Contradiction { .. } | TrainError::Rescale { .. } | TrainError::Model(_) => false,
         TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
         TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::Checkpoint(error) => passes(error),
+        // Training that was done is not done again for a disk that is as full as before.
+        TrainError::NotSaved { cause, .. } => cause.as_ref().is_none_or(|error| passes(error)),
         TrainError::RunFiles(error) => match error {
             RunFilesError::Store(_) => true,
             RunFilesError::Checkpoint(error) => passes(error),
@@ -138,9 +143,12 @@ fn exit_code(error: &TrainError) -> u8 {
 fn passes(error: &CheckpointError) -> bool {
     match error {
         CheckpointError::Io { kind, .. } => is_transient(*kind),
-        CheckpointError::Overtaken { .. } | CheckpointError::Misuse(_) | CheckpointError::Coverage { .. } => {
-            true
-        }
+        CheckpointError::Stalled { .. }
+        | CheckpointError::GivenUp { .. }
+        | CheckpointError::Source { .. }
+        | CheckpointError::Overtaken { .. }
+        | CheckpointError::Misuse(_)
+        | CheckpointError::Coverage { .. } => true,
         _ => false,
     }
 }

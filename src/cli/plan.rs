@@ -6,17 +6,21 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ddp_launcher::{LaunchPlan, NodeRange};
+use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan};
 use ddp_proto::ids::NodeRank;
 
 use super::args::ParsedArgs;
+use super::dry_run::Sources;
 use super::error::CliError;
+use super::hardware;
 use super::host::HostFacts;
+use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::native::{self, Validated};
+use super::numa::{Topology, bind};
 use super::settings::Settings;
+use super::streams::{Signals, Words};
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind};
-use super::values::ProcCount;
-use super::{hardware, values};
+use super::values::{EventLog, ProcCount};
 
 /// How long to wait for the other nodes, as torchrun.
 const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
@@ -32,6 +36,8 @@ pub struct Launch {
     pub plan: LaunchPlan,
     /// For [`super::host::settle`].
     pub host: HostFacts,
+    /// Where each setting that somebody gave comes from.
+    pub sources: Sources,
 }
 
 /// Merges the layers, looks at the target and at the machine.
@@ -40,46 +46,34 @@ pub fn resolve(
     get_env: impl Fn(&str) -> Option<String>,
     exe: &SelfExe,
 ) -> Result<Launch, CliError> {
-    let target = Target::read(args.target, args.target_args, args.overrides)?;
-    let validated = validate(&target)?;
     refuse_standalone_with_nodes(&args.settings)?;
-    let mut settings = args.settings.or(Settings::from_env(&get_env)?);
-    if let Some(text) = &target.yaml {
-        settings = settings.or(Settings::from_yaml(Path::new(&target.name), text)?);
-    }
-    let mut settings = settings.or_from_scheduler(&get_env)?;
-    if settings.standalone == Some(true) {
-        settings = Settings {
-            nnodes: None,
-            rdzv_endpoint: None,
-            node_rank: None,
-            ..settings
-        };
-    }
+    let variables = Settings::from_env(&get_env)?;
+    let kind = kind(&args, &variables)?;
+    let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
+    let validated = validate(&target)?;
+    let (settings, sources) = layers(args.settings, variables, &target, &get_env)?;
     let nodes = settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 });
     check_nodes(nodes, &settings)?;
+    check_target(&target, &settings)?;
 
     let alone = nodes.max == 1;
-    let job_id = match settings.rdzv_id {
-        Some(id) => id,
-        None if alone => unique_job_id(SystemTime::now()),
-        None => "none".to_owned(),
-    };
+    let job_id = settings.rdzv_id.clone().unwrap_or_else(|| default_job_id(alone));
     let workers = hardware::workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
     // Last of all that can fail: it writes.
     let out_dir = validated
-        .map(|config| claim_out_dir(&config, &job_id, alone))
+        .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
         .transpose()?;
-    let max_restarts = settings
-        .max_restarts
-        .unwrap_or(target.kind.default_max_restarts());
-    let agreed = AgreedSettings {
+    let default_restarts = target.kind.default_max_restarts();
+    let max_restarts = settings.max_restarts.unwrap_or(default_restarts);
+    let (job_signature, job_description) = target.signature(&AgreedSettings {
         min_nodes: nodes.min,
         max_nodes: nodes.max,
         max_restarts,
-    };
-    let (job_signature, job_description) = target.signature(&agreed);
-    let conf = settings.rdzv_conf.unwrap_or_default();
+    });
+    let conf = settings.rdzv_conf.clone().unwrap_or_default();
+    let output = output(&settings);
+    let log_dir = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
+    let log_dir = log_dir.or_else(|| temporary_log_dir(&output, &job_id));
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
@@ -87,13 +81,23 @@ pub fn resolve(
         node_rank: settings.node_rank.map(NodeRank),
         workers,
         max_restarts,
-        local_addr: settings.local_addr,
+        local_addr: settings.local_addr.clone(),
         job_signature,
         job_description,
         join_timeout: conf.join_timeout.unwrap_or(JOIN_TIMEOUT),
+        last_call: conf.last_call_timeout,
+        hang_timeout: settings.hang_timeout.filter(|time| !time.is_zero()),
         connect_timeout: conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT),
         shutdown_timeout: settings.shutdown_timeout.unwrap_or(SHUTDOWN_TIMEOUT),
-        log_dir: settings.log_dir.or(out_dir.map(|dir| dir.join("logs"))),
+        log_dir,
+        output,
+        role: settings.role.clone().unwrap_or_else(|| "default".to_owned()),
+        master_addr: settings.master_addr.clone(),
+        master_port: settings.master_port,
+        virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
+        signals: signals(&settings),
+        cores: cores(&settings, workers)?,
+        event_log: event_log(&settings),
         command: target.command(exe, get_env("PYTHON_EXEC").map(OsString::from)),
         progress_bar: target.kind == TargetKind::Native && std::io::stderr().is_terminal(),
     };
@@ -102,14 +106,73 @@ pub fn resolve(
         is_host: conf.is_host,
         node_rank: settings.node_rank,
     };
-    Ok(Launch { plan, host })
+    Ok(Launch { plan, host, sources })
+}
+
+/// Several nodes must mean the same without having spoken to each other.
+fn default_job_id(alone: bool) -> String {
+    if alone {
+        unique_job_id(SystemTime::now())
+    } else {
+        "none".to_owned()
+    }
+}
+
+/// As torchrun: files were asked for, but no place.
+fn temporary_log_dir(output: &OutputPlan, job_id: &str) -> Option<PathBuf> {
+    if !output.needs_files() {
+        return None;
+    }
+    let directory = std::env::temp_dir().join(format!("ddp-run-{job_id}"));
+    eprintln!("[ddp-run] log files are below `{}`", directory.display());
+    Some(directory)
+}
+
+/// The cores of each worker; none where they are not bound.
+fn cores(settings: &Settings, workers: u32) -> Result<Vec<CoreSet>, CliError> {
+    let Some(binding) = settings.numa_binding else {
+        return Ok(Vec::new());
+    };
+    bind(binding, workers, &Topology::read()).map_err(|problem| CliError::Conflict {
+        problem: format!("`--numa-binding`: {problem}"),
+        hint: "start fewer workers, or leave the flag out".to_owned(),
+    })
+}
+
+fn signals(settings: &Settings) -> SignalPlan {
+    let numbers = |signals: &Option<Signals>| signals.clone().map(|signals| signals.0);
+    SignalPlan {
+        stop: numbers(&settings.signals_to_handle).unwrap_or(SignalPlan::default().stop),
+        forward: numbers(&settings.forward_signals).unwrap_or_default(),
+    }
+}
+
+fn event_log(settings: &Settings) -> Option<PathBuf> {
+    match settings.event_log_handler.clone()? {
+        EventLog::Nowhere => None,
+        EventLog::Console => Some("/dev/stderr".into()),
+        EventLog::File(path) => Some(path),
+    }
+}
+
+fn output(settings: &Settings) -> OutputPlan {
+    let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
+    OutputPlan {
+        redirects: settings.redirects.clone().unwrap_or_default(),
+        tee: settings.tee.clone().unwrap_or_default(),
+        local_ranks: settings.local_ranks_filter.clone(),
+        global_ranks: settings.global_ranks_filter.clone(),
+        prefix: settings.log_line_prefix_template.clone().unwrap_or_default(),
+        stdout_filters: words(&settings.duplicate_stdout_filters),
+        stderr_filters: words(&settings.duplicate_stderr_filters),
+    }
 }
 
 /// The configuration of a native target, checked as its workers will check it.
 fn validate(target: &Target) -> Result<Option<Validated>, CliError> {
     match target.kind {
         TargetKind::Native => native::validate(Path::new(&target.name), &target.overrides).map(Some),
-        TargetKind::Python | TargetKind::Program => Ok(None),
+        TargetKind::Python | TargetKind::Module | TargetKind::Program => Ok(None),
     }
 }
 
@@ -119,49 +182,6 @@ fn claim_out_dir(config: &Validated, job_id: &str, alone: bool) -> Result<PathBu
         config.claim_out_dir(job_id)?;
     }
     Ok(config.out_dir(job_id))
-}
-
-/// `--standalone` beats what variables and files say of several nodes, but a command line that asks for
-/// both is a mistake.
-fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
-    let several = typed.nnodes.is_some_and(|nodes| nodes.max > 1);
-    let other = match (several, &typed.rdzv_endpoint) {
-        (true, _) => "`--nnodes` asks for several nodes",
-        (false, Some(_)) => "`--rdzv-endpoint` names a rendezvous",
-        (false, None) => return Ok(()),
-    };
-    if typed.standalone != Some(true) {
-        return Ok(());
-    }
-    Err(CliError::Conflict {
-        problem: format!("`--standalone` means one node with a rendezvous of its own, but {other}"),
-        hint: "leave one of the two out".to_owned(),
-    })
-}
-
-fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError> {
-    if nodes.max > 1 && settings.rdzv_endpoint.is_none() {
-        return Err(CliError::Conflict {
-            problem: format!(
-                "{} nodes need a place to meet, but there is no `--rdzv-endpoint`",
-                nodes.max
-            ),
-            hint: format!(
-                "give the address of one node on all of them: `--rdzv-endpoint node0:{}`",
-                values::DEFAULT_PORT
-            ),
-        });
-    }
-    match settings.node_rank {
-        Some(rank) if rank >= nodes.max => Err(CliError::Conflict {
-            problem: format!(
-                "`--node-rank {rank}` is out of range, `--nnodes` allows {} at most",
-                nodes.max
-            ),
-            hint: format!("node ranks go from 0 to {}", nodes.max - 1),
-        }),
-        _ => Ok(()),
-    }
 }
 
 /// `20261120-105516-3f9a1c`: sorts by time, unique on one machine.

@@ -4,110 +4,200 @@
 //! of the YAML, then the batch system, then defaults. A layer is one [`Settings`] with holes; [`Settings::or`] fills the holes
 //! of a layer from the one below.
 
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ddp_launcher::NodeRange;
+use ddp_launcher::{NodeRange, PrefixTemplate, StreamsByRank};
 use serde::Deserialize;
 use serde_saphyr::Spanned;
 
 use super::error::CliError;
-use super::values::{self, Endpoint, ProcCount, RdzvConf};
+use super::numa::Binding;
+use super::streams::{self, Signals, Words};
+use super::values::{self, Backend, Endpoint, EventLog, ProcCount, RdzvConf};
 
-/// One layer: what one source says, and nothing where it is silent.
-#[derive(Clone, Debug, Default, PartialEq)]
-pub struct Settings {
-    /// `--nnodes`
-    pub nnodes: Option<NodeRange>,
-    /// `--nproc-per-node`
-    pub nproc_per_node: Option<ProcCount>,
-    /// `--rdzv-endpoint`
-    pub rdzv_endpoint: Option<Endpoint>,
-    /// `--rdzv-id`
-    pub rdzv_id: Option<String>,
-    /// `--rdzv-conf`
-    pub rdzv_conf: Option<RdzvConf>,
-    /// `--node-rank`
-    pub node_rank: Option<u32>,
-    /// `--standalone`
-    pub standalone: Option<bool>,
-    /// `--max-restarts`
-    pub max_restarts: Option<u32>,
-    /// `--log-dir`
-    pub log_dir: Option<PathBuf>,
-    /// `--local-addr`
-    pub local_addr: Option<String>,
-    /// `--shutdown-timeout`
-    pub shutdown_timeout: Option<Duration>,
-}
+/// Headings of `--help`.
+const NODES: &str = "Nodes and ranks";
+const WORKERS: &str = "Workers";
+const LIFE: &str = "Failure and end";
+const OUTPUT: &str = "Output";
 
-/// Names of all settings, as the YAML spells them; `PET_<NAME>` and `--<name>` follow from them.
-pub const NAMES: &[&str] = &[
-    "nnodes",
-    "nproc_per_node",
-    "rdzv_endpoint",
-    "rdzv_id",
-    "rdzv_conf",
-    "node_rank",
-    "standalone",
-    "max_restarts",
-    "log_dir",
-    "local_addr",
-    "shutdown_timeout",
-];
-
-/// Settings of batch systems, the one that is believed last of each kind.
-const SCHEDULERS: &[(&str, &str)] = &[
-    ("nnodes", "SLURM_NNODES"),
-    ("node_rank", "JOB_COMPLETION_INDEX"),
-    ("node_rank", "SLURM_NODEID"),
-];
-
-impl Settings {
-    /// Gives the setting called `name` (with `_` or `-`) the value that `text` stands for.
-    fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
-        match name.replace('-', "_").as_str() {
-            "nnodes" => self.nnodes = Some(values::node_range(text)?),
-            "nproc_per_node" => self.nproc_per_node = Some(values::proc_count(text)?),
-            "rdzv_endpoint" => self.rdzv_endpoint = Some(values::endpoint(text)?),
-            "rdzv_id" => self.rdzv_id = Some(values::job_id(text)?),
-            "rdzv_conf" => self.rdzv_conf = Some(values::rdzv_conf(text)?),
-            "node_rank" => self.node_rank = Some(values::whole(text)?),
-            "standalone" => self.standalone = Some(values::boolean(text)?),
-            "max_restarts" => self.max_restarts = Some(values::whole(text)?),
-            "log_dir" => self.log_dir = Some(PathBuf::from(text)),
-            "local_addr" => self.local_addr = Some(values::local_addr(text)?),
-            "shutdown_timeout" => self.shutdown_timeout = Some(values::seconds(text)?),
-            _ => return Err(format!("unknown key, known are `{}`", NAMES.join("`, `"))),
+/// Declares [`Settings`]: the name of each setting as the YAML spells it, its type, how its text is read, and its help.
+macro_rules! settings {
+    ($($(#[$meta:meta])* $name:ident: $type:ty = $parse:path,)*) => {
+        /// One layer: what one source says, and nothing where it is silent.
+        #[derive(Clone, Debug, Default, PartialEq, clap::Args)]
+        pub struct Settings {
+            $($(#[$meta])* #[arg(long, value_parser = $parse)] pub $name: Option<$type>,)*
         }
-        Ok(())
-    }
 
-    /// Number and rank of the nodes as Slurm or Kubernetes tells them, for a job that has a place to meet. Without one
-    /// it runs on this node alone, whatever else the batch system has allocated. A rank that the number of nodes does
-    /// not allow belongs to something else, and is left alone.
-    pub fn or_from_scheduler(self, get: impl Fn(&str) -> Option<String>) -> Result<Self, CliError> {
-        if self.rdzv_endpoint.is_none() || self.standalone == Some(true) {
-            return Ok(self);
-        }
-        let mut scheduler = Self::default();
-        for (name, variable) in SCHEDULERS {
-            let value = get(variable).filter(|value| !value.is_empty());
-            if let Some(value) = value {
-                scheduler
-                    .set(name, &value)
-                    .map_err(|message| CliError::BadVariable {
-                        variable: (*variable).to_owned(),
-                        value,
-                        message,
-                    })?;
+        /// Names of all settings, as the YAML spells them; `PET_<NAME>` and `--<name>` follow from them.
+        pub const NAMES: &[&str] = &[$(stringify!($name)),*];
+
+        impl Settings {
+            /// Gives the setting called `name` (with `_` or `-`) the value that `text` stands for.
+            pub(super) fn set(&mut self, name: &str, text: &str) -> Result<(), String> {
+                match name.replace('-', "_").as_str() {
+                    $(stringify!($name) => self.$name = Some($parse(text)?),)*
+                    unknown => return Err(unknown_key(unknown)),
+                }
+                Ok(())
+            }
+
+            /// This layer, its holes filled from the `lower` one.
+            #[must_use]
+            pub fn or(self, lower: Self) -> Self {
+                Self { $($name: self.$name.or(lower.$name),)* }
+            }
+
+            /// Names of the settings that this layer gives.
+            pub fn given(&self) -> impl Iterator<Item = &'static str> {
+                [$(self.$name.is_some().then_some(stringify!($name))),*].into_iter().flatten()
             }
         }
-        let nodes = self.nnodes.or(scheduler.nnodes).map_or(1, |nodes| nodes.max);
-        scheduler.node_rank = scheduler.node_rank.filter(|rank| *rank < nodes);
-        Ok(self.or(scheduler))
-    }
+    };
+}
 
+settings! {
+    /// Number of nodes, or the range within which the job may run [default: 1]
+    #[arg(value_name = "N|MIN:MAX", help_heading = NODES)]
+    nnodes: NodeRange = values::node_range,
+
+    /// Workers on this node: a number, `gpu`, `cpu`, or `auto` (GPUs where there are some, else cores) [default: 1]
+    #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES)]
+    nproc_per_node: ProcCount = values::proc_count,
+
+    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets [default port: 29400]
+    #[arg(value_name = "HOST[:PORT]", help_heading = NODES)]
+    rdzv_endpoint: Endpoint = values::endpoint,
+
+    /// Name of the job, the same on all nodes [default: `none`; for one node, the time and a random part]
+    #[arg(value_name = "ID", help_heading = NODES)]
+    rdzv_id: String = values::job_id,
+
+    /// Details of the rendezvous: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60), `last_call_timeout=S` (10)
+    #[arg(value_name = "KEY=VALUE[,...]", help_heading = NODES)]
+    rdzv_conf: RdzvConf = values::rdzv_conf,
+
+    /// `c10d`, `static` or `grpc`: all mean the rendezvous of ddp-run
+    #[arg(value_name = "NAME", help_heading = NODES)]
+    rdzv_backend: Backend = values::backend,
+
+    /// Rank of this node; without it the ranks follow the host names
+    #[arg(value_name = "N", help_heading = NODES)]
+    node_rank: u32 = values::whole,
+
+    /// One node with a rendezvous of its own, whatever else is configured
+    #[arg(num_args = 0, default_missing_value = "true", help_heading = NODES)]
+    standalone: bool = values::boolean,
+
+    /// Address under which the other nodes reach this one [default: the one that the rendezvous sees]
+    #[arg(value_name = "ADDR", help_heading = NODES)]
+    local_addr: String = values::local_addr,
+
+    /// MASTER_ADDR of the workers; without `--rdzv-endpoint` also the address of the rendezvous
+    #[arg(value_name = "ADDR", help_heading = NODES)]
+    master_addr: String = values::local_addr,
+
+    /// MASTER_PORT of the workers [default: a free one, anew at each restart]
+    #[arg(value_name = "PORT", help_heading = NODES)]
+    master_port: u16 = values::port,
+
+    /// How often the whole job may restart because a rank died [default: 3 for YAML targets, else 0]
+    #[arg(value_name = "N", help_heading = LIFE)]
+    max_restarts: u32 = values::whole,
+
+    /// Seconds that workers get between SIGTERM and SIGKILL [default: 30]
+    #[arg(value_name = "S", help_heading = LIFE)]
+    shutdown_timeout: Duration = values::seconds,
+
+    /// A worker that sent heartbeats and sends none for this long has failed [default: never]
+    #[arg(value_name = "S", help_heading = LIFE)]
+    hang_timeout: Duration = values::seconds,
+
+    /// Signals that stop the job [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]
+    #[arg(value_name = "SIG[,...]", help_heading = LIFE)]
+    signals_to_handle: Signals = streams::signals,
+
+    /// Signals that each worker gets, and the job goes on
+    #[arg(value_name = "SIG[,...]", help_heading = LIFE)]
+    forward_signals: Signals = streams::signals,
+
+    /// TARGET is a Python module, run by `python3 -u -m`
+    #[arg(short = 'm', num_args = 0, default_missing_value = "true", help_heading = WORKERS)]
+    module: bool = values::boolean,
+
+    /// TARGET is run as it is, even if it ends with `.py`
+    #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS)]
+    no_python: bool = values::boolean,
+
+    /// What the workers of this node are called, and counted by [default: default]
+    #[arg(value_name = "NAME", help_heading = WORKERS)]
+    role: String = values::role,
+
+    /// Every worker is LOCAL_RANK 0 and sees its own GPU only; the true rank is DDP_LOCAL_RANK
+    #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS)]
+    virtual_local_rank: bool = values::boolean,
+
+    /// Bind workers to the cores of a NUMA node, a processor socket, or to a share of a node of their own
+    #[arg(value_name = "node|socket|exclusive", help_heading = WORKERS)]
+    numa_binding: Binding = values::binding,
+
+    /// Write each worker's output below this directory [default for YAML targets: `logs` in the run's directory]
+    #[arg(value_name = "DIR", help_heading = OUTPUT)]
+    log_dir: PathBuf = values::path,
+
+    /// Write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; for all, or by local rank
+    #[arg(short = 'r', value_name = "N|RANK:N[,...]", help_heading = OUTPUT)]
+    redirects: StreamsByRank = streams::streams_by_rank,
+
+    /// Write to log files and the console
+    #[arg(short = 't', value_name = "N|RANK:N[,...]", help_heading = OUTPUT)]
+    tee: StreamsByRank = streams::streams_by_rank,
+
+    /// Show only these local ranks on the console
+    #[arg(value_name = "RANK[,...]", help_heading = OUTPUT)]
+    local_ranks_filter: BTreeSet<u32> = streams::ranks,
+
+    /// Show only these ranks of the job on the console
+    #[arg(value_name = "RANK[,...]", help_heading = OUTPUT)]
+    global_ranks_filter: BTreeSet<u32> = streams::ranks,
+
+    /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}` [default: `[${rank}]`]
+    #[arg(value_name = "TEMPLATE", help_heading = OUTPUT)]
+    log_line_prefix_template: PrefixTemplate = PrefixTemplate::parse,
+
+    /// Lines of stdout with one of these words go to `filtered_stdout.log` too
+    #[arg(value_name = "WORD[,...]", help_heading = OUTPUT)]
+    duplicate_stdout_filters: Words = streams::words,
+
+    /// Lines of stderr with one of these words go to `filtered_stderr.log` too
+    #[arg(value_name = "WORD[,...]", help_heading = OUTPUT)]
+    duplicate_stderr_filters: Words = streams::words,
+
+    /// Append what happens as JSON lines to a file; or `console`, or `null`
+    #[arg(value_name = "FILE", help_heading = OUTPUT)]
+    event_log_handler: EventLog = values::event_log,
+
+    /// Accepted: deaths are never polled for
+    #[arg(hide = true)]
+    monitor_interval: Duration = values::seconds,
+
+    /// Accepted: workers are always programs of their own
+    #[arg(hide = true)]
+    start_method: String = values::text,
+
+    /// Accepted: a script always runs as `__main__` of its own interpreter
+    #[arg(hide = true, num_args = 0, default_missing_value = "true")]
+    run_path: bool = values::boolean,
+
+    /// Accepted: there is one layout of log files
+    #[arg(hide = true)]
+    logs_specs: String = values::text,
+}
+
+impl Settings {
     /// The `PET_*` variables. Those of torchrun that this program has no use for are left alone, because
     /// operators of clusters set them for everybody.
     pub fn from_env(get: impl Fn(&str) -> Option<String>) -> Result<Self, CliError> {
@@ -148,23 +238,18 @@ impl Settings {
         }
         Ok(settings)
     }
+}
 
-    /// This layer, its holes filled from the `lower` one.
-    #[must_use]
-    pub fn or(self, lower: Self) -> Self {
-        Self {
-            nnodes: self.nnodes.or(lower.nnodes),
-            nproc_per_node: self.nproc_per_node.or(lower.nproc_per_node),
-            rdzv_endpoint: self.rdzv_endpoint.or(lower.rdzv_endpoint),
-            rdzv_id: self.rdzv_id.or(lower.rdzv_id),
-            rdzv_conf: self.rdzv_conf.or(lower.rdzv_conf),
-            node_rank: self.node_rank.or(lower.node_rank),
-            standalone: self.standalone.or(lower.standalone),
-            max_restarts: self.max_restarts.or(lower.max_restarts),
-            log_dir: self.log_dir.or(lower.log_dir),
-            local_addr: self.local_addr.or(lower.local_addr),
-            shutdown_timeout: self.shutdown_timeout.or(lower.shutdown_timeout),
+fn unknown_key(name: &str) -> String {
+    let near = NAMES
+        .iter()
+        .map(|known| (strsim::damerau_levenshtein(known, name), known))
+        .min();
+    match near {
+        Some((distance, known)) if distance <= (name.chars().count() / 3).max(1) => {
+            format!("unknown key, did you mean `{known}`?")
         }
+        _ => "unknown key; it takes the flags of `ddp-run --help`".to_owned(),
     }
 }
 
@@ -228,59 +313,14 @@ mod tests {
     }
 
     #[test]
-    fn the_batch_system_is_asked_last_and_only_where_nodes_meet() {
-        let slurm = |name: &str| match name {
-            "SLURM_NNODES" => Some("4".to_owned()),
-            "SLURM_NODEID" => Some("3".to_owned()),
-            _ => None,
-        };
-        let places = |settings: Settings| {
-            let settings = settings.or_from_scheduler(slurm).expect("valid");
-            (settings.nnodes.map(|nodes| nodes.max), settings.node_rank)
-        };
-        let meeting = Settings {
-            rdzv_endpoint: values::endpoint("node0").ok(),
-            ..Settings::default()
-        };
-        assert_eq!(places(Settings::default()), (None, None), "one node alone");
-        assert_eq!(places(meeting.clone()), (Some(4), Some(3)));
-        let standalone = Settings {
-            standalone: Some(true),
-            ..meeting.clone()
-        };
-        assert_eq!(places(standalone), (None, None));
-        let asked = Settings {
-            nnodes: values::node_range("8").ok(),
-            node_rank: Some(7),
-            ..meeting.clone()
-        };
-        assert_eq!(places(asked), (Some(8), Some(7)), "flags win");
-        let fewer = Settings {
-            nnodes: values::node_range("2").ok(),
-            ..meeting.clone()
-        };
-        assert_eq!(places(fewer), (Some(2), None), "rank 3 is none of this job's");
-        let kubernetes = |name: &str| (name == "JOB_COMPLETION_INDEX").then(|| "1".to_owned());
-        let pair = Settings {
-            nnodes: values::node_range("2").ok(),
-            ..meeting.clone()
-        };
-        let settings = pair.or_from_scheduler(kubernetes).expect("valid");
-        assert_eq!(settings.node_rank, Some(1));
-        let broken = |name: &str| (name == "SLURM_NNODES").then(|| "many".to_owned());
-        let error = meeting.or_from_scheduler(broken).expect_err("no number");
-        assert!(error.to_string().contains("`SLURM_NNODES` is `many`"), "{error}");
-    }
-
-    #[test]
     fn the_launch_section_is_read_like_flags() {
         let text =
             "model: {kind: mlp}\nlaunch:\n  nproc_per_node: 2\n  max-restarts: 5\n  rdzv_endpoint: node0\n";
         let settings = Settings::from_yaml(Path::new("t.yaml"), text).expect("valid");
         assert_eq!(settings.nproc_per_node, Some(ProcCount::Fixed(2)));
         assert_eq!(settings.max_restarts, Some(5));
-        let text = "launch:\n  nproc_per_node: 2\n  nodes: 5\n";
+        let text = "launch:\n  nproc_per_node: 2\n  nnode: 5\n";
         let error = Settings::from_yaml(Path::new("t.yaml"), text).expect_err("unknown key");
-        insta::assert_snapshot!(error, @"t.yaml:3: `launch.nodes`: unknown key, known are `nnodes`, `nproc_per_node`, `rdzv_endpoint`, `rdzv_id`, `rdzv_conf`, `node_rank`, `standalone`, `max_restarts`, `log_dir`, `local_addr`, `shutdown_timeout`");
+        insta::assert_snapshot!(error, @"t.yaml:3: `launch.nnode`: unknown key, did you mean `nnodes`?");
     }
 }

@@ -20,6 +20,8 @@ pub enum TargetKind {
     Native,
     /// `.py`: a script for the Python interpreter.
     Python,
+    /// `-m`: a module for the Python interpreter.
+    Module,
     /// Anything else, run verbatim.
     Program,
 }
@@ -39,7 +41,7 @@ impl TargetKind {
     pub fn default_max_restarts(self) -> u32 {
         match self {
             Self::Native => 3,
-            Self::Python | Self::Program => 0,
+            Self::Python | Self::Module | Self::Program => 0,
         }
     }
 }
@@ -83,8 +85,12 @@ pub struct Target {
 
 impl Target {
     /// Looks at the target: a YAML or script must be readable, `--set` and arguments must make sense for it.
-    pub fn read(name: OsString, args: Vec<OsString>, overrides: Vec<String>) -> Result<Self, CliError> {
-        let kind = TargetKind::of(&name);
+    pub fn read(
+        kind: TargetKind,
+        name: OsString,
+        args: Vec<OsString>,
+        overrides: Vec<String>,
+    ) -> Result<Self, CliError> {
         let display = name.to_string_lossy().into_owned();
         if kind == TargetKind::Native && !args.is_empty() {
             return Err(CliError::Conflict {
@@ -116,7 +122,7 @@ impl Target {
                 File::open(&name).map_err(unreadable)?;
                 None
             }
-            TargetKind::Program => None,
+            TargetKind::Module | TargetKind::Program => None,
         };
         Ok(Self {
             name,
@@ -140,10 +146,12 @@ impl Target {
                     .chain(overrides);
                 (exe.path(), Some("ddp-run".into()), args.collect())
             }
-            TargetKind::Python => {
+            TargetKind::Python | TargetKind::Module => {
                 let python = python.unwrap_or_else(|| "python3".into());
-                let args = ["-u".into(), self.name.clone()]
-                    .into_iter()
+                let module = (self.kind == TargetKind::Module).then(|| OsString::from("-m"));
+                let args = std::iter::once("-u".into())
+                    .chain(module)
+                    .chain(std::iter::once(self.name.clone()))
                     .chain(self.args.iter().cloned());
                 (PathBuf::from(python), None, args.collect())
             }
@@ -179,7 +187,10 @@ impl Target {
         };
         let name = self.display_name();
         field(name.as_bytes());
-        field(&[u8::from(self.kind == TargetKind::Native)]);
+        field(&[
+            u8::from(self.kind == TargetKind::Native),
+            u8::from(self.kind == TargetKind::Module),
+        ]);
         self.args.iter().for_each(|arg| field(arg.as_encoded_bytes()));
         field(self.yaml.as_deref().unwrap_or_default().as_bytes());
         self.overrides.iter().for_each(|pair| field(pair.as_bytes()));
@@ -280,6 +291,12 @@ mod tests {
         assert_eq!(command.args, ["-u", "t.py", "--lr"]);
         let command = script.command(&exe, Some("/opt/python".into()));
         assert_eq!(command.program, Path::new("/opt/python"));
+        let module = Target {
+            kind: TargetKind::Module,
+            name: "pkg.train".into(),
+            ..script
+        };
+        assert_eq!(module.command(&exe, None).args, ["-u", "-m", "pkg.train", "--lr"]);
     }
 
     #[test]
@@ -303,18 +320,25 @@ mod tests {
 
     #[test]
     fn arguments_must_fit_the_kind() {
-        let error = Target::read("t.py".into(), vec![], vec!["a.b=1".into()]).expect_err("no YAML");
+        let error = Target::read(TargetKind::Python, "t.py".into(), vec![], vec!["a.b=1".into()])
+            .expect_err("no YAML");
         insta::assert_snapshot!(error, @r"
         `--set a.b=1` needs a YAML target, but the target is `t.py`
           hint: give arguments of a program after its name: `ddp-run t.py ARGS`
         ");
-        let error =
-            Target::read("t.yaml".into(), vec!["train.steps=5".into()], vec![]).expect_err("arguments");
+        let error = Target::read(
+            TargetKind::Native,
+            "t.yaml".into(),
+            vec!["train.steps=5".into()],
+            vec![],
+        )
+        .expect_err("arguments");
         insta::assert_snapshot!(error, @r"
         `t.yaml` is a configuration and takes no arguments, but `train.steps=5` follows it
           hint: a value of the file is overridden with `--set`: `ddp-run t.yaml --set key=value`
         ");
-        let error = Target::read("/nonexistent/t.yaml".into(), vec![], vec![]).expect_err("no such file");
+        let error = Target::read(TargetKind::Native, "/nonexistent/t.yaml".into(), vec![], vec![])
+            .expect_err("no such file");
         insta::assert_snapshot!(error, @r"
         cannot read target `/nonexistent/t.yaml`: No such file or directory (os error 2)
           hint: give the path of a `.yaml` configuration, of a `.py` script, or a program

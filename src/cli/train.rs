@@ -1,4 +1,4 @@
-//! `ddp-train`: the native worker in the foreground, and the doctor.
+//! `ddp-train`: the native worker in the foreground, checkpoints, and the doctor.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,9 +7,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use super::doctor::{self, gpus};
-use super::{native, values};
+use super::{ckpt, native, values};
 
-/// Train a model in the foreground, and examine the machine.
+/// Train a model in the foreground, look after checkpoints, and examine the machine.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-train", version, max_term_width = 100)]
 struct Args {
@@ -28,6 +28,9 @@ enum Command {
         #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
         overrides: Vec<String>,
     },
+    /// Inspect, verify, export and reshard checkpoints
+    #[command(subcommand)]
+    Ckpt(ckpt::Command),
     /// Say what this machine offers: processor, memory, GPUs, libraries, and what is missing
     Doctor,
 }
@@ -46,6 +49,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     };
     match args.command {
         Command::Run { config, overrides } => native::run(&config, &overrides),
+        Command::Ckpt(command) => ckpt::run(&command),
         Command::Doctor => {
             print!("{}", doctor::render(&doctor::Facts::gather()));
             ExitCode::SUCCESS

@@ -4,9 +4,12 @@
 
 use std::fmt;
 use std::net::Ipv6Addr;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_launcher::NodeRange;
+
+use super::numa::Binding;
 
 /// Port of a rendezvous endpoint that names none, as torchrun.
 pub const DEFAULT_PORT: u16 = 29_400;
@@ -56,12 +59,113 @@ pub struct RdzvConf {
     pub is_host: Option<bool>,
     /// `join_timeout`: how long to wait for the other nodes.
     pub join_timeout: Option<Duration>,
-    /// `connect_timeout`: how long the daemon may be unreachable.
+    /// `connect_timeout`, torchrun's `timeout`: how long the daemon may be unreachable.
     pub connect_timeout: Option<Duration>,
+    /// `last_call_timeout`: how long to wait for more nodes once MIN are there.
+    pub last_call_timeout: Option<Duration>,
+    /// Keys of torchrun's that change nothing here.
+    pub ignored: Vec<String>,
 }
 
 /// Keys of [`RdzvConf`], for the message that refuses others.
-const RDZV_CONF_KEYS: &str = "`is_host`, `join_timeout`, `connect_timeout`";
+const RDZV_CONF_KEYS: &str = "`is_host`, `join_timeout`, `connect_timeout`, `last_call_timeout`";
+
+/// Keys that torchrun's rendezvous knows, and that mean nothing to ours.
+const IGNORED_CONF_KEYS: &[&str] = &[
+    "close_timeout",
+    "heartbeat_timeout",
+    "keep_alive_interval",
+    "keep_alive_max_attempt",
+    "rank",
+    "read_timeout",
+    "store_type",
+    "use_libuv",
+];
+
+/// `--rdzv-backend`: names that torchrun's users have; all mean the daemon of this program.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Backend {
+    /// `c10d`
+    C10d,
+    /// `static`
+    Static,
+    /// `grpc`
+    Grpc,
+}
+
+/// `--event-log-handler`
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum EventLog {
+    /// `null`: nowhere.
+    Nowhere,
+    /// `console`: where the launcher's own messages go.
+    Console,
+    /// JSON lines, appended to a file.
+    File(PathBuf),
+}
+
+/// One of torchrun's backends that this program can stand for.
+pub fn backend(text: &str) -> Result<Backend, String> {
+    match text {
+        "c10d" => Ok(Backend::C10d),
+        "static" => Ok(Backend::Static),
+        "grpc" => Ok(Backend::Grpc),
+        "etcd" | "etcd-v2" => Err(
+            "there is no etcd rendezvous: leave the flag out, and give the address of one node with `--rdzv-endpoint`"
+                .to_owned(),
+        ),
+        _ => Err("expected `c10d`, `static` or `grpc`, which all mean the rendezvous of ddp-run".to_owned()),
+    }
+}
+
+/// `null`, `console` or a file.
+pub fn event_log(text: &str) -> Result<EventLog, String> {
+    match text {
+        "" => Err("expected `null`, `console` or the path of a file".to_owned()),
+        "null" => Ok(EventLog::Nowhere),
+        "console" => Ok(EventLog::Console),
+        path => Ok(EventLog::File(path.into())),
+    }
+}
+
+/// `node`, `socket` or `exclusive`.
+pub fn binding(text: &str) -> Result<Binding, String> {
+    match text {
+        "node" => Ok(Binding::Node),
+        "socket" => Ok(Binding::Socket),
+        "exclusive" => Ok(Binding::Exclusive),
+        _ => Err("expected `node`, `socket` or `exclusive`".to_owned()),
+    }
+}
+
+/// A TCP port that can be served.
+pub fn port(text: &str) -> Result<u16, String> {
+    match text.parse() {
+        Ok(port @ 1..) => Ok(port),
+        _ => Err("expected a port from 1 to 65535".to_owned()),
+    }
+}
+
+/// Name of a role.
+pub fn role(text: &str) -> Result<String, String> {
+    if text.is_empty() || text.len() > 128 || text.chars().any(char::is_control) {
+        return Err("expected a name of 1 to 128 characters".to_owned());
+    }
+    Ok(text.to_owned())
+}
+
+/// A path.
+pub fn path(text: &str) -> Result<PathBuf, String> {
+    if text.is_empty() {
+        return Err("expected a path".to_owned());
+    }
+    Ok(PathBuf::from(text))
+}
+
+/// Any text.
+pub fn text(text: &str) -> Result<String, String> {
+    Ok(text.to_owned())
+}
 
 /// `N` or `MIN:MAX`.
 pub fn node_range(text: &str) -> Result<NodeRange, String> {
@@ -152,7 +256,15 @@ pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
                 .join_timeout
                 .replace(seconds(value).map_err(in_key)?)
                 .is_some(),
-            "connect_timeout" => conf
+            "last_call_timeout" => conf
+                .last_call_timeout
+                .replace(seconds(value).map_err(in_key)?)
+                .is_some(),
+            ignored if IGNORED_CONF_KEYS.contains(&ignored) => {
+                conf.ignored.push(ignored.to_owned());
+                false
+            }
+            "connect_timeout" | "timeout" => conf
                 .connect_timeout
                 .replace(seconds(value).map_err(in_key)?)
                 .is_some(),
@@ -273,7 +385,7 @@ mod tests {
         assert_eq!(conf.is_host, Some(true));
         assert_eq!(conf.join_timeout, Some(Duration::from_millis(2500)));
         let message = |text| rdzv_conf(text).expect_err("must be refused");
-        insta::assert_snapshot!(message("port=1"), @"unknown key `port`, known are `is_host`, `join_timeout`, `connect_timeout`");
+        insta::assert_snapshot!(message("port=1"), @"unknown key `port`, known are `is_host`, `join_timeout`, `connect_timeout`, `last_call_timeout`");
         insta::assert_snapshot!(message("is_host=perhaps"), @"`is_host=perhaps`: expected `true` or `false`");
         insta::assert_snapshot!(message("is_host"), @"`is_host` is not of the form `key=value`");
         insta::assert_snapshot!(message("is_host=1,is_host=0"), @"`is_host` is given twice");

@@ -40,6 +40,8 @@ impl Job {
             assignment,
             succeeded: BTreeSet::new(),
             suspect: None,
+            since: turn.at.now,
+            scale_up: None,
         });
         let members: Vec<String> = self
             .previous
@@ -65,6 +67,7 @@ impl Job {
                 addr: address(node, &members),
                 first_rank,
                 workers: node.join.workers,
+                role: node.join.role.clone(),
             });
             first_rank += node.join.workers;
         }
@@ -75,7 +78,8 @@ impl Job {
         };
         Assignment {
             node_rank: 0,
-            restart_count: self.restart_count,
+            restart_count: self.account.spent(),
+            attempt: self.attempts,
             max_restarts: members.first().map_or(0, |node| node.join.max_restarts),
             nodes,
             master_addr,

@@ -15,6 +15,12 @@ pub struct Config {
     pub culprit_wait: Duration,
     /// With `--nnodes MIN:MAX`: how long to wait for more nodes once MIN are there.
     pub last_call: Duration,
+    /// With `--nnodes MIN:MAX`: how long to wait for more nodes once one has come to a job that runs.
+    pub scale_up_wait: Duration,
+    /// A failure within this time of the start, without progress, is a quick one.
+    pub quick_failure: Duration,
+    /// So many quick failures in a row end the job, whatever is left of its restarts.
+    pub quick_failures: u32,
     /// Pause before the first restart; doubled for each further one.
     pub backoff_base: Duration,
     /// Longest pause before a restart.
@@ -71,10 +77,13 @@ pub struct KvLimits {
 impl Default for Config {
     fn default() -> Self {
         Self {
-            lease: Duration::from_secs(15),
+            lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
             culprit_wait: Duration::from_millis(500),
             last_call: Duration::from_secs(10),
+            scale_up_wait: Duration::from_secs(10),
+            quick_failure: Duration::from_secs(5),
+            quick_failures: 5,
             backoff_base: Duration::from_millis(100),
             backoff_cap: Duration::from_secs(30),
             join_timeout_cap: Duration::from_hours(24),

@@ -1,5 +1,7 @@
 //! Gathering: when a generation starts, and what the nodes that are there wait for.
 
+use std::time::Duration;
+
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Refused, refused::Code};
 
@@ -15,8 +17,13 @@ impl Job {
             Phase::Gathering(g) => g,
             Phase::Running(running) => {
                 let count = running.assignment.nodes.len() as u32;
+                let until = if self.has_room() && running.succeeded.is_empty() {
+                    "it takes this node in at its next step boundary"
+                } else {
+                    "this node is a spare until it is over"
+                };
                 return format!(
-                    "generation {} of job `{}` runs with {}; this node is a spare until it is over",
+                    "generation {} of job `{}` runs with {}; {until}",
                     self.generation,
                     self.id,
                     words::nodes(count)
@@ -39,12 +46,29 @@ impl Job {
         if ready < min {
             words.push_str("; waiting for ");
             words.push_str(&words::nodes(min - ready));
+        } else if self
+            .nodes
+            .values()
+            .any(|node| node.readiness != Readiness::Joined)
+        {
+            words.push_str("; waiting for the workers of generation ");
+            words.push_str(&self.generation.to_string());
+            words.push_str(" to end");
         } else if g.last_call.is_some() {
             words.push_str("; last call for more");
         } else {
             words.push_str("; pausing before the restart");
         }
         words
+    }
+
+    /// How long more nodes are waited for; `default` if the job does not say.
+    pub(super) fn last_call(&self, default: Duration) -> Duration {
+        let asked = self.nodes.values().map(|node| node.join.last_call_ms).max();
+        match asked {
+            None | Some(0) => default,
+            Some(ms) => Duration::from_millis(ms.into()),
+        }
     }
 
     /// How many nodes the job needs and takes.
@@ -64,6 +88,7 @@ impl Job {
             .nodes
             .values()
             .any(|node| node.readiness != Readiness::Joined);
+        let last_call_wait = self.last_call(turn.config.last_call);
         let all_back = !stopping
             && !self.previous.is_empty()
             && self
@@ -92,7 +117,7 @@ impl Job {
                 words::range(min, max)
             )
         } else if enough && !stopping {
-            let last_call = *g.last_call.get_or_insert(now + turn.config.last_call);
+            let last_call = *g.last_call.get_or_insert(now + last_call_wait);
             if now < last_call {
                 return;
             }

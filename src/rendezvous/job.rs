@@ -11,6 +11,7 @@ use ddp_proto::rendezvous::{Assignment, GenerationOver, HeartbeatAck, Join, Node
 use super::event::{ConnId, Peer, Turn};
 use super::kv::KvStore;
 use super::outcome::Blow;
+use super::policy::Account;
 use super::ranks::Seat;
 use super::words;
 
@@ -22,7 +23,9 @@ pub(super) struct Job {
     pub(super) generation: u64,
     /// Last generation of a run or a daemon before this one: no number is used twice.
     pub(super) floor: u64,
-    pub(super) restart_count: u32,
+    /// Generations of this run that ended.
+    pub(super) attempts: u32,
+    pub(super) account: Account,
     /// Random name of this run, from its first assignment on.
     pub(super) run_token: String,
     /// By incarnation.
@@ -71,6 +74,10 @@ pub(super) struct Running {
     pub(super) succeeded: BTreeSet<String>,
     /// A failure that names another one as its cause, which is waited for.
     pub(super) suspect: Option<Suspect>,
+    /// When it was assigned.
+    pub(super) since: Duration,
+    /// Nodes have come that the job has room for: it goes on with them at this moment.
+    pub(super) scale_up: Option<Duration>,
 }
 
 /// What ends the generation if nothing better comes.
@@ -121,7 +128,8 @@ impl Job {
             id: id.to_owned(),
             generation: 0,
             floor,
-            restart_count: 0,
+            attempts: 0,
+            account: Account::default(),
             run_token: String::new(),
             nodes: BTreeMap::new(),
             lost: VecDeque::new(),
@@ -224,7 +232,10 @@ impl Job {
                 }
                 self.nodes.clear();
             }
-            Phase::Running(_) => self.judge_suspect(turn),
+            Phase::Running(_) => {
+                self.judge_suspect(turn);
+                self.consider_scale_up(turn);
+            }
             Phase::Over(_) => {}
         }
         self.plan_wake();
@@ -244,7 +255,10 @@ impl Job {
         let phase = match &self.phase {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
             Phase::Over(over) => Some(over.until),
-            Phase::Running(running) => running.suspect.as_ref().map(|suspect| suspect.until),
+            Phase::Running(running) => {
+                let suspect = running.suspect.as_ref().map(|suspect| suspect.until);
+                [suspect, running.scale_up].into_iter().flatten().min()
+            }
         };
         self.next_wake = [leases, phase, self.kv.next_deadline()]
             .into_iter()
@@ -330,7 +344,7 @@ impl Job {
         StatusReply {
             generation: self.generation,
             phase: phase.into(),
-            restart_count: self.restart_count,
+            restart_count: self.account.spent(),
             nodes: self.nodes.iter().map(node).collect(),
             reason,
         }

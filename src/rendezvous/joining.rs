@@ -197,9 +197,10 @@ impl Job {
         };
         GenerationOver {
             cause,
-            restart_count: self.restart_count,
+            restart_count: self.account.spent(),
             max_restarts: node.join.max_restarts,
             backoff_ms,
+            membership: true,
             ..GenerationOver::default()
         }
     }
@@ -264,6 +265,7 @@ impl Job {
         if matches!(self.phase, Phase::Over(_)) || self.is_member(incarnation) {
             return;
         }
+        self.newcomer(turn);
         let reason = self.waiting_words();
         if let Some(node) = self.nodes.get(incarnation) {
             let waiting = Waiting {
@@ -301,6 +303,7 @@ fn check_bounds(config: &Config, joining: &Joining) -> Result<(), String> {
         &join.local_addr,
         &join.job_signature,
         &join.run_token,
+        &join.role,
         &joining.incarnation,
     ];
     if names.iter().any(|name| name.len() > config.max_name_bytes) {

@@ -11,7 +11,9 @@
 //! | `gather` | gathering | when a generation starts |
 //! | `assignment` | the start | what every node is told |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
-//! | `outcome` | the end | failures, restart budget, lost nodes, signals, success |
+//! | `outcome` | the end | failures, lost nodes, signals, success |
+//! | `policy` | restart policy | what an ended generation costs, when another one is no use |
+//! | `scale` | growing | nodes that come to a job that runs |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `words` | messages | what people read |
 //! | `actor` | the task that owns the state | the clock, the dice, the queues |
@@ -30,7 +32,9 @@ mod job;
 mod joining;
 mod kv;
 mod outcome;
+mod policy;
 mod ranks;
+mod scale;
 mod server;
 mod state;
 #[cfg(test)]

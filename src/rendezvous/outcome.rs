@@ -1,5 +1,7 @@
 //! How generations and jobs end: failures, restarts within the budget, lost nodes, success, signals.
 
+use std::time::Duration;
+
 use ddp_proto::exit;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{GenerationOver, JobOver, Leave, WorkerExit};
@@ -9,6 +11,7 @@ use super::event::Turn;
 use super::job::{Gathering, Job, Over, Phase, Readiness, Suspect};
 use super::joining::join_timeout;
 use super::kv::clip;
+use super::policy::{Ended, Verdict, Why};
 use super::words;
 
 /// Lost nodes that a job remembers, to give them the verdict should they come back.
@@ -22,13 +25,13 @@ pub(super) struct Blow {
     exit_code: i32,
     /// The worker that failed, and its host; none if a node is gone.
     failure: Option<(WorkerExit, String)>,
-    /// A restart cannot help.
-    permanent: bool,
+    why: Why,
 }
 
 impl Job {
     /// The first failure to arrive ends the generation; later ones are its consequences. One that says that it is a
-    /// consequence itself is held back for a moment, for the cause to arrive.
+    /// consequence itself is held back for a moment, for the cause to arrive; if a node's connection is broken, until
+    /// that node is lost or has come back.
     pub(super) fn worker_exit(
         &mut self,
         turn: &mut Turn<'_>,
@@ -48,7 +51,11 @@ impl Job {
         let blow = Blow {
             cause,
             exit_code: words::exit_code(&exit),
-            permanent: exit.permanent,
+            why: if exit.permanent {
+                Why::Permanent
+            } else {
+                Why::Failure
+            },
             failure: Some((exit, hostname)),
         };
         // The agent of a single node has looked for a better cause already.
@@ -69,8 +76,20 @@ impl Job {
         }
     }
 
-    /// Ends the generation with the suspect when its time is over.
+    /// Ends the generation with the suspect when its time is over and no node is away that may be the cause.
     pub(super) fn judge_suspect(&mut self, turn: &mut Turn<'_>) {
+        let away = self.previous.iter().filter_map(|seat| {
+            let node = self.nodes.get(&seat.incarnation)?;
+            let is_away = node.conn.is_none() && !self.has_succeeded(&seat.incarnation);
+            is_away.then_some(node.lease_until)
+        });
+        let away_until = away.max();
+        if let Phase::Running(running) = &mut self.phase
+            && let Some(suspect) = &mut running.suspect
+            && let Some(until) = away_until
+        {
+            suspect.until = suspect.until.max(until);
+        }
         if let Phase::Running(running) = &mut self.phase
             && let Some(suspect) = running.suspect.take_if(|suspect| suspect.until <= turn.at.now)
         {
@@ -155,13 +174,15 @@ impl Job {
     pub(super) fn node_lost(&mut self, turn: &mut Turn<'_>, incarnation: &str, cause: &str, exit_code: u8) {
         if self.is_member(incarnation) && !self.has_succeeded(incarnation) {
             let cause = cause.to_owned();
+            let (min, _) = self.limits();
+            let enough = self.nodes.len() > min as usize;
             self.strike(
                 turn,
                 Blow {
                     cause,
                     exit_code: i32::from(exit_code),
                     failure: None,
-                    permanent: false,
+                    why: if enough { Why::Membership } else { Why::NodeMissing },
                 },
             );
         } else {
@@ -181,39 +202,70 @@ impl Job {
         matches!(&self.phase, Phase::Running(running) if running.succeeded.contains(incarnation))
     }
 
-    /// Ends the running generation: the next one if the budget allows it, else the end of the job.
+    /// Ends the running generation: the next one if the policy allows it, else the end of the job.
     fn strike(&mut self, turn: &mut Turn<'_>, blow: Blow) {
         let Phase::Running(running) = &self.phase else {
             return;
         };
         let max_restarts = running.assignment.max_restarts;
-        if blow.permanent || self.restart_count >= max_restarts {
-            let reason = match max_restarts {
-                _ if blow.permanent => format!("{}; a restart cannot help", blow.cause),
-                0 => blow.cause,
-                n => format!("{}; all {n} restarts are used up", blow.cause),
-            };
+        let ended = Ended {
+            ran: turn.at.now.saturating_sub(running.since),
+            step: self.nodes.values().filter_map(|node| node.step).max(),
+            why: blow.why,
+        };
+        let end_because = |words: String| Some(format!("{}; {words}", blow.cause));
+        let end = match self.account.close(turn.config, max_restarts, ended) {
+            Verdict::Restart { .. } | Verdict::Regroup => None,
+            Verdict::Permanent => end_because("a restart cannot help".to_owned()),
+            Verdict::UsedUp if max_restarts == 0 => Some(blow.cause.clone()),
+            Verdict::UsedUp => end_because(format!("all {max_restarts} restarts are used up")),
+            Verdict::Hopeless { times } => end_because(format!(
+                "the last {times} starts failed within {} s each, without progress",
+                turn.config.quick_failure.as_secs_f64()
+            )),
+        };
+        if let Some(reason) = end {
             return self.job_over(turn, blow.exit_code, reason, blow.failure);
         }
-        self.restart_count += 1;
-        let backoff = turn.config.backoff(self.restart_count, turn.at.dice);
-        turn.decided(format!(
-            "job `{}`: generation {} is over: {}; restart {} of {max_restarts} after {} ms",
-            self.id,
-            self.generation,
-            blow.cause,
-            self.restart_count,
-            backoff.as_millis()
-        ));
+        let membership = blow.why == Why::Membership;
+        let spent = self.account.spent();
+        let backoff = if membership {
+            Duration::ZERO
+        } else {
+            turn.config.backoff(spent, turn.at.dice)
+        };
         let (first_failure, first_failure_host) = blow.failure.unzip();
         let over = GenerationOver {
             cause: blow.cause,
             first_failure,
             first_failure_host: first_failure_host.unwrap_or_default(),
-            restart_count: self.restart_count,
+            restart_count: spent,
             max_restarts,
             backoff_ms: backoff.as_millis() as u32,
+            membership,
+            at_step_boundary: false,
         };
+        self.regroup(turn, over);
+    }
+
+    /// Tells all members that the generation is over, and gathers them for the next one.
+    pub(super) fn regroup(&mut self, turn: &mut Turn<'_>, over: GenerationOver) {
+        let next = if over.membership {
+            "no restart is spent".to_owned()
+        } else {
+            let GenerationOver {
+                restart_count,
+                max_restarts,
+                backoff_ms,
+                ..
+            } = &over;
+            format!("restart {restart_count} of {max_restarts} after {backoff_ms} ms")
+        };
+        turn.decided(format!(
+            "job `{}`: generation {} is over: {}; {next}",
+            self.id, self.generation, over.cause
+        ));
+        self.attempts += 1;
         let members = self.previous.iter().map(|seat| &seat.incarnation);
         let timeouts = self
             .nodes
@@ -227,13 +279,11 @@ impl Job {
             }
         }
         self.kv.end(&over.cause, &mut turn.effects);
+        let not_before = turn.at.now + Duration::from_millis(over.backoff_ms.into());
         self.last_over = Some(over);
-        let now = turn.at.now;
-        let not_before = now + backoff;
-        let until = not_before + timeout;
         self.phase = Phase::Gathering(Gathering {
-            began: now,
-            until,
+            began: turn.at.now,
+            until: not_before + timeout,
             not_before,
             last_call: None,
         });

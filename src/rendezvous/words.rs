@@ -74,6 +74,9 @@ pub(super) fn worker_exit(exit: &WorkerExit, hostname: &str) -> String {
     if exit.core_dumped {
         words.push_str(" (core dumped)");
     }
+    if exit.out_of_memory {
+        words.push_str(", possibly out of memory");
+    }
     if exit.consequence {
         words.push_str(", because another rank had failed, it says");
     }
@@ -275,6 +278,12 @@ mod tests {
         };
         assert_eq!(worker_exit(&exit, "b"), "rank 5 (node `b`) died of SIGKILL");
         assert_eq!(exit_code(&exit), 137);
+        exit.out_of_memory = true;
+        assert_eq!(
+            worker_exit(&exit, "b"),
+            "rank 5 (node `b`) died of SIGKILL, possibly out of memory"
+        );
+        exit.out_of_memory = false;
         exit.signal = Some(11);
         exit.core_dumped = true;
         assert_eq!(

@@ -19,6 +19,8 @@ pub(super) struct Inbox {
     pub(super) link: mpsc::Receiver<LinkEvent>,
     pub(super) aside: mpsc::Receiver<Aside>,
     pub(super) heartbeat: tokio::time::Interval,
+    /// When to look for hung workers; none: never.
+    pub(super) watch: Option<tokio::time::Interval>,
 }
 
 /// What came out of the inbox.
@@ -29,6 +31,8 @@ pub(super) enum Mail {
     Link(LinkEvent),
     Aside(Aside),
     Heartbeat,
+    /// Look for hung workers.
+    Watch,
     Alarm,
 }
 
@@ -38,6 +42,12 @@ impl Inbox {
         let ring = async {
             match alarm {
                 Some(at) => sleep_until(at).await,
+                None => std::future::pending().await,
+            }
+        };
+        let watch = async {
+            match &mut self.watch {
+                Some(ticks) => ticks.tick().await,
                 None => std::future::pending().await,
             }
         };
@@ -51,6 +61,7 @@ impl Inbox {
             Some(event) = self.link.recv() => Mail::Link(event),
             () = ring => Mail::Alarm,
             _ = self.heartbeat.tick() => Mail::Heartbeat,
+            _ = watch => Mail::Watch,
         }
     }
 }

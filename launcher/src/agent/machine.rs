@@ -133,6 +133,11 @@ impl Machine {
         self.listening = listening;
     }
 
+    /// True while all is well.
+    pub(super) fn is_running(&self) -> bool {
+        self.phase == Phase::Running
+    }
+
     /// True while the spawner has children of its own that must not be reaped by others.
     pub(super) fn is_spawning(&self) -> bool {
         self.spawning
@@ -214,6 +219,7 @@ impl Machine {
             return Vec::new();
         }
         let mut effects = match &mut self.phase {
+            Phase::Running if over.at_step_boundary => self.stop_at_boundary(&over.cause, Then::Rejoin),
             Phase::Running => self.stop(&over.cause, Then::Rejoin),
             Phase::Stopping { then, .. } => match then {
                 Then::AskDaemon | Then::Succeed => {
@@ -283,7 +289,7 @@ impl Machine {
             Phase::Running => {
                 let name = signal_name(signal);
                 let mut effects = vec![Effect::Say(format!("{name}: stopping the workers"))];
-                effects.extend(self.stop_gracefully(&name, conclusion));
+                effects.extend(self.stop_at_boundary(&name, Then::Conclude(conclusion)));
                 effects
             }
             Phase::Stopping { stage, then } => {
@@ -335,8 +341,8 @@ impl Machine {
             return Vec::new();
         };
         let then = then.clone();
+        let mut effects = Vec::from_iter(self.word_on_checkpoint(&then));
         self.workers.clear();
-        let mut effects = Vec::new();
         if !stuck.is_empty() {
             effects.push(Effect::Say(format!(
                 "processes that cannot be killed: {}",
@@ -381,7 +387,7 @@ impl Machine {
                 Conclusion::Succeeded => self.stop("the job is over", Then::Conclude(conclusion)),
                 Conclusion::Stopped { signal } => {
                     let name = signal_name(*signal);
-                    self.stop_gracefully(&name, conclusion)
+                    self.stop_at_boundary(&name, Then::Conclude(conclusion))
                 }
             },
             Phase::Stopping { then, .. } => {
@@ -425,7 +431,11 @@ impl Machine {
 fn restart_notice(over: &GenerationOver) -> String {
     let pause = f64::from(over.backoff_ms) / 1000.0;
     let (count, max) = (over.restart_count, over.max_restarts);
-    let mut notice = format!("{}; restart {count} of {max} in {pause:.1} s", over.cause);
+    let mut notice = if over.membership {
+        over.cause.clone()
+    } else {
+        format!("{}; restart {count} of {max} in {pause:.1} s", over.cause)
+    };
     if let Some(failure) = over
         .first_failure
         .as_ref()

@@ -298,16 +298,48 @@ fn the_first_signal_stops_and_the_second_kills() {
     play.on(Event::Signal(15));
     assert!(play.does(&Effect::SignalAll(libc::SIGKILL)));
     play.exit(0, KILLED).swept();
-    assert!(matches!(
-        play.last[0],
-        Effect::Leave(Leave { signal: Some(2), .. })
-    ));
+    let leaves = |effect: &Effect| matches!(effect, Effect::Leave(Leave { signal: Some(2), .. }));
+    assert!(play.last.iter().any(leaves), "{:?}", play.last);
     // A third one does not wait for the daemon either.
     assert_eq!(
         play.on(Event::Signal(2)).finish(),
         Some(&Conclusion::Stopped { signal: 2 })
     );
     assert_eq!(play.on(Event::Left).last, []);
+}
+
+/// What is said when a signal has stopped two workers that end like this.
+fn last_words(native: bool, endings: [Ending; 2]) -> Vec<String> {
+    let mut play = Play::running(native, 2);
+    play.on(Event::Signal(15));
+    for (local_rank, ending) in (0..).zip(endings) {
+        play.exit(local_rank, ending);
+    }
+    play.swept();
+    let said = play.last.iter().filter_map(|effect| match effect {
+        Effect::Say(words) => Some(words.clone()),
+        _ => None,
+    });
+    said.collect()
+}
+
+#[test]
+fn a_signal_tells_whether_native_workers_have_saved() {
+    let done = Ending::Code(0);
+    assert_eq!(
+        last_words(true, [done, done]),
+        ["the workers have saved a checkpoint"]
+    );
+    // It was whole before the first of them left.
+    assert_eq!(
+        last_words(true, [KILLED, done]),
+        ["the workers have saved a checkpoint"]
+    );
+    let [unsaved] = &last_words(true, [KILLED, KILLED])[..] else {
+        panic!("one line")
+    };
+    assert!(unsaved.starts_with("the workers were stopped before they had saved: "));
+    assert!(last_words(false, [done, done]).is_empty());
 }
 
 #[test]

@@ -1,17 +1,18 @@
-//! The signals that stop the launcher.
+//! The signals that the launcher listens to.
 
+use std::future::poll_fn;
 use std::io;
+use std::task::Poll;
 
 use nix::sys::signal::Signal;
 use tokio::signal::unix::{Signal as Stream, SignalKind, signal};
 
+use crate::plan::SignalPlan;
+
 /// Listens from its creation on: a signal that comes while nobody asks is kept.
 pub(super) struct Signals {
-    interrupt: Stream,
-    terminate: Stream,
-    hangup: Option<Stream>,
-    quit: Stream,
-    child: Stream,
+    /// In order of precedence.
+    streams: Vec<(Stream, Call)>,
 }
 
 /// What a signal says.
@@ -19,45 +20,43 @@ pub(super) struct Signals {
 pub(super) enum Call {
     /// Stop, because of this signal.
     Stop(i32),
+    /// Pass this signal on to the workers.
+    Forward(i32),
     /// A child may have ended.
     Child,
 }
 
 impl Signals {
     /// Takes over the signals. SIGHUP stays ignored under `nohup`.
-    pub(super) fn listen() -> io::Result<Self> {
+    pub(super) fn listen(plan: &SignalPlan) -> io::Result<Self> {
+        let hangup = Signal::SIGHUP as i32;
         let hangup_ignored = is_ignored(Signal::SIGHUP);
-        Ok(Self {
-            interrupt: signal(SignalKind::interrupt())?,
-            terminate: signal(SignalKind::terminate())?,
-            hangup: if hangup_ignored {
-                None
-            } else {
-                Some(signal(SignalKind::hangup())?)
-            },
-            quit: signal(SignalKind::quit())?,
-            child: signal(SignalKind::child())?,
-        })
+        let stops = plan.stop.iter().map(|number| Call::Stop(*number));
+        let forwards = plan.forward.iter().map(|number| Call::Forward(*number));
+        let mut streams = Vec::new();
+        for call in stops.chain(forwards).chain([Call::Child]) {
+            let number = match call {
+                Call::Stop(number) | Call::Forward(number) => number,
+                Call::Child => Signal::SIGCHLD as i32,
+            };
+            if number != hangup || !hangup_ignored {
+                streams.push((signal(SignalKind::from_raw(number))?, call));
+            }
+        }
+        Ok(Self { streams })
     }
 
-    /// The next signal. Cancel safe.
+    /// The next signal. Cancel safe: a signal that was not returned is kept.
     pub(super) async fn next(&mut self) -> Call {
-        let hangup = async {
-            match &mut self.hangup {
-                Some(stream) => stream.recv().await,
-                None => std::future::pending().await,
+        poll_fn(|context| {
+            for (stream, call) in &mut self.streams {
+                if stream.poll_recv(context).is_ready() {
+                    return Poll::Ready(*call);
+                }
             }
-        };
-        let stop = |signal: Signal| Call::Stop(signal as i32);
-        // Cancel safe: `recv` keeps a signal that it has not returned.
-        tokio::select! {
-            biased;
-            _ = self.interrupt.recv() => stop(Signal::SIGINT),
-            _ = self.terminate.recv() => stop(Signal::SIGTERM),
-            _ = hangup => stop(Signal::SIGHUP),
-            _ = self.quit.recv() => stop(Signal::SIGQUIT),
-            _ = self.child.recv() => Call::Child,
-        }
+            Poll::Pending
+        })
+        .await
     }
 }
 
@@ -81,5 +80,24 @@ mod tests {
         // The Rust runtime ignores SIGPIPE in every program; SIGKILL cannot be ignored.
         assert!(is_ignored(Signal::SIGPIPE));
         assert!(!is_ignored(Signal::SIGKILL));
+    }
+
+    #[tokio::test]
+    async fn a_signal_is_forwarded_or_stops_as_planned() {
+        let plan = SignalPlan {
+            stop: vec![],
+            forward: vec![Signal::SIGUSR2 as i32],
+        };
+        let mut signals = Signals::listen(&plan).unwrap();
+        nix::sys::signal::raise(Signal::SIGUSR2).unwrap();
+        loop {
+            match signals.next().await {
+                Call::Child => {}
+                call => {
+                    assert_eq!(call, Call::Forward(Signal::SIGUSR2 as i32));
+                    break;
+                }
+            }
+        }
     }
 }

@@ -19,15 +19,15 @@ impl Machine {
         effects
     }
 
-    /// Begins the stop routine because a user asked for it.
-    pub(super) fn stop_gracefully(&mut self, cause: &str, conclusion: Conclusion) -> Vec<Effect> {
+    /// Begins the stop routine with workers that are all well: because a user asked for it, or the nodes change.
+    pub(super) fn stop_at_boundary(&mut self, cause: &str, then: Then) -> Vec<Effect> {
         let mut effects = vec![Effect::AskToStop(cause.to_owned()), Effect::CancelSpawn];
         let patience = if self.rules.native {
             self.rules.shutdown_timeout / 2
         } else {
             Duration::ZERO
         };
-        effects.extend(self.await_end(Then::Conclude(conclusion), patience));
+        effects.extend(self.await_end(then, patience));
         effects
     }
 
@@ -62,6 +62,25 @@ impl Machine {
     pub(super) fn sweep(&mut self) -> Vec<Effect> {
         self.set_stage(Stage::Sweeping);
         vec![Effect::Disarm, Effect::Sweep]
+    }
+
+    /// After a signal, when the workers are gone: whether they have saved. Only native workers were asked to.
+    pub(super) fn word_on_checkpoint(&self, then: &Then) -> Option<Effect> {
+        let Then::Conclude(Conclusion::Stopped { .. }) = then else {
+            return None;
+        };
+        if !self.rules.native || self.workers.is_empty() {
+            return None;
+        }
+        // A native worker ends with 0 only when the checkpoint is whole, whichever rank has written it.
+        let is_saved = |worker: &Worker| matches!(worker, Worker::Ended(ending) if ending.is_success());
+        let words = if self.workers.iter().any(is_saved) {
+            "the workers have saved a checkpoint"
+        } else {
+            "the workers were stopped before they had saved: a resumed run goes on from the checkpoint before\n  \
+             hint: a longer `--shutdown-timeout` leaves them more time"
+        };
+        Some(Effect::Say(words.to_owned()))
     }
 
     fn set_stage(&mut self, new: Stage) {

@@ -2,29 +2,33 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::OwnedFd;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
-use ddp_proto::rendezvous::{Assignment, WorkerExit};
+use ddp_proto::rendezvous::{Assignment, NodeAssignment, WorkerExit};
 use nix::fcntl::OFlag;
-use nix::sys::signal::{Signal, killpg};
+use nix::sched::CpuSet;
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
 use crate::console::Stream;
 use crate::ending::Ending;
 use crate::environment::{self, Common};
-use crate::logs::{LogError, WorkerFiles};
-use crate::pump::{Pump, TailReader, Tap, tail};
+use crate::hang::{Beat, longest_silence};
+use crate::logs::{LogError, WorkerFiles, open_filtered};
+use crate::oom::OomCounter;
+use crate::output::OutputPlan;
+use crate::plan::CoreSet;
+use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::report::LocalEnd;
 use crate::spawn::WorkerSpec;
 
-/// The one role that workers have.
-const ROLE: &str = "default";
+/// Role of a node whose agent is too old to tell one.
+const DEFAULT_ROLE: &str = "default";
 
 /// Why the workers of a generation cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -44,6 +48,40 @@ pub(super) struct Site<'a> {
     pub(super) scratch_dir: &'a Path,
     pub(super) job_id: &'a str,
     pub(super) control: &'a str,
+    pub(super) output: &'a OutputPlan,
+    /// `--master-addr`
+    pub(super) master_addr: Option<&'a str>,
+    /// By local rank; empty: not bound.
+    pub(super) cores: &'a [CoreSet],
+}
+
+impl Site<'_> {
+    /// Where filtered lines of one stream go, if there are filters and a place for log files.
+    fn duplicate(&self, stream: Stream, attempt: u32) -> Result<Option<Duplicate>, LogError> {
+        let words = self.output.filters(stream);
+        let (Some(log_dir), false) = (self.log_dir, words.is_empty()) else {
+            return Ok(None);
+        };
+        let name = match stream {
+            Stream::Stdout => "filtered_stdout.log",
+            Stream::Stderr => "filtered_stderr.log",
+        };
+        Ok(Some(Duplicate {
+            words: words.to_vec(),
+            file: Arc::new(open_filtered(log_dir, attempt, name)?),
+        }))
+    }
+
+    /// The cores of one worker as the system takes them.
+    fn cores_of(&self, local_rank: LocalRank) -> Option<CpuSet> {
+        let CoreSet(numbers) = self.cores.get(local_rank.0 as usize)?;
+        let mut set = CpuSet::new();
+        for number in numbers {
+            // A number beyond the system's largest set is on no machine.
+            let _ = set.set(*number);
+        }
+        Some(set)
+    }
 }
 
 /// One worker.
@@ -51,8 +89,10 @@ pub(super) struct Site<'a> {
 pub(super) struct Worker {
     pub(super) rank: GlobalRank,
     pub(super) pid: Option<i32>,
-    /// Steps that it reported.
-    pub(super) step: Option<u64>,
+    /// Its last sign of life.
+    pub(super) beat: Option<Beat>,
+    /// It hung, and was told to end.
+    pub(super) aborted: bool,
     /// Its own words on its failure.
     pub(super) said: Option<String>,
     /// It says that it failed only because another rank did.
@@ -69,6 +109,7 @@ struct End {
     ending: Ending,
     at: Instant,
     time: SystemTime,
+    out_of_memory: bool,
 }
 
 /// All workers of a generation, by local rank.
@@ -78,6 +119,8 @@ pub(super) struct Crew {
     began: Instant,
     /// The first failure, or the beginning of the stop.
     trouble: Option<Instant>,
+    /// Since the generation began.
+    oom: OomCounter,
     /// Tells the spawner to start no more.
     pub(super) cancelled: Arc<AtomicBool>,
 }
@@ -96,6 +139,7 @@ impl Crew {
             workers: Vec::new(),
             began: Instant::now(),
             trouble: None,
+            oom: OomCounter::of_this_process(),
             cancelled: Arc::default(),
         }
     }
@@ -108,35 +152,51 @@ impl Crew {
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
         let mut crew = Self::none();
+        // A daemon of an older build counts restarts only.
+        let attempt = assignment.attempt.max(assignment.restart_count);
+        let duplicates = [
+            site.duplicate(Stream::Stdout, attempt)?,
+            site.duplicate(Stream::Stderr, attempt)?,
+        ];
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
         for mut contract in contracts_of(generation, assignment, site)? {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
-            let attempt = assignment.restart_count;
             let files = WorkerFiles::create(site.log_dir, site.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let (stdout_log, stderr_log) = files.open_logs()?.unzip();
-            let open = |stream, log| open_stream(rank, stream, log, pump);
-            let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log)?;
-            let (stderr_pipe, stderr) = open(Stream::Stderr, stderr_log)?;
+            let prefix = site.output.prefix.of(rank, local_rank, &contract.role);
+            let open = |stream, log, duplicate: &Option<Duplicate>| {
+                let shown = site.output.shows(rank, local_rank, stream);
+                let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
+                let (writer, reader) = tail();
+                let tap = Tap {
+                    rank,
+                    stream,
+                    pipe,
+                    log,
+                    tail: writer,
+                    prefix: shown.then(|| prefix.clone()),
+                    duplicate: duplicate.clone(),
+                };
+                if pump.add(tap) {
+                    Ok((pipe_end, reader))
+                } else {
+                    let silent = "the thread that reads them does not answer";
+                    Err(PrepareError::Pipe(io::Error::other(silent)))
+                }
+            };
+            let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log, &duplicates[0])?;
+            let (stderr_pipe, stderr) = open(Stream::Stderr, stderr_log, &duplicates[1])?;
             specs.push(WorkerSpec {
                 local_rank,
                 env: environment::of_worker(&site.common, &contract),
                 stdout: stdout_pipe,
                 stderr: stderr_pipe,
+                has_stdin: rank == GlobalRank(0),
+                cores: site.cores_of(local_rank),
             });
             contracts.push(contract);
-            crew.workers.push(Worker {
-                rank,
-                pid: None,
-                step: None,
-                said: None,
-                consequence: false,
-                files,
-                stdout,
-                stderr,
-                sent: None,
-                end: None,
-            });
+            crew.workers.push(Worker::new(rank, files, stdout, stderr));
         }
         Ok(Prepared {
             crew,
@@ -163,7 +223,10 @@ impl Crew {
 
     /// Steps that the farthest worker reported.
     pub(super) fn step(&self) -> Option<u64> {
-        self.workers.iter().filter_map(|worker| worker.step).max()
+        self.workers
+            .iter()
+            .filter_map(|worker| Some(worker.beat?.step))
+            .max()
     }
 
     /// Notes ends, and gives them in the order in which they are to be believed: when several workers are found
@@ -179,7 +242,14 @@ impl Crew {
                 .enumerate()
                 .find(|(_, worker)| worker.pid == Some(pid));
             if let Some((local_rank, worker)) = worker {
-                worker.end = Some(End { ending, at, time });
+                // One that hung and was killed for it got no signal that counts as `sent`.
+                let out_of_memory = !worker.aborted && self.oom.explains(ending, worker.sent);
+                worker.end = Some(End {
+                    ending,
+                    at,
+                    time,
+                    out_of_memory,
+                });
                 ends.push((LocalRank(local_rank as u32), ending));
             }
         }
@@ -209,6 +279,39 @@ impl Crew {
                 let _ = killpg(Pid::from_raw(pid), number);
                 worker.sent = Some(signal);
             }
+        }
+    }
+
+    /// The live worker that has said nothing for the longest time, if that is longer than `bound`.
+    pub(super) fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Beat)> {
+        let live = self
+            .workers
+            .iter()
+            .enumerate()
+            .filter(|(_, worker)| worker.end.is_none());
+        let beats = live.filter_map(|(local_rank, worker)| Some((local_rank, worker.beat?)));
+        let (local_rank, beat) = longest_silence(beats, Instant::now(), bound)?;
+        Some((LocalRank(local_rank as u32), self.workers[local_rank].pid?, beat))
+    }
+
+    /// Passes a signal of the user's on to the workers themselves, which go on.
+    pub(super) fn pass_on(&self, signal: i32) {
+        let Ok(number) = Signal::try_from(signal) else {
+            return;
+        };
+        for pid in self.live_pids() {
+            // Dead already, if this fails.
+            let _ = kill(Pid::from_raw(pid), number);
+        }
+    }
+
+    /// Ends one worker that hangs. The signal is not counted as one of ours: its death is a failure.
+    pub(super) fn end_hung(&self, local_rank: LocalRank, signal: Signal) {
+        let worker = self.workers.get(local_rank.0 as usize);
+        if let Some(pid) = worker.and_then(|worker| worker.pid) {
+            // A stopped process would not take it.
+            let _ = killpg(Pid::from_raw(pid), signal);
+            let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
         }
     }
 
@@ -253,7 +356,14 @@ impl Crew {
             consequence: worker.consequence,
             // The driver knows what the program means by its exit codes.
             permanent: false,
+            out_of_memory: end.out_of_memory,
         })
+    }
+
+    /// The error file of a worker, whether it exists or not.
+    pub(super) fn error_file_of(&self, rank: GlobalRank) -> Option<PathBuf> {
+        let worker = self.workers.iter().find(|worker| worker.rank == rank)?;
+        Some(worker.files.error_file())
     }
 
     /// How the workers ended, for the report.
@@ -275,34 +385,27 @@ impl Crew {
 }
 
 impl Worker {
+    /// One that is about to be started.
+    fn new(rank: GlobalRank, files: WorkerFiles, stdout: TailReader, stderr: TailReader) -> Self {
+        Self {
+            rank,
+            pid: None,
+            beat: None,
+            aborted: false,
+            said: None,
+            consequence: false,
+            files,
+            stdout,
+            stderr,
+            sent: None,
+            end: None,
+        }
+    }
+
     /// What the worker itself said of its failure: on the control socket, or in its error file.
     fn words(&self) -> Option<String> {
         self.said.clone().or_else(|| self.files.error_message())
     }
-}
-
-/// A pipe whose reading end goes to the pump.
-fn open_stream(
-    rank: GlobalRank,
-    stream: Stream,
-    log: Option<std::fs::File>,
-    pump: &Pump,
-) -> Result<(OwnedFd, TailReader), PrepareError> {
-    let (read_end, write_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
-    let (writer, reader) = tail();
-    let tap = Tap {
-        rank,
-        stream,
-        pipe: read_end,
-        log,
-        tail: writer,
-    };
-    if !pump.add(tap) {
-        return Err(PrepareError::Pipe(io::Error::other(
-            "the thread that reads them does not answer",
-        )));
-    }
-    Ok((write_end, reader))
 }
 
 /// The place of each of this node's workers.
@@ -319,6 +422,19 @@ fn contracts_of(
     let world_size = assignment.nodes.iter().map(|node| node.workers).sum();
     let master_port = u16::try_from(assignment.master_port)
         .map_err(|_| nonsense(format!("{} is no port", assignment.master_port)))?;
+    let of_role = |nodes: &[NodeAssignment]| -> u32 {
+        let same = nodes.iter().filter(|other| other.role == node.role);
+        same.map(|node| node.workers).sum()
+    };
+    let (role_first, role_world_size) = (
+        of_role(&assignment.nodes[..assignment.node_rank as usize]),
+        of_role(&assignment.nodes),
+    );
+    let role = if node.role.is_empty() {
+        DEFAULT_ROLE
+    } else {
+        &node.role
+    };
     let contract = |local_rank: u32| WorkerEnv {
         rank: GlobalRank(node.first_rank + local_rank),
         local_rank: LocalRank(local_rank),
@@ -326,8 +442,10 @@ fn contracts_of(
         world_size: WorldSize(world_size),
         local_world_size: node.workers,
         node_count: assignment.nodes.len() as u32,
-        role: ROLE.into(),
-        master_addr: assignment.master_addr.clone(),
+        role: role.into(),
+        role_rank: role_first + local_rank,
+        role_world_size,
+        master_addr: site.master_addr.unwrap_or(&assignment.master_addr).to_owned(),
         master_port,
         restart_count: assignment.restart_count,
         max_restarts: assignment.max_restarts,

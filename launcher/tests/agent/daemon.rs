@@ -190,6 +190,7 @@ impl Shared {
             addr: "127.0.0.1".into(),
             first_rank,
             workers,
+            role: join.role.clone(),
         };
         let others = self.policy.workers_of_node_0;
         let mut nodes = vec![node(&join.hostname, others, join.workers)];
@@ -206,6 +207,7 @@ impl Shared {
             lease_ms: 3000,
             reason: "all are there".into(),
             run_token: "run".into(),
+            attempt: job.restart_count,
         };
         job.join = join;
         Word::Assignment(assignment)
@@ -225,6 +227,7 @@ fn on_failure(job: &mut Job, exit: &WorkerExit) -> Word {
             restart_count: job.restart_count,
             max_restarts: job.join.max_restarts,
             backoff_ms: 0,
+            ..GenerationOver::default()
         });
     }
     Word::JobOver(JobOver {

@@ -10,7 +10,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::mpsc::{self, Receiver};
 use std::time::{Duration, Instant};
 
-use ddp_launcher::{Guardian, LaunchPlan, NodeRange, WorkerCommand};
+use ddp_launcher::{Guardian, LaunchPlan, NodeRange, OutputPlan, SignalPlan, WorkerCommand};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde::{Deserialize, Serialize};
@@ -33,6 +33,7 @@ pub(crate) struct Launch {
     log_dir: Option<PathBuf>,
     connect_timeout_ms: u64,
     shutdown_timeout_ms: u64,
+    hang_timeout_ms: u64,
 }
 
 pub(crate) fn launch(daemon: &Daemon) -> Launch {
@@ -52,6 +53,7 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         log_dir: None,
         connect_timeout_ms: 10_000,
         shutdown_timeout_ms: 20_000,
+        hang_timeout_ms: 0,
     }
 }
 
@@ -122,6 +124,11 @@ impl Launch {
         self
     }
 
+    pub(crate) fn hang_timeout(mut self, timeout: Duration) -> Self {
+        self.hang_timeout_ms = timeout.as_millis() as u64;
+        self
+    }
+
     pub(crate) fn start(self) -> Launcher {
         self.start_with(|command| command)
     }
@@ -158,6 +165,8 @@ impl Launch {
             job_signature: "signature".into(),
             job_description: "a test".into(),
             join_timeout: DEADLINE,
+            last_call: None,
+            hang_timeout: (self.hang_timeout_ms > 0).then(|| Duration::from_millis(self.hang_timeout_ms)),
             connect_timeout: Duration::from_millis(self.connect_timeout_ms),
             shutdown_timeout: Duration::from_millis(self.shutdown_timeout_ms),
             log_dir: self.log_dir,
@@ -170,6 +179,14 @@ impl Launch {
                 native: self.native,
             },
             progress_bar: self.progress_bar,
+            output: OutputPlan::default(),
+            role: "default".into(),
+            master_addr: None,
+            master_port: None,
+            virtual_local_rank: false,
+            signals: SignalPlan::default(),
+            cores: Vec::new(),
+            event_log: None,
         }
     }
 }

@@ -439,3 +439,42 @@ fn a_daemon_that_is_gone_for_good_ends_the_launch() {
     let gone = format!("error: rendezvous daemon at `{endpoint}` cannot be reached");
     assert!(end.stderr.contains(&gone), "{}", end.stderr);
 }
+
+/// Gives a sign of life, then none; rank 0 does not even listen to SIGABRT.
+#[test]
+fn role_hangs() {
+    if !plays("role_hangs") {
+        return;
+    }
+    let mut session = Session::open();
+    session.hear();
+    if std::env::var("RANK").as_deref() == Ok("0") {
+        nix::sys::signal::sigprocmask(
+            nix::sys::signal::SigmaskHow::SIG_BLOCK,
+            Some(&nix::sys::signal::SigSet::all()),
+            None,
+        )
+        .unwrap();
+    }
+    session.say(&ToAgent::Heartbeat {
+        step: 3,
+        phase: Phase::Training,
+        progress: None,
+    });
+    loop {
+        std::thread::park();
+    }
+}
+
+#[test]
+fn a_worker_without_heartbeats_has_failed() {
+    let daemon = Daemon::start(Policy::default());
+    let launch = launch(&daemon)
+        .workers(2)
+        .role("role_hangs")
+        .hang_timeout(std::time::Duration::from_millis(300));
+    let end = launch.start().wait();
+    assert!(matches!(end.code, 134 | 137), "{} {}", end.code, end.stderr);
+    assert!(end.stderr.contains("hung: no heartbeat for"), "{}", end.stderr);
+    assert!(end.stderr.contains("phase Training, step 3"), "{}", end.stderr);
+}

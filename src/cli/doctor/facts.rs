@@ -2,9 +2,9 @@
 
 use std::path::{Path, PathBuf};
 
-use super::gpus::{self, DriverAnswer};
-use super::libraries::{self, Found};
+use super::gpus::{self, Described};
 use crate::cli::hardware;
+use crate::cli::native::libraries::{Found, Kind, SearchPath};
 
 /// A reading of the machine.
 #[derive(Clone, Debug)]
@@ -33,8 +33,8 @@ pub struct Facts {
     pub driver_version: Option<String>,
     /// `CUDA_VISIBLE_DEVICES`.
     pub cuda_visible_devices: Option<String>,
-    /// What the driver answers; none: there is no `libcuda` to ask.
-    pub driver: Option<DriverAnswer>,
+    /// What the driver and the libraries answer; none: there is nothing to ask.
+    pub described: Option<Described>,
     /// Libraries that are loaded at run time.
     pub libraries: Vec<Found>,
     /// Where they were looked for.
@@ -44,11 +44,9 @@ pub struct Facts {
 impl Facts {
     /// Looks at the machine. Never fails: what cannot be read is absent.
     pub fn gather() -> Self {
-        let folders = libraries::search_folders(|name| std::env::var(name).ok());
-        let libraries = libraries::find(&folders);
-        let has_libcuda = libraries
-            .iter()
-            .any(|l| l.wanted.stem == "libcuda.so" && l.at.is_some());
+        let path = SearchPath::of_process();
+        let libraries = Kind::ALL.map(|kind| path.find(kind)).to_vec();
+        let something_to_ask = libraries.iter().any(|library| library.at.is_some());
         Self {
             cpu_model: cpu_model(&read("/proc/cpuinfo")),
             cpu_features: cpu_features(),
@@ -62,13 +60,9 @@ impl Facts {
             open_files: soft_limit(nix::sys::resource::Resource::RLIMIT_NOFILE),
             driver_version: driver_version(&read("/proc/driver/nvidia/version")),
             cuda_visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
-            driver: has_libcuda.then(gpus::ask),
+            described: something_to_ask.then(gpus::ask),
             libraries,
-            searched: folders
-                .into_iter()
-                .map(|(folder, _)| folder)
-                .filter(|f| f.is_dir())
-                .collect(),
+            searched: path.existing(),
         }
     }
 }

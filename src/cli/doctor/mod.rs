@@ -1,11 +1,10 @@
 //! `ddp-train doctor`: what this machine offers to training, what is missing, and what to do.
 //!
-//! [`facts`] looks, [`libraries`] finds shared libraries, [`report`] writes. Only [`gpus`] loads the
+//! [`facts`] looks, [`report`] writes. Only [`gpus`] loads the
 //! driver, in a process of its own, because a broken one can panic, hang or crash.
 
 pub mod facts;
 pub mod gpus;
-pub mod libraries;
 pub mod report;
 
 pub use facts::Facts;

@@ -3,10 +3,18 @@
 use std::fmt::Write;
 
 use super::facts::Facts;
-use super::gpus::DriverAnswer;
+use super::gpus::{self, Described};
+use crate::cli::native::libraries::{Kind, Version};
 
 /// Fewest open files that a node with 8 workers is comfortable with.
 const FEW_OPEN_FILES: u64 = 1024;
+
+/// Oldest NCCL with communicators that are initialised without blocking and split.
+const OLDEST_NCCL: Version = Version {
+    major: 2,
+    minor: 18,
+    patch: 0,
+};
 
 /// The whole report, ending in a newline.
 pub fn render(facts: &Facts) -> String {
@@ -99,19 +107,25 @@ fn gpu_section(facts: &Facts, out: &mut String) {
     );
     let visible = facts.cuda_visible_devices.as_deref().unwrap_or("not set");
     row(out, "visible devices", &format!("CUDA_VISIBLE_DEVICES {visible}"));
-    match &facts.driver {
+    match facts.described.as_ref().map(|described| &described.survey) {
         None => row(out, "devices", "none"),
-        Some(DriverAnswer::Failed(words)) => row(out, "devices", &format!("none: {words}")),
-        Some(DriverAnswer::Devices(gpus)) if gpus.is_empty() => row(out, "devices", "none"),
-        Some(DriverAnswer::Devices(gpus)) => {
-            for (ordinal, gpu) in gpus.iter().enumerate() {
+        Some(Err(words)) => row(out, "devices", &format!("none: {words}")),
+        Some(Ok(survey)) if survey.gpus.is_empty() => row(out, "devices", "none"),
+        Some(Ok(survey)) => {
+            for (ordinal, gpu) in survey.gpus.iter().enumerate() {
                 let (major, minor) = gpu.compute_capability;
-                let memory = gib(gpu.memory_bytes as u64);
-                row(
-                    out,
-                    &format!("device {ordinal}"),
-                    &format!("{}, sm_{major}{minor}, {memory}", gpu.name),
+                let value = format!(
+                    "{}, sm_{major}{minor}, {}, {} multiprocessors, {} KiB shared a block, PCI {}",
+                    gpu.name,
+                    gib(gpu.memory_bytes as u64),
+                    gpu.multiprocessors,
+                    gpu.shared_per_block >> 10,
+                    gpu.pci
                 );
+                row(out, &format!("device {ordinal}"), &value);
+            }
+            if let Some(links) = gpus::links(survey) {
+                row(out, "between devices", &links);
             }
         }
     }
@@ -120,16 +134,17 @@ fn gpu_section(facts: &Facts, out: &mut String) {
 fn library_section(facts: &Facts, out: &mut String) {
     push(out, "libraries loaded at run time");
     for library in &facts.libraries {
+        let version = match facts.described.as_ref().and_then(|d| d.version(library.kind)) {
+            Some(version) if library.kind == Kind::Cuda => format!(", for CUDA {version}"),
+            Some(version) => format!(", {version}"),
+            None => String::new(),
+        };
         let place = match &library.at {
-            Some((path, true)) => path.display().to_string(),
-            Some((path, false)) => format!("{} (not where the loader looks)", path.display()),
+            Some((path, why)) => format!("{}{version} ({why})", path.display()),
             None => "not found".to_owned(),
         };
-        row(
-            out,
-            library.wanted.stem,
-            &format!("{place}: {}", library.wanted.purpose),
-        );
+        let value = format!("{place}: {}", library.kind.purpose());
+        row(out, library.kind.stem(), &value);
     }
     let searched: Vec<_> = facts
         .searched
@@ -145,66 +160,103 @@ struct Finding {
     hint: String,
 }
 
+impl Finding {
+    fn new(problem: impl Into<String>, hint: impl Into<String>) -> Self {
+        Self {
+            problem: problem.into(),
+            hint: hint.into(),
+        }
+    }
+}
+
 fn findings(facts: &Facts) -> Vec<Finding> {
-    let mut found = Vec::new();
-    let mut add = |problem: String, hint: String| found.push(Finding { problem, hint });
-    if let Err(error) = &facts.memfd {
-        add(
-            format!("ranks of one node cannot share memory: {error}"),
-            "allow memfd_create (seccomp profile) and give the cgroup enough memory".to_owned(),
-        );
-    }
-    if facts.open_files.is_some_and(|limit| limit < FEW_OPEN_FILES) {
-        add(
-            format!("few open files are allowed (`{}`)", facts.open_files.unwrap_or(0)),
-            "`ulimit -n 4096`".to_owned(),
-        );
-    }
-    if !facts.cpu_features.contains(&"avx2") && cfg!(target_arch = "x86_64") {
-        add(
-            "the processor has no AVX2".to_owned(),
-            "training works, several times slower".to_owned(),
-        );
-    }
-    let has_device = matches!(&facts.driver, Some(DriverAnswer::Devices(gpus)) if !gpus.is_empty());
-    if facts.driver_version.is_none() && facts.driver.is_none() {
-        add(
-            "no GPU: training runs on the processor".to_owned(),
-            "nothing to do, unless there should be one".to_owned(),
-        );
+    let mut found = host_findings(facts);
+    let gpus = facts.described.as_ref().map_or(&[][..], Described::gpus);
+    let asked = facts
+        .libraries
+        .iter()
+        .any(|l| l.kind == Kind::Cuda && l.at.is_some());
+    if facts.driver_version.is_none() && !asked {
+        found.push(Finding::new(
+            "no GPU: training runs on the processor",
+            "nothing to do, unless there should be one",
+        ));
         return found;
     }
-    if !has_device {
-        let why = match &facts.driver {
-            Some(DriverAnswer::Failed(words)) => words.clone(),
-            _ => "the driver shows no device".to_owned(),
+    if gpus.is_empty() {
+        let why = match facts.described.as_ref().map(|described| &described.survey) {
+            Some(Err(words)) => words.as_str(),
+            _ => "the driver shows no device",
         };
-        add(
+        found.push(Finding::new(
             format!("there is a GPU driver, but no usable device: {why}"),
-            "compare `nvidia-smi`, and CUDA_VISIBLE_DEVICES above".to_owned(),
-        );
+            "compare `nvidia-smi`, and CUDA_VISIBLE_DEVICES above",
+        ));
     }
-    for library in &facts.libraries {
-        match &library.at {
-            None => add(
-                format!(
-                    "`{}` is not found ({})",
-                    library.wanted.stem, library.wanted.purpose
-                ),
-                library.wanted.hint.to_owned(),
-            ),
-            Some((path, false)) => {
-                let folder = path.parent().unwrap_or(path).display();
-                add(
-                    format!(
-                        "`{}` is there, but the loader does not look at its folder",
-                        library.wanted.stem
-                    ),
-                    format!("`export LD_LIBRARY_PATH={folder}:$LD_LIBRARY_PATH`"),
-                );
-            }
-            Some((_, true)) => {}
+    found.extend(library_findings(facts));
+    found
+}
+
+fn host_findings(facts: &Facts) -> Vec<Finding> {
+    let mut found = Vec::new();
+    if let Err(error) = &facts.memfd {
+        found.push(Finding::new(
+            format!("ranks of one node cannot share memory: {error}"),
+            "allow memfd_create (seccomp profile) and give the cgroup enough memory",
+        ));
+    }
+    if let Some(limit) = facts.open_files.filter(|limit| *limit < FEW_OPEN_FILES) {
+        found.push(Finding::new(
+            format!("few open files are allowed (`{limit}`)"),
+            "`ulimit -n 4096`",
+        ));
+    }
+    if !facts.cpu_features.contains(&"avx2") && cfg!(target_arch = "x86_64") {
+        found.push(Finding::new(
+            "the processor has no AVX2",
+            "training works, several times slower",
+        ));
+    }
+    found
+}
+
+/// What GPUs need and do not have.
+fn library_findings(facts: &Facts) -> Vec<Finding> {
+    let mut found = Vec::new();
+    for library in facts.libraries.iter().filter(|library| library.at.is_none()) {
+        let problem = format!(
+            "`{}` is not found ({})",
+            library.kind.stem(),
+            library.kind.purpose()
+        );
+        found.push(Finding::new(problem, library.kind.hint()));
+    }
+    let Some(described) = &facts.described else {
+        return found;
+    };
+    for (kind, version) in Kind::ALL.iter().zip(&described.versions) {
+        if let Some(Err(why)) = version {
+            found.push(Finding::new(why.clone(), kind.hint()));
         }
+    }
+    if let (Some(driver), Some(nvrtc)) = (described.version(Kind::Cuda), described.version(Kind::Nvrtc))
+        && nvrtc.major > driver.major
+    {
+        found.push(Finding::new(
+            format!(
+                "NVRTC {nvrtc} is newer than the driver, which is for CUDA {driver}: its code may not load"
+            ),
+            format!(
+                "`pip install nvidia-cuda-nvrtc-cu{}`, or a newer driver",
+                driver.major
+            ),
+        ));
+    }
+    if let Some(nccl) = described.version(Kind::Nccl).filter(|nccl| *nccl < OLDEST_NCCL) {
+        found.push(Finding::new(
+            format!("NCCL {nccl} is older than {OLDEST_NCCL}, which several GPUs need"),
+            Kind::Nccl.hint(),
+        ));
     }
     found
 }
@@ -215,8 +267,9 @@ fn gib(bytes: u64) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::gpus::Gpu;
-    use super::super::libraries::{Found, WANTED};
+    use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
+    use crate::cli::native::libraries::Found;
+
     use super::*;
 
     fn machine() -> Facts {
@@ -233,15 +286,31 @@ mod tests {
             open_files: Some(1_048_576),
             driver_version: None,
             cuda_visible_devices: None,
-            driver: None,
-            libraries: WANTED
-                .iter()
-                .map(|wanted| Found {
-                    wanted: *wanted,
-                    at: None,
-                })
-                .collect(),
+            described: None,
+            libraries: Kind::ALL.map(|kind| Found { kind, at: None }).to_vec(),
             searched: vec!["/usr/lib".into()],
+        }
+    }
+
+    fn one_gpu() -> Described {
+        let gpu = GpuFacts {
+            name: "A GPU".into(),
+            compute_capability: (9, 0),
+            memory_bytes: 80 << 30,
+            multiprocessors: 132,
+            shared_per_block: 227 << 10,
+            pci: "0000:65:00.0".into(),
+        };
+        let version = |major, minor| {
+            let patch = 0;
+            Some(Ok(Version { major, minor, patch }))
+        };
+        Described {
+            survey: Ok(Survey {
+                gpus: vec![gpu],
+                reach: vec![vec![Reach::Itself]],
+            }),
+            versions: vec![version(12, 8), version(12, 9), version(13, 0), None],
         }
     }
 
@@ -276,33 +345,40 @@ mod tests {
     }
 
     #[test]
-    fn a_machine_with_a_gpu_and_a_hidden_library() {
+    fn a_machine_with_a_gpu_and_a_missing_library() {
         let mut facts = machine();
         facts.driver_version = Some("550.54.14".into());
-        let gpu = Gpu {
-            name: "A GPU".into(),
-            compute_capability: (9, 0),
-            memory_bytes: 80 << 30,
-        };
-        facts.driver = Some(DriverAnswer::Devices(vec![gpu]));
+        facts.described = Some(one_gpu());
         for library in &mut facts.libraries {
-            let known = library.wanted.stem != "libnccl.so";
-            library.at = Some((format!("/x/{}", library.wanted.stem).into(), known));
+            let file = format!("/x/{}.1", library.kind.stem());
+            library.at = (library.kind != Kind::Nccl).then(|| (file.into(), "VIRTUAL_ENV"));
         }
         let report = render(&facts);
-        assert!(report.contains("A GPU, sm_90, 80.0 GiB"), "{report}");
+        for part in [
+            "device 0             A GPU, sm_90, 80.0 GiB, 132 multiprocessors, 227 KiB shared a block, PCI 0000:65:00.0",
+            "/x/libnvrtc.so.1, 13.0 (VIRTUAL_ENV): kernels compiled",
+            "/x/libcuda.so.1, for CUDA 12.8 (VIRTUAL_ENV): the driver",
+        ] {
+            assert!(report.contains(part), "{part} is not in\n{report}");
+        }
         let (_, missing) = report.split_once("missing or in the way").expect("one finding");
         insta::assert_snapshot!(missing, @r"
 
-        - `libnccl.so` is there, but the loader does not look at its folder
-          hint: `export LD_LIBRARY_PATH=/x:$LD_LIBRARY_PATH`
+        - `libnccl.so` is not found (collectives between GPUs)
+          hint: `pip install nvidia-nccl-cu12` in a Python environment that is active, or the package `libnccl2`
+        - NVRTC 13.0 is newer than the driver, which is for CUDA 12.8: its code may not load
+          hint: `pip install nvidia-cuda-nvrtc-cu12`, or a newer driver
         ");
     }
 
     #[test]
     fn a_driver_that_fails_is_named() {
         let mut facts = machine();
-        facts.driver = Some(DriverAnswer::Failed("CUDA_ERROR_NO_DEVICE".into()));
+        facts.driver_version = Some("550.54.14".into());
+        facts.described = Some(Described {
+            survey: Err("CUDA_ERROR_NO_DEVICE".into()),
+            versions: vec![None; 4],
+        });
         assert!(render(&facts).contains("no usable device: CUDA_ERROR_NO_DEVICE"));
     }
 }

@@ -16,7 +16,7 @@ fn a_fixed_number_of_nodes_starts_when_all_are_there() {
     insta::assert_snapshot!(s.words("n2"), @"waiting: 2 of 3 nodes are there: `n10`, `n2`; waiting for 1 node");
     s.join("n1", 3, 3);
     let (generation, first) = s.assignment("n1");
-    assert_eq!((generation, first.node_rank, first.lease_ms), (1, 0, 15_000));
+    assert_eq!((generation, first.node_rank, first.lease_ms), (1, 0, 9_000));
     let hosts: Vec<_> = first
         .nodes
         .iter()
@@ -312,8 +312,8 @@ fn a_node_too_many_is_a_spare_and_takes_the_place_of_a_lost_one() {
         .rejoin("a", 1, 2, 2)
         .pass(SECOND, &["a", "c"]);
     insta::assert_snapshot!(s.words("a"), @r"
-    generation 1 over: node `b` (node rank 1) was lost: no heartbeat for 15.0 s (failure on ``, restart 1/3, back-off 100 ms)
-    assignment 2: node rank 0 of [a@0 c@2], master 10.0.0.1:29500, restart 1/3: generation 2: all 2 nodes are there; node ranks: 1 kept from before, 1 by host name
+    generation 1 over: node `b` (node rank 1) was lost: no heartbeat for 9.0 s (no restart spent)
+    assignment 2: node rank 0 of [a@0 c@2], master 10.0.0.1:29500, restart 0/3: generation 2: all 2 nodes are there; node ranks: 1 kept from before, 1 by host name
     ");
     assert_eq!(s.assignment("c").1.node_rank, 1);
 }

@@ -3,6 +3,7 @@
 mod gathering;
 mod outcomes;
 mod reconnects;
+mod scale;
 mod server;
 mod store;
 
@@ -289,6 +290,8 @@ fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
         job_description: "target: train.yaml\ntrain.seed: 1".into(),
         join_timeout_ms: 600_000,
         run_token: String::new(),
+        role: String::new(),
+        last_call_ms: 0,
     }
 }
 
@@ -332,6 +335,15 @@ fn short(heard: &Heard) -> String {
                 a.reason
             )
         }
+        Reply::GenerationOver(g) if g.membership => format!(
+            "generation {generation} over{}: {} (no restart spent)",
+            if g.at_step_boundary {
+                " at a step boundary"
+            } else {
+                ""
+            },
+            g.cause
+        ),
         Reply::GenerationOver(g) => format!(
             "generation {generation} over: {} (failure on `{}`, restart {}/{}, back-off {} ms)",
             g.cause, g.first_failure_host, g.restart_count, g.max_restarts, g.backoff_ms

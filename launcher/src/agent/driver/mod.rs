@@ -1,16 +1,18 @@
 //! One loop that turns all that happens into events for the machine, and carries out its effects.
 
+mod ending;
+mod starting;
+
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::OsString;
-use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::client::{AgentIdentity, Client};
 use ddp_proto::exit;
-use ddp_proto::ids::{Generation, NodeId};
+use ddp_proto::ids::NodeId;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{Assignment, DaemonMessage, Heartbeat, Join, WorkerExit};
+use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, WorkerExit};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -22,18 +24,18 @@ use super::launch::LaunchError;
 use super::link::{Link, LinkConfig, LinkEvent};
 use super::machine::{LEAVE_WAIT, Machine, Rules};
 use super::signals::{Call, Signals};
-use super::workers::{Crew, PrepareError, Site, inherited};
+use super::workers::{Crew, PrepareError, inherited};
 use crate::console::Console;
-use crate::control::{ControlEvent, ControlServer, News, Place, Store};
-use crate::environment::{Common, threads_per_worker};
+use crate::control::{ControlEvent, ControlServer, News};
+use crate::event_log::{EventLog, Happening};
 use crate::guardian::Guardian;
+use crate::hang::Beat;
 use crate::logs::LogError;
 use crate::master_port::MasterPort;
 use crate::plan::LaunchPlan;
 use crate::pump::Pump;
 use crate::reap;
-use crate::report::{self, Facts};
-use crate::spawn::{Batch, SpawnEvent, Spawner, check_program};
+use crate::spawn::{SpawnEvent, Spawner, check_program};
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
@@ -41,6 +43,8 @@ const PROTOCOL: u32 = 1;
 const QUEUE: usize = 1024;
 /// Longest message of a worker on its own failure; the rest is cut off.
 const MAX_WORDS_CHARS: usize = 4000;
+/// How often hung workers are looked for within the time that makes them hung.
+const LOOKS: u32 = 10;
 /// Heartbeats before the daemon has told its lease.
 const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 
@@ -68,6 +72,7 @@ pub(super) struct Driver<'a> {
     run_token: String,
     local_failure: Option<WorkerExit>,
     finished: Option<Conclusion>,
+    event_log: EventLog,
 }
 
 impl<'a> Driver<'a> {
@@ -78,25 +83,15 @@ impl<'a> Driver<'a> {
         console: Console,
     ) -> Result<Self, LaunchError> {
         let inherited = inherited();
-        let search_path = plan.command.env.get("PATH").map(OsString::from);
-        let inherited_path = inherited
-            .iter()
-            .find(|(name, _)| name == "PATH")
-            .map(|(_, value)| value.clone());
-        check_program(&plan.command.program, search_path.or(inherited_path).as_ref())?;
-        if let Some(path) = &plan.log_dir {
-            std::fs::create_dir_all(path).map_err(|cause| LogError {
-                path: path.clone(),
-                cause,
-            })?;
-        }
+        check(&plan, &inherited)?;
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
-        let signals = Signals::listen()?;
+        let signals = Signals::listen(&plan.signals)?;
         let (spawn_events, spawns) = mpsc::channel(QUEUE);
         let (control_events, control_inbox) = mpsc::channel(QUEUE);
         let (aside, aside_inbox) = mpsc::channel(QUEUE);
         let hostname = nix::unistd::gethostname().map_err(std::io::Error::from)?;
         let hostname = hostname.to_string_lossy().into_owned();
+        let event_log = EventLog::open(plan.event_log.as_deref(), &plan.job_id, &hostname)?;
         let (link, link_inbox) = Link::start(LinkConfig {
             endpoint: plan.endpoint.clone(),
             identity: AgentIdentity {
@@ -122,6 +117,7 @@ impl<'a> Driver<'a> {
                 link: link_inbox,
                 aside: aside_inbox,
                 heartbeat: heartbeat_every(FIRST_HEARTBEAT),
+                watch: plan.hang_timeout.map(|bound| heartbeat_every(bound / LOOKS)),
             },
             crew: Crew::none(),
             client: None,
@@ -131,6 +127,7 @@ impl<'a> Driver<'a> {
             run_token: String::new(),
             local_failure: None,
             finished: None,
+            event_log,
             plan,
             guardian,
             console,
@@ -158,6 +155,7 @@ impl<'a> Driver<'a> {
             }
             if let Some(conclusion) = self.finished.take() {
                 let report = self.report(&conclusion);
+                self.publish(&conclusion, report.as_deref());
                 return (conclusion, report);
             }
             let mail = self.inbox.next(self.alarm).await;
@@ -168,6 +166,7 @@ impl<'a> Driver<'a> {
     fn open(&mut self, mail: Mail, events: &mut VecDeque<Event>) {
         match mail {
             Mail::Signal(Call::Stop(signal)) => events.push_back(Event::Signal(signal)),
+            Mail::Signal(Call::Forward(signal)) => self.crew.pass_on(signal),
             Mail::Signal(Call::Child) => self.reap(events),
             Mail::Spawn(event) => self.on_spawn(event, events),
             Mail::Control(event) => self.on_control(event),
@@ -186,8 +185,8 @@ impl<'a> Driver<'a> {
             Mail::Aside(Aside::Described(local_rank)) => {
                 self.read_control();
                 if let Some(mut exit) = self.crew.describe(local_rank) {
-                    exit.permanent =
-                        self.plan.command.native && exit.exit_code == Some(i32::from(exit::USAGE));
+                    let is = |code| exit.exit_code == Some(i32::from(code));
+                    exit.permanent = is(exit::DO_NOT_RESTART) || self.plan.command.native && is(exit::USAGE);
                     self.local_failure = Some(exit.clone());
                     events.push_back(Event::Described(exit));
                 }
@@ -197,6 +196,7 @@ impl<'a> Driver<'a> {
                 self.alarm = None;
                 events.push_back(Event::Alarm);
             }
+            Mail::Watch => self.look_for_hung_workers(),
             Mail::Heartbeat => {
                 let heartbeat = Heartbeat {
                     step: self.crew.step(),
@@ -212,6 +212,12 @@ impl<'a> Driver<'a> {
             SpawnEvent::Spawned { local_rank, pid } => {
                 if let Some(worker) = self.crew.get_mut(local_rank) {
                     worker.pid = Some(pid);
+                    self.event_log.put(Happening::WorkerStarted {
+                        generation: self.machine.generation().0,
+                        rank: worker.rank.0,
+                        local_rank: local_rank.0,
+                        pid,
+                    });
                 }
                 self.control.joined(local_rank, pid);
                 events.push_back(Event::Spawned(local_rank));
@@ -232,6 +238,11 @@ impl<'a> Driver<'a> {
         }
         for (local_rank, ending) in self.crew.ended(dead) {
             self.control.left(local_rank);
+            self.event_log.put(Happening::WorkerEnded {
+                generation: self.machine.generation().0,
+                local_rank: local_rank.0,
+                ending: ending.to_string(),
+            });
             events.push_back(Event::Exited { local_rank, ending });
         }
         if self.machine.is_spawning() {
@@ -268,7 +279,11 @@ impl<'a> Driver<'a> {
                 phase,
                 progress,
             } => {
-                worker.step = Some(step);
+                worker.beat = Some(Beat {
+                    at: std::time::Instant::now(),
+                    step,
+                    phase,
+                });
                 tracing::trace!(rank = worker.rank.0, step, ?phase, "heartbeat");
                 if let Some(progress) = progress
                     && self.plan.progress_bar
@@ -319,7 +334,23 @@ impl<'a> Driver<'a> {
                 }
                 waiting.lease_ms
             }
-            Some(Word::Assignment(assignment)) => assignment.lease_ms,
+            Some(Word::Assignment(assignment)) => {
+                self.event_log.put(Happening::Assigned {
+                    generation: message.generation,
+                    node_rank: assignment.node_rank,
+                    nodes: assignment.nodes.len(),
+                    restart_count: assignment.restart_count,
+                    reason: &assignment.reason,
+                });
+                assignment.lease_ms
+            }
+            Some(Word::GenerationOver(over)) => {
+                self.event_log.put(Happening::GenerationOver {
+                    generation: message.generation,
+                    cause: &over.cause,
+                });
+                0
+            }
             _ => 0,
         };
         let interval = Duration::from_millis(u64::from(lease_ms)) / 3;
@@ -332,7 +363,14 @@ impl<'a> Driver<'a> {
         let generation = self.machine.generation();
         match effect {
             Effect::Join => self.join(generation),
-            Effect::Report(report) => self.link.send(generation, report),
+            Effect::Report(report) => {
+                if matches!(report, Report::WorkerExit(_)) {
+                    // Whether the generation made progress decides what its end costs.
+                    let step = self.crew.step();
+                    self.link.send(generation, Report::Heartbeat(Heartbeat { step }));
+                }
+                self.link.send(generation, report);
+            }
             Effect::Spawn(assignment) => {
                 if let Err(error) = self.spawn(generation, &assignment) {
                     let exit_code = match error {
@@ -380,85 +418,21 @@ impl<'a> Driver<'a> {
             Effect::Finish(conclusion) => self.finished = Some(conclusion),
         }
     }
+}
 
-    fn join(&mut self, generation: Generation) {
-        // Released before the next one is reserved; a machine without a free port says so when rank 0 binds.
-        self.master_port = None;
-        self.master_port = MasterPort::reserve().ok();
-        let join = Join {
-            protocol: PROTOCOL,
-            hostname: self.hostname.clone(),
-            node_rank: self.plan.node_rank.map(|rank| rank.0),
-            min_nodes: self.plan.nodes.min,
-            max_nodes: self.plan.nodes.max,
-            workers: self.plan.workers,
-            max_restarts: self.plan.max_restarts,
-            local_addr: self.plan.local_addr.clone().unwrap_or_default(),
-            master_port: self.master_port.as_ref().map_or(0, |port| u32::from(port.get())),
-            job_signature: self.plan.job_signature.clone(),
-            job_description: self.plan.job_description.clone(),
-            join_timeout_ms: u32::try_from(self.plan.join_timeout.as_millis()).unwrap_or(u32::MAX),
-            run_token: self.run_token.clone(),
-        };
-        self.link.send(generation, Report::Join(join));
+/// What can be known to be wrong before the node joins.
+fn check(plan: &LaunchPlan, inherited: &[(OsString, OsString)]) -> Result<(), LaunchError> {
+    let search_path = plan.command.env.get("PATH").map(OsString::from);
+    let inherited_path = inherited
+        .iter()
+        .find(|(name, _)| name == "PATH")
+        .map(|(_, value)| value.clone());
+    check_program(&plan.command.program, search_path.or(inherited_path).as_ref())?;
+    if let Some(path) = &plan.log_dir {
+        std::fs::create_dir_all(path).map_err(|cause| LogError {
+            path: path.clone(),
+            cause,
+        })?;
     }
-
-    fn spawn(&mut self, generation: Generation, assignment: &Assignment) -> Result<(), PrepareError> {
-        let scratch_dir = self.guardian.scratch_dir();
-        let site = Site {
-            common: Common {
-                inherited: &self.inherited,
-                extra: &self.plan.command.env,
-                marker: self.guardian.marker(),
-                threads: threads_per_worker(self.plan.workers),
-                progress_bar: self.plan.progress_bar,
-            },
-            log_dir: self.plan.log_dir.as_deref(),
-            scratch_dir: &scratch_dir,
-            job_id: &self.plan.job_id,
-            control: self.control.address(),
-        };
-        self.run_token.clone_from(&assignment.run_token);
-        self.crew = Crew::none();
-        let prepared = Crew::prepare(generation, assignment, &site, &self.pump)?;
-        let Some(client) = self.client.clone() else {
-            return Err(PrepareError::Assignment("it came from nowhere".into()));
-        };
-        self.crew = prepared.crew;
-        self.local_failure = None;
-        self.control.begin(Place {
-            generation,
-            contracts: prepared
-                .contracts
-                .iter()
-                .map(ddp_proto::env::WorkerEnv::to_vars)
-                .collect(),
-            node_addrs: assignment.nodes.iter().map(|node| node.addr.clone()).collect(),
-            store: Arc::new(Store::new(client, self.plan.job_id.clone(), generation)),
-            pids: vec![None; self.crew.len()],
-            spawned: false,
-            over: None,
-        });
-        let batch = Batch {
-            command: self.plan.command.clone(),
-            workers: prepared.specs,
-            cancelled: self.crew.cancelled.clone(),
-        };
-        if !self.spawner.request(batch) {
-            let busy = "workers of the last generation are still being started";
-            return Err(PrepareError::Pipe(std::io::Error::other(busy)));
-        }
-        Ok(())
-    }
-
-    fn report(&self, conclusion: &Conclusion) -> Option<String> {
-        report::report(&Facts {
-            conclusion,
-            program: &self.plan.command.display_name,
-            hostname: &self.hostname,
-            local_failure: self.local_failure.as_ref(),
-            local_ends: &self.crew.local_ends(),
-            ran_for: self.crew.ran_for(),
-        })
-    }
+    Ok(())
 }

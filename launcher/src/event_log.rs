@@ -1,0 +1,206 @@
+//! `--event-log-handler FILE`: one JSON object a line for each thing that happens on this node.
+//!
+//! A thread of its own writes, so that a file system that hangs never stops supervision; what does not fit into
+//! its queue is dropped and counted in the next line.
+
+use std::fs::{File, OpenOptions};
+use std::io::Write;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use serde::Serialize;
+
+use crate::logs::LogError;
+
+/// Lines that may wait to be written.
+const QUEUE: usize = 4096;
+/// Longest wait for the file at the end.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// One thing that happened.
+#[derive(Debug, Serialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+pub(crate) enum Happening<'a> {
+    /// The launcher asks the daemon for a place in the next generation.
+    Joined { generation: u64 },
+    /// The daemon gave this node its place.
+    Assigned {
+        generation: u64,
+        node_rank: u32,
+        nodes: usize,
+        restart_count: u32,
+        reason: &'a str,
+    },
+    /// A worker runs.
+    WorkerStarted {
+        generation: u64,
+        rank: u32,
+        local_rank: u32,
+        pid: i32,
+    },
+    /// A worker has ended.
+    WorkerEnded {
+        generation: u64,
+        local_rank: u32,
+        ending: String,
+    },
+    /// The generation is over, because of this.
+    GenerationOver { generation: u64, cause: &'a str },
+    /// The launch is over.
+    Finished { exit_code: u8, report: Option<&'a str> },
+}
+
+#[derive(Serialize)]
+struct Line<'a> {
+    unix_time_ns: u64,
+    job_id: &'a str,
+    node: &'a str,
+    #[serde(flatten)]
+    happening: Happening<'a>,
+    #[serde(skip_serializing_if = "is_zero")]
+    dropped_before: u64,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes references")]
+const fn is_zero(n: &u64) -> bool {
+    *n == 0
+}
+
+/// The open log; without a file it takes nothing.
+pub(crate) struct EventLog {
+    job_id: String,
+    node: String,
+    writer: Option<Writer>,
+    dropped: AtomicU64,
+}
+
+/// The end of the queue; dropping it waits until all is written, or the file takes nothing for [`PATIENCE`].
+struct Writer {
+    lines: Option<SyncSender<Vec<u8>>>,
+    /// Closed by the thread when it ends.
+    ended: Receiver<()>,
+}
+
+impl EventLog {
+    /// Opens the file for appending and starts the thread.
+    pub(crate) fn open(path: Option<&Path>, job_id: &str, node: &str) -> Result<Self, LogError> {
+        let in_path = |cause| LogError {
+            path: path.map(Path::to_owned).unwrap_or_default(),
+            cause,
+        };
+        let writer = match path {
+            None => None,
+            Some(path) => {
+                let file = OpenOptions::new()
+                    .create(true)
+                    .append(true)
+                    .open(path)
+                    .map_err(in_path)?;
+                Some(Writer::start(file).map_err(in_path)?)
+            }
+        };
+        Ok(Self {
+            job_id: job_id.to_owned(),
+            node: node.to_owned(),
+            writer,
+            dropped: AtomicU64::new(0),
+        })
+    }
+
+    /// Puts one line into the queue. Never waits.
+    pub(crate) fn put(&self, happening: Happening<'_>) {
+        let Some(writer) = &self.writer else {
+            return;
+        };
+        let since_epoch = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let line = Line {
+            unix_time_ns: since_epoch.as_nanos() as u64,
+            job_id: &self.job_id,
+            node: &self.node,
+            happening,
+            dropped_before: self.dropped.swap(0, Ordering::Relaxed),
+        };
+        let dropped = line.dropped_before;
+        let Ok(mut bytes) = serde_json::to_vec(&line) else {
+            return;
+        };
+        bytes.push(b'\n');
+        let sent = writer
+            .lines
+            .as_ref()
+            .is_some_and(|lines| lines.try_send(bytes).is_ok());
+        if !sent {
+            self.dropped.fetch_add(dropped + 1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Writer {
+    fn start(mut file: File) -> std::io::Result<Self> {
+        let (lines, queue) = sync_channel::<Vec<u8>>(QUEUE);
+        let (open, ended) = channel();
+        std::thread::Builder::new()
+            .name("event-log".into())
+            .stack_size(128 << 10)
+            .spawn(move || {
+                let _open: Sender<()> = open;
+                for line in queue {
+                    // A full disk loses events, never the job.
+                    let _ = file.write_all(&line);
+                }
+            })?;
+        Ok(Self {
+            lines: Some(lines),
+            ended,
+        })
+    }
+}
+
+impl Drop for Writer {
+    fn drop(&mut self) {
+        self.lines = None;
+        // Nothing is ever sent: the wait ends when the thread does.
+        let _ = self.ended.recv_timeout(PATIENCE);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_line_is_an_object_of_its_own() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("events.jsonl");
+        for _ in 0..2 {
+            let log = EventLog::open(Some(&path), "job", "a").unwrap();
+            log.put(Happening::Joined { generation: 0 });
+            log.put(Happening::WorkerStarted {
+                generation: 1,
+                rank: 4,
+                local_rank: 0,
+                pid: 77,
+            });
+        }
+        let text = std::fs::read_to_string(&path).unwrap();
+        let lines: Vec<serde_json::Value> = text
+            .lines()
+            .map(|line| serde_json::from_str(line).unwrap())
+            .collect();
+        assert_eq!(lines.len(), 4, "a second launcher appends");
+        assert_eq!(lines[1]["event"], "worker_started");
+        assert_eq!(lines[1]["job_id"], "job");
+        assert_eq!(lines[1]["rank"], 4);
+        assert!(lines[1].get("dropped_before").is_none());
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_opened_is_named() {
+        let error = EventLog::open(Some(Path::new("/nonexistent/events")), "job", "a")
+            .err()
+            .unwrap();
+        assert!(error.to_string().contains("/nonexistent/events"), "{error}");
+    }
+}

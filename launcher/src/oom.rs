@@ -1,0 +1,138 @@
+//! Whether the kernel's OOM killer may have ended a worker: the control group counts its victims.
+//!
+//! The count grows before the victim dies, so it can be read when the death is seen. Whom it counted is not told: a
+//! worker that died of a SIGKILL of unknown origin is *possibly* a victim.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::ending::Ending;
+
+/// The file of version 2, which counts the groups below too, and the one of version 1.
+const COUNTERS: [&str; 2] = ["memory.events", "memory.oom_control"];
+
+/// The count of one control group since this was made.
+#[derive(Debug)]
+pub(crate) struct OomCounter {
+    /// None where nothing counts: no control group, or an old kernel.
+    file: Option<PathBuf>,
+    before: u64,
+}
+
+impl OomCounter {
+    /// The nearest group that counts, from this process's own upwards. Workers are in it, or below.
+    pub(crate) fn of_this_process() -> Self {
+        let membership = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+        Self::nearest(Path::new("/sys/fs/cgroup"), &membership)
+    }
+
+    /// As [`OomCounter::of_this_process`], for control groups mounted at `root` and a `/proc/<pid>/cgroup` that says
+    /// `membership`.
+    fn nearest(root: &Path, membership: &str) -> Self {
+        let groups = membership.lines().filter_map(|line| {
+            let (_, rest) = line.split_once(':')?;
+            let (controllers, path) = rest.split_once(':')?;
+            let mount = match controllers {
+                "" => root.to_owned(),
+                _ if controllers.split(',').any(|name| name == "memory") => root.join("memory"),
+                _ => return None,
+            };
+            Some((mount, Path::new(path.trim_start_matches('/'))))
+        });
+        let levels = groups.flat_map(|(mount, path)| path.ancestors().map(move |level| mount.join(level)));
+        let mut files = levels.flat_map(|level| COUNTERS.map(|name| level.join(name)));
+        let file = files.find(|file| kills(file).is_some());
+        let before = file.as_deref().and_then(kills).unwrap_or(0);
+        Self { file, before }
+    }
+
+    /// True for a worker that died of a SIGKILL other than `sent` by us, if the count has grown.
+    pub(crate) fn explains(&self, ending: Ending, sent: Option<i32>) -> bool {
+        let killed = matches!(
+            ending,
+            Ending::Signal {
+                signal: libc::SIGKILL,
+                ..
+            }
+        );
+        let now = || self.file.as_deref().and_then(kills);
+        killed && sent != Some(libc::SIGKILL) && now().is_some_and(|now| now > self.before)
+    }
+}
+
+/// Processes that the OOM killer ended, as `file` counts them.
+fn kills(file: &Path) -> Option<u64> {
+    let text = fs::read_to_string(file).ok()?;
+    let count = text.lines().find_map(|line| line.strip_prefix("oom_kill "))?;
+    count.trim().parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KILLED: Ending = Ending::Signal {
+        signal: libc::SIGKILL,
+        core_dumped: false,
+    };
+
+    fn write(root: &Path, file: &str, kills: u64) {
+        let path = root.join(file);
+        fs::create_dir_all(path.parent().unwrap()).unwrap();
+        fs::write(
+            path,
+            format!("low 0\nmax 7\noom 3\noom_kill {kills}\noom_group_kill 9\n"),
+        )
+        .unwrap();
+    }
+
+    #[test]
+    fn a_kill_that_was_counted_meanwhile_explains_a_death() {
+        let root = tempfile::tempdir().unwrap();
+        write(root.path(), "slurm/job/memory.events", 2);
+        let counter = OomCounter::nearest(root.path(), "0::/slurm/job\n");
+        assert!(!counter.explains(KILLED, None), "two were killed before our time");
+        write(root.path(), "slurm/job/memory.events", 3);
+        assert!(counter.explains(KILLED, None));
+        assert!(
+            counter.explains(KILLED, Some(libc::SIGTERM)),
+            "we asked it to end, no more"
+        );
+        assert!(!counter.explains(KILLED, Some(libc::SIGKILL)), "it was us");
+        assert!(!counter.explains(Ending::Code(137), None));
+        let crashed = Ending::Signal {
+            signal: libc::SIGSEGV,
+            core_dumped: true,
+        };
+        assert!(!counter.explains(crashed, None));
+    }
+
+    #[test]
+    fn the_nearest_group_that_counts_is_asked() {
+        let root = tempfile::tempdir().unwrap();
+        // Without the memory controller, a group has no such file.
+        fs::create_dir_all(root.path().join("user/session")).unwrap();
+        write(root.path(), "user/memory.events", 0);
+        let counter = OomCounter::nearest(root.path(), "0::/user/session\n");
+        write(root.path(), "user/memory.events", 1);
+        assert!(counter.explains(KILLED, None));
+    }
+
+    #[test]
+    fn version_1_counts_in_another_file() {
+        let root = tempfile::tempdir().unwrap();
+        write(root.path(), "memory/docker/memory.oom_control", 0);
+        let membership = "5:cpu,cpuacct:/other\n4:memory:/docker\n0::/\n";
+        let counter = OomCounter::nearest(root.path(), membership);
+        assert!(!counter.explains(KILLED, None));
+        write(root.path(), "memory/docker/memory.oom_control", 1);
+        assert!(counter.explains(KILLED, None));
+    }
+
+    #[test]
+    fn where_nothing_counts_nothing_is_claimed() {
+        let root = tempfile::tempdir().unwrap();
+        assert!(!OomCounter::nearest(root.path(), "0::/a\n").explains(KILLED, None));
+        assert!(!OomCounter::nearest(root.path(), "").explains(KILLED, None));
+    }
+}

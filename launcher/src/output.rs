@@ -1,0 +1,228 @@
+//! Which of the workers' output goes to the console, under which prefix, and which lines are written a second time.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use ddp_proto::ids::{GlobalRank, LocalRank};
+
+use crate::console::Stream;
+
+/// Variables of a [`PrefixTemplate`].
+const VARIABLES: &str = "`${rank}`, `${local_rank}`, `${role_name}`";
+
+/// Some of a worker's two output streams.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct StreamSet {
+    /// Standard output.
+    pub stdout: bool,
+    /// Standard error.
+    pub stderr: bool,
+}
+
+impl StreamSet {
+    const fn has(self, stream: Stream) -> bool {
+        match stream {
+            Stream::Stdout => self.stdout,
+            Stream::Stderr => self.stderr,
+        }
+    }
+}
+
+/// A set of streams for every local rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum StreamsByRank {
+    /// The same for all.
+    All(StreamSet),
+    /// By local rank; none for those that are not listed.
+    Listed(BTreeMap<u32, StreamSet>),
+}
+
+impl Default for StreamsByRank {
+    fn default() -> Self {
+        Self::All(StreamSet::default())
+    }
+}
+
+impl StreamsByRank {
+    fn has(&self, local_rank: LocalRank, stream: Stream) -> bool {
+        match self {
+            Self::All(set) => set.has(stream),
+            Self::Listed(sets) => sets.get(&local_rank.0).is_some_and(|set| set.has(stream)),
+        }
+    }
+}
+
+/// What happens to the output of the workers. The default: all of it on the console, under `[rank] `.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct OutputPlan {
+    /// `--redirects`: only to the log files.
+    pub redirects: StreamsByRank,
+    /// `--tee`: to the log files and the console, whatever `redirects` says.
+    pub tee: StreamsByRank,
+    /// `--local-ranks-filter`: only these are shown on the console.
+    pub local_ranks: Option<BTreeSet<u32>>,
+    /// `--global-ranks-filter`: only these are shown on the console.
+    pub global_ranks: Option<BTreeSet<u32>>,
+    /// `--log-line-prefix-template`
+    pub prefix: PrefixTemplate,
+    /// `--duplicate-stdout-filters`: lines that contain one of these go to `filtered_stdout.log` of the attempt too.
+    pub stdout_filters: Vec<String>,
+    /// `--duplicate-stderr-filters`: the same for `filtered_stderr.log`.
+    pub stderr_filters: Vec<String>,
+}
+
+impl OutputPlan {
+    /// True if a stream of a worker is shown on the console.
+    pub(crate) fn shows(&self, rank: GlobalRank, local_rank: LocalRank, stream: Stream) -> bool {
+        let among = |filter: &Option<BTreeSet<u32>>, rank: u32| {
+            filter.as_ref().is_none_or(|ranks| ranks.contains(&rank))
+        };
+        let kept = !self.redirects.has(local_rank, stream) || self.tee.has(local_rank, stream);
+        kept && among(&self.local_ranks, local_rank.0) && among(&self.global_ranks, rank.0)
+    }
+
+    /// Lines of a stream that are written a second time contain one of these.
+    pub(crate) fn filters(&self, stream: Stream) -> &[String] {
+        match stream {
+            Stream::Stdout => &self.stdout_filters,
+            Stream::Stderr => &self.stderr_filters,
+        }
+    }
+
+    /// True if something goes to log files that the console does not show.
+    #[must_use]
+    pub fn needs_files(&self) -> bool {
+        let none = StreamsByRank::default();
+        self.redirects != none
+            || self.tee != none
+            || !self.stdout_filters.is_empty()
+            || !self.stderr_filters.is_empty()
+    }
+}
+
+/// What precedes every line of a worker, in parts: text and variables.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct PrefixTemplate(Vec<Part>);
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Part {
+    Text(String),
+    Rank,
+    LocalRank,
+    RoleName,
+}
+
+impl Default for PrefixTemplate {
+    fn default() -> Self {
+        Self(vec![Part::Text("[".into()), Part::Rank, Part::Text("]".into())])
+    }
+}
+
+impl PrefixTemplate {
+    /// Reads `[${role_name}${local_rank}]`. The error says which variable is unknown.
+    pub fn parse(template: &str) -> Result<Self, String> {
+        let mut parts = Vec::new();
+        let mut rest = template;
+        while let Some((text, after)) = rest.split_once("${") {
+            let (name, after) = after
+                .split_once('}')
+                .ok_or_else(|| format!("`${{{after}` has no closing `}}`"))?;
+            parts.push(Part::Text(text.to_owned()));
+            parts.push(match name {
+                "rank" => Part::Rank,
+                "local_rank" => Part::LocalRank,
+                "role_name" => Part::RoleName,
+                _ => return Err(format!("unknown variable `${{{name}}}`, known are {VARIABLES}")),
+            });
+            rest = after;
+        }
+        parts.push(Part::Text(rest.to_owned()));
+        Ok(Self(parts))
+    }
+
+    /// The prefix of one worker, without the space that follows it.
+    pub(crate) fn of(&self, rank: GlobalRank, local_rank: LocalRank, role: &str) -> String {
+        let mut prefix = String::new();
+        for part in &self.0 {
+            match part {
+                Part::Text(text) => prefix.push_str(text),
+                Part::Rank => prefix.push_str(&rank.to_string()),
+                Part::LocalRank => prefix.push_str(&local_rank.to_string()),
+                Part::RoleName => prefix.push_str(role),
+            }
+        }
+        prefix
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const BOTH: StreamSet = StreamSet {
+        stdout: true,
+        stderr: true,
+    };
+
+    fn shown(plan: &OutputPlan, rank: u32, local_rank: u32) -> (bool, bool) {
+        let shows = |stream| plan.shows(GlobalRank(rank), LocalRank(local_rank), stream);
+        (shows(Stream::Stdout), shows(Stream::Stderr))
+    }
+
+    #[test]
+    fn all_is_shown_by_default() {
+        let plan = OutputPlan::default();
+        assert_eq!(shown(&plan, 3, 1), (true, true));
+        assert!(!plan.needs_files());
+    }
+
+    #[test]
+    fn what_is_redirected_is_not_shown_unless_it_is_teed() {
+        let plan = OutputPlan {
+            redirects: StreamsByRank::All(BOTH),
+            tee: StreamsByRank::Listed(BTreeMap::from([(
+                12,
+                StreamSet {
+                    stdout: false,
+                    stderr: true,
+                },
+            )])),
+            ..OutputPlan::default()
+        };
+        assert_eq!(shown(&plan, 0, 0), (false, false));
+        assert_eq!(shown(&plan, 12, 12), (false, true));
+        assert!(plan.needs_files());
+    }
+
+    #[test]
+    fn filters_name_the_ranks_that_are_shown() {
+        let plan = OutputPlan {
+            local_ranks: Some(BTreeSet::from([0, 1])),
+            global_ranks: Some(BTreeSet::from([4])),
+            ..OutputPlan::default()
+        };
+        assert_eq!(shown(&plan, 4, 0), (true, true));
+        assert_eq!(shown(&plan, 5, 1), (false, false));
+        assert_eq!(shown(&plan, 4, 2), (false, false));
+    }
+
+    #[test]
+    fn prefixes_follow_their_template() {
+        let of = |template: &str| {
+            let template = PrefixTemplate::parse(template).expect("valid");
+            template.of(GlobalRank(11), LocalRank(3), "trainer")
+        };
+        assert_eq!(of("[${role_name}${local_rank}]:"), "[trainer3]:");
+        assert_eq!(of("${rank}"), "11");
+        assert_eq!(of("plain $rank"), "plain $rank");
+        assert_eq!(
+            PrefixTemplate::default().of(GlobalRank(2), LocalRank(0), "x"),
+            "[2]"
+        );
+        let error = PrefixTemplate::parse("${host}").expect_err("unknown");
+        assert!(
+            error.starts_with("unknown variable `${host}`, known are"),
+            "{error}"
+        );
+        assert!(PrefixTemplate::parse("${rank").is_err());
+    }
+}

@@ -1,0 +1,199 @@
+//! The failure of a job for programs: `error.json` in the log directory, and the error file of whoever started us.
+//!
+//! torch's `record` decorator writes what a Python worker died of to `TORCHELASTIC_ERROR_FILE`. A launcher that has
+//! that variable itself was started by another one, to which it passes the first failure on in the same form.
+
+use std::ffi::OsString;
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use ddp_proto::rendezvous::WorkerExit;
+use serde::Serialize;
+use serde_json::json;
+
+use crate::agent::Conclusion;
+
+/// Name of the variable, and of torch's protocol.
+const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
+
+/// What `error.json` says.
+#[derive(Debug, Serialize)]
+struct RootCause<'a> {
+    job_id: &'a str,
+    exit_code: u8,
+    /// In words.
+    reason: String,
+    first_failure: Option<Failure<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct Failure<'a> {
+    rank: u32,
+    local_rank: u32,
+    node: &'a str,
+    pid: u32,
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    /// A SIGKILL that may have been the OOM killer's.
+    out_of_memory: bool,
+    unix_time_ns: u64,
+    message: &'a str,
+    stderr_tail: &'a [String],
+    log_file: &'a str,
+}
+
+/// What is written, and where.
+pub(crate) struct Verdict<'a> {
+    pub(crate) job_id: &'a str,
+    pub(crate) conclusion: &'a Conclusion,
+    /// The report for people.
+    pub(crate) report: &'a str,
+    /// The first failure that this node saw itself, for a conclusion that does not tell.
+    pub(crate) local_failure: Option<&'a WorkerExit>,
+    pub(crate) hostname: &'a str,
+    /// Error file of the first failure's worker, if it ran here.
+    pub(crate) worker_file: Option<PathBuf>,
+}
+
+impl Verdict<'_> {
+    /// Writes `error.json` below the log directory, whole or not at all.
+    pub(crate) fn write_to(&self, log_dir: &Path) -> io::Result<()> {
+        let failure = self.failure().map(|(exit, node)| Failure {
+            rank: exit.rank,
+            local_rank: exit.local_rank,
+            node,
+            pid: exit.pid,
+            exit_code: exit.exit_code,
+            signal: exit.signal,
+            out_of_memory: exit.out_of_memory,
+            unix_time_ns: exit.unix_time_ns,
+            message: &exit.message,
+            stderr_tail: &exit.stderr_tail,
+            log_file: &exit.log_file,
+        });
+        let reason = match self.conclusion {
+            Conclusion::JobOver { reason, .. } => reason.clone(),
+            _ => self.report.to_owned(),
+        };
+        let cause = RootCause {
+            job_id: self.job_id,
+            exit_code: self.conclusion.exit_code(),
+            reason,
+            first_failure: failure,
+        };
+        replace(&log_dir.join("error.json"), &serde_json::to_vec_pretty(&cause)?)
+    }
+
+    /// Passes the first failure on to the launcher that started this one, if one did.
+    pub(crate) fn pass_on(&self, inherited: &[(OsString, OsString)]) -> io::Result<()> {
+        let target = inherited.iter().find(|(name, _)| name == ERROR_FILE);
+        let Some((_, target)) = target.filter(|(_, target)| !target.is_empty()) else {
+            return Ok(());
+        };
+        let own_words = || {
+            let at = self
+                .failure()
+                .map_or(0, |(exit, _)| exit.unix_time_ns / 1_000_000_000);
+            let extra = json!({"py_callstack": "", "timestamp": at.to_string()});
+            json!({"message": {"message": self.report, "errorCode": self.conclusion.exit_code(), "extraInfo": extra}})
+        };
+        let written = self.worker_file.as_ref().and_then(|file| fs::read(file).ok());
+        let bytes = match written.filter(|bytes| !bytes.is_empty()) {
+            Some(bytes) => bytes,
+            None => serde_json::to_vec(&own_words())?,
+        };
+        replace(Path::new(target), &bytes)
+    }
+
+    fn failure(&self) -> Option<(&WorkerExit, &str)> {
+        match self.conclusion {
+            Conclusion::JobOver {
+                first_failure: Some(failure),
+                ..
+            } => Some((&failure.0, &failure.1)),
+            _ => self.local_failure.map(|failure| (failure, self.hostname)),
+        }
+    }
+}
+
+/// Readers see the old contents or the new ones.
+fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(format!(".{}.tmp", std::process::id()));
+    let temporary = path.with_file_name(name);
+    let moved = fs::write(&temporary, bytes).and_then(|()| fs::rename(&temporary, path));
+    if moved.is_err() {
+        // Usually it was never made.
+        let _ = fs::remove_file(&temporary);
+    }
+    moved
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn conclusion() -> Conclusion {
+        let failure = WorkerExit {
+            rank: 5,
+            signal: Some(9),
+            message: "out of memory".into(),
+            ..WorkerExit::default()
+        };
+        Conclusion::JobOver {
+            exit_code: 137,
+            reason: "rank 5 (node `b`) died of SIGKILL".into(),
+            first_failure: Some(Box::new((failure, "b".into()))),
+        }
+    }
+
+    fn verdict(conclusion: &Conclusion, worker_file: Option<PathBuf>) -> Verdict<'_> {
+        Verdict {
+            job_id: "job",
+            conclusion,
+            report: "error: it failed",
+            local_failure: None,
+            hostname: "a",
+            worker_file,
+        }
+    }
+
+    #[test]
+    fn programs_read_the_first_failure() {
+        let directory = tempfile::tempdir().unwrap();
+        verdict(&conclusion(), None).write_to(directory.path()).unwrap();
+        let text = fs::read(directory.path().join("error.json")).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(value["exit_code"], 137);
+        assert_eq!(value["first_failure"]["rank"], 5);
+        assert_eq!(value["first_failure"]["node"], "b");
+        assert_eq!(value["first_failure"]["signal"], 9);
+        assert_eq!(
+            fs::read_dir(directory.path()).unwrap().count(),
+            1,
+            "no temporary is left"
+        );
+    }
+
+    #[test]
+    fn the_launcher_above_gets_the_workers_own_file_or_our_words() {
+        let directory = tempfile::tempdir().unwrap();
+        let (above, own) = (
+            directory.path().join("above.json"),
+            directory.path().join("own.json"),
+        );
+        let env = vec![(OsString::from(ERROR_FILE), above.clone().into_os_string())];
+        let conclusion = conclusion();
+        verdict(&conclusion, Some(own.clone())).pass_on(&env).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&fs::read(&above).unwrap()).unwrap();
+        assert_eq!(value["message"]["message"], "error: it failed");
+        fs::write(&own, "{\"message\": \"torch says\"}").unwrap();
+        verdict(&conclusion, Some(own)).pass_on(&env).unwrap();
+        assert_eq!(
+            fs::read_to_string(&above).unwrap(),
+            "{\"message\": \"torch says\"}"
+        );
+        assert!(verdict(&conclusion, None).pass_on(&[]).is_ok());
+    }
+}

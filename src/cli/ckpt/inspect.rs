@@ -1,0 +1,159 @@
+//! What a checkpoint holds, as a table or as JSON.
+
+use std::fmt::Write as _;
+
+use ddp_worker::checkpoint::{Kind, Reader, TensorRecord};
+use serde_json::{Value, json};
+
+/// Keys of the configuration that are shown, by section.
+const SHOWN: [(&str, &[&str]); 4] = [
+    (
+        "model",
+        &["kind", "n_layer", "n_head", "n_embd", "block_size", "vocab_size"],
+    ),
+    ("data", &["train", "tokenizer", "order"]),
+    (
+        "train",
+        &["precision", "micro_batch", "grad_accumulation", "steps"],
+    ),
+    ("parallel", &["strategy"]),
+];
+
+/// For people.
+pub(super) fn table(reader: &Reader) -> String {
+    let manifest = reader.manifest();
+    let state = &manifest.state;
+    let mut rows = vec![
+        ("checkpoint".to_owned(), reader.path().display().to_string()),
+        (
+            "step".into(),
+            format!("{}, after {} samples", state.step, state.consumed_samples),
+        ),
+        (
+            "written by".into(),
+            format!(
+                "{}, format {}",
+                counted(writers(reader), "rank"),
+                manifest.format_version
+            ),
+        ),
+        ("size".into(), size(reader)),
+    ];
+    for (section, keys) in SHOWN {
+        rows.push((section.into(), settings(&state.config[section], keys)));
+    }
+    rows.push(("seed".into(), state.rng.seed.to_string()));
+    if let Some(data) = &state.data {
+        rows.push(("training text".into(), data.clone()));
+    }
+    let mut text = aligned(&rows.into_iter().map(|(k, v)| vec![k, v]).collect::<Vec<_>>());
+    text.push('\n');
+    let head = ["tensor", "type", "shape", "pieces", "bytes"]
+        .map(str::to_owned)
+        .to_vec();
+    let tensors = manifest.tensors.iter().map(|tensor| {
+        vec![
+            tensor.name.clone(),
+            tensor.dtype.to_string(),
+            format!("{:?}", tensor.shape),
+            tensor.pieces.len().to_string(),
+            bytes_of(tensor).to_string(),
+        ]
+    });
+    let lines: Vec<Vec<String>> = std::iter::once(head).chain(tensors).collect();
+    text + &aligned(&lines)
+}
+
+/// For programs: names of keys are stable.
+pub(super) fn json(reader: &Reader) -> Value {
+    let manifest = reader.manifest();
+    let state = &manifest.state;
+    let tensor = |tensor: &TensorRecord| {
+        let pieces = tensor.pieces.iter();
+        let pieces: Vec<Value> = pieces
+            .map(|p| json!({ "file": p.file, "entry": p.entry, "start": p.start, "end": p.end, "blake3": p.blake3 }))
+            .collect();
+        json!({
+            "name": tensor.name,
+            "dtype": tensor.dtype,
+            "shape": tensor.shape,
+            "bytes": bytes_of(tensor),
+            "pieces": pieces,
+        })
+    };
+    json!({
+        "path": reader.path().display().to_string(),
+        "format_version": manifest.format_version,
+        "step": state.step,
+        "consumed_samples": state.consumed_samples,
+        "seed": state.rng.seed,
+        "training_text": state.data,
+        "writers": writers(reader),
+        "files": manifest.files,
+        "tensors": manifest.tensors.iter().map(tensor).collect::<Vec<_>>(),
+        "config": state.config,
+    })
+}
+
+/// That nothing is wrong with a checkpoint, and how much was read to know it.
+pub(super) fn sound(reader: &Reader) -> String {
+    let manifest = reader.manifest();
+    format!(
+        "the checkpoint of step {} is whole: {} in {}, every size and hash is right\n",
+        manifest.state.step,
+        counted(manifest.tensors.len(), "tensor"),
+        size(reader)
+    )
+}
+
+/// Ranks that wrote parameters: the same number of files have moments.
+fn writers(reader: &Reader) -> usize {
+    let is_of_parameters = |name: &str| name.starts_with(Kind::Parameter.stem());
+    let files = reader.manifest().files.iter();
+    files.filter(|file| is_of_parameters(&file.name)).count()
+}
+
+fn size(reader: &Reader) -> String {
+    let files = &reader.manifest().files;
+    let bytes: u64 = files.iter().map(|file| file.bytes).sum();
+    format!("{bytes} bytes in {}", counted(files.len(), "file"))
+}
+
+fn bytes_of(tensor: &TensorRecord) -> u64 {
+    tensor.elements().unwrap_or(0) * tensor.dtype.bytes() as u64
+}
+
+/// `kind gpt2, n_layer 2`
+fn settings(section: &Value, keys: &[&str]) -> String {
+    let set = keys.iter().filter_map(|key| match &section[key] {
+        Value::Null => None,
+        Value::String(text) => Some(format!("{key} {text}")),
+        value => Some(format!("{key} {value}")),
+    });
+    set.collect::<Vec<_>>().join(", ")
+}
+
+fn counted(number: usize, what: &str) -> String {
+    let plural = if number == 1 { "" } else { "s" };
+    format!("{number} {what}{plural}")
+}
+
+/// Columns as wide as their widest cell, two blanks between them, and none at the end of a line.
+fn aligned(rows: &[Vec<String>]) -> String {
+    let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
+    let width = |column: usize| {
+        let cells = rows.iter().filter_map(|row| row.get(column));
+        cells.map(|cell| cell.chars().count()).max().unwrap_or(0)
+    };
+    let widths: Vec<usize> = (0..columns).map(width).collect();
+    let mut text = String::new();
+    for row in rows {
+        let mut line = String::new();
+        for (cell, width) in row.iter().zip(&widths) {
+            let _ = write!(line, "{cell:width$}  ");
+        }
+        text.push_str(line.trim_end());
+        text.push('\n');
+    }
+    text
+}

@@ -1,0 +1,155 @@
+//! `ddp-train ckpt`: looks at checkpoints, checks them, and rewrites them for other tools and other numbers of ranks.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `find.rs` | from what the user names to one checkpoint |
+//! | `inspect.rs` | what a checkpoint holds, as a table or as JSON |
+
+mod find;
+mod inspect;
+
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use clap::{Args, Subcommand};
+use ddp_proto::exit;
+use ddp_worker::checkpoint::{
+    CheckpointError, Disk, Reader, Storage, export, ignore_file_size_signal, reshard,
+};
+
+use super::error::print_error;
+use find::Named;
+
+/// Exit code where a checkpoint is damaged, or could not be rewritten.
+const FAILED: u8 = 1;
+/// Damages that are named one by one.
+const MAX_NAMED: usize = 20;
+/// More ranks than anybody has: a mistake.
+const MAX_RANKS: usize = 1 << 16;
+
+/// What to do with a checkpoint.
+#[derive(Debug, Subcommand)]
+pub(super) enum Command {
+    /// Show what a checkpoint holds: step, model, tensors with their types, shapes and pieces
+    Inspect {
+        #[command(flatten)]
+        which: Which,
+        /// Print JSON, for programs
+        #[arg(long)]
+        json: bool,
+    },
+    /// Read all of a checkpoint: sizes, hashes, and whether the pieces make up every tensor; exits with 1 if not
+    Verify {
+        #[command(flatten)]
+        which: Which,
+    },
+    /// Write the parameters as one `model.safetensors` with a `config.json`, as other tools read them
+    Export {
+        #[command(flatten)]
+        which: Which,
+        /// The folder to make
+        #[arg(long, value_name = "FOLDER")]
+        to: PathBuf,
+    },
+    /// Rewrite a checkpoint in files of equal size for another number of ranks (resuming does not need it)
+    Reshard {
+        #[command(flatten)]
+        which: Which,
+        /// Ranks to write for
+        #[arg(long, value_name = "N")]
+        ranks: NonZeroUsize,
+        /// The run folder to make, for `run.out_dir` with `run.resume: require`
+        #[arg(long, value_name = "FOLDER")]
+        to: PathBuf,
+    },
+}
+
+/// Which checkpoint.
+#[derive(Debug, Args)]
+pub(super) struct Which {
+    /// A run's `out_dir`, its `checkpoints` folder, or one `step_…` folder
+    #[arg(value_name = "PATH")]
+    path: PathBuf,
+    /// The checkpoint after so many steps, not the latest
+    #[arg(long, value_name = "N")]
+    step: Option<u64>,
+}
+
+/// Main of `ddp-train ckpt`.
+pub(super) fn run(command: &Command) -> ExitCode {
+    ignore_file_size_signal();
+    match execute(command) {
+        Ok(text) => {
+            print!("{text}");
+            ExitCode::SUCCESS
+        }
+        Err(problems) => {
+            let named = problems.iter().take(MAX_NAMED);
+            named.for_each(|problem| print_error(problem));
+            if problems.len() > MAX_NAMED {
+                print_error(&format!("and {} more", problems.len() - MAX_NAMED));
+            }
+            ExitCode::from(exit_code(&problems))
+        }
+    }
+}
+
+/// What is to be printed, or all that is wrong.
+fn execute(command: &Command) -> Result<String, Vec<CheckpointError>> {
+    let open = |which: &Which| -> Result<Reader, Vec<CheckpointError>> {
+        find::open(&which.path, which.step).map_err(|e| vec![e])
+    };
+    match command {
+        Command::Inspect { which, json } => {
+            let reader = open(which)?;
+            Ok(if *json {
+                format!("{:#}\n", inspect::json(&reader))
+            } else {
+                inspect::table(&reader)
+            })
+        }
+        Command::Verify { which } => {
+            let reader = open(which)?;
+            let damages = reader.damages();
+            if damages.is_empty() {
+                Ok(inspect::sound(&reader))
+            } else {
+                Err(damages)
+            }
+        }
+        Command::Export { which, to } => {
+            let reader = open(which)?;
+            export(&disk(), &reader, to).map_err(|e| vec![e])?;
+            Ok(format!("{} is written to `{}`\n", Named(&reader), to.display()))
+        }
+        Command::Reshard { which, ranks, to } => {
+            if ranks.get() > MAX_RANKS {
+                let what = format!("`--ranks {ranks}` is more than {MAX_RANKS}");
+                return Err(vec![CheckpointError::Misuse(what)]);
+            }
+            let reader = open(which)?;
+            let folder = reshard(&disk(), &reader, to, ranks.get()).map_err(|e| vec![e])?;
+            Ok(format!(
+                "{} is written for {ranks} ranks to `{}`\n",
+                Named(&reader),
+                folder.display()
+            ))
+        }
+    }
+}
+
+fn disk() -> Arc<dyn Storage> {
+    Arc::new(Disk)
+}
+
+/// What the user asked for wrongly is told from what is wrong with a checkpoint.
+fn exit_code(problems: &[CheckpointError]) -> u8 {
+    match problems {
+        [CheckpointError::None { .. } | CheckpointError::Occupied { .. } | CheckpointError::Misuse(_)] => {
+            exit::USAGE
+        }
+        _ => FAILED,
+    }
+}

@@ -1,0 +1,156 @@
+//! `--dry-run`: what would be started, and where each value comes from.
+
+use std::fmt;
+use std::fmt::Write as _;
+use std::path::PathBuf;
+
+use ddp_launcher::{LaunchPlan, WorkerCommand, environment_of};
+
+use super::host::{HostFacts, Wish, wish};
+use super::plan::Launch;
+
+/// Where the value of a setting comes from.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    /// A flag.
+    CommandLine,
+    /// `PET_<NAME>`
+    Variable(String),
+    /// The `launch` section of the target.
+    Yaml(PathBuf),
+    /// Slurm or Kubernetes.
+    Scheduler,
+    /// Nobody said anything.
+    Default,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::CommandLine => f.write_str("command line"),
+            Self::Variable(name) => f.write_str(name),
+            Self::Yaml(file) => write!(f, "`launch` of {}", file.display()),
+            Self::Scheduler => f.write_str("batch system"),
+            Self::Default => f.write_str("default"),
+        }
+    }
+}
+
+/// Settings that somebody gave, each with its source.
+pub type Sources = Vec<(&'static str, Source)>;
+
+/// The whole answer, several lines.
+#[must_use]
+pub fn describe(launch: &Launch) -> String {
+    let Launch { plan, host, sources } = launch;
+    let mut text = String::from("ddp-run would start:\n");
+    let mut row = |name: &str, value: String| {
+        let source = sources.iter().find(|(given, _)| *given == name);
+        let source = source.map_or(&Source::Default, |(_, source)| source);
+        let _ = writeln!(text, "  {name:<18} {value:<32} {source}");
+    };
+    let nodes = plan.nodes;
+    let range = if nodes.min == nodes.max {
+        nodes.max.to_string()
+    } else {
+        format!("{} to {}", nodes.min, nodes.max)
+    };
+    let seconds = |time: std::time::Duration| format!("{} s", time.as_secs_f64());
+    row("nnodes", range);
+    let rank = plan
+        .node_rank
+        .map_or_else(|| "by host name".to_owned(), |rank| rank.to_string());
+    row("node_rank", rank);
+    row("nproc_per_node", plan.workers.to_string());
+    row("rdzv_endpoint", rendezvous(host));
+    row("rdzv_id", plan.job_id.clone());
+    row("max_restarts", plan.max_restarts.to_string());
+    row("shutdown_timeout", seconds(plan.shutdown_timeout));
+    row(
+        "local_addr",
+        plan.local_addr
+            .clone()
+            .unwrap_or_else(|| "as the rendezvous sees it".into()),
+    );
+    row("role", plan.role.clone());
+    let log_dir = plan.log_dir.as_ref().map(|dir| dir.display().to_string());
+    row("log_dir", log_dir.unwrap_or_else(|| "no log files".into()));
+    let _ = writeln!(
+        text,
+        "ranks of this node, if it is node 0: 0 to {}",
+        plan.workers.saturating_sub(1)
+    );
+    let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
+    text.push_str("environment of rank 0, beyond what it inherits:\n");
+    for (name, value) in environment(plan) {
+        let _ = writeln!(text, "  {name}={value}");
+    }
+    text.push_str("nothing was started.");
+    text
+}
+
+fn rendezvous(host: &HostFacts) -> String {
+    let endpoint = host
+        .endpoint
+        .as_ref()
+        .map_or_else(String::new, ToString::to_string);
+    match wish(host) {
+        Wish::Alone => "its own, on this node".to_owned(),
+        Wish::Host => format!("{endpoint}, hosted here"),
+        Wish::HostIfLocal => format!("{endpoint}, hosted by its owner"),
+        Wish::Join => format!("{endpoint}, hosted elsewhere"),
+    }
+}
+
+fn command_line(command: &WorkerCommand) -> String {
+    let program = match &command.arg0 {
+        Some(arg0) => arg0.to_string_lossy().into_owned(),
+        None => command.program.display().to_string(),
+    };
+    let args = command.args.iter().map(|arg| quoted(&arg.to_string_lossy()));
+    std::iter::once(program).chain(args).collect::<Vec<_>>().join(" ")
+}
+
+/// As a shell takes it.
+fn quoted(word: &str) -> String {
+    let plain = |c: char| c.is_ascii_alphanumeric() || "-_./=:,+@%".contains(c);
+    if !word.is_empty() && word.chars().all(plain) {
+        word.to_owned()
+    } else {
+        format!("'{}'", word.replace('\'', r"'\''"))
+    }
+}
+
+/// Variables that the launcher sets; those that are decided when the nodes have met say so.
+fn environment(plan: &LaunchPlan) -> Vec<(String, String)> {
+    const LATER: &[&str] = &[
+        "MASTER_PORT",
+        "TORCHELASTIC_ERROR_FILE",
+        "DDP_CONTROL",
+        "DDP_RUN_TOKEN",
+    ];
+    let several = plan.nodes.max > 1;
+    let mut variables = environment_of(plan);
+    for (name, value) in &mut variables {
+        let later = LATER.contains(&name.as_str()) && !(name == "MASTER_PORT" && plan.master_port.is_some())
+            || several
+                && ["MASTER_ADDR", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"]
+                    .contains(&name.as_str());
+        if later {
+            "(decided at the start)".clone_into(value);
+        }
+    }
+    variables
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn words_are_quoted_for_a_shell() {
+        assert_eq!(quoted("--lr=3e-4"), "--lr=3e-4");
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
+}

@@ -1,0 +1,155 @@
+//! Restart policy: what a generation that ended costs, and when starting again is no use.
+//!
+//! - A worker that fails costs one restart of the job's budget (`--max-restarts`).
+//! - A change of membership is free: a node that comes, and one that goes while enough are left without it.
+//! - Progress refunds the budget: a generation that reached a training step beyond all before it.
+//! - A worker that dies within [`Config::quick_failure`] of the start without progress, [`Config::quick_failures`]
+//!   times in a row, ends the job: something is wrong that time does not mend.
+
+use std::time::Duration;
+
+use super::config::Config;
+
+/// What is known of a generation when it ends.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Ended {
+    /// How long it ran.
+    pub(super) ran: Duration,
+    /// Highest step that any node reported in it.
+    pub(super) step: Option<u64>,
+    /// Why it ended.
+    pub(super) why: Why,
+}
+
+/// Why a generation ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Why {
+    /// A worker failed.
+    Failure,
+    /// A worker failed, and says that a restart cannot help.
+    Permanent,
+    /// A node is gone, and the others are too few without it.
+    NodeMissing,
+    /// Nodes came or went, and enough are there.
+    Membership,
+}
+
+/// What follows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// The next generation; one restart of the budget is spent, this being number `spent`.
+    Restart { spent: u32 },
+    /// The next generation, for nothing.
+    Regroup,
+    /// The end: a restart cannot help.
+    Permanent,
+    /// The end: the budget is used up.
+    UsedUp,
+    /// The end: so many quick failures in a row.
+    Hopeless { times: u32 },
+}
+
+/// The account of one job.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Account {
+    /// Restarts spent since the last progress.
+    spent: u32,
+    /// Highest step of all generations.
+    best: Option<u64>,
+    /// Quick failures in a row.
+    quick: u32,
+}
+
+impl Account {
+    /// Restarts spent since the last progress.
+    pub(super) fn spent(&self) -> u32 {
+        self.spent
+    }
+
+    /// Closes the account of a generation.
+    pub(super) fn close(&mut self, config: &Config, max_restarts: u32, ended: Ended) -> Verdict {
+        let progress = ended.step.is_some_and(|step| step > 0) && ended.step > self.best;
+        if progress {
+            self.best = ended.step;
+            self.spent = 0;
+        }
+        let quick = !progress && ended.ran < config.quick_failure;
+        match ended.why {
+            Why::Permanent => return Verdict::Permanent,
+            Why::Membership => return Verdict::Regroup,
+            Why::Failure if quick => self.quick += 1,
+            Why::Failure | Why::NodeMissing => self.quick = 0,
+        }
+        if self.spent >= max_restarts {
+            return Verdict::UsedUp;
+        }
+        if self.quick >= config.quick_failures {
+            return Verdict::Hopeless { times: self.quick };
+        }
+        self.spent += 1;
+        Verdict::Restart { spent: self.spent }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn ended(seconds: u64, step: Option<u64>, why: Why) -> Ended {
+        Ended {
+            ran: Duration::from_secs(seconds),
+            step,
+            why,
+        }
+    }
+
+    #[test]
+    fn failures_use_up_the_budget_and_membership_does_not() {
+        let (config, mut account) = (Config::default(), Account::default());
+        let mut close = |why| account.close(&config, 2, ended(60, None, why));
+        assert_eq!(close(Why::Failure), Verdict::Restart { spent: 1 });
+        assert_eq!(close(Why::Membership), Verdict::Regroup);
+        assert_eq!(close(Why::NodeMissing), Verdict::Restart { spent: 2 });
+        assert_eq!(close(Why::Membership), Verdict::Regroup);
+        assert_eq!(close(Why::Failure), Verdict::UsedUp);
+    }
+
+    #[test]
+    fn progress_refunds_the_budget() {
+        let (config, mut account) = (Config::default(), Account::default());
+        let mut close = |step| account.close(&config, 1, ended(60, step, Why::Failure));
+        assert_eq!(close(Some(10)), Verdict::Restart { spent: 1 });
+        assert_eq!(close(Some(11)), Verdict::Restart { spent: 1 });
+        assert_eq!(
+            close(Some(11)),
+            Verdict::UsedUp,
+            "the same step again is no progress"
+        );
+    }
+
+    #[test]
+    fn quick_failures_in_a_row_end_the_job() {
+        let config = Config {
+            quick_failures: 3,
+            ..Config::default()
+        };
+        let mut account = Account::default();
+        let mut close = |seconds, step| account.close(&config, 100, ended(seconds, step, Why::Failure));
+        for round in 0..2 {
+            assert!(matches!(close(1, None), Verdict::Restart { .. }), "{round}");
+        }
+        assert!(
+            matches!(close(60, None), Verdict::Restart { .. }),
+            "a long one interrupts the row"
+        );
+        assert!(matches!(close(1, None), Verdict::Restart { .. }));
+        assert!(
+            matches!(close(1, Some(1)), Verdict::Restart { spent: 1 }),
+            "so does progress"
+        );
+        for _ in 0..2 {
+            assert!(matches!(close(1, Some(1)), Verdict::Restart { .. }));
+        }
+        assert_eq!(close(1, Some(1)), Verdict::Hopeless { times: 3 });
+    }
+}
