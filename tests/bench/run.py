@@ -2,7 +2,7 @@
 """Benchmarks of ddp-run beside its peers, alternating in one run; prints Markdown. Standard library only.
 
     cargo build --release --workspace --bins --examples
-    python3 tests/bench/run.py launch restart collectives steps strategies --torch /path/to/venv/bin --mpi
+    python3 tests/bench/run.py launch budgets restart collectives steps strategies --torch /path/to/venv/bin --mpi
 
 Without --torch or --mpi the peers are left out. Each figure is a median with its smallest and largest value; compare within
 one table, not between runs.
@@ -18,9 +18,12 @@ import subprocess
 import sys
 import tempfile
 import time
+import types
+
+import budgets
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-RUN = ROOT / "target/release/ddp-run"
+RUN = pathlib.Path(os.environ.get("DDP_RUN", ROOT / "target/release/ddp-run"))
 PEERS = ROOT / "tests/peers"
 TEXT = ROOT / "examples/data/python-reference.txt"
 # Layers, heads, channels, vocabulary, positions, micro-batch of a rank.
@@ -43,15 +46,50 @@ def timed(command, env=None):
 
 
 def bench_launch(args):
-    print("\n### Launch 8 × `true`\n\n| launcher | time | peak RSS of the launcher |\n|---|---|---|")
-    ours, theirs = [], []
-    for turn in range(args.turns):
-        ours += [timed([RUN, "--nproc-per-node", "8", "--", "true"]) for _ in range(4)]
-        if args.torch and turn < 3:
-            theirs.append(timed([f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "8", "--no-python", "true"]))
-    for name, rows in (("ddp-run", ours), ("torchrun", theirs)):
-        if rows:
-            print(f"| {name} | {spread([s * 1e3 for s, _ in rows])} | {max(k for _, k in rows) / 1024:.0f} MiB |")
+    print("\n### Launch N × `true`\n\n| launcher | N | time | peak RSS of the launcher |\n|---|---|---|---|")
+    for count in ("8", "128"):
+        ours, theirs = [], []
+        for turn in range(args.turns):
+            ours += [timed([RUN, "--nproc-per-node", count, "--", "true"]) for _ in range(4)]
+            if args.torch and turn < 3:
+                command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", count, "--no-python", "true"]
+                theirs.append(timed(command))
+        for name, rows in (("ddp-run", ours), ("torchrun", theirs)):
+            if rows:
+                times, rss = [s * 1e3 for s, _ in rows], max(k for _, k in rows) / 1024
+                print(f"| {name} | {count} | {spread(times)} | {rss:.0f} MiB |", flush=True)
+
+
+def launchers(args):
+    """ddp-run, and torchrun with the setting without which half of its restarts fail."""
+    ours = types.SimpleNamespace(name="ddp-run", program=RUN, flags=[], env={})
+    theirs = types.SimpleNamespace(name="torchrun", program=f"{args.torch}/torchrun", flags=["--monitor-interval", "0.1"])
+    theirs.env = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    return [ours, theirs] if args.torch else [ours]
+
+
+def budget_row(what, budget, name, results):
+    came = [r for r in results if r is not None]
+    late = f"{len(results) - len(came)} of {len(results)} not within {budgets.PATIENCE_S} s"
+    words = "; ".join(([spread(came)] if came else []) + ([late] if len(came) < len(results) else []))
+    print(f"| {what} | {budget} | {name} | {words} |", flush=True)
+
+
+def bench_budgets(args):
+    print("\n### From a death to what follows\n\n| from … to … | budget | launcher | time |\n|---|---|---|---|")
+    for launcher in launchers(args):
+        turns = args.turns * 2 if launcher.program == RUN else min(args.turns, 3)
+        one = budgets.several(turns, lambda: budgets.after_a_death(launcher, 1, 8))
+        two = budgets.several(turns, lambda: budgets.after_a_death(launcher, 2, 4))
+        rows = lambda results, key: [result and result[key] for result in results]
+        row = lambda what, budget, results: budget_row(what, budget, launcher.name, results)
+        row("worker killed: 7 others of its node signalled", "50 ms", rows(one, "local"))
+        row("… all workers of 2 nodes signalled", "1 s", rows(two, "everywhere"))
+        row("… 8 workers of the next generation run, 1 node", "200 ms", rows(one, "again"))
+        row("… of 2 nodes", "", rows(two, "again"))
+        for how, words in ((signal.SIGKILL, "killed"), (signal.SIGSTOP, "frozen: no connection breaks")):
+            lost = budgets.several(min(turns, 3 if launcher.program == RUN else 1), lambda: budgets.after_a_lost_node(launcher, how))
+            row(f"launcher of a node {words}: workers of the other signalled", "10 s", lost)
 
 
 def wait_for(condition, what):
@@ -126,7 +164,7 @@ def bench_collectives(args):
     print("```")
 
 
-def our_steps(name, steps, folder, strategy="ddp"):
+def our_steps(name, steps, folder, strategy="ddp", precision="f32"):
     layers, heads, width, vocab, positions, batch = CONFIGS[name]
     out = pathlib.Path(folder) / "run"
     yaml = pathlib.Path(folder) / "bench.yaml"
@@ -134,7 +172,7 @@ def our_steps(name, steps, folder, strategy="ddp"):
         f"run: {{out_dir: {out}}}\n"
         f"model: {{kind: gpt2, n_layer: {layers}, n_head: {heads}, n_embd: {width}, block_size: {positions}, vocab_size: {vocab}}}\n"
         f"data: {{train: {TEXT}}}\n"
-        f"train: {{steps: {steps + 3}, micro_batch: {batch}, threads: 1}}\n"
+        f"train: {{steps: {steps + 3}, micro_batch: {batch}, threads: 1, precision: {precision}}}\n"
         f"parallel: {{strategy: {strategy}}}\n"
     )
     # Validation and the checkpoint come at the end only, after the last step that is timed.
@@ -168,23 +206,36 @@ def bench_steps(args):
             print(f"| {name} | {turn + 1} | {ours} | {exposed} | {rss:.0f} MiB | {peer}", flush=True)
 
 
+# Ours, its precision, and what PyTorch has of the kind.
+STRATEGIES = [
+    ("ddp", "f32", "ddp"),
+    ("zero1", "f32", "zero1"),
+    ("zero2", "f32", None),
+    ("zero3", "f32", "fsdp2"),
+    ("ddp", "bf16", None),
+    ("zero3", "bf16", None),
+]
+
+
 def bench_strategies(args):
-    print("\n### Strategies, configuration A, f32, 2 ranks × 1 thread\n")
-    print("| ddp-run | step | peak RSS of a rank | PyTorch (gloo) | step | peak RSS |\n|---|---|---|---|---|---|")
-    for strategy, mode in (("zero1", "zero1"), ("zero2", None), ("zero3", "fsdp2")):
-        with tempfile.TemporaryDirectory() as folder:
-            rows = our_steps("A", 10, folder, strategy)
-        rss = max(r["memory"]["peak_rss"] for r in rows) / 2**20
-        peer = "| | | |"
-        if args.torch and mode:
-            median, low, high, peak = torch_steps(args, "A", 10, mode)
-            peer = f"| {mode} | {median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB |"
-        print(f"| {strategy} | {spread([r['step_ms'] for r in rows])} | {rss:.0f} MiB {peer}", flush=True)
+    print("\n### Strategies, 2 ranks × 1 thread\n")
+    print("| configuration | ddp-run | step | PSS, peak RSS of a rank | PyTorch (gloo, f32) | step | peak RSS |\n|---|---|---|---|---|---|---|")
+    for name, steps in (("A", 10), ("B", 6)):
+        for strategy, precision, mode in STRATEGIES:
+            with tempfile.TemporaryDirectory() as folder:
+                rows = our_steps(name, steps, folder, strategy, precision)
+            pss, rss = (max(r["memory"][key] for r in rows) / 2**20 for key in ("pss", "peak_rss"))
+            peer = "| | | |"
+            if args.torch and mode:
+                median, low, high, peak = torch_steps(args, name, steps, mode)
+                peer = f"| {mode} | {median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB |"
+            times = spread([r["step_ms"] for r in rows])
+            print(f"| {name} | {strategy}, {precision} | {times} | {pss:.0f}, {rss:.0f} MiB {peer}", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["launch", "restart", "collectives", "steps", "strategies"])
+    parser.add_argument("what", nargs="+", choices=["launch", "budgets", "restart", "collectives", "steps", "strategies"])
     parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
     parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
     parser.add_argument("--turns", type=int, default=6)

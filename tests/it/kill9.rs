@@ -1,35 +1,15 @@
 //! `kill -9` in the middle of training: named, restarted, resumed, and the same parameters to the last bit.
 
-use std::path::Path;
-
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{
-    Running, TinyJob, descendants, environment_of, eventually, launch, metrics, parameters,
+    ReservedPort, Running, TinyJob, descendants, environment_of, eventually, launch, metrics, parameters,
+    parameters_of, wait_for_step, worker,
 };
 
 fn train(job: &TinyJob) -> Running {
     launch().nproc(2).dir(job.dir()).target("tiny.yaml").start()
-}
-
-/// Waits until `metrics.jsonl` has the line of `step`, on which the run goes on to the next.
-#[track_caller]
-fn wait_for_step(out: &Path, step: u64) {
-    eventually(&format!("step {step}"), || {
-        metrics(out)
-            .iter()
-            .any(|line| line["step"].as_u64() >= Some(step))
-            .then_some(())
-    });
-}
-
-/// The process that runs `rank` in the first generation below `launcher`.
-fn worker(launcher: i32, rank: &str) -> i32 {
-    eventually("the worker to be there", || {
-        let is_rank = |pid: &i32| environment_of(*pid).get("RANK").is_some_and(|r| r == rank);
-        descendants(launcher).into_iter().find(is_rank)
-    })
 }
 
 /// The shared memory that a process maps, by name. What has no name in a file system is gone with its processes.
@@ -120,7 +100,10 @@ fn a_graceful_stop_ends_at_a_step_boundary() {
     let running = train(&job);
     wait_for_step(&job.out(), 7);
     running.signal(Signal::SIGTERM);
-    running.finish().expect_exit(143);
+    running
+        .finish()
+        .expect_exit(143)
+        .expect_stderr("the workers have saved a checkpoint");
     let reached = metrics(&job.out()).len();
     let resume = launch()
         .nproc(2)
@@ -132,17 +115,83 @@ fn a_graceful_stop_ends_at_a_step_boundary() {
 }
 
 #[test]
+fn a_stop_without_time_to_save_says_so() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 100000"));
+    let running = launch()
+        .nproc(1)
+        .flag("--shutdown-timeout", "1")
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .start();
+    wait_for_step(&job.out(), 7);
+    // It hears nothing, and cannot get to the next boundary.
+    kill(Pid::from_raw(worker(running.pid(), "0")), Signal::SIGSTOP).expect("a living worker");
+    running.signal(Signal::SIGTERM);
+    running
+        .finish()
+        .expect_exit(143)
+        .expect_stderr("the workers were stopped before they had saved");
+}
+
+/// Large enough that both of two ranks own parameters: they are dealt out by 16,384 elements, of each block apart.
+fn sharded(strategy: &str) -> TinyJob {
+    TinyJob::with(|yaml| {
+        let yaml = yaml.replace("n_embd: 32", "n_embd: 64");
+        format!("{yaml}parallel: {{ strategy: {strategy} }}\n")
+    })
+}
+
+/// What a rank held when it was killed can only be missed if it held something.
+#[track_caller]
+fn expect_owner_of_parameters(job: &TinyJob, rank: &str) {
+    assert!(parameters_of(&job.out(), rank, 2) > 0, "rank {rank} owns nothing");
+}
+
+#[test]
 fn sharded_strategies_survive_a_killed_worker_too() {
-    for strategy in ["zero1", "zero2", "zero3"] {
-        let parallel = format!("parallel: {{ strategy: {strategy} }}\n");
-        let job = || TinyJob::with(|yaml| format!("{yaml}{parallel}"));
-        let (undisturbed, disturbed) = (job(), job());
+    for (strategy, rank) in [("zero1", "1"), ("zero2", "0"), ("zero3", "1")] {
+        let (undisturbed, disturbed) = (sharded(strategy), sharded(strategy));
         train(&undisturbed).finish().expect_exit(0);
+        expect_owner_of_parameters(&undisturbed, rank);
         let running = train(&disturbed);
-        let victim = worker(running.pid(), "1");
+        let victim = worker(running.pid(), rank);
         wait_for_step(&disturbed.out(), 13);
         kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
         running.finish().expect_exit(0).expect_stderr("SIGKILL");
+        assert_eq!(
+            parameters(&disturbed.out()),
+            parameters(&undisturbed.out()),
+            "{strategy}"
+        );
+    }
+}
+
+#[test]
+fn sharded_strategies_survive_a_killed_worker_on_another_node() {
+    for (strategy, rank) in [("zero2", "1"), ("zero3", "0")] {
+        let (undisturbed, disturbed) = (sharded(strategy), sharded(strategy));
+        let nodes = |job: &TinyJob, endpoint: &str| {
+            ["0", "1"].map(|rank| {
+                let node = launch().node_of(2, endpoint, "sharded").flag("--node-rank", rank);
+                node.nproc(1).dir(job.dir()).target("tiny.yaml").start()
+            })
+        };
+        let port = ReservedPort::new();
+        for node in nodes(&undisturbed, &port.endpoint) {
+            node.finish().expect_exit(0);
+        }
+        expect_owner_of_parameters(&undisturbed, rank);
+        let port = ReservedPort::new();
+        let mut nodes = nodes(&disturbed, &port.endpoint);
+        if rank == "0" {
+            nodes.reverse();
+        }
+        let [one, other] = nodes;
+        let victim = worker(other.pid(), rank);
+        wait_for_step(&disturbed.out(), 13);
+        kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
+        other.finish().expect_exit(0).expect_stderr("SIGKILL");
+        one.finish().expect_exit(0);
         assert_eq!(
             parameters(&disturbed.out()),
             parameters(&undisturbed.out()),

@@ -5,12 +5,18 @@
 
 mod bad_config;
 mod bad_input;
+mod chaos;
+mod ckpt;
+mod conformance;
 mod daemon;
 mod doctor;
+mod elastic;
 mod exit_codes;
+mod flags;
 mod harness;
 mod kill9;
 mod launcher_killed;
 mod main_job;
+mod memory;
 mod python_contract;
 mod two_launchers;

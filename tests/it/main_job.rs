@@ -1,8 +1,8 @@
 //! The command of the README, with few steps.
 
 use crate::harness::{
-    Daemon, Launch, Program, ReservedPort, TinyJob, launch, metrics, parameters, repository, run_dir,
-    temp_dir,
+    Daemon, Launch, Program, ReservedPort, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
+    repository, run_dir, temp_dir,
 };
 
 fn main_job() -> Launch {
@@ -95,14 +95,6 @@ fn the_script_of_the_two_nodes_example_runs() {
     assert_eq!(runs.count(), 2);
 }
 
-/// Losses, one a step.
-fn losses(out: &std::path::Path) -> Vec<f64> {
-    metrics(out)
-        .iter()
-        .filter_map(|line| line["loss"].as_f64())
-        .collect()
-}
-
 #[test]
 fn two_nodes_train_as_one() {
     let one_node = TinyJob::new();
@@ -141,17 +133,4 @@ fn train_on_two_nodes(endpoint: &str) -> Vec<f64> {
     one.finish().expect_exit(0);
     other.finish().expect_exit(0);
     losses(&job.out())
-}
-
-#[track_caller]
-fn expect_same_losses(how: &str, found: &[f64], expected: &[f64]) {
-    assert_eq!(found.len(), expected.len(), "{how}");
-    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
-        let relative = (found - expected).abs() / expected.abs();
-        assert!(
-            relative <= 1e-5,
-            "{how}: step {}: {found} against {expected}",
-            step + 1
-        );
-    }
 }

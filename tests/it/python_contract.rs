@@ -114,3 +114,40 @@ fn output_arrives_line_by_line_and_in_log_files() {
     assert_eq!(read("stdout.log"), "to out\nno newline");
     assert_eq!(read("stderr.log"), "to err\n");
 }
+
+#[test]
+fn the_heartbeats_of_the_pytorch_example_tell_a_script_that_hangs() {
+    if python_is_missing() {
+        return;
+    }
+    let dir = temp_dir();
+    let script = dir.path().join("hangs.py");
+    let text = "import os, threading
+from heartbeat import Heartbeat
+heartbeat = Heartbeat()
+for step in range(3):
+    heartbeat.beat(step)
+if os.environ['RANK'] == '1' and os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+    threading.Event().wait()
+heartbeat.beat(3, phase='saving')
+print('finished')
+";
+    std::fs::write(&script, text).expect("writable");
+    let launched = launch()
+        .nproc(2)
+        .env(
+            "PYTHONPATH",
+            repository("examples/pytorch").to_str().expect("unicode"),
+        )
+        .env("PYTHONDONTWRITEBYTECODE", "1")
+        .flag("--hang-timeout", "1")
+        .flag("--max-restarts", "1")
+        .target(script)
+        .run();
+    launched
+        .expect_exit(0)
+        .expect_stderr("rank 1 hung: no heartbeat for")
+        .expect_stderr("(phase Training, step 2)")
+        .expect_stderr("died of SIGABRT; restart 1 of 1")
+        .expect_stdout("[1] finished");
+}

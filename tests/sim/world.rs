@@ -287,6 +287,8 @@ impl World {
             job_description: String::new(),
             join_timeout_ms: 120_000,
             run_token: String::new(),
+            role: String::new(),
+            last_call_ms: 0,
         };
         self.agents.push(Agent {
             incarnation: format!("n{host}#{number}"),

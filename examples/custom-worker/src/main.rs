@@ -65,7 +65,7 @@ fn train(session: &Session) -> Result<Net> {
     // Backward finishes the second layer first.
     let order = [B2, W2, B1, W1];
     let layout = GradientLayout::new(specs, &order, &LayoutConfig::new(comm.size()))?;
-    let mut reducer = Reducer::new(comm.clone(), &device, Arc::new(layout), ReducerConfig::default())?;
+    let mut reducer = Reducer::new(&comm, &device, Arc::new(layout), ReducerConfig::default())?;
     let loss_spec = ArenaSpec {
         name: "loss".into(),
         dtype: DType::F32,

@@ -54,6 +54,11 @@ impl Launch {
         self
     }
 
+    pub(crate) fn input(mut self, text: &str) -> Self {
+        self.program = self.program.input(text);
+        self
+    }
+
     pub(crate) fn dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.program = self.program.dir(dir);
         self

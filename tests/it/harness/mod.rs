@@ -10,17 +10,21 @@ mod deadline;
 mod launch;
 mod processes;
 mod program;
+mod proxy;
 mod rendezvous;
 mod sentinel;
 mod training;
 
 pub(crate) use deadline::{PATIENCE, eventually};
 pub(crate) use launch::{Launch, launch};
-pub(crate) use processes::{descendants, environment_of};
+pub(crate) use processes::{children, descendants, environment_of, processes, worker};
 pub(crate) use program::{Finished, Program, Running};
+pub(crate) use proxy::Proxy;
 pub(crate) use rendezvous::{Daemon, ReservedPort};
 pub(crate) use sentinel::Sentinel;
-pub(crate) use training::{TinyJob, metrics, parameters, run_dir};
+pub(crate) use training::{
+    TinyJob, expect_same_losses, losses, metrics, parameters, parameters_of, run_dir, wait_for_step,
+};
 
 /// A file of the repository.
 pub(crate) fn repository(path: &str) -> std::path::PathBuf {

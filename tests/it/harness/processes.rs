@@ -2,15 +2,29 @@
 
 use std::collections::BTreeMap;
 
-/// All living processes below `ancestor`, itself not included; zombies do not live.
+use super::eventually;
+
+/// All living processes, with their parents; zombies do not live.
+fn parents() -> BTreeMap<i32, i32> {
+    let entries = std::fs::read_dir("/proc").expect("a mounted /proc").flatten();
+    let pids = entries.filter_map(|entry| entry.file_name().to_string_lossy().parse::<i32>().ok());
+    pids.filter_map(|pid| Some((pid, living_parent(pid)?))).collect()
+}
+
+/// All living processes.
+pub(crate) fn processes() -> Vec<i32> {
+    parents().into_keys().collect()
+}
+
+/// The living children of `parent`.
+pub(crate) fn children(parent: i32) -> Vec<i32> {
+    let all = parents().into_iter();
+    all.filter(|(_, of)| *of == parent).map(|(pid, _)| pid).collect()
+}
+
+/// All living processes below `ancestor`, itself not included.
 pub(crate) fn descendants(ancestor: i32) -> Vec<i32> {
-    let mut parents = BTreeMap::new();
-    for entry in std::fs::read_dir("/proc").expect("a mounted /proc").flatten() {
-        let pid = entry.file_name().to_string_lossy().parse::<i32>();
-        if let Some((pid, parent)) = pid.ok().and_then(|pid| Some((pid, living_parent(pid)?))) {
-            parents.insert(pid, parent);
-        }
-    }
+    let parents = parents();
     let is_below = |mut pid: i32| {
         while let Some(parent) = parents.get(&pid) {
             if *parent == ancestor {
@@ -42,4 +56,12 @@ pub(crate) fn environment_of(pid: i32) -> BTreeMap<String, String> {
         .filter_map(|pair| pair.split_once('='))
         .map(|(name, value)| (name.to_owned(), value.to_owned()))
         .collect()
+}
+
+/// The process that runs `rank` in the first generation below `launcher`.
+pub(crate) fn worker(launcher: i32, rank: &str) -> i32 {
+    eventually("the worker to be there", || {
+        let is_rank = |pid: &i32| environment_of(*pid).get("RANK").is_some_and(|r| r == rank);
+        descendants(launcher).into_iter().find(is_rank)
+    })
 }

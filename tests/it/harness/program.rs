@@ -51,6 +51,16 @@ impl Program {
         self
     }
 
+    /// What it reads from its standard input.
+    pub(crate) fn input(mut self, text: &str) -> Self {
+        use std::io::{Seek, Write};
+        let mut file = tempfile::tempfile().expect("a temporary file");
+        file.write_all(text.as_bytes()).expect("written");
+        file.rewind().expect("rewound");
+        self.command.stdin(file);
+        self
+    }
+
     pub(crate) fn dir(mut self, dir: impl Into<PathBuf>) -> Self {
         self.command.current_dir(dir.into());
         self
@@ -165,6 +175,13 @@ impl Running {
     pub(crate) fn signal(&self, signal: Signal) {
         assert!(self.status.is_none(), "`{}` has ended already", self.name);
         kill(Pid::from_raw(self.pid), signal).expect("a child of ours");
+    }
+
+    /// Watches it for `time`, less if it ends before; true if it has ended.
+    pub(crate) fn ended_within(&mut self, time: Duration) -> bool {
+        let deadline = Instant::now() + time;
+        while self.status.is_none() && self.next_event(deadline) {}
+        self.status.is_some()
     }
 
     /// Waits until the program has ended and nobody holds its output open any more.
@@ -287,6 +304,11 @@ impl Finished {
         self
     }
 
+    /// Its exit code; none if a signal killed it.
+    pub(crate) fn code(&self) -> Option<i32> {
+        self.status.code()
+    }
+
     pub(crate) fn stdout(&self) -> &[String] {
         &self.stdout
     }
@@ -296,7 +318,8 @@ impl Finished {
         self.stderr.join("\n")
     }
 
-    fn transcript(&self) -> String {
+    /// All there is to say of it, for messages.
+    pub(crate) fn transcript(&self) -> String {
         let status = self.status;
         format!(
             "{status}\nstdout:\n{}\nstderr:\n{}",

@@ -25,6 +25,13 @@ impl Daemon {
         Self { running, endpoint }
     }
 
+    /// Ends it as a crash does.
+    #[track_caller]
+    pub(crate) fn kill(self) {
+        self.running.signal(Signal::SIGKILL);
+        self.running.finish().expect_killed_by(Signal::SIGKILL);
+    }
+
     /// Stops it as an operator does.
     #[track_caller]
     pub(crate) fn stop(self) -> Finished {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use super::temp_dir;
+use super::{eventually, temp_dir};
 
 /// A configuration with its text, in a folder of its own.
 pub(crate) struct TinyJob {
@@ -74,14 +74,7 @@ pub(crate) fn run_dir(dir: &Path, name: &str) -> PathBuf {
 /// All files of the latest checkpoint but its manifest: parameters and moments, to the last bit.
 #[track_caller]
 pub(crate) fn parameters(out: &Path) -> BTreeMap<String, Vec<u8>> {
-    let latest = out.join("checkpoints/latest");
-    let meta = std::fs::symlink_metadata(&latest).expect("a latest checkpoint");
-    let dir = if meta.is_symlink() || meta.is_dir() {
-        latest
-    } else {
-        let name = std::fs::read_to_string(&latest).expect("a readable pointer");
-        out.join("checkpoints").join(name.trim())
-    };
+    let dir = latest(out);
     let mut files = BTreeMap::new();
     for entry in std::fs::read_dir(&dir).expect("a checkpoint").flatten() {
         let name = entry.file_name().to_string_lossy().into_owned();
@@ -95,4 +88,64 @@ pub(crate) fn parameters(out: &Path) -> BTreeMap<String, Vec<u8>> {
         dir.display()
     );
     files
+}
+
+/// Elements of parameters that `rank` of `ranks` wrote into the latest checkpoint.
+#[track_caller]
+pub(crate) fn parameters_of(out: &Path, rank: &str, ranks: u32) -> u64 {
+    let manifest = std::fs::read(latest(out).join("manifest.json")).expect("a manifest");
+    let manifest: serde_json::Value = serde_json::from_slice(&manifest).expect("a manifest of JSON");
+    let file = format!("parameters-{rank}-of-{ranks}.safetensors");
+    let tensors = manifest["tensors"].as_array().expect("tensors").iter();
+    let pieces = tensors.flat_map(|tensor| tensor["pieces"].as_array().expect("pieces"));
+    let number = |value: &serde_json::Value| value.as_u64().expect("a number");
+    pieces
+        .filter(|piece| piece["file"] == file)
+        .map(|piece| number(&piece["end"]) - number(&piece["start"]))
+        .sum()
+}
+
+/// Folder of the latest checkpoint.
+#[track_caller]
+fn latest(out: &Path) -> PathBuf {
+    let latest = out.join("checkpoints/latest");
+    let meta = std::fs::symlink_metadata(&latest).expect("a latest checkpoint");
+    if meta.is_symlink() || meta.is_dir() {
+        return latest;
+    }
+    let name = std::fs::read_to_string(&latest).expect("a readable pointer");
+    out.join("checkpoints").join(name.trim())
+}
+
+/// Waits until `metrics.jsonl` has the line of `step`, on which the run goes on to the next.
+#[track_caller]
+pub(crate) fn wait_for_step(out: &Path, step: u64) {
+    eventually(&format!("step {step}"), || {
+        metrics(out)
+            .iter()
+            .any(|line| line["step"].as_u64() >= Some(step))
+            .then_some(())
+    });
+}
+
+/// Losses, one a step.
+pub(crate) fn losses(out: &Path) -> Vec<f64> {
+    metrics(out)
+        .iter()
+        .filter_map(|line| line["loss"].as_f64())
+        .collect()
+}
+
+/// The same losses up to the order of additions.
+#[track_caller]
+pub(crate) fn expect_same_losses(how: &str, found: &[f64], expected: &[f64]) {
+    assert_eq!(found.len(), expected.len(), "{how}");
+    for (step, (found, expected)) in found.iter().zip(expected).enumerate() {
+        let relative = (found - expected).abs() / expected.abs();
+        assert!(
+            relative <= 1e-5,
+            "{how}: step {}: {found} against {expected}",
+            step + 1
+        );
+    }
 }

@@ -1,0 +1,51 @@
+"""DistributedDataParallel as its manual has it: nothing here knows ddp-run, but for the heartbeat, which torchrun ignores."""
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from heartbeat import Heartbeat
+
+EPOCHS = 10
+
+
+def main(checkpoint):
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
+    torch.manual_seed(0)
+    inputs = torch.randn(2048, 16)
+    data = TensorDataset(inputs, inputs.sin().sum(1, keepdim=True))
+    sampler = DistributedSampler(data)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1)).to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    first = 0
+    if os.path.exists(checkpoint):  # after a restart
+        state = torch.load(checkpoint, map_location=device)
+        first = state["epoch"] + 1
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    ddp, heartbeat = DDP(model), Heartbeat()
+    for epoch in range(first, EPOCHS):
+        sampler.set_epoch(epoch)
+        total = torch.zeros(1, device=device)
+        for x, y in DataLoader(data, batch_size=32, sampler=sampler):
+            loss = torch.nn.functional.mse_loss(ddp(x.to(device)), y.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+            heartbeat.beat(epoch)
+        dist.all_reduce(total)
+        if dist.get_rank() == 0:
+            state = {"epoch": epoch, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state, f"{checkpoint}.new")
+            os.replace(f"{checkpoint}.new", checkpoint)
+            print(f"epoch {epoch} loss {total.item() / (len(data) // 32):.4f}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Builds what tests/gpu/run.sh needs, into one folder that can be carried to a machine with a GPU: stripped programs,
+# tests, configurations and a text to train on. Needs no GPU.
+#
+#     tests/gpu/pack.sh FOLDER [CARGO-PROFILE]
+set -euo pipefail
+mkdir -p "${1:?where to put it}"
+folder=$(cd "$1" && pwd)
+profile=${2:-release}
+cd "$(dirname "$0")/../.."
+
+wanted=(--bin ddp-run --bin ddp-train)
+for file in worker/tests/gpu_*.rs; do
+    wanted+=(--test "$(basename "$file" .rs)")
+done
+for file in worker/examples/gpu_*.rs; do
+    [[ -f $file ]] && wanted+=(--example "$(basename "$file" .rs)")
+done
+
+cargo build --package ddp-run --package ddp-worker --profile "$profile" "${wanted[@]}" \
+    --message-format=json-render-diagnostics |
+    sed -n 's/.*"name":"\([^"]*\)".*"executable":"\([^"]*\)".*/\1 \2/p' |
+    while read -r name path; do
+        # Build scripts are executables too.
+        if [[ " ${wanted[*]} " == *" $name "* ]]; then strip -o "$folder/$name" "$path"; fi
+    done
+cp tests/gpu/run.sh tests/gpu/report.py tests/gpu/*.yaml tests/peers/gpt2_gpu.py examples/data/python-reference.txt "$folder"
+du -sh "$folder"

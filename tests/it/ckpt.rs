@@ -1,0 +1,195 @@
+//! `ddp-train ckpt` on the checkpoints of a real run, and runs whose disk takes no checkpoint.
+
+use std::path::Path;
+
+use crate::harness::{Finished, Program, TinyJob, launch, metrics};
+
+fn ckpt(dir: &Path, args: &[&str]) -> Finished {
+    let words = std::iter::once("ckpt").chain(args.iter().copied());
+    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
+        .dir(dir)
+        .args(words.map(Into::into))
+        .run()
+}
+
+/// Two ranks, checkpoints of steps 5 and 10.
+fn trained() -> TinyJob {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 10"));
+    let train = launch().nproc(2).dir(job.dir()).target("tiny.yaml");
+    train.run().expect_exit(0);
+    job
+}
+
+#[test]
+fn a_checkpoint_is_inspected_and_verified() {
+    let job = trained();
+    let shown = ckpt(job.dir(), &["inspect", "out"]);
+    shown
+        .expect_exit(0)
+        .expect_stdout("step           10, after 40 samples")
+        .expect_stdout("written by     2 ranks, format 1")
+        .expect_stdout("n_layer 2, n_head 2, n_embd 32")
+        .expect_stdout("optimizer.m.h.1.mlp.c_proj.weight   f32   [128, 32]");
+    let shown = ckpt(job.dir(), &["inspect", "out/checkpoints/step_00000005", "--json"]);
+    shown.expect_exit(0);
+    let json: serde_json::Value = serde_json::from_str(&shown.stdout().join("\n")).expect("JSON");
+    assert_eq!((&json["step"], &json["writers"]), (&5.into(), &2.into()));
+    assert_eq!(json["config"]["model"]["n_embd"], 32);
+    for path in ["out", "out/checkpoints", "out/checkpoints/step_00000010"] {
+        ckpt(job.dir(), &["verify", path])
+            .expect_exit(0)
+            .expect_stdout("the checkpoint of step 10 is whole: 84 tensors in ");
+    }
+    ckpt(job.dir(), &["verify", "out", "--step", "7"])
+        .expect_exit(2)
+        .expect_stderr("error: `out/checkpoints/step_00000007` holds no checkpoint");
+    ckpt(job.dir(), &["verify", "."])
+        .expect_exit(2)
+        .expect_stderr("error: `.` holds no checkpoint");
+}
+
+#[test]
+fn damage_is_named_with_its_file_and_tensor() {
+    let job = trained();
+    let part = job
+        .out()
+        .join("checkpoints/step_00000010/second-moments-1-of-2.safetensors");
+    let good = std::fs::read(&part).expect("a file of the checkpoint");
+    let mut bad = good.clone();
+    *bad.last_mut().expect("not empty") ^= 1;
+    std::fs::write(&part, &bad).expect("writable");
+    ckpt(job.dir(), &["verify", "out"])
+        .expect_exit(1)
+        .expect_stderr("second-moments-1-of-2.safetensors`: the content of tensor `optimizer.v.");
+    std::fs::write(&part, &good[..good.len() - 1]).expect("writable");
+    ckpt(job.dir(), &["verify", "out"])
+        .expect_exit(1)
+        .expect_stderr("truncated or overwritten");
+    // The one before is not touched by it.
+    ckpt(job.dir(), &["verify", "out", "--step", "5"]).expect_exit(0);
+}
+
+#[test]
+fn a_checkpoint_is_exported_once() {
+    let job = trained();
+    ckpt(job.dir(), &["export", "out", "--to", "model"])
+        .expect_exit(0)
+        .expect_stdout("the checkpoint of step 10 is written to `model`");
+    let text = std::fs::read_to_string(job.dir().join("model/config.json")).expect("a configuration");
+    let config: serde_json::Value = serde_json::from_str(&text).expect("JSON");
+    assert_eq!(
+        (&config["model_type"], &config["n_embd"]),
+        (&"gpt2".into(), &32.into())
+    );
+    assert!(job.dir().join("model/model.safetensors").exists());
+    ckpt(job.dir(), &["export", "out", "--to", "model"])
+        .expect_exit(2)
+        .expect_stderr("error: `model` exists already");
+}
+
+#[test]
+fn a_resharded_checkpoint_continues() {
+    let job = trained();
+    ckpt(job.dir(), &["reshard", "out", "--ranks", "3", "--to", "other"]).expect_exit(0);
+    ckpt(job.dir(), &["inspect", "other"])
+        .expect_exit(0)
+        .expect_stdout("written by     3 ranks");
+    let resume = |out: &str| {
+        let set = [
+            format!("run.out_dir={out}"),
+            "train.steps=12".into(),
+            "run.resume=require".into(),
+        ];
+        let train = set
+            .iter()
+            .fold(launch().nproc(2).dir(job.dir()), |train, set| train.set(set));
+        train.target("tiny.yaml").run().expect_exit(0);
+        metrics(&job.dir().join(out))
+            .last()
+            .map(|line| line["loss"].clone())
+    };
+    assert_eq!(resume("other"), resume("out"));
+}
+
+/// Trains the tiny job as one rank in a shell that has first run `prepare`.
+fn train_after(job: &TinyJob, shell: &[&str], prepare: &str) -> Finished {
+    let script = format!(
+        "{prepare} && exec {} run tiny.yaml --set run.resume=auto",
+        env!("CARGO_BIN_EXE_ddp-train")
+    );
+    let words = shell[1..].iter().copied().chain(["-c", &script]);
+    Program::new(shell[0])
+        .dir(job.dir())
+        .args(words.map(Into::into))
+        .run()
+}
+
+fn assert_trained_without_its_end(job: &TinyJob, finished: &Finished, cause: &str) {
+    finished
+        .expect_exit(2)
+        .expect_stderr("warning: the checkpoint of step 35 was not saved on rank 0; training goes on, and the next one is due after step 40")
+        .expect_stderr("error: training ended after step 40, but the state after it could not be saved on rank 0")
+        .expect_stderr(cause);
+    assert_eq!(metrics(&job.out()).len(), 40);
+}
+
+#[test]
+fn a_limit_on_file_sizes_is_an_error_with_a_name_and_leaves_nothing() {
+    let job = trained();
+    let tool = env!("CARGO_BIN_EXE_ddp-train");
+    for words in ["export out --to new", "reshard out --ranks 1 --to new"] {
+        // 34 thousand parameters take 136 kB; the limit is 100.
+        let script = format!("ulimit -f 200 && exec {tool} ckpt {words}");
+        let shell = Program::new("sh").dir(job.dir());
+        let finished = shell.args(["-c", script.as_str()].map(Into::into)).run();
+        finished
+            .expect_exit(1)
+            .expect_stderr("File too large (os error 27)");
+        let new = job.dir().join("new");
+        let left = [new.join("model.safetensors"), new.join("checkpoints/latest")];
+        assert!(left.iter().all(|path| !path.exists()), "{words}");
+    }
+}
+
+#[test]
+fn a_folder_that_cannot_be_made_does_not_end_the_training() {
+    let job = TinyJob::new();
+    std::fs::create_dir(job.out()).expect("writable");
+    std::fs::write(job.out().join("checkpoints"), "in the way").expect("writable");
+    let finished = train_after(&job, &["sh"], "true");
+    assert_trained_without_its_end(
+        &job,
+        &finished,
+        "cannot create `out/checkpoints/.saving_step_00000040.g1`",
+    );
+}
+
+/// Mounts need a user namespace; where that is forbidden, the folder above is the test.
+#[test]
+fn a_full_disk_and_one_that_is_read_only_do_not_end_the_training() {
+    let namespace = ["unshare", "-rm", "sh"];
+    let probe = TinyJob::new();
+    std::fs::create_dir(probe.out()).expect("writable");
+    let mount = "mount -t tmpfs -o size=900k none out/checkpoints";
+    let allowed = std::process::Command::new("unshare")
+        .args(["-rm", "mount", "-t", "tmpfs", "none"])
+        .arg(probe.out())
+        .status()
+        .is_ok_and(|status| status.success());
+    if !allowed {
+        eprintln!("this machine gives no user namespace to mount in: not tested");
+        return;
+    }
+    for (then, cause) in [
+        ("true", "No space left on device (os error 28)"),
+        (
+            "mount -o remount,ro out/checkpoints",
+            "Read-only file system (os error 30)",
+        ),
+    ] {
+        let job = TinyJob::new();
+        std::fs::create_dir_all(job.out().join("checkpoints")).expect("writable");
+        let finished = train_after(&job, &namespace, &format!("{mount} && {then}"));
+        assert_trained_without_its_end(&job, &finished, cause);
+    }
+}

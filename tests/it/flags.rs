@@ -1,0 +1,219 @@
+//! The flags that a user of torchrun relies on, one script each.
+
+use std::fs;
+
+use nix::sys::signal::Signal;
+
+use crate::harness::{launch, repository, temp_dir};
+
+/// Prints one line on each stream.
+const TALK: &str = "echo out of $RANK; echo err of $RANK >&2";
+
+#[test]
+fn redirected_output_is_in_files_and_teed_output_in_both() {
+    let dir = temp_dir();
+    let logs = dir.path().join("logs");
+    let finished = launch()
+        .nproc(3)
+        .flag("--log-dir", logs.to_str().expect("unicode"))
+        .words(&["-r", "0:3,1:1", "-t", "0:2"])
+        .shell(TALK)
+        .run();
+    finished
+        .expect_exit(0)
+        .expect_stderr("[0] err of 0")
+        .expect_stderr("[1] err of 1")
+        .expect_stdout("[2] out of 2");
+    let shown = finished.stdout().join("\n");
+    assert!(
+        !shown.contains("out of 0") && !shown.contains("out of 1"),
+        "{shown}"
+    );
+    for rank in 0..3 {
+        let of = |name: &str| {
+            fs::read_to_string(logs.join(format!("attempt_0/{rank}/{name}"))).expect("a log file")
+        };
+        assert_eq!(of("stdout.log"), format!("out of {rank}\n"));
+        assert_eq!(of("stderr.log"), format!("err of {rank}\n"));
+    }
+}
+
+#[test]
+fn a_rank_of_two_digits_can_be_redirected() {
+    let dir = temp_dir();
+    let finished = launch()
+        .nproc(11)
+        .flag("--log-dir", dir.path().to_str().expect("unicode"))
+        .words(&["-r", "10:3"])
+        .shell(TALK)
+        .run();
+    finished.expect_exit(0).expect_stdout("[9] out of 9");
+    assert!(!finished.stdout().join("\n").contains("out of 10"));
+}
+
+#[test]
+fn the_console_shows_the_ranks_that_were_asked_for_under_their_prefix() {
+    let dir = temp_dir();
+    let finished = launch()
+        .nproc(3)
+        .flag("--log-dir", dir.path().to_str().expect("unicode"))
+        .flag("--local-ranks-filter", "1")
+        .flag("--role", "trainer")
+        .flag("--log-line-prefix-template", "[${role_name}${local_rank}]:")
+        .flag("--duplicate-stdout-filters", "of 2,nothing")
+        .shell(TALK)
+        .run();
+    finished.expect_exit(0).expect_stderr("[trainer1]: err of 1");
+    assert_eq!(finished.stdout(), ["[trainer1]: out of 1"]);
+    let filtered = fs::read_to_string(dir.path().join("attempt_0/filtered_stdout.log")).expect("written");
+    assert_eq!(filtered, "out of 2\n", "files know no filter of ranks");
+}
+
+#[test]
+fn standard_input_reaches_rank_0() {
+    let finished = launch()
+        .nproc(2)
+        .target("sh")
+        .target_args(&["-c", r#"read line; echo "$RANK read <$line>""#])
+        .input("hello\n")
+        .run();
+    finished
+        .expect_stdout("[0] 0 read <hello>")
+        .expect_stdout("[1] 1 read <>");
+}
+
+#[test]
+fn a_signal_on_the_forward_list_reaches_every_rank_and_stops_nothing() {
+    let script = r"trap 'echo got it; exit 0' USR1; echo ready; while :; do sleep 0.05; done";
+    let mut running = launch()
+        .nproc(2)
+        .flag("--forward-signals", "USR1")
+        .shell(script)
+        .start();
+    running.wait_for("[0] ready");
+    running.wait_for("[1] ready");
+    running.signal(Signal::SIGUSR1);
+    running
+        .finish()
+        .expect_exit(0)
+        .expect_stdout("[0] got it")
+        .expect_stdout("[1] got it");
+}
+
+#[test]
+fn exit_code_93_means_do_not_start_again() {
+    let finished = launch()
+        .nproc(2)
+        .flag("--max-restarts", "5")
+        .shell("exit 93")
+        .run();
+    finished.expect_exit(93);
+    assert!(!finished.stderr().contains("restart 1"), "{}", finished.stderr());
+}
+
+#[test]
+fn the_failure_is_told_to_programs_and_to_the_launcher_above() {
+    let dir = temp_dir();
+    let above = dir.path().join("above.json");
+    let logs = dir.path().join("logs");
+    let script = r#"[ "$RANK" = 1 ] || exec sleep 1000
+printf '{"message": {"message": "no data", "extraInfo": {"timestamp": "1"}}}' > "$TORCHELASTIC_ERROR_FILE"; exit 7"#;
+    let finished = launch()
+        .nproc(2)
+        .env("TORCHELASTIC_ERROR_FILE", above.to_str().expect("unicode"))
+        .flag("--log-dir", logs.to_str().expect("unicode"))
+        .shell(script)
+        .run();
+    finished.expect_exit(7).expect_stderr("no data");
+    let json = |path| -> serde_json::Value {
+        serde_json::from_slice(&fs::read(path).expect("written")).expect("JSON")
+    };
+    assert_eq!(json(above)["message"]["message"], "no data");
+    let cause = json(logs.join("error.json"));
+    assert_eq!(
+        (&cause["exit_code"], &cause["first_failure"]["rank"]),
+        (&7.into(), &1.into())
+    );
+}
+
+#[test]
+fn events_are_lines_of_json() {
+    let dir = temp_dir();
+    let file = dir.path().join("events.jsonl");
+    let finished = launch()
+        .nproc(2)
+        .flag("--event-log-handler", file.to_str().expect("unicode"))
+        .target("true")
+        .run();
+    finished.expect_exit(0);
+    let text = fs::read_to_string(file).expect("written");
+    let events: Vec<serde_json::Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).expect("JSON"))
+        .collect();
+    let count = |name: &str| events.iter().filter(|event| event["event"] == name).count();
+    assert_eq!(
+        (count("worker_started"), count("worker_ended"), count("finished")),
+        (2, 2, 1),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_script_can_be_run_as_a_program_and_a_module_by_python() {
+    let dir = temp_dir();
+    let script = dir.path().join("program.py");
+    fs::write(&script, "#!/bin/sh\necho a shell ran it\n").expect("writable");
+    let mut mode = fs::metadata(&script).expect("there").permissions();
+    std::os::unix::fs::PermissionsExt::set_mode(&mut mode, 0o755);
+    fs::set_permissions(&script, mode).expect("ours");
+    launch()
+        .words(&["--no-python"])
+        .target(script)
+        .run()
+        .expect_exit(0)
+        .expect_stdout("[0] a shell ran it");
+    let dry = launch()
+        .words(&["--dry-run", "-m"])
+        .target("pkg.train")
+        .target_args(&["--lr", "1"])
+        .run();
+    dry.expect_exit(0)
+        .expect_stdout("command of each: python3 -u -m pkg.train --lr 1");
+}
+
+#[test]
+fn a_virtual_local_rank_sees_one_gpu() {
+    let finished = launch()
+        .nproc(2)
+        .words(&["--virtual-local-rank"])
+        .env("CUDA_VISIBLE_DEVICES", "4,6")
+        .shell("echo $LOCAL_RANK $DDP_LOCAL_RANK $CUDA_VISIBLE_DEVICES")
+        .run();
+    finished
+        .expect_exit(0)
+        .expect_stdout("[0] 0 0 4")
+        .expect_stdout("[1] 0 1 6");
+}
+
+#[test]
+fn a_dry_run_shows_sources_and_starts_nothing() {
+    let dir = temp_dir();
+    let finished = launch()
+        .nproc(2)
+        .words(&["--dry-run"])
+        .env("PET_MAX_RESTARTS", "7")
+        .dir(dir.path())
+        .target(repository("examples/single-node/train.yaml"))
+        .run();
+    finished
+        .expect_exit(0)
+        .expect_stdout("PET_MAX_RESTARTS")
+        .expect_stdout("command line")
+        .expect_stdout("nothing was started");
+    assert_eq!(
+        fs::read_dir(dir.path()).expect("there").count(),
+        0,
+        "no folder of a run was made"
+    );
+}

@@ -1,0 +1,118 @@
+"""Unmodified PyTorch scripts under ddp-run. Started by `tests/torch/run.sh`."""
+import json
+import os
+import pathlib
+import random
+import signal
+import tempfile
+import unittest
+
+from launched import ROOT, SCRIPTS, Launched, reserved_port
+
+RESTARTS = int(os.environ.get("DDP_RESTARTS", "20"))
+
+
+class PyTorch(unittest.TestCase):
+    def launch(self, *words, env=None):
+        launched = Launched(*words, env=env)
+        self.addCleanup(launched.kill)
+        return launched
+
+    def expect(self, launched, code=0):
+        self.assertEqual(launched.finish(), code, launched.transcript())
+        return launched
+
+    def expect_line(self, launched, pattern):
+        found = launched.matches(pattern)
+        self.assertTrue(found, f"no `{pattern}` in\n{launched.transcript()}")
+        return found
+
+
+class Launching(PyTorch):
+    def test_one_node(self):
+        launched = self.expect(self.launch("--nproc-per-node", 2, SCRIPTS / "all_reduce.py"))
+        sums = self.expect_line(launched, r"^\[[01]\] sum 3 world 2 places \[\(0, 0, 0\), \(1, 1, 0\)\]$")
+        self.assertEqual(len(sums), 2)
+
+    def test_a_module(self):
+        launched = self.expect(self.launch("--nproc-per-node", 2, "-m", "all_reduce"))
+        self.assertEqual(len(self.expect_line(launched, "sum 3 world 2")), 2)
+
+    def test_an_interpreter_in_front(self):
+        words = ["--nproc-per-node", 2, "--no-python", os.environ["PYTHON"], "-u", SCRIPTS / "all_reduce.py"]
+        launched = self.expect(self.launch(*words))
+        self.assertEqual(len(self.expect_line(launched, "sum 3 world 2")), 2)
+
+    def test_two_nodes(self):
+        holder, port = reserved_port()
+        self.addCleanup(holder.close)
+        common = ["--nnodes", 2, "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two"]
+        nodes = [
+            self.launch(*common, "--node-rank", rank, "--nproc-per-node", workers, SCRIPTS / "all_reduce.py")
+            for rank, workers in ((0, 2), (1, 1))
+        ]
+        places = r"sum 6 world 3 places \[\(0, 0, 0\), \(1, 1, 0\), \(2, 0, 1\)\]"
+        for node, workers in zip(nodes, (2, 1)):
+            self.assertEqual(len(self.expect_line(self.expect(node), places)), workers)
+
+    def test_the_port_is_held_for_rank_0_and_nobody_else(self):
+        launched = self.expect(self.launch("--nproc-per-node", 3, SCRIPTS / "master_port.py"))
+        self.assertEqual(len(self.expect_line(launched, r"met 3 at the launcher's port")), 3)
+
+
+class Failing(PyTorch):
+    def test_restart_after_kill_9_works_at_the_first_try(self):
+        """Of torchrun's restarts, 2 of 10 did."""
+        seed = int(os.environ.get("DDP_SEED", "0")) or random.randrange(1, 2**32)
+        dice = random.Random(seed)
+        for turn in range(RESTARTS):
+            rank, step = dice.randrange(2), dice.randrange(40)
+            with self.subTest(seed=seed, turn=turn, rank=rank, step=step):
+                launched = self.launch("--nproc-per-node", 2, "--max-restarts", 3, SCRIPTS / "steps.py")
+                pids = dict(launched.wait_for(r"^\[(\d)\] attempt 0 pid (\d+)$").groups() for _ in range(2))
+                launched.wait_for(rf"^\[0\] step {step}$")
+                os.kill(int(pids[str(rank)]), signal.SIGKILL)
+                self.expect(launched)
+                self.expect_line(launched, rf"rank {rank} \(node .*\) died of SIGKILL; restart 1 of 3")
+                self.assertEqual(len(self.expect_line(launched, "finished in attempt 1$")), 2)
+
+    def test_what_record_wrote_is_in_the_report(self):
+        with tempfile.TemporaryDirectory() as folder:
+            outer = pathlib.Path(folder) / "outer.json"
+            env = {"TORCHELASTIC_ERROR_FILE": str(outer)}
+            launched = self.expect(self.launch("--nproc-per-node", 2, SCRIPTS / "recorded.py", env=env), code=1)
+            self.expect_line(launched, "first failure: rank 1 ")
+            self.expect_line(launched, "it says: ValueError: shard 7 of the data is missing$")
+            self.assertIn("shard 7 of the data is missing", json.dumps(json.loads(outer.read_text())))
+
+    def test_a_script_that_hangs_is_found_by_its_heartbeats(self):
+        words = ["--nproc-per-node", 2, "--max-restarts", 1, "--hang-timeout", 20, SCRIPTS / "hangs.py"]
+        launched = self.expect(self.launch(*words))
+        self.expect_line(launched, r"rank 1 hung: no heartbeat for .* s \(phase Training, step 4\)")
+        # Where it was, in its own words.
+        self.expect_line(launched, r"^\[1\] .*a_lock_that_nobody_releases")
+        self.assertEqual(len(self.expect_line(launched, "finished after 8 steps in attempt 1$")), 2)
+
+
+class Example(PyTorch):
+    def test_the_example_trains_and_goes_on_after_a_death(self):
+        with tempfile.TemporaryDirectory() as folder:
+            checkpoint = pathlib.Path(folder) / "checkpoint.pt"
+            words = ["--nproc-per-node", 2, "--max-restarts", 3, ROOT / "examples/pytorch/train.py", checkpoint]
+            launched = self.launch(*words)
+            launched.wait_for("epoch 3 loss")
+            children = pathlib.Path(f"/proc/{launched.process.pid}/task").glob("*/children")
+            pids = [int(pid) for file in children for pid in file.read_text().split()]
+            victim = next(pid for pid in pids if b"\0RANK=1\0" in pathlib.Path(f"/proc/{pid}/environ").read_bytes())
+            os.kill(victim, signal.SIGKILL)
+            self.expect(launched)
+            epochs = self.expect_line(launched, r"^\[0\] epoch (\d+) loss ([0-9.]+)$")
+            losses = {int(match[1]): float(match[2]) for match in epochs}
+            self.assertEqual(sorted(losses), list(range(10)), launched.transcript())
+            # From the checkpoint, not from the beginning.
+            self.assertEqual(len(launched.matches("epoch 0 loss")), 1)
+            self.assertLess(losses[9], losses[0] / 3)
+
+
+if __name__ == "__main__":
+    unittest.main()
