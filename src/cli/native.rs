@@ -20,6 +20,9 @@ use ddp_worker::train::{TrainError, run_worker};
 use super::error::{CliError, print_error};
 use super::init_tracing;
 
+/// What a worker says without `RUST_LOG`: a communicator that is given up leaves its last operations in the rank's log.
+pub const WORKER_EVENTS: &str = "ddp_worker=warn";
+
 /// Exit code of a worker that failed in training, as of most programs.
 const FAILED: u8 = 1;
 
@@ -77,7 +80,7 @@ fn load(file: &Path, overrides: &[String]) -> Result<Located, CliError> {
 
 /// Main of a worker process: `FILE [--set KEY=VALUE]…`, as [`super::target::Target::command`] writes them.
 pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
-    init_tracing("off");
+    init_tracing(WORKER_EVENTS);
     // Without it, tools show the number of the descriptor that was executed. Nothing depends on it.
     let _ = nix::sys::prctl::set_name(PROCESS_NAME);
     let mut words = args.filter(|word| word != "--set");

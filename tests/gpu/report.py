@@ -2,8 +2,8 @@
 """What tests/gpu/run.sh reads from its logs. Standard library only.
 
     report.py agree PRECISION CPU.jsonl GPU.jsonl   losses of two runs, step by step
-    report.py kill9 DDP-RUN CONFIG OUT_DIR          a rank is killed in the middle of a run, which comes to its end
-    report.py table LOGS                            tokens/s, share of the ceilings, memory
+    report.py kill9 OUT_DIR COMMAND...              a rank is killed in the middle of a run, which comes to its end
+    report.py table LOGS                            ceilings, kernels, tokens/s and memory, overlap: as far as there are logs
 """
 import json
 import os
@@ -21,7 +21,7 @@ TOLERANCES = {"f32": 1e-4, "tf32": 5e-3, "bf16": 2e-2}
 # Dense bf16 products of an H100 or H200, as published.
 PEAK_FLOPS = 989e12
 SIZES = {"124m": (12, 768), "350m": (24, 1024)}
-SEQUENCE = 1024
+SEQUENCE, VOCABULARY = 1024, 50304
 # Steps that compile, allocate and measure.
 WARM_UP = 10
 
@@ -46,44 +46,48 @@ def agree(precision, reference, found):
         sys.exit(f"memory was allocated in a step: {sorted(peaks)}")
 
 
-def kill9(program, config, out):
-    """Rank 1 is killed once step 10 is in the metrics; the end must come with a restart, and soon."""
-    mark = f"gpu-kill9-{os.getpid()}"
-    command = [program, "--nproc-per-node", "2", "--set", f"run.out_dir={out}", "--set", "train.micro_batch=4",
-               "--set", "train.steps=60", "--set", "train.checkpoint_every=5", config]
-    job = subprocess.Popen(command, env={**os.environ, "DDP_KILL9_MARK": mark})
-    metrics = pathlib.Path(out) / "metrics.jsonl"
-    deadline = time.monotonic() + 100
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 10):
-        if job.poll() is not None or time.monotonic() > deadline:
-            job.kill()
-            sys.exit("the run did not come to step 10")
-        time.sleep(0.01)
-    victim = None
+def rank_of(mark, rank):
+    """The process of a rank of the job whose processes have `mark` in their environment."""
     for folder in pathlib.Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
                 variables = (folder / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if f"DDP_KILL9_MARK={mark}".encode() in variables and b"RANK=1" in variables:
-                victim = int(folder.name)
+            if f"DDP_KILL9_MARK={mark}".encode() in variables and f"RANK={rank}".encode() in variables:
+                return int(folder.name)
+    return None
+
+
+def kill9(out, *command):
+    """Rank 1 is killed once there is a checkpoint; a restart must follow soon, go on from there, and come to the end."""
+    mark = f"gpu-kill9-{os.getpid()}"
+    job = subprocess.Popen(command, env={**os.environ, "DDP_KILL9_MARK": mark})
+    metrics, saved = (pathlib.Path(out) / name for name in ("metrics.jsonl", "checkpoints/latest"))
+    deadline = time.monotonic() + 40
+    while not (saved.exists() and metrics.exists() and "\n" in metrics.read_text()):
+        if job.poll() is not None or time.monotonic() > deadline:
+            job.kill()
+            sys.exit("the run did not come to its first checkpoint")
+        time.sleep(0.01)
+    before = json.loads(metrics.read_text().splitlines()[0])["generation"]
+    victim = rank_of(mark, 1)
     if victim is None:
         job.kill()
         sys.exit("rank 1 is not there")
     os.kill(victim, signal.SIGKILL)
     killed = time.monotonic()
     try:
-        status = job.wait(timeout=90)
+        status = job.wait(timeout=45)
     except subprocess.TimeoutExpired:
         job.kill()
-        sys.exit("the run did not end within 90 s of the kill")
+        sys.exit("the run did not end within 45 s of the kill")
     lines = steps(metrics)
-    generations = sorted({line["generation"] for line in lines})
-    print(f"ended with status {status}, {time.monotonic() - killed:.1f} s after the kill, generations {generations}, "
-          f"last step {lines[-1]['step']}")
-    if status != 0 or lines[-1]["step"] != 60 or len(generations) < 2:
-        sys.exit("no restart, or not to the end")
+    resumed = next((line["step"] for line in lines if line["generation"] > before), None)
+    print(f"killed in generation {before}; ended with status {status} {time.monotonic() - killed:.1f} s later; step {resumed} was "
+          f"the first of the next generation, {lines[-1]['step']} the last")
+    if status != 0 or resumed is None or resumed == 1:
+        sys.exit("no restart from the checkpoint")
 
 
 def parameters(layers, width, vocabulary):
@@ -91,33 +95,70 @@ def parameters(layers, width, vocabulary):
     return vocabulary * width + SEQUENCE * width + layers * (12 * width * width + 13 * width) + 2 * width
 
 
-def table(logs):
-    logs = pathlib.Path(logs)
-    peers = {}
-    if (logs / "peers.json").exists():
-        peers = json.loads((logs / "peers.json").read_text())
-    ceiling = None
-    if (logs / "gpu_kernels.log").exists():
-        found = re.search(r"^matmul ceiling\D*([\d.]+) TFLOP/s", (logs / "gpu_kernels.log").read_text(), re.M)
-        ceiling = float(found.group(1)) * 1e12 if found else None
-    print(f"{'model':10} {'tokens/s':>10} {'ms/step':>8} {'MFU':>6} {'of ceiling':>10} {'GPU GiB':>8} "
-          f"{'eager':>10} {'compiled':>10} {'ratio':>6}")
+def flops_a_token(layers, width):
+    return 6 * parameters(layers, width, VOCABULARY) + 12 * layers * width * SEQUENCE
+
+
+def kernels(logs):
+    """What `gpu_kernels` wrote, and the rate of products among it: the ceiling, in FLOP/s."""
+    log = logs / "gpu_kernels.log"
+    text = log.read_text() if log.exists() else ""
+    found = re.search(r"^bf16 product of .*: ([\d.]+) TFLOP/s", text, re.M)
+    return text, float(found.group(1)) * 1e12 if found else None
+
+
+def speed(logs, ceiling):
+    peers = json.loads((logs / "peers.json").read_text()) if (logs / "peers.json").exists() else {}
+    print(f"MFU: tokens/s x (6 parameters + 12 layers width sequence) FLOP, of {PEAK_FLOPS / 1e12:.0f} TFLOP/s as published; "
+          + (f"beside it, of the {ceiling / 1e12:.0f} measured" if ceiling else "the ceiling was not measured"))
+    print(f"{'GPT-2':10} {'tokens/s':>10} {'ms/step':>8} {'MFU':>6} {'of ceiling':>10} {'GPU GiB':>8} "
+          f"{'eager':>10} {'compiled':>10} {'to faster':>9}")
+    shown = lambda value: f"{value:10.0f}" if value else f"{'-':>10}"
     for size, (layers, width) in SIZES.items():
         path = logs / f"speed-{size}" / "metrics.jsonl"
-        if not path.exists():
-            continue
-        lines = steps(path)[WARM_UP:]
+        lines = steps(path)[WARM_UP:] if path.exists() else []
+        eager, compiled = (peers.get(size, {}).get(kind) for kind in ("eager", "compiled"))
+        best = max(filter(None, (eager, compiled)), default=None)
         if not lines:
+            print(f"{size:10} {'-':>10} {'-':>8} {'-':>6} {'-':>10} {'-':>8} {shown(eager)} {shown(compiled)} {'-':>9}")
             continue
         rate = statistics.median(line["tokens_per_s"] for line in lines)
-        flops = rate * (6 * parameters(layers, width, 50304) + 12 * layers * width * SEQUENCE)
-        eager, compiled = (peers.get(size, {}).get(kind) for kind in ("eager", "compiled"))
-        shown = lambda value: f"{value:10.0f}" if value else f"{'-':>10}"
-        best = max(filter(None, (eager, compiled)), default=None)
+        flops = rate * flops_a_token(layers, width)
         print(f"{size:10} {rate:10.0f} {statistics.median(l['step_ms'] for l in lines):8.1f} {flops / PEAK_FLOPS:6.1%} "
               + (f"{flops / ceiling:10.1%}" if ceiling else f"{'-':>10}")
               + f" {lines[-1]['memory']['device_peak'] / 2**30:8.1f} {shown(eager)} {shown(compiled)} "
-              + (f"{rate / best:6.2f}" if best else f"{'-':>6}"))
+              + (f"{rate / best:9.2f}" if best else f"{'-':>9}"))
+
+
+def overlap(logs):
+    """Of two runs with the same ranks: communication by the events of its stream, and how long the computing one
+    stood still for it."""
+    rows = []
+    for name, words in (("overlap-true", "as it trains"), ("overlap-false", "all after backward")):
+        path = logs / name / "metrics.jsonl"
+        lines = steps(path)[4:-1] if path.exists() else []
+        if lines:
+            step, comm, exposed = (statistics.median(line[key] for line in lines)
+                                   for key in ("step_ms", "comm_ms", "comm_exposed_ms"))
+            rows.append(f"{words:20} {step:8.1f} {comm:10.1f} {exposed:10.1f} {max(0, 1 - exposed / comm) if comm else 0:8.0%}")
+    if rows:
+        print(f"{'2 ranks on one card':20} {'ms/step':>8} {'comm. ms':>10} {'exposed ms':>10} {'hidden':>8}")
+        print("\n".join(rows))
+    log = logs / "gpu_nccl.log"
+    trace = re.findall(r"^overlap \| (.*)$", log.read_text(), re.M) if log.exists() else []
+    if trace:
+        print("\nbuckets of rank 0 on the two streams (gpu_nccl), ms since the first kernel")
+        print("\n".join(trace))
+
+
+def table(logs):
+    logs = pathlib.Path(logs)
+    text, ceiling = kernels(logs)
+    if text:
+        print(text)
+    speed(logs, ceiling)
+    print()
+    overlap(logs)
 
 
 if __name__ == "__main__":

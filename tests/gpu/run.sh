@@ -1,35 +1,55 @@
 #!/usr/bin/env bash
 # Every check that needs a GPU. Takes a folder that tests/gpu/pack.sh made, needs no network and no compiler, uses the
-# CUDA libraries of the machine, and ends with a short table; full logs go to a folder of their own.
+# CUDA libraries of the machine, and ends with a short table, also when it is stopped; full logs go to a folder of
+# their own.
 #
 #     tests/gpu/run.sh PACKED-FOLDER LOG-FOLDER [SECTION...]
 #
-# GPU_PRECISION and GPU_STEPS change what the section `speed` measures, GPU_PRECISIONS what `losses` compares.
-#
-# Sections: doctor device ops nccl losses ranks kill9 kernels speed peers; without any, all, within 8 minutes. The exit
-# status is 0 if nothing failed.
+# Without sections, all of them, the most telling first. Each has a limit, and all together GPU_BUDGET_S seconds (460):
+# what hangs is killed, what is left over is said to have not run. GPU_PRECISION and GPU_STEPS change what `speed`
+# measures, GPU_PRECISIONS what `losses` compares. The exit status is 0 if everything ran and nothing failed.
 set -uo pipefail
 packed=$(cd "${1:?folder made by pack.sh}" && pwd)
 mkdir -p "${2:?folder for logs}"
 logs=$(cd "$2" && pwd)
 shift 2
-all=(doctor device ops nccl losses ranks kill9 kernels speed peers)
+
+# Sections in order, with the seconds that each may take.
+order=(losses kernels speed peers ranks kill9 overlap nccl ops device)
+declare -A limits=([losses]=75 [kernels]=60 [speed]=80 [peers]=170 [ranks]=90 [kill9]=60 [overlap]=50 [nccl]=60
+    [ops]=90 [device]=40)
 wanted=("$@")
-(($# > 0)) || wanted=("${all[@]}")
+(($# > 0)) || wanted=("${order[@]}")
 
 export DDP_REQUIRE_GPU=1 DDP_REQUIRE_NVRTC=1 RUST_BACKTRACE=1
+# Several ranks train on the one card: NCCL allows it from 2.30 on, and so do our workers.
+export NCCL_MULTI_RANK_GPU_ENABLE=1
 export XDG_CACHE_HOME="$logs/cache"
 run=$packed/ddp-run
 steps=${GPU_STEPS:-30}
 precision=${GPU_PRECISION:-bf16}
+end=$((SECONDS + ${GPU_BUDGET_S:-460}))
+section_end=$end
 results=()
+child=
+sharing=
 
 # A check with a name and a limit in seconds; its output goes to a log of that name.
 check() {
-    local name=$1 limit=$2 start=$SECONDS outcome status
+    local name=$1 limit=$2 start=$SECONDS left outcome status
     shift 2
-    timeout --kill-after=10 "$limit" "$@" >"$logs/$name.log" 2>&1
+    left=$(((section_end < end ? section_end : end) - SECONDS))
+    if ((left < 3)); then
+        results+=("$(printf '%-24s %s' "$name" "NOT RUN: no time left")")
+        return
+    fi
+    limit=$((limit < left ? limit : left))
+    # In the background, so that this script can be stopped meanwhile and still says what it knows.
+    timeout --kill-after=5 "$limit" "$@" >"$logs/$name.log" 2>&1 &
+    child=$!
+    wait "$child"
     status=$?
+    child=
     case $status in
         0) outcome=ok ;;
         124 | 137) outcome="FAILED after $limit s" ;;
@@ -48,79 +68,138 @@ binary() {
     if [[ -x $packed/$name ]]; then
         check "$name" "$limit" "$packed/$name" "$@"
     else
-        results+=("$(printf '%-24s %-22s' "$name" "not packed")")
+        results+=("$(printf '%-24s %s' "$name" "NOT RUN: not packed")")
     fi
 }
 
-# A training run of N ranks: its metrics lie in LOGS/NAME/metrics.jsonl.
-train() {
-    local name=$1 limit=$2 ranks=$3 config=$4
-    shift 4
+# Sets `command` to a training run: NAME RANKS CONFIG [KEY=VALUE...]. Its metrics lie in LOGS/NAME/metrics.jsonl.
+training() {
+    local name=$1 ranks=$2 config=$packed/$3 assignment
+    local assignments=(--set "run.out_dir=$logs/$name")
+    shift 3
+    for assignment; do assignments+=(--set "$assignment"); done
     rm -rf "${logs:?}/$name"
-    check "$name" "$limit" "$run" --max-restarts 0 --nproc-per-node "$ranks" --set "run.out_dir=$logs/$name" "$@" "$packed/$config"
+    command=("$run" --nproc-per-node "$ranks" "${assignments[@]}" "$config")
+    if ((ranks > 1)) && [[ $sharing == hosts ]]; then
+        command=("$run" --nproc-per-node "$ranks" -- "$packed/sharing.sh" "$config" "${assignments[@]}")
+    fi
 }
 
-section_doctor() { check doctor 60 "$packed/ddp-train" doctor; }
-section_device() { binary gpu_device 120; }
-section_ops() { binary gpu_ops 180; }
-section_nccl() { binary gpu_nccl 180; }
+# The same as a check: NAME LIMIT RANKS CONFIG [KEY=VALUE...].
+train() {
+    local name=$1 limit=$2
+    shift 2
+    training "$name" "$@"
+    check "$name" "$limit" env PET_MAX_RESTARTS=0 "${command[@]}"
+}
+
+# Losses of a run beside those of another: NAME PRECISION [REFERENCE].
+agrees() {
+    check "$1-agrees" 10 python3 "$packed/report.py" agree "$2" "$logs/${3:-loss-cpu}/metrics.jsonl" "$logs/$1/metrics.jsonl"
+}
+
+# The run on the processor that others are compared with, once.
+reference() {
+    [[ -f $logs/loss-cpu/metrics.jsonl ]] || train loss-cpu 60 1 small.yaml parallel.backend=cpu train.threads=8
+}
+
+# Ends the script where there is nothing to check, and finds out how ranks may share the card.
+look_at_the_machine() {
+    local gpu nccl
+    check doctor 30 "$packed/ddp-train" doctor
+    gpu=$(sed -n 's/^  device 0 *//p' "$logs/doctor.log")
+    if [[ -z $gpu ]]; then
+        echo "error: no GPU that can be used on this machine, so nothing was checked; all of its words: $logs/doctor.log" >&2
+        sed -n '/^missing or in the way/,$p' "$logs/doctor.log" >&2
+        trap - EXIT
+        exit 1
+    fi
+    nccl=$(sed -n 's/^  libnccl\.so .*, \([0-9][0-9.]*\) (.*/\1/p' "$logs/doctor.log")
+    if [[ $(printf '%s\n' 2.30 "${nccl:-0}" | sort -V | head -n 1) == 2.30 ]]; then sharing=nccl; else sharing=hosts; fi
+    echo "$gpu; NCCL ${nccl:-not found}; ranks share it by $([[ $sharing == nccl ]] && echo NCCL_MULTI_RANK_GPU_ENABLE || echo NCCL_HOSTID)"
+}
 
 # The same run on the processor and on the GPU: losses agree step by step.
 section_losses() {
     local compared
-    train loss-cpu 180 1 small.yaml --set parallel.backend=cpu --set train.threads=8
-    for compared in ${GPU_PRECISIONS:-f32 tf32 bf16}; do
-        train "loss-$compared" 120 1 small.yaml --set parallel.backend=nccl --set "train.precision=$compared"
-        check "loss-$compared-agrees" 10 python3 "$packed/report.py" agree "$compared" \
-            "$logs/loss-cpu/metrics.jsonl" "$logs/loss-$compared/metrics.jsonl"
+    reference
+    for compared in ${GPU_PRECISIONS:-bf16 f32 tf32}; do
+        train "loss-$compared" 30 1 small.yaml parallel.backend=nccl "train.precision=$compared"
+        agrees "loss-$compared" "$compared"
     done
 }
 
-# Ranks that share the card: for function, not for speed.
-section_ranks() {
-    local ranks strategy
-    export NCCL_MULTI_RANK_GPU_ENABLE=1
-    for ranks in 2 4; do
-        train "ranks-$ranks" 120 "$ranks" small.yaml --set "train.micro_batch=$((8 / ranks))"
-        check "ranks-$ranks-agree" 10 python3 "$packed/report.py" agree f32 \
-            "$logs/loss-cpu/metrics.jsonl" "$logs/ranks-$ranks/metrics.jsonl"
-    done
-    for strategy in zero1 zero2 zero3; do
-        train "ranks-2-$strategy" 120 2 small.yaml --set train.micro_batch=4 --set "parallel.strategy=$strategy"
-        check "ranks-2-$strategy-agree" 10 python3 "$packed/report.py" agree f32 \
-            "$logs/loss-cpu/metrics.jsonl" "$logs/ranks-2-$strategy/metrics.jsonl"
-    done
-    unset NCCL_MULTI_RANK_GPU_ENABLE
-}
-
-# A rank is killed in the middle; the job is restarted and comes to the end.
-section_kill9() {
-    check kill9 120 env NCCL_MULTI_RANK_GPU_ENABLE=1 python3 "$packed/report.py" kill9 "$run" "$packed/small.yaml" \
-        "$logs/kill9-run"
-}
-
-section_kernels() { binary gpu_kernels 120; }
+# Ceilings of copy and product first, then each operation with its share of the roofline.
+section_kernels() { binary gpu_kernels 60; }
 
 section_speed() {
     local size
     for size in 124m 350m; do
-        train "speed-$size" 120 1 "gpt2-$size.yaml" --set "train.steps=$steps" --set "train.precision=$precision"
+        train "speed-$size" 40 1 "gpt2-$size.yaml" "train.steps=$steps" "train.precision=$precision"
     done
 }
 
 # PyTorch on the same card, eager and compiled.
-section_peers() {
-    check peers 240 python3 "$packed/gpt2_gpu.py" --out "$logs/peers.json"
+section_peers() { check peers 170 python3 "$packed/gpt2_gpu.py" --out "$logs/peers.json"; }
+
+# Ranks that share the card: for function, not for speed.
+section_ranks() {
+    local ranks strategy
+    reference
+    for ranks in 2 4; do
+        train "ranks-$ranks" 30 "$ranks" small.yaml "train.micro_batch=$((8 / ranks))"
+        agrees "ranks-$ranks" f32
+    done
+    for strategy in zero1 zero2 zero3; do
+        train "ranks-2-$strategy" 30 2 small.yaml train.micro_batch=4 "parallel.strategy=$strategy"
+        agrees "ranks-2-$strategy" f32
+    done
+    train ranks-2-bf16 30 2 small.yaml train.micro_batch=4 train.precision=bf16
+    agrees ranks-2-bf16 bf16
+}
+
+# A rank is killed in the middle; the job is restarted and comes to the end.
+section_kill9() {
+    training kill9-run 2 small.yaml train.micro_batch=4 train.steps=400
+    check kill9 60 env PET_MAX_RESTARTS=3 python3 "$packed/report.py" kill9 "$logs/kill9-run" "${command[@]}"
+}
+
+# How much of the communication runs beside the computing, by the events of both streams: once as it trains, once with
+# all communication after backward. Two ranks share the card and the loopback, so the times are not those of two cards.
+section_overlap() {
+    local overlap
+    for overlap in true false; do
+        train "overlap-$overlap" 40 2 gpt2-124m.yaml train.steps=14 train.micro_batch=4 "parallel.overlap=$overlap"
+    done
+}
+
+section_nccl() { binary gpu_nccl 60; }
+section_ops() { binary gpu_ops 90; }
+section_device() { binary gpu_device 40; }
+
+# Whatever is known when the script ends.
+summary() {
+    echo
+    python3 "$packed/report.py" table "$logs" 2>&1 | tee "$logs/table.txt"
+    echo
+    printf '%s\n' "${results[@]}" | tee "$logs/results.txt"
+    rm -rf "$logs/cache" "$logs"/*/checkpoints
+    ! printf '%s\n' "${results[@]}" | grep -qE 'FAILED|NOT RUN'
+}
+
+stopped() {
+    [[ -n $child ]] && kill "$child"
+    results+=("$(printf '%-24s %s' "the rest" "NOT RUN: stopped")")
+    exit 1
 }
 
 for name in "${wanted[@]}"; do
-    declare -F "section_$name" >/dev/null || { echo "error: unknown section \`$name\`, known are: ${all[*]}" >&2; exit 2; }
+    [[ -v "limits[$name]" ]] || { echo "error: unknown section \`$name\`, known are: ${order[*]}" >&2; exit 2; }
 done
-for name in "${wanted[@]}"; do "section_$name"; done
-
-echo
-python3 "$packed/report.py" table "$logs" 2>&1 | tee "$logs/table.txt"
-echo
-printf '%s\n' "${results[@]}" | tee "$logs/results.txt"
-rm -rf "$logs/cache" "$logs"/*/checkpoints
-! printf '%s\n' "${results[@]}" | grep -q FAILED
+trap 'summary; exit $?' EXIT
+trap stopped INT TERM
+look_at_the_machine
+for name in "${wanted[@]}"; do
+    section_end=$((SECONDS + limits[$name]))
+    "section_$name"
+done

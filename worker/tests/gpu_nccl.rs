@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ddp_worker::collective::{Communicator, Executor, Failure, Launch, ReduceOp, Traffic, Work, WorkError};
 use ddp_worker::device::{ArenaSpec, Buffer, Device, Element, Sharing};
 use half::bf16;
-use nccl_ranks::{PATIENCE, Rank, TIMEOUT, nccl_and_gpu, run_ranks};
+use nccl_ranks::{PATIENCE, Rank, TIMEOUT, nccl_and_gpu, run_ranks, timeline};
 
 /// Elements of a buffer: more than one of NCCL's chunks, slices of odd size for 2 and 4 ranks.
 const LEN: usize = 4 * 100_003;
@@ -236,6 +236,35 @@ fn rank_of_a_group_with_an_absentee() {
         &[0_u8; 4],
         &|comm, buffer, launch| comm.barrier(buffer, launch),
     );
+}
+
+/// A collective does not wait for kernels that come after its input, nor they for it.
+#[test]
+fn rank_of_a_timeline() {
+    let Some(rank) = Rank::of_process(TIMEOUT) else {
+        return;
+    };
+    let buckets = timeline::backward(&rank);
+    if rank.number == 0 {
+        // The harness leaves its own line open.
+        println!("\n{}", timeline::table(&buckets));
+    }
+    rank.over_nccl.shutdown();
+    let (first, last) = (&buckets[0], &buckets[buckets.len() - 1]);
+    assert!(
+        first.collective.began < last.kernels.began,
+        "{first:?} waited for {last:?}"
+    );
+    for bucket in &buckets {
+        assert!(bucket.kernels.ended <= bucket.collective.ended, "{bucket:?}");
+    }
+}
+
+#[test]
+fn collectives_run_beside_kernels() {
+    let Some(nccl) = nccl_and_gpu() else { return };
+    let ended = run_ranks(&nccl, "rank_of_a_timeline", 2);
+    assert!(ended.iter().all(std::process::ExitStatus::success), "{ended:?}");
 }
 
 #[test]

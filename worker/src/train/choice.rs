@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::TrainError;
+use crate::collective::nccl::{Nccl, Version};
 use crate::config::{Backend, Precision, TrainConfig};
 use crate::device::cuda::{CubinCache, CudaDevice, CudaOptions, count_devices};
 use crate::device::{CpuDevice, Device, DeviceError};
@@ -10,6 +11,9 @@ use crate::session::Session;
 
 /// With this variable NCCL lets several ranks share a GPU, and so do we.
 const SHARE_GPUS: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
+
+/// Ranks that name different hosts may share a GPU with any NCCL.
+const HOST_NAME: &str = "NCCL_HOSTID";
 
 /// Where a rank computes.
 pub(super) enum Choice {
@@ -29,8 +33,37 @@ struct Situation {
     gpus: Result<usize, DeviceError>,
     local_rank: usize,
     local_world_size: usize,
-    /// Ranks may share a GPU.
-    share: bool,
+    sharing: Sharing,
+}
+
+/// Whether ranks may share a GPU.
+#[derive(Clone, Copy, Debug)]
+enum Sharing {
+    /// Nobody asked for it.
+    No,
+    Yes,
+    /// NCCL of this version refuses it.
+    Refused(Version),
+}
+
+impl Sharing {
+    /// What the environment asks for and NCCL allows. That there is no NCCL is said where it is needed.
+    fn here() -> Self {
+        if std::env::var(SHARE_GPUS).is_ok_and(|value| value.trim() == "1") {
+            let version = Nccl::load().ok().map(|nccl| nccl.version());
+            Self::asked(version, std::env::var_os(HOST_NAME).is_some())
+        } else {
+            Self::No
+        }
+    }
+
+    /// With this version, and with a name for the host or without.
+    fn asked(nccl: Option<Version>, host_named: bool) -> Self {
+        match nccl {
+            Some(version) if !version.is_at_least(2, 30) && !host_named => Self::Refused(version),
+            _ => Self::Yes,
+        }
+    }
 }
 
 impl Situation {
@@ -60,11 +93,13 @@ impl Situation {
                 });
             }
         };
-        if self.local_world_size > count && !self.share {
-            return Err(TrainError::TooFewGpus {
-                gpus: count,
-                workers: self.local_world_size,
-            });
+        let (gpus, workers) = (count, self.local_world_size);
+        match self.sharing {
+            Sharing::No if workers > gpus => return Err(TrainError::TooFewGpus { gpus, workers }),
+            Sharing::Refused(nccl) if workers > gpus => {
+                return Err(TrainError::SharedGpu { gpus, workers, nccl });
+            }
+            _ => {}
         }
         Ok(Choice::Gpu(self.local_rank % count))
     }
@@ -101,7 +136,7 @@ impl Choice {
             },
             local_rank: env.local_rank.get() as usize,
             local_world_size: env.local_world_size as usize,
-            share: std::env::var(SHARE_GPUS).is_ok_and(|value| value.trim() == "1"),
+            sharing: Sharing::here(),
         };
         situation.decide()
     }
@@ -140,7 +175,7 @@ mod tests {
             gpus: Ok(gpus),
             local_rank: 1,
             local_world_size: 2,
-            share: false,
+            sharing: Sharing::No,
         }
     }
 
@@ -188,8 +223,25 @@ mod tests {
             "{error}"
         );
         let mut sharing = situation(Backend::Auto, 1);
-        sharing.share = true;
+        sharing.sharing = Sharing::Yes;
         assert_eq!(gpu(&sharing), Some(0));
+    }
+
+    #[test]
+    fn an_nccl_that_lets_no_ranks_share_a_gpu_is_named_unless_ranks_name_their_hosts() {
+        let old = Some(Version::LEAST);
+        let mut sharing = situation(Backend::Auto, 1);
+        sharing.sharing = Sharing::asked(old, false);
+        insta::assert_snapshot!(refusal(&sharing), @r"
+        2 workers on this node, which has 1 GPU, and NCCL 2.18.0 lets no ranks share one
+          hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own
+        ");
+        sharing.sharing = Sharing::asked(old, true);
+        assert_eq!(gpu(&sharing), Some(0));
+        // Nothing is shared.
+        sharing = situation(Backend::Auto, 2);
+        sharing.sharing = Sharing::asked(old, false);
+        assert_eq!(gpu(&sharing), Some(1));
     }
 
     #[test]

@@ -2,6 +2,7 @@
 
 use super::save_verdict;
 use crate::checkpoint::CheckpointError;
+use crate::collective::nccl::Version;
 use crate::collective::{CollectiveError, WorkError};
 use crate::data::DataError;
 use crate::device::DeviceError;
@@ -118,6 +119,19 @@ pub enum TrainError {
         /// Workers of this node.
         workers: usize,
     },
+    /// Ranks would share a GPU, which NCCL of this version refuses.
+    #[error(
+        "{workers} workers on this node, which has {gpus} GPU{}, and NCCL {nccl} lets no ranks share one\n  hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own",
+        if *gpus == 1 { "" } else { "s" }
+    )]
+    SharedGpu {
+        /// GPUs that the driver shows.
+        gpus: usize,
+        /// Workers of this node.
+        workers: usize,
+        /// That is there.
+        nccl: Version,
+    },
     /// The other ranks could not be joined.
     #[error(transparent)]
     Join(#[from] JoinError),
@@ -204,6 +218,7 @@ impl TrainError {
             | Self::Rescale { .. }
             | Self::NeedsGpu { .. }
             | Self::TooFewGpus { .. }
+            | Self::SharedGpu { .. }
             | Self::Model(_)
             | Self::Layout(_)
             | Self::Data(_)

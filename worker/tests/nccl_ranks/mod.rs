@@ -3,6 +3,8 @@
 //! NCCL refuses two ranks of one host on one card. From 2.30 on `NCCL_MULTI_RANK_GPU_ENABLE` allows it; before that,
 //! ranks that name different hosts are let in, and talk over the loopback interface.
 
+pub(crate) mod timeline;
+
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;

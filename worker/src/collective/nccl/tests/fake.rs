@@ -48,6 +48,8 @@ pub(super) struct FakeWorld {
     roll_calls: Mutex<HashMap<String, RollCall>>,
     pub(super) arena: Arc<Arena>,
     pub(super) log: Mutex<Log>,
+    /// What rank 0 was asked for: function, number of the element type, count.
+    asked: Mutex<Vec<(String, c_int, usize)>>,
     blocked: Mutex<(usize, bool)>,
     released: Condvar,
 }
@@ -121,6 +123,11 @@ impl FakeWorld {
 
     pub(super) fn log(&self) -> Log {
         self.log.lock().unwrap().clone()
+    }
+
+    /// Operations of rank 0, in order: function, number of the element type as NCCL's header has it, count.
+    pub(super) fn asked(&self) -> Vec<(String, c_int, usize)> {
+        self.asked.lock().unwrap().clone()
     }
 
     /// Waits until so many calls are blocked.
@@ -301,6 +308,10 @@ impl FakeComm {
                 world.block();
             }
             let (key, place, size, part) = part(inner);
+            if rank == 0 {
+                let asked = (name.to_owned(), part.dtype.0, part.count);
+                world.asked.lock().unwrap().push(asked);
+            }
             let launch = Launch {
                 arena: world.arena.clone(),
                 key,

@@ -5,9 +5,9 @@ use std::sync::Arc;
 use half::bf16;
 
 use super::fake::Log;
-use super::world::{World, deadline, done, launch, read};
+use super::world::{Rank, World, deadline, done, launch, read};
 use crate::collective::{Executor, Launch, Mesh, ReduceOp, Traffic, WireBytes};
-use crate::device::DType;
+use crate::device::{DType, Element};
 use crate::model::ParamId;
 use crate::ops::Fill;
 use crate::parallel::{GradSpec, GradientLayout, LayoutConfig, Reducer, ReducerConfig};
@@ -63,6 +63,44 @@ fn sums_are_scaled_once_whatever_the_factor_and_the_type() {
     let log = world.fake.log();
     // 1/12 in f32, 1/3 and 1/12 in f64, on each rank; 1/3 in f32 is the mean, and no factor survives in bf16.
     assert_eq!((log.sums_made, log.sums, log.violations), (9, 0, vec![]));
+}
+
+/// Gathers a slice a rank and takes the largest, of elements of one type.
+fn gather_and_take_the_largest<T: Element>(rank: &Rank, [zero, one]: [T; 2]) {
+    let own = |me| if me == rank.rank() { one } else { zero };
+    let slices = rank.arena(&[own(0), own(0), own(1), own(1)]);
+    done(&rank.comm.all_gather(&slices.whole(), launch("gather")));
+    let largest = rank.arena(&[own(0), own(1), own(0)]);
+    done(
+        &rank
+            .comm
+            .all_reduce(&largest.whole(), ReduceOp::Max, launch("largest")),
+    );
+    for arena in [slices, largest] {
+        let bytes = arena.whole().host_bytes().unwrap().to_vec();
+        assert_eq!(bytes, bytemuck::bytes_of(&one).repeat(arena.whole().len()));
+    }
+}
+
+#[test]
+fn every_type_of_element_goes_by_its_number_in_nccls_header() {
+    let world = World::of(2, &[]);
+    world.run(|rank| {
+        gather_and_take_the_largest(&rank, [0_u8, 1]);
+        gather_and_take_the_largest(&rank, [0_i32, 1]);
+        gather_and_take_the_largest(&rank, [0.0_f32, 1.0]);
+        gather_and_take_the_largest(&rank, [0.0_f64, 1.0]);
+        gather_and_take_the_largest(&rank, [bf16::ZERO, bf16::ONE]);
+    });
+    // `ncclUint8`, `ncclInt32`, `ncclFloat32`, `ncclFloat64`, `ncclBfloat16`.
+    let numbers = [1, 2, 7, 8, 9];
+    let expected = numbers.map(|number| {
+        [
+            ("ncclAllGather".to_owned(), number, 2),
+            ("ncclAllReduce".to_owned(), number, 3),
+        ]
+    });
+    assert_eq!(world.fake.asked(), expected.concat());
 }
 
 #[test]
