@@ -40,9 +40,7 @@ pub(crate) fn backward(rank: &Rank) -> Vec<Bucket> {
     let gpu = rank.gpu.as_ref();
     let stream = gpu.stream();
     let product = product(gpu);
-    let buckets: Vec<Buffer> = (0..BUCKETS)
-        .map(|_| zeros(gpu, DType::F32, ELEMENTS))
-        .collect();
+    let buckets: Vec<Buffer> = (0..BUCKETS).map(|_| zeros(gpu, DType::F32, ELEMENTS)).collect();
     let reduce = |buffer: &Buffer, after: Event| {
         let launch = Launch::after(after, Traffic::Grads, "timeline");
         rank.over_nccl
