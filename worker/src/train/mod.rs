@@ -14,6 +14,7 @@
 //! | `exchange.rs` | numbers that every rank tells all others |
 //! | `evaluation.rs` | validation, each rank its share |
 //! | `saving.rs`, `save_thread.rs`, `save_verdict.rs` | checkpoints: copied, written beside the training, agreed on by all ranks |
+//! | `save_files.rs`, `save_storage.rs`, `save_priority.rs` | what a rank writes, and its copy; what a save waits for; it gives way to the training |
 //! | `rescale.rs` | the global batch of a run that goes on on another number of ranks |
 //! | `owned.rs`, `resuming.rs` | what of the state a rank writes and reads; going on from a checkpoint |
 //! | `recorder.rs`, `progress.rs`, `startup.rs`, `memory.rs` | what is told to files, agent and people |
@@ -33,6 +34,9 @@ mod recorder;
 mod replica;
 mod rescale;
 mod resuming;
+mod save_files;
+mod save_priority;
+mod save_storage;
 mod save_thread;
 mod save_verdict;
 mod saving;
@@ -60,7 +64,7 @@ use crate::session::Session;
 
 pub use error::TrainError;
 
-use recorder::{Recorder, say};
+use recorder::{Recorder, say, warn};
 use setup::{Prepared, open, prepare};
 use trainer::Outcome;
 
@@ -215,8 +219,12 @@ fn conclude(
         generation: env.generation.get(),
         restarts: env.restart_count,
         checkpoint: trainer.checkpoints.last(),
+        failed_saves: trainer.checkpoints.failed(),
     };
     summary.write(&prepared.run_dir.summary())?;
+    if let Some(words) = save_verdict::failed(summary.failed_saves, summary.checkpoint.as_deref()) {
+        warn(&words);
+    }
     say(&verdict(outcome, entropies));
     Ok(())
 }

@@ -150,6 +150,11 @@ impl Job {
         self.config.run.out_dir.clone().unwrap()
     }
 
+    /// A folder of another name beside the text.
+    pub fn out_dir_beside(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
+    }
+
     /// All lines of `metrics.jsonl`.
     pub fn metrics(&self) -> Vec<MetricsLine> {
         let text = std::fs::read_to_string(self.out_dir().join("metrics.jsonl")).unwrap();
