@@ -165,15 +165,6 @@ fn a_folder_that_cannot_be_made_does_not_end_the_training() {
     );
 }
 
-/// Wherever the tests run: the file system is asked for more than it may hold of one file.
-#[test]
-fn a_file_system_that_takes_no_more_of_a_file_does_not_end_the_training() {
-    let job = TinyJob::new();
-    // In units of 512 bytes: the parameters alone take 136 kB.
-    let finished = train_after(&job, &["sh"], "ulimit -f 200");
-    assert_trained_without_its_end(&job, &finished, "File too large (os error 27)");
-}
-
 #[test]
 fn a_folder_that_may_not_be_written_to_does_not_end_the_training() {
     /// Root may write everywhere, unless it gives that up.
@@ -209,7 +200,7 @@ fn a_folder_that_may_not_be_written_to_does_not_end_the_training() {
     permit(0o755).expect("ours");
 }
 
-/// Mounts need a user namespace; where that is forbidden, the tests above are what there is.
+/// Mounts need a user namespace. Where that is forbidden, the worker's own tests have disks that say the same.
 #[test]
 fn a_full_disk_and_one_that_is_read_only_do_not_end_the_training() {
     let namespace = ["unshare", "-rm", "sh"];

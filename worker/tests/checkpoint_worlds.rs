@@ -33,20 +33,24 @@ fn one_step(strategy: Strategy, precision: Precision) -> Job {
         c.train.steps = 1;
         c.train.micro_batch = 1;
         c.train.verify_every = 0;
-        c.train.precision = precision;
+        set(c, precision);
         c.train.rescale = Rescale::KeepMicroBatch;
         c.run.resume = Resume::Auto;
         c.model.n_embd = 64;
         c.model.vocab_size = Some(2048);
         c.parallel.strategy = strategy;
-        // So that the step that comes next can be spoilt.
-        c.parallel.reduce_dtype = (precision == Precision::Bf16).then_some(ReduceDtype::F32);
     })
+}
+
+fn set(config: &mut TrainConfig, precision: Precision) {
+    config.train.precision = precision;
+    // So that a gradient can be spoilt.
+    config.parallel.reduce_dtype = (precision == Precision::Bf16).then_some(ReduceDtype::F32);
 }
 
 /// Goes on from a copy of a run on other ranks, which load its state and have nothing to do but to save it as another
 /// step: one that is skipped.
-fn saved_again(first: &Job, strategy: Strategy, ranks: u32) -> Trained {
+fn saved_again(first: &Job, (strategy, precision): (Strategy, Precision), ranks: u32) -> Trained {
     let mut again = Job::new();
     let data = again.config.data.clone();
     again.config = first.config.clone();
@@ -54,6 +58,7 @@ fn saved_again(first: &Job, strategy: Strategy, ranks: u32) -> Trained {
     again.config.run.out_dir = Some(again.out_dir_beside("again"));
     copy_folder(&first.out_dir(), &again.out_dir());
     again.config.parallel.strategy = strategy;
+    set(&mut again.config, precision);
     again.config.train.steps = 2;
     again.config.train.on_nonfinite = OnNonFinite::Skip;
     let spoilt = Fault::NotANumber { passes: u64::MAX };
@@ -89,7 +94,8 @@ fn copy_folder(from: &Path, to: &Path) {
     }
 }
 
-/// Over the sizes, every strategy loads what every other saved.
+/// Over the sizes, every strategy loads what every other saved, and every third time in the other precision: a
+/// checkpoint has the masters.
 fn every_number_loads_what_every_other_saved(precision: Precision, turn: usize) {
     for (i, writers) in SIZES.into_iter().enumerate() {
         let wrote = STRATEGIES[(i + turn) % STRATEGIES.len()];
@@ -102,8 +108,14 @@ fn every_number_loads_what_every_other_saved(precision: Precision, turn: usize) 
         assert!(before.state.keys().any(|name| name.starts_with("optimizer.")));
         for (j, readers) in SIZES.into_iter().enumerate() {
             let reads = STRATEGIES[(i + j) % STRATEGIES.len()];
-            let after = saved_again(&job, reads, readers);
-            let what = format!("{precision:?}, {wrote:?} on {writers} to {reads:?} on {readers}");
+            let other = match precision {
+                Precision::F32 => Precision::Bf16,
+                _ => Precision::F32,
+            };
+            let then = if (i + j) % 3 == 0 { other } else { precision };
+            let after = saved_again(&job, (reads, then), readers);
+            let what =
+                format!("{wrote:?} on {writers} in {precision:?} to {reads:?} on {readers} in {then:?}");
             assert_eq!(before.state, after.state, "{what}");
         }
     }

@@ -1,6 +1,7 @@
 //! Pieces of many ranks to one checkpoint, all of it or nothing.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -212,20 +213,23 @@ impl Writer {
         storage::sync_folder(storage, &self.root)?;
         storage::sync_folder(storage, &self.out_dir)?;
         if is_first {
-            self.sync_above();
+            self.sync_above()?;
         }
         self.point_latest()
     }
 
-    /// Puts the names of the folders above the run's on the disk, which may be as new as the run. Who may not open
-    /// one of them has not made it.
-    fn sync_above(&self) {
+    /// Puts the names of the folders above the run's on the disk, which may be as new as the run.
+    fn sync_above(&self) -> Result<(), CheckpointError> {
         for folder in self.out_dir.ancestors().skip(1) {
-            let here = folder.as_os_str().is_empty();
-            let _ = self
-                .storage
-                .sync_folder(if here { Path::new(".") } else { folder });
+            let is_here = folder.as_os_str().is_empty();
+            let folder = if is_here { Path::new(".") } else { folder };
+            match self.storage.sync_folder(folder) {
+                // Who may not open it has not made it; and what has no names on a disk cannot be told to keep them.
+                Err(e) if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) => {}
+                other => other.map_err(|e| CheckpointError::io("sync", folder, &e))?,
+            }
         }
+        Ok(())
     }
 
     /// `latest` names this step already. A run that was resumed at its end saves what it has read; one that went back

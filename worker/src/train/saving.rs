@@ -314,7 +314,9 @@ impl Checkpoints {
             step: flight.thread.step(),
             own,
         };
-        self.before = self.flight.take().map(|flight| flight.thread);
+        let thread = self.flight.take().map(|flight| flight.thread);
+        // A save that could not begin because of the one before has no thread to wait for.
+        self.before = self.before.take().or(thread);
         Some(ended)
     }
 

@@ -76,13 +76,18 @@ fn damage_is_named() {
 
     fs::write(folder.path().join("checkpoints/latest"), "../../etc\n").unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @"cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: `../../etc`");
+    fs::write(folder.path().join("checkpoints/latest"), "step_00000020").unwrap();
+    assert_eq!(check_latest(folder.path()), 20);
+}
+
+#[test]
+fn a_latest_checkpoint_that_is_gone_is_named() {
+    let (folder, _) = saved(20);
     fs::write(folder.path().join("checkpoints/latest"), "step_00000021").unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
     checkpoint file `OUT/checkpoints/step_00000021/manifest.json` is missing
       hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
     ");
-    fs::write(folder.path().join("checkpoints/latest"), "step_00000020").unwrap();
-    assert_eq!(check_latest(folder.path()), 20);
 }
 
 #[test]
