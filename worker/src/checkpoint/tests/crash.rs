@@ -161,8 +161,9 @@ impl Ordeal {
 fn saves(base: &Path, all: &[Saved]) {
     fs::create_dir_all(out_dir(base)).unwrap();
     let disk = Journal::new(base);
-    all.iter()
-        .for_each(|saved| saved.save(disk.clone(), &out_dir(base)).unwrap());
+    for saved in all {
+        saved.save(disk.clone(), &out_dir(base)).unwrap();
+    }
 }
 
 /// Somebody writes the name of an older checkpoint into `latest`.
