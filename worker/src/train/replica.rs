@@ -10,8 +10,8 @@ use crate::model::{
     self, Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, Saved, StepKey, Unused,
 };
 use crate::ops::Fill;
-use crate::optim::evict;
-use crate::parallel::{Portion, Weights};
+use crate::optim::{AdamW, evict};
+use crate::parallel::Weights;
 
 /// See the module.
 pub(super) struct Replica {
@@ -77,15 +77,16 @@ impl Replica {
         })
     }
 
-    /// The first values of the parameters that this rank owns, from the seed alone, into `masters`.
-    pub(super) fn initialise(&self, masters: &Portion, seed: u64) {
+    /// The first values of the parameters that this rank owns, from the seed alone, into the masters.
+    pub(super) fn initialise(&self, adamw: &AdamW, seed: u64) {
+        let masters = adamw.masters(self.weights.own());
         for piece in self.weights.sharding().own_pieces() {
             let spec = &self.model.params[piece.param.0];
             let mut values = vec![0_f32; piece.elements.len()];
             model::fill_init(spec, piece.param, seed, piece.elements, &mut values);
             let target = masters.slice(&piece.place);
-            self.world
-                .device
+            adamw
+                .device()
                 .upload(self.world.stream, &target, bytemuck::cast_slice(&values));
             evict(&target);
         }

@@ -1,6 +1,8 @@
 //! A device that puts everything off: an operation runs when somebody waits for an event behind it, in the waiter's
 //! thread, and not a moment earlier. Code that reads results without waiting, or lets a collective start before its
 //! input is there, gets yesterday's numbers or a race with a name.
+//!
+//! [`DeferredDevice::beside_host`] counts its memory as its own: the optimizer's state must never come to it.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -9,18 +11,24 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ddp_worker::device::{
-    Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, EventState, Fetch, Stream,
+    Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, EventState, Fetch, HostSide, HostWork,
+    Stream,
 };
 use ddp_worker::ops::Op;
 
 /// Longer than anything takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_mins(2);
 
+/// Arenas that lie on the host, if there is one beside the device.
+const STATE: [&str; 3] = ["first moments", "second moments", "master weights"];
+
 /// See the module.
 pub struct DeferredDevice {
     cpu: Arc<CpuDevice>,
     queues: Mutex<Vec<Arc<Queue>>>,
     ran_ahead: AtomicUsize,
+    /// Where there is a host beside it: what was allocated there.
+    beside: Option<Mutex<Vec<Arena>>>,
 }
 
 /// A stream. Whoever waits for a point in it runs what comes before, unless somebody else is at it.
@@ -45,6 +53,8 @@ enum Command {
     Op(Op),
     Upload(Buffer, Vec<u8>),
     Fetch(Buffer, Arc<Mutex<Option<Vec<u8>>>>),
+    Copy(Buffer, Buffer),
+    Host(HostWork),
     Wait(Event, Instant),
     Marker,
 }
@@ -55,6 +65,14 @@ impl DeferredDevice {
             cpu: Arc::new(CpuDevice::new(1).unwrap()),
             queues: Mutex::default(),
             ran_ahead: AtomicUsize::new(0),
+            beside: None,
+        }
+    }
+
+    pub fn beside_host() -> Self {
+        Self {
+            beside: Some(Mutex::default()),
+            ..Self::new()
         }
     }
 
@@ -63,8 +81,33 @@ impl DeferredDevice {
         self.ran_ahead.load(Ordering::Relaxed)
     }
 
+    /// All streams.
+    pub fn streams(&self) -> Vec<Stream> {
+        (0..self.queues.lock().unwrap().len() as u32)
+            .map(Stream)
+            .collect()
+    }
+
     fn queue(&self, stream: Stream) -> Arc<Queue> {
         self.queues.lock().unwrap()[stream.0 as usize].clone()
+    }
+
+    /// An update of the step before waits in some stream.
+    fn owes_update(&self) -> bool {
+        let is_update = |command: &Command| matches!(command, Command::Op(Op::AdamW(_)) | Command::Host(_));
+        let queues = self.queues.lock().unwrap();
+        queues
+            .iter()
+            .any(|queue| queue.state.lock().unwrap().commands.iter().any(is_update))
+    }
+
+    /// Panics if a real device with memory of its own could not reach the buffer.
+    fn reach(&self, buffer: &Buffer) {
+        let name = buffer.arena().name();
+        assert!(
+            self.beside.is_none() || !STATE.contains(&name),
+            "`{name}` is on the host"
+        );
     }
 
     fn push(&self, stream: Stream, command: Command) {
@@ -125,6 +168,15 @@ impl Command {
                 .host_bytes()
                 .map(|source| *bytes.lock().unwrap() = Some(source.to_vec())),
             Self::Wait(event, deadline) => event.wait(deadline),
+            Self::Copy(from, to) => {
+                let from = from.host_bytes()?;
+                to.host_bytes_mut()?.copy_from_slice(&from);
+                Ok(())
+            }
+            Self::Host(mut work) => {
+                work();
+                Ok(())
+            }
         }
     }
 }
@@ -168,13 +220,17 @@ impl Device for DeferredDevice {
     }
 
     fn enqueue(&self, stream: Stream, op: Op) {
-        let queue = self.queue(stream);
-        let mut state = queue.state.lock().unwrap();
-        let is_update = |command: &Command| matches!(command, Command::Op(Op::AdamW(_)));
-        if matches!(op, Op::EncoderForward(_)) && state.commands.iter().any(is_update) {
-            self.ran_ahead.fetch_add(1, Ordering::Relaxed);
+        match &op {
+            Op::EncoderForward(_) if self.owes_update() => {
+                self.ran_ahead.fetch_add(1, Ordering::Relaxed);
+            }
+            Op::AdamW(update) => self.reach(&update.param),
+            Op::Cast(cast) => [&cast.x, &cast.out]
+                .into_iter()
+                .for_each(|buffer| self.reach(buffer)),
+            _ => {}
         }
-        state.commands.push_back(Command::Op(op));
+        self.push(stream, Command::Op(op));
     }
 
     fn record(&self, stream: Stream) -> Event {
@@ -204,11 +260,16 @@ impl Device for DeferredDevice {
     }
 
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
+        self.reach(dst);
         self.push(stream, Command::Upload(dst.clone(), bytes.to_vec()));
     }
 
     fn is_asynchronous(&self) -> bool {
         true
+    }
+
+    fn host_side(&self) -> Option<&dyn HostSide> {
+        self.beside.is_some().then_some(self)
     }
 
     fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {
@@ -220,7 +281,33 @@ impl Device for DeferredDevice {
     }
 
     fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+        self.reach(src);
         self.synchronize(stream)?;
         Ok(src.host_bytes()?.to_vec())
+    }
+}
+
+impl HostSide for DeferredDevice {
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        let arena = self.cpu.alloc(spec)?;
+        self.beside.as_ref().unwrap().lock().unwrap().push(arena.clone());
+        Ok(arena)
+    }
+
+    fn named_stream(&self, _name: &str) -> Stream {
+        self.stream()
+    }
+
+    unsafe fn copy(&self, stream: Stream, from: &Buffer, to: &Buffer) {
+        let arenas = self.beside.as_ref().unwrap().lock().unwrap();
+        let [from_host, to_host] =
+            [from, to].map(|buffer| arenas.iter().any(|arena| arena.same(buffer.arena())));
+        assert!(from_host != to_host, "{from:?} to {to:?} does not cross");
+        [from, to].into_iter().for_each(|buffer| self.reach(buffer));
+        self.push(stream, Command::Copy(from.clone(), to.clone()));
+    }
+
+    fn run(&self, stream: Stream, work: HostWork) {
+        self.push(stream, Command::Host(work));
     }
 }
