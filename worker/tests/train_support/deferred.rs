@@ -26,6 +26,8 @@ const STATE: [&str; 3] = ["first moments", "second moments", "master weights"];
 pub struct DeferredDevice {
     cpu: Arc<CpuDevice>,
     queues: Mutex<Vec<Arc<Queue>>>,
+    /// Numbers that the host asked for and has not read.
+    unread: Arc<AtomicUsize>,
     ran_ahead: AtomicUsize,
     /// Where there is a host beside it: what was allocated there.
     beside: Option<Mutex<Vec<Arena>>>,
@@ -64,6 +66,7 @@ impl DeferredDevice {
         Self {
             cpu: Arc::new(CpuDevice::new(1).unwrap()),
             queues: Mutex::default(),
+            unread: Arc::default(),
             ran_ahead: AtomicUsize::new(0),
             beside: None,
         }
@@ -76,7 +79,8 @@ impl DeferredDevice {
         }
     }
 
-    /// How often a pass was begun before the update of the step before had run.
+    /// How often the host began a pass before it had read the numbers of the step before. What ran meanwhile is no
+    /// measure: a collective of another thread may wait for the update, and thereby run it.
     pub fn ran_ahead(&self) -> usize {
         self.ran_ahead.load(Ordering::Relaxed)
     }
@@ -90,15 +94,6 @@ impl DeferredDevice {
 
     fn queue(&self, stream: Stream) -> Arc<Queue> {
         self.queues.lock().unwrap()[stream.0 as usize].clone()
-    }
-
-    /// An update of the step before waits in some stream.
-    fn owes_update(&self) -> bool {
-        let is_update = |command: &Command| matches!(command, Command::Op(Op::AdamW(_)) | Command::Host(_));
-        let queues = self.queues.lock().unwrap();
-        queues
-            .iter()
-            .any(|queue| queue.state.lock().unwrap().commands.iter().any(is_update))
     }
 
     /// Panics if a real device with memory of its own could not reach the buffer.
@@ -221,7 +216,7 @@ impl Device for DeferredDevice {
 
     fn enqueue(&self, stream: Stream, op: Op) {
         match &op {
-            Op::EncoderForward(_) if self.owes_update() => {
+            Op::EncoderForward(_) if self.unread.load(Ordering::Relaxed) > 0 => {
                 self.ran_ahead.fetch_add(1, Ordering::Relaxed);
             }
             Op::AdamW(update) => self.reach(&update.param),
@@ -275,7 +270,10 @@ impl Device for DeferredDevice {
     fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {
         let bytes = Arc::new(Mutex::new(None));
         self.push(stream, Command::Fetch(src.clone(), bytes.clone()));
+        let unread = self.unread.clone();
+        unread.fetch_add(1, Ordering::Relaxed);
         Fetch::new(self.record(stream), move || {
+            unread.fetch_sub(1, Ordering::Relaxed);
             Ok(bytes.lock().unwrap().take().expect("the copy has run"))
         })
     }
