@@ -35,8 +35,8 @@ pub struct HostPass {
     pub inputs: Vec<Buffer>,
     /// Written, in the device's memory.
     pub outputs: Vec<Buffer>,
-    /// Runs in a thread that must not call the device. It may touch other memory of the host, which nobody else does
-    /// between now and the end of the pass.
+    /// Runs in a thread that must not call the device, nor free its memory: it owns memory of the host alone. What it
+    /// touches of that is refused to others by its arena meanwhile.
     pub work: PassWork,
 }
 

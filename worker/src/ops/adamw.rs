@@ -1,5 +1,7 @@
 //! The AdamW update (Loshchilov & Hutter 2019, algorithm 2), with decoupled weight decay.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::kernel::kernel;
@@ -75,6 +77,20 @@ impl AdamW {
             (&grad, copy.as_deref_mut()),
             Factors::new(self, scale),
         )
+    }
+
+    /// The update of some of the elements.
+    #[must_use]
+    pub fn slice(&self, range: &Range<usize>) -> Self {
+        let of = |buffer: &Buffer| buffer.slice(range.clone());
+        Self {
+            param: of(&self.param),
+            copy: self.copy.as_ref().map(of),
+            grad: of(&self.grad),
+            m: of(&self.m),
+            v: of(&self.v),
+            ..self.clone()
+        }
     }
 
     /// The same for a gradient and a factor that are brought to the host. The copy is left to the caller.

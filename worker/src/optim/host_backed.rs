@@ -137,7 +137,7 @@ impl Piece {
             while start < op.param.len() {
                 let room = pieces.last().and_then(|piece| piece.room_for(op, start, most));
                 let end = op.param.len().min(start + room.unwrap_or(most));
-                let update = cut(op, start..end);
+                let update = op.slice(&(start..end));
                 match (room, pieces.last_mut()) {
                     (Some(_), Some(piece)) => piece.join(update),
                     _ => pieces.push(Self::of(update)),
@@ -157,8 +157,8 @@ impl Piece {
         }
     }
 
-    /// How many elements of `op`, from its element `start` on, can join; none if it does not follow, with the same
-    /// distance everywhere: then what lies between belongs to no parameter.
+    /// How many elements of `op`, from its element `start` on, can join. None if it does not follow with the same
+    /// distance everywhere; if it does, what lies between belongs to no parameter.
     fn room_for(&self, op: &AdamW, start: usize, most: usize) -> Option<usize> {
         let pairs = [
             (&self.grad, &op.grad),
@@ -170,7 +170,8 @@ impl Piece {
             gap.filter(|_| own.arena().same(next.arena()))
         });
         let gap = gaps.next()??;
-        let follows = gaps.all(|other| other == Some(gap));
+        let scale = &self.updates[0].1.scale;
+        let follows = gaps.all(|other| other == Some(gap)) && scale.arena().same(op.scale.arena());
         let room = most.checked_sub(self.param.len() + gap)?;
         (follows && room > 0).then_some(room)
     }
@@ -223,19 +224,6 @@ impl Piece {
 /// The parameters that an update leaves on the device.
 fn target(op: &AdamW) -> &Buffer {
     op.copy.as_ref().expect("state on the host has masters")
-}
-
-/// Some elements of an update.
-fn cut(op: &AdamW, range: Range<usize>) -> AdamW {
-    let of = |buffer: &Buffer| buffer.slice(range.clone());
-    AdamW {
-        param: of(&op.param),
-        copy: op.copy.as_ref().map(of),
-        grad: of(&op.grad),
-        m: of(&op.m),
-        v: of(&op.v),
-        ..op.clone()
-    }
 }
 
 impl Device for HostBacked {

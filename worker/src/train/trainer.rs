@@ -236,10 +236,10 @@ impl Trainer<'_> {
         self.session.heartbeat(done, phase, self.progress.clone());
     }
 
-    fn validate(&self, done: u64) -> Result<f64, TrainError> {
+    fn validate(&mut self, done: u64) -> Result<f64, TrainError> {
         self.beat(done, Phase::Validating);
         self.evaluation
-            .mean_loss(&self.world, &self.replica, &self.exchange)
+            .mean_loss(&self.world, &mut self.replica, &self.exchange)
     }
 
     fn save(

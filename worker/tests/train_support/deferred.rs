@@ -29,6 +29,8 @@ pub struct DeferredDevice {
     /// Numbers that the host asked for and has not read.
     unread: Arc<AtomicUsize>,
     ran_ahead: AtomicUsize,
+    /// Streams that do not compute run an upload at once.
+    hurries: bool,
     /// Where there is a host beside it: what was allocated there.
     beside: Option<Mutex<Vec<Arena>>>,
 }
@@ -68,7 +70,17 @@ impl DeferredDevice {
             queues: Mutex::default(),
             unread: Arc::default(),
             ran_ahead: AtomicUsize::new(0),
+            hurries: false,
             beside: None,
+        }
+    }
+
+    /// Uploads on another stream than the first do not wait for anybody to need them: they come as early as events let
+    /// them.
+    pub fn with_early_uploads() -> Self {
+        Self {
+            hurries: true,
+            ..Self::new()
         }
     }
 
@@ -220,9 +232,10 @@ impl Device for DeferredDevice {
                 self.ran_ahead.fetch_add(1, Ordering::Relaxed);
             }
             Op::AdamW(update) => self.reach(&update.param),
-            Op::Cast(cast) => [&cast.x, &cast.out]
-                .into_iter()
-                .for_each(|buffer| self.reach(buffer)),
+            Op::Cast(cast) => {
+                self.reach(&cast.x);
+                self.reach(&cast.out);
+            }
             _ => {}
         }
         self.push(stream, Command::Op(op));
@@ -257,6 +270,12 @@ impl Device for DeferredDevice {
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
         self.reach(dst);
         self.push(stream, Command::Upload(dst.clone(), bytes.to_vec()));
+        if self.hurries && stream != Stream(0) {
+            let empty = |state: &State| state.commands.is_empty() && !state.running;
+            // What goes wrong is told to whoever waits.
+            let queue = self.queue(stream);
+            drop(queue.drive(&self.cpu, Instant::now() + PATIENCE, empty));
+        }
     }
 
     fn is_asynchronous(&self) -> bool {
@@ -301,7 +320,8 @@ impl HostSide for DeferredDevice {
         let [from_host, to_host] =
             [from, to].map(|buffer| arenas.iter().any(|arena| arena.same(buffer.arena())));
         assert!(from_host != to_host, "{from:?} to {to:?} does not cross");
-        [from, to].into_iter().for_each(|buffer| self.reach(buffer));
+        self.reach(from);
+        self.reach(to);
         self.push(stream, Command::Copy(from.clone(), to.clone()));
     }
 
