@@ -19,7 +19,8 @@
 //! | `device` | [`CudaDevice`]: all of it as a [`super::Device`] | |
 //!
 //! Streams are CUDA streams that do not synchronise with the default one. Enqueueing launches and returns; the host
-//! waits only in `synchronize`, `download` and for events of the host; work of the host is called by its stream. Memory is zeroed when it is allocated.
+//! waits only in `synchronize`, `download` and for events of the host; work of the host is called by its stream. Memory
+//! is zeroed when it is allocated.
 
 mod arch;
 mod cache;
