@@ -57,7 +57,9 @@ fn main() -> Result<(), Failure> {
 fn print(names: &[&str], found: &mut [Steps]) {
     let plain = Spread::of(&mut found[0].without);
     let plain_mean = found[0].mean();
-    println!("\n| | step without a save | step with a save | of it stood still | longer | longest step | all steps |");
+    println!(
+        "\n| | step without a save | step with a save | of it stood still | longer | longest step | all steps |"
+    );
     println!("|---|---|---|---|---|---|---|");
     for (name, steps) in names.iter().zip(found) {
         let slower = (steps.mean() / plain_mean - 1.0) * 100.0;
@@ -93,7 +95,11 @@ impl Steps {
         for line in &lines[1..] {
             let has_save = every > 0 && (line.step - 1).is_multiple_of(every);
             // The next save may wait for this one.
-            assert!(has_save || line.checkpoint_ms == 0.0, "a save before step {}", line.step);
+            assert!(
+                has_save || line.checkpoint_ms == 0.0,
+                "a save before step {}",
+                line.step
+            );
             let all_ms = line.step_ms + line.checkpoint_ms;
             if has_save {
                 self.with.push(all_ms);

@@ -163,15 +163,23 @@ fn memory(footprint: Footprint, buffers: &Buffers, snapshot_bytes: u64) -> Strin
             " (and {gathered} gathered)"
         )),
         bytes(footprint.grads),
-        aside(buffers.in_flight, &|slots| format!(" ({slots} of it in flight)")),
+        in_flight(buffers.in_flight),
         bytes(footprint.optimizer),
         aside(buffers.padding.total(), &|padding| format!(
-            ", {padding} of all that is padding"
+            ", {padding} of padding included"
         )),
         aside(snapshot_bytes, &|snapshot| format!(
             ", checkpoint snapshot {snapshot}"
         )),
     )
+}
+
+/// What of the gradients is slots.
+fn in_flight(slots: u64) -> String {
+    match slots {
+        0 => String::new(),
+        slots => format!(" ({} of it in flight)", bytes(slots)),
+    }
 }
 
 fn precision(config: &TrainConfig) -> String {
@@ -237,26 +245,22 @@ fn accumulation(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<Strin
 }
 
 fn both_ways(chosen: Accumulate, sharded: &Outlook, full: &Outlook) -> String {
-    let held = |outlook: &Outlook| match outlook.buffers.in_flight {
-        0 => format!("{} of gradients", bytes(outlook.held().grads)),
-        some => format!(
-            "{} of gradients, {} of it in flight",
-            bytes(outlook.held().grads),
-            bytes(some)
+    let sent = |outlook: &Outlook| bytes(outlook.traffic.total());
+    let [shard, whole] = [sharded, full].map(|outlook| bytes(outlook.held().grads));
+    let in_flight = |outlook: &Outlook| in_flight(outlook.buffers.in_flight);
+    let (of_shard, of_whole) = (in_flight(sharded), in_flight(full));
+    match chosen {
+        Accumulate::Sharded => format!(
+            "sharded: {shard} of gradients{of_shard}, {} sent a step; full would take {whole}{of_whole} and send {}",
+            sent(sharded),
+            sent(full)
         ),
-    };
-    let cost = |outlook: &Outlook| {
-        format!(
-            "{}; {} sent a step",
-            held(outlook),
-            bytes(outlook.traffic.total())
-        )
-    };
-    let ((name, chosen), (other, would)) = match chosen {
-        Accumulate::Sharded => (("sharded", sharded), ("full", full)),
-        Accumulate::Full => (("full", full), ("sharded", sharded)),
-    };
-    format!("{name}: {} ({other} would be: {})", cost(chosen), cost(would))
+        Accumulate::Full => format!(
+            "full: {whole} of gradients{of_whole}, {} sent a step; sharded would take {shard}{of_shard} and send {}",
+            sent(full),
+            sent(sharded)
+        ),
+    }
 }
 
 fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
@@ -340,7 +344,7 @@ mod tests {
         insta::assert_snapshot!(line(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB; activations are measured as it runs");
         let mut zero3 = seven_billion(setting(Strategy::Zero3, Accumulate::Sharded), 1 << 30, 2 << 30);
         zero3.buffers.padding.params = 5 << 20;
-        insta::assert_snapshot!(line(&zero3, 3 << 30), @"");
+        insta::assert_snapshot!(line(&zero3, 3 << 30), @"parameters 3.3 GiB (and 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, 5.0 MiB of padding included, checkpoint snapshot 3.0 GiB; activations are measured as it runs");
     }
 
     #[test]
@@ -348,7 +352,7 @@ mod tests {
         let sharded = seven_billion(setting(Strategy::Zero2, Accumulate::Sharded), 1 << 30, 0);
         let full = seven_billion(setting(Strategy::Zero2, Accumulate::Full), 0, 0);
         // k + 1 = 5 times 24.5 GB, and 2 times.
-        insta::assert_snapshot!(both_ways(Accumulate::Sharded, &sharded, &full), @"");
-        insta::assert_snapshot!(both_ways(Accumulate::Full, &sharded, &full), @"");
+        insta::assert_snapshot!(both_ways(Accumulate::Sharded, &sharded, &full), @"sharded: 4.3 GiB of gradients (1.0 GiB of it in flight), 114.1 GiB sent a step; full would take 26.1 GiB and send 45.6 GiB");
+        insta::assert_snapshot!(both_ways(Accumulate::Full, &sharded, &full), @"full: 26.1 GiB of gradients, 45.6 GiB sent a step; sharded would take 4.3 GiB (1.0 GiB of it in flight) and send 114.1 GiB");
     }
 }
