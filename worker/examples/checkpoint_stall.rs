@@ -7,8 +7,8 @@
 //!
 //! A step with a save in it is the one that follows the save: the time for which the save held training up before it,
 //! and the step itself, beside which the files are written. All other steps are without; where writing takes longer
-//! than one step, those of the same run show it, so the comparison is with the run that saves nothing. The first step
-//! is left out. Prints Markdown.
+//! than one step, those of the same run show it, so all shares are of the median step, or the mean, of the run that
+//! saves nothing. The first step is left out. Prints Markdown.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -58,21 +58,25 @@ fn print(names: &[&str], found: &mut [Steps]) {
     let plain = Spread::of(&mut found[0].without);
     let plain_mean = found[0].mean();
     println!(
-        "\n| | step without a save | step with a save | of it stood still | longer | longest step | all steps |"
+        "\n| | step without a save | step with a save | longer | of it training stood still | longest step | mean of all steps |"
     );
     println!("|---|---|---|---|---|---|---|");
     for (name, steps) in names.iter().zip(found) {
         let slower = (steps.mean() / plain_mean - 1.0) * 100.0;
         let without = Spread::of(&mut steps.without);
         if steps.with.is_empty() {
-            println!("| {name} | {without} | | | | {:.0} ms | |", without.most);
+            println!(
+                "| {name} | {without} | | | | {:.0} ms | {plain_mean:.1} ms |",
+                without.most
+            );
             continue;
         }
         let with = Spread::of(&mut steps.with);
         let longer = (with.median / plain.median - 1.0) * 100.0;
         let stood = Spread::of(&mut steps.stood);
+        let share = stood.median / plain.median * 100.0;
         println!(
-            "| {name}, {} saves | {without} | {with} | {stood} | {longer:+.1} % | {:.0} ms | {slower:+.1} % |",
+            "| {name}, {} saves | {without} | {with} | {longer:+.1} % | {stood}: {share:.1} % | {:.0} ms | {slower:+.1} % |",
             steps.with.len(),
             with.most.max(without.most)
         );

@@ -7,7 +7,7 @@ mod train_support;
 use ddp_worker::config::{Accumulate, Precision, ReduceDtype, ShardGroup, Strategy, TrainConfig};
 use ddp_worker::model;
 use ddp_worker::ops::CHUNK;
-use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, Sharding};
+use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, ShardUnit, Sharding};
 use ddp_worker::train::Outlook;
 use train_support::Job;
 
@@ -244,7 +244,7 @@ fn padded_units(job: &Job, world: usize) -> (usize, usize) {
     };
     let units = sharding.units().iter();
     let blocks = units.filter(|unit| model.params[unit.params[0].0].name.starts_with("h."));
-    (sharding.whole_len(), blocks.map(|unit| unit.len()).sum())
+    (sharding.whole_len(), blocks.map(ShardUnit::len).sum())
 }
 
 /// Steps, validations and checkpoints of a job move what the multiples say: of gradients, and of parameters.

@@ -86,7 +86,7 @@ impl Outlook {
                 gathering_slots(model, &sharding, residence),
             ),
         };
-        let traffic = StepTraffic::of(&sharding, scheme.copies, gathered, dtypes);
+        let sharded = StepTraffic::of(&sharding, scheme.copies, gathered, dtypes);
         let (parameters, padded) = (model.param_count() as u64, sharding.whole_len() as u64);
         let formula = Footprint::of(&setting, parameters);
         let in_flight = in_flight_slots(layout, &sharding, scheme.between, parallel.sync);
@@ -100,9 +100,12 @@ impl Outlook {
                 gathered: (gathering * dtypes.params.bytes()) as u64,
             },
             padded,
-            traffic: Traffic {
-                grads: setting.reductions() * traffic.reduction(),
-                params: traffic.params(),
+            traffic: match scheme.strategy {
+                Strategy::Ddp => Traffic::of(&setting, padded),
+                _ => Traffic {
+                    grads: sharded.step(setting.reductions() as usize) - sharded.params(),
+                    params: sharded.params(),
+                },
             },
         }
     }

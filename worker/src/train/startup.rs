@@ -270,9 +270,12 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
     } else {
         "after backward"
     };
+    let is_whole = trainer.scheme.between == Some(Between::Full);
     let how = match (trainer.scheme.strategy, parallel.sync) {
-        (Strategy::Zero1, _) => format!("reduce-scatter ({})", counted(reductions, "bucket")),
-        (Strategy::Zero2, _) => format!("reduce-scatter ({})", counted(reductions, "part")),
+        (Strategy::Zero2, _) if !is_whole => format!("reduce-scatter ({})", counted(reductions, "part")),
+        (Strategy::Zero1 | Strategy::Zero2, _) => {
+            format!("reduce-scatter ({})", counted(reductions, "bucket"))
+        }
         (Strategy::Zero3, _) => format!("reduce-scatter ({})", counted(reductions, "group")),
         (_, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
         (_, Sync::PerParameter) => "per-parameter".to_owned(),
