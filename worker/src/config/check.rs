@@ -129,7 +129,7 @@ impl Check<'_> {
             train.checkpoint_timeout_s,
             MAX_TIMEOUT_S,
         )?;
-        if train.offload.dir.is_some() && train.offload.optimizer == OptimizerHome::None {
+        if train.offload.dir.is_some() && train.offload.optimizer != OptimizerHome::File {
             let problem = "`train.offload.dir` is set, but nothing is offloaded to it";
             let hint = "set `train.offload.optimizer: file`, or leave it out";
             return Err(self

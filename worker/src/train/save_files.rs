@@ -3,7 +3,6 @@
 use super::owned::{self, Part};
 use super::save_thread::{SaveFile, Source};
 use super::saving::Here;
-use super::world::World;
 use crate::checkpoint::{Extent, file_stem};
 use crate::device::{Arena, Buffer, DeviceError};
 
@@ -49,7 +48,7 @@ pub(super) fn stems(ranks: usize) -> Vec<String> {
 
 /// The state as it is now, in the memory set aside.
 pub(super) fn copy(here: Here<'_>, files: &[File], snapshot: &Arena) -> Result<Vec<Source>, DeviceError> {
-    let World { device, stream, .. } = here.world;
+    let (device, stream) = (here.adamw.device(), &here.world.stream);
     let mut end = 0;
     let mut copied = |buffer: &Buffer| -> Result<Buffer, DeviceError> {
         let target = snapshot.slice(end..end + buffer.bytes());

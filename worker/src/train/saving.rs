@@ -135,7 +135,7 @@ impl Checkpoints {
         let train = &config.train;
         let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
         // Who keeps moments in a file has no memory for a copy of them.
-        if !train.checkpoint_async || !is_periodic || train.offload.optimizer != OptimizerHome::None {
+        if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OptimizerHome::File {
             return Ok(());
         }
         let files = files(here);
@@ -379,7 +379,7 @@ impl Checkpoints {
             });
         }
         let files = files(here);
-        let World { device, stream, .. } = here.world;
+        let (device, stream) = (here.adamw.device(), &here.world.stream);
         let sources = match snapshot {
             Some(arena) => copy(here, &files, arena),
             // The thread reads on another stream.
