@@ -104,7 +104,9 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
         let _ = write!(text, " after {}", seconds(ran_for));
     }
     if let Some(time) = clock_time(failure.unix_time_ns) {
-        let _ = write!(text, " at {time}");
+        // Clocks of different nodes may differ, and this one's is what people compare with.
+        let whose = if here { "" } else { " by that node's clock" };
+        let _ = write!(text, " at {time}{whose}");
     }
     if let Some(hint) = hint_for(ending, failure.out_of_memory) {
         let _ = write!(text, "\n    {hint}");
@@ -176,7 +178,7 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
         .filter(|end| Some(end.rank) != first && !end.ending.is_success())
     {
         let after = seconds(end.after);
-        let _ = match end.sent {
+        let _ = match end.sent.map(|sent| deadly(sent, end.ending)) {
             Some(signal) => {
                 write!(
                     text,
@@ -200,8 +202,8 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
                 end.rank, end.ending
             ),
         };
-        let died_of_ours = matches!(end.ending, Ending::Signal { signal, .. } if Some(signal) == end.sent);
-        if end.sent.is_some() && !died_of_ours {
+        let died_of = |sent| matches!(end.ending, Ending::Signal { signal, .. } if signal == sent);
+        if end.sent.is_some_and(|sent| !died_of(deadly(sent, end.ending))) {
             let _ = write!(text, " ({})", end.ending);
         }
         match &end.message {
@@ -212,6 +214,14 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
             }
             None => {}
         }
+    }
+}
+
+/// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM.
+fn deadly(sent: i32, ending: Ending) -> i32 {
+    match ending {
+        Ending::Signal { signal, .. } if signal == libc::SIGTERM && sent == libc::SIGKILL => signal,
+        _ => sent,
     }
 }
 

@@ -1,5 +1,7 @@
 //! The stop routine, and signals in every state.
 
+use std::fs;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::JobOver;
@@ -108,6 +110,56 @@ fn a_signal_is_honoured_while_the_daemon_is_silent_after_a_failure() {
     });
     launcher.signal(Signal::SIGTERM);
     assert_eq!(launcher.wait().code, 143);
+}
+
+/// Holds processes in state D, where not even SIGKILL reaches them: the freezer of control groups, version 1.
+struct Freezer(PathBuf);
+
+impl Freezer {
+    /// None where this user may not, or version 1 is not mounted.
+    fn make() -> Option<Self> {
+        let name = format!("ddp-test-{}", std::process::id());
+        let dir = PathBuf::from("/sys/fs/cgroup/freezer").join(name);
+        fs::create_dir(&dir).ok()?;
+        Some(Self(dir))
+    }
+
+    fn freeze(&self, pid: &str) {
+        fs::write(self.0.join("cgroup.procs"), pid).unwrap();
+        fs::write(self.0.join("freezer.state"), "FROZEN").unwrap();
+    }
+}
+
+impl Drop for Freezer {
+    fn drop(&mut self) {
+        // Its member has been killed long since, and dies now; the folder goes when it is empty.
+        let _ = fs::write(self.0.join("freezer.state"), "THAWED");
+        for _ in 0..100 {
+            if fs::remove_dir(&self.0).is_ok() {
+                break;
+            }
+            std::thread::yield_now();
+        }
+    }
+}
+
+#[test]
+fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
+    let Some(freezer) = Freezer::make() else {
+        eprintln!("SKIPPED: no freezer of control groups here");
+        return;
+    };
+    let daemon = Daemon::start(Policy::default());
+    let launch = launch(&daemon).sh("echo pid $$; exec tail -f /dev/null");
+    let mut launcher = launch.shutdown_timeout(Duration::from_millis(100)).start();
+    let line = launcher.stdout.expect("pid ");
+    let pid = line.trim().rsplit(' ').next().unwrap();
+    freezer.freeze(pid);
+    launcher.signal(Signal::SIGTERM);
+    let end = launcher.wait();
+    assert_eq!(end.code, 143, "{}", end.stderr);
+    let named = format!("processes that cannot be killed: {pid} (`tail`, state D");
+    assert!(end.stderr.contains(&named), "{}", end.stderr);
 }
 
 #[test]

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::error::Named;
+use super::pending::Pending;
 use super::segment::SharedSegment;
 use super::stream_transport::Route;
 use super::work::Completion;
@@ -13,7 +14,7 @@ use super::{
     WireBytes, Work, WorkTimes,
 };
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
-use crate::session::Cancel;
+use crate::session::{Cancel, Waiting};
 
 /// Most operations in a queue; one more blocks the caller until there is room.
 const QUEUE_BOUND: usize = 1024;
@@ -105,6 +106,7 @@ struct Core {
     route: Route,
     sequence: u64,
     poison: Option<String>,
+    pending: Arc<Pending>,
 }
 
 impl Communicator {
@@ -136,6 +138,9 @@ impl Communicator {
         let rank = route.rank();
         let members = route.members().to_vec();
         let is_host = matches!(route, Route::Host(_));
+        let pending = Pending::of(name);
+        let waiting: Arc<dyn Waiting> = pending.clone();
+        cancel.listen_to(Arc::downgrade(&waiting));
         let core = Core {
             name: name.to_owned(),
             global_rank: members[rank],
@@ -144,6 +149,7 @@ impl Communicator {
             route,
             sequence: 0,
             poison: None,
+            pending,
         };
         let core = Arc::new(Mutex::new(core));
         let (driver, queue) = match executor {
@@ -338,10 +344,13 @@ impl Core {
             completion,
         } = job;
         let sequence = self.next();
+        let request = Arc::new(request);
+        self.pending.begin(sequence, &request);
         let outcome = self.run(sequence, &request, &after).map_err(|failure| {
             self.poison.get_or_insert_with(|| failure.to_string());
             self.named(sequence, &request).error(failure)
         });
+        self.pending.end();
         completion.set(outcome);
     }
 
@@ -378,7 +387,7 @@ impl Core {
         self.await_input(after)?;
         let started = Instant::now();
         let mut held = request.buffer.hold()?;
-        let wait = Wait::new(self.timeout, &self.cancel);
+        let wait = Wait::new(self.timeout, &self.cancel).told_to(&self.pending);
         let Route::Host(transport) = &mut self.route else {
             return Err(Failure::Invalid("the transport has a stream".into()));
         };
