@@ -14,7 +14,9 @@ use ddp_proto::control::Phase;
 /// Threads that are described; the rest are counted.
 const MAX_THREADS: usize = 16;
 /// Heartbeats come at least every two seconds: a worker without one for this long is lost, not stuck.
-const BEATS_BOUND: Duration = Duration::from_secs(5);
+const BEATS_BOUND: Duration = Duration::from_millis(2500);
+/// Begins the words on a worker that hung, where its own words would stand.
+pub(crate) const HUNG: &str = "hung: ";
 
 /// The last sign of life of a worker.
 #[derive(Clone, Copy, Debug)]
@@ -42,11 +44,16 @@ impl Beat {
         now.saturating_duration_since(self.silent_since())
     }
 
+    /// No heartbeat comes any more, not even a repeated one.
+    fn is_lost(&self, now: Instant, bound: Duration) -> bool {
+        now.saturating_duration_since(self.at) >= bound.min(BEATS_BOUND)
+    }
+
     /// What is wrong, in words.
     pub(crate) fn trouble(&self, now: Instant, bound: Duration) -> String {
         let silence = self.silence(now).as_secs_f64();
         let place = format!("(phase {}, step {})", phase_name(self.phase), self.step);
-        if now.saturating_duration_since(self.at) >= bound.min(BEATS_BOUND) {
+        if self.is_lost(now, bound) {
             format!("is lost: hung, no heartbeat for {silence:.1} s {place}")
         } else {
             format!("is stuck: it sends heartbeats, but nothing new for {silence:.1} s {place}")
@@ -76,16 +83,20 @@ fn phase_name(phase: Phase) -> &'static str {
     }
 }
 
-/// The worker whose silence is the longest, if it is longer than `bound`. A rank that waits for another one beats as
-/// little as the other, but it fell silent later: the one that was silent first is the cause.
+/// The worker that is to blame for the silence, if there is one of at least `bound`; `waits` is true for those that say
+/// that they wait for others.
+///
+/// All ranks fall silent when one does. One that sends no heartbeats is the cause before one that does, one that waits
+/// for nobody before one that waits; then the one that is behind, and of equals the one that was silent first.
 pub(crate) fn longest_silence(
-    beats: impl Iterator<Item = (usize, Beat)>,
+    beats: impl Iterator<Item = (usize, Beat, bool)>,
     now: Instant,
     bound: Duration,
 ) -> Option<(usize, Beat)> {
     beats
-        .filter(|(_, beat)| beat.silence(now) >= bound)
-        .min_by_key(|(_, beat)| (beat.step, beat.silent_since()))
+        .filter(|(_, beat, _)| beat.silence(now) >= bound)
+        .min_by_key(|(_, beat, waits)| (!beat.is_lost(now, bound), *waits, beat.step, beat.silent_since()))
+        .map(|(index, beat, _)| (index, beat))
 }
 
 /// What the kernel knows of each thread of a process, a line each:
@@ -158,6 +169,7 @@ mod tests {
         let bound = Duration::from_secs(10);
         let silent = |beats: &[Beat]| {
             let numbered = beats.iter().copied().enumerate();
+            let numbered = numbered.map(|(rank, beat)| (rank, beat, false));
             longest_silence(numbered, now, bound).map(|(rank, _)| rank)
         };
         assert_eq!(
@@ -174,6 +186,31 @@ mod tests {
     }
 
     #[test]
+    fn who_is_gone_or_waits_for_nobody_is_the_cause_rather_than_who_waits() {
+        let now = Instant::now();
+        let bound = Duration::from_secs(10);
+        let repeated = |beat: Beat| Beat { at: now, ..beat };
+        let cause = |beats: [(usize, Beat, bool); 2]| {
+            longest_silence(beats.into_iter(), now, bound).map(|(rank, _)| rank)
+        };
+        // Rank 1 was stopped in the step after the one in which rank 0 waits for it.
+        assert_eq!(
+            cause([
+                (0, repeated(beat(now, 12, 4)), false),
+                (1, beat(now, 11, 5), false)
+            ]),
+            Some(1)
+        );
+        assert_eq!(
+            cause([
+                (0, repeated(beat(now, 12, 4)), true),
+                (1, repeated(beat(now, 11, 5)), false)
+            ]),
+            Some(1)
+        );
+    }
+
+    #[test]
     fn a_repeated_heartbeat_is_nothing_new_but_at_the_beginning() {
         let now = Instant::now();
         let bound = Duration::from_secs(60);
@@ -181,7 +218,7 @@ mod tests {
             at: now,
             ..beat(now, 61, 3)
         };
-        let silent = |beat: Beat| longest_silence(std::iter::once((0, beat)), now, bound).is_some();
+        let silent = |beat: Beat| longest_silence(std::iter::once((0, beat, false)), now, bound).is_some();
         assert!(silent(stuck));
         stuck.phase = Phase::Starting;
         assert!(!silent(stuck));

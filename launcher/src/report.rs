@@ -10,6 +10,7 @@ use ddp_proto::rendezvous::WorkerExit;
 
 use crate::agent::Conclusion;
 use crate::ending::{Ending, signal_name};
+use crate::hang::HUNG;
 
 /// How one worker of this node ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -108,15 +109,15 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
         let whose = if here { "" } else { " by that node's clock" };
         let _ = write!(text, " at {time}{whose}");
     }
-    if let Some(hint) = hint_for(ending, failure.out_of_memory) {
+    let found_hung = failure.message.starts_with(HUNG);
+    if let Some(hint) = hint_for(ending, failure.out_of_memory).filter(|_| !found_hung) {
         let _ = write!(text, "\n    {hint}");
     }
     if !failure.message.is_empty() {
-        let _ = write!(
-            text,
-            "\n    it says: {}",
-            indented(&failure.message, "             ")
-        );
+        // What the agent found out about a worker that hung are not its words.
+        let lead = if found_hung { "" } else { "it says: " };
+        let indent = " ".repeat(4 + lead.len());
+        let _ = write!(text, "\n    {lead}{}", indented(&failure.message, &indent));
     }
     if !failure.log_file.is_empty() {
         let on = if here {

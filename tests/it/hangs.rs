@@ -11,7 +11,7 @@ fn a_native_rank_that_is_stopped_is_lost_and_the_other_one_says_whom_it_waits_fo
     let running = launch()
         .nproc(2)
         .dir(job.dir())
-        .flag("--hang-timeout", "3")
+        .flag("--hang-timeout", "6")
         .flag("--max-restarts", "0")
         .target("tiny.yaml")
         .start();
@@ -24,7 +24,8 @@ fn a_native_rank_that_is_stopped_is_lost_and_the_other_one_says_whom_it_waits_fo
         .expect_stderr("rank 1 is slow: nothing new for")
         .expect_stderr("rank 1 is lost: hung, no heartbeat for")
         .expect_stderr("T (stopped)")
-        .expect_stderr("first failure: rank 1");
+        .expect_stderr("first failure: rank 1")
+        .expect_stderr("hung: it is lost");
     let state_of = |rank: &str| {
         let file = job.out().join("logs/attempt_0").join(rank).join("hang.txt");
         std::fs::read_to_string(file).expect("what the rank did")

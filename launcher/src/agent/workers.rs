@@ -287,6 +287,8 @@ impl Crew {
             if let (true, Some(pid), None) = (meant, worker.pid, worker.end) {
                 // Dead already, if this fails; it has not been reaped, so the number is still its own.
                 let _ = killpg(Pid::from_raw(pid), number);
+                // One that is stopped would not act on it.
+                let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
                 worker.sent = Some(signal);
             }
         }
@@ -316,7 +318,10 @@ impl Crew {
             .iter()
             .enumerate()
             .filter(|(_, worker)| worker.end.is_none());
-        let beats = live.filter_map(|(local_rank, worker)| Some((local_rank, worker.beat?)));
+        let beats = live.filter_map(|(local_rank, worker)| {
+            let waits = !worker.waiting_for.is_empty();
+            Some((local_rank, worker.beat?, waits))
+        });
         let (local_rank, beat) = longest_silence(beats, Instant::now(), bound)?;
         Some((LocalRank(local_rank as u32), self.workers[local_rank].pid?, beat))
     }

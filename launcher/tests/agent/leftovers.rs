@@ -3,6 +3,8 @@
 //! Every process in question holds a named pipe open for writing: its reader sees the end of the file when the
 //! last of them is gone.
 
+use std::path::PathBuf;
+
 use nix::sys::signal::Signal;
 
 use crate::daemon::{Daemon, Policy};
@@ -87,16 +89,18 @@ fn nothing_survives_a_launcher_that_is_killed() {
     family.rest();
 }
 
-/// Control groups of this test's launchers.
-fn groups_of(launcher: i32) -> Vec<std::ffi::OsString> {
-    let own = ddp_launcher::parent_of_workers().unwrap();
-    let names = std::fs::read_dir(own)
-        .unwrap()
-        .map(|entry| entry.unwrap().file_name());
+/// Control groups that a launcher made.
+pub(crate) fn groups_of(launcher: i32) -> Vec<PathBuf> {
+    let Ok(own) = ddp_launcher::parent_of_workers() else {
+        return Vec::new();
+    };
     let prefix = format!("ddp-{launcher}-");
-    names
-        .filter(|name| name.to_string_lossy().starts_with(&prefix))
-        .collect()
+    let is_its = |group: &PathBuf| {
+        let name = group.file_name().unwrap_or_default();
+        name.to_string_lossy().starts_with(&prefix)
+    };
+    let groups = std::fs::read_dir(own).unwrap().map(|entry| entry.unwrap().path());
+    groups.filter(is_its).collect()
 }
 
 #[test]

@@ -1,16 +1,17 @@
 //! The stop routine, and signals in every state.
 
 use std::fs;
-use std::path::PathBuf;
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use nix::sys::signal::Signal;
 
-use crate::daemon::{Daemon, Policy};
+use crate::daemon::{DEADLINE, Daemon, Policy};
 use crate::harness::{Meeting, launch};
+use crate::leftovers::groups_of;
 
 const STUBBORN: &str = r#"trap "" TERM INT; echo ready; while :; do tail -f /dev/null; done"#;
 
@@ -134,12 +135,15 @@ impl Drop for Freezer {
     fn drop(&mut self) {
         // Its member has been killed long since, and dies now; the folder goes when it is empty.
         let _ = fs::write(self.0.join("freezer.state"), "THAWED");
-        for _ in 0..100 {
-            if fs::remove_dir(&self.0).is_ok() {
-                break;
-            }
-            std::thread::yield_now();
-        }
+        until_removed(&self.0);
+    }
+}
+
+/// The last member of a control group is gone some moments after it was told to.
+fn until_removed(group: &Path) {
+    let deadline = Instant::now() + DEADLINE;
+    while fs::remove_dir(group).is_err() && group.exists() && Instant::now() < deadline {
+        std::thread::yield_now();
     }
 }
 
@@ -156,7 +160,14 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     let pid = line.trim().rsplit(' ').next().unwrap();
     freezer.freeze(pid);
     launcher.signal(Signal::SIGTERM);
+    let launcher_pid = launcher.pid();
     let end = launcher.wait();
+    // What it could not leave, as long as somebody was in it.
+    let groups = groups_of(launcher_pid);
+    drop(freezer);
+    for group in groups {
+        until_removed(&group);
+    }
     assert_eq!(end.code, 143, "{}", end.stderr);
     let named = format!("processes that cannot be killed: {pid} (`tail`, state D");
     assert!(end.stderr.contains(&named), "{}", end.stderr);

@@ -8,8 +8,8 @@
 use std::ffi::c_int;
 use std::fmt::Write as _;
 use std::fs;
-use std::sync::Mutex;
 use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Frames of one thread that are noted.
@@ -22,6 +22,15 @@ const ANSWER_BOUND: Duration = Duration::from_millis(50);
 const LOOK_INTERVAL: Duration = Duration::from_micros(100);
 /// Beyond `SIGRTMIN`: a real-time signal that neither libc, CUDA nor Python use.
 const SIGNAL_OFFSET: c_int = 13;
+/// End of the name of [`note`].
+const HANDLER: &str = "session::stacks::note";
+/// Functions below the first one that matters to anybody.
+const BEGINNINGS: [&str; 4] = [
+    "__rust_begin_short_backtrace",
+    "__libc_start",
+    "start_thread",
+    "clone3",
+];
 /// `FRAMES` is being filled.
 const PENDING: usize = usize::MAX;
 
@@ -36,9 +45,7 @@ static ASKING: Mutex<()> = Mutex::new(());
 
 /// All threads but the calling one, with their stacks, as text.
 pub(super) fn capture() -> String {
-    let Ok(_asking) = ASKING.try_lock() else {
-        return "the stacks are being captured already\n".to_owned();
-    };
+    let _asking = ASKING.lock().unwrap_or_else(PoisonError::into_inner);
     let signal = libc::SIGRTMIN() + SIGNAL_OFFSET;
     if !listen(signal) {
         return "the stacks cannot be captured: the signal for it is not to be had\n".to_owned();
@@ -119,30 +126,44 @@ fn ask(thread: i32, signal: c_int) -> Option<Vec<usize>> {
 
 /// A line a function, without the frames of the handler itself and of the thread's beginning.
 fn describe(frames: &[usize], text: &mut String) {
-    let mut own = true;
-    for frame in frames {
-        backtrace::resolve(*frame as *mut _, |symbol| {
-            let name = symbol.name().map(|name| format!("{name:#}")).unwrap_or_default();
-            if own {
-                // What is nearer than the signal's return address is this file.
-                own = !name.contains("restore_rt");
-                return;
-            }
-            let begins = [
-                "__rust_begin_short_backtrace",
-                "__libc_start",
-                "start_thread",
-                "clone3",
-            ];
-            if name.is_empty() || begins.iter().any(|begin| name.contains(begin)) {
-                return;
-            }
-            let _ = match (symbol.filename(), symbol.lineno()) {
-                (Some(file), Some(line)) => writeln!(text, "  {name} at {}:{line}", file.display()),
-                _ => writeln!(text, "  {name}"),
-            };
-        });
+    let functions: Vec<Vec<Function>> = frames.iter().map(|frame| functions_at(*frame)).collect();
+    let is_handler =
+        |inlined: &Vec<Function>| inlined.iter().any(|function| function.name.ends_with(HANDLER));
+    // What is nearer than the handler is its own doing.
+    let first = functions
+        .iter()
+        .rposition(is_handler)
+        .map_or(0, |handler| handler + 1);
+    for Function { name, place } in functions[first..].iter().flatten() {
+        if !BEGINNINGS.iter().any(|begin| name.contains(begin)) {
+            let _ = writeln!(text, "  {name}{place}");
+        }
     }
+}
+
+struct Function {
+    name: String,
+    /// ` at file:line`, where that is known.
+    place: String,
+}
+
+/// The function that an address is in, preceded by those that were inlined there; none without symbols.
+fn functions_at(address: usize) -> Vec<Function> {
+    let mut functions = Vec::new();
+    backtrace::resolve(address as *mut _, |symbol| {
+        let Some(name) = symbol.name() else {
+            return;
+        };
+        let place = match (symbol.filename(), symbol.lineno()) {
+            (Some(file), Some(line)) => format!(" at {}:{line}", file.display()),
+            _ => String::new(),
+        };
+        functions.push(Function {
+            name: format!("{name:#}"),
+            place,
+        });
+    });
+    functions
 }
 
 #[cfg(test)]

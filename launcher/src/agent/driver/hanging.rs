@@ -73,7 +73,9 @@ impl Driver<'_> {
             let _ = write!(words, "\n  what all workers of this node did: {states}");
         }
         let rank = worker.rank;
-        worker.said.get_or_insert_with(|| format!("it {words}"));
+        worker
+            .said
+            .get_or_insert_with(|| format!("{}it {words}", hang::HUNG));
         self.console.say(&format!("rank {rank} {words}"));
         self.crew.end_hung(local_rank, Signal::SIGABRT);
     }

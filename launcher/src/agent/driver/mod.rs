@@ -291,6 +291,10 @@ impl<'a> Driver<'a> {
                 progress,
             } => {
                 let at = std::time::Instant::now();
+                if quiet.is_zero() {
+                    // It goes on: what it once waited for is over.
+                    worker.waiting_for.clear();
+                }
                 worker.beat = Some(Beat {
                     at,
                     fresh: at.checked_sub(quiet).unwrap_or(at),
