@@ -74,31 +74,31 @@ pub(super) mod tests {
 
     /// Says for ever that it waits for rank 3, for 5 seconds already.
     pub(in crate::session) fn waits_for_rank_3() -> Arc<dyn Waiting> {
-        Arc::new(Fixed(wanted("barrier #2 of `world`", 5, &[3])))
+        Arc::new(Fixed(Some(wanted("barrier #2 of `world`", 5, &[3]))))
     }
 
-    fn wanted(what: &str, seconds: u64, ranks: &[usize]) -> Option<Wanted> {
-        Some(Wanted {
+    fn wanted(what: &str, seconds: u64, ranks: &[usize]) -> Wanted {
+        Wanted {
             what: what.into(),
             waited: Duration::from_secs(seconds),
             ranks: ranks.to_vec(),
-        })
+        }
     }
 
     #[test]
     fn the_longest_wait_comes_first_and_those_that_are_gone_say_nothing() {
         let waits = Waits::default();
         let kept = [
-            wanted("barrier #3 of `data`", 2, &[1, 5]),
+            Some(wanted("barrier #3 of `data`", 2, &[1, 5])),
             None,
-            wanted("all-reduce #7 of `world`", 9, &[5]),
+            Some(wanted("all-reduce #7 of `world`", 9, &[5])),
         ]
         .map(|wanted| Arc::new(Fixed(wanted)));
         for waiting in &kept {
             let weak = Arc::downgrade(waiting);
             waits.add(weak);
         }
-        let gone = Arc::new(Fixed(wanted("gone", 99, &[])));
+        let gone = Arc::new(Fixed(Some(wanted("gone", 99, &[]))));
         let weak = Arc::downgrade(&gone);
         waits.add(weak);
         drop(gone);
