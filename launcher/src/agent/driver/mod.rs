@@ -70,6 +70,8 @@ pub(super) struct Driver<'a> {
     master_port: Option<MasterPort>,
     inbox: Inbox,
     aside: mpsc::Sender<Aside>,
+    /// Signals for the workers that came while these were being started.
+    deferred: BTreeSet<i32>,
     /// Workers were asked what they do, and may answer still.
     asking: bool,
     alarm: Option<Instant>,
@@ -129,6 +131,7 @@ impl<'a> Driver<'a> {
             crew: Crew::none(),
             client: None,
             master_port: None,
+            deferred: BTreeSet::new(),
             asking: false,
             alarm: None,
             last_waiting: String::new(),
@@ -175,6 +178,10 @@ impl<'a> Driver<'a> {
     fn open(&mut self, mail: Mail, events: &mut VecDeque<Event>) {
         match mail {
             Mail::Signal(Call::Stop(signal)) => events.push_back(Event::Signal(signal)),
+            // A worker may run already though nobody has said so yet.
+            Mail::Signal(Call::Forward(signal)) if self.machine.is_spawning() => {
+                self.deferred.insert(signal);
+            }
             Mail::Signal(Call::Forward(signal)) => self.crew.pass_on(signal),
             Mail::Signal(Call::Child) => self.reap(events),
             Mail::Spawn(event) => self.on_spawn(event, events),
@@ -234,6 +241,9 @@ impl<'a> Driver<'a> {
             }
             SpawnEvent::Finished { failure } => {
                 self.control.spawned();
+                for signal in std::mem::take(&mut self.deferred) {
+                    self.crew.pass_on(signal);
+                }
                 events.push_back(Event::SpawnEnded(failure));
             }
         }
