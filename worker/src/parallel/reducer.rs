@@ -364,7 +364,8 @@ impl<'a> Reduced<'a> {
     }
 }
 
-fn units(layout: &GradientLayout, sync: Sync) -> Vec<Unit> {
+/// What each operation carries where every rank holds all gradients.
+pub(super) fn units(layout: &GradientLayout, sync: Sync) -> Vec<Unit> {
     let unit = |range: Range<usize>, params: &[ParamId], tag: String| Unit {
         own: 0..range.len(),
         range,

@@ -56,14 +56,7 @@ impl Staging {
         layout: &GradientLayout,
         sharding: &Arc<Sharding>,
     ) -> Result<Self, ReduceError> {
-        // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
-        let ties: Vec<bool> = sharding
-            .units()
-            .iter()
-            .map(|unit| unit.params.iter().any(|id| layout.spec(*id).contributions > 1))
-            .collect();
-        let lens = sharding.units().iter().map(ShardUnit::len);
-        let (sizes, choice) = slots(&lens.zip(ties).collect::<Vec<_>>());
+        let (sizes, choice) = staged(layout, sharding);
         let slot = |len| -> Result<Slot, CollectiveError> {
             let spec = spec("gradients in flight", layout.dtype(), len, Sharing::Node);
             Ok(Slot {
@@ -189,6 +182,14 @@ fn spec(name: &str, dtype: DType, len: usize, sharing: Sharing) -> ArenaSpec {
         len,
         sharing,
     }
+}
+
+/// Sizes of the slots for gradients in flight, and those that each unit may take.
+pub(super) fn staged(layout: &GradientLayout, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
+    // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
+    let is_tied = |unit: &ShardUnit| unit.params.iter().any(|id| layout.spec(*id).contributions > 1);
+    let units = sharding.units().iter();
+    slots(&units.map(|unit| (unit.len(), is_tied(unit))).collect::<Vec<_>>())
 }
 
 /// Sizes of the slots, and those that each unit may take: one of its own for a unit that is needed out of turn, for

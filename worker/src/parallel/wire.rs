@@ -44,13 +44,14 @@ impl Wire {
         dtype: DType,
         lens: impl Iterator<Item = usize> + Clone,
     ) -> Result<Self, ReduceError> {
-        let spec = ArenaSpec {
-            name: "gradients in flight".into(),
-            dtype,
-            len: lens.clone().max().unwrap_or(0),
-            sharing: Sharing::Node,
-        };
-        let slots = (0..SLOTS.min(lens.count())).map(|_| -> Result<Slot, ReduceError> {
+        let sizes = slots(lens);
+        let slots = sizes.into_iter().map(|len| -> Result<Slot, ReduceError> {
+            let spec = ArenaSpec {
+                name: "gradients in flight".into(),
+                dtype,
+                len,
+                sharing: Sharing::Node,
+            };
             Ok(Slot {
                 arena: comm.alloc_shared(device, &spec)?,
                 landing: None,
@@ -109,4 +110,10 @@ impl Wire {
     pub(super) fn bytes(&self) -> usize {
         self.slots.iter().map(|slot| slot.arena.bytes()).sum()
     }
+}
+
+/// Sizes of the slots for units of these lengths.
+pub(super) fn slots(lens: impl Iterator<Item = usize> + Clone) -> Vec<usize> {
+    let largest = lens.clone().max().unwrap_or(0);
+    vec![largest; SLOTS.min(lens.count())]
 }
