@@ -244,6 +244,12 @@ impl GradientLayout {
         Some(self.buckets.partition_point(|b| b.range.end <= range.start))
     }
 
+    /// Name and bucket of a parameter, for errors.
+    pub(super) fn place(&self, id: ParamId) -> (String, usize) {
+        let bucket = self.bucket_of(id).expect("the parameter is known");
+        (self.spec(id).name.clone(), bucket)
+    }
+
     /// Type of the gradients while they are reduced.
     #[must_use]
     pub fn dtype(&self) -> DType {

@@ -18,7 +18,7 @@ use super::strategy::{Held, Scheme};
 use super::tally::Tally;
 use super::trainer::Trainer;
 use super::world::{World, threads, timeout};
-use super::{Substitutes, TrainError};
+use super::{Substitutes, TrainError, WrapTransport};
 use crate::checkpoint::{Batch, Disk, Reader, State, Storage};
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Strategy, TrainConfig};
@@ -88,6 +88,7 @@ pub(super) struct Opened {
     dataset: Dataset,
     run_dir: RunDir,
     storage: Option<Arc<dyn Storage>>,
+    transport: Option<WrapTransport>,
     /// What every checkpoint says of the run.
     identity: State,
     saved: Option<Reader>,
@@ -134,6 +135,7 @@ pub(super) fn open(
         dataset,
         run_dir,
         storage: parts.storage,
+        transport: parts.transport,
         identity,
         saved,
         rescaled,
@@ -155,7 +157,8 @@ pub(super) fn prepare<'a>(
         scheme,
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
-    let world = World::connect(config, session, choice.open(config, threads(config))?)?;
+    let device = choice.open(config, threads(config))?;
+    let world = World::connect(config, session, device, opened.transport)?;
     let Held {
         weights,
         reducer,
@@ -172,7 +175,7 @@ pub(super) fn prepare<'a>(
     let mut trainer = Trainer {
         adamw,
         clip: clip(&world, &groups, &sharding, config)?,
-        exchange: Exchange::new(&world)?,
+        exchange: Exchange::new(&world, "numbers of each rank")?,
         tally: Tally::new(&world)?,
         skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
         replicas: replicas(&world, &groups, &layout, &replica)?,
