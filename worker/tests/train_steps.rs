@@ -14,7 +14,7 @@ use ddp_worker::train::{TrainError, run_worker_on};
 use train_support::agent::with_agent;
 use train_support::deferred::DeferredDevice;
 use train_support::faulty::{Fault, FaultyDevice, Spoilt};
-use train_support::{Job, assert_same};
+use train_support::{Job, Trained, assert_same};
 
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 

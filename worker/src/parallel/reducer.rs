@@ -10,12 +10,14 @@
 //!    [`Step::finish_on`] lets a stream wait instead of the host.
 //!
 //! With [`Reducer::new`] every rank ends with all averages; with [`Reducer::sharded`] each with those that it owns,
-//! reduce-scattered among the ranks of its copy and then averaged over the copies ([`ShardGroups`]).
+//! reduce-scattered among the ranks of its copy and, when nothing is added to it any more, averaged over the copies
+//! ([`ShardGroups`]).
 //!
 //! Peers write into the arena while a bucket is under way. The two guards keep Rust code out of it meanwhile; an
 //! operation in flight owns its segment, so that it outlives even a reducer that is dropped too early.
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use super::copies::Copies;
 use super::grad_memory::{GradMemory, WholeGrads};
@@ -231,8 +233,8 @@ impl Reducer {
 
     /// Puts the averages where they belong, after the operations that were launched. Reached when those are there that
     /// the stream that computes does not wait for.
-    pub(super) fn land(&mut self) -> Event {
-        let landed = self.memory.land_all(&self.waiting, self.comm.deadline());
+    pub(super) fn land(&mut self, deadline: Instant) -> Event {
+        let landed = self.memory.land_all(&self.waiting, deadline);
         self.add_copies();
         landed
     }

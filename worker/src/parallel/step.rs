@@ -92,7 +92,7 @@ impl<'a> Step<'a> {
 
     /// Launches what is left, waits for all of it, and gives the averages.
     pub fn finish(mut self, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
-        let landed = self.complete()?;
+        let landed = self.complete(deadline)?;
         for work in std::mem::take(&mut self.reducer_mut().in_flight) {
             let done = self.reducer().waiting.on_host(&work, deadline);
             done.map_err(|e| self.fail(e.into()))?;
@@ -105,7 +105,7 @@ impl<'a> Step<'a> {
     /// gradients: on a device that runs asynchronously the host does not wait. An operation that fails fails the
     /// stream; [`Reducer::failure`] has its error.
     pub fn finish_on(mut self, stream: Stream, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
-        let landed = self.complete()?;
+        let landed = self.complete(deadline)?;
         let reducer = self.reducer_mut();
         for work in std::mem::take(&mut reducer.in_flight) {
             reducer.waiting.in_stream(stream, work.event(), deadline);
@@ -122,12 +122,12 @@ impl<'a> Step<'a> {
 
     /// Ends the last micro-batch and launches what is left. Reached when the averages are there that the stream that
     /// computes does not wait for.
-    fn complete(&mut self) -> Result<Event, ReduceError> {
+    fn complete(&mut self, deadline: Instant) -> Result<Event, ReduceError> {
         self.check()?;
         let wrong = (!self.turn.is_last()).then_some("it was finished");
         self.end_micro_batch(wrong).map_err(|e| self.fail(e))?;
         self.launch_rest();
-        Ok(self.reducer_mut().land())
+        Ok(self.reducer_mut().land(deadline))
     }
 
     /// Everything is there, or streams wait for it.

@@ -144,7 +144,8 @@ mod tests {
 
     use super::*;
     use crate::collective::{Communicator, Executor, Launch, Solo, Traffic};
-    use crate::device::{ArenaSpec, CpuDevice, DType, DeviceError, EventState, Sharing};
+    use crate::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, DeviceError, EventState, Sharing};
+    use crate::ops::Op;
     use crate::session::Cancel;
 
     const HELD: Duration = Duration::from_millis(2);
@@ -196,5 +197,88 @@ mod tests {
         assert!(work.is_done() && waiting.times().exposed >= HELD);
         waiting.on_host(&work, deadline).unwrap();
         assert_eq!(waiting.failure(), None);
+    }
+
+    /// A point that the device passes [`HELD`] after the one before it.
+    struct Point;
+
+    impl EventState for Point {
+        fn poll(&self) -> Option<Result<(), DeviceError>> {
+            Some(Ok(()))
+        }
+
+        fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+
+        fn since(&self, _earlier: &Event) -> Option<Duration> {
+            Some(HELD)
+        }
+    }
+
+    /// Takes what its host tells it, and runs it later.
+    struct Later(CpuDevice);
+
+    impl Device for Later {
+        fn name(&self) -> String {
+            "later".into()
+        }
+
+        fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+            self.0.alloc(spec)
+        }
+
+        fn stream(&self) -> Stream {
+            self.0.stream()
+        }
+
+        fn enqueue(&self, stream: Stream, op: Op) {
+            self.0.enqueue(stream, op);
+        }
+
+        fn record(&self, stream: Stream) -> Event {
+            self.0.record(stream)
+        }
+
+        fn record_timed(&self, _stream: Stream) -> Event {
+            Event::new(Point)
+        }
+
+        fn wait_event(&self, _stream: Stream, _event: &Event, _deadline: Instant) {}
+
+        fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+            self.0.synchronize(stream)
+        }
+
+        fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
+            self.0.upload(stream, dst, bytes);
+        }
+
+        fn is_asynchronous(&self) -> bool {
+            true
+        }
+
+        fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+            self.0.download(stream, src)
+        }
+    }
+
+    #[test]
+    fn a_stream_that_stands_still_is_exposed_and_one_beside_it_is_not() {
+        let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap()));
+        let (stream, deadline) = (device.stream(), Instant::now());
+        let waiting = Waiting::new(&device);
+        for _ in 0..3 {
+            waiting.in_stream(stream, &Event::new(Slow), deadline);
+        }
+        waiting.beside(stream, &Event::new(Slow), deadline);
+        assert_eq!(waiting.take_times().exposed, 3 * HELD);
+        // What has happened already costs no stream anything.
+        waiting.in_stream(stream, &Event::reached(), deadline);
+        assert_eq!(waiting.take_times(), SyncTimes::default());
     }
 }

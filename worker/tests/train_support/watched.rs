@@ -91,7 +91,7 @@ struct WatchedTransport {
 
 /// Watches the transport of a rank, and those of its subgroups.
 pub fn watching(watch: Arc<dyn Watch>) -> WrapTransport {
-    Arc::new(move |inner| {
+    Arc::new(move |inner: Box<dyn Transport>| -> Box<dyn Transport> {
         let watch = watch.clone();
         Box::new(WatchedTransport { inner, watch })
     })
