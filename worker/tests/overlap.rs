@@ -372,11 +372,11 @@ impl Watch for NextForward {
             return;
         }
         let mut held = self.held.lock().unwrap();
-        *held += 1;
         let next = *held;
+        *held += 1;
         drop(held);
-        // Behind the last step comes the validation, which waits for everything.
-        if next < STEPS {
+        // Before the first step nothing is under way, and behind the last one comes the validation.
+        if (1..STEPS).contains(&next) {
             let what = format!("the forward of step {next}, while the last parameters are gathered");
             self.log
                 .wait(&what, |mark| matches!(mark, Mark::Embedding(step) if *step == next));
@@ -414,7 +414,7 @@ fn zero1_and_zero2_begin_the_next_forward_before_all_parameters_are_gathered() {
             watch.log.assert_none_missed();
             // The gather after step s ends within forward s + 1, where it is held.
             let ended = watch.ended.lock().unwrap();
-            assert_eq!(ended[..STEPS - 1], [2, 3], "{strategy:?}");
+            assert_eq!(ended[1..STEPS], [2, 3], "{strategy:?}");
         }
         assert_same(&reference, &trained, &format!("{strategy:?}"));
     }

@@ -1,7 +1,7 @@
 //! From a configuration and a session to a trainer that is ready for its first step.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ddp_proto::env::WorkerEnv;
 
@@ -191,6 +191,7 @@ pub(super) fn prepare<'a>(
         first_step: 0,
         concluded: Instant::now(),
         accounted: WireBytes::default(),
+        carried: Duration::ZERO,
         progress: None,
         config,
         scheme,
@@ -309,6 +310,8 @@ fn begin(trainer: &mut Trainer<'_>, saved: Option<&Reader>, dataset: &Dataset) -
     device.synchronize(*stream)?;
     let accounted = trainer.sent();
     weights.updated()?;
+    // The first step has not begun.
+    let _ = weights.take_times();
     trainer.accounted = accounted;
     Ok(())
 }

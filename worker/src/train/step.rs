@@ -83,7 +83,10 @@ impl Trainer<'_> {
     pub(super) fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<Enqueued, TrainError> {
         self.world.check()?;
         let started = Instant::now();
-        let mut times = StepTimes::default();
+        let mut times = StepTimes {
+            comm: std::mem::take(&mut self.carried),
+            ..StepTimes::default()
+        };
         let Passes { averages, sharing } = self.passes(reducer, step, &mut times)?;
         let World { stream, device, .. } = self.world.clone();
         let (norm_began, shared_before) = (Instant::now(), times.share);

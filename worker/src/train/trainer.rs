@@ -1,7 +1,7 @@
 //! The training loop of one rank: steps, and what is due between them.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
@@ -49,6 +49,8 @@ pub(super) struct Trainer<'a> {
     pub(super) concluded: Instant,
     /// Bytes sent before the step that is in progress.
     pub(super) accounted: WireBytes,
+    /// Time of collectives of the update before it that ended between the two.
+    pub(super) carried: Duration,
     /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
     pub(super) progress: Option<Progress>,
 }
@@ -199,6 +201,8 @@ impl Trainer<'_> {
     /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step.
     fn aside<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T, TrainError>) -> Result<T, TrainError> {
         self.replica.weights.settle()?;
+        // As what it sent, the time of the update before belongs to the next step.
+        self.carried += self.replica.weights.take_times().comm;
         let before = self.sent();
         let done = work(self)?;
         self.replica.weights.settle()?;
