@@ -125,7 +125,12 @@ fn sharded_accumulation_is_close_to_that_of_whole_gradients() {
     for reduce_dtype in [None, Some(ReduceDtype::F32)] {
         let reference = run(Strategy::Ddp, reduce_dtype);
         for strategy in [Strategy::Zero2, Strategy::Zero3] {
-            assert_within(1e-2, &reference, &run(strategy, reduce_dtype), &format!("{strategy:?} {reduce_dtype:?}"));
+            assert_within(
+                1e-2,
+                &reference,
+                &run(strategy, reduce_dtype),
+                &format!("{strategy:?} {reduce_dtype:?}"),
+            );
         }
     }
 }

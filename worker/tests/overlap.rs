@@ -48,7 +48,9 @@ fn watched<W: Watch>(mut job: Job, watches: &[Arc<W>]) -> Trained {
     job.device = Some(Box::new(move |session| {
         WatchedDevice::telling(device(session.env().rank.get()))
     }));
-    job.transport = Some(Box::new(move |session| watching(transport(session.env().rank.get()))));
+    job.transport = Some(Box::new(move |session| {
+        watching(transport(session.env().rank.get()))
+    }));
     job.train(RANKS)
 }
 
@@ -100,7 +102,10 @@ impl Log {
             return;
         }
         let missing = |marks: &mut Vec<Mark>| !marks.iter().any(&is_it);
-        let (_marks, waited) = self.more.wait_timeout_while(self.marks(), PATIENCE, missing).unwrap();
+        let (_marks, waited) = self
+            .more
+            .wait_timeout_while(self.marks(), PATIENCE, missing)
+            .unwrap();
         if waited.timed_out() {
             self.missed.lock().unwrap().push(what.to_owned());
         }
@@ -206,8 +211,7 @@ impl Watch for Groups {
                 let norm = counts.norms;
                 counts.norms += 1;
                 let block = norm / 2;
-                (norm % 2 == 0 && block < BLOCKS)
-                    .then(|| Mark::Computes(block, Pass::Forward(counts.step())))
+                (norm % 2 == 0 && block < BLOCKS).then(|| Mark::Computes(block, Pass::Forward(counts.step())))
             }
             Op::GeluBackward(_) => {
                 counts.gelus += 1;
@@ -378,8 +382,10 @@ impl Watch for NextForward {
         // Before the first step nothing is under way, and behind the last one comes the validation.
         if (1..STEPS).contains(&next) {
             let what = format!("the forward of step {next}, while the last parameters are gathered");
-            self.log
-                .wait(&what, |mark| matches!(mark, Mark::Embedding(step) if *step == next));
+            self.log.wait(
+                &what,
+                |mark| matches!(mark, Mark::Embedding(step) if *step == next),
+            );
         }
     }
 
@@ -518,7 +524,11 @@ fn exposed_time_has_every_wait_for_communication() {
             let watches = [(); RANKS as usize].map(|()| Arc::new(watch()));
             let trained = watched(job, &watches);
             let state = watches[0].state.lock().unwrap();
-            assert!(!state.missed && state.times >= STEPS, "{what}: {} waits", state.times);
+            assert!(
+                !state.missed && state.times >= STEPS,
+                "{what}: {} waits",
+                state.times
+            );
             let sum = |part: fn(&ddp_worker::metrics::MetricsLine) -> f64| -> f64 {
                 trained.metrics.iter().map(part).sum()
             };
@@ -529,7 +539,12 @@ fn exposed_time_has_every_wait_for_communication() {
             for line in &trained.metrics {
                 let compute = line.data_ms + line.forward_ms + line.backward_ms + line.optimizer_ms;
                 let parts = compute + line.comm_exposed_ms + line.share_ms;
-                assert!(parts <= line.step_ms, "step {}, {what}: {parts} of {}", line.step, line.step_ms);
+                assert!(
+                    parts <= line.step_ms,
+                    "step {}, {what}: {parts} of {}",
+                    line.step,
+                    line.step_ms
+                );
             }
         }
     }

@@ -134,7 +134,8 @@ fn a_bit_that_flips_in_one_copy_is_found_and_named() {
 #[test]
 fn copies_cost_one_all_reduce_of_a_shard_a_step() {
     const MICRO_BATCHES: usize = 3;
-    let cases = SHARDED.map(|strategy| [Precision::F32, Precision::Bf16].map(|precision| (strategy, precision)));
+    let cases =
+        SHARDED.map(|strategy| [Precision::F32, Precision::Bf16].map(|precision| (strategy, precision)));
     for (strategy, precision) in cases.concat() {
         let job = job(strategy, |c| {
             c.train.precision = precision;
@@ -166,7 +167,9 @@ fn copies_cost_one_all_reduce_of_a_shard_a_step() {
         let grads = reductions * wire * all / 2 + shard * all / 2;
         let what = format!("{strategy:?} {precision:?}");
         for line in &trained.metrics {
-            let WireBytes { grads: sent, params, .. } = line.wire_bytes;
+            let WireBytes {
+                grads: sent, params, ..
+            } = line.wire_bytes;
             assert_eq!(sent, grads as u64, "{what}");
             assert_eq!(sent + params, told.step(reductions), "{what}");
             assert_eq!(params, told.params(), "{what}");

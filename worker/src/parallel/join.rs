@@ -6,8 +6,8 @@ use std::time::{Duration, Instant};
 
 use crate::collective::nccl::{Nccl, NcclPlace, NcclTransport};
 use crate::collective::{
-    CollectiveError, Communicator, Executor, Failure, Launch, Place, SoloStream, Traffic, Transport, WorkError,
-    connect,
+    CollectiveError, Communicator, Executor, Failure, Launch, Place, SoloStream, Traffic, Transport,
+    WorkError, connect,
 };
 use crate::device::cuda::CudaDevice;
 use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError, Sharing};

@@ -112,9 +112,7 @@ impl Reducer {
                 let whole = WholeGrads::new(groups, device, &layout, Some(sharding), &units)?;
                 GradMemory::Whole(whole)
             }
-            Between::Shard => {
-                GradMemory::Shard(GradShard::new(groups, (device, stream), &layout, sharding)?)
-            }
+            Between::Shard => GradMemory::Shard(GradShard::new(groups, (device, stream), &layout, sharding)?),
         };
         let sync = Sync::Bucketed;
         let config = ReducerConfig { sync, overlap };

@@ -21,7 +21,8 @@ pub(super) const IN_TURN: usize = 2;
 pub(super) struct Slots {
     device: Arc<dyn Device>,
     stream: Stream,
-    slots: Vec<Slot>,
+    /// By slot.
+    all: Vec<Slot>,
     launches: u64,
     landed: Vec<Landed>,
 }
@@ -86,7 +87,7 @@ impl Slots {
             })
         };
         Ok(Self {
-            slots: sizes.into_iter().map(slot).collect::<Result<_, _>>()?,
+            all: sizes.into_iter().map(slot).collect::<Result<_, _>>()?,
             device: device.clone(),
             stream,
             launches: 0,
@@ -101,24 +102,24 @@ impl Slots {
 
     /// Elements of a slot.
     pub(super) fn slice(&self, slot: usize, range: Range<usize>) -> Buffer {
-        self.slots[slot].arena.slice(range)
+        self.all[slot].arena.slice(range)
     }
 
     /// When a slot last began to serve a unit: the smallest is the first to be free again.
     pub(super) fn last_launch(&self, slot: usize) -> u64 {
-        self.slots[slot].launch
+        self.all[slot].launch
     }
 
     /// A unit is being reduced in a slot.
     pub(super) fn launched(&mut self, slot: usize, landing: Landing) {
         self.launches += 1;
-        self.slots[slot].launch = self.launches;
-        self.slots[slot].landing = Some(landing);
+        self.all[slot].launch = self.launches;
+        self.all[slot].landing = Some(landing);
     }
 
     /// Lands what a slot holds, if it holds something.
     pub(super) fn land(&mut self, slot: usize, course: Course, waiting: &Waiting, deadline: Instant) {
-        let slot = &mut self.slots[slot];
+        let slot = &mut self.all[slot];
         let Some(landing) = slot.landing.take() else {
             return;
         };
@@ -150,8 +151,8 @@ impl Slots {
 
     /// Lands all, in the order in which they were launched.
     pub(super) fn land_all(&mut self, course: Course, waiting: &Waiting, deadline: Instant) {
-        let mut order: Vec<usize> = (0..self.slots.len()).collect();
-        order.sort_by_key(|&slot| self.slots[slot].launch);
+        let mut order: Vec<usize> = (0..self.all.len()).collect();
+        order.sort_by_key(|&slot| self.all[slot].launch);
         for slot in order {
             self.land(slot, course, waiting, deadline);
         }
@@ -164,7 +165,7 @@ impl Slots {
 
     /// Size of the slots.
     pub(super) fn bytes(&self) -> usize {
-        self.slots.iter().map(|slot| slot.arena.bytes()).sum()
+        self.all.iter().map(|slot| slot.arena.bytes()).sum()
     }
 }
 

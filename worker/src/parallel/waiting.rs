@@ -101,7 +101,10 @@ impl Waiting {
                 }
             }
         }
-        for [before, behind] in account.stood.extract_if(.., |[_, behind]| behind.poll().is_some()) {
+        for [before, behind] in account
+            .stood
+            .extract_if(.., |[_, behind]| behind.poll().is_some())
+        {
             account.times.exposed += behind.state().since(&before).unwrap_or_default();
         }
         account.failure.clone().map_or(Ok(()), Err)

@@ -76,7 +76,11 @@ const NONE: Sighting = [-1.0, 0.0];
 
 /// The rank whose sighting comes first, by micro-batch and place, and what it saw. Of ranks that saw the same the first.
 fn first_of(sightings: &[Sighting]) -> Option<(usize, Sighting)> {
-    let seen = sightings.iter().copied().enumerate().filter(|(_, [m, _])| *m >= 0.0);
+    let seen = sightings
+        .iter()
+        .copied()
+        .enumerate()
+        .filter(|(_, [m, _])| *m >= 0.0);
     seen.min_by(|(_, one), (_, other)| one[0].total_cmp(&other[0]).then(one[1].total_cmp(&other[1])))
 }
 
@@ -221,8 +225,16 @@ mod tests {
     fn the_earlier_sighting_counts_whichever_rank_had_it() {
         assert_eq!(first_of(&[NONE, NONE]), None);
         assert_eq!(first_of(&[NONE, [1.0, 4.0], NONE]), Some((1, [1.0, 4.0])));
-        assert_eq!(first_of(&[[1.0, 3.0], [0.0, 9.0]]), Some((1, [0.0, 9.0])), "micro-batch");
-        assert_eq!(first_of(&[[0.0, 9.0], [0.0, 3.0]]), Some((1, [0.0, 3.0])), "place");
+        assert_eq!(
+            first_of(&[[1.0, 3.0], [0.0, 9.0]]),
+            Some((1, [0.0, 9.0])),
+            "micro-batch"
+        );
+        assert_eq!(
+            first_of(&[[0.0, 9.0], [0.0, 3.0]]),
+            Some((1, [0.0, 3.0])),
+            "place"
+        );
         assert_eq!(first_of(&[[0.0, 3.0], [0.0, 3.0]]), Some((0, [0.0, 3.0])), "rank");
     }
 }

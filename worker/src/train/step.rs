@@ -112,7 +112,7 @@ impl Trainer<'_> {
         self.adamw.step(stream, weights.own(), &averages, &update);
         let fetches = [self.tally.fetch(), device.fetch(stream, &self.clip.norm())];
         weights.updated()?;
-        let waited = times.account(weights.take_times()) + (times.share - shared_before);
+        let waited = times.account(weights.take_times()) + times.share.saturating_sub(shared_before);
         times.optimizer = norm_began.elapsed().saturating_sub(waited);
         Ok(Enqueued {
             step,
@@ -178,7 +178,8 @@ impl Trainer<'_> {
                 Some(failure @ ReduceError::Unused { .. }) => failure.clone().into(),
                 _ => error,
             })?;
-            let waited = times.account(self.replica.weights.take_times()) + (grads.times().exposed - before);
+            let for_grads = grads.times().exposed.saturating_sub(before);
+            let waited = times.account(self.replica.weights.take_times()) + for_grads;
             times.backward += began.elapsed().saturating_sub(waited);
         }
         let averages = grads.finish_on(self.world.stream, self.world.deadline())?;

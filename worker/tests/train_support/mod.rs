@@ -215,7 +215,11 @@ impl Trained {
 /// The same bits: losses, norms of the gradients, parameters and moments.
 pub fn assert_same(one: &Trained, other: &Trained, what: &str) {
     let bits = |number: fn(&MetricsLine) -> f64, trained: &Trained| -> Vec<u64> {
-        trained.metrics.iter().map(|line| number(line).to_bits()).collect()
+        trained
+            .metrics
+            .iter()
+            .map(|line| number(line).to_bits())
+            .collect()
     };
     assert_eq!(one.losses(), other.losses(), "losses: {what}");
     let norm = |line: &MetricsLine| line.grad_norm;

@@ -4,9 +4,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ddp_worker::collective::{Failure, Request, Transport, Wait, WireBytes};
-use ddp_worker::device::{
-    Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Held, Stream,
-};
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Held, Stream};
 use ddp_worker::ops::Op;
 use ddp_worker::train::WrapTransport;
 
