@@ -9,6 +9,7 @@ mod chaos;
 mod ckpt;
 mod conformance;
 mod daemon;
+mod deploy;
 mod doctor;
 mod elastic;
 mod exit_codes;

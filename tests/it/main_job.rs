@@ -96,6 +96,30 @@ fn the_script_of_the_two_nodes_example_runs() {
 }
 
 #[test]
+fn the_script_of_the_elastic_example_runs() {
+    let dir = temp_dir();
+    let binaries = std::path::Path::new(env!("CARGO_BIN_EXE_ddp-run"))
+        .parent()
+        .expect("a folder of binaries");
+    let script = Program::new(repository("examples/elastic/run.sh"))
+        .env("DDP_BIN", &binaries.display().to_string())
+        .env("DDP_OUT", "out")
+        .dir(dir.path());
+    script
+        .run()
+        .expect_exit(0)
+        .expect_stdout("the first node finished alone");
+    let lines = metrics(&dir.path().join("out"));
+    let mut worlds: Vec<_> = lines.iter().map(|line| line["world_size"].as_u64()).collect();
+    worlds.dedup();
+    assert_eq!(worlds, [Some(2), Some(4), Some(2)]);
+    for (index, line) in lines.iter().enumerate() {
+        // 16 samples of 128 tokens a step, whoever took part.
+        assert_eq!(line["tokens"].as_u64(), Some(2048 * (index as u64 + 1)));
+    }
+}
+
+#[test]
 fn two_nodes_train_as_one() {
     let one_node = TinyJob::new();
     launch()

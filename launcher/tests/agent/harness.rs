@@ -196,6 +196,9 @@ pub(crate) fn run_launcher() {
     let Ok(plan) = std::env::var(PLAN) else {
         return;
     };
+    // The tests send SIGHUP, which stays ignored where they run under `nohup`.
+    // SAFETY: the default disposition runs no code of ours.
+    unsafe { nix::sys::signal::signal(Signal::SIGHUP, nix::sys::signal::SigHandler::SigDfl) }.unwrap();
     let guardian = Guardian::fork().unwrap();
     let launch: Launch = serde_json::from_str(&plan).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread()

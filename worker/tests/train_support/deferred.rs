@@ -20,6 +20,8 @@ const PATIENCE: Duration = Duration::from_mins(2);
 pub struct DeferredDevice {
     cpu: Arc<CpuDevice>,
     queues: Mutex<Vec<Arc<Queue>>>,
+    /// Numbers that the host asked for and has not read.
+    unread: Arc<AtomicUsize>,
     ran_ahead: AtomicUsize,
 }
 
@@ -54,11 +56,13 @@ impl DeferredDevice {
         Self {
             cpu: Arc::new(CpuDevice::new(1).unwrap()),
             queues: Mutex::default(),
+            unread: Arc::default(),
             ran_ahead: AtomicUsize::new(0),
         }
     }
 
-    /// How often a pass was begun before the update of the step before had run.
+    /// How often the host began a pass before it had read the numbers of the step before. What ran meanwhile is no
+    /// measure: a collective of another thread may wait for the update, and thereby run it.
     pub fn ran_ahead(&self) -> usize {
         self.ran_ahead.load(Ordering::Relaxed)
     }
@@ -168,13 +172,10 @@ impl Device for DeferredDevice {
     }
 
     fn enqueue(&self, stream: Stream, op: Op) {
-        let queue = self.queue(stream);
-        let mut state = queue.state.lock().unwrap();
-        let is_update = |command: &Command| matches!(command, Command::Op(Op::AdamW(_)));
-        if matches!(op, Op::EncoderForward(_)) && state.commands.iter().any(is_update) {
+        if matches!(op, Op::EncoderForward(_)) && self.unread.load(Ordering::Relaxed) > 0 {
             self.ran_ahead.fetch_add(1, Ordering::Relaxed);
         }
-        state.commands.push_back(Command::Op(op));
+        self.push(stream, Command::Op(op));
     }
 
     fn record(&self, stream: Stream) -> Event {
@@ -214,7 +215,10 @@ impl Device for DeferredDevice {
     fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {
         let bytes = Arc::new(Mutex::new(None));
         self.push(stream, Command::Fetch(src.clone(), bytes.clone()));
+        let unread = self.unread.clone();
+        unread.fetch_add(1, Ordering::Relaxed);
         Fetch::new(self.record(stream), move || {
+            unread.fetch_sub(1, Ordering::Relaxed);
             Ok(bytes.lock().unwrap().take().expect("the copy has run"))
         })
     }
