@@ -12,9 +12,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::gather_plan::{GatherPlan, Residence};
-use super::slots::slots_for;
 use super::waiting::Waiting;
-use super::{Group, Pass, Portion, ReduceError, ShardUnit, Sharding, SyncTimes, Weights};
+use super::{Group, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, WireBytes, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
 use crate::model::{Model, ParamId, Params};
@@ -56,8 +55,7 @@ impl GatheredWeights {
         residence: Residence,
     ) -> Result<Self, ReduceError> {
         let plan = GatherPlan::new(model, sharding, residence);
-        let lens = sharding.units().iter().map(ShardUnit::len);
-        let (sizes, choice) = slots_for(&lens.zip(plan.apart.iter().copied()).collect::<Vec<_>>());
+        let (sizes, choice) = plan.slots(sharding);
         let spec = |name: &str, len, sharing| ArenaSpec {
             name: name.into(),
             dtype: model.dtype(),

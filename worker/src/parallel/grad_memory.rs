@@ -56,8 +56,8 @@ impl WholeGrads {
             },
         };
         let wire = if is_narrowed {
-            let lens: Vec<usize> = units.iter().map(|unit| unit.range.len()).collect();
-            Some(Wire::new(comm, device, layout.dtype(), &lens)?)
+            let lens = units.iter().map(|unit| unit.range.len());
+            Some(Wire::new(comm, device, layout.dtype(), lens)?)
         } else {
             None
         };

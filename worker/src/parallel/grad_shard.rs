@@ -36,14 +36,7 @@ impl GradShard {
         layout: &GradientLayout,
         sharding: &Arc<Sharding>,
     ) -> Result<Self, ReduceError> {
-        // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
-        let ties: Vec<bool> = sharding
-            .units()
-            .iter()
-            .map(|unit| unit.params.iter().any(|id| layout.spec(*id).contributions > 1))
-            .collect();
-        let lens = sharding.units().iter().map(ShardUnit::len);
-        let (sizes, choice) = slots_for(&lens.zip(ties).collect::<Vec<_>>());
+        let (sizes, choice) = staged(layout, sharding);
         let spec = |sharing| ArenaSpec {
             name: "gradients".into(),
             dtype: layout.accumulated(),
@@ -144,4 +137,12 @@ impl GradShard {
     pub(super) fn bytes(&self) -> usize {
         self.shard.bytes() + self.slots.bytes()
     }
+}
+
+/// Sizes of the slots for gradients in flight, and those that each unit may take.
+pub(super) fn staged(layout: &GradientLayout, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
+    // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
+    let is_tied = |unit: &ShardUnit| unit.params.iter().any(|id| layout.spec(*id).contributions > 1);
+    let units = sharding.units().iter();
+    slots_for(&units.map(|unit| (unit.len(), is_tied(unit))).collect::<Vec<_>>())
 }

@@ -29,14 +29,12 @@ impl Wire {
         comm: &Communicator,
         device: &Arc<dyn Device>,
         dtype: DType,
-        lens: &[usize],
+        lens: impl Iterator<Item = usize> + Clone,
     ) -> Result<Self, ReduceError> {
-        let largest = lens.iter().copied().max().unwrap_or(0);
-        let turns = IN_TURN.min(lens.len());
-        let sizes = std::iter::repeat_n(largest, turns);
+        let sizes = slots(lens);
         Ok(Self {
+            turns: sizes.len(),
             slots: Slots::new(comm, (device, device.stream()), dtype, sizes)?,
-            turns,
             device: device.clone(),
             count: 0,
         })
@@ -88,4 +86,10 @@ impl Wire {
     pub(super) fn bytes(&self) -> usize {
         self.slots.bytes()
     }
+}
+
+/// Sizes of the slots for units of these lengths.
+pub(super) fn slots(lens: impl Iterator<Item = usize> + Clone) -> Vec<usize> {
+    let largest = lens.clone().max().unwrap_or(0);
+    vec![largest; IN_TURN.min(lens.count())]
 }

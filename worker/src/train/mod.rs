@@ -10,6 +10,7 @@
 //! | `tally.rs` | losses of a step: summed on the device, told to all ranks |
 //! | `skips.rs`, `inspection.rs` | a step whose numbers are not finite: what to do, and who saw it first |
 //! | `strategy.rs` | what a strategy holds of parameters and gradients |
+//! | `outlook.rs` | memory and traffic before anything is allocated: the formulas, and the buffers beside them |
 //! | `replica.rs` | the model on this rank, and one micro-batch through it |
 //! | `exchange.rs` | numbers that every rank tells all others |
 //! | `evaluation.rs` | validation, each rank its share |
@@ -27,6 +28,7 @@ mod evaluation;
 mod exchange;
 mod inspection;
 mod memory;
+mod outlook;
 mod owned;
 mod progress;
 mod recorder;
@@ -60,6 +62,7 @@ use crate::metrics::{MetricsLog, Summary};
 use crate::session::Session;
 
 pub use error::TrainError;
+pub use outlook::{Buffers, Outlook};
 
 use recorder::{Recorder, say};
 use setup::{Prepared, open, prepare};

@@ -54,21 +54,22 @@ impl Prepared<'_> {
             train_tokens: self.dataset.train.len(),
             val_tokens: self.dataset.val.len(),
             reductions: self.reducer.operations(),
+            layout: self.reducer.layout(),
             rescaled: self.rescaled.as_deref(),
         }
     }
 }
 
 /// What is decided before anything is allocated.
-struct Blueprint {
+pub(super) struct Blueprint {
     dtypes: Dtypes,
-    model: Model,
-    layout: Arc<GradientLayout>,
-    scheme: Scheme,
+    pub(super) model: Model,
+    pub(super) layout: Arc<GradientLayout>,
+    pub(super) scheme: Scheme,
 }
 
 impl Blueprint {
-    fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
+    pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let dtypes = Dtypes::of(config);
         let model = network(config, dtypes)?;
         let layout = LayoutConfig::of(&config.parallel, env.world_size.get() as usize).with_dtypes(dtypes);
