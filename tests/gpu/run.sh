@@ -65,7 +65,7 @@ section_device() { binary gpu_device 120; }
 section_ops() { binary gpu_ops 180; }
 section_nccl() { binary gpu_nccl 180; }
 
-# The same run on the processor and on the GPU: losses agree step by step.
+# The same run on the processor and on the GPU, also with the optimizer's state on the host: losses agree step by step.
 section_losses() {
     local compared
     train loss-cpu 180 1 small.yaml --set parallel.backend=cpu --set train.threads=8
@@ -74,6 +74,9 @@ section_losses() {
         check "loss-$compared-agrees" 10 python3 "$packed/report.py" agree "$compared" \
             "$logs/loss-cpu/metrics.jsonl" "$logs/loss-$compared/metrics.jsonl"
     done
+    train loss-offload 120 1 small.yaml --set parallel.backend=nccl --set train.offload.optimizer=host --set train.threads=8
+    check loss-offload-agrees 10 python3 "$packed/report.py" agree f32 \
+        "$logs/loss-cpu/metrics.jsonl" "$logs/loss-offload/metrics.jsonl"
 }
 
 # Ranks that share the card: for function, not for speed.

@@ -254,6 +254,22 @@ fn an_asynchronous_device_is_read_a_step_late() {
 }
 
 #[test]
+fn data_that_comes_early_overwrites_no_batch_that_is_still_read() {
+    for strategy in [Strategy::Ddp, Strategy::Zero3] {
+        let change = |c: &mut TrainConfig| {
+            c.train.steps = 4;
+            c.train.grad_accumulation = 5;
+            c.train.eval_every = 3;
+            c.parallel.strategy = strategy;
+        };
+        let reference = job(change).train(2);
+        let mut job = job(change);
+        job.device = Some(Box::new(|_| Arc::new(DeferredDevice::with_early_uploads())));
+        assert_same(&reference, &job.train(2), &format!("{strategy:?}"));
+    }
+}
+
+#[test]
 fn a_run_on_an_asynchronous_device_stops_with_all_steps_told() {
     let mut job = hurried(|c| {
         c.train.steps = 100_000;

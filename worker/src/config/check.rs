@@ -124,7 +124,7 @@ impl Check<'_> {
             );
         }
         self.checkpoint_keep()?;
-        if train.offload.dir.is_some() && train.offload.optimizer == OptimizerHome::None {
+        if train.offload.dir.is_some() && train.offload.optimizer != OptimizerHome::File {
             let problem = "`train.offload.dir` is set, but nothing is offloaded to it";
             let hint = "set `train.offload.optimizer: file`, or leave it out";
             return Err(self

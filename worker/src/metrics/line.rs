@@ -89,6 +89,8 @@ pub struct Memory {
     pub grads: u64,
     /// Moments and master weights.
     pub optimizer: u64,
+    /// The same in memory of the host beside a GPU, with the page-locked memory through which updates go; 0 elsewhere.
+    pub optimizer_host: u64,
     /// Activations and their gradients: the pool that they share, which keeps the size of its peak.
     pub activations: u64,
     /// Parameters gathered at the moment; 0 where every rank holds all of them.

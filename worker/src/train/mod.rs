@@ -26,6 +26,7 @@ mod choice;
 mod error;
 mod evaluation;
 mod exchange;
+mod feed;
 mod inspection;
 mod memory;
 mod outlook;

@@ -208,6 +208,7 @@ fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
         params: trainer.replica.weights.bytes() as u64,
         grads: trainer.grad_bytes as u64,
         optimizer: trainer.optimizer_bytes() as u64,
+        optimizer_host: (trainer.host_state_bytes() + trainer.staging_bytes()) as u64,
         activations: trainer.replica.pool.allocated_bytes() as u64,
         gathered: trainer.replica.weights.gathered_bytes() as u64,
         checkpoint: trainer.checkpoints.snapshot_bytes() as u64,

@@ -125,7 +125,7 @@ impl Checkpoints {
         let train = &config.train;
         let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
         // Who keeps moments in a file has no memory for a copy of them.
-        if !train.checkpoint_async || !is_periodic || train.offload.optimizer != OptimizerHome::None {
+        if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OptimizerHome::File {
             return Ok(());
         }
         let files = files(here);
@@ -318,7 +318,7 @@ impl Checkpoints {
     fn begin(&mut self, here: Here<'_>, at: Position, snapshot: Option<&Arena>) {
         let files = files(here);
         let stems = stems(here.world.size());
-        let World { device, stream, .. } = here.world;
+        let (device, stream) = (here.adamw.device(), &here.world.stream);
         let sources = match snapshot {
             Some(arena) => copy(here, &files, arena),
             // The thread reads on another stream.
@@ -445,7 +445,7 @@ fn stems(ranks: usize) -> Vec<String> {
 
 /// The state as it is now, in the memory set aside.
 fn copy(here: Here<'_>, files: &[File], snapshot: &Arena) -> Result<Vec<Source>, DeviceError> {
-    let World { device, stream, .. } = here.world;
+    let (device, stream) = (here.adamw.device(), &here.world.stream);
     let mut end = 0;
     let mut copied = |buffer: &Buffer| -> Result<Buffer, DeviceError> {
         let target = snapshot.slice(end..end + buffer.bytes());

@@ -8,7 +8,7 @@ use super::strategy::Scheme;
 use super::trainer::Trainer;
 use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::device::DType;
-use crate::optim::batch_factor;
+use crate::optim::{HostBacked, batch_factor};
 use crate::parallel::{Between, Dtypes, GradientLayout};
 use crate::plan::Footprint;
 
@@ -222,15 +222,39 @@ fn strategy(trainer: &Trainer<'_>) -> String {
     format!("{what} sharded over {ranks}{copies}{kept}")
 }
 
-/// Where the optimizer's state is, if it is not in memory.
+/// Where the optimizer's state is, if a place was chosen for it.
 fn offloaded(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> {
     let offload = &trainer.config.train.offload;
-    if offload.optimizer == OptimizerHome::None {
-        return None;
-    }
-    let dir = offload.dir.as_deref().unwrap_or(facts.out_dir);
     let state = bytes(trainer.adamw.bytes() as u64);
-    Some(format!("{state} of a rank in a file in {}", dir.display()))
+    match offload.optimizer {
+        OptimizerHome::None => None,
+        OptimizerHome::File => {
+            let dir = offload.dir.as_deref().unwrap_or(facts.out_dir);
+            Some(format!("{state} of a rank in a file in {}", dir.display()))
+        }
+        OptimizerHome::Host => {
+            let on_host = HostBacked::of(trainer.adamw.device().as_ref());
+            Some(on_the_host(
+                &state,
+                on_host.map(|host| (host.staging_bytes(), host.threads())),
+            ))
+        }
+    }
+}
+
+/// `across`: page-locked bytes through which updates go, and threads that make them, if the device's memory is not the
+/// host's.
+fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
+    match across {
+        Some((staging, threads)) => format!(
+            "{state} of a rank in memory of the host, updated there by {}, through {} that are page-locked",
+            counted(threads, "thread"),
+            bytes(staging as u64)
+        ),
+        None => format!(
+            "{state} of a rank, in memory of the host already: `train.offload` moves nothing on this device"
+        ),
+    }
 }
 
 /// What both ways to accumulate cost, where there is a choice.
@@ -337,6 +361,12 @@ mod tests {
                 accumulated: DType::F32,
             },
         }
+    }
+
+    #[test]
+    fn the_line_of_a_state_on_the_host() {
+        insta::assert_snapshot!(on_the_host("1.9 GiB", Some((25 << 20, 8))), @"1.9 GiB of a rank in memory of the host, updated there by 8 threads, through 25.0 MiB that are page-locked");
+        insta::assert_snapshot!(on_the_host("1.9 GiB", None), @"1.9 GiB of a rank, in memory of the host already: `train.offload` moves nothing on this device");
     }
 
     #[test]

@@ -19,7 +19,7 @@ use super::world::World;
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Train, TrainConfig};
 use crate::data::Loader;
-use crate::optim::{AdamW, Clip, resident_bytes};
+use crate::optim::{AdamW, Clip, HostBacked, resident_bytes};
 use crate::parallel::{Reducer, Replicas, ShardGroups};
 use crate::session::Session;
 
@@ -219,22 +219,32 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Bytes of the optimizer's state in memory: in a file, what an update keeps resident.
+    /// Bytes of the optimizer's state in memory of the device: of a file, what an update keeps resident.
     pub(super) fn optimizer_bytes(&self) -> usize {
         match self.config.train.offload.optimizer {
-            OptimizerHome::None => self.adamw.bytes(),
             OptimizerHome::File => resident_bytes(self.adamw.bytes()),
+            OptimizerHome::None | OptimizerHome::Host => self.adamw.bytes() - self.host_state_bytes(),
         }
+    }
+
+    /// Bytes of the optimizer's state in memory of the host, beside a device with memory of its own.
+    pub(super) fn host_state_bytes(&self) -> usize {
+        HostBacked::of(self.adamw.device().as_ref()).map_or(0, |_| self.adamw.bytes())
+    }
+
+    /// Page-locked memory of the host through which updates of such a state go.
+    pub(super) fn staging_bytes(&self) -> usize {
+        HostBacked::of(self.adamw.device().as_ref()).map_or(0, HostBacked::staging_bytes)
     }
 
     fn beat(&self, done: u64, phase: Phase) {
         self.session.heartbeat(done, phase, self.progress.clone());
     }
 
-    fn validate(&self, done: u64) -> Result<f64, TrainError> {
+    fn validate(&mut self, done: u64) -> Result<f64, TrainError> {
         self.beat(done, Phase::Validating);
         self.evaluation
-            .mean_loss(&self.world, &self.replica, &self.exchange)
+            .mean_loss(&self.world, &mut self.replica, &self.exchange)
     }
 
     fn save(
