@@ -12,7 +12,7 @@ use ddp_worker::checkpoint::{Kind, Reader, Which, file_stem};
 use ddp_worker::config::{CheckpointKeep, OnNonFinite, Rescale, Resume, Strategy, TrainConfig};
 use ddp_worker::train::TrainError;
 use train_support::disk::{Before, WatchedDisk, full};
-use train_support::faulty::{Fault, FaultyDevice};
+use train_support::faulty::{Fault, FaultyDevice, Spoilt};
 use train_support::{Job, Trained};
 
 const DEADLINE: Duration = Duration::from_mins(1);
@@ -368,7 +368,7 @@ fn eight_ranks_save_what_three_continue_and_the_other_way_round() {
         // Nothing to do but to load it, and to save it again as another step: one that is skipped.
         job.config.train.steps = 3;
         job.config.train.on_nonfinite = OnNonFinite::Skip;
-        let spoilt = Fault::NotANumber { passes: u64::MAX };
+        let spoilt = Spoilt::in_passes(u64::MAX);
         job.device = Some(Box::new(move |_| FaultyDevice::going_wrong(spoilt, 1)));
         let after = job.train(readers);
         assert_eq!(after.metrics[2].skipped, 1);

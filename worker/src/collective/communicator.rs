@@ -22,6 +22,9 @@ const QUEUE_BOUND: usize = 1024;
 /// Longest wait for a buffer to be ready between two looks at the cancel token, which events do not know.
 const INPUT_SLICE: Duration = Duration::from_millis(10);
 
+/// Beyond its own bound an operation is given this long to say so itself, with the better error.
+const GRACE: Duration = Duration::from_secs(5);
+
 /// Who drives the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Executor {
@@ -205,6 +208,12 @@ impl Communicator {
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.0.timeout
+    }
+
+    /// When to stop waiting for an operation whose turn comes now: its bound, and some time for it to say so itself.
+    #[must_use]
+    pub fn deadline(&self) -> Instant {
+        Instant::now() + self.0.timeout + GRACE
     }
 
     /// [`Operation::AllReduce`].
