@@ -9,7 +9,7 @@ use ddp_worker::config::{
     Accumulate, LastBatch, OnNonFinite, OptimizerHome, Precision, Recompute, ReduceDtype, Rescale, Resume,
     ShardGroup, Strategy, TrainConfig,
 };
-use train_support::faulty::{Fault, FaultyDevice};
+use train_support::faulty::{Fault, FaultyDevice, Spoilt};
 use train_support::{Job, Trained};
 
 const SIZES: [u32; 5] = [1, 2, 3, 4, 8];
@@ -61,7 +61,7 @@ fn saved_again(first: &Job, (strategy, precision): (Strategy, Precision), ranks:
     set(&mut again.config, precision);
     again.config.train.steps = 2;
     again.config.train.on_nonfinite = OnNonFinite::Skip;
-    let spoilt = Fault::NotANumber { passes: u64::MAX };
+    let spoilt = Spoilt::in_passes(u64::MAX);
     again.device = Some(Box::new(move |_| FaultyDevice::going_wrong(spoilt, 1)));
     let trained = again.train(ranks);
     assert_eq!(trained.metrics[1].skipped, 1);

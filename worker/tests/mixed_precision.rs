@@ -3,7 +3,7 @@
 mod train_support;
 
 use ddp_worker::config::{Accumulate, Precision, ReduceDtype, Resume, Strategy, TrainConfig};
-use train_support::{Job, Trained};
+use train_support::{Job, Trained, assert_same, assert_within};
 
 const SHARDED: [Strategy; 3] = [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 const ALL: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
@@ -22,13 +22,6 @@ fn job(strategy: Strategy, change: impl FnOnce(&mut TrainConfig)) -> Job {
         c.parallel.timeout_s = 20.0;
         change(c);
     })
-}
-
-fn assert_same(one: &Trained, other: &Trained, what: &str) {
-    assert_eq!(one.losses(), other.losses(), "losses: {what}");
-    let norms = |trained: &Trained| -> Vec<f64> { trained.metrics.iter().map(|l| l.grad_norm).collect() };
-    assert_eq!(norms(one), norms(other), "norms: {what}");
-    assert_eq!(one.state, other.state, "masters and moments: {what}");
 }
 
 /// All strategies on `world` ranks: 100 steps, clipped, compared bit by bit.
@@ -130,22 +123,13 @@ fn sharded_accumulation_is_close_to_that_of_whole_gradients() {
     for reduce_dtype in [None, Some(ReduceDtype::F32)] {
         let reference = run(Strategy::Ddp, reduce_dtype);
         for strategy in [Strategy::Zero2, Strategy::Zero3] {
-            assert_close(&reference, &run(strategy, reduce_dtype), 1e-2);
+            assert_within(
+                1e-2,
+                &reference,
+                &run(strategy, reduce_dtype),
+                &format!("{strategy:?} {reduce_dtype:?}"),
+            );
         }
-    }
-}
-
-fn assert_close(one: &Trained, other: &Trained, tolerance: f64) {
-    assert_eq!(one.metrics.len(), other.metrics.len());
-    for (one, other) in one.metrics.iter().zip(&other.metrics) {
-        let error = (one.loss - other.loss).abs() / one.loss;
-        assert!(
-            error < tolerance,
-            "step {}: {} and {}, off by {error}",
-            one.step,
-            one.loss,
-            other.loss
-        );
     }
 }
 
@@ -164,7 +148,7 @@ fn losses_stay_near_those_of_f32() {
     let exact = run(Precision::F32, None);
     for reduce_dtype in [None, Some(ReduceDtype::F32)] {
         let rounded = run(Precision::Bf16, reduce_dtype);
-        assert_close(&exact, &rounded, 1e-2);
+        assert_within(1e-2, &exact, &rounded, &format!("{reduce_dtype:?}"));
         assert_ne!(exact.losses(), rounded.losses());
     }
 }

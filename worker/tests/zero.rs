@@ -4,7 +4,7 @@ mod train_support;
 
 use ddp_worker::config::{Accumulate, ModelKind, Recompute, Rescale, Resume, Strategy, TrainConfig};
 use train_support::faulty::{Fault, FaultyDevice};
-use train_support::{Job, Trained};
+use train_support::{Job, Trained, assert_close, assert_same};
 
 const SHARDED: [Strategy; 3] = [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
@@ -21,13 +21,6 @@ fn job(strategy: Strategy, change: impl FnOnce(&mut TrainConfig)) -> Job {
         c.parallel.timeout_s = 20.0;
         change(c);
     })
-}
-
-fn assert_same(one: &Trained, other: &Trained, what: &str) {
-    assert_eq!(one.losses(), other.losses(), "losses: {what}");
-    let norms = |trained: &Trained| -> Vec<f64> { trained.metrics.iter().map(|l| l.grad_norm).collect() };
-    assert_eq!(norms(one), norms(other), "norms: {what}");
-    assert_eq!(one.state, other.state, "parameters and moments: {what}");
 }
 
 /// All strategies on `world` ranks: 100 steps, clipped, with accumulation 1 or 2 of whole gradients. Each of the
@@ -131,14 +124,6 @@ fn one_rank_alone_is_every_strategy() {
         };
         assert_same(&reference, &run(Accumulate::Full), &format!("{strategy:?}"));
         assert_close(&reference, &run(Accumulate::Sharded), &format!("{strategy:?}"));
-    }
-}
-
-fn assert_close(one: &Trained, other: &Trained, what: &str) {
-    assert_eq!(one.metrics.len(), other.metrics.len());
-    for (one, other) in one.metrics.iter().zip(&other.metrics) {
-        let error = (one.loss - other.loss).abs() / one.loss;
-        assert!(error < 1e-5, "step {}, {what}: off by {error}", one.step);
     }
 }
 

@@ -34,13 +34,15 @@ pub struct MetricsLine {
     pub step_ms: f64,
     /// Part of it: reading samples.
     pub data_ms: f64,
-    /// Part of it: forward.
+    /// Part of it: forward, without waiting for communication.
     pub forward_ms: f64,
     /// Part of it: backward, without waiting for communication.
     pub backward_ms: f64,
-    /// Averaging of gradients, waits for other ranks included, hidden behind backward or not.
+    /// Averaging of gradients and gathering of parameters, waits for other ranks included, hidden behind arithmetic or
+    /// not.
     pub comm_ms: f64,
-    /// Part of the step: what of it nothing else hid.
+    /// Part of the step: waits for it, of the host or of the stream that computes, wherever they are: what nothing else
+    /// hid.
     pub comm_exposed_ms: f64,
     /// Part of the step: telling the other ranks losses and norms, as far as backward did not hide it; a rank also
     /// waits for slower ones here.

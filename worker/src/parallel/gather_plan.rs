@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use super::staging::slots;
+use super::slots::slots_for;
 use super::{Pass, ShardUnit, Sharding};
 use crate::model::{Model, ParamId};
 
@@ -103,7 +103,7 @@ impl GatherPlan {
     /// Sizes of the slots that gathered units lie in, and those that each unit may take.
     pub(super) fn slots(&self, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
         let lens = sharding.units().iter().map(ShardUnit::len);
-        slots(&lens.zip(self.apart.iter().copied()).collect::<Vec<_>>())
+        slots_for(&lens.zip(self.apart.iter().copied()).collect::<Vec<_>>())
     }
 
     /// Units that the pass after this one reads.

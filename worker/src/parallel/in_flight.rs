@@ -1,7 +1,7 @@
 //! Memory for gradients on their way, beside the gradients that a rank keeps.
 
-use super::reducer::units;
-use super::staging::staged;
+use super::grad_shard::staged;
+use super::reduce_unit::Unit;
 use super::wire;
 use super::{Between, GradientLayout, ShardUnit, Sharding};
 use crate::config::Sync;
@@ -21,7 +21,7 @@ pub fn in_flight_slots(
         Some(Between::Shard) => staged(layout, sharding).0,
         _ if !is_narrowed => Vec::new(),
         Some(Between::Full) => wire::slots(sharding.units().iter().map(ShardUnit::len)),
-        None => wire::slots(units(layout, sync).iter().map(|unit| unit.range.len())),
+        None => wire::slots(Unit::of_layout(layout, sync).iter().map(|unit| unit.range.len())),
     };
     sizes.iter().sum()
 }

@@ -59,6 +59,7 @@ use std::time::Instant;
 use ddp_proto::control::Phase;
 
 use crate::checkpoint::Storage;
+use crate::collective::Transport;
 use crate::config::TrainConfig;
 use crate::data::{Entropies, TokenFile, Tokens};
 use crate::device::Device;
@@ -104,7 +105,12 @@ pub struct Substitutes {
     pub device: Option<Arc<dyn Device>>,
     /// Takes the checkpoints; reading them is left to the file system.
     pub storage: Option<Arc<dyn Storage>>,
+    /// Comes between the communicators and the transport of host memory.
+    pub transport: Option<WrapTransport>,
 }
+
+/// See [`Substitutes`].
+pub type WrapTransport = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
 
 /// As [`run_worker`], on a device of the caller's choice.
 pub fn run_worker_on(
@@ -114,7 +120,7 @@ pub fn run_worker_on(
 ) -> Result<RunSummary, TrainError> {
     let parts = Substitutes {
         device: Some(device),
-        storage: None,
+        ..Substitutes::default()
     };
     run_worker_with(parts, config, session)
 }

@@ -11,6 +11,7 @@ use super::progress::{Pace, StepNumbers};
 use super::trainer::Trainer;
 use crate::collective::WireBytes;
 use crate::metrics::{self, MetricsLine, MetricsLog};
+use crate::parallel::SyncTimes;
 
 /// Time of the parts of one step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -23,6 +24,15 @@ pub(super) struct StepTimes {
     pub(super) exposed: Duration,
     pub(super) share: Duration,
     pub(super) optimizer: Duration,
+}
+
+impl StepTimes {
+    /// Adds what communication took. Returns the part of it that nothing else hid.
+    pub(super) fn account(&mut self, times: SyncTimes) -> Duration {
+        self.comm += times.comm;
+        self.exposed += times.exposed;
+        times.exposed
+    }
 }
 
 /// One finished step.

@@ -1,7 +1,7 @@
 //! From a configuration and a session to a trainer that is ready for its first step.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ddp_proto::env::WorkerEnv;
 
@@ -18,7 +18,7 @@ use super::strategy::{Held, Scheme};
 use super::tally::Tally;
 use super::trainer::Trainer;
 use super::world::{World, threads, timeout};
-use super::{Substitutes, TrainError};
+use super::{Substitutes, TrainError, WrapTransport};
 use crate::checkpoint::{Batch, Disk, Reader, State, Storage};
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Strategy, TrainConfig};
@@ -90,6 +90,7 @@ pub(super) struct Opened {
     dataset: Dataset,
     run_dir: RunDir,
     storage: Option<Arc<dyn Storage>>,
+    transport: Option<WrapTransport>,
     /// What every checkpoint says of the run.
     identity: State,
     saved: Option<Reader>,
@@ -136,6 +137,7 @@ pub(super) fn open(
         dataset,
         run_dir,
         storage: parts.storage,
+        transport: parts.transport,
         identity,
         saved,
         rescaled,
@@ -157,7 +159,8 @@ pub(super) fn prepare<'a>(
         scheme,
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
-    let world = World::connect(config, session, choice.open(config, threads(config))?)?;
+    let device = choice.open(config, threads(config))?;
+    let world = World::connect(config, session, device, opened.transport)?;
     let Held {
         weights,
         reducer,
@@ -174,7 +177,7 @@ pub(super) fn prepare<'a>(
     let mut trainer = Trainer {
         adamw,
         clip: clip(&world, &groups, &sharding, config)?,
-        exchange: Exchange::new(&world)?,
+        exchange: Exchange::new(&world, "numbers of each rank")?,
         tally: Tally::new(&world)?,
         skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
         replicas: replicas(&world, &groups, &layout, &replica)?,
@@ -190,6 +193,7 @@ pub(super) fn prepare<'a>(
         first_step: 0,
         concluded: Instant::now(),
         accounted: WireBytes::default(),
+        carried: Duration::ZERO,
         progress: None,
         config,
         scheme,
@@ -318,6 +322,8 @@ fn begin(trainer: &mut Trainer<'_>, saved: Option<&Reader>, dataset: &Dataset) -
     device.synchronize(stream)?;
     let accounted = trainer.sent();
     weights.updated()?;
+    // The first step has not begun.
+    let _ = weights.take_times();
     trainer.accounted = accounted;
     Ok(())
 }
