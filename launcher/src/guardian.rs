@@ -2,8 +2,8 @@
 //!
 //! It is forked before any thread exists and holds one end of a socket pair. The launcher, and every worker
 //! between `fork` and `exec`, announces a worker's session on the other end. End of file means that the
-//! launcher is gone without a word: the guardian then kills every announced session and every process that
-//! carries the launcher's marker, until none is left.
+//! launcher is gone without a word: the guardian then kills the workers' control group where there is one, every
+//! announced session, and every process that carries the launcher's marker, until none is left.
 #![expect(unsafe_code, reason = "fork, and a descriptor used between fork and exec")]
 
 use std::collections::BTreeSet;
@@ -12,13 +12,14 @@ use std::io::{self, Read};
 use std::os::fd::{AsRawFd, RawFd};
 use std::os::unix::net::UnixStream;
 use std::panic::AssertUnwindSafe;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use ddp_proto::env::DDP_JOB_MARKER;
 use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork};
 
+use crate::cgroup;
 use crate::sweep::Quarry;
 
 /// How long the guardian hunts before it gives up on processes that cannot be killed.
@@ -40,6 +41,7 @@ pub struct Guardian {
     socket: UnixStream,
     launcher_id: String,
     marker: String,
+    group: Option<PathBuf>,
 }
 
 impl Guardian {
@@ -47,6 +49,7 @@ impl Guardian {
     pub fn fork() -> io::Result<Self> {
         let launcher_id = format!("ddp-{}-{:016x}", std::process::id(), rand::random::<u64>());
         let marker = nested(std::env::var(DDP_JOB_MARKER).ok().as_deref(), &launcher_id);
+        let group = cgroup::parent_of_workers().ok().map(|own| own.join(&launcher_id));
         let (socket, guardians_end) = UnixStream::pair()?;
         // SAFETY: by contract no other thread exists, so the child may use the whole of std; it never returns.
         match unsafe { fork() }? {
@@ -55,10 +58,18 @@ impl Guardian {
                 socket,
                 launcher_id,
                 marker,
+                group,
             }),
             ForkResult::Child => {
                 drop(socket);
-                let watch = AssertUnwindSafe(|| Watch::new(guardians_end, launcher_id, &marker).run());
+                let watch = Watch {
+                    socket: guardians_end,
+                    launcher_id,
+                    scratch_dir: scratch_dir(&marker),
+                    group,
+                    sessions: BTreeSet::new(),
+                };
+                let watch = AssertUnwindSafe(|| watch.run());
                 let _ = std::panic::catch_unwind(watch);
                 // SAFETY: plain system call; the destructors of the copied launcher must not run.
                 unsafe { libc::_exit(0) }
@@ -93,6 +104,11 @@ impl Guardian {
     /// Value of `DDP_JOB_MARKER` for the workers.
     pub(crate) fn marker(&self) -> &str {
         &self.marker
+    }
+
+    /// Where the workers' control group is to be, if one can be made.
+    pub(crate) fn group(&self) -> Option<&Path> {
+        self.group.as_deref()
     }
 
     /// Directory for files of workers that have no log directory; removed with the launcher.
@@ -158,19 +174,11 @@ struct Watch {
     socket: UnixStream,
     launcher_id: String,
     scratch_dir: PathBuf,
+    group: Option<PathBuf>,
     sessions: BTreeSet<i32>,
 }
 
 impl Watch {
-    fn new(socket: UnixStream, launcher_id: String, marker: &str) -> Self {
-        Self {
-            socket,
-            launcher_id,
-            scratch_dir: scratch_dir(marker),
-            sessions: BTreeSet::new(),
-        }
-    }
-
     fn run(mut self) {
         self.detach();
         let mut record = [0; RECORD_BYTES];
@@ -183,12 +191,18 @@ impl Watch {
                 _ => {}
             }
         }
+        if let Some(group) = &self.group {
+            cgroup::kill_members(group);
+        }
         let quarry = Quarry::Launcher {
             sessions: &self.sessions,
             launcher_id: &self.launcher_id,
         };
         quarry.kill_all(HUNT_BOUND);
         // There is nobody left to tell.
+        if let Some(group) = &self.group {
+            let _ = cgroup::remove(group);
+        }
         let _ = fs::remove_dir_all(&self.scratch_dir);
     }
 

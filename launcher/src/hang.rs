@@ -1,4 +1,8 @@
-//! Workers that say nothing any more: who, since when, and what its threads wait in.
+//! Workers that say nothing new any more: who, since when, and what its threads wait in.
+//!
+//! A *slow* worker has said nothing new for half of `--hang-timeout`. A *lost* one sends no heartbeats any more: it is
+//! stopped, or stuck where not even its own threads run. A *stuck* one still sends them, but its program does not go
+//! on.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -9,45 +13,106 @@ use ddp_proto::control::Phase;
 
 /// Threads that are described; the rest are counted.
 const MAX_THREADS: usize = 16;
+/// Heartbeats come at least every two seconds: a worker without one for this long is lost, not stuck.
+const BEATS_BOUND: Duration = Duration::from_millis(2500);
+/// Begins the words on a worker that hung, where its own words would stand.
+pub(crate) const HUNG: &str = "hung: ";
 
 /// The last sign of life of a worker.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Beat {
+    /// A heartbeat came.
     pub(crate) at: Instant,
+    /// The program itself had something to say; later ones were repeated for it.
+    pub(crate) fresh: Instant,
     pub(crate) step: u64,
     pub(crate) phase: Phase,
 }
 
-/// The worker whose silence is the longest, if it is longer than `bound`. A rank that waits for another one beats as
-/// little as the other, but it fell silent later: the one that was silent first is the cause.
+impl Beat {
+    /// Since when there is nothing new. The beginning has time-outs of its own, and its length says nothing: there a
+    /// repeated heartbeat is as good as any.
+    pub(crate) fn silent_since(&self) -> Instant {
+        match self.phase {
+            Phase::Starting => self.at,
+            _ => self.fresh,
+        }
+    }
+
+    /// How long there is nothing new.
+    pub(crate) fn silence(&self, now: Instant) -> Duration {
+        now.saturating_duration_since(self.silent_since())
+    }
+
+    /// No heartbeat comes any more, not even a repeated one.
+    fn is_lost(&self, now: Instant, bound: Duration) -> bool {
+        now.saturating_duration_since(self.at) >= bound.min(BEATS_BOUND)
+    }
+
+    /// What is wrong, in words.
+    pub(crate) fn trouble(&self, now: Instant, bound: Duration) -> String {
+        let silence = self.silence(now).as_secs_f64();
+        let place = format!("(phase {}, step {})", phase_name(self.phase), self.step);
+        if self.is_lost(now, bound) {
+            format!("is lost: hung, no heartbeat for {silence:.1} s {place}")
+        } else {
+            format!("is stuck: it sends heartbeats, but nothing new for {silence:.1} s {place}")
+        }
+    }
+
+    /// That it is slow, in words.
+    pub(crate) fn slowness(&self, now: Instant, bound: Duration) -> String {
+        format!(
+            "is slow: nothing new for {:.1} s (phase {}, step {}); it counts as lost after {} s",
+            self.silence(now).as_secs_f64(),
+            phase_name(self.phase),
+            self.step,
+            bound.as_secs_f64()
+        )
+    }
+}
+
+/// As it is on the wire.
+fn phase_name(phase: Phase) -> &'static str {
+    match phase {
+        Phase::Starting => "starting",
+        Phase::Training => "training",
+        Phase::Validating => "validating",
+        Phase::Saving => "saving",
+        Phase::Finishing => "finishing",
+    }
+}
+
+/// The worker that is to blame for the silence, if there is one of at least `bound`; `waits` is true for those that say
+/// that they wait for others.
+///
+/// All ranks fall silent when one does. One that sends no heartbeats is the cause before one that does, one that waits
+/// for nobody before one that waits; then the one that is behind, and of equals the one that was silent first.
 pub(crate) fn longest_silence(
-    beats: impl Iterator<Item = (usize, Beat)>,
+    beats: impl Iterator<Item = (usize, Beat, bool)>,
     now: Instant,
     bound: Duration,
 ) -> Option<(usize, Beat)> {
     beats
-        .filter(|(_, beat)| now.saturating_duration_since(beat.at) >= bound)
-        .min_by_key(|(_, beat)| (beat.step, beat.at))
+        .filter(|(_, beat, _)| beat.silence(now) >= bound)
+        .min_by_key(|(_, beat, waits)| (!beat.is_lost(now, bound), *waits, beat.step, beat.silent_since()))
+        .map(|(index, beat, _)| (index, beat))
 }
 
-/// In words: how long it has been silent, where it was, and what its threads do.
-pub(crate) fn describe(pid: i32, beat: Beat, now: Instant) -> String {
-    let silence = now.saturating_duration_since(beat.at).as_secs_f64();
-    let mut words = format!(
-        "hung: no heartbeat for {silence:.1} s (phase {:?}, step {})",
-        beat.phase, beat.step
-    );
+/// What the kernel knows of each thread of a process, a line each:
+/// `thread 123 (ddp-comm-world): S (sleeping) in futex_do_wait`.
+pub(crate) fn threads_of(pid: i32) -> String {
     let threads = threads(Path::new(&format!("/proc/{pid}/task")));
+    let mut words = String::new();
     for thread in threads.iter().take(MAX_THREADS) {
-        let _ = write!(words, "\n  {thread}");
+        let _ = writeln!(words, "{thread}");
     }
     if threads.len() > MAX_THREADS {
-        let _ = write!(words, "\n  and {} more threads", threads.len() - MAX_THREADS);
+        let _ = writeln!(words, "and {} more threads", threads.len() - MAX_THREADS);
     }
     words
 }
 
-/// `thread 123 (ddp-comm-world): S (sleeping) in futex_do_wait`
 fn threads(tasks: &Path) -> Vec<String> {
     let read = |path: &Path| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
     let mut threads: Vec<(u32, String)> = fs::read_dir(tasks)
@@ -67,10 +132,17 @@ fn threads(tasks: &Path) -> Vec<String> {
                 "" | "0" => String::new(),
                 place => format!(" in {place}"),
             };
-            Some((
-                id,
-                format!("thread {id} ({}): {state}{place}", read(&path.join("comm"))),
-            ))
+            // The number of the call comes first; `running` for a thread that is not in one.
+            let call = match read(&path.join("syscall")).split(' ').next() {
+                Some(number) if number.parse::<u32>().is_ok() => format!(", system call {number}"),
+                _ => String::new(),
+            };
+            let mut words = format!("thread {id} ({}): {state}{place}{call}", read(&path.join("comm")));
+            // For root only.
+            for frame in read(&path.join("stack")).lines() {
+                let _ = write!(words, "\n  kernel: {}", frame.trim_start_matches("[<0>] "));
+            }
+            Some((id, words))
         })
         .collect();
     threads.sort();
@@ -82,8 +154,10 @@ mod tests {
     use super::*;
 
     fn beat(now: Instant, seconds_ago: u64, step: u64) -> Beat {
+        let at = now.checked_sub(Duration::from_secs(seconds_ago)).unwrap();
         Beat {
-            at: now.checked_sub(Duration::from_secs(seconds_ago)).unwrap(),
+            at,
+            fresh: at,
             step,
             phase: Phase::Training,
         }
@@ -95,6 +169,7 @@ mod tests {
         let bound = Duration::from_secs(10);
         let silent = |beats: &[Beat]| {
             let numbered = beats.iter().copied().enumerate();
+            let numbered = numbered.map(|(rank, beat)| (rank, beat, false));
             longest_silence(numbered, now, bound).map(|(rank, _)| rank)
         };
         assert_eq!(
@@ -111,18 +186,66 @@ mod tests {
     }
 
     #[test]
-    fn threads_are_described() {
+    fn who_is_gone_or_waits_for_nobody_is_the_cause_rather_than_who_waits() {
         let now = Instant::now();
-        let words = describe(std::process::id() as i32, beat(now, 3, 7), now);
-        let mut lines = words.lines();
+        let bound = Duration::from_secs(10);
+        let repeated = |beat: Beat| Beat { at: now, ..beat };
+        let cause = |beats: [(usize, Beat, bool); 2]| {
+            longest_silence(beats.into_iter(), now, bound).map(|(rank, _)| rank)
+        };
+        // Rank 1 was stopped in the step after the one in which rank 0 waits for it.
         assert_eq!(
-            lines.next(),
-            Some("hung: no heartbeat for 3.0 s (phase Training, step 7)")
+            cause([
+                (0, repeated(beat(now, 12, 4)), false),
+                (1, beat(now, 11, 5), false)
+            ]),
+            Some(1)
         );
-        assert!(
-            lines.all(|line| line.starts_with("  thread ") || line.starts_with("  and ")),
-            "{words}"
+        assert_eq!(
+            cause([
+                (0, repeated(beat(now, 12, 4)), true),
+                (1, repeated(beat(now, 11, 5)), false)
+            ]),
+            Some(1)
         );
+    }
+
+    #[test]
+    fn a_repeated_heartbeat_is_nothing_new_but_at_the_beginning() {
+        let now = Instant::now();
+        let bound = Duration::from_mins(1);
+        let mut stuck = Beat {
+            at: now,
+            ..beat(now, 61, 3)
+        };
+        let silent = |beat: Beat| longest_silence(std::iter::once((0, beat, false)), now, bound).is_some();
+        assert!(silent(stuck));
+        stuck.phase = Phase::Starting;
+        assert!(!silent(stuck));
+    }
+
+    #[test]
+    fn slow_stuck_and_lost_are_told_apart() {
+        let now = Instant::now();
+        let bound = Duration::from_mins(1);
+        let stuck = Beat {
+            at: now,
+            ..beat(now, 61, 3)
+        };
+        insta::assert_snapshot!(stuck.trouble(now, bound), @"is stuck: it sends heartbeats, but nothing new for 61.0 s (phase training, step 3)");
+        insta::assert_snapshot!(beat(now, 62, 3).trouble(now, bound), @"is lost: hung, no heartbeat for 62.0 s (phase training, step 3)");
+        insta::assert_snapshot!(beat(now, 31, 3).slowness(now, bound), @"is slow: nothing new for 31.0 s (phase training, step 3); it counts as lost after 60 s");
+    }
+
+    #[test]
+    fn threads_are_described() {
+        let words = threads_of(std::process::id() as i32);
+        let plain = |line: &str| {
+            ["thread ", "and ", "  kernel: "]
+                .iter()
+                .any(|begin| line.starts_with(begin))
+        };
+        assert!(words.lines().all(plain), "{words}");
         assert!(
             words.contains(": R (running)") || words.contains(": S (sleeping)"),
             "{words}"

@@ -5,6 +5,7 @@
 //! | `plan`, `preview` | what an agent is asked to do, and what that comes to |
 //! | `agent` | joins, decides, supervises, restarts |
 //! | `guardian` | kills the workers of a launcher that was killed |
+//! | `cgroup` | holds all that workers start in one control group |
 //! | `spawn`, `environment`, `master_port` | start workers with the environment that they expect |
 //! | `hang` | finds workers that say nothing any more |
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
@@ -21,6 +22,7 @@
 #![deny(unsafe_code)]
 
 mod agent;
+mod cgroup;
 mod console;
 mod control;
 mod ending;
@@ -45,6 +47,7 @@ mod spawn;
 mod sweep;
 
 pub use agent::{Conclusion, LaunchError, Outcome, run};
+pub use cgroup::{NoGroup, parent_of_workers};
 pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;
 pub use logs::LogError;

@@ -1,4 +1,5 @@
-//! Where the files of a worker lie: `<log_dir>/attempt_N/<global rank>/{stdout.log,stderr.log,error.json}`.
+//! Where the files of a worker lie: `<log_dir>/attempt_N/<global rank>/{stdout.log,stderr.log,error.json}`,
+//! and `hang.txt` of workers that hung.
 
 use std::fs::{self, File};
 use std::io::{self, Read};
@@ -79,6 +80,11 @@ impl WorkerFiles {
     /// Path of the stderr log for messages; none without a log directory.
     pub(crate) fn stderr_log(&self) -> Option<PathBuf> {
         self.logged.then(|| self.directory.join("stderr.log"))
+    }
+
+    /// What a worker did when one of them hung; none without a log directory.
+    pub(crate) fn hang_file(&self) -> Option<PathBuf> {
+        self.logged.then(|| self.directory.join("hang.txt"))
     }
 
     /// Opens `stdout.log` and `stderr.log`, empty; none without a log directory.

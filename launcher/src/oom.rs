@@ -20,13 +20,18 @@ pub(crate) struct OomCounter {
 }
 
 impl OomCounter {
-    /// The nearest group that counts, from this process's own upwards. Workers are in it, or below.
-    pub(crate) fn of_this_process() -> Self {
+    /// The workers' own group, if it counts: then nobody else's death is taken for theirs. Otherwise the nearest group
+    /// that counts, from this process's own upwards: workers are in it, or below.
+    pub(crate) fn of_workers(group: Option<&Path>) -> Self {
+        let file = group.map(|group| group.join(COUNTERS[0]));
+        if let Some(before) = file.as_deref().and_then(kills) {
+            return Self { file, before };
+        }
         let membership = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
         Self::nearest(Path::new("/sys/fs/cgroup"), &membership)
     }
 
-    /// As [`OomCounter::of_this_process`], for control groups mounted at `root` and a `/proc/<pid>/cgroup` that says
+    /// As [`OomCounter::of_workers`] without a group of their own, for control groups mounted at `root` and a `/proc/<pid>/cgroup` that says
     /// `membership`.
     fn nearest(root: &Path, membership: &str) -> Self {
         let groups = membership.lines().filter_map(|line| {
@@ -126,6 +131,16 @@ mod tests {
         let counter = OomCounter::nearest(root.path(), membership);
         assert!(!counter.explains(KILLED, None));
         write(root.path(), "memory/docker/memory.oom_control", 1);
+        assert!(counter.explains(KILLED, None));
+    }
+
+    #[test]
+    fn the_workers_own_group_is_asked_first() {
+        let root = tempfile::tempdir().unwrap();
+        write(root.path(), "ddp-1/memory.events", 4);
+        let counter = OomCounter::of_workers(Some(&root.path().join("ddp-1")));
+        assert!(!counter.explains(KILLED, None));
+        write(root.path(), "ddp-1/memory.events", 5);
         assert!(counter.explains(KILLED, None));
     }
 

@@ -45,6 +45,24 @@ pub(crate) fn program_name(pid: i32) -> Option<String> {
     )
 }
 
+/// A process that should be gone, in words: ``77 (`python3`, state D in nfs_wait)``.
+pub(crate) fn describe(pid: i32) -> String {
+    let read = |file| fs::read_to_string(format!("/proc/{pid}/{file}")).unwrap_or_default();
+    let Some(name) = program_name(pid) else {
+        return pid.to_string();
+    };
+    let stat = read("stat");
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    let place = match read("wchan").as_str() {
+        "" | "0" => String::new(),
+        place => format!(" in {place}"),
+    };
+    match state {
+        Some(state) => format!("{pid} (`{name}`, state {state}{place})"),
+        None => format!("{pid} (`{name}`)"),
+    }
+}
+
 /// True if the process was started, directly or through others, by the launcher called `launcher_id`.
 pub(crate) fn carries_marker(pid: i32, launcher_id: &str) -> bool {
     let mut environ = Vec::new();
@@ -108,6 +126,15 @@ mod tests {
         let found = processes().into_iter().find(|entry| entry.pid == me).unwrap();
         assert_eq!(found.parent, nix::unistd::getppid().as_raw());
         assert!(!found.zombie);
+    }
+
+    #[test]
+    fn processes_are_described() {
+        let me = std::process::id() as i32;
+        let words = describe(me);
+        assert!(words.starts_with(&format!("{me} (`")), "{words}");
+        assert!(words.contains("`, state "), "{words}");
+        assert_eq!(describe(i32::MAX), i32::MAX.to_string(), "no such process");
     }
 
     #[test]

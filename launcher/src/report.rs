@@ -10,6 +10,7 @@ use ddp_proto::rendezvous::WorkerExit;
 
 use crate::agent::Conclusion;
 use crate::ending::{Ending, signal_name};
+use crate::hang::HUNG;
 
 /// How one worker of this node ended.
 #[derive(Clone, Debug, PartialEq)]
@@ -104,17 +105,19 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
         let _ = write!(text, " after {}", seconds(ran_for));
     }
     if let Some(time) = clock_time(failure.unix_time_ns) {
-        let _ = write!(text, " at {time}");
+        // Clocks of different nodes may differ, and this one's is what people compare with.
+        let whose = if here { "" } else { " by that node's clock" };
+        let _ = write!(text, " at {time}{whose}");
     }
-    if let Some(hint) = hint_for(ending, failure.out_of_memory) {
+    let found_hung = failure.message.starts_with(HUNG);
+    if let Some(hint) = hint_for(ending, failure.out_of_memory).filter(|_| !found_hung) {
         let _ = write!(text, "\n    {hint}");
     }
     if !failure.message.is_empty() {
-        let _ = write!(
-            text,
-            "\n    it says: {}",
-            indented(&failure.message, "             ")
-        );
+        // What the agent found out about a worker that hung are not its words.
+        let lead = if found_hung { "" } else { "it says: " };
+        let indent = " ".repeat(4 + lead.len());
+        let _ = write!(text, "\n    {lead}{}", indented(&failure.message, &indent));
     }
     if !failure.log_file.is_empty() {
         let on = if here {
@@ -176,7 +179,7 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
         .filter(|end| Some(end.rank) != first && !end.ending.is_success())
     {
         let after = seconds(end.after);
-        let _ = match end.sent {
+        let _ = match end.sent.map(|sent| deadly(sent, end.ending)) {
             Some(signal) => {
                 write!(
                     text,
@@ -200,8 +203,8 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
                 end.rank, end.ending
             ),
         };
-        let died_of_ours = matches!(end.ending, Ending::Signal { signal, .. } if Some(signal) == end.sent);
-        if end.sent.is_some() && !died_of_ours {
+        let died_of = |sent| matches!(end.ending, Ending::Signal { signal, .. } if signal == sent);
+        if end.sent.is_some_and(|sent| !died_of(deadly(sent, end.ending))) {
             let _ = write!(text, " ({})", end.ending);
         }
         match &end.message {
@@ -212,6 +215,14 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
             }
             None => {}
         }
+    }
+}
+
+/// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM.
+fn deadly(sent: i32, ending: Ending) -> i32 {
+    match ending {
+        Ending::Signal { signal, .. } if signal == libc::SIGTERM && sent == libc::SIGKILL => signal,
+        _ => sent,
     }
 }
 

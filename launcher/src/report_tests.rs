@@ -170,7 +170,7 @@ fn a_crash_on_another_node() {
     let conclusion = job_over("rank 7 failed", exit, "b");
     insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"
     error: `train.yaml` failed
-      first failure: rank 7 (node `b`, pid 4711) died of SIGSEGV (core dumped) at 22:13:20 UTC
+      first failure: rank 7 (node `b`, pid 4711) died of SIGSEGV (core dumped) at 22:13:20 UTC by that node's clock
         the program crashed
         log file on `b`: /logs/attempt_0/7/stderr.log
         it wrote nothing to stderr

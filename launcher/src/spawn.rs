@@ -20,6 +20,7 @@ use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
+use crate::cgroup::Door;
 use crate::guardian::Registrar;
 use crate::plan::WorkerCommand;
 
@@ -48,6 +49,8 @@ pub(crate) struct WorkerSpec {
 pub(crate) struct Batch {
     pub(crate) command: WorkerCommand,
     pub(crate) workers: Vec<WorkerSpec>,
+    /// The way into the workers' control group, where there is one.
+    pub(crate) door: Option<Door>,
     /// Set when the generation is stopped before all its workers were started.
     pub(crate) cancelled: Arc<AtomicBool>,
 }
@@ -192,7 +195,7 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
             return None;
         }
         let local_rank = worker.local_rank;
-        match start_worker(&batch.command, worker, registrar) {
+        match start_worker(&batch.command, worker, registrar, batch.door) {
             Ok(pid) => {
                 // The agent is gone only when the process is ending.
                 let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
@@ -203,7 +206,12 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
     None
 }
 
-fn start_worker(command: &WorkerCommand, worker: WorkerSpec, registrar: Registrar) -> io::Result<i32> {
+fn start_worker(
+    command: &WorkerCommand,
+    worker: WorkerSpec,
+    registrar: Registrar,
+    door: Option<Door>,
+) -> io::Result<i32> {
     let mut process = Command::new(&command.program);
     process
         .args(&command.args)
@@ -221,15 +229,24 @@ fn start_worker(command: &WorkerCommand, worker: WorkerSpec, registrar: Registra
     }
     let (launcher, cores) = (Pid::this(), worker.cores);
     // SAFETY: `enter_session` only makes async-signal-safe system calls and does not allocate.
-    unsafe { process.pre_exec(move || enter_session(launcher, registrar, cores.as_ref())) };
+    unsafe { process.pre_exec(move || enter_session(launcher, registrar, door, cores.as_ref())) };
     // Reaped by pid, with all others: the handle itself is of no use, and dropping it does nothing.
     process.spawn().map(|child| child.id() as i32)
 }
 
 /// Runs in the child between `fork` and `exec`.
-fn enter_session(launcher: Pid, registrar: Registrar, cores: Option<&CpuSet>) -> io::Result<()> {
+fn enter_session(
+    launcher: Pid,
+    registrar: Registrar,
+    door: Option<Door>,
+    cores: Option<&CpuSet>,
+) -> io::Result<()> {
     let session = nix::unistd::setsid()?;
     registrar.watch(session.as_raw());
+    if let Some(door) = door {
+        // It was tried; should it fail all the same, the session and the marker are left.
+        door.enter();
+    }
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
     // The launcher may have died before the line above. It may be pid 1, so 1 itself proves nothing.
     if nix::unistd::getppid() != launcher {

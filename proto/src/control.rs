@@ -21,6 +21,11 @@ pub const MAX_LINE_BYTES: usize = 1 << 20;
 /// Longest value in the key-value store. Base64 in a line must fit [`MAX_LINE_BYTES`].
 pub const MAX_VALUE_BYTES: usize = 512 << 10;
 
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde asks for")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
+}
+
 /// What a worker says.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
@@ -42,9 +47,21 @@ pub enum ToAgent {
         step: u64,
         /// What the worker is doing.
         phase: Phase,
+        /// A heartbeat that a thread repeats by itself: how long ago the program last had something to say. 0 for
+        /// one that the program sent itself.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        quiet_ms: u64,
         /// For the progress bar; rank 0 only.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         progress: Option<Progress>,
+    },
+    /// Answer to [`ToWorker::Describe`].
+    State {
+        /// What it waits for and where its threads are, in lines.
+        text: String,
+        /// Global ranks that it waits for, as far as it knows.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        waiting_for: Vec<u32>,
     },
     /// The worker is about to exit with an error; its own words for the failure report.
     Failure {
@@ -136,6 +153,8 @@ pub enum ToWorker {
         /// Why, in words: "rank 5 (node `b`) died of SIGKILL".
         cause: String,
     },
+    /// The worker seems to hang: it should say what it waits for, with [`ToAgent::State`].
+    Describe,
     /// Answer to a key-value call.
     KvReply {
         /// Number of the call.

@@ -18,13 +18,13 @@ use super::values;
 /// `PET_<NAME>`, then from the YAML's `launch` section. With `--rdzv-endpoint`, number and rank of the nodes
 /// are taken from Slurm (SLURM_NNODES, SLURM_NODEID) or Kubernetes (JOB_COMPLETION_INDEX) last of all.
 #[derive(Debug, Parser)]
-#[command(name = "ddp-run", version, max_term_width = 100, after_help = AFTER_HELP)]
+#[command(name = "ddp-run", version, max_term_width = 100, after_help = AFTER_HELP, infer_long_args = true)]
 pub struct Args {
     #[command(flatten)]
     settings: Settings,
 
     /// Show what would be started, and where each value comes from, and start nothing
-    #[arg(long)]
+    #[arg(long, alias = "dry_run")]
     dry_run: bool,
 
     /// Print the completions of a shell (bash, zsh, fish, elvish, powershell); stands alone
@@ -141,6 +141,16 @@ mod tests {
         let underscores = parse_words(&["--nproc_per_node", "2", "--rdzv_endpoint=a", "x"]).expect("valid");
         assert_eq!(hyphens.settings, underscores.settings);
         assert_eq!(hyphens.settings.nproc_per_node, Some(ProcCount::Fixed(2)));
+    }
+
+    #[test]
+    fn flags_may_be_abbreviated_as_far_as_they_stay_unique() {
+        // As with Python's argparse, and so with torchrun.
+        let args = parse_words(&["--nproc", "2", "--max_res", "1", "--dry_run", "x"]).expect("valid");
+        assert_eq!(args.settings.nproc_per_node, Some(ProcCount::Fixed(2)));
+        assert_eq!(args.settings.max_restarts, Some(1));
+        assert!(args.dry_run);
+        parse_words(&["--no", "2", "x"]).expect_err("`--node-rank`, or `--no-python`?");
     }
 
     #[test]

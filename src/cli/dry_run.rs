@@ -1,10 +1,14 @@
 //! `--dry-run`: what would be started, and where each value comes from.
 
+use std::collections::BTreeSet;
 use std::fmt;
 use std::fmt::Write as _;
 use std::path::PathBuf;
 
-use ddp_launcher::{LaunchPlan, WorkerCommand, environment_of};
+use ddp_launcher::{
+    CoreSet, LaunchPlan, StreamSet, StreamsByRank, WorkerCommand, environment_of, parent_of_workers,
+    signal_name,
+};
 
 use super::host::{HostFacts, Wish, wish};
 use super::plan::Launch;
@@ -75,6 +79,16 @@ pub fn describe(launch: &Launch) -> String {
     row("role", plan.role.clone());
     let log_dir = plan.log_dir.as_ref().map(|dir| dir.display().to_string());
     row("log_dir", log_dir.unwrap_or_else(|| "no log files".into()));
+    for (name, _) in sources {
+        if let Some(value) = further(name, plan) {
+            row(name, value);
+        }
+    }
+    let group = match parent_of_workers() {
+        Ok(parent) => format!("of their own, below {}", parent.display()),
+        Err(why) => format!("none of their own: {why}"),
+    };
+    let _ = writeln!(text, "control group of the workers: {group}");
     let _ = writeln!(
         text,
         "ranks of this node, if it is node 0: 0 to {}",
@@ -87,6 +101,77 @@ pub fn describe(launch: &Launch) -> String {
     }
     text.push_str("nothing was started.");
     text
+}
+
+/// The value of a setting that is worth a row only if somebody gave it; none for those that have one anyway.
+fn further(name: &str, plan: &LaunchPlan) -> Option<String> {
+    let words = |words: &[String]| words.join(",");
+    let signals = |numbers: &[i32]| {
+        words(
+            &numbers
+                .iter()
+                .map(|number| signal_name(*number))
+                .collect::<Vec<_>>(),
+        )
+    };
+    let ranks = |ranks: &Option<BTreeSet<u32>>| {
+        let numbers = ranks.iter().flatten().map(ToString::to_string);
+        words(&numbers.collect::<Vec<_>>())
+    };
+    let output = &plan.output;
+    Some(match name {
+        "hang_timeout" => plan
+            .hang_timeout
+            .map_or_else(|| "never".to_owned(), |time| format!("{} s", time.as_secs_f64())),
+        "signals_to_handle" => signals(&plan.signals.stop),
+        "forward_signals" => signals(&plan.signals.forward),
+        "master_addr" => plan.master_addr.clone()?,
+        "master_port" => plan.master_port?.to_string(),
+        "redirects" => streams(&output.redirects),
+        "tee" => streams(&output.tee),
+        "local_ranks_filter" => ranks(&output.local_ranks),
+        "global_ranks_filter" => ranks(&output.global_ranks),
+        "duplicate_stdout_filters" => words(&output.stdout_filters),
+        "duplicate_stderr_filters" => words(&output.stderr_filters),
+        "event_log_handler" => plan
+            .event_log
+            .as_ref()
+            .map_or_else(|| "nowhere".to_owned(), |file| file.display().to_string()),
+        "numa_binding" => cores(plan),
+        "rdzv_conf" => format!(
+            "join_timeout={},connect_timeout={}",
+            plan.join_timeout.as_secs_f64(),
+            plan.connect_timeout.as_secs_f64()
+        ),
+        "virtual_local_rank" => plan.virtual_local_rank.to_string(),
+        _ => return None,
+    })
+}
+
+/// As `--redirects` takes it.
+fn streams(by_rank: &StreamsByRank) -> String {
+    let number = |set: &StreamSet| u8::from(set.stdout) + 2 * u8::from(set.stderr);
+    match by_rank {
+        StreamsByRank::All(set) => number(set).to_string(),
+        StreamsByRank::Listed(sets) => {
+            let pairs = sets.iter().map(|(rank, set)| format!("{rank}:{}", number(set)));
+            pairs.collect::<Vec<_>>().join(",")
+        }
+    }
+}
+
+/// The cores of each worker: `0: 0,1; 1: 2,3`.
+fn cores(plan: &LaunchPlan) -> String {
+    let of = |(rank, set): (usize, &CoreSet)| {
+        let numbers: Vec<String> = set.0.iter().map(ToString::to_string).collect();
+        format!("{rank}: {}", numbers.join(","))
+    };
+    plan.cores
+        .iter()
+        .enumerate()
+        .map(of)
+        .collect::<Vec<_>>()
+        .join("; ")
 }
 
 fn rendezvous(host: &HostFacts) -> String {
@@ -146,6 +231,16 @@ fn environment(plan: &LaunchPlan) -> Vec<(String, String)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn streams_are_shown_as_they_are_given() {
+        for text in ["0", "3", "0:1,10:3"] {
+            assert_eq!(
+                streams(&super::super::streams::streams_by_rank(text).expect("valid")),
+                text
+            );
+        }
+    }
 
     #[test]
     fn words_are_quoted_for_a_shell() {

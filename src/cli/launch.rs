@@ -1,6 +1,7 @@
 //! `ddp-run`: guardian, plan, hosting, agent — in that order — and the exit code.
 
 use std::ffi::OsString;
+use std::io::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -33,7 +34,10 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         _ => {}
     }
     if let Some(shell) = args::completions(&argv) {
-        clap_complete::generate(shell, &mut args::command(), "ddp-run", &mut std::io::stdout());
+        let mut script = Vec::new();
+        clap_complete::generate(shell, &mut args::command(), "ddp-run", &mut script);
+        // Whoever reads only a part of it has seen enough.
+        let _ = std::io::stdout().write_all(&script);
         return ExitCode::SUCCESS;
     }
     let args = match args::parse(argv) {
@@ -68,7 +72,8 @@ fn show(args: ParsedArgs) -> ExitCode {
     let resolved = SelfExe::open().and_then(|exe| plan::resolve(args, |name| std::env::var(name).ok(), &exe));
     match resolved {
         Ok(launch) => {
-            println!("{}", dry_run::describe(&launch));
+            // As above.
+            let _ = writeln!(std::io::stdout(), "{}", dry_run::describe(&launch));
             ExitCode::SUCCESS
         }
         Err(error) => fail(&error),

@@ -147,6 +147,7 @@ fn passes(error: &CheckpointError) -> bool {
     match error {
         CheckpointError::Io { kind, .. } => is_transient(*kind),
         CheckpointError::Stalled { .. }
+        | CheckpointError::Stuck { .. }
         | CheckpointError::GivenUp { .. }
         | CheckpointError::Source { .. }
         | CheckpointError::Overtaken { .. }

@@ -6,7 +6,7 @@ use std::io::IsTerminal;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan};
+use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, signal_name};
 use ddp_proto::ids::NodeRank;
 
 use super::args::ParsedArgs;
@@ -73,7 +73,7 @@ pub fn resolve(
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let output = output(&settings);
     let log_dir = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
-    let log_dir = log_dir.or_else(|| temporary_log_dir(&output, &job_id));
+    let log_dir = log_dir.or_else(|| temporary_log_dir(&output, &job_id, args.dry_run));
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
@@ -95,7 +95,7 @@ pub fn resolve(
         master_addr: settings.master_addr.clone(),
         master_port: settings.master_port,
         virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
-        signals: signals(&settings),
+        signals: signals(&settings)?,
         cores: cores(&settings, workers)?,
         event_log: event_log(&settings),
         command: target.command(exe, get_env("PYTHON_EXEC").map(OsString::from)),
@@ -119,12 +119,14 @@ fn default_job_id(alone: bool) -> String {
 }
 
 /// As torchrun: files were asked for, but no place.
-fn temporary_log_dir(output: &OutputPlan, job_id: &str) -> Option<PathBuf> {
+fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Option<PathBuf> {
     if !output.needs_files() {
         return None;
     }
     let directory = std::env::temp_dir().join(format!("ddp-run-{job_id}"));
-    eprintln!("[ddp-run] log files are below `{}`", directory.display());
+    if !dry_run {
+        eprintln!("[ddp-run] log files are below `{}`", directory.display());
+    }
     Some(directory)
 }
 
@@ -139,12 +141,31 @@ fn cores(settings: &Settings, workers: u32) -> Result<Vec<CoreSet>, CliError> {
     })
 }
 
-fn signals(settings: &Settings) -> SignalPlan {
+/// A signal that is passed on does not stop the job, even if it does so by default.
+fn signals(settings: &Settings) -> Result<SignalPlan, CliError> {
     let numbers = |signals: &Option<Signals>| signals.clone().map(|signals| signals.0);
-    SignalPlan {
-        stop: numbers(&settings.signals_to_handle).unwrap_or(SignalPlan::default().stop),
-        forward: numbers(&settings.forward_signals).unwrap_or_default(),
-    }
+    let forward = numbers(&settings.forward_signals).unwrap_or_default();
+    let is_forwarded = |number: &i32| forward.contains(number);
+    let stop = match numbers(&settings.signals_to_handle) {
+        Some(asked) => match asked.iter().copied().find(is_forwarded) {
+            Some(both) => {
+                return Err(CliError::Conflict {
+                    problem: format!(
+                        "{} is in `--signals-to-handle` and in `--forward-signals`",
+                        signal_name(both)
+                    ),
+                    hint: "either it stops the job, or the workers get it and the job goes on".to_owned(),
+                });
+            }
+            None => asked,
+        },
+        None => SignalPlan::default()
+            .stop
+            .into_iter()
+            .filter(|number| !is_forwarded(number))
+            .collect(),
+    };
+    Ok(SignalPlan { stop, forward })
 }
 
 fn event_log(settings: &Settings) -> Option<PathBuf> {

@@ -112,7 +112,7 @@ settings! {
     #[arg(value_name = "S", help_heading = LIFE)]
     shutdown_timeout: Duration = values::seconds,
 
-    /// A worker that sent heartbeats and sends none for this long has failed [default: never]
+    /// A worker that sends heartbeats and has nothing new to say for this long has failed [default: never]
     #[arg(value_name = "S", help_heading = LIFE)]
     hang_timeout: Duration = values::seconds,
 

@@ -21,7 +21,7 @@ pub struct Config {
     pub quick_failure: Duration,
     /// So many quick failures in a row end the job, whatever is left of its restarts.
     pub quick_failures: u32,
-    /// Pause before the first restart; doubled for each further one.
+    /// Pause before the second restart without progress in between; doubled for each further one. The first is at once.
     pub backoff_base: Duration,
     /// Longest pause before a restart.
     pub backoff_cap: Duration,
@@ -131,12 +131,15 @@ impl Config {
         u32::try_from(self.lease.as_millis()).unwrap_or(u32::MAX)
     }
 
-    /// Pause before restart number `restart` (from 1), for a `dice` in 0..1.
+    /// Pause before restart number `restart` (from 1) since the last progress, for a `dice` in 0..1.
     ///
-    /// Between half and all of `base * 2^(restart - 1)`, never above the cap.
+    /// None before the first: most failures do not come again, and every rank would wait for nothing. After that
+    /// between half and all of `base * 2^(restart - 2)`, never above the cap.
     #[must_use]
     pub fn backoff(&self, restart: u32, dice: f64) -> Duration {
-        let doublings = restart.saturating_sub(1).min(31);
+        let Some(doublings) = restart.checked_sub(2).map(|further| further.min(31)) else {
+            return Duration::ZERO;
+        };
         let full = self
             .backoff_base
             .saturating_mul(1 << doublings)
@@ -152,9 +155,10 @@ mod tests {
     #[test]
     fn the_backoff_doubles_up_to_its_cap_and_jitter_only_shortens_it() {
         let config = Config::default();
-        assert_eq!(config.backoff(1, 1.0), Duration::from_millis(100));
-        assert_eq!(config.backoff(3, 1.0), Duration::from_millis(400));
-        assert_eq!(config.backoff(3, 0.0), Duration::from_millis(200));
+        assert_eq!(config.backoff(1, 1.0), Duration::ZERO, "at once");
+        assert_eq!(config.backoff(2, 1.0), Duration::from_millis(100));
+        assert_eq!(config.backoff(4, 1.0), Duration::from_millis(400));
+        assert_eq!(config.backoff(4, 0.0), Duration::from_millis(200));
         assert_eq!(config.backoff(1000, 1.0), config.backoff_cap);
     }
 }

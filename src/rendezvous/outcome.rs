@@ -259,7 +259,11 @@ impl Job {
                 backoff_ms,
                 ..
             } = &over;
-            format!("restart {restart_count} of {max_restarts} after {backoff_ms} ms")
+            let when = match backoff_ms {
+                0 => "at once".to_owned(),
+                pause => format!("after {pause} ms"),
+            };
+            format!("restart {restart_count} of {max_restarts} {when}")
         };
         turn.decided(format!(
             "job `{}`: generation {} is over: {}; {next}",

@@ -1,6 +1,7 @@
 //! Restart policy: what a generation that ended costs, and when starting again is no use.
 //!
 //! - A worker that fails costs one restart of the job's budget (`--max-restarts`).
+//! - The first restart after progress is at once; from the second in a row without progress on, a pause that doubles.
 //! - A change of membership is free: a node that comes, and one that goes while enough are left without it.
 //! - Progress refunds the budget: a generation that reached a training step beyond all before it.
 //! - A worker that dies within [`Config::quick_failure`] of the start without progress, [`Config::quick_failures`]

@@ -2,7 +2,7 @@
 """Benchmarks of ddp-run beside its peers, alternating in one run; prints Markdown. Standard library only.
 
     cargo build --release --workspace --bins --examples
-    python3 tests/bench/run.py launch budgets restart collectives steps strategies --torch /path/to/venv/bin --mpi
+    python3 tests/bench/run.py launch budgets restart collectives steps strategies stall --torch /path/to/venv/bin --mpi
 
 Without --torch or --mpi the peers are left out. Each figure is a median with its smallest and largest value; compare within
 one table, not between runs.
@@ -92,13 +92,13 @@ def bench_budgets(args):
             row(f"launcher of a node {words}: workers of the other signalled", "10 s", lost)
 
 
-def wait_for(condition, what):
+def wait_for(condition, what, every_s=0.001):
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         value = condition()
         if value is not None:
             return value
-        time.sleep(0.001)
+        time.sleep(every_s)
     sys.exit(f"waited {DEADLINE_S} s for {what}")
 
 
@@ -118,9 +118,9 @@ def restart_once(folder):
     try:
         metrics = out / "metrics.jsonl"
         first = wait_for(lambda: next((m for m in lines_of(metrics) if m["step"] > 25), None), "step 25")
-        children = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "__worker"], capture_output=True, text=True)
+        worker = int(workers_of(job)[-1].name)
         killed = time.perf_counter()
-        os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+        os.kill(worker, signal.SIGKILL)
         newer = lambda: next((m for m in lines_of(metrics) if m["generation"] > first["generation"]), None)
         wait_for(newer, "a step of the next generation")
         return (time.perf_counter() - killed) * 1e3
@@ -164,7 +164,14 @@ def bench_collectives(args):
     print("```")
 
 
+def workers_of(job):
+    """Process ids of the ranks that a launcher started."""
+    out = subprocess.run(["pgrep", "-P", str(job.pid), "-f", "__worker"], capture_output=True, text=True).stdout
+    return [pathlib.Path("/proc") / pid for pid in out.split()]
+
+
 def our_steps(name, steps, folder, strategy="ddp", precision="f32"):
+    """Lines of `steps` steps after 3. The job is killed then: validation and the last checkpoint are not of interest."""
     layers, heads, width, vocab, positions, batch = CONFIGS[name]
     out = pathlib.Path(folder) / "run"
     yaml = pathlib.Path(folder) / "bench.yaml"
@@ -172,17 +179,27 @@ def our_steps(name, steps, folder, strategy="ddp", precision="f32"):
         f"run: {{out_dir: {out}}}\n"
         f"model: {{kind: gpt2, n_layer: {layers}, n_head: {heads}, n_embd: {width}, block_size: {positions}, vocab_size: {vocab}}}\n"
         f"data: {{train: {TEXT}}}\n"
-        f"train: {{steps: {steps + 3}, micro_batch: {batch}, threads: 1, precision: {precision}}}\n"
+        f"train: {{steps: 100000, micro_batch: {batch}, threads: 1, precision: {precision}}}\n"
         f"parallel: {{strategy: {strategy}}}\n"
     )
-    # Validation and the checkpoint come at the end only, after the last step that is timed.
-    subprocess.run([RUN, "--nproc-per-node", "2", yaml], check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    return lines_of(out / "metrics.jsonl")[3:]
+    job = subprocess.Popen([RUN, "--nproc-per-node", "2", yaml], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    ranks = []
+    try:
+        seen = lambda: lines_of(out / "metrics.jsonl")
+        enough = lambda: seen() if len(seen()) >= steps + 3 else sys.exit("ddp-run ended early") if job.poll() is not None else None
+        rows = wait_for(enough, f"{steps + 3} steps", every_s=0.1)
+        ranks = workers_of(job)
+    finally:
+        job.kill()
+        job.wait()
+    # Their memory and their cores are the next one's.
+    wait_for(lambda: True if not any(rank.exists() for rank in ranks) else None, "the ranks to end")
+    return rows[3 : steps + 3]
 
 
 def torch_steps(args, name, steps, mode="ddp"):
     command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "2", PEERS / "ddp_step.py"]
-    command += ["--config", name, "--mode", mode, "--steps", str(steps)] + (["--fused"] if mode == "ddp" else [])
+    command += ["--config", name, "--mode", mode, "--steps", str(steps), "--fused"]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = re.search(r"step ([0-9.]+) ms \(min ([0-9.]+), max ([0-9.]+)\).*peak RSS ([0-9]+) MiB", out)
     return [float(x) for x in found.groups()]
@@ -206,36 +223,41 @@ def bench_steps(args):
             print(f"| {name} | {turn + 1} | {ours} | {exposed} | {rss:.0f} MiB | {peer}", flush=True)
 
 
-# Ours, its precision, and what PyTorch has of the kind.
-STRATEGIES = [
-    ("ddp", "f32", "ddp"),
-    ("zero1", "f32", "zero1"),
-    ("zero2", "f32", None),
-    ("zero3", "f32", "fsdp2"),
-    ("ddp", "bf16", None),
-    ("zero3", "bf16", None),
-]
+# Ours, and what PyTorch has of the kind.
+STRATEGIES = {"ddp": "ddp", "zero1": "zero1", "zero2": None, "zero3": "fsdp2"}
+# Timed steps by configuration and mode: fully_shard takes several seconds a step of B.
+STEPS = {"A": 10, "B": 8, ("B", "fsdp2"): 4}
 
 
 def bench_strategies(args):
     print("\n### Strategies, 2 ranks × 1 thread\n")
-    print("| configuration | ddp-run | step | PSS, peak RSS of a rank | PyTorch (gloo, f32) | step | peak RSS |\n|---|---|---|---|---|---|---|")
-    for name, steps in (("A", 10), ("B", 6)):
-        for strategy, precision, mode in STRATEGIES:
-            with tempfile.TemporaryDirectory() as folder:
-                rows = our_steps(name, steps, folder, strategy, precision)
-            pss, rss = (max(r["memory"][key] for r in rows) / 2**20 for key in ("pss", "peak_rss"))
-            peer = "| | | |"
-            if args.torch and mode:
-                median, low, high, peak = torch_steps(args, name, steps, mode)
-                peer = f"| {mode} | {median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB |"
-            times = spread([r["step_ms"] for r in rows])
-            print(f"| {name} | {strategy}, {precision} | {times} | {pss:.0f}, {rss:.0f} MiB {peer}", flush=True)
+    print("| configuration | ddp-run | step | PSS, peak RSS of a rank | PyTorch (gloo, f32, fused AdamW) | step | peak RSS |\n|---|---|---|---|---|---|---|")
+    for name in CONFIGS:
+        for precision in ("f32", "bf16"):
+            for strategy, mode in STRATEGIES.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    rows = our_steps(name, STEPS[name], folder, strategy, precision)
+                pss, rss = (max(r["memory"][key] for r in rows) / 2**20 for key in ("pss", "peak_rss"))
+                peer = "| | | |"
+                if args.torch and mode and precision == "f32":
+                    median, low, high, peak = torch_steps(args, name, STEPS.get((name, mode), STEPS[name]), mode)
+                    peer = f"| {mode} | {median:.1f} ms ({low:.1f} to {high:.1f}) | {peak:.0f} MiB |"
+                times = spread([r["step_ms"] for r in rows])
+                print(f"| {name} | {strategy}, {precision} | {times} | {pss:.0f}, {rss:.0f} MiB {peer}", flush=True)
+
+
+def bench_stall(_args):
+    print("\n### What a save costs the training, configuration A, 2 ranks × 1 thread, every 5 steps", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        command = [ROOT / "target/release/examples/checkpoint_stall", "--folder", folder]
+        out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    # The start-up tables of its runs come before.
+    print(out[out.index("\n| | ") :], flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["launch", "budgets", "restart", "collectives", "steps", "strategies"])
+    parser.add_argument("what", nargs="+", choices=["launch", "budgets", "restart", "collectives", "steps", "strategies", "stall"])
     parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
     parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
     parser.add_argument("--turns", type=int, default=6)

@@ -119,7 +119,7 @@ look_at_the_machine() {
     echo "$gpu; NCCL ${nccl:-not found}; ranks share it by $([[ $sharing == nccl ]] && echo NCCL_MULTI_RANK_GPU_ENABLE || echo NCCL_HOSTID)"
 }
 
-# The same run on the processor and on the GPU: losses agree step by step.
+# The same run on the processor and on the GPU, also with the optimizer's state on the host: losses agree step by step.
 section_losses() {
     local compared
     reference
@@ -127,6 +127,8 @@ section_losses() {
         train "loss-$compared" 30 1 small.yaml parallel.backend=nccl "train.precision=$compared"
         agrees "loss-$compared" "$compared"
     done
+    train loss-offload 30 1 small.yaml parallel.backend=nccl train.offload.optimizer=host train.threads=8
+    agrees loss-offload f32
 }
 
 # Ceilings of copy and product first, then each operation with its share of the roofline.

@@ -15,12 +15,12 @@ fn message(launch: Launch, code: i32) -> String {
 
 #[test]
 fn unknown_flags() {
-    let text = message(launch().words(&["--nproc-per-nod", "2"]).target("true"), 2);
+    let text = message(launch().words(&["--nproc-per-nide", "2"]).target("true"), 2);
     insta::assert_snapshot!(text, @r"
-        error: unexpected argument '--nproc-per-nod' found
+        error: unexpected argument '--nproc-per-nide' found
 
           tip: a similar argument exists: '--nproc-per-node'
-          tip: to pass '--nproc-per-nod' as a value, use '-- --nproc-per-nod'
+          tip: to pass '--nproc-per-nide' as a value, use '-- --nproc-per-nide'
 
         Usage: ddp-run --nproc-per-node <N|auto|cpu|gpu> <TARGET>...
 

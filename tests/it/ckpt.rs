@@ -1,5 +1,6 @@
 //! `ddp-train ckpt` on the checkpoints of a real run, and runs whose disk takes no checkpoint.
 
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
 use crate::harness::{Finished, Program, TinyJob, launch, metrics};
@@ -164,7 +165,42 @@ fn a_folder_that_cannot_be_made_does_not_end_the_training() {
     );
 }
 
-/// Mounts need a user namespace; where that is forbidden, the folder above is the test.
+#[test]
+fn a_folder_that_may_not_be_written_to_does_not_end_the_training() {
+    /// Root may write everywhere, unless it gives that up.
+    const AS_OTHERS: &[&str] = &["setpriv", "--bounding-set=-dac_override", "sh"];
+    let job = TinyJob::new();
+    let folder = job.out().join("checkpoints");
+    std::fs::create_dir_all(&folder).expect("writable");
+    let permit = |mode| std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(mode));
+    permit(0o555).expect("ours");
+    let probe = folder.join("probe");
+    let is_root = std::fs::create_dir(&probe).is_ok();
+    let shell = if is_root { AS_OTHERS } else { &["sh"] };
+    if is_root {
+        std::fs::remove_dir(&probe).expect("ours");
+        let (program, words) = (shell[0], &shell[1..]);
+        let tried = std::process::Command::new(program)
+            .args(words)
+            .args(["-c", "! mkdir out/checkpoints/probe"])
+            .current_dir(job.dir())
+            .status();
+        if !tried.is_ok_and(|status| status.success()) {
+            eprintln!(
+                "SKIPPED, no folder without permission was tested: root, and `setpriv` takes no rights away"
+            );
+            return;
+        }
+    }
+    let finished = train_after(&job, shell, "true");
+    let cause = "cannot create `out/checkpoints/.saving_step_00000040.g1`: Permission denied (os error 13)\n  hint: `run.out_dir` must be a folder that this user may write to";
+    for line in cause.lines() {
+        assert_trained_without_its_end(&job, &finished, line);
+    }
+    permit(0o755).expect("ours");
+}
+
+/// Mounts need a user namespace. Where that is forbidden, the worker's own tests have disks that say the same.
 #[test]
 fn a_full_disk_and_one_that_is_read_only_do_not_end_the_training() {
     let namespace = ["unshare", "-rm", "sh"];
@@ -177,7 +213,7 @@ fn a_full_disk_and_one_that_is_read_only_do_not_end_the_training() {
         .status()
         .is_ok_and(|status| status.success());
     if !allowed {
-        eprintln!("this machine gives no user namespace to mount in: not tested");
+        eprintln!("SKIPPED, no full and no read-only file system was tested: no user namespace to mount in");
         return;
     }
     for (then, cause) in [

@@ -13,6 +13,7 @@ fn it_reports_without_a_gpu_and_with_one() {
     for section in [
         "processor",
         "memory",
+        "processes",
         "GPU",
         "libraries loaded at run time",
         "libnccl.so",

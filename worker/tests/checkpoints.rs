@@ -4,12 +4,13 @@ mod train_support;
 
 use std::io;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use ddp_worker::checkpoint::{Kind, Reader, Which, file_stem};
-use ddp_worker::config::{CheckpointKeep, OnNonFinite, Rescale, Resume, Strategy, TrainConfig};
+use ddp_worker::checkpoint::{Reader, Which};
+use ddp_worker::config::{CheckpointKeep, Resume, Strategy, TrainConfig};
+use ddp_worker::metrics::Summary;
 use ddp_worker::train::TrainError;
 use train_support::disk::{Before, WatchedDisk, full};
 use train_support::faulty::{Fault, FaultyDevice};
@@ -137,6 +138,10 @@ fn a_save_that_fails_on_one_rank_fails_on_all_and_training_goes_on() {
         assert_eq!(tried.load(Ordering::Relaxed), 1, "{what}");
         assert_eq!(saved(&job), steps_and_latest(&[2, 6, 8]), "{what}");
         assert_same(&undisturbed, &trained, &what);
+        let summary = std::fs::read(job.out_dir().join("summary.json")).unwrap();
+        let summary: Summary = serde_json::from_slice(&summary).unwrap();
+        assert_eq!(summary.failed_saves, 1, "{what}");
+        assert_eq!(summary.checkpoint.as_deref(), Some("step_00000008"), "{what}");
     }
 }
 
@@ -335,50 +340,117 @@ fn the_snapshot_is_the_ranks_part_and_is_declared() {
     assert_eq!(bytes(Strategy::Ddp, 2, 0, true).0, 0);
 }
 
-/// Elements of parameters that each of `ranks` wrote into the latest checkpoint.
-fn shares(job: &Job, ranks: usize) -> Vec<u64> {
-    let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
-    let written_by = |rank| {
-        let file = format!("{}.safetensors", file_stem(Kind::Parameter, rank, ranks));
-        let pieces = reader.manifest().tensors.iter().flat_map(|t| &t.pieces);
-        let own = pieces.filter(|piece| piece.file == file);
-        own.map(|piece| piece.end - piece.start).sum()
-    };
-    (0..ranks).map(written_by).collect()
+/// Blocks as long as this is held, at most until a deadline.
+#[derive(Default)]
+struct Gate(Mutex<bool>, Condvar);
+
+impl Gate {
+    fn wait(&self) {
+        let open = self.0.lock().unwrap();
+        let waited = self.1.wait_timeout_while(open, DEADLINE, |open| !*open).unwrap();
+        assert!(!waited.1.timed_out(), "nobody opened the gate");
+    }
+
+    fn open(&self) {
+        *self.0.lock().unwrap() = true;
+        self.1.notify_all();
+    }
+}
+
+/// A disk that does not answer for so long is given up.
+fn soon(c: &mut TrainConfig) {
+    c.train.checkpoint_timeout_s = 2.0;
+    c.parallel.strategy = Strategy::Zero1;
 }
 
 #[test]
-fn eight_ranks_save_what_three_continue_and_the_other_way_round() {
-    for (writers, wrote, readers, reads) in [
-        (8, Strategy::Zero3, 3, Strategy::Ddp),
-        (3, Strategy::Ddp, 8, Strategy::Zero2),
+fn a_disk_that_hangs_for_ever_does_not_hang_the_training() {
+    for (rank, operation, doing) in [
+        (1, "append", "write"),
+        (1, "create", "create"),
+        (0, "sync folder", "sync"),
+        (0, "rename", "rename to"),
     ] {
-        let mut job = job(2, 1, |c| {
-            c.run.resume = Resume::Auto;
-            c.train.rescale = Rescale::KeepMicroBatch;
-            c.model.n_embd = 64;
-            // Eight times what is dealt out to a rank at once, so that each of eight owns a part of it.
-            c.model.vocab_size = Some(2048);
-            c.parallel.strategy = wrote;
-        });
-        let before = job.train(writers);
-        let written = shares(&job, writers as usize);
-        assert!(written.iter().all(|&share| share > 0), "{wrote:?}: {written:?}");
-        job.config.parallel.strategy = reads;
-        // Nothing to do but to load it, and to save it again as another step: one that is skipped.
-        job.config.train.steps = 3;
-        job.config.train.on_nonfinite = OnNonFinite::Skip;
-        let spoilt = Fault::NotANumber { passes: u64::MAX };
-        job.device = Some(Box::new(move |_| FaultyDevice::going_wrong(spoilt, 1)));
-        let after = job.train(readers);
-        assert_eq!(after.metrics[2].skipped, 1);
-        assert_eq!(saved(&job), steps_and_latest(&[1, 2, 3]));
-        let written = shares(&job, readers as usize);
-        assert!(written.iter().all(|&share| share > 0), "{reads:?}: {written:?}");
-        assert!(before.state.keys().any(|name| name.starts_with("optimizer.")));
-        assert_eq!(
-            before.state, after.state,
-            "{wrote:?} on {writers} to {reads:?} on {readers}"
+        let undisturbed = job(6, 0, soon).train(2);
+        let mut job = job(6, 2, soon);
+        let gate = Arc::new(Gate::default());
+        let held = gate.clone();
+        let hangs = move |found: &str, path: &Path| {
+            if found == operation && is_of(path, 2) {
+                held.wait();
+            }
+            Ok(())
+        };
+        watch_rank(&mut job, rank, Arc::new(hangs));
+        let outcomes = job.run(2);
+        let what = format!("`{operation}` hangs on rank {rank}");
+        let losses: Vec<f64> = job.metrics().iter().map(|line| line.loss).collect();
+        assert_eq!(losses, undisturbed.losses(), "{what}");
+        let error = outcomes[rank as usize].as_ref().unwrap_err();
+        assert!(
+            matches!(error, TrainError::NotSaved { step: 6, .. }),
+            "{what}: {error}"
         );
+        let message = error.to_string();
+        let begin = format!("cannot begin: for that of step 2 the file system was asked to {doing} `");
+        for part in [
+            format!("rank {rank}"),
+            begin,
+            "step_00000002".into(),
+            "`dmesg`".into(),
+        ] {
+            assert!(message.contains(&part), "{what}: {message}");
+        }
+        assert!(!job.out_dir().join("checkpoints/latest").exists(), "{what}");
+        gate.open();
     }
+}
+
+#[test]
+fn a_disk_that_comes_back_takes_checkpoints_again() {
+    for (rank, operation) in [(1, "append"), (0, "rename")] {
+        let undisturbed = job(8, 0, soon).train(2);
+        let mut job = job(8, 2, soon);
+        let metrics = job.out_dir().join("metrics.jsonl");
+        // The save of step 2 hangs until step 5 is done; that of step 4 cannot begin.
+        let hangs = move |found: &str, path: &Path| {
+            let deadline = Instant::now() + DEADLINE;
+            while found == operation && is_of(path, 2) && lines(&metrics) < 5 {
+                assert!(Instant::now() < deadline, "training stands still");
+                std::thread::yield_now();
+            }
+            Ok(())
+        };
+        watch_rank(&mut job, rank, Arc::new(hangs));
+        let trained = job.train(2);
+        let what = format!("`{operation}` hangs on rank {rank}");
+        assert_same(&undisturbed, &trained, &what);
+        // What rank 0 was about to commit became a checkpoint after all.
+        let steps: &[u64] = if rank == 0 { &[2, 6, 8] } else { &[6, 8] };
+        assert_eq!(saved(&job), steps_and_latest(steps), "{what}");
+    }
+}
+
+#[test]
+fn a_disk_that_hangs_while_it_deletes_a_failed_save_is_not_waited_for() {
+    let mut job = job(4, 2, soon);
+    let gate = Arc::new(Gate::default());
+    let held = gate.clone();
+    let hangs = move |found: &str, path: &Path| {
+        match found {
+            "append" if is_of(path, 2) => return Err(full()),
+            "delete" if is_of(path, 2) && !path.ends_with("step_00000002") => held.wait(),
+            _ => {}
+        }
+        Ok(())
+    };
+    watch_rank(&mut job, 0, Arc::new(hangs));
+    let outcomes = job.run(2);
+    let message = outcomes[0].as_ref().unwrap_err().to_string();
+    assert!(
+        message.contains("the file system was asked to delete `"),
+        "{message}"
+    );
+    assert_eq!(job.metrics().len(), 4);
+    gate.open();
 }

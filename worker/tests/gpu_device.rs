@@ -5,7 +5,8 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::device::cuda::{CudaDevice, CudaOptions};
 use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Sharing, Stream};
-use ddp_worker::ops::{Fill, Scale};
+use ddp_worker::ops::{AdamW, AdamWStep, Fill, Scale};
+use ddp_worker::optim::HostBacked;
 
 mod gpu_support;
 
@@ -138,6 +139,89 @@ fn numbers_are_fetched_in_the_order_of_the_stream() {
             drop(fetch);
         } else {
             assert_eq!(floats(&fetch.wait(soon()).unwrap()), [i as f32; 1000]);
+        }
+    }
+}
+
+/// An update of all of `results`: parameters on `device`, masters and moments on `state`.
+fn update(results: &[Arena; 4], grad: &Arena, scale: &Arena, step: u64) -> AdamW {
+    let [copy, param, m, v] = results.each_ref().map(Arena::whole);
+    AdamW {
+        param,
+        copy: Some(copy),
+        grad: grad.whole(),
+        m,
+        v,
+        scale: scale.whole(),
+        weight_decay: 0.1,
+        hyper: AdamWStep {
+            lr: 0.01,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            step,
+        },
+    }
+}
+
+/// Three updates, each with gradients that appear late and are gone at once.
+fn updated_on_the_host(gpu: &CudaDevice, state: &HostBacked, len: usize) -> [Vec<f32>; 4] {
+    let stream = gpu.stream();
+    let [copy, grad] = ["parameters", "gradients"].map(|name| arena(gpu, name, len));
+    let scale = arena(gpu, "scale", 1);
+    gpu.upload(stream, &scale.whole(), bytemuck::bytes_of(&0.5_f32));
+    let [masters, m, v] = ["masters", "m", "v"].map(|name| arena(state, name, len));
+    let results = [copy, masters, m, v];
+    for step in 1..=3 {
+        busy(gpu, stream, &grad);
+        state.enqueue(stream, update(&results, &grad, &scale, step).into());
+        let gone = Fill {
+            out: grad.whole(),
+            value: 1e9,
+        };
+        gpu.enqueue(stream, gone.into());
+    }
+    let found = results.each_ref().map(|arena| values(state, stream, arena));
+    // The work that is done holds its slots until more work comes.
+    state.upload(stream, &results[1].whole(), bytemuck::cast_slice(&found[1]));
+    state.synchronize(stream).unwrap();
+    found
+}
+
+#[test]
+fn state_on_the_host_is_updated_in_the_order_of_the_stream() {
+    const LEN: usize = 1_000_003;
+    let Some(gpu) = gpu_support::device() else { return };
+    let shared: Arc<dyn Device> = gpu.clone();
+    let cpu = CpuDevice::new(1).unwrap();
+    // What the processor makes of the same gradients: the last of those that `busy` leaves.
+    let [param, m, v, grad] = ["masters", "m", "v", "gradients"].map(|name| arena(&cpu, name, LEN));
+    let scale = arena(&cpu, "scale", 1);
+    scale.whole().host_mut::<f32>().unwrap()[0] = 0.5;
+    grad.whole().host_mut::<f32>().unwrap().fill(199.0);
+    let stream = cpu.stream();
+    for step in 1..=3 {
+        let results = [&param, &param, &m, &v].map(Arena::clone);
+        let update = AdamW {
+            copy: None,
+            ..update(&results, &grad, &scale, step)
+        };
+        cpu.enqueue(stream, update.into());
+    }
+    cpu.synchronize(stream).unwrap();
+    let [param, m, v] = [param, m, v].map(|arena| values(&cpu, stream, &arena));
+    // One piece, and many more than there are slots.
+    for piece in [1 << 20, 30_000] {
+        let state = HostBacked::new(&shared, 4, piece)
+            .unwrap()
+            .expect("memory of its own");
+        let found = updated_on_the_host(&gpu, &state, LEN);
+        let expected = [&param, &param, &m, &v];
+        for (name, (found, expected)) in ["parameters", "masters", "m", "v"]
+            .iter()
+            .zip(found.iter().zip(expected))
+        {
+            assert!(found == expected, "{name}, pieces of {piece}");
         }
     }
 }

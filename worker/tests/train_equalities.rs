@@ -8,12 +8,7 @@ use ddp_worker::config::{ModelKind, Order, Sync, TrainConfig};
 use ddp_worker::model;
 use ddp_worker::parallel::{GradientLayout, LayoutConfig};
 use train_support::deferred::DeferredDevice;
-use train_support::{Job, Trained};
-
-fn assert_same(one: &Trained, other: &Trained, what: &str) {
-    assert_eq!(one.losses(), other.losses(), "losses: {what}");
-    assert_eq!(one.state, other.state, "parameters and moments: {what}");
-}
+use train_support::{Job, assert_same};
 
 #[test]
 fn synchronisation_modes_and_overlap_are_bit_equal() {

@@ -13,8 +13,8 @@ use ddp_worker::session::Session;
 use ddp_worker::train::{TrainError, run_worker_on};
 use train_support::agent::with_agent;
 use train_support::deferred::DeferredDevice;
-use train_support::faulty::{Fault, FaultyDevice};
-use train_support::{Job, Trained};
+use train_support::faulty::{Fault, FaultyDevice, Spoilt};
+use train_support::{Job, Trained, assert_same};
 
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
@@ -28,11 +28,6 @@ fn job(change: impl FnOnce(&mut TrainConfig)) -> Job {
         c.parallel.bucket_mb = 0.2;
         change(c);
     })
-}
-
-fn assert_same(one: &Trained, other: &Trained, what: &str) {
-    assert_eq!(one.losses(), other.losses(), "losses: {what}");
-    assert_eq!(one.state, other.state, "parameters and moments: {what}");
 }
 
 #[test]
@@ -116,7 +111,7 @@ fn spoilt(passes: u64, change: impl FnOnce(&mut TrainConfig)) -> Job {
     });
     job.device = Some(Box::new(move |session: &Session| {
         let is_hit = session.env().rank.get() == 1;
-        FaultyDevice::going_wrong(Fault::NotANumber { passes }, if is_hit { 3 } else { u64::MAX })
+        FaultyDevice::going_wrong(Spoilt::in_passes(passes), if is_hit { 3 } else { u64::MAX })
     }));
     job
 }
@@ -148,6 +143,33 @@ fn a_gradient_that_is_no_number_names_rank_block_and_parameter() {
         let expected = format!("norm of the averaged gradient is NaN in step 3: {FIRST_SEEN}\n  hint: ");
         assert!(message.starts_with(&expected), "{strategy:?}: {message}");
         assert_eq!(job.metrics().len(), 2);
+    }
+}
+
+/// First is what comes first in a step, whichever rank it is on.
+#[test]
+fn of_two_ranks_that_see_it_the_one_that_sees_it_earlier_is_named() {
+    let (late, early) = (7, 3);
+    for (of_rank_0, of_rank_1, seen) in [
+        ((0, late), (0, early), "block `h.1`, micro-batch 0"),
+        ((1, early), (0, late), "block `h.0`, micro-batch 0"),
+    ] {
+        let mut job = job(|c| {
+            c.model.n_layer = 2;
+            c.train.grad_accumulation = 2;
+        });
+        job.device = Some(Box::new(move |session: &Session| {
+            let (micro_batch, weight) = [of_rank_0, of_rank_1][session.env().rank.get() as usize];
+            let spoilt = Spoilt {
+                passes: u64::MAX,
+                micro_batch: (micro_batch, 2),
+                weight,
+            };
+            FaultyDevice::going_wrong(Fault::NotANumber(spoilt), 3)
+        }));
+        let message = message(&job, 2);
+        let found = message.contains("rank 1 saw it first: the gradient of `h.") && message.contains(seen);
+        assert!(found, "{message}");
     }
 }
 
@@ -228,6 +250,22 @@ fn an_asynchronous_device_is_read_a_step_late() {
         for device in devices.lock().unwrap().iter() {
             assert_eq!(device.ran_ahead(), 6, "{strategy:?}");
         }
+    }
+}
+
+#[test]
+fn data_that_comes_early_overwrites_no_batch_that_is_still_read() {
+    for strategy in [Strategy::Ddp, Strategy::Zero3] {
+        let change = |c: &mut TrainConfig| {
+            c.train.steps = 4;
+            c.train.grad_accumulation = 5;
+            c.train.eval_every = 3;
+            c.parallel.strategy = strategy;
+        };
+        let reference = job(change).train(2);
+        let mut job = job(change);
+        job.device = Some(Box::new(|_| Arc::new(DeferredDevice::with_early_uploads())));
+        assert_same(&reference, &job.train(2), &format!("{strategy:?}"));
     }
 }
 

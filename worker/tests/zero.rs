@@ -1,12 +1,10 @@
-//! ZeRO-1, -2 and -3: the numbers of DDP, the memory and the traffic of the formulas.
+//! ZeRO-1, -2 and -3: the numbers of DDP.
 
 mod train_support;
 
 use ddp_worker::config::{Accumulate, ModelKind, Recompute, Rescale, Resume, Strategy, TrainConfig};
-use ddp_worker::model::{self, Model};
-use ddp_worker::parallel::{GradientLayout, LayoutConfig, Sharding};
 use train_support::faulty::{Fault, FaultyDevice};
-use train_support::{Job, Trained};
+use train_support::{Job, Trained, assert_close, assert_same};
 
 const SHARDED: [Strategy; 3] = [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
@@ -23,13 +21,6 @@ fn job(strategy: Strategy, change: impl FnOnce(&mut TrainConfig)) -> Job {
         c.parallel.timeout_s = 20.0;
         change(c);
     })
-}
-
-fn assert_same(one: &Trained, other: &Trained, what: &str) {
-    assert_eq!(one.losses(), other.losses(), "losses: {what}");
-    let norms = |trained: &Trained| -> Vec<f64> { trained.metrics.iter().map(|l| l.grad_norm).collect() };
-    assert_eq!(norms(one), norms(other), "norms: {what}");
-    assert_eq!(one.state, other.state, "parameters and moments: {what}");
 }
 
 /// All strategies on `world` ranks: 100 steps, clipped, with accumulation 1 or 2 of whole gradients. Each of the
@@ -136,14 +127,6 @@ fn one_rank_alone_is_every_strategy() {
     }
 }
 
-fn assert_close(one: &Trained, other: &Trained, what: &str) {
-    assert_eq!(one.metrics.len(), other.metrics.len());
-    for (one, other) in one.metrics.iter().zip(&other.metrics) {
-        let error = (one.loss - other.loss).abs() / one.loss;
-        assert!(error < 1e-5, "step {}, {what}: off by {error}", one.step);
-    }
-}
-
 #[test]
 fn sharded_accumulation_is_close() {
     let run = |strategy| {
@@ -156,126 +139,6 @@ fn sharded_accumulation_is_close() {
     let reference = run(Strategy::Ddp);
     for strategy in [Strategy::Zero2, Strategy::Zero3] {
         assert_close(&reference, &run(strategy), &format!("{strategy:?}"));
-    }
-}
-
-struct Plan {
-    model: Model,
-    layout: GradientLayout,
-    holds_whole_gradients: bool,
-}
-
-impl Plan {
-    fn of(job: &Job, world: usize) -> Self {
-        let model = model::build(&job.config.model, 256).unwrap();
-        let config = LayoutConfig::of(&job.config.parallel, world);
-        let layout = GradientLayout::of_model(&model, &config).unwrap();
-        let holds_whole_gradients =
-            job.config.parallel.accumulate == Accumulate::Full && job.config.train.grad_accumulation > 1;
-        Self {
-            model,
-            layout,
-            holds_whole_gradients,
-        }
-    }
-
-    /// Padded elements of each unit of parameters or gradients, by the names of their parameters.
-    fn units(&self, strategy: Strategy, world: usize) -> Vec<(Vec<String>, usize)> {
-        let sharding = match strategy {
-            Strategy::Zero3 => Sharding::of_groups(&self.layout, world, 0),
-            // What is in flight is staged, but for whole gradients.
-            Strategy::Zero2 if !self.holds_whole_gradients => Sharding::of_parts(&self.layout, world, 0),
-            _ => Sharding::of_buckets(&self.layout, world, 0),
-        };
-        let name = |id: &model::ParamId| self.model.params[id.0].name.clone();
-        let named = sharding.units().iter();
-        named
-            .map(|u| (u.params.iter().map(name).collect(), u.len()))
-            .collect()
-    }
-}
-
-/// Units of ZeRO-3 that backward gathers again: the blocks' but for the last one's (the head and the tied weight,
-/// which stay), and the position embedding's, which backward does not read.
-fn gathered_again(units: &[(Vec<String>, usize)]) -> usize {
-    let blocks = units.iter().filter(|(names, _)| names[0].starts_with("h."));
-    blocks.map(|(_, len)| len).sum()
-}
-
-#[test]
-fn wire_bytes_are_those_of_a_ring_over_the_padded_units() {
-    for world in [1_usize, 2, 3, 4] {
-        for (strategy, accumulate, reshard) in [
-            (Strategy::Zero1, Accumulate::Full, true),
-            (Strategy::Zero2, Accumulate::Full, true),
-            (Strategy::Zero2, Accumulate::Sharded, true),
-            (Strategy::Zero3, Accumulate::Full, true),
-            (Strategy::Zero3, Accumulate::Sharded, true),
-            (Strategy::Zero3, Accumulate::Sharded, false),
-        ] {
-            const MICRO_BATCHES: usize = 2;
-            let job = job(strategy, |c| {
-                c.train.steps = 3;
-                c.train.eval_every = 1;
-                c.train.checkpoint_every = 2;
-                c.train.grad_accumulation = MICRO_BATCHES;
-                c.parallel.accumulate = accumulate;
-                c.parallel.reshard_after_forward = reshard;
-            });
-            let trained = job.train(world as u32);
-            let units = Plan::of(&job, world).units(strategy, world);
-            let all: usize = units.iter().map(|(_, len)| len).sum();
-            let reduced = match accumulate {
-                Accumulate::Full => all,
-                Accumulate::Sharded => MICRO_BATCHES * all,
-            };
-            let gathered = match (strategy, reshard) {
-                (Strategy::Zero3, true) => MICRO_BATCHES * (all + gathered_again(&units)),
-                (Strategy::Zero3, false) => MICRO_BATCHES * all,
-                _ => all,
-            };
-            for line in &trained.metrics {
-                let what = format!(
-                    "step {}, {strategy:?} {accumulate:?} {reshard}, {world} ranks",
-                    line.step
-                );
-                let ring = |elements: usize| ((world - 1) * 4 * elements / world) as u64;
-                assert_eq!(line.wire_bytes.grads, ring(reduced), "gradients, {what}");
-                assert_eq!(line.wire_bytes.params, ring(gathered), "parameters, {what}");
-            }
-        }
-    }
-}
-
-#[test]
-fn memory_is_that_of_the_formulas_and_the_declared_buffers() {
-    for world in [1_usize, 2, 4, 8] {
-        for strategy in SHARDED {
-            let job = job(strategy, |c| c.train.steps = 1);
-            let memory = job.train(world as u32).metrics[0].memory;
-            let units = Plan::of(&job, world).units(strategy, world);
-            let all: usize = units.iter().map(|(_, len)| 4 * len).sum();
-            // One slot for each unit that is needed out of turn, and two of the largest of the others.
-            let slots = |apart: &dyn Fn(&[String]) -> bool| -> usize {
-                let (apart, turns): (Vec<_>, Vec<_>) = units.iter().partition(|(names, _)| apart(names));
-                let largest = turns.iter().map(|(_, len)| *len).max().unwrap_or(0);
-                let apart: usize = apart.iter().map(|(_, len)| len).sum();
-                4 * (apart + turns.len().min(2) * largest)
-            };
-            let is_tied = |names: &[String]| names.iter().any(|name| name == "wte.weight");
-            let (params, grads, gathered) = match strategy {
-                _ if world == 1 => (all, all, 0),
-                Strategy::Zero1 => (all, all, 0),
-                Strategy::Zero2 => (all, all / world + slots(&is_tied), 0),
-                _ => {
-                    let is_edge = |names: &[String]| !names[0].starts_with("h.");
-                    (all / world, all / world + slots(&is_tied), slots(&is_edge))
-                }
-            };
-            let found = [memory.params, memory.grads, memory.optimizer, memory.gathered];
-            let expected = [params, grads, 2 * all / world, gathered].map(|bytes| bytes as u64);
-            assert_eq!(found, expected, "{strategy:?}, {world} ranks");
-        }
     }
 }
 

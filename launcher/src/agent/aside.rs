@@ -1,12 +1,14 @@
 //! Work that takes time, done beside the agent's loop: its results come back through the inbox.
 
 use std::collections::BTreeSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::ids::LocalRank;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
+use crate::cgroup::{self, WorkerGroup};
 use crate::console::Console;
 use crate::proc_table;
 use crate::pump::TailReader;
@@ -16,6 +18,8 @@ use crate::sweep::Quarry;
 const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
 /// How long the last words of a worker on the control socket are waited for.
 const HEAR_BOUND: Duration = Duration::from_millis(300);
+/// How long workers may take to say what they do.
+const ANSWER_BOUND: Duration = Duration::from_secs(1);
 /// How long leftovers of workers may take to die.
 const SWEEP_BOUND: Duration = Duration::from_secs(3);
 /// How long the end of the workers' output is waited for while the console does not move.
@@ -29,6 +33,8 @@ pub(super) enum Aside {
     Described(LocalRank),
     /// A worker has said all it will ever say on the control socket.
     Heard(LocalRank),
+    /// The workers have had the time to say what they do.
+    Answered,
     /// Nothing is left of the workers but these processes, which cannot be killed.
     Swept(Vec<String>),
 }
@@ -43,6 +49,14 @@ pub(super) fn hear(
         // A child that holds the worker's socket open must not hold up the verdict.
         let _ = timeout(HEAR_BOUND, silence).await;
         let _ = results.send(Aside::Heard(local_rank)).await;
+    });
+}
+
+/// Leaves workers the time to say what they do: those that hang may not answer at all.
+pub(super) fn wait_for_answers(results: mpsc::Sender<Aside>) {
+    tokio::spawn(async move {
+        tokio::time::sleep(ANSWER_BOUND).await;
+        let _ = results.send(Aside::Answered).await;
     });
 }
 
@@ -66,18 +80,33 @@ pub(super) fn describe(
     });
 }
 
+/// What is left of workers, and what is not.
+pub(super) struct Leftovers {
+    /// Our descendant too, and spared.
+    pub(super) guardian: i32,
+    pub(super) group: Option<Arc<WorkerGroup>>,
+}
+
 /// Kills what is left of the workers, and waits for the end of their output.
-pub(super) fn sweep(results: mpsc::Sender<Aside>, guardian: i32, streams: Vec<TailReader>, console: Console) {
+pub(super) fn sweep(
+    results: mpsc::Sender<Aside>,
+    leftovers: Leftovers,
+    streams: Vec<TailReader>,
+    console: Console,
+) {
     tokio::spawn(async move {
         let kill = tokio::task::spawn_blocking(move || {
-            let spared = BTreeSet::from([guardian]);
+            if let Some(group) = &leftovers.group {
+                cgroup::kill_members(group.dir());
+            }
+            let spared = BTreeSet::from([leftovers.guardian]);
             let of = nix::unistd::Pid::this().as_raw();
             Quarry::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
         });
         // It cannot panic, and the runtime is not shut down while this task runs.
         let stuck = kill.await.unwrap_or_default();
         drain(streams, &console).await;
-        let stuck = stuck.into_iter().map(name_of).collect();
+        let stuck = stuck.into_iter().map(proc_table::describe).collect();
         let _ = results.send(Aside::Swept(stuck)).await;
     });
 }
@@ -96,13 +125,5 @@ async fn drain(streams: Vec<TailReader>, console: &Console) {
                 return;
             }
         }
-    }
-}
-
-/// A process in words.
-fn name_of(pid: i32) -> String {
-    match proc_table::program_name(pid) {
-        Some(name) => format!("{pid} (`{name}`)"),
-        None => pid.to_string(),
     }
 }

@@ -1,11 +1,14 @@
 //! A launch from outside: what it is given, what comes out of it.
 
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::exit;
 
 use super::conclusion::Conclusion;
 use super::driver::Driver;
+use crate::cgroup::{self, WorkerGroup};
 use crate::console::{Console, Sinks};
 use crate::guardian::Guardian;
 use crate::logs::LogError;
@@ -71,7 +74,8 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         }
     };
     let scratch_dir = guardian.scratch_dir();
-    let (conclusion, report) = match Driver::new(plan, &guardian, console.clone()) {
+    let group = guardian.group().and_then(group_of_workers);
+    let (conclusion, report) = match Driver::new(plan, &guardian, group.clone(), console.clone()) {
         Ok(driver) => driver.run().await,
         Err(error) => {
             let report = format!("error: {error}");
@@ -82,7 +86,11 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         console.say(report);
     }
     // The runtime goes on: it may host the daemon, which other nodes still need.
-    let closing = tokio::task::spawn_blocking(move || console.close(CONSOLE_PATIENCE));
+    let closing = tokio::task::spawn_blocking(move || {
+        console.close(CONSOLE_PATIENCE);
+        // What cannot be killed has been reported, and keeps its group.
+        group.map(|group| cgroup::remove(group.dir()))
+    });
     // It cannot panic.
     let _ = closing.await;
     // Usually it was never made.
@@ -95,4 +103,12 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         conclusion,
         report,
     }
+}
+
+/// The workers' control group; none where the system does not allow one.
+fn group_of_workers(dir: &Path) -> Option<Arc<WorkerGroup>> {
+    let made = WorkerGroup::create(dir);
+    made.inspect_err(|error| tracing::debug!("no control group `{}`: {error}", dir.display()))
+        .ok()
+        .map(Arc::new)
 }

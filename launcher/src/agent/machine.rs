@@ -345,7 +345,8 @@ impl Machine {
         self.workers.clear();
         if !stuck.is_empty() {
             effects.push(Effect::Say(format!(
-                "processes that cannot be killed: {}",
+                "processes that cannot be killed: {}\n  hint: state D is a wait inside the kernel, often for a file system or \
+                 a driver that does not answer; they end when it does",
                 stuck.join(", ")
             )));
         }
@@ -429,12 +430,15 @@ impl Machine {
 }
 
 fn restart_notice(over: &GenerationOver) -> String {
-    let pause = f64::from(over.backoff_ms) / 1000.0;
+    let when = match over.backoff_ms {
+        0 => "at once".to_owned(),
+        pause => format!("in {:.1} s", f64::from(pause) / 1000.0),
+    };
     let (count, max) = (over.restart_count, over.max_restarts);
     let mut notice = if over.membership {
         over.cause.clone()
     } else {
-        format!("{}; restart {count} of {max} in {pause:.1} s", over.cause)
+        format!("{}; restart {count} of {max} {when}", over.cause)
     };
     if let Some(failure) = over
         .first_failure

@@ -11,12 +11,14 @@
 //! | `inbox` | the one `select!` over everything that may happen |
 //! | `aside` | what takes time, done beside the loop |
 //! | `workers` | the workers of one generation: processes, files, the ends they came to |
+//! | `contracts` | what an assignment means for each of them |
 //! | `link` | the stream to the daemon, opened again when it breaks |
 //! | `signals` | the signals that stop the launcher |
 
 mod aside;
 mod blame;
 mod conclusion;
+mod contracts;
 mod driver;
 mod event;
 mod inbox;

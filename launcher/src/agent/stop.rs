@@ -77,7 +77,8 @@ impl Machine {
         let words = if self.workers.iter().any(is_saved) {
             "the workers have saved a checkpoint"
         } else {
-            "the workers were stopped before they had saved: a resumed run goes on from the checkpoint before\n  \
+            "the workers were stopped before they had saved: a resumed run goes on from the last checkpoint that is whole, \
+             if there is one\n  \
              hint: a longer `--shutdown-timeout` leaves them more time"
         };
         Some(Effect::Say(words.to_owned()))

@@ -8,13 +8,14 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ddp_proto::env::WorkerEnv;
-use ddp_proto::ids::{Generation, GlobalRank, LocalRank, NodeRank, WorldSize};
-use ddp_proto::rendezvous::{Assignment, NodeAssignment, WorkerExit};
+use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
+use ddp_proto::rendezvous::{Assignment, WorkerExit};
 use nix::fcntl::OFlag;
 use nix::sched::CpuSet;
 use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
+use super::contracts::contracts_of;
 use crate::console::Stream;
 use crate::ending::Ending;
 use crate::environment::{self, Common};
@@ -26,9 +27,6 @@ use crate::plan::CoreSet;
 use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::report::LocalEnd;
 use crate::spawn::WorkerSpec;
-
-/// Role of a node whose agent is too old to tell one.
-const DEFAULT_ROLE: &str = "default";
 
 /// Why the workers of a generation cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -53,6 +51,8 @@ pub(super) struct Site<'a> {
     pub(super) master_addr: Option<&'a str>,
     /// By local rank; empty: not bound.
     pub(super) cores: &'a [CoreSet],
+    /// The workers' control group, where there is one.
+    pub(super) group: Option<&'a Path>,
 }
 
 impl Site<'_> {
@@ -91,6 +91,12 @@ pub(super) struct Worker {
     pub(super) pid: Option<i32>,
     /// Its last sign of life.
     pub(super) beat: Option<Beat>,
+    /// The step in which it was called slow.
+    pub(super) called_slow: Option<u64>,
+    /// What it does, in its own words, if it was asked.
+    pub(super) state: Option<String>,
+    /// Ranks that it waits for, as far as it knows.
+    pub(super) waiting_for: Vec<u32>,
     /// It hung, and was told to end.
     pub(super) aborted: bool,
     /// Its own words on its failure.
@@ -135,11 +141,15 @@ pub(super) struct Prepared {
 impl Crew {
     /// The crew before the first assignment.
     pub(super) fn none() -> Self {
+        Self::empty(None)
+    }
+
+    fn empty(group: Option<&Path>) -> Self {
         Self {
             workers: Vec::new(),
             began: Instant::now(),
             trouble: None,
-            oom: OomCounter::of_this_process(),
+            oom: OomCounter::of_workers(group),
             cancelled: Arc::default(),
         }
     }
@@ -151,7 +161,7 @@ impl Crew {
         site: &Site<'_>,
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
-        let mut crew = Self::none();
+        let mut crew = Self::empty(site.group);
         // A daemon of an older build counts restarts only.
         let attempt = assignment.attempt.max(assignment.restart_count);
         let duplicates = [
@@ -277,19 +287,41 @@ impl Crew {
             if let (true, Some(pid), None) = (meant, worker.pid, worker.end) {
                 // Dead already, if this fails; it has not been reaped, so the number is still its own.
                 let _ = killpg(Pid::from_raw(pid), number);
+                // One that is stopped would not act on it.
+                let _ = killpg(Pid::from_raw(pid), Signal::SIGCONT);
                 worker.sent = Some(signal);
             }
         }
     }
 
-    /// The live worker that has said nothing for the longest time, if that is longer than `bound`.
+    /// Workers that live, with their process ids.
+    pub(super) fn live(&self) -> impl Iterator<Item = (i32, &Worker)> {
+        let live = self.workers.iter().filter(|worker| worker.end.is_none());
+        live.filter_map(|worker| Some((worker.pid?, worker)))
+    }
+
+    /// Ranks of all workers.
+    pub(super) fn ranks(&self) -> impl Iterator<Item = GlobalRank> + '_ {
+        self.workers.iter().map(|worker| worker.rank)
+    }
+
+    /// Where the log folders of all workers lie; none without a log directory.
+    pub(super) fn attempt_dir(&self) -> Option<PathBuf> {
+        let log = self.workers.first()?.files.stderr_log()?;
+        log.ancestors().nth(2).map(Path::to_owned)
+    }
+
+    /// The live worker that has said nothing new for the longest time, if that is longer than `bound`.
     pub(super) fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Beat)> {
         let live = self
             .workers
             .iter()
             .enumerate()
             .filter(|(_, worker)| worker.end.is_none());
-        let beats = live.filter_map(|(local_rank, worker)| Some((local_rank, worker.beat?)));
+        let beats = live.filter_map(|(local_rank, worker)| {
+            let waits = !worker.waiting_for.is_empty();
+            Some((local_rank, worker.beat?, waits))
+        });
         let (local_rank, beat) = longest_silence(beats, Instant::now(), bound)?;
         Some((LocalRank(local_rank as u32), self.workers[local_rank].pid?, beat))
     }
@@ -391,6 +423,9 @@ impl Worker {
             rank,
             pid: None,
             beat: None,
+            called_slow: None,
+            state: None,
+            waiting_for: Vec::new(),
             aborted: false,
             said: None,
             consequence: false,
@@ -402,60 +437,16 @@ impl Worker {
         }
     }
 
+    /// Writes what it does into its log folder, if it has one.
+    pub(super) fn write_state(&self, text: &str) -> io::Result<()> {
+        let file = self.files.hang_file();
+        file.map_or(Ok(()), |file| std::fs::write(file, text))
+    }
+
     /// What the worker itself said of its failure: on the control socket, or in its error file.
     fn words(&self) -> Option<String> {
         self.said.clone().or_else(|| self.files.error_message())
     }
-}
-
-/// The place of each of this node's workers.
-fn contracts_of(
-    generation: Generation,
-    assignment: &Assignment,
-    site: &Site<'_>,
-) -> Result<Vec<WorkerEnv>, PrepareError> {
-    let nonsense = |what: String| PrepareError::Assignment(what);
-    let node = assignment
-        .nodes
-        .get(assignment.node_rank as usize)
-        .ok_or_else(|| nonsense(format!("there is no node {}", assignment.node_rank)))?;
-    let world_size = assignment.nodes.iter().map(|node| node.workers).sum();
-    let master_port = u16::try_from(assignment.master_port)
-        .map_err(|_| nonsense(format!("{} is no port", assignment.master_port)))?;
-    let of_role = |nodes: &[NodeAssignment]| -> u32 {
-        let same = nodes.iter().filter(|other| other.role == node.role);
-        same.map(|node| node.workers).sum()
-    };
-    let (role_first, role_world_size) = (
-        of_role(&assignment.nodes[..assignment.node_rank as usize]),
-        of_role(&assignment.nodes),
-    );
-    let role = if node.role.is_empty() {
-        DEFAULT_ROLE
-    } else {
-        &node.role
-    };
-    let contract = |local_rank: u32| WorkerEnv {
-        rank: GlobalRank(node.first_rank + local_rank),
-        local_rank: LocalRank(local_rank),
-        node_rank: NodeRank(assignment.node_rank),
-        world_size: WorldSize(world_size),
-        local_world_size: node.workers,
-        node_count: assignment.nodes.len() as u32,
-        role: role.into(),
-        role_rank: role_first + local_rank,
-        role_world_size,
-        master_addr: site.master_addr.unwrap_or(&assignment.master_addr).to_owned(),
-        master_port,
-        restart_count: assignment.restart_count,
-        max_restarts: assignment.max_restarts,
-        run_id: site.job_id.to_owned(),
-        run_token: Some(assignment.run_token.clone()).filter(|token| !token.is_empty()),
-        error_file: None,
-        generation,
-        control: Some(site.control.to_owned()),
-    };
-    Ok((0..node.workers).map(contract).collect())
 }
 
 /// Environment of the launcher itself.

@@ -160,14 +160,24 @@ impl<'a> Connection<'a> {
             ToAgent::Heartbeat {
                 step,
                 phase,
+                quiet_ms,
                 progress,
             } => {
                 // The next one brings newer numbers.
                 let _ = self.hub.events.try_send(self.event(News::Heartbeat {
                     step,
                     phase,
+                    quiet: Duration::from_millis(quiet_ms),
                     progress,
                 }));
+            }
+            ToAgent::State { text, waiting_for } => {
+                // Waits for the agent if need be; only this connection is held up.
+                let _ = self
+                    .hub
+                    .events
+                    .send(self.event(News::State { text, waiting_for }))
+                    .await;
             }
             ToAgent::Failure {
                 message,

@@ -5,6 +5,7 @@ use std::io;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixListener as StdListener};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use ddp_proto::control::{Phase, Progress, ToWorker};
 use ddp_proto::ids::{Generation, LocalRank};
@@ -34,7 +35,13 @@ pub(crate) enum News {
     Heartbeat {
         step: u64,
         phase: Phase,
+        /// How long the program itself has had nothing to say.
+        quiet: Duration,
         progress: Option<Progress>,
+    },
+    State {
+        text: String,
+        waiting_for: Vec<u32>,
     },
     Failure {
         message: String,
@@ -175,6 +182,11 @@ impl ControlServer {
         self.tell_all(&ToWorker::StopAtStepBoundary { cause });
     }
 
+    /// Asks all workers what they wait for.
+    pub(crate) fn describe(&self) {
+        self.tell_all(&ToWorker::Describe);
+    }
+
     /// True if any worker listens on the control socket.
     pub(crate) fn has_listeners(&self) -> bool {
         !self.hub.connections().is_empty()
@@ -225,7 +237,7 @@ async fn accept(listener: UnixListener, hub: Arc<Hub>) {
                 Err(error) => {
                     // Out of descriptors, most likely: one of the connections has to end first.
                     tracing::warn!("control socket cannot accept: {error}");
-                    tokio::time::sleep(std::time::Duration::from_millis(100)).await;
+                    tokio::time::sleep(Duration::from_millis(100)).await;
                 }
             },
             Some(_) = connections.join_next() => {}

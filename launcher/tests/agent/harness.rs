@@ -230,8 +230,12 @@ pub(crate) struct End {
 }
 
 impl Launcher {
+    pub(crate) fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
     pub(crate) fn signal(&self, signal: Signal) {
-        kill(Pid::from_raw(self.child.id() as i32), signal).unwrap();
+        kill(Pid::from_raw(self.pid()), signal).unwrap();
     }
 
     /// Waits for the end. Both streams end too: no process that was left behind holds them.

@@ -3,6 +3,8 @@
 //! Every process in question holds a named pipe open for writing: its reader sees the end of the file when the
 //! last of them is gone.
 
+use std::path::PathBuf;
+
 use nix::sys::signal::Signal;
 
 use crate::daemon::{Daemon, Policy};
@@ -85,6 +87,68 @@ fn nothing_survives_a_launcher_that_is_killed() {
     let end = launcher.wait();
     assert_eq!(end.code, 1009);
     family.rest();
+}
+
+/// Control groups that a launcher made.
+pub(crate) fn groups_of(launcher: i32) -> Vec<PathBuf> {
+    let Ok(own) = ddp_launcher::parent_of_workers() else {
+        return Vec::new();
+    };
+    let prefix = format!("ddp-{launcher}-");
+    let is_its = |group: &PathBuf| {
+        let name = group.file_name().unwrap_or_default();
+        name.to_string_lossy().starts_with(&prefix)
+    };
+    let groups = std::fs::read_dir(own).unwrap().map(|entry| entry.unwrap().path());
+    groups.filter(is_its).collect()
+}
+
+#[test]
+fn a_control_group_holds_what_has_left_its_session_and_cleared_its_environment() {
+    if let Err(why) = ddp_launcher::parent_of_workers() {
+        eprintln!("SKIPPED: {why}");
+        return;
+    }
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut family = meeting.lines();
+    let script =
+        r#"exec 3>"$FIFO"; (setsid env -i tail -f /dev/null &); echo ready >&3; exec tail -f /dev/null"#;
+    let launcher = launch(&daemon).env("FIFO", &meeting.fifo).sh(script).start();
+    family.expect("ready");
+    let pid = launcher.pid();
+    assert_eq!(groups_of(pid).len(), 1);
+    launcher.signal(Signal::SIGKILL);
+    assert_eq!(launcher.wait().code, 1009);
+    family.rest();
+    let deadline = std::time::Instant::now() + crate::daemon::DEADLINE;
+    while !groups_of(pid).is_empty() {
+        assert!(
+            std::time::Instant::now() < deadline,
+            "the guardian left the group behind"
+        );
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn the_control_group_goes_with_the_launcher() {
+    if let Err(why) = ddp_launcher::parent_of_workers() {
+        eprintln!("SKIPPED: {why}");
+        return;
+    }
+    let daemon = Daemon::start(Policy::default());
+    let launcher = launch(&daemon).workers(2).sh("cat /proc/self/cgroup").start();
+    let pid = launcher.pid();
+    let end = launcher.wait();
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    assert_eq!(
+        end.stdout.matches(&format!("/ddp-{pid}-")).count(),
+        2,
+        "{}",
+        end.stdout
+    );
+    assert!(groups_of(pid).is_empty());
 }
 
 #[test]

@@ -1,14 +1,17 @@
 //! The stop routine, and signals in every state.
 
-use std::time::Duration;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use ddp_proto::rendezvous::JobOver;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use nix::sys::signal::Signal;
 
-use crate::daemon::{Daemon, Policy};
+use crate::daemon::{DEADLINE, Daemon, Policy};
 use crate::harness::{Meeting, launch};
+use crate::leftovers::groups_of;
 
 const STUBBORN: &str = r#"trap "" TERM INT; echo ready; while :; do tail -f /dev/null; done"#;
 
@@ -108,6 +111,66 @@ fn a_signal_is_honoured_while_the_daemon_is_silent_after_a_failure() {
     });
     launcher.signal(Signal::SIGTERM);
     assert_eq!(launcher.wait().code, 143);
+}
+
+/// Holds processes in state D, where not even SIGKILL reaches them: the freezer of control groups, version 1.
+struct Freezer(PathBuf);
+
+impl Freezer {
+    /// None where this user may not, or version 1 is not mounted.
+    fn make() -> Option<Self> {
+        let name = format!("ddp-test-{}", std::process::id());
+        let dir = PathBuf::from("/sys/fs/cgroup/freezer").join(name);
+        fs::create_dir(&dir).ok()?;
+        Some(Self(dir))
+    }
+
+    fn freeze(&self, pid: &str) {
+        fs::write(self.0.join("cgroup.procs"), pid).unwrap();
+        fs::write(self.0.join("freezer.state"), "FROZEN").unwrap();
+    }
+}
+
+impl Drop for Freezer {
+    fn drop(&mut self) {
+        // Its member has been killed long since, and dies now; the folder goes when it is empty.
+        let _ = fs::write(self.0.join("freezer.state"), "THAWED");
+        until_removed(&self.0);
+    }
+}
+
+/// The last member of a control group is gone some moments after it was told to.
+fn until_removed(group: &Path) {
+    let deadline = Instant::now() + DEADLINE;
+    while fs::remove_dir(group).is_err() && group.exists() && Instant::now() < deadline {
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
+    let Some(freezer) = Freezer::make() else {
+        eprintln!("SKIPPED: no freezer of control groups here");
+        return;
+    };
+    let daemon = Daemon::start(Policy::default());
+    let launch = launch(&daemon).sh("echo pid $$; exec tail -f /dev/null");
+    let mut launcher = launch.shutdown_timeout(Duration::from_millis(100)).start();
+    let line = launcher.stdout.expect("pid ");
+    let pid = line.trim().rsplit(' ').next().unwrap();
+    freezer.freeze(pid);
+    launcher.signal(Signal::SIGTERM);
+    let launcher_pid = launcher.pid();
+    let end = launcher.wait();
+    // What it could not leave, as long as somebody was in it.
+    let groups = groups_of(launcher_pid);
+    drop(freezer);
+    for group in groups {
+        until_removed(&group);
+    }
+    assert_eq!(end.code, 143, "{}", end.stderr);
+    let named = format!("processes that cannot be killed: {pid} (`tail`, state D");
+    assert!(end.stderr.contains(&named), "{}", end.stderr);
 }
 
 #[test]

@@ -223,6 +223,7 @@ fn role_stops_at_boundary() {
     let heartbeat = ToAgent::Heartbeat {
         step: 17,
         phase: Phase::Training,
+        quiet_ms: 0,
         progress: None,
     };
     session.say(&heartbeat);
@@ -347,6 +348,7 @@ fn role_reports_progress() {
     session.say(&ToAgent::Heartbeat {
         step: 3,
         phase: Phase::Training,
+        quiet_ms: 0,
         progress: Some(progress),
     });
     // Answered after the heartbeat was passed on.
@@ -459,6 +461,7 @@ fn role_hangs() {
     session.say(&ToAgent::Heartbeat {
         step: 3,
         phase: Phase::Training,
+        quiet_ms: 0,
         progress: None,
     });
     loop {
@@ -475,6 +478,10 @@ fn a_worker_without_heartbeats_has_failed() {
         .hang_timeout(std::time::Duration::from_millis(300));
     let end = launch.start().wait();
     assert!(matches!(end.code, 134 | 137), "{} {}", end.code, end.stderr);
-    assert!(end.stderr.contains("hung: no heartbeat for"), "{}", end.stderr);
-    assert!(end.stderr.contains("phase Training, step 3"), "{}", end.stderr);
+    assert!(
+        end.stderr.contains("is lost: hung, no heartbeat for"),
+        "{}",
+        end.stderr
+    );
+    assert!(end.stderr.contains("phase training, step 3"), "{}", end.stderr);
 }

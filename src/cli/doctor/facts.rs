@@ -23,6 +23,8 @@ pub struct Facts {
     pub memory_bytes: Option<(u64, u64)>,
     /// Bytes that the cgroup allows; none: no limit.
     pub cgroup_memory_bytes: Option<u64>,
+    /// Where the workers' control group is made, or why there is none.
+    pub worker_group: Result<PathBuf, String>,
     /// Why `memfd_create` fails, where it does.
     pub memfd: Result<(), String>,
     /// Soft limit of locked memory; none: unlimited.
@@ -55,6 +57,7 @@ impl Facts {
             cgroup_quota_cores: quota_cores(&read_cgroup("cpu.max")),
             memory_bytes: memory(&read("/proc/meminfo")),
             cgroup_memory_bytes: read_cgroup("memory.max").trim().parse().ok(),
+            worker_group: ddp_launcher::parent_of_workers().map_err(|why| why.to_string()),
             memfd: try_memfd(),
             memlock_bytes: soft_limit(nix::sys::resource::Resource::RLIMIT_MEMLOCK),
             open_files: soft_limit(nix::sys::resource::Resource::RLIMIT_NOFILE),

@@ -21,6 +21,7 @@ pub fn render(facts: &Facts) -> String {
     let mut out = String::new();
     cpu_section(facts, &mut out);
     memory_section(facts, &mut out);
+    process_section(facts, &mut out);
     gpu_section(facts, &mut out);
     library_section(facts, &mut out);
     let missing = findings(facts);
@@ -70,6 +71,21 @@ fn cpu_section(facts: &Facts, out: &mut String) {
     );
 }
 
+/// How what workers start is held together.
+fn process_section(facts: &Facts, out: &mut String) {
+    push(out, "processes");
+    let group = match &facts.worker_group {
+        Ok(parent) => format!("of their own for workers, below {}", parent.display()),
+        Err(why) => format!("none of their own for workers: {why}; sessions and markers are used"),
+    };
+    row(out, "control group", &group);
+    row(
+        out,
+        "open files",
+        &facts.open_files.map_or("unlimited".to_owned(), |n| n.to_string()),
+    );
+}
+
 fn memory_section(facts: &Facts, out: &mut String) {
     push(out, "memory");
     let free = match facts.memory_bytes {
@@ -91,11 +107,6 @@ fn memory_section(facts: &Facts, out: &mut String) {
         .memlock_bytes
         .map_or("unlimited".to_owned(), |bytes| format!("{} KiB", bytes >> 10));
     row(out, "lockable", &locked);
-    row(
-        out,
-        "open files",
-        &facts.open_files.map_or("unlimited".to_owned(), |n| n.to_string()),
-    );
 }
 
 fn gpu_section(facts: &Facts, out: &mut String) {
@@ -281,6 +292,7 @@ mod tests {
             cgroup_quota_cores: Some(2.0),
             memory_bytes: Some((3 << 30, 4 << 30)),
             cgroup_memory_bytes: None,
+            worker_group: Ok("/sys/fs/cgroup/job".into()),
             memfd: Ok(()),
             memlock_bytes: Some(8 << 20),
             open_files: Some(1_048_576),
@@ -326,6 +338,8 @@ mod tests {
           limit of the cgroup  none
           shared memory        memfd works; neither /dev/shm nor kernel.shmmax is used
           lockable             8192 KiB
+        processes
+          control group        of their own for workers, below /sys/fs/cgroup/job
           open files           1048576
         GPU
           kernel driver        none

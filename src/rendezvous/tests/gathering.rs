@@ -139,7 +139,7 @@ fn a_claimed_rank_whose_process_is_gone_goes_to_the_new_process() {
     s.words("a");
     s.break_stream("b")
         .join_with("b'", [10, 0, 0, 2], 0, asks("b'", 1));
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` was started anew (failure on ``, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` was started anew (failure on ``, restart 1/3, back-off 0 ms)");
     s.say("a", 1, Body::NodeStopped(NodeStopped::default()))
         .say("a", 1, Body::Join(asks("a", 0)));
     s.pass(SECOND, &["a", "b'"]);

@@ -15,7 +15,7 @@ fn a_failure_ends_the_generation_everywhere_and_the_next_one_has_the_same_ranks(
     let mut s = two_nodes();
     s.exit("b", 1, killed(3, 9));
     let over = s.words("a");
-    insta::assert_snapshot!(over, @"generation 1 over: rank 3 (node `b`) died of SIGKILL (failure on `b`, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(over, @"generation 1 over: rank 3 (node `b`) died of SIGKILL (failure on `b`, restart 1/3, back-off 0 ms)");
     assert_eq!(s.words("b"), over);
     s.exit("a", 1, killed(0, 6));
     assert_eq!(
@@ -25,10 +25,23 @@ fn a_failure_ends_the_generation_everywhere_and_the_next_one_has_the_same_ranks(
     );
 
     s.rejoin("b", 1, 2, 2).rejoin("a", 1, 2, 2);
-    insta::assert_snapshot!(s.words("a"), @"waiting: 2 of 2 nodes are there: `a`, `b`; pausing before the restart");
-    s.pass(SECOND, &["a", "b"]);
     insta::assert_snapshot!(s.words("a"), @"assignment 2: node rank 0 of [a@0 b@2], master 10.0.0.1:29500, restart 1/3: generation 2: all 2 nodes are there; node ranks: 2 kept from before");
     assert_eq!(s.assignment("b").1.node_rank, 1);
+}
+
+#[test]
+fn the_second_failure_without_progress_is_followed_by_a_pause() {
+    let mut s = two_nodes();
+    s.exit("b", 1, killed(3, 9))
+        .rejoin("b", 1, 2, 2)
+        .rejoin("a", 1, 2, 2);
+    s.words("a");
+    s.exit("b", 2, killed(3, 9));
+    insta::assert_snapshot!(s.words("a"), @"generation 2 over: rank 3 (node `b`) died of SIGKILL (failure on `b`, restart 2/3, back-off 100 ms)");
+    s.rejoin("b", 2, 2, 2).rejoin("a", 2, 2, 2);
+    insta::assert_snapshot!(s.words("a"), @"waiting: 2 of 2 nodes are there: `a`, `b`; pausing before the restart");
+    s.pass(SECOND, &["a", "b"]);
+    assert_eq!(s.state.status(s.now, JOB).unwrap().phase, "running");
 }
 
 /// A worker that says that another rank failed first.
@@ -45,7 +58,7 @@ fn the_cause_is_named_though_its_consequence_is_reported_first() {
     s.exit("a", 1, follower(0));
     assert_eq!(s.words("a"), "", "nobody is blamed yet");
     s.pass(SECOND / 10, &["a", "b"]).exit("b", 1, killed(3, 9));
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 3 (node `b`) died of SIGKILL (failure on `b`, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 3 (node `b`) died of SIGKILL (failure on `b`, restart 1/3, back-off 0 ms)");
     // The next generation knows nothing of the suspect.
     s.rejoin("b", 1, 2, 2).rejoin("a", 1, 2, 2);
     s.pass(2 * SECOND, &["a", "b"]);
@@ -60,7 +73,7 @@ fn a_consequence_without_a_cause_ends_the_generation_in_the_end() {
     s.pass(SECOND / 3, &["a", "b"]);
     assert_eq!(s.words("a"), "", "the first one's time is not over");
     s.pass(SECOND / 10, &["a", "b"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 0 (node `a`) exited with code 1, because another rank had failed, it says (failure on `a`, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 0 (node `a`) exited with code 1, because another rank had failed, it says (failure on `a`, restart 1/3, back-off 0 ms)");
 }
 
 #[test]
@@ -253,9 +266,9 @@ fn a_node_that_says_nothing_is_lost() {
     s.pass(8 * SECOND, &["a"]);
     assert_eq!(s.words("a"), "");
     s.pass(SECOND, &["a"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: no heartbeat for 9.0 s (failure on ``, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: no heartbeat for 9.0 s (failure on ``, restart 1/3, back-off 0 ms)");
     insta::assert_snapshot!(s.words("b"), @r"
-    generation 1 over: node `b` (node rank 1) was lost: no heartbeat for 9.0 s (failure on ``, restart 1/3, back-off 100 ms)
+    generation 1 over: node `b` (node rank 1) was lost: no heartbeat for 9.0 s (failure on ``, restart 1/3, back-off 0 ms)
     closed
     ");
     s.rejoin("a", 1, 2, 2).pass(601 * SECOND, &["a"]);
@@ -272,7 +285,7 @@ fn a_node_whose_connection_broke_is_lost_sooner() {
     s.break_stream("b").pass(4 * SECOND, &["a"]);
     assert_eq!(s.words("a"), "");
     s.pass(SECOND, &["a"]);
-    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (failure on ``, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s (failure on ``, restart 1/3, back-off 0 ms)");
 }
 
 #[test]

@@ -58,7 +58,7 @@ fn an_agent_that_missed_the_end_of_the_generation_hears_it_again() {
     s.join("a", 2, 2).join("b", 2, 2);
     s.break_stream("b").exit("a", 1, exited(0, 3));
     s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
-    insta::assert_snapshot!(s.words("b"), @"generation 1 over: rank 0 (node `a`) exited with code 3 (failure on `a`, restart 1/3, back-off 100 ms)");
+    insta::assert_snapshot!(s.words("b"), @"generation 1 over: rank 0 (node `a`) exited with code 3 (failure on `a`, restart 1/3, back-off 0 ms)");
     s.rejoin("b", 1, 2, 2)
         .rejoin("a", 1, 2, 2)
         .pass(SECOND, &["a", "b"]);

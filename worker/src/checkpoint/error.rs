@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use crate::device::DType;
 
 /// A checkpoint could not be written, or cannot be used.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum CheckpointError {
     /// The system refused.
     #[error("cannot {doing} `{}`: {cause}{}", path.display(), hint_of(*kind))]
@@ -34,6 +34,12 @@ pub enum CheckpointError {
         path: PathBuf,
         /// What is wrong with it.
         what: String,
+    },
+    /// A file of the checkpoint is gone.
+    #[error("checkpoint file `{}` is missing\n  hint: {}", path.display(), RESTORE)]
+    Lost {
+        /// The file.
+        path: PathBuf,
     },
     /// Written by a build that we cannot read.
     #[error(
@@ -110,15 +116,6 @@ pub enum CheckpointError {
         /// Where is the gap or the overlap.
         what: String,
     },
-    /// The step is there already, with another content, and is the latest one.
-    #[error(
-        "checkpoint `{}` exists already with another content\n  hint: delete it, or take another `run.out_dir`",
-        path.display()
-    )]
-    Exists {
-        /// The checkpoint.
-        path: PathBuf,
-    },
     /// Where a new folder is to be, there is something already.
     #[error(
         "`{}` exists already\n  hint: name a folder that does not exist yet, or delete it",
@@ -139,14 +136,34 @@ pub enum CheckpointError {
         latest: u64,
     },
     /// The disk, or the network file system, takes nothing any more.
-    #[error("the checkpoint of step {step} cannot be written: `{}` has taken nothing for {seconds} s", path.display())]
+    #[error(
+        "the checkpoint of step {step} cannot be written: the file system was asked to {doing} `{}` and has not answered for {seconds} s\n  hint: {}",
+        path.display(), ALIVE
+    )]
     Stalled {
         /// The step that was to be saved.
         step: u64,
-        /// The `checkpoints` folder.
+        /// What was tried.
+        doing: &'static str,
+        /// On which path.
         path: PathBuf,
-        /// How long.
-        seconds: u64,
+        /// How long, in seconds.
+        seconds: f64,
+    },
+    /// It has not come back since an earlier save.
+    #[error(
+        "the checkpoint of step {step} cannot begin: for that of step {before} the file system was asked to {doing} `{}`, and it has still not answered\n  hint: {}",
+        path.display(), ALIVE
+    )]
+    Stuck {
+        /// The step that was to be saved.
+        step: u64,
+        /// The step whose save hangs.
+        before: u64,
+        /// What was tried.
+        doing: &'static str,
+        /// On which path.
+        path: PathBuf,
     },
     /// Nobody wants the checkpoint any more: the generation is over, or the run is.
     #[error("the checkpoint of step {step} was given up: {cause}")]
@@ -172,6 +189,8 @@ pub enum CheckpointError {
 const RESTORE: &str =
     "restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`";
 
+const ALIVE: &str = "see whether the disk, or the server of the file system, is alive (`dmesg`); `train.checkpoint_timeout_s` says how long it is waited for";
+
 impl CheckpointError {
     pub(super) fn io(doing: &'static str, path: &Path, error: &io::Error) -> Self {
         Self::Io {
@@ -179,6 +198,16 @@ impl CheckpointError {
             path: path.to_owned(),
             cause: error.to_string(),
             kind: error.kind(),
+        }
+    }
+
+    /// A file that a checkpoint must have cannot be read.
+    pub(super) fn unread(path: &Path, error: &io::Error) -> Self {
+        match error.kind() {
+            io::ErrorKind::NotFound => Self::Lost {
+                path: path.to_owned(),
+            },
+            _ => Self::io("read", path, error),
         }
     }
 

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 pub(super) const LATEST: &str = "latest";
 pub(super) const MANIFEST: &str = "manifest.json";
+const DATA_ENDING: &str = ".safetensors";
 const STEP_PREFIX: &str = "step_";
 const TEMPORARY_PREFIX: &str = ".saving_";
 const TOMBSTONE_PREFIX: &str = ".deleting_";
@@ -61,6 +62,22 @@ pub fn file_stem(kind: Kind, writer: usize, writers: usize) -> String {
         1 => kind.stem().to_owned(),
         _ => format!("{}-{writer}-of-{writers}", kind.stem()),
     }
+}
+
+/// Name of a file of tensors, by its stem.
+pub(super) fn data_name(stem: &str) -> String {
+    format!("{stem}{DATA_ENDING}")
+}
+
+/// Whether it is a file of tensors, by its name.
+pub(super) fn is_data(name: &str) -> bool {
+    name.ends_with(DATA_ENDING)
+}
+
+/// What a file of tensors is called where its own name is taken, by an older state of the same step.
+pub(super) fn revised_name(name: &str, revision: usize) -> String {
+    let stem = name.strip_suffix(DATA_ENDING).unwrap_or(name);
+    data_name(&format!("{stem}-r{revision}"))
 }
 
 /// Name of the folder of a step: `step_00000120`.

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `manifest.rs` | [`Manifest`], version 1: logical tensors and the pieces that they are stored in |
 //! | `writer.rs` | [`Writer`]: pieces of many ranks to one checkpoint, all of it or nothing |
+//! | `replacement.rs` | the latest step saved once more, with another content |
 //! | `coverage.rs` | do the pieces make up each tensor, without gaps and overlaps |
 //! | `extent.rs` | [`Extent`]: ranges of tensors, and their fair division |
 //! | `part.rs`, `part_writer.rs` | one safetensors file and the index of what is in it; writing it in bounded memory |
@@ -31,6 +32,7 @@ mod manifest;
 mod part;
 mod part_writer;
 mod reader;
+mod replacement;
 mod reshard;
 mod retention;
 mod storage;

@@ -259,7 +259,7 @@ impl Reader {
 }
 
 pub(super) fn read_manifest(path: &Path) -> Result<Manifest, CheckpointError> {
-    let failed = |e: std::io::Error| CheckpointError::io("read", path, &e);
+    let failed = |e: std::io::Error| CheckpointError::unread(path, &e);
     let file = File::open(path).map_err(failed)?;
     let mut bytes = Vec::new();
     file.take(MAX_MANIFEST_BYTES + 1)
@@ -283,7 +283,7 @@ fn open_part(folder: &Path, name: &str, expected: u64) -> Result<Part, Checkpoin
         ));
     }
     let path = folder.join(name);
-    let failed = |e: std::io::Error| CheckpointError::io("read", &path, &e);
+    let failed = |e: std::io::Error| CheckpointError::unread(&path, &e);
     let mut file = File::open(&path).map_err(failed)?;
     let found = file.metadata().map_err(failed)?.len();
     if found != expected {

@@ -4,6 +4,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
 use std::path::Path;
 
+use super::CheckpointError;
+
 /// The operations of a save. Each is one step that a crash can come after.
 pub trait Storage: Send + Sync {
     /// Creates a folder and those above it; one that exists is fine.
@@ -69,4 +71,29 @@ fn unless_gone(result: io::Result<()>) -> io::Result<()> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
     }
+}
+
+/// Writes a file, and puts its content on the disk.
+pub(super) fn write_file(
+    storage: &dyn Storage,
+    path: &Path,
+    content: &[&[u8]],
+) -> Result<(), CheckpointError> {
+    let failed = |doing| move |e: io::Error| CheckpointError::io(doing, path, &e);
+    storage.write(path, content).map_err(failed("write"))?;
+    storage.sync_file(path).map_err(failed("sync"))
+}
+
+/// [`Storage::sync_folder`], with the error that people read.
+pub(super) fn sync_folder(storage: &dyn Storage, path: &Path) -> Result<(), CheckpointError> {
+    storage
+        .sync_folder(path)
+        .map_err(|e| CheckpointError::io("sync", path, &e))
+}
+
+/// [`Storage::rename`], with the error that people read.
+pub(super) fn rename(storage: &dyn Storage, from: &Path, to: &Path) -> Result<(), CheckpointError> {
+    storage
+        .rename(from, to)
+        .map_err(|e| CheckpointError::io("rename to", to, &e))
 }

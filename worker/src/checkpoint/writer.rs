@@ -1,6 +1,7 @@
 //! Pieces of many ranks to one checkpoint, all of it or nothing.
 
 use std::collections::BTreeMap;
+use std::io::ErrorKind;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -10,7 +11,8 @@ use super::manifest::{FORMAT_VERSION, Manifest, State, TensorRecord};
 use super::part::Index;
 use super::part_writer::PartWriter;
 use super::reader::{Reader, Which};
-use super::storage::{Disk, Storage};
+use super::replacement::Replacement;
+use super::storage::{self, Disk, Storage};
 use super::{CheckpointError, Extent, coverage};
 use crate::device::DType;
 
@@ -131,15 +133,19 @@ impl Writer {
                 "`{stem}` is no name for a file of a checkpoint"
             )));
         }
-        let path = self.temporary.join(data_name(stem));
+        let path = self.temporary.join(layout::data_name(stem));
         PartWriter::create(self.storage.clone(), &path, extents)
     }
 
     /// Puts a file that has all its pieces, and its index, on the disk.
     pub fn close(&self, stem: &str, part: PartWriter) -> Result<(), CheckpointError> {
-        let index = part.finish(&data_name(stem))?;
+        let index = part.finish(&layout::data_name(stem))?;
         let index = serde_json::to_vec(&index).map_err(|e| CheckpointError::Misuse(e.to_string()))?;
-        self.write_file(&self.temporary.join(index_name(stem)), &[&index])
+        storage::write_file(
+            self.storage.as_ref(),
+            &self.temporary.join(index_name(stem)),
+            &[&index],
+        )
     }
 
     /// Makes the checkpoint whole and visible: merges the indices of the files `stems`, checks that they make
@@ -172,13 +178,6 @@ impl Writer {
             )));
         }
         let manifest = self.merge(state, stems)?;
-        let bytes = manifest
-            .to_bytes()
-            .map_err(|e| CheckpointError::Misuse(e.to_string()))?;
-        self.write_file(&self.temporary.join(MANIFEST), &[&bytes])?;
-        self.delete_others(&manifest)?;
-        self.sync_folder(&self.temporary)?;
-
         let target = self.root.join(layout::step_name(self.step));
         let latest = layout::latest_step(&self.out_dir)
             .map_err(|e| CheckpointError::io("read", &self.root.join(LATEST), &e))?;
@@ -189,17 +188,77 @@ impl Writer {
                 latest,
             });
         }
-        if target.exists() && self.is_saved(latest, &manifest, &target)? {
-            self.storage
-                .remove_folder(&self.temporary)
-                .map_err(|e| CheckpointError::io("delete", &self.temporary, &e))?;
-            return Ok(target);
+        if latest == Some(self.step) && target.exists() {
+            self.save_again(manifest, &target)?;
+        } else {
+            self.publish(&manifest, &target, latest.is_none())?;
         }
-        self.rename(&self.temporary, &target)?;
-        self.sync_folder(&self.root)?;
-        self.sync_folder(&self.out_dir)?;
-        self.point_latest()?;
         Ok(target)
+    }
+
+    /// Puts the checkpoint where there is none that anybody needs, and names it in `latest`.
+    fn publish(&self, manifest: &Manifest, target: &Path, is_first: bool) -> Result<(), CheckpointError> {
+        let storage = self.storage.as_ref();
+        let bytes = manifest
+            .to_bytes()
+            .map_err(|e| CheckpointError::Misuse(e.to_string()))?;
+        storage::write_file(storage, &self.temporary.join(MANIFEST), &[&bytes])?;
+        self.delete_others(manifest)?;
+        storage::sync_folder(storage, &self.temporary)?;
+        // What `latest` does not name is left of a save that crashed before its end, or was rolled back.
+        storage
+            .remove_folder(target)
+            .map_err(|e| CheckpointError::io("delete", target, &e))?;
+        storage::rename(storage, &self.temporary, target)?;
+        storage::sync_folder(storage, &self.root)?;
+        storage::sync_folder(storage, &self.out_dir)?;
+        if is_first {
+            self.sync_above()?;
+        }
+        self.point_latest()
+    }
+
+    /// Puts the names of the folders above the run's on the disk, which may be as new as the run.
+    fn sync_above(&self) -> Result<(), CheckpointError> {
+        for folder in self.out_dir.ancestors().skip(1) {
+            let is_here = folder.as_os_str().is_empty();
+            let folder = if is_here { Path::new(".") } else { folder };
+            match self.storage.sync_folder(folder) {
+                // Who may not open it has not made it; and what has no names on a disk cannot be told to keep them.
+                Err(e) if matches!(e.kind(), ErrorKind::PermissionDenied | ErrorKind::InvalidInput) => {}
+                other => other.map_err(|e| CheckpointError::io("sync", folder, &e))?,
+            }
+        }
+        Ok(())
+    }
+
+    /// `latest` names this step already. A run that was resumed at its end saves what it has read; one that went back
+    /// comes with another state.
+    fn save_again(&self, manifest: Manifest, target: &Path) -> Result<(), CheckpointError> {
+        let content = |m: &Manifest| -> Vec<_> {
+            let pieces = |t: &TensorRecord| t.pieces.iter().map(|p| p.blake3.clone()).collect::<Vec<_>>();
+            m.tensors
+                .iter()
+                .map(|t| (t.name.clone(), t.shape.clone(), pieces(t)))
+                .collect()
+        };
+        let is_same = |saved: &Manifest| {
+            saved.state.consumed_samples == manifest.state.consumed_samples
+                && content(saved) == content(&manifest)
+        };
+        // One that does not open is none.
+        let saved = Reader::open(&self.out_dir, Which::Step(self.step));
+        if !saved.is_ok_and(|saved| is_same(saved.manifest())) {
+            let replacement = Replacement {
+                storage: self.storage.as_ref(),
+                temporary: &self.temporary,
+                target,
+            };
+            replacement.put(manifest)?;
+        }
+        // What cannot be deleted now is at the next begin.
+        let _ = self.abort();
+        Ok(())
     }
 
     fn merge(&self, state: &State, stems: &[impl AsRef<str>]) -> Result<Manifest, CheckpointError> {
@@ -245,73 +304,18 @@ impl Writer {
         Ok(())
     }
 
-    /// The step's folder exists. True if it is the latest checkpoint and has this very content: a run that
-    /// was resumed at its end saves what it has read. One that `latest` does not name comes from a save that
-    /// crashed before its end; it is deleted.
-    fn is_saved(
-        &self,
-        latest: Option<u64>,
-        manifest: &Manifest,
-        target: &Path,
-    ) -> Result<bool, CheckpointError> {
-        if latest != Some(self.step) {
-            self.storage
-                .remove_folder(target)
-                .map_err(|e| CheckpointError::io("delete", target, &e))?;
-            return Ok(false);
-        }
-        let saved = Reader::open(&self.out_dir, Which::Step(self.step))?;
-        let content = |m: &Manifest| -> Vec<_> {
-            let pieces = |t: &TensorRecord| t.pieces.iter().map(|p| p.blake3.clone()).collect::<Vec<_>>();
-            m.tensors
-                .iter()
-                .map(|t| (t.name.clone(), t.shape.clone(), pieces(t)))
-                .collect()
-        };
-        let same = saved.manifest().state.consumed_samples == manifest.state.consumed_samples
-            && content(saved.manifest()) == content(manifest);
-        if same {
-            Ok(true)
-        } else {
-            Err(CheckpointError::Exists {
-                path: target.to_owned(),
-            })
-        }
-    }
-
     fn point_latest(&self) -> Result<(), CheckpointError> {
         let temporary = self.root.join(".latest.tmp");
         let name = format!("{}\n", layout::step_name(self.step));
-        let pointed = self
-            .write_file(&temporary, &[name.as_bytes()])
-            .and_then(|()| self.rename(&temporary, &self.root.join(LATEST)));
+        let storage = self.storage.as_ref();
+        let pointed = storage::write_file(storage, &temporary, &[name.as_bytes()])
+            .and_then(|()| storage::rename(storage, &temporary, &self.root.join(LATEST)));
         if pointed.is_err() {
             // The error that counts is on its way; what is left is overwritten the next time.
-            let _ = self.storage.remove_file(&temporary);
+            let _ = storage.remove_file(&temporary);
         }
         pointed?;
-        self.sync_folder(&self.root)
-    }
-
-    fn write_file(&self, path: &Path, content: &[&[u8]]) -> Result<(), CheckpointError> {
-        self.storage
-            .write(path, content)
-            .map_err(|e| CheckpointError::io("write", path, &e))?;
-        self.storage
-            .sync_file(path)
-            .map_err(|e| CheckpointError::io("sync", path, &e))
-    }
-
-    fn sync_folder(&self, path: &Path) -> Result<(), CheckpointError> {
-        self.storage
-            .sync_folder(path)
-            .map_err(|e| CheckpointError::io("sync", path, &e))
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> Result<(), CheckpointError> {
-        self.storage
-            .rename(from, to)
-            .map_err(|e| CheckpointError::io("rename to", to, &e))
+        storage::sync_folder(storage, &self.root)
     }
 }
 
@@ -366,10 +370,6 @@ fn merge_tensor(
     }
     known.pieces.extend(tensor.pieces);
     Ok(())
-}
-
-fn data_name(stem: &str) -> String {
-    format!("{stem}.safetensors")
 }
 
 fn index_name(stem: &str) -> String {

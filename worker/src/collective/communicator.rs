@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::error::Named;
+use super::pending::Pending;
 use super::segment::SharedSegment;
 use super::stream_transport::Route;
 use super::work::Completion;
@@ -13,13 +14,16 @@ use super::{
     WireBytes, Work, WorkTimes,
 };
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
-use crate::session::Cancel;
+use crate::session::{Cancel, Waiting};
 
 /// Most operations in a queue; one more blocks the caller until there is room.
 const QUEUE_BOUND: usize = 1024;
 
 /// Longest wait for a buffer to be ready between two looks at the cancel token, which events do not know.
 const INPUT_SLICE: Duration = Duration::from_millis(10);
+
+/// Beyond its own bound an operation is given this long to say so itself, with the better error.
+const GRACE: Duration = Duration::from_secs(5);
 
 /// Who drives the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -105,6 +109,7 @@ struct Core {
     route: Route,
     sequence: u64,
     poison: Option<String>,
+    pending: Arc<Pending>,
 }
 
 impl Communicator {
@@ -136,6 +141,9 @@ impl Communicator {
         let rank = route.rank();
         let members = route.members().to_vec();
         let is_host = matches!(route, Route::Host(_));
+        let pending = Pending::of(name);
+        let waiting: Arc<dyn Waiting> = pending.clone();
+        cancel.listen_to(Arc::downgrade(&waiting));
         let core = Core {
             name: name.to_owned(),
             global_rank: members[rank],
@@ -144,6 +152,7 @@ impl Communicator {
             route,
             sequence: 0,
             poison: None,
+            pending,
         };
         let core = Arc::new(Mutex::new(core));
         let (driver, queue) = match executor {
@@ -199,6 +208,12 @@ impl Communicator {
     #[must_use]
     pub fn timeout(&self) -> Duration {
         self.0.timeout
+    }
+
+    /// When to stop waiting for an operation whose turn comes now: its bound, and some time for it to say so itself.
+    #[must_use]
+    pub fn deadline(&self) -> Instant {
+        Instant::now() + self.0.timeout + GRACE
     }
 
     /// [`Operation::AllReduce`].
@@ -338,10 +353,13 @@ impl Core {
             completion,
         } = job;
         let sequence = self.next();
+        let request = Arc::new(request);
+        self.pending.begin(sequence, &request);
         let outcome = self.run(sequence, &request, &after).map_err(|failure| {
             self.poison.get_or_insert_with(|| failure.to_string());
             self.named(sequence, &request).error(failure)
         });
+        self.pending.end();
         completion.set(outcome);
     }
 
@@ -378,7 +396,7 @@ impl Core {
         self.await_input(after)?;
         let started = Instant::now();
         let mut held = request.buffer.hold()?;
-        let wait = Wait::new(self.timeout, &self.cancel);
+        let wait = Wait::new(self.timeout, &self.cancel).told_to(&self.pending);
         let Route::Host(transport) = &mut self.route else {
             return Err(Failure::Invalid("the transport has a stream".into()));
         };

@@ -37,6 +37,7 @@ pub mod nccl;
 mod note;
 mod partition;
 mod patience;
+mod pending;
 mod place;
 mod plan;
 mod reception;

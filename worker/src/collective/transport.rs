@@ -3,6 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use super::pending::Pending;
 use super::{Failure, Request, Traffic};
 use crate::device::{Arena, ArenaSpec, Device, Held};
 use crate::session::Cancel;
@@ -76,6 +77,9 @@ impl WireBytes {
     }
 }
 
+/// A wait this long is worth a note of whom it is for.
+const LASTING: Duration = Duration::from_millis(250);
+
 /// How long a rank waits for the others, and who may end it earlier.
 #[derive(Clone)]
 pub struct Wait {
@@ -85,6 +89,8 @@ pub struct Wait {
     pub deadline: Instant,
     /// Ends it at once.
     pub cancel: Cancel,
+    /// Who wants to know for whom.
+    pending: Option<Arc<Pending>>,
 }
 
 impl Wait {
@@ -96,7 +102,14 @@ impl Wait {
             started,
             deadline: started + timeout,
             cancel: cancel.clone(),
+            pending: None,
         }
+    }
+
+    /// The ranks that it waits for are noted in `pending`, once it has lasted.
+    pub(super) fn told_to(mut self, pending: &Arc<Pending>) -> Self {
+        self.pending = Some(pending.clone());
+        self
     }
 
     /// An error if the wait is over; `waiting_for` are the global ranks that have not come.
@@ -111,6 +124,11 @@ impl Wait {
                 waiting_for: waiting_for(),
                 waited_ms,
             });
+        }
+        if let Some(pending) = &self.pending
+            && now.duration_since(self.started) >= LASTING
+        {
+            pending.waits_for(waiting_for());
         }
         Ok(())
     }

@@ -124,7 +124,12 @@ impl Check<'_> {
             );
         }
         self.checkpoint_keep()?;
-        if train.offload.dir.is_some() && train.offload.optimizer == OptimizerHome::None {
+        self.above_zero(
+            "train.checkpoint_timeout_s",
+            train.checkpoint_timeout_s,
+            MAX_TIMEOUT_S,
+        )?;
+        if train.offload.dir.is_some() && train.offload.optimizer != OptimizerHome::File {
             let problem = "`train.offload.dir` is set, but nothing is offloaded to it";
             let hint = "set `train.offload.optimizer: file`, or leave it out";
             return Err(self
@@ -210,12 +215,6 @@ impl Check<'_> {
 
     fn parallel(&self) -> Checked {
         let parallel = &self.config.parallel;
-        let above_zero = |key: &str, value: f64, max: f64| {
-            if value > 0.0 && value <= max {
-                return Ok(());
-            }
-            self.refuse(key, value, &format!("a number above 0, at most {max}"), None)
-        };
         self.strategy()?;
         if parallel.shard_group == Some(ShardGroup::Ranks(0)) {
             return self.refuse(
@@ -225,9 +224,16 @@ impl Check<'_> {
                 None,
             );
         }
-        above_zero("parallel.bucket_mb", parallel.bucket_mb, MAX_MIB)?;
-        above_zero("parallel.first_bucket_mb", parallel.first_bucket_mb, MAX_MIB)?;
-        above_zero("parallel.timeout_s", parallel.timeout_s, MAX_TIMEOUT_S)
+        self.above_zero("parallel.bucket_mb", parallel.bucket_mb, MAX_MIB)?;
+        self.above_zero("parallel.first_bucket_mb", parallel.first_bucket_mb, MAX_MIB)?;
+        self.above_zero("parallel.timeout_s", parallel.timeout_s, MAX_TIMEOUT_S)
+    }
+
+    fn above_zero(&self, key: &str, value: f64, max: f64) -> Checked {
+        if value > 0.0 && value <= max {
+            return Ok(());
+        }
+        self.refuse(key, value, &format!("a number above 0, at most {max}"), None)
     }
 
     /// Keys that only some strategies or precisions read. What is as if it were left out contradicts none.

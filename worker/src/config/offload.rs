@@ -23,4 +23,6 @@ pub enum OptimizerHome {
     None,
     /// In a mapped file without a name.
     File,
+    /// In memory of the host, also where a GPU trains.
+    Host,
 }

@@ -194,6 +194,8 @@ pub struct Train {
     pub checkpoint_every: u64,
     /// Write checkpoints while training goes on, from a copy in host memory.
     pub checkpoint_async: bool,
+    /// A disk that takes nothing of a checkpoint for so long is given up.
+    pub checkpoint_timeout_s: f64,
     /// Which checkpoints stay; none: all of them.
     pub checkpoint_keep: Option<CheckpointKeep>,
     /// Steps between comparisons of all parameters across ranks; 0: never.
@@ -222,6 +224,7 @@ impl Default for Train {
             eval_every: 0,
             checkpoint_every: 0,
             checkpoint_async: true,
+            checkpoint_timeout_s: 300.0,
             checkpoint_keep: None,
             verify_every: 0,
             threads: None,

@@ -11,6 +11,7 @@
 //! | [`Arena`], [`Buffer`] | flat memory of one type, and ranges of it |
 //! | [`Event`], [`Signal`] | points in streams; facts of the host |
 //! | [`Fetch`] | bytes on their way to the host |
+//! | [`HostSide`], [`Ferry`], [`HostPass`] | work of the host on numbers of a device with memory of its own |
 //! | [`HostMemory`] | private pages or a memfd segment |
 //! | [`FileMemory`] | a mapped file without a name |
 //! | [`cuda`] | NVIDIA GPUs |
@@ -22,9 +23,11 @@ pub mod cuda;
 mod dtype;
 mod error;
 mod event;
+mod ferry;
 mod fetch;
 mod file_memory;
 mod guard;
+mod host_side;
 mod isa;
 mod memory;
 mod room;
@@ -34,9 +37,11 @@ pub use cpu::{Cpu, CpuDevice};
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
 pub use event::{Event, EventState, Signal};
+pub use ferry::{Ferry, HostPass, PassWork};
 pub use fetch::Fetch;
 pub use file_memory::FileMemory;
 pub use guard::{Held, HostMut, HostRef};
+pub use host_side::{HostSide, HostWork};
 pub use isa::Isa;
 pub use memory::{HostMemory, Memory};
 
@@ -63,6 +68,14 @@ pub trait Device: Any + Send + Sync {
     /// Puts an operation at the end of a stream. After an error the stream skips operations until it is
     /// synchronised.
     fn enqueue(&self, stream: Stream, op: Op);
+
+    /// Puts operations at the end of a stream, in this order. Whoever has several at once gives them at once: a device
+    /// that carries numbers to the host for them can overlap one with the next.
+    fn enqueue_all(&self, stream: Stream, ops: Vec<Op>) {
+        for op in ops {
+            self.enqueue(stream, op);
+        }
+    }
 
     /// The event "all that is in the stream now has run".
     fn record(&self, stream: Stream) -> Event;
@@ -101,6 +114,11 @@ pub trait Device: Any + Send + Sync {
         copy_same_length(&self.download(stream, src)?, dst)
     }
 
+    /// What it offers beside its own memory; none if its memory is the host's.
+    fn host_side(&self) -> Option<&dyn HostSide> {
+        None
+    }
+
     /// Most bytes of the device's own memory that this process held at one time; none if its memory is the host's.
     fn peak_bytes(&self) -> Option<usize> {
         None
@@ -108,7 +126,7 @@ pub trait Device: Any + Send + Sync {
 }
 
 /// Copies, unless the lengths differ.
-fn copy_same_length(bytes: &[u8], dst: &mut [u8]) -> Result<(), DeviceError> {
+pub(crate) fn copy_same_length(bytes: &[u8], dst: &mut [u8]) -> Result<(), DeviceError> {
     if bytes.len() != dst.len() {
         return Err(DeviceError::Shape {
             op: "download",

@@ -34,13 +34,15 @@ pub struct MetricsLine {
     pub step_ms: f64,
     /// Part of it: reading samples.
     pub data_ms: f64,
-    /// Part of it: forward.
+    /// Part of it: forward, without waiting for communication.
     pub forward_ms: f64,
     /// Part of it: backward, without waiting for communication.
     pub backward_ms: f64,
-    /// Averaging of gradients, waits for other ranks included, hidden behind backward or not.
+    /// Averaging of gradients and gathering of parameters, waits for other ranks included, hidden behind arithmetic or
+    /// not.
     pub comm_ms: f64,
-    /// Part of the step: what of it nothing else hid.
+    /// Part of the step: waits for it, of the host or of the stream that computes, wherever they are: what nothing else
+    /// hid.
     pub comm_exposed_ms: f64,
     /// Part of the step: telling the other ranks losses and norms, as far as backward did not hide it; a rank also
     /// waits for slower ones here.
@@ -87,6 +89,8 @@ pub struct Memory {
     pub grads: u64,
     /// Moments and master weights.
     pub optimizer: u64,
+    /// The same in memory of the host beside a GPU, with the page-locked memory through which updates go; 0 elsewhere.
+    pub optimizer_host: u64,
     /// Activations and their gradients: the pool that they share, which keeps the size of its peak.
     pub activations: u64,
     /// Parameters gathered at the moment; 0 where every rank holds all of them.

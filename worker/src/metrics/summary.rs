@@ -43,6 +43,9 @@ pub struct Summary {
     pub restarts: u32,
     /// Name of the last checkpoint below `checkpoints/`, if there is one.
     pub checkpoint: Option<String>,
+    /// Checkpoints of this life that could not be saved.
+    #[serde(default)]
+    pub failed_saves: u64,
 }
 
 impl Summary {
@@ -83,6 +86,7 @@ mod tests {
             generation: 1,
             restarts: 0,
             checkpoint: Some("step_00000003".into()),
+            failed_saves: 1,
         };
         summary.write(&path).unwrap();
         summary.steps = 4;

@@ -1,5 +1,7 @@
 //! The AdamW update (Loshchilov & Hutter 2019, algorithm 2), with decoupled weight decay.
 
+use std::ops::Range;
+
 use half::bf16;
 
 use super::kernel::kernel;
@@ -28,7 +30,7 @@ pub struct AdamWStep {
 pub struct AdamW {
     /// `[n]`, f32: the parameter, or the master of one that is used in bf16.
     pub param: Buffer,
-    /// `[n]`, bf16: becomes `param`, rounded to nearest even.
+    /// `[n]`, bf16: becomes `param`, rounded to nearest even. [`crate::optim::HostBacked`] takes f32 too.
     pub copy: Option<Buffer>,
     /// `[n]`, f32 or bf16
     pub grad: Buffer,
@@ -67,31 +69,93 @@ impl AdamW {
         }
         expect_len(Self::NAME, "scale", self.scale.len(), 1)?;
         let scale = self.scale.host::<f32>()?[0];
-        if !scale.is_finite() {
-            return Ok(());
-        }
-        let factors = Factors::new(self, scale);
-        let mut param = self.param.host_mut::<f32>()?;
         let mut copy = self.copy.as_ref().map(Buffer::host_mut::<bf16>).transpose()?;
-        let mut copies = copy.as_deref_mut().map(|copy| copy.chunks_mut(PART));
         let grad = self.grad.host::<G>()?;
-        let mut m = self.m.host_mut::<f32>()?;
-        let mut v = self.v.host_mut::<f32>()?;
-        let parts = param
-            .chunks_mut(PART)
-            .zip(grad.chunks(PART))
-            .zip(m.chunks_mut(PART).zip(v.chunks_mut(PART)))
-            .map(|((param, grad), (m, v))| (param, grad, m, v, copies.as_mut().and_then(Iterator::next)))
-            .collect();
-        let isa = cpu.isa();
-        cpu.for_each_part(parts, |(param, grad, m, v, copy): Slices<'_, G>| {
-            G::read(isa, grad, |grad| update(isa, Part { param, grad, m, v }, factors));
-            if let Some(copy) = copy {
-                narrow(isa, param, copy);
-            }
-        });
-        Ok(())
+        sweep(
+            cpu,
+            [&self.param, &self.m, &self.v],
+            (&grad, copy.as_deref_mut()),
+            Factors::new(self, scale),
+        )
     }
+
+    /// The update of some of the elements.
+    #[must_use]
+    pub fn slice(&self, range: &Range<usize>) -> Self {
+        let of = |buffer: &Buffer| buffer.slice(range.clone());
+        Self {
+            param: of(&self.param),
+            copy: self.copy.as_ref().map(of),
+            grad: of(&self.grad),
+            m: of(&self.m),
+            v: of(&self.v),
+            ..self.clone()
+        }
+    }
+
+    /// The same for a gradient and a factor that are brought to the host. The copy is left to the caller.
+    pub(crate) fn on_host(&self) -> HostUpdate {
+        HostUpdate {
+            state: [&self.param, &self.m, &self.v].map(Buffer::clone),
+            grad: self.grad.dtype(),
+            // The factor comes later.
+            factors: Factors::new(self, f32::NAN),
+        }
+    }
+}
+
+/// An update that knows only its memory on the host.
+pub(crate) struct HostUpdate {
+    /// Parameter and both moments, `[n]`, f32.
+    state: [Buffer; 3],
+    /// Type of the gradient.
+    grad: DType,
+    factors: Factors<f32>,
+}
+
+impl HostUpdate {
+    /// `grad` is `[n]`, in bytes, aligned for its type.
+    pub(crate) fn run(&self, cpu: &Cpu, grad: &[u8], scale: f32) -> Result<(), DeviceError> {
+        let factors = Factors {
+            scale,
+            ..self.factors
+        };
+        let state = self.state.each_ref();
+        match self.grad {
+            DType::Bf16 => sweep::<bf16>(cpu, state, (bytemuck::cast_slice(grad), None), factors),
+            _ => sweep::<f32>(cpu, state, (bytemuck::cast_slice(grad), None), factors),
+        }
+    }
+}
+
+/// Updates parameter and moments, and the copy if there is one. Everything has one length.
+fn sweep<G: Stored<Real = f32>>(
+    cpu: &Cpu,
+    [param, m, v]: [&Buffer; 3],
+    (grad, copy): (&[G], Option<&mut [bf16]>),
+    factors: Factors<f32>,
+) -> Result<(), DeviceError> {
+    if !factors.scale.is_finite() {
+        return Ok(());
+    }
+    let mut param = param.host_mut::<f32>()?;
+    let mut m = m.host_mut::<f32>()?;
+    let mut v = v.host_mut::<f32>()?;
+    let mut copies = copy.map(|copy| copy.chunks_mut(PART));
+    let parts = param
+        .chunks_mut(PART)
+        .zip(grad.chunks(PART))
+        .zip(m.chunks_mut(PART).zip(v.chunks_mut(PART)))
+        .map(|((param, grad), (m, v))| (param, grad, m, v, copies.as_mut().and_then(Iterator::next)))
+        .collect();
+    let isa = cpu.isa();
+    cpu.for_each_part(parts, |(param, grad, m, v, copy): Slices<'_, G>| {
+        G::read(isa, grad, |grad| update(isa, Part { param, grad, m, v }, factors));
+        if let Some(copy) = copy {
+            narrow(isa, param, copy);
+        }
+    });
+    Ok(())
 }
 
 /// Elements of one part of the work.

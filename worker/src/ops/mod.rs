@@ -44,10 +44,12 @@ mod norm;
 pub(crate) mod real;
 mod stored;
 
+pub(crate) use adamw::HostUpdate;
 pub use adamw::{AdamW, AdamWStep};
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use cast::Cast;
+pub(crate) use cast::cast_bytes;
 pub use column_sum::ColumnSum;
 pub use cross_entropy::{CrossEntropyBackward, CrossEntropyForward};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward};

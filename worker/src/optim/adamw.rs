@@ -15,7 +15,7 @@ pub struct AdamW {
     config: Optimizer,
     m: Portion,
     v: Portion,
-    /// In f32, of parameters that are used in bf16.
+    /// In f32, of parameters that are used in bf16, or by a device that the state is not on.
     masters: Option<Portion>,
     runs: Vec<Run>,
 }
@@ -80,7 +80,8 @@ impl AdamW {
         })
     }
 
-    /// The same for parameters that are used in bf16: with masters, which are zero until they are written.
+    /// The same for parameters that are used in bf16, or far from their state: with masters, which are zero until they
+    /// are written.
     pub fn with_masters(self, sharding: &Sharding) -> Result<Self, DeviceError> {
         Ok(Self {
             masters: Some(shard(&self.device, sharding, "master weights")?),
@@ -99,13 +100,14 @@ impl AdamW {
         let Some(masters) = &self.masters else {
             return;
         };
-        for Run { place, .. } in &self.runs {
+        let casts = self.runs.iter().map(|Run { place, .. }| {
             let cast = ops::Cast {
                 x: masters.slice(place),
                 out: params.slice(place),
             };
-            self.device.enqueue(stream, cast.into());
-        }
+            cast.into()
+        });
+        self.device.enqueue_all(stream, casts.collect());
     }
 
     /// Puts the update of what this rank owns of `params` by `scale · grads` on the stream.
@@ -118,7 +120,7 @@ impl AdamW {
             eps: self.config.eps,
             step: step.number,
         };
-        for Run { place, decay } in &self.runs {
+        let updates = self.runs.iter().map(|Run { place, decay }| {
             let update = ops::AdamW {
                 param: self.masters(params).slice(place),
                 copy: self.masters.is_some().then(|| params.slice(place)),
@@ -129,8 +131,15 @@ impl AdamW {
                 weight_decay: if *decay { self.config.weight_decay } else { 0.0 },
                 hyper,
             };
-            self.device.enqueue(stream, update.into());
-        }
+            update.into()
+        });
+        self.device.enqueue_all(stream, updates.collect());
+    }
+
+    /// Reads and writes masters and moments, wherever they lie, and the parameters.
+    #[must_use]
+    pub const fn device(&self) -> &Arc<dyn Device> {
+        &self.device
     }
 
     /// A moment of what this rank owns.

@@ -6,15 +6,11 @@
 //! and all add them in the order of the layout's chunks: the norm has the same bits whoever owns what.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Sharing, Stream};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm};
 use crate::parallel::{Portion, ReduceError, Sharding};
-
-/// Beyond its own deadline an operation is given this long to say so itself, with the better error.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// Memory for the norm of the gradients of a model.
 pub struct Clip {
@@ -78,10 +74,10 @@ impl Clip {
         })
     }
 
-    /// Puts norm and factor of `grads` on the stream. `witnesses` are other numbers, `[n]`, f64, that must be finite.
-    /// Returns the operation that the stream waits for, if there is one. Every rank must call it.
+    /// Puts this rank's squares of `grads` on the stream, and tells the other ranks where they own the rest: the
+    /// operation that the stream must wait for before [`Clip::conclude`]. Every rank must call it.
     #[must_use]
-    pub fn measure(&self, stream: Stream, grads: &Portion, witnesses: Option<Buffer>) -> Option<Work> {
+    pub fn measure(&self, stream: Stream, grads: &Portion) -> Option<Work> {
         let own = self.sums.own();
         for unit in 0..self.sharding.units().len() {
             let place = self.sharding.own_place(unit);
@@ -91,15 +87,21 @@ impl Clip {
             };
             self.device.enqueue(stream, squares.into());
         }
-        let (partials, order, work) = match &self.sums {
-            Sums::Own(partials) => (partials, None, None),
-            Sums::Gathered { comm, sums, order } => {
+        match &self.sums {
+            Sums::Own(_) => None,
+            Sums::Gathered { comm, sums, .. } => {
                 let launch = Launch::after(self.device.record(stream), Traffic::Other, "partial norms");
-                let work = comm.all_gather(&sums.whole(), launch);
-                let deadline = Instant::now() + comm.timeout() + GRACE;
-                work.wait_on(self.device.as_ref(), stream, deadline);
-                (sums, Some(order.clone()), Some(work))
+                Some(comm.all_gather(&sums.whole(), launch))
             }
+        }
+    }
+
+    /// Puts norm and factor of what was measured on the stream. `witnesses` are other numbers, `[n]`, f64, that must be
+    /// finite.
+    pub fn conclude(&self, stream: Stream, witnesses: Option<Buffer>) {
+        let (partials, order) = match &self.sums {
+            Sums::Own(partials) => (partials, None),
+            Sums::Gathered { sums, order, .. } => (sums, Some(order.clone())),
         };
         let scale = ClipScale {
             partials: partials.whole(),
@@ -110,7 +112,6 @@ impl Clip {
             scale: self.scale.whole(),
         };
         self.device.enqueue(stream, scale.into());
-        work
     }
 
     /// The factor, `[1]`, f32, for the update; NaN if the step is to be skipped.
@@ -164,7 +165,7 @@ mod tests {
     fn a_long_gradient_is_cut_to_the_bound_and_a_short_one_is_left() {
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
         let stream = device.stream();
-        let timeout = Duration::from_secs(10);
+        let timeout = std::time::Duration::from_secs(10);
         let comm = Communicator::new(
             "solo",
             Box::new(Solo::new(0)),
@@ -191,7 +192,8 @@ mod tests {
         let grads = Portion::Whole(grads);
         for (max_norm, scale) in [(Some(1.0), 0.2), (Some(10.0), 1.0), (None, 1.0)] {
             let clip = Clip::new(&comm, (&device, stream), &sharding, max_norm).unwrap();
-            assert!(clip.measure(stream, &grads, None).is_none());
+            assert!(clip.measure(stream, &grads).is_none());
+            clip.conclude(stream, None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);
             assert_eq!(clip.scale().host::<f32>().unwrap()[0], scale);
         }

@@ -1,13 +1,8 @@
 //! Batch normalisation over the rows of all ranks of a communicator, as if one rank had them all.
 
-use std::time::{Duration, Instant};
-
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, WorkError};
 use crate::device::{Buffer, Device, Stream};
 use crate::ops::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
-
-/// Beyond its own deadline an operation is given this long to say so itself, with the better error.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// Every rank must call each direction as often, with the same number of channels `C`; the number of rows `R` is each
 /// rank's own, and may be 0. One exchange a direction: 2·C + 1 numbers in forward, 2·C in backward, f64.
@@ -63,7 +58,7 @@ impl SyncBatchNorm<'_> {
     fn sum(&self, sums: &Buffer, what: &str) -> Result<(), WorkError> {
         let launch = Launch::after(self.device.record(self.stream), Traffic::Other, what);
         let work = self.comm.all_reduce(sums, ReduceOp::Sum { scale: 1.0 }, launch);
-        let deadline = Instant::now() + self.comm.timeout() + GRACE;
+        let deadline = self.comm.deadline();
         work.wait_on(self.device, self.stream, deadline);
         if work.is_done() {
             work.wait(deadline)?;

@@ -8,7 +8,8 @@
 //! | gradients between the micro-batches of a step | f32 | f32; with one micro-batch, as on the wire |
 //!
 //! The ranks' contributions are added in f32 and in rank order, and the average is rounded once; with several copies of
-//! the state (`parallel.shard_group`) twice, once within a group and once over the copies. Several
+//! the state (`parallel.shard_group`) the shards of groups are added as they are accumulated: in f32, or, with a single
+//! micro-batch, as on the wire, and rounded once more. Several
 //! micro-batches are added in f32 as well: whole gradients lie in an f32 arena and are narrowed, bucket by bucket, on
 //! their way ([`super::Reducer`]); sharded ones are widened when they land in the shard. So a step of one micro-batch
 //! costs 2 + 2 + 12 bytes a parameter, and one of several two bytes more where gradients are held.

@@ -1,6 +1,9 @@
 //! When each unit of parameters is needed in the two passes over the blocks.
 
-use super::{Pass, Sharding};
+use std::ops::Range;
+
+use super::slots::slots_for;
+use super::{Pass, ShardUnit, Sharding};
 use crate::model::{Model, ParamId};
 
 /// A pure function of the model and the units.
@@ -11,7 +14,7 @@ pub(super) struct GatherPlan {
     /// By unit: it stays gathered from the end of forward to the beginning of backward.
     kept: Vec<bool>,
     /// By unit: several blocks use it, or its block has other units too, or it persists.
-    pub(super) apart: Vec<bool>,
+    apart: Vec<bool>,
     /// By unit: it is never released, and gathered after every update.
     pub(super) persists: Vec<bool>,
 }
@@ -97,6 +100,12 @@ impl GatherPlan {
         units.map(|(unit, times)| unit.len() * times).sum()
     }
 
+    /// Sizes of the slots that gathered units lie in, and those that each unit may take.
+    pub(super) fn slots(&self, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
+        let lens = sharding.units().iter().map(ShardUnit::len);
+        slots_for(&lens.zip(self.apart.iter().copied()).collect::<Vec<_>>())
+    }
+
     /// Units that the pass after this one reads.
     pub(super) fn next(&self, block: usize, pass: Pass) -> &[usize] {
         let next = match pass {
@@ -132,6 +141,13 @@ pub fn gathered_elements(
     micro_batches: usize,
 ) -> usize {
     GatherPlan::new(model, sharding, residence).gathered_elements(sharding, micro_batches)
+}
+
+/// Elements of the slots that ZeRO-3 gathers parameters into.
+#[must_use]
+pub fn gathering_slots(model: &Model, sharding: &Sharding, residence: Residence) -> usize {
+    let (sizes, _) = GatherPlan::new(model, sharding, residence).slots(sharding);
+    sizes.iter().sum()
 }
 
 /// Units of parameters, each once.

@@ -12,9 +12,8 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::gather_plan::{GatherPlan, Residence};
-use super::staging::slots;
-use super::weights::Waiting;
-use super::{Group, Pass, Portion, ReduceError, ShardUnit, Sharding, SyncTimes, Weights};
+use super::waiting::Waiting;
+use super::{Group, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, WireBytes, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
 use crate::model::{Model, ParamId, Params};
@@ -56,8 +55,7 @@ impl GatheredWeights {
         residence: Residence,
     ) -> Result<Self, ReduceError> {
         let plan = GatherPlan::new(model, sharding, residence);
-        let lens = sharding.units().iter().map(ShardUnit::len);
-        let (sizes, choice) = slots(&lens.zip(plan.apart.iter().copied()).collect::<Vec<_>>());
+        let (sizes, choice) = plan.slots(sharding);
         let spec = |name: &str, len, sharing| ArenaSpec {
             name: name.into(),
             dtype: model.dtype(),
@@ -80,7 +78,7 @@ impl GatheredWeights {
             choice,
             plan,
             shard: Portion::Shard(shard),
-            waiting: Waiting::new(group),
+            waiting: Waiting::new(&group.device),
             sharding: sharding.clone(),
             group: group.clone(),
         })
@@ -104,7 +102,7 @@ impl GatheredWeights {
         device.enqueue(*stream, copy.into());
         let tag = format!("parameters of {}", description.name);
         let launch = Launch::after(device.record(*stream), Traffic::Params, tag);
-        let work = Some(comm.all_gather(&target, launch));
+        let work = Some(self.waiting.launch(|| comm.all_gather(&target, launch)));
         state.gathered[unit] = Some(Gathered { slot, work });
         state.taken[slot] = true;
         true
@@ -147,10 +145,12 @@ impl Weights for GatheredWeights {
         for &unit in self.plan.needed(block, pass) {
             let gathered = state.gathered[unit].as_mut();
             if let Some(work) = gathered.and_then(|gathered| gathered.work.take()) {
-                self.waiting.in_stream(&work)?;
+                let Group { comm, stream, .. } = &self.group;
+                self.waiting.in_stream(*stream, work.event(), comm.deadline());
             }
         }
-        Ok(())
+        let settled = self.waiting.settle();
+        settled.map_err(|e| DeviceError::Upstream(e.to_string()))
     }
 
     fn leave(&self, block: usize, pass: Pass) {
@@ -189,7 +189,9 @@ impl Weights for GatheredWeights {
                 })
                 .collect()
         };
-        works.iter().try_for_each(|work| self.waiting.on_host(work))
+        works
+            .iter()
+            .try_for_each(|work| self.waiting.on_host(work, self.group.comm.deadline()))
     }
 
     fn sharding(&self) -> &Arc<Sharding> {

@@ -2,8 +2,8 @@
 //! 2023, PyTorch FSDP).
 //!
 //! Ranks are cut into groups of neighbours; each group holds one copy. Gradients are reduce-scattered within a group,
-//! then each slice is all-reduced with the ranks that own the same slice of the other copies; parameters are gathered
-//! within a group. Sums run in rank order within a group, then in the order of groups. One group of all ranks is plain
+//! then, once a step, each slice is all-reduced with the ranks that own the same slice of the other copies; parameters
+//! are gathered within a group. Sums run in rank order within a group, then in the order of groups. One group of all ranks is plain
 //! sharding, and costs no communicator of its own.
 
 use crate::collective::{CollectiveError, Communicator, Executor, Mesh, WireBytes};

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 
 use crate::collective::nccl::{Nccl, NcclPlace, NcclTransport};
 use crate::collective::{
-    CollectiveError, Communicator, Executor, Failure, Launch, Place, SoloStream, Traffic, WorkError, connect,
+    CollectiveError, Communicator, Executor, Failure, Launch, Place, SoloStream, Traffic, Transport,
+    WorkError, connect,
 };
 use crate::device::cuda::CudaDevice;
 use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError, Sharing};
@@ -73,13 +74,28 @@ impl From<WorkError> for JoinError {
 
 /// Finds the other ranks, for buffers in host memory. Every rank of the generation must call it.
 pub fn join_world(session: &Session, options: &JoinOptions) -> Result<Communicator, JoinError> {
+    join_world_through(session, options, |transport| transport)
+}
+
+/// The same, with something of the caller's between communicator and transport.
+pub fn join_world_through(
+    session: &Session,
+    options: &JoinOptions,
+    wrap: impl FnOnce(Box<dyn Transport>) -> Box<dyn Transport>,
+) -> Result<Communicator, JoinError> {
     let place = place(session, options)?;
     let cancel = session.cancel();
     let store = session.store();
     let transport = connect(&place, store.as_ref(), &cancel, options.timeout)
         .map_err(|failure| refused(session, "connect", failure))?;
     let (executor, timeout) = (options.executor, options.timeout);
-    Ok(Communicator::new(NAME, transport, executor, timeout, &cancel))
+    Ok(Communicator::new(
+        NAME,
+        wrap(transport),
+        executor,
+        timeout,
+        &cancel,
+    ))
 }
 
 /// Finds the other ranks, for buffers on `device`, which on a GPU NCCL moves. Every rank of the generation must call

@@ -1,7 +1,6 @@
 //! Replicas: parameters that must be the same, bit by bit, on every rank.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
 
 use super::{GradientLayout, Place, Portion, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, WorkError};
@@ -10,9 +9,6 @@ use crate::model::ParamId;
 
 /// Bytes of the hash of one parameter.
 const HASH_BYTES: usize = 16;
-
-/// Beyond its own deadline an operation is given this long to say so itself, with the better error.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// Compares parameters across ranks, and makes them the same at the start.
 pub struct Replicas {
@@ -138,7 +134,7 @@ impl Replicas {
     pub fn broadcast(&self, stream: Stream, params: &Buffer) -> Result<(), ReplicasError> {
         let launch = Launch::after(self.device.record(stream), Traffic::Params, "initial parameters");
         let work = self.comm.broadcast(params, 0, launch);
-        work.wait(self.deadline())?;
+        work.wait(self.comm.deadline())?;
         Ok(())
     }
 
@@ -162,7 +158,7 @@ impl Replicas {
         let launch = Launch::after(self.device.record(stream), Traffic::Other, "parameter hashes");
         self.comm
             .all_gather(&self.hashes.whole(), launch)
-            .wait(self.deadline())?;
+            .wait(self.comm.deadline())?;
         let all = self.device.download(stream, &self.hashes.whole())?;
         let ranks: Vec<&[u8]> = all.chunks(own_bytes).collect();
         let of = |rank: &[u8], id: usize| rank[id * HASH_BYTES..(id + 1) * HASH_BYTES].to_vec();
@@ -180,9 +176,5 @@ impl Replicas {
             ranks: ranks.collect(),
             step,
         })
-    }
-
-    fn deadline(&self) -> Instant {
-        Instant::now() + self.comm.timeout() + GRACE
     }
 }

@@ -10,8 +10,7 @@
 
 use std::ops::Range;
 
-use super::GradientLayout;
-use crate::device::{Arena, Buffer};
+use super::{GradientLayout, OwnPiece, Place};
 use crate::model::ParamId;
 use crate::ops::CHUNK;
 
@@ -50,26 +49,6 @@ impl ShardUnit {
     pub fn whole(&self) -> Range<usize> {
         self.start..self.start + self.len
     }
-}
-
-/// A part of a parameter that this rank owns.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OwnPiece {
-    /// Of which parameter.
-    pub param: ParamId,
-    /// Which of its elements, row-major.
-    pub elements: Range<usize>,
-    /// Where they are.
-    pub place: Place,
-}
-
-/// The same elements in both arenas.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// In the whole arena.
-    pub whole: Range<usize>,
-    /// In the shard.
-    pub shard: Range<usize>,
 }
 
 /// See the module.
@@ -300,34 +279,6 @@ impl Sharding {
 fn chunks_around(layout: &GradientLayout, params: &[ParamId]) -> Range<usize> {
     let (first, last) = (params[0], params[params.len() - 1]);
     layout.range(first).start..layout.range(last).end.next_multiple_of(CHUNK)
-}
-
-/// Elements that a rank holds: of all ranks, or only its own.
-#[derive(Clone, Debug)]
-pub enum Portion {
-    /// All units.
-    Whole(Arena),
-    /// This rank's slice of each.
-    Shard(Arena),
-}
-
-impl Portion {
-    /// The memory.
-    #[must_use]
-    pub fn arena(&self) -> &Arena {
-        match self {
-            Self::Whole(arena) | Self::Shard(arena) => arena,
-        }
-    }
-
-    /// The elements at a place.
-    #[must_use]
-    pub fn slice(&self, place: &Place) -> Buffer {
-        match self {
-            Self::Whole(arena) => arena.slice(place.whole.clone()),
-            Self::Shard(arena) => arena.slice(place.shard.clone()),
-        }
-    }
 }
 
 #[cfg(test)]

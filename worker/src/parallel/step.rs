@@ -1,13 +1,12 @@
 //! The writing phase of one step.
 
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use super::events::all_of;
-use super::reducer::{GRACE, GradMemory};
+use super::reports::{Reports, Turn};
 use super::{ReduceError, Reduced, Reducer, SyncTimes};
-use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work};
 use crate::config::{self, Sync};
-use crate::device::{Buffer, Device, DeviceError, Element, Event, HostMut, Stream};
+use crate::device::{Buffer, DeviceError, Element, Event, HostMut, Stream};
 use crate::model::{GradSink, GradSlot, ParamId, Unused};
 
 /// The right to write gradients. Dropped without [`Step::finish`], it leaves the reducer usable if nothing was
@@ -17,9 +16,8 @@ use crate::model::{GradSink, GradSlot, ParamId, Unused};
 pub struct Step<'a> {
     /// Gone once the step has finished.
     reducer: Option<&'a mut Reducer>,
-    accumulation: usize,
-    micro_batch: usize,
-    reports: Vec<Report>,
+    turn: Turn,
+    reports: Reports,
     /// Parameters of each unit that are not complete in the last micro-batch.
     open: Vec<usize>,
     /// Units launched so far: always a prefix.
@@ -29,24 +27,12 @@ pub struct Step<'a> {
     failed: Option<ReduceError>,
 }
 
-/// What is known of one gradient in this step.
-#[derive(Clone, Default)]
-struct Report {
-    /// Reports in the current micro-batch.
-    times: usize,
-    /// It has a value already: later contributions are added.
-    written: bool,
-    /// Points in streams that were not reached when they were reported.
-    events: Vec<Event>,
-}
-
 impl<'a> Step<'a> {
-    pub(super) fn begin(reducer: &'a mut Reducer, accumulation: usize) -> Self {
+    pub(super) fn begin(reducer: &'a mut Reducer, turn: Turn) -> Self {
         Self {
-            accumulation,
-            micro_batch: 0,
-            reports: vec![Report::default(); reducer.layout.params()],
-            open: reducer.units.iter().map(|u| u.params.len()).collect(),
+            turn,
+            reports: Reports::new(&reducer.layout),
+            open: open(reducer),
             launched: 0,
             host: None,
             failed: None,
@@ -56,22 +42,18 @@ impl<'a> Step<'a> {
 
     /// Memory for the next contribution to a gradient, for operations on the device.
     pub fn slot(&mut self, id: ParamId) -> Result<GradSlot, ReduceError> {
-        self.check()?;
-        self.writable(id).map_err(|e| self.fail(e))?;
-        let buffer = self.reducer_mut().grad(id).map_err(|e| self.fail(e))?;
+        let buffer = self.writable(id)?;
         Ok(GradSlot {
             buffer,
-            accumulate: self.reports[id.0].written,
+            accumulate: self.reports.is_written(id),
         })
     }
 
     /// The elements of a gradient on the host, to which the next contribution is to be **added**: they are zero at
     /// the first access of a step.
     pub fn grad_mut<T: Element>(&mut self, id: ParamId) -> Result<HostMut<'_, T>, ReduceError> {
-        self.check()?;
-        self.writable(id).map_err(|e| self.fail(e))?;
-        let first = !std::mem::replace(&mut self.reports[id.0].written, true);
-        let buffer = self.reducer_mut().grad(id).map_err(|e| self.fail(e))?;
+        let buffer = self.writable(id)?;
+        let first = self.reports.write(id);
         let mut grad = self.host.insert(buffer).host_mut::<T>()?;
         if first {
             grad.fill(T::zeroed());
@@ -89,58 +71,47 @@ impl<'a> Step<'a> {
     /// Ends a micro-batch that is not the last one.
     pub fn next_micro_batch(&mut self) -> Result<(), ReduceError> {
         self.check()?;
-        let wrong = (self.micro_batch + 1 >= self.accumulation).then_some("another one was begun");
+        let wrong = self.turn.is_last().then_some("another one was begun");
         self.end_micro_batch(wrong).map_err(|e| self.fail(e))?;
-        if self.reducer().is_staged() {
+        let are_gone = self.reducer().memory.is_shard();
+        if are_gone {
             self.launch_rest();
             self.launched = 0;
-            self.open = self.reducer().units.iter().map(|u| u.params.len()).collect();
-            self.reports.fill(Report::default());
+            self.open = open(self.reducer());
         }
-        self.micro_batch += 1;
-        for report in &mut self.reports {
-            report.times = 0;
-        }
+        self.turn.micro_batch += 1;
+        self.reports.next_micro_batch(are_gone);
         Ok(())
+    }
+
+    /// Time that averaging has taken since the step before.
+    #[must_use]
+    pub fn times(&self) -> SyncTimes {
+        self.reducer().waiting.times()
     }
 
     /// Launches what is left, waits for all of it, and gives the averages.
     pub fn finish(mut self, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
-        self.complete()?;
-        let started = Instant::now();
-        self.launch_rest();
-        let works = std::mem::take(&mut self.reducer_mut().in_flight);
-        let mut comm = Duration::ZERO;
-        for work in &works {
-            let times = work.wait(deadline).map_err(|e| self.fail(e.into()))?;
-            comm += times.ended.saturating_duration_since(times.started);
+        let landed = self.complete(deadline)?;
+        for work in std::mem::take(&mut self.reducer_mut().in_flight) {
+            let done = self.reducer().waiting.on_host(&work, deadline);
+            done.map_err(|e| self.fail(e.into()))?;
         }
-        let landed = self.land(deadline);
         landed.wait(deadline).map_err(|e| self.fail(e.into()))?;
-        let exposed = started.elapsed();
-        Ok(self.reduced(SyncTimes { comm, exposed }))
+        self.reduced()
     }
 
     /// Launches what is left and gives the averages to later operations of `stream`, the one that computes the
     /// gradients: on a device that runs asynchronously the host does not wait. An operation that fails fails the
     /// stream; [`Reducer::failure`] has its error.
-    pub fn finish_on(
-        mut self,
-        (device, stream): (&dyn Device, Stream),
-        deadline: Instant,
-    ) -> Result<Reduced<'a>, ReduceError> {
-        self.complete()?;
-        let started = Instant::now();
-        self.launch_rest();
+    pub fn finish_on(mut self, stream: Stream, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
+        let landed = self.complete(deadline)?;
         let reducer = self.reducer_mut();
-        for work in &reducer.in_flight {
-            work.wait_on(device, stream, deadline);
+        for work in std::mem::take(&mut reducer.in_flight) {
+            reducer.waiting.in_stream(stream, work.event(), deadline);
         }
-        reducer.unsettled.append(&mut reducer.in_flight);
-        let comm = reducer.settle().map_err(|e| self.fail(e.into()))?;
-        device.wait_event(stream, &self.land(deadline), deadline);
-        let exposed = started.elapsed();
-        Ok(self.reduced(SyncTimes { comm, exposed }))
+        reducer.waiting.in_stream(stream, &landed, deadline);
+        self.reduced()
     }
 
     /// Why the step failed, if it has: who was given an error in words finds the kind here.
@@ -149,30 +120,23 @@ impl<'a> Step<'a> {
         self.failed.as_ref()
     }
 
-    /// Ends the last micro-batch.
-    fn complete(&mut self) -> Result<(), ReduceError> {
+    /// Ends the last micro-batch and launches what is left. Reached when the averages are there that the stream that
+    /// computes does not wait for.
+    fn complete(&mut self, deadline: Instant) -> Result<Event, ReduceError> {
         self.check()?;
-        let wrong = (self.micro_batch + 1 < self.accumulation).then_some("it was finished");
-        self.end_micro_batch(wrong).map_err(|e| self.fail(e))
-    }
-
-    /// Puts the averages where they belong, after the operations that were launched. Reached when those are there that
-    /// the stream that computes has not waited for.
-    fn land(&mut self, deadline: Instant) -> Event {
-        match &mut self.reducer_mut().memory {
-            GradMemory::Whole { wire: None, .. } => Event::reached(),
-            GradMemory::Whole { wire: Some(wire), .. } => wire.land_all(deadline),
-            GradMemory::Staged(staging) => {
-                staging.land_all(deadline);
-                Event::reached()
-            }
-        }
+        let wrong = (!self.turn.is_last()).then_some("it was finished");
+        self.end_micro_batch(wrong).map_err(|e| self.fail(e))?;
+        self.launch_rest();
+        Ok(self.reducer_mut().land(deadline))
     }
 
     /// Everything is there, or streams wait for it.
-    fn reduced(mut self, times: SyncTimes) -> Reduced<'a> {
+    fn reduced(mut self) -> Result<Reduced<'a>, ReduceError> {
+        let settled = self.reducer().waiting.settle();
+        settled.map_err(|e| self.fail(e.into()))?;
+        let times = self.reducer().waiting.take_times();
         let reducer = self.reducer.take().expect("a step finishes once");
-        Reduced::new(reducer, times)
+        Ok(Reduced::new(reducer, times))
     }
 
     fn reducer(&self) -> &Reducer {
@@ -191,45 +155,22 @@ impl<'a> Step<'a> {
         self.failed.get_or_insert(error).clone()
     }
 
-    fn known(&self, id: ParamId) -> Result<(), ReduceError> {
-        let count = self.reports.len();
-        if id.0 < count {
-            Ok(())
-        } else {
-            Err(ReduceError::Unknown { id: id.0, count })
+    /// Memory of a gradient that is not on its way.
+    fn writable(&mut self, id: ParamId) -> Result<Buffer, ReduceError> {
+        self.check()?;
+        self.reports.known(id).map_err(|e| self.fail(e))?;
+        let layout = &self.reducer().layout;
+        if self.communicates() && self.reports.is_complete(id, layout) {
+            let (param, bucket) = layout.place(id);
+            return Err(self.fail(ReduceError::Late { param, bucket }));
         }
-    }
-
-    fn writable(&self, id: ParamId) -> Result<(), ReduceError> {
-        self.known(id)?;
-        if self.communicates() && self.reports[id.0].times >= self.expected(id) {
-            let (param, bucket) = self.place(id);
-            return Err(ReduceError::Late { param, bucket });
-        }
-        Ok(())
+        self.reducer_mut().grad(id).map_err(|e| self.fail(e))
     }
 
     fn report(&mut self, id: ParamId, at: Event) -> Result<(), ReduceError> {
-        self.known(id)?;
-        let expected = self.expected(id);
-        let report = &mut self.reports[id.0];
-        report.times += 1;
-        report.written = true;
-        if !matches!(at.poll(), Some(Ok(()))) {
-            report.events.push(at);
-        }
-        let times = report.times;
-        if times > expected {
-            let (param, bucket) = self.place(id);
-            return Err(ReduceError::Double {
-                param,
-                bucket,
-                micro_batch: self.micro_batch,
-                times,
-                expected,
-            });
-        }
-        if self.communicates() && times == expected {
+        let layout = self.reducer().layout.clone();
+        self.reports.add(id, at, &layout, self.turn)?;
+        if self.communicates() && self.reports.is_complete(id, &layout) {
             let unit = self.reducer().unit_of[id.0];
             self.open[unit] -= 1;
             self.launch_complete();
@@ -239,49 +180,20 @@ impl<'a> Step<'a> {
 
     /// True if gradients that are complete in this micro-batch go to the other ranks.
     fn communicates(&self) -> bool {
-        self.micro_batch + 1 == self.accumulation || self.reducer().is_staged()
-    }
-
-    /// Reports of a parameter in one micro-batch.
-    fn expected(&self, id: ParamId) -> usize {
-        self.reducer().layout.spec(id).contributions
-    }
-
-    /// Name and bucket of a parameter, for errors.
-    fn place(&self, id: ParamId) -> (String, usize) {
-        let layout = &self.reducer().layout;
-        let bucket = layout.bucket_of(id).expect("the parameter is known");
-        (layout.spec(id).name.clone(), bucket)
+        self.turn.is_last() || self.reducer().memory.is_shard()
     }
 
     fn end_micro_batch(&self, wrong: Option<&'static str>) -> Result<(), ReduceError> {
-        if let Some(what) = wrong {
-            return Err(ReduceError::MicroBatches {
-                accumulation: self.accumulation,
-                micro_batch: self.micro_batch,
-                what,
-            });
+        match wrong {
+            Some(what) => Err(self.turn.wrong(what)),
+            None => self.reports.all_there(&self.reducer().layout, self.turn),
         }
-        let layout = &self.reducer().layout;
-        let short = |id: &&ParamId| self.reports[id.0].times < layout.spec(**id).contributions;
-        let Some(first) = layout.order().iter().find(short) else {
-            return Ok(());
-        };
-        let (param, bucket) = self.place(*first);
-        Err(ReduceError::Missing {
-            param,
-            bucket,
-            micro_batch: self.micro_batch,
-            times: self.reports[first.0].times,
-            expected: self.expected(*first),
-            missing: layout.order().iter().filter(short).count(),
-        })
     }
 
     fn launch_complete(&mut self) {
         let config = self.reducer().config;
-        // Staged units must leave their slots, overlapped or not.
-        let waits = !config.overlap && !self.reducer().is_staged();
+        // Units in slots must leave their slots, overlapped or not.
+        let waits = !config.overlap && !self.reducer().memory.is_shard();
         if waits || config.sync == Sync::Naive {
             return;
         }
@@ -299,77 +211,15 @@ impl<'a> Step<'a> {
     fn launch_next(&mut self) {
         let unit = self.launched;
         self.launched += 1;
-        let accumulation = self.accumulation;
-        let reports = &mut self.reports;
         let reducer = self.reducer.as_deref_mut().expect("`finish` consumes the step");
-        let Reducer {
-            comm,
-            copies,
-            ranks,
-            units,
-            in_flight,
-            memory,
-            ..
-        } = reducer;
-        let index = unit;
-        let unit = &units[index];
-        let events = unit
-            .params
-            .iter()
-            .flat_map(|id| std::mem::take(&mut reports[id.0].events));
-        let average = ReduceOp::Sum {
-            scale: 1.0 / (accumulation * *ranks) as f32,
-        };
-        let ready = all_of(events);
-        let (buffer, scattered, ready) = match memory {
-            GradMemory::Whole {
-                arena,
-                scattered,
-                wire,
-                ..
-            } => {
-                let place = arena.slice(unit.range.clone());
-                let (buffer, ready) = match wire {
-                    Some(wire) => wire.narrow(&place, &ready, Instant::now() + comm.timeout() + GRACE),
-                    None => (place, ready),
-                };
-                (buffer, *scattered, ready)
-            }
-            GradMemory::Staged(staging) => (staging.buffer(index), true, ready),
-        };
-        let launch = Launch::after(ready, Traffic::Grads, unit.tag.clone());
-        let mut work = if scattered {
-            comm.reduce_scatter(&buffer, average, launch)
-        } else {
-            comm.all_reduce(&buffer, average, launch)
-        };
-        if let Some(copies) = copies {
-            let own = buffer.slice(unit.own.clone());
-            let summed = sum_of_copies(copies, &own, &work, &unit.tag);
-            in_flight.push(std::mem::replace(&mut work, summed));
-        }
-        match memory {
-            GradMemory::Whole { wire: None, .. } => {}
-            GradMemory::Whole {
-                wire: Some(wire),
-                arena,
-                ..
-            } => {
-                let place = arena.slice(unit.range.clone());
-                let [from, to] = [buffer, place].map(|all| all.slice(unit.own.clone()));
-                wire.launched(&work, from, to);
-            }
-            GradMemory::Staged(staging) => staging.launched(index, &work, self.micro_batch > 0),
-        }
-        in_flight.push(work);
+        let events = self.reports.take_events(&reducer.units[unit].params);
+        reducer.launch(unit, all_of(events), self.turn);
     }
 }
 
-/// Adds what `reduced` leaves in `own` over all copies of the state; it is scaled already.
-fn sum_of_copies(copies: &Communicator, own: &Buffer, reduced: &Work, tag: &str) -> Work {
-    let tag = format!("{tag} of all copies");
-    let launch = Launch::after(reduced.event().clone(), Traffic::Grads, tag);
-    copies.all_reduce(own, ReduceOp::Sum { scale: 1.0 }, launch)
+/// Parameters of each unit.
+fn open(reducer: &Reducer) -> Vec<usize> {
+    reducer.units.iter().map(|unit| unit.params.len()).collect()
 }
 
 impl GradSink for Step<'_> {
@@ -388,7 +238,7 @@ impl GradSink for Step<'_> {
         let error = ReduceError::Unused {
             rank: self.reducer().rank,
             unused: unused.to_string(),
-            micro_batch: self.micro_batch,
+            micro_batch: self.turn.micro_batch,
         };
         Err(self.fail(error).into())
     }

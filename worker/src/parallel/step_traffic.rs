@@ -9,7 +9,7 @@ pub struct StepTraffic {
     pub whole: usize,
     /// Ranks that it is cut over.
     pub ranks: usize,
-    /// Copies of the state, between which each rank's shard of the gradients is averaged.
+    /// Copies of the state, over which each rank's shard of the gradients is averaged.
     pub copies: usize,
     /// Elements of parameters that are gathered, each counted as often as it is gathered.
     pub gathered: usize,
@@ -30,12 +30,17 @@ impl StepTraffic {
         }
     }
 
-    /// Bytes of gradients in each reduction: reduce-scattered within a copy, then a shard all-reduced over the copies.
+    /// Bytes of gradients in each reduction: reduce-scattered within a copy, in the type that they are reduced in.
     #[must_use]
     pub fn reduction(&self) -> u64 {
+        ((self.whole - self.whole / self.ranks) * self.dtypes.reduced.bytes()) as u64
+    }
+
+    /// Bytes of gradients over the copies: a shard, all-reduced once a step in the type that it is accumulated in.
+    #[must_use]
+    pub fn over_copies(&self) -> u64 {
         let shard = self.whole / self.ranks;
-        let between = 2 * (self.copies - 1) * shard / self.copies;
-        ((self.whole - shard + between) * self.dtypes.reduced.bytes()) as u64
+        (2 * (self.copies - 1) * shard / self.copies * self.dtypes.accumulated.bytes()) as u64
     }
 
     /// Bytes of parameters in a step.
@@ -44,10 +49,10 @@ impl StepTraffic {
         (self.gathered / self.ranks * (self.ranks - 1) * self.dtypes.params.bytes()) as u64
     }
 
-    /// Bytes of a step in which gradients are reduced so many times.
+    /// Bytes of a step in which gradients are reduced so many times within a copy.
     #[must_use]
     pub fn step(&self, reductions: usize) -> u64 {
-        self.params() + reductions as u64 * self.reduction()
+        self.params() + reductions as u64 * self.reduction() + self.over_copies()
     }
 }
 
@@ -78,8 +83,14 @@ mod tests {
         traffic.gathered = (2 * MICRO_BATCHES) << 20;
         assert_eq!(traffic.step(MICRO_BATCHES), 12 * unit);
         assert_eq!(traffic.step(1), 9 * unit);
-        // 2 · (R − 1)/R of a shard in every reduction.
+        assert_eq!(traffic.over_copies(), 0);
+        // 2 · (R − 1)/R of a shard, once a step.
         traffic.copies = 4;
-        assert_eq!(traffic.reduction(), unit + 2 * 3 * (1 << 20) / 8);
+        assert_eq!(traffic.over_copies(), 2 * 3 * (1 << 20) / 8);
+        assert_eq!(traffic.step(MICRO_BATCHES), 12 * unit + traffic.over_copies());
+        // Reduced in bf16 and accumulated in f32.
+        traffic.dtypes.reduced = DType::Bf16;
+        assert_eq!(traffic.reduction(), unit / 2);
+        assert_eq!(traffic.over_copies(), 2 * 3 * (1 << 20) / 8);
     }
 }

@@ -1,15 +1,11 @@
 //! Parameters that need not all be here all the time.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::Arc;
 
 use super::{Portion, Sharding, SyncTimes};
-use crate::collective::{Communicator, WireBytes, Work, WorkError};
+use crate::collective::{Communicator, WireBytes, WorkError};
 use crate::device::{Device, DeviceError, Stream};
 use crate::model::Params;
-
-/// Beyond its own deadline an operation is given this long to say so itself, with the better error.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// One of the two passes over the blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -78,72 +74,4 @@ pub struct Group {
     pub device: Arc<dyn Device>,
     /// The compute stream.
     pub stream: Stream,
-}
-
-/// Waiting for gathered parameters, and an account of it.
-pub(super) struct Waiting {
-    group: Group,
-    account: Mutex<Account>,
-}
-
-#[derive(Default)]
-struct Account {
-    times: SyncTimes,
-    failure: Option<WorkError>,
-}
-
-impl Waiting {
-    pub(super) fn new(group: &Group) -> Self {
-        Self {
-            group: group.clone(),
-            account: Mutex::default(),
-        }
-    }
-
-    /// Later operations of the stream run after `work`. An error that is known already is returned.
-    pub(super) fn in_stream(&self, work: &Work) -> Result<(), DeviceError> {
-        let Group { device, stream, .. } = &self.group;
-        let started = Instant::now();
-        work.wait_on(device.as_ref(), *stream, self.deadline());
-        self.account().times.exposed += started.elapsed();
-        if !work.is_done() {
-            return Ok(());
-        }
-        self.settle(work)
-            .map_err(|e| DeviceError::Upstream(e.to_string()))
-    }
-
-    /// Blocks the host until `work` is done.
-    pub(super) fn on_host(&self, work: &Work) -> Result<(), WorkError> {
-        let started = Instant::now();
-        let outcome = self.settle(work);
-        self.account().times.exposed += started.elapsed();
-        outcome
-    }
-
-    fn settle(&self, work: &Work) -> Result<(), WorkError> {
-        match work.wait(self.deadline()) {
-            Ok(times) => {
-                self.account().times.comm += times.ended.saturating_duration_since(times.started);
-                Ok(())
-            }
-            Err(error) => Err(self.account().failure.get_or_insert(error).clone()),
-        }
-    }
-
-    pub(super) fn failure(&self) -> Option<WorkError> {
-        self.account().failure.clone()
-    }
-
-    pub(super) fn take_times(&self) -> SyncTimes {
-        std::mem::take(&mut self.account().times)
-    }
-
-    fn deadline(&self) -> Instant {
-        Instant::now() + self.group.comm.timeout() + GRACE
-    }
-
-    fn account(&self) -> MutexGuard<'_, Account> {
-        self.account.lock().unwrap_or_else(PoisonError::into_inner)
-    }
 }

@@ -4,7 +4,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::gather_plan::units_of;
-use super::weights::Waiting;
+use super::waiting::Waiting;
 use super::{Group, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
@@ -52,7 +52,7 @@ impl WholeWeights {
                 .map(|b| units_of(sharding, b.params()))
                 .collect(),
             in_flight: Mutex::new(vec![None; sharding.units().len()]),
-            waiting: Waiting::new(group),
+            waiting: Waiting::new(&group.device),
             portion: Portion::Whole(arena),
             sharding: sharding.clone(),
             group: group.clone(),
@@ -81,10 +81,12 @@ impl Weights for WholeWeights {
         for &unit in &self.units[block] {
             let work = self.in_flight()[unit].take();
             if let Some(work) = work {
-                self.waiting.in_stream(&work)?;
+                let Group { comm, stream, .. } = &self.group;
+                self.waiting.in_stream(*stream, work.event(), comm.deadline());
             }
         }
-        Ok(())
+        let settled = self.waiting.settle();
+        settled.map_err(|e| DeviceError::Upstream(e.to_string()))
     }
 
     fn leave(&self, _block: usize, _pass: Pass) {}
@@ -104,15 +106,17 @@ impl Weights for WholeWeights {
                 Traffic::Params,
                 format!("parameters of {}", unit.name),
             );
-            let work = comm.all_gather(&self.arena().slice(unit.whole()), launch);
-            in_flight[index] = Some(work);
+            let whole = self.arena().slice(unit.whole());
+            in_flight[index] = Some(self.waiting.launch(|| comm.all_gather(&whole, launch)));
         }
         Ok(())
     }
 
     fn settle(&self) -> Result<(), WorkError> {
         let works: Vec<Work> = self.in_flight().iter_mut().filter_map(Option::take).collect();
-        works.iter().try_for_each(|work| self.waiting.on_host(work))
+        works
+            .iter()
+            .try_for_each(|work| self.waiting.on_host(work, self.group.comm.deadline()))
     }
 
     fn sharding(&self) -> &Arc<Sharding> {

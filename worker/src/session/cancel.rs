@@ -1,7 +1,9 @@
 //! The word that the generation is over, for everyone who waits.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+
+use super::waits::{Waiting, Waits, Wanted};
 
 /// Set once, with the cause in words. Clones are the same token.
 #[derive(Clone, Default)]
@@ -12,6 +14,7 @@ struct Inner {
     set: AtomicBool,
     cause: OnceLock<String>,
     wakers: Mutex<Vec<Box<dyn Fn() + Send>>>,
+    waits: Waits,
 }
 
 impl Cancel {
@@ -44,6 +47,17 @@ impl Cancel {
         } else {
             None
         }
+    }
+
+    /// Who waits under this token says what for, when a rank that hangs is asked.
+    pub fn listen_to(&self, waiting: Weak<dyn Waiting>) {
+        self.0.waits.add(waiting);
+    }
+
+    /// What is waited for under this token, the longest wait first.
+    #[must_use]
+    pub fn waits(&self) -> Vec<Wanted> {
+        self.0.waits.list()
     }
 
     /// Calls `wake` when it is set (at once if it is): it must not block. For waits that do not poll.

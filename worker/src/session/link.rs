@@ -22,9 +22,15 @@ use super::line::LineReader;
 use super::outbox::Outbox;
 use super::remote::Calls;
 use super::{Cancel, SessionError};
+use super::{stacks, waits};
 
 /// How long [`Link::shutdown`] waits for queued lines and for each thread.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
+
+/// How long the answer to a question of the agent may wait in the queue.
+const ANSWER_TIMEOUT: Duration = Duration::from_secs(1);
+/// Longest text of an answer; a line holds more, with its quotes.
+const MAX_ANSWER_BYTES: usize = 256 << 10;
 
 /// Times of a link, shorter in tests.
 #[derive(Clone, Copy)]
@@ -95,6 +101,7 @@ impl Link {
         let first = ToAgent::Heartbeat {
             step: 0,
             phase: Phase::Starting,
+            quiet_ms: 0,
             progress: None,
         };
         let shared = Arc::new(Shared {
@@ -195,6 +202,14 @@ impl Shared {
         }
     }
 
+    /// Answers from a thread of its own: the word that the generation is over must not wait for it.
+    fn describe(&self) {
+        let (outbox, cancel) = (Arc::clone(&self.outbox), self.cancel.clone());
+        let thread = std::thread::Builder::new().name("ddp-describe".into());
+        // Without a thread there is no answer, which the agent does not count on.
+        let _ = thread.spawn(move || outbox.push(&state(&cancel), Instant::now() + ANSWER_TIMEOUT));
+    }
+
     fn lost(&self, why: String) {
         self.outbox.close();
         if !self.closing.load(Ordering::Acquire) {
@@ -223,11 +238,28 @@ impl Shared {
                     self.cancel.cancel(cause);
                 }
             }
+            ToWorker::Describe => self.describe(),
             ToWorker::KvReply { call, value, error } => {
                 self.calls.answer(call, error.map_or(Ok(value), Err));
             }
         }
         Ok(None)
+    }
+}
+
+/// What this process waits for and where its threads are.
+fn state(cancel: &Cancel) -> ToAgent {
+    let waits = cancel.waits();
+    let mut text = waits::in_words(&waits);
+    text.push_str(&stacks::capture());
+    let end = (0..=text.len().min(MAX_ANSWER_BYTES))
+        .rev()
+        .find(|&i| text.is_char_boundary(i));
+    text.truncate(end.unwrap_or(0));
+    let waiting_for = waits.iter().flat_map(|wanted| &wanted.ranks);
+    ToAgent::State {
+        text,
+        waiting_for: waiting_for.map(|rank| *rank as u32).collect(),
     }
 }
 

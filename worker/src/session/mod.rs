@@ -9,6 +9,8 @@
 //! | `remote.rs` | the key-value store behind the control socket |
 //! | `store.rs` | [`KeyValue`], and the store of a world of one |
 //! | `cancel.rs` | [`Cancel`]: the word that the generation is over |
+//! | `waits.rs` | what the process waits for, for an agent that asks |
+//! | `stacks.rs` | where its threads are, for the same |
 //!
 //! Nothing here waits without a deadline, and an agent that died ends every wait at once.
 
@@ -20,9 +22,11 @@ mod outbox;
 mod remote;
 #[expect(clippy::module_inception, reason = "the file is named for its noun")]
 mod session;
+mod stacks;
 mod store;
 #[cfg(test)]
 mod tests;
+mod waits;
 
 pub use ddp_proto::control::{Phase, Progress};
 
@@ -30,3 +34,4 @@ pub use cancel::Cancel;
 pub use error::SessionError;
 pub use session::Session;
 pub use store::{KeyValue, MemoryStore, StoreError};
+pub use waits::{Waiting, Wanted};

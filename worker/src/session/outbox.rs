@@ -22,10 +22,26 @@ struct State {
     /// The last one; repeated when nothing newer came.
     heartbeat: ToAgent,
     heartbeat_due: Instant,
+    /// When the program said it.
+    said_at: Instant,
+    /// It was handed out already.
+    is_repeated: bool,
     interval: Duration,
     /// The last line handed out was a heartbeat: the queue is next, so that heartbeats cannot starve it.
     beat_last: bool,
     closed: bool,
+}
+
+impl State {
+    /// The last heartbeat; a repetition says how old it is.
+    fn take_heartbeat(&mut self, now: Instant) -> ToAgent {
+        let mut heartbeat = self.heartbeat.clone();
+        if let (true, ToAgent::Heartbeat { quiet_ms, .. }) = (self.is_repeated, &mut heartbeat) {
+            *quiet_ms = now.saturating_duration_since(self.said_at).as_millis() as u64;
+        }
+        self.is_repeated = true;
+        heartbeat
+    }
 }
 
 /// Why a line was not taken.
@@ -45,6 +61,8 @@ impl Outbox {
                 in_hand: 0,
                 heartbeat: first,
                 heartbeat_due: Instant::now(),
+                said_at: Instant::now(),
+                is_repeated: false,
                 interval,
                 beat_last: false,
                 closed: false,
@@ -58,6 +76,8 @@ impl Outbox {
         let mut state = self.lock();
         state.heartbeat = heartbeat;
         state.heartbeat_due = Instant::now();
+        state.said_at = state.heartbeat_due;
+        state.is_repeated = false;
         drop(state);
         self.changed.notify_all();
     }
@@ -100,7 +120,7 @@ impl Outbox {
                 state.heartbeat_due = now + state.interval;
                 state.beat_last = true;
                 state.in_hand = 1;
-                return Some(to_line(&state.heartbeat));
+                return Some(to_line(&state.take_heartbeat(now)));
             }
             if let Some(line) = state.lines.pop_front() {
                 state.beat_last = false;
@@ -161,6 +181,7 @@ mod tests {
         ToAgent::Heartbeat {
             step,
             phase: Phase::Training,
+            quiet_ms: 0,
             progress: None,
         }
     }
@@ -189,6 +210,19 @@ mod tests {
             }
         }
         assert_eq!(calls, [0, 1, 2]);
+    }
+
+    #[test]
+    fn a_repeated_heartbeat_says_how_old_it_is() {
+        let outbox = Outbox::new(beat(0), Duration::from_millis(5));
+        let quiet = || match serde_json::from_slice(&outbox.next().unwrap()).unwrap() {
+            ToAgent::Heartbeat { quiet_ms, .. } => quiet_ms,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(quiet(), 0);
+        assert!(quiet() >= 5);
+        outbox.beat(beat(1));
+        assert_eq!(quiet(), 0, "something new");
     }
 
     #[test]

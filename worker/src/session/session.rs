@@ -139,6 +139,7 @@ impl Session {
             link.shared.outbox.beat(ToAgent::Heartbeat {
                 step,
                 phase,
+                quiet_ms: 0,
                 progress,
             });
         }

@@ -1,128 +1,22 @@
 //! A session against an agent played by the test.
 
-use std::io::{BufRead as _, BufReader, Write as _};
-use std::os::linux::net::SocketAddrExt as _;
-use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
-use std::sync::atomic::{AtomicU32, Ordering};
+mod agent;
+
+use std::io::{BufRead as _, Write as _};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{MAX_LINE_BYTES, PROTOCOL, Phase, Progress, ToAgent, ToWorker};
+use ddp_proto::control::{MAX_LINE_BYTES, Phase, Progress, ToAgent, ToWorker};
 use ddp_proto::env::WorkerEnv;
-use ddp_proto::ids::{Generation, GlobalRank, WorldSize};
+use ddp_proto::ids::{Generation, GlobalRank};
 
+use self::agent::{FakeAgent, times};
 use super::link::Times;
+use super::waits::tests::waits_for_rank_3;
 use super::{Cancel, Session, SessionError, StoreError};
 
 /// Far longer than anything here takes, so that only a real hang meets it.
 const PATIENCE: Duration = Duration::from_mins(1);
-
-static NEXT: AtomicU32 = AtomicU32::new(0);
-
-struct FakeAgent {
-    listener: UnixListener,
-    address: String,
-}
-
-/// The agent's end of one connection.
-struct Peer {
-    lines: BufReader<UnixStream>,
-    stream: UnixStream,
-}
-
-impl FakeAgent {
-    fn listen() -> Self {
-        let n = NEXT.fetch_add(1, Ordering::Relaxed);
-        let name = format!("ddp-session-test-{}-{n}", std::process::id());
-        let address = SocketAddr::from_abstract_name(&name).unwrap();
-        Self {
-            listener: UnixListener::bind_addr(&address).unwrap(),
-            address: format!("@{name}"),
-        }
-    }
-
-    /// The environment of rank 1 of 4, as this agent would set it.
-    fn env(&self) -> WorkerEnv {
-        let mut env = WorkerEnv::single();
-        env.rank = GlobalRank(1);
-        env.world_size = WorldSize(4);
-        env.generation = Generation(3);
-        env.control = Some(self.address.clone());
-        env
-    }
-
-    fn accept(&self) -> Peer {
-        let (stream, _) = self.listener.accept().unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
-        Peer {
-            lines: BufReader::new(stream.try_clone().unwrap()),
-            stream,
-        }
-    }
-
-    /// A session that has begun, with both ends of it.
-    fn session(&self) -> (Session, Peer) {
-        self.session_assigned(&self.env())
-    }
-
-    fn session_assigned(&self, assigned: &WorkerEnv) -> (Session, Peer) {
-        let vars = self.env().to_vars();
-        std::thread::scope(|scope| {
-            let session = scope.spawn(move || Session::from_vars_within(|n| vars.get(n).cloned(), times()));
-            let mut peer = self.accept();
-            let hello = peer.hear();
-            assert!(
-                matches!(hello, ToAgent::Hello { protocol: PROTOCOL, generation: Generation(3), pid, .. } if pid == std::process::id()),
-                "{hello:?}"
-            );
-            peer.say(&assignment(assigned));
-            (session.join().unwrap().unwrap(), peer)
-        })
-    }
-}
-
-impl Peer {
-    fn hear(&mut self) -> ToAgent {
-        let mut line = String::new();
-        self.lines.read_line(&mut line).unwrap();
-        serde_json::from_str(&line).unwrap_or_else(|e| panic!("`{line}`: {e}"))
-    }
-
-    /// The next message that is no heartbeat.
-    fn hear_call(&mut self) -> ToAgent {
-        loop {
-            match self.hear() {
-                ToAgent::Heartbeat { .. } => {}
-                other => return other,
-            }
-        }
-    }
-
-    fn say(&mut self, message: &ToWorker) {
-        self.say_raw(&serde_json::to_string(message).unwrap());
-    }
-
-    fn say_raw(&mut self, line: &str) {
-        self.stream.write_all(format!("{line}\n").as_bytes()).unwrap();
-    }
-}
-
-fn times() -> Times {
-    Times {
-        handshake: PATIENCE,
-        heartbeat: Duration::from_millis(20),
-    }
-}
-
-fn assignment(env: &WorkerEnv) -> ToWorker {
-    ToWorker::Assignment {
-        protocol: PROTOCOL,
-        generation: env.generation,
-        env: env.to_vars(),
-        node_addrs: vec!["10.0.0.1".into(), "10.0.0.2".into()],
-    }
-}
 
 fn over(generation: u64, cause: &str) -> ToWorker {
     ToWorker::GenerationOver {
@@ -330,27 +224,51 @@ fn the_last_heartbeat_is_repeated() {
     let expected = ToAgent::Heartbeat {
         step: 7,
         phase: Phase::Training,
+        quiet_ms: 0,
         progress: Some(progress.clone()),
     };
     while peer.hear() != expected {}
     for _ in 0..3 {
-        assert_eq!(peer.hear(), expected);
+        assert!(matches!(
+            peer.hear(),
+            ToAgent::Heartbeat {
+                step: 7,
+                quiet_ms: 1..,
+                ..
+            }
+        ));
     }
     // What JSON cannot say is left out, rather than the whole heartbeat.
-    session.heartbeat(
-        8,
-        Phase::Training,
-        Some(Progress {
-            loss: f64::NAN,
-            ..progress
-        }),
-    );
+    let unspeakable = Progress {
+        loss: f64::NAN,
+        ..progress
+    };
+    session.heartbeat(8, Phase::Training, Some(unspeakable));
     let expected = ToAgent::Heartbeat {
         step: 8,
         phase: Phase::Training,
+        quiet_ms: 0,
         progress: None,
     };
     while peer.hear() != expected {}
+}
+
+#[test]
+fn an_agent_that_asks_is_told_what_is_waited_for_and_where_the_threads_are() {
+    let agent = FakeAgent::listen();
+    let (session, mut peer) = agent.session();
+    let waiting = waits_for_rank_3();
+    session.cancel().listen_to(std::sync::Arc::downgrade(&waiting));
+    peer.say(&ToWorker::Describe);
+    let ToAgent::State { text, waiting_for } = peer.hear_call() else {
+        panic!("an answer was expected");
+    };
+    assert_eq!(waiting_for, [3]);
+    assert!(
+        text.starts_with("barrier #2 of `world` has waited 5.0 s for rank 3\n")
+            && text.contains("(ddp-control-in)"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -84,7 +84,7 @@ pub enum TrainError {
     },
     /// The optimizer's state cannot be where it is wanted.
     #[error(
-        "`train.offload.optimizer: file` needs a device whose memory is the host's, and {device} has its own\n  hint: train on the processor (`parallel.backend: cpu`), or leave `train.offload` out"
+        "`train.offload.optimizer: file` needs a device whose memory is the host's, and {device} has its own\n  hint: train on the processor (`parallel.backend: cpu`), or take `train.offload.optimizer: host`"
     )]
     Offload {
         /// Name of the device.

@@ -22,7 +22,7 @@ impl Evaluation {
     pub(super) fn mean_loss(
         &self,
         world: &World,
-        replica: &Replica,
+        replica: &mut Replica,
         exchange: &Exchange,
     ) -> Result<f64, TrainError> {
         let mut batch = Batch::new(replica.positions());

@@ -1,5 +1,6 @@
 //! After a step whose numbers are not finite: its passes once more on every rank, looking at what each block makes,
-//! to say which rank, micro-batch and block saw it first.
+//! to say which rank saw it first, in which micro-batch and block. First is what comes first in the order in which a rank
+//! executes a step, which is the same on all of them, not what a clock says.
 //!
 //! It costs the time of a step and, at a time, memory for the gradients of one block and of what it is tied to. Every
 //! rank passes through all blocks, finite or not: under ZeRO-3 a pass is a collective one.
@@ -13,7 +14,7 @@ use super::world::World;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Sharing};
 use crate::model::{GradSink, GradSlot, Model, ParamId, StepKey};
 
-/// Where a number was first not finite.
+/// Where a number was not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Place {
     /// In the output of a block.
@@ -24,26 +25,34 @@ enum Place {
     InputGradient(usize),
 }
 
+/// Numbers of the blocks and of the parameters of a model.
+#[derive(Clone, Copy, Debug)]
+struct Extent {
+    blocks: usize,
+    params: usize,
+}
+
 impl Place {
-    /// Kind, block and parameter as one number, smaller for forward than for backward.
-    fn code(self, params: usize) -> f64 {
-        let (kind, block, param) = match self {
-            Self::Output(block) => (0, block, 0),
-            Self::Gradient(block, id) => (1, block, id.0),
-            Self::InputGradient(block) => (2, block, 0),
+    /// The place as one number, in the order in which a micro-batch comes through: forward over the blocks, then
+    /// backward from the last one; there a block's parameters from the last one, then its input.
+    fn code(self, extent: Extent) -> f64 {
+        let Extent { blocks, params } = extent;
+        let (pass, within) = match self {
+            Self::Output(block) => (block, 0),
+            Self::Gradient(block, id) => (2 * blocks - 1 - block, params - 1 - id.0),
+            Self::InputGradient(block) => (2 * blocks - 1 - block, params),
         };
         // Far below 2⁵³ for any model.
-        ((block * params.max(1) + param) * 3 + kind) as f64
+        (pass * (params + 1) + within) as f64
     }
 
-    fn of_code(code: f64, params: usize) -> Self {
-        let code = code as usize;
-        let (kind, rest) = (code % 3, code / 3);
-        let (block, param) = (rest / params.max(1), rest % params.max(1));
-        match kind {
-            0 => Self::Output(block),
-            1 => Self::Gradient(block, ParamId(param)),
-            _ => Self::InputGradient(block),
+    fn of_code(code: f64, extent: Extent) -> Self {
+        let Extent { blocks, params } = extent;
+        let (pass, within) = (code as usize / (params + 1), code as usize % (params + 1));
+        match within {
+            _ if pass < blocks => Self::Output(pass),
+            _ if within == params => Self::InputGradient(2 * blocks - 1 - pass),
+            _ => Self::Gradient(2 * blocks - 1 - pass, ParamId(params - 1 - within)),
         }
     }
 
@@ -60,11 +69,29 @@ impl Place {
     }
 }
 
+/// What one rank saw first: micro-batch, and [`Place::code`]; a micro-batch below 0 is none.
+type Sighting = [f64; 2];
+
+const NONE: Sighting = [-1.0, 0.0];
+
+/// The rank whose sighting comes first, by micro-batch and place, and what it saw. Of ranks that saw the same the first.
+fn first_of(sightings: &[Sighting]) -> Option<(usize, Sighting)> {
+    let seen = sightings
+        .iter()
+        .copied()
+        .enumerate()
+        .filter(|(_, [m, _])| *m >= 0.0);
+    seen.min_by(|(_, one), (_, other)| one[0].total_cmp(&other[0]).then(one[1].total_cmp(&other[1])))
+}
+
 impl Trainer<'_> {
     /// Which rank saw a number of `step` that is not finite first, and where, in words: the same ones on all ranks.
     /// Every rank must call it.
     pub(super) fn inspect(&mut self, step: u64) -> Result<String, TrainError> {
-        let params = self.replica.model.params.len();
+        let extent = Extent {
+            blocks: self.replica.model.blocks.len(),
+            params: self.replica.model.params.len(),
+        };
         let mut batch = Batch::new(self.replica.positions());
         let mut found = None;
         for m in 0..self.begin_passes(step) {
@@ -72,17 +99,11 @@ impl Trainer<'_> {
             let place = self.replica.inspect(&batch, self.key(step, m), found.is_none())?;
             found = found.or(place.map(|place| (m, place)));
         }
-        let own = found.map_or([-1.0, 0.0], |(m, place)| [m as f64, place.code(params)]);
-        let rows = self.exchange.gather("what is not finite", own)?;
-        let sightings = rows.iter().enumerate().filter(|(_, row)| row[0] >= 0.0);
-        let sighting =
-            |(rank, row): (usize, &[f64; 2])| (row[0] as u64, Place::of_code(row[1], params), rank);
-        let first = sightings
-            .map(sighting)
-            .min_by_key(|&(m, place, rank)| (m, !matches!(place, Place::Output(_)), rank));
-        Ok(match first {
-            Some((m, place, rank)) => {
-                let words = place.words(&self.replica.model);
+        let own = found.map_or(NONE, |(m, place)| [m as f64, place.code(extent)]);
+        let sightings = self.exchange.gather("what is not finite", own)?;
+        Ok(match first_of(&sightings) {
+            Some((rank, [m, code])) => {
+                let words = Place::of_code(code, extent).words(&self.replica.model);
                 format!("rank {rank} saw it first: {words}, micro-batch {m}")
             }
             None => "no rank sees it when it repeats the step alone: the sum over the ranks is too large, or a machine fails".into(),
@@ -186,15 +207,34 @@ mod tests {
     use super::*;
 
     #[test]
-    fn places_survive_their_codes() {
-        for params in [1, 7] {
-            for place in [
-                Place::Output(3),
-                Place::Gradient(2, ParamId(params - 1)),
-                Place::InputGradient(0),
-            ] {
-                assert_eq!(Place::of_code(place.code(params), params), place);
-            }
+    fn places_survive_their_codes_which_have_the_order_of_execution() {
+        let extent = Extent { blocks: 3, params: 4 };
+        let mut places: Vec<Place> = (0..3).map(Place::Output).collect();
+        for block in (0..3).rev() {
+            places.extend((0..4).rev().map(|id| Place::Gradient(block, ParamId(id))));
+            places.push(Place::InputGradient(block));
         }
+        let codes: Vec<f64> = places.iter().map(|place| place.code(extent)).collect();
+        assert!(codes.is_sorted_by(|one, other| one < other), "{codes:?}");
+        for (place, code) in places.iter().zip(codes) {
+            assert_eq!(Place::of_code(code, extent), *place);
+        }
+    }
+
+    #[test]
+    fn the_earlier_sighting_counts_whichever_rank_had_it() {
+        assert_eq!(first_of(&[NONE, NONE]), None);
+        assert_eq!(first_of(&[NONE, [1.0, 4.0], NONE]), Some((1, [1.0, 4.0])));
+        assert_eq!(
+            first_of(&[[1.0, 3.0], [0.0, 9.0]]),
+            Some((1, [0.0, 9.0])),
+            "micro-batch"
+        );
+        assert_eq!(
+            first_of(&[[0.0, 9.0], [0.0, 3.0]]),
+            Some((1, [0.0, 3.0])),
+            "place"
+        );
+        assert_eq!(first_of(&[[0.0, 3.0], [0.0, 3.0]]), Some((0, [0.0, 3.0])), "rank");
     }
 }

@@ -10,10 +10,12 @@
 //! | `tally.rs` | losses of a step: summed on the device, told to all ranks |
 //! | `skips.rs`, `inspection.rs` | a step whose numbers are not finite: what to do, and who saw it first |
 //! | `strategy.rs` | what a strategy holds of parameters and gradients |
+//! | `outlook.rs` | memory and traffic before anything is allocated: the formulas, and the buffers beside them |
 //! | `replica.rs` | the model on this rank, and one micro-batch through it |
 //! | `exchange.rs` | numbers that every rank tells all others |
 //! | `evaluation.rs` | validation, each rank its share |
 //! | `saving.rs`, `save_thread.rs`, `save_verdict.rs` | checkpoints: copied, written beside the training, agreed on by all ranks |
+//! | `save_files.rs`, `save_storage.rs`, `save_priority.rs` | what a rank writes, and its copy; what a save waits for; it gives way to the training |
 //! | `rescale.rs` | the global batch of a run that goes on on another number of ranks |
 //! | `owned.rs`, `resuming.rs` | what of the state a rank writes and reads; going on from a checkpoint |
 //! | `recorder.rs`, `progress.rs`, `startup.rs`, `memory.rs` | what is told to files, agent and people |
@@ -25,14 +27,19 @@ mod choice;
 mod error;
 mod evaluation;
 mod exchange;
+mod feed;
 mod inspection;
 mod memory;
+mod outlook;
 mod owned;
 mod progress;
 mod recorder;
 mod replica;
 mod rescale;
 mod resuming;
+mod save_files;
+mod save_priority;
+mod save_storage;
 mod save_thread;
 mod save_verdict;
 mod saving;
@@ -52,6 +59,7 @@ use std::time::Instant;
 use ddp_proto::control::Phase;
 
 use crate::checkpoint::Storage;
+use crate::collective::Transport;
 use crate::config::TrainConfig;
 use crate::data::{Entropies, TokenFile, Tokens};
 use crate::device::Device;
@@ -59,8 +67,9 @@ use crate::metrics::{MetricsLog, Summary};
 use crate::session::Session;
 
 pub use error::TrainError;
+pub use outlook::{Buffers, Outlook};
 
-use recorder::{Recorder, say};
+use recorder::{Recorder, say, warn};
 use setup::{Prepared, open, prepare};
 use trainer::Outcome;
 
@@ -96,7 +105,12 @@ pub struct Substitutes {
     pub device: Option<Arc<dyn Device>>,
     /// Takes the checkpoints; reading them is left to the file system.
     pub storage: Option<Arc<dyn Storage>>,
+    /// Comes between the communicators and the transport of host memory.
+    pub transport: Option<WrapTransport>,
 }
+
+/// See [`Substitutes`].
+pub type WrapTransport = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
 
 /// As [`run_worker`], on a device of the caller's choice.
 pub fn run_worker_on(
@@ -106,7 +120,7 @@ pub fn run_worker_on(
 ) -> Result<RunSummary, TrainError> {
     let parts = Substitutes {
         device: Some(device),
-        storage: None,
+        ..Substitutes::default()
     };
     run_worker_with(parts, config, session)
 }
@@ -215,8 +229,12 @@ fn conclude(
         generation: env.generation.get(),
         restarts: env.restart_count,
         checkpoint: trainer.checkpoints.last(),
+        failed_saves: trainer.checkpoints.failed(),
     };
     summary.write(&prepared.run_dir.summary())?;
+    if let Some(words) = save_verdict::failed(summary.failed_saves, summary.checkpoint.as_deref()) {
+        warn(&words);
+    }
     say(&verdict(outcome, entropies));
     Ok(())
 }

@@ -11,6 +11,7 @@ use super::progress::{Pace, StepNumbers};
 use super::trainer::Trainer;
 use crate::collective::WireBytes;
 use crate::metrics::{self, MetricsLine, MetricsLog};
+use crate::parallel::SyncTimes;
 
 /// Time of the parts of one step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -23,6 +24,15 @@ pub(super) struct StepTimes {
     pub(super) exposed: Duration,
     pub(super) share: Duration,
     pub(super) optimizer: Duration,
+}
+
+impl StepTimes {
+    /// Adds what communication took. Returns the part of it that nothing else hid.
+    pub(super) fn account(&mut self, times: SyncTimes) -> Duration {
+        self.comm += times.comm;
+        self.exposed += times.exposed;
+        times.exposed
+    }
 }
 
 /// One finished step.
@@ -198,6 +208,7 @@ fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
         params: trainer.replica.weights.bytes() as u64,
         grads: trainer.grad_bytes as u64,
         optimizer: trainer.optimizer_bytes() as u64,
+        optimizer_host: (trainer.host_state_bytes() + trainer.staging_bytes()) as u64,
         activations: trainer.replica.pool.allocated_bytes() as u64,
         gathered: trainer.replica.weights.gathered_bytes() as u64,
         checkpoint: trainer.checkpoints.snapshot_bytes() as u64,

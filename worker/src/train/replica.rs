@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::TrainError;
+use super::feed::Feed;
 use super::world::World;
 use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Sharing};
@@ -10,8 +11,8 @@ use crate::model::{
     self, Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, Saved, StepKey, Unused,
 };
 use crate::ops::Fill;
-use crate::optim::evict;
-use crate::parallel::{Portion, Weights};
+use crate::optim::{AdamW, evict};
+use crate::parallel::Weights;
 
 /// See the module.
 pub(super) struct Replica {
@@ -20,10 +21,7 @@ pub(super) struct Replica {
     pub(super) pool: ActivationPool,
     pub(super) world: World,
     pub(super) saved: Vec<Saved>,
-    /// Tokens and targets, `[B, T]`, i32.
-    inputs: Buffer,
-    targets: Buffer,
-    shape: Vec<usize>,
+    feed: Feed,
     /// Factor of each position's gradient.
     dloss: Buffer,
     /// What `dloss` is filled with.
@@ -52,40 +50,36 @@ impl Replica {
         weights: Arc<dyn Weights>,
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
-        let alloc = |name: &str, dtype, len| {
-            world.device.alloc(&ArenaSpec {
-                name: name.into(),
-                dtype,
-                len,
-                sharing: Sharing::Private,
-            })
-        };
         let shape = vec![config.train.micro_batch, config.model.block_size];
         let positions: usize = shape.iter().product();
-        let dloss = alloc("loss factors", DType::F32, positions)?.whole();
+        let dloss = world.device.alloc(&ArenaSpec {
+            name: "loss factors".into(),
+            dtype: DType::F32,
+            len: positions,
+            sharing: Sharing::Private,
+        })?;
         Ok(Self {
             saved: model::saved_for(&model),
-            inputs: alloc("tokens", DType::I32, positions)?.whole(),
-            targets: alloc("targets", DType::I32, positions)?.whole(),
+            feed: Feed::new(world, shape)?,
             pool: ActivationPool::new(world.device.clone()),
             world: world.clone(),
-            shape,
-            dloss,
+            dloss: dloss.whole(),
             factor: None,
             weights,
             model,
         })
     }
 
-    /// The first values of the parameters that this rank owns, from the seed alone, into `masters`.
-    pub(super) fn initialise(&self, masters: &Portion, seed: u64) {
+    /// The first values of the parameters that this rank owns, from the seed alone, into the masters.
+    pub(super) fn initialise(&self, adamw: &AdamW, seed: u64) {
+        let masters = adamw.masters(self.weights.own());
         for piece in self.weights.sharding().own_pieces() {
             let spec = &self.model.params[piece.param.0];
             let mut values = vec![0_f32; piece.elements.len()];
             model::fill_init(spec, piece.param, seed, piece.elements, &mut values);
             let target = masters.slice(&piece.place);
-            self.world
-                .device
+            adamw
+                .device()
                 .upload(self.world.stream, &target, bytemuck::cast_slice(&values));
             evict(&target);
         }
@@ -142,7 +136,7 @@ impl Replica {
     }
 
     /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
-    pub(super) fn total_loss(&self, batch: &Batch) -> Result<f64, TrainError> {
+    pub(super) fn total_loss(&mut self, batch: &Batch) -> Result<f64, TrainError> {
         let tokens = self.upload(batch);
         let losses = model::evaluate(
             &self.model,
@@ -175,11 +169,10 @@ impl Replica {
             .map_or_else(|| error.into(), TrainError::from)
     }
 
-    pub(super) fn upload(&self, batch: &Batch) -> Activation {
-        let World { device, stream, .. } = &self.world;
-        device.upload(*stream, &self.inputs, bytemuck::cast_slice(&batch.inputs));
-        device.upload(*stream, &self.targets, bytemuck::cast_slice(&batch.targets));
-        Activation::borrowed(self.inputs.clone(), self.shape.clone())
+    /// Brings a micro-batch to the device, and returns its tokens.
+    pub(super) fn upload(&mut self, batch: &Batch) -> Activation {
+        self.feed.bring(batch);
+        self.feed.inputs()
     }
 
     pub(super) fn context(&self, key: StepKey) -> Context<'_> {
@@ -187,7 +180,7 @@ impl Replica {
             device: self.world.device.as_ref(),
             stream: self.world.stream,
             pool: &self.pool,
-            targets: &self.targets,
+            targets: self.feed.targets(),
             dtype: self.model.dtype(),
             key,
         }

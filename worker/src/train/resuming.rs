@@ -58,11 +58,11 @@ pub(super) fn load(
             let extent = owned::extent(part.kind, &piece, params);
             let bytes = reader.read(&extent.tensor, extent.range)?;
             let target = part.portion.slice(&piece.place);
-            world.device.upload(world.stream, &target, &bytes);
+            adamw.device().upload(world.stream, &target, &bytes);
             evict(&target);
         }
     }
-    world.device.synchronize(world.stream)?;
+    adamw.device().synchronize(world.stream)?;
     Ok(())
 }
 

@@ -3,11 +3,13 @@
 //! The thread talks with no other rank. The training loop asks it for its [`Stage`], tells the other ranks, and
 //! gives rank 0's thread the order that follows from all of them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::save_priority;
+use super::save_storage::{NotedStorage, Notes};
 use crate::checkpoint::{CheckpointError, Extent, Keep, PartWriter, State, Storage, Writer, retain};
 use crate::device::{Buffer, Device, DeviceError, Stream};
 use crate::optim::evict;
@@ -74,16 +76,18 @@ pub(super) enum Order {
     GiveUp,
 }
 
-/// A save under way. When it is dropped, the thread ends by itself soon, and rank 0's deletes what was written.
+/// A save under way. Nobody joins its thread, which a file system may hold for ever. When it is dropped, the thread ends
+/// by itself soon, and rank 0's deletes what was written.
 pub(super) struct SaveThread {
     shared: Arc<Shared>,
     orders: Sender<Order>,
-    thread: Option<std::thread::JoinHandle<()>>,
+    step: u64,
 }
 
 struct Shared {
     progress: Mutex<Progress>,
     changed: Condvar,
+    notes: Arc<Notes>,
 }
 
 struct Progress {
@@ -92,8 +96,13 @@ struct Progress {
     dropped: bool,
     /// The thread touches nothing any more.
     ended: bool,
-    /// When the disk last took something.
-    moved: Instant,
+}
+
+/// What a save waits for.
+pub(super) struct Wait {
+    /// In words: `write`.
+    pub(super) doing: &'static str,
+    pub(super) path: PathBuf,
 }
 
 impl SaveThread {
@@ -102,34 +111,36 @@ impl SaveThread {
         let shared = Arc::new(Shared::new(Stage::Writing));
         let (orders, inbox) = channel();
         let (step, own) = (task.step, shared.clone());
+        let storage = Arc::new(NotedStorage {
+            storage: task.storage,
+            notes: shared.notes.clone(),
+        });
+        let task = SaveTask { storage, ..task };
         let thread = std::thread::Builder::new()
             .name("ddp-checkpoint".into())
             .spawn(move || run(&task, &own, &inbox));
-        let thread = match thread {
-            Ok(thread) => Some(thread),
-            Err(error) => {
-                let cause = format!("the system cannot start a thread: {error}");
-                shared.set(Stage::Failed(CheckpointError::GivenUp { step, cause }));
-                shared.progress().ended = true;
-                None
-            }
-        };
-        Self {
-            shared,
-            orders,
-            thread,
+        if let Err(error) = thread {
+            let cause = format!("the system cannot start a thread: {error}");
+            shared.set(Stage::Failed(CheckpointError::GivenUp { step, cause }));
+            shared.progress().ended = true;
         }
+        Self { shared, orders, step }
     }
 
     /// A save that could not begin on this rank.
-    pub(super) fn failed(error: CheckpointError) -> Self {
+    pub(super) fn failed(step: u64, error: CheckpointError) -> Self {
         let shared = Shared::new(Stage::Failed(error));
         shared.progress().ended = true;
         Self {
             shared: Arc::new(shared),
             orders: channel().0,
-            thread: None,
+            step,
         }
+    }
+
+    /// The step that is saved.
+    pub(super) fn step(&self) -> u64 {
+        self.step
     }
 
     pub(super) fn stage(&self) -> Stage {
@@ -150,7 +161,15 @@ impl SaveThread {
 
     /// Time since the disk last took something.
     pub(super) fn silence(&self) -> Duration {
-        self.shared.progress().moved.elapsed()
+        self.shared.notes.silence()
+    }
+
+    /// What the thread waits for now.
+    pub(super) fn wait(&self, out_dir: &Path) -> Wait {
+        let doing = self.shared.notes.doing();
+        // Between two operations it reads, in this folder.
+        let (doing, path) = doing.unwrap_or_else(|| ("read", out_dir.join("checkpoints")));
+        Wait { doing, path }
     }
 
     pub(super) fn order(&self, order: Order) {
@@ -164,21 +183,14 @@ impl SaveThread {
         let shared = self.shared.clone();
         // With it the orders end, for which rank 0's thread may wait.
         drop(self);
-        let mut progress = shared.progress();
-        while !progress.ended {
-            let Some(left) = deadline.checked_duration_since(Instant::now()) else {
-                return;
-            };
-            let woken = shared.changed.wait_timeout(progress, left);
-            progress = woken.unwrap_or_else(PoisonError::into_inner).0;
-        }
+        shared.await_end(|| deadline.checked_duration_since(Instant::now()));
     }
 
-    /// Waits for the end of a thread that has nothing left to do but to clean up.
-    pub(super) fn join(mut self) {
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
+    /// Waits for a thread that has nothing left to do but to clean up, as long as its disk takes something every
+    /// `patience`. True if it touches nothing any more.
+    pub(super) fn end(&self, patience: Duration) -> bool {
+        self.shared.progress().dropped = true;
+        self.shared.await_end(|| patience.checked_sub(self.silence()))
     }
 }
 
@@ -195,9 +207,9 @@ impl Shared {
                 stage,
                 dropped: false,
                 ended: false,
-                moved: Instant::now(),
             }),
             changed: Condvar::new(),
+            notes: Arc::new(Notes::new()),
         }
     }
 
@@ -206,17 +218,26 @@ impl Shared {
     }
 
     fn set(&self, stage: Stage) {
-        let mut progress = self.progress();
-        progress.stage = stage;
-        progress.moved = Instant::now();
-        drop(progress);
+        self.progress().stage = stage;
+        // The time of what comes next begins.
+        self.notes.moved();
         self.changed.notify_all();
     }
 
-    /// Notes that the disk took something. Fails if the save is not wanted any more.
-    fn moved(&self, task: &SaveTask) -> Result<(), CheckpointError> {
+    /// Waits until the thread has ended, as long as `left` gives a time. True if it has.
+    fn await_end(&self, left: impl Fn() -> Option<Duration>) -> bool {
         let mut progress = self.progress();
-        progress.moved = Instant::now();
+        while !progress.ended {
+            let Some(left) = left() else { return false };
+            let woken = self.changed.wait_timeout(progress, left);
+            progress = woken.unwrap_or_else(PoisonError::into_inner).0;
+        }
+        true
+    }
+
+    /// Fails if the save is not wanted any more.
+    fn wanted(&self, task: &SaveTask) -> Result<(), CheckpointError> {
+        let progress = self.progress();
         let cause = match task.cancel.cause() {
             Some(cause) => cause.to_owned(),
             None if progress.dropped => "the run is over".to_owned(),
@@ -229,6 +250,13 @@ impl Shared {
 
 fn run(task: &SaveTask, shared: &Arc<Shared>, orders: &Receiver<Order>) {
     let _guard = End(shared, task.step);
+    if task
+        .files
+        .iter()
+        .any(|file| matches!(file.source, Source::Snapshot(_)))
+    {
+        save_priority::give_way();
+    }
     let writer = Writer::on(task.storage.clone(), &task.out_dir, task.step, task.generation);
     let written = write_all(task, &writer, shared);
     shared.set(written.map_or_else(Stage::Failed, |()| Stage::Written));
@@ -269,7 +297,7 @@ fn write_all(task: &SaveTask, writer: &Writer, shared: &Shared) -> Result<(), Ch
     }
     for file in &task.files {
         let mut part = writer.part(&file.stem, &file.extents)?;
-        shared.moved(task)?;
+        shared.wanted(task)?;
         for index in part.order() {
             match &file.source {
                 Source::Snapshot(buffers) => put_host(task, shared, &buffers[index], &mut part)?,
@@ -277,7 +305,7 @@ fn write_all(task: &SaveTask, writer: &Writer, shared: &Shared) -> Result<(), Ch
             }
         }
         writer.close(&file.stem, part)?;
-        shared.moved(task)?;
+        shared.wanted(task)?;
     }
     Ok(())
 }
@@ -291,7 +319,7 @@ fn put_host(
     let bytes = buffer.host_bytes().map_err(|e| unreadable(task, &e))?;
     for chunk in bytes.chunks(CHUNK_BYTES) {
         part.put(chunk)?;
-        shared.moved(task)?;
+        shared.wanted(task)?;
     }
     Ok(())
 }
@@ -308,7 +336,7 @@ fn put_live(
         let bytes = task.device.download(task.stream, &slice);
         evict(&slice);
         part.put(&bytes.map_err(|e| unreadable(task, &e))?)?;
-        shared.moved(task)?;
+        shared.wanted(task)?;
     }
     Ok(())
 }
@@ -327,13 +355,13 @@ fn commit(
     writer: &Writer,
     shared: &Shared,
 ) -> Result<Result<(), CheckpointError>, CheckpointError> {
-    if let Err(error) = shared.moved(task) {
+    if let Err(error) = shared.wanted(task) {
         // The next generation may have begun: nothing of this one is to be seen.
         let _ = writer.abort();
         return Err(error);
     }
     writer.commit(&leader.state, &leader.stems)?;
-    if shared.moved(task).is_err() {
+    if shared.wanted(task).is_err() {
         // A later life may be reading what is not kept.
         return Ok(Ok(()));
     }

@@ -13,24 +13,24 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::exchange::Exchange;
-use super::owned::{self, Part};
 use super::recorder::warn;
 use super::replica::Replica;
-use super::save_thread::{Leader, Order, SaveFile, SaveTask, SaveThread, Source, Stage};
+use super::save_files::{File, copy, files, stems};
+use super::save_thread::{Leader, Order, SaveTask, SaveThread, Source, Stage, Wait};
 use super::save_verdict::{self, Report, Verdict};
 use super::world::World;
 use super::{TrainError, resuming};
-use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, file_stem, step_name};
+use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
 use crate::config::{OptimizerHome, TrainConfig};
 use crate::data::ORDER_VERSION;
-use crate::device::{Arena, Buffer, DType, DeviceError, HostMemory, Stream};
+use crate::device::{Arena, DType, DeviceError, HostMemory, Stream};
 use crate::optim::AdamW;
 
-/// A disk that takes nothing for so long is given up.
-const STALL_BOUND: Duration = Duration::from_mins(5);
 /// Time between two rounds of telling each other how far a save is, when there is nothing else to do. A rank that
 /// writes for long stays in touch, and is not taken for a lost one.
 const ROUND: Duration = Duration::from_millis(250);
+/// A disk that deletes nothing for so long, of a save that failed, is not waited for.
+const CLEAN_UP_BOUND: Duration = Duration::from_secs(10);
 /// Longest wait for a thread whose save nobody wants any more.
 const ABANDON_BOUND: Duration = Duration::from_secs(2);
 /// A wait that people should hear of.
@@ -49,14 +49,20 @@ pub(super) struct Checkpoints {
     storage: Arc<dyn Storage>,
     keep: Option<Keep>,
     every: u64,
+    /// A disk that takes nothing for so long is given up.
+    patience: Duration,
     /// Reads the state while training stands still.
     stream: Stream,
     /// Room for the copy of what this rank writes; none where all saves are made while training stands still.
     snapshot: Option<Arena>,
     flight: Option<Flight>,
+    /// The save before, whose thread may still be cleaning up, or hang.
+    before: Option<SaveThread>,
     /// Step of the last checkpoint that was saved or loaded.
     last: Option<u64>,
     resumed_from: Option<u64>,
+    /// Saves that were not made good at once.
+    failed: u64,
     /// Time for which training stood still, since it was last asked for.
     stood: Duration,
 }
@@ -64,7 +70,8 @@ pub(super) struct Checkpoints {
 /// A save under way.
 struct Flight {
     thread: SaveThread,
-    step: u64,
+    /// As [`Checkpoints::patience`].
+    patience: Duration,
     /// Rank 0's thread has been told to commit.
     ordered: bool,
 }
@@ -110,11 +117,14 @@ impl Checkpoints {
                 every: keep.every,
             }),
             every: config.train.checkpoint_every,
+            patience: Duration::from_secs_f64(config.train.checkpoint_timeout_s),
             stream: world.device.stream(),
             snapshot: None,
             flight: None,
+            before: None,
             last: None,
             resumed_from: None,
+            failed: 0,
             stood: Duration::ZERO,
         }
     }
@@ -125,7 +135,7 @@ impl Checkpoints {
         let train = &config.train;
         let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
         // Who keeps moments in a file has no memory for a copy of them.
-        if !train.checkpoint_async || !is_periodic || train.offload.optimizer != OptimizerHome::None {
+        if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OptimizerHome::File {
             return Ok(());
         }
         let files = files(here);
@@ -148,6 +158,11 @@ impl Checkpoints {
         self.last.map(step_name)
     }
 
+    /// Saves of this life that failed, but for attempts at the last one.
+    pub(super) fn failed(&self) -> u64 {
+        self.failed
+    }
+
     /// Time for which saves held training up, since the last call.
     pub(super) fn take_stood(&mut self) -> Duration {
         std::mem::take(&mut self.stood)
@@ -165,7 +180,7 @@ impl Checkpoints {
     /// Begins the save of a step in the middle of the run, after the end of the one before. Every rank calls it.
     pub(super) fn save(&mut self, here: Here<'_>, at: Position) -> Result<(), TrainError> {
         let started = Instant::now();
-        let before = self.flight.as_ref().map(|flight| flight.step);
+        let before = self.flight.as_ref().map(|flight| flight.thread.step());
         self.settle(here)?;
         let waited = started.elapsed();
         if let Some(before) = before
@@ -192,8 +207,11 @@ impl Checkpoints {
             let Verdict::Failed { ranks } = &ended.verdict else {
                 break;
             };
-            let is_stalled = matches!(ended.own, Some(CheckpointError::Stalled { .. }));
-            if attempt < LAST_ATTEMPTS && !is_stalled {
+            let hangs = matches!(
+                ended.own,
+                Some(CheckpointError::Stalled { .. } | CheckpointError::Stuck { .. })
+            );
+            if attempt < LAST_ATTEMPTS && !hangs {
                 self.report(here, &ended, Some(LAST_PAUSE));
                 pause(here.world, LAST_PAUSE)?;
                 continue;
@@ -211,7 +229,7 @@ impl Checkpoints {
     /// Ends the save under way, if there is one, and says so if it failed. Every rank calls it.
     pub(super) fn settle(&mut self, here: Here<'_>) -> Result<(), TrainError> {
         if let Some(ended) = self.finish(here)? {
-            self.report(here, &ended, None);
+            self.note(here, &ended);
         }
         Ok(())
     }
@@ -227,9 +245,15 @@ impl Checkpoints {
 
     /// Draws the conclusion from what all ranks told of a step. Every rank calls it, at the same step.
     pub(super) fn heard(&mut self, here: Here<'_>, codes: &[f64]) {
-        if let Some((ended, _)) = self.conclude(here.world.rank() == 0, codes) {
-            self.report(here, &ended, None);
+        if let Some(ended) = self.conclude(here.world.rank() == 0, codes) {
+            self.note(here, &ended);
         }
+    }
+
+    /// Counts a save in the middle of the run that failed, and says so.
+    fn note(&mut self, here: Here<'_>, ended: &Ended) {
+        self.failed += u64::from(matches!(ended.verdict, Verdict::Failed { .. }));
+        self.report(here, ended, None);
     }
 
     /// Gives up the save under way, because training has failed on some rank.
@@ -239,7 +263,7 @@ impl Checkpoints {
         }
     }
 
-    /// Waits for the end of the save under way. What a failed one wrote is gone then.
+    /// Waits for the end of the save under way. What a failed one wrote is gone then, unless the disk hangs.
     fn finish(&mut self, here: Here<'_>) -> Result<Option<Ended>, TrainError> {
         while let Some(flight) = &self.flight {
             here.world.check()?;
@@ -247,10 +271,8 @@ impl Checkpoints {
             if flight.is_busy(&stage, here.world.rank() == 0) {
                 flight.thread.await_change(&stage, Instant::now() + ROUND);
             }
-            if let Some((ended, thread)) = self.round(here)? {
-                if !matches!(ended.own, Some(CheckpointError::Stalled { .. })) {
-                    thread.join();
-                }
+            if let Some(ended) = self.round(here)? {
+                self.has_ended();
                 return Ok(Some(ended));
             }
         }
@@ -258,7 +280,7 @@ impl Checkpoints {
     }
 
     /// One round of telling each other, when training stands still.
-    fn round(&mut self, here: Here<'_>) -> Result<Option<(Ended, SaveThread)>, TrainError> {
+    fn round(&mut self, here: Here<'_>) -> Result<Option<Ended>, TrainError> {
         let is_leader = here.world.rank() == 0;
         let own = [self.code(is_leader), 0.0];
         let rows = here.exchange.gather("progress of the checkpoint", own)?;
@@ -266,7 +288,7 @@ impl Checkpoints {
         Ok(self.conclude(is_leader, &codes))
     }
 
-    fn conclude(&mut self, is_leader: bool, codes: &[f64]) -> Option<(Ended, SaveThread)> {
+    fn conclude(&mut self, is_leader: bool, codes: &[f64]) -> Option<Ended> {
         let flight = self.flight.as_mut()?;
         let stage = flight.stage(is_leader, &self.out_dir);
         let verdict = save_verdict::of(codes);
@@ -279,7 +301,7 @@ impl Checkpoints {
                 flight.ordered = true;
                 return None;
             }
-            Verdict::Saved => self.last = Some(flight.step),
+            Verdict::Saved => self.last = Some(flight.thread.step()),
             Verdict::Failed { .. } => flight.thread.order(Order::GiveUp),
         }
         let own = match stage {
@@ -289,10 +311,20 @@ impl Checkpoints {
         };
         let ended = Ended {
             verdict,
-            step: flight.step,
+            step: flight.thread.step(),
             own,
         };
-        self.flight.take().map(|flight| (ended, flight.thread))
+        let thread = self.flight.take().map(|flight| flight.thread);
+        // A save that could not begin because of the one before has no thread to wait for.
+        self.before = self.before.take().or(thread);
+        Some(ended)
+    }
+
+    /// True if the thread of the save before touches nothing any more. It is waited for only while its disk answers.
+    fn has_ended(&mut self) -> bool {
+        let patience = CLEAN_UP_BOUND.min(self.patience);
+        self.before.take_if(|before| before.end(patience));
+        self.before.is_none()
     }
 
     /// Says on one rank what went wrong, and what comes next: another attempt, or the next save that is due.
@@ -316,9 +348,38 @@ impl Checkpoints {
 
     /// Copies, and starts the thread. Fails only as a save does.
     fn begin(&mut self, here: Here<'_>, at: Position, snapshot: Option<&Arena>) {
+        let thread = match self.task(here, at, snapshot) {
+            Ok(task) => SaveThread::start(task),
+            Err(error) => SaveThread::failed(at.step, error),
+        };
+        self.flight = Some(Flight {
+            thread,
+            patience: self.patience,
+            ordered: false,
+        });
+    }
+
+    /// What the thread is to do.
+    fn task(
+        &mut self,
+        here: Here<'_>,
+        at: Position,
+        snapshot: Option<&Arena>,
+    ) -> Result<SaveTask, CheckpointError> {
+        if !self.has_ended()
+            && let Some(before) = &self.before
+        {
+            // It may still read the copy, or rename what it wrote.
+            let Wait { doing, path } = before.wait(&self.out_dir);
+            return Err(CheckpointError::Stuck {
+                step: at.step,
+                before: before.step(),
+                doing,
+                path,
+            });
+        }
         let files = files(here);
-        let stems = stems(here.world.size());
-        let World { device, stream, .. } = here.world;
+        let (device, stream) = (here.adamw.device(), &here.world.stream);
         let sources = match snapshot {
             Some(arena) => copy(here, &files, arena),
             // The thread reads on another stream.
@@ -329,35 +390,28 @@ impl Checkpoints {
         let sources = sources.map_err(|e| CheckpointError::Source {
             step: at.step,
             cause: e.to_string(),
-        });
-        let thread = match sources {
-            Err(error) => SaveThread::failed(error),
-            Ok(sources) => SaveThread::start(SaveTask {
-                storage: self.storage.clone(),
-                out_dir: self.out_dir.clone(),
+        })?;
+        let leader = (here.world.rank() == 0).then(|| Leader {
+            state: State {
                 step: at.step,
-                generation: self.generation,
-                files: files.into_iter().zip(sources).map(File::with).collect(),
-                leader: (here.world.rank() == 0).then(|| Leader {
-                    state: State {
-                        step: at.step,
-                        consumed_samples: at.samples,
-                        ..self.identity.clone()
-                    },
-                    stems,
-                    keep: self.keep,
-                    needed: self.resumed_from.into_iter().collect(),
-                }),
-                device: device.clone(),
-                stream: self.stream,
-                cancel: here.world.cancel.clone(),
-            }),
-        };
-        self.flight = Some(Flight {
-            thread,
-            step: at.step,
-            ordered: false,
+                consumed_samples: at.samples,
+                ..self.identity.clone()
+            },
+            stems: stems(here.world.size()),
+            keep: self.keep,
+            needed: self.resumed_from.into_iter().collect(),
         });
+        Ok(SaveTask {
+            storage: self.storage.clone(),
+            out_dir: self.out_dir.clone(),
+            step: at.step,
+            generation: self.generation,
+            files: files.into_iter().zip(sources).map(File::with).collect(),
+            leader,
+            device: device.clone(),
+            stream: self.stream,
+            cancel: here.world.cancel.clone(),
+        })
     }
 }
 
@@ -383,11 +437,13 @@ impl Flight {
     /// The thread's stage, or that its disk takes nothing any more.
     fn stage(&self, is_leader: bool, out_dir: &Path) -> Stage {
         let stage = self.thread.stage();
-        if self.is_busy(&stage, is_leader) && self.thread.silence() > STALL_BOUND {
+        if self.is_busy(&stage, is_leader) && self.thread.silence() > self.patience {
+            let Wait { doing, path } = self.thread.wait(out_dir);
             return Stage::Failed(CheckpointError::Stalled {
-                step: self.step,
-                path: out_dir.join("checkpoints"),
-                seconds: STALL_BOUND.as_secs(),
+                step: self.thread.step(),
+                doing,
+                path,
+                seconds: self.patience.as_secs_f64(),
             });
         }
         stage
@@ -401,65 +457,6 @@ impl Flight {
             Stage::Committed(_) | Stage::Failed(_) => false,
         }
     }
-}
-
-/// A file that this rank writes, and where the state is that goes into it.
-struct File {
-    stem: String,
-    extents: Vec<Extent>,
-    buffers: Vec<Buffer>,
-}
-
-impl File {
-    fn with((file, source): (Self, Source)) -> SaveFile {
-        SaveFile {
-            stem: file.stem,
-            extents: file.extents,
-            source,
-        }
-    }
-}
-
-/// One for each kind of tensor.
-fn files(here: Here<'_>) -> Vec<File> {
-    let (rank, ranks) = (here.world.rank(), here.world.size());
-    let weights = &here.replica.weights;
-    let own = owned::written_by(weights.sharding(), rank, ranks);
-    let params = &here.replica.model.params;
-    let file = |part: &Part<'_>| File {
-        stem: file_stem(part.kind, rank, ranks),
-        extents: own
-            .iter()
-            .map(|piece| owned::extent(part.kind, piece, params))
-            .collect(),
-        buffers: own.iter().map(|piece| part.portion.slice(&piece.place)).collect(),
-    };
-    owned::parts(weights.own(), here.adamw).iter().map(file).collect()
-}
-
-/// Names of the files of all ranks.
-fn stems(ranks: usize) -> Vec<String> {
-    let of = |rank| crate::checkpoint::Kind::ALL.map(|kind| file_stem(kind, rank, ranks));
-    (0..ranks).flat_map(of).collect()
-}
-
-/// The state as it is now, in the memory set aside.
-fn copy(here: Here<'_>, files: &[File], snapshot: &Arena) -> Result<Vec<Source>, DeviceError> {
-    let World { device, stream, .. } = here.world;
-    let mut end = 0;
-    let mut copied = |buffer: &Buffer| -> Result<Buffer, DeviceError> {
-        let target = snapshot.slice(end..end + buffer.bytes());
-        end += buffer.bytes();
-        device.download_to(*stream, buffer, &mut target.host_bytes_mut()?)?;
-        Ok(target)
-    };
-    files
-        .iter()
-        .map(|file| {
-            let buffers: Result<Vec<Buffer>, _> = file.buffers.iter().map(&mut copied).collect();
-            buffers.map(Source::Snapshot)
-        })
-        .collect()
 }
 
 /// Lets time pass, unless the generation ends.

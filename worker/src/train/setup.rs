@@ -1,7 +1,7 @@
 //! From a configuration and a session to a trainer that is ready for its first step.
 
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ddp_proto::env::WorkerEnv;
 
@@ -18,15 +18,16 @@ use super::strategy::{Held, Scheme};
 use super::tally::Tally;
 use super::trainer::Trainer;
 use super::world::{World, threads, timeout};
-use super::{Substitutes, TrainError};
+use super::{Substitutes, TrainError, WrapTransport};
 use crate::checkpoint::{Batch, Disk, Reader, State, Storage};
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Strategy, TrainConfig};
 use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Tokens};
-use crate::device::Device;
+use crate::device::{ArenaSpec, Buffer, Device, Sharing};
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::{self, Model};
-use crate::optim::{AdamW, Clip, FileBacked};
+use crate::ops::Cast;
+use crate::optim::{AdamW, Clip, FileBacked, HOST_PIECE, HostBacked};
 use crate::parallel::{
     Agreement, Dtypes, GradientLayout, LayoutConfig, Portion, Reducer, Replicas, ShardGroups, Sharding,
     Signature, Weights, gated,
@@ -54,21 +55,22 @@ impl Prepared<'_> {
             train_tokens: self.dataset.train.len(),
             val_tokens: self.dataset.val.len(),
             reductions: self.reducer.operations(),
+            layout: self.reducer.layout(),
             rescaled: self.rescaled.as_deref(),
         }
     }
 }
 
 /// What is decided before anything is allocated.
-struct Blueprint {
+pub(super) struct Blueprint {
     dtypes: Dtypes,
-    model: Model,
-    layout: Arc<GradientLayout>,
-    scheme: Scheme,
+    pub(super) model: Model,
+    pub(super) layout: Arc<GradientLayout>,
+    pub(super) scheme: Scheme,
 }
 
 impl Blueprint {
-    fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
+    pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let dtypes = Dtypes::of(config);
         let model = network(config, dtypes)?;
         let layout = LayoutConfig::of(&config.parallel, env.world_size.get() as usize).with_dtypes(dtypes);
@@ -88,6 +90,7 @@ pub(super) struct Opened {
     dataset: Dataset,
     run_dir: RunDir,
     storage: Option<Arc<dyn Storage>>,
+    transport: Option<WrapTransport>,
     /// What every checkpoint says of the run.
     identity: State,
     saved: Option<Reader>,
@@ -134,6 +137,7 @@ pub(super) fn open(
         dataset,
         run_dir,
         storage: parts.storage,
+        transport: parts.transport,
         identity,
         saved,
         rescaled,
@@ -155,7 +159,8 @@ pub(super) fn prepare<'a>(
         scheme,
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
-    let world = World::connect(config, session, choice.open(config, threads(config))?)?;
+    let device = choice.open(config, threads(config))?;
+    let world = World::connect(config, session, device, opened.transport)?;
     let Held {
         weights,
         reducer,
@@ -172,7 +177,7 @@ pub(super) fn prepare<'a>(
     let mut trainer = Trainer {
         adamw,
         clip: clip(&world, &groups, &sharding, config)?,
-        exchange: Exchange::new(&world)?,
+        exchange: Exchange::new(&world, "numbers of each rank")?,
         tally: Tally::new(&world)?,
         skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
         replicas: replicas(&world, &groups, &layout, &replica)?,
@@ -188,6 +193,7 @@ pub(super) fn prepare<'a>(
         first_step: 0,
         concluded: Instant::now(),
         accounted: WireBytes::default(),
+        carried: Duration::ZERO,
         progress: None,
         config,
         scheme,
@@ -206,7 +212,7 @@ pub(super) fn prepare<'a>(
     })
 }
 
-/// Where the optimizer's state lies.
+/// Where the optimizer's state lies. `host` on a device whose memory is the host's moves nothing.
 fn state_device(
     world: &World,
     weights: &dyn Weights,
@@ -215,8 +221,13 @@ fn state_device(
 ) -> Result<Arc<dyn Device>, TrainError> {
     let device = world.device.clone();
     let offload = &config.train.offload;
-    if offload.optimizer == OptimizerHome::None {
-        return Ok(device);
+    match offload.optimizer {
+        OptimizerHome::None => return Ok(device),
+        OptimizerHome::Host => {
+            let on_host = HostBacked::new(&device, threads(config), HOST_PIECE)?;
+            return Ok(on_host.map_or(device, |state| Arc::new(state)));
+        }
+        OptimizerHome::File => {}
     }
     if weights.own().arena().memory().host_ptr().is_none() {
         return Err(TrainError::Offload {
@@ -242,7 +253,7 @@ fn optimizer(
 ) -> Result<AdamW, TrainError> {
     let decays: Vec<bool> = model.params.iter().map(|p| p.decay).collect();
     let adamw = AdamW::new(device, sharding, &decays, &config.train.optimizer)?;
-    if dtypes.has_masters() {
+    if dtypes.has_masters() || HostBacked::of(device.as_ref()).is_some() {
         return Ok(adamw.with_masters(sharding)?);
     }
     Ok(adamw)
@@ -284,8 +295,9 @@ fn begin(trainer: &mut Trainer<'_>, saved: Option<&Reader>, dataset: &Dataset) -
     trainer.checkpoints_here(|checkpoints, here| checkpoints.reserve(here, config))?;
     match saved {
         None => {
-            let masters = trainer.adamw.masters(trainer.replica.weights.own());
-            trainer.replica.initialise(masters, trainer.config.run.seed);
+            trainer
+                .replica
+                .initialise(&trainer.adamw, trainer.config.run.seed);
         }
         Some(saved) => {
             trainer.checkpoints_here(|checkpoints, here| checkpoints.load(here, saved))?;
@@ -295,18 +307,57 @@ fn begin(trainer: &mut Trainer<'_>, saved: Option<&Reader>, dataset: &Dataset) -
             trainer.first_step = state.step;
         }
     }
-    let World { device, stream, .. } = &trainer.world;
-    device.synchronize(*stream)?;
+    let (device, stream) = (trainer.adamw.device(), trainer.world.stream);
+    device.synchronize(stream)?;
     let weights = &trainer.replica.weights;
     if let (1, Some(replicas)) = (weights.sharding().world(), &trainer.replicas) {
-        let masters = trainer.adamw.masters(weights.own());
-        replicas.broadcast(*stream, &masters.arena().whole())?;
+        let masters = trainer.adamw.masters(weights.own()).arena().whole();
+        if HostBacked::of(device.as_ref()).is_some() {
+            broadcast_from_host(&trainer.world, device.as_ref(), replicas, &masters)?;
+        } else {
+            replicas.broadcast(stream, &masters)?;
+        }
     }
-    trainer.adamw.round(*stream, weights.own());
-    device.synchronize(*stream)?;
+    trainer.adamw.round(stream, weights.own());
+    device.synchronize(stream)?;
     let accounted = trainer.sent();
     weights.updated()?;
+    // The first step has not begun.
+    let _ = weights.take_times();
     trainer.accounted = accounted;
+    Ok(())
+}
+
+/// Masters that lie where the communicator may not reach them go through a little memory of the device.
+fn broadcast_from_host(
+    world: &World,
+    state: &dyn Device,
+    replicas: &Replicas,
+    masters: &Buffer,
+) -> Result<(), TrainError> {
+    let bounce = world.device.alloc(&ArenaSpec {
+        name: "masters on their way".into(),
+        dtype: masters.dtype(),
+        len: masters.len().min(HOST_PIECE),
+        sharing: Sharing::Private,
+    })?;
+    for start in (0..masters.len()).step_by(HOST_PIECE) {
+        let piece = masters.slice(start..masters.len().min(start + HOST_PIECE));
+        let carried = bounce.slice(0..piece.len());
+        let (there, back) = (
+            Cast {
+                x: piece.clone(),
+                out: carried.clone(),
+            },
+            Cast {
+                x: carried.clone(),
+                out: piece,
+            },
+        );
+        state.enqueue(world.stream, there.into());
+        replicas.broadcast(world.stream, &carried)?;
+        state.enqueue(world.stream, back.into());
+    }
     Ok(())
 }
 

@@ -13,9 +13,9 @@ pub(super) struct Skips {
     total: u64,
 }
 
-/// See [`Skips::judge`].
+/// What becomes of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Verdict {
+pub(super) enum Fate {
     /// The step counts.
     Keep,
     /// The step was without effect. `is_first`: the one before was not.
@@ -40,20 +40,20 @@ impl Skips {
         }
     }
 
-    /// Of the next step.
-    pub(super) fn judge(&mut self, is_finite: bool) -> Verdict {
+    /// What becomes of the next step.
+    pub(super) fn judge(&mut self, is_finite: bool) -> Fate {
         if is_finite {
             self.in_a_row = 0;
-            return Verdict::Keep;
+            return Fate::Keep;
         }
         if self.policy == OnNonFinite::Stop || self.in_a_row == self.limit {
-            return Verdict::Stop {
+            return Fate::Stop {
                 skipped: self.in_a_row,
             };
         }
         self.in_a_row += 1;
         self.total += 1;
-        Verdict::Skip {
+        Fate::Skip {
             is_first: self.in_a_row == 1,
         }
     }
@@ -71,16 +71,16 @@ mod tests {
     #[test]
     fn a_run_stops_at_once_or_after_too_many_in_a_row() {
         let mut skips = Skips::new(OnNonFinite::Stop, 2);
-        assert_eq!(skips.judge(true), Verdict::Keep);
-        assert_eq!(skips.judge(false), Verdict::Stop { skipped: 0 });
+        assert_eq!(skips.judge(true), Fate::Keep);
+        assert_eq!(skips.judge(false), Fate::Stop { skipped: 0 });
 
         let mut skips = Skips::new(OnNonFinite::Skip, 2);
-        assert_eq!(skips.judge(false), Verdict::Skip { is_first: true });
-        assert_eq!(skips.judge(false), Verdict::Skip { is_first: false });
-        assert_eq!(skips.judge(true), Verdict::Keep);
-        assert_eq!(skips.judge(false), Verdict::Skip { is_first: true });
-        assert_eq!(skips.judge(false), Verdict::Skip { is_first: false });
-        assert_eq!(skips.judge(false), Verdict::Stop { skipped: 2 });
+        assert_eq!(skips.judge(false), Fate::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Fate::Skip { is_first: false });
+        assert_eq!(skips.judge(true), Fate::Keep);
+        assert_eq!(skips.judge(false), Fate::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Fate::Skip { is_first: false });
+        assert_eq!(skips.judge(false), Fate::Stop { skipped: 2 });
         assert_eq!(skips.total(), 4);
     }
 }

@@ -2,12 +2,14 @@
 
 use comfy_table::{Table, presets};
 
+use super::outlook::{Buffers, Outlook};
 use super::progress::{bytes, grouped};
+use super::strategy::Scheme;
 use super::trainer::Trainer;
 use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::device::DType;
-use crate::optim::batch_factor;
-use crate::parallel::{Between, Dtypes, StepTraffic};
+use crate::optim::{HostBacked, batch_factor};
+use crate::parallel::{Between, Dtypes, GradientLayout};
 use crate::plan::Footprint;
 
 /// Numbers that only set-up knows.
@@ -17,6 +19,7 @@ pub(super) struct StartupFacts<'a> {
     pub(super) val_tokens: usize,
     /// Operations in which all gradients are reduced.
     pub(super) reductions: usize,
+    pub(super) layout: &'a GradientLayout,
     /// What another number of ranks has changed, in words.
     pub(super) rescaled: Option<&'a str>,
 }
@@ -72,7 +75,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
             "memory of a rank",
             memory(
                 footprint(trainer),
-                trainer.replica.weights.gathered_bytes() as u64,
+                &outlook(trainer, facts, trainer.scheme).buffers,
                 trainer.checkpoints.snapshot_bytes() as u64,
             ),
         ),
@@ -86,7 +89,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     let optional = [
         ("rescaled", facts.rescaled.map(str::to_owned)),
         ("optimizer state", offloaded(trainer, facts)),
-        ("accumulation", accumulation(trainer)),
+        ("accumulation", accumulation(trainer, facts)),
         ("recomputation", recomputation(train.recompute)),
         ("learning rate", scaled_rate(train, global_batch.samples())),
     ];
@@ -143,21 +146,40 @@ fn footprint(trainer: &Trainer<'_>) -> Footprint {
     }
 }
 
-fn memory(footprint: Footprint, gathered_bytes: u64, snapshot_bytes: u64) -> String {
-    let gathered = match gathered_bytes {
+/// What it holds and moves under a scheme: its own, or one that it might have had.
+fn outlook(trainer: &Trainer<'_>, facts: &StartupFacts<'_>, scheme: Scheme) -> Outlook {
+    Outlook::new(trainer.config, &trainer.replica.model, facts.layout, scheme)
+}
+
+fn memory(footprint: Footprint, buffers: &Buffers, snapshot_bytes: u64) -> String {
+    let aside = |number: u64, words: &dyn Fn(String) -> String| match number {
         0 => String::new(),
-        number => format!(" (and {} gathered)", bytes(number)),
-    };
-    let snapshot = match snapshot_bytes {
-        0 => String::new(),
-        number => format!(", checkpoint snapshot {}", bytes(number)),
+        number => words(bytes(number)),
     };
     format!(
-        "parameters {}{gathered}, gradients {}, optimizer {}{snapshot}; activations are measured as it runs",
+        "parameters {}{}, gradients {}{}, optimizer {}{}{}; activations are measured as it runs",
         bytes(footprint.params),
+        aside(buffers.gathered, &|gathered| format!(
+            " (and {gathered} gathered)"
+        )),
         bytes(footprint.grads),
-        bytes(footprint.optimizer)
+        in_flight(buffers.in_flight),
+        bytes(footprint.optimizer),
+        aside(buffers.padding.total(), &|padding| format!(
+            ", {padding} of padding included"
+        )),
+        aside(snapshot_bytes, &|snapshot| format!(
+            ", checkpoint snapshot {snapshot}"
+        )),
     )
+}
+
+/// What of the gradients is slots.
+fn in_flight(slots: u64) -> String {
+    match slots {
+        0 => String::new(),
+        slots => format!(" ({} of it in flight)", bytes(slots)),
+    }
 }
 
 fn precision(config: &TrainConfig) -> String {
@@ -200,38 +222,69 @@ fn strategy(trainer: &Trainer<'_>) -> String {
     format!("{what} sharded over {ranks}{copies}{kept}")
 }
 
-/// Where the optimizer's state is, if it is not in memory.
+/// Where the optimizer's state is, if a place was chosen for it.
 fn offloaded(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> {
     let offload = &trainer.config.train.offload;
-    if offload.optimizer == OptimizerHome::None {
-        return None;
-    }
-    let dir = offload.dir.as_deref().unwrap_or(facts.out_dir);
     let state = bytes(trainer.adamw.bytes() as u64);
-    Some(format!("{state} of a rank in a file in {}", dir.display()))
+    match offload.optimizer {
+        OptimizerHome::None => None,
+        OptimizerHome::File => {
+            let dir = offload.dir.as_deref().unwrap_or(facts.out_dir);
+            Some(format!("{state} of a rank in a file in {}", dir.display()))
+        }
+        OptimizerHome::Host => {
+            let on_host = HostBacked::of(trainer.adamw.device().as_ref());
+            Some(on_the_host(
+                &state,
+                on_host.map(|host| (host.staging_bytes(), host.threads())),
+            ))
+        }
+    }
+}
+
+/// `across`: page-locked bytes through which updates go, and threads that make them, if the device's memory is not the
+/// host's.
+fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
+    match across {
+        Some((staging, threads)) => format!(
+            "{state} of a rank in memory of the host, updated there by {}, through {} that are page-locked",
+            counted(threads, "thread"),
+            bytes(staging as u64)
+        ),
+        None => format!(
+            "{state} of a rank, in memory of the host already: `train.offload` moves nothing on this device"
+        ),
+    }
 }
 
 /// What both ways to accumulate cost, where there is a choice.
-fn accumulation(trainer: &Trainer<'_>) -> Option<String> {
-    let (parallel, micro_batches) = (&trainer.config.parallel, trainer.config.train.grad_accumulation);
-    if micro_batches == 1 || matches!(trainer.scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
+fn accumulation(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> {
+    let (config, scheme) = (trainer.config, trainer.scheme);
+    if config.train.grad_accumulation == 1 || matches!(scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
         return None;
     }
-    let sharding = trainer.replica.weights.sharding();
-    let dtypes = Dtypes::of(trainer.config);
-    let gathered = trainer.replica.weights.gathered_elements(micro_batches);
-    let traffic = StepTraffic::of(sharding, trainer.scheme.copies, gathered, dtypes);
-    let held = |elements: usize| bytes((elements * dtypes.accumulated.bytes()) as u64);
-    let (whole, shard) = (held(sharding.whole_len()), held(sharding.shard_len()));
-    let [once, each] = [1, micro_batches].map(|reductions| bytes(traffic.step(reductions)));
-    Some(match parallel.accumulate {
+    let [sharded, full] = [Accumulate::Sharded, Accumulate::Full]
+        .map(|accumulate| outlook(trainer, facts, scheme.accumulating(accumulate)));
+    Some(both_ways(config.parallel.accumulate, &sharded, &full))
+}
+
+fn both_ways(chosen: Accumulate, sharded: &Outlook, full: &Outlook) -> String {
+    let sent = |outlook: &Outlook| bytes(outlook.traffic.total());
+    let [shard, whole] = [sharded, full].map(|outlook| bytes(outlook.held().grads));
+    let in_flight = |outlook: &Outlook| in_flight(outlook.buffers.in_flight);
+    let (of_shard, of_whole) = (in_flight(sharded), in_flight(full));
+    match chosen {
         Accumulate::Sharded => format!(
-            "sharded: {shard} of gradients and those in flight, {each} sent a step; full would hold {whole} and send {once}"
+            "sharded: {shard} of gradients{of_shard}, {} sent a step; full would take {whole}{of_whole} and send {}",
+            sent(sharded),
+            sent(full)
         ),
         Accumulate::Full => format!(
-            "full: {whole} of gradients, {once} sent a step; sharded would hold {shard} and those in flight, and send {each}"
+            "full: {whole} of gradients{of_whole}, {} sent a step; sharded would take {shard}{of_shard} and send {}",
+            sent(full),
+            sent(sharded)
         ),
-    })
+    }
 }
 
 fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
@@ -241,9 +294,12 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
     } else {
         "after backward"
     };
+    let is_whole = trainer.scheme.between == Some(Between::Full);
     let how = match (trainer.scheme.strategy, parallel.sync) {
-        (Strategy::Zero1, _) => format!("reduce-scatter ({})", counted(reductions, "bucket")),
-        (Strategy::Zero2, _) => format!("reduce-scatter ({})", counted(reductions, "part")),
+        (Strategy::Zero2, _) if !is_whole => format!("reduce-scatter ({})", counted(reductions, "part")),
+        (Strategy::Zero1 | Strategy::Zero2, _) => {
+            format!("reduce-scatter ({})", counted(reductions, "bucket"))
+        }
         (Strategy::Zero3, _) => format!("reduce-scatter ({})", counted(reductions, "group")),
         (_, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
         (_, Sync::PerParameter) => "per-parameter".to_owned(),
@@ -258,6 +314,7 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::plan::{Setting, Traffic};
 
     #[test]
     fn the_line_of_a_scaled_learning_rate() {
@@ -274,10 +331,61 @@ mod tests {
         assert_eq!(scaled_rate(&train, 64), None);
     }
 
+    /// Of seven billion parameters, and no padding.
+    fn seven_billion(setting: Setting, in_flight: u64, gathered: u64) -> Outlook {
+        let parameters = 7_000_000_000;
+        Outlook {
+            setting,
+            parameters,
+            formula: Footprint::of(&setting, parameters),
+            buffers: Buffers {
+                padding: Footprint::default(),
+                in_flight,
+                gathered,
+            },
+            padded: parameters,
+            traffic: Traffic::of(&setting, parameters),
+        }
+    }
+
+    fn setting(strategy: Strategy, accumulate: Accumulate) -> Setting {
+        Setting {
+            strategy,
+            ranks: 8,
+            micro_batches: 4,
+            accumulate,
+            reshard_after_forward: true,
+            dtypes: Dtypes {
+                params: DType::F32,
+                reduced: DType::F32,
+                accumulated: DType::F32,
+            },
+        }
+    }
+
+    #[test]
+    fn the_line_of_a_state_on_the_host() {
+        insta::assert_snapshot!(on_the_host("1.9 GiB", Some((25 << 20, 8))), @"1.9 GiB of a rank in memory of the host, updated there by 8 threads, through 25.0 MiB that are page-locked");
+        insta::assert_snapshot!(on_the_host("1.9 GiB", None), @"1.9 GiB of a rank, in memory of the host already: `train.offload` moves nothing on this device");
+    }
+
     #[test]
     fn the_memory_line_of_seven_billion_parameters() {
-        let line = memory(Footprint::replicated(7_000_000_000), 0, 0);
+        let line = |outlook: &Outlook, snapshot| memory(outlook.held(), &outlook.buffers, snapshot);
+        let ddp = seven_billion(setting(Strategy::Ddp, Accumulate::Sharded), 0, 0);
         // 28, 28 and 56 GB.
-        insta::assert_snapshot!(line, @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB; activations are measured as it runs");
+        insta::assert_snapshot!(line(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB; activations are measured as it runs");
+        let mut zero3 = seven_billion(setting(Strategy::Zero3, Accumulate::Sharded), 1 << 30, 2 << 30);
+        zero3.buffers.padding.params = 5 << 20;
+        insta::assert_snapshot!(line(&zero3, 3 << 30), @"parameters 3.3 GiB (and 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, 5.0 MiB of padding included, checkpoint snapshot 3.0 GiB; activations are measured as it runs");
+    }
+
+    #[test]
+    fn the_line_of_both_ways_to_accumulate() {
+        let sharded = seven_billion(setting(Strategy::Zero2, Accumulate::Sharded), 1 << 30, 0);
+        let full = seven_billion(setting(Strategy::Zero2, Accumulate::Full), 0, 0);
+        // k + 1 = 5 times 24.5 GB, and 2 times.
+        insta::assert_snapshot!(both_ways(Accumulate::Sharded, &sharded, &full), @"sharded: 4.3 GiB of gradients (1.0 GiB of it in flight), 114.1 GiB sent a step; full would take 26.1 GiB and send 45.6 GiB");
+        insta::assert_snapshot!(both_ways(Accumulate::Full, &sharded, &full), @"full: 26.1 GiB of gradients, 45.6 GiB sent a step; sharded would take 4.3 GiB (1.0 GiB of it in flight) and send 114.1 GiB");
     }
 }

@@ -17,7 +17,7 @@ use crate::collective::{WireBytes, Work};
 use crate::device::Fetch;
 use crate::model::StepKey;
 use crate::optim::{UpdateStep, batch_factor, learning_rate};
-use crate::parallel::{Portion, ReduceError, Reducer, SyncTimes};
+use crate::parallel::{Portion, ReduceError, Reducer};
 use crate::plan::GlobalBatch;
 
 /// A step between the host, which is done with it, and the device, which may still have to run it.
@@ -83,16 +83,20 @@ impl Trainer<'_> {
     pub(super) fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<Enqueued, TrainError> {
         self.world.check()?;
         let started = Instant::now();
-        let mut times = StepTimes::default();
+        let mut times = StepTimes {
+            comm: std::mem::take(&mut self.carried),
+            ..StepTimes::default()
+        };
         let Passes { averages, sharing } = self.passes(reducer, step, &mut times)?;
         let World { stream, device, .. } = self.world.clone();
-        let norm_began = Instant::now();
+        let (norm_began, shared_before) = (Instant::now(), times.share);
         let mut exchanges = vec![sharing];
         self.arrive(&exchanges[0], &mut times)?;
-        if let Some(work) = self.clip.measure(stream, &averages, Some(self.tally.rows())) {
+        if let Some(work) = self.clip.measure(stream, &averages) {
             self.arrive(&work, &mut times)?;
             exchanges.push(work);
         }
+        self.clip.conclude(stream, Some(self.tally.rows()));
         // Nothing of this step is in flight that the stream does not wait for. What the update sends belongs to the
         // step that waits for it.
         let sent = self.take_sent();
@@ -108,7 +112,8 @@ impl Trainer<'_> {
         self.adamw.step(stream, weights.own(), &averages, &update);
         let fetches = [self.tally.fetch(), device.fetch(stream, &self.clip.norm())];
         weights.updated()?;
-        times.optimizer = norm_began.elapsed().saturating_sub(times.share);
+        let waited = times.account(weights.take_times()) + times.share.saturating_sub(shared_before);
+        times.optimizer = norm_began.elapsed().saturating_sub(waited);
         Ok(Enqueued {
             step,
             samples: self.loader.samples(step).count,
@@ -158,26 +163,27 @@ impl Trainer<'_> {
             let losses = self.replica.forward(&batch, key)?;
             self.tally.add(&losses, m == 0);
             drop(losses);
+            let waited = times.account(self.replica.weights.take_times());
+            times.forward += began.elapsed().saturating_sub(waited);
             if m + 1 == passes {
+                let began = Instant::now();
                 let stop = self.session.stop_requested().is_some();
                 let save = self.checkpoints.code(self.world.rank() == 0);
                 sharing = Some(self.tally.share(positions, stop, save));
+                times.share += began.elapsed();
             }
-            times.forward += began.elapsed();
-            let began = Instant::now();
+            let (began, before) = (Instant::now(), grads.times().exposed);
             let done = self.replica.backward(key, &mut grads);
             done.map_err(|error| match grads.failure() {
                 Some(failure @ ReduceError::Unused { .. }) => failure.clone().into(),
                 _ => error,
             })?;
-            times.backward += began.elapsed();
+            let for_grads = grads.times().exposed.saturating_sub(before);
+            let waited = times.account(self.replica.weights.take_times()) + for_grads;
+            times.backward += began.elapsed().saturating_sub(waited);
         }
-        let World { stream, device, .. } = &self.world;
-        let averages = grads.finish_on((device.as_ref(), *stream), self.world.deadline())?;
-        for SyncTimes { comm, exposed } in [averages.times(), self.replica.weights.take_times()] {
-            times.comm += comm;
-            times.exposed += exposed;
-        }
+        let averages = grads.finish_on(self.world.stream, self.world.deadline())?;
+        times.account(averages.times());
         Ok(Passes {
             averages: averages.portion(),
             sharing: sharing.expect("a step has a micro-batch"),

@@ -67,9 +67,9 @@ impl Scheme {
             }
             Some(ShardGroup::Ranks(ranks)) => ranks,
         };
-        let strategy = match shard_ranks {
-            1 => Strategy::Ddp,
-            _ => parallel.strategy,
+        let (strategy, shard_ranks) = match (parallel.strategy, shard_ranks) {
+            (Strategy::Ddp, _) | (_, 1) => (Strategy::Ddp, 1),
+            sharded => sharded,
         };
         let is_full = parallel.accumulate == Accumulate::Full && micro_batches > 1;
         Ok(Self {
@@ -83,6 +83,31 @@ impl Scheme {
                 Strategy::Zero2 | Strategy::Zero3 => Some(Between::Shard),
             },
         })
+    }
+
+    /// The same with another answer to what lies between micro-batches, where a strategy has a choice.
+    pub(super) fn accumulating(self, accumulate: Accumulate) -> Self {
+        let between = match accumulate {
+            Accumulate::Full => Between::Full,
+            Accumulate::Sharded => Between::Shard,
+        };
+        match self.strategy {
+            Strategy::Ddp | Strategy::Zero1 => self,
+            Strategy::Zero2 | Strategy::Zero3 => Self {
+                between: Some(between),
+                ..self
+            },
+        }
+    }
+
+    /// Who owns what, as a rank of its copy sees it.
+    pub(super) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
+        match (self.strategy, self.between) {
+            (Strategy::Ddp, _) => Sharding::replicated(layout),
+            (Strategy::Zero2, Some(Between::Shard)) => Sharding::of_parts(layout, self.shard_ranks, rank),
+            (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, self.shard_ranks, rank),
+            (Strategy::Zero3, _) => Sharding::of_groups(layout, self.shard_ranks, rank),
+        }
     }
 }
 
@@ -106,13 +131,7 @@ impl Held {
             Strategy::Ddp => ShardGroups::one(world.comm.clone()),
             _ => ShardGroups::of(&world.comm, scheme.shard_ranks, executor(config))?,
         };
-        let (ranks, rank) = (groups.shard().size(), groups.shard().rank());
-        let sharding = Arc::new(match (scheme.strategy, scheme.between) {
-            (Strategy::Ddp, _) => Sharding::replicated(layout),
-            (Strategy::Zero2, Some(Between::Shard)) => Sharding::of_parts(layout, ranks, rank),
-            (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, ranks, rank),
-            (Strategy::Zero3, _) => Sharding::of_groups(layout, ranks, rank),
-        });
+        let sharding = Arc::new(scheme.sharding(layout, groups.shard().rank()));
         let allocation = Allocation {
             world,
             config,

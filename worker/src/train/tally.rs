@@ -4,20 +4,18 @@
 //! The numbers go from the device to the other ranks while backward runs, and to the host when it asks for them.
 
 use super::TrainError;
+use super::exchange::{Exchange, rows_of};
 use super::world::World;
-use crate::collective::{Launch, Traffic, Work};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Fetch, Sharing};
+use crate::collective::Work;
+use crate::device::{Buffer, Fetch};
 use crate::model::Activation;
 use crate::ops::LossSum;
 
 /// Numbers of one rank.
 const WIDTH: usize = 4;
 
-/// One row of numbers a rank.
-pub(super) struct Tally {
-    world: World,
-    rows: Arena,
-}
+/// See the module.
+pub(super) struct Tally(Exchange<WIDTH>);
 
 /// The rows of all ranks, on the host.
 #[derive(Clone, Debug, PartialEq)]
@@ -39,66 +37,47 @@ struct Share {
 impl Tally {
     /// Every rank must call it.
     pub(super) fn new(world: &World) -> Result<Self, TrainError> {
-        let spec = ArenaSpec {
-            name: "losses of each rank".into(),
-            dtype: DType::F64,
-            len: world.size() * WIDTH,
-            sharing: Sharing::Node,
-        };
-        Ok(Self {
-            rows: world.comm.alloc_shared(&world.device, &spec)?,
-            world: world.clone(),
-        })
+        Ok(Self(Exchange::new(world, "losses of each rank")?))
     }
 
     /// Adds the losses of a micro-batch, which may be the first one of its step.
     pub(super) fn add(&self, losses: &Activation, is_first: bool) {
         let sum = LossSum {
             losses: losses.buffer().clone(),
-            total: self.own(0..1),
+            total: self.0.own(0..1),
             accumulate: !is_first,
         };
-        self.world.device.enqueue(self.world.stream, sum.into());
+        let World { device, stream, .. } = &self.0.world;
+        device.enqueue(*stream, sum.into());
     }
 
     /// Tells all ranks. Every rank must call it; `positions` is the number of losses that were not ignored.
     pub(super) fn share(&self, positions: usize, stop: bool, save: f64) -> Work {
-        let World {
-            device, stream, comm, ..
-        } = &self.world;
         let known = [positions as f64, f64::from(u8::from(stop)), save];
-        device.upload(*stream, &self.own(1..WIDTH), bytemuck::cast_slice(&known));
-        let launch = Launch::after(device.record(*stream), Traffic::Other, "losses");
-        comm.all_gather(&self.rows.whole(), launch)
+        self.0.write(1, &known);
+        self.0.share("losses")
     }
 
     /// The rows of all ranks, on the device: none of the numbers may be infinite or NaN.
     pub(super) fn rows(&self) -> Buffer {
-        self.rows.whole()
+        self.0.rows()
     }
 
     /// The rows of all ranks, for the host: [`Shares::read`].
     pub(super) fn fetch(&self) -> Fetch {
-        self.world.device.fetch(self.world.stream, &self.rows.whole())
-    }
-
-    fn own(&self, columns: std::ops::Range<usize>) -> Buffer {
-        let start = self.world.rank() * WIDTH;
-        self.rows.slice(start + columns.start..start + columns.end)
+        let World { device, stream, .. } = &self.0.world;
+        device.fetch(*stream, &self.0.rows())
     }
 }
 
 impl Shares {
     /// From the bytes of [`Tally::fetch`].
     pub(super) fn read(bytes: &[u8]) -> Self {
-        let rows = bytes.chunks_exact(size_of::<[f64; WIDTH]>()).map(|row| {
-            let [losses, positions, stop, save] = bytemuck::pod_read_unaligned::<[f64; WIDTH]>(row);
-            Share {
-                losses,
-                positions,
-                stop,
-                save,
-            }
+        let rows = rows_of(bytes).map(|[losses, positions, stop, save]| Share {
+            losses,
+            positions,
+            stop,
+            save,
         });
         Self(rows.collect())
     }

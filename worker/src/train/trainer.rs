@@ -1,7 +1,7 @@
 //! The training loop of one rank: steps, and what is due between them.
 
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ddp_proto::control::{Phase, Progress};
 
@@ -11,7 +11,7 @@ use super::exchange::Exchange;
 use super::recorder::{Recorder, StepRecord, say};
 use super::replica::Replica;
 use super::saving::{Checkpoints, Here, Position};
-use super::skips::{Skips, Verdict};
+use super::skips::{Fate, Skips};
 use super::step::Enqueued;
 use super::strategy::Scheme;
 use super::tally::Tally;
@@ -19,7 +19,7 @@ use super::world::World;
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Train, TrainConfig};
 use crate::data::Loader;
-use crate::optim::{AdamW, Clip, resident_bytes};
+use crate::optim::{AdamW, Clip, HostBacked, resident_bytes};
 use crate::parallel::{Reducer, Replicas, ShardGroups};
 use crate::session::Session;
 
@@ -49,6 +49,8 @@ pub(super) struct Trainer<'a> {
     pub(super) concluded: Instant,
     /// Bytes sent before the step that is in progress.
     pub(super) accounted: WireBytes,
+    /// Time of collectives of the update before it that ended between the two.
+    pub(super) carried: Duration,
     /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
     pub(super) progress: Option<Progress>,
 }
@@ -151,7 +153,7 @@ impl Trainer<'_> {
         self.checkpoints_here(|checkpoints, here| checkpoints.heard(here, &numbers.shares.saves()));
         let complaint = numbers.complaint();
         match (self.skips.judge(complaint.is_none()), complaint) {
-            (Verdict::Stop { skipped }, Some(complaint)) => {
+            (Fate::Stop { skipped }, Some(complaint)) => {
                 let seen = self.aside(|trainer| trainer.inspect(step))?;
                 return Err(TrainError::NonFinite {
                     complaint,
@@ -160,7 +162,7 @@ impl Trainer<'_> {
                     seen,
                 });
             }
-            (Verdict::Skip { is_first: true }, Some(complaint)) => {
+            (Fate::Skip { is_first: true }, Some(complaint)) => {
                 let seen = self.aside(|trainer| trainer.inspect(step))?;
                 if self.world.rank() == 0 {
                     say(&format!("step {} is skipped: {complaint}; {seen}", step + 1));
@@ -196,13 +198,16 @@ impl Trainer<'_> {
         sum(self.groups.wire_bytes(), self.replica.weights.wire_bytes())
     }
 
-    /// Work between two steps, when nothing is in flight. What it sends is of no step.
+    /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step.
     fn aside<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T, TrainError>) -> Result<T, TrainError> {
         self.replica.weights.settle()?;
+        // As what it sent, the time of the update before belongs to the next step.
+        self.carried += self.replica.weights.take_times().comm;
         let before = self.sent();
         let done = work(self)?;
         self.replica.weights.settle()?;
         self.accounted = sum(self.accounted, difference(self.sent(), before));
+        let _ = self.replica.weights.take_times();
         Ok(done)
     }
 
@@ -214,22 +219,32 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Bytes of the optimizer's state in memory: in a file, what an update keeps resident.
+    /// Bytes of the optimizer's state in memory of the device: of a file, what an update keeps resident.
     pub(super) fn optimizer_bytes(&self) -> usize {
         match self.config.train.offload.optimizer {
-            OptimizerHome::None => self.adamw.bytes(),
             OptimizerHome::File => resident_bytes(self.adamw.bytes()),
+            OptimizerHome::None | OptimizerHome::Host => self.adamw.bytes() - self.host_state_bytes(),
         }
+    }
+
+    /// Bytes of the optimizer's state in memory of the host, beside a device with memory of its own.
+    pub(super) fn host_state_bytes(&self) -> usize {
+        HostBacked::of(self.adamw.device().as_ref()).map_or(0, |_| self.adamw.bytes())
+    }
+
+    /// Page-locked memory of the host through which updates of such a state go.
+    pub(super) fn staging_bytes(&self) -> usize {
+        HostBacked::of(self.adamw.device().as_ref()).map_or(0, HostBacked::staging_bytes)
     }
 
     fn beat(&self, done: u64, phase: Phase) {
         self.session.heartbeat(done, phase, self.progress.clone());
     }
 
-    fn validate(&self, done: u64) -> Result<f64, TrainError> {
+    fn validate(&mut self, done: u64) -> Result<f64, TrainError> {
         self.beat(done, Phase::Validating);
         self.evaluation
-            .mean_loss(&self.world, &self.replica, &self.exchange)
+            .mean_loss(&self.world, &mut self.replica, &self.exchange)
     }
 
     fn save(

@@ -3,15 +3,12 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::TrainError;
+use super::{TrainError, WrapTransport};
 use crate::collective::{Communicator, Executor};
 use crate::config::TrainConfig;
 use crate::device::{Device, Stream};
-use crate::parallel::{JoinOptions, join_world_on};
+use crate::parallel::{JoinOptions, join_world_on, join_world_through};
 use crate::session::{Cancel, Session};
-
-/// Beyond its own deadline an operation is given this long to say so itself, with the better error.
-const GRACE: Duration = Duration::from_secs(5);
 
 /// Longest bound that a wait can have: what `parallel.timeout_s` is cut to.
 const MAX_TIMEOUT: Duration = Duration::from_hours(7 * 24);
@@ -35,6 +32,7 @@ impl World {
         config: &TrainConfig,
         session: &Session,
         device: Arc<dyn Device>,
+        transport: Option<WrapTransport>,
     ) -> Result<Self, TrainError> {
         let options = JoinOptions {
             executor: executor(config),
@@ -43,7 +41,10 @@ impl World {
         };
         // The first stream of a device is the one that computes.
         let stream = device.stream();
-        let comm = join_world_on(session, &device, &options)?;
+        let comm = match transport {
+            Some(wrap) => join_world_through(session, &options, |transport| wrap(transport))?,
+            None => join_world_on(session, &device, &options)?,
+        };
         Ok(Self {
             stream,
             device,
@@ -62,7 +63,7 @@ impl World {
 
     /// When the host stops waiting for one collective that begins now.
     pub(super) fn deadline(&self) -> Instant {
-        Instant::now() + self.comm.timeout() + GRACE
+        self.comm.deadline()
     }
 
     /// An error once the generation is over. Called often enough that a rank that only computes notices soon.

@@ -1,6 +1,8 @@
 //! A device that puts everything off: an operation runs when somebody waits for an event behind it, in the waiter's
 //! thread, and not a moment earlier. Code that reads results without waiting, or lets a collective start before its
 //! input is there, gets yesterday's numbers or a race with a name.
+//!
+//! [`DeferredDevice::beside_host`] counts its memory as its own: the optimizer's state must never come to it.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -9,12 +11,16 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use ddp_worker::device::{
-    Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, EventState, Fetch, Stream,
+    Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, EventState, Fetch, HostSide, HostWork,
+    Stream,
 };
 use ddp_worker::ops::Op;
 
 /// Longer than anything takes on a loaded machine.
 const PATIENCE: Duration = Duration::from_mins(2);
+
+/// Arenas that lie on the host, if there is one beside the device.
+const STATE: [&str; 3] = ["first moments", "second moments", "master weights"];
 
 /// See the module.
 pub struct DeferredDevice {
@@ -23,6 +29,10 @@ pub struct DeferredDevice {
     /// Numbers that the host asked for and has not read.
     unread: Arc<AtomicUsize>,
     ran_ahead: AtomicUsize,
+    /// Streams that do not compute run an upload at once.
+    hurries: bool,
+    /// Where there is a host beside it: what was allocated there.
+    beside: Option<Mutex<Vec<Arena>>>,
 }
 
 /// A stream. Whoever waits for a point in it runs what comes before, unless somebody else is at it.
@@ -47,6 +57,8 @@ enum Command {
     Op(Op),
     Upload(Buffer, Vec<u8>),
     Fetch(Buffer, Arc<Mutex<Option<Vec<u8>>>>),
+    Copy(Buffer, Buffer),
+    Host(HostWork),
     Wait(Event, Instant),
     Marker,
 }
@@ -58,6 +70,24 @@ impl DeferredDevice {
             queues: Mutex::default(),
             unread: Arc::default(),
             ran_ahead: AtomicUsize::new(0),
+            hurries: false,
+            beside: None,
+        }
+    }
+
+    /// Uploads on another stream than the first do not wait for anybody to need them: they come as early as events let
+    /// them.
+    pub fn with_early_uploads() -> Self {
+        Self {
+            hurries: true,
+            ..Self::new()
+        }
+    }
+
+    pub fn beside_host() -> Self {
+        Self {
+            beside: Some(Mutex::default()),
+            ..Self::new()
         }
     }
 
@@ -67,8 +97,24 @@ impl DeferredDevice {
         self.ran_ahead.load(Ordering::Relaxed)
     }
 
+    /// All streams.
+    pub fn streams(&self) -> Vec<Stream> {
+        (0..self.queues.lock().unwrap().len() as u32)
+            .map(Stream)
+            .collect()
+    }
+
     fn queue(&self, stream: Stream) -> Arc<Queue> {
         self.queues.lock().unwrap()[stream.0 as usize].clone()
+    }
+
+    /// Panics if a real device with memory of its own could not reach the buffer.
+    fn reach(&self, buffer: &Buffer) {
+        let name = buffer.arena().name();
+        assert!(
+            self.beside.is_none() || !STATE.contains(&name),
+            "`{name}` is on the host"
+        );
     }
 
     fn push(&self, stream: Stream, command: Command) {
@@ -129,6 +175,15 @@ impl Command {
                 .host_bytes()
                 .map(|source| *bytes.lock().unwrap() = Some(source.to_vec())),
             Self::Wait(event, deadline) => event.wait(deadline),
+            Self::Copy(from, to) => {
+                let from = from.host_bytes()?;
+                to.host_bytes_mut()?.copy_from_slice(&from);
+                Ok(())
+            }
+            Self::Host(mut work) => {
+                work();
+                Ok(())
+            }
         }
     }
 }
@@ -172,8 +227,16 @@ impl Device for DeferredDevice {
     }
 
     fn enqueue(&self, stream: Stream, op: Op) {
-        if matches!(op, Op::EncoderForward(_)) && self.unread.load(Ordering::Relaxed) > 0 {
-            self.ran_ahead.fetch_add(1, Ordering::Relaxed);
+        match &op {
+            Op::EncoderForward(_) if self.unread.load(Ordering::Relaxed) > 0 => {
+                self.ran_ahead.fetch_add(1, Ordering::Relaxed);
+            }
+            Op::AdamW(update) => self.reach(&update.param),
+            Op::Cast(cast) => {
+                self.reach(&cast.x);
+                self.reach(&cast.out);
+            }
+            _ => {}
         }
         self.push(stream, Command::Op(op));
     }
@@ -205,11 +268,22 @@ impl Device for DeferredDevice {
     }
 
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
+        self.reach(dst);
         self.push(stream, Command::Upload(dst.clone(), bytes.to_vec()));
+        if self.hurries && stream != Stream(0) {
+            let empty = |state: &State| state.commands.is_empty() && !state.running;
+            // What goes wrong is told to whoever waits.
+            let queue = self.queue(stream);
+            drop(queue.drive(&self.cpu, Instant::now() + PATIENCE, empty));
+        }
     }
 
     fn is_asynchronous(&self) -> bool {
         true
+    }
+
+    fn host_side(&self) -> Option<&dyn HostSide> {
+        self.beside.is_some().then_some(self)
     }
 
     fn fetch(&self, stream: Stream, src: &Buffer) -> Fetch {
@@ -224,7 +298,34 @@ impl Device for DeferredDevice {
     }
 
     fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+        self.reach(src);
         self.synchronize(stream)?;
         Ok(src.host_bytes()?.to_vec())
+    }
+}
+
+impl HostSide for DeferredDevice {
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        let arena = self.cpu.alloc(spec)?;
+        self.beside.as_ref().unwrap().lock().unwrap().push(arena.clone());
+        Ok(arena)
+    }
+
+    fn named_stream(&self, _name: &str) -> Stream {
+        self.stream()
+    }
+
+    unsafe fn copy(&self, stream: Stream, from: &Buffer, to: &Buffer) {
+        let arenas = self.beside.as_ref().unwrap().lock().unwrap();
+        let [from_host, to_host] =
+            [from, to].map(|buffer| arenas.iter().any(|arena| arena.same(buffer.arena())));
+        assert!(from_host != to_host, "{from:?} to {to:?} does not cross");
+        self.reach(from);
+        self.reach(to);
+        self.push(stream, Command::Copy(from.clone(), to.clone()));
+    }
+
+    fn run(&self, stream: Stream, work: HostWork) {
+        self.push(stream, Command::Host(work));
     }
 }

@@ -14,16 +14,38 @@ pub enum Fault {
     Fails,
     /// A bit of the first parameter that is updated flips, and nobody says so.
     FlipsBit,
-    /// In so many backward passes from the step on, the gradient of the third weight that backward comes to, which
-    /// is `h.1.mlp.c_fc.weight` of a GPT-2 of two blocks, is no number.
-    NotANumber {
-        /// Passes, repeated ones included.
-        passes: u64,
-    },
+    /// Gradients of a weight are no numbers.
+    NotANumber(Spoilt),
 }
 
-/// The weight whose gradient is spoilt, in the order of backward, from 1.
-const SPOILT_WEIGHT: u64 = 3;
+/// Which gradients are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Spoilt {
+    /// So many backward passes from the step on, repeated ones included.
+    pub passes: u64,
+    /// Of them, those of one micro-batch, of so many of a step.
+    pub micro_batch: (u64, u64),
+    /// The weight, in the order of backward, from 1. In a GPT-2 of two blocks 3 is `h.1.mlp.c_fc.weight`, 7 that of
+    /// `h.0`.
+    pub weight: u64,
+}
+
+impl Spoilt {
+    /// `h.1.mlp.c_fc.weight` in so many passes.
+    pub fn in_passes(passes: u64) -> Fault {
+        Fault::NotANumber(Self {
+            passes,
+            micro_batch: (0, 1),
+            weight: 3,
+        })
+    }
+
+    fn is_hit(self, pass: u64, weight: u64) -> bool {
+        let (micro_batch, accumulation) = self.micro_batch;
+        let pass_hit = (1..=self.passes).contains(&pass) && (pass - 1) % accumulation == micro_batch;
+        pass_hit && weight == self.weight
+    }
+}
 
 /// See the module.
 pub struct FaultyDevice {
@@ -65,7 +87,7 @@ impl FaultyDevice {
                 let weight = self.weights.fetch_add(1, Ordering::Relaxed) + 1;
                 let pass = self.passes.load(Ordering::Relaxed);
                 let is_hit = match self.fault {
-                    Fault::NotANumber { passes } => (1..=passes).contains(&pass) && weight == SPOILT_WEIGHT,
+                    Fault::NotANumber(spoilt) => spoilt.is_hit(pass, weight),
                     _ => false,
                 };
                 return is_hit.then(|| product.dweight.clone());

@@ -6,6 +6,7 @@ pub mod deferred;
 pub mod disk;
 pub mod faulty;
 pub mod probed;
+pub mod watched;
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -19,7 +20,7 @@ use ddp_worker::config::{self, ModelKind, Order, TrainConfig};
 use ddp_worker::device::Device;
 use ddp_worker::metrics::MetricsLine;
 use ddp_worker::session::{Cancel, MemoryStore, Session};
-use ddp_worker::train::{RunSummary, Substitutes, TrainError, run_worker_with};
+use ddp_worker::train::{RunSummary, Substitutes, TrainError, WrapTransport, run_worker_with};
 
 pub type Outcome = Result<RunSummary, TrainError>;
 
@@ -29,10 +30,14 @@ pub type DeviceOf = Box<dyn Fn(&Session) -> Arc<dyn Device> + Sync>;
 /// Where a rank puts checkpoints.
 pub type StorageOf = Box<dyn Fn(&Session) -> Arc<dyn Storage> + Sync>;
 
+/// What lies between the communicators of a rank and its transport.
+pub type TransportOf = Box<dyn Fn(&Session) -> WrapTransport + Sync>;
+
 /// A small job in a folder of its own.
 pub struct Job {
     pub config: TrainConfig,
     pub device: Option<DeviceOf>,
+    pub transport: Option<TransportOf>,
     pub storage: Option<StorageOf>,
     /// How often the job was restarted before.
     pub restarts: u32,
@@ -83,6 +88,7 @@ impl Job {
         Self {
             config,
             device: None,
+            transport: None,
             storage: None,
             restarts: 0,
             nodes: 1,
@@ -117,6 +123,7 @@ impl Job {
                     let parts = Substitutes {
                         device: self.device.as_ref().map(|device| device(session)),
                         storage: self.storage.as_ref().map(|storage| storage(session)),
+                        transport: self.transport.as_ref().map(|transport| transport(session)),
                     };
                     let outcome = run_worker_with(parts, &config, session);
                     if outcome.is_err() {
@@ -148,6 +155,11 @@ impl Job {
 
     pub fn out_dir(&self) -> PathBuf {
         self.config.run.out_dir.clone().unwrap()
+    }
+
+    /// A folder of another name beside the text.
+    pub fn out_dir_beside(&self, name: &str) -> PathBuf {
+        self.folder.path().join(name)
     }
 
     /// All lines of `metrics.jsonl`.
@@ -203,6 +215,35 @@ impl Trained {
     pub fn grad_bytes(&self) -> u64 {
         self.metrics.iter().map(|line| line.wire_bytes.grads).sum()
     }
+}
+
+/// The same bits: losses, norms of the gradients, parameters and moments.
+pub fn assert_same(one: &Trained, other: &Trained, what: &str) {
+    let bits = |number: fn(&MetricsLine) -> f64, trained: &Trained| -> Vec<u64> {
+        trained
+            .metrics
+            .iter()
+            .map(|line| number(line).to_bits())
+            .collect()
+    };
+    assert_eq!(one.losses(), other.losses(), "losses: {what}");
+    let norm = |line: &MetricsLine| line.grad_norm;
+    assert_eq!(bits(norm, one), bits(norm, other), "norms: {what}");
+    assert_eq!(one.state, other.state, "parameters and moments: {what}");
+}
+
+/// Losses that differ by less than `tolerance` of themselves.
+pub fn assert_within(tolerance: f64, one: &Trained, other: &Trained, what: &str) {
+    assert_eq!(one.metrics.len(), other.metrics.len());
+    for (one, other) in one.metrics.iter().zip(&other.metrics) {
+        let error = (one.loss - other.loss).abs() / one.loss;
+        assert!(error < tolerance, "step {}, {what}: off by {error}", one.step);
+    }
+}
+
+/// What holds in f32 where sums are formed in another order.
+pub fn assert_close(one: &Trained, other: &Trained, what: &str) {
+    assert_within(1e-5, one, other, what);
 }
 
 /// Sentences with some structure to learn.

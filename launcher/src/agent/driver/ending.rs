@@ -1,41 +1,14 @@
 //! The end of the launch: what people and programs are told of it.
 
-use std::time::Instant;
-
 use ddp_proto::ids::GlobalRank;
-use nix::sys::signal::Signal;
 
 use super::super::conclusion::Conclusion;
 use super::Driver;
 use crate::event_log::Happening;
-use crate::hang;
 use crate::report::{self, Facts};
 use crate::root_cause::Verdict;
 
 impl Driver<'_> {
-    /// Ends a worker that hangs, with SIGABRT: a Python program with `faulthandler` shows where it was. One that is still
-    /// there at the next look gets SIGKILL. What follows is what follows any failure.
-    pub(super) fn look_for_hung_workers(&mut self) {
-        let (Some(bound), true) = (self.plan.hang_timeout, self.machine.is_running()) else {
-            return;
-        };
-        let Some((local_rank, pid, beat)) = self.crew.silent(bound) else {
-            return;
-        };
-        let Some(worker) = self.crew.get_mut(local_rank) else {
-            return;
-        };
-        if worker.aborted {
-            self.crew.end_hung(local_rank, Signal::SIGKILL);
-            return;
-        }
-        worker.aborted = true;
-        let words = hang::describe(pid, beat, Instant::now());
-        self.console.say(&format!("rank {} {words}", worker.rank));
-        worker.said.get_or_insert(words);
-        self.crew.end_hung(local_rank, Signal::SIGABRT);
-    }
-
     /// Tells programs how it ended; those who start us, and those who read our files.
     pub(super) fn publish(&mut self, conclusion: &Conclusion, report: Option<&str>) {
         self.event_log.put(Happening::Finished {

@@ -1,10 +1,12 @@
 //! One loop that turns all that happens into events for the machine, and carries out its effects.
 
 mod ending;
+mod hanging;
 mod starting;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::OsString;
+use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::client::{AgentIdentity, Client};
@@ -16,7 +18,7 @@ use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, WorkerExit};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::aside::{self, Aside};
+use super::aside::{self, Aside, Leftovers};
 use super::conclusion::Conclusion;
 use super::event::{Effect, Event};
 use super::inbox::{Inbox, Mail, heartbeat_every};
@@ -25,6 +27,7 @@ use super::link::{Link, LinkConfig, LinkEvent};
 use super::machine::{LEAVE_WAIT, Machine, Rules};
 use super::signals::{Call, Signals};
 use super::workers::{Crew, PrepareError, inherited};
+use crate::cgroup::{self, WorkerGroup};
 use crate::console::Console;
 use crate::control::{ControlEvent, ControlServer, News};
 use crate::event_log::{EventLog, Happening};
@@ -52,6 +55,7 @@ const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 pub(super) struct Driver<'a> {
     plan: LaunchPlan,
     guardian: &'a Guardian,
+    group: Option<Arc<WorkerGroup>>,
     console: Console,
     hostname: String,
     inherited: Vec<(OsString, OsString)>,
@@ -66,6 +70,10 @@ pub(super) struct Driver<'a> {
     master_port: Option<MasterPort>,
     inbox: Inbox,
     aside: mpsc::Sender<Aside>,
+    /// Signals for the workers that came while these were being started.
+    deferred: BTreeSet<i32>,
+    /// Workers were asked what they do, and may answer still.
+    asking: bool,
     alarm: Option<Instant>,
     last_waiting: String,
     /// Of the last assignment.
@@ -80,6 +88,7 @@ impl<'a> Driver<'a> {
     pub(super) fn new(
         plan: LaunchPlan,
         guardian: &'a Guardian,
+        group: Option<Arc<WorkerGroup>>,
         console: Console,
     ) -> Result<Self, LaunchError> {
         let inherited = inherited();
@@ -122,6 +131,8 @@ impl<'a> Driver<'a> {
             crew: Crew::none(),
             client: None,
             master_port: None,
+            deferred: BTreeSet::new(),
+            asking: false,
             alarm: None,
             last_waiting: String::new(),
             run_token: String::new(),
@@ -130,6 +141,7 @@ impl<'a> Driver<'a> {
             event_log,
             plan,
             guardian,
+            group,
             console,
             hostname,
             inherited,
@@ -166,6 +178,10 @@ impl<'a> Driver<'a> {
     fn open(&mut self, mail: Mail, events: &mut VecDeque<Event>) {
         match mail {
             Mail::Signal(Call::Stop(signal)) => events.push_back(Event::Signal(signal)),
+            // A worker may run already though nobody has said so yet.
+            Mail::Signal(Call::Forward(signal)) if self.machine.is_spawning() => {
+                self.deferred.insert(signal);
+            }
             Mail::Signal(Call::Forward(signal)) => self.crew.pass_on(signal),
             Mail::Signal(Call::Child) => self.reap(events),
             Mail::Spawn(event) => self.on_spawn(event, events),
@@ -191,6 +207,7 @@ impl<'a> Driver<'a> {
                     events.push_back(Event::Described(exit));
                 }
             }
+            Mail::Aside(Aside::Answered) => self.judge_hung(),
             Mail::Aside(Aside::Swept(stuck)) => events.push_back(Event::Swept { stuck }),
             Mail::Alarm => {
                 self.alarm = None;
@@ -224,6 +241,9 @@ impl<'a> Driver<'a> {
             }
             SpawnEvent::Finished { failure } => {
                 self.control.spawned();
+                for signal in std::mem::take(&mut self.deferred) {
+                    self.crew.pass_on(signal);
+                }
                 events.push_back(Event::SpawnEnded(failure));
             }
         }
@@ -277,10 +297,17 @@ impl<'a> Driver<'a> {
             News::Heartbeat {
                 step,
                 phase,
+                quiet,
                 progress,
             } => {
+                let at = std::time::Instant::now();
+                if quiet.is_zero() {
+                    // It goes on: what it once waited for is over.
+                    worker.waiting_for.clear();
+                }
                 worker.beat = Some(Beat {
-                    at: std::time::Instant::now(),
+                    at,
+                    fresh: at.checked_sub(quiet).unwrap_or(at),
                     step,
                     phase,
                 });
@@ -291,6 +318,10 @@ impl<'a> Driver<'a> {
                 {
                     self.console.progress(step, progress);
                 }
+            }
+            News::State { text, waiting_for } => {
+                worker.state = Some(text);
+                worker.waiting_for = waiting_for;
             }
             News::Failure {
                 message,
@@ -384,7 +415,12 @@ impl<'a> Driver<'a> {
             Effect::CancelSpawn => self.crew.trouble_begins(),
             Effect::Notify(cause) => self.control.generation_over(&cause),
             Effect::AskToStop(cause) => self.control.ask_to_stop(&cause),
-            Effect::SignalAll(signal) => self.crew.signal(signal, None),
+            Effect::SignalAll(signal) => {
+                self.crew.signal(signal, None);
+                if let (libc::SIGKILL, Some(group)) = (signal, &self.group) {
+                    cgroup::kill_members(group.dir());
+                }
+            }
             Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),
             Effect::Hear(local_rank) => {
                 aside::hear(
@@ -401,8 +437,12 @@ impl<'a> Driver<'a> {
                 aside::describe(self.aside.clone(), local_rank, stderr, silence);
             }
             Effect::Sweep => {
-                let (guardian, streams) = (self.guardian.pid(), self.crew.streams());
-                aside::sweep(self.aside.clone(), guardian, streams, self.console.clone());
+                let leftovers = Leftovers {
+                    guardian: self.guardian.pid(),
+                    group: self.group.clone(),
+                };
+                let streams = self.crew.streams();
+                aside::sweep(self.aside.clone(), leftovers, streams, self.console.clone());
             }
             Effect::Arm(after) => self.alarm = Some(Instant::now() + after),
             Effect::Disarm => self.alarm = None,

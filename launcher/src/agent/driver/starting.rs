@@ -8,6 +8,7 @@ use ddp_proto::rendezvous::{Assignment, Join};
 
 use super::super::workers::{Crew, PrepareError, Site};
 use super::{Driver, PROTOCOL};
+use crate::cgroup::WorkerGroup;
 use crate::control::{Place, Store};
 use crate::environment::{Common, threads_per_worker};
 use crate::event_log::Happening;
@@ -78,6 +79,7 @@ impl Driver<'_> {
             output: &self.plan.output,
             master_addr: self.plan.master_addr.as_deref(),
             cores: &self.plan.cores,
+            group: self.group.as_deref().map(WorkerGroup::dir),
         };
         self.run_token.clone_from(&assignment.run_token);
         self.crew = Crew::none();
@@ -103,6 +105,7 @@ impl Driver<'_> {
         let batch = Batch {
             command: self.plan.command.clone(),
             workers: prepared.specs,
+            door: self.group.as_deref().map(WorkerGroup::door),
             cancelled: self.crew.cancelled.clone(),
         };
         if !self.spawner.request(batch) {

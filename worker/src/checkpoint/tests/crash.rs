@@ -1,221 +1,275 @@
-//! A save that is stopped after each of its steps.
+//! Saves and deletions that are stopped after each of their steps, by a loss of power or by an error.
 
-use std::collections::HashSet;
-use std::sync::Mutex;
-
-use super::super::{Keep, retain};
+use super::super::{Keep, delete_unfinished, retain};
+use super::journal::{Journal, make};
 use super::*;
 
-/// A disk that stops after a number of steps. What was not synced by then may be lost.
-struct Faulty {
-    state: Mutex<FaultyState>,
+const KEEP: Keep = Keep { last: 1, every: None };
+
+/// A state of the run. In another life the same step has other numbers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+struct Saved {
+    step: u64,
+    life: u64,
 }
 
-#[derive(Default)]
-struct FaultyState {
-    steps_left: usize,
-    stopped: bool,
-    /// Files whose content may be lost.
-    unsynced: HashSet<PathBuf>,
-    /// Renames whose folder was not synced: the file as it was before, and where it is now.
-    renamed: Vec<(PathBuf, PathBuf, Option<Vec<u8>>)>,
+const fn saved(step: u64, life: u64) -> Saved {
+    Saved { step, life }
 }
 
-impl Faulty {
-    fn after(steps: usize) -> Arc<Self> {
-        Arc::new(Self {
-            state: Mutex::new(FaultyState {
-                steps_left: steps,
-                ..FaultyState::default()
-            }),
-        })
+impl Saved {
+    fn w(self) -> Vec<u8> {
+        weights(self.step + 10_000 * self.life)
     }
 
-    /// Takes a step, or fails from now on.
-    fn step(&self, apply: impl FnOnce(&mut FaultyState) -> io::Result<()>) -> io::Result<()> {
-        let mut state = self.state.lock().unwrap();
-        if state.steps_left == 0 {
-            state.stopped = true;
-            return Err(io::Error::new(io::ErrorKind::StorageFull, "stopped by the test"));
-        }
-        state.steps_left -= 1;
-        apply(&mut state)
+    fn m(self) -> Vec<u8> {
+        weights(self.step + 10_000 * self.life + 1000)
     }
 
-    fn stopped(&self) -> bool {
-        self.state.lock().unwrap().stopped
-    }
-
-    /// The power goes: renames that were not synced are undone, unsynced content is cut in half.
-    fn lose_unsynced(&self) {
-        let state = std::mem::take(&mut *self.state.lock().unwrap());
-        for (from, to, before) in state.renamed.into_iter().rev() {
-            fs::rename(&to, &from).unwrap();
-            if let Some(before) = before {
-                fs::write(&to, before).unwrap();
-            }
-        }
-        for path in state.unsynced {
-            if let Ok(content) = fs::read(&path) {
-                fs::write(&path, &content[..content.len() / 2]).unwrap();
-            }
-        }
+    fn save(self, storage: Arc<dyn Storage>, out_dir: &Path) -> Result<(), CheckpointError> {
+        let (w, m) = (self.w(), self.m());
+        let writer = Writer::on(storage, out_dir, self.step, self.life);
+        writer.lead()?;
+        writer.write("part-0", &[piece("w", 0..12, &w), piece("m", 0..5, &m)])?;
+        writer.write("part-1", &[piece("m", 5..12, &m)])?;
+        writer.commit(&state(self.step), &["part-0", "part-1"]).map(drop)
     }
 }
 
-impl Storage for Faulty {
-    fn create_folder(&self, path: &Path) -> io::Result<()> {
-        self.step(|_| Disk.create_folder(path))
-    }
-
-    fn write(&self, path: &Path, content: &[&[u8]]) -> io::Result<()> {
-        let mut half = content.concat();
-        half.truncate(half.len() / 2);
-        let wrote = self.step(|state| {
-            state.unsynced.insert(path.to_owned());
-            Disk.write(path, content)
-        });
-        if wrote.is_err() && path.parent().is_some_and(Path::exists) {
-            // A full disk leaves what fitted.
-            Disk.write(path, &[&half])?;
-        }
-        wrote
-    }
-
-    fn append(&self, path: &Path, bytes: &[u8]) -> io::Result<()> {
-        let wrote = self.step(|state| {
-            state.unsynced.insert(path.to_owned());
-            Disk.append(path, bytes)
-        });
-        if wrote.is_err() && path.exists() {
-            Disk.append(path, &bytes[..bytes.len() / 2])?;
-        }
-        wrote
-    }
-
-    fn sync_file(&self, path: &Path) -> io::Result<()> {
-        self.step(|state| {
-            state.unsynced.remove(path);
-            Disk.sync_file(path)
-        })
-    }
-
-    fn sync_folder(&self, path: &Path) -> io::Result<()> {
-        self.step(|state| {
-            state.renamed.retain(|(_, to, _)| to.parent() != Some(path));
-            Disk.sync_folder(path)
-        })
-    }
-
-    fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
-        self.step(|state| {
-            let before = fs::read(to).ok();
-            Disk.rename(from, to)?;
-            state.renamed.push((from.to_owned(), to.to_owned(), before));
-            let moved = |path: PathBuf| path.strip_prefix(from).map_or(path.clone(), |rest| to.join(rest));
-            state.unsynced = state.unsynced.drain().map(moved).collect();
-            Ok(())
-        })
-    }
-
-    fn remove_file(&self, path: &Path) -> io::Result<()> {
-        self.step(|_| Disk.remove_file(path))
-    }
-
-    fn remove_folder(&self, path: &Path) -> io::Result<()> {
-        self.step(|_| Disk.remove_folder(path))
-    }
+/// The run's folder is not yet there when the first checkpoint is saved.
+fn out_dir(base: &Path) -> PathBuf {
+    base.join("runs/tiny")
 }
 
-/// Stops a save after each of its steps in turn. After each, the latest checkpoint opens and verifies, and
-/// the next save succeeds and leaves nothing of the failed one.
-fn stop_after_each_step(power_cut: bool) {
-    let mut stops = 0;
-    loop {
-        let folder = tempfile::tempdir().unwrap();
-        save(folder.path(), 10);
-        let storage = Faulty::after(stops);
-        let result = save_on(storage.clone(), folder.path(), 20);
-        let finished = !storage.stopped();
-        if power_cut && !finished {
-            storage.lose_unsynced();
+/// The latest checkpoint, which is whole and of one life. None only where `latest` names none.
+fn latest(base: &Path) -> Option<Saved> {
+    let reader = match Reader::open(&out_dir(base), Which::Latest) {
+        Err(CheckpointError::None { .. }) => return None,
+        reader => reader.unwrap(),
+    };
+    reader.verify().unwrap();
+    let found = reader.manifest().state.clone();
+    assert_eq!(found, state(found.step));
+    let w = reader.read("w", 0..12).unwrap();
+    let lives = (1..=4).map(|life| saved(found.step, life));
+    let saved = lives
+        .into_iter()
+        .find(|saved| saved.w() == w)
+        .expect("a life's numbers");
+    assert_eq!(reader.read("m", 0..12).unwrap(), saved.m());
+    Some(saved)
+}
+
+/// The next life of the job: it cleans up, saves, and keeps one. Nothing else is left then.
+fn go_on(base: &Path, what: &str) {
+    let out_dir = out_dir(base);
+    delete_unfinished(&out_dir).unwrap();
+    // Nothing has to reach the disk here.
+    let disk = Journal::new(base);
+    let again = saved(20, 4);
+    again.save(disk.clone(), &out_dir).unwrap();
+    assert_eq!(latest(base), Some(again), "{what}");
+    let whole = ["manifest.json", "part-0.safetensors", "part-1.safetensors"];
+    let found = names(&out_dir.join("checkpoints/step_00000020"));
+    let plain = |name: &String| match name.split_once("-r") {
+        Some((stem, _revision)) => format!("{stem}.safetensors"),
+        None => name.clone(),
+    };
+    let plain: Vec<String> = found.iter().map(plain).collect();
+    assert_eq!(plain, whole, "{what}");
+    saved(30, 4).save(disk.clone(), &out_dir).unwrap();
+    retain(disk.as_ref(), &out_dir, KEEP, &[]).unwrap();
+    assert_eq!(latest(base), Some(saved(30, 4)), "{what}");
+    assert_eq!(
+        names(&out_dir.join("checkpoints")),
+        ["latest", "step_00000030"],
+        "{what}"
+    );
+}
+
+/// Everything that can befall `act`, in a folder where `prepare` was done: power that goes after each step, and an error
+/// of each operation, after which power may go too. What is left is always one of `usable`, and `done` when `act` said
+/// that it is; the next life can go on from it.
+struct Ordeal {
+    prepare: fn(&Path),
+    act: fn(&Arc<dyn Storage>, &Path) -> Result<(), CheckpointError>,
+    usable: [Option<Saved>; 2],
+    done: Saved,
+}
+
+impl Ordeal {
+    /// Steps of an undisturbed `act`.
+    fn run(&self) -> usize {
+        let (undisturbed, result) = self.act(|_| false);
+        result.unwrap();
+        self.check(&undisturbed, 0, true, "no error");
+        for failing in 0.. {
+            // A disk that has gone: what a loss of power leaves then was looked at above.
+            let _ = self.act(move |number| number >= failing);
+            let (journal, result) = self.act(move |number| number == failing);
+            let Some(steps) = journal.failed() else {
+                result.unwrap();
+                return undisturbed.steps();
+            };
+            let what = format!("operation {failing} fails");
+            self.check(&journal, steps, result.is_ok(), &what);
         }
-        let latest = check_latest(folder.path());
-        assert!(
-            latest == 10 || latest == 20,
-            "after {stops} steps the latest is {latest}"
-        );
-        if finished {
-            result.unwrap();
-            assert_eq!(latest, 20);
-            break;
-        }
-        result.unwrap_err();
-        save(folder.path(), 20);
-        assert_eq!(check_latest(folder.path()), 20, "after {stops} steps");
-        let left = names(&folder.path().join("checkpoints"));
-        assert_eq!(
-            left,
-            ["latest", "step_00000010", "step_00000020"],
-            "after {stops} steps"
-        );
-        save(folder.path(), 30);
-        assert_eq!(check_latest(folder.path()), 30, "after {stops} steps");
-        stops += 1;
+        unreachable!("an operation that is not there cannot fail")
     }
-    assert!(stops > 15, "a save has more than {stops} steps");
-}
 
-#[test]
-fn a_process_that_dies_after_any_step_leaves_a_usable_checkpoint() {
-    stop_after_each_step(false);
-}
+    fn act(
+        &self,
+        fails: impl Fn(usize) -> bool + Send + Sync + 'static,
+    ) -> (Arc<Journal>, Result<(), CheckpointError>) {
+        let base = tempfile::tempdir().unwrap();
+        (self.prepare)(base.path());
+        let journal = Journal::failing(base.path(), fails);
+        let storage: Arc<dyn Storage> = journal.clone();
+        let result = (self.act)(&storage, &out_dir(base.path()));
+        // The process alone is gone, or goes on.
+        let found = latest(base.path());
+        assert!(self.usable.contains(&found), "{found:?}");
+        if result.is_ok() {
+            assert_eq!(found, Some(self.done));
+        }
+        go_on(base.path(), "after the act");
+        (journal, result)
+    }
 
-#[test]
-fn a_power_cut_after_any_step_leaves_a_usable_checkpoint() {
-    stop_after_each_step(true);
-}
-
-/// Stops the deletion of old checkpoints after each of its steps in turn. What is left of them is whole, or no
-/// checkpoint by name; the latest is never touched, and the next time cleans up.
-fn stop_a_deletion_after_each_step(power_cut: bool) {
-    const KEEP: Keep = Keep { last: 1, every: None };
-    for stops in 0.. {
-        let folder = tempfile::tempdir().unwrap();
-        for step in [10, 20, 30] {
-            save(folder.path(), step);
-        }
-        let storage = Faulty::after(stops);
-        let result = retain(storage.as_ref(), folder.path(), KEEP, &[]);
-        let finished = !storage.stopped();
-        if power_cut && !finished {
-            storage.lose_unsynced();
-        }
-        assert_eq!(check_latest(folder.path()), 30, "after {stops} steps");
-        let root = folder.path().join("checkpoints");
-        for name in names(&root).iter().filter(|name| name.starts_with("step_")) {
-            Reader::open_folder(&root.join(name)).unwrap().verify().unwrap();
-        }
-        assert_eq!(result.is_ok(), finished);
-        save(folder.path(), 40);
-        retain(&Disk, folder.path(), KEEP, &[]).unwrap();
-        assert_eq!(names(&root), ["latest", "step_00000040"], "after {stops} steps");
-        if finished {
-            assert!(
-                stops >= 5,
-                "two renames, a sync and two deletions are more than {stops} steps"
+    /// From so many steps on.
+    fn check(&self, journal: &Journal, from: usize, is_done: bool, what: &str) {
+        for (number, (steps, tree)) in journal.outcomes(from).into_iter().enumerate() {
+            let base = make(&tree);
+            let what = format!(
+                "{what}, power goes after {steps} steps and leaves {:?}",
+                tree.keys()
             );
-            break;
+            let found = latest(base.path());
+            assert!(self.usable.contains(&found), "{found:?}: {what}");
+            if is_done && steps == journal.steps() {
+                assert_eq!(found, Some(self.done), "{what}");
+            }
+            // Most differ only in what is deleted unread.
+            if number % 16 == 0 {
+                go_on(base.path(), &what);
+            }
         }
     }
 }
 
-#[test]
-fn a_process_that_dies_while_it_deletes_old_checkpoints_leaves_no_half_of_one() {
-    stop_a_deletion_after_each_step(false);
+/// A run with these checkpoints, one saved after the other.
+fn saves(base: &Path, all: &[Saved]) {
+    fs::create_dir_all(out_dir(base)).unwrap();
+    let disk = Journal::new(base);
+    for saved in all {
+        saved.save(disk.clone(), &out_dir(base)).unwrap();
+    }
+}
+
+/// Somebody writes the name of an older checkpoint into `latest`.
+fn roll_back(base: &Path, step: u64) {
+    let path = out_dir(base).join("checkpoints/latest");
+    fs::write(path, format!("{}\n", step_name(step))).unwrap();
 }
 
 #[test]
-fn a_power_cut_while_old_checkpoints_are_deleted_leaves_no_half_of_one() {
-    stop_a_deletion_after_each_step(true);
+fn the_first_save_of_a_run_is_whole_or_not_there() {
+    let ordeal = Ordeal {
+        prepare: |_| (),
+        act: |disk, out_dir| {
+            let made = disk.create_folder(out_dir);
+            made.map_err(|e| CheckpointError::io("create", out_dir, &e))?;
+            saved(20, 1).save(disk.clone(), out_dir)
+        },
+        usable: [None, Some(saved(20, 1))],
+        done: saved(20, 1),
+    };
+    assert!(ordeal.run() > 30);
+}
+
+#[test]
+fn a_save_that_is_stopped_leaves_the_checkpoint_before_it() {
+    let ordeal = Ordeal {
+        prepare: |base| saves(base, &[saved(10, 1)]),
+        act: |disk, out_dir| saved(20, 1).save(disk.clone(), out_dir),
+        usable: [Some(saved(10, 1)), Some(saved(20, 1))],
+        done: saved(20, 1),
+    };
+    assert!(ordeal.run() > 25);
+}
+
+#[test]
+fn a_save_over_a_checkpoint_that_was_rolled_back_leaves_the_one_before() {
+    let ordeal = Ordeal {
+        prepare: |base| {
+            saves(base, &[saved(10, 1), saved(20, 1)]);
+            roll_back(base, 10);
+        },
+        act: |disk, out_dir| saved(20, 2).save(disk.clone(), out_dir),
+        usable: [Some(saved(10, 1)), Some(saved(20, 2))],
+        done: saved(20, 2),
+    };
+    assert!(ordeal.run() > 25);
+}
+
+#[test]
+fn a_save_over_the_latest_checkpoint_leaves_the_old_state_or_the_new_one() {
+    let ordeal = Ordeal {
+        // There is no other to fall back to.
+        prepare: |base| saves(base, &[saved(20, 1)]),
+        act: |disk, out_dir| saved(20, 2).save(disk.clone(), out_dir),
+        usable: [Some(saved(20, 1)), Some(saved(20, 2))],
+        done: saved(20, 2),
+    };
+    assert!(ordeal.run() > 25);
+}
+
+#[test]
+fn a_latest_checkpoint_that_was_saved_over_can_be_saved_over_again() {
+    let ordeal = Ordeal {
+        prepare: |base| saves(base, &[saved(20, 1), saved(20, 2)]),
+        act: |disk, out_dir| saved(20, 3).save(disk.clone(), out_dir),
+        usable: [Some(saved(20, 2)), Some(saved(20, 3))],
+        done: saved(20, 3),
+    };
+    assert!(ordeal.run() > 25);
+}
+
+#[test]
+fn retention_that_is_stopped_never_costs_the_newest_checkpoint() {
+    let ordeal = Ordeal {
+        prepare: |base| saves(base, &[saved(5, 1), saved(10, 1)]),
+        act: |disk, out_dir| {
+            saved(20, 1).save(disk.clone(), out_dir)?;
+            retain(disk.as_ref(), out_dir, KEEP, &[]).map(drop)
+        },
+        usable: [Some(saved(10, 1)), Some(saved(20, 1))],
+        done: saved(20, 1),
+    };
+    assert!(ordeal.run() > 35);
+}
+
+/// What is left of a checkpoint that was being deleted is whole, or no checkpoint by name.
+#[test]
+fn a_deletion_that_is_stopped_leaves_no_half_of_a_checkpoint() {
+    let base = tempfile::tempdir().unwrap();
+    saves(base.path(), &[saved(5, 1), saved(10, 1), saved(20, 1)]);
+    let journal = Journal::new(base.path());
+    let gone = retain(journal.as_ref(), &out_dir(base.path()), KEEP, &[]).unwrap();
+    assert_eq!(gone, [5, 10]);
+    let mut left = [0; 3];
+    for (steps, tree) in journal.outcomes(0) {
+        let base = make(&tree);
+        let root = out_dir(base.path()).join("checkpoints");
+        let names = names(&root);
+        let whole: Vec<&String> = names.iter().filter(|name| name.starts_with("step_")).collect();
+        for name in &whole {
+            let reader = Reader::open_folder(&root.join(name)).unwrap();
+            reader
+                .verify()
+                .unwrap_or_else(|error| panic!("after {steps} steps: {error}"));
+        }
+        left[whole.len() - 1] += 1;
+    }
+    assert!(left.iter().all(|&found| found > 0), "{left:?}");
 }

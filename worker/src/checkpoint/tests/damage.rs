@@ -44,7 +44,10 @@ fn damage_is_named() {
     assert!(open_error(folder.path()).contains("part-0.safetensors` is damaged: its header"));
 
     fs::remove_file(&part).unwrap();
-    insta::assert_snapshot!(open_error(folder.path()), @"cannot read `OUT/checkpoints/step_00000020/part-0.safetensors`: No such file or directory (os error 2)");
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    checkpoint file `OUT/checkpoints/step_00000020/part-0.safetensors` is missing
+      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+    ");
     fs::write(&part, &good).unwrap();
 
     let manifest = path.join("manifest.json");
@@ -75,6 +78,41 @@ fn damage_is_named() {
     insta::assert_snapshot!(open_error(folder.path()), @"cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: `../../etc`");
     fs::write(folder.path().join("checkpoints/latest"), "step_00000020").unwrap();
     assert_eq!(check_latest(folder.path()), 20);
+}
+
+#[test]
+fn a_latest_checkpoint_that_is_gone_is_named() {
+    let (folder, _) = saved(20);
+    fs::write(folder.path().join("checkpoints/latest"), "step_00000021").unwrap();
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    checkpoint file `OUT/checkpoints/step_00000021/manifest.json` is missing
+      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+    ");
+}
+
+#[test]
+fn a_file_system_that_does_not_answer_is_named_with_what_it_was_asked() {
+    let path = PathBuf::from("out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors");
+    let stalled = CheckpointError::Stalled {
+        step: 4,
+        doing: "sync",
+        path: path.clone(),
+        seconds: 300.0,
+    };
+    insta::assert_snapshot!(stalled, @r"
+    the checkpoint of step 4 cannot be written: the file system was asked to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors` and has not answered for 300 s
+      hint: see whether the disk, or the server of the file system, is alive (`dmesg`); `train.checkpoint_timeout_s` says how long it is waited for
+    ");
+    let stuck = CheckpointError::Stuck {
+        step: 6,
+        before: 4,
+        doing: "sync",
+        path,
+    };
+    insta::assert_snapshot!(stuck, @r"
+    the checkpoint of step 6 cannot begin: for that of step 4 the file system was asked to sync `out/checkpoints/.saving_step_00000004.g1/parameters-1-of-2.safetensors`, and it has still not answered
+      hint: see whether the disk, or the server of the file system, is alive (`dmesg`); `train.checkpoint_timeout_s` says how long it is waited for
+    ");
 }
 
 /// Flips a bit in every fifth byte of each file in turn: either the checkpoint is refused, or what it gives is right.

@@ -13,6 +13,7 @@ use crate::device::DType;
 
 mod crash;
 mod damage;
+mod journal;
 mod tools;
 
 const SHAPE: &[u64] = &[3, 4];
@@ -325,19 +326,44 @@ fn saving_the_latest_step_again_keeps_it_if_it_is_the_same() {
     save(folder.path(), 20);
     save(folder.path(), 20);
     assert_eq!(check_latest(folder.path()), 20);
-    let other = weights(7);
-    let writer = Writer::begin(folder.path(), 20, 1).unwrap();
-    writer.write("a", &[piece("w", 0..12, &other)]).unwrap();
-    let error = writer.commit(&state(20), &["a"]).unwrap_err();
-    insta::assert_snapshot!(message(&error, folder.path()), @r"
-    checkpoint `OUT/checkpoints/step_00000020` exists already with another content
-      hint: delete it, or take another `run.out_dir`
-    ");
-    assert_eq!(check_latest(folder.path()), 20);
     assert_eq!(
-        names(&folder.path().join("checkpoints")),
-        ["latest", "step_00000020"]
+        names(&folder.path().join("checkpoints/step_00000020")),
+        ["manifest.json", "part-0.safetensors", "part-1.safetensors"],
+        "nothing was written again"
     );
+}
+
+#[test]
+fn saving_the_latest_step_again_with_another_content_replaces_it() {
+    let folder = tempfile::tempdir().unwrap();
+    save(folder.path(), 20);
+    let path = folder.path().join("checkpoints").join(step_name(20));
+    let ours = path.join("notes.txt");
+    fs::write(&ours, "of somebody else").unwrap();
+    for (revision, value) in [(1, 7), (2, 8), (1, 9)] {
+        let other = weights(value);
+        let writer = Writer::begin(folder.path(), 20, 1).unwrap();
+        writer.write("part-0", &[piece("w", 0..12, &other)]).unwrap();
+        assert_eq!(writer.commit(&state(20), &["part-0"]).unwrap(), path);
+        let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+        reader.verify().unwrap();
+        assert_eq!(reader.read("w", 0..12).unwrap(), other);
+        assert!(reader.read("m", 0..12).is_err(), "the state before had it");
+        let file = format!("part-0-r{revision}.safetensors");
+        assert_eq!(names(&path), ["manifest.json", "notes.txt", &file]);
+        assert_eq!(
+            names(&folder.path().join("checkpoints")),
+            ["latest", "step_00000020"]
+        );
+    }
+}
+
+#[test]
+fn saving_the_latest_step_again_mends_one_that_is_damaged() {
+    let (folder, path) = saved(20);
+    fs::write(path.join("part-1.safetensors"), "").unwrap();
+    save(folder.path(), 20);
+    assert_eq!(check_latest(folder.path()), 20);
 }
 
 #[test]

@@ -19,7 +19,7 @@ use super::translate::{Share, offset};
 use super::verdict::{Observation, Verdict, judge};
 use crate::collective::{Failure, Flight, Request, Wait};
 use crate::device::{Arena, Event};
-use crate::session::Cancel;
+use crate::session::{Cancel, Waiting, Wanted};
 
 /// How long NCCL is asked without a rest whether it is done with a call.
 const SPIN: Duration = Duration::from_micros(200);
@@ -76,6 +76,18 @@ struct State {
     sums: ScaledSums,
 }
 
+impl Waiting for Comm {
+    fn waiting(&self) -> Option<Wanted> {
+        // As of the watchdog's last look. Whoever holds the recorder is about to change what it says.
+        let oldest = self.recorder.try_lock().ok()?.oldest()?;
+        Some(Wanted {
+            what: format!("{} of `{}`, {},", oldest.name, self.membership.name, oldest.phase),
+            waited: oldest.since.elapsed(),
+            ranks: Vec::new(),
+        })
+    }
+}
+
 impl Comm {
     /// Makes a communicator: `begin` starts it, and this waits until it is there.
     pub(super) fn make(
@@ -99,6 +111,8 @@ impl Comm {
             fate: OnceLock::new(),
         });
         comm.ask(None, wait, |_, _| Ok(()))?;
+        let waiting: Arc<dyn Waiting> = comm.clone();
+        comm.membership.cancel.listen_to(Arc::downgrade(&waiting));
         Ok(comm)
     }
 

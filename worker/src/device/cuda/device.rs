@@ -14,7 +14,7 @@ use super::launch::address_of;
 use super::memory::{Account, DeviceMemory};
 use super::stream::CudaStream;
 use super::{Context, CubinCache, DevicePtr, Launch};
-use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Fetch, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Fetch, HostSide, Stream};
 use crate::ops::Op;
 
 /// How a device is opened.
@@ -127,6 +127,18 @@ impl CudaDevice {
             .get(stream.0 as usize)
             .expect("a stream of this device")
             .clone()
+    }
+
+    /// Enqueues something of the driver's, unless the stream has failed.
+    pub(super) fn attempt(
+        &self,
+        stream: Stream,
+        what: &'static str,
+        work: impl FnOnce(sys::CUstream) -> Result<(), DeviceError>,
+    ) {
+        if let Ok(stream) = self.find(stream) {
+            stream.attempt(what, |_| work(stream.raw()));
+        }
     }
 
     fn record_by(
@@ -263,6 +275,10 @@ impl Device for CudaDevice {
         }
         self.begin_fetch(stream, src)
             .unwrap_or_else(|error| Fetch::arrived(Err(error)))
+    }
+
+    fn host_side(&self) -> Option<&dyn HostSide> {
+        Some(self)
     }
 
     fn peak_bytes(&self) -> Option<usize> {

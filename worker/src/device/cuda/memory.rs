@@ -202,11 +202,30 @@ fn out_of_memory(
 #[derive(Debug)]
 pub(super) struct PinnedMemory {
     ptr: NonNull<u8>,
+    bytes: usize,
     context: Arc<Context>,
 }
 
-// SAFETY: plain memory, owned by this value.
+// SAFETY: plain memory, owned by this value; access to it is regulated by the arena, or by whoever has it alone.
 unsafe impl Send for PinnedMemory {}
+// SAFETY: as above; `&PinnedMemory` only gives out the address.
+unsafe impl Sync for PinnedMemory {}
+
+// SAFETY: so many zeroed bytes at `ptr`, which the driver aligns to a page, owned by this value until it is dropped.
+// The device reads and writes them only in copies whose callers order them with everybody else.
+unsafe impl Memory for PinnedMemory {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn host_ptr(&self) -> Option<NonNull<u8>> {
+        Some(self.ptr)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
 
 impl PinnedMemory {
     /// So many zeroed bytes.
@@ -227,6 +246,7 @@ impl PinnedMemory {
         unsafe { ptr.write_bytes(0, length) };
         Ok(Self {
             ptr,
+            bytes: length,
             context: context.clone(),
         })
     }

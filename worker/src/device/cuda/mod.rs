@@ -8,6 +8,7 @@
 //! | `driver` | [`Context`]: the driver started, one device chosen; results as errors | memory, streams |
 //! | `memory` | [`DeviceMemory`] and pinned host memory, accounts of who holds what | streams |
 //! | `fetch` | numbers on their way to the host | streams |
+//! | `host_side` | copies and work of the host in a stream, as [`super::HostSide`] | what the work is |
 //! | `event` | CUDA's events as [`super::Event`] | operations |
 //! | `stream` | one stream: its first error, its last operations, its scratch memory, its staging | which operations exist |
 //! | `arch`, `nvrtc`, `cache` | from the text of a kernel to a CUBIN, on disk and in memory; needs no GPU | streams |
@@ -18,7 +19,8 @@
 //! | `device` | [`CudaDevice`]: all of it as a [`super::Device`] | |
 //!
 //! Streams are CUDA streams that do not synchronise with the default one. Enqueueing launches and returns; the host
-//! waits only in `synchronize`, `download` and for events of the host. Memory is zeroed when it is allocated.
+//! waits only in `synchronize`, `download` and for events of the host; work of the host is called by its stream. Memory
+//! is zeroed when it is allocated.
 
 mod arch;
 mod cache;
@@ -27,6 +29,7 @@ mod device;
 mod driver;
 mod event;
 mod fetch;
+mod host_side;
 mod kernel;
 mod launch;
 mod matmul;

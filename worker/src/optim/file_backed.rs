@@ -39,9 +39,7 @@ impl FileBacked {
     }
 
     fn update(&self, stream: Stream, op: &AdamW) {
-        self.by_piece(stream, &[&op.param, &op.m, &op.v], |range| {
-            piece(op, range).into()
-        });
+        self.by_piece(stream, &[&op.param, &op.m, &op.v], |range| op.slice(range).into());
     }
 
     fn cast(&self, stream: Stream, op: &Cast) {
@@ -89,19 +87,6 @@ fn in_files(buffers: &[&Buffer], visit: impl Fn(&FileMemory, Range<usize>), rang
             let each = buffer.dtype().bytes();
             visit(memory, (first + range.start) * each..(first + range.end) * each);
         }
-    }
-}
-
-/// Some elements of an update.
-fn piece(op: &AdamW, range: &Range<usize>) -> AdamW {
-    let of = |buffer: &Buffer| buffer.slice(range.clone());
-    AdamW {
-        param: of(&op.param),
-        copy: op.copy.as_ref().map(of),
-        grad: of(&op.grad),
-        m: of(&op.m),
-        v: of(&op.v),
-        ..op.clone()
     }
 }
 

@@ -1,0 +1,152 @@
+//! Workers that hang: found, asked what they do, written down, ended.
+
+use std::fmt::Write as _;
+use std::time::Instant;
+
+use ddp_proto::ids::LocalRank;
+use nix::sys::signal::Signal;
+
+use super::super::aside;
+use super::Driver;
+use crate::hang::{self, Beat};
+
+/// Lines of a worker's own answer that the report shows: what it waits for, and the stack of its main thread.
+const ANSWER_LINES: usize = 24;
+
+impl Driver<'_> {
+    /// Asks all workers what they do when one has said nothing new for too long; the answers are judged by
+    /// [`Driver::judge_hung`]. Half-way there, it is called slow.
+    pub(super) fn look_for_hung_workers(&mut self) {
+        let (Some(bound), true, false) = (self.plan.hang_timeout, self.machine.is_running(), self.asking)
+        else {
+            return;
+        };
+        let now = Instant::now();
+        if self.crew.silent(bound).is_some() {
+            self.asking = true;
+            self.control.describe();
+            return aside::wait_for_answers(self.aside.clone());
+        }
+        let Some((local_rank, _, beat)) = self.crew.silent(bound / 2) else {
+            return;
+        };
+        if let Some(worker) = self.crew.get_mut(local_rank)
+            && worker.called_slow != Some(beat.step)
+        {
+            worker.called_slow = Some(beat.step);
+            let words = format!("rank {} {}", worker.rank, beat.slowness(now, bound));
+            self.console.say(&words);
+        }
+    }
+
+    /// Ends the worker that hangs, with SIGABRT: a Python program with `faulthandler` shows where it was. One that is
+    /// still there at the next look gets SIGKILL. What follows is what follows any failure.
+    pub(super) fn judge_hung(&mut self) {
+        self.asking = false;
+        self.read_control();
+        let (Some(bound), true) = (self.plan.hang_timeout, self.machine.is_running()) else {
+            return;
+        };
+        let Some((local_rank, pid, beat)) = self.crew.silent(bound) else {
+            return self
+                .console
+                .say("the worker that said nothing new goes on: it is slow, not lost");
+        };
+        let now = Instant::now();
+        if self.crew.get_mut(local_rank).is_some_and(|worker| worker.aborted) {
+            return self.crew.end_hung(local_rank, Signal::SIGKILL);
+        }
+        if self.waits_for_another_node(local_rank) && beat.silence(now) < bound * 2 {
+            // That node's agent will find the cause. Should it not, this rank's time is over some day too.
+            return;
+        }
+        let states = self.write_states();
+        let Some(worker) = self.crew.get_mut(local_rank) else {
+            return;
+        };
+        worker.aborted = true;
+        let mut words = beat.trouble(now, bound);
+        for line in summary(worker.state.as_deref(), &hang::threads_of(pid)) {
+            let _ = write!(words, "\n  {line}");
+        }
+        if let Some(states) = states {
+            let _ = write!(words, "\n  what all workers of this node did: {states}");
+        }
+        let rank = worker.rank;
+        worker
+            .said
+            .get_or_insert_with(|| format!("{}it {words}", hang::HUNG));
+        self.console.say(&format!("rank {rank} {words}"));
+        self.crew.end_hung(local_rank, Signal::SIGABRT);
+    }
+
+    /// It says that it waits, and for nobody here.
+    fn waits_for_another_node(&mut self, local_rank: LocalRank) -> bool {
+        let here: Vec<u32> = self.crew.ranks().map(|rank| rank.0).collect();
+        let Some(worker) = self.crew.get_mut(local_rank) else {
+            return false;
+        };
+        let awaited = &worker.waiting_for;
+        !awaited.is_empty() && awaited.iter().all(|rank| !here.contains(rank))
+    }
+
+    /// Writes what every worker does into its log folder, as `hang.txt`; gives the pattern of the files.
+    fn write_states(&mut self) -> Option<String> {
+        let now = Instant::now();
+        for (pid, worker) in self.crew.live() {
+            let beat = worker.beat.map_or_else(
+                || "no heartbeat yet".to_owned(),
+                |Beat { step, .. }| format!("step {step}"),
+            );
+            let silence = worker.beat.map_or(0.0, |beat| beat.silence(now).as_secs_f64());
+            let mut text = format!(
+                "rank {}, pid {pid}: {beat}, nothing new for {silence:.1} s\n",
+                worker.rank
+            );
+            if let Some(state) = &worker.state {
+                let _ = write!(text, "\nit says:\n{state}");
+            }
+            let _ = write!(text, "\nthe kernel says:\n{}", hang::threads_of(pid));
+            if let Err(error) = worker.write_state(&text) {
+                self.console
+                    .say(&format!("cannot write what rank {} does: {error}", worker.rank));
+            }
+        }
+        let dir = self.crew.attempt_dir()?;
+        Some(dir.join("*/hang.txt").display().to_string())
+    }
+}
+
+/// The worker's own words, or the kernel's if it has none.
+fn summary<'a>(answer: Option<&'a str>, threads: &'a str) -> impl Iterator<Item = &'a str> {
+    let own = answer.unwrap_or(threads);
+    // The stack of the main thread comes first, and ends where the next thread begins.
+    let mut seen = 0;
+    own.lines()
+        .take_while(move |line| {
+            seen += usize::from(answer.is_some() && line.starts_with("thread "));
+            seen < 2
+        })
+        .take(ANSWER_LINES)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_report_shows_what_is_waited_for_and_the_main_thread() {
+        let answer = "all-reduce #3 has waited 9.0 s for rank 1\nthread 7 (ddp-train)\n  run\nthread 8 (other)\n  park\n";
+        let shown: Vec<&str> = summary(Some(answer), "thread 7: S").collect();
+        assert_eq!(
+            shown,
+            [
+                "all-reduce #3 has waited 9.0 s for rank 1",
+                "thread 7 (ddp-train)",
+                "  run"
+            ]
+        );
+        let shown: Vec<&str> = summary(None, "thread 7: S\nthread 8: S\n").collect();
+        assert_eq!(shown, ["thread 7: S", "thread 8: S"]);
+    }
+}

@@ -1,0 +1,90 @@
+//! The host beside a GPU: page-locked arenas, copies to and from them, and work of the host in a stream.
+//!
+//! A CUDA stream calls the host itself, between what comes before and what comes after: nobody waits for it. The
+//! driver's thread that does so must not call the driver, not even to free memory. So what is done is put aside,
+//! and freed by whoever enqueues the next work.
+#![allow(unsafe_code, reason = "copies and calls of the CUDA driver")]
+
+use std::ffi::c_void;
+use std::mem::take;
+use std::sync::{Mutex, PoisonError};
+
+use cudarc::driver::result;
+
+use super::device::CudaDevice;
+use super::driver::driver_error;
+use super::memory::PinnedMemory;
+use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, HostSide, HostWork, Stream};
+
+/// Work that has been done. Of the process, so that the last to know it is never the driver's thread.
+static DONE: Mutex<Vec<HostWork>> = Mutex::new(Vec::new());
+
+impl HostSide for CudaDevice {
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        let memory = PinnedMemory::new(self.context(), spec.len * spec.dtype.bytes())?;
+        Ok(Arena::new(
+            spec.name.clone(),
+            spec.dtype,
+            spec.len,
+            Box::new(memory),
+        ))
+    }
+
+    fn named_stream(&self, name: &str) -> Stream {
+        Self::named_stream(self, name, false)
+    }
+
+    unsafe fn copy(&self, stream: Stream, from: &Buffer, to: &Buffer) {
+        self.attempt(stream, "copy beside the host", |stream| {
+            if from.bytes() != to.bytes() {
+                let what = format!("{} bytes into {}", from.bytes(), to.bytes());
+                return Err(DeviceError::Shape { op: "copy", what });
+            }
+            let copied = if is_pinned(to) {
+                let source = self.address(from)?.raw();
+                // SAFETY: the memory is page-locked and has so many bytes, and until the copy has ended nobody touches
+                // them who is not ordered by the stream: the caller vouches for it.
+                unsafe {
+                    let target = std::slice::from_raw_parts_mut(to.byte_ptr()?, to.bytes());
+                    result::memcpy_dtoh_async(target, source, stream)
+                }
+            } else {
+                let target = self.address(to)?.raw();
+                // SAFETY: as above.
+                unsafe {
+                    let source = std::slice::from_raw_parts(from.byte_ptr()?, from.bytes());
+                    result::memcpy_htod_async(target, source, stream)
+                }
+            };
+            copied.map_err(|error| driver_error(format!("cannot copy `{}`", from.arena().name()), error))
+        });
+    }
+
+    fn run(&self, stream: Stream, work: HostWork) {
+        // What was done before is freed here, outside of the lock, which the driver's thread takes.
+        drop(take(&mut *DONE.lock().unwrap_or_else(PoisonError::into_inner)));
+        self.attempt(stream, "work of the host", |stream| {
+            let work = Box::into_raw(Box::new(work)).cast::<c_void>();
+            // SAFETY: the stream is alive; `call` takes what it is given once. Of a device that has failed it is never
+            // called, and the work is leaked with the process.
+            let launched = unsafe { result::stream::launch_host_function(stream, call, work) };
+            launched.map_err(|error| {
+                // SAFETY: made above, and not handed over.
+                drop(unsafe { Box::from_raw(work.cast::<HostWork>()) });
+                driver_error("cannot put work of the host on a stream".to_owned(), error)
+            })
+        });
+    }
+}
+
+/// The driver's thread comes here. A panic ends the process: its message has been written by then.
+unsafe extern "C" fn call(work: *mut c_void) {
+    // SAFETY: what `run` has made for this one call.
+    let mut work = unsafe { Box::from_raw(work.cast::<HostWork>()) };
+    work();
+    DONE.lock().unwrap_or_else(PoisonError::into_inner).push(*work);
+}
+
+fn is_pinned(buffer: &Buffer) -> bool {
+    buffer.arena().memory().as_any().is::<PinnedMemory>()
+}

@@ -1,0 +1,204 @@
+//! Work of the host on numbers of a device: they are brought over, worked on, and the results brought back, while
+//! the host goes on and neighbours overlap.
+//!
+//! Each pass takes the next of a few *slots* of page-locked memory and goes through three streams, in which events
+//! keep it behind the pass before and behind the last one that used its slot:
+//!
+//! ```text
+//! down   inputs of 0 | inputs of 1 | inputs of 2 | …
+//! host               | work of 0   | work of 1   | work of 2 | …
+//! up                               | results of 0| results of 1 | …
+//! ```
+#![allow(unsafe_code, reason = "copies that run later, ordered here")]
+
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, HostSide, Sharing, Stream};
+
+/// With three, one is filled while one is worked on and one is emptied.
+const SLOTS: usize = 3;
+
+/// Every buffer begins at a multiple of this in its slot: wide enough for any element and any copy.
+const ALIGNMENT: usize = 256;
+
+/// Longest wait for what is in flight. Collectives that never end are ended by their communicator long before; this
+/// bounds a device that has stopped answering.
+const PATIENCE: Duration = Duration::from_mins(30);
+
+/// What the host does with the bytes of the inputs; every byte of the results is to be written.
+pub type PassWork = Box<dyn FnOnce(&[&[u8]], &mut [&mut [u8]]) -> Result<(), DeviceError> + Send>;
+
+/// Some work of the host.
+pub struct HostPass {
+    /// Read, in the device's memory.
+    pub inputs: Vec<Buffer>,
+    /// Written, in the device's memory.
+    pub outputs: Vec<Buffer>,
+    /// Runs in a thread that must not call the device, nor free its memory: it owns memory of the host alone. What it
+    /// touches of that is refused to others by its arena meanwhile.
+    pub work: PassWork,
+}
+
+impl HostPass {
+    /// Bytes that it takes in a slot.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        let buffers = self.inputs.iter().chain(&self.outputs);
+        buffers.map(|b| b.bytes().next_multiple_of(ALIGNMENT)).sum()
+    }
+}
+
+/// See the module.
+pub struct Ferry {
+    device: Arc<dyn Device>,
+    down: Stream,
+    host: Stream,
+    up: Stream,
+    slots: Mutex<Slots>,
+    slot_bytes: usize,
+    failure: Arc<OnceLock<DeviceError>>,
+}
+
+struct Slots {
+    next: usize,
+    all: [Slot; SLOTS],
+}
+
+struct Slot {
+    memory: Arena,
+    /// The last pass that used it has left.
+    free: Event,
+}
+
+impl Ferry {
+    /// For passes of at most so many bytes. None for a device whose memory is the host's: there is nothing to carry.
+    pub fn new(device: &Arc<dyn Device>, slot_bytes: usize) -> Result<Option<Self>, DeviceError> {
+        let Some(side) = device.host_side() else {
+            return Ok(None);
+        };
+        let slot = |_| -> Result<Slot, DeviceError> {
+            let memory = side.alloc(&ArenaSpec {
+                name: "page-locked staging".into(),
+                dtype: DType::U8,
+                len: slot_bytes,
+                sharing: Sharing::Private,
+            })?;
+            let free = Event::reached();
+            Ok(Slot { memory, free })
+        };
+        Ok(Some(Self {
+            slots: Mutex::new(Slots {
+                next: 0,
+                all: [slot(0)?, slot(1)?, slot(2)?],
+            }),
+            down: side.named_stream("copy to the host"),
+            host: side.named_stream("work of the host"),
+            up: side.named_stream("copy from the host"),
+            failure: Arc::default(),
+            device: device.clone(),
+            slot_bytes,
+        }))
+    }
+
+    /// Page-locked memory of all slots.
+    #[must_use]
+    pub const fn staging_bytes(&self) -> usize {
+        SLOTS * self.slot_bytes
+    }
+
+    /// Puts passes on a stream: the first one begins when what is in the stream has run, and what comes later in it
+    /// runs after the last one. The work of one is done before that of the next begins. A failure fails the stream at
+    /// the next call, and is told by [`Ferry::failure`] before.
+    ///
+    /// # Panics
+    /// If a pass is larger than a slot.
+    pub fn carry(&self, stream: Stream, passes: Vec<HostPass>) {
+        let deadline = Instant::now() + PATIENCE;
+        let device = self.device.as_ref();
+        if let Err(error) = self.failure() {
+            let (event, signal) = Event::pair("work of the host");
+            signal.set(Err(error));
+            device.wait_event(stream, &event, deadline);
+            return;
+        }
+        if passes.is_empty() {
+            return;
+        }
+        device.wait_event(self.down, &device.record(stream), deadline);
+        for pass in passes {
+            self.cross(pass, deadline);
+        }
+        // Passes land in order.
+        device.wait_event(stream, &device.record(self.up), deadline);
+    }
+
+    /// The first error of any work. After it no work is done any more, and results are arbitrary.
+    pub fn failure(&self) -> Result<(), DeviceError> {
+        self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
+    }
+
+    fn cross(&self, pass: HostPass, deadline: Instant) {
+        assert!(pass.bytes() <= self.slot_bytes, "a pass is larger than its slot");
+        let (device, side) = (self.device.as_ref(), self.side());
+        let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
+        let slot = slots.next;
+        slots.next = (slot + 1) % SLOTS;
+        let slot = &mut slots.all[slot];
+        let (inputs, outputs) = cut(&slot.memory, &pass);
+        device.wait_event(self.down, &slot.free, deadline);
+        for (from, to) in pass.inputs.iter().zip(&inputs) {
+            // SAFETY: the slots are known here alone. The last pass that used this one has landed before `down` goes
+            // on, its work with it; this pass's own work waits for `down` below.
+            unsafe { side.copy(self.down, from, to) };
+        }
+        device.wait_event(self.host, &device.record(self.down), deadline);
+        let (failure, mut work) = (self.failure.clone(), Some(pass.work));
+        let (read, written) = (inputs, outputs.clone());
+        // The slot stays with the closure, which a thread drops that may free it.
+        let job = move || {
+            if let (Some(work), None) = (work.take(), failure.get())
+                && let Err(error) = call(work, &read, &written)
+            {
+                // No other work runs meanwhile.
+                let _ = failure.set(error);
+            }
+        };
+        side.run(self.host, Box::new(job));
+        device.wait_event(self.up, &device.record(self.host), deadline);
+        for (from, to) in outputs.iter().zip(&pass.outputs) {
+            // SAFETY: the work that writes the range has ended before `up` goes on, and no other pass uses the slot
+            // before the event recorded below.
+            unsafe { side.copy(self.up, from, to) };
+        }
+        slot.free = device.record(self.up);
+    }
+
+    fn side(&self) -> &dyn HostSide {
+        self.device.host_side().expect("it had one when this was made")
+    }
+}
+
+/// The parts of a slot that hold inputs and outputs, as bytes.
+fn cut(slot: &Arena, pass: &HostPass) -> (Vec<Buffer>, Vec<Buffer>) {
+    let mut end = 0_usize;
+    let mut part = |buffer: &Buffer| {
+        let start = end.next_multiple_of(ALIGNMENT);
+        end = start + buffer.bytes();
+        slot.slice(start..end)
+    };
+    let inputs = pass.inputs.iter().map(&mut part).collect();
+    (inputs, pass.outputs.iter().map(&mut part).collect())
+}
+
+/// Borrows the parts of a slot for as long as `work` takes.
+fn call(work: PassWork, inputs: &[Buffer], outputs: &[Buffer]) -> Result<(), DeviceError> {
+    let read: Vec<_> = inputs.iter().map(Buffer::host_bytes).collect::<Result<_, _>>()?;
+    let mut written: Vec<_> = outputs
+        .iter()
+        .map(Buffer::host_bytes_mut)
+        .collect::<Result<_, _>>()?;
+    let read: Vec<&[u8]> = read.iter().map(|bytes| &bytes[..]).collect();
+    let mut written: Vec<&mut [u8]> = written.iter_mut().map(|bytes| &mut bytes[..]).collect();
+    work(&read, &mut written)
+}

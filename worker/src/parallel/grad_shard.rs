@@ -1,0 +1,148 @@
+//! Gradients that exist only as this rank's shard, plus the units that are in flight (ZeRO-2 and -3).
+//!
+//! Backward writes a unit into a slot; the unit is reduce-scattered there, this rank's slice is added to the shard,
+//! and the slot serves another unit.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::reports::Turn;
+use super::slots::{Course, Landed, Landing, Slots, slots_for};
+use super::waiting::Waiting;
+use super::{GradientLayout, Portion, ReduceError, ShardGroups, ShardUnit, Sharding};
+use crate::collective::Work;
+use crate::device::{Arena, ArenaSpec, Buffer, Device, Sharing, Stream};
+use crate::model::ParamId;
+use crate::ops::Fill;
+
+/// See the module.
+pub(super) struct GradShard {
+    device: Arc<dyn Device>,
+    sharding: Arc<Sharding>,
+    slots: Slots,
+    /// By unit: the slots that it may take.
+    choice: Vec<Range<usize>>,
+    /// By unit: the slot that it is written in.
+    taken: Vec<Option<usize>>,
+    shard: Arena,
+}
+
+impl GradShard {
+    /// Every rank of `groups` must call it, with the same layout.
+    pub(super) fn new(
+        groups: &ShardGroups,
+        (device, stream): (&Arc<dyn Device>, Stream),
+        layout: &GradientLayout,
+        sharding: &Arc<Sharding>,
+    ) -> Result<Self, ReduceError> {
+        let (sizes, choice) = staged(layout, sharding);
+        let spec = |sharing| ArenaSpec {
+            name: "gradients".into(),
+            dtype: layout.accumulated(),
+            len: sharding.shard_len(),
+            sharing,
+        };
+        Ok(Self {
+            slots: Slots::new(groups.world(), (device, stream), layout.dtype(), sizes)?,
+            shard: match groups.copies() {
+                Some(_) => groups.world().alloc_shared(device, &spec(Sharing::Node))?,
+                None => device.alloc(&spec(Sharing::Private))?,
+            },
+            taken: vec![None; choice.len()],
+            choice,
+            device: device.clone(),
+            sharding: sharding.clone(),
+        })
+    }
+
+    /// Memory for a gradient; the first one of a unit takes a slot.
+    pub(super) fn grad(
+        &mut self,
+        id: ParamId,
+        waiting: &Waiting,
+        deadline: Instant,
+    ) -> Result<Buffer, ReduceError> {
+        let (unit, range) = self.sharding.home(id);
+        let slot = match self.taken[unit] {
+            Some(slot) => slot,
+            None => self.take(unit, waiting, deadline)?,
+        };
+        Ok(self.slots.slice(slot, range))
+    }
+
+    fn take(&mut self, unit: usize, waiting: &Waiting, deadline: Instant) -> Result<usize, ReduceError> {
+        let free = self.choice[unit]
+            .clone()
+            .filter(|slot| !self.taken.contains(&Some(*slot)));
+        let Some(slot) = free.min_by_key(|&slot| self.slots.last_launch(slot)) else {
+            let param = self.sharding.units()[unit].name.clone();
+            return Err(ReduceError::OutOfOrder { param });
+        };
+        self.slots.land(slot, Course::Computes, waiting, deadline);
+        self.taken[unit] = Some(slot);
+        for gap in self.sharding.gaps(unit) {
+            let out = self.slots.slice(slot, gap);
+            let stream = self.slots.stream();
+            self.device.enqueue(stream, Fill { out, value: 0.0 }.into());
+        }
+        Ok(slot)
+    }
+
+    fn slot_of(&self, unit: usize) -> usize {
+        self.taken[unit].expect("all gradients of the unit were written")
+    }
+
+    /// All elements of a unit that has been written.
+    pub(super) fn buffer(&self, unit: usize) -> Buffer {
+        let len = self.sharding.units()[unit].len();
+        self.slots.slice(self.slot_of(unit), 0..len)
+    }
+
+    /// The unit is being reduce-scattered.
+    pub(super) fn launched(&mut self, unit: usize, work: Work, turn: Turn) {
+        let slot = self.slot_of(unit);
+        self.taken[unit] = None;
+        let landing = Landing {
+            unit,
+            work,
+            own: self.sharding.own(unit),
+            place: self.shard.slice(self.sharding.own_place(unit).shard),
+            accumulate: !turn.is_first(),
+            is_last: turn.is_last(),
+        };
+        self.slots.launched(slot, landing);
+    }
+
+    /// Puts the rest of the reduced units into the shard.
+    pub(super) fn land_all(&mut self, waiting: &Waiting, deadline: Instant) {
+        self.slots.land_all(Course::Computes, waiting, deadline);
+    }
+
+    /// See [`Slots::take_landed`].
+    pub(super) fn take_landed(&mut self) -> Vec<Landed> {
+        self.slots.take_landed()
+    }
+
+    /// Forgets what an abandoned step has written.
+    pub(super) fn reset(&mut self) {
+        self.taken.fill(None);
+    }
+
+    pub(super) fn portion(&self) -> Portion {
+        Portion::Shard(self.shard.clone())
+    }
+
+    /// Shard and slots.
+    pub(super) fn bytes(&self) -> usize {
+        self.shard.bytes() + self.slots.bytes()
+    }
+}
+
+/// Sizes of the slots for gradients in flight, and those that each unit may take.
+pub(super) fn staged(layout: &GradientLayout, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
+    // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
+    let is_tied = |unit: &ShardUnit| unit.params.iter().any(|id| layout.spec(*id).contributions > 1);
+    let units = sharding.units().iter();
+    slots_for(&units.map(|unit| (unit.len(), is_tied(unit))).collect::<Vec<_>>())
+}

@@ -1,0 +1,287 @@
+//! Waiting for communication, and the account of it: the one place where a step's exposed time is measured.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::collective::{Work, WorkError};
+use crate::device::{Device, Event, Stream};
+
+/// Time that communication took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SyncTimes {
+    /// In collective operations, waiting for other ranks included.
+    pub comm: Duration,
+    /// The part that nothing else hid: for which the host was blocked, or, on a device that runs asynchronously, the
+    /// stream that computes stood still.
+    pub exposed: Duration,
+}
+
+impl std::ops::AddAssign for SyncTimes {
+    fn add_assign(&mut self, other: Self) {
+        self.comm += other.comm;
+        self.exposed += other.exposed;
+    }
+}
+
+/// See the module.
+pub(super) struct Waiting {
+    device: Arc<dyn Device>,
+    account: Mutex<Account>,
+}
+
+#[derive(Default)]
+struct Account {
+    times: SyncTimes,
+    /// Nobody has asked how they ended.
+    unsettled: Vec<Work>,
+    /// Points of a stream before and behind a wait of it.
+    stood: Vec<[Event; 2]>,
+    failure: Option<WorkError>,
+}
+
+impl Waiting {
+    /// Of the streams of a device, and of its host.
+    pub(super) fn new(device: &Arc<dyn Device>) -> Self {
+        Self {
+            device: device.clone(),
+            account: Mutex::default(),
+        }
+    }
+
+    /// Issues an operation, whose time and failure are known here from now on. Without an executor of its own it is
+    /// carried out in the call.
+    pub(super) fn launch(&self, issue: impl FnOnce() -> Work) -> Work {
+        let began = Instant::now();
+        let work = issue();
+        self.blocked_since(began);
+        self.account().unsettled.push(work.clone());
+        work
+    }
+
+    /// Later operations of `stream`, which computes, run after `event`.
+    pub(super) fn in_stream(&self, stream: Stream, event: &Event, deadline: Instant) {
+        if !self.device.is_asynchronous() || matches!(event.poll(), Some(Ok(()))) {
+            return self.beside(stream, event, deadline);
+        }
+        let before = self.device.record_timed(stream);
+        self.device.wait_event(stream, event, deadline);
+        let behind = self.device.record_timed(stream);
+        self.account().stood.push([before, behind]);
+    }
+
+    /// The same for a stream beside that one: only a blocked host hides nothing.
+    pub(super) fn beside(&self, stream: Stream, event: &Event, deadline: Instant) {
+        let began = Instant::now();
+        self.device.wait_event(stream, event, deadline);
+        self.blocked_since(began);
+    }
+
+    /// Blocks the host until `work` is done.
+    pub(super) fn on_host(&self, work: &Work, deadline: Instant) -> Result<(), WorkError> {
+        let began = Instant::now();
+        let outcome = work.wait(deadline);
+        let mut account = self.account();
+        account.times.exposed += began.elapsed();
+        if let Err(error) = &outcome {
+            account.failure.get_or_insert_with(|| error.clone());
+        }
+        outcome.map(drop)
+    }
+
+    /// Why an operation failed, if one is known to have.
+    pub(super) fn settle(&self) -> Result<(), WorkError> {
+        let now = Instant::now();
+        let mut guard = self.account();
+        let account = &mut *guard;
+        for work in account.unsettled.extract_if(.., |work| work.is_done()) {
+            match work.wait(now) {
+                Ok(times) => account.times.comm += times.ended.saturating_duration_since(times.started),
+                Err(error) => {
+                    account.failure.get_or_insert(error);
+                }
+            }
+        }
+        for [before, behind] in account
+            .stood
+            .extract_if(.., |[_, behind]| behind.poll().is_some())
+        {
+            account.times.exposed += behind.state().since(&before).unwrap_or_default();
+        }
+        account.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// As [`Waiting::settle`].
+    pub(super) fn failure(&self) -> Option<WorkError> {
+        self.settle().err()
+    }
+
+    /// Since they were taken. What is in a stream counts once it has ended.
+    pub(super) fn times(&self) -> SyncTimes {
+        // Whoever asks for the failure is told of it.
+        let _ = self.settle();
+        self.account().times
+    }
+
+    /// The same, and begins a new account.
+    pub(super) fn take_times(&self) -> SyncTimes {
+        let times = self.times();
+        self.account().times = SyncTimes::default();
+        times
+    }
+
+    /// A device that runs asynchronously goes on meanwhile.
+    fn blocked_since(&self, began: Instant) {
+        if !self.device.is_asynchronous() {
+            self.account().times.exposed += began.elapsed();
+        }
+    }
+
+    fn account(&self) -> MutexGuard<'_, Account> {
+        self.account.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::any::Any;
+
+    use super::*;
+    use crate::collective::{Communicator, Executor, Launch, Solo, Traffic};
+    use crate::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, DeviceError, EventState, Sharing};
+    use crate::ops::Op;
+    use crate::session::Cancel;
+
+    const HELD: Duration = Duration::from_millis(2);
+
+    /// Takes its time to whoever waits for it.
+    struct Slow;
+
+    impl EventState for Slow {
+        fn poll(&self) -> Option<Result<(), DeviceError>> {
+            None
+        }
+
+        fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
+            let end = Instant::now() + HELD;
+            while Instant::now() < end {
+                std::hint::spin_loop();
+            }
+            Ok(())
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    #[test]
+    fn whatever_blocks_the_host_is_exposed() {
+        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
+        let stream = device.stream();
+        let waiting = Waiting::new(&device);
+        let deadline = Instant::now() + Duration::from_mins(1);
+        for wait in [Waiting::in_stream, Waiting::beside] {
+            wait(&waiting, stream, &Event::new(Slow), deadline);
+            assert!(waiting.take_times().exposed >= HELD);
+        }
+        // An executor that is the caller waits in the call.
+        let transport = Box::new(Solo::new(0));
+        let timeout = Duration::from_mins(1);
+        let comm = Communicator::new("solo", transport, Executor::Inline, timeout, &Cancel::new());
+        let spec = ArenaSpec {
+            name: "test".into(),
+            dtype: DType::F32,
+            len: 1,
+            sharing: Sharing::Private,
+        };
+        let buffer = device.alloc(&spec).unwrap().whole();
+        let launch = Launch::after(Event::new(Slow), Traffic::Grads, "test");
+        let work = waiting.launch(|| comm.all_gather(&buffer, launch));
+        assert!(work.is_done() && waiting.times().exposed >= HELD);
+        waiting.on_host(&work, deadline).unwrap();
+        assert_eq!(waiting.failure(), None);
+    }
+
+    /// A point that the device passes [`HELD`] after the one before it.
+    struct Point;
+
+    impl EventState for Point {
+        fn poll(&self) -> Option<Result<(), DeviceError>> {
+            Some(Ok(()))
+        }
+
+        fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+
+        fn since(&self, _earlier: &Event) -> Option<Duration> {
+            Some(HELD)
+        }
+    }
+
+    /// Takes what its host tells it, and runs it later.
+    struct Later(CpuDevice);
+
+    impl Device for Later {
+        fn name(&self) -> String {
+            "later".into()
+        }
+
+        fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+            self.0.alloc(spec)
+        }
+
+        fn stream(&self) -> Stream {
+            self.0.stream()
+        }
+
+        fn enqueue(&self, stream: Stream, op: Op) {
+            self.0.enqueue(stream, op);
+        }
+
+        fn record(&self, stream: Stream) -> Event {
+            self.0.record(stream)
+        }
+
+        fn record_timed(&self, _stream: Stream) -> Event {
+            Event::new(Point)
+        }
+
+        fn wait_event(&self, _stream: Stream, _event: &Event, _deadline: Instant) {}
+
+        fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+            self.0.synchronize(stream)
+        }
+
+        fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
+            self.0.upload(stream, dst, bytes);
+        }
+
+        fn is_asynchronous(&self) -> bool {
+            true
+        }
+
+        fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+            self.0.download(stream, src)
+        }
+    }
+
+    #[test]
+    fn a_stream_that_stands_still_is_exposed_and_one_beside_it_is_not() {
+        let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap()));
+        let (stream, deadline) = (device.stream(), Instant::now());
+        let waiting = Waiting::new(&device);
+        for _ in 0..3 {
+            waiting.in_stream(stream, &Event::new(Slow), deadline);
+        }
+        waiting.beside(stream, &Event::new(Slow), deadline);
+        assert_eq!(waiting.take_times().exposed, 3 * HELD);
+        // What has happened already costs no stream anything.
+        waiting.in_stream(stream, &Event::reached(), deadline);
+        assert_eq!(waiting.take_times(), SyncTimes::default());
+    }
+}

@@ -1,0 +1,207 @@
+//! The stacks of all threads of this process: the last words of a rank that hangs.
+//!
+//! Each thread is interrupted by a signal of our own and notes its return addresses; names are looked up by the
+//! thread that asks. Unwinding is not among the calls that POSIX allows in a signal handler: it takes no lock of ours
+//! and allocates nothing, and is done only in a process that is about to be ended.
+#![expect(unsafe_code, reason = "a signal handler, and a signal for one thread")]
+
+use std::ffi::c_int;
+use std::fmt::Write as _;
+use std::fs;
+use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Frames of one thread that are noted.
+const MAX_FRAMES: usize = 48;
+/// Threads that are asked; the rest are counted.
+const MAX_THREADS: usize = 64;
+/// How long one thread may take to answer: one that waits in the kernel where no signal reaches it never does.
+const ANSWER_BOUND: Duration = Duration::from_millis(50);
+/// Between two looks for the answer: a signal handler can wake nobody.
+const LOOK_INTERVAL: Duration = Duration::from_micros(100);
+/// Beyond `SIGRTMIN`: a real-time signal that neither libc, CUDA nor Python use.
+const SIGNAL_OFFSET: c_int = 13;
+/// End of the name of [`note`].
+const HANDLER: &str = "session::stacks::note";
+/// Functions below the first one that matters to anybody.
+const BEGINNINGS: [&str; 4] = [
+    "__rust_begin_short_backtrace",
+    "__libc_start",
+    "start_thread",
+    "clone3",
+];
+/// `FRAMES` is being filled.
+const PENDING: usize = usize::MAX;
+
+/// The thread that is asked, by its number in the kernel; 0: none.
+static ASKED: AtomicI32 = AtomicI32::new(0);
+/// Frames in [`FRAMES`] that count, or [`PENDING`].
+static COUNT: AtomicUsize = AtomicUsize::new(0);
+/// Return addresses, the innermost first.
+static FRAMES: [AtomicUsize; MAX_FRAMES] = [const { AtomicUsize::new(0) }; MAX_FRAMES];
+/// One asks at a time.
+static ASKING: Mutex<()> = Mutex::new(());
+
+/// All threads but the calling one, with their stacks, as text.
+pub(super) fn capture() -> String {
+    let _asking = ASKING.lock().unwrap_or_else(PoisonError::into_inner);
+    let signal = libc::SIGRTMIN() + SIGNAL_OFFSET;
+    if !listen(signal) {
+        return "the stacks cannot be captured: the signal for it is not to be had\n".to_owned();
+    }
+    let me = nix::unistd::gettid().as_raw();
+    let mut threads: Vec<i32> = fs::read_dir("/proc/self/task")
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
+        .filter(|thread| *thread != me)
+        .collect();
+    threads.sort_unstable();
+    let mut text = String::new();
+    for thread in threads.iter().take(MAX_THREADS) {
+        let name = fs::read_to_string(format!("/proc/self/task/{thread}/comm")).unwrap_or_default();
+        let _ = writeln!(text, "thread {thread} ({})", name.trim_end());
+        match ask(*thread, signal) {
+            Some(frames) => describe(&frames, &mut text),
+            None => text.push_str("  it does not answer: it waits inside the kernel, or has ended\n"),
+        }
+    }
+    if threads.len() > MAX_THREADS {
+        let _ = writeln!(text, "and {} more threads", threads.len() - MAX_THREADS);
+    }
+    text
+}
+
+/// Installs the handler; false if the system refuses.
+fn listen(signal: c_int) -> bool {
+    // SAFETY: all zeroes is a valid `sigaction`; handler and flags are set below.
+    let mut action: libc::sigaction = unsafe { std::mem::zeroed() };
+    action.sa_sigaction = note as *const () as usize;
+    // Calls that the signal interrupts go on.
+    action.sa_flags = libc::SA_RESTART;
+    // SAFETY: the action is valid, the old one is not asked for.
+    unsafe { libc::sigaction(signal, &raw const action, std::ptr::null_mut()) == 0 }
+}
+
+/// The handler: notes where this thread is.
+extern "C" fn note(_signal: c_int) {
+    // SAFETY: plain system call without arguments.
+    let me = unsafe { libc::syscall(libc::SYS_gettid) } as i32;
+    // A thread that answers too late must not write into another one's frames.
+    if ASKED.load(Ordering::Acquire) != me {
+        return;
+    }
+    let mut count = 0;
+    let keep = |frame: &backtrace::Frame| {
+        FRAMES[count].store(frame.ip() as usize, Ordering::Relaxed);
+        count += 1;
+        count < MAX_FRAMES
+    };
+    // SAFETY: one thread unwinds at a time, see `ASKING` and `ASKED`.
+    unsafe { backtrace::trace_unsynchronized(keep) };
+    COUNT.store(count, Ordering::Release);
+}
+
+/// The return addresses of one thread; none if it does not answer.
+fn ask(thread: i32, signal: c_int) -> Option<Vec<usize>> {
+    COUNT.store(PENDING, Ordering::Relaxed);
+    ASKED.store(thread, Ordering::Release);
+    // SAFETY: plain system call; a thread that has ended meanwhile gives an error.
+    let sent = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), thread, signal) } == 0;
+    let deadline = Instant::now() + ANSWER_BOUND;
+    let mut count = COUNT.load(Ordering::Acquire);
+    while sent && count == PENDING && Instant::now() < deadline {
+        std::thread::sleep(LOOK_INTERVAL);
+        count = COUNT.load(Ordering::Acquire);
+    }
+    ASKED.store(0, Ordering::Release);
+    (count != PENDING).then(|| {
+        FRAMES[..count]
+            .iter()
+            .map(|ip| ip.load(Ordering::Relaxed))
+            .collect()
+    })
+}
+
+/// A line a function, without the frames of the handler itself and of the thread's beginning.
+fn describe(frames: &[usize], text: &mut String) {
+    let functions: Vec<Vec<Function>> = frames.iter().map(|frame| functions_at(*frame)).collect();
+    let is_handler =
+        |inlined: &Vec<Function>| inlined.iter().any(|function| function.name.ends_with(HANDLER));
+    // What is nearer than the handler is its own doing.
+    let first = functions
+        .iter()
+        .rposition(is_handler)
+        .map_or(0, |handler| handler + 1);
+    for Function { name, place } in functions[first..].iter().flatten() {
+        if !BEGINNINGS.iter().any(|begin| name.contains(begin)) {
+            let _ = writeln!(text, "  {name}{place}");
+        }
+    }
+}
+
+struct Function {
+    name: String,
+    /// ` at file:line`, where that is known.
+    place: String,
+}
+
+/// The function that an address is in, preceded by those that were inlined there; none without symbols.
+fn functions_at(address: usize) -> Vec<Function> {
+    let mut functions = Vec::new();
+    backtrace::resolve(address as *mut _, |symbol| {
+        let Some(name) = symbol.name() else {
+            return;
+        };
+        let place = match (symbol.filename(), symbol.lineno()) {
+            (Some(file), Some(line)) => format!(" at {}:{line}", file.display()),
+            _ => String::new(),
+        };
+        functions.push(Function {
+            name: format!("{name:#}"),
+            place,
+        });
+    });
+    functions
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::*;
+
+    #[inline(never)]
+    fn wait_in_a_function_with_this_name(gate: &std::sync::mpsc::Receiver<()>) {
+        // The test lets go.
+        let _ = gate.recv();
+    }
+
+    #[test]
+    fn a_thread_that_waits_is_found_where_it_waits() {
+        let (open, gate) = channel();
+        let (begun, begins) = channel();
+        let thread = std::thread::Builder::new().name("waits-for-test".into());
+        let thread = thread
+            .spawn(move || {
+                begun.send(()).unwrap();
+                wait_in_a_function_with_this_name(&gate);
+            })
+            .unwrap();
+        begins.recv().unwrap();
+        let deadline = Instant::now() + Duration::from_secs(30);
+        let text = loop {
+            let text = capture();
+            // It may have been caught on its way to the function.
+            if text.contains("wait_in_a_function_with_this_name") || Instant::now() > deadline {
+                break text;
+            }
+        };
+        drop(open);
+        thread.join().unwrap();
+        assert!(text.contains("wait_in_a_function_with_this_name"), "{text}");
+        assert!(text.contains("(waits-for-test)"), "{text}");
+        assert!(!text.contains("trace_unsynchronized"), "{text}");
+    }
+}
