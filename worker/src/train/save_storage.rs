@@ -13,7 +13,7 @@ pub(super) struct Notes(Mutex<Note>);
 struct Note {
     /// The operation that has not returned, in words, and its path.
     doing: Option<(&'static str, PathBuf)>,
-    /// When the storage last took something.
+    /// When the storage last took something, or was asked to.
     moved: Instant,
 }
 
@@ -31,12 +31,15 @@ impl Notes {
         }))
     }
 
-    /// Notes that the save goes on.
+    /// Notes that the save goes on, unless it waits for the storage.
     pub(super) fn moved(&self) {
-        self.note().moved = Instant::now();
+        let mut note = self.note();
+        if note.doing.is_none() {
+            note.moved = Instant::now();
+        }
     }
 
-    /// Time since the storage last took something.
+    /// Time since the storage last took something, or was asked to.
     pub(super) fn silence(&self) -> Duration {
         self.note().moved.elapsed()
     }
@@ -58,7 +61,11 @@ impl NotedStorage {
         path: &Path,
         act: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
-        self.notes.note().doing = Some((doing, path.to_owned()));
+        let begun = Note {
+            doing: Some((doing, path.to_owned())),
+            moved: Instant::now(),
+        };
+        *self.notes.note() = begun;
         let done = act();
         let mut note = self.notes.note();
         note.doing = None;

@@ -173,6 +173,8 @@ impl SaveThread {
     }
 
     pub(super) fn order(&self, order: Order) {
+        // Until now the thread may have waited for other ranks, and not for its disk.
+        self.shared.notes.moved();
         // A thread that is gone has failed, and said so.
         let _ = self.orders.send(order);
     }
