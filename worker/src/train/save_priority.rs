@@ -1,9 +1,8 @@
 //! A save beside the training gives way to it.
 #![allow(unsafe_code, reason = "the priority of a thread")]
 
-/// A third of a thread of the training: low enough to give way, high enough that a machine which is busy with
-/// something else does not hold up a save that the end of a run waits for.
-const NICE: i32 = 5;
+/// The lowest: a save takes what the training leaves of a processor, and at least a hundredth or so.
+const NICE: i32 = 19;
 
 /// Lowers the priority of the calling thread, and of no other. Where the system refuses, the save is no worse for it.
 pub(super) fn give_way() {
