@@ -56,14 +56,15 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
             no_restart,
             first_failure,
             ..
-        } => match first_failure.as_deref() {
-            Some((failure, host)) => job_failed(facts, no_restart, failure, host),
-            None => {
+        } => {
+            if let Some((failure, host)) = first_failure.as_deref() {
+                job_failed(facts, no_restart, failure, host)
+            } else {
                 let mut text = format!("error: {reason}");
                 others(&mut text, facts, None);
                 text
             }
-        },
+        }
         Conclusion::Refused { reason, .. } => format!("error: {reason}"),
         Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => after_error(facts, error),
         Conclusion::CannotStart(error) => format!("error: {error}"),
