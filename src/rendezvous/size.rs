@@ -3,7 +3,7 @@
 //! The daemon knows nothing of what the workers do. They say a number that the ranks of a generation have to divide;
 //! where nodes have different numbers of workers, it takes a search to find out which of them together make one.
 
-/// Steps of one search. Nodes of one kind need two for each number of ranks; where kinds are mixed so wildly that this
+/// Steps of one search. Nodes of one kind need one for each number of ranks; where kinds are mixed so wildly that this
 /// is not enough, the answer is that there is none.
 const MAX_STEPS: u32 = 1 << 16;
 /// Different numbers of workers a node in one job that are told apart.
@@ -153,7 +153,7 @@ mod tests {
         ) {
             let size = |nodes: &[usize]| nodes.iter().map(|i| u64::from(workers[*i])).sum::<u64>();
             let sets = (1_u32..1 << workers.len())
-                .map(|set| (0..workers.len()).filter(|i| set >> i & 1 == 1).collect::<Vec<_>>());
+                .map(|set| (0..workers.len()).filter(|i| (set >> i) & 1 == 1).collect::<Vec<_>>());
             let best = sets
                 .filter(|nodes| (min..=max).contains(&nodes.len()))
                 .map(|nodes| size(&nodes))

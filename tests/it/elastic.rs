@@ -213,11 +213,14 @@ fn native_training_leaves_a_node_aside_with_which_it_could_not_make_its_global_b
     let left_at = first.wait_for("the checkpoint is saved");
     let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
     first.wait_for("going on with 4 ranks instead of 2");
+    first.wait_for(&format!("200, resumed after {left_at}"));
 
-    // One step beyond a checkpoint of both.
+    // One step beyond a checkpoint of all.
     wait_for_step(&job.out(), left_at + 6);
-    let held = worker(first.pid(), "0");
-    send(held, Signal::SIGSTOP);
+    let held = ["0", "1"].map(|rank| worker(first.pid(), rank));
+    for pid in held {
+        send(pid, Signal::SIGSTOP);
+    }
     let mut third = start();
     third.wait_for("its workers can go on only with a number of ranks that divides 4");
     let lost = worker(second.pid(), "2");
@@ -225,7 +228,9 @@ fn native_training_leaves_a_node_aside_with_which_it_could_not_make_its_global_b
     eventually("the worker to go with its launcher", || {
         (!environment_of(lost).contains_key("DDP_JOB_MARKER")).then_some(())
     });
-    send(held, Signal::SIGCONT);
+    for pid in held {
+        send(pid, Signal::SIGCONT);
+    }
     first.wait_for("was lost");
     first.wait_for("200, resumed after");
     first.finish().expect_exit(0);

@@ -132,6 +132,7 @@ fn the_place_of_a_lost_node_goes_to_a_spare_or_the_job_shrinks_to_what_fits() {
     s.rejoin("a", 1, 1, 4).pass(11 * SECOND, &["a", "c"]);
     let (generation, next) = s.assignment("c");
     assert_eq!((generation, next.nodes.len()), (2, 2));
+    s.words("a");
 
     // What was said holds for later generations: three nodes are back, and two of them fit.
     s.join("d", 1, 4).exit("a", 2, exited(0, 1));
