@@ -16,8 +16,8 @@ use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Sharing,
 use ddp_worker::ops::{
     AdamW, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CHUNK, Cast, ColumnSum,
     CrossEntropyBackward, CrossEntropyForward, EncoderForward, GeluBackward, GeluForward, LayerNormBackward,
-    LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape, Op, SquaredNorm, TokenBackward,
-    WeightLayout,
+    LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward,
+    LinearShape, Op, SquaredNorm, TokenBackward, WeightLayout,
 };
 
 /// Shortest time that is measured, in seconds.
@@ -47,6 +47,7 @@ fn main() -> Result<(), DeviceError> {
             vocab: 50_304,
         };
         model.linear(&bench)?;
+        model.linear_gelu(&bench)?;
         model.mixing(&bench)?;
         model.elementwise(&bench)?;
         model.ends(&bench)?;
@@ -253,6 +254,41 @@ impl Model {
             bench.row("  gradient of the weight", work, dweight)?;
         }
         Ok(())
+    }
+
+    /// To be compared with the sum of the rows `widen` and `gelu`, and of `projection`'s gradient of the input and
+    /// `gelu`'s.
+    fn linear_gelu(&self, bench: &Bench) -> Result<(), DeviceError> {
+        let (rows, c) = (self.rows(), self.channels);
+        let shape = |inputs, outputs| LinearShape {
+            rows,
+            inputs,
+            outputs,
+            layout: WeightLayout::InOut,
+        };
+        let (narrow, weight) = (bench.act(rows * c)?, bench.act(4 * c * c)?);
+        let (wide, other) = (bench.act(4 * rows * c)?, bench.act(4 * rows * c)?);
+        let work = |wide_passes: usize| Work {
+            bytes: 2 * (rows * c + 4 * c * c + wide_passes * 4 * rows * c),
+            flop: 8 * rows * c * c,
+        };
+        let forward = LinearGeluForward {
+            inp: narrow.clone(),
+            weight: weight.clone(),
+            bias: bench.act(4 * c)?,
+            wide: wide.clone(),
+            out: other.clone(),
+            shape: shape(c, 4 * c),
+        };
+        bench.row("widen + gelu", work(2), forward)?;
+        let backward = LinearGeluBackward {
+            dout: narrow,
+            weight,
+            wide_active: wide,
+            dwide: other,
+            shape: shape(4 * c, c),
+        };
+        bench.row("  gradients of both", work(3), backward)
     }
 
     fn mixing(&self, bench: &Bench) -> Result<(), DeviceError> {

@@ -6,8 +6,9 @@
 use super::{Activation, Context, GradSink, ParamId, Params, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, GeluBackward, GeluForward,
-    LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout,
+    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, LayerNormBackward, LayerNormForward,
+    LinearDinp, LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape,
+    WeightLayout,
 };
 
 /// A layer normalisation.
@@ -109,6 +110,45 @@ impl Dense {
             shape: self.shape(inp),
         });
         Ok(out)
+    }
+
+    /// `[…, I]` to `[…, O]` twice: before and after a GELU.
+    fn forward_gelu(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+    ) -> Result<[Activation; 2], DeviceError> {
+        let wide = ctx.lease("projected", &with_channels(inp, self.outputs))?;
+        let out = ctx.lease("gelu", wide.shape())?;
+        ctx.enqueue(LinearGeluForward {
+            inp: inp.buffer().clone(),
+            weight: params.get(self.weight),
+            bias: params.get(self.bias),
+            wide: wide.buffer().clone(),
+            out: out.buffer().clone(),
+            shape: self.shape(inp),
+        });
+        Ok([wide, out])
+    }
+
+    /// Gradient of the input of the GELU before this layer; `wide`, which is that input, becomes this layer's.
+    fn dwide(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        dout: &Activation,
+        wide: &Activation,
+    ) -> Result<Activation, DeviceError> {
+        let dwide = ctx.lease("gradient", wide.shape())?;
+        ctx.enqueue(LinearGeluBackward {
+            dout: dout.buffer().clone(),
+            weight: params.get(self.weight),
+            wide_active: wide.buffer().clone(),
+            dwide: dwide.buffer().clone(),
+            shape: self.shape(wide),
+        });
+        Ok(dwide)
     }
 
     /// Gradient of the input.
@@ -314,12 +354,9 @@ impl FeedForward {
         inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let wide = self.wide(ctx, params, inp)?;
-        let active = ctx.lease("gelu", wide.shape())?;
-        ctx.enqueue(GeluForward {
-            inp: wide.buffer().clone(),
-            out: active.buffer().clone(),
-        });
+        let normalised = self.norm.forward(ctx, params, inp)?;
+        let [wide, active] = self.widen.forward_gelu(ctx, params, &normalised)?;
+        drop(normalised);
         let out = self.projection.forward(ctx, params, &active, Some(inp))?;
         self.keep(saved, inp, &wide);
         Ok(out)
@@ -341,11 +378,7 @@ impl FeedForward {
             self.wide(ctx, params, &inp)?
         };
         self.projection.dbias(ctx, stream, grads)?;
-        let dwide = self.projection.dinp(ctx, params, stream)?;
-        ctx.enqueue(GeluBackward {
-            inp_out: wide.buffer().clone(),
-            dout_dinp: dwide.buffer().clone(),
-        });
+        let dwide = self.projection.dwide(ctx, params, stream, &wide)?;
         // From here on `wide` is the output of the GELU.
         self.projection.dweight(ctx, &wide, stream, grads)?;
         drop(wide);

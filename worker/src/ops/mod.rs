@@ -10,6 +10,7 @@
 //! | file | operations |
 //! |---|---|
 //! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias |
+//! | `linear_gelu` | [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
 //! | `layernorm`, `gelu`, `attention`, `cross_entropy` | forward and backward |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
@@ -38,6 +39,7 @@ mod gelu;
 mod kernel;
 mod layernorm;
 mod linear;
+mod linear_gelu;
 mod loss_sum;
 mod matrix;
 mod norm;
@@ -57,6 +59,7 @@ pub use fill::{Fill, Scale};
 pub use gelu::{GeluBackward, GeluForward};
 pub use layernorm::{LayerNormBackward, LayerNormForward};
 pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
+pub use linear_gelu::{LinearGeluBackward, LinearGeluForward};
 pub use loss_sum::LossSum;
 pub use norm::{CHUNK, ClipScale, SquaredNorm};
 
@@ -128,6 +131,8 @@ operations!(
     LinearDinp,
     LinearDweight,
     LinearForward,
+    LinearGeluBackward,
+    LinearGeluForward,
     LossSum,
     PositionBackward,
     Scale,

@@ -2,7 +2,7 @@
 //!
 //! Each thread is interrupted by a signal of our own and notes its return addresses; names are looked up by the
 //! thread that asks. Unwinding is not among the calls that POSIX allows in a signal handler: it takes no lock of ours
-//! and allocates nothing, and is done only in a process that is about to be ended.
+//! and allocates nothing, and is done only while the launcher believes that a worker of this node hangs.
 #![expect(unsafe_code, reason = "a signal handler, and a signal for one thread")]
 
 use std::ffi::c_int;
@@ -22,8 +22,8 @@ const ANSWER_BOUND: Duration = Duration::from_millis(50);
 const LOOK_INTERVAL: Duration = Duration::from_micros(100);
 /// Beyond `SIGRTMIN`: a real-time signal that neither libc, CUDA nor Python use.
 const SIGNAL_OFFSET: c_int = 13;
-/// End of the name of [`note`].
-const HANDLER: &str = "session::stacks::note";
+/// End of the name of [`note`], and of the file that it is in: without full debug information names are short.
+const HANDLER: (&str, &str) = ("note", "session/stacks.rs");
 /// Functions below the first one that matters to anybody.
 const BEGINNINGS: [&str; 4] = [
     "__rust_begin_short_backtrace",
@@ -31,10 +31,12 @@ const BEGINNINGS: [&str; 4] = [
     "start_thread",
     "clone3",
 ];
-/// `FRAMES` is being filled.
+/// No answer yet.
 const PENDING: usize = usize::MAX;
+/// No thread has this number.
+const ANSWERING: i32 = -1;
 
-/// The thread that is asked, by its number in the kernel; 0: none.
+/// The thread that is asked, by its number in the kernel; 0: none; [`ANSWERING`]: it fills [`FRAMES`].
 static ASKED: AtomicI32 = AtomicI32::new(0);
 /// Frames in [`FRAMES`] that count, or [`PENDING`].
 static COUNT: AtomicUsize = AtomicUsize::new(0);
@@ -88,19 +90,22 @@ fn listen(signal: c_int) -> bool {
 extern "C" fn note(_signal: c_int) {
     // SAFETY: plain system call without arguments.
     let me = unsafe { libc::syscall(libc::SYS_gettid) } as i32;
-    // A thread that answers too late must not write into another one's frames.
-    if ASKED.load(Ordering::Acquire) != me {
-        return;
-    }
-    let mut count = 0;
+    let (mut frames, mut count) = ([0; MAX_FRAMES], 0);
     let keep = |frame: &backtrace::Frame| {
-        FRAMES[count].store(frame.ip() as usize, Ordering::Relaxed);
+        frames[count] = frame.ip() as usize;
         count += 1;
         count < MAX_FRAMES
     };
-    // SAFETY: one thread unwinds at a time, see `ASKING` and `ASKED`.
+    // SAFETY: the unwinder reads this thread's stack only; what it caches is the thread's or atomic.
     unsafe { backtrace::trace_unsynchronized(keep) };
-    COUNT.store(count, Ordering::Release);
+    // A thread that answers too late must not write into another one's frames.
+    let mine = ASKED.compare_exchange(me, ANSWERING, Ordering::AcqRel, Ordering::Relaxed);
+    if mine.is_ok() {
+        for (place, frame) in FRAMES.iter().zip(&frames[..count]) {
+            place.store(*frame, Ordering::Relaxed);
+        }
+        COUNT.store(count, Ordering::Release);
+    }
 }
 
 /// The return addresses of one thread; none if it does not answer.
@@ -115,7 +120,17 @@ fn ask(thread: i32, signal: c_int) -> Option<Vec<usize>> {
         std::thread::sleep(LOOK_INTERVAL);
         count = COUNT.load(Ordering::Acquire);
     }
-    ASKED.store(0, Ordering::Release);
+    if ASKED
+        .compare_exchange(thread, 0, Ordering::AcqRel, Ordering::Relaxed)
+        .is_err()
+    {
+        // It answers this very moment, which takes it a few dozen stores.
+        while count == PENDING {
+            std::hint::spin_loop();
+            count = COUNT.load(Ordering::Acquire);
+        }
+        ASKED.store(0, Ordering::Release);
+    }
     (count != PENDING).then(|| {
         FRAMES[..count]
             .iter()
@@ -127,8 +142,7 @@ fn ask(thread: i32, signal: c_int) -> Option<Vec<usize>> {
 /// A line a function, without the frames of the handler itself and of the thread's beginning.
 fn describe(frames: &[usize], text: &mut String) {
     let functions: Vec<Vec<Function>> = frames.iter().map(|frame| functions_at(*frame)).collect();
-    let is_handler =
-        |inlined: &Vec<Function>| inlined.iter().any(|function| function.name.ends_with(HANDLER));
+    let is_handler = |inlined: &Vec<Function>| inlined.iter().any(Function::is_handler);
     // What is nearer than the handler is its own doing.
     let first = functions
         .iter()
@@ -145,6 +159,13 @@ struct Function {
     name: String,
     /// ` at file:line`, where that is known.
     place: String,
+}
+
+impl Function {
+    fn is_handler(&self) -> bool {
+        let (name, file) = HANDLER;
+        self.name.ends_with(name) && self.place.contains(file)
+    }
 }
 
 /// The function that an address is in, preceded by those that were inlined there; none without symbols.
@@ -176,6 +197,8 @@ mod tests {
     fn wait_in_a_function_with_this_name(gate: &std::sync::mpsc::Receiver<()>) {
         // The test lets go.
         let _ = gate.recv();
+        // Not a tail call, which would leave no frame of this function.
+        std::hint::black_box(gate);
     }
 
     #[test]

@@ -3,7 +3,7 @@
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
     AttentionBackward, AttentionForward, AttentionShape, LinearDinp, LinearDweight, LinearForward,
-    LinearShape, WeightLayout,
+    LinearGeluBackward, LinearGeluForward, LinearShape, WeightLayout,
 };
 
 use super::numbers::numbers;
@@ -33,6 +33,7 @@ pub(super) fn linear(size: Size) -> Vec<Case> {
             cases.extend([true, false].map(|adds| forward(shape, adds)));
             cases.push(dinp(shape));
             cases.extend([true, false].map(|accumulate| dweight(shape, accumulate)));
+            cases.extend([gelu_forward(shape), gelu_backward(shape)]);
         }
     }
     cases
@@ -77,6 +78,45 @@ fn dinp(shape: LinearShape) -> Case {
             dinp: b[2].clone(),
             shape,
         }
+    })
+}
+
+/// The GELU may begin with a product that was not rounded to the storage.
+fn gelu_forward(shape: LinearShape) -> Case {
+    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
+    let tensors = vec![
+        tensor(Kind::Act, 1, rows * inputs, Outcome::Same),
+        tensor(Kind::Act, 2, inputs * outputs, Outcome::Same),
+        tensor(Kind::Act, 3, outputs, Outcome::Same),
+        tensor(Kind::Act, 4, rows * outputs, Outcome::Products),
+        tensor(Kind::Act, 5, rows * outputs, Outcome::Products),
+    ];
+    let name = format!("linear and gelu forward of {shape:?}");
+    Case::new(name, tensors, move |b| LinearGeluForward {
+        inp: b[0].clone(),
+        weight: b[1].clone(),
+        bias: b[2].clone(),
+        wide: b[3].clone(),
+        out: b[4].clone(),
+        shape,
+    })
+}
+
+fn gelu_backward(shape: LinearShape) -> Case {
+    let (rows, inputs, outputs) = (shape.rows, shape.inputs, shape.outputs);
+    let tensors = vec![
+        tensor(Kind::Act, 1, rows * outputs, Outcome::Same),
+        tensor(Kind::Act, 2, inputs * outputs, Outcome::Same),
+        tensor(Kind::Act, 3, rows * inputs, Outcome::Products),
+        tensor(Kind::Act, 4, rows * inputs, Outcome::Products),
+    ];
+    let name = format!("linear and gelu backward of {shape:?}");
+    Case::new(name, tensors, move |b| LinearGeluBackward {
+        dout: b[0].clone(),
+        weight: b[1].clone(),
+        wide_active: b[2].clone(),
+        dwide: b[3].clone(),
+        shape,
     })
 }
 

@@ -94,6 +94,8 @@ impl Watch for Groups {
         let reads = match op {
             Op::LinearForward(op) => Some(op.weight.clone()),
             Op::LinearDinp(op) => Some(op.weight.clone()),
+            Op::LinearGeluForward(op) => Some(op.weight.clone()),
+            Op::LinearGeluBackward(op) => Some(op.weight.clone()),
             _ => None,
         };
         let mark = match op {
@@ -111,7 +113,7 @@ impl Watch for Groups {
                 (norm.is_multiple_of(2) && block < BLOCKS)
                     .then(|| Mark::Computes(block, Pass::Forward(counts.step())))
             }
-            Op::GeluBackward(_) => {
+            Op::LinearGeluBackward(_) => {
                 counts.gelus += 1;
                 let block = BLOCKS - counts.gelus;
                 Some(Mark::Computes(block, Pass::Backward(counts.step())))

@@ -6,9 +6,9 @@
 //! the library may round the product, and each sum, to bf16 on the way; it did so on an H200 at small sizes.
 #![allow(unsafe_code, reason = "matrix products are enqueued by a C library")]
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::sync::{Mutex, PoisonError};
+use std::collections::{HashMap, HashSet};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::cublaslt::{Attribute, Call, Candidate, Compute, CublasLt, Owned, type_number};
 use super::{DevicePtr, Launch};
@@ -113,12 +113,37 @@ impl Product {
         }
         let products = cx.attached(Products::open)?;
         let workspace = cx.scratch(WORKSPACE_BYTES)?;
-        let compute = if cx.tf32() && self.dtype == DType::F32 {
+        products.enqueue(self, workspace, cx)
+    }
+
+    /// Puts it on the stream if the library can do it; if not, says so once, and false from then on: for epilogues
+    /// that not every version has for every shape, and that can be done otherwise.
+    pub fn try_launch(&self, cx: &mut Launch<'_>) -> Result<bool, DeviceError> {
+        let products = cx.attached(Products::open)?;
+        let shape = self.shape(self.compute(cx));
+        if products.refused().contains(&shape) {
+            return Ok(false);
+        }
+        let Err(error) = self.launch(cx) else {
+            return Ok(true);
+        };
+        tracing::warn!(
+            "operation `{}` takes more than one pass, {} × {} by {}: {error}",
+            cx.op(),
+            self.rows,
+            self.inner,
+            self.cols
+        );
+        products.refused().insert(shape);
+        Ok(false)
+    }
+
+    fn compute(&self, cx: &Launch<'_>) -> Compute {
+        if cx.tf32() && self.dtype == DType::F32 {
             Compute::Tf32
         } else {
             Compute::F32
-        };
-        products.enqueue(self, compute, workspace, cx)
+        }
     }
 
     /// Of A, B, C and D.
@@ -176,6 +201,8 @@ struct Prepared {
 struct Products {
     cublaslt: CublasLt,
     prepared: Mutex<HashMap<Shape, Prepared>>,
+    /// What the library cannot do.
+    refused: Mutex<HashSet<Shape>>,
 }
 
 impl Products {
@@ -183,17 +210,16 @@ impl Products {
         Ok(Self {
             cublaslt: CublasLt::open()?,
             prepared: Mutex::default(),
+            refused: Mutex::default(),
         })
     }
 
-    fn enqueue(
-        &self,
-        product: &Product,
-        compute: Compute,
-        workspace: DevicePtr,
-        cx: &Launch<'_>,
-    ) -> Result<(), DeviceError> {
-        let shape = product.shape(compute);
+    fn refused(&self) -> MutexGuard<'_, HashSet<Shape>> {
+        self.refused.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn enqueue(&self, product: &Product, workspace: DevicePtr, cx: &Launch<'_>) -> Result<(), DeviceError> {
+        let shape = product.shape(product.compute(cx));
         // Held while the operation has this product's pointers.
         let mut known = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
         let prepared = match known.entry(shape) {

@@ -21,8 +21,9 @@ fn transposed(operand: Operand) -> Operand {
     }
 }
 
-impl CudaKernel for LinearForward {
-    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+impl LinearForward {
+    /// The product that it is.
+    pub(super) fn product(&self, cx: &Launch<'_>) -> Result<Product, DeviceError> {
         let (shape, dtype) = (self.shape, self.out.dtype());
         shape.check(
             Self::NAME,
@@ -42,7 +43,7 @@ impl CudaKernel for LinearForward {
         };
         let bias = self.bias.as_ref().map(|bias| cx.ptr(bias, dtype)).transpose()?;
         let residual = self.residual.as_ref().map(|residual| cx.ptr(residual, dtype));
-        let product = Product {
+        Ok(Product {
             rows: shape.rows,
             cols: shape.outputs,
             inner: shape.inputs,
@@ -54,13 +55,19 @@ impl CudaKernel for LinearForward {
             out_stride: shape.outputs,
             addend: residual.transpose()?,
             epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
-        };
-        product.launch(cx)
+        })
     }
 }
 
-impl CudaKernel for LinearDinp {
+impl CudaKernel for LinearForward {
     fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+        self.product(cx)?.launch(cx)
+    }
+}
+
+impl LinearDinp {
+    /// The product that it is.
+    pub(super) fn product(&self, cx: &Launch<'_>) -> Result<Product, DeviceError> {
         let (shape, dtype) = (self.shape, self.dinp.dtype());
         shape.check(
             Self::NAME,
@@ -72,7 +79,7 @@ impl CudaKernel for LinearDinp {
             WeightLayout::InOut => transposed(stored(cx, &self.weight, dtype, shape.outputs)?),
             WeightLayout::OutIn => stored(cx, &self.weight, dtype, shape.inputs)?,
         };
-        let product = Product {
+        Ok(Product {
             rows: shape.rows,
             cols: shape.inputs,
             inner: shape.outputs,
@@ -84,8 +91,13 @@ impl CudaKernel for LinearDinp {
             out_stride: shape.inputs,
             addend: None,
             epilogue: Epilogue::None,
-        };
-        product.launch(cx)
+        })
+    }
+}
+
+impl CudaKernel for LinearDinp {
+    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+        self.product(cx)?.launch(cx)
     }
 }
 

@@ -22,6 +22,7 @@
 //! | `attention` | forward, backward in two kernels; in f32 arithmetic | 4s·C a position; 12s·C |
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
 //! | `linear` | none of ours: cuBLASLt ([`crate::device::cuda::Product`]) | operands and output once, at best |
+//! | `linear_gelu` | none of ours where cuBLASLt does both in one pass, else those of `linear` and `gelu` | as `linear`, and 2s·O for the GELU's input |
 //! | `cross_entropy` | forward; backward in place | s; 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
 
@@ -35,6 +36,7 @@ mod fill;
 mod gelu;
 mod layernorm;
 mod linear;
+mod linear_gelu;
 mod loss_sum;
 mod norm;
 mod plan;
