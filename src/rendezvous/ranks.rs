@@ -34,13 +34,11 @@ pub(super) fn choose(mut candidates: Vec<Candidate>, limits: Limits, previous: &
         (c.asked.is_none(), !by_name, !by_host, c.arrival)
     });
     let workers: Vec<u32> = candidates.iter().map(|c| c.workers).collect();
-    match limits.pick(&workers) {
-        Some(picked) => picked.into_iter().map(|i| candidates[i].clone()).collect(),
-        None => {
-            candidates.truncate(limits.max);
-            candidates
-        }
+    if let Some(picked) = limits.pick(&workers) {
+        return picked.into_iter().map(|i| candidates[i].clone()).collect();
     }
+    candidates.truncate(limits.max);
+    candidates
 }
 
 /// The candidates in order of their node rank, and the reason in words.
