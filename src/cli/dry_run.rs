@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::fmt;
 use std::fmt::Write as _;
 use std::path::PathBuf;
+use std::time::Duration;
 
 use ddp_launcher::{
     CoreSet, LaunchPlan, StreamSet, StreamsByRank, WorkerCommand, environment_of, parent_of_workers,
@@ -59,7 +60,7 @@ pub fn describe(launch: &Launch) -> String {
     } else {
         format!("{} to {}", nodes.min, nodes.max)
     };
-    let seconds = |time: std::time::Duration| format!("{} s", time.as_secs_f64());
+    let seconds = |time: Duration| format!("{} s", time.as_secs_f64());
     row("nnodes", range);
     let rank = plan
         .node_rank
@@ -80,7 +81,7 @@ pub fn describe(launch: &Launch) -> String {
     let log_dir = plan.log_dir.as_ref().map(|dir| dir.display().to_string());
     row("log_dir", log_dir.unwrap_or_else(|| "no log files".into()));
     for (name, _) in sources {
-        if let Some(value) = further(name, plan) {
+        if let Some(value) = further(name, launch) {
             row(name, value);
         }
     }
@@ -89,11 +90,7 @@ pub fn describe(launch: &Launch) -> String {
         Err(why) => format!("none of their own: {why}"),
     };
     let _ = writeln!(text, "control group of the workers: {group}");
-    let _ = writeln!(
-        text,
-        "ranks of this node, if it is node 0: 0 to {}",
-        plan.workers.saturating_sub(1)
-    );
+    let _ = writeln!(text, "{}", ranks_here(plan));
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
     text.push_str("environment of rank 0, beyond what it inherits:\n");
     for (name, value) in environment(plan) {
@@ -103,8 +100,43 @@ pub fn describe(launch: &Launch) -> String {
     text
 }
 
+/// Ranks follow from the workers of all nodes before this one, which may have other numbers of them.
+fn ranks_here(plan: &LaunchPlan) -> String {
+    let workers = plan.workers;
+    let (if_so, node) = match plan.node_rank {
+        Some(rank) if rank.0 > 0 => (
+            format!(", if each node before it has {workers} workers too"),
+            rank.0,
+        ),
+        None if plan.nodes.max > 1 => (", if it is node 0".to_owned(), 0),
+        _ => (String::new(), 0),
+    };
+    let first = u64::from(node) * u64::from(workers);
+    let last = first + u64::from(workers) - 1;
+    format!("ranks of this node{if_so}: {first} to {last}")
+}
+
+/// `--rdzv-conf` as it takes effect, and what has no default where it was given.
+fn conf(launch: &Launch) -> String {
+    let Launch { plan, host, .. } = launch;
+    let seconds = |key: &str, time: Duration| format!("{key}={}", time.as_secs_f64());
+    let is_host = host.is_host.map(|is_host| format!("is_host={is_host}"));
+    let last_call = plan.last_call.map(|time| seconds("last_call_timeout", time));
+    [
+        is_host,
+        Some(seconds("join_timeout", plan.join_timeout)),
+        Some(seconds("connect_timeout", plan.connect_timeout)),
+        last_call,
+    ]
+    .into_iter()
+    .flatten()
+    .collect::<Vec<_>>()
+    .join(",")
+}
+
 /// The value of a setting that is worth a row only if somebody gave it; none for those that have one anyway.
-fn further(name: &str, plan: &LaunchPlan) -> Option<String> {
+fn further(name: &str, launch: &Launch) -> Option<String> {
+    let plan = &launch.plan;
     let words = |words: &[String]| words.join(",");
     let signals = |numbers: &[i32]| {
         words(
@@ -138,11 +170,7 @@ fn further(name: &str, plan: &LaunchPlan) -> Option<String> {
             .as_ref()
             .map_or_else(|| "nowhere".to_owned(), |file| file.display().to_string()),
         "numa_binding" => cores(plan),
-        "rdzv_conf" => format!(
-            "join_timeout={},connect_timeout={}",
-            plan.join_timeout.as_secs_f64(),
-            plan.connect_timeout.as_secs_f64()
-        ),
+        "rdzv_conf" => conf(launch),
         "virtual_local_rank" => plan.virtual_local_rank.to_string(),
         _ => return None,
     })

@@ -79,6 +79,18 @@ pub enum CliError {
         /// What the health check met.
         found: String,
     },
+    /// The port of the endpoint is taken by the daemon of another job.
+    #[error(
+        "cannot meet at `{endpoint}`: {why}\n  hint: choose another port with `--rdzv-endpoint {host}:PORT` on all nodes, or start `ddp-rendezvous serve`, which serves any number of jobs"
+    )]
+    OtherJobsPort {
+        /// The endpoint in full.
+        endpoint: String,
+        /// Its host.
+        host: String,
+        /// Whose it is.
+        why: String,
+    },
     /// This node must host the daemon and cannot.
     #[error("cannot host the rendezvous at `{endpoint}`: {source}\n  hint: {hint}")]
     Host {
@@ -121,7 +133,9 @@ impl CliError {
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
             | Self::Listen { .. } => exit::USAGE,
-            Self::PortTaken { .. } | Self::Host { .. } => exit::DAEMON_UNREACHABLE,
+            Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
+                exit::DAEMON_UNREACHABLE
+            }
             Self::Machine { .. } => exit::INTERNAL,
         }
     }

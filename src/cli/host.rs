@@ -2,16 +2,19 @@
 //!
 //! One node hosts its own on loopback. Of several nodes, the host is the one that `is_host` names, else
 //! node rank 0, else the node to which the endpoint's address belongs. Where the port is taken already,
-//! a health check tells a daemon, whose client this node then becomes, from a stranger.
+//! a health check tells a daemon, whose client this node then becomes, from a stranger; and a daemon inside another
+//! job's `ddp-run`, which ends with that job, is a stranger too.
 
 use std::io::ErrorKind;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::time::Duration;
 
+use ddp_proto::rendezvous::StatusRequest;
+use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use tokio::net::{TcpListener, lookup_host};
+use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
-use tonic_health::pb::{HealthCheckRequest, HealthCheckResponse};
 
 use super::error::CliError;
 use super::values::Endpoint;
@@ -34,6 +37,10 @@ pub struct HostFacts {
     pub is_host: Option<bool>,
     /// `--node-rank`.
     pub node_rank: Option<u32>,
+    /// `--rdzv-id`, or what stands for it.
+    pub job_id: String,
+    /// True for a job of one node, which nobody else has to find.
+    pub one_node: bool,
 }
 
 /// What follows from the facts alone.
@@ -93,9 +100,21 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
                 });
             }
             Err(error) if error.kind() == ErrorKind::AddrInUse => {
-                check_health(endpoint, &addresses).await?;
-                tracing::info!(%endpoint, "a rendezvous serves there already");
-                return Ok(join);
+                return match who_serves(facts, endpoint, &addresses).await? {
+                    Owner::Anybody => {
+                        tracing::info!(%endpoint, "a rendezvous serves there already");
+                        Ok(join)
+                    }
+                    Owner::OtherJob(why) if facts.one_node => {
+                        tracing::info!(%why, "meeting at a port of its own instead");
+                        alone().await
+                    }
+                    Owner::OtherJob(why) => Err(CliError::OtherJobsPort {
+                        host: endpoint.host.clone(),
+                        endpoint: endpoint.to_string(),
+                        why,
+                    }),
+                };
             }
             Err(error) => last_error = Some(error),
         }
@@ -163,8 +182,16 @@ fn is_own_address(address: IpAddr) -> bool {
     std::net::UdpSocket::bind((address, 0)).is_ok()
 }
 
-/// Succeeds if one of our daemons serves at the endpoint.
-async fn check_health(endpoint: &Endpoint, addresses: &[IpAddr]) -> Result<(), CliError> {
+/// Whom one of our daemons serves.
+enum Owner {
+    /// This job too.
+    Anybody,
+    /// Another job only, in the daemon's words.
+    OtherJob(String),
+}
+
+/// Asks the daemon that serves at the endpoint; fails if it is none of ours.
+async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]) -> Result<Owner, CliError> {
     let taken = |found: String| CliError::PortTaken {
         endpoint: endpoint.to_string(),
         host: endpoint.host.clone(),
@@ -173,9 +200,8 @@ async fn check_health(endpoint: &Endpoint, addresses: &[IpAddr]) -> Result<(), C
     };
     let host = addresses.first().copied().unwrap_or(Ipv4Addr::LOCALHOST.into());
     let uri = format!("http://{}", SocketAddr::new(host, endpoint.port));
-    match tokio::time::timeout(HEALTH_TIMEOUT, ask_health(uri)).await {
-        Ok(Ok(reply)) if reply.status() == ServingStatus::Serving => Ok(()),
-        Ok(Ok(reply)) => Err(taken(format!("its health is {:?}", reply.status()))),
+    match tokio::time::timeout(HEALTH_TIMEOUT, ask(uri, facts.job_id.clone())).await {
+        Ok(Ok(owner)) => Ok(owner),
         Ok(Err(problem)) => Err(taken(problem)),
         Err(_) => Err(taken(format!(
             "it gave no answer within {} s",
@@ -184,7 +210,7 @@ async fn check_health(endpoint: &Endpoint, addresses: &[IpAddr]) -> Result<(), C
     }
 }
 
-async fn ask_health(uri: String) -> Result<HealthCheckResponse, String> {
+async fn ask(uri: String, job_id: String) -> Result<Owner, String> {
     let channel = tonic::transport::Endpoint::from_shared(uri)
         .map_err(|error| error.to_string())?
         .connect_timeout(HEALTH_TIMEOUT)
@@ -194,12 +220,25 @@ async fn ask_health(uri: String) -> Result<HealthCheckResponse, String> {
     let request = HealthCheckRequest {
         service: SERVICE.to_owned(),
     };
-    match HealthClient::new(channel).check(request).await {
-        Ok(reply) => Ok(reply.into_inner()),
+    let health = match HealthClient::new(channel.clone()).check(request).await {
+        Ok(reply) => reply.into_inner().status(),
         Err(status) if status.code() == tonic::Code::NotFound => {
-            Err("it is a gRPC server of another kind".to_owned())
+            return Err("it is a gRPC server of another kind".to_owned());
         }
-        Err(_) => Err("it does not answer gRPC health checks".to_owned()),
+        Err(_) => return Err("it does not answer gRPC health checks".to_owned()),
+    };
+    if health != ServingStatus::Serving {
+        return Err(format!("its health is {health:?}"));
+    }
+    match RendezvousClient::new(channel)
+        .status(StatusRequest { job_id })
+        .await
+    {
+        Err(status) if status.code() == tonic::Code::FailedPrecondition => {
+            Ok(Owner::OtherJob(status.message().to_owned()))
+        }
+        // A daemon that does not know the job yet serves it all the same.
+        Ok(_) | Err(_) => Ok(Owner::Anybody),
     }
 }
 
@@ -213,6 +252,8 @@ mod tests {
             endpoint,
             is_host,
             node_rank,
+            job_id: "job".to_owned(),
+            one_node: false,
         }
     }
 

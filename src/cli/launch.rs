@@ -138,7 +138,8 @@ fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
 
 async fn start_daemon(facts: &HostFacts, plan: LaunchPlan) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
     let hosting = host::settle(facts).await?;
-    let daemon = hosting.listener.map(Daemon::start);
+    let start = |listener| Daemon::start(listener, &plan.job_id);
+    let daemon = hosting.listener.map(start);
     let plan = LaunchPlan {
         endpoint: hosting.endpoint,
         ..plan
@@ -154,9 +155,13 @@ struct Daemon {
 }
 
 impl Daemon {
-    fn start(listener: TcpListener) -> Self {
+    /// It ends with this job, so it takes no other.
+    fn start(listener: TcpListener, job_id: &str) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
-        let config = rendezvous::Config::default();
+        let config = rendezvous::Config {
+            only_job: Some(job_id.to_owned()),
+            ..rendezvous::Config::default()
+        };
         let drain = config.drain;
         let task = tokio::spawn(async move {
             let shutdown = async {

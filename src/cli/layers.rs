@@ -43,36 +43,63 @@ pub fn layers(
             }
         }
     };
-    note(&typed, &|_| Source::CommandLine);
-    note(&variables, &|name| {
+    let mut settings = below(&Settings::default(), typed);
+    note(&settings, &|_| Source::CommandLine);
+    let layer = below(&settings, variables);
+    note(&layer, &|name| {
         Source::Variable(format!("PET_{}", name.to_ascii_uppercase()))
     });
-    let mut settings = typed.or(variables);
+    settings = settings.or(layer);
     if let Some(text) = &target.yaml {
         let file = Path::new(&target.name);
-        let layer = Settings::from_yaml(file, text)?;
+        let layer = below(&settings, Settings::from_yaml(file, text)?);
         note(&layer, &|_| Source::Yaml(file.to_owned()));
         settings = settings.or(layer);
     }
     let layer = scheduler::layer(&settings, get_env)?;
     note(&layer, &|_| Source::Scheduler);
     settings = settings.or(layer);
-    if settings.standalone == Some(true) {
-        settings = Settings {
-            nnodes: None,
-            rdzv_endpoint: None,
-            node_rank: None,
-            ..settings
-        };
-        sources.retain(|(name, _)| !["nnodes", "rdzv_endpoint", "node_rank"].contains(name));
-    }
-    meet_at_master(&mut settings);
+    meet_at_master(&mut settings, &mut sources);
     warn_of_ignored(&settings);
     Ok((settings, sources))
 }
 
+/// What `layer` still says below the `upper` ones: once `--standalone` is said nobody asks for other nodes, unless a
+/// layer above it has.
+fn below(upper: &Settings, layer: Settings) -> Settings {
+    let alone = upper.standalone.or(layer.standalone) == Some(true);
+    if !alone {
+        return layer;
+    }
+    if upper.standalone.is_none() && asks_for_others(upper).is_some() {
+        return Settings {
+            standalone: None,
+            ..layer
+        };
+    }
+    Settings {
+        nnodes: None,
+        rdzv_endpoint: None,
+        node_rank: None,
+        ..layer
+    }
+}
+
+/// What in these settings makes no sense for one node with a rendezvous of its own, in words; none if all does.
+fn asks_for_others(settings: &Settings) -> Option<&'static str> {
+    let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
+    let meeting = settings.rdzv_endpoint.as_ref();
+    if several {
+        Some("`--nnodes` asks for several nodes")
+    } else if meeting.is_some_and(|endpoint| endpoint.port != 0) {
+        Some("`--rdzv-endpoint` names a rendezvous")
+    } else {
+        None
+    }
+}
+
 /// `--master-addr` and `--master-port` are where the nodes meet, if no rendezvous is given, as with torchrun's `static`.
-fn meet_at_master(settings: &mut Settings) {
+fn meet_at_master(settings: &mut Settings, sources: &mut Sources) {
     let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
     if let (true, None, Some(host)) = (several, &settings.rdzv_endpoint, &settings.master_addr) {
         settings.rdzv_endpoint = Some(Endpoint {
@@ -80,6 +107,9 @@ fn meet_at_master(settings: &mut Settings) {
             port: settings.master_port.take().unwrap_or(values::DEFAULT_PORT),
         });
         settings.master_addr = None;
+        for (name, _) in sources.iter_mut().filter(|(name, _)| *name == "master_addr") {
+            *name = "rdzv_endpoint";
+        }
     }
 }
 
@@ -111,14 +141,11 @@ pub fn check_target(target: &Target, settings: &Settings) -> Result<(), CliError
     Ok(())
 }
 
-/// `--standalone` beats what variables and files say of several nodes, but a command line that asks for
+/// `--standalone` beats what the layers below it say of several nodes, but a command line that asks for
 /// both is a mistake.
 pub fn refuse_standalone_with_nodes(typed: &Settings) -> Result<(), CliError> {
-    let several = typed.nnodes.is_some_and(|nodes| nodes.max > 1);
-    let other = match (several, &typed.rdzv_endpoint) {
-        (true, _) => "`--nnodes` asks for several nodes",
-        (false, Some(_)) => "`--rdzv-endpoint` names a rendezvous",
-        (false, None) => return Ok(()),
+    let Some(other) = asks_for_others(typed) else {
+        return Ok(());
     };
     if typed.standalone != Some(true) {
         return Ok(());
@@ -141,6 +168,17 @@ pub fn check_nodes(nodes: NodeRange, settings: &Settings) -> Result<(), CliError
                 "give the address of one node on all of them: `--rdzv-endpoint node0:{}`",
                 values::DEFAULT_PORT
             ),
+        });
+    }
+    if let (true, Some(endpoint)) = (nodes.max > 1, &settings.rdzv_endpoint)
+        && endpoint.port == 0
+    {
+        return Err(CliError::Conflict {
+            problem: format!(
+                "`--rdzv-endpoint {endpoint}` takes a free port, at which {} nodes cannot find each other",
+                nodes.max
+            ),
+            hint: "give a port on all nodes; port 0 is for jobs of one node".to_owned(),
         });
     }
     match settings.node_rank {

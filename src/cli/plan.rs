@@ -21,6 +21,7 @@ use super::settings::Settings;
 use super::streams::{Signals, Words};
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind};
 use super::values::{EventLog, ProcCount};
+use crate::rendezvous::DEFAULT_JOB_ID;
 
 /// How long to wait for the other nodes, as torchrun.
 const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
@@ -59,6 +60,8 @@ pub fn resolve(
     let alone = nodes.max == 1;
     let job_id = settings.rdzv_id.clone().unwrap_or_else(|| default_job_id(alone));
     let workers = hardware::workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
+    let signals = signals(&settings)?;
+    let cores = cores(&settings, workers)?;
     // Last of all that can fail: it writes.
     let out_dir = validated
         .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
@@ -73,7 +76,8 @@ pub fn resolve(
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let output = output(&settings);
     let log_dir = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
-    let log_dir = log_dir.or_else(|| temporary_log_dir(&output, &job_id, args.dry_run));
+    let temporary = || temporary_log_dir(&output, &job_id, args.dry_run);
+    let log_dir = log_dir.map_or_else(temporary, |dir| Ok(Some(dir)))?;
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
@@ -95,18 +99,25 @@ pub fn resolve(
         master_addr: settings.master_addr.clone(),
         master_port: settings.master_port,
         virtual_local_rank: settings.virtual_local_rank.unwrap_or(false),
-        signals: signals(&settings)?,
-        cores: cores(&settings, workers)?,
+        signals,
+        cores,
         event_log: event_log(&settings),
         command: target.command(exe, get_env("PYTHON_EXEC").map(OsString::from)),
         progress_bar: target.kind == TargetKind::Native && std::io::stderr().is_terminal(),
     };
-    let host = HostFacts {
-        endpoint: settings.rdzv_endpoint,
-        is_host: conf.is_host,
-        node_rank: settings.node_rank,
-    };
+    let host = host_facts(settings, &plan);
     Ok(Launch { plan, host, sources })
+}
+
+fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
+    HostFacts {
+        // Port 0 is a free one: only one node alone can meet there, which `check_nodes` has seen to.
+        endpoint: settings.rdzv_endpoint.filter(|endpoint| endpoint.port != 0),
+        is_host: settings.rdzv_conf.and_then(|conf| conf.is_host),
+        node_rank: settings.node_rank,
+        job_id: plan.job_id.clone(),
+        one_node: plan.nodes.max == 1,
+    }
 }
 
 /// Several nodes must mean the same without having spoken to each other.
@@ -114,20 +125,26 @@ fn default_job_id(alone: bool) -> String {
     if alone {
         unique_job_id(SystemTime::now())
     } else {
-        "none".to_owned()
+        DEFAULT_JOB_ID.to_owned()
     }
 }
 
-/// As torchrun: files were asked for, but no place.
-fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Option<PathBuf> {
+/// As torchrun: files were asked for, but no place. The folder is new and nobody else may look into it, whatever other
+/// users of the machine have put beside it.
+fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result<Option<PathBuf>, CliError> {
     if !output.needs_files() {
-        return None;
+        return Ok(None);
     }
-    let directory = std::env::temp_dir().join(format!("ddp-run-{job_id}"));
-    if !dry_run {
-        eprintln!("[ddp-run] log files are below `{}`", directory.display());
+    let template = std::env::temp_dir().join(format!("ddp-run-{job_id}-XXXXXX"));
+    if dry_run {
+        return Ok(Some(template));
     }
-    Some(directory)
+    let directory = nix::unistd::mkdtemp(&template).map_err(|errno| CliError::Machine {
+        what: "cannot make a folder for log files in the temporary directory",
+        source: errno.into(),
+    })?;
+    eprintln!("[ddp-run] log files are below `{}`", directory.display());
+    Ok(Some(directory))
 }
 
 /// The cores of each worker; none where they are not bound.
@@ -295,6 +312,16 @@ mod tests {
         let launch = resolve_words(&["--standalone", "true"], &env).expect("valid");
         assert_eq!(launch.plan.nodes.max, 1);
         assert!(launch.host.endpoint.is_none() && launch.plan.node_rank.is_none());
+        let words = ["--nnodes", "2", "--rdzv-endpoint", "a:1", "true"];
+        let launch = resolve_words(&words, &[("PET_STANDALONE", "1")]).expect("valid");
+        assert_eq!(
+            launch.plan.nodes.max, 2,
+            "a variable does not beat the command line"
+        );
+        assert_eq!(launch.host.endpoint.map(|e| e.to_string()), Some("a:1".into()));
+        let env = [("PET_STANDALONE", "1"), ("PET_NNODES", "4")];
+        let launch = resolve_words(&["--nnodes", "1", "true"], &env).expect("valid");
+        assert_eq!(launch.plan.nodes.max, 1);
         insta::assert_snapshot!(problem(&["--standalone", "--nnodes", "2", "true"]), @r"
         `--standalone` means one node with a rendezvous of its own, but `--nnodes` asks for several nodes
           hint: leave one of the two out
@@ -311,6 +338,17 @@ mod tests {
         `--node-rank 2` is out of range, `--nnodes` allows 2 at most
           hint: node ranks go from 0 to 1
         ");
+        insta::assert_snapshot!(problem(&["--nnodes", "2", "--rdzv-endpoint", "localhost:0", "true"]), @r"
+        `--rdzv-endpoint localhost:0` takes a free port, at which 2 nodes cannot find each other
+          hint: give a port on all nodes; port 0 is for jobs of one node
+        ");
+    }
+
+    #[test]
+    fn one_node_at_port_0_meets_nobody() {
+        let slurm = [("SLURM_NNODES", "4"), ("SLURM_NODEID", "3")];
+        let launch = resolve_words(&["--rdzv-endpoint=localhost:0", "true"], &slurm).expect("valid");
+        assert_eq!((launch.plan.nodes.max, launch.host.endpoint), (1, None));
     }
 
     #[test]

@@ -2,14 +2,18 @@
 //!
 //! | from | number of nodes | rank of the node | rendezvous | name |
 //! |---|---|---|---|---|
-//! | `srun`, one `ddp-run` a node | `SLURM_STEP_NUM_NODES` | `SLURM_NODEID` | first of `SLURM_STEP_NODELIST` | `SLURM_JOB_ID.SLURM_STEP_ID` |
-//! | Slurm, with `--rdzv-endpoint` | `SLURM_NNODES` | `SLURM_NODEID` | | |
+//! | `srun`, one `ddp-run` a node | `SLURM_STEP_NUM_NODES` | `SLURM_NODEID` | first of `SLURM_STEP_NODELIST`, a port that follows from the name | `SLURM_JOB_ID.SLURM_STEP_ID` |
+//! | Slurm, with `--rdzv-endpoint` | `SLURM_NNODES` | `SLURM_NODEID` | | the same, if the step has exactly the job's nodes |
 //! | an indexed Kubernetes job, with `--rdzv-endpoint` | | `JOB_COMPLETION_INDEX` | | |
 //!
 //! A batch script that starts `ddp-run` itself, without `srun`, runs it on one node, whatever was allocated.
 
 use super::error::CliError;
 use super::settings::Settings;
+use super::values;
+
+/// Below the ports that systems give to outgoing connections (`ip_local_port_range`), and below the default port.
+const STEP_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
 /// With a rendezvous given: a setting and its variable, the one that is believed last of each kind first.
 const WITH_ENDPOINT: &[(&str, &str)] = &[
@@ -25,9 +29,20 @@ pub fn layer(upper: &Settings, get: impl Fn(&str) -> Option<String>) -> Result<S
         return Ok(Settings::default());
     }
     let mut layer = Settings::default();
-    if upper.rdzv_endpoint.is_some() {
+    if let Some(endpoint) = &upper.rdzv_endpoint {
+        if endpoint.port == 0 {
+            // One node alone, which meets nobody.
+            return Ok(layer);
+        }
         for (name, variable) in WITH_ENDPOINT {
             set(&mut layer, name, variable, get(variable))?;
+        }
+        let step_nodes = get("SLURM_STEP_NUM_NODES").and_then(|count| count.parse().ok());
+        let nodes = upper.nnodes.or(layer.nnodes);
+        // Any other step may be a part of a job only.
+        if nodes.is_some_and(|nodes| nodes.min > 1 && nodes.min == nodes.max && step_nodes == Some(nodes.max))
+        {
+            set(&mut layer, "rdzv_id", "SLURM_JOB_ID", step_name(&get))?;
         }
     } else if upper.nnodes.is_none_or(|nodes| nodes.max > 1) && upper.master_addr.is_none() {
         of_srun(&mut layer, &get)?;
@@ -54,18 +69,26 @@ fn of_srun(layer: &mut Settings, get: &impl Fn(&str) -> Option<String>) -> Resul
     }
     set(layer, "nnodes", "SLURM_STEP_NUM_NODES", Some(count))?;
     set(layer, "node_rank", "SLURM_NODEID", get("SLURM_NODEID"))?;
-    let first = first_host(&list);
+    let name = step_name(get);
+    let port = name.as_deref().map_or(values::DEFAULT_PORT, port_of_step);
+    let first = format!("{}:{port}", first_host(&list));
     set(layer, "rdzv_endpoint", "SLURM_STEP_NODELIST", Some(first))?;
-    if let Some(job) = get("SLURM_JOB_ID") {
-        let step = get("SLURM_STEP_ID").map_or_else(String::new, |step| format!(".{step}"));
-        set(
-            layer,
-            "rdzv_id",
-            "SLURM_JOB_ID",
-            Some(format!("slurm-{job}{step}")),
-        )?;
-    }
-    Ok(())
+    set(layer, "rdzv_id", "SLURM_JOB_ID", name)
+}
+
+/// What only this step of this job is called, on all of its nodes.
+fn step_name(get: &impl Fn(&str) -> Option<String>) -> Option<String> {
+    let job = get("SLURM_JOB_ID")?;
+    let step = get("SLURM_STEP_ID").map_or_else(String::new, |step| format!(".{step}"));
+    Some(format!("slurm-{job}{step}"))
+}
+
+/// Where the nodes of a step meet: the same port on all of them, most likely another one for another step, whose first
+/// node may be the same.
+fn port_of_step(name: &str) -> u16 {
+    let hash = blake3::hash(name.as_bytes());
+    let number = u16::from_le_bytes([hash.as_bytes()[0], hash.as_bytes()[1]]);
+    STEP_PORTS.start + number % (STEP_PORTS.end - STEP_PORTS.start)
 }
 
 fn set(layer: &mut Settings, name: &str, variable: &str, value: Option<String>) -> Result<(), CliError> {
@@ -101,7 +124,6 @@ fn first_host(list: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::values;
     use super::*;
 
     fn places(upper: &Settings, vars: &[(&str, &str)]) -> (Option<u32>, Option<u32>, Option<String>) {
@@ -177,7 +199,8 @@ mod tests {
             ("SLURM_STEP_ID", "0"),
         ];
         let found = places(&Settings::default(), &step);
-        assert_eq!(found, (Some(3), Some(2), Some("gpu07:29400".into())));
+        let port = port_of_step("slurm-1234.0");
+        assert_eq!(found, (Some(3), Some(2), Some(format!("gpu07:{port}"))));
         let alone = Settings {
             nnodes: values::node_range("1").ok(),
             ..Settings::default()
@@ -198,6 +221,37 @@ mod tests {
         srun starts 24 copies of ddp-run on 3 nodes, expected one a node
           hint: give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself
         ");
+    }
+
+    #[test]
+    fn steps_that_share_a_node_do_not_meet() {
+        let ports: std::collections::BTreeSet<u16> = (0..20)
+            .map(|step| port_of_step(&format!("slurm-1234.{step}")))
+            .collect();
+        assert_eq!(ports.len(), 20, "{ports:?}");
+        assert!(ports.iter().all(|port| STEP_PORTS.contains(port)), "{ports:?}");
+    }
+
+    #[test]
+    fn a_step_names_the_job_that_it_is() {
+        let name = |nodes: &str, endpoint: &str| {
+            let upper = Settings {
+                rdzv_endpoint: values::endpoint(endpoint).ok(),
+                nnodes: values::node_range(nodes).ok(),
+                ..Settings::default()
+            };
+            let get = |name: &str| match name {
+                "SLURM_STEP_NUM_NODES" => Some("3".to_owned()),
+                "SLURM_JOB_ID" => Some("1234".to_owned()),
+                "SLURM_STEP_ID" => Some("5".to_owned()),
+                _ => None,
+            };
+            layer(&upper, get).expect("valid").rdzv_id
+        };
+        assert_eq!(name("3", "node0").as_deref(), Some("slurm-1234.5"));
+        assert_eq!(name("4", "node0"), None, "other steps may be of this job");
+        assert_eq!(name("1:3", "node0"), None);
+        assert_eq!(name("1", "node0:0"), None);
     }
 
     #[test]

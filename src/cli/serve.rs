@@ -25,7 +25,7 @@ enum Command {
     /// Serve until SIGTERM or SIGINT. The first line of the output is the address that is served.
     Serve {
         /// Address to listen on; port 0 takes a free one
-        #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::listen_address)]
+        #[arg(long, value_name = "HOST[:PORT]", default_value = "[::]:29400", value_parser = values::endpoint)]
         listen: Endpoint,
     },
 }

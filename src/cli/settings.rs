@@ -68,7 +68,7 @@ settings! {
     #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES)]
     nproc_per_node: ProcCount = values::proc_count,
 
-    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets [default port: 29400]
+    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets [default port: 29400; port 0: a free one, for one node]
     #[arg(value_name = "HOST[:PORT]", help_heading = NODES)]
     rdzv_endpoint: Endpoint = values::endpoint,
 

@@ -197,24 +197,13 @@ pub fn proc_count(text: &str) -> Result<ProcCount, String> {
     }
 }
 
-/// `host`, `host:port`, `[ipv6]` or `[ipv6]:port`.
+/// `host`, `host:port`, `[ipv6]` or `[ipv6]:port`; port 0 stands for a free one.
 pub fn endpoint(text: &str) -> Result<Endpoint, String> {
-    host_and_port(text, 1)
-}
-
-/// As [`endpoint`], but port 0 stands for a free one.
-pub fn listen_address(text: &str) -> Result<Endpoint, String> {
-    host_and_port(text, 0)
-}
-
-fn host_and_port(text: &str, lowest_port: u16) -> Result<Endpoint, String> {
     const EXPECTED: &str =
         "expected `host[:port]`, an IPv6 address in brackets, for example `node0:29400` or `[fd00::1]:29400`";
-    let port = |part: &str| match part.parse::<u16>() {
-        Ok(port) if port >= lowest_port => Ok(port),
-        _ => Err(format!(
-            "`{part}` is not a port from {lowest_port} to 65535: {EXPECTED}"
-        )),
+    let port = |part: &str| {
+        let not_a_port = |_| format!("`{part}` is not a port from 0 to 65535: {EXPECTED}");
+        part.parse::<u16>().map_err(not_a_port)
     };
     let (host, port) = if let Some(rest) = text.strip_prefix('[') {
         let (host, rest) = rest.split_once(']').ok_or(EXPECTED)?;
@@ -359,12 +348,9 @@ mod tests {
         assert_eq!(parsed("[fd00::1]"), Ok("[fd00::1]:29400".into()));
         assert_eq!(parsed("[::1]:5"), Ok("[::1]:5".into()));
         assert_eq!(parsed("10.0.0.1"), Ok("10.0.0.1:29400".into()));
-        assert_eq!(
-            listen_address("[::]:0").map(|e| e.to_string()),
-            Ok("[::]:0".into())
-        );
+        assert_eq!(parsed("[::]:0"), Ok("[::]:0".into()));
         for bad in [
-            "", ":1", "fd00::1", "a:b", "a:0", "a:70000", "[x]:1", "[::1]1", "[::1", "http://a", "a b",
+            "", ":1", "fd00::1", "a:b", "a:70000", "[x]:1", "[::1]1", "[::1", "http://a", "a b",
         ] {
             assert!(endpoint(bad).is_err(), "`{bad}` was taken");
         }

@@ -4,9 +4,14 @@ use std::time::Duration;
 
 use ddp_proto::control::MAX_VALUE_BYTES;
 
+/// Name of a job whose nodes were given none, as with torchrun: two jobs may have it without knowing of each other.
+pub const DEFAULT_JOB_ID: &str = "none";
+
 /// Settings of one daemon. [`Config::default`] is right for production.
 #[derive(Clone, Debug)]
 pub struct Config {
+    /// The one job that is served, by a daemon that ends with it; none: any.
+    pub only_job: Option<String>,
     /// A node that says nothing for this long is lost. Agents send a heartbeat every third of it.
     pub lease: Duration,
     /// A node whose connection broke is lost after this long, if its lease does not end before.
@@ -77,6 +82,7 @@ pub struct KvLimits {
 impl Default for Config {
     fn default() -> Self {
         Self {
+            only_job: None,
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
             culprit_wait: Duration::from_millis(500),
@@ -119,6 +125,17 @@ impl Default for KvLimits {
 }
 
 impl Config {
+    /// Why `job` is not served here; none if it is.
+    #[must_use]
+    pub fn refuses(&self, job: &str) -> Option<String> {
+        let owner = self.only_job.as_deref().filter(|owner| *owner != job)?;
+        let owner = super::kv::clip(owner, 128);
+        Some(format!(
+            "the rendezvous at this address belongs to job `{owner}` and ends with it: it does not serve job `{}`",
+            super::kv::clip(job, 128)
+        ))
+    }
+
     /// How often an agent should send a heartbeat.
     #[must_use]
     pub fn heartbeat_interval(&self) -> Duration {

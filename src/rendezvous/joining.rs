@@ -5,7 +5,7 @@ use std::time::Duration;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Code};
 
-use super::config::Config;
+use super::config::{Config, DEFAULT_JOB_ID};
 use super::event::{ConnId, Peer, Turn};
 use super::job::{Job, Node, Phase, Readiness};
 use super::words;
@@ -95,6 +95,9 @@ impl Job {
         {
             return Err((Code::Disagree, reason));
         }
+        if let Some(reason) = self.mistaken_for(joining) {
+            return Err((Code::Disagree, reason));
+        }
         let Some(asked) = joining.join.node_rank else {
             return Ok(());
         };
@@ -120,6 +123,29 @@ impl Job {
             }
             None => Ok(()),
         }
+    }
+
+    /// A newcomer to a full job of fixed size that nobody gave a name: more likely a node of another job that nobody
+    /// named than a spare, which would report success without having run.
+    fn mistaken_for(&self, joining: &Joining) -> Option<String> {
+        let join = &joining.join;
+        let known = self.nodes.contains_key(&joining.incarnation) || joining.generation > 0;
+        let fixed = join.min_nodes == join.max_nodes;
+        if self.id != DEFAULT_JOB_ID || self.generation == 0 || known || !fixed {
+            return None;
+        }
+        // A node whose connection is gone may be the one that comes back, as a new process.
+        let there = self.nodes.values().filter(|node| node.conn.is_some()).count();
+        (there >= join.max_nodes as usize).then(|| {
+            format!(
+                "job `{}` runs with all of its {} already ({}): node `{}` belongs to another job, or is one too many\n  \
+                 hint: give every job a `--rdzv-id` of its own; a job that has one keeps further nodes as spares",
+                self.id,
+                words::nodes(join.max_nodes),
+                words::list(self.nodes.values().map(|node| node.join.hostname.as_str())),
+                join.hostname
+            )
+        })
     }
 
     fn refuse(&mut self, turn: &mut Turn<'_>, joining: &Joining, code: Code, reason: String) {

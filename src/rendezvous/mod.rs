@@ -43,7 +43,7 @@ mod state;
 mod tests;
 mod words;
 
-pub use config::{Config, KvLimits};
+pub use config::{Config, DEFAULT_JOB_ID, KvLimits};
 pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
 pub use server::{ServeError, serve};
 pub use state::{State, apply};

@@ -56,8 +56,7 @@ pub async fn serve(
     let service = Service {
         requests: requests.clone(),
         last_conn: Arc::new(AtomicU64::new(0)),
-        agent_queue: config.agent_queue,
-        max_wait: config.kv.wait,
+        config: config.clone(),
     };
     let limit = config.kv.value_bytes + MESSAGE_MARGIN;
     let (health, health_service) = tonic_health::server::health_reporter();
@@ -120,8 +119,7 @@ impl Drop for AbortOnDrop {
 struct Service {
     requests: mpsc::Sender<Request>,
     last_conn: Arc<AtomicU64>,
-    agent_queue: usize,
-    max_wait: Duration,
+    config: Config,
 }
 
 impl Service {
@@ -142,7 +140,7 @@ impl Rendezvous for Service {
     ) -> Result<Response<Self::AgentStream>, Status> {
         let conn = ConnId(self.last_conn.fetch_add(1, Ordering::Relaxed) + 1);
         let peer = peer(&request);
-        let (agent, messages) = mpsc::channel(self.agent_queue);
+        let (agent, messages) = mpsc::channel(self.config.agent_queue);
         self.requests
             .send(Request::Opened(conn, agent))
             .await
@@ -163,7 +161,7 @@ impl Rendezvous for Service {
         let mut request = request.into_inner();
         request.timeout_ms = request
             .timeout_ms
-            .min(u32::try_from(self.max_wait.as_millis()).unwrap_or(u32::MAX));
+            .min(u32::try_from(self.config.kv.wait.as_millis()).unwrap_or(u32::MAX));
         let (answer, result) = oneshot::channel();
         let value = self
             .ask(Request::KvGet(request, answer), result)
@@ -176,6 +174,9 @@ impl Rendezvous for Service {
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
         let job = request.into_inner().job_id;
+        if let Some(reason) = self.config.refuses(&job) {
+            return Err(Status::failed_precondition(reason));
+        }
         let (answer, reply) = oneshot::channel();
         match self.ask(Request::Status(job.clone(), answer), reply).await? {
             Some(reply) => Ok(Response::new(reply)),

@@ -135,8 +135,8 @@ impl Daemon<'_> {
             job: job_id,
             incarnation,
         };
-        if let Err(reason) = self.identify(turn, conn, &speaker, &body) {
-            return refuse(turn, conn, reason);
+        if let Err((code, reason)) = self.identify(turn, conn, &speaker, &body) {
+            return refuse(turn, conn, code, reason);
         }
         let Speaker {
             job: job_id,
@@ -179,31 +179,35 @@ impl Daemon<'_> {
         conn: ConnId,
         speaker: &Speaker,
         body: &Body,
-    ) -> Result<(), String> {
+    ) -> Result<(), (Code, String)> {
+        let invalid = |reason: &str| Err((Code::Invalid, reason.to_owned()));
         match self.speakers.get(&conn) {
             Some(known) if known == speaker => Ok(()),
-            Some(_) => Err("a stream speaks for one node of one job only".to_owned()),
+            Some(_) => invalid("a stream speaks for one node of one job only"),
             None if matches!(body, Body::Join(_)) => {
                 self.admit_speaker(turn, speaker)?;
                 self.speakers.insert(conn, speaker.clone());
                 Ok(())
             }
-            None => Err("the first message of a stream must be `Join`".to_owned()),
+            None => invalid("the first message of a stream must be `Join`"),
         }
     }
 
-    fn admit_speaker(&self, turn: &Turn<'_>, speaker: &Speaker) -> Result<(), String> {
+    fn admit_speaker(&self, turn: &Turn<'_>, speaker: &Speaker) -> Result<(), (Code, String)> {
         let max = turn.config.max_name_bytes;
         if speaker.job.is_empty() || speaker.job.len() > max || speaker.incarnation.is_empty() {
-            return Err(format!(
-                "the name of a job has 1 to {max} bytes, and every agent a name of its own"
-            ));
+            let reason = format!("the name of a job has 1 to {max} bytes, and every agent a name of its own");
+            return Err((Code::Invalid, reason));
+        }
+        if let Some(reason) = turn.config.refuses(&speaker.job) {
+            let hint =
+                "give all nodes of a job the same `--rdzv-id`, and other jobs another `--rdzv-endpoint`";
+            return Err((Code::Disagree, format!("{reason}\n  hint: {hint}")));
         }
         if !self.jobs.contains_key(&speaker.job) && self.jobs.len() >= turn.config.max_jobs {
-            return Err(format!(
-                "this daemon has {} jobs already, the most it may have",
-                self.jobs.len()
-            ));
+            let count = self.jobs.len();
+            let reason = format!("this daemon has {count} jobs already, the most it may have");
+            return Err((Code::Invalid, reason));
         }
         Ok(())
     }
@@ -360,13 +364,13 @@ impl Daemon<'_> {
     }
 }
 
-fn refuse(turn: &mut Turn<'_>, conn: ConnId, reason: String) {
+fn refuse(turn: &mut Turn<'_>, conn: ConnId, code: Code, reason: String) {
     turn.decided(format!("refused a stream: {reason}"));
     turn.send(
         Some(conn),
         0,
         Reply::Refused(Refused {
-            code: Code::Invalid.into(),
+            code: code.into(),
             reason,
         }),
     );

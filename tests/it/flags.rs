@@ -217,3 +217,52 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
         "no folder of a run was made"
     );
 }
+
+#[test]
+fn a_dry_run_tells_of_the_rendezvous_and_the_ranks_of_this_node() {
+    let finished = launch()
+        .nproc(2)
+        .words(&["--dry-run", "--nnodes", "3", "--node-rank", "1"])
+        .flag("--rdzv-conf", "is_host=0,last_call_timeout=3")
+        .env("PET_MASTER_ADDR", "node0")
+        .target("true")
+        .run();
+    let shown = finished.expect_exit(0).stdout().join("\n");
+    let row = |name: &str| shown.lines().find(|line| line.trim_start().starts_with(name));
+    let endpoint = row("rdzv_endpoint").expect("a row");
+    assert!(
+        endpoint.contains("node0:29400") && endpoint.ends_with("PET_MASTER_ADDR"),
+        "{endpoint}"
+    );
+    let conf = row("rdzv_conf").expect("a row");
+    assert!(
+        conf.contains("is_host=false,join_timeout=600,connect_timeout=60,last_call_timeout=3"),
+        "{conf}"
+    );
+    finished.expect_stdout("ranks of this node, if each node before it has 2 workers too: 2 to 3");
+}
+
+#[test]
+fn log_files_without_a_place_are_nobody_elses() {
+    let dir = temp_dir();
+    for _ in 0..2 {
+        let finished = launch()
+            .words(&["-r", "3"])
+            .flag("--rdzv-id", "same")
+            .env("TMPDIR", dir.path().to_str().expect("unicode"))
+            .shell(TALK)
+            .run();
+        finished.expect_exit(0).expect_stderr("log files are below `");
+    }
+    let made: Vec<_> = fs::read_dir(dir.path())
+        .expect("there")
+        .map(|entry| entry.expect("readable"))
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("ddp-run-same-"))
+        .collect();
+    assert_eq!(made.len(), 2, "{made:?}");
+    for folder in made {
+        let mode = folder.metadata().expect("there").permissions();
+        assert_eq!(std::os::unix::fs::PermissionsExt::mode(&mode) & 0o777, 0o700);
+        assert!(folder.path().join("attempt_0/0/stdout.log").exists());
+    }
+}

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::harness::{Daemon, Finished, Launch, ReservedPort, launch};
+use crate::harness::{Daemon, Finished, Launch, ReservedPort, launch, temp_dir};
 
 /// Each worker's place, as one line.
 const PLACE: &str = "echo place $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $GROUP_WORLD_SIZE";
@@ -78,6 +78,69 @@ fn one_daemon_serves_two_jobs_at_a_time() {
         }
     }
     daemon.stop().expect_exit(0);
+}
+
+/// Works until the file that it is told of exists.
+fn until(done: &std::path::Path) -> Launch {
+    let script = r#"echo at work; until [ -e "$DONE" ]; do sleep 0.02; done"#;
+    launch()
+        .env("DONE", done.to_str().expect("unicode"))
+        .shell(script)
+}
+
+#[test]
+fn a_second_job_of_the_same_default_id_is_refused_by_name() {
+    let (daemon, dir) = (Daemon::start(), temp_dir());
+    let done = dir.path().join("done");
+    let node = || {
+        until(&done)
+            .flag("--nnodes", "2")
+            .flag("--rdzv-endpoint", &daemon.endpoint)
+            .flag("--rdzv-conf", "is_host=false")
+    };
+    let mut first = [node().start(), node().start()];
+    for node in &mut first {
+        node.wait_for("at work");
+    }
+    for _ in 0..2 {
+        node()
+            .run()
+            .expect_exit(76)
+            .expect_stderr("job `none` runs with all of its 2 nodes already")
+            .expect_stderr("hint: give every job a `--rdzv-id` of its own");
+    }
+    std::fs::write(&done, "").expect("writable");
+    for node in first {
+        node.finish().expect_exit(0);
+    }
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn a_job_does_not_end_with_another_one_that_has_the_port() {
+    let (port, dir) = (ReservedPort::new(), temp_dir());
+    let done = ["first", "second"].map(|name| dir.path().join(name));
+    let [first, second] = [&done[0], &done[1]].map(|done| {
+        let mut running = until(done).flag("--rdzv-endpoint", &port.endpoint).start();
+        running.wait_for("at work");
+        running
+    });
+    let other = || launch().node_of(2, &port.endpoint, "other").target("true");
+    let owner = "the rendezvous at this address belongs to job `";
+    other()
+        .run()
+        .expect_exit(69)
+        .expect_stderr(owner)
+        .expect_stderr("hint: choose another port");
+    other()
+        .flag("--rdzv-conf", "is_host=false")
+        .run()
+        .expect_exit(76)
+        .expect_stderr(owner);
+    std::fs::write(&done[0], "").expect("writable");
+    first.finish().expect_exit(0);
+    std::fs::write(&done[1], "").expect("writable");
+    second.finish().expect_exit(0);
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! Joining, starting, ranks, addresses, refusals, time-outs.
 
+use super::super::DEFAULT_JOB_ID;
 use super::*;
 
 #[test]
@@ -316,6 +317,45 @@ fn a_node_too_many_is_a_spare_and_takes_the_place_of_a_lost_one() {
     assignment 2: node rank 0 of [a@0 c@2], master 10.0.0.1:29500, restart 0/3: generation 2: all 2 nodes are there; node ranks: 1 kept from before, 1 by host name
     ");
     assert_eq!(s.assignment("c").1.node_rank, 1);
+}
+
+#[test]
+fn a_job_that_nobody_named_takes_no_spares_but_takes_back_its_own() {
+    let mut s = Scene::new();
+    s.job = DEFAULT_JOB_ID;
+    s.join("a", 2, 2).join("b", 2, 2).join("c", 2, 2);
+    insta::assert_snapshot!(s.words("c"), @r"
+    refused Disagree: job `none` runs with all of its 2 nodes already (`a`, `b`): node `c` belongs to another job, or is one too many
+      hint: give every job a `--rdzv-id` of its own; a job that has one keeps further nodes as spares
+    closed
+    ");
+    assert_eq!(s.assignment("a").1.nodes.len(), 2, "the job goes on");
+    s.break_stream("b").join("b'", 2, 2);
+    assert!(
+        s.words("b'").starts_with("waiting: "),
+        "a new process in the place of a lost one"
+    );
+    s.job = JOB;
+    s.join("d", 1, 2).join("e", 1, 2).join("f", 1, 2);
+    assert!(s.words("f").contains("this node is a spare"));
+}
+
+#[test]
+fn a_daemon_of_one_job_serves_no_other() {
+    let mut s = Scene::with(Config {
+        only_job: Some("mine".to_owned()),
+        ..Config::default()
+    });
+    s.join("a", 1, 1);
+    insta::assert_snapshot!(s.words("a"), @r"
+    refused Disagree: the rendezvous at this address belongs to job `mine` and ends with it: it does not serve job `job1`
+      hint: give all nodes of a job the same `--rdzv-id`, and other jobs another `--rdzv-endpoint`
+    closed
+    ");
+    assert!(s.state.is_idle());
+    s.job = "mine";
+    s.join("a", 1, 1);
+    assert_eq!(s.assignment("a").1.nodes.len(), 1);
 }
 
 #[test]

@@ -27,6 +27,7 @@ const SECOND: Duration = Duration::from_secs(1);
 /// up to a `'`: `b'` is a new process on host `b`.
 struct Scene {
     state: State,
+    job: &'static str,
     now: Duration,
     streams: BTreeMap<ConnId, Vec<Heard>>,
     current: BTreeMap<String, ConnId>,
@@ -48,6 +49,7 @@ impl Scene {
     fn with(config: Config) -> Self {
         Self {
             state: State::new(config),
+            job: JOB,
             now: Duration::ZERO,
             streams: BTreeMap::new(),
             current: BTreeMap::new(),
@@ -99,7 +101,7 @@ impl Scene {
             local: IpAddr::V4(Ipv4Addr::new(10, 0, 0, 9)),
         };
         let message = AgentMessage {
-            job_id: JOB.into(),
+            job_id: self.job.into(),
             incarnation: node.into(),
             generation,
             body: Some(body),

@@ -18,12 +18,13 @@ impl Evaluation {
     }
 
     /// Mean loss over all positions of all blocks. Shares may be uneven: every position weighs the same. Every rank
-    /// must call it.
+    /// must call it; `alive` is called as it gets on.
     pub(super) fn mean_loss(
         &self,
         world: &World,
         replica: &mut Replica,
         exchange: &Exchange,
+        alive: impl Fn(),
     ) -> Result<f64, TrainError> {
         let mut batch = Batch::new(replica.positions());
         let rows = replica.positions() / self.block_size;
@@ -41,6 +42,7 @@ impl Evaluation {
         let mut next = mine.start;
         for _ in 0..needed {
             world.check()?;
+            alive();
             let taken = (mine.end - next).min(rows as u64);
             self.fill(&mut batch, next, taken as usize)?;
             total += replica.total_loss(&batch)?;

@@ -242,9 +242,10 @@ impl Trainer<'_> {
     }
 
     fn validate(&mut self, done: u64) -> Result<f64, TrainError> {
-        self.beat(done, Phase::Validating);
+        let (session, progress) = (self.session, &self.progress);
+        let alive = || session.heartbeat(done, Phase::Validating, progress.clone());
         self.evaluation
-            .mean_loss(&self.world, &mut self.replica, &self.exchange)
+            .mean_loss(&self.world, &mut self.replica, &self.exchange, alive)
     }
 
     fn save(

@@ -15,6 +15,11 @@ impl Driver<'_> {
             exit_code: conclusion.exit_code(),
             report,
         });
+        if matches!(conclusion, Conclusion::Succeeded) && self.run_token.is_empty() {
+            self.console.say(
+                "the job succeeded without this node: as a spare it was never needed, and started no worker",
+            );
+        }
         let (Some(report), false) = (report, matches!(conclusion, Conclusion::Stopped { .. })) else {
             return;
         };
