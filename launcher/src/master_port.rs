@@ -96,6 +96,12 @@ fn parse_range(text: &str) -> Option<RangeInclusive<u16>> {
     Some(ends.next()?.parse().ok()?..=ends.next()?.parse().ok()?)
 }
 
+/// True if a program's words say that an address is in use, in the system's words or by the error's name.
+pub(crate) fn is_taken(words: &str) -> bool {
+    let words = words.to_ascii_lowercase();
+    words.contains("eaddrinuse") || words.contains("address already in use")
+}
+
 #[cfg(test)]
 mod tests {
     use std::net::{TcpListener, TcpStream};

@@ -53,9 +53,17 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
         }
         Conclusion::JobOver {
             reason,
+            no_restart,
             first_failure,
             ..
-        } => job_over(facts, reason, first_failure.as_deref()),
+        } => match first_failure.as_deref() {
+            Some((failure, host)) => job_failed(facts, no_restart, failure, host),
+            None => {
+                let mut text = format!("error: {reason}");
+                others(&mut text, facts, None);
+                text
+            }
+        },
         Conclusion::Refused { reason, .. } => format!("error: {reason}"),
         Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => after_error(facts, error),
         Conclusion::CannotStart(error) => format!("error: {error}"),
@@ -63,19 +71,10 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
     Some(text)
 }
 
-fn job_over(facts: &Facts<'_>, reason: &str, first_failure: Option<&(WorkerExit, String)>) -> String {
-    let Some((failure, host)) = first_failure else {
-        let mut text = format!("error: {reason}");
-        others(&mut text, facts, None);
-        return text;
-    };
+fn job_failed(facts: &Facts<'_>, no_restart: &str, failure: &WorkerExit, host: &str) -> String {
     let mut text = format!("error: `{}` failed", facts.program);
-    if reason.contains("restarts are used up") {
-        let _ = write!(
-            text,
-            ", and {}",
-            reason.rsplit_once("; ").map_or(reason, |(_, last)| last)
-        );
+    if !no_restart.is_empty() {
+        let _ = write!(text, ", and {no_restart}");
     }
     describe_failure(&mut text, facts, failure, host);
     let first_here = (host == facts.hostname).then_some(GlobalRank(failure.rank));

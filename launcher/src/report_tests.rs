@@ -27,10 +27,11 @@ fn failure(rank: u32, ending: Ending) -> WorkerExit {
     }
 }
 
-fn job_over(reason: &str, failure: WorkerExit, host: &str) -> Conclusion {
+fn job_over(no_restart: &str, failure: WorkerExit, host: &str) -> Conclusion {
     Conclusion::JobOver {
         exit_code: 1,
-        reason: reason.into(),
+        reason: "the daemon's words".into(),
+        no_restart: no_restart.into(),
         first_failure: Some(Box::new((failure, host.into()))),
     }
 }
@@ -70,7 +71,7 @@ fn what_is_said_once_is_not_repeated() {
     follower.message =
         Some("rank 1 stopped: the generation is over: rank 0 (node `a`) exited with code 2".into());
     follower.consequence = true;
-    let conclusion = job_over("rank 0 failed", exit, "a");
+    let conclusion = job_over("", exit, "a");
     insta::assert_snapshot!(text(&conclusion, &[end(0, Ending::Code(2), None, 0), follower], None), @r"
     error: `train.yaml` failed
       first failure: rank 0 (node `a`, pid 4711) exited with code 2 after 12.3 s at 22:13:20 UTC
@@ -88,7 +89,7 @@ fn ranks_that_fail_alike_are_told_without_their_words() {
     exit.stderr_tail = words.lines().map(str::to_owned).collect();
     let mut alike = end(1, Ending::Code(2), None, 40);
     alike.message = Some(words.into());
-    let conclusion = job_over("rank 0 failed", exit, "a");
+    let conclusion = job_over("", exit, "a");
     let text = text(&conclusion, &[end(0, Ending::Code(2), None, 0), alike], None);
     assert_eq!(text.matches("is damaged").count(), 1, "{text}");
     assert!(
@@ -116,7 +117,7 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
         end(4, KILLED, Some(9), 31_000),
         end(5, Ending::Code(0), Some(15), 1_100),
     ];
-    insta::assert_snapshot!(text(&job_over("rank 1 failed", exit, "a"), &ends, None), @r"
+    insta::assert_snapshot!(text(&job_over("", exit, "a"), &ends, None), @r"
     error: `train.yaml` failed
       first failure: rank 1 (node `a`, pid 4711) exited with code 42 after 12.3 s at 22:13:20 UTC
         it says: ValueError: no data
@@ -133,11 +134,7 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
 
 #[test]
 fn sigkill_was_not_sent_by_us() {
-    let conclusion = job_over(
-        "rank 0 died of SIGKILL; all 3 restarts are used up",
-        failure(0, KILLED),
-        "a",
-    );
+    let conclusion = job_over("all 3 restarts are used up", failure(0, KILLED), "a");
     insta::assert_snapshot!(text(&conclusion, &[], None), @r"
     error: `train.yaml` failed, and all 3 restarts are used up
       first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
@@ -147,10 +144,26 @@ fn sigkill_was_not_sent_by_us() {
 }
 
 #[test]
+fn whatever_the_daemon_says_of_restarts_is_shown() {
+    for why in [
+        "a restart cannot help",
+        "the last 5 starts failed within 5 s each, without progress",
+    ] {
+        let text = text(&job_over(why, failure(0, Ending::Code(3)), "a"), &[], None);
+        assert!(
+            text.starts_with(&format!(
+                "error: `train.yaml` failed, and {why}\n  first failure: "
+            )),
+            "{text}"
+        );
+    }
+}
+
+#[test]
 fn a_sigkill_while_the_oom_killer_struck() {
     let mut exit = failure(0, KILLED);
     exit.out_of_memory = true;
-    let conclusion = job_over("rank 0 died of SIGKILL, possibly out of memory", exit, "a");
+    let conclusion = job_over("", exit, "a");
     insta::assert_snapshot!(text(&conclusion, &[], None), @r"
     error: `train.yaml` failed
       first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
@@ -167,7 +180,7 @@ fn a_crash_on_another_node() {
     };
     let mut exit = failure(7, crash);
     exit.log_file = "/logs/attempt_0/7/stderr.log".into();
-    let conclusion = job_over("rank 7 failed", exit, "b");
+    let conclusion = job_over("", exit, "b");
     insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"
     error: `train.yaml` failed
       first failure: rank 7 (node `b`, pid 4711) died of SIGSEGV (core dumped) at 22:13:20 UTC by that node's clock
@@ -183,6 +196,7 @@ fn a_job_that_ended_without_a_failed_worker() {
     let conclusion = Conclusion::JobOver {
         exit_code: 143,
         reason: "node `b` was stopped by SIGTERM".into(),
+        no_restart: String::new(),
         first_failure: None,
     };
     insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"

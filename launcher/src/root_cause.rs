@@ -144,6 +144,7 @@ mod tests {
         Conclusion::JobOver {
             exit_code: 137,
             reason: "rank 5 (node `b`) died of SIGKILL".into(),
+            no_restart: String::new(),
             first_failure: Some(Box::new((failure, "b".into()))),
         }
     }

@@ -83,6 +83,16 @@ pub enum SpawnError {
         /// What to do.
         hint: &'static str,
     },
+    /// The system does not let a worker run on the cores chosen for it.
+    #[error(
+        "worker {local_rank} of this node cannot be bound to its cores: {cause}\n  hint: the cores that this process may use have changed: start again, or leave out `--numa-binding`"
+    )]
+    Cores {
+        /// Local rank of the worker.
+        local_rank: LocalRank,
+        /// The system's words.
+        cause: String,
+    },
     /// The machine refused another process.
     #[error(
         "worker {local_rank} of this node cannot be started: {cause}\n  hint: check `ulimit -u`, the memory and the pids limit of the cgroup"
@@ -102,8 +112,15 @@ impl SpawnError {
         match self {
             Self::NotFound { .. } => NOT_FOUND,
             Self::NotExecutable { .. } => NOT_EXECUTABLE,
-            Self::Machine { .. } => exit::INTERNAL,
+            Self::Cores { .. } | Self::Machine { .. } => exit::INTERNAL,
         }
+    }
+
+    /// The error of a worker that was to be bound to cores, if the cores are its reason: of all that happens before the
+    /// program runs, only this can be invalid.
+    fn of_binding(error: &io::Error, local_rank: LocalRank) -> Option<Self> {
+        let cause = error.to_string();
+        (error.raw_os_error() == Some(libc::EINVAL)).then_some(Self::Cores { local_rank, cause })
     }
 
     fn of(error: &io::Error, program: &Path, local_rank: LocalRank) -> Self {
@@ -194,13 +211,18 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
         if batch.cancelled.load(Ordering::Acquire) {
             return None;
         }
-        let local_rank = worker.local_rank;
+        let (local_rank, is_bound) = (worker.local_rank, worker.cores.is_some());
         match start_worker(&batch.command, worker, registrar, batch.door) {
             Ok(pid) => {
                 // The agent is gone only when the process is ending.
                 let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
             }
-            Err(error) => return Some(SpawnError::of(&error, &batch.command.program, local_rank)),
+            Err(error) => {
+                let unbound = is_bound
+                    .then(|| SpawnError::of_binding(&error, local_rank))
+                    .flatten();
+                return unbound.or_else(|| Some(SpawnError::of(&error, &batch.command.program, local_rank)));
+            }
         }
     }
     None
@@ -276,6 +298,20 @@ mod tests {
         assert_eq!(missing.exit_code(), 127);
         let directory = check_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
         assert_eq!(directory.exit_code(), 126);
+    }
+
+    #[test]
+    fn cores_that_are_no_more_are_named() {
+        let mut set = CpuSet::new();
+        set.set(CpuSet::count() - 1).unwrap();
+        let errno = sched_setaffinity(Pid::from_raw(0), &set).unwrap_err();
+        let error = SpawnError::of_binding(&errno.into(), LocalRank(3)).unwrap();
+        insta::assert_snapshot!(error, @r"
+        worker 3 of this node cannot be bound to its cores: Invalid argument (os error 22)
+          hint: the cores that this process may use have changed: start again, or leave out `--numa-binding`
+        ");
+        let busy = io::Error::from_raw_os_error(libc::EAGAIN);
+        assert_eq!(SpawnError::of_binding(&busy, LocalRank(3)), None);
     }
 
     #[test]

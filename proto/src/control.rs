@@ -40,6 +40,10 @@ pub enum ToAgent {
         generation: Generation,
         /// Process id of the speaker, checked against the peer credentials.
         pid: u32,
+        /// The speaker reads what the agent says, and ends by itself when it is told to: it is given time to do so
+        /// before signals follow. One that only sends is stopped like a program without a connection.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        listens: bool,
     },
     /// "I live": sent at least every 2 seconds, and at the end of each step.
     Heartbeat {

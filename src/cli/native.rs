@@ -13,7 +13,7 @@ use ddp_worker::data::DataError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
-use ddp_worker::parallel::AgreementError;
+use ddp_worker::parallel::{AgreementError, ReduceError};
 use ddp_worker::session::{MemoryStore, Session, SessionError};
 use ddp_worker::train::{TrainError, run_worker};
 
@@ -121,9 +121,20 @@ fn train(config: &TrainConfig) -> ExitCode {
 }
 
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
+/// Numbers that were not finite would not be so the next time either: the same run does the same.
 fn exit_code(error: &TrainError) -> u8 {
     let passing = match error {
-        TrainError::Contradiction { .. } | TrainError::Rescale { .. } | TrainError::Model(_) => false,
+        TrainError::NonFinite { .. } => return exit::DO_NOT_RESTART,
+        TrainError::Contradiction { .. }
+        | TrainError::Rescale { .. }
+        | TrainError::Offload { .. }
+        | TrainError::ShardGroup { .. }
+        | TrainError::NeedsGpu { .. }
+        | TrainError::TooFewGpus { .. }
+        | TrainError::SharedGpu { .. }
+        | TrainError::Model(_)
+        | TrainError::Layout(_)
+        | TrainError::Reduce(ReduceError::Unused { .. }) => false,
         TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
         TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::Checkpoint(error) => passes(error),
@@ -138,7 +149,12 @@ fn exit_code(error: &TrainError) -> u8 {
             | RunFilesError::RankZero(_)
             | RunFilesError::NotShared { .. } => false,
         },
-        _ => true,
+        TrainError::GenerationOver { .. }
+        | TrainError::Join(_)
+        | TrainError::Reduce(_)
+        | TrainError::Replicas(_)
+        | TrainError::Collective(_)
+        | TrainError::Device(_) => true,
     };
     if passing { FAILED } else { exit::USAGE }
 }

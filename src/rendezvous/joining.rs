@@ -367,7 +367,12 @@ fn check_bounds(config: &Config, joining: &Joining) -> Result<(), String> {
             join.workers, config.max_workers
         ));
     }
-    if join.master_port == 0 || join.master_port > u32::from(u16::MAX) {
+    if join.master_port == 0 {
+        return Err(format!(
+            "node `{host}` has no free port for MASTER_PORT\n  hint: its launcher says why; `--master-port` names one"
+        ));
+    }
+    if join.master_port > u32::from(u16::MAX) {
         return Err(format!(
             "node `{host}` offers port {} as MASTER_PORT",
             join.master_port

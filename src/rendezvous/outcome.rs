@@ -51,10 +51,10 @@ impl Job {
         let blow = Blow {
             cause,
             exit_code: words::exit_code(&exit),
-            why: if exit.permanent {
-                Why::Permanent
-            } else {
-                Why::Failure
+            why: match &exit {
+                exit if exit.permanent => Why::Permanent,
+                exit if exit.port_taken => Why::PortTaken,
+                _ => Why::Failure,
             },
             failure: Some((exit, hostname)),
         };
@@ -111,7 +111,7 @@ impl Job {
                 [alone] => format!("node `{}` succeeded", alone.hostname),
                 all => format!("all {} nodes succeeded", all.len()),
             };
-            self.job_over(turn, i32::from(exit::SUCCESS), reason, None);
+            self.job_over(turn, i32::from(exit::SUCCESS), reason);
         }
     }
 
@@ -123,7 +123,7 @@ impl Job {
         match leave.signal {
             Some(signal) if !spare && !over => {
                 let reason = format!("{name} was stopped by {}", words::signal_name(signal));
-                self.job_over(turn, i32::from(exit::of_signal(signal)), reason, None);
+                self.job_over(turn, i32::from(exit::of_signal(signal)), reason);
             }
             _ if !over => {
                 let words = clip(&leave.reason, turn.config.max_name_bytes);
@@ -140,7 +140,7 @@ impl Job {
                 let began = self.highest_generation() > 0;
                 if began && !spare && !self.has_succeeded(incarnation) && self.nodes.len() <= min as usize {
                     // It says itself that it will not come back, and the others are too few.
-                    self.job_over(turn, i32::from(code), cause, None);
+                    self.job_over(turn, i32::from(code), cause);
                 } else {
                     self.node_lost(turn, incarnation, &cause, code);
                 }
@@ -213,21 +213,21 @@ impl Job {
             step: self.nodes.values().filter_map(|node| node.step).max(),
             why: blow.why,
         };
-        let end_because = |words: String| Some(format!("{}; {words}", blow.cause));
-        let end = match self.account.close(turn.config, max_restarts, ended) {
+        let verdict = self.account.close(turn.config, max_restarts, ended);
+        let no_restart = match verdict {
             Verdict::Restart { .. } | Verdict::Regroup => None,
-            Verdict::Permanent => end_because("a restart cannot help".to_owned()),
-            Verdict::UsedUp if max_restarts == 0 => Some(blow.cause.clone()),
-            Verdict::UsedUp => end_because(format!("all {max_restarts} restarts are used up")),
-            Verdict::Hopeless { times } => end_because(format!(
+            Verdict::Permanent => Some("a restart cannot help".to_owned()),
+            Verdict::UsedUp if max_restarts == 0 => Some(String::new()),
+            Verdict::UsedUp => Some(format!("all {max_restarts} restarts are used up")),
+            Verdict::Hopeless { times } => Some(format!(
                 "the last {times} starts failed within {} s each, without progress",
                 turn.config.quick_failure.as_secs_f64()
             )),
         };
-        if let Some(reason) = end {
-            return self.job_over(turn, blow.exit_code, reason, blow.failure);
+        if let Some(no_restart) = no_restart {
+            return self.failed_for_good(turn, blow, no_restart, max_restarts);
         }
-        let membership = blow.why == Why::Membership;
+        let membership = verdict == Verdict::Regroup;
         let spent = self.account.spent();
         let backoff = if membership {
             Duration::ZERO
@@ -293,21 +293,35 @@ impl Job {
         });
     }
 
-    fn job_over(
-        &mut self,
-        turn: &mut Turn<'_>,
-        exit_code: i32,
-        reason: String,
-        failure: Option<(WorkerExit, String)>,
-    ) {
-        let (first_failure, host) = failure.unzip();
-        let verdict = Reply::JobOver(JobOver {
-            exit_code,
+    /// The job ends with what ended its generation.
+    fn failed_for_good(&mut self, turn: &mut Turn<'_>, blow: Blow, no_restart: String, max_restarts: u32) {
+        let reason = if no_restart.is_empty() {
+            blow.cause
+        } else {
+            format!("{}; {no_restart}", blow.cause)
+        };
+        let (first_failure, host) = blow.failure.unzip();
+        let over = JobOver {
+            exit_code: blow.exit_code,
             reason: reason.clone(),
             first_failure,
             first_failure_host: host.unwrap_or_default(),
-        });
-        self.end(turn, verdict, reason);
+            no_restart: if max_restarts == 0 {
+                String::new()
+            } else {
+                no_restart
+            },
+        };
+        self.end(turn, Reply::JobOver(over), reason);
+    }
+
+    fn job_over(&mut self, turn: &mut Turn<'_>, exit_code: i32, reason: String) {
+        let over = JobOver {
+            exit_code,
+            reason: reason.clone(),
+            ..JobOver::default()
+        };
+        self.end(turn, Reply::JobOver(over), reason);
     }
 
     /// The last word to every node that is there; those that are away hear it when they come back.

@@ -3,6 +3,8 @@
 //! - A worker that fails costs one restart of the job's budget (`--max-restarts`).
 //! - The first restart after progress is at once; from the second in a row without progress on, a pause that doubles.
 //! - A change of membership is free: a node that comes, and one that goes while enough are left without it.
+//! - So is a port of rank 0's that a stranger took before it was bound, [`MAX_TAKEN_PORTS`] times in a row: the next
+//!   generation has another one.
 //! - Progress refunds the budget: a generation that reached a training step beyond all before it.
 //! - A worker that dies within [`Config::quick_failure`] of the start without progress, [`Config::quick_failures`]
 //!   times in a row, ends the job: something is wrong that time does not mend.
@@ -10,6 +12,9 @@
 use std::time::Duration;
 
 use super::config::Config;
+
+/// Generations in a row that may end for nothing because rank 0's port was taken.
+pub(super) const MAX_TAKEN_PORTS: u32 = 3;
 
 /// What is known of a generation when it ends.
 #[derive(Clone, Copy, Debug)]
@@ -29,6 +34,8 @@ pub(super) enum Why {
     Failure,
     /// A worker failed, and says that a restart cannot help.
     Permanent,
+    /// Rank 0 could not bind its port.
+    PortTaken,
     /// A node is gone, and the others are too few without it.
     NodeMissing,
     /// Nodes came or went, and enough are there.
@@ -59,6 +66,8 @@ pub(super) struct Account {
     best: Option<u64>,
     /// Quick failures in a row.
     quick: u32,
+    /// Generations in a row that ended because rank 0's port was taken.
+    taken: u32,
 }
 
 impl Account {
@@ -73,13 +82,22 @@ impl Account {
         if progress {
             self.best = ended.step;
             self.spent = 0;
+            self.quick = 0;
+        }
+        match ended.why {
+            Why::PortTaken if self.taken < MAX_TAKEN_PORTS => {
+                self.taken += 1;
+                return Verdict::Regroup;
+            }
+            Why::PortTaken | Why::Membership => {}
+            Why::Failure | Why::Permanent | Why::NodeMissing => self.taken = 0,
         }
         let quick = !progress && ended.ran < config.quick_failure;
         match ended.why {
             Why::Permanent => return Verdict::Permanent,
             Why::Membership => return Verdict::Regroup,
-            Why::Failure if quick => self.quick += 1,
-            Why::Failure | Why::NodeMissing => self.quick = 0,
+            Why::Failure | Why::PortTaken if quick => self.quick += 1,
+            Why::Failure | Why::PortTaken | Why::NodeMissing => self.quick = 0,
         }
         if self.spent >= max_restarts {
             return Verdict::UsedUp;
@@ -126,6 +144,40 @@ mod tests {
             Verdict::UsedUp,
             "the same step again is no progress"
         );
+    }
+
+    #[test]
+    fn a_port_that_is_taken_costs_nothing_three_times_in_a_row() {
+        let (config, mut account) = (Config::default(), Account::default());
+        let mut close = |why| account.close(&config, 1, ended(1, None, why));
+        for _ in 0..MAX_TAKEN_PORTS {
+            assert_eq!(close(Why::PortTaken), Verdict::Regroup);
+        }
+        assert_eq!(close(Why::PortTaken), Verdict::Restart { spent: 1 });
+        assert_eq!(close(Why::PortTaken), Verdict::UsedUp);
+
+        let mut account = Account::default();
+        let mut close = |why| account.close(&config, 1, ended(1, None, why));
+        assert_eq!(close(Why::PortTaken), Verdict::Regroup);
+        assert_eq!(close(Why::Failure), Verdict::Restart { spent: 1 });
+        for _ in 0..MAX_TAKEN_PORTS {
+            assert_eq!(close(Why::PortTaken), Verdict::Regroup, "a new row");
+        }
+        assert_eq!(close(Why::PortTaken), Verdict::UsedUp);
+    }
+
+    #[test]
+    fn progress_interrupts_the_row_of_quick_failures_however_the_generation_ended() {
+        let config = Config {
+            quick_failures: 2,
+            ..Config::default()
+        };
+        let mut account = Account::default();
+        let mut close = |seconds, step, why| account.close(&config, 100, ended(seconds, step, why));
+        assert!(matches!(close(1, None, Why::Failure), Verdict::Restart { .. }));
+        assert_eq!(close(3600, Some(1000), Why::Membership), Verdict::Regroup);
+        assert!(matches!(close(1, None, Why::Failure), Verdict::Restart { .. }));
+        assert_eq!(close(1, None, Why::Failure), Verdict::Hopeless { times: 2 });
     }
 
     #[test]

@@ -77,6 +77,9 @@ pub(super) fn worker_exit(exit: &WorkerExit, hostname: &str) -> String {
     if exit.out_of_memory {
         words.push_str(", possibly out of memory");
     }
+    if exit.port_taken {
+        words.push_str(", because its port was taken");
+    }
     if exit.consequence {
         words.push_str(", because another rank had failed, it says");
     }

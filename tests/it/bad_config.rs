@@ -170,6 +170,38 @@ fn an_out_dir_that_holds_a_run() {
         .expect_exit(0);
 }
 
+/// Found out in the workers, which know how many they are.
+#[test]
+fn ranks_that_are_no_groups_are_not_tried_again() {
+    let job = TinyJob::new();
+    let finished = launch()
+        .nproc(3)
+        .dir(job.dir())
+        .set("parallel.strategy=zero2")
+        .set("parallel.shard_group=2")
+        .target("tiny.yaml")
+        .run();
+    finished
+        .expect_exit(2)
+        .expect_stderr("`parallel.shard_group` is 2, but 3 ranks are not groups of 2");
+    assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
+}
+
+#[test]
+fn a_loss_that_is_no_number_ends_the_run_for_good() {
+    let job = TinyJob::new();
+    let finished = launch()
+        .nproc(2)
+        .dir(job.dir())
+        .set("train.optimizer.lr=1e38")
+        .target("tiny.yaml")
+        .run();
+    finished
+        .expect_exit(93)
+        .expect_stderr("hint: lower `train.optimizer.lr`");
+    assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
+}
+
 #[test]
 fn a_truncated_checkpoint() {
     let job = TinyJob::new();

@@ -193,7 +193,7 @@ fn a_folder_that_may_not_be_written_to_does_not_end_the_training() {
         }
     }
     let finished = train_after(&job, shell, "true");
-    let cause = "cannot create `out/checkpoints/.saving_step_00000040.g1`: Permission denied (os error 13)\n  hint: `run.out_dir` must be a folder that this user may write to";
+    let cause = "cannot create `out/checkpoints/.saving_step_00000040.g1`: Permission denied (os error 13)\n  hint: see who owns it and what its mode allows: a run needs a `run.out_dir` that its user may read and write";
     for line in cause.lines() {
         assert_trained_without_its_end(&job, &finished, line);
     }

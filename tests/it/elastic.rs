@@ -52,7 +52,13 @@ fn a_job_goes_on_without_a_node_that_was_killed_and_spends_no_restart() {
     first.wait_for("world 2 attempt 0");
     second.wait_for("world 2 attempt 0");
     second.signal(Signal::SIGKILL);
+    let killed = std::time::Instant::now();
     first.wait_for("was lost");
+    assert!(
+        killed.elapsed() < std::time::Duration::from_secs(10),
+        "{:?}",
+        killed.elapsed()
+    );
     first.wait_for("world 1 attempt 0");
     std::fs::write(&done, "").expect("writable");
     first.finish().expect_exit(0);

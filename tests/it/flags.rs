@@ -107,8 +107,39 @@ fn exit_code_93_means_do_not_start_again() {
         .flag("--max-restarts", "5")
         .shell("exit 93")
         .run();
-    finished.expect_exit(93);
+    finished
+        .expect_exit(93)
+        .expect_stderr("`sh` failed, and a restart cannot help");
     assert!(!finished.stderr().contains("restart 1"), "{}", finished.stderr());
+}
+
+#[test]
+fn a_program_that_always_fails_at_once_is_given_up_with_the_reason() {
+    let words = "`sh` failed, and the last 5 starts failed within 5 s each, without progress";
+    let launch = launch().flag("--max-restarts", "100").shell("exit 3");
+    launch.run().expect_exit(3).expect_stderr(words);
+}
+
+#[test]
+fn a_port_that_was_taken_costs_no_restart() {
+    let dir = temp_dir();
+    let script = r#"mkdir "$FIRST" || exit 0; echo "EADDRINUSE: port $MASTER_PORT" >&2; exit 1"#;
+    let first = dir.path().join("first");
+    let finished = launch()
+        .env("FIRST", first.to_str().expect("unicode"))
+        .flag("--max-restarts", "0")
+        .shell(script)
+        .run();
+    finished
+        .expect_exit(0)
+        .expect_stderr("because its port was taken; starting again, no restart is spent");
+    // Somebody who always says so is not believed for ever.
+    let always = launch()
+        .flag("--max-restarts", "0")
+        .shell("echo started; echo 'Address already in use' >&2; exit 4")
+        .run();
+    always.expect_exit(4);
+    assert_eq!(always.stdout().len(), 4, "{:?}", always.stdout());
 }
 
 #[test]

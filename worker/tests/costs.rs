@@ -4,12 +4,16 @@
 
 mod train_support;
 
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+
 use ddp_worker::config::{Accumulate, Precision, ReduceDtype, ShardGroup, Strategy, TrainConfig};
 use ddp_worker::model;
 use ddp_worker::ops::CHUNK;
 use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, ShardUnit, Sharding};
 use ddp_worker::train::Outlook;
 use train_support::Job;
+use train_support::probed::{Moment, ProbedDevice};
 
 const ALL: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 const TYPES: [(Precision, Option<ReduceDtype>); 3] = [
@@ -358,5 +362,37 @@ fn what_is_foretold_of_copies_and_of_groups_that_persist_is_what_happens() {
                 );
             }
         }
+    }
+}
+
+/// Under ZeRO-3 a rank initialises its shard alone: had any a whole model on the way, it would have allocated
+/// as much again as all of its state takes.
+#[test]
+fn no_rank_holds_the_whole_model_while_it_starts() {
+    let mut job = job(Strategy::Zero3, |_| {});
+    let started: Arc<Mutex<Vec<Arc<AtomicUsize>>>> = Arc::default();
+    let all = started.clone();
+    job.device = Some(Box::new(move |_| {
+        let (bytes, trains) = (Arc::new(AtomicUsize::new(0)), AtomicBool::new(false));
+        all.lock().unwrap().push(bytes.clone());
+        ProbedDevice::telling(Arc::new(move |moment| match moment {
+            Moment::Forward => trains.store(true, Ordering::Relaxed),
+            Moment::Allocation(more) if !trains.load(Ordering::Relaxed) => {
+                bytes.fetch_add(more, Ordering::Relaxed);
+            }
+            _ => {}
+        }))
+    }));
+    let trained = job.train(4);
+    let memory = &trained.metrics[0].memory;
+    // Gathered groups lie in memory that ranks share.
+    let state = (memory.params + memory.grads + memory.optimizer) as usize;
+    let whole = PARAMETERS * size_of::<f32>();
+    for bytes in started.lock().unwrap().iter() {
+        let bytes = bytes.load(Ordering::Relaxed);
+        assert!(
+            bytes > 0 && bytes < state + whole / 2,
+            "{bytes} of {state}, {whole}"
+        );
     }
 }

@@ -17,6 +17,8 @@ pub enum Conclusion {
         exit_code: u8,
         /// In words.
         reason: String,
+        /// Why no restart followed, to go on after "it failed, and"; empty where there is nothing to tell.
+        no_restart: String,
         /// The first failure of the job, with the host it happened on; boxed, because it is large.
         first_failure: Option<Box<(WorkerExit, String)>>,
     },
@@ -81,6 +83,7 @@ impl Conclusion {
             // A code beyond a byte cannot be passed on; it must not become success.
             exit_code: u8::try_from(over.exit_code).unwrap_or(exit::INTERNAL),
             reason: over.reason,
+            no_restart: over.no_restart,
             first_failure: over
                 .first_failure
                 .map(|failure| Box::new((failure, over.first_failure_host))),

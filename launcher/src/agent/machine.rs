@@ -10,7 +10,7 @@
 //! ```
 //!
 //! There is one stop routine, whatever the reason: notify with the cause → SIGTERM → grace → SIGKILL → bounded
-//! wait → sweep what is left.
+//! wait → sweep what is left. Native workers that are asked to stop at a step boundary get no SIGTERM in between.
 
 use std::time::Duration;
 
@@ -54,6 +54,8 @@ pub(super) enum Worker {
 /// How far the stop routine has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Stage {
+    /// The workers were asked to stop at a step boundary, and have the whole of the grace for it.
+    Asked,
     /// The workers know why, and may end by themselves.
     Notified,
     /// SIGTERM was sent.
@@ -244,7 +246,7 @@ impl Machine {
         };
         // It is told what the others were told, not more: it may well be ready for a graceful end.
         match stage {
-            Stage::Notified => Vec::new(),
+            Stage::Asked | Stage::Notified => Vec::new(),
             Stage::Terminated => vec![Effect::SignalLate(local_rank, libc::SIGTERM)],
             Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],
         }
@@ -325,7 +327,7 @@ impl Machine {
             }),
             Phase::Stopping { stage, .. } => match stage {
                 Stage::Notified => self.terminate(),
-                Stage::Terminated => self.kill(),
+                Stage::Asked | Stage::Terminated => self.kill(),
                 // Reported by the sweep, by process id.
                 Stage::Killed => self.sweep(),
                 Stage::Sweeping => Vec::new(),
@@ -435,10 +437,10 @@ fn restart_notice(over: &GenerationOver) -> String {
         pause => format!("in {:.1} s", f64::from(pause) / 1000.0),
     };
     let (count, max) = (over.restart_count, over.max_restarts);
-    let mut notice = if over.membership {
-        over.cause.clone()
-    } else {
-        format!("{}; restart {count} of {max} {when}", over.cause)
+    let mut notice = match (over.membership, &over.first_failure) {
+        (true, None) => over.cause.clone(),
+        (true, Some(_)) => format!("{}; starting again, no restart is spent", over.cause),
+        (false, _) => format!("{}; restart {count} of {max} {when}", over.cause),
     };
     if let Some(failure) = over
         .first_failure

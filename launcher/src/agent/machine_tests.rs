@@ -252,6 +252,22 @@ fn workers_that_listen_have_time_for_last_words() {
 }
 
 #[test]
+fn native_workers_that_were_asked_have_all_of_the_grace_and_no_sigterm() {
+    let mut play = Play::running(true, 2);
+    play.machine.set_listening(true);
+    play.on(Event::Signal(15));
+    assert!(
+        play.does(&Effect::Arm(Duration::from_secs(30))) && !play.does(&Effect::SignalAll(libc::SIGTERM))
+    );
+    play.on(Event::Alarm);
+    assert!(play.does(&Effect::SignalAll(libc::SIGKILL)) && !play.does(&Effect::SignalAll(libc::SIGTERM)));
+
+    // Nobody has heard of it.
+    let mut deaf = Play::running(true, 2);
+    assert!(deaf.on(Event::Signal(15)).does(&Effect::SignalAll(libc::SIGTERM)));
+}
+
+#[test]
 fn the_next_generation_runs_like_the_first() {
     let mut play = Play::running(false, 1);
     play.hear(1, over());
@@ -294,7 +310,7 @@ fn the_first_signal_stops_and_the_second_kills() {
     play.machine.set_listening(true);
     play.on(Event::Signal(2));
     assert!(
-        play.does(&Effect::AskToStop("SIGINT".into())) && play.does(&Effect::Arm(Duration::from_secs(15)))
+        play.does(&Effect::AskToStop("SIGINT".into())) && play.does(&Effect::Arm(Duration::from_secs(30)))
     );
     play.on(Event::Signal(15));
     assert!(play.does(&Effect::SignalAll(libc::SIGKILL)));

@@ -1,4 +1,6 @@
 //! The one stop routine: notify with the cause → SIGTERM → grace → SIGKILL → bounded wait → sweep.
+//!
+//! A native worker that is asked to stop at a step boundary has all of the grace: SIGTERM would end it on the spot.
 
 use std::time::Duration;
 
@@ -15,28 +17,25 @@ impl Machine {
     /// Begins the stop routine because the generation is over.
     pub(super) fn stop(&mut self, cause: &str, then: Then) -> Vec<Effect> {
         let mut effects = vec![Effect::Notify(cause.to_owned()), Effect::CancelSpawn];
-        effects.extend(self.await_end(then, LAST_WORDS.min(self.rules.shutdown_timeout)));
+        effects.extend(self.await_end(then, Stage::Notified, LAST_WORDS));
         effects
     }
 
     /// Begins the stop routine with workers that are all well: because a user asked for it, or the nodes change.
     pub(super) fn stop_at_boundary(&mut self, cause: &str, then: Then) -> Vec<Effect> {
         let mut effects = vec![Effect::AskToStop(cause.to_owned()), Effect::CancelSpawn];
-        let patience = if self.rules.native {
-            self.rules.shutdown_timeout / 2
+        effects.extend(if self.rules.native {
+            self.await_end(then, Stage::Asked, self.rules.shutdown_timeout)
         } else {
-            Duration::ZERO
-        };
-        effects.extend(self.await_end(then, patience));
+            self.await_end(then, Stage::Notified, Duration::ZERO)
+        });
         effects
     }
 
     /// Leaves time to workers that can do something with a notice; the others get SIGTERM at once.
-    fn await_end(&mut self, then: Then, patience: Duration) -> Vec<Effect> {
-        self.phase = Phase::Stopping {
-            stage: Stage::Notified,
-            then,
-        };
+    fn await_end(&mut self, then: Then, stage: Stage, patience: Duration) -> Vec<Effect> {
+        let patience = patience.min(self.rules.shutdown_timeout);
+        self.phase = Phase::Stopping { stage, then };
         if self.is_gone() {
             return self.sweep();
         }

@@ -21,12 +21,16 @@ use crate::ending::Ending;
 use crate::environment::{self, Common};
 use crate::hang::{Beat, longest_silence};
 use crate::logs::{LogError, WorkerFiles, open_filtered};
+use crate::master_port::is_taken;
 use crate::oom::OomCounter;
 use crate::output::OutputPlan;
 use crate::plan::CoreSet;
 use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::report::LocalEnd;
 use crate::spawn::WorkerSpec;
+
+/// Rank 0 binds MASTER_PORT within this time of its start, imports included.
+const BIND_BOUND: Duration = Duration::from_mins(1);
 
 /// Why the workers of a generation cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -399,6 +403,15 @@ impl Crew {
             // The driver knows what the program means by its exit codes.
             permanent: false,
             out_of_memory: end.out_of_memory,
+            port_taken: worker.rank == GlobalRank(0)
+                && self.step().is_none_or(|step| step == 0)
+                && end.at.saturating_duration_since(self.began) < BIND_BOUND
+                && worker
+                    .stderr
+                    .lines()
+                    .iter()
+                    .chain(&worker.words())
+                    .any(|line| is_taken(line)),
         })
     }
 

@@ -14,7 +14,7 @@ use tokio::task::JoinSet;
 use tokio::time::timeout;
 
 use super::peer;
-use super::server::{ControlEvent, Hub, News, Place, WORKER_QUEUE};
+use super::server::{ControlEvent, Hub, Member, News, Place, WORKER_QUEUE};
 use super::store::Store;
 
 /// How long a connection may stay without its first line, or the worker unknown that it comes from.
@@ -97,6 +97,7 @@ impl<'a> Connection<'a> {
             local_rank,
             generation,
             pid: claimed,
+            listens,
         })) = hello
         else {
             return Err(Refusal::NoHello { pid });
@@ -120,7 +121,12 @@ impl<'a> Connection<'a> {
         // The queue is empty: both fit.
         let _ = queue.try_send(assignment);
         let weak = queue.downgrade();
-        hub.enter(id, local_rank, queue.clone());
+        let member = Member {
+            local_rank,
+            listens,
+            queue: queue.clone(),
+        };
+        hub.enter(id, member);
         if let Some(cause) = over(hub, generation) {
             let _ = queue.try_send(encode(&ToWorker::GenerationOver { generation, cause }));
         }

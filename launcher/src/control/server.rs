@@ -78,9 +78,12 @@ pub(super) struct Hub {
     departures: watch::Sender<u64>,
 }
 
-struct Member {
-    local_rank: LocalRank,
-    queue: mpsc::Sender<Arc<[u8]>>,
+/// A worker's connection.
+pub(super) struct Member {
+    pub(super) local_rank: LocalRank,
+    /// It says that it reads, and heeds what it is told.
+    pub(super) listens: bool,
+    pub(super) queue: mpsc::Sender<Arc<[u8]>>,
 }
 
 impl Hub {
@@ -89,8 +92,8 @@ impl Hub {
     }
 
     /// From now on the connection gets what is sent to all.
-    pub(super) fn enter(&self, id: u64, local_rank: LocalRank, queue: mpsc::Sender<Arc<[u8]>>) {
-        self.connections().insert(id, Member { local_rank, queue });
+    pub(super) fn enter(&self, id: u64, member: Member) {
+        self.connections().insert(id, member);
     }
 
     pub(super) fn leave(&self, id: u64) {
@@ -191,9 +194,9 @@ impl ControlServer {
         self.tell_all(&ToWorker::Describe);
     }
 
-    /// True if any worker listens on the control socket.
+    /// True if any worker listens on the control socket: one that only sends heartbeats does not.
     pub(crate) fn has_listeners(&self) -> bool {
-        !self.hub.connections().is_empty()
+        self.hub.connections().values().any(|member| member.listens)
     }
 
     /// Returns when a worker has no connection, and all that it said was passed on. Cancel safe.

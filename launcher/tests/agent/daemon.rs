@@ -235,6 +235,7 @@ fn on_failure(job: &mut Job, exit: &WorkerExit) -> Word {
         reason: cause,
         first_failure,
         first_failure_host,
+        ..JobOver::default()
     })
 }
 

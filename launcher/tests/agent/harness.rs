@@ -80,8 +80,13 @@ impl Launch {
 
     /// Workers run a test of this binary, whose code is a worker's.
     pub(crate) fn role(self, role: &str) -> Self {
+        self.role_in("talk", role)
+    }
+
+    /// The same, for a test of another module.
+    pub(crate) fn role_in(self, module: &str, role: &str) -> Self {
         let binary = std::env::current_exe().unwrap();
-        let test = format!("talk::{role}");
+        let test = format!("{module}::{role}");
         self.program(binary, &[&test, "--exact", "--nocapture"])
             .env("DDP_TEST_ROLE", role)
     }

@@ -6,12 +6,14 @@
 //! | `stopping` | grace, SIGKILL, signals in every state |
 //! | `leftovers` | grandchildren, orphans, a launcher that is killed |
 //! | `surroundings` | environment, console, log files |
+//! | `listening` | who is given time to end by himself, and how much |
 //! | `talk` | the control socket, the daemon's stream |
 
 mod daemon;
 mod ends;
 mod harness;
 mod leftovers;
+mod listening;
 mod stopping;
 mod surroundings;
 mod talk;

@@ -14,17 +14,22 @@ use crate::daemon::{DEADLINE, Daemon, Policy};
 use crate::harness::{Meeting, launch};
 
 /// A worker's side of the control socket.
-struct Session {
+pub(crate) struct Session {
     env: WorkerEnv,
-    socket: BufReader<UnixStream>,
+    pub(crate) socket: BufReader<UnixStream>,
 }
 
 impl Session {
-    fn open() -> Self {
-        Self::open_as(WorkerEnv::parse(|name| std::env::var(name).ok()).unwrap())
+    pub(crate) fn open() -> Self {
+        Self::open_as(own_env(), true)
     }
 
-    fn open_as(env: WorkerEnv) -> Self {
+    /// A session of a worker that does not read what it is told.
+    pub(crate) fn open_to_send() -> Self {
+        Self::open_as(own_env(), false)
+    }
+
+    fn open_as(env: WorkerEnv, listens: bool) -> Self {
         let name = env.control.clone().unwrap();
         let address = SocketAddr::from_abstract_name(name.strip_prefix('@').unwrap()).unwrap();
         let socket = UnixStream::connect_addr(&address).unwrap();
@@ -38,6 +43,7 @@ impl Session {
             local_rank: session.env.local_rank.0,
             generation: session.env.generation,
             pid: std::process::id(),
+            listens,
         });
         session
     }
@@ -55,15 +61,19 @@ impl Session {
         self.socket.get_mut().write_all(&line).unwrap();
     }
 
-    fn hear(&mut self) -> ToWorker {
+    pub(crate) fn hear(&mut self) -> ToWorker {
         let mut line = String::new();
         self.socket.read_line(&mut line).unwrap();
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: `{line}`"))
     }
 }
 
+fn own_env() -> WorkerEnv {
+    WorkerEnv::parse(|name| std::env::var(name).ok()).unwrap()
+}
+
 /// True in a worker that was started to play this part.
-fn plays(role: &str) -> bool {
+pub(crate) fn plays(role: &str) -> bool {
     std::env::var("DDP_TEST_ROLE").is_ok_and(|played| played == role)
 }
 
@@ -298,8 +308,7 @@ fn role_waits() {
         return;
     }
     let fifo = std::env::var("FIFO").unwrap();
-    let env = WorkerEnv::parse(|name| std::env::var(name).ok()).unwrap();
-    println!("place {}", serde_json::to_string(&env.to_vars()).unwrap());
+    println!("place {}", serde_json::to_string(&own_env().to_vars()).unwrap());
     std::fs::read(fifo).unwrap();
     // An endless line ends the connection, but nothing else.
     let mut session = Session::open();
@@ -326,7 +335,7 @@ fn only_workers_are_listened_to() {
     let vars: std::collections::BTreeMap<String, String> = serde_json::from_str(place).unwrap();
     // This process has all that a worker has, but is none.
     let env = WorkerEnv::parse(|name| vars.get(name).cloned()).unwrap();
-    let mut stranger = Session::open_as(env);
+    let mut stranger = Session::open_as(env, true);
     assert!(stranger.is_ended(), "a stranger was listened to");
     drop(std::fs::File::create(&meeting.fifo).unwrap());
     let end = launcher.wait();

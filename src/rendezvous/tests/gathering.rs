@@ -278,6 +278,16 @@ fn bad_requests_are_refused_and_change_nothing() {
       hint: install the same version of `ddp-run` on every node
     closed
     ");
+    let without_port = Join {
+        master_port: 0,
+        ..join("x", 1, 1)
+    };
+    s.join_with("x", [10, 0, 0, 1], 0, without_port);
+    insta::assert_snapshot!(s.words("x"), @r"
+    refused Invalid: node `x` has no free port for MASTER_PORT
+      hint: its launcher says why; `--master-port` names one
+    closed
+    ");
     s.join_with("x", [10, 0, 0, 1], 0, join("x", 3, 2));
     insta::assert_snapshot!(s.words("x"), @r"
     refused Invalid: `--nnodes` of node `x` is 3:2, expected 1 <= MIN <= MAX <= 16384

@@ -122,6 +122,19 @@ fn what_a_restart_cannot_help_ends_the_job_everywhere() {
 }
 
 #[test]
+fn a_taken_port_begins_the_next_generation_for_nothing() {
+    let mut s = two_nodes();
+    let exit = WorkerExit {
+        port_taken: true,
+        ..exited(0, 1)
+    };
+    s.exit("a", 1, exit);
+    insta::assert_snapshot!(s.words("b"), @"generation 1 over: rank 0 (node `a`) exited with code 1, because its port was taken (no restart spent)");
+    s.rejoin("b", 1, 2, 2).rejoin("a", 1, 2, 2);
+    assert!(s.words("a").contains("restart 0/3"));
+}
+
+#[test]
 fn the_failure_report_goes_to_every_node() {
     let mut s = two_nodes();
     s.exit("b", 1, killed(3, 9));

@@ -14,8 +14,8 @@ use rand::{Rng, SeedableRng};
 
 use super::Blow;
 use crate::harness::{
-    Daemon, Launch, Proxy, Running, TinyJob, children, environment_of, eventually, launch, metrics,
-    processes, temp_dir,
+    Daemon, Launch, Proxy, Running, TinyJob, children, environment_of, eventually, groups_made_by, launch,
+    metrics, processes, temp_dir,
 };
 
 /// Names the job in the environment of all its processes.
@@ -99,6 +99,8 @@ pub(super) struct Job {
     /// One a node, none if the daemon is in the launcher.
     wires: Vec<Proxy>,
     nodes: Vec<Node>,
+    /// All launchers that there were.
+    launchers: Vec<i32>,
     blows: Vec<Blow>,
 }
 
@@ -130,6 +132,7 @@ impl Job {
             training: (kind == Kind::Native).then(|| TinyJob::with(yaml)),
             wires: wires.collect(),
             nodes: Vec::new(),
+            launchers: Vec::new(),
             blows: Vec::new(),
             scratch,
             daemon,
@@ -168,6 +171,7 @@ impl Job {
                 .shell(&self.script()),
         };
         let running = launch.start();
+        self.launchers.push(running.pid());
         self.nodes.push(Node {
             running,
             place,
@@ -324,6 +328,10 @@ impl Job {
         eventually(&format!("no process left of {}", self.name), || {
             let left = processes().into_iter().find(|pid| self.is_ours(*pid));
             left.is_none().then_some(())
+        });
+        eventually(&format!("no control group left of {}", self.name), || {
+            let left = self.launchers.iter().flat_map(|pid| groups_made_by(*pid));
+            (left.count() == 0).then_some(())
         });
         // Guardians remove the directories of launchers that were killed, after the last process is gone.
         eventually(&format!("no file left of {}", self.name), || {

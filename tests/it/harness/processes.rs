@@ -1,6 +1,7 @@
 //! Processes as `/proc` shows them.
 
 use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
 
 use super::eventually;
 
@@ -14,6 +15,30 @@ fn parents() -> BTreeMap<i32, i32> {
 /// All living processes.
 pub(crate) fn processes() -> Vec<i32> {
     parents().into_keys().collect()
+}
+
+/// The control groups (version 2) that a launcher with this process id made for its workers, and that still exist.
+pub(crate) fn groups_made_by(launcher: i32) -> Vec<PathBuf> {
+    let read = |path: &str| std::fs::read_to_string(path).unwrap_or_default();
+    let (mounts, own) = (read("/proc/self/mounts"), read("/proc/self/cgroup"));
+    let own = own
+        .lines()
+        .find_map(|line| line.strip_prefix("0::/"))
+        .unwrap_or_default();
+    let points = mounts.lines().filter_map(|line| {
+        let mut fields = line.split(' ').skip(1);
+        let (point, kind) = (fields.next()?, fields.next()?);
+        (kind == "cgroup2").then(|| Path::new(point).join(own))
+    });
+    let groups = points
+        .filter_map(|point| std::fs::read_dir(point).ok())
+        .flatten()
+        .flatten();
+    let name = format!("ddp-{launcher}-");
+    groups
+        .filter(|group| group.file_name().to_string_lossy().starts_with(&name))
+        .map(|group| group.path())
+        .collect()
 }
 
 /// The living children of `parent`.

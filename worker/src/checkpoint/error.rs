@@ -227,10 +227,10 @@ pub(super) fn type_and_shape(dtype: DType, shape: &[u64]) -> String {
 fn hint_of(kind: io::ErrorKind) -> &'static str {
     match kind {
         io::ErrorKind::PermissionDenied | io::ErrorKind::ReadOnlyFilesystem => {
-            "\n  hint: `run.out_dir` must be a folder that this user may write to"
+            "\n  hint: see who owns it and what its mode allows: a run needs a `run.out_dir` that its user may read and write"
         }
         io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded | io::ErrorKind::FileTooLarge => {
-            "\n  hint: free space there; the checkpoint before it is still usable"
+            "\n  hint: free space there"
         }
         _ => "",
     }

@@ -106,6 +106,18 @@ pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     Ok(Some(step))
 }
 
+/// The newest step that has a whole checkpoint, whatever `latest` says; `None` where there is none. A folder has its
+/// name only once all of it is written.
+pub fn newest_step(out_dir: &Path) -> io::Result<Option<u64>> {
+    let root = folder(out_dir);
+    let steps = match saved_steps(&root) {
+        Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Vec::new(),
+        steps => steps?,
+    };
+    let is_whole = |step: &u64| root.join(step_name(*step)).join(MANIFEST).is_file();
+    Ok(steps.into_iter().rev().find(is_whole))
+}
+
 /// `<out_dir>/checkpoints`
 pub(super) fn folder(out_dir: &Path) -> PathBuf {
     out_dir.join("checkpoints")

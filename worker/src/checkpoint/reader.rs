@@ -47,10 +47,16 @@ pub struct Reader {
     verified: Mutex<HashSet<(String, String)>>,
 }
 
+/// A file, opened for each piece that is read of it: thousands of ranks may have written one each.
 struct Part {
     path: PathBuf,
-    file: File,
     entries: HashMap<String, Entry>,
+}
+
+impl Part {
+    fn open(&self) -> Result<File, CheckpointError> {
+        File::open(&self.path).map_err(|e| CheckpointError::unread(&self.path, &e))
+    }
 }
 
 impl Reader {
@@ -196,7 +202,7 @@ impl Reader {
         if !whole {
             self.verify_piece(tensor, piece)?;
         }
-        part.file
+        part.open()?
             .read_exact_at(out, entry.offset + offset)
             .map_err(|e| CheckpointError::io("read", &part.path, &e))?;
         if whole {
@@ -216,13 +222,13 @@ impl Reader {
             return Ok(());
         }
         let (part, entry) = self.entry(piece);
+        let file = part.open()?;
         let mut hasher = blake3::Hasher::new();
         let mut chunk = vec![0; CHUNK_BYTES.min(entry.bytes) as usize];
         let mut done = 0;
         while done < entry.bytes {
             let n = CHUNK_BYTES.min(entry.bytes - done) as usize;
-            part.file
-                .read_exact_at(&mut chunk[..n], entry.offset + done)
+            file.read_exact_at(&mut chunk[..n], entry.offset + done)
                 .map_err(|e| CheckpointError::io("read", &part.path, &e))?;
             hasher.update(&chunk[..n]);
             done += n as u64;
@@ -294,7 +300,7 @@ fn open_part(folder: &Path, name: &str, expected: u64) -> Result<Part, Checkpoin
         });
     }
     let entries = part::read_entries(&path, &mut file)?;
-    Ok(Part { path, file, entries })
+    Ok(Part { path, entries })
 }
 
 /// The manifest and the file must agree on where a piece is and how large.

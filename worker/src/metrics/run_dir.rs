@@ -17,8 +17,12 @@ const DECISION_KEY: &str = "run_dir/decision";
 const VISIBILITY_TIMEOUT: Duration = Duration::from_secs(10);
 const VISIBILITY_POLL: Duration = Duration::from_millis(50);
 
+const CHECKPOINTS: &str = "checkpoints";
+/// What they are called while they are deleted.
+const DELETED_CHECKPOINTS: &str = ".deleting_checkpoints";
+
 /// By these names a folder is known to hold a run.
-const MARKS: &[&str] = &["checkpoints", "metrics.jsonl", "summary.json"];
+const MARKS: &[&str] = &[CHECKPOINTS, "metrics.jsonl", "summary.json"];
 
 /// The folder of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -197,7 +201,7 @@ impl RunDir {
             _ => false,
         };
         // Before anything is written: what is refused leaves nothing behind.
-        if run.resume == Resume::Require && !continued && self.latest_checkpoint()?.is_none() {
+        if run.resume == Resume::Require && !continued && self.checkpoint()?.is_none() {
             return Err(RunFilesError::NothingToResume {
                 path: self.path.clone(),
             });
@@ -219,27 +223,43 @@ impl RunDir {
             claim.take(token)?;
         }
         checkpoint::delete_unfinished(&self.path)?;
-        Ok(match self.latest_checkpoint()? {
+        Ok(match self.checkpoint()? {
             Some(step) => Start::Resume { step },
             None => Start::Fresh,
         })
     }
 
-    fn latest_checkpoint(&self) -> Result<Option<u64>, RunFilesError> {
-        checkpoint::latest_step(&self.path)
-            .map_err(|e| RunFilesError::io("read the latest checkpoint of", &self.path, &e))
+    /// The step to go on from: what `latest` names. Where that is lost, or was never written because the run died with
+    /// its first checkpoint just complete, the newest there is: nobody wants to train again what is saved.
+    fn checkpoint(&self) -> Result<Option<u64>, RunFilesError> {
+        let failed = |e: io::Error| RunFilesError::io("read the latest checkpoint of", &self.path, &e);
+        if let Some(step) = checkpoint::latest_step(&self.path).map_err(failed)? {
+            return Ok(Some(step));
+        }
+        let newest = checkpoint::newest_step(&self.path).map_err(failed)?;
+        if let Some(step) = newest {
+            let folder = self.path.join(CHECKPOINTS);
+            tracing::warn!(
+                "`{}` has no `latest`: going on from its newest checkpoint, of step {step}",
+                folder.display()
+            );
+        }
+        Ok(newest)
     }
 
-    /// Deletes what a run writes, and nothing else that lies in the folder. `checkpoints/latest` goes first,
+    /// Deletes what a run writes, and nothing else that lies in the folder. All checkpoints lose their name at once,
     /// so that a deletion that was interrupted leaves no run that looks whole.
     fn delete_run(&self) -> Result<(), RunFilesError> {
-        let latest = Path::new("checkpoints").join("latest");
+        let (named, nameless) = (self.path.join(CHECKPOINTS), self.path.join(DELETED_CHECKPOINTS));
+        if named.is_dir() && !nameless.exists() {
+            fs::rename(&named, &nameless).map_err(|e| RunFilesError::io("delete", &named, &e))?;
+        }
         for name in [
-            latest.as_path(),
-            Path::new("checkpoints"),
-            Path::new("metrics.jsonl"),
-            Path::new("summary.json"),
-            Path::new(CLAIM),
+            CHECKPOINTS,
+            DELETED_CHECKPOINTS,
+            "metrics.jsonl",
+            "summary.json",
+            CLAIM,
         ] {
             let path = self.path.join(name);
             let removed = if path.is_dir() {

@@ -229,6 +229,33 @@ fn a_run_is_resumed_from_its_latest_checkpoint_or_deleted() {
 }
 
 #[test]
+fn a_run_whose_latest_is_lost_goes_on_from_the_newest_whole_checkpoint() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = run(folder.path());
+    run.resume = Resume::Require;
+    save(folder.path(), 20);
+    save(folder.path(), 40);
+    // Not one of ours: a folder of this name is whole.
+    fs::create_dir(folder.path().join("checkpoints/step_00000060")).unwrap();
+    fs::remove_file(folder.path().join("checkpoints/latest")).unwrap();
+    assert_eq!(open(&run).unwrap().1, Start::Resume { step: 40 });
+}
+
+#[test]
+fn checkpoints_whose_deletion_was_interrupted_are_no_run() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = run(folder.path());
+    save(folder.path(), 20);
+    let named = folder.path().join("checkpoints");
+    fs::rename(named, folder.path().join(".deleting_checkpoints")).unwrap();
+    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    save(folder.path(), 30);
+    run.overwrite = true;
+    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
 fn a_file_in_the_way_is_an_error_with_a_hint() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");

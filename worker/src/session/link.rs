@@ -90,6 +90,7 @@ impl Link {
             local_rank: env.local_rank.get(),
             generation: env.generation,
             pid: std::process::id(),
+            listens: true,
         };
         let mut line = serde_json::to_vec(&hello).expect("control messages serialise");
         line.push(b'\n');

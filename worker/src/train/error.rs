@@ -24,8 +24,9 @@ pub enum TrainError {
     },
     /// Loss or gradient are no numbers any more.
     #[error(
-        "{complaint} in step {step}{}: {seen}\n  hint: lower `train.optimizer.lr`, warm up longer, or set `train.grad_clip`; `train.on_nonfinite: skip` leaves such steps out; the checkpoint before is whole",
-        after(*skipped)
+        "{complaint} in step {step}{}: {seen}\n  hint: lower `train.optimizer.lr`, warm up longer, or set `train.grad_clip`{}",
+        after(*skipped),
+        if *skipped == 0 { "; `train.on_nonfinite: skip` leaves such steps out" } else { "" }
     )]
     NonFinite {
         /// What is not finite.

@@ -164,16 +164,16 @@ mod tests {
         insta::assert_snapshot!(report, @r"
         the checkpoint of step 40 was not saved on ranks 1, 2; training goes on, and the next one is due after step 60 (the latest is `step_00000020`)
           cannot write `out/x`: No space left on device (os error 28)
-          hint: free space there; the checkpoint before it is still usable
+          hint: free space there
         ");
         insta::assert_snapshot!(Report { next_due: None, retry: Some(Duration::from_secs(2)), latest: None, ..report }, @r"
         the checkpoint of step 40 was not saved on ranks 1, 2; it is tried again in 2 s (there is none yet)
           cannot write `out/x`: No space left on device (os error 28)
-          hint: free space there; the checkpoint before it is still usable
+          hint: free space there
         ");
         insta::assert_snapshot!(Report { verdict: &Verdict::Saved, ..report }, @r"
         the checkpoint of step 40 is saved, but older ones that are not kept could not be deleted: cannot write `out/x`: No space left on device (os error 28)
-          hint: free space there; the checkpoint before it is still usable
+          hint: free space there
         ");
         assert_eq!(failed(0, None), None);
         insta::assert_snapshot!(failed(2, Some("step_00000060")).unwrap(), @"2 checkpoints of this run could not be saved, as said above; the latest is `step_00000060`");

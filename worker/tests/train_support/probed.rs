@@ -1,4 +1,4 @@
-//! A CPU that tells before each forward pass and each download, for measurements at well-defined moments.
+//! A CPU that tells before each allocation, forward pass and download, for measurements at well-defined moments.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -11,6 +11,8 @@ use ddp_worker::ops::Op;
 pub enum Moment {
     /// The forward pass of a micro-batch: before the first step, all of the state is in its place.
     Forward,
+    /// So many bytes of memory of its own; what ranks share is allocated elsewhere.
+    Allocation(usize),
     /// A download: a save makes one for each part of what it writes.
     Download,
 }
@@ -37,6 +39,7 @@ impl Device for ProbedDevice {
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        (self.probe)(Moment::Allocation(spec.len * spec.dtype.bytes()));
         self.cpu.alloc(spec)
     }
 

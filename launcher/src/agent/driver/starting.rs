@@ -17,17 +17,19 @@ use crate::spawn::Batch;
 
 impl Driver<'_> {
     pub(super) fn join(&mut self, generation: Generation) {
-        // Released before the next one is reserved; a machine without a free port says so when rank 0 binds.
+        // Released before the next one is reserved.
         self.master_port = None;
         let asked = self.plan.master_port;
         self.master_port = asked
             .map_or_else(MasterPort::reserve, MasterPort::reserve_this)
             .inspect_err(|error| {
-                if let Some(port) = asked {
-                    let words =
-                        "`--master-port` cannot be reserved; if rank 0 runs here, it may not get it either";
-                    self.console.say(&format!("port {port} of {words}: {error}"));
-                }
+                self.console.say(&match asked {
+                    Some(port) => format!(
+                        "port {port} of `--master-port` cannot be reserved; if rank 0 runs here, it may not get it \
+                         either: {error}"
+                    ),
+                    None => format!("no port can be reserved for MASTER_PORT: {error}"),
+                });
             })
             .ok();
         let port = self.master_port.as_ref().map(MasterPort::get).or(asked);

@@ -129,6 +129,18 @@ fn written_as_two_pieces_read_as_one_and_the_other_way_round() {
     );
 }
 
+/// As many files as ranks wrote are more than a process may have open.
+#[test]
+fn an_opened_checkpoint_holds_no_file_open() {
+    let (folder, path) = saved(20);
+    let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+    reader.read("w", 0..12).unwrap();
+    let open = fs::read_dir("/proc/self/fd").unwrap();
+    // A descriptor of another thread may be gone by now.
+    let mut open = open.filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
+    assert_eq!(open.find(|file| file.starts_with(&path)), None);
+}
+
 #[test]
 fn files_are_plain_safetensors() {
     let (_folder, path) = saved(3);
@@ -430,12 +442,12 @@ fn an_out_dir_that_cannot_be_written_is_named() {
     let denied = CheckpointError::io("write", Path::new("x"), &io::ErrorKind::PermissionDenied.into());
     insta::assert_snapshot!(denied, @r"
     cannot write `x`: permission denied
-      hint: `run.out_dir` must be a folder that this user may write to
+      hint: see who owns it and what its mode allows: a run needs a `run.out_dir` that its user may read and write
     ");
     let full = CheckpointError::io("write", Path::new("x"), &io::ErrorKind::StorageFull.into());
     insta::assert_snapshot!(full, @r"
     cannot write `x`: no storage space
-      hint: free space there; the checkpoint before it is still usable
+      hint: free space there
     ");
 }
 

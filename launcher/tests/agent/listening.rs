@@ -1,0 +1,78 @@
+//! Workers that listen on the control socket are given time to end by themselves; those that only send are not.
+
+use std::io::Read;
+use std::time::{Duration, Instant};
+
+use ddp_proto::control::ToWorker;
+use nix::sys::signal::Signal;
+
+use crate::daemon::{Daemon, Policy};
+use crate::harness::{Meeting, launch};
+use crate::talk::{Session, plays};
+
+/// The grace of a launch whose worker takes two thirds of it.
+const GRACE: Duration = Duration::from_secs(3);
+
+/// Saves for two thirds of the grace after it was asked to stop, and SIGTERM would end it.
+#[test]
+fn role_saves_late() {
+    if !plays("role_saves_late") {
+        return;
+    }
+    let mut session = Session::open();
+    session.hear();
+    println!("ready");
+    assert!(matches!(session.hear(), ToWorker::StopAtStepBoundary { .. }));
+    // Nothing else is said meanwhile.
+    let socket = session.socket.get_ref();
+    socket.set_read_timeout(Some(GRACE * 2 / 3)).unwrap();
+    assert!(session.socket.read(&mut [0]).is_err());
+    println!("saved");
+}
+
+#[test]
+fn a_native_worker_that_was_asked_has_all_of_the_grace() {
+    let daemon = Daemon::start(Policy::default());
+    let launch = launch(&daemon).role_in("listening", "role_saves_late").native();
+    let mut launcher = launch.shutdown_timeout(GRACE).start();
+    launcher.stdout.expect("ready");
+    let asked = Instant::now();
+    launcher.signal(Signal::SIGTERM);
+    let end = launcher.wait();
+    assert!(asked.elapsed() >= GRACE * 2 / 3, "{:?}", asked.elapsed());
+    assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
+    assert!(end.stderr.contains("the workers have saved"), "{}", end.stderr);
+    assert_eq!(end.code, 143);
+}
+
+/// Rank 1 fails when rank 0 has connected, which only sends.
+#[test]
+fn role_only_sends() {
+    if !plays("role_only_sends") {
+        return;
+    }
+    let fifo = std::env::var("FIFO").unwrap();
+    if std::env::var("RANK").as_deref() == Ok("1") {
+        std::fs::read(&fifo).unwrap();
+        nix::sys::signal::raise(Signal::SIGKILL).unwrap();
+    }
+    let mut session = Session::open_to_send();
+    // The answer shows that the agent knows of the connection.
+    session.hear();
+    drop(std::fs::File::create(fifo).unwrap());
+    loop {
+        std::thread::park();
+    }
+}
+
+#[test]
+fn a_worker_that_only_sends_is_stopped_at_once() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let launch = launch(&daemon).workers(2).env("FIFO", &meeting.fifo);
+    let end = launch.role_in("listening", "role_only_sends").start().wait();
+    assert_eq!(end.code, 137, "{}", end.stderr);
+    // Workers that listen have a second before this.
+    let stopped = "rank 0: stopped by us with SIGTERM after 0.";
+    assert!(end.stderr.contains(stopped), "{}", end.stderr);
+}
