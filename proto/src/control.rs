@@ -59,6 +59,12 @@ pub enum ToAgent {
         #[serde(default, skip_serializing_if = "Option::is_none")]
         progress: Option<Progress>,
     },
+    /// With which numbers of ranks the job can go on in another generation. Said once a generation, by one rank; as long
+    /// as no rank has said it, any will do.
+    Sizes {
+        /// The number of ranks has to divide this one.
+        ranks_divide: u64,
+    },
     /// Answer to [`ToWorker::Describe`].
     State {
         /// What it waits for and where its threads are, in lines.

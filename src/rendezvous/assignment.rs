@@ -16,8 +16,7 @@ const TOKENS: f64 = (1_u64 << 53) as f64;
 impl Job {
     /// Starts the next generation with these nodes, or the best of them.
     pub(super) fn start(&mut self, turn: &mut Turn<'_>, candidates: Vec<Candidate>, reason: &str) {
-        let (_, max) = self.limits();
-        let chosen = ranks::choose(candidates, max as usize, &self.previous);
+        let chosen = ranks::choose(candidates, self.size_limits(), &self.previous);
         let (ordered, rank_reason) = ranks::order(chosen, &self.previous);
         self.previous = ordered
             .into_iter()
@@ -51,6 +50,7 @@ impl Job {
         for incarnation in &members {
             self.send_assignment(turn, incarnation);
         }
+        self.tell_spares(turn);
     }
 
     fn assignment(&self, config: &Config, reason: String) -> Assignment {

@@ -8,6 +8,7 @@ use ddp_proto::rendezvous::{Refused, refused::Code};
 use super::event::Turn;
 use super::job::{Job, Node, Phase, Readiness};
 use super::ranks::{self, Candidate};
+use super::size::Limits;
 use super::words;
 
 impl Job {
@@ -15,20 +16,7 @@ impl Job {
     pub(super) fn waiting_words(&self) -> String {
         let g = match &self.phase {
             Phase::Gathering(g) => g,
-            Phase::Running(running) => {
-                let count = running.assignment.nodes.len() as u32;
-                let until = if self.has_room() && running.succeeded.is_empty() {
-                    "it takes this node in at its next step boundary"
-                } else {
-                    "this node is a spare until it is over"
-                };
-                return format!(
-                    "generation {} of job `{}` runs with {}; {until}",
-                    self.generation,
-                    self.id,
-                    words::nodes(count)
-                );
-            }
+            Phase::Running(running) => return running.assignment.reason.clone(),
             Phase::Over(over) => return over.reason.clone(),
         };
         let ready = self.nodes.values().filter(|node| node.is_ready()).count() as u32;
@@ -77,6 +65,16 @@ impl Job {
             .values()
             .next()
             .map_or((0, 0), |node| (node.join.min_nodes, node.join.max_nodes))
+    }
+
+    /// As [`Job::limits`], with the numbers of ranks that the workers can go on with.
+    pub(super) fn size_limits(&self) -> Limits {
+        let (min, max) = self.limits();
+        Limits {
+            min: min as usize,
+            max: max as usize,
+            ranks_divide: self.ranks_divide,
+        }
     }
 
     /// Starts the next generation if the nodes are there, ends the job if they did not come in time.
@@ -140,12 +138,7 @@ impl Job {
         self.nodes
             .iter()
             .filter(|(_, node)| node.is_ready())
-            .map(|(incarnation, node)| Candidate {
-                incarnation: incarnation.clone(),
-                hostname: node.join.hostname.clone(),
-                asked: node.join.node_rank,
-                arrival: node.arrival,
-            })
+            .map(|(incarnation, node)| node.candidate(incarnation))
             .collect()
     }
 

@@ -12,7 +12,7 @@ use super::event::{ConnId, Peer, Turn};
 use super::kv::KvStore;
 use super::outcome::Blow;
 use super::policy::Account;
-use super::ranks::Seat;
+use super::ranks::{Candidate, Seat};
 use super::words;
 
 /// One job at the daemon.
@@ -37,6 +37,8 @@ pub(super) struct Job {
     pub(super) phase: Phase,
     /// Seats of the last assignment: ranks are sticky.
     pub(super) previous: Vec<Seat>,
+    /// The number of ranks has to divide this one, as the workers last said; none: any will do.
+    pub(super) ranks_divide: Option<u64>,
     /// Why the last generation is over; none while the first one has not been assigned.
     pub(super) last_over: Option<GenerationOver>,
     pub(super) kv: KvStore,
@@ -141,6 +143,7 @@ impl Job {
                 last_call: None,
             }),
             previous: Vec::new(),
+            ranks_divide: None,
             last_over: None,
             kv: KvStore::default(),
             next_wake: None,
@@ -159,6 +162,10 @@ impl Job {
                     node.step = heartbeat.step;
                 }
                 turn.send(node.conn, self.generation, Reply::HeartbeatAck(HeartbeatAck {}));
+                // Also of a generation that an earlier daemon assigned.
+                if generation == self.highest_generation() && heartbeat.ranks_divide.is_some() {
+                    self.limit_sizes(turn, heartbeat.ranks_divide);
+                }
                 return;
             }
             Body::NodeStopped(_) => {
@@ -320,11 +327,6 @@ impl Job {
 
     /// What people and tools may know.
     pub(super) fn status(&self, now: Duration) -> StatusReply {
-        let reason = match &self.phase {
-            Phase::Gathering(_) => self.waiting_words(),
-            Phase::Running(running) => running.assignment.reason.clone(),
-            Phase::Over(over) => over.reason.clone(),
-        };
         let node = |(incarnation, node): (&String, &Node)| NodeStatus {
             hostname: node.join.hostname.clone(),
             addr: node.address_alone(),
@@ -346,7 +348,7 @@ impl Job {
             phase: phase.into(),
             restart_count: self.account.spent(),
             nodes: self.nodes.iter().map(node).collect(),
-            reason,
+            reason: self.waiting_words(),
         }
     }
 }
@@ -367,6 +369,17 @@ impl Node {
     /// Free for the next generation, and can be told so.
     pub(super) fn is_ready(&self) -> bool {
         self.readiness == Readiness::Joined && self.conn.is_some()
+    }
+
+    /// As one that may take part in the next generation.
+    pub(super) fn candidate(&self, incarnation: &str) -> Candidate {
+        Candidate {
+            incarnation: incarnation.to_owned(),
+            hostname: self.join.hostname.clone(),
+            asked: self.join.node_rank,
+            arrival: self.arrival,
+            workers: self.join.workers,
+        }
     }
 
     /// Address of this node, seen without the others.

@@ -287,12 +287,22 @@ impl Job {
 
     /// A node is ready: start, or tell it what it waits for.
     fn joined(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+        let before = self.generation;
         self.consider_start(turn);
-        if matches!(self.phase, Phase::Over(_)) || self.is_member(incarnation) {
+        if matches!(self.phase, Phase::Over(_)) || self.is_member(incarnation) || self.generation != before {
+            // A start has told everybody.
             return;
         }
         self.newcomer(turn);
-        let reason = self.waiting_words();
+        let reason = match self.phase {
+            Phase::Running(_) => self.spare_words(incarnation),
+            _ => self.waiting_words(),
+        };
+        self.tell_waiting(turn, incarnation, reason);
+    }
+
+    /// Tells a node that has no part in anything yet why.
+    pub(super) fn tell_waiting(&self, turn: &mut Turn<'_>, incarnation: &str, reason: String) {
         if let Some(node) = self.nodes.get(incarnation) {
             let waiting = Waiting {
                 reason,

@@ -13,6 +13,7 @@
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `outcome` | the end | failures, lost nodes, signals, success |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
+//! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `scale` | growing | nodes that come to a job that runs |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `words` | messages | what people read |
@@ -36,6 +37,7 @@ mod policy;
 mod ranks;
 mod scale;
 mod server;
+mod size;
 mod state;
 #[cfg(test)]
 mod tests;

@@ -3,6 +3,8 @@
 use std::cmp::Ordering;
 use std::collections::BTreeSet;
 
+use super::size::Limits;
+
 /// A node that is ready.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Candidate {
@@ -12,6 +14,8 @@ pub(super) struct Candidate {
     pub(super) asked: Option<u32>,
     /// Number of its arrival at the job.
     pub(super) arrival: u64,
+    /// How many ranks it brings.
+    pub(super) workers: u32,
 }
 
 /// A place in the last assignment; its index is the node rank.
@@ -21,14 +25,19 @@ pub(super) struct Seat {
     pub(super) hostname: String,
 }
 
-/// At most `max` of the candidates: those that asked for a rank, those of the last generation, then by arrival.
-pub(super) fn choose(mut candidates: Vec<Candidate>, max: usize, previous: &[Seat]) -> Vec<Candidate> {
+/// The candidates that take part: those that asked for a rank, those of the last generation, then by arrival; as many
+/// as the limits allow. If they allow none, as many as there may be: the workers know best why they cannot go on.
+pub(super) fn choose(mut candidates: Vec<Candidate>, limits: Limits, previous: &[Seat]) -> Vec<Candidate> {
     candidates.sort_by_key(|c| {
         let by_host = previous.iter().any(|seat| seat.hostname == c.hostname);
         let by_name = previous.iter().any(|seat| seat.incarnation == c.incarnation);
         (c.asked.is_none(), !by_name, !by_host, c.arrival)
     });
-    candidates.truncate(max);
+    let workers: Vec<u32> = candidates.iter().map(|c| c.workers).collect();
+    if let Some(picked) = limits.pick(&workers) {
+        return picked.into_iter().map(|i| candidates[i].clone()).collect();
+    }
+    candidates.truncate(limits.max);
     candidates
 }
 
@@ -140,6 +149,7 @@ mod tests {
             hostname: hostname.into(),
             asked,
             arrival,
+            workers: 2,
         }
     }
 
@@ -235,9 +245,23 @@ mod tests {
             node("old", "a", None, 2),
             node("asked", "z", Some(2), 9),
         ];
-        let chosen = choose(nodes, 3, &[seat("old", "a"), seat("gone", "b")]);
-        let names: Vec<_> = chosen.iter().map(|c| c.incarnation.as_str()).collect();
-        assert_eq!(names, ["asked", "old", "new"]);
+        let chosen = |max, ranks_divide| {
+            let limits = Limits {
+                min: 1,
+                max,
+                ranks_divide,
+            };
+            let chosen = choose(nodes.clone(), limits, &[seat("old", "a"), seat("gone", "b")]);
+            chosen.into_iter().map(|c| c.incarnation).collect::<Vec<_>>()
+        };
+        assert_eq!(chosen(3, None), ["asked", "old", "new"]);
+        assert_eq!(chosen(4, Some(6)), ["asked", "old", "new"]);
+        assert_eq!(chosen(4, Some(4)), ["asked", "old"]);
+        assert_eq!(
+            chosen(3, Some(5)),
+            ["asked", "old", "new"],
+            "none can, and they say why"
+        );
     }
 
     #[test]

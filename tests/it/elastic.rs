@@ -190,6 +190,71 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
 }
 
 #[test]
+fn native_training_leaves_a_node_aside_with_which_it_could_not_make_its_global_batch() {
+    // Micro-batches of a step: four, which two ranks and four ranks can share, but not six.
+    let job = || {
+        TinyJob::with(|yaml| {
+            let batch = "micro_batch: 2\n  grad_accumulation: 2\n  checkpoint_async: false";
+            let yaml = yaml.replace("micro_batch: 2", batch);
+            yaml.replace("steps: 40", "steps: 200")
+        })
+    };
+    let undisturbed = job();
+    let alone = launch().nproc(2).dir(undisturbed.dir()).target("tiny.yaml").run();
+    alone.expect_exit(0);
+
+    let (daemon, job) = (Daemon::start(), job());
+    let start = || {
+        let node = elastic(&daemon, "1:3").nproc(2);
+        node.dir(job.dir()).target("tiny.yaml").start()
+    };
+    let mut first = start();
+    wait_for_step(&job.out(), 7);
+    // Held, so that it is not done before the other nodes are there.
+    let held = worker(first.pid(), "0");
+    send(held, Signal::SIGSTOP);
+    let second = start();
+    first.wait_for("joined; going on with 2 nodes");
+    send(held, Signal::SIGCONT);
+    let left_at = first.wait_for("the checkpoint is saved");
+    let left_at = number_in(left_at.split_once("stopped after step").expect("the step").1);
+    first.wait_for("going on with 4 ranks instead of 2");
+    first.wait_for(&format!("200, resumed after {left_at}"));
+
+    // One step beyond a checkpoint of all.
+    wait_for_step(&job.out(), left_at + 6);
+    let held = ["0", "1"].map(|rank| worker(first.pid(), rank));
+    for pid in held {
+        send(pid, Signal::SIGSTOP);
+    }
+    let mut third = start();
+    third.wait_for("its workers can go on only with a number of ranks that divides 4");
+    let lost = worker(second.pid(), "2");
+    second.signal(Signal::SIGKILL);
+    eventually("the worker to go with its launcher", || {
+        (!environment_of(lost).contains_key("DDP_JOB_MARKER")).then_some(())
+    });
+    for pid in held {
+        send(pid, Signal::SIGCONT);
+    }
+    first.wait_for("was lost");
+    first.wait_for("200, resumed after");
+    first.finish().expect_exit(0);
+    third.finish().expect_exit(0);
+    second.finish().expect_killed_by(Signal::SIGKILL);
+    daemon.stop().expect_exit(0);
+
+    expect_same_losses("with a spare", &losses(&job.out()), &losses(&undisturbed.out()));
+    let ranks_of: Vec<u64> = metrics(&job.out())
+        .iter()
+        .filter_map(|line| line["world_size"].as_u64())
+        .collect();
+    let (before, after) = ranks_of.split_at(left_at as usize);
+    assert!(before.iter().all(|ranks| *ranks == 2), "{before:?}");
+    assert!(after.iter().all(|ranks| *ranks == 4), "{after:?}");
+}
+
+#[test]
 fn a_number_of_ranks_that_cannot_make_the_global_batch_ends_the_job_at_once() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 2"));
     let train = |ranks| launch().nproc(ranks).dir(job.dir()).target("tiny.yaml");

@@ -128,7 +128,7 @@ impl Agent {
     }
 
     pub(crate) fn heartbeat() -> Body {
-        Body::Heartbeat(Heartbeat { step: None })
+        Body::Heartbeat(Heartbeat::default())
     }
 
     pub(crate) fn farewell(signal: Option<i32>) -> Body {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
-use ddp_proto::rendezvous::{Assignment, WorkerExit};
+use ddp_proto::rendezvous::{Assignment, Heartbeat, WorkerExit};
 use nix::fcntl::OFlag;
 use nix::sched::CpuSet;
 use nix::sys::signal::{Signal, kill, killpg};
@@ -95,6 +95,8 @@ pub(super) struct Worker {
     pub(super) pid: Option<i32>,
     /// Its last sign of life.
     pub(super) beat: Option<Beat>,
+    /// What a number of ranks has to divide for it to go on, in its own words.
+    pub(super) ranks_divide: Option<u64>,
     /// The step in which it was called slow.
     pub(super) called_slow: Option<u64>,
     /// What it does, in its own words, if it was asked.
@@ -235,8 +237,16 @@ impl Crew {
             .filter_map(|worker| worker.pid)
     }
 
+    /// What the daemon is told of the workers, every so often.
+    pub(super) fn heartbeat(&self) -> Heartbeat {
+        Heartbeat {
+            step: self.step(),
+            ranks_divide: self.workers.iter().find_map(|worker| worker.ranks_divide),
+        }
+    }
+
     /// Steps that the farthest worker reported.
-    pub(super) fn step(&self) -> Option<u64> {
+    fn step(&self) -> Option<u64> {
         self.workers
             .iter()
             .filter_map(|worker| Some(worker.beat?.step))
@@ -436,6 +446,7 @@ impl Worker {
             rank,
             pid: None,
             beat: None,
+            ranks_divide: None,
             called_slow: None,
             state: None,
             waiting_for: Vec::new(),

@@ -177,6 +177,14 @@ impl<'a> Connection<'a> {
                     progress,
                 }));
             }
+            ToAgent::Sizes { ranks_divide } => {
+                // Waits for the agent if need be; only this connection is held up.
+                let _ = self
+                    .hub
+                    .events
+                    .send(self.event(News::Sizes { ranks_divide }))
+                    .await;
+            }
             ToAgent::State { text, waiting_for } => {
                 // Waits for the agent if need be; only this connection is held up.
                 let _ = self

@@ -39,6 +39,10 @@ pub(crate) enum News {
         quiet: Duration,
         progress: Option<Progress>,
     },
+    /// The number of ranks has to divide this one.
+    Sizes {
+        ranks_divide: u64,
+    },
     State {
         text: String,
         waiting_for: Vec<u32>,

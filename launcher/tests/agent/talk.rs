@@ -237,6 +237,7 @@ fn role_stops_at_boundary() {
         progress: None,
     };
     session.say(&heartbeat);
+    session.say(&ToAgent::Sizes { ranks_divide: 12 });
     // A message of a newer build is no reason to end.
     session
         .socket
@@ -265,6 +266,11 @@ fn a_native_worker_stops_at_a_step_boundary() {
         _ => None,
     });
     assert_eq!(step, 17);
+    let divided = daemon.expect("the sizes that the job can have", |message| match message.body {
+        Some(Report::Heartbeat(heartbeat)) => heartbeat.ranks_divide,
+        _ => None,
+    });
+    assert_eq!(divided, 12);
     launcher.signal(Signal::SIGINT);
     let end = launcher.wait();
     assert_eq!(end.code, 130);

@@ -136,7 +136,22 @@ impl Scene {
     }
 
     fn heartbeat(&mut self, node: &str, generation: u64) -> &mut Self {
-        self.say(node, generation, Body::Heartbeat(Heartbeat { step: Some(7) }))
+        self.say(
+            node,
+            generation,
+            Body::Heartbeat(Heartbeat {
+                step: Some(7),
+                ranks_divide: None,
+            }),
+        )
+    }
+
+    fn limit_sizes(&mut self, node: &str, generation: u64, ranks_divide: u64) -> &mut Self {
+        let heartbeat = Heartbeat {
+            step: Some(7),
+            ranks_divide: Some(ranks_divide),
+        };
+        self.say(node, generation, Body::Heartbeat(heartbeat))
     }
 
     fn give_up(&mut self, node: &str, exit_code: i32, reason: &str) -> &mut Self {

@@ -78,3 +78,102 @@ fn a_lost_node_costs_nothing_while_enough_are_left() {
     let (generation, next) = s.assignment("a");
     assert_eq!((generation, next.nodes.len()), (2, 1));
 }
+
+/// Nodes `a` and `b` of a job for one to four, whose workers can go on with 1, 2 and 4 ranks. A node has two.
+fn limited() -> Scene {
+    let mut s = Scene::new();
+    s.join("a", 1, 4).join("b", 1, 4).pass(11 * SECOND, &["a", "b"]);
+    s.words("a");
+    s.words("b");
+    s.limit_sizes("a", 1, 4);
+    s
+}
+
+#[test]
+fn a_node_with_which_the_workers_could_not_go_on_is_a_spare() {
+    let mut s = limited();
+    s.join("c", 1, 4);
+    insta::assert_snapshot!(s.words("c"), @"waiting: generation 1 of job `job1` runs with 2 nodes; its workers can go on only with a number of ranks that divides 4, and with this node there is no larger one: it is a spare");
+    s.pass(20 * SECOND, &["a", "b", "c"]);
+    assert_eq!(s.words("a"), "");
+}
+
+#[test]
+fn nodes_that_fit_only_together_are_taken_in_together() {
+    let mut s = Scene::new();
+    s.join("a", 1, 4).pass(11 * SECOND, &["a"]);
+    s.limit_sizes("a", 1, 6).join("b", 1, 4);
+    s.words("a");
+    assert!(s.words("b").contains("it is a spare"));
+    s.join("c", 1, 4).pass(11 * SECOND, &["a", "b", "c"]);
+    assert!(s.words("c").contains("it takes this node in"));
+    assert!(s.words("a").contains("`b`, `c` joined; going on with 3 nodes"));
+}
+
+#[test]
+fn a_spare_hears_at_once_that_it_does_not_fit() {
+    let mut s = Scene::new();
+    s.join("a", 1, 4).join("b", 1, 4).pass(11 * SECOND, &["a", "b"]);
+    s.join("c", 1, 4);
+    s.words("a");
+    assert!(s.words("c").contains("it takes this node in"));
+    s.limit_sizes("a", 1, 4);
+    assert!(s.words("c").contains("it is a spare"));
+    s.limit_sizes("a", 1, 4).pass(20 * SECOND, &["a", "b", "c"]);
+    assert_eq!(s.words("a") + &s.words("c"), "", "once is enough");
+}
+
+#[test]
+fn the_place_of_a_lost_node_goes_to_a_spare_or_the_job_shrinks_to_what_fits() {
+    let mut s = limited();
+    s.join("c", 1, 4);
+    s.words("c");
+    s.break_stream("b").pass(6 * SECOND, &["a", "c"]);
+    s.rejoin("a", 1, 1, 4).pass(11 * SECOND, &["a", "c"]);
+    let (generation, next) = s.assignment("c");
+    assert_eq!((generation, next.nodes.len()), (2, 2));
+    s.words("a");
+
+    // What was said holds for later generations: three nodes are back, and two of them fit.
+    s.join("d", 1, 4).exit("a", 2, exited(0, 1));
+    s.words("d");
+    for node in ["a", "c"] {
+        s.rejoin(node, 2, 1, 4);
+    }
+    s.pass(11 * SECOND, &["a", "c", "d"]);
+    let (generation, next) = s.assignment("a");
+    let hosts: Vec<_> = next.nodes.iter().map(|node| node.hostname.as_str()).collect();
+    assert_eq!((generation, hosts), (3, vec!["a", "c"]), "who was there stays");
+    assert!(s.words("d").contains("it is a spare"));
+}
+
+#[test]
+fn nodes_that_can_make_no_size_go_on_and_the_workers_say_why() {
+    let mut s = limited();
+    s.limit_sizes("b", 1, 3)
+        .break_stream("b")
+        .pass(6 * SECOND, &["a"]);
+    s.rejoin("a", 1, 1, 4);
+    s.words("a");
+    s.pass(11 * SECOND, &["a"]);
+    assert_eq!(s.assignment("a").1.nodes.len(), 1);
+}
+
+#[test]
+fn what_an_earlier_generation_said_comes_too_late() {
+    let mut s = limited();
+    s.limit_sizes("a", 0, 6).join("c", 1, 4);
+    assert!(s.words("c").contains("divides 4"));
+}
+
+#[test]
+fn a_daemon_that_was_restarted_hears_of_the_sizes_before_it_starts_again() {
+    let mut s = Scene::new();
+    for node in ["a", "b"] {
+        s.join_with(node, [10, 0, 0, 1], 5, join(node, 1, 4));
+    }
+    s.join("c", 1, 4).limit_sizes("a", 5, 4);
+    s.rejoin("a", 5, 1, 4).rejoin("b", 5, 1, 4);
+    s.pass(31 * SECOND, &["a", "b", "c"]);
+    assert_eq!(s.assignment("a").1.nodes.len(), 2);
+}

@@ -12,6 +12,8 @@ use super::{Cancel, KeyValue, MemoryStore, SessionError};
 
 /// How long [`Session::fail`] waits until the words are written.
 const FAIL_TIMEOUT: Duration = Duration::from_secs(1);
+/// How long [`Session::limit_sizes`] waits for room in the queue.
+const SIZES_TIMEOUT: Duration = Duration::from_secs(1);
 /// How long [`Session::verdict`] waits for the agent's word.
 const VERDICT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest failure message that is sent.
@@ -142,6 +144,16 @@ impl Session {
                 quiet_ms: 0,
                 progress,
             });
+        }
+    }
+
+    /// Tells the agent that another generation can go on with this work only if its number of ranks divides
+    /// `ranks_divide`. Said by one rank, once.
+    pub fn limit_sizes(&self, ranks_divide: u64) {
+        if let Some(link) = &self.link {
+            // Refused only where the connection is gone, and with it this generation.
+            let said = ToAgent::Sizes { ranks_divide };
+            let _ = link.shared.outbox.push(&said, Instant::now() + SIZES_TIMEOUT);
         }
     }
 

@@ -254,6 +254,14 @@ fn the_last_heartbeat_is_repeated() {
 }
 
 #[test]
+fn the_sizes_that_a_job_can_have_are_said_once() {
+    let agent = FakeAgent::listen();
+    let (session, mut peer) = agent.session();
+    session.limit_sizes(6);
+    assert_eq!(peer.hear_call(), ToAgent::Sizes { ranks_divide: 6 });
+}
+
+#[test]
 fn an_agent_that_asks_is_told_what_is_waited_for_and_where_the_threads_are() {
     let agent = FakeAgent::listen();
     let (session, mut peer) = agent.session();

@@ -70,6 +70,7 @@ pub use error::TrainError;
 pub use outlook::{Buffers, Outlook};
 
 use recorder::{Recorder, say, warn};
+use rescale::ranks_divide;
 use setup::{Prepared, open, prepare};
 use trainer::Outcome;
 
@@ -164,6 +165,12 @@ pub fn run_worker_with(
 fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<RunSummary, TrainError> {
     let started = Instant::now();
     let (config, opened) = open(config, session, parts)?;
+    let env = session.env();
+    if env.rank.get() == 0
+        && let Some(number) = ranks_divide(&config.train, env.world_size.get().into())
+    {
+        session.limit_sizes(number);
+    }
     let mut prepared = prepare(&config, opened, session)?;
     let rank = prepared.trainer.world.rank();
     let first_step = prepared.trainer.first_step;

@@ -54,6 +54,12 @@ pub(super) fn rescale(train: &mut Train, ranks: u64, before: &Before) -> Result<
     Ok(Some(words(train, ranks, before.batch)))
 }
 
+/// What a number of ranks has to divide to go on with the global batch of `train` on `ranks` ranks: the micro-batches of
+/// a step. None: the global batch may change.
+pub(super) fn ranks_divide(train: &Train, ranks: u64) -> Option<u64> {
+    (train.rescale == Rescale::KeepGlobalBatch).then_some(ranks * train.grad_accumulation as u64)
+}
+
 /// The accumulation that makes a step of so many samples.
 fn kept(micro_batch: u64, ranks: u64, samples: u64) -> Result<usize, TrainError> {
     let refused = || TrainError::Rescale {
@@ -154,6 +160,17 @@ mod tests {
         let (accumulation, words) = at(6);
         assert_eq!(accumulation, 1);
         insta::assert_snapshot!(words.unwrap(), @"going on with 6 ranks instead of 3: 1 micro-batch a step on each, the global batch stays 12 samples");
+    }
+
+    #[test]
+    fn the_numbers_of_ranks_that_are_said_to_do_are_those_that_are_not_refused() {
+        let keeps = train(Rescale::KeepGlobalBatch);
+        let divided = ranks_divide(&keeps, 3).unwrap();
+        for ranks in 1..=13 {
+            let is_kept = rescale(&mut keeps.clone(), ranks, &before()).is_ok();
+            assert_eq!(is_kept, divided.is_multiple_of(ranks), "{ranks} ranks");
+        }
+        assert_eq!(ranks_divide(&train(Rescale::KeepMicroBatch), 3), None);
     }
 
     #[test]

@@ -14,7 +14,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::NodeId;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, WorkerExit};
+use ddp_proto::rendezvous::{DaemonMessage, WorkerExit};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -215,11 +215,7 @@ impl<'a> Driver<'a> {
             }
             Mail::Watch => self.look_for_hung_workers(),
             Mail::Heartbeat => {
-                let heartbeat = Heartbeat {
-                    step: self.crew.step(),
-                };
-                self.link
-                    .send(self.machine.generation(), Report::Heartbeat(heartbeat));
+                self.send_heartbeat();
             }
         }
     }
@@ -319,6 +315,11 @@ impl<'a> Driver<'a> {
                     self.console.progress(step, progress);
                 }
             }
+            News::Sizes { ranks_divide } => {
+                worker.ranks_divide = Some(ranks_divide);
+                // Should this node be lost before its next heartbeat, the others have to know.
+                self.send_heartbeat();
+            }
             News::State { text, waiting_for } => {
                 worker.state = Some(text);
                 worker.waiting_for = waiting_for;
@@ -336,6 +337,13 @@ impl<'a> Driver<'a> {
                 worker.said = Some(words.chars().take(MAX_WORDS_CHARS).collect());
             }
         }
+    }
+
+    fn send_heartbeat(&mut self) {
+        self.link.send(
+            self.machine.generation(),
+            Report::Heartbeat(self.crew.heartbeat()),
+        );
     }
 
     fn on_link(&mut self, event: LinkEvent, events: &mut VecDeque<Event>) {
@@ -397,8 +405,7 @@ impl<'a> Driver<'a> {
             Effect::Report(report) => {
                 if matches!(report, Report::WorkerExit(_)) {
                     // Whether the generation made progress decides what its end costs.
-                    let step = self.crew.step();
-                    self.link.send(generation, Report::Heartbeat(Heartbeat { step }));
+                    self.send_heartbeat();
                 }
                 self.link.send(generation, report);
             }
