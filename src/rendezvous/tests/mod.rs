@@ -36,6 +36,7 @@ struct Scene {
 }
 
 #[derive(Clone, Debug, PartialEq)]
+#[expect(clippy::large_enum_variant, reason = "a test holds few of them")]
 enum Heard {
     Said(DaemonMessage),
     Closed,
