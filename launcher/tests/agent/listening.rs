@@ -1,9 +1,10 @@
 //! Workers that listen on the control socket are given time to end by themselves; those that only send are not.
 
-use std::io::Read;
+use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::ToWorker;
+use ddp_proto::control::{Phase, ToAgent, ToWorker};
+use ddp_proto::rendezvous::agent_message::Body as Report;
 use nix::sys::signal::Signal;
 
 use crate::daemon::{Daemon, Policy};
@@ -12,6 +13,61 @@ use crate::talk::{Session, plays};
 
 /// The grace of a launch whose worker takes two thirds of it.
 const GRACE: Duration = Duration::from_secs(3);
+
+/// Waits to be asked to stop, then ends with success.
+#[test]
+fn role_stops_at_boundary() {
+    if !plays("role_stops_at_boundary") {
+        return;
+    }
+    let mut session = Session::open();
+    session.hear();
+    let heartbeat = ToAgent::Heartbeat {
+        step: 17,
+        phase: Phase::Training,
+        quiet_ms: 0,
+        progress: None,
+    };
+    session.say(&heartbeat);
+    session.say(&ToAgent::Sizes { ranks_divide: 12 });
+    // A message of a newer build is no reason to end.
+    session
+        .socket
+        .get_mut()
+        .write_all(b"{\"type\": \"telepathy\"}\n")
+        .unwrap();
+    println!("ready");
+    let asked = session.hear();
+    println!("asked: {asked:?}");
+    assert!(matches!(asked, ToWorker::StopAtStepBoundary { .. }));
+    println!("saved");
+}
+
+#[test]
+fn a_native_worker_stops_at_a_step_boundary() {
+    let daemon = Daemon::start(Policy::default());
+    let mut launcher = launch(&daemon)
+        .workers(2)
+        .role_in("listening", "role_stops_at_boundary")
+        .native()
+        .start();
+    launcher.stdout.expect("ready");
+    launcher.stdout.expect("ready");
+    let step = daemon.expect("a heartbeat with a step", |message| match message.body {
+        Some(Report::Heartbeat(heartbeat)) => heartbeat.step,
+        _ => None,
+    });
+    assert_eq!(step, 17);
+    let divided = daemon.expect("the sizes that the job can have", |message| match message.body {
+        Some(Report::Heartbeat(heartbeat)) => heartbeat.ranks_divide,
+        _ => None,
+    });
+    assert_eq!(divided, 12);
+    launcher.signal(Signal::SIGINT);
+    let end = launcher.wait();
+    assert_eq!(end.code, 130);
+    assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
+}
 
 /// Saves for two thirds of the grace after it was asked to stop, and SIGTERM would end it.
 #[test]

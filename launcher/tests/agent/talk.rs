@@ -55,7 +55,7 @@ impl Session {
             .map_or(true, |read| read == 0)
     }
 
-    fn say(&mut self, message: &ToAgent) {
+    pub(crate) fn say(&mut self, message: &ToAgent) {
         let mut line = serde_json::to_vec(message).unwrap();
         line.push(b'\n');
         self.socket.get_mut().write_all(&line).unwrap();
@@ -220,61 +220,6 @@ fn workers_exchange_values() {
     let end = launch(&daemon).workers(3).role("role_key_value").start().wait();
     assert_eq!(end.code, 0, "{}\n{}", end.stdout, end.stderr);
     assert_eq!(end.stdout.matches("all is well").count(), 3, "{}", end.stdout);
-}
-
-/// Waits to be asked to stop, then ends with success.
-#[test]
-fn role_stops_at_boundary() {
-    if !plays("role_stops_at_boundary") {
-        return;
-    }
-    let mut session = Session::open();
-    session.hear();
-    let heartbeat = ToAgent::Heartbeat {
-        step: 17,
-        phase: Phase::Training,
-        quiet_ms: 0,
-        progress: None,
-    };
-    session.say(&heartbeat);
-    session.say(&ToAgent::Sizes { ranks_divide: 12 });
-    // A message of a newer build is no reason to end.
-    session
-        .socket
-        .get_mut()
-        .write_all(b"{\"type\": \"telepathy\"}\n")
-        .unwrap();
-    println!("ready");
-    let asked = session.hear();
-    println!("asked: {asked:?}");
-    assert!(matches!(asked, ToWorker::StopAtStepBoundary { .. }));
-    println!("saved");
-}
-
-#[test]
-fn a_native_worker_stops_at_a_step_boundary() {
-    let daemon = Daemon::start(Policy::default());
-    let mut launcher = launch(&daemon)
-        .workers(2)
-        .role("role_stops_at_boundary")
-        .native()
-        .start();
-    launcher.stdout.expect("ready");
-    launcher.stdout.expect("ready");
-    let step = daemon.expect("a heartbeat with a step", |message| match message.body {
-        Some(Report::Heartbeat(heartbeat)) => heartbeat.step,
-        _ => None,
-    });
-    assert_eq!(step, 17);
-    let divided = daemon.expect("the sizes that the job can have", |message| match message.body {
-        Some(Report::Heartbeat(heartbeat)) => heartbeat.ranks_divide,
-        _ => None,
-    });
-    assert_eq!(divided, 12);
-    launcher.signal(Signal::SIGINT);
-    let end = launcher.wait();
-    assert_eq!(end.code, 130);
-    assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
 }
 
 #[test]
