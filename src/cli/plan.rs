@@ -21,7 +21,7 @@ use super::settings::Settings;
 use super::streams::{Signals, Words};
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind};
 use super::values::{EventLog, ProcCount};
-use crate::rendezvous::DEFAULT_JOB_ID;
+use crate::rendezvous::unnamed_job_id;
 
 /// How long to wait for the other nodes, as torchrun.
 const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
@@ -58,7 +58,19 @@ pub fn resolve(
     check_target(&target, &settings)?;
 
     let alone = nodes.max == 1;
-    let job_id = settings.rdzv_id.clone().unwrap_or_else(|| default_job_id(alone));
+    let default_restarts = target.kind.default_max_restarts();
+    let max_restarts = settings.max_restarts.unwrap_or(default_restarts);
+    let (job_signature, job_description) = target.signature(&AgreedSettings {
+        named: settings.rdzv_id.is_some(),
+        min_nodes: nodes.min,
+        max_nodes: nodes.max,
+        max_restarts,
+    });
+    let job_id = match &settings.rdzv_id {
+        Some(id) => id.clone(),
+        None if alone => unique_job_id(SystemTime::now()),
+        None => unnamed_job_id(&job_signature),
+    };
     let workers = hardware::workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
     let signals = signals(&settings)?;
     let cores = cores(&settings, workers)?;
@@ -66,13 +78,6 @@ pub fn resolve(
     let out_dir = validated
         .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
         .transpose()?;
-    let default_restarts = target.kind.default_max_restarts();
-    let max_restarts = settings.max_restarts.unwrap_or(default_restarts);
-    let (job_signature, job_description) = target.signature(&AgreedSettings {
-        min_nodes: nodes.min,
-        max_nodes: nodes.max,
-        max_restarts,
-    });
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let output = output(&settings);
     let log_dir = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
@@ -117,15 +122,6 @@ fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
         node_rank: settings.node_rank,
         job_id: plan.job_id.clone(),
         one_node: plan.nodes.max == 1,
-    }
-}
-
-/// Several nodes must mean the same without having spoken to each other.
-fn default_job_id(alone: bool) -> String {
-    if alone {
-        unique_job_id(SystemTime::now())
-    } else {
-        DEFAULT_JOB_ID.to_owned()
     }
 }
 
