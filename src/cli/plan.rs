@@ -58,19 +58,16 @@ pub fn resolve(
     check_target(&target, &settings)?;
 
     let alone = nodes.max == 1;
-    let default_restarts = target.kind.default_max_restarts();
-    let max_restarts = settings.max_restarts.unwrap_or(default_restarts);
+    let restarts = target.kind.default_max_restarts();
+    let max_restarts = settings.max_restarts.unwrap_or(restarts);
     let (job_signature, job_description) = target.signature(&AgreedSettings {
         named: settings.rdzv_id.is_some(),
         min_nodes: nodes.min,
         max_nodes: nodes.max,
         max_restarts,
     });
-    let job_id = match &settings.rdzv_id {
-        Some(id) => id.clone(),
-        None if alone => unique_job_id(SystemTime::now()),
-        None => unnamed_job_id(&job_signature),
-    };
+    let named = settings.rdzv_id.clone();
+    let job_id = named.unwrap_or_else(|| default_job_id(alone, &job_signature));
     let workers = hardware::workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
     let signals = signals(&settings)?;
     let cores = cores(&settings, workers)?;
@@ -112,6 +109,15 @@ pub fn resolve(
     };
     let host = host_facts(settings, &plan);
     Ok(Launch { plan, host, sources })
+}
+
+/// Several nodes must mean the same without having spoken to each other.
+fn default_job_id(alone: bool, signature: &str) -> String {
+    if alone {
+        unique_job_id(SystemTime::now())
+    } else {
+        unnamed_job_id(signature)
+    }
 }
 
 fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
