@@ -22,7 +22,7 @@ use super::streams::{Signals, Words};
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind};
 use super::topology::Topology;
 use super::values::{EventLog, ProcCount};
-use crate::rendezvous::DEFAULT_JOB_ID;
+use crate::rendezvous::unnamed_job_id;
 
 /// How long to wait for the other nodes, as torchrun.
 const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
@@ -63,7 +63,10 @@ pub fn resolve(
     check_target(&target, &settings)?;
 
     let alone = nodes.max == 1;
-    let job_id = settings.rdzv_id.clone().unwrap_or_else(|| default_job_id(alone));
+    let agreed = agreed(&settings, &target, nodes);
+    let (job_signature, job_description) = target.signature(&agreed);
+    let named = settings.rdzv_id.clone();
+    let job_id = named.unwrap_or_else(|| default_job_id(alone, &job_signature));
     let (workers, cores) = places(&settings)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     let signals = signals(&settings)?;
@@ -71,25 +74,19 @@ pub fn resolve(
     let out_dir = validated
         .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
         .transpose()?;
-    let default_restarts = target.kind.default_max_restarts();
-    let max_restarts = settings.max_restarts.unwrap_or(default_restarts);
-    let (job_signature, job_description) = target.signature(&AgreedSettings {
-        min_nodes: nodes.min,
-        max_nodes: nodes.max,
-        max_restarts,
-    });
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let output = output(&settings);
-    let log_dir = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
-    let temporary = || temporary_log_dir(&output, &job_id, args.dry_run);
-    let log_dir = log_dir.map_or_else(temporary, |dir| Ok(Some(dir)))?;
+    let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
+        None => temporary_log_dir(&output, &job_id, args.dry_run)?,
+        given => given,
+    };
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
         nodes,
         node_rank: settings.node_rank.map(NodeRank),
         workers,
-        max_restarts,
+        max_restarts: agreed.max_restarts,
         local_addr: settings.local_addr.clone(),
         job_signature,
         job_description,
@@ -118,6 +115,17 @@ pub fn resolve(
     })
 }
 
+/// What all nodes of the job must say alike, beside the target.
+fn agreed(settings: &Settings, target: &Target, nodes: NodeRange) -> AgreedSettings {
+    let default_restarts = target.kind.default_max_restarts();
+    AgreedSettings {
+        named: settings.rdzv_id.is_some(),
+        min_nodes: nodes.min,
+        max_nodes: nodes.max,
+        max_restarts: settings.max_restarts.unwrap_or(default_restarts),
+    }
+}
+
 /// Numbers of ranks with which the workers cannot train. One node knows all of them; several may have other numbers of
 /// workers, which only shows when they have met.
 fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Result<Vec<String>, CliError> {
@@ -140,6 +148,15 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
     Ok(counts.filter_map(refused).collect())
 }
 
+/// Several nodes must mean the same without having spoken to each other.
+fn default_job_id(alone: bool, signature: &str) -> String {
+    if alone {
+        unique_job_id(SystemTime::now())
+    } else {
+        unnamed_job_id(signature)
+    }
+}
+
 fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
     HostFacts {
         // Port 0 is a free one: only one node alone can meet there, which `check_nodes` has seen to.
@@ -148,15 +165,6 @@ fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
         node_rank: settings.node_rank,
         job_id: plan.job_id.clone(),
         one_node: plan.nodes.max == 1,
-    }
-}
-
-/// Several nodes must mean the same without having spoken to each other.
-fn default_job_id(alone: bool) -> String {
-    if alone {
-        unique_job_id(SystemTime::now())
-    } else {
-        DEFAULT_JOB_ID.to_owned()
     }
 }
 
