@@ -7,6 +7,7 @@ use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Cod
 
 use super::config::{Config, DEFAULT_JOB_ID};
 use super::event::{ConnId, Peer, Turn};
+use super::failures::tell;
 use super::job::{Job, Node, Phase, Readiness};
 use super::words;
 
@@ -49,7 +50,12 @@ impl Job {
         let Phase::Over(over) = &self.phase else { return };
         let told = over.told.contains(&joining.incarnation) || matches!(over.verdict, Reply::Refused(_));
         let reply = if told {
-            over.verdict.clone()
+            let mut verdict = over.verdict.clone();
+            if over.reports.is_some() && !self.nodes.contains_key(&joining.incarnation) {
+                // It is sent away: the last word will not find it.
+                tell(&mut verdict, self.failures.told(), Duration::ZERO);
+            }
+            verdict
         } else {
             let reason = format!(
                 "job `{}` is over: {}\n  hint: to run it again, start its nodes when all of the old ones have left",
@@ -58,6 +64,7 @@ impl Job {
             Reply::Refused(Refused {
                 code: Code::JobOver.into(),
                 reason,
+                failures: None,
             })
         };
         turn.send(Some(joining.conn), self.generation, reply);
@@ -153,6 +160,7 @@ impl Job {
         let refused = Reply::Refused(Refused {
             code: code.into(),
             reason: reason.clone(),
+            failures: None,
         });
         turn.send(Some(joining.conn), self.generation, refused.clone());
         // Before the first generation nobody knows who is right: all of them end, with the same code.
