@@ -18,10 +18,10 @@ const MAX_TOLD: usize = 4;
 pub(crate) struct Record<'a> {
     generation: u64,
     node: &'a str,
-    /// The node itself is gone, for this reason; then there is no `exit`.
+    /// The node itself is gone, for this reason; then there is no worker to tell of.
     node_gone: Option<&'a str>,
     #[serde(flatten)]
-    exit: Option<Exit<'a>>,
+    worker: Option<Worker<'a>>,
     /// When the daemon heard of it, by its monotonic clock: after it had heard of the first of the list.
     arrived_ns: u64,
     /// When it happened, by the same clock: after the first of the list, or before it.
@@ -29,7 +29,7 @@ pub(crate) struct Record<'a> {
 }
 
 #[derive(Debug, Serialize)]
-struct Exit<'a> {
+struct Worker<'a> {
     rank: u32,
     local_rank: u32,
     pid: u32,
@@ -54,7 +54,7 @@ impl<'a> Record<'a> {
             generation: failure.generation,
             node: &failure.hostname,
             node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
-            exit: failure.exit.as_ref().map(Exit::new),
+            worker: failure.exit.as_ref().map(Worker::new),
             arrived_ns: failure.arrived_ns,
             happened_ns: failure.happened_ns,
         }
@@ -66,14 +66,14 @@ impl<'a> Record<'a> {
             generation,
             node,
             node_gone: None,
-            exit: Some(Exit::new(exit)),
+            worker: Some(Worker::new(exit)),
             arrived_ns: 0,
             happened_ns: 0,
         }
     }
 }
 
-impl<'a> Exit<'a> {
+impl<'a> Worker<'a> {
     fn new(exit: &'a WorkerExit) -> Self {
         Self {
             rank: exit.rank,

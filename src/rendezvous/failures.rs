@@ -30,8 +30,8 @@ pub(super) struct Failures {
     listed: Vec<Entry>,
     /// Generation and rank.
     known: BTreeSet<(u64, u32)>,
-    more_failures: u32,
-    more_victims: u32,
+    unlisted: u32,
+    unlisted_victims: u32,
 }
 
 #[derive(Debug)]
@@ -98,18 +98,19 @@ impl Failures {
         let victim = entry.is_victim();
         let alike = self.listed.iter().filter(|e| e.is_victim() == victim);
         if alike.count() >= MAX_LISTED {
-            let more = if victim {
-                &mut self.more_victims
-            } else {
-                &mut self.more_failures
-            };
-            *more = more.saturating_add(1);
+            self.count(u32::from(!victim), u32::from(victim));
             match self.least_telling(&entry) {
                 Some(place) => drop(self.listed.remove(place)),
                 None => return,
             }
         }
         self.listed.push(entry);
+    }
+
+    /// So many more are not in the list.
+    fn count(&mut self, failures: u32, victims: u32) {
+        self.unlisted = self.unlisted.saturating_add(failures);
+        self.unlisted_victims = self.unlisted_victims.saturating_add(victims);
     }
 
     /// What makes room for `new`: something of an earlier generation, and its first failure only if that is all.
@@ -148,8 +149,8 @@ impl Failures {
         };
         Some(rendezvous::Failures {
             failures: self.listed.iter().map(told).collect(),
-            more_failures: self.more_failures,
-            more_victims: self.more_victims,
+            more_failures: self.unlisted,
+            more_victims: self.unlisted_victims,
         })
     }
 }
@@ -216,13 +217,7 @@ impl Job {
             }),
         };
         if expected {
-            let Failures {
-                more_failures,
-                more_victims,
-                ..
-            } = &mut self.failures;
-            *more_failures = more_failures.saturating_add(stopped.more_failures);
-            *more_victims = more_victims.saturating_add(stopped.more_victims);
+            self.failures.count(stopped.more_failures, stopped.more_victims);
         } else {
             self.ignore(turn, incarnation, generation, "NodeStopped");
         }

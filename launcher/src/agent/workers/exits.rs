@@ -24,10 +24,6 @@ impl Crew {
         Some(WorkerExit {
             stderr_tail: worker.stderr.lines(),
             message: worker.words().unwrap_or_default(),
-            log_file: worker
-                .files
-                .stderr_log()
-                .map_or_else(String::new, |path| path.display().to_string()),
             port_taken: worker.rank == GlobalRank(0)
                 && self.step().is_none_or(|step| step == 0)
                 && end.at.saturating_duration_since(self.began) < BIND_BOUND
@@ -75,7 +71,7 @@ impl Crew {
 }
 
 impl Worker {
-    /// Its end in numbers.
+    /// Its end, without its words.
     fn exit(&self, local_rank: u32, end: End) -> WorkerExit {
         let (exit_code, signal, core_dumped) = match end.ending {
             Ending::Code(code) => (Some(code), None, false),
@@ -90,6 +86,10 @@ impl Worker {
             signal,
             core_dumped,
             unix_time_ns: since_epoch.as_nanos() as u64,
+            log_file: self
+                .files
+                .stderr_log()
+                .map_or_else(String::new, |path| path.display().to_string()),
             consequence: self.consequence,
             out_of_memory: end.out_of_memory,
             stopped_with: self.sent,
