@@ -14,6 +14,7 @@ use super::kv::KvStore;
 use super::outcome::Blow;
 use super::policy::Account;
 use super::ranks::{Candidate, Seat};
+use super::recovery::Recovery;
 use super::unnamed::Lookalike;
 use super::words;
 
@@ -25,6 +26,8 @@ pub(super) struct Job {
     pub(super) generation: u64,
     /// Last generation of a run or a daemon before this one: no number is used twice.
     pub(super) floor: u64,
+    /// Generations up to this one of an earlier run or daemon are over for certain: none of them is taken up again.
+    pub(super) buried: u64,
     /// Generations of this run that ended.
     pub(super) attempts: u32,
     pub(super) account: Account,
@@ -55,6 +58,8 @@ pub(super) struct Job {
 pub(super) enum Phase {
     /// Nodes are to come before the next generation can start.
     Gathering(Gathering),
+    /// A generation runs that an earlier daemon has assigned; its nodes have not all come back yet.
+    Recovering(Recovery),
     /// A generation runs.
     Running(Running),
     /// Every node was told the end, or will be told when it comes back.
@@ -80,8 +85,10 @@ pub(super) struct Running {
     pub(super) succeeded: BTreeSet<String>,
     /// A failure that names another one as its cause, which is waited for.
     pub(super) suspect: Option<Suspect>,
-    /// When it was assigned.
+    /// When this daemon has assigned it, or taken it up.
     pub(super) since: Duration,
+    /// How long it ran before that, under an earlier daemon.
+    pub(super) ran_before: Duration,
     /// Nodes have come that the job has room for: it goes on with them at this moment.
     pub(super) scale_up: Option<Duration>,
 }
@@ -136,6 +143,7 @@ impl Job {
             id: id.to_owned(),
             generation: 0,
             floor,
+            buried: floor,
             attempts: 0,
             account: Account::default(),
             run_token: String::new(),
@@ -164,6 +172,12 @@ impl Job {
             return;
         };
         node.lease_until = turn.at.now + turn.config.lease;
+        let Some(body) = self.hold(incarnation, generation, body) else {
+            return;
+        };
+        let Some(node) = self.nodes.get_mut(incarnation) else {
+            return;
+        };
         match body {
             Body::Heartbeat(heartbeat) => {
                 if generation == self.generation {
@@ -237,6 +251,7 @@ impl Job {
         }
         match &self.phase {
             Phase::Gathering(_) => self.consider_start(turn),
+            Phase::Recovering(recovery) if recovery.until <= now => self.recovery_timed_out(turn),
             Phase::Over(over) if over.until <= now => {
                 for node in self.nodes.values() {
                     turn.close(node.conn);
@@ -247,7 +262,7 @@ impl Job {
                 self.judge_suspect(turn);
                 self.consider_scale_up(turn);
             }
-            Phase::Over(_) => {}
+            Phase::Over(_) | Phase::Recovering(_) => {}
         }
         self.consider_last_word(turn);
         self.plan_wake();
@@ -258,6 +273,9 @@ impl Job {
         for node in self.nodes.values_mut() {
             node.lease_until = node.lease_until.max(until);
         }
+        if let Phase::Recovering(recovery) = &mut self.phase {
+            recovery.until = recovery.until.max(until);
+        }
         self.plan_wake();
     }
 
@@ -266,6 +284,7 @@ impl Job {
         let leases = self.nodes.values().map(|node| node.lease_until).min();
         let phase = match &self.phase {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
+            Phase::Recovering(recovery) => Some(recovery.until),
             Phase::Over(over) => {
                 let last_word = over.reports.as_ref().and_then(|reports| reports.until);
                 Some(last_word.map_or(over.until, |until| until.min(over.until)))
@@ -288,7 +307,7 @@ impl Job {
                 Phase::Over(_) => true,
                 // A job that ran keeps its restart count until its nodes had the time to come back.
                 Phase::Gathering(_) => self.generation == 0,
-                Phase::Running(_) => false,
+                Phase::Recovering(_) | Phase::Running(_) => false,
             }
     }
 
@@ -328,6 +347,7 @@ impl Job {
         match self.phase {
             Phase::Gathering(_) if self.generation == 0 => "not assigned yet",
             Phase::Gathering(_) => "over, the next one is gathering",
+            Phase::Recovering(_) => "not known, one of an earlier daemon is taken up",
             Phase::Running(_) => "running",
             Phase::Over(_) => "over, and so is the job",
         }
@@ -348,6 +368,7 @@ impl Job {
         };
         let phase = match self.phase {
             Phase::Gathering(_) => "gathering",
+            Phase::Recovering(_) => "recovering",
             Phase::Running(_) => "running",
             Phase::Over(_) => "over",
         };

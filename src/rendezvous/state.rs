@@ -39,6 +39,7 @@ struct Speaker {
 struct Finished {
     job: String,
     told: BTreeSet<String>,
+    run_token: String,
     generation: u64,
     verdict: Option<Reply>,
 }
@@ -219,11 +220,10 @@ impl Daemon<'_> {
     }
 
     fn join(&mut self, turn: &mut Turn<'_>, job_id: &str, joining: Joining) {
-        let missed = self
-            .finished
-            .iter()
-            .rev()
-            .find(|f| f.job == job_id && f.told.contains(&joining.incarnation));
+        let missed = self.finished.iter().rev().find(|f| {
+            let concerns = f.told.contains(&joining.incarnation) || joining.is_of_run(&f.run_token);
+            f.job == job_id && concerns
+        });
         if let Some(Finished {
             generation,
             verdict: Some(verdict),
@@ -301,7 +301,7 @@ impl Daemon<'_> {
         // Without a verdict only the generation number is of interest later.
         let (told, verdict) = match job.phase {
             Phase::Over(over) => (over.told, Some(over.verdict)),
-            Phase::Gathering(_) | Phase::Running(_) => (BTreeSet::new(), None),
+            Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => (BTreeSet::new(), None),
         };
         if generation > 0 || verdict.is_some() {
             if self.finished.len() >= MAX_FINISHED {
@@ -311,6 +311,7 @@ impl Daemon<'_> {
             self.finished.push_back(Finished {
                 job: job.id,
                 told,
+                run_token: job.run_token,
                 generation,
                 verdict,
             });
@@ -354,6 +355,11 @@ impl Daemon<'_> {
                 None => KvError::Unknown(format!("there is no job `{job_id}` at this daemon")),
             });
         };
+        if let Phase::Recovering(recovery) = &job.phase
+            && recovery.generation == generation
+        {
+            return Ok(job);
+        }
         if generation > job.generation {
             return Err(KvError::Unknown(format!(
                 "generation {generation} of job `{job_id}` was not assigned by this daemon"

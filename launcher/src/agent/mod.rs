@@ -14,6 +14,7 @@
 //! | `workers` | the workers of one generation: processes, files, the ends they came to |
 //! | `contracts` | what an assignment means for each of them |
 //! | `link` | the stream to the daemon, opened again when it breaks |
+//! | `place` | what the agent keeps of its assignment for a daemon that has lost its state |
 //! | `signals` | the signals that stop the launcher |
 
 mod aside;
@@ -27,6 +28,7 @@ mod inbox;
 mod launch;
 mod link;
 mod machine;
+mod place;
 mod signals;
 mod stop;
 mod workers;

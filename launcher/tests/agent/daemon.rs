@@ -211,6 +211,7 @@ impl Shared {
             reason: "all are there".into(),
             run_token: "run".into(),
             attempt: job.restart_count,
+            ..Assignment::default()
         };
         job.join = join;
         Word::Assignment(assignment)

@@ -110,16 +110,6 @@ fn a_node_that_was_given_up_must_stop_before_it_takes_part_again() {
 }
 
 #[test]
-fn agents_of_an_earlier_daemon_restart_under_a_new_generation() {
-    let mut s = Scene::new();
-    s.join_with("a", [10, 0, 0, 1], 4, join("a", 2, 2));
-    insta::assert_snapshot!(s.words("a"), @"generation 4 over: the rendezvous daemon was restarted (no restart spent)");
-    s.join_with("b", [10, 0, 0, 1], 4, join("b", 2, 2));
-    s.rejoin("a", 4, 2, 2).rejoin("b", 4, 2, 2);
-    assert_eq!(s.assignment("b").0, 5, "no generation is counted twice");
-}
-
-#[test]
 fn a_node_that_succeeded_and_lost_its_lease_keeps_its_success() {
     let mut s = Scene::new();
     s.join("a", 2, 2)

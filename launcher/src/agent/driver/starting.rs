@@ -55,6 +55,7 @@ impl Driver<'_> {
                 .plan
                 .last_call
                 .map_or(0, |wait| u32::try_from(wait.as_millis()).unwrap_or(u32::MAX)),
+            ..Join::default()
         };
         self.link.send(generation, Report::Join(join));
     }
