@@ -209,6 +209,11 @@ impl Client {
                 waited,
                 cause,
             },
+            Code::FailedPrecondition => ClientError::Forgotten {
+                what,
+                endpoint,
+                cause,
+            },
             code => ClientError::Refused {
                 what,
                 endpoint,

@@ -25,7 +25,12 @@ impl Driver<'_> {
                 let meanwhile = self.machine.meanwhile();
                 self.console.say(&format!("{error}; {meanwhile}"));
             }
-            LinkEvent::Restored => self.console.say("the rendezvous daemon is back"),
+            LinkEvent::Restored => {
+                self.console.say("the rendezvous daemon is back");
+                if let Some(store) = self.store.clone() {
+                    tokio::spawn(async move { store.write_again().await });
+                }
+            }
             LinkEvent::Gone(error) => events.push_back(Event::DaemonGone {
                 exit_code: error.exit_code(),
                 error: error.to_string(),

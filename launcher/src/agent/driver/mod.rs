@@ -29,7 +29,7 @@ use super::signals::{Call, Signals};
 use super::workers::{Crew, PrepareError, inherited};
 use crate::cgroup::{self, WorkerGroup};
 use crate::console::Console;
-use crate::control::{ControlEvent, ControlServer, News};
+use crate::control::{ControlEvent, ControlServer, News, Store};
 use crate::event_log::{EventLog, Happening};
 use crate::guardian::Guardian;
 use crate::hang::Beat;
@@ -67,6 +67,8 @@ pub(super) struct Driver<'a> {
     control: ControlServer,
     link: Link,
     client: Option<Client>,
+    /// Of the generation assigned last.
+    store: Option<Arc<Store>>,
     master_port: Option<MasterPort>,
     inbox: Inbox,
     aside: mpsc::Sender<Aside>,
@@ -132,6 +134,7 @@ impl<'a> Driver<'a> {
             },
             crew: Crew::none(),
             client: None,
+            store: None,
             master_port: None,
             deferred: BTreeSet::new(),
             asking: false,
