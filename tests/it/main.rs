@@ -14,6 +14,7 @@ mod doctor;
 mod elastic;
 mod exit_codes;
 mod flags;
+mod gpu_script;
 mod hangs;
 mod harness;
 mod kill9;

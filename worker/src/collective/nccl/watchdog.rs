@@ -30,6 +30,8 @@ struct Shared {
 struct Charges {
     comms: Vec<Charge>,
     stop: bool,
+    /// The thread does nothing any more.
+    over: bool,
 }
 
 struct Charge {
@@ -68,6 +70,15 @@ impl Watchdog {
             settled: false,
         });
     }
+
+    /// Ends the thread and waits, no longer than `bound`, until it is through with what it does. False if it is not.
+    pub(super) fn end(&self, bound: Duration) -> bool {
+        let mut charges = self.0.0.lock();
+        charges.stop = true;
+        self.0.0.stopped.notify_all();
+        let waited = self.0.0.stopped.wait_timeout_while(charges, bound, |charges| !charges.over);
+        waited.unwrap_or_else(PoisonError::into_inner).0.over
+    }
 }
 
 impl Drop for Guard {
@@ -95,6 +106,8 @@ impl Shared {
                 charges = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
+        charges.over = true;
+        self.stopped.notify_all();
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Charges> {
