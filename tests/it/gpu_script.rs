@@ -68,7 +68,9 @@ fn a_call_without_the_time_for_its_sections_says_so_and_names_the_calls_that_hav
 #[test]
 fn the_sizes_of_training_are_a_check_of_their_own_and_the_logs_are_packed() {
     let (packed, logs) = (packed(), temp_dir());
-    script(packed.path(), logs.path(), "ops nccl").run().expect_exit(0);
+    script(packed.path(), logs.path(), "ops nccl")
+        .run()
+        .expect_exit(0);
     let log = |name: &str| fs::read_to_string(logs.path().join(name)).expect("a log");
     assert_eq!(log("gpu_ops.log"), "ran: --skip sizes_of_training\n");
     assert_eq!(log("gpu_ops-training.log"), "ran: sizes_of_training\n");

@@ -227,7 +227,9 @@ fn python_roots(get_env: &impl Fn(&str) -> Option<String>) -> Vec<PathBuf> {
         let named = std::fs::read_link(folder.join("python3")).ok();
         let named = named.and_then(|python| Some(folder.join(python.parent()?)));
         let above = |folder: &Path| folder.parent().map(Path::to_owned);
-        [above(&folder), named.as_deref().and_then(above)].into_iter().flatten()
+        [above(&folder), named.as_deref().and_then(above)]
+            .into_iter()
+            .flatten()
     });
     let user = get_env("HOME").map(|home| Path::new(&home).join(".local"));
     let system = ["/usr/local", "/usr"].map(PathBuf::from);

@@ -102,7 +102,11 @@ fn one_row_is_added_by_one_kernel_without_scratch_memory() {
             accumulate: true,
         };
         let plan = plan(&sum.into()).unwrap().unwrap();
-        assert_eq!((plan.calls.len(), plan.scratch_bytes > 0), (calls, scratch), "{rows} rows");
+        assert_eq!(
+            (plan.calls.len(), plan.scratch_bytes > 0),
+            (calls, scratch),
+            "{rows} rows"
+        );
     }
 }
 

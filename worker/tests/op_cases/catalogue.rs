@@ -235,7 +235,11 @@ fn encoder(size: Size) -> Vec<Case> {
     let sizes: &[[usize; 5]] = match size {
         Size::Small => &[[2, 7, 9, 24, 11], [3, 50, 50, 5, 300], [3, 400, 400, 8, 70_000]],
         // A vocabulary or rows as wide as in training, not both: the host compares in f64.
-        Size::Large => &[[8, 1024, 1024, 768, 4099], [4, 1024, 1024, 64, 50_257], [4, 1024, 1024, 1600, 256]],
+        Size::Large => &[
+            [8, 1024, 1024, 768, 4099],
+            [4, 1024, 1024, 64, 50_257],
+            [4, 1024, 1024, 1600, 256],
+        ],
     };
     let mut cases = Vec::new();
     for &[batch, positions, known, channels, vocab] in sizes {

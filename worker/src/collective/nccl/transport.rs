@@ -170,7 +170,10 @@ impl StreamTransport for NcclTransport {
     fn abandon(&mut self) {
         if !self.watchdog.end(FAREWELL) {
             let name = &self.comm.membership().name;
-            tracing::warn!("communicator `{name}` is still being aborted after {} s", FAREWELL.as_secs());
+            tracing::warn!(
+                "communicator `{name}` is still being aborted after {} s",
+                FAREWELL.as_secs()
+            );
         }
     }
 }

@@ -73,10 +73,13 @@ impl Watchdog {
 
     /// Ends the thread and waits, no longer than `bound`, until it is through with what it does. False if it is not.
     pub(super) fn end(&self, bound: Duration) -> bool {
-        let mut charges = self.0.0.lock();
+        let shared = &self.0.0;
+        let mut charges = shared.lock();
         charges.stop = true;
-        self.0.0.stopped.notify_all();
-        let waited = self.0.0.stopped.wait_timeout_while(charges, bound, |charges| !charges.over);
+        shared.stopped.notify_all();
+        let waited = shared
+            .stopped
+            .wait_timeout_while(charges, bound, |charges| !charges.over);
         waited.unwrap_or_else(PoisonError::into_inner).0.over
     }
 }

@@ -123,7 +123,8 @@ mod tests {
 
     impl Drop for Witness {
         fn drop(&mut self) {
-            self.unlocked.store(self.done.0.try_lock().is_ok(), Ordering::Relaxed);
+            self.unlocked
+                .store(self.done.0.try_lock().is_ok(), Ordering::Relaxed);
         }
     }
 

@@ -2,8 +2,8 @@
 //! are added to others.
 
 use super::plan::{
-    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, Scratch, THREADS, count, element, elementwise_grid, vec_define,
-    width,
+    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, Scratch, THREADS, count, element, elementwise_grid,
+    vec_define, width,
 };
 use crate::device::cuda::{Define, Grid, Source, Unit};
 use crate::device::{Buffer, DeviceError};
@@ -18,7 +18,11 @@ const SLAB_ROWS: usize = 64;
 /// Threads of a block of the second stage.
 const ADDING: u32 = 1024;
 
-static SOURCE: Source = Source::with_headers("column_sum.cu", include_str!("column_sum.cu"), &[ELEMENT, ELEMENTWISE]);
+static SOURCE: Source = Source::with_headers(
+    "column_sum.cu",
+    include_str!("column_sum.cu"),
+    &[ELEMENT, ELEMENTWISE],
+);
 
 impl Planned for ColumnSum {
     fn plan(&self) -> Result<Plan, DeviceError> {

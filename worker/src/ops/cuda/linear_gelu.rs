@@ -14,7 +14,11 @@ const ALIGNMENT: usize = 16;
 /// outputs, and whether that is faster is to be measured: so it is the user's choice. Only on Hopper, and not in f32,
 /// where products are what costs.
 fn is_one_pass(cx: &Launch<'_>, dtype: DType, width: usize, wide: DevicePtr) -> bool {
-    cx.fused_gelu() && cx.is_hopper() && dtype == DType::Bf16 && width.is_multiple_of(ROW_STEP) && wide.is_aligned(ALIGNMENT)
+    cx.fused_gelu()
+        && cx.is_hopper()
+        && dtype == DType::Bf16
+        && width.is_multiple_of(ROW_STEP)
+        && wide.is_aligned(ALIGNMENT)
 }
 
 impl CudaKernel for LinearGeluForward {
