@@ -14,6 +14,7 @@ use super::kv::KvStore;
 use super::outcome::Blow;
 use super::policy::Account;
 use super::ranks::{Candidate, Seat};
+use super::unnamed::Lookalike;
 use super::words;
 
 /// One job at the daemon.
@@ -38,6 +39,7 @@ pub(super) struct Job {
     pub(super) phase: Phase,
     /// Seats of the last assignment: ranks are sticky.
     pub(super) previous: Vec<Seat>,
+    pub(super) lookalike: Option<Lookalike>,
     /// The number of ranks has to divide this one, as the workers last said; none: any will do.
     pub(super) ranks_divide: Option<u64>,
     pub(super) failures: Failures,
@@ -147,6 +149,7 @@ impl Job {
                 last_call: None,
             }),
             previous: Vec::new(),
+            lookalike: None,
             ranks_divide: None,
             failures: Failures::default(),
             last_over: None,

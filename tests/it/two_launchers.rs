@@ -89,6 +89,34 @@ fn until(done: &std::path::Path) -> Launch {
 }
 
 #[test]
+fn two_jobs_that_nobody_named_gather_at_once_and_do_not_mix() {
+    let daemon = Daemon::start();
+    let node = |job: &str| {
+        launch()
+            .flag("--nnodes", "2")
+            .flag("--rdzv-endpoint", &daemon.endpoint)
+            .flag("--rdzv-conf", "is_host=false")
+            .nproc(2)
+            .shell(&format!("echo {job} has $RANK of $WORLD_SIZE"))
+    };
+    let mut first = node("one").start();
+    first.wait_for("waiting for 1 node");
+    let mut second = node("two").start();
+    second.wait_for("waiting for 1 node");
+    // Each hears of the other, in case that they were meant as one.
+    first.wait_for("another job without a name is here too");
+    let (third, fourth) = (node("two").start(), node("one").start());
+    for (job, nodes) in [("one", [first, fourth]), ("two", [second, third])] {
+        let said = nodes.map(|node| node.finish().expect_exit(0).stdout().join("\n"));
+        for rank in 0..4 {
+            let line = format!("{job} has {rank} of 4");
+            assert_eq!(said.join("\n").matches(&line).count(), 1, "{line} in {said:?}");
+        }
+    }
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
 fn a_second_job_of_the_same_default_id_is_refused_by_name() {
     let (daemon, dir) = (Daemon::start(), temp_dir());
     let done = dir.path().join("done");
@@ -106,7 +134,7 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
         node()
             .run()
             .expect_exit(76)
-            .expect_stderr("job `none` runs with all of its 2 nodes already")
+            .expect_stderr(" runs with all of its 2 nodes already")
             .expect_stderr("hint: give every job a `--rdzv-id` of its own");
     }
     std::fs::write(&done, "").expect("writable");
