@@ -10,7 +10,6 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::available_parallelism;
 
 use ddp_worker::device::Device;
-use ddp_worker::device::cuda::CudaOptions;
 use op_cases::{Case, Size, Types, catalogue};
 
 /// Runs everything in every precision, and says everything that differs.
@@ -60,11 +59,7 @@ fn sizes_of_training_agree_with_the_cpu() {
 /// On Hopper in one pass of cuBLASLt where it has one; elsewhere as without.
 #[test]
 fn gelus_within_products_agree_with_the_cpu() {
-    let options = CudaOptions {
-        fused_gelu: true,
-        ..CudaOptions::default()
-    };
-    let Some(device) = gpu_support::open(options) else {
+    let Some(device) = gpu_support::open(true) else {
         return;
     };
     for size in [Size::Small, Size::Large] {

@@ -9,13 +9,17 @@ use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
 
 /// The first GPU, or none after a loud word.
 pub(crate) fn device() -> Option<Arc<CudaDevice>> {
-    open(CudaOptions::default())
+    open(false)
 }
 
-/// The same, opened so, with the user's kernels.
-pub(crate) fn open(options: CudaOptions) -> Option<Arc<CudaDevice>> {
-    let cache = CubinCache::of_user();
-    match CudaDevice::open(CudaOptions { cache, ..options }) {
+/// The same, with GELUs within products or without.
+pub(crate) fn open(fused_gelu: bool) -> Option<Arc<CudaDevice>> {
+    let options = CudaOptions {
+        fused_gelu,
+        cache: CubinCache::of_user(),
+        ..CudaOptions::default()
+    };
+    match CudaDevice::open(options) {
         Ok(device) => Some(Arc::new(device)),
         Err(error) => {
             let required = std::env::var("DDP_REQUIRE_GPU").is_ok_and(|value| value == "1");
