@@ -10,7 +10,7 @@
 #     tests/gpu/run.sh PACKED-FOLDER LOGS-1 losses kernels speed peers
 #     tests/gpu/run.sh PACKED-FOLDER LOGS-2 ranks kill9 overlap nccl ops device
 #
-# Each section has a limit, and all of a call together GPU_BUDGET_S seconds (460): what hangs is killed, what is left
+# Each section has a limit, and all of a call together GPU_BUDGET_S seconds (465): what hangs is killed, what is left
 # over is said to have not run, and a call whose limits do not fit says so first. Without sections all are asked for,
 # in this order, which no one call has the time for. GPU_PRECISION and GPU_STEPS change what `speed` measures,
 # GPU_PRECISIONS what `losses` compares. The logs also lie in LOG-FOLDER/logs.tgz. The exit status is 0 if everything
@@ -26,7 +26,7 @@ first_call=(losses kernels speed peers)
 second_call=(ranks kill9 overlap nccl ops device)
 declare -A limits=([losses]=75 [kernels]=60 [speed]=100 [peers]=210 [ranks]=130 [kill9]=60 [overlap]=50 [nccl]=100
     [ops]=70 [device]=35)
-doctor_limit=15
+doctor_limit=20
 wanted=("$@")
 (($# > 0)) || wanted=("${first_call[@]}" "${second_call[@]}")
 
@@ -37,7 +37,7 @@ export XDG_CACHE_HOME="$logs/cache"
 run=$packed/ddp-run
 steps=${GPU_STEPS:-30}
 precision=${GPU_PRECISION:-bf16}
-budget=${GPU_BUDGET_S:-460}
+budget=${GPU_BUDGET_S:-465}
 end=$((SECONDS + budget))
 section_end=$end
 results=()

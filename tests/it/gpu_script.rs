@@ -59,7 +59,7 @@ fn a_call_without_the_time_for_its_sections_says_so_and_names_the_calls_that_hav
         .run();
     finished
         .expect_exit(0)
-        .expect_stdout("note: these sections may take 150 s, and GPU_BUDGET_S is 120");
+        .expect_stdout("note: these sections may take 155 s, and GPU_BUDGET_S is 120");
     for sections in CALLS {
         finished.expect_stdout(&format!("`{sections}`"));
     }
