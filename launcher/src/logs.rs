@@ -36,6 +36,19 @@ pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, name: &str) -> Result<
         .map_err(|cause| LogError { path, cause })
 }
 
+/// The first attempt that has no folder in `log_dir`, nor has any after it.
+pub(crate) fn free_attempt(log_dir: &Path) -> u32 {
+    let attempts = fs::read_dir(log_dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| {
+            let name = entry.file_name();
+            name.to_str()?.strip_prefix("attempt_")?.parse::<u32>().ok()
+        });
+    attempts.max().map_or(0, |last| last.saturating_add(1))
+}
+
 /// Files of one worker in one attempt.
 #[derive(Clone, Debug)]
 pub(crate) struct WorkerFiles {
@@ -148,6 +161,17 @@ mod tests {
         assert_eq!(files.error_message().as_deref(), Some("old"));
         assert_eq!(create().error_message(), None);
         assert!(files.open_logs().unwrap().is_some());
+    }
+
+    #[test]
+    fn an_earlier_runs_attempts_are_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(free_attempt(&dir.path().join("missing")), 0);
+        assert_eq!(free_attempt(dir.path()), 0);
+        for name in ["attempt_0", "attempt_9", "attempt_x", "other"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        assert_eq!(free_attempt(dir.path()), 10);
     }
 
     #[test]
