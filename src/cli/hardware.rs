@@ -27,9 +27,9 @@ pub fn workers(count: ProcCount) -> Result<u32, CliError> {
     }
 }
 
-/// Cores in the affinity mask, bounded by the cgroup's quota.
+/// Cores in the affinity mask, bounded by the control groups' quota, rounded up.
 pub fn usable_cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
+    ddp_launcher::usable_cores() as u32
 }
 
 /// GPUs that the driver shows to this process, `CUDA_VISIBLE_DEVICES` respected; why, where there are none.
