@@ -92,7 +92,8 @@ pub(super) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Resu
     if answer.is_err() {
         child.kill()?;
     }
-    child.wait()?;
+    // Where SIGCHLD is ignored, the system has reaped it already.
+    let _ = child.wait();
     answer
 }
 

@@ -20,6 +20,7 @@ mod kill9;
 mod launcher_killed;
 mod main_job;
 mod memory;
+mod out_of_memory;
 mod pid_one;
 mod python_contract;
 mod two_launchers;

@@ -116,6 +116,50 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
     daemon.stop().expect_exit(0);
 }
 
+/// Four nodes of two jobs that nobody named, all on their way at once: whoever comes first is one of the two that run.
+#[test]
+fn two_jobs_of_the_same_default_id_that_gather_at_once_are_never_mixed() {
+    let daemon = Daemon::start();
+    for _ in 0..5 {
+        let node = |job: &str| {
+            launch()
+                .flag("--nnodes", "2")
+                .flag("--rdzv-endpoint", &daemon.endpoint)
+                .flag("--rdzv-conf", "is_host=false")
+                .nproc(2)
+                .shell(&format!("echo job {job}; {PLACE}"))
+                .start()
+        };
+        let nodes = ["a", "b", "b", "a"].map(|job| (job, node(job)));
+        let nodes = nodes.map(|(job, node)| (job, node.finish()));
+        let (ran, refused): (Vec<_>, Vec<_>) =
+            nodes.iter().partition(|(_, finished)| finished.code() == Some(0));
+        let transcripts = || nodes.iter().map(|(_, finished)| finished.transcript());
+        let [(winner, one), (other_winner, other)] = ran[..] else {
+            panic!("{} nodes ran: {}", ran.len(), transcripts().collect::<String>());
+        };
+        assert_eq!(winner, other_winner, "two jobs were mixed");
+        // Ranks 0 to 3 of two nodes: nobody of the other job has taken a place.
+        let all: BTreeSet<String> = places(one).union(&places(other)).cloned().collect();
+        assert_eq!(
+            all,
+            ["0 0 0 4 2", "1 1 0 4 2", "2 0 1 4 2", "3 1 1 4 2"]
+                .map(str::to_owned)
+                .into()
+        );
+        for (job, finished) in refused {
+            assert_ne!(job, winner);
+            finished
+                .expect_exit(76)
+                .expect_stderr("job `none`")
+                .expect_stderr(&format!("echo job {winner}"))
+                .expect_stderr(&format!("echo job {job}"));
+            assert!(finished.stdout().is_empty(), "{}", finished.transcript());
+        }
+    }
+    daemon.stop().expect_exit(0);
+}
+
 #[test]
 fn a_job_does_not_end_with_another_one_that_has_the_port() {
     let (port, dir) = (ReservedPort::new(), temp_dir());
