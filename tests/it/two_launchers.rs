@@ -116,45 +116,46 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
     daemon.stop().expect_exit(0);
 }
 
-/// Four nodes of two jobs that nobody named, all on their way at once: whoever comes first is one of the two that run.
+/// Four nodes of two jobs that nobody named, all on their way at once. Nodes that disagree while they gather all end, as
+/// nobody knows who is wrong; a job whose nodes find each other first runs. Either way, no worker meets one of the other job.
 #[test]
 fn two_jobs_of_the_same_default_id_that_gather_at_once_are_never_mixed() {
     let daemon = Daemon::start();
-    for _ in 0..5 {
+    for _ in 0..3 {
         let node = |job: &str| {
             launch()
                 .flag("--nnodes", "2")
                 .flag("--rdzv-endpoint", &daemon.endpoint)
-                .flag("--rdzv-conf", "is_host=false")
+                .flag("--rdzv-conf", "is_host=false,join_timeout=5")
                 .nproc(2)
                 .shell(&format!("echo job {job}; {PLACE}"))
                 .start()
         };
         let nodes = ["a", "b", "b", "a"].map(|job| (job, node(job)));
         let nodes = nodes.map(|(job, node)| (job, node.finish()));
-        let (ran, refused): (Vec<_>, Vec<_>) =
-            nodes.iter().partition(|(_, finished)| finished.code() == Some(0));
-        let transcripts = || nodes.iter().map(|(_, finished)| finished.transcript());
-        let [(winner, one), (other_winner, other)] = ran[..] else {
-            panic!("{} nodes ran: {}", ran.len(), transcripts().collect::<String>());
-        };
-        assert_eq!(winner, other_winner, "two jobs were mixed");
-        // Ranks 0 to 3 of two nodes: nobody of the other job has taken a place.
-        let all: BTreeSet<String> = places(one).union(&places(other)).cloned().collect();
-        assert_eq!(
-            all,
-            ["0 0 0 4 2", "1 1 0 4 2", "2 0 1 4 2", "3 1 1 4 2"]
-                .map(str::to_owned)
-                .into()
-        );
-        for (job, finished) in refused {
-            assert_ne!(job, winner);
-            finished
-                .expect_exit(76)
-                .expect_stderr("job `none`")
-                .expect_stderr(&format!("echo job {winner}"))
-                .expect_stderr(&format!("echo job {job}"));
-            assert!(finished.stdout().is_empty(), "{}", finished.transcript());
+        for job in ["a", "b"] {
+            let own = nodes.iter().filter(|(of, _)| *of == job);
+            let (ran, refused): (Vec<_>, Vec<_>) = own
+                .map(|(_, finished)| finished)
+                .partition(|finished| finished.code() == Some(0));
+            for finished in &refused {
+                assert!(finished.stdout().is_empty(), "{}", finished.transcript());
+                // 75: it came when the others had ended, and waited alone.
+                if finished.code() != Some(75) {
+                    finished.expect_exit(76).expect_stderr("job `none`");
+                }
+            }
+            // Ranks 0 to 3 of its own two nodes: nobody of the other job has taken a place.
+            let all: BTreeSet<String> = ran.iter().flat_map(|finished| places(finished)).collect();
+            let whole = ["0 0 0 4 2", "1 1 0 4 2", "2 0 1 4 2", "3 1 1 4 2"];
+            match ran.len() {
+                0 => {}
+                2 => assert_eq!(all, whole.map(str::to_owned).into()),
+                _ => panic!(
+                    "one node of job {job} ran without the other: {}",
+                    refused[0].transcript()
+                ),
+            }
         }
     }
     daemon.stop().expect_exit(0);
