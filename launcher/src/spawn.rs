@@ -213,7 +213,7 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
             return None;
         }
         let (local_rank, is_bound) = (worker.local_rank, worker.cores.is_some());
-        match start_worker(&batch.command, worker, registrar, batch.door) {
+        match start_worker(&batch.command, &worker, registrar, batch.door) {
             Ok(pid) => {
                 // The agent is gone only when the process is ending.
                 let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
@@ -231,7 +231,7 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
 
 fn start_worker(
     command: &WorkerCommand,
-    worker: WorkerSpec,
+    worker: &WorkerSpec,
     registrar: Registrar,
     door: Option<Door>,
 ) -> io::Result<i32> {
@@ -248,8 +248,8 @@ fn start_worker(
         stdout: worker.stdout.as_fd(),
         stderr: worker.stderr.as_fd(),
     };
-    let (launcher, cores) = (Pid::this(), worker.cores);
-    let prepare = || enter_session(launcher, registrar, door, cores.as_ref());
+    let (launcher, cores) = (Pid::this(), worker.cores.as_ref());
+    let prepare = || enter_session(launcher, registrar, door, cores);
     // Reaped by pid, with all others.
     process::start(&image, &streams, door, prepare).map(Pid::as_raw)
 }
