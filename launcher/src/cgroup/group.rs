@@ -243,17 +243,18 @@ mod tests {
         remove(&group).expect("it is gone already");
     }
 
-    /// Starts a process in the group that ends with `true`'s code 0, and returns how it ended.
-    fn start_in(group: &WorkerGroup) -> WaitStatus {
-        let program = Path::new("/bin/true");
-        let image = Image::new(program, std::iter::once(program.as_os_str()), &[]).unwrap();
+    /// Starts a process that succeeds if it is in the group, and returns how it ended.
+    fn start_in(group: &WorkerGroup, door: Door) -> WaitStatus {
+        let name = group.dir().file_name().unwrap().to_str().unwrap();
+        let script = format!("grep -q '^0::.*/{name}$' /proc/self/cgroup");
+        let argv = ["sh", "-c", &script].map(std::ffi::OsStr::new);
+        let image = Image::new(Path::new("/bin/sh"), argv.into_iter(), &[]).unwrap();
         let null = File::options().write(true).open("/dev/null").unwrap();
         let streams = Streams {
             stdin: None,
             stdout: null.as_fd(),
             stderr: null.as_fd(),
         };
-        let door = group.door().unwrap();
         let child = process::start(&image, &streams, Some(door), || {
             door.enter().then_some(()).ok_or(nix::errno::Errno::EPERM)
         });
@@ -269,7 +270,13 @@ mod tests {
         let dir = own.join(format!("ddp-test-{}-again", std::process::id()));
         let group = WorkerGroup::create(&dir).unwrap();
         for _ in 0..3 {
-            assert!(matches!(start_in(&group), WaitStatus::Exited(_, 0)));
+            let ways = [group.door().unwrap(), Door::Move(group.members.as_raw_fd())];
+            for door in ways {
+                assert!(
+                    matches!(start_in(&group, door), WaitStatus::Exited(_, 0)),
+                    "{door:?}"
+                );
+            }
             group.kill();
         }
         remove(&dir).unwrap();
