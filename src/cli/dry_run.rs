@@ -7,9 +7,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, StreamSet, StreamsByRank, WorkerCommand, environment_of, parent_of_workers,
-    signal_name,
+    CoreSet, LaunchPlan, NodeRange, StreamSet, StreamsByRank, WorkerCommand, environment_of,
+    parent_of_workers, signal_name,
 };
+
+use ddp_proto::ids::NodeRank;
 
 use super::host::{HostFacts, Wish, wish};
 use super::plan::Launch;
@@ -23,8 +25,8 @@ pub enum Source {
     Variable(String),
     /// The `launch` section of the target.
     Yaml(PathBuf),
-    /// Slurm or Kubernetes.
-    Scheduler,
+    /// A variable of Slurm's or Kubernetes'.
+    Scheduler(&'static str),
     /// Nobody said anything.
     Default,
 }
@@ -35,7 +37,7 @@ impl fmt::Display for Source {
             Self::CommandLine => f.write_str("command line"),
             Self::Variable(name) => f.write_str(name),
             Self::Yaml(file) => write!(f, "`launch` of {}", file.display()),
-            Self::Scheduler => f.write_str("batch system"),
+            Self::Scheduler(variable) => f.write_str(variable),
             Self::Default => f.write_str("default"),
         }
     }
@@ -44,46 +46,28 @@ impl fmt::Display for Source {
 /// Settings that somebody gave, each with its source.
 pub type Sources = Vec<(&'static str, Source)>;
 
+/// Columns of values that are not longer; a source follows a longer one at once.
+const VALUE_WIDTH: usize = 32;
+
 /// The whole answer, several lines.
 #[must_use]
 pub fn describe(launch: &Launch) -> String {
-    let Launch { plan, host, sources } = launch;
-    let mut text = String::from("ddp-run would start:\n");
-    let mut row = |name: &str, value: String| {
+    let Launch {
+        plan,
+        sources,
+        refusals,
+        ..
+    } = launch;
+    let workers = counted(plan.workers, "worker");
+    let nodes = match plan.nodes.max {
+        1 => String::new(),
+        _ => format!(", one of {}", range(plan.nodes)),
+    };
+    let mut text = format!("ddp-run would start {workers} on this node{nodes}:\n");
+    for (name, value) in rows(launch) {
         let source = sources.iter().find(|(given, _)| *given == name);
         let source = source.map_or(&Source::Default, |(_, source)| source);
-        let _ = writeln!(text, "  {name:<18} {value:<32} {source}");
-    };
-    let nodes = plan.nodes;
-    let range = if nodes.min == nodes.max {
-        nodes.max.to_string()
-    } else {
-        format!("{} to {}", nodes.min, nodes.max)
-    };
-    let seconds = |time: Duration| format!("{} s", time.as_secs_f64());
-    row("nnodes", range);
-    let rank = plan
-        .node_rank
-        .map_or_else(|| "by host name".to_owned(), |rank| rank.to_string());
-    row("node_rank", rank);
-    row("nproc_per_node", plan.workers.to_string());
-    row("rdzv_endpoint", rendezvous(host));
-    row("rdzv_id", plan.job_id.clone());
-    row("max_restarts", plan.max_restarts.to_string());
-    row("shutdown_timeout", seconds(plan.shutdown_timeout));
-    row(
-        "local_addr",
-        plan.local_addr
-            .clone()
-            .unwrap_or_else(|| "as the rendezvous sees it".into()),
-    );
-    row("role", plan.role.clone());
-    let log_dir = plan.log_dir.as_ref().map(|dir| dir.display().to_string());
-    row("log_dir", log_dir.unwrap_or_else(|| "no log files".into()));
-    for (name, _) in sources {
-        if let Some(value) = further(name, launch) {
-            row(name, value);
-        }
+        let _ = writeln!(text, "  {name:<18} {value:<VALUE_WIDTH$}  {source}");
     }
     let group = match parent_of_workers() {
         Ok(parent) => format!("of their own, below {}", parent.display()),
@@ -91,8 +75,11 @@ pub fn describe(launch: &Launch) -> String {
     };
     let _ = writeln!(text, "control group of the workers: {group}");
     let _ = writeln!(text, "{}", ranks_here(plan));
+    for refusal in refusals {
+        let _ = writeln!(text, "the workers would refuse {refusal}");
+    }
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
-    text.push_str("environment of rank 0, beyond what it inherits:\n");
+    text.push_str("environment of the first of them, beyond what it inherits:\n");
     for (name, value) in environment(plan) {
         let _ = writeln!(text, "  {name}={value}");
     }
@@ -100,12 +87,67 @@ pub fn describe(launch: &Launch) -> String {
     text
 }
 
+/// `1 worker`, `2 workers`.
+pub(super) fn counted(number: u32, noun: &str) -> String {
+    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
+}
+
+fn range(nodes: NodeRange) -> String {
+    if nodes.min == nodes.max {
+        nodes.max.to_string()
+    } else {
+        format!("{} to {}", nodes.min, nodes.max)
+    }
+}
+
+/// Settings that every job has, and those that somebody gave.
+fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
+    let Launch {
+        plan, host, sources, ..
+    } = launch;
+    let alone = plan.nodes.max == 1;
+    let rank = plan.node_rank.map(|rank| rank.to_string());
+    let local_addr = plan.local_addr.clone();
+    let log_dir = plan.log_dir.as_ref().map(|dir| dir.display().to_string());
+    let is_named = sources.iter().any(|(name, _)| *name == "rdzv_id");
+    let job_id = if is_named || !alone {
+        plan.job_id.clone()
+    } else {
+        format!("a new one, such as {}", plan.job_id)
+    };
+    let either =
+        |alone_says: &str, several_say: &str| if alone { alone_says } else { several_say }.to_owned();
+    let mut rows = vec![
+        ("nnodes", range(plan.nodes)),
+        ("node_rank", rank.unwrap_or_else(|| either("0", "by host name"))),
+        ("nproc_per_node", plan.workers.to_string()),
+        ("rdzv_endpoint", rendezvous(host)),
+        ("rdzv_id", job_id),
+        ("max_restarts", plan.max_restarts.to_string()),
+        (
+            "shutdown_timeout",
+            format!("{} s", plan.shutdown_timeout.as_secs_f64()),
+        ),
+        (
+            "local_addr",
+            local_addr.unwrap_or_else(|| either("none needed", "as the rendezvous sees it")),
+        ),
+        ("role", plan.role.clone()),
+        ("log_dir", log_dir.unwrap_or_else(|| "no log files".into())),
+    ];
+    let further = sources
+        .iter()
+        .filter_map(|(name, _)| Some((*name, further(name, launch)?)));
+    rows.extend(further);
+    rows
+}
+
 /// Ranks follow from the workers of all nodes before this one, which may have other numbers of them.
 fn ranks_here(plan: &LaunchPlan) -> String {
     let workers = plan.workers;
     let (if_so, node) = match plan.node_rank {
         Some(rank) if rank.0 > 0 => (
-            format!(", if each node before it has {workers} workers too"),
+            format!(", if each node before it has {} too", counted(workers, "worker")),
             rank.0,
         ),
         None if plan.nodes.max > 1 => (", if it is node 0".to_owned(), 0),
@@ -113,7 +155,11 @@ fn ranks_here(plan: &LaunchPlan) -> String {
     };
     let first = u64::from(node) * u64::from(workers);
     let last = first + u64::from(workers) - 1;
-    format!("ranks of this node{if_so}: {first} to {last}")
+    if first == last {
+        format!("rank of this node{if_so}: {first}")
+    } else {
+        format!("ranks of this node{if_so}: {first} to {last}")
+    }
 }
 
 /// `--rdzv-conf` as it takes effect, and what has no default where it was given.
@@ -188,18 +234,34 @@ fn streams(by_rank: &StreamsByRank) -> String {
     }
 }
 
-/// The cores of each worker: `0: 0,1; 1: 2,3`.
+/// The cores of each worker: `0: 0-3,8; 1: 4-7`.
 fn cores(plan: &LaunchPlan) -> String {
-    let of = |(rank, set): (usize, &CoreSet)| {
-        let numbers: Vec<String> = set.0.iter().map(ToString::to_string).collect();
-        format!("{rank}: {}", numbers.join(","))
-    };
+    let of = |(rank, set): (usize, &CoreSet)| format!("{rank}: {}", ranges(&set.0));
     plan.cores
         .iter()
         .enumerate()
         .map(of)
         .collect::<Vec<_>>()
         .join("; ")
+}
+
+/// `0-3,8`, as `taskset` takes it.
+fn ranges(numbers: &BTreeSet<usize>) -> String {
+    let mut ranges: Vec<(usize, usize)> = Vec::new();
+    for number in numbers {
+        match ranges.last_mut() {
+            Some((_, last)) if *last + 1 == *number => *last = *number,
+            _ => ranges.push((*number, *number)),
+        }
+    }
+    let word = |(first, last): &(usize, usize)| {
+        if first == last {
+            first.to_string()
+        } else {
+            format!("{first}-{last}")
+        }
+    };
+    ranges.iter().map(word).collect::<Vec<_>>().join(",")
 }
 
 fn rendezvous(host: &HostFacts) -> String {
@@ -209,9 +271,9 @@ fn rendezvous(host: &HostFacts) -> String {
         .map_or_else(String::new, ToString::to_string);
     match wish(host) {
         Wish::Alone => "its own, on this node".to_owned(),
-        Wish::Host => format!("{endpoint}, hosted here"),
-        Wish::HostIfLocal => format!("{endpoint}, hosted by its owner"),
-        Wish::Join => format!("{endpoint}, hosted elsewhere"),
+        Wish::Host => format!("{endpoint}, on this node"),
+        Wish::HostIfLocal => format!("{endpoint}, on the node with that address"),
+        Wish::Join => format!("{endpoint}, on another node"),
     }
 }
 
@@ -234,22 +296,19 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// Variables that the launcher sets; those that are decided when the nodes have met say so.
+/// Variables that the launcher sets for its first worker; those that are decided when the nodes have met say so.
 fn environment(plan: &LaunchPlan) -> Vec<(String, String)> {
-    const LATER: &[&str] = &[
-        "MASTER_PORT",
-        "TORCHELASTIC_ERROR_FILE",
-        "DDP_CONTROL",
-        "DDP_RUN_TOKEN",
-    ];
-    let several = plan.nodes.max > 1;
+    let is_later = |name: &str| match name {
+        "TORCHELASTIC_ERROR_FILE" | "DDP_CONTROL" | "DDP_RUN_TOKEN" => true,
+        "MASTER_PORT" => plan.master_port.is_none(),
+        "MASTER_ADDR" => plan.nodes.max > 1 && plan.master_addr.is_none(),
+        "WORLD_SIZE" | "GROUP_WORLD_SIZE" | "ROLE_WORLD_SIZE" => plan.nodes.max > 1,
+        "RANK" | "GROUP_RANK" | "ROLE_RANK" => plan.nodes.max > 1 && plan.node_rank != Some(NodeRank(0)),
+        _ => false,
+    };
     let mut variables = environment_of(plan);
     for (name, value) in &mut variables {
-        let later = LATER.contains(&name.as_str()) && !(name == "MASTER_PORT" && plan.master_port.is_some())
-            || several
-                && ["MASTER_ADDR", "WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"]
-                    .contains(&name.as_str());
-        if later {
+        if is_later(name) {
             "(decided at the start)".clone_into(value);
         }
     }
@@ -268,6 +327,13 @@ mod tests {
                 text
             );
         }
+    }
+
+    #[test]
+    fn cores_are_shown_as_ranges() {
+        let ranges = |numbers: &[usize]| ranges(&numbers.iter().copied().collect());
+        assert_eq!(ranges(&[0, 1, 2, 5, 8, 9]), "0-2,5,8-9");
+        assert_eq!(ranges(&[]), "");
     }
 
     #[test]

@@ -1,5 +1,7 @@
-//! How many workers a node should run: cores and GPUs that this process may use.
+//! How many workers a node should run, and which GPUs they have: cores and GPUs that this process may use.
 
+use std::cell::OnceCell;
+use std::fmt;
 use std::io::Read;
 use std::os::fd::AsFd;
 use std::process::{ChildStdout, Command, Stdio};
@@ -12,18 +14,68 @@ use super::native::cuda;
 use super::values::ProcCount;
 
 /// First argument of the invocation that asks the CUDA driver for its devices.
-pub const GPU_PROBE_SUBCOMMAND: &str = "__count-gpus";
+pub const GPU_PROBE_SUBCOMMAND: &str = "__list-gpus";
+
+const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 
 /// Longest wait for the driver: the first use after boot initialises all devices.
 const GPU_PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// The number of workers that `count` stands for on this machine.
-pub fn workers(count: ProcCount) -> Result<u32, CliError> {
-    match count {
-        ProcCount::Fixed(n) => Ok(n),
-        ProcCount::Cpu => Ok(usable_cores()),
-        ProcCount::Gpu => visible_gpus().map_err(|why| CliError::NoGpu { why }),
-        ProcCount::Auto => Ok(visible_gpus().unwrap_or_else(|_| usable_cores())),
+/// PCI address of each GPU that CUDA shows to this process, by its number there; empty where the driver does not say.
+type Gpus = Result<Vec<String>, NoGpus>;
+
+/// Why there are no GPUs to count.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum NoGpus {
+    /// There is none, or none is to be used.
+    Absent(&'static str),
+    /// There may be some, but the driver does not show them.
+    Driver(String),
+}
+
+impl fmt::Display for NoGpus {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Absent(why) => f.write_str(why),
+            Self::Driver(why) => f.write_str(why),
+        }
+    }
+}
+
+/// This machine. Its driver is asked when somebody wants to know, and only once.
+#[derive(Debug, Default)]
+pub struct Hardware {
+    gpus: OnceCell<Gpus>,
+}
+
+impl Hardware {
+    /// The number of workers that `count` stands for.
+    pub fn workers(&self, count: ProcCount) -> Result<u32, CliError> {
+        let gpus = || self.gpus().map(|gpus| gpus.len() as u32);
+        match count {
+            ProcCount::Fixed(n) => Ok(n),
+            ProcCount::Cpu => Ok(usable_cores()),
+            ProcCount::Gpu => gpus().map_err(|why| CliError::NoGpu { why: why.to_string() }),
+            ProcCount::Auto => Ok(gpus().unwrap_or_else(|_| usable_cores())),
+        }
+    }
+
+    /// PCI addresses of the GPUs, at least one, in the order in which CUDA numbers them for the workers:
+    /// `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are in it, by the driver's own reading of them.
+    pub fn gpus(&self) -> Result<&[String], &NoGpus> {
+        self.gpus.get_or_init(|| ask_driver(None)).as_deref()
+    }
+
+    /// The same where each of `workers` workers sees its own entry of `CUDA_VISIBLE_DEVICES` only. CUDA shows one MIG
+    /// device to a process, so these are asked for one by one.
+    pub fn gpus_apart(&self, workers: u32) -> Result<Vec<String>, NoGpus> {
+        let list = std::env::var(VISIBLE_DEVICES).unwrap_or_default();
+        if !list.contains("MIG-") {
+            return self.gpus().map(<[String]>::to_vec).map_err(Clone::clone);
+        }
+        let devices = list.split(',').map(str::trim).take(workers as usize);
+        let parents = devices.map(|device| ask_driver(Some(device)));
+        Ok(parents.collect::<Result<Vec<_>, _>>()?.concat())
     }
 }
 
@@ -32,36 +84,52 @@ pub fn usable_cores() -> u32 {
     ddp_launcher::usable_cores() as u32
 }
 
-/// GPUs that the driver shows to this process, `CUDA_VISIBLE_DEVICES` respected; why, where there are none.
+/// GPUs that the driver shows, to a process with this `CUDA_VISIBLE_DEVICES` if one is given.
 ///
-/// The driver is asked in a process of its own: the launcher stays free of its threads and memory, and a
+/// It is asked in a process of its own: the launcher stays free of its threads and memory, and a
 /// driver that panics or hangs is one reason among others.
-pub fn visible_gpus() -> Result<u32, String> {
+fn ask_driver(visible: Option<&str>) -> Gpus {
     if !has_device_nodes() {
-        return Err("there is no `/dev/nvidia0` or other device file of a GPU".to_owned());
+        return Err(NoGpus::Absent(
+            "there is no `/dev/nvidia0` or other device file of a GPU",
+        ));
     }
-    if std::env::var("CUDA_VISIBLE_DEVICES").is_ok_and(|list| list.trim().is_empty()) {
-        return Err("`CUDA_VISIBLE_DEVICES` is set and empty".to_owned());
+    if std::env::var(VISIBLE_DEVICES).is_ok_and(|list| list.trim().is_empty()) {
+        return Err(NoGpus::Absent("`CUDA_VISIBLE_DEVICES` is set and empty"));
     }
-    let answer = ask_in_child(GPU_PROBE_SUBCOMMAND, GPU_PROBE_TIMEOUT)
-        .map_err(|error| format!("the CUDA driver could not be asked: {error}"))?;
-    match answer.trim().parse::<u32>() {
-        Ok(0) => Err("the CUDA driver sees none".to_owned()),
-        Ok(n) => Ok(n),
-        Err(_) => Err("the CUDA driver does not start".to_owned()),
+    let mut probe = own_invocation(GPU_PROBE_SUBCOMMAND);
+    probe.envs(visible.map(|device| (VISIBLE_DEVICES, device)));
+    let answer = answer_of(probe, GPU_PROBE_TIMEOUT)
+        .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be asked: {error}")))?;
+    read_answer(&answer)
+}
+
+/// What [`probe_gpus`] printed.
+fn read_answer(answer: &str) -> Gpus {
+    match serde_json::from_str::<Vec<String>>(answer.trim()) {
+        Ok(gpus) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver sees none")),
+        Ok(gpus) => Ok(gpus),
+        Err(_) => Err(NoGpus::Driver("the CUDA driver does not start".to_owned())),
     }
 }
 
-/// The probe's own main: prints the number of devices, or ends with a failure.
+/// The probe's own main: prints the devices' PCI addresses as one line of JSON, or ends with a failure.
 pub fn probe_gpus() -> std::process::ExitCode {
     // A driver that lacks a function makes its bindings panic. That is an answer here, not a bug.
     std::panic::set_hook(Box::new(|_| ()));
-    let count = std::panic::catch_unwind(cuda::count_devices);
-    if let Ok(Ok(count)) = count {
-        println!("{count}");
-        return std::process::ExitCode::SUCCESS;
+    let Ok(Ok(count)) = std::panic::catch_unwind(cuda::count_devices) else {
+        return std::process::ExitCode::FAILURE;
+    };
+    // One that can be counted, but not described, can still be used.
+    let addresses = match std::panic::catch_unwind(cuda::Survey::take) {
+        Ok(Ok(survey)) => survey.gpus.into_iter().map(|gpu| gpu.pci).collect(),
+        _ => vec![String::new(); count],
+    };
+    match serde_json::to_string(&addresses) {
+        Ok(line) => println!("{line}"),
+        Err(_) => return std::process::ExitCode::FAILURE,
     }
-    std::process::ExitCode::FAILURE
+    std::process::ExitCode::SUCCESS
 }
 
 /// WSL shows its GPUs through `/dev/dxg`.
@@ -79,8 +147,17 @@ fn has_device_nodes() -> bool {
 
 /// Standard output of this program's own invocation with `subcommand`, which must come within `timeout`.
 pub(super) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Result<String> {
-    let mut child = Command::new("/proc/self/exe")
-        .arg(subcommand)
+    answer_of(own_invocation(subcommand), timeout)
+}
+
+fn own_invocation(subcommand: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg(subcommand);
+    command
+}
+
+fn answer_of(mut command: Command, timeout: Duration) -> std::io::Result<String> {
+    let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -114,13 +191,32 @@ fn read_within(mut stdout: ChildStdout, timeout: Duration) -> std::io::Result<St
 mod tests {
     use super::*;
 
+    fn machine(answer: &str) -> Hardware {
+        Hardware {
+            gpus: OnceCell::from(read_answer(answer)),
+        }
+    }
+
     #[test]
     fn a_number_is_taken_as_it_is() {
-        assert_eq!(workers(ProcCount::Fixed(3)).ok(), Some(3));
+        assert_eq!(machine("").workers(ProcCount::Fixed(3)).ok(), Some(3));
     }
 
     #[test]
     fn cores_are_at_least_one() {
-        assert!(workers(ProcCount::Cpu).is_ok_and(|n| n >= 1));
+        assert!(machine("").workers(ProcCount::Cpu).is_ok_and(|n| n >= 1));
+    }
+
+    #[test]
+    fn gpus_are_counted_where_the_driver_shows_some() {
+        let two = machine("[\"0000:3B:00.0\",\"\"]\n");
+        assert_eq!(two.workers(ProcCount::Gpu).ok(), Some(2));
+        assert_eq!(two.workers(ProcCount::Auto).ok(), Some(2));
+        for (answer, why) in [("[]", "sees none"), ("", "does not start")] {
+            let none = machine(answer);
+            assert_eq!(none.workers(ProcCount::Auto).ok(), Some(usable_cores()));
+            let error = none.workers(ProcCount::Gpu).expect_err("none");
+            assert!(error.to_string().contains(why), "{error}");
+        }
     }
 }

@@ -57,8 +57,10 @@ pub fn layers(
         settings = settings.or(layer);
     }
     let layer = scheduler::layer(&settings, get_env)?;
-    note(&layer, &|_| Source::Scheduler);
-    settings = settings.or(layer);
+    note(&layer.settings, &|name| {
+        Source::Scheduler(layer.variable(name).unwrap_or("batch system"))
+    });
+    settings = settings.or(layer.settings);
     meet_at_master(&mut settings, &mut sources);
     warn_of_ignored(&settings);
     Ok((settings, sources))

@@ -9,8 +9,9 @@
 //! | [`layers`], [`plan`] | stage two: layers and defaults become a [`ddp_launcher::LaunchPlan`] | bind or connect |
 //! | [`target`] | kinds of target, their command, the job's signature | |
 //! | [`dry_run`] | shows a plan and where each value comes from | |
-//! | [`numa`] | which cores each worker may use | |
-//! | [`hardware`] | counts cores and GPUs | initialise CUDA in the launcher |
+//! | [`numa`] | which cores each worker may use | any I/O |
+//! | [`topology`] | where cores and GPUs lie | |
+//! | [`hardware`] | counts cores, lists GPUs | initialise CUDA in the launcher |
 //! | [`host`] | who hosts the daemon | run it |
 //! | [`launch`] | `ddp-run`: puts the pieces together | |
 //! | [`serve`] | `ddp-rendezvous` | |
@@ -35,6 +36,7 @@ pub mod serve;
 pub mod settings;
 pub mod streams;
 pub mod target;
+pub mod topology;
 pub mod train;
 pub mod values;
 

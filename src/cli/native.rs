@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
+use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::{CheckpointError, ignore_file_size_signal};
 use ddp_worker::config::{self, Located, TrainConfig};
 use ddp_worker::data::DataError;
@@ -15,7 +17,7 @@ pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
 use ddp_worker::parallel::{AgreementError, ReduceError};
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-use ddp_worker::train::{TrainError, run_worker};
+use ddp_worker::train::{Outlook, TrainError, run_worker};
 
 use super::error::{CliError, print_error};
 use super::init_tracing;
@@ -42,6 +44,25 @@ impl Validated {
     /// Where the files of the run called `run_id` go.
     pub fn out_dir(&self, run_id: &str) -> PathBuf {
         RunDir::resolve(&self.located.config.run, run_id)
+    }
+
+    /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
+    pub fn refusal(&self, nodes: u32, workers: u32) -> Option<CliError> {
+        let env = WorkerEnv {
+            world_size: WorldSize(nodes.saturating_mul(workers)),
+            local_world_size: workers,
+            node_count: nodes,
+            ..WorkerEnv::single()
+        };
+        let error = Outlook::of(&self.located.config, &env).err()?;
+        if exit_code(&error) != exit::USAGE {
+            return None;
+        }
+        let place = match error {
+            TrainError::ShardGroup { .. } => self.located.place("parallel.shard_group"),
+            _ => self.located.place("parallel"),
+        };
+        Some(CliError::Config(format!("{place}: {error}")))
     }
 
     /// Makes the folder of a run that only this node takes part in, or refuses the one that is there. A job of

@@ -1,21 +1,23 @@
-//! `--numa-binding`: which cores each worker may run on, from sysfs.
+//! `--numa-binding`: which cores each worker may run on.
 //!
-//! | binding | worker `i` of `n` gets |
+//! | binding | a worker gets |
 //! |---|---|
 //! | `node` | all cores of its NUMA node |
 //! | `socket` | all cores of its processor package |
-//! | `exclusive` | its own share of the cores of its NUMA node, shared with nobody |
+//! | `exclusive` | its share of the physical cores of its NUMA node, hyperthreads included, shared with no other worker |
+//! | `core-complex` | the cores of its NUMA node that share one last-level cache; one of its own while there are enough |
 //!
-//! Workers are spread over the nodes (or sockets) evenly, neighbours together; a worker with a GPU of its own goes to
-//! the node that the GPU hangs on. Only cores of this process's affinity mask count.
+//! Its node is where its GPU is: local rank `i` has the GPU that CUDA calls `i`, whatever `CUDA_VISIBLE_DEVICES` and
+//! `CUDA_DEVICE_ORDER` say, and `--virtual-local-rank` gives it that one too. Where GPUs are fewer than workers, or
+//! their place is not known, workers are spread over the nodes evenly, neighbours together. Only cores of this
+//! process's affinity mask count.
 
+use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
-use std::fs;
-use std::path::Path;
 
 use ddp_launcher::CoreSet;
-use nix::sched::{CpuSet, sched_getaffinity};
-use nix::unistd::Pid;
+
+use super::topology::{Core, Topology};
 
 /// `--numa-binding`
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,232 +26,268 @@ pub enum Binding {
     Node,
     /// The cores of one processor package.
     Socket,
-    /// A share of one NUMA node's cores.
+    /// A share of one NUMA node's physical cores.
     Exclusive,
+    /// The cores of one last-level cache.
+    CoreComplex,
 }
 
-/// The machine as sysfs shows it.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Topology {
-    /// Usable cores by NUMA node.
-    pub nodes: BTreeMap<usize, BTreeSet<usize>>,
-    /// Usable cores by processor package.
-    pub sockets: BTreeMap<usize, BTreeSet<usize>>,
-    /// NUMA node of each visible GPU, in order of device number; none where the machine does not say.
-    pub gpus: Vec<Option<usize>>,
+/// The cores of each worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Bound {
+    /// By local rank.
+    pub cores: Vec<CoreSet>,
+    /// Why a worker may be away from its GPU, in words.
+    pub doubt: Option<String>,
 }
 
-impl Topology {
-    /// Reads `/sys`. A machine without NUMA information is one node and one socket.
-    pub fn read() -> Self {
-        Self::read_from(Path::new("/sys"), &usable())
+/// Binds `workers` workers, or says why that cannot be.
+pub fn bind(binding: Binding, workers: u32, topology: &Topology) -> Result<Bound, String> {
+    let domains = domains(binding, topology);
+    if domains.is_empty() {
+        return Err("the kernel does not say which cores may be used".to_owned());
     }
-
-    fn read_from(sys: &Path, usable: &BTreeSet<usize>) -> Self {
-        let mut nodes = BTreeMap::new();
-        for (number, directory) in numbered(&sys.join("devices/system/node"), "node") {
-            let cores = fs::read_to_string(directory.join("cpulist")).unwrap_or_default();
-            let cores: BTreeSet<usize> = cpu_list(&cores).intersection(usable).copied().collect();
-            if !cores.is_empty() {
-                nodes.insert(number, cores);
-            }
-        }
-        if nodes.is_empty() {
-            nodes.insert(0, usable.clone());
-        }
-        let mut sockets: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
-        for core in usable {
-            let file = sys.join(format!(
-                "devices/system/cpu/cpu{core}/topology/physical_package_id"
-            ));
-            let socket = fs::read_to_string(file)
-                .ok()
-                .and_then(|text| text.trim().parse().ok());
-            sockets.entry(socket.unwrap_or(0)).or_default().insert(*core);
-        }
-        Self {
-            nodes,
-            sockets,
-            gpus: gpu_nodes(sys),
-        }
-    }
-}
-
-/// The cores of each of `workers` workers, by local rank.
-pub fn bind(binding: Binding, workers: u32, topology: &Topology) -> Result<Vec<CoreSet>, String> {
-    let domains: Vec<(usize, &BTreeSet<usize>)> = match binding {
-        Binding::Node | Binding::Exclusive => topology.nodes.iter().map(|(n, cores)| (*n, cores)).collect(),
-        Binding::Socket => topology.sockets.iter().map(|(n, cores)| (*n, cores)).collect(),
-    };
-    let workers = workers as usize;
-    let by_gpu = binding != Binding::Socket && topology.gpus.len() >= workers;
-    let home = |worker: usize| {
-        let of_gpu = topology.gpus.get(worker).copied().flatten().filter(|_| by_gpu);
-        let found = of_gpu.and_then(|node| domains.iter().position(|(number, _)| *number == node));
-        found.unwrap_or(worker * domains.len() / workers)
-    };
-    let homes: Vec<usize> = (0..workers).map(home).collect();
+    let (homes, doubt) = homes(workers as usize, &domains, topology);
     let share = |worker: usize| {
-        let cores = domains[homes[worker]].1;
-        if binding != Binding::Exclusive {
-            return Ok(CoreSet(cores.clone()));
+        let domain = &domains[homes[worker]];
+        let neighbours: Vec<usize> = (0..homes.len()).filter(|w| homes[*w] == homes[worker]).collect();
+        let place = Place {
+            index: neighbours.partition_point(|w| *w < worker),
+            of: neighbours.len(),
+        };
+        match binding {
+            Binding::Node | Binding::Socket => Ok(CoreSet(domain.keys().copied().collect())),
+            Binding::Exclusive => exclusive(domain, place),
+            Binding::CoreComplex => Ok(complex(domain, place)),
         }
-        let neighbours: Vec<usize> = (0..workers).filter(|w| homes[*w] == homes[worker]).collect();
-        let place = neighbours.iter().position(|w| *w == worker).unwrap_or(0);
-        let (first, end) = (
-            place * cores.len() / neighbours.len(),
-            (place + 1) * cores.len() / neighbours.len(),
+    };
+    let cores = (0..homes.len()).map(share).collect::<Result<_, _>>()?;
+    Ok(Bound { cores, doubt })
+}
+
+/// Cores of one NUMA node or socket.
+type Domain = BTreeMap<usize, Core>;
+
+/// One of the workers of a domain.
+#[derive(Clone, Copy)]
+struct Place {
+    index: usize,
+    of: usize,
+}
+
+fn domains(binding: Binding, topology: &Topology) -> Vec<Domain> {
+    let key = |core: &Core| match binding {
+        Binding::Socket => core.socket,
+        Binding::Node | Binding::Exclusive | Binding::CoreComplex => core.node,
+    };
+    let mut domains: BTreeMap<usize, Domain> = BTreeMap::new();
+    for (number, core) in &topology.cores {
+        domains.entry(key(core)).or_default().insert(*number, *core);
+    }
+    domains.into_values().collect()
+}
+
+/// The domain of each worker, and what is doubtful about it.
+fn homes(workers: usize, domains: &[Domain], topology: &Topology) -> (Vec<usize>, Option<String>) {
+    let evenly = |worker: usize| worker * domains.len() / workers;
+    let spread = (0..workers).map(evenly).collect();
+    let gpus = &topology.gpus;
+    if gpus.is_empty() || domains.len() == 1 {
+        return (spread, None);
+    }
+    if gpus.len() < workers {
+        let doubt = format!(
+            "the driver shows {} for {workers} workers, so they are spread over the machine evenly",
+            match gpus.len() {
+                1 => "1 GPU".to_owned(),
+                several => format!("{several} GPUs"),
+            }
         );
-        if first == end {
-            return Err(format!(
-                "`exclusive` needs a core for each worker, but NUMA node {} has {} for {} workers",
-                domains[homes[worker]].0,
-                cores.len(),
-                neighbours.len()
-            ));
-        }
-        Ok(CoreSet(
-            cores.iter().skip(first).take(end - first).copied().collect(),
-        ))
+        return (spread, Some(doubt));
+    }
+    let with_node = |node: usize| {
+        let holds = |domain: &Domain| domain.values().any(|core| core.node == node);
+        domains.iter().position(holds)
     };
-    (0..workers).map(share).collect()
-}
-
-/// Cores in the affinity mask.
-fn usable() -> BTreeSet<usize> {
-    let mask = sched_getaffinity(Pid::from_raw(0)).unwrap_or_else(|_| CpuSet::new());
-    (0..CpuSet::count())
-        .filter(|core| mask.is_set(*core).unwrap_or(false))
-        .collect()
-}
-
-/// `0-3,8,10-11`
-fn cpu_list(text: &str) -> BTreeSet<usize> {
-    let range = |part: &str| -> Option<std::ops::RangeInclusive<usize>> {
-        let (first, last) = part.split_once('-').unwrap_or((part, part));
-        Some(first.trim().parse().ok()?..=last.trim().parse().ok()?)
+    let mut doubt = None;
+    let by_gpu = |worker: usize| {
+        let node = gpus[worker];
+        node.and_then(with_node).unwrap_or_else(|| {
+            let why = match node {
+                None => "the machine does not say where it is".to_owned(),
+                Some(node) => format!("no core of its NUMA node {node} may be used"),
+            };
+            doubt.get_or_insert(format!("local rank {worker} may be far from GPU {worker}: {why}"));
+            evenly(worker)
+        })
     };
-    text.split(',').filter_map(range).flatten().collect()
+    ((0..workers).map(by_gpu).collect(), doubt)
 }
 
-/// Subdirectories called `prefix` and a number, in order of number.
-fn numbered(directory: &Path, prefix: &str) -> BTreeMap<usize, std::path::PathBuf> {
-    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    let numbered = entries.filter_map(|entry| {
-        let name = entry.file_name();
-        let number = name.to_str()?.strip_prefix(prefix)?.parse().ok()?;
-        Some((number, entry.path()))
-    });
-    numbered.collect()
+/// Physical cores in equal parts, the first workers with one more where they are not a multiple.
+fn exclusive(domain: &Domain, place: Place) -> Result<CoreSet, String> {
+    let physical = grouped(domain, |core| core.physical);
+    let (each, over) = (physical.len() / place.of, physical.len() % place.of);
+    if each == 0 {
+        let node = domain.values().next().map_or(0, |core| core.node);
+        return Err(format!(
+            "`exclusive` needs a physical core for each worker, but NUMA node {node} has {} for {} workers",
+            physical.len(),
+            place.of
+        ));
+    }
+    let first = place.index * each + place.index.min(over);
+    let count = each + usize::from(place.index < over);
+    Ok(CoreSet(
+        physical.into_iter().skip(first).take(count).flatten().collect(),
+    ))
 }
 
-/// NUMA nodes of NVIDIA's display controllers in order of their bus addresses, which is CUDA's order with
-/// `CUDA_DEVICE_ORDER=PCI_BUS_ID`, and the usual one where all GPUs are alike.
-fn gpu_nodes(sys: &Path) -> Vec<Option<usize>> {
-    let read = |path: std::path::PathBuf| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
-    let mut devices: Vec<_> = fs::read_dir(sys.join("bus/pci/devices"))
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| read(path.join("vendor")) == "0x10de" && read(path.join("class")).starts_with("0x03"))
-        .collect();
-    devices.sort();
-    devices
-        .iter()
-        .map(|path| read(path.join("numa_node")).parse().ok())
-        .collect()
+/// Complexes with the most usable cores first; workers beyond their number begin again.
+fn complex(domain: &Domain, place: Place) -> CoreSet {
+    let mut complexes = grouped(domain, |core| core.complex);
+    complexes.sort_by_key(|cores| Reverse(cores.len()));
+    let own = place.index % complexes.len();
+    CoreSet(complexes.swap_remove(own))
+}
+
+/// Numbers of the cores that have `key` in common, in order of the key.
+fn grouped(domain: &Domain, key: impl Fn(&Core) -> usize) -> Vec<BTreeSet<usize>> {
+    let mut groups: BTreeMap<usize, BTreeSet<usize>> = BTreeMap::new();
+    for (number, core) in domain {
+        groups.entry(key(core)).or_default().insert(*number);
+    }
+    groups.into_values().collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn cores(range: std::ops::Range<usize>) -> BTreeSet<usize> {
-        range.collect()
-    }
-
-    fn two_nodes() -> Topology {
+    /// Two sockets of two nodes each, a node of four physical cores with two hyperthreads: 0 to 3 and 16 to 19 are the
+    /// first node. Two physical cores share a last-level cache.
+    fn machine() -> Topology {
+        let place = |number: usize| Core {
+            node: number % 16 / 4,
+            socket: number % 16 / 8,
+            physical: number % 16,
+            complex: number % 16 / 2 * 2,
+        };
         Topology {
-            nodes: BTreeMap::from([(0, cores(0..4)), (1, cores(4..8))]),
-            sockets: BTreeMap::from([(0, cores(0..8))]),
-            gpus: vec![],
+            cores: (0..32).map(|number| (number, place(number))).collect(),
+            gpus: Vec::new(),
         }
     }
 
+    fn with_gpus(gpus: &[Option<usize>]) -> Topology {
+        Topology {
+            gpus: gpus.to_vec(),
+            ..machine()
+        }
+    }
+
+    /// As `taskset` narrows it.
+    fn within(cores: &[usize]) -> Topology {
+        let mut topology = machine();
+        topology.cores.retain(|number, _| cores.contains(number));
+        topology
+    }
+
     fn bound(binding: Binding, workers: u32, topology: &Topology) -> Vec<Vec<usize>> {
-        let sets = bind(binding, workers, topology).unwrap();
-        sets.into_iter()
-            .map(|CoreSet(cores)| cores.into_iter().collect())
-            .collect()
+        let bound = bind(binding, workers, topology).unwrap();
+        assert_eq!(bound.doubt, None);
+        let numbers = |CoreSet(cores): CoreSet| cores.into_iter().collect();
+        bound.cores.into_iter().map(numbers).collect()
+    }
+
+    fn doubt(workers: u32, topology: &Topology) -> String {
+        bind(Binding::Node, workers, topology).unwrap().doubt.unwrap()
     }
 
     #[test]
-    fn workers_are_spread_over_the_nodes() {
-        let topology = two_nodes();
-        let node = [vec![0, 1, 2, 3], vec![4, 5, 6, 7]];
-        assert_eq!(bound(Binding::Node, 2, &topology), node);
-        assert_eq!(
-            bound(Binding::Socket, 2, &topology)[1],
-            (0..8).collect::<Vec<_>>()
-        );
-        assert_eq!(
-            bound(Binding::Exclusive, 4, &topology),
-            [vec![0, 1], vec![2, 3], vec![4, 5], vec![6, 7]]
-        );
-        assert_eq!(
-            bound(Binding::Exclusive, 3, &topology),
-            [vec![0, 1], vec![2, 3], vec![4, 5, 6, 7]]
-        );
-        let error = bind(Binding::Exclusive, 9, &topology).unwrap_err();
-        assert!(error.contains("NUMA node 0 has 4 for 5 workers"), "{error}");
+    fn workers_without_gpus_are_spread_evenly() {
+        let cores = bound(Binding::Node, 8, &machine());
+        assert_eq!(cores[1], [0, 1, 2, 3, 16, 17, 18, 19]);
+        assert_eq!(cores[2], [4, 5, 6, 7, 20, 21, 22, 23]);
+        let cores = bound(Binding::Socket, 2, &machine());
+        assert_eq!(cores[1], (8..16).chain(24..32).collect::<Vec<_>>());
     }
 
     #[test]
     fn a_worker_goes_where_its_gpu_is() {
-        let topology = Topology {
-            gpus: vec![Some(1), Some(0)],
-            ..two_nodes()
-        };
+        let topology = with_gpus(&[Some(3), Some(0), Some(3)]);
+        let cores = bound(Binding::Node, 2, &topology);
+        assert_eq!((cores[0][0], cores[1][0]), (12, 0));
+        let cores = bound(Binding::Socket, 2, &topology);
         assert_eq!(
-            bound(Binding::Node, 2, &topology),
-            [vec![4, 5, 6, 7], vec![0, 1, 2, 3]]
+            cores[0],
+            (8..16).chain(24..32).collect::<Vec<_>>(),
+            "both nodes of the socket"
+        );
+        assert_eq!(cores[1][..8], [0, 1, 2, 3, 4, 5, 6, 7]);
+    }
+
+    #[test]
+    fn hyperthreads_of_a_physical_core_stay_together() {
+        let topology = with_gpus(&[Some(1), Some(1), Some(1)]);
+        assert_eq!(
+            bound(Binding::Exclusive, 3, &topology),
+            [vec![4, 5, 20, 21], vec![6, 22], vec![7, 23]]
+        );
+        let narrow = within(&[0, 1, 16, 18]);
+        assert_eq!(
+            bound(Binding::Exclusive, 3, &narrow),
+            [vec![0, 16], vec![1], vec![18]]
+        );
+        let error = bind(Binding::Exclusive, 4, &narrow).unwrap_err();
+        assert!(error.contains("NUMA node 0 has 3 for 4 workers"), "{error}");
+    }
+
+    #[test]
+    fn a_core_complex_is_a_workers_own_while_there_are_enough() {
+        let topology = with_gpus(&[Some(2); 3]);
+        let (first, second) = (vec![8, 9, 24, 25], vec![10, 11, 26, 27]);
+        assert_eq!(
+            bound(Binding::CoreComplex, 3, &topology),
+            [first.clone(), second, first]
+        );
+        assert_eq!(
+            bound(Binding::CoreComplex, 1, &within(&[0, 2, 3])),
+            [vec![2, 3]],
+            "the one with more usable cores first"
         );
     }
 
     #[test]
-    fn sysfs_is_read() {
-        let sys = tempfile::tempdir().unwrap();
-        let write = |path: &str, text: &str| {
-            let path = sys.path().join(path);
-            fs::create_dir_all(path.parent().unwrap()).unwrap();
-            fs::write(path, text).unwrap();
+    fn what_keeps_a_worker_from_its_gpu_is_said() {
+        assert!(doubt(2, &with_gpus(&[Some(0)])).contains("1 GPU for 2 workers"));
+        let unknown = doubt(2, &with_gpus(&[Some(0), None]));
+        assert!(
+            unknown.contains("far from GPU 1: the machine does not say"),
+            "{unknown}"
+        );
+        let forbidden = Topology {
+            gpus: vec![Some(2)],
+            ..within(&[0, 4])
         };
-        write("devices/system/node/node0/cpulist", "0-1,4\n");
-        write("devices/system/node/node1/cpulist", "2-3\n");
-        for (core, socket) in [(0, 0), (1, 0), (2, 1)] {
-            write(
-                &format!("devices/system/cpu/cpu{core}/topology/physical_package_id"),
-                &format!("{socket}\n"),
-            );
-        }
-        write("bus/pci/devices/0000:41:00.0/vendor", "0x10de\n");
-        write("bus/pci/devices/0000:41:00.0/class", "0x030200\n");
-        write("bus/pci/devices/0000:41:00.0/numa_node", "1\n");
-        write("bus/pci/devices/0000:42:00.0/vendor", "0x8086\n");
-        let topology = Topology::read_from(sys.path(), &cores(0..3));
-        assert_eq!(
-            topology.nodes,
-            BTreeMap::from([(0, cores(0..2)), (1, cores(2..3))])
+        let forbidden = doubt(1, &forbidden);
+        assert!(
+            forbidden.contains("no core of its NUMA node 2 may be used"),
+            "{forbidden}"
         );
+        let one_node = Topology {
+            gpus: vec![None],
+            ..within(&[0])
+        };
         assert_eq!(
-            topology.sockets,
-            BTreeMap::from([(0, cores(0..2)), (1, cores(2..3))])
+            bound(Binding::Node, 1, &one_node),
+            [vec![0]],
+            "no choice, no doubt"
         );
-        assert_eq!(topology.gpus, [Some(1)]);
-        assert_eq!(
-            Topology::read_from(Path::new("/nonexistent"), &cores(0..2)).nodes[&0],
-            cores(0..2)
-        );
+    }
+
+    #[test]
+    fn without_a_core_there_is_nothing_to_bind_to() {
+        assert!(bind(Binding::Node, 1, &Topology::default()).is_err());
     }
 }

@@ -10,23 +10,26 @@ use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, signa
 use ddp_proto::ids::NodeRank;
 
 use super::args::ParsedArgs;
-use super::dry_run::Sources;
+use super::dry_run::{Sources, counted};
 use super::error::CliError;
-use super::hardware;
+use super::hardware::{Hardware, NoGpus};
 use super::host::HostFacts;
 use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::native::{self, Validated};
-use super::numa::{Topology, bind};
+use super::numa::bind;
 use super::settings::Settings;
 use super::streams::{Signals, Words};
 use super::target::{AgreedSettings, SelfExe, Target, TargetKind};
+use super::topology::Topology;
 use super::values::{EventLog, ProcCount};
-use crate::rendezvous::DEFAULT_JOB_ID;
+use crate::rendezvous::unnamed_job_id;
 
 /// How long to wait for the other nodes, as torchrun.
 const JOIN_TIMEOUT: Duration = Duration::from_mins(10);
 /// How long the daemon may be unreachable: nodes of one job rarely start further apart.
 const CONNECT_TIMEOUT: Duration = Duration::from_mins(1);
+/// Most numbers of nodes of `--nnodes MIN:MAX` that are tried on paper.
+const MOST_COUNTS_TRIED: usize = 64;
 /// From SIGTERM to SIGKILL, as torchrun.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -39,6 +42,8 @@ pub struct Launch {
     pub host: HostFacts,
     /// Where each setting that somebody gave comes from.
     pub sources: Sources,
+    /// What the workers would refuse if all nodes had as many of them as this one, in words.
+    pub refusals: Vec<String>,
 }
 
 /// Merges the layers, looks at the target and at the machine.
@@ -58,33 +63,30 @@ pub fn resolve(
     check_target(&target, &settings)?;
 
     let alone = nodes.max == 1;
-    let job_id = settings.rdzv_id.clone().unwrap_or_else(|| default_job_id(alone));
-    let workers = hardware::workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
+    let agreed = agreed(&settings, &target, nodes);
+    let (job_signature, job_description) = target.signature(&agreed);
+    let named = settings.rdzv_id.clone();
+    let job_id = named.unwrap_or_else(|| default_job_id(alone, &job_signature));
+    let (workers, cores) = places(&settings)?;
+    let refusals = refusals(validated.as_ref(), nodes, workers)?;
     let signals = signals(&settings)?;
-    let cores = cores(&settings, workers)?;
     // Last of all that can fail: it writes.
     let out_dir = validated
         .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
         .transpose()?;
-    let default_restarts = target.kind.default_max_restarts();
-    let max_restarts = settings.max_restarts.unwrap_or(default_restarts);
-    let (job_signature, job_description) = target.signature(&AgreedSettings {
-        min_nodes: nodes.min,
-        max_nodes: nodes.max,
-        max_restarts,
-    });
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let output = output(&settings);
-    let log_dir = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
-    let temporary = || temporary_log_dir(&output, &job_id, args.dry_run);
-    let log_dir = log_dir.map_or_else(temporary, |dir| Ok(Some(dir)))?;
+    let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
+        None => temporary_log_dir(&output, &job_id, args.dry_run)?,
+        given => given,
+    };
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
         nodes,
         node_rank: settings.node_rank.map(NodeRank),
         workers,
-        max_restarts,
+        max_restarts: agreed.max_restarts,
         local_addr: settings.local_addr.clone(),
         job_signature,
         job_description,
@@ -105,8 +107,54 @@ pub fn resolve(
         command: target.command(exe, get_env("PYTHON_EXEC").map(OsString::from)),
         progress_bar: target.kind == TargetKind::Native && std::io::stderr().is_terminal(),
     };
-    let host = host_facts(settings, &plan);
-    Ok(Launch { plan, host, sources })
+    Ok(Launch {
+        host: host_facts(settings, &plan),
+        plan,
+        sources,
+        refusals,
+    })
+}
+
+/// What all nodes of the job must say alike, beside the target.
+fn agreed(settings: &Settings, target: &Target, nodes: NodeRange) -> AgreedSettings {
+    let default_restarts = target.kind.default_max_restarts();
+    AgreedSettings {
+        named: settings.rdzv_id.is_some(),
+        min_nodes: nodes.min,
+        max_nodes: nodes.max,
+        max_restarts: settings.max_restarts.unwrap_or(default_restarts),
+    }
+}
+
+/// Numbers of ranks with which the workers cannot train. One node knows all of them; several may have other numbers of
+/// workers, which only shows when they have met.
+fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Result<Vec<String>, CliError> {
+    let Some(config) = config else {
+        return Ok(Vec::new());
+    };
+    if nodes.max == 1 {
+        return config.refusal(1, workers).map_or(Ok(Vec::new()), Err);
+    }
+    let counts = (nodes.min..=nodes.max).take(MOST_COUNTS_TRIED);
+    let refused = |count: u32| {
+        let error = config.refusal(count, workers)?.to_string();
+        let reason = error.lines().next().unwrap_or_default().to_owned();
+        let each = counted(workers, "worker");
+        Some(match count {
+            1 => format!("1 node of {each}: {reason}"),
+            several => format!("{several} nodes of {each} each: {reason}"),
+        })
+    };
+    Ok(counts.filter_map(refused).collect())
+}
+
+/// Several nodes must mean the same without having spoken to each other.
+fn default_job_id(alone: bool, signature: &str) -> String {
+    if alone {
+        unique_job_id(SystemTime::now())
+    } else {
+        unnamed_job_id(signature)
+    }
 }
 
 fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
@@ -117,15 +165,6 @@ fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
         node_rank: settings.node_rank,
         job_id: plan.job_id.clone(),
         one_node: plan.nodes.max == 1,
-    }
-}
-
-/// Several nodes must mean the same without having spoken to each other.
-fn default_job_id(alone: bool) -> String {
-    if alone {
-        unique_job_id(SystemTime::now())
-    } else {
-        DEFAULT_JOB_ID.to_owned()
     }
 }
 
@@ -147,15 +186,36 @@ fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result
     Ok(Some(directory))
 }
 
-/// The cores of each worker; none where they are not bound.
-fn cores(settings: &Settings, workers: u32) -> Result<Vec<CoreSet>, CliError> {
+/// The number of workers on this node, and the cores of each.
+fn places(settings: &Settings) -> Result<(u32, Vec<CoreSet>), CliError> {
+    let hardware = Hardware::default();
+    let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
+    Ok((workers, cores(settings, workers, &hardware)?))
+}
+
+/// The cores of each worker; none where they are not bound. What may make the binding a bad one is said once.
+fn cores(settings: &Settings, workers: u32, hardware: &Hardware) -> Result<Vec<CoreSet>, CliError> {
     let Some(binding) = settings.numa_binding else {
         return Ok(Vec::new());
     };
-    bind(binding, workers, &Topology::read()).map_err(|problem| CliError::Conflict {
+    let seen = if settings.virtual_local_rank == Some(true) {
+        hardware.gpus_apart(workers)
+    } else {
+        hardware.gpus().map(<[String]>::to_vec).map_err(Clone::clone)
+    };
+    let (gpus, unseen) = match seen {
+        Ok(gpus) => (gpus, None),
+        Err(NoGpus::Absent(_)) => (Vec::new(), None),
+        Err(NoGpus::Driver(why)) => (Vec::new(), Some(format!("workers are not bound by GPU: {why}"))),
+    };
+    let bound = bind(binding, workers, &Topology::read(&gpus)).map_err(|problem| CliError::Conflict {
         problem: format!("`--numa-binding`: {problem}"),
         hint: "start fewer workers, or leave the flag out".to_owned(),
-    })
+    })?;
+    if let Some(doubt) = unseen.or(bound.doubt) {
+        eprintln!("[ddp-run] `--numa-binding`: {doubt}");
+    }
+    Ok(bound.cores)
 }
 
 /// A signal that is passed on does not stop the job, even if it does so by default.

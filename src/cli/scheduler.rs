@@ -2,9 +2,11 @@
 //!
 //! | from | number of nodes | rank of the node | rendezvous | name |
 //! |---|---|---|---|---|
-//! | `srun`, one `ddp-run` a node | `SLURM_STEP_NUM_NODES` | `SLURM_NODEID` | first of `SLURM_STEP_NODELIST`, a port that follows from the name | `SLURM_JOB_ID.SLURM_STEP_ID` |
-//! | Slurm, with `--rdzv-endpoint` | `SLURM_NNODES` | `SLURM_NODEID` | | the same, if the step has exactly the job's nodes |
+//! | `srun`, one `ddp-run` a node | `SLURM_STEP_NUM_NODES` | `SLURM_NODEID`, else `SLURM_PROCID` | first of `SLURM_STEP_NODELIST`, a port that follows from the name | `SLURM_JOB_ID.SLURM_STEP_ID` |
+//! | Slurm, with `--rdzv-endpoint` | `SLURM_NNODES` | the same | | the same, if the step has exactly the job's nodes |
 //! | an indexed Kubernetes job, with `--rdzv-endpoint` | | `JOB_COMPLETION_INDEX` | | |
+//!
+//! `SLURM_PROCID` is the number of a task, and that of its node only where each node has one.
 //!
 //! A batch script that starts `ddp-run` itself, without `srun`, runs it on one node, whatever was allocated.
 
@@ -15,65 +17,129 @@ use super::values;
 /// Below the ports that systems give to outgoing connections (`ip_local_port_range`), and below the default port.
 const STEP_PORTS: std::ops::Range<u16> = 20_000..29_000;
 
-/// With a rendezvous given: a setting and its variable, the one that is believed last of each kind first.
-const WITH_ENDPOINT: &[(&str, &str)] = &[
-    ("nnodes", "SLURM_NNODES"),
-    ("node_rank", "JOB_COMPLETION_INDEX"),
-    ("node_rank", "SLURM_NODEID"),
-];
+/// What the batch system says, and where.
+#[derive(Debug, Default)]
+pub struct Layer {
+    /// The settings that follow.
+    pub settings: Settings,
+    /// Setting and variable.
+    variables: Vec<(&'static str, &'static str)>,
+}
+
+impl Layer {
+    /// The variable from which a setting of this layer comes.
+    pub fn variable(&self, setting: &str) -> Option<&'static str> {
+        let mut given = self.variables.iter().rev();
+        given
+            .find(|(name, _)| *name == setting)
+            .map(|(_, variable)| *variable)
+    }
+
+    fn set(
+        &mut self,
+        name: &'static str,
+        variable: &'static str,
+        value: Option<String>,
+    ) -> Result<(), CliError> {
+        let Some(value) = value else {
+            return Ok(());
+        };
+        self.variables.push((name, variable));
+        self.settings
+            .set(name, &value)
+            .map_err(|message| CliError::BadVariable {
+                variable: variable.to_owned(),
+                value,
+                message,
+            })
+    }
+}
 
 /// The layer below `upper`, from the variables that `get` reads.
-pub fn layer(upper: &Settings, get: impl Fn(&str) -> Option<String>) -> Result<Settings, CliError> {
+pub fn layer(upper: &Settings, get: impl Fn(&str) -> Option<String>) -> Result<Layer, CliError> {
     let get = |name: &str| get(name).filter(|value| !value.is_empty());
+    let mut layer = Layer::default();
     if upper.standalone == Some(true) {
-        return Ok(Settings::default());
+        return Ok(layer);
     }
-    let mut layer = Settings::default();
     if let Some(endpoint) = &upper.rdzv_endpoint {
         if endpoint.port == 0 {
             // One node alone, which meets nobody.
             return Ok(layer);
         }
-        for (name, variable) in WITH_ENDPOINT {
-            set(&mut layer, name, variable, get(variable))?;
-        }
-        let step_nodes = get("SLURM_STEP_NUM_NODES").and_then(|count| count.parse().ok());
-        let nodes = upper.nnodes.or(layer.nnodes);
-        // Any other step may be a part of a job only.
-        if nodes.is_some_and(|nodes| nodes.min > 1 && nodes.min == nodes.max && step_nodes == Some(nodes.max))
-        {
-            set(&mut layer, "rdzv_id", "SLURM_JOB_ID", step_name(&get))?;
-        }
+        of_known_meeting(&mut layer, upper, &get)?;
     } else if upper.nnodes.is_none_or(|nodes| nodes.max > 1) && upper.master_addr.is_none() {
         of_srun(&mut layer, &get)?;
     }
     // A rank that the number of nodes does not allow belongs to something else, and is left alone.
-    let nodes = upper.nnodes.or(layer.nnodes).map_or(1, |nodes| nodes.max);
-    layer.node_rank = layer.node_rank.filter(|rank| *rank < nodes);
+    let settings = &mut layer.settings;
+    let nodes = upper.nnodes.or(settings.nnodes).map_or(1, |nodes| nodes.max);
+    settings.node_rank = settings.node_rank.filter(|rank| *rank < nodes);
     Ok(layer)
 }
 
+/// Where nodes meet is given: who they are may still be left to the batch system.
+fn of_known_meeting(
+    layer: &mut Layer,
+    upper: &Settings,
+    get: &impl Fn(&str) -> Option<String>,
+) -> Result<(), CliError> {
+    layer.set("nnodes", "SLURM_NNODES", get("SLURM_NNODES"))?;
+    layer.set("node_rank", "JOB_COMPLETION_INDEX", get("JOB_COMPLETION_INDEX"))?;
+    set_slurm_rank(layer, get)?;
+    let step_nodes = get("SLURM_STEP_NUM_NODES").and_then(|count| count.parse().ok());
+    let nodes = upper.nnodes.or(layer.settings.nnodes);
+    // Any other step may be a part of a job only.
+    if nodes.is_some_and(|nodes| nodes.min > 1 && nodes.min == nodes.max && step_nodes == Some(nodes.max)) {
+        one_launcher_a_node(get)?;
+        layer.set("rdzv_id", "SLURM_JOB_ID", step_name(get))?;
+    }
+    Ok(())
+}
+
 /// A step of several nodes that `srun` started.
-fn of_srun(layer: &mut Settings, get: &impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
+fn of_srun(layer: &mut Layer, get: &impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
     let (Some(count), Some(list)) = (get("SLURM_STEP_NUM_NODES"), get("SLURM_STEP_NODELIST")) else {
         return Ok(());
     };
     if count == "1" {
         return Ok(());
     }
-    if let Some(tasks) = get("SLURM_STEP_NUM_TASKS").filter(|tasks| *tasks != count) {
-        return Err(CliError::Conflict {
-            problem: format!("srun starts {tasks} copies of ddp-run on {count} nodes, expected one a node"),
-            hint: "give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself".to_owned(),
-        });
-    }
-    set(layer, "nnodes", "SLURM_STEP_NUM_NODES", Some(count))?;
-    set(layer, "node_rank", "SLURM_NODEID", get("SLURM_NODEID"))?;
+    one_launcher_a_node(get)?;
+    layer.set("nnodes", "SLURM_STEP_NUM_NODES", Some(count))?;
+    set_slurm_rank(layer, get)?;
     let name = step_name(get);
     let port = name.as_deref().map_or(values::DEFAULT_PORT, port_of_step);
     let first = format!("{}:{port}", first_host(&list));
-    set(layer, "rdzv_endpoint", "SLURM_STEP_NODELIST", Some(first))?;
-    set(layer, "rdzv_id", "SLURM_JOB_ID", name)
+    layer.set("rdzv_endpoint", "SLURM_STEP_NODELIST", Some(first))?;
+    layer.set("rdzv_id", "SLURM_JOB_ID", name)
+}
+
+/// Tasks and nodes of the step, as far as Slurm says both.
+fn tasks_and_nodes(get: &impl Fn(&str) -> Option<String>) -> Option<(String, String)> {
+    const NAMES: &[(&str, &str)] = &[
+        ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_NUM_NODES"),
+        ("SLURM_NTASKS", "SLURM_NNODES"),
+    ];
+    NAMES.iter().find_map(|(tasks, nodes)| get(tasks).zip(get(nodes)))
+}
+
+fn one_launcher_a_node(get: &impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
+    match get("SLURM_STEP_NUM_TASKS").zip(get("SLURM_STEP_NUM_NODES")) {
+        Some((tasks, nodes)) if tasks != nodes => Err(CliError::Conflict {
+            problem: format!("srun starts {tasks} copies of ddp-run on {nodes} nodes, expected one a node"),
+            hint: "give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself".to_owned(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+fn set_slurm_rank(layer: &mut Layer, get: &impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
+    let node = get("SLURM_NODEID");
+    if node.is_none() && tasks_and_nodes(get).is_some_and(|(tasks, nodes)| tasks == nodes) {
+        return layer.set("node_rank", "SLURM_PROCID", get("SLURM_PROCID"));
+    }
+    layer.set("node_rank", "SLURM_NODEID", node)
 }
 
 /// What only this step of this job is called, on all of its nodes.
@@ -89,17 +155,6 @@ fn port_of_step(name: &str) -> u16 {
     let hash = blake3::hash(name.as_bytes());
     let number = u16::from_le_bytes([hash.as_bytes()[0], hash.as_bytes()[1]]);
     STEP_PORTS.start + number % (STEP_PORTS.end - STEP_PORTS.start)
-}
-
-fn set(layer: &mut Settings, name: &str, variable: &str, value: Option<String>) -> Result<(), CliError> {
-    let Some(value) = value else {
-        return Ok(());
-    };
-    layer.set(name, &value).map_err(|message| CliError::BadVariable {
-        variable: variable.to_owned(),
-        value,
-        message,
-    })
 }
 
 /// First name of a Slurm host list: `gpu[07-09,12],cpu1` gives `gpu07`. Nested brackets are resolved likewise.
@@ -133,7 +188,7 @@ mod tests {
                 .map(|(_, value)| (*value).to_owned())
         };
         let layer = layer(upper, get).expect("valid");
-        let all = upper.clone().or(layer);
+        let all = upper.clone().or(layer.settings);
         let endpoint = all.rdzv_endpoint.map(|endpoint| endpoint.to_string());
         (all.nnodes.map(|nodes| nodes.max), all.node_rank, endpoint)
     }
@@ -224,6 +279,43 @@ mod tests {
     }
 
     #[test]
+    fn the_number_of_a_task_is_its_nodes_where_each_node_has_one() {
+        let task = [("SLURM_NNODES", "2"), ("SLURM_PROCID", "1")];
+        let rank = |further: &[(&str, &str)]| places(&meeting(), &[&task[..], further].concat()).1;
+        let (one, two) = (("SLURM_NTASKS", "2"), ("SLURM_NTASKS", "4"));
+        assert_eq!(rank(&[one]), Some(1));
+        assert_eq!(
+            rank(&[one, ("SLURM_NODEID", "0")]),
+            Some(0),
+            "the node's own number wins"
+        );
+        assert_eq!(rank(&[two]), None, "two tasks on some node");
+        assert_eq!(rank(&[]), None, "who knows");
+        let step = [("SLURM_STEP_NUM_TASKS", "2"), ("SLURM_STEP_NUM_NODES", "2")];
+        assert_eq!(
+            rank(&[&step[..], &[two]].concat()),
+            Some(1),
+            "the step's numbers win over the job's"
+        );
+        let nodes = [("SLURM_STEP_NODELIST", "gpu[7-8]"), ("SLURM_PROCID", "1")];
+        let found = places(&Settings::default(), &[&step[..], &nodes].concat());
+        assert_eq!((found.0, found.1), (Some(2), Some(1)), "no other flag");
+    }
+
+    #[test]
+    fn each_value_knows_its_variable() {
+        let get = |name: &str| match name {
+            "SLURM_NNODES" | "SLURM_NTASKS" => Some("2".to_owned()),
+            "JOB_COMPLETION_INDEX" | "SLURM_PROCID" => Some("1".to_owned()),
+            _ => None,
+        };
+        let layer = layer(&meeting(), get).expect("valid");
+        assert_eq!(layer.variable("nnodes"), Some("SLURM_NNODES"));
+        assert_eq!(layer.variable("node_rank"), Some("SLURM_PROCID"));
+        assert_eq!(layer.variable("rdzv_id"), None);
+    }
+
+    #[test]
     fn steps_that_share_a_node_do_not_meet() {
         let ports: std::collections::BTreeSet<u16> = (0..20)
             .map(|step| port_of_step(&format!("slurm-1234.{step}")))
@@ -246,7 +338,7 @@ mod tests {
                 "SLURM_STEP_ID" => Some("5".to_owned()),
                 _ => None,
             };
-            layer(&upper, get).expect("valid").rdzv_id
+            layer(&upper, get).expect("valid").settings.rdzv_id
         };
         assert_eq!(name("3", "node0").as_deref(), Some("slurm-1234.5"));
         assert_eq!(name("4", "node0"), None, "other steps may be of this job");

@@ -102,7 +102,9 @@ async fn bind(listen: &Endpoint) -> Result<TcpListener, CliError> {
                     "another program holds the port: choose another one, or 0 for a free one"
                 }
                 ErrorKind::PermissionDenied => "ports below 1024 need privileges: choose a higher one",
-                _ => "give an address of this machine, for example `[::]:29400` for all of them",
+                _ => {
+                    "give an address of this machine, for example `[::]:29400` for all of them, or `0.0.0.0:29400` where it has no IPv6"
+                }
             },
             source,
         })

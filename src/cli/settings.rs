@@ -140,8 +140,9 @@ settings! {
     #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS)]
     virtual_local_rank: bool = values::boolean,
 
-    /// Bind workers to the cores of a NUMA node, a processor socket, or to a share of a node of their own
-    #[arg(value_name = "node|socket|exclusive", help_heading = WORKERS)]
+    /// Bind each worker to cores near its GPU: those of the NUMA node, of the processor socket, a share of the node's of
+    /// its own, or those of one cache
+    #[arg(value_name = "node|socket|exclusive|core-complex", help_heading = WORKERS)]
     numa_binding: Binding = values::binding,
 
     /// Write each worker's output below this directory [default for YAML targets: `logs` in the run's directory]

@@ -191,7 +191,9 @@ impl Target {
             u8::from(self.kind == TargetKind::Native),
             u8::from(self.kind == TargetKind::Module),
         ]);
-        self.args.iter().for_each(|arg| field(arg.as_encoded_bytes()));
+        self.agreed_args(settings)
+            .iter()
+            .for_each(|arg| field(arg.as_encoded_bytes()));
         field(self.yaml.as_deref().unwrap_or_default().as_bytes());
         self.overrides.iter().for_each(|pair| field(pair.as_bytes()));
         field(&settings.min_nodes.to_le_bytes());
@@ -200,10 +202,16 @@ impl Target {
         (hasher.finalize().to_hex().to_string(), self.describe(settings))
     }
 
+    /// Arguments of a program may differ between the nodes of a job that has a name: a folder of the machine, say.
+    fn agreed_args(&self, settings: &AgreedSettings) -> &[OsString] {
+        if settings.named { &[] } else { &self.args }
+    }
+
     fn describe(&self, settings: &AgreedSettings) -> String {
         let mut words = vec![format!("target `{}`", self.display_name())];
-        if !self.args.is_empty() {
-            let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
+        let args = self.agreed_args(settings);
+        if !args.is_empty() {
+            let args: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
             words.push(format!("arguments `{}`", args.join(" ")));
         }
         if let Some(yaml) = &self.yaml {
@@ -217,6 +225,7 @@ impl Target {
             min_nodes,
             max_nodes,
             max_restarts,
+            ..
         } = settings;
         words.push(format!("`--nnodes {min_nodes}:{max_nodes}`"));
         words.push(format!("`--max-restarts {max_restarts}`"));
@@ -227,6 +236,8 @@ impl Target {
 /// Settings that must be the same on all nodes of a job. The number of workers may differ.
 #[derive(Clone, Copy, Debug)]
 pub struct AgreedSettings {
+    /// The job has a name of its own, `--rdzv-id`.
+    pub named: bool,
     /// Lower end of `--nnodes`.
     pub min_nodes: u32,
     /// Upper end of `--nnodes`.
@@ -240,6 +251,7 @@ mod tests {
     use super::*;
 
     const AGREED: AgreedSettings = AgreedSettings {
+        named: true,
         min_nodes: 1,
         max_nodes: 2,
         max_restarts: 3,
@@ -316,6 +328,25 @@ mod tests {
             assert_ne!(base.1, other.1, "the words must show the difference too");
         }
         insta::assert_snapshot!(native("x: 1", &["a.b=1"]).signature(&AGREED).1, @"target `train.yaml`, configuration 5c86c9ef (4 bytes), `--set a.b=1`, `--nnodes 1:2`, `--max-restarts 3`");
+    }
+
+    #[test]
+    fn arguments_tell_programs_apart_only_where_no_name_does() {
+        let script = |folder: &str| Target {
+            name: "t.py".into(),
+            kind: TargetKind::Python,
+            args: vec![folder.into()],
+            overrides: vec![],
+            yaml: None,
+        };
+        let (one, other) = (script("/scratch/a"), script("/scratch/b"));
+        assert_eq!(one.signature(&AGREED), other.signature(&AGREED));
+        let unnamed = AgreedSettings {
+            named: false,
+            ..AGREED
+        };
+        assert_ne!(one.signature(&unnamed).0, other.signature(&unnamed).0);
+        assert!(other.signature(&unnamed).1.contains("`/scratch/b`"));
     }
 
     #[test]

@@ -134,7 +134,8 @@ pub fn binding(text: &str) -> Result<Binding, String> {
         "node" => Ok(Binding::Node),
         "socket" => Ok(Binding::Socket),
         "exclusive" => Ok(Binding::Exclusive),
-        _ => Err("expected `node`, `socket` or `exclusive`".to_owned()),
+        "core-complex" => Ok(Binding::CoreComplex),
+        _ => Err("expected `node`, `socket`, `exclusive` or `core-complex`".to_owned()),
     }
 }
 

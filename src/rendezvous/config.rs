@@ -4,8 +4,8 @@ use std::time::Duration;
 
 use ddp_proto::control::MAX_VALUE_BYTES;
 
-/// Name of a job whose nodes were given none, as with torchrun: two jobs may have it without knowing of each other.
-pub const DEFAULT_JOB_ID: &str = "none";
+use super::unnamed::is_unnamed;
+use super::words;
 
 /// Settings of one daemon. [`Config::default`] is right for production.
 #[derive(Clone, Debug)]
@@ -129,11 +129,16 @@ impl Config {
     #[must_use]
     pub fn refuses(&self, job: &str) -> Option<String> {
         let owner = self.only_job.as_deref().filter(|owner| *owner != job)?;
-        let owner = super::kv::clip(owner, 128);
-        Some(format!(
-            "the rendezvous at this address belongs to job `{owner}` and ends with it: it does not serve job `{}`",
+        let mut words = format!(
+            "the rendezvous at this address belongs to job `{}` and ends with it: it does not serve job `{}`",
+            super::kv::clip(owner, 128),
             super::kv::clip(job, 128)
-        ))
+        );
+        if is_unnamed(owner) && is_unnamed(job) {
+            words.push_str("; ");
+            words.push_str(words::ONE_UNNAMED_JOB);
+        }
+        Some(words)
     }
 
     /// How often an agent should send a heartbeat.

@@ -13,6 +13,7 @@ use super::kv::KvStore;
 use super::outcome::Blow;
 use super::policy::Account;
 use super::ranks::{Candidate, Seat};
+use super::unnamed::Lookalike;
 use super::words;
 
 /// One job at the daemon.
@@ -37,6 +38,7 @@ pub(super) struct Job {
     pub(super) phase: Phase,
     /// Seats of the last assignment: ranks are sticky.
     pub(super) previous: Vec<Seat>,
+    pub(super) lookalike: Option<Lookalike>,
     /// The number of ranks has to divide this one, as the workers last said; none: any will do.
     pub(super) ranks_divide: Option<u64>,
     /// Why the last generation is over; none while the first one has not been assigned.
@@ -143,6 +145,7 @@ impl Job {
                 last_call: None,
             }),
             previous: Vec::new(),
+            lookalike: None,
             ranks_divide: None,
             last_over: None,
             kv: KvStore::default(),

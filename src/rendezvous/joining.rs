@@ -5,9 +5,10 @@ use std::time::Duration;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Code};
 
-use super::config::{Config, DEFAULT_JOB_ID};
+use super::config::Config;
 use super::event::{ConnId, Peer, Turn};
 use super::job::{Job, Node, Phase, Readiness};
+use super::unnamed::is_unnamed;
 use super::words;
 
 /// Version of the protocol that this daemon speaks.
@@ -131,7 +132,7 @@ impl Job {
         let join = &joining.join;
         let known = self.nodes.contains_key(&joining.incarnation) || joining.generation > 0;
         let fixed = join.min_nodes == join.max_nodes;
-        if self.id != DEFAULT_JOB_ID || self.generation == 0 || known || !fixed {
+        if !is_unnamed(&self.id) || self.generation == 0 || known || !fixed {
             return None;
         }
         // A node whose connection is gone may be the one that comes back, as a new process.

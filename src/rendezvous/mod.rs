@@ -15,6 +15,7 @@
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `scale` | growing | nodes that come to a job that runs |
+//! | `unnamed` | jobs without a name | how they are told apart |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `words` | messages | what people read |
 //! | `actor` | the task that owns the state | the clock, the dice, the queues |
@@ -41,9 +42,11 @@ mod size;
 mod state;
 #[cfg(test)]
 mod tests;
+mod unnamed;
 mod words;
 
-pub use config::{Config, DEFAULT_JOB_ID, KvLimits};
+pub use config::{Config, KvLimits};
 pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
 pub use server::{ServeError, serve};
 pub use state::{State, apply};
+pub use unnamed::{DEFAULT_JOB_ID, unnamed_job_id};

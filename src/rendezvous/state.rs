@@ -11,6 +11,7 @@ use super::config::Config;
 use super::event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Turn};
 use super::job::{Job, Phase};
 use super::joining::Joining;
+use super::unnamed;
 
 /// Finished jobs whose verdict is remembered for agents that missed it.
 const MAX_FINISHED: usize = 256;
@@ -136,6 +137,9 @@ impl Daemon<'_> {
             incarnation,
         };
         if let Err((code, reason)) = self.identify(turn, conn, &speaker, &body) {
+            if let Body::Join(join) = &body {
+                unnamed::point_out(turn, self.jobs, &speaker.job, join);
+            }
             return refuse(turn, conn, code, reason);
         }
         let Speaker {
@@ -143,6 +147,7 @@ impl Daemon<'_> {
             incarnation,
         } = speaker;
         if let Body::Join(join) = body {
+            let came = join.clone();
             self.join(
                 turn,
                 &job_id,
@@ -154,6 +159,7 @@ impl Daemon<'_> {
                     join,
                 },
             );
+            unnamed::point_out(turn, self.jobs, &job_id, &came);
             self.forget(&job_id);
             return;
         }

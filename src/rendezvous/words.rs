@@ -146,6 +146,8 @@ pub(super) struct TimedOut<'a> {
     /// Hosts of the last generation that are gone.
     pub(super) gone: Vec<&'a str>,
     pub(super) missing_ranks: Vec<u32>,
+    /// [`lookalike`]
+    pub(super) lookalike: Option<&'a str>,
     pub(super) min: u32,
     pub(super) max: u32,
 }
@@ -188,6 +190,10 @@ impl TimedOut<'_> {
         if !details.is_empty() {
             let _ = write!(words, " ({})", details.join("; "));
         }
+        if let Some(lookalike) = self.lookalike {
+            words.push_str("\n  ");
+            words.push_str(lookalike);
+        }
         words.push_str(
             "\n  hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`",
         );
@@ -195,8 +201,29 @@ impl TimedOut<'_> {
     }
 }
 
+/// What makes nodes without a job's name one job.
+pub(super) const ONE_UNNAMED_JOB: &str =
+    "nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same";
+
+/// Another job without a name that waits as well, and in what it differs.
+pub(super) fn lookalike(other_id: &str, here: &Join, there: &Join) -> String {
+    let what = disagreeing(here, there).unwrap_or_else(|| difference(here, there));
+    format!(
+        "note: another job without a name is here too, `{}`: {what}; {ONE_UNNAMED_JOB}",
+        clip(other_id, QUOTE_BYTES)
+    )
+}
+
 /// What two nodes of one job disagree on; none if they agree.
 pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<String> {
+    let what = disagreeing(first, second)?;
+    Some(format!(
+        "nodes disagree on job `{job}`: {what}\n  \
+         hint: start every node with the same target, configuration and flags"
+    ))
+}
+
+fn disagreeing(first: &Join, second: &Join) -> Option<String> {
     let (a, b) = (&first.hostname, &second.hostname);
     let nnodes = |join: &Join| {
         if join.min_nodes == join.max_nodes {
@@ -208,7 +235,7 @@ pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<Str
     let flag = |name: &str, x: String, y: String| {
         (x != y).then(|| format!("`{name}` is {x} on node `{a}`, {y} on node `{b}`"))
     };
-    let what = flag("--nnodes", nnodes(first), nnodes(second))
+    flag("--nnodes", nnodes(first), nnodes(second))
         .or_else(|| {
             flag(
                 "--max-restarts",
@@ -216,11 +243,7 @@ pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<Str
                 second.max_restarts.to_string(),
             )
         })
-        .or_else(|| (first.job_signature != second.job_signature).then(|| difference(first, second)))?;
-    Some(format!(
-        "nodes disagree on job `{job}`: {what}\n  \
-         hint: start every node with the same target, configuration and flags"
-    ))
+        .or_else(|| (first.job_signature != second.job_signature).then(|| difference(first, second)))
 }
 
 /// The first line in which two descriptions differ.
@@ -327,6 +350,7 @@ mod tests {
             stopping: vec![],
             gone: vec![],
             missing_ranks: vec![1, 3],
+            lookalike: None,
             min: 4,
             max: 4,
         };

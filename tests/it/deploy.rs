@@ -1,19 +1,34 @@
 //! The files of `deploy/`, as far as a machine without a cluster can tell: their command lines are real ones.
 
+use std::collections::BTreeMap;
 use std::fs;
+use std::net::TcpListener;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use crate::harness::{Program, ReservedPort, children, launch, repository, temp_dir};
+use crate::harness::{Program, children, launch, repository, temp_dir};
 
-/// Starts its program as the nodes of a step of two, and ends with the largest code, as `srun` does.
+/// Starts its program as a step of two nodes, which are both this machine, with the variables that Slurm sets for each
+/// task, and ends with the largest code, as `srun` does.
 const SRUN: &str = r#"#!/bin/bash
-while [[ $1 == --* ]]; do shift; done
-for node in 0 1; do SLURM_NNODES=2 SLURM_NODEID=$node "$@" & pids+=($!); done
+tasks=1
+while [[ $1 == --* ]]; do
+    case $1 in
+        --ntasks-per-node=*) tasks=${1#*=} ;;
+        --ntasks=*) ((${1#*=} == 2)) || exit 1 ;;
+    esac
+    shift
+done
+export SLURM_STEP_ID=0 SLURM_STEPID=0 SLURM_STEP_NUM_NODES=2 SLURM_STEP_NUM_TASKS=$((2 * tasks))
+export SLURM_STEP_NODELIST='127.0.0.[1-2]' SLURM_STEP_TASKS_PER_NODE="$tasks(x2)" SLURM_NNODES=2 SLURM_NTASKS=$((2 * tasks))
+for ((task = 0; task < 2 * tasks; task++)); do
+    SLURM_PROCID=$task SLURM_NODEID=$((task / tasks)) SLURM_LOCALID=$((task % tasks)) "$@" & pids+=($!)
+done
 trap 'kill -TERM "${pids[@]}"' TERM
 code=0
 for pid in "${pids[@]}"; do
@@ -26,8 +41,8 @@ exit "$code"
 /// Remembers what it was told.
 const SCONTROL: &str = "#!/bin/sh\necho \"$@\" >\"$ASKED\"\n";
 
-/// The batch script on a pretended Slurm of two nodes, whose workers run a shell script.
-fn batch(bin: &Path, port: &ReservedPort, script: &str) -> Program {
+/// A program that finds a pretended Slurm of two nodes, which has given it a job.
+fn under_slurm(bin: &Path, job: &str, program: Program) -> Program {
     for (name, text) in [("srun", SRUN), ("scontrol", SCONTROL)] {
         fs::write(bin.join(name), text).expect("writable");
         fs::set_permissions(bin.join(name), fs::Permissions::from_mode(0o755)).expect("ours");
@@ -35,22 +50,52 @@ fn batch(bin: &Path, port: &ReservedPort, script: &str) -> Program {
     let built = Path::new(env!("CARGO_BIN_EXE_ddp-run"));
     let built = built.parent().expect("a folder of binaries").display();
     let path = std::env::var("PATH").unwrap_or_default();
-    Program::new(repository("deploy/slurm/train.sbatch"))
-        .args(["--no-python", "sh", "-c", script].map(Into::into))
+    program
         .env("PATH", &format!("{}:{built}:{path}", bin.display()))
         .env("ASKED", &bin.join("asked").display().to_string())
-        .env("SLURM_JOB_ID", "77")
-        .env("PET_RDZV_ENDPOINT", &port.endpoint)
-        .env("PET_RDZV_ID", "batch")
+        .env("SLURM_JOB_ID", job)
+}
+
+/// A job whose first step meets at a port that nobody has: the port follows from the job's number.
+fn job_with_a_free_port() -> String {
+    let is_free = |job: &String| {
+        let dry = launch()
+            .env("SLURM_JOB_ID", job)
+            .env("SLURM_STEP_ID", "0")
+            .env("SLURM_STEP_NUM_NODES", "2")
+            .env("SLURM_STEP_NODELIST", "127.0.0.[1-2]")
+            .words(&["--dry-run"])
+            .target("true")
+            .run();
+        let shown = dry.expect_exit(0).stdout().join("\n");
+        let (_, rest) = shown.split_once("127.0.0.1:").expect("an endpoint");
+        let port: String = rest.chars().take_while(char::is_ascii_digit).collect();
+        TcpListener::bind(("0.0.0.0", port.parse().expect("a port"))).is_ok()
+    };
+    // Tests run beside each other, each in a thread of its own, and so do processes of tests.
+    let first = u64::from(std::process::id()) * 1000 + NEXT_JOB.fetch_add(10, Ordering::Relaxed);
+    let mut jobs = (first..first + 10).map(|job| job.to_string());
+    jobs.find(is_free).expect("a port of ten is free")
+}
+
+/// What distinguishes the jobs of this process.
+static NEXT_JOB: AtomicU64 = AtomicU64::new(0);
+
+/// The batch script, whose workers run a shell script.
+fn batch(bin: &Path, job: &str, script: &str) -> Program {
+    let script = ["--no-python", "sh", "-c", script].map(Into::into);
+    let program = Program::new(repository("deploy/slurm/train.sbatch")).args(script);
+    under_slurm(bin, job, program)
+        .env("SLURM_JOB_NUM_NODES", "2")
         .env("PET_NPROC_PER_NODE", "1")
 }
 
 #[test]
 fn the_batch_script_of_slurm_starts_a_node_each() {
-    let (bin, port) = (temp_dir(), ReservedPort::new());
+    let bin = temp_dir();
     let finished = batch(
         bin.path(),
-        &port,
+        &job_with_a_free_port(),
         "echo node $GROUP_RANK of $GROUP_WORLD_SIZE; exit $((RANK == 1 ? 42 : 0))",
     )
     .run();
@@ -63,9 +108,9 @@ fn the_batch_script_of_slurm_starts_a_node_each() {
 
 #[test]
 fn a_preempted_batch_job_is_requeued() {
-    let (bin, port) = (temp_dir(), ReservedPort::new());
+    let (bin, job) = (temp_dir(), job_with_a_free_port());
     let script = "trap 'echo saved; exit 0' TERM; echo ready; while :; do sleep 0.05; done";
-    let mut running = batch(bin.path(), &port, script).start();
+    let mut running = batch(bin.path(), &job, script).start();
     running.wait_for("[0] ready");
     running.wait_for("[1] ready");
     // Slurm signals the step, not the batch script.
@@ -75,7 +120,48 @@ fn a_preempted_batch_job_is_requeued() {
     }
     running.finish().expect_exit(143).expect_stdout("saved");
     let asked = fs::read_to_string(bin.path().join("asked")).expect("scontrol was called");
-    assert_eq!(asked, "requeue 77\n");
+    assert_eq!(asked, format!("requeue {job}\n"));
+}
+
+/// `srun` with its options, and `ddp-run` with two workers a node that print their places.
+fn step(bin: &Path, options: &str) -> Program {
+    let place = "echo place $RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $TORCHELASTIC_RUN_ID";
+    let line = format!("exec srun {options} ddp-run --nproc-per-node 2 sh -c '{place}'");
+    let job = job_with_a_free_port();
+    under_slurm(bin, &job, Program::new("sh").args(["-c".into(), line.into()]))
+}
+
+#[test]
+fn a_step_of_slurm_needs_no_other_flag() {
+    let bin = temp_dir();
+    let finished = step(bin.path(), "--ntasks-per-node=1").run();
+    let mut places: Vec<_> = finished
+        .expect_exit(0)
+        .stdout()
+        .iter()
+        .filter_map(|line| line.split_once("] place "))
+        .map(|(_, place)| place.rsplit_once(' ').expect("a run's id"))
+        .collect();
+    places.sort_unstable();
+    let (places, names): (Vec<_>, Vec<_>) = places.into_iter().unzip();
+    assert_eq!(places, ["0 0 0 4", "1 1 0 4", "2 0 1 4", "3 1 1 4"]);
+    assert!(
+        names
+            .iter()
+            .all(|name| name.starts_with("slurm-") && *name == names[0]),
+        "{names:?}"
+    );
+}
+
+#[test]
+fn a_step_of_several_tasks_a_node_is_refused() {
+    let bin = temp_dir();
+    let finished = step(bin.path(), "--ntasks-per-node=2").run();
+    finished
+        .expect_exit(2)
+        .expect_stderr("srun starts 4 copies of ddp-run on 2 nodes, expected one a node")
+        .expect_stderr("hint: give srun `--ntasks-per-node=1`");
+    assert!(finished.stdout().is_empty(), "no worker was started");
 }
 
 /// The documents of a manifest.
@@ -116,6 +202,19 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
     assert_eq!(domain, text(service, "/metadata/name"));
     assert_eq!(text(service, "/spec/selector/job-name"), name);
 
+    // One pod's SIGTERM ends the job on all nodes with 143: what is nobody's fault on one is so on the others.
+    let rules = text(job, "/spec/podFailurePolicy/rules");
+    let actions_on = |code: u64| -> Vec<Value> {
+        let rules = rules.as_array().expect("rules").iter();
+        let listed = |rule: &&Value| {
+            let codes = rule.pointer("/onExitCodes/values").and_then(Value::as_array);
+            codes.is_some_and(|codes| codes.contains(&code.into()))
+        };
+        rules.filter(listed).map(|rule| rule["action"].clone()).collect()
+    };
+    assert_eq!(actions_on(93), ["FailJob"]);
+    assert_eq!(actions_on(143), ["Ignore"]);
+
     let words = command(job);
     assert_eq!(words[0], "ddp-run");
     let endpoint = format!(
@@ -142,6 +241,69 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
         .expect_stdout(&endpoint)
         .expect_stdout(&format!("nnodes             {pods} "))
         .expect_stdout("node_rank          3 ");
+}
+
+/// Labels of the pods that a document makes, those that Kubernetes adds included; none if it makes none.
+fn labels(document: &Value) -> Option<BTreeMap<String, Value>> {
+    let template = document.pointer("/spec/template")?;
+    let given = template.pointer("/metadata/labels").and_then(Value::as_object);
+    let mut labels: BTreeMap<_, _> = given
+        .into_iter()
+        .flatten()
+        .map(|(k, v)| (k.clone(), v.clone()))
+        .collect();
+    if document["kind"] == "Job" {
+        for name in ["job-name", "batch.kubernetes.io/job-name"] {
+            labels.insert(name.to_owned(), document["metadata"]["name"].clone());
+        }
+    }
+    Some(labels)
+}
+
+/// All selectors of pods below `value`, wherever they are.
+fn selectors(value: &Value, found: &mut Vec<Value>) {
+    match value {
+        Value::Object(fields) => {
+            for (name, field) in fields {
+                match name.as_str() {
+                    "selector" | "podSelector" => {
+                        found.push(field.get("matchLabels").unwrap_or(field).clone());
+                    }
+                    _ => selectors(field, found),
+                }
+            }
+        }
+        Value::Array(items) => items.iter().for_each(|item| selectors(item, found)),
+        _ => {}
+    }
+}
+
+#[test]
+fn every_selector_finds_pods() {
+    let documents = [
+        manifest("deploy/kubernetes/job.yaml"),
+        manifest("deploy/kubernetes/rendezvous.yaml"),
+    ]
+    .concat();
+    let pods: Vec<_> = documents.iter().filter_map(labels).collect();
+    let mut wanted = Vec::new();
+    for document in &documents {
+        selectors(document, &mut wanted);
+    }
+    assert!(
+        wanted.len() >= 5,
+        "two services, a deployment, a policy from and to: {wanted:?}"
+    );
+    for selector in wanted {
+        let selector = selector.as_object().expect("labels");
+        assert!(!selector.is_empty(), "an empty selector takes all pods");
+        let fits = |labels: &BTreeMap<String, Value>| {
+            selector
+                .iter()
+                .all(|(name, value)| value.is_string() && labels.get(name) == Some(value))
+        };
+        assert!(pods.iter().any(fits), "{selector:?} finds none of {pods:?}");
+    }
 }
 
 #[test]

@@ -274,6 +274,62 @@ fn a_dry_run_tells_of_the_rendezvous_and_the_ranks_of_this_node() {
 }
 
 #[test]
+fn a_dry_run_shows_the_variable_behind_each_value_of_a_batch_system() {
+    let finished = launch()
+        .nproc(1)
+        .words(&["--dry-run"])
+        .env("SLURM_STEP_NUM_NODES", "3")
+        .env("SLURM_STEP_NUM_TASKS", "3")
+        .env("SLURM_STEP_NODELIST", "gpu[07-09]")
+        .env("SLURM_PROCID", "2")
+        .target("true")
+        .run();
+    let shown = finished.expect_exit(0).stdout().join("\n");
+    let source = |name: &str| {
+        let row = shown.lines().find(|line| line.trim_start().starts_with(name));
+        row.and_then(|row| row.split("  ").last()).map(str::trim)
+    };
+    assert_eq!(source("nnodes"), Some("SLURM_STEP_NUM_NODES"), "{shown}");
+    assert_eq!(source("node_rank"), Some("SLURM_PROCID"), "{shown}");
+    assert_eq!(source("rdzv_endpoint"), Some("SLURM_STEP_NODELIST"), "{shown}");
+    finished
+        .expect_stdout("ddp-run would start 1 worker on this node, one of 3:")
+        .expect_stdout("rank of this node, if each node before it has 1 worker too: 2")
+        .expect_stdout("  RANK=(decided at the start)");
+}
+
+#[test]
+fn ranks_that_do_not_fit_the_configuration_are_found_before_anything_starts() {
+    let launch = || {
+        launch()
+            .nproc(3)
+            .set("parallel.strategy=zero2")
+            .set("parallel.shard_group=2")
+            .target(repository("examples/single-node/train.yaml"))
+    };
+    let words = "`parallel.shard_group` is 2, but 3 ranks are not groups of 2";
+    for flags in [&["--dry-run"][..], &[]] {
+        launch()
+            .words(flags)
+            .run()
+            .expect_exit(2)
+            .expect_stderr(words)
+            .expect_stderr("--set parallel.shard_group=2`: ");
+    }
+    // Nodes may have other numbers of workers, so only what follows if they have not can be said.
+    let finished = launch()
+        .words(&["--dry-run", "--nnodes", "1:3", "--rdzv-endpoint", "localhost"])
+        .run();
+    let shown = finished.expect_exit(0).stdout();
+    let refused: Vec<_> = shown
+        .iter()
+        .filter_map(|line| line.strip_prefix("the workers would refuse "))
+        .map(|line| line.split(": ").next().unwrap_or_default())
+        .collect();
+    assert_eq!(refused, ["1 node of 3 workers", "3 nodes of 3 workers each"]);
+}
+
+#[test]
 fn log_files_without_a_place_are_nobody_elses() {
     let dir = temp_dir();
     for _ in 0..2 {

@@ -89,6 +89,34 @@ fn until(done: &std::path::Path) -> Launch {
 }
 
 #[test]
+fn two_jobs_that_nobody_named_gather_at_once_and_do_not_mix() {
+    let daemon = Daemon::start();
+    let node = |job: &str| {
+        launch()
+            .flag("--nnodes", "2")
+            .flag("--rdzv-endpoint", &daemon.endpoint)
+            .flag("--rdzv-conf", "is_host=false")
+            .nproc(2)
+            .shell(&format!("echo {job} has $RANK of $WORLD_SIZE"))
+    };
+    let mut first = node("one").start();
+    first.wait_for("waiting for 1 node");
+    let mut second = node("two").start();
+    second.wait_for("waiting for 1 node");
+    // Each hears of the other, in case that they were meant as one.
+    first.wait_for("another job without a name is here too");
+    let (third, fourth) = (node("two").start(), node("one").start());
+    for (job, nodes) in [("one", [first, fourth]), ("two", [second, third])] {
+        let said = nodes.map(|node| node.finish().expect_exit(0).stdout().join("\n"));
+        for rank in 0..4 {
+            let line = format!("{job} has {rank} of 4");
+            assert_eq!(said.join("\n").matches(&line).count(), 1, "{line} in {said:?}");
+        }
+    }
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
 fn a_second_job_of_the_same_default_id_is_refused_by_name() {
     let (daemon, dir) = (Daemon::start(), temp_dir());
     let done = dir.path().join("done");
@@ -106,7 +134,7 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
         node()
             .run()
             .expect_exit(76)
-            .expect_stderr("job `none` runs with all of its 2 nodes already")
+            .expect_stderr(" runs with all of its 2 nodes already")
             .expect_stderr("hint: give every job a `--rdzv-id` of its own");
     }
     std::fs::write(&done, "").expect("writable");
@@ -116,47 +144,25 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
     daemon.stop().expect_exit(0);
 }
 
-/// Four nodes of two jobs that nobody named, all on their way at once. Nodes that disagree while they gather all end, as
-/// nobody knows who is wrong; a job whose nodes find each other first runs. Either way, no worker meets one of the other job.
 #[test]
-fn two_jobs_of_the_same_default_id_that_gather_at_once_are_never_mixed() {
+fn four_nodes_of_two_unnamed_jobs_that_start_at_the_same_moment_find_their_own() {
     let daemon = Daemon::start();
-    for _ in 0..3 {
-        let node = |job: &str| {
-            launch()
-                .flag("--nnodes", "2")
-                .flag("--rdzv-endpoint", &daemon.endpoint)
-                .flag("--rdzv-conf", "is_host=false,join_timeout=5")
-                .nproc(2)
-                .shell(&format!("echo job {job}; {PLACE}"))
-                .start()
-        };
-        let nodes = ["a", "b", "b", "a"].map(|job| (job, node(job)));
-        let nodes = nodes.map(|(job, node)| (job, node.finish()));
-        for job in ["a", "b"] {
-            let own = nodes.iter().filter(|(of, _)| *of == job);
-            let (ran, refused): (Vec<_>, Vec<_>) = own
-                .map(|(_, finished)| finished)
-                .partition(|finished| finished.code() == Some(0));
-            for finished in &refused {
-                assert!(finished.stdout().is_empty(), "{}", finished.transcript());
-                // 75: it came when the others had ended, and waited alone.
-                if finished.code() != Some(75) {
-                    finished.expect_exit(76).expect_stderr("job `none`");
-                }
-            }
-            // Ranks 0 to 3 of its own two nodes: nobody of the other job has taken a place.
-            let all: BTreeSet<String> = ran.iter().flat_map(|finished| places(finished)).collect();
-            let whole = ["0 0 0 4 2", "1 1 0 4 2", "2 0 1 4 2", "3 1 1 4 2"];
-            match ran.len() {
-                0 => {}
-                2 => assert_eq!(all, whole.map(str::to_owned).into()),
-                _ => panic!(
-                    "one node of job {job} ran without the other: {}",
-                    refused[0].transcript()
-                ),
-            }
-        }
+    let node = |job: &str| {
+        launch()
+            .flag("--nnodes", "2")
+            .flag("--rdzv-endpoint", &daemon.endpoint)
+            .flag("--rdzv-conf", "is_host=false")
+            .nproc(2)
+            .shell(&format!("echo job {job}; {PLACE}"))
+            .start()
+    };
+    let nodes = ["a", "b", "b", "a"].map(|job| (job, node(job)));
+    let nodes = nodes.map(|(job, node)| (job, node.finish()));
+    for job in ["a", "b"] {
+        let own = nodes.iter().filter(|(of, _)| *of == job).map(|(_, node)| node);
+        let all: BTreeSet<String> = own.flat_map(places).collect();
+        let whole = ["0 0 0 4 2", "1 1 0 4 2", "2 0 1 4 2", "3 1 1 4 2"];
+        assert_eq!(all, whole.map(str::to_owned).into(), "job {job}");
     }
     daemon.stop().expect_exit(0);
 }

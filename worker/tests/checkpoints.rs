@@ -8,10 +8,13 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use ddp_proto::control::ToAgent;
 use ddp_worker::checkpoint::{Reader, Which};
 use ddp_worker::config::{CheckpointKeep, Resume, Strategy, TrainConfig};
 use ddp_worker::metrics::Summary;
-use ddp_worker::train::TrainError;
+use ddp_worker::session::Phase;
+use ddp_worker::train::{Substitutes, TrainError, run_worker_with};
+use train_support::agent::with_agent;
 use train_support::disk::{Before, WatchedDisk, full};
 use train_support::faulty::{Fault, FaultyDevice};
 use train_support::{Job, Trained};
@@ -404,6 +407,42 @@ fn a_disk_that_hangs_for_ever_does_not_hang_the_training() {
         assert!(!job.out_dir().join("checkpoints/latest").exists(), "{what}");
         gate.open();
     }
+}
+
+#[test]
+fn a_rank_that_waits_for_a_slow_disk_says_that_it_is_alive() {
+    let job = job(2, 1, |c| c.train.checkpoint_async = false);
+    let gate = Arc::new(Gate::default());
+    let (held, opened) = (gate.clone(), AtomicUsize::new(0));
+    let slow = move |operation: &str, _: &Path| {
+        if operation == "sync" {
+            held.wait();
+        }
+        Ok(())
+    };
+    // The disk answers only once the agent has heard three times that the save gets on.
+    let listen = |message: &ToAgent| {
+        let is_fresh = matches!(
+            message,
+            ToAgent::Heartbeat {
+                phase: Phase::Saving,
+                quiet_ms: 0,
+                ..
+            }
+        );
+        if is_fresh && opened.fetch_add(1, Ordering::Relaxed) == 3 {
+            gate.open();
+        }
+        None
+    };
+    let (outcome, _) = with_agent(job.env(0, 1), listen, |session| {
+        let parts = Substitutes {
+            storage: Some(WatchedDisk::storage(Arc::new(slow))),
+            ..Substitutes::default()
+        };
+        run_worker_with(parts, &job.config, session)
+    });
+    outcome.unwrap();
 }
 
 #[test]

@@ -351,6 +351,40 @@ fn a_job_that_nobody_named_takes_no_spares_but_takes_back_its_own() {
 }
 
 #[test]
+fn jobs_that_nobody_named_hear_of_each_other_and_do_not_mix() {
+    let mut s = Scene::new();
+    let of = |node: &str, seed: u32| Join {
+        job_signature: seed.to_string(),
+        job_description: format!("train.seed: {seed}"),
+        join_timeout_ms: 5_000,
+        ..join(node, 2, 2)
+    };
+    s.job = "none-1";
+    s.join_with("a", [10, 0, 0, 1], 0, of("a", 1));
+    s.job = "none-2";
+    s.join_with("b", [10, 0, 0, 2], 0, of("b", 2));
+    insta::assert_snapshot!(s.words("a"), @r"
+    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node
+    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node
+      note: another job without a name is here too, `none-2`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+    ");
+    insta::assert_snapshot!(s.words("b"), @r"
+    waiting: 1 of 2 nodes are there: `b`; waiting for 1 node
+    waiting: 1 of 2 nodes are there: `b`; waiting for 1 node
+      note: another job without a name is here too, `none-1`: node `b` has `train.seed: 2`, node `a` has `train.seed: 1`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+    ");
+    s.join_with("d", [10, 0, 0, 4], 0, of("d", 2));
+    assert_eq!(s.assignment("d").1.nodes.len(), 2, "the second job runs");
+    s.job = "none-1";
+    s.pass(6 * SECOND, &["a"]);
+    insta::assert_snapshot!(s.words("a"), @r"
+    refused TimedOut: rendezvous of job `none-1` timed out after 5.0 s: 1 of 2 nodes came: `a`; missing: 1 node
+      note: another job without a name is here too, `none-2`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+      hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
+    ");
+}
+
+#[test]
 fn a_daemon_of_one_job_serves_no_other() {
     let mut s = Scene::with(Config {
         only_job: Some("mine".to_owned()),

@@ -82,6 +82,12 @@ impl Outbox {
         self.changed.notify_all();
     }
 
+    /// Says the last heartbeat anew: it still holds, and the program has got on.
+    pub(super) fn beat_again(&self) {
+        let last = self.lock().heartbeat.clone();
+        self.beat(last);
+    }
+
     /// Queues a line, waiting for room until the deadline.
     pub(super) fn push(&self, message: &ToAgent, deadline: Instant) -> Result<(), Refused> {
         let line = to_line(message);

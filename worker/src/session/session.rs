@@ -147,6 +147,13 @@ impl Session {
         }
     }
 
+    /// Tells the agent that this worker has got on within what it last said: for phases without steps.
+    pub fn still_alive(&self) {
+        if let Some(link) = &self.link {
+            link.shared.outbox.beat_again();
+        }
+    }
+
     /// Tells the agent that another generation can go on with this work only if its number of ranks divides
     /// `ranks_divide`. Said by one rank, once.
     pub fn limit_sizes(&self, ranks_divide: u64) {

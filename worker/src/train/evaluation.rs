@@ -5,6 +5,7 @@ use super::exchange::Exchange;
 use super::replica::{Batch, Replica};
 use super::world::World;
 use crate::data::{IGNORED, Tokens, eval_blocks};
+use crate::session::Session;
 
 /// The held-out text, cut into blocks.
 pub(super) struct Evaluation {
@@ -18,13 +19,13 @@ impl Evaluation {
     }
 
     /// Mean loss over all positions of all blocks. Shares may be uneven: every position weighs the same. Every rank
-    /// must call it; `alive` is called as it gets on.
+    /// must call it.
     pub(super) fn mean_loss(
         &self,
+        session: &Session,
         world: &World,
         replica: &mut Replica,
         exchange: &Exchange,
-        alive: impl Fn(),
     ) -> Result<f64, TrainError> {
         let mut batch = Batch::new(replica.positions());
         let rows = replica.positions() / self.block_size;
@@ -42,7 +43,7 @@ impl Evaluation {
         let mut next = mine.start;
         for _ in 0..needed {
             world.check()?;
-            alive();
+            session.still_alive();
             let taken = (mine.end - next).min(rows as u64);
             self.fill(&mut batch, next, taken as usize)?;
             total += replica.total_loss(&batch)?;

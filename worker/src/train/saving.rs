@@ -25,6 +25,7 @@ use crate::config::{OptimizerHome, TrainConfig};
 use crate::data::ORDER_VERSION;
 use crate::device::{Arena, DType, DeviceError, HostMemory, Stream};
 use crate::optim::AdamW;
+use crate::session::Session;
 
 /// Time between two rounds of telling each other how far a save is, when there is nothing else to do. A rank that
 /// writes for long stays in touch, and is not taken for a lost one.
@@ -83,6 +84,7 @@ pub(super) struct Here<'a> {
     pub(super) replica: &'a Replica,
     pub(super) adamw: &'a AdamW,
     pub(super) exchange: &'a Exchange,
+    pub(super) session: &'a Session,
 }
 
 /// Steps finished, and samples consumed by them.
@@ -213,7 +215,7 @@ impl Checkpoints {
             );
             if attempt < LAST_ATTEMPTS && !hangs {
                 self.report(here, &ended, Some(LAST_PAUSE));
-                pause(here.world, LAST_PAUSE)?;
+                pause(here, LAST_PAUSE)?;
                 continue;
             }
             return Err(TrainError::NotSaved {
@@ -267,6 +269,8 @@ impl Checkpoints {
     fn finish(&mut self, here: Here<'_>) -> Result<Option<Ended>, TrainError> {
         while let Some(flight) = &self.flight {
             here.world.check()?;
+            // A disk that takes nothing any more has a deadline of its own, `patience`.
+            here.session.still_alive();
             let stage = flight.thread.stage();
             if flight.is_busy(&stage, here.world.rank() == 0) {
                 flight.thread.await_change(&stage, Instant::now() + ROUND);
@@ -460,10 +464,11 @@ impl Flight {
 }
 
 /// Lets time pass, unless the generation ends.
-fn pause(world: &World, duration: Duration) -> Result<(), TrainError> {
+fn pause(here: Here<'_>, duration: Duration) -> Result<(), TrainError> {
     let until = Instant::now() + duration;
     while let Some(left) = until.checked_duration_since(Instant::now()) {
-        world.check()?;
+        here.world.check()?;
+        here.session.still_alive();
         std::thread::sleep(left.min(ROUND));
     }
     Ok(())

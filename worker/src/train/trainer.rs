@@ -242,10 +242,9 @@ impl Trainer<'_> {
     }
 
     fn validate(&mut self, done: u64) -> Result<f64, TrainError> {
-        let (session, progress) = (self.session, &self.progress);
-        let alive = || session.heartbeat(done, Phase::Validating, progress.clone());
+        self.beat(done, Phase::Validating);
         self.evaluation
-            .mean_loss(&self.world, &mut self.replica, &self.exchange, alive)
+            .mean_loss(self.session, &self.world, &mut self.replica, &self.exchange)
     }
 
     fn save(
@@ -272,6 +271,7 @@ impl Trainer<'_> {
             replica: &self.replica,
             adamw: &self.adamw,
             exchange: &self.exchange,
+            session: self.session,
         };
         work(&mut self.checkpoints, here)
     }

@@ -1,0 +1,107 @@
+//! Jobs that nobody gave a name (`--rdzv-id`).
+//!
+//! The name of such a job follows from what its nodes agree on: two of them at one daemon are two jobs, unless they are
+//! alike in everything. Nodes that were meant to be one job but differ do not meet, so they are told of each other.
+
+use std::collections::BTreeMap;
+
+use ddp_proto::rendezvous::Join;
+
+use super::event::Turn;
+use super::job::{Job, Phase};
+use super::words;
+
+/// Name of a job whose nodes were given none, as with torchrun; more follows it.
+pub const DEFAULT_JOB_ID: &str = "none";
+
+/// Digits of the signature behind [`DEFAULT_JOB_ID`].
+const DIGITS: usize = 8;
+
+/// Name of a job of several nodes without one: the same on all nodes that agree, without their having spoken.
+#[must_use]
+pub fn unnamed_job_id(signature: &str) -> String {
+    format!("{DEFAULT_JOB_ID}-{}", super::kv::clip(signature, DIGITS))
+}
+
+/// True for names that [`unnamed_job_id`] makes.
+pub(super) fn is_unnamed(job_id: &str) -> bool {
+    job_id
+        .strip_prefix(DEFAULT_JOB_ID)
+        .is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+}
+
+/// Another job without a name that waits too: the two may be meant as one.
+#[derive(Debug)]
+pub(super) struct Lookalike {
+    id: String,
+    /// What people read.
+    pub(super) words: String,
+}
+
+impl Lookalike {
+    fn new(id: &str, here: &Join, there: &Join) -> Self {
+        Self {
+            id: id.to_owned(),
+            words: words::lookalike(id, here, there),
+        }
+    }
+}
+
+/// Tells the nodes of jobs without a name that wait for their first generation of each other, when a node has come to
+/// `job_id`, or was refused.
+pub(super) fn point_out(turn: &mut Turn<'_>, jobs: &mut BTreeMap<String, Job>, job_id: &str, join: &Join) {
+    if !is_unnamed(job_id) {
+        return;
+    }
+    let mut seen = None;
+    for (id, job) in jobs.iter_mut().filter(|(id, job)| *id != job_id && waits(job)) {
+        let Some(other) = job.nodes.values().next().map(|node| node.join.clone()) else {
+            continue;
+        };
+        seen.get_or_insert_with(|| Lookalike::new(id, join, &other));
+        meet(turn, job, Lookalike::new(job_id, &other, join));
+    }
+    if let Some(lookalike) = seen
+        && let Some(job) = jobs.get_mut(job_id).filter(|job| waits(job))
+    {
+        meet(turn, job, lookalike);
+    }
+}
+
+fn waits(job: &Job) -> bool {
+    is_unnamed(&job.id) && job.generation == 0 && matches!(job.phase, Phase::Gathering(_))
+}
+
+/// The nodes hear of each other job once, and again should the nodes that they wait for never come.
+fn meet(turn: &mut Turn<'_>, job: &mut Job, lookalike: Lookalike) {
+    if job
+        .lookalike
+        .as_ref()
+        .is_some_and(|known| known.id == lookalike.id)
+    {
+        return;
+    }
+    job.lookalike = Some(lookalike);
+    let waiting = job.waiting_words();
+    for incarnation in job.nodes.keys() {
+        job.tell_waiting(turn, incarnation, waiting.clone());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_follow_from_signatures() {
+        assert_eq!(unnamed_job_id("0123456789abcdef"), "none-01234567");
+        for (id, expected) in [
+            ("none-01234567", true),
+            ("none", true),
+            ("nonesuch", false),
+            ("job", false),
+        ] {
+            assert_eq!(is_unnamed(id), expected, "{id}");
+        }
+    }
+}

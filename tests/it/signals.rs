@@ -1,0 +1,99 @@
+//! Which signals stop a job, which ones pass through, and which ones are nobody's business.
+
+use nix::sys::signal::Signal;
+
+use crate::harness::{Program, Running, Sentinel, launch};
+
+/// Says when it is ready, when it is asked to stop, and when it hears a hangup.
+const WORKER: &str =
+    "trap 'echo saved; exit 0' TERM; trap 'echo heard' HUP; echo ready; while :; do sleep 0.05; done";
+
+#[track_caller]
+fn ready(mut running: Running) -> Running {
+    running.wait_for("[0] ready");
+    running.wait_for("[1] ready");
+    running
+}
+
+#[test]
+fn a_signal_that_was_asked_for_stops_the_job() {
+    let launch = launch().nproc(2).flag("--signals-to-handle", "USR1,SIGTERM");
+    let running = ready(launch.shell(WORKER).start());
+    running.signal(Signal::SIGUSR1);
+    running
+        .finish()
+        .expect_exit(128 + Signal::SIGUSR1 as i32)
+        .expect_stdout("[0] saved")
+        .expect_stdout("[1] saved")
+        .expect_stderr("stopped by SIGUSR1");
+}
+
+#[test]
+fn a_signal_that_was_not_asked_for_ends_the_launcher_as_any_program() {
+    let sentinel = Sentinel::new();
+    let script = format!("{}; {WORKER}", sentinel.join_script());
+    let launch = launch().nproc(2).flag("--signals-to-handle", "TERM");
+    let running = ready(launch.shell(&script).start());
+    running.signal(Signal::SIGHUP);
+    let finished = running.finish();
+    finished.expect_killed_by(Signal::SIGHUP);
+    let shown = finished.stdout().join("\n");
+    assert!(
+        !shown.contains("saved") && !shown.contains("heard"),
+        "no orderly stop: {shown}"
+    );
+    sentinel.expect_all_gone_soon();
+}
+
+#[test]
+fn a_hangup_stays_ignored_under_nohup_whatever_is_asked_for() {
+    for asked in ["TERM", "TERM,HUP"] {
+        let line = r#"trap "" HUP; exec "$@""#;
+        let words = [
+            "-c",
+            line,
+            "sh",
+            env!("CARGO_BIN_EXE_ddp-run"),
+            "--nproc-per-node=2",
+            "--signals-to-handle",
+            asked,
+            "sh",
+            "-c",
+            WORKER,
+        ];
+        let running = ready(Program::new("sh").args(words.map(Into::into)).start());
+        running.signal(Signal::SIGHUP);
+        // A hangup that counted would have come first.
+        running.signal(Signal::SIGTERM);
+        running
+            .finish()
+            .expect_exit(143)
+            .expect_stderr("stopped by SIGTERM");
+    }
+}
+
+#[test]
+fn a_signal_that_is_forwarded_does_not_stop_the_job_although_it_would() {
+    let launch = launch().nproc(2).flag("--forward-signals", "HUP");
+    let mut running = ready(launch.shell(WORKER).start());
+    running.signal(Signal::SIGHUP);
+    running.wait_for("[0] heard");
+    running.wait_for("[1] heard");
+    running.signal(Signal::SIGTERM);
+    running
+        .finish()
+        .expect_exit(143)
+        .expect_stdout("[0] saved")
+        .expect_stdout("[1] saved");
+}
+
+#[test]
+fn a_signal_cannot_stop_the_job_and_leave_it_running() {
+    launch()
+        .flag("--signals-to-handle", "TERM,USR1")
+        .flag("--forward-signals", "USR1")
+        .target("true")
+        .run()
+        .expect_exit(2)
+        .expect_stderr("SIGUSR1 is in `--signals-to-handle` and in `--forward-signals`");
+}
