@@ -12,7 +12,7 @@
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
 //! | `output`, `pump`, `lines`, `console`, `progress`, `logs` | the workers' output, on the console and in files |
-//! | `report`, `root_cause` | the failure report, for people and for programs |
+//! | `report`, `root_cause`, `failures` | the failure report, for people and for programs; what else failed |
 //! | `event_log` | what happened, as JSON lines |
 //!
 //! It knows the protocol of the daemon ([`ddp_proto`]) but not its insides, and nothing of tensors.
@@ -28,6 +28,7 @@ mod control;
 mod ending;
 mod environment;
 mod event_log;
+mod failures;
 mod guardian;
 mod hang;
 mod lines;

@@ -13,6 +13,7 @@ mod deploy;
 mod doctor;
 mod elastic;
 mod exit_codes;
+mod failures;
 mod flags;
 mod hangs;
 mod harness;

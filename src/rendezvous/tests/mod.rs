@@ -1,5 +1,6 @@
 //! Decisions of the state machine, told as scenes: who says what, and what everybody hears.
 
+mod failures;
 mod gathering;
 mod outcomes;
 mod reconnects;
@@ -371,6 +372,7 @@ fn short(heard: &Heard) -> String {
             j.exit_code, j.reason, j.first_failure_host
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
+        Reply::LastWord(l) => format!("last word: {} failures", l.failures.len()),
         Reply::HeartbeatAck(_) => "ack".into(),
     }
 }

@@ -14,7 +14,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::NodeId;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{DaemonMessage, WorkerExit};
+use ddp_proto::rendezvous::{DaemonMessage, Failures, WorkerExit};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -79,6 +79,8 @@ pub(super) struct Driver<'a> {
     /// Of the last assignment.
     run_token: String,
     local_failure: Option<WorkerExit>,
+    /// All failures of the job, as the daemon told them last.
+    failures: Failures,
     finished: Option<Conclusion>,
     event_log: EventLog,
 }
@@ -137,6 +139,7 @@ impl<'a> Driver<'a> {
             last_waiting: String::new(),
             run_token: String::new(),
             local_failure: None,
+            failures: Failures::default(),
             finished: None,
             event_log,
             plan,
@@ -351,6 +354,7 @@ impl<'a> Driver<'a> {
             LinkEvent::Connected(client) => self.client = Some(client),
             LinkEvent::Message(message) => {
                 self.heed(&message);
+                self.note_failures(message.body.as_ref());
                 events.push_back(Event::Daemon(message));
             }
             LinkEvent::Broken(error) => self.console.say(&format!("{error}; the workers keep running")),
@@ -409,6 +413,7 @@ impl<'a> Driver<'a> {
                 }
                 self.link.send(generation, report);
             }
+            Effect::ReportEnds => self.report_ends(generation),
             Effect::Spawn(assignment) => {
                 if let Err(error) = self.spawn(generation, &assignment) {
                     let exit_code = match error {
