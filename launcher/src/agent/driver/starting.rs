@@ -109,7 +109,7 @@ impl Driver<'_> {
         let batch = Batch {
             command: self.plan.command.clone(),
             workers: prepared.specs,
-            door: self.group.as_deref().map(WorkerGroup::door),
+            door: self.group.as_deref().and_then(WorkerGroup::door),
             cancelled: self.crew.cancelled.clone(),
         };
         if !self.spawner.request(batch) {
