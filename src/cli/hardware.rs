@@ -79,9 +79,9 @@ impl Hardware {
     }
 }
 
-/// Cores in the affinity mask, bounded by the cgroup's quota.
+/// Cores in the affinity mask, bounded by the control groups' quota, rounded up.
 pub fn usable_cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
+    ddp_launcher::usable_cores() as u32
 }
 
 /// GPUs that the driver shows, to a process with this `CUDA_VISIBLE_DEVICES` if one is given.
@@ -169,7 +169,8 @@ fn answer_of(mut command: Command, timeout: Duration) -> std::io::Result<String>
     if answer.is_err() {
         child.kill()?;
     }
-    child.wait()?;
+    // Where SIGCHLD is ignored, the system has reaped it already.
+    let _ = child.wait();
     answer
 }
 

@@ -25,7 +25,8 @@ pub(super) struct Job {
     pub(super) generation: u64,
     /// Last generation of a run or a daemon before this one: no number is used twice.
     pub(super) floor: u64,
-    /// Generations of this run that ended.
+    /// Number of the next generation's log files: generations of this run that ended, and those of earlier runs that
+    /// left files.
     pub(super) attempts: u32,
     pub(super) account: Account,
     /// Random name of this run, from its first assignment on.

@@ -23,6 +23,7 @@ mod launcher_killed;
 mod main_job;
 mod memory;
 mod numa;
+mod out_of_memory;
 mod pid_one;
 mod python_contract;
 mod signals;

@@ -295,6 +295,7 @@ impl World {
             run_token: String::new(),
             role: String::new(),
             last_call_ms: 0,
+            free_attempt: 0,
         };
         self.agents.push(Agent {
             incarnation: format!("n{host}#{number}"),
