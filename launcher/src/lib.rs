@@ -5,8 +5,8 @@
 //! | `plan`, `preview` | what an agent is asked to do, and what that comes to |
 //! | `agent` | joins, decides, supervises, restarts |
 //! | `guardian` | kills the workers of a launcher that was killed |
-//! | `cgroup` | holds all that workers start in one control group |
-//! | `spawn`, `environment`, `master_port` | start workers with the environment that they expect |
+//! | `cgroup` | holds all that workers start in one control group; knows the control groups of this process |
+//! | `spawn`, `process`, `environment`, `master_port` | start workers with the environment that they expect |
 //! | `hang` | finds workers that say nothing any more |
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
@@ -39,6 +39,7 @@ mod output;
 mod plan;
 mod preview;
 mod proc_table;
+mod process;
 mod progress;
 mod pump;
 mod reap;
@@ -48,7 +49,7 @@ mod spawn;
 mod sweep;
 
 pub use agent::{Conclusion, LaunchError, Outcome, run};
-pub use cgroup::{NoGroup, parent_of_workers};
+pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};
 pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;
 pub use logs::LogError;

@@ -28,7 +28,8 @@ pub(super) struct Job {
     pub(super) floor: u64,
     /// Generations up to this one of an earlier run or daemon are over for certain: none of them is taken up again.
     pub(super) buried: u64,
-    /// Generations of this run that ended.
+    /// Number of the next generation's log files: generations of this run that ended, and those of earlier runs that
+    /// left files.
     pub(super) attempts: u32,
     pub(super) account: Account,
     /// Random name of this run, from its first assignment on.

@@ -21,6 +21,9 @@ use super::policy::Account;
 use super::ranks::Seat;
 use super::words;
 
+/// Highest number of an attempt that is believed.
+const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
+
 /// A generation of an earlier daemon, as far as its nodes have come back.
 #[derive(Debug)]
 pub(super) struct Recovery {
@@ -166,7 +169,7 @@ impl Job {
             self.bury(turn, generation, &join.hostname);
             return Err(over(""));
         };
-        if let Err(why) = check_place(turn.config, generation, join) {
+        if let Err(why) = check_place(turn.config, join) {
             turn.decided(format!(
                 "job `{}`: place of node `{}` is not believed: {why}",
                 self.id, join.hostname
@@ -420,7 +423,7 @@ impl Job {
 }
 
 /// Whether a node can have been given the place that it tells.
-fn check_place(config: &Config, generation: u64, join: &Join) -> Result<(), &'static str> {
+fn check_place(config: &Config, join: &Join) -> Result<(), &'static str> {
     let Some((place, told)) = join
         .place
         .as_ref()
@@ -444,7 +447,7 @@ fn check_place(config: &Config, generation: u64, join: &Join) -> Result<(), &'st
     if told.max_restarts != join.max_restarts || told.restart_count > told.max_restarts {
         return Err("its restarts cannot be");
     }
-    if u64::from(told.attempt) >= generation || told.attempt == u32::MAX {
+    if told.attempt > MAX_TOLD_ATTEMPT {
         return Err("the number of its attempt cannot be");
     }
     let names = [&node.addr, &told.master_addr, &told.run_token];

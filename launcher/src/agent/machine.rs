@@ -153,8 +153,12 @@ impl Machine {
             Phase::Joining => "no worker runs, the next generation waits for the daemon",
             Phase::Running => "the workers keep running",
             Phase::Succeeded => "the workers of this node have succeeded",
+            Phase::Undecided
+            | Phase::Stopping {
+                then: Then::AskDaemon,
+                ..
+            } => "a worker of this node has failed, and the daemon decides what follows",
             Phase::Stopping { .. } => "the workers are being stopped",
-            Phase::Undecided => "a worker of this node has failed, and the daemon decides what follows",
             Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => "the workers are gone",
         }
     }

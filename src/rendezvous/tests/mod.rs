@@ -312,6 +312,7 @@ fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
         run_token: String::new(),
         role: String::new(),
         last_call_ms: 0,
+        free_attempt: 0,
         ..Join::default()
     }
 }

@@ -27,7 +27,7 @@ use super::link::{Link, LinkConfig};
 use super::machine::{LEAVE_WAIT, Machine, Rules};
 use super::signals::{Call, Signals};
 use super::workers::{Crew, PrepareError, inherited};
-use crate::cgroup::{self, WorkerGroup};
+use crate::cgroup::WorkerGroup;
 use crate::console::Console;
 use crate::control::{ControlEvent, ControlServer, News, Store};
 use crate::event_log::{EventLog, Happening};
@@ -254,7 +254,7 @@ impl<'a> Driver<'a> {
     }
 
     fn reap(&mut self, events: &mut VecDeque<Event>) {
-        let dead = reap::collect_workers(self.crew.live_pids());
+        let dead = reap::collect_workers(self.crew.live_pids(), self.group.as_deref().map(WorkerGroup::dir));
         for (pid, _) in &dead {
             self.guardian.forget(*pid);
         }
@@ -380,7 +380,7 @@ impl<'a> Driver<'a> {
             Effect::SignalAll(signal) => {
                 self.crew.signal(signal, None);
                 if let (libc::SIGKILL, Some(group)) = (signal, &self.group) {
-                    cgroup::kill_members(group.dir());
+                    group.kill();
                 }
             }
             Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),
