@@ -162,7 +162,7 @@ impl Daemon {
             only_job: Some(job_id.to_owned()),
             ..rendezvous::Config::default()
         };
-        let drain = config.drain;
+        let drain = config.drain + config.lease;
         let task = tokio::spawn(async move {
             let shutdown = async {
                 // A dropped sender means the same.
@@ -175,7 +175,7 @@ impl Daemon {
         Self { task, stop, drain }
     }
 
-    /// Stays until every node has left, within the daemon's bound.
+    /// Stays until every node has left, within the daemon's bounds: a node that fell silent may come for the verdict.
     async fn finish(self) {
         // The task may have ended already; then there is nobody to tell.
         let _ = self.stop.send(());

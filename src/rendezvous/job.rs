@@ -38,6 +38,9 @@ pub(super) struct Job {
     pub(super) nodes: BTreeMap<String, Node>,
     /// Incarnations of lost nodes, newest last: they may come back when the job is over.
     pub(super) lost: VecDeque<String>,
+    /// Nodes that fell silent on an open stream, by incarnation, and how long each is expected back: their launchers may
+    /// have been suspended.
+    pub(super) silent: BTreeMap<String, Duration>,
     /// Nodes that ever came, which numbers their arrival.
     pub(super) arrivals: u64,
     pub(super) phase: Phase,
@@ -150,6 +153,7 @@ impl Job {
             run_token: String::new(),
             nodes: BTreeMap::new(),
             lost: VecDeque::new(),
+            silent: BTreeMap::new(),
             arrivals: 0,
             phase: Phase::Gathering(Gathering {
                 began: now,

@@ -38,6 +38,7 @@ impl Joining {
 impl Job {
     /// Takes a node in, takes it back after a reconnect, or refuses it by name.
     pub(super) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+        self.silent.remove(&joining.incarnation);
         let admitted = match self.phase {
             Phase::Over(_) => Ok(()),
             _ => self.admit(turn, &joining),

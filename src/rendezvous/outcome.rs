@@ -176,7 +176,12 @@ impl Job {
             )
         };
         let cause = format!("{} was lost: {why}", self.node_name(incarnation));
+        let fell_silent = node.conn.is_some() && !matches!(self.phase, Phase::Over(_));
         self.node_lost(turn, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+        if fell_silent && self.silent.len() < MAX_LOST {
+            let until = turn.at.now + turn.config.lease;
+            self.silent.insert(incarnation.to_owned(), until);
+        }
     }
 
     /// A node is gone. If it was needed, the generation is over; `exit_code` ends the job without a restart.

@@ -159,42 +159,7 @@ impl Job {
         generation: u64,
         join: &Join,
     ) -> Result<(), String> {
-        let over = |why: &str| {
-            format!(
-                "the rendezvous daemon was restarted{why}: the workers of generation {generation} are stopped and \
-                 started again"
-            )
-        };
-        let Some(place) = &join.place else {
-            self.bury(turn, generation, &join.hostname);
-            return Err(over(""));
-        };
-        if let Err(why) = check_place(turn.config, join) {
-            turn.decided(format!(
-                "job `{}`: place of node `{}` is not believed: {why}",
-                self.id, join.hostname
-            ));
-            self.bury(turn, generation, &join.hostname);
-            return Err(over(""));
-        }
-        if let Some(assignment) = &place.assignment
-            && (generation, assignment.restart_count) >= (self.floor, self.account.spent())
-        {
-            // Whatever becomes of the generation, it and those before it have cost what they have cost.
-            self.attempts = assignment.attempt + 1;
-            self.account = Account::withdraw(assignment);
-        }
-        if place.over {
-            self.bury(turn, generation, &join.hostname);
-            return Err(over(" when this generation was over"));
-        }
-        if generation <= self.buried {
-            return Err(over(", and this generation was over on another node"));
-        }
-        if turn.config.only_job.is_some() {
-            self.buried = generation;
-            return Err(over(" with the node that hosts it"));
-        }
+        let place = self.believe(turn, generation, join)?;
         self.vacate_seats();
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
@@ -211,10 +176,9 @@ impl Job {
                 self.phase = Phase::Recovering(Recovery::of(generation, until));
             }
         }
-        let Phase::Recovering(recovery) = &mut self.phase else {
-            return Err(over(""));
-        };
-        if recovery.seat(incarnation, place) {
+        if let Phase::Recovering(recovery) = &mut self.phase
+            && recovery.seat(incarnation, place)
+        {
             return Ok(());
         }
         let why = format!(
@@ -222,7 +186,47 @@ impl Job {
             join.hostname
         );
         self.give_up_recovery(turn, &why);
-        Err(over(&why))
+        Err(started_again(generation, &why))
+    }
+
+    /// The place of a node in a generation that may still be taken up, or why it is not.
+    fn believe<'a>(
+        &mut self,
+        turn: &mut Turn<'_>,
+        generation: u64,
+        join: &'a Join,
+    ) -> Result<&'a Place, String> {
+        let checked = check_place(turn.config, join);
+        if let (Err(why), true) = (&checked, join.place.is_some()) {
+            turn.decided(format!(
+                "job `{}`: place of node `{}` is not believed: {why}",
+                self.id, join.hostname
+            ));
+        }
+        let Ok((place, assignment)) = checked else {
+            self.bury(turn, generation, &join.hostname);
+            return Err(started_again(generation, ""));
+        };
+        if (generation, assignment.restart_count) >= (self.floor, self.account.spent()) {
+            // Whatever becomes of the generation, it and those before it have cost what they have cost.
+            self.attempts = assignment.attempt + 1;
+            self.account = Account::withdraw(assignment);
+        }
+        if place.over {
+            self.bury(turn, generation, &join.hostname);
+            return Err(started_again(generation, " when this generation was over"));
+        }
+        if generation <= self.buried {
+            return Err(started_again(
+                generation,
+                ", and this generation was over on another node",
+            ));
+        }
+        if turn.config.only_job.is_some() {
+            self.buried = generation;
+            return Err(started_again(generation, " with the node that hosts it"));
+        }
+        Ok(place)
     }
 
     /// A node comes that was in no generation: as a spare it may know of one that runs.
@@ -422,8 +426,15 @@ impl Job {
     }
 }
 
-/// Whether a node can have been given the place that it tells.
-fn check_place(config: &Config, join: &Join) -> Result<(), &'static str> {
+/// Why the workers of a node are stopped.
+fn started_again(generation: u64, why: &str) -> String {
+    format!(
+        "the rendezvous daemon was restarted{why}: the workers of generation {generation} are stopped and started again"
+    )
+}
+
+/// The place that a node tells, if it can have been given it.
+fn check_place<'a>(config: &Config, join: &'a Join) -> Result<(&'a Place, &'a Assignment), &'static str> {
     let Some((place, told)) = join
         .place
         .as_ref()
@@ -462,5 +473,5 @@ fn check_place(config: &Config, join: &Join) -> Result<(), &'static str> {
     if told.master_port == 0 || told.master_port > u32::from(u16::MAX) {
         return Err("its MASTER_PORT cannot be");
     }
-    Ok(())
+    Ok((place, told))
 }

@@ -1,9 +1,11 @@
-//! The daemon dies while a job runs, and comes back.
+//! The daemon dies while a job runs, and comes back; a node is suspended, and comes back.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use crate::harness::{Daemon, Finished, Launch, Running, children, environment_of, launch, temp_dir};
+use crate::harness::{
+    Daemon, Finished, Launch, ReservedPort, Running, children, environment_of, launch, temp_dir,
+};
 
 /// Two nodes of one worker each, which work until a file exists.
 struct Pair {
@@ -138,6 +140,46 @@ fn a_node_that_dies_during_the_outage_is_missed() {
         .expect_exit(75)
         .expect_stderr("did not come back within 9.0 s: the workers are stopped and started again");
     stop(pair.daemon);
+}
+
+/// Two nodes of a job whose daemon is in the first of them; the launcher of the second is suspended until the first has
+/// given it up.
+fn suspended() -> (ReservedPort, [Running; 2]) {
+    let port = ReservedPort::new();
+    let node = |rank: &str| {
+        let node = launch()
+            .node_of(2, &port.endpoint, "suspended")
+            .flag("--node-rank", rank);
+        node.shell("echo at work; exec sleep 1000").start()
+    };
+    let mut nodes = [node("0"), node("1")];
+    for node in &mut nodes {
+        node.wait_for("at work");
+    }
+    nodes[1].signal(Signal::SIGSTOP);
+    nodes[0].wait_for("no heartbeat for 9.0 s");
+    (port, nodes)
+}
+
+#[test]
+fn a_node_that_was_suspended_hears_the_verdict_from_a_host_that_stays_for_it() {
+    let (_port, [host, late]) = suspended();
+    late.signal(Signal::SIGCONT);
+    late.finish()
+        .expect_exit(75)
+        .expect_stderr("this launcher stood still for ")
+        .expect_stderr("(node rank 1) was lost: no heartbeat for 9.0 s");
+    host.finish().expect_exit(75);
+}
+
+#[test]
+fn a_node_that_was_suspended_until_all_others_had_left_says_so_and_ends() {
+    let (_port, [host, late]) = suspended();
+    host.finish().expect_exit(75);
+    late.signal(Signal::SIGCONT);
+    late.finish()
+        .expect_exit(75)
+        .expect_stderr("the job went on without this node: it was suspended for ");
 }
 
 #[track_caller]

@@ -15,6 +15,7 @@
 //! | `contracts` | what an assignment means for each of them |
 //! | `link` | the stream to the daemon, opened again when it breaks |
 //! | `place` | what the agent keeps of its assignment for a daemon that has lost its state |
+//! | `standstill` | notices that this process was suspended |
 //! | `signals` | the signals that stop the launcher |
 
 mod aside;
@@ -30,6 +31,7 @@ mod link;
 mod machine;
 mod place;
 mod signals;
+mod standstill;
 mod stop;
 mod workers;
 

@@ -29,7 +29,7 @@ use super::signals::{Call, Signals};
 use super::workers::{Crew, PrepareError, inherited};
 use crate::cgroup::WorkerGroup;
 use crate::console::Console;
-use crate::control::{ControlEvent, ControlServer, News, Store};
+use crate::control::{ControlEvent, ControlServer, News};
 use crate::event_log::{EventLog, Happening};
 use crate::guardian::Guardian;
 use crate::hang::Beat;
@@ -39,6 +39,7 @@ use crate::plan::LaunchPlan;
 use crate::pump::Pump;
 use crate::reap;
 use crate::spawn::{SpawnEvent, Spawner, check_program};
+use hearing::Touch;
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
@@ -67,8 +68,6 @@ pub(super) struct Driver<'a> {
     control: ControlServer,
     link: Link,
     client: Option<Client>,
-    /// Of the generation assigned last.
-    store: Option<Arc<Store>>,
     master_port: Option<MasterPort>,
     inbox: Inbox,
     aside: mpsc::Sender<Aside>,
@@ -77,7 +76,7 @@ pub(super) struct Driver<'a> {
     /// Workers were asked what they do, and may answer still.
     asking: bool,
     alarm: Option<Instant>,
-    last_waiting: String,
+    touch: Touch,
     /// Of the last assignment.
     run_token: String,
     local_failure: Option<WorkerExit>,
@@ -134,12 +133,11 @@ impl<'a> Driver<'a> {
             },
             crew: Crew::none(),
             client: None,
-            store: None,
             master_port: None,
             deferred: BTreeSet::new(),
             asking: false,
             alarm: None,
-            last_waiting: String::new(),
+            touch: Touch::begin(),
             run_token: String::new(),
             local_failure: None,
             failures: Failures::default(),
@@ -182,6 +180,7 @@ impl<'a> Driver<'a> {
     }
 
     fn open(&mut self, mail: Mail, events: &mut VecDeque<Event>) {
+        self.feel_pulse();
         match mail {
             Mail::Signal(Call::Stop(signal)) => events.push_back(Event::Signal(signal)),
             // A worker may run already though nobody has said so yet.
@@ -213,6 +212,7 @@ impl<'a> Driver<'a> {
                     events.push_back(Event::Described(exit));
                 }
             }
+            Mail::Aside(Aside::Probed { refused }) => self.on_probed(refused, events),
             Mail::Aside(Aside::Answered) => self.judge_hung(),
             Mail::Aside(Aside::Swept(stuck)) => events.push_back(Event::Swept { stuck }),
             Mail::Alarm => {

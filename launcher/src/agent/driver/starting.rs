@@ -94,8 +94,6 @@ impl Driver<'_> {
         };
         self.crew = prepared.crew;
         self.local_failure = None;
-        let store = Arc::new(Store::new(client, self.plan.job_id.clone(), generation));
-        self.store = Some(store.clone());
         self.control.begin(Place {
             generation,
             contracts: prepared
@@ -104,7 +102,7 @@ impl Driver<'_> {
                 .map(ddp_proto::env::WorkerEnv::to_vars)
                 .collect(),
             node_addrs: assignment.nodes.iter().map(|node| node.addr.clone()).collect(),
-            store,
+            store: Arc::new(Store::new(client, self.plan.job_id.clone(), generation)),
             pids: vec![None; self.crew.len()],
             spawned: false,
             over: None,
