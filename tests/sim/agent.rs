@@ -72,7 +72,7 @@ impl Agent {
                 .assignment
                 .as_ref()
                 .map_or_else(String::new, |a| a.run_token.clone());
-            join.place = Some(place.clone());
+            join.place = Some(Box::new(place.clone()));
         }
         join.heard_generation = self.heard;
         let mut greeting = vec![Body::Join(join)];

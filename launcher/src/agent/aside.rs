@@ -8,7 +8,7 @@ use ddp_proto::ids::LocalRank;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
-use super::standstill::is_refused;
+use super::standstill::{REFUSED_FOR, is_refused};
 use crate::cgroup::WorkerGroup;
 use crate::console::Console;
 use crate::proc_table;
@@ -58,7 +58,7 @@ pub(super) fn hear(
 /// Looks whether the daemon is gone.
 pub(super) fn probe(results: mpsc::Sender<Aside>, endpoint: String) {
     tokio::spawn(async move {
-        let refused = is_refused(&endpoint).await;
+        let refused = is_refused(&endpoint, REFUSED_FOR).await;
         let _ = results.send(Aside::Probed { refused }).await;
     });
 }

@@ -162,7 +162,7 @@ impl Memory {
         join.heard_generation = self.heard.0;
         if let Some(place) = &self.place {
             join.run_token.clone_from(&place.assignment.run_token);
-            join.place = Some(place.told());
+            join.place = Some(Box::new(place.told()));
         }
         Some(join)
     }

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, timeout};
 
 /// How long a daemon has to refuse connections to count as gone: one that is started anew is back by then, or its
 /// node is given up all the same.
-const REFUSED_FOR: Duration = Duration::from_secs(3);
+pub(super) const REFUSED_FOR: Duration = Duration::from_secs(3);
 /// Pause between two attempts.
 const PROBE_PAUSE: Duration = Duration::from_millis(250);
 /// How long one attempt may take.
@@ -78,9 +78,9 @@ pub(super) fn since_boot() -> Duration {
     )
 }
 
-/// Whether nobody listens at `endpoint`, for as long as it takes to believe it.
-pub(super) async fn is_refused(endpoint: &str) -> bool {
-    let until = Instant::now() + REFUSED_FOR;
+/// Whether nobody listens at `endpoint` for so long.
+pub(super) async fn is_refused(endpoint: &str, so_long: Duration) -> bool {
+    let until = Instant::now() + so_long;
     loop {
         let attempt = timeout(PROBE_BOUND, TcpStream::connect(endpoint)).await;
         let refused = matches!(&attempt, Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused);
@@ -117,9 +117,8 @@ mod tests {
     async fn a_port_at_which_somebody_listens_is_not_refused() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = listener.local_addr().unwrap().to_string();
-        assert!(!is_refused(&endpoint).await);
+        assert!(!is_refused(&endpoint, SECOND).await);
         drop(listener);
-        tokio::time::pause();
-        assert!(is_refused(&endpoint).await);
+        assert!(is_refused(&endpoint, PROBE_PAUSE / 2).await);
     }
 }

@@ -66,7 +66,7 @@ impl Outage {
             *generation,
             Join {
                 run_token: assignment.run_token.clone(),
-                place: Some(place),
+                place: Some(Box::new(place)),
                 ..join(node, self.range.0, self.range.1)
             },
         );
