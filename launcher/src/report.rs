@@ -179,7 +179,8 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
         .filter(|end| Some(end.rank) != first && !end.ending.is_success())
     {
         let after = seconds(end.after);
-        let _ = match end.sent.map(|sent| deadly(sent, end.ending)) {
+        let deadly = end.sent.map(|sent| deadly(sent, end.ending, facts.conclusion));
+        let _ = match deadly {
             Some(signal) => {
                 write!(
                     text,
@@ -204,7 +205,7 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
             ),
         };
         let died_of = |sent| matches!(end.ending, Ending::Signal { signal, .. } if signal == sent);
-        if end.sent.is_some_and(|sent| !died_of(deadly(sent, end.ending))) {
+        if deadly.is_some_and(|signal| !died_of(signal)) {
             let _ = write!(text, " ({})", end.ending);
         }
         match &end.message {
@@ -218,10 +219,12 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
     }
 }
 
-/// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM.
-fn deadly(sent: i32, ending: Ending) -> i32 {
+/// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM, or the signal
+/// that stopped the job.
+fn deadly(sent: i32, ending: Ending, conclusion: &Conclusion) -> i32 {
+    let is_gentle = |signal| signal == libc::SIGTERM || Some(signal) == conclusion.signal();
     match ending {
-        Ending::Signal { signal, .. } if signal == libc::SIGTERM && sent == libc::SIGKILL => signal,
+        Ending::Signal { signal, .. } if sent == libc::SIGKILL && is_gentle(signal) => signal,
         _ => sent,
     }
 }
