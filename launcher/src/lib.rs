@@ -11,7 +11,7 @@
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
-//! | `output`, `pump`, `lines`, `console`, `progress`, `logs` | the workers' output, on the console and in files |
+//! | `output`, `pump`, `lines`, `feed`, `piece`, `console`, `sinks`, `progress`, `logs` | the workers' output, on the console and in files |
 //! | `report`, `root_cause` | the failure report, for people and for programs |
 //! | `event_log` | what happened, as JSON lines |
 //!
@@ -28,6 +28,7 @@ mod control;
 mod ending;
 mod environment;
 mod event_log;
+mod feed;
 mod guardian;
 mod hang;
 mod lines;
@@ -35,6 +36,7 @@ mod logs;
 mod master_port;
 mod oom;
 mod output;
+mod piece;
 mod plan;
 mod preview;
 mod proc_table;
@@ -43,6 +45,7 @@ mod pump;
 mod reap;
 mod report;
 mod root_cause;
+mod sinks;
 mod spawn;
 mod sweep;
 

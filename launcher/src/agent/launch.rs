@@ -9,10 +9,11 @@ use ddp_proto::exit;
 use super::conclusion::Conclusion;
 use super::driver::Driver;
 use crate::cgroup::{self, WorkerGroup};
-use crate::console::{Console, Sinks};
+use crate::console::Console;
 use crate::guardian::Guardian;
 use crate::logs::LogError;
 use crate::plan::LaunchPlan;
+use crate::sinks::Sinks;
 
 /// How long a console that takes nothing is waited for at the end.
 const CONSOLE_PATIENCE: Duration = Duration::from_secs(1);

@@ -275,7 +275,11 @@ fn programs_get_the_signal_that_stopped_a_launcher() {
     }
     // Of a launcher elsewhere; a number that is no signal is not passed on.
     for (signal, sent) in [(Some(2), 2), (Some(0), 15), (None, 15)] {
-        let over = JobOver { exit_code: 130, signal, ..JobOver::default() };
+        let over = JobOver {
+            exit_code: 130,
+            signal,
+            ..JobOver::default()
+        };
         assert!(sends(Play::running(false, 2).hear(1, Word::JobOver(over)), sent));
     }
 }

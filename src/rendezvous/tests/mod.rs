@@ -371,7 +371,8 @@ fn short(heard: &Heard) -> String {
             j.exit_code,
             j.reason,
             j.first_failure_host,
-            j.signal.map_or_else(String::new, |signal| format!(", signal {signal}"))
+            j.signal
+                .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
         Reply::HeartbeatAck(_) => "ack".into(),
