@@ -11,7 +11,7 @@
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
-//! | `output`, `pump`, `lines`, `feed`, `piece`, `console`, `sinks`, `progress`, `logs` | the workers' output, on the console and in files |
+//! | `output`, `pump`, `lines`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
 //! | `report`, `root_cause` | the failure report, for people and for programs |
 //! | `event_log` | what happened, as JSON lines |
 //!
@@ -48,6 +48,7 @@ mod root_cause;
 mod sinks;
 mod spawn;
 mod sweep;
+mod terminal;
 
 pub use agent::{Conclusion, LaunchError, Outcome, run};
 pub use cgroup::{NoGroup, parent_of_workers};

@@ -34,6 +34,8 @@ pub(crate) struct Facts<'a> {
     pub(crate) program: &'a str,
     /// This node.
     pub(crate) hostname: &'a str,
+    /// What the workers wrote was not seen.
+    pub(crate) output_unseen: bool,
     /// The first failure that this node saw itself, for a conclusion that does not tell.
     pub(crate) local_failure: Option<&'a WorkerExit>,
     /// Workers of this node in the last generation, in order of rank.
@@ -127,7 +129,9 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
         };
         let _ = write!(text, "\n    log file{on}: {}", failure.log_file);
     }
-    if failure.stderr_tail.is_empty() {
+    if facts.output_unseen {
+        // It is on the terminal, right above.
+    } else if failure.stderr_tail.is_empty() {
         text.push_str("\n    it wrote nothing to stderr");
     } else if !repeats(&failure.stderr_tail, &failure.message) {
         text.push_str("\n    last lines of its stderr:");

@@ -57,6 +57,7 @@ fn text(conclusion: &Conclusion, local_ends: &[LocalEnd], local_failure: Option<
         conclusion,
         program: "train.yaml",
         hostname: "a",
+        output_unseen: false,
         local_failure,
         local_ends,
         ran_for: Some(Duration::from_millis(12_340)),

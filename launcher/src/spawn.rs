@@ -37,8 +37,8 @@ const STACK_BYTES: usize = 256 << 10;
 pub(crate) struct WorkerSpec {
     pub(crate) local_rank: LocalRank,
     pub(crate) env: Vec<(OsString, OsString)>,
-    pub(crate) stdout: OwnedFd,
-    pub(crate) stderr: OwnedFd,
+    /// Its standard output and standard error; none: those of the launcher.
+    pub(crate) output: Option<[OwnedFd; 2]>,
     /// Reads the launcher's standard input; the others read nothing.
     pub(crate) has_stdin: bool,
     /// Cores that it is bound to; none: those of the launcher.
@@ -243,9 +243,10 @@ fn start_worker(
             Stdio::inherit()
         } else {
             Stdio::null()
-        })
-        .stdout(worker.stdout)
-        .stderr(worker.stderr);
+        });
+    if let Some([stdout, stderr]) = worker.output {
+        process.stdout(stdout).stderr(stderr);
+    }
     if let Some(arg0) = &command.arg0 {
         process.arg0(arg0);
     }

@@ -24,5 +24,6 @@ mod numa;
 mod pid_one;
 mod python_contract;
 mod signals;
+mod terminal;
 mod two_launchers;
 mod wrong_clock;
