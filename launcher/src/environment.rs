@@ -2,12 +2,10 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
-use std::fs;
-use std::path::Path;
 
 use ddp_proto::env::{DDP_JOB_MARKER, DDP_LOCAL_RANK, DDP_PROGRESS, SCRUBBED, WorkerEnv};
-use nix::sched::{CpuSet, sched_getaffinity};
-use nix::unistd::Pid;
+
+use crate::cgroup::usable_cores;
 
 const OMP_NUM_THREADS: &str = "OMP_NUM_THREADS";
 const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
@@ -80,58 +78,9 @@ fn is_scrubbed(name: &OsStr) -> bool {
     SCRUBBED.iter().any(|scrubbed| name == *scrubbed)
 }
 
-/// Cores for each of `workers`: those of the affinity mask, within the cgroup's quota, at least one.
+/// Cores for each of `workers`, at least one.
 pub(crate) fn threads_per_worker(workers: u32) -> usize {
-    let affinity = sched_getaffinity(Pid::from_raw(0)).map_or(1, |set| count(&set));
-    let cores = cgroup_quota().map_or(affinity, |quota| affinity.min(quota));
-    (cores / workers.max(1) as usize).max(1)
-}
-
-fn count(set: &CpuSet) -> usize {
-    (0..CpuSet::count())
-        .filter(|cpu| set.is_set(*cpu).unwrap_or(false))
-        .count()
-        .max(1)
-}
-
-/// The tightest CPU quota on the way from this process's cgroup to the root, in whole cores, rounded up.
-fn cgroup_quota() -> Option<usize> {
-    let membership = fs::read_to_string("/proc/self/cgroup").ok()?;
-    let v2 = membership.lines().find_map(|line| line.strip_prefix("0::"));
-    let v1 = membership.lines().find_map(|line| {
-        let (_, rest) = line.split_once(':')?;
-        let (controllers, path) = rest.split_once(':')?;
-        controllers.split(',').any(|name| name == "cpu").then_some(path)
-    });
-    let tightest = |root: &str, path: &str, quota: fn(&Path) -> Option<f64>| {
-        let relative = Path::new(path.trim_start_matches('/'));
-        let levels = relative.ancestors().map(|level| Path::new(root).join(level));
-        levels.filter_map(|level| quota(&level)).reduce(f64::min)
-    };
-    let v2 = v2.and_then(|path| tightest("/sys/fs/cgroup", path, quota_v2));
-    let v1 = v1.and_then(|path| tightest("/sys/fs/cgroup/cpu", path, quota_v1));
-    v2.into_iter()
-        .chain(v1)
-        .reduce(f64::min)
-        .map(|cores| cores.ceil().max(1.0) as usize)
-}
-
-fn quota_v2(directory: &Path) -> Option<f64> {
-    parse_cpu_max(&fs::read_to_string(directory.join("cpu.max")).ok()?)
-}
-
-fn quota_v1(directory: &Path) -> Option<f64> {
-    let number =
-        |file: &str| -> Option<f64> { fs::read_to_string(directory.join(file)).ok()?.trim().parse().ok() };
-    let (quota, period) = (number("cpu.cfs_quota_us")?, number("cpu.cfs_period_us")?);
-    (quota > 0.0 && period > 0.0).then_some(quota / period)
-}
-
-/// `max 100000` or `150000 100000`.
-fn parse_cpu_max(text: &str) -> Option<f64> {
-    let (quota, period) = text.trim().split_once(' ')?;
-    let (quota, period): (f64, f64) = (quota.parse().ok()?, period.parse().ok()?);
-    (period > 0.0).then_some(quota / period)
+    (usable_cores() / workers.max(1) as usize).max(1)
 }
 
 #[cfg(test)]
@@ -196,13 +145,6 @@ mod tests {
         assert_eq!(own_device(None, 2), "2");
         assert_eq!(own_device(Some("4, 6,7"), 1), "6");
         assert_eq!(own_device(Some("4"), 1), "", "there is no second one");
-    }
-
-    #[test]
-    fn quotas_are_read_in_cores() {
-        assert_eq!(parse_cpu_max("max 100000\n"), None);
-        assert_eq!(parse_cpu_max("150000 100000\n"), Some(1.5));
-        assert_eq!(parse_cpu_max("nonsense"), None);
     }
 
     #[test]

@@ -47,6 +47,9 @@ pub struct Guardian {
 impl Guardian {
     /// Forks the guardian. Must be the first thing in `main`: no thread and no runtime may exist yet.
     pub fn fork() -> io::Result<Self> {
+        // Ignored by whoever started us, it would take all children away before they can be waited for.
+        // SAFETY: the default disposition runs no code.
+        unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
         let launcher_id = format!("ddp-{}-{:016x}", std::process::id(), rand::random::<u64>());
         let marker = nested(std::env::var(DDP_JOB_MARKER).ok().as_deref(), &launcher_id);
         let group = cgroup::parent_of_workers().ok().map(|own| own.join(&launcher_id));

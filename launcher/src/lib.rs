@@ -5,14 +5,14 @@
 //! | `plan`, `preview` | what an agent is asked to do, and what that comes to |
 //! | `agent` | joins, decides, supervises, restarts |
 //! | `guardian` | kills the workers of a launcher that was killed |
-//! | `cgroup` | holds all that workers start in one control group |
-//! | `spawn`, `environment`, `master_port` | start workers with the environment that they expect |
+//! | `cgroup` | holds all that workers start in one control group; knows the control groups of this process |
+//! | `spawn`, `process`, `environment`, `master_port` | start workers with the environment that they expect |
 //! | `hang` | finds workers that say nothing any more |
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
 //! | `output`, `pump`, `lines`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
-//! | `report`, `root_cause` | the failure report, for people and for programs |
+//! | `report`, `root_cause`, `failures` | the failure report, for people and for programs; what else failed |
 //! | `event_log` | what happened, as JSON lines |
 //!
 //! It knows the protocol of the daemon ([`ddp_proto`]) but not its insides, and nothing of tensors.
@@ -28,6 +28,7 @@ mod control;
 mod ending;
 mod environment;
 mod event_log;
+mod failures;
 mod feed;
 mod guardian;
 mod hang;
@@ -40,6 +41,7 @@ mod piece;
 mod plan;
 mod preview;
 mod proc_table;
+mod process;
 mod progress;
 mod pump;
 mod reap;
@@ -51,7 +53,7 @@ mod sweep;
 mod terminal;
 
 pub use agent::{Conclusion, LaunchError, Outcome, run};
-pub use cgroup::{NoGroup, parent_of_workers};
+pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};
 pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;
 pub use logs::LogError;

@@ -36,12 +36,26 @@ pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, name: &str) -> Result<
         .map_err(|cause| LogError { path, cause })
 }
 
+/// The first attempt that has no folder in `log_dir`, nor has any after it.
+pub(crate) fn free_attempt(log_dir: &Path) -> u32 {
+    let attempts = fs::read_dir(log_dir)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| {
+            let name = entry.file_name();
+            name.to_str()?.strip_prefix("attempt_")?.parse::<u32>().ok()
+        });
+    attempts.max().map_or(0, |last| last.saturating_add(1))
+}
+
 /// Files of one worker in one attempt.
 #[derive(Clone, Debug)]
-pub(crate) struct WorkerFiles {
-    directory: PathBuf,
-    /// False for scratch files, which nobody is told of: then only the error file is used.
-    logged: bool,
+pub(crate) enum WorkerFiles {
+    /// A folder with all files.
+    Logged(PathBuf),
+    /// Without a log directory: only an error file, beside those of all other workers.
+    Scratch(PathBuf),
 }
 
 impl WorkerFiles {
@@ -52,14 +66,15 @@ impl WorkerFiles {
         attempt: u32,
         rank: GlobalRank,
     ) -> Result<Self, LogError> {
-        let root = log_dir.unwrap_or(scratch);
-        let directory = root.join(format!("attempt_{attempt}")).join(rank.to_string());
-        let files = Self {
-            directory,
-            logged: log_dir.is_some(),
+        let (directory, files) = if let Some(root) = log_dir {
+            let directory = root.join(format!("attempt_{attempt}")).join(rank.to_string());
+            (directory.clone(), Self::Logged(directory))
+        } else {
+            let file = scratch.join(format!("attempt_{attempt}_rank_{rank}_error.json"));
+            (scratch.to_owned(), Self::Scratch(file))
         };
-        fs::create_dir_all(&files.directory).map_err(|cause| LogError {
-            path: files.directory.clone(),
+        fs::create_dir_all(&directory).map_err(|cause| LogError {
+            path: directory,
             cause,
         })?;
         // A stale one of an earlier run would be taken for this worker's.
@@ -74,29 +89,36 @@ impl WorkerFiles {
 
     /// `TORCHELASTIC_ERROR_FILE`.
     pub(crate) fn error_file(&self) -> PathBuf {
-        self.directory.join("error.json")
+        match self {
+            Self::Logged(directory) => directory.join("error.json"),
+            Self::Scratch(file) => file.clone(),
+        }
     }
 
     /// Path of the stderr log for messages; none without a log directory.
     pub(crate) fn stderr_log(&self) -> Option<PathBuf> {
-        self.logged.then(|| self.directory.join("stderr.log"))
+        self.logged("stderr.log")
     }
 
     /// What a worker did when one of them hung; none without a log directory.
     pub(crate) fn hang_file(&self) -> Option<PathBuf> {
-        self.logged.then(|| self.directory.join("hang.txt"))
+        self.logged("hang.txt")
     }
 
     /// Opens `stdout.log` and `stderr.log`, empty; none without a log directory.
     pub(crate) fn open_logs(&self) -> Result<Option<(File, File)>, LogError> {
-        if !self.logged {
+        let (Some(stdout), Some(stderr)) = (self.logged("stdout.log"), self.logged("stderr.log")) else {
             return Ok(None);
-        }
-        let open = |name: &str| {
-            let path = self.directory.join(name);
-            File::create(&path).map_err(|cause| LogError { path, cause })
         };
-        Ok(Some((open("stdout.log")?, open("stderr.log")?)))
+        let open = |path: PathBuf| File::create(&path).map_err(|cause| LogError { path, cause });
+        Ok(Some((open(stdout)?, open(stderr)?)))
+    }
+
+    fn logged(&self, name: &str) -> Option<PathBuf> {
+        match self {
+            Self::Logged(directory) => Some(directory.join(name)),
+            Self::Scratch(_) => None,
+        }
     }
 
     /// What the worker wrote into its error file, in one short text; none if it wrote nothing.
@@ -148,6 +170,28 @@ mod tests {
         assert_eq!(files.error_message().as_deref(), Some("old"));
         assert_eq!(create().error_message(), None);
         assert!(files.open_logs().unwrap().is_some());
+    }
+
+    #[test]
+    fn an_earlier_runs_attempts_are_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        assert_eq!(free_attempt(&dir.path().join("missing")), 0);
+        assert_eq!(free_attempt(dir.path()), 0);
+        for name in ["attempt_0", "attempt_9", "attempt_x", "other"] {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        assert_eq!(free_attempt(dir.path()), 10);
+    }
+
+    #[test]
+    fn without_a_log_directory_there_are_error_files_only() {
+        let scratch = tempfile::tempdir().unwrap();
+        let create = |rank| WorkerFiles::create(None, scratch.path(), 2, GlobalRank(rank)).unwrap();
+        let (one, other) = (create(5), create(6));
+        assert_ne!(one.error_file(), other.error_file());
+        assert_eq!(one.error_file().parent(), Some(scratch.path()));
+        assert!(one.open_logs().unwrap().is_none());
+        assert_eq!((one.stderr_log(), one.hang_file()), (None, None));
     }
 
     #[test]

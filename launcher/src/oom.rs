@@ -6,10 +6,13 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use crate::cgroup::Standing;
 use crate::ending::Ending;
 
-/// The file of version 2, which counts the groups below too, and the one of version 1.
-const COUNTERS: [&str; 2] = ["memory.events", "memory.oom_control"];
+/// The file of version 2, which counts the groups below too.
+const EVENTS: &str = "memory.events";
+/// The file of version 1.
+const OOM_CONTROL: &str = "memory.oom_control";
 
 /// The count of one control group since this was made.
 #[derive(Debug)]
@@ -23,30 +26,18 @@ impl OomCounter {
     /// The workers' own group, if it counts: then nobody else's death is taken for theirs. Otherwise the nearest group
     /// that counts, from this process's own upwards: workers are in it, or below.
     pub(crate) fn of_workers(group: Option<&Path>) -> Self {
-        let file = group.map(|group| group.join(COUNTERS[0]));
+        let file = group.map(|group| group.join(EVENTS));
         if let Some(before) = file.as_deref().and_then(kills) {
             return Self { file, before };
         }
-        let membership = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-        Self::nearest(Path::new("/sys/fs/cgroup"), &membership)
+        Self::nearest(&Standing::of_this_process())
     }
 
-    /// As [`OomCounter::of_workers`] without a group of their own, for control groups mounted at `root` and a `/proc/<pid>/cgroup` that says
-    /// `membership`.
-    fn nearest(root: &Path, membership: &str) -> Self {
-        let groups = membership.lines().filter_map(|line| {
-            let (_, rest) = line.split_once(':')?;
-            let (controllers, path) = rest.split_once(':')?;
-            let mount = match controllers {
-                "" => root.to_owned(),
-                _ if controllers.split(',').any(|name| name == "memory") => root.join("memory"),
-                _ => return None,
-            };
-            Some((mount, Path::new(path.trim_start_matches('/'))))
-        });
-        let levels = groups.flat_map(|(mount, path)| path.ancestors().map(move |level| mount.join(level)));
-        let mut files = levels.flat_map(|level| COUNTERS.map(|name| level.join(name)));
-        let file = files.find(|file| kills(file).is_some());
+    /// As [`OomCounter::of_workers`] without a group of their own. One hierarchy at most has the memory controller.
+    fn nearest(standing: &Standing) -> Self {
+        let v2 = standing.unified_levels().map(|level| level.join(EVENTS));
+        let v1 = standing.levels_of("memory").map(|level| level.join(OOM_CONTROL));
+        let file = v2.chain(v1).find(|file| kills(file).is_some());
         let before = file.as_deref().and_then(kills).unwrap_or(0);
         Self { file, before }
     }
@@ -75,6 +66,7 @@ fn kills(file: &Path) -> Option<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cgroup::machine;
 
     const KILLED: Ending = Ending::Signal {
         signal: libc::SIGKILL,
@@ -94,10 +86,10 @@ mod tests {
     #[test]
     fn a_kill_that_was_counted_meanwhile_explains_a_death() {
         let root = tempfile::tempdir().unwrap();
-        write(root.path(), "slurm/job/memory.events", 2);
-        let counter = OomCounter::nearest(root.path(), "0::/slurm/job\n");
+        write(root.path(), "v2/slurm/job/memory.events", 2);
+        let counter = OomCounter::nearest(&machine(root.path(), "0::/slurm/job\n"));
         assert!(!counter.explains(KILLED, None), "two were killed before our time");
-        write(root.path(), "slurm/job/memory.events", 3);
+        write(root.path(), "v2/slurm/job/memory.events", 3);
         assert!(counter.explains(KILLED, None));
         assert!(
             counter.explains(KILLED, Some(libc::SIGTERM)),
@@ -116,10 +108,10 @@ mod tests {
     fn the_nearest_group_that_counts_is_asked() {
         let root = tempfile::tempdir().unwrap();
         // Without the memory controller, a group has no such file.
-        fs::create_dir_all(root.path().join("user/session")).unwrap();
-        write(root.path(), "user/memory.events", 0);
-        let counter = OomCounter::nearest(root.path(), "0::/user/session\n");
-        write(root.path(), "user/memory.events", 1);
+        fs::create_dir_all(root.path().join("v2/user/session")).unwrap();
+        write(root.path(), "v2/user/memory.events", 0);
+        let counter = OomCounter::nearest(&machine(root.path(), "0::/user/session\n"));
+        write(root.path(), "v2/user/memory.events", 1);
         assert!(counter.explains(KILLED, None));
     }
 
@@ -128,7 +120,7 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         write(root.path(), "memory/docker/memory.oom_control", 0);
         let membership = "5:cpu,cpuacct:/other\n4:memory:/docker\n0::/\n";
-        let counter = OomCounter::nearest(root.path(), membership);
+        let counter = OomCounter::nearest(&machine(root.path(), membership));
         assert!(!counter.explains(KILLED, None));
         write(root.path(), "memory/docker/memory.oom_control", 1);
         assert!(counter.explains(KILLED, None));
@@ -147,7 +139,7 @@ mod tests {
     #[test]
     fn where_nothing_counts_nothing_is_claimed() {
         let root = tempfile::tempdir().unwrap();
-        assert!(!OomCounter::nearest(root.path(), "0::/a\n").explains(KILLED, None));
-        assert!(!OomCounter::nearest(root.path(), "").explains(KILLED, None));
+        assert!(!OomCounter::nearest(&machine(root.path(), "0::/a\n")).explains(KILLED, None));
+        assert!(!OomCounter::nearest(&machine(root.path(), "")).explains(KILLED, None));
     }
 }

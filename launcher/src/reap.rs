@@ -9,6 +9,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::path::Path;
 
 use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
@@ -23,8 +24,9 @@ enum Which {
     Any,
 }
 
-/// Workers that are dead, with their ends. What lives in their sessions is killed, then they are reaped.
-pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>) -> Vec<(i32, Ending)> {
+/// Workers that are dead, with their ends. What lives in their sessions is killed, then they are reaped. With a control
+/// group of the workers only its members are looked at: a machine may have thousands of other processes.
+pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>, group: Option<&Path>) -> Vec<(i32, Ending)> {
     let dead: Vec<(i32, Ending)> = pids
         .filter_map(|pid| look(Which::Pid(pid), libc::WNOWAIT).ok().flatten())
         .collect();
@@ -36,7 +38,11 @@ pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>) -> Vec<(i32, Endi
         // Usually there is nobody left in the group.
         let _ = killpg(Pid::from_raw(*pid), Signal::SIGKILL);
     }
-    Quarry::Sessions(&sessions).kill_once();
+    let quarry = Quarry::Sessions {
+        sessions: &sessions,
+        group,
+    };
+    quarry.kill_once();
     for pid in &sessions {
         // It was dead a moment ago, and only this function reaps it.
         let _ = look(Which::Pid(*pid), 0);

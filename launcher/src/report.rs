@@ -5,11 +5,12 @@
 use std::fmt::Write as _;
 use std::time::Duration;
 
-use ddp_proto::ids::GlobalRank;
-use ddp_proto::rendezvous::WorkerExit;
+use ddp_proto::ids::{Generation, GlobalRank};
+use ddp_proto::rendezvous::{Failures, WorkerExit};
 
 use crate::agent::Conclusion;
 use crate::ending::{Ending, signal_name};
+use crate::failures::elsewhere;
 use crate::hang::HUNG;
 
 /// How one worker of this node ended.
@@ -40,6 +41,10 @@ pub(crate) struct Facts<'a> {
     pub(crate) local_failure: Option<&'a WorkerExit>,
     /// Workers of this node in the last generation, in order of rank.
     pub(crate) local_ends: &'a [LocalEnd],
+    /// All failures of the job, as far as the daemon told them.
+    pub(crate) failures: &'a Failures,
+    /// The last generation that this node was in.
+    pub(crate) generation: Generation,
     /// From the start of the last generation's workers to the first failure.
     pub(crate) ran_for: Option<Duration>,
 }
@@ -59,13 +64,15 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
             first_failure,
             ..
         } => {
-            if let Some((failure, host)) = first_failure.as_deref() {
+            let mut text = if let Some((failure, host)) = first_failure.as_deref() {
                 job_failed(facts, no_restart, failure, host)
             } else {
                 let mut text = format!("error: {reason}");
                 others(&mut text, facts, None);
                 text
-            }
+            };
+            elsewhere(&mut text, facts);
+            text
         }
         Conclusion::Refused { reason, .. } => format!("error: {reason}"),
         Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => after_error(facts, error),
@@ -237,7 +244,8 @@ fn indented(message: &str, indent: &str) -> String {
     message.trim_end().replace('\n', &format!("\n{indent}"))
 }
 
-fn seconds(time: Duration) -> String {
+/// "1.2 s", "3 min 4 s"
+pub(crate) fn seconds(time: Duration) -> String {
     match time.as_secs() {
         0..60 => format!("{:.1} s", time.as_secs_f64()),
         60..3600 => format!("{} min {} s", time.as_secs() / 60, time.as_secs() % 60),

@@ -1,3 +1,5 @@
+use ddp_proto::rendezvous::Failure;
+
 use super::*;
 use crate::spawn::SpawnError;
 
@@ -53,6 +55,15 @@ fn end(rank: u32, ending: Ending, sent: Option<i32>, after_ms: u64) -> LocalEnd 
 }
 
 fn text(conclusion: &Conclusion, local_ends: &[LocalEnd], local_failure: Option<&WorkerExit>) -> String {
+    text_of_many(conclusion, local_ends, local_failure, &Failures::default())
+}
+
+fn text_of_many(
+    conclusion: &Conclusion,
+    local_ends: &[LocalEnd],
+    local_failure: Option<&WorkerExit>,
+    failures: &Failures,
+) -> String {
     let facts = Facts {
         conclusion,
         program: "train.yaml",
@@ -60,6 +71,8 @@ fn text(conclusion: &Conclusion, local_ends: &[LocalEnd], local_failure: Option<
         output_unseen: false,
         local_failure,
         local_ends,
+        failures,
+        generation: Generation(2),
         ran_for: Some(Duration::from_millis(12_340)),
     };
     report(&facts).unwrap_or_default()
@@ -257,4 +270,107 @@ fn errors_before_any_worker() {
     let missing = Conclusion::CannotStart(SpawnError::NotFound { program: "x".into() });
     assert!(text(&missing, &[], None).starts_with("error: program `x` was not found\n  hint: "));
     assert_eq!(text(&Conclusion::Succeeded, &[], None), "");
+}
+
+/// As the daemon lists it, `after_ms` after the first.
+fn listed(generation: u64, host: &str, exit: WorkerExit, after_ms: i64) -> Failure {
+    Failure {
+        generation,
+        hostname: host.into(),
+        exit: Some(exit),
+        happened_ns: after_ms * 1_000_000,
+        ..Failure::default()
+    }
+}
+
+#[test]
+fn later_failures_of_other_nodes_are_told_in_a_line_each() {
+    let first = failure(5, Ending::Code(42));
+    let follower = WorkerExit {
+        consequence: true,
+        ..failure(4, Ending::Code(1))
+    };
+    let victim = WorkerExit {
+        stopped_with: Some(15),
+        ..failure(7, TERMINATED)
+    };
+    let failures = Failures {
+        failures: vec![
+            listed(1, "b", failure(3, Ending::Code(9)), 0),
+            listed(2, "c", failure(6, KILLED), 59_900),
+            listed(2, "b", first.clone(), 60_000),
+            listed(2, "a", failure(0, Ending::Code(1)), 60_100),
+            listed(2, "b", follower, 60_300),
+            listed(2, "b", victim, 60_400),
+            Failure {
+                generation: 2,
+                hostname: "d".into(),
+                node_gone: "node `d` (node rank 3) was lost: no heartbeat for 9.0 s".into(),
+                happened_ns: 68_000_000_000,
+                ..Failure::default()
+            },
+        ],
+        ..Failures::default()
+    };
+    let here = [
+        end(0, Ending::Code(1), None, 100),
+        end(1, TERMINATED, Some(15), 200),
+    ];
+    let conclusion = job_over("", first, "b");
+    insta::assert_snapshot!(text_of_many(&conclusion, &here, None, &failures), @r"
+    error: `train.yaml` failed
+      first failure: rank 5 (node `b`, pid 4711) exited with code 42 at 22:13:20 UTC by that node's clock
+        it wrote nothing to stderr
+      rank 0: exited with code 1 by itself 0.1 s later
+      rank 1: stopped by us with SIGTERM after 0.2 s
+      rank 6 (node `c`): died of SIGKILL by itself 0.1 s before
+      rank 4 (node `b`): ended because of that 0.3 s later (exited with code 1)
+      node `d` (node rank 3) was lost: no heartbeat for 9.0 s, 8.0 s later
+    ");
+}
+
+#[test]
+fn many_failures_of_other_nodes_are_counted() {
+    let alike = |rank| listed(2, "b", failure(rank, Ending::Code(1)), i64::from(rank));
+    let failures = Failures {
+        failures: (0..16).map(alike).collect(),
+        more_failures: 100,
+        more_victims: 7,
+    };
+    let text = text_of_many(
+        &job_over("", failure(0, Ending::Code(1)), "b"),
+        &[],
+        None,
+        &failures,
+    );
+    assert_eq!(text.matches("(node `b`): exited").count(), 4, "{text}");
+    assert!(text.ends_with("\n  and 111 more"), "{text}");
+}
+
+#[test]
+fn a_lost_node_that_ended_the_job_is_not_told_twice() {
+    let gone = "node `b` (node rank 1) was lost: no heartbeat for 9.0 s";
+    let conclusion = Conclusion::JobOver {
+        exit_code: 75,
+        reason: format!("{gone}; all 3 restarts are used up"),
+        no_restart: "all 3 restarts are used up".into(),
+        first_failure: None,
+        signal: None,
+    };
+    let failures = Failures {
+        failures: vec![
+            Failure {
+                generation: 2,
+                hostname: "b".into(),
+                node_gone: gone.into(),
+                ..Failure::default()
+            },
+            listed(2, "c", failure(4, Ending::Code(1)), 500),
+        ],
+        ..Failures::default()
+    };
+    insta::assert_snapshot!(text_of_many(&conclusion, &[], None, &failures), @r"
+    error: node `b` (node rank 1) was lost: no heartbeat for 9.0 s; all 3 restarts are used up
+      rank 4 (node `c`): exited with code 1 by itself 0.5 s later
+    ");
 }

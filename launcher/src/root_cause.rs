@@ -8,11 +8,13 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
-use ddp_proto::rendezvous::WorkerExit;
+use ddp_proto::ids::Generation;
+use ddp_proto::rendezvous::{Failures, WorkerExit};
 use serde::Serialize;
 use serde_json::json;
 
 use crate::agent::Conclusion;
+use crate::failures::Record;
 
 /// Name of the variable, and of torch's protocol.
 const ERROR_FILE: &str = "TORCHELASTIC_ERROR_FILE";
@@ -25,6 +27,12 @@ struct RootCause<'a> {
     /// In words.
     reason: String,
     first_failure: Option<Failure<'a>>,
+    /// All failures of the job in the order in which the daemon heard of them, with the workers that were stopped.
+    failures: Vec<Record<'a>>,
+    /// Failures that are not in the list.
+    more_failures: u32,
+    /// Workers that were stopped and are not in the list.
+    more_victims: u32,
 }
 
 #[derive(Debug, Serialize)]
@@ -51,6 +59,10 @@ pub(crate) struct Verdict<'a> {
     pub(crate) report: &'a str,
     /// The first failure that this node saw itself, for a conclusion that does not tell.
     pub(crate) local_failure: Option<&'a WorkerExit>,
+    /// All failures of the job, as far as the daemon told them.
+    pub(crate) failures: &'a Failures,
+    /// The last generation that this node was in.
+    pub(crate) generation: Generation,
     pub(crate) hostname: &'a str,
     /// Error file of the first failure's worker, if it ran here.
     pub(crate) worker_file: Option<PathBuf>,
@@ -81,6 +93,9 @@ impl Verdict<'_> {
             exit_code: self.conclusion.exit_code(),
             reason,
             first_failure: failure,
+            failures: self.records(),
+            more_failures: self.failures.more_failures,
+            more_victims: self.failures.more_victims,
         };
         replace(&log_dir.join("error.json"), &serde_json::to_vec_pretty(&cause)?)
     }
@@ -104,6 +119,16 @@ impl Verdict<'_> {
             None => serde_json::to_vec(&own_words())?,
         };
         replace(Path::new(target), &bytes)
+    }
+
+    /// The daemon's list; without one, the first failure alone.
+    fn records(&self) -> Vec<Record<'_>> {
+        let listed = &self.failures.failures;
+        if listed.is_empty() {
+            let only = |(exit, node)| Record::only(self.generation.0, node, exit);
+            return self.failure().map(only).into_iter().collect();
+        }
+        listed.iter().map(Record::new).collect()
     }
 
     fn failure(&self) -> Option<(&WorkerExit, &str)> {
@@ -151,11 +176,18 @@ mod tests {
     }
 
     fn verdict(conclusion: &Conclusion, worker_file: Option<PathBuf>) -> Verdict<'_> {
+        static NONE: Failures = Failures {
+            failures: Vec::new(),
+            more_failures: 0,
+            more_victims: 0,
+        };
         Verdict {
             job_id: "job",
             conclusion,
             report: "error: it failed",
             local_failure: None,
+            failures: &NONE,
+            generation: Generation(3),
             hostname: "a",
             worker_file,
         }
@@ -171,10 +203,89 @@ mod tests {
         assert_eq!(value["first_failure"]["rank"], 5);
         assert_eq!(value["first_failure"]["node"], "b");
         assert_eq!(value["first_failure"]["signal"], 9);
+        let [only] = &value["failures"].as_array().unwrap()[..] else {
+            panic!("a daemon that tells no list has told the first failure: {value}")
+        };
+        assert_eq!(
+            (&only["rank"], &only["generation"], &only["node"]),
+            (&5.into(), &3.into(), &"b".into())
+        );
         assert_eq!(
             fs::read_dir(directory.path()).unwrap().count(),
             1,
             "no temporary is left"
+        );
+    }
+
+    #[test]
+    fn programs_read_all_failures_in_order() {
+        let exit = |rank, exit_code| WorkerExit {
+            rank,
+            local_rank: 1,
+            pid: 77,
+            exit_code: Some(exit_code),
+            unix_time_ns: 1_700_000_000_123_456_789,
+            ..WorkerExit::default()
+        };
+        let worker = |generation, exit, after| ddp_proto::rendezvous::Failure {
+            generation,
+            hostname: "b".into(),
+            exit: Some(exit),
+            arrived_ns: after,
+            happened_ns: after as i64 - 5,
+            ..Default::default()
+        };
+        let victim = WorkerExit {
+            stopped_with: Some(15),
+            consequence: true,
+            ..exit(2, 1)
+        };
+        let failures = Failures {
+            failures: vec![
+                worker(1, exit(3, 9), 0),
+                ddp_proto::rendezvous::Failure {
+                    generation: 2,
+                    hostname: "c".into(),
+                    node_gone: "node `c` left".into(),
+                    arrived_ns: 10,
+                    happened_ns: 10,
+                    ..Default::default()
+                },
+                worker(2, victim, 20),
+            ],
+            more_failures: 4,
+            more_victims: 2,
+        };
+        let (directory, conclusion) = (tempfile::tempdir().unwrap(), conclusion());
+        let all = Verdict {
+            failures: &failures,
+            ..verdict(&conclusion, None)
+        };
+        all.write_to(directory.path()).unwrap();
+        let text = fs::read(directory.path().join("error.json")).unwrap();
+        let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
+        assert_eq!(value["more_failures"], 4);
+        assert_eq!(value["more_victims"], 2);
+        assert_eq!(
+            value["failures"],
+            json!([
+                {
+                    "generation": 1, "node": "b", "node_gone": null, "rank": 3, "local_rank": 1, "pid": 77,
+                    "exit_code": 9, "signal": null, "core_dumped": false, "out_of_memory": false,
+                    "consequence": false, "stopped_with": null, "unix_time_ns": 1_700_000_000_123_456_789_u64,
+                    "arrived_ns": 0, "happened_ns": -5, "message": "", "log_file": ""
+                },
+                {
+                    "generation": 2, "node": "c", "node_gone": "node `c` left",
+                    "arrived_ns": 10, "happened_ns": 10
+                },
+                {
+                    "generation": 2, "node": "b", "node_gone": null, "rank": 2, "local_rank": 1, "pid": 77,
+                    "exit_code": 1, "signal": null, "core_dumped": false, "out_of_memory": false,
+                    "consequence": true, "stopped_with": 15, "unix_time_ns": 1_700_000_000_123_456_789_u64,
+                    "arrived_ns": 20, "happened_ns": 15, "message": "", "log_file": ""
+                },
+            ])
         );
     }
 

@@ -2,27 +2,28 @@
 //!
 //! All are started by one thread that lives as long as the launcher: `PR_SET_PDEATHSIG` speaks of the death of
 //! the *thread* that forked, so a worker started by a short-lived thread would be killed with that thread.
-#![expect(unsafe_code, reason = "code between fork and exec")]
 
 use std::ffi::OsString;
+use std::fs::File;
 use std::io;
-use std::os::fd::OwnedFd;
-use std::os::unix::process::CommandExt;
+use std::iter;
+use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ddp_proto::exit;
 use ddp_proto::ids::LocalRank;
+use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
-use nix::sys::signal::{SigSet, SigmaskHow, Signal, sigprocmask};
+use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
 use crate::cgroup::Door;
 use crate::guardian::Registrar;
 use crate::plan::WorkerCommand;
+use crate::process::{self, Image, Streams};
 
 /// Exit code of shells for a program that was not found.
 const NOT_FOUND: u8 = 127;
@@ -30,7 +31,7 @@ const NOT_FOUND: u8 = 127;
 const NOT_EXECUTABLE: u8 = 126;
 /// A batch of one generation is asked for only after the last one ended.
 const BATCH_QUEUE: usize = 1;
-/// Stack of the spawning thread; it only calls `fork` and `exec`.
+/// Stack of the spawning thread; it only makes new processes.
 const STACK_BYTES: usize = 256 << 10;
 
 /// One worker to start.
@@ -212,7 +213,7 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
             return None;
         }
         let (local_rank, is_bound) = (worker.local_rank, worker.cores.is_some());
-        match start_worker(&batch.command, worker, registrar, batch.door) {
+        match start_worker(&batch.command, &worker, registrar, batch.door) {
             Ok(pid) => {
                 // The agent is gone only when the process is ending.
                 let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
@@ -230,40 +231,41 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
 
 fn start_worker(
     command: &WorkerCommand,
-    worker: WorkerSpec,
+    worker: &WorkerSpec,
     registrar: Registrar,
     door: Option<Door>,
 ) -> io::Result<i32> {
-    let mut process = Command::new(&command.program);
-    process
-        .args(&command.args)
-        .env_clear()
-        .envs(worker.env)
-        .stdin(if worker.has_stdin {
-            Stdio::inherit()
-        } else {
-            Stdio::null()
-        });
-    if let Some([stdout, stderr]) = worker.output {
-        process.stdout(stdout).stderr(stderr);
-    }
-    if let Some(arg0) = &command.arg0 {
-        process.arg0(arg0);
-    }
-    let (launcher, cores) = (Pid::this(), worker.cores);
-    // SAFETY: `enter_session` only makes async-signal-safe system calls and does not allocate.
-    unsafe { process.pre_exec(move || enter_session(launcher, registrar, door, cores.as_ref())) };
-    // Reaped by pid, with all others: the handle itself is of no use, and dropping it does nothing.
-    process.spawn().map(|child| child.id() as i32)
+    let name = command.arg0.as_deref().unwrap_or(command.program.as_os_str());
+    let argv = iter::once(name).chain(command.args.iter().map(OsString::as_os_str));
+    let image = Image::new(&command.program, argv, &worker.env)?;
+    let nothing = if worker.has_stdin {
+        None
+    } else {
+        Some(File::open("/dev/null")?)
+    };
+    let (stdout, stderr) = worker
+        .output
+        .as_ref()
+        .map(|[stdout, stderr]| (stdout, stderr))
+        .unzip();
+    let streams = Streams {
+        stdin: nothing.as_ref().map(AsFd::as_fd),
+        stdout: stdout.map(AsFd::as_fd),
+        stderr: stderr.map(AsFd::as_fd),
+    };
+    let (launcher, cores) = (Pid::this(), worker.cores.as_ref());
+    let prepare = || enter_session(launcher, registrar, door, cores);
+    // Reaped by pid, with all others.
+    process::start(&image, &streams, door, prepare).map(Pid::as_raw)
 }
 
-/// Runs in the child between `fork` and `exec`.
+/// Runs in the child between `fork` and `exec`: async-signal-safe, without allocation.
 fn enter_session(
     launcher: Pid,
     registrar: Registrar,
     door: Option<Door>,
     cores: Option<&CpuSet>,
-) -> io::Result<()> {
+) -> Result<(), Errno> {
     let session = nix::unistd::setsid()?;
     registrar.watch(session.as_raw());
     if let Some(door) = door {
@@ -273,16 +275,11 @@ fn enter_session(
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
     // The launcher may have died before the line above. It may be pid 1, so 1 itself proves nothing.
     if nix::unistd::getppid() != launcher {
-        return Err(io::Error::from_raw_os_error(libc::ESRCH));
+        return Err(Errno::ESRCH);
     }
     if let Some(cores) = cores {
         sched_setaffinity(Pid::from_raw(0), cores)?;
     }
-    for signal in 1..=libc::SIGRTMAX() {
-        // SAFETY: SIG_DFL is valid for every signal; SIGKILL, SIGSTOP and libc's own give an error, ignored.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
-    }
-    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)?;
     Ok(())
 }
 

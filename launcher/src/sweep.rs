@@ -4,11 +4,13 @@
 //! sweep repeats until two passes in a row find nothing.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
+use crate::cgroup;
 use crate::proc_table::{self, ProcessEntry};
 
 /// Pause between two passes: a killed process needs a moment to go.
@@ -25,8 +27,12 @@ pub(crate) enum Quarry<'a> {
     /// Used by the launcher itself: all its descendants but these and their children. As the launcher is a
     /// child subreaper, orphans are its children and nothing escapes.
     Descendants { of: i32, spared: &'a BTreeSet<i32> },
-    /// The members of these sessions but their leaders, which are dead and hold the numbers.
-    Sessions(&'a BTreeSet<i32>),
+    /// The members of these sessions but their leaders, which are dead and hold the numbers; with a control group,
+    /// those of them that are in it.
+    Sessions {
+        sessions: &'a BTreeSet<i32>,
+        group: Option<&'a Path>,
+    },
 }
 
 impl Quarry<'_> {
@@ -46,7 +52,7 @@ impl Quarry<'_> {
                 .map(|entry| entry.pid)
                 .collect(),
             Self::Descendants { of, spared } => descendants(processes, *of, spared),
-            Self::Sessions(sessions) => alive
+            Self::Sessions { sessions, .. } => alive
                 .filter(|entry| sessions.contains(&entry.session) && !sessions.contains(&entry.pid))
                 .map(|entry| entry.pid)
                 .collect(),
@@ -55,7 +61,16 @@ impl Quarry<'_> {
 
     /// Kills what is found in one look at the machine, and returns it.
     pub(crate) fn kill_once(&self) -> Vec<i32> {
-        let found = self.select(&proc_table::processes());
+        let processes = match self {
+            Self::Sessions {
+                group: Some(group), ..
+            } => cgroup::members(group)
+                .into_iter()
+                .filter_map(proc_table::process)
+                .collect(),
+            _ => proc_table::processes(),
+        };
+        let found = self.select(&processes);
         for pid in &found {
             // It may be gone already, or belong to another user: neither can be helped here.
             let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
@@ -140,6 +155,10 @@ mod tests {
     fn a_session_is_swept_without_its_leader() {
         let table = [entry(10, 1, 10), entry(11, 10, 10), entry(12, 1, 12)];
         let sessions = BTreeSet::from([10]);
-        assert_eq!(Quarry::Sessions(&sessions).select(&table), [11]);
+        let quarry = Quarry::Sessions {
+            sessions: &sessions,
+            group: None,
+        };
+        assert_eq!(quarry.select(&table), [11]);
     }
 }

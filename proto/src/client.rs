@@ -15,7 +15,8 @@
 //! - An `Assignment` of the generation that already runs means "keep your place": nothing is restarted.
 //! - Every `GenerationOver` is answered by `NodeStopped`, then `Join`, in whatever state the agent is.
 //! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
-//! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code.
+//! - After `JobOver` or `Refused`: stop the workers, [`AgentStream::leave`], exit with that code. Where
+//!   `JobOver.last_word_ms` announces a last word: report `NodeStopped` first, and wait for it so long.
 
 mod attempts;
 mod error;

@@ -15,10 +15,10 @@ use super::values;
 /// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by `python3 -u`,
 /// or by $PYTHON_EXEC) or any program. Everything after a script or a program belongs to it; after a `.yaml`,
 /// flags may go on. Flags may be spelled with `-` or `_`; a flag that is not given is taken from
-/// `PET_<NAME>`, then from the YAML's `launch` section. With `--rdzv-endpoint`, number and rank of the nodes
-/// are taken from Slurm (SLURM_NNODES, SLURM_NODEID) or Kubernetes (JOB_COMPLETION_INDEX) last of all.
+/// `PET_<NAME>`, then from the YAML's `launch` section, then from Slurm (`srun --ntasks-per-node=1` needs no flag) or,
+/// with `--rdzv-endpoint`, from Kubernetes (JOB_COMPLETION_INDEX). A flag that is given twice counts as given last.
 #[derive(Debug, Parser)]
-#[command(name = "ddp-run", version, max_term_width = 100, after_help = AFTER_HELP, infer_long_args = true)]
+#[command(name = "ddp-run", version, max_term_width = 100, after_help = AFTER_HELP, infer_long_args = true, args_override_self = true)]
 pub struct Args {
     #[command(flatten)]
     settings: Settings,
@@ -28,7 +28,12 @@ pub struct Args {
     dry_run: bool,
 
     /// Print the completions of a shell (bash, zsh, fish, elvish, powershell); stands alone
-    #[arg(long, value_name = "SHELL", exclusive = true)]
+    #[arg(
+        long,
+        visible_alias = "print-completion",
+        value_name = "SHELL",
+        exclusive = true
+    )]
     completions: Option<Shell>,
 
     /// Override one value of the YAML, for example `--set train.steps=20`; may be repeated
@@ -65,12 +70,16 @@ pub struct ParsedArgs {
 #[must_use]
 pub fn completions(argv: &[OsString]) -> Option<Shell> {
     let first = argv.get(1)?.to_str()?;
-    let shell = match first.strip_prefix("--completions=") {
-        Some(shell) => shell,
-        None if first == "--completions" => argv.get(2)?.to_str()?,
-        None => return None,
+    let (flag, shell) = match first.split_once('=') {
+        Some((flag, shell)) => (flag, shell),
+        None => (first, argv.get(2)?.to_str()?),
     };
-    shell.parse().ok()
+    // The second one is torchrun's.
+    let asks = matches!(
+        flag,
+        "--completions" | "--print-completion" | "--print_completion"
+    );
+    shell.parse().ok().filter(|_| asks)
 }
 
 /// Parses a command line, `argv[0]` included. The error is clap's: it prints itself and knows its exit code.
@@ -151,6 +160,39 @@ mod tests {
         assert_eq!(args.settings.max_restarts, Some(1));
         assert!(args.dry_run);
         parse_words(&["--no", "2", "x"]).expect_err("`--node-rank`, or `--no-python`?");
+    }
+
+    #[test]
+    fn a_flag_that_is_given_twice_counts_as_given_last() {
+        // Scripts append to the flags that they were given.
+        let args = parse_words(&[
+            "--nproc-per-node",
+            "1",
+            "--standalone",
+            "--nproc_per_node=2",
+            "--standalone",
+            "x",
+        ])
+        .expect("valid");
+        assert_eq!(args.settings.nproc_per_node, Some(ProcCount::Fixed(2)));
+        let sets = parse_words(&["--set", "a.b=1", "--set", "c.d=2", "x.yaml"]).expect("valid");
+        assert_eq!(sets.overrides, ["a.b=1", "c.d=2"]);
+    }
+
+    #[test]
+    fn completions_stand_alone_under_torchruns_name_too() {
+        let shell = |words: &[&str]| {
+            let argv: Vec<OsString> = std::iter::once(&"ddp-run")
+                .chain(words)
+                .map(OsString::from)
+                .collect();
+            completions(&argv)
+        };
+        assert_eq!(shell(&["--completions", "bash"]), Some(Shell::Bash));
+        assert_eq!(shell(&["--print-completion=zsh"]), Some(Shell::Zsh));
+        assert_eq!(shell(&["train.py", "bash"]), None);
+        assert_eq!(shell(&["--completions", "tcsh"]), None);
+        assert_eq!(shell(&[]), None);
     }
 
     #[test]

@@ -16,6 +16,8 @@ use super::values::ProcCount;
 /// First argument of the invocation that asks the CUDA driver for its devices.
 pub const GPU_PROBE_SUBCOMMAND: &str = "__list-gpus";
 
+const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
+
 /// Longest wait for the driver: the first use after boot initialises all devices.
 const GPU_PROBE_TIMEOUT: Duration = Duration::from_secs(30);
 
@@ -61,27 +63,43 @@ impl Hardware {
     /// PCI addresses of the GPUs, at least one, in the order in which CUDA numbers them for the workers:
     /// `CUDA_VISIBLE_DEVICES` and `CUDA_DEVICE_ORDER` are in it, by the driver's own reading of them.
     pub fn gpus(&self) -> Result<&[String], &NoGpus> {
-        self.gpus.get_or_init(ask_driver).as_deref()
+        self.gpus.get_or_init(|| ask_driver(None)).as_deref()
+    }
+
+    /// The same where each of `workers` workers sees its own entry of `CUDA_VISIBLE_DEVICES` only. CUDA shows one MIG
+    /// device to a process, so these are asked for one by one.
+    pub fn gpus_apart(&self, workers: u32) -> Result<Vec<String>, NoGpus> {
+        let list = std::env::var(VISIBLE_DEVICES).unwrap_or_default();
+        if !list.contains("MIG-") {
+            return self.gpus().map(<[String]>::to_vec).map_err(Clone::clone);
+        }
+        let devices = list.split(',').map(str::trim).take(workers as usize);
+        let parents = devices.map(|device| ask_driver(Some(device)));
+        Ok(parents.collect::<Result<Vec<_>, _>>()?.concat())
     }
 }
 
-/// Cores in the affinity mask, bounded by the cgroup's quota.
+/// Cores in the affinity mask, bounded by the control groups' quota, rounded up.
 pub fn usable_cores() -> u32 {
-    std::thread::available_parallelism().map_or(1, |n| n.get() as u32)
+    ddp_launcher::usable_cores() as u32
 }
 
-/// The driver is asked in a process of its own: the launcher stays free of its threads and memory, and a
+/// GPUs that the driver shows, to a process with this `CUDA_VISIBLE_DEVICES` if one is given.
+///
+/// It is asked in a process of its own: the launcher stays free of its threads and memory, and a
 /// driver that panics or hangs is one reason among others.
-fn ask_driver() -> Gpus {
+fn ask_driver(visible: Option<&str>) -> Gpus {
     if !has_device_nodes() {
         return Err(NoGpus::Absent(
             "there is no `/dev/nvidia0` or other device file of a GPU",
         ));
     }
-    if std::env::var("CUDA_VISIBLE_DEVICES").is_ok_and(|list| list.trim().is_empty()) {
+    if std::env::var(VISIBLE_DEVICES).is_ok_and(|list| list.trim().is_empty()) {
         return Err(NoGpus::Absent("`CUDA_VISIBLE_DEVICES` is set and empty"));
     }
-    let answer = ask_in_child(GPU_PROBE_SUBCOMMAND, GPU_PROBE_TIMEOUT)
+    let mut probe = own_invocation(GPU_PROBE_SUBCOMMAND);
+    probe.envs(visible.map(|device| (VISIBLE_DEVICES, device)));
+    let answer = answer_of(probe, GPU_PROBE_TIMEOUT)
         .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be asked: {error}")))?;
     read_answer(&answer)
 }
@@ -89,7 +107,7 @@ fn ask_driver() -> Gpus {
 /// What [`probe_gpus`] printed.
 fn read_answer(answer: &str) -> Gpus {
     match serde_json::from_str::<Vec<String>>(answer.trim()) {
-        Ok(gpus) if gpus.is_empty() => Err(NoGpus::Driver("the CUDA driver sees none".to_owned())),
+        Ok(gpus) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver sees none")),
         Ok(gpus) => Ok(gpus),
         Err(_) => Err(NoGpus::Driver("the CUDA driver does not start".to_owned())),
     }
@@ -129,8 +147,17 @@ fn has_device_nodes() -> bool {
 
 /// Standard output of this program's own invocation with `subcommand`, which must come within `timeout`.
 pub(super) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Result<String> {
-    let mut child = Command::new("/proc/self/exe")
-        .arg(subcommand)
+    answer_of(own_invocation(subcommand), timeout)
+}
+
+fn own_invocation(subcommand: &str) -> Command {
+    let mut command = Command::new("/proc/self/exe");
+    command.arg(subcommand);
+    command
+}
+
+fn answer_of(mut command: Command, timeout: Duration) -> std::io::Result<String> {
+    let mut child = command
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
@@ -142,7 +169,8 @@ pub(super) fn ask_in_child(subcommand: &str, timeout: Duration) -> std::io::Resu
     if answer.is_err() {
         child.kill()?;
     }
-    child.wait()?;
+    // Where SIGCHLD is ignored, the system has reaped it already.
+    let _ = child.wait();
     answer
 }
 

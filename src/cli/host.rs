@@ -178,7 +178,7 @@ fn bind_addresses(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]) 
 }
 
 /// An address is ours if a datagram socket can be bound to it; nothing is sent.
-fn is_own_address(address: IpAddr) -> bool {
+pub(super) fn is_own_address(address: IpAddr) -> bool {
     std::net::UdpSocket::bind((address, 0)).is_ok()
 }
 

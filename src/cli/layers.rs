@@ -10,7 +10,7 @@ use super::error::CliError;
 use super::settings::Settings;
 use super::target::{Target, TargetKind};
 use super::values::Endpoint;
-use super::{scheduler, values};
+use super::{host, scheduler, values};
 
 /// What the target is: its name says, unless `--module` or `--no-python` does.
 pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliError> {
@@ -63,6 +63,7 @@ pub fn layers(
     settings = settings.or(layer.settings);
     meet_at_master(&mut settings, &mut sources);
     warn_of_ignored(&settings);
+    warn_of_foreign_address(&settings);
     Ok((settings, sources))
 }
 
@@ -127,6 +128,19 @@ fn warn_of_ignored(settings: &Settings) {
     }
     for (_, flag) in ignored.iter().filter(|(given, _)| *given) {
         eprintln!("[ddp-run] `{flag}` changes nothing here, and is ignored");
+    }
+}
+
+/// An address that this machine does not have is right behind address translation only; a mistake shows late, in the
+/// workers of other nodes.
+fn warn_of_foreign_address(settings: &Settings) {
+    let Some(address) = &settings.local_addr else {
+        return;
+    };
+    if address.parse().is_ok_and(|ip| !host::is_own_address(ip)) {
+        eprintln!(
+            "[ddp-run] `--local-addr {address}` is no address of this machine: the other nodes are told it all the same"
+        );
     }
 }
 

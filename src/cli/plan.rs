@@ -202,12 +202,17 @@ fn cores(settings: &Settings, workers: u32, hardware: &Hardware) -> Result<Vec<C
     let Some(binding) = settings.numa_binding else {
         return Ok(Vec::new());
     };
-    let (gpus, unseen) = match hardware.gpus() {
-        Ok(gpus) => (gpus, None),
-        Err(NoGpus::Absent(_)) => (&[][..], None),
-        Err(NoGpus::Driver(why)) => (&[][..], Some(format!("workers are not bound by GPU: {why}"))),
+    let seen = if settings.virtual_local_rank == Some(true) {
+        hardware.gpus_apart(workers)
+    } else {
+        hardware.gpus().map(<[String]>::to_vec).map_err(Clone::clone)
     };
-    let bound = bind(binding, workers, &Topology::read(gpus)).map_err(|problem| CliError::Conflict {
+    let (gpus, unseen) = match seen {
+        Ok(gpus) => (gpus, None),
+        Err(NoGpus::Absent(_)) => (Vec::new(), None),
+        Err(NoGpus::Driver(why)) => (Vec::new(), Some(format!("workers are not bound by GPU: {why}"))),
+    };
+    let bound = bind(binding, workers, &Topology::read(&gpus)).map_err(|problem| CliError::Conflict {
         problem: format!("`--numa-binding`: {problem}"),
         hint: "start fewer workers, or leave the flag out".to_owned(),
     })?;

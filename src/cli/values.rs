@@ -68,7 +68,8 @@ pub struct RdzvConf {
 }
 
 /// Keys of [`RdzvConf`], for the message that refuses others.
-const RDZV_CONF_KEYS: &str = "`is_host`, `join_timeout`, `connect_timeout`, `last_call_timeout`";
+const RDZV_CONF_KEYS: &str =
+    "`is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `last_call_timeout`";
 
 /// Keys that torchrun's rendezvous knows, and that mean nothing to ours.
 const IGNORED_CONF_KEYS: &[&str] = &[
@@ -372,7 +373,7 @@ mod tests {
         assert_eq!(conf.is_host, Some(true));
         assert_eq!(conf.join_timeout, Some(Duration::from_millis(2500)));
         let message = |text| rdzv_conf(text).expect_err("must be refused");
-        insta::assert_snapshot!(message("port=1"), @"unknown key `port`, known are `is_host`, `join_timeout`, `connect_timeout`, `last_call_timeout`");
+        insta::assert_snapshot!(message("port=1"), @"unknown key `port`, known are `is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `last_call_timeout`");
         insta::assert_snapshot!(message("is_host=perhaps"), @"`is_host=perhaps`: expected `true` or `false`");
         insta::assert_snapshot!(message("is_host"), @"`is_host` is not of the form `key=value`");
         insta::assert_snapshot!(message("is_host=1,is_host=0"), @"`is_host` is given twice");

@@ -13,6 +13,9 @@ use super::ranks::{self, Candidate, Seat};
 /// How many names a run may have: as many as a die has faces.
 const TOKENS: f64 = (1_u64 << 53) as f64;
 
+/// Beyond it, what a node says of its log files is not believed.
+const MAX_ATTEMPT: u32 = 1 << 20;
+
 impl Job {
     /// Starts the next generation with these nodes, or the best of them.
     pub(super) fn start(&mut self, turn: &mut Turn<'_>, candidates: Vec<Candidate>, reason: &str) {
@@ -30,6 +33,8 @@ impl Job {
         if self.run_token.is_empty() {
             self.run_token = format!("{:014x}", (turn.at.dice * TOKENS) as u64);
         }
+        let free = self.nodes.values().map(|node| node.join.free_attempt).max();
+        self.attempts = self.attempts.max(free.unwrap_or(0).min(MAX_ATTEMPT));
         let assignment = self.assignment(turn.config, reason);
         turn.decided(format!("job `{}`: {}", self.id, assignment.reason));
         for node in self.nodes.values_mut() {

@@ -74,6 +74,10 @@ pub enum Event {
 
 /// What is to be done.
 #[derive(Clone, Debug)]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "most effects are messages, and none lives for long"
+)]
 pub enum Effect {
     /// Send a message to an agent.
     Send {

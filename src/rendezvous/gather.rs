@@ -182,6 +182,7 @@ impl Job {
         let refused = Refused {
             code: Code::TimedOut.into(),
             reason: reason.clone(),
+            failures: None,
         };
         self.end(turn, Reply::Refused(refused), reason);
     }

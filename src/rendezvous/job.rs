@@ -9,6 +9,7 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, GenerationOver, HeartbeatAck, Join, NodeStatus, StatusReply};
 
 use super::event::{ConnId, Peer, Turn};
+use super::failures::{Failures, Reports};
 use super::kv::KvStore;
 use super::outcome::Blow;
 use super::policy::Account;
@@ -24,7 +25,8 @@ pub(super) struct Job {
     pub(super) generation: u64,
     /// Last generation of a run or a daemon before this one: no number is used twice.
     pub(super) floor: u64,
-    /// Generations of this run that ended.
+    /// Number of the next generation's log files: generations of this run that ended, and those of earlier runs that
+    /// left files.
     pub(super) attempts: u32,
     pub(super) account: Account,
     /// Random name of this run, from its first assignment on.
@@ -41,6 +43,7 @@ pub(super) struct Job {
     pub(super) lookalike: Option<Lookalike>,
     /// The number of ranks has to divide this one, as the workers last said; none: any will do.
     pub(super) ranks_divide: Option<u64>,
+    pub(super) failures: Failures,
     /// Why the last generation is over; none while the first one has not been assigned.
     pub(super) last_over: Option<GenerationOver>,
     pub(super) kv: KvStore,
@@ -98,6 +101,8 @@ pub(super) struct Over {
     pub(super) reason: String,
     /// All incarnations that the verdict concerns.
     pub(super) told: BTreeSet<String>,
+    /// What the last word waits for; none when it was said, or there is none to say.
+    pub(super) reports: Option<Reports>,
     /// Nodes that have not left by then are forgotten.
     pub(super) until: Duration,
 }
@@ -147,6 +152,7 @@ impl Job {
             previous: Vec::new(),
             lookalike: None,
             ranks_divide: None,
+            failures: Failures::default(),
             last_over: None,
             kv: KvStore::default(),
             next_wake: None,
@@ -171,18 +177,13 @@ impl Job {
                 }
                 return;
             }
-            Body::NodeStopped(_) => {
-                if node.readiness == Readiness::Stopping(generation) {
-                    node.readiness = Readiness::Stopped;
-                } else {
-                    self.ignore(turn, incarnation, generation, "NodeStopped");
-                }
-            }
+            Body::NodeStopped(stopped) => self.node_stopped(turn, incarnation, generation, &stopped),
             Body::WorkerExit(exit) => self.worker_exit(turn, incarnation, generation, exit),
             Body::NodeSucceeded(_) => self.node_succeeded(turn, incarnation, generation),
             Body::Leave(leave) => self.leave(turn, incarnation, &leave),
             Body::Join(_) => {}
         }
+        self.consider_last_word(turn);
         self.plan_wake();
     }
 
@@ -208,6 +209,7 @@ impl Job {
         };
         if clean && matches!(self.phase, Phase::Over(_)) {
             self.nodes.remove(incarnation);
+            self.consider_last_word(turn);
         } else {
             node.conn = None;
             node.lease_until = node.lease_until.min(turn.at.now + turn.config.reconnect_grace);
@@ -248,6 +250,7 @@ impl Job {
             }
             Phase::Over(_) => {}
         }
+        self.consider_last_word(turn);
         self.plan_wake();
     }
 
@@ -264,7 +267,10 @@ impl Job {
         let leases = self.nodes.values().map(|node| node.lease_until).min();
         let phase = match &self.phase {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
-            Phase::Over(over) => Some(over.until),
+            Phase::Over(over) => {
+                let last_word = over.reports.as_ref().and_then(|reports| reports.until);
+                Some(last_word.map_or(over.until, |until| until.min(over.until)))
+            }
             Phase::Running(running) => {
                 let suspect = running.suspect.as_ref().map(|suspect| suspect.until);
                 [suspect, running.scale_up].into_iter().flatten().min()

@@ -7,6 +7,7 @@ use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Cod
 
 use super::config::Config;
 use super::event::{ConnId, Peer, Turn};
+use super::failures::tell;
 use super::job::{Job, Node, Phase, Readiness};
 use super::unnamed::is_unnamed;
 use super::words;
@@ -50,7 +51,12 @@ impl Job {
         let Phase::Over(over) = &self.phase else { return };
         let told = over.told.contains(&joining.incarnation) || matches!(over.verdict, Reply::Refused(_));
         let reply = if told {
-            over.verdict.clone()
+            let mut verdict = over.verdict.clone();
+            if over.reports.is_some() && !self.nodes.contains_key(&joining.incarnation) {
+                // It is sent away: the last word will not find it.
+                tell(&mut verdict, self.failures.told(), Duration::ZERO);
+            }
+            verdict
         } else {
             let reason = format!(
                 "job `{}` is over: {}\n  hint: to run it again, start its nodes when all of the old ones have left",
@@ -59,6 +65,7 @@ impl Job {
             Reply::Refused(Refused {
                 code: Code::JobOver.into(),
                 reason,
+                failures: None,
             })
         };
         turn.send(Some(joining.conn), self.generation, reply);
@@ -154,6 +161,7 @@ impl Job {
         let refused = Reply::Refused(Refused {
             code: code.into(),
             reason: reason.clone(),
+            failures: None,
         });
         turn.send(Some(joining.conn), self.generation, refused.clone());
         // Before the first generation nobody knows who is right: all of them end, with the same code.

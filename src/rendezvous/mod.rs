@@ -12,6 +12,7 @@
 //! | `assignment` | the start | what every node is told |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `outcome` | the end | failures, lost nodes, signals, success |
+//! | `failures` | all failures | their order, the last word on them |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
 //! | `scale` | growing | nodes that come to a job that runs |
@@ -29,6 +30,7 @@ mod actor;
 mod assignment;
 mod config;
 mod event;
+mod failures;
 mod gather;
 mod job;
 mod joining;

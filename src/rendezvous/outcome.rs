@@ -8,6 +8,7 @@ use ddp_proto::rendezvous::{GenerationOver, JobOver, Leave, WorkerExit};
 
 use super::config::Config;
 use super::event::Turn;
+use super::failures::tell;
 use super::job::{Gathering, Job, Over, Phase, Readiness, Suspect};
 use super::joining::join_timeout;
 use super::kv::clip;
@@ -39,6 +40,7 @@ impl Job {
         generation: u64,
         exit: WorkerExit,
     ) {
+        self.note_exits(turn, incarnation, generation, std::slice::from_ref(&exit));
         if generation != self.generation || !self.is_member(incarnation) {
             return self.ignore(turn, incarnation, generation, "a worker's exit");
         }
@@ -146,6 +148,7 @@ impl Job {
                 let began = self.highest_generation() > 0;
                 if began && !spare && !self.has_succeeded(incarnation) && self.nodes.len() <= min as usize {
                     // It says itself that it will not come back, and the others are too few.
+                    self.note_node_gone(turn, incarnation, &cause);
                     self.job_over(turn, i32::from(code), cause);
                 } else {
                     self.node_lost(turn, incarnation, &cause, code);
@@ -178,6 +181,7 @@ impl Job {
 
     /// A node is gone. If it was needed, the generation is over; `exit_code` ends the job without a restart.
     pub(super) fn node_lost(&mut self, turn: &mut Turn<'_>, incarnation: &str, cause: &str, exit_code: u8) {
+        self.note_node_gone(turn, incarnation, cause);
         if self.is_member(incarnation) && !self.has_succeeded(incarnation) {
             let cause = cause.to_owned();
             let (min, _) = self.limits();
@@ -317,7 +321,7 @@ impl Job {
             } else {
                 no_restart
             },
-            signal: None,
+            ..JobOver::default()
         };
         self.end(turn, Reply::JobOver(over), reason);
     }
@@ -332,8 +336,13 @@ impl Job {
     }
 
     /// The last word to every node that is there; those that are away hear it when they come back.
-    pub(super) fn end(&mut self, turn: &mut Turn<'_>, verdict: Reply, reason: String) {
+    pub(super) fn end(&mut self, turn: &mut Turn<'_>, mut verdict: Reply, reason: String) {
         turn.decided(format!("job `{}` is over: {reason}", self.id));
+        let reports = self.reports_to_come(&verdict);
+        let last_word = reports
+            .as_ref()
+            .map_or(Duration::ZERO, |_| turn.config.last_word_bound());
+        tell(&mut verdict, self.failures.told(), last_word);
         for node in self.nodes.values() {
             turn.send(node.conn, self.generation, verdict.clone());
         }
@@ -345,6 +354,7 @@ impl Job {
             verdict,
             reason,
             told,
+            reports,
             until,
         });
     }

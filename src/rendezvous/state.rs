@@ -378,6 +378,7 @@ fn refuse(turn: &mut Turn<'_>, conn: ConnId, code: Code, reason: String) {
         Reply::Refused(Refused {
             code: code.into(),
             reason,
+            failures: None,
         }),
     );
     turn.close(Some(conn));

@@ -21,6 +21,8 @@ TOLERANCES = {"f32": 1e-4, "tf32": 5e-3, "bf16": 2e-2}
 # Dense bf16 products of an H100 or H200, as published.
 PEAK_FLOPS = 989e12
 SIZES = {"124m": (12, 768), "350m": (24, 1024)}
+# Rows of the table: a run of `speed`, and the size that it trains.
+SPEEDS = {"124m": "124m", "124m-fused": "124m", "350m": "350m"}
 SEQUENCE, VOCABULARY = 1024, 50304
 # Steps that compile, allocate and measure.
 WARM_UP = 10
@@ -114,17 +116,18 @@ def speed(logs, ceiling):
     print(f"{'GPT-2':10} {'tokens/s':>10} {'ms/step':>8} {'MFU':>6} {'of ceiling':>10} {'GPU GiB':>8} "
           f"{'eager':>10} {'compiled':>10} {'to faster':>9}")
     shown = lambda value: f"{value:10.0f}" if value else f"{'-':>10}"
-    for size, (layers, width) in SIZES.items():
-        path = logs / f"speed-{size}" / "metrics.jsonl"
+    for run, size in SPEEDS.items():
+        layers, width = SIZES[size]
+        path = logs / f"speed-{run}" / "metrics.jsonl"
         lines = steps(path)[WARM_UP:] if path.exists() else []
         eager, compiled = (peers.get(size, {}).get(kind) for kind in ("eager", "compiled"))
         best = max(filter(None, (eager, compiled)), default=None)
         if not lines:
-            print(f"{size:10} {'-':>10} {'-':>8} {'-':>6} {'-':>10} {'-':>8} {shown(eager)} {shown(compiled)} {'-':>9}")
+            print(f"{run:10} {'-':>10} {'-':>8} {'-':>6} {'-':>10} {'-':>8} {shown(eager)} {shown(compiled)} {'-':>9}")
             continue
         rate = statistics.median(line["tokens_per_s"] for line in lines)
         flops = rate * flops_a_token(layers, width)
-        print(f"{size:10} {rate:10.0f} {statistics.median(l['step_ms'] for l in lines):8.1f} {flops / PEAK_FLOPS:6.1%} "
+        print(f"{run:10} {rate:10.0f} {statistics.median(l['step_ms'] for l in lines):8.1f} {flops / PEAK_FLOPS:6.1%} "
               + (f"{flops / ceiling:10.1%}" if ceiling else f"{'-':>10}")
               + f" {lines[-1]['memory']['device_peak'] / 2**30:8.1f} {shown(eager)} {shown(compiled)} "
               + (f"{rate / best:9.2f}" if best else f"{'-':>9}"))

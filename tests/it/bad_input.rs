@@ -41,7 +41,7 @@ fn values_out_of_range() {
         For more information, try '--help'.
         ");
     insta::assert_snapshot!(message(launch().flag("--rdzv-conf", "colour=red").target("true"), 2), @r"
-        error: invalid value 'colour=red' for '--rdzv-conf <KEY=VALUE[,...]>': unknown key `colour`, known are `is_host`, `join_timeout`, `connect_timeout`, `last_call_timeout`
+        error: invalid value 'colour=red' for '--rdzv-conf <KEY=VALUE[,...]>': unknown key `colour`, known are `is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `last_call_timeout`
 
         For more information, try '--help'.
         ");

@@ -39,6 +39,28 @@ fn redirected_output_is_in_files_and_teed_output_in_both() {
 }
 
 #[test]
+fn a_second_run_leaves_the_log_files_of_the_first_one_alone() {
+    let dir = temp_dir();
+    for run in ["first", "second"] {
+        launch()
+            .flag("--log-dir", dir.path().to_str().expect("unicode"))
+            .flag("--max-restarts", "1")
+            .shell(&format!(
+                "echo {run} $TORCHELASTIC_RESTART_COUNT; exit $((1 - TORCHELASTIC_RESTART_COUNT))"
+            ))
+            .run()
+            .expect_exit(0);
+    }
+    let said: Vec<String> = (0..4)
+        .map(|attempt| {
+            fs::read_to_string(dir.path().join(format!("attempt_{attempt}/0/stdout.log")))
+                .expect("a log file")
+        })
+        .collect();
+    assert_eq!(said, ["first 0\n", "first 1\n", "second 0\n", "second 1\n"]);
+}
+
+#[test]
 fn a_rank_of_two_digits_can_be_redirected() {
     let dir = temp_dir();
     let finished = launch()

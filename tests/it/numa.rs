@@ -1,12 +1,14 @@
-//! `--numa-binding`, as far as any machine can tell.
+//! `--numa-binding`: on this machine, and on a pretended one with two NUMA nodes and two GPUs.
 
 use std::collections::BTreeSet;
 use std::fs;
+use std::path::Path;
+use std::process::{Command, Stdio};
 
 use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::unistd::Pid;
 
-use crate::harness::{Launch, launch};
+use crate::harness::{Finished, Launch, Program, launch, repository, temp_dir};
 
 /// Says which cores the kernel lets it run on.
 const CORES: &str = r#"while read -r name value; do
@@ -39,6 +41,17 @@ fn numbers(list: &str) -> BTreeSet<usize> {
     list.split(',').flat_map(range).collect()
 }
 
+/// What [`CORES`] said of a rank.
+#[track_caller]
+fn cores_of(finished: &Finished, rank: u32) -> BTreeSet<usize> {
+    let prefix = format!("[{rank}] {rank}: ");
+    let line = finished
+        .stdout()
+        .iter()
+        .find_map(|line| line.strip_prefix(&prefix));
+    numbers(line.unwrap_or_else(|| panic!("nothing of rank {rank}: {}", finished.transcript())))
+}
+
 fn two_workers(binding: &str) -> Launch {
     launch()
         .nproc(2)
@@ -54,13 +67,8 @@ fn exclusive_workers_share_no_core() {
         return;
     }
     let finished = two_workers("exclusive").shell(CORES).run();
-    let shown = finished.expect_exit(0).stdout();
-    let of = |rank: u32| {
-        let prefix = format!("[{rank}] {rank}: ");
-        let line = shown.iter().find_map(|line| line.strip_prefix(&prefix));
-        numbers(line.unwrap_or_else(|| panic!("nothing of rank {rank}: {shown:?}")))
-    };
-    let (first, second) = (of(0), of(1));
+    finished.expect_exit(0);
+    let (first, second) = (cores_of(&finished, 0), cores_of(&finished, 1));
     assert!(first.is_disjoint(&second), "{first:?} {second:?}");
     assert!(
         first.is_subset(&mask) && second.is_subset(&mask),
@@ -105,4 +113,94 @@ fn a_core_that_would_have_to_be_shared_is_refused() {
         .expect_exit(0)
         .expect_stdout(&format!("[0] 0: {only}"))
         .expect_stdout(&format!("[1] 1: {only}"));
+}
+
+/// A machine with two NUMA nodes and a GPU on each; the first one of the bus is on the second node.
+struct Pretended {
+    nodes: [BTreeSet<usize>; 2],
+    folder: tempfile::TempDir,
+}
+
+impl Pretended {
+    /// None where the kernel lets nobody pretend, or there are too few cores for two nodes.
+    fn new() -> Option<Self> {
+        let mut first = mask();
+        let cut = *first.iter().nth(1)?;
+        let second = first.split_off(&cut);
+        let mut pretending = Command::new("unshare");
+        let pretending = pretending.args(["-rm", "true"]).stderr(Stdio::null()).status();
+        let directories = ["/sys/devices/system/node", "/sys/bus/pci"];
+        if !pretending.is_ok_and(|status| status.success())
+            || !directories.iter().all(|path| Path::new(path).is_dir())
+        {
+            return None;
+        }
+        let folder = temp_dir();
+        let compiled = Command::new("cc")
+            .args(["-shared", "-fPIC", "-o"])
+            .arg(folder.path().join("libcuda.so.1"))
+            .arg(repository("tests/it/numa/driver.c"))
+            .status();
+        assert!(compiled.is_ok_and(|status| status.success()), "cc compiles it");
+        Some(Self {
+            nodes: [first, second],
+            folder,
+        })
+    }
+
+    /// Two workers on it that print their cores.
+    fn run(&self, flags: &[&str], visible: Option<&str>) -> Finished {
+        let scratch = tempfile::tempdir_in(self.folder.path()).expect("a folder");
+        let list = |node: usize| {
+            let numbers: Vec<_> = self.nodes[node].iter().map(ToString::to_string).collect();
+            numbers.join(",")
+        };
+        let script = repository("tests/it/numa/machine.sh").display().to_string();
+        let launcher = [env!("CARGO_BIN_EXE_ddp-run"), "--nproc-per-node", "2"];
+        let words = [
+            &["-rm", "bash", &script],
+            &launcher[..],
+            flags,
+            &["sh", "-c", CORES],
+        ]
+        .concat();
+        let mut program = Program::new("unshare")
+            .args(words.into_iter().map(Into::into))
+            .env("SCRATCH", &scratch.path().display().to_string())
+            .env("LD_LIBRARY_PATH", &self.folder.path().display().to_string())
+            .env("NODE0", &list(0))
+            .env("NODE1", &list(1));
+        if let Some(visible) = visible {
+            program = program.env("CUDA_VISIBLE_DEVICES", visible);
+        }
+        program.run()
+    }
+}
+
+#[test]
+fn workers_run_where_the_gpus_are_that_cuda_gives_them() {
+    let Some(machine) = Pretended::new() else {
+        eprintln!("SKIPPED: this machine has one core, or does not let us pretend that it has GPUs");
+        return;
+    };
+    let [first, second] = &machine.nodes;
+    let alone = &["--virtual-local-rank"][..];
+    for (visible, flags, expected) in [
+        (None, &[][..], [second, first]),
+        (Some("1,0"), &[], [first, second]),
+        (Some("1,0"), alone, [first, second]),
+        (Some("MIG-1,MIG-0"), alone, [first, second]),
+        (Some("MIG-0,MIG-1"), alone, [second, first]),
+    ] {
+        let finished = machine.run(&[&["--numa-binding", "node"], flags].concat(), visible);
+        finished.expect_exit(0);
+        let found = [cores_of(&finished, 0), cores_of(&finished, 1)];
+        assert_eq!([&found[0], &found[1]], expected, "{visible:?} {flags:?}");
+        assert_eq!(finished.stderr(), "", "there is no doubt");
+    }
+    // Without `--virtual-local-rank` both workers would see the first MIG device, and only that.
+    let finished = machine.run(&["--numa-binding", "node"], Some("MIG-0,MIG-1"));
+    finished
+        .expect_exit(0)
+        .expect_stderr("`--numa-binding`: the driver shows 1 GPU for 2 workers");
 }

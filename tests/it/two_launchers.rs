@@ -145,6 +145,29 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
 }
 
 #[test]
+fn four_nodes_of_two_unnamed_jobs_that_start_at_the_same_moment_find_their_own() {
+    let daemon = Daemon::start();
+    let node = |job: &str| {
+        launch()
+            .flag("--nnodes", "2")
+            .flag("--rdzv-endpoint", &daemon.endpoint)
+            .flag("--rdzv-conf", "is_host=false")
+            .nproc(2)
+            .shell(&format!("echo job {job}; {PLACE}"))
+            .start()
+    };
+    let nodes = ["a", "b", "b", "a"].map(|job| (job, node(job)));
+    let nodes = nodes.map(|(job, node)| (job, node.finish()));
+    for job in ["a", "b"] {
+        let own = nodes.iter().filter(|(of, _)| *of == job).map(|(_, node)| node);
+        let all: BTreeSet<String> = own.flat_map(places).collect();
+        let whole = ["0 0 0 4 2", "1 1 0 4 2", "2 0 1 4 2", "3 1 1 4 2"];
+        assert_eq!(all, whole.map(str::to_owned).into(), "job {job}");
+    }
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
 fn a_job_does_not_end_with_another_one_that_has_the_port() {
     let (port, dir) = (ReservedPort::new(), temp_dir());
     let done = ["first", "second"].map(|name| dir.path().join(name));

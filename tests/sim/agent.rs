@@ -1,9 +1,12 @@
 //! A simulated agent: the protocol of a node without processes, as `ddp_proto::client` documents it.
 
+use std::time::Duration;
+
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    Assignment, DaemonMessage, Heartbeat, Join, Leave, NodeStopped, NodeSucceeded, WorkerExit, refused,
+    Assignment, DaemonMessage, Heartbeat, JobOver, Join, Leave, NodeStopped, NodeSucceeded, WorkerExit,
+    refused,
 };
 use ddp_run::rendezvous::ConnId;
 
@@ -35,6 +38,8 @@ pub(crate) enum Life {
     Succeeded,
     /// Stops its workers; the world tells it when they are gone.
     Stopping,
+    /// Has reported the end of a failed job, and waits for the last word to exit with this code.
+    Listening(i32),
     /// Has ended in order, or was killed.
     Gone,
 }
@@ -48,6 +53,8 @@ pub(crate) enum Wish {
     RunWorkers,
     /// Stop workers: the world says when they are gone.
     StopWorkers,
+    /// Wait no longer than this for the last word.
+    Listen(Duration),
     /// Say good-bye and exit.
     Exit(i32),
 }
@@ -91,15 +98,48 @@ impl Agent {
                 }
                 // Nothing runs: say so again, the daemon has not heard it.
                 Life::Joining => self.stopped(),
-                Life::Stopping | Life::Gone => vec![],
+                Life::Stopping | Life::Listening(_) | Life::Gone => vec![],
             },
-            Reply::JobOver(over) => vec![Wish::Exit(over.exit_code)],
+            Reply::JobOver(over) => self.job_over(&over),
+            Reply::LastWord(_) => self.last_word(),
             Reply::Refused(refused) => vec![Wish::Exit(match refused.code() {
                 refused::Code::Disagree => 76,
                 refused::Code::TimedOut | refused::Code::JobOver => 75,
                 refused::Code::Unauthenticated => 77,
                 refused::Code::Invalid | refused::Code::Unspecified => 2,
             })],
+        }
+    }
+
+    /// Every other host runs an older build, which does not wait for the last word.
+    fn job_over(&mut self, over: &JobOver) -> Vec<Wish> {
+        if over.last_word_ms == 0 || !self.host.is_multiple_of(2) {
+            return vec![Wish::Exit(over.exit_code)];
+        }
+        if let Life::Listening(_) = self.life {
+            return vec![];
+        }
+        self.life = Life::Listening(over.exit_code);
+        let exits = vec![WorkerExit {
+            rank: self.host as u32,
+            stopped_with: Some(15),
+            ..WorkerExit::default()
+        }];
+        let stopped = NodeStopped {
+            exits,
+            ..NodeStopped::default()
+        };
+        vec![
+            Wish::Send(Body::NodeStopped(stopped)),
+            Wish::Listen(Duration::from_millis(over.last_word_ms.into())),
+        ]
+    }
+
+    /// All was said, or the time for it is over.
+    pub(crate) fn last_word(&mut self) -> Vec<Wish> {
+        match self.life {
+            Life::Listening(code) => vec![Wish::Exit(code)],
+            _ => vec![],
         }
     }
 

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{Assignment, DaemonMessage};
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, Failures};
 
 /// Watches every word of the daemon.
 #[derive(Debug, Default)]
@@ -21,6 +21,8 @@ pub(crate) struct Witness {
     /// Run that each agent was in first, and the exit code that `JobOver` gave to each run.
     run_of: BTreeMap<String, u32>,
     exit_codes: BTreeMap<u32, i32>,
+    /// The last word on each run: all nodes hear the same.
+    last_words: BTreeMap<u32, Failures>,
     last_generation: u64,
 }
 
@@ -65,7 +67,15 @@ impl Witness {
                 assert_eq!(code, over.exit_code, "exit codes differ");
                 if over.exit_code == 0 {
                     assert_eq!(over.first_failure, None);
+                    assert_eq!((&over.failures, over.last_word_ms), (&None, 0));
                 }
+                if over.first_failure.is_some() {
+                    assert!(over.failures.is_some(), "the first failure is not in the list");
+                }
+            }
+            Reply::LastWord(failures) => {
+                let first = self.last_words.entry(run).or_insert_with(|| failures.clone());
+                assert_eq!(first, failures, "two last words");
             }
             Reply::Refused(refused) => assert!(!refused.reason.is_empty()),
             Reply::Waiting(waiting) => {

@@ -39,6 +39,8 @@ enum Happening {
     Heartbeats(usize, ConnId),
     WorkersEnd(usize, u64),
     WorkersGone(usize, u64),
+    /// An agent has waited long enough for the last word.
+    Listened(usize),
     /// A new process on a host.
     Starts(usize),
     /// Some trouble.
@@ -225,6 +227,10 @@ impl World {
                     self.grant(agent, wishes);
                 }
             }
+            Happening::Listened(agent) => {
+                let wishes = self.agents[agent].last_word();
+                self.grant(agent, wishes);
+            }
             Happening::Starts(host) => self.start(host),
             Happening::Trouble => self.trouble(),
         }
@@ -289,6 +295,7 @@ impl World {
             run_token: String::new(),
             role: String::new(),
             last_call_ms: 0,
+            free_attempt: 0,
         };
         self.agents.push(Agent {
             incarnation: format!("n{host}#{number}"),
@@ -317,6 +324,7 @@ impl World {
                     let delay = self.pause(5000);
                     self.later(delay, Happening::WorkersGone(number, generation));
                 }
+                Wish::Listen(bound) => self.later(bound, Happening::Listened(number)),
                 Wish::Exit(code) => {
                     self.agents[number].exit_code = Some(code);
                     self.exit(number, None);

@@ -18,6 +18,9 @@ const LEN: usize = 4 * 100_003;
 const F32_TOLERANCE: f32 = 1e-6;
 const BF16_TOLERANCE: f32 = 0.02;
 
+/// How long an absentee is waited for. It bounds the set-up of the group too, which may take seconds on a busy machine.
+const ABSENCE: Duration = Duration::from_secs(15);
+
 /// What ranks give: spread over several orders of magnitude, different on each.
 fn numbers(rank: usize, len: usize) -> Vec<f32> {
     let mut state = 0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(rank as u64 + 1);
@@ -204,7 +207,7 @@ fn rank_of_operations() {
 /// The last rank stays away: the others name it, abort, and can end.
 #[test]
 fn rank_of_a_group_with_an_absentee() {
-    let Some(rank) = Rank::of_process(Duration::from_secs(3)) else {
+    let Some(rank) = Rank::of_process(ABSENCE) else {
         return;
     };
     let sum = ReduceOp::Sum { scale: 1.0 };

@@ -8,7 +8,7 @@ use ddp_proto::ids::LocalRank;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
-use crate::cgroup::{self, WorkerGroup};
+use crate::cgroup::WorkerGroup;
 use crate::console::Console;
 use crate::proc_table;
 use crate::pump::TailReader;
@@ -97,7 +97,7 @@ pub(super) fn sweep(
     tokio::spawn(async move {
         let kill = tokio::task::spawn_blocking(move || {
             if let Some(group) = &leftovers.group {
-                cgroup::kill_members(group.dir());
+                group.kill();
             }
             let spared = BTreeSet::from([leftovers.guardian]);
             let of = nix::unistd::Pid::this().as_raw();

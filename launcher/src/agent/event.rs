@@ -50,6 +50,8 @@ pub(super) enum Effect {
     Join,
     /// Send a report that speaks of the current generation.
     Report(Report),
+    /// Report that the workers of the current generation are gone, and how they ended.
+    ReportEnds,
     /// Start the workers.
     Spawn(Assignment),
     /// Start no more workers.

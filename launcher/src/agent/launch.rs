@@ -13,6 +13,7 @@ use crate::console::Console;
 use crate::guardian::Guardian;
 use crate::logs::LogError;
 use crate::plan::LaunchPlan;
+use crate::proc_table;
 use crate::sinks::Sinks;
 use crate::terminal::TerminalSettings;
 
@@ -93,9 +94,10 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
     }
     // The runtime goes on: it may host the daemon, which other nodes still need.
     let closing = tokio::task::spawn_blocking(move || {
+        if let Some(words) = group.and_then(|group| remove_group(group.dir())) {
+            console.say(&words);
+        }
         console.close(CONSOLE_PATIENCE);
-        // What cannot be killed has been reported, and keeps its group.
-        group.map(|group| cgroup::remove(group.dir()))
     });
     // It cannot panic.
     let _ = closing.await;
@@ -113,8 +115,23 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
 
 /// The workers' control group; none where the system does not allow one.
 fn group_of_workers(dir: &Path) -> Option<Arc<WorkerGroup>> {
-    let made = WorkerGroup::create(dir);
+    let made = WorkerGroup::create_among_leftovers(dir);
     made.inspect_err(|error| tracing::debug!("no control group `{}`: {error}", dir.display()))
         .ok()
         .map(Arc::new)
+}
+
+/// Removes the workers' control group; if it has to stay, says so, and who is in it.
+fn remove_group(dir: &Path) -> Option<String> {
+    let cause = cgroup::remove(dir).err()?;
+    let members = cgroup::members(dir).into_iter().map(proc_table::describe);
+    let members = match members.collect::<Vec<_>>().join(", ") {
+        nobody if nobody.is_empty() => String::new(),
+        members => format!(", because of {members}"),
+    };
+    Some(format!(
+        "the control group `{}` cannot be removed{members}: {cause}\n  \
+         hint: once it is empty, the next launch beside it removes it",
+        dir.display()
+    ))
 }

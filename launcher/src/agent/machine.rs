@@ -5,7 +5,7 @@
 //! Joining ──────────────▶ Running ───────────────────────────────────▶ Stopping
 //!    ▲  ▲                    │ all ended with 0                            │ all gone
 //!    │  │                    ▼                                             ▼
-//!    │  └── GenerationOver ─ Succeeded                     Joining | Undecided | Leaving
+//!    │  └── GenerationOver ─ Succeeded           Joining | Undecided | Listening ─▶ Leaving
 //!    └────── GenerationOver ── Undecided (own worker failed, the daemon has not decided yet)
 //! ```
 //!
@@ -19,9 +19,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{
-    Assignment, DaemonMessage, GenerationOver, NodeStopped, NodeSucceeded, WorkerExit,
-};
+use ddp_proto::rendezvous::{Assignment, DaemonMessage, GenerationOver, NodeSucceeded, WorkerExit};
 
 use super::blame::Suspect;
 use super::conclusion::Conclusion;
@@ -84,9 +82,14 @@ pub(super) enum Then {
 pub(super) enum Phase {
     Joining,
     Running,
-    Stopping { stage: Stage, then: Then },
+    Stopping {
+        stage: Stage,
+        then: Then,
+    },
     Succeeded,
     Undecided,
+    /// The job has failed, and the daemon collects what all nodes know of it.
+    Listening(Conclusion),
     Leaving(Conclusion),
     Done,
 }
@@ -104,6 +107,8 @@ pub(super) struct Machine {
     pub(super) listening: bool,
     /// Workers that exited with an error, while it is not known whether they are the cause or a consequence.
     pub(super) suspects: Vec<Suspect>,
+    /// The daemon has announced its last word on the job, which comes within this time after our own report.
+    pub(super) last_word: Option<Duration>,
     /// Signals received so far.
     signals: u32,
 }
@@ -119,6 +124,7 @@ impl Machine {
             spawning: false,
             listening: false,
             suspects: Vec::new(),
+            last_word: None,
             signals: 0,
             rules,
         };
@@ -182,7 +188,11 @@ impl Machine {
         match message.body {
             Some(Word::Assignment(assignment)) => self.on_assignment(generation, assignment),
             Some(Word::GenerationOver(over)) => self.on_generation_over(generation, &over),
-            Some(Word::JobOver(over)) => self.end(Conclusion::of_job_over(over)),
+            Some(Word::JobOver(over)) => {
+                let last_word_ms = over.last_word_ms;
+                self.on_verdict(Conclusion::of_job_over(over), last_word_ms)
+            }
+            Some(Word::LastWord(_)) => self.on_last_word(),
             Some(Word::Refused(refused)) => self.end(Conclusion::of_refusal(refused)),
             // An empty body is a message of a newer build.
             Some(Word::Waiting(_) | Word::HeartbeatAck(_)) | None => Vec::new(),
@@ -232,7 +242,7 @@ impl Machine {
                 Then::Rejoin | Then::Conclude(_) => return Vec::new(),
             },
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.rejoin(),
-            Phase::Leaving(_) | Phase::Done => return Vec::new(),
+            Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => return Vec::new(),
         };
         effects.push(Effect::Say(restart_notice(over)));
         effects
@@ -312,6 +322,7 @@ impl Machine {
                 self.finish(conclusion)
             }
             Phase::Leaving(_) | Phase::Done => Vec::new(),
+            Phase::Listening(_) => self.on_last_word(),
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.end(conclusion),
         }
     }
@@ -335,6 +346,7 @@ impl Machine {
             },
             Phase::Leaving(conclusion) => self.finish(conclusion.clone()),
             Phase::Running => self.blame_first_suspect(),
+            Phase::Listening(_) => self.on_last_word(),
             Phase::Succeeded | Phase::Done => Vec::new(),
         }
     }
@@ -372,7 +384,7 @@ impl Machine {
     }
 
     /// Ends the launch with `conclusion`: at once, or when the workers are gone.
-    fn end(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+    pub(super) fn end(&mut self, conclusion: Conclusion) -> Vec<Effect> {
         match &mut self.phase {
             Phase::Running => match &conclusion {
                 // The others have nothing to wait for.
@@ -402,6 +414,13 @@ impl Machine {
                 Vec::new()
             }
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(conclusion),
+            Phase::Listening(own) => match conclusion {
+                Conclusion::DaemonGone { .. } => {
+                    let own = own.clone();
+                    self.finish(own)
+                }
+                _ => Vec::new(),
+            },
             Phase::Leaving(_) | Phase::Done => Vec::new(),
         }
     }
@@ -412,23 +431,9 @@ impl Machine {
 
     fn rejoin(&mut self) -> Vec<Effect> {
         self.phase = Phase::Joining;
-        let mut effects = vec![Effect::Report(Report::NodeStopped(NodeStopped::default()))];
+        let mut effects = vec![Effect::ReportEnds];
         effects.extend(self.join());
         effects
-    }
-
-    fn leave(&mut self, conclusion: Conclusion) -> Vec<Effect> {
-        if let Conclusion::DaemonGone { .. } = conclusion {
-            return self.finish(conclusion);
-        }
-        let leave = conclusion.farewell();
-        self.phase = Phase::Leaving(conclusion);
-        vec![Effect::Leave(leave), Effect::Arm(LEAVE_WAIT)]
-    }
-
-    fn finish(&mut self, conclusion: Conclusion) -> Vec<Effect> {
-        self.phase = Phase::Done;
-        vec![Effect::Finish(conclusion)]
     }
 }
 

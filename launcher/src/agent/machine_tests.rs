@@ -99,10 +99,7 @@ impl Play {
     }
 
     fn joins(&self) -> bool {
-        let stopped = self
-            .last
-            .iter()
-            .position(|e| matches!(e, Effect::Report(Report::NodeStopped(_))));
+        let stopped = self.last.iter().position(|e| *e == Effect::ReportEnds);
         let joined = self.last.iter().position(|e| *e == Effect::Join);
         joined.is_some() && stopped < joined && stopped.is_some()
     }
@@ -472,6 +469,7 @@ fn a_refusal_after_workers_ran_stops_them() {
         Word::Refused(Refused {
             code: Code::Disagree.into(),
             reason: "no".into(),
+            failures: None,
         }),
     );
     assert!(play.does(&Effect::SignalAll(libc::SIGTERM)));

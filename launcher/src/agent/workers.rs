@@ -1,15 +1,17 @@
 //! The workers of one generation on this node.
 
+mod exits;
+
 use std::ffi::OsString;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
-use ddp_proto::rendezvous::{Assignment, Heartbeat, WorkerExit};
+use ddp_proto::rendezvous::{Assignment, Heartbeat};
 use nix::fcntl::OFlag;
 use nix::sched::CpuSet;
 use nix::sys::signal::{Signal, kill, killpg};
@@ -21,16 +23,12 @@ use crate::ending::Ending;
 use crate::environment::{self, Common};
 use crate::hang::{Beat, longest_silence};
 use crate::logs::{LogError, WorkerFiles, open_filtered};
-use crate::master_port::is_taken;
 use crate::oom::OomCounter;
 use crate::output::OutputPlan;
 use crate::plan::CoreSet;
 use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::report::LocalEnd;
 use crate::spawn::WorkerSpec;
-
-/// Rank 0 binds MASTER_PORT within this time of its start, imports included.
-const BIND_BOUND: Duration = Duration::from_mins(1);
 
 /// Why the workers of a generation cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -378,45 +376,6 @@ impl Crew {
         self.workers
             .get(local_rank.0 as usize)
             .map(|worker| worker.stderr.clone())
-    }
-
-    /// The end of a worker as the protocol tells it; none while it lives.
-    pub(super) fn describe(&self, local_rank: LocalRank) -> Option<WorkerExit> {
-        let worker = self.workers.get(local_rank.0 as usize)?;
-        let end = worker.end?;
-        let (exit_code, signal, core_dumped) = match end.ending {
-            Ending::Code(code) => (Some(code), None, false),
-            Ending::Signal { signal, core_dumped } => (None, Some(signal), core_dumped),
-        };
-        let since_epoch = end.time.duration_since(UNIX_EPOCH).unwrap_or_default();
-        Some(WorkerExit {
-            rank: worker.rank.0,
-            local_rank: local_rank.0,
-            pid: worker.pid.unwrap_or(0) as u32,
-            exit_code,
-            signal,
-            core_dumped,
-            unix_time_ns: since_epoch.as_nanos() as u64,
-            stderr_tail: worker.stderr.lines(),
-            message: worker.words().unwrap_or_default(),
-            log_file: worker
-                .files
-                .stderr_log()
-                .map_or_else(String::new, |path| path.display().to_string()),
-            consequence: worker.consequence,
-            // The driver knows what the program means by its exit codes.
-            permanent: false,
-            out_of_memory: end.out_of_memory,
-            port_taken: worker.rank == GlobalRank(0)
-                && self.step().is_none_or(|step| step == 0)
-                && end.at.saturating_duration_since(self.began) < BIND_BOUND
-                && worker
-                    .stderr
-                    .lines()
-                    .iter()
-                    .chain(&worker.words())
-                    .any(|line| is_taken(line)),
-        })
     }
 
     /// The error file of a worker, whether it exists or not.

@@ -29,6 +29,8 @@ pub(crate) struct Policy {
     pub(crate) decides: bool,
     /// Answers `Join` with this instead.
     pub(crate) refuses: Option<Refused>,
+    /// Announces a last word on a job that failed, within this time.
+    pub(crate) last_word_ms: u32,
     /// Workers of a node 0 that does not exist; this agent is node 1 then.
     pub(crate) workers_of_node_0: u32,
 }
@@ -39,6 +41,7 @@ impl Default for Policy {
             assigns: true,
             decides: true,
             refuses: None,
+            last_word_ms: 0,
             workers_of_node_0: 0,
         }
     }
@@ -152,7 +155,7 @@ impl Shared {
             Report::Join(join) => vec![self.on_join(&mut job, message.generation, join)],
             Report::Heartbeat(_) => vec![Word::HeartbeatAck(HeartbeatAck {})],
             Report::WorkerExit(exit) if self.policy.decides && message.generation == job.generation => {
-                vec![on_failure(&mut job, &exit)]
+                vec![self.on_failure(&mut job, &exit)]
             }
             Report::NodeSucceeded(_) => {
                 job.over = true;
@@ -212,31 +215,32 @@ impl Shared {
         job.join = join;
         Word::Assignment(assignment)
     }
-}
 
-fn on_failure(job: &mut Job, exit: &WorkerExit) -> Word {
-    job.over = true;
-    let cause = format!("rank {} failed", exit.rank);
-    let (first_failure, first_failure_host) = (Some(exit.clone()), job.join.hostname.clone());
-    if job.restart_count < job.join.max_restarts {
-        job.restart_count += 1;
-        return Word::GenerationOver(GenerationOver {
-            cause,
+    fn on_failure(&self, job: &mut Job, exit: &WorkerExit) -> Word {
+        job.over = true;
+        let cause = format!("rank {} failed", exit.rank);
+        let (first_failure, first_failure_host) = (Some(exit.clone()), job.join.hostname.clone());
+        if job.restart_count < job.join.max_restarts {
+            job.restart_count += 1;
+            return Word::GenerationOver(GenerationOver {
+                cause,
+                first_failure,
+                first_failure_host,
+                restart_count: job.restart_count,
+                max_restarts: job.join.max_restarts,
+                backoff_ms: 0,
+                ..GenerationOver::default()
+            });
+        }
+        Word::JobOver(JobOver {
+            exit_code: exit.exit_code.unwrap_or_else(|| 128 + exit.signal.unwrap_or(0)),
+            reason: cause,
             first_failure,
             first_failure_host,
-            restart_count: job.restart_count,
-            max_restarts: job.join.max_restarts,
-            backoff_ms: 0,
-            ..GenerationOver::default()
-        });
+            last_word_ms: self.policy.last_word_ms,
+            ..JobOver::default()
+        })
     }
-    Word::JobOver(JobOver {
-        exit_code: exit.exit_code.unwrap_or_else(|| 128 + exit.signal.unwrap_or(0)),
-        reason: cause,
-        first_failure,
-        first_failure_host,
-        ..JobOver::default()
-    })
 }
 
 struct Service(Arc<Shared>);

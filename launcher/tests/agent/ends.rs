@@ -183,6 +183,7 @@ fn a_refusal_has_the_code_of_its_reason() {
         let refused = Refused {
             code: code.into(),
             reason: "nodes `a` and `b` run different programs".into(),
+            failures: None,
         };
         let daemon = Daemon::start(Policy {
             refuses: Some(refused),

@@ -139,7 +139,18 @@ impl Launch {
     }
 
     pub(crate) fn start_with(self, change: impl FnOnce(&mut Command) -> &mut Command) -> Launcher {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        let command = Command::new(std::env::current_exe().unwrap());
+        self.start_as(command, change)
+    }
+
+    /// Started by a shell's script, which has to execute its arguments.
+    pub(crate) fn start_through(self, script: &str) -> Launcher {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]).arg(std::env::current_exe().unwrap());
+        self.start_as(command, |command| command)
+    }
+
+    fn start_as(self, mut command: Command, change: impl FnOnce(&mut Command) -> &mut Command) -> Launcher {
         command
             .args(["role_launcher", "--exact", "--nocapture"])
             .env(PLAN, serde_json::to_string(&self).unwrap())

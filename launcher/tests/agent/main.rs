@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `ends` | exit codes, signals, restarts, programs that cannot be started |
 //! | `stopping` | grace, SIGKILL, signals in every state |
+//! | `last_word` | what is reported of all workers when they are gone, and what the daemon says to that |
 //! | `leftovers` | grandchildren, orphans, a launcher that is killed |
 //! | `surroundings` | environment, console, log files |
 //! | `listening` | who is given time to end by himself, and how much |
@@ -12,6 +13,7 @@
 mod daemon;
 mod ends;
 mod harness;
+mod last_word;
 mod leftovers;
 mod listening;
 mod stopping;

@@ -151,6 +151,15 @@ fn until_removed(group: &Path) {
     }
 }
 
+#[track_caller]
+fn until(what: &str, is_so: impl Fn() -> bool) {
+    let deadline = Instant::now() + DEADLINE;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "not in time: {what}");
+        std::thread::yield_now();
+    }
+}
+
 #[test]
 fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     let Some(freezer) = Freezer::make() else {
@@ -166,12 +175,33 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     launcher.signal(Signal::SIGTERM);
     let launcher_pid = launcher.pid();
     let end = launcher.wait();
-    // What it could not leave, as long as somebody was in it.
+    // What it could not leave, as long as somebody was in it; another launcher cannot either.
     let groups = groups_of(launcher_pid);
+    let next = || {
+        let end = crate::harness::launch(&daemon).start().wait();
+        assert_eq!(end.code, 0, "{}", end.stderr);
+    };
+    next();
+    assert_eq!(groups_of(launcher_pid), groups);
     drop(freezer);
-    for group in groups {
-        until_removed(&group);
+    until("nobody is in it", || {
+        groups
+            .iter()
+            .all(|group| fs::read_to_string(group.join("cgroup.procs")).is_ok_and(|pids| pids.is_empty()))
+    });
+    next();
+    assert_eq!(groups_of(launcher_pid), [] as [PathBuf; 0]);
+    for group in &groups {
+        let words = format!(
+            "the control group `{}` cannot be removed, because of {pid} (`",
+            group.display()
+        );
+        assert!(end.stderr.contains(&words), "{}", end.stderr);
     }
+    assert!(
+        !groups.is_empty() || ddp_launcher::parent_of_workers().is_err(),
+        "the group of a process that cannot be killed is gone"
+    );
     assert_eq!(end.code, 143, "{}", end.stderr);
     // The freezer may have been faster than `exec`.
     let named =

@@ -107,3 +107,65 @@ fn the_words_of_the_error_file_are_in_the_report() {
         end.stderr
     );
 }
+
+/// What a launcher has open, ignores and blocks is its own affair; what its caller set is passed on.
+#[test]
+fn workers_start_with_a_clean_slate() {
+    let daemon = Daemon::start(Policy::default());
+    // What a program started here has open, but for the folder that it reads to say so.
+    let open = r"$(ls -l /proc/self/fd | sed -n '/proc/!s/.* \([0-9]*\) -> .*/\1/p' | sort -n | tr '\n' ' ')";
+    let hostile = format!(
+        r#"trap '' PIPE CHLD USR1 HUP; umask 027; ulimit -S -n 300; ulimit -S -c 0; exec 9</dev/null
+        echo "passed on: {open}"; exec "$0" "$@""#
+    );
+    let script = format!(
+        r#"echo "open: {open}"
+        grep -E '^Sig(Blk|Ign)' /proc/$$/status
+        echo "umask $(umask), files $(ulimit -S -n), core $(ulimit -S -c)"
+        echo "oom score $(cat /proc/$$/oom_score_adj)"
+        echo "group $(sed -n 's/^0:://p' /proc/$$/cgroup)"
+        echo "session $(cut -d' ' -f6 /proc/$$/stat) of $$""#
+    );
+    let launch = launch(&daemon).workers(2).sh(&script);
+    let end = launch.start_through(&hostile).wait();
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    let passed_on = end
+        .stdout
+        .lines()
+        .find_map(|line| line.strip_prefix("passed on: "));
+    let passed_on = passed_on.unwrap();
+    assert!(passed_on.contains(" 9 "), "{passed_on}");
+    let own_score = std::fs::read_to_string("/proc/self/oom_score_adj").unwrap();
+    for rank in 0..2 {
+        let said = |line: &str| {
+            let line = format!("[{rank}] {line}\n");
+            assert!(end.stdout.contains(&line), "no `{line}` in:\n{}", end.stdout);
+        };
+        said(&format!("open: {passed_on}"));
+        said("SigBlk:\t0000000000000000");
+        said("umask 0027, files 300, core 0");
+        said(&format!("oom score {}", own_score.trim()));
+    }
+    let ignored = end
+        .stdout
+        .lines()
+        .filter_map(|line| line.split_once("] SigIgn:\t"));
+    let ignored: Vec<u64> = ignored
+        .map(|(_, mask)| u64::from_str_radix(mask, 16).unwrap())
+        .collect();
+    // 32 and 33 are the C library's own, which refuses to touch them.
+    let of_libc = 0b11 << 31;
+    assert_eq!(ignored.len(), 2);
+    assert!(ignored.iter().all(|mask| mask & !of_libc == 0), "{}", end.stdout);
+    if ddp_launcher::parent_of_workers().is_ok() {
+        // Though SIGCHLD was ignored when the launcher tried it.
+        assert_eq!(end.stdout.matches("/ddp-").count(), 2, "{}", end.stdout);
+    }
+    let leads = |line: &&str| {
+        let session = line
+            .split_once("] session ")
+            .and_then(|(_, rest)| rest.split_once(" of "));
+        session.is_some_and(|(session, pid)| session == pid)
+    };
+    assert_eq!(end.stdout.lines().filter(leads).count(), 2, "{}", end.stdout);
+}

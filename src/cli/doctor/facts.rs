@@ -54,9 +54,9 @@ impl Facts {
             cpu_features: cpu_features(),
             cores_online: read("/proc/cpuinfo").matches("processor\t:").count() as u32,
             cores_usable: hardware::usable_cores(),
-            cgroup_quota_cores: quota_cores(&read_cgroup("cpu.max")),
+            cgroup_quota_cores: ddp_launcher::cpu_quota(),
             memory_bytes: memory(&read("/proc/meminfo")),
-            cgroup_memory_bytes: read_cgroup("memory.max").trim().parse().ok(),
+            cgroup_memory_bytes: ddp_launcher::memory_limit(),
             worker_group: ddp_launcher::parent_of_workers().map_err(|why| why.to_string()),
             memfd: try_memfd(),
             memlock_bytes: soft_limit(nix::sys::resource::Resource::RLIMIT_MEMLOCK),
@@ -72,20 +72,6 @@ impl Facts {
 
 fn read(path: impl AsRef<Path>) -> String {
     std::fs::read_to_string(path).unwrap_or_default()
-}
-
-/// A file of this process's own cgroup (version 2), empty where there is none.
-fn read_cgroup(file: &str) -> String {
-    let own = read("/proc/self/cgroup");
-    let path = own
-        .lines()
-        .find_map(|line| line.strip_prefix("0::"))
-        .unwrap_or("/");
-    read(
-        Path::new("/sys/fs/cgroup")
-            .join(path.trim_start_matches('/'))
-            .join(file),
-    )
 }
 
 fn cpu_model(cpuinfo: &str) -> String {
@@ -115,13 +101,6 @@ fn cpu_features() -> Vec<&'static str> {
     {
         Vec::new()
     }
-}
-
-/// `max 100000` or `150000 100000`: microseconds of processor time a period.
-fn quota_cores(cpu_max: &str) -> Option<f64> {
-    let (quota, period) = cpu_max.trim().split_once(' ')?;
-    let (quota, period): (f64, f64) = (quota.parse().ok()?, period.parse().ok()?);
-    (period > 0.0).then_some(quota / period)
 }
 
 fn memory(meminfo: &str) -> Option<(u64, u64)> {
@@ -170,9 +149,6 @@ mod tests {
 
     #[test]
     fn readings_are_parsed() {
-        assert_eq!(quota_cores("max 100000\n"), None);
-        assert_eq!(quota_cores("150000 100000\n"), Some(1.5));
-        assert_eq!(quota_cores(""), None);
         let meminfo = "MemTotal:       2048 kB\nMemFree: 1 kB\nMemAvailable:   1024 kB\n";
         assert_eq!(memory(meminfo), Some((1 << 20, 2 << 20)));
         assert_eq!(

@@ -1,5 +1,6 @@
 //! Decisions of the state machine, told as scenes: who says what, and what everybody hears.
 
+mod failures;
 mod gathering;
 mod outcomes;
 mod reconnects;
@@ -310,6 +311,7 @@ fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
         run_token: String::new(),
         role: String::new(),
         last_call_ms: 0,
+        free_attempt: 0,
     }
 }
 
@@ -375,6 +377,7 @@ fn short(heard: &Heard) -> String {
                 .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
+        Reply::LastWord(l) => format!("last word: {} failures", l.failures.len()),
         Reply::HeartbeatAck(_) => "ack".into(),
     }
 }

@@ -293,6 +293,16 @@ impl Communicator {
         }
     }
 
+    /// Instead of [`Communicator::shutdown`] where something has failed and the process is about to end: on a stream,
+    /// waits a bounded time for what is being aborted, so that no library works on while the process is taken down.
+    pub fn abandon(&self) {
+        if self.0.driver == Driver::Stream
+            && let Route::Stream(transport) = &mut self.core().route
+        {
+            transport.abandon();
+        }
+    }
+
     fn submit(&self, operation: Operation, reduce: ReduceOp, buffer: &Buffer, launch: Launch) -> Work {
         let Launch { after, traffic, tag } = launch;
         let request = Request {

@@ -88,6 +88,8 @@ impl StreamTransport for SoloStream {
     }
 
     fn shutdown(&mut self, _wait: &Wait) {}
+
+    fn abandon(&mut self) {}
 }
 
 struct Passed {

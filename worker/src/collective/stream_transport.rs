@@ -49,6 +49,10 @@ pub trait StreamTransport: Send {
 
     /// Waits for what is in the stream and leaves the group. The last call.
     fn shutdown(&mut self, wait: &Wait);
+
+    /// The process is about to end without that, because something failed: waits, a bounded time, for threads that give
+    /// up what is in the streams of this group and of its parts, and ends them. The last call.
+    fn abandon(&mut self);
 }
 
 /// One operation in a stream.

@@ -216,12 +216,21 @@ fn matches_of(pattern: &Path) -> Vec<PathBuf> {
     files
 }
 
-/// Roots of the Pythons that would be run: the folder above each `python3` of `PATH`, unresolved, because the
-/// `python3` of a virtual environment is a link to another one's; the user's own packages; and the system's.
+/// Roots of the Pythons that would be run: for each `python3` of `PATH` the folder above it, unresolved, because the
+/// `python3` of a virtual environment is a link to another one's, and where it is a link the folder above what it
+/// names, because `/usr/local/bin/python3` may be one into a virtual environment; the user's own packages; and the
+/// system's.
 fn python_roots(get_env: &impl Fn(&str) -> Option<String>) -> Vec<PathBuf> {
     let folders = path_list(get_env("PATH")).into_iter();
     let with_python = folders.filter(|folder| folder.join("python3").exists());
-    let in_path = with_python.filter_map(|folder| folder.parent().map(Path::to_owned));
+    let in_path = with_python.flat_map(|folder| {
+        let named = std::fs::read_link(folder.join("python3")).ok();
+        let named = named.and_then(|python| Some(folder.join(python.parent()?)));
+        let above = |folder: &Path| folder.parent().map(Path::to_owned);
+        [above(&folder), named.as_deref().and_then(above)]
+            .into_iter()
+            .flatten()
+    });
     let user = get_env("HOME").map(|home| Path::new(&home).join(".local"));
     let system = ["/usr/local", "/usr"].map(PathBuf::from);
     in_path.chain(user).chain(system).collect()
@@ -284,6 +293,31 @@ mod tests {
         std::fs::write(folder.path().join("libnvrtc.so.12"), b"").unwrap();
         let found = SearchPath::of_folders(vec![folder.path().to_owned()]).find(Kind::Nvrtc);
         assert_eq!(found.at.unwrap().0, folder.path().join("libnvrtc.so.12"));
+    }
+
+    #[test]
+    fn a_python_that_is_a_link_into_a_virtual_environment_leads_to_its_libraries() {
+        let root = tempfile::tempdir().unwrap();
+        let inside = |path: &str| root.path().join(path);
+        let libraries = |root: &Path| root.join("lib/python3.12/site-packages/nvidia/nccl/lib");
+        for folder in ["usr/bin", "venv/bin", "base/bin"] {
+            std::fs::create_dir_all(inside(folder)).unwrap();
+        }
+        std::fs::create_dir_all(libraries(&inside("venv"))).unwrap();
+        std::fs::write(inside("base/bin/python3"), b"").unwrap();
+        std::os::unix::fs::symlink(inside("base/bin/python3"), inside("venv/bin/python3")).unwrap();
+        for link in [inside("venv/bin/python3"), "../../venv/bin/python3".into()] {
+            std::os::unix::fs::symlink(link, inside("usr/bin/python3")).unwrap();
+            let path = inside("usr/bin").to_str().map(str::to_owned);
+            let SearchPath(folders) = SearchPath::of(|asked| path.clone().filter(|_| asked == "PATH"));
+            let venv = libraries(&inside("venv")).canonicalize().unwrap();
+            let mut found = folders.iter().filter(|(_, why)| *why == "Python");
+            assert!(
+                found.any(|(folder, _)| folder.canonicalize().is_ok_and(|folder| folder == venv)),
+                "{folders:?}"
+            );
+            std::fs::remove_file(inside("usr/bin/python3")).unwrap();
+        }
     }
 
     #[test]

@@ -15,6 +15,10 @@ const SHARE_GPUS: &str = "NCCL_MULTI_RANK_GPU_ENABLE";
 /// Ranks that name different hosts may share a GPU with any NCCL.
 const HOST_NAME: &str = "NCCL_HOSTID";
 
+/// With this variable set to 1, a GELU belongs to the matrix product beside it. An experiment: whether it pays depends
+/// on the library's version and the sizes, and losses differ in the last bits.
+const FUSED_GELU: &str = "DDP_FUSED_GELU";
+
 /// Where a rank computes.
 pub(super) enum Choice {
     /// On what the caller brought.
@@ -49,7 +53,7 @@ enum Sharing {
 impl Sharing {
     /// What the environment asks for and NCCL allows. That there is no NCCL is said where it is needed.
     fn here() -> Self {
-        if std::env::var(SHARE_GPUS).is_ok_and(|value| value.trim() == "1") {
+        if is_set(SHARE_GPUS) {
             let version = Nccl::load().ok().map(|nccl| nccl.version());
             Self::asked(version, std::env::var_os(HOST_NAME).is_some())
         } else {
@@ -158,10 +162,16 @@ impl Choice {
             Self::Gpu(ordinal) => Arc::new(CudaDevice::open(CudaOptions {
                 ordinal,
                 tf32: config.train.precision == Precision::Tf32,
+                fused_gelu: is_set(FUSED_GELU),
                 cache: CubinCache::of_user(),
             })?),
         })
     }
+}
+
+/// True if an environment variable is 1.
+fn is_set(variable: &str) -> bool {
+    std::env::var(variable).is_ok_and(|value| value.trim() == "1")
 }
 
 #[cfg(test)]

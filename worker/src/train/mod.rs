@@ -192,6 +192,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     }
     if outcome.is_err() {
         prepared.trainer.checkpoints.abandon();
+        prepared.trainer.world.comm.abandon();
     }
     let outcome = outcome?;
     if rank == 0 {

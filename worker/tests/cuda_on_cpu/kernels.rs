@@ -3,8 +3,9 @@
 use crate::device::Imitation;
 use crate::op_cases::numbers::numbers;
 use crate::op_cases::{Case, Kind, Outcome, Size, Tensor, Types, catalogue};
-use ddp_worker::device::DType;
-use ddp_worker::ops::{AdamW, AdamWStep, EncoderForward, TokenBackward};
+use ddp_worker::device::{ArenaSpec, DType, Device, Sharing};
+use ddp_worker::ops::cuda::plan;
+use ddp_worker::ops::{AdamW, AdamWStep, ColumnSum, EncoderForward, TokenBackward};
 
 /// Orders of threads that each case is run in.
 const SCHEDULES: u32 = 3;
@@ -80,6 +81,33 @@ fn layernorm() {
 #[test]
 fn column_sum() {
     check("column sum");
+}
+
+/// A shard of the gradients is one row as long as itself: two stages would take scratch memory of its size in f32.
+#[test]
+fn one_row_is_added_by_one_kernel_without_scratch_memory() {
+    for (rows, calls, scratch) in [(1, 1, false), (2, 2, true)] {
+        let buffer = |len| {
+            let spec = ArenaSpec {
+                name: "gradients".to_owned(),
+                dtype: DType::F32,
+                len,
+                sharing: Sharing::Private,
+            };
+            Imitation::new(1).alloc(&spec).unwrap().whole()
+        };
+        let sum = ColumnSum {
+            x: buffer(rows * 5000),
+            out: buffer(5000),
+            accumulate: true,
+        };
+        let plan = plan(&sum.into()).unwrap().unwrap();
+        assert_eq!(
+            (plan.calls.len(), plan.scratch_bytes > 0),
+            (calls, scratch),
+            "{rows} rows"
+        );
+    }
 }
 
 #[test]

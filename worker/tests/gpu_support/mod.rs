@@ -9,7 +9,13 @@ use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
 
 /// The first GPU, or none after a loud word.
 pub(crate) fn device() -> Option<Arc<CudaDevice>> {
+    open(false)
+}
+
+/// The same, with GELUs within products or without.
+pub(crate) fn open(fused_gelu: bool) -> Option<Arc<CudaDevice>> {
     let options = CudaOptions {
+        fused_gelu,
         cache: CubinCache::of_user(),
         ..CudaOptions::default()
     };

@@ -103,13 +103,13 @@ pub(crate) struct Case {
 }
 
 /// Makes an operation of its tensors' buffers.
-type MakeOp = Box<dyn Fn(&[Buffer]) -> Op>;
+type MakeOp = Box<dyn Fn(&[Buffer]) -> Op + Send + Sync>;
 
 impl Case {
     pub(crate) fn new<O: Into<Op>>(
         name: String,
         tensors: Vec<Tensor>,
-        op: impl Fn(&[Buffer]) -> O + 'static,
+        op: impl Fn(&[Buffer]) -> O + Send + Sync + 'static,
     ) -> Self {
         Self {
             name,

@@ -1,6 +1,8 @@
 //! The end of the launch: what people and programs are told of it.
 
-use ddp_proto::ids::GlobalRank;
+use ddp_proto::ids::{Generation, GlobalRank};
+use ddp_proto::rendezvous::agent_message::Body as Report;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
 
 use super::super::conclusion::Conclusion;
 use super::Driver;
@@ -9,6 +11,25 @@ use crate::report::{self, Facts};
 use crate::root_cause::Verdict;
 
 impl Driver<'_> {
+    /// Reports how the workers ended, when all of them are gone.
+    pub(super) fn report_ends(&mut self, generation: Generation) {
+        self.read_control();
+        self.link.send(generation, Report::NodeStopped(self.crew.ends()));
+    }
+
+    /// Keeps the failures of the job that the daemon tells.
+    pub(super) fn note_failures(&mut self, word: Option<&Word>) {
+        let failures = match word {
+            Some(Word::JobOver(over)) => over.failures.as_ref(),
+            Some(Word::Refused(refused)) => refused.failures.as_ref(),
+            Some(Word::LastWord(failures)) => Some(failures),
+            _ => None,
+        };
+        if let Some(failures) = failures {
+            self.failures.clone_from(failures);
+        }
+    }
+
     /// Tells programs how it ended; those who start us, and those who read our files.
     pub(super) fn publish(&mut self, conclusion: &Conclusion, report: Option<&str>) {
         self.event_log.put(Happening::Finished {
@@ -32,6 +53,8 @@ impl Driver<'_> {
             conclusion,
             report,
             local_failure: self.local_failure.as_ref(),
+            failures: &self.failures,
+            generation: self.machine.generation(),
             hostname: &self.hostname,
             worker_file: first_rank.and_then(|rank| self.crew.error_file_of(GlobalRank(rank))),
         };
@@ -55,6 +78,8 @@ impl Driver<'_> {
             output_unseen: self.plan.output.direct,
             local_failure: self.local_failure.as_ref(),
             local_ends: &self.crew.local_ends(),
+            failures: &self.failures,
+            generation: self.machine.generation(),
             ran_for: self.crew.ran_for(),
         })
     }

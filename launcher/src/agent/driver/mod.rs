@@ -14,7 +14,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::NodeId;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{DaemonMessage, WorkerExit};
+use ddp_proto::rendezvous::{DaemonMessage, Failures, WorkerExit};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -27,7 +27,7 @@ use super::link::{Link, LinkConfig, LinkEvent};
 use super::machine::{LEAVE_WAIT, Machine, Rules};
 use super::signals::{Call, Signals};
 use super::workers::{Crew, PrepareError, inherited};
-use crate::cgroup::{self, WorkerGroup};
+use crate::cgroup::WorkerGroup;
 use crate::console::Console;
 use crate::control::{ControlEvent, ControlServer, News};
 use crate::event_log::{EventLog, Happening};
@@ -79,6 +79,8 @@ pub(super) struct Driver<'a> {
     /// Of the last assignment.
     run_token: String,
     local_failure: Option<WorkerExit>,
+    /// All failures of the job, as the daemon told them last.
+    failures: Failures,
     finished: Option<Conclusion>,
     event_log: EventLog,
 }
@@ -137,6 +139,7 @@ impl<'a> Driver<'a> {
             last_waiting: String::new(),
             run_token: String::new(),
             local_failure: None,
+            failures: Failures::default(),
             finished: None,
             event_log,
             plan,
@@ -248,7 +251,7 @@ impl<'a> Driver<'a> {
     }
 
     fn reap(&mut self, events: &mut VecDeque<Event>) {
-        let dead = reap::collect_workers(self.crew.live_pids());
+        let dead = reap::collect_workers(self.crew.live_pids(), self.group.as_deref().map(WorkerGroup::dir));
         for (pid, _) in &dead {
             self.guardian.forget(*pid);
         }
@@ -351,6 +354,7 @@ impl<'a> Driver<'a> {
             LinkEvent::Connected(client) => self.client = Some(client),
             LinkEvent::Message(message) => {
                 self.heed(&message);
+                self.note_failures(message.body.as_ref());
                 events.push_back(Event::Daemon(message));
             }
             LinkEvent::Broken(error) => self.console.say(&format!("{error}; the workers keep running")),
@@ -409,6 +413,7 @@ impl<'a> Driver<'a> {
                 }
                 self.link.send(generation, report);
             }
+            Effect::ReportEnds => self.report_ends(generation),
             Effect::Spawn(assignment) => {
                 if let Err(error) = self.spawn(generation, &assignment) {
                     let exit_code = match error {
@@ -425,7 +430,7 @@ impl<'a> Driver<'a> {
             Effect::SignalAll(signal) => {
                 self.crew.signal(signal, None);
                 if let (libc::SIGKILL, Some(group)) = (signal, &self.group) {
-                    cgroup::kill_members(group.dir());
+                    group.kill();
                 }
             }
             Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),

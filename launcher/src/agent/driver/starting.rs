@@ -12,6 +12,7 @@ use crate::cgroup::WorkerGroup;
 use crate::control::{Place, Store};
 use crate::environment::{Common, threads_per_worker};
 use crate::event_log::Happening;
+use crate::logs;
 use crate::master_port::MasterPort;
 use crate::spawn::Batch;
 
@@ -55,6 +56,7 @@ impl Driver<'_> {
                 .plan
                 .last_call
                 .map_or(0, |wait| u32::try_from(wait.as_millis()).unwrap_or(u32::MAX)),
+            free_attempt: self.plan.log_dir.as_deref().map_or(0, logs::free_attempt),
         };
         self.link.send(generation, Report::Join(join));
     }
@@ -107,7 +109,7 @@ impl Driver<'_> {
         let batch = Batch {
             command: self.plan.command.clone(),
             workers: prepared.specs,
-            door: self.group.as_deref().map(WorkerGroup::door),
+            door: self.group.as_deref().and_then(WorkerGroup::door),
             cancelled: self.crew.cancelled.clone(),
         };
         if !self.spawner.request(batch) {

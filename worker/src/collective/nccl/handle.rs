@@ -174,14 +174,16 @@ impl Handle {
         })
     }
 
-    /// Begins to leave: done when all ranks have, and the handle is settled.
+    /// Begins to leave: done when all ranks have, and the handle is settled. Until then nothing may free it.
     pub(super) fn finalize(&mut self) -> Result<(), CallError> {
         // SAFETY: alive, and used by nobody else.
         let status = unsafe { (self.nccl.functions().comm_finalize)(self.raw) };
         self.check("ncclCommFinalize", status).map(drop)
     }
 
-    /// Frees a communicator that was finalized.
+    /// Frees a communicator that was finalized and has settled, which is this process's affair alone. As for
+    /// [`Handle::abort`], the library returns when that is done, also where its other calls go on in the background, and
+    /// it forbids to ask about the communicator afterwards: there is nothing left to wait for.
     pub(super) fn destroy(self) -> Result<(), CallError> {
         // SAFETY: alive, and used by nobody afterwards: this value was the only one that knew it.
         let status = unsafe { (self.nccl.functions().comm_destroy)(self.raw) };

@@ -14,6 +14,10 @@ use crate::collective::{Failure, Flight, Request, SoloStream, StreamTransport, W
 use crate::device::{Arena, ArenaSpec, Device, Event};
 use crate::session::{Cancel, KeyValue};
 
+/// How long the end of a process that failed is held up by what is being aborted: a lost rank must be named within
+/// seconds.
+const FAREWELL: Duration = Duration::from_secs(2);
+
 /// See the module.
 pub struct NcclTransport {
     comm: Arc<Comm>,
@@ -160,6 +164,16 @@ impl StreamTransport for NcclTransport {
         {
             let name = &self.comm.membership().name;
             tracing::warn!("communicator `{name}` could not be left: {failure}");
+        }
+    }
+
+    fn abandon(&mut self) {
+        if !self.watchdog.end(FAREWELL) {
+            let name = &self.comm.membership().name;
+            tracing::warn!(
+                "communicator `{name}` is still being aborted after {} s",
+                FAREWELL.as_secs()
+            );
         }
     }
 }

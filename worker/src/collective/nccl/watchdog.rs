@@ -30,6 +30,8 @@ struct Shared {
 struct Charges {
     comms: Vec<Charge>,
     stop: bool,
+    /// The thread does nothing any more.
+    over: bool,
 }
 
 struct Charge {
@@ -68,6 +70,18 @@ impl Watchdog {
             settled: false,
         });
     }
+
+    /// Ends the thread and waits, no longer than `bound`, until it is through with what it does. False if it is not.
+    pub(super) fn end(&self, bound: Duration) -> bool {
+        let shared = &self.0.0;
+        let mut charges = shared.lock();
+        charges.stop = true;
+        shared.stopped.notify_all();
+        let waited = shared
+            .stopped
+            .wait_timeout_while(charges, bound, |charges| !charges.over);
+        waited.unwrap_or_else(PoisonError::into_inner).0.over
+    }
 }
 
 impl Drop for Guard {
@@ -95,6 +109,8 @@ impl Shared {
                 charges = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
+        charges.over = true;
+        self.stopped.notify_all();
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Charges> {

@@ -24,6 +24,8 @@ pub struct CudaOptions {
     pub ordinal: usize,
     /// Matrix products of f32 may round their inputs to tf32.
     pub tf32: bool,
+    /// On Hopper, in bf16, a GELU belongs to the matrix product beside it where cuBLASLt does both in one pass.
+    pub fused_gelu: bool,
     /// Where compiled kernels are kept.
     pub cache: CubinCache,
 }

@@ -7,7 +7,7 @@
 
 use std::ffi::c_void;
 use std::mem::take;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use cudarc::driver::result;
 
@@ -16,8 +16,28 @@ use super::driver::driver_error;
 use super::memory::PinnedMemory;
 use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, HostSide, HostWork, Stream};
 
-/// Work that has been done. Of the process, so that the last to know it is never the driver's thread.
-static DONE: Mutex<Vec<HostWork>> = Mutex::new(Vec::new());
+/// Of the process, so that the last to know of a piece of work is never the driver's thread.
+static DONE: Done = Done(Mutex::new(Vec::new()));
+
+/// Work that has been done and is still to be freed.
+struct Done(Mutex<Vec<HostWork>>);
+
+impl Done {
+    fn put(&self, work: HostWork) {
+        self.lock().push(work);
+    }
+
+    /// Frees what is there. Not under the lock, which the driver's thread takes: to free page-locked memory the driver
+    /// may wait for its streams, and with them for that thread.
+    fn free(&self) {
+        let done = take(&mut *self.lock());
+        drop(done);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<HostWork>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
 
 impl HostSide for CudaDevice {
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
@@ -61,8 +81,7 @@ impl HostSide for CudaDevice {
     }
 
     fn run(&self, stream: Stream, work: HostWork) {
-        // What was done before is freed here, outside of the lock, which the driver's thread takes.
-        drop(take(&mut *DONE.lock().unwrap_or_else(PoisonError::into_inner)));
+        DONE.free();
         self.attempt(stream, "work of the host", |stream| {
             let work = Box::into_raw(Box::new(work)).cast::<c_void>();
             // SAFETY: the stream is alive; `call` takes what it is given once. Of a device that has failed it is never
@@ -82,9 +101,46 @@ unsafe extern "C" fn call(work: *mut c_void) {
     // SAFETY: what `run` has made for this one call.
     let mut work = unsafe { Box::from_raw(work.cast::<HostWork>()) };
     work();
-    DONE.lock().unwrap_or_else(PoisonError::into_inner).push(*work);
+    DONE.put(*work);
 }
 
 fn is_pinned(buffer: &Buffer) -> bool {
     buffer.arena().memory().as_any().is::<PinnedMemory>()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+
+    /// Says whether the lock was free when it was dropped.
+    struct Witness {
+        done: Arc<Done>,
+        unlocked: Arc<AtomicBool>,
+    }
+
+    impl Drop for Witness {
+        fn drop(&mut self) {
+            self.unlocked
+                .store(self.done.0.try_lock().is_ok(), Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn what_was_done_is_not_freed_under_the_lock_that_the_drivers_thread_takes() {
+        let done = Arc::new(Done(Mutex::default()));
+        let unlocked = Arc::new(AtomicBool::new(false));
+        let witness = Witness {
+            done: done.clone(),
+            unlocked: unlocked.clone(),
+        };
+        done.put(Box::new(move || {
+            let _ = &witness;
+        }));
+        done.free();
+        assert!(unlocked.load(Ordering::Relaxed));
+        assert!(done.lock().is_empty());
+    }
 }

@@ -291,6 +291,12 @@ impl<'a> Launch<'a> {
         self.device.options().tf32
     }
 
+    /// True if a GELU may belong to the matrix product beside it.
+    #[must_use]
+    pub fn fused_gelu(&self) -> bool {
+        self.device.options().fused_gelu
+    }
+
     /// True on Hopper, whose own instructions the kernels can use then.
     #[must_use]
     pub fn is_hopper(&self) -> bool {

@@ -1,11 +1,11 @@
-// Sums over rows in two stages, both in a fixed order: the gradients of biases, and of LayerNorm's gain and bias.
+// Sums over rows in two stages, both in a fixed order: the gradients of biases, and of LayerNorm's gain and bias. A
+// single row is added, or copied, in one: a part of the gradients to what is there of them.
 //
 // Bytes: column_partials reads R·C elements once and writes SLABS·C f32; add_partials reads these again, from the
-// cache.
+// cache. single_row reads and writes C elements, and reads what it adds to.
 
-#include "element.cuh"
+#include "elementwise.cuh"
 
-constexpr u32 THREADS = 256;
 constexpr u32 WARPS = THREADS / WARP;
 constexpr u32 WIDTH = WARP * VEC;
 
@@ -79,4 +79,41 @@ add_partials(const f32 *partials, GRAD *first, GRAD *second, u32 parts, u32 colu
         const f32 value[1] = {sum};
         store(out, value);
     }
+}
+
+struct SingleRow {
+    const ACT *x;
+    GRAD *out;
+    bool accumulate;
+
+    template <int N> struct State {
+        Pack<ACT, N> x;
+        Pack<GRAD, N> before;
+    };
+
+    template <int N> __device__ __forceinline__ void load(State<N> &state, u64 at) const {
+        state.x.load(x + at);
+        if (accumulate) {
+            state.before.load(out + at);
+        }
+    }
+
+    template <int N> __device__ __forceinline__ void finish(State<N> &state, u64 at) const {
+        f32 values[N];
+        state.x.get(values);
+        if (accumulate) {
+            f32 before[N];
+            state.before.get(before);
+            #pragma unroll
+            for (int i = 0; i < N; i++) {
+                values[i] += before[i];
+            }
+        }
+        store(out + at, values);
+    }
+};
+
+// out[c] = x[c], or added to what is there
+extern "C" __global__ void __launch_bounds__(THREADS) single_row(const ACT *x, GRAD *out, u64 n, u32 accumulate) {
+    each_pack<2>(SingleRow{x, out, accumulate != 0}, n);
 }

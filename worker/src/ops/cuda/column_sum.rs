@@ -1,6 +1,10 @@
-//! Launches of `column_sum.cu`: the bias of a linear layer, and the second stage of LayerNorm's backward.
+//! Launches of `column_sum.cu`: the bias of a linear layer, the second stage of LayerNorm's backward, and gradients that
+//! are added to others.
 
-use super::plan::{Arg, Call, ELEMENT, Plan, Planned, Scratch, THREADS, count, element, vec_define, width};
+use super::plan::{
+    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, Scratch, THREADS, count, element, elementwise_grid,
+    vec_define, width,
+};
 use crate::device::cuda::{Define, Grid, Source, Unit};
 use crate::device::{Buffer, DeviceError};
 use crate::ops::{ColumnSum, CpuKernel, expect_len};
@@ -14,13 +18,20 @@ const SLAB_ROWS: usize = 64;
 /// Threads of a block of the second stage.
 const ADDING: u32 = 1024;
 
-static SOURCE: Source = Source::with_headers("column_sum.cu", include_str!("column_sum.cu"), &[ELEMENT]);
+static SOURCE: Source = Source::with_headers(
+    "column_sum.cu",
+    include_str!("column_sum.cu"),
+    &[ELEMENT, ELEMENTWISE],
+);
 
 impl Planned for ColumnSum {
     fn plan(&self) -> Result<Plan, DeviceError> {
         let columns = self.out.len();
         let rows = self.x.len() / columns.max(1);
         expect_len(Self::NAME, "x", self.x.len(), rows * columns)?;
+        if rows == 1 {
+            return self.plan_of_a_row();
+        }
         let width = width(columns, &[&self.x]);
         let tiles = columns.div_ceil(WARP * width);
         let slabs = (BLOCKS / tiles.max(1)).clamp(1, rows.div_ceil(SLAB_ROWS).max(1));
@@ -62,6 +73,26 @@ impl Planned for ColumnSum {
             scratch_bytes: scratch.bytes(),
             calls: vec![sums, partials.add(Self::NAME, first, None)?],
         })
+    }
+}
+
+impl ColumnSum {
+    /// An element-wise kernel: a shard of the gradients is one row as long as the shard.
+    fn plan_of_a_row(&self) -> Result<Plan, DeviceError> {
+        let (act, grad) = (element(Self::NAME, &self.x)?, element(Self::NAME, &self.out)?);
+        let (n, width) = (self.x.len(), width(0, &[&self.x, &self.out]));
+        Ok(Plan::one(Call {
+            source: &SOURCE,
+            kernel: "single_row",
+            defines: defines(act, grad, width),
+            grid: elementwise_grid(n, width, 2),
+            args: vec![
+                Arg::Read(self.x.clone()),
+                Arg::Write(self.out.clone()),
+                Arg::U64(n as u64),
+                Arg::flag(self.accumulate),
+            ],
+        }))
     }
 }
 

@@ -1,4 +1,4 @@
-//! Linear layers with a GELU: one pass of cuBLASLt where it knows one, else a product and a kernel of ours.
+//! Linear layers with a GELU: a product and a kernel of ours; where it is asked for and cuBLASLt knows one, one pass.
 
 use crate::device::cuda::{CudaKernel, DevicePtr, Epilogue, Launch, Product};
 use crate::device::{DType, DeviceError};
@@ -10,10 +10,15 @@ const ROW_STEP: usize = 8;
 /// Bytes that it wants the address of the GELU's input to be a multiple of.
 const ALIGNMENT: usize = 16;
 
-/// Whether the library is asked for one pass: only on Hopper, where its epilogues of this kind are known to gain, and
-/// not in f32, where products are what costs.
+/// Whether the library is asked for one pass. It saves the GELU a pass over its input, but the product then has two
+/// outputs, and whether that is faster is to be measured: so it is the user's choice. Only on Hopper, and not in f32,
+/// where products are what costs.
 fn is_one_pass(cx: &Launch<'_>, dtype: DType, width: usize, wide: DevicePtr) -> bool {
-    cx.is_hopper() && dtype == DType::Bf16 && width.is_multiple_of(ROW_STEP) && wide.is_aligned(ALIGNMENT)
+    cx.fused_gelu()
+        && cx.is_hopper()
+        && dtype == DType::Bf16
+        && width.is_multiple_of(ROW_STEP)
+        && wide.is_aligned(ALIGNMENT)
 }
 
 impl CudaKernel for LinearGeluForward {

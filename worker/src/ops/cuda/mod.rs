@@ -16,13 +16,13 @@
 //! | `cast`, `fill` | conversion, fill, scale | read + written |
 //! | `gelu` | forward, backward in place | 2s; 4s |
 //! | `layernorm` | forward; backward with the residual's gradient, sums of the gain's and bias's | 2s; 4s |
-//! | `column_sum` | sums over rows in two stages | s |
+//! | `column_sum` | sums over rows in two stages; a single row, added or copied, in one | s; 2s, 3s |
 //! | `encoder` | forward, gradient of positions | 2s; s |
 //! | `token_backward`, `token_sort` | gradient of the token embedding: rows sorted by token, then added | s, and the rows touched |
 //! | `attention` | forward, backward in two kernels; in f32 arithmetic | 4s·C a position; 12s·C |
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
 //! | `linear` | none of ours: cuBLASLt ([`crate::device::cuda::Product`]) | operands and output once, at best |
-//! | `linear_gelu` | none of ours where cuBLASLt does both in one pass, else those of `linear` and `gelu` | as `linear`, and 2s·O for the GELU's input |
+//! | `linear_gelu` | those of `linear` and `gelu`; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |
 //! | `cross_entropy` | forward; backward in place | s; 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
 

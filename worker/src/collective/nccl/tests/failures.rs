@@ -21,6 +21,9 @@ const SHORT: Duration = Duration::from_millis(300);
 /// What every survivor must know of a lost rank within.
 const BOUND: Duration = Duration::from_secs(5);
 
+/// What would happen without being waited for happens within it.
+const TICK: Duration = Duration::from_millis(100);
+
 /// Waits for `condition` with a deadline.
 fn eventually(what: &str, condition: impl Fn() -> bool) {
     let deadline = deadline();
@@ -262,9 +265,7 @@ fn nothing_is_aborted_beside_a_call_that_has_not_returned() {
             world.cancel.cancel("stopped");
             // This rank's own is aborted by its watchdog; the other's watchdog has seen as much by then.
             eventually("the abort of rank 1", || world.fake.log().aborted == 1);
-            let tick = Event::pair("nothing")
-                .0
-                .wait(Instant::now() + Duration::from_millis(100));
+            let tick = Event::pair("nothing").0.wait(Instant::now() + TICK);
             assert!(tick.is_err());
             assert_eq!(world.fake.log().aborted, 1);
             world.fake.release();
@@ -330,6 +331,45 @@ fn what_is_left_without_a_word_keeps_its_memory_and_calls_nothing() {
     assert_eq!((log.aborted, log.destroyed, log.violations), (0, 0, vec![]));
     // The arena outlives its communicator, as it does without this test's own clone.
     assert!(memory.iter().all(|arena| arena.len() == 16));
+}
+
+/// The thread that aborts is not the one that ends the process.
+#[test]
+fn a_process_that_fails_does_not_end_beside_an_abort() {
+    let world = World::of(2, &[Fault::AbortBlocks { rank: 0 }]);
+    world.run(|rank| {
+        if rank.rank() == 1 {
+            return;
+        }
+        let work = reduce(&rank, "bucket 0");
+        world.cancel.cancel("rank 1 died of SIGKILL");
+        failure(&work);
+        world.fake.await_blocked(1);
+        std::thread::scope(|scope| {
+            let leaving = scope.spawn(|| rank.comm.abandon());
+            let tick = Event::pair("nothing").0.wait(Instant::now() + TICK);
+            assert!(tick.is_err());
+            assert!(!leaving.is_finished());
+            world.fake.release();
+            leaving.join().unwrap();
+        });
+        assert!(world.fake.log().aborted >= 1);
+    });
+}
+
+#[test]
+fn an_abort_that_does_not_return_holds_up_the_end_for_a_bounded_time() {
+    let world = World::of(2, &[Fault::AbortBlocks { rank: 0 }]);
+    world.run(|rank| {
+        if rank.rank() == 0 {
+            let work = reduce(&rank, "bucket 0");
+            world.cancel.cancel("rank 1 died of SIGKILL");
+            failure(&work);
+            world.fake.await_blocked(1);
+            rank.comm.abandon();
+            world.fake.release();
+        }
+    });
 }
 
 #[test]

@@ -29,6 +29,8 @@ pub(super) enum Fault {
     CallNeverSettles { rank: usize, operation: usize },
     /// The call of an operation does not return until [`FakeWorld::release`].
     CallBlocks { rank: usize, operation: usize },
+    /// An abort does not return until [`FakeWorld::release`].
+    AbortBlocks { rank: usize },
     /// An error that comes by itself, once so many operations were issued.
     Reported {
         rank: usize,
@@ -74,7 +76,7 @@ pub(super) struct FakeComm {
     pub(super) group: String,
     pub(super) rank: usize,
     /// Rank in the world, for faults.
-    global: usize,
+    pub(super) global: usize,
     size: usize,
     busy: AtomicBool,
     freed: AtomicBool,
@@ -142,6 +144,12 @@ impl FakeWorld {
     pub(super) fn release(&self) {
         self.blocked.lock().unwrap().1 = true;
         self.released.notify_all();
+    }
+
+    pub(super) fn block_an_abort(&self, rank: usize) {
+        if self.has(Fault::AbortBlocks { rank }) {
+            self.block();
+        }
     }
 
     fn block(&self) {

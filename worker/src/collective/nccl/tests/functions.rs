@@ -121,6 +121,7 @@ unsafe extern "C" fn comm_abort(raw: RawComm) -> Status {
     // SAFETY: as above.
     let comm = unsafe { comm(raw) };
     let status = comm.call("ncclCommAbort", |_| {
+        comm.world.block_an_abort(comm.global);
         comm.world.arena.abort(&comm.aborted);
         comm.world.log.lock().unwrap().aborted += 1;
         Status::SUCCESS

@@ -1,0 +1,207 @@
+//! The end of the agent: it reports how its workers ended, hears the daemon's last word on a job that failed, and says
+//! good-bye.
+//!
+//! The workers are gone by then: only the launcher's own exit waits for the last word, and not for long.
+
+use std::time::Duration;
+
+use super::conclusion::Conclusion;
+use super::event::Effect;
+use super::machine::{LEAVE_WAIT, Machine, Phase};
+
+/// Longest wait for the last word, whatever the daemon says.
+const LAST_WORD_BOUND: Duration = Duration::from_secs(1);
+
+impl Machine {
+    /// The job is over; the daemon may have more to say of it when all nodes have reported.
+    pub(super) fn on_verdict(&mut self, conclusion: Conclusion, last_word_ms: u32) -> Vec<Effect> {
+        let wait = Duration::from_millis(last_word_ms.into()).min(LAST_WORD_BOUND);
+        self.last_word = (!wait.is_zero()).then_some(wait);
+        match (&self.phase, self.last_word) {
+            // It was said while the stream was broken.
+            (Phase::Listening(_), None) => self.on_last_word(),
+            _ => self.end(conclusion),
+        }
+    }
+
+    /// All has been said.
+    pub(super) fn on_last_word(&mut self) -> Vec<Effect> {
+        self.last_word = None;
+        match &self.phase {
+            Phase::Listening(conclusion) => {
+                let conclusion = conclusion.clone();
+                self.say_good_bye(conclusion)
+            }
+            _ => Vec::new(),
+        }
+    }
+
+    /// The workers are gone: waits for the last word on a job that failed, else says good-bye.
+    pub(super) fn leave(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        match (&conclusion, self.last_word) {
+            (Conclusion::DaemonGone { .. }, _) => self.finish(conclusion),
+            (Conclusion::JobOver { .. }, Some(wait)) => {
+                self.phase = Phase::Listening(conclusion);
+                vec![Effect::ReportEnds, Effect::Arm(wait)]
+            }
+            _ => self.say_good_bye(conclusion),
+        }
+    }
+
+    fn say_good_bye(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        let leave = conclusion.farewell();
+        self.phase = Phase::Leaving(conclusion);
+        vec![Effect::Leave(leave), Effect::Arm(LEAVE_WAIT)]
+    }
+
+    pub(super) fn finish(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+        self.phase = Phase::Done;
+        vec![Effect::Finish(conclusion)]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::ids::LocalRank;
+    use ddp_proto::rendezvous::daemon_message::Body as Word;
+    use ddp_proto::rendezvous::{Assignment, DaemonMessage, Failures, JobOver, Leave, NodeAssignment};
+
+    use super::super::event::Event;
+    use super::super::machine::Rules;
+    use super::*;
+    use crate::ending::Ending;
+
+    fn hear(machine: &mut Machine, word: Word) -> Vec<Effect> {
+        machine.on(Event::Daemon(DaemonMessage {
+            generation: 1,
+            body: Some(word),
+        }))
+    }
+
+    fn verdict(last_word_ms: u32) -> Word {
+        Word::JobOver(JobOver {
+            exit_code: 42,
+            last_word_ms,
+            ..JobOver::default()
+        })
+    }
+
+    /// One whose only worker runs.
+    fn running() -> Machine {
+        let (mut machine, _) = Machine::start(Rules {
+            hostname: "a".into(),
+            native: false,
+            join_timeout: Duration::from_mins(1),
+            shutdown_timeout: Duration::from_secs(30),
+        });
+        let nodes = vec![NodeAssignment {
+            workers: 1,
+            ..NodeAssignment::default()
+        }];
+        let assignment = Assignment {
+            nodes,
+            ..Assignment::default()
+        };
+        hear(&mut machine, Word::Assignment(assignment));
+        machine.on(Event::Spawned(LocalRank(0)));
+        machine.on(Event::SpawnEnded(None));
+        machine
+    }
+
+    /// What it does when the job is over and its worker gone.
+    fn end(machine: &mut Machine, verdict: Word) -> Vec<Effect> {
+        hear(machine, verdict);
+        machine.on(Event::Exited {
+            local_rank: LocalRank(0),
+            ending: Ending::Code(1),
+        });
+        machine.on(Event::Swept { stuck: vec![] })
+    }
+
+    fn listening() -> Machine {
+        let mut machine = running();
+        assert_eq!(
+            end(&mut machine, verdict(700)),
+            [Effect::ReportEnds, Effect::Arm(Duration::from_millis(700))]
+        );
+        machine
+    }
+
+    fn says_good_bye(effects: &[Effect]) -> bool {
+        matches!(effects, [Effect::Leave(Leave { signal: None, .. }), Effect::Arm(wait)] if *wait == LEAVE_WAIT)
+    }
+
+    fn finish(effects: &[Effect]) -> Option<u8> {
+        effects.iter().find_map(|effect| match effect {
+            Effect::Finish(conclusion) => Some(conclusion.exit_code()),
+            _ => None,
+        })
+    }
+
+    #[test]
+    fn the_last_word_is_waited_for_when_the_workers_are_gone() {
+        let mut machine = listening();
+        let effects = hear(&mut machine, Word::LastWord(Failures::default()));
+        assert!(says_good_bye(&effects), "{effects:?}");
+        assert_eq!(finish(&machine.on(Event::Left)), Some(42));
+    }
+
+    #[test]
+    fn a_last_word_that_comes_while_workers_are_stopped_is_not_waited_for_again() {
+        let mut machine = running();
+        hear(&mut machine, verdict(700));
+        assert_eq!(hear(&mut machine, Word::LastWord(Failures::default())), []);
+        machine.on(Event::Exited {
+            local_rank: LocalRank(0),
+            ending: Ending::Code(1),
+        });
+        assert!(says_good_bye(&machine.on(Event::Swept { stuck: vec![] })));
+    }
+
+    #[test]
+    fn a_daemon_of_an_older_build_has_no_last_word() {
+        assert!(says_good_bye(&end(&mut running(), verdict(0))));
+    }
+
+    #[test]
+    fn the_wait_is_bounded_and_a_signal_ends_it() {
+        let mut machine = running();
+        let effects = end(&mut machine, verdict(u32::MAX));
+        assert!(effects.contains(&Effect::Arm(LAST_WORD_BOUND)), "{effects:?}");
+        assert!(says_good_bye(&machine.on(Event::Alarm)));
+        let mut machine = listening();
+        assert!(says_good_bye(&machine.on(Event::Signal(libc::SIGINT))));
+        assert_eq!(
+            finish(&machine.on(Event::Left)),
+            Some(42),
+            "the job had failed before"
+        );
+    }
+
+    #[test]
+    fn a_stream_that_breaks_meanwhile_does_no_harm() {
+        let mut machine = listening();
+        assert_eq!(hear(&mut machine, verdict(700)), [], "the wait goes on");
+        assert!(
+            says_good_bye(&hear(&mut machine, verdict(0))),
+            "it was said meanwhile"
+        );
+        let mut machine = listening();
+        let gone = Event::DaemonGone {
+            exit_code: 69,
+            error: "gone".into(),
+        };
+        assert_eq!(finish(&machine.on(gone)), Some(42));
+    }
+
+    #[test]
+    fn who_was_stopped_by_a_signal_waits_for_nothing() {
+        let mut machine = running();
+        machine.on(Event::Signal(libc::SIGTERM));
+        let effects = end(&mut machine, verdict(700));
+        assert!(
+            matches!(effects[..], [Effect::Leave(Leave { signal: Some(_), .. }), _]),
+            "{effects:?}"
+        );
+    }
+}

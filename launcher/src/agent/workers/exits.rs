@@ -1,0 +1,101 @@
+//! The ends of workers as the protocol tells them.
+
+use std::time::{Duration, UNIX_EPOCH};
+
+use ddp_proto::ids::GlobalRank;
+use ddp_proto::rendezvous::{NodeStopped, WorkerExit};
+
+use super::{Crew, End, LocalRank, Worker};
+use crate::ending::Ending;
+use crate::master_port::is_taken;
+
+/// Rank 0 binds MASTER_PORT within this time of its start, imports included.
+const BIND_BOUND: Duration = Duration::from_mins(1);
+/// Workers of each kind that are told one by one when the node has stopped: those that failed, those that we stopped.
+const MAX_EXITS: usize = 32;
+/// Longest part of a worker's words that is told then.
+const MAX_WORDS_CHARS: usize = 200;
+
+impl Crew {
+    /// The end of a worker with all that is known of it; none while it lives.
+    pub(in crate::agent) fn describe(&self, local_rank: LocalRank) -> Option<WorkerExit> {
+        let worker = self.workers.get(local_rank.0 as usize)?;
+        let end = worker.end?;
+        Some(WorkerExit {
+            stderr_tail: worker.stderr.lines(),
+            message: worker.words().unwrap_or_default(),
+            port_taken: worker.rank == GlobalRank(0)
+                && self.step().is_none_or(|step| step == 0)
+                && end.at.saturating_duration_since(self.began) < BIND_BOUND
+                && worker
+                    .stderr
+                    .lines()
+                    .iter()
+                    .chain(&worker.words())
+                    .any(|line| is_taken(line)),
+            ..worker.exit(local_rank.0, end)
+        })
+    }
+
+    /// How all workers ended that did not end with 0, once they are gone.
+    pub(in crate::agent) fn ends(&self) -> NodeStopped {
+        let bad_end = |(local_rank, worker): (usize, &Worker)| {
+            let end = worker.end.filter(|end| !end.ending.is_success())?;
+            Some((local_rank as u32, end))
+        };
+        let mut ends: Vec<_> = self.workers.iter().enumerate().filter_map(bad_end).collect();
+        ends.sort_by_key(|(_, end)| end.at);
+        let mut stopped = NodeStopped::default();
+        let (mut failures, mut victims) = (0, 0);
+        for (local_rank, end) in ends {
+            let worker = &self.workers[local_rank as usize];
+            let is_victim = worker.sent.is_some();
+            let (count, more) = if is_victim {
+                (&mut victims, &mut stopped.more_victims)
+            } else {
+                (&mut failures, &mut stopped.more_failures)
+            };
+            if *count == MAX_EXITS {
+                *more += 1;
+                continue;
+            }
+            *count += 1;
+            let mut exit = worker.exit(local_rank, end);
+            if let (false, Some(words)) = (is_victim, worker.words()) {
+                exit.message = words.chars().take(MAX_WORDS_CHARS).collect();
+            }
+            stopped.exits.push(exit);
+        }
+        stopped
+    }
+}
+
+impl Worker {
+    /// Its end, without its words.
+    fn exit(&self, local_rank: u32, end: End) -> WorkerExit {
+        let (exit_code, signal, core_dumped) = match end.ending {
+            Ending::Code(code) => (Some(code), None, false),
+            Ending::Signal { signal, core_dumped } => (None, Some(signal), core_dumped),
+        };
+        let since_epoch = end.time.duration_since(UNIX_EPOCH).unwrap_or_default();
+        WorkerExit {
+            rank: self.rank.0,
+            local_rank,
+            pid: self.pid.unwrap_or(0) as u32,
+            exit_code,
+            signal,
+            core_dumped,
+            unix_time_ns: since_epoch.as_nanos() as u64,
+            log_file: self
+                .files
+                .stderr_log()
+                .map_or_else(String::new, |path| path.display().to_string()),
+            consequence: self.consequence,
+            out_of_memory: end.out_of_memory,
+            stopped_with: self.sent,
+            age_ns: end.at.elapsed().as_nanos() as u64,
+            // `permanent`: the driver knows what the program means by its exit codes.
+            ..WorkerExit::default()
+        }
+    }
+}

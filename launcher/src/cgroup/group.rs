@@ -1,0 +1,309 @@
+//! A control group (version 2) that holds all workers of one launcher, where the system allows to make one.
+//!
+//! Whatever a worker starts is born in its group, and cannot leave it without rights that it usually lacks: not by a
+//! session of its own, not by clearing its environment. One write to `cgroup.kill` then ends all of them at once.
+//! The group lies below the launcher's own. Where none can be made, the guardian and the sweep work as they do
+//! without: sessions, markers, descendants.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsRawFd;
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use nix::unistd::{AccessFlags, access};
+
+use super::{Door, Standing, leftovers};
+
+/// Members of a group, one process id a line; `0` is the writer itself.
+const MEMBERS: &str = "cgroup.procs";
+/// `1` ends all members, those of groups below too.
+const KILL: &str = "cgroup.kill";
+/// Whether there is a process in it, among other things.
+const EVENTS: &str = "cgroup.events";
+/// How long a group whose members were killed may take to become empty.
+const EMPTY_BOUND: Duration = Duration::from_secs(1);
+/// Between two attempts to remove it: there is no event for the last member's last moment.
+const REMOVE_INTERVAL: Duration = Duration::from_millis(2);
+/// Attempts to make a group before another launcher removes it.
+const MAKE_ATTEMPTS: u32 = 3;
+/// Groups below groups that are removed; a worker makes no deeper ones.
+const MAX_DEPTH: u32 = 16;
+
+/// Why workers get no group of their own. Nothing is lost that a user has to see to.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum NoGroup {
+    /// Version 2 is not mounted, or not where this process's own group can be seen.
+    #[error("control groups of version 2 are not mounted here")]
+    NotMounted,
+    /// Not delegated to this user, or mounted read-only.
+    #[error("`{path}` cannot be written to")]
+    NotWritable {
+        /// Of the launcher's own group.
+        path: PathBuf,
+    },
+}
+
+/// The folder of the launcher's own control group, if groups can be made below it. Nothing is made.
+///
+/// # Errors
+/// When a group of their own for the workers is impossible, and why.
+pub fn parent_of_workers() -> Result<PathBuf, NoGroup> {
+    let own = Standing::of_this_process().unified().ok_or(NoGroup::NotMounted)?;
+    // To be born in a group below needs the right to write to the members of the nearest group above both places: this one.
+    for path in [own.clone(), own.join(MEMBERS)] {
+        if access(&path, AccessFlags::W_OK).is_err() {
+            return Err(NoGroup::NotWritable { path });
+        }
+    }
+    Ok(own)
+}
+
+/// The group of one launcher's workers.
+#[derive(Debug)]
+pub(crate) struct WorkerGroup {
+    dir: PathBuf,
+    /// Its lock says that the launcher lives.
+    folder: File,
+    members: File,
+    /// The way into it, as long as nobody in it was killed.
+    door: Mutex<Option<Door>>,
+}
+
+impl WorkerGroup {
+    /// Makes the group, and tries with a child that processes get into it.
+    pub(crate) fn create(dir: &Path) -> io::Result<Self> {
+        fs::create_dir(dir)?;
+        Self::open(dir).inspect_err(|_| {
+            // Nobody is in it.
+            let _ = fs::remove_dir(dir);
+        })
+    }
+
+    /// As [`WorkerGroup::create`], after the leftovers of dead launchers are removed beside it. Another launcher that does the same
+    /// may take a group that is not held yet for one of these, so it is tried again.
+    pub(crate) fn create_among_leftovers(dir: &Path) -> io::Result<Self> {
+        if let Some(own) = dir.parent() {
+            leftovers::remove_leftovers(own);
+        }
+        let mut made = Self::create(dir);
+        for _ in 1..MAKE_ATTEMPTS {
+            if made.is_ok() {
+                break;
+            }
+            made = Self::create(dir);
+        }
+        made
+    }
+
+    fn open(dir: &Path) -> io::Result<Self> {
+        let folder = leftovers::hold(dir)?;
+        // Absent before Linux 5.14.
+        fs::metadata(dir.join(KILL))?;
+        let members = File::options().write(true).open(dir.join(MEMBERS))?;
+        let door = Door::find(folder.as_raw_fd(), members.as_raw_fd())?;
+        Ok(Self {
+            dir: dir.to_owned(),
+            folder,
+            members,
+            door: Mutex::new(Some(door)),
+        })
+    }
+
+    /// The way into the group, valid as long as the group; none if there is no way any more.
+    pub(crate) fn door(&self) -> Option<Door> {
+        let mut door = self.door.lock().unwrap_or_else(PoisonError::into_inner);
+        if door.is_none() {
+            *door = Door::find(self.folder.as_raw_fd(), self.members.as_raw_fd()).ok();
+        }
+        *door
+    }
+
+    /// Kills all members, and those of the groups below.
+    pub(crate) fn kill(&self) {
+        kill_members(&self.dir);
+        // Linux 6.18 compares how often the group was killed with how often the launcher's own was, and kills whom it
+        // takes for a child of the dead: whether processes can be born in a group has to be tried anew.
+        *self.door.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+
+    pub(crate) fn dir(&self) -> &Path {
+        &self.dir
+    }
+}
+
+/// Processes of a group and of the groups below it, those that this process can see; none if there is no such group.
+pub(crate) fn members(group: &Path) -> Vec<i32> {
+    let mut pids = Vec::new();
+    add_members(group, MAX_DEPTH, &mut pids);
+    pids
+}
+
+fn add_members(group: &Path, depth: u32, pids: &mut Vec<i32>) {
+    let text = fs::read_to_string(group.join(MEMBERS)).unwrap_or_default();
+    // A process of another container has no number here.
+    pids.extend(
+        text.lines()
+            .filter_map(|line| line.parse::<i32>().ok())
+            .filter(|pid| *pid > 0),
+    );
+    for below in groups_below(group).filter(|_| depth > 0) {
+        add_members(&below, depth - 1, pids);
+    }
+}
+
+/// True if there is a process in the group or in one below it.
+pub(super) fn is_populated(group: &Path) -> bool {
+    let events = fs::read_to_string(group.join(EVENTS)).unwrap_or_default();
+    events.lines().any(|line| line == "populated 1")
+}
+
+/// Kills all members of a group, and those of the groups below; quietly none where there is no such group.
+pub(crate) fn kill_members(group: &Path) {
+    // Without `create`: a folder that is no control group gets no such file.
+    let _ = File::options()
+        .write(true)
+        .open(group.join(KILL))
+        .and_then(|mut file| io::Write::write_all(&mut file, b"1"));
+}
+
+/// Kills what is left in a group, and removes it with the groups below; gives up on members that cannot be killed.
+pub(crate) fn remove(group: &Path) -> io::Result<()> {
+    let deadline = Instant::now() + EMPTY_BOUND;
+    loop {
+        kill_members(group);
+        match remove_tree(group) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => return Ok(()),
+            Err(error) if error.raw_os_error() == Some(libc::EBUSY) && Instant::now() < deadline => {
+                std::thread::sleep(REMOVE_INTERVAL);
+            }
+            outcome => return outcome,
+        }
+    }
+}
+
+/// Removes a group and those below it, if there is nobody in them.
+pub(super) fn remove_tree(group: &Path) -> io::Result<()> {
+    remove_levels(group, MAX_DEPTH)
+}
+
+fn remove_levels(group: &Path, depth: u32) -> io::Result<()> {
+    for below in groups_below(group).filter(|_| depth > 0) {
+        remove_levels(&below, depth - 1)?;
+    }
+    fs::remove_dir(group)
+}
+
+/// The files of a group cannot be removed, and go with it: only folders count.
+fn groups_below(group: &Path) -> impl Iterator<Item = PathBuf> {
+    let entries = fs::read_dir(group).into_iter().flatten().flatten();
+    entries
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|entry| entry.path())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use nix::sys::wait::WaitStatus;
+
+    use super::*;
+    use crate::cgroup::wait_for;
+    use crate::process::{self, Image, Streams};
+
+    #[test]
+    fn a_folder_that_is_no_control_group_is_refused_and_removed() {
+        let root = tempfile::tempdir().unwrap();
+        let dir = root.path().join("ddp-1");
+        let error = WorkerGroup::create(&dir).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::NotFound);
+        assert!(!dir.exists());
+    }
+
+    #[test]
+    fn killing_writes_to_an_existing_group_only() {
+        let root = tempfile::tempdir().unwrap();
+        kill_members(&root.path().join("none"));
+        kill_members(root.path());
+        assert_eq!(fs::read_dir(root.path()).unwrap().count(), 0);
+        fs::write(root.path().join(KILL), "").unwrap();
+        kill_members(root.path());
+        assert_eq!(fs::read(root.path().join(KILL)).unwrap(), b"1");
+    }
+
+    #[test]
+    fn a_group_goes_with_those_below_it() {
+        let root = tempfile::tempdir().unwrap();
+        let group = root.path().join("ddp-1");
+        fs::create_dir_all(group.join("inner/innermost")).unwrap();
+        remove(&group).unwrap();
+        assert!(!group.exists());
+        remove(&group).expect("it is gone already");
+    }
+
+    /// Starts a process that succeeds if it is in the group, and returns how it ended.
+    fn start_in(group: &WorkerGroup, door: Door) -> WaitStatus {
+        let name = group.dir().file_name().unwrap().to_str().unwrap();
+        let script = format!("grep -q '^0::.*/{name}$' /proc/self/cgroup");
+        let argv = ["sh", "-c", &script].map(std::ffi::OsStr::new);
+        let image = Image::new(Path::new("/bin/sh"), argv.into_iter(), &[]).unwrap();
+        let null = File::options().write(true).open("/dev/null").unwrap();
+        let streams = Streams {
+            stdin: None,
+            stdout: Some(null.as_fd()),
+            stderr: Some(null.as_fd()),
+        };
+        let child = process::start(&image, &streams, Some(door), || {
+            door.enter().then_some(()).ok_or(nix::errno::Errno::EPERM)
+        });
+        wait_for(child.unwrap()).unwrap()
+    }
+
+    #[test]
+    fn a_group_whose_members_were_killed_takes_new_ones() {
+        let Ok(own) = parent_of_workers() else {
+            eprintln!("SKIPPED: no control group can be made here");
+            return;
+        };
+        let dir = own.join(format!("ddp-test-{}-again", std::process::id()));
+        let group = WorkerGroup::create(&dir).unwrap();
+        for _ in 0..3 {
+            let ways = [group.door().unwrap(), Door::Move(group.members.as_raw_fd())];
+            for door in ways {
+                assert!(
+                    matches!(start_in(&group, door), WaitStatus::Exited(_, 0)),
+                    "{door:?}"
+                );
+            }
+            group.kill();
+        }
+        remove(&dir).unwrap();
+    }
+
+    #[test]
+    fn members_are_held_and_killed_together() {
+        let Ok(own) = parent_of_workers() else {
+            eprintln!("SKIPPED: no control group can be made here");
+            return;
+        };
+        let dir = own.join(format!("ddp-test-{}", std::process::id()));
+        let group = WorkerGroup::create(&dir).unwrap();
+        let mut child = std::process::Command::new("cat");
+        child.stdin(std::process::Stdio::piped());
+        let mut child = child.spawn().unwrap();
+        fs::write(dir.join(MEMBERS), child.id().to_string()).unwrap();
+        assert_eq!(members(&dir), [child.id() as i32]);
+        assert!(is_populated(&dir));
+        assert!(remove_tree(&dir).is_err(), "somebody is in it");
+        group.kill();
+        let status = child.wait().unwrap();
+        assert_eq!(
+            std::os::unix::process::ExitStatusExt::signal(&status),
+            Some(libc::SIGKILL)
+        );
+        remove(&dir).unwrap();
+        assert!(!dir.exists());
+    }
+}

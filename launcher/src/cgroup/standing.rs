@@ -1,0 +1,228 @@
+//! Where this process stands in the control groups of the machine.
+//!
+//! The mount table says where a hierarchy is to be seen, and which part of it: a container sees its own part only. A
+//! group that is not below that part cannot be seen, and nothing is said of it.
+
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+/// What the kernel says of mounts and groups of this process, read once.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Standing {
+    /// `/proc/self/mountinfo`
+    mounts: String,
+    /// `/proc/self/cgroup`
+    membership: String,
+}
+
+/// One group of this process, and where its hierarchy is mounted.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Place {
+    mount: PathBuf,
+    below: PathBuf,
+}
+
+impl Place {
+    /// The group's folder and those above it, nearest first, as far as they can be seen.
+    fn levels(self) -> impl Iterator<Item = PathBuf> {
+        let levels: Vec<PathBuf> = self
+            .below
+            .ancestors()
+            .map(|level| in_folder(&self.mount, level))
+            .collect();
+        levels.into_iter()
+    }
+}
+
+impl Standing {
+    /// Of this process, now; nothing where `/proc` says nothing.
+    pub(crate) fn of_this_process() -> Self {
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        Self {
+            mounts: read("/proc/self/mountinfo"),
+            membership: read("/proc/self/cgroup"),
+        }
+    }
+
+    /// The folder of this process's group of version 2.
+    pub(crate) fn unified(&self) -> Option<PathBuf> {
+        let place = self.place_unified()?;
+        Some(in_folder(&place.mount, &place.below))
+    }
+
+    /// Folders of this process's group of version 2 and of those above it, nearest first.
+    pub(crate) fn unified_levels(&self) -> impl Iterator<Item = PathBuf> {
+        self.place_unified().into_iter().flat_map(Place::levels)
+    }
+
+    /// Folders of this process's group and of those above it in the hierarchy of version 1 that has `controller`, nearest
+    /// first; none where that is not mounted.
+    pub(crate) fn levels_of(&self, controller: &str) -> impl Iterator<Item = PathBuf> {
+        self.place_of(controller).into_iter().flat_map(Place::levels)
+    }
+
+    fn place_unified(&self) -> Option<Place> {
+        let own = self
+            .membership
+            .lines()
+            .find_map(|line| line.strip_prefix("0::"))?;
+        self.seen(own, |kind, _| kind == "cgroup2")
+    }
+
+    fn place_of(&self, controller: &str) -> Option<Place> {
+        let has = |list: &str| list.split(',').any(|name| name == controller);
+        let own = self.membership.lines().find_map(|line| {
+            let (_, rest) = line.split_once(':')?;
+            let (controllers, path) = rest.split_once(':')?;
+            has(controllers).then_some(path)
+        })?;
+        self.seen(own, |kind, options| kind == "cgroup" && has(options))
+    }
+
+    /// Where the group `own` of the first hierarchy with this type and these options of its file system is mounted.
+    fn seen(&self, own: &str, is_it: impl Fn(&str, &str) -> bool) -> Option<Place> {
+        self.mounts.lines().find_map(|line| {
+            let (mount, file_system) = line.split_once(" - ")?;
+            let mut file_system = file_system.split(' ');
+            let (kind, options) = (file_system.next()?, file_system.nth(1).unwrap_or_default());
+            if !is_it(kind, options) {
+                return None;
+            }
+            let mut fields = mount.split(' ').skip(3);
+            let (root, point) = (fields.next()?, fields.next()?);
+            // A mount of a part of the tree shows only what is below its root.
+            let below = Path::new(own).strip_prefix(root).ok()?;
+            let is_plain = |part| matches!(part, Component::Normal(_));
+            below.components().all(is_plain).then(|| Place {
+                mount: PathBuf::from(point),
+                below: below.to_owned(),
+            })
+        })
+    }
+}
+
+/// Joined without a slash at the end.
+fn in_folder(mount: &Path, below: &Path) -> PathBuf {
+    if below.as_os_str().is_empty() {
+        mount.to_owned()
+    } else {
+        mount.join(below)
+    }
+}
+
+/// The least memory in bytes that a control group of this process, or one above it, leaves it; none without a limit.
+#[must_use]
+pub fn memory_limit() -> Option<u64> {
+    least_memory(&Standing::of_this_process())
+}
+
+fn least_memory(standing: &Standing) -> Option<u64> {
+    let limit = |path: PathBuf| fs::read_to_string(path).ok()?.trim().parse::<u64>().ok();
+    let v2 = standing.unified_levels().map(|level| level.join("memory.max"));
+    let v1 = standing.levels_of("memory");
+    let v1 = v1.map(|level| level.join("memory.limit_in_bytes"));
+    // Version 1 writes a number of pages beyond all memory where there is no limit.
+    v2.chain(v1)
+        .filter_map(limit)
+        .filter(|bytes| *bytes < NO_LIMIT)
+        .min()
+}
+
+/// The least that version 1 writes for "no limit": the largest number of bytes, rounded down to the largest pages.
+const NO_LIMIT: u64 = (i64::MAX as u64) & !((64 << 10) - 1);
+
+#[cfg(test)]
+pub(super) mod tests {
+    use super::*;
+
+    const MOUNTS: &str = "\
+24 1 0:22 / / rw,relatime - ext4 /dev/vda rw
+30 24 0:26 / /sys/fs/cgroup ro,nosuid - tmpfs tmpfs ro,mode=755
+31 30 0:27 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory
+33 30 0:29 /docker/7 /sys/fs/cgroup/cpu,cpuacct rw shared:3 - cgroup cgroup rw,cpu,cpuacct
+32 30 0:28 /slice/pod /sys/fs/cgroup/unified rw,nosuid shared:9 - cgroup2 cgroup rw,nsdelegate
+";
+
+    fn standing(membership: &str) -> Standing {
+        Standing {
+            mounts: MOUNTS.to_owned(),
+            membership: membership.to_owned(),
+        }
+    }
+
+    /// A machine whose hierarchies, of version 2 and of the memory and cpu controllers of version 1, lie in `root`.
+    pub(crate) fn machine(root: &Path, membership: &str) -> Standing {
+        let mounts = ["v2", "memory", "cpu"].map(|name| {
+            let kind = if name == "v2" { "cgroup2" } else { "cgroup" };
+            format!(
+                "9 1 0:1 / {}/{name} rw - {kind} {kind} rw,{name}\n",
+                root.display()
+            )
+        });
+        Standing {
+            mounts: mounts.concat(),
+            membership: membership.to_owned(),
+        }
+    }
+
+    #[test]
+    fn the_own_group_is_found_below_the_mount() {
+        let found = |membership| standing(membership).unified();
+        let at = |path: &str| Some(PathBuf::from(path));
+        assert_eq!(
+            found("4:memory:/x\n0::/slice/pod/job\n"),
+            at("/sys/fs/cgroup/unified/job")
+        );
+        assert_eq!(found("0::/slice/pod\n"), at("/sys/fs/cgroup/unified"));
+        assert_eq!(found("0::/elsewhere\n"), None, "the mount does not show it");
+        assert_eq!(
+            found("0::/slice/pod/../other\n"),
+            None,
+            "outside of the namespace"
+        );
+        assert_eq!(found("4:memory:/x\n"), None, "version 1 only");
+        assert_eq!(Standing::default().unified(), None);
+    }
+
+    #[test]
+    fn version_1_is_found_by_its_controller() {
+        let levels =
+            |membership, controller| -> Vec<PathBuf> { standing(membership).levels_of(controller).collect() };
+        let membership = "5:cpu,cpuacct:/docker/7/a/b\n4:memory:/x\n0::/\n";
+        let cpu = ["a/b", "a", ""]
+            .map(|below| in_folder(Path::new("/sys/fs/cgroup/cpu,cpuacct"), Path::new(below)));
+        assert_eq!(levels(membership, "cpu"), cpu);
+        assert_eq!(
+            levels(membership, "memory"),
+            ["/sys/fs/cgroup/memory/x", "/sys/fs/cgroup/memory"].map(PathBuf::from)
+        );
+        assert!(levels(membership, "pids").is_empty());
+        assert!(
+            levels("5:cpu,cpuacct:/docker/8\n", "cpu").is_empty(),
+            "another container's"
+        );
+    }
+
+    #[test]
+    fn the_least_limit_of_memory_counts() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |file: &str, text: &str| {
+            let path = root.path().join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        };
+        let standing = machine(root.path(), "4:memory:/docker\n0::/job/step\n");
+        assert_eq!(least_memory(&standing), None);
+        write("memory/docker/memory.limit_in_bytes", "9223372036854771712\n");
+        write("v2/job/step/memory.max", "max\n");
+        assert_eq!(
+            least_memory(&standing),
+            None,
+            "two ways to say that there is none"
+        );
+        write("v2/job/memory.max", "5000\n");
+        assert_eq!(least_memory(&standing), Some(5000));
+        write("memory/docker/memory.limit_in_bytes", "4096\n");
+        assert_eq!(least_memory(&standing), Some(4096));
+    }
+}

@@ -1,0 +1,162 @@
+//! All failures of the job, as the daemon listed them: in full for programs; for people, those of other nodes.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::{Failure, WorkerExit};
+use serde::Serialize;
+
+use crate::agent::Conclusion;
+use crate::ending::Ending;
+use crate::report::{Facts, seconds};
+
+/// Failures of other nodes that the report tells one by one.
+const MAX_TOLD: usize = 4;
+
+/// One of `failures` in `error.json`.
+#[derive(Debug, Serialize)]
+pub(crate) struct Record<'a> {
+    generation: u64,
+    node: &'a str,
+    /// The node itself is gone, for this reason; then there is no worker to tell of.
+    node_gone: Option<&'a str>,
+    #[serde(flatten)]
+    worker: Option<Worker<'a>>,
+    /// When the daemon heard of it, by its monotonic clock: after it had heard of the first of the list.
+    arrived_ns: u64,
+    /// When it happened, by the same clock: after the first of the list, or before it.
+    happened_ns: i64,
+}
+
+#[derive(Debug, Serialize)]
+struct Worker<'a> {
+    rank: u32,
+    local_rank: u32,
+    pid: u32,
+    exit_code: Option<i32>,
+    signal: Option<i32>,
+    core_dumped: bool,
+    /// A SIGKILL that may have been the OOM killer's.
+    out_of_memory: bool,
+    /// It says that it failed only because another rank did.
+    consequence: bool,
+    /// The last signal that its launcher sent it while it lived: a victim, no failure.
+    stopped_with: Option<i32>,
+    /// By the clock of its node.
+    unix_time_ns: u64,
+    message: &'a str,
+    log_file: &'a str,
+}
+
+impl<'a> Record<'a> {
+    pub(crate) fn new(failure: &'a Failure) -> Self {
+        Self {
+            generation: failure.generation,
+            node: &failure.hostname,
+            node_gone: failure.exit.is_none().then_some(&*failure.node_gone),
+            worker: failure.exit.as_ref().map(Worker::new),
+            arrived_ns: failure.arrived_ns,
+            happened_ns: failure.happened_ns,
+        }
+    }
+
+    /// The only failure that is known of, where the daemon told no list.
+    pub(crate) fn only(generation: u64, node: &'a str, exit: &'a WorkerExit) -> Self {
+        Self {
+            generation,
+            node,
+            node_gone: None,
+            worker: Some(Worker::new(exit)),
+            arrived_ns: 0,
+            happened_ns: 0,
+        }
+    }
+}
+
+impl<'a> Worker<'a> {
+    fn new(exit: &'a WorkerExit) -> Self {
+        Self {
+            rank: exit.rank,
+            local_rank: exit.local_rank,
+            pid: exit.pid,
+            exit_code: exit.exit_code,
+            signal: exit.signal,
+            core_dumped: exit.core_dumped,
+            out_of_memory: exit.out_of_memory,
+            consequence: exit.consequence,
+            stopped_with: exit.stopped_with,
+            unix_time_ns: exit.unix_time_ns,
+            message: &exit.message,
+            log_file: &exit.log_file,
+        }
+    }
+}
+
+/// Adds what else failed in the last generation, on other nodes, in order; after the workers of this node.
+pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
+    let of_last = |failure: &&Failure| failure.generation == facts.generation.0;
+    let last = || facts.failures.failures.iter().filter(of_last);
+    let first = last().find(|failure| is_first(facts.conclusion, failure));
+    let zero = first.or_else(|| last().next()).map(|failure| failure.happened_ns);
+    let others: Vec<&Failure> = last()
+        .filter(|failure| !is_first(facts.conclusion, failure) && is_elsewhere(facts, failure))
+        .collect();
+    for failure in others.iter().take(MAX_TOLD) {
+        let after = when(failure.happened_ns - zero.unwrap_or_default());
+        let host = &failure.hostname;
+        let _ = match &failure.exit {
+            None => write!(text, "\n  {}, {after}", failure.node_gone),
+            Some(exit) if exit.consequence => write!(
+                text,
+                "\n  rank {} (node `{host}`): ended because of that {after} ({})",
+                exit.rank,
+                Ending::of_message(exit)
+            ),
+            Some(exit) => write!(
+                text,
+                "\n  rank {} (node `{host}`): {} by itself {after}",
+                exit.rank,
+                Ending::of_message(exit)
+            ),
+        };
+    }
+    let untold = others.len().saturating_sub(MAX_TOLD) + facts.failures.more_failures as usize;
+    if untold > 0 && !others.is_empty() {
+        let _ = write!(text, "\n  and {untold} more");
+    }
+}
+
+/// What the report begins with.
+fn is_first(conclusion: &Conclusion, failure: &Failure) -> bool {
+    let Conclusion::JobOver {
+        reason,
+        first_failure,
+        ..
+    } = conclusion
+    else {
+        return false;
+    };
+    match (first_failure.as_deref(), &failure.exit) {
+        (Some((first, _)), Some(exit)) => first.rank == exit.rank,
+        (None, None) => reason.starts_with(&failure.node_gone),
+        _ => false,
+    }
+}
+
+/// Not stopped, and not among the workers that the report has told of.
+fn is_elsewhere(facts: &Facts<'_>, failure: &Failure) -> bool {
+    failure.exit.as_ref().is_none_or(|exit| {
+        let is_told = facts.local_ends.iter().any(|end| end.rank.0 == exit.rank);
+        exit.stopped_with.is_none() && !is_told
+    })
+}
+
+/// "0.2 s later"
+fn when(after_ns: i64) -> String {
+    let time = seconds(Duration::from_nanos(after_ns.unsigned_abs()));
+    if after_ns < 0 {
+        format!("{time} before")
+    } else {
+        format!("{time} later")
+    }
+}

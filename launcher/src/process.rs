@@ -1,0 +1,281 @@
+//! One new process, from `fork` to `exec`.
+//!
+//! The standard library's `Command` cannot start a process in a control group, and leaves the launcher's signal
+//! handlers in force for the moments in which the new process still is a copy of the launcher. Here all signals are
+//! blocked from before the fork until the program is about to run, with default dispositions. All that needs memory is
+//! made before the fork.
+#![expect(unsafe_code, reason = "fork, and code between fork and exec")]
+
+use std::ffi::{CString, OsStr, OsString, c_char};
+use std::io::{self, Read};
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::unix::ffi::OsStrExt;
+use std::path::Path;
+use std::ptr;
+
+use nix::errno::Errno;
+use nix::fcntl::OFlag;
+use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
+use nix::unistd::{Pid, pipe2};
+
+use crate::cgroup::{self, Door, Forked};
+
+/// Searched for programs where there is no `PATH`, as shells do.
+const DEFAULT_PATH: &str = "/bin:/usr/bin";
+/// Runs executable text that does not begin with `#!`.
+const SHELL: &str = "/bin/sh";
+
+/// A program with its arguments and environment, as `execve` takes them.
+pub(crate) struct Image {
+    /// Where it may lie; the first that can be executed is.
+    places: Vec<CString>,
+    argv: Vec<CString>,
+    envp: Vec<CString>,
+}
+
+impl Image {
+    /// `argv` begins with the program's own name. A program without a slash is looked for in the `PATH` of `env`.
+    ///
+    /// # Errors
+    /// If a word contains a zero byte.
+    pub(crate) fn new<'a>(
+        program: &Path,
+        argv: impl Iterator<Item = &'a OsStr>,
+        env: &[(OsString, OsString)],
+    ) -> io::Result<Self> {
+        let text = |bytes: &[u8]| CString::new(bytes).map_err(io::Error::from);
+        let path = env.iter().find(|(name, _)| name == "PATH");
+        let path = path.map_or(OsStr::new(DEFAULT_PATH), |(_, path)| path);
+        let places = if program.as_os_str().as_bytes().contains(&b'/') {
+            vec![text(program.as_os_str().as_bytes())?]
+        } else {
+            std::env::split_paths(path)
+                .map(|folder| text(folder.join(program).as_os_str().as_bytes()))
+                .collect::<io::Result<_>>()?
+        };
+        Ok(Self {
+            places,
+            argv: argv.map(|arg| text(arg.as_bytes())).collect::<io::Result<_>>()?,
+            envp: env
+                .iter()
+                .map(|(name, value)| text(&[name.as_bytes(), b"=", value.as_bytes()].concat()))
+                .collect::<io::Result<_>>()?,
+        })
+    }
+}
+
+/// What a new process reads and writes; the launcher's own stream for each that is none.
+pub(crate) struct Streams<'a> {
+    pub(crate) stdin: Option<BorrowedFd<'a>>,
+    pub(crate) stdout: Option<BorrowedFd<'a>>,
+    pub(crate) stderr: Option<BorrowedFd<'a>>,
+}
+
+/// Starts a process, in the group behind `door` if there is one; returns when its program runs.
+///
+/// `prepare` runs in the new process. It may make async-signal-safe calls only, and may not allocate.
+///
+/// # Errors
+/// Of the fork, of `prepare` and of `execve`. The process has been reaped then.
+pub(crate) fn start(
+    image: &Image,
+    streams: &Streams<'_>,
+    door: Option<Door>,
+    prepare: impl Fn() -> Result<(), Errno>,
+) -> io::Result<Pid> {
+    let mut pointers = Pointers::of(image);
+    let (report, report_end) = pipe2(OFlag::O_CLOEXEC)?;
+    let mut before = SigSet::empty();
+    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), Some(&mut before))?;
+    // SAFETY: the child only makes async-signal-safe calls, does not allocate, and ends in `execve` or `_exit`.
+    let forked = unsafe { cgroup::fork(door) };
+    if let Ok(Forked::Child) = forked {
+        let outcome = redirect(streams)
+            .and_then(|()| prepare())
+            .and_then(|()| reset_signals());
+        let errno = match outcome {
+            Ok(()) => pointers.execute(),
+            Err(errno) => errno,
+        };
+        let number = (errno as i32).to_ne_bytes();
+        // SAFETY: the buffer is valid for its length, and the two calls are async-signal-safe.
+        unsafe {
+            libc::write(report_end.as_raw_fd(), number.as_ptr().cast(), number.len());
+            libc::_exit(1)
+        }
+    }
+    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&before), None)?;
+    drop(report_end);
+    let Forked::Parent(child) = forked? else {
+        unreachable!("the child has ended above");
+    };
+    let mut number = [0; size_of::<i32>()];
+    // The other end is closed by the program's start.
+    if std::fs::File::from(report).read_exact(&mut number).is_err() {
+        return Ok(child);
+    }
+    // It may have been reaped by whoever reaps all children.
+    let _ = cgroup::wait_for(child);
+    Err(io::Error::from_raw_os_error(i32::from_ne_bytes(number)))
+}
+
+/// Arrays of pointers into an [`Image`], each with a null pointer at its end.
+struct Pointers {
+    places: Vec<*const c_char>,
+    argv: Vec<*const c_char>,
+    envp: Vec<*const c_char>,
+    /// The same arguments after those of the shell, the second of which is the place of the script.
+    shell: Vec<*const c_char>,
+    shell_path: CString,
+}
+
+impl Pointers {
+    fn of(image: &Image) -> Self {
+        let ended = |words: &[CString]| -> Vec<*const c_char> {
+            let pointers = words.iter().map(|word| word.as_ptr());
+            pointers.chain([ptr::null()]).collect()
+        };
+        let argv = ended(&image.argv);
+        let shell_path = CString::new(SHELL).unwrap_or_default();
+        let arguments = argv.iter().skip(1);
+        Self {
+            places: image.places.iter().map(|place| place.as_ptr()).collect(),
+            shell: [shell_path.as_ptr(), ptr::null()]
+                .iter()
+                .chain(arguments)
+                .copied()
+                .collect(),
+            argv,
+            envp: ended(&image.envp),
+            shell_path,
+        }
+    }
+
+    /// Becomes the program, in the way of `execvp`; returns only why it could not. Async-signal-safe.
+    fn execute(&mut self) -> Errno {
+        let mut failure = Errno::ENOENT;
+        for place in &self.places {
+            // SAFETY: the strings end with zero bytes, the arrays with null pointers; the image outlives this.
+            unsafe { libc::execve(*place, self.argv.as_ptr(), self.envp.as_ptr()) };
+            let mut errno = Errno::last();
+            if errno == Errno::ENOEXEC {
+                self.shell[1] = *place;
+                // SAFETY: as above.
+                unsafe { libc::execve(self.shell_path.as_ptr(), self.shell.as_ptr(), self.envp.as_ptr()) };
+                errno = Errno::last();
+            }
+            match errno {
+                // One that may not be executed is the better answer than one that is not there.
+                Errno::EACCES => failure = errno,
+                Errno::ENOENT | Errno::ENOTDIR | Errno::ESTALE | Errno::ENODEV | Errno::ETIMEDOUT => {}
+                _ => return errno,
+            }
+        }
+        failure
+    }
+}
+
+/// Async-signal-safe.
+fn redirect(streams: &Streams<'_>) -> Result<(), Errno> {
+    let sources = [streams.stdin, streams.stdout, streams.stderr];
+    for (target, source) in sources.into_iter().enumerate() {
+        if let Some(source) = source {
+            // The runtime of Rust keeps 0 to 2 taken, so no source is a target, and each copy survives `exec`.
+            // SAFETY: plain system call.
+            Errno::result(unsafe { libc::dup2(source.as_raw_fd(), target as RawFd) })?;
+        }
+    }
+    Ok(())
+}
+
+/// Default dispositions and nothing blocked, whatever the launcher has or inherited. Async-signal-safe.
+fn reset_signals() -> Result<(), Errno> {
+    for signal in 1..=libc::SIGRTMAX() {
+        // SAFETY: SIG_DFL is valid for every signal; SIGKILL, SIGSTOP and libc's own give an error, ignored.
+        unsafe { libc::signal(signal, libc::SIG_DFL) };
+    }
+    sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::{self, File};
+    use std::os::fd::{AsFd, OwnedFd};
+    use std::os::unix::fs::PermissionsExt;
+
+    use nix::sys::wait::WaitStatus;
+
+    use super::*;
+
+    /// Starts `argv`, and returns how it ended and what it wrote.
+    fn run(program: &Path, argv: &[&str], path: &Path) -> io::Result<(WaitStatus, String)> {
+        let env = [
+            ("PATH".into(), path.as_os_str().to_owned()),
+            ("X".into(), "y".into()),
+        ];
+        let image = Image::new(program, argv.iter().map(OsStr::new), &env)?;
+        let (mut output, end) = pipe2(OFlag::O_CLOEXEC).map(|(read, write)| (File::from(read), write))?;
+        let nothing = OwnedFd::from(File::open("/dev/null")?);
+        let streams = Streams {
+            stdin: Some(nothing.as_fd()),
+            stdout: Some(end.as_fd()),
+            stderr: Some(end.as_fd()),
+        };
+        let child = start(&image, &streams, None, || Ok(()))?;
+        drop(end);
+        let mut text = String::new();
+        output.read_to_string(&mut text)?;
+        Ok((cgroup::wait_for(child)?, text))
+    }
+
+    fn executable(path: &Path, text: &str) {
+        fs::write(path, text).unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+
+    #[test]
+    fn a_program_gets_its_arguments_and_nothing_but_its_environment() {
+        let (status, text) = run(
+            Path::new("/bin/sh"),
+            &["me", "-c", "echo $0 $1; env", "a", "b"],
+            Path::new("/bin:/usr/bin"),
+        )
+        .unwrap();
+        assert!(matches!(status, WaitStatus::Exited(_, 0)));
+        assert!(text.starts_with("a b\n"), "{text}");
+        assert!(text.contains("X=y\n") && !text.contains("CARGO"), "{text}");
+    }
+
+    #[test]
+    fn programs_are_found_in_the_path_of_the_new_process() {
+        let dir = tempfile::tempdir().unwrap();
+        let (forbidden, right) = (dir.path().join("a"), dir.path().join("b"));
+        for folder in [&forbidden, &right] {
+            fs::create_dir(folder).unwrap();
+        }
+        let path = std::env::join_paths([Path::new("/nonexistent"), &forbidden, &right]).unwrap();
+        let run = || run(Path::new("mine"), &["mine", "x"], Path::new(&path));
+        assert_eq!(run().unwrap_err().raw_os_error(), Some(libc::ENOENT));
+        fs::write(forbidden.join("mine"), "").unwrap();
+        assert_eq!(run().unwrap_err().raw_os_error(), Some(libc::EACCES));
+        // Without `#!`: the shell's.
+        executable(&right.join("mine"), "echo $0 $1");
+        let (_, text) = run().unwrap();
+        assert_eq!(text, format!("{} x\n", right.join("mine").display()));
+    }
+
+    #[test]
+    fn what_fails_before_the_program_runs_is_reported() {
+        let image = Image::new(Path::new("/bin/true"), std::iter::once(OsStr::new("true")), &[]).unwrap();
+        let null = File::options().write(true).open("/dev/null").unwrap();
+        let streams = Streams {
+            stdin: None,
+            stdout: Some(null.as_fd()),
+            stderr: Some(null.as_fd()),
+        };
+        let error = start(&image, &streams, None, || Err(Errno::EXDEV)).unwrap_err();
+        assert_eq!(error.raw_os_error(), Some(libc::EXDEV));
+        let zero = Image::new(Path::new("/bin/true"), std::iter::once(OsStr::new("a\0b")), &[]);
+        assert_eq!(zero.err().unwrap().kind(), io::ErrorKind::InvalidInput);
+    }
+}

@@ -1,0 +1,275 @@
+//! All failures of a job, as the daemon heard of them, and the last word that tells every node the same list.
+//!
+//! The first failure decides what follows, at once. What else failed is heard of later: from workers that ended
+//! together with it, and from nodes that report the ends of theirs when all of them are gone. So the verdict carries
+//! the list as it is then; the whole of it follows as the last word when every member has reported, or
+//! [`Config::last_word_wait`](super::Config) after the first one has. Nobody stops any later for that, and once told, the list stays
+//! as it is.
+
+use std::collections::BTreeSet;
+use std::time::Duration;
+
+use ddp_proto::rendezvous::daemon_message::Body as Reply;
+use ddp_proto::rendezvous::{self, Failure, NodeStopped, WorkerExit};
+
+use super::event::Turn;
+use super::job::{Job, Phase, Readiness};
+use super::kv::clip;
+
+/// Failures that are listed; and as many workers that their agents stopped.
+pub(super) const MAX_LISTED: usize = 16;
+/// Workers whose ends are known, listed or not: agents repeat what they said when a stream breaks.
+const MAX_KNOWN: usize = 4096;
+/// Bytes of a worker's own words, and of the path of its log, in the list.
+const MAX_WORDS_BYTES: usize = 512;
+
+/// The failures of one job, over all its generations.
+#[derive(Debug, Default)]
+pub(super) struct Failures {
+    /// In order of arrival.
+    listed: Vec<Entry>,
+    /// Generation and rank.
+    known: BTreeSet<(u64, u32)>,
+    unlisted: u32,
+    unlisted_victims: u32,
+}
+
+#[derive(Debug)]
+struct Entry {
+    generation: u64,
+    hostname: String,
+    what: What,
+    /// On the daemon's monotonic clock, in nanoseconds; less than 0 before the daemon began.
+    arrived_ns: i64,
+    happened_ns: i64,
+}
+
+#[derive(Debug)]
+enum What {
+    Exit(Box<WorkerExit>),
+    /// Why, in words.
+    NodeGone(String),
+}
+
+/// Nodes that are still to report how their workers ended, of a job that is over.
+#[derive(Debug)]
+pub(super) struct Reports {
+    missing: BTreeSet<String>,
+    /// From the first report on.
+    pub(super) until: Option<Duration>,
+}
+
+impl Failures {
+    /// A worker did not end with 0.
+    fn worker(&mut self, now: Duration, generation: u64, hostname: &str, exit: &WorkerExit) {
+        if !self.known.insert((generation, exit.rank)) {
+            return;
+        }
+        if self.known.len() > MAX_KNOWN {
+            self.known.pop_first();
+        }
+        let words = |text: &str| clip(text, MAX_WORDS_BYTES).to_owned();
+        self.add(Entry {
+            generation,
+            hostname: hostname.to_owned(),
+            arrived_ns: nanoseconds(now),
+            happened_ns: nanoseconds(now).saturating_sub_unsigned(exit.age_ns),
+            what: What::Exit(Box::new(WorkerExit {
+                stderr_tail: Vec::new(),
+                message: words(&exit.message),
+                log_file: words(&exit.log_file),
+                ..exit.clone()
+            })),
+        });
+    }
+
+    /// A node is gone, and with it its workers.
+    fn node(&mut self, now: Duration, generation: u64, hostname: &str, why: &str) {
+        self.add(Entry {
+            generation,
+            hostname: hostname.to_owned(),
+            arrived_ns: nanoseconds(now),
+            happened_ns: nanoseconds(now),
+            what: What::NodeGone(clip(why, MAX_WORDS_BYTES).to_owned()),
+        });
+    }
+
+    fn add(&mut self, entry: Entry) {
+        let victim = entry.is_victim();
+        let alike = self.listed.iter().filter(|e| e.is_victim() == victim);
+        if alike.count() >= MAX_LISTED {
+            self.count(u32::from(!victim), u32::from(victim));
+            match self.least_telling(&entry) {
+                Some(place) => drop(self.listed.remove(place)),
+                None => return,
+            }
+        }
+        self.listed.push(entry);
+    }
+
+    /// So many more are not in the list.
+    fn count(&mut self, failures: u32, victims: u32) {
+        self.unlisted = self.unlisted.saturating_add(failures);
+        self.unlisted_victims = self.unlisted_victims.saturating_add(victims);
+    }
+
+    /// What makes room for `new`: something of an earlier generation, and its first failure only if that is all.
+    fn least_telling(&self, new: &Entry) -> Option<usize> {
+        let mut begun = BTreeSet::new();
+        let (mut first, mut later) = (None, None);
+        for (place, entry) in self.listed.iter().enumerate() {
+            if entry.is_victim() != new.is_victim() || entry.generation >= new.generation {
+                continue;
+            }
+            if begun.insert(entry.generation) {
+                first = first.or(Some(place));
+            } else {
+                later = Some(place);
+            }
+        }
+        later.or(first)
+    }
+
+    /// The list as it goes over the wire; none while nothing has failed.
+    pub(super) fn told(&self) -> Option<rendezvous::Failures> {
+        let first = self.listed.first()?;
+        let told = |entry: &Entry| {
+            let (exit, node_gone) = match &entry.what {
+                What::Exit(exit) => (Some(WorkerExit::clone(exit)), String::new()),
+                What::NodeGone(why) => (None, why.clone()),
+            };
+            Failure {
+                generation: entry.generation,
+                hostname: entry.hostname.clone(),
+                exit,
+                node_gone,
+                arrived_ns: entry.arrived_ns.saturating_sub(first.arrived_ns) as u64,
+                happened_ns: entry.happened_ns.saturating_sub(first.happened_ns),
+            }
+        };
+        Some(rendezvous::Failures {
+            failures: self.listed.iter().map(told).collect(),
+            more_failures: self.unlisted,
+            more_victims: self.unlisted_victims,
+        })
+    }
+}
+
+impl Entry {
+    /// It was stopped: something else had failed, or somebody wanted it so.
+    fn is_victim(&self) -> bool {
+        matches!(&self.what, What::Exit(exit) if exit.stopped_with.is_some())
+    }
+}
+
+impl Job {
+    /// Takes down how workers ended, whatever was decided meanwhile.
+    pub(super) fn note_exits(
+        &mut self,
+        turn: &Turn<'_>,
+        incarnation: &str,
+        generation: u64,
+        exits: &[WorkerExit],
+    ) {
+        let ran = 0 < generation && generation <= self.highest_generation();
+        if let (true, Some(node)) = (ran, self.nodes.get(incarnation)) {
+            for exit in exits {
+                self.failures
+                    .worker(turn.at.now, generation, &node.join.hostname, exit);
+            }
+        }
+    }
+
+    /// Takes down that a node is gone that had a part in the generation that runs or ran last.
+    pub(super) fn note_node_gone(&mut self, turn: &Turn<'_>, incarnation: &str, why: &str) {
+        let has_part = self.rank_of(incarnation).is_some() && !self.has_succeeded(incarnation);
+        if let (true, Some(node)) = (has_part, self.nodes.get(incarnation)) {
+            self.failures
+                .node(turn.at.now, self.generation, &node.join.hostname, why);
+        }
+    }
+
+    /// All workers of a node are gone.
+    pub(super) fn node_stopped(
+        &mut self,
+        turn: &mut Turn<'_>,
+        incarnation: &str,
+        generation: u64,
+        stopped: &NodeStopped,
+    ) {
+        self.note_exits(turn, incarnation, generation, &stopped.exits);
+        let expected = match &mut self.phase {
+            Phase::Over(over) => over.reports.as_mut().is_some_and(|reports| {
+                let expected = generation == self.generation && reports.missing.remove(incarnation);
+                if expected {
+                    reports
+                        .until
+                        .get_or_insert(turn.at.now + turn.config.last_word_wait);
+                }
+                expected
+            }),
+            _ => self.nodes.get_mut(incarnation).is_some_and(|node| {
+                let expected = node.readiness == Readiness::Stopping(generation);
+                if expected {
+                    node.readiness = Readiness::Stopped;
+                }
+                expected
+            }),
+        };
+        if expected {
+            self.failures.count(stopped.more_failures, stopped.more_victims);
+        } else {
+            self.ignore(turn, incarnation, generation, "NodeStopped");
+        }
+    }
+
+    /// The reports that a failed job waits for before its last word; none if there is nothing to wait for.
+    pub(super) fn reports_to_come(&self, verdict: &Reply) -> Option<Reports> {
+        let failed = matches!(verdict, Reply::JobOver(over) if over.exit_code != 0);
+        let members = self.previous.iter().map(|seat| &seat.incarnation);
+        (failed && matches!(self.phase, Phase::Running(_))).then(|| Reports {
+            missing: members
+                .filter(|member| self.nodes.contains_key(*member))
+                .cloned()
+                .collect(),
+            until: None,
+        })
+    }
+
+    /// Says the last word when all have reported who are there, or the time for it is over.
+    pub(super) fn consider_last_word(&mut self, turn: &mut Turn<'_>) {
+        let Phase::Over(over) = &mut self.phase else {
+            return;
+        };
+        let Some(reports) = &mut over.reports else { return };
+        reports.missing.retain(|member| self.nodes.contains_key(member));
+        let late = reports.until.is_some_and(|until| until <= turn.at.now);
+        if !reports.missing.is_empty() && !late {
+            return;
+        }
+        over.reports = None;
+        let failures = self.failures.told();
+        tell(&mut over.verdict, failures.clone(), Duration::ZERO);
+        for node in self.nodes.values() {
+            let last_word = Reply::LastWord(failures.clone().unwrap_or_default());
+            turn.send(node.conn, self.generation, last_word);
+        }
+    }
+}
+
+/// For 292 years.
+fn nanoseconds(since_the_daemon_began: Duration) -> i64 {
+    since_the_daemon_began.as_nanos() as i64
+}
+
+/// Puts the list into a verdict, and how long more of it may be waited for. A job that succeeded has nothing to tell.
+pub(super) fn tell(verdict: &mut Reply, failures: Option<rendezvous::Failures>, last_word: Duration) {
+    match verdict {
+        Reply::JobOver(over) if over.exit_code != 0 => {
+            over.failures = failures;
+            over.last_word_ms = last_word.as_millis() as u32;
+        }
+        Reply::Refused(refused) => refused.failures = failures,
+        _ => {}
+    }
+}

@@ -1,0 +1,389 @@
+//! The order of all failures, and the last word on them.
+
+use ddp_proto::rendezvous::{Failures, JobOver};
+
+use super::super::failures::MAX_LISTED;
+use super::*;
+
+const MS: Duration = Duration::from_millis(1);
+
+/// Two nodes of two workers each, in their first generation.
+fn two_nodes() -> Scene {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2);
+    s.hears("a");
+    s.hears("b");
+    s
+}
+
+/// An exit after which there is no restart.
+fn fatal(rank: u32, code: i32) -> WorkerExit {
+    WorkerExit {
+        permanent: true,
+        ..exited(rank, code)
+    }
+}
+
+fn follower(rank: u32, age: Duration) -> WorkerExit {
+    WorkerExit {
+        consequence: true,
+        age_ns: age.as_nanos() as u64,
+        ..exited(rank, 1)
+    }
+}
+
+fn victim(rank: u32) -> WorkerExit {
+    WorkerExit {
+        stopped_with: Some(15),
+        ..killed(rank, 15)
+    }
+}
+
+fn stopped(exits: Vec<WorkerExit>) -> Body {
+    Body::NodeStopped(NodeStopped {
+        exits,
+        ..NodeStopped::default()
+    })
+}
+
+/// What the node has heard since the last time: the verdict's list, and the last word.
+fn lists(s: &mut Scene, node: &str) -> (Option<JobOver>, Option<Failures>) {
+    let (mut verdict, mut last_word) = (None, None);
+    for heard in s.hears(node) {
+        match heard {
+            Heard::Said(DaemonMessage {
+                body: Some(Reply::JobOver(over)),
+                ..
+            }) => verdict = Some(over),
+            Heard::Said(DaemonMessage {
+                body: Some(Reply::LastWord(failures)),
+                ..
+            }) => assert_eq!(last_word.replace(failures), None, "two last words"),
+            _ => {}
+        }
+    }
+    (verdict, last_word)
+}
+
+fn last_word(s: &mut Scene, node: &str) -> String {
+    let last_word = lists(s, node).1;
+    last_word.map_or_else(|| "nothing".to_owned(), |failures| lines(&failures))
+}
+
+fn lines(failures: &Failures) -> String {
+    let line = |failure: &ddp_proto::rendezvous::Failure| {
+        let what = match &failure.exit {
+            Some(exit) => format!(
+                "rank {} {:?}{}{}",
+                exit.rank,
+                exit.exit_code.or(exit.signal).unwrap_or_default(),
+                if exit.consequence { ", a consequence" } else { "" },
+                if exit.stopped_with.is_some() {
+                    ", a victim"
+                } else {
+                    ""
+                },
+            ),
+            None => failure.node_gone.clone(),
+        };
+        let (arrived, happened) = (failure.arrived_ns / 1_000_000, failure.happened_ns / 1_000_000);
+        format!(
+            "{}.`{}` {what}: happened {happened} ms, arrived {arrived} ms",
+            failure.generation, failure.hostname
+        )
+    };
+    let mut lines: Vec<String> = failures.failures.iter().map(line).collect();
+    if failures.more_failures + failures.more_victims > 0 {
+        lines.push(format!(
+            "{} more failures, {} more victims",
+            failures.more_failures, failures.more_victims
+        ));
+    }
+    lines.join("\n")
+}
+
+#[test]
+fn every_node_hears_the_same_list_when_all_have_reported() {
+    let mut s = two_nodes();
+    s.now += SECOND;
+    let first = WorkerExit {
+        age_ns: 10_000_000,
+        ..fatal(2, 42)
+    };
+    s.exit("b", 1, first);
+    for node in ["a", "b"] {
+        let (verdict, last_word) = lists(&mut s, node);
+        let verdict = verdict.expect("the job is over");
+        assert_eq!(last_word, None);
+        assert_eq!(verdict.last_word_ms, 900);
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(lines(&verdict.failures.unwrap()), @"1.`b` rank 2 42: happened 0 ms, arrived 0 ms");
+        }
+    }
+    s.now += 100 * MS;
+    // It says again what it has reported, and how its other worker ended.
+    s.say("b", 1, stopped(vec![fatal(2, 42), victim(3)]));
+    assert_eq!(last_word(&mut s, "b"), "nothing", "`a` has not reported yet");
+    s.now += 200 * MS;
+    s.say(
+        "a",
+        1,
+        stopped(vec![
+            follower(0, 250 * MS),
+            WorkerExit {
+                age_ns: 310_000_000,
+                ..exited(1, 7)
+            },
+        ]),
+    );
+    let told = last_word(&mut s, "a");
+    insta::assert_snapshot!(told, @r"
+    1.`b` rank 2 42: happened 0 ms, arrived 0 ms
+    1.`b` rank 3 15, a victim: happened 110 ms, arrived 100 ms
+    1.`a` rank 0 1, a consequence: happened 60 ms, arrived 300 ms
+    1.`a` rank 1 7: happened 0 ms, arrived 300 ms
+    ");
+    assert_eq!(last_word(&mut s, "b"), told);
+}
+
+#[test]
+fn the_only_node_hears_the_last_word_at_once() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1).hears("a");
+    s.exit("a", 1, fatal(0, 3))
+        .say("a", 1, stopped(vec![follower(1, MS)]));
+    insta::assert_snapshot!(last_word(&mut s, "a"), @r"
+    1.`a` rank 0 3: happened 0 ms, arrived 0 ms
+    1.`a` rank 1 1, a consequence: happened -1 ms, arrived 0 ms
+    ");
+}
+
+#[test]
+fn a_node_that_takes_long_to_stop_keeps_the_others_for_a_moment_only() {
+    let mut s = two_nodes();
+    s.exit("b", 1, fatal(2, 42));
+    s.pass(2 * SECOND, &["a", "b"]);
+    assert_eq!(last_word(&mut s, "b"), "nothing", "nobody has reported");
+    s.say("b", 1, stopped(vec![victim(3)]));
+    let wait = Config::default().last_word_wait;
+    s.pass(wait / 2, &["a", "b"]);
+    assert_eq!(last_word(&mut s, "b"), "nothing");
+    s.pass(wait / 2, &["a", "b"]);
+    let told = last_word(&mut s, "b");
+    assert!(told.contains("rank 3 15, a victim"), "{told}");
+    assert_eq!(
+        last_word(&mut s, "a"),
+        told,
+        "the same, though it is stopping still"
+    );
+    s.say("a", 1, stopped(vec![exited(0, 1)]));
+    assert_eq!(last_word(&mut s, "a"), "nothing", "one last word");
+    s.leave("a", None, "").leave("b", None, "");
+    assert!(s.state.is_idle());
+}
+
+#[test]
+fn a_node_that_was_away_hears_the_same_list_in_the_verdict() {
+    let mut s = two_nodes();
+    s.exit("b", 1, fatal(2, 42)).break_stream("a");
+    s.say("b", 1, stopped(vec![victim(3)]));
+    s.pass(SECOND, &["b"]);
+    let told = last_word(&mut s, "b");
+    s.join_with("a", [10, 0, 0, 1], 1, join("a", 2, 2));
+    let verdict = lists(&mut s, "a").0.expect("the verdict again");
+    assert_eq!(verdict.last_word_ms, 0, "there is nothing to wait for");
+    assert_eq!(lines(&verdict.failures.unwrap()), told);
+    // Even when nobody else is left.
+    s.leave("b", None, "").leave("a", None, "");
+    assert!(s.state.is_idle());
+    s.join_with("a", [10, 0, 0, 1], 1, join("a", 2, 2));
+    let verdict = lists(&mut s, "a").0.expect("the verdict again");
+    assert_eq!(lines(&verdict.failures.unwrap()), told);
+}
+
+#[test]
+fn a_lost_node_is_sent_away_with_what_is_known() {
+    let mut s = Scene::new();
+    s.join("a", 1, 3).join("b", 1, 3).join("c", 1, 3);
+    s.break_stream("c").pass(5 * SECOND, &["a", "b"]);
+    s.rejoin("a", 1, 1, 3).rejoin("b", 1, 1, 3);
+    s.pass(11 * SECOND, &["a", "b"]);
+    s.exit("b", 2, fatal(2, 42));
+    s.join_with("c", [10, 0, 0, 1], 1, join("c", 1, 3));
+    let verdict = lists(&mut s, "c").0.expect("the verdict");
+    assert_eq!(verdict.last_word_ms, 0);
+    assert_eq!(verdict.failures.unwrap().failures.len(), 2);
+}
+
+#[test]
+fn a_node_that_leaves_without_a_report_is_not_waited_for() {
+    let mut s = two_nodes();
+    s.exit("b", 1, fatal(2, 42)).leave("b", None, "");
+    assert_eq!(last_word(&mut s, "a"), "nothing");
+    s.say("a", 1, stopped(vec![victim(0)]));
+    assert!(last_word(&mut s, "a").contains("rank 0 15, a victim"));
+}
+
+#[test]
+fn a_failure_that_arrives_after_the_verdict_is_listed() {
+    let mut s = two_nodes();
+    s.exit("b", 1, fatal(2, 42));
+    s.now += 3 * MS;
+    s.exit("a", 1, killed(0, 9));
+    s.say("a", 1, stopped(vec![killed(0, 9)]))
+        .say("b", 1, stopped(vec![fatal(2, 42)]));
+    insta::assert_snapshot!(last_word(&mut s, "b"), @r"
+    1.`b` rank 2 42: happened 0 ms, arrived 0 ms
+    1.`a` rank 0 9: happened 3 ms, arrived 3 ms
+    ");
+}
+
+#[test]
+fn a_suspect_is_listed_before_the_cause_that_arrived_later() {
+    let mut s = two_nodes();
+    s.exit("a", 1, follower(0, MS));
+    s.now += 20 * MS;
+    s.exit("b", 1, fatal(2, 42));
+    let verdict = lists(&mut s, "a").0.expect("the job is over");
+    assert_eq!(verdict.first_failure.map(|exit| exit.rank), Some(2));
+    insta::assert_snapshot!(lines(&verdict.failures.unwrap()), @r"
+    1.`a` rank 0 1, a consequence: happened 0 ms, arrived 0 ms
+    1.`b` rank 2 42: happened 21 ms, arrived 20 ms
+    ");
+}
+
+#[test]
+fn earlier_generations_and_lost_nodes_are_in_the_list() {
+    let mut s = two_nodes();
+    s.exit("b", 1, killed(3, 9));
+    s.say("a", 1, stopped(vec![follower(0, MS)]))
+        .say("a", 1, Body::Join(join("a", 2, 2)))
+        .rejoin("b", 1, 2, 2);
+    s.pass(SECOND, &["a", "b"]);
+    s.exit("a", 2, exited(0, 5));
+    s.say("a", 2, stopped(vec![exited(0, 5)]))
+        .say("a", 2, Body::Join(join("a", 2, 2)));
+    // It never comes back from the second generation.
+    s.break_stream("b").pass(6 * SECOND, &["a"]);
+    s.join_with("b'", [10, 0, 0, 2], 0, join("b", 2, 2));
+    s.pass(SECOND, &["a", "b'"]);
+    s.hears("a");
+    s.exit("b'", 3, fatal(2, 42));
+    s.say("a", 3, stopped(vec![])).say("b'", 3, stopped(vec![]));
+    insta::assert_snapshot!(last_word(&mut s, "a"), @r"
+    1.`b` rank 3 9: happened 0 ms, arrived 0 ms
+    1.`a` rank 0 1, a consequence: happened -1 ms, arrived 0 ms
+    2.`a` rank 0 5: happened 1000 ms, arrived 1000 ms
+    2.`b` node `b` (node rank 1) was lost: its connection broke and it did not come back within 5.0 s: happened 6000 ms, arrived 6000 ms
+    3.`b` rank 2 42: happened 8000 ms, arrived 8000 ms
+    ");
+}
+
+#[test]
+fn the_end_of_a_job_that_nobody_came_back_to_tells_what_had_failed() {
+    let mut s = two_nodes();
+    s.break_stream("b").pass(6 * SECOND, &["a"]);
+    s.rejoin("a", 1, 2, 2).hears("a");
+    s.pass(601 * SECOND, &["a"]);
+    let Some(Heard::Said(DaemonMessage {
+        body: Some(Reply::Refused(refused)),
+        ..
+    })) = s.hears("a").pop()
+    else {
+        panic!("expected a refusal")
+    };
+    let told = lines(&refused.failures.unwrap());
+    assert!(
+        told.starts_with("1.`b` node `b` (node rank 1) was lost: "),
+        "{told}"
+    );
+}
+
+#[test]
+fn a_node_that_cannot_go_on_is_listed_with_its_reason() {
+    let mut s = two_nodes();
+    s.give_up("b", 127, "no such file");
+    s.say("a", 1, stopped(vec![]));
+    insta::assert_snapshot!(last_word(&mut s, "a"), @"1.`b` node `b` (node rank 1) left: no such file: happened 0 ms, arrived 0 ms");
+}
+
+#[test]
+fn a_job_that_succeeds_has_nothing_to_tell() {
+    let mut s = two_nodes();
+    s.exit("b", 1, killed(3, 9))
+        .rejoin("a", 1, 2, 2)
+        .rejoin("b", 1, 2, 2)
+        .succeed("a", 2)
+        .succeed("b", 2);
+    let (verdict, last_word) = lists(&mut s, "a");
+    let verdict = verdict.expect("the job is over");
+    assert_eq!((verdict.exit_code, verdict.last_word_ms), (0, 0));
+    assert_eq!((verdict.failures, last_word), (None, None));
+}
+
+#[test]
+fn the_list_is_bounded_and_what_is_beyond_is_counted() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1).hears("a");
+    s.exit("a", 1, fatal(0, 3));
+    let many = u32::try_from(MAX_LISTED).unwrap() + 4;
+    let exits = (0..many)
+        .map(|rank| exited(rank, 3))
+        .chain((many..many + 2).map(victim))
+        .collect();
+    let stopped = Body::NodeStopped(NodeStopped {
+        exits,
+        more_failures: 10,
+        more_victims: 1,
+    });
+    s.say("a", 1, stopped);
+    let failures = lists(&mut s, "a").1.expect("the last word");
+    assert_eq!(
+        failures.failures.len(),
+        MAX_LISTED + 2,
+        "victims have room of their own"
+    );
+    assert_eq!((failures.more_failures, failures.more_victims), (14, 1));
+}
+
+#[test]
+fn the_last_generation_has_room_and_the_cause_of_each_restart_is_kept_longest() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1);
+    for generation in 1..=2 {
+        s.exit("a", generation, exited(0, 1));
+        let exits = (1..12).map(|rank| exited(rank, 1)).collect();
+        s.say("a", generation, stopped(exits))
+            .say("a", generation, Body::Join(join("a", 1, 1)))
+            .pass(SECOND, &["a"]);
+    }
+    s.exit("a", 3, fatal(0, 3))
+        .say("a", 3, stopped((0..14).map(|rank| exited(rank, 3)).collect()));
+    let failures = lists(&mut s, "a").1.expect("the last word");
+    let generations: Vec<u64> = failures.failures.iter().map(|f| f.generation).collect();
+    let expected: Vec<u64> = [1, 2].into_iter().chain([3; 14]).collect();
+    assert_eq!(generations, expected);
+    assert_eq!(failures.failures[1].exit.as_ref().unwrap().rank, 0, "the cause");
+    assert_eq!(failures.more_failures, 24 + 14 - 16);
+}
+
+#[test]
+fn reports_that_are_repeated_count_once_and_long_words_are_cut() {
+    let mut s = two_nodes();
+    let exit = WorkerExit {
+        message: "m".repeat(4000),
+        stderr_tail: vec!["last words".into(); 100],
+        ..fatal(2, 42)
+    };
+    s.exit("b", 1, exit.clone());
+    s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
+    s.exit("b", 1, exit);
+    s.say("b", 1, stopped(vec![fatal(2, 42), victim(3)]))
+        .say("b", 1, stopped(vec![fatal(2, 42), victim(3)]))
+        .say("a", 1, stopped(vec![]));
+    let failures = lists(&mut s, "a").1.expect("the last word");
+    assert_eq!(failures.failures.len(), 2);
+    assert_eq!((failures.more_failures, failures.more_victims), (0, 0));
+    let first = failures.failures[0].exit.as_ref().unwrap();
+    assert_eq!((first.message.len(), first.stderr_tail.len()), (512, 0));
+}
