@@ -34,10 +34,9 @@ pub(crate) struct Piece {
 }
 
 impl Piece {
-    /// Lines of which some may be ends of lines that began before.
+    /// How many lines it is of, the last one with its end or without.
     pub(crate) fn lines(&self) -> u64 {
-        let ends = self.bytes.iter().filter(|byte| **byte == b'\n').count();
-        ends.max(1) as u64
+        self.bytes.split_inclusive(|byte| *byte == b'\n').count() as u64
     }
 }
 

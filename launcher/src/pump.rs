@@ -126,13 +126,13 @@ async fn read(tap: Tap, console: Console) {
         let reading = pipe.read(&mut buffer);
         let read = match feed.as_mut().and_then(|feed| Some((feed.deadline()?, feed))) {
             // Cancel safe: a read that is given up has taken nothing.
-            Some((deadline, feed)) => match timeout_at(deadline, reading).await {
-                Ok(read) => read,
-                Err(_) => {
+            Some((deadline, feed)) => {
+                let Ok(read) = timeout_at(deadline, reading).await else {
                     feed.show(splitter.unfinished(), Instant::now());
                     continue;
-                }
-            },
+                };
+                read
+            }
             None => reading.await,
         };
         let Ok(read @ 1..) = read else {
