@@ -6,18 +6,20 @@
 //! it reads again. The agent never waits for the console.
 
 use std::collections::VecDeque;
-use std::io::{self, Write};
+use std::io;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::Progress;
 
+use crate::piece::{Piece, Source, Start};
 use crate::progress::Bar;
+use crate::sinks::{Manner, Sinks};
 
 /// Bytes that may wait to be written.
 const QUEUE_BYTES: usize = 4 << 20;
-/// What one line costs beyond its bytes, so that empty lines are bounded too.
-const LINE_COST: usize = 64;
+/// What one piece costs beyond its bytes, so that short ones are bounded too.
+const PIECE_COST: usize = 128;
 /// A console that takes nothing for this long is blocked.
 const STALL: Duration = Duration::from_millis(500);
 /// How long even a slow reader is waited for at the end.
@@ -25,7 +27,9 @@ const CLOSE_BOUND: Duration = Duration::from_secs(30);
 /// Most bytes written in one go.
 const WRITE_BYTES: usize = 64 << 10;
 /// Prefix of the launcher's own messages.
-const OWN_PREFIX: &str = "[ddp-run] ";
+pub(crate) const OWN_PREFIX: &str = "[ddp-run] ";
+/// The launcher itself, whose lines always have their ends.
+const OWN: Source = Source(u64::MAX);
 
 /// One of the two standard streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,26 +40,11 @@ pub(crate) enum Stream {
     Stderr,
 }
 
-/// Where the console writes to; the tests give their own.
-pub(crate) struct Sinks {
-    pub(crate) stdout: Box<dyn Write + Send>,
-    pub(crate) stderr: Box<dyn Write + Send>,
-}
-
-impl Sinks {
-    /// The process's own streams.
-    pub(crate) fn standard() -> Self {
-        Self {
-            stdout: Box::new(Unbuffered(Stream::Stdout)),
-            stderr: Box::new(Unbuffered(Stream::Stderr)),
-        }
-    }
-}
-
 /// Handle to the writer thread; cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Console {
     shared: Arc<Shared>,
+    manners: [Manner; 2],
 }
 
 struct Shared {
@@ -68,13 +57,15 @@ struct Shared {
 
 #[derive(Default)]
 struct State {
-    lines: VecDeque<(Stream, Vec<u8>)>,
+    pieces: VecDeque<(Stream, Piece)>,
     queued_bytes: usize,
     /// The newest numbers for the bar; older ones are of no interest.
     progress: Option<(u64, Progress)>,
     dropped_lines: u64,
     /// Grows whenever the console took something.
     written: u64,
+    /// Whose line on standard output and standard error has no end yet.
+    open: [Option<Source>; 2],
     /// Nothing was taken for [`STALL`] while somebody waited for room.
     blocked: bool,
     closing: bool,
@@ -91,6 +82,7 @@ impl Console {
         });
         let console = Self {
             shared: shared.clone(),
+            manners: sinks.manners(),
         };
         std::thread::Builder::new()
             .name("console".into())
@@ -99,8 +91,18 @@ impl Console {
         Ok(console)
     }
 
-    /// Writes one line of a worker, its terminator included. Waits for room, but not for a blocked console.
-    pub(crate) fn put(&self, stream: Stream, line: Vec<u8>) {
+    /// What a stream leads to.
+    pub(crate) fn manner(&self, stream: Stream) -> Manner {
+        self.manners[stream as usize]
+    }
+
+    /// True if the last line is this one's, and can go on.
+    pub(crate) fn is_open(&self, stream: Stream, source: Source) -> bool {
+        self.lock().open[stream as usize] == Some(source)
+    }
+
+    /// Writes lines of a worker. Waits for room, but not for a blocked console.
+    pub(crate) fn put(&self, stream: Stream, piece: Piece) {
         let mut state = self.lock();
         let (mut deadline, mut seen) = (Instant::now() + STALL, state.written);
         while state.queued_bytes >= QUEUE_BYTES && !state.blocked && !state.closed {
@@ -115,7 +117,7 @@ impl Console {
                 deadline = Instant::now() + STALL;
             }
         }
-        self.enqueue(state, stream, line);
+        self.enqueue(state, stream, piece);
     }
 
     /// Writes a message of the launcher itself, each of its lines prefixed. Never waits.
@@ -126,7 +128,7 @@ impl Console {
             lines.extend_from_slice(line.as_bytes());
             lines.push(b'\n');
         }
-        self.enqueue(self.lock(), Stream::Stderr, lines);
+        self.enqueue(self.lock(), Stream::Stderr, own(lines));
     }
 
     /// Shows the numbers of a step on the bar, if one is drawn. Never waits.
@@ -162,13 +164,13 @@ impl Console {
         }
     }
 
-    fn enqueue(&self, mut state: MutexGuard<'_, State>, stream: Stream, line: Vec<u8>) {
+    fn enqueue(&self, mut state: MutexGuard<'_, State>, stream: Stream, piece: Piece) {
         if state.queued_bytes >= QUEUE_BYTES || state.closed {
-            state.dropped_lines += 1;
+            state.dropped_lines += piece.lines();
             return;
         }
-        state.queued_bytes += line.len() + LINE_COST;
-        state.lines.push_back((stream, line));
+        state.queued_bytes += piece.bytes.len() + PIECE_COST;
+        state.pieces.push_back((stream, piece));
         drop(state);
         self.shared.filled.notify_one();
     }
@@ -190,9 +192,20 @@ impl Shared {
     }
 }
 
+/// Lines of the launcher itself.
+fn own(bytes: Vec<u8>) -> Piece {
+    Piece {
+        source: OWN,
+        prefix: OWN_PREFIX.trim_end().into(),
+        start: Start::Fresh,
+        bytes,
+        open: false,
+    }
+}
+
 /// What the writer does next.
 struct Work {
-    lines: Vec<(Stream, Vec<u8>)>,
+    pieces: Vec<(Stream, Piece)>,
     progress: Option<(u64, Progress)>,
     last: bool,
 }
@@ -221,10 +234,14 @@ impl Writer {
             {
                 bar.finish();
             }
-            if !work.lines.is_empty() {
-                self.write(&work.lines);
+            if !work.pieces.is_empty() {
+                self.write(&work.pieces);
+            }
+            if work.last {
+                self.sinks.end_lines();
             }
             let mut state = shared.lock();
+            state.open = self.sinks.open();
             state.written += 1;
             state.blocked = false;
             state.closed |= work.last;
@@ -235,88 +252,51 @@ impl Writer {
         }
     }
 
-    /// Neighbouring lines of one stream go out in one piece.
-    fn write(&mut self, lines: &[(Stream, Vec<u8>)]) {
+    fn write(&mut self, pieces: &[(Stream, Piece)]) {
         let sinks = &mut self.sinks;
-        let mut write = || {
-            for run in lines.chunk_by(|a, b| a.0 == b.0) {
-                let bytes: Vec<u8> = run.iter().flat_map(|(_, line)| line).copied().collect();
-                let sink = match run[0].0 {
-                    Stream::Stdout => &mut sinks.stdout,
-                    Stream::Stderr => &mut sinks.stderr,
-                };
-                // Nobody reads any more: training goes on, and there is no place left to complain.
-                let _ = sink.write_all(&bytes);
-            }
-        };
         match &self.bar {
-            Some(bar) => bar.above(write),
-            None => write(),
+            // It is drawn below whole lines.
+            Some(bar) => bar.above(|| {
+                sinks.write(pieces);
+                sinks.end_lines();
+            }),
+            None => sinks.write(pieces),
         }
     }
 }
 
 fn next_work(shared: &Shared) -> Work {
     let mut state = shared.lock();
-    while state.lines.is_empty() && state.progress.is_none() && !state.closing {
+    while state.pieces.is_empty() && state.progress.is_none() && !state.closing {
         state = shared.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
     }
     let mut work = Work {
-        lines: Vec::new(),
+        pieces: Vec::new(),
         progress: state.progress.take(),
         last: false,
     };
     let mut bytes = 0;
     while bytes < WRITE_BYTES
-        && let Some((stream, line)) = state.lines.pop_front()
+        && let Some((stream, piece)) = state.pieces.pop_front()
     {
-        bytes += line.len();
-        state.queued_bytes -= line.len() + LINE_COST;
-        work.lines.push((stream, line));
+        bytes += piece.bytes.len();
+        state.queued_bytes -= piece.bytes.len() + PIECE_COST;
+        work.pieces.push((stream, piece));
     }
-    if state.lines.is_empty() {
+    if state.pieces.is_empty() {
         if state.dropped_lines > 0 {
             let dropped = std::mem::take(&mut state.dropped_lines);
             let notice = format!("{OWN_PREFIX}{dropped} lines are not shown: the console was blocked\n");
-            work.lines.push((Stream::Stderr, notice.into_bytes()));
+            work.pieces.push((Stream::Stderr, own(notice.into_bytes())));
         }
         work.last = state.closing;
     }
     work
 }
 
-/// Writes straight to the descriptor, waiting where it is non-blocking: std's own streams would be locked by a
-/// writer that is blocked, and then block the exit of the process.
-struct Unbuffered(Stream);
-
-impl Write for Unbuffered {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        use std::os::fd::AsFd;
-        let (stdout, stderr) = (io::stdout(), io::stderr());
-        let fd = match self.0 {
-            Stream::Stdout => stdout.as_fd(),
-            Stream::Stderr => stderr.as_fd(),
-        };
-        loop {
-            match nix::unistd::write(fd, bytes) {
-                Err(nix::errno::Errno::EAGAIN) => {
-                    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-                    // Only this thread waits here, and it may do so for as long as the reader likes.
-                    poll(&mut [PollFd::new(fd, PollFlags::POLLOUT)], PollTimeout::NONE)?;
-                }
-                Err(nix::errno::Errno::EINTR) => {}
-                written => return Ok(written?),
-            }
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
     use std::sync::mpsc;
 
     use super::*;
@@ -344,11 +324,19 @@ mod tests {
     fn gated() -> (Console, mpsc::Sender<()>, mpsc::Receiver<Vec<u8>>) {
         let (written, output) = mpsc::channel();
         let (ticket, tickets) = mpsc::channel();
-        let sinks = Sinks {
-            stdout: Box::new(Gate { written, tickets }),
-            stderr: Box::new(io::sink()),
-        };
+        let writers: [Box<dyn Write + Send>; 2] = [Box::new(Gate { written, tickets }), Box::new(io::sink())];
+        let sinks = Sinks::new(writers, [Manner::Pipe; 2], false);
         (Console::start(sinks, false).unwrap(), ticket, output)
+    }
+
+    fn lines(bytes: Vec<u8>) -> Piece {
+        Piece {
+            source: Source(0),
+            prefix: "[0]".into(),
+            start: Start::Fresh,
+            bytes,
+            open: false,
+        }
     }
 
     #[test]
@@ -356,7 +344,7 @@ mod tests {
         let (console, tickets, output) = gated();
         (0..1000).for_each(|_| tickets.send(()).unwrap());
         for line in 0..1000 {
-            console.put(Stream::Stdout, format!("line {line}\n").into_bytes());
+            console.put(Stream::Stdout, lines(format!("line {line}\n").into_bytes()));
         }
         console.close(Duration::from_secs(20));
         let text: Vec<u8> = output.try_iter().flatten().collect();
@@ -369,13 +357,14 @@ mod tests {
     #[test]
     fn a_blocked_console_drops_lines_and_counts_them() {
         let (console, tickets, output) = gated();
-        let line = vec![b'x'; 1 << 20];
+        let mut line = vec![b'x'; 1 << 20];
+        line.extend_from_slice(b"\n\n");
         for _ in 0..10 {
-            console.put(Stream::Stdout, line.clone());
+            console.put(Stream::Stdout, lines(line.clone()));
         }
         // Some are in the writer's hands, some in the queue; the rest is lost, and nothing waits again.
         let dropped = console.lock().dropped_lines;
-        assert!((4..=6).contains(&dropped), "{dropped} dropped");
+        assert!((8..=12).contains(&dropped), "{dropped} dropped");
         console.close(Duration::ZERO);
         drop(tickets);
         assert_eq!(output.try_iter().count(), 0);
@@ -394,7 +383,7 @@ mod tests {
             bytes
         });
         for _ in 0..20 {
-            console.put(Stream::Stdout, vec![b'x'; 1 << 20]);
+            console.put(Stream::Stdout, lines(vec![b'x'; 1 << 20]));
         }
         assert_eq!(reader.join().unwrap(), 20 << 20);
         assert_eq!(console.lock().dropped_lines, 0);

@@ -11,7 +11,7 @@
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
-//! | `output`, `pump`, `lines`, `console`, `progress`, `logs` | the workers' output, on the console and in files |
+//! | `output`, `pump`, `lines`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
 //! | `report`, `root_cause`, `failures` | the failure report, for people and for programs; what else failed |
 //! | `event_log` | what happened, as JSON lines |
 //!
@@ -29,6 +29,7 @@ mod ending;
 mod environment;
 mod event_log;
 mod failures;
+mod feed;
 mod guardian;
 mod hang;
 mod lines;
@@ -36,6 +37,7 @@ mod logs;
 mod master_port;
 mod oom;
 mod output;
+mod piece;
 mod plan;
 mod preview;
 mod proc_table;
@@ -45,8 +47,10 @@ mod pump;
 mod reap;
 mod report;
 mod root_cause;
+mod sinks;
 mod spawn;
 mod sweep;
+mod terminal;
 
 pub use agent::{Conclusion, LaunchError, Outcome, run};
 pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};

@@ -68,6 +68,9 @@ pub struct OutputPlan {
     pub stdout_filters: Vec<String>,
     /// `--duplicate-stderr-filters`: the same for `filtered_stderr.log`.
     pub stderr_filters: Vec<String>,
+    /// The only worker of the job is given the launcher's own streams, which are terminals: nothing of its output is
+    /// seen by the launcher.
+    pub direct: bool,
 }
 
 impl OutputPlan {

@@ -64,11 +64,11 @@ impl Image {
     }
 }
 
-/// What a new process reads and writes; without a standard input, the launcher's own.
+/// What a new process reads and writes; the launcher's own stream for each that is none.
 pub(crate) struct Streams<'a> {
     pub(crate) stdin: Option<BorrowedFd<'a>>,
-    pub(crate) stdout: BorrowedFd<'a>,
-    pub(crate) stderr: BorrowedFd<'a>,
+    pub(crate) stdout: Option<BorrowedFd<'a>>,
+    pub(crate) stderr: Option<BorrowedFd<'a>>,
 }
 
 /// Starts a process, in the group behind `door` if there is one; returns when its program runs.
@@ -177,14 +177,12 @@ impl Pointers {
 
 /// Async-signal-safe.
 fn redirect(streams: &Streams<'_>) -> Result<(), Errno> {
-    let stdin = streams.stdin.map(|file| file.as_raw_fd());
-    let outputs = [streams.stdout.as_raw_fd(), streams.stderr.as_raw_fd()];
-    let sources: [Option<RawFd>; 3] = [stdin, Some(outputs[0]), Some(outputs[1])];
+    let sources = [streams.stdin, streams.stdout, streams.stderr];
     for (target, source) in sources.into_iter().enumerate() {
         if let Some(source) = source {
             // The runtime of Rust keeps 0 to 2 taken, so no source is a target, and each copy survives `exec`.
             // SAFETY: plain system call.
-            Errno::result(unsafe { libc::dup2(source, target as RawFd) })?;
+            Errno::result(unsafe { libc::dup2(source.as_raw_fd(), target as RawFd) })?;
         }
     }
     Ok(())
@@ -220,8 +218,8 @@ mod tests {
         let nothing = OwnedFd::from(File::open("/dev/null")?);
         let streams = Streams {
             stdin: Some(nothing.as_fd()),
-            stdout: end.as_fd(),
-            stderr: end.as_fd(),
+            stdout: Some(end.as_fd()),
+            stderr: Some(end.as_fd()),
         };
         let child = start(&image, &streams, None, || Ok(()))?;
         drop(end);
@@ -272,8 +270,8 @@ mod tests {
         let null = File::options().write(true).open("/dev/null").unwrap();
         let streams = Streams {
             stdin: None,
-            stdout: null.as_fd(),
-            stderr: null.as_fd(),
+            stdout: Some(null.as_fd()),
+            stderr: Some(null.as_fd()),
         };
         let error = start(&image, &streams, None, || Err(Errno::EXDEV)).unwrap_err();
         assert_eq!(error.raw_os_error(), Some(libc::EXDEV));

@@ -1,5 +1,5 @@
 //! Reads what the workers write: to the log files as it is, to the console line by line, the end of it kept for
-//! the failure report.
+//! the failure report. What has no end yet, a prompt for instance, is shown a moment later.
 //!
 //! It has a thread with a runtime of its own. A log directory that hangs, or a console that is slow, holds up this
 //! thread and with it the workers' output, but never supervision.
@@ -14,9 +14,12 @@ use ddp_proto::ids::GlobalRank;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
 use tokio::sync::{mpsc, watch};
+use tokio::time::{Instant, timeout_at};
 
 use crate::console::{Console, Stream};
-use crate::lines::LineSplitter;
+use crate::feed::Feed;
+use crate::lines::{End, LineSplitter, Segment};
+use crate::piece::Source;
 
 /// Lines of stderr kept for the failure report.
 const TAIL_LINES: usize = 20;
@@ -70,7 +73,7 @@ impl Pump {
     pub(crate) fn start(console: Console) -> io::Result<Self> {
         let (taps, mut queue) = mpsc::channel::<Tap>(TAP_QUEUE);
         let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_io()
+            .enable_all()
             .build()?;
         std::thread::Builder::new()
             .name("pump".into())
@@ -97,7 +100,7 @@ async fn read(tap: Tap, console: Console) {
         stream,
         pipe,
         mut log,
-        tail,
+        mut tail,
         prefix,
         mut duplicate,
     } = tap;
@@ -105,19 +108,36 @@ async fn read(tap: Tap, console: Console) {
         return;
     };
     let mut splitter = LineSplitter::default();
-    let mut show = |line: &[u8]| {
-        tail.push(line);
-        if let Some(prefix) = &prefix {
-            console.put(stream, prefixed(prefix, line));
+    let source = Source(u64::from(rank.0) << 1 | stream as u64);
+    let mut feed = prefix.map(|prefix| Feed::new(console.clone(), stream, source, &prefix));
+    let mut take = |segment: Segment<'_>, feed: &mut Option<Feed>| {
+        tail.push(&segment);
+        if let Some(feed) = feed {
+            feed.take(&segment);
         }
-        let duplicated = duplicate.as_ref().map_or(Ok(()), |file| file.take(line));
+        let duplicated = duplicate.as_ref().map_or(Ok(()), |file| file.take(segment.text));
         if let Err(error) = duplicated {
             console.say(&format!("filtered lines of rank {rank} end here: {error}"));
             duplicate = None;
         }
     };
     let mut buffer = vec![0; READ_BYTES];
-    while let Ok(read @ 1..) = pipe.read(&mut buffer).await {
+    loop {
+        let reading = pipe.read(&mut buffer);
+        let read = match feed.as_mut().and_then(|feed| Some((feed.deadline()?, feed))) {
+            // Cancel safe: a read that is given up has taken nothing.
+            Some((deadline, feed)) => {
+                let Ok(read) = timeout_at(deadline, reading).await else {
+                    feed.show(splitter.unfinished(), Instant::now());
+                    continue;
+                };
+                read
+            }
+            None => reading.await,
+        };
+        let Ok(read @ 1..) = read else {
+            break;
+        };
         let bytes = &buffer[..read];
         if let Some(file) = &mut log
             && let Err(error) = file.write_all(bytes)
@@ -125,21 +145,15 @@ async fn read(tap: Tap, console: Console) {
             console.say(&format!("log files of rank {rank} end here: {error}"));
             log = None;
         }
-        splitter.push(bytes, &mut show);
+        splitter.push(bytes, |segment| take(segment, &mut feed));
+        if let Some(feed) = &mut feed {
+            feed.settle(splitter.unfinished(), Instant::now());
+        }
     }
-    splitter.flush(&mut show);
-}
-
-fn prefixed(prefix: &str, line: &[u8]) -> Vec<u8> {
-    match line {
-        // The line before ended with `\r`, and only now turns out to be complete.
-        b"" => return b"\n".to_vec(),
-        b"\n" => return format!("{prefix}\n").into_bytes(),
-        _ => {}
+    splitter.finish(|segment| take(segment, &mut feed));
+    if let Some(feed) = feed {
+        feed.finish();
     }
-    let mut out = format!("{prefix} ").into_bytes();
-    out.extend_from_slice(line);
-    out
 }
 
 /// The last lines of a stream, and whether it has ended.
@@ -148,6 +162,7 @@ pub(crate) fn tail() -> (TailWriter, TailReader) {
     let (open, ended) = watch::channel(());
     let writer = TailWriter {
         lines: lines.clone(),
+        overwritten: false,
         _open: open,
     };
     (writer, TailReader { lines, ended })
@@ -156,18 +171,25 @@ pub(crate) fn tail() -> (TailWriter, TailReader) {
 /// Filled by the pump; dropping it says that the stream has ended.
 pub(crate) struct TailWriter {
     lines: Arc<Mutex<VecDeque<String>>>,
+    /// The last line may be written over by the next segment.
+    overwritten: bool,
     _open: watch::Sender<()>,
 }
 
 impl TailWriter {
-    fn push(&self, line: &[u8]) {
-        let line = &line[..line.len().min(TAIL_LINE_BYTES)];
+    /// Keeps what a terminal would still show: of a progress bar its last state.
+    fn push(&mut self, segment: &Segment<'_>) {
+        let line = &segment.text[..segment.text.len().min(TAIL_LINE_BYTES)];
         let text = String::from_utf8_lossy(line).trim_end().to_owned();
+        let goes_on = segment.end == End::Return;
         if text.is_empty() {
+            self.overwritten &= goes_on;
             return;
         }
         let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
-        if lines.len() == TAIL_LINES {
+        if std::mem::replace(&mut self.overwritten, goes_on) {
+            lines.pop_back();
+        } else if lines.len() == TAIL_LINES {
             lines.pop_front();
         }
         lines.push_back(text);
@@ -200,13 +222,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_line_has_its_rank() {
-        assert_eq!(prefixed("[3]", b"hello\n"), b"[3] hello\n");
-        assert_eq!(prefixed("[3]", b"\n"), b"[3]\n");
-        assert_eq!(prefixed("[3]", b""), b"\n");
-    }
-
-    #[test]
     fn lines_with_a_word_are_written_again() {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("filtered");
@@ -222,15 +237,17 @@ mod tests {
 
     #[tokio::test]
     async fn the_tail_keeps_the_last_lines() {
-        let (writer, mut reader) = tail();
+        let (mut writer, mut reader) = tail();
+        let mut splitter = LineSplitter::default();
         for line in 0..100 {
-            writer.push(format!("line {line}\r\n").as_bytes());
+            let text = format!("line {line}\r\n\r 1%\r 2%\n");
+            splitter.push(text.as_bytes(), |segment| writer.push(&segment));
         }
-        writer.push(b"\n");
+        splitter.push(b"\n", |segment| writer.push(&segment));
         drop(writer);
         reader.ended().await;
         let lines = reader.lines();
         assert_eq!(lines.len(), TAIL_LINES);
-        assert_eq!(lines.last().unwrap(), "line 99");
+        assert_eq!(lines[TAIL_LINES - 2..], ["line 99", " 2%"]);
     }
 }

@@ -35,6 +35,8 @@ pub(crate) struct Facts<'a> {
     pub(crate) program: &'a str,
     /// This node.
     pub(crate) hostname: &'a str,
+    /// What the workers wrote was not seen.
+    pub(crate) output_unseen: bool,
     /// The first failure that this node saw itself, for a conclusion that does not tell.
     pub(crate) local_failure: Option<&'a WorkerExit>,
     /// Workers of this node in the last generation, in order of rank.
@@ -134,7 +136,9 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
         };
         let _ = write!(text, "\n    log file{on}: {}", failure.log_file);
     }
-    if failure.stderr_tail.is_empty() {
+    if facts.output_unseen {
+        // It is on the terminal, right above.
+    } else if failure.stderr_tail.is_empty() {
         text.push_str("\n    it wrote nothing to stderr");
     } else if !repeats(&failure.stderr_tail, &failure.message) {
         text.push_str("\n    last lines of its stderr:");
@@ -186,7 +190,8 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
         .filter(|end| Some(end.rank) != first && !end.ending.is_success())
     {
         let after = seconds(end.after);
-        let _ = match end.sent.map(|sent| deadly(sent, end.ending)) {
+        let deadly = end.sent.map(|sent| deadly(sent, end.ending, facts.conclusion));
+        let _ = match deadly {
             Some(signal) => {
                 write!(
                     text,
@@ -211,7 +216,7 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
             ),
         };
         let died_of = |sent| matches!(end.ending, Ending::Signal { signal, .. } if signal == sent);
-        if end.sent.is_some_and(|sent| !died_of(deadly(sent, end.ending))) {
+        if deadly.is_some_and(|signal| !died_of(signal)) {
             let _ = write!(text, " ({})", end.ending);
         }
         match &end.message {
@@ -225,10 +230,12 @@ fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
     }
 }
 
-/// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM.
-fn deadly(sent: i32, ending: Ending) -> i32 {
+/// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM, or the signal
+/// that stopped the job.
+fn deadly(sent: i32, ending: Ending, conclusion: &Conclusion) -> i32 {
+    let is_gentle = |signal| signal == libc::SIGTERM || Some(signal) == conclusion.signal();
     match ending {
-        Ending::Signal { signal, .. } if signal == libc::SIGTERM && sent == libc::SIGKILL => signal,
+        Ending::Signal { signal, .. } if sent == libc::SIGKILL && is_gentle(signal) => signal,
         _ => sent,
     }
 }

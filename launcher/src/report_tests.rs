@@ -11,6 +11,10 @@ const TERMINATED: Ending = Ending::Signal {
     signal: 15,
     core_dumped: false,
 };
+const INTERRUPTED: Ending = Ending::Signal {
+    signal: 2,
+    core_dumped: false,
+};
 
 fn failure(rank: u32, ending: Ending) -> WorkerExit {
     let (exit_code, signal, core_dumped) = match ending {
@@ -35,6 +39,7 @@ fn job_over(no_restart: &str, failure: WorkerExit, host: &str) -> Conclusion {
         reason: "the daemon's words".into(),
         no_restart: no_restart.into(),
         first_failure: Some(Box::new((failure, host.into()))),
+        signal: None,
     }
 }
 
@@ -63,6 +68,7 @@ fn text_of_many(
         conclusion,
         program: "train.yaml",
         hostname: "a",
+        output_unseen: false,
         local_failure,
         local_ends,
         failures,
@@ -211,6 +217,7 @@ fn a_job_that_ended_without_a_failed_worker() {
         reason: "node `b` was stopped by SIGTERM".into(),
         no_restart: String::new(),
         first_failure: None,
+        signal: Some(15),
     };
     insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"
     error: node `b` was stopped by SIGTERM
@@ -223,10 +230,15 @@ fn stopped_by_a_signal() {
     let ends = [
         end(0, Ending::Code(0), None, 100),
         end(1, KILLED, Some(9), 61_000),
+        end(2, INTERRUPTED, Some(2), 100),
+        // SIGKILL was on its way too.
+        end(3, INTERRUPTED, Some(9), 100),
     ];
     insta::assert_snapshot!(text(&Conclusion::Stopped { signal: 2 }, &ends, None), @r"
     stopped by SIGINT
       rank 1: stopped by us with SIGKILL after 1 min 1 s
+      rank 2: stopped by us with SIGINT after 0.1 s
+      rank 3: stopped by us with SIGINT after 0.1 s
     ");
 }
 
@@ -343,6 +355,7 @@ fn a_lost_node_that_ended_the_job_is_not_told_twice() {
         reason: format!("{gone}; all 3 restarts are used up"),
         no_restart: "all 3 restarts are used up".into(),
         first_failure: None,
+        signal: None,
     };
     let failures = Failures {
         failures: vec![

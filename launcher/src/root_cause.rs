@@ -171,6 +171,7 @@ mod tests {
             reason: "rank 5 (node `b`) died of SIGKILL".into(),
             no_restart: String::new(),
             first_failure: Some(Box::new((failure, "b".into()))),
+            signal: None,
         }
     }
 

@@ -38,8 +38,8 @@ const STACK_BYTES: usize = 256 << 10;
 pub(crate) struct WorkerSpec {
     pub(crate) local_rank: LocalRank,
     pub(crate) env: Vec<(OsString, OsString)>,
-    pub(crate) stdout: OwnedFd,
-    pub(crate) stderr: OwnedFd,
+    /// Its standard output and standard error; none: those of the launcher.
+    pub(crate) output: Option<[OwnedFd; 2]>,
     /// Reads the launcher's standard input; the others read nothing.
     pub(crate) has_stdin: bool,
     /// Cores that it is bound to; none: those of the launcher.
@@ -243,10 +243,15 @@ fn start_worker(
     } else {
         Some(File::open("/dev/null")?)
     };
+    let (stdout, stderr) = worker
+        .output
+        .as_ref()
+        .map(|[stdout, stderr]| (stdout, stderr))
+        .unzip();
     let streams = Streams {
         stdin: nothing.as_ref().map(AsFd::as_fd),
-        stdout: worker.stdout.as_fd(),
-        stderr: worker.stderr.as_fd(),
+        stdout: stdout.map(AsFd::as_fd),
+        stderr: stderr.map(AsFd::as_fd),
     };
     let (launcher, cores) = (Pid::this(), worker.cores.as_ref());
     let prepare = || enter_session(launcher, registrar, door, cores);

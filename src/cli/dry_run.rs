@@ -74,6 +74,9 @@ pub fn describe(launch: &Launch) -> String {
         Err(why) => format!("none of their own: {why}"),
     };
     let _ = writeln!(text, "control group of the workers: {group}");
+    if plan.output.direct {
+        text.push_str("input and output of the worker: this terminal\n");
+    }
     let _ = writeln!(text, "{}", ranks_here(plan));
     for refusal in refusals {
         let _ = writeln!(text, "the workers would refuse {refusal}");

@@ -2,12 +2,13 @@
 
 use std::ffi::OsString;
 use std::hash::{BuildHasher, Hasher};
-use std::io::IsTerminal;
+use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, signal_name};
 use ddp_proto::ids::NodeRank;
+use nix::sys::signal::Signal;
 
 use super::args::ParsedArgs;
 use super::dry_run::{Sources, counted};
@@ -69,17 +70,20 @@ pub fn resolve(
     let job_id = named.unwrap_or_else(|| default_job_id(alone, &job_signature));
     let (workers, cores) = places(&settings)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
-    let signals = signals(&settings)?;
+    let mut signals = signals(&settings)?;
     // Last of all that can fail: it writes.
     let out_dir = validated
         .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
         .transpose()?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let output = output(&settings);
+    let mut output = output(&settings);
     let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
         None => temporary_log_dir(&output, &job_id, args.dry_run)?,
         given => given,
     };
+    if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
+        hand_over_terminal(&mut output, &mut signals);
+    }
     let plan = LaunchPlan {
         job_id,
         endpoint: String::new(),
@@ -105,7 +109,7 @@ pub fn resolve(
         cores,
         event_log: event_log(&settings),
         command: target.command(exe, get_env("PYTHON_EXEC").map(OsString::from)),
-        progress_bar: target.kind == TargetKind::Native && std::io::stderr().is_terminal(),
+        progress_bar: target.kind == TargetKind::Native && io::stderr().is_terminal(),
     };
     Ok(Launch {
         host: host_facts(settings, &plan),
@@ -263,6 +267,19 @@ fn output(settings: &Settings) -> OutputPlan {
         prefix: settings.log_line_prefix_template.clone().unwrap_or_default(),
         stdout_filters: words(&settings.duplicate_stdout_filters),
         stderr_filters: words(&settings.duplicate_stderr_filters),
+        direct: false,
+    }
+}
+
+/// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of
+/// the output.
+fn hand_over_terminal(output: &mut OutputPlan, signals: &mut SignalPlan) {
+    let is_terminal = io::stdin().is_terminal() && io::stdout().is_terminal() && io::stderr().is_terminal();
+    output.direct = is_terminal && *output == OutputPlan::default();
+    let resized = Signal::SIGWINCH as i32;
+    if output.direct && !signals.stop.contains(&resized) && !signals.forward.contains(&resized) {
+        // The system tells only those whose terminal controls them.
+        signals.forward.push(resized);
     }
 }
 

@@ -129,7 +129,13 @@ impl Job {
         match leave.signal {
             Some(signal) if !spare && !over => {
                 let reason = format!("{name} was stopped by {}", words::signal_name(signal));
-                self.job_over(turn, i32::from(exit::of_signal(signal)), reason);
+                let over = JobOver {
+                    exit_code: i32::from(exit::of_signal(signal)),
+                    reason: reason.clone(),
+                    signal: Some(signal),
+                    ..JobOver::default()
+                };
+                self.end(turn, Reply::JobOver(over), reason);
             }
             _ if !over => {
                 let words = clip(&leave.reason, turn.config.max_name_bytes);

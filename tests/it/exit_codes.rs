@@ -59,7 +59,7 @@ fn sigterm_ends_with_143_and_sigint_with_130() {
 
 #[test]
 fn a_second_signal_does_not_wait_for_stubborn_workers() {
-    let script = r#"trap "" TERM; echo ready; while :; do sleep 1000; done"#;
+    let script = r#"trap "" TERM INT; echo ready; while :; do sleep 1000; done"#;
     let mut running = launch()
         .nproc(1)
         .flag("--shutdown-timeout", "600")

@@ -28,5 +28,6 @@ mod outage;
 mod pid_one;
 mod python_contract;
 mod signals;
+mod terminal;
 mod two_launchers;
 mod wrong_clock;

@@ -2,21 +2,9 @@
 
 use std::collections::BTreeSet;
 
-use crate::harness::{Finished, launch, repository, temp_dir};
+use crate::harness::{Finished, launch, python_is_missing, repository, temp_dir};
 
 const SCRIPT: &str = "examples/python-script/show_contract.py";
-
-/// Python is not among what the tests may ask of a machine.
-fn python_is_missing() -> bool {
-    let missing = std::process::Command::new("python3")
-        .arg("--version")
-        .output()
-        .is_err();
-    if missing {
-        eprintln!("skipped: there is no `python3` on this machine");
-    }
-    missing
-}
 
 fn contracts(finished: &Finished) -> Vec<serde_json::Value> {
     let parse = |line: &String| {

@@ -6,7 +6,7 @@ use crate::harness::{Program, Running, Sentinel, launch};
 
 /// Says when it is ready, when it is asked to stop, and when it hears a hangup.
 const WORKER: &str =
-    "trap 'echo saved; exit 0' TERM; trap 'echo heard' HUP; echo ready; while :; do sleep 0.05; done";
+    "trap 'echo saved; exit 0' TERM USR1; trap 'echo heard' HUP; echo ready; while :; do sleep 0.05; done";
 
 #[track_caller]
 fn ready(mut running: Running) -> Running {

@@ -21,6 +21,8 @@ pub enum Conclusion {
         no_restart: String,
         /// The first failure of the job, with the host it happened on; boxed, because it is large.
         first_failure: Option<Box<(WorkerExit, String)>>,
+        /// The signal that stopped the launcher of another node, if that is why.
+        signal: Option<i32>,
     },
     /// A signal stopped this launcher.
     Stopped {
@@ -87,6 +89,7 @@ impl Conclusion {
             first_failure: over
                 .first_failure
                 .map(|failure| Box::new((failure, over.first_failure_host))),
+            signal: over.signal,
         }
     }
 
@@ -102,6 +105,15 @@ impl Conclusion {
         Self::Refused {
             exit_code,
             reason: refused.reason,
+        }
+    }
+
+    /// The signal that stopped this launcher, or another one of the job.
+    pub(crate) const fn signal(&self) -> Option<i32> {
+        match self {
+            Self::Stopped { signal } => Some(*signal),
+            Self::JobOver { signal, .. } => *signal,
+            _ => None,
         }
     }
 

@@ -9,11 +9,13 @@ use ddp_proto::exit;
 use super::conclusion::Conclusion;
 use super::driver::Driver;
 use crate::cgroup::{self, WorkerGroup};
-use crate::console::{Console, Sinks};
+use crate::console::Console;
 use crate::guardian::Guardian;
 use crate::logs::LogError;
 use crate::plan::LaunchPlan;
 use crate::proc_table;
+use crate::sinks::Sinks;
+use crate::terminal::TerminalSettings;
 
 /// How long a console that takes nothing is waited for at the end.
 const CONSOLE_PATIENCE: Duration = Duration::from_secs(1);
@@ -74,6 +76,7 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
             };
         }
     };
+    let terminal = plan.output.direct.then(TerminalSettings::read).flatten();
     let scratch_dir = guardian.scratch_dir();
     let group = guardian.group().and_then(group_of_workers);
     let (conclusion, report) = match Driver::new(plan, &guardian, group.clone(), console.clone()) {
@@ -83,6 +86,9 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
             (Conclusion::from(error), Some(report))
         }
     };
+    if let Some(terminal) = terminal {
+        terminal.restore();
+    }
     if let Some(report) = &report {
         console.say(report);
     }

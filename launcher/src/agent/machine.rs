@@ -9,8 +9,9 @@
 //!    └────── GenerationOver ── Undecided (own worker failed, the daemon has not decided yet)
 //! ```
 //!
-//! There is one stop routine, whatever the reason: notify with the cause → SIGTERM → grace → SIGKILL → bounded
-//! wait → sweep what is left. Native workers that are asked to stop at a step boundary get no SIGTERM in between.
+//! There is one stop routine, whatever the reason: notify with the cause → SIGTERM, or the signal that is the reason →
+//! grace → SIGKILL → bounded wait → sweep what is left. Native workers that are asked to stop at a step boundary get no
+//! signal in between.
 
 use std::time::Duration;
 
@@ -56,7 +57,7 @@ pub(super) enum Stage {
     Asked,
     /// The workers know why, and may end by themselves.
     Notified,
-    /// SIGTERM was sent.
+    /// SIGTERM was sent, or the signal that is the reason.
     Terminated,
     /// SIGKILL was sent.
     Killed,
@@ -274,7 +275,7 @@ impl Machine {
         // It is told what the others were told, not more: it may well be ready for a graceful end.
         match stage {
             Stage::Asked | Stage::Notified => Vec::new(),
-            Stage::Terminated => vec![Effect::SignalLate(local_rank, libc::SIGTERM)],
+            Stage::Terminated => vec![Effect::SignalLate(local_rank, self.stop_signal())],
             Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],
         }
     }

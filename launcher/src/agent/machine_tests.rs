@@ -265,6 +265,23 @@ fn native_workers_that_were_asked_have_all_of_the_grace_and_no_sigterm() {
 }
 
 #[test]
+fn programs_get_the_signal_that_stopped_a_launcher() {
+    let sends = |play: &Play, signal| play.does(&Effect::SignalAll(signal));
+    for signal in [1, 2, 3, 15] {
+        assert!(sends(Play::running(false, 2).on(Event::Signal(signal)), signal));
+    }
+    // Of a launcher elsewhere; a number that is no signal is not passed on.
+    for (signal, sent) in [(Some(2), 2), (Some(0), 15), (None, 15)] {
+        let over = JobOver {
+            exit_code: 130,
+            signal,
+            ..JobOver::default()
+        };
+        assert!(sends(Play::running(false, 2).hear(1, Word::JobOver(over)), sent));
+    }
+}
+
+#[test]
 fn the_next_generation_runs_like_the_first() {
     let mut play = Play::running(false, 1);
     play.hear(1, over());

@@ -1,8 +1,12 @@
-//! The one stop routine: notify with the cause → SIGTERM → grace → SIGKILL → bounded wait → sweep.
+//! The one stop routine: notify with the cause → a signal → grace → SIGKILL → bounded wait → sweep.
 //!
-//! A native worker that is asked to stop at a step boundary has all of the grace: SIGTERM would end it on the spot.
+//! The signal is the one that a launcher of the job was stopped with, so that Ctrl-C is a `KeyboardInterrupt` to a
+//! Python program; else SIGTERM. A native worker that is asked to stop at a step boundary has all of the grace: a
+//! signal would end it on the spot.
 
 use std::time::Duration;
+
+use nix::sys::signal::Signal;
 
 use super::conclusion::Conclusion;
 use super::event::Effect;
@@ -32,7 +36,7 @@ impl Machine {
         effects
     }
 
-    /// Leaves time to workers that can do something with a notice; the others get SIGTERM at once.
+    /// Leaves time to workers that can do something with a notice; the others get their signal at once.
     fn await_end(&mut self, then: Then, stage: Stage, patience: Duration) -> Vec<Effect> {
         let patience = patience.min(self.rules.shutdown_timeout);
         self.phase = Phase::Stopping { stage, then };
@@ -48,9 +52,25 @@ impl Machine {
     pub(super) fn terminate(&mut self) -> Vec<Effect> {
         self.set_stage(Stage::Terminated);
         vec![
-            Effect::SignalAll(libc::SIGTERM),
+            Effect::SignalAll(self.stop_signal()),
             Effect::Arm(self.rules.shutdown_timeout),
         ]
+    }
+
+    /// What workers are asked to end with.
+    pub(super) fn stop_signal(&self) -> i32 {
+        let Phase::Stopping {
+            then: Then::Conclude(conclusion),
+            ..
+        } = &self.phase
+        else {
+            return libc::SIGTERM;
+        };
+        let cause = conclusion.signal().filter(|_| !self.rules.native);
+        // A number that cannot be sent would leave the workers without any word.
+        cause
+            .filter(|signal| Signal::try_from(*signal).is_ok())
+            .unwrap_or(libc::SIGTERM)
     }
 
     pub(super) fn kill(&mut self) -> Vec<Effect> {

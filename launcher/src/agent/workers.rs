@@ -199,13 +199,17 @@ impl Crew {
                     Err(PrepareError::Pipe(io::Error::other(silent)))
                 }
             };
-            let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log, &duplicates[0])?;
-            let (stderr_pipe, stderr) = open(Stream::Stderr, stderr_log, &duplicates[1])?;
+            let (output, [stdout, stderr]) = if site.output.direct {
+                (None, [tail().1, tail().1])
+            } else {
+                let (stdout_pipe, stdout) = open(Stream::Stdout, stdout_log, &duplicates[0])?;
+                let (stderr_pipe, stderr) = open(Stream::Stderr, stderr_log, &duplicates[1])?;
+                (Some([stdout_pipe, stderr_pipe]), [stdout, stderr])
+            };
             specs.push(WorkerSpec {
                 local_rank,
                 env: environment::of_worker(&site.common, &contract),
-                stdout: stdout_pipe,
-                stderr: stderr_pipe,
+                output,
                 has_stdin: rank == GlobalRank(0),
                 cores: site.cores_of(local_rank),
             });

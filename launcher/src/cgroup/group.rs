@@ -252,8 +252,8 @@ mod tests {
         let null = File::options().write(true).open("/dev/null").unwrap();
         let streams = Streams {
             stdin: None,
-            stdout: null.as_fd(),
-            stderr: null.as_fd(),
+            stdout: Some(null.as_fd()),
+            stderr: Some(null.as_fd()),
         };
         let child = process::start(&image, &streams, Some(door), || {
             door.enter().then_some(()).ok_or(nix::errno::Errno::EPERM)

@@ -44,13 +44,17 @@ fn a_worker_that_ignores_sigterm_is_killed_after_the_grace() {
 fn a_first_signal_stops_with_its_code() {
     for (signal, code) in [
         (Signal::SIGINT, 130),
+        (Signal::SIGQUIT, 131),
         (Signal::SIGTERM, 143),
         (Signal::SIGHUP, 129),
     ] {
         let daemon = Daemon::start(Policy::default());
-        let script =
-            r"trap 'echo saved; exit 0' TERM; echo ready; while :; do tail -f /dev/null & wait; done";
-        let mut launcher = launch(&daemon).sh(script).start();
+        // It hears of this signal and of no other.
+        let name = &signal.as_str()[3..];
+        let script = format!(
+            "trap 'echo saved; exit 0' {name}; echo ready; while :; do tail -f /dev/null & wait; done"
+        );
+        let mut launcher = launch(&daemon).sh(&script).start();
         launcher.stdout.expect("[0] ready");
         launcher.signal(signal);
         let end = launcher.wait();
@@ -207,6 +211,24 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
         "{}",
         end.stderr
     );
+}
+
+#[test]
+fn a_program_gets_the_signal_that_stopped_the_launcher_of_another_node() {
+    let daemon = Daemon::start(Policy::default());
+    let script =
+        "trap 'echo interrupted; exit 0' INT; echo ready; while :; do tail -f /dev/null & wait; done";
+    let mut launcher = launch(&daemon).sh(script).start();
+    launcher.stdout.expect("[0] ready");
+    daemon.say(Word::JobOver(JobOver {
+        exit_code: 130,
+        reason: "node `b` was stopped by SIGINT".into(),
+        signal: Some(libc::SIGINT),
+        ..JobOver::default()
+    }));
+    let end = launcher.wait();
+    assert_eq!(end.code, 130);
+    assert!(end.stdout.contains("[0] interrupted"), "{end:?}");
 }
 
 #[test]

@@ -371,8 +371,12 @@ fn short(heard: &Heard) -> String {
             g.cause, g.first_failure_host, g.restart_count, g.max_restarts, g.backoff_ms
         ),
         Reply::JobOver(j) => format!(
-            "job over {}: {} (failure on `{}`)",
-            j.exit_code, j.reason, j.first_failure_host
+            "job over {}: {} (failure on `{}`){}",
+            j.exit_code,
+            j.reason,
+            j.first_failure_host,
+            j.signal
+                .map_or_else(String::new, |signal| format!(", signal {signal}"))
         ),
         Reply::Refused(r) => format!("refused {:?}: {}", r.code(), r.reason),
         Reply::LastWord(l) => format!("last word: {} failures", l.failures.len()),

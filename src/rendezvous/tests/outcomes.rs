@@ -250,7 +250,7 @@ fn a_node_that_succeeded_takes_part_again_if_another_one_fails() {
 fn a_signal_to_one_node_stops_the_job() {
     let mut s = two_nodes();
     s.leave("a", Some(2), "stopped by its user");
-    insta::assert_snapshot!(s.words("b"), @"job over 130: node `a` (node rank 0) was stopped by SIGINT (failure on ``)");
+    insta::assert_snapshot!(s.words("b"), @"job over 130: node `a` (node rank 0) was stopped by SIGINT (failure on ``), signal 2");
     let mut s = two_nodes();
     s.leave("b", Some(15), "");
     assert!(s.words("a").starts_with("job over 143: "));
@@ -261,7 +261,7 @@ fn a_signal_while_waiting_stops_the_others_too() {
     let mut s = Scene::new();
     s.join("a", 3, 3).join("b", 3, 3).words("b");
     s.leave("a", Some(2), "");
-    insta::assert_snapshot!(s.words("b"), @"job over 130: node `a` was stopped by SIGINT (failure on ``)");
+    insta::assert_snapshot!(s.words("b"), @"job over 130: node `a` was stopped by SIGINT (failure on ``), signal 2");
 }
 
 #[test]

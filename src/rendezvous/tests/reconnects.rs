@@ -73,7 +73,7 @@ fn an_agent_that_missed_the_end_of_the_job_hears_it_even_later() {
     assert!(s.state.is_idle());
     s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
     insta::assert_snapshot!(s.words("b"), @r"
-    job over 130: node `a` (node rank 0) was stopped by SIGINT (failure on ``)
+    job over 130: node `a` (node rank 0) was stopped by SIGINT (failure on ``), signal 2
     closed
     ");
 }

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use super::{Finished, Program, Running};
+use super::{Finished, Program, Running, Screen};
 
 /// A launch to be.
 pub(crate) struct Launch {
@@ -77,6 +77,17 @@ impl Launch {
     /// Workers that run a shell script.
     pub(crate) fn shell(self, script: &str) -> Self {
         self.target("sh").target_args(&["-c", script])
+    }
+
+    pub(crate) fn stdout_to(mut self, file: std::fs::File) -> Self {
+        self.program = self.program.stdout_to(file);
+        self
+    }
+
+    /// Starts it on a terminal of its own.
+    #[track_caller]
+    pub(crate) fn on_screen(self) -> Screen {
+        self.program.args(self.flags).args(self.target).on_screen()
     }
 
     #[track_caller]

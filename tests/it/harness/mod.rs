@@ -12,6 +12,7 @@ mod processes;
 mod program;
 mod proxy;
 mod rendezvous;
+mod screen;
 mod sentinel;
 mod training;
 
@@ -21,6 +22,7 @@ pub(crate) use processes::{children, descendants, environment_of, groups_made_by
 pub(crate) use program::{Finished, Program, Running};
 pub(crate) use proxy::Proxy;
 pub(crate) use rendezvous::{Daemon, ReservedPort};
+pub(crate) use screen::Screen;
 pub(crate) use sentinel::Sentinel;
 pub(crate) use training::{
     TinyJob, expect_same_losses, losses, metrics, parameters, parameters_of, run_dir, wait_for_step,
@@ -34,4 +36,16 @@ pub(crate) fn repository(path: &str) -> std::path::PathBuf {
 /// An empty folder, removed with its owner.
 pub(crate) fn temp_dir() -> tempfile::TempDir {
     tempfile::tempdir().expect("a temporary folder")
+}
+
+/// Python is not among what the tests may ask of a machine.
+pub(crate) fn python_is_missing() -> bool {
+    let missing = std::process::Command::new("python3")
+        .arg("--version")
+        .output()
+        .is_err();
+    if missing {
+        eprintln!("skipped: there is no `python3` on this machine");
+    }
+    missing
 }

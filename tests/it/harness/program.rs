@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
-use super::PATIENCE;
+use super::{PATIENCE, Screen};
 
 /// A program with its arguments, not started yet. Its environment is empty but for what is needed to run.
 pub(crate) struct Program {
@@ -66,6 +66,18 @@ impl Program {
         self
     }
 
+    /// Where its standard output goes, instead of to the test.
+    pub(crate) fn stdout_to(mut self, file: std::fs::File) -> Self {
+        self.command.stdout(file);
+        self
+    }
+
+    /// Starts it on a terminal of its own.
+    #[track_caller]
+    pub(crate) fn on_screen(self) -> Screen {
+        Screen::start(&self.command)
+    }
+
     #[track_caller]
     pub(crate) fn start(mut self) -> Running {
         let mut child = self
@@ -74,11 +86,11 @@ impl Program {
             .unwrap_or_else(|error| panic!("cannot start `{}`: {error}", self.name));
         let pid = child.id() as i32;
         let (events_in, events) = channel();
-        watch(
-            child.stdout.take().expect("piped"),
-            Stream::Stdout,
-            events_in.clone(),
-        );
+        let mut open_streams = 1;
+        if let Some(stdout) = child.stdout.take() {
+            watch(stdout, Stream::Stdout, events_in.clone());
+            open_streams += 1;
+        }
         watch(
             child.stderr.take().expect("piped"),
             Stream::Stderr,
@@ -96,7 +108,7 @@ impl Program {
             seen: Vec::new(),
             taken: BTreeSet::new(),
             status: None,
-            open_streams: 2,
+            open_streams,
         }
     }
 

@@ -75,6 +75,7 @@ impl Driver<'_> {
             conclusion,
             program: &self.plan.command.display_name,
             hostname: &self.hostname,
+            output_unseen: self.plan.output.direct,
             local_failure: self.local_failure.as_ref(),
             local_ends: &self.crew.local_ends(),
             failures: &self.failures,

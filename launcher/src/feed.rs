@@ -1,0 +1,375 @@
+//! What one stream of a worker gives to the console, and when.
+//!
+//! Whole lines go at once. A line without an end is shown [`QUIET`] after its first byte that is not shown yet, so that a
+//! prompt can be read. On a terminal a progress bar is shown as often as that; where its line is not the last one, each
+//! update takes a line of its own, so that it is shown every [`CALM`] only. What an update would hide is left out.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use crate::console::{Console, Stream};
+use crate::lines::{End, Segment};
+use crate::piece::{Piece, Source, Start, write_prefix};
+use crate::sinks::Manner;
+
+/// From the first byte of something unfinished until it is shown.
+const QUIET: Duration = Duration::from_millis(100);
+/// From one update to the next of a bar that others write below.
+const CALM: Duration = Duration::from_secs(1);
+/// More than this is not gathered.
+const BATCH_BYTES: usize = 64 << 10;
+
+/// Gathers pieces of one stream.
+pub(crate) struct Feed {
+    console: Console,
+    stream: Stream,
+    source: Source,
+    prefix: Arc<str>,
+    manner: Manner,
+    /// What the console has not got yet: whole lines, and behind them what belongs to the current one.
+    out: Vec<u8>,
+    /// Length of the whole lines in `out`.
+    whole: usize,
+    /// How `out` begins.
+    start: Start,
+    /// Something of the current line is in `out` or on the console.
+    begun: bool,
+    /// Bytes of the current segment that the console has.
+    shown: usize,
+    /// Where the text in `out` begins that the next update may replace.
+    replaceable: Option<usize>,
+    /// When what is unfinished is to be shown.
+    deadline: Option<Instant>,
+    last_shown: Option<Instant>,
+}
+
+impl Feed {
+    pub(crate) fn new(console: Console, stream: Stream, source: Source, prefix: &str) -> Self {
+        Self {
+            manner: console.manner(stream),
+            console,
+            stream,
+            source,
+            prefix: prefix.into(),
+            out: Vec::new(),
+            whole: 0,
+            start: Start::Fresh,
+            begun: false,
+            shown: 0,
+            replaceable: None,
+            deadline: None,
+            last_shown: None,
+        }
+    }
+
+    /// Takes a segment that has ended.
+    pub(crate) fn take(&mut self, segment: &Segment<'_>) {
+        self.add(segment.text, segment.returns);
+        if segment.end == End::Newline {
+            if self.begun {
+                self.begin(Start::Continued);
+                let bare = segment.text.is_empty() && segment.returns;
+                self.out.extend_from_slice(if bare { b"\r" } else { b"" });
+            } else {
+                self.begin(Start::Fresh);
+                self.out.extend_from_slice(self.prefix.as_bytes());
+            }
+            self.out.push(b'\n');
+            self.whole = self.out.len();
+            self.begun = false;
+            self.replaceable = None;
+            self.deadline = None;
+        }
+        self.shown = 0;
+        if self.out.len() >= BATCH_BYTES {
+            self.send(self.out.len());
+        }
+    }
+
+    /// After all segments of what was read: `unfinished` is the text behind the last one, and whether it returns.
+    pub(crate) fn settle(&mut self, unfinished: (&[u8], bool), now: Instant) {
+        self.send(match self.manner {
+            Manner::Terminal => self.whole,
+            Manner::Pipe | Manner::File => self.out.len(),
+        });
+        let (text, returns) = unfinished;
+        let is_update = returns || !self.out.is_empty();
+        // Nobody waits for a file to ask something.
+        let is_new = text.len() > self.shown && self.manner != Manner::File;
+        if !is_new && self.out.is_empty() {
+            self.deadline = None;
+            return;
+        }
+        let deadline = *self.deadline.get_or_insert_with(|| {
+            let soon = now + QUIET;
+            let is_calm = self.manner != Manner::Terminal
+                || !is_update
+                || self.console.is_open(self.stream, self.source);
+            match self.last_shown {
+                Some(last) if !is_calm => soon.max(last + CALM),
+                _ => soon,
+            }
+        });
+        if deadline <= now {
+            self.show(unfinished, now);
+        }
+    }
+
+    /// When [`Feed::show`] is to be called, if nothing comes before.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.deadline
+    }
+
+    /// Shows what has no end yet.
+    pub(crate) fn show(&mut self, unfinished: (&[u8], bool), now: Instant) {
+        let (text, returns) = unfinished;
+        self.add(text, returns);
+        self.shown = text.len();
+        self.deadline = None;
+        self.last_shown = Some(now);
+        self.send(self.out.len());
+    }
+
+    /// Gives all that is left to the console.
+    pub(crate) fn finish(mut self) {
+        self.send(self.out.len());
+    }
+
+    /// Adds text of the current segment, of which the console may have the beginning.
+    fn add(&mut self, text: &[u8], returns: bool) {
+        let fresh = &text[self.shown..];
+        if fresh.is_empty() {
+            return;
+        }
+        if !self.begun {
+            self.begin(Start::Fresh);
+            self.begun = true;
+            write_prefix(&self.prefix, &mut self.out);
+            self.replaceable = Some(self.out.len());
+        } else if self.shown > 0 || !returns {
+            self.begin(Start::Continued);
+            self.replaceable = None;
+        } else if self.out.is_empty() {
+            self.begin(Start::Returned);
+            self.replaceable = Some(0);
+        } else if let Some(at) = self.hidden_by(fresh) {
+            self.out.truncate(at);
+        } else {
+            self.out.push(b'\r');
+            write_prefix(&self.prefix, &mut self.out);
+            self.replaceable = Some(self.out.len());
+        }
+        self.out.extend_from_slice(fresh);
+    }
+
+    /// Where the text begins that `update` will be written over, and hide, on a terminal.
+    fn hidden_by(&self, update: &[u8]) -> Option<usize> {
+        let at = self.replaceable.filter(|_| self.manner == Manner::Terminal)?;
+        (characters(&self.out[at..]) <= characters(update)).then_some(at)
+    }
+
+    fn begin(&mut self, start: Start) {
+        if self.out.is_empty() {
+            self.start = start;
+        }
+    }
+
+    fn send(&mut self, length: usize) {
+        if length == 0 {
+            return;
+        }
+        let all = length == self.out.len();
+        let rest = self.out.split_off(length);
+        let piece = Piece {
+            source: self.source,
+            prefix: self.prefix.clone(),
+            start: self.start,
+            bytes: std::mem::replace(&mut self.out, rest),
+            open: all && self.begun,
+        };
+        self.start = Start::Fresh;
+        self.whole = self.whole.saturating_sub(length);
+        self.replaceable = self
+            .replaceable
+            .and_then(|at| at.checked_sub(length))
+            .filter(|_| !all);
+        self.console.put(self.stream, piece);
+    }
+}
+
+/// Of UTF-8: all bytes but those that go on with a character.
+fn characters(text: &[u8]) -> usize {
+    text.iter().filter(|byte| *byte & 0xc0 != 0x80).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{self, Write};
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::lines::LineSplitter;
+    use crate::sinks::Sinks;
+
+    struct Screen(mpsc::Sender<Vec<u8>>);
+
+    impl Write for Screen {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            self.0.send(bytes.to_vec()).map_err(io::Error::other)?;
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// One stream of a worker, and the console that it feeds.
+    struct Play {
+        splitter: LineSplitter,
+        feed: Feed,
+        console: Console,
+        screen: mpsc::Receiver<Vec<u8>>,
+        begin: Instant,
+    }
+
+    impl Play {
+        fn on(manner: Manner) -> Self {
+            let (sender, screen) = mpsc::channel();
+            let writers: [Box<dyn Write + Send>; 2] = [Box::new(Screen(sender)), Box::new(io::sink())];
+            let console = Console::start(Sinks::new(writers, [manner; 2], false), false).unwrap();
+            Self {
+                splitter: LineSplitter::default(),
+                feed: Feed::new(console.clone(), Stream::Stdout, Source(0), "[0]"),
+                console,
+                screen,
+                begin: Instant::now(),
+            }
+        }
+
+        /// The worker writes this, so many milliseconds after the beginning.
+        fn write(&mut self, ms: u64, text: &str) -> &mut Self {
+            let feed = &mut self.feed;
+            self.splitter.push(text.as_bytes(), |segment| feed.take(&segment));
+            let now = self.begin + Duration::from_millis(ms);
+            feed.settle(self.splitter.unfinished(), now);
+            self
+        }
+
+        /// It writes nothing until what it wrote is due; when that is, in milliseconds after the beginning.
+        fn wait(&mut self) -> Option<u64> {
+            let due = self.feed.deadline()?;
+            self.feed.show(self.splitter.unfinished(), due);
+            self.until_open(true);
+            Some((due - self.begin).as_millis() as u64)
+        }
+
+        /// Waits until the writer of the console has noted whose line the last one is.
+        fn until_open(&self, open: bool) {
+            let deadline = Instant::now() + Duration::from_secs(20);
+            while self.console.is_open(Stream::Stdout, Source(0)) != open {
+                assert!(Instant::now() < deadline, "the console writes nothing");
+                std::thread::yield_now();
+            }
+        }
+
+        fn end(self) -> String {
+            let mut feed = self.feed;
+            self.splitter.finish(|segment| feed.take(&segment));
+            feed.finish();
+            self.console.close(Duration::from_secs(20));
+            String::from_utf8(self.screen.try_iter().flatten().collect()).unwrap()
+        }
+    }
+
+    #[test]
+    fn a_prompt_is_shown_a_moment_after_it_was_written() {
+        let mut play = Play::on(Manner::Pipe);
+        play.write(0, "breakpoint\n(Pdb) ");
+        assert_eq!(play.wait(), Some(100));
+        assert_eq!(play.wait(), None);
+        // Counted from the first byte: dots that come one by one are seen.
+        play.write(500, "1\n.").write(550, ".").write(590, ".");
+        assert_eq!(play.wait(), Some(600));
+        play.write(700, ".\n").write(710, "x").write(720, "y\nz");
+        assert_eq!(
+            play.wait(),
+            Some(820),
+            "the time of a line is not that of the one before"
+        );
+        assert_eq!(
+            play.end(),
+            "[0] breakpoint\n[0] (Pdb) 1\n[0] ....\n[0] xy\n[0] z\n"
+        );
+    }
+
+    #[test]
+    fn a_file_gets_whole_lines() {
+        let mut play = Play::on(Manner::File);
+        play.write(0, "loading ...");
+        assert_eq!(play.wait(), None);
+        play.write(900, " done\n").write(910, "1%\r2%\r");
+        assert_eq!(play.wait(), None);
+        assert_eq!(play.end(), "[0] loading ... done\n[0] 1%\r[0] 2%\r\n");
+    }
+
+    #[test]
+    fn a_pipe_gets_every_update_of_a_bar() {
+        let mut play = Play::on(Manner::Pipe);
+        play.write(0, "\r1%\r2%\r3").write(10, "%\rdone\n");
+        assert_eq!(play.end(), "[0] 1%\r[0] 2%\r[0] 3%\r[0] done\n");
+    }
+
+    #[test]
+    fn a_terminal_gets_the_last_of_the_updates_that_come_together() {
+        for leading in [true, false] {
+            let update = |text: &str| {
+                if leading {
+                    format!("\r{text}")
+                } else {
+                    format!("{text}\r")
+                }
+            };
+            let mut play = Play::on(Manner::Terminal);
+            for percent in 10..15 {
+                play.write(percent, &update(&format!("{percent}%")));
+            }
+            assert_eq!(play.wait(), Some(110));
+            play.write(200, &update("98%")).write(210, &update("99%"));
+            assert_eq!(
+                play.feed.deadline(),
+                Some(play.begin + Duration::from_millis(300))
+            );
+            play.write(220, &(update("100%") + "\n"));
+            let end = if leading { "\n" } else { "\r\n" };
+            assert_eq!(play.end(), format!("[0] 14%\r[0] 100%{end}"));
+        }
+    }
+
+    #[test]
+    fn what_an_update_does_not_hide_stays() {
+        let mut play = Play::on(Manner::Terminal);
+        play.write(0, "  loading\r|").write(10, "\r/\r-");
+        assert_eq!(play.wait(), Some(100));
+        assert_eq!(play.end(), "[0]   loading\r[0] -\n");
+    }
+
+    #[test]
+    fn a_bar_that_others_write_below_is_shown_now_and_then() {
+        let mut play = Play::on(Manner::Terminal);
+        play.write(0, "\r1%");
+        assert_eq!(play.wait(), Some(100), "at first as soon as any");
+        let other = Feed::new(play.console.clone(), Stream::Stdout, Source(1), "[1]");
+        let mut other = Play {
+            feed: other,
+            ..Play::on(Manner::Terminal)
+        };
+        other.write(0, "line\n");
+        play.until_open(false);
+        play.write(200, "\r2%").write(400, "\r3%");
+        assert_eq!(play.wait(), Some(1100));
+        assert_eq!(play.end(), "[0] 1%\n[1] line\n[0] 3%\n");
+    }
+}

@@ -1,0 +1,246 @@
+//! What the console writes to: standard output and standard error, which may lead to one place.
+
+use std::io::{self, IsTerminal, Write};
+use std::os::fd::AsFd;
+
+use crate::console::{OWN_PREFIX, Stream};
+use crate::piece::{Pen, Piece, Source};
+
+const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
+
+/// What a stream of the console leads to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Manner {
+    /// People watch it.
+    Terminal,
+    /// Somebody may wait at the other end.
+    Pipe,
+    /// It is read later.
+    File,
+}
+
+/// Standard output and standard error, in this order, and where their last lines stand.
+pub(crate) struct Sinks {
+    writers: [Box<dyn Write + Send>; 2],
+    manners: [Manner; 2],
+    /// One for both, or one for each.
+    pens: Vec<Pen>,
+    /// It was said that a stream takes nothing.
+    complained: [bool; 2],
+}
+
+impl Sinks {
+    /// The process's own streams.
+    pub(crate) fn standard() -> Self {
+        let (stdout, stderr) = (io::stdout(), io::stderr());
+        let manners = [manner_of(&stdout), manner_of(&stderr)];
+        let together = manners == [Manner::Terminal; 2] || is_same_file(&stdout, &stderr);
+        let writers = BOTH.map(|stream| -> Box<dyn Write + Send> { Box::new(Unbuffered(stream)) });
+        Self::new(writers, manners, together)
+    }
+
+    /// With `together`, what is written to one follows what was written to the other.
+    pub(crate) fn new(writers: [Box<dyn Write + Send>; 2], manners: [Manner; 2], together: bool) -> Self {
+        let pens = if together { 1 } else { 2 };
+        Self {
+            writers,
+            manners,
+            pens: (0..pens).map(|_| Pen::default()).collect(),
+            complained: [false; 2],
+        }
+    }
+
+    pub(crate) fn manners(&self) -> [Manner; 2] {
+        self.manners
+    }
+
+    /// Whose lines have no end yet.
+    pub(crate) fn open(&self) -> [Option<Source>; 2] {
+        BOTH.map(|stream| self.pens[self.pen_of(stream)].open())
+    }
+
+    fn pen_of(&self, stream: Stream) -> usize {
+        (stream as usize).min(self.pens.len() - 1)
+    }
+
+    /// Neighbouring pieces of one stream go out together.
+    pub(crate) fn write(&mut self, pieces: &[(Stream, Piece)]) {
+        for run in pieces.chunk_by(|a, b| a.0 == b.0) {
+            let (stream, mut bytes) = (run[0].0, Vec::new());
+            let pen = self.pen_of(stream);
+            for (_, piece) in run {
+                self.pens[pen].write(piece, &mut bytes);
+            }
+            self.put(stream, &bytes);
+        }
+    }
+
+    /// Ends the lines that are open.
+    pub(crate) fn end_lines(&mut self) {
+        for stream in BOTH {
+            let (pen, mut end) = (self.pen_of(stream), Vec::new());
+            self.pens[pen].end_line(&mut end);
+            self.put(stream, &end);
+        }
+    }
+
+    /// What a stream does not take is lost. That is said once, on the other one.
+    fn put(&mut self, stream: Stream, bytes: &[u8]) {
+        let Err(error) = self.writers[stream as usize].write_all(bytes) else {
+            return;
+        };
+        // Whoever read it has gone, and knows: the job goes on.
+        if error.kind() == io::ErrorKind::BrokenPipe || self.complained[stream as usize] {
+            return;
+        }
+        self.complained[stream as usize] = true;
+        let (name, other) = match stream {
+            Stream::Stdout => ("standard output", Stream::Stderr),
+            Stream::Stderr => ("standard error", Stream::Stdout),
+        };
+        let (pen, mut words) = (self.pen_of(other), Vec::new());
+        self.pens[pen].end_line(&mut words);
+        let text = format!(
+            "{OWN_PREFIX}{name} cannot be written: {error}; what it does not take is lost, and the job goes on\n\
+             {OWN_PREFIX}  hint: with `--log-dir` all output is in files of its own too\n"
+        );
+        words.extend_from_slice(text.as_bytes());
+        // Should this one fail too, there is no place left to complain.
+        let _ = self.writers[other as usize].write_all(&words);
+    }
+}
+
+fn manner_of(stream: &(impl AsFd + IsTerminal)) -> Manner {
+    use nix::sys::stat::{SFlag, fstat};
+    let is_file = |mode| SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFREG;
+    if stream.is_terminal() {
+        Manner::Terminal
+    } else if fstat(stream).is_ok_and(|status| is_file(status.st_mode)) {
+        Manner::File
+    } else {
+        Manner::Pipe
+    }
+}
+
+fn is_same_file(one: impl AsFd, other: impl AsFd) -> bool {
+    use nix::sys::stat::fstat;
+    match (fstat(one), fstat(other)) {
+        (Ok(one), Ok(other)) => (one.st_dev, one.st_ino) == (other.st_dev, other.st_ino),
+        // At least one of them is closed.
+        _ => false,
+    }
+}
+
+/// Writes straight to the descriptor, waiting where it is non-blocking: std's own streams would be locked by a
+/// writer that is blocked, and then block the exit of the process.
+struct Unbuffered(Stream);
+
+impl Write for Unbuffered {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let (stdout, stderr) = (io::stdout(), io::stderr());
+        let fd = match self.0 {
+            Stream::Stdout => stdout.as_fd(),
+            Stream::Stderr => stderr.as_fd(),
+        };
+        loop {
+            match nix::unistd::write(fd, bytes) {
+                Err(nix::errno::Errno::EAGAIN) => {
+                    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+                    // Only this thread waits here, and it may do so for as long as the reader likes.
+                    poll(&mut [PollFd::new(fd, PollFlags::POLLOUT)], PollTimeout::NONE)?;
+                }
+                Err(nix::errno::Errno::EINTR) => {}
+                written => return Ok(written?),
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::piece::Start;
+
+    /// Takes what it is given, or nothing.
+    enum Sink {
+        Open(mpsc::Sender<String>),
+        Full,
+        Closed,
+    }
+
+    impl Write for Sink {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            match self {
+                Self::Open(sender) => sender
+                    .send(String::from_utf8_lossy(bytes).into_owned())
+                    .map_err(io::Error::other)?,
+                Self::Full => return Err(io::Error::from_raw_os_error(libc::ENOSPC)),
+                Self::Closed => return Err(io::ErrorKind::BrokenPipe.into()),
+            }
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    fn piece(text: &str) -> Piece {
+        Piece {
+            source: Source(0),
+            prefix: "[0]".into(),
+            start: Start::Fresh,
+            bytes: text.into(),
+            open: !text.ends_with('\n'),
+        }
+    }
+
+    /// What arrives on standard error when three lines are written to a standard output of this kind.
+    fn stderr_beside(stdout: Sink) -> String {
+        let (sender, stderr) = mpsc::channel();
+        let mut sinks = Sinks::new(
+            [Box::new(stdout), Box::new(Sink::Open(sender))],
+            [Manner::Pipe; 2],
+            false,
+        );
+        sinks.write(&[(Stream::Stderr, piece("[0] asks:"))]);
+        for _ in 0..3 {
+            sinks.write(&[(Stream::Stdout, piece("[0] line\n"))]);
+        }
+        sinks.end_lines();
+        drop(sinks);
+        stderr.iter().collect()
+    }
+
+    #[test]
+    fn what_a_stream_does_not_take_is_told_once_on_the_other() {
+        insta::assert_snapshot!(stderr_beside(Sink::Full), @r"
+        [0] asks:
+        [ddp-run] standard output cannot be written: No space left on device (os error 28); what it does not take is lost, and the job goes on
+        [ddp-run]   hint: with `--log-dir` all output is in files of its own too
+        ");
+        assert_eq!(stderr_beside(Sink::Closed), "[0] asks:\n");
+    }
+
+    #[test]
+    fn streams_of_one_place_end_each_others_lines() {
+        for (together, expected) in [(true, "[0] asks:\n[0] line\n"), (false, "[0] asks:[0] line\n")] {
+            let (sender, place) = mpsc::channel();
+            let writers: [Box<dyn Write + Send>; 2] =
+                [Box::new(Sink::Open(sender.clone())), Box::new(Sink::Open(sender))];
+            let mut sinks = Sinks::new(writers, [Manner::Terminal; 2], together);
+            sinks.write(&[
+                (Stream::Stderr, piece("[0] asks:")),
+                (Stream::Stdout, piece("[0] line\n")),
+            ]);
+            drop(sinks);
+            assert_eq!(place.iter().collect::<String>(), expected);
+        }
+    }
+}
