@@ -147,23 +147,6 @@ impl Machine {
         self.phase == Phase::Running
     }
 
-    /// What goes on at this node while the daemon is out of reach, in words.
-    pub(super) fn meanwhile(&self) -> &'static str {
-        match &self.phase {
-            Phase::Joining if self.generation == Generation(0) => "no worker was started yet",
-            Phase::Joining => "no worker runs, the next generation waits for the daemon",
-            Phase::Running => "the workers keep running",
-            Phase::Succeeded => "the workers of this node have succeeded",
-            Phase::Undecided
-            | Phase::Stopping {
-                then: Then::AskDaemon,
-                ..
-            } => "a worker of this node has failed, and the daemon decides what follows",
-            Phase::Stopping { .. } => "the workers are being stopped",
-            Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => "the workers are gone",
-        }
-    }
-
     /// True while the spawner has children of its own that must not be reaped by others.
     pub(super) fn is_spawning(&self) -> bool {
         self.spawning

@@ -491,27 +491,3 @@ fn the_notice_of_a_restart_names_the_log_file() {
       log file: logs/attempt_0/0/stderr.log
     ");
 }
-
-#[test]
-fn what_goes_on_without_a_daemon_is_told_as_it_is() {
-    assert_eq!(
-        Play::begin(false).machine.meanwhile(),
-        "no worker was started yet"
-    );
-    let mut play = Play::running(false, 1);
-    assert_eq!(play.machine.meanwhile(), "the workers keep running");
-    play.exit(0, Ending::Code(0)).swept();
-    assert_eq!(
-        play.machine.meanwhile(),
-        "the workers of this node have succeeded"
-    );
-    let mut play = Play::running(false, 1);
-    play.exit(0, KILLED);
-    assert!(
-        play.machine
-            .meanwhile()
-            .starts_with("a worker of this node has failed")
-    );
-    play.hear(1, over()).swept();
-    assert!(play.machine.meanwhile().starts_with("no worker runs"));
-}
