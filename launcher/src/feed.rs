@@ -94,27 +94,29 @@ impl Feed {
             Manner::Terminal => self.whole,
             Manner::Pipe | Manner::File => self.out.len(),
         });
-        let (text, returns) = unfinished;
-        let is_update = returns || !self.out.is_empty();
         // Nobody waits for a file to ask something.
-        let is_new = text.len() > self.shown && self.manner != Manner::File;
+        let is_new = unfinished.0.len() > self.shown && self.manner != Manner::File;
         if !is_new && self.out.is_empty() {
             self.deadline = None;
             return;
         }
-        let deadline = *self.deadline.get_or_insert_with(|| {
-            let soon = now + QUIET;
-            let is_calm = self.manner != Manner::Terminal
-                || !is_update
-                || self.console.is_open(self.stream, self.source);
-            match self.last_shown {
-                Some(last) if !is_calm => soon.max(last + CALM),
-                _ => soon,
-            }
-        });
+        let deadline = match self.deadline {
+            Some(deadline) => deadline,
+            None => self
+                .not_before(unfinished.1)
+                .map_or(now + QUIET, |calm| calm.max(now + QUIET)),
+        };
+        self.deadline = Some(deadline);
         if deadline <= now {
             self.show(unfinished, now);
         }
+    }
+
+    /// An update that needs a line of its own, as others have written below the last one, has time.
+    fn not_before(&self, returns: bool) -> Option<Instant> {
+        let is_update = self.manner == Manner::Terminal && (returns || !self.out.is_empty());
+        let last = self.last_shown.filter(|_| is_update)?;
+        (!self.console.is_open(self.stream, self.source)).then_some(last + CALM)
     }
 
     /// When [`Feed::show`] is to be called, if nothing comes before.
@@ -122,12 +124,15 @@ impl Feed {
         self.deadline
     }
 
-    /// Shows what has no end yet.
+    /// Shows what has no end yet, unless others have written meanwhile and it has time now.
     pub(crate) fn show(&mut self, unfinished: (&[u8], bool), now: Instant) {
         let (text, returns) = unfinished;
+        self.deadline = self.not_before(returns).filter(|calm| *calm > now);
+        if self.deadline.is_some() {
+            return;
+        }
         self.add(text, returns);
         self.shown = text.len();
-        self.deadline = None;
         self.last_shown = Some(now);
         self.send(self.out.len());
     }
@@ -361,6 +366,11 @@ mod tests {
         let mut play = Play::on(Manner::Terminal);
         play.write(0, "\r1%");
         assert_eq!(play.wait(), Some(100), "at first as soon as any");
+        play.write(150, "\r2%");
+        assert_eq!(
+            play.feed.deadline(),
+            Some(play.begin + Duration::from_millis(250))
+        );
         let other = Feed::new(play.console.clone(), Stream::Stdout, Source(1), "[1]");
         let mut other = Play {
             feed: other,
@@ -368,7 +378,12 @@ mod tests {
         };
         other.write(0, "line\n");
         play.until_open(false);
-        play.write(200, "\r2%").write(400, "\r3%");
+        // It was due while the line was its own.
+        play.feed.show(
+            play.splitter.unfinished(),
+            play.begin + Duration::from_millis(250),
+        );
+        play.write(400, "\r3%");
         assert_eq!(play.wait(), Some(1100));
         assert_eq!(play.end(), "[0] 1%\n[1] line\n[0] 3%\n");
     }
