@@ -4,7 +4,7 @@
 //! its queue is dropped and counted in the next line.
 
 use std::fs::{File, OpenOptions};
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, Sender, SyncSender, channel, sync_channel};
@@ -84,27 +84,21 @@ struct Writer {
 }
 
 impl EventLog {
-    /// Opens the file for appending and starts the thread.
-    pub(crate) fn open(path: Option<&Path>, job_id: &str, node: &str) -> Result<Self, LogError> {
-        let in_path = |cause| LogError {
-            path: path.map(Path::to_owned).unwrap_or_default(),
+    /// Opens the file for appending.
+    pub(crate) fn open(path: &Path) -> Result<File, LogError> {
+        let file = OpenOptions::new().create(true).append(true).open(path);
+        file.map_err(|cause| LogError {
+            path: path.to_owned(),
             cause,
-        };
-        let writer = match path {
-            None => None,
-            Some(path) => {
-                let file = OpenOptions::new()
-                    .create(true)
-                    .append(true)
-                    .open(path)
-                    .map_err(in_path)?;
-                Some(Writer::start(file).map_err(in_path)?)
-            }
-        };
+        })
+    }
+
+    /// Starts the thread that writes to `file`, if there is one.
+    pub(crate) fn start(file: Option<File>, job_id: &str, node: &str) -> io::Result<Self> {
         Ok(Self {
             job_id: job_id.to_owned(),
             node: node.to_owned(),
-            writer,
+            writer: file.map(Writer::start).transpose()?,
             dropped: AtomicU64::new(0),
         })
     }
@@ -138,7 +132,7 @@ impl EventLog {
 }
 
 impl Writer {
-    fn start(mut file: File) -> std::io::Result<Self> {
+    fn start(mut file: File) -> io::Result<Self> {
         let (lines, queue) = sync_channel::<Vec<u8>>(QUEUE);
         let (open, ended) = channel();
         std::thread::Builder::new()
@@ -175,7 +169,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("events.jsonl");
         for _ in 0..2 {
-            let log = EventLog::open(Some(&path), "job", "a").unwrap();
+            let log = EventLog::start(Some(EventLog::open(&path).unwrap()), "job", "a").unwrap();
             log.put(Happening::Joined { generation: 0 });
             log.put(Happening::WorkerStarted {
                 generation: 1,
@@ -198,9 +192,7 @@ mod tests {
 
     #[test]
     fn a_file_that_cannot_be_opened_is_named() {
-        let error = EventLog::open(Some(Path::new("/nonexistent/events")), "job", "a")
-            .err()
-            .unwrap();
+        let error = EventLog::open(Path::new("/nonexistent/events")).unwrap_err();
         assert!(error.to_string().contains("/nonexistent/events"), "{error}");
     }
 }

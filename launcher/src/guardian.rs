@@ -41,6 +41,7 @@ pub struct Guardian {
     socket: UnixStream,
     launcher_id: String,
     marker: String,
+    scratch_dir: PathBuf,
     group: Option<PathBuf>,
 }
 
@@ -53,6 +54,7 @@ impl Guardian {
         let launcher_id = format!("ddp-{}-{:016x}", std::process::id(), rand::random::<u64>());
         let marker = nested(std::env::var(DDP_JOB_MARKER).ok().as_deref(), &launcher_id);
         let group = cgroup::parent_of_workers().ok().map(|own| own.join(&launcher_id));
+        let scratch_dir = scratch_dir(&std::env::temp_dir(), &marker)?;
         let (socket, guardians_end) = UnixStream::pair()?;
         // SAFETY: by contract no other thread exists, so the child may use the whole of std; it never returns.
         match unsafe { fork() }? {
@@ -61,6 +63,7 @@ impl Guardian {
                 socket,
                 launcher_id,
                 marker,
+                scratch_dir,
                 group,
             }),
             ForkResult::Child => {
@@ -68,7 +71,7 @@ impl Guardian {
                 let watch = Watch {
                     socket: guardians_end,
                     launcher_id,
-                    scratch_dir: scratch_dir(&marker),
+                    scratch_dir,
                     group,
                     sessions: BTreeSet::new(),
                 };
@@ -115,8 +118,8 @@ impl Guardian {
     }
 
     /// Directory for files of workers that have no log directory; removed with the launcher.
-    pub(crate) fn scratch_dir(&self) -> PathBuf {
-        scratch_dir(&self.marker)
+    pub(crate) fn scratch_dir(&self) -> &Path {
+        &self.scratch_dir
     }
 
     /// The handle with which workers are announced, usable between `fork` and `exec`.
@@ -167,9 +170,10 @@ fn nested(outer: Option<&str>, launcher_id: &str) -> String {
     }
 }
 
-/// As a marker names the outer launchers too, the directory lies in theirs, and goes with it.
-fn scratch_dir(marker: &str) -> PathBuf {
-    std::env::temp_dir().join(marker)
+/// As a marker names the outer launchers too, the directory lies in theirs, and goes with it. The guardian and the
+/// workers have directories of their own: the path has to be absolute.
+fn scratch_dir(temp_dir: &Path, marker: &str) -> io::Result<PathBuf> {
+    std::path::absolute(temp_dir.join(marker))
 }
 
 /// The guardian's own side.
@@ -267,6 +271,19 @@ fn close_range(first: RawFd, last: RawFd) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_relative_temporary_directory_is_meant_from_here() {
+        let here = std::env::current_dir().unwrap();
+        for (temp_dir, expected) in [
+            ("", here.clone()),
+            ("tmp", here.join("tmp")),
+            ("/tmp", "/tmp".into()),
+        ] {
+            let found = scratch_dir(Path::new(temp_dir), "ddp-1").unwrap();
+            assert_eq!(found, expected.join("ddp-1"), "{temp_dir:?}");
+        }
+    }
 
     #[test]
     fn markers_name_the_outer_launchers_too() {

@@ -3,6 +3,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use ddp_proto::ids::GlobalRank;
@@ -123,10 +124,18 @@ impl WorkerFiles {
 
     /// What the worker wrote into its error file, in one short text; none if it wrote nothing.
     pub(crate) fn error_message(&self) -> Option<String> {
-        let mut text = String::new();
-        let file = File::open(self.error_file()).ok()?;
-        file.take(MAX_ERROR_FILE_BYTES).read_to_string(&mut text).ok()?;
-        parse_error_file(&text)
+        // A worker may have put anything in its place: a pipe must not hold up the agent.
+        let nonblocking = File::options()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(self.error_file());
+        let file = nonblocking.ok()?;
+        if !file.metadata().ok()?.is_file() {
+            return None;
+        }
+        let mut bytes = Vec::new();
+        file.take(MAX_ERROR_FILE_BYTES).read_to_end(&mut bytes).ok()?;
+        parse_error_file(&String::from_utf8_lossy(&bytes))
     }
 }
 
@@ -170,6 +179,26 @@ mod tests {
         assert_eq!(files.error_message().as_deref(), Some("old"));
         assert_eq!(create().error_message(), None);
         assert!(files.open_logs().unwrap().is_some());
+    }
+
+    #[test]
+    fn a_pipe_in_place_of_an_error_file_is_not_waited_for() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = WorkerFiles::Logged(dir.path().to_owned());
+        nix::unistd::mkfifo(&files.error_file(), nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let (words, read) = std::sync::mpsc::channel();
+        let reader = files.clone();
+        std::thread::spawn(move || words.send(reader.error_message()));
+        let read = read.recv_timeout(std::time::Duration::from_secs(10));
+        assert_eq!(read, Ok(None), "the reader waits for a writer of the pipe");
+    }
+
+    #[test]
+    fn words_that_are_not_utf8_are_told_all_the_same() {
+        let dir = tempfile::tempdir().unwrap();
+        let files = WorkerFiles::Logged(dir.path().to_owned());
+        fs::write(files.error_file(), b"caf\xe9 is closed").unwrap();
+        assert_eq!(files.error_message().unwrap(), "caf\u{fffd} is closed");
     }
 
     #[test]

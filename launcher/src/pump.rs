@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ddp_proto::ids::GlobalRank;
 use tokio::io::AsyncReadExt;
 use tokio::net::unix::pipe;
+use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
@@ -72,19 +73,25 @@ impl Pump {
     /// Starts the thread.
     pub(crate) fn start(console: Console) -> io::Result<Self> {
         let (taps, mut queue) = mpsc::channel::<Tap>(TAP_QUEUE);
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_all()
-            .build()?;
+        let (runtime, handed_over) = std::sync::mpsc::channel::<Runtime>();
         std::thread::Builder::new()
             .name("pump".into())
             .stack_size(512 << 10)
             .spawn(move || {
+                let Ok(runtime) = handed_over.recv() else {
+                    return;
+                };
                 runtime.block_on(async move {
                     while let Some(tap) = queue.recv().await {
                         tokio::spawn(read(tap, console.clone()));
                     }
                 });
             })?;
+        // Made when there is a thread for it: here, on the agent's own runtime, it could not even be dropped.
+        let made = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        runtime.send(made).expect("a thread that waits for it");
         Ok(Self { taps })
     }
 

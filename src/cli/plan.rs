@@ -81,6 +81,8 @@ pub fn resolve(
         None => temporary_log_dir(&output, &job_id, args.dry_run)?,
         given => given,
     };
+    // A worker that changes its directory still has to find its error file.
+    let log_dir = log_dir.map(absolute).transpose()?;
     if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
@@ -188,6 +190,13 @@ fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result
     })?;
     eprintln!("[ddp-run] log files are below `{}`", directory.display());
     Ok(Some(directory))
+}
+
+fn absolute(path: PathBuf) -> Result<PathBuf, CliError> {
+    std::path::absolute(path).map_err(|source| CliError::Machine {
+        what: "cannot tell in which directory the log files are to be",
+        source,
+    })
 }
 
 /// The number of workers on this node, and the cores of each.

@@ -90,3 +90,17 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
     assert!(failures[1]["arrived_ns"].as_u64() > Some(0), "{a:#}");
     assert_eq!(a["first_failure"]["rank"], 1);
 }
+
+#[test]
+fn a_worker_that_changes_its_directory_keeps_its_error_file() {
+    let script = r#"cd /; echo '{"message": "no data in /"}' > "$TORCHELASTIC_ERROR_FILE"; exit 3"#;
+    let dir = temp_dir();
+    let launches = [launch().flag("--log-dir", "logs"), launch().env("TMPDIR", ".")];
+    for launch in launches {
+        let finished = launch.dir(dir.path()).shell(script).run();
+        finished.expect_exit(3).expect_stderr("no data in /");
+    }
+    let left = std::fs::read_dir(dir.path()).expect("readable").flatten();
+    let names: Vec<_> = left.map(|entry| entry.file_name()).collect();
+    assert_eq!(names, ["logs"], "the folder of error files is removed");
+}

@@ -20,6 +20,7 @@ mod hangs;
 mod harness;
 mod kill9;
 mod launcher_killed;
+mod limits;
 mod main_job;
 mod memory;
 mod numa;

@@ -98,23 +98,27 @@ pub(super) struct Leftovers {
     pub(super) group: Option<Arc<WorkerGroup>>,
 }
 
-/// Kills what is left of the workers, and waits for the end of their output.
+impl Leftovers {
+    /// Kills them all, and returns those that are left after [`SWEEP_BOUND`]. Blocks.
+    pub(super) fn kill(self) -> Vec<i32> {
+        if let Some(group) = &self.group {
+            group.kill();
+        }
+        let spared = BTreeSet::from([self.guardian]);
+        let of = nix::unistd::Pid::this().as_raw();
+        Quarry::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
+    }
+}
+
+/// Waits until what is left of the workers is killed, and for the end of their output. `kill` gives the processes that
+/// cannot be killed, or nothing if it panicked.
 pub(super) fn sweep(
     results: mpsc::Sender<Aside>,
-    leftovers: Leftovers,
+    kill: impl Future<Output = Option<Vec<i32>>> + Send + 'static,
     streams: Vec<TailReader>,
     console: Console,
 ) {
     tokio::spawn(async move {
-        let kill = tokio::task::spawn_blocking(move || {
-            if let Some(group) = &leftovers.group {
-                group.kill();
-            }
-            let spared = BTreeSet::from([leftovers.guardian]);
-            let of = nix::unistd::Pid::this().as_raw();
-            Quarry::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
-        });
-        // It cannot panic, and the runtime is not shut down while this task runs.
         let stuck = kill.await.unwrap_or_default();
         drain(streams, &console).await;
         let stuck = stuck.into_iter().map(proc_table::describe).collect();

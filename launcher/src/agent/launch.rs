@@ -1,5 +1,6 @@
 //! A launch from outside: what it is given, what comes out of it.
 
+use std::io::{self, Write as _};
 use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,8 +9,9 @@ use ddp_proto::exit;
 
 use super::conclusion::Conclusion;
 use super::driver::Driver;
+use super::hand::Hand;
 use crate::cgroup::{self, WorkerGroup};
-use crate::console::Console;
+use crate::console::{Console, OWN_PREFIX};
 use crate::guardian::Guardian;
 use crate::logs::LogError;
 use crate::plan::LaunchPlan;
@@ -37,12 +39,27 @@ pub enum LaunchError {
     /// The program cannot be started.
     #[error(transparent)]
     Program(#[from] crate::spawn::SpawnError),
-    /// The log directory cannot be used.
+    /// The log directory, or the event log, cannot be used.
     #[error(transparent)]
     Log(#[from] LogError),
+    /// The system gives it no thread.
+    #[error(
+        "cannot make a thread: {0}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one"
+    )]
+    Thread(#[source] io::Error),
     /// The system refused something essential.
     #[error("cannot set up the launcher: {0}")]
-    System(#[from] std::io::Error),
+    System(#[source] io::Error),
+}
+
+impl From<io::Error> for LaunchError {
+    fn from(error: io::Error) -> Self {
+        // Of all that is set up, only a thread is refused for now.
+        match error.raw_os_error() {
+            Some(libc::EAGAIN) => Self::Thread(error),
+            _ => Self::System(error),
+        }
+    }
 }
 
 impl From<LaunchError> for Conclusion {
@@ -50,7 +67,7 @@ impl From<LaunchError> for Conclusion {
         let exit_code = match error {
             LaunchError::Program(error) => return Self::CannotStart(error),
             LaunchError::Log(_) => exit::USAGE,
-            LaunchError::System(_) => exit::INTERNAL,
+            LaunchError::Thread(_) | LaunchError::System(_) => exit::INTERNAL,
         };
         Self::Broken {
             exit_code,
@@ -65,21 +82,13 @@ impl From<LaunchError> for Conclusion {
 /// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
 /// time enabled.
 pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
-    let console = match Console::start(Sinks::standard(), plan.progress_bar) {
-        Ok(console) => console,
-        Err(error) => {
-            let conclusion = Conclusion::from(LaunchError::System(error));
-            return Outcome {
-                exit_code: conclusion.exit_code(),
-                conclusion,
-                report: None,
-            };
-        }
+    let outfit = match Outfit::of(&plan, &guardian) {
+        Ok(outfit) => outfit,
+        Err(error) => return refuse(error.into(), guardian),
     };
     let terminal = plan.output.direct.then(TerminalSettings::read).flatten();
-    let scratch_dir = guardian.scratch_dir();
-    let group = guardian.group().and_then(group_of_workers);
-    let (conclusion, report) = match Driver::new(plan, &guardian, group.clone(), console.clone()) {
+    let Outfit { console, hand, group } = outfit.clone();
+    let (conclusion, report) = match Driver::new(plan, &guardian, outfit) {
         Ok(driver) => driver.run().await,
         Err(error) => {
             let report = format!("error: {error}");
@@ -93,23 +102,61 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         console.say(report);
     }
     // The runtime goes on: it may host the daemon, which other nodes still need.
-    let closing = tokio::task::spawn_blocking(move || {
+    let closing = hand.give(move || {
         if let Some(words) = group.and_then(|group| remove_group(group.dir())) {
             console.say(&words);
         }
         console.close(CONSOLE_PATIENCE);
     });
-    // It cannot panic.
+    // A panic has told of itself.
     let _ = closing.await;
     // Usually it was never made.
-    let _ = std::fs::remove_dir_all(scratch_dir);
-    if let Err(error) = guardian.shutdown() {
-        tracing::debug!("guardian: {error}");
-    }
+    let _ = std::fs::remove_dir_all(guardian.scratch_dir());
+    dismiss(guardian);
     Outcome {
         exit_code: conclusion.exit_code(),
         conclusion,
         report,
+    }
+}
+
+/// What a launch needs from its beginning to its very end.
+#[derive(Clone)]
+pub(super) struct Outfit {
+    pub(super) console: Console,
+    pub(super) hand: Hand,
+    pub(super) group: Option<Arc<WorkerGroup>>,
+}
+
+impl Outfit {
+    fn of(plan: &LaunchPlan, guardian: &Guardian) -> io::Result<Self> {
+        Ok(Self {
+            hand: Hand::start()?,
+            console: Console::start(Sinks::standard(), plan.progress_bar)?,
+            group: guardian.group().and_then(group_of_workers),
+        })
+    }
+}
+
+/// The end of a launch that has not even a console.
+fn refuse(error: LaunchError, guardian: Guardian) -> Outcome {
+    let report = format!("error: {error}");
+    for line in report.lines() {
+        // Nothing is left to do when that fails too.
+        let _ = writeln!(io::stderr(), "{OWN_PREFIX}{line}");
+    }
+    dismiss(guardian);
+    let conclusion = Conclusion::from(error);
+    Outcome {
+        exit_code: conclusion.exit_code(),
+        conclusion,
+        report: Some(report),
+    }
+}
+
+fn dismiss(guardian: Guardian) {
+    if let Err(error) = guardian.shutdown() {
+        tracing::debug!("guardian: {error}");
     }
 }
 

@@ -11,6 +11,7 @@
 //! | `driver` | one loop that turns all that happens into events, and carries out the effects |
 //! | `inbox` | the one `select!` over everything that may happen |
 //! | `aside` | what takes time, done beside the loop |
+//! | `hand` | the thread for what blocks |
 //! | `workers` | the workers of one generation: processes, files, the ends they came to |
 //! | `contracts` | what an assignment means for each of them |
 //! | `link` | the stream to the daemon, opened again when it breaks |
@@ -26,6 +27,7 @@ mod contracts;
 mod driver;
 mod event;
 mod farewell;
+mod hand;
 mod inbox;
 mod launch;
 mod link;

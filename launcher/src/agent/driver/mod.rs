@@ -21,8 +21,9 @@ use tokio::time::Instant;
 use super::aside::{self, Aside, Leftovers};
 use super::conclusion::Conclusion;
 use super::event::{Effect, Event};
+use super::hand::Hand;
 use super::inbox::{Inbox, Mail, heartbeat_every};
-use super::launch::LaunchError;
+use super::launch::{LaunchError, Outfit};
 use super::link::{Link, LinkConfig};
 use super::machine::{LEAVE_WAIT, Machine, Rules};
 use super::signals::{Call, Signals};
@@ -58,6 +59,7 @@ pub(super) struct Driver<'a> {
     guardian: &'a Guardian,
     group: Option<Arc<WorkerGroup>>,
     console: Console,
+    hand: Hand,
     hostname: String,
     inherited: Vec<(OsString, OsString)>,
     machine: Machine,
@@ -88,12 +90,8 @@ pub(super) struct Driver<'a> {
 
 impl<'a> Driver<'a> {
     /// Checks the plan, and starts all threads and tasks.
-    pub(super) fn new(
-        plan: LaunchPlan,
-        guardian: &'a Guardian,
-        group: Option<Arc<WorkerGroup>>,
-        console: Console,
-    ) -> Result<Self, LaunchError> {
+    pub(super) fn new(plan: LaunchPlan, guardian: &'a Guardian, outfit: Outfit) -> Result<Self, LaunchError> {
+        let Outfit { console, hand, group } = outfit;
         let inherited = inherited();
         check(&plan, &inherited)?;
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
@@ -103,7 +101,8 @@ impl<'a> Driver<'a> {
         let (aside, aside_inbox) = mpsc::channel(QUEUE);
         let hostname = nix::unistd::gethostname().map_err(std::io::Error::from)?;
         let hostname = hostname.to_string_lossy().into_owned();
-        let event_log = EventLog::open(plan.event_log.as_deref(), &plan.job_id, &hostname)?;
+        let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
+        let event_log = EventLog::start(event_log, &plan.job_id, &hostname)?;
         let (link, link_inbox) = Link::start(LinkConfig {
             endpoint: plan.endpoint.clone(),
             identity: AgentIdentity {
@@ -147,6 +146,7 @@ impl<'a> Driver<'a> {
             guardian,
             group,
             console,
+            hand,
             hostname,
             inherited,
             machine,
@@ -403,8 +403,9 @@ impl<'a> Driver<'a> {
                     guardian: self.guardian.pid(),
                     group: self.group.clone(),
                 };
+                let kill = self.hand.give(move || leftovers.kill());
                 let streams = self.crew.streams();
-                aside::sweep(self.aside.clone(), leftovers, streams, self.console.clone());
+                aside::sweep(self.aside.clone(), kill, streams, self.console.clone());
             }
             Effect::Arm(after) => self.alarm = Some(Instant::now() + after),
             Effect::Disarm => self.alarm = None,

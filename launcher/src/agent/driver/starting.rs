@@ -67,7 +67,6 @@ impl Driver<'_> {
         generation: Generation,
         assignment: &Assignment,
     ) -> Result<(), PrepareError> {
-        let scratch_dir = self.guardian.scratch_dir();
         let site = Site {
             common: Common {
                 inherited: &self.inherited,
@@ -78,7 +77,7 @@ impl Driver<'_> {
                 virtual_local_rank: self.plan.virtual_local_rank,
             },
             log_dir: self.plan.log_dir.as_deref(),
-            scratch_dir: &scratch_dir,
+            scratch_dir: self.guardian.scratch_dir(),
             job_id: &self.plan.job_id,
             control: self.control.address(),
             output: &self.plan.output,

@@ -1,0 +1,67 @@
+//! The thread for work that blocks.
+//!
+//! It exists from the start: when workers have to be swept, the machine may have no thread left to give.
+
+use std::io;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use tokio::sync::{mpsc, oneshot};
+
+/// Pieces of work that may wait: there are the sweep of a generation and the closing of the launch.
+const QUEUE: usize = 2;
+const STACK_BYTES: usize = 256 << 10;
+
+type Work = Box<dyn FnOnce() + Send>;
+
+/// Handle to the thread, which ends with the last of them.
+#[derive(Clone)]
+pub(super) struct Hand {
+    queue: mpsc::Sender<Work>,
+}
+
+impl Hand {
+    /// Starts the thread.
+    pub(super) fn start() -> io::Result<Self> {
+        let (queue, mut waiting) = mpsc::channel::<Work>(QUEUE);
+        std::thread::Builder::new()
+            .name("hand".into())
+            .stack_size(STACK_BYTES)
+            .spawn(move || {
+                while let Some(work) = waiting.blocking_recv() {
+                    // Whoever waits for the result is told by its absence; the next piece is done all the same.
+                    let _ = catch_unwind(AssertUnwindSafe(work));
+                }
+            })?;
+        Ok(Self { queue })
+    }
+
+    /// Does `work` after what was given before; none if it panicked.
+    pub(super) fn give<T: Send + 'static>(
+        &self,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> impl Future<Output = Option<T>> + Send + 'static {
+        let queue = self.queue.clone();
+        let (result, outcome) = oneshot::channel();
+        let work: Work = Box::new(move || {
+            // Nobody may want to know any more.
+            let _ = result.send(work());
+        });
+        async move {
+            queue.send(work).await.ok()?;
+            outcome.await.ok()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn a_panic_does_not_end_the_thread() {
+        let hand = Hand::start().unwrap();
+        let failed = hand.give(|| panic!("expected by the test"));
+        assert_eq!(failed.await, None::<()>);
+        assert_eq!(hand.give(|| 7).await, Some(7));
+    }
+}
