@@ -79,10 +79,8 @@ pub fn resolve(
     let mut output = output(&settings);
     let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
         None => temporary_log_dir(&output, &job_id, args.dry_run)?,
-        given => given,
+        Some(given) => Some(absolute(given)?),
     };
-    // A worker that changes its directory still has to find its error file.
-    let log_dir = log_dir.map(absolute).transpose()?;
     if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
@@ -180,7 +178,7 @@ fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result
     if !output.needs_files() {
         return Ok(None);
     }
-    let template = std::env::temp_dir().join(format!("ddp-run-{job_id}-XXXXXX"));
+    let template = absolute(std::env::temp_dir().join(format!("ddp-run-{job_id}-XXXXXX")))?;
     if dry_run {
         return Ok(Some(template));
     }
@@ -192,6 +190,7 @@ fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result
     Ok(Some(directory))
 }
 
+/// A worker that changes its directory still has to find its error file.
 fn absolute(path: PathBuf) -> Result<PathBuf, CliError> {
     std::path::absolute(path).map_err(|source| CliError::Machine {
         what: "cannot tell in which directory the log files are to be",

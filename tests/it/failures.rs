@@ -95,12 +95,15 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
 fn a_worker_that_changes_its_directory_keeps_its_error_file() {
     let script = r#"cd /; echo '{"message": "no data in /"}' > "$TORCHELASTIC_ERROR_FILE"; exit 3"#;
     let dir = temp_dir();
-    let launches = [launch().flag("--log-dir", "logs"), launch().env("TMPDIR", ".")];
-    for launch in launches {
+    let run = |launch: Launch| {
         let finished = launch.dir(dir.path()).shell(script).run();
         finished.expect_exit(3).expect_stderr("no data in /");
-    }
+    };
+    run(launch().flag("--log-dir", "logs"));
+    run(launch().env("TMPDIR", "."));
     let left = std::fs::read_dir(dir.path()).expect("readable").flatten();
     let names: Vec<_> = left.map(|entry| entry.file_name()).collect();
     assert_eq!(names, ["logs"], "the folder of error files is removed");
+    // Files were asked for, but no place.
+    run(launch().env("TMPDIR", ".").words(&["-r", "3"]));
 }
