@@ -197,6 +197,7 @@ async fn pump(
     let clean = loop {
         match stream.message().await {
             Ok(Some(message)) => {
+                let message = Box::new(message);
                 let event = Event::Message { conn, peer, message };
                 if requests.send(Request::Event(event)).await.is_err() {
                     return;

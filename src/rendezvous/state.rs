@@ -98,7 +98,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         Event::Message { conn, .. } if ended.contains(&conn) => {
             turn.detail("ignored a message on an ended stream");
         }
-        Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, message),
+        Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, *message),
         Event::Closed { conn, clean } => {
             ended.remove(&conn);
             daemon.closed(&mut turn, conn, clean);

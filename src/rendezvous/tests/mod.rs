@@ -108,6 +108,7 @@ impl Scene {
             generation,
             body: Some(body),
         };
+        let message = Box::new(message);
         self.apply(Event::Message { conn, peer, message });
     }
 
