@@ -137,9 +137,6 @@ impl Daemon<'_> {
             incarnation,
         };
         if let Err((code, reason)) = self.identify(turn, conn, &speaker, &body) {
-            if let Body::Join(join) = &body {
-                unnamed::point_out(turn, self.jobs, &speaker.job, join);
-            }
             return refuse(turn, conn, code, reason);
         }
         let Speaker {
