@@ -226,6 +226,8 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
                 // The agent is gone only when the process is ending.
                 let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
             }
+            // Nobody wants it any more, and its group may be gone.
+            Err(_) if batch.cancelled.load(Ordering::Acquire) => return None,
             Err(error) => {
                 let unbound = is_bound
                     .then(|| SpawnError::of_binding(&error, local_rank))

@@ -278,7 +278,7 @@ fn a_dry_run_says_that_the_program_is_missing() {
         .target("/no/such/program")
         .run()
         .expect_exit(0)
-        .expect_stdout("the workers could not be started: cannot start `/no/such/program`");
+        .expect_stdout("the workers could not be started: program `/no/such/program` was not found");
 }
 
 #[test]

@@ -5,22 +5,47 @@
 //! are others in another container, but a lock goes with its holder.
 
 use std::fs::{self, File};
-use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
+use std::time::{Duration, Instant};
+use std::{io, thread};
 
 use super::group::{is_populated, remove_tree};
 
 /// Begins the names of the groups that launchers make.
 const PREFIX: &str = "ddp-";
 
-/// Opens the folder of a group, and holds its lock until the file is closed.
+/// Longest wait for another launcher that looks whether a group is a leftover.
+const LOOK_BOUND: Duration = Duration::from_millis(200);
+/// Between two looks whether it is through: a lock has no event with a deadline.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Opens the folder of a group, and holds its lock until the file is closed. Whoever removes a group holds its lock.
 ///
 /// # Errors
 /// When there is no such folder, or another process holds it.
-pub(super) fn hold(group: &Path) -> io::Result<File> {
+fn hold(group: &Path) -> io::Result<File> {
     let folder = File::open(group)?;
     folder.try_lock()?;
+    // The one that was opened may have been removed before it was locked, and another have come to its place.
+    let (held, there) = (folder.metadata()?, fs::metadata(group)?);
+    if (held.dev(), held.ino()) != (there.dev(), there.ino()) {
+        return Err(io::ErrorKind::NotFound.into());
+    }
     Ok(folder)
+}
+
+/// As [`hold`], for the group of this launcher, which others may just be looking at.
+pub(super) fn hold_own(group: &Path) -> io::Result<File> {
+    let deadline = Instant::now() + LOOK_BOUND;
+    loop {
+        match hold(group) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                thread::sleep(LOOK_INTERVAL);
+            }
+            outcome => return outcome,
+        }
+    }
 }
 
 /// Removes the empty groups of dead launchers below `own`; returns their number. Those that hold a process stay.
@@ -40,6 +65,8 @@ pub(super) fn remove_leftovers(own: &Path) -> usize {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
 
     #[test]
@@ -57,6 +84,37 @@ mod tests {
         drop(lock);
         assert_eq!(remove_leftovers(own.path()), 1);
         assert!(!alive.exists());
+    }
+
+    #[test]
+    fn what_a_launcher_holds_stays_however_many_look_for_leftovers() {
+        let own = tempfile::tempdir().unwrap();
+        let group = own.path().join("ddp-1-new");
+        let done = AtomicBool::new(false);
+        thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !done.load(Ordering::Relaxed) {
+                        remove_leftovers(own.path());
+                    }
+                });
+            }
+            let lost = (0..500).find(|_| {
+                let held = loop {
+                    // It is still there if the others only looked at it.
+                    let _ = fs::create_dir(&group);
+                    if let Ok(held) = hold_own(&group) {
+                        break held;
+                    }
+                };
+                let is_lost = (0..20).any(|_| !group.exists());
+                let _ = fs::remove_dir(&group);
+                drop(held);
+                is_lost
+            });
+            done.store(true, Ordering::Relaxed);
+            assert_eq!(lost, None, "a group that was held is gone");
+        });
     }
 
     #[test]
