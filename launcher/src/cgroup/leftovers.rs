@@ -25,7 +25,10 @@ const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 /// # Errors
 /// When there is no such folder, or another process holds it.
 fn hold(group: &Path) -> io::Result<File> {
-    let folder = File::open(group)?;
+    lock(File::open(group)?, group)
+}
+
+fn lock(folder: File, group: &Path) -> io::Result<File> {
     folder.try_lock()?;
     // The one that was opened may have been removed before it was locked, and another have come to its place.
     let (held, there) = (folder.metadata()?, fs::metadata(group)?);
@@ -65,8 +68,6 @@ pub(super) fn remove_leftovers(own: &Path) -> usize {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use super::*;
 
     #[test]
@@ -87,33 +88,33 @@ mod tests {
     }
 
     #[test]
-    fn what_a_launcher_holds_stays_however_many_look_for_leftovers() {
+    fn a_group_that_came_to_the_place_of_another_is_not_held_by_the_others_lock() {
         let own = tempfile::tempdir().unwrap();
         let group = own.path().join("ddp-1-new");
-        let done = AtomicBool::new(false);
+        fs::create_dir(&group).unwrap();
+        let before = File::open(&group).unwrap();
+        fs::remove_dir(&group).unwrap();
+        // Keeps the number of the old one from being used again.
+        fs::create_dir(own.path().join("between")).unwrap();
+        assert!(
+            lock(before.try_clone().unwrap(), &group).is_err(),
+            "nothing is there"
+        );
+        fs::create_dir(&group).unwrap();
+        assert!(lock(before, &group).is_err(), "another one is there");
+        assert!(hold_own(&group).is_ok());
+    }
+
+    #[test]
+    fn a_launcher_waits_for_those_who_only_look() {
+        let own = tempfile::tempdir().unwrap();
+        let group = own.path().join("ddp-1-new");
+        fs::create_dir(&group).unwrap();
+        let looking = hold(&group).unwrap();
         thread::scope(|scope| {
-            for _ in 0..2 {
-                scope.spawn(|| {
-                    while !done.load(Ordering::Relaxed) {
-                        remove_leftovers(own.path());
-                    }
-                });
-            }
-            let lost = (0..500).find(|_| {
-                let held = loop {
-                    // It is still there if the others only looked at it.
-                    let _ = fs::create_dir(&group);
-                    if let Ok(held) = hold_own(&group) {
-                        break held;
-                    }
-                };
-                let is_lost = (0..20).any(|_| !group.exists());
-                let _ = fs::remove_dir(&group);
-                drop(held);
-                is_lost
-            });
-            done.store(true, Ordering::Relaxed);
-            assert_eq!(lost, None, "a group that was held is gone");
+            let held = scope.spawn(|| hold_own(&group).is_ok());
+            drop(looking);
+            assert!(held.join().unwrap());
         });
     }
 
