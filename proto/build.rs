@@ -5,6 +5,8 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let files = protox::compile(["rendezvous.proto"], ["proto"])?;
     tonic_prost_build::configure()
         .build_transport(true)
+        // Most joins carry none.
+        .boxed(".ddp.rendezvous.v1.Join.place")
         .compile_fds(files)?;
     Ok(())
 }

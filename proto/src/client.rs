@@ -10,8 +10,9 @@
 //!
 //! What the daemon expects of an agent, beyond the comments in `rendezvous.proto`:
 //! - The first message of **every** stream is `Join`, carrying the generation last assigned. After a
-//!   reconnect the agent then repeats what it last reported of that generation (`WorkerExit`,
-//!   `NodeSucceeded`): it cannot know what was lost, and the daemon takes each report once.
+//!   reconnect it tells the place in that generation too (`Join.place`), and the agent then repeats what it
+//!   last reported of that generation (`WorkerExit`, `NodeSucceeded`): it cannot know what was lost, and the
+//!   daemon takes each report once.
 //! - An `Assignment` of the generation that already runs means "keep your place": nothing is restarted.
 //! - Every `GenerationOver` is answered by `NodeStopped`, then `Join`, in whatever state the agent is.
 //! - `Heartbeat` every third of `lease_ms`, in every state; each is answered by `HeartbeatAck`.
@@ -207,6 +208,11 @@ impl Client {
                 what,
                 endpoint,
                 waited,
+                cause,
+            },
+            Code::FailedPrecondition => ClientError::Forgotten {
+                what,
+                endpoint,
                 cause,
             },
             code => ClientError::Refused {

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use ddp_launcher::{Guardian, LaunchPlan};
 use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
 use super::args::{self, ParsedArgs};
@@ -162,7 +163,7 @@ impl Daemon {
             only_job: Some(job_id.to_owned()),
             ..rendezvous::Config::default()
         };
-        let drain = config.drain;
+        let drain = config.drain + config.lease;
         let task = tokio::spawn(async move {
             let shutdown = async {
                 // A dropped sender means the same.
@@ -175,15 +176,29 @@ impl Daemon {
         Self { task, stop, drain }
     }
 
-    /// Stays until every node has left, within the daemon's bound.
+    /// Stays until every node has left, within the daemon's bounds: a node that fell silent may come for the verdict.
     async fn finish(self) {
         // The task may have ended already; then there is nobody to tell.
         let _ = self.stop.send(());
-        if tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task)
-            .await
-            .is_err()
-        {
-            tracing::warn!("the embedded rendezvous did not end in time");
+        // Cancel safe: whichever comes first, the process ends.
+        tokio::select! {
+            ended = tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task) => if ended.is_err() {
+                tracing::warn!("the embedded rendezvous did not end in time");
+            },
+            () = interrupted() => tracing::warn!("interrupted before every node had heard the end of the job"),
         }
+    }
+}
+
+/// SIGINT or SIGTERM, which the agent does not listen to any more; never, where they cannot be handled.
+async fn interrupted() {
+    let signals = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()));
+    let (Ok(mut interrupt), Ok(mut terminate)) = signals else {
+        return std::future::pending().await;
+    };
+    // Cancel safe: a signal ends the process, so none is missed.
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
     }
 }

@@ -15,6 +15,7 @@ use super::state::{State, apply};
 
 /// What the gRPC side asks of the actor.
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "most requests are messages of agents")]
 pub(super) enum Request {
     /// A stream was opened; what is sent to it goes here.
     Opened(ConnId, mpsc::Sender<DaemonMessage>),
@@ -25,6 +26,8 @@ pub(super) enum Request {
     Status(String, oneshot::Sender<Option<StatusReply>>),
     /// Answer when no agent is left.
     Drain(oneshot::Sender<()>),
+    /// Answer when nobody is expected back.
+    Reunite(oneshot::Sender<()>),
 }
 
 /// Where the result of a call on the store goes.
@@ -40,6 +43,7 @@ pub(super) struct Actor {
     calls: HashMap<CallId, Answer>,
     last_call: u64,
     drained: Vec<oneshot::Sender<()>>,
+    reunited: Vec<oneshot::Sender<()>>,
     /// How long messages may keep a timer waiting.
     tick_slack: Duration,
 }
@@ -56,6 +60,7 @@ impl Actor {
             calls: HashMap::new(),
             last_call: 0,
             drained: Vec::new(),
+            reunited: Vec::new(),
         };
         (actor, outbox)
     }
@@ -69,7 +74,19 @@ impl Actor {
                     let _ = drained.send(());
                 }
             }
-            let wake = self.state.next_wake().map(|wake| self.born + wake);
+            let expected = self
+                .state
+                .expects_until()
+                .filter(|until| *until > self.born.elapsed());
+            if expected.is_none() {
+                for reunited in self.reunited.drain(..) {
+                    // As above.
+                    let _ = reunited.send(());
+                }
+            }
+            let expected = expected.filter(|_| !self.reunited.is_empty());
+            let wake = [self.state.next_wake(), expected].into_iter().flatten().min();
+            let wake = wake.map(|wake| self.born + wake);
             if wake.is_some_and(|wake| wake + self.tick_slack <= Instant::now()) {
                 // A flood of messages must not keep leases and deadlines alive.
                 self.apply(Event::Tick);
@@ -112,6 +129,7 @@ impl Actor {
                 let _ = answer.send(self.state.status(self.born.elapsed(), &job));
             }
             Request::Drain(drained) => self.drained.push(drained),
+            Request::Reunite(reunited) => self.reunited.push(reunited),
         }
     }
 

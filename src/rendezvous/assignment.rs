@@ -1,6 +1,7 @@
 //! The start of a generation: ranks, addresses, and one push to each node.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, NodeAssignment};
@@ -45,6 +46,7 @@ impl Job {
             succeeded: BTreeSet::new(),
             suspect: None,
             since: turn.at.now,
+            ran_before: Duration::ZERO,
             scale_up: None,
         });
         let members: Vec<String> = self
@@ -81,9 +83,7 @@ impl Job {
             ([first, ..], Some(node)) => (node.addr.clone(), first.join.master_port),
             _ => (String::new(), 0),
         };
-        Assignment {
-            node_rank: 0,
-            restart_count: self.account.spent(),
+        let mut assignment = Assignment {
             attempt: self.attempts,
             max_restarts: members.first().map_or(0, |node| node.join.max_restarts),
             nodes,
@@ -92,7 +92,10 @@ impl Job {
             lease_ms: config.lease_ms(),
             reason,
             run_token: self.run_token.clone(),
-        }
+            ..Assignment::default()
+        };
+        self.account.deposit(&mut assignment);
+        assignment
     }
 
     /// Tells a member its place, for the first time or again.

@@ -16,6 +16,7 @@ impl Job {
     pub(super) fn waiting_words(&self) -> String {
         let g = match &self.phase {
             Phase::Gathering(g) => g,
+            Phase::Recovering(recovery) => return recovery.waiting_words(),
             Phase::Running(running) => return running.assignment.reason.clone(),
             Phase::Over(over) => return over.reason.clone(),
         };
@@ -170,7 +171,8 @@ impl Job {
             gone: self
                 .previous
                 .iter()
-                .filter(|seat| !self.nodes.contains_key(&seat.incarnation))
+                // A daemon that was restarted may never have learned the name of one.
+                .filter(|seat| !seat.hostname.is_empty() && !self.nodes.contains_key(&seat.incarnation))
                 .map(|seat| seat.hostname.as_str())
                 .collect(),
             missing_ranks: ranks::missing_ranks(&candidates, min),

@@ -14,6 +14,7 @@ use super::kv::KvStore;
 use super::outcome::Blow;
 use super::policy::Account;
 use super::ranks::{Candidate, Seat};
+use super::recovery::Recovery;
 use super::unnamed::Lookalike;
 use super::words;
 
@@ -25,6 +26,8 @@ pub(super) struct Job {
     pub(super) generation: u64,
     /// Last generation of a run or a daemon before this one: no number is used twice.
     pub(super) floor: u64,
+    /// Generations up to this one of an earlier run or daemon are over for certain: none of them is taken up again.
+    pub(super) buried: u64,
     /// Number of the next generation's log files: generations of this run that ended, and those of earlier runs that
     /// left files.
     pub(super) attempts: u32,
@@ -35,6 +38,9 @@ pub(super) struct Job {
     pub(super) nodes: BTreeMap<String, Node>,
     /// Incarnations of lost nodes, newest last: they may come back when the job is over.
     pub(super) lost: VecDeque<String>,
+    /// Nodes that fell silent on an open stream, by incarnation, and how long each is expected back: their launchers may
+    /// have been suspended.
+    pub(super) silent: BTreeMap<String, Duration>,
     /// Nodes that ever came, which numbers their arrival.
     pub(super) arrivals: u64,
     pub(super) phase: Phase,
@@ -56,6 +62,8 @@ pub(super) struct Job {
 pub(super) enum Phase {
     /// Nodes are to come before the next generation can start.
     Gathering(Gathering),
+    /// A generation runs that an earlier daemon has assigned; its nodes have not all come back yet.
+    Recovering(Recovery),
     /// A generation runs.
     Running(Running),
     /// Every node was told the end, or will be told when it comes back.
@@ -81,8 +89,10 @@ pub(super) struct Running {
     pub(super) succeeded: BTreeSet<String>,
     /// A failure that names another one as its cause, which is waited for.
     pub(super) suspect: Option<Suspect>,
-    /// When it was assigned.
+    /// When this daemon has assigned it, or taken it up.
     pub(super) since: Duration,
+    /// How long it ran before that, under an earlier daemon.
+    pub(super) ran_before: Duration,
     /// Nodes have come that the job has room for: it goes on with them at this moment.
     pub(super) scale_up: Option<Duration>,
 }
@@ -137,11 +147,13 @@ impl Job {
             id: id.to_owned(),
             generation: 0,
             floor,
+            buried: floor,
             attempts: 0,
             account: Account::default(),
             run_token: String::new(),
             nodes: BTreeMap::new(),
             lost: VecDeque::new(),
+            silent: BTreeMap::new(),
             arrivals: 0,
             phase: Phase::Gathering(Gathering {
                 began: now,
@@ -165,6 +177,12 @@ impl Job {
             return;
         };
         node.lease_until = turn.at.now + turn.config.lease;
+        let Some(body) = self.hold(incarnation, generation, body) else {
+            return;
+        };
+        let Some(node) = self.nodes.get_mut(incarnation) else {
+            return;
+        };
         match body {
             Body::Heartbeat(heartbeat) => {
                 if generation == self.generation {
@@ -238,6 +256,7 @@ impl Job {
         }
         match &self.phase {
             Phase::Gathering(_) => self.consider_start(turn),
+            Phase::Recovering(recovery) if recovery.until <= now => self.recovery_timed_out(turn),
             Phase::Over(over) if over.until <= now => {
                 for node in self.nodes.values() {
                     turn.close(node.conn);
@@ -248,7 +267,7 @@ impl Job {
                 self.judge_suspect(turn);
                 self.consider_scale_up(turn);
             }
-            Phase::Over(_) => {}
+            Phase::Over(_) | Phase::Recovering(_) => {}
         }
         self.consider_last_word(turn);
         self.plan_wake();
@@ -259,6 +278,9 @@ impl Job {
         for node in self.nodes.values_mut() {
             node.lease_until = node.lease_until.max(until);
         }
+        if let Phase::Recovering(recovery) = &mut self.phase {
+            recovery.until = recovery.until.max(until);
+        }
         self.plan_wake();
     }
 
@@ -267,6 +289,7 @@ impl Job {
         let leases = self.nodes.values().map(|node| node.lease_until).min();
         let phase = match &self.phase {
             Phase::Gathering(gathering) => Some(gathering.next_step()),
+            Phase::Recovering(recovery) => Some(recovery.until),
             Phase::Over(over) => {
                 let last_word = over.reports.as_ref().and_then(|reports| reports.until);
                 Some(last_word.map_or(over.until, |until| until.min(over.until)))
@@ -289,7 +312,7 @@ impl Job {
                 Phase::Over(_) => true,
                 // A job that ran keeps its restart count until its nodes had the time to come back.
                 Phase::Gathering(_) => self.generation == 0,
-                Phase::Running(_) => false,
+                Phase::Recovering(_) | Phase::Running(_) => false,
             }
     }
 
@@ -329,6 +352,7 @@ impl Job {
         match self.phase {
             Phase::Gathering(_) if self.generation == 0 => "not assigned yet",
             Phase::Gathering(_) => "over, the next one is gathering",
+            Phase::Recovering(_) => "not known, one of an earlier daemon is taken up",
             Phase::Running(_) => "running",
             Phase::Over(_) => "over, and so is the job",
         }
@@ -349,6 +373,7 @@ impl Job {
         };
         let phase = match self.phase {
             Phase::Gathering(_) => "gathering",
+            Phase::Recovering(_) => "recovering",
             Phase::Running(_) => "running",
             Phase::Over(_) => "over",
         };

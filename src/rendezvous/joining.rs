@@ -16,7 +16,7 @@ use super::words;
 pub(super) const PROTOCOL: u32 = 1;
 
 /// Generations that an agent may claim; far beyond any that was counted.
-const MAX_GENERATION: u64 = 1 << 48;
+pub(super) const MAX_GENERATION: u64 = 1 << 48;
 
 /// A `Join` and where it comes from.
 pub(super) struct Joining {
@@ -28,9 +28,17 @@ pub(super) struct Joining {
     pub(super) join: Join,
 }
 
+impl Joining {
+    /// The node was in a generation of the run of this name: a daemon that was restarted may not know of it.
+    pub(super) fn is_of_run(&self, run_token: &str) -> bool {
+        self.generation > 0 && !run_token.is_empty() && self.join.run_token == run_token
+    }
+}
+
 impl Job {
     /// Takes a node in, takes it back after a reconnect, or refuses it by name.
     pub(super) fn join(&mut self, turn: &mut Turn<'_>, joining: Joining) {
+        self.silent.remove(&joining.incarnation);
         let admitted = match self.phase {
             Phase::Over(_) => Ok(()),
             _ => self.admit(turn, &joining),
@@ -49,7 +57,9 @@ impl Job {
 
     fn join_when_over(&mut self, turn: &mut Turn<'_>, joining: &Joining) {
         let Phase::Over(over) = &self.phase else { return };
-        let told = over.told.contains(&joining.incarnation) || matches!(over.verdict, Reply::Refused(_));
+        let told = over.told.contains(&joining.incarnation)
+            || joining.is_of_run(&self.run_token)
+            || matches!(over.verdict, Reply::Refused(_));
         let reply = if told {
             let mut verdict = over.verdict.clone();
             if over.reports.is_some() && !self.nodes.contains_key(&joining.incarnation) {
@@ -193,18 +203,18 @@ impl Job {
         };
         self.arrivals += 1;
         let done = self.has_succeeded(&incarnation);
-        if generation > 0 && !(done && generation == self.generation) {
+        if generation == 0 {
+            self.learn_of_generation(turn, &node.join);
+        } else if !(done && generation == self.generation)
+            && let Err(cause) = self.place_of(turn, &incarnation, generation, &node.join)
+        {
             // It may still run workers of a generation that went on without it, or that an earlier daemon
             // assigned: they have to be gone first, and no generation number may be used twice.
             node.readiness = Readiness::Stopping(generation);
-            let cause = if generation > self.generation {
-                "the rendezvous daemon was restarted".to_owned()
-            } else {
-                format!("node `{hostname}` was out of reach for longer than its lease")
-            };
             let over = self.generation_over_words(turn, &node, cause);
             turn.send(node.conn, generation, Reply::GenerationOver(over));
         }
+        node.step = node.join.place.take().and_then(|place| place.heartbeat?.step);
         self.floor = self.floor.max(generation);
         if self.run_token.is_empty() && generation > 0 {
             // A daemon before this one has named the run.
@@ -220,9 +230,55 @@ impl Job {
         turn.decided(format!("job `{}`: node `{hostname}` joined", self.id));
         if done && ready {
             self.send_assignment(turn, &incarnation);
+        } else if matches!(&self.phase, Phase::Recovering(recovery) if recovery.has(&incarnation)) {
+            self.consider_recovered(turn, &incarnation);
         } else if ready {
             self.joined(turn, &incarnation);
         }
+    }
+
+    /// Whether a node that comes back may keep its place in its generation; if not, why.
+    fn place_of(
+        &mut self,
+        turn: &mut Turn<'_>,
+        incarnation: &str,
+        generation: u64,
+        join: &Join,
+    ) -> Result<(), String> {
+        if self.generation == 0 {
+            return self.reclaim(turn, incarnation, generation, join);
+        }
+        Err(match &self.last_over {
+            // It missed that its generation is over.
+            Some(over)
+                if generation == self.generation && !self.lost.iter().any(|lost| lost == incarnation) =>
+            {
+                over.cause.clone()
+            }
+            _ if generation > self.generation => "the rendezvous daemon was restarted".to_owned(),
+            _ => format!(
+                "node `{}` was out of reach for longer than its lease",
+                join.hostname
+            ),
+        })
+    }
+
+    /// A node learns that its generation went on without it: it has to stop its workers first.
+    pub(super) fn went_on_without(&mut self, turn: &mut Turn<'_>, incarnation: &str, generation: u64) {
+        let Some(node) = self.nodes.get_mut(incarnation) else {
+            return;
+        };
+        node.readiness = Readiness::Stopping(generation);
+        let cause = format!(
+            "generation {generation} went on without node `{}`",
+            node.join.hostname
+        );
+        let over = GenerationOver {
+            cause,
+            membership: true,
+            ..GenerationOver::default()
+        };
+        turn.send(node.conn, generation, Reply::GenerationOver(over));
     }
 
     fn generation_over_words(&self, turn: &Turn<'_>, node: &Node, cause: String) -> GenerationOver {
@@ -262,6 +318,7 @@ impl Job {
         let asked = node.join.node_rank;
         node.join = join;
         node.join.node_rank = asked;
+        node.join.place = None;
         match node.readiness {
             Readiness::Joined if member => {
                 turn.detail(format!(

@@ -8,6 +8,7 @@
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | leases, timers, dispatch |
 //! | `joining` | joining | who may take part, who comes back, who is refused |
+//! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs |
 //! | `gather` | gathering | when a generation starts |
 //! | `assignment` | the start | what every node is told |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
@@ -38,6 +39,7 @@ mod kv;
 mod outcome;
 mod policy;
 mod ranks;
+mod recovery;
 mod scale;
 mod server;
 mod size;

@@ -119,7 +119,11 @@ impl Job {
 
     /// An agent goes away for good. A signal to one of them stops the whole job.
     pub(super) fn leave(&mut self, turn: &mut Turn<'_>, incarnation: &str, leave: &Leave) {
-        let spare = matches!(self.phase, Phase::Running(_)) && !self.is_member(incarnation);
+        let spare = match &self.phase {
+            Phase::Running(_) => !self.is_member(incarnation),
+            Phase::Recovering(recovery) => !recovery.has(incarnation),
+            _ => false,
+        };
         let over = matches!(self.phase, Phase::Over(_));
         let name = self.node_name(incarnation);
         match leave.signal {
@@ -145,7 +149,9 @@ impl Job {
                     .and_then(|code| u8::try_from(code).ok())
                     .unwrap_or(exit::INTERNAL);
                 let (min, _) = self.limits();
-                let began = self.highest_generation() > 0;
+                // As long as nodes are to come back, it is not known who is left.
+                let recovering = matches!(self.phase, Phase::Recovering(_));
+                let began = self.highest_generation() > 0 && !recovering;
                 if began && !spare && !self.has_succeeded(incarnation) && self.nodes.len() <= min as usize {
                     // It says itself that it will not come back, and the others are too few.
                     self.note_node_gone(turn, incarnation, &cause);
@@ -176,7 +182,12 @@ impl Job {
             )
         };
         let cause = format!("{} was lost: {why}", self.node_name(incarnation));
+        let fell_silent = node.conn.is_some() && !matches!(self.phase, Phase::Over(_));
         self.node_lost(turn, incarnation, &cause, exit::RENDEZVOUS_TIMED_OUT);
+        if fell_silent && self.silent.len() < MAX_LOST {
+            let until = turn.at.now + turn.config.lease;
+            self.silent.insert(incarnation.to_owned(), until);
+        }
     }
 
     /// A node is gone. If it was needed, the generation is over; `exit_code` ends the job without a restart.
@@ -212,6 +223,19 @@ impl Job {
         matches!(&self.phase, Phase::Running(running) if running.succeeded.contains(incarnation))
     }
 
+    /// The generation cannot go on as it is, and no worker is to blame: the next one follows.
+    pub(super) fn break_up(&mut self, turn: &mut Turn<'_>, cause: String) {
+        self.strike(
+            turn,
+            Blow {
+                cause,
+                exit_code: i32::from(exit::RENDEZVOUS_TIMED_OUT),
+                failure: None,
+                why: Why::Membership,
+            },
+        );
+    }
+
     /// Ends the running generation: the next one if the policy allows it, else the end of the job.
     fn strike(&mut self, turn: &mut Turn<'_>, blow: Blow) {
         let Phase::Running(running) = &self.phase else {
@@ -219,7 +243,7 @@ impl Job {
         };
         let max_restarts = running.assignment.max_restarts;
         let ended = Ended {
-            ran: turn.at.now.saturating_sub(running.since),
+            ran: turn.at.now.saturating_sub(running.since) + running.ran_before,
             step: self.nodes.values().filter_map(|node| node.step).max(),
             why: blow.why,
         };

@@ -11,7 +11,12 @@
 
 use std::time::Duration;
 
+use ddp_proto::rendezvous::Assignment;
+
 use super::config::Config;
+
+/// Longest row that is believed of an earlier daemon.
+const MAX_ROW: u32 = 1 << 16;
 
 /// Generations in a row that may end for nothing because rank 0's port was taken.
 pub(super) const MAX_TAKEN_PORTS: u32 = 3;
@@ -74,6 +79,24 @@ impl Account {
     /// Restarts spent since the last progress.
     pub(super) fn spent(&self) -> u32 {
         self.spent
+    }
+
+    /// Puts the account into an assignment: agents give it back to a daemon that has lost its state.
+    pub(super) fn deposit(&self, assignment: &mut Assignment) {
+        assignment.restart_count = self.spent;
+        assignment.best_step = self.best;
+        assignment.quick_failures = self.quick;
+        assignment.ports_taken = self.taken;
+    }
+
+    /// The account as an earlier daemon has put it into an assignment.
+    pub(super) fn withdraw(assignment: &Assignment) -> Self {
+        Self {
+            spent: assignment.restart_count,
+            best: assignment.best_step,
+            quick: assignment.quick_failures.min(MAX_ROW),
+            taken: assignment.ports_taken.min(MAX_ROW),
+        }
     }
 
     /// Closes the account of a generation.

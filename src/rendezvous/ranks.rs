@@ -19,7 +19,7 @@ pub(super) struct Candidate {
 }
 
 /// A place in the last assignment; its index is the node rank.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Seat {
     pub(super) incarnation: String,
     pub(super) hostname: String,

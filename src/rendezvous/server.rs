@@ -42,7 +42,8 @@ pub enum ServeError {
 ///
 /// 1. bind, spawn `serve`, connect the own agent to the bound address;
 /// 2. when the own agent has left, make `shutdown` ready and await `serve`: it returns at once if no agent is
-///    left, else when the last one has left, at most [`Config::drain`] later.
+///    left, else when the last one has left, at most [`Config::drain`] later. Nodes that fell silent have until one
+///    [`Config::lease`] after that to come back for the verdict.
 ///
 /// Dropping the future instead ends all streams at once.
 pub async fn serve(
@@ -50,7 +51,7 @@ pub async fn serve(
     config: Config,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), ServeError> {
-    let drain = config.drain;
+    let (drain, lease) = (config.drain, config.lease);
     let (actor, requests) = Actor::new(config.clone());
     let actor = AbortOnDrop(tokio::spawn(actor.run()));
     let service = Service {
@@ -84,9 +85,14 @@ pub async fn serve(
     health.set_not_serving::<RendezvousServer<Service>>().await;
     tokio::select! {
         ended = &mut server => return Ok(ended?),
-        drained = tokio::time::timeout(drain, drained(requests)) => if drained.is_err() {
+        drained = tokio::time::timeout(drain, answered(&requests, Request::Drain)) => if drained.is_err() {
             tracing::warn!("agents are left {:.1} s after the daemon was asked to stop", drain.as_secs_f64());
         },
+    }
+    tokio::select! {
+        ended = &mut server => return Ok(ended?),
+        // Late ones are not waited for any longer.
+        _ = tokio::time::timeout(lease, answered(&requests, Request::Reunite)) => {}
     }
     drop(actor);
     drop(close);
@@ -97,12 +103,12 @@ pub async fn serve(
     }
 }
 
-/// Ends with the actor as well, which ends only when it is told to.
-async fn drained(requests: mpsc::Sender<Request>) {
-    let (answer, drained) = oneshot::channel();
-    if requests.send(Request::Drain(answer)).await.is_ok() {
+/// Asks the actor, and ends with its answer. Ends with the actor as well, which ends only when it is told to.
+async fn answered(requests: &mpsc::Sender<Request>, ask: impl FnOnce(oneshot::Sender<()>) -> Request) {
+    let (answer, answered) = oneshot::channel();
+    if requests.send(ask(answer)).await.is_ok() {
         // An error means that the actor is gone, and all agents with it.
-        let _ = drained.await;
+        let _ = answered.await;
     }
 }
 

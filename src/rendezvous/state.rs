@@ -39,6 +39,9 @@ struct Speaker {
 struct Finished {
     job: String,
     told: BTreeSet<String>,
+    /// [`Job::silent`]
+    silent: BTreeMap<String, Duration>,
+    run_token: String,
     generation: u64,
     verdict: Option<Reply>,
 }
@@ -72,6 +75,15 @@ impl State {
     #[must_use]
     pub fn is_idle(&self) -> bool {
         self.jobs.values().all(|job| job.nodes.is_empty())
+    }
+
+    /// How long nodes are expected back that fell silent: a launcher that was suspended comes for the verdict on its
+    /// job. None if there are none; it may be in the past.
+    #[must_use]
+    pub fn expects_until(&self) -> Option<Duration> {
+        let jobs = self.jobs.values().map(|job| &job.silent);
+        let all = jobs.chain(self.finished.iter().map(|finished| &finished.silent));
+        all.flat_map(BTreeMap::values).max().copied()
     }
 }
 
@@ -219,17 +231,18 @@ impl Daemon<'_> {
     }
 
     fn join(&mut self, turn: &mut Turn<'_>, job_id: &str, joining: Joining) {
-        let missed = self
-            .finished
-            .iter()
-            .rev()
-            .find(|f| f.job == job_id && f.told.contains(&joining.incarnation));
+        let missed = self.finished.iter_mut().rev().find(|f| {
+            let concerns = f.told.contains(&joining.incarnation) || joining.is_of_run(&f.run_token);
+            f.job == job_id && concerns
+        });
         if let Some(Finished {
             generation,
             verdict: Some(verdict),
+            silent,
             ..
         }) = missed
         {
+            silent.remove(&joining.incarnation);
             turn.send(Some(joining.conn), *generation, verdict.clone());
             turn.close(Some(joining.conn));
             return;
@@ -301,7 +314,7 @@ impl Daemon<'_> {
         // Without a verdict only the generation number is of interest later.
         let (told, verdict) = match job.phase {
             Phase::Over(over) => (over.told, Some(over.verdict)),
-            Phase::Gathering(_) | Phase::Running(_) => (BTreeSet::new(), None),
+            Phase::Gathering(_) | Phase::Recovering(_) | Phase::Running(_) => (BTreeSet::new(), None),
         };
         if generation > 0 || verdict.is_some() {
             if self.finished.len() >= MAX_FINISHED {
@@ -311,6 +324,8 @@ impl Daemon<'_> {
             self.finished.push_back(Finished {
                 job: job.id,
                 told,
+                silent: job.silent,
+                run_token: job.run_token,
                 generation,
                 verdict,
             });
@@ -354,6 +369,11 @@ impl Daemon<'_> {
                 None => KvError::Unknown(format!("there is no job `{job_id}` at this daemon")),
             });
         };
+        if let Phase::Recovering(recovery) = &job.phase
+            && recovery.generation == generation
+        {
+            return Ok(job);
+        }
         if generation > job.generation {
             return Err(KvError::Unknown(format!(
                 "generation {generation} of job `{job_id}` was not assigned by this daemon"

@@ -38,6 +38,21 @@ pub(super) fn all(count: u32) -> String {
     }
 }
 
+/// "node rank 1", "node ranks 1, 3", at most [`MAX_NAMED`] of them.
+pub(super) fn node_ranks(ranks: &[u32]) -> String {
+    let mut words = match ranks.len() {
+        1 => "node rank ".to_owned(),
+        _ => "node ranks ".to_owned(),
+    };
+    let named: Vec<String> = ranks.iter().take(MAX_NAMED).map(ToString::to_string).collect();
+    words.push_str(&named.join(", "));
+    let more = ranks.len().saturating_sub(MAX_NAMED);
+    if more > 0 {
+        let _ = write!(words, " and {more} more");
+    }
+    words
+}
+
 /// How many nodes a job wants: "2" or "2 to 4".
 pub(super) fn range(min: u32, max: u32) -> String {
     if min == max {

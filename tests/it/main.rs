@@ -24,6 +24,7 @@ mod main_job;
 mod memory;
 mod numa;
 mod out_of_memory;
+mod outage;
 mod pid_one;
 mod python_contract;
 mod signals;

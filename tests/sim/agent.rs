@@ -5,8 +5,8 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    Assignment, DaemonMessage, Heartbeat, JobOver, Join, Leave, NodeStopped, NodeSucceeded, WorkerExit,
-    refused,
+    Assignment, DaemonMessage, Heartbeat, JobOver, Join, Leave, NodeStopped, NodeSucceeded, Place,
+    WorkerExit, refused,
 };
 use ddp_run::rendezvous::ConnId;
 
@@ -23,6 +23,10 @@ pub(crate) struct Agent {
     pub(crate) life: Life,
     /// What it last reported of this generation, repeated after a reconnect.
     pub(crate) report: Option<Body>,
+    /// What it tells a daemon that has lost its state.
+    pub(crate) place: Option<Place>,
+    /// Highest generation of which a daemon spoke.
+    pub(crate) heard: u64,
     /// Exit code, once it has ended in order.
     pub(crate) exit_code: Option<i32>,
 }
@@ -62,16 +66,31 @@ pub(crate) enum Wish {
 impl Agent {
     /// Everything that is to be sent first on a new stream.
     pub(crate) fn greeting(&self) -> Vec<Body> {
-        let mut greeting = vec![Body::Join(self.join.clone())];
+        let mut join = self.join.clone();
+        if let Some(place) = &self.place {
+            join.run_token = place
+                .assignment
+                .as_ref()
+                .map_or_else(String::new, |a| a.run_token.clone());
+            join.place = Some(Box::new(place.clone()));
+        }
+        join.heard_generation = self.heard;
+        let mut greeting = vec![Body::Join(join)];
         greeting.extend(self.report.clone());
         greeting
     }
 
     pub(crate) fn hear(&mut self, message: DaemonMessage) -> Vec<Wish> {
         let generation = message.generation;
+        self.heard = self.heard.max(generation);
         match message.body.expect("the daemon never sends an empty message") {
             Reply::Waiting(_) | Reply::HeartbeatAck(_) => vec![],
-            Reply::Assignment(_) if generation == self.generation && self.life != Life::Joining => vec![],
+            Reply::Assignment(assignment) if generation == self.generation && self.life != Life::Joining => {
+                if let Life::Running(own) = &self.life {
+                    assert_eq!(**own, assignment, "`{}` has another place now", self.incarnation);
+                }
+                vec![]
+            }
             Reply::Assignment(assignment) => {
                 assert!(
                     self.life == Life::Joining && generation > self.generation,
@@ -81,12 +100,20 @@ impl Agent {
                     self.generation
                 );
                 self.generation = generation;
+                self.place = Some(place(&assignment));
                 self.life = Life::Running(Box::new(assignment));
                 self.report = None;
                 vec![Wish::RunWorkers]
             }
-            Reply::GenerationOver(_) => match self.life {
+            Reply::GenerationOver(over) => match self.life {
                 Life::Running(_) | Life::Succeeded => {
+                    if let Some(place) = &mut self.place {
+                        place.over = true;
+                        if let Some(assignment) = place.assignment.as_mut().filter(|_| over.max_restarts > 0)
+                        {
+                            assignment.restart_count = over.restart_count;
+                        }
+                    }
                     assert_eq!(
                         generation, self.generation,
                         "`{}` runs another generation",
@@ -113,6 +140,9 @@ impl Agent {
 
     /// Every other host runs an older build, which does not wait for the last word.
     fn job_over(&mut self, over: &JobOver) -> Vec<Wish> {
+        if let Some(place) = &mut self.place {
+            place.over = true;
+        }
         if over.last_word_ms == 0 || !self.host.is_multiple_of(2) {
             return vec![Wish::Exit(over.exit_code)];
         }
@@ -177,5 +207,18 @@ impl Agent {
             reason: String::new(),
             exit_code: None,
         })
+    }
+}
+
+/// The place of one node, as it tells it to a daemon that has lost its state.
+fn place(assignment: &Assignment) -> Place {
+    let own = assignment.nodes[assignment.node_rank as usize].clone();
+    Place {
+        assignment: Some(Assignment {
+            nodes: vec![own],
+            ..assignment.clone()
+        }),
+        node_count: assignment.nodes.len() as u32,
+        ..Place::default()
     }
 }

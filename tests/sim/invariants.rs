@@ -24,6 +24,8 @@ pub(crate) struct Witness {
     /// The last word on each run: all nodes hear the same.
     last_words: BTreeMap<u32, Failures>,
     last_generation: u64,
+    /// All that were ever started.
+    generations: BTreeSet<u64>,
 }
 
 impl Witness {
@@ -98,6 +100,7 @@ impl Witness {
         );
         if generation > self.last_generation {
             self.last_generation = generation;
+            self.generations.insert(generation);
             check_ranks(assignment);
         }
         let common = Assignment {
@@ -133,6 +136,22 @@ impl Witness {
         self.run += 1;
     }
 
+    /// Another daemon takes the place of one that died, and with it what that one had said and nobody may have heard.
+    /// What it had decided for good, those in `undecided` may never learn: it is another run that they are in then.
+    pub(crate) fn daemon_died(&mut self, undecided: &[String]) {
+        self.assignments.clear();
+        self.ranks.clear();
+        self.over.clear();
+        self.causes.clear();
+        self.last_generation = 0;
+        if self.exit_codes.contains_key(&self.run) {
+            self.run += 1;
+            for incarnation in undecided {
+                self.run_of.remove(incarnation);
+            }
+        }
+    }
+
     /// Exit code of the run that the agent was in; none if it did not end with `JobOver`.
     pub(crate) fn verdict(&self, incarnation: &str) -> Option<i32> {
         self.exit_codes.get(self.run_of.get(incarnation)?).copied()
@@ -140,7 +159,7 @@ impl Witness {
 
     /// Generations that were started.
     pub(crate) fn generations(&self) -> u64 {
-        self.assignments.len() as u64
+        self.generations.len() as u64
     }
 }
 

@@ -15,6 +15,9 @@ use world::{Outcome, World};
 /// Seeds of one run; they take a few seconds.
 const SEEDS: u64 = 600;
 
+/// Seeds of worlds in which only the daemon has trouble.
+const HEALTHY_SEEDS: u64 = 200;
+
 #[test]
 fn any_trouble_ends_well() {
     if let Ok(seed) = std::env::var("DDP_SIM_SEED") {
@@ -35,11 +38,35 @@ fn any_trouble_ends_well() {
     // A simulation that never meets trouble, or never gets through it, proves nothing.
     assert!(tally.succeeded > seeds / 10, "{tally:?}");
     assert!(tally.failed > seeds / 20, "{tally:?}");
+    assert!(tally.crashes > seeds / 4, "{tally:?}");
     assert!(tally.stopped > 0 && tally.timed_out > 0, "{tally:?}");
     assert!(
         tally.generations > 2 * seeds && tally.reconnects > seeds && tally.deaths > seeds / 4,
         "{tally:?}"
     );
+}
+
+/// A daemon that dies and comes back restarts nobody who is well: one generation, from the beginning to success.
+#[test]
+fn an_outage_of_the_daemon_restarts_no_healthy_worker() {
+    if let Ok(seed) = std::env::var("DDP_SIM_SEED") {
+        let seed = seed.parse().expect("DDP_SIM_SEED is a number");
+        println!("seed {seed}: {:?}", World::healthy(seed, true).run());
+        return;
+    }
+    let mut crashes = 0;
+    for seed in 0..HEALTHY_SEEDS {
+        let replay = Replay(seed);
+        let outcome = World::healthy(seed, false).run();
+        assert_eq!(
+            (outcome.exit_code, outcome.generations),
+            (Some(0), 1),
+            "{outcome:?}"
+        );
+        crashes += outcome.crashes;
+        std::mem::forget(replay);
+    }
+    assert!(crashes > HEALTHY_SEEDS, "only {crashes} daemons died");
 }
 
 /// The same seed gives the same world, or a replay would be worth nothing.
@@ -60,6 +87,7 @@ struct Tally {
     generations: u64,
     reconnects: u64,
     deaths: u64,
+    crashes: u64,
 }
 
 impl Tally {
@@ -74,6 +102,7 @@ impl Tally {
         self.generations += outcome.generations;
         self.reconnects += outcome.reconnects;
         self.deaths += outcome.deaths;
+        self.crashes += outcome.crashes;
     }
 }
 

@@ -45,6 +45,8 @@ enum Happening {
     Starts(usize),
     /// Some trouble.
     Trouble,
+    /// The daemon dies as soon as every node is well.
+    Crashes,
 }
 
 /// How a world ended.
@@ -55,6 +57,8 @@ pub(crate) struct Outcome {
     pub(crate) generations: u64,
     pub(crate) reconnects: u64,
     pub(crate) deaths: u64,
+    /// Daemons that died.
+    pub(crate) crashes: u64,
 }
 
 /// Everything there is.
@@ -76,6 +80,10 @@ pub(crate) struct World {
     max_nodes: u32,
     /// Every node asks for a rank of its own.
     ranks_asked: bool,
+    /// Longest time until an agent comes back that has lost its stream.
+    away_ms: u64,
+    /// Nobody has come to this daemon yet.
+    fresh: bool,
     ids: u64,
     outcome: Outcome,
     loud: bool,
@@ -110,12 +118,15 @@ impl World {
             min_nodes,
             max_nodes,
             ranks_asked: rng.random_bool(0.2),
+            away_ms: 8000,
+            fresh: true,
             ids: 0,
             outcome: Outcome {
                 exit_code: None,
                 generations: 0,
                 reconnects: 0,
                 deaths: 0,
+                crashes: 0,
             },
             loud,
             rng,
@@ -127,6 +138,23 @@ impl World {
         for _ in 0..world.troubles {
             let delay = world.pause(TROUBLE.as_millis() as u64);
             world.later(delay, Happening::Trouble);
+        }
+        world
+    }
+
+    /// One in which nothing goes wrong but that the daemon dies, up to three times.
+    pub(crate) fn healthy(seed: u64, loud: bool) -> Self {
+        let mut world = Self::new(seed, loud);
+        world
+            .agenda
+            .retain(|_, happening| matches!(happening, Happening::Starts(_)));
+        world.failing = 0.0;
+        world.min_nodes = world.max_nodes;
+        // Soon enough that all are back within a lease of the first.
+        world.away_ms = 5000;
+        for _ in 0..3 {
+            let delay = world.pause(15_000);
+            world.later(delay, Happening::Crashes);
         }
         world
     }
@@ -233,6 +261,13 @@ impl World {
             }
             Happening::Starts(host) => self.start(host),
             Happening::Trouble => self.trouble(),
+            Happening::Crashes if self.is_well() => self.crash_daemon(),
+            // Before all have started, or when the first has left.
+            Happening::Crashes => {
+                if self.agents.iter().all(|agent| agent.life != Life::Gone) {
+                    self.later(Duration::from_millis(50), Happening::Crashes);
+                }
+            }
         }
     }
 
@@ -269,8 +304,10 @@ impl World {
                 }
             }
         }
-        if self.state.is_idle() {
-            self.witness.idle();
+        match (self.state.is_idle(), self.fresh) {
+            (true, false) => self.witness.idle(),
+            (true, true) => {}
+            (false, _) => self.fresh = false,
         }
         for (call, deadline) in &self.calls {
             assert!(self.now <= *deadline, "{call:?} is past its deadline");
@@ -295,7 +332,7 @@ impl World {
             run_token: String::new(),
             role: String::new(),
             last_call_ms: 0,
-            free_attempt: 0,
+            ..Join::default()
         };
         self.agents.push(Agent {
             incarnation: format!("n{host}#{number}"),
@@ -305,6 +342,8 @@ impl World {
             generation: 0,
             life: Life::Joining,
             report: None,
+            place: None,
+            heard: 0,
             exit_code: None,
         });
         self.connect(number);

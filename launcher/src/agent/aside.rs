@@ -8,6 +8,7 @@ use ddp_proto::ids::LocalRank;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
+use super::standstill::{REFUSED_FOR, is_refused};
 use crate::cgroup::WorkerGroup;
 use crate::console::Console;
 use crate::proc_table;
@@ -35,6 +36,8 @@ pub(super) enum Aside {
     Heard(LocalRank),
     /// The workers have had the time to say what they do.
     Answered,
+    /// Whether the daemon refuses every connection.
+    Probed { refused: bool },
     /// Nothing is left of the workers but these processes, which cannot be killed.
     Swept(Vec<String>),
 }
@@ -49,6 +52,14 @@ pub(super) fn hear(
         // A child that holds the worker's socket open must not hold up the verdict.
         let _ = timeout(HEAR_BOUND, silence).await;
         let _ = results.send(Aside::Heard(local_rank)).await;
+    });
+}
+
+/// Looks whether the daemon is gone.
+pub(super) fn probe(results: mpsc::Sender<Aside>, endpoint: String) {
+    tokio::spawn(async move {
+        let refused = is_refused(&endpoint, REFUSED_FOR).await;
+        let _ = results.send(Aside::Probed { refused }).await;
     });
 }
 

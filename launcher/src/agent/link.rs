@@ -5,10 +5,13 @@ use std::time::Duration;
 use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError};
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
 use ddp_proto::rendezvous::{DaemonMessage, Join, Leave};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
+
+use super::place::HeldPlace;
 
 /// Messages that may wait for the agent or for the daemon.
 const QUEUE: usize = 256;
@@ -98,6 +101,10 @@ struct Memory {
     generation: Generation,
     /// What was reported of this generation since.
     reports: Vec<Body>,
+    /// The place in the generation last assigned.
+    place: Option<HeldPlace>,
+    /// Highest generation of which a daemon spoke.
+    heard: Generation,
 }
 
 impl Memory {
@@ -115,16 +122,49 @@ impl Memory {
                 }
                 self.reports.push(body.clone());
             }
-            Body::Heartbeat(_) | Body::Leave(_) => {}
+            Body::Heartbeat(heartbeat) => {
+                if let Some(place) = self.place.as_mut().filter(|_| generation == self.generation) {
+                    place.heartbeat = *heartbeat;
+                }
+            }
+            Body::Leave(_) => {}
         }
     }
 
-    /// The agent takes an assignment: from now on it speaks of this generation.
-    fn assigned(&mut self, generation: Generation) {
-        if generation > self.generation {
-            self.generation = generation;
-            self.reports.clear();
+    fn hear(&mut self, message: &DaemonMessage) {
+        let generation = Generation(message.generation);
+        self.heard = self.heard.max(generation);
+        match &message.body {
+            // The agent takes an assignment: from now on it speaks of this generation.
+            Some(Word::Assignment(assignment)) if generation > self.generation => {
+                self.generation = generation;
+                self.reports.clear();
+                self.place = HeldPlace::of(assignment);
+            }
+            Some(Word::GenerationOver(over)) if generation == self.generation => {
+                if let Some(place) = &mut self.place {
+                    // Who was out of reach hears of the end, but not what it has cost.
+                    place.give_up((over.max_restarts > 0).then_some(over.restart_count));
+                }
+            }
+            Some(Word::JobOver(_) | Word::Refused(_)) => {
+                if let Some(place) = &mut self.place {
+                    place.give_up(None);
+                }
+            }
+            _ => {}
         }
+    }
+
+    /// What a new stream begins with.
+    fn greeting(&self) -> Option<Join> {
+        let mut join = self.join.clone()?;
+        join.heard_generation = self.heard.0;
+        if let Some(place) = &self.place {
+            join.run_token.clone_from(&place.assignment.run_token);
+            join.place = Some(Box::new(place.told()));
+        }
+        Some(join)
     }
 }
 
@@ -202,11 +242,11 @@ impl Side {
 
     /// The first message of every stream is `Join`; the reports of the generation follow.
     fn replay(&self, stream: &AgentStream) -> Result<(), ClientError> {
-        let Some(join) = &self.memory.join else {
+        let Some(join) = self.memory.greeting() else {
             return Ok(());
         };
         let generation = self.memory.generation;
-        stream.sender().send(generation, Body::Join(join.clone()))?;
+        stream.sender().send(generation, Body::Join(join))?;
         self.memory
             .reports
             .iter()
@@ -214,10 +254,7 @@ impl Side {
     }
 
     async fn take(&mut self, message: DaemonMessage) {
-        use ddp_proto::rendezvous::daemon_message::Body as Word;
-        if matches!(message.body, Some(Word::Assignment(_))) {
-            self.memory.assigned(Generation(message.generation));
-        }
+        self.memory.hear(&message);
         self.tell(LinkEvent::Message(message)).await;
     }
 
@@ -229,21 +266,101 @@ impl Side {
 
 #[cfg(test)]
 mod tests {
-    use ddp_proto::rendezvous::{NodeStopped, NodeSucceeded};
+    use ddp_proto::rendezvous::{
+        Assignment, GenerationOver, Heartbeat, NodeAssignment, NodeStopped, NodeSucceeded, Waiting,
+    };
 
     use super::*;
+
+    fn hear(memory: &mut Memory, generation: u64, body: Word) {
+        memory.hear(&DaemonMessage {
+            generation,
+            body: Some(body),
+        });
+    }
+
+    fn assignment() -> Word {
+        let node = |hostname: &str, first_rank| NodeAssignment {
+            hostname: hostname.into(),
+            first_rank,
+            workers: 2,
+            ..NodeAssignment::default()
+        };
+        Word::Assignment(Assignment {
+            node_rank: 1,
+            nodes: vec![node("a", 0), node("b", 2)],
+            run_token: "run".into(),
+            ..Assignment::default()
+        })
+    }
 
     #[test]
     fn a_new_generation_forgets_the_reports_of_the_last() {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
-        memory.assigned(Generation(1));
+        hear(&mut memory, 1, assignment());
         memory.note(Generation(1), &Body::NodeSucceeded(NodeSucceeded {}));
         assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 1));
         memory.note(Generation(1), &Body::NodeStopped(NodeStopped::default()));
         memory.note(Generation(1), &Body::Join(Join::default()));
         assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 0));
-        memory.assigned(Generation(2));
+        hear(&mut memory, 2, assignment());
         assert_eq!(memory.generation, Generation(2));
+    }
+
+    #[test]
+    fn a_new_stream_begins_with_the_place_of_this_node_alone() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        hear(&mut memory, 1, assignment());
+        let heartbeat = Heartbeat {
+            step: Some(7),
+            ranks_divide: Some(12),
+        };
+        memory.note(Generation(1), &Body::Heartbeat(heartbeat));
+        let join = memory.greeting().unwrap();
+        assert_eq!((join.run_token.as_str(), join.heard_generation), ("run", 1));
+        let place = join.place.unwrap();
+        let told = place.assignment.unwrap();
+        assert_eq!((told.node_rank, place.node_count, place.over), (1, 2, false));
+        assert_eq!(
+            told.nodes
+                .iter()
+                .map(|node| node.hostname.as_str())
+                .collect::<Vec<_>>(),
+            ["b"]
+        );
+        assert_eq!(place.heartbeat, Some(heartbeat));
+    }
+
+    #[test]
+    fn a_place_is_given_up_when_its_generation_is_over() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        hear(&mut memory, 1, assignment());
+        let over = GenerationOver {
+            restart_count: 2,
+            max_restarts: 3,
+            ..GenerationOver::default()
+        };
+        hear(&mut memory, 1, Word::GenerationOver(over));
+        // Its workers are gone, and it waits for the next one.
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        let place = memory.greeting().unwrap().place.unwrap();
+        assert_eq!((place.over, place.assignment.unwrap().restart_count), (true, 2));
+        hear(&mut memory, 2, assignment());
+        assert!(!memory.greeting().unwrap().place.unwrap().over);
+    }
+
+    #[test]
+    fn a_spare_tells_the_generation_that_it_heard_of() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        hear(&mut memory, 3, Word::Waiting(Waiting::default()));
+        let join = memory.greeting().unwrap();
+        assert_eq!(
+            (memory.generation, join.heard_generation, join.place),
+            (Generation(0), 3, None)
+        );
     }
 }

@@ -14,6 +14,9 @@
 //! | `workers` | the workers of one generation: processes, files, the ends they came to |
 //! | `contracts` | what an assignment means for each of them |
 //! | `link` | the stream to the daemon, opened again when it breaks |
+//! | `meanwhile` | what goes on while the daemon is out of reach, in words |
+//! | `place` | what the agent keeps of its assignment for a daemon that has lost its state |
+//! | `standstill` | notices that this process was suspended |
 //! | `signals` | the signals that stop the launcher |
 
 mod aside;
@@ -27,7 +30,10 @@ mod inbox;
 mod launch;
 mod link;
 mod machine;
+mod meanwhile;
+mod place;
 mod signals;
+mod standstill;
 mod stop;
 mod workers;
 

@@ -145,6 +145,11 @@ impl ControlServer {
         self.place.send_replace(Some(place));
     }
 
+    /// The store of the generation that began last.
+    pub(crate) fn store(&self) -> Option<Arc<Store>> {
+        self.place.borrow().as_ref().map(|place| place.store.clone())
+    }
+
     /// A worker runs.
     pub(crate) fn joined(&self, local_rank: LocalRank, pid: i32) {
         self.update(|place| {

@@ -16,6 +16,8 @@ use tokio::time::{Instant, timeout};
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
 /// How long a put is repeated while the daemon cannot be reached.
 const PUT_BOUND: Duration = Duration::from_secs(30);
+/// Bytes kept of what the workers of this node wrote, for a daemon that has lost it.
+const MAX_KEPT_BYTES: usize = 4 << 20;
 /// Entries kept; the daemon bounds their number and size too.
 const MAX_CACHED: usize = 4096;
 
@@ -28,6 +30,14 @@ pub(crate) struct Store {
     generation: Generation,
     /// Values as base64. Entries are write-once, so a value once read is right for ever.
     read: Mutex<HashMap<String, Cell>>,
+    written: Mutex<Written>,
+}
+
+/// What the workers of this node wrote.
+#[derive(Debug, Default)]
+struct Written {
+    entries: Vec<(String, Vec<u8>)>,
+    bytes: usize,
 }
 
 impl Store {
@@ -37,6 +47,7 @@ impl Store {
             job_id,
             generation,
             read: Mutex::default(),
+            written: Mutex::default(),
         }
     }
 
@@ -51,15 +62,44 @@ impl Store {
                 "value of `{key}` has {len} bytes, more than {MAX_VALUE_BYTES}"
             ));
         }
+        self.write(key, &value).await?;
+        self.keep(key, value);
+        Ok(())
+    }
+
+    /// Writes again what the workers of this node wrote: the daemon may be another one, which has lost it.
+    pub(crate) async fn write_again(&self) {
+        let entries = {
+            let written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+            written.entries.clone()
+        };
+        for (key, value) in entries {
+            if let Err(error) = self.write(&key, &value).await {
+                tracing::debug!("`{key}` is not written again: {error}");
+                return;
+            }
+        }
+    }
+
+    async fn write(&self, key: &str, value: &[u8]) -> Result<(), String> {
         let deadline = Instant::now() + PUT_BOUND;
         loop {
             let put = self
                 .client
-                .kv_put(&self.job_id, self.generation, key, value.clone());
+                .kv_put(&self.job_id, self.generation, key, value.to_vec());
             match put.await {
                 Ok(()) => return Ok(()),
                 Err(error) => self.pause_or_fail(error, deadline).await?,
             }
+        }
+    }
+
+    fn keep(&self, key: &str, value: Vec<u8>) {
+        let mut written = self.written.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = written.bytes + key.len() + value.len();
+        if bytes <= MAX_KEPT_BYTES {
+            written.bytes = bytes;
+            written.entries.push((key.to_owned(), value));
         }
     }
 
@@ -100,9 +140,11 @@ impl Store {
         }
     }
 
-    /// A broken connection is opened again by the client; every other error is an answer.
+    /// A broken connection is opened again by the client, and a daemon that was restarted is told of the generation by
+    /// the agent; every other error is an answer.
     async fn pause_or_fail(&self, error: ClientError, deadline: Instant) -> Result<(), String> {
-        if !error.is_broken() || Instant::now() + RETRY_PAUSE >= deadline {
+        let may_mend = error.is_broken() || matches!(error, ClientError::Forgotten { .. });
+        if !may_mend || Instant::now() + RETRY_PAUSE >= deadline {
             return Err(error.to_string());
         }
         tokio::time::sleep(RETRY_PAUSE).await;

@@ -70,7 +70,7 @@ pub(crate) struct Daemon {
     address: SocketAddr,
     shared: Arc<Shared>,
     heard: mpsc::Receiver<AgentMessage>,
-    _runtime: tokio::runtime::Runtime,
+    runtime: tokio::runtime::Runtime,
 }
 
 impl Daemon {
@@ -106,7 +106,7 @@ impl Daemon {
             address,
             shared,
             heard,
-            _runtime: runtime,
+            runtime,
         }
     }
 
@@ -134,6 +134,17 @@ impl Daemon {
         self.heard.try_iter().collect()
     }
 
+    /// Loses what workers wrote, as a daemon does that is started anew.
+    pub(crate) fn lose_store(&self) {
+        self.shared.store.lock().unwrap().clear();
+    }
+
+    /// What a worker wrote, or writes soon.
+    pub(crate) fn read(&self, key: &str) -> Vec<u8> {
+        let read = async { tokio::time::timeout(DEADLINE, self.shared.read(key)).await };
+        self.runtime.block_on(read).expect("somebody writes it")
+    }
+
     /// Ends all streams.
     pub(crate) fn break_streams(&self) {
         self.shared.broken.send(()).unwrap();
@@ -148,6 +159,18 @@ impl Daemon {
 }
 
 impl Shared {
+    /// An entry, when it is written.
+    async fn read(&self, key: &str) -> Vec<u8> {
+        loop {
+            let written = self.written.notified();
+            let found = self.store.lock().unwrap().get(key).cloned();
+            match found {
+                Some(value) => return value,
+                None => written.await,
+            }
+        }
+    }
+
     /// The answer to one message; none ends the stream.
     fn answer(&self, message: AgentMessage) -> Option<Vec<DaemonMessage>> {
         let mut job = self.job.lock().unwrap();
@@ -211,6 +234,7 @@ impl Shared {
             reason: "all are there".into(),
             run_token: "run".into(),
             attempt: job.restart_count,
+            ..Assignment::default()
         };
         job.join = join;
         Word::Assignment(assignment)
@@ -292,18 +316,8 @@ impl Rendezvous for Service {
 
     async fn kv_get(&self, request: Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
         let request = request.into_inner();
-        let read = async {
-            loop {
-                let written = self.0.written.notified();
-                let found = self.0.store.lock().unwrap().get(&request.key).cloned();
-                match found {
-                    Some(value) => return value,
-                    None => written.await,
-                }
-            }
-        };
         let bound = Duration::from_millis(u64::from(request.timeout_ms));
-        match tokio::time::timeout(bound, read).await {
+        match tokio::time::timeout(bound, self.0.read(&request.key)).await {
             Ok(value) => Ok(Response::new(KvGetReply { value })),
             Err(_) => Err(Status::deadline_exceeded(format!(
                 "nobody wrote `{}`",

@@ -246,6 +246,40 @@ fn workers_outlive_a_broken_stream() {
     assert_eq!(end.stdout.matches("ready").count(), 1, "{}", end.stdout);
 }
 
+/// Writes an entry, and waits for the end.
+#[test]
+fn role_writes() {
+    if !plays("role_writes") {
+        return;
+    }
+    let mut session = Session::open();
+    session.hear();
+    session.say(&ToAgent::KvPut {
+        call: 1,
+        key: "k".into(),
+        value: "c2VjcmV0".into(),
+    });
+    session.hear();
+    println!("written");
+    std::fs::read(std::env::var("FIFO").unwrap()).unwrap();
+}
+
+#[test]
+fn what_workers_wrote_is_written_again_when_the_daemon_has_lost_it() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut launcher = launch(&daemon)
+        .env("FIFO", &meeting.fifo)
+        .role("role_writes")
+        .start();
+    launcher.stdout.expect("written");
+    daemon.lose_store();
+    daemon.break_streams();
+    assert_eq!(daemon.read("k"), b"secret");
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    assert_eq!(launcher.wait().code, 0);
+}
+
 /// Tells its place to the test, and waits for the end.
 #[test]
 fn role_waits() {

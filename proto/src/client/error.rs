@@ -64,6 +64,16 @@ pub enum ClientError {
         /// The daemon's words: "generation superseded: …".
         cause: String,
     },
+    /// The daemon does not know the job or its generation: it may have been restarted, and the agent not be back yet.
+    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
+    Forgotten {
+        /// The call, in words.
+        what: String,
+        /// Address of the daemon.
+        endpoint: String,
+        /// The daemon's words.
+        cause: String,
+    },
     /// The daemon answered with an error.
     #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
     Refused {
@@ -91,7 +101,7 @@ impl ClientError {
                 unauthenticated: true,
                 ..
             } => exit::REFUSED,
-            Self::Superseded { .. } | Self::Refused { .. } => exit::INTERNAL,
+            Self::Superseded { .. } | Self::Forgotten { .. } | Self::Refused { .. } => exit::INTERNAL,
         }
     }
 

@@ -4,6 +4,7 @@ mod failures;
 mod gathering;
 mod outcomes;
 mod reconnects;
+mod recovery;
 mod scale;
 mod server;
 mod store;
@@ -312,6 +313,7 @@ fn join(node: &str, min_nodes: u32, max_nodes: u32) -> Join {
         role: String::new(),
         last_call_ms: 0,
         free_attempt: 0,
+        ..Join::default()
     }
 }
 

@@ -110,16 +110,6 @@ fn a_node_that_was_given_up_must_stop_before_it_takes_part_again() {
 }
 
 #[test]
-fn agents_of_an_earlier_daemon_restart_under_a_new_generation() {
-    let mut s = Scene::new();
-    s.join_with("a", [10, 0, 0, 1], 4, join("a", 2, 2));
-    insta::assert_snapshot!(s.words("a"), @"generation 4 over: the rendezvous daemon was restarted (no restart spent)");
-    s.join_with("b", [10, 0, 0, 1], 4, join("b", 2, 2));
-    s.rejoin("a", 4, 2, 2).rejoin("b", 4, 2, 2);
-    assert_eq!(s.assignment("b").0, 5, "no generation is counted twice");
-}
-
-#[test]
 fn a_node_that_succeeded_and_lost_its_lease_keeps_its_success() {
     let mut s = Scene::new();
     s.join("a", 2, 2)
@@ -149,6 +139,35 @@ fn a_lost_node_hears_the_verdict_when_the_others_have_left() {
     job over 0: all 2 nodes succeeded (failure on ``)
     closed
     ");
+}
+
+#[test]
+fn a_node_that_fell_silent_is_expected_back_for_a_lease() {
+    let mut s = Scene::new();
+    let unforgiving = |node: &str| Join {
+        max_restarts: 0,
+        ..join(node, 2, 2)
+    };
+    s.join_with("a", [10, 0, 0, 1], 0, unforgiving("a"))
+        .join_with("b", [10, 0, 0, 2], 0, unforgiving("b"))
+        .pass(10 * SECOND, &["a"]);
+    assert!(s.words("a").contains("job over 75"));
+    s.leave("a", None, "done");
+    assert!(s.state.is_idle());
+    assert_eq!(s.state.expects_until(), Some(18 * SECOND));
+    s.join_with("b", [10, 0, 0, 2], 1, unforgiving("b"));
+    assert!(s.words("b").contains("job over 75"));
+    assert_eq!(s.state.expects_until(), None);
+}
+
+#[test]
+fn a_node_whose_connection_broke_is_not_expected_back() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2)
+        .join("b", 2, 2)
+        .break_stream("b")
+        .pass(10 * SECOND, &["a"]);
+    assert_eq!(s.state.expects_until(), None);
 }
 
 #[test]

@@ -17,7 +17,13 @@ pub(crate) struct Daemon {
 impl Daemon {
     #[track_caller]
     pub(crate) fn start() -> Self {
-        let args = ["serve", "--listen", "127.0.0.1:0"].map(Into::into);
+        Self::start_at("127.0.0.1:0")
+    }
+
+    /// On the port of one that was killed, for instance.
+    #[track_caller]
+    pub(crate) fn start_at(address: &str) -> Self {
+        let args = ["serve", "--listen", address].map(Into::into);
         let mut running = Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous"))
             .args(args)
             .start();

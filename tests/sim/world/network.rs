@@ -98,7 +98,7 @@ impl World {
         }
         if comes_back {
             self.outcome.reconnects += 1;
-            let delay = self.pause(8000);
+            let delay = self.pause(self.away_ms);
             self.later(delay, Happening::Connects(number));
         }
     }

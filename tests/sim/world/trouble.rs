@@ -1,5 +1,6 @@
 //! What may go wrong at any moment.
 
+use ddp_run::rendezvous::State;
 use rand::Rng;
 
 use super::{Happening, World};
@@ -15,7 +16,7 @@ impl World {
             return;
         }
         let number = alive[self.rng.random_range(0..alive.len())];
-        match self.rng.random_range(0..40) {
+        match self.rng.random_range(0..44) {
             // The network breaks, for one agent or for all; messages on the way are lost.
             0..=21 => self.break_network(&[number]),
             22..=25 => self.break_network(&alive),
@@ -37,6 +38,7 @@ impl World {
             }
             // An agent gives up for reasons of its own.
             38 => self.exit(number, None),
+            39..=42 => self.crash_daemon(),
             // The agent freezes for longer than its lease: a stream that is open and says nothing.
             _ => {
                 let Some(conn) = self.agents[number].conn else {
@@ -47,6 +49,40 @@ impl World {
                     stream.to_daemon = stream.to_daemon.max(until);
                     stream.to_agent = stream.to_agent.max(until);
                 }
+            }
+        }
+    }
+
+    /// The workers of all nodes run, or have succeeded while those of others run.
+    pub(super) fn is_well(&self) -> bool {
+        let runs = |life: &Life| matches!(life, Life::Running(_));
+        self.agents.len() == self.max_nodes as usize
+            && self
+                .agents
+                .iter()
+                .all(|agent| runs(&agent.life) || agent.life == Life::Succeeded)
+            && self.agents.iter().any(|agent| runs(&agent.life))
+    }
+
+    /// The daemon dies with all that it knows and that is on its way; another one takes its place.
+    pub(super) fn crash_daemon(&mut self) {
+        self.outcome.crashes += 1;
+        self.state = State::new(self.config.clone());
+        self.fresh = true;
+        self.calls.clear();
+        self.agenda.retain(|_, happening| {
+            !matches!(
+                happening,
+                Happening::Arrives(..) | Happening::Ends(..) | Happening::Delivers(..)
+            )
+        });
+        let is_decided = |life: &Life| matches!(life, Life::Listening(_) | Life::Gone);
+        let undecided = self.agents.iter().filter(|agent| !is_decided(&agent.life));
+        let undecided: Vec<String> = undecided.map(|agent| agent.incarnation.clone()).collect();
+        self.witness.daemon_died(&undecided);
+        for number in 0..self.agents.len() {
+            if self.agents[number].conn.is_some() {
+                self.lose_stream(number, true);
             }
         }
     }

@@ -2,6 +2,7 @@
 
 mod ending;
 mod hanging;
+mod hearing;
 mod starting;
 
 use std::collections::{BTreeSet, VecDeque};
@@ -13,8 +14,7 @@ use ddp_proto::client::{AgentIdentity, Client};
 use ddp_proto::exit;
 use ddp_proto::ids::NodeId;
 use ddp_proto::rendezvous::agent_message::Body as Report;
-use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{DaemonMessage, Failures, WorkerExit};
+use ddp_proto::rendezvous::{Failures, WorkerExit};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
@@ -23,7 +23,7 @@ use super::conclusion::Conclusion;
 use super::event::{Effect, Event};
 use super::inbox::{Inbox, Mail, heartbeat_every};
 use super::launch::LaunchError;
-use super::link::{Link, LinkConfig, LinkEvent};
+use super::link::{Link, LinkConfig};
 use super::machine::{LEAVE_WAIT, Machine, Rules};
 use super::signals::{Call, Signals};
 use super::workers::{Crew, PrepareError, inherited};
@@ -39,6 +39,7 @@ use crate::plan::LaunchPlan;
 use crate::pump::Pump;
 use crate::reap;
 use crate::spawn::{SpawnEvent, Spawner, check_program};
+use hearing::Touch;
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
@@ -75,7 +76,7 @@ pub(super) struct Driver<'a> {
     /// Workers were asked what they do, and may answer still.
     asking: bool,
     alarm: Option<Instant>,
-    last_waiting: String,
+    touch: Touch,
     /// Of the last assignment.
     run_token: String,
     local_failure: Option<WorkerExit>,
@@ -136,7 +137,7 @@ impl<'a> Driver<'a> {
             deferred: BTreeSet::new(),
             asking: false,
             alarm: None,
-            last_waiting: String::new(),
+            touch: Touch::begin(),
             run_token: String::new(),
             local_failure: None,
             failures: Failures::default(),
@@ -179,6 +180,7 @@ impl<'a> Driver<'a> {
     }
 
     fn open(&mut self, mail: Mail, events: &mut VecDeque<Event>) {
+        self.feel_pulse();
         match mail {
             Mail::Signal(Call::Stop(signal)) => events.push_back(Event::Signal(signal)),
             // A worker may run already though nobody has said so yet.
@@ -210,6 +212,7 @@ impl<'a> Driver<'a> {
                     events.push_back(Event::Described(exit));
                 }
             }
+            Mail::Aside(Aside::Probed { refused }) => self.on_probed(refused, events),
             Mail::Aside(Aside::Answered) => self.judge_hung(),
             Mail::Aside(Aside::Swept(stuck)) => events.push_back(Event::Swept { stuck }),
             Mail::Alarm => {
@@ -347,59 +350,6 @@ impl<'a> Driver<'a> {
             self.machine.generation(),
             Report::Heartbeat(self.crew.heartbeat()),
         );
-    }
-
-    fn on_link(&mut self, event: LinkEvent, events: &mut VecDeque<Event>) {
-        match event {
-            LinkEvent::Connected(client) => self.client = Some(client),
-            LinkEvent::Message(message) => {
-                self.heed(&message);
-                self.note_failures(message.body.as_ref());
-                events.push_back(Event::Daemon(message));
-            }
-            LinkEvent::Broken(error) => self.console.say(&format!("{error}; the workers keep running")),
-            LinkEvent::Restored => self.console.say("the rendezvous daemon is back"),
-            LinkEvent::Gone(error) => events.push_back(Event::DaemonGone {
-                exit_code: error.exit_code(),
-                error: error.to_string(),
-            }),
-            LinkEvent::Left => events.push_back(Event::Left),
-        }
-    }
-
-    /// What a message of the daemon means for the driver, besides the decisions.
-    fn heed(&mut self, message: &DaemonMessage) {
-        let lease_ms = match &message.body {
-            Some(Word::Waiting(waiting)) => {
-                if self.plan.nodes.max > 1 && waiting.reason != self.last_waiting {
-                    self.console.say(&waiting.reason);
-                    self.last_waiting.clone_from(&waiting.reason);
-                }
-                waiting.lease_ms
-            }
-            Some(Word::Assignment(assignment)) => {
-                self.event_log.put(Happening::Assigned {
-                    generation: message.generation,
-                    node_rank: assignment.node_rank,
-                    nodes: assignment.nodes.len(),
-                    restart_count: assignment.restart_count,
-                    reason: &assignment.reason,
-                });
-                assignment.lease_ms
-            }
-            Some(Word::GenerationOver(over)) => {
-                self.event_log.put(Happening::GenerationOver {
-                    generation: message.generation,
-                    cause: &over.cause,
-                });
-                0
-            }
-            _ => 0,
-        };
-        let interval = Duration::from_millis(u64::from(lease_ms)) / 3;
-        if !interval.is_zero() && interval != self.inbox.heartbeat.period() {
-            self.inbox.heartbeat = heartbeat_every(interval);
-        }
     }
 
     fn carry_out(&mut self, effect: Effect, events: &mut VecDeque<Event>) {

@@ -57,6 +57,7 @@ impl Driver<'_> {
                 .last_call
                 .map_or(0, |wait| u32::try_from(wait.as_millis()).unwrap_or(u32::MAX)),
             free_attempt: self.plan.log_dir.as_deref().map_or(0, logs::free_attempt),
+            ..Join::default()
         };
         self.link.send(generation, Report::Join(join));
     }

@@ -1,0 +1,152 @@
+//! What comes from the daemon: its messages, and whether it can be reached.
+
+use std::collections::VecDeque;
+use std::time::Duration;
+
+use ddp_proto::exit;
+use ddp_proto::rendezvous::DaemonMessage;
+use ddp_proto::rendezvous::daemon_message::Body as Word;
+
+use super::super::aside;
+use super::super::event::Event;
+use super::super::inbox::heartbeat_every;
+use super::super::link::LinkEvent;
+use super::super::standstill::{Pulse, Standstill, since_boot};
+use super::Driver;
+use crate::event_log::Happening;
+
+/// How the driver and the daemon stand.
+pub(super) struct Touch {
+    /// What the daemon said last that it waits for.
+    last_waiting: String,
+    /// The stream is broken.
+    is_broken: bool,
+    pulse: Pulse,
+    /// The last one, until the daemon can be reached after it.
+    standstill: Option<Standstill>,
+}
+
+impl Touch {
+    pub(super) fn begin() -> Self {
+        Self {
+            last_waiting: String::new(),
+            is_broken: false,
+            pulse: Pulse::start(since_boot()),
+            standstill: None,
+        }
+    }
+}
+
+impl Driver<'_> {
+    pub(super) fn on_link(&mut self, event: LinkEvent, events: &mut VecDeque<Event>) {
+        match event {
+            LinkEvent::Connected(client) => self.client = Some(client),
+            LinkEvent::Message(message) => {
+                self.heed(&message);
+                self.note_failures(message.body.as_ref());
+                events.push_back(Event::Daemon(message));
+            }
+            LinkEvent::Broken(error) => {
+                let meanwhile = self.machine.meanwhile();
+                self.console.say(&format!("{error}; {meanwhile}"));
+                self.touch.is_broken = true;
+                self.look_for_daemon();
+            }
+            LinkEvent::Restored => {
+                self.touch.is_broken = false;
+                self.touch.standstill = None;
+                self.console.say("the rendezvous daemon is back");
+                if let Some(store) = self.control.store() {
+                    tokio::spawn(async move { store.write_again().await });
+                }
+            }
+            LinkEvent::Gone(error) => events.push_back(Event::DaemonGone {
+                exit_code: error.exit_code(),
+                error: error.to_string(),
+            }),
+            LinkEvent::Left => events.push_back(Event::Left),
+        }
+    }
+
+    /// What a message of the daemon means for the driver, besides the decisions.
+    fn heed(&mut self, message: &DaemonMessage) {
+        let lease_ms = match &message.body {
+            Some(Word::Waiting(waiting)) => {
+                if self.plan.nodes.max > 1 && waiting.reason != self.touch.last_waiting {
+                    self.console.say(&waiting.reason);
+                    self.touch.last_waiting.clone_from(&waiting.reason);
+                }
+                waiting.lease_ms
+            }
+            Some(Word::Assignment(assignment)) => {
+                if self.machine.is_running() && message.generation == self.machine.generation().0 {
+                    self.console
+                        .say(&format!("generation {} runs on", message.generation));
+                    self.touch.last_waiting.clear();
+                }
+                self.event_log.put(Happening::Assigned {
+                    generation: message.generation,
+                    node_rank: assignment.node_rank,
+                    nodes: assignment.nodes.len(),
+                    restart_count: assignment.restart_count,
+                    reason: &assignment.reason,
+                });
+                assignment.lease_ms
+            }
+            Some(Word::GenerationOver(over)) => {
+                self.event_log.put(Happening::GenerationOver {
+                    generation: message.generation,
+                    cause: &over.cause,
+                });
+                0
+            }
+            _ => 0,
+        };
+        let lease = Duration::from_millis(u64::from(lease_ms));
+        if !lease.is_zero() {
+            self.touch.pulse.lease = Some(lease);
+        }
+        let interval = lease / 3;
+        if !interval.is_zero() && interval != self.inbox.heartbeat.period() {
+            self.inbox.heartbeat = heartbeat_every(interval);
+        }
+    }
+
+    /// Notices that this process stood still for longer than the daemon waits for it.
+    pub(super) fn feel_pulse(&mut self) {
+        let Some(gap) = self.touch.pulse.beat(since_boot()) else {
+            return;
+        };
+        self.console.say(&format!(
+            "this launcher stood still for {:.1} s, longer than its lease of {:.1} s: it was stopped, or its machine was \
+             suspended; the others may have gone on without it",
+            gap.as_secs_f64(),
+            self.touch.pulse.lease.unwrap_or_default().as_secs_f64()
+        ));
+        self.touch.standstill = Some(Standstill::of(gap));
+        self.look_for_daemon();
+    }
+
+    /// Looks whether the daemon is gone, if it cannot be reached just after a standstill: it ends with the job where one
+    /// of the nodes hosts it, and nobody would ever tell.
+    fn look_for_daemon(&mut self) {
+        let lease = self.touch.pulse.lease.unwrap_or_default();
+        if self.touch.is_broken && self.touch.standstill.is_some_and(|still| still.is_recent(lease)) {
+            aside::probe(self.aside.clone(), self.plan.endpoint.clone());
+        }
+    }
+
+    pub(super) fn on_probed(&mut self, refused: bool, events: &mut VecDeque<Event>) {
+        if let (true, true, Some(still)) = (refused, self.touch.is_broken, self.touch.standstill) {
+            events.push_back(Event::DaemonGone {
+                exit_code: exit::RENDEZVOUS_TIMED_OUT,
+                error: format!(
+                    "the job went on without this node: it was suspended for {:.1} s, and the rendezvous daemon at `{}` is \
+                     gone\n  hint: the other nodes' launchers have told how the job ended",
+                    still.gap.as_secs_f64(),
+                    self.plan.endpoint
+                ),
+            });
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! Noticing that this process stood still: a signal had stopped it, or its machine was suspended.
+//!
+//! Whoever stands still for longer than a lease is given up by the daemon, and nobody can tell it so meanwhile. When it
+//! goes on, the daemon may have ended with the job: then nothing would ever come.
+#![expect(unsafe_code, reason = "clock_gettime; nix is built without its clocks")]
+
+use std::io::ErrorKind;
+use std::time::Duration;
+
+use tokio::net::TcpStream;
+use tokio::time::{Instant, sleep, timeout};
+
+/// How long a daemon has to refuse connections to count as gone: one that is started anew is back by then, or its
+/// node is given up all the same.
+pub(super) const REFUSED_FOR: Duration = Duration::from_secs(3);
+/// Pause between two attempts.
+const PROBE_PAUSE: Duration = Duration::from_millis(250);
+/// How long one attempt may take.
+const PROBE_BOUND: Duration = Duration::from_secs(1);
+
+/// Tells how long it was since the last time.
+#[derive(Debug)]
+pub(super) struct Pulse {
+    last: Duration,
+    /// The daemon's; none while it is not known.
+    pub(super) lease: Option<Duration>,
+}
+
+impl Pulse {
+    /// From now on, a time of [`since_boot`].
+    pub(super) fn start(now: Duration) -> Self {
+        Self {
+            last: now,
+            lease: None,
+        }
+    }
+
+    /// One beat; how long it was in coming if that is longer than a lease.
+    pub(super) fn beat(&mut self, now: Duration) -> Option<Duration> {
+        let gap = now.saturating_sub(self.last);
+        self.last = now;
+        self.lease.is_some_and(|lease| gap > lease).then_some(gap)
+    }
+}
+
+/// A standstill that was noticed.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Standstill {
+    pub(super) gap: Duration,
+    noticed: Instant,
+}
+
+impl Standstill {
+    pub(super) fn of(gap: Duration) -> Self {
+        Self {
+            gap,
+            noticed: Instant::now(),
+        }
+    }
+
+    /// What breaks within a lease of it may well follow from it.
+    pub(super) fn is_recent(&self, lease: Duration) -> bool {
+        self.noticed.elapsed() < lease
+    }
+}
+
+/// Time since the machine was started, its sleep included.
+pub(super) fn since_boot() -> Duration {
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
+    // SAFETY: `time` is a valid place for the result, which is written or left as it is.
+    unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut time) };
+    Duration::new(
+        u64::try_from(time.tv_sec).unwrap_or(0),
+        u32::try_from(time.tv_nsec).unwrap_or(0),
+    )
+}
+
+/// Whether nobody listens at `endpoint` for so long.
+pub(super) async fn is_refused(endpoint: &str, so_long: Duration) -> bool {
+    let until = Instant::now() + so_long;
+    loop {
+        let attempt = timeout(PROBE_BOUND, TcpStream::connect(endpoint)).await;
+        let refused = matches!(&attempt, Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused);
+        if !refused || Instant::now() >= until {
+            return refused;
+        }
+        sleep(PROBE_PAUSE).await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    #[test]
+    fn only_what_is_longer_than_a_lease_is_a_standstill() {
+        let mut pulse = Pulse::start(100 * SECOND);
+        assert_eq!(pulse.beat(200 * SECOND), None, "no lease is known yet");
+        pulse.lease = Some(9 * SECOND);
+        assert_eq!(pulse.beat(209 * SECOND), None);
+        assert_eq!(pulse.beat(220 * SECOND), Some(11 * SECOND));
+        assert_eq!(pulse.beat(220 * SECOND), None);
+    }
+
+    #[test]
+    fn the_clock_goes_on() {
+        let before = since_boot();
+        assert!(!before.is_zero() && since_boot() >= before);
+    }
+
+    #[tokio::test]
+    async fn a_port_at_which_somebody_listens_is_not_refused() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let endpoint = listener.local_addr().unwrap().to_string();
+        assert!(!is_refused(&endpoint, SECOND).await);
+        drop(listener);
+        assert!(is_refused(&endpoint, PROBE_PAUSE / 2).await);
+    }
+}

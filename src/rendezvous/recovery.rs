@@ -1,0 +1,477 @@
+//! Recovery: a daemon that has lost its state takes up the generation that an earlier one has assigned.
+//!
+//! An agent whose stream was opened again tells its [`Place`] with `Join`. When every node of that generation has told
+//! its own and all agree, the generation runs on: no worker hears of it, and what they reported meanwhile counts. If
+//! one does not come within a lease, or disagrees, the generation is over, as if that node had been lost, but no restart
+//! is spent for it. Nodes that have no part in the generation wait meanwhile.
+//!
+//! A daemon that ends with its job was hosted by one of the nodes, which is gone with it: there is nobody to wait for.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use ddp_proto::rendezvous::agent_message::Body;
+use ddp_proto::rendezvous::{Assignment, Join, NodeAssignment, Place};
+
+use super::config::Config;
+use super::event::Turn;
+use super::job::{Gathering, Job, Phase, Running};
+use super::joining::{MAX_GENERATION, join_timeout};
+use super::policy::Account;
+use super::ranks::Seat;
+use super::words;
+
+/// Highest number of an attempt that is believed.
+const MAX_TOLD_ATTEMPT: u32 = 1 << 30;
+
+/// A generation of an earlier daemon, as far as its nodes have come back.
+#[derive(Debug)]
+pub(super) struct Recovery {
+    pub(super) generation: u64,
+    /// What its nodes agree on; none while only nodes have come that have no part in it.
+    run: Option<Run>,
+    /// By node rank.
+    seats: BTreeMap<u32, Claim>,
+    /// What a node reported of the generation, in order of arrival: the first report of each is the one that counts.
+    held: Vec<(String, Body)>,
+    /// When it is given up.
+    pub(super) until: Duration,
+}
+
+/// What all nodes of the generation were told.
+#[derive(Debug)]
+struct Run {
+    /// Without the nodes, and without a node rank.
+    assignment: Assignment,
+    node_count: u32,
+    /// How long it has run.
+    ran: Duration,
+    ranks_divide: Option<u64>,
+}
+
+#[derive(Debug)]
+struct Claim {
+    incarnation: String,
+    node: NodeAssignment,
+}
+
+impl Recovery {
+    fn of(generation: u64, until: Duration) -> Self {
+        Self {
+            generation,
+            run: None,
+            seats: BTreeMap::new(),
+            held: Vec::new(),
+            until,
+        }
+    }
+
+    /// Whether the node has a place in the generation.
+    pub(super) fn has(&self, incarnation: &str) -> bool {
+        self.seats.values().any(|claim| claim.incarnation == incarnation)
+    }
+
+    /// What the nodes that are there wait for.
+    pub(super) fn waiting_words(&self) -> String {
+        let Self {
+            generation, seats, ..
+        } = self;
+        let Some(run) = &self.run else {
+            return format!(
+                "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to come back"
+            );
+        };
+        format!(
+            "the rendezvous daemon was restarted; {} of {} of generation {generation} are back, waiting for {}",
+            seats.len(),
+            words::nodes(run.node_count),
+            words::node_ranks(&self.missing())
+        )
+    }
+
+    /// Node ranks that nobody has come back to.
+    fn missing(&self) -> Vec<u32> {
+        let count = self.run.as_ref().map_or(0, |run| run.node_count);
+        (0..count).filter(|rank| !self.seats.contains_key(rank)).collect()
+    }
+
+    fn is_complete(&self) -> bool {
+        self.run
+            .as_ref()
+            .is_some_and(|run| self.seats.len() == run.node_count as usize)
+    }
+
+    /// Ranks follow from each other in order of node rank.
+    fn is_dense(&self) -> bool {
+        let mut next = 0;
+        self.seats.values().all(|claim| {
+            let fits = claim.node.first_rank == next;
+            next += claim.node.workers;
+            fits
+        })
+    }
+
+    /// Gives a node its place; false if it disagrees with those that are there.
+    fn seat(&mut self, incarnation: &str, place: &Place) -> bool {
+        let Some(told) = &place.assignment else {
+            return false;
+        };
+        let assignment = Assignment {
+            node_rank: 0,
+            nodes: Vec::new(),
+            ..told.clone()
+        };
+        let held = Duration::from_millis(place.held_ms);
+        let ranks_divide = place.heartbeat.and_then(|beat| beat.ranks_divide);
+        let run = self.run.get_or_insert_with(|| Run {
+            assignment: assignment.clone(),
+            node_count: place.node_count,
+            ran: Duration::ZERO,
+            ranks_divide: None,
+        });
+        run.ran = run.ran.max(held);
+        run.ranks_divide = run.ranks_divide.or(ranks_divide);
+        let is_taken = self
+            .seats
+            .get(&told.node_rank)
+            .is_some_and(|claim| claim.incarnation != incarnation);
+        if run.assignment != assignment || run.node_count != place.node_count || is_taken {
+            return false;
+        }
+        let claim = told.nodes.first().map(|node| Claim {
+            incarnation: incarnation.to_owned(),
+            node: node.clone(),
+        });
+        claim.is_some_and(|claim| {
+            self.seats.insert(told.node_rank, claim);
+            true
+        })
+    }
+}
+
+impl Job {
+    /// A node comes that was in a generation of which this daemon knows nothing: it keeps its place for now, or has to
+    /// stop its workers, for the reason that is returned.
+    pub(super) fn reclaim(
+        &mut self,
+        turn: &mut Turn<'_>,
+        incarnation: &str,
+        generation: u64,
+        join: &Join,
+    ) -> Result<(), String> {
+        let place = self.believe(turn, generation, join)?;
+        self.vacate_seats();
+        match &mut self.phase {
+            Phase::Recovering(recovery) if recovery.generation > generation => {
+                return Err(format!(
+                    "generation {generation} went on without node `{}`",
+                    join.hostname
+                ));
+            }
+            Phase::Recovering(recovery) if recovery.generation == generation => {}
+            // A newer one has come to light.
+            Phase::Recovering(_) => self.dismiss(turn, generation),
+            _ => {
+                let until = turn.at.now + turn.config.lease;
+                self.phase = Phase::Recovering(Recovery::of(generation, until));
+            }
+        }
+        if let Phase::Recovering(recovery) = &mut self.phase
+            && recovery.seat(incarnation, place)
+        {
+            return Ok(());
+        }
+        let why = format!(
+            ", and node `{}` disagrees with the others on generation {generation}",
+            join.hostname
+        );
+        self.give_up_recovery(turn, &why);
+        Err(started_again(generation, &why))
+    }
+
+    /// The place of a node in a generation that may still be taken up, or why it is not.
+    fn believe<'a>(
+        &mut self,
+        turn: &mut Turn<'_>,
+        generation: u64,
+        join: &'a Join,
+    ) -> Result<&'a Place, String> {
+        let checked = check_place(turn.config, join);
+        if let (Err(why), true) = (&checked, join.place.is_some()) {
+            turn.decided(format!(
+                "job `{}`: place of node `{}` is not believed: {why}",
+                self.id, join.hostname
+            ));
+        }
+        let Ok((place, assignment)) = checked else {
+            self.bury(turn, generation, &join.hostname);
+            return Err(started_again(generation, ""));
+        };
+        if (generation, assignment.restart_count) >= (self.floor, self.account.spent()) {
+            // Whatever becomes of the generation, it and those before it have cost what they have cost.
+            self.attempts = assignment.attempt + 1;
+            self.account = Account::withdraw(assignment);
+        }
+        if place.over {
+            self.bury(turn, generation, &join.hostname);
+            return Err(started_again(generation, " when this generation was over"));
+        }
+        if generation <= self.buried {
+            return Err(started_again(
+                generation,
+                ", and this generation was over on another node",
+            ));
+        }
+        if turn.config.only_job.is_some() {
+            self.buried = generation;
+            return Err(started_again(generation, " with the node that hosts it"));
+        }
+        Ok(place)
+    }
+
+    /// A node comes that was in no generation: as a spare it may know of one that runs.
+    pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
+        let heard = join.heard_generation;
+        let has_state = self.generation > 0 || turn.config.only_job.is_some();
+        match &self.phase {
+            Phase::Gathering(_)
+                if !has_state && heard > self.highest_generation() && heard <= MAX_GENERATION =>
+            {
+                self.floor = heard;
+                let until = turn.at.now + turn.config.lease;
+                self.phase = Phase::Recovering(Recovery::of(heard, until));
+            }
+            // Whoever had this rank would have come back with it.
+            Phase::Recovering(recovery)
+                if join
+                    .node_rank
+                    .is_some_and(|asked| recovery.missing().contains(&asked)) =>
+            {
+                self.give_up_recovery(turn, &format!(", and node `{}` was started anew", join.hostname));
+            }
+            _ => {}
+        }
+    }
+
+    /// A node has taken its place again: the generation runs on if it was the last one.
+    pub(super) fn consider_recovered(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
+        self.vacate_seats();
+        let Phase::Recovering(recovery) = &self.phase else {
+            return;
+        };
+        if !recovery.is_complete() {
+            let reason = recovery.waiting_words();
+            return self.tell_waiting(turn, incarnation, reason);
+        }
+        if !recovery.is_dense() {
+            return self.give_up_recovery(turn, ", and its nodes disagree on their ranks");
+        }
+        let generation = recovery.generation;
+        let held = self.take_up(turn);
+        turn.decided(format!(
+            "job `{}`: generation {generation} of an earlier daemon runs on, all of its {} nodes are back",
+            self.id,
+            self.previous.len()
+        ));
+        let members: Vec<String> = self
+            .previous
+            .iter()
+            .map(|seat| seat.incarnation.clone())
+            .collect();
+        for member in &members {
+            self.send_assignment(turn, member);
+        }
+        for (incarnation, body) in held {
+            self.message(turn, &incarnation, generation, body);
+        }
+        self.newcomer(turn);
+        self.tell_spares(turn);
+    }
+
+    /// Keeps what a node reports of a generation that is not taken up yet; gives back what is for now.
+    pub(super) fn hold(&mut self, incarnation: &str, generation: u64, body: Body) -> Option<Body> {
+        let Phase::Recovering(recovery) = &mut self.phase else {
+            return Some(body);
+        };
+        let is_report = matches!(body, Body::WorkerExit(_) | Body::NodeSucceeded(_));
+        if !is_report || recovery.generation != generation || !recovery.has(incarnation) {
+            return Some(body);
+        }
+        if !recovery.held.iter().any(|(who, _)| who == incarnation) {
+            recovery.held.push((incarnation.to_owned(), body));
+        }
+        None
+    }
+
+    /// Not all nodes have come back in time.
+    pub(super) fn recovery_timed_out(&mut self, turn: &mut Turn<'_>) {
+        self.vacate_seats();
+        let Phase::Recovering(recovery) = &self.phase else {
+            return;
+        };
+        let why = format!(
+            ", and {} did not come back within {:.1} s",
+            words::node_ranks(&recovery.missing()),
+            turn.config.lease.as_secs_f64()
+        );
+        self.give_up_recovery(turn, &why);
+    }
+
+    /// Nodes that came back and were lost since have to come again.
+    fn vacate_seats(&mut self) {
+        if let Phase::Recovering(recovery) = &mut self.phase {
+            recovery
+                .seats
+                .retain(|_, claim| self.nodes.contains_key(&claim.incarnation));
+        }
+    }
+
+    /// A node says that this generation is over, or is not fit to go on with it: nobody goes on with it.
+    fn bury(&mut self, turn: &mut Turn<'_>, generation: u64, hostname: &str) {
+        self.buried = self.buried.max(generation);
+        if matches!(&self.phase, Phase::Recovering(recovery) if recovery.generation <= generation) {
+            self.give_up_recovery(
+                turn,
+                &format!(", and generation {generation} was over on node `{hostname}`"),
+            );
+        }
+    }
+
+    /// A newer generation has come to light than the one that was to be taken up.
+    fn dismiss(&mut self, turn: &mut Turn<'_>, newer: u64) {
+        let until = turn.at.now + turn.config.lease;
+        let recovery = Recovery::of(newer, until);
+        let Phase::Recovering(old) = std::mem::replace(&mut self.phase, Phase::Recovering(recovery)) else {
+            return;
+        };
+        for claim in old.seats.values() {
+            self.went_on_without(turn, &claim.incarnation, old.generation);
+        }
+    }
+
+    /// The generation cannot be taken up, `why`: as if it had run here and its missing nodes had been lost, it is over.
+    fn give_up_recovery(&mut self, turn: &mut Turn<'_>, why: &str) {
+        let Phase::Recovering(recovery) = &self.phase else {
+            return;
+        };
+        let generation = recovery.generation;
+        self.buried = self.buried.max(generation);
+        if recovery.run.is_none() {
+            let timeouts = self
+                .nodes
+                .values()
+                .map(|node| join_timeout(turn.config, &node.join));
+            self.phase = Phase::Gathering(Gathering {
+                began: turn.at.now,
+                until: turn.at.now + timeouts.max().unwrap_or_default(),
+                not_before: turn.at.now,
+                last_call: None,
+            });
+            return self.consider_start(turn);
+        }
+        let held = self.take_up(turn);
+        for (incarnation, body) in held {
+            self.message(turn, &incarnation, generation, body);
+        }
+        // Unless a worker has failed, which is worse.
+        self.break_up(
+            turn,
+            format!("the rendezvous daemon was restarted{why}: the workers are stopped and started again"),
+        );
+    }
+
+    /// From now on the generation runs here, with the nodes that have come back; returns what they have reported.
+    fn take_up(&mut self, turn: &Turn<'_>) -> Vec<(String, Body)> {
+        let Phase::Recovering(recovery) = &mut self.phase else {
+            return Vec::new();
+        };
+        let (mut seats, held) = (
+            std::mem::take(&mut recovery.seats),
+            std::mem::take(&mut recovery.held),
+        );
+        let Some(run) = recovery.run.take() else {
+            return held;
+        };
+        self.generation = recovery.generation;
+        self.attempts = run.assignment.attempt;
+        self.run_token.clone_from(&run.assignment.run_token);
+        self.ranks_divide = run.ranks_divide.or(self.ranks_divide);
+        let mut nodes = Vec::with_capacity(seats.len());
+        self.previous.clear();
+        for rank in 0..run.node_count {
+            let seat = seats.remove(&rank).map(|Claim { incarnation, node }| {
+                let hostname = node.hostname.clone();
+                nodes.push(node);
+                Seat {
+                    incarnation,
+                    hostname,
+                }
+            });
+            // A name that no agent has.
+            self.previous.push(seat.unwrap_or_default());
+        }
+        self.phase = Phase::Running(Running {
+            assignment: Assignment {
+                nodes,
+                lease_ms: turn.config.lease_ms(),
+                ..run.assignment
+            },
+            succeeded: BTreeSet::new(),
+            suspect: None,
+            since: turn.at.now,
+            ran_before: run.ran,
+            scale_up: None,
+        });
+        held
+    }
+}
+
+/// Why the workers of a node are stopped.
+fn started_again(generation: u64, why: &str) -> String {
+    format!(
+        "the rendezvous daemon was restarted{why}: the workers of generation {generation} are stopped and started again"
+    )
+}
+
+/// The place that a node tells, if it can have been given it.
+fn check_place<'a>(config: &Config, join: &'a Join) -> Result<(&'a Place, &'a Assignment), &'static str> {
+    let Some((place, told)) = join
+        .place
+        .as_ref()
+        .and_then(|place| Some((place, place.assignment.as_ref()?)))
+    else {
+        return Err("it has no assignment");
+    };
+    let [node] = told.nodes.as_slice() else {
+        return Err("it names other nodes than its own");
+    };
+    if !(join.min_nodes..=join.max_nodes).contains(&place.node_count) || told.node_rank >= place.node_count {
+        return Err("its node rank or the number of nodes cannot be");
+    }
+    if node.hostname != join.hostname || node.workers != join.workers || node.role != join.role {
+        return Err("it is another node's");
+    }
+    let last_rank = u64::from(config.max_nodes) * u64::from(config.max_workers);
+    if u64::from(node.first_rank) + u64::from(node.workers) > last_rank.min(u64::from(u32::MAX)) {
+        return Err("its ranks cannot be");
+    }
+    if told.max_restarts != join.max_restarts || told.restart_count > told.max_restarts {
+        return Err("its restarts cannot be");
+    }
+    if told.attempt > MAX_TOLD_ATTEMPT {
+        return Err("the number of its attempt cannot be");
+    }
+    let names = [&node.addr, &told.master_addr, &told.run_token];
+    if names.iter().any(|name| name.len() > config.max_name_bytes)
+        || told.reason.len() > config.max_description_bytes
+    {
+        return Err("its words are too long");
+    }
+    if told.run_token.is_empty() || told.run_token != join.run_token {
+        return Err("it is of another run");
+    }
+    if told.master_port == 0 || told.master_port > u32::from(u16::MAX) {
+        return Err("its MASTER_PORT cannot be");
+    }
+    Ok((place, told))
+}

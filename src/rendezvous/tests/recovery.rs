@@ -1,0 +1,431 @@
+//! A daemon that was restarted, and agents whose workers run on.
+
+use ddp_proto::rendezvous::Place;
+
+use super::*;
+
+/// What the nodes of a job hold when their daemon dies.
+struct Outage {
+    scene: Scene,
+    held: BTreeMap<String, (u64, Assignment)>,
+    range: (u32, u32),
+}
+
+impl Outage {
+    /// The nodes run their first generation; then another daemon comes.
+    fn of(nodes: &[&str], range: (u32, u32)) -> Self {
+        let mut scene = Scene::new();
+        for node in nodes {
+            scene.join(node, range.0, range.1);
+        }
+        // The last call, if there is one.
+        scene.pass(11 * SECOND, nodes);
+        Self::after(scene, nodes, range)
+    }
+
+    fn after(mut scene: Scene, nodes: &[&str], range: (u32, u32)) -> Self {
+        let held = nodes
+            .iter()
+            .map(|node| ((*node).to_owned(), scene.assignment(node)))
+            .collect();
+        let mut outage = Self { scene, held, range };
+        outage.crash();
+        outage
+    }
+
+    /// Another daemon takes the place of the one that there is.
+    fn crash(&mut self) -> &mut Self {
+        self.scene.state = State::new(Config::default());
+        self.scene.now = Duration::ZERO;
+        self
+    }
+
+    fn place(&self, node: &str) -> Place {
+        let (_, assignment) = &self.held[node];
+        let rank = assignment.node_rank as usize;
+        Place {
+            assignment: Some(Assignment {
+                nodes: vec![assignment.nodes[rank].clone()],
+                ..assignment.clone()
+            }),
+            node_count: assignment.nodes.len() as u32,
+            heartbeat: None,
+            held_ms: 60_000,
+            over: false,
+        }
+    }
+
+    fn back(&mut self, node: &str) -> &mut Self {
+        let place = self.place(node);
+        self.back_with(node, place)
+    }
+
+    fn back_with(&mut self, node: &str, place: Place) -> &mut Self {
+        let (generation, assignment) = &self.held[node];
+        let (generation, join) = (
+            *generation,
+            Join {
+                run_token: assignment.run_token.clone(),
+                place: Some(Box::new(place)),
+                ..join(node, self.range.0, self.range.1)
+            },
+        );
+        self.scene.join_with(node, [10, 0, 0, 1], generation, join);
+        self
+    }
+
+    fn hears(&mut self, node: &str) -> String {
+        self.scene.words(node)
+    }
+
+    fn phase(&self) -> (String, u64, u32) {
+        let status = self.scene.state.status(self.scene.now, JOB).unwrap();
+        (status.phase, status.generation, status.restart_count)
+    }
+}
+
+#[test]
+fn a_generation_whose_nodes_all_come_back_runs_on() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a");
+    insta::assert_snapshot!(o.hears("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1");
+    o.scene.pass(2 * SECOND, &["a"]);
+    let before = o.held["b"].clone();
+    o.back("b");
+    assert_eq!(o.scene.assignment("b"), before, "it keeps its place");
+    assert_eq!(o.scene.assignment("a"), o.held["a"]);
+    o.scene.pass(60 * SECOND, &["a", "b"]);
+    assert_eq!((o.hears("a"), o.hears("b")), (String::new(), String::new()));
+    assert_eq!(o.phase(), ("running".into(), 1, 0));
+    o.scene.succeed("a", 1).succeed("b", 1);
+    assert!(o.hears("a").starts_with("job over 0"));
+}
+
+#[test]
+fn a_generation_of_one_node_runs_on_at_once() {
+    let mut o = Outage::of(&["a"], (1, 1));
+    o.back("a");
+    assert_eq!(o.scene.assignment("a"), o.held["a"]);
+    assert_eq!(o.phase(), ("running".into(), 1, 0));
+}
+
+#[test]
+fn what_was_spent_before_the_outage_is_not_given_back() {
+    let mut scene = Scene::new();
+    scene
+        .join("a", 1, 1)
+        .exit("a", 1, killed(0, 9))
+        .rejoin("a", 1, 1, 1);
+    scene.words("a");
+    scene
+        .exit("a", 2, killed(0, 9))
+        .rejoin("a", 2, 1, 1)
+        .pass(SECOND, &["a"]);
+    let mut o = Outage::after(scene, &["a"], (1, 1));
+    assert_eq!((o.held["a"].0, o.held["a"].1.attempt), (3, 2));
+    o.back("a");
+    assert_eq!(o.phase(), ("running".into(), 3, 2));
+    o.scene.words("a");
+    for generation in 3..=4 {
+        o.scene
+            .exit("a", generation, killed(0, 9))
+            .rejoin("a", generation, 1, 1);
+        o.scene.pass(SECOND, &["a"]);
+    }
+    assert!(o.hears("a").contains("all 3 restarts are used up"));
+}
+
+#[test]
+fn what_happened_during_the_outage_counts() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a").scene.exit("a", 1, killed(0, 9));
+    assert!(!o.hears("a").contains("over"), "the other node has not come back");
+    o.back("b");
+    let said =
+        "generation 1 over: rank 0 (node `a`) died of SIGKILL (failure on `a`, restart 1/3, back-off 0 ms)";
+    assert!(o.hears("a").ends_with(said) && o.hears("b").ends_with(said));
+
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a").scene.succeed("a", 1);
+    o.back("b").scene.succeed("b", 1);
+    assert!(
+        o.hears("a")
+            .ends_with("job over 0: all 2 nodes succeeded (failure on ``)")
+    );
+}
+
+#[test]
+fn a_generation_whose_node_does_not_come_back_is_over_and_costs_nothing() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a").scene.join("b'", 2, 2);
+    insta::assert_snapshot!(o.hears("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1");
+    o.scene.pass(8 * SECOND, &["a", "b'"]);
+    assert!(!o.hears("a").contains("over"));
+    o.scene.pass(SECOND, &["a", "b'"]);
+    insta::assert_snapshot!(o.hears("a"), @"generation 1 over: the rendezvous daemon was restarted, and node rank 1 did not come back within 9.0 s: the workers are stopped and started again (no restart spent)");
+    o.scene.rejoin("a", 1, 2, 2);
+    let (generation, next) = o.scene.assignment("b'");
+    assert_eq!(
+        (generation, next.node_rank, next.restart_count, next.attempt),
+        (2, 1, 0, 1)
+    );
+}
+
+#[test]
+fn a_failure_during_the_outage_costs_a_restart_even_if_a_node_is_gone_too() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a")
+        .scene
+        .exit("a", 1, killed(0, 9))
+        .pass(10 * SECOND, &["a"]);
+    assert!(
+        o.hears("a")
+            .contains("died of SIGKILL (failure on `a`, restart 1/3")
+    );
+}
+
+#[test]
+fn a_node_that_was_started_anew_is_not_waited_for() {
+    let mut scene = Scene::new();
+    let asks = |node: &str, rank| Join {
+        node_rank: Some(rank),
+        ..join(node, 2, 2)
+    };
+    scene
+        .join_with("a", [10, 0, 0, 1], 0, asks("a", 0))
+        .join_with("b", [10, 0, 0, 2], 0, asks("b", 1));
+    let mut o = Outage::after(scene, &["a", "b"], (2, 2));
+    o.back("a");
+    o.scene.join_with("b'", [10, 0, 0, 2], 0, asks("b'", 1));
+    insta::assert_snapshot!(o.hears("a"), @r"
+    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1
+    generation 1 over: the rendezvous daemon was restarted, and node `b` was started anew: the workers are stopped and started again (no restart spent)
+    ");
+}
+
+#[test]
+fn a_spare_that_comes_first_waits_for_the_generation_that_it_knows_of() {
+    let spare = |heard_generation| Join {
+        heard_generation,
+        ..join("c", 1, 1)
+    };
+    let mut o = Outage::of(&["a"], (1, 1));
+    o.scene.join_with("c", [10, 0, 0, 3], 0, spare(1));
+    insta::assert_snapshot!(o.hears("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of generation 1 to come back");
+    o.back("a");
+    assert_eq!(o.scene.assignment("a"), o.held["a"]);
+    insta::assert_snapshot!(o.hears("c"), @"waiting: generation 1 of job `job1` runs with 1 node; this node is a spare until it is over");
+
+    // Nobody comes.
+    o.crash();
+    o.scene
+        .join_with("c", [10, 0, 0, 3], 0, spare(1))
+        .pass(10 * SECOND, &["c"]);
+    assert_eq!(o.scene.assignment("c").0, 2, "no number is used twice");
+}
+
+#[test]
+fn a_node_that_can_be_taken_in_waits_until_the_generation_has_come_back() {
+    let mut o = Outage::of(&["a", "b"], (1, 3));
+    o.back("a").scene.join("c", 1, 3);
+    o.back("b");
+    insta::assert_snapshot!(o.hears("b"), @r"
+    assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 nodes are there after the last call, of 1 to 3; node ranks: 2 by host name
+    generation 1 over at a step boundary: `c` joined; going on with 3 nodes (no restart spent)
+    ");
+}
+
+#[test]
+fn sizes_that_the_workers_can_go_on_with_are_known_before_anybody_is_taken_in() {
+    let mut o = Outage::of(&["a", "b"], (1, 3));
+    let place = |o: &Outage, node: &str| Place {
+        heartbeat: Some(Heartbeat {
+            step: Some(7),
+            ranks_divide: Some(4),
+        }),
+        ..o.place(node)
+    };
+    let (a, b) = (place(&o, "a"), place(&o, "b"));
+    o.back_with("a", a).scene.join("c", 1, 3);
+    o.back_with("b", b).scene.pass(30 * SECOND, &["a", "b", "c"]);
+    assert_eq!(o.phase(), ("running".into(), 1, 0));
+    assert!(o.hears("c").contains("divides 4"));
+}
+
+#[test]
+fn a_daemon_may_crash_again_before_all_are_back() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a").crash().back("b").crash().back("a").back("b");
+    assert_eq!(o.phase(), ("running".into(), 1, 0));
+    assert_eq!(o.scene.assignment("b"), o.held["b"]);
+}
+
+#[test]
+fn a_connection_that_breaks_again_before_all_are_back_does_no_harm() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a").scene.break_stream("a").pass(SECOND, &[]);
+    o.back("a").back("b");
+    assert_eq!(o.phase(), ("running".into(), 1, 0));
+
+    // Lost after it had come back: it has to come again.
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a").scene.break_stream("a").pass(6 * SECOND, &[]);
+    o.back("b");
+    assert_eq!(o.phase(), ("recovering".into(), 0, 0));
+    o.back("a");
+    assert_eq!(o.phase(), ("running".into(), 1, 0));
+}
+
+#[test]
+fn a_generation_that_was_over_on_one_node_is_not_taken_up() {
+    for over_first in [true, false] {
+        let mut o = Outage::of(&["a", "b"], (2, 2));
+        let mut over = Place {
+            over: true,
+            ..o.place("a")
+        };
+        over.assignment.as_mut().unwrap().restart_count = 1;
+        if over_first {
+            o.back_with("a", over).back("b");
+        } else {
+            o.back("b").back_with("a", over);
+        }
+        assert!(o.hears("a").contains("generation 1 over") && o.hears("b").contains("generation 1 over"));
+        o.scene
+            .rejoin("a", 1, 2, 2)
+            .rejoin("b", 1, 2, 2)
+            .pass(SECOND, &["a", "b"]);
+        let (generation, next) = o.scene.assignment("a");
+        assert_eq!(
+            (generation, next.restart_count, next.attempt),
+            (2, 1, 1),
+            "{over_first}"
+        );
+    }
+}
+
+#[test]
+fn the_newest_generation_is_the_one_that_is_taken_up() {
+    for newest_first in [true, false] {
+        let mut scene = Scene::new();
+        scene.join("a", 1, 2).join("b", 1, 2);
+        let old = scene.assignment("b");
+        // `b` is lost, and the others go on without it.
+        scene.pass(10 * SECOND, &["a"]).rejoin("a", 1, 1, 2);
+        scene.words("a");
+        scene.pass(10 * SECOND, &["a"]);
+        let mut o = Outage::after(scene, &["a"], (1, 2));
+        assert_eq!(o.held["a"].0, 2);
+        o.held.insert("b".into(), old);
+        if newest_first {
+            o.back("a").back("b");
+        } else {
+            o.back("b").back("a");
+        }
+        assert_eq!(o.phase(), ("running".into(), 2, 0), "{newest_first}");
+        assert!(o.hears("b").contains("generation 1 over"));
+    }
+}
+
+#[test]
+fn places_that_cannot_be_are_not_believed() {
+    let lies: [fn(&mut Place); 10] = [
+        |place| place.assignment = None,
+        |place| place.node_count = 0,
+        |place| place.node_count = u32::MAX,
+        |place| place.assignment.as_mut().unwrap().nodes.clear(),
+        |place| place.assignment.as_mut().unwrap().nodes[0].hostname = "x".into(),
+        |place| place.assignment.as_mut().unwrap().nodes[0].first_rank = u32::MAX,
+        |place| place.assignment.as_mut().unwrap().attempt = u32::MAX,
+        |place| place.assignment.as_mut().unwrap().restart_count = 4,
+        |place| place.assignment.as_mut().unwrap().run_token = "x".repeat(1000),
+        |place| place.assignment.as_mut().unwrap().master_port = 0,
+    ];
+    for (number, lie) in lies.into_iter().enumerate() {
+        let mut o = Outage::of(&["a"], (1, 1));
+        let mut place = o.place("a");
+        lie(&mut place);
+        o.back_with("a", place);
+        let words = o.hears("a");
+        assert!(words.starts_with("generation 1 over: "), "{number}: {words}");
+        assert_eq!(o.phase(), ("gathering".into(), 0, 0), "{number}");
+    }
+}
+
+#[test]
+fn nodes_that_disagree_on_their_generation_start_again() {
+    let lies: [fn(&mut Assignment); 3] = [
+        |told| told.node_rank = 0,
+        |told| told.nodes[0].first_rank = 3,
+        |told| told.master_addr = "elsewhere".into(),
+    ];
+    for lie in lies {
+        let mut o = Outage::of(&["a", "b"], (2, 2));
+        let mut place = o.place("b");
+        lie(place.assignment.as_mut().unwrap());
+        o.back("a").back_with("b", place);
+        assert!(o.hears("a").contains("disagree") && o.hears("b").contains("disagree"));
+        o.scene
+            .rejoin("a", 1, 2, 2)
+            .rejoin("b", 1, 2, 2)
+            .pass(SECOND, &["a", "b"]);
+        assert_eq!(o.scene.assignment("b").0, 2);
+    }
+}
+
+#[test]
+fn agents_of_an_older_build_start_again_under_a_new_generation() {
+    let mut s = Scene::new();
+    s.join_with("a", [10, 0, 0, 1], 4, join("a", 2, 2));
+    insta::assert_snapshot!(s.words("a"), @"generation 4 over: the rendezvous daemon was restarted: the workers of generation 4 are stopped and started again (no restart spent)");
+    s.join_with("b", [10, 0, 0, 1], 4, join("b", 2, 2));
+    s.rejoin("a", 4, 2, 2).rejoin("b", 4, 2, 2);
+    assert_eq!(s.assignment("b").0, 5, "no generation is counted twice");
+}
+
+#[test]
+fn a_daemon_that_ends_with_its_job_has_nobody_to_wait_for() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.scene.state = State::new(Config {
+        only_job: Some(JOB.into()),
+        ..Config::default()
+    });
+    o.scene.join("a'", 2, 2);
+    o.back("b");
+    insta::assert_snapshot!(o.hears("b"), @"generation 1 over: the rendezvous daemon was restarted with the node that hosts it: the workers of generation 1 are stopped and started again (no restart spent)");
+    o.scene.rejoin("b", 1, 2, 2);
+    assert_eq!(o.scene.assignment("b").0, 2);
+}
+
+#[test]
+fn a_signal_to_a_node_that_only_waits_does_not_stop_the_generation() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a").scene.join("c", 2, 2).leave("c", Some(15), "");
+    o.back("b");
+    assert_eq!(o.phase(), ("running".into(), 1, 0));
+    o.crash().back("a").scene.leave("a", Some(15), "");
+    // Whoever comes back later hears the same.
+    for node in ["b", "a"] {
+        o.back(node);
+        assert!(o.hears(node).contains("job over 143: node `a`"), "{node}");
+    }
+}
+
+#[test]
+fn the_store_is_open_before_all_are_back() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    o.back("a");
+    let read = o.scene.get(1, "k", 30_000);
+    o.back("b").scene.put(1, "k", b"v");
+    assert_eq!(o.scene.answer(read), Some(Ok(b"v".to_vec())));
+    o.crash().back("a");
+    let read = o.scene.get(1, "k", 30_000);
+    o.scene.pass(10 * SECOND, &["a"]);
+    assert!(
+        o.scene
+            .answer(read)
+            .unwrap()
+            .unwrap_err()
+            .contains("generation superseded")
+    );
+}

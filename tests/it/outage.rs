@@ -1,0 +1,188 @@
+//! The daemon dies while a job runs, and comes back; a node is suspended, and comes back.
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::harness::{
+    Daemon, Finished, Launch, ReservedPort, Running, children, environment_of, launch, temp_dir,
+};
+
+/// Two nodes of one worker each, which work until a file exists.
+struct Pair {
+    /// None while it is out.
+    daemon: Option<Daemon>,
+    endpoint: String,
+    nodes: [Running; 2],
+    dir: tempfile::TempDir,
+}
+
+impl Pair {
+    #[track_caller]
+    fn start(change: impl Fn(Launch) -> Launch) -> Self {
+        let (daemon, dir) = (Daemon::start(), temp_dir());
+        let done = dir.path().join("done");
+        let script = r#"echo rank $RANK at work in life $TORCHELASTIC_RESTART_COUNT
+            until [ -e "$DONE" ]; do sleep 0.02; done"#;
+        let node = || {
+            let node = launch()
+                .node_of(2, &daemon.endpoint, "outage")
+                .flag("--rdzv-conf", "is_host=false,join_timeout=2")
+                .env("DONE", done.to_str().expect("unicode"));
+            change(node).shell(script).start()
+        };
+        let mut nodes = [node(), node()];
+        for node in &mut nodes {
+            node.wait_for("in life 0");
+        }
+        Self {
+            endpoint: daemon.endpoint.clone(),
+            daemon: Some(daemon),
+            nodes,
+            dir,
+        }
+    }
+
+    /// The worker of each node.
+    #[track_caller]
+    fn workers(&self) -> [i32; 2] {
+        let is_worker = |pid: &i32| environment_of(*pid).contains_key("RANK");
+        [0, 1].map(|node: usize| {
+            let workers = children(self.nodes[node].pid());
+            workers.into_iter().find(is_worker).expect("a worker that runs")
+        })
+    }
+
+    /// The daemon dies as in a crash, and all nodes notice.
+    #[track_caller]
+    fn kill_the_daemon(&mut self) {
+        self.daemon.take().expect("one that runs").kill();
+        for node in &mut self.nodes {
+            node.wait_for("broke: ");
+        }
+    }
+
+    /// Another one takes its place.
+    fn bring_it_back(&mut self) {
+        self.daemon = Some(Daemon::start_at(&self.endpoint));
+    }
+
+    #[track_caller]
+    fn outage(&mut self) {
+        self.kill_the_daemon();
+        self.bring_it_back();
+        for node in &mut self.nodes {
+            node.wait_for("generation 1 runs on");
+        }
+    }
+
+    fn finish(self) -> [Finished; 2] {
+        std::fs::write(self.dir.path().join("done"), "").expect("writable");
+        let finished = self.nodes.map(Running::finish);
+        stop(self.daemon);
+        finished
+    }
+}
+
+#[test]
+fn the_workers_of_a_healthy_job_outlive_the_daemon() {
+    let mut pair = Pair::start(|node| node.flag("--max-restarts", "0"));
+    let before = pair.workers();
+    // Twice: what one daemon took up, the next one can.
+    for _ in 0..2 {
+        pair.outage();
+        assert_eq!(pair.workers(), before, "the same processes");
+    }
+    for finished in pair.finish() {
+        finished.expect_exit(0);
+        let said = finished.transcript();
+        assert_eq!(said.matches("in life").count(), 1, "{said}");
+        assert!(!said.contains("SIGTERM"), "{said}");
+    }
+}
+
+#[test]
+fn a_failure_after_the_outage_is_handled_as_before_it() {
+    let mut pair = Pair::start(|node| node.flag("--max-restarts", "1"));
+    pair.outage();
+    let [victim, _] = pair.workers();
+    kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
+    for node in &mut pair.nodes {
+        node.wait_for("restart 1 of 1");
+        node.wait_for("in life 1");
+    }
+    for finished in pair.finish() {
+        finished.expect_exit(0);
+    }
+}
+
+#[test]
+fn a_failure_during_the_outage_is_handled_when_the_daemon_is_back() {
+    let mut pair = Pair::start(|node| node.flag("--max-restarts", "0"));
+    pair.kill_the_daemon();
+    let [victim, _] = pair.workers();
+    kill(Pid::from_raw(victim), Signal::SIGKILL).expect("a living worker");
+    pair.bring_it_back();
+    for node in pair.nodes {
+        node.finish().expect_exit(137).expect_stderr("SIGKILL");
+    }
+    stop(pair.daemon);
+}
+
+#[test]
+fn a_node_that_dies_during_the_outage_is_missed() {
+    let mut pair = Pair::start(|node| node);
+    pair.kill_the_daemon();
+    pair.nodes[1].signal(Signal::SIGKILL);
+    pair.bring_it_back();
+    let [left, lost] = pair.nodes;
+    lost.finish().expect_killed_by(Signal::SIGKILL);
+    left.finish()
+        .expect_exit(75)
+        .expect_stderr("did not come back within 9.0 s: the workers are stopped and started again");
+    stop(pair.daemon);
+}
+
+/// Two nodes of a job whose daemon is in the first of them; the launcher of the second is suspended until the first has
+/// given it up.
+fn suspended() -> (ReservedPort, [Running; 2]) {
+    let port = ReservedPort::new();
+    let node = |rank: &str| {
+        let node = launch()
+            .node_of(2, &port.endpoint, "suspended")
+            .flag("--node-rank", rank);
+        node.shell("echo at work; exec sleep 1000").start()
+    };
+    let mut nodes = [node("0"), node("1")];
+    for node in &mut nodes {
+        node.wait_for("at work");
+    }
+    nodes[1].signal(Signal::SIGSTOP);
+    nodes[0].wait_for("no heartbeat for 9.0 s");
+    (port, nodes)
+}
+
+#[test]
+fn a_node_that_was_suspended_hears_the_verdict_from_a_host_that_stays_for_it() {
+    let (_port, [host, late]) = suspended();
+    late.signal(Signal::SIGCONT);
+    late.finish()
+        .expect_exit(75)
+        .expect_stderr("this launcher stood still for ")
+        .expect_stderr("(node rank 1) was lost: no heartbeat for 9.0 s");
+    host.finish().expect_exit(75);
+}
+
+#[test]
+fn a_node_that_was_suspended_until_all_others_had_left_says_so_and_ends() {
+    let (_port, [host, late]) = suspended();
+    host.finish().expect_exit(75);
+    late.signal(Signal::SIGCONT);
+    late.finish()
+        .expect_exit(75)
+        .expect_stderr("the job went on without this node: it was suspended for ");
+}
+
+#[track_caller]
+fn stop(daemon: Option<Daemon>) {
+    daemon.expect("one that runs").stop().expect_exit(0);
+}
