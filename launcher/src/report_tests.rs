@@ -361,34 +361,31 @@ fn later_failures_of_other_nodes_are_told_in_a_line_each() {
     ");
 }
 
-#[test]
-fn many_failures_of_other_nodes_are_counted() {
+/// The report where node `b` has so many failures in the list, of which the first decided, and the list lacks so many more.
+fn text_of_node_b(in_list: u32, more_failures: u32) -> String {
     let alike = |rank| listed(2, "b", failure(rank, Ending::Code(1)), i64::from(rank));
     let failures = Failures {
-        failures: (0..16).map(alike).collect(),
-        ..Failures::default()
+        failures: (0..in_list).map(alike).collect(),
+        more_failures,
+        more_victims: 7,
     };
-    // The first of the list is the first failure.
     let first = job_over("", failure(0, Ending::Code(1)), "b");
-    let text = text_of_many(&first, &[], None, &failures);
+    text_of_many(&first, &[], None, &failures)
+}
+
+#[test]
+fn many_failures_of_other_nodes_are_counted() {
+    let text = text_of_node_b(16, 0);
     assert_eq!(text.matches("(node `b`): exited").count(), 4, "{text}");
     assert!(text.ends_with("\n  and 11 more"), "{text}");
 }
 
 #[test]
 fn failures_beyond_the_list_are_not_said_to_be_of_other_nodes() {
-    let alike = |rank| listed(2, "b", failure(rank, Ending::Code(1)), i64::from(rank));
-    let told = |listed: u32| {
-        let failures = Failures {
-            failures: (0..listed).map(alike).collect(),
-            more_failures: 100,
-            more_victims: 7,
-        };
-        let first = job_over("", failure(0, Ending::Code(1)), "b");
-        text_of_many(&first, &[], None, &failures)
-    };
-    assert!(told(16).ends_with("\n  and at least 11 more"), "{}", told(16));
-    assert!(!told(5).contains("more"), "{}", told(5));
+    let text = text_of_node_b(16, 100);
+    assert!(text.ends_with("\n  and at least 11 more"), "{text}");
+    let text = text_of_node_b(5, 100);
+    assert!(!text.contains("more"), "{text}");
 }
 
 #[test]
