@@ -251,15 +251,20 @@ fn sixty_four_ranks_are_told_in_a_few_lines() {
     for rank in [9, 11] {
         ends[rank].ending = Ending::Code(143);
     }
-    for rank in [20, 22, 23] {
-        ends[rank] = end(rank as u32, Ending::Code(1), None, 40);
-        ends[rank].message = Some("all-reduce 17 failed".into());
+    for (rank, words) in [
+        (20, "all-reduce 17 failed"),
+        (22, "no more data"),
+        (23, "all-reduce 17 failed"),
+    ] {
+        ends[rank as usize] = end(rank, Ending::Code(1), None, 40);
+        ends[rank as usize].message = Some(words.into());
     }
-    ends[22].message = Some("no more data".into());
-    for rank in 50..53 {
-        ends[rank] = end(rank as u32, Ending::Code(1), None, 10 * rank as u64);
-        ends[rank].consequence = true;
-        ends[rank].message = Some(format!("rank {rank} stopped: rank 41 is gone"));
+    for rank in 50..53_u32 {
+        ends[rank as usize] = LocalEnd {
+            consequence: true,
+            message: Some(format!("rank {rank} stopped: rank 41 is gone")),
+            ..end(rank, Ending::Code(1), None, 10 * u64::from(rank))
+        };
     }
     insta::assert_snapshot!(text(&job_over("", failure(41, Ending::Code(42)), "a"), &ends, None), @r"
     error: `train.yaml` failed
