@@ -24,7 +24,7 @@ pub(crate) struct Record<'a> {
     worker: Option<Worker<'a>>,
     /// When the daemon heard of it, by its monotonic clock: after it had heard of the first of the list.
     arrived_ns: u64,
-    /// When it happened, by the same clock: after the first of the list, or before it.
+    /// When it happened, by the same clock, from the same origin on: less than 0 if the first of the list was heard of later.
     happened_ns: i64,
 }
 
@@ -120,9 +120,15 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
             ),
         };
     }
-    let untold = others.len().saturating_sub(MAX_TOLD) + facts.failures.more_failures as usize;
-    if untold > 0 && !others.is_empty() {
-        let _ = write!(text, "\n  and {untold} more");
+    let untold = others.len().saturating_sub(MAX_TOLD);
+    if untold > 0 {
+        // What the list has no room for may be of other generations, or of this node: nobody knows how much of it is not.
+        let least = if facts.failures.more_failures > 0 {
+            "at least "
+        } else {
+            ""
+        };
+        let _ = write!(text, "\n  and {least}{untold} more");
     }
 }
 

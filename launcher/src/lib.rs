@@ -12,7 +12,7 @@
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
 //! | `output`, `pump`, `lines`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
-//! | `report`, `root_cause`, `failures` | the failure report, for people and for programs; what else failed |
+//! | `report`, `root_cause`, `local_end`, `failures` | the failure report, for people and for programs; what else failed, here and elsewhere |
 //! | `event_log` | what happened, as JSON lines |
 //!
 //! It knows the protocol of the daemon ([`ddp_proto`]) but not its insides, and nothing of tensors.
@@ -33,6 +33,7 @@ mod feed;
 mod guardian;
 mod hang;
 mod lines;
+mod local_end;
 mod logs;
 mod master_port;
 mod oom;
@@ -59,5 +60,5 @@ pub use guardian::Guardian;
 pub use logs::LogError;
 pub use output::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
 pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, WorkerCommand};
-pub use preview::environment_of;
+pub use preview::{environment_of, missing_program};
 pub use spawn::SpawnError;

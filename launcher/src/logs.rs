@@ -15,13 +15,20 @@ const MAX_MESSAGE_CHARS: usize = 2000;
 
 /// A directory or file for a worker's output cannot be made.
 #[derive(Debug, thiserror::Error)]
-#[error("cannot write `{}`: {cause}\n  hint: choose a writable place, for log files with `--log-dir`", .path.display())]
+#[error("cannot write `{}`: {cause}\n  hint: {}", .path.display(), hint(.cause))]
 pub struct LogError {
     /// The file or directory.
     pub path: PathBuf,
     /// The system's error.
     #[source]
     pub cause: io::Error,
+}
+
+fn hint(cause: &io::Error) -> &'static str {
+    match cause.kind() {
+        io::ErrorKind::AlreadyExists => "another run writes there: give each a `--log-dir` of its own",
+        _ => "choose a writable place, for log files with `--log-dir`, for others with TMPDIR",
+    }
 }
 
 /// Opens `filtered_stdout.log` or `filtered_stderr.log` of an attempt, for all its workers together.
@@ -74,18 +81,18 @@ impl WorkerFiles {
             let file = scratch.join(format!("attempt_{attempt}_rank_{rank}_error.json"));
             (scratch.to_owned(), Self::Scratch(file))
         };
-        fs::create_dir_all(&directory).map_err(|cause| LogError {
+        let claimed = match (&files, directory.parent()) {
+            // It is new, or somebody else's: another run that began at the same moment.
+            (Self::Logged(_), Some(attempt)) => {
+                fs::create_dir_all(attempt).and_then(|()| fs::create_dir(&directory))
+            }
+            _ => fs::create_dir_all(&directory),
+        };
+        claimed.map_err(|cause| LogError {
             path: directory,
             cause,
         })?;
-        // A stale one of an earlier run would be taken for this worker's.
-        match fs::remove_file(files.error_file()) {
-            Err(cause) if cause.kind() != io::ErrorKind::NotFound => Err(LogError {
-                path: files.error_file(),
-                cause,
-            }),
-            _ => Ok(files),
-        }
+        Ok(files)
     }
 
     /// `TORCHELASTIC_ERROR_FILE`.
@@ -169,16 +176,21 @@ mod tests {
     }
 
     #[test]
-    fn a_stale_error_file_is_removed() {
+    fn a_worker_has_its_folder_for_itself() {
         let dir = tempfile::tempdir().unwrap();
-        let create =
-            || WorkerFiles::create(Some(dir.path()), Path::new("/nonexistent"), 2, GlobalRank(5)).unwrap();
-        let files = create();
+        let create = || WorkerFiles::create(Some(dir.path()), Path::new("/nonexistent"), 2, GlobalRank(5));
+        let files = create().unwrap();
         assert_eq!(files.error_file(), dir.path().join("attempt_2/5/error.json"));
-        fs::write(files.error_file(), "old").unwrap();
-        assert_eq!(files.error_message().as_deref(), Some("old"));
-        assert_eq!(create().error_message(), None);
+        fs::write(files.error_file(), "last words").unwrap();
+        assert_eq!(files.error_message().as_deref(), Some("last words"));
         assert!(files.open_logs().unwrap().is_some());
+        let refused = create().unwrap_err().to_string();
+        assert!(refused.contains("hint: another run writes there"), "{refused}");
+        assert_eq!(
+            files.error_message().as_deref(),
+            Some("last words"),
+            "nothing is lost"
+        );
     }
 
     #[test]

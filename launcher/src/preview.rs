@@ -7,6 +7,13 @@ use ddp_proto::ids::WorldSize;
 
 use crate::environment::{Common, of_worker, threads_per_worker};
 use crate::plan::LaunchPlan;
+use crate::spawn::{SpawnError, check_program};
+
+/// Why the workers could not be started; none if their program is there.
+#[must_use]
+pub fn missing_program(plan: &LaunchPlan) -> Option<SpawnError> {
+    check_program(&plan.command, std::env::var_os("PATH").as_ref()).err()
+}
 
 /// The variables that rank 0 gets beyond those that it inherits, if this node were the only one.
 #[must_use]

@@ -106,7 +106,9 @@ pub(crate) fn start(
     }
     sigprocmask(SigmaskHow::SIG_SETMASK, Some(&before), None)?;
     drop(report_end);
-    let Forked::Parent(child) = forked? else {
+    // Without its number: there is no process, so it says nothing about the program.
+    let forked = forked.map_err(|error| io::Error::other(format!("no new process: {error}")))?;
+    let Forked::Parent(child) = forked else {
         unreachable!("the child has ended above");
     };
     let mut number = [0; size_of::<i32>()];

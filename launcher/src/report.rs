@@ -12,21 +12,7 @@ use crate::agent::Conclusion;
 use crate::ending::{Ending, signal_name};
 use crate::failures::elsewhere;
 use crate::hang::HUNG;
-
-/// How one worker of this node ended.
-#[derive(Clone, Debug, PartialEq)]
-pub(crate) struct LocalEnd {
-    pub(crate) rank: GlobalRank,
-    pub(crate) ending: Ending,
-    /// The last signal that we sent it while it lived.
-    pub(crate) sent: Option<i32>,
-    /// Time from the first failure (or the beginning of the stop) to its end.
-    pub(crate) after: Duration,
-    /// Its own words.
-    pub(crate) message: Option<String>,
-    /// It failed only because another rank did, it says.
-    pub(crate) consequence: bool,
-}
+use crate::local_end::{LocalEnd, others};
 
 /// What a report is made of.
 pub(crate) struct Facts<'a> {
@@ -177,70 +163,7 @@ fn hint_for(ending: Ending, out_of_memory: bool) -> Option<&'static str> {
     }
 }
 
-/// The workers of this node that are not the first failure.
-fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
-    let first_failure_is_told = text.contains("first failure:");
-    let told = match facts.conclusion {
-        Conclusion::JobOver { first_failure, .. } => first_failure.as_ref().map(|failure| &failure.0.message),
-        _ => None,
-    };
-    for end in facts
-        .local_ends
-        .iter()
-        .filter(|end| Some(end.rank) != first && !end.ending.is_success())
-    {
-        let after = seconds(end.after);
-        let deadly = end.sent.map(|sent| deadly(sent, end.ending, facts.conclusion));
-        let _ = match deadly {
-            Some(signal) => {
-                write!(
-                    text,
-                    "\n  rank {}: stopped by us with {} after {after}",
-                    end.rank,
-                    signal_name(signal)
-                )
-            }
-            // What it says of the cause, it says on the console; the report has named the cause.
-            None if end.consequence && first_failure_is_told => {
-                let _ = write!(
-                    text,
-                    "\n  rank {}: ended because of that {after} later ({})",
-                    end.rank, end.ending
-                );
-                continue;
-            }
-            None => write!(
-                text,
-                "\n  rank {}: {} by itself {after} later",
-                end.rank, end.ending
-            ),
-        };
-        let died_of = |sent| matches!(end.ending, Ending::Signal { signal, .. } if signal == sent);
-        if deadly.is_some_and(|signal| !died_of(signal)) {
-            let _ = write!(text, " ({})", end.ending);
-        }
-        match &end.message {
-            // Ranks that read one configuration fail alike.
-            Some(message) if Some(message) == told => text.push_str(": it says the same"),
-            Some(message) => {
-                let _ = write!(text, ": {}", indented(message, "    "));
-            }
-            None => {}
-        }
-    }
-}
-
-/// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM, or the signal
-/// that stopped the job.
-fn deadly(sent: i32, ending: Ending, conclusion: &Conclusion) -> i32 {
-    let is_gentle = |signal| signal == libc::SIGTERM || Some(signal) == conclusion.signal();
-    match ending {
-        Ending::Signal { signal, .. } if sent == libc::SIGKILL && is_gentle(signal) => signal,
-        _ => sent,
-    }
-}
-
-fn indented(message: &str, indent: &str) -> String {
+pub(crate) fn indented(message: &str, indent: &str) -> String {
     message.trim_end().replace('\n', &format!("\n{indent}"))
 }
 

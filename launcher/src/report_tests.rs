@@ -237,8 +237,45 @@ fn stopped_by_a_signal() {
     insta::assert_snapshot!(text(&Conclusion::Stopped { signal: 2 }, &ends, None), @r"
     stopped by SIGINT
       rank 1: stopped by us with SIGKILL after 1 min 1 s
-      rank 2: stopped by us with SIGINT after 0.1 s
-      rank 3: stopped by us with SIGINT after 0.1 s
+      ranks 2, 3: stopped by us with SIGINT after 0.1 s
+    ");
+}
+
+#[test]
+fn sixty_four_ranks_are_told_in_a_few_lines() {
+    let mut ends: Vec<_> = (0..64)
+        .map(|rank| end(rank, TERMINATED, Some(15), u64::from(rank) * 5))
+        .collect();
+    ends[41] = end(41, Ending::Code(42), None, 0);
+    ends[7] = end(7, KILLED, Some(9), 30_100);
+    for rank in [9, 11] {
+        ends[rank].ending = Ending::Code(143);
+    }
+    for (rank, words) in [
+        (20, "all-reduce 17 failed"),
+        (22, "no more data"),
+        (23, "all-reduce 17 failed"),
+    ] {
+        ends[rank as usize] = end(rank, Ending::Code(1), None, 40);
+        ends[rank as usize].message = Some(words.into());
+    }
+    for rank in 50..53_u32 {
+        ends[rank as usize] = LocalEnd {
+            consequence: true,
+            message: Some(format!("rank {rank} stopped: rank 41 is gone")),
+            ..end(rank, Ending::Code(1), None, 10 * u64::from(rank))
+        };
+    }
+    insta::assert_snapshot!(text(&job_over("", failure(41, Ending::Code(42)), "a"), &ends, None), @r"
+    error: `train.yaml` failed
+      first failure: rank 41 (node `a`, pid 4711) exited with code 42 after 12.3 s at 22:13:20 UTC
+        it wrote nothing to stderr
+      ranks 0 to 6, 8, 10, 12 to 19, 21, 24 to 40, 42 to 49, 53 to 63: stopped by us with SIGTERM after 0.0 s to 0.3 s
+      rank 7: stopped by us with SIGKILL after 30.1 s
+      ranks 9, 11: stopped by us with SIGTERM after 0.0 s to 0.1 s (exited with code 143)
+      ranks 20, 23: exited with code 1 by themselves 0.0 s later: all-reduce 17 failed
+      rank 22: exited with code 1 by itself 0.0 s later: no more data
+      ranks 50 to 52: ended because of that 0.5 s later (exited with code 1)
     ");
 }
 
@@ -329,22 +366,31 @@ fn later_failures_of_other_nodes_are_told_in_a_line_each() {
     ");
 }
 
-#[test]
-fn many_failures_of_other_nodes_are_counted() {
+/// The report where node `b` has so many failures in the list, of which the first decided, and the list lacks so many more.
+fn text_of_node_b(in_list: u32, more_failures: u32) -> String {
     let alike = |rank| listed(2, "b", failure(rank, Ending::Code(1)), i64::from(rank));
     let failures = Failures {
-        failures: (0..16).map(alike).collect(),
-        more_failures: 100,
+        failures: (0..in_list).map(alike).collect(),
+        more_failures,
         more_victims: 7,
     };
-    let text = text_of_many(
-        &job_over("", failure(0, Ending::Code(1)), "b"),
-        &[],
-        None,
-        &failures,
-    );
+    let first = job_over("", failure(0, Ending::Code(1)), "b");
+    text_of_many(&first, &[], None, &failures)
+}
+
+#[test]
+fn many_failures_of_other_nodes_are_counted() {
+    let text = text_of_node_b(16, 0);
     assert_eq!(text.matches("(node `b`): exited").count(), 4, "{text}");
-    assert!(text.ends_with("\n  and 111 more"), "{text}");
+    assert!(text.ends_with("\n  and 11 more"), "{text}");
+}
+
+#[test]
+fn failures_beyond_the_list_are_not_said_to_be_of_other_nodes() {
+    let text = text_of_node_b(16, 100);
+    assert!(text.ends_with("\n  and at least 11 more"), "{text}");
+    let text = text_of_node_b(5, 100);
+    assert!(!text.contains("more"), "{text}");
 }
 
 #[test]

@@ -148,7 +148,15 @@ impl SpawnError {
 }
 
 /// Finds the program before the node joins, so that a typing error costs nobody else anything.
-pub(crate) fn check_program(program: &Path, search_path: Option<&OsString>) -> Result<(), SpawnError> {
+pub(crate) fn check_program(
+    command: &WorkerCommand,
+    inherited_path: Option<&OsString>,
+) -> Result<(), SpawnError> {
+    let own_path = command.env.get("PATH").map(OsString::from);
+    find_program(&command.program, own_path.as_ref().or(inherited_path))
+}
+
+fn find_program(program: &Path, search_path: Option<&OsString>) -> Result<(), SpawnError> {
     use nix::unistd::{AccessFlags, access};
     let executable = |path: &Path| path.is_file() && access(path, AccessFlags::X_OK).is_ok();
     let candidates: Vec<PathBuf> = if program.components().count() > 1 || program.is_absolute() {
@@ -218,6 +226,8 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
                 // The agent is gone only when the process is ending.
                 let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
             }
+            // Nobody wants it any more, and its group may be gone.
+            Err(_) if batch.cancelled.load(Ordering::Acquire) => return None,
             Err(error) => {
                 let unbound = is_bound
                     .then(|| SpawnError::of_binding(&error, local_rank))
@@ -290,11 +300,11 @@ mod tests {
     #[test]
     fn a_program_is_looked_up_as_exec_does() {
         let path = OsString::from("/nonexistent:/bin:/usr/bin");
-        assert_eq!(check_program(Path::new("sh"), Some(&path)), Ok(()));
-        assert_eq!(check_program(Path::new("/bin/sh"), None), Ok(()));
-        let missing = check_program(Path::new("no-such-program"), Some(&path)).unwrap_err();
+        assert_eq!(find_program(Path::new("sh"), Some(&path)), Ok(()));
+        assert_eq!(find_program(Path::new("/bin/sh"), None), Ok(()));
+        let missing = find_program(Path::new("no-such-program"), Some(&path)).unwrap_err();
         assert_eq!(missing.exit_code(), 127);
-        let directory = check_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
+        let directory = find_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
         assert_eq!(directory.exit_code(), 126);
     }
 

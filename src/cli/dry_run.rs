@@ -81,6 +81,9 @@ pub fn describe(launch: &Launch) -> String {
     for refusal in refusals {
         let _ = writeln!(text, "the workers would refuse {refusal}");
     }
+    if let Some(error) = ddp_launcher::missing_program(plan) {
+        let _ = writeln!(text, "the workers could not be started: {error}");
+    }
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
     text.push_str("environment of the first of them, beyond what it inherits:\n");
     for (name, value) in environment(plan) {

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use ddp_launcher::{Guardian, LaunchPlan};
 use tokio::net::TcpListener;
+use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
 use super::args::{self, ParsedArgs};
@@ -179,11 +180,25 @@ impl Daemon {
     async fn finish(self) {
         // The task may have ended already; then there is nobody to tell.
         let _ = self.stop.send(());
-        if tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task)
-            .await
-            .is_err()
-        {
-            tracing::warn!("the embedded rendezvous did not end in time");
+        // Cancel safe: whichever comes first, the process ends.
+        tokio::select! {
+            ended = tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task) => if ended.is_err() {
+                tracing::warn!("the embedded rendezvous did not end in time");
+            },
+            () = interrupted() => tracing::warn!("interrupted before every node had heard the end of the job"),
         }
+    }
+}
+
+/// SIGINT or SIGTERM, which the agent does not listen to any more; never, where they cannot be handled.
+async fn interrupted() {
+    let signals = (signal(SignalKind::interrupt()), signal(SignalKind::terminate()));
+    let (Ok(mut interrupt), Ok(mut terminate)) = signals else {
+        return std::future::pending().await;
+    };
+    // Cancel safe: a signal ends the process, so none is missed.
+    tokio::select! {
+        _ = interrupt.recv() => {}
+        _ = terminate.recv() => {}
     }
 }

@@ -67,7 +67,7 @@ pub fn resolve(
     let agreed = agreed(&settings, &target, nodes);
     let (job_signature, job_description) = target.signature(&agreed);
     let named = settings.rdzv_id.clone();
-    let job_id = named.unwrap_or_else(|| default_job_id(alone, &job_signature));
+    let job_id = named.unwrap_or_else(|| default_job_id(alone, &target.distinction(&job_signature)));
     let (workers, cores) = places(&settings)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     let mut signals = signals(&settings)?;
@@ -123,7 +123,6 @@ pub fn resolve(
 fn agreed(settings: &Settings, target: &Target, nodes: NodeRange) -> AgreedSettings {
     let default_restarts = target.kind.default_max_restarts();
     AgreedSettings {
-        named: settings.rdzv_id.is_some(),
         min_nodes: nodes.min,
         max_nodes: nodes.max,
         max_restarts: settings.max_restarts.unwrap_or(default_restarts),
@@ -153,11 +152,11 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
 }
 
 /// Several nodes must mean the same without having spoken to each other.
-fn default_job_id(alone: bool, signature: &str) -> String {
+fn default_job_id(alone: bool, distinction: &str) -> String {
     if alone {
         unique_job_id(SystemTime::now())
     } else {
-        unnamed_job_id(signature)
+        unnamed_job_id(distinction)
     }
 }
 

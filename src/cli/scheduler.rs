@@ -10,6 +10,8 @@
 //!
 //! A batch script that starts `ddp-run` itself, without `srun`, runs it on one node, whatever was allocated.
 
+use std::net::IpAddr;
+
 use super::error::CliError;
 use super::settings::Settings;
 use super::values;
@@ -62,20 +64,31 @@ pub fn layer(upper: &Settings, get: impl Fn(&str) -> Option<String>) -> Result<L
     if upper.standalone == Some(true) {
         return Ok(layer);
     }
-    if let Some(endpoint) = &upper.rdzv_endpoint {
-        if endpoint.port == 0 {
-            // One node alone, which meets nobody.
-            return Ok(layer);
+    let in_step = get("SLURM_STEP_NUM_NODES").is_some_and(|count| count != "1");
+    match (&upper.rdzv_endpoint, &upper.master_addr) {
+        // One node alone, which meets nobody.
+        (Some(endpoint), _) if endpoint.port == 0 => return Ok(layer),
+        (Some(endpoint), _) => {
+            layer.set("node_rank", "JOB_COMPLETION_INDEX", get("JOB_COMPLETION_INDEX"))?;
+            // Nobody else meets on a loopback address, whatever was allocated.
+            if in_step || !is_loopback(&endpoint.host) {
+                of_known_meeting(&mut layer, upper, &get)?;
+            }
         }
-        of_known_meeting(&mut layer, upper, &get)?;
-    } else if upper.nnodes.is_none_or(|nodes| nodes.max > 1) && upper.master_addr.is_none() {
-        of_srun(&mut layer, &get)?;
+        // Without a step it is an address for one node's own workers, as likely as not.
+        (None, Some(_)) if in_step => of_known_meeting(&mut layer, upper, &get)?,
+        (None, None) if upper.nnodes.is_none_or(|nodes| nodes.max > 1) => of_srun(&mut layer, &get)?,
+        _ => {}
     }
     // A rank that the number of nodes does not allow belongs to something else, and is left alone.
     let settings = &mut layer.settings;
     let nodes = upper.nnodes.or(settings.nnodes).map_or(1, |nodes| nodes.max);
     settings.node_rank = settings.node_rank.filter(|rank| *rank < nodes);
     Ok(layer)
+}
+
+fn is_loopback(host: &str) -> bool {
+    host == "localhost" || host.parse::<IpAddr>().is_ok_and(|ip| ip.is_loopback())
 }
 
 /// Where nodes meet is given: who they are may still be left to the batch system.
@@ -85,7 +98,6 @@ fn of_known_meeting(
     get: &impl Fn(&str) -> Option<String>,
 ) -> Result<(), CliError> {
     layer.set("nnodes", "SLURM_NNODES", get("SLURM_NNODES"))?;
-    layer.set("node_rank", "JOB_COMPLETION_INDEX", get("JOB_COMPLETION_INDEX"))?;
     set_slurm_rank(layer, get)?;
     let step_nodes = get("SLURM_STEP_NUM_NODES").and_then(|count| count.parse().ok());
     let nodes = upper.nnodes.or(layer.settings.nnodes);
@@ -241,6 +253,30 @@ mod tests {
         let broken = |name: &str| (name == "SLURM_NNODES").then(|| "many".to_owned());
         let error = layer(&meeting(), broken).expect_err("no number");
         assert!(error.to_string().contains("`SLURM_NNODES` is `many`"), "{error}");
+    }
+
+    #[test]
+    fn a_loopback_address_is_no_meeting_of_an_allocation_but_of_a_step() {
+        let allocation = [("SLURM_NNODES", "4"), ("SLURM_NODEID", "0")];
+        let step = [&allocation[..], &[("SLURM_STEP_NUM_NODES", "4")]].concat();
+        for host in ["localhost", "127.0.0.2", "[::1]"] {
+            let at = Settings {
+                rdzv_endpoint: values::endpoint(host).ok(),
+                ..Settings::default()
+            };
+            assert_eq!(places(&at, &allocation).0, None, "{host}");
+            assert_eq!(places(&at, &step).0, Some(4), "{host}");
+        }
+        let master = Settings {
+            master_addr: Some("node0".to_owned()),
+            ..Settings::default()
+        };
+        assert_eq!(
+            places(&master, &allocation).0,
+            None,
+            "an address for its own workers"
+        );
+        assert_eq!(places(&master, &step), (Some(4), Some(0), None));
     }
 
     #[test]

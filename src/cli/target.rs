@@ -191,9 +191,6 @@ impl Target {
             u8::from(self.kind == TargetKind::Native),
             u8::from(self.kind == TargetKind::Module),
         ]);
-        self.agreed_args(settings)
-            .iter()
-            .for_each(|arg| field(arg.as_encoded_bytes()));
         field(self.yaml.as_deref().unwrap_or_default().as_bytes());
         self.overrides.iter().for_each(|pair| field(pair.as_bytes()));
         field(&settings.min_nodes.to_le_bytes());
@@ -202,16 +199,22 @@ impl Target {
         (hasher.finalize().to_hex().to_string(), self.describe(settings))
     }
 
-    /// Arguments of a program may differ between the nodes of a job that has a name: a folder of the machine, say.
-    fn agreed_args(&self, settings: &AgreedSettings) -> &[OsString] {
-        if settings.named { &[] } else { &self.args }
+    /// Hash of all that tells a job without a name from others: its signature, and the arguments of its program, which
+    /// may differ between the nodes of a job that has a name (a folder of the machine, say).
+    pub fn distinction(&self, signature: &str) -> String {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(signature.as_bytes());
+        for arg in &self.args {
+            hasher.update(&(arg.len() as u64).to_le_bytes());
+            hasher.update(arg.as_encoded_bytes());
+        }
+        hasher.finalize().to_hex().to_string()
     }
 
     fn describe(&self, settings: &AgreedSettings) -> String {
         let mut words = vec![format!("target `{}`", self.display_name())];
-        let args = self.agreed_args(settings);
-        if !args.is_empty() {
-            let args: Vec<_> = args.iter().map(|arg| arg.to_string_lossy()).collect();
+        if !self.args.is_empty() {
+            let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
             words.push(format!("arguments `{}`", args.join(" ")));
         }
         if let Some(yaml) = &self.yaml {
@@ -225,7 +228,6 @@ impl Target {
             min_nodes,
             max_nodes,
             max_restarts,
-            ..
         } = settings;
         words.push(format!("`--nnodes {min_nodes}:{max_nodes}`"));
         words.push(format!("`--max-restarts {max_restarts}`"));
@@ -236,8 +238,6 @@ impl Target {
 /// Settings that must be the same on all nodes of a job. The number of workers may differ.
 #[derive(Clone, Copy, Debug)]
 pub struct AgreedSettings {
-    /// The job has a name of its own, `--rdzv-id`.
-    pub named: bool,
     /// Lower end of `--nnodes`.
     pub min_nodes: u32,
     /// Upper end of `--nnodes`.
@@ -251,7 +251,6 @@ mod tests {
     use super::*;
 
     const AGREED: AgreedSettings = AgreedSettings {
-        named: true,
         min_nodes: 1,
         max_nodes: 2,
         max_restarts: 3,
@@ -340,13 +339,11 @@ mod tests {
             yaml: None,
         };
         let (one, other) = (script("/scratch/a"), script("/scratch/b"));
-        assert_eq!(one.signature(&AGREED), other.signature(&AGREED));
-        let unnamed = AgreedSettings {
-            named: false,
-            ..AGREED
-        };
-        assert_ne!(one.signature(&unnamed).0, other.signature(&unnamed).0);
-        assert!(other.signature(&unnamed).1.contains("`/scratch/b`"));
+        let (signature, words) = one.signature(&AGREED);
+        assert_eq!(signature, other.signature(&AGREED).0);
+        assert_ne!(one.distinction(&signature), other.distinction(&signature));
+        assert_eq!(one.distinction(&signature), one.distinction(&signature));
+        assert!(words.contains("arguments `/scratch/a`"), "{words}");
     }
 
     #[test]

@@ -5,7 +5,6 @@ use std::time::Duration;
 use ddp_proto::control::MAX_VALUE_BYTES;
 
 use super::unnamed::is_unnamed;
-use super::words;
 
 /// Settings of one daemon. [`Config::default`] is right for production.
 #[derive(Clone, Debug)]
@@ -128,20 +127,25 @@ impl Default for KvLimits {
 }
 
 impl Config {
+    /// What a job is called here. A daemon that serves one job only, which nobody named, takes any other without a name
+    /// for the same: its nodes may have been given other arguments, and where they meet says that they are one.
+    #[must_use]
+    pub(super) fn name_of(&self, job: String) -> String {
+        match &self.only_job {
+            Some(owner) if is_unnamed(owner) && is_unnamed(&job) => owner.clone(),
+            _ => job,
+        }
+    }
+
     /// Why `job` is not served here; none if it is.
     #[must_use]
     pub fn refuses(&self, job: &str) -> Option<String> {
         let owner = self.only_job.as_deref().filter(|owner| *owner != job)?;
-        let mut words = format!(
-            "the rendezvous at this address belongs to job `{}` and ends with it: it does not serve job `{}`",
-            super::kv::clip(owner, 128),
+        let owner = super::kv::clip(owner, 128);
+        Some(format!(
+            "the rendezvous at this address belongs to job `{owner}` and ends with it: it does not serve job `{}`",
             super::kv::clip(job, 128)
-        );
-        if is_unnamed(owner) && is_unnamed(job) {
-            words.push_str("; ");
-            words.push_str(words::ONE_UNNAMED_JOB);
-        }
-        Some(words)
+        ))
     }
 
     /// How often an agent should send a heartbeat.

@@ -49,7 +49,7 @@ pub enum Event {
         /// Where it comes from.
         peer: Peer,
         /// What it said.
-        message: AgentMessage,
+        message: Box<AgentMessage>,
     },
     /// A stream is gone.
     Closed {

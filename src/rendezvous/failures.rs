@@ -132,7 +132,8 @@ impl Failures {
 
     /// The list as it goes over the wire; none while nothing has failed.
     pub(super) fn told(&self) -> Option<rendezvous::Failures> {
-        let first = self.listed.first()?;
+        // Both times count from here, so that nothing is heard of before it happened.
+        let first = self.listed.first()?.arrived_ns;
         let told = |entry: &Entry| {
             let (exit, node_gone) = match &entry.what {
                 What::Exit(exit) => (Some(WorkerExit::clone(exit)), String::new()),
@@ -143,8 +144,8 @@ impl Failures {
                 hostname: entry.hostname.clone(),
                 exit,
                 node_gone,
-                arrived_ns: entry.arrived_ns.saturating_sub(first.arrived_ns) as u64,
-                happened_ns: entry.happened_ns.saturating_sub(first.happened_ns),
+                arrived_ns: entry.arrived_ns.saturating_sub(first) as u64,
+                happened_ns: entry.happened_ns.saturating_sub(first),
             }
         };
         Some(rendezvous::Failures {

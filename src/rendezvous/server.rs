@@ -151,13 +151,22 @@ impl Rendezvous for Service {
             .send(Request::Opened(conn, agent))
             .await
             .map_err(|_| Status::unavailable("the rendezvous daemon is stopping"))?;
-        tokio::spawn(pump(conn, peer, request.into_inner(), self.requests.clone()));
+        let config = self.config.clone();
+        let messages_in = request.into_inner().map(move |message| {
+            message.map(|message: AgentMessage| AgentMessage {
+                job_id: config.name_of(message.job_id),
+                ..message
+            })
+        });
+        tokio::spawn(pump(conn, peer, messages_in, self.requests.clone()));
         Ok(Response::new(Box::pin(ReceiverStream::new(messages).map(Ok))))
     }
 
     async fn kv_put(&self, request: tonic::Request<KvPutRequest>) -> Result<Response<KvPutReply>, Status> {
+        let mut request = request.into_inner();
+        request.job_id = self.config.name_of(request.job_id);
         let (answer, result) = oneshot::channel();
-        self.ask(Request::KvPut(request.into_inner(), answer), result)
+        self.ask(Request::KvPut(request, answer), result)
             .await?
             .map_err(|error| status(&error))?;
         Ok(Response::new(KvPutReply {}))
@@ -165,6 +174,7 @@ impl Rendezvous for Service {
 
     async fn kv_get(&self, request: tonic::Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
         let mut request = request.into_inner();
+        request.job_id = self.config.name_of(request.job_id);
         request.timeout_ms = request
             .timeout_ms
             .min(u32::try_from(self.config.kv.wait.as_millis()).unwrap_or(u32::MAX));
@@ -179,7 +189,7 @@ impl Rendezvous for Service {
     }
 
     async fn status(&self, request: tonic::Request<StatusRequest>) -> Result<Response<StatusReply>, Status> {
-        let job = request.into_inner().job_id;
+        let job = self.config.name_of(request.into_inner().job_id);
         if let Some(reason) = self.config.refuses(&job) {
             return Err(Status::failed_precondition(reason));
         }
@@ -197,19 +207,20 @@ impl Rendezvous for Service {
 async fn pump(
     conn: ConnId,
     peer: Peer,
-    mut stream: Streaming<AgentMessage>,
+    mut messages: impl Stream<Item = Result<AgentMessage, Status>> + Unpin,
     requests: mpsc::Sender<Request>,
 ) {
     let clean = loop {
-        match stream.message().await {
-            Ok(Some(message)) => {
+        match messages.next().await {
+            Some(Ok(message)) => {
+                let message = Box::new(message);
                 let event = Event::Message { conn, peer, message };
                 if requests.send(Request::Event(event)).await.is_err() {
                     return;
                 }
             }
-            Ok(None) => break true,
-            Err(_) => break false,
+            None => break true,
+            Some(Err(_)) => break false,
         }
     };
     // An error means that the daemon is stopping: nobody is left to be told.

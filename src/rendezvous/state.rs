@@ -110,7 +110,7 @@ pub fn apply(at: At, state: &mut State, event: Event) -> Vec<Effect> {
         Event::Message { conn, .. } if ended.contains(&conn) => {
             turn.detail("ignored a message on an ended stream");
         }
-        Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, message),
+        Event::Message { conn, peer, message } => daemon.message(&mut turn, conn, peer, *message),
         Event::Closed { conn, clean } => {
             ended.remove(&conn);
             daemon.closed(&mut turn, conn, clean);
@@ -149,9 +149,6 @@ impl Daemon<'_> {
             incarnation,
         };
         if let Err((code, reason)) = self.identify(turn, conn, &speaker, &body) {
-            if let Body::Join(join) = &body {
-                unnamed::point_out(turn, self.jobs, &speaker.job, join);
-            }
             return refuse(turn, conn, code, reason);
         }
         let Speaker {

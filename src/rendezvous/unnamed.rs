@@ -1,7 +1,8 @@
 //! Jobs that nobody gave a name (`--rdzv-id`).
 //!
-//! The name of such a job follows from what its nodes agree on: two of them at one daemon are two jobs, unless they are
-//! alike in everything. Nodes that were meant to be one job but differ do not meet, so they are told of each other.
+//! The name of such a job follows from what its nodes agree on and the arguments of its program: two of them at one
+//! daemon are two jobs, unless they are alike in everything. Nodes that were meant to be one job but differ do not meet,
+//! so they are told of each other. A daemon inside a job's own `ddp-run` has one job only, and takes all of them for it.
 
 use std::collections::BTreeMap;
 
@@ -17,10 +18,11 @@ pub const DEFAULT_JOB_ID: &str = "none";
 /// Digits of the signature behind [`DEFAULT_JOB_ID`].
 const DIGITS: usize = 8;
 
-/// Name of a job of several nodes without one: the same on all nodes that agree, without their having spoken.
+/// Name of a job of several nodes without one, from a hash of what it runs: the same on all nodes that were started
+/// alike, without their having spoken.
 #[must_use]
-pub fn unnamed_job_id(signature: &str) -> String {
-    format!("{DEFAULT_JOB_ID}-{}", super::kv::clip(signature, DIGITS))
+pub fn unnamed_job_id(hash: &str) -> String {
+    format!("{DEFAULT_JOB_ID}-{}", super::kv::clip(hash, DIGITS))
 }
 
 /// True for names that [`unnamed_job_id`] makes.
@@ -48,7 +50,7 @@ impl Lookalike {
 }
 
 /// Tells the nodes of jobs without a name that wait for their first generation of each other, when a node has come to
-/// `job_id`, or was refused.
+/// `job_id`.
 pub(super) fn point_out(turn: &mut Turn<'_>, jobs: &mut BTreeMap<String, Job>, job_id: &str, join: &Join) {
     if !is_unnamed(job_id) {
         return;

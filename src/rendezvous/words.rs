@@ -216,15 +216,12 @@ impl TimedOut<'_> {
     }
 }
 
-/// What makes nodes without a job's name one job.
-pub(super) const ONE_UNNAMED_JOB: &str =
-    "nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same";
-
 /// Another job without a name that waits as well, and in what it differs.
 pub(super) fn lookalike(other_id: &str, here: &Join, there: &Join) -> String {
     let what = disagreeing(here, there).unwrap_or_else(|| difference(here, there));
     format!(
-        "note: another job without a name is here too, `{}`: {what}; {ONE_UNNAMED_JOB}",
+        "note: another job without a name is here too, `{}`: {what}; nodes without a `--rdzv-id` are one job only if \
+         their targets, arguments and flags are the same",
         clip(other_id, QUOTE_BYTES)
     )
 }

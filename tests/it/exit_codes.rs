@@ -2,10 +2,14 @@
 
 use nix::sys::signal::Signal;
 
-use crate::harness::{Daemon, ReservedPort, launch, temp_dir};
+use crate::harness::{Daemon, ReservedPort, Running, launch, temp_dir};
 
 /// A worker that says it is there and then waits for ever.
 const WAITING: &str = "echo ready; exec sleep 1000";
+
+/// Rank 1 fails once rank 0 is ready, which says when it is asked to stop and goes on.
+const STUBBORN: &str = r#"[ "$RANK" = 1 ] && { until [ -e "$READY" ]; do sleep 0.02; done; exit 42; }
+    trap "" INT; trap "echo asked" TERM; : >"$READY"; while :; do sleep 1000 & wait; done"#;
 
 #[test]
 fn success_is_silent() {
@@ -225,5 +229,60 @@ fn a_signal_to_one_node_ends_the_job_on_all() {
     one.signal(Signal::SIGTERM);
     one.finish().expect_exit(143);
     other.finish().expect_exit(143);
+    daemon.stop().expect_exit(0);
+}
+
+/// Stops a launcher whose worker does not stop: what it says, and then the worker's end, follow the signals.
+fn insist(running: &mut Running, signal: Signal) {
+    running.wait_for("[0] asked");
+    running.signal(signal);
+    running.wait_for("another signal kills them");
+    running.signal(signal);
+}
+
+#[test]
+fn a_signal_during_the_stop_after_a_failure_does_not_erase_it() {
+    for signal in [Signal::SIGINT, Signal::SIGTERM] {
+        let dir = temp_dir();
+        let ready = dir.path().join("ready");
+        let logs = dir.path().join("logs");
+        let mut running = launch()
+            .nproc(2)
+            .flag("--shutdown-timeout", "3600")
+            .flag("--log-dir", logs.to_str().expect("unicode"))
+            .env("READY", ready.to_str().expect("unicode"))
+            .shell(STUBBORN)
+            .start();
+        insist(&mut running, signal);
+        running
+            .finish()
+            .expect_exit(42)
+            .expect_stderr("first failure: rank 1")
+            .expect_stderr("rank 0: stopped by us with SIGKILL");
+        let error = std::fs::read_to_string(logs.join("error.json")).expect("written");
+        assert!(error.contains(r#""exit_code": 42"#), "{error}");
+    }
+}
+
+#[test]
+fn a_signal_to_one_node_after_a_failure_on_another_leaves_the_exit_code_the_same() {
+    let (daemon, dir) = (Daemon::start(), temp_dir());
+    let ready = dir.path().join("ready");
+    let node = |rank: &str| {
+        launch()
+            .node_of(2, &daemon.endpoint, "j")
+            .flag("--node-rank", rank)
+            .flag("--shutdown-timeout", "3600")
+            .env("READY", ready.to_str().expect("unicode"))
+            .shell(STUBBORN)
+            .start()
+    };
+    let (mut stubborn, failing) = (node("0"), node("1"));
+    insist(&mut stubborn, Signal::SIGTERM);
+    stubborn
+        .finish()
+        .expect_exit(42)
+        .expect_stderr("first failure: rank 1");
+    failing.finish().expect_exit(42);
     daemon.stop().expect_exit(0);
 }

@@ -272,6 +272,16 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
 }
 
 #[test]
+fn a_dry_run_says_that_the_program_is_missing() {
+    launch()
+        .words(&["--dry-run"])
+        .target("/no/such/program")
+        .run()
+        .expect_exit(0)
+        .expect_stdout("the workers could not be started: program `/no/such/program` was not found");
+}
+
+#[test]
 fn a_dry_run_tells_of_the_rendezvous_and_the_ranks_of_this_node() {
     let finished = launch()
         .nproc(2)

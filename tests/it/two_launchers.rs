@@ -168,6 +168,25 @@ fn four_nodes_of_two_unnamed_jobs_that_start_at_the_same_moment_find_their_own()
 }
 
 #[test]
+fn nodes_that_meet_at_one_of_them_may_be_given_other_arguments() {
+    let port = ReservedPort::new();
+    let node = |rank: &str| {
+        let script = format!("echo {rank} of $WORLD_SIZE on host {rank}");
+        launch()
+            .flag("--nnodes", "2")
+            .flag("--node-rank", rank)
+            .flag("--rdzv-endpoint", &port.endpoint)
+            .shell(&script)
+            .start()
+    };
+    for (rank, node) in [("0", node("0")), ("1", node("1"))] {
+        node.finish()
+            .expect_exit(0)
+            .expect_stdout(&format!("{rank} of 2 on host {rank}"));
+    }
+}
+
+#[test]
 fn a_job_does_not_end_with_another_one_that_has_the_port() {
     let (port, dir) = (ReservedPort::new(), temp_dir());
     let done = ["first", "second"].map(|name| dir.path().join(name));

@@ -233,6 +233,7 @@ impl World {
                     remote,
                     local: IpAddr::from([10, 0, 1, 0]),
                 };
+                let message = Box::new(message);
                 self.apply(Event::Message { conn, peer, message });
             }
             Happening::Ends(conn, clean) => self.apply(Event::Closed { conn, clean }),

@@ -64,7 +64,9 @@ impl Machine {
 mod tests {
     use ddp_proto::ids::LocalRank;
     use ddp_proto::rendezvous::daemon_message::Body as Word;
-    use ddp_proto::rendezvous::{Assignment, DaemonMessage, Failures, JobOver, Leave, NodeAssignment};
+    use ddp_proto::rendezvous::{
+        Assignment, DaemonMessage, Failures, GenerationOver, JobOver, Leave, NodeAssignment,
+    };
 
     use super::super::event::Event;
     use super::super::machine::Rules;
@@ -88,6 +90,23 @@ mod tests {
 
     /// One whose only worker runs.
     fn running() -> Machine {
+        with_workers(1)
+    }
+
+    /// One of whose two workers the second has failed; the first takes its time.
+    fn failed() -> Machine {
+        let mut machine = with_workers(2);
+        machine.on(Event::Exited {
+            local_rank: LocalRank(1),
+            ending: Ending::Signal {
+                signal: libc::SIGSEGV,
+                core_dumped: false,
+            },
+        });
+        machine
+    }
+
+    fn with_workers(workers: u32) -> Machine {
         let (mut machine, _) = Machine::start(Rules {
             hostname: "a".into(),
             native: false,
@@ -95,7 +114,7 @@ mod tests {
             shutdown_timeout: Duration::from_secs(30),
         });
         let nodes = vec![NodeAssignment {
-            workers: 1,
+            workers,
             ..NodeAssignment::default()
         }];
         let assignment = Assignment {
@@ -103,7 +122,9 @@ mod tests {
             ..Assignment::default()
         };
         hear(&mut machine, Word::Assignment(assignment));
-        machine.on(Event::Spawned(LocalRank(0)));
+        for local_rank in 0..workers {
+            machine.on(Event::Spawned(LocalRank(local_rank)));
+        }
         machine.on(Event::SpawnEnded(None));
         machine
     }
@@ -111,6 +132,10 @@ mod tests {
     /// What it does when the job is over and its worker gone.
     fn end(machine: &mut Machine, verdict: Word) -> Vec<Effect> {
         hear(machine, verdict);
+        end_of_worker(machine)
+    }
+
+    fn end_of_worker(machine: &mut Machine) -> Vec<Effect> {
         machine.on(Event::Exited {
             local_rank: LocalRank(0),
             ending: Ending::Code(1),
@@ -151,11 +176,7 @@ mod tests {
         let mut machine = running();
         hear(&mut machine, verdict(700));
         assert_eq!(hear(&mut machine, Word::LastWord(Failures::default())), []);
-        machine.on(Event::Exited {
-            local_rank: LocalRank(0),
-            ending: Ending::Code(1),
-        });
-        assert!(says_good_bye(&machine.on(Event::Swept { stuck: vec![] })));
+        assert!(says_good_bye(&end_of_worker(&mut machine)));
     }
 
     #[test]
@@ -192,6 +213,41 @@ mod tests {
             error: "gone".into(),
         };
         assert_eq!(finish(&machine.on(gone)), Some(42));
+    }
+
+    #[test]
+    fn a_signal_during_the_stop_after_a_failure_does_not_erase_it() {
+        let say = |effects: &[Effect]| matches!(effects, [Effect::Say(words)] if words.contains("another signal kills"));
+        let kills = |effects: &[Effect]| effects.contains(&Effect::SignalAll(libc::SIGKILL));
+        // After the verdict, of whatever node the failure is.
+        let mut machine = running();
+        hear(&mut machine, verdict(0));
+        assert!(say(&machine.on(Event::Signal(libc::SIGINT))));
+        assert!(kills(&machine.on(Event::Signal(libc::SIGTERM))));
+        assert!(says_good_bye(&end_of_worker(&mut machine)));
+        assert_eq!(finish(&machine.on(Event::Left)), Some(42));
+
+        // Before it: the daemon has been told of the failure.
+        let mut machine = failed();
+        assert!(say(&machine.on(Event::Signal(libc::SIGINT))));
+        hear(&mut machine, verdict(0));
+        assert!(kills(&machine.on(Event::Signal(libc::SIGTERM))));
+        assert!(says_good_bye(&end_of_worker(&mut machine)));
+        assert_eq!(finish(&machine.on(Event::Left)), Some(42));
+    }
+
+    #[test]
+    fn a_signal_before_the_verdict_counts_if_there_is_to_be_a_restart_or_none_is_heard() {
+        for word in [None, Some(Word::GenerationOver(GenerationOver::default()))] {
+            let mut machine = failed();
+            machine.on(Event::Signal(libc::SIGINT));
+            if let Some(word) = word {
+                assert_eq!(hear(&mut machine, word), []);
+            }
+            machine.on(Event::Signal(libc::SIGTERM));
+            end_of_worker(&mut machine);
+            assert_eq!(finish(&machine.on(Event::Left)), Some(130), "the first signal's");
+        }
     }
 
     #[test]

@@ -72,6 +72,8 @@ pub(super) enum Then {
     Succeed,
     /// One failed; the daemon decides.
     AskDaemon,
+    /// One failed, and then this signal came: nothing is started again, but a verdict of the daemon goes before it.
+    StopUnlessOver(i32),
     /// The daemon wants the next generation.
     Rejoin,
     /// The end.
@@ -239,7 +241,7 @@ impl Machine {
                     *then = Then::Rejoin;
                     Vec::new()
                 }
-                Then::Rejoin | Then::Conclude(_) => return Vec::new(),
+                Then::StopUnlessOver(_) | Then::Rejoin | Then::Conclude(_) => return Vec::new(),
             },
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.rejoin(),
             Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => return Vec::new(),
@@ -306,16 +308,24 @@ impl Machine {
                 effects
             }
             Phase::Stopping { stage, then } => {
-                // The first signal decides the exit code.
-                if !matches!(then, Then::Conclude(Conclusion::Stopped { .. })) {
-                    *then = Then::Conclude(conclusion);
+                match then {
+                    // The verdict has the same exit code on all nodes; of several signals the first decides.
+                    Then::Conclude(_) | Then::StopUnlessOver(_) => {}
+                    Then::AskDaemon => *then = Then::StopUnlessOver(signal),
+                    Then::Succeed | Then::Rejoin => *then = Then::Conclude(conclusion),
                 }
-                if again && *stage < Stage::Killed {
+                if *stage >= Stage::Killed {
+                    return Vec::new();
+                }
+                if again {
                     let mut effects = vec![Effect::Say("killing the workers".into())];
                     effects.extend(self.kill());
                     return effects;
                 }
-                Vec::new()
+                let name = signal_name(signal);
+                vec![Effect::Say(format!(
+                    "{name}: the workers are being stopped already; another signal kills them"
+                ))]
             }
             Phase::Leaving(conclusion) if again => {
                 let conclusion = conclusion.clone();
@@ -377,6 +387,7 @@ impl Machine {
                 self.phase = Phase::Undecided;
                 vec![Effect::Arm(VERDICT_WAIT)]
             }
+            Then::StopUnlessOver(signal) => self.leave(Conclusion::Stopped { signal }),
             Then::Rejoin => self.rejoin(),
             Then::Conclude(conclusion) => self.leave(conclusion),
         });

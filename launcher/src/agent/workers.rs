@@ -22,12 +22,12 @@ use crate::console::Stream;
 use crate::ending::Ending;
 use crate::environment::{self, Common};
 use crate::hang::{Beat, longest_silence};
+use crate::local_end::LocalEnd;
 use crate::logs::{LogError, WorkerFiles, open_filtered};
 use crate::oom::OomCounter;
 use crate::output::OutputPlan;
 use crate::plan::CoreSet;
 use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
-use crate::report::LocalEnd;
 use crate::spawn::WorkerSpec;
 
 /// Why the workers of a generation cannot be started.

@@ -82,7 +82,7 @@ impl WorkerGroup {
     }
 
     /// As [`WorkerGroup::create`], after the leftovers of dead launchers are removed beside it. Another launcher that does the same
-    /// may take a group that is not held yet for one of these, so it is tried again.
+    /// may take a group that is not held yet for one of these and remove it, so it is tried again.
     pub(crate) fn create_among_leftovers(dir: &Path) -> io::Result<Self> {
         if let Some(own) = dir.parent() {
             leftovers::remove_leftovers(own);
@@ -98,7 +98,7 @@ impl WorkerGroup {
     }
 
     fn open(dir: &Path) -> io::Result<Self> {
-        let folder = leftovers::hold(dir)?;
+        let folder = leftovers::hold_own(dir)?;
         // Absent before Linux 5.14.
         fs::metadata(dir.join(KILL))?;
         let members = File::options().write(true).open(dir.join(MEMBERS))?;

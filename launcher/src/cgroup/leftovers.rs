@@ -5,22 +5,50 @@
 //! are others in another container, but a lock goes with its holder.
 
 use std::fs::{self, File};
-use std::io;
+use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
+use std::time::{Duration, Instant};
+use std::{io, thread};
 
 use super::group::{is_populated, remove_tree};
 
 /// Begins the names of the groups that launchers make.
 const PREFIX: &str = "ddp-";
 
-/// Opens the folder of a group, and holds its lock until the file is closed.
+/// Longest wait for another launcher that looks whether a group is a leftover.
+const LOOK_BOUND: Duration = Duration::from_millis(200);
+/// Between two looks whether it is through: a lock has no event with a deadline.
+const LOOK_INTERVAL: Duration = Duration::from_millis(1);
+
+/// Opens the folder of a group, and holds its lock until the file is closed. Whoever removes a group holds its lock.
 ///
 /// # Errors
 /// When there is no such folder, or another process holds it.
-pub(super) fn hold(group: &Path) -> io::Result<File> {
-    let folder = File::open(group)?;
+fn hold(group: &Path) -> io::Result<File> {
+    lock(File::open(group)?, group)
+}
+
+fn lock(folder: File, group: &Path) -> io::Result<File> {
     folder.try_lock()?;
+    // The one that was opened may have been removed before it was locked, and another have come to its place.
+    let (held, there) = (folder.metadata()?, fs::metadata(group)?);
+    if (held.dev(), held.ino()) != (there.dev(), there.ino()) {
+        return Err(io::ErrorKind::NotFound.into());
+    }
     Ok(folder)
+}
+
+/// As [`hold`], for the group of this launcher, which others may just be looking at.
+pub(super) fn hold_own(group: &Path) -> io::Result<File> {
+    let deadline = Instant::now() + LOOK_BOUND;
+    loop {
+        match hold(group) {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock && Instant::now() < deadline => {
+                thread::sleep(LOOK_INTERVAL);
+            }
+            outcome => return outcome,
+        }
+    }
 }
 
 /// Removes the empty groups of dead launchers below `own`; returns their number. Those that hold a process stay.
@@ -57,6 +85,37 @@ mod tests {
         drop(lock);
         assert_eq!(remove_leftovers(own.path()), 1);
         assert!(!alive.exists());
+    }
+
+    #[test]
+    fn a_group_that_came_to_the_place_of_another_is_not_held_by_the_others_lock() {
+        let own = tempfile::tempdir().unwrap();
+        let group = own.path().join("ddp-1-new");
+        fs::create_dir(&group).unwrap();
+        let before = File::open(&group).unwrap();
+        fs::remove_dir(&group).unwrap();
+        // Keeps the number of the old one from being used again.
+        fs::create_dir(own.path().join("between")).unwrap();
+        assert!(
+            lock(before.try_clone().unwrap(), &group).is_err(),
+            "nothing is there"
+        );
+        fs::create_dir(&group).unwrap();
+        assert!(lock(before, &group).is_err(), "another one is there");
+        assert!(hold_own(&group).is_ok());
+    }
+
+    #[test]
+    fn a_launcher_waits_for_those_who_only_look() {
+        let own = tempfile::tempdir().unwrap();
+        let group = own.path().join("ddp-1-new");
+        fs::create_dir(&group).unwrap();
+        let looking = hold(&group).unwrap();
+        thread::scope(|scope| {
+            let held = scope.spawn(|| hold_own(&group).is_ok());
+            drop(looking);
+            assert!(held.join().unwrap());
+        });
     }
 
     #[test]

@@ -86,6 +86,8 @@ fn lines(failures: &Failures) -> String {
             ),
             None => failure.node_gone.clone(),
         };
+        let is_in_order = failure.happened_ns <= failure.arrived_ns.cast_signed();
+        assert!(is_in_order, "heard of before it happened: {failure:?}");
         let (arrived, happened) = (failure.arrived_ns / 1_000_000, failure.happened_ns / 1_000_000);
         format!(
             "{}.`{}` {what}: happened {happened} ms, arrived {arrived} ms",
@@ -117,7 +119,7 @@ fn every_node_hears_the_same_list_when_all_have_reported() {
         assert_eq!(last_word, None);
         assert_eq!(verdict.last_word_ms, 900);
         insta::allow_duplicates! {
-            insta::assert_snapshot!(lines(&verdict.failures.unwrap()), @"1.`b` rank 2 42: happened 0 ms, arrived 0 ms");
+            insta::assert_snapshot!(lines(&verdict.failures.unwrap()), @"1.`b` rank 2 42: happened -10 ms, arrived 0 ms");
         }
     }
     s.now += 100 * MS;
@@ -138,10 +140,10 @@ fn every_node_hears_the_same_list_when_all_have_reported() {
     );
     let told = last_word(&mut s, "a");
     insta::assert_snapshot!(told, @r"
-    1.`b` rank 2 42: happened 0 ms, arrived 0 ms
-    1.`b` rank 3 15, a victim: happened 110 ms, arrived 100 ms
-    1.`a` rank 0 1, a consequence: happened 60 ms, arrived 300 ms
-    1.`a` rank 1 7: happened 0 ms, arrived 300 ms
+    1.`b` rank 2 42: happened -10 ms, arrived 0 ms
+    1.`b` rank 3 15, a victim: happened 100 ms, arrived 100 ms
+    1.`a` rank 0 1, a consequence: happened 50 ms, arrived 300 ms
+    1.`a` rank 1 7: happened -10 ms, arrived 300 ms
     ");
     assert_eq!(last_word(&mut s, "b"), told);
 }
@@ -247,8 +249,8 @@ fn a_suspect_is_listed_before_the_cause_that_arrived_later() {
     let verdict = lists(&mut s, "a").0.expect("the job is over");
     assert_eq!(verdict.first_failure.map(|exit| exit.rank), Some(2));
     insta::assert_snapshot!(lines(&verdict.failures.unwrap()), @r"
-    1.`a` rank 0 1, a consequence: happened 0 ms, arrived 0 ms
-    1.`b` rank 2 42: happened 21 ms, arrived 20 ms
+    1.`a` rank 0 1, a consequence: happened -1 ms, arrived 0 ms
+    1.`b` rank 2 42: happened 20 ms, arrived 20 ms
     ");
 }
 

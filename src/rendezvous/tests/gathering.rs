@@ -419,7 +419,7 @@ fn jobs_do_not_touch_each_other() {
     s.apply(Event::Message {
         conn: ConnId(77),
         peer,
-        message,
+        message: Box::new(message),
     });
     s.current.insert("other".into(), ConnId(77));
     assert_eq!(s.assignment("other").1.nodes.len(), 1);

@@ -109,6 +109,7 @@ impl Scene {
             generation,
             body: Some(body),
         };
+        let message = Box::new(message);
         self.apply(Event::Message { conn, peer, message });
     }
 

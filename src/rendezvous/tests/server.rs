@@ -351,7 +351,7 @@ async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
         Request::Event(Event::Message {
             conn: ConnId(conn),
             peer,
-            message,
+            message: Box::new(message),
         })
     };
     let (slow, mut unread) = tokio::sync::mpsc::channel(1);

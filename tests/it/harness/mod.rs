@@ -18,7 +18,9 @@ mod training;
 
 pub(crate) use deadline::{PATIENCE, eventually};
 pub(crate) use launch::{Launch, launch};
-pub(crate) use processes::{children, descendants, environment_of, groups_made_by, processes, worker};
+pub(crate) use processes::{
+    children, descendants, environment_of, groups_made_by, hangup_is_ignored, processes, worker,
+};
 pub(crate) use program::{Finished, Program, Running};
 pub(crate) use proxy::Proxy;
 pub(crate) use rendezvous::{Daemon, ReservedPort};

@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use nix::sys::signal::Signal;
+
 use super::eventually;
 
 /// All living processes, with their parents; zombies do not live.
@@ -10,6 +12,14 @@ fn parents() -> BTreeMap<i32, i32> {
     let entries = std::fs::read_dir("/proc").expect("a mounted /proc").flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_string_lossy().parse::<i32>().ok());
     pids.filter_map(|pid| Some((pid, living_parent(pid)?))).collect()
+}
+
+/// True where the tests themselves ignore SIGHUP, as under `nohup`: what they start inherits that.
+pub(crate) fn hangup_is_ignored() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").expect("a mounted /proc");
+    let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let mask = u64::from_str_radix(mask.expect("a mask").trim(), 16).expect("hexadecimal");
+    mask >> (Signal::SIGHUP as u32 - 1) & 1 == 1
 }
 
 /// All living processes.

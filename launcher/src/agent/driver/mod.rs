@@ -425,12 +425,8 @@ impl<'a> Driver<'a> {
 
 /// What can be known to be wrong before the node joins.
 fn check(plan: &LaunchPlan, inherited: &[(OsString, OsString)]) -> Result<(), LaunchError> {
-    let search_path = plan.command.env.get("PATH").map(OsString::from);
-    let inherited_path = inherited
-        .iter()
-        .find(|(name, _)| name == "PATH")
-        .map(|(_, value)| value.clone());
-    check_program(&plan.command.program, search_path.or(inherited_path).as_ref())?;
+    let inherited_path = inherited.iter().find(|(name, _)| name == "PATH");
+    check_program(&plan.command, inherited_path.map(|(_, value)| value))?;
     if let Some(path) = &plan.log_dir {
         std::fs::create_dir_all(path).map_err(|cause| LogError {
             path: path.clone(),

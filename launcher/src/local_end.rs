@@ -1,0 +1,167 @@
+//! How the workers of this node ended that are not the first failure, in the words of the report.
+//!
+//! A node may have many, and they mostly end alike: ends that differ in rank and time only share a line.
+
+use std::fmt::Write as _;
+use std::time::Duration;
+
+use ddp_proto::ids::GlobalRank;
+
+use crate::agent::Conclusion;
+use crate::ending::{Ending, signal_name};
+use crate::report::{Facts, indented, seconds};
+
+/// How one worker of this node ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct LocalEnd {
+    pub(crate) rank: GlobalRank,
+    pub(crate) ending: Ending,
+    /// The last signal that we sent it while it lived.
+    pub(crate) sent: Option<i32>,
+    /// Time from the first failure (or the beginning of the stop) to its end.
+    pub(crate) after: Duration,
+    /// Its own words.
+    pub(crate) message: Option<String>,
+    /// It failed only because another rank did, it says.
+    pub(crate) consequence: bool,
+}
+
+/// What the ends of a line have in common.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Fate<'a> {
+    why: Why,
+    ending: Ending,
+    words: Option<&'a str>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Why {
+    /// This signal of ours stopped it.
+    Stopped(i32),
+    /// Because of the first failure, it says.
+    Followed,
+    ByItself,
+}
+
+/// Ends of one fate.
+struct Alike<'a> {
+    fate: Fate<'a>,
+    /// In ascending order.
+    ranks: Vec<u32>,
+    soonest: Duration,
+    latest: Duration,
+}
+
+/// Adds the workers of this node that are neither the first failure nor well, in the order of each line's first rank.
+pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
+    let first_failure_is_told = text.contains("first failure:");
+    let told = match facts.conclusion {
+        Conclusion::JobOver { first_failure, .. } => {
+            first_failure.as_ref().map(|failure| &*failure.0.message)
+        }
+        _ => None,
+    };
+    let is_other = |end: &&LocalEnd| Some(end.rank) != first && !end.ending.is_success();
+    let mut lines: Vec<Alike<'_>> = Vec::new();
+    for end in facts.local_ends.iter().filter(is_other) {
+        let fate = Fate::of(end, facts.conclusion, first_failure_is_told);
+        if let Some(line) = lines.iter_mut().find(|line| line.fate == fate) {
+            line.ranks.push(end.rank.0);
+            line.soonest = line.soonest.min(end.after);
+            line.latest = line.latest.max(end.after);
+        } else {
+            lines.push(Alike {
+                fate,
+                ranks: vec![end.rank.0],
+                soonest: end.after,
+                latest: end.after,
+            });
+        }
+    }
+    for line in &lines {
+        line.tell(text, told);
+    }
+}
+
+impl<'a> Fate<'a> {
+    fn of(end: &'a LocalEnd, conclusion: &Conclusion, first_failure_is_told: bool) -> Self {
+        let why = match end.sent {
+            Some(sent) => Why::Stopped(deadly(sent, end.ending, conclusion)),
+            None if end.consequence && first_failure_is_told => Why::Followed,
+            None => Why::ByItself,
+        };
+        // What it says of the cause, it says on the console; the report has named the cause.
+        let is_needed = why != Why::Followed;
+        Self {
+            why,
+            ending: end.ending,
+            words: end.message.as_deref().filter(|_| is_needed),
+        }
+    }
+}
+
+impl Alike<'_> {
+    /// Adds the line; `told` are the words of the first failure.
+    fn tell(&self, text: &mut String, told: Option<&str>) {
+        let (noun, itself, say) = match self.ranks.len() {
+            1 => ("rank", "itself", "it says"),
+            _ => ("ranks", "themselves", "they say"),
+        };
+        let _ = write!(text, "\n  {noun} {}: ", list(&self.ranks));
+        let (time, ending) = (self.time(), self.fate.ending);
+        let _ = match self.fate.why {
+            Why::Stopped(signal) => {
+                let died_of_it = matches!(ending, Ending::Signal { signal: of, .. } if of == signal);
+                let end = if died_of_it {
+                    String::new()
+                } else {
+                    format!(" ({ending})")
+                };
+                write!(
+                    text,
+                    "stopped by us with {} after {time}{end}",
+                    signal_name(signal)
+                )
+            }
+            Why::Followed => write!(text, "ended because of that {time} later ({ending})"),
+            Why::ByItself => write!(text, "{ending} by {itself} {time} later"),
+        };
+        let _ = match self.fate.words {
+            // Ranks that read one configuration fail alike.
+            Some(words) if Some(words) == told => write!(text, ": {say} the same"),
+            Some(words) => write!(text, ": {}", indented(words, "    ")),
+            None => Ok(()),
+        };
+    }
+
+    /// "0.1 s", "0.1 s to 30.2 s"
+    fn time(&self) -> String {
+        let (soonest, latest) = (seconds(self.soonest), seconds(self.latest));
+        if soonest == latest {
+            soonest
+        } else {
+            format!("{soonest} to {latest}")
+        }
+    }
+}
+
+/// "0 to 40, 42, 43"
+fn list(ranks: &[u32]) -> String {
+    let runs = ranks.chunk_by(|rank, next| rank + 1 == *next);
+    let told = |run: &[u32]| match run {
+        [first, _, .., last] => format!("{first} to {last}"),
+        [first, second] => format!("{first}, {second}"),
+        _ => run.iter().map(u32::to_string).collect(),
+    };
+    runs.map(told).collect::<Vec<_>>().join(", ")
+}
+
+/// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM, or the signal
+/// that stopped the job.
+fn deadly(sent: i32, ending: Ending, conclusion: &Conclusion) -> i32 {
+    let is_gentle = |signal| signal == libc::SIGTERM || Some(signal) == conclusion.signal();
+    match ending {
+        Ending::Signal { signal, .. } if sent == libc::SIGKILL && is_gentle(signal) => signal,
+        _ => sent,
+    }
+}
