@@ -3,6 +3,7 @@
 //! Every process in question holds a named pipe open for writing: its reader sees the end of the file when the
 //! last of them is gone.
 
+use std::fs::File;
 use std::path::PathBuf;
 
 use nix::sys::signal::Signal;
@@ -22,6 +23,8 @@ fn leftovers_of_a_worker_that_succeeded_are_gone() {
     let daemon = Daemon::start(Policy::default());
     let meeting = Meeting::new();
     let mut family = meeting.lines();
+    // One worker and its family may be gone before the other has opened the pipe: it must not end before.
+    let held = File::options().write(true).open(&meeting.fifo).unwrap();
     let end = launch(&daemon)
         .workers(2)
         .env("FIFO", &meeting.fifo)
@@ -29,6 +32,7 @@ fn leftovers_of_a_worker_that_succeeded_are_gone() {
         .start()
         .wait();
     assert_eq!(end.code, 0, "{}", end.stderr);
+    drop(held);
     family.rest();
 }
 
