@@ -157,6 +157,7 @@ fn nobody_at_the_endpoint_gives_69() {
         .run();
     finished
         .expect_exit(69)
+        .expect_stderr("nobody answers at the rendezvous")
         .expect_stderr(&port.endpoint)
         .expect_stderr("hint:");
 }

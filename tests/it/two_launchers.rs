@@ -131,8 +131,9 @@ fn a_second_job_of_the_same_default_id_is_refused_by_name() {
         node.wait_for("at work");
     }
     for _ in 0..2 {
-        node()
-            .run()
+        let refused = node().run();
+        assert!(!refused.stderr().contains("broke"), "{}", refused.stderr());
+        refused
             .expect_exit(76)
             .expect_stderr(" runs with all of its 2 nodes already")
             .expect_stderr("hint: give every job a `--rdzv-id` of its own");

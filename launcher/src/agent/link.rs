@@ -16,9 +16,14 @@ use super::place::HeldPlace;
 /// Messages that may wait for the agent or for the daemon.
 const QUEUE: usize = 256;
 
+/// Silence at the beginning that people should hear of: the daemon may just be starting.
+const SILENCE: Duration = Duration::from_secs(3);
+
 /// What the link tells the agent.
 #[derive(Debug)]
 pub(super) enum LinkEvent {
+    /// Nobody has answered so far; it is tried for so long in all.
+    Unanswered(Duration),
     /// The daemon answers; also a client for the key-value calls.
     Connected(Client),
     /// The daemon said something.
@@ -105,6 +110,8 @@ struct Memory {
     place: Option<HeldPlace>,
     /// Highest generation of which a daemon spoke.
     heard: Generation,
+    /// The daemon does not take this node.
+    is_refused: bool,
 }
 
 impl Memory {
@@ -148,6 +155,7 @@ impl Memory {
                 }
             }
             Some(Word::JobOver(_) | Word::Refused(_)) => {
+                self.is_refused = matches!(message.body, Some(Word::Refused(_)));
                 if let Some(place) = &mut self.place {
                     place.give_up(None);
                 }
@@ -186,8 +194,7 @@ enum Stop {
 
 impl Side {
     async fn run(&mut self) -> Result<(), ClientError> {
-        let deadline = Instant::now() + self.config.connect_timeout;
-        let client = Client::connect(&self.config.endpoint, deadline).await?;
+        let client = self.connect().await?;
         self.tell(LinkEvent::Connected(client.clone())).await;
         let mut again = false;
         loop {
@@ -206,6 +213,30 @@ impl Side {
         }
     }
 
+    async fn connect(&self) -> Result<Client, ClientError> {
+        let patience = self.config.connect_timeout;
+        let connecting = Client::connect(&self.config.endpoint, Instant::now() + patience);
+        tokio::pin!(connecting);
+        match tokio::time::timeout(SILENCE.min(patience / 2), &mut connecting).await {
+            Ok(outcome) => outcome,
+            Err(_) => {
+                self.tell(LinkEvent::Unanswered(patience)).await;
+                connecting.await
+            }
+        }
+    }
+
+    /// After a refusal the daemon ends the stream: nothing broke, and nothing is left to be said but good-bye.
+    async fn await_leave(&mut self) -> Stop {
+        while let Some(command) = self.queue.recv().await {
+            if matches!(command, Command::Leave(..)) {
+                self.tell(LinkEvent::Left).await;
+                break;
+            }
+        }
+        Stop::Done
+    }
+
     /// Uses a stream until it breaks or the agent leaves.
     async fn serve(&mut self, mut stream: AgentStream) -> Stop {
         if let Err(error) = self.replay(&stream) {
@@ -218,6 +249,7 @@ impl Side {
                 message = stream.next() => {
                     match message {
                         Ok(message) => self.take(message).await,
+                        Err(_) if self.memory.is_refused => return self.await_leave().await,
                         Err(error) => return Stop::Broken(error),
                     }
                     continue;
@@ -227,8 +259,10 @@ impl Side {
                 None => return Stop::Done,
                 Some(Command::Send(generation, body)) => {
                     self.memory.note(generation, &body);
-                    if let Err(error) = stream.sender().send(generation, body) {
-                        return Stop::Broken(error);
+                    match stream.sender().send(generation, body) {
+                        Err(_) if self.memory.is_refused => return self.await_leave().await,
+                        Err(error) => return Stop::Broken(error),
+                        Ok(()) => {}
                     }
                 }
                 Some(Command::Leave(generation, leave, deadline)) => {

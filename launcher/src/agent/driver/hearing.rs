@@ -46,6 +46,13 @@ impl Driver<'_> {
                 self.note_failures(message.body.as_ref());
                 events.push_back(Event::Daemon(message));
             }
+            LinkEvent::Unanswered(patience) => {
+                self.console.say(&format!(
+                    "nobody answers at the rendezvous `{}` yet; it is tried for {} s",
+                    self.plan.endpoint,
+                    patience.as_secs_f64()
+                ));
+            }
             LinkEvent::Broken(error) => {
                 let meanwhile = self.machine.meanwhile();
                 self.console.say(&format!("{error}; {meanwhile}"));
