@@ -15,7 +15,6 @@ use super::state::{State, apply};
 
 /// What the gRPC side asks of the actor.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "most requests are messages of agents")]
 pub(super) enum Request {
     /// A stream was opened; what is sent to it goes here.
     Opened(ConnId, mpsc::Sender<DaemonMessage>),

@@ -37,10 +37,6 @@ pub struct At {
 
 /// What happened.
 #[derive(Clone, Debug)]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "most events are messages, and none lives for long"
-)]
 pub enum Event {
     /// An agent said something.
     Message {

@@ -217,13 +217,11 @@ impl Side {
         let patience = self.config.connect_timeout;
         let connecting = Client::connect(&self.config.endpoint, Instant::now() + patience);
         tokio::pin!(connecting);
-        match tokio::time::timeout(SILENCE.min(patience / 2), &mut connecting).await {
-            Ok(outcome) => outcome,
-            Err(_) => {
-                self.tell(LinkEvent::Unanswered(patience)).await;
-                connecting.await
-            }
+        if let Ok(outcome) = tokio::time::timeout(SILENCE.min(patience / 2), &mut connecting).await {
+            return outcome;
         }
+        self.tell(LinkEvent::Unanswered(patience)).await;
+        connecting.await
     }
 
     /// After a refusal the daemon ends the stream: nothing broke, and nothing is left to be said but good-bye.
