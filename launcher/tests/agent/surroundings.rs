@@ -118,9 +118,10 @@ fn workers_start_with_a_clean_slate() {
         r#"trap '' PIPE CHLD USR1 HUP; umask 027; ulimit -S -n 300; ulimit -S -c 0; exec 9</dev/null
         echo "passed on: {open}"; exec "$0" "$@""#
     );
+    // The shell itself reads its signals: while it starts a program, it blocks them.
     let script = format!(
         r#"echo "open: {open}"
-        grep -E '^Sig(Blk|Ign)' /proc/$$/status
+        while read -r line; do case $line in SigBlk*|SigIgn*) echo "$line"; esac; done < /proc/$$/status
         echo "umask $(umask), files $(ulimit -S -n), core $(ulimit -S -c)"
         echo "oom score $(cat /proc/$$/oom_score_adj)"
         echo "group $(sed -n 's/^0:://p' /proc/$$/cgroup)"
