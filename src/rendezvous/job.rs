@@ -47,6 +47,8 @@ pub(super) struct Job {
     /// Seats of the last assignment: ranks are sticky.
     pub(super) previous: Vec<Seat>,
     pub(super) lookalike: Option<Lookalike>,
+    /// Longest time for which a node that ever came would wait for others: where all are away, they may come back.
+    pub(super) patience: Duration,
     /// The number of ranks has to divide this one, as the workers last said; none: any will do.
     pub(super) ranks_divide: Option<u64>,
     pub(super) failures: Failures,
@@ -163,6 +165,7 @@ impl Job {
             }),
             previous: Vec::new(),
             lookalike: None,
+            patience: Duration::ZERO,
             ranks_divide: None,
             failures: Failures::default(),
             last_over: None,

@@ -191,6 +191,7 @@ impl Job {
             join,
         } = joining;
         let timeout = join_timeout(turn.config, &join);
+        self.patience = self.patience.max(timeout);
         let hostname = join.hostname.clone();
         let mut node = Node {
             conn: Some(conn),

@@ -309,7 +309,7 @@ impl Job {
             .nodes
             .values()
             .map(|node| join_timeout(turn.config, &node.join));
-        let timeout = timeouts.max().unwrap_or_default();
+        let timeout = timeouts.max().unwrap_or(self.patience);
         for incarnation in members {
             if let Some(node) = self.nodes.get_mut(incarnation) {
                 node.readiness = Readiness::Stopping(self.generation);

@@ -231,6 +231,7 @@ impl Job {
 
     /// A node comes that was in no generation: as a spare it may know of one that runs.
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
+        self.vacate_seats();
         let heard = join.heard_generation;
         let has_state = self.generation > 0 || turn.config.only_job.is_some();
         match &self.phase {
@@ -344,6 +345,9 @@ impl Job {
         let Phase::Recovering(old) = std::mem::replace(&mut self.phase, Phase::Recovering(recovery)) else {
             return;
         };
+        // What its nodes have written again belongs to it.
+        let cause = format!("generation {} went on elsewhere", old.generation);
+        self.kv.end(&cause, &mut turn.effects);
         for claim in old.seats.values() {
             self.went_on_without(turn, &claim.incarnation, old.generation);
         }
@@ -357,13 +361,14 @@ impl Job {
         let generation = recovery.generation;
         self.buried = self.buried.max(generation);
         if recovery.run.is_none() {
+            self.kv.end("its generation is over", &mut turn.effects);
             let timeouts = self
                 .nodes
                 .values()
                 .map(|node| join_timeout(turn.config, &node.join));
             self.phase = Phase::Gathering(Gathering {
                 began: turn.at.now,
-                until: turn.at.now + timeouts.max().unwrap_or_default(),
+                until: turn.at.now + timeouts.max().unwrap_or(self.patience),
                 not_before: turn.at.now,
                 last_call: None,
             });

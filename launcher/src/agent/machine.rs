@@ -149,6 +149,11 @@ impl Machine {
         self.phase == Phase::Running
     }
 
+    /// True while the daemon decides what follows a failure on this node.
+    pub(super) fn is_undecided(&self) -> bool {
+        self.phase == Phase::Undecided
+    }
+
     /// True while the spawner has children of its own that must not be reaped by others.
     pub(super) fn is_spawning(&self) -> bool {
         self.spawning

@@ -277,6 +277,24 @@ fn a_connection_that_breaks_again_before_all_are_back_does_no_harm() {
 }
 
 #[test]
+fn nodes_that_are_away_longer_than_the_daemon_waits_still_come_together_again() {
+    let mut o = Outage::of(&["a", "b"], (2, 2));
+    // `a` is lost before the daemon gives the generation up: nobody is there then.
+    o.back("a").scene.break_stream("a").pass(15 * SECOND, &[]);
+    o.back("a").back("b");
+    for node in ["a", "b"] {
+        let words = o.hears(node);
+        assert!(words.contains("generation 1 over"), "{words}");
+        assert!(!words.contains("refused"), "{words}");
+    }
+    o.scene
+        .rejoin("a", 1, 2, 2)
+        .rejoin("b", 1, 2, 2)
+        .pass(SECOND, &["a", "b"]);
+    assert_eq!(o.scene.assignment("b").0, 2);
+}
+
+#[test]
 fn a_generation_that_was_over_on_one_node_is_not_taken_up() {
     for over_first in [true, false] {
         let mut o = Outage::of(&["a", "b"], (2, 2));

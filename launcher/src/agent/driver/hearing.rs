@@ -6,11 +6,13 @@ use std::time::Duration;
 use ddp_proto::exit;
 use ddp_proto::rendezvous::DaemonMessage;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
+use tokio::time::Instant;
 
 use super::super::aside;
 use super::super::event::Event;
 use super::super::inbox::heartbeat_every;
 use super::super::link::LinkEvent;
+use super::super::machine::VERDICT_WAIT;
 use super::super::standstill::{Pulse, Standstill, since_boot};
 use super::Driver;
 use crate::event_log::Happening;
@@ -20,7 +22,7 @@ pub(super) struct Touch {
     /// What the daemon said last that it waits for.
     last_waiting: String,
     /// The stream is broken.
-    is_broken: bool,
+    pub(super) is_broken: bool,
     pulse: Pulse,
     /// The last one, until the daemon can be reached after it.
     standstill: Option<Standstill>,
@@ -62,6 +64,10 @@ impl Driver<'_> {
             LinkEvent::Restored => {
                 self.touch.is_broken = false;
                 self.touch.standstill = None;
+                if self.machine.is_undecided() {
+                    // It may have to wait for other nodes first.
+                    self.alarm = Some(Instant::now() + VERDICT_WAIT);
+                }
                 self.console.say("the rendezvous daemon is back");
                 if let Some(store) = self.control.store() {
                     tokio::spawn(async move { store.write_again().await });

@@ -25,7 +25,7 @@ use super::hand::Hand;
 use super::inbox::{Inbox, Mail, heartbeat_every};
 use super::launch::{LaunchError, Outfit};
 use super::link::{Link, LinkConfig};
-use super::machine::{LEAVE_WAIT, Machine, Rules};
+use super::machine::{LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
 use super::workers::{Crew, PrepareError, inherited};
 use crate::cgroup::WorkerGroup;
@@ -215,11 +215,17 @@ impl<'a> Driver<'a> {
             Mail::Aside(Aside::Probed { refused }) => self.on_probed(refused, events),
             Mail::Aside(Aside::Answered) => self.judge_hung(),
             Mail::Aside(Aside::Swept(stuck)) => events.push_back(Event::Swept { stuck }),
+            // Who cannot be reached decides nothing; how long that may last has a bound of its own.
+            Mail::Alarm if self.touch.is_broken && self.machine.is_undecided() => {
+                self.alarm = Some(Instant::now() + VERDICT_WAIT);
+            }
             Mail::Alarm => {
                 self.alarm = None;
                 events.push_back(Event::Alarm);
             }
             Mail::Watch => self.look_for_hung_workers(),
+            // Where nobody hears them they would only fill the queue, before a report that matters.
+            Mail::Heartbeat if self.touch.is_broken || self.client.is_none() => {}
             Mail::Heartbeat => {
                 self.send_heartbeat();
             }
