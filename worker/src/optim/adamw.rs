@@ -231,9 +231,11 @@ mod tests {
             spared.to_vec()
         };
         // In memory: `b` from 0, `u` from 16, `w` from 32.
-        assert_eq!(spared([true, true, false]), [0..16]);
-        assert_eq!(spared([true, false, true]), [16..32]);
-        assert_eq!(spared([false, false, true]), [16..35]);
+        assert_eq!(spared([false, true, false]), [0..16, 32..35]);
+        assert_eq!(spared([true, false, true]).first(), Some(&(16..32)));
+        // Neighbours are one range.
+        assert_eq!(spared([true, false, false]).first(), Some(&(0..32)));
+        assert_eq!(spared([false; 3]).first(), Some(&(0..35)));
         assert_eq!(spared([true; 3]), []);
     }
 
