@@ -260,7 +260,7 @@ impl<'a> Driver<'a> {
     }
 
     fn reap(&mut self, events: &mut VecDeque<Event>) {
-        let dead = reap::collect_workers(self.crew.live_pids(), self.group.as_deref().map(WorkerGroup::dir));
+        let dead = reap::collect_workers(self.crew.live_pids(), self.crew.group());
         for (pid, _) in &dead {
             self.guardian.forget(*pid);
         }
