@@ -27,6 +27,7 @@ pub use error::ClientError;
 
 use std::io;
 use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -65,7 +66,7 @@ pub struct AgentIdentity {
 #[derive(Clone, Debug)]
 pub struct Client {
     endpoint: String,
-    target: Target,
+    target: Arc<Target>,
     inner: RendezvousClient<Channel>,
 }
 
@@ -73,7 +74,7 @@ impl Client {
     /// Connects to `endpoint` (`host:port`), again and again with jittered back-off until `deadline`. A name is looked
     /// up for each connection, in a thread that is made here.
     pub async fn connect(endpoint: &str, deadline: Instant) -> Result<Self, ClientError> {
-        let target = Target::of(endpoint)?;
+        let target = Arc::new(Target::of(endpoint)?);
         let mut attempts = Attempts::new(endpoint, deadline);
         loop {
             let cause = match timeout_at(attempts.next_deadline(), target.connect()).await {

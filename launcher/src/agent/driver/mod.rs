@@ -34,7 +34,7 @@ use crate::control::{ControlEvent, ControlServer, News};
 use crate::event_log::{EventLog, Happening};
 use crate::guardian::Guardian;
 use crate::hang::Beat;
-use crate::logs::LogError;
+use crate::logs::create_log_dir;
 use crate::master_port::MasterPort;
 use crate::plan::LaunchPlan;
 use crate::pump::Pump;
@@ -434,10 +434,7 @@ fn check(plan: &LaunchPlan, inherited: &[(OsString, OsString)]) -> Result<(), La
     let inherited_path = inherited.iter().find(|(name, _)| name == "PATH");
     check_program(&plan.command, inherited_path.map(|(_, value)| value))?;
     if let Some(path) = &plan.log_dir {
-        std::fs::create_dir_all(path).map_err(|cause| LogError {
-            path: path.clone(),
-            cause,
-        })?;
+        create_log_dir(path)?;
     }
     Ok(())
 }
