@@ -98,7 +98,7 @@ impl Client {
         &self.endpoint
     }
 
-    /// Where the daemon would be looked for now. Give it a deadline: see [`Resolver::addresses`].
+    /// Where the daemon would be looked for now. Give it a deadline: see [`Resolver::addresses`](crate::resolver::Resolver::addresses).
     pub async fn addresses(&self) -> io::Result<Vec<SocketAddr>> {
         self.target.addresses().await
     }
