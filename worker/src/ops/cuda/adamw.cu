@@ -80,7 +80,8 @@ struct Update {
 // A factor that is not finite, the sign of a step to be skipped, leaves everything as it was.
 extern "C" __global__ void __launch_bounds__(THREADS)
 adamw(f32 *param, const GRAD *grad, f32 *m, f32 *v, bf16 *copy, const f32 *scale, f32 beta1, f32 share1,
-      f32 correction1, f32 beta2, f32 share2, f32 correction2, f32 eps, f32 lr, f32 weight_decay, u64 n, const __grid_constant__ Spared spared) {
+      f32 correction1, f32 beta2, f32 share2, f32 correction2, f32 eps, f32 lr, f32 weight_decay, u64 n,
+      const __grid_constant__ Spared spared) {
     const f32 factor = *scale;
     if (!(fabsf(factor) <= 3.402823466e38f)) {
         return;
