@@ -221,6 +221,19 @@ API Result cuCtxSetCurrent(Handle context) {
     return SUCCESS;
 }
 
+// Null if the thread has none.
+API Result cuCtxGetCurrent(Handle *context) {
+    READY(of, false);
+    *context = (Handle)(intptr_t)(current_device + 1);
+    return SUCCESS;
+}
+
+API Result cuCtxGetDevice(int *device) {
+    READY(of);
+    *device = current_device;
+    return SUCCESS;
+}
+
 API Result cuCtxSynchronize() {
     std::vector<std::shared_ptr<Stream>> streams;
     {
