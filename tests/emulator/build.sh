@@ -13,24 +13,24 @@ folder=$(cd "$1" && pwd)
 exec 9>"$folder/.lock"
 flock 9
 
-# LIBRARY SOURCE...
+# LIBRARY SOURCE...: all that it is made of; what ends in .cpp is compiled.
 library() {
-    local name=$1 source newest=
+    local name=$1 source newer= sources=()
     shift
-    for source in "$here"/*.h "$here"/*.hpp "$here"/build.sh "$imitation" "${@/#/$here/}"; do
-        [[ $folder/$name -nt $source ]] || newest=$source
+    for source in "$here/build.sh" "$here/cuda.h" "$@"; do
+        [[ $folder/$name -nt $source ]] || newer=$source
+        [[ $source != *.cpp ]] || sources+=("$source")
     done
-    [[ -n $newest ]] || return 0
+    [[ -n $newer ]] || return 0
     echo "building $name"
-    rm -rf "$folder/cache"
+    [[ $name != libnvrtc.* ]] || rm -rf "$folder/cache"
     "${CXX:-c++}" -std=c++17 -O2 -g -Wall -Wextra -shared -fPIC -fvisibility=hidden -pthread -Wl,-soname,"$name" \
-        -DIMITATION="\"$imitation\"" \
-        -o "$folder/$name.new" "${@/#/$here/}" -ldl
+        -DIMITATION="\"$imitation\"" -o "$folder/$name.new" "${sources[@]}" -ldl
     mv "$folder/$name.new" "$folder/$name"
 }
 
-library libcuda.so.1 driver.cpp execution.cpp
-library libnvrtc.so.12 nvrtc.cpp
-library libcublasLt.so.12 cublaslt.cpp
-[[ ! -f $here/nccl.cpp ]] || library libnccl.so.2 nccl.cpp
+library libcuda.so.1 "$here"/{driver.cpp,execution.cpp,driver.hpp,stream.hpp}
+library libnvrtc.so.12 "$here/nvrtc.cpp" "$imitation"
+library libcublasLt.so.12 "$here/cublaslt.cpp"
+library libnccl.so.2 "$here/nccl.cpp" "$here"/nccl_*.hpp
 ln -sf libcuda.so.1 "$folder/libcuda.so"

@@ -23,6 +23,10 @@ void run_kernel(const Function &function, std::vector<uint64_t> values, const un
     for (uint64_t &value : values) {
         pointers.push_back(&value);
     }
+    if (number + 1 == setting("EMULATOR_FAIL_LAUNCH", 0)) {
+        say("kernel `%s` fails, as EMULATOR_FAIL_LAUNCH asks for", function.name.c_str());
+        return fail(ILLEGAL_ADDRESS);
+    }
     std::lock_guard turn(kernels_turn());
     const unsigned schedule = (unsigned)((setting("EMULATOR_SEED", 1) + number) % 3);
     if (const char *problem = function.launch(pointers.data(), grid, block, schedule)) {
@@ -226,8 +230,9 @@ API Result cuEventRecord(Handle event_handle, Handle stream_handle) {
     if (!event || !stream) {
         return INVALID_HANDLE;
     }
+    event->point = std::make_shared<Point>();
     // Also after a failure, so that nothing waits for ever.
-    stream->push([event, record = event->record()] { event->reach(record); });
+    stream->push([point = event->point] { point->reach(); });
     return SUCCESS;
 }
 
@@ -247,7 +252,9 @@ API Result cuStreamWaitEvent(Handle stream_handle, Handle event_handle, unsigned
     if (!event || !stream) {
         return INVALID_HANDLE;
     }
-    stream->push([event, record = event->latest()] { event->wait(record); });
+    if (event->point) {
+        stream->push([point = event->point] { point->wait(); });
+    }
     return SUCCESS;
 }
 
@@ -257,9 +264,12 @@ API Result cuEventElapsedTime(float *ms, Handle start_handle, Handle end_handle)
     if (!start || !end) {
         return INVALID_HANDLE;
     }
+    if (!start->point || !end->point) {
+        return INVALID_HANDLE;
+    }
     if (!start->is_reached() || !end->is_reached()) {
         return NOT_READY;
     }
-    *ms = std::chrono::duration<float, std::milli>(end->time() - start->time()).count();
+    *ms = std::chrono::duration<float, std::milli>(end->point->time() - start->point->time()).count();
     return SUCCESS;
 }

@@ -20,36 +20,24 @@ inline uint64_t setting(const char *name, uint64_t otherwise) {
     return text && *text ? strtoull(text, nullptr, 10) : otherwise;
 }
 
-// A point in a stream, recorded any number of times.
-class Event {
+// A point in a stream.
+class Point {
   public:
-    // The point is now: returns the number of this record.
-    uint64_t record() {
+    void reach() {
         std::lock_guard lock(mutex);
-        return ++recorded;
-    }
-
-    void reach(uint64_t record) {
-        std::lock_guard lock(mutex);
-        reached = record > reached ? record : reached;
         at = std::chrono::steady_clock::now();
+        reached = true;
         changed.notify_all();
     }
 
-    // The record that whoever waits now waits for.
-    uint64_t latest() {
-        std::lock_guard lock(mutex);
-        return recorded;
+    void wait() {
+        std::unique_lock lock(mutex);
+        changed.wait(lock, [&] { return reached; });
     }
 
     bool is_reached() {
         std::lock_guard lock(mutex);
-        return reached >= recorded;
-    }
-
-    void wait(uint64_t record) {
-        std::unique_lock lock(mutex);
-        changed.wait(lock, [&] { return reached >= record; });
+        return reached;
     }
 
     std::chrono::steady_clock::time_point time() {
@@ -60,8 +48,15 @@ class Event {
   private:
     std::mutex mutex;
     std::condition_variable changed;
-    uint64_t recorded = 0, reached = 0;
+    bool reached = false;
     std::chrono::steady_clock::time_point at;
+};
+
+// The point that it was last recorded at; null: never. Whoever waits for an earlier one goes on waiting for that.
+struct Event {
+    std::shared_ptr<Point> point;
+
+    bool is_reached() const { return !point || point->is_reached(); }
 };
 
 // Work runs in order, one piece after the other, later than the host expects: each piece after a random delay of up to
