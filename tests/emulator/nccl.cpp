@@ -1,6 +1,7 @@
 // An emulated NCCL, libnccl.so.2: communicators between processes of one machine, each with an emulated GPU. What it
 // has: the functions that this project calls, for elements of u8, i32, f32, f64 and bf16, and sum, max, mean and scaled
-// sum. An operation runs when its stream comes to it, and holds that stream, and nothing else, until all ranks are there.
+// sum. An operation runs when its stream comes to it, and holds up that stream, and nothing else, until all ranks are
+// there.
 //
 // Stricter than the real one, where that shows an error of the host: a communicator that is gone is refused by every
 // call, and so are buffers that overlap other than in place and calls of ranks that do not fit together (nccl_hub.hpp).

@@ -1,7 +1,7 @@
 // One rank's communicator of the emulated NCCL.
 //
 // Where calls do not block, each goes on in a thread of the communicator, also those that put an operation into a
-// stream: whoever does not wait for it records his events too early. EMULATOR_DELAY_US makes that thread late.
+// stream: whoever does not wait for it records events too early. EMULATOR_DELAY_US makes that thread late.
 #pragma once
 
 #include <atomic>
@@ -66,7 +66,7 @@ class Comm : public std::enable_shared_from_this<Comm> {
         return begin(call, launch, blocks);
     }
 
-    // Begins to make a part, which is given to `deliver`; null for a rank without one.
+    // Begins to make a part, which is given to `deliver`; a rank without a color gets none.
     Result split(int color, int key, bool part_blocks, Delivery deliver) {
         return begin("ncclCommSplit", [=] {
             Frame request = {};
@@ -184,11 +184,15 @@ class Comm : public std::enable_shared_from_this<Comm> {
         return state;
     }
 
+    static uint64_t setting(const char *name, uint64_t otherwise) {
+        const char *text = getenv(name);
+        return text && *text ? strtoull(text, nullptr, 10) : otherwise;
+    }
+
     void work() {
         Driver::get().bind(gpu);
-        const char *setting = getenv("EMULATOR_DELAY_US");
-        const uint64_t longest = setting ? strtoull(setting, nullptr, 10) : 0;
-        std::minstd_rand random((unsigned)rank + 1);
+        const uint64_t longest = setting("EMULATOR_DELAY_US", 0);
+        std::mt19937_64 random(setting("EMULATOR_SEED", 1) + (uint64_t)rank);
         std::unique_lock lock(mutex);
         for (;;) {
             changed.wait(lock, [&] { return is_aborted || job; });
@@ -355,7 +359,8 @@ class Comm : public std::enable_shared_from_this<Comm> {
         if (request.what == What::broadcast && request.peer == rank) {
             memmove(operation.target, operation.source, request.bytes);
         }
-        return answer.bytes == 0 || (answer.bytes == operation.taken && data.receive_all(operation.target, answer.bytes));
+        return answer.bytes == 0 ||
+               (answer.bytes == operation.taken && data.receive_all(operation.target, answer.bytes));
     }
 
     std::mutex mutex;
