@@ -66,7 +66,9 @@ fn gpus(emulator: Emulator, job: &TinyJob, ranks: u32) -> Launch {
 /// Trains so, and gives the losses.
 #[track_caller]
 fn train(launch: Launch, job: &TinyJob, settings: &[&str]) -> Vec<f64> {
-    let launch = settings.iter().fold(launch, |launch, setting| launch.set(setting));
+    let launch = settings
+        .iter()
+        .fold(launch, |launch, setting| launch.set(setting));
     launch.target("tiny.yaml").run().expect_exit(0);
     losses(&job.out())
 }
@@ -131,7 +133,10 @@ fn ranks_on_nccl_train_as_one_on_the_processor() {
         (2, "parallel.strategy=zero3"),
         (2, "parallel.strategy=zero3 parallel.overlap=false"),
         (2, "parallel.strategy=zero2 train.offload.optimizer=host"),
-        (2, "parallel.strategy=zero1 train.micro_batch=1 train.grad_accumulation=2"),
+        (
+            2,
+            "parallel.strategy=zero1 train.micro_batch=1 train.grad_accumulation=2",
+        ),
     ] {
         let job = job();
         let late = gpus(emulator, &job, ranks).env("EMULATOR_DELAY_US", LATE);
@@ -182,7 +187,10 @@ fn a_killed_rank_changes_nothing_in_the_result() {
         wait_for_step(&job.out(), 3);
         kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGKILL).expect("a living worker");
         running.finish().expect_exit(0).expect_stderr("SIGKILL");
-        assert!(parameters(&job.out()) == parameters(&undisturbed.out()), "{death}");
+        assert!(
+            parameters(&job.out()) == parameters(&undisturbed.out()),
+            "{death}"
+        );
         assert_eq!(metrics(&job.out()).len(), 12, "{death}: each step once");
     }
 }
@@ -260,7 +268,12 @@ fn a_kernel_that_fails_is_an_error_with_the_last_operations() {
 fn a_library_that_is_not_there_is_named_with_the_way_to_get_it() {
     let emulator = Emulator::built();
     let folder = temp_dir();
-    for library in ["libcuda.so.1", "libcuda.so", "libnvrtc.so.12", "libcublasLt.so.12"] {
+    for library in [
+        "libcuda.so.1",
+        "libcuda.so",
+        "libnvrtc.so.12",
+        "libcublasLt.so.12",
+    ] {
         let original: PathBuf = emulator.folder().join(library);
         std::os::unix::fs::symlink(original, folder.path().join(library)).expect("a link");
     }

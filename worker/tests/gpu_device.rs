@@ -97,7 +97,11 @@ fn busy(gpu: &CudaDevice, stream: Stream, x: &Arena) {
 fn a_stream_waits_for_an_event_of_another() {
     let Some(gpu) = gpu_support::device() else { return };
     let (first, second) = (gpu.stream(), gpu.named_stream("communication", true));
-    let len = if gpu_support::is_emulated(&gpu) { 64 << 10 } else { 32 << 20 };
+    let len = if gpu_support::is_emulated(&gpu) {
+        64 << 10
+    } else {
+        32 << 20
+    };
     let x = arena(gpu.as_ref(), "x", len);
     busy(&gpu, first, &x);
     gpu.wait_event(second, &gpu.record(first), soon());
@@ -193,7 +197,11 @@ fn updated_on_the_host(gpu: &CudaDevice, state: &HostBacked, len: usize) -> [Vec
 #[test]
 fn state_on_the_host_is_updated_in_the_order_of_the_stream() {
     let Some(gpu) = gpu_support::device() else { return };
-    let len = if gpu_support::is_emulated(&gpu) { 100_003 } else { 1_000_003 };
+    let len = if gpu_support::is_emulated(&gpu) {
+        100_003
+    } else {
+        1_000_003
+    };
     let shared: Arc<dyn Device> = gpu.clone();
     let cpu = CpuDevice::new(1).unwrap();
     // What the processor makes of the same gradients: the last of those that `busy` leaves.

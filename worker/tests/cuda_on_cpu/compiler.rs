@@ -99,10 +99,10 @@ impl Kernel {
         let mut sizes = [0; MAX_PARAMETERS];
         // SAFETY: `cuda.hpp` defines it with this type, and it writes one number a parameter of the kernel.
         let count = unsafe {
-            let function: Symbol<unsafe extern "C" fn(*mut c_uint) -> c_uint> =
-                self.library
-                    .get(format!("{}_parameters", self.name).as_bytes())
-                    .unwrap();
+            let function: Symbol<unsafe extern "C" fn(*mut c_uint) -> c_uint> = self
+                .library
+                .get(format!("{}_parameters", self.name).as_bytes())
+                .unwrap();
             function(sizes.as_mut_ptr())
         };
         sizes[..count as usize]
