@@ -31,6 +31,18 @@ fn hint(cause: &io::Error) -> &'static str {
     }
 }
 
+/// Makes the directory below which all attempts write.
+pub(crate) fn create_log_dir(path: &Path) -> Result<(), LogError> {
+    fs::create_dir_all(path).map_err(|cause| LogError {
+        path: path.to_owned(),
+        cause: match cause.kind() {
+            // A directory may be there already; this is something else.
+            io::ErrorKind::AlreadyExists => io::Error::from_raw_os_error(libc::ENOTDIR),
+            _ => cause,
+        },
+    })
+}
+
 /// Opens `filtered_stdout.log` or `filtered_stderr.log` of an attempt, for all its workers together.
 pub(crate) fn open_filtered(log_dir: &Path, attempt: u32, name: &str) -> Result<File, LogError> {
     let directory = log_dir.join(format!("attempt_{attempt}"));

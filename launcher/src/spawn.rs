@@ -159,7 +159,9 @@ pub(crate) fn check_program(
 fn find_program(program: &Path, search_path: Option<&OsString>) -> Result<(), SpawnError> {
     use nix::unistd::{AccessFlags, access};
     let executable = |path: &Path| path.is_file() && access(path, AccessFlags::X_OK).is_ok();
-    let candidates: Vec<PathBuf> = if program.components().count() > 1 || program.is_absolute() {
+    let candidates: Vec<PathBuf> = if program.as_os_str().is_empty() {
+        Vec::new()
+    } else if program.components().count() > 1 || program.is_absolute() {
         vec![program.to_owned()]
     } else {
         let Some(search_path) = search_path else {
@@ -304,6 +306,8 @@ mod tests {
         assert_eq!(find_program(Path::new("/bin/sh"), None), Ok(()));
         let missing = find_program(Path::new("no-such-program"), Some(&path)).unwrap_err();
         assert_eq!(missing.exit_code(), 127);
+        let nothing = find_program(Path::new(""), Some(&path)).unwrap_err();
+        assert_eq!(nothing.exit_code(), 127, "not the first folder of the path");
         let directory = find_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
         assert_eq!(directory.exit_code(), 126);
     }

@@ -25,6 +25,9 @@ mod error;
 pub use attempts::{ATTEMPT_TIMEOUT, BACKOFF_BASE, BACKOFF_CAP};
 pub use error::ClientError;
 
+use std::io;
+use std::net::SocketAddr;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc;
@@ -33,7 +36,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use attempts::{Attempts, target};
+use attempts::{Attempts, Target};
 use error::{broken, is_transport, root_cause};
 
 use crate::ids::{Generation, NodeId};
@@ -63,19 +66,22 @@ pub struct AgentIdentity {
 #[derive(Clone, Debug)]
 pub struct Client {
     endpoint: String,
+    target: Arc<Target>,
     inner: RendezvousClient<Channel>,
 }
 
 impl Client {
-    /// Connects to `endpoint` (`host:port`), again and again with jittered back-off until `deadline`.
+    /// Connects to `endpoint` (`host:port`), again and again with jittered back-off until `deadline`. A name is looked
+    /// up for each connection, in a thread that is made here.
     pub async fn connect(endpoint: &str, deadline: Instant) -> Result<Self, ClientError> {
-        let target = target(endpoint)?;
+        let target = Arc::new(Target::of(endpoint)?);
         let mut attempts = Attempts::new(endpoint, deadline);
         loop {
             let cause = match timeout_at(attempts.next_deadline(), target.connect()).await {
                 Ok(Ok(channel)) => {
                     return Ok(Self {
                         endpoint: endpoint.to_owned(),
+                        target,
                         inner: RendezvousClient::new(channel),
                     });
                 }
@@ -90,6 +96,11 @@ impl Client {
     #[must_use]
     pub fn endpoint(&self) -> &str {
         &self.endpoint
+    }
+
+    /// Where the daemon would be looked for now. Give it a deadline: see [`Resolver::addresses`](crate::resolver::Resolver::addresses).
+    pub async fn addresses(&self) -> io::Result<Vec<SocketAddr>> {
+        self.target.addresses().await
     }
 
     /// Opens the stream of an agent, again and again until `deadline`; also the way back after

@@ -5,6 +5,7 @@
 //! | [`ids`] | newtypes for nodes, ranks, world sizes, generations | everyone |
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
+//! | [`resolver`] | host names to addresses, where threads are scarce | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
@@ -17,6 +18,7 @@ pub mod control;
 pub mod env;
 pub mod exit;
 pub mod ids;
+pub mod resolver;
 
 /// Messages, client and server of the rendezvous service, generated from `proto/rendezvous.proto`.
 #[allow(missing_docs, clippy::pedantic, unreachable_pub)]

@@ -18,12 +18,14 @@ use super::values;
 /// `PET_<NAME>`, then from the YAML's `launch` section, then from Slurm (`srun --ntasks-per-node=1` needs no flag) or,
 /// with `--rdzv-endpoint`, from Kubernetes (JOB_COMPLETION_INDEX). A flag that is given twice counts as given last.
 #[derive(Debug, Parser)]
-#[command(name = "ddp-run", version, max_term_width = 100, after_help = AFTER_HELP, infer_long_args = true, args_override_self = true)]
+#[command(name = "ddp-run", version, max_term_width = 100, after_help = EXAMPLES, after_long_help = EXIT_CODES, infer_long_args = true, args_override_self = true)]
 pub struct Args {
     #[command(flatten)]
     settings: Settings,
 
-    /// Show what would be started, and where each value comes from, and start nothing
+    /// Show what would be started, and start nothing
+    ///
+    /// Says where each value comes from too.
     #[arg(long, alias = "dry_run")]
     dry_run: bool,
 
@@ -32,20 +34,34 @@ pub struct Args {
         long,
         visible_alias = "print-completion",
         value_name = "SHELL",
-        exclusive = true
+        exclusive = true,
+        hide_short_help = true
     )]
     completions: Option<Shell>,
 
-    /// Override one value of the YAML, for example `--set train.steps=20`; may be repeated
+    /// Override a value of the YAML: `--set train.steps=20`
+    ///
+    /// May be repeated.
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
     overrides: Vec<String>,
 
-    /// The target and its arguments; flags of ddp-run may follow a `.yaml`
+    /// A `.yaml`, a `.py` or any program, and its arguments
+    ///
+    /// Flags of ddp-run may follow a `.yaml`.
     #[arg(value_name = "TARGET", required = true, num_args = 1.., trailing_var_arg = true)]
     command: Vec<OsString>,
 }
 
-const AFTER_HELP: &str = "\
+/// Ends `-h`, which has the flags that most launches need.
+const EXAMPLES: &str = "\
+Examples:
+  ddp-run --nproc-per-node 2 train.py --lr 3e-4
+  ddp-run --nproc-per-node gpu train.yaml --set train.steps=20
+  ddp-run --nnodes 2 --rdzv-endpoint node0:29400 train.yaml  # on each node
+
+`--help` has all flags, and the exit codes.";
+
+const EXIT_CODES: &str = "\
 Exit codes: 0 success; the first failing worker's own code, or 128 + signal; 130/143 stopped by \
 SIGINT/SIGTERM; 2 usage or configuration; 69 rendezvous unreachable; 70 the launcher itself failed; \
 75 rendezvous timed out; 76 nodes disagree on the job; 77 refused; 126, 127 the program cannot be \
@@ -265,6 +281,56 @@ mod tests {
         let error = parse_words(&["--nnodes", "4:2", "x"]).expect_err("must be refused");
         let first_line = error.lines().next().unwrap_or_default();
         insta::assert_snapshot!(first_line, @"error: invalid value '4:2' for '--nnodes <N|MIN:MAX>': MIN is 4, but MAX is 2: expected `N` or `MIN:MAX` with 1 <= MIN <= MAX, for example `2` or `1:4`");
+    }
+
+    /// Lines of `ddp-run -h` or `--help`, in a terminal of 80 columns.
+    fn help(flag: &str) -> Vec<String> {
+        let shown = command().term_width(80).try_get_matches_from(["ddp-run", flag]);
+        let text = shown.expect_err("help ends the program").to_string();
+        text.lines().map(str::to_owned).collect()
+    }
+
+    #[test]
+    fn the_short_help_fits_a_screen_and_leads_to_the_whole() {
+        let short = help("-h");
+        assert!(short.len() <= 45, "{} lines:\n{}", short.len(), short.join("\n"));
+        assert!(
+            short
+                .last()
+                .is_some_and(|line| line.starts_with("`--help` has all"))
+        );
+        let frequent = [
+            "--nnodes",
+            "--nproc-per-node",
+            "--rdzv-endpoint",
+            "--max-restarts",
+            "--set",
+        ];
+        for flag in frequent {
+            let line = short.iter().find(|line| line.trim_start().starts_with(flag));
+            let has_words =
+                line.is_some_and(|line| line.split("  ").filter(|part| !part.is_empty()).count() == 2);
+            assert!(has_words, "`{flag}` on one line:\n{}", short.join("\n"));
+        }
+    }
+
+    #[test]
+    fn the_whole_help_has_every_flag() {
+        let whole = help("--help");
+        let command = command();
+        let flags = command.get_arguments().filter(|arg| !arg.is_hide_set());
+        let longs: Vec<&str> = flags.filter_map(clap::Arg::get_long).collect();
+        assert!(longs.len() > 30, "{longs:?}");
+        for long in longs {
+            let flag = format!("--{long}");
+            let has_it = |line: &String| line.split([' ', ',']).any(|word| word == flag);
+            assert!(
+                whole.iter().any(has_it),
+                "`{flag}` is missing:\n{}",
+                whole.join("\n")
+            );
+        }
+        assert!(whole.iter().any(|line| line.starts_with("Exit codes: ")));
     }
 
     #[test]

@@ -11,8 +11,10 @@ use ddp_launcher::{
     parent_of_workers, signal_name,
 };
 
+use ddp_proto::env::SCRUBBED;
 use ddp_proto::ids::NodeRank;
 
+use super::count::counted;
 use super::host::{HostFacts, Wish, wish};
 use super::plan::Launch;
 
@@ -49,6 +51,22 @@ pub type Sources = Vec<(&'static str, Source)>;
 /// Columns of values that are not longer; a source follows a longer one at once.
 const VALUE_WIDTH: usize = 32;
 
+/// The same for variables with their names, so that sources stand in one column.
+const VARIABLE_WIDTH: usize = 51;
+
+/// Variables that a setting decides, with its name.
+const SETTING_OF: [(&str, &str); 9] = [
+    ("CUDA_VISIBLE_DEVICES", "virtual_local_rank"),
+    ("DDP_LOCAL_RANK", "virtual_local_rank"),
+    ("GROUP_RANK", "node_rank"),
+    ("LOCAL_WORLD_SIZE", "nproc_per_node"),
+    ("MASTER_ADDR", "master_addr"),
+    ("MASTER_PORT", "master_port"),
+    ("ROLE_NAME", "role"),
+    ("TORCHELASTIC_MAX_RESTARTS", "max_restarts"),
+    ("TORCHELASTIC_RUN_ID", "rdzv_id"),
+];
+
 /// The whole answer, several lines.
 #[must_use]
 pub fn describe(launch: &Launch) -> String {
@@ -58,7 +76,7 @@ pub fn describe(launch: &Launch) -> String {
         refusals,
         ..
     } = launch;
-    let workers = counted(plan.workers, "worker");
+    let workers = counted(plan.workers as usize, "worker");
     let nodes = match plan.nodes.max {
         1 => String::new(),
         _ => format!(", one of {}", range(plan.nodes)),
@@ -87,15 +105,16 @@ pub fn describe(launch: &Launch) -> String {
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
     text.push_str("environment of the first of them, beyond what it inherits:\n");
     for (name, value) in environment(plan) {
-        let _ = writeln!(text, "  {name}={value}");
+        let line = format!("{name}={value}");
+        let source = source_of_variable(&name, &value, launch);
+        let _ = writeln!(
+            text,
+            "{}",
+            format!("  {line:<VARIABLE_WIDTH$}  {source}").trim_end()
+        );
     }
     text.push_str("nothing was started.");
     text
-}
-
-/// `1 worker`, `2 workers`.
-pub(super) fn counted(number: u32, noun: &str) -> String {
-    format!("{number} {noun}{}", if number == 1 { "" } else { "s" })
 }
 
 fn range(nodes: NodeRange) -> String {
@@ -153,7 +172,10 @@ fn ranks_here(plan: &LaunchPlan) -> String {
     let workers = plan.workers;
     let (if_so, node) = match plan.node_rank {
         Some(rank) if rank.0 > 0 => (
-            format!(", if each node before it has {} too", counted(workers, "worker")),
+            format!(
+                ", if each node before it has {} too",
+                counted(workers as usize, "worker")
+            ),
             rank.0,
         ),
         None if plan.nodes.max > 1 => (", if it is node 0".to_owned(), 0),
@@ -319,6 +341,21 @@ fn environment(plan: &LaunchPlan) -> Vec<(String, String)> {
         }
     }
     variables
+}
+
+/// Where the value of a variable comes from, if that is not plain from what it stands for.
+fn source_of_variable(name: &str, value: &str, launch: &Launch) -> String {
+    let setting = SETTING_OF.iter().find(|(variable, _)| *variable == name);
+    if let Some((_, setting)) = setting {
+        let given = launch.sources.iter().find(|(given, _)| given == setting);
+        return given.map_or_else(String::new, |(_, source)| format!("`{setting}`: {source}"));
+    }
+    let is_kept = !SCRUBBED.contains(&name) && std::env::var(name).is_ok_and(|inherited| inherited == value);
+    match name {
+        _ if is_kept => "inherited".to_owned(),
+        "OMP_NUM_THREADS" => "cores for each worker".to_owned(),
+        _ => String::new(),
+    }
 }
 
 #[cfg(test)]

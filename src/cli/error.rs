@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use ddp_proto::exit;
+use ddp_proto::resolver::NoThread;
 
 /// A launch that did not come about. The text is complete: what, which, and a `hint:` line where one helps.
 #[derive(Debug, thiserror::Error)]
@@ -111,6 +112,9 @@ pub enum CliError {
         /// What to do.
         hint: &'static str,
     },
+    /// There is no thread to look up a host name.
+    #[error(transparent)]
+    NoThread(#[from] NoThread),
     /// The machine refused something essential.
     #[error("{what}: {source}")]
     Machine {
@@ -136,7 +140,7 @@ impl CliError {
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
                 exit::DAEMON_UNREACHABLE
             }
-            Self::Machine { .. } => exit::INTERNAL,
+            Self::NoThread(_) | Self::Machine { .. } => exit::INTERNAL,
         }
     }
 }

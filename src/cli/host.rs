@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use ddp_proto::rendezvous::StatusRequest;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
-use tokio::net::{TcpListener, lookup_host};
+use ddp_proto::resolver::{NoThread, Resolver};
+use tokio::net::TcpListener;
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
@@ -23,7 +24,7 @@ use super::values::Endpoint;
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
 
 /// Longest wait for a host name.
-const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
+pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Name of the service whose health tells our daemon from another gRPC server.
 const SERVICE: &str = "ddp.rendezvous.v1.Rendezvous";
@@ -87,7 +88,7 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
     if wish(facts) == Wish::Join {
         return Ok(join);
     }
-    let addresses = resolve(endpoint).await;
+    let addresses = resolve(endpoint).await?;
     let bind_to = bind_addresses(facts, endpoint, &addresses);
     let mut last_error = None;
     for address in bind_to {
@@ -150,15 +151,11 @@ async fn alone() -> Result<Hosting, CliError> {
 }
 
 /// The endpoint's addresses; empty where its name is unknown, which the client reports when it matters.
-async fn resolve(endpoint: &Endpoint) -> Vec<IpAddr> {
-    if let Ok(address) = endpoint.host.parse() {
-        return vec![address];
-    }
-    let lookup = lookup_host((endpoint.host.as_str(), endpoint.port));
-    match tokio::time::timeout(RESOLVE_TIMEOUT, lookup).await {
-        Ok(Ok(found)) => found.map(|address| address.ip()).collect(),
-        Ok(Err(_)) | Err(_) => Vec::new(),
-    }
+async fn resolve(endpoint: &Endpoint) -> Result<Vec<IpAddr>, NoThread> {
+    let resolver = Resolver::start(&endpoint.host)?;
+    let found = tokio::time::timeout(RESOLVE_TIMEOUT, resolver.addresses(endpoint.port)).await;
+    let addresses = found.ok().and_then(Result::ok).unwrap_or_default();
+    Ok(addresses.iter().map(SocketAddr::ip).collect())
 }
 
 /// Addresses to try, in order. A literal address is taken at its word, unless `is_host=1` says that this

@@ -20,9 +20,6 @@ use super::target::{SelfExe, WORKER_SUBCOMMAND};
 use super::{init_tracing, native};
 use crate::rendezvous;
 
-/// Longest wait for a name look-up that is still running in a thread when everything else is done.
-const BLOCKING_FAREWELL: Duration = Duration::from_millis(100);
-
 /// Longest wait for the embedded daemon beyond its own drain.
 const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
 
@@ -132,7 +129,6 @@ fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
             }
         }
     });
-    runtime.shutdown_timeout(BLOCKING_FAREWELL);
     drop(exe);
     code
 }

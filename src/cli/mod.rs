@@ -17,10 +17,12 @@
 //! | [`serve`] | `ddp-rendezvous` | |
 //! | [`train`], [`doctor`], [`ckpt`] | `ddp-train` | |
 //! | [`native`] | the only place that calls the worker's training | |
+//! | [`count`] | numbers of things, in words | |
 //! | [`error`] | what can go wrong before the agent takes over | |
 
 pub mod args;
 pub mod ckpt;
+pub mod count;
 pub mod doctor;
 pub mod dry_run;
 pub mod error;

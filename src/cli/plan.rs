@@ -11,7 +11,8 @@ use ddp_proto::ids::NodeRank;
 use nix::sys::signal::Signal;
 
 use super::args::ParsedArgs;
-use super::dry_run::{Sources, counted};
+use super::count::counted;
+use super::dry_run::Sources;
 use super::error::CliError;
 use super::hardware::{Hardware, NoGpus};
 use super::host::HostFacts;
@@ -142,7 +143,7 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
     let refused = |count: u32| {
         let error = config.refusal(count, workers)?.to_string();
         let reason = error.lines().next().unwrap_or_default().to_owned();
-        let each = counted(workers, "worker");
+        let each = counted(workers as usize, "worker");
         Some(match count {
             1 => format!("1 node of {each}: {reason}"),
             several => format!("{several} nodes of {each} each: {reason}"),

@@ -5,10 +5,13 @@ use std::io::{ErrorKind, Write};
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
+use ddp_proto::resolver::Resolver;
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::time::timeout;
 
 use super::error::{CliError, print_error};
+use super::host::RESOLVE_TIMEOUT;
 use super::values::{self, Endpoint};
 use crate::rendezvous;
 
@@ -93,9 +96,12 @@ fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static, CliError> 
 }
 
 async fn bind(listen: &Endpoint) -> Result<TcpListener, CliError> {
-    TcpListener::bind((listen.host.as_str(), listen.port))
-        .await
-        .map_err(|source| CliError::Listen {
+    let resolver = Resolver::start(&listen.host)?;
+    let bound = async {
+        let found = timeout(RESOLVE_TIMEOUT, resolver.addresses(listen.port)).await??;
+        TcpListener::bind(found.as_slice()).await
+    };
+    bound.await.map_err(|source| CliError::Listen {
             address: listen.to_string(),
             hint: match source.kind() {
                 ErrorKind::AddrInUse => {

@@ -60,68 +60,84 @@ macro_rules! settings {
 }
 
 settings! {
-    /// Number of nodes, or the range within which the job may run [default: 1]
+    /// Nodes, or a range of them [default: 1]
+    ///
+    /// MIN:MAX is the range within which the job may run: nodes may come and go.
     #[arg(value_name = "N|MIN:MAX", help_heading = NODES)]
     nnodes: NodeRange = values::node_range,
 
-    /// Workers on this node: a number, `gpu`, `cpu`, or `auto` (GPUs where there are some, else cores) [default: 1]
+    /// Workers on this node [default: 1]
+    ///
+    /// A number, `gpu`, `cpu`, or `auto`: GPUs where there are some, else cores.
     #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES)]
     nproc_per_node: ProcCount = values::proc_count,
 
-    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets [default port: 29400; port 0: a free one, for one node]
+    /// Where the nodes meet [port: 29400]
+    ///
+    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets. Port 0 is a free one, for one node.
     #[arg(value_name = "HOST[:PORT]", help_heading = NODES)]
     rdzv_endpoint: Endpoint = values::endpoint,
 
-    /// Name of the job, the same on all nodes [default: `none`; for one node, the time and a random part]
+    /// Name of the job, the same on all nodes
+    ///
+    /// [default: `none`; for one node, the time and a random part]
     #[arg(value_name = "ID", help_heading = NODES)]
     rdzv_id: String = values::job_id,
 
     /// Details of the rendezvous: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60), `last_call_timeout=S` (10)
-    #[arg(value_name = "KEY=VALUE[,...]", help_heading = NODES)]
+    #[arg(value_name = "KEY=VALUE[,...]", help_heading = NODES, hide_short_help = true)]
     rdzv_conf: RdzvConf = values::rdzv_conf,
 
     /// `c10d`, `static` or `grpc`: all mean the rendezvous of ddp-run
-    #[arg(value_name = "NAME", help_heading = NODES)]
+    #[arg(value_name = "NAME", help_heading = NODES, hide_short_help = true)]
     rdzv_backend: Backend = values::backend,
 
-    /// Rank of this node; without it the ranks follow the host names
+    /// Rank of this node; else by host name
+    ///
+    /// Without it the ranks follow the host names.
     #[arg(value_name = "N", help_heading = NODES)]
     node_rank: u32 = values::whole,
 
-    /// One node with a rendezvous of its own, whatever else is configured
+    /// One node, whatever else is configured
+    ///
+    /// It has a rendezvous of its own.
     #[arg(num_args = 0, default_missing_value = "true", help_heading = NODES)]
     standalone: bool = values::boolean,
 
     /// Address under which the other nodes reach this one [default: the one that the rendezvous sees]
-    #[arg(value_name = "ADDR", help_heading = NODES)]
+    #[arg(value_name = "ADDR", help_heading = NODES, hide_short_help = true)]
     local_addr: String = values::local_addr,
 
     /// MASTER_ADDR of the workers; without `--rdzv-endpoint` also the address of the rendezvous
-    #[arg(value_name = "ADDR", help_heading = NODES)]
+    #[arg(value_name = "ADDR", help_heading = NODES, hide_short_help = true)]
     master_addr: String = values::local_addr,
 
     /// MASTER_PORT of the workers [default: a free one, anew at each restart]
-    #[arg(value_name = "PORT", help_heading = NODES)]
+    #[arg(value_name = "PORT", help_heading = NODES, hide_short_help = true)]
     master_port: u16 = values::port,
 
-    /// How often the whole job may restart because a rank died [default: 3 for YAML targets, else 0]
+    /// Restarts after failures [default: 0, YAML: 3]
+    ///
+    /// How often the whole job may restart because a rank died; 3 is the default for YAML targets.
     #[arg(value_name = "N", help_heading = LIFE)]
     max_restarts: u32 = values::whole,
 
-    /// Seconds that workers get between SIGTERM and SIGKILL [default: 30]
+    /// Seconds from SIGTERM to SIGKILL [default: 30]
+    ///
+    /// Workers that are stopped get so much time to end by themselves.
     #[arg(value_name = "S", help_heading = LIFE)]
     shutdown_timeout: Duration = values::seconds,
 
     /// A worker that sends heartbeats and has nothing new to say for this long has failed [default: never]
-    #[arg(value_name = "S", help_heading = LIFE)]
+    #[arg(value_name = "S", help_heading = LIFE, hide_short_help = true)]
     hang_timeout: Duration = values::seconds,
 
     /// Signals that stop the job [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]
-    #[arg(value_name = "SIG[,...]", help_heading = LIFE)]
+    #[arg(value_name = "SIG[,...]", help_heading = LIFE, hide_short_help = true)]
     signals_to_handle: Signals = streams::signals,
 
     /// Signals that each worker gets, and the job goes on
-    #[arg(value_name = "SIG[,...]", help_heading = LIFE)]
+    #[arg(value_name = "SIG[,...]", help_heading = LIFE, hide_short_help = true)]
     forward_signals: Signals = streams::signals,
 
     /// TARGET is a Python module, run by `python3 -u -m`
@@ -133,52 +149,56 @@ settings! {
     no_python: bool = values::boolean,
 
     /// What the workers of this node are called, and counted by [default: default]
-    #[arg(value_name = "NAME", help_heading = WORKERS)]
+    #[arg(value_name = "NAME", help_heading = WORKERS, hide_short_help = true)]
     role: String = values::role,
 
     /// Every worker is LOCAL_RANK 0 and sees its own GPU only; the true rank is DDP_LOCAL_RANK
-    #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS)]
+    #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS, hide_short_help = true)]
     virtual_local_rank: bool = values::boolean,
 
     /// Bind each worker to cores near its GPU: those of the NUMA node, of the processor socket, a share of the node's of
     /// its own, or those of one cache
-    #[arg(value_name = "node|socket|exclusive|core-complex", help_heading = WORKERS)]
+    #[arg(value_name = "node|socket|exclusive|core-complex", help_heading = WORKERS, hide_short_help = true)]
     numa_binding: Binding = values::binding,
 
-    /// Write each worker's output below this directory [default for YAML targets: `logs` in the run's directory]
+    /// Write each worker's output below here
+    ///
+    /// [default for YAML targets: `logs` in the run's directory]
     #[arg(value_name = "DIR", help_heading = OUTPUT)]
     log_dir: PathBuf = values::path,
 
-    /// Write to log files only: 0 none, 1 stdout, 2 stderr, 3 both; for all, or by local rank
+    /// To files only: 1 stdout, 2 stderr, 3 both
+    ///
+    /// Or 0, none; for all workers, or by local rank.
     #[arg(short = 'r', value_name = "N|RANK:N[,...]", help_heading = OUTPUT)]
     redirects: StreamsByRank = streams::streams_by_rank,
 
-    /// Write to log files and the console
+    /// To files and the console, numbers as above
     #[arg(short = 't', value_name = "N|RANK:N[,...]", help_heading = OUTPUT)]
     tee: StreamsByRank = streams::streams_by_rank,
 
     /// Show only these local ranks on the console
-    #[arg(value_name = "RANK[,...]", help_heading = OUTPUT)]
+    #[arg(value_name = "RANK[,...]", help_heading = OUTPUT, hide_short_help = true)]
     local_ranks_filter: BTreeSet<u32> = streams::ranks,
 
     /// Show only these ranks of the job on the console
-    #[arg(value_name = "RANK[,...]", help_heading = OUTPUT)]
+    #[arg(value_name = "RANK[,...]", help_heading = OUTPUT, hide_short_help = true)]
     global_ranks_filter: BTreeSet<u32> = streams::ranks,
 
     /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}` [default: `[${rank}]`]
-    #[arg(value_name = "TEMPLATE", help_heading = OUTPUT)]
+    #[arg(value_name = "TEMPLATE", help_heading = OUTPUT, hide_short_help = true)]
     log_line_prefix_template: PrefixTemplate = PrefixTemplate::parse,
 
     /// Lines of stdout with one of these words go to `filtered_stdout.log` too
-    #[arg(value_name = "WORD[,...]", help_heading = OUTPUT)]
+    #[arg(value_name = "WORD[,...]", help_heading = OUTPUT, hide_short_help = true)]
     duplicate_stdout_filters: Words = streams::words,
 
     /// Lines of stderr with one of these words go to `filtered_stderr.log` too
-    #[arg(value_name = "WORD[,...]", help_heading = OUTPUT)]
+    #[arg(value_name = "WORD[,...]", help_heading = OUTPUT, hide_short_help = true)]
     duplicate_stderr_filters: Words = streams::words,
 
     /// Append what happens as JSON lines to a file; or `console`, or `null`
-    #[arg(value_name = "FILE", help_heading = OUTPUT)]
+    #[arg(value_name = "FILE", help_heading = OUTPUT, hide_short_help = true)]
     event_log_handler: EventLog = values::event_log,
 
     /// Accepted: deaths are never polled for

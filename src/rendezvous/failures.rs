@@ -18,8 +18,9 @@ use super::kv::clip;
 
 /// Failures that are listed; and as many workers that their agents stopped.
 pub(super) const MAX_LISTED: usize = 16;
-/// Workers whose ends are known, listed or not: agents repeat what they said when a stream breaks.
-const MAX_KNOWN: usize = 4096;
+/// Workers whose ends are known, listed or not: agents repeat what they said when a stream breaks. An agent tells of 64
+/// at most, so that those of the largest job's last generation fit ([`Config::max_nodes`](super::Config)).
+const MAX_KNOWN: usize = 1 << 20;
 /// Bytes of a worker's own words, and of the path of its log, in the list.
 const MAX_WORDS_BYTES: usize = 512;
 
@@ -66,6 +67,7 @@ impl Failures {
             return;
         }
         if self.known.len() > MAX_KNOWN {
+            // Of the earliest generation, of which nobody speaks any more.
             self.known.pop_first();
         }
         let words = |text: &str| clip(text, MAX_WORDS_BYTES).to_owned();

@@ -290,6 +290,7 @@ impl Job {
         GenerationOver {
             cause,
             restart_count: self.account.spent(),
+            best_step: self.account.best(),
             max_restarts: node.join.max_restarts,
             backoff_ms,
             membership: true,

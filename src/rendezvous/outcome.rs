@@ -278,6 +278,7 @@ impl Job {
             backoff_ms: backoff.as_millis() as u32,
             membership,
             at_step_boundary: false,
+            best_step: self.account.best(),
         };
         self.regroup(turn, over);
     }

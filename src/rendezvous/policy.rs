@@ -81,6 +81,17 @@ impl Account {
         self.spent
     }
 
+    /// Highest step of all generations.
+    pub(super) fn best(&self) -> Option<u64> {
+        self.best
+    }
+
+    /// Grows with all that happens to a job: of two accounts of it the one with the larger age is the later one.
+    /// Progress comes first, because it refunds what was spent.
+    pub(super) fn age(&self) -> (Option<u64>, u32) {
+        (self.best, self.spent)
+    }
+
     /// Puts the account into an assignment: agents give it back to a daemon that has lost its state.
     pub(super) fn deposit(&self, assignment: &mut Assignment) {
         assignment.restart_count = self.spent;

@@ -207,10 +207,11 @@ impl Job {
             self.bury(turn, generation, &join.hostname);
             return Err(started_again(generation, ""));
         };
-        if (generation, assignment.restart_count) >= (self.floor, self.account.spent()) {
+        let account = Account::withdraw(assignment);
+        if (generation, account.age()) >= (self.floor, self.account.age()) {
             // Whatever becomes of the generation, it and those before it have cost what they have cost.
             self.attempts = assignment.attempt + 1;
-            self.account = Account::withdraw(assignment);
+            self.account = account;
         }
         if place.over {
             self.bury(turn, generation, &join.hostname);

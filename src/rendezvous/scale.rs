@@ -41,6 +41,7 @@ impl Job {
         let over = GenerationOver {
             cause: format!("{hosts} joined; going on with {}", words::nodes(after as u32)),
             restart_count: self.account.spent(),
+            best_step: self.account.best(),
             max_restarts: running.assignment.max_restarts,
             membership: true,
             at_step_boundary: true,

@@ -317,7 +317,6 @@ impl Daemon<'_> {
             if self.finished.len() >= MAX_FINISHED {
                 self.finished.pop_front();
             }
-
             self.finished.push_back(Finished {
                 job: job.id,
                 told,

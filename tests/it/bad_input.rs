@@ -2,7 +2,7 @@
 
 use std::net::TcpListener;
 
-use crate::harness::{Finished, Launch, launch};
+use crate::harness::{Finished, Launch, launch, temp_dir};
 
 /// The message with what differs between runs taken out.
 #[track_caller]
@@ -114,5 +114,18 @@ fn a_port_in_use_by_a_silent_stranger() {
     insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
         error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it gave no answer within 5 s
           hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        ");
+}
+
+#[test]
+fn a_log_directory_that_is_a_file() {
+    let dir = temp_dir();
+    let file = dir.path().join("log");
+    std::fs::write(&file, "").expect("ours");
+    let file = file.display().to_string();
+    let text = message(launch().flag("--log-dir", &file).target("true"), 2);
+    insta::assert_snapshot!(text.replace(&file, "FILE"), @r"
+        [ddp-run] error: cannot write `FILE`: Not a directory (os error 20)
+        [ddp-run]   hint: choose a writable place, for log files with `--log-dir`, for others with TMPDIR
         ");
 }

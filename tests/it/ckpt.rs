@@ -46,7 +46,11 @@ fn a_checkpoint_is_inspected_and_verified() {
         .expect_stderr("error: `out/checkpoints/step_00000007` holds no checkpoint");
     ckpt(job.dir(), &["verify", "."])
         .expect_exit(2)
-        .expect_stderr("error: `.` holds no checkpoint");
+        .expect_stderr("error: `.` holds no checkpoint")
+        .expect_stderr("hint: name a run's `out_dir`");
+    ckpt(job.dir(), &["inspect", "outt"])
+        .expect_exit(2)
+        .expect_stderr("error: `outt` does not exist");
 }
 
 #[test]

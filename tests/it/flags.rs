@@ -272,6 +272,39 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
 }
 
 #[test]
+fn a_dry_run_says_where_variables_of_the_workers_come_from() {
+    let finished = launch()
+        .nproc(2)
+        .words(&["--dry-run", "--virtual-local-rank"])
+        .env("PET_ROLE", "trainer")
+        .env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
+        // The launcher's own place is nobody else's.
+        .env("RANK", "0")
+        .target("true")
+        .run();
+    let lines = finished.expect_exit(0).stdout();
+    for (variable, source) in [
+        ("CUDA_VISIBLE_DEVICES=0", "`virtual_local_rank`: command line"),
+        ("LOCAL_WORLD_SIZE=2", "`nproc_per_node`: command line"),
+        ("MASTER_ADDR=127.0.0.1", ""),
+        ("RANK=0", ""),
+        ("ROLE_NAME=trainer", "`role`: PET_ROLE"),
+        ("TORCH_NCCL_ASYNC_ERROR_HANDLING=3", "inherited"),
+    ] {
+        let line = lines
+            .iter()
+            .find_map(|line| line.strip_prefix("  ")?.strip_prefix(variable));
+        assert_eq!(
+            line.map(str::trim),
+            Some(source),
+            "{variable} in\n{}",
+            lines.join("\n")
+        );
+    }
+    finished.expect_stdout("cores for each worker");
+}
+
+#[test]
 fn a_dry_run_says_that_the_program_is_missing() {
     launch()
         .words(&["--dry-run"])

@@ -2,10 +2,12 @@
 
 use std::os::unix::fs::MetadataExt;
 
-use crate::harness::{Finished, Program, Running, eventually, processes, temp_dir};
+use crate::harness::{Finished, Program, ReservedPort, Running, eventually, processes, temp_dir};
 
 /// A limit with which all of a launch of two workers succeeds.
 const ENOUGH: u32 = 12;
+
+const LAUNCHER: &str = env!("CARGO_BIN_EXE_ddp-run");
 
 /// A user whom nobody else is: the system counts all processes and threads of a user together, and none of root's.
 #[derive(Clone, Copy)]
@@ -16,7 +18,7 @@ impl User {
     fn other(nth: u32) -> Option<Self> {
         let user = Self(61_000 + 8 * (std::process::id() % 500) + nth);
         let tried = std::process::Command::new("sh")
-            .args(["-c", &user.script(ENOUGH, "--version")])
+            .args(["-c", &user.script(ENOUGH, LAUNCHER, "--version")])
             .current_dir("/")
             .output()
             .expect("a shell");
@@ -27,10 +29,9 @@ impl User {
         tried.status.success().then_some(user)
     }
 
-    /// Shell code that runs `ddp-run` as this user, who may have `limit` processes and threads and may not be able to
+    /// Shell code that runs a program as this user, who may have `limit` processes and threads and may not be able to
     /// reach the program by its path.
-    fn script(self, limit: u32, arguments: &str) -> String {
-        let program = env!("CARGO_BIN_EXE_ddp-run");
+    fn script(self, limit: u32, program: &str, arguments: &str) -> String {
         let Self(id) = self;
         format!(
             "exec 9<'{program}'; exec prlimit --nproc={limit} setpriv --reuid={id} --regid={id} --clear-groups \
@@ -39,7 +40,11 @@ impl User {
     }
 
     fn start(self, limit: u32, arguments: &str) -> Running {
-        let words = ["-c", &self.script(limit, arguments)].map(Into::into);
+        self.start_program(limit, LAUNCHER, arguments)
+    }
+
+    fn start_program(self, limit: u32, program: &str, arguments: &str) -> Running {
+        let words = ["-c", &self.script(limit, program, arguments)].map(Into::into);
         // Without a log directory it writes nothing but error files, and those only if a worker does.
         Program::new("sh")
             .args(words)
@@ -100,6 +105,38 @@ fn a_launch_without_threads_or_processes_to_be_had_says_so() {
     );
     assert!(with("cannot be started: ") > 0, "{}", said.join("\n"));
     user.finish(user.start(ENOUGH, &arguments)).expect_exit(0);
+}
+
+#[test]
+fn a_host_name_that_no_thread_can_look_up_is_an_error() {
+    let Some(user) = User::other(2) else {
+        return;
+    };
+    let port = ReservedPort::new();
+    let (_, number) = port.endpoint.rsplit_once(':').expect("a port");
+    let arguments = |rest: &str| format!("--rdzv-endpoint localhost:{number} {rest} true");
+    let mut said = Vec::new();
+    for rest in ["", "--rdzv-conf is_host=0,join_timeout=1,connect_timeout=1"] {
+        // Where no daemon is, a launch with all its threads cannot end well.
+        for limit in 2..=ENOUGH {
+            let finished = user.finish(user.start(limit, &arguments(rest)));
+            match finished.code() {
+                Some(0) if rest.is_empty() => continue,
+                Some(69) if !rest.is_empty() => continue,
+                _ => finished
+                    .expect_exit(70)
+                    .expect_stderr("Resource temporarily unavailable")
+                    .expect_stderr("`ulimit -u`"),
+            };
+            said.push(finished.stderr());
+        }
+    }
+    let nobody_looks = "cannot make a thread to look up the host name `localhost`: ";
+    let with = said.iter().filter(|text| text.contains(nobody_looks)).count();
+    assert!(with >= 2, "{}", said.join("\n"));
+    let daemon = env!("CARGO_BIN_EXE_ddp-rendezvous");
+    let serve = user.start_program(1, daemon, "serve --listen localhost:0");
+    user.finish(serve).expect_exit(70).expect_stderr(nobody_looks);
 }
 
 #[test]

@@ -112,6 +112,7 @@ impl Agent {
                         if let Some(assignment) = place.assignment.as_mut().filter(|_| over.max_restarts > 0)
                         {
                             assignment.restart_count = over.restart_count;
+                            assignment.best_step = over.best_step.max(assignment.best_step);
                         }
                     }
                     assert_eq!(

@@ -15,9 +15,9 @@ use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
 use ddp_worker::ops::{
     AdamW, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CHUNK, Cast, ColumnSum,
-    CrossEntropyBackward, CrossEntropyForward, EncoderForward, GeluBackward, GeluForward, LayerNormBackward,
-    LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward,
-    LinearShape, Op, SquaredNorm, TokenBackward, WeightLayout,
+    CrossEntropy, EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
+    LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, Op, SquaredNorm,
+    TokenBackward, WeightLayout,
 };
 
 /// Shortest time that is measured, in seconds.
@@ -403,21 +403,22 @@ impl Model {
         };
         bench.row("  gradient of tokens", moves(6 * rows * c), tokens_back)?;
         let logits = bench.act(rows * vocab)?;
-        let (losses, lse) = (bench.zeros(DType::F32, rows)?, bench.zeros(DType::F32, rows)?);
-        let forward = CrossEntropyForward {
-            logits: logits.clone(),
-            targets: tokens.clone(),
-            losses: losses.clone(),
-            lse: lse.clone(),
-        };
-        bench.row("cross-entropy", moves(2 * rows * vocab), forward)?;
-        let backward = CrossEntropyBackward {
-            logits_dlogits: logits,
+        let losses = CrossEntropy {
+            logits,
             targets: tokens,
-            lse,
-            dlosses: losses,
+            losses: bench.zeros(DType::F32, rows)?,
+            dlosses: None,
         };
-        bench.row("  gradient, in place", moves(4 * rows * vocab), backward)?;
+        bench.row("cross-entropy", moves(2 * rows * vocab), losses.clone())?;
+        let with_gradient = CrossEntropy {
+            dlosses: Some(bench.zeros(DType::F32, rows)?),
+            ..losses
+        };
+        bench.row(
+            "  with gradient, in place",
+            moves(4 * rows * vocab),
+            with_gradient,
+        )?;
         let params = 12 * 12 * c * c + vocab * c;
         let f32s = |_| bench.numbers(DType::F32, params);
         let [param, m, v] = [f32s(0)?, f32s(1)?, bench.zeros(DType::F32, params)?];

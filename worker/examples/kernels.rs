@@ -148,7 +148,7 @@ struct Run {
     grads: LocalGrads,
     tokens: Activation,
     targets: Buffer,
-    dloss: Activation,
+    dloss: Buffer,
     moments: [Buffer; 2],
     norm: [Buffer; 3],
     steps: u64,
@@ -187,7 +187,7 @@ impl Run {
             grads: LocalGrads::new(device.as_ref(), model, DType::F32)?,
             tokens: Activation::borrowed(tokens, vec![sizes.batch, sizes.positions]),
             targets,
-            dloss: Activation::borrowed(dloss, vec![rows]),
+            dloss,
             moments: [alloc("m", DType::F32, n)?, alloc("v", DType::F32, n)?],
             norm: [
                 alloc("partials", DType::F64, n.div_ceil(CHUNK))?,
@@ -206,20 +206,14 @@ impl Run {
             stream: self.stream,
             pool: &self.pool,
             targets: &self.targets,
+            dloss: Some(&self.dloss),
             dtype: DType::F32,
             key: StepKey::default(),
         };
         self.grads.start_step();
         let mut saved = saved_for(model);
         drop(forward(model, &ctx, &self.params, &self.tokens, &mut saved)?);
-        backward(
-            model,
-            &ctx,
-            &self.params,
-            &mut saved,
-            &self.dloss,
-            &mut self.grads,
-        )?;
+        backward(model, &ctx, &self.params, &mut saved, &mut self.grads)?;
         self.steps += 1;
         let [partials, norm, scale] = self.norm.clone();
         let [m, v] = self.moments.clone();
@@ -315,8 +309,7 @@ fn account(op: &Op) -> (String, Cost) {
         Op::LayerNormForward(op) => plain(2 * op.inp.bytes()),
         Op::LayerNormBackward(op) => plain(4 * op.inp.bytes()),
         Op::ColumnSum(op) => plain(op.x.bytes()),
-        Op::CrossEntropyForward(op) => plain(op.logits.bytes()),
-        Op::CrossEntropyBackward(op) => plain(2 * op.logits_dlogits.bytes()),
+        Op::CrossEntropy(op) => plain(2 * op.logits.bytes()),
         Op::EncoderForward(op) => plain(2 * op.out.bytes()),
         Op::TokenBackward(op) => plain(op.dout.bytes() + op.dwte.bytes()),
         Op::PositionBackward(op) => plain(op.dout.bytes()),

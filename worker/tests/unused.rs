@@ -163,12 +163,13 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
     let pool = ActivationPool::new(device.clone());
     let tokens: Vec<i32> = (0..16).map(|i| (i * 5 + rank.rank() as i32 * 3) % 64).collect();
     let tokens = rank.arena(false, &tokens).whole();
-    let factors = Activation::borrowed(rank.arena(false, &[1.0_f32 / 16.0; 16]).whole(), vec![16]);
+    let factors = rank.arena(false, &[1.0_f32 / 16.0; 16]).whole();
     let ctx = Context {
         device: device.as_ref(),
         stream,
         pool: &pool,
         targets: &tokens,
+        dloss: Some(&factors),
         dtype: DType::F32,
         key: StepKey::default(),
     };
@@ -180,7 +181,7 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
         }
         let input = Activation::borrowed(tokens.clone(), vec![2, 8]);
         model::forward(&model, &ctx, &params, &input, &mut saved)?;
-        let done = model::backward(&model, &ctx, &params, &mut saved, &factors, &mut grads);
+        let done = model::backward(&model, &ctx, &params, &mut saved, &mut grads);
         if let Err(error) = done {
             return Err(grads.failure().cloned().unwrap_or(ReduceError::Device(error)));
         }

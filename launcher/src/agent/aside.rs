@@ -4,6 +4,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::Duration;
 
+use ddp_proto::client::Client;
 use ddp_proto::ids::LocalRank;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
@@ -56,9 +57,9 @@ pub(super) fn hear(
 }
 
 /// Looks whether the daemon is gone.
-pub(super) fn probe(results: mpsc::Sender<Aside>, endpoint: String) {
+pub(super) fn probe(results: mpsc::Sender<Aside>, daemon: Client) {
     tokio::spawn(async move {
-        let refused = is_refused(&endpoint, REFUSED_FOR).await;
+        let refused = is_refused(&daemon, REFUSED_FOR).await;
         let _ = results.send(Aside::Probed { refused }).await;
     });
 }

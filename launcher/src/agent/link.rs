@@ -151,7 +151,7 @@ impl Memory {
             Some(Word::GenerationOver(over)) if generation == self.generation => {
                 if let Some(place) = &mut self.place {
                     // Who was out of reach hears of the end, but not what it has cost.
-                    place.give_up((over.max_restarts > 0).then_some(over.restart_count));
+                    place.give_up((over.max_restarts > 0).then_some(over));
                 }
             }
             Some(Word::JobOver(_) | Word::Refused(_)) => {
@@ -373,13 +373,18 @@ mod tests {
         let over = GenerationOver {
             restart_count: 2,
             max_restarts: 3,
+            best_step: Some(7),
             ..GenerationOver::default()
         };
         hear(&mut memory, 1, Word::GenerationOver(over));
         // Its workers are gone, and it waits for the next one.
         memory.note(Generation(1), &Body::Join(Join::default()));
         let place = memory.greeting().unwrap().place.unwrap();
-        assert_eq!((place.over, place.assignment.unwrap().restart_count), (true, 2));
+        let told = place.assignment.unwrap();
+        assert_eq!(
+            (place.over, told.restart_count, told.best_step),
+            (true, 2, Some(7))
+        );
         hear(&mut memory, 2, assignment());
         assert!(!memory.greeting().unwrap().place.unwrap().over);
     }

@@ -1,6 +1,6 @@
 //! The place that this node was assigned, kept for a daemon that has lost its state.
 
-use ddp_proto::rendezvous::{Assignment, Heartbeat, Place};
+use ddp_proto::rendezvous::{Assignment, GenerationOver, Heartbeat, Place};
 use tokio::time::Instant;
 
 /// What the agent holds of the generation that was assigned to it last.
@@ -34,11 +34,12 @@ impl HeldPlace {
         })
     }
 
-    /// The daemon has ended the generation; so many restarts are spent, if it has said how many.
-    pub(super) fn give_up(&mut self, restart_count: Option<u32>) {
+    /// The daemon has ended the generation, if it says so at this `cost`.
+    pub(super) fn give_up(&mut self, cost: Option<&GenerationOver>) {
         self.over = true;
-        if let Some(count) = restart_count {
-            self.assignment.restart_count = count;
+        if let Some(over) = cost {
+            self.assignment.restart_count = over.restart_count;
+            self.assignment.best_step = over.best_step.max(self.assignment.best_step);
         }
     }
 

@@ -4,9 +4,10 @@
 //! goes on, the daemon may have ended with the job: then nothing would ever come.
 #![expect(unsafe_code, reason = "clock_gettime; nix is built without its clocks")]
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::time::Duration;
 
+use ddp_proto::client::Client;
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -78,17 +79,21 @@ pub(super) fn since_boot() -> Duration {
     )
 }
 
-/// Whether nobody listens at `endpoint` for so long.
-pub(super) async fn is_refused(endpoint: &str, so_long: Duration) -> bool {
+/// Whether nobody listens where the daemon was for so long.
+pub(super) async fn is_refused(daemon: &Client, so_long: Duration) -> bool {
     let until = Instant::now() + so_long;
     loop {
-        let attempt = timeout(PROBE_BOUND, TcpStream::connect(endpoint)).await;
+        let attempt = timeout(PROBE_BOUND, connect(daemon)).await;
         let refused = matches!(&attempt, Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused);
         if !refused || Instant::now() >= until {
             return refused;
         }
         sleep(PROBE_PAUSE).await;
     }
+}
+
+async fn connect(daemon: &Client) -> io::Result<TcpStream> {
+    TcpStream::connect(daemon.addresses().await?.as_slice()).await
 }
 
 #[cfg(test)]
@@ -116,9 +121,13 @@ mod tests {
     #[tokio::test]
     async fn a_port_at_which_somebody_listens_is_not_refused() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let endpoint = listener.local_addr().unwrap().to_string();
-        assert!(!is_refused(&endpoint, SECOND).await);
+        let endpoint = format!("localhost:{}", listener.local_addr().unwrap().port());
+        // Nobody accepts it, but the kernel does.
+        let client = Client::connect(&endpoint, Instant::now() + 10 * SECOND)
+            .await
+            .unwrap();
+        assert!(!is_refused(&client, SECOND).await);
         drop(listener);
-        assert!(is_refused(&endpoint, PROBE_PAUSE / 2).await);
+        assert!(is_refused(&client, PROBE_PAUSE / 2).await);
     }
 }

@@ -53,7 +53,7 @@ pub(super) struct Site<'a> {
     pub(super) master_addr: Option<&'a str>,
     /// By local rank; empty: not bound.
     pub(super) cores: &'a [CoreSet],
-    /// The workers' control group, where there is one.
+    /// The control group that these workers are born in, if there is one.
     pub(super) group: Option<&'a Path>,
 }
 
@@ -129,6 +129,8 @@ pub(super) struct Crew {
     began: Instant,
     /// The first failure, or the beginning of the stop.
     trouble: Option<Instant>,
+    /// The control group that its workers are in.
+    group: Option<PathBuf>,
     /// Since the generation began.
     oom: OomCounter,
     /// Tells the spawner to start no more.
@@ -153,6 +155,7 @@ impl Crew {
             workers: Vec::new(),
             began: Instant::now(),
             trouble: None,
+            group: group.map(Path::to_owned),
             oom: OomCounter::of_workers(group),
             cancelled: Arc::default(),
         }
@@ -229,6 +232,11 @@ impl Crew {
 
     pub(super) fn len(&self) -> usize {
         self.workers.len()
+    }
+
+    /// The control group that its workers are in, where there is one.
+    pub(super) fn group(&self) -> Option<&Path> {
+        self.group.as_deref()
     }
 
     /// Process ids of the workers that have not been reaped.

@@ -112,12 +112,18 @@ impl WorkerGroup {
     }
 
     /// The way into the group, valid as long as the group; none if there is no way any more.
-    pub(crate) fn door(&self) -> Option<Door> {
+    fn door(&self) -> Option<Door> {
         let mut door = self.door.lock().unwrap_or_else(PoisonError::into_inner);
         if door.is_none() {
             *door = Door::find(self.folder.as_raw_fd(), self.members.as_raw_fd()).ok();
         }
         *door
+    }
+
+    /// The way into the group, and its folder; none if there is no way any more: then no new process is in it, and none
+    /// must be looked for there.
+    pub(crate) fn entrance(&self) -> Option<(Door, &Path)> {
+        Some((self.door()?, self.dir()))
     }
 
     /// Kills all members, and those of the groups below.
@@ -280,6 +286,24 @@ mod tests {
             group.kill();
         }
         remove(&dir).unwrap();
+    }
+
+    #[test]
+    fn a_group_without_a_way_in_is_none() {
+        let root = tempfile::tempdir().unwrap();
+        let members = root.path().join(MEMBERS);
+        fs::write(&members, "").unwrap();
+        let open = |options: &fs::OpenOptions| WorkerGroup {
+            dir: root.path().to_owned(),
+            folder: File::open(root.path()).unwrap(),
+            members: options.open(&members).unwrap(),
+            door: Mutex::new(None),
+        };
+        // No folder to be born in; nobody may write to the list of members either.
+        assert!(open(File::options().read(true)).entrance().is_none());
+        let group = open(File::options().write(true));
+        let entrance = group.entrance().expect("a way in");
+        assert!(matches!(entrance, (Door::Move(_), dir) if dir == root.path()));
     }
 
     #[test]

@@ -1,11 +1,15 @@
 //! The pace of attempts to reach the daemon, and how a connection to it is set up.
 
+use std::io;
+use std::net::SocketAddr;
 use std::time::Duration;
 
+use hyper_util::client::legacy::connect::HttpConnector;
 use tokio::time::Instant;
-use tonic::transport::Endpoint;
+use tonic::transport::{Channel, Endpoint};
 
 use super::error::{ClientError, root_cause};
+use crate::resolver::Resolver;
 
 /// First pause between two attempts to reach the daemon; doubled each time.
 pub const BACKOFF_BASE: Duration = Duration::from_millis(20);
@@ -69,28 +73,59 @@ fn backoff(attempt: u32, jitter: f64) -> Duration {
 }
 
 /// The daemon behind `host:port`.
-pub(super) fn target(endpoint: &str) -> Result<Endpoint, ClientError> {
-    let bad = |cause: String| ClientError::BadEndpoint {
-        endpoint: endpoint.to_owned(),
-        cause,
-    };
-    let (host, port) = endpoint
-        .rsplit_once(':')
-        .ok_or_else(|| bad("no port is given".into()))?;
-    if host.is_empty() {
-        return Err(bad("no host is given".into()));
+#[derive(Clone, Debug)]
+pub(super) struct Target {
+    endpoint: Endpoint,
+    resolver: Resolver,
+    port: u16,
+}
+
+impl Target {
+    /// Makes the thread that looks up the name, if it is one.
+    pub(super) fn of(endpoint: &str) -> Result<Self, ClientError> {
+        let bad = |cause: String| ClientError::BadEndpoint {
+            endpoint: endpoint.to_owned(),
+            cause,
+        };
+        let (host, port) = endpoint
+            .rsplit_once(':')
+            .ok_or_else(|| bad("no port is given".into()))?;
+        if host.is_empty() {
+            return Err(bad("no host is given".into()));
+        }
+        let not_a_port = || bad(format!("`{port}` is not a port"));
+        let port = port
+            .parse()
+            .ok()
+            .filter(|port| *port > 0)
+            .ok_or_else(not_a_port)?;
+        let uri = format!("http://{endpoint}");
+        let endpoint = Endpoint::from_shared(uri).map_err(|error| bad(root_cause(&error)))?;
+        Ok(Self {
+            endpoint: endpoint
+                .connect_timeout(ATTEMPT_TIMEOUT)
+                .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
+                .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
+                .keep_alive_while_idle(true),
+            resolver: Resolver::start(host)?,
+            port,
+        })
     }
-    if port.parse::<u16>().ok().is_none_or(|port| port == 0) {
-        return Err(bad(format!("`{port}` is not a port")));
+
+    /// One attempt; the channel connects anew by itself when it broke.
+    pub(super) async fn connect(&self) -> Result<Channel, tonic::transport::Error> {
+        let mut connector = HttpConnector::new_with_resolver(self.resolver.clone());
+        connector.set_nodelay(true);
+        connector.set_keepalive(Some(KEEP_ALIVE_INTERVAL));
+        // Shared by the addresses of a host that has several.
+        connector.set_connect_timeout(Some(ATTEMPT_TIMEOUT));
+        self.endpoint.connect_with_connector(connector).await
     }
-    let target = Endpoint::from_shared(format!("http://{endpoint}")).map_err(|e| bad(root_cause(&e)))?;
-    Ok(target
-        .connect_timeout(ATTEMPT_TIMEOUT)
-        .tcp_nodelay(true)
-        .tcp_keepalive(Some(KEEP_ALIVE_INTERVAL))
-        .http2_keep_alive_interval(KEEP_ALIVE_INTERVAL)
-        .keep_alive_timeout(KEEP_ALIVE_TIMEOUT)
-        .keep_alive_while_idle(true))
+
+    /// Looks the host up.
+    pub(super) async fn addresses(&self) -> io::Result<Vec<SocketAddr>> {
+        self.resolver.addresses(self.port).await
+    }
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use tonic::{Code, Status};
 
 use super::SEND_QUEUE;
 use crate::exit;
+use crate::resolver::NoThread;
 
 /// Why the daemon could not be reached, or what it answered instead.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -20,6 +21,9 @@ pub enum ClientError {
         /// What is wrong with it.
         cause: String,
     },
+    /// Its host is a name, and there is no thread to look it up.
+    #[error(transparent)]
+    NoThread(#[from] NoThread),
     /// No connection within the deadline.
     #[error("rendezvous daemon at `{endpoint}` cannot be reached after {:.1} s and {attempts} attempts: {cause}\n  hint: is `ddp-rendezvous serve` (or the node that hosts it) running there, and its port open?", .waited.as_secs_f64())]
     Unreachable {
@@ -101,7 +105,9 @@ impl ClientError {
                 unauthenticated: true,
                 ..
             } => exit::REFUSED,
-            Self::Superseded { .. } | Self::Forgotten { .. } | Self::Refused { .. } => exit::INTERNAL,
+            Self::NoThread(_) | Self::Superseded { .. } | Self::Forgotten { .. } | Self::Refused { .. } => {
+                exit::INTERNAL
+            }
         }
     }
 

@@ -37,9 +37,15 @@ pub(super) fn open(path: &Path, step: Option<u64>) -> Result<Reader, CheckpointE
             };
             open_of_run(run, which)
         }
-        _ => Err(CheckpointError::None {
-            path: path.to_owned(),
-        }),
+        _ => Err(CheckpointError::Misuse(format!(
+            "`{}` {}\n  hint: name a run's `out_dir`, its `checkpoints` folder, or one `step_…` folder",
+            path.display(),
+            if path.exists() {
+                "holds no checkpoint"
+            } else {
+                "does not exist"
+            }
+        ))),
     }
 }
 

@@ -5,6 +5,8 @@ use std::fmt::Write as _;
 use ddp_worker::checkpoint::{Kind, Reader, TensorRecord};
 use serde_json::{Value, json};
 
+use crate::cli::count::counted;
+
 /// Keys of the configuration that are shown, by section.
 const SHOWN: [(&str, &[&str]); 4] = [
     (
@@ -131,11 +133,6 @@ fn settings(section: &Value, keys: &[&str]) -> String {
         value => Some(format!("{key} {value}")),
     });
     set.collect::<Vec<_>>().join(", ")
-}
-
-fn counted(number: usize, what: &str) -> String {
-    let plural = if number == 1 { "" } else { "s" };
-    format!("{number} {what}{plural}")
 }
 
 /// Columns as wide as their widest cell, two blanks between them, and none at the end of a line.

@@ -310,6 +310,18 @@ fn a_node_that_cannot_go_on_is_listed_with_its_reason() {
 }
 
 #[test]
+fn thousands_of_ends_that_are_repeated_count_once() {
+    let mut s = two_nodes();
+    s.exit("b", 1, fatal(2, 42));
+    for _ in 0..2 {
+        s.say("b", 1, stopped((0..5000).map(|rank| exited(rank, 3)).collect()));
+    }
+    s.say("a", 1, stopped(vec![]));
+    let failures = lists(&mut s, "a").1.expect("the last word");
+    assert_eq!(failures.failures.len() + failures.more_failures as usize, 5000);
+}
+
+#[test]
 fn a_job_that_succeeds_has_nothing_to_tell() {
     let mut s = two_nodes();
     s.exit("b", 1, killed(3, 9))

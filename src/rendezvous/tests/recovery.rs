@@ -1,5 +1,7 @@
 //! A daemon that was restarted, and agents whose workers run on.
 
+mod account;
+
 use ddp_proto::rendezvous::Place;
 
 use super::*;
@@ -107,32 +109,6 @@ fn a_generation_of_one_node_runs_on_at_once() {
     o.back("a");
     assert_eq!(o.scene.assignment("a"), o.held["a"]);
     assert_eq!(o.phase(), ("running".into(), 1, 0));
-}
-
-#[test]
-fn what_was_spent_before_the_outage_is_not_given_back() {
-    let mut scene = Scene::new();
-    scene
-        .join("a", 1, 1)
-        .exit("a", 1, killed(0, 9))
-        .rejoin("a", 1, 1, 1);
-    scene.words("a");
-    scene
-        .exit("a", 2, killed(0, 9))
-        .rejoin("a", 2, 1, 1)
-        .pass(SECOND, &["a"]);
-    let mut o = Outage::after(scene, &["a"], (1, 1));
-    assert_eq!((o.held["a"].0, o.held["a"].1.attempt), (3, 2));
-    o.back("a");
-    assert_eq!(o.phase(), ("running".into(), 3, 2));
-    o.scene.words("a");
-    for generation in 3..=4 {
-        o.scene
-            .exit("a", generation, killed(0, 9))
-            .rejoin("a", generation, 1, 1);
-        o.scene.pass(SECOND, &["a"]);
-    }
-    assert!(o.hears("a").contains("all 3 restarts are used up"));
 }
 
 #[test]
@@ -446,4 +422,26 @@ fn the_store_is_open_before_all_are_back() {
             .unwrap_err()
             .contains("generation superseded")
     );
+}
+
+#[test]
+fn what_was_stored_again_for_an_older_generation_goes_with_it() {
+    let mut scene = Scene::new();
+    scene.join("a", 1, 2).join("b", 1, 2);
+    let old = scene.assignment("b");
+    // `b` is lost, and `a` goes on without it.
+    scene.pass(10 * SECOND, &["a"]).rejoin("a", 1, 1, 2);
+    scene.words("a");
+    scene.pass(10 * SECOND, &["a"]);
+    let mut o = Outage::after(scene, &["a"], (1, 2));
+    o.held.insert("b".into(), old);
+    o.back("b").scene.put(1, "k", b"old");
+    let read = o.scene.get(1, "other", 30_000);
+    o.back("a");
+    let gone = o.scene.answer(read).expect("an answer at once").unwrap_err();
+    assert_eq!(gone, "generation superseded: generation 1 went on elsewhere");
+    let written = o.scene.put(2, "k", b"new");
+    assert_eq!(o.scene.answer(written), Some(Ok(vec![])), "the old value is gone");
+    let read = o.scene.get(2, "k", 10);
+    assert_eq!(o.scene.answer(read), Some(Ok(b"new".to_vec())));
 }

@@ -1,18 +1,48 @@
 //! How much memory the system can still give: the machine's, and that of the control groups around this process.
 
 use std::fs::read_to_string;
-use std::path::{Path, PathBuf};
+use std::path::{Component, Path, PathBuf};
+
+/// What a version of control groups calls its files.
+#[derive(Debug, PartialEq, Eq)]
+struct Version {
+    limit: &'static str,
+    used: &'static str,
+    /// Lines of `memory.stat` on cached files, those of the groups below included.
+    cached: [&'static str; 2],
+}
+
+const V2: Version = Version {
+    limit: "memory.max",
+    used: "memory.current",
+    cached: ["active_file", "inactive_file"],
+};
+
+const V1: Version = Version {
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cached: ["total_active_file", "total_inactive_file"],
+};
+
+/// The group of this process in one hierarchy, as far as it can be seen from here.
+#[derive(Debug, PartialEq, Eq)]
+struct Group {
+    version: &'static Version,
+    /// Where the hierarchy is mounted.
+    mount: PathBuf,
+    /// The group's path below that.
+    below: PathBuf,
+}
 
 /// Bytes that can be allocated before somebody is killed; none if the system does not say.
 pub(super) fn available_bytes() -> Option<u64> {
-    let machine = read_to_string("/proc/meminfo")
-        .ok()
-        .and_then(|text| mem_available(&text));
-    let groups = read_to_string("/proc/self/cgroup")
-        .ok()
-        .and_then(|text| control_group(&text));
-    let group = groups.and_then(|path| least_headroom(Path::new("/sys/fs/cgroup"), &path));
-    machine.into_iter().chain(group).min()
+    let text = |path| read_to_string(path).unwrap_or_default();
+    let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
+    let machine = mem_available(&text("/proc/meminfo"));
+    machine
+        .into_iter()
+        .chain(groups.iter().filter_map(Group::least_headroom))
+        .min()
 }
 
 fn mem_available(meminfo: &str) -> Option<u64> {
@@ -23,53 +53,134 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     Some(kib * 1024)
 }
 
-/// The path of this process in the unified hierarchy.
-fn control_group(cgroup: &str) -> Option<PathBuf> {
-    let path = cgroup.lines().find_map(|line| line.strip_prefix("0::/"))?;
-    Some(PathBuf::from(path))
-}
-
-/// Bytes of cached files, which give way.
-fn file_cache(stat: &str) -> u64 {
-    let lines = stat.lines().filter_map(|line| line.split_once(' '));
-    let cached = lines.filter(|(name, _)| matches!(*name, "active_file" | "inactive_file"));
-    cached.filter_map(|(_, bytes)| bytes.parse::<u64>().ok()).sum()
-}
-
-/// The least of limit minus use over a group and all above it.
-fn least_headroom(root: &Path, group: &Path) -> Option<u64> {
-    let number = |path: PathBuf| read_to_string(path).ok()?.trim().parse::<u64>().ok();
-    let headroom = |group: &Path| {
-        let group = root.join(group);
-        let limit = number(group.join("memory.max"))?;
-        let used = number(group.join("memory.current"))?;
-        let cache = read_to_string(group.join("memory.stat")).map_or(0, |stat| file_cache(&stat));
-        Some(limit.saturating_sub(used.saturating_sub(cache)))
+/// The groups that may limit memory: of version 2, and of the memory controller of version 1.
+fn groups(mounts: &str, membership: &str) -> Vec<Group> {
+    let has_memory = |list: &str| list.split(',').any(|name| name == "memory");
+    let of_line = |line: &str| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, own) = rest.split_once(':')?;
+        if controllers.is_empty() {
+            seen(&V2, mounts, own, |kind, _| kind == "cgroup2")
+        } else if has_memory(controllers) {
+            seen(&V1, mounts, own, |kind, options| {
+                kind == "cgroup" && has_memory(options)
+            })
+        } else {
+            None
+        }
     };
-    group.ancestors().filter_map(headroom).min()
+    membership.lines().filter_map(of_line).collect()
+}
+
+/// The group `own` below the first mount of this type and with these options that shows it.
+fn seen(
+    version: &'static Version,
+    mounts: &str,
+    own: &str,
+    is_it: impl Fn(&str, &str) -> bool,
+) -> Option<Group> {
+    mounts.lines().find_map(|line| {
+        let (mount, file_system) = line.split_once(" - ")?;
+        let mut file_system = file_system.split(' ');
+        let (kind, options) = (file_system.next()?, file_system.nth(1).unwrap_or_default());
+        let mut fields = mount.split(' ').skip(3);
+        let (root, point) = (fields.next()?, fields.next()?);
+        // A container may see a part of the hierarchy only.
+        let below = Path::new(own).strip_prefix(root).ok()?;
+        let is_inside = below
+            .components()
+            .all(|part| matches!(part, Component::Normal(_)));
+        (is_it(kind, options) && is_inside).then(|| Group {
+            version,
+            mount: PathBuf::from(point),
+            below: below.to_owned(),
+        })
+    })
+}
+
+impl Group {
+    /// The least of limit minus use over the group and all above it; cached files give way, and count as free.
+    fn least_headroom(&self) -> Option<u64> {
+        let headroom = |group: &Path| {
+            let group = self.mount.join(group);
+            let number = |name| read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
+            let (limit, used) = (number(self.version.limit)?, number(self.version.used)?);
+            let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
+            Some(limit.saturating_sub(used.saturating_sub(self.cached(&stat))))
+        };
+        self.below.ancestors().filter_map(headroom).min()
+    }
+
+    fn cached(&self, stat: &str) -> u64 {
+        let lines = stat.lines().filter_map(|line| line.split_once(' '));
+        let cached = lines.filter(|(name, _)| self.version.cached.contains(name));
+        cached.filter_map(|(_, bytes)| bytes.parse::<u64>().ok()).sum()
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
+    /// Both versions, mounted elsewhere than usual, as a container sees them.
+    fn mounts(root: &Path) -> String {
+        let root = root.display();
+        format!(
+            "24 1 0:22 / / rw,relatime - ext4 /dev/vda rw\n\
+             33 30 0:29 /docker/7 {root}/cpu rw shared:3 - cgroup cgroup rw,cpu,cpuacct\n\
+             31 30 0:27 /docker/7 {root}/v1 rw - cgroup cgroup rw,memory\n\
+             32 30 0:28 /pod {root}/v2 rw,nosuid shared:9 - cgroup2 cgroup rw,nsdelegate\n"
+        )
+    }
+
     #[test]
     fn the_kernel_files_are_read() {
         let meminfo = "MemTotal:       24000000 kB\nMemAvailable:   1024 kB\n";
         assert_eq!(mem_available(meminfo), Some(1 << 20));
-        assert_eq!(control_group("0::/job/step\n"), Some(PathBuf::from("job/step")));
+        let at = |version, mount: &str, below: &str| Group {
+            version,
+            mount: Path::new("/mnt").join(mount),
+            below: below.into(),
+        };
+        let found = |membership| groups(&mounts(Path::new("/mnt")), membership);
+        assert_eq!(found("0::/pod/job/step\n"), [at(&V2, "v2", "job/step")]);
+        assert_eq!(
+            found("5:cpu,cpuacct:/docker/7\n4:memory:/docker/7\n0::/pod\n"),
+            [at(&V1, "v1", ""), at(&V2, "v2", "")]
+        );
+        for hidden in [
+            "0::/elsewhere\n",
+            "0::/pod/../other\n",
+            "4:memory:/docker/8\n",
+            "",
+        ] {
+            assert_eq!(found(hidden), [], "`{hidden}`");
+        }
     }
 
     #[test]
-    fn the_tightest_group_counts() {
+    fn the_tightest_group_counts_wherever_it_is_mounted() {
         let root = tempfile::tempdir().unwrap();
         let write = |path: &str, text: &str| std::fs::write(root.path().join(path), text).unwrap();
-        std::fs::create_dir_all(root.path().join("job/step")).unwrap();
-        write("job/memory.max", "1000\n");
-        write("job/memory.current", "450\n");
-        write("job/memory.stat", "anon 400\ninactive_file 30\nactive_file 20\n");
-        write("job/step/memory.max", "max\n");
-        write("job/step/memory.current", "300\n");
-        assert_eq!(least_headroom(root.path(), Path::new("job/step")), Some(600));
+        for folder in ["v2/job/step", "v1/job"] {
+            std::fs::create_dir_all(root.path().join(folder)).unwrap();
+        }
+        let headroom = || -> Vec<Option<u64>> {
+            let found = groups(&mounts(root.path()), "4:memory:/docker/7/job\n0::/pod/job/step\n");
+            found.iter().map(Group::least_headroom).collect()
+        };
+        assert_eq!(headroom(), [None, None]);
+        write("v2/job/memory.max", "1000\n");
+        write("v2/job/memory.current", "450\n");
+        write(
+            "v2/job/memory.stat",
+            "anon 400\ninactive_file 30\nactive_file 20\n",
+        );
+        write("v2/job/step/memory.max", "max\n");
+        write("v2/job/step/memory.current", "300\n");
+        write("v1/job/memory.limit_in_bytes", "2000\n");
+        write("v1/job/memory.usage_in_bytes", "500\n");
+        write("v1/job/memory.stat", "active_file 7\ntotal_active_file 100\n");
+        assert_eq!(headroom(), [Some(1600), Some(600)]);
     }
 }

@@ -132,6 +132,9 @@ pub struct Context<'a> {
     pub pool: &'a ActivationPool,
     /// Targets of the loss, `[B, T]`, i32; negative: ignored.
     pub targets: &'a Buffer,
+    /// Factor of each position's gradient, `[B·T]`, in the type of statistics: 1/(B·T) everywhere for the gradient of the mean
+    /// loss. The same in both passes. None: no backward follows.
+    pub dloss: Option<&'a Buffer>,
     /// Type of activations and parameters: f32 or bf16 (f64 in gradient checks).
     pub dtype: DType,
     /// Key of the randomness of this micro-batch.
@@ -167,6 +170,14 @@ impl Context<'_> {
             _ => DType::F32,
         };
         self.pool.lease(name, dtype, shape)
+    }
+
+    /// What backward begins with: [`Context::dloss`].
+    pub fn loss_gradient(&self) -> Result<Activation, DeviceError> {
+        let dloss = self.dloss.ok_or_else(|| {
+            DeviceError::Upstream("backward wants the factor of each position's gradient".into())
+        })?;
+        Ok(Activation::borrowed(dloss.clone(), vec![dloss.len()]))
     }
 
     /// The event "all that was enqueued so far has run".
@@ -210,7 +221,7 @@ impl Saved {
 /// A network: parameters, groups and blocks.
 ///
 /// The first block takes the tokens `[B, T]` (i32), the last one returns the loss of each position `[B·T]`
-/// and takes as `dout` the factor of each position's gradient `[B·T]`.
+/// and takes [`Context::dloss`] as `dout`, which its forward may have made use of already.
 #[derive(Clone)]
 pub struct Model {
     /// For people: `gpt2 4 × 128`.

@@ -3,12 +3,10 @@
 use super::sublayer::Norm;
 use super::{Activation, Block, Context, GradSink, ParamId, Params, Saved};
 use crate::device::DeviceError;
-use crate::ops::{
-    CrossEntropyBackward, CrossEntropyForward, LinearDinp, LinearDweight, LinearForward, LinearShape,
-    WeightLayout,
-};
+use crate::ops::{CrossEntropy, LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 
-/// `[B, T, C]` to losses `[B·T]`: normalise, project on the vocabulary, cross-entropy with the context's targets.
+/// `[B, T, C]` to losses `[B·T]`: normalise, project on the vocabulary, cross-entropy with the context's targets. Backward
+/// begins in forward: losses and gradients of the logits are one operation.
 #[derive(Debug)]
 pub(super) struct Head {
     norm: Norm,
@@ -50,7 +48,7 @@ impl Block for Head {
         &self.params
     }
 
-    /// Keeps the input and the logits, R·(C + V) elements.
+    /// Keeps the input and the logits' gradient, R·(C + V) elements; nothing if no backward follows.
     fn forward(
         &self,
         ctx: &Context<'_>,
@@ -69,43 +67,36 @@ impl Block for Head {
             out: logits.buffer().clone(),
             shape,
         });
-        let (losses, lse) = (
-            ctx.lease_stat("losses", &[shape.rows])?,
-            ctx.lease_stat("logits lse", &[shape.rows])?,
-        );
-        ctx.enqueue(CrossEntropyForward {
+        let losses = ctx.lease_stat("losses", &[shape.rows])?;
+        ctx.enqueue(CrossEntropy {
             logits: logits.buffer().clone(),
             targets: ctx.targets.clone(),
             losses: losses.buffer().clone(),
-            lse: lse.buffer().clone(),
+            dlosses: ctx.dloss.cloned(),
         });
-        saved.put("head input", input);
-        saved.put("logits", &logits);
-        saved.put("logits lse", &lse);
+        if ctx.dloss.is_some() {
+            saved.put("head input", input);
+            saved.put("dlogits", &logits);
+        }
         Ok(losses)
     }
 
+    /// The factors, `dout`, are in the logits' gradient.
     fn backward(
         &self,
         ctx: &Context<'_>,
         params: &dyn Params,
         saved: &mut Saved,
-        dout: &Activation,
+        _dout: &Activation,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
-        let (inp, logits) = (saved.take("head input")?, saved.take("logits")?);
+        let (inp, dlogits) = (saved.take("head input")?, saved.take("dlogits")?);
         let shape = self.shape(&inp);
-        ctx.enqueue(CrossEntropyBackward {
-            logits_dlogits: logits.buffer().clone(),
-            targets: ctx.targets.clone(),
-            lse: saved.take("logits lse")?.buffer().clone(),
-            dlosses: dout.buffer().clone(),
-        });
         let normalised = self.norm.forward(ctx, params, &inp)?;
         let slot = grads.grad(self.projection)?;
         ctx.enqueue(LinearDweight {
             inp: normalised.buffer().clone(),
-            dout: logits.buffer().clone(),
+            dout: dlogits.buffer().clone(),
             dweight: slot.buffer,
             accumulate: slot.accumulate,
             shape,
@@ -114,7 +105,7 @@ impl Block for Head {
         drop(normalised);
         let dnormalised = ctx.lease("gradient", inp.shape())?;
         ctx.enqueue(LinearDinp {
-            dout: logits.buffer().clone(),
+            dout: dlogits.buffer().clone(),
             weight: params.get(self.projection),
             dinp: dnormalised.buffer().clone(),
             shape,

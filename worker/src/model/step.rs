@@ -32,23 +32,24 @@ pub fn forward(
     Ok(activation)
 }
 
-/// The same without a backward to come: what a block saves is released before the next block runs.
+/// The same without a backward to come: what a block saves is released before the next block runs, and
+/// [`Context::dloss`] is not used.
 pub fn evaluate(
     model: &Model,
     ctx: &Context<'_>,
     params: &dyn Params,
     tokens: &Activation,
 ) -> Result<Activation, DeviceError> {
+    let ctx = Context { dloss: None, ..*ctx };
     let mut activation = tokens.clone();
     for block in &model.blocks {
-        activation = block.forward(ctx, params, &activation, &mut Saved::default())?;
+        activation = block.forward(&ctx, params, &activation, &mut Saved::default())?;
     }
     Ok(activation)
 }
 
-/// Adds to the gradients of all parameters. `dloss` is the factor of each position's gradient `[B·T]`:
-/// `1/(B·T)` everywhere for the gradient of the mean loss. Leaves `saved` empty. A parameter that its block does not
-/// use is reported as soon as the block's backward has ended: nobody waits for its gradient.
+/// Adds to the gradients of all parameters. Leaves `saved` empty. A parameter that its block does not use is reported as
+/// soon as the block's backward has ended: nobody waits for its gradient.
 ///
 /// # Panics
 /// If `saved` does not have one entry a block.
@@ -57,11 +58,10 @@ pub fn backward(
     ctx: &Context<'_>,
     params: &dyn Params,
     saved: &mut [Saved],
-    dloss: &Activation,
     grads: &mut dyn GradSink,
 ) -> Result<(), DeviceError> {
     assert_eq!(saved.len(), model.blocks.len(), "one `Saved` a block");
-    let mut gradient = Some(dloss.clone());
+    let mut gradient = Some(ctx.loss_gradient()?);
     for (block, saved) in model.blocks.iter().zip(saved).rev() {
         let dout = gradient.take().ok_or_else(|| {
             let name = block.name();

@@ -6,7 +6,7 @@ use crate::device::{Buffer, Cpu, DType, DeviceError, Element};
 /// `total += Σ losses[r]`, in f64; without `accumulate`, `total = Σ losses[r]`
 #[derive(Clone, Debug)]
 pub struct LossSum {
-    /// `[R]`, f32 or f64: losses of [`super::CrossEntropyForward`]
+    /// `[R]`, f32 or f64: losses of [`super::CrossEntropy`]
     pub losses: Buffer,
     /// `[1]`, f64
     pub total: Buffer,

@@ -12,7 +12,8 @@
 //! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias |
 //! | `linear_gelu` | [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
-//! | `layernorm`, `gelu`, `attention`, `cross_entropy` | forward and backward |
+//! | `layernorm`, `gelu`, `attention` | forward and backward |
+//! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
 //! | `loss_sum` | [`LossSum`] |
 //! | `adamw`, `norm` | [`AdamW`], [`SquaredNorm`], [`ClipScale`] |
@@ -53,7 +54,7 @@ pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward,
 pub use cast::Cast;
 pub(crate) use cast::cast_bytes;
 pub use column_sum::ColumnSum;
-pub use cross_entropy::{CrossEntropyBackward, CrossEntropyForward};
+pub use cross_entropy::CrossEntropy;
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward};
 pub use fill::{Fill, Scale};
 pub use gelu::{GeluBackward, GeluForward};
@@ -120,8 +121,7 @@ operations!(
     Cast,
     ClipScale,
     ColumnSum,
-    CrossEntropyBackward,
-    CrossEntropyForward,
+    CrossEntropy,
     EncoderForward,
     Fill,
     GeluBackward,

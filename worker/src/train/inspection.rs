@@ -136,7 +136,7 @@ impl Replica {
             activation = block.forward(&ctx, weights, &activation, saved)?;
             seen(Place::Output(*index), activation.buffer())?;
         }
-        let mut gradient = self.loss_gradient();
+        let mut gradient = ctx.loss_gradient()?;
         for ((index, block), saved) in blocks.iter().zip(&mut saved).rev() {
             let mut sink = Watch {
                 world: &self.world,

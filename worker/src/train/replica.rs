@@ -122,17 +122,11 @@ impl Replica {
             &self.context(key),
             self.weights.as_ref(),
             &mut saved,
-            &self.loss_gradient(),
             &mut grads,
         )
         .map_err(|error| self.cause(error))?;
         self.saved = saved;
         Ok(())
-    }
-
-    /// What backward begins with.
-    pub(super) fn loss_gradient(&self) -> Activation {
-        Activation::borrowed(self.dloss.clone(), vec![self.dloss.len()])
     }
 
     /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
@@ -181,6 +175,7 @@ impl Replica {
             stream: self.world.stream,
             pool: &self.pool,
             targets: self.feed.targets(),
+            dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
             key,
         }

@@ -53,6 +53,7 @@ fn step(device: &Arc<dyn Device>) -> [Vec<f32>; 2] {
         stream,
         pool: &pool,
         targets: &targets,
+        dloss: Some(&dloss),
         dtype: DType::F32,
         key: StepKey::default(),
     };
@@ -64,9 +65,8 @@ fn step(device: &Arc<dyn Device>) -> [Vec<f32>; 2] {
         bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
     };
     let losses = read(losses.buffer());
-    let dloss = Activation::borrowed(dloss, vec![BATCH * POSITIONS]);
     grads.start_step();
-    backward(&model, &ctx, &params, &mut saved, &dloss, &mut grads).unwrap();
+    backward(&model, &ctx, &params, &mut saved, &mut grads).unwrap();
     [losses, read(&grads.whole())]
 }
 

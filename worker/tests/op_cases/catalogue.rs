@@ -2,9 +2,9 @@
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, CrossEntropyBackward, CrossEntropyForward,
-    EncoderForward, Fill, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LossSum,
-    PositionBackward, Scale, SquaredNorm, TokenBackward,
+    AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, EncoderForward, Fill, GeluBackward,
+    GeluForward, LayerNormBackward, LayerNormForward, LossSum, PositionBackward, Scale, SquaredNorm,
+    TokenBackward,
 };
 
 use super::matrix::{attention, linear};
@@ -384,42 +384,26 @@ fn cross_entropy(size: Size) -> Vec<Case> {
         ids[0] = vocab as f64 - 1.0;
         ids[rows / 2] = -1.0;
         let logits: Vec<f64> = numbers(2, rows * vocab).iter().map(|x| 8.0 * x).collect();
-        let targets = Tensor::new(I32, ids);
-        let forward = vec![
-            Tensor::new(ACT, logits.clone()),
-            targets.clone(),
-            close(F32, 3, rows),
-            close(F32, 4, rows),
+        let logits = Tensor::new(ACT, logits);
+        let losses = [Tensor::new(I32, ids), close(F32, 3, rows)];
+        let alone = [vec![logits.clone()], losses.to_vec()].concat();
+        let with_gradient = [
+            vec![logits.result(Outcome::Close)],
+            losses.to_vec(),
+            vec![input(F32, 4, rows)],
         ];
-        cases.push(Case::new(
-            format!("cross entropy forward of {name}"),
-            forward,
-            |b| CrossEntropyForward {
+        let gradient = format!("cross entropy and gradient of {name}");
+        for (name, tensors) in [
+            (format!("cross entropy of {name}"), alone),
+            (gradient, with_gradient.concat()),
+        ] {
+            cases.push(Case::new(name, tensors, |b| CrossEntropy {
                 logits: b[0].clone(),
                 targets: b[1].clone(),
                 losses: b[2].clone(),
-                lse: b[3].clone(),
-            },
-        ));
-        let lse = logits
-            .chunks(vocab)
-            .map(|row| row.iter().map(|x| x.exp()).sum::<f64>().ln());
-        let backward = vec![
-            Tensor::new(ACT, logits.clone()).result(Outcome::Close),
-            targets,
-            Tensor::new(F32, lse.collect()),
-            input(F32, 5, rows),
-        ];
-        cases.push(Case::new(
-            format!("cross entropy backward of {name}"),
-            backward,
-            |b| CrossEntropyBackward {
-                logits_dlogits: b[0].clone(),
-                targets: b[1].clone(),
-                lse: b[2].clone(),
-                dlosses: b[3].clone(),
-            },
-        ));
+                dlosses: b.get(3).cloned(),
+            }));
+        }
     }
     for accumulate in [false, true] {
         let tensors = vec![input(F32, 1, 5003), close(F64, 2, 1)];

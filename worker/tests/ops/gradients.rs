@@ -2,9 +2,9 @@
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropyBackward,
-    CrossEntropyForward, EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward,
-    LinearDinp, LinearDweight, LinearForward, LinearShape, PositionBackward, TokenBackward, WeightLayout,
+    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, EncoderForward,
+    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
+    LinearShape, PositionBackward, TokenBackward, WeightLayout,
 };
 
 use crate::rig::{Rig, assert_close, check_gradients, numbers, values};
@@ -282,18 +282,18 @@ fn cross_entropy() {
         .iter()
         .map(|x| 3.0 * x)
         .collect::<Vec<_>>()];
-    let run_forward = |logits: &[f64]| {
-        let (losses, lse) = (rig.empty(DType::F64, rows), rig.empty(DType::F64, rows));
-        let logits = rig.buffer(logits);
-        rig.run(CrossEntropyForward {
+    let run = |logits: &[f64], dlosses: Option<&[f64]>| {
+        let (logits, losses) = (rig.buffer(logits), rig.empty(DType::F64, rows));
+        rig.run(CrossEntropy {
             logits: logits.clone(),
             targets: rig.buffer(&targets),
             losses: losses.clone(),
-            lse: lse.clone(),
+            dlosses: dlosses.map(|factors| rig.buffer(factors)),
         });
-        [logits, losses, lse]
+        [values(&logits), values(&losses)]
     };
-    let losses = values::<f64>(&run_forward(&inputs[0])[1]);
+    let [logits, losses] = run(&inputs[0], None);
+    assert_eq!(logits, inputs[0], "only read");
     assert!(
         targets
             .iter()
@@ -301,16 +301,15 @@ fn cross_entropy() {
             .all(|(&t, &loss)| (t < 0) == (loss == 0.0))
     );
     let backward = |inputs: &[Vec<f64>], dout: &[f64]| {
-        let [logits, _, lse] = run_forward(&inputs[0]);
-        rig.run(CrossEntropyBackward {
-            logits_dlogits: logits.clone(),
-            targets: rig.buffer(&targets),
-            lse,
-            dlosses: rig.buffer(dout),
-        });
-        vec![values(&logits)]
+        let [dlogits, with_gradient] = run(&inputs[0], Some(dout));
+        assert_eq!(with_gradient, losses, "the same loss in training and validation");
+        vec![dlogits]
     };
-    check_gradients(&inputs, |inputs| values(&run_forward(&inputs[0])[1]), backward);
+    let forward = |inputs: &[Vec<f64>]| {
+        let [_, losses] = run(&inputs[0], None);
+        losses
+    };
+    check_gradients(&inputs, forward, backward);
 }
 
 #[test]

@@ -3,7 +3,7 @@
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, DeviceError, Event};
 use ddp_worker::model::{
-    GradSink, GradSlot, LocalGrads, ParamId, Saved, backward, build, evaluate, saved_for,
+    Context, GradSink, GradSlot, LocalGrads, ParamId, Saved, backward, build, evaluate, saved_for,
 };
 use ddp_worker::ops::{AdamW, AdamWStep};
 
@@ -78,8 +78,8 @@ fn gradients_are_finished_in_the_order_of_their_memory() {
             uses: rank.model.uses(),
             order: Vec::new(),
         };
-        let (ctx, dloss) = (rank.context(0), &rank.batches[0].dloss);
-        backward(&rank.model, &ctx, &rank.params, &mut saved, dloss, &mut grads).unwrap();
+        let ctx = rank.context(0);
+        backward(&rank.model, &ctx, &rank.params, &mut saved, &mut grads).unwrap();
         assert_eq!(grads.order, rank.model.backward_order());
     }
 }
@@ -235,9 +235,12 @@ fn backward_without_forward_says_what_is_missing() {
     let mut saved = saved_for(&rank.model);
     let ctx = rank.context(0);
     let mut grads = rank.grads.clone();
-    let dloss = &rank.batches[0].dloss;
-    let error = backward(&rank.model, &ctx, &rank.params, &mut saved, dloss, &mut grads);
+    let error = backward(&rank.model, &ctx, &rank.params, &mut saved, &mut grads);
     let message = error.unwrap_err().to_string();
     assert_eq!(message, "backward wants `head input`, which forward did not save");
+    let evaluating = Context { dloss: None, ..ctx };
+    let error = backward(&rank.model, &evaluating, &rank.params, &mut saved, &mut grads);
+    let message = error.unwrap_err().to_string();
+    assert_eq!(message, "backward wants the factor of each position's gradient");
     rank.step(0);
 }

@@ -154,7 +154,7 @@ pub(crate) struct Rank {
 pub(crate) struct Batch {
     pub(crate) tokens: Activation,
     pub(crate) targets: Buffer,
-    pub(crate) dloss: Activation,
+    pub(crate) dloss: Buffer,
 }
 
 impl Rank {
@@ -186,7 +186,7 @@ impl Rank {
             Batch {
                 tokens: Activation::borrowed(rig.buffer(&tokens), vec![batch, positions]),
                 targets: rig.buffer(&targets),
-                dloss: Activation::borrowed(dloss, vec![rows]),
+                dloss,
             }
         });
         let batches = batches.collect();
@@ -210,6 +210,7 @@ impl Rank {
             stream: self.rig.stream,
             pool: &self.pool,
             targets: &self.batches[micro_batch].targets,
+            dloss: Some(&self.batches[micro_batch].dloss),
             dtype: self.dtype,
             key: StepKey::default(),
         }
@@ -227,8 +228,7 @@ impl Rank {
     pub(crate) fn backward(&mut self, micro_batch: usize, saved: &mut [Saved]) {
         let mut grads = self.grads.clone();
         let ctx = self.context(micro_batch);
-        let dloss = &self.batches[micro_batch].dloss;
-        backward(&self.model, &ctx, &self.params, saved, dloss, &mut grads).unwrap();
+        backward(&self.model, &ctx, &self.params, saved, &mut grads).unwrap();
         self.rig.device.synchronize(self.rig.stream).unwrap();
         self.grads = grads;
     }

@@ -104,14 +104,16 @@ impl Watch for Groups {
                 counts.forwards += 1;
                 Some(Mark::Embedding(counts.step()))
             }
-            Op::CrossEntropyBackward(_) => Some(Mark::Head(counts.step())),
-            // Two norms a block; the last one is the head's.
+            // Two norms a block; then the head's, which it repeats in backward.
             Op::LayerNormForward(_) => {
                 let norm = counts.norms;
                 counts.norms += 1;
-                let block = norm / 2;
-                (norm.is_multiple_of(2) && block < BLOCKS)
-                    .then(|| Mark::Computes(block, Pass::Forward(counts.step())))
+                let (block, step) = (norm / 2, counts.step());
+                match norm % 2 {
+                    0 if block < BLOCKS => Some(Mark::Computes(block, Pass::Forward(step))),
+                    1 if block == BLOCKS => Some(Mark::Head(step)),
+                    _ => None,
+                }
             }
             Op::LinearGeluBackward(_) => {
                 counts.gelus += 1;

@@ -77,7 +77,8 @@ impl FaultyDevice {
     fn spoilt(&self, op: &Op) -> Option<Buffer> {
         match op {
             Op::AdamW(update) => self.updated.store(update.hyper.step, Ordering::Relaxed),
-            Op::CrossEntropyBackward(_) => {
+            // The first operation of a backward pass is that of the losses.
+            Op::CrossEntropy(loss) if loss.dlosses.is_some() => {
                 self.weights.store(0, Ordering::Relaxed);
                 if self.updated.load(Ordering::Relaxed).saturating_add(1) >= self.step {
                     self.passes.fetch_add(1, Ordering::Relaxed);

@@ -144,8 +144,9 @@ impl Driver<'_> {
     /// of the nodes hosts it, and nobody would ever tell.
     fn look_for_daemon(&mut self) {
         let lease = self.touch.pulse.lease.unwrap_or_default();
-        if self.touch.is_broken && self.touch.standstill.is_some_and(|still| still.is_recent(lease)) {
-            aside::probe(self.aside.clone(), self.plan.endpoint.clone());
+        let is_recent = self.touch.standstill.is_some_and(|still| still.is_recent(lease));
+        if let (true, true, Some(client)) = (self.touch.is_broken, is_recent, &self.client) {
+            aside::probe(self.aside.clone(), client.clone());
         }
     }
 

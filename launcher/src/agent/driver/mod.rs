@@ -34,7 +34,7 @@ use crate::control::{ControlEvent, ControlServer, News};
 use crate::event_log::{EventLog, Happening};
 use crate::guardian::Guardian;
 use crate::hang::Beat;
-use crate::logs::LogError;
+use crate::logs::create_log_dir;
 use crate::master_port::MasterPort;
 use crate::plan::LaunchPlan;
 use crate::pump::Pump;
@@ -260,7 +260,7 @@ impl<'a> Driver<'a> {
     }
 
     fn reap(&mut self, events: &mut VecDeque<Event>) {
-        let dead = reap::collect_workers(self.crew.live_pids(), self.group.as_deref().map(WorkerGroup::dir));
+        let dead = reap::collect_workers(self.crew.live_pids(), self.crew.group());
         for (pid, _) in &dead {
             self.guardian.forget(*pid);
         }
@@ -434,10 +434,7 @@ fn check(plan: &LaunchPlan, inherited: &[(OsString, OsString)]) -> Result<(), La
     let inherited_path = inherited.iter().find(|(name, _)| name == "PATH");
     check_program(&plan.command, inherited_path.map(|(_, value)| value))?;
     if let Some(path) = &plan.log_dir {
-        std::fs::create_dir_all(path).map_err(|cause| LogError {
-            path: path.clone(),
-            cause,
-        })?;
+        create_log_dir(path)?;
     }
     Ok(())
 }

@@ -67,6 +67,8 @@ impl Driver<'_> {
         generation: Generation,
         assignment: &Assignment,
     ) -> Result<(), PrepareError> {
+        let entrance = self.group.as_deref().and_then(WorkerGroup::entrance);
+        let (door, group) = entrance.unzip();
         let site = Site {
             common: Common {
                 inherited: &self.inherited,
@@ -83,7 +85,7 @@ impl Driver<'_> {
             output: &self.plan.output,
             master_addr: self.plan.master_addr.as_deref(),
             cores: &self.plan.cores,
-            group: self.group.as_deref().map(WorkerGroup::dir),
+            group,
         };
         self.run_token.clone_from(&assignment.run_token);
         self.crew = Crew::none();
@@ -109,7 +111,7 @@ impl Driver<'_> {
         let batch = Batch {
             command: self.plan.command.clone(),
             workers: prepared.specs,
-            door: self.group.as_deref().and_then(WorkerGroup::door),
+            door,
             cancelled: self.crew.cancelled.clone(),
         };
         if !self.spawner.request(batch) {

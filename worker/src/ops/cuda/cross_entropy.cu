@@ -1,7 +1,8 @@
 // Softmax and cross-entropy over rows of logits; ROW_THREADS threads, a warp or a block, share a row.
 //
-// Bytes a row of V elements of s bytes: forward V·s; backward 2·V·s. A row may start anywhere: it is cut into a head up
-// to the next 16 bytes, packs, and a tail.
+// Bytes a row of V elements of s bytes: V·s read; with the gradient V·s written too. For that the row is read again, from
+// the caches: 100 KB where V is 50,304 in bf16, and the rows in flight are few. A row may start anywhere: it is cut into a
+// head up to the next 16 bytes, packs, and a tail.
 
 #include "element.cuh"
 
@@ -109,13 +110,15 @@ __device__ __forceinline__ void differentiate(const Logits &logits, int target, 
     };
     uint4 *body = reinterpret_cast<uint4 *>(logits.row + logits.head);
     #pragma unroll 4
-    for (u32 pack = lane; pack < logits.packs; pack += ROW_THREADS) {
+    for (u32 i = lane; i < logits.packs; i += ROW_THREADS) {
+        // What was read last is the likeliest to be in a cache.
+        const u32 pack = logits.packs - 1 - i;
         Words words{body[pack]};
         f32 x[PACK];
         words.get(x);
         #pragma unroll
-        for (u32 i = 0; i < PACK; i++) {
-            x[i] = gradient(x[i], logits.head + pack * PACK + i);
+        for (u32 k = 0; k < PACK; k++) {
+            x[k] = gradient(x[k], logits.head + pack * PACK + k);
         }
         words.set(x);
         body[pack] = words.raw;
@@ -132,35 +135,34 @@ __device__ __forceinline__ void differentiate(const Logits &logits, int target, 
 }
 
 // Targets are checked where they enter; one beyond the vocabulary all the same gives NaN and reads nothing.
-__device__ __forceinline__ f32 loss_of(const Logits &logits, int target, f32 lse) {
-    if (target < 0) {
-        return 0.0f;
-    }
-    return (u32)target < logits.vocab ? lse - element(logits.row + target) : __uint_as_float(0x7fffffffu);
+__device__ __forceinline__ f32 logit_of(const Logits &logits, int target) {
+    return (u32)target < logits.vocab ? element(logits.row + target) : __uint_as_float(0x7fffffffu);
 }
 
-// losses[r] = lse[r] − logits[r, targets[r]]; lse[r] = ln Σ_v e^logits[r, v]
+// losses[r] = ln Σ_v e^logits[r, v] − logits[r, targets[r]], 0 where the target is negative. With dlosses, logits become
+// dlogits, in place.
 extern "C" __global__ void __launch_bounds__(BLOCK)
-cross_entropy_forward(ACT *logits, const int *targets, f32 *losses, f32 *lse, u32 rows, u32 vocab) {
+cross_entropy(ACT *logits, const int *targets, f32 *losses, const f32 *dlosses, u32 rows, u32 vocab) {
     __shared__ f32 warps[BLOCK / WARP];
     const u32 row = blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
     if (row >= rows) {
         return;
     }
     const Logits its(logits + (u64)row * vocab, vocab);
-    const f32 sum = log_sum(its, warps);
+    const int target = targets[row];
+    const f32 chosen = logit_of(its, target);
+    const f32 lse = log_sum(its, warps);
     if (threadIdx.x % ROW_THREADS == 0) {
-        losses[row] = loss_of(its, targets[row], sum);
-        lse[row] = sum;
+        losses[row] = target < 0 ? 0.0f : lse - chosen;
     }
-}
-
-// logits become dlogits, in place.
-extern "C" __global__ void __launch_bounds__(BLOCK)
-cross_entropy_backward(ACT *logits, const int *targets, const f32 *lse, const f32 *dlosses, u32 rows, u32 vocab) {
-    const u32 row = blockIdx.x * ROWS + threadIdx.x / ROW_THREADS;
-    if (row >= rows) {
+    if (dlosses == nullptr) {
         return;
     }
-    differentiate(Logits(logits + (u64)row * vocab, vocab), targets[row], lse[row], dlosses[row]);
+    // Nobody overwrites what another thread of the row has still to read.
+    if (ROW_THREADS == WARP) {
+        __syncwarp();
+    } else {
+        __syncthreads();
+    }
+    differentiate(its, target, lse, dlosses[row]);
 }

@@ -23,7 +23,7 @@
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
 //! | `linear` | none of ours: cuBLASLt ([`crate::device::cuda::Product`]) | operands and output once, at best |
 //! | `linear_gelu` | those of `linear` and `gelu`; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |
-//! | `cross_entropy` | forward; backward in place | s; 2s |
+//! | `cross_entropy` | losses; with the gradient in place | s; 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
 
 mod adamw;
@@ -94,8 +94,7 @@ launches_its_plan!(
     Cast,
     ClipScale,
     ColumnSum,
-    CrossEntropyBackward,
-    CrossEntropyForward,
+    CrossEntropy,
     EncoderForward,
     Fill,
     GeluBackward,

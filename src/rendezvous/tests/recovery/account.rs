@@ -1,0 +1,90 @@
+//! Restarts that were spent, and refunds, over the end of a daemon.
+
+use super::*;
+
+#[test]
+fn what_was_spent_before_the_outage_is_not_given_back() {
+    let mut scene = Scene::new();
+    scene
+        .join("a", 1, 1)
+        .exit("a", 1, killed(0, 9))
+        .rejoin("a", 1, 1, 1);
+    scene.words("a");
+    scene
+        .exit("a", 2, killed(0, 9))
+        .rejoin("a", 2, 1, 1)
+        .pass(SECOND, &["a"]);
+    let mut o = Outage::after(scene, &["a"], (1, 1));
+    assert_eq!((o.held["a"].0, o.held["a"].1.attempt), (3, 2));
+    o.back("a");
+    assert_eq!(o.phase(), ("running".into(), 3, 2));
+    o.scene.words("a");
+    for generation in 3..=4 {
+        o.scene
+            .exit("a", generation, killed(0, 9))
+            .rejoin("a", generation, 1, 1);
+        o.scene.pass(SECOND, &["a"]);
+    }
+    assert!(o.hears("a").contains("all 3 restarts are used up"));
+}
+
+#[test]
+fn a_refund_that_one_node_has_heard_of_is_not_lost() {
+    for hears_first in [true, false] {
+        let mut scene = Scene::new();
+        scene.join("a", 2, 2).join("b", 2, 2);
+        for generation in 1..=2 {
+            scene
+                .exit("a", generation, killed(0, 9))
+                .rejoin("a", generation, 2, 2)
+                .rejoin("b", generation, 2, 2);
+            let _ = (scene.hears("a"), scene.hears("b"));
+            scene.pass(SECOND, &["a", "b"]);
+        }
+        let held = [("a", scene.assignment("a")), ("b", scene.assignment("b"))];
+        assert_eq!(held[0].1.1.restart_count, 2);
+        // Progress, then a failure: one restart is spent. `b` is out of reach.
+        scene
+            .heartbeat("a", 3)
+            .break_stream("b")
+            .exit("a", 3, killed(0, 9));
+        let heard = scene.hears("a");
+        let [
+            Heard::Said(DaemonMessage {
+                body: Some(Reply::GenerationOver(cost)),
+                ..
+            }),
+        ] = heard.as_slice()
+        else {
+            panic!("{heard:?}")
+        };
+        assert_eq!((cost.restart_count, cost.best_step), (1, Some(7)));
+
+        let mut o = Outage {
+            scene,
+            held: held.map(|(node, held)| (node.to_owned(), held)).into(),
+            range: (2, 2),
+        };
+        o.crash();
+        let mut over = o.place("a");
+        over.over = true;
+        let told = over.assignment.as_mut().unwrap();
+        (told.restart_count, told.best_step) = (cost.restart_count, cost.best_step);
+        if hears_first {
+            o.back_with("a", over).back("b");
+        } else {
+            o.back("b").back_with("a", over);
+        }
+        o.scene
+            .rejoin("a", 3, 2, 2)
+            .rejoin("b", 3, 2, 2)
+            .pass(SECOND, &["a", "b"]);
+        let (generation, next) = o.scene.assignment("b");
+        let expected = (4, 1, Some(7));
+        assert_eq!(
+            (generation, next.restart_count, next.best_step),
+            expected,
+            "{hears_first}"
+        );
+    }
+}
