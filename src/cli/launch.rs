@@ -1,7 +1,6 @@
 //! `ddp-run`: guardian, plan, hosting, agent — in that order — and the exit code.
 
 use std::ffi::OsString;
-use std::io::Write as _;
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -10,6 +9,7 @@ use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::oneshot;
 
+use super::answer;
 use super::args::{self, ParsedArgs};
 use super::dry_run;
 use super::error::{CliError, print_error};
@@ -34,9 +34,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     if let Some(shell) = args::completions(&argv) {
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut args::command(), "ddp-run", &mut script);
-        // Whoever reads only a part of it has seen enough.
-        let _ = std::io::stdout().write_all(&script);
-        return ExitCode::SUCCESS;
+        return answer::give(script);
     }
     let args = match args::parse(argv) {
         Ok(args) => args,
@@ -69,11 +67,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
 fn show(args: ParsedArgs) -> ExitCode {
     let resolved = SelfExe::open().and_then(|exe| plan::resolve(args, |name| std::env::var(name).ok(), &exe));
     match resolved {
-        Ok(launch) => {
-            // As above.
-            let _ = writeln!(std::io::stdout(), "{}", dry_run::describe(&launch));
-            ExitCode::SUCCESS
-        }
+        Ok(launch) => answer::give(dry_run::describe(&launch) + "\n"),
         Err(error) => fail(&error),
     }
 }

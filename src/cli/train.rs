@@ -7,7 +7,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use super::doctor::{self, gpus};
-use super::{ckpt, native, values};
+use super::{answer, ckpt, native, values};
 
 /// Train a model in the foreground, look after checkpoints, and examine the machine.
 #[derive(Debug, Parser)]
@@ -50,9 +50,6 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     match args.command {
         Command::Run { config, overrides } => native::run(&config, &overrides),
         Command::Ckpt(command) => ckpt::run(&command),
-        Command::Doctor => {
-            print!("{}", doctor::render(&doctor::Facts::gather()));
-            ExitCode::SUCCESS
-        }
+        Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),
     }
 }

@@ -19,6 +19,7 @@ use ddp_worker::checkpoint::{
     CheckpointError, Disk, Reader, Storage, export, ignore_file_size_signal, reshard,
 };
 
+use super::answer;
 use super::error::print_error;
 use find::Named;
 
@@ -81,10 +82,7 @@ pub(super) struct Which {
 pub(super) fn run(command: &Command) -> ExitCode {
     ignore_file_size_signal();
     match execute(command) {
-        Ok(text) => {
-            print!("{text}");
-            ExitCode::SUCCESS
-        }
+        Ok(text) => answer::give(text),
         Err(problems) => {
             let named = problems.iter().take(MAX_NAMED);
             named.for_each(|problem| print_error(problem));
