@@ -10,6 +10,11 @@ use ddp_worker::optim::HostBacked;
 
 mod gpu_support;
 
+/// True of `tests/emulator`, which takes a microsecond for what a GPU does in a picosecond: tests give it less to do.
+fn is_emulated(gpu: &CudaDevice) -> bool {
+    gpu.context().name() == "Emulated GPU"
+}
+
 /// One staging buffer and a bit, several and a bit.
 const LENGTHS: [usize; 5] = [1, 3, 1000, (4 << 20) / 4 + 3, (20 << 20) / 4 + 5];
 
@@ -79,7 +84,7 @@ fn bytes_may_be_reused_once_upload_returns() {
 
 /// Enough work that a stream that does not wait would overtake it.
 fn busy(gpu: &CudaDevice, stream: Stream, x: &Arena) {
-    let fills = if gpu_support::is_emulated(gpu) { 10 } else { 200 };
+    let fills = if is_emulated(gpu) { 10 } else { 200 };
     for i in 200 - fills..200 {
         let value = f64::from(i);
         gpu.enqueue(
@@ -97,11 +102,7 @@ fn busy(gpu: &CudaDevice, stream: Stream, x: &Arena) {
 fn a_stream_waits_for_an_event_of_another() {
     let Some(gpu) = gpu_support::device() else { return };
     let (first, second) = (gpu.stream(), gpu.named_stream("communication", true));
-    let len = if gpu_support::is_emulated(&gpu) {
-        64 << 10
-    } else {
-        32 << 20
-    };
+    let len = if is_emulated(&gpu) { 64 << 10 } else { 32 << 20 };
     let x = arena(gpu.as_ref(), "x", len);
     busy(&gpu, first, &x);
     gpu.wait_event(second, &gpu.record(first), soon());
@@ -197,11 +198,7 @@ fn updated_on_the_host(gpu: &CudaDevice, state: &HostBacked, len: usize) -> [Vec
 #[test]
 fn state_on_the_host_is_updated_in_the_order_of_the_stream() {
     let Some(gpu) = gpu_support::device() else { return };
-    let len = if gpu_support::is_emulated(&gpu) {
-        100_003
-    } else {
-        1_000_003
-    };
+    let len = if is_emulated(&gpu) { 100_003 } else { 1_000_003 };
     let shared: Arc<dyn Device> = gpu.clone();
     let cpu = CpuDevice::new(1).unwrap();
     // What the processor makes of the same gradients: the last of those that `busy` leaves.

@@ -7,11 +7,6 @@ use std::sync::Arc;
 
 use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
 
-/// True of `tests/emulator`, which takes a microsecond for what a GPU does in a picosecond: tests give it less to do.
-pub(crate) fn is_emulated(gpu: &CudaDevice) -> bool {
-    gpu.context().name() == "Emulated GPU"
-}
-
 /// The first GPU, or none after a loud word.
 pub(crate) fn device() -> Option<Arc<CudaDevice>> {
     open(false)
