@@ -237,6 +237,7 @@ impl Run {
             v,
             scale,
             weight_decay: 0.1,
+            spared: [].into(),
             hyper: AdamWStep {
                 lr: 1e-4,
                 beta1: 0.9,

@@ -161,6 +161,7 @@ fn update(results: &[Arena; 4], grad: &Arena, scale: &Arena, step: u64) -> AdamW
         v,
         scale: scale.whole(),
         weight_decay: 0.1,
+        spared: [].into(),
         hyper: AdamWStep {
             lr: 0.01,
             beta1: 0.9,

@@ -1,6 +1,7 @@
 //! The AdamW update (Loshchilov & Hutter 2019, algorithm 2), with decoupled weight decay.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use half::bf16;
 
@@ -40,8 +41,10 @@ pub struct AdamW {
     pub v: Buffer,
     /// `[1]`, f32: factor of the gradient, computed on the device by [`super::ClipScale`].
     pub scale: Buffer,
-    /// λ; 0 for norms and biases.
+    /// λ
     pub weight_decay: f32,
+    /// Elements that do not decay, those of norms and biases: in order, none twice.
+    pub spared: Arc<[Range<usize>]>,
     /// Numbers of the step.
     pub hyper: AdamWStep,
 }
@@ -71,19 +74,50 @@ impl AdamW {
         let scale = self.scale.host::<f32>()?[0];
         let mut copy = self.copy.as_ref().map(Buffer::host_mut::<bf16>).transpose()?;
         let grad = self.grad.host::<G>()?;
-        sweep(
-            cpu,
-            [&self.param, &self.m, &self.v],
-            (&grad, copy.as_deref_mut()),
-            Factors::new(self, scale),
-        )
+        self.runs().iter().try_for_each(|run| {
+            let copy = copy.as_mut().map(|copy| &mut copy[run.elements.clone()]);
+            sweep(
+                cpu,
+                [&self.param, &self.m, &self.v],
+                (&grad, copy),
+                run,
+                Factors::new(self, scale),
+            )
+        })
+    }
+
+    /// Neighbours that decay alike, in order.
+    fn runs(&self) -> Vec<Run> {
+        let mut runs = Vec::new();
+        let mut end = 0;
+        let mut push = |elements: Range<usize>, weight_decay| {
+            if !elements.is_empty() {
+                runs.push(Run {
+                    elements,
+                    weight_decay,
+                });
+            }
+        };
+        for spared in self.spared.iter() {
+            push(end..spared.start, self.weight_decay);
+            push(spared.clone(), 0.0);
+            end = spared.end;
+        }
+        push(end..self.param.len(), self.weight_decay);
+        runs
     }
 
     /// The update of some of the elements.
     #[must_use]
     pub fn slice(&self, range: &Range<usize>) -> Self {
         let of = |buffer: &Buffer| buffer.slice(range.clone());
+        let within = |at: usize| at.clamp(range.start, range.end) - range.start;
+        let spared = self
+            .spared
+            .iter()
+            .map(|spared| within(spared.start)..within(spared.end));
         Self {
+            spared: spared.filter(|spared| !spared.is_empty()).collect(),
             param: of(&self.param),
             copy: self.copy.as_ref().map(of),
             grad: of(&self.grad),
@@ -98,6 +132,7 @@ impl AdamW {
         HostUpdate {
             state: [&self.param, &self.m, &self.v].map(Buffer::clone),
             grad: self.grad.dtype(),
+            runs: self.runs(),
             // The factor comes later.
             factors: Factors::new(self, f32::NAN),
         }
@@ -110,6 +145,7 @@ pub(crate) struct HostUpdate {
     state: [Buffer; 3],
     /// Type of the gradient.
     grad: DType,
+    runs: Vec<Run>,
     factors: Factors<f32>,
 }
 
@@ -121,23 +157,36 @@ impl HostUpdate {
             ..self.factors
         };
         let state = self.state.each_ref();
-        match self.grad {
-            DType::Bf16 => sweep::<bf16>(cpu, state, (bytemuck::cast_slice(grad), None), factors),
-            _ => sweep::<f32>(cpu, state, (bytemuck::cast_slice(grad), None), factors),
-        }
+        self.runs.iter().try_for_each(|run| match self.grad {
+            DType::Bf16 => sweep::<bf16>(cpu, state, (bytemuck::cast_slice(grad), None), run, factors),
+            _ => sweep::<f32>(cpu, state, (bytemuck::cast_slice(grad), None), run, factors),
+        })
     }
 }
 
-/// Updates parameter and moments, and the copy if there is one. Everything has one length.
+/// Elements of an update that have the same λ.
+struct Run {
+    elements: Range<usize>,
+    weight_decay: f32,
+}
+
+/// Updates parameter and moments of a run, and its copy if there is one. State and gradient are those of all runs.
 fn sweep<G: Stored<Real = f32>>(
     cpu: &Cpu,
-    [param, m, v]: [&Buffer; 3],
+    state: [&Buffer; 3],
     (grad, copy): (&[G], Option<&mut [bf16]>),
+    run: &Run,
     factors: Factors<f32>,
 ) -> Result<(), DeviceError> {
     if !factors.scale.is_finite() {
         return Ok(());
     }
+    let factors = Factors {
+        weight_decay: run.weight_decay,
+        ..factors
+    };
+    let grad = &grad[run.elements.clone()];
+    let [param, m, v] = state.map(|buffer| buffer.slice(run.elements.clone()));
     let mut param = param.host_mut::<f32>()?;
     let mut m = m.host_mut::<f32>()?;
     let mut v = v.host_mut::<f32>()?;

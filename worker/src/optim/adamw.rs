@@ -1,6 +1,7 @@
 //! AdamW over flat arenas: a rank has the moments of the parameters that it owns, and updates these. Of parameters
 //! in bf16 it has f32 masters too: these are updated, and every update leaves the parameters as the masters rounded.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use crate::checkpoint::Kind;
@@ -17,14 +18,15 @@ pub struct AdamW {
     v: Portion,
     /// In f32, of parameters that are used in bf16, or by a device that the state is not on.
     masters: Option<Portion>,
-    runs: Vec<Run>,
+    stretches: Vec<Stretch>,
 }
 
-/// Neighbours in memory with the same decay.
+/// Neighbours in memory, which one operation updates.
 #[derive(Clone, Debug, PartialEq)]
-struct Run {
+struct Stretch {
     place: Place,
-    decay: bool,
+    /// Which of its elements do not decay.
+    spared: Arc<[Range<usize>]>,
 }
 
 /// Numbers of one update.
@@ -76,7 +78,7 @@ impl AdamW {
             m: alloc("first moments")?,
             v: alloc("second moments")?,
             masters: None,
-            runs: runs(sharding, decays),
+            stretches: stretches(sharding, decays),
         })
     }
 
@@ -100,7 +102,7 @@ impl AdamW {
         let Some(masters) = &self.masters else {
             return;
         };
-        let casts = self.runs.iter().map(|Run { place, .. }| {
+        let casts = self.stretches.iter().map(|Stretch { place, .. }| {
             let cast = ops::Cast {
                 x: masters.slice(place),
                 out: params.slice(place),
@@ -120,7 +122,7 @@ impl AdamW {
             eps: self.config.eps,
             step: step.number,
         };
-        let updates = self.runs.iter().map(|Run { place, decay }| {
+        let updates = self.stretches.iter().map(|Stretch { place, spared }| {
             let update = ops::AdamW {
                 param: self.masters(params).slice(place),
                 copy: self.masters.is_some().then(|| params.slice(place)),
@@ -128,7 +130,8 @@ impl AdamW {
                 m: self.m.slice(place),
                 v: self.v.slice(place),
                 scale: step.scale.clone(),
-                weight_decay: if *decay { self.config.weight_decay } else { 0.0 },
+                weight_decay: self.config.weight_decay,
+                spared: spared.clone(),
                 hyper,
             };
             update.into()
@@ -169,26 +172,35 @@ fn shard(device: &Arc<dyn Device>, sharding: &Sharding, name: &str) -> Result<Po
     })?))
 }
 
-/// Padding between two parameters of a run belongs to it: updating zeros by zeros leaves zeros.
-fn runs(sharding: &Sharding, decays: &[bool]) -> Vec<Run> {
-    let mut runs: Vec<Run> = Vec::new();
-    let mut unit_of_last = None;
-    for piece in sharding.own_pieces() {
-        let (unit, decay) = (sharding.home(piece.param).0, decays[piece.param.0]);
-        match runs.last_mut() {
-            // Neighbours in the shard are neighbours in the whole arena only within a unit.
-            Some(run) if run.decay == decay && unit_of_last == Some(unit) => {
-                run.place.whole.end = piece.place.whole.end;
-                run.place.shard.end = piece.place.shard.end;
+/// One a unit: neighbours in the shard are neighbours in the whole arena only within one. Padding between two parameters
+/// belongs to the first of them: updating zeros by zeros leaves zeros.
+fn stretches(sharding: &Sharding, decays: &[bool]) -> Vec<Stretch> {
+    let mut stretches: Vec<Stretch> = Vec::new();
+    let pieces = sharding.own_pieces();
+    for pieces in pieces.chunk_by(|one, next| sharding.home(one.param).0 == sharding.home(next.param).0) {
+        let (first, last) = (&pieces[0].place, &pieces[pieces.len() - 1].place);
+        let starts = pieces
+            .iter()
+            .map(|piece| piece.place.shard.start - first.shard.start);
+        let len = last.shard.end - first.shard.start;
+        let ends = starts.clone().skip(1).chain([len]);
+        let mut spared: Vec<Range<usize>> = Vec::new();
+        for (piece, (start, end)) in pieces.iter().zip(starts.zip(ends)) {
+            match spared.last_mut() {
+                _ if decays[piece.param.0] => {}
+                Some(last) if last.end == start => last.end = end,
+                _ => spared.push(start..end),
             }
-            _ => runs.push(Run {
-                place: piece.place,
-                decay,
-            }),
         }
-        unit_of_last = Some(unit);
+        stretches.push(Stretch {
+            place: Place {
+                whole: first.whole.start..last.whole.end,
+                shard: first.shard.start..last.shard.end,
+            },
+            spared: spared.into(),
+        });
     }
-    runs
+    stretches
 }
 
 #[cfg(test)]
@@ -209,16 +221,22 @@ mod tests {
     }
 
     #[test]
-    fn neighbours_with_the_same_decay_are_one_run() {
-        let runs = runs(&Sharding::replicated(&layout()), &[true, true, false]);
-        let run = |range: std::ops::Range<usize>, decay| Run {
-            place: Place {
-                whole: range.clone(),
-                shard: range,
-            },
-            decay,
+    fn a_unit_is_updated_at_once_whatever_decays() {
+        let spared = |decays: [bool; 3]| {
+            let stretches = stretches(&Sharding::replicated(&layout()), &decays);
+            let [Stretch { place, spared }] = &stretches[..] else {
+                panic!("{stretches:?}")
+            };
+            assert_eq!([&place.whole, &place.shard], [&(0..35), &(0..35)]);
+            spared.to_vec()
         };
-        assert_eq!(runs, [run(0..2, false), run(16..35, true)]);
+        // In memory: `b` from 0, `u` from 16, `w` from 32.
+        assert_eq!(spared([false, true, false]), [0..16, 32..35]);
+        assert_eq!(spared([true, false, true]).first(), Some(&(16..32)));
+        // Neighbours are one range.
+        assert_eq!(spared([true, false, false]).first(), Some(&(0..32)));
+        assert_eq!(spared([false; 3]).first(), Some(&(0..35)));
+        assert_eq!(spared([true; 3]), []);
     }
 
     #[test]

@@ -202,6 +202,7 @@ mod tests {
                     v: v.clone(),
                     scale: scale.clone(),
                     weight_decay: 0.1,
+                    spared: [].into(),
                     hyper: AdamWStep {
                         lr: 0.01,
                         beta1: 0.9,

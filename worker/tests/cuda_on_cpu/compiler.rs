@@ -111,11 +111,10 @@ impl Kernel {
             .collect()
     }
 
-    /// Runs a grid. `values` has 8 bytes an argument, the lowest first. Of dynamic shared memory a kernel has an array of
+    /// Runs a grid. `values` has what each argument points to, the lowest byte first. Of dynamic shared memory a kernel has an array of
     /// its own, where `__CUDA_ARCH__` is not defined.
-    pub(crate) fn launch(&self, values: &mut [u64], call: &Call, schedule: u32) -> Result<(), String> {
-        let mut pointers: Vec<*mut c_void> =
-            values.iter_mut().map(|v| std::ptr::from_mut(v).cast()).collect();
+    pub(crate) fn launch(&self, values: &mut [Vec<u64>], call: &Call, schedule: u32) -> Result<(), String> {
+        let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| v.as_mut_ptr().cast()).collect();
         let _running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         // SAFETY: `cuda.hpp` defines it with this type; the caller compared the arguments with the parameters, and
         // buffers are fenced, so that a wild access ends in an error.

@@ -109,18 +109,19 @@ impl Memory {
         let kernel = kernel.get().expect("compiled");
         let sizes = kernel.parameters();
         assert_eq!(sizes.len(), call.args.len(), "arguments of `{}`", call.kernel);
-        let mut values: Vec<u64> = Vec::new();
+        let mut values: Vec<Vec<u64>> = Vec::new();
         for (index, (arg, size)) in call.args.iter().zip(sizes).enumerate() {
             let (value, bytes) = match arg {
                 Arg::Read(buffer) | Arg::Write(buffer) => {
                     let held = self.buffers.iter().find(|held| same(&held.buffer, buffer));
-                    (held.expect("held").copy.address(), 8)
+                    (vec![held.expect("held").copy.address()], 8)
                 }
-                Arg::Scratch(offset) => (self.scratch.address() + *offset as u64, 8),
-                Arg::Null => (0, 8),
-                Arg::U32(value) => (u64::from(*value), 4),
-                Arg::U64(value) => (*value, 8),
-                Arg::F32(value) => (u64::from(value.to_bits()), 4),
+                Arg::Scratch(offset) => (vec![self.scratch.address() + *offset as u64], 8),
+                Arg::Null => (vec![0], 8),
+                Arg::U32(value) => (vec![u64::from(*value)], 4),
+                Arg::U64(value) => (vec![*value], 8),
+                Arg::F32(value) => (vec![u64::from(value.to_bits())], 4),
+                Arg::Table(values) => (values.clone(), 8 * values.len()),
             };
             assert_eq!(size, bytes, "size of argument {index} of `{}`", call.kernel);
             values.push(value);

@@ -1,5 +1,8 @@
 //! The operations that are compared, at sizes that meet every path of a kernel.
 
+use std::ops::Range;
+use std::sync::Arc;
+
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
     AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, EncoderForward, Fill, GeluBackward,
@@ -126,10 +129,14 @@ fn elementwise_shifted() -> Vec<Case> {
         out: b[0].clone(),
         value: -0.75,
     });
-    vec![gelu.shifted(3), fill.shifted(5), adamw(n, true, 1.0).shifted(1)]
+    vec![
+        gelu.shifted(3),
+        fill.shifted(5),
+        adamw(n, true, 1.0, vec![2..3, 7..100]).shifted(1),
+    ]
 }
 
-fn adamw(n: usize, copy: bool, factor: f64) -> Case {
+fn adamw(n: usize, copy: bool, factor: f64, spared: Vec<Range<usize>>) -> Case {
     let second = Tensor::new(F32, positive(4, n)).result(Outcome::Close);
     let mut tensors = vec![
         close(F32, 1, n),
@@ -141,8 +148,9 @@ fn adamw(n: usize, copy: bool, factor: f64) -> Case {
     if copy {
         tensors.push(close(Kind::Fixed(DType::Bf16), 5, n));
     }
-    let name = format!("adamw of {n}, factor {factor}");
-    Case::new(name, tensors, |b| AdamW {
+    let name = format!("adamw of {n}, factor {factor}, {} ranges spared", spared.len());
+    let spared: Arc<[Range<usize>]> = spared.into();
+    Case::new(name, tensors, move |b| AdamW {
         param: b[0].clone(),
         grad: b[1].clone(),
         m: b[2].clone(),
@@ -150,6 +158,7 @@ fn adamw(n: usize, copy: bool, factor: f64) -> Case {
         scale: b[4].clone(),
         copy: b.get(5).cloned(),
         weight_decay: 0.1,
+        spared: spared.clone(),
         hyper: AdamWStep {
             lr: 1e-2,
             beta1: 0.9,
@@ -163,9 +172,16 @@ fn adamw(n: usize, copy: bool, factor: f64) -> Case {
 fn optimizer(size: Size) -> Vec<Case> {
     let mut cases = Vec::new();
     for &n in lengths(size) {
-        cases.push(adamw(n, false, 0.5));
-        cases.push(adamw(n, true, 1.0));
+        cases.push(adamw(n, false, 0.5, vec![]));
+        cases.push(adamw(n, true, 1.0, vec![]));
     }
+    // By packs and one by one, at both ends, and more than one launch is told of.
+    let spared = [
+        vec![0..16, 512..1536, 3200..5003],
+        vec![1..2, 9..1003],
+        (0..300).map(|i| 16 * i..16 * i + 8).collect(),
+    ];
+    cases.extend(spared.map(|spared| adamw(5003, true, 1.0, spared)));
     let lengths = match size {
         Size::Small => vec![5, CHUNK, 9 * CHUNK + 100],
         Size::Large => vec![500 * CHUNK + 8],

@@ -325,6 +325,7 @@ fn an_update_by_bf16_gradients_is_one_by_their_numbers_and_the_copy_is_the_maste
             v: v.clone(),
             scale: rig.buffer(&[0.7_f32]),
             weight_decay: 0.1,
+            spared: [].into(),
             hyper: AdamWStep {
                 lr: 1e-2,
                 beta1: 0.9,

@@ -37,6 +37,7 @@ fn step_bits(threads: usize, isa: Isa, (kind, dtype): (ModelKind, DType)) -> Vec
         v: rig.buffer(&numbers_f32(9, n).iter().map(|x| x * x).collect::<Vec<_>>()),
         scale: rig.buffer(&[0.7_f32]),
         weight_decay: 0.1,
+        spared: [].into(),
         hyper: AdamWStep {
             lr: 1e-3,
             beta1: 0.9,

@@ -1,5 +1,7 @@
 //! Operations without a gradient of their own, and refusals.
 
+use std::ops::Range;
+
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
     AdamW, AdamWStep, CHUNK, Cast, ClipScale, CrossEntropy, EncoderForward, Fill, LinearForward, LinearShape,
@@ -35,6 +37,7 @@ fn adamw_follows_the_paper() {
             v: v.clone(),
             scale: rig.buffer(&[0.5_f32]),
             weight_decay: 0.1,
+            spared: [].into(),
             hyper: hyper(i as u64 + 1),
         });
     }
@@ -52,6 +55,51 @@ fn adamw_follows_the_paper() {
             p -= 0.01 * (m / (v.sqrt() + 1e-8) + 0.1 * p);
         }
         assert_close(f64::from(found[i]), p, 1e-5, &format!("parameter {i}"));
+    }
+}
+
+#[test]
+fn what_is_spared_does_not_decay() {
+    let (n, rig) = (100, Rig::new());
+    let updated = |spared: &[Range<usize>], weight_decay, range: Range<usize>| {
+        let [param, m] = [1, 2].map(|seed| rig.buffer(&numbers_f32(seed, n)));
+        let all = AdamW {
+            param: param.clone(),
+            copy: None,
+            grad: rig.buffer(&numbers_f32(3, n)),
+            m,
+            v: rig.buffer(&vec![0.5_f32; n]),
+            scale: rig.buffer(&[1.0_f32]),
+            weight_decay,
+            spared: spared.into(),
+            hyper: AdamWStep {
+                lr: 0.1,
+                beta1: 0.9,
+                beta2: 0.999,
+                eps: 1e-8,
+                step: 1,
+            },
+        };
+        rig.run(all.slice(&range));
+        values::<f32>(&param)
+    };
+    let [start, plain, decayed] = [
+        numbers_f32(1, n),
+        updated(&[], 0.0, 0..n),
+        updated(&[], 0.1, 0..n),
+    ];
+    let spared = [0..3, 10..20, 95..n];
+    // All of it, and a part that begins and ends within what is spared.
+    for range in [0..n, 2..15] {
+        let found = updated(&spared, 0.1, range.clone());
+        for i in 0..n {
+            let expected = match spared.iter().any(|spared| spared.contains(&i)) {
+                _ if !range.contains(&i) => start[i],
+                true => plain[i],
+                false => decayed[i],
+            };
+            assert_eq!(found[i], expected, "element {i} of {range:?}");
+        }
     }
 }
 
@@ -143,6 +191,7 @@ fn a_step_with_a_number_that_is_not_finite_is_skipped() {
             v: v.clone(),
             scale,
             weight_decay: 0.1,
+            spared: [].into(),
             hyper: AdamWStep {
                 lr: 0.1,
                 beta1: 0.9,

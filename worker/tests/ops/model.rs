@@ -215,6 +215,7 @@ fn a_tiny_batch_is_learnt_by_heart() {
                 v: v.clone(),
                 scale: scale.clone(),
                 weight_decay: 0.0,
+                spared: [].into(),
                 hyper: AdamWStep {
                     lr: 1e-2,
                     beta1: 0.9,

@@ -102,6 +102,8 @@ impl Grid {
 pub struct Args {
     values: [u64; MAX_ARGS],
     count: usize,
+    /// The last argument, if it is a structure.
+    table: Vec<u64>,
 }
 
 impl Args {
@@ -147,9 +149,20 @@ impl Args {
         self.push(value.to_bits())
     }
 
+    /// A structure of `unsigned long long`s, by value: the last argument.
+    #[must_use]
+    pub fn table(self, values: &[u64]) -> Self {
+        assert!(self.count < MAX_ARGS, "a kernel has at most {MAX_ARGS} arguments");
+        Self {
+            table: values.to_vec(),
+            ..self
+        }
+    }
+
     /// The driver reads as many bytes at each value's address as the kernel's parameter has; the lowest come
     /// first on every machine that CUDA runs on.
     fn push(mut self, value: u64) -> Self {
+        assert!(self.table.is_empty(), "a structure is the last argument");
         assert!(self.count < MAX_ARGS, "a kernel has at most {MAX_ARGS} arguments");
         self.values[self.count] = value;
         self.count += 1;
@@ -228,9 +241,14 @@ impl<'a> Launch<'a> {
         for (pointer, value) in pointers.iter_mut().zip(&args.values[..args.count]) {
             *pointer = std::ptr::from_ref(value).cast_mut().cast();
         }
+        let mut count = args.count;
+        if !args.table.is_empty() {
+            pointers[count] = args.table.as_ptr().cast_mut().cast();
+            count += 1;
+        }
         let dims = |[x, y, z]: [u32; 3]| (x, y, z);
-        // SAFETY: the kernel's module is loaded; each pointer leads to 8 readable bytes that the driver copies
-        // during the call. That the arguments fit the kernel's parameters, and that its accesses stay within the
+        // SAFETY: the kernel's module is loaded; each pointer leads to 8 readable bytes, or to the table, which the
+        // driver copies during the call. That the arguments fit the kernel's parameters, and that its accesses stay within the
         // buffers, is what the operation that calls this checked.
         let launched = unsafe {
             result::launch_kernel(
@@ -239,7 +257,7 @@ impl<'a> Launch<'a> {
                 dims(grid.threads),
                 grid.shared_bytes as u32,
                 self.stream.raw(),
-                &mut pointers[..args.count],
+                &mut pointers[..count],
             )
         };
         launched.map_err(|error| {

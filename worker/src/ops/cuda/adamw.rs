@@ -1,6 +1,6 @@
 //! Launches of `adamw.cu`.
 
-use super::plan::{Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned};
+use super::plan::{Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, WIDEST};
 use super::plan::{element, elementwise_grid, expect_dtype, vec_define, width};
 use crate::device::cuda::{Define, Source, Unit};
 use crate::device::{DType, DeviceError};
@@ -8,6 +8,9 @@ use crate::ops::adamw::Factors;
 use crate::ops::{AdamW, CpuKernel, expect_len};
 
 static SOURCE: Source = Source::with_headers("adamw.cu", include_str!("adamw.cu"), &[ELEMENT, ELEMENTWISE]);
+
+/// Starts and ends of what does not decay, of one launch: 57 blocks of a GPT-2. Arguments of a kernel are 4 KiB at most.
+const BOUNDS: usize = 456;
 
 impl Planned for AdamW {
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -17,13 +20,45 @@ impl Planned for AdamW {
         }
         expect_len(Self::NAME, "scale", self.scale.len(), 1)?;
         expect_dtype(DType::F32, &[&self.param, &self.m, &self.v, &self.scale])?;
-        let mut buffers = vec![&self.param, &self.grad, &self.m, &self.v];
         if let Some(copy) = &self.copy {
             expect_len(Self::NAME, "copy", copy.len(), n)?;
             expect_dtype(DType::Bf16, &[copy])?;
-            buffers.push(copy);
         }
-        let width = width(0, &buffers);
+        let calls = self.launches().iter().map(Self::call).collect::<Result<_, _>>()?;
+        Ok(Plan {
+            scratch_bytes: 0,
+            calls,
+        })
+    }
+}
+
+impl AdamW {
+    /// The same update in parts whose bounds fit into a table each: one, as a rule.
+    fn launches(&self) -> Vec<Self> {
+        let later = self.spared.chunks(BOUNDS / 2).skip(1);
+        let ends = later.map(|spared| spared[0].start).chain([self.param.len()]);
+        let mut parts = Vec::new();
+        let mut start = 0;
+        for end in ends {
+            parts.push(self.slice(&(start..end)));
+            start = end;
+        }
+        parts
+    }
+
+    fn call(&self) -> Result<Call, DeviceError> {
+        let n = self.param.len();
+        let mut buffers = vec![&self.param, &self.grad, &self.m, &self.v];
+        buffers.extend(&self.copy);
+        let bounds: Vec<usize> = self
+            .spared
+            .iter()
+            .flat_map(|spared| [spared.start, spared.end])
+            .collect();
+        let packed = bounds
+            .iter()
+            .all(|bound| bound.is_multiple_of(WIDEST) || *bound == n);
+        let width = if packed { width(0, &buffers) } else { 1 };
         // The factor of the gradient is read on the device.
         let f = Factors::new(self, 1.0);
         let copy = self.copy.clone().map_or(Arg::Null, Arg::Write);
@@ -41,13 +76,19 @@ impl Planned for AdamW {
         }
         args.extend([f.eps, f.lr, f.weight_decay].map(Arg::F32));
         args.push(Arg::U64(n as u64));
-        Ok(Plan::one(Call {
+        let mut table = vec![0; 1 + BOUNDS];
+        table[0] = bounds.len() as u64;
+        for (entry, bound) in table[1..].iter_mut().zip(bounds) {
+            *entry = bound as u64;
+        }
+        args.push(Arg::Table(table));
+        Ok(Call {
             source: &SOURCE,
             kernel: Self::NAME,
             defines: defines(element(Self::NAME, &self.grad)?, self.copy.is_some(), width),
             grid: elementwise_grid(n, width, 1),
             args,
-        }))
+        })
     }
 }
 
@@ -55,6 +96,7 @@ fn defines(grad: &'static str, copy: bool, width: usize) -> Vec<Define> {
     vec![
         Define::word("GRAD", grad),
         Define::number("COPY", i64::from(copy)),
+        Define::number("BOUNDS", BOUNDS as i64),
         vec_define(width),
     ]
 }

@@ -56,6 +56,8 @@ pub enum Arg {
     U64(u64),
     /// `f32`
     F32(f32),
+    /// A structure of `u64`s, by value. The last argument.
+    Table(Vec<u64>),
 }
 
 impl Arg {
@@ -96,6 +98,7 @@ impl Plan {
                     Arg::U32(value) => args.u32(*value),
                     Arg::U64(value) => args.u64(*value),
                     Arg::F32(value) => args.f32(*value),
+                    Arg::Table(values) => args.table(values),
                 };
             }
             cx.run(&kernel, call.grid, &args)?;
