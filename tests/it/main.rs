@@ -12,6 +12,7 @@ mod daemon;
 mod deploy;
 mod doctor;
 mod elastic;
+mod emulated_gpu;
 mod exit_codes;
 mod failures;
 mod flags;

@@ -7,6 +7,7 @@
 //! Nothing here waits without a deadline, and only [`deadline`] waits without an event.
 
 mod deadline;
+mod emulator;
 mod launch;
 mod processes;
 mod program;
@@ -17,6 +18,7 @@ mod sentinel;
 mod training;
 
 pub(crate) use deadline::{PATIENCE, eventually};
+pub(crate) use emulator::Emulator;
 pub(crate) use launch::{Launch, launch};
 pub(crate) use processes::{
     children, descendants, environment_of, groups_made_by, hangup_is_ignored, processes, worker,

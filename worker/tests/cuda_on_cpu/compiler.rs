@@ -18,6 +18,7 @@ const MAX_PARAMETERS: usize = 32;
 /// A kernel as a function of this process.
 pub(crate) struct Kernel {
     library: Library,
+    name: &'static str,
     /// One launch at a time: the fibers of a kernel are statics of its library.
     running: Mutex<()>,
 }
@@ -88,6 +89,7 @@ impl Kernel {
         let library = unsafe { Library::new(&library) }.unwrap_or_else(|error| panic!("{error}"));
         Self {
             library,
+            name: call.kernel,
             running: Mutex::new(()),
         }
     }
@@ -97,8 +99,10 @@ impl Kernel {
         let mut sizes = [0; MAX_PARAMETERS];
         // SAFETY: `cuda.hpp` defines it with this type, and it writes one number a parameter of the kernel.
         let count = unsafe {
-            let function: Symbol<unsafe extern "C" fn(*mut c_uint) -> c_uint> =
-                self.library.get(b"kernel_parameters").unwrap();
+            let function: Symbol<unsafe extern "C" fn(*mut c_uint) -> c_uint> = self
+                .library
+                .get(format!("{}_parameters", self.name).as_bytes())
+                .unwrap();
             function(sizes.as_mut_ptr())
         };
         sizes[..count as usize]
@@ -115,7 +119,8 @@ impl Kernel {
         // SAFETY: `cuda.hpp` defines it with this type; the caller compared the arguments with the parameters, and
         // buffers are fenced, so that a wild access ends in an error.
         unsafe {
-            let function: Symbol<Launch> = self.library.get(b"kernel_launch").unwrap();
+            let name = format!("{}_launch", self.name);
+            let function: Symbol<Launch> = self.library.get(name.as_bytes()).unwrap();
             let error = function(
                 pointers.as_mut_ptr(),
                 call.grid.blocks.as_ptr(),

@@ -301,13 +301,13 @@ static const char *launch(void (*trampoline)(void **), void **values, const unsi
 
 } // namespace cuda_on_cpu
 
-// Makes a kernel callable from outside.
+// Makes a kernel callable from outside: `name_parameters`, `name_launch`.
 #define CUDA_ON_CPU_KERNEL(name)                                                                                       \
-    static void trampoline(void **values) { cuda_on_cpu::call(&name, values); }                                        \
-    extern "C" unsigned kernel_parameters(unsigned *sizes) { return cuda_on_cpu::parameters(&name, sizes); }           \
-    extern "C" const char *kernel_launch(void **values, const unsigned *grid, const unsigned *block,                   \
+    static void name##_trampoline(void **values) { cuda_on_cpu::call(&name, values); }                                 \
+    extern "C" unsigned name##_parameters(unsigned *sizes) { return cuda_on_cpu::parameters(&name, sizes); }           \
+    extern "C" const char *name##_launch(void **values, const unsigned *grid, const unsigned *block,                   \
                                          unsigned schedule) {                                                          \
-        return cuda_on_cpu::launch(trampoline, values, grid, block, schedule);                                         \
+        return cuda_on_cpu::launch(name##_trampoline, values, grid, block, schedule);                                  \
     }
 
 static inline void __syncthreads() { cuda_on_cpu::to_scheduler(cuda_on_cpu::State::at_barrier); }

@@ -88,38 +88,52 @@ inline void store_word(u32 to, u32 word) { *(u32 *)shared_at(to) = word; }
 inline void store_chunk(void *to, uint4 x) { *(uint4 *)to = x; }
 inline uint4 load_chunk(u32 from) { return *(const uint4 *)shared_at(from); }
 
+// What the lanes of a warp show each other: written, met, read, met again.
+__shared__ u32 shown[1024][6];
+
+inline u32 (*shown_by_warp())[6] { return shown + threadIdx.x / 32 * 32; }
+
 inline void load_matrices(u32 (&to)[4], u32 from) {
     const u32 lane = threadIdx.x % 32;
+    shown[threadIdx.x][0] = from;
+    __syncwarp();
     for (u32 i = 0; i < 4; i++) {
-        to[i] = *(const u32 *)(shared_at(__shfl_sync(ALL_LANES, from, 8 * i + lane / 4)) + lane % 4 * 4);
+        to[i] = *(const u32 *)(shared_at(shown_by_warp()[8 * i + lane / 4][0]) + lane % 4 * 4);
     }
+    __syncwarp();
 }
 
 inline void load_matrices_transposed(u32 (&to)[4], u32 from) {
     const u32 lane = threadIdx.x % 32;
+    shown[threadIdx.x][0] = from;
+    __syncwarp();
     for (u32 i = 0; i < 4; i++) {
         to[i] = 0;
         for (u32 half = 0; half < 2; half++) {
-            const u32 row = __shfl_sync(ALL_LANES, from, 8 * i + lane % 4 * 2 + half);
+            const u32 row = shown_by_warp()[8 * i + lane % 4 * 2 + half][0];
             to[i] |= (u32) * (const unsigned short *)(shared_at(row) + lane / 4 * 2) << 16 * half;
         }
     }
+    __syncwarp();
 }
 
 inline void multiply_add(f32 (&sum)[4], const u32 (&left)[4], u32 right_low, u32 right_high) {
     const u32 lane = threadIdx.x % 32;
+    const u32 operands[6] = {left[0], left[1], left[2], left[3], right_low, right_high};
+    for (u32 i = 0; i < 6; i++) {
+        shown[threadIdx.x][i] = operands[i];
+    }
+    __syncwarp();
     for (u32 k = 0; k < 8; k++) {
         const u32 high = k / 4, quad = k % 4;
-        u32 rows[2], columns[2];
-        for (u32 i = 0; i < 2; i++) {
-            rows[i] = __shfl_sync(ALL_LANES, left[2 * high + i], lane / 4 * 4 + quad);
-            columns[i] = __shfl_sync(ALL_LANES, high ? right_high : right_low, (lane % 4 * 2 + i) * 4 + quad);
-        }
         for (u32 i = 0; i < 4; i++) {
-            sum[i] = fmaf(widen_low(rows[i / 2]), widen_low(columns[i % 2]), sum[i]);
-            sum[i] = fmaf(widen_high(rows[i / 2]), widen_high(columns[i % 2]), sum[i]);
+            const u32 row = shown_by_warp()[lane / 4 * 4 + quad][2 * high + i / 2];
+            const u32 column = shown_by_warp()[(lane % 4 * 2 + i % 2) * 4 + quad][4 + high];
+            sum[i] = fmaf(widen_low(row), widen_low(column), sum[i]);
+            sum[i] = fmaf(widen_high(row), widen_high(column), sum[i]);
         }
     }
+    __syncwarp();
 }
 
 #endif

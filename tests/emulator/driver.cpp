@@ -1,0 +1,321 @@
+// An emulated CUDA driver, libcuda.so.1: devices are threads and memory of the process. Kernels are what the emulated
+// NVRTC made of CUDA C.
+//
+//     EMULATOR_GPUS=2           devices, before CUDA_VISIBLE_DEVICES
+//     EMULATOR_MEMORY_MIB=1024  memory of each, for this process alone
+//     EMULATOR_DELAY_US=0       longest delay before each piece of a stream's work (stream.hpp)
+//     EMULATOR_SEED=1           of the delays, and of the order in which a kernel's threads run
+//     EMULATOR_FAIL_LAUNCH=0    which launch of a process fails, from 1 on; 0: none
+//
+// Stricter than the real one, where that shows an error of the host: a copy or a fill outside of an allocation is
+// refused, memory ends at a page that nobody may touch and holds NaN at first, freed memory is gone at once, handles
+// are checked, and a call of the driver from a host function of a stream is refused, as CUDA's documentation has it.
+// After a kernel's failure every call fails, as on a GPU; what the emulator has to say of it goes to stderr.
+
+#include <cstring>
+#include <sys/mman.h>
+
+#include "driver.hpp"
+
+using namespace emulator;
+
+namespace {
+
+constexpr size_t PAGE = 4096, ALIGNMENT = 256;
+
+bool is_inside(const Driver &of, Address start, size_t bytes) {
+    const auto after = of.allocations.upper_bound(start);
+    return after != of.allocations.end() && start >= after->first - after->second.bytes && start + bytes <= after->first;
+}
+
+// Memory that ends at a page which nobody may touch.
+Address allocate(Driver &of, size_t bytes, int device) {
+    const size_t length = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
+    const size_t data = (length + PAGE - 1) / PAGE * PAGE;
+    void *pages = mmap(nullptr, data + PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (pages == MAP_FAILED) {
+        return 0;
+    }
+    mprotect((char *)pages + data, PAGE, PROT_NONE);
+    const Address end = (Address)pages + data;
+    of.allocations[end] = {(char *)pages, data + PAGE, length, device};
+    if (device >= 0) {
+        of.used[device] += length;
+    }
+    return end - length;
+}
+
+Result release(Driver &of, Address start, bool on_device) {
+    const auto found = of.allocations.upper_bound(start);
+    if (found == of.allocations.end() || found->first - found->second.bytes != start ||
+        (found->second.device >= 0) != on_device) {
+        return refuse(INVALID_VALUE, "what is freed was never allocated, or is freed twice");
+    }
+    if (on_device) {
+        of.used[found->second.device] -= found->second.bytes;
+    }
+    munmap(found->second.pages, found->second.mapped);
+    of.allocations.erase(found);
+    return SUCCESS;
+}
+
+Result copy(Handle handle, Address to, Address from, size_t bytes, bool to_device, bool from_device) {
+    READY(of);
+    const auto stream = stream_of(of, handle);
+    if (!stream) {
+        return INVALID_HANDLE;
+    }
+    if ((to_device && !is_inside(of, to, bytes)) || (from_device && !is_inside(of, from, bytes))) {
+        return refuse(INVALID_VALUE, "a copy outside of an allocation");
+    }
+    enqueue(stream, [=] { memmove((void *)to, (const void *)from, bytes); });
+    return SUCCESS;
+}
+
+std::vector<int> visible_devices() {
+    std::vector<int> found;
+    const int count = (int)setting("EMULATOR_GPUS", 2);
+    const char *chosen = getenv("CUDA_VISIBLE_DEVICES");
+    if (!chosen) {
+        for (int device = 0; device < count && device < MAX_DEVICES; device++) {
+            found.push_back(device);
+        }
+        return found;
+    }
+    // As in CUDA, the first that is not there ends the list.
+    for (const char *at = chosen; *at;) {
+        char *end;
+        const long device = strtol(at, &end, 10);
+        if (end == at || device < 0 || device >= count) {
+            break;
+        }
+        found.push_back((int)device);
+        at = *end == ',' ? end + 1 : end;
+    }
+    return found;
+}
+
+struct Words {
+    Result result;
+    const char *name, *meaning;
+};
+
+constexpr Words WORDS[] = {
+    {SUCCESS, "CUDA_SUCCESS", "no error"},
+    {INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE", "invalid argument"},
+    {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY", "out of memory"},
+    {NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED", "initialization error"},
+    {NO_DEVICE, "CUDA_ERROR_NO_DEVICE", "no CUDA-capable device is detected"},
+    {INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE", "invalid device ordinal"},
+    {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE", "device kernel image is invalid"},
+    {INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT", "invalid device context"},
+    {INVALID_HANDLE, "CUDA_ERROR_INVALID_HANDLE", "invalid resource handle"},
+    {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
+    {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
+    {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {NOT_PERMITTED, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
+};
+
+} // namespace
+
+// Devices.
+
+API Result cuInit(unsigned) {
+    Driver &of = driver();
+    std::lock_guard lock(of.mutex);
+    of.visible = visible_devices();
+    of.started = !of.visible.empty();
+    return of.started ? SUCCESS : NO_DEVICE;
+}
+
+API Result cuDriverGetVersion(int *version) {
+    *version = 12080;
+    return SUCCESS;
+}
+
+API Result cuGetErrorName(Result result, const char **text) {
+    for (const Words &words : WORDS) {
+        if (words.result == result) {
+            *text = words.name;
+            return SUCCESS;
+        }
+    }
+    return INVALID_VALUE;
+}
+
+API Result cuGetErrorString(Result result, const char **text) {
+    for (const Words &words : WORDS) {
+        if (words.result == result) {
+            *text = words.meaning;
+            return SUCCESS;
+        }
+    }
+    return INVALID_VALUE;
+}
+
+API Result cuDeviceGetCount(int *count) {
+    READY(of, false);
+    *count = (int)of.visible.size();
+    return SUCCESS;
+}
+
+API Result cuDeviceGet(int *device, int ordinal) {
+    READY(of, false);
+    if (ordinal < 0 || ordinal >= (int)of.visible.size()) {
+        return INVALID_DEVICE;
+    }
+    *device = of.visible[ordinal];
+    return SUCCESS;
+}
+
+API Result cuDeviceGetName(char *name, int length, int) {
+    snprintf(name, length, "Emulated GPU");
+    return SUCCESS;
+}
+
+API Result cuDeviceGetPCIBusId(char *text, int length, int device) {
+    snprintf(text, length, "0000:%02x:00.0", device + 1);
+    return SUCCESS;
+}
+
+API Result cuDeviceGetAttribute(int *value, int attribute, int) {
+    switch (attribute) {
+    case 16: // multiprocessors
+        *value = 4;
+        return SUCCESS;
+    case 75: // compute capability, major
+        *value = 9;
+        return SUCCESS;
+    case 76: // and minor
+        *value = 0;
+        return SUCCESS;
+    case 97: // shared memory of a block, when asked for
+        *value = SHARED_LIMIT;
+        return SUCCESS;
+    default:
+        say("attribute %d of a device is not emulated", attribute);
+        return INVALID_VALUE;
+    }
+}
+
+API Result cuDeviceGetP2PAttribute(int *value, int attribute, int, int) {
+    *value = attribute == 2 ? 1 : 0; // access yes, atomic operations no: as over PCIe
+    return SUCCESS;
+}
+
+API Result cuDeviceTotalMem_v2(size_t *bytes, int) {
+    *bytes = setting("EMULATOR_MEMORY_MIB", 1024) << 20;
+    return SUCCESS;
+}
+
+API Result cuDevicePrimaryCtxRetain(Handle *context, int device) {
+    READY(of, false);
+    *context = (Handle)(intptr_t)(device + 1);
+    return SUCCESS;
+}
+
+API Result cuDevicePrimaryCtxRelease_v2(int) { return SUCCESS; }
+
+API Result cuCtxSetCurrent(Handle context) {
+    READY(of, false);
+    current_device = (int)(intptr_t)context - 1;
+    return SUCCESS;
+}
+
+// Null if the thread has none.
+API Result cuCtxGetCurrent(Handle *context) {
+    READY(of, false);
+    *context = (Handle)(intptr_t)(current_device + 1);
+    return SUCCESS;
+}
+
+API Result cuCtxGetDevice(int *device) {
+    READY(of);
+    *device = current_device;
+    return SUCCESS;
+}
+
+API Result cuCtxSynchronize() {
+    std::vector<std::shared_ptr<Stream>> streams;
+    {
+        READY(of);
+        for (const auto &[handle, stream] : of.streams.alive) {
+            streams.push_back(stream);
+        }
+        streams.push_back(stream_of(of, nullptr));
+    }
+    for (const auto &stream : streams) {
+        stream->drain();
+    }
+    std::lock_guard lock(driver().mutex);
+    return driver().failed;
+}
+
+// Memory.
+
+API Result cuMemAlloc_v2(Address *address, size_t bytes) {
+    READY(of);
+    const size_t all = setting("EMULATOR_MEMORY_MIB", 1024) << 20;
+    if (bytes == 0 || bytes > all - of.used[current_device]) {
+        return bytes == 0 ? INVALID_VALUE : OUT_OF_MEMORY;
+    }
+    *address = allocate(of, bytes, current_device);
+    if (*address == 0) {
+        return OUT_OF_MEMORY;
+    }
+    memset((void *)*address, 0xff, bytes); // NaN in every type
+    return SUCCESS;
+}
+
+API Result cuMemFree_v2(Address address) {
+    READY(of);
+    return release(of, address, true);
+}
+
+API Result cuMemGetInfo_v2(size_t *free, size_t *total) {
+    READY(of);
+    *total = setting("EMULATOR_MEMORY_MIB", 1024) << 20;
+    *free = *total - of.used[current_device];
+    return SUCCESS;
+}
+
+API Result cuMemHostAlloc(void **pointer, size_t bytes, unsigned) {
+    READY(of);
+    *pointer = (void *)allocate(of, bytes, -1);
+    return *pointer ? SUCCESS : OUT_OF_MEMORY;
+}
+
+API Result cuMemFreeHost(void *pointer) {
+    READY(of);
+    return release(of, (Address)pointer, false);
+}
+
+API Result cuMemcpyHtoDAsync_v2(Address to, const void *from, size_t bytes, Handle stream) {
+    return copy(stream, to, (Address)from, bytes, true, false);
+}
+
+API Result cuMemcpyDtoHAsync_v2(void *to, Address from, size_t bytes, Handle stream) {
+    return copy(stream, (Address)to, from, bytes, false, true);
+}
+
+API Result cuMemcpyDtoDAsync_v2(Address to, Address from, size_t bytes, Handle stream) {
+    return copy(stream, to, from, bytes, true, true);
+}
+
+API Result cuMemsetD8Async(Address to, unsigned char value, size_t bytes, Handle handle) {
+    READY(of);
+    const auto stream = stream_of(of, handle);
+    if (!stream) {
+        return INVALID_HANDLE;
+    }
+    if (!is_inside(of, to, bytes)) {
+        return refuse(INVALID_VALUE, "a fill outside of an allocation");
+    }
+    enqueue(stream, [=] { memset((void *)to, value, bytes); });
+    return SUCCESS;
+}
+
+// Asynchronous to the host, as on the device.
+API Result cuMemsetD8_v2(Address to, unsigned char value, size_t bytes) {
+    return cuMemsetD8Async(to, value, bytes, nullptr);
+}

@@ -1,0 +1,150 @@
+// What the files of the emulated driver share: its state, its handles, and how work gets into a stream.
+#pragma once
+
+#include <cstdarg>
+#include <cstdio>
+#include <dlfcn.h>
+#include <map>
+#include <string>
+#include <unistd.h>
+#include <unordered_map>
+#include <vector>
+
+#include "stream.hpp"
+
+namespace emulator {
+
+constexpr size_t PAGE = 4096, ALIGNMENT = 256;
+constexpr int MAX_DEVICES = 16, SHARED_LIMIT = 232448, SHARED_WITHOUT_ASKING = 49152, MAX_PARAMETERS = 32;
+
+using Launch = const char *(*)(void **, const unsigned *, const unsigned *, unsigned);
+
+// A library and the file in memory that it came from: of two files with one name, the loader would load only the first.
+struct Module {
+    void *library;
+    int file;
+    ~Module() {
+        dlclose(library);
+        close(file);
+    }
+};
+
+struct Function {
+    std::shared_ptr<Module> module;
+    std::string name;
+    Launch launch;
+    std::vector<unsigned> parameters;
+    size_t shared_limit = SHARED_WITHOUT_ASKING;
+};
+
+// Handles that were given out and not yet taken back.
+template <class T> struct Registry {
+    std::unordered_map<Handle, std::shared_ptr<T>> alive;
+
+    Handle add(std::shared_ptr<T> value) {
+        Handle handle = value.get();
+        alive[handle] = std::move(value);
+        return handle;
+    }
+
+    std::shared_ptr<T> find(Handle handle) {
+        const auto found = alive.find(handle);
+        return found == alive.end() ? nullptr : found->second;
+    }
+};
+
+struct Allocation {
+    char *pages;
+    size_t mapped, bytes;
+    int device; // −1: page-locked memory of the host
+};
+
+struct Driver {
+    std::mutex mutex;
+    bool started = false;
+    std::vector<int> visible;
+    Result failed = SUCCESS;
+    uint64_t launches = 0;
+    size_t used[MAX_DEVICES] = {};
+    std::map<Address, Allocation> allocations; // by their end
+    Registry<Stream> streams;
+    Registry<Event> events;
+    Registry<Function> functions;
+    Registry<Module> modules;
+    std::shared_ptr<Stream> default_stream;
+};
+
+// Never destroyed: threads of streams may outlive `main`.
+inline Driver &driver() {
+    static Driver *const only = new Driver;
+    return *only;
+}
+
+inline thread_local int current_device = -1;
+inline thread_local bool in_host_function = false;
+
+inline void say(const char *format, ...) {
+    char text[768];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    fprintf(stderr, "emulated GPU: %s\n", text);
+}
+
+inline Result refuse(Result result, const char *words) {
+    say("%s", words);
+    return result;
+}
+
+// What every call asks first.
+inline Result ready(Driver &of, bool needs_context = true) {
+    if (in_host_function) {
+        return refuse(NOT_PERMITTED, "a host function of a stream calls the driver");
+    }
+    if (!of.started) {
+        return NOT_INITIALIZED;
+    }
+    if (of.failed != SUCCESS) {
+        return of.failed;
+    }
+    return needs_context && current_device < 0 ? INVALID_CONTEXT : SUCCESS;
+}
+
+#define READY(of, ...)                                                                                                 \
+    Driver &of = driver();                                                                                             \
+    std::unique_lock lock(of.mutex);                                                                                   \
+    if (const Result problem = ready(of, ##__VA_ARGS__); problem != SUCCESS) {                                         \
+        return problem;                                                                                                \
+    }
+
+inline std::shared_ptr<Stream> stream_of(Driver &of, Handle handle) {
+    if (handle) {
+        return of.streams.find(handle);
+    }
+    if (!of.default_stream) {
+        of.default_stream = Stream::start();
+    }
+    return of.default_stream;
+}
+
+inline void fail(Result result) {
+    std::lock_guard lock(driver().mutex);
+    driver().failed = driver().failed == SUCCESS ? result : driver().failed;
+}
+
+inline bool has_failed() {
+    std::lock_guard lock(driver().mutex);
+    return driver().failed != SUCCESS;
+}
+
+// Work that is skipped once the device has failed.
+inline void enqueue(const std::shared_ptr<Stream> &stream, std::function<void()> work) {
+    stream->push([work = std::move(work)] {
+        if (!has_failed()) {
+            work();
+        }
+    });
+}
+
+} // namespace emulator

@@ -1,0 +1,344 @@
+//! Training on GPUs from end to end, without one: the built programs on the libraries of `tests/emulator`, whose
+//! streams run late and apart, and whose kernels are the real ones, compiled as C++.
+//!
+//! Not shown by this: that NVIDIA's libraries do the same, and anything about speed. `tests/gpu/run.sh` is for that.
+
+use std::path::PathBuf;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
+
+use crate::harness::{
+    Emulator, Finished, Launch, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
+    python_is_missing, repository, temp_dir, wait_for_step, worker,
+};
+
+/// How long the kernels of a first run may be compiled on a busy machine.
+const COMPILING: Duration = Duration::from_mins(8);
+
+/// Microseconds by which the work of streams is late.
+const LATE: &str = "300";
+
+/// Heads of 32 channels, which tensor cores take; whole chunks for two ranks. Four samples a step.
+fn job() -> TinyJob {
+    TinyJob::with(|yaml| {
+        yaml.replace("n_embd: 32", "n_embd: 64")
+            .replace("steps: 40", "steps: 4")
+            .replace(
+                "checkpoint_every: 5",
+                "checkpoint_every: 2\n  grad_accumulation: 2\n  grad_clip: 1.0\n  schedule: { kind: constant }",
+            )
+    })
+}
+
+/// The emulator, with all kernels in its cache: one short run in each precision, which no test's patience must cover.
+fn emulator() -> Emulator {
+    static WARM: OnceLock<()> = OnceLock::new();
+    let emulator = Emulator::built();
+    WARM.get_or_init(|| {
+        for precision in ["f32", "bf16"] {
+            let job = job();
+            let launch = gpus(emulator, &job, 1).set("train.steps=1");
+            let mut running = launch
+                .set(&format!("train.precision={precision}"))
+                .target("tiny.yaml")
+                .start();
+            assert!(running.ended_within(COMPILING), "kernels in {precision}");
+            running.finish().expect_exit(0);
+        }
+    });
+    emulator
+}
+
+fn gpus(emulator: Emulator, job: &TinyJob, ranks: u32) -> Launch {
+    emulator
+        .launch()
+        .nproc(ranks)
+        .dir(job.dir())
+        .env("EMULATOR_GPUS", "4")
+        .set("parallel.backend=nccl")
+        .set(&format!("train.micro_batch={}", 4 / ranks))
+        .set("train.grad_accumulation=1")
+}
+
+/// Trains so, and gives the losses.
+#[track_caller]
+fn train(launch: Launch, job: &TinyJob, settings: &[&str]) -> Vec<f64> {
+    let launch = settings
+        .iter()
+        .fold(launch, |launch, setting| launch.set(setting));
+    launch.target("tiny.yaml").run().expect_exit(0);
+    losses(&job.out())
+}
+
+/// What one rank on the processor makes of the same four samples a step.
+fn expected() -> &'static [f64] {
+    static LOSSES: OnceLock<Vec<f64>> = OnceLock::new();
+    LOSSES.get_or_init(|| {
+        let job = job();
+        let losses = train(launch().nproc(1).dir(job.dir()), &job, &["parallel.backend=cpu"]);
+        assert_eq!(losses.len(), 4);
+        losses
+    })
+}
+
+/// To the precision of factors that are rounded so often.
+#[track_caller]
+fn expect_close(how: &str, found: &[f64], tolerance: f64) {
+    assert_eq!(found.len(), expected().len(), "{how}");
+    for (found, expected) in found.iter().zip(expected()) {
+        let relative = (found - expected).abs() / expected;
+        assert!(relative <= tolerance, "{how}: {found} against {expected}");
+    }
+}
+
+#[test]
+fn the_doctor_finds_nothing_missing() {
+    let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
+    let finished = doctor.args(["doctor".into()]).run();
+    finished
+        .expect_exit(0)
+        .expect_stdout("device 0             Emulated GPU, sm_90, 1.0 GiB")
+        .expect_stdout("device 1")
+        .expect_stdout("libnccl.so.2, 2.30.7")
+        .expect_stdout("nothing is missing");
+}
+
+#[test]
+fn losses_are_those_of_the_processor() {
+    let emulator = emulator();
+    for (precision, tolerance) in [("f32", 1e-5), ("tf32", 1e-3), ("bf16", 2e-3)] {
+        let job = job();
+        let setting = format!("train.precision={precision}");
+        let found = train(gpus(emulator, &job, 1), &job, &[&setting]);
+        expect_close(precision, &found, tolerance);
+    }
+    let job = job();
+    let fused = gpus(emulator, &job, 1).env("DDP_FUSED_GELU", "1");
+    let found = train(fused, &job, &["train.precision=bf16"]);
+    expect_close("bf16 with GELUs within products", &found, 2e-3);
+}
+
+/// With work that is late: whatever does not wait for what it needs comes too early.
+#[test]
+fn ranks_on_nccl_train_as_one_on_the_processor() {
+    let emulator = emulator();
+    for (ranks, settings) in [
+        (2, "parallel.strategy=ddp"),
+        (4, "parallel.strategy=ddp"),
+        (2, "parallel.strategy=zero1"),
+        (2, "parallel.strategy=zero2"),
+        (2, "parallel.strategy=zero3"),
+        (2, "parallel.strategy=zero3 parallel.overlap=false"),
+        (2, "parallel.strategy=zero2 train.offload.optimizer=host"),
+        (
+            2,
+            "parallel.strategy=zero1 train.micro_batch=1 train.grad_accumulation=2",
+        ),
+    ] {
+        let job = job();
+        let late = gpus(emulator, &job, ranks).env("EMULATOR_DELAY_US", LATE);
+        let settings: Vec<_> = settings.split(' ').collect();
+        let found = train(late, &job, &settings);
+        expect_same_losses(&format!("{ranks} ranks, {settings:?}"), &found, expected());
+    }
+    let job = job();
+    let late = gpus(emulator, &job, 2).env("EMULATOR_DELAY_US", LATE);
+    let found = train(late, &job, &["parallel.strategy=zero2", "train.precision=bf16"]);
+    expect_close("two ranks in bf16", &found, 2e-3);
+}
+
+/// How late each stream is, and in which order the threads of kernels run, changes no bit.
+#[test]
+fn timing_changes_no_bit() {
+    let emulator = emulator();
+    let run = |seed: &str, late: &str| {
+        let job = job();
+        let launch = gpus(emulator, &job, 2)
+            .env("EMULATOR_SEED", seed)
+            .env("EMULATOR_DELAY_US", late);
+        train(launch, &job, &["parallel.strategy=zero3"]);
+        parameters(&job.out())
+    };
+    let first = run("1", "0");
+    for (seed, late) in [("2", LATE), ("3", "2000")] {
+        assert!(run(seed, late) == first, "seed {seed}, {late} µs");
+    }
+}
+
+/// NCCL within a node does not notice a death: an operation with the dead never ends. Over a network it says so.
+#[test]
+fn a_killed_rank_changes_nothing_in_the_result() {
+    let emulator = emulator();
+    let settings = |launch: Launch| launch.set("parallel.strategy=zero2").set("train.steps=12");
+    let undisturbed = job();
+    settings(gpus(emulator, &undisturbed, 2))
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    for death in ["hang", "error"] {
+        let job = job();
+        let running = settings(gpus(emulator, &job, 2))
+            .env("EMULATOR_NCCL_DEATH", death)
+            .target("tiny.yaml")
+            .start();
+        wait_for_step(&job.out(), 3);
+        kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGKILL).expect("a living worker");
+        running.finish().expect_exit(0).expect_stderr("SIGKILL");
+        assert!(
+            parameters(&job.out()) == parameters(&undisturbed.out()),
+            "{death}"
+        );
+        assert_eq!(metrics(&job.out()).len(), 12, "{death}: each step once");
+    }
+}
+
+#[test]
+fn a_rank_that_stands_still_is_named() {
+    let emulator = emulator();
+    let job = job();
+    let running = gpus(emulator, &job, 2)
+        .flag("--max-restarts", "0")
+        .set("train.steps=100000")
+        .set("parallel.timeout_s=3")
+        .target("tiny.yaml")
+        .start();
+    wait_for_step(&job.out(), 2);
+    kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGSTOP).expect("a living worker");
+    let finished = running.finish();
+    assert_ne!(finished.code(), Some(0));
+    finished
+        .expect_stderr("communicator `world` is given up")
+        .expect_stderr("rank 1");
+}
+
+#[test]
+fn checkpoints_go_from_gpus_to_the_processor() {
+    let emulator = emulator();
+    let job = job();
+    train(
+        gpus(emulator, &job, 2),
+        &job,
+        &["parallel.strategy=zero3", "train.steps=2"],
+    );
+    let resumed = launch().nproc(1).dir(job.dir());
+    let found = train(resumed, &job, &["parallel.backend=cpu", "run.resume=require"]);
+    expect_same_losses("two steps on GPUs, two on the processor", &found, expected());
+}
+
+#[track_caller]
+fn refused(launch: Launch) -> Finished {
+    launch.flag("--max-restarts", "0").target("tiny.yaml").run()
+}
+
+#[test]
+fn more_workers_than_gpus_are_refused() {
+    let job = job();
+    let launch = gpus(Emulator::built(), &job, 2).env("EMULATOR_GPUS", "1");
+    refused(launch)
+        .expect_exit(2)
+        .expect_stderr("2 workers on this node, which has 1 GPU");
+}
+
+#[test]
+fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
+    let job = job();
+    let finished = refused(gpus(emulator(), &job, 1).env("EMULATOR_MEMORY_MIB", "34"));
+    assert_ne!(finished.code(), Some(0));
+    finished
+        .expect_stderr("CUDA_ERROR_OUT_OF_MEMORY")
+        .expect_stderr("free of 34.0 MiB, this rank holds")
+        .expect_stderr("hint: lower `train.micro_batch`");
+}
+
+/// The error comes from whatever asks next; the operations that ran last are named.
+#[test]
+fn a_kernel_that_fails_is_an_error_with_the_last_operations() {
+    let job = job();
+    let finished = refused(gpus(emulator(), &job, 1).env("EMULATOR_FAIL_LAUNCH", "150"));
+    assert_ne!(finished.code(), Some(0));
+    finished
+        .expect_stderr("CUDA_ERROR_ILLEGAL_ADDRESS")
+        .expect_stderr("CUDA_LAUNCH_BLOCKING=1");
+}
+
+#[test]
+fn a_library_that_is_not_there_is_named_with_the_way_to_get_it() {
+    let emulator = Emulator::built();
+    let folder = temp_dir();
+    for library in [
+        "libcuda.so.1",
+        "libcuda.so",
+        "libnvrtc.so.12",
+        "libcublasLt.so.12",
+    ] {
+        let original: PathBuf = emulator.folder().join(library);
+        std::os::unix::fs::symlink(original, folder.path().join(library)).expect("a link");
+    }
+    let job = job();
+    let path = folder.path().to_str().expect("UTF-8");
+    let finished = refused(gpus(emulator, &job, 2).env("LD_LIBRARY_PATH", path));
+    assert_ne!(finished.code(), Some(0));
+    finished
+        .expect_stderr("`libnccl.so` is not found, which is needed for collectives between GPUs")
+        .expect_stderr("pip install nvidia-nccl-cu12");
+}
+
+/// What would run on a machine with a GPU, from the doctor to the table, with models of its configurations' form and
+/// hardly a size.
+#[test]
+fn the_script_for_gpus_comes_to_its_table() {
+    if python_is_missing() {
+        return;
+    }
+    let emulator = emulator();
+    let (packed, logs) = (temp_dir(), temp_dir());
+    let put = |name: &str, text: &str| std::fs::write(packed.path().join(name), text).expect("writable");
+    for (name, path) in [
+        ("ddp-run", env!("CARGO_BIN_EXE_ddp-run")),
+        ("ddp-train", env!("CARGO_BIN_EXE_ddp-train")),
+    ] {
+        std::os::unix::fs::symlink(path, packed.path().join(name)).expect("a link");
+    }
+    for name in ["report.py", "small.yaml", "gpt2-124m.yaml", "gpt2-350m.yaml"] {
+        let text = std::fs::read_to_string(repository("tests/gpu").join(name)).expect("readable");
+        put(name, &shrunk(&text));
+    }
+    let text = std::fs::read_to_string(repository("examples/data/python-reference.txt")).expect("readable");
+    put("python-reference.txt", &text[..20_000]);
+    put("val.txt", &text[20_000..21_000]);
+    let folders = [packed.path(), logs.path()].map(|path| path.as_os_str().to_owned());
+    let sections = ["losses", "speed", "overlap"].map(Into::into);
+    let mut running = emulator
+        .program(repository("tests/gpu/run.sh").to_str().expect("UTF-8"))
+        .env("EMULATOR_GPUS", "1")
+        .env("GPU_STEPS", "12")
+        .args(folders.into_iter().chain(sections))
+        .start();
+    assert!(running.ended_within(COMPILING));
+    let finished = running.finish();
+    finished
+        .expect_exit(0)
+        .expect_stdout("ranks share it by NCCL_MULTI_RANK_GPU_ENABLE")
+        .expect_stdout("MFU: tokens/s x (6 parameters + 12 layers width sequence) FLOP")
+        .expect_stdout("as it trains")
+        .expect_stdout("all after backward");
+    let agrees = finished.stdout().iter().filter(|line| line.contains("-agrees"));
+    assert!(agrees.clone().count() == 4 && agrees.clone().all(|line| line.contains(" ok ")));
+}
+
+/// A configuration with two narrow blocks, and few tokens to validate on.
+fn shrunk(yaml: &str) -> String {
+    let lines = yaml.lines().map(|line| {
+        if line.starts_with("model:") {
+            return "model: { kind: gpt2, n_layer: 2, n_head: 2, n_embd: 64, block_size: 16 }".to_owned();
+        }
+        let line = line
+            .replace("steps: 50", "steps: 6")
+            .replace("micro_batch: 32", "micro_batch: 4");
+        line.replace("data: { ", "data: { val: val.txt, ")
+    });
+    lines.map(|line| line + "\n").collect()
+}
