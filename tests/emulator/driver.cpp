@@ -5,6 +5,7 @@
 //     EMULATOR_MEMORY_MIB=1024  memory of each, for this process alone
 //     EMULATOR_DELAY_US=0       longest delay before each piece of a stream's work (stream.hpp)
 //     EMULATOR_SEED=1           of the delays, and of the order in which a kernel's threads run
+//     EMULATOR_STATISTICS=0     1: each stream says at its end how much work it had, and how much of it found it idle
 //     EMULATOR_FAIL_LAUNCH=0    which launch of a process fails, from 1 on; 0: none
 //
 // Stricter than the real one, where that shows an error of the host: a copy or a fill outside of an allocation is

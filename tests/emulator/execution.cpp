@@ -170,6 +170,11 @@ API Result cuStreamDestroy_v2(Handle handle) {
     }
     of.streams.alive.erase(handle);
     stream->end();
+    if (setting("EMULATOR_STATISTICS", 0) != 0) {
+        const auto [pushed, found_idle] = stream->counts();
+        say("stream ends: %llu pieces of work, %llu found it idle", (unsigned long long)pushed,
+            (unsigned long long)found_idle);
+    }
     return SUCCESS;
 }
 

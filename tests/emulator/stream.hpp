@@ -10,6 +10,7 @@
 #include <mutex>
 #include <random>
 #include <thread>
+#include <utility>
 
 #include "cuda.h"
 
@@ -71,6 +72,8 @@ class Stream : public std::enable_shared_from_this<Stream> {
 
     void push(std::function<void()> work) {
         std::lock_guard lock(mutex);
+        pushed++;
+        found_idle += queue.empty() && !busy;
         queue.push_back(std::move(work));
         changed.notify_all();
     }
@@ -83,6 +86,12 @@ class Stream : public std::enable_shared_from_this<Stream> {
     void drain() {
         std::unique_lock lock(mutex);
         changed.wait(lock, [&] { return queue.empty() && !busy; });
+    }
+
+    // Pieces of work so far, and how many of them came when nothing was left to do: a GPU would have stood still.
+    std::pair<uint64_t, uint64_t> counts() {
+        std::lock_guard lock(mutex);
+        return {pushed, found_idle};
     }
 
     void end() {
@@ -120,6 +129,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
     std::condition_variable changed;
     std::deque<std::function<void()>> queue;
     bool busy = false, ended = false;
+    uint64_t pushed = 0, found_idle = 0;
 };
 
 } // namespace emulator
