@@ -17,11 +17,11 @@ std::mutex &kernels_turn() {
 }
 
 // Runs a grid; its threads in an order that the seed and the number of the launch choose.
-void run_kernel(const Function &function, std::vector<uint64_t> values, const unsigned *grid, const unsigned *block,
-                uint64_t number) {
+void run_kernel(const Function &function, std::vector<std::vector<uint64_t>> values, const unsigned *grid,
+                const unsigned *block, uint64_t number) {
     std::vector<void *> pointers;
-    for (uint64_t &value : values) {
-        pointers.push_back(&value);
+    for (std::vector<uint64_t> &value : values) {
+        pointers.push_back(value.data());
     }
     if (number + 1 == setting("EMULATOR_FAIL_LAUNCH", 0)) {
         say("kernel `%s` fails, as EMULATOR_FAIL_LAUNCH asks for", function.name.c_str());
@@ -134,10 +134,12 @@ API Result cuLaunchKernel(Handle handle, unsigned grid_x, unsigned grid_y, unsig
         grid_z > 65535 || shared_bytes > function->shared_limit) {
         return INVALID_VALUE;
     }
-    std::vector<uint64_t> values;
+    std::vector<std::vector<uint64_t>> values;
     for (size_t i = 0; i < function->parameters.size(); i++) {
-        values.push_back(0);
-        memcpy(&values.back(), parameters[i], function->parameters[i]);
+        // A structure takes several words.
+        const unsigned bytes = function->parameters[i];
+        values.emplace_back((bytes + 7) / 8);
+        memcpy(values.back().data(), parameters[i], bytes);
     }
     const uint64_t number = of.launches++;
     enqueue(stream, [=] {
