@@ -11,7 +11,7 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{
-    Emulator, Finished, Launch, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
+    Daemon, Emulator, Finished, Launch, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
     python_is_missing, repository, temp_dir, wait_for_step, worker,
 };
 
@@ -132,6 +132,9 @@ fn ranks_on_nccl_train_as_one_on_the_processor() {
         (2, "parallel.strategy=zero2"),
         (2, "parallel.strategy=zero3"),
         (2, "parallel.strategy=zero3 parallel.overlap=false"),
+        (2, "parallel.strategy=zero3 train.recompute=full"),
+        (2, "parallel.sync=per-parameter"),
+        (4, "parallel.strategy=zero3 parallel.shard_group=2"),
         (2, "parallel.strategy=zero2 train.offload.optimizer=host"),
         (
             2,
@@ -150,6 +153,26 @@ fn ranks_on_nccl_train_as_one_on_the_processor() {
     expect_close("two ranks in bf16", &found, 2e-3);
 }
 
+/// Each with a GPU of its own, as two machines have.
+#[test]
+fn two_nodes_train_as_one_rank_on_the_processor() {
+    let emulator = emulator();
+    let (daemon, job) = (Daemon::start(), job());
+    let node = |gpu: &str| {
+        gpus(emulator, &job, 2)
+            .nproc(1)
+            .node_of(2, &daemon.endpoint, "gpus")
+            .env("CUDA_VISIBLE_DEVICES", gpu)
+            .target("tiny.yaml")
+            .start()
+    };
+    for node in [node("0"), node("1")] {
+        node.finish().expect_exit(0);
+    }
+    expect_same_losses("two nodes", &losses(&job.out()), expected());
+    daemon.stop().expect_exit(0);
+}
+
 /// How late each stream is, and in which order the threads of kernels run, changes no bit.
 #[test]
 fn timing_changes_no_bit() {
@@ -166,6 +189,46 @@ fn timing_changes_no_bit() {
     for (seed, late) in [("2", LATE), ("3", "2000")] {
         assert!(run(seed, late) == first, "seed {seed}, {late} µs");
     }
+}
+
+/// The device, which is slow here, never waits for the host within a step, nor between two: work that finds the
+/// computing stream idle does not become more with more steps.
+#[test]
+fn the_host_runs_ahead_of_the_device() {
+    const MORE: u64 = 12;
+    let emulator = emulator();
+    let idle = |steps: u64| {
+        let job = job();
+        // As little as can be after the last step, where the host waits.
+        std::fs::write(job.dir().join("val.txt"), "0123456789".repeat(7)).expect("writable");
+        let finished = gpus(emulator, &job, 2)
+            .env("EMULATOR_DELAY_US", LATE)
+            .env("EMULATOR_STATISTICS", "1")
+            .set("data.val=val.txt")
+            .set("parallel.strategy=zero2")
+            .set("train.checkpoint_every=0")
+            .set(&format!("train.steps={steps}"))
+            .target("tiny.yaml")
+            .run();
+        finished.expect_exit(0);
+        let text = finished.transcript();
+        // The stream with the most work computes.
+        let counts = text.lines().filter_map(|line| {
+            let (work, idle) = line
+                .split_once("[0] emulated GPU: stream ends: ")?
+                .1
+                .split_once(" pieces of work, ")?;
+            let count = |text: &str| text.split(' ').next()?.parse::<u64>().ok();
+            Some((count(work)?, count(idle)?))
+        });
+        counts.max().expect("a stream that ends")
+    };
+    let ((little, idle_at_first), (much, idle_at_last)) = (idle(4), idle(4 + MORE));
+    assert!(much > 2 * little, "{little} and {much} pieces of work");
+    assert!(
+        idle_at_last < idle_at_first + MORE,
+        "{idle_at_first} of {little} found it idle, {idle_at_last} of {much}"
+    );
 }
 
 /// NCCL within a node does not notice a death: an operation with the dead never ends. Over a network it says so.
