@@ -301,6 +301,10 @@ API Result ncclCommAbort(Handle handle) {
     }
     inform(comm->gpu.number, "comm %p rank %d nranks %d - Abort", (void *)comm.get(), comm->rank, comm->size);
     comm->end();
+    // The real one frees its memory of the device, which waits for everything there: also for operations of the other
+    // communicators of the process, whatever they wait for.
+    Driver::get().bind(comm->gpu);
+    Driver::get().synchronize();
     return SUCCESS;
 }
 

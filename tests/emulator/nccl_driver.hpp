@@ -50,6 +50,9 @@ class Driver {
     // Makes it the calling thread's.
     void bind(const Gpu &gpu) const { set_current(gpu.context); }
 
+    // Waits for all that is in the streams of the calling thread's GPU.
+    void synchronize() const { synchronize_current(); }
+
   private:
     static constexpr int SUCCESS = 0;
 
@@ -60,6 +63,7 @@ class Driver {
         find(library, "cuCtxSetCurrent", set_current);
         find(library, "cuCtxGetDevice", get_device);
         find(library, "cuDeviceGetPCIBusId", get_bus);
+        find(library, "cuCtxSynchronize", synchronize_current);
     }
 
     template <class F> static void find(void *library, const char *name, F &function) {
@@ -75,6 +79,7 @@ class Driver {
     int (*set_current)(Handle);
     int (*get_device)(int *);
     int (*get_bus)(char *, int, int);
+    int (*synchronize_current)();
 };
 
 } // namespace nccl

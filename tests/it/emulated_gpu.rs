@@ -20,6 +20,9 @@ use crate::harness::{
 /// How long the kernels of a first run may be compiled on a busy machine.
 const COMPILING: Duration = Duration::from_mins(8);
 
+/// A rank that stands still for three seconds is named within it, on a busy machine too.
+const NAMED: Duration = Duration::from_mins(1);
+
 /// Microseconds by which the work of streams is late.
 const LATE: &str = "300";
 
@@ -237,46 +240,58 @@ fn the_host_runs_ahead_of_the_device() {
 #[test]
 fn a_killed_rank_changes_nothing_in_the_result() {
     let emulator = emulator();
-    let settings = |launch: Launch| launch.set("parallel.strategy=zero2").set("train.steps=12");
-    let undisturbed = job();
-    settings(gpus(emulator, &undisturbed, 2))
-        .target("tiny.yaml")
-        .run()
-        .expect_exit(0);
-    for death in ["hang", "error"] {
-        let job = job();
-        let running = settings(gpus(emulator, &job, 2))
-            .env("EMULATOR_NCCL_DEATH", death)
+    for (strategy, deaths) in [("zero2", &["hang", "error"][..]), ("zero3", &["hang"])] {
+        let strategy = format!("parallel.strategy={strategy}");
+        let settings = |launch: Launch| launch.set(&strategy).set("train.steps=12");
+        let undisturbed = job();
+        settings(gpus(emulator, &undisturbed, 2))
             .target("tiny.yaml")
-            .start();
-        wait_for_step(&job.out(), 3);
-        kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGKILL).expect("a living worker");
-        running.finish().expect_exit(0).expect_stderr("SIGKILL");
-        assert!(
-            parameters(&job.out()) == parameters(&undisturbed.out()),
-            "{death}"
-        );
-        assert_eq!(metrics(&job.out()).len(), 12, "{death}: each step once");
+            .run()
+            .expect_exit(0);
+        for death in deaths {
+            let job = job();
+            let running = settings(gpus(emulator, &job, 2))
+                .env("EMULATOR_NCCL_DEATH", death)
+                .target("tiny.yaml")
+                .start();
+            wait_for_step(&job.out(), 3);
+            kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGKILL).expect("a living worker");
+            running.finish().expect_exit(0).expect_stderr("SIGKILL");
+            assert!(
+                parameters(&job.out()) == parameters(&undisturbed.out()),
+                "{strategy}, {death}"
+            );
+            let steps = metrics(&job.out()).len();
+            assert_eq!(steps, 12, "{strategy}, {death}: each step once");
+        }
     }
 }
 
+/// Also where it holds up several communicators, of which none can be freed before all are given up.
 #[test]
 fn a_rank_that_stands_still_is_named() {
     let emulator = emulator();
-    let job = job();
-    let running = gpus(emulator, &job, 2)
-        .flag("--max-restarts", "0")
-        .set("train.steps=100000")
-        .set("parallel.timeout_s=3")
-        .target("tiny.yaml")
-        .start();
-    wait_for_step(&job.out(), 2);
-    kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGSTOP).expect("a living worker");
-    let finished = running.finish();
-    assert_ne!(finished.code(), Some(0));
-    finished
-        .expect_stderr("communicator `world` is given up")
-        .expect_stderr("rank 1");
+    for (ranks, settings) in [
+        (2, "parallel.strategy=ddp"),
+        (2, "parallel.strategy=zero3"),
+        (4, "parallel.strategy=zero3 parallel.shard_group=2"),
+    ] {
+        let job = job();
+        let launch = gpus(emulator, &job, ranks)
+            .flag("--max-restarts", "0")
+            .set("train.steps=100000")
+            .set("parallel.timeout_s=3");
+        let launch = settings
+            .split(' ')
+            .fold(launch, |launch, setting| launch.set(setting));
+        let mut running = launch.target("tiny.yaml").start();
+        wait_for_step(&job.out(), 2);
+        kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGSTOP).expect("a living worker");
+        assert!(running.ended_within(NAMED), "{settings}");
+        let finished = running.finish();
+        assert_ne!(finished.code(), Some(0));
+        finished.expect_stderr("is given up").expect_stderr("rank 1");
+    }
 }
 
 #[test]

@@ -106,6 +106,14 @@ pub enum Failure {
     /// An earlier operation of the same communicator failed.
     #[error("an earlier operation failed: {0}")]
     Poisoned(String),
+    /// Another operation of this process failed, and everything on the device was given up with it.
+    #[error("given up because of {because_of}: {failure}")]
+    GivenUp {
+        /// In words: `#31 of world`, in backquotes what is a name.
+        because_of: String,
+        /// What happened to that one.
+        failure: Box<Self>,
+    },
     /// The library that carries operations out reported an error.
     #[error("{call}: {words}")]
     Library {
@@ -133,18 +141,25 @@ impl CollectiveError {
     /// True if it failed only because another rank failed.
     #[must_use]
     pub fn is_consequence(&self) -> bool {
-        match &self.failure {
-            Failure::PeerLost { .. }
-            | Failure::GenerationOver(_)
-            | Failure::Refused { .. }
-            | Failure::Poisoned(_)
-            | Failure::Library { of_peer: true, .. } => true,
-            Failure::TimedOut { .. }
-            | Failure::Mismatch { .. }
-            | Failure::Invalid(_)
-            | Failure::Library { of_peer: false, .. }
-            | Failure::Device(_)
-            | Failure::System { .. } => false,
+        self.failure.is_consequence()
+    }
+}
+
+impl Failure {
+    fn is_consequence(&self) -> bool {
+        match self {
+            Self::PeerLost { .. }
+            | Self::GenerationOver(_)
+            | Self::Refused { .. }
+            | Self::Poisoned(_)
+            | Self::Library { of_peer: true, .. } => true,
+            Self::GivenUp { failure, .. } => failure.is_consequence(),
+            Self::TimedOut { .. }
+            | Self::Mismatch { .. }
+            | Self::Invalid(_)
+            | Self::Library { of_peer: false, .. }
+            | Self::Device(_)
+            | Self::System { .. } => false,
         }
     }
 }

@@ -2,21 +2,23 @@
 //!
 //! Whoever asks something of NCCL holds the lock of the handle until the answer is complete, so an abort never comes
 //! between the parts of another thread's operation. Of a communicator that is given up the verdict is written down
-//! first, then it is aborted: an abort lets the stream go on, and nobody may take that for success.
+//! first, and those of all others of the process; then the watchdog aborts them: an abort lets the stream go on, and
+//! nobody may take that for success.
 #![allow(unsafe_code, reason = "NCCL is given addresses of device memory")]
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use super::handle::{Call, Handle};
 use super::lane::Lane;
 use super::library::CallError;
-use super::recorder::{Entry, IN_FLIGHT_BOUND, Points, Recorder};
+use super::recorder::{Entry, IN_FLIGHT_BOUND, Oldest, Points, Recorder};
 use super::reduction::{Reduction, ScaledSums, data_type};
 use super::sys::RedOp;
 use super::ticket::Ticket;
 use super::translate::{Share, offset};
 use super::verdict::{Observation, Verdict, judge};
+use super::watchdog::Watchdog;
 use crate::collective::{Failure, Flight, Request, Wait};
 use crate::device::{Arena, Event};
 use crate::session::{Cancel, Waiting, Wanted};
@@ -66,8 +68,17 @@ pub(super) struct Comm {
     token: Arena,
     state: Mutex<State>,
     recorder: Mutex<Recorder>,
-    /// Why it was given up.
-    fate: OnceLock<Verdict>,
+    fate: OnceLock<Fate>,
+    /// What was split from it, in order.
+    parts: Mutex<Vec<Weak<Self>>>,
+}
+
+/// The end of a communicator that was given up.
+struct Fate {
+    /// Why.
+    verdict: Verdict,
+    /// The operations before this one had ended when the verdict was written, so that they are not touched by it.
+    first_open: u64,
 }
 
 struct State {
@@ -89,10 +100,12 @@ impl Waiting for Comm {
 }
 
 impl Comm {
-    /// Makes a communicator: `begin` starts it, and this waits until it is there.
+    /// Makes a communicator: `begin` starts it, and this waits until it is there. The watchdog has it from the
+    /// beginning, so that one that does not get ready is aborted too.
     pub(super) fn make(
         membership: Membership,
         lane: Lane,
+        watchdog: &Watchdog,
         wait: &Wait,
         begin: impl FnOnce() -> Result<Handle, Failure>,
     ) -> Result<Arc<Self>, Failure> {
@@ -109,7 +122,9 @@ impl Comm {
             }),
             recorder: Mutex::default(),
             fate: OnceLock::new(),
+            parts: Mutex::default(),
         });
+        watchdog.add(&comm);
         comm.ask(None, wait, |_, _| Ok(()))?;
         let waiting: Arc<dyn Waiting> = comm.clone();
         comm.membership.cancel.listen_to(Arc::downgrade(&waiting));
@@ -120,6 +135,7 @@ impl Comm {
     pub(super) fn split(
         &self,
         part: Option<(usize, Membership)>,
+        watchdog: &Watchdog,
         wait: &Wait,
     ) -> Result<Option<Arc<Self>>, Failure> {
         self.lane.bind()?;
@@ -141,7 +157,9 @@ impl Comm {
             })
         };
         let lane = self.lane.beside(&membership.name);
-        Self::make(membership, lane, wait, begin).map(Some)
+        let part = Self::make(membership, lane, watchdog, wait, begin)?;
+        self.parts().push(Arc::downgrade(&part));
+        Ok(Some(part))
     }
 
     pub(super) fn membership(&self) -> &Membership {
@@ -222,7 +240,7 @@ impl Comm {
     }
 
     /// Asks something of NCCL and waits until it is done with it, which needs other ranks only where it says so.
-    /// On failure the communicator is given up.
+    /// On failure the communicator is given up: the watchdog aborts it, since this thread may be needed elsewhere.
     fn ask<T>(
         &self,
         sequence: Option<u64>,
@@ -244,7 +262,6 @@ impl Comm {
                 failure: failure.clone(),
                 culprit: sequence,
             });
-            Self::abort(state);
         })
     }
 
@@ -281,7 +298,25 @@ impl Comm {
 
     /// An error once it was given up, in the words that are due to this operation.
     pub(super) fn alive(&self, sequence: Option<u64>) -> Result<(), Failure> {
-        self.fate.get().map_or(Ok(()), |fate| Err(fate.of(sequence)))
+        self.fate
+            .get()
+            .map_or(Ok(()), |fate| Err(fate.verdict.of(sequence)))
+    }
+
+    /// The failure of an operation in the stream, if it was given up before the stream had passed it.
+    pub(super) fn doom(&self, sequence: u64) -> Option<Failure> {
+        let fate = self.fate.get()?;
+        (sequence >= fate.first_open).then(|| fate.verdict.of(Some(sequence)))
+    }
+
+    /// Why it was given up, if it was.
+    pub(super) fn verdict(&self) -> Option<&Verdict> {
+        self.fate.get().map(|fate| &fate.verdict)
+    }
+
+    /// The operation whose turn it is.
+    pub(super) fn oldest(&self) -> Option<Oldest> {
+        self.recorder().oldest()
     }
 
     /// What the watchdog must know, and its decision.
@@ -316,11 +351,12 @@ impl Comm {
     /// Writes down why, once, and what was going on.
     pub(super) fn give_up(&self, verdict: Verdict) {
         let failure = verdict.failure.clone();
-        if self.fate.set(verdict).is_err() {
-            return;
-        }
         let mut recorder = self.recorder();
         recorder.look(Instant::now());
+        let first_open = recorder.first_open();
+        if self.fate.set(Fate { verdict, first_open }).is_err() {
+            return;
+        }
         tracing::error!(
             "rank {}: communicator `{}` is given up: {failure}\nits last operations:\n{}",
             self.membership.global(),
@@ -329,20 +365,11 @@ impl Comm {
         );
     }
 
-    /// Aborts what was given up. False if another thread is asking something: it sees the verdict and does so itself,
-    /// unless NCCL does not answer it.
-    pub(super) fn try_abort(&self) -> bool {
-        let Some(state) = self.try_lock() else {
-            return false;
-        };
-        Self::abort(state);
-        true
-    }
-
-    fn abort(mut state: MutexGuard<'_, State>) {
-        let handle = state.handle.take();
-        // Nobody else knows the handle now, and an abort may take its time.
-        drop(state);
+    /// Aborts what was given up, once no other thread asks anything: who does sees the verdict and comes to an end, unless
+    /// NCCL does not answer. Returns when the device is through with it.
+    pub(super) fn abort(&self) {
+        // Nobody else knows the handle then, and an abort may take its time.
+        let handle = self.lock().handle.take();
         if let Some(handle) = handle
             && let Err(error) = handle.abort()
         {
@@ -350,8 +377,22 @@ impl Comm {
         }
     }
 
-    /// Waits for what is in the stream and for the other ranks, and frees the communicator.
+    /// True once it was aborted, or is being, or was left.
+    pub(super) fn is_gone(&self) -> bool {
+        self.try_lock().is_some_and(|state| state.handle.is_none())
+    }
+
+    /// Waits for what is in the stream and for the other ranks, and frees the communicator: after its parts, the last
+    /// one first, as on all ranks. Of one that was left nothing is left to do.
     pub(super) fn leave(&self, wait: &Wait) -> Result<(), Failure> {
+        let parts = std::mem::take(&mut *self.parts());
+        for part in parts.iter().rev().filter_map(Weak::upgrade) {
+            part.leave(wait)?;
+        }
+        self.alive(None)?;
+        if self.lock().handle.is_none() {
+            return Ok(());
+        }
         self.lane.bind()?;
         self.ask(None, wait, |handle, sums| {
             sums.clear(handle)?;
@@ -374,6 +415,10 @@ impl Comm {
             Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
+    }
+
+    fn parts(&self) -> MutexGuard<'_, Vec<Weak<Self>>> {
+        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn recorder(&self) -> MutexGuard<'_, Recorder> {

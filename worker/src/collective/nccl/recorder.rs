@@ -117,6 +117,8 @@ pub(super) struct Oldest {
 pub(super) struct Recorder {
     in_flight: VecDeque<Flown<Entry>>,
     ended: VecDeque<Flown<Summary>>,
+    /// The operations before this one have ended.
+    first_open: u64,
     failed: Option<(u64, DeviceError)>,
 }
 
@@ -151,6 +153,11 @@ impl Recorder {
         self.in_flight.len()
     }
 
+    /// Operations before this one have ended, as of the last look.
+    pub(super) fn first_open(&self) -> u64 {
+        self.first_open
+    }
+
     /// Looks how far the stream has come. Operations end in order, so only the first that has not is asked about.
     pub(super) fn look(&mut self, now: Instant) {
         while let Some(first) = self.in_flight.front_mut() {
@@ -172,6 +179,7 @@ impl Recorder {
                 });
                 flown.phase = Phase::Done;
             }
+            self.first_open = flown.what.sequence + 1;
             flown.since = now;
             self.remember(flown);
             if let Some(next) = self.in_flight.front_mut() {

@@ -39,11 +39,11 @@ impl Flight for Ticket {
         let now = Instant::now();
         let passed = self.points.look(now);
         // Asked after the stream: an operation that was aborted lets it pass, but was given up before.
-        let outcome = match (self.comm.alive(Some(self.sequence)), passed) {
-            (Err(failure), _) => Err(failure),
-            (Ok(()), Some(Ok(()))) => Ok(self.points.times()?),
-            (Ok(()), Some(Err(error))) => Err(Failure::Device(error)),
-            (Ok(()), None) => return None,
+        let outcome = match (self.comm.doom(self.sequence), passed) {
+            (Some(failure), _) => Err(failure),
+            (None, Some(Ok(()))) => Ok(self.points.times()?),
+            (None, Some(Err(error))) => Err(Failure::Device(error)),
+            (None, None) => return None,
         };
         Some(self.ended.get_or_init(|| outcome).clone())
     }

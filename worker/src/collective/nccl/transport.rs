@@ -74,14 +74,19 @@ impl NcclTransport {
         };
         let lane = Lane::new(device.clone(), native, name);
         let watchdog = Watchdog::start(Witness::new(place.store.clone()))?;
-        let comm = Comm::make(membership, lane, &wait, || {
+        let made = Comm::make(membership, lane, &watchdog, &wait, || {
             Ok(Handle::init(nccl, id, world_size, rank)?)
-        })?;
-        Ok(Self::over(comm, watchdog))
+        });
+        match made {
+            Ok(comm) => Ok(Self::over(comm, watchdog)),
+            Err(failure) => {
+                farewell(&watchdog, name);
+                Err(failure)
+            }
+        }
     }
 
     fn over(comm: Arc<Comm>, watchdog: Watchdog) -> Self {
-        watchdog.add(&comm);
         Self {
             comm,
             watchdog,
@@ -137,7 +142,7 @@ impl StreamTransport for NcclTransport {
             return Err(not_a_group(members, ours.rank));
         }
         if members.len() == 1 {
-            self.comm.split(None, wait)?;
+            self.comm.split(None, &self.watchdog, wait)?;
             return Ok(Box::new(SoloStream::new(
                 ours.global(),
                 self.comm.lane().device(),
@@ -149,7 +154,8 @@ impl StreamTransport for NcclTransport {
             members: members.iter().map(|&rank| ours.members[rank]).collect(),
             ..ours.clone()
         };
-        let part = self.comm.split(Some((members[0], membership)), wait)?;
+        let part = Some((members[0], membership));
+        let part = self.comm.split(part, &self.watchdog, wait)?;
         let part = part.expect("asked for with a color");
         Ok(Box::new(Self::over(part, self.watchdog.clone())))
     }
@@ -159,22 +165,25 @@ impl StreamTransport for NcclTransport {
     }
 
     fn shutdown(&mut self, wait: &Wait) {
-        if self.comm.alive(None).is_ok()
-            && let Err(failure) = self.comm.leave(wait)
-        {
+        if let Err(failure) = self.comm.leave(wait) {
             let name = &self.comm.membership().name;
             tracing::warn!("communicator `{name}` could not be left: {failure}");
+            farewell(&self.watchdog, name);
         }
     }
 
     fn abandon(&mut self) {
-        if !self.watchdog.end(FAREWELL) {
-            let name = &self.comm.membership().name;
-            tracing::warn!(
-                "communicator `{name}` is still being aborted after {} s",
-                FAREWELL.as_secs()
-            );
-        }
+        farewell(&self.watchdog, &self.comm.membership().name);
+    }
+}
+
+/// Waits a bounded time for what is being aborted.
+fn farewell(watchdog: &Watchdog, name: &str) {
+    if !watchdog.end(FAREWELL) {
+        tracing::warn!(
+            "communicator `{name}`, or one beside it, is still being aborted after {} s",
+            FAREWELL.as_secs()
+        );
     }
 }
 

@@ -33,14 +33,38 @@ pub(super) struct Verdict {
 }
 
 impl Verdict {
-    /// The failure of an operation: of the one that met it, the failure itself; for another one it was an earlier
-    /// operation's.
+    /// The failure of an operation that had not ended: of the one that met it, the failure itself; for another one it
+    /// was an earlier or a later operation's.
     pub(super) fn of(&self, sequence: Option<u64>) -> Failure {
         match (self.culprit, sequence) {
-            (Some(culprit), Some(sequence)) if culprit != sequence => {
+            (Some(culprit), Some(sequence)) if culprit < sequence => {
                 Failure::Poisoned(format!("#{culprit}: {}", self.failure))
             }
+            (Some(culprit), Some(sequence)) if culprit > sequence => Failure::GivenUp {
+                because_of: format!("a later operation, #{culprit}"),
+                failure: Box::new(self.failure.clone()),
+            },
             _ => self.failure.clone(),
+        }
+    }
+
+    /// That on the other communicators of the process, where this one is on `communicator`.
+    pub(super) fn on_others(&self, communicator: &str) -> Self {
+        let because_of = match self.culprit {
+            Some(culprit) => format!("#{culprit} of `{communicator}`"),
+            None => format!("communicator `{communicator}`"),
+        };
+        let failure = match &self.failure {
+            // It says itself whose it is, or is everybody's.
+            Failure::GenerationOver(_) | Failure::GivenUp { .. } => self.failure.clone(),
+            failure => Failure::GivenUp {
+                because_of,
+                failure: Box::new(failure.clone()),
+            },
+        };
+        Self {
+            failure,
+            culprit: None,
         }
     }
 }
@@ -138,6 +162,23 @@ mod tests {
             "waited 10000 ms for the input of all-reduce #3 (bucket 0)"
         );
         assert!(verdict(Phase::Running).starts_with("waited 10000 ms for rank 1, 2\n"));
+    }
+
+    #[test]
+    fn operations_before_and_behind_the_culprit_and_elsewhere_are_told_so() {
+        let verdict = Verdict {
+            failure: Failure::Invalid("broken".into()),
+            culprit: Some(31),
+        };
+        let words = |sequence| verdict.of(Some(sequence)).to_string();
+        assert_eq!(words(29), "given up because of a later operation, #31: broken");
+        assert_eq!(words(31), "broken");
+        assert_eq!(words(32), "an earlier operation failed: #31: broken");
+        let others = verdict.on_others("world");
+        let elsewhere = "given up because of #31 of `world`: broken";
+        assert_eq!(others.of(Some(29)).to_string(), elsewhere);
+        // Passed on, it stays as it is.
+        assert_eq!(others.on_others("parameters"), others);
     }
 
     #[test]

@@ -1,12 +1,16 @@
 //! The thread that looks after communicators: errors that nobody asked for, operations that do not end, and the
 //! word that the generation is over.
+//!
+//! The communicators of a process are given up together. An abort frees memory of the device, which waits for all that
+//! runs there: also for operations of the other communicators, which never end while nobody aborts those. So each is
+//! aborted in a thread of its own, after all have their verdict.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::comm::Comm;
 use super::verdict::Verdict;
-use super::witness::Witness;
+use super::witness::{PATIENCE, Witness};
 use crate::collective::Failure;
 
 /// Time between two looks.
@@ -23,7 +27,7 @@ struct Guard(Arc<Shared>);
 
 struct Shared {
     charges: Mutex<Charges>,
-    stopped: Condvar,
+    changed: Condvar,
 }
 
 #[derive(Default)]
@@ -32,14 +36,17 @@ struct Charges {
     stop: bool,
     /// The thread does nothing any more.
     over: bool,
+    /// Threads that abort.
+    aborting: usize,
 }
 
+/// One to be looked after until it is gone: also one that nobody else knows any more, if it was given up.
 struct Charge {
-    comm: Weak<Comm>,
-    /// Since when it waits to be aborted; none if it does not.
+    comm: Arc<Comm>,
+    /// Since when it is being aborted; none if it is not.
     condemned: Option<Instant>,
-    /// All that can be done is done or said.
-    settled: bool,
+    /// It was said that it cannot be.
+    is_reported: bool,
 }
 
 impl Watchdog {
@@ -47,7 +54,7 @@ impl Watchdog {
     pub(super) fn start(witness: Witness) -> Result<Self, Failure> {
         let shared = Arc::new(Shared {
             charges: Mutex::default(),
-            stopped: Condvar::new(),
+            changed: Condvar::new(),
         });
         let watched = shared.clone();
         let thread = std::thread::Builder::new().name("ddp-watchdog".into());
@@ -62,55 +69,105 @@ impl Watchdog {
 
     /// Looks after one more.
     pub(super) fn add(&self, comm: &Arc<Comm>) {
-        let mut charges = self.0.0.lock();
-        charges.comms.retain(|charge| charge.comm.strong_count() > 0);
-        charges.comms.push(Charge {
-            comm: Arc::downgrade(comm),
+        self.0.0.lock().comms.push(Charge {
+            comm: comm.clone(),
             condemned: None,
-            settled: false,
+            is_reported: false,
         });
     }
 
-    /// Ends the thread and waits, no longer than `bound`, until it is through with what it does. False if it is not.
+    /// Ends the thread and waits, no longer than `bound`, until all that was given up is aborted. False if it is not.
     pub(super) fn end(&self, bound: Duration) -> bool {
         let shared = &self.0.0;
         let mut charges = shared.lock();
         charges.stop = true;
-        shared.stopped.notify_all();
+        shared.changed.notify_all();
         let waited = shared
-            .stopped
-            .wait_timeout_while(charges, bound, |charges| !charges.over);
-        waited.unwrap_or_else(PoisonError::into_inner).0.over
+            .changed
+            .wait_timeout_while(charges, bound, |charges| !charges.is_through());
+        waited.unwrap_or_else(PoisonError::into_inner).0.is_through()
     }
 }
 
 impl Drop for Guard {
     fn drop(&mut self) {
-        self.0.lock().stop = true;
-        self.0.stopped.notify_all();
+        let mut charges = self.0.lock();
+        charges.stop = true;
+        let (condemned, others) = std::mem::take(&mut charges.comms)
+            .into_iter()
+            .partition(|charge| charge.comm.verdict().is_some());
+        charges.comms = condemned;
+        drop(charges);
+        self.0.changed.notify_all();
+        // Here, and not in a thread that may outlive `main`: they hold on to the device.
+        drop::<Vec<Charge>>(others);
+    }
+}
+
+impl Charges {
+    fn is_through(&self) -> bool {
+        self.over && self.aborting == 0
     }
 }
 
 impl Shared {
-    fn watch(&self, witness: &Witness) {
+    fn watch(self: &Arc<Self>, witness: &Witness) {
+        let mut verdict = None;
         let mut charges = self.lock();
-        while !charges.stop {
+        loop {
+            let is_last = charges.stop;
             let mut comms = std::mem::take(&mut charges.comms);
             // Whoever adds one must not wait for this look.
             drop(charges);
+            comms.retain(|charge| !charge.is_over());
+            let found = if is_last {
+                vec![None; comms.len()]
+            } else {
+                examine(&comms, witness)
+            };
+            condemn(&comms, found, &mut verdict);
             for charge in &mut comms {
-                charge.look(witness);
+                self.abort(charge);
             }
             charges = self.lock();
+            if is_last {
+                break;
+            }
             comms.append(&mut charges.comms);
             charges.comms = comms;
             if !charges.stop {
-                let waited = self.stopped.wait_timeout(charges, TICK);
+                let waited = self.changed.wait_timeout(charges, TICK);
                 charges = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
         charges.over = true;
-        self.stopped.notify_all();
+        self.changed.notify_all();
+    }
+
+    /// Aborts what was given up, in a thread of its own.
+    fn abort(self: &Arc<Self>, charge: &mut Charge) {
+        if charge.comm.verdict().is_none() {
+            return;
+        }
+        if charge.condemned.is_some() {
+            charge.report();
+            return;
+        }
+        charge.condemned = Some(Instant::now());
+        self.lock().aborting += 1;
+        let (shared, comm) = (self.clone(), charge.comm.clone());
+        let abort = move || {
+            comm.abort();
+            drop(comm);
+            shared.lock().aborting -= 1;
+            shared.changed.notify_all();
+        };
+        let thread = std::thread::Builder::new().name("ddp-abort".into());
+        if let Err(error) = thread.spawn(abort.clone()) {
+            // One after the other is better than none.
+            tracing::warn!("no thread can be started for an abort: {error}");
+            abort();
+        }
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Charges> {
@@ -119,46 +176,73 @@ impl Shared {
 }
 
 impl Charge {
-    fn look(&mut self, witness: &Witness) {
-        let Some(comm) = self.comm.upgrade() else {
-            return;
-        };
-        let now = Instant::now();
-        if let Some(verdict) = comm.examine(now) {
-            comm.give_up(named(verdict, &comm, witness));
-        }
-        if comm.alive(None).is_ok() || self.settled {
-            return;
-        }
-        let condemned = *self.condemned.get_or_insert(now);
-        if comm.try_abort() {
-            self.settled = true;
-        } else if condemned.elapsed() >= STUCK {
-            // Aborting beside a call that is under way could free what it uses. The agent ends this process.
+    /// Nothing is left to do.
+    fn is_over(&self) -> bool {
+        let is_forgotten = Arc::strong_count(&self.comm) == 1 && self.comm.verdict().is_none();
+        is_forgotten || self.comm.is_gone()
+    }
+
+    /// Says, once, that it cannot be aborted. Beside a call that is under way that could free what the call uses. The
+    /// agent ends this process.
+    fn report(&mut self) {
+        let is_stuck = self.condemned.is_some_and(|since| since.elapsed() >= STUCK);
+        if is_stuck && !self.is_reported {
+            self.is_reported = true;
             tracing::error!(
                 "rank {}: a call of NCCL on communicator `{}` has not returned for {} s, so that its operations cannot be aborted",
-                comm.membership().global(),
-                comm.membership().name,
+                self.comm.membership().global(),
+                self.comm.membership().name,
                 STUCK.as_secs(),
             );
-            self.settled = true;
         }
     }
 }
 
-/// A time-out with the names of those who did not come.
-fn named(verdict: Verdict, comm: &Comm, witness: &Witness) -> Verdict {
-    match (verdict.failure, verdict.culprit) {
-        (Failure::TimedOut { waited_ms, .. }, Some(sequence)) => {
-            let waiting_for = witness.absent(comm.membership(), sequence);
-            Verdict {
-                failure: Failure::TimedOut {
-                    waiting_for,
-                    waited_ms,
-                },
-                culprit: Some(sequence),
+/// What is found of each: a verdict where it is to be given up for something of its own.
+fn examine(comms: &[Charge], witness: &Witness) -> Vec<Option<Verdict>> {
+    let now = Instant::now();
+    let mut found: Vec<_> = comms.iter().map(|charge| charge.comm.examine(now)).collect();
+    let is_late = |verdict: &Verdict| matches!(verdict.failure, Failure::TimedOut { .. });
+    if found.iter().flatten().any(is_late) {
+        // Of all, since all are given up: other ranks may be in time of one, and wait for this rank in another one.
+        for Charge { comm, .. } in comms {
+            if let Some(oldest) = comm.oldest() {
+                witness.say(comm.membership(), oldest.sequence);
             }
         }
-        (failure, culprit) => Verdict { failure, culprit },
+        let deadline = Instant::now() + PATIENCE;
+        for (Charge { comm, .. }, verdict) in comms.iter().zip(&mut found) {
+            if let Some(verdict) = verdict {
+                name_the_late(verdict, comm, witness, deadline);
+            }
+        }
     }
+    found
+}
+
+/// Names in a time-out those who did not come.
+fn name_the_late(verdict: &mut Verdict, comm: &Comm, witness: &Witness, deadline: Instant) {
+    if let (Failure::TimedOut { waiting_for, .. }, Some(sequence)) = (&mut verdict.failure, verdict.culprit) {
+        *waiting_for = witness.absent(comm.membership(), sequence, deadline);
+    }
+}
+
+/// Gives up all if one of them is, also by a thread that uses it: each for what was found of it, the others for the
+/// first one's, which stays as `verdict` for those to come.
+fn condemn(comms: &[Charge], found: Vec<Option<Verdict>>, verdict: &mut Option<Verdict>) {
+    let first = || {
+        comms.iter().zip(&found).find_map(|(Charge { comm, .. }, found)| {
+            let verdict = comm.verdict().or(found.as_ref())?;
+            Some(verdict.on_others(&comm.membership().name))
+        })
+    };
+    let Some(on_others) = verdict.take().or_else(first) else {
+        return;
+    };
+    for (Charge { comm, .. }, found) in comms.iter().zip(found) {
+        if comm.verdict().is_none() {
+            comm.give_up(found.unwrap_or_else(|| on_others.clone()));
+        }
+    }
+    *verdict = Some(on_others);
 }

@@ -8,7 +8,7 @@ use crate::session::KeyValue;
 
 /// How long a rank waits for the words of all others. Ranks that came to the operation later than that after this
 /// one are named too, though they wait themselves.
-const PATIENCE: Duration = Duration::from_secs(2);
+pub(super) const PATIENCE: Duration = Duration::from_secs(2);
 
 /// See the module.
 pub(super) struct Witness(Arc<dyn KeyValue>);
@@ -19,24 +19,31 @@ impl Witness {
         Self(store)
     }
 
-    /// Says that this rank waits in operation `sequence`, and returns the global ranks that are not known to wait in
-    /// it too; all others if everybody waits.
-    pub(super) fn absent(&self, membership: &Membership, sequence: u64) -> Vec<usize> {
-        let others = membership.others();
-        let key = |rank: usize| format!("nccl/{}/waits/{rank}", membership.name);
-        let said = sequence.to_string();
-        if self.0.put(&key(membership.global()), said.as_bytes()).is_err() {
-            return others;
+    /// Says that this rank waits in operation `sequence`. Of a communicator it is said once.
+    pub(super) fn say(&self, membership: &Membership, sequence: u64) {
+        let key = key(membership, membership.global());
+        if let Err(error) = self.0.put(&key, sequence.to_string().as_bytes()) {
+            tracing::warn!("`{key}` could not be said: {error}");
         }
-        let deadline = Instant::now() + PATIENCE;
+    }
+
+    /// The global ranks that are not known by `deadline` to wait in operation `sequence` too; all others if everybody
+    /// waits.
+    pub(super) fn absent(&self, membership: &Membership, sequence: u64, deadline: Instant) -> Vec<usize> {
+        let others = membership.others();
+        let said = sequence.to_string();
         let waits = |rank: &usize| {
             self.0
-                .get(&key(*rank), deadline)
+                .get(&key(membership, *rank), deadline)
                 .is_ok_and(|theirs| theirs == said.as_bytes())
         };
         let absent: Vec<usize> = others.iter().copied().filter(|rank| !waits(rank)).collect();
         if absent.is_empty() { others } else { absent }
     }
+}
+
+fn key(membership: &Membership, rank: usize) -> String {
+    format!("nccl/{}/waits/{rank}", membership.name)
 }
 
 #[cfg(test)]
@@ -60,15 +67,18 @@ mod tests {
         store.put("nccl/world/waits/5", b"17").unwrap();
         // Rank 6 waits in an operation before.
         store.put("nccl/world/waits/6", b"16").unwrap();
-        assert_eq!(Witness::new(store).absent(&member(0), 17), [6]);
+        let deadline = Instant::now() + PATIENCE;
+        assert_eq!(Witness::new(store).absent(&member(0), 17, deadline), [6]);
     }
 
     #[test]
     fn if_all_wait_nobody_is_to_blame_more_than_others() {
         let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
-        for rank in [4, 5] {
-            store.put(&format!("nccl/world/waits/{rank}"), b"17").unwrap();
+        let witness = Witness::new(store);
+        for rank in 0..2 {
+            witness.say(&member(rank), 17);
         }
-        assert_eq!(Witness::new(store).absent(&member(2), 17), [4, 5]);
+        let deadline = Instant::now() + PATIENCE;
+        assert_eq!(witness.absent(&member(2), 17, deadline), [4, 5]);
     }
 }

@@ -10,7 +10,7 @@ use super::functions::{functions, old_version};
 use super::world::{Rank, World, deadline, done, failure, launch};
 use crate::collective::nccl::library::Nccl;
 use crate::collective::nccl::sys::Status;
-use crate::collective::{Failure, Launch, ReduceOp, Traffic};
+use crate::collective::{Executor, Failure, Launch, ReduceOp, Traffic};
 use crate::device::{Device, Event};
 
 const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
@@ -221,8 +221,8 @@ fn a_call_that_fails_gives_the_communicator_up() {
         );
         assert!(matches!(failure, Failure::Library { of_peer: false, .. }));
     });
-    let log = world.fake.log();
-    assert_eq!((log.aborted, log.violations), (1, vec![]));
+    eventually("the abort", || world.fake.log().aborted == 1);
+    assert_eq!(world.fake.log().violations, Vec::<String>::new());
     assert_eq!(BROKEN, Status(3));
 }
 
@@ -368,6 +368,92 @@ fn an_abort_that_does_not_return_holds_up_the_end_for_a_bounded_time() {
             world.fake.await_blocked(1);
             rank.comm.abandon();
             world.fake.release();
+        }
+    });
+}
+
+/// An abort waits for all that runs on the device, also for what only the abort of another communicator ends. Whether
+/// the watchdog gives up the first one, or a thread that uses it.
+#[test]
+fn communicators_of_a_process_are_aborted_beside_each_other() {
+    for by_a_call in [false, true] {
+        let mut faults = vec![Fault::AbortsWait { rank: 0, count: 3 }];
+        if by_a_call {
+            let (rank, operation) = (0, 0);
+            faults.push(Fault::CallFails { rank, operation });
+        }
+        let world = World::of(2, &faults);
+        world.run(|rank| {
+            let parts =
+                ["parameters", "shard"].map(|name| rank.comm.split(name, &[0, 1], Executor::Thread).unwrap());
+            if rank.rank() == 1 {
+                return;
+            }
+            let arena = rank.arena(&[1.0_f32; 64]);
+            // Without a partner, they fill their streams.
+            let works = [&parts[0], &parts[1], &rank.comm].map(|comm| {
+                let work = comm.all_reduce(&arena.whole(), SUM, launch("alone"));
+                if !by_a_call {
+                    assert!(!work.is_done());
+                }
+                work
+            });
+            if !by_a_call {
+                world.cancel.cancel("rank 1 died of SIGKILL");
+            }
+            for work in &works {
+                failure(work);
+            }
+            rank.comm.abandon();
+            assert!(world.fake.log().aborted >= 3, "by a call: {by_a_call}");
+        });
+        assert_eq!(world.fake.log().violations, Vec::<String>::new());
+    }
+}
+
+#[test]
+fn a_time_out_in_one_communicator_is_told_to_those_who_wait_in_another() {
+    let world = World::of(2, &[]).within(SHORT);
+    world.run(|rank| {
+        let part = rank.comm.split("parameters", &[0, 1], Executor::Thread).unwrap();
+        done(&reduce(&rank, "bucket 0"));
+        if rank.rank() == 1 {
+            return;
+        }
+        let late = reduce(&rank, "bucket 1");
+        let (words, _) = failure(&late);
+        assert!(words.contains("ms for rank 1"), "{words}");
+        let arena = rank.arena(&[1.0_f32; 64]);
+        let elsewhere = part.all_reduce(&arena.whole(), SUM, launch("layer 0"));
+        let (words, found) = failure(&elsewhere);
+        assert!(
+            words.contains(
+                "`parameters` (layer 0, 256 bytes) failed: given up because of #1 of `world`: waited"
+            ),
+            "{words}"
+        );
+        assert!(matches!(found, Failure::GivenUp { .. }));
+    });
+}
+
+/// The stream had passed it when the other one was given up.
+#[test]
+fn an_operation_that_was_done_before_a_later_one_failed_stays_done() {
+    let fails = Fault::CallFails {
+        rank: 0,
+        operation: 1,
+    };
+    let world = World::of(2, &[fails]);
+    let both_are_done = std::sync::Barrier::new(2);
+    world.run(|rank| {
+        let first = reduce(&rank, "bucket 0");
+        // Not asked about by its handle before the other one fails.
+        rank.device.wait_event(rank.compute, first.event(), deadline());
+        rank.device.synchronize(rank.compute).unwrap();
+        both_are_done.wait();
+        if rank.rank() == 0 {
+            failure(&reduce(&rank, "bucket 1"));
+            done(&first);
         }
     });
 }

@@ -31,6 +31,9 @@ pub(super) enum Fault {
     CallBlocks { rank: usize, operation: usize },
     /// An abort does not return until [`FakeWorld::release`].
     AbortBlocks { rank: usize },
+    /// An abort frees memory, which waits for the device: it does not return until so many communicators of the rank
+    /// are being aborted, whose operations are all that runs there.
+    AbortsWait { rank: usize, count: usize },
     /// An error that comes by itself, once so many operations were issued.
     Reported {
         rank: usize,
@@ -54,6 +57,9 @@ pub(super) struct FakeWorld {
     asked: Mutex<Vec<(String, c_int, usize)>>,
     blocked: Mutex<(usize, bool)>,
     released: Condvar,
+    /// Aborts that have begun, by rank.
+    aborts: Mutex<HashMap<usize, usize>>,
+    abort_begun: Condvar,
 }
 
 /// What was done to communicators.
@@ -149,6 +155,21 @@ impl FakeWorld {
     pub(super) fn block_an_abort(&self, rank: usize) {
         if self.has(Fault::AbortBlocks { rank }) {
             self.block();
+        }
+    }
+
+    /// An abort has let the operations of its communicator end; returns when it has freed its memory.
+    pub(super) fn free_memory(&self, rank: usize) {
+        let faults = self.faults.lock().unwrap().clone();
+        let count = faults.iter().find_map(|fault| match fault {
+            Fault::AbortsWait { rank: theirs, count } if *theirs == rank => Some(*count),
+            _ => None,
+        });
+        let mut aborts = self.aborts.lock().unwrap();
+        *aborts.entry(rank).or_default() += 1;
+        self.abort_begun.notify_all();
+        while count.is_some_and(|count| aborts[&rank] < count) {
+            aborts = self.abort_begun.wait(aborts).unwrap();
         }
     }
 

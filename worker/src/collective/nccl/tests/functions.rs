@@ -123,6 +123,7 @@ unsafe extern "C" fn comm_abort(raw: RawComm) -> Status {
     let status = comm.call("ncclCommAbort", |_| {
         comm.world.block_an_abort(comm.global);
         comm.world.arena.abort(&comm.aborted);
+        comm.world.free_memory(comm.global);
         comm.world.log.lock().unwrap().aborted += 1;
         Status::SUCCESS
     });

@@ -206,6 +206,28 @@ fn parts_are_communicators_of_their_own_and_a_part_of_one_needs_no_library() {
     assert_eq!(world.fake.log(), expected);
 }
 
+/// Whoever made them need not know them any more.
+#[test]
+fn parts_are_left_with_the_whole() {
+    let world = World::of(4, &[]);
+    world.run(|rank| {
+        let mesh = Mesh::new(&rank.comm, &[("dp", 2), ("tp", 2)], Executor::Thread).unwrap();
+        let tp = mesh.group("tp").unwrap();
+        let gathering = tp.split("parameters", &[0, 1], Executor::Thread).unwrap();
+        let arena = rank.arena(&[1.0_f32; 4]);
+        done(&gathering.all_reduce(&arena.whole(), SUM, launch("layer")));
+        rank.comm.shutdown();
+        // Once is enough.
+        rank.comm.shutdown();
+    });
+    let expected = Log {
+        made: 16,
+        destroyed: 16,
+        ..Log::default()
+    };
+    assert_eq!(world.fake.log(), expected);
+}
+
 #[test]
 fn a_part_must_be_ascending_and_have_this_rank() {
     World::of(2, &[]).run(|rank| {
