@@ -281,9 +281,7 @@ fn a_rank_that_stands_still_is_named() {
             .flag("--max-restarts", "0")
             .set("train.steps=100000")
             .set("parallel.timeout_s=3");
-        let launch = settings
-            .split(' ')
-            .fold(launch, |launch, setting| launch.set(setting));
+        let launch = settings.split(' ').fold(launch, Launch::set);
         let mut running = launch.target("tiny.yaml").start();
         wait_for_step(&job.out(), 2);
         kill(Pid::from_raw(worker(running.pid(), "1")), Signal::SIGSTOP).expect("a living worker");
