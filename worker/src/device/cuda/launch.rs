@@ -267,7 +267,7 @@ impl<'a> Launch<'a> {
                 kernel.name(),
                 self.stream.name()
             );
-            driver_error(doing, error)
+            self.device.context().refused(error, driver_error(doing, error))
         })
     }
 
