@@ -4,7 +4,7 @@
 #     tests/emulator/build.sh FOLDER
 #
 # What is newer than its sources is kept. $CXX is the C++ compiler, as for the kernels later; FOLDER/cache is for them
-# (XDG_CACHE_HOME), and emptied with a new compiler.
+# (XDG_CACHE_HOME), and emptied with a new libnvrtc.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 imitation=$here/../../worker/tests/cuda_on_cpu/cuda.hpp

@@ -17,14 +17,14 @@ namespace {
 enum Status { OK = 0, INVALID = 7, NOT_SUPPORTED = 15 };
 enum Type { F32 = 0, BF16 = 14 };
 enum Compute { COMPUTE_F32 = 68, COMPUTE_TF32 = 77 };
-enum Epilogue : unsigned { RELU_OR_NONE = 1, BIAS = 4, GELU = 32, DGELU = 64, AUX = 128 };
+enum Epilogue : unsigned { PLAIN = 1, BIAS = 4, GELU = 32, DGELU = 64, AUX = 128 };
 
 constexpr size_t WORKSPACE = 1 << 20;
 
 struct Operation {
     int compute = COMPUTE_F32;
     int transposed[2] = {0, 0};
-    unsigned epilogue = RELU_OR_NONE;
+    unsigned epilogue = PLAIN;
     void *bias = nullptr, *aux = nullptr;
     int64_t aux_stride = 0;
 };

@@ -1,7 +1,7 @@
 // An emulated CUDA driver, libcuda.so.1: devices are threads and memory of the process. Kernels are what the emulated
 // NVRTC made of CUDA C.
 //
-//     EMULATOR_GPUS=2           devices, before CUDA_VISIBLE_DEVICES
+//     EMULATOR_GPUS=2           devices, at most 16, before CUDA_VISIBLE_DEVICES
 //     EMULATOR_MEMORY_MIB=1024  memory of each, for this process alone
 //     EMULATOR_DELAY_US=0       longest delay before each piece of a stream's work (stream.hpp)
 //     EMULATOR_SEED=1           of the delays, and of the order in which a kernel's threads run
@@ -13,6 +13,7 @@
 // are checked, and a call of the driver from a host function of a stream is refused, as CUDA's documentation has it.
 // After a kernel's failure every call fails, as on a GPU; what the emulator has to say of it goes to stderr.
 
+#include <algorithm>
 #include <cstring>
 #include <sys/mman.h>
 
@@ -23,13 +24,26 @@ using namespace emulator;
 namespace {
 
 constexpr size_t PAGE = 4096, ALIGNMENT = 256;
+// What memory holds at first: NaN in every type.
+constexpr unsigned char FRESH = 0xff;
 
-bool is_inside(const Driver &of, Address start, size_t bytes) {
-    const auto after = of.allocations.upper_bound(start);
-    return after != of.allocations.end() && start >= after->first - after->second.bytes && start + bytes <= after->first;
+const Allocation *allocation_of(const Driver &of, Address address, Address &start) {
+    auto after = of.allocations.upper_bound(address);
+    if (after == of.allocations.begin()) {
+        return nullptr;
+    }
+    after--;
+    start = after->first;
+    return &after->second;
 }
 
-// Memory that ends at a page which nobody may touch.
+bool is_inside(const Driver &of, Address from, size_t bytes) {
+    Address start;
+    const Allocation *found = allocation_of(of, from, start);
+    return found && from + bytes <= start + found->bytes;
+}
+
+// Memory whose last page nobody may touch. It ends as close to that as its alignment lets it; the rest is known again.
 Address allocate(Driver &of, size_t bytes, int device) {
     const size_t length = (bytes + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT;
     const size_t data = (length + PAGE - 1) / PAGE * PAGE;
@@ -38,24 +52,33 @@ Address allocate(Driver &of, size_t bytes, int device) {
         return 0;
     }
     mprotect((char *)pages + data, PAGE, PROT_NONE);
-    const Address end = (Address)pages + data;
-    of.allocations[end] = {(char *)pages, data + PAGE, length, device};
+    const Address start = (Address)pages + data - length;
+    memset((void *)start, FRESH, length);
+    of.allocations[start] = {(char *)pages, data + PAGE, bytes, device};
     if (device >= 0) {
-        of.used[device] += length;
+        of.used[device] += bytes;
     }
-    return end - length;
+    return start;
 }
 
 Result release(Driver &of, Address start, bool on_device) {
-    const auto found = of.allocations.upper_bound(start);
-    if (found == of.allocations.end() || found->first - found->second.bytes != start ||
-        (found->second.device >= 0) != on_device) {
+    const auto found = of.allocations.find(start);
+    if (found == of.allocations.end() || (found->second.device >= 0) != on_device) {
         return refuse(INVALID_VALUE, "what is freed was never allocated, or is freed twice");
     }
-    if (on_device) {
-        of.used[found->second.device] -= found->second.bytes;
+    const Allocation &allocation = found->second;
+    const auto *fence = (const unsigned char *)allocation.pages + allocation.mapped - PAGE;
+    for (const auto *byte = (const unsigned char *)start + allocation.bytes; byte < fence; byte++) {
+        if (*byte != FRESH) {
+            say("something wrote behind the end of %zu bytes", allocation.bytes);
+            of.failed = ILLEGAL_ADDRESS;
+            return of.failed;
+        }
     }
-    munmap(found->second.pages, found->second.mapped);
+    if (on_device) {
+        of.used[allocation.device] -= allocation.bytes;
+    }
+    munmap(allocation.pages, allocation.mapped);
     of.allocations.erase(found);
     return SUCCESS;
 }
@@ -75,10 +98,10 @@ Result copy(Handle handle, Address to, Address from, size_t bytes, bool to_devic
 
 std::vector<int> visible_devices() {
     std::vector<int> found;
-    const int count = (int)setting("EMULATOR_GPUS", 2);
+    const int count = (int)std::min<uint64_t>(setting("EMULATOR_GPUS", 2), MAX_DEVICES);
     const char *chosen = getenv("CUDA_VISIBLE_DEVICES");
     if (!chosen) {
-        for (int device = 0; device < count && device < MAX_DEVICES; device++) {
+        for (int device = 0; device < count; device++) {
             found.push_back(device);
         }
         return found;
@@ -261,11 +284,7 @@ API Result cuMemAlloc_v2(Address *address, size_t bytes) {
         return bytes == 0 ? INVALID_VALUE : OUT_OF_MEMORY;
     }
     *address = allocate(of, bytes, current_device);
-    if (*address == 0) {
-        return OUT_OF_MEMORY;
-    }
-    memset((void *)*address, 0xff, bytes); // NaN in every type
-    return SUCCESS;
+    return *address ? SUCCESS : OUT_OF_MEMORY;
 }
 
 API Result cuMemFree_v2(Address address) {

@@ -14,8 +14,8 @@
 
 namespace emulator {
 
-constexpr size_t PAGE = 4096, ALIGNMENT = 256;
 constexpr int MAX_DEVICES = 16, SHARED_LIMIT = 232448, SHARED_WITHOUT_ASKING = 49152, MAX_PARAMETERS = 32;
+constexpr size_t MAX_PARAMETER_BYTES = 4096;
 
 using Launch = const char *(*)(void **, const unsigned *, const unsigned *, unsigned);
 
@@ -53,6 +53,7 @@ template <class T> struct Registry {
     }
 };
 
+// Bytes that were asked for, and behind them up to the fence what nobody may write.
 struct Allocation {
     char *pages;
     size_t mapped, bytes;
@@ -66,7 +67,7 @@ struct Driver {
     Result failed = SUCCESS;
     uint64_t launches = 0;
     size_t used[MAX_DEVICES] = {};
-    std::map<Address, Allocation> allocations; // by their end
+    std::map<Address, Allocation> allocations; // by their start
     Registry<Stream> streams;
     Registry<Event> events;
     Registry<Function> functions;
@@ -83,7 +84,7 @@ inline Driver &driver() {
 inline thread_local int current_device = -1;
 inline thread_local bool in_host_function = false;
 
-inline void say(const char *format, ...) {
+__attribute__((format(printf, 1, 2))) inline void say(const char *format, ...) {
     char text[768];
     va_list arguments;
     va_start(arguments, format);

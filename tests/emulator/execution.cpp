@@ -134,12 +134,17 @@ API Result cuLaunchKernel(Handle handle, unsigned grid_x, unsigned grid_y, unsig
         grid_z > 65535 || shared_bytes > function->shared_limit) {
         return INVALID_VALUE;
     }
+    size_t parameter_bytes = 0;
     std::vector<std::vector<uint64_t>> values;
     for (size_t i = 0; i < function->parameters.size(); i++) {
         // A structure takes several words.
         const unsigned bytes = function->parameters[i];
         values.emplace_back((bytes + 7) / 8);
         memcpy(values.back().data(), parameters[i], bytes);
+        parameter_bytes += values.back().size() * sizeof(uint64_t);
+    }
+    if (parameter_bytes > MAX_PARAMETER_BYTES) {
+        return refuse(INVALID_VALUE, "more bytes of parameters than every card takes");
     }
     const uint64_t number = of.launches++;
     enqueue(stream, [=] {

@@ -6,6 +6,10 @@
 // Stricter than the real one, where that shows an error of the host: a communicator that is gone is refused by every
 // call, and so are buffers that overlap other than in place and calls of ranks that do not fit together (nccl_hub.hpp).
 // A communicator that does not block does everything in a thread of its own (nccl_comm.hpp).
+//
+//     EMULATOR_NCCL_DEATH=hang   the end of a rank's process is not noticed, as by NCCL within a node: operations never
+//                                end until they are aborted; only while a communicator is made it is an error
+//     EMULATOR_NCCL_DEATH=error  it is reported to the others as ncclRemoteError, as by NCCL between nodes
 
 #include "nccl_comm.hpp"
 

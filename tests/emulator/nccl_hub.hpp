@@ -1,10 +1,6 @@
 // Where the ranks of one emulated communicator meet: a thread of one of their processes. It takes what each rank gives
 // to an operation, and answers when all have. Calls of ranks that do not fit together, with which the real library
 // hangs or ends with wrong numbers, are named on stderr, and every rank's communicator then reports ncclInvalidUsage.
-//
-//     EMULATOR_NCCL_DEATH=hang   the end of a rank's process is not noticed, as by NCCL within a node: operations never
-//                                end until they are aborted; only while a communicator is made it is an error
-//     EMULATOR_NCCL_DEATH=error  it is reported to the others as ncclRemoteError, as by NCCL between nodes
 #pragma once
 
 #include <algorithm>

@@ -143,9 +143,10 @@ NvrtcResult compile(Program &program, const std::vector<std::string> &options) {
 
 } // namespace
 
+// A version that is nobody else's: caches go by it.
 API int nvrtcVersion(int *major, int *minor) {
     *major = 12;
-    *minor = 8;
+    *minor = 99;
     return OK;
 }
 

@@ -1,6 +1,7 @@
 // Streams and events of the emulated driver: a stream is a queue and a thread that takes from it.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -64,8 +65,11 @@ struct Event {
 // EMULATOR_DELAY_US microseconds. Destroying a stream lets what is in it run to its end, as CUDA does.
 class Stream : public std::enable_shared_from_this<Stream> {
   public:
+    // The delays of the first stream of a process, the second and so on are the same in every run with the seed.
     static std::shared_ptr<Stream> start() {
+        static std::atomic<uint64_t> started = 0;
         auto stream = std::make_shared<Stream>();
+        stream->number = ++started;
         std::thread([stream] { stream->run(); }).detach();
         return stream;
     }
@@ -103,7 +107,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
   private:
     void run() {
         const uint64_t longest = setting("EMULATOR_DELAY_US", 0);
-        std::mt19937_64 random(setting("EMULATOR_SEED", 1) + (uint64_t)(uintptr_t)this);
+        std::mt19937_64 random(setting("EMULATOR_SEED", 1) * 1000 + number);
         std::unique_lock lock(mutex);
         for (;;) {
             changed.wait(lock, [&] { return ended || !queue.empty(); });
@@ -129,7 +133,7 @@ class Stream : public std::enable_shared_from_this<Stream> {
     std::condition_variable changed;
     std::deque<std::function<void()>> queue;
     bool busy = false, ended = false;
-    uint64_t pushed = 0, found_idle = 0;
+    uint64_t number = 0, pushed = 0, found_idle = 0;
 };
 
 } // namespace emulator

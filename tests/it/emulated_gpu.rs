@@ -3,6 +3,8 @@
 //!
 //! Not shown by this: that NVIDIA's libraries do the same, and anything about speed. `tests/gpu/run.sh` is for that.
 
+mod script;
+
 use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -12,7 +14,7 @@ use nix::unistd::Pid;
 
 use crate::harness::{
     Daemon, Emulator, Finished, Launch, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
-    python_is_missing, repository, temp_dir, wait_for_step, worker,
+    temp_dir, wait_for_step, worker,
 };
 
 /// How long the kernels of a first run may be compiled on a busy machine.
@@ -340,68 +342,19 @@ fn a_library_that_is_not_there_is_named_with_the_way_to_get_it() {
         let original: PathBuf = emulator.folder().join(library);
         std::os::unix::fs::symlink(original, folder.path().join(library)).expect("a link");
     }
-    let job = job();
     let path = folder.path().to_str().expect("UTF-8");
+    let doctor = emulator.program(env!("CARGO_BIN_EXE_ddp-train"));
+    let doctor = doctor.args(["doctor".into()]).env("LD_LIBRARY_PATH", path).run();
+    if !doctor.transcript().contains("`libnccl.so` is not found") {
+        eprintln!(
+            "SKIPPED: this machine has an NCCL of its own, which is found where the emulated one is not"
+        );
+        return;
+    }
+    let job = job();
     let finished = refused(gpus(emulator, &job, 2).env("LD_LIBRARY_PATH", path));
     assert_ne!(finished.code(), Some(0));
     finished
         .expect_stderr("`libnccl.so` is not found, which is needed for collectives between GPUs")
         .expect_stderr("pip install nvidia-nccl-cu12");
-}
-
-/// What would run on a machine with a GPU, from the doctor to the table, with models of its configurations' form and
-/// hardly a size.
-#[test]
-fn the_script_for_gpus_comes_to_its_table() {
-    if python_is_missing() {
-        return;
-    }
-    let emulator = emulator();
-    let (packed, logs) = (temp_dir(), temp_dir());
-    let put = |name: &str, text: &str| std::fs::write(packed.path().join(name), text).expect("writable");
-    for (name, path) in [
-        ("ddp-run", env!("CARGO_BIN_EXE_ddp-run")),
-        ("ddp-train", env!("CARGO_BIN_EXE_ddp-train")),
-    ] {
-        std::os::unix::fs::symlink(path, packed.path().join(name)).expect("a link");
-    }
-    for name in ["report.py", "small.yaml", "gpt2-124m.yaml", "gpt2-350m.yaml"] {
-        let text = std::fs::read_to_string(repository("tests/gpu").join(name)).expect("readable");
-        put(name, &shrunk(&text));
-    }
-    let text = std::fs::read_to_string(repository("examples/data/python-reference.txt")).expect("readable");
-    put("python-reference.txt", &text[..20_000]);
-    put("val.txt", &text[20_000..21_000]);
-    let folders = [packed.path(), logs.path()].map(|path| path.as_os_str().to_owned());
-    let sections = ["losses", "speed", "overlap"].map(Into::into);
-    let mut running = emulator
-        .program(repository("tests/gpu/run.sh").to_str().expect("UTF-8"))
-        .env("EMULATOR_GPUS", "1")
-        .env("GPU_STEPS", "12")
-        .args(folders.into_iter().chain(sections))
-        .start();
-    assert!(running.ended_within(COMPILING));
-    let finished = running.finish();
-    finished
-        .expect_exit(0)
-        .expect_stdout("ranks share it by NCCL_MULTI_RANK_GPU_ENABLE")
-        .expect_stdout("MFU: tokens/s x (6 parameters + 12 layers width sequence) FLOP")
-        .expect_stdout("as it trains")
-        .expect_stdout("all after backward");
-    let agrees = finished.stdout().iter().filter(|line| line.contains("-agrees"));
-    assert!(agrees.clone().count() == 4 && agrees.clone().all(|line| line.contains(" ok ")));
-}
-
-/// A configuration with two narrow blocks, and few tokens to validate on.
-fn shrunk(yaml: &str) -> String {
-    let lines = yaml.lines().map(|line| {
-        if line.starts_with("model:") {
-            return "model: { kind: gpt2, n_layer: 2, n_head: 2, n_embd: 64, block_size: 16 }".to_owned();
-        }
-        let line = line
-            .replace("steps: 50", "steps: 6")
-            .replace("micro_batch: 32", "micro_batch: 4");
-        line.replace("data: { ", "data: { val: val.txt, ")
-    });
-    lines.map(|line| line + "\n").collect()
 }

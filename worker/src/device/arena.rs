@@ -226,6 +226,12 @@ impl Buffer {
         &self.arena
     }
 
+    /// True if both are the same elements of the same memory.
+    #[must_use]
+    pub fn same(&self, other: &Self) -> bool {
+        self.arena.same(&other.arena) && self.range == other.range
+    }
+
     /// Elements of the arena.
     #[must_use]
     pub fn range(&self) -> Range<usize> {

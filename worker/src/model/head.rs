@@ -82,14 +82,22 @@ impl Block for Head {
     }
 
     /// The factors, `dout`, are in the logits' gradient.
+    ///
+    /// # Panics
+    /// If `dout` is not what forward made that gradient with, [`Context::dloss`].
     fn backward(
         &self,
         ctx: &Context<'_>,
         params: &dyn Params,
         saved: &mut Saved,
-        _dout: &Activation,
+        dout: &Activation,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
+        let known = ctx.dloss.is_some_and(|dloss| dloss.same(dout.buffer()));
+        assert!(
+            known,
+            "the gradient of the losses is not the one that forward was given"
+        );
         let (inp, dlogits) = (saved.take("head input")?, saved.take("dlogits")?);
         let shape = self.shape(&inp);
         let normalised = self.norm.forward(ctx, params, &inp)?;

@@ -9,8 +9,8 @@ use super::stored::Stored;
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
-/// Rows of one part of the work.
-const ROWS: usize = 16;
+/// Rows of one part of the work: few, because a row may have 50,000 exponentials.
+const ROWS: usize = 4;
 
 /// `losses[r] = ln Σ_v e^logits[r, v] − logits[r, targets[r]]`; 0 where the target is negative. With `dlosses` the logits
 /// become their gradients,

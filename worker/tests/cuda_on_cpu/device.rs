@@ -85,7 +85,7 @@ impl Memory {
                 continue;
             };
             let written = matches!(arg, Arg::Write(_));
-            if let Some(held) = buffers.iter_mut().find(|held| same(&held.buffer, buffer)) {
+            if let Some(held) = buffers.iter_mut().find(|held| held.buffer.same(buffer)) {
                 held.written |= written;
                 continue;
             }
@@ -113,7 +113,7 @@ impl Memory {
         for (index, (arg, size)) in call.args.iter().zip(sizes).enumerate() {
             let (value, bytes) = match arg {
                 Arg::Read(buffer) | Arg::Write(buffer) => {
-                    let held = self.buffers.iter().find(|held| same(&held.buffer, buffer));
+                    let held = self.buffers.iter().find(|held| held.buffer.same(buffer));
                     (vec![held.expect("held").copy.address()], 8)
                 }
                 Arg::Scratch(offset) => (vec![self.scratch.address() + *offset as u64], 8),
@@ -143,10 +143,6 @@ impl Memory {
         });
         contents.collect()
     }
-}
-
-fn same(one: &Buffer, other: &Buffer) -> bool {
-    one.arena().same(other.arena()) && one.range() == other.range()
 }
 
 impl Device for Imitation {

@@ -77,7 +77,7 @@ impl FaultyDevice {
     fn spoilt(&self, op: &Op) -> Option<Buffer> {
         match op {
             Op::AdamW(update) => self.updated.store(update.hyper.step, Ordering::Relaxed),
-            // The first operation of a backward pass is that of the losses.
+            // The last operation of a forward pass that a backward follows.
             Op::CrossEntropy(loss) if loss.dlosses.is_some() => {
                 self.weights.store(0, Ordering::Relaxed);
                 if self.updated.load(Ordering::Relaxed).saturating_add(1) >= self.step {
