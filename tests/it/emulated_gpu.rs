@@ -350,15 +350,25 @@ fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
         .expect_stderr("hint: lower `train.micro_batch`");
 }
 
-/// The error comes from whatever asks next; the operations that ran last are named.
+/// The error comes from whatever asks next, with the way to hear of the operation itself.
 #[test]
-fn a_kernel_that_fails_is_an_error_with_the_last_operations() {
+fn a_kernel_that_fails_is_an_error_and_is_named_where_launches_block() {
     let job = job();
-    let finished = refused(gpus(emulator(), &job, 1).env("EMULATOR_FAIL_LAUNCH", "150"));
+    let failing = || gpus(emulator(), &job, 1).env("EMULATOR_FAIL_LAUNCH", "150");
+    let finished = refused(failing());
     assert_ne!(finished.code(), Some(0));
     finished
         .expect_stderr("CUDA_ERROR_ILLEGAL_ADDRESS")
         .expect_stderr("CUDA_LAUNCH_BLOCKING=1");
+    let finished = refused(
+        failing()
+            .set("run.overwrite=true")
+            .env("CUDA_LAUNCH_BLOCKING", "1"),
+    );
+    assert_ne!(finished.code(), Some(0));
+    finished
+        .expect_stderr("operation `")
+        .expect_stderr("was not launched on stream `compute`");
 }
 
 #[test]
