@@ -74,7 +74,8 @@ fn own_device(visible: Option<&str>, local_rank: u32) -> String {
     }
 }
 
-fn is_scrubbed(name: &OsStr) -> bool {
+/// No worker inherits it.
+pub(crate) fn is_scrubbed(name: &OsStr) -> bool {
     SCRUBBED.iter().any(|scrubbed| name == *scrubbed)
 }
 

@@ -60,5 +60,5 @@ pub use guardian::Guardian;
 pub use logs::LogError;
 pub use output::{OutputPlan, PrefixTemplate, StreamSet, StreamsByRank};
 pub use plan::{CoreSet, LaunchPlan, NodeRange, SignalPlan, WorkerCommand};
-pub use preview::{environment_of, missing_program};
+pub use preview::{Variable, environment_of, missing_program};
 pub use spawn::SpawnError;

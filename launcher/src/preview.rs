@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use ddp_proto::env::{DDP_JOB_MARKER, WorkerEnv};
 use ddp_proto::ids::WorldSize;
 
-use crate::environment::{Common, of_worker, threads_per_worker};
+use crate::environment::{Common, is_scrubbed, of_worker, threads_per_worker};
 use crate::plan::LaunchPlan;
 use crate::spawn::{SpawnError, check_program};
 
@@ -15,9 +15,21 @@ pub fn missing_program(plan: &LaunchPlan) -> Option<SpawnError> {
     check_program(&plan.command, std::env::var_os("PATH").as_ref()).err()
 }
 
-/// The variables that rank 0 gets beyond those that it inherits, if this node were the only one.
+/// A variable of a worker.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Variable {
+    /// Its name.
+    pub name: String,
+    /// Its value, as well as that can be shown.
+    pub value: String,
+    /// The launcher has the same one, and passes it on.
+    pub inherited: bool,
+}
+
+/// The variables of rank 0 that the launcher has a say in, if this node were the only one. `get_env` tells what the
+/// launcher's own environment has.
 #[must_use]
-pub fn environment_of(plan: &LaunchPlan) -> Vec<(String, String)> {
+pub fn environment_of(plan: &LaunchPlan, get_env: impl Fn(&str) -> Option<String>) -> Vec<Variable> {
     let mut contract = WorkerEnv::single();
     contract.local_world_size = plan.workers;
     contract.world_size = WorldSize(plan.workers);
@@ -34,14 +46,19 @@ pub fn environment_of(plan: &LaunchPlan) -> Vec<(String, String)> {
     contract.control = Some(String::new());
     contract.run_token = Some(String::new());
     let defaults = of_worker(&common(plan, &[]), &contract);
-    let inherited: Vec<(OsString, OsString)> = std::env::vars_os()
-        .filter(|(name, _)| defaults.iter().any(|(set, _)| set == name))
+    let inherited: Vec<(OsString, OsString)> = defaults
+        .into_iter()
+        .filter_map(|(name, _)| Some((name.clone(), get_env(name.to_str()?)?.into())))
         .collect();
     let text = |word: OsString| word.to_string_lossy().into_owned();
     of_worker(&common(plan, &inherited), &contract)
         .into_iter()
-        .map(|(name, value)| (text(name), text(value)))
         .filter(|(name, _)| name != DDP_JOB_MARKER)
+        .map(|(name, value)| Variable {
+            inherited: !is_scrubbed(&name) && inherited.iter().any(|own| (&own.0, &own.1) == (&name, &value)),
+            name: text(name),
+            value: text(value),
+        })
         .collect()
 }
 

@@ -97,6 +97,8 @@ impl Verdict<'_> {
             more_failures: self.failures.more_failures,
             more_victims: self.failures.more_victims,
         };
+        // A node that shares the file system may have removed it: it was stopped, and the folder empty.
+        fs::create_dir_all(log_dir)?;
         replace(&log_dir.join("error.json"), &serde_json::to_vec_pretty(&cause)?)
     }
 

@@ -37,7 +37,7 @@ use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use attempts::{Attempts, Target};
-use error::{broken, is_transport, root_cause};
+use error::{Setback, broken, is_transport};
 
 use crate::ids::{Generation, NodeId};
 use crate::rendezvous::agent_message::Body;
@@ -77,7 +77,7 @@ impl Client {
         let target = Arc::new(Target::of(endpoint)?);
         let mut attempts = Attempts::new(endpoint, deadline);
         loop {
-            let cause = match timeout_at(attempts.next_deadline(), target.connect()).await {
+            let setback = match timeout_at(attempts.next_deadline(), target.connect()).await {
                 Ok(Ok(channel)) => {
                     return Ok(Self {
                         endpoint: endpoint.to_owned(),
@@ -85,10 +85,10 @@ impl Client {
                         inner: RendezvousClient::new(channel),
                     });
                 }
-                Ok(Err(error)) => root_cause(&error),
-                Err(_) => "no answer to the connection request".to_owned(),
+                Ok(Err(error)) => Setback::of(&error),
+                Err(_) => Setback::silence("no answer to the connection request"),
             };
-            attempts.failed(cause).await?;
+            attempts.failed(setback).await?;
         }
     }
 
@@ -115,7 +115,7 @@ impl Client {
             let (queue, messages) = mpsc::channel(SEND_QUEUE);
             let mut inner = self.inner.clone();
             let open = inner.agent(ReceiverStream::new(messages));
-            let cause = match timeout_at(attempts.next_deadline(), open).await {
+            let setback = match timeout_at(attempts.next_deadline(), open).await {
                 Ok(Ok(reply)) => {
                     let sender = AgentSender {
                         identity,
@@ -127,11 +127,11 @@ impl Client {
                         receiver: reply.into_inner(),
                     });
                 }
-                Ok(Err(status)) if is_transport(&status) => root_cause(&status),
+                Ok(Err(status)) if is_transport(&status) => Setback::of(&status),
                 Ok(Err(status)) => return Err(self.refused("open a stream", CALL_TIMEOUT, &status)),
-                Err(_) => "no answer to the opened stream".to_owned(),
+                Err(_) => Setback::silence("no answer to the opened stream"),
             };
-            attempts.failed(cause).await?;
+            attempts.failed(setback).await?;
         }
     }
 

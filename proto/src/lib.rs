@@ -5,7 +5,7 @@
 //! | [`ids`] | newtypes for nodes, ranks, world sizes, generations | everyone |
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
-//! | [`resolver`] | host names to addresses, where threads are scarce | – |
+//! | [`resolver`] | host names to addresses, where threads are scarce: here for the client, and the daemon finds its own address in the same way | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
@@ -24,4 +24,7 @@ pub mod resolver;
 #[allow(missing_docs, clippy::pedantic, unreachable_pub)]
 pub mod rendezvous {
     tonic::include_proto!("ddp.rendezvous.v1");
+
+    /// Workers of each kind whose ends one `NodeStopped` tells: of those that failed, and of those that were stopped.
+    pub const MAX_EXITS_OF_A_KIND: usize = 32;
 }

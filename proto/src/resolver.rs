@@ -29,6 +29,14 @@ pub struct NoThread {
     pub cause: String,
 }
 
+/// A name that leads nowhere, by which a client tells it from a daemon that does not answer.
+#[derive(Debug, thiserror::Error)]
+#[error("cannot look up the host name `{host}`: {cause}")]
+pub struct LookUpError {
+    host: String,
+    cause: io::Error,
+}
+
 struct Question {
     host: String,
     port: u16,
@@ -41,6 +49,13 @@ pub struct Resolver {
     host: Host,
 }
 
+/// Addresses of a host, with this port.
+pub(crate) type LookUp = fn(&str, u16) -> io::Result<Vec<SocketAddr>>;
+
+fn system_look_up(host: &str, port: u16) -> io::Result<Vec<SocketAddr>> {
+    Ok((host, port).to_socket_addrs()?.collect())
+}
+
 #[derive(Clone, Debug)]
 enum Host {
     Address(IpAddr),
@@ -50,6 +65,11 @@ enum Host {
 impl Resolver {
     /// For `host`, a name or an address, which may stand in brackets. Only a name takes a thread.
     pub fn start(host: &str) -> Result<Self, NoThread> {
+        Self::with(host, system_look_up)
+    }
+
+    /// Looks names up with `look_up`, in the thread.
+    pub(crate) fn with(host: &str, look_up: LookUp) -> Result<Self, NoThread> {
         let bare = host.trim_start_matches('[').trim_end_matches(']');
         if let Ok(address) = bare.parse() {
             let host = Host::Address(address);
@@ -62,8 +82,8 @@ impl Resolver {
                 while let Some(question) = queue.blocking_recv() {
                     // After a look-up that took long, nobody may wait for this one any more.
                     if !question.answer.is_closed() {
-                        let found = (question.host.as_str(), question.port).to_socket_addrs();
-                        let _ = question.answer.send(found.map(Iterator::collect));
+                        let found = look_up(&question.host, question.port);
+                        let _ = question.answer.send(found);
                     }
                 }
             })
@@ -101,16 +121,23 @@ impl Resolver {
 /// For a connector, which asks for the host that it was made for and sets the port itself.
 impl Service<Name> for Resolver {
     type Response = std::vec::IntoIter<SocketAddr>;
-    type Error = io::Error;
-    type Future = Pin<Box<dyn Future<Output = io::Result<Self::Response>> + Send>>;
+    type Error = LookUpError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, LookUpError>> + Send>>;
 
-    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<io::Result<()>> {
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), LookUpError>> {
         Poll::Ready(Ok(()))
     }
 
-    fn call(&mut self, _: Name) -> Self::Future {
+    fn call(&mut self, name: Name) -> Self::Future {
         let resolver = self.clone();
-        Box::pin(async move { Ok(resolver.addresses(0).await?.into_iter()) })
+        Box::pin(async move {
+            let found = resolver.addresses(0).await;
+            let found = found.map_err(|cause| LookUpError {
+                host: name.to_string(),
+                cause,
+            })?;
+            Ok(found.into_iter())
+        })
     }
 }
 
@@ -138,14 +165,31 @@ mod tests {
 
     #[tokio::test]
     async fn a_name_is_looked_up_and_an_unknown_one_refused() {
-        let found = Resolver::start("localhost").unwrap().addresses(7).await.unwrap();
-        assert!(
-            found.iter().all(|at| at.ip().is_loopback() && at.port() == 7),
-            "{found:?}"
+        let look_up: LookUp = |host, port| match host {
+            "node0" => Ok(vec![SocketAddr::from(([10, 0, 0, 1], port))]),
+            "nowhere" => Ok(Vec::new()),
+            _ => Err(io::Error::other("Name or service not known")),
+        };
+        let found = async |host| {
+            let resolver = Resolver::with(host, look_up).unwrap();
+            let found = resolver.addresses(7).await;
+            found.map_err(|error| error.to_string())
+        };
+        assert_eq!(
+            found("node0").await,
+            Ok(vec![SocketAddr::from(([10, 0, 0, 1], 7))])
         );
-        assert!(!found.is_empty());
-        let unknown = Resolver::start("no-such-host.invalid").unwrap();
-        assert!(unknown.addresses(7).await.is_err());
+        assert_eq!(found("node1").await.unwrap_err(), "Name or service not known");
+        assert_eq!(found("nowhere").await.unwrap_err(), "`nowhere` has no address");
+    }
+
+    #[test]
+    fn the_system_is_asked_for_all_addresses_with_the_port() {
+        // A literal address asks no name server.
+        assert_eq!(
+            system_look_up("127.0.0.2", 7).unwrap(),
+            [SocketAddr::from(([127, 0, 0, 2], 7))]
+        );
     }
 
     #[tokio::test]

@@ -3,25 +3,37 @@
 use std::io::{self, ErrorKind, Write};
 use std::process::ExitCode;
 
+use ddp_proto::exit;
+
 use super::error::{CliError, print_error};
 
 /// Writes the whole of it. A reader that goes away has seen enough; whoever gets nothing for another reason has to know.
 pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
-    match written(&mut io::stdout().lock(), text.as_ref()) {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
+    let mut out = io::stdout().lock();
+    given(out.write_all(text.as_ref()).and_then(|()| out.flush()))
+}
+
+/// What the parser of the command line says instead of arguments: help and versions are answers, all else is refused.
+pub fn instead_of_arguments(words: &clap::Error) -> ExitCode {
+    // In colours, where there is a terminal.
+    let printed = words.print();
+    if words.use_stderr() {
+        // Nothing is left to do where that cannot be printed.
+        return ExitCode::from(exit::USAGE);
+    }
+    given(printed.and_then(|()| io::stdout().flush()))
+}
+
+fn given(written: io::Result<()>) -> ExitCode {
+    match written {
+        Err(source) if source.kind() != ErrorKind::BrokenPipe => {
+            let error = CliError::Machine {
+                what: "cannot write the answer to standard output",
+                source,
+            };
             print_error(&error);
             ExitCode::from(error.exit_code())
         }
-    }
-}
-
-fn written(out: &mut dyn Write, text: &[u8]) -> Result<(), CliError> {
-    match out.write_all(text).and_then(|()| out.flush()) {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        outcome => outcome.map_err(|source| CliError::Machine {
-            what: "cannot write the answer to standard output",
-            source,
-        }),
+        _ => ExitCode::SUCCESS,
     }
 }

@@ -7,11 +7,10 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_launcher::{
-    CoreSet, LaunchPlan, NodeRange, StreamSet, StreamsByRank, WorkerCommand, environment_of,
-    parent_of_workers, signal_name,
+    CoreSet, LaunchPlan, NodeRange, StreamSet, StreamsByRank, Variable, WorkerCommand, parent_of_workers,
+    signal_name,
 };
 
-use ddp_proto::env::SCRUBBED;
 use ddp_proto::ids::NodeRank;
 
 use super::count::counted;
@@ -76,7 +75,7 @@ pub fn describe(launch: &Launch) -> String {
         refusals,
         ..
     } = launch;
-    let workers = counted(plan.workers as usize, "worker");
+    let workers = counted(plan.workers, "worker");
     let nodes = match plan.nodes.max {
         1 => String::new(),
         _ => format!(", one of {}", range(plan.nodes)),
@@ -103,10 +102,10 @@ pub fn describe(launch: &Launch) -> String {
         let _ = writeln!(text, "the workers could not be started: {error}");
     }
     let _ = writeln!(text, "command of each: {}", command_line(&plan.command));
-    text.push_str("environment of the first of them, beyond what it inherits:\n");
-    for (name, value) in environment(plan) {
-        let line = format!("{name}={value}");
-        let source = source_of_variable(&name, &value, launch);
+    text.push_str("environment of the first of them, as far as ddp-run has a say in it:\n");
+    for variable in &launch.environment {
+        let line = format!("{}={}", variable.name, value_of(variable, plan));
+        let source = source_of_variable(variable, launch);
         let _ = writeln!(
             text,
             "{}",
@@ -172,10 +171,7 @@ fn ranks_here(plan: &LaunchPlan) -> String {
     let workers = plan.workers;
     let (if_so, node) = match plan.node_rank {
         Some(rank) if rank.0 > 0 => (
-            format!(
-                ", if each node before it has {} too",
-                counted(workers as usize, "worker")
-            ),
+            format!(", if each node before it has {} too", counted(workers, "worker")),
             rank.0,
         ),
         None if plan.nodes.max > 1 => (", if it is node 0".to_owned(), 0),
@@ -324,9 +320,9 @@ fn quoted(word: &str) -> String {
     }
 }
 
-/// Variables that the launcher sets for its first worker; those that are decided when the nodes have met say so.
-fn environment(plan: &LaunchPlan) -> Vec<(String, String)> {
-    let is_later = |name: &str| match name {
+/// The value of a variable of the first worker; one that is decided when the nodes have met says so.
+fn value_of<'a>(variable: &'a Variable, plan: &LaunchPlan) -> &'a str {
+    let is_later = match variable.name.as_str() {
         "TORCHELASTIC_ERROR_FILE" | "DDP_CONTROL" | "DDP_RUN_TOKEN" => true,
         "MASTER_PORT" => plan.master_port.is_none(),
         "MASTER_ADDR" => plan.nodes.max > 1 && plan.master_addr.is_none(),
@@ -334,25 +330,22 @@ fn environment(plan: &LaunchPlan) -> Vec<(String, String)> {
         "RANK" | "GROUP_RANK" | "ROLE_RANK" => plan.nodes.max > 1 && plan.node_rank != Some(NodeRank(0)),
         _ => false,
     };
-    let mut variables = environment_of(plan);
-    for (name, value) in &mut variables {
-        if is_later(name) {
-            "(decided at the start)".clone_into(value);
-        }
+    if is_later {
+        "(decided at the start)"
+    } else {
+        &variable.value
     }
-    variables
 }
 
 /// Where the value of a variable comes from, if that is not plain from what it stands for.
-fn source_of_variable(name: &str, value: &str, launch: &Launch) -> String {
-    let setting = SETTING_OF.iter().find(|(variable, _)| *variable == name);
+fn source_of_variable(variable: &Variable, launch: &Launch) -> String {
+    let setting = SETTING_OF.iter().find(|(name, _)| *name == variable.name);
     if let Some((_, setting)) = setting {
         let given = launch.sources.iter().find(|(given, _)| given == setting);
         return given.map_or_else(String::new, |(_, source)| format!("`{setting}`: {source}"));
     }
-    let is_kept = !SCRUBBED.contains(&name) && std::env::var(name).is_ok_and(|inherited| inherited == value);
-    match name {
-        _ if is_kept => "inherited".to_owned(),
+    match variable.name.as_str() {
+        _ if variable.inherited => "inherited".to_owned(),
         "OMP_NUM_THREADS" => "cores for each worker".to_owned(),
         _ => String::new(),
     }

@@ -1,6 +1,7 @@
 //! Everything that can go wrong before the agent takes over, with its exit code.
 
 use std::path::PathBuf;
+use std::time::Duration;
 
 use ddp_proto::exit;
 use ddp_proto::resolver::NoThread;
@@ -112,6 +113,16 @@ pub enum CliError {
         /// What to do.
         hint: &'static str,
     },
+    /// The system's resolver does not come to an end.
+    #[error(
+        "looking up the host name `{host}` took longer than {} s\n  hint: `getent hosts {host}` shows whether the name servers of this machine answer; or give an address instead of the name", .waited.as_secs_f64()
+    )]
+    SlowLookUp {
+        /// The name.
+        host: String,
+        /// How long.
+        waited: Duration,
+    },
     /// There is no thread to look up a host name.
     #[error(transparent)]
     NoThread(#[from] NoThread),
@@ -140,7 +151,7 @@ impl CliError {
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
                 exit::DAEMON_UNREACHABLE
             }
-            Self::NoThread(_) | Self::Machine { .. } => exit::INTERNAL,
+            Self::SlowLookUp { .. } | Self::NoThread(_) | Self::Machine { .. } => exit::INTERNAL,
         }
     }
 }

@@ -38,7 +38,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
     let args = match args::parse(argv) {
         Ok(args) => args,
-        Err(error) => error.exit(),
+        Err(words) => return answer::instead_of_arguments(&words),
     };
     if args.dry_run {
         return show(args);

@@ -6,7 +6,9 @@ use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ddp_launcher::{CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, signal_name};
+use ddp_launcher::{
+    CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, Variable, environment_of, signal_name,
+};
 use ddp_proto::ids::NodeRank;
 use nix::sys::signal::Signal;
 
@@ -44,6 +46,8 @@ pub struct Launch {
     pub host: HostFacts,
     /// Where each setting that somebody gave comes from.
     pub sources: Sources,
+    /// What `plan` comes to for its first worker.
+    pub environment: Vec<Variable>,
     /// What the workers would refuse if all nodes had as many of them as this one, in words.
     pub refusals: Vec<String>,
 }
@@ -67,8 +71,7 @@ pub fn resolve(
     let alone = nodes.max == 1;
     let agreed = agreed(&settings, &target, nodes);
     let (job_signature, job_description) = target.signature(&agreed);
-    let named = settings.rdzv_id.clone();
-    let job_id = named.unwrap_or_else(|| default_job_id(alone, &target.distinction(&job_signature)));
+    let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
     let (workers, cores) = places(&settings)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     let mut signals = signals(&settings)?;
@@ -113,6 +116,7 @@ pub fn resolve(
         progress_bar: target.kind == TargetKind::Native && io::stderr().is_terminal(),
     };
     Ok(Launch {
+        environment: environment_of(&plan, &get_env),
         host: host_facts(settings, &plan),
         plan,
         sources,
@@ -143,7 +147,7 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
     let refused = |count: u32| {
         let error = config.refusal(count, workers)?.to_string();
         let reason = error.lines().next().unwrap_or_default().to_owned();
-        let each = counted(workers as usize, "worker");
+        let each = counted(workers, "worker");
         Some(match count {
             1 => format!("1 node of {each}: {reason}"),
             several => format!("{several} nodes of {each} each: {reason}"),
@@ -152,12 +156,12 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
     Ok(counts.filter_map(refused).collect())
 }
 
-/// Several nodes must mean the same without having spoken to each other.
-fn default_job_id(alone: bool, distinction: &str) -> String {
-    if alone {
-        unique_job_id(SystemTime::now())
-    } else {
-        unnamed_job_id(distinction)
+/// Without a name, several nodes must mean the same job without having spoken to each other.
+fn job_id(settings: &Settings, alone: bool, distinction: &str) -> String {
+    match &settings.rdzv_id {
+        Some(name) => name.clone(),
+        None if alone => unique_job_id(SystemTime::now()),
+        None => unnamed_job_id(distinction),
     }
 }
 
@@ -374,6 +378,18 @@ mod tests {
         );
         let plan = launch.expect("valid").plan;
         assert_eq!((plan.workers, plan.max_restarts), (5, 7));
+    }
+
+    #[test]
+    fn variables_of_the_workers_are_inherited_from_the_environment_that_is_given() {
+        let env = [("OMP_NUM_THREADS", "77"), ("RANK", "0"), ("EDITOR", "vi")];
+        let launch = resolve_words(&["true"], &env).expect("valid");
+        let inherited: Vec<_> = launch.environment.iter().filter(|v| v.inherited).collect();
+        assert_eq!(inherited.len(), 1, "{inherited:?}");
+        assert_eq!(
+            (inherited[0].name.as_str(), inherited[0].value.as_str()),
+            ("OMP_NUM_THREADS", "77")
+        );
     }
 
     #[test]

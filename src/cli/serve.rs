@@ -1,15 +1,19 @@
 //! `ddp-rendezvous`: the daemon as a program of its own.
 
 use std::ffi::OsString;
-use std::io::{ErrorKind, Write};
+use std::io::{self, ErrorKind, Write};
+use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::time::Duration;
 
 use clap::{Parser, Subcommand};
+use ddp_proto::exit;
 use ddp_proto::resolver::Resolver;
 use tokio::net::TcpListener;
-use tokio::signal::unix::{SignalKind, signal};
+use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::time::timeout;
 
+use super::answer;
 use super::error::{CliError, print_error};
 use super::host::RESOLVE_TIMEOUT;
 use super::values::{self, Endpoint};
@@ -37,11 +41,11 @@ enum Command {
 pub fn main(argv: Vec<OsString>) -> ExitCode {
     let args = match Args::try_parse_from(argv) {
         Ok(args) => args,
-        Err(error) => error.exit(),
+        Err(words) => return answer::instead_of_arguments(&words),
     };
     let Command::Serve { listen } = args.command;
     match serve(&listen) {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => ExitCode::from(code),
         Err(error) => {
             print_error(&error);
             ExitCode::from(error.exit_code())
@@ -49,7 +53,8 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
 }
 
-fn serve(listen: &Endpoint) -> Result<(), CliError> {
+/// Exit code: success, if it was stopped while it served.
+fn serve(listen: &Endpoint) -> Result<u8, CliError> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build()
@@ -58,49 +63,75 @@ fn serve(listen: &Endpoint) -> Result<(), CliError> {
             source,
         })?;
     runtime.block_on(async {
-        let stop = stop_signal()?;
-        let listener = bind(listen).await?;
+        let mut stops = Stops::handle()?;
+        let resolver = Resolver::start(&listen.host)?;
+        let look_up = resolver.addresses(listen.port);
+        // Cancel safe: a signal ends the process, so no connection is lost with the listener.
+        let listener = tokio::select! {
+            code = stops.next() => return Ok(code),
+            bound = bind(listen, look_up, RESOLVE_TIMEOUT) => bound?,
+        };
         announce(&listener)?;
-        rendezvous::serve(listener, rendezvous::Config::default(), stop)
+        rendezvous::serve(listener, rendezvous::Config::default(), stops.stop())
             .await
             .map_err(|error| CliError::Machine {
                 what: "the rendezvous ended",
                 source: std::io::Error::other(error),
-            })
+            })?;
+        Ok(exit::SUCCESS)
     })
 }
 
-/// Ends with the first SIGTERM or SIGINT. A second one ends the process at once, however long the daemon
-/// still waits for its nodes. Handlers are in place when this returns.
-fn stop_signal() -> Result<impl Future<Output = ()> + Send + 'static, CliError> {
-    let failed = |source| CliError::Machine {
-        what: "cannot handle signals",
-        source,
-    };
-    let mut terminate = signal(SignalKind::terminate()).map_err(failed)?;
-    let mut interrupt = signal(SignalKind::interrupt()).map_err(failed)?;
-    Ok(async move {
+/// SIGTERM and SIGINT, from when they are handled on.
+struct Stops {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Stops {
+    fn handle() -> Result<Self, CliError> {
+        let handle = |kind| {
+            signal(kind).map_err(|source| CliError::Machine {
+                what: "cannot handle signals",
+                source,
+            })
+        };
+        Ok(Self {
+            terminate: handle(SignalKind::terminate())?,
+            interrupt: handle(SignalKind::interrupt())?,
+        })
+    }
+
+    /// The exit code of a process that the next one ends. Cancel safe: a signal is either told of or still to come.
+    async fn next(&mut self) -> u8 {
         tokio::select! {
-            _ = terminate.recv() => {}
-            _ = interrupt.recv() => {}
+            _ = self.terminate.recv() => exit::TERMINATED,
+            _ = self.interrupt.recv() => exit::INTERRUPTED,
         }
+    }
+
+    /// Ends with the first one. A second one ends the process at once, however long the daemon still waits for its
+    /// nodes.
+    async fn stop(mut self) {
+        self.next().await;
         tracing::info!("stopping");
         tokio::spawn(async move {
-            let code = tokio::select! {
-                _ = terminate.recv() => ddp_proto::exit::TERMINATED,
-                _ = interrupt.recv() => ddp_proto::exit::INTERRUPTED,
-            };
-            std::process::exit(i32::from(code));
+            std::process::exit(i32::from(self.next().await));
         });
-    })
+    }
 }
 
-async fn bind(listen: &Endpoint) -> Result<TcpListener, CliError> {
-    let resolver = Resolver::start(&listen.host)?;
-    let bound = async {
-        let found = timeout(RESOLVE_TIMEOUT, resolver.addresses(listen.port)).await??;
-        TcpListener::bind(found.as_slice()).await
-    };
+async fn bind(
+    listen: &Endpoint,
+    look_up: impl Future<Output = io::Result<Vec<SocketAddr>>>,
+    patience: Duration,
+) -> Result<TcpListener, CliError> {
+    let looked_up = timeout(patience, look_up).await;
+    let found = looked_up.map_err(|_| CliError::SlowLookUp {
+        host: listen.host.clone(),
+        waited: patience,
+    })?;
+    let bound = async { TcpListener::bind(found?.as_slice()).await };
     bound.await.map_err(|source| CliError::Listen {
             address: listen.to_string(),
             hint: match source.kind() {
@@ -127,4 +158,25 @@ fn announce(listener: &TcpListener) -> Result<(), CliError> {
     writeln!(out, "{address}")
         .and_then(|()| out.flush())
         .map_err(failed)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_look_up_that_takes_too_long_is_no_mistake_of_the_user() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build();
+        let listen = values::endpoint("node0:29400").expect("valid");
+        let bound = bind(&listen, std::future::pending(), Duration::from_millis(1));
+        let error = runtime
+            .expect("a runtime")
+            .block_on(bound)
+            .expect_err("nothing was found");
+        assert_eq!(error.exit_code(), exit::INTERNAL);
+        insta::assert_snapshot!(error, @r"
+        looking up the host name `node0` took longer than 0.001 s
+          hint: `getent hosts node0` shows whether the name servers of this machine answer; or give an address instead of the name
+        ");
+    }
 }

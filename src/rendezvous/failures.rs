@@ -10,7 +10,7 @@ use std::collections::BTreeSet;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
-use ddp_proto::rendezvous::{self, Failure, NodeStopped, WorkerExit};
+use ddp_proto::rendezvous::{self, Failure, MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
 
 use super::event::Turn;
 use super::job::{Job, Phase, Readiness};
@@ -18,9 +18,11 @@ use super::kv::clip;
 
 /// Failures that are listed; and as many workers that their agents stopped.
 pub(super) const MAX_LISTED: usize = 16;
-/// Workers whose ends are known, listed or not: agents repeat what they said when a stream breaks. An agent tells of 64
-/// at most, so that those of the largest job's last generation fit ([`Config::max_nodes`](super::Config)).
-const MAX_KNOWN: usize = 1 << 20;
+/// Ends that are taken from one message: failures and victims.
+pub(super) const MAX_TAKEN: usize = 2 * MAX_EXITS_OF_A_KIND;
+/// Workers whose ends are known, listed or not: agents repeat what they said when a stream breaks. Those of the last
+/// generation of a job with [`Config::max_nodes`](super::Config) fit, at [`MAX_TAKEN`] each.
+pub(super) const MAX_KNOWN: usize = 1 << 20;
 /// Bytes of a worker's own words, and of the path of its log, in the list.
 const MAX_WORDS_BYTES: usize = 512;
 
@@ -176,7 +178,7 @@ impl Job {
     ) {
         let ran = 0 < generation && generation <= self.highest_generation();
         if let (true, Some(node)) = (ran, self.nodes.get(incarnation)) {
-            for exit in exits {
+            for exit in exits.iter().take(MAX_TAKEN) {
                 self.failures
                     .worker(turn.at.now, generation, &node.join.hostname, exit);
             }

@@ -151,7 +151,13 @@ API Result cuLaunchKernel(Handle handle, unsigned grid_x, unsigned grid_y, unsig
         const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
         run_kernel(*function, values, grid, block, number);
     });
-    return SUCCESS;
+    if (setting("CUDA_LAUNCH_BLOCKING", 0) == 0) {
+        return SUCCESS;
+    }
+    lock.unlock();
+    stream->drain();
+    lock.lock();
+    return of.failed;
 }
 
 // Streams.

@@ -158,6 +158,22 @@ fn sigterm_while_the_nodes_gather_ends_at_once() {
 }
 
 #[test]
+fn a_job_that_is_stopped_before_it_begins_leaves_no_empty_folders() {
+    let (daemon, dir) = (Daemon::start(), temp_dir());
+    let logs = dir.path().join("runs/job/logs");
+    let mut waiting = node(&daemon, 2, "0")
+        .flag("--log-dir", logs.to_str().expect("unicode"))
+        .target("true")
+        .start();
+    waiting.wait_for("waiting for 1 node");
+    assert!(logs.is_dir());
+    waiting.signal(Signal::SIGTERM);
+    waiting.finish().expect_exit(143);
+    let left = std::fs::read_dir(dir.path()).expect("it was there before");
+    assert_eq!(left.count(), 0);
+}
+
+#[test]
 fn the_time_to_stop_holds_when_a_worker_fails() {
     let script =
         r#"trap '' TERM; if [ "$RANK" = 1 ]; then sleep 0.2; exit 5; fi; while :; do sleep 1000; done"#;

@@ -1,10 +1,16 @@
 //! `ddp-rendezvous` as a program.
 
+use std::fs::File;
 use std::net::TcpListener;
+use std::os::unix::fs::OpenOptionsExt;
+use std::time::Duration;
 
+use nix::fcntl::OFlag;
 use nix::sys::signal::Signal;
+use nix::sys::stat::Mode;
+use nix::unistd::mkfifo;
 
-use crate::harness::{Daemon, Program, launch};
+use crate::harness::{Daemon, Program, eventually, launch, temp_dir};
 
 fn daemon(listen: &str) -> Program {
     Program::new(env!("CARGO_BIN_EXE_ddp-rendezvous")).args(["serve", "--listen", listen].map(Into::into))
@@ -35,6 +41,36 @@ fn a_port_in_use_is_one_clear_message() {
         error: cannot listen on `ADDRESS`: Address already in use (os error 98)
           hint: another program holds the port: choose another one, or 0 for a free one
         ");
+}
+
+/// A look-up that takes as long as the test likes: the C library's resolver reads a file of aliases before it asks
+/// anybody, and this one is a pipe.
+#[test]
+fn a_signal_during_the_look_up_of_its_name_ends_it_at_once() {
+    for (signal, code) in [(Signal::SIGTERM, 143), (Signal::SIGINT, 130)] {
+        let dir = temp_dir();
+        let aliases = dir.path().join("aliases");
+        mkfifo(&aliases, Mode::S_IRWXU).expect("a pipe");
+        let mut running = daemon("node-of-nobody:0")
+            .env("HOSTALIASES", aliases.to_str().expect("unicode"))
+            .start();
+        let held = eventually("the daemon reads the aliases, or ends", || {
+            let opened = File::options()
+                .write(true)
+                .custom_flags(OFlag::O_NONBLOCK.bits())
+                .open(&aliases);
+            match opened {
+                Ok(held) => Some(Some(held)),
+                Err(_) => running.ended_within(Duration::ZERO).then_some(None),
+            }
+        });
+        if held.is_none() {
+            eprintln!("SKIPPED: names are looked up here without a file of aliases");
+            return;
+        }
+        running.signal(signal);
+        running.finish().expect_exit(code).expect_silence();
+    }
 }
 
 #[test]

@@ -37,6 +37,11 @@ fn an_answer_that_nobody_reads_to_its_end_is_no_failure_and_one_that_is_lost_is(
         (env!("CARGO_BIN_EXE_ddp-train"), &["doctor"][..]),
         (env!("CARGO_BIN_EXE_ddp-run"), &["--dry-run", "true"]),
         (env!("CARGO_BIN_EXE_ddp-run"), &["--completions", "bash"]),
+        (env!("CARGO_BIN_EXE_ddp-run"), &["--help"]),
+        (env!("CARGO_BIN_EXE_ddp-run"), &["-h"]),
+        (env!("CARGO_BIN_EXE_ddp-run"), &["--version"]),
+        (env!("CARGO_BIN_EXE_ddp-train"), &["run", "--help"]),
+        (env!("CARGO_BIN_EXE_ddp-rendezvous"), &["help", "serve"]),
     ];
     for (program, args) in asked {
         let ask = |out: std::fs::File| {

@@ -236,6 +236,38 @@ fn the_host_runs_ahead_of_the_device() {
     );
 }
 
+/// The host, a step ahead, meets most of a step's communication when it has ended, in the middle of another one.
+#[test]
+fn communication_is_told_of_the_step_that_it_was_in() {
+    let emulator = emulator();
+    for settings in [
+        "parallel.strategy=ddp",
+        "parallel.strategy=zero3",
+        "parallel.strategy=zero3 train.recompute=full",
+    ] {
+        let job = job();
+        let late = gpus(emulator, &job, 2)
+            .env("EMULATOR_DELAY_US", LATE)
+            .set("train.checkpoint_every=0")
+            .set("train.steps=8");
+        let settings: Vec<_> = settings.split(' ').collect();
+        train(late, &job, &settings);
+        let lines = metrics(&job.out());
+        assert_eq!(lines.len(), 8);
+        let of = |key: &str| -> Vec<f64> {
+            let number = |line: &serde_json::Value| line[key].as_f64().expect("a number");
+            lines.iter().map(number).collect()
+        };
+        let [step, comm, exposed] = ["step_ms", "comm_ms", "comm_exposed_ms"].map(of);
+        let what = format!("{settings:?}: of {step:.1?} ms {comm:.1?}, exposed {exposed:.1?}");
+        assert!(comm.iter().all(|&ms| ms > 0.0), "{what}");
+        let sum = |ms: &[f64]| ms.iter().sum::<f64>();
+        // One stream computes, and one each is for gradients and for parameters.
+        assert!(sum(&exposed) > 0.0 && sum(&exposed) <= sum(&step), "{what}");
+        assert!(sum(&comm) <= 2.0 * sum(&step), "{what}");
+    }
+}
+
 /// NCCL within a node does not notice a death: an operation with the dead never ends. Over a network it says so.
 #[test]
 fn a_killed_rank_changes_nothing_in_the_result() {
@@ -331,15 +363,25 @@ fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
         .expect_stderr("hint: lower `train.micro_batch`");
 }
 
-/// The error comes from whatever asks next; the operations that ran last are named.
+/// The error comes from whatever asks next, with the way to hear of the operation itself.
 #[test]
-fn a_kernel_that_fails_is_an_error_with_the_last_operations() {
+fn a_kernel_that_fails_is_an_error_and_is_named_where_launches_block() {
     let job = job();
-    let finished = refused(gpus(emulator(), &job, 1).env("EMULATOR_FAIL_LAUNCH", "150"));
+    let failing = || gpus(emulator(), &job, 1).env("EMULATOR_FAIL_LAUNCH", "150");
+    let finished = refused(failing());
     assert_ne!(finished.code(), Some(0));
     finished
         .expect_stderr("CUDA_ERROR_ILLEGAL_ADDRESS")
         .expect_stderr("CUDA_LAUNCH_BLOCKING=1");
+    let finished = refused(
+        failing()
+            .set("run.overwrite=true")
+            .env("CUDA_LAUNCH_BLOCKING", "1"),
+    );
+    assert_ne!(finished.code(), Some(0));
+    finished
+        .expect_stderr("operation `")
+        .expect_stderr("was not launched on stream `compute`");
 }
 
 #[test]

@@ -302,6 +302,7 @@ fn a_dry_run_says_where_variables_of_the_workers_come_from() {
         );
     }
     finished.expect_stdout("cores for each worker");
+    finished.expect_stdout("environment of the first of them, as far as ddp-run has a say in it:");
 }
 
 #[test]

@@ -3,7 +3,9 @@
 //! The mount table says where a hierarchy is to be seen, and which part of it: a container sees its own part only. A
 //! group that is not below that part cannot be seen, and nothing is said of it.
 
+use std::ffi::OsString;
 use std::fs;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Component, Path, PathBuf};
 
 /// What the kernel says of mounts and groups of this process, read once.
@@ -91,14 +93,32 @@ impl Standing {
             let mut fields = mount.split(' ').skip(3);
             let (root, point) = (fields.next()?, fields.next()?);
             // A mount of a part of the tree shows only what is below its root.
-            let below = Path::new(own).strip_prefix(root).ok()?;
+            let below = Path::new(own).strip_prefix(unescaped(root)).ok()?;
             let is_plain = |part| matches!(part, Component::Normal(_));
             below.components().all(is_plain).then(|| Place {
-                mount: PathBuf::from(point),
+                mount: unescaped(point),
                 below: below.to_owned(),
             })
         })
     }
+}
+
+/// As the kernel shows a path in this file: a byte that would end a field is `\` and three octal digits.
+fn unescaped(field: &str) -> PathBuf {
+    let mut parts = field.split('\\');
+    let mut path = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        let escaped = part.split_at_checked(3).and_then(|(digits, rest)| {
+            let byte = u8::from_str_radix(digits, 8).ok()?;
+            Some((byte, rest))
+        });
+        // The kernel escapes every backslash, so that this is always there.
+        if let Some((byte, rest)) = escaped {
+            path.push(byte);
+            path.extend(rest.as_bytes());
+        }
+    }
+    PathBuf::from(OsString::from_vec(path))
 }
 
 /// Joined without a slash at the end.
@@ -182,6 +202,20 @@ pub(super) mod tests {
         );
         assert_eq!(found("4:memory:/x\n"), None, "version 1 only");
         assert_eq!(Standing::default().unified(), None);
+    }
+
+    #[test]
+    fn groups_and_mounts_may_have_spaces_in_their_names() {
+        let mounts =
+            r"32 30 0:28 /my\040pod /mnt/control\040groups\134v2 rw - cgroup2 cgroup rw".to_owned() + "\n";
+        let standing = Standing {
+            mounts,
+            membership: "0::/my pod/a job\n".to_owned(),
+        };
+        assert_eq!(
+            standing.unified(),
+            Some(PathBuf::from(r"/mnt/control groups\v2/a job"))
+        );
     }
 
     #[test]

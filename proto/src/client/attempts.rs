@@ -8,7 +8,7 @@ use hyper_util::client::legacy::connect::HttpConnector;
 use tokio::time::Instant;
 use tonic::transport::{Channel, Endpoint};
 
-use super::error::{ClientError, root_cause};
+use super::error::{ClientError, Setback, root_cause};
 use crate::resolver::Resolver;
 
 /// First pause between two attempts to reach the daemon; doubled each time.
@@ -46,7 +46,7 @@ impl<'a> Attempts<'a> {
     }
 
     /// Pauses before the next attempt, or gives up if there is no time for one.
-    pub(super) async fn failed(&mut self, cause: String) -> Result<(), ClientError> {
+    pub(super) async fn failed(&mut self, setback: Setback) -> Result<(), ClientError> {
         let pause = backoff(self.count, rand::random_range(0.5..1.0));
         self.count += 1;
         let now = Instant::now();
@@ -55,7 +55,8 @@ impl<'a> Attempts<'a> {
                 endpoint: self.endpoint.to_owned(),
                 waited: now - self.begun,
                 attempts: self.count,
-                cause,
+                cause: setback.cause,
+                hint: setback.hint,
             });
         }
         tokio::time::sleep(pause).await;
@@ -131,6 +132,22 @@ impl Target {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test]
+    async fn a_name_that_nobody_knows_has_words_and_a_hint_of_its_own() {
+        let resolver = Resolver::with("node0", |_, _| Err(io::Error::other("not known"))).unwrap();
+        let target = Target {
+            resolver,
+            ..Target::of("node0:29400").unwrap()
+        };
+        let setback = Setback::of(&target.connect().await.unwrap_err());
+        let mut attempts = Attempts::new("node0:29400", Instant::now());
+        let words = attempts.failed(setback).await.unwrap_err().to_string();
+        assert!(
+            words.contains("cannot look up the host name `node0`: not known\n  hint: is the name right"),
+            "{words}"
+        );
+    }
 
     #[test]
     fn the_backoff_grows_to_its_cap() {

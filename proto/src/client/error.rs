@@ -6,7 +6,7 @@ use tonic::{Code, Status};
 
 use super::SEND_QUEUE;
 use crate::exit;
-use crate::resolver::NoThread;
+use crate::resolver::{LookUpError, NoThread};
 
 /// Why the daemon could not be reached, or what it answered instead.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -25,7 +25,7 @@ pub enum ClientError {
     #[error(transparent)]
     NoThread(#[from] NoThread),
     /// No connection within the deadline.
-    #[error("rendezvous daemon at `{endpoint}` cannot be reached after {:.1} s and {attempts} attempts: {cause}\n  hint: is `ddp-rendezvous serve` (or the node that hosts it) running there, and its port open?", .waited.as_secs_f64())]
+    #[error("rendezvous daemon at `{endpoint}` cannot be reached after {:.1} s and {attempts} attempts: {cause}\n  hint: {hint}", .waited.as_secs_f64())]
     Unreachable {
         /// Address that was tried.
         endpoint: String,
@@ -35,6 +35,8 @@ pub enum ClientError {
         attempts: u32,
         /// Last error.
         cause: String,
+        /// What to do about it.
+        hint: &'static str,
     },
     /// The connection broke while it was in use; opening a new stream may help.
     #[error("connection to the rendezvous daemon at `{endpoint}` broke: {cause}")]
@@ -129,6 +131,38 @@ pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
     ClientError::Broken {
         endpoint: endpoint.to_owned(),
         cause: root_cause(status),
+    }
+}
+
+/// What to do where nobody answers at the endpoint.
+const IS_IT_THERE: &str =
+    "is `ddp-rendezvous serve` (or the node that hosts it) running there, and its port open?";
+/// What to do where the endpoint's name leads nowhere.
+const IS_IT_KNOWN: &str = "is the name right, and do this machine's name servers know it (`getent hosts NAME`)? Or give an address instead";
+
+/// Why one attempt to reach the daemon failed.
+#[derive(Debug)]
+pub(super) struct Setback {
+    pub(super) cause: String,
+    pub(super) hint: &'static str,
+}
+
+impl Setback {
+    /// The daemon did not say a word in time.
+    pub(super) fn silence(words: &str) -> Self {
+        Self {
+            cause: words.to_owned(),
+            hint: IS_IT_THERE,
+        }
+    }
+
+    pub(super) fn of(error: &(dyn std::error::Error + 'static)) -> Self {
+        let layers = std::iter::successors(Some(error), |error| error.source());
+        let mut layers = layers.filter(|error| error.is::<LookUpError>());
+        Self {
+            cause: root_cause(error),
+            hint: layers.next().map_or(IS_IT_THERE, |_| IS_IT_KNOWN),
+        }
     }
 }
 

@@ -1,8 +1,8 @@
 //! The order of all failures, and the last word on them.
 
-use ddp_proto::rendezvous::{Failures, JobOver};
+use ddp_proto::rendezvous::{Failures, JobOver, MAX_EXITS_OF_A_KIND};
 
-use super::super::failures::MAX_LISTED;
+use super::super::failures::{MAX_KNOWN, MAX_LISTED, MAX_TAKEN};
 use super::*;
 
 const MS: Duration = Duration::from_millis(1);
@@ -311,14 +311,39 @@ fn a_node_that_cannot_go_on_is_listed_with_its_reason() {
 
 #[test]
 fn thousands_of_ends_that_are_repeated_count_once() {
-    let mut s = two_nodes();
-    s.exit("b", 1, fatal(2, 42));
-    for _ in 0..2 {
-        s.say("b", 1, stopped((0..5000).map(|rank| exited(rank, 3)).collect()));
+    let each = 2 * MAX_EXITS_OF_A_KIND as u32;
+    let nodes: Vec<String> = (0..80).map(|number| format!("n{number}")).collect();
+    let mut s = Scene::new();
+    for node in &nodes {
+        s.join(node, 80, 80);
     }
+    s.exit("n0", 1, fatal(0, 42));
+    for _ in 0..2 {
+        for (first, node) in (0..).step_by(each as usize).zip(&nodes) {
+            let ranks = first..first + each;
+            s.say(node, 1, stopped(ranks.map(|rank| exited(rank, 3)).collect()));
+        }
+    }
+    let failures = lists(&mut s, "n0").1.expect("the last word");
+    assert_eq!(failures.failures.len() as u32 + failures.more_failures, 80 * each);
+}
+
+#[test]
+fn a_node_that_tells_of_more_ends_than_it_may_is_heard_no_further() {
+    let mut s = two_nodes();
+    s.exit("b", 1, fatal(0, 42));
+    s.say("b", 1, stopped((0..5000).map(|rank| exited(rank, 3)).collect()));
     s.say("a", 1, stopped(vec![]));
     let failures = lists(&mut s, "a").1.expect("the last word");
-    assert_eq!(failures.failures.len() + failures.more_failures as usize, 5000);
+    assert_eq!(
+        failures.failures.len() + failures.more_failures as usize,
+        2 * MAX_EXITS_OF_A_KIND
+    );
+}
+
+#[test]
+fn the_ends_of_all_workers_of_the_largest_job_are_known() {
+    assert!(Config::default().max_nodes as usize * MAX_TAKEN <= MAX_KNOWN);
 }
 
 #[test]

@@ -1,10 +1,11 @@
 //! Errors of collectives name the rank, the operation, its sequence number, its bytes and what it was for.
 
+use std::fmt;
+
 use crate::device::DeviceError;
 
 /// A collective operation failed on this rank.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("rank {rank}: {operation} #{sequence} of `{communicator}` ({tag}{}) failed: {failure}", size(*bytes))]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveError {
     /// Global rank of the speaker.
     pub rank: usize,
@@ -21,6 +22,29 @@ pub struct CollectiveError {
     /// What happened.
     pub failure: Failure,
 }
+
+impl fmt::Display for CollectiveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            rank,
+            communicator,
+            operation,
+            sequence,
+            tag,
+            failure,
+            ..
+        } = self;
+        let size = size(self.bytes);
+        let name = format!("{operation} #{sequence} of `{communicator}` ({tag}{size})");
+        match failure {
+            // It is not the operation's: it waited for what comes before it on the device.
+            Failure::Device(error) => write!(f, "rank {rank}: before {name} had ended: {error}"),
+            _ => write!(f, "rank {rank}: {name} failed: {failure}"),
+        }
+    }
+}
+
+impl std::error::Error for CollectiveError {}
 
 /// An operation by its names, for the error that it may end with.
 #[derive(Clone, Debug)]

@@ -1,6 +1,8 @@
 //! How much memory the system can still give: the machine's, and that of the control groups around this process.
 
+use std::ffi::OsString;
 use std::fs::read_to_string;
+use std::os::unix::ffi::OsStringExt as _;
 use std::path::{Component, Path, PathBuf};
 
 /// What a version of control groups calls its files.
@@ -86,16 +88,34 @@ fn seen(
         let mut fields = mount.split(' ').skip(3);
         let (root, point) = (fields.next()?, fields.next()?);
         // A container may see a part of the hierarchy only.
-        let below = Path::new(own).strip_prefix(root).ok()?;
+        let below = Path::new(own).strip_prefix(unescaped(root)).ok()?;
         let is_inside = below
             .components()
             .all(|part| matches!(part, Component::Normal(_)));
         (is_it(kind, options) && is_inside).then(|| Group {
             version,
-            mount: PathBuf::from(point),
+            mount: unescaped(point),
             below: below.to_owned(),
         })
     })
+}
+
+/// As the kernel shows a path in this file: a byte that would end a field is `\` and three octal digits.
+fn unescaped(field: &str) -> PathBuf {
+    let mut parts = field.split('\\');
+    let mut path = parts.next().unwrap_or_default().as_bytes().to_vec();
+    for part in parts {
+        let escaped = part.split_at_checked(3).and_then(|(digits, rest)| {
+            let byte = u8::from_str_radix(digits, 8).ok()?;
+            Some((byte, rest))
+        });
+        // The kernel escapes every backslash, so that this is always there.
+        if let Some((byte, rest)) = escaped {
+            path.push(byte);
+            path.extend(rest.as_bytes());
+        }
+    }
+    PathBuf::from(OsString::from_vec(path))
 }
 
 impl Group {
@@ -156,6 +176,18 @@ mod tests {
         ] {
             assert_eq!(found(hidden), [], "`{hidden}`");
         }
+    }
+
+    #[test]
+    fn groups_and_mounts_may_have_spaces_in_their_names() {
+        let mounts =
+            r"32 30 0:28 /my\040pod /mnt/control\040groups\134v2 rw - cgroup2 cgroup rw".to_owned() + "\n";
+        let expected = Group {
+            version: &V2,
+            mount: r"/mnt/control groups\v2".into(),
+            below: "a job".into(),
+        };
+        assert_eq!(groups(&mounts, "0::/my pod/a job\n"), [expected]);
     }
 
     #[test]

@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::gather_plan::{GatherPlan, Residence};
 use super::waiting::Waiting;
-use super::{Group, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
+use super::{Group, Ledger, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, WireBytes, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
 use crate::model::{Model, ParamId, Params};
@@ -220,6 +220,10 @@ impl Weights for GatheredWeights {
 
     fn take_times(&self) -> SyncTimes {
         self.waiting.take_times()
+    }
+
+    fn take_ledger(&self) -> Ledger {
+        self.waiting.take_ledger()
     }
 
     fn failure(&self) -> Option<WorkError> {

@@ -1,6 +1,6 @@
 //! The reading phase of a step.
 
-use super::{GradientLayout, Portion, ReduceError, Reducer, SyncTimes};
+use super::{GradientLayout, Ledger, Portion, ReduceError, Reducer, SyncTimes};
 use crate::device::{Element, HostRef};
 use crate::model::ParamId;
 
@@ -8,11 +8,22 @@ use crate::model::ParamId;
 pub struct Reduced<'a> {
     reducer: &'a mut Reducer,
     times: SyncTimes,
+    ledger: Ledger,
 }
 
 impl<'a> Reduced<'a> {
-    pub(super) fn new(reducer: &'a mut Reducer, times: SyncTimes) -> Self {
-        Self { reducer, times }
+    pub(super) fn new(reducer: &'a mut Reducer, times: SyncTimes, ledger: Ledger) -> Self {
+        Self {
+            reducer,
+            times,
+            ledger,
+        }
+    }
+
+    /// The same when nothing is in flight: the host knows what the device measured.
+    pub(super) fn known(mut self) -> Self {
+        self.times += self.ledger.take();
+        self
     }
 
     /// The memory, padding included. Of a whole arena that is scattered, only what this rank owns has a meaning.
@@ -40,10 +51,17 @@ impl<'a> Reduced<'a> {
         }
     }
 
-    /// Time that averaging took. After [`super::Step::finish_on`], of all operations that have ended since the step
-    /// before.
+    /// Time that averaging took. After [`super::Step::finish_on`] only what the host saw of it: on a device that runs
+    /// asynchronously the rest is in the ledger.
     #[must_use]
     pub fn times(&self) -> SyncTimes {
         self.times
+    }
+
+    /// What the device measures of the step after [`super::Step::finish_on`]: complete when it has run all of it and
+    /// [`Reducer::failure`] was asked after that.
+    #[must_use]
+    pub fn ledger(&self) -> Ledger {
+        self.ledger.clone()
     }
 }

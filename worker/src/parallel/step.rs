@@ -84,7 +84,7 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// Time that averaging has taken since the step before.
+    /// Time that averaging has taken since the step before, as far as the host saw it.
     #[must_use]
     pub fn times(&self) -> SyncTimes {
         self.reducer().waiting.times()
@@ -98,7 +98,7 @@ impl<'a> Step<'a> {
             done.map_err(|e| self.fail(e.into()))?;
         }
         landed.wait(deadline).map_err(|e| self.fail(e.into()))?;
-        self.reduced()
+        Ok(self.reduced()?.known())
     }
 
     /// Launches what is left and gives the averages to later operations of `stream`, the one that computes the
@@ -134,9 +134,10 @@ impl<'a> Step<'a> {
     fn reduced(mut self) -> Result<Reduced<'a>, ReduceError> {
         let settled = self.reducer().waiting.settle();
         settled.map_err(|e| self.fail(e.into()))?;
-        let times = self.reducer().waiting.take_times();
+        let waiting = &self.reducer().waiting;
+        let (times, ledger) = (waiting.take_times(), waiting.take_ledger());
         let reducer = self.reducer.take().expect("a step finishes once");
-        Ok(Reduced::new(reducer, times))
+        Ok(Reduced::new(reducer, times, ledger))
     }
 
     fn reducer(&self) -> &Reducer {

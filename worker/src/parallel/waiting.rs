@@ -3,6 +3,7 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use super::Ledger;
 use crate::collective::{Work, WorkError};
 use crate::device::{Device, Event, Stream};
 
@@ -31,11 +32,14 @@ pub(super) struct Waiting {
 
 #[derive(Default)]
 struct Account {
+    /// What the host saw.
     times: SyncTimes,
+    /// Of what is launched now.
+    ledger: Ledger,
     /// Nobody has asked how they ended.
-    unsettled: Vec<Work>,
+    unsettled: Vec<(Work, Ledger)>,
     /// Points of a stream before and behind a wait of it.
-    stood: Vec<[Event; 2]>,
+    stood: Vec<([Event; 2], Ledger)>,
     failure: Option<WorkError>,
 }
 
@@ -54,7 +58,10 @@ impl Waiting {
         let began = Instant::now();
         let work = issue();
         self.blocked_since(began);
-        self.account().unsettled.push(work.clone());
+        let mut account = self.account();
+        let ledger = account.ledger.clone();
+        account.unsettled.push((work.clone(), ledger));
+        drop(account);
         work
     }
 
@@ -66,7 +73,9 @@ impl Waiting {
         let before = self.device.record_timed(stream);
         self.device.wait_event(stream, event, deadline);
         let behind = self.device.record_timed(stream);
-        self.account().stood.push([before, behind]);
+        let mut account = self.account();
+        let ledger = account.ledger.clone();
+        account.stood.push(([before, behind], ledger));
     }
 
     /// The same for a stream beside that one: only a blocked host hides nothing.
@@ -93,19 +102,32 @@ impl Waiting {
         let now = Instant::now();
         let mut guard = self.account();
         let account = &mut *guard;
-        for work in account.unsettled.extract_if(.., |work| work.is_done()) {
+        for (work, ledger) in account.unsettled.extract_if(.., |(work, _)| work.is_done()) {
             match work.wait(now) {
-                Ok(times) => account.times.comm += times.ended.saturating_duration_since(times.started),
+                Ok(times) => {
+                    let took = SyncTimes {
+                        comm: times.ended.saturating_duration_since(times.started),
+                        ..SyncTimes::default()
+                    };
+                    if self.device.is_asynchronous() {
+                        ledger.add(took);
+                    } else {
+                        account.times += took;
+                    }
+                }
                 Err(error) => {
                     account.failure.get_or_insert(error);
                 }
             }
         }
-        for [before, behind] in account
+        for ([before, behind], ledger) in account
             .stood
-            .extract_if(.., |[_, behind]| behind.poll().is_some())
+            .extract_if(.., |([_, behind], _)| behind.poll().is_some())
         {
-            account.times.exposed += behind.state().since(&before).unwrap_or_default();
+            ledger.add(SyncTimes {
+                exposed: behind.state().since(&before).unwrap_or_default(),
+                ..SyncTimes::default()
+            });
         }
         account.failure.clone().map_or(Ok(()), Err)
     }
@@ -115,7 +137,8 @@ impl Waiting {
         self.settle().err()
     }
 
-    /// Since they were taken. What is in a stream counts once it has ended.
+    /// What the host saw since they were taken: on a device that runs asynchronously only its own waits, as all else
+    /// is in the ledger.
     pub(super) fn times(&self) -> SyncTimes {
         // Whoever asks for the failure is told of it.
         let _ = self.settle();
@@ -127,6 +150,12 @@ impl Waiting {
         let times = self.times();
         self.account().times = SyncTimes::default();
         times
+    }
+
+    /// The account of what was launched since the last call, into which [`Waiting::settle`] writes whatever of it has
+    /// ended.
+    pub(super) fn take_ledger(&self) -> Ledger {
+        std::mem::take(&mut self.account().ledger)
     }
 
     /// A device that runs asynchronously goes on meanwhile.
@@ -144,6 +173,7 @@ impl Waiting {
 #[cfg(test)]
 mod tests {
     use std::any::Any;
+    use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
     use crate::collective::{Communicator, Executor, Launch, Solo, Traffic};
@@ -174,6 +204,21 @@ mod tests {
         }
     }
 
+    fn solo(executor: Executor) -> Communicator {
+        let (transport, timeout) = (Box::new(Solo::new(0)), Duration::from_mins(1));
+        Communicator::new("solo", transport, executor, timeout, &Cancel::new())
+    }
+
+    fn buffer(device: &dyn Device) -> Buffer {
+        let spec = ArenaSpec {
+            name: "test".into(),
+            dtype: DType::F32,
+            len: 1,
+            sharing: Sharing::Private,
+        };
+        device.alloc(&spec).unwrap().whole()
+    }
+
     #[test]
     fn whatever_blocks_the_host_is_exposed() {
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
@@ -185,16 +230,8 @@ mod tests {
             assert!(waiting.take_times().exposed >= HELD);
         }
         // An executor that is the caller waits in the call.
-        let transport = Box::new(Solo::new(0));
-        let timeout = Duration::from_mins(1);
-        let comm = Communicator::new("solo", transport, Executor::Inline, timeout, &Cancel::new());
-        let spec = ArenaSpec {
-            name: "test".into(),
-            dtype: DType::F32,
-            len: 1,
-            sharing: Sharing::Private,
-        };
-        let buffer = device.alloc(&spec).unwrap().whole();
+        let comm = solo(Executor::Inline);
+        let buffer = buffer(device.as_ref());
         let launch = Launch::after(Event::new(Slow), Traffic::Grads, "test");
         let work = waiting.launch(|| comm.all_gather(&buffer, launch));
         assert!(work.is_done() && waiting.times().exposed >= HELD);
@@ -202,12 +239,12 @@ mod tests {
         assert_eq!(waiting.failure(), None);
     }
 
-    /// A point that the device passes [`HELD`] after the one before it.
-    struct Point;
+    /// A point that the device passes [`HELD`] after the one before it, once it runs.
+    struct Point(Arc<AtomicBool>);
 
     impl EventState for Point {
         fn poll(&self) -> Option<Result<(), DeviceError>> {
-            Some(Ok(()))
+            self.0.load(Ordering::Relaxed).then_some(Ok(()))
         }
 
         fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
@@ -224,7 +261,7 @@ mod tests {
     }
 
     /// Takes what its host tells it, and runs it later.
-    struct Later(CpuDevice);
+    struct Later(CpuDevice, Arc<AtomicBool>);
 
     impl Device for Later {
         fn name(&self) -> String {
@@ -248,7 +285,7 @@ mod tests {
         }
 
         fn record_timed(&self, _stream: Stream) -> Event {
-            Event::new(Point)
+            Event::new(Point(self.1.clone()))
         }
 
         fn wait_event(&self, _stream: Stream, _event: &Event, _deadline: Instant) {}
@@ -272,16 +309,58 @@ mod tests {
 
     #[test]
     fn a_stream_that_stands_still_is_exposed_and_one_beside_it_is_not() {
-        let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap()));
+        let runs = Arc::new(AtomicBool::new(true));
+        let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap(), runs));
         let (stream, deadline) = (device.stream(), Instant::now());
         let waiting = Waiting::new(&device);
+        let stood = || {
+            waiting.settle().unwrap();
+            waiting.take_ledger().times()
+        };
         for _ in 0..3 {
             waiting.in_stream(stream, &Event::new(Slow), deadline);
         }
         waiting.beside(stream, &Event::new(Slow), deadline);
-        assert_eq!(waiting.take_times().exposed, 3 * HELD);
+        assert_eq!(stood().exposed, 3 * HELD);
         // What has happened already costs no stream anything.
         waiting.in_stream(stream, &Event::reached(), deadline);
+        assert_eq!(stood(), SyncTimes::default());
+        // The host was never blocked.
         assert_eq!(waiting.take_times(), SyncTimes::default());
+    }
+
+    #[test]
+    fn what_ends_during_a_later_step_is_of_the_step_that_launched_it() {
+        let runs = Arc::new(AtomicBool::new(false));
+        let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap(), runs.clone()));
+        let deadline = Instant::now() + Duration::from_mins(1);
+        let waiting = Waiting::new(&device);
+        let comm = solo(Executor::Thread);
+        let buffer = buffer(device.as_ref());
+        let mut steps = Vec::new();
+        for waits in 1..=3 {
+            let (input, signal) = Event::pair("input");
+            let launch = Launch::after(input, Traffic::Grads, "test");
+            let work = waiting.launch(|| comm.all_gather(&buffer, launch));
+            for _ in 0..waits {
+                waiting.in_stream(device.stream(), work.event(), deadline);
+            }
+            waiting.settle().unwrap();
+            steps.push((work, signal, waiting.take_ledger()));
+        }
+        runs.store(true, Ordering::Relaxed);
+        for (waits, (work, signal, ledger)) in (1..).zip(steps) {
+            assert_eq!(ledger.times().comm, Duration::ZERO);
+            signal.set(Ok(()));
+            let ran = work.wait(deadline).unwrap();
+            waiting.settle().unwrap();
+            let expected = SyncTimes {
+                comm: ran.ended - ran.started,
+                exposed: waits * HELD,
+            };
+            assert_eq!(ledger.times(), expected);
+        }
+        assert_eq!(waiting.take_times(), SyncTimes::default());
+        assert_eq!(waiting.take_ledger().times(), SyncTimes::default());
     }
 }

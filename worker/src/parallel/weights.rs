@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::{Portion, Sharding, SyncTimes};
+use super::{Ledger, Portion, Sharding, SyncTimes};
 use crate::collective::{Communicator, WireBytes, WorkError};
 use crate::device::{Device, DeviceError, Stream};
 use crate::model::Params;
@@ -53,8 +53,12 @@ pub trait Weights: Params + Send + Sync {
         false
     }
 
-    /// Time that parameters took since the last call.
+    /// Time that parameters took since the last call, as far as the host saw it.
     fn take_times(&self) -> SyncTimes;
+
+    /// Of what was launched since the last call: the part that the device measures, complete when all of it has run and
+    /// [`Weights::failure`] was asked after that.
+    fn take_ledger(&self) -> Ledger;
 
     /// Why parameters could not be gathered, if they could not.
     fn failure(&self) -> Option<WorkError>;

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::gather_plan::units_of;
 use super::waiting::Waiting;
-use super::{Group, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
+use super::{Group, Ledger, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
 use crate::model::{Model, ParamId, Params};
@@ -144,6 +144,10 @@ impl Weights for WholeWeights {
 
     fn take_times(&self) -> SyncTimes {
         self.waiting.take_times()
+    }
+
+    fn take_ledger(&self) -> Ledger {
+        self.waiting.take_ledger()
     }
 
     fn failure(&self) -> Option<WorkError> {

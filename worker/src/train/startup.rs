@@ -1,5 +1,7 @@
 //! What rank 0 says before the first step: what is trained, on what, and with how much memory.
 
+use std::fmt::Display;
+
 use comfy_table::{Table, presets};
 
 use super::outlook::{Buffers, Outlook};
@@ -119,7 +121,7 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
     let scaled = f64::from(lr) * batch_factor(train, global_batch);
     let warmup = match train.schedule.warmup_steps {
         0 => "without warm-up, which `train.schedule.warmup_steps` would give".to_owned(),
-        steps => format!("after {}", counted(steps as usize, "step")),
+        steps => format!("after {}", counted(steps, "step")),
     };
     Some(format!(
         "{scaled:.2e} = {lr:.2e} × {} / {} samples, {warmup}",
@@ -128,11 +130,11 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
     ))
 }
 
-fn counted(number: usize, what: &str) -> String {
-    let plural = match (number, what.ends_with("ch")) {
-        (1, _) => "",
-        (_, true) => "es",
-        _ => "s",
+fn counted(number: impl Copy + Display + PartialEq + From<u8>, what: &str) -> String {
+    let plural = match what.ends_with("ch") {
+        _ if number == 1.into() => "",
+        true => "es",
+        false => "s",
     };
     format!("{number} {what}{plural}")
 }

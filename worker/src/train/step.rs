@@ -17,7 +17,7 @@ use crate::collective::{WireBytes, Work};
 use crate::device::Fetch;
 use crate::model::StepKey;
 use crate::optim::{UpdateStep, batch_factor, learning_rate};
-use crate::parallel::{Portion, ReduceError, Reducer};
+use crate::parallel::{Ledger, Portion, ReduceError, Reducer};
 use crate::plan::GlobalBatch;
 
 /// A step between the host, which is done with it, and the device, which may still have to run it.
@@ -29,6 +29,8 @@ pub(super) struct Enqueued {
     pub(super) lr: f32,
     /// What the host saw so far.
     pub(super) times: StepTimes,
+    /// What the device measures of averaging and of parameters.
+    pub(super) ledgers: [Ledger; 2],
     pub(super) started: Instant,
     /// Bytes that this rank sent.
     pub(super) sent: WireBytes,
@@ -48,6 +50,8 @@ pub(super) struct Numbers {
 /// What the passes of a step leave behind.
 struct Passes {
     averages: Portion,
+    /// Of averaging.
+    ledger: Ledger,
     /// The losses, on their way to all ranks.
     sharing: Work,
 }
@@ -87,7 +91,11 @@ impl Trainer<'_> {
             comm: std::mem::take(&mut self.carried),
             ..StepTimes::default()
         };
-        let Passes { averages, sharing } = self.passes(reducer, step, &mut times)?;
+        let Passes {
+            averages,
+            ledger,
+            sharing,
+        } = self.passes(reducer, step, &mut times)?;
         let World { stream, device, .. } = self.world.clone();
         let (norm_began, shared_before) = (Instant::now(), times.share);
         let mut exchanges = vec![sharing];
@@ -97,9 +105,10 @@ impl Trainer<'_> {
             exchanges.push(work);
         }
         self.clip.conclude(stream, Some(self.tally.rows()));
-        // Nothing of this step is in flight that the stream does not wait for. What the update sends belongs to the
-        // step that waits for it.
+        // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
+        // belongs to the step that waits for it.
         let sent = self.take_sent();
+        let ledgers = [ledger, self.replica.weights.take_ledger()];
         let train = &self.config.train;
         let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
         let lr = (f64::from(lr) * batch_factor(train, self.global_batch().samples())) as f32;
@@ -119,6 +128,7 @@ impl Trainer<'_> {
             samples: self.loader.samples(step).count,
             lr,
             times,
+            ledgers,
             started,
             sent,
             exchanges,
@@ -186,6 +196,7 @@ impl Trainer<'_> {
         times.account(averages.times());
         Ok(Passes {
             averages: averages.portion(),
+            ledger: averages.ledger(),
             sharing: sharing.expect("a step has a micro-batch"),
         })
     }

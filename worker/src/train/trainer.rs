@@ -144,12 +144,17 @@ impl Trainer<'_> {
     fn record_of(&mut self, enqueued: Enqueued, reducer: &Reducer) -> Result<StepRecord, TrainError> {
         let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
         let (mut times, began) = (enqueued.times, enqueued.started.max(self.concluded));
+        let ledgers = enqueued.ledgers.clone();
         let numbers = enqueued.numbers(&self.world);
         // The stream says only in words why it went wrong, if it does at all.
         let failure = self.replica.weights.failure().or_else(|| reducer.failure());
         let numbers = failure.map_or(numbers, |error| Err(error.into()))?;
         self.concluded = Instant::now();
         times.step = self.concluded - began;
+        // All of the step has run, and who was asked for failures has looked at it.
+        for ledger in ledgers {
+            times.account(ledger.times());
+        }
         self.checkpoints_here(|checkpoints, here| checkpoints.heard(here, &numbers.shares.saves()));
         let complaint = numbers.complaint();
         match (self.skips.judge(complaint.is_none()), complaint) {
@@ -201,13 +206,15 @@ impl Trainer<'_> {
     /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step.
     fn aside<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T, TrainError>) -> Result<T, TrainError> {
         self.replica.weights.settle()?;
-        // As what it sent, the time of the update before belongs to the next step.
-        self.carried += self.replica.weights.take_times().comm;
+        // As what it sent, the time of the update before belongs to the next step. All of it has ended.
+        let weights = &self.replica.weights;
+        self.carried += weights.take_times().comm + weights.take_ledger().times().comm;
         let before = self.sent();
         let done = work(self)?;
         self.replica.weights.settle()?;
         self.accounted = sum(self.accounted, difference(self.sent(), before));
-        let _ = self.replica.weights.take_times();
+        let weights = &self.replica.weights;
+        let _ = (weights.take_times(), weights.take_ledger());
         Ok(done)
     }
 

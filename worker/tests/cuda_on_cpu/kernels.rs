@@ -5,7 +5,9 @@ use crate::op_cases::numbers::numbers;
 use crate::op_cases::{Case, Kind, Outcome, Size, Tensor, Types, catalogue};
 use ddp_worker::device::{ArenaSpec, DType, Device, Sharing};
 use ddp_worker::ops::cuda::plan;
-use ddp_worker::ops::{AdamW, AdamWStep, ColumnSum, EncoderForward, TokenBackward};
+use ddp_worker::ops::{
+    AdamW, AdamWStep, AttentionBackward, AttentionShape, ColumnSum, EncoderForward, TokenBackward,
+};
 
 /// Orders of threads that each case is run in.
 const SCHEDULES: u32 = 3;
@@ -155,6 +157,49 @@ fn cross_entropy() {
 #[test]
 fn attention() {
     check("attention");
+}
+
+/// Cards of sm_86 and sm_89 have 99 KiB of shared memory a block, those of sm_80 and sm_90 more.
+#[test]
+fn attention_fits_into_the_shared_memory_of_every_card() {
+    const LEAST: usize = 99 << 10;
+    let cpu = Imitation::new(1);
+    for dtype in [DType::F32, DType::Bf16] {
+        for head in [32, 64, 80, 96, 128, 184] {
+            let (heads, positions) = (2, 8);
+            let buffer = |dtype, len| {
+                let spec = ArenaSpec {
+                    name: "attention".to_owned(),
+                    dtype,
+                    len,
+                    sharing: Sharing::Private,
+                };
+                cpu.alloc(&spec).unwrap().whole()
+            };
+            let channels = heads * head;
+            let backward = AttentionBackward {
+                qkv: buffer(dtype, 3 * channels * positions),
+                out: buffer(dtype, channels * positions),
+                lse: buffer(DType::F32, heads * positions),
+                dout: buffer(dtype, channels * positions),
+                dqkv: buffer(dtype, 3 * channels * positions),
+                shape: AttentionShape {
+                    batch: 1,
+                    positions,
+                    channels,
+                    heads,
+                },
+            };
+            for call in plan(&backward.into()).unwrap().unwrap().calls {
+                let shared = call.grid.shared_bytes;
+                assert!(
+                    shared <= LEAST,
+                    "{dtype}, {head}: `{}` wants {shared}",
+                    call.kernel
+                );
+            }
+        }
+    }
 }
 
 #[test]

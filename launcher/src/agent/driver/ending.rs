@@ -7,6 +7,7 @@ use ddp_proto::rendezvous::daemon_message::Body as Word;
 use super::super::conclusion::Conclusion;
 use super::Driver;
 use crate::event_log::Happening;
+use crate::logs::remove_empty;
 use crate::report::{self, Facts};
 use crate::root_cause::Verdict;
 
@@ -41,9 +42,12 @@ impl Driver<'_> {
                 "the job succeeded without this node: as a spare it was never needed, and started no worker",
             );
         }
-        let (Some(report), false) = (report, matches!(conclusion, Conclusion::Stopped { .. })) else {
+        if matches!(conclusion, Conclusion::Stopped { .. }) {
+            // It may have been stopped before it wrote anything.
+            remove_empty(&self.made);
             return;
-        };
+        }
+        let Some(report) = report else { return };
         let first_rank = match conclusion {
             Conclusion::JobOver { first_failure, .. } => first_failure.as_ref().map(|first| first.0.rank),
             _ => None,

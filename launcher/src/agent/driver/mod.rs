@@ -7,6 +7,7 @@ mod starting;
 
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::OsString;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -62,6 +63,8 @@ pub(super) struct Driver<'a> {
     hand: Hand,
     hostname: String,
     inherited: Vec<(OsString, OsString)>,
+    /// Folders made for log files, the innermost first.
+    made: Vec<PathBuf>,
     machine: Machine,
     opening: Vec<Effect>,
     crew: Crew,
@@ -93,7 +96,7 @@ impl<'a> Driver<'a> {
     pub(super) fn new(plan: LaunchPlan, guardian: &'a Guardian, outfit: Outfit) -> Result<Self, LaunchError> {
         let Outfit { console, hand, group } = outfit;
         let inherited = inherited();
-        check(&plan, &inherited)?;
+        let made = check(&plan, &inherited)?;
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
         let signals = Signals::listen(&plan.signals)?;
         let (spawn_events, spawns) = mpsc::channel(QUEUE);
@@ -149,6 +152,7 @@ impl<'a> Driver<'a> {
             hand,
             hostname,
             inherited,
+            made,
             machine,
             opening,
             link,
@@ -429,12 +433,10 @@ impl<'a> Driver<'a> {
     }
 }
 
-/// What can be known to be wrong before the node joins.
-fn check(plan: &LaunchPlan, inherited: &[(OsString, OsString)]) -> Result<(), LaunchError> {
+/// What can be known to be wrong before the node joins. Returns the folders that it made for log files.
+fn check(plan: &LaunchPlan, inherited: &[(OsString, OsString)]) -> Result<Vec<PathBuf>, LaunchError> {
     let inherited_path = inherited.iter().find(|(name, _)| name == "PATH");
     check_program(&plan.command, inherited_path.map(|(_, value)| value))?;
-    if let Some(path) = &plan.log_dir {
-        create_log_dir(path)?;
-    }
-    Ok(())
+    let made = plan.log_dir.as_deref().map(create_log_dir).transpose()?;
+    Ok(made.unwrap_or_default())
 }

@@ -3,7 +3,7 @@
 use std::time::{Duration, UNIX_EPOCH};
 
 use ddp_proto::ids::GlobalRank;
-use ddp_proto::rendezvous::{NodeStopped, WorkerExit};
+use ddp_proto::rendezvous::{MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
 
 use super::{Crew, End, LocalRank, Worker};
 use crate::ending::Ending;
@@ -11,8 +11,6 @@ use crate::master_port::is_taken;
 
 /// Rank 0 binds MASTER_PORT within this time of its start, imports included.
 const BIND_BOUND: Duration = Duration::from_mins(1);
-/// Workers of each kind that are told one by one when the node has stopped: those that failed, those that we stopped.
-const MAX_EXITS: usize = 32;
 /// Longest part of a worker's words that is told then.
 const MAX_WORDS_CHARS: usize = 200;
 
@@ -55,7 +53,7 @@ impl Crew {
             } else {
                 (&mut failures, &mut stopped.more_failures)
             };
-            if *count == MAX_EXITS {
+            if *count == MAX_EXITS_OF_A_KIND {
                 *more += 1;
                 continue;
             }

@@ -2,14 +2,30 @@
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::ffi::CStr;
-use std::sync::{Arc, OnceLock};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult as Code};
 
 use super::Arch;
+use super::event::{answer, wait_until};
 use crate::device::DeviceError;
 use crate::libraries::{Kind, LibraryError, SearchPath};
+
+/// Longest wait for what is in flight before memory is given back. Collectives that never end are ended by their
+/// communicator long before; this bounds a device that has stopped answering.
+const PATIENCE: Duration = Duration::from_mins(30);
+
+/// A stream as the driver knows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct RawStream(pub(super) sys::CUstream);
+
+// SAFETY: streams may be used by any thread that has made the context its current one.
+unsafe impl Send for RawStream {}
+// SAFETY: as above; the driver serialises.
+unsafe impl Sync for RawStream {}
 
 /// A device's primary context, which libraries of the same process share. Released with the last clone.
 #[derive(Debug)]
@@ -22,6 +38,11 @@ pub struct Context {
     multiprocessors: u32,
     shared_per_block: usize,
     memory_bytes: usize,
+    /// All that are alive.
+    streams: Mutex<Vec<RawStream>>,
+    abandoned: AtomicBool,
+    /// The operation that a kernel's failure was first noticed at, if that was its own launch.
+    failure: OnceLock<DeviceError>,
 }
 
 // SAFETY: a context may be used by several threads at once, each after making it its own current one.
@@ -60,6 +81,9 @@ impl Context {
             shared_per_block: shared.map_err(opening)? as usize,
             // SAFETY: the device was just given by the driver.
             memory_bytes: unsafe { result::device::total_mem(device) }.map_err(opening)?,
+            streams: Mutex::default(),
+            abandoned: AtomicBool::new(false),
+            failure: OnceLock::new(),
             // SAFETY: as above. Last, so that nothing fails between retaining and owning.
             raw: unsafe { result::primary_ctx::retain(device) }.map_err(opening)?,
         }))
@@ -69,7 +93,60 @@ impl Context {
     pub fn bind(&self) -> Result<(), DeviceError> {
         // SAFETY: the context is retained for as long as `self` lives.
         unsafe { result::ctx::set_current(self.raw) }
-            .map_err(|cause| driver_error(format!("cannot use GPU {}", self.ordinal), cause))
+            .map_err(|cause| self.explain(driver_error(format!("cannot use GPU {}", self.ordinal), cause)))
+    }
+
+    /// A kernel was refused with this error. After a failure of the device every call is: the first has the best words.
+    pub(super) fn refused(&self, code: DriverError, error: DeviceError) -> DeviceError {
+        if is_of_a_kernel(code.0) {
+            // The first stays.
+            let _ = self.failure.set(error.clone());
+        }
+        error
+    }
+
+    /// What is known to be the cause of an error of the driver's, or the error itself.
+    pub(super) fn explain(&self, error: DeviceError) -> DeviceError {
+        self.failure.get().cloned().unwrap_or(error)
+    }
+
+    pub(super) fn add_stream(&self, stream: RawStream) {
+        self.streams().push(stream);
+    }
+
+    pub(super) fn remove_stream(&self, stream: RawStream) {
+        self.streams().retain(|other| *other != stream);
+    }
+
+    /// From now on nobody waits for the device to come to rest, and its memory stays until the process ends: what is in
+    /// flight may never end, and whoever frees memory would wait for it.
+    pub fn abandon(&self) {
+        self.abandoned.store(true, Ordering::Relaxed);
+    }
+
+    /// Waits until nothing is in flight, so that memory may be given back. False if that is not to be: the device has
+    /// failed, has stopped answering, or was abandoned.
+    pub(super) fn comes_to_rest(&self) -> bool {
+        let streams = self.streams().clone();
+        let deadline = Instant::now() + PATIENCE;
+        self.bind().is_ok()
+            && streams.into_iter().all(|stream| {
+                let poll = || {
+                    if self.abandoned.load(Ordering::Relaxed) {
+                        return Some(Err(DeviceError::Upstream("the device was abandoned".into())));
+                    }
+                    // SAFETY: a stream that somebody destroys meanwhile is an error of the driver's.
+                    answer(
+                        unsafe { sys::cuStreamQuery(stream.0) }.result(),
+                        "of freed memory",
+                    )
+                };
+                wait_until(poll, deadline, || "memory to be freed".to_owned()).is_ok()
+            })
+    }
+
+    fn streams(&self) -> MutexGuard<'_, Vec<RawStream>> {
+        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Number among the visible devices.
@@ -165,10 +242,7 @@ pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
         Code::CUDA_ERROR_NO_BINARY_FOR_GPU | Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => {
             "NVRTC is newer than the driver: install one of the driver's CUDA version (`ddp-train doctor`)"
         }
-        Code::CUDA_ERROR_ILLEGAL_ADDRESS
-        | Code::CUDA_ERROR_MISALIGNED_ADDRESS
-        | Code::CUDA_ERROR_LAUNCH_FAILED
-        | Code::CUDA_ERROR_ASSERT => {
+        code if is_of_a_kernel(code) => {
             "a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1, and the operation itself is named"
         }
         Code::CUDA_ERROR_ECC_UNCORRECTABLE => "the card's memory is damaged; see `nvidia-smi -q -d ECC`",
@@ -179,6 +253,17 @@ pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
         cause: words(error),
         hint: hint.to_owned(),
     }
+}
+
+/// True of what a kernel did: nothing can be asked of the device any more.
+const fn is_of_a_kernel(code: Code) -> bool {
+    matches!(
+        code,
+        Code::CUDA_ERROR_ILLEGAL_ADDRESS
+            | Code::CUDA_ERROR_MISALIGNED_ADDRESS
+            | Code::CUDA_ERROR_LAUNCH_FAILED
+            | Code::CUDA_ERROR_ASSERT
+    )
 }
 
 /// `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`

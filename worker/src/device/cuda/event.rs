@@ -127,7 +127,8 @@ impl EventState for CudaEvent {
             return Some(Err(error));
         }
         // SAFETY: the event is alive.
-        answer(unsafe { result::event::query(self.raw.0) }, &self.stream)
+        let answer = answer(unsafe { result::event::query(self.raw.0) }, &self.stream)?;
+        Some(answer.map_err(|error| self.pool.context.explain(error)))
     }
 
     fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {

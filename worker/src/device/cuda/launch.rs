@@ -248,8 +248,8 @@ impl<'a> Launch<'a> {
         }
         let dims = |[x, y, z]: [u32; 3]| (x, y, z);
         // SAFETY: the kernel's module is loaded; each pointer leads to 8 readable bytes, or to the table, which the
-        // driver copies during the call. That the arguments fit the kernel's parameters, and that its accesses stay within the
-        // buffers, is what the operation that calls this checked.
+        // driver copies during the call. That the arguments fit the kernel's parameters, and that its accesses stay
+        // within the buffers, is what the operation that calls this checked.
         let launched = unsafe {
             result::launch_kernel(
                 kernel.raw(),
@@ -267,7 +267,7 @@ impl<'a> Launch<'a> {
                 kernel.name(),
                 self.stream.name()
             );
-            driver_error(doing, error)
+            self.device.context().refused(error, driver_error(doing, error))
         })
     }
 

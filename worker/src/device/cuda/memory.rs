@@ -90,7 +90,7 @@ fn mib(bytes: usize) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Zeroed memory of a device, which the host cannot reach. Freeing it waits for the work in flight on the device.
+/// Zeroed memory of a device, which the host cannot reach. Freeing it waits for the work in flight on the device, unless that was abandoned.
 #[derive(Debug)]
 pub struct DeviceMemory {
     address: sys::CUdeviceptr,
@@ -163,11 +163,10 @@ unsafe impl Memory for DeviceMemory {
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
         self.account.subtract(&self.name, self.bytes);
-        if self.context.bind().is_ok() {
-            // SAFETY: allocated by `new`, freed once. The synchronisation comes first, so that no kernel that was
-            // launched with the address is still running. After a fatal error of the device both are refused,
-            // and the memory goes with the process.
-            let _ = result::ctx::synchronize().and_then(|()| unsafe { result::free_sync(self.address) });
+        if self.context.comes_to_rest() {
+            // SAFETY: allocated by `new`, freed once. No kernel that was launched with the address is still running.
+            // Of a device that has failed or was abandoned the memory goes with the process.
+            let _ = unsafe { result::free_sync(self.address) };
         }
     }
 }
@@ -193,7 +192,7 @@ fn out_of_memory(
             account.words()
         ),
         hint: "lower `train.micro_batch` and raise `train.grad_accumulation`, use `train.precision: bf16`, or \
-               shard with `parallel.strategy: zero1`, `zero2` or `zero3`; `ddp-run plan` shows what each needs"
+               shard with `parallel.strategy: zero1`, `zero2` or `zero3`; the lines before the first step say what a rank holds"
             .to_owned(),
     }
 }
@@ -259,10 +258,9 @@ impl PinnedMemory {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
-            // SAFETY: allocated by `new`, freed once. Copies from it may be in flight: wait for them first.
-            let _ = result::ctx::synchronize()
-                .and_then(|()| unsafe { result::free_host(self.ptr.as_ptr().cast::<c_void>()) });
+        if self.context.comes_to_rest() {
+            // SAFETY: allocated by `new`, freed once. No copy from it is in flight any more.
+            let _ = unsafe { result::free_host(self.ptr.as_ptr().cast::<c_void>()) };
         }
     }
 }

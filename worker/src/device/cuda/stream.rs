@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::result;
 use cudarc::driver::sys;
 
-use super::driver::driver_error;
+use super::driver::{RawStream, driver_error};
 use super::event::{CudaEvent, EventPool, answer, wait_until};
 use super::memory::{Account, DeviceMemory, PinnedMemory};
 use super::{Context, DevicePtr};
@@ -41,14 +41,6 @@ pub(super) struct CudaStream {
     state: Mutex<StreamState>,
 }
 
-#[derive(Clone, Copy, Debug)]
-struct RawStream(sys::CUstream);
-
-// SAFETY: streams may be used by any thread that has made the context its current one.
-unsafe impl Send for RawStream {}
-// SAFETY: as above; the driver serialises.
-unsafe impl Sync for RawStream {}
-
 /// What changes as a stream is used.
 #[derive(Debug, Default)]
 pub(super) struct StreamState {
@@ -79,10 +71,11 @@ impl CudaStream {
         let (least, greatest) = result::stream::get_priority_range().map_err(failed)?;
         let priority = if urgent { greatest } else { least };
         let kind = result::stream::StreamKind::NonBlocking;
-        let raw = result::stream::create_with_priority(kind, priority).map_err(failed)?;
+        let raw = RawStream(result::stream::create_with_priority(kind, priority).map_err(failed)?);
+        context.add_stream(raw);
         Ok(Self {
             name: name.into(),
-            raw: RawStream(raw),
+            raw,
             context: context.clone(),
             account: account.clone(),
             events: events.clone(),
@@ -241,6 +234,7 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
+        self.context.remove_stream(self.raw);
         if self.context.bind().is_ok() {
             // SAFETY: created in `new`, destroyed once; work in flight goes on without it.
             let _ = unsafe { result::stream::destroy(self.raw()) };
