@@ -357,6 +357,8 @@ impl Comm {
         if self.fate.set(Fate { verdict, first_open }).is_err() {
             return;
         }
+        // The error is to be told before anything else, and memory is freed on the way there.
+        self.lane.abandon();
         tracing::error!(
             "rank {}: communicator `{}` is given up: {failure}\nits last operations:\n{}",
             self.membership.global(),

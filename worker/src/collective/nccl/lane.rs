@@ -19,6 +19,8 @@ pub(super) trait Native: Send + Sync {
     fn raw_stream(&self, stream: Stream) -> Result<RawStream, DeviceError>;
     /// Address of the first element in the device's memory.
     fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError>;
+    /// Something in flight may never end: nobody waits for the device any more to give memory back.
+    fn abandon(&self);
 }
 
 /// See the module.
@@ -58,6 +60,10 @@ impl Lane {
 
     pub(super) fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError> {
         self.native.address(buffer)
+    }
+
+    pub(super) fn abandon(&self) {
+        self.native.abandon();
     }
 
     /// What comes later in the stream runs after `event`.
@@ -114,5 +120,9 @@ impl Native for Gpu {
 
     fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError> {
         Ok(self.cuda().address(buffer)?.as_ptr())
+    }
+
+    fn abandon(&self) {
+        self.cuda().context().abandon();
     }
 }

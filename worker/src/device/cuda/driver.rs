@@ -202,6 +202,9 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
+        if self.abandoned.load(Ordering::Relaxed) {
+            return;
+        }
         // SAFETY: retained once in `open`, released once here. A refusal at exit changes nothing.
         let _ = unsafe { result::primary_ctx::release(self.device) };
     }

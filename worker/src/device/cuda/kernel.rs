@@ -217,7 +217,7 @@ unsafe impl Sync for Module {}
 
 impl Drop for Module {
     fn drop(&mut self) {
-        if self.context.bind().is_ok() {
+        if self.context.comes_to_rest() {
             // SAFETY: loaded once, unloaded once; the functions that hold it are gone.
             let _ = unsafe { result::module::unload(self.raw) };
         }

@@ -154,4 +154,7 @@ impl Native for FakeNative {
             .wrapping_add(buffer.range().start * buffer.dtype().bytes())
             .cast())
     }
+
+    /// Its memory is the host's, and waits for nobody.
+    fn abandon(&self) {}
 }
