@@ -165,7 +165,7 @@ fn attention_fits_into_the_shared_memory_of_every_card() {
     const LEAST: usize = 99 << 10;
     let cpu = Imitation::new(1);
     for dtype in [DType::F32, DType::Bf16] {
-        for head in [32, 64, 80, 96, 128, 184] {
+        for head in [32, 64, 80, 96, 128, 176] {
             let (heads, positions) = (2, 8);
             let buffer = |dtype, len| {
                 let spec = ArenaSpec {

@@ -145,7 +145,7 @@ const fn padded(head: usize) -> usize {
     head.next_multiple_of(16)
 }
 
-/// Queries and keys of a tile of the plain kernels. Up to heads of 184 channels the four operands of backward fit into
+/// Queries and keys of a tile of the plain kernels. Up to heads of 176 channels the four operands of backward fit into
 /// the 99 KiB that a block has on every card since sm_80.
 const fn plain_tile(head: usize) -> usize {
     if head > 80 { 32 } else { 64 }
