@@ -6,6 +6,7 @@
 //! | [`rendezvous`] | the gRPC service, generated from `proto/rendezvous.proto` | daemon ⇄ agent |
 //! | [`client`] | the typed client of that service, with deadlines and jittered back-off | agent → daemon |
 //! | [`resolver`] | host names to addresses, where threads are scarce: here for the client, and the daemon finds its own address in the same way | – |
+//! | [`mounts`] | where control groups can be seen: here because launcher and worker both look for theirs, and know nothing of each other | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
@@ -18,6 +19,7 @@ pub mod control;
 pub mod env;
 pub mod exit;
 pub mod ids;
+pub mod mounts;
 pub mod resolver;
 
 /// Messages, client and server of the rendezvous service, generated from `proto/rendezvous.proto`.

@@ -165,6 +165,7 @@ fn two_nodes_train_as_one_rank_on_the_processor() {
     let (daemon, job) = (Daemon::start(), job());
     let node = |gpu: &str| {
         gpus(emulator, &job, 2)
+            // Of several, the last counts.
             .nproc(1)
             .node_of(2, &daemon.endpoint, "gpus")
             .env("CUDA_VISIBLE_DEVICES", gpu)

@@ -3,10 +3,10 @@
 //! The mount table says where a hierarchy is to be seen, and which part of it: a container sees its own part only. A
 //! group that is not below that part cannot be seen, and nothing is said of it.
 
-use std::ffi::OsString;
 use std::fs;
-use std::os::unix::ffi::OsStringExt as _;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
+
+use ddp_proto::mounts::SeenGroup;
 
 /// What the kernel says of mounts and groups of this process, read once.
 #[derive(Clone, Debug, Default)]
@@ -83,42 +83,9 @@ impl Standing {
 
     /// Where the group `own` of the first hierarchy with this type and these options of its file system is mounted.
     fn seen(&self, own: &str, is_it: impl Fn(&str, &str) -> bool) -> Option<Place> {
-        self.mounts.lines().find_map(|line| {
-            let (mount, file_system) = line.split_once(" - ")?;
-            let mut file_system = file_system.split(' ');
-            let (kind, options) = (file_system.next()?, file_system.nth(1).unwrap_or_default());
-            if !is_it(kind, options) {
-                return None;
-            }
-            let mut fields = mount.split(' ').skip(3);
-            let (root, point) = (fields.next()?, fields.next()?);
-            // A mount of a part of the tree shows only what is below its root.
-            let below = Path::new(own).strip_prefix(unescaped(root)).ok()?;
-            let is_plain = |part| matches!(part, Component::Normal(_));
-            below.components().all(is_plain).then(|| Place {
-                mount: unescaped(point),
-                below: below.to_owned(),
-            })
-        })
+        let SeenGroup { mount, below } = SeenGroup::find(&self.mounts, own, is_it)?;
+        Some(Place { mount, below })
     }
-}
-
-/// As the kernel shows a path in this file: a byte that would end a field is `\` and three octal digits.
-fn unescaped(field: &str) -> PathBuf {
-    let mut parts = field.split('\\');
-    let mut path = parts.next().unwrap_or_default().as_bytes().to_vec();
-    for part in parts {
-        let escaped = part.split_at_checked(3).and_then(|(digits, rest)| {
-            let byte = u8::from_str_radix(digits, 8).ok()?;
-            Some((byte, rest))
-        });
-        // The kernel escapes every backslash, so that this is always there.
-        if let Some((byte, rest)) = escaped {
-            path.push(byte);
-            path.extend(rest.as_bytes());
-        }
-    }
-    PathBuf::from(OsString::from_vec(path))
 }
 
 /// Joined without a slash at the end.

@@ -298,19 +298,24 @@ fn a_generation_that_was_over_on_one_node_is_not_taken_up() {
     }
 }
 
+/// Of two nodes `b` was lost, and `a` went on without it: `b` still holds its place of generation 1.
+fn outage_with_an_older_place() -> Outage {
+    let mut scene = Scene::new();
+    scene.join("a", 1, 2).join("b", 1, 2);
+    let old = scene.assignment("b");
+    scene.pass(10 * SECOND, &["a"]).rejoin("a", 1, 1, 2);
+    scene.words("a");
+    scene.pass(10 * SECOND, &["a"]);
+    let mut o = Outage::after(scene, &["a"], (1, 2));
+    o.held.insert("b".into(), old);
+    o
+}
+
 #[test]
 fn the_newest_generation_is_the_one_that_is_taken_up() {
     for newest_first in [true, false] {
-        let mut scene = Scene::new();
-        scene.join("a", 1, 2).join("b", 1, 2);
-        let old = scene.assignment("b");
-        // `b` is lost, and the others go on without it.
-        scene.pass(10 * SECOND, &["a"]).rejoin("a", 1, 1, 2);
-        scene.words("a");
-        scene.pass(10 * SECOND, &["a"]);
-        let mut o = Outage::after(scene, &["a"], (1, 2));
+        let mut o = outage_with_an_older_place();
         assert_eq!(o.held["a"].0, 2);
-        o.held.insert("b".into(), old);
         if newest_first {
             o.back("a").back("b");
         } else {
@@ -426,15 +431,7 @@ fn the_store_is_open_before_all_are_back() {
 
 #[test]
 fn what_was_stored_again_for_an_older_generation_goes_with_it() {
-    let mut scene = Scene::new();
-    scene.join("a", 1, 2).join("b", 1, 2);
-    let old = scene.assignment("b");
-    // `b` is lost, and `a` goes on without it.
-    scene.pass(10 * SECOND, &["a"]).rejoin("a", 1, 1, 2);
-    scene.words("a");
-    scene.pass(10 * SECOND, &["a"]);
-    let mut o = Outage::after(scene, &["a"], (1, 2));
-    o.held.insert("b".into(), old);
+    let mut o = outage_with_an_older_place();
     o.back("b").scene.put(1, "k", b"old");
     let read = o.scene.get(1, "other", 30_000);
     o.back("a");

@@ -1,9 +1,9 @@
 //! How much memory the system can still give: the machine's, and that of the control groups around this process.
 
-use std::ffi::OsString;
 use std::fs::read_to_string;
-use std::os::unix::ffi::OsStringExt as _;
-use std::path::{Component, Path, PathBuf};
+use std::path::{Path, PathBuf};
+
+use ddp_proto::mounts::SeenGroup;
 
 /// What a version of control groups calls its files.
 #[derive(Debug, PartialEq, Eq)]
@@ -74,48 +74,19 @@ fn groups(mounts: &str, membership: &str) -> Vec<Group> {
     membership.lines().filter_map(of_line).collect()
 }
 
-/// The group `own` below the first mount of this type and with these options that shows it.
+/// The group `own` in the first hierarchy of this type and with these options that shows it.
 fn seen(
     version: &'static Version,
     mounts: &str,
     own: &str,
     is_it: impl Fn(&str, &str) -> bool,
 ) -> Option<Group> {
-    mounts.lines().find_map(|line| {
-        let (mount, file_system) = line.split_once(" - ")?;
-        let mut file_system = file_system.split(' ');
-        let (kind, options) = (file_system.next()?, file_system.nth(1).unwrap_or_default());
-        let mut fields = mount.split(' ').skip(3);
-        let (root, point) = (fields.next()?, fields.next()?);
-        // A container may see a part of the hierarchy only.
-        let below = Path::new(own).strip_prefix(unescaped(root)).ok()?;
-        let is_inside = below
-            .components()
-            .all(|part| matches!(part, Component::Normal(_)));
-        (is_it(kind, options) && is_inside).then(|| Group {
-            version,
-            mount: unescaped(point),
-            below: below.to_owned(),
-        })
+    let SeenGroup { mount, below } = SeenGroup::find(mounts, own, is_it)?;
+    Some(Group {
+        version,
+        mount,
+        below,
     })
-}
-
-/// As the kernel shows a path in this file: a byte that would end a field is `\` and three octal digits.
-fn unescaped(field: &str) -> PathBuf {
-    let mut parts = field.split('\\');
-    let mut path = parts.next().unwrap_or_default().as_bytes().to_vec();
-    for part in parts {
-        let escaped = part.split_at_checked(3).and_then(|(digits, rest)| {
-            let byte = u8::from_str_radix(digits, 8).ok()?;
-            Some((byte, rest))
-        });
-        // The kernel escapes every backslash, so that this is always there.
-        if let Some((byte, rest)) = escaped {
-            path.push(byte);
-            path.extend(rest.as_bytes());
-        }
-    }
-    PathBuf::from(OsString::from_vec(path))
 }
 
 impl Group {

@@ -3,7 +3,7 @@
 use crate::device::Imitation;
 use crate::op_cases::numbers::numbers;
 use crate::op_cases::{Case, Kind, Outcome, Size, Tensor, Types, catalogue};
-use ddp_worker::device::{ArenaSpec, DType, Device, Sharing};
+use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, Sharing};
 use ddp_worker::ops::cuda::plan;
 use ddp_worker::ops::{
     AdamW, AdamWStep, AttentionBackward, AttentionShape, ColumnSum, EncoderForward, TokenBackward,
@@ -11,6 +11,17 @@ use ddp_worker::ops::{
 
 /// Orders of threads that each case is run in.
 const SCHEDULES: u32 = 3;
+
+/// Memory for operations that are planned and not run.
+fn buffer(dtype: DType, len: usize) -> Buffer {
+    let spec = ArenaSpec {
+        name: "operand".to_owned(),
+        dtype,
+        len,
+        sharing: Sharing::Private,
+    };
+    Imitation::new(1).alloc(&spec).unwrap().whole()
+}
 
 /// Runs the cases whose name starts so, in every precision.
 fn check(start: &str) {
@@ -61,15 +72,7 @@ fn adamw() {
 /// A GPT-2 of 48 blocks has 192 runs of norms and biases.
 #[test]
 fn what_decays_and_what_does_not_are_updated_by_one_kernel() {
-    let buffer = |len| {
-        let spec = ArenaSpec {
-            name: "state".to_owned(),
-            dtype: DType::F32,
-            len,
-            sharing: Sharing::Private,
-        };
-        Imitation::new(1).alloc(&spec).unwrap().whole()
-    };
+    let buffer = |len| buffer(DType::F32, len);
     for (ranges, calls) in [(0, 1), (192, 1), (228, 1), (229, 2)] {
         let [param, grad, m, v] = [5000; 4].map(buffer);
         let update = AdamW {
@@ -125,15 +128,7 @@ fn column_sum() {
 #[test]
 fn one_row_is_added_by_one_kernel_without_scratch_memory() {
     for (rows, calls, scratch) in [(1, 1, false), (2, 2, true)] {
-        let buffer = |len| {
-            let spec = ArenaSpec {
-                name: "gradients".to_owned(),
-                dtype: DType::F32,
-                len,
-                sharing: Sharing::Private,
-            };
-            Imitation::new(1).alloc(&spec).unwrap().whole()
-        };
+        let buffer = |len| buffer(DType::F32, len);
         let sum = ColumnSum {
             x: buffer(rows * 5000),
             out: buffer(5000),
@@ -163,19 +158,9 @@ fn attention() {
 #[test]
 fn attention_fits_into_the_shared_memory_of_every_card() {
     const LEAST: usize = 99 << 10;
-    let cpu = Imitation::new(1);
     for dtype in [DType::F32, DType::Bf16] {
         for head in [32, 64, 80, 96, 128, 176] {
             let (heads, positions) = (2, 8);
-            let buffer = |dtype, len| {
-                let spec = ArenaSpec {
-                    name: "attention".to_owned(),
-                    dtype,
-                    len,
-                    sharing: Sharing::Private,
-                };
-                cpu.alloc(&spec).unwrap().whole()
-            };
             let channels = heads * head;
             let backward = AttentionBackward {
                 qkv: buffer(dtype, 3 * channels * positions),
