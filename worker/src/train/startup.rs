@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use comfy_table::{Table, presets};
 
-use super::outlook::{Buffers, Outlook};
+use super::outlook::Outlook;
 use super::progress::{bytes, grouped};
 use super::strategy::Scheme;
 use super::trainer::Trainer;
@@ -323,6 +323,7 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
 mod tests {
     use super::*;
     use crate::plan::{Setting, Traffic};
+    use crate::train::outlook::Buffers;
 
     #[test]
     fn the_line_of_a_scaled_learning_rate() {
