@@ -11,6 +11,10 @@ pub const USAGE: u8 = 2;
 pub const DAEMON_UNREACHABLE: u8 = 69;
 /// The launcher itself failed: a bug, or the machine refused something essential.
 pub const INTERNAL: u8 = 70;
+/// The folder of a native run is in use by another job.
+pub const FOLDER_IN_USE: u8 = 73;
+/// What a native run has come to, or what it needs to begin, does not go to its disk.
+pub const DISK: u8 = 74;
 /// The other nodes did not come in time.
 pub const RENDEZVOUS_TIMED_OUT: u8 = 75;
 /// The nodes disagree on the job.
@@ -19,6 +23,8 @@ pub const NODES_DISAGREE: u8 = 76;
 pub const REFUSED: u8 = 77;
 /// A worker that ends with this code says "do not start me again": the job is over, whatever is left of its restarts.
 pub const DO_NOT_RESTART: u8 = 93;
+/// With these codes the native worker says that a restart of the job by itself cannot help.
+pub const PERMANENT_OF_NATIVE: [u8; 4] = [USAGE, FOLDER_IN_USE, DISK, DO_NOT_RESTART];
 /// Stopped by SIGINT.
 pub const INTERRUPTED: u8 = 130;
 /// Stopped by SIGTERM.

@@ -9,6 +9,7 @@
 //! | [`mounts`] | where control groups can be seen: here because launcher and worker both look for theirs, and know nothing of each other | – |
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
+//! | [`utc`] | moments as text: both name files and tell people by them | – |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
 //!
 //! This package knows nothing of processes, tensors or training.
@@ -21,6 +22,7 @@ pub mod exit;
 pub mod ids;
 pub mod mounts;
 pub mod resolver;
+pub mod utc;
 
 /// Messages, client and server of the rendezvous service, generated from `proto/rendezvous.proto`.
 #[allow(missing_docs, clippy::pedantic, unreachable_pub)]

@@ -43,6 +43,12 @@ pub enum CliError {
     /// The native worker refuses its configuration.
     #[error("{0}")]
     Config(String),
+    /// Another job has the folder of the run.
+    #[error("{0}")]
+    FolderInUse(String),
+    /// The disk of the run's folder takes nothing more.
+    #[error("{0}")]
+    Disk(String),
     /// A target, or the file of one, that cannot be read.
     #[error("cannot read target `{}`: {source}\n  hint: give the path of a `.yaml` configuration, of a `.py` script, or a program", path.display())]
     Target {
@@ -148,6 +154,8 @@ impl CliError {
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
             | Self::Listen { .. } => exit::USAGE,
+            Self::FolderInUse(_) => exit::FOLDER_IN_USE,
+            Self::Disk(_) => exit::DISK,
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
                 exit::DAEMON_UNREACHABLE
             }

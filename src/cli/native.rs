@@ -73,6 +73,7 @@ impl Validated {
             run_id,
             // Rank 0 takes it for good.
             token: None,
+            is_unique: false,
             restarted: false,
             rank: 0,
             world_size: 1,
@@ -85,7 +86,12 @@ impl Validated {
                     RunFilesError::NothingToResume { .. } => "run.resume",
                     _ => "run.out_dir",
                 };
-                CliError::Config(format!("{}: {error}", self.located.place(key)))
+                let words = format!("{}: {error}", self.located.place(key));
+                match of_run_files(&error) {
+                    exit::FOLDER_IN_USE => CliError::FolderInUse(words),
+                    exit::DISK => CliError::Disk(words),
+                    _ => CliError::Config(words),
+                }
             })
     }
 }
@@ -144,8 +150,8 @@ fn train(config: &TrainConfig) -> ExitCode {
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
 /// Numbers that were not finite would not be so the next time either: the same run does the same.
 fn exit_code(error: &TrainError) -> u8 {
-    let passing = match error {
-        TrainError::NonFinite { .. } => return exit::DO_NOT_RESTART,
+    match error {
+        TrainError::NonFinite { .. } => exit::DO_NOT_RESTART,
         TrainError::Contradiction { .. }
         | TrainError::Rescale { .. }
         | TrainError::Offload { .. }
@@ -155,42 +161,59 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::SharedGpu { .. }
         | TrainError::Model(_)
         | TrainError::Layout(_)
-        | TrainError::Reduce(ReduceError::Unused { .. }) => false,
-        TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
-        TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
-        TrainError::Checkpoint(error) => passes(error),
-        // Training that was done is not done again for a disk that is as full as before.
-        TrainError::NotSaved { cause, .. } => cause.as_ref().is_none_or(|error| passes(error)),
-        TrainError::RunFiles(error) => match error {
-            RunFilesError::Store(_) => true,
-            RunFilesError::Checkpoint(error) => passes(error),
-            RunFilesError::Io { kind, .. } => is_transient(*kind),
-            RunFilesError::HoldsRun { .. }
-            | RunFilesError::NothingToResume { .. }
-            | RunFilesError::RankZero(_)
-            | RunFilesError::NotShared { .. } => false,
-        },
-        TrainError::GenerationOver { .. }
+        | TrainError::Reduce(ReduceError::Unused { .. }) => exit::USAGE,
+        TrainError::Data(error) if matches!(error, DataError::Misuse { .. }) => FAILED,
+        TrainError::Data(_) => exit::USAGE,
+        TrainError::Agreement(AgreementError::Differs(_)) => exit::USAGE,
+        TrainError::Agreement(_) => FAILED,
+        TrainError::Checkpoint(error) => of_checkpoint(error),
+        // Training that was done is not done again for a disk that is as full as before; the configuration was right.
+        TrainError::NotSaved {
+            cause: Some(error), ..
+        } if of_checkpoint(error) != FAILED => exit::DISK,
+        TrainError::RunFiles(error) => of_run_files(error),
+        TrainError::NotSaved { .. }
+        | TrainError::GenerationOver { .. }
         | TrainError::Join(_)
         | TrainError::Reduce(_)
         | TrainError::Replicas(_)
         | TrainError::Collective(_)
-        | TrainError::Device(_) => true,
-    };
-    if passing { FAILED } else { exit::USAGE }
+        | TrainError::Device(_) => FAILED,
+    }
 }
 
-fn passes(error: &CheckpointError) -> bool {
+fn of_run_files(error: &RunFilesError) -> u8 {
     match error {
-        CheckpointError::Io { kind, .. } => is_transient(*kind),
+        RunFilesError::Store(_) => FAILED,
+        RunFilesError::Checkpoint(error) => of_checkpoint(error),
+        RunFilesError::Io { kind, .. } => of_io(*kind),
+        RunFilesError::InUse { .. } => exit::FOLDER_IN_USE,
+        RunFilesError::HoldsRun { .. }
+        | RunFilesError::NothingToResume { .. }
+        | RunFilesError::RankZero(_)
+        | RunFilesError::NotShared { .. } => exit::USAGE,
+    }
+}
+
+fn of_checkpoint(error: &CheckpointError) -> u8 {
+    match error {
+        CheckpointError::Io { kind, .. } => of_io(*kind),
         CheckpointError::Stalled { .. }
         | CheckpointError::Stuck { .. }
         | CheckpointError::GivenUp { .. }
         | CheckpointError::Source { .. }
         | CheckpointError::Overtaken { .. }
         | CheckpointError::Misuse(_)
-        | CheckpointError::Coverage { .. } => true,
-        _ => false,
+        | CheckpointError::Coverage { .. } => FAILED,
+        _ => exit::USAGE,
+    }
+}
+
+fn of_io(kind: ErrorKind) -> u8 {
+    match kind {
+        ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => exit::DISK,
+        kind if is_transient(kind) => FAILED,
+        _ => exit::USAGE,
     }
 }
 

@@ -4,12 +4,13 @@ use std::ffi::OsString;
 use std::hash::{BuildHasher, Hasher};
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime};
 
 use ddp_launcher::{
     CoreSet, LaunchPlan, NodeRange, OutputPlan, SignalPlan, Variable, environment_of, signal_name,
 };
 use ddp_proto::ids::NodeRank;
+use ddp_proto::utc;
 use nix::sys::signal::Signal;
 
 use super::args::ParsedArgs;
@@ -314,29 +315,7 @@ fn claim_out_dir(config: &Validated, job_id: &str, alone: bool) -> Result<PathBu
 /// `20261120-105516-3f9a1c`: sorts by time, unique on one machine.
 fn unique_job_id(now: SystemTime) -> String {
     let random = std::hash::RandomState::new().build_hasher().finish() & 0xff_ffff;
-    let seconds = now.duration_since(UNIX_EPOCH).unwrap_or_default().as_secs();
-    format!("{}-{random:06x}", utc_stamp(seconds))
-}
-
-/// Seconds since the epoch as `YYYYMMDD-HHMMSS` in UTC. The date follows Howard Hinnant's
-/// `civil_from_days`, which counts from 1 March so that leap days come last.
-fn utc_stamp(seconds: u64) -> String {
-    let (days, second_of_day) = (seconds / 86_400, seconds % 86_400);
-    let shifted = days + 719_468;
-    let era = shifted / 146_097;
-    let day_of_era = shifted % 146_097;
-    let year_of_era = (day_of_era - day_of_era / 1_460 + day_of_era / 36_524 - day_of_era / 146_096) / 365;
-    let day_of_year = day_of_era - (365 * year_of_era + year_of_era / 4 - year_of_era / 100);
-    let month_from_march = (5 * day_of_year + 2) / 153;
-    let day = day_of_year - (153 * month_from_march + 2) / 5 + 1;
-    let month = if month_from_march < 10 {
-        month_from_march + 3
-    } else {
-        month_from_march - 9
-    };
-    let year = year_of_era + era * 400 + u64::from(month <= 2);
-    let (hour, minute, second) = (second_of_day / 3_600, second_of_day / 60 % 60, second_of_day % 60);
-    format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+    format!("{}-{random:06x}", utc::stamp(utc::seconds_of(now)))
 }
 
 #[cfg(test)]
@@ -357,15 +336,6 @@ mod tests {
         resolve_words(words, &[])
             .expect_err("must be refused")
             .to_string()
-    }
-
-    #[test]
-    fn dates_are_right() {
-        assert_eq!(utc_stamp(0), "19700101-000000");
-        assert_eq!(utc_stamp(951_782_399), "20000228-235959");
-        assert_eq!(utc_stamp(951_868_799), "20000229-235959");
-        assert_eq!(utc_stamp(1_795_171_516), "20261120-104516");
-        assert_eq!(utc_stamp(4_107_542_400), "21000301-000000");
     }
 
     #[test]

@@ -25,6 +25,7 @@ mod limits;
 mod main_job;
 mod memory;
 mod numa;
+mod out_dir;
 mod out_of_memory;
 mod outage;
 mod pid_one;

@@ -5,6 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 pub(super) const LATEST: &str = "latest";
+/// What it is called while it is written.
+pub(super) const LATEST_TEMPORARY: &str = ".latest.tmp";
 pub(super) const MANIFEST: &str = "manifest.json";
 const DATA_ENDING: &str = ".safetensors";
 const STEP_PREFIX: &str = "step_";
@@ -156,6 +158,13 @@ pub(super) fn generation_of_temporary(name: &str) -> Option<u64> {
     let rest = name.strip_prefix(TEMPORARY_PREFIX)?;
     let generation = rest.rsplit_once(".g").and_then(|(_, digits)| digits.parse().ok());
     Some(generation.unwrap_or(0))
+}
+
+/// Whether a run calls something so below its `checkpoints`.
+pub(super) fn is_of_a_run(name: &str) -> bool {
+    matches!(name, LATEST | LATEST_TEMPORARY)
+        || parse_step(name).is_some()
+        || generation_of_temporary(name).is_some()
 }
 
 fn parse_step(name: &str) -> Option<u64> {

@@ -10,6 +10,7 @@
 //! | `part.rs`, `part_writer.rs` | one safetensors file and the index of what is in it; writing it in bounded memory |
 //! | `reader.rs` | [`Reader`]: any range of any tensor, verified |
 //! | `retention.rs` | [`Keep`]: which checkpoints stay, and how the others go |
+//! | `deletion.rs` | all checkpoints of a run deleted, for another run in its folder |
 //! | `reshard.rs`, `export.rs` | the same state for another number of ranks; one file for other tools |
 //! | `storage.rs` | the steps that touch the disk, so that a test can stop after each |
 //! | `file_size.rs` | a limit on file sizes as an error, not a signal |
@@ -23,6 +24,7 @@
 //! text file with the name of the folder.
 
 mod coverage;
+mod deletion;
 mod error;
 mod export;
 mod extent;
@@ -40,6 +42,7 @@ mod storage;
 mod tests;
 mod writer;
 
+pub use deletion::delete_all;
 pub use error::CheckpointError;
 pub use export::export;
 pub use extent::{Extent, share_of};

@@ -305,7 +305,7 @@ impl Writer {
     }
 
     fn point_latest(&self) -> Result<(), CheckpointError> {
-        let temporary = self.root.join(".latest.tmp");
+        let temporary = self.root.join(layout::LATEST_TEMPORARY);
         let name = format!("{}\n", layout::step_name(self.step));
         let storage = self.storage.as_ref();
         let pointed = storage::write_file(storage, &temporary, &[name.as_bytes()])

@@ -3,6 +3,7 @@
 use std::io;
 use std::path::{Path, PathBuf};
 
+use super::Holder;
 use crate::checkpoint;
 use crate::session::StoreError;
 
@@ -31,6 +32,18 @@ pub enum RunFilesError {
         path: PathBuf,
         /// By which file it was noticed.
         found: &'static str,
+    },
+    /// Another process has the folder.
+    #[error(
+        "`{}` is in use: {}\n  hint: wait until that job has ended, or stop it; or set another `run.out_dir`",
+        path.display(),
+        holder.as_ref().map_or_else(|| "another job has locked it".into(), Holder::to_string)
+    )]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+        /// Who has it, if it has said so.
+        holder: Option<Holder>,
     },
     /// `run.resume: require`, but there is nothing to resume.
     #[error(

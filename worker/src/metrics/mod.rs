@@ -6,11 +6,11 @@
 //! | `log.rs` | [`MetricsLog`]: `metrics.jsonl` itself, cut back after a rollback |
 //! | `summary.rs` | [`Summary`]: `summary.json` |
 //! | `run_dir.rs` | [`RunDir`]: the folder of a run, prepared by rank 0 and seen by all |
-//! | `claim.rs` | the mark by which later lives of a run know its folder |
+//! | `hold.rs` | one process has a folder at a time, and later lives of a run know theirs |
 //! | `replace.rs` | a file replaced as a whole or not at all |
 
-mod claim;
 mod error;
+mod hold;
 mod line;
 mod log;
 mod replace;
@@ -18,6 +18,7 @@ mod run_dir;
 mod summary;
 
 pub use error::RunFilesError;
+pub use hold::Holder;
 pub use line::{Memory, MetricsLine, WireBytes};
 pub use log::MetricsLog;
 pub use run_dir::{Request, RunDir, Start};

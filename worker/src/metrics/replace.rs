@@ -1,7 +1,7 @@
 //! A file replaced as a whole or not at all.
 
 use std::fs::{self, File};
-use std::io::Write as _;
+use std::io::{self, Write as _};
 use std::path::Path;
 
 use super::RunFilesError;
@@ -9,28 +9,43 @@ use super::RunFilesError;
 /// Writes `bytes` beside `path`, syncs them, and renames them over it. After a crash at any point `path`
 /// has the old content or the new one.
 pub(super) fn replace_file(path: &Path, bytes: &[u8]) -> Result<(), RunFilesError> {
+    replace_prepared(path, bytes, |_| Ok(())).map(drop)
+}
+
+/// The same with a file that `prepare` has had before anybody else can see it. Returns the new file.
+pub(super) fn replace_prepared(
+    path: &Path,
+    bytes: &[u8],
+    prepare: impl FnOnce(&File) -> io::Result<()>,
+) -> Result<File, RunFilesError> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".tmp");
     let temporary = path.with_file_name(name);
-    let written = write_and_rename(path, &temporary, bytes);
+    let written = write_and_rename(path, &temporary, bytes, prepare);
     if written.is_err() {
         // The error that counts is on its way; a left-over would only be overwritten next time.
         let _ = fs::remove_file(&temporary);
     }
-    written
+    written.map_err(|e| RunFilesError::io("write", path, &e))
 }
 
-fn write_and_rename(path: &Path, temporary: &Path, bytes: &[u8]) -> Result<(), RunFilesError> {
-    let write = |e: &std::io::Error| RunFilesError::io("write", path, e);
-    let mut file = File::create(temporary).map_err(|e| write(&e))?;
-    file.write_all(bytes).map_err(|e| write(&e))?;
-    file.sync_all().map_err(|e| write(&e))?;
-    fs::rename(temporary, path).map_err(|e| write(&e))?;
+fn write_and_rename(
+    path: &Path,
+    temporary: &Path,
+    bytes: &[u8],
+    prepare: impl FnOnce(&File) -> io::Result<()>,
+) -> io::Result<File> {
+    // Left by a crash, and perhaps still held open by a process that is dying.
+    let _ = fs::remove_file(temporary);
+    let mut file = File::create(temporary)?;
+    prepare(&file)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(temporary, path)?;
     let folder = path
         .parent()
         .filter(|p| !p.as_os_str().is_empty())
         .unwrap_or(Path::new("."));
-    File::open(folder)
-        .and_then(|folder| folder.sync_all())
-        .map_err(|e| write(&e))
+    File::open(folder)?.sync_all()?;
+    Ok(file)
 }

@@ -1,4 +1,4 @@
-//! The folder of a run: prepared by rank 0, and seen by all ranks.
+//! The folder of a run: prepared and kept by rank 0, and seen by all ranks.
 
 use std::fs;
 use std::hash::{BuildHasher as _, RandomState};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::RunFilesError;
-use super::claim::{CLAIM, Claim};
+use super::hold::{Candidate, Hold, Holder};
 use crate::checkpoint;
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;
@@ -17,17 +17,20 @@ const DECISION_KEY: &str = "run_dir/decision";
 const VISIBILITY_TIMEOUT: Duration = Duration::from_secs(10);
 const VISIBILITY_POLL: Duration = Duration::from_millis(50);
 
+/// A job that has just been killed, or a launcher that looks at the folder, is gone by then.
+const HOLDER_PATIENCE: Duration = Duration::from_secs(3);
+
 const CHECKPOINTS: &str = "checkpoints";
-/// What they are called while they are deleted.
-const DELETED_CHECKPOINTS: &str = ".deleting_checkpoints";
 
 /// By these names a folder is known to hold a run.
 const MARKS: &[&str] = &[CHECKPOINTS, "metrics.jsonl", "summary.json"];
 
-/// The folder of a run.
-#[derive(Clone, Debug, PartialEq, Eq)]
+/// The folder of a run. On rank 0 it is kept from other jobs as long as this lives.
+#[derive(Debug)]
 pub struct RunDir {
     path: PathBuf,
+    /// On rank 0, if the folder was claimed.
+    hold: Option<Hold>,
 }
 
 /// Where the run begins.
@@ -50,9 +53,10 @@ pub struct Request<'a> {
     pub run: &'a Run,
     /// Run id of the job, for the default folder.
     pub run_id: &'a str,
-    /// Random name of this run of the job, by which its later lives know the folder of the first; none: nothing is
-    /// claimed.
+    /// Name of this run of the job, by which its later lives know the folder of the first; none: nothing is claimed.
     pub token: Option<&'a str>,
+    /// No other run has this token: whoever has the folder under it is a former life of this one, and dead.
+    pub is_unique: bool,
     /// True for a life of the job after its first: resumes, whatever `run` says, if an earlier life of the same run
     /// had taken the folder.
     pub restarted: bool,
@@ -83,8 +87,9 @@ impl RunDir {
     /// Opens the folder on every rank: rank 0 prepares it and decides where the run begins; the others check
     /// that they see the same folder. All ranks return the same decision, or an error.
     pub fn open(request: Request<'_>, store: &dyn KeyValue) -> Result<(Self, Start), RunFilesError> {
-        let dir = Self {
+        let mut dir = Self {
             path: Self::resolve(request.run, request.run_id),
+            hold: None,
         };
         let start = if request.rank == 0 {
             dir.lead(request, store)?
@@ -112,7 +117,7 @@ impl RunDir {
         self.path.join("summary.json")
     }
 
-    fn lead(&self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
+    fn lead(&mut self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
         let nonce = format!("{:016x}", RandomState::new().hash_one(std::process::id()));
         let mark = self.nonce_path(&nonce);
         let prepared = self.prepare(request).and_then(|start| {
@@ -125,12 +130,15 @@ impl RunDir {
         };
         let bytes = serde_json::to_vec(&decision).expect("a decision serialises");
         let put = store.put(DECISION_KEY, &bytes);
-        let start = prepared?;
-        let agreed = put
-            .map_err(RunFilesError::from)
-            .and_then(|()| self.await_others(request, store));
-        // Also when they do not agree; a left-over would be harmless.
+        let agreed = match &prepared {
+            Ok(_) => put
+                .map_err(RunFilesError::from)
+                .and_then(|()| self.await_others(request, store)),
+            Err(_) => Ok(()),
+        };
+        // Also when they do not agree, or when a full disk took the name and not the content.
         let _ = fs::remove_file(&mark);
+        let start = prepared?;
         agreed.map(|()| start)
     }
 
@@ -191,36 +199,60 @@ impl RunDir {
         self.path.join(format!(".seen-by-all-ranks-{nonce}"))
     }
 
-    /// Creates the folder, or decides what becomes of the run that it holds.
-    fn prepare(&self, request: Request<'_>) -> Result<Start, RunFilesError> {
-        let run = request.run;
-        let found = MARKS.iter().find(|mark| self.path.join(mark).exists());
-        let claim = Claim::of(&self.path);
-        let continued = match request.token {
-            Some(token) if request.restarted => claim.is_of(token)?,
-            _ => false,
-        };
+    /// Creates the folder, or decides what becomes of the run that it holds, and keeps it if there is a token.
+    fn prepare(&mut self, request: Request<'_>) -> Result<Start, RunFilesError> {
         // Before anything is written: what is refused leaves nothing behind.
-        if run.resume == Resume::Require && !continued && self.checkpoint()?.is_none() {
+        if !self.path.exists() {
+            self.require_checkpoint(request)?;
+        }
+        fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
+        let candidate = Candidate {
+            succeeds: request.token.filter(|_| request.restarted && request.is_unique),
+            deadline: request.deadline.min(Instant::now() + HOLDER_PATIENCE),
+        };
+        let mut hold = Hold::take(&self.path, candidate)?;
+        let start = self.prepare_held(request, &mut hold);
+        match (&start, request.token) {
+            (Ok(_), Some(_)) => self.hold = Some(hold),
+            _ => hold.release(),
+        }
+        start
+    }
+
+    fn require_checkpoint(&self, request: Request<'_>) -> Result<(), RunFilesError> {
+        if request.run.resume == Resume::Require && self.checkpoint()?.is_none() {
             return Err(RunFilesError::NothingToResume {
                 path: self.path.clone(),
             });
         }
-        fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
-        if !continued
-            && run.resume == Resume::Never
-            && let Some(found) = found
-        {
-            if !run.overwrite {
-                return Err(RunFilesError::HoldsRun {
-                    path: self.path.clone(),
-                    found,
-                });
+        Ok(())
+    }
+
+    fn prepare_held(&self, request: Request<'_>, hold: &mut Hold) -> Result<Start, RunFilesError> {
+        let run = request.run;
+        let holder = Holder::here(request.run_id);
+        let continued = match request.token {
+            Some(token) if request.restarted => hold.is_of(token)?,
+            _ => false,
+        };
+        if !continued {
+            self.require_checkpoint(request)?;
+            let found = MARKS.iter().find(|mark| self.path.join(mark).exists());
+            if run.resume == Resume::Never
+                && let Some(found) = found
+            {
+                if !run.overwrite {
+                    return Err(RunFilesError::HoldsRun {
+                        path: self.path.clone(),
+                        found,
+                    });
+                }
+                hold.announce(None, &holder)?;
+                self.delete_run()?;
             }
-            self.delete_run()?;
         }
-        if let Some(token) = request.token {
-            claim.take(token)?;
+        if request.token.is_some() {
+            hold.announce(request.token, &holder)?;
         }
         checkpoint::delete_unfinished(&self.path)?;
         Ok(match self.checkpoint()? {
@@ -247,35 +279,12 @@ impl RunDir {
         Ok(newest)
     }
 
-    /// Deletes what a run writes, and nothing else that lies in the folder. All checkpoints lose their name at once,
-    /// so that a deletion that was interrupted leaves no run that looks whole.
+    /// Deletes what a run writes, and nothing else that lies in the folder.
     fn delete_run(&self) -> Result<(), RunFilesError> {
-        let (named, nameless) = (self.path.join(CHECKPOINTS), self.path.join(DELETED_CHECKPOINTS));
-        if named.is_dir() {
-            // Of a deletion that was interrupted.
-            match fs::remove_dir_all(&nameless) {
+        checkpoint::delete_all(&self.path)?;
+        for path in [self.metrics(), self.summary()] {
+            match fs::remove_file(&path) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                    return Err(RunFilesError::io("delete", &nameless, &e));
-                }
-                _ => {}
-            }
-            fs::rename(&named, &nameless).map_err(|e| RunFilesError::io("delete", &named, &e))?;
-        }
-        for name in [
-            CHECKPOINTS,
-            DELETED_CHECKPOINTS,
-            "metrics.jsonl",
-            "summary.json",
-            CLAIM,
-        ] {
-            let path = self.path.join(name);
-            let removed = if path.is_dir() {
-                fs::remove_dir_all(&path)
-            } else {
-                fs::remove_file(&path)
-            };
-            match removed {
-                Err(e) if e.kind() != io::ErrorKind::NotFound && e.kind() != io::ErrorKind::NotADirectory => {
                     return Err(RunFilesError::io("delete", &path, &e));
                 }
                 _ => {}

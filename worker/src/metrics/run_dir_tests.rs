@@ -15,6 +15,7 @@ fn request(run: &Run, rank: u32, world_size: u32) -> Request<'_> {
         run,
         run_id: "job",
         token: None,
+        is_unique: true,
         restarted: false,
         rank,
         world_size,
@@ -215,17 +216,75 @@ fn a_run_is_resumed_from_its_latest_checkpoint_or_deleted() {
     );
     run.resume = Resume::Never;
     run.overwrite = true;
-    // A later life of a job goes on, also of one that began by overwriting.
-    Claim::of(folder.path()).take("token").unwrap();
-    let restarted = Request {
-        token: Some("token"),
-        restarted: true,
-        ..request(&run, 0, 1)
-    };
-    let start = RunDir::open(restarted, &MemoryStore::default()).unwrap().1;
-    assert_eq!(start, Start::Resume { step: 40 });
     assert_eq!(open(&run).unwrap().1, Start::Fresh);
     assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+}
+
+#[test]
+fn overwriting_deletes_no_checkpoint_of_somebody_else() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = run(folder.path());
+    run.overwrite = true;
+    let mine = folder.path().join("checkpoints/mine/model.pt");
+    fs::create_dir_all(mine.parent().unwrap()).unwrap();
+    fs::write(&mine, "mine").unwrap();
+    save(folder.path(), 20);
+    drop(checkpoint::Writer::begin(folder.path(), 60, 5).unwrap());
+    assert_eq!(open(&run).unwrap().1, Start::Fresh);
+    let left: Vec<_> = fs::read_dir(folder.path().join("checkpoints"))
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    assert_eq!(left, ["mine"]);
+    assert!(mine.is_file());
+}
+
+#[test]
+fn the_folder_of_a_run_that_lives_is_refused_to_others_whatever_they_ask_for() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = run(folder.path());
+    let life = |run: &Run, token: Option<&'static str>, restarted: bool| {
+        let request = Request {
+            token,
+            restarted,
+            // Nobody is waited for.
+            deadline: Instant::now(),
+            ..request(run, 0, 1)
+        };
+        RunDir::open(request, &MemoryStore::default())
+    };
+    let alive = life(&run, Some("a"), false).unwrap();
+    save(folder.path(), 20);
+    for (resume, overwrite) in [
+        (Resume::Never, false),
+        (Resume::Never, true),
+        (Resume::Auto, false),
+        (Resume::Require, false),
+    ] {
+        (run.resume, run.overwrite) = (resume, overwrite);
+        for (token, restarted) in [
+            (Some("b"), false),
+            (Some("b"), true),
+            (Some("a"), false),
+            (None, false),
+        ] {
+            let refused = life(&run, token, restarted);
+            assert!(
+                matches!(refused, Err(RunFilesError::InUse { holder: Some(_), .. })),
+                "{run:?} {token:?}: {refused:?}"
+            );
+        }
+    }
+    assert!(folder.path().join("checkpoints/step_00000020").is_dir());
+    // Its own next life, while a disk that hangs keeps the one before.
+    let next = life(&run, Some("a"), true).unwrap();
+    assert_eq!(next.1, Start::Resume { step: 20 });
+    drop((alive, next));
+    run.resume = Resume::Auto;
+    assert_eq!(
+        life(&run, Some("b"), false).unwrap().1,
+        Start::Resume { step: 20 }
+    );
 }
 
 #[test]

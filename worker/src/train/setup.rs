@@ -387,6 +387,8 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Star
         run: &config.run,
         run_id: &env.run_id,
         token: Some(env.run_token.as_ref().unwrap_or(&env.run_id)),
+        // Other launchers have no token, and run ids that others have too.
+        is_unique: env.run_token.is_some(),
         restarted: env.restart_count > 0 || env.generation.get() > 1,
         rank: env.rank.get(),
         world_size: env.world_size.get(),

@@ -211,7 +211,8 @@ impl<'a> Driver<'a> {
                 self.read_control();
                 if let Some(mut exit) = self.crew.describe(local_rank) {
                     let is = |code| exit.exit_code == Some(i32::from(code));
-                    exit.permanent = is(exit::DO_NOT_RESTART) || self.plan.command.native && is(exit::USAGE);
+                    exit.permanent = is(exit::DO_NOT_RESTART)
+                        || self.plan.command.native && exit::PERMANENT_OF_NATIVE.into_iter().any(is);
                     self.local_failure = Some(exit.clone());
                     events.push_back(Event::Described(exit));
                 }
