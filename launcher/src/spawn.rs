@@ -13,7 +13,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ddp_proto::exit;
-use ddp_proto::ids::LocalRank;
+use ddp_proto::ids::{Generation, LocalRank};
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::signal::Signal;
@@ -29,7 +29,7 @@ use crate::process::{self, Image, Streams};
 const NOT_FOUND: u8 = 127;
 /// Exit code of shells for a program that cannot be executed.
 const NOT_EXECUTABLE: u8 = 126;
-/// A batch of one generation is asked for only after the last one ended.
+/// Batches that may wait: that of a generation whose workers are to follow those that the thread is stuck with.
 const BATCH_QUEUE: usize = 1;
 /// Stack of the spawning thread; it only makes new processes.
 const STACK_BYTES: usize = 256 << 10;
@@ -48,6 +48,7 @@ pub(crate) struct WorkerSpec {
 
 /// The workers of one generation.
 pub(crate) struct Batch {
+    pub(crate) generation: Generation,
     pub(crate) command: WorkerCommand,
     pub(crate) workers: Vec<WorkerSpec>,
     /// The way into the workers' control group, where there is one.
@@ -56,9 +57,16 @@ pub(crate) struct Batch {
     pub(crate) cancelled: Arc<AtomicBool>,
 }
 
-/// What becomes of a batch.
+/// What becomes of the batch of a generation, which may be over when this arrives.
 #[derive(Debug)]
-pub(crate) enum SpawnEvent {
+pub(crate) struct SpawnEvent {
+    pub(crate) generation: Generation,
+    pub(crate) news: SpawnNews,
+}
+
+/// The news of a batch.
+#[derive(Debug)]
+pub(crate) enum SpawnNews {
     /// One worker runs.
     Spawned { local_rank: LocalRank, pid: i32 },
     /// The batch is through: all are started, or it was cancelled, or a start failed.
@@ -201,8 +209,10 @@ impl Spawner {
             .stack_size(STACK_BYTES)
             .spawn(move || {
                 while let Some(batch) = requests.blocking_recv() {
+                    let generation = batch.generation;
                     let failure = start_batch(batch, registrar, &events);
-                    if events.blocking_send(SpawnEvent::Finished { failure }).is_err() {
+                    let news = SpawnNews::Finished { failure };
+                    if events.blocking_send(SpawnEvent { generation, news }).is_err() {
                         return;
                     }
                 }
@@ -211,7 +221,7 @@ impl Spawner {
         Ok(Self { batches })
     }
 
-    /// Asks for the workers of a generation; false if the last batch is not through.
+    /// Asks for the workers of a generation, after those that were asked for before; false if too many batches wait.
     pub(crate) fn request(&self, batch: Batch) -> bool {
         self.batches.try_send(batch).is_ok()
     }
@@ -226,7 +236,10 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
         match start_worker(&batch.command, &worker, registrar, batch.door) {
             Ok(pid) => {
                 // The agent is gone only when the process is ending.
-                let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
+                let _ = events.blocking_send(SpawnEvent {
+                    generation: batch.generation,
+                    news: SpawnNews::Spawned { local_rank, pid },
+                });
             }
             // Nobody wants it any more, and its group may be gone.
             Err(_) if batch.cancelled.load(Ordering::Acquire) => return None,
