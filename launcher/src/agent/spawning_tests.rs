@@ -110,7 +110,13 @@ fn a_generation_without_workers_is_no_success() {
     play.assign(1, 2).spawn_ended(None);
     play.swept();
     assert!(
-        matches!(&play.last[0], Effect::Leave(Leave { exit_code: Some(70), .. })),
+        matches!(
+            &play.last[0],
+            Effect::Leave(Leave {
+                exit_code: Some(70),
+                ..
+            })
+        ),
         "{:?}",
         play.last
     );

@@ -290,6 +290,10 @@ impl<'a> Driver<'a> {
         }
         let live: BTreeSet<i32> = self.crew.live_pids().collect();
         let orphans = reap::collect_orphans(|pid| live.contains(&pid));
+        for pid in &orphans {
+            // It may have been a worker of a generation that was given up before it was started.
+            self.guardian.forget(*pid);
+        }
         if orphans.contains(&self.guardian.pid()) {
             self.console
                 .say("the guardian process was killed: workers will outlive a launcher that is killed too");
