@@ -64,7 +64,9 @@ impl Quarry<'_> {
         mut kill: impl FnMut(i32),
     ) -> Vec<i32> {
         let mut found = self.select(processes);
-        found.iter().for_each(|pid| kill(*pid));
+        for pid in &found {
+            kill(*pid);
+        }
         if let Self::Launcher { launcher_id, .. } = self {
             let known: BTreeSet<i32> = found.iter().copied().collect();
             for entry in alive(processes).filter(|entry| !known.contains(&entry.pid)) {

@@ -23,7 +23,7 @@ use crate::terminal::TerminalSettings;
 const CONSOLE_PATIENCE: Duration = Duration::from_secs(1);
 /// How long all that is left to be put away may take, which has bounds of its own: only a file system that does not
 /// answer takes longer.
-const CLOSING_BOUND: Duration = Duration::from_secs(60);
+const CLOSING_BOUND: Duration = Duration::from_mins(1);
 
 /// How a launch ended.
 #[derive(Clone, Debug)]

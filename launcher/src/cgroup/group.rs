@@ -265,7 +265,7 @@ mod tests {
             image,
             streams,
             door: Some(door),
-            patience: Duration::from_secs(60),
+            patience: Duration::from_mins(1),
         };
         let child = process::start(&start, || {
             door.enter().then_some(()).ok_or(nix::errno::Errno::EPERM)
