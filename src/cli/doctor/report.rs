@@ -420,6 +420,10 @@ mod tests {
         let (stub, _) = missing
             .split_once("\n  - `libcublasLt")
             .expect("more are missing");
-        insta::assert_snapshot!(stub, @r"");
+        insta::assert_snapshot!(stub, @r"
+
+        - no usable device: `/cuda/lib64/stubs/libcuda.so` is not the driver, but a stub of the CUDA toolkit, for linking only
+          hint: take `/cuda/lib64/stubs` out of LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's is
+        ");
     }
 }

@@ -11,6 +11,7 @@ use cudarc::driver::sys::{self, CUresult as Code};
 
 use super::calls::{self, DriverError, written};
 use super::event::{answer, wait_until};
+use super::facts::facts_of;
 use super::{Arch, GpuFacts};
 use crate::device::DeviceError;
 use crate::libraries::{LibraryError, SearchPath};
@@ -65,7 +66,7 @@ impl Context {
         Ok(Arc::new(Self {
             ordinal,
             device,
-            facts: GpuFacts::of(device).map_err(opening)?,
+            facts: facts_of(device).map_err(opening)?,
             streams: Mutex::default(),
             abandoned: AtomicBool::new(false),
             failure: OnceLock::new(),

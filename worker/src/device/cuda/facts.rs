@@ -31,37 +31,36 @@ pub struct GpuFacts {
     pub pci: String,
 }
 
-impl GpuFacts {
-    /// Of a device that the driver has given.
-    pub(super) fn of(device: CUdevice) -> Result<Self, DriverError> {
+/// Those of a device that the driver has given.
+pub(super) fn facts_of(device: CUdevice) -> Result<GpuFacts, DriverError> {
+    let number = |which| {
         // SAFETY: the driver knows the device; the function writes one integer.
-        let attribute = |which| {
-            written(0, |value| unsafe {
-                calls::device_attribute(value, which, device)
-            })
-        };
-        let number = |which| attribute(which).map(|value| value.max(0) as u32);
-        Ok(Self {
-            name: text::<NAME_BYTES>(|to, bytes| {
-                // SAFETY: the function writes at most so many bytes, the last of them a zero.
-                unsafe { calls::device_name(to, bytes, device) }
-            })?,
-            compute_capability: (
-                number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
-                number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
-            ),
-            // SAFETY: the driver knows the device; the function writes one number.
-            memory_bytes: written(0, |bytes| unsafe { calls::device_memory(bytes, device) })?,
-            multiprocessors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
-            shared_per_block: number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?
-                as usize,
-            pci: text::<PCI_BYTES>(|to, bytes| {
-                // SAFETY: the function writes at most so many bytes, the last of them a zero.
-                unsafe { calls::device_pci(to, bytes, device) }
-            })
-            .unwrap_or_default(),
-        })
-    }
+        let value = written(0, |value| unsafe {
+            calls::device_attribute(value, which, device)
+        });
+        value.map(|value| value.max(0) as u32)
+    };
+    let name = text::<NAME_BYTES>(|to, bytes| {
+        // SAFETY: the function writes at most so many bytes, the last of them a zero.
+        unsafe { calls::device_name(to, bytes, device) }
+    });
+    let pci = text::<PCI_BYTES>(|to, bytes| {
+        // SAFETY: as above.
+        unsafe { calls::device_pci(to, bytes, device) }
+    });
+    let shared = number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+    Ok(GpuFacts {
+        name: name?,
+        compute_capability: (
+            number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        // SAFETY: the driver knows the device; the function writes one number.
+        memory_bytes: written(0, |bytes| unsafe { calls::device_memory(bytes, device) })?,
+        multiprocessors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_per_block: shared? as usize,
+        pci: pci.unwrap_or_default(),
+    })
 }
 
 /// What a function writes into room for so many bytes.

@@ -309,7 +309,7 @@ impl Modules {
             let version = nvrtc.version();
             let doing = format!("cannot load `{unit}`, compiled for {arch} by NVRTC {version}");
             match nvrtc.library().newer_than_driver() {
-                Some(newer) => driver_error_with(doing, error, newer.hint()),
+                Some(newer) => driver_error_with(doing, error, format!("{newer}: {}", newer.hint())),
                 None => driver_error(doing, error),
             }
         })?;

@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::GpuFacts;
 use super::calls::{self, written};
 use super::driver::{count_devices, device_of, driver_error};
+use super::facts::facts_of;
 use crate::device::DeviceError;
 
 /// How one GPU reaches another's memory.
@@ -40,7 +41,7 @@ impl Survey {
         });
         let devices = devices.collect::<Result<Vec<_>, _>>()?;
         let facts = |device: &CUdevice| {
-            GpuFacts::of(*device).map_err(|error| driver_error("cannot describe a GPU".to_owned(), error))
+            facts_of(*device).map_err(|error| driver_error("cannot describe a GPU".to_owned(), error))
         };
         let row = |from: &CUdevice| devices.iter().map(|to| reach(*from, *to)).collect();
         Ok(Self {
