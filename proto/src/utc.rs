@@ -1,5 +1,6 @@
 //! Moments as text, in UTC: here because launcher and worker both write them, for the same people.
 
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Seconds since the epoch, 0 before it.
@@ -13,6 +14,13 @@ pub fn seconds_of(moment: SystemTime) -> u64 {
 pub fn stamp(seconds: u64) -> String {
     let ([year, month, day], [hour, minute, second]) = parts(seconds);
     format!("{year:04}{month:02}{day:02}-{hour:02}{minute:02}{second:02}")
+}
+
+/// `20261120-104516-3f9a1c`: sorts by time, unique on one machine.
+#[must_use]
+pub fn unique_id(now: SystemTime) -> String {
+    let random = RandomState::new().build_hasher().finish() & 0xff_ffff;
+    format!("{}-{random:06x}", stamp(seconds_of(now)))
 }
 
 /// Seconds since the epoch for people: `2026-11-20 10:45:16 UTC`.
@@ -54,6 +62,10 @@ mod tests {
         assert_eq!(stamp(951_868_799), "20000229-235959");
         assert_eq!(stamp(1_795_171_516), "20261120-104516");
         assert_eq!(stamp(4_107_542_400), "21000301-000000");
+        let moment = UNIX_EPOCH + std::time::Duration::from_secs(951_868_799);
+        let ids = [unique_id(moment), unique_id(moment)];
+        assert!(ids.iter().all(|id| id.starts_with("20000229-235959-")));
+        assert_ne!(ids[0], ids[1]);
         assert_eq!(written(1_795_171_516), "2026-11-20 10:45:16 UTC");
     }
 }

@@ -53,6 +53,16 @@ impl Validated {
         run.resume != Resume::Never && run.out_dir.is_none()
     }
 
+    /// What to add to the command to go on with the run called `run_id`, in words.
+    pub fn resume_words(&self, run_id: &str) -> String {
+        RunDir::resume_words(&self.located.config.run, run_id)
+    }
+
+    /// `train.threads`, if it is set.
+    pub fn threads(&self) -> Option<usize> {
+        self.located.config.train.threads
+    }
+
     /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
     pub fn refusal(&self, nodes: u32, workers: u32) -> Option<CliError> {
         let env = WorkerEnv {

@@ -1,7 +1,6 @@
 //! Stage two: settings from all layers become the plan of one agent, every default filled in.
 
 use std::ffi::OsString;
-use std::hash::{BuildHasher, Hasher};
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -17,7 +16,7 @@ use super::args::ParsedArgs;
 use super::count::counted;
 use super::dry_run::Sources;
 use super::error::CliError;
-use super::hardware::{Hardware, NoGpus};
+use super::hardware::{Hardware, NoGpus, usable_cores};
 use super::host::HostFacts;
 use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::native::{self, Validated};
@@ -75,8 +74,13 @@ pub fn resolve(
     let (job_signature, job_description) = target.signature(&agreed);
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
     let (workers, cores) = places(&settings)?;
+    let threads = validated.as_ref().and_then(Validated::threads);
+    if let Some(words) = threads.and_then(|threads| crowding(threads, workers, usable_cores())) {
+        eprintln!("[ddp-run] {words}");
+    }
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     let mut signals = signals(&settings)?;
+    let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
     // Last of all that can fail: it writes.
     let out_dir = validated
         .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
@@ -106,6 +110,7 @@ pub fn resolve(
         connect_timeout: conf.connect_timeout.unwrap_or(CONNECT_TIMEOUT),
         shutdown_timeout: settings.shutdown_timeout.unwrap_or(SHUTDOWN_TIMEOUT),
         log_dir,
+        resume_words,
         output,
         role: settings.role.clone().unwrap_or_else(|| "default".to_owned()),
         master_addr: settings.master_addr.clone(),
@@ -162,7 +167,7 @@ fn refusals(config: Option<&Validated>, nodes: NodeRange, workers: u32) -> Resul
 fn job_id(settings: &Settings, alone: bool, distinction: &str) -> String {
     match &settings.rdzv_id {
         Some(name) => name.clone(),
-        None if alone => unique_job_id(SystemTime::now()),
+        None if alone => utc::unique_id(SystemTime::now()),
         None => unnamed_job_id(distinction),
     }
 }
@@ -209,6 +214,20 @@ fn places(settings: &Settings) -> Result<(u32, Vec<CoreSet>), CliError> {
     let hardware = Hardware::default();
     let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
     Ok((workers, cores(settings, workers, &hardware)?))
+}
+
+/// Compute threads of a node that have to take turns on its cores, in words.
+fn crowding(threads: usize, workers: u32, cores: u32) -> Option<String> {
+    let all = threads.saturating_mul(workers as usize);
+    // A worker of one thread has none to spare.
+    (threads > 1 && all > cores as usize).then(|| {
+        format!(
+            "`train.threads: {threads}` makes {all} threads of {} on {}, where they take turns\n  \
+             hint: without `train.threads` each worker gets its share of the cores",
+            counted(workers, "worker"),
+            counted(cores, "core")
+        )
+    })
 }
 
 /// The cores of each worker; none where they are not bound. What may make the binding a bad one is said once.
@@ -313,12 +332,6 @@ fn claim_out_dir(config: &Validated, job_id: &str, alone: bool) -> Result<PathBu
     Ok(config.out_dir(job_id))
 }
 
-/// `20261120-105516-3f9a1c`: sorts by time, unique on one machine.
-fn unique_job_id(now: SystemTime) -> String {
-    let random = std::hash::RandomState::new().build_hasher().finish() & 0xff_ffff;
-    format!("{}-{random:06x}", utc::stamp(utc::seconds_of(now)))
-}
-
 #[cfg(test)]
 mod tests {
     use super::super::args;
@@ -337,6 +350,16 @@ mod tests {
         resolve_words(words, &[])
             .expect_err("must be refused")
             .to_string()
+    }
+
+    #[test]
+    fn more_threads_than_cores_are_told() {
+        assert_eq!(crowding(2, 4, 8), None);
+        assert_eq!(crowding(1, 16, 8), None, "as many workers as were asked for");
+        insta::assert_snapshot!(crowding(8, 2, 4).unwrap(), @r"
+        `train.threads: 8` makes 16 threads of 2 workers on 4 cores, where they take turns
+          hint: without `train.threads` each worker gets its share of the cores
+        ");
     }
 
     #[test]

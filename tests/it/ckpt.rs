@@ -131,11 +131,16 @@ fn train_after(job: &TinyJob, shell: &[&str], prepare: &str) -> Finished {
 
 fn assert_trained_without_its_end(job: &TinyJob, finished: &Finished, cause: &str) {
     finished
-        .expect_exit(2)
+        .expect_exit(74)
         .expect_stderr("warning: the checkpoint of step 35 was not saved on rank 0; training goes on, and the next one is due after step 40")
         .expect_stderr("error: training ended after step 40, but the state after it could not be saved on rank 0")
         .expect_stderr(cause);
     assert_eq!(metrics(&job.out()).len(), 40);
+    let summary = std::fs::read(job.out().join("summary.json")).expect("a summary");
+    let summary: serde_json::Value = serde_json::from_slice(&summary).expect("a summary of JSON");
+    assert_eq!(summary["steps"], 40);
+    assert_eq!(summary["complete"], false);
+    assert!(summary["loss"].is_number(), "{summary}");
 }
 
 #[test]

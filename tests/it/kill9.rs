@@ -103,7 +103,7 @@ fn a_graceful_stop_ends_at_a_step_boundary() {
     running
         .finish()
         .expect_exit(143)
-        .expect_stderr("the workers have saved a checkpoint");
+        .expect_stderr("resume with `--set run.resume=auto --set run.out_dir=out`");
     let reached = metrics(&job.out()).len();
     let resume = launch()
         .nproc(2)

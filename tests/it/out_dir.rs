@@ -1,4 +1,4 @@
-//! The folder of a run belongs to one job at a time.
+//! The folder of a run: it belongs to one job at a time, and tells of the run what the next one wants to know.
 
 use nix::sys::signal::Signal;
 
@@ -75,4 +75,43 @@ fn of_jobs_that_want_a_folder_at_once_one_gets_it_and_the_others_are_told_so() {
     winner.signal(Signal::SIGTERM);
     winner.finish().expect_exit(143);
     assert!(job.out().join("summary.json").is_file());
+}
+
+#[test]
+fn resuming_a_run_that_is_done_says_so_and_leaves_its_summary() {
+    let job = TinyJob::new();
+    let train = |steps: &str| {
+        let launch = launch().nproc(2).target("tiny.yaml").dir(job.dir());
+        launch.set("run.resume=auto").set(steps).run()
+    };
+    let summary = || std::fs::read_to_string(job.out().join("summary.json")).unwrap_or_default();
+    train("train.steps=10").expect_exit(0);
+    let told = summary();
+    assert!(told.contains("\"steps\": 10"), "{told}");
+    train("train.steps=8")
+        .expect_exit(0)
+        .expect_stdout("nothing left to train: 10 of 8 are done");
+    assert_eq!(summary(), told);
+    // As if that life had been killed between its last checkpoint and its summary.
+    std::fs::remove_file(job.out().join("summary.json")).expect("ours");
+    train("train.steps=10").expect_exit(0);
+    assert!(summary().contains("\"steps\": 10"), "{}", summary());
+    train("train.steps=20")
+        .expect_exit(0)
+        .expect_stdout("over 20 steps instead of 10: where it goes on, the learning rate is ");
+}
+
+#[test]
+fn a_worker_without_a_launcher_has_a_new_folder_each_time() {
+    let job = TinyJob::with(|yaml| yaml.replace("out_dir: out, ", ""));
+    for _ in 0..2 {
+        let words = ["run", "tiny.yaml", "--set", "train.steps=2"];
+        Program::new(env!("CARGO_BIN_EXE_ddp-train"))
+            .args(words.map(Into::into))
+            .dir(job.dir())
+            .run()
+            .expect_exit(0);
+    }
+    let runs = std::fs::read_dir(job.dir().join("runs/tiny")).expect("a folder of runs");
+    assert_eq!(runs.count(), 2);
 }

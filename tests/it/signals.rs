@@ -133,7 +133,8 @@ fn a_worker_without_a_launcher_saves_at_a_signal() {
             .expect_stderr(&format!(
                 "stopped by {signal}: the step under way ends and is saved"
             ))
-            .expect_stdout("the checkpoint is saved");
+            .expect_stdout("the checkpoint is saved")
+            .expect_stdout("resume with `--set run.resume=auto --set run.out_dir=out`");
         parameters(&job.out());
     }
 }

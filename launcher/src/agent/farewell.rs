@@ -110,6 +110,7 @@ mod tests {
         let (mut machine, _) = Machine::start(Rules {
             hostname: "a".into(),
             native: false,
+            resume_words: None,
             join_timeout: Duration::from_mins(1),
             shutdown_timeout: Duration::from_secs(30),
         });

@@ -38,6 +38,8 @@ const JOIN_MARGIN: Duration = Duration::from_secs(15);
 pub(super) struct Rules {
     pub(super) hostname: String,
     pub(super) native: bool,
+    /// As in the plan.
+    pub(super) resume_words: Option<String>,
     pub(super) join_timeout: Duration,
     pub(super) shutdown_timeout: Duration,
 }

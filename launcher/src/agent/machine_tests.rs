@@ -25,6 +25,7 @@ impl Play {
         let (machine, last) = Machine::start(Rules {
             hostname: "a".into(),
             native,
+            resume_words: Some("`--set run.out_dir=out`".into()),
             join_timeout: Duration::from_mins(1),
             shutdown_timeout: Duration::from_secs(30),
         });
@@ -351,12 +352,12 @@ fn a_signal_tells_whether_native_workers_have_saved() {
     let done = Ending::Code(0);
     assert_eq!(
         last_words(true, [done, done]),
-        ["the workers have saved a checkpoint"]
+        ["resume with `--set run.out_dir=out`"]
     );
     // It was whole before the first of them left.
     assert_eq!(
         last_words(true, [KILLED, done]),
-        ["the workers have saved a checkpoint"]
+        ["resume with `--set run.out_dir=out`"]
     );
     let [unsaved] = &last_words(true, [KILLED, KILLED])[..] else {
         panic!("one line")

@@ -93,14 +93,21 @@ impl Machine {
         }
         // A native worker ends with 0 only when the checkpoint is whole, whichever rank has written it.
         let is_saved = |worker: &Worker| matches!(worker, Worker::Ended(ending) if ending.is_success());
+        let resume = self
+            .rules
+            .resume_words
+            .as_deref()
+            .unwrap_or("`--set run.resume=auto`");
         let words = if self.workers.iter().any(is_saved) {
-            "the workers have saved a checkpoint"
+            format!("resume with {resume}")
         } else {
-            "the workers were stopped before they had saved: a resumed run goes on from the last checkpoint that is whole, \
-             if there is one\n  \
-             hint: a longer `--shutdown-timeout` leaves them more time"
+            format!(
+                "the workers were stopped before they had saved: a run that is resumed (with {resume}) goes on from the last \
+                 checkpoint that is whole, if there is one\n  \
+                 hint: a longer `--shutdown-timeout` leaves them more time"
+            )
         };
-        Some(Effect::Say(words.to_owned()))
+        Some(Effect::Say(words))
     }
 
     fn set_stage(&mut self, new: Stage) {

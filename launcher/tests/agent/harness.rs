@@ -186,6 +186,7 @@ impl Launch {
             connect_timeout: Duration::from_millis(self.connect_timeout_ms),
             shutdown_timeout: Duration::from_millis(self.shutdown_timeout_ms),
             log_dir: self.log_dir,
+            resume_words: None,
             command: WorkerCommand {
                 program: self.program,
                 arg0: None,

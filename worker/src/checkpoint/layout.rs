@@ -91,8 +91,8 @@ pub fn step_name(step: u64) -> String {
 /// The step that `checkpoints/latest` of a run's folder names; `None` where there is none.
 pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     let path = folder(out_dir).join(LATEST);
-    let text = match fs::read_to_string(&path) {
-        Ok(text) => text,
+    let text = match fs::read(&path) {
+        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(None);
         }
@@ -102,7 +102,11 @@ pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
         let name = path.display();
         io::Error::new(
             io::ErrorKind::InvalidData,
-            format!("`{name}` names no step: `{}`", text.trim()),
+            format!(
+                "`{name}` names no step: `{}`\n  hint: write the name of a checkpoint into it, such as `{}`, or delete it: the newest one is taken then",
+                text.trim(),
+                step_name(40)
+            ),
         )
     })?;
     Ok(Some(step))
@@ -110,7 +114,7 @@ pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
 
 /// The newest step that has a whole checkpoint, whatever `latest` says; `None` where there is none. A folder has its
 /// name only once all of it is written.
-pub fn newest_step(out_dir: &Path) -> io::Result<Option<u64>> {
+fn newest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     let root = folder(out_dir);
     let steps = match saved_steps(&root) {
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Vec::new(),
@@ -118,6 +122,22 @@ pub fn newest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     };
     let is_whole = |step: &u64| root.join(step_name(*step)).join(MANIFEST).is_file();
     Ok(steps.into_iter().rev().find(is_whole))
+}
+
+/// The step that a run goes on from: what `latest` names. Where that is lost, or was never written because the run died
+/// with its first checkpoint just complete, the newest there is: nobody wants to train again what is saved.
+pub fn step_to_go_on_from(out_dir: &Path) -> io::Result<Option<u64>> {
+    if let Some(step) = latest_step(out_dir)? {
+        return Ok(Some(step));
+    }
+    let newest = newest_step(out_dir)?;
+    if let Some(step) = newest {
+        tracing::warn!(
+            "`{}` has no `latest`: its newest checkpoint is taken, of step {step}",
+            folder(out_dir).display()
+        );
+    }
+    Ok(newest)
 }
 
 /// `<out_dir>/checkpoints`

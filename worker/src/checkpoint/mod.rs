@@ -47,7 +47,7 @@ pub use error::CheckpointError;
 pub use export::export;
 pub use extent::{Extent, share_of};
 pub use file_size::ignore_file_size_signal;
-pub use layout::{Kind, file_stem, latest_step, newest_step, step_name};
+pub use layout::{Kind, file_stem, latest_step, step_name, step_to_go_on_from};
 pub use manifest::{Batch, FORMAT_VERSION, FileRecord, Manifest, PieceRecord, Rng, State, TensorRecord};
 pub use part_writer::PartWriter;
 pub use reader::{Expected, Reader, Which};

@@ -20,7 +20,7 @@ const CHUNK_BYTES: u64 = 1 << 20;
 /// Which checkpoint of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Which {
-    /// The one that `checkpoints/latest` names.
+    /// The one that `checkpoints/latest` names; where that is lost, the newest whole one.
     Latest,
     /// The one after this many finished steps.
     Step(u64),
@@ -65,7 +65,7 @@ impl Reader {
         let root = layout::folder(out_dir);
         let step = match which {
             Which::Step(step) => step,
-            Which::Latest => layout::latest_step(out_dir)
+            Which::Latest => layout::step_to_go_on_from(out_dir)
                 .map_err(|e| CheckpointError::io("read", &root.join(LATEST), &e))?
                 .ok_or(CheckpointError::None { path: root.clone() })?,
         };

@@ -2,6 +2,7 @@
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 
 use super::load::Source;
@@ -47,6 +48,9 @@ impl Check<'_> {
                 "a name for a folder: not empty, without `/`, not starting with a dot",
                 None,
             );
+        }
+        if run.out_dir.as_ref().is_some_and(|dir| dir.as_os_str().is_empty()) {
+            return self.refuse("run.out_dir", "empty", "the path of a folder", None);
         }
         if run.overwrite && run.resume != Resume::Never {
             let problem =
@@ -340,8 +344,12 @@ impl Check<'_> {
         let shown = path.display();
         let relative =
             Some("a relative path of `data` counts from the folder of the configuration".to_owned());
-        // Opened, not only looked at, so that a file without permission is noticed before anything starts.
-        let metadata = std::fs::File::open(path)
+        // Opened, not only looked at, so that a file without permission is noticed before anything starts; and without
+        // waiting for somebody to write to a pipe.
+        let metadata = std::fs::File::options()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)
             .and_then(|file| file.metadata())
             .map_err(|e| {
                 let problem = format!("`{key}` is `{shown}`, which cannot be read: {e}");

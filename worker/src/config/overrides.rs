@@ -14,6 +14,11 @@ pub(super) fn apply(root: &mut Node, index: usize, text: &str) -> Result<(), Str
             "`{path}` is no key: expected names with dots between, for example `train.steps`"
         ));
     }
+    if value.trim().is_empty() {
+        return Err(format!(
+            "a value is missing behind `=`; `{path}=null` says that there is none"
+        ));
+    }
     let origin = Origin::Set(index);
     let node = Node::parse(value).map_err(|e| format!("the value is not valid YAML: {}", e.message))?;
     *entry(root, path, origin)? = node.with_origin(origin);

@@ -196,6 +196,8 @@ fn broken_yaml() {
 #[test]
 fn broken_overrides() {
     insta::assert_snapshot!(set("train.steps"), @"`--set train.steps`: expected `key=value`, for example `train.steps=20`");
+    insta::assert_snapshot!(set("run.out_dir="), @"`--set run.out_dir=`: a value is missing behind `=`; `run.out_dir=null` says that there is none");
+    insta::assert_snapshot!(set("run.out_dir=''"), @"`--set run.out_dir=''`: `run.out_dir` is empty, expected the path of a folder");
     insta::assert_snapshot!(set("train..steps=1"), @"`--set train..steps=1`: `train..steps` is no key: expected names with dots between, for example `train.steps`");
     insta::assert_snapshot!(set("train.steps.x=1"), @"`--set train.steps.x=1`: `train.steps` is not a section, so that it has no key `x`");
     insta::assert_snapshot!(set("train.steps=[1"), @"`--set train.steps=[1`: the value is not valid YAML: unclosed bracket '['");
@@ -270,6 +272,13 @@ fn data_that_cannot_be_used() {
     let case = Case::new();
     std::fs::write(case.folder.path().join("empty.txt"), "").unwrap();
     insta::assert_snapshot!(case.error(GOOD, &["data.val=empty.txt"]), @"`--set data.val=empty.txt`: `data.val` is `empty.txt`, which is empty");
+}
+
+#[test]
+fn a_pipe_is_no_data_and_is_not_waited_for() {
+    let case = Case::new();
+    nix::unistd::mkfifo(&case.folder.path().join("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    insta::assert_snapshot!(case.error(GOOD, &["data.train=pipe"]), @"`--set data.train=pipe`: `data.train` is `pipe`, which is not a regular file");
 }
 
 #[test]

@@ -5,6 +5,7 @@
 )]
 
 use std::fs::File;
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use memmap2::{MmapOptions, MmapRaw};
@@ -31,7 +32,10 @@ impl TokenFile {
             path: path.to_owned(),
             cause: e.to_string(),
         };
-        let file = File::open(path).map_err(|e| failed("open", e))?;
+        // A pipe would otherwise be waited for until somebody writes to it.
+        let mut options = File::options();
+        options.read(true).custom_flags(libc::O_NONBLOCK);
+        let file = options.open(path).map_err(|e| failed("open", e))?;
         let metadata = file.metadata().map_err(|e| failed("inspect", e))?;
         if !metadata.is_file() {
             return Err(DataError::NotAFile {
@@ -148,11 +152,14 @@ mod tests {
     }
 
     #[test]
-    fn folders_and_missing_files_are_told_apart() {
+    fn folders_pipes_and_missing_files_are_told_apart() {
         let folder = tempfile::tempdir().unwrap();
         let open = |path: &Path| TokenFile::open(path).err().unwrap().to_string();
         assert!(open(folder.path()).ends_with("is not a regular file"));
         assert!(open(&folder.path().join("gone")).contains("No such file"));
+        let pipe = folder.path().join("pipe");
+        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(open(&pipe).ends_with("is not a regular file"));
         let empty = folder.path().join("empty");
         std::fs::write(&empty, b"").unwrap();
         assert!(TokenFile::open(&empty).unwrap().is_empty());

@@ -84,6 +84,21 @@ impl RunDir {
         run.out_dir.clone().unwrap_or_else(default)
     }
 
+    /// What to add to the command to go on with a run, in words.
+    #[must_use]
+    pub fn resume_words(run: &Run, run_id: &str) -> String {
+        let overwrite = if run.overwrite {
+            "--set run.overwrite=false "
+        } else {
+            ""
+        };
+        let dir = Self::resolve(run, run_id);
+        format!(
+            "`--set run.resume=auto {overwrite}--set run.out_dir={}`",
+            dir.display()
+        )
+    }
+
     /// Opens the folder on every rank: rank 0 prepares it and decides where the run begins; the others check
     /// that they see the same folder. All ranks return the same decision, or an error.
     pub fn open(request: Request<'_>, store: &dyn KeyValue) -> Result<(Self, Start), RunFilesError> {
@@ -261,22 +276,10 @@ impl RunDir {
         })
     }
 
-    /// The step to go on from: what `latest` names. Where that is lost, or was never written because the run died with
-    /// its first checkpoint just complete, the newest there is: nobody wants to train again what is saved.
+    /// The step to go on from.
     fn checkpoint(&self) -> Result<Option<u64>, RunFilesError> {
-        let failed = |e: io::Error| RunFilesError::io("read the latest checkpoint of", &self.path, &e);
-        if let Some(step) = checkpoint::latest_step(&self.path).map_err(failed)? {
-            return Ok(Some(step));
-        }
-        let newest = checkpoint::newest_step(&self.path).map_err(failed)?;
-        if let Some(step) = newest {
-            let folder = self.path.join(CHECKPOINTS);
-            tracing::warn!(
-                "`{}` has no `latest`: going on from its newest checkpoint, of step {step}",
-                folder.display()
-            );
-        }
-        Ok(newest)
+        checkpoint::step_to_go_on_from(&self.path)
+            .map_err(|e| RunFilesError::io("read the latest checkpoint of", &self.path, &e))
     }
 
     /// Deletes what a run writes, and nothing else that lies in the folder.

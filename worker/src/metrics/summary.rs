@@ -17,7 +17,8 @@ pub struct Summary {
     pub run_id: String,
     /// Steps finished since the run began.
     pub steps: u64,
-    /// True when all steps of the configuration are done; false when the run was asked to stop.
+    /// True when all steps of the configuration are done and saved; false when the run was asked to stop, or when its last
+    /// state could not be saved.
     pub complete: bool,
     /// Samples consumed since the run began.
     pub samples: u64,
@@ -49,6 +50,12 @@ pub struct Summary {
 }
 
 impl Summary {
+    /// What an earlier life of the run has written to `path`; none if there is nothing, or nothing that can be read.
+    #[must_use]
+    pub fn read(path: &Path) -> Option<Self> {
+        serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+    }
+
     /// Replaces the file at `path` as a whole.
     pub fn write(&self, path: &Path) -> Result<(), RunFilesError> {
         // String keys, numbers and strings only: cannot fail.
@@ -91,8 +98,7 @@ mod tests {
         summary.write(&path).unwrap();
         summary.steps = 4;
         summary.write(&path).unwrap();
-        let read: Summary = serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
-        assert_eq!(read, summary);
+        assert_eq!(Summary::read(&path), Some(summary));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
     }
 }

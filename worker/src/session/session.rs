@@ -1,10 +1,11 @@
 //! The session of a worker in its job.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use ddp_proto::control::{Phase, Progress, ToAgent};
 use ddp_proto::env::WorkerEnv;
+use ddp_proto::utc;
 
 use super::link::{Link, Times};
 use super::remote::RemoteStore;
@@ -49,7 +50,12 @@ impl Session {
     ) -> Result<Self, SessionError> {
         let started = ["RANK", "WORLD_SIZE", ddp_proto::env::DDP_CONTROL];
         if started.iter().all(|name| get(name).is_none()) {
-            return Ok(Self::single());
+            // Whoever starts it twice means two runs.
+            let env = WorkerEnv {
+                run_id: utc::unique_id(SystemTime::now()),
+                ..WorkerEnv::single()
+            };
+            return Ok(Self::in_process(env, Arc::new(MemoryStore::default())));
         }
         let env = WorkerEnv::parse(get)?;
         match env.control.clone() {

@@ -63,7 +63,7 @@ use crate::collective::Transport;
 use crate::config::TrainConfig;
 use crate::data::{Entropies, TokenFile, Tokens};
 use crate::device::Device;
-use crate::metrics::{MetricsLog, Summary};
+use crate::metrics::{MetricsLog, RunDir, Summary};
 use crate::session::Session;
 
 pub use error::TrainError;
@@ -185,16 +185,24 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         say(&startup::table(&prepared.trainer, &prepared.facts()));
     }
     let mut recorder = Recorder::new(log, first_step, config.train.steps);
-    let outcome = prepared.trainer.run(&mut prepared.reducer, &mut recorder);
-    if outcome.as_ref().is_err_and(TrainError::is_unanimous) {
+    let mut outcome = Outcome::default();
+    let ended = prepared
+        .trainer
+        .run(&mut prepared.reducer, &mut recorder, &mut outcome);
+    if ended.as_ref().is_err_and(TrainError::is_unanimous) {
         // The error that counts is known already.
         let _ = prepared.trainer.settle_checkpoints();
     }
-    if outcome.is_err() {
+    if ended.is_err() {
         prepared.trainer.checkpoints.abandon();
         prepared.trainer.world.comm.abandon();
     }
-    let outcome = outcome?;
+    if rank == 0 && matches!(ended, Err(TrainError::NotSaved { .. })) {
+        // Where the disk takes so little; the error that counts is on its way.
+        let _ = summary(&prepared, &recorder, &outcome, started, false)
+            .map(|summary| summary.write(&prepared.run_dir.summary()));
+    }
+    ended?;
     if rank == 0 {
         conclude(&prepared, &recorder, &outcome, started)?;
     }
@@ -215,36 +223,61 @@ fn conclude(
     outcome: &Outcome,
     started: Instant,
 ) -> Result<(), TrainError> {
+    let (trainer, path) = (&prepared.trainer, prepared.run_dir.summary());
+    let summary = summary(prepared, recorder, outcome, started, true)?;
+    // A life without steps knows neither loss nor speed, and the life that had them has written them down; unless that
+    // one was killed after its last checkpoint.
+    let told =
+        Summary::read(&path).is_some_and(|before| before.steps == summary.steps && before.loss.is_some());
+    if trainer.first_step < summary.steps || !told {
+        summary.write(&path)?;
+    }
+    if let Some(words) = save_verdict::failed(summary.failed_saves, summary.checkpoint.as_deref()) {
+        warn(&words);
+    }
+    say(&verdict(outcome, summary.entropies));
+    if let (Some(_), None) = (&outcome.stopped, &trainer.session.env().control) {
+        // Whoever has started this one hears it from its launcher.
+        let run = &trainer.config.run;
+        say(&format!(
+            "resume with {}",
+            RunDir::resume_words(run, &summary.run_id)
+        ));
+    }
+    Ok(())
+}
+
+/// The run in one object, on rank 0. `is_saved` is false where its last state is lost.
+fn summary(
+    prepared: &Prepared<'_>,
+    recorder: &Recorder,
+    outcome: &Outcome,
+    started: Instant,
+    is_saved: bool,
+) -> Result<Summary, TrainError> {
     let trainer = &prepared.trainer;
     let config = trainer.config;
     let env = trainer.session.env();
-    let entropies = text_entropies(config)?;
     let samples = trainer.loader.consumed_before(outcome.steps);
-    let summary = Summary {
+    Ok(Summary {
         name: config.run.name.clone(),
         run_id: env.run_id.clone(),
         steps: outcome.steps,
-        complete: outcome.stopped.is_none(),
+        complete: outcome.stopped.is_none() && is_saved,
         samples,
         tokens: samples * config.model.block_size as u64,
         parameters: trainer.replica.model.param_count() as u64,
         loss: outcome.loss,
         val_loss: outcome.val_loss,
-        entropies,
+        entropies: text_entropies(config)?,
         seconds: started.elapsed().as_secs_f64(),
         tokens_per_s: recorder.tokens_per_s(),
         world_size: env.world_size.get(),
         generation: env.generation.get(),
         restarts: env.restart_count,
         checkpoint: trainer.checkpoints.last(),
-        failed_saves: trainer.checkpoints.failed(),
-    };
-    summary.write(&prepared.run_dir.summary())?;
-    if let Some(words) = save_verdict::failed(summary.failed_saves, summary.checkpoint.as_deref()) {
-        warn(&words);
-    }
-    say(&verdict(outcome, entropies));
-    Ok(())
+        failed_saves: trainer.checkpoints.failed() + u64::from(!is_saved),
+    })
 }
 
 /// Entropies of the training text as a whole, held-out part included, or of the start of a long one.

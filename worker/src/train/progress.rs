@@ -18,6 +18,7 @@ pub(super) struct StepNumbers {
     /// Steps finished.
     pub(super) step: u64,
     pub(super) loss: f64,
+    /// Of this very step.
     pub(super) val_loss: Option<f64>,
     pub(super) lr: f32,
     pub(super) tokens_per_s: f64,

@@ -131,7 +131,7 @@ impl Recorder {
             let numbers = StepNumbers {
                 step: record.step,
                 loss: record.loss,
-                val_loss: self.last_val_loss,
+                val_loss: record.val_loss,
                 lr: record.lr,
                 tokens_per_s,
             };

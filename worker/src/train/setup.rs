@@ -45,6 +45,8 @@ pub(super) struct Prepared<'a> {
     pub(super) dataset: Dataset,
     /// What another number of ranks has changed, in words.
     pub(super) rescaled: Option<String>,
+    /// `train.steps` of the life that saved the checkpoint which this one goes on from.
+    pub(super) steps_before: Option<u64>,
 }
 
 impl Prepared<'_> {
@@ -57,6 +59,7 @@ impl Prepared<'_> {
             reductions: self.reducer.operations(),
             layout: self.reducer.layout(),
             rescaled: self.rescaled.as_deref(),
+            steps_before: self.steps_before,
         }
     }
 }
@@ -207,7 +210,9 @@ pub(super) fn prepare<'a>(
         replica,
     };
     begin(&mut trainer, opened.saved.as_ref(), &dataset)?;
+    let saved = opened.saved.as_ref().map(|saved| &saved.manifest().state.config);
     Ok(Prepared {
+        steps_before: saved.and_then(|config| config.pointer("/train/steps")?.as_u64()),
         trainer,
         reducer,
         run_dir,

@@ -10,7 +10,7 @@ use super::strategy::Scheme;
 use super::trainer::Trainer;
 use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::device::DType;
-use crate::optim::{HostBacked, batch_factor};
+use crate::optim::{HostBacked, batch_factor, learning_rate};
 use crate::parallel::{Between, Dtypes, GradientLayout};
 use crate::plan::Footprint;
 
@@ -24,6 +24,8 @@ pub(super) struct StartupFacts<'a> {
     pub(super) layout: &'a GradientLayout,
     /// What another number of ranks has changed, in words.
     pub(super) rescaled: Option<&'a str>,
+    /// `train.steps` of the life that this one goes on from.
+    pub(super) steps_before: Option<u64>,
 }
 
 /// The table.
@@ -56,10 +58,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         grouped(facts.train_tokens as u64),
         grouped(facts.val_tokens as u64)
     );
-    let steps = match trainer.first_step {
-        0 => format!("{}", train.steps),
-        first => format!("{}, resumed after {first}", train.steps),
-    };
+    let steps = steps(train, trainer.first_step);
     let env = trainer.session.env();
     let transport = match (world, env.node_count) {
         (1, _) => "one rank".to_owned(),
@@ -94,6 +93,12 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         ("accumulation", accumulation(trainer, facts)),
         ("recomputation", recomputation(train.recompute)),
         ("learning rate", scaled_rate(train, global_batch.samples())),
+        (
+            "schedule",
+            facts
+                .steps_before
+                .and_then(|before| stretched(train, before, trainer.first_step, global_batch.samples())),
+        ),
     ];
     let before_last = rows.len() - 1;
     let told = optional
@@ -101,6 +106,34 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         .filter_map(|(name, value)| Some((name, value?)));
     rows.splice(before_last..before_last, told);
     rows
+}
+
+fn steps(train: &Train, first_step: u64) -> String {
+    let steps = train.steps;
+    match first_step {
+        0 => format!("{steps}"),
+        first if first >= steps => {
+            format!("nothing left to train: {first} of {steps} are done; a larger `train.steps` goes on")
+        }
+        first => format!("{steps}, resumed after {first}"),
+    }
+}
+
+/// A cosine ends with the last step: with another number of them than `before` the rate makes a leap where the run is
+/// resumed.
+fn stretched(train: &Train, before: u64, first_step: u64, global_batch: u64) -> Option<String> {
+    let rate = |steps| {
+        let rate = learning_rate(first_step, steps, &train.optimizer, &train.schedule);
+        f64::from(rate) * batch_factor(train, global_batch)
+    };
+    let (was, is) = (rate(before), rate(train.steps));
+    let goes_on = first_step < train.steps;
+    (goes_on && was != is).then(|| {
+        format!(
+            "over {} steps instead of {before}: where it goes on, the learning rate is {is:.1e} instead of {was:.1e}",
+            train.steps
+        )
+    })
 }
 
 fn recomputation(what: Recompute) -> Option<String> {
@@ -322,6 +355,7 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::config::LearningRate;
     use crate::plan::{Setting, Traffic};
     use crate::train::outlook::Buffers;
 
@@ -338,6 +372,21 @@ mod tests {
         insta::assert_snapshot!(scaled_rate(&train, 64).unwrap(), @"2.50e-2 = 1.00e-1 × 64 / 256 samples, after 100 steps");
         train.lr_scaling = LrScaling::None;
         assert_eq!(scaled_rate(&train, 64), None);
+    }
+
+    #[test]
+    fn a_run_that_is_resumed_with_more_steps_says_what_becomes_of_its_rate() {
+        let mut train = Train {
+            steps: 600,
+            ..Train::default()
+        };
+        assert_eq!(stretched(&train, 600, 280, 16), None);
+        assert_eq!(stretched(&train, 300, 0, 16), None, "the peak, either way");
+        insta::assert_snapshot!(stretched(&train, 300, 280, 16).unwrap(), @"over 600 steps instead of 300: where it goes on, the learning rate is 1.7e-4 instead of 3.3e-6");
+        insta::assert_snapshot!(steps(&train, 280), @"600, resumed after 280");
+        insta::assert_snapshot!(steps(&train, 600), @"nothing left to train: 600 of 600 are done; a larger `train.steps` goes on");
+        train.schedule.kind = LearningRate::Constant;
+        assert_eq!(stretched(&train, 300, 280, 16), None);
     }
 
     /// Of seven billion parameters, and no padding.

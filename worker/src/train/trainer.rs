@@ -69,17 +69,16 @@ pub(super) struct Outcome {
 }
 
 impl Trainer<'_> {
-    /// Trains until the last step, or until any rank is asked to stop.
+    /// Trains until the last step, or until any rank is asked to stop. `outcome` is what the run has come to, also when
+    /// it ends with an error.
     pub(super) fn run(
         &mut self,
         reducer: &mut Reducer,
         recorder: &mut Recorder,
-    ) -> Result<Outcome, TrainError> {
+        outcome: &mut Outcome,
+    ) -> Result<(), TrainError> {
         let train = &self.config.train;
-        let mut outcome = Outcome {
-            steps: self.first_step,
-            ..Outcome::default()
-        };
+        outcome.steps = self.first_step;
         // Steps that are left to the device while the next one is enqueued: the same on all ranks.
         let ahead = usize::from(self.world.device.is_asynchronous());
         let mut queue = VecDeque::with_capacity(ahead + 1);
@@ -88,7 +87,7 @@ impl Trainer<'_> {
             queue.push_back(self.enqueue(reducer, step)?);
             let due = Due::after(train, step + 1);
             let kept = if due.any() { 0 } else { ahead };
-            self.conclude(&mut queue, (kept, due), reducer, recorder, &mut outcome)?;
+            self.conclude(&mut queue, (kept, due), reducer, recorder, outcome)?;
             if due.verification {
                 self.aside(|trainer| trainer.verify(step + 1))?;
             }
@@ -109,7 +108,7 @@ impl Trainer<'_> {
         self.replica.weights.settle()?;
         // Nobody leaves before the last checkpoint is whole.
         self.exchange.gather("end of the run", [0.0; 2])?;
-        Ok(outcome)
+        Ok(())
     }
 
     /// Waits for the numbers of the oldest steps until `kept` are left, and tells of them. None is left once a rank

@@ -117,6 +117,7 @@ impl<'a> Driver<'a> {
         let (machine, opening) = Machine::start(Rules {
             hostname: hostname.clone(),
             native: plan.command.native,
+            resume_words: plan.resume_words.clone(),
             join_timeout: plan.join_timeout,
             shutdown_timeout: plan.shutdown_timeout,
         });

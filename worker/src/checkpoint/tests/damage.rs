@@ -75,7 +75,12 @@ fn damage_is_named() {
     fs::write(&manifest, &text).unwrap();
 
     fs::write(folder.path().join("checkpoints/latest"), "../../etc\n").unwrap();
-    insta::assert_snapshot!(open_error(folder.path()), @"cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: `../../etc`");
+    insta::assert_snapshot!(open_error(folder.path()), @r"
+    cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: `../../etc`
+      hint: write the name of a checkpoint into it, such as `step_00000040`, or delete it: the newest one is taken then
+    ");
+    fs::remove_file(folder.path().join("checkpoints/latest")).unwrap();
+    assert_eq!(check_latest(folder.path()), 20);
     fs::write(folder.path().join("checkpoints/latest"), "step_00000020").unwrap();
     assert_eq!(check_latest(folder.path()), 20);
 }
