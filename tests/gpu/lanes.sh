@@ -55,7 +55,8 @@ beside() {
 in_order() {
     local until=$1
     shift
-    trap stop_lane TERM
+    # A terminal that goes tells the lanes too; of Ctrl-C what is in the background hears nothing.
+    trap stop_lane TERM HUP
     while (($# > 0)); do
         section=$1
         shift
@@ -123,7 +124,7 @@ tell_children() {
 
 # The end of a lane that is told to end.
 stop_lane() {
-    trap '' TERM
+    trap '' TERM HUP
     tell_children
     if [[ -n $running ]]; then
         end_processes "$running" $((grace + 1))

@@ -5,20 +5,23 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill, killpg};
 use nix::sys::stat::Mode;
-use nix::unistd::mkfifo;
+use nix::unistd::{Pid, mkfifo};
 use tempfile::TempDir;
 
-use crate::harness::{Finished, Program, environment_of, eventually, processes, repository, temp_dir};
+use crate::harness::{Program, Screen, environment_of, eventually, processes, repository, temp_dir};
 
 /// What all processes of a test have in their environment, beside a folder of its own.
 const MARK: &str = "GPU_SCRIPT_TEST";
 
-/// A test that stands still, deaf to what asks it to end, as does a process of its own in another session. It says so
-/// with a file of its name.
-const STUCK: &str = "trap '' TERM\nsetsid sh -c 'trap \"\" TERM; exec tail -f /dev/null' &\n\
-                     touch \"$0.began\"\nexec tail -f /dev/null\n";
+const CTRL_C: &str = "\x03";
+
+/// A test that stands still, and says so with a file of its name.
+const STANDING: &str = "touch \"$0.began\"\nexec tail -f /dev/null\n";
+
+/// The same, deaf to what asks it to end, as is a process of its own in another session.
+const DEAF: &str = "trap '' TERM\nsetsid tail -f /dev/null &\ntouch \"$0.began\"\nexec tail -f /dev/null\n";
 
 /// A packed folder: a machine with a GPU, on which no training run succeeds and every test passes.
 fn packed() -> TempDir {
@@ -45,11 +48,9 @@ fn script(packed: &Path, logs: &Path, sections: &str) -> Program {
         .args(folders.into_iter().chain(sections))
 }
 
-/// The names of the checks, as `results.txt` has them.
-fn checks(logs: &Path) -> Vec<String> {
-    let text = fs::read_to_string(logs.join("results.txt")).expect("results");
-    let names = text.lines().filter_map(|line| line.split("  ").next());
-    names.map(|name| name.trim().to_owned()).collect()
+/// A line a check, as the script ends with.
+fn results(logs: &Path) -> String {
+    fs::read_to_string(logs.join("results.txt")).expect("results")
 }
 
 #[track_caller]
@@ -61,15 +62,40 @@ fn expect_nothing_left(packed: &Path) {
     assert_eq!(left, [0; 0]);
 }
 
+/// `results` has a line of this check with this outcome.
 #[track_caller]
-fn expect_line(finished: &Finished, check: &str, outcome: &str) {
-    let is_it = |line: &&String| line.starts_with(&format!("{check} ")) && line.contains(outcome);
-    let found = finished.stdout().iter().find(is_it);
+fn expect_line(results: &str, check: &str, outcome: &str) {
+    let is_it = |line: &str| line.starts_with(&format!("{check} ")) && line.contains(outcome);
     assert!(
-        found.is_some(),
-        "no `{check}` with `{outcome}`; {}",
-        finished.transcript()
+        results.lines().any(is_it),
+        "no `{check}` with `{outcome}`:\n{results}"
     );
+}
+
+/// Stops the script when a test stands still in each lane, and looks at what it leaves.
+#[track_caller]
+fn expect_clean_end(test: &str, stop: impl FnOnce(&mut Screen)) {
+    let (packed, logs) = (packed(), temp_dir());
+    for name in ["gpu_device", "gpu_nccl"] {
+        write(packed.path(), name, test);
+    }
+    let mut screen = script(packed.path(), logs.path(), "ops device nccl kernels").on_screen();
+    for name in ["gpu_device.began", "gpu_nccl.began"] {
+        eventually(name, || packed.path().join(name).exists().then_some(()));
+    }
+    stop(&mut screen);
+    let (code, shown) = screen.finish();
+    expect_nothing_left(packed.path());
+    assert_eq!(code, Some(1), "{shown}");
+    for (check, outcome) in [
+        ("gpu_ops", "ok"),
+        ("gpu_device", "FAILED (stopped)"),
+        ("gpu_nccl", "FAILED (stopped)"),
+        ("kernels", "NOT RUN: stopped"),
+    ] {
+        expect_line(&shown, check, outcome);
+    }
+    assert!(logs.path().join("logs.tgz").exists(), "the logs are packed");
 }
 
 #[test]
@@ -78,11 +104,12 @@ fn one_call_has_the_time_that_all_sections_may_take() {
     let finished = script(packed.path(), logs.path(), "").run();
     let notes = finished.stdout().iter().filter(|line| line.starts_with("note:"));
     assert_eq!(notes.count(), 0, "{}", finished.transcript());
+    let results = results(logs.path());
     for check in ["loss-cpu", "loss-bf16", "ranks-2", "kill9", "speed-124m", "peers"] {
-        expect_line(&finished, check, "FAILED");
+        expect_line(&results, check, "FAILED");
     }
     for check in ["gpu_ops", "gpu_device", "gpu_nccl", "gpu_kernels"] {
-        expect_line(&finished, check, "ok");
+        expect_line(&results, check, "ok");
     }
 }
 
@@ -146,46 +173,38 @@ fn lanes_run_beside_each_other_and_what_measures_runs_alone() {
         .env("GPU_BUDGET_S", "40")
         .run()
         .expect_exit(0);
+    let results = results(logs.path());
+    let names: Vec<_> = results
+        .lines()
+        .filter_map(|line| line.split(' ').next())
+        .collect();
     let expected = ["doctor", "gpu_ops", "gpu_ops-training", "gpu_nccl", "gpu_kernels"];
-    assert_eq!(checks(logs.path()), expected, "in order, whoever ended first");
+    assert_eq!(names, expected, "in order, whoever ended first");
 }
 
 #[test]
 fn a_stopped_script_leaves_no_process_and_still_comes_to_its_table() {
-    let (packed, logs) = (packed(), temp_dir());
-    for name in ["gpu_device", "gpu_nccl"] {
-        write(packed.path(), name, STUCK);
-    }
-    let running = script(packed.path(), logs.path(), "ops device nccl kernels").start();
-    for name in ["gpu_device.began", "gpu_nccl.began"] {
-        eventually(name, || packed.path().join(name).exists().then_some(()));
-    }
-    running.signal(Signal::SIGTERM);
-    let finished = running.finish();
-    expect_nothing_left(packed.path());
-    finished.expect_exit(1);
-    for (check, outcome) in [
-        ("gpu_ops", "ok"),
-        ("gpu_device", "FAILED (stopped)"),
-        ("gpu_nccl", "FAILED (stopped)"),
-        ("kernels", "NOT RUN: stopped"),
-    ] {
-        expect_line(&finished, check, outcome);
-    }
-    let packed_logs = logs.path().join("logs.tgz");
-    assert!(packed_logs.exists(), "the logs are packed");
+    expect_clean_end(DEAF, |screen| {
+        kill(Pid::from_raw(screen.pid()), Signal::SIGTERM).expect("a child of ours");
+    });
+    expect_clean_end(STANDING, |screen| screen.type_in(CTRL_C));
+    // As from a terminal that is closed, to all that runs on it.
+    expect_clean_end(STANDING, |screen| {
+        killpg(Pid::from_raw(screen.pid()), Signal::SIGHUP).expect("a session of its own");
+    });
 }
 
 #[test]
 fn what_is_over_the_budget_is_killed_with_all_its_processes_and_the_rest_is_said() {
     let (packed, logs) = (packed(), temp_dir());
-    write(packed.path(), "gpu_nccl", STUCK);
+    write(packed.path(), "gpu_nccl", DEAF);
     let finished = script(packed.path(), logs.path(), "nccl device kernels")
-        .env("GPU_BUDGET_S", "4")
+        .env("GPU_BUDGET_S", "8")
         .run();
     expect_nothing_left(packed.path());
     finished.expect_exit(1);
-    expect_line(&finished, "gpu_device", "ok");
-    expect_line(&finished, "gpu_nccl", "FAILED after");
-    expect_line(&finished, "gpu_kernels", "NOT RUN: no time left");
+    let results = results(logs.path());
+    expect_line(&results, "gpu_device", "ok");
+    expect_line(&results, "gpu_nccl", "FAILED after");
+    expect_line(&results, "gpu_kernels", "NOT RUN: no time left");
 }
