@@ -362,6 +362,10 @@ fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
         .expect_stderr("CUDA_ERROR_OUT_OF_MEMORY")
         .expect_stderr("free of 34.0 MiB, this rank holds")
         .expect_stderr("hint: lower `train.micro_batch`");
+    let large = gpus(emulator(), &job, 1).set("train.micro_batch=512");
+    let finished = refused(large.set("run.overwrite=true").env("EMULATOR_MEMORY_MIB", "34"));
+    finished.expect_stderr("bytes for `activations`");
+    assert!(!job.out().join("metrics.jsonl").exists(), "before the first step");
 }
 
 /// The error comes from whatever asks next, with the way to hear of the operation itself.

@@ -341,8 +341,7 @@ pub(super) fn address_of(buffer: &Buffer, context: &super::Context) -> Result<De
     let memory = buffer.arena().memory().as_any().downcast_ref::<DeviceMemory>();
     match memory {
         Some(memory) if memory.context().ordinal() == context.ordinal() => {
-            let start = buffer.range().start * buffer.dtype().bytes();
-            Ok(DevicePtr(memory.address()).offset(start))
+            Ok(DevicePtr(memory.address()).offset(buffer.start()))
         }
         _ => Err(DeviceError::NotDevice {
             arena: buffer.arena().name().to_owned(),

@@ -234,6 +234,11 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
+        // As long as the stream is known, freeing its memory waits for its work.
+        let mut state = self.lock();
+        state.scratch = None;
+        state.staging.clear();
+        drop(state);
         self.context.remove_stream(self.raw);
         if self.context.bind().is_ok() {
             // SAFETY: created in `new`, destroyed once; work in flight goes on without it.
