@@ -10,8 +10,8 @@
 outcomes=$(mktemp -d)
 # Of a lane: the section that it is in, when that must have ended, and the check that runs.
 section='' section_end=0 running=''
-# Seconds that a check has to end by itself when it is stopped, and that the system then has to end it.
-grace=5 patience=15
+# Seconds that a check has to end when it is told to, its processes when it has ended, and the system to kill them.
+grace=5 linger=2 patience=15
 
 # The seconds that sections may take one after the other: SECTION...
 seconds_of() {
@@ -84,7 +84,7 @@ check() {
     GPU_CHECK=$$/$name timeout --kill-after="$grace" "$limit" "$@" >"$logs/$name.log" 2>&1 &
     wait $!
     status=$?
-    end_processes "$name" 0
+    end_processes "$name" "$linger"
     running=''
     case $status in
         0) outcome=ok ;;
