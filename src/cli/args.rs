@@ -64,8 +64,8 @@ Examples:
 const EXIT_CODES: &str = "\
 Exit codes: 0 success; the first failing worker's own code, or 128 + signal; 130/143 stopped by \
 SIGINT/SIGTERM; 2 usage or configuration; 69 rendezvous unreachable; 70 the launcher itself failed; \
-75 rendezvous timed out; 76 nodes disagree on the job; 77 refused; 126, 127 the program cannot be \
-executed, or does not exist.";
+73 the run's folder is in use; 74 its disk is full; 75 rendezvous timed out; 76 nodes disagree on \
+the job; 77 refused; 126, 127 the program cannot be executed, or does not exist.";
 
 /// What stage two works on.
 #[derive(Debug)]

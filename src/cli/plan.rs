@@ -73,24 +73,16 @@ pub fn resolve(
     let agreed = agreed(&settings, &target, nodes);
     let (job_signature, job_description) = target.signature(&agreed);
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
-    let (workers, cores) = places(&settings)?;
-    let threads = validated.as_ref().and_then(Validated::threads);
-    if let Some(words) = threads.and_then(|threads| crowding(threads, workers, usable_cores())) {
-        eprintln!("[ddp-run] {words}");
-    }
+    let (workers, cores) = places(&settings, validated.as_ref().and_then(Validated::threads))?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     let mut signals = signals(&settings)?;
     let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
     // Last of all that can fail: it writes.
-    let out_dir = validated
-        .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
-        .transpose()?;
+    let out_dir = claim_out_dir(validated.as_ref(), &job_id, alone && !args.dry_run)?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let mut output = output(&settings);
-    let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
-        None => temporary_log_dir(&output, &job_id, args.dry_run)?,
-        Some(given) => Some(absolute(given)?),
-    };
+    let given = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
+    let log_dir = log_dir(given, &output, &job_id, args.dry_run)?;
     if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
@@ -183,9 +175,17 @@ fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
     }
 }
 
-/// As torchrun: files were asked for, but no place. The folder is new and nobody else may look into it, whatever other
-/// users of the machine have put beside it.
-fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result<Option<PathBuf>, CliError> {
+/// Where log files go. As torchrun, if files were asked for, but no place: a folder that is new, and into which nobody
+/// else may look, whatever other users of the machine have put beside it.
+fn log_dir(
+    given: Option<PathBuf>,
+    output: &OutputPlan,
+    job_id: &str,
+    dry_run: bool,
+) -> Result<Option<PathBuf>, CliError> {
+    if let Some(given) = given {
+        return absolute(given).map(Some);
+    }
     if !output.needs_files() {
         return Ok(None);
     }
@@ -209,10 +209,13 @@ fn absolute(path: PathBuf) -> Result<PathBuf, CliError> {
     })
 }
 
-/// The number of workers on this node, and the cores of each.
-fn places(settings: &Settings) -> Result<(u32, Vec<CoreSet>), CliError> {
+/// The number of workers on this node, and the cores of each; `threads` is what each of them was told to compute with.
+fn places(settings: &Settings, threads: Option<usize>) -> Result<(u32, Vec<CoreSet>), CliError> {
     let hardware = Hardware::default();
     let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
+    if let Some(words) = threads.and_then(|threads| crowding(threads, workers, usable_cores())) {
+        eprintln!("[ddp-run] {words}");
+    }
     Ok((workers, cores(settings, workers, &hardware)?))
 }
 
@@ -324,12 +327,13 @@ fn validate(target: &Target) -> Result<Option<Validated>, CliError> {
     }
 }
 
-/// Makes the run's folder where no other node could, and says where it is.
-fn claim_out_dir(config: &Validated, job_id: &str, alone: bool) -> Result<PathBuf, CliError> {
+/// Makes the folder of a native run where no other node could, and says where it is.
+fn claim_out_dir(config: Option<&Validated>, job_id: &str, alone: bool) -> Result<Option<PathBuf>, CliError> {
+    let Some(config) = config else { return Ok(None) };
     if alone {
         config.claim_out_dir(job_id)?;
     }
-    Ok(config.out_dir(job_id))
+    Ok(Some(config.out_dir(job_id)))
 }
 
 #[cfg(test)]

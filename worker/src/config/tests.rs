@@ -86,7 +86,7 @@ fn overrides_replace_add_and_win_in_order() {
         "run.resume=auto",
         "parallel.overlap=false",
         "train.optimizer.betas=[0.5, 0.6]",
-        "train.grad_clip=",
+        "train.grad_clip=null",
         "run.out_dir=somewhere/else",
         "train.schedule.min_lr=1e-5",
     ];
@@ -351,7 +351,7 @@ fn a_shard_group_is_a_node_or_a_number() {
     };
     assert_eq!(load("node"), Ok(Some(ShardGroup::Node)));
     assert_eq!(load("4"), Ok(Some(ShardGroup::Ranks(4))));
-    assert_eq!(load(""), Ok(None));
+    assert_eq!(load("null"), Ok(None));
     insta::assert_snapshot!(load("nodes").unwrap_err(), @"`--set parallel.shard_group=nodes`: `parallel.shard_group` is the string `nodes`, expected `node` or a number of ranks");
     insta::assert_snapshot!(load("0").unwrap_err(), @"`--set parallel.shard_group=0`: `parallel.shard_group` is 0, expected `node` or a number of ranks, at least 1");
     insta::assert_snapshot!(set("parallel.shard_group=2"), @r"

@@ -46,7 +46,13 @@ fn error_of(result: Result<Session, SessionError>) -> String {
 #[test]
 fn without_a_launcher_the_worker_is_alone() {
     let session = Session::from_vars(|_| None).unwrap();
-    assert_eq!(session.env(), &WorkerEnv::single());
+    let alone = WorkerEnv {
+        run_id: session.env().run_id.clone(),
+        ..WorkerEnv::single()
+    };
+    assert_eq!(session.env(), &alone);
+    let another = Session::from_vars(|_| None).unwrap();
+    assert_ne!(another.env().run_id, alone.run_id, "another run");
     session.store().put("k", b"v").unwrap();
     assert_eq!(session.store().get("k", Instant::now()).unwrap(), b"v");
     assert_eq!(session.cancel().cause(), None);

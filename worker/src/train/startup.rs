@@ -382,7 +382,7 @@ mod tests {
         };
         assert_eq!(stretched(&train, 600, 280, 16), None);
         assert_eq!(stretched(&train, 300, 0, 16), None, "the peak, either way");
-        insta::assert_snapshot!(stretched(&train, 300, 280, 16).unwrap(), @"over 600 steps instead of 300: where it goes on, the learning rate is 1.7e-4 instead of 3.3e-6");
+        insta::assert_snapshot!(stretched(&train, 300, 280, 16).unwrap(), @"over 600 steps instead of 300: where it goes on, the learning rate is 1.7e-4 instead of 3.0e-6");
         insta::assert_snapshot!(steps(&train, 280), @"600, resumed after 280");
         insta::assert_snapshot!(steps(&train, 600), @"nothing left to train: 600 of 600 are done; a larger `train.steps` goes on");
         train.schedule.kind = LearningRate::Constant;
