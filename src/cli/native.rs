@@ -194,8 +194,14 @@ fn exit_code(error: &TrainError) -> u8 {
     if error.never_fits() {
         return exit::DO_NOT_RESTART;
     }
-    match error {
-        TrainError::NonFinite { .. } => exit::DO_NOT_RESTART,
+    let passing = match error {
+        TrainError::NonFinite { .. } => return exit::DO_NOT_RESTART,
+        TrainError::Checkpoint(error) => return of_checkpoint(error),
+        TrainError::RunFiles(error) => return of_run_files(error),
+        // Training that was done is not done again for a disk that is as full as before; the configuration was right.
+        TrainError::NotSaved {
+            cause: Some(error), ..
+        } if of_checkpoint(error) != FAILED => return exit::DISK,
         TrainError::Contradiction { .. }
         | TrainError::Rescale { .. }
         | TrainError::Offload { .. }
@@ -205,25 +211,18 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::SharedGpu { .. }
         | TrainError::Model(_)
         | TrainError::Layout(_)
-        | TrainError::Reduce(ReduceError::Unused { .. }) => exit::USAGE,
-        TrainError::Data(error) if matches!(error, DataError::Misuse { .. }) => FAILED,
-        TrainError::Data(_) => exit::USAGE,
-        TrainError::Agreement(AgreementError::Differs(_)) => exit::USAGE,
-        TrainError::Agreement(_) => FAILED,
-        TrainError::Checkpoint(error) => of_checkpoint(error),
-        // Training that was done is not done again for a disk that is as full as before; the configuration was right.
-        TrainError::NotSaved {
-            cause: Some(error), ..
-        } if of_checkpoint(error) != FAILED => exit::DISK,
-        TrainError::RunFiles(error) => of_run_files(error),
+        | TrainError::Reduce(ReduceError::Unused { .. }) => false,
+        TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
+        TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::NotSaved { .. }
         | TrainError::GenerationOver { .. }
         | TrainError::Join(_)
         | TrainError::Reduce(_)
         | TrainError::Replicas(_)
         | TrainError::Collective(_)
-        | TrainError::Device(_) => FAILED,
-    }
+        | TrainError::Device(_) => true,
+    };
+    if passing { FAILED } else { exit::USAGE }
 }
 
 fn of_run_files(error: &RunFilesError) -> u8 {

@@ -79,8 +79,6 @@ fn damage_is_named() {
     cannot read `OUT/checkpoints/latest`: `OUT/checkpoints/latest` names no step: `../../etc`
       hint: write the name of a checkpoint into it, such as `step_00000040`, or delete it: the newest one is taken then
     ");
-    fs::remove_file(folder.path().join("checkpoints/latest")).unwrap();
-    assert_eq!(check_latest(folder.path()), 20);
     fs::write(folder.path().join("checkpoints/latest"), "step_00000020").unwrap();
     assert_eq!(check_latest(folder.path()), 20);
 }
@@ -93,6 +91,9 @@ fn a_latest_checkpoint_that_is_gone_is_named() {
     checkpoint file `OUT/checkpoints/step_00000021/manifest.json` is missing
       hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
     ");
+    // What no name leads to is found by itself.
+    fs::remove_file(folder.path().join("checkpoints/latest")).unwrap();
+    assert_eq!(check_latest(folder.path()), 20);
 }
 
 #[test]
