@@ -29,7 +29,7 @@ extern "C" __global__ void waits(volatile unsigned *x) {
     while (x[1] == 0) {
     }
 }
-extern "C" __global__ void wild(unsigned *x) { x[1 << 20] = 1; }
+extern "C" __global__ void wild(unsigned *x) { x[1024] = 1; }
 )";
 
 constexpr size_t BYTES = 4096, KIB = 1 << 10;
