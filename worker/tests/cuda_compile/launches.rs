@@ -1,6 +1,7 @@
 //! Every launch that training and the comparisons of operations make, against the limits of every kind of card.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt::Write as _;
 use std::sync::Arc;
 
 use ddp_worker::device::cuda::{Grid, Unit};
@@ -200,9 +201,11 @@ fn table(seen: &[Seen]) -> String {
         "kernel", "card", "registers", "local B", "shared B", "threads", "parameters"
     );
     for ((kernel, card), [registers, local, shared, threads, parameters]) in lines {
-        table += &format!(
-            "{kernel:<20} {card:<8} {registers:>9} {local:>9} {shared:>9} {threads:>7} {parameters:>10}\n"
-        );
+        writeln!(
+            table,
+            "{kernel:<20} {card:<8} {registers:>9} {local:>9} {shared:>9} {threads:>7} {parameters:>10}"
+        )
+        .expect("text can grow");
     }
     table
 }

@@ -32,7 +32,7 @@ impl Paper {
 
     /// Whose all operations are from now on.
     pub(crate) fn begin(&self, of: &str) {
-        *self.of.lock().unwrap_or_else(PoisonError::into_inner) = of.to_owned();
+        of.clone_into(&mut self.of.lock().unwrap_or_else(PoisonError::into_inner));
     }
 
     /// All so far, those of one kernel together.

@@ -217,5 +217,7 @@ fn update(device: &Arc<Paper>, model: &Model, types: Types) {
         }
         .into(),
     ];
-    ops.iter().for_each(|op| device.ask(op));
+    for op in &ops {
+        device.ask(op);
+    }
 }
