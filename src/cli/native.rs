@@ -10,7 +10,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::{CheckpointError, ignore_file_size_signal};
-use ddp_worker::config::{self, Located, TrainConfig};
+use ddp_worker::config::{self, Located, Resume, TrainConfig};
 use ddp_worker::data::DataError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
@@ -45,6 +45,12 @@ impl Validated {
     /// Where the files of the run called `run_id` go.
     pub fn out_dir(&self, run_id: &str) -> PathBuf {
         RunDir::resolve(&self.located.config.run, run_id)
+    }
+
+    /// True if a run is continued in a folder that the job's id names: the next start must have the same one.
+    pub fn resumes_by_id(&self) -> bool {
+        let run = &self.located.config.run;
+        run.resume != Resume::Never && run.out_dir.is_none()
     }
 
     /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
