@@ -4,8 +4,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use ddp_worker::device::cuda::{Grid, Unit};
-use ddp_worker::ops::cuda::{Arg, Call, units};
+use ddp_worker::device::cuda::Unit;
+use ddp_worker::ops::cuda::{Call, units};
 
 use crate::card::{CARDS, Card};
 use crate::compiled::{self, compiled};
@@ -208,113 +208,4 @@ fn table(seen: &[Seen]) -> String {
         .expect("text can grow");
     }
     table
-}
-
-/// A kernel of so many registers a thread, compiled for 1,024 of them.
-fn of_registers(registers: u32) -> Resources {
-    Resources {
-        registers,
-        max_threads: 1024,
-        ..Resources::default()
-    }
-}
-
-fn launch(grid: Grid, args: Vec<Arg>) -> Call {
-    Call {
-        source: units()[0].source,
-        kernel: "none",
-        defines: Vec::new(),
-        grid,
-        args,
-    }
-}
-
-#[test]
-fn what_a_card_would_refuse_is_found() {
-    let small = &CARDS[1];
-    let refusals = |kernel: &Resources, grid| small.refusals(kernel, &launch(grid, Vec::new()));
-    let expect = |kernel: &Resources, grid, expected: &str| {
-        let found = refusals(kernel, grid);
-        assert!(
-            found.len() == 1 && found[0].contains(expected),
-            "{grid:?}: {found:?}"
-        );
-    };
-    let lean = of_registers(32);
-    let narrow = Resources {
-        max_threads: 128,
-        ..lean.clone()
-    };
-    let shares = Resources {
-        shared_bytes: 1 << 10,
-        ..lean.clone()
-    };
-    assert_eq!(
-        refusals(&lean, Grid::linear(1 << 20, 1024).with_shared(99 << 10)),
-        [""; 0]
-    );
-    assert_eq!(refusals(&of_registers(255), Grid::linear(1, 256)), [""; 0]);
-    assert_eq!(refusals(&of_registers(64), Grid::linear(1, 1024)), [""; 0]);
-    expect(&lean, Grid::linear(1, 2048), "2048 × 1 × 1 threads");
-    expect(&lean, Grid::linear(1, 0), "0 × 1 × 1 threads");
-    expect(
-        &lean,
-        Grid {
-            threads: [1, 1, 128],
-            ..Grid::linear(1, 1)
-        },
-        "1 × 1 × 128 threads",
-    );
-    expect(&narrow, Grid::linear(1, 256), "compiled for 128");
-    expect(
-        &of_registers(255),
-        Grid::linear(1, 257),
-        "9 warps of 255 registers",
-    );
-    expect(
-        &of_registers(65),
-        Grid::linear(1, 1024),
-        "32 warps of 65 registers",
-    );
-    expect(&lean, Grid::linear(1 << 31, 1), "blocks");
-    expect(
-        &lean,
-        Grid {
-            blocks: [1, 65_536, 1],
-            ..Grid::linear(1, 1)
-        },
-        "blocks",
-    );
-    expect(
-        &lean,
-        Grid {
-            blocks: [1, 1, 65_536],
-            ..Grid::linear(1, 1)
-        },
-        "blocks",
-    );
-    expect(&lean, Grid::linear(1, 1).with_shared((99 << 10) + 1), "of 101376");
-    expect(&shares, Grid::linear(1, 1).with_shared(99 << 10), "of 101376");
-    let takes = Resources {
-        parameters: vec![8, 4],
-        ..lean.clone()
-    };
-    let found = small.refusals(
-        &takes,
-        &launch(Grid::linear(1, 1), vec![Arg::U64(0), Arg::U64(0)]),
-    );
-    assert!(
-        found.len() == 1 && found[0].contains("arguments of [8, 8] bytes for parameters of [8, 4]"),
-        "{found:?}"
-    );
-    let words = 513;
-    let table = Resources {
-        parameters: vec![8 * words],
-        ..lean
-    };
-    let found = small.refusals(
-        &table,
-        &launch(Grid::linear(1, 1), vec![Arg::Table(vec![0; words])]),
-    );
-    assert_eq!(found, ["4104 bytes of parameters"]);
 }

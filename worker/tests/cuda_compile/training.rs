@@ -155,36 +155,14 @@ fn update(device: &Arc<Paper>, model: &Model, types: Types) {
     let all = |dtype| buffer(device, dtype, n);
     let chunks = n.div_ceil(CHUNK);
     let sums = || buffer(device, DType::F64, chunks);
-    let (norm, scale) = (buffer(device, DType::F32, 1), buffer(device, DType::F32, 1));
+    let number = || buffer(device, DType::F32, 1);
     let clip = ClipScale {
         partials: sums(),
         order: Some(buffer(device, DType::I32, chunks)),
         witnesses: Some(buffer(device, DType::F64, 8)),
         max_norm: Some(1.0),
-        norm,
-        scale: scale.clone(),
-    };
-    let spared = model
-        .params
-        .iter()
-        .zip(ranges(model))
-        .filter(|(spec, _)| !spec.decay);
-    let update = AdamW {
-        param: all(DType::F32),
-        grad: all(types.grad),
-        m: all(DType::F32),
-        v: all(DType::F32),
-        scale,
-        copy: (types.act == DType::Bf16).then(|| all(DType::Bf16)),
-        weight_decay: 0.1,
-        spared: spared.map(|(_, range)| range).collect(),
-        hyper: AdamWStep {
-            lr: 1e-3,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            step: 1,
-        },
+        norm: number(),
+        scale: number(),
     };
     let shard = |accumulate| ColumnSum {
         x: all(types.act),
@@ -198,7 +176,7 @@ fn update(device: &Arc<Paper>, model: &Model, types: Types) {
         }
         .into(),
         clip.into(),
-        update.into(),
+        adamw(device, model, types).into(),
         shard(false).into(),
         shard(true).into(),
         Fill {
@@ -219,5 +197,31 @@ fn update(device: &Arc<Paper>, model: &Model, types: Types) {
     ];
     for op in &ops {
         device.ask(op);
+    }
+}
+
+fn adamw(device: &Arc<Paper>, model: &Model, types: Types) -> AdamW {
+    let all = |dtype| buffer(device, dtype, length(model));
+    let spared = model
+        .params
+        .iter()
+        .zip(ranges(model))
+        .filter(|(spec, _)| !spec.decay);
+    AdamW {
+        param: all(DType::F32),
+        grad: all(types.grad),
+        m: all(DType::F32),
+        v: all(DType::F32),
+        scale: buffer(device, DType::F32, 1),
+        copy: (types.act == DType::Bf16).then(|| all(DType::Bf16)),
+        weight_decay: 0.1,
+        spared: spared.map(|(_, range)| range).collect(),
+        hyper: AdamWStep {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            step: 1,
+        },
     }
 }
