@@ -196,7 +196,7 @@ impl Shared {
 fn own(bytes: Vec<u8>) -> Piece {
     Piece {
         source: OWN,
-        prefix: OWN_PREFIX.trim_end().into(),
+        prefix: OWN_PREFIX.into(),
         start: Start::Fresh,
         bytes,
         open: false,
@@ -332,7 +332,7 @@ mod tests {
     fn lines(bytes: Vec<u8>) -> Piece {
         Piece {
             source: Source(0),
-            prefix: "[0]".into(),
+            prefix: "[0] ".into(),
             start: Start::Fresh,
             bytes,
             open: false,

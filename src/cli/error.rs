@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use ddp_proto::exit;
 use ddp_proto::resolver::NoThread;
+use nix::errno::Errno;
 
 /// A launch that did not come about. The text is complete: what, which, and a `hint:` line where one helps.
 #[derive(Debug, thiserror::Error)]
@@ -126,8 +127,16 @@ pub enum CliError {
     /// There is no thread to look up a host name.
     #[error(transparent)]
     NoThread(#[from] NoThread),
+    /// There is no place for log files that were asked for without a place.
+    #[error("cannot make a folder for log files in `{}`: {source}\n  hint: name one with `--log-dir`, or another temporary directory with TMPDIR", path.display())]
+    TemporaryLogs {
+        /// The temporary directory.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
     /// The machine refused something essential.
-    #[error("{what}: {source}")]
+    #[error("{what}: {source}{}", hint_of(source))]
     Machine {
         /// What failed.
         what: &'static str,
@@ -147,12 +156,21 @@ impl CliError {
             | Self::Target { .. }
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
+            | Self::TemporaryLogs { .. }
             | Self::Listen { .. } => exit::USAGE,
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
                 exit::DAEMON_UNREACHABLE
             }
             Self::SlowLookUp { .. } | Self::NoThread(_) | Self::Machine { .. } => exit::INTERNAL,
         }
+    }
+}
+
+/// What may help where the machine refuses something.
+fn hint_of(error: &std::io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(code) if code == Errno::EMFILE as i32 => "\n  hint: check `ulimit -n`",
+        _ => "",
     }
 }
 

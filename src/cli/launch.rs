@@ -108,7 +108,8 @@ fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
 
 fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
     let Prepared { launch, runtime, exe } = prepared;
-    let code = runtime.block_on(async {
+    // On the heap: the runtime moves it several times, and the stack may be a small one (`ulimit -s`).
+    let code = runtime.block_on(Box::pin(async {
         match start_daemon(&launch.host, launch.plan).await {
             Ok((plan, daemon)) => {
                 let outcome = ddp_launcher::run(plan, guardian).await;
@@ -122,7 +123,7 @@ fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
                 fail(&error)
             }
         }
-    });
+    }));
     drop(exe);
     code
 }
@@ -154,7 +155,8 @@ impl Daemon {
             ..rendezvous::Config::default()
         };
         let drain = config.drain + config.lease;
-        let task = tokio::spawn(async move {
+        // On the heap, as that of the launch.
+        let task = tokio::spawn(Box::pin(async move {
             let shutdown = async {
                 // A dropped sender means the same.
                 let _ = stopped.await;
@@ -162,7 +164,7 @@ impl Daemon {
             if let Err(error) = rendezvous::serve(listener, config, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
-        });
+        }));
         Self { task, stop, drain }
     }
 

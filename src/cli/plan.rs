@@ -12,6 +12,7 @@ use ddp_launcher::{
 use ddp_proto::ids::NodeRank;
 use nix::sys::signal::Signal;
 
+use super::absent::words_on_absent_ranks;
 use super::args::ParsedArgs;
 use super::count::counted;
 use super::dry_run::Sources;
@@ -81,6 +82,9 @@ pub fn resolve(
         .transpose()?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let mut output = output(&settings);
+    for words in words_on_absent_ranks(&output, workers, alone) {
+        eprintln!("[ddp-run] {words}");
+    }
     let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
         None => temporary_log_dir(&output, &job_id, args.dry_run)?,
         Some(given) => Some(absolute(given)?),
@@ -182,12 +186,13 @@ fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result
     if !output.needs_files() {
         return Ok(None);
     }
-    let template = absolute(std::env::temp_dir().join(format!("ddp-run-{job_id}-XXXXXX")))?;
+    let parent = absolute(std::env::temp_dir())?;
+    let template = parent.join(format!("ddp-run-{job_id}-XXXXXX"));
     if dry_run {
         return Ok(Some(template));
     }
-    let directory = nix::unistd::mkdtemp(&template).map_err(|errno| CliError::Machine {
-        what: "cannot make a folder for log files in the temporary directory",
+    let directory = nix::unistd::mkdtemp(&template).map_err(|errno| CliError::TemporaryLogs {
+        path: parent,
         source: errno.into(),
     })?;
     eprintln!("[ddp-run] log files are below `{}`", directory.display());

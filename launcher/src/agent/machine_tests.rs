@@ -411,7 +411,10 @@ fn a_signal_is_honoured_in_every_state() {
 
 #[test]
 fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
-    let error = SpawnError::NotFound { program: "x".into() };
+    let error = SpawnError::NotFound {
+        program: "x".into(),
+        hint: "look".into(),
+    };
     let mut play = Play::begin(false);
     play.assign(1, 2).on(Event::SpawnEnded(Some(error.clone())));
     assert!(play.does(&Effect::Sweep));
