@@ -159,9 +159,15 @@ fn what_is_there(program: &Path) -> String {
     if program.components().count() != 1 || !here.exists() {
         "give a path, or a name that is in `PATH`".to_owned()
     } else if here.is_dir() {
-        format!("`{}` is a folder: give the path of a program in it", here.display())
+        format!(
+            "`{}` is a folder: give the path of a program in it",
+            here.display()
+        )
     } else {
-        format!("did you mean `{}`? Names without a folder are looked for in `PATH`", here.display())
+        format!(
+            "did you mean `{}`? Names without a folder are looked for in `PATH`",
+            here.display()
+        )
     }
 }
 
@@ -333,8 +339,16 @@ mod tests {
     #[test]
     fn what_lies_in_the_current_folder_is_pointed_out() {
         let path = OsString::from("/nonexistent");
-        let words = |name: &str| find_program(Path::new(name), Some(&path)).unwrap_err().to_string();
-        assert!(words("src").contains("hint: `./src` is a folder"), "{}", words("src"));
+        let words = |name: &str| {
+            find_program(Path::new(name), Some(&path))
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(
+            words("src").contains("hint: `./src` is a folder"),
+            "{}",
+            words("src")
+        );
         let file = words("Cargo.toml");
         assert!(file.contains("hint: did you mean `./Cargo.toml`?"), "{file}");
         assert!(words("").contains("hint: give a path"), "{}", words(""));

@@ -1,5 +1,6 @@
 //! Everything that can go wrong before the agent takes over, with its exit code.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -174,8 +175,18 @@ fn hint_of(error: &std::io::Error) -> &'static str {
     }
 }
 
+/// What each line of the launcher's own begins with, which may stand among its workers'.
+pub const OWN_PREFIX: &str = "[ddp-run] ";
+
+/// Writes `[ddp-run] error: …` to stderr, as what the launcher says once workers run.
+pub fn print_own_error(error: &dyn std::fmt::Display) {
+    let text = format!("error: {error}");
+    let lines: Vec<String> = text.lines().map(|line| format!("{OWN_PREFIX}{line}")).collect();
+    // Nothing is left to do when that fails.
+    let _ = writeln!(std::io::stderr(), "{}", lines.join("\n"));
+}
+
 /// Writes `error: …` to stderr. Nothing is left to do when that fails too.
 pub fn print_error(error: &dyn std::fmt::Display) {
-    use std::io::Write;
     let _ = writeln!(std::io::stderr(), "error: {error}");
 }

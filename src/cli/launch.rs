@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use super::answer;
 use super::args::{self, ParsedArgs};
 use super::dry_run;
-use super::error::{CliError, print_error};
+use super::error::{CliError, OWN_PREFIX, print_own_error};
 use super::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use super::host::{self, HostFacts};
 use super::plan::{self, Launch};
@@ -38,7 +38,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
     let args = match args::parse(argv) {
         Ok(args) => args,
-        Err(words) => return answer::instead_of_arguments(&words),
+        Err(words) => return answer::instead_of_arguments(&words, OWN_PREFIX),
     };
     if args.dry_run {
         return show(args);
@@ -73,7 +73,7 @@ fn show(args: ParsedArgs) -> ExitCode {
 }
 
 fn fail(error: &CliError) -> ExitCode {
-    print_error(error);
+    print_own_error(error);
     ExitCode::from(error.exit_code())
 }
 
