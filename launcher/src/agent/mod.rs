@@ -35,9 +35,11 @@ mod machine;
 mod meanwhile;
 mod place;
 mod signals;
+mod spawning;
 mod standstill;
 mod stop;
 mod workers;
 
 pub use conclusion::Conclusion;
 pub use launch::{LaunchError, Outcome, run};
+pub use signals::is_ignored;

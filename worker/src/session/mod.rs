@@ -8,6 +8,7 @@
 //! | `line.rs` | lines of bounded length |
 //! | `remote.rs` | the key-value store behind the control socket |
 //! | `store.rs` | [`KeyValue`], and the store of a world of one |
+//! | `stop.rs` | [`StopRequest`]: the word that training is to stop at the next step boundary |
 //! | `cancel.rs` | [`Cancel`]: the word that the generation is over |
 //! | `waits.rs` | what the process waits for, for an agent that asks |
 //! | `stacks.rs` | where its threads are, for the same |
@@ -23,6 +24,7 @@ mod remote;
 #[expect(clippy::module_inception, reason = "the file is named for its noun")]
 mod session;
 mod stacks;
+mod stop;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -33,5 +35,6 @@ pub use ddp_proto::control::{Phase, Progress};
 pub use cancel::Cancel;
 pub use error::SessionError;
 pub use session::Session;
+pub use stop::StopRequest;
 pub use store::{KeyValue, MemoryStore, StoreError};
 pub use waits::{Waiting, Wanted};
