@@ -16,7 +16,7 @@ use super::absent::words_on_absent_ranks;
 use super::args::ParsedArgs;
 use super::count::counted;
 use super::dry_run::Sources;
-use super::error::CliError;
+use super::error::{CliError, OWN_PREFIX};
 use super::hardware::{Hardware, NoGpus};
 use super::host::HostFacts;
 use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
@@ -82,10 +82,7 @@ pub fn resolve(
         .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
         .transpose()?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let mut output = output(&settings);
-    for words in words_on_absent_ranks(&output, workers, alone) {
-        eprintln!("[ddp-run] {words}");
-    }
+    let mut output = output(&settings, alone, workers);
     let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
         None => temporary_log_dir(&output, &job_id, args.dry_run)?,
         Some(given) => Some(absolute(given)?),
@@ -275,9 +272,10 @@ fn event_log(settings: &Settings) -> Option<PathBuf> {
     }
 }
 
-fn output(settings: &Settings) -> OutputPlan {
+/// What becomes of the output of this node's `workers`. Ranks that it names and there are not are said.
+fn output(settings: &Settings, alone: bool, workers: u32) -> OutputPlan {
     let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
-    OutputPlan {
+    let output = OutputPlan {
         redirects: settings.redirects.clone().unwrap_or_default(),
         tee: settings.tee.clone().unwrap_or_default(),
         local_ranks: settings.local_ranks_filter.clone(),
@@ -286,7 +284,11 @@ fn output(settings: &Settings) -> OutputPlan {
         stdout_filters: words(&settings.duplicate_stdout_filters),
         stderr_filters: words(&settings.duplicate_stderr_filters),
         direct: false,
+    };
+    for words in words_on_absent_ranks(&output, workers, alone) {
+        eprintln!("{OWN_PREFIX}{words}");
     }
+    output
 }
 
 /// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of
