@@ -13,8 +13,8 @@ const SETTINGS: u8 = 4;
 /// What a connection begins with.
 const PREFACE: usize = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".len();
 /// `:status: 404` and `:status: 500` in the static table of HPACK.
-const NOT_FOUND: u8 = 0x80 | 13;
-const SERVER_ERROR: u8 = 0x80 | 14;
+const NOT_FOUND: u8 = 0x80 + 13;
+const SERVER_ERROR: u8 = 0x80 + 14;
 
 /// Answers every request over HTTP/2 with this status and nothing else, until the test ends.
 fn web_server(status: u8) -> SocketAddr {
