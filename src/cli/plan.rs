@@ -12,7 +12,7 @@ use ddp_launcher::{
 use ddp_proto::ids::NodeRank;
 use nix::sys::signal::Signal;
 
-use super::absent::words_on_absent_ranks;
+use super::absentees::words_on_absent_ranks;
 use super::args::ParsedArgs;
 use super::count::counted;
 use super::dry_run::Sources;
@@ -83,10 +83,8 @@ pub fn resolve(
         .transpose()?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
     let mut output = output(&settings, alone, workers);
-    let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
-        None => temporary_log_dir(&output, &job_id, args.dry_run)?,
-        Some(given) => Some(absolute(given)?),
-    };
+    let named = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
+    let log_dir = log_dir(named, &output, &job_id, args.dry_run)?;
     if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
@@ -175,6 +173,19 @@ fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
         node_rank: settings.node_rank,
         job_id: plan.job_id.clone(),
         one_node: plan.nodes.max == 1,
+    }
+}
+
+/// Where log files go, if there are any.
+fn log_dir(
+    named: Option<PathBuf>,
+    output: &OutputPlan,
+    job_id: &str,
+    dry_run: bool,
+) -> Result<Option<PathBuf>, CliError> {
+    match named {
+        None => temporary_log_dir(output, job_id, dry_run),
+        Some(named) => absolute(named).map(Some),
     }
 }
 
