@@ -15,7 +15,7 @@ use crate::resolver::Resolver;
 pub const BACKOFF_BASE: Duration = Duration::from_millis(20);
 /// Longest pause between two attempts.
 pub const BACKOFF_CAP: Duration = Duration::from_secs(2);
-/// Time before the deadline that the pauses leave to a last attempt.
+/// Time before the deadline that the pauses leave to a last attempt; of a short time a quarter.
 const LAST_ATTEMPT: Duration = Duration::from_millis(250);
 /// Longest single attempt to open a connection.
 pub const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
@@ -63,8 +63,13 @@ impl Attempts {
     /// Pauses before the next attempt, or gives up if there is no time for one.
     pub(super) async fn failed(&mut self, setback: Setback) -> Result<(), ClientError> {
         let now = Instant::now();
+        let all = self.deadline.saturating_duration_since(self.begun);
         let left = self.deadline.saturating_duration_since(now);
-        let pause = pause_within(left, backoff(self.count, rand::random_range(0.5..1.0)));
+        let pause = pause_within(
+            left,
+            LAST_ATTEMPT.min(all / 4),
+            backoff(self.count, rand::random_range(0.5..1.0)),
+        );
         self.count += 1;
         let Some(pause) = pause else {
             return Err(ClientError::Unreachable {
@@ -80,9 +85,9 @@ impl Attempts {
     }
 }
 
-/// The pause, cut to what is `left` before the deadline and the last attempt; none if that has been made.
-fn pause_within(left: Duration, pause: Duration) -> Option<Duration> {
-    let longest = left.checked_sub(LAST_ATTEMPT)?;
+/// The pause, cut to what is `left` before the deadline and its `last` attempt; none if that has been made.
+fn pause_within(left: Duration, last: Duration, pause: Duration) -> Option<Duration> {
+    let longest = left.checked_sub(last)?;
     (!longest.is_zero()).then(|| pause.min(longest))
 }
 
@@ -173,11 +178,14 @@ mod tests {
 
     #[test]
     fn the_last_pause_is_cut_and_not_dropped() {
-        let second = Duration::from_secs(1);
-        assert_eq!(pause_within(3 * second, second), Some(second));
-        assert_eq!(pause_within(second, 2 * second), Some(Duration::from_millis(750)));
-        assert_eq!(pause_within(LAST_ATTEMPT, second), None);
-        assert_eq!(pause_within(Duration::ZERO, second), None);
+        let (second, last) = (Duration::from_secs(1), LAST_ATTEMPT);
+        assert_eq!(pause_within(3 * second, last, second), Some(second));
+        assert_eq!(
+            pause_within(second, last, 2 * second),
+            Some(Duration::from_millis(750))
+        );
+        assert_eq!(pause_within(last, last, second), None);
+        assert_eq!(pause_within(Duration::ZERO, Duration::ZERO, second), None);
     }
 
     #[test]
