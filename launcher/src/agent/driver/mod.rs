@@ -119,14 +119,7 @@ impl<'a> Driver<'a> {
         let hostname = hostname.to_string_lossy().into_owned();
         let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
         let event_log = EventLog::start(event_log, &plan.job_id, &hostname)?;
-        let (link, link_inbox) = Link::start(LinkConfig {
-            endpoint: plan.endpoint.clone(),
-            identity: AgentIdentity {
-                job_id: plan.job_id.clone(),
-                incarnation: NodeId(guardian.launcher_id().to_owned()),
-            },
-            connect_timeout: plan.connect_timeout,
-        });
+        let (link, link_inbox) = Link::start(link_of(&plan, guardian));
         let (machine, opening) = Machine::start(Rules {
             hostname: hostname.clone(),
             native: plan.command.native,
@@ -451,6 +444,18 @@ impl<'a> Driver<'a> {
             }
             Effect::Finish(conclusion) => self.finished = Some(conclusion),
         }
+    }
+}
+
+/// Where the daemon is, and who speaks to it.
+fn link_of(plan: &LaunchPlan, guardian: &Guardian) -> LinkConfig {
+    LinkConfig {
+        endpoint: plan.endpoint.clone(),
+        identity: AgentIdentity {
+            job_id: plan.job_id.clone(),
+            incarnation: NodeId(guardian.launcher_id().to_owned()),
+        },
+        connect_timeout: plan.connect_timeout,
     }
 }
 
