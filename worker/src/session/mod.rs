@@ -7,6 +7,7 @@
 //! | `outbox.rs` | what is still to be written to the agent |
 //! | `line.rs` | lines of bounded length |
 //! | `remote.rs` | the key-value store behind the control socket |
+//! | `calls.rs` | its calls that are under way |
 //! | `store.rs` | [`KeyValue`], and the store of a world of one |
 //! | `cancel.rs` | [`Cancel`]: the word that the generation is over |
 //! | `waits.rs` | what the process waits for, for an agent that asks |
@@ -14,6 +15,7 @@
 //!
 //! Nothing here waits without a deadline, and an agent that died ends every wait at once.
 
+mod calls;
 mod cancel;
 mod error;
 mod line;
