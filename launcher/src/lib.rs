@@ -53,7 +53,7 @@ mod spawn;
 mod sweep;
 mod terminal;
 
-pub use agent::{Conclusion, LaunchError, Outcome, run};
+pub use agent::{Conclusion, LaunchError, Outcome, is_ignored, run};
 pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};
 pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;

@@ -87,7 +87,7 @@ pub fn usable_cores() -> u32 {
 /// GPUs that the driver shows, to a process with this `CUDA_VISIBLE_DEVICES` if one is given.
 ///
 /// It is asked in a process of its own: the launcher stays free of its threads and memory, and a
-/// driver that panics or hangs is one reason among others.
+/// driver that crashes or hangs is one reason among others.
 fn ask_driver(visible: Option<&str>) -> Gpus {
     if !has_device_nodes() {
         return Err(NoGpus::Absent(
@@ -115,15 +115,13 @@ fn read_answer(answer: &str) -> Gpus {
 
 /// The probe's own main: prints the devices' PCI addresses as one line of JSON, or ends with a failure.
 pub fn probe_gpus() -> std::process::ExitCode {
-    // A driver that lacks a function makes its bindings panic. That is an answer here, not a bug.
-    std::panic::set_hook(Box::new(|_| ()));
-    let Ok(Ok(count)) = std::panic::catch_unwind(cuda::count_devices) else {
+    let Ok(count) = cuda::count_devices() else {
         return std::process::ExitCode::FAILURE;
     };
     // One that can be counted, but not described, can still be used.
-    let addresses = match std::panic::catch_unwind(cuda::Survey::take) {
-        Ok(Ok(survey)) => survey.gpus.into_iter().map(|gpu| gpu.pci).collect(),
-        _ => vec![String::new(); count],
+    let addresses = match cuda::Survey::take() {
+        Ok(survey) => survey.gpus.into_iter().map(|gpu| gpu.pci).collect(),
+        Err(_) => vec![String::new(); count],
     };
     match serde_json::to_string(&addresses) {
         Ok(line) => println!("{line}"),

@@ -65,8 +65,12 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
 
 /// `--dry-run`
 fn show(args: ParsedArgs) -> ExitCode {
-    let resolved = SelfExe::open().and_then(|exe| plan::resolve(args, |name| std::env::var(name).ok(), &exe));
-    match resolved {
+    let exe = match SelfExe::open() {
+        Ok(exe) => exe,
+        Err(error) => return fail(&error),
+    };
+    // Whether the workers' program is there is looked at while it is open.
+    match plan::resolve(args, |name| std::env::var(name).ok(), &exe) {
         Ok(launch) => answer::give(dry_run::describe(&launch) + "\n"),
         Err(error) => fail(&error),
     }

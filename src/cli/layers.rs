@@ -28,11 +28,12 @@ pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliEr
     }
 }
 
-/// All layers in one, and which layer each setting comes from.
+/// All layers in one, and which layer each setting comes from. `resumes_by_id`: as [`scheduler::layer`] takes it.
 pub fn layers(
     typed: Settings,
     variables: Settings,
     target: &Target,
+    resumes_by_id: bool,
     get_env: &impl Fn(&str) -> Option<String>,
 ) -> Result<(Settings, Sources), CliError> {
     let mut sources = Sources::new();
@@ -56,7 +57,7 @@ pub fn layers(
         note(&layer, &|_| Source::Yaml(file.to_owned()));
         settings = settings.or(layer);
     }
-    let layer = scheduler::layer(&settings, get_env)?;
+    let layer = scheduler::layer(&settings, resumes_by_id, get_env)?;
     note(&layer.settings, &|name| {
         Source::Scheduler(layer.variable(name).unwrap_or("batch system"))
     });

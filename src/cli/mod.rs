@@ -30,6 +30,7 @@ pub mod dry_run;
 pub mod error;
 pub mod hardware;
 pub mod host;
+mod interrupts;
 pub mod launch;
 pub mod layers;
 pub mod native;

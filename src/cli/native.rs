@@ -10,7 +10,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::{CheckpointError, ignore_file_size_signal};
-use ddp_worker::config::{self, Located, TrainConfig};
+use ddp_worker::config::{self, Located, Resume, TrainConfig};
 use ddp_worker::data::DataError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
@@ -21,6 +21,7 @@ use ddp_worker::train::{Outlook, TrainError, run_worker};
 
 use super::error::{CliError, print_error};
 use super::init_tracing;
+use super::interrupts::Interrupts;
 
 /// What a worker says without `RUST_LOG`: a communicator that is given up leaves its last operations in the rank's log.
 pub const WORKER_EVENTS: &str = "ddp_worker=warn";
@@ -44,6 +45,12 @@ impl Validated {
     /// Where the files of the run called `run_id` go.
     pub fn out_dir(&self, run_id: &str) -> PathBuf {
         RunDir::resolve(&self.located.config.run, run_id)
+    }
+
+    /// True if a run is continued in a folder that the job's id names: the next start must have the same one.
+    pub fn resumes_by_id(&self) -> bool {
+        let run = &self.located.config.run;
+        run.resume != Resume::Never && run.out_dir.is_none()
     }
 
     /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
@@ -130,8 +137,18 @@ fn train(config: &TrainConfig) -> ExitCode {
             return ExitCode::from(session_exit_code(&error));
         }
     };
+    let interrupts = match listen(&session) {
+        Ok(interrupts) => interrupts,
+        Err(error) => {
+            print_error(&error);
+            return ExitCode::from(error.exit_code());
+        }
+    };
     let code = match run_worker(config, &session) {
-        Ok(_) => ExitCode::SUCCESS,
+        Ok(summary) => match interrupts.filter(|_| summary.stopped.is_some()) {
+            Some(interrupts) => ExitCode::from(interrupts.exit_code()),
+            None => ExitCode::SUCCESS,
+        },
         Err(error) => {
             print_error(&error);
             ExitCode::from(exit_code(&error))
@@ -141,9 +158,26 @@ fn train(config: &TrainConfig) -> ExitCode {
     code
 }
 
+/// A worker that an agent looks after is asked to stop by it; one without listens to signals itself.
+fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
+    if session.env().control.is_some() {
+        return Ok(None);
+    }
+    let request = session.stop_request();
+    let listening = Interrupts::listen(move |cause| request.ask(cause));
+    listening.map(Some).map_err(|source| CliError::Machine {
+        what: "cannot listen to signals",
+        source,
+    })
+}
+
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
-/// Numbers that were not finite would not be so the next time either: the same run does the same.
+/// Numbers that were not finite would not be so the next time either, and a card has as much memory as before: the same
+/// run does the same.
 fn exit_code(error: &TrainError) -> u8 {
+    if error.never_fits() {
+        return exit::DO_NOT_RESTART;
+    }
     let passing = match error {
         TrainError::NonFinite { .. } => return exit::DO_NOT_RESTART,
         TrainError::Contradiction { .. }

@@ -4,6 +4,7 @@
 //! |---|---|---|---|---|
 //! | `srun`, one `ddp-run` a node | `SLURM_STEP_NUM_NODES` | `SLURM_NODEID`, else `SLURM_PROCID` | first of `SLURM_STEP_NODELIST`, a port that follows from the name | `SLURM_JOB_ID.SLURM_STEP_ID` |
 //! | Slurm, with `--rdzv-endpoint` | `SLURM_NNODES` | the same | | the same, if the step has exactly the job's nodes |
+//! | `srun` on one node | | | | `SLURM_JOB_ID.SLURM_STEP_ID`, if a run is continued in the folder of that name |
 //! | an indexed Kubernetes job, with `--rdzv-endpoint` | | `JOB_COMPLETION_INDEX` | | |
 //!
 //! `SLURM_PROCID` is the number of a task, and that of its node only where each node has one.
@@ -57,8 +58,13 @@ impl Layer {
     }
 }
 
-/// The layer below `upper`, from the variables that `get` reads.
-pub fn layer(upper: &Settings, get: impl Fn(&str) -> Option<String>) -> Result<Layer, CliError> {
+/// The layer below `upper`, from the variables that `get` reads. `resumes_by_id`: a job of one node needs its id again
+/// when it is requeued. Others get a new one each time, since one step may start several.
+pub fn layer(
+    upper: &Settings,
+    resumes_by_id: bool,
+    get: impl Fn(&str) -> Option<String>,
+) -> Result<Layer, CliError> {
     let get = |name: &str| get(name).filter(|value| !value.is_empty());
     let mut layer = Layer::default();
     if upper.standalone == Some(true) {
@@ -77,7 +83,9 @@ pub fn layer(upper: &Settings, get: impl Fn(&str) -> Option<String>) -> Result<L
         }
         // Without a step it is an address for one node's own workers, as likely as not.
         (None, Some(_)) if in_step => of_known_meeting(&mut layer, upper, &get)?,
-        (None, None) if upper.nnodes.is_none_or(|nodes| nodes.max > 1) => of_srun(&mut layer, &get)?,
+        (None, None) if upper.nnodes.is_none_or(|nodes| nodes.max > 1) => {
+            of_srun(&mut layer, resumes_by_id, &get)?
+        }
         _ => {}
     }
     // A rank that the number of nodes does not allow belongs to something else, and is left alone.
@@ -109,15 +117,20 @@ fn of_known_meeting(
     Ok(())
 }
 
-/// A step of several nodes that `srun` started.
-fn of_srun(layer: &mut Layer, get: &impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
+/// A step that `srun` started.
+fn of_srun(
+    layer: &mut Layer,
+    resumes_by_id: bool,
+    get: &impl Fn(&str) -> Option<String>,
+) -> Result<(), CliError> {
     let (Some(count), Some(list)) = (get("SLURM_STEP_NUM_NODES"), get("SLURM_STEP_NODELIST")) else {
         return Ok(());
     };
-    if count == "1" {
-        return Ok(());
-    }
     one_launcher_a_node(get)?;
+    if count == "1" {
+        let name = step_name(get).filter(|_| resumes_by_id);
+        return layer.set("rdzv_id", "SLURM_JOB_ID", name);
+    }
     layer.set("nnodes", "SLURM_STEP_NUM_NODES", Some(count))?;
     set_slurm_rank(layer, get)?;
     let name = step_name(get);
@@ -139,10 +152,20 @@ fn tasks_and_nodes(get: &impl Fn(&str) -> Option<String>) -> Option<(String, Str
 fn one_launcher_a_node(get: &impl Fn(&str) -> Option<String>) -> Result<(), CliError> {
     match get("SLURM_STEP_NUM_TASKS").zip(get("SLURM_STEP_NUM_NODES")) {
         Some((tasks, nodes)) if tasks != nodes => Err(CliError::Conflict {
-            problem: format!("srun starts {tasks} copies of ddp-run on {nodes} nodes, expected one a node"),
+            problem: format!(
+                "srun starts {tasks} copies of ddp-run on {}, expected one a node",
+                counted_nodes(&nodes)
+            ),
             hint: "give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself".to_owned(),
         }),
         _ => Ok(()),
+    }
+}
+
+fn counted_nodes(nodes: &str) -> String {
+    match nodes {
+        "1" => "1 node".to_owned(),
+        several => format!("{several} nodes"),
     }
 }
 
@@ -199,7 +222,7 @@ mod tests {
                 .find(|(n, _)| *n == name)
                 .map(|(_, value)| (*value).to_owned())
         };
-        let layer = layer(upper, get).expect("valid");
+        let layer = layer(upper, false, get).expect("valid");
         let all = upper.clone().or(layer.settings);
         let endpoint = all.rdzv_endpoint.map(|endpoint| endpoint.to_string());
         (all.nnodes.map(|nodes| nodes.max), all.node_rank, endpoint)
@@ -251,7 +274,7 @@ mod tests {
             (Some(2), Some(1), at_node0)
         );
         let broken = |name: &str| (name == "SLURM_NNODES").then(|| "many".to_owned());
-        let error = layer(&meeting(), broken).expect_err("no number");
+        let error = layer(&meeting(), false, broken).expect_err("no number");
         assert!(error.to_string().contains("`SLURM_NNODES` is `many`"), "{error}");
     }
 
@@ -308,7 +331,7 @@ mod tests {
                 .find(|(n, _)| *n == name)
                 .map(|(_, value)| (*value).to_owned()),
         };
-        insta::assert_snapshot!(layer(&Settings::default(), eight_tasks).expect_err("too many"), @r"
+        insta::assert_snapshot!(layer(&Settings::default(), false, eight_tasks).expect_err("too many"), @r"
         srun starts 24 copies of ddp-run on 3 nodes, expected one a node
           hint: give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself
         ");
@@ -345,7 +368,7 @@ mod tests {
             "JOB_COMPLETION_INDEX" | "SLURM_PROCID" => Some("1".to_owned()),
             _ => None,
         };
-        let layer = layer(&meeting(), get).expect("valid");
+        let layer = layer(&meeting(), false, get).expect("valid");
         assert_eq!(layer.variable("nnodes"), Some("SLURM_NNODES"));
         assert_eq!(layer.variable("node_rank"), Some("SLURM_PROCID"));
         assert_eq!(layer.variable("rdzv_id"), None);
@@ -374,12 +397,39 @@ mod tests {
                 "SLURM_STEP_ID" => Some("5".to_owned()),
                 _ => None,
             };
-            layer(&upper, get).expect("valid").settings.rdzv_id
+            layer(&upper, false, get).expect("valid").settings.rdzv_id
         };
         assert_eq!(name("3", "node0").as_deref(), Some("slurm-1234.5"));
         assert_eq!(name("4", "node0"), None, "other steps may be of this job");
         assert_eq!(name("1:3", "node0"), None);
         assert_eq!(name("1", "node0:0"), None);
+    }
+
+    #[test]
+    fn a_step_of_one_node_names_a_job_that_is_continued_by_its_id() {
+        let name = |tasks: &str, resumes_by_id: bool| {
+            let get = |name: &str| match name {
+                "SLURM_STEP_NUM_NODES" => Some("1".to_owned()),
+                "SLURM_STEP_NUM_TASKS" => Some(tasks.to_owned()),
+                "SLURM_STEP_NODELIST" => Some("gpu07".to_owned()),
+                "SLURM_JOB_ID" => Some("1234".to_owned()),
+                "SLURM_STEP_ID" => Some("0".to_owned()),
+                _ => None,
+            };
+            layer(&Settings::default(), resumes_by_id, get).map(|layer| layer.settings)
+        };
+        let named = name("1", true).expect("valid");
+        assert_eq!(named.rdzv_id.as_deref(), Some("slurm-1234.0"));
+        assert_eq!(
+            (named.nnodes, named.rdzv_endpoint),
+            (None, None),
+            "one node meets nobody"
+        );
+        assert_eq!(name("1", false).expect("valid").rdzv_id, None);
+        insta::assert_snapshot!(name("4", false).expect_err("four jobs on one node"), @r"
+        srun starts 4 copies of ddp-run on 1 node, expected one a node
+          hint: give srun `--ntasks-per-node=1`: ddp-run starts the workers of its node itself
+        ");
     }
 
     #[test]

@@ -3,6 +3,8 @@
 //
 //     EMULATOR_GPUS=2           devices, at most 16, before CUDA_VISIBLE_DEVICES
 //     EMULATOR_MEMORY_MIB=1024  memory of each, for this process alone
+//     EMULATOR_TAKEN_MIB=0      what other processes seem to hold of it
+//     EMULATOR_CUDA=12080       version of CUDA that it is for
 //     EMULATOR_DELAY_US=0       longest delay before each piece of a stream's work (stream.hpp)
 //     EMULATOR_SEED=1           of the delays, and of the order in which a kernel's threads run
 //     EMULATOR_STATISTICS=0     1: each stream says at its end how much work it had, and how much of it found it idle
@@ -83,6 +85,13 @@ Result release(Driver &of, Address start, bool on_device) {
     return SUCCESS;
 }
 
+// Of the calling thread's device.
+size_t free_bytes(const Driver &of) {
+    const size_t all = setting("EMULATOR_MEMORY_MIB", 1024) << 20;
+    const size_t used = of.used[current_device] + (setting("EMULATOR_TAKEN_MIB", 0) << 20);
+    return all - std::min(all, used);
+}
+
 Result copy(Handle handle, Address to, Address from, size_t bytes, bool to_device, bool from_device) {
     READY(of);
     const auto stream = stream_of(of, handle);
@@ -153,7 +162,7 @@ API Result cuInit(unsigned) {
 }
 
 API Result cuDriverGetVersion(int *version) {
-    *version = 12080;
+    *version = (int)setting("EMULATOR_CUDA", 12080);
     return SUCCESS;
 }
 
@@ -279,8 +288,7 @@ API Result cuCtxSynchronize() {
 
 API Result cuMemAlloc_v2(Address *address, size_t bytes) {
     READY(of);
-    const size_t all = setting("EMULATOR_MEMORY_MIB", 1024) << 20;
-    if (bytes == 0 || bytes > all - of.used[current_device]) {
+    if (bytes == 0 || bytes > free_bytes(of)) {
         return bytes == 0 ? INVALID_VALUE : OUT_OF_MEMORY;
     }
     *address = allocate(of, bytes, current_device);
@@ -295,7 +303,7 @@ API Result cuMemFree_v2(Address address) {
 API Result cuMemGetInfo_v2(size_t *free, size_t *total) {
     READY(of);
     *total = setting("EMULATOR_MEMORY_MIB", 1024) << 20;
-    *free = *total - of.used[current_device];
+    *free = free_bytes(of);
     return SUCCESS;
 }
 

@@ -264,6 +264,8 @@ fn a_dry_run_shows_sources_and_starts_nothing() {
         .expect_stdout("PET_MAX_RESTARTS")
         .expect_stdout("command line")
         .expect_stdout("nothing was started");
+    let shown = finished.stdout().join("\n");
+    assert!(!shown.contains("could not be started"), "{shown}");
     assert_eq!(
         fs::read_dir(dir.path()).expect("there").count(),
         0,

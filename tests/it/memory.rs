@@ -14,8 +14,8 @@ const PARAMETERS: i64 = LAYERS * BLOCK + (256 + 8 + 2) * CHANNELS;
 /// Every rank has an equal part of whole chunks of each bucket or group.
 const CHUNK: i64 = 16_384;
 
-/// Huge pages are rounded up: the same program twice differs by two of them, 4.2 MB.
-const PAGES: i64 = 6 << 20;
+/// Stacks, tables and what libraries hold: they differ from run to run.
+const REST: i64 = 2 << 20;
 
 fn job(strategy: &str, precision: &str) -> TinyJob {
     TinyJob::with(|yaml| {
@@ -89,8 +89,10 @@ impl Account {
 }
 
 /// What a strategy saves by the formula, less its buffers, is missing from the kernel's account: to 5 % and
-/// [`PAGES`].
+/// [`REST`].
 fn kernel_sees_what_is_saved(precision: &str) {
+    // Huge pages would round what is held by some 2 MB here and there. All that starts from here on inherits it.
+    nix::sys::prctl::set_thp_disable(true).expect("huge pages can be refused");
     for ranks in [1, 2, 4, 8] {
         // One rank has nothing to share out, whatever the strategy is called.
         let compared = if ranks == 1 {
@@ -110,7 +112,7 @@ fn kernel_sees_what_is_saved(precision: &str) {
             let saved = formula("ddp", precision, ranks) + padding - expected - buffers;
             let seen = ddp.proportional - account.proportional;
             assert!(
-                (saved - seen).abs() <= saved / 20 + PAGES,
+                (saved - seen).abs() <= saved / 20 + REST,
                 "saves {saved}, seen {seen}: {what}"
             );
         }

@@ -2,7 +2,9 @@
 
 use nix::sys::signal::Signal;
 
-use crate::harness::{Program, Running, Sentinel, hangup_is_ignored, launch};
+use crate::harness::{
+    Program, Running, Sentinel, TinyJob, hangup_is_ignored, launch, parameters, wait_for_step,
+};
 
 /// Says when it is ready, when it is asked to stop, and when it hears a hangup.
 const WORKER: &str =
@@ -104,4 +106,71 @@ fn a_signal_cannot_stop_the_job_and_leave_it_running() {
         .run()
         .expect_exit(2)
         .expect_stderr("SIGUSR1 is in `--signals-to-handle` and in `--forward-signals`");
+}
+
+/// A native worker that nobody has launched, with these settings.
+fn alone(job: &TinyJob, program: &str, words: &[&str], settings: &[&str]) -> Running {
+    let run = ["run", "tiny.yaml"];
+    let settings = settings.iter().flat_map(|setting| ["--set", setting]);
+    let words = words.iter().copied().chain(run).chain(settings);
+    Program::new(program)
+        .args(words.map(Into::into))
+        .dir(job.dir())
+        .start()
+}
+
+#[test]
+fn a_worker_without_a_launcher_saves_at_a_signal() {
+    for (signal, code) in [(Signal::SIGINT, 130), (Signal::SIGTERM, 143)] {
+        let job = TinyJob::new();
+        let endless = ["train.steps=1000000", "train.checkpoint_every=0"];
+        let running = alone(&job, env!("CARGO_BIN_EXE_ddp-train"), &[], &endless);
+        wait_for_step(&job.out(), 2);
+        running.signal(signal);
+        running
+            .finish()
+            .expect_exit(code)
+            .expect_stderr(&format!(
+                "stopped by {signal}: the step under way ends and is saved"
+            ))
+            .expect_stdout("the checkpoint is saved");
+        parameters(&job.out());
+    }
+}
+
+#[test]
+fn a_worker_without_a_launcher_dies_of_the_second_signal() {
+    let job = TinyJob::new();
+    // One step that takes hours.
+    let settings = ["train.grad_accumulation=10000000"];
+    let mut running = alone(&job, env!("CARGO_BIN_EXE_ddp-train"), &[], &settings);
+    running.wait_for("memory of a rank");
+    running.signal(Signal::SIGINT);
+    running.wait_for("stopped by SIGINT");
+    running.signal(Signal::SIGTERM);
+    running.finish().expect_killed_by(Signal::SIGTERM);
+}
+
+/// As in the background of a shell without job control.
+#[test]
+fn a_worker_without_a_launcher_ignores_what_its_starter_had_ignored() {
+    let job = TinyJob::new();
+    let ignoring = [
+        "-c",
+        r#"trap "" INT; exec "$@""#,
+        "sh",
+        env!("CARGO_BIN_EXE_ddp-train"),
+    ];
+    let running = alone(&job, "sh", &ignoring, &["train.steps=1000000"]);
+    wait_for_step(&job.out(), 2);
+    running.signal(Signal::SIGINT);
+    // An interrupt that counted would have come first.
+    running.signal(Signal::SIGTERM);
+    let finished = running.finish();
+    finished.expect_exit(143);
+    assert!(
+        !finished.transcript().contains("SIGINT"),
+        "{}",
+        finished.transcript()
+    );
 }

@@ -151,6 +151,7 @@ fn check_memory(case: Case) {
     let held = told.held();
     assert_eq!(found, [held.params, held.grads, held.optimizer], "{case:?}");
     assert_eq!(memory.gathered, told.buffers.gathered, "{case:?}");
+    assert_eq!(memory.activations, told.activations, "{case:?}");
 
     let padding = told.buffers.padding;
     let declared = [

@@ -41,3 +41,4 @@ mod workers;
 
 pub use conclusion::Conclusion;
 pub use launch::{LaunchError, Outcome, run};
+pub use signals::is_ignored;

@@ -61,7 +61,8 @@ impl Signals {
 }
 
 /// True if whoever started us had the signal ignored.
-fn is_ignored(signal: Signal) -> bool {
+#[must_use]
+pub fn is_ignored(signal: Signal) -> bool {
     // Bit n−1 of the mask is signal n.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let mask = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));

@@ -47,8 +47,11 @@ impl Facts {
     /// Looks at the machine. Never fails: what cannot be read is absent.
     pub fn gather() -> Self {
         let path = SearchPath::of_process();
-        let libraries = Kind::ALL.map(|kind| path.find(kind)).to_vec();
-        let something_to_ask = libraries.iter().any(|library| library.at.is_some());
+        let find = |driver| Kind::ALL.map(|kind| path.find(kind, driver)).to_vec();
+        let something_to_ask = find(None).iter().any(|library| library.at.is_some());
+        let described = something_to_ask.then(gpus::ask);
+        // As programs choose them, which know the driver.
+        let driver = described.as_ref().and_then(|told| told.version(Kind::Cuda));
         Self {
             cpu_model: cpu_model(&read("/proc/cpuinfo")),
             cpu_features: cpu_features(),
@@ -63,8 +66,8 @@ impl Facts {
             open_files: soft_limit(nix::sys::resource::Resource::RLIMIT_NOFILE),
             driver_version: driver_version(&read("/proc/driver/nvidia/version")),
             cuda_visible_devices: std::env::var("CUDA_VISIBLE_DEVICES").ok(),
-            described: something_to_ask.then(gpus::ask),
-            libraries,
+            described,
+            libraries: find(driver),
             searched: path.existing(),
         }
     }

@@ -17,9 +17,9 @@ const DESCRIBE_TIMEOUT: Duration = Duration::from_mins(1);
 /// What only loading the libraries tells.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Described {
-    /// The visible devices, or the driver's own words on why there are none.
+    /// The visible devices, or why there are none, as an error says it: with its hint, if it has one.
     pub survey: Result<Survey, String>,
-    /// Of each library in order of [`Kind::ALL`]: its version, or why it does not load; none if it is not there.
+    /// Of each library in order of [`Kind::ALL`]: its version, or the error of loading it; none if it is not there.
     pub versions: Vec<Option<Result<Version, String>>>,
 }
 
@@ -46,12 +46,7 @@ impl Described {
 
 /// The child's main: prints the answer as one line of JSON.
 pub fn describe_main() -> std::process::ExitCode {
-    // A driver that lacks a function makes its bindings panic. That is an answer here, not a bug.
-    std::panic::set_hook(Box::new(|_| ()));
-    let answer = std::panic::catch_unwind(describe).unwrap_or_else(|_| {
-        Described::failed("`libcuda` lacks a function: the driver is older than CUDA 12")
-    });
-    match serde_json::to_string(&answer) {
+    match serde_json::to_string(&describe()) {
         Ok(line) => println!("{line}"),
         Err(_) => return std::process::ExitCode::FAILURE,
     }
@@ -64,18 +59,13 @@ fn describe() -> Described {
         match library.and_then(|library| library.version()) {
             Ok(version) => Some(Ok(version)),
             Err(error) if error.is_absence() => None,
-            Err(error) => Some(Err(first_line(&error.to_string()))),
+            Err(error) => Some(Err(error.to_string())),
         }
     };
     Described {
-        survey: Survey::take().map_err(|error| first_line(&error.to_string())),
+        survey: Survey::take().map_err(|error| error.to_string()),
         versions: Kind::ALL.into_iter().map(version).collect(),
     }
-}
-
-/// Without the hint: the report has its own.
-fn first_line(text: &str) -> String {
-    text.lines().next().unwrap_or_default().to_owned()
 }
 
 /// Asks, with a deadline.

@@ -1,7 +1,7 @@
 //! `ddp-train doctor`: what this machine offers to training, what is missing, and what to do.
 //!
 //! [`facts`] looks, [`report`] writes. Only [`gpus`] loads the
-//! driver, in a process of its own, because a broken one can panic, hang or crash.
+//! driver, in a process of its own, because a broken one can hang or crash.
 
 pub mod facts;
 pub mod gpus;

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::facts::Facts;
 use super::gpus::{self, Described};
-use crate::cli::native::libraries::{Kind, Version};
+use crate::cli::native::libraries::{Kind, Newer, Version};
 
 /// Fewest open files that a node with 8 workers is comfortable with.
 const FEW_OPEN_FILES: u64 = 1024;
@@ -120,7 +120,11 @@ fn gpu_section(facts: &Facts, out: &mut String) {
     row(out, "visible devices", &format!("CUDA_VISIBLE_DEVICES {visible}"));
     match facts.described.as_ref().map(|described| &described.survey) {
         None => row(out, "devices", "none"),
-        Some(Err(words)) => row(out, "devices", &format!("none: {words}")),
+        Some(Err(error)) => row(
+            out,
+            "devices",
+            &format!("none: {}", Finding::of(error, "").problem),
+        ),
         Some(Ok(survey)) if survey.gpus.is_empty() => row(out, "devices", "none"),
         Some(Ok(survey)) => {
             for (ordinal, gpu) in survey.gpus.iter().enumerate() {
@@ -178,6 +182,12 @@ impl Finding {
             hint: hint.into(),
         }
     }
+
+    /// What an error says; `hint` if it has none of its own.
+    fn of(error: &str, hint: &str) -> Self {
+        let (problem, hint) = error.split_once("\n  hint: ").unwrap_or((error, hint));
+        Self::new(problem, hint)
+    }
 }
 
 fn findings(facts: &Facts) -> Vec<Finding> {
@@ -196,12 +206,13 @@ fn findings(facts: &Facts) -> Vec<Finding> {
     }
     if gpus.is_empty() {
         let why = match facts.described.as_ref().map(|described| &described.survey) {
-            Some(Err(words)) => words.as_str(),
+            Some(Err(error)) => error.as_str(),
             _ => "the driver shows no device",
         };
+        let why = Finding::of(why, "compare `nvidia-smi`, and CUDA_VISIBLE_DEVICES above");
         found.push(Finding::new(
-            format!("there is a GPU driver, but no usable device: {why}"),
-            "compare `nvidia-smi`, and CUDA_VISIBLE_DEVICES above",
+            format!("no usable device: {}", why.problem),
+            why.hint,
         ));
     }
     found.extend(library_findings(facts));
@@ -247,22 +258,14 @@ fn library_findings(facts: &Facts) -> Vec<Finding> {
     };
     for (kind, version) in Kind::ALL.iter().zip(&described.versions) {
         if let Some(Err(why)) = version {
-            found.push(Finding::new(why.clone(), kind.hint()));
+            found.push(Finding::of(why, kind.hint()));
         }
     }
-    if let (Some(driver), Some(nvrtc)) = (described.version(Kind::Cuda), described.version(Kind::Nvrtc))
-        && nvrtc.major > driver.major
-    {
-        found.push(Finding::new(
-            format!(
-                "NVRTC {nvrtc} is newer than the driver, which is for CUDA {driver}: its code may not load"
-            ),
-            format!(
-                "`pip install nvidia-cuda-nvrtc-cu{}`, or a newer driver",
-                driver.major
-            ),
-        ));
-    }
+    let newer = facts.libraries.iter().filter_map(|library| {
+        let ((path, _), driver) = (library.at.as_ref()?, described.version(Kind::Cuda)?);
+        Newer::of(library.kind, path, described.version(library.kind)?, driver)
+    });
+    found.extend(newer.map(|newer| Finding::new(newer.to_string(), newer.hint())));
     if let Some(nccl) = described.version(Kind::Nccl).filter(|nccl| *nccl < OLDEST_NCCL) {
         found.push(Finding::new(
             format!("NCCL {nccl} is older than {OLDEST_NCCL}, which several GPUs need"),
@@ -279,7 +282,7 @@ fn gib(bytes: u64) -> String {
 #[cfg(test)]
 mod tests {
     use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
-    use crate::cli::native::libraries::Found;
+    use crate::cli::native::libraries::{Found, LibraryError};
 
     use super::*;
 
@@ -380,8 +383,8 @@ mod tests {
 
         - `libnccl.so` is not found (collectives between GPUs)
           hint: `pip install nvidia-nccl-cu12` in a Python environment that is active, or the package `libnccl2`
-        - NVRTC 13.0 is newer than the driver, which is for CUDA 12.8: its code may not load
-          hint: `pip install nvidia-cuda-nvrtc-cu12`, or a newer driver
+        - `/x/libnvrtc.so.1` (NVRTC 13.0) is newer than the driver, which is for CUDA 12.8
+          hint: `pip install nvidia-cuda-nvrtc-cu12` in a Python environment that is active, or a driver for CUDA 13
         ");
     }
 
@@ -393,6 +396,34 @@ mod tests {
             survey: Err("CUDA_ERROR_NO_DEVICE".into()),
             versions: vec![None; 4],
         });
-        assert!(render(&facts).contains("no usable device: CUDA_ERROR_NO_DEVICE"));
+        assert!(render(&facts).contains("- no usable device: CUDA_ERROR_NO_DEVICE\n"));
+    }
+
+    #[test]
+    fn a_stub_in_place_of_the_driver_is_told_with_what_to_change() {
+        let mut facts = machine();
+        let path = "/cuda/lib64/stubs/libcuda.so";
+        facts.libraries[0].at = Some((path.into(), "LD_LIBRARY_PATH"));
+        let stub = LibraryError::Stub {
+            path: path.into(),
+            driver: None,
+        };
+        facts.described = Some(Described {
+            survey: Err(stub.to_string()),
+            versions: vec![None; 4],
+        });
+        let report = render(&facts);
+        let (found, missing) = report.split_once("missing or in the way").expect("one finding");
+        assert!(
+            found.contains("devices              none: `/cuda/lib64/stubs/libcuda.so` is not the driver")
+        );
+        let (stub, _) = missing
+            .split_once("\n  - `libcublasLt")
+            .expect("more are missing");
+        insta::assert_snapshot!(stub, @r"
+
+        - no usable device: `/cuda/lib64/stubs/libcuda.so` is not the driver, but a stub of the CUDA toolkit, for linking only
+          hint: take `/cuda/lib64/stubs` out of LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's is
+        ");
     }
 }

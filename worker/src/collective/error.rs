@@ -170,6 +170,15 @@ impl CollectiveError {
 }
 
 impl Failure {
+    /// The device's own error, if that was it.
+    pub(crate) fn device(&self) -> Option<&DeviceError> {
+        match self {
+            Self::Device(error) => Some(error),
+            Self::GivenUp { failure, .. } => failure.device(),
+            _ => None,
+        }
+    }
+
     fn is_consequence(&self) -> bool {
         match self {
             Self::PeerLost { .. }

@@ -268,9 +268,8 @@ impl Transport for Flat {
 
 fn address(request: &Request) -> Option<Address> {
     let segment = SharedSegment::behind(&request.buffer)?;
-    let offset = request.buffer.range().start * request.buffer.dtype().bytes();
     Some(Address {
         arena: segment.number(),
-        offset: offset as u64,
+        offset: request.buffer.start() as u64,
     })
 }

@@ -53,11 +53,6 @@ impl Mesh {
     pub fn coordinate(&self, dim: &str) -> Option<usize> {
         self.group(dim).map(Communicator::rank)
     }
-
-    /// Names and sizes of the dimensions, in order.
-    pub fn dims(&self) -> impl Iterator<Item = (&str, usize)> {
-        self.dims.iter().map(|d| (d.name.as_str(), d.group.size()))
-    }
 }
 
 /// The ranks on one line through `rank`.

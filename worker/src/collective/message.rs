@@ -1,7 +1,7 @@
 //! Messages from one rank to another: send and recv.
 //!
-//! Both ends announce the message and compare headers, so a send returns when its receiver has taken everything.
-//! Two ranks that both send first wait for each other until their deadline.
+//! Both ends announce the message and compare headers, so a send returns when its receiver has taken everything, and
+//! two ranks that both send to each other first hear of it at once.
 #![allow(unsafe_code, reason = "copies between a held buffer and a stage")]
 
 use super::board::{PairGate, STAGE_BYTES, STAGES};

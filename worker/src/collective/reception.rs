@@ -146,7 +146,7 @@ impl Listener {
                 // SAFETY: the kernel has just made this descriptor for us; nobody else owns it.
                 Ok(raw) => unsafe { OwnedFd::from_raw_fd(raw) },
                 Err(Errno::EAGAIN) => return Ok(None),
-                Err(Errno::EINTR | Errno::ECONNABORTED) => continue,
+                Err(error) if is_of_one_caller(error) => continue,
                 Err(error) => return Err(system("accepting a peer", error)),
             };
             if !self.local || is_same_user(&socket) {
@@ -154,6 +154,24 @@ impl Listener {
             }
         }
     }
+}
+
+/// True for an error of a connection that was about to be accepted, not of this socket: accept(2) passes those on, and
+/// says to treat them as if nobody had called.
+fn is_of_one_caller(error: Errno) -> bool {
+    matches!(
+        error,
+        Errno::EINTR
+            | Errno::ECONNABORTED
+            | Errno::ENETDOWN
+            | Errno::EPROTO
+            | Errno::ENOPROTOOPT
+            | Errno::EHOSTDOWN
+            | Errno::ENONET
+            | Errno::EHOSTUNREACH
+            | Errno::EOPNOTSUPP
+            | Errno::ENETUNREACH
+    )
 }
 
 fn is_expected(hello: Hello, expected: Hello, ranks: &[usize]) -> bool {

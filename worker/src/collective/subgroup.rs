@@ -58,7 +58,16 @@ impl Flat {
         let me = members.binary_search(&self.group.me()).expect("checked above");
         let seats = members.iter().map(|&rank| self.group.seat(rank)).collect();
         let group = Group::new(seats, me);
-        let board = self.open_board(members, &group, wait)?;
+        // From here on the others wait for this rank's part: unlike a refusal, this leaves the ranks at different points.
+        let board = self
+            .open_board(members, &group, wait)
+            .map_err(|failure| match failure {
+                Failure::Device(error) => Failure::System {
+                    what: format!("shared memory of `{name}`"),
+                    cause: error.to_string(),
+                },
+                other => other,
+            })?;
         let link = |&global: &usize| sockets.remove(&global).map(|s| Link::new(global, s)).transpose();
         let links = group.globals().iter().map(link).collect::<Result<_, _>>()?;
         Ok(Box::new(Self::new(self.place.clone(), group, board, links)))

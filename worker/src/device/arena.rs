@@ -7,7 +7,7 @@
 
 use std::fmt;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::guard::{Guard, Held, HostMut, HostRef};
 use super::memory::Memory;
@@ -43,13 +43,21 @@ struct Inner {
     name: String,
     dtype: DType,
     len: usize,
+    /// Byte of the memory at which it begins.
+    start: usize,
+    backing: Arc<Backing>,
+}
+
+/// Memory, and who uses which bytes of it at the moment.
+struct Backing {
     memory: Box<dyn Memory>,
     borrows: Mutex<Vec<Borrow>>,
 }
 
 #[derive(Clone, PartialEq, Eq)]
 struct Borrow {
-    range: Range<usize>,
+    /// Bytes of the memory.
+    bytes: Range<usize>,
     access: Access,
 }
 
@@ -79,20 +87,54 @@ impl Access {
 }
 
 impl Arena {
+    /// Bytes of which every part's beginning is a multiple: the widest that a kernel asks for.
+    pub const ALIGNMENT: usize = 256;
+
     /// Wraps memory of at least `len` elements.
     #[must_use]
     pub fn new(name: String, dtype: DType, len: usize, memory: Box<dyn Memory>) -> Self {
+        let backing = Backing {
+            memory,
+            borrows: Mutex::default(),
+        };
+        Self::within(Arc::new(backing), 0, name, dtype, len)
+    }
+
+    /// An arena of its own in this one's memory, `start` bytes from the beginning of this one. Parts may overlap: use of
+    /// the same bytes at once is refused whichever arena it goes through.
+    ///
+    /// # Panics
+    /// If it is not within this arena, or `start` is not a multiple of [`Arena::ALIGNMENT`].
+    #[must_use]
+    pub fn part(&self, start: usize, name: String, dtype: DType, len: usize) -> Self {
         assert!(
-            len.checked_mul(dtype.bytes())
-                .is_some_and(|bytes| bytes <= memory.bytes()),
+            start.is_multiple_of(Self::ALIGNMENT),
+            "`{name}` begins at byte {start}"
+        );
+        let end = len
+            .checked_mul(dtype.bytes())
+            .and_then(|bytes| bytes.checked_add(start));
+        assert!(
+            end.is_some_and(|end| end <= self.bytes()),
+            "`{name}` at byte {start} of {self:?}"
+        );
+        Self::within(self.0.backing.clone(), self.0.start + start, name, dtype, len)
+    }
+
+    fn within(backing: Arc<Backing>, start: usize, name: String, dtype: DType, len: usize) -> Self {
+        let end = len
+            .checked_mul(dtype.bytes())
+            .and_then(|bytes| bytes.checked_add(start));
+        assert!(
+            end.is_some_and(|end| end <= backing.memory.bytes()),
             "`{name}` is smaller than its arena"
         );
         Self(Arc::new(Inner {
             name,
             dtype,
             len,
-            memory,
-            borrows: Mutex::default(),
+            start,
+            backing,
         }))
     }
 
@@ -126,10 +168,11 @@ impl Arena {
         self.0.len * self.0.dtype.bytes()
     }
 
-    /// The memory behind it, for the device that made it and for the transport that shares it.
+    /// The memory behind it, for the device that made it and for the transport that shares it. Where in it a buffer
+    /// begins: [`Buffer::start`].
     #[must_use]
     pub fn memory(&self) -> &dyn Memory {
-        self.0.memory.as_ref()
+        self.0.backing.memory.as_ref()
     }
 
     /// The whole arena as a buffer.
@@ -155,16 +198,17 @@ impl Arena {
         }
     }
 
-    /// True if both are the same memory.
+    /// True if both are the same arena.
     #[must_use]
     pub fn same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Lends a range out, unless that clashes with who has it.
+    /// Lends elements out, unless that clashes with who has them.
     pub(super) fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
-        let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
-        let overlaps = |b: &&Borrow| b.range.start < range.end && range.start < b.range.end;
+        let bytes = self.bytes_of(range);
+        let mut borrows = self.0.backing.borrows();
+        let overlaps = |b: &&Borrow| b.bytes.start < bytes.end && bytes.start < b.bytes.end;
         let exclusive = |b: &&Borrow| b.access.is_exclusive() || access.is_exclusive();
         let clash = borrows.iter().filter(overlaps).find(exclusive);
         if let Some(held) = clash {
@@ -175,20 +219,17 @@ impl Arena {
                 wanted: access.name(),
             });
         }
-        borrows.push(Borrow {
-            range: range.clone(),
-            access,
-        });
+        borrows.push(Borrow { bytes, access });
         Ok(())
     }
 
     /// Ends what [`Arena::borrow`] began.
     pub(super) fn give_back(&self, range: &Range<usize>, access: Access) {
-        let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
         let held = Borrow {
-            range: range.clone(),
+            bytes: self.bytes_of(range),
             access,
         };
+        let mut borrows = self.0.backing.borrows();
         if let Some(at) = borrows.iter().position(|b| *b == held) {
             borrows.swap_remove(at);
         }
@@ -196,13 +237,26 @@ impl Arena {
 
     /// Turns a borrow for writing into one that never ends.
     pub(super) fn abandon(&self, range: &Range<usize>) {
-        let mut borrows = self.0.borrows.lock().unwrap_or_else(PoisonError::into_inner);
+        let bytes = self.bytes_of(range);
+        let mut borrows = self.0.backing.borrows();
         let held = borrows
             .iter_mut()
-            .find(|b| b.range == *range && b.access == Access::Write);
+            .find(|b| b.bytes == bytes && b.access == Access::Write);
         if let Some(held) = held {
             held.access = Access::Abandoned;
         }
+    }
+
+    /// Bytes of the memory that these elements are.
+    fn bytes_of(&self, elements: &Range<usize>) -> Range<usize> {
+        let byte = |element: usize| self.0.start + element * self.dtype().bytes();
+        byte(elements.start)..byte(elements.end)
+    }
+}
+
+impl Backing {
+    fn borrows(&self) -> MutexGuard<'_, Vec<Borrow>> {
+        self.borrows.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -323,12 +377,18 @@ impl Buffer {
         Ok(self.byte_ptr()?.cast())
     }
 
+    /// Byte of [`Arena::memory`] at which it begins.
+    #[must_use]
+    pub fn start(&self) -> usize {
+        self.arena.bytes_of(&self.range).start
+    }
+
     /// Address of its first byte.
     pub(super) fn byte_ptr(&self) -> Result<*mut u8, DeviceError> {
         let base = self.arena.memory().host_ptr();
         let base = base.ok_or_else(|| DeviceError::NotHost(self.arena.name().to_owned()))?;
-        // SAFETY: the range was checked against the arena's length, and the memory is at least that long.
-        Ok(unsafe { base.as_ptr().add(self.range.start * self.dtype().bytes()) })
+        // SAFETY: the range was checked against the arena's length, and the arena's end against that of its memory.
+        Ok(unsafe { base.as_ptr().add(self.start()) })
     }
 }
 
@@ -364,6 +424,38 @@ mod tests {
     fn a_length_whose_bytes_cannot_be_counted_is_refused() {
         let memory = HostMemory::private("test", 16).unwrap();
         let _ = Arena::new("test".into(), DType::F32, usize::MAX / 4 + 2, Box::new(memory));
+    }
+
+    #[test]
+    fn parts_of_an_arena_clash_where_they_share_bytes() {
+        let memory = HostMemory::private("test", 1024).unwrap();
+        let arena = Arena::new("test".into(), DType::U8, 1024, Box::new(memory));
+        let part = |start, len| arena.part(start, format!("at {start}"), DType::F32, len).whole();
+        let (first, second, over) = (part(0, 64), part(256, 64), part(0, 65));
+        let mut writing = second.host_mut::<f32>().unwrap();
+        writing[0] = 7.0;
+        assert!(first.host_mut::<f32>().is_ok());
+        let error = over.host::<f32>().err().unwrap();
+        assert_eq!(
+            error.to_string(),
+            "`at 0` elements 0..65 are in use for writing while they are wanted for reading"
+        );
+        drop(writing);
+        assert_eq!(over.host::<f32>().unwrap()[64], 7.0);
+        assert_eq!((second.start(), second.slice(2..3).start()), (256, 264));
+        let nested =
+            arena
+                .part(256, "outer".into(), DType::U8, 512)
+                .part(256, "inner".into(), DType::F64, 32);
+        assert_eq!(nested.slice(1..2).start(), 520);
+    }
+
+    #[test]
+    #[should_panic(expected = "`late` at byte 768 of `test`[1024 × u8]")]
+    fn a_part_ends_with_its_arena() {
+        let memory = HostMemory::private("test", 4096).unwrap();
+        let arena = Arena::new("`test`".into(), DType::U8, 1024, Box::new(memory));
+        let _ = arena.part(768, "late".into(), DType::F32, 65);
     }
 
     #[test]

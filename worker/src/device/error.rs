@@ -20,6 +20,8 @@ pub enum DeviceError {
         cause: String,
         /// What to change.
         hint: String,
+        /// With what this rank holds already it is more than the device has, whoever else uses it.
+        never_fits: bool,
     },
     /// Two operations used overlapping memory at once, at least one of them for writing: a missing event.
     #[error("`{arena}` elements {range:?} are in use for {held} while they are wanted for {wanted}")]

@@ -48,6 +48,7 @@ impl FileMemory {
             bytes,
             cause: format!("`{}`: {cause}", dir.display()),
             hint: hint.to_owned(),
+            never_fits: false,
         };
         let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
         if length as u64 > limit {

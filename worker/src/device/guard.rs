@@ -100,7 +100,7 @@ impl<T: Element> Deref for HostRef<'_, T> {
 
     fn deref(&self) -> &[T] {
         // SAFETY: the pointer is that of the guarded range, aligned (mappings are page-aligned, ranges count
-        // in elements), initialised (mappings are zeroed, every element type is `Pod`), and no exclusive
+        // in elements; parts begin at multiples of 256 bytes), initialised (mappings are zeroed, every element type is `Pod`), and no exclusive
         // borrow of an overlapping range exists while the guard lives.
         unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
     }

@@ -91,6 +91,7 @@ impl HostMemory {
                 bytes,
                 cause,
                 hint: hint.to_owned(),
+                never_fits: false,
             })
         };
         let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
@@ -215,5 +216,6 @@ fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
         cause: error.desc().to_lowercase(),
         hint: "lower `train.micro_batch` or the model's size, or raise the memory limit (`ddp-train doctor` shows it)"
             .to_owned(),
+        never_fits: false,
     }
 }

@@ -14,6 +14,7 @@
 //! | [`HostSide`], [`Ferry`], [`HostPass`] | work of the host on numbers of a device with memory of its own |
 //! | [`HostMemory`] | private pages or a memfd segment |
 //! | [`FileMemory`] | a mapped file without a name |
+//! | [`IdleDevice`] | carries nothing out, and has no memory |
 //! | [`cuda`] | NVIDIA GPUs |
 
 mod arena;
@@ -28,6 +29,7 @@ mod fetch;
 mod file_memory;
 mod guard;
 mod host_side;
+mod idle;
 mod isa;
 mod memory;
 mod room;
@@ -42,6 +44,7 @@ pub use fetch::Fetch;
 pub use file_memory::FileMemory;
 pub use guard::{Held, HostMut, HostRef};
 pub use host_side::{HostSide, HostWork};
+pub use idle::IdleDevice;
 pub use isa::Isa;
 pub use memory::{HostMemory, Memory};
 

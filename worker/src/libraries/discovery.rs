@@ -4,72 +4,18 @@
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
+use super::candidate::Candidate;
+use super::{Kind, Version};
+
 /// Deepest include of `ld.so.conf` that is followed.
 const MAX_INCLUDE_DEPTH: u32 = 4;
-
-/// A library that is loaded at run time.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
-    /// The driver.
-    Cuda,
-    /// Matrix products.
-    CublasLt,
-    /// The compiler of kernels.
-    Nvrtc,
-    /// Collectives between GPUs.
-    Nccl,
-}
-
-impl Kind {
-    /// All of them, in the order of reports.
-    pub const ALL: [Self; 4] = [Self::Cuda, Self::CublasLt, Self::Nvrtc, Self::Nccl];
-
-    /// Stem of the file: `libnccl.so`, followed by nothing or a version.
-    #[must_use]
-    pub const fn stem(self) -> &'static str {
-        match self {
-            Self::Cuda => "libcuda.so",
-            Self::CublasLt => "libcublasLt.so",
-            Self::Nvrtc => "libnvrtc.so",
-            Self::Nccl => "libnccl.so",
-        }
-    }
-
-    /// What needs it.
-    #[must_use]
-    pub const fn purpose(self) -> &'static str {
-        match self {
-            Self::Cuda => "the driver",
-            Self::CublasLt => "matrix products on GPUs",
-            Self::Nvrtc => "kernels compiled on the machine",
-            Self::Nccl => "collectives between GPUs",
-        }
-    }
-
-    /// How to get it.
-    #[must_use]
-    pub const fn hint(self) -> &'static str {
-        match self {
-            Self::Cuda => "install the NVIDIA driver; in a container, start it with `--gpus all`",
-            Self::CublasLt => {
-                "`pip install nvidia-cublas-cu12` in a Python environment that is active, or the CUDA toolkit"
-            }
-            Self::Nvrtc => {
-                "`pip install nvidia-cuda-nvrtc-cu12` in a Python environment that is active, or the CUDA toolkit"
-            }
-            Self::Nccl => {
-                "`pip install nvidia-nccl-cu12` in a Python environment that is active, or the package `libnccl2`"
-            }
-        }
-    }
-}
 
 /// One library, found or not.
 #[derive(Clone, Debug)]
 pub struct Found {
     /// Which one.
     pub kind: Kind,
-    /// The first match, and why its folder was searched.
+    /// The file, and why its folder was searched.
     pub at: Option<(PathBuf, &'static str)>,
 }
 
@@ -115,17 +61,37 @@ impl SearchPath {
         Self(folders.into_iter().map(|folder| (folder, "given")).collect())
     }
 
-    /// The first library of a kind.
+    /// The first library of a kind that serves: a toolkit's stub and a library that is newer than the driver are
+    /// passed over where there is another. `driver`: the CUDA that the driver is for; none: unknown.
     #[must_use]
-    pub fn find(&self, kind: Kind) -> Found {
-        let mut matches = self
-            .0
-            .iter()
-            .filter_map(|(folder, why)| Some((first_match(folder, kind.stem())?, *why)));
-        Found {
-            kind,
-            at: matches.next(),
+    pub fn find(&self, kind: Kind, driver: Option<Version>) -> Found {
+        let mut first = None;
+        for (candidate, why) in self.candidates(kind) {
+            if candidate.serves(driver) {
+                let at = Some((candidate.into_path(), why));
+                return Found { kind, at };
+            }
+            first = first.or(Some((candidate.into_path(), why)));
         }
+        Found { kind, at: first }
+    }
+
+    /// The driver, where this file has turned out to be a stub; none: there is no other.
+    #[must_use]
+    pub fn driver_beside(&self, stub: &Path) -> Option<PathBuf> {
+        let file = |path: &Path| path.canonicalize().ok();
+        let (stub, mut all) = (file(stub), self.candidates(Kind::Cuda));
+        let (driver, _) = all.find(|(other, _)| !other.is_stub() && file(other.path()) != stub)?;
+        Some(driver.into_path())
+    }
+
+    /// All libraries of a kind, the first is tried first.
+    pub(super) fn candidates(&self, kind: Kind) -> impl Iterator<Item = (Candidate, &'static str)> {
+        let folders = self.0.iter();
+        folders.flat_map(move |(folder, why)| {
+            let found = Candidate::in_folder(folder, kind).into_iter();
+            found.map(|candidate| (candidate, *why))
+        })
     }
 
     /// The folders that exist.
@@ -155,25 +121,6 @@ fn default_folders() -> Vec<PathBuf> {
     // Where WSL keeps its driver.
     let wsl = [PathBuf::from("/usr/lib/wsl/lib")];
     multiarch.into_iter().chain(plain).chain(wsl).collect()
-}
-
-/// The file in `folder` called `stem` or `stem.<version>`; of several, the highest version.
-fn first_match(folder: &Path, stem: &str) -> Option<PathBuf> {
-    let entries = std::fs::read_dir(folder).ok()?;
-    let version = |name: &str| -> Option<Vec<u64>> {
-        let rest = name.strip_prefix(stem)?;
-        if rest.is_empty() {
-            return Some(Vec::new());
-        }
-        let numbers = rest.strip_prefix('.')?.split('.');
-        numbers.map(|n| n.parse().ok()).collect()
-    };
-    let names = entries
-        .flatten()
-        .filter_map(|entry| entry.file_name().into_string().ok());
-    let fitting = names.filter_map(|name| Some((version(&name)?, name)));
-    let (_, name) = fitting.filter(|(_, name)| folder.join(name).exists()).max()?;
-    Some(folder.join(name))
 }
 
 fn read_ld_conf(file: &Path, depth: u32, folders: &mut Vec<PathBuf>) {
@@ -268,31 +215,47 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_match_and_other_libraries_do_not() {
-        let folder = tempfile::tempdir().unwrap();
-        for name in [
-            "libnccl.so.2",
-            "libnccl.so.2.9",
-            "libnccl.so.2.28",
-            "libnccl.so.bak",
-            "libnccl-net.so",
-            "libcuda.sox",
-        ] {
-            std::fs::write(folder.path().join(name), b"").unwrap();
+    fn a_stub_and_what_is_newer_than_the_driver_are_passed_over_where_there_is_another() {
+        let root = tempfile::tempdir().unwrap();
+        let inside = |path: &str| root.path().join(path);
+        let files = [
+            "stubs/libcuda.so",
+            "thirteen/libnvrtc.so.13",
+            "thirteen/libcublasLt.so.13",
+            "driver/libcuda.so.1",
+            "driver/libnvrtc.so.12",
+        ];
+        for file in files.map(inside) {
+            std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+            std::fs::write(file, b"").unwrap();
         }
-        let path = SearchPath::of_folders(vec![folder.path().to_owned()]);
-        let at = |kind| path.find(kind).at.map(|(file, _)| file);
-        assert_eq!(at(Kind::Nccl), Some(folder.path().join("libnccl.so.2.28")));
-        assert_eq!(at(Kind::Cuda), None);
-    }
-
-    #[test]
-    fn a_link_that_leads_nowhere_is_passed_over() {
-        let folder = tempfile::tempdir().unwrap();
-        std::os::unix::fs::symlink("/nowhere/at/all", folder.path().join("libnvrtc.so.13")).unwrap();
-        std::fs::write(folder.path().join("libnvrtc.so.12"), b"").unwrap();
-        let found = SearchPath::of_folders(vec![folder.path().to_owned()]).find(Kind::Nvrtc);
-        assert_eq!(found.at.unwrap().0, folder.path().join("libnvrtc.so.12"));
+        let folders = ["stubs", "thirteen", "driver"].map(inside);
+        let at = |folders: &[PathBuf], kind, driver| {
+            let found = SearchPath::of_folders(folders.to_vec()).find(kind, driver);
+            let (path, _) = found.at.unwrap();
+            path.strip_prefix(root.path())
+                .unwrap()
+                .to_str()
+                .unwrap()
+                .to_owned()
+        };
+        let driver = |major| {
+            Some(Version {
+                major,
+                minor: 4,
+                patch: 0,
+            })
+        };
+        assert_eq!(at(&folders, Kind::Cuda, None), "driver/libcuda.so.1");
+        assert_eq!(at(&folders[..1], Kind::Cuda, None), "stubs/libcuda.so");
+        assert_eq!(at(&folders, Kind::Nvrtc, None), "thirteen/libnvrtc.so.13");
+        assert_eq!(at(&folders, Kind::Nvrtc, driver(13)), "thirteen/libnvrtc.so.13");
+        assert_eq!(at(&folders, Kind::Nvrtc, driver(12)), "driver/libnvrtc.so.12");
+        assert_eq!(
+            at(&folders, Kind::CublasLt, driver(12)),
+            "thirteen/libcublasLt.so.13",
+            "there is no other"
+        );
     }
 
     #[test]

@@ -5,8 +5,9 @@
 )]
 
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 
-use super::{Kind, LibraryError, SearchPath};
+use super::{Kind, LibraryError, Newer, SearchPath, Version};
 
 /// An opened library. It is never closed: its functions are kept as plain pointers, and those of CUDA start
 /// threads of their own. Clones are the same one.
@@ -18,10 +19,15 @@ pub struct Library {
 }
 
 impl Library {
-    /// The first library of this kind on the search path of this process.
+    /// The library of this kind that discovery takes on the search path of this process.
     pub fn open(kind: Kind) -> Result<Self, LibraryError> {
         let path = SearchPath::of_process();
-        match path.find(kind).at {
+        let driver = if kind.follows_cuda() {
+            cuda_of_driver()
+        } else {
+            None
+        };
+        match path.find(kind, driver).at {
             Some((file, _)) => Self::open_at(kind, &file),
             None => Err(LibraryError::NotFound {
                 kind,
@@ -45,6 +51,15 @@ impl Library {
             path: path.to_owned(),
             handle: Box::leak(Box::new(library)),
         })
+    }
+
+    /// Set, by its own version, if the driver of this process is too old for it.
+    #[must_use]
+    pub fn newer_than_driver(&self) -> Option<Newer> {
+        if !self.kind.follows_cuda() {
+            return None;
+        }
+        Newer::of(self.kind, &self.path, self.version().ok()?, cuda_of_driver()?)
     }
 
     /// What it is.
@@ -75,6 +90,12 @@ impl Library {
             }),
         }
     }
+}
+
+/// The CUDA that the driver of this process is for; none: there is no driver, or it does not say.
+fn cuda_of_driver() -> Option<Version> {
+    static CUDA: OnceLock<Option<Version>> = OnceLock::new();
+    *CUDA.get_or_init(|| Library::open(Kind::Cuda).ok()?.version().ok())
 }
 
 /// The loader's own words; they are in the cause of the error.

@@ -44,13 +44,6 @@ impl MetricsLog {
         written.map_err(|e| RunFilesError::io("append to", &self.path, &e))
     }
 
-    /// Drops all lines after `step`, as after a rollback to the checkpoint of that step.
-    pub fn cut_back(&mut self, step: u64) -> Result<(), RunFilesError> {
-        // The handle would go on writing to the file that was replaced.
-        *self = Self::open(&self.path, step)?;
-        Ok(())
-    }
-
     fn drop_after(path: &Path, step: u64) -> Result<(), RunFilesError> {
         let old = match fs::read(path) {
             Ok(old) => old,
@@ -107,9 +100,6 @@ mod tests {
             log.append(&line(step)).unwrap();
         }
         assert_eq!(steps(&path), [1, 2, 3, 4, 5]);
-        log.cut_back(3).unwrap();
-        log.append(&line(4)).unwrap();
-        assert_eq!(steps(&path), [1, 2, 3, 4]);
         let mut log = MetricsLog::open(&path, 2).unwrap();
         log.append(&line(3)).unwrap();
         assert_eq!(steps(&path), [1, 2, 3]);

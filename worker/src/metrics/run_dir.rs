@@ -251,7 +251,14 @@ impl RunDir {
     /// so that a deletion that was interrupted leaves no run that looks whole.
     fn delete_run(&self) -> Result<(), RunFilesError> {
         let (named, nameless) = (self.path.join(CHECKPOINTS), self.path.join(DELETED_CHECKPOINTS));
-        if named.is_dir() && !nameless.exists() {
+        if named.is_dir() {
+            // Of a deletion that was interrupted.
+            match fs::remove_dir_all(&nameless) {
+                Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                    return Err(RunFilesError::io("delete", &nameless, &e));
+                }
+                _ => {}
+            }
             fs::rename(&named, &nameless).map_err(|e| RunFilesError::io("delete", &named, &e))?;
         }
         for name in [

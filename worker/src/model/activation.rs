@@ -1,12 +1,15 @@
 //! Activations: shaped buffers leased from a pool.
 //!
-//! A lease ends when the last clone is dropped; the memory then serves the next activation of the same size.
-//! All users of a pool enqueue on one stream, so reuse is ordered by the stream even on asynchronous devices.
-//! After the first step the pool no longer allocates.
+//! A lease ends when the last clone is dropped; the memory then serves other activations. All users of a pool enqueue
+//! on one stream, so reuse is ordered by the stream even on asynchronous devices.
+//!
+//! The memory is one arena of a size that is known beforehand ([`super::rehearse`]). What finds no place in it, or has
+//! no such arena because nobody asked beforehand, gets memory of its own, which serves later activations of the same size.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
+use super::placement::Placement;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Sharing};
 
 /// A shaped buffer. Clones share it.
@@ -49,17 +52,20 @@ impl Activation {
     }
 }
 
-/// Memory for activations, by element type and length.
+/// Memory for activations.
 #[derive(Clone)]
 pub struct ActivationPool(Arc<Inner>);
 
 struct Inner {
     device: Arc<dyn Device>,
+    planned: Option<Arena>,
     state: Mutex<State>,
 }
 
-#[derive(Default)]
 struct State {
+    /// In the planned arena.
+    places: Placement,
+    /// Beside it.
     free: HashMap<(DType, usize), Vec<Arena>>,
     allocated_bytes: usize,
     used_bytes: usize,
@@ -67,47 +73,85 @@ struct State {
 }
 
 impl ActivationPool {
-    /// An empty pool.
+    /// A pool without a plan.
     #[must_use]
     pub fn new(device: Arc<dyn Device>) -> Self {
+        Self::over(device, None)
+    }
+
+    /// A pool with an arena of so many bytes, which it allocates now.
+    pub fn planned(device: Arc<dyn Device>, bytes: usize) -> Result<Self, DeviceError> {
+        let arena = device.alloc(&ArenaSpec {
+            name: "activations".to_owned(),
+            dtype: DType::U8,
+            len: bytes,
+            sharing: Sharing::Private,
+        })?;
+        Ok(Self::over(device, Some(arena)))
+    }
+
+    fn over(device: Arc<dyn Device>, planned: Option<Arena>) -> Self {
+        let bytes = planned.as_ref().map_or(0, Arena::bytes);
         Self(Arc::new(Inner {
             device,
-            state: Mutex::default(),
+            planned,
+            state: Mutex::new(State {
+                places: Placement::new(bytes),
+                free: HashMap::new(),
+                allocated_bytes: bytes,
+                used_bytes: 0,
+                peak_bytes: 0,
+            }),
         }))
     }
 
     /// Leases memory; its contents are whatever was there before.
     pub fn lease(&self, name: &str, dtype: DType, shape: &[usize]) -> Result<Activation, DeviceError> {
         let len: usize = shape.iter().product();
-        let bytes = len * dtype.bytes();
-        let recycled = self.state().free.get_mut(&(dtype, len)).and_then(Vec::pop);
-        let arena = if let Some(arena) = recycled {
-            arena
-        } else {
-            let spec = ArenaSpec {
-                name: format!("activation {name}"),
-                dtype,
-                len,
-                sharing: Sharing::Private,
-            };
-            let arena = self.0.device.alloc(&spec)?;
-            self.state().allocated_bytes += bytes;
-            arena
+        let name = format!("activation {name}");
+        let (arena, place) = match self.place(&name, dtype, len) {
+            Some((arena, start)) => (arena, Some(start)),
+            None => (self.beside(name, dtype, len)?, None),
         };
         let mut state = self.state();
-        state.used_bytes += bytes;
+        state.used_bytes += arena.bytes();
         state.peak_bytes = state.peak_bytes.max(state.used_bytes);
         drop(state);
         let buffer = arena.whole();
         let lease = Lease {
             pool: self.clone(),
             arena,
+            place,
         };
         Ok(Activation {
             buffer,
             shape: shape.to_vec(),
             _lease: Some(Arc::new(lease)),
         })
+    }
+
+    /// A part of the planned arena, and where it begins.
+    fn place(&self, name: &str, dtype: DType, len: usize) -> Option<(Arena, usize)> {
+        let arena = self.0.planned.as_ref()?;
+        let bytes = len.checked_mul(dtype.bytes())?;
+        let place = self.state().places.take(bytes)?;
+        Some((arena.part(place.start, name.to_owned(), dtype, len), place.start))
+    }
+
+    /// Memory outside of the plan.
+    fn beside(&self, name: String, dtype: DType, len: usize) -> Result<Arena, DeviceError> {
+        let recycled = self.state().free.get_mut(&(dtype, len)).and_then(Vec::pop);
+        if let Some(arena) = recycled {
+            return Ok(arena);
+        }
+        let arena = self.0.device.alloc(&ArenaSpec {
+            name,
+            dtype,
+            len,
+            sharing: Sharing::Private,
+        })?;
+        self.state().allocated_bytes += arena.bytes();
+        Ok(arena)
     }
 
     /// Bytes ever allocated: what the process holds for activations.
@@ -122,7 +166,12 @@ impl ActivationPool {
         self.state().peak_bytes
     }
 
-    fn state(&self) -> std::sync::MutexGuard<'_, State> {
+    /// End of the last place in the planned arena that there ever was.
+    pub(super) fn extent(&self) -> usize {
+        self.state().places.extent()
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
         self.0.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -130,6 +179,8 @@ impl ActivationPool {
 struct Lease {
     pool: ActivationPool,
     arena: Arena,
+    /// Where it begins in the planned arena; none beside it.
+    place: Option<usize>,
 }
 
 impl std::fmt::Debug for Lease {
@@ -142,7 +193,11 @@ impl Drop for Lease {
     fn drop(&mut self) {
         let mut state = self.pool.state();
         state.used_bytes -= self.arena.bytes();
-        let key = (self.arena.dtype(), self.arena.len());
-        state.free.entry(key).or_default().push(self.arena.clone());
+        if let Some(start) = self.place {
+            state.places.free(start);
+        } else {
+            let key = (self.arena.dtype(), self.arena.len());
+            state.free.entry(key).or_default().push(self.arena.clone());
+        }
     }
 }

@@ -5,7 +5,8 @@
 //! | [`ParamSpec`], [`ParamGroup`] | name, shape, initialiser, decay of a parameter; the unit of ZeRO-3 gathering |
 //! | [`Block`] | forward and backward over parameters that are passed in, never held |
 //! | [`Saved`] | what a block's forward keeps for its backward; one per block and micro-batch in flight |
-//! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool that stops growing after the first step |
+//! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
+//! | [`rehearse`] | how much memory activations will need, by going through a step without carrying it out |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
 //! | [`forward`], [`backward`], [`evaluate`] | loops over the blocks |
@@ -23,7 +24,9 @@ mod init;
 mod local;
 mod param;
 mod philox;
+mod placement;
 mod recompute;
+mod rehearsal;
 mod step;
 mod sublayer;
 mod transformer;
@@ -37,4 +40,5 @@ pub use local::{LocalGrads, LocalParams};
 pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec, Shard};
 pub use philox::philox;
 pub use recompute::recomputing;
+pub use rehearsal::rehearse;
 pub use step::{backward, evaluate, forward, saved_for};

@@ -83,9 +83,8 @@ pub const fn resident_bytes(state: usize) -> usize {
 fn in_files(buffers: &[&Buffer], visit: impl Fn(&FileMemory, Range<usize>), range: &Range<usize>) {
     for buffer in buffers {
         if let Some(memory) = buffer.arena().memory().as_any().downcast_ref::<FileMemory>() {
-            let first = buffer.range().start;
-            let each = buffer.dtype().bytes();
-            visit(memory, (first + range.start) * each..(first + range.end) * each);
+            let byte = |element: usize| buffer.start() + element * buffer.dtype().bytes();
+            visit(memory, byte(range.start)..byte(range.end));
         }
     }
 }

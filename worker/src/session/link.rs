@@ -22,7 +22,7 @@ use super::calls::Calls;
 use super::line::LineReader;
 use super::outbox::Outbox;
 use super::remote::GRACE;
-use super::{Cancel, SessionError};
+use super::{Cancel, SessionError, StopRequest};
 use super::{stacks, waits};
 
 /// How long [`Link::shutdown`] waits for queued lines and for each thread.
@@ -74,7 +74,7 @@ pub(super) struct Shared {
     pub(super) outbox: Arc<Outbox>,
     pub(super) calls: Arc<Calls>,
     pub(super) cancel: Cancel,
-    pub(super) stop: OnceLock<String>,
+    pub(super) stop: StopRequest,
     generation: OnceLock<Generation>,
     closing: AtomicBool,
 }
@@ -113,7 +113,7 @@ impl Link {
             outbox: Arc::new(Outbox::new(first, times.heartbeat)),
             calls: Arc::default(),
             cancel: Cancel::new(),
-            stop: OnceLock::new(),
+            stop: StopRequest::default(),
             generation: OnceLock::new(),
             closing: AtomicBool::new(false),
         });
@@ -236,7 +236,7 @@ impl Shared {
         match message {
             ToWorker::Assignment { .. } => return Ok(Some(message)),
             ToWorker::StopAtStepBoundary { cause } => {
-                let _ = self.stop.set(cause);
+                self.stop.ask(cause);
             }
             ToWorker::GenerationOver { generation, cause } => {
                 // The end of an earlier generation says nothing about ours.

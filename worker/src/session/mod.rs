@@ -9,6 +9,7 @@
 //! | `remote.rs` | the key-value store behind the control socket |
 //! | `calls.rs` | its calls that are under way |
 //! | `store.rs` | [`KeyValue`], and the store of a world of one |
+//! | `stop.rs` | [`StopRequest`]: the word that training is to stop at the next step boundary |
 //! | `cancel.rs` | [`Cancel`]: the word that the generation is over |
 //! | `waits.rs` | what the process waits for, for an agent that asks |
 //! | `stacks.rs` | where its threads are, for the same |
@@ -25,6 +26,7 @@ mod remote;
 #[expect(clippy::module_inception, reason = "the file is named for its noun")]
 mod session;
 mod stacks;
+mod stop;
 mod store;
 #[cfg(test)]
 mod tests;
@@ -35,5 +37,6 @@ pub use ddp_proto::control::{Phase, Progress};
 pub use cancel::Cancel;
 pub use error::SessionError;
 pub use session::Session;
+pub use stop::StopRequest;
 pub use store::{KeyValue, MemoryStore, StoreError};
 pub use waits::{Waiting, Wanted};

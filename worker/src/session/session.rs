@@ -8,7 +8,7 @@ use ddp_proto::env::WorkerEnv;
 
 use super::link::{Link, Times};
 use super::remote::RemoteStore;
-use super::{Cancel, KeyValue, MemoryStore, SessionError};
+use super::{Cancel, KeyValue, MemoryStore, SessionError, StopRequest};
 
 /// How long [`Session::fail`] waits until the words are written.
 const FAIL_TIMEOUT: Duration = Duration::from_secs(1);
@@ -26,6 +26,7 @@ pub struct Session {
     node_addrs: Vec<String>,
     store: Arc<dyn KeyValue>,
     cancel: Cancel,
+    stop: StopRequest,
     link: Option<Link>,
 }
 
@@ -75,6 +76,7 @@ impl Session {
             node_addrs,
             store,
             cancel: Cancel::new(),
+            stop: StopRequest::default(),
             link: None,
         }
     }
@@ -98,6 +100,7 @@ impl Session {
             node_addrs: assigned.node_addrs,
             store: Arc::new(store),
             cancel: shared.cancel.clone(),
+            stop: shared.stop.clone(),
             link: Some(link),
         })
     }
@@ -126,12 +129,16 @@ impl Session {
         self.cancel.clone()
     }
 
-    /// The cause, once the agent asked to stop at the next step boundary.
+    /// The cause, once the agent, or somebody in this process, asked to stop at the next step boundary.
     #[must_use]
     pub fn stop_requested(&self) -> Option<String> {
-        self.link
-            .as_ref()
-            .and_then(|link| link.shared.stop.get().cloned())
+        self.stop.cause().map(str::to_owned)
+    }
+
+    /// For whoever asks for a stop where no agent does.
+    #[must_use]
+    pub fn stop_request(&self) -> StopRequest {
+        self.stop.clone()
     }
 
     /// Tells the agent how far this worker is: `step` steps are finished. Never blocks; a newer heartbeat

@@ -12,6 +12,8 @@ use std::sync::atomic::{AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
+
 /// Frames of one thread that are noted.
 const MAX_FRAMES: usize = 48;
 /// Threads that are asked; the rest are counted.
@@ -88,6 +90,13 @@ fn listen(signal: c_int) -> bool {
 
 /// The handler: notes where this thread is.
 extern "C" fn note(_signal: c_int) {
+    // Whatever it interrupts may be about to read it.
+    let errno = Errno::last_raw();
+    note_place();
+    Errno::set_raw(errno);
+}
+
+fn note_place() {
     // SAFETY: plain system call without arguments.
     let me = unsafe { libc::syscall(libc::SYS_gettid) } as i32;
     let (mut frames, mut count) = ([0; MAX_FRAMES], 0);

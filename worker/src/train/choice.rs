@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use super::TrainError;
+use super::recorder::warn;
 use crate::collective::nccl::{Nccl, Version};
 use crate::config::{Backend, Precision, TrainConfig};
 use crate::device::cuda::{CubinCache, CudaDevice, CudaOptions, count_devices};
@@ -129,15 +130,21 @@ impl Choice {
         }
         let backend = config.parallel.backend;
         let env = session.env();
+        // The driver takes a second to start: it is not asked in vain.
+        let gpus = if backend == Backend::Cpu {
+            Ok(0)
+        } else {
+            count_devices()
+        };
+        if let (Backend::Auto, Err(DeviceError::Library(error))) = (backend, &gpus)
+            && !error.is_absence()
+        {
+            warn(&format!("no GPU is used: {error}"));
+        }
         let situation = Situation {
             backend,
             precision: config.train.precision,
-            // The driver takes a second to start: it is not asked in vain.
-            gpus: if backend == Backend::Cpu {
-                Ok(0)
-            } else {
-                count_devices()
-            },
+            gpus,
             local_rank: env.local_rank.get() as usize,
             local_world_size: env.local_world_size as usize,
             sharing: Sharing::here(),

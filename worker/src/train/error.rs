@@ -213,6 +213,7 @@ impl TrainError {
     pub fn is_own(&self) -> bool {
         match self {
             Self::RunFiles(_) => !self.is_consequence(),
+            _ if self.never_fits() => true,
             Self::NonFinite { .. }
             | Self::NotSaved { cause: Some(_), .. }
             | Self::Contradiction { .. }
@@ -229,6 +230,23 @@ impl TrainError {
             | Self::Checkpoint(_) => true,
             _ => false,
         }
+    }
+
+    /// True of memory that the device would lack at every try.
+    #[must_use]
+    pub fn never_fits(&self) -> bool {
+        let device = match self {
+            Self::Device(error)
+            | Self::Reduce(ReduceError::Device(error))
+            | Self::Replicas(ReplicasError::Device(error))
+            | Self::Join(JoinError::Device(error)) => Some(error),
+            Self::Collective(error)
+            | Self::Reduce(ReduceError::Collective(error))
+            | Self::Replicas(ReplicasError::Collective(error))
+            | Self::Join(JoinError::Collective(error)) => error.failure.device(),
+            _ => None,
+        };
+        matches!(device, Some(DeviceError::OutOfMemory { never_fits: true, .. }))
     }
 
     /// True if every rank has met the same error at the same point, so that all can still work together.

@@ -24,6 +24,8 @@ pub struct Outlook {
     pub formula: Footprint,
     /// What comes on top.
     pub buffers: Buffers,
+    /// Bytes of the activations of a micro-batch.
+    pub activations: u64,
     /// Elements of parameters, or of gradients, with their padding.
     pub padded: u64,
     /// What a step moves, over padded units; with `sync: per-parameter`, which has no padding, at most.
@@ -48,12 +50,19 @@ impl Outlook {
             model,
             layout,
             scheme,
+            activations,
             ..
         } = Blueprint::of(config, env)?;
-        Ok(Self::new(config, &model, &layout, scheme))
+        Ok(Self::new(config, &model, &layout, scheme, activations))
     }
 
-    pub(super) fn new(config: &TrainConfig, model: &Model, layout: &GradientLayout, scheme: Scheme) -> Self {
+    pub(super) fn new(
+        config: &TrainConfig,
+        model: &Model,
+        layout: &GradientLayout,
+        scheme: Scheme,
+        activations: usize,
+    ) -> Self {
         let (parallel, micro_batches) = (&config.parallel, config.train.grad_accumulation);
         let dtypes = Dtypes::of(config);
         let residence = Residence {
@@ -99,6 +108,7 @@ impl Outlook {
                 in_flight: (in_flight * dtypes.reduced.bytes()) as u64,
                 gathered: (gathering * dtypes.params.bytes()) as u64,
             },
+            activations: activations as u64,
             padded,
             traffic: match scheme.strategy {
                 Strategy::Ddp => Traffic::of(&setting, padded),

@@ -44,10 +44,12 @@ impl Batch {
 }
 
 impl Replica {
+    /// `activations` is what [`model::rehearse`] says of the model.
     pub(super) fn new(
         world: &World,
         model: Model,
         weights: Arc<dyn Weights>,
+        activations: usize,
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
         let shape = vec![config.train.micro_batch, config.model.block_size];
@@ -61,7 +63,7 @@ impl Replica {
         Ok(Self {
             saved: model::saved_for(&model),
             feed: Feed::new(world, shape)?,
-            pool: ActivationPool::new(world.device.clone()),
+            pool: ActivationPool::planned(world.device.clone(), activations)?,
             world: world.clone(),
             dloss: dloss.whole(),
             factor: None,

@@ -21,6 +21,21 @@ pub(super) fn code(stage: &Stage) -> f64 {
     }
 }
 
+/// What this rank has told the others of a save. A failure is final: they may conclude from it later, when a disk that
+/// was given up has moved again.
+#[derive(Debug, Default)]
+pub(super) struct Told(Option<CheckpointError>);
+
+impl Told {
+    /// What it tells now that the save has come to `stage`.
+    pub(super) fn now(&mut self, stage: Stage) -> Stage {
+        if let (None, Stage::Failed(error)) = (&self.0, &stage) {
+            self.0 = Some(error.clone());
+        }
+        self.0.clone().map_or(stage, Stage::Failed)
+    }
+}
+
 /// How far a save is on all ranks together.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
@@ -142,6 +157,21 @@ mod tests {
         // Rank 0 could not commit.
         assert_eq!(of(&[FAILED, WRITTEN]), failed(&[0]));
         assert_eq!(of(&[WRITTEN]), Verdict::Written);
+    }
+
+    #[test]
+    fn a_failure_that_was_told_is_told_again_whatever_becomes_of_the_save() {
+        let mut told = Told::default();
+        assert_eq!(told.now(Stage::Writing), Stage::Writing);
+        let error = CheckpointError::Source {
+            step: 4,
+            cause: "none".into(),
+        };
+        let failed = Stage::Failed(error);
+        assert_eq!(told.now(failed.clone()), failed);
+        for later in [Stage::Writing, Stage::Written, Stage::Committed(None)] {
+            assert_eq!(told.now(later), failed);
+        }
     }
 
     #[test]

@@ -17,7 +17,7 @@ use super::recorder::warn;
 use super::replica::Replica;
 use super::save_files::{File, copy, files, stems};
 use super::save_thread::{Leader, Order, SaveTask, SaveThread, Source, Stage, Wait};
-use super::save_verdict::{self, Report, Verdict};
+use super::save_verdict::{self, Report, Told, Verdict};
 use super::world::World;
 use super::{TrainError, resuming};
 use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
@@ -75,6 +75,7 @@ struct Flight {
     patience: Duration,
     /// Rank 0's thread has been told to commit.
     ordered: bool,
+    told: Told,
 }
 
 /// The rank, and the state that is saved.
@@ -237,11 +238,9 @@ impl Checkpoints {
     }
 
     /// How far the save under way is on this rank, as a number for the others, who are told with the losses of a step.
-    pub(super) fn code(&self, is_leader: bool) -> f64 {
-        let stage = self
-            .flight
-            .as_ref()
-            .map(|flight| flight.stage(is_leader, &self.out_dir));
+    pub(super) fn code(&mut self, is_leader: bool) -> f64 {
+        let flight = self.flight.as_mut();
+        let stage = flight.map(|flight| flight.stage(is_leader, &self.out_dir));
         stage.map_or(0.0, |stage| save_verdict::code(&stage))
     }
 
@@ -360,6 +359,7 @@ impl Checkpoints {
             thread,
             patience: self.patience,
             ordered: false,
+            told: Told::default(),
         });
     }
 
@@ -438,19 +438,19 @@ pub(super) fn identity(config: &TrainConfig, data: String) -> State {
 const SNAPSHOT: &str = "checkpoint snapshot";
 
 impl Flight {
-    /// The thread's stage, or that its disk takes nothing any more.
-    fn stage(&self, is_leader: bool, out_dir: &Path) -> Stage {
-        let stage = self.thread.stage();
+    /// The thread's stage, or that its disk takes nothing any more; a failure once, a failure ever after.
+    fn stage(&mut self, is_leader: bool, out_dir: &Path) -> Stage {
+        let mut stage = self.thread.stage();
         if self.is_busy(&stage, is_leader) && self.thread.silence() > self.patience {
             let Wait { doing, path } = self.thread.wait(out_dir);
-            return Stage::Failed(CheckpointError::Stalled {
+            stage = Stage::Failed(CheckpointError::Stalled {
                 step: self.thread.step(),
                 doing,
                 path,
                 seconds: self.patience.as_secs_f64(),
             });
         }
-        stage
+        self.told.now(stage)
     }
 
     /// The thread has something to do on this rank.

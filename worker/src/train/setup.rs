@@ -67,6 +67,8 @@ pub(super) struct Blueprint {
     pub(super) model: Model,
     pub(super) layout: Arc<GradientLayout>,
     pub(super) scheme: Scheme,
+    /// Bytes of the activations of a micro-batch.
+    pub(super) activations: usize,
 }
 
 impl Blueprint {
@@ -77,6 +79,7 @@ impl Blueprint {
         Ok(Self {
             layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
             scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, env)?,
+            activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
             dtypes,
             model,
         })
@@ -157,6 +160,7 @@ pub(super) fn prepare<'a>(
         model,
         layout,
         scheme,
+        activations,
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
     let device = choice.open(config, threads(config))?;
@@ -173,7 +177,7 @@ pub(super) fn prepare<'a>(
         Strategy::Ddp => model,
         _ => gated(model, &weights),
     };
-    let replica = Replica::new(&world, model, weights, config)?;
+    let replica = Replica::new(&world, model, weights, activations, config)?;
     let mut trainer = Trainer {
         adamw,
         clip: clip(&world, &groups, &sharding, config)?,

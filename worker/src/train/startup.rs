@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use comfy_table::{Table, presets};
 
-use super::outlook::{Buffers, Outlook};
+use super::outlook::Outlook;
 use super::progress::{bytes, grouped};
 use super::strategy::Scheme;
 use super::trainer::Trainer;
@@ -77,7 +77,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
             "memory of a rank",
             memory(
                 footprint(trainer),
-                &outlook(trainer, facts, trainer.scheme).buffers,
+                &outlook(trainer, facts, trainer.scheme),
                 trainer.checkpoints.snapshot_bytes() as u64,
             ),
         ),
@@ -150,16 +150,21 @@ fn footprint(trainer: &Trainer<'_>) -> Footprint {
 
 /// What it holds and moves under a scheme: its own, or one that it might have had.
 fn outlook(trainer: &Trainer<'_>, facts: &StartupFacts<'_>, scheme: Scheme) -> Outlook {
-    Outlook::new(trainer.config, &trainer.replica.model, facts.layout, scheme)
+    let replica = &trainer.replica;
+    let activations = replica.pool.allocated_bytes();
+    Outlook::new(trainer.config, &replica.model, facts.layout, scheme, activations)
 }
 
-fn memory(footprint: Footprint, buffers: &Buffers, snapshot_bytes: u64) -> String {
+fn memory(footprint: Footprint, outlook: &Outlook, snapshot_bytes: u64) -> String {
+    let Outlook {
+        buffers, activations, ..
+    } = outlook;
     let aside = |number: u64, words: &dyn Fn(String) -> String| match number {
         0 => String::new(),
         number => words(bytes(number)),
     };
     format!(
-        "parameters {}{}, gradients {}{}, optimizer {}{}{}; activations are measured as it runs",
+        "parameters {}{}, gradients {}{}, optimizer {}{}, activations {}{}",
         bytes(footprint.params),
         aside(buffers.gathered, &|gathered| format!(
             " (and {gathered} gathered)"
@@ -170,6 +175,7 @@ fn memory(footprint: Footprint, buffers: &Buffers, snapshot_bytes: u64) -> Strin
         aside(buffers.padding.total(), &|padding| format!(
             ", {padding} of padding included"
         )),
+        bytes(*activations),
         aside(snapshot_bytes, &|snapshot| format!(
             ", checkpoint snapshot {snapshot}"
         )),
@@ -317,6 +323,7 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
 mod tests {
     use super::*;
     use crate::plan::{Setting, Traffic};
+    use crate::train::outlook::Buffers;
 
     #[test]
     fn the_line_of_a_scaled_learning_rate() {
@@ -345,6 +352,7 @@ mod tests {
                 in_flight,
                 gathered,
             },
+            activations: 48 << 30,
             padded: parameters,
             traffic: Traffic::of(&setting, parameters),
         }
@@ -373,13 +381,13 @@ mod tests {
 
     #[test]
     fn the_memory_line_of_seven_billion_parameters() {
-        let line = |outlook: &Outlook, snapshot| memory(outlook.held(), &outlook.buffers, snapshot);
+        let line = |outlook: &Outlook, snapshot| memory(outlook.held(), outlook, snapshot);
         let ddp = seven_billion(setting(Strategy::Ddp, Accumulate::Sharded), 0, 0);
         // 28, 28 and 56 GB.
-        insta::assert_snapshot!(line(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB; activations are measured as it runs");
+        insta::assert_snapshot!(line(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB, activations 48.0 GiB");
         let mut zero3 = seven_billion(setting(Strategy::Zero3, Accumulate::Sharded), 1 << 30, 2 << 30);
         zero3.buffers.padding.params = 5 << 20;
-        insta::assert_snapshot!(line(&zero3, 3 << 30), @"parameters 3.3 GiB (and 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, 5.0 MiB of padding included, checkpoint snapshot 3.0 GiB; activations are measured as it runs");
+        insta::assert_snapshot!(line(&zero3, 3 << 30), @"parameters 3.3 GiB (and 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, 5.0 MiB of padding included, activations 48.0 GiB, checkpoint snapshot 3.0 GiB");
     }
 
     #[test]

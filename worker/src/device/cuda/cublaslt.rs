@@ -145,6 +145,10 @@ impl CublasLt {
     /// Opens the library on the device whose context is current. The library's context lives as long as the process.
     pub(super) fn open() -> Result<Self, LibraryError> {
         let library = Library::open(Kind::CublasLt)?;
+        // Its first call would fail with a status that says nothing of versions.
+        if let Some(newer) = library.newer_than_driver() {
+            return Err(LibraryError::Newer(newer));
+        }
         let mut opened = Self {
             functions: Functions::load(&library)?,
             library,

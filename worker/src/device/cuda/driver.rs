@@ -1,18 +1,20 @@
 //! The driver: started once, one device chosen, its answers as errors with names.
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
-use std::ffi::CStr;
+use std::ffi::c_int;
+use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::result::{self, DriverError};
-use cudarc::driver::sys::{self, CUdevice_attribute as Attribute, CUresult as Code};
+use cudarc::driver::sys::{self, CUresult as Code};
 
-use super::Arch;
+use super::calls::{self, DriverError, written};
 use super::event::{answer, wait_until};
+use super::facts::facts_of;
+use super::{Arch, GpuFacts};
 use crate::device::DeviceError;
-use crate::libraries::{Kind, LibraryError, SearchPath};
+use crate::libraries::{LibraryError, SearchPath};
 
 /// Longest wait for what is in flight before memory is given back. Collectives that never end are ended by their
 /// communicator long before; this bounds a device that has stopped answering.
@@ -33,11 +35,7 @@ pub struct Context {
     ordinal: usize,
     device: sys::CUdevice,
     raw: sys::CUcontext,
-    name: String,
-    capability: (u32, u32),
-    multiprocessors: u32,
-    shared_per_block: usize,
-    memory_bytes: usize,
+    facts: GpuFacts,
     /// All that are alive.
     streams: Mutex<Vec<RawStream>>,
     abandoned: AtomicBool,
@@ -63,42 +61,34 @@ impl Context {
             });
         }
         let opening = |cause| driver_error(format!("cannot open GPU {ordinal}"), cause);
-        let device = result::device::get(ordinal as i32).map_err(opening)?;
-        let attribute = |which| {
-            // SAFETY: the device was just given by the driver.
-            unsafe { result::device::get_attribute(device, which) }.map(|value| value.max(0) as u32)
-        };
-        let major = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR).map_err(opening)?;
-        let minor = attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR).map_err(opening)?;
-        let shared = attribute(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+        calls::load_contexts()?;
+        let device = device_of(ordinal).map_err(opening)?;
         Ok(Arc::new(Self {
             ordinal,
             device,
-            name: result::device::get_name(device).map_err(opening)?,
-            capability: (major, minor),
-            multiprocessors: attribute(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)
-                .map_err(opening)?,
-            shared_per_block: shared.map_err(opening)? as usize,
-            // SAFETY: the device was just given by the driver.
-            memory_bytes: unsafe { result::device::total_mem(device) }.map_err(opening)?,
+            facts: facts_of(device).map_err(opening)?,
             streams: Mutex::default(),
             abandoned: AtomicBool::new(false),
             failure: OnceLock::new(),
-            // SAFETY: as above. Last, so that nothing fails between retaining and owning.
-            raw: unsafe { result::primary_ctx::retain(device) }.map_err(opening)?,
+            // Last, so that nothing fails between retaining and owning.
+            raw: written(ptr::null_mut(), |context| {
+                // SAFETY: the device was just given by the driver; the function writes one pointer.
+                unsafe { calls::context_retain(context, device) }
+            })
+            .map_err(opening)?,
         }))
     }
 
     /// Makes it the calling thread's current context, as most calls of the driver need.
     pub fn bind(&self) -> Result<(), DeviceError> {
         // SAFETY: the context is retained for as long as `self` lives.
-        unsafe { result::ctx::set_current(self.raw) }
+        unsafe { calls::context_bind(self.raw) }
             .map_err(|cause| self.explain(driver_error(format!("cannot use GPU {}", self.ordinal), cause)))
     }
 
     /// A kernel was refused with this error. After a failure of the device every call is: the first has the best words.
     pub(super) fn refused(&self, code: DriverError, error: DeviceError) -> DeviceError {
-        if is_of_a_kernel(code.0) {
+        if is_of_a_kernel(code) {
             // The first stays.
             let _ = self.failure.set(error.clone());
         }
@@ -136,10 +126,7 @@ impl Context {
                         return Some(Err(DeviceError::Upstream("the device was abandoned".into())));
                     }
                     // SAFETY: a stream that somebody destroys meanwhile is an error of the driver's.
-                    answer(
-                        unsafe { sys::cuStreamQuery(stream.0) }.result(),
-                        "of freed memory",
-                    )
+                    answer(unsafe { calls::stream_query(stream.0) }, "of freed memory")
                 };
                 wait_until(poll, deadline, || "memory to be freed".to_owned()).is_ok()
             })
@@ -164,39 +151,41 @@ impl Context {
     /// `NVIDIA H200`
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.name
+        &self.facts.name
     }
 
     /// What its kernels are compiled for.
     #[must_use]
     pub const fn arch(&self) -> Arch {
-        Arch::of_capability(self.capability.0, self.capability.1)
+        let (major, minor) = self.facts.compute_capability;
+        Arch::of_capability(major, minor)
     }
 
     /// Streaming multiprocessors.
     #[must_use]
     pub const fn multiprocessors(&self) -> u32 {
-        self.multiprocessors
+        self.facts.multiprocessors
     }
 
     /// Most bytes of shared memory that a block can have.
     #[must_use]
     pub const fn shared_per_block(&self) -> usize {
-        self.shared_per_block
+        self.facts.shared_per_block
     }
 
     /// All of its memory.
     #[must_use]
     pub const fn memory_bytes(&self) -> usize {
-        self.memory_bytes
+        self.facts.memory_bytes
     }
 
     /// Bytes that are free on the device now, other processes' use considered; none if the driver does not say.
     #[must_use]
     pub fn free_bytes(&self) -> Option<usize> {
         self.bind().ok()?;
-        let (free, _) = result::mem_get_info().ok()?;
-        Some(free)
+        let mut all = 0;
+        // SAFETY: the function writes two numbers.
+        written(0, |free| unsafe { calls::memory_info(free, &raw mut all) }).ok()
     }
 }
 
@@ -206,17 +195,24 @@ impl Drop for Context {
             return;
         }
         // SAFETY: retained once in `open`, released once here. A refusal at exit changes nothing.
-        let _ = unsafe { result::primary_ctx::release(self.device) };
+        let _ = unsafe { calls::context_release(self.device) };
     }
 }
 
 /// Starts the driver, and counts the devices that `CUDA_VISIBLE_DEVICES` shows.
 pub fn count_devices() -> Result<usize, DeviceError> {
     start()?;
-    match result::device::get_count() {
+    // SAFETY: the function writes one integer.
+    match written(0, |count| unsafe { calls::device_count(count) }) {
         Ok(count) => Ok(count.max(0) as usize),
         Err(cause) => Err(driver_error("cannot count the GPUs".to_owned(), cause)),
     }
+}
+
+/// A device by its number among the visible ones.
+pub(super) fn device_of(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
+    // SAFETY: the function writes one integer.
+    written(0, |device| unsafe { calls::device_get(device, ordinal as c_int) })
 }
 
 /// Loads the driver and initialises it, once a process.
@@ -224,58 +220,75 @@ fn start() -> Result<(), DeviceError> {
     static STARTED: OnceLock<Result<(), DeviceError>> = OnceLock::new();
     STARTED
         .get_or_init(|| {
-            // SAFETY: loads the driver's library, whose initialisers may run in any thread. Asked first, because
-            // the bindings panic where there is none.
-            if !unsafe { sys::is_culib_present() } {
-                return Err(DeviceError::Library(LibraryError::NotFound {
-                    kind: Kind::Cuda,
-                    searched: SearchPath::of_process().existing(),
-                }));
-            }
-            result::init().map_err(|cause| driver_error("the CUDA driver does not start".to_owned(), cause))
+            let library = calls::load()?;
+            // SAFETY: may be called by any thread, at any time.
+            unsafe { calls::init(0) }.map_err(|cause| {
+                if cause.is(Code::CUDA_ERROR_STUB_LIBRARY) {
+                    let path = library.path();
+                    DeviceError::Library(LibraryError::Stub {
+                        path: path.to_owned(),
+                        driver: SearchPath::of_process().driver_beside(path),
+                    })
+                } else {
+                    let file = library.path().display();
+                    driver_error(format!("the CUDA driver `{file}` does not start"), cause)
+                }
+            })
         })
         .clone()
 }
 
 /// An answer of the driver, in its own words.
 pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
-    let hint = match error.0 {
-        Code::CUDA_ERROR_NO_DEVICE => "compare `nvidia-smi` and CUDA_VISIBLE_DEVICES",
-        Code::CUDA_ERROR_DEVICE_UNAVAILABLE => "another process has the GPU for itself; see `nvidia-smi`",
-        Code::CUDA_ERROR_NO_BINARY_FOR_GPU | Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION => {
-            "NVRTC is newer than the driver: install one of the driver's CUDA version (`ddp-train doctor`)"
+    let known = HINTS.iter().find(|(code, _)| error.is(*code));
+    let hint = match known {
+        Some((_, hint)) => hint,
+        None if is_of_a_kernel(error) => {
+            &"a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1, and the operation itself is named"
         }
-        code if is_of_a_kernel(code) => {
-            "a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1, and the operation itself is named"
-        }
-        Code::CUDA_ERROR_ECC_UNCORRECTABLE => "the card's memory is damaged; see `nvidia-smi -q -d ECC`",
-        _ => "`ddp-train doctor` shows driver, GPUs and libraries",
+        None => &"`ddp-train doctor` shows driver, GPUs and libraries",
     };
+    driver_error_with(doing, error, (*hint).to_owned())
+}
+
+/// The same, where it is known what to do about it.
+pub(super) fn driver_error_with(doing: String, error: DriverError, hint: String) -> DeviceError {
     DeviceError::Driver {
         doing,
-        cause: words(error),
-        hint: hint.to_owned(),
+        cause: error.words(),
+        hint,
     }
 }
+
+/// What to do about some errors.
+const HINTS: [(Code, &str); 5] = [
+    (
+        Code::CUDA_ERROR_NO_DEVICE,
+        "compare `nvidia-smi` and CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        Code::CUDA_ERROR_DEVICE_UNAVAILABLE,
+        "another process has the GPU for itself; see `nvidia-smi`",
+    ),
+    (Code::CUDA_ERROR_NO_BINARY_FOR_GPU, NEWER_NVRTC),
+    (Code::CUDA_ERROR_UNSUPPORTED_PTX_VERSION, NEWER_NVRTC),
+    (
+        Code::CUDA_ERROR_ECC_UNCORRECTABLE,
+        "the card's memory is damaged; see `nvidia-smi -q -d ECC`",
+    ),
+];
+
+const NEWER_NVRTC: &str =
+    "NVRTC is newer than the driver: install one of the driver's CUDA version (`ddp-train doctor`)";
 
 /// True of what a kernel did: nothing can be asked of the device any more.
-const fn is_of_a_kernel(code: Code) -> bool {
-    matches!(
-        code,
-        Code::CUDA_ERROR_ILLEGAL_ADDRESS
-            | Code::CUDA_ERROR_MISALIGNED_ADDRESS
-            | Code::CUDA_ERROR_LAUNCH_FAILED
-            | Code::CUDA_ERROR_ASSERT
-    )
-}
-
-/// `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`
-pub(super) fn words(error: DriverError) -> String {
-    let text =
-        |answer: Result<&CStr, DriverError>| answer.ok().map(|text| text.to_string_lossy().into_owned());
-    let name = text(error.error_name()).unwrap_or_else(|| format!("{:?}", error.0));
-    match text(error.error_string()) {
-        Some(meaning) => format!("{name}: {meaning}"),
-        None => name,
-    }
+fn is_of_a_kernel(error: DriverError) -> bool {
+    [
+        Code::CUDA_ERROR_ILLEGAL_ADDRESS,
+        Code::CUDA_ERROR_MISALIGNED_ADDRESS,
+        Code::CUDA_ERROR_LAUNCH_FAILED,
+        Code::CUDA_ERROR_ASSERT,
+    ]
+    .into_iter()
+    .any(|code| error.is(code))
 }

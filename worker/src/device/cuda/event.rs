@@ -2,13 +2,14 @@
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::any::Any;
+use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
 use super::Context;
+use super::calls::{self, DriverError, written};
 use super::driver::driver_error;
 use crate::device::{DeviceError, Event, EventState};
 
@@ -60,7 +61,11 @@ impl EventPool {
             } else {
                 sys::CUevent_flags::CU_EVENT_DISABLE_TIMING
             };
-            RawEvent(result::event::create(flags).map_err(failed)?)
+            // SAFETY: the function writes one pointer.
+            let made = written(ptr::null_mut(), |event| unsafe {
+                calls::event_create(event, flags as u32)
+            });
+            RawEvent(made.map_err(failed)?)
         };
         let event = CudaEvent {
             raw,
@@ -69,7 +74,7 @@ impl EventPool {
             pool: self.clone(),
         };
         // SAFETY: the event was created above or before by this pool; the caller's stream is alive.
-        unsafe { result::event::record(event.raw.0, stream) }.map_err(failed)?;
+        unsafe { calls::event_record(event.raw.0, stream) }.map_err(failed)?;
         Ok(event)
     }
 
@@ -88,7 +93,7 @@ impl Drop for EventPool {
         for free in &mut self.free {
             for RawEvent(event) in free.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
                 // SAFETY: created by this pool, destroyed once.
-                let _ = unsafe { result::event::destroy(event) };
+                let _ = unsafe { calls::event_destroy(event) };
             }
         }
     }
@@ -109,7 +114,7 @@ impl CudaEvent {
         self.pool.context.bind()?;
         let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
         // SAFETY: event and stream are alive; the driver keeps what it needs of the event once this returns.
-        unsafe { result::stream::wait_event(stream, self.raw.0, flags) }
+        unsafe { calls::stream_wait(stream, self.raw.0, flags as u32) }
             .map_err(|error| driver_error(format!("cannot wait for stream `{}`", self.stream), error))
     }
 }
@@ -127,7 +132,7 @@ impl EventState for CudaEvent {
             return Some(Err(error));
         }
         // SAFETY: the event is alive.
-        let answer = answer(unsafe { result::event::query(self.raw.0) }, &self.stream)?;
+        let answer = answer(unsafe { calls::event_query(self.raw.0) }, &self.stream)?;
         Some(answer.map_err(|error| self.pool.context.explain(error)))
     }
 
@@ -141,8 +146,11 @@ impl EventState for CudaEvent {
             return None;
         }
         self.pool.context.bind().ok()?;
-        // SAFETY: both events are alive; one that is not reached is an error.
-        let ms = unsafe { result::event::elapsed(earlier.raw.0, self.raw.0) }.ok()?;
+        let elapsed = written(0.0, |ms| {
+            // SAFETY: both events are alive; one that is not reached is an error. The function writes one number.
+            unsafe { calls::event_elapsed(ms, earlier.raw.0, self.raw.0) }
+        });
+        let ms: f32 = elapsed.ok()?;
         Duration::try_from_secs_f64(f64::from(ms) * 1e-3).ok()
     }
 
@@ -155,7 +163,7 @@ impl EventState for CudaEvent {
 pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Result<(), DeviceError>> {
     match answer {
         Ok(()) => Some(Ok(())),
-        Err(DriverError(sys::CUresult::CUDA_ERROR_NOT_READY)) => None,
+        Err(error) if error.is(sys::CUresult::CUDA_ERROR_NOT_READY) => None,
         Err(error) => Some(Err(driver_error(format!("stream `{stream}` failed"), error))),
     }
 }

@@ -3,9 +3,9 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use cudarc::driver::result;
 use cudarc::driver::sys;
 
+use super::calls;
 use super::driver::driver_error;
 use super::memory::PinnedMemory;
 use super::{Context, DevicePtr};
@@ -48,10 +48,7 @@ impl FetchPool {
         };
         // SAFETY: the buffer has room for the bytes and is this copy's alone until it has ended: `read` is called
         // then, and dropping the buffer waits for it. The caller vouches for the source.
-        let copied = unsafe {
-            let target = std::slice::from_raw_parts_mut(in_flight.memory.ptr(), bytes);
-            result::memcpy_dtoh_async(target, source.raw(), stream)
-        };
+        let copied = unsafe { calls::copy_out(in_flight.memory.ptr().cast(), source.raw(), bytes, stream) };
         copied.map_err(|error| driver_error("cannot fetch numbers".to_owned(), error))?;
         Ok(in_flight)
     }

@@ -9,8 +9,7 @@ use std::ffi::c_void;
 use std::mem::take;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::result;
-
+use super::calls;
 use super::device::CudaDevice;
 use super::driver::driver_error;
 use super::memory::PinnedMemory;
@@ -64,17 +63,11 @@ impl HostSide for CudaDevice {
                 let source = self.address(from)?.raw();
                 // SAFETY: the memory is page-locked and has so many bytes, and until the copy has ended nobody touches
                 // them who is not ordered by the stream: the caller vouches for it.
-                unsafe {
-                    let target = std::slice::from_raw_parts_mut(to.byte_ptr()?, to.bytes());
-                    result::memcpy_dtoh_async(target, source, stream)
-                }
+                unsafe { calls::copy_out(to.byte_ptr()?.cast(), source, to.bytes(), stream) }
             } else {
                 let target = self.address(to)?.raw();
                 // SAFETY: as above.
-                unsafe {
-                    let source = std::slice::from_raw_parts(from.byte_ptr()?, from.bytes());
-                    result::memcpy_htod_async(target, source, stream)
-                }
+                unsafe { calls::copy_in(target, from.byte_ptr()?.cast(), from.bytes(), stream) }
             };
             copied.map_err(|error| driver_error(format!("cannot copy `{}`", from.arena().name()), error))
         });
@@ -86,7 +79,7 @@ impl HostSide for CudaDevice {
             let work = Box::into_raw(Box::new(work)).cast::<c_void>();
             // SAFETY: the stream is alive; `call` takes what it is given once. Of a device that has failed it is never
             // called, and the work is leaked with the process.
-            let launched = unsafe { result::stream::launch_host_function(stream, call, work) };
+            let launched = unsafe { calls::stream_call(stream, Some(call), work) };
             launched.map_err(|error| {
                 // SAFETY: made above, and not handed over.
                 drop(unsafe { Box::from_raw(work.cast::<HostWork>()) });

@@ -2,15 +2,16 @@
 #![allow(unsafe_code, reason = "modules and functions of the CUDA driver")]
 
 use std::collections::HashMap;
-use std::ffi::{CString, c_void};
+use std::ffi::CString;
 use std::fmt;
+use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use cudarc::driver::result;
 use cudarc::driver::sys;
 
-use super::driver::driver_error;
+use super::calls::{self, written};
+use super::driver::{driver_error, driver_error_with};
 use super::{Arch, Context, CubinCache, Nvrtc};
 use crate::device::DeviceError;
 
@@ -179,15 +180,13 @@ impl Kernel {
         }
         let attribute = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         // SAFETY: the module is loaded for as long as the function lives.
-        unsafe { result::function::set_function_attribute(self.0.raw, attribute, bytes as i32) }.map_err(
-            |error| {
-                let doing = format!(
-                    "kernel `{}` cannot have {bytes} bytes of shared memory",
-                    self.0.name
-                );
-                driver_error(doing, error)
-            },
-        )?;
+        unsafe { calls::function_set(self.0.raw, attribute, bytes as i32) }.map_err(|error| {
+            let doing = format!(
+                "kernel `{}` cannot have {bytes} bytes of shared memory",
+                self.0.name
+            );
+            driver_error(doing, error)
+        })?;
         self.0.shared_limit.fetch_max(bytes, Ordering::Relaxed);
         Ok(())
     }
@@ -195,10 +194,10 @@ impl Kernel {
     /// Blocks of so many threads and bytes of dynamic shared memory that one multiprocessor runs at once.
     pub fn resident_blocks(&self, threads: u32, shared_bytes: usize) -> Result<u32, DeviceError> {
         self.allow_shared(shared_bytes)?;
-        // SAFETY: the module is loaded for as long as the function lives.
-        unsafe {
-            result::occupancy::max_active_block_per_multiprocessor(self.0.raw, threads as i32, shared_bytes)
-        }
+        written(0, |blocks| {
+            // SAFETY: the module is loaded for as long as the function lives; one integer is written.
+            unsafe { calls::function_residents(blocks, self.0.raw, threads as i32, shared_bytes) }
+        })
         .map(|blocks| blocks.max(0) as u32)
         .map_err(|error| driver_error(format!("occupancy of kernel `{}`", self.0.name), error))
     }
@@ -219,7 +218,7 @@ impl Drop for Module {
     fn drop(&mut self) {
         if self.context.comes_to_rest() {
             // SAFETY: loaded once, unloaded once; the functions that hold it are gone.
-            let _ = unsafe { result::module::unload(self.raw) };
+            let _ = unsafe { calls::module_unload(self.raw) };
         }
     }
 }
@@ -283,9 +282,11 @@ impl Modules {
             module
         };
         let symbol = CString::new(name).expect("names of kernels have no zero byte");
-        // SAFETY: the module is loaded.
-        let raw = unsafe { result::module::get_function(module.raw, symbol) }
-            .map_err(|error| driver_error(format!("`{unit}` has no kernel `{name}`"), error))?;
+        let found = written(ptr::null_mut(), |function| {
+            // SAFETY: the module is loaded; the name ends in a zero; the function writes one pointer.
+            unsafe { calls::module_function(function, module.raw, symbol.as_ptr()) }
+        });
+        let raw = found.map_err(|error| driver_error(format!("`{unit}` has no kernel `{name}`"), error))?;
         let kernel = Kernel(Arc::new(Function {
             raw,
             name,
@@ -300,14 +301,17 @@ impl Modules {
         let (nvrtc, arch) = self.compiler()?;
         let cubin = self.cache.compile(nvrtc, unit, *arch)?;
         self.context.bind()?;
-        // SAFETY: the image is a whole CUBIN, as NVRTC made it or as the cache checked it.
-        let raw = unsafe { result::module::load_data(cubin.0.as_ptr().cast::<c_void>()) };
-        let raw = raw.map_err(|error| {
+        let loaded = written(ptr::null_mut(), |module| {
+            // SAFETY: the image is a whole CUBIN, as NVRTC made it or as the cache checked it; one pointer is written.
+            unsafe { calls::module_load(module, cubin.0.as_ptr().cast()) }
+        });
+        let raw = loaded.map_err(|error| {
             let version = nvrtc.version();
-            driver_error(
-                format!("cannot load `{unit}`, compiled for {arch} by NVRTC {version}"),
-                error,
-            )
+            let doing = format!("cannot load `{unit}`, compiled for {arch} by NVRTC {version}");
+            match nvrtc.library().newer_than_driver() {
+                Some(newer) => driver_error_with(doing, error, format!("{newer}: {}", newer.hint())),
+                None => driver_error(doing, error),
+            }
         })?;
         Ok(Arc::new(Module {
             raw,

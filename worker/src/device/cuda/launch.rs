@@ -5,9 +5,9 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use cudarc::driver::result;
 use cudarc::driver::sys;
 
+use super::calls;
 use super::device::CudaDevice;
 use super::driver::driver_error;
 use super::kernel::{Define, Kernel, Source};
@@ -241,23 +241,26 @@ impl<'a> Launch<'a> {
         for (pointer, value) in pointers.iter_mut().zip(&args.values[..args.count]) {
             *pointer = std::ptr::from_ref(value).cast_mut().cast();
         }
-        let mut count = args.count;
         if !args.table.is_empty() {
-            pointers[count] = args.table.as_ptr().cast_mut().cast();
-            count += 1;
+            pointers[args.count] = args.table.as_ptr().cast_mut().cast();
         }
-        let dims = |[x, y, z]: [u32; 3]| (x, y, z);
+        let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (grid.blocks, grid.threads);
         // SAFETY: the kernel's module is loaded; each pointer leads to 8 readable bytes, or to the table, which the
         // driver copies during the call. That the arguments fit the kernel's parameters, and that its accesses stay
         // within the buffers, is what the operation that calls this checked.
         let launched = unsafe {
-            result::launch_kernel(
+            calls::function_launch(
                 kernel.raw(),
-                dims(grid.blocks),
-                dims(grid.threads),
+                grid_x,
+                grid_y,
+                grid_z,
+                block_x,
+                block_y,
+                block_z,
                 grid.shared_bytes as u32,
                 self.stream.raw(),
-                &mut pointers[..count],
+                pointers.as_mut_ptr(),
+                std::ptr::null_mut(),
             )
         };
         launched.map_err(|error| {
@@ -280,14 +283,14 @@ impl<'a> Launch<'a> {
     /// Zeroes so many bytes, in stream order.
     pub fn zero(&mut self, target: DevicePtr, bytes: usize) -> Result<(), DeviceError> {
         // SAFETY: the operation that calls this checked that the bytes are its own.
-        unsafe { result::memset_d8_async(target.0, 0, bytes, self.stream.raw()) }
+        unsafe { calls::fill_on(target.0, 0, bytes, self.stream.raw()) }
             .map_err(|error| driver_error(format!("operation `{}` cannot zero memory", self.op), error))
     }
 
     /// Copies within the device, in stream order.
     pub fn copy(&mut self, target: DevicePtr, source: DevicePtr, bytes: usize) -> Result<(), DeviceError> {
         // SAFETY: the operation that calls this checked that the bytes are its own.
-        unsafe { result::memcpy_dtod_async(target.0, source.0, bytes, self.stream.raw()) }
+        unsafe { calls::copy_within(target.0, source.0, bytes, self.stream.raw()) }
             .map_err(|error| driver_error(format!("operation `{}` cannot copy memory", self.op), error))
     }
 
@@ -341,8 +344,7 @@ pub(super) fn address_of(buffer: &Buffer, context: &super::Context) -> Result<De
     let memory = buffer.arena().memory().as_any().downcast_ref::<DeviceMemory>();
     match memory {
         Some(memory) if memory.context().ordinal() == context.ordinal() => {
-            let start = buffer.range().start * buffer.dtype().bytes();
-            Ok(DevicePtr(memory.address()).offset(start))
+            Ok(DevicePtr(memory.address()).offset(buffer.start()))
         }
         _ => Err(DeviceError::NotDevice {
             arena: buffer.arena().name().to_owned(),

@@ -8,11 +8,11 @@ use std::fmt::Write;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys;
 
 use super::Context;
-use super::driver::{driver_error, words};
+use super::calls::{self, DriverError, written};
+use super::driver::driver_error;
 use crate::device::{DeviceError, Memory};
 
 /// Names of the largest holders in an error.
@@ -110,8 +110,8 @@ impl DeviceMemory {
     ) -> Result<Self, DeviceError> {
         context.bind()?;
         let length = bytes.max(1);
-        // SAFETY: nothing reads the memory before it is zeroed below.
-        let address = unsafe { result::malloc_sync(length) }
+        // SAFETY: the function writes one address. Nothing reads the memory before it is zeroed below.
+        let address = written(0, |address| unsafe { calls::memory_alloc(address, length) })
             .map_err(|error| out_of_memory(context, account, name, bytes, error))?;
         account.add(name, length);
         let memory = Self {
@@ -122,11 +122,11 @@ impl DeviceMemory {
             account: account.clone(),
         };
         // SAFETY: the memory was just allocated, with this length, and nobody else knows it.
-        let zeroed = unsafe { result::memset_d8_sync(address, 0, length) };
+        let zeroed = unsafe { calls::fill(address, 0, length) };
         let finished = zeroed.and_then(|()| {
             // On the device that is asynchronous to the host, and ordered with the default stream only.
             // SAFETY: the default stream always exists.
-            unsafe { result::stream::synchronize(result::stream::null()) }
+            unsafe { calls::stream_synchronize(std::ptr::null_mut()) }
         });
         finished.map_err(|error| driver_error(format!("cannot zero `{name}`"), error))?;
         Ok(memory)
@@ -166,7 +166,7 @@ impl Drop for DeviceMemory {
         if self.context.comes_to_rest() {
             // SAFETY: allocated by `new`, freed once. No kernel that was launched with the address is still running.
             // Of a device that has failed or was abandoned the memory goes with the process.
-            let _ = unsafe { result::free_sync(self.address) };
+            let _ = unsafe { calls::memory_free(self.address) };
         }
     }
 }
@@ -179,12 +179,18 @@ fn out_of_memory(
     error: DriverError,
 ) -> DeviceError {
     let free = context.free_bytes().map_or("an unknown amount".to_owned(), mib);
+    let never_fits = never_fits(account.bytes(), bytes, context.memory_bytes());
+    let verdict = if never_fits {
+        "; that is more than the whole card, so another try would end the same"
+    } else {
+        ""
+    };
     DeviceError::OutOfMemory {
         what: name.to_owned(),
         bytes,
         cause: format!(
-            "{}; GPU {} ({}) has {free} free of {}, this rank holds {}: {}",
-            words(error),
+            "{}; GPU {} ({}) has {free} free of {}, this rank holds {}: {}{verdict}",
+            error.words(),
             context.ordinal(),
             context.name(),
             mib(context.memory_bytes()),
@@ -194,7 +200,13 @@ fn out_of_memory(
         hint: "lower `train.micro_batch` and raise `train.grad_accumulation`, use `train.precision: bf16`, or \
                shard with `parallel.strategy: zero1`, `zero2` or `zero3`; the lines before the first step say what a rank holds"
             .to_owned(),
+        never_fits,
     }
+}
+
+/// True if `bytes` more than what is held are more than `all` that a device has: others' memory may be freed, that may not.
+const fn never_fits(held: usize, bytes: usize, all: usize) -> bool {
+    held.saturating_add(bytes) > all
 }
 
 /// Page-locked memory of the host, which copies to and from the device need to be asynchronous.
@@ -236,9 +248,13 @@ impl PinnedMemory {
             bytes,
             cause,
             hint: "raise the limit on locked memory (`ulimit -l`), or free main memory".to_owned(),
+            never_fits: false,
         };
-        // SAFETY: a new allocation; it is zeroed before anybody sees it.
-        let ptr = unsafe { result::malloc_host(length, 0) }.map_err(|error| refuse(words(error)))?;
+        let allocated = written(std::ptr::null_mut(), |address| {
+            // SAFETY: the function writes one address. The memory is zeroed before anybody sees it.
+            unsafe { calls::host_alloc(address, length, 0) }
+        });
+        let ptr = allocated.map_err(|error| refuse(error.words()))?;
         let ptr =
             NonNull::new(ptr.cast::<u8>()).ok_or_else(|| refuse("the driver gave no address".to_owned()))?;
         // SAFETY: `length` bytes were allocated at `ptr`.
@@ -260,7 +276,7 @@ impl Drop for PinnedMemory {
     fn drop(&mut self) {
         if self.context.comes_to_rest() {
             // SAFETY: allocated by `new`, freed once. No copy from it is in flight any more.
-            let _ = unsafe { result::free_host(self.ptr.as_ptr().cast::<c_void>()) };
+            let _ = unsafe { calls::host_free(self.ptr.as_ptr().cast::<c_void>()) };
         }
     }
 }
@@ -268,6 +284,13 @@ impl Drop for PinnedMemory {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_others_hold_may_be_freed_and_a_card_does_not_grow() {
+        assert!(!never_fits(30, 70, 100), "others hold some of it");
+        assert!(never_fits(30, 71, 100));
+        assert!(never_fits(1, usize::MAX, 100));
+    }
 
     #[test]
     fn the_largest_holders_are_named() {

@@ -5,6 +5,8 @@
 //!
 //! | file | what it is | what it must not know |
 //! |---|---|---|
+//! | `calls` | the driver's functions, from the file that discovery chose | what they are called for |
+//! | `facts` | [`GpuFacts`]: what the driver says of one device | |
 //! | `driver` | [`Context`]: the driver started, one device chosen; results as errors | memory, streams |
 //! | `memory` | [`DeviceMemory`] and pinned host memory, accounts of who holds what | streams |
 //! | `fetch` | numbers on their way to the host | streams |
@@ -24,10 +26,12 @@
 
 mod arch;
 mod cache;
+mod calls;
 mod cublaslt;
 mod device;
 mod driver;
 mod event;
+mod facts;
 mod fetch;
 mod host_side;
 mod kernel;
@@ -42,9 +46,10 @@ pub use arch::Arch;
 pub use cache::CubinCache;
 pub use device::{CudaDevice, CudaOptions};
 pub use driver::{Context, count_devices};
+pub use facts::GpuFacts;
 pub use kernel::{Define, Kernel, Source, Unit};
 pub use launch::{Args, CudaKernel, DevicePtr, Grid, Launch};
 pub use matmul::{Epilogue, Operand, Product};
 pub use memory::DeviceMemory;
 pub use nvrtc::{CompileError, Cubin, Nvrtc};
-pub use survey::{GpuFacts, Reach, Survey};
+pub use survey::{Reach, Survey};

@@ -2,12 +2,13 @@
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::collections::VecDeque;
+use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use cudarc::driver::result;
 use cudarc::driver::sys;
 
+use super::calls::{self, written};
 use super::driver::{RawStream, driver_error};
 use super::event::{CudaEvent, EventPool, answer, wait_until};
 use super::memory::{Account, DeviceMemory, PinnedMemory};
@@ -68,10 +69,19 @@ impl CudaStream {
     ) -> Result<Self, DeviceError> {
         context.bind()?;
         let failed = |error| driver_error(format!("cannot make stream `{name}`"), error);
-        let (least, greatest) = result::stream::get_priority_range().map_err(failed)?;
+        let mut greatest = 0;
+        // SAFETY: the function writes two integers.
+        let least = written(0, |least| unsafe {
+            calls::stream_priorities(least, &raw mut greatest)
+        });
+        let least = least.map_err(failed)?;
         let priority = if urgent { greatest } else { least };
-        let kind = result::stream::StreamKind::NonBlocking;
-        let raw = RawStream(result::stream::create_with_priority(kind, priority).map_err(failed)?);
+        let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
+        let made = written(ptr::null_mut(), |stream| {
+            // SAFETY: the function writes one pointer.
+            unsafe { calls::stream_create(stream, flags, priority) }
+        });
+        let raw = RawStream(made.map_err(failed)?);
         context.add_stream(raw);
         Ok(Self {
             name: name.into(),
@@ -131,7 +141,7 @@ impl CudaStream {
     pub(super) fn synchronize(&self) -> Result<(), DeviceError> {
         self.context.bind()?;
         // SAFETY: the stream is alive.
-        let poll = || answer(unsafe { sys::cuStreamQuery(self.raw()) }.result(), &self.name);
+        let poll = || answer(unsafe { calls::stream_query(self.raw()) }, &self.name);
         let emptied = wait_until(poll, Instant::now() + PATIENCE, || {
             format!("stream `{}`", self.name)
         });
@@ -177,9 +187,8 @@ impl CudaStream {
             // SAFETY: a slot has room for a chunk, and its last copy has ended. The copy on the device reads the
             // slot until the event recorded below; the caller vouches for the target.
             let copied = unsafe {
-                std::ptr::copy_nonoverlapping(chunk.as_ptr(), slot.memory.ptr(), chunk.len());
-                let source = std::slice::from_raw_parts(slot.memory.ptr(), chunk.len());
-                result::memcpy_htod_async(to, source, self.raw())
+                ptr::copy_nonoverlapping(chunk.as_ptr(), slot.memory.ptr(), chunk.len());
+                calls::copy_in(to, slot.memory.ptr().cast(), chunk.len(), self.raw())
             };
             copied
                 .map_err(|error| driver_error(format!("cannot upload on stream `{}`", self.name), error))?;
@@ -199,11 +208,9 @@ impl CudaStream {
             let slot = self.staging(&mut state)?;
             let from = source.offset(out.len()).raw();
             // SAFETY: a slot has room for a chunk, and its last copy has ended; nobody has a slice of it. The caller
-            // vouches for the source. The slice is read after the copy has ended.
-            unsafe {
-                let target = std::slice::from_raw_parts_mut(slot.memory.ptr(), length);
-                result::memcpy_dtoh_async(target, from, self.raw()).map_err(failed)?;
-            }
+            // vouches for the source. The slot is read after the copy has ended.
+            let copied = unsafe { calls::copy_out(slot.memory.ptr().cast(), from, length, self.raw()) };
+            copied.map_err(failed)?;
             let copied = self.record();
             let outcome = copied.and_then(|event| event.wait(Instant::now() + PATIENCE));
             // SAFETY: as above; the copy has ended if `outcome` says so, and is not looked at otherwise.
@@ -234,10 +241,15 @@ impl CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
+        // As long as the stream is known, freeing its memory waits for its work.
+        let mut state = self.lock();
+        state.scratch = None;
+        state.staging.clear();
+        drop(state);
         self.context.remove_stream(self.raw);
         if self.context.bind().is_ok() {
             // SAFETY: created in `new`, destroyed once; work in flight goes on without it.
-            let _ = unsafe { result::stream::destroy(self.raw()) };
+            let _ = unsafe { calls::stream_destroy(self.raw()) };
         }
     }
 }

@@ -150,9 +150,7 @@ impl Native for FakeNative {
         let memory: &dyn Any = buffer.arena().memory().as_any();
         let host = memory.downcast_ref::<crate::device::HostMemory>();
         let base = host.expect("allocated by the fake device").ptr().as_ptr();
-        Ok(base
-            .wrapping_add(buffer.range().start * buffer.dtype().bytes())
-            .cast())
+        Ok(base.wrapping_add(buffer.start()).cast())
     }
 
     /// Its memory is the host's, and waits for nobody.
