@@ -250,7 +250,7 @@ mod tests {
 
     #[test]
     fn no_wait_is_cut_short_by_its_unit() {
-        assert_eq!(whole_ms(Duration::from_nanos(49_990_000)), 50);
+        assert_eq!(whole_ms(Duration::from_nanos(49_990_001)), 50);
         assert_eq!(whole_ms(Duration::from_millis(50)), 50);
         assert_eq!(whole_ms(Duration::ZERO), 0);
     }
