@@ -3,7 +3,8 @@
 //! Whoever reads our output may stop reading. So nobody but the writer thread ever writes: the others put lines
 //! into a bounded queue. While the reader is merely slow, the threads that read the workers' pipes wait for
 //! room, as the workers themselves would; once it has not read for [`STALL`], lines are dropped and counted until
-//! it reads again. The agent never waits for the console.
+//! it reads again. The agent never waits for the console; what it says has room of its own, for the report of a failure
+//! comes when the workers' last words have just filled the queue.
 
 use std::collections::VecDeque;
 use std::io;
@@ -16,8 +17,10 @@ use crate::piece::{Piece, Source, Start};
 use crate::progress::Bar;
 use crate::sinks::{Manner, Sinks};
 
-/// Bytes that may wait to be written.
+/// Bytes of workers that may wait to be written.
 const QUEUE_BYTES: usize = 4 << 20;
+/// Bytes of the launcher's own that may wait besides.
+const OWN_BYTES: usize = 1 << 20;
 /// What one piece costs beyond its bytes, so that short ones are bounded too.
 const PIECE_COST: usize = 128;
 /// A console that takes nothing for this long is blocked.
@@ -58,7 +61,10 @@ struct Shared {
 #[derive(Default)]
 struct State {
     pieces: VecDeque<(Stream, Piece)>,
+    /// Of workers.
     queued_bytes: usize,
+    /// Of the launcher itself.
+    own_bytes: usize,
     /// The newest numbers for the bar; older ones are of no interest.
     progress: Option<(u64, Progress)>,
     dropped_lines: u64,
@@ -165,11 +171,13 @@ impl Console {
     }
 
     fn enqueue(&self, mut state: MutexGuard<'_, State>, stream: Stream, piece: Piece) {
-        if state.queued_bytes >= QUEUE_BYTES || state.closed {
+        let (waiting, bound) = state.waiting_beside(&piece);
+        let is_full = *waiting >= bound;
+        if is_full || state.closed {
             state.dropped_lines += piece.lines();
             return;
         }
-        state.queued_bytes += piece.bytes.len() + PIECE_COST;
+        *state.waiting_beside(&piece).0 += piece.bytes.len() + PIECE_COST;
         state.pieces.push_back((stream, piece));
         drop(state);
         self.shared.filled.notify_one();
@@ -182,6 +190,17 @@ impl Console {
     fn wait<'a>(&self, state: MutexGuard<'a, State>, bound: Duration) -> MutexGuard<'a, State> {
         let waited = self.shared.drained.wait_timeout(state, bound);
         waited.unwrap_or_else(PoisonError::into_inner).0
+    }
+}
+
+impl State {
+    /// What waits of the piece's kind, in bytes, and how much of it may.
+    fn waiting_beside(&mut self, piece: &Piece) -> (&mut usize, usize) {
+        if piece.source == OWN {
+            (&mut self.own_bytes, OWN_BYTES)
+        } else {
+            (&mut self.queued_bytes, QUEUE_BYTES)
+        }
     }
 }
 
@@ -280,7 +299,7 @@ fn next_work(shared: &Shared) -> Work {
         && let Some((stream, piece)) = state.pieces.pop_front()
     {
         bytes += piece.bytes.len();
-        state.queued_bytes -= piece.bytes.len() + PIECE_COST;
+        *state.waiting_beside(&piece).0 -= piece.bytes.len() + PIECE_COST;
         work.pieces.push((stream, piece));
     }
     if state.pieces.is_empty() {
@@ -321,10 +340,16 @@ mod tests {
         }
     }
 
+    /// A console whose standard output takes nothing without a ticket.
     fn gated() -> (Console, mpsc::Sender<()>, mpsc::Receiver<Vec<u8>>) {
+        gated_at(Stream::Stdout)
+    }
+
+    fn gated_at(stream: Stream) -> (Console, mpsc::Sender<()>, mpsc::Receiver<Vec<u8>>) {
         let (written, output) = mpsc::channel();
         let (ticket, tickets) = mpsc::channel();
-        let writers: [Box<dyn Write + Send>; 2] = [Box::new(Gate { written, tickets }), Box::new(io::sink())];
+        let mut writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(io::sink())];
+        writers[stream as usize] = Box::new(Gate { written, tickets });
         let sinks = Sinks::new(writers, [Manner::Pipe; 2], false);
         (Console::start(sinks, false).unwrap(), ticket, output)
     }
@@ -368,6 +393,28 @@ mod tests {
         console.close(Duration::ZERO);
         drop(tickets);
         assert_eq!(output.try_iter().count(), 0);
+    }
+
+    #[test]
+    fn the_launchers_own_words_are_kept_when_the_queue_is_full() {
+        let (console, tickets, output) = gated_at(Stream::Stderr);
+        let mut line = vec![b'x'; 1 << 20];
+        line.push(b'\n');
+        for _ in 0..10 {
+            console.put(Stream::Stderr, lines(line.clone()));
+        }
+        console.say("rank 1 failed");
+        // They have a bound too.
+        let long = "y".repeat(1 << 20);
+        for _ in 0..3 {
+            console.say(&long);
+        }
+        (0..1000).for_each(|_| tickets.send(()).unwrap());
+        console.close(Duration::from_secs(20));
+        let text = String::from_utf8(output.try_iter().flatten().collect()).unwrap();
+        assert!(text.contains("[ddp-run] rank 1 failed\n"));
+        assert!(text.matches(&long).count() < 3);
+        assert!(text.contains("lines are not shown"));
     }
 
     #[test]

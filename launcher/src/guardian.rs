@@ -131,11 +131,11 @@ impl Guardian {
 
     /// A worker's session is gone, and its number may be used again by others.
     pub(crate) fn forget(&self, session: i32) {
-        send_record(self.socket.as_raw_fd(), FORGET, session);
+        self.registrar().forget(session);
     }
 }
 
-/// Announces workers to the guardian. Valid as long as the [`Guardian`] it came from.
+/// Announces workers, and their ends, to the guardian. Valid as long as the [`Guardian`] it came from.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Registrar {
     socket: RawFd,
@@ -145,6 +145,19 @@ impl Registrar {
     /// The guardian shall kill this session when the launcher is gone. Async-signal-safe.
     pub(crate) fn watch(self, session: i32) {
         send_record(self.socket, WATCH, session);
+    }
+
+    /// The session is gone, and its number may be used again by others.
+    pub(crate) fn forget(self, session: i32) {
+        send_record(self.socket, FORGET, session);
+    }
+
+    /// Announces to whoever reads the other end.
+    #[cfg(test)]
+    pub(crate) fn to(socket: &UnixStream) -> Self {
+        Self {
+            socket: socket.as_raw_fd(),
+        }
     }
 }
 

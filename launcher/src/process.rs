@@ -7,15 +7,18 @@
 #![expect(unsafe_code, reason = "fork, and code between fork and exec")]
 
 use std::ffi::{CString, OsStr, OsString, c_char};
+use std::fs::File;
 use std::io::{self, Read};
-use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::ptr;
+use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::fcntl::OFlag;
-use nix::sys::signal::{SigSet, SigmaskHow, sigprocmask};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::unistd::{Pid, pipe2};
 
 use crate::cgroup::{self, Door, Forked};
@@ -71,26 +74,48 @@ pub(crate) struct Streams<'a> {
     pub(crate) stderr: Option<BorrowedFd<'a>>,
 }
 
-/// Starts a process, in the group behind `door` if there is one; returns when its program runs.
+/// What a new process begins with.
+pub(crate) struct Start<'a> {
+    pub(crate) image: Image,
+    pub(crate) streams: Streams<'a>,
+    /// The way into its control group, if there is one.
+    pub(crate) door: Option<Door>,
+    /// How long its program may take to begin.
+    pub(crate) patience: Duration,
+}
+
+/// Why a program does not run.
+#[derive(Debug, thiserror::Error)]
+pub(crate) enum StartError {
+    /// There is no new process.
+    #[error(transparent)]
+    NotBorn(#[from] io::Error),
+    /// `prepare` or `execve` failed. The process has been reaped: its number is free.
+    #[error("{cause}")]
+    Ended { child: Pid, cause: io::Error },
+    /// It has not begun in time. The process was killed, and is to be reaped when it goes.
+    #[error("its program has not begun after {} s", .waited.as_secs_f64())]
+    Stuck { waited: Duration },
+}
+
+impl From<Errno> for StartError {
+    fn from(errno: Errno) -> Self {
+        Self::NotBorn(errno.into())
+    }
+}
+
+/// Starts a process; returns when its program runs.
 ///
 /// `prepare` runs in the new process. It may make async-signal-safe calls only, and may not allocate.
-///
-/// # Errors
-/// Of the fork, of `prepare` and of `execve`. The process has been reaped then.
-pub(crate) fn start(
-    image: &Image,
-    streams: &Streams<'_>,
-    door: Option<Door>,
-    prepare: impl Fn() -> Result<(), Errno>,
-) -> io::Result<Pid> {
-    let mut pointers = Pointers::of(image);
+pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) -> Result<Pid, StartError> {
+    let mut pointers = Pointers::of(&given.image);
     let (report, report_end) = pipe2(OFlag::O_CLOEXEC)?;
     let mut before = SigSet::empty();
     sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), Some(&mut before))?;
     // SAFETY: the child only makes async-signal-safe calls, does not allocate, and ends in `execve` or `_exit`.
-    let forked = unsafe { cgroup::fork(door) };
+    let forked = unsafe { cgroup::fork(given.door) };
     if let Ok(Forked::Child) = forked {
-        let outcome = redirect(streams)
+        let outcome = redirect(&given.streams)
             .and_then(|()| prepare())
             .and_then(|()| reset_signals());
         let errno = match outcome {
@@ -111,14 +136,38 @@ pub(crate) fn start(
     let Forked::Parent(child) = forked else {
         unreachable!("the child has ended above");
     };
+    let report = File::from(report);
+    if !is_readable(&report, given.patience)? {
+        // It holds the launcher's files, and may come to life when nobody expects it any more.
+        let _ = kill(child, Signal::SIGKILL);
+        return Err(StartError::Stuck {
+            waited: given.patience,
+        });
+    }
     let mut number = [0; size_of::<i32>()];
     // The other end is closed by the program's start.
-    if std::fs::File::from(report).read_exact(&mut number).is_err() {
+    if (&report).read_exact(&mut number).is_err() {
         return Ok(child);
     }
     // It may have been reaped by whoever reaps all children.
     let _ = cgroup::wait_for(child);
-    Err(io::Error::from_raw_os_error(i32::from_ne_bytes(number)))
+    let cause = io::Error::from_raw_os_error(i32::from_ne_bytes(number));
+    Err(StartError::Ended { child, cause })
+}
+
+/// Waits until there is something to read, or nothing will come any more; false if that takes longer than `patience`.
+fn is_readable(file: &File, patience: Duration) -> io::Result<bool> {
+    let deadline = Instant::now() + patience;
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let left = PollTimeout::try_from(left).unwrap_or(PollTimeout::MAX);
+        match poll(&mut [PollFd::new(file.as_fd(), PollFlags::POLLIN)], left) {
+            Ok(0) if Instant::now() >= deadline => return Ok(false),
+            Ok(0) | Err(Errno::EINTR) => {}
+            Ok(_) => return Ok(true),
+            Err(errno) => return Err(errno.into()),
+        }
+    }
 }
 
 /// Arrays of pointers into an [`Image`], each with a null pointer at its end.
@@ -201,16 +250,30 @@ fn reset_signals() -> Result<(), Errno> {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::{self, File};
-    use std::os::fd::{AsFd, OwnedFd};
+    use std::fs;
+    use std::os::fd::OwnedFd;
     use std::os::unix::fs::PermissionsExt;
 
     use nix::sys::wait::WaitStatus;
 
     use super::*;
 
+    const PATIENCE: Duration = Duration::from_mins(1);
+
+    fn nothing() -> Streams<'static> {
+        Streams {
+            stdin: None,
+            stdout: None,
+            stderr: None,
+        }
+    }
+
+    fn image_of(program: &str) -> Image {
+        Image::new(Path::new(program), std::iter::once(OsStr::new("x")), &[]).unwrap()
+    }
+
     /// Starts `argv`, and returns how it ended and what it wrote.
-    fn run(program: &Path, argv: &[&str], path: &Path) -> io::Result<(WaitStatus, String)> {
+    fn run(program: &Path, argv: &[&str], path: &Path) -> Result<(WaitStatus, String), StartError> {
         let env = [
             ("PATH".into(), path.as_os_str().to_owned()),
             ("X".into(), "y".into()),
@@ -223,11 +286,24 @@ mod tests {
             stdout: Some(end.as_fd()),
             stderr: Some(end.as_fd()),
         };
-        let child = start(&image, &streams, None, || Ok(()))?;
+        let given = Start {
+            image,
+            streams,
+            door: None,
+            patience: PATIENCE,
+        };
+        let child = start(&given, || Ok(()))?;
         drop(end);
         let mut text = String::new();
         output.read_to_string(&mut text)?;
         Ok((cgroup::wait_for(child)?, text))
+    }
+
+    fn errno_of(error: &StartError) -> Option<i32> {
+        match error {
+            StartError::Ended { cause, .. } => cause.raw_os_error(),
+            _ => None,
+        }
     }
 
     fn executable(path: &Path, text: &str) {
@@ -257,9 +333,9 @@ mod tests {
         }
         let path = std::env::join_paths([Path::new("/nonexistent"), &forbidden, &right]).unwrap();
         let run = || run(Path::new("mine"), &["mine", "x"], Path::new(&path));
-        assert_eq!(run().unwrap_err().raw_os_error(), Some(libc::ENOENT));
+        assert_eq!(errno_of(&run().unwrap_err()), Some(libc::ENOENT));
         fs::write(forbidden.join("mine"), "").unwrap();
-        assert_eq!(run().unwrap_err().raw_os_error(), Some(libc::EACCES));
+        assert_eq!(errno_of(&run().unwrap_err()), Some(libc::EACCES));
         // Without `#!`: the shell's.
         executable(&right.join("mine"), "echo $0 $1");
         let (_, text) = run().unwrap();
@@ -268,16 +344,47 @@ mod tests {
 
     #[test]
     fn what_fails_before_the_program_runs_is_reported() {
-        let image = Image::new(Path::new("/bin/true"), std::iter::once(OsStr::new("true")), &[]).unwrap();
-        let null = File::options().write(true).open("/dev/null").unwrap();
-        let streams = Streams {
-            stdin: None,
-            stdout: Some(null.as_fd()),
-            stderr: Some(null.as_fd()),
+        let given = Start {
+            image: image_of("/bin/true"),
+            streams: nothing(),
+            door: None,
+            patience: PATIENCE,
         };
-        let error = start(&image, &streams, None, || Err(Errno::EXDEV)).unwrap_err();
-        assert_eq!(error.raw_os_error(), Some(libc::EXDEV));
+        let error = start(&given, || Err(Errno::EXDEV)).unwrap_err();
+        assert_eq!(errno_of(&error), Some(libc::EXDEV));
         let zero = Image::new(Path::new("/bin/true"), std::iter::once(OsStr::new("a\0b")), &[]);
         assert_eq!(zero.err().unwrap().kind(), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn a_program_that_does_not_begin_is_killed_and_waited_for_no_longer() {
+        // As on a file system that does not answer; it says who it is first.
+        let (mut number, end) = pipe2(OFlag::O_CLOEXEC)
+            .map(|(read, write)| (File::from(read), write))
+            .unwrap();
+        let given = Start {
+            image: image_of("/bin/true"),
+            streams: nothing(),
+            door: None,
+            patience: Duration::from_millis(20),
+        };
+        let error = start(&given, || {
+            nix::unistd::write(&end, &Pid::this().as_raw().to_ne_bytes())?;
+            loop {
+                nix::unistd::pause();
+            }
+        })
+        .unwrap_err();
+        assert_eq!(error.to_string(), "its program has not begun after 0.02 s");
+        drop(end);
+        let mut child = [0; size_of::<i32>()];
+        number.read_exact(&mut child).unwrap();
+        let child = Pid::from_raw(i32::from_ne_bytes(child));
+        assert!(
+            is_readable(&number, PATIENCE).unwrap(),
+            "its end lives on with it"
+        );
+        let status = cgroup::wait_for(child).unwrap();
+        assert_eq!(status, WaitStatus::Signaled(child, Signal::SIGKILL, false));
     }
 }

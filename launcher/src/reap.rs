@@ -67,6 +67,14 @@ pub(crate) fn collect_orphans(is_worker: impl Fn(i32) -> bool) -> Vec<i32> {
     reaped
 }
 
+/// Kills the group of a child, unless it has been reaped: its number may be a stranger's then.
+pub(crate) fn kill_child(pid: i32) {
+    if look(Which::Pid(pid), libc::WNOWAIT).is_ok() {
+        // Dead already, if this fails.
+        let _ = killpg(Pid::from_raw(pid), Signal::SIGKILL);
+    }
+}
+
 /// `waitid` without waiting; with `WNOWAIT` the child stays.
 fn look(which: Which, flags: i32) -> io::Result<Option<(i32, Ending)>> {
     let (kind, id) = match which {

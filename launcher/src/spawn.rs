@@ -11,9 +11,10 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use ddp_proto::exit;
-use ddp_proto::ids::LocalRank;
+use ddp_proto::ids::{Generation, LocalRank};
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
 use nix::sys::signal::Signal;
@@ -23,14 +24,16 @@ use tokio::sync::mpsc;
 use crate::cgroup::Door;
 use crate::guardian::Registrar;
 use crate::plan::WorkerCommand;
-use crate::process::{self, Image, Streams};
+use crate::process::{self, Image, Start, StartError, Streams};
 
 /// Exit code of shells for a program that was not found.
 const NOT_FOUND: u8 = 127;
 /// Exit code of shells for a program that cannot be executed.
 const NOT_EXECUTABLE: u8 = 126;
-/// A batch of one generation is asked for only after the last one ended.
+/// Batches that may wait: that of a generation whose workers are to follow those that the thread is stuck with.
 const BATCH_QUEUE: usize = 1;
+/// How long a program may take to begin, which is to be read from its file system first.
+const START_PATIENCE: Duration = Duration::from_mins(10);
 /// Stack of the spawning thread; it only makes new processes.
 const STACK_BYTES: usize = 256 << 10;
 
@@ -48,6 +51,7 @@ pub(crate) struct WorkerSpec {
 
 /// The workers of one generation.
 pub(crate) struct Batch {
+    pub(crate) generation: Generation,
     pub(crate) command: WorkerCommand,
     pub(crate) workers: Vec<WorkerSpec>,
     /// The way into the workers' control group, where there is one.
@@ -56,9 +60,16 @@ pub(crate) struct Batch {
     pub(crate) cancelled: Arc<AtomicBool>,
 }
 
-/// What becomes of a batch.
+/// What becomes of the batch of a generation, which may be over when this arrives.
 #[derive(Debug)]
-pub(crate) enum SpawnEvent {
+pub(crate) struct SpawnEvent {
+    pub(crate) generation: Generation,
+    pub(crate) news: SpawnNews,
+}
+
+/// The news of a batch.
+#[derive(Debug)]
+pub(crate) enum SpawnNews {
     /// One worker runs.
     Spawned { local_rank: LocalRank, pid: i32 },
     /// The batch is through: all are started, or it was cancelled, or a start failed.
@@ -94,6 +105,19 @@ pub enum SpawnError {
         /// The system's words.
         cause: String,
     },
+    /// The program is there, but the system has not begun it.
+    #[error(
+        "program `{program}` has not begun on worker {local_rank} of this node after {} s\n  hint: does the file system that it lies on answer?",
+        .waited.as_secs_f64()
+    )]
+    Stuck {
+        /// As given.
+        program: String,
+        /// Local rank of the worker.
+        local_rank: LocalRank,
+        /// How long it was waited for.
+        waited: Duration,
+    },
     /// The machine refused another process.
     #[error(
         "worker {local_rank} of this node cannot be started: {cause}\n  hint: check `ulimit -u`, the memory and the pids limit of the cgroup"
@@ -113,7 +137,7 @@ impl SpawnError {
         match self {
             Self::NotFound { .. } => NOT_FOUND,
             Self::NotExecutable { .. } => NOT_EXECUTABLE,
-            Self::Cores { .. } | Self::Machine { .. } => exit::INTERNAL,
+            Self::Cores { .. } | Self::Stuck { .. } | Self::Machine { .. } => exit::INTERNAL,
         }
     }
 
@@ -201,8 +225,10 @@ impl Spawner {
             .stack_size(STACK_BYTES)
             .spawn(move || {
                 while let Some(batch) = requests.blocking_recv() {
+                    let generation = batch.generation;
                     let failure = start_batch(batch, registrar, &events);
-                    if events.blocking_send(SpawnEvent::Finished { failure }).is_err() {
+                    let news = SpawnNews::Finished { failure };
+                    if events.blocking_send(SpawnEvent { generation, news }).is_err() {
                         return;
                     }
                 }
@@ -211,7 +237,7 @@ impl Spawner {
         Ok(Self { batches })
     }
 
-    /// Asks for the workers of a generation; false if the last batch is not through.
+    /// Asks for the workers of a generation, after those that were asked for before; false if too many batches wait.
     pub(crate) fn request(&self, batch: Batch) -> bool {
         self.batches.try_send(batch).is_ok()
     }
@@ -226,11 +252,21 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
         match start_worker(&batch.command, &worker, registrar, batch.door) {
             Ok(pid) => {
                 // The agent is gone only when the process is ending.
-                let _ = events.blocking_send(SpawnEvent::Spawned { local_rank, pid });
+                let _ = events.blocking_send(SpawnEvent {
+                    generation: batch.generation,
+                    news: SpawnNews::Spawned { local_rank, pid },
+                });
             }
             // Nobody wants it any more, and its group may be gone.
             Err(_) if batch.cancelled.load(Ordering::Acquire) => return None,
-            Err(error) => {
+            Err(StartError::Stuck { waited }) => {
+                return Some(SpawnError::Stuck {
+                    program: batch.command.program.display().to_string(),
+                    local_rank,
+                    waited,
+                });
+            }
+            Err(StartError::NotBorn(error) | StartError::Ended { cause: error, .. }) => {
                 let unbound = is_bound
                     .then(|| SpawnError::of_binding(&error, local_rank))
                     .flatten();
@@ -246,7 +282,7 @@ fn start_worker(
     worker: &WorkerSpec,
     registrar: Registrar,
     door: Option<Door>,
-) -> io::Result<i32> {
+) -> Result<i32, StartError> {
     let name = command.arg0.as_deref().unwrap_or(command.program.as_os_str());
     let argv = iter::once(name).chain(command.args.iter().map(OsString::as_os_str));
     let image = Image::new(&command.program, argv, &worker.env)?;
@@ -260,15 +296,25 @@ fn start_worker(
         .as_ref()
         .map(|[stdout, stderr]| (stdout, stderr))
         .unzip();
-    let streams = Streams {
-        stdin: nothing.as_ref().map(AsFd::as_fd),
-        stdout: stdout.map(AsFd::as_fd),
-        stderr: stderr.map(AsFd::as_fd),
+    let start = Start {
+        image,
+        streams: Streams {
+            stdin: nothing.as_ref().map(AsFd::as_fd),
+            stdout: stdout.map(AsFd::as_fd),
+            stderr: stderr.map(AsFd::as_fd),
+        },
+        door,
+        patience: START_PATIENCE,
     };
     let (launcher, cores) = (Pid::this(), worker.cores.as_ref());
     let prepare = || enter_session(launcher, registrar, door, cores);
+    let started = process::start(&start, prepare);
+    if let Err(StartError::Ended { child, .. }) = &started {
+        // It was announced, and its number is free for others now.
+        registrar.forget(child.as_raw());
+    }
     // Reaped by pid, with all others.
-    process::start(&image, &streams, door, prepare).map(Pid::as_raw)
+    started.map(Pid::as_raw)
 }
 
 /// Runs in the child between `fork` and `exec`: async-signal-safe, without allocation.
@@ -297,6 +343,10 @@ fn enter_session(
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
     use super::*;
 
     #[test]
@@ -310,6 +360,44 @@ mod tests {
         assert_eq!(nothing.exit_code(), 127, "not the first folder of the path");
         let directory = find_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
         assert_eq!(directory.exit_code(), 126);
+    }
+
+    #[test]
+    fn the_guardian_forgets_a_worker_whose_program_could_not_be_started() {
+        let (mut guardian, launcher) = UnixStream::pair().unwrap();
+        let (events, mut news) = mpsc::channel(4);
+        let batch = Batch {
+            generation: Generation(1),
+            command: WorkerCommand {
+                program: "/nonexistent".into(),
+                arg0: None,
+                args: Vec::new(),
+                env: BTreeMap::new(),
+                display_name: "x".into(),
+                native: false,
+            },
+            workers: vec![WorkerSpec {
+                local_rank: LocalRank(0),
+                env: Vec::new(),
+                output: None,
+                has_stdin: false,
+                cores: None,
+            }],
+            door: None,
+            cancelled: Arc::default(),
+        };
+        let failure = start_batch(batch, Registrar::to(&launcher), &events);
+        assert!(
+            matches!(failure, Some(SpawnError::NotFound { .. })),
+            "{failure:?}"
+        );
+        assert!(news.try_recv().is_err());
+        drop(launcher);
+        let mut told = Vec::new();
+        guardian.read_to_end(&mut told).unwrap();
+        let (watched, forgotten) = told.split_at(told.len() / 2);
+        assert_eq!((watched[0], forgotten[0]), (b'+', b'-'));
+        assert_eq!(watched[1..], forgotten[1..], "the same session");
     }
 
     #[test]
@@ -346,6 +434,15 @@ mod tests {
         insta::assert_snapshot!(of(libc::EAGAIN), @r"
         worker 3 of this node cannot be started: Resource temporarily unavailable (os error 11)
           hint: check `ulimit -u`, the memory and the pids limit of the cgroup
+        ");
+        let stuck = SpawnError::Stuck {
+            program: "./train".into(),
+            local_rank: LocalRank(3),
+            waited: START_PATIENCE,
+        };
+        insta::assert_snapshot!(stuck, @r"
+        program `./train` has not begun on worker 3 of this node after 600 s
+          hint: does the file system that it lies on answer?
         ");
     }
 }

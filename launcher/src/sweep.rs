@@ -36,27 +36,47 @@ pub(crate) enum Quarry<'a> {
 }
 
 impl Quarry<'_> {
+    /// Those that the table of processes tells.
     fn select(&self, processes: &[ProcessEntry]) -> Vec<i32> {
-        let me = Pid::this().as_raw();
-        let alive = processes.iter().filter(|entry| !entry.zombie && entry.pid != me);
+        let of = |wanted: &dyn Fn(&ProcessEntry) -> bool| -> Vec<i32> {
+            let found = alive(processes).filter(|entry| wanted(entry));
+            found.map(|entry| entry.pid).collect()
+        };
         match self {
-            Self::Launcher {
-                sessions,
-                launcher_id,
-            } => alive
-                .filter(|entry| {
-                    sessions.contains(&entry.session)
-                        || sessions.contains(&entry.group)
-                        || proc_table::carries_marker(entry.pid, launcher_id)
-                })
-                .map(|entry| entry.pid)
-                .collect(),
+            Self::Launcher { sessions, .. } => {
+                of(&|entry| sessions.contains(&entry.session) || sessions.contains(&entry.group))
+            }
             Self::Descendants { of, spared } => descendants(processes, *of, spared),
-            Self::Sessions { sessions, .. } => alive
-                .filter(|entry| sessions.contains(&entry.session) && !sessions.contains(&entry.pid))
-                .map(|entry| entry.pid)
-                .collect(),
+            Self::Sessions { sessions, .. } => {
+                of(&|entry| sessions.contains(&entry.session) && !sessions.contains(&entry.pid))
+            }
         }
+    }
+
+    /// Kills those that the table tells, then those of the others that carry a marker; returns all of them.
+    ///
+    /// Whoever looks for a marker may wait for ever: to read the environment of a process takes a lock that it holds
+    /// while it is stuck in a driver. So all are killed before that can be known to be ours without it.
+    fn kill_found(
+        &self,
+        processes: &[ProcessEntry],
+        carries_marker: impl Fn(i32, &str) -> bool,
+        mut kill: impl FnMut(i32),
+    ) -> Vec<i32> {
+        let mut found = self.select(processes);
+        for pid in &found {
+            kill(*pid);
+        }
+        if let Self::Launcher { launcher_id, .. } = self {
+            let known: BTreeSet<i32> = found.iter().copied().collect();
+            for entry in alive(processes).filter(|entry| !known.contains(&entry.pid)) {
+                if carries_marker(entry.pid, launcher_id) {
+                    kill(entry.pid);
+                    found.push(entry.pid);
+                }
+            }
+        }
+        found
     }
 
     /// Kills what is found in one look at the machine, and returns it.
@@ -70,12 +90,10 @@ impl Quarry<'_> {
                 .collect(),
             _ => proc_table::processes(),
         };
-        let found = self.select(&processes);
-        for pid in &found {
+        self.kill_found(&processes, proc_table::carries_marker, |pid| {
             // It may be gone already, or belong to another user: neither can be helped here.
-            let _ = kill(Pid::from_raw(*pid), Signal::SIGKILL);
-        }
-        found
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        })
     }
 
     /// Kills until nothing is found any more; returns the processes that are left at the deadline.
@@ -93,6 +111,14 @@ impl Quarry<'_> {
             }
         }
     }
+}
+
+/// All but the dead and this process itself.
+fn alive(processes: &[ProcessEntry]) -> impl Iterator<Item = &ProcessEntry> {
+    let me = Pid::this().as_raw();
+    processes
+        .iter()
+        .filter(move |entry| !entry.zombie && entry.pid != me)
 }
 
 fn descendants(processes: &[ProcessEntry], root: i32, spared: &BTreeSet<i32>) -> Vec<i32> {
@@ -119,6 +145,8 @@ fn descendants(processes: &[ProcessEntry], root: i32, spared: &BTreeSet<i32>) ->
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
 
     fn entry(pid: i32, parent: i32, session: i32) -> ProcessEntry {
@@ -148,6 +176,32 @@ mod tests {
             found,
             [12],
             "12 is below a zombie; 13 and 14 are spared; 20 is a stranger"
+        );
+    }
+
+    #[test]
+    fn no_environment_is_read_before_all_announced_sessions_are_killed() {
+        let table = [
+            entry(10, 1, 10),
+            entry(11, 1, 11),
+            entry(12, 1, 12),
+            entry(13, 12, 10),
+        ];
+        let sessions = BTreeSet::from([10]);
+        let quarry = Quarry::Launcher {
+            sessions: &sessions,
+            launcher_id: "me",
+        };
+        let acts = RefCell::new(Vec::new());
+        let carries_marker = |pid, launcher_id: &str| {
+            acts.borrow_mut().push(format!("read {pid}"));
+            pid == 12 && launcher_id == "me"
+        };
+        let kill = |pid| acts.borrow_mut().push(format!("kill {pid}"));
+        assert_eq!(quarry.kill_found(&table, carries_marker, kill), [10, 13, 12]);
+        assert_eq!(
+            acts.into_inner(),
+            ["kill 10", "kill 13", "read 11", "read 12", "kill 12"]
         );
     }
 

@@ -103,6 +103,7 @@ pub(super) struct Running {
 #[derive(Debug)]
 pub(super) struct Suspect {
     pub(super) blow: Blow,
+    /// How long it waits for a better cause, if no member's connection is broken: see [`Job::suspect_until`].
     pub(super) until: Duration,
 }
 
@@ -298,7 +299,7 @@ impl Job {
                 Some(last_word.map_or(over.until, |until| until.min(over.until)))
             }
             Phase::Running(running) => {
-                let suspect = running.suspect.as_ref().map(|suspect| suspect.until);
+                let suspect = self.suspect_until();
                 [suspect, running.scale_up].into_iter().flatten().min()
             }
         };

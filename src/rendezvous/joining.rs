@@ -328,6 +328,7 @@ impl Job {
                     self.id, node.join.hostname
                 ));
                 self.send_assignment(turn, &incarnation);
+                self.hear_out(turn);
             }
             Readiness::Stopping(stopping) => {
                 // It has not confirmed the end of this generation, so it may not have heard of it.

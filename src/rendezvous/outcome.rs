@@ -13,6 +13,7 @@ use super::job::{Gathering, Job, Over, Phase, Readiness, Suspect};
 use super::joining::join_timeout;
 use super::kv::clip;
 use super::policy::{Ended, Verdict, Why};
+use super::ranks::Seat;
 use super::words;
 
 /// Lost nodes that a job remembers, to give them the verdict should they come back.
@@ -80,22 +81,34 @@ impl Job {
 
     /// Ends the generation with the suspect when its time is over and no node is away that may be the cause.
     pub(super) fn judge_suspect(&mut self, turn: &mut Turn<'_>) {
-        let away = self.previous.iter().filter_map(|seat| {
-            let node = self.nodes.get(&seat.incarnation)?;
-            let is_away = node.conn.is_none() && !self.has_succeeded(&seat.incarnation);
-            is_away.then_some(node.lease_until)
-        });
-        let away_until = away.max();
-        if let Phase::Running(running) = &mut self.phase
-            && let Some(suspect) = &mut running.suspect
-            && let Some(until) = away_until
-        {
-            suspect.until = suspect.until.max(until);
-        }
-        if let Phase::Running(running) = &mut self.phase
-            && let Some(suspect) = running.suspect.take_if(|suspect| suspect.until <= turn.at.now)
+        if self.suspect_until().is_some_and(|until| until <= turn.at.now)
+            && let Phase::Running(running) = &mut self.phase
+            && let Some(suspect) = running.suspect.take()
         {
             self.strike(turn, suspect.blow);
+        }
+    }
+
+    /// When the suspect is judged, if there is one, and unless a node comes back before.
+    pub(super) fn suspect_until(&self) -> Option<Duration> {
+        let Phase::Running(running) = &self.phase else {
+            return None;
+        };
+        let suspect = running.suspect.as_ref()?;
+        let away = self.previous.iter().filter_map(|seat| {
+            let node = self.nodes.get(&seat.incarnation)?;
+            let is_away = node.conn.is_none() && !running.succeeded.contains(&seat.incarnation);
+            is_away.then_some(node.lease_until)
+        });
+        away.chain([suspect.until]).max()
+    }
+
+    /// A member has come back: what it has to report follows, and may be the cause.
+    pub(super) fn hear_out(&mut self, turn: &Turn<'_>) {
+        if let Phase::Running(running) = &mut self.phase
+            && let Some(suspect) = &mut running.suspect
+        {
+            suspect.until = suspect.until.max(turn.at.now + turn.config.culprit_wait);
         }
     }
 
@@ -117,13 +130,24 @@ impl Job {
         }
     }
 
-    /// An agent goes away for good. A signal to one of them stops the whole job.
-    pub(super) fn leave(&mut self, turn: &mut Turn<'_>, incarnation: &str, leave: &Leave) {
-        let spare = match &self.phase {
+    /// The job does as well without this node.
+    fn is_spare(&self, incarnation: &str) -> bool {
+        match &self.phase {
             Phase::Running(_) => !self.is_member(incarnation),
             Phase::Recovering(recovery) => !recovery.has(incarnation),
-            _ => false,
-        };
+            // The nodes of the last generation make the next one too, as long as none of them is gone.
+            Phase::Gathering(_) => {
+                let is_there = |seat: &Seat| self.nodes.contains_key(&seat.incarnation);
+                let are_enough = !self.previous.is_empty() && self.previous.iter().all(is_there);
+                are_enough && self.rank_of(incarnation).is_none()
+            }
+            Phase::Over(_) => false,
+        }
+    }
+
+    /// An agent goes away for good. A signal to one of them stops the whole job, unless it is a spare's.
+    pub(super) fn leave(&mut self, turn: &mut Turn<'_>, incarnation: &str, leave: &Leave) {
+        let spare = self.is_spare(incarnation);
         let over = matches!(self.phase, Phase::Over(_));
         let name = self.node_name(incarnation);
         match leave.signal {

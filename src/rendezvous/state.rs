@@ -256,6 +256,8 @@ impl Daemon<'_> {
         let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
         if job.nodes.is_empty() && joining.generation == 0 {
             // Nobody is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
+            // What still waits for a key of the old one gets its answer.
+            job.kv.end("a new run of the job has begun", &mut turn.effects);
             *job = Job::new(job_id, job.highest_generation(), now);
         }
         job.join(turn, joining);

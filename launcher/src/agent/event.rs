@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use ddp_proto::ids::LocalRank;
+use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::{Assignment, DaemonMessage, Leave, WorkerExit};
 
@@ -17,10 +17,17 @@ pub(super) enum Event {
     Daemon(DaemonMessage),
     /// The daemon cannot be reached any more, or refuses to talk.
     DaemonGone { exit_code: u8, error: String },
-    /// A worker runs.
-    Spawned(LocalRank),
-    /// No more workers will be started.
-    SpawnEnded(Option<SpawnError>),
+    /// A worker of this generation runs.
+    Spawned {
+        generation: Generation,
+        local_rank: LocalRank,
+        pid: i32,
+    },
+    /// No more workers of this generation will be started.
+    SpawnEnded {
+        generation: Generation,
+        failure: Option<SpawnError>,
+    },
     /// Something that the generation needs failed before any worker was started.
     CannotBegin { exit_code: u8, error: String },
     /// A worker ended.
@@ -64,6 +71,8 @@ pub(super) enum Effect {
     SignalAll(i32),
     /// Send this signal to a worker that was started while the others were being stopped.
     SignalLate(LocalRank, i32),
+    /// Kill this worker: its generation was given up before it was started.
+    KillStray(i32),
     /// Wait for the last words of a worker on the control socket, then [`Event::Heard`].
     Hear(LocalRank),
     /// Collect what is known of a failed worker, then [`Event::Described`].

@@ -123,9 +123,16 @@ mod tests {
         };
         hear(&mut machine, Word::Assignment(assignment));
         for local_rank in 0..workers {
-            machine.on(Event::Spawned(LocalRank(local_rank)));
+            machine.on(Event::Spawned {
+                generation: machine.generation(),
+                local_rank: LocalRank(local_rank),
+                pid: 100,
+            });
         }
-        machine.on(Event::SpawnEnded(None));
+        machine.on(Event::SpawnEnded {
+            generation: machine.generation(),
+            failure: None,
+        });
         machine
     }
 

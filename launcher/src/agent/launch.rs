@@ -21,6 +21,9 @@ use crate::terminal::TerminalSettings;
 
 /// How long a console that takes nothing is waited for at the end.
 const CONSOLE_PATIENCE: Duration = Duration::from_secs(1);
+/// How long all that is left to be put away may take, which has bounds of its own: only a file system that does not
+/// answer takes longer.
+const CLOSING_BOUND: Duration = Duration::from_mins(1);
 
 /// How a launch ended.
 #[derive(Clone, Debug)]
@@ -102,16 +105,17 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         console.say(report);
     }
     // The runtime goes on: it may host the daemon, which other nodes still need.
+    let scratch_dir = guardian.scratch_dir().to_owned();
     let closing = hand.give(move || {
         if let Some(words) = group.and_then(|group| remove_group(group.dir())) {
             console.say(&words);
         }
         console.close(CONSOLE_PATIENCE);
+        // Usually it was never made.
+        let _ = std::fs::remove_dir_all(scratch_dir);
     });
     // A panic has told of itself.
-    let _ = closing.await;
-    // Usually it was never made.
-    let _ = std::fs::remove_dir_all(guardian.scratch_dir());
+    let _ = tokio::time::timeout(CLOSING_BOUND, closing).await;
     dismiss(guardian);
     Outcome {
         exit_code: conclusion.exit_code(),

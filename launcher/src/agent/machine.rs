@@ -25,7 +25,6 @@ use super::blame::Suspect;
 use super::conclusion::Conclusion;
 use super::event::{Effect, Event};
 use crate::ending::{Ending, signal_name};
-use crate::spawn::SpawnError;
 
 /// How long the daemon may take to decide what follows a failure of ours.
 pub(super) const VERDICT_WAIT: Duration = Duration::from_secs(30);
@@ -101,7 +100,7 @@ pub(super) enum Phase {
 pub(super) struct Machine {
     pub(super) rules: Rules,
     pub(super) phase: Phase,
-    generation: Generation,
+    pub(super) generation: Generation,
     pub(super) first_rank: u32,
     pub(super) workers: Vec<Worker>,
     pub(super) spawning: bool,
@@ -167,13 +166,13 @@ impl Machine {
         match event {
             Event::Daemon(message) => self.on_daemon(message),
             Event::DaemonGone { exit_code, error } => self.end(Conclusion::DaemonGone { exit_code, error }),
-            Event::Spawned(local_rank) => self.on_spawned(local_rank),
-            Event::SpawnEnded(failure) => self.on_spawn_ended(failure),
-            Event::CannotBegin { exit_code, error } => {
-                self.spawning = false;
-                self.workers.clear();
-                self.end(Conclusion::Broken { exit_code, error })
-            }
+            Event::Spawned {
+                generation,
+                local_rank,
+                pid,
+            } => self.on_spawned(generation, local_rank, pid),
+            Event::SpawnEnded { generation, failure } => self.on_spawn_ended(generation, failure),
+            Event::CannotBegin { exit_code, error } => self.on_cannot_begin(exit_code, error),
             Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
             Event::Heard {
                 local_rank,
@@ -252,32 +251,6 @@ impl Machine {
             Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => return Vec::new(),
         };
         effects.push(Effect::Say(restart_notice(over)));
-        effects
-    }
-
-    fn on_spawned(&mut self, local_rank: LocalRank) -> Vec<Effect> {
-        if let Some(worker) = self.workers.get_mut(local_rank.0 as usize) {
-            *worker = Worker::Running;
-        }
-        let Phase::Stopping { stage, .. } = self.phase else {
-            return Vec::new();
-        };
-        // It is told what the others were told, not more: it may well be ready for a graceful end.
-        match stage {
-            Stage::Asked | Stage::Notified => Vec::new(),
-            Stage::Terminated => vec![Effect::SignalLate(local_rank, self.stop_signal())],
-            Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],
-        }
-    }
-
-    fn on_spawn_ended(&mut self, failure: Option<SpawnError>) -> Vec<Effect> {
-        self.spawning = false;
-        self.workers.retain(|worker| *worker != Worker::Waiting);
-        let mut effects = match failure {
-            Some(error) => self.end(Conclusion::CannotStart(error)),
-            None => Vec::new(),
-        };
-        effects.extend(self.check_gone());
         effects
     }
 

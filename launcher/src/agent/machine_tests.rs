@@ -1,9 +1,13 @@
 use ddp_proto::rendezvous::refused::Code;
 use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused};
 
+#[path = "spawning_tests.rs"]
+mod spawning;
+
 use super::super::blame::CULPRIT_WAIT;
 use super::super::stop::LAST_WORDS;
 use super::*;
+use crate::spawn::SpawnError;
 
 const KILLED: Ending = Ending::Signal {
     signal: 9,
@@ -65,9 +69,22 @@ impl Play {
 
     fn spawn(&mut self, workers: u32) -> &mut Self {
         for local_rank in 0..workers {
-            self.on(Event::Spawned(LocalRank(local_rank)));
+            self.spawned(local_rank);
         }
-        self.on(Event::SpawnEnded(None))
+        self.spawn_ended(None)
+    }
+
+    fn spawned(&mut self, local_rank: u32) -> &mut Self {
+        self.on(Event::Spawned {
+            generation: self.machine.generation(),
+            local_rank: LocalRank(local_rank),
+            pid: 100 + local_rank as i32,
+        })
+    }
+
+    fn spawn_ended(&mut self, failure: Option<SpawnError>) -> &mut Self {
+        let generation = self.machine.generation();
+        self.on(Event::SpawnEnded { generation, failure })
     }
 
     fn exit(&mut self, local_rank: u32, ending: Ending) -> &mut Self {
@@ -134,16 +151,6 @@ fn success_is_told_when_all_are_gone() {
     play.hear(1, Word::JobOver(JobOver::default()));
     assert!(matches!(play.last[0], Effect::Leave(Leave { signal: None, .. })));
     assert_eq!(play.on(Event::Left).finish(), Some(&Conclusion::Succeeded));
-}
-
-#[test]
-fn workers_that_end_before_the_others_are_spawned_do_not_end_the_job() {
-    let mut play = Play::begin(false);
-    play.assign(1, 2).on(Event::Spawned(LocalRank(0)));
-    assert_eq!(play.exit(0, Ending::Code(0)).last, []);
-    play.on(Event::Spawned(LocalRank(1)));
-    assert_eq!(play.exit(1, Ending::Code(0)).last, []);
-    assert!(play.on(Event::SpawnEnded(None)).does(&Effect::Sweep));
 }
 
 #[test]
@@ -304,21 +311,6 @@ fn an_assignment_that_is_repeated_changes_nothing() {
 }
 
 #[test]
-fn a_worker_that_is_started_too_late_is_stopped_like_the_others() {
-    let mut play = Play::begin(false);
-    play.assign(1, 3).on(Event::Spawned(LocalRank(0)));
-    assert!(play.exit(0, Ending::Code(1)).does(&Effect::CancelSpawn));
-    play.heard(0, false);
-    assert!(
-        play.on(Event::Spawned(LocalRank(1)))
-            .does(&Effect::SignalLate(LocalRank(1), libc::SIGTERM))
-    );
-    play.exit(1, KILLED);
-    // Rank 2 was never started.
-    assert!(play.on(Event::SpawnEnded(None)).does(&Effect::Sweep));
-}
-
-#[test]
 fn the_first_signal_stops_and_the_second_kills() {
     let mut play = Play::running(true, 1);
     play.machine.set_listening(true);
@@ -407,22 +399,6 @@ fn a_signal_is_honoured_in_every_state() {
             Some(&Conclusion::Stopped { signal: 1 })
         );
     }
-}
-
-#[test]
-fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
-    let error = SpawnError::NotFound { program: "x".into() };
-    let mut play = Play::begin(false);
-    play.assign(1, 2).on(Event::SpawnEnded(Some(error.clone())));
-    assert!(play.does(&Effect::Sweep));
-    play.swept();
-    assert!(
-        matches!(&play.last[0], Effect::Leave(Leave { signal: None, reason, exit_code: Some(127) }) if reason.contains("not found"))
-    );
-    assert_eq!(
-        play.on(Event::Left).finish().map(Conclusion::exit_code),
-        Some(127)
-    );
 }
 
 #[test]

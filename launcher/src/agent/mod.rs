@@ -35,6 +35,7 @@ mod machine;
 mod meanwhile;
 mod place;
 mod signals;
+mod spawning;
 mod standstill;
 mod stop;
 mod workers;

@@ -217,7 +217,7 @@ mod tests {
 
     use super::*;
     use crate::cgroup::wait_for;
-    use crate::process::{self, Image, Streams};
+    use crate::process::{self, Image, Start, Streams};
 
     #[test]
     fn a_folder_that_is_no_control_group_is_refused_and_removed() {
@@ -261,7 +261,13 @@ mod tests {
             stdout: Some(null.as_fd()),
             stderr: Some(null.as_fd()),
         };
-        let child = process::start(&image, &streams, Some(door), || {
+        let start = Start {
+            image,
+            streams,
+            door: Some(door),
+            patience: Duration::from_mins(1),
+        };
+        let child = process::start(&start, || {
             door.enter().then_some(()).ok_or(nix::errno::Errno::EPERM)
         });
         wait_for(child.unwrap()).unwrap()

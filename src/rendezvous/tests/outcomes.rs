@@ -100,6 +100,23 @@ fn a_consequence_waits_for_a_node_that_is_away_and_a_lost_one_costs_no_restart()
 }
 
 #[test]
+fn a_consequence_does_not_wait_out_the_lease_of_a_node_that_has_come_back() {
+    let away = || {
+        let mut s = two_nodes();
+        s.exit("a", 1, follower(0)).break_stream("b").pass(SECOND, &["a"]);
+        s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
+        assert_eq!(s.words("a"), "", "its own report may be on the way");
+        s
+    };
+    let mut s = away();
+    s.exit("b", 1, killed(3, 9));
+    assert!(s.words("a").contains("rank 3 (node `b`) died of SIGKILL"));
+    let mut s = away();
+    s.pass(SECOND, &["a", "b"]);
+    assert!(s.words("a").contains("rank 0 (node `a`) exited with code 1"));
+}
+
+#[test]
 fn the_only_node_is_believed_at_once() {
     let mut s = Scene::new();
     s.join("a", 1, 1);
@@ -271,6 +288,21 @@ fn a_spare_may_leave_without_harm() {
     assert_eq!(s.words("a"), "");
     s.succeed("a", 1).succeed("b", 1);
     assert!(s.words("a").contains("job over 0"));
+}
+
+#[test]
+fn a_spare_may_leave_during_a_restart_too_unless_it_is_to_replace_a_member() {
+    let mut s = two_nodes();
+    s.join("c", 2, 2).exit("b", 1, killed(3, 9)).words("a");
+    s.leave("c", Some(15), "");
+    assert_eq!(s.words("a"), "");
+    s.rejoin("a", 1, 2, 2).rejoin("b", 1, 2, 2);
+    assert_eq!(s.assignment("a").0, 2);
+
+    let mut s = two_nodes();
+    s.join("c", 2, 2).exit("b", 1, killed(3, 9)).words("a");
+    s.leave("b", None, "").leave("c", Some(15), "");
+    insta::assert_snapshot!(s.words("a"), @"job over 143: node `c` was stopped by SIGTERM (failure on ``), signal 15");
 }
 
 #[test]

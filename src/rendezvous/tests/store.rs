@@ -59,3 +59,17 @@ fn the_store_of_what_does_not_exist() {
     let call = s.get(1, "k", 10);
     insta::assert_snapshot!(s.answer(call).unwrap().unwrap_err(), @"generation superseded: the job is over: node `a` succeeded");
 }
+
+#[test]
+fn a_read_of_a_run_that_nobody_is_left_of_is_answered_when_the_next_one_begins() {
+    let mut s = Scene::new();
+    let spare = Join {
+        heard_generation: 3,
+        ..join("a", 2, 2)
+    };
+    // A daemon that was restarted hears of generation 3, and waits for its nodes.
+    s.join_with("a", [10, 0, 0, 1], 0, spare);
+    let get = s.get(3, "k", 60_000);
+    s.leave("a", None, "").join("b", 1, 1);
+    insta::assert_snapshot!(s.answer(get).unwrap().unwrap_err(), @"generation superseded: a new run of the job has begun");
+}

@@ -40,7 +40,7 @@ use crate::master_port::MasterPort;
 use crate::plan::LaunchPlan;
 use crate::pump::Pump;
 use crate::reap;
-use crate::spawn::{SpawnEvent, Spawner, check_program};
+use crate::spawn::{SpawnEvent, SpawnNews, Spawner, check_program};
 use hearing::Touch;
 
 /// Version of the protocol that this agent speaks.
@@ -237,26 +237,34 @@ impl<'a> Driver<'a> {
     }
 
     fn on_spawn(&mut self, event: SpawnEvent, events: &mut VecDeque<Event>) {
-        match event {
-            SpawnEvent::Spawned { local_rank, pid } => {
-                if let Some(worker) = self.crew.get_mut(local_rank) {
+        let SpawnEvent { generation, news } = event;
+        let is_current = generation == self.machine.generation();
+        match news {
+            SpawnNews::Spawned { local_rank, pid } => {
+                if is_current && let Some(worker) = self.crew.get_mut(local_rank) {
                     worker.pid = Some(pid);
                     self.event_log.put(Happening::WorkerStarted {
-                        generation: self.machine.generation().0,
+                        generation: generation.0,
                         rank: worker.rank.0,
                         local_rank: local_rank.0,
                         pid,
                     });
+                    self.control.joined(local_rank, pid);
                 }
-                self.control.joined(local_rank, pid);
-                events.push_back(Event::Spawned(local_rank));
+                events.push_back(Event::Spawned {
+                    generation,
+                    local_rank,
+                    pid,
+                });
             }
-            SpawnEvent::Finished { failure } => {
-                self.control.spawned();
-                for signal in std::mem::take(&mut self.deferred) {
-                    self.crew.pass_on(signal);
+            SpawnNews::Finished { failure } => {
+                if is_current {
+                    self.control.spawned();
+                    for signal in std::mem::take(&mut self.deferred) {
+                        self.crew.pass_on(signal);
+                    }
                 }
-                events.push_back(Event::SpawnEnded(failure));
+                events.push_back(Event::SpawnEnded { generation, failure });
             }
         }
         // A worker may have ended before it was known.
@@ -282,6 +290,10 @@ impl<'a> Driver<'a> {
         }
         let live: BTreeSet<i32> = self.crew.live_pids().collect();
         let orphans = reap::collect_orphans(|pid| live.contains(&pid));
+        for pid in &orphans {
+            // It may have been a worker of a generation that was given up before it was started.
+            self.guardian.forget(*pid);
+        }
         if orphans.contains(&self.guardian.pid()) {
             self.console
                 .say("the guardian process was killed: workers will outlive a launcher that is killed too");
@@ -394,6 +406,7 @@ impl<'a> Driver<'a> {
                 }
             }
             Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),
+            Effect::KillStray(pid) => reap::kill_child(pid),
             Effect::Hear(local_rank) => {
                 aside::hear(
                     self.aside.clone(),

@@ -109,6 +109,7 @@ impl Driver<'_> {
             over: None,
         });
         let batch = Batch {
+            generation,
             command: self.plan.command.clone(),
             workers: prepared.specs,
             door,

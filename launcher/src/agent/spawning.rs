@@ -1,0 +1,65 @@
+//! How the start of a generation's workers goes.
+//!
+//! A start can outlast its generation: a program on a file system that does not answer keeps the spawner waiting when
+//! the workers have long been given up. What is heard of it then must not be taken for news of the next generation.
+
+use ddp_proto::exit;
+use ddp_proto::ids::{Generation, LocalRank};
+
+use super::conclusion::Conclusion;
+use super::event::Effect;
+use super::machine::{Machine, Phase, Stage, Worker};
+use crate::spawn::SpawnError;
+
+impl Machine {
+    pub(super) fn on_spawned(
+        &mut self,
+        generation: Generation,
+        local_rank: LocalRank,
+        pid: i32,
+    ) -> Vec<Effect> {
+        let expected = (generation == self.generation).then_some(&mut self.workers);
+        let Some(worker) = expected.and_then(|workers| workers.get_mut(local_rank.0 as usize)) else {
+            return vec![Effect::KillStray(pid)];
+        };
+        *worker = Worker::Running;
+        let Phase::Stopping { stage, .. } = self.phase else {
+            return Vec::new();
+        };
+        // It is told what the others were told, not more: it may well be ready for a graceful end.
+        match stage {
+            Stage::Asked | Stage::Notified => Vec::new(),
+            Stage::Terminated => vec![Effect::SignalLate(local_rank, self.stop_signal())],
+            Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],
+        }
+    }
+
+    pub(super) fn on_spawn_ended(
+        &mut self,
+        generation: Generation,
+        failure: Option<SpawnError>,
+    ) -> Vec<Effect> {
+        if generation != self.generation {
+            return Vec::new();
+        }
+        self.spawning = false;
+        self.workers.retain(|worker| *worker != Worker::Waiting);
+        let mut effects = match failure {
+            Some(error) => self.end(Conclusion::CannotStart(error)),
+            // All of nobody have ended, but nothing has succeeded.
+            None if self.is_running() && self.workers.is_empty() => self.end(Conclusion::Broken {
+                exit_code: exit::INTERNAL,
+                error: format!("no worker of generation {generation} was started"),
+            }),
+            None => Vec::new(),
+        };
+        effects.extend(self.check_gone());
+        effects
+    }
+
+    pub(super) fn on_cannot_begin(&mut self, exit_code: u8, error: String) -> Vec<Effect> {
+        self.spawning = false;
+        self.workers.clear();
+        self.end(Conclusion::Broken { exit_code, error })
+    }
+}
