@@ -63,8 +63,7 @@ pub fn resolve(
     let kind = kind(&args, &variables)?;
     let target = Target::read(kind, args.target, args.target_args, args.overrides)?;
     let validated = validate(&target)?;
-    let resumes_by_id = validated.as_ref().is_some_and(Validated::resumes_by_id);
-    let (settings, sources) = layers(args.settings, variables, &target, resumes_by_id, &get_env)?;
+    let (settings, sources) = layers(args.settings, variables, &target, validated.as_ref(), &get_env)?;
     let nodes = settings.nnodes.unwrap_or(NodeRange { min: 1, max: 1 });
     check_nodes(nodes, &settings)?;
     check_target(&target, &settings)?;

@@ -24,5 +24,5 @@ cargo build --package ddp-run --package ddp-worker --profile "$profile" "${wante
         # Build scripts are executables too.
         if [[ " ${wanted[*]} " == *" $name "* ]]; then strip -o "$folder/$name" "$path"; fi
     done
-cp tests/gpu/{run.sh,sharing.sh,report.py} tests/gpu/*.yaml tests/peers/gpt2_gpu.py examples/data/python-reference.txt "$folder"
+cp tests/gpu/*.{sh,py,yaml} tests/peers/gpt2_gpu.py examples/data/python-reference.txt "$folder"
 du -sh "$folder"

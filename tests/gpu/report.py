@@ -147,10 +147,10 @@ def overlap(logs):
     if rows:
         print(f"{'2 ranks on one card':20} {'ms/step':>8} {'comm. ms':>10} {'exposed ms':>10} {'hidden':>8}")
         print("\n".join(rows))
-    log = logs / "gpu_nccl.log"
+    log = logs / "gpu_nccl-overlap.log"
     trace = re.findall(r"^overlap \| (.*)$", log.read_text(), re.M) if log.exists() else []
     if trace:
-        print("\nbuckets of rank 0 on the two streams (gpu_nccl), ms since the first kernel")
+        print("\nbuckets of rank 0 on the two streams (gpu_nccl-overlap), ms since the first kernel")
         print("\n".join(trace))
 
 

@@ -1,72 +1,139 @@
-//! `tests/gpu/run.sh` on a pretended GPU: its limits, its order and what it leaves, not what it measures.
+//! `tests/gpu/run.sh` on a pretended GPU: its lanes, its limits, its order and what it leaves, not what it measures.
 
 use std::ffi::OsString;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 
+use nix::sys::signal::{Signal, kill, killpg};
+use nix::sys::stat::Mode;
+use nix::unistd::{Pid, mkfifo};
 use tempfile::TempDir;
 
-use crate::harness::{Program, repository, temp_dir};
+use crate::harness::{Program, Screen, environment_of, eventually, processes, repository, temp_dir};
 
-/// The calls that the documentation tells people to make.
-const CALLS: [&str; 2] = [
-    "losses kernels speed peers",
-    "ranks kill9 overlap nccl ops device",
-];
+/// What all processes of a test have in their environment, beside a folder of its own.
+const MARK: &str = "GPU_SCRIPT_TEST";
+
+const CTRL_C: &str = "\x03";
+
+/// A test that stands still, and says so with a file of its name.
+const STANDING: &str = "touch \"$0.began\"\nexec tail -f /dev/null\n";
+
+/// The same, deaf to what asks it to end, as is a process of its own in another session.
+const DEAF: &str = "trap '' TERM\nsetsid tail -f /dev/null &\ntouch \"$0.began\"\nexec tail -f /dev/null\n";
 
 /// A packed folder: a machine with a GPU, on which no training run succeeds and every test passes.
 fn packed() -> TempDir {
     let folder = temp_dir();
-    let doctor = "#!/bin/sh\necho '  device 0 pretended'\n";
-    write(folder.path(), "ddp-train", doctor);
-    write(folder.path(), "ddp-run", "#!/bin/sh\nexit 1\n");
+    write(folder.path(), "ddp-train", "echo '  device 0 pretended'\n");
+    write(folder.path(), "ddp-run", "exit 1\n");
     for name in ["gpu_kernels", "gpu_nccl", "gpu_ops", "gpu_device"] {
-        write(folder.path(), name, "#!/bin/sh\necho \"ran: $*\"\n");
+        write(folder.path(), name, "echo \"ran: $*\"\n");
     }
     folder
 }
 
+/// A shell script of this name.
 fn write(folder: &Path, name: &str, text: &str) {
-    fs::write(folder.join(name), text).expect("writable");
+    fs::write(folder.join(name), format!("#!/bin/sh\n{text}")).expect("writable");
     fs::set_permissions(folder.join(name), fs::Permissions::from_mode(0o755)).expect("ours");
 }
 
 fn script(packed: &Path, logs: &Path, sections: &str) -> Program {
     let folders = [packed, logs].map(|path| path.as_os_str().to_owned());
     let sections = sections.split_whitespace().map(OsString::from);
-    Program::new(repository("tests/gpu/run.sh")).args(folders.into_iter().chain(sections))
+    Program::new(repository("tests/gpu/run.sh"))
+        .env(MARK, packed.to_str().expect("UTF-8"))
+        .args(folders.into_iter().chain(sections))
 }
 
-#[test]
-fn the_calls_of_the_documentation_have_the_time_that_their_sections_may_take() {
-    let packed = packed();
-    let documentation = fs::read_to_string(repository("docs/GPU.md")).expect("readable");
-    for sections in CALLS {
-        assert!(documentation.contains(sections), "docs/GPU.md: `{sections}`");
-        let logs = temp_dir();
-        let finished = script(packed.path(), logs.path(), sections).run();
-        let notes = finished.stdout().iter().filter(|line| line.starts_with("note:"));
-        assert_eq!(notes.count(), 0, "{}", finished.transcript());
-    }
+/// A line a check, as the script ends with.
+fn results(logs: &Path) -> String {
+    fs::read_to_string(logs.join("results.txt")).expect("results")
 }
 
-#[test]
-fn a_call_without_the_time_for_its_sections_says_so_and_names_the_calls_that_have_it() {
+#[track_caller]
+fn expect_nothing_left(packed: &Path) {
+    let ours = |pid: &i32| {
+        environment_of(*pid).get(MARK).map(String::as_str) == Some(packed.to_str().expect("UTF-8"))
+    };
+    let left: Vec<_> = processes().into_iter().filter(ours).collect();
+    assert_eq!(left, [0; 0]);
+}
+
+/// `results` has a line of this check with this outcome.
+#[track_caller]
+fn expect_line(results: &str, check: &str, outcome: &str) {
+    let is_it = |line: &str| line.starts_with(&format!("{check} ")) && line.contains(outcome);
+    assert!(
+        results.lines().any(is_it),
+        "no `{check}` with `{outcome}`:\n{results}"
+    );
+}
+
+/// Stops the script when a test stands still in each lane, and looks at what it leaves.
+#[track_caller]
+fn expect_clean_end(test: &str, stop: impl FnOnce(&mut Screen)) {
     let (packed, logs) = (packed(), temp_dir());
-    let finished = script(packed.path(), logs.path(), "nccl device")
-        .env("GPU_BUDGET_S", "120")
-        .run();
-    finished
-        .expect_exit(0)
-        .expect_stdout("note: these sections may take 155 s, and GPU_BUDGET_S is 120");
-    for sections in CALLS {
-        finished.expect_stdout(&format!("`{sections}`"));
+    for name in ["gpu_device", "gpu_nccl"] {
+        write(packed.path(), name, test);
+    }
+    let mut screen = script(packed.path(), logs.path(), "ops device nccl kernels").on_screen();
+    for name in ["gpu_device.began", "gpu_nccl.began"] {
+        eventually(name, || packed.path().join(name).exists().then_some(()));
+    }
+    stop(&mut screen);
+    let (code, shown) = screen.finish();
+    expect_nothing_left(packed.path());
+    assert_eq!(code, Some(1), "{shown}");
+    for (check, outcome) in [
+        ("gpu_ops", "ok"),
+        ("gpu_device", "FAILED (stopped)"),
+        ("gpu_nccl", "FAILED (stopped)"),
+        ("kernels", "NOT RUN: stopped"),
+    ] {
+        expect_line(&shown, check, outcome);
+    }
+    assert!(logs.path().join("logs.tgz").exists(), "the logs are packed");
+}
+
+#[test]
+fn one_call_has_the_time_that_all_sections_may_take() {
+    let (packed, logs) = (packed(), temp_dir());
+    let finished = script(packed.path(), logs.path(), "").run();
+    let notes = finished.stdout().iter().filter(|line| line.starts_with("note:"));
+    assert_eq!(notes.count(), 0, "{}", finished.transcript());
+    let results = results(logs.path());
+    for check in ["loss-cpu", "loss-bf16", "ranks-2", "kill9", "speed-124m", "peers"] {
+        expect_line(&results, check, "FAILED");
+    }
+    for check in ["gpu_ops", "gpu_device", "gpu_nccl", "gpu_kernels"] {
+        expect_line(&results, check, "ok");
     }
 }
 
 #[test]
-fn the_sizes_of_training_are_a_check_of_their_own_and_the_logs_are_packed() {
+fn a_call_without_the_time_for_its_sections_says_so() {
+    let (packed, logs) = (packed(), temp_dir());
+    script(packed.path(), logs.path(), "nccl device")
+        .env("GPU_BUDGET_S", "60")
+        .run()
+        .expect_exit(0)
+        .expect_stdout("note: these sections may take 70 s, and GPU_BUDGET_S is 60");
+}
+
+#[test]
+fn an_unknown_section_is_refused_with_those_that_there_are() {
+    let (packed, logs) = (packed(), temp_dir());
+    script(packed.path(), logs.path(), "ops nccll")
+        .run()
+        .expect_exit(2)
+        .expect_stderr("unknown section `nccll`, known are: losses ops device ranks kill9 nccl kernels");
+}
+
+#[test]
+fn each_part_of_the_tests_is_a_check_of_its_own_and_the_logs_are_packed() {
     let (packed, logs) = (packed(), temp_dir());
     script(packed.path(), logs.path(), "ops nccl")
         .run()
@@ -74,8 +141,70 @@ fn the_sizes_of_training_are_a_check_of_their_own_and_the_logs_are_packed() {
     let log = |name: &str| fs::read_to_string(logs.path().join(name)).expect("a log");
     assert_eq!(log("gpu_ops.log"), "ran: --skip sizes_of_training\n");
     assert_eq!(log("gpu_ops-training.log"), "ran: sizes_of_training\n");
-    assert_eq!(log("gpu_nccl.log"), "ran: --test-threads 1\n");
+    assert_eq!(
+        log("gpu_nccl.log"),
+        "ran: --test-threads 1 --skip collectives_run_beside_kernels\n"
+    );
     let archive = logs.path().join("logs.tgz");
     let listed = Program::new("tar").args(["-tzf".into(), archive.into()]).run();
     listed.expect_exit(0).expect_stdout("./gpu_ops.log");
+}
+
+/// Each of two tests waits for the other, which only runs beside it; the one that measures finds all others gone.
+#[test]
+fn lanes_run_beside_each_other_and_what_measures_runs_alone() {
+    let (packed, logs) = (packed(), temp_dir());
+    let mode = Mode::S_IRUSR | Mode::S_IWUSR;
+    for name in ["there", "back"] {
+        mkfifo(&packed.path().join(name), mode).expect("a pipe with a name");
+    }
+    let in_its_folder = |text: &str| format!("set -e\ncd \"$(dirname \"$0\")\"\n{text}");
+    let meeting = |text: &str| in_its_folder(&format!("touch running-$$\n{text}rm running-$$\n"));
+    let first = "case $1 in --skip) echo there >there; cat back;; esac\n";
+    write(packed.path(), "gpu_ops", &meeting(first));
+    write(
+        packed.path(),
+        "gpu_nccl",
+        &meeting("cat there; echo back >back\n"),
+    );
+    let alone = "for other in running-*; do test ! -e \"$other\"; done\n";
+    write(packed.path(), "gpu_kernels", &in_its_folder(alone));
+    script(packed.path(), logs.path(), "kernels nccl ops")
+        .env("GPU_BUDGET_S", "40")
+        .run()
+        .expect_exit(0);
+    let results = results(logs.path());
+    let names: Vec<_> = results
+        .lines()
+        .filter_map(|line| line.split(' ').next())
+        .collect();
+    let expected = ["doctor", "gpu_ops", "gpu_ops-training", "gpu_nccl", "gpu_kernels"];
+    assert_eq!(names, expected, "in order, whoever ended first");
+}
+
+#[test]
+fn a_stopped_script_leaves_no_process_and_still_comes_to_its_table() {
+    expect_clean_end(DEAF, |screen| {
+        kill(Pid::from_raw(screen.pid()), Signal::SIGTERM).expect("a child of ours");
+    });
+    expect_clean_end(STANDING, |screen| screen.type_in(CTRL_C));
+    // As from a terminal that is closed, to all that runs on it.
+    expect_clean_end(STANDING, |screen| {
+        killpg(Pid::from_raw(screen.pid()), Signal::SIGHUP).expect("a session of its own");
+    });
+}
+
+#[test]
+fn what_is_over_the_budget_is_killed_with_all_its_processes_and_the_rest_is_said() {
+    let (packed, logs) = (packed(), temp_dir());
+    write(packed.path(), "gpu_nccl", DEAF);
+    let finished = script(packed.path(), logs.path(), "nccl device kernels")
+        .env("GPU_BUDGET_S", "8")
+        .run();
+    expect_nothing_left(packed.path());
+    finished.expect_exit(1);
+    let results = results(logs.path());
+    expect_line(&results, "gpu_device", "ok");
+    expect_line(&results, "gpu_nccl", "FAILED after");
+    expect_line(&results, "gpu_kernels", "NOT RUN: no time left");
 }

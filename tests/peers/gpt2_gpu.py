@@ -1,13 +1,19 @@
 #!/usr/bin/env python3
 """GPT-2 training steps in PyTorch on one GPU, for comparison: scaled_dot_product_attention, bf16 autocast, fused AdamW,
-gradient clipping, compiled and eager. Prints tokens/s and writes them as JSON, the rates that matter most first.
+gradient clipping, compiled and eager. Prints tokens/s and writes each as JSON when it is known, the rates that matter
+most first. What there is no time left for is not measured, and the exit status is 1.
 
-    gpt2_gpu.py --out peers.json [--sizes 350m 124m] [--kinds compiled eager]
+    gpt2_gpu.py --out peers.json [--seconds 200] [--sizes 124m 350m] [--kinds compiled eager]
 """
 import argparse
 import json
+import math
+import os
 import statistics
+import sys
 import time
+
+STARTED = time.monotonic()
 
 import torch
 from torch import nn
@@ -16,6 +22,12 @@ from torch.nn import functional as F
 # Layers, heads, width, micro-batch.
 SIZES = {"124m": (12, 12, 768, 32), "350m": (24, 16, 1024, 16)}
 SEQUENCE, VOCABULARY = 1024, 50304
+# Rounds of a measurement, of which the median counts, and steps of each.
+ROUNDS, STEPS = 5, 6
+# Steps before: they compile, choose kernels and take memory.
+WARM_UP = 8
+# Seconds that the last round, and the way out, may take after the time to end.
+MARGIN = 5
 
 
 class Block(nn.Module):
@@ -51,7 +63,8 @@ class GPT2(nn.Module):
         return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), targets.flatten())
 
 
-def measure(size, compiled, warm_up, steps):
+def measure(size, compiled, deadline):
+    """Tokens a second; none if the deadline comes before the first round."""
     layers, heads, width, batch = SIZES[size]
     torch.manual_seed(1337)
     model = GPT2(layers, heads, width).cuda()
@@ -70,36 +83,51 @@ def measure(size, compiled, warm_up, steps):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 
-    for _ in range(warm_up):
+    for _ in range(WARM_UP):
         step()
     torch.cuda.synchronize()
     rates = []
-    for _ in range(5):
+    while len(rates) < ROUNDS and time.monotonic() < deadline:
         started = time.perf_counter()
-        for _ in range(steps):
+        for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
-        rates.append(steps * batch * SEQUENCE / (time.perf_counter() - started))
-    return statistics.median(rates)
+        rates.append(STEPS * batch * SEQUENCE / (time.perf_counter() - started))
+    return statistics.median(rates) if rates else None
+
+
+def write(path, results):
+    """Whole or not at all: this process may be killed at any time."""
+    with open(f"{path}.part", "w") as file:
+        json.dump(results, file)
+    os.replace(f"{path}.part", path)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--sizes", nargs="+", default=["350m", "124m"])
+    parser.add_argument("--seconds", type=float, default=math.inf, help="how long all of it may take")
+    parser.add_argument("--sizes", nargs="+", default=["124m", "350m"])
     parser.add_argument("--kinds", nargs="+", default=["compiled", "eager"])
     args = parser.parse_args()
+    deadline = STARTED + args.seconds - MARGIN
     # What a user would set: tf32 where f32 is left.
     torch.set_float32_matmul_precision("high")
     results = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
+    missing = []
     for kind in args.kinds:
         for size in args.sizes:
-            rate = measure(size, kind == "compiled", warm_up=8, steps=6)
-            results.setdefault(size, {})[kind] = rate
-            print(f"PyTorch {torch.__version__} {size} {kind}: {rate:.0f} tokens/s", flush=True)
+            rate = measure(size, kind == "compiled", deadline) if time.monotonic() < deadline else None
             torch.cuda.empty_cache()
-            with open(args.out, "w") as file:
-                json.dump(results, file)
+            if rate is None:
+                missing.append(f"{size} {kind}")
+                continue
+            results.setdefault(size, {})[kind] = rate
+            write(args.out, results)
+            print(f"PyTorch {torch.__version__} {size} {kind}: {rate:.0f} tokens/s, known after "
+                  f"{time.monotonic() - STARTED:.0f} s", flush=True)
+    if missing:
+        sys.exit(f"not measured, for lack of time: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

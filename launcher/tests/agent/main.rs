@@ -9,10 +9,12 @@
 //! | `surroundings` | environment, console, log files |
 //! | `listening` | who is given time to end by himself, and how much |
 //! | `talk` | the control socket, the daemon's stream |
+//! | `key_value` | the store, as workers ask for it |
 
 mod daemon;
 mod ends;
 mod harness;
+mod key_value;
 mod last_word;
 mod leftovers;
 mod listening;

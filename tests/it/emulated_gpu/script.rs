@@ -1,22 +1,28 @@
 //! `tests/gpu/run.sh`, which is for a machine with a GPU, from the doctor to the table: with models of its
 //! configurations' form and hardly a size.
 
-use super::{COMPILING, emulator};
-use crate::harness::{python_is_missing, repository, temp_dir};
+use std::path::Path;
 
-#[test]
-fn the_script_for_gpus_comes_to_its_table() {
-    if python_is_missing() {
-        return;
-    }
-    let emulator = emulator();
+use tempfile::TempDir;
+
+use super::{COMPILING, emulator};
+use crate::harness::{
+    Program, environment_of, processes, python_is_missing, repository, temp_dir, wait_for_step,
+};
+
+/// Four times the limits of a machine that has nothing else to do.
+const PATIENT: &str = "1860";
+
+/// The files that `pack.sh` would pack, and a folder for logs in which all kernels are compiled.
+fn folders() -> (TempDir, TempDir) {
     let (packed, logs) = (temp_dir(), temp_dir());
     let put = |name: &str, text: &str| std::fs::write(packed.path().join(name), text).expect("writable");
+    let link = |from: &Path, to: &Path| std::os::unix::fs::symlink(from, to).expect("a link");
     for (name, path) in [
         ("ddp-run", env!("CARGO_BIN_EXE_ddp-run")),
         ("ddp-train", env!("CARGO_BIN_EXE_ddp-train")),
     ] {
-        std::os::unix::fs::symlink(path, packed.path().join(name)).expect("a link");
+        link(Path::new(path), &packed.path().join(name));
     }
     for name in ["report.py", "small.yaml", "gpt2-124m.yaml", "gpt2-350m.yaml"] {
         let text = std::fs::read_to_string(repository("tests/gpu").join(name)).expect("readable");
@@ -25,37 +31,89 @@ fn the_script_for_gpus_comes_to_its_table() {
     let text = std::fs::read_to_string(repository("examples/data/python-reference.txt")).expect("readable");
     put("python-reference.txt", &text[..20_000]);
     put("val.txt", &text[20_000..21_000]);
-    let folders = [packed.path(), logs.path()].map(|path| path.as_os_str().to_owned());
-    let sections = ["losses", "speed", "overlap"].map(Into::into);
-    let mut running = emulator
-        .program(repository("tests/gpu/run.sh").to_str().expect("UTF-8"))
-        .env("EMULATOR_GPUS", "1")
-        .env("GPU_STEPS", "12")
-        .args(folders.into_iter().chain(sections))
-        .start();
-    assert!(running.ended_within(COMPILING));
-    let finished = running.finish();
-    finished
-        .expect_exit(0)
-        .expect_stdout("ranks share it by NCCL_MULTI_RANK_GPU_ENABLE")
-        .expect_stdout("MFU: tokens/s x (6 parameters + 12 layers width sequence) FLOP")
-        .expect_stdout("as it trains")
-        .expect_stdout("all after backward");
-    let agrees = finished.stdout().iter().filter(|line| line.contains("-agrees"));
-    let ok = agrees.filter(|line| line.contains(" ok "));
-    assert_eq!(ok.count(), 4, "{}", finished.transcript());
+    // The script removes its cache, of which this is but a name.
+    link(&emulator().folder().join("cache"), &logs.path().join("cache"));
+    (packed, logs)
 }
 
-/// A configuration with two narrow blocks, and few tokens to validate on.
+/// A configuration with two narrow blocks, a few steps, and few tokens to validate on.
 fn shrunk(yaml: &str) -> String {
     let lines = yaml.lines().map(|line| {
         if line.starts_with("model:") {
             return "model: { kind: gpt2, n_layer: 2, n_head: 2, n_embd: 64, block_size: 16 }".to_owned();
         }
-        let line = line
-            .replace("steps: 50", "steps: 6")
-            .replace("micro_batch: 32", "micro_batch: 4");
-        line.replace("data: { ", "data: { val: val.txt, ")
+        line.replace("steps: 50", "steps: 4")
+            .replace("micro_batch: 32", "micro_batch: 2")
+            .replace("micro_batch: 16", "micro_batch: 2")
+            .replace("data: { ", "data: { val: val.txt, ")
     });
     lines.map(|line| line + "\n").collect()
+}
+
+fn script(packed: &Path, logs: &Path, sections: &[&str]) -> Program {
+    let folders = [packed, logs].map(|path| path.as_os_str().to_owned());
+    emulator()
+        .program(repository("tests/gpu/run.sh").to_str().expect("UTF-8"))
+        .env("EMULATOR_GPUS", "1")
+        .env("GPU_BUDGET_S", PATIENT)
+        .env("GPU_STEPS", "12")
+        .args(folders.into_iter().chain(sections.iter().map(Into::into)))
+}
+
+#[test]
+fn the_script_for_gpus_comes_to_its_table() {
+    if python_is_missing() {
+        return;
+    }
+    let (packed, logs) = folders();
+    let sections = ["losses", "ranks", "speed", "overlap"];
+    let mut running = script(packed.path(), logs.path(), &sections).start();
+    assert!(running.ended_within(COMPILING));
+    let finished = running.finish();
+    // A test of the worker, which is not built here.
+    let missing = "gpu_nccl-overlap         NOT RUN: not packed";
+    finished
+        .expect_exit(1)
+        .expect_stdout("ranks share it by NCCL_MULTI_RANK_GPU_ENABLE")
+        .expect_stdout("MFU: tokens/s x (6 parameters + 12 layers width sequence) FLOP")
+        .expect_stdout("as it trains")
+        .expect_stdout("all after backward")
+        .expect_stdout(missing);
+    let results = std::fs::read_to_string(logs.path().join("results.txt")).expect("results");
+    let failed = |line: &&str| line.contains("FAILED") || line.contains("NOT RUN");
+    let failures: Vec<_> = results.lines().filter(failed).collect();
+    assert_eq!(failures, [missing], "{}", finished.transcript());
+    let agreeing = |line: &&str| line.contains("-agrees") && line.contains(" ok ");
+    let agreeing: Vec<_> = results.lines().filter(agreeing).collect();
+    assert_eq!(agreeing.len(), 4 + 6, "{results}");
+}
+
+/// Ctrl-C, while one lane trains on one card and another trains with two ranks, below a program that watches them.
+#[test]
+fn a_script_that_is_interrupted_leaves_no_process_on_the_gpu() {
+    if python_is_missing() {
+        return;
+    }
+    let (packed, logs) = folders();
+    let sections = ["losses", "kill9", "overlap"];
+    let mut screen = script(packed.path(), logs.path(), &sections).on_screen();
+    wait_for_step(&logs.path().join("kill9-run"), 1);
+    screen.type_in("\x03");
+    let (code, shown) = screen.finish();
+    let logs = logs.path().to_str().expect("UTF-8");
+    let ours = |pid: &i32| {
+        environment_of(*pid)
+            .get("XDG_CACHE_HOME")
+            .is_some_and(|cache| cache.starts_with(logs))
+    };
+    let left: Vec<_> = processes().into_iter().filter(ours).collect();
+    assert_eq!(left, [0; 0], "{shown}");
+    assert_eq!(code, Some(1), "{shown}");
+    for line in [
+        "kill9                    FAILED (stopped)",
+        "overlap                  NOT RUN: stopped",
+        "MFU: tokens/s",
+    ] {
+        assert!(shown.contains(line), "no `{line}`:\n{shown}");
+    }
 }

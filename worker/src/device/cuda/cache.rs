@@ -1,9 +1,10 @@
 //! Compiled kernels on disk, so that only the first start on a machine compiles.
 //!
-//! One file a unit, named for the hash of all that decides its contents. Files are written under another name and
-//! renamed, so ranks that compile the same unit at once do not disturb each other, and each begins with the hash of
-//! the rest, so a damaged file is compiled anew. A cache that cannot be written costs time, not the run.
+//! One file a unit, named for the hash of all that decides its contents. Files are written under a name of their writer
+//! and renamed, so processes and threads that compile the same unit at once do not disturb each other, and each begins
+//! with the hash of the rest, so a damaged file is compiled anew. A cache that cannot be written costs time, not the run.
 
+use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
 
 use super::{Arch, CompileError, Cubin, Nvrtc, Unit};
@@ -88,7 +89,9 @@ fn read(file: &Path) -> Option<Cubin> {
 
 fn keep(folder: &Path, file: &Path, cubin: &Cubin) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
-    let own = file.with_extension(format!("{}.part", std::process::id()));
+    // Random: containers that share a cache have processes of the same number.
+    let nonce = RandomState::new().hash_one(std::process::id());
+    let own = file.with_extension(format!("{nonce:016x}.part"));
     let mut bytes = blake3::hash(&cubin.0).as_bytes().to_vec();
     bytes.extend_from_slice(&cubin.0);
     let outcome = std::fs::write(&own, bytes).and_then(|()| std::fs::rename(&own, file));
@@ -135,5 +138,29 @@ mod tests {
         assert_eq!(read(&file), None);
         std::fs::write(&file, &bytes[..10]).unwrap();
         assert_eq!(read(&file), None);
+    }
+
+    #[test]
+    fn threads_that_keep_the_same_kernel_at_once_do_not_disturb_each_other() {
+        const THREADS: usize = 8;
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("x.cubin");
+        let cubin = Cubin(vec![7; 1 << 16]);
+        let together = std::sync::Barrier::new(THREADS);
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    together.wait();
+                    for _ in 0..20 {
+                        keep(folder.path(), &file, &cubin).unwrap();
+                        assert_eq!(read(&file).as_ref(), Some(&cubin));
+                    }
+                });
+            }
+        });
+        let names = std::fs::read_dir(folder.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
+        assert_eq!(names.collect::<Vec<_>>(), ["x.cubin"]);
     }
 }

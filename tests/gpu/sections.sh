@@ -1,0 +1,120 @@
+# shellcheck shell=bash
+# What each section of tests/gpu/run.sh checks, with the words of lanes.sh: `check NAME LIMIT COMMAND...`.
+#
+# The script that reads this sets `packed` and `logs` (folders), `run` (the program), `steps` and `precision` (of `speed`),
+# and `sharing` (how ranks may share the card: `nccl` or `hosts`).
+
+# A prebuilt test or example, if it was packed: NAME FILE LIMIT [ARGUMENT...].
+binary() {
+    local name=$1 file=$2 limit=$3
+    shift 3
+    if [[ -x $packed/$file ]]; then
+        check "$name" "$limit" "$packed/$file" "$@"
+    else
+        line "$name" "NOT RUN: not packed"
+    fi
+}
+
+# Sets `command` to a training run: NAME RANKS CONFIG [KEY=VALUE...]. Its metrics lie in LOGS/NAME/metrics.jsonl.
+training() {
+    local name=$1 ranks=$2 config=$packed/$3 assignment
+    local assignments=(--set "run.out_dir=$logs/$name")
+    shift 3
+    for assignment; do assignments+=(--set "$assignment"); done
+    rm -rf "${logs:?}/$name"
+    command=("$run" --nproc-per-node "$ranks" "${assignments[@]}" "$config")
+    if ((ranks > 1)) && [[ $sharing == hosts ]]; then
+        command=("$run" --nproc-per-node "$ranks" -- "$packed/sharing.sh" "$config" "${assignments[@]}")
+    fi
+}
+
+# The same as a check: NAME LIMIT RANKS CONFIG [KEY=VALUE...].
+train() {
+    local name=$1 limit=$2
+    shift 2
+    training "$name" "$@"
+    check "$name" "$limit" env PET_MAX_RESTARTS=0 "${command[@]}"
+}
+
+# Losses of a run beside those of the processor: NAME PRECISION.
+agrees() {
+    check "$1-agrees" 10 python3 "$packed/report.py" agree "$2" "$logs/loss-cpu/metrics.jsonl" "$logs/$1/metrics.jsonl"
+}
+
+section_doctor() { check doctor 20 "$packed/ddp-train" doctor; }
+
+# The run on the processor that others are compared with.
+section_reference() { train loss-cpu 60 1 small.yaml parallel.backend=cpu train.threads=8; }
+
+# The same run on the processor and on the GPU, also with the optimizer's state on the host: losses agree step by step.
+section_losses() {
+    local compared
+    for compared in ${GPU_PRECISIONS:-bf16 f32 tf32}; do
+        train "loss-$compared" 30 1 small.yaml parallel.backend=nccl "train.precision=$compared"
+        agrees "loss-$compared" "$compared"
+    done
+    train loss-offload 30 1 small.yaml parallel.backend=nccl train.offload.optimizer=host train.threads=8
+    agrees loss-offload f32
+}
+
+# The sizes of training by themselves: the host takes long for them.
+section_ops() {
+    binary gpu_ops gpu_ops 45 --skip sizes_of_training
+    binary gpu_ops-training gpu_ops 60 sizes_of_training
+}
+
+section_device() { binary gpu_device gpu_device 35; }
+
+# Ranks that share the card: for function, not for speed.
+section_ranks() {
+    local ranks strategy
+    for ranks in 2 4; do
+        train "ranks-$ranks" 30 "$ranks" small.yaml "train.micro_batch=$((8 / ranks))"
+        agrees "ranks-$ranks" f32
+    done
+    train ranks-2-bf16 30 2 small.yaml train.micro_batch=4 train.precision=bf16
+    agrees ranks-2-bf16 bf16
+    for strategy in zero1 zero2 zero3; do
+        train "ranks-2-$strategy" 30 2 small.yaml train.micro_batch=4 "parallel.strategy=$strategy"
+        agrees "ranks-2-$strategy" f32
+    done
+}
+
+# A rank is killed in the middle; the job is restarted and comes to the end.
+section_kill9() {
+    training kill9-run 2 small.yaml train.micro_batch=4 train.steps=400
+    check kill9 60 env PET_MAX_RESTARTS=3 python3 "$packed/report.py" kill9 "$logs/kill9-run" "${command[@]}"
+}
+
+# Each test starts ranks of its own, which share the card already. The one that looks at the clock is in `overlap`.
+section_nccl() { binary gpu_nccl gpu_nccl 100 --test-threads 1 --skip collectives_run_beside_kernels; }
+
+# Ceilings of copy and product first, then each operation with its share of the roofline.
+section_kernels() { binary gpu_kernels gpu_kernels 60; }
+
+# Once more with GELUs within products, to be compared with 124M without.
+section_speed() {
+    local size
+    for size in 124m 350m; do
+        train "speed-$size" 40 1 "gpt2-$size.yaml" "train.steps=$steps" "train.precision=$precision"
+    done
+    DDP_FUSED_GELU=1 train speed-124m-fused 40 1 gpt2-124m.yaml "train.steps=$steps" "train.precision=$precision"
+}
+
+# How much of the communication runs beside the computing, by the events of both streams: once as it trains, once with
+# all communication after backward; then bucket by bucket. Two ranks share the card and the loopback, so the times are
+# not those of two cards.
+section_overlap() {
+    local overlap
+    for overlap in true false; do
+        train "overlap-$overlap" 40 2 gpt2-124m.yaml train.steps=14 train.micro_batch=4 "parallel.overlap=$overlap"
+    done
+    binary gpu_nccl-overlap gpu_nccl 20 --exact collectives_run_beside_kernels --nocapture
+}
+
+# PyTorch on the same card, compiled and eager, as far as the time goes.
+section_peers() {
+    local seconds=$((section_end - SECONDS))
+    rm -f "$logs/peers.json"
+    check peers "$seconds" python3 "$packed/gpt2_gpu.py" --out "$logs/peers.json" --seconds "$seconds"
+}
