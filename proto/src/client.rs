@@ -38,8 +38,9 @@ use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
 use attempts::Target;
-use error::{Setback, broken, is_transport};
+use error::{Setback, broken, is_not_written, is_transport};
 
+use crate::control::whole_ms;
 use crate::ids::{Generation, NodeId};
 use crate::rendezvous::agent_message::Body;
 use crate::rendezvous::rendezvous_client::RendezvousClient;
@@ -175,26 +176,31 @@ impl Client {
             .map(drop)
     }
 
-    /// Reads an entry of the generation's store, waiting up to `timeout` for somebody to write it.
+    /// Reads an entry of the generation's store, waiting up to `timeout` for somebody to write it. `None`: nobody had
+    /// when that was over, or when the daemon's own longest wait was.
     pub async fn kv_get(
         &self,
         job_id: &str,
         generation: Generation,
         key: &str,
         timeout: Duration,
-    ) -> Result<Vec<u8>, ClientError> {
+    ) -> Result<Option<Vec<u8>>, ClientError> {
         let what = format!("read `{key}`");
         let request = KvGetRequest {
             job_id: job_id.to_owned(),
             generation: generation.0,
             key: key.to_owned(),
-            timeout_ms: u32::try_from(timeout.as_millis()).unwrap_or(u32::MAX),
+            timeout_ms: u32::try_from(whole_ms(timeout)).unwrap_or(u32::MAX),
         };
         let mut inner = self.inner.clone();
-        let reply = self
-            .bounded(&what, timeout + READ_MARGIN, inner.kv_get(request))
-            .await?;
-        Ok(reply.value)
+        let read = async {
+            match inner.kv_get(request).await {
+                Ok(reply) => Ok(reply.map(|reply| Some(reply.value))),
+                Err(status) if is_not_written(&status) => Ok(tonic::Response::new(None)),
+                Err(status) => Err(status),
+            }
+        };
+        self.bounded(&what, timeout + READ_MARGIN, read).await
     }
 
     /// What the daemon knows of a job.
@@ -246,6 +252,11 @@ impl Client {
                 cause,
             },
             Code::Unimplemented => ClientError::Stranger { endpoint, cause },
+            Code::AlreadyExists => ClientError::Conflict {
+                what,
+                endpoint,
+                cause,
+            },
             code => ClientError::Refused {
                 what,
                 endpoint,

@@ -94,7 +94,9 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         Err(error) => return refuse(error.into(), guardian),
     };
     let terminal = plan.output.direct.then(TerminalSettings::read).flatten();
-    let Outfit { console, hand, group } = outfit.clone();
+    let Outfit {
+        console, hand, group, ..
+    } = outfit.clone();
     let (conclusion, report) = match Driver::new(plan, &guardian, outfit) {
         Ok(driver) => driver.run().await,
         Err(error) => {
@@ -132,14 +134,18 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
 #[derive(Clone)]
 pub(super) struct Outfit {
     pub(super) console: Console,
+    /// For processes and what is told of them.
     pub(super) hand: Hand,
+    /// For files of workers and for the error files.
+    pub(super) files: Hand,
     pub(super) group: Option<Arc<WorkerGroup>>,
 }
 
 impl Outfit {
     fn of(plan: &LaunchPlan, guardian: &Guardian) -> io::Result<Self> {
         Ok(Self {
-            hand: Hand::start()?,
+            hand: Hand::start("hand")?,
+            files: Hand::start("files")?,
             console: Console::start(Sinks::standard(), plan.progress_bar)?,
             group: guardian.group().and_then(group_of_workers),
         })

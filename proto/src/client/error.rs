@@ -90,6 +90,16 @@ pub enum ClientError {
         /// The daemon's words.
         cause: String,
     },
+    /// An entry of the store has another value already.
+    #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
+    Conflict {
+        /// The call, in words.
+        what: String,
+        /// Address of the daemon.
+        endpoint: String,
+        /// The daemon's words.
+        cause: String,
+    },
     /// The daemon answered with an error.
     #[error("cannot {what} at the rendezvous daemon `{endpoint}`: {cause}")]
     Refused {
@@ -119,9 +129,11 @@ impl ClientError {
                 unauthenticated: true,
                 ..
             } => exit::REFUSED,
-            Self::NoThread(_) | Self::Superseded { .. } | Self::Forgotten { .. } | Self::Refused { .. } => {
-                exit::INTERNAL
-            }
+            Self::NoThread(_)
+            | Self::Superseded { .. }
+            | Self::Forgotten { .. }
+            | Self::Conflict { .. }
+            | Self::Refused { .. } => exit::INTERNAL,
         }
     }
 
@@ -130,6 +142,11 @@ impl ClientError {
     pub const fn is_broken(&self) -> bool {
         matches!(self, Self::Broken { .. } | Self::Stalled { .. })
     }
+}
+
+/// True if a read was answered with "nobody has written it yet".
+pub(super) fn is_not_written(status: &Status) -> bool {
+    status.code() == Code::DeadlineExceeded
 }
 
 /// True if the status was made on this side because the connection failed, or the daemon is going away.
