@@ -106,24 +106,30 @@ fn ask_driver(visible: Option<&str>) -> Gpus {
 
 /// What [`probe_gpus`] printed.
 fn read_answer(answer: &str) -> Gpus {
-    match serde_json::from_str::<Vec<String>>(answer.trim()) {
-        Ok(gpus) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver sees none")),
-        Ok(gpus) => Ok(gpus),
-        Err(_) => Err(NoGpus::Driver("the CUDA driver does not start".to_owned())),
+    match serde_json::from_str::<Answer>(answer.trim()) {
+        Ok(Ok(gpus)) if gpus.is_empty() => Err(NoGpus::Absent("the CUDA driver sees none")),
+        Ok(Ok(gpus)) => Ok(gpus),
+        Ok(Err(why)) => Err(NoGpus::Driver(why)),
+        Err(_) => Err(NoGpus::Driver(
+            "the CUDA driver crashed the process that asked it".to_owned(),
+        )),
     }
 }
 
-/// The probe's own main: prints the devices' PCI addresses as one line of JSON, or ends with a failure.
+/// What the probe says: the devices' PCI addresses, or why there are none, without what to do about it.
+type Answer = Result<Vec<String>, String>;
+
+/// The probe's own main: prints the answer as one line of JSON.
 pub fn probe_gpus() -> std::process::ExitCode {
-    let Ok(count) = cuda::count_devices() else {
-        return std::process::ExitCode::FAILURE;
+    let answer: Answer = match cuda::count_devices() {
+        // What can be counted, but not described, can still be used.
+        Ok(count) => Ok(cuda::Survey::take().map_or_else(
+            |_| vec![String::new(); count],
+            |survey| survey.gpus.into_iter().map(|gpu| gpu.pci).collect(),
+        )),
+        Err(error) => Err(error.to_string().lines().next().unwrap_or_default().to_owned()),
     };
-    // One that can be counted, but not described, can still be used.
-    let addresses = match cuda::Survey::take() {
-        Ok(survey) => survey.gpus.into_iter().map(|gpu| gpu.pci).collect(),
-        Err(_) => vec![String::new(); count],
-    };
-    match serde_json::to_string(&addresses) {
+    match serde_json::to_string(&answer) {
         Ok(line) => println!("{line}"),
         Err(_) => return std::process::ExitCode::FAILURE,
     }
@@ -207,10 +213,17 @@ mod tests {
 
     #[test]
     fn gpus_are_counted_where_the_driver_shows_some() {
-        let two = machine("[\"0000:3B:00.0\",\"\"]\n");
+        let two = machine("{\"Ok\":[\"0000:3B:00.0\",\"\"]}\n");
         assert_eq!(two.workers(ProcCount::Gpu).ok(), Some(2));
         assert_eq!(two.workers(ProcCount::Auto).ok(), Some(2));
-        for (answer, why) in [("[]", "sees none"), ("", "does not start")] {
+        for (answer, why) in [
+            ("{\"Ok\":[]}", "sees none"),
+            (
+                "{\"Err\":\"a stub\"}",
+                "no GPU is visible: a stub\n  hint: `ddp-train doctor`",
+            ),
+            ("", "crashed"),
+        ] {
             let none = machine(answer);
             assert_eq!(none.workers(ProcCount::Auto).ok(), Some(usable_cores()));
             let error = none.workers(ProcCount::Gpu).expect_err("none");

@@ -2,7 +2,7 @@
 //!
 //! The signals are blocked, and a thread waits for them: no system call of the training is interrupted.
 
-use std::io;
+use std::io::{self, Write};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI32, Ordering};
 
@@ -17,8 +17,9 @@ pub(super) struct Interrupts {
 }
 
 impl Interrupts {
-    /// Begins to listen; `stop` is told the name of the first signal. Must be called while this thread is the only one: others inherit what is blocked. Signals that
-    /// whoever started us had ignored stay ignored, as in a shell's background.
+    /// Begins to listen; `stop` is told the name of the first signal. Must be called while this thread is the only one:
+    /// others inherit what is blocked. Signals that whoever started us had ignored stay ignored, as in a shell's
+    /// background.
     pub(super) fn listen(stop: impl FnOnce(&str) + Send + 'static) -> io::Result<Self> {
         let wanted = [Signal::SIGINT, Signal::SIGTERM].into_iter();
         let wanted: SigSet = wanted
@@ -32,10 +33,10 @@ impl Interrupts {
             // It fails only for a set without signals.
             let Ok(signal) = wanted.wait() else { return };
             told.store(signal as i32, Ordering::Relaxed);
-            eprintln!(
-                "stopped by {signal}: the step under way ends and is saved; a second signal ends at once"
-            );
             stop(signal.as_str());
+            let words = "the step under way ends and is saved; a second signal ends at once";
+            // A console that is gone does not keep it from stopping.
+            let _ = writeln!(io::stderr(), "stopped by {signal}: {words}");
             let Ok(signal) = wanted.wait() else { return };
             die_of(signal);
         });

@@ -7,7 +7,8 @@ use ddp_launcher::NodeRange;
 use super::args::ParsedArgs;
 use super::dry_run::{Source, Sources};
 use super::error::CliError;
-use super::settings::Settings;
+use super::native::Validated;
+use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind};
 use super::values::Endpoint;
 use super::{host, scheduler, values};
@@ -28,12 +29,12 @@ pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliEr
     }
 }
 
-/// All layers in one, and which layer each setting comes from. `resumes_by_id`: as [`scheduler::layer`] takes it.
+/// All layers in one, and which layer each setting comes from. `config` is the target's, if it has one.
 pub fn layers(
     typed: Settings,
     variables: Settings,
     target: &Target,
-    resumes_by_id: bool,
+    config: Option<&Validated>,
     get_env: &impl Fn(&str) -> Option<String>,
 ) -> Result<(Settings, Sources), CliError> {
     let mut sources = Sources::new();
@@ -48,7 +49,7 @@ pub fn layers(
     note(&settings, &|_| Source::CommandLine);
     let layer = below(&settings, variables);
     note(&layer, &|name| {
-        Source::Variable(format!("PET_{}", name.to_ascii_uppercase()))
+        Source::Variable(variable(name, get_env).map_or_else(String::new, |(variable, _)| variable))
     });
     settings = settings.or(layer);
     if let Some(text) = &target.yaml {
@@ -57,6 +58,7 @@ pub fn layers(
         note(&layer, &|_| Source::Yaml(file.to_owned()));
         settings = settings.or(layer);
     }
+    let resumes_by_id = config.is_some_and(Validated::resumes_by_id);
     let layer = scheduler::layer(&settings, resumes_by_id, get_env)?;
     note(&layer.settings, &|name| {
         Source::Scheduler(layer.variable(name).unwrap_or("batch system"))
@@ -122,6 +124,7 @@ fn warn_of_ignored(settings: &Settings) {
     let ignored = [
         (settings.start_method.is_some(), "--start-method"),
         (settings.run_path == Some(true), "--run-path"),
+        (settings.use_env == Some(true), "--use-env"),
         (settings.logs_specs.is_some(), "--logs-specs"),
     ];
     for key in settings.rdzv_conf.iter().flat_map(|conf| &conf.ignored) {

@@ -84,7 +84,7 @@ pub fn layer(
         // Without a step it is an address for one node's own workers, as likely as not.
         (None, Some(_)) if in_step => of_known_meeting(&mut layer, upper, &get)?,
         (None, None) if upper.nnodes.is_none_or(|nodes| nodes.max > 1) => {
-            of_srun(&mut layer, resumes_by_id, &get)?
+            of_srun(&mut layer, resumes_by_id, &get)?;
         }
         _ => {}
     }
