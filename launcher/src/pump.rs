@@ -65,6 +65,7 @@ impl Duplicate {
 }
 
 /// Handle to the reading thread.
+#[derive(Clone)]
 pub(crate) struct Pump {
     taps: mpsc::Sender<Tap>,
 }

@@ -5,8 +5,20 @@
 //! long. The worker speaks first, with [`ToAgent::Hello`]; the agent answers with [`ToWorker::Assignment`].
 //! Unknown fields are ignored and an unknown `type` is skipped, so that both sides may be of different
 //! builds. A client is 20 lines in any language.
+//!
+//! A worker may have [`MAX_CALLS`] key-value calls under way; answers come in any order, by number:
+//!
+//! ```text
+//! {"type":"kv_put","call":1,"key":"id","value":"c2VjcmV0"}
+//! {"type":"kv_reply","call":1}
+//! {"type":"kv_get","call":2,"key":"id","timeout_ms":60000}
+//! {"type":"kv_reply","call":2,"value":"c2VjcmV0"}
+//! {"type":"kv_get","call":3,"key":"not there yet","timeout_ms":0}
+//! {"type":"kv_reply","call":3,"error":"nobody wrote `not there yet` within 0.0 s","refusal":"not_written"}
+//! ```
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
@@ -20,6 +32,17 @@ pub const MAX_LINE_BYTES: usize = 1 << 20;
 
 /// Longest value in the key-value store. Base64 in a line must fit [`MAX_LINE_BYTES`].
 pub const MAX_VALUE_BYTES: usize = 512 << 10;
+
+/// Key-value calls of one connection that may be under way: a worker waits for an answer before it makes one more,
+/// which would be refused.
+pub const MAX_CALLS: usize = 32;
+
+/// How long an agent tries to write an entry while the daemon is away.
+pub const PUT_BOUND: Duration = Duration::from_secs(30);
+
+/// What an agent may need for its answer to a get beyond the time that the worker gave: its own question to the daemon
+/// takes a moment too, also where it is to look once. A worker that waits for less may miss the answer.
+pub const ANSWER_GRACE: Duration = Duration::from_millis(500);
 
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde asks for")]
 fn is_zero(number: &u64) -> bool {
@@ -99,7 +122,7 @@ pub enum ToAgent {
         call: u64,
         /// Name of the entry.
         key: String,
-        /// How long to wait for it.
+        /// How long to wait for it. 0: look once.
         timeout_ms: u64,
     },
 }
@@ -172,8 +195,63 @@ pub enum ToWorker {
         /// Value as base64, for a get that succeeded; absent for a put.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         value: Option<String>,
-        /// Why it failed, in words; absent when it succeeded.
+        /// Why it was not done, in words for people; absent when it was.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         error: Option<String>,
+        /// The same for programs; there whenever `error` is.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        refusal: Option<KvRefusal>,
     },
+}
+
+/// Why a key-value call was not done: what a program has to tell apart.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum KvRefusal {
+    /// A get: nobody has written the entry yet, and the time that the call gave is over. No failure: ask again as long
+    /// as there is time.
+    NotWritten,
+    /// A put: the entry has another value already.
+    Conflict,
+    /// The generation is over.
+    Superseded,
+    /// The daemon could not be asked in time. It may be, later.
+    Unavailable,
+    /// Anything else, also what newer agents say. To ask again does not help.
+    #[serde(other)]
+    Other,
+}
+
+/// A time that is to be waited for, in milliseconds: rounded up, so that who has waited for it has waited long enough.
+#[must_use]
+pub const fn whole_ms(time: Duration) -> u64 {
+    time.as_nanos().div_ceil(1_000_000) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_refusal_is_a_word_and_unknown_words_are_refusals_too() {
+        let reply = |refusal: &str| {
+            let line = format!(r#"{{"type":"kv_reply","call":4,"error":"words","refusal":"{refusal}"}}"#);
+            serde_json::from_str::<ToWorker>(&line).unwrap()
+        };
+        let expected = |refusal| ToWorker::KvReply {
+            call: 4,
+            value: None,
+            error: Some("words".into()),
+            refusal: Some(refusal),
+        };
+        assert_eq!(reply("not_written"), expected(KvRefusal::NotWritten));
+        assert_eq!(reply("too_blue"), expected(KvRefusal::Other));
+    }
+
+    #[test]
+    fn no_wait_is_cut_short_by_its_unit() {
+        assert_eq!(whole_ms(Duration::from_nanos(49_990_001)), 50);
+        assert_eq!(whole_ms(Duration::from_millis(50)), 50);
+        assert_eq!(whole_ms(Duration::ZERO), 0);
+    }
 }

@@ -124,7 +124,7 @@ pub enum KvError {
     Superseded(String),
     /// Nobody wrote the key in time.
     #[error("{0}")]
-    TimedOut(String),
+    NotWritten(String),
     /// The key has another value already.
     #[error("{0}")]
     Exists(String),

@@ -166,7 +166,7 @@ impl KvStore {
 }
 
 fn not_written(key: &str, waited: Duration) -> KvError {
-    KvError::TimedOut(format!("nobody wrote key `{key}` within {waited:?}"))
+    KvError::NotWritten(format!("nobody wrote key `{key}` within {waited:?}"))
 }
 
 /// At most `bytes` bytes of `text`, cut at a character.

@@ -241,7 +241,7 @@ fn status(error: &KvError) -> Status {
     let words = error.to_string();
     match error {
         KvError::Superseded(_) => Status::aborted(words),
-        KvError::TimedOut(_) => Status::deadline_exceeded(words),
+        KvError::NotWritten(_) => Status::deadline_exceeded(words),
         KvError::Exists(_) => Status::already_exists(words),
         KvError::TooMuch(_) => Status::resource_exhausted(words),
         KvError::Unknown(_) => Status::failed_precondition(words),

@@ -124,24 +124,20 @@ fn start_ranks(ranks: usize, options: &Options) -> Result<(), Box<dyn Error>> {
 struct Folder(PathBuf);
 
 impl KeyValue for Folder {
-    fn put(&self, key: &str, value: &[u8]) -> Result<(), StoreError> {
+    fn put(&self, key: &str, value: &[u8], _: Instant) -> Result<(), StoreError> {
         let path = self.0.join(key.replace('/', "-"));
         let unfinished = path.with_extension("unfinished");
         let written = std::fs::write(&unfinished, value).and_then(|()| std::fs::rename(&unfinished, path));
-        written.map_err(|e| StoreError::Unavailable(e.to_string()))
+        written.map_err(|e| StoreError::Refused(e.to_string()))
     }
 
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let started = Instant::now();
+    fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         loop {
             if let Ok(value) = std::fs::read(self.0.join(key.replace('/', "-"))) {
-                return Ok(value);
+                return Ok(Some(value));
             }
             if Instant::now() >= deadline {
-                return Err(StoreError::TimedOut {
-                    key: key.to_owned(),
-                    waited_ms: started.elapsed().as_millis() as u64,
-                });
+                return Ok(None);
             }
             std::thread::sleep(Duration::from_millis(1));
         }

@@ -89,7 +89,7 @@ fn a_cancel_ends_the_search_for_peers() {
         let first = scope.spawn(|| world.connect(&places[0]).err());
         world
             .store
-            .get("collective/0", Instant::now() + PATIENCE)
+            .wait_for("collective/0", Instant::now() + PATIENCE)
             .unwrap();
         world.cancel.cancel("superseded");
         assert_eq!(
@@ -263,7 +263,7 @@ fn strangers_are_refused() {
         let first = scope.spawn(|| world.connect(&places[0]));
         let card = world
             .store
-            .get("collective/0", Instant::now() + PATIENCE)
+            .wait_for("collective/0", Instant::now() + PATIENCE)
             .unwrap();
         let card: serde_json::Value = serde_json::from_slice(&card).unwrap();
         let address: SocketAddr = card["tcp"].as_str().unwrap().parse().unwrap();

@@ -5,11 +5,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::client::Client;
-use ddp_proto::ids::LocalRank;
+use ddp_proto::ids::{Generation, LocalRank};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
+use super::driver::Ready;
 use super::standstill::{REFUSED_FOR, is_refused};
+use super::workers::PrepareError;
 use crate::cgroup::WorkerGroup;
 use crate::console::Console;
 use crate::proc_table;
@@ -20,6 +22,8 @@ use crate::sweep::Quarry;
 const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
 /// How long the last words of a worker on the control socket are waited for.
 const HEAR_BOUND: Duration = Duration::from_millis(300);
+/// How long the file system may take to give what workers left in files.
+const FILE_BOUND: Duration = Duration::from_secs(1);
 /// How long workers may take to say what they do.
 const ANSWER_BOUND: Duration = Duration::from_secs(1);
 /// How long leftovers of workers may take to die.
@@ -31,16 +35,40 @@ const DRAIN_BOUND: Duration = Duration::from_secs(30);
 
 /// Results of work that the driver started aside.
 pub(super) enum Aside {
-    /// The last words of a failed worker are there, as far as they will be.
-    Described(LocalRank),
+    /// The files and pipes of a generation's workers are there, or cannot be made.
+    Prepared(Generation, Box<Result<Ready, PrepareError>>),
+    /// The last words of a failed worker are there, as far as they will be; with those of its error file.
+    Described(Generation, LocalRank, Option<String>),
     /// A worker has said all it will ever say on the control socket.
     Heard(LocalRank),
     /// The workers have had the time to say what they do.
     Answered,
     /// Whether the daemon refuses every connection.
     Probed { refused: bool },
-    /// Nothing is left of the workers but these processes, which cannot be killed.
-    Swept(Vec<String>),
+    /// Nothing is left of the workers but these processes, which cannot be killed, and what they left in files.
+    Swept(Vec<String>, LeftInFiles),
+}
+
+/// What is read in files when the workers are gone; nothing where the file system does not answer.
+#[derive(Debug, Default)]
+pub(super) struct LeftInFiles {
+    /// Words of the error files.
+    pub(super) words: Vec<(LocalRank, String)>,
+    /// [`crate::logs::free_attempt`], where there is a log directory.
+    pub(super) free_attempt: Option<u32>,
+}
+
+/// Waits for what the workers of a generation need to be made by `making`, which gives nothing if it panicked.
+pub(super) fn prepare(
+    results: mpsc::Sender<Aside>,
+    generation: Generation,
+    making: impl Future<Output = Option<Result<Ready, PrepareError>>> + Send + 'static,
+) {
+    tokio::spawn(async move {
+        let made = making.await.unwrap_or(Err(PrepareError::Panicked));
+        let made = Box::new(made);
+        let _ = results.send(Aside::Prepared(generation, made)).await;
+    });
 }
 
 /// Waits for `silence` on the control socket: what the worker wrote before it ended has arrived then.
@@ -72,12 +100,14 @@ pub(super) fn wait_for_answers(results: mpsc::Sender<Aside>) {
     });
 }
 
-/// Waits for the last words of a failed worker: the end of its stderr, and `silence` on the control socket.
+/// Waits for the last words of a failed worker: the end of its stderr, `silence` on the control socket, and then what
+/// `in_file` finds in its error file.
 pub(super) fn describe(
     results: mpsc::Sender<Aside>,
-    local_rank: LocalRank,
+    (generation, local_rank): (Generation, LocalRank),
     stderr: Option<TailReader>,
     silence: impl Future<Output = ()> + Send + 'static,
+    in_file: impl Future<Output = Option<Option<String>>> + Send + 'static,
 ) {
     tokio::spawn(async move {
         let words = async {
@@ -88,7 +118,9 @@ pub(super) fn describe(
         };
         // Whoever still holds its pipes open has had the time to write.
         let _ = timeout(DESCRIBE_BOUND, words).await;
-        let _ = results.send(Aside::Described(local_rank)).await;
+        let in_file = timeout(FILE_BOUND, in_file).await.ok().flatten().flatten();
+        let described = Aside::Described(generation, local_rank, in_file);
+        let _ = results.send(described).await;
     });
 }
 
@@ -111,11 +143,12 @@ impl Leftovers {
     }
 }
 
-/// Waits until what is left of the workers is killed, and for the end of their output. `kill` gives the processes that
-/// cannot be killed, or nothing if it panicked.
+/// Waits until what is left of the workers is killed, for the end of their output, and for what `read` finds in files.
+/// `kill` gives the processes that cannot be killed, or nothing if it panicked.
 pub(super) fn sweep(
     results: mpsc::Sender<Aside>,
     kill: impl Future<Output = Option<Vec<i32>>> + Send + 'static,
+    read: impl Future<Output = Option<LeftInFiles>> + Send + 'static,
     streams: Vec<TailReader>,
     console: Console,
 ) {
@@ -123,7 +156,9 @@ pub(super) fn sweep(
         let stuck = kill.await.unwrap_or_default();
         drain(streams, &console).await;
         let stuck = stuck.into_iter().map(proc_table::describe).collect();
-        let _ = results.send(Aside::Swept(stuck)).await;
+        let left = timeout(FILE_BOUND, read).await.ok().flatten();
+        let swept = Aside::Swept(stuck, left.unwrap_or_default());
+        let _ = results.send(swept).await;
     });
 }
 

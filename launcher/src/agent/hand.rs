@@ -1,19 +1,20 @@
-//! The thread for work that blocks.
+//! Threads for work that blocks.
 //!
-//! It exists from the start: when workers have to be swept, the machine may have no thread left to give.
+//! They exist from the start: when workers have to be swept, the machine may have no thread left to give. The launcher
+//! has one for processes and one for files, since a file system that does not answer must not hold up a sweep.
 
 use std::io;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tokio::sync::{mpsc, oneshot};
 
-/// Pieces of work that may wait: there are the sweep of a generation and the closing of the launch.
-const QUEUE: usize = 2;
+/// Pieces of work that may wait before whoever gives one has to: those of a generation, and of the closing of the launch.
+const QUEUE: usize = 4;
 const STACK_BYTES: usize = 256 << 10;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// Handle to the thread, which ends with the last of them.
+/// Handle to a thread, which ends with the last of them.
 #[derive(Clone)]
 pub(super) struct Hand {
     queue: mpsc::Sender<Work>,
@@ -21,10 +22,10 @@ pub(super) struct Hand {
 
 impl Hand {
     /// Starts the thread.
-    pub(super) fn start() -> io::Result<Self> {
+    pub(super) fn start(name: &str) -> io::Result<Self> {
         let (queue, mut waiting) = mpsc::channel::<Work>(QUEUE);
         std::thread::Builder::new()
-            .name("hand".into())
+            .name(name.into())
             .stack_size(STACK_BYTES)
             .spawn(move || {
                 while let Some(work) = waiting.blocking_recv() {
@@ -59,7 +60,7 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_does_not_end_the_thread() {
-        let hand = Hand::start().unwrap();
+        let hand = Hand::start("test").unwrap();
         let failed = hand.give(|| panic!("expected by the test"));
         assert_eq!(failed.await, None::<()>);
         assert_eq!(hand.give(|| 7).await, Some(7));

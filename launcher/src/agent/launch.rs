@@ -50,6 +50,9 @@ pub enum LaunchError {
         "cannot make a thread: {0}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one"
     )]
     Thread(#[source] io::Error),
+    /// It may open no more files.
+    #[error("cannot set up the launcher: {0}\n  hint: check `ulimit -n`")]
+    Files(#[source] io::Error),
     /// The system refused something essential.
     #[error("cannot set up the launcher: {0}")]
     System(#[source] io::Error),
@@ -60,6 +63,7 @@ impl From<io::Error> for LaunchError {
         // Of all that is set up, only a thread is refused for now.
         match error.raw_os_error() {
             Some(libc::EAGAIN) => Self::Thread(error),
+            Some(libc::EMFILE) => Self::Files(error),
             _ => Self::System(error),
         }
     }
@@ -70,7 +74,7 @@ impl From<LaunchError> for Conclusion {
         let exit_code = match error {
             LaunchError::Program(error) => return Self::CannotStart(error),
             LaunchError::Log(_) => exit::USAGE,
-            LaunchError::Thread(_) | LaunchError::System(_) => exit::INTERNAL,
+            LaunchError::Thread(_) | LaunchError::Files(_) | LaunchError::System(_) => exit::INTERNAL,
         };
         Self::Broken {
             exit_code,
@@ -90,7 +94,9 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         Err(error) => return refuse(error.into(), guardian),
     };
     let terminal = plan.output.direct.then(TerminalSettings::read).flatten();
-    let Outfit { console, hand, group } = outfit.clone();
+    let Outfit {
+        console, hand, group, ..
+    } = outfit.clone();
     let (conclusion, report) = match Driver::new(plan, &guardian, outfit) {
         Ok(driver) => driver.run().await,
         Err(error) => {
@@ -128,14 +134,18 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
 #[derive(Clone)]
 pub(super) struct Outfit {
     pub(super) console: Console,
+    /// For processes and what is told of them.
     pub(super) hand: Hand,
+    /// For files of workers and for the error files.
+    pub(super) files: Hand,
     pub(super) group: Option<Arc<WorkerGroup>>,
 }
 
 impl Outfit {
     fn of(plan: &LaunchPlan, guardian: &Guardian) -> io::Result<Self> {
         Ok(Self {
-            hand: Hand::start()?,
+            hand: Hand::start("hand")?,
+            files: Hand::start("files")?,
             console: Console::start(Sinks::standard(), plan.progress_bar)?,
             group: guardian.group().and_then(group_of_workers),
         })

@@ -39,6 +39,8 @@ pub(super) enum PrepareError {
     Pipe(#[from] io::Error),
     #[error("the daemon's assignment makes no sense: {0}")]
     Assignment(String),
+    #[error("a panic of the launcher, which has told of itself, has left the workers without their files")]
+    Panicked,
 }
 
 /// What is needed to prepare workers, beyond the assignment.
@@ -107,6 +109,8 @@ pub(super) struct Worker {
     pub(super) said: Option<String>,
     /// It says that it failed only because another rank did.
     pub(super) consequence: bool,
+    /// What it wrote into its error file, once that has been read.
+    in_file: Option<String>,
     files: WorkerFiles,
     stdout: TailReader,
     stderr: TailReader,
@@ -350,6 +354,12 @@ impl Crew {
         Some((LocalRank(local_rank as u32), self.workers[local_rank].pid?, beat))
     }
 
+    /// No worker has sent a heartbeat, though they have run for longer than `bound`.
+    pub(super) fn is_unwatched(&self, bound: Duration) -> bool {
+        let began = !self.workers.is_empty() && self.began.elapsed() > bound;
+        began && self.workers.iter().all(|worker| worker.beat.is_none())
+    }
+
     /// Passes a signal of the user's on to the workers themselves, which go on.
     pub(super) fn pass_on(&self, signal: i32) {
         let Ok(number) = Signal::try_from(signal) else {
@@ -386,6 +396,28 @@ impl Crew {
             .map(|worker| worker.stderr.clone())
     }
 
+    /// The files of a worker, which only a thread that may wait looks into.
+    pub(super) fn files_of(&self, local_rank: LocalRank) -> Option<WorkerFiles> {
+        let worker = self.workers.get(local_rank.0 as usize)?;
+        Some(worker.files.clone())
+    }
+
+    /// Workers that failed by themselves and have not said why.
+    pub(super) fn silent_failures(&self) -> impl Iterator<Item = LocalRank> + '_ {
+        let workers = self.workers.iter().zip(0..);
+        workers.filter_map(|(worker, local_rank)| {
+            let failed = worker.end.is_some_and(|end| !end.ending.is_success()) && worker.sent.is_none();
+            (failed && worker.words().is_none()).then_some(LocalRank(local_rank))
+        })
+    }
+
+    /// Keeps what a worker wrote into its error file before it ended.
+    pub(super) fn found_in_file(&mut self, local_rank: LocalRank, words: String) {
+        if let Some(worker) = self.get_mut(local_rank) {
+            worker.in_file = Some(words);
+        }
+    }
+
     /// The error file of a worker, whether it exists or not.
     pub(super) fn error_file_of(&self, rank: GlobalRank) -> Option<PathBuf> {
         let worker = self.workers.iter().find(|worker| worker.rank == rank)?;
@@ -401,7 +433,7 @@ impl Crew {
                 rank: worker.rank,
                 ending: end.ending,
                 sent: worker.sent,
-                after: end.at.saturating_duration_since(zero),
+                after: end.at.checked_duration_since(zero),
                 message: worker.said.clone(),
                 consequence: worker.consequence,
             })
@@ -424,6 +456,7 @@ impl Worker {
             aborted: false,
             said: None,
             consequence: false,
+            in_file: None,
             files,
             stdout,
             stderr,
@@ -432,15 +465,14 @@ impl Worker {
         }
     }
 
-    /// Writes what it does into its log folder, if it has one.
-    pub(super) fn write_state(&self, text: &str) -> io::Result<()> {
-        let file = self.files.hang_file();
-        file.map_or(Ok(()), |file| std::fs::write(file, text))
+    /// Where it is written down what it does, if it has a log folder.
+    pub(super) fn hang_file(&self) -> Option<PathBuf> {
+        self.files.hang_file()
     }
 
     /// What the worker itself said of its failure: on the control socket, or in its error file.
     fn words(&self) -> Option<String> {
-        self.said.clone().or_else(|| self.files.error_message())
+        self.said.clone().or_else(|| self.in_file.clone())
     }
 }
 

@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Duration;
 
-use ddp_proto::control::{MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, MAX_CALLS, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker};
 use ddp_proto::ids::{Generation, LocalRank};
 use tokio::io::{AsyncBufReadExt, AsyncReadExt, AsyncWriteExt, BufReader};
 use tokio::net::UnixStream;
@@ -15,15 +15,13 @@ use tokio::time::timeout;
 
 use super::peer;
 use super::server::{ControlEvent, Hub, Member, News, Place, WORKER_QUEUE};
-use super::store::Store;
+use super::store::{self, Store};
 
 /// How long a connection may stay without its first line, or the worker unknown that it comes from.
 const GREETING_BOUND: Duration = Duration::from_secs(10);
 /// How long one message may take to be written.
 const WRITE_BOUND: Duration = Duration::from_secs(30);
-/// Key-value calls of one connection that may be under way.
-const MAX_CALLS: usize = 32;
-/// Longest blocking read that is waited for.
+/// Longest blocking read that is waited for; then the worker is told that nobody wrote it yet.
 const MAX_GET: Duration = Duration::from_hours(24);
 
 /// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
@@ -234,18 +232,19 @@ impl<'a> Connection<'a> {
     fn answer(
         &mut self,
         call: u64,
-        result: impl Future<Output = Result<Option<Arc<str>>, String>> + Send + 'static,
+        result: impl Future<Output = Result<Option<Arc<str>>, store::Refusal>> + Send + 'static,
     ) {
         let Some(queue) = self.queue.upgrade() else {
             return;
         };
+        // A worker that waits for an answer before it calls again must not be refused because of the one it has got.
+        while self.calls.try_join_next().is_some() {}
         if self.calls.len() >= MAX_CALLS {
-            let error = Some(format!("more than {MAX_CALLS} calls are under way"));
-            let _ = queue.try_send(encode(&ToWorker::KvReply {
-                call,
-                value: None,
-                error,
-            }));
+            let refused = store::Refusal {
+                why: KvRefusal::Other,
+                words: format!("{MAX_CALLS} calls are under way, and no more may be"),
+            };
+            let _ = queue.try_send(reply(call, Err(refused)));
             return;
         }
         let mut place = self.hub.place.clone();
@@ -257,19 +256,30 @@ impl<'a> Connection<'a> {
                 result = result => result,
                 place = superseded => {
                     let cause = place.ok().and_then(|place| ended(place.as_ref(), generation));
-                    Err(format!("generation superseded: {}", cause.unwrap_or_default()))
+                    Err(store::Refusal {
+                        why: KvRefusal::Superseded,
+                        words: format!("generation superseded: {}", cause.unwrap_or_default()),
+                    })
                 }
             };
-            let (value, error) = match result {
-                Ok(value) => (value.map(|value| value.to_string()), None),
-                Err(error) => (None, Some(error)),
-            };
             // Waits for the worker to read; ends with the connection.
-            let _ = queue
-                .send(encode(&ToWorker::KvReply { call, value, error }))
-                .await;
+            let _ = queue.send(reply(call, result)).await;
         });
     }
+}
+
+fn reply(call: u64, result: Result<Option<Arc<str>>, store::Refusal>) -> Arc<[u8]> {
+    let (value, refused) = match result {
+        Ok(value) => (value.map(|value| value.to_string()), None),
+        Err(refused) => (None, Some(refused)),
+    };
+    let refusal = refused.as_ref().map(|refused| refused.why);
+    encode(&ToWorker::KvReply {
+        call,
+        value,
+        error: refused.map(|refused| refused.words),
+        refusal,
+    })
 }
 
 /// Why `generation` is over, if it is.

@@ -1,35 +1,47 @@
 //! Key-value calls of the workers: forwarded to the daemon, reads shared by all workers of the node.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::Duration;
 
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use ddp_proto::client::{Client, ClientError};
-use ddp_proto::control::MAX_VALUE_BYTES;
+use ddp_proto::control::{ANSWER_GRACE, KvRefusal, MAX_VALUE_BYTES, PUT_BOUND};
 use ddp_proto::ids::Generation;
-use tokio::sync::OnceCell;
-use tokio::time::{Instant, timeout};
+use tokio::time::{Instant, timeout_at};
 
 /// Pause before a call is repeated on a connection that broke.
 const RETRY_PAUSE: Duration = Duration::from_millis(100);
-/// How long a put is repeated while the daemon cannot be reached.
-const PUT_BOUND: Duration = Duration::from_secs(30);
 /// Bytes kept of what the workers of this node wrote, for a daemon that has lost it.
 const MAX_KEPT_BYTES: usize = 4 << 20;
 /// Entries kept; the daemon bounds their number and size too.
 const MAX_CACHED: usize = 4096;
 
-type Cell = Arc<OnceCell<Arc<str>>>;
+/// Why a call was not done.
+#[derive(Debug)]
+pub(crate) struct Refusal {
+    /// For the worker's program.
+    pub(crate) why: KvRefusal,
+    /// For people.
+    pub(crate) words: String,
+}
 
-/// The store of one generation, as the workers of this node see it. Errors are words for the worker.
+/// One key that workers of this node read.
+#[derive(Default)]
+struct Cell {
+    /// As base64. Entries are write-once, so a value once read is right for ever.
+    value: OnceLock<Arc<str>>,
+    /// Held by the reader that waits at the daemon: one is enough.
+    turn: tokio::sync::Mutex<()>,
+}
+
+/// The store of one generation, as the workers of this node see it.
 pub(crate) struct Store {
     client: Client,
     job_id: String,
     generation: Generation,
-    /// Values as base64. Entries are write-once, so a value once read is right for ever.
-    read: Mutex<HashMap<String, Cell>>,
+    read: Mutex<HashMap<String, Arc<Cell>>>,
     written: Mutex<Written>,
 }
 
@@ -51,16 +63,20 @@ impl Store {
         }
     }
 
-    /// Stores an entry; `value` is base64.
-    pub(crate) async fn put(&self, key: &str, value: &str) -> Result<(), String> {
+    /// Stores an entry; `value` is base64. Tried for [`PUT_BOUND`] while the daemon is away.
+    pub(crate) async fn put(&self, key: &str, value: &str) -> Result<(), Refusal> {
+        let invalid = |words| Refusal {
+            why: KvRefusal::Other,
+            words,
+        };
         let value = STANDARD
             .decode(value)
-            .map_err(|error| format!("value of `{key}` is not base64: {error}"))?;
+            .map_err(|error| invalid(format!("value of `{key}` is not base64: {error}")))?;
         if value.len() > MAX_VALUE_BYTES {
             let len = value.len();
-            return Err(format!(
+            return Err(invalid(format!(
                 "value of `{key}` has {len} bytes, more than {MAX_VALUE_BYTES}"
-            ));
+            )));
         }
         self.write(key, &value).await?;
         self.keep(key, value);
@@ -75,23 +91,27 @@ impl Store {
         };
         for (key, value) in entries {
             if let Err(error) = self.write(&key, &value).await {
-                tracing::debug!("`{key}` is not written again: {error}");
+                tracing::debug!("`{key}` is not written again: {}", error.words);
                 return;
             }
         }
     }
 
-    async fn write(&self, key: &str, value: &[u8]) -> Result<(), String> {
+    async fn write(&self, key: &str, value: &[u8]) -> Result<(), Refusal> {
         let deadline = Instant::now() + PUT_BOUND;
-        loop {
-            let put = self
-                .client
-                .kv_put(&self.job_id, self.generation, key, value.to_vec());
-            match put.await {
-                Ok(()) => return Ok(()),
-                Err(error) => self.pause_or_fail(error, deadline).await?,
+        let write = async {
+            loop {
+                let put = self
+                    .client
+                    .kv_put(&self.job_id, self.generation, key, value.to_vec());
+                match put.await {
+                    Ok(()) => return Ok(()),
+                    Err(error) => pause_or_refuse(error, deadline).await?,
+                }
             }
-        }
+        };
+        let written = timeout_at(deadline, write).await;
+        written.unwrap_or_else(|_| Err(no_answer(key, PUT_BOUND)))
     }
 
     fn keep(&self, key: &str, value: Vec<u8>) {
@@ -103,51 +123,77 @@ impl Store {
         }
     }
 
-    /// Reads an entry as base64, waiting up to `bound` for somebody to write it.
-    pub(crate) async fn get(&self, key: &str, bound: Duration) -> Result<Arc<str>, String> {
-        // The first reader asks the daemon; the others wait for its answer, each within its own bound.
+    /// Reads an entry as base64, waiting up to `bound` for somebody to write it; looks at least once.
+    pub(crate) async fn get(&self, key: &str, bound: Duration) -> Result<Arc<str>, Refusal> {
+        let deadline = Instant::now() + bound;
         let cell = self.cell(key);
-        let read = cell.get_or_try_init(|| self.fetch(key, bound));
-        match timeout(bound, read).await {
-            Ok(value) => value.cloned(),
-            Err(_) => Err(format!(
-                "`{key}` was not written within {:.1} s",
-                bound.as_secs_f64()
-            )),
+        // Whoever has waited in vain for its turn looks for itself: "not written" holds at the deadline, not when another
+        // reader asked.
+        let turn = timeout_at(deadline, cell.turn.lock()).await;
+        if let Some(value) = cell.value.get() {
+            return Ok(value.clone());
         }
+        let fetched = timeout_at(deadline + ANSWER_GRACE, self.fetch(key, bound, deadline)).await;
+        let value = fetched.unwrap_or_else(|_| Err(no_answer(key, bound + ANSWER_GRACE)))?;
+        // One that looked for itself may have been faster than the one that waits.
+        let _ = cell.value.set(value.clone());
+        drop(turn);
+        Ok(value)
     }
 
-    fn cell(&self, key: &str) -> Cell {
+    fn cell(&self, key: &str) -> Arc<Cell> {
         let mut cells = self.read.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(cell) = cells.get(key) {
             return cell.clone();
         }
-        let cell = Cell::default();
+        let cell = Arc::<Cell>::default();
         if cells.len() < MAX_CACHED {
             cells.insert(key.to_owned(), cell.clone());
         }
         cell
     }
 
-    async fn fetch(&self, key: &str, bound: Duration) -> Result<Arc<str>, String> {
-        let deadline = Instant::now() + bound;
+    async fn fetch(&self, key: &str, bound: Duration, deadline: Instant) -> Result<Arc<str>, Refusal> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.client.kv_get(&self.job_id, self.generation, key, left).await {
-                Ok(value) => return Ok(STANDARD.encode(value).into()),
-                Err(error) => self.pause_or_fail(error, deadline).await?,
+                Ok(Some(value)) => return Ok(STANDARD.encode(value).into()),
+                // The daemon has a longest wait of its own.
+                Ok(None) if Instant::now() < deadline => {}
+                Ok(None) => {
+                    return Err(Refusal {
+                        why: KvRefusal::NotWritten,
+                        words: format!("nobody wrote `{key}` within {:.1} s", bound.as_secs_f64()),
+                    });
+                }
+                Err(error) => pause_or_refuse(error, deadline + ANSWER_GRACE).await?,
             }
         }
     }
+}
 
-    /// A broken connection is opened again by the client, and a daemon that was restarted is told of the generation by
-    /// the agent; every other error is an answer.
-    async fn pause_or_fail(&self, error: ClientError, deadline: Instant) -> Result<(), String> {
-        let may_mend = error.is_broken() || matches!(error, ClientError::Forgotten { .. });
-        if !may_mend || Instant::now() + RETRY_PAUSE >= deadline {
-            return Err(error.to_string());
-        }
-        tokio::time::sleep(RETRY_PAUSE).await;
-        Ok(())
+fn no_answer(key: &str, waited: Duration) -> Refusal {
+    let waited = waited.as_secs_f64();
+    Refusal {
+        why: KvRefusal::Unavailable,
+        words: format!("the rendezvous daemon did not answer for `{key}` within {waited:.1} s"),
     }
+}
+
+/// A broken connection is opened again by the client, and a daemon that was restarted is told of the generation by
+/// the agent; every other error is an answer.
+async fn pause_or_refuse(error: ClientError, deadline: Instant) -> Result<(), Refusal> {
+    let why = match &error {
+        ClientError::Superseded { .. } => KvRefusal::Superseded,
+        ClientError::Conflict { .. } => KvRefusal::Conflict,
+        ClientError::Forgotten { .. } | ClientError::TimedOut { .. } => KvRefusal::Unavailable,
+        error if error.is_broken() => KvRefusal::Unavailable,
+        _ => KvRefusal::Other,
+    };
+    if why != KvRefusal::Unavailable || Instant::now() + RETRY_PAUSE >= deadline {
+        let words = error.to_string();
+        return Err(Refusal { why, words });
+    }
+    tokio::time::sleep(RETRY_PAUSE).await;
+    Ok(())
 }

@@ -33,6 +33,8 @@ pub(crate) struct Policy {
     pub(crate) last_word_ms: u32,
     /// Workers of a node 0 that does not exist; this agent is node 1 then.
     pub(crate) workers_of_node_0: u32,
+    /// Its longest blocking read.
+    pub(crate) longest_read: Duration,
 }
 
 impl Default for Policy {
@@ -43,6 +45,7 @@ impl Default for Policy {
             refuses: None,
             last_word_ms: 0,
             workers_of_node_0: 0,
+            longest_read: Duration::MAX,
         }
     }
 }
@@ -316,7 +319,7 @@ impl Rendezvous for Service {
 
     async fn kv_get(&self, request: Request<KvGetRequest>) -> Result<Response<KvGetReply>, Status> {
         let request = request.into_inner();
-        let bound = Duration::from_millis(u64::from(request.timeout_ms));
+        let bound = Duration::from_millis(u64::from(request.timeout_ms)).min(self.0.policy.longest_read);
         match tokio::time::timeout(bound, self.0.read(&request.key)).await {
             Ok(value) => Ok(Response::new(KvGetReply { value })),
             Err(_) => Err(Status::deadline_exceeded(format!(

@@ -31,6 +31,7 @@ pub(crate) struct Launch {
     native: bool,
     progress_bar: bool,
     log_dir: Option<PathBuf>,
+    stdout_filter: Option<String>,
     connect_timeout_ms: u64,
     shutdown_timeout_ms: u64,
     hang_timeout_ms: u64,
@@ -51,6 +52,7 @@ pub(crate) fn launch_at(endpoint: String) -> Launch {
         native: false,
         progress_bar: false,
         log_dir: None,
+        stdout_filter: None,
         connect_timeout_ms: 10_000,
         shutdown_timeout_ms: 20_000,
         hang_timeout_ms: 0,
@@ -116,6 +118,12 @@ impl Launch {
 
     pub(crate) fn log_dir(mut self, log_dir: &Path) -> Self {
         self.log_dir = Some(log_dir.to_owned());
+        self
+    }
+
+    /// Lines with this word go to a file of their own.
+    pub(crate) fn stdout_filter(mut self, word: &str) -> Self {
+        self.stdout_filter = Some(word.into());
         self
     }
 
@@ -195,7 +203,10 @@ impl Launch {
                 native: self.native,
             },
             progress_bar: self.progress_bar,
-            output: OutputPlan::default(),
+            output: OutputPlan {
+                stdout_filters: self.stdout_filter.into_iter().collect(),
+                ..OutputPlan::default()
+            },
             role: "default".into(),
             master_addr: None,
             master_port: None,

@@ -8,15 +8,19 @@
 //! | `leftovers` | grandchildren, orphans, a launcher that is killed |
 //! | `surroundings` | environment, console, log files |
 //! | `listening` | who is given time to end by himself, and how much |
+//! | `strangers` | who answers at the endpoint and is no daemon, or is one no more |
 //! | `talk` | the control socket, the daemon's stream |
+//! | `key_value` | the store, as workers ask for it |
 
 mod daemon;
 mod ends;
 mod harness;
+mod key_value;
 mod last_word;
 mod leftovers;
 mod listening;
 mod stopping;
+mod strangers;
 mod surroundings;
 mod talk;
 

@@ -255,3 +255,21 @@ fn the_end_of_the_job_elsewhere_stops_the_workers_here() {
         end.stderr
     );
 }
+
+/// Opening a pipe for writing waits for a reader, as a file on a dead file system waits for its server.
+#[test]
+fn a_log_folder_that_does_not_answer_holds_up_neither_heartbeats_nor_a_stop() {
+    let (daemon, logs) = (Daemon::start(Policy::default()), tempfile::tempdir().unwrap());
+    let launcher = launch(&daemon)
+        .max_restarts(1)
+        .log_dir(logs.path())
+        .stdout_filter("loss")
+        .env("LOGS", logs.path())
+        .sh(r#"mkdir "$LOGS/attempt_1" && mkfifo "$LOGS/attempt_1/filtered_stdout.log"; exit 3"#)
+        .start();
+    daemon.expect("a heartbeat of the second generation", |message| {
+        (message.generation == 2 && matches!(message.body, Some(Report::Heartbeat(_)))).then_some(())
+    });
+    launcher.signal(Signal::SIGTERM);
+    assert_eq!(launcher.wait().code, 143);
+}

@@ -15,7 +15,7 @@ use crate::harness::{Meeting, launch};
 
 /// A worker's side of the control socket.
 pub(crate) struct Session {
-    env: WorkerEnv,
+    pub(crate) env: WorkerEnv,
     pub(crate) socket: BufReader<UnixStream>,
 }
 
@@ -145,81 +145,6 @@ fn survivors_hear_at_once_who_died() {
     let end = launcher.wait();
     assert!(end.stderr.contains("by itself"), "{}", end.stderr);
     assert!(end.stderr.contains("all-reduce 17 failed"), "{}", end.stderr);
-}
-
-/// Rank 0 writes an entry, all read it twice.
-#[test]
-fn role_key_value() {
-    if !plays("role_key_value") {
-        return;
-    }
-    let mut session = Session::open();
-    let assignment = session.hear();
-    let ToWorker::Assignment { env, node_addrs, .. } = assignment else {
-        panic!("{assignment:?}");
-    };
-    assert_eq!(env["RANK"], session.env.rank.to_string());
-    assert_eq!(node_addrs, ["127.0.0.1"]);
-    let key = "id".to_owned();
-    if session.env.rank.0 == 0 {
-        let value = "c2VjcmV0".to_owned();
-        session.say(&ToAgent::KvPut {
-            call: 1,
-            key: key.clone(),
-            value,
-        });
-        let reply = session.hear();
-        assert_eq!(
-            reply,
-            ToWorker::KvReply {
-                call: 1,
-                value: None,
-                error: None
-            }
-        );
-    }
-    for call in 2..4 {
-        session.say(&ToAgent::KvGet {
-            call,
-            key: key.clone(),
-            timeout_ms: 20_000,
-        });
-        let reply = session.hear();
-        assert_eq!(
-            reply,
-            ToWorker::KvReply {
-                call,
-                value: Some("c2VjcmV0".into()),
-                error: None
-            }
-        );
-    }
-    session.say(&ToAgent::KvGet {
-        call: 4,
-        key: "nobody writes this".into(),
-        timeout_ms: 1,
-    });
-    let reply = session.hear();
-    assert!(
-        matches!(
-            reply,
-            ToWorker::KvReply {
-                call: 4,
-                value: None,
-                error: Some(_)
-            }
-        ),
-        "{reply:?}"
-    );
-    println!("all is well");
-}
-
-#[test]
-fn workers_exchange_values() {
-    let daemon = Daemon::start(Policy::default());
-    let end = launch(&daemon).workers(3).role("role_key_value").start().wait();
-    assert_eq!(end.code, 0, "{}\n{}", end.stdout, end.stderr);
-    assert_eq!(end.stdout.matches("all is well").count(), 3, "{}", end.stdout);
 }
 
 #[test]

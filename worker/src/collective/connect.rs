@@ -12,12 +12,10 @@ use super::door::Door;
 use super::flat::Flat;
 use super::group::{Group, Seat};
 use super::link::Link;
+use super::lookup::{Lookup, RollCall};
 use super::reception::{Hello, Listener, dial_tcp, dial_unix, secret};
 use super::{Failure, Place, Solo, Transport, Wait};
-use crate::session::{Cancel, KeyValue, StoreError};
-
-/// Longest single wait for a key: then the cancel token is looked at.
-const STORE_SLICE: Duration = Duration::from_millis(50);
+use crate::session::{Cancel, KeyValue};
 
 /// What a rank publishes about itself.
 #[derive(Debug, Serialize, Deserialize)]
@@ -32,8 +30,8 @@ struct Card {
 /// The transport of the whole world: shared memory to the ranks of this node, TCP to the others.
 ///
 /// Every rank of the generation must call it. `store` must be scoped to the job and the generation; it is not
-/// used after the call returns. `timeout` bounds the whole call, and `cancel` ends it within 100 ms. Later waits
-/// are bounded and ended by the [`Wait`] of each operation.
+/// used after the call returns. `timeout` bounds the whole call, and `cancel` ends it within 100 ms, or when a store
+/// that is out of reach has said so. Later waits are bounded and ended by the [`Wait`] of each operation.
 pub fn connect(
     place: &Place,
     store: &dyn KeyValue,
@@ -136,11 +134,16 @@ fn exchange_cards(
     store: &dyn KeyValue,
     wait: &Wait,
 ) -> Result<Vec<Card>, Failure> {
+    let lookup = Lookup {
+        store,
+        wait,
+        what: "exchanging addresses with the other ranks",
+    };
     let bytes = serde_json::to_vec(card).expect("a card has no map keys that could fail");
-    store.put(&key(place.rank), &bytes).map_err(refused)?;
+    lookup.tell(&key(place.rank), &bytes)?;
     let mut cards = Vec::with_capacity(place.world_size);
     for rank in 0..place.world_size {
-        let bytes = read_card(rank, place.world_size, store, wait)?;
+        let bytes = lookup.await_key(&key(rank), || absent(rank, place.world_size, store))?;
         let card = serde_json::from_slice(&bytes)
             .map_err(|e| Failure::Invalid(format!("rank {rank} published a malformed card: {e}")))?;
         cards.push(card);
@@ -148,37 +151,16 @@ fn exchange_cards(
     Ok(cards)
 }
 
-/// Waits in slices, since the store does not know the cancel token.
-fn read_card(rank: usize, world: usize, store: &dyn KeyValue, wait: &Wait) -> Result<Vec<u8>, Failure> {
-    loop {
-        let deadline = wait.deadline.min(Instant::now() + STORE_SLICE);
-        match store.get(&key(rank), deadline) {
-            Ok(bytes) => return Ok(bytes),
-            Err(StoreError::TimedOut { .. }) => wait.check(|| absent(rank..world, store))?,
-            Err(error) => return Err(refused(error)),
-        }
-    }
-}
-
-fn absent(ranks: std::ops::Range<usize>, store: &dyn KeyValue) -> Vec<usize> {
+/// `first` has not come in time, and who else of those after it.
+fn absent(first: usize, world: usize, store: &dyn KeyValue) -> Vec<usize> {
     let now = Instant::now();
-    ranks
-        .filter(|&rank| store.get(&key(rank), now).is_err())
-        .collect()
+    let others: Vec<usize> = (first + 1..world).collect();
+    let found = RollCall::hold(&others, now, |rank| Ok(store.get(&key(rank), now)?.is_some()));
+    std::iter::once(first).chain(found.absent).collect()
 }
 
 fn key(rank: usize) -> String {
     format!("collective/{rank}")
-}
-
-fn refused(error: StoreError) -> Failure {
-    match error {
-        StoreError::Superseded(cause) => Failure::GenerationOver(cause),
-        error => Failure::System {
-            what: "exchanging addresses with the other ranks".to_owned(),
-            cause: error.to_string(),
-        },
-    }
 }
 
 /// A place must be one in its world.

@@ -30,6 +30,7 @@ mod group;
 mod header;
 mod kernel;
 mod link;
+mod lookup;
 mod mesh;
 mod message;
 mod moves;

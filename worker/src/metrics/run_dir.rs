@@ -124,7 +124,7 @@ impl RunDir {
             Err(error) => Decision::Failed(error.to_string()),
         };
         let bytes = serde_json::to_vec(&decision).expect("a decision serialises");
-        let put = store.put(DECISION_KEY, &bytes);
+        let put = store.put(DECISION_KEY, &bytes, request.deadline);
         let start = prepared?;
         let agreed = put
             .map_err(RunFilesError::from)
@@ -136,7 +136,7 @@ impl RunDir {
 
     fn await_others(&self, request: Request<'_>, store: &dyn KeyValue) -> Result<(), RunFilesError> {
         for rank in 1..request.world_size {
-            let words = store.get(&seen_key(rank), request.deadline)?;
+            let words = store.wait_for(&seen_key(rank), request.deadline)?;
             if !words.is_empty() {
                 return Err(RunFilesError::NotShared {
                     rank,
@@ -149,7 +149,7 @@ impl RunDir {
     }
 
     fn follow(&self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
-        let bytes = store.get(DECISION_KEY, request.deadline)?;
+        let bytes = store.wait_for(DECISION_KEY, request.deadline)?;
         let (start, nonce) = match serde_json::from_slice(&bytes) {
             Ok(Decision::Ready { start, nonce }) => (start, nonce),
             Ok(Decision::Failed(words)) => return Err(RunFilesError::RankZero(words)),
@@ -161,7 +161,7 @@ impl RunDir {
         };
         let seen = self.await_nonce(&nonce, request.deadline.min(Instant::now() + VISIBILITY_TIMEOUT));
         let words = seen.as_ref().err().cloned().unwrap_or_default();
-        store.put(&seen_key(request.rank), words.as_bytes())?;
+        store.put(&seen_key(request.rank), words.as_bytes(), request.deadline)?;
         match seen {
             Ok(()) => Ok(start),
             Err(cause) => Err(RunFilesError::NotShared {

@@ -73,7 +73,7 @@ fn a_rank_on_another_file_system_is_named_on_both_sides() {
         let lead = scope.spawn(|| RunDir::open(request(&ours, 0, 2), &store));
         let mut short = request(&theirs, 1, 2);
         // Long enough for rank 0's word, which is awaited first; then the file is looked for once.
-        store.get(DECISION_KEY, short.deadline).unwrap();
+        store.wait_for(DECISION_KEY, short.deadline).unwrap();
         short.deadline = Instant::now();
         let error = RunDir::open(short, &store).unwrap_err();
         assert!(

@@ -190,7 +190,7 @@ impl Agreement<'_> {
     }
 
     fn put(&self, key: &str, value: &[u8]) -> Result<(), AgreementError> {
-        let put = self.store.put(&self.key(key), value);
+        let put = self.store.put(&self.key(key), value, self.deadline);
         put.map_err(|source| AgreementError::Store {
             what: "publishing".into(),
             source,
@@ -198,7 +198,7 @@ impl Agreement<'_> {
     }
 
     fn get_bytes(&self, key: &str, rank: usize) -> Result<Vec<u8>, AgreementError> {
-        let got = self.store.get(&self.key(key), self.deadline);
+        let got = self.store.wait_for(&self.key(key), self.deadline);
         got.map_err(|source| AgreementError::Store {
             what: format!("waiting for rank {rank}"),
             source,

@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{PROTOCOL, Phase, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, PROTOCOL, Phase, ToAgent, ToWorker};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::Generation;
 use nix::sys::socket::{
@@ -18,9 +18,10 @@ use nix::sys::socket::{
 };
 use nix::sys::time::{TimeVal, TimeValLike as _};
 
+use super::calls::Calls;
 use super::line::LineReader;
 use super::outbox::Outbox;
-use super::remote::Calls;
+use super::remote::GRACE;
 use super::{Cancel, SessionError, StopRequest};
 use super::{stacks, waits};
 
@@ -39,6 +40,8 @@ pub(super) struct Times {
     pub(super) handshake: Duration,
     /// Between repetitions of the last heartbeat; the contract asks for one every 2 seconds.
     pub(super) heartbeat: Duration,
+    /// From the deadline of a key-value call to the last moment for its answer.
+    pub(super) grace: Duration,
 }
 
 impl Default for Times {
@@ -46,6 +49,7 @@ impl Default for Times {
         Self {
             handshake: Duration::from_secs(30),
             heartbeat: Duration::from_secs(1),
+            grace: GRACE,
         }
     }
 }
@@ -212,10 +216,11 @@ impl Shared {
     }
 
     fn lost(&self, why: String) {
-        self.outbox.close();
+        // First: who is refused by the outbox asks for the cause.
         if !self.closing.load(Ordering::Acquire) {
             self.cancel.cancel(why);
         }
+        self.outbox.close();
     }
 
     /// Takes one line; an assignment is handed back.
@@ -240,8 +245,14 @@ impl Shared {
                 }
             }
             ToWorker::Describe => self.describe(),
-            ToWorker::KvReply { call, value, error } => {
-                self.calls.answer(call, error.map_or(Ok(value), Err));
+            ToWorker::KvReply {
+                call,
+                value,
+                error,
+                refusal,
+            } => {
+                let refused = |words| Err((refusal.unwrap_or(KvRefusal::Other), words));
+                self.calls.answer(call, error.map_or(Ok(value), refused));
             }
         }
         Ok(None)

@@ -7,6 +7,7 @@
 //! | `outbox.rs` | what is still to be written to the agent |
 //! | `line.rs` | lines of bounded length |
 //! | `remote.rs` | the key-value store behind the control socket |
+//! | `calls.rs` | its calls that are under way |
 //! | `store.rs` | [`KeyValue`], and the store of a world of one |
 //! | `stop.rs` | [`StopRequest`]: the word that training is to stop at the next step boundary |
 //! | `cancel.rs` | [`Cancel`]: the word that the generation is over |
@@ -15,6 +16,7 @@
 //!
 //! Nothing here waits without a deadline, and an agent that died ends every wait at once.
 
+mod calls;
 mod cancel;
 mod error;
 mod line;

@@ -93,6 +93,7 @@ impl Session {
             calls: Arc::clone(&shared.calls),
             outbox: Arc::clone(&shared.outbox),
             cancel: shared.cancel.clone(),
+            grace: times.grace,
         };
         Ok(Self {
             env,

@@ -5,20 +5,32 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 /// Write-once keys, blocking reads.
+///
+/// Every call has a deadline; one that has passed means to try once, so that a store behind a connection waits for its
+/// answer a moment longer. One that is told that the generation is over ends every call at once.
 pub trait KeyValue: Send + Sync {
-    /// Writes a key; writing the same value again succeeds.
-    fn put(&self, key: &str, value: &[u8]) -> Result<(), StoreError>;
+    /// Writes a key; writing the same value again succeeds. After [`StoreError::Unavailable`] it may be written or not.
+    fn put(&self, key: &str, value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
-    /// Waits for a key.
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError>;
+    /// Reads a key, and waits for it if need be. `None`: nobody had written it by the deadline, and never before that.
+    fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
+
+    /// The same for a key without which nothing goes on: it is an error that nobody wrote it.
+    fn wait_for(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError> {
+        let started = Instant::now();
+        self.get(key, deadline)?.ok_or_else(|| StoreError::NotWritten {
+            key: key.to_owned(),
+            waited_ms: started.elapsed().as_millis() as u64,
+        })
+    }
 }
 
 /// Why a key-value call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StoreError {
-    /// Nobody wrote the key in time.
+    /// Nobody wrote a key that was needed.
     #[error("nobody wrote key `{key}` within {waited_ms} ms")]
-    TimedOut {
+    NotWritten {
         /// The key.
         key: String,
         /// How long it was waited for.
@@ -30,9 +42,12 @@ pub enum StoreError {
     /// The generation is over.
     #[error("generation superseded: {0}")]
     Superseded(String),
-    /// The agent cannot be reached, or refused.
+    /// The store could not be asked until the call's deadline, or the bound of its own that it names. It may be, later.
     #[error("key-value store: {0}")]
     Unavailable(String),
+    /// The store refused. It would again.
+    #[error("key-value store: {0}")]
+    Refused(String),
 }
 
 /// A store within one process: for a world of one, and for tests whose ranks are threads.
@@ -46,7 +61,7 @@ struct Shared {
 }
 
 impl KeyValue for MemoryStore {
-    fn put(&self, key: &str, value: &[u8]) -> Result<(), StoreError> {
+    fn put(&self, key: &str, value: &[u8], _: Instant) -> Result<(), StoreError> {
         let mut entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner);
         match entries.get(key) {
             Some(old) if old != value => Err(StoreError::Conflict(key.to_owned())),
@@ -59,20 +74,15 @@ impl KeyValue for MemoryStore {
         }
     }
 
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let started = Instant::now();
+    fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         let mut entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             if let Some(value) = entries.get(key) {
-                return Ok(value.clone());
+                return Ok(Some(value.clone()));
             }
             let left = deadline.saturating_duration_since(Instant::now());
             if left == Duration::ZERO {
-                let waited_ms = started.elapsed().as_millis() as u64;
-                return Err(StoreError::TimedOut {
-                    key: key.to_owned(),
-                    waited_ms,
-                });
+                return Ok(None);
             }
             entries = self
                 .0

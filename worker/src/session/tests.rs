@@ -6,7 +6,7 @@ use std::io::{BufRead as _, Write as _};
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{MAX_LINE_BYTES, Phase, Progress, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, Phase, Progress, ToAgent, ToWorker};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank};
 
@@ -47,8 +47,9 @@ fn error_of(result: Result<Session, SessionError>) -> String {
 fn without_a_launcher_the_worker_is_alone() {
     let session = Session::from_vars(|_| None).unwrap();
     assert_eq!(session.env(), &WorkerEnv::single());
-    session.store().put("k", b"v").unwrap();
-    assert_eq!(session.store().get("k", Instant::now()).unwrap(), b"v");
+    session.store().put("k", b"v", Instant::now()).unwrap();
+    let value = session.store().get("k", Instant::now()).unwrap();
+    assert_eq!(value.as_deref(), Some(&b"v"[..]));
     assert_eq!(session.cancel().cause(), None);
     session.heartbeat(1, Phase::Training, None);
     session.fail("nobody listens", None);
@@ -73,7 +74,7 @@ fn key_value_calls_are_matched_by_number() {
     std::thread::scope(|scope| {
         let get = |key: &'static str| {
             let store = session.store();
-            scope.spawn(move || store.get(key, Instant::now() + PATIENCE).unwrap())
+            scope.spawn(move || store.wait_for(key, Instant::now() + PATIENCE).unwrap())
         };
         let (a, b) = (get("a"), get("b"));
         let mut calls = vec![peer.hear_call(), peer.hear_call()];
@@ -83,64 +84,100 @@ fn key_value_calls_are_matched_by_number() {
                 panic!("{message:?}")
             };
             let value = if key == "a" { "AAE=" } else { "Yg==" };
-            peer.say(&ToWorker::KvReply {
-                call,
-                value: Some(value.into()),
-                error: None,
-            });
+            peer.answer(call, Ok(Some(value)));
         }
         assert_eq!(a.join().unwrap(), [0, 1]);
         assert_eq!(b.join().unwrap(), b"b");
-
-        let store = session.store();
-        let put = scope.spawn(move || store.put("c", &[0, 1]));
-        let message = peer.hear_call();
-        let ToAgent::KvPut { call, key, value } = message else {
-            panic!("{message:?}")
-        };
-        assert_eq!((key.as_str(), value.as_str()), ("c", "AAE="));
-        peer.say(&ToWorker::KvReply {
-            call,
-            value: None,
-            error: Some("written before".into()),
-        });
-        let error = put.join().unwrap().unwrap_err();
-        assert_eq!(
-            error.to_string(),
-            "key-value store: put of key `c`: written before"
-        );
-
-        let store = session.store();
-        let get = scope.spawn(move || store.get("d", Instant::now() + PATIENCE));
-        let message = peer.hear_call();
-        let ToAgent::KvGet { call, timeout_ms, .. } = message else {
-            panic!("{message:?}")
-        };
-        assert!((1..=60_000).contains(&timeout_ms), "{timeout_ms}");
-        let error = Some("generation superseded: rank 2 left".into());
-        peer.say(&ToWorker::KvReply {
-            call,
-            value: None,
-            error,
-        });
-        assert_eq!(
-            get.join().unwrap(),
-            Err(StoreError::Superseded("rank 2 left".into()))
-        );
     });
 }
 
 #[test]
-fn a_silent_agent_costs_a_get_only_its_deadline() {
+fn a_refusal_is_an_error_of_its_kind() {
     let agent = FakeAgent::listen();
-    let (session, _peer) = agent.session();
+    let (session, mut peer) = agent.session();
+    let mut answered = |refusal, words| {
+        std::thread::scope(|scope| {
+            let store = session.store();
+            let put = scope.spawn(move || store.put("c", &[0, 1], Instant::now() + PATIENCE));
+            let message = peer.hear_call();
+            let ToAgent::KvPut { call, key, value } = message else {
+                panic!("{message:?}")
+            };
+            assert_eq!((key.as_str(), value.as_str()), ("c", "AAE="));
+            peer.answer(call, Err((refusal, words)));
+            put.join().unwrap().unwrap_err()
+        })
+    };
+    assert_eq!(
+        answered(KvRefusal::Other, "the store is full").to_string(),
+        "key-value store: put of key `c`: the store is full"
+    );
+    assert_eq!(
+        answered(KvRefusal::Conflict, "another value"),
+        StoreError::Conflict("c".into())
+    );
+    assert_eq!(
+        answered(KvRefusal::Unavailable, "no daemon"),
+        StoreError::Unavailable("put of key `c`: no daemon".into())
+    );
+    assert_eq!(
+        answered(KvRefusal::Superseded, "generation superseded: rank 2 left"),
+        StoreError::Superseded("rank 2 left".into())
+    );
+}
+
+#[test]
+fn what_is_not_written_is_asked_for_until_the_deadline_and_looked_for_after_it() {
+    let agent = FakeAgent::listen();
+    let (session, mut peer) = agent.session();
+    let mut ask = |deadline: Instant, refuse: usize| {
+        std::thread::scope(|scope| {
+            let store = session.store();
+            let get = scope.spawn(move || store.get("d", deadline));
+            let asked_ms: Vec<_> = (0..=refuse)
+                .map(|refused| {
+                    let message = peer.hear_call();
+                    let ToAgent::KvGet { call, timeout_ms, .. } = message else {
+                        panic!("{message:?}")
+                    };
+                    let not_yet = (refused < refuse).then_some((KvRefusal::NotWritten, "not yet"));
+                    peer.answer(call, not_yet.map_or(Ok(Some("AAE=")), Err));
+                    timeout_ms
+                })
+                .collect();
+            (get.join().unwrap().unwrap(), asked_ms)
+        })
+    };
+    // An agent whose own longest wait is over is asked again.
+    let (value, asked_ms) = ask(Instant::now() + PATIENCE, 1);
+    assert_eq!((value, asked_ms.len()), (Some(vec![0, 1]), 2));
+    assert!(
+        asked_ms.iter().all(|ms| (1..=60_000).contains(ms)),
+        "{asked_ms:?}"
+    );
+    // A deadline that has passed: the agent is asked all the same, once.
+    assert_eq!(ask(Instant::now(), 0), (Some(vec![0, 1]), vec![0]));
+}
+
+#[test]
+fn a_silent_agent_costs_a_call_its_deadline_and_a_moment_and_is_named() {
+    let agent = FakeAgent::listen();
+    let (session, _peer) = agent.session_within(Times {
+        grace: Duration::from_millis(20),
+        ..times()
+    });
+    let started = Instant::now();
     let error = session
         .store()
-        .get("never", Instant::now() + Duration::from_millis(50))
+        .get("never", started + Duration::from_millis(30))
         .unwrap_err();
+    assert!(started.elapsed() >= Duration::from_millis(50));
+    let StoreError::Unavailable(words) = &error else {
+        panic!("{error}");
+    };
     assert!(
-        matches!(error, StoreError::TimedOut { ref key, waited_ms } if key == "never" && waited_ms >= 50),
-        "{error}"
+        words.starts_with("get of key `never`: the agent did not answer within 0."),
+        "{words}"
     );
 }
 
@@ -165,7 +202,7 @@ fn generation_over_ends_a_blocked_get_with_the_cause() {
         Some("rank 5 (node `b`) died of SIGKILL")
     );
     assert!(matches!(
-        session.store().put("k", b""),
+        session.store().put("k", b"", Instant::now()),
         Err(StoreError::Superseded(_))
     ));
 }
@@ -282,18 +319,21 @@ fn an_agent_that_asks_is_told_what_is_waited_for_and_where_the_threads_are() {
 #[test]
 fn an_agent_that_does_not_read_blocks_nobody() {
     let agent = FakeAgent::listen();
-    let (session, peer) = agent.session();
+    let (session, peer) = agent.session_within(Times {
+        grace: Duration::from_millis(1),
+        ..times()
+    });
     for step in 0..200_000 {
         session.heartbeat(step, Phase::Training, None);
     }
-    // More than the socket's buffer and the queue hold together: later calls are refused at their deadline.
+    // More than the socket's buffer holds, and than may be under way: later calls are refused at their deadline.
     let key = "k".repeat(100 << 10);
     let refused = (0..200).any(|_| {
         let error = session
             .store()
             .get(&key, Instant::now() + Duration::from_millis(1))
             .unwrap_err();
-        matches!(error, StoreError::Unavailable(_))
+        error.to_string().contains("did not answer earlier calls")
     });
     assert!(refused, "the queue has no bound");
     session.shutdown();

@@ -153,24 +153,20 @@ impl FileStore {
 }
 
 impl KeyValue for FileStore {
-    fn put(&self, key: &str, value: &[u8]) -> Result<(), StoreError> {
-        let unavailable = |error: std::io::Error| StoreError::Unavailable(error.to_string());
+    fn put(&self, key: &str, value: &[u8], _: Instant) -> Result<(), StoreError> {
+        let refused = |error: std::io::Error| StoreError::Refused(error.to_string());
         let draft = self.path(&format!("{key}.{}", std::process::id()));
-        std::fs::write(&draft, value).map_err(unavailable)?;
-        std::fs::rename(draft, self.path(key)).map_err(unavailable)
+        std::fs::write(&draft, value).map_err(refused)?;
+        std::fs::rename(draft, self.path(key)).map_err(refused)
     }
 
-    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError> {
-        let started = Instant::now();
+    fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
         loop {
             if let Ok(value) = std::fs::read(self.path(key)) {
-                return Ok(value);
+                return Ok(Some(value));
             }
             if Instant::now() >= deadline {
-                return Err(StoreError::TimedOut {
-                    key: key.to_owned(),
-                    waited_ms: started.elapsed().as_millis() as u64,
-                });
+                return Ok(None);
             }
             std::thread::park_timeout(Duration::from_millis(1));
         }

@@ -59,6 +59,7 @@ fn serve(
                 call: *call,
                 value: None,
                 error: None,
+                refusal: None,
             }),
             other => react(other),
         };

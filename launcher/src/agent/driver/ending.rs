@@ -1,17 +1,72 @@
 //! The end of the launch: what people and programs are told of it.
 
-use ddp_proto::ids::{Generation, GlobalRank};
+use std::time::Duration;
+
+use ddp_proto::exit;
+use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
+use tokio::time::timeout;
 
+use super::super::aside::LeftInFiles;
 use super::super::conclusion::Conclusion;
+use super::super::event::Event;
 use super::Driver;
 use crate::event_log::Happening;
-use crate::logs::remove_empty;
+use crate::logs::{free_attempt, remove_empty};
 use crate::report::{self, Facts};
 use crate::root_cause::Verdict;
 
+/// How long the file system may take to keep what programs are told.
+const FILE_BOUND: Duration = Duration::from_secs(2);
+
 impl Driver<'_> {
+    /// All that is known of a worker's failure has been collected.
+    pub(super) fn on_described(
+        &mut self,
+        generation: Generation,
+        local_rank: LocalRank,
+        in_file: Option<String>,
+    ) -> Option<Event> {
+        if generation != self.machine.generation() {
+            return None;
+        }
+        self.read_control();
+        if let Some(words) = in_file {
+            self.crew.found_in_file(local_rank, words);
+        }
+        let mut exit = self.crew.describe(local_rank)?;
+        let is = |code| exit.exit_code == Some(i32::from(code));
+        exit.permanent = is(exit::DO_NOT_RESTART) || self.plan.command.native && is(exit::USAGE);
+        self.local_failure = Some(exit.clone());
+        Some(Event::Described(exit))
+    }
+
+    /// What is read in files when the workers are gone; of those that failed and have not said why.
+    pub(super) fn read_files(&self) -> impl Future<Output = Option<LeftInFiles>> + Send + 'static {
+        let log_dir = self.plan.log_dir.clone();
+        let failed = self.crew.silent_failures();
+        let failed = failed.filter_map(|rank| Some((rank, self.crew.files_of(rank)?)));
+        let failed: Vec<_> = failed.collect();
+        self.files.give(move || {
+            let words = failed.into_iter();
+            LeftInFiles {
+                words: words
+                    .filter_map(|(rank, files)| Some((rank, files.error_message()?)))
+                    .collect(),
+                free_attempt: log_dir.as_deref().map(free_attempt),
+            }
+        })
+    }
+
+    /// Keeps what was read in files when the workers were gone.
+    pub(super) fn note_files(&mut self, left: LeftInFiles) {
+        for (local_rank, words) in left.words {
+            self.crew.found_in_file(local_rank, words);
+        }
+        self.free_attempt = left.free_attempt.unwrap_or(self.free_attempt);
+    }
+
     /// Reports how the workers ended, when all of them are gone.
     pub(super) fn report_ends(&mut self, generation: Generation) {
         self.read_control();
@@ -32,7 +87,7 @@ impl Driver<'_> {
     }
 
     /// Tells programs how it ended; those who start us, and those who read our files.
-    pub(super) fn publish(&mut self, conclusion: &Conclusion, report: Option<&str>) {
+    pub(super) async fn publish(&mut self, conclusion: &Conclusion, report: Option<&str>) {
         self.event_log.put(Happening::Finished {
             exit_code: conclusion.exit_code(),
             report,
@@ -44,33 +99,57 @@ impl Driver<'_> {
         }
         if matches!(conclusion, Conclusion::Stopped { .. }) {
             // It may have been stopped before it wrote anything.
-            remove_empty(&self.made);
+            let made = std::mem::take(&mut self.made);
+            let removed = self.files.give(move || remove_empty(&made));
+            // They are empty: nothing is lost if they stay.
+            let _ = timeout(FILE_BOUND, removed).await;
             return;
         }
         let Some(report) = report else { return };
+        let written = self.files.give(self.error_files(conclusion, report));
+        let complaints = match timeout(FILE_BOUND, written).await {
+            Ok(results) => results.into_iter().flatten().filter_map(Result::err).collect(),
+            Err(_) => vec![std::io::ErrorKind::TimedOut.into()],
+        };
+        for error in complaints {
+            self.console.say(&format!("cannot write the error file: {error}"));
+        }
+    }
+
+    /// What writes the error files: the launcher's own, and that of whoever started it.
+    fn error_files(
+        &self,
+        conclusion: &Conclusion,
+        report: &str,
+    ) -> impl FnOnce() -> [std::io::Result<()>; 2] + Send + 'static {
         let first_rank = match conclusion {
             Conclusion::JobOver { first_failure, .. } => first_failure.as_ref().map(|first| first.0.rank),
             _ => None,
         };
-        let verdict = Verdict {
-            job_id: &self.plan.job_id,
-            conclusion,
-            report,
-            local_failure: self.local_failure.as_ref(),
-            failures: &self.failures,
-            generation: self.machine.generation(),
-            hostname: &self.hostname,
-            worker_file: first_rank.and_then(|rank| self.crew.error_file_of(GlobalRank(rank))),
-        };
-        let below_logs = self
-            .plan
-            .log_dir
-            .as_deref()
-            .map_or(Ok(()), |dir| verdict.write_to(dir));
-        for written in [below_logs, verdict.pass_on(&self.inherited)] {
-            if let Err(error) = written {
-                self.console.say(&format!("cannot write the error file: {error}"));
-            }
+        let (plan, inherited, generation) = (
+            self.plan.clone(),
+            self.inherited.clone(),
+            self.machine.generation(),
+        );
+        let (local_failure, failures) = (self.local_failure.clone(), self.failures.clone());
+        let (conclusion, report, hostname) = (conclusion.clone(), report.to_owned(), self.hostname.clone());
+        let worker_file = first_rank.and_then(|rank| self.crew.error_file_of(GlobalRank(rank)));
+        move || {
+            let verdict = Verdict {
+                job_id: &plan.job_id,
+                conclusion: &conclusion,
+                report: &report,
+                local_failure: local_failure.as_ref(),
+                failures: &failures,
+                generation,
+                hostname: &hostname,
+                worker_file,
+            };
+            let below_logs = plan.log_dir.as_deref();
+            [
+                below_logs.map_or(Ok(()), |dir| verdict.write_to(dir)),
+                verdict.pass_on(&inherited),
+            ]
         }
     }
 

@@ -21,6 +21,14 @@ impl Driver<'_> {
         else {
             return;
         };
+        if !self.told_unwatched && self.crew.is_unwatched(bound) {
+            self.told_unwatched = true;
+            self.console.say(&format!(
+                "`--hang-timeout` watches nothing: no worker of this node has sent a heartbeat in {} s\n  \
+                 hint: programs send them over the control socket, as in `examples/pytorch/train.py`",
+                bound.as_secs_f64()
+            ));
+        }
         let now = Instant::now();
         if self.crew.silent(bound).is_some() {
             self.asking = true;
@@ -93,6 +101,8 @@ impl Driver<'_> {
     /// Writes what every worker does into its log folder, as `hang.txt`; gives the pattern of the files.
     fn write_states(&mut self) -> Option<String> {
         let now = Instant::now();
+        let dir = self.crew.attempt_dir()?;
+        let mut states = Vec::new();
         for (pid, worker) in self.crew.live() {
             let beat = worker.beat.map_or_else(
                 || "no heartbeat yet".to_owned(),
@@ -107,12 +117,16 @@ impl Driver<'_> {
                 let _ = write!(text, "\nit says:\n{state}");
             }
             let _ = write!(text, "\nthe kernel says:\n{}", hang::threads_of(pid));
-            if let Err(error) = worker.write_state(&text) {
-                self.console
-                    .say(&format!("cannot write what rank {} does: {error}", worker.rank));
-            }
+            states.extend(worker.hang_file().map(|file| (worker.rank, file, text)));
         }
-        let dir = self.crew.attempt_dir()?;
+        let console = self.console.clone();
+        tokio::spawn(self.files.give(move || {
+            for (rank, file, text) in states {
+                if let Err(error) = std::fs::write(file, text) {
+                    console.say(&format!("cannot write what rank {rank} does: {error}"));
+                }
+            }
+        }));
         Some(dir.join("*/hang.txt").display().to_string())
     }
 }

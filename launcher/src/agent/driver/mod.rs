@@ -5,6 +5,8 @@ mod hanging;
 mod hearing;
 mod starting;
 
+pub(super) use starting::Ready;
+
 use std::collections::{BTreeSet, VecDeque};
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -12,7 +14,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::client::{AgentIdentity, Client};
-use ddp_proto::exit;
 use ddp_proto::ids::NodeId;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::{Failures, WorkerExit};
@@ -28,14 +29,14 @@ use super::launch::{LaunchError, Outfit};
 use super::link::{Link, LinkConfig};
 use super::machine::{LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
-use super::workers::{Crew, PrepareError, inherited};
+use super::workers::{Crew, inherited};
 use crate::cgroup::WorkerGroup;
 use crate::console::Console;
 use crate::control::{ControlEvent, ControlServer, News};
 use crate::event_log::{EventLog, Happening};
 use crate::guardian::Guardian;
 use crate::hang::Beat;
-use crate::logs::create_log_dir;
+use crate::logs::{create_log_dir, free_attempt};
 use crate::master_port::MasterPort;
 use crate::plan::LaunchPlan;
 use crate::pump::Pump;
@@ -56,15 +57,19 @@ const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// The agent with all its parts.
 pub(super) struct Driver<'a> {
-    plan: LaunchPlan,
+    plan: Arc<LaunchPlan>,
     guardian: &'a Guardian,
     group: Option<Arc<WorkerGroup>>,
     console: Console,
     hand: Hand,
+    /// For all that may have to wait for a file system once the launch has begun: the loop does not.
+    files: Hand,
     hostname: String,
-    inherited: Vec<(OsString, OsString)>,
+    inherited: Arc<[(OsString, OsString)]>,
     /// Folders made for log files, the innermost first.
     made: Vec<PathBuf>,
+    /// The first attempt whose log files are nobody's yet.
+    free_attempt: u32,
     machine: Machine,
     opening: Vec<Effect>,
     crew: Crew,
@@ -76,10 +81,14 @@ pub(super) struct Driver<'a> {
     master_port: Option<MasterPort>,
     inbox: Inbox,
     aside: mpsc::Sender<Aside>,
+    /// What the workers of the current generation need is being made.
+    preparing: bool,
     /// Signals for the workers that came while these were being started.
     deferred: BTreeSet<i32>,
     /// Workers were asked what they do, and may answer still.
     asking: bool,
+    /// It was said that no worker sends heartbeats, though hung ones are looked for.
+    told_unwatched: bool,
     alarm: Option<Instant>,
     touch: Touch,
     /// Of the last assignment.
@@ -94,9 +103,15 @@ pub(super) struct Driver<'a> {
 impl<'a> Driver<'a> {
     /// Checks the plan, and starts all threads and tasks.
     pub(super) fn new(plan: LaunchPlan, guardian: &'a Guardian, outfit: Outfit) -> Result<Self, LaunchError> {
-        let Outfit { console, hand, group } = outfit;
+        let Outfit {
+            console,
+            hand,
+            files,
+            group,
+        } = outfit;
         let inherited = inherited();
         let made = check(&plan, &inherited)?;
+        let free_attempt = plan.log_dir.as_deref().map_or(0, free_attempt);
         nix::sys::prctl::set_child_subreaper(true).map_err(std::io::Error::from)?;
         let signals = Signals::listen(&plan.signals)?;
         let (spawn_events, spawns) = mpsc::channel(QUEUE);
@@ -106,14 +121,7 @@ impl<'a> Driver<'a> {
         let hostname = hostname.to_string_lossy().into_owned();
         let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
         let event_log = EventLog::start(event_log, &plan.job_id, &hostname)?;
-        let (link, link_inbox) = Link::start(LinkConfig {
-            endpoint: plan.endpoint.clone(),
-            identity: AgentIdentity {
-                job_id: plan.job_id.clone(),
-                incarnation: NodeId(guardian.launcher_id().to_owned()),
-            },
-            connect_timeout: plan.connect_timeout,
-        });
+        let (link, link_inbox) = Link::start(link_of(&plan, guardian));
         let (machine, opening) = Machine::start(Rules {
             hostname: hostname.clone(),
             native: plan.command.native,
@@ -136,8 +144,10 @@ impl<'a> Driver<'a> {
             crew: Crew::none(),
             client: None,
             master_port: None,
+            preparing: false,
             deferred: BTreeSet::new(),
             asking: false,
+            told_unwatched: false,
             alarm: None,
             touch: Touch::begin(),
             run_token: String::new(),
@@ -145,14 +155,16 @@ impl<'a> Driver<'a> {
             failures: Failures::default(),
             finished: None,
             event_log,
-            plan,
+            plan: Arc::new(plan),
             guardian,
             group,
             console,
             hand,
+            files,
             hostname,
-            inherited,
+            inherited: inherited.into(),
             made,
+            free_attempt,
             machine,
             opening,
             link,
@@ -173,9 +185,10 @@ impl<'a> Driver<'a> {
                     self.carry_out(effect, &mut events);
                 }
             }
+            self.tell_meanwhile();
             if let Some(conclusion) = self.finished.take() {
                 let report = self.report(&conclusion);
-                self.publish(&conclusion, report.as_deref());
+                self.publish(&conclusion, report.as_deref()).await;
                 return (conclusion, report);
             }
             let mail = self.inbox.next(self.alarm).await;
@@ -207,18 +220,16 @@ impl<'a> Driver<'a> {
                     consequence,
                 });
             }
-            Mail::Aside(Aside::Described(local_rank)) => {
-                self.read_control();
-                if let Some(mut exit) = self.crew.describe(local_rank) {
-                    let is = |code| exit.exit_code == Some(i32::from(code));
-                    exit.permanent = is(exit::DO_NOT_RESTART) || self.plan.command.native && is(exit::USAGE);
-                    self.local_failure = Some(exit.clone());
-                    events.push_back(Event::Described(exit));
-                }
+            Mail::Aside(Aside::Prepared(generation, ready)) => self.spawn(generation, *ready, events),
+            Mail::Aside(Aside::Described(generation, local_rank, in_file)) => {
+                events.extend(self.on_described(generation, local_rank, in_file));
             }
             Mail::Aside(Aside::Probed { refused }) => self.on_probed(refused, events),
             Mail::Aside(Aside::Answered) => self.judge_hung(),
-            Mail::Aside(Aside::Swept(stuck)) => events.push_back(Event::Swept { stuck }),
+            Mail::Aside(Aside::Swept(stuck, left)) => {
+                self.note_files(left);
+                events.push_back(Event::Swept { stuck });
+            }
             // Who cannot be reached decides nothing; how long that may last has a bound of its own.
             Mail::Alarm if self.touch.is_broken && self.machine.is_undecided() => {
                 self.alarm = Some(Instant::now() + VERDICT_WAIT);
@@ -296,7 +307,7 @@ impl<'a> Driver<'a> {
         }
         if orphans.contains(&self.guardian.pid()) {
             self.console
-                .say("the guardian process was killed: workers will outlive a launcher that is killed too");
+                .say("the guardian process was killed: should this launcher be killed too, its workers die, but what they have started lives on");
         }
     }
 
@@ -386,17 +397,8 @@ impl<'a> Driver<'a> {
                 self.link.send(generation, report);
             }
             Effect::ReportEnds => self.report_ends(generation),
-            Effect::Spawn(assignment) => {
-                if let Err(error) = self.spawn(generation, &assignment) {
-                    let exit_code = match error {
-                        PrepareError::Log(_) => exit::USAGE,
-                        PrepareError::Pipe(_) | PrepareError::Assignment(_) => exit::INTERNAL,
-                    };
-                    let error = error.to_string();
-                    events.push_back(Event::CannotBegin { exit_code, error });
-                }
-            }
-            Effect::CancelSpawn => self.crew.trouble_begins(),
+            Effect::Spawn(assignment) => self.prepare(generation, assignment),
+            Effect::CancelSpawn => self.cancel_spawn(generation, events),
             Effect::Notify(cause) => self.control.generation_over(&cause),
             Effect::AskToStop(cause) => self.control.ask_to_stop(&cause),
             Effect::SignalAll(signal) => {
@@ -419,7 +421,10 @@ impl<'a> Driver<'a> {
                     self.crew.stderr_of(local_rank),
                     self.control.silence_of(local_rank),
                 );
-                aside::describe(self.aside.clone(), local_rank, stderr, silence);
+                let files = self.crew.files_of(local_rank);
+                let in_file = self.files.give(move || files?.error_message());
+                let who = (generation, local_rank);
+                aside::describe(self.aside.clone(), who, stderr, silence, in_file);
             }
             Effect::Sweep => {
                 let leftovers = Leftovers {
@@ -427,8 +432,8 @@ impl<'a> Driver<'a> {
                     group: self.group.clone(),
                 };
                 let kill = self.hand.give(move || leftovers.kill());
-                let streams = self.crew.streams();
-                aside::sweep(self.aside.clone(), kill, streams, self.console.clone());
+                let (read, streams) = (self.read_files(), self.crew.streams());
+                aside::sweep(self.aside.clone(), kill, read, streams, self.console.clone());
             }
             Effect::Arm(after) => self.alarm = Some(Instant::now() + after),
             Effect::Disarm => self.alarm = None,
@@ -443,6 +448,18 @@ impl<'a> Driver<'a> {
             }
             Effect::Finish(conclusion) => self.finished = Some(conclusion),
         }
+    }
+}
+
+/// Where the daemon is, and who speaks to it.
+fn link_of(plan: &LaunchPlan, guardian: &Guardian) -> LinkConfig {
+    LinkConfig {
+        endpoint: plan.endpoint.clone(),
+        identity: AgentIdentity {
+            job_id: plan.job_id.clone(),
+            incarnation: NodeId(guardian.launcher_id().to_owned()),
+        },
+        connect_timeout: plan.connect_timeout,
     }
 }
 

@@ -1,19 +1,26 @@
 //! The beginning of a generation: joining, and starting the workers.
 
+use std::collections::VecDeque;
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::sync::Arc;
 
+use ddp_proto::exit;
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::{Assignment, Join};
 
-use super::super::workers::{Crew, PrepareError, Site};
+use super::super::aside;
+use super::super::event::Event;
+use super::super::workers::{Crew, PrepareError, Prepared, Site};
 use super::{Driver, PROTOCOL};
-use crate::cgroup::WorkerGroup;
+use crate::cgroup::{Door, WorkerGroup};
 use crate::control::{Place, Store};
 use crate::environment::{Common, threads_per_worker};
 use crate::event_log::Happening;
-use crate::logs;
 use crate::master_port::MasterPort;
+use crate::plan::LaunchPlan;
+use crate::pump::Pump;
 use crate::spawn::Batch;
 
 impl Driver<'_> {
@@ -56,40 +63,70 @@ impl Driver<'_> {
                 .plan
                 .last_call
                 .map_or(0, |wait| u32::try_from(wait.as_millis()).unwrap_or(u32::MAX)),
-            free_attempt: self.plan.log_dir.as_deref().map_or(0, logs::free_attempt),
+            free_attempt: self.free_attempt,
             ..Join::default()
         };
         self.link.send(generation, Report::Join(join));
     }
 
+    /// Has all made that the workers of a generation need; [`Driver::spawn`] is what follows.
+    pub(super) fn prepare(&mut self, generation: Generation, assignment: Assignment) {
+        self.run_token.clone_from(&assignment.run_token);
+        self.crew = Crew::none();
+        self.preparing = true;
+        let entrance = self.group.as_deref().and_then(WorkerGroup::entrance);
+        let making = Making {
+            plan: self.plan.clone(),
+            inherited: self.inherited.clone(),
+            marker: self.guardian.marker().to_owned(),
+            scratch_dir: self.guardian.scratch_dir().to_owned(),
+            control: self.control.address().to_owned(),
+            entrance: entrance.map(|(door, group)| (door, group.to_owned())),
+            pump: self.pump.clone(),
+            generation,
+            assignment,
+        };
+        let making = self.files.give(move || making.make());
+        aside::prepare(self.aside.clone(), generation, making);
+    }
+
+    /// Starts no more workers. Those that are not even prepared are not waited for.
+    pub(super) fn cancel_spawn(&mut self, generation: Generation, events: &mut VecDeque<Event>) {
+        self.crew.trouble_begins();
+        if std::mem::take(&mut self.preparing) {
+            let failure = None;
+            events.push_back(Event::SpawnEnded { generation, failure });
+        }
+    }
+
+    /// Has the workers started, unless they were given up meanwhile.
     pub(super) fn spawn(
         &mut self,
         generation: Generation,
-        assignment: &Assignment,
-    ) -> Result<(), PrepareError> {
-        let entrance = self.group.as_deref().and_then(WorkerGroup::entrance);
-        let (door, group) = entrance.unzip();
-        let site = Site {
-            common: Common {
-                inherited: &self.inherited,
-                extra: &self.plan.command.env,
-                marker: self.guardian.marker(),
-                threads: threads_per_worker(self.plan.workers),
-                progress_bar: self.plan.progress_bar,
-                virtual_local_rank: self.plan.virtual_local_rank,
-            },
-            log_dir: self.plan.log_dir.as_deref(),
-            scratch_dir: self.guardian.scratch_dir(),
-            job_id: &self.plan.job_id,
-            control: self.control.address(),
-            output: &self.plan.output,
-            master_addr: self.plan.master_addr.as_deref(),
-            cores: &self.plan.cores,
-            group,
-        };
-        self.run_token.clone_from(&assignment.run_token);
-        self.crew = Crew::none();
-        let prepared = Crew::prepare(generation, assignment, &site, &self.pump)?;
+        ready: Result<Ready, PrepareError>,
+        events: &mut VecDeque<Event>,
+    ) {
+        if generation != self.machine.generation() || !std::mem::take(&mut self.preparing) {
+            return;
+        }
+        if let Err(error) = ready.and_then(|ready| self.request(generation, ready)) {
+            let exit_code = match error {
+                PrepareError::Log(_) => exit::USAGE,
+                PrepareError::Pipe(_) | PrepareError::Assignment(_) | PrepareError::Panicked => {
+                    exit::INTERNAL
+                }
+            };
+            let error = error.to_string();
+            events.push_back(Event::CannotBegin { exit_code, error });
+        }
+    }
+
+    fn request(&mut self, generation: Generation, ready: Ready) -> Result<(), PrepareError> {
+        let Ready {
+            prepared,
+            door,
+            node_addrs,
+        } = ready;
         let Some(client) = self.client.clone() else {
             return Err(PrepareError::Assignment("it came from nowhere".into()));
         };
@@ -102,7 +139,7 @@ impl Driver<'_> {
                 .iter()
                 .map(ddp_proto::env::WorkerEnv::to_vars)
                 .collect(),
-            node_addrs: assignment.nodes.iter().map(|node| node.addr.clone()).collect(),
+            node_addrs,
             store: Arc::new(Store::new(client, self.plan.job_id.clone(), generation)),
             pids: vec![None; self.crew.len()],
             spawned: false,
@@ -120,5 +157,57 @@ impl Driver<'_> {
             return Err(PrepareError::Pipe(std::io::Error::other(busy)));
         }
         Ok(())
+    }
+}
+
+/// What the workers of a generation are started from.
+pub(in crate::agent) struct Ready {
+    prepared: Prepared,
+    door: Option<Door>,
+    node_addrs: Vec<String>,
+}
+
+/// Makes it, where a file system may be waited for.
+struct Making {
+    plan: Arc<LaunchPlan>,
+    inherited: Arc<[(OsString, OsString)]>,
+    marker: String,
+    scratch_dir: PathBuf,
+    control: String,
+    /// The control group that the workers are to be born in, if there is one, behind the way into it.
+    entrance: Option<(Door, PathBuf)>,
+    pump: Pump,
+    generation: Generation,
+    assignment: Assignment,
+}
+
+impl Making {
+    fn make(self) -> Result<Ready, PrepareError> {
+        let plan = &*self.plan;
+        let (door, group) = self.entrance.unzip();
+        let site = Site {
+            common: Common {
+                inherited: &self.inherited,
+                extra: &plan.command.env,
+                marker: &self.marker,
+                threads: threads_per_worker(plan.workers),
+                progress_bar: plan.progress_bar,
+                virtual_local_rank: plan.virtual_local_rank,
+            },
+            log_dir: plan.log_dir.as_deref(),
+            scratch_dir: &self.scratch_dir,
+            job_id: &plan.job_id,
+            control: &self.control,
+            output: &plan.output,
+            master_addr: plan.master_addr.as_deref(),
+            cores: &plan.cores,
+            group: group.as_deref(),
+        };
+        let nodes = self.assignment.nodes.iter();
+        Ok(Ready {
+            prepared: Crew::prepare(self.generation, &self.assignment, &site, &self.pump)?,
+            door,
+            node_addrs: nodes.map(|node| node.addr.clone()).collect(),
+        })
     }
 }

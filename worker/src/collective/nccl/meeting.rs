@@ -2,17 +2,14 @@
 //! key-value store.
 
 use std::fmt::Write;
-use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::library::Nccl;
 use super::sys::{UNIQUE_ID_BYTES, UniqueId};
+use crate::collective::lookup::Lookup;
 use crate::collective::{Failure, Wait};
-use crate::session::{KeyValue, StoreError};
-
-/// Longest single wait for the key: then the cancel token is looked at.
-const STORE_SLICE: Duration = Duration::from_millis(50);
+use crate::session::KeyValue;
 
 /// What rank 0 tells.
 #[derive(Debug, Serialize, Deserialize)]
@@ -32,6 +29,11 @@ pub(super) fn meet(
     wait: &Wait,
 ) -> Result<UniqueId, Failure> {
     let key = format!("nccl/{name}/meeting");
+    let lookup = Lookup {
+        store,
+        wait,
+        what: "exchanging the meeting point of NCCL",
+    };
     if rank == 0 {
         let id = nccl.unique_id()?;
         let meeting = Meeting {
@@ -39,10 +41,12 @@ pub(super) fn meet(
             id: to_hex(&id.0),
         };
         let text = serde_json::to_vec(&meeting).expect("a meeting has no map keys that could fail");
-        store.put(&key, &text).map_err(refused)?;
+        lookup.tell(&key, &text)?;
         return Ok(id);
     }
-    let meeting = read(&key, store, wait)?;
+    let bytes = lookup.await_key(&key, || vec![0])?;
+    let meeting: Meeting = serde_json::from_slice(&bytes)
+        .map_err(|e| Failure::Invalid(format!("rank 0 published a malformed meeting: {e}")))?;
     let own = nccl.version().to_string();
     if meeting.version != own {
         return Err(Failure::Invalid(format!(
@@ -54,31 +58,6 @@ pub(super) fn meet(
     from_hex(&meeting.id)
         .map(UniqueId)
         .ok_or_else(|| Failure::Invalid("rank 0 published a malformed meeting point of NCCL".into()))
-}
-
-/// Waits in slices, since the store does not know the cancel token.
-fn read(key: &str, store: &dyn KeyValue, wait: &Wait) -> Result<Meeting, Failure> {
-    loop {
-        let deadline = wait.deadline.min(Instant::now() + STORE_SLICE);
-        match store.get(key, deadline) {
-            Ok(bytes) => {
-                return serde_json::from_slice(&bytes)
-                    .map_err(|e| Failure::Invalid(format!("rank 0 published a malformed meeting: {e}")));
-            }
-            Err(StoreError::TimedOut { .. }) => wait.check(|| vec![0])?,
-            Err(error) => return Err(refused(error)),
-        }
-    }
-}
-
-fn refused(error: StoreError) -> Failure {
-    match error {
-        StoreError::Superseded(cause) => Failure::GenerationOver(cause),
-        error => Failure::System {
-            what: "exchanging the meeting point of NCCL".to_owned(),
-            cause: error.to_string(),
-        },
-    }
 }
 
 fn to_hex(bytes: &[u8]) -> String {

@@ -204,13 +204,13 @@ fn examine(comms: &[Charge], witness: &Witness) -> Vec<Option<Verdict>> {
     let mut found: Vec<_> = comms.iter().map(|charge| charge.comm.examine(now)).collect();
     let is_late = |verdict: &Verdict| matches!(verdict.failure, Failure::TimedOut { .. });
     if found.iter().flatten().any(is_late) {
-        // Of all, since all are given up: other ranks may be in time of one, and wait for this rank in another one.
-        for Charge { comm, .. } in comms {
-            if let Some(oldest) = comm.oldest() {
-                witness.say(comm.membership(), oldest.sequence);
-            }
-        }
+        // One for all that is said and heard: the verdicts wait for it.
         let deadline = Instant::now() + PATIENCE;
+        // Of all, since all are given up: other ranks may be in time of one, and wait for this rank in another one.
+        let waits = comms
+            .iter()
+            .filter_map(|Charge { comm, .. }| Some((comm.membership(), comm.oldest()?.sequence)));
+        witness.say(waits, deadline);
         for (Charge { comm, .. }, verdict) in comms.iter().zip(&mut found) {
             if let Some(verdict) = verdict {
                 name_the_late(verdict, comm, witness, deadline);

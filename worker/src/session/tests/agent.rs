@@ -6,7 +6,7 @@ use std::os::unix::net::{SocketAddr, UnixListener, UnixStream};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use ddp_proto::control::{PROTOCOL, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, PROTOCOL, ToAgent, ToWorker};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, WorldSize};
 
@@ -64,9 +64,18 @@ impl FakeAgent {
     }
 
     pub(super) fn session_assigned(&self, assigned: &WorkerEnv) -> (Session, Peer) {
+        self.begin(assigned, times())
+    }
+
+    /// The same with times of its own.
+    pub(super) fn session_within(&self, times: Times) -> (Session, Peer) {
+        self.begin(&self.env(), times)
+    }
+
+    fn begin(&self, assigned: &WorkerEnv, times: Times) -> (Session, Peer) {
         let vars = self.env().to_vars();
         std::thread::scope(|scope| {
-            let session = scope.spawn(move || Session::from_vars_within(|n| vars.get(n).cloned(), times()));
+            let session = scope.spawn(move || Session::from_vars_within(|n| vars.get(n).cloned(), times));
             let mut peer = self.accept();
             let hello = peer.hear();
             assert!(
@@ -96,6 +105,16 @@ impl Peer {
         }
     }
 
+    /// Answers a key-value call.
+    pub(super) fn answer(&mut self, call: u64, answer: Result<Option<&str>, (KvRefusal, &str)>) {
+        self.say(&ToWorker::KvReply {
+            call,
+            value: answer.ok().flatten().map(str::to_owned),
+            error: answer.err().map(|(_, words)| words.to_owned()),
+            refusal: answer.err().map(|(refusal, _)| refusal),
+        });
+    }
+
     pub(super) fn say(&mut self, message: &ToWorker) {
         self.say_raw(&serde_json::to_string(message).unwrap());
     }
@@ -109,6 +128,7 @@ pub(super) fn times() -> Times {
     Times {
         handshake: PATIENCE,
         heartbeat: Duration::from_millis(20),
+        grace: PATIENCE,
     }
 }
 
