@@ -215,7 +215,7 @@ impl Shared {
 fn own(bytes: Vec<u8>) -> Piece {
     Piece {
         source: OWN,
-        prefix: OWN_PREFIX.trim_end().into(),
+        prefix: OWN_PREFIX.into(),
         start: Start::Fresh,
         bytes,
         open: false,
@@ -357,7 +357,7 @@ mod tests {
     fn lines(bytes: Vec<u8>) -> Piece {
         Piece {
             source: Source(0),
-            prefix: "[0]".into(),
+            prefix: "[0] ".into(),
             start: Start::Fresh,
             bytes,
             open: false,

@@ -106,12 +106,21 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
         let host = &failure.hostname;
         let _ = match &failure.exit {
             None => write!(text, "\n  {}, {after}", failure.node_gone),
-            Some(exit) if exit.consequence => write!(
-                text,
-                "\n  rank {} (node `{host}`): ended because of that {after} ({})",
-                exit.rank,
-                Ending::of_message(exit)
-            ),
+            Some(exit) if exit.consequence => {
+                // Of a node that is gone the others know before the daemon does.
+                let is_later = failure.happened_ns >= zero.unwrap_or_default();
+                let later = if is_later {
+                    format!(" {after}")
+                } else {
+                    String::new()
+                };
+                write!(
+                    text,
+                    "\n  rank {} (node `{host}`): ended because of that{later} ({})",
+                    exit.rank,
+                    Ending::of_message(exit)
+                )
+            }
             Some(exit) => write!(
                 text,
                 "\n  rank {} (node `{host}`): {} by itself {after}",

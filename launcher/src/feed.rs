@@ -11,7 +11,7 @@ use tokio::time::Instant;
 
 use crate::console::{Console, Stream};
 use crate::lines::{End, Segment};
-use crate::piece::{Piece, Source, Start, write_prefix};
+use crate::piece::{Piece, Source, Start};
 use crate::sinks::Manner;
 
 /// From the first byte of something unfinished until it is shown.
@@ -74,7 +74,7 @@ impl Feed {
                 self.out.extend_from_slice(if bare { b"\r" } else { b"" });
             } else {
                 self.begin(Start::Fresh);
-                self.out.extend_from_slice(self.prefix.as_bytes());
+                self.out.extend_from_slice(self.prefix.trim_end().as_bytes());
             }
             self.out.push(b'\n');
             self.whole = self.out.len();
@@ -151,7 +151,7 @@ impl Feed {
         if !self.begun {
             self.begin(Start::Fresh);
             self.begun = true;
-            write_prefix(&self.prefix, &mut self.out);
+            self.out.extend_from_slice(self.prefix.as_bytes());
             self.replaceable = Some(self.out.len());
         } else if self.shown > 0 || !returns {
             self.begin(Start::Continued);
@@ -163,7 +163,7 @@ impl Feed {
             self.out.truncate(at);
         } else {
             self.out.push(b'\r');
-            write_prefix(&self.prefix, &mut self.out);
+            self.out.extend_from_slice(self.prefix.as_bytes());
             self.replaceable = Some(self.out.len());
         }
         self.out.extend_from_slice(fresh);
@@ -247,7 +247,7 @@ mod tests {
             let console = Console::start(Sinks::new(writers, [manner; 2], false), false).unwrap();
             Self {
                 splitter: LineSplitter::default(),
-                feed: Feed::new(console.clone(), Stream::Stdout, Source(0), "[0]"),
+                feed: Feed::new(console.clone(), Stream::Stdout, Source(0), "[0] "),
                 console,
                 screen,
                 begin: Instant::now(),
@@ -371,7 +371,7 @@ mod tests {
             play.feed.deadline(),
             Some(play.begin + Duration::from_millis(250))
         );
-        let other = Feed::new(play.console.clone(), Stream::Stdout, Source(1), "[1]");
+        let other = Feed::new(play.console.clone(), Stream::Stdout, Source(1), "[1] ");
         let mut other = Play {
             feed: other,
             ..Play::on(Manner::Terminal)

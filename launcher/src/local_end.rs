@@ -18,8 +18,8 @@ pub(crate) struct LocalEnd {
     pub(crate) ending: Ending,
     /// The last signal that we sent it while it lived.
     pub(crate) sent: Option<i32>,
-    /// Time from the first failure (or the beginning of the stop) to its end.
-    pub(crate) after: Duration,
+    /// Time from the first failure (or the beginning of the stop) to its end; none if it ended before.
+    pub(crate) after: Option<Duration>,
     /// Its own words.
     pub(crate) message: Option<String>,
     /// It failed only because another rank did, it says.
@@ -38,7 +38,7 @@ struct Fate<'a> {
 enum Why {
     /// This signal of ours stopped it.
     Stopped(i32),
-    /// Because of the first failure, it says.
+    /// Because of what the report begins with, it says.
     Followed,
     ByItself,
 }
@@ -48,13 +48,22 @@ struct Alike<'a> {
     fate: Fate<'a>,
     /// In ascending order.
     ranks: Vec<u32>,
-    soonest: Duration,
-    latest: Duration,
+    /// None: before the first failure that this node knew of.
+    soonest: Option<Duration>,
+    latest: Option<Duration>,
 }
 
 /// Adds the workers of this node that are neither the first failure nor well, in the order of each line's first rank.
 pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
-    let first_failure_is_told = text.contains("first failure:");
+    // Where the job is over and no worker is to blame, a node was lost: the report has said so.
+    let is_node_gone = matches!(
+        facts.conclusion,
+        Conclusion::JobOver {
+            first_failure: None,
+            ..
+        }
+    );
+    let cause_is_told = is_node_gone || text.contains("first failure:");
     let told = match facts.conclusion {
         Conclusion::JobOver { first_failure, .. } => {
             first_failure.as_ref().map(|failure| &*failure.0.message)
@@ -64,7 +73,7 @@ pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalR
     let is_other = |end: &&LocalEnd| Some(end.rank) != first && !end.ending.is_success();
     let mut lines: Vec<Alike<'_>> = Vec::new();
     for end in facts.local_ends.iter().filter(is_other) {
-        let fate = Fate::of(end, facts.conclusion, first_failure_is_told);
+        let fate = Fate::of(end, facts.conclusion, cause_is_told);
         if let Some(line) = lines.iter_mut().find(|line| line.fate == fate) {
             line.ranks.push(end.rank.0);
             line.soonest = line.soonest.min(end.after);
@@ -84,10 +93,10 @@ pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalR
 }
 
 impl<'a> Fate<'a> {
-    fn of(end: &'a LocalEnd, conclusion: &Conclusion, first_failure_is_told: bool) -> Self {
+    fn of(end: &'a LocalEnd, conclusion: &Conclusion, cause_is_told: bool) -> Self {
         let why = match end.sent {
             Some(sent) => Why::Stopped(deadly(sent, end.ending, conclusion)),
-            None if end.consequence && first_failure_is_told => Why::Followed,
+            None if end.consequence && cause_is_told => Why::Followed,
             None => Why::ByItself,
         };
         // What it says of the cause, it says on the console; the report has named the cause.
@@ -109,6 +118,9 @@ impl Alike<'_> {
         };
         let _ = write!(text, "\n  {noun} {}: ", list(&self.ranks));
         let (time, ending) = (self.time(), self.fate.ending);
+        let later = time
+            .as_ref()
+            .map_or_else(String::new, |time| format!(" {time} later"));
         let _ = match self.fate.why {
             Why::Stopped(signal) => {
                 let died_of_it = matches!(ending, Ending::Signal { signal: of, .. } if of == signal);
@@ -117,14 +129,11 @@ impl Alike<'_> {
                 } else {
                     format!(" ({ending})")
                 };
-                write!(
-                    text,
-                    "stopped by us with {} after {time}{end}",
-                    signal_name(signal)
-                )
+                let after = time.map_or_else(String::new, |time| format!(" after {time}"));
+                write!(text, "stopped by us with {}{after}{end}", signal_name(signal))
             }
-            Why::Followed => write!(text, "ended because of that {time} later ({ending})"),
-            Why::ByItself => write!(text, "{ending} by {itself} {time} later"),
+            Why::Followed => write!(text, "ended because of that{later} ({ending})"),
+            Why::ByItself => write!(text, "{ending} by {itself}{later}"),
         };
         let _ = match self.fate.words {
             // Ranks that read one configuration fail alike.
@@ -134,14 +143,14 @@ impl Alike<'_> {
         };
     }
 
-    /// "0.1 s", "0.1 s to 30.2 s"
-    fn time(&self) -> String {
-        let (soonest, latest) = (seconds(self.soonest), seconds(self.latest));
-        if soonest == latest {
+    /// "0.1 s", "0.1 s to 30.2 s"; none if one of them ended before.
+    fn time(&self) -> Option<String> {
+        let (soonest, latest) = (seconds(self.soonest?), seconds(self.latest?));
+        Some(if soonest == latest {
             soonest
         } else {
             format!("{soonest} to {latest}")
-        }
+        })
     }
 }
 

@@ -114,35 +114,53 @@ enum Part {
     RoleName,
 }
 
+impl Part {
+    fn named(name: &str) -> Option<Self> {
+        match name {
+            "rank" => Some(Self::Rank),
+            "local_rank" => Some(Self::LocalRank),
+            "role_name" => Some(Self::RoleName),
+            _ => None,
+        }
+    }
+}
+
 impl Default for PrefixTemplate {
     fn default() -> Self {
-        Self(vec![Part::Text("[".into()), Part::Rank, Part::Text("]".into())])
+        Self(vec![Part::Text("[".into()), Part::Rank, Part::Text("] ".into())])
     }
 }
 
 impl PrefixTemplate {
-    /// Reads `[${role_name}${local_rank}]`. The error says which variable is unknown.
+    /// Reads `[${role_name}${local_rank}]: `; as torchrun, `$rank` for `${rank}` too. The error says which variable is unknown.
     pub fn parse(template: &str) -> Result<Self, String> {
         let mut parts = Vec::new();
         let mut rest = template;
-        while let Some((text, after)) = rest.split_once("${") {
-            let (name, after) = after
-                .split_once('}')
-                .ok_or_else(|| format!("`${{{after}` has no closing `}}`"))?;
+        while let Some((text, after)) = rest.split_once('$') {
             parts.push(Part::Text(text.to_owned()));
-            parts.push(match name {
-                "rank" => Part::Rank,
-                "local_rank" => Part::LocalRank,
-                "role_name" => Part::RoleName,
-                _ => return Err(format!("unknown variable `${{{name}}}`, known are {VARIABLES}")),
-            });
+            let (part, after) = if let Some(braced) = after.strip_prefix('{') {
+                let (name, after) = braced
+                    .split_once('}')
+                    .ok_or_else(|| format!("`${{{braced}` has no closing `}}`"))?;
+                let unknown = || format!("unknown variable `${{{name}}}`, known are {VARIABLES}");
+                (Part::named(name).ok_or_else(unknown)?, after)
+            } else {
+                let is_of_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
+                let end = after.find(|c| !is_of_name(c)).unwrap_or(after.len());
+                let (name, after) = after.split_at(end);
+                (
+                    Part::named(name).unwrap_or_else(|| Part::Text(format!("${name}"))),
+                    after,
+                )
+            };
+            parts.push(part);
             rest = after;
         }
         parts.push(Part::Text(rest.to_owned()));
         Ok(Self(parts))
     }
 
-    /// The prefix of one worker, without the space that follows it.
+    /// The prefix of one worker, with all that stands between it and the text.
     pub(crate) fn of(&self, rank: GlobalRank, local_rank: LocalRank, role: &str) -> String {
         let mut prefix = String::new();
         for part in &self.0 {
@@ -216,10 +234,11 @@ mod tests {
         };
         assert_eq!(of("[${role_name}${local_rank}]:"), "[trainer3]:");
         assert_eq!(of("${rank}"), "11");
-        assert_eq!(of("plain $rank"), "plain $rank");
+        assert_eq!(of("${rank}: "), "11: ");
+        assert_eq!(of("$role_name/$rank $ranks $"), "trainer/11 $ranks $");
         assert_eq!(
             PrefixTemplate::default().of(GlobalRank(2), LocalRank(0), "x"),
-            "[2]"
+            "[2] "
         );
         let error = PrefixTemplate::parse("${host}").expect_err("unknown");
         assert!(

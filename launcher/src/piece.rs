@@ -61,7 +61,7 @@ impl Pen {
             Start::Continued if goes_on => {}
             Start::Returned if goes_on => {
                 out.push(b'\r');
-                write_prefix(&piece.prefix, out);
+                out.extend_from_slice(piece.prefix.as_bytes());
             }
             Start::Fresh => self.end_line(out),
             Start::Continued | Start::Returned => {
@@ -77,7 +77,7 @@ impl Pen {
                     }
                     None => {
                         self.end_line(out);
-                        write_prefix(&piece.prefix, out);
+                        out.extend_from_slice(piece.prefix.as_bytes());
                     }
                 }
             }
@@ -94,12 +94,6 @@ impl Pen {
     }
 }
 
-/// What stands between the prefix of a line and its text is a space.
-pub(crate) fn write_prefix(prefix: &str, out: &mut Vec<u8>) {
-    out.extend_from_slice(prefix.as_bytes());
-    out.push(b' ');
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -107,7 +101,7 @@ mod tests {
     fn piece(rank: u64, start: Start, text: &str) -> Piece {
         Piece {
             source: Source(rank),
-            prefix: format!("[{rank}]").into(),
+            prefix: format!("[{rank}] ").into(),
             start,
             bytes: text.into(),
             open: !text.ends_with('\n'),

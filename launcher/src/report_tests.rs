@@ -48,7 +48,7 @@ fn end(rank: u32, ending: Ending, sent: Option<i32>, after_ms: u64) -> LocalEnd 
         rank: GlobalRank(rank),
         ending,
         sent,
-        after: Duration::from_millis(after_ms),
+        after: Some(Duration::from_millis(after_ms)),
         message: None,
         consequence: false,
     }
@@ -304,7 +304,10 @@ fn errors_before_any_worker() {
         text(&refused, &[], None),
         "error: nodes `a` and `b` run different programs"
     );
-    let missing = Conclusion::CannotStart(SpawnError::NotFound { program: "x".into() });
+    let missing = Conclusion::CannotStart(SpawnError::NotFound {
+        program: "x".into(),
+        hint: "look".into(),
+    });
     assert!(text(&missing, &[], None).starts_with("error: program `x` was not found\n  hint: "));
     assert_eq!(text(&Conclusion::Succeeded, &[], None), "");
 }
@@ -394,7 +397,7 @@ fn failures_beyond_the_list_are_not_said_to_be_of_other_nodes() {
 }
 
 #[test]
-fn a_lost_node_that_ended_the_job_is_not_told_twice() {
+fn a_lost_node_that_ended_the_job_is_told_once_and_others_are_its_consequences() {
     let gone = "node `b` (node rank 1) was lost: no heartbeat for 9.0 s";
     let conclusion = Conclusion::JobOver {
         exit_code: 75,
@@ -402,6 +405,10 @@ fn a_lost_node_that_ended_the_job_is_not_told_twice() {
         no_restart: "all 3 restarts are used up".into(),
         first_failure: None,
         signal: None,
+    };
+    let follower = WorkerExit {
+        consequence: true,
+        ..failure(5, Ending::Code(1))
     };
     let failures = Failures {
         failures: vec![
@@ -412,11 +419,23 @@ fn a_lost_node_that_ended_the_job_is_not_told_twice() {
                 ..Failure::default()
             },
             listed(2, "c", failure(4, Ending::Code(1)), 500),
+            Failure {
+                happened_ns: -8_000_000_000,
+                ..listed(2, "c", follower, 0)
+            },
         ],
         ..Failures::default()
     };
-    insta::assert_snapshot!(text_of_many(&conclusion, &[], None, &failures), @r"
+    let here = LocalEnd {
+        after: None,
+        message: Some("all-reduce 3 failed: lost rank 1".into()),
+        consequence: true,
+        ..end(0, Ending::Code(1), None, 0)
+    };
+    insta::assert_snapshot!(text_of_many(&conclusion, &[here], None, &failures), @r"
     error: node `b` (node rank 1) was lost: no heartbeat for 9.0 s; all 3 restarts are used up
+      rank 0: ended because of that (exited with code 1)
       rank 4 (node `c`): exited with code 1 by itself 0.5 s later
+      rank 5 (node `c`): ended because of that (exited with code 1)
     ");
 }

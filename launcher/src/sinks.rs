@@ -194,7 +194,7 @@ mod tests {
     fn piece(text: &str) -> Piece {
         Piece {
             source: Source(0),
-            prefix: "[0]".into(),
+            prefix: "[0] ".into(),
             start: Start::Fresh,
             bytes: text.into(),
             open: !text.ends_with('\n'),

@@ -80,10 +80,12 @@ pub(crate) enum SpawnNews {
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SpawnError {
     /// There is no such file, or its interpreter is missing.
-    #[error("program `{program}` was not found\n  hint: give a path, or a name that is in `PATH`")]
+    #[error("program `{program}` was not found\n  hint: {hint}")]
     NotFound {
         /// As given.
         program: String,
+        /// What to do.
+        hint: String,
     },
     /// The file exists but cannot be executed.
     #[error("program `{program}` cannot be executed: {cause}\n  hint: {hint}")]
@@ -151,7 +153,10 @@ impl SpawnError {
     fn of(error: &io::Error, program: &Path, local_rank: LocalRank) -> Self {
         let name = program.display().to_string();
         let hint = match error.raw_os_error() {
-            Some(libc::ENOENT | libc::ENOTDIR) => return Self::NotFound { program: name },
+            Some(libc::ENOENT | libc::ENOTDIR) => {
+                let hint = what_is_there(program);
+                return Self::NotFound { program: name, hint };
+            }
             Some(libc::EACCES | libc::EPERM) => "make it executable with `chmod +x`, or name its interpreter",
             Some(libc::ENOEXEC) => "is it built for this machine, or a script without a `#!` line?",
             Some(libc::EISDIR | libc::ELOOP | libc::ENAMETOOLONG) => "is the path right?",
@@ -168,6 +173,25 @@ impl SpawnError {
             cause: error.to_string(),
             hint,
         }
+    }
+}
+
+/// What to write instead of the name of a program that is not in `PATH`: something of that name may lie in the current
+/// folder, where shells do not look for programs either.
+fn what_is_there(program: &Path) -> String {
+    let here = Path::new(".").join(program);
+    if program.components().count() != 1 || !here.exists() {
+        "give a path, or a name that is in `PATH`".to_owned()
+    } else if here.is_dir() {
+        format!(
+            "`{}` is a folder: give the path of a program in it",
+            here.display()
+        )
+    } else {
+        format!(
+            "did you mean `{}`? Names without a folder are looked for in `PATH`",
+            here.display()
+        )
     }
 }
 
@@ -360,6 +384,24 @@ mod tests {
         assert_eq!(nothing.exit_code(), 127, "not the first folder of the path");
         let directory = find_program(Path::new("/usr/bin"), Some(&path)).unwrap_err();
         assert_eq!(directory.exit_code(), 126);
+    }
+
+    #[test]
+    fn what_lies_in_the_current_folder_is_pointed_out() {
+        let path = OsString::from("/nonexistent");
+        let words = |name: &str| {
+            find_program(Path::new(name), Some(&path))
+                .unwrap_err()
+                .to_string()
+        };
+        assert!(
+            words("src").contains("hint: `./src` is a folder"),
+            "{}",
+            words("src")
+        );
+        let file = words("Cargo.toml");
+        assert!(file.contains("hint: did you mean `./Cargo.toml`?"), "{file}");
+        assert!(words("").contains("hint: give a path"), "{}", words(""));
     }
 
     #[test]

@@ -2,7 +2,8 @@
 //!
 //! ```text
 //! let client = Client::connect("node0:29400", Instant::now() + connect_timeout).await?;
-//! let mut stream = client.agent_stream(identity, deadline).await?;   // and again after ClientError::Broken
+//! let mut attempts = client.attempts(connect_timeout);
+//! let mut stream = client.agent_stream(identity, &mut attempts).await?;   // and again after ClientError::Broken
 //! stream.sender().send(Generation(0), Body::Join(join))?;            // never waits
 //! let message = stream.next().await?;                                // cancel safe
 //! stream.leave(generation, leave, deadline).await;                   // returns when the daemon has heard it
@@ -22,7 +23,7 @@
 mod attempts;
 mod error;
 
-pub use attempts::{ATTEMPT_TIMEOUT, BACKOFF_BASE, BACKOFF_CAP};
+pub use attempts::{ATTEMPT_TIMEOUT, Attempts, BACKOFF_BASE, BACKOFF_CAP};
 pub use error::ClientError;
 
 use std::io;
@@ -36,7 +37,7 @@ use tokio_stream::wrappers::ReceiverStream;
 use tonic::transport::Channel;
 use tonic::{Code, Status, Streaming};
 
-use attempts::{Attempts, Target};
+use attempts::Target;
 use error::{Setback, broken, is_not_written, is_transport};
 
 use crate::control::whole_ms;
@@ -75,6 +76,15 @@ impl Client {
     /// Connects to `endpoint` (`host:port`), again and again with jittered back-off until `deadline`. A name is looked
     /// up for each connection, in a thread that is made here.
     pub async fn connect(endpoint: &str, deadline: Instant) -> Result<Self, ClientError> {
+        Self::connect_telling(endpoint, deadline, |_| {}).await
+    }
+
+    /// The same, telling why each attempt failed.
+    pub async fn connect_telling(
+        endpoint: &str,
+        deadline: Instant,
+        mut tell: impl FnMut(&str),
+    ) -> Result<Self, ClientError> {
         let target = Arc::new(Target::of(endpoint)?);
         let mut attempts = Attempts::new(endpoint, deadline);
         loop {
@@ -89,6 +99,7 @@ impl Client {
                 Ok(Err(error)) => Setback::of(&error),
                 Err(_) => Setback::silence("no answer to the connection request"),
             };
+            tell(&setback.cause);
             attempts.failed(setback).await?;
         }
     }
@@ -104,14 +115,22 @@ impl Client {
         self.target.addresses().await
     }
 
-    /// Opens the stream of an agent, again and again until `deadline`; also the way back after
+    /// Attempts to open a stream, for so long from now on.
+    #[must_use]
+    pub fn attempts(&self, patience: Duration) -> Attempts {
+        Attempts::new(&self.endpoint, Instant::now() + patience)
+    }
+
+    /// Opens the stream of an agent, again and again as long as `attempts` last; also the way back after
     /// [`ClientError::Broken`]. The first message sent on it must be `Join`.
+    ///
+    /// Somebody has answered then, but it is the daemon only when it has said something: until then a stream that
+    /// breaks is one more of these attempts, see [`Attempts::broke`].
     pub async fn agent_stream(
         &self,
         identity: AgentIdentity,
-        deadline: Instant,
+        attempts: &mut Attempts,
     ) -> Result<AgentStream, ClientError> {
-        let mut attempts = Attempts::new(&self.endpoint, deadline);
         loop {
             let (queue, messages) = mpsc::channel(SEND_QUEUE);
             let mut inner = self.inner.clone();
@@ -232,6 +251,7 @@ impl Client {
                 endpoint,
                 cause,
             },
+            Code::Unimplemented => ClientError::Stranger { endpoint, cause },
             Code::AlreadyExists => ClientError::Conflict {
                 what,
                 endpoint,
@@ -372,7 +392,10 @@ mod tests {
         let endpoint = listener.local_addr().unwrap().to_string();
         let deadline = Instant::now() + Duration::from_millis(200);
         let result = match Client::connect(&endpoint, deadline).await {
-            Ok(client) => client.agent_stream(identity(), deadline).await.map(drop),
+            Ok(client) => client
+                .agent_stream(identity(), &mut client.attempts(Duration::from_millis(100)))
+                .await
+                .map(drop),
             Err(error) => Err(error),
         };
         let error = result.unwrap_err();

@@ -13,12 +13,16 @@ pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
     given(out.write_all(text.as_ref()).and_then(|()| out.flush()))
 }
 
-/// What the parser of the command line says instead of arguments: help and versions are answers, all else is refused.
-pub fn instead_of_arguments(words: &clap::Error) -> ExitCode {
+/// What the parser of the command line says instead of arguments: help and versions are answers, all else is refused,
+/// under the `prefix` that the program's errors have.
+pub fn instead_of_arguments(words: &clap::Error, prefix: &str) -> ExitCode {
+    if words.use_stderr() {
+        // Nothing is left to do where that cannot be printed.
+        let _ = io::stderr().write_all(prefix.as_bytes());
+    }
     // In colours, where there is a terminal.
     let printed = words.print();
     if words.use_stderr() {
-        // Nothing is left to do where that cannot be printed.
         return ExitCode::from(exit::USAGE);
     }
     given(printed.and_then(|()| io::stdout().flush()))

@@ -1,10 +1,12 @@
 //! Everything that can go wrong before the agent takes over, with its exit code.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use ddp_proto::exit;
 use ddp_proto::resolver::NoThread;
+use nix::errno::Errno;
 
 /// A launch that did not come about. The text is complete: what, which, and a `hint:` line where one helps.
 #[derive(Debug, thiserror::Error)]
@@ -126,8 +128,16 @@ pub enum CliError {
     /// There is no thread to look up a host name.
     #[error(transparent)]
     NoThread(#[from] NoThread),
+    /// There is no place for log files that were asked for without a place.
+    #[error("cannot make a folder for log files in `{}`: {source}\n  hint: name one with `--log-dir`, or another temporary directory with TMPDIR", path.display())]
+    TemporaryLogs {
+        /// The temporary directory.
+        path: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
     /// The machine refused something essential.
-    #[error("{what}: {source}")]
+    #[error("{what}: {source}{}", hint_of(source))]
     Machine {
         /// What failed.
         what: &'static str,
@@ -147,6 +157,7 @@ impl CliError {
             | Self::Target { .. }
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
+            | Self::TemporaryLogs { .. }
             | Self::Listen { .. } => exit::USAGE,
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
                 exit::DAEMON_UNREACHABLE
@@ -156,8 +167,26 @@ impl CliError {
     }
 }
 
+/// What may help where the machine refuses something.
+fn hint_of(error: &std::io::Error) -> &'static str {
+    match error.raw_os_error() {
+        Some(code) if code == Errno::EMFILE as i32 => "\n  hint: check `ulimit -n`",
+        _ => "",
+    }
+}
+
+/// What each line of the launcher's own begins with, which may stand among its workers'.
+pub const OWN_PREFIX: &str = "[ddp-run] ";
+
+/// Writes `[ddp-run] error: …` to stderr, as what the launcher says once workers run.
+pub fn print_own_error(error: &dyn std::fmt::Display) {
+    let text = format!("error: {error}");
+    let lines: Vec<String> = text.lines().map(|line| format!("{OWN_PREFIX}{line}")).collect();
+    // Nothing is left to do when that fails.
+    let _ = writeln!(std::io::stderr(), "{}", lines.join("\n"));
+}
+
 /// Writes `error: …` to stderr. Nothing is left to do when that fails too.
 pub fn print_error(error: &dyn std::fmt::Display) {
-    use std::io::Write;
     let _ = writeln!(std::io::stderr(), "error: {error}");
 }

@@ -12,7 +12,7 @@ use tokio::sync::oneshot;
 use super::answer;
 use super::args::{self, ParsedArgs};
 use super::dry_run;
-use super::error::{CliError, print_error};
+use super::error::{CliError, OWN_PREFIX, print_own_error};
 use super::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use super::host::{self, HostFacts};
 use super::plan::{self, Launch};
@@ -38,7 +38,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
     let args = match args::parse(argv) {
         Ok(args) => args,
-        Err(words) => return answer::instead_of_arguments(&words),
+        Err(words) => return answer::instead_of_arguments(&words, OWN_PREFIX),
     };
     if args.dry_run {
         return show(args);
@@ -77,7 +77,7 @@ fn show(args: ParsedArgs) -> ExitCode {
 }
 
 fn fail(error: &CliError) -> ExitCode {
-    print_error(error);
+    print_own_error(error);
     ExitCode::from(error.exit_code())
 }
 
@@ -112,7 +112,8 @@ fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
 
 fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
     let Prepared { launch, runtime, exe } = prepared;
-    let code = runtime.block_on(async {
+    // On the heap: the runtime moves it several times, and the stack may be a small one (`ulimit -s`).
+    let code = runtime.block_on(Box::pin(async {
         match start_daemon(&launch.host, launch.plan).await {
             Ok((plan, daemon)) => {
                 let outcome = ddp_launcher::run(plan, guardian).await;
@@ -126,7 +127,7 @@ fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
                 fail(&error)
             }
         }
-    });
+    }));
     drop(exe);
     code
 }
@@ -158,7 +159,8 @@ impl Daemon {
             ..rendezvous::Config::default()
         };
         let drain = config.drain + config.lease;
-        let task = tokio::spawn(async move {
+        // On the heap, as that of the launch.
+        let task = tokio::spawn(Box::pin(async move {
             let shutdown = async {
                 // A dropped sender means the same.
                 let _ = stopped.await;
@@ -166,7 +168,7 @@ impl Daemon {
             if let Err(error) = rendezvous::serve(listener, config, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
-        });
+        }));
         Self { task, stop, drain }
     }
 

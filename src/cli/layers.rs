@@ -8,7 +8,7 @@ use super::args::ParsedArgs;
 use super::dry_run::{Source, Sources};
 use super::error::CliError;
 use super::native::Validated;
-use super::settings::Settings;
+use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind};
 use super::values::Endpoint;
 use super::{host, scheduler, values};
@@ -49,7 +49,7 @@ pub fn layers(
     note(&settings, &|_| Source::CommandLine);
     let layer = below(&settings, variables);
     note(&layer, &|name| {
-        Source::Variable(format!("PET_{}", name.to_ascii_uppercase()))
+        Source::Variable(variable(name, get_env).map_or_else(String::new, |(variable, _)| variable))
     });
     settings = settings.or(layer);
     if let Some(text) = &target.yaml {
@@ -124,6 +124,7 @@ fn warn_of_ignored(settings: &Settings) {
     let ignored = [
         (settings.start_method.is_some(), "--start-method"),
         (settings.run_path == Some(true), "--run-path"),
+        (settings.use_env == Some(true), "--use-env"),
         (settings.logs_specs.is_some(), "--logs-specs"),
     ];
     for key in settings.rdzv_conf.iter().flat_map(|conf| &conf.ignored) {

@@ -8,6 +8,7 @@
 //! | [`settings`], [`scheduler`] | layers: command line, `PET_*`, the YAML's `launch` section, the batch system | know defaults |
 //! | [`layers`], [`plan`] | stage two: layers and defaults become a [`ddp_launcher::LaunchPlan`] | bind or connect |
 //! | [`target`] | kinds of target, their command, the job's signature | |
+//! | [`absentees`] | names ranks that are asked for and not there | any I/O |
 //! | [`dry_run`] | shows a plan and where each value comes from | |
 //! | [`numa`] | which cores each worker may use | any I/O |
 //! | [`topology`] | where cores and GPUs lie | |
@@ -21,6 +22,7 @@
 //! | [`count`] | numbers of things, in words | |
 //! | [`error`] | what can go wrong before the agent takes over | |
 
+pub mod absentees;
 pub mod answer;
 pub mod args;
 pub mod ckpt;

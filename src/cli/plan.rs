@@ -12,10 +12,11 @@ use ddp_launcher::{
 use ddp_proto::ids::NodeRank;
 use nix::sys::signal::Signal;
 
+use super::absentees::words_on_absent_ranks;
 use super::args::ParsedArgs;
 use super::count::counted;
 use super::dry_run::Sources;
-use super::error::CliError;
+use super::error::{CliError, OWN_PREFIX};
 use super::hardware::{Hardware, NoGpus};
 use super::host::HostFacts;
 use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
@@ -80,11 +81,9 @@ pub fn resolve(
         .map(|config| claim_out_dir(&config, &job_id, alone && !args.dry_run))
         .transpose()?;
     let conf = settings.rdzv_conf.clone().unwrap_or_default();
-    let mut output = output(&settings);
-    let log_dir = match settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs"))) {
-        None => temporary_log_dir(&output, &job_id, args.dry_run)?,
-        Some(given) => Some(absolute(given)?),
-    };
+    let mut output = output(&settings, alone, workers);
+    let named = settings.log_dir.clone().or(out_dir.map(|dir| dir.join("logs")));
+    let log_dir = log_dir(named, &output, &job_id, args.dry_run)?;
     if alone && workers == 1 && target.kind != TargetKind::Native && log_dir.is_none() {
         hand_over_terminal(&mut output, &mut signals);
     }
@@ -176,18 +175,32 @@ fn host_facts(settings: Settings, plan: &LaunchPlan) -> HostFacts {
     }
 }
 
+/// Where log files go, if there are any.
+fn log_dir(
+    named: Option<PathBuf>,
+    output: &OutputPlan,
+    job_id: &str,
+    dry_run: bool,
+) -> Result<Option<PathBuf>, CliError> {
+    match named {
+        None => temporary_log_dir(output, job_id, dry_run),
+        Some(named) => absolute(named).map(Some),
+    }
+}
+
 /// As torchrun: files were asked for, but no place. The folder is new and nobody else may look into it, whatever other
 /// users of the machine have put beside it.
 fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result<Option<PathBuf>, CliError> {
     if !output.needs_files() {
         return Ok(None);
     }
-    let template = absolute(std::env::temp_dir().join(format!("ddp-run-{job_id}-XXXXXX")))?;
+    let parent = absolute(std::env::temp_dir())?;
+    let template = parent.join(format!("ddp-run-{job_id}-XXXXXX"));
     if dry_run {
         return Ok(Some(template));
     }
-    let directory = nix::unistd::mkdtemp(&template).map_err(|errno| CliError::Machine {
-        what: "cannot make a folder for log files in the temporary directory",
+    let directory = nix::unistd::mkdtemp(&template).map_err(|errno| CliError::TemporaryLogs {
+        path: parent,
         source: errno.into(),
     })?;
     eprintln!("[ddp-run] log files are below `{}`", directory.display());
@@ -269,9 +282,10 @@ fn event_log(settings: &Settings) -> Option<PathBuf> {
     }
 }
 
-fn output(settings: &Settings) -> OutputPlan {
+/// What becomes of the output of this node's `workers`. Ranks that it names and there are not are said.
+fn output(settings: &Settings, alone: bool, workers: u32) -> OutputPlan {
     let words = |words: &Option<Words>| words.clone().unwrap_or_default().0;
-    OutputPlan {
+    let output = OutputPlan {
         redirects: settings.redirects.clone().unwrap_or_default(),
         tee: settings.tee.clone().unwrap_or_default(),
         local_ranks: settings.local_ranks_filter.clone(),
@@ -280,7 +294,11 @@ fn output(settings: &Settings) -> OutputPlan {
         stdout_filters: words(&settings.duplicate_stdout_filters),
         stderr_filters: words(&settings.duplicate_stderr_filters),
         direct: false,
+    };
+    for words in words_on_absent_ranks(&output, workers, alone) {
+        eprintln!("{OWN_PREFIX}{words}");
     }
+    output
 }
 
 /// Gives a worker that is alone the terminal, as torchrun does, if input and all output are one and nothing is asked of

@@ -41,7 +41,7 @@ enum Command {
 pub fn main(argv: Vec<OsString>) -> ExitCode {
     let args = match Args::try_parse_from(argv) {
         Ok(args) => args,
-        Err(words) => return answer::instead_of_arguments(&words),
+        Err(words) => return answer::instead_of_arguments(&words, ""),
     };
     let Command::Serve { listen } = args.command;
     match serve(&listen) {

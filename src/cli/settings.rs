@@ -17,6 +17,9 @@ use super::numa::Binding;
 use super::streams::{self, Signals, Words};
 use super::values::{self, Backend, Endpoint, EventLog, ProcCount, RdzvConf};
 
+/// Where torchrun takes the prefix of lines from.
+const PREFIX_OF_TORCH: &str = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE";
+
 /// Headings of `--help`.
 const NODES: &str = "Nodes and ranks";
 const WORKERS: &str = "Workers";
@@ -63,13 +66,13 @@ settings! {
     /// Nodes, or a range of them [default: 1]
     ///
     /// MIN:MAX is the range within which the job may run: nodes may come and go.
-    #[arg(value_name = "N|MIN:MAX", help_heading = NODES)]
+    #[arg(value_name = "N|MIN:MAX", help_heading = NODES, allow_negative_numbers = true)]
     nnodes: NodeRange = values::node_range,
 
     /// Workers on this node [default: 1]
     ///
     /// A number, `gpu`, `cpu`, or `auto`: GPUs where there are some, else cores.
-    #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES)]
+    #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES, allow_negative_numbers = true)]
     nproc_per_node: ProcCount = values::proc_count,
 
     /// Where the nodes meet [port: 29400]
@@ -95,7 +98,7 @@ settings! {
     /// Rank of this node; else by host name
     ///
     /// Without it the ranks follow the host names.
-    #[arg(value_name = "N", help_heading = NODES)]
+    #[arg(value_name = "N", help_heading = NODES, allow_negative_numbers = true)]
     node_rank: u32 = values::whole,
 
     /// One node, whatever else is configured
@@ -113,23 +116,23 @@ settings! {
     master_addr: String = values::local_addr,
 
     /// MASTER_PORT of the workers [default: a free one, anew at each restart]
-    #[arg(value_name = "PORT", help_heading = NODES, hide_short_help = true)]
+    #[arg(value_name = "PORT", help_heading = NODES, hide_short_help = true, allow_negative_numbers = true)]
     master_port: u16 = values::port,
 
     /// Restarts after failures [default: 0, YAML: 3]
     ///
     /// How often the whole job may restart because a rank died; 3 is the default for YAML targets.
-    #[arg(value_name = "N", help_heading = LIFE)]
+    #[arg(value_name = "N", help_heading = LIFE, allow_negative_numbers = true)]
     max_restarts: u32 = values::whole,
 
     /// Seconds from SIGTERM to SIGKILL [default: 30]
     ///
     /// Workers that are stopped get so much time to end by themselves.
-    #[arg(value_name = "S", help_heading = LIFE)]
+    #[arg(value_name = "S", help_heading = LIFE, allow_negative_numbers = true)]
     shutdown_timeout: Duration = values::seconds,
 
-    /// A worker that sends heartbeats and has nothing new to say for this long has failed [default: never]
-    #[arg(value_name = "S", help_heading = LIFE, hide_short_help = true)]
+    /// A worker that sends heartbeats and has nothing new to say for this long has failed [default: 0, never]
+    #[arg(value_name = "S", help_heading = LIFE, hide_short_help = true, allow_negative_numbers = true)]
     hang_timeout: Duration = values::seconds,
 
     /// Signals that stop the job [default: SIGTERM,SIGINT,SIGHUP,SIGQUIT]
@@ -185,7 +188,7 @@ settings! {
     #[arg(value_name = "RANK[,...]", help_heading = OUTPUT, hide_short_help = true)]
     global_ranks_filter: BTreeSet<u32> = streams::ranks,
 
-    /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}` [default: `[${rank}]`]
+    /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}` [default: `[${rank}] `]
     #[arg(value_name = "TEMPLATE", help_heading = OUTPUT, hide_short_help = true)]
     log_line_prefix_template: PrefixTemplate = PrefixTemplate::parse,
 
@@ -213,6 +216,10 @@ settings! {
     #[arg(hide = true, num_args = 0, default_missing_value = "true")]
     run_path: bool = values::boolean,
 
+    /// Accepted: workers find their rank in the environment anyway
+    #[arg(hide = true, num_args = 0, default_missing_value = "true")]
+    use_env: bool = values::boolean,
+
     /// Accepted: there is one layout of log files
     #[arg(hide = true)]
     logs_specs: String = values::text,
@@ -224,8 +231,7 @@ impl Settings {
     pub fn from_env(get: impl Fn(&str) -> Option<String>) -> Result<Self, CliError> {
         let mut settings = Self::default();
         for name in NAMES {
-            let variable = format!("PET_{}", name.to_ascii_uppercase());
-            let Some(value) = get(&variable).filter(|value| !value.is_empty()) else {
+            let Some((variable, value)) = variable(name, &get) else {
                 continue;
             };
             settings
@@ -259,6 +265,17 @@ impl Settings {
         }
         Ok(settings)
     }
+}
+
+/// The variable that gives this setting, and its value: `PET_<NAME>`, or a name that torchrun reads besides.
+pub(super) fn variable(name: &str, get: impl Fn(&str) -> Option<String>) -> Option<(String, String)> {
+    let own = format!("PET_{}", name.to_ascii_uppercase());
+    let of_torch = (name == "log_line_prefix_template").then(|| PREFIX_OF_TORCH.to_owned());
+    let given = |name: String| {
+        let value = get(&name).filter(|value| !value.is_empty())?;
+        Some((name, value))
+    };
+    given(own).or_else(|| of_torch.and_then(given))
 }
 
 fn unknown_key(name: &str) -> String {
@@ -331,6 +348,25 @@ mod tests {
         let get = |name: &str| (name == "PET_NPROC_PER_NODE").then(|| "4".to_owned());
         let settings = Settings::from_env(get).expect("valid");
         assert_eq!(settings.nproc_per_node, Some(ProcCount::Fixed(4)));
+    }
+
+    #[test]
+    fn torchruns_variable_of_the_prefix_is_read() {
+        let get = |name: &str| (name == PREFIX_OF_TORCH).then(|| "${rank}: ".to_owned());
+        let settings = Settings::from_env(get).expect("valid");
+        assert_eq!(
+            settings.log_line_prefix_template,
+            PrefixTemplate::parse("${rank}: ").ok()
+        );
+        let both = |name: &str| {
+            name.ends_with("LOG_LINE_PREFIX_TEMPLATE")
+                .then(|| name.to_owned())
+        };
+        let (name, _) = variable("log_line_prefix_template", both).expect("given");
+        assert_eq!(
+            name, "PET_LOG_LINE_PREFIX_TEMPLATE",
+            "the general rule goes first"
+        );
     }
 
     #[test]

@@ -45,7 +45,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     }
     let args = match Args::try_parse_from(argv) {
         Ok(args) => args,
-        Err(words) => return answer::instead_of_arguments(&words),
+        Err(words) => return answer::instead_of_arguments(&words, ""),
     };
     match args.command {
         Command::Run { config, overrides } => native::run(&config, &overrides),

@@ -23,8 +23,8 @@ impl Job {
         let ready = self.nodes.values().filter(|node| node.is_ready()).count() as u32;
         let (min, max) = self.limits();
         let mut words = format!(
-            "{ready} of {} nodes are there: {}",
-            words::range(min, max),
+            "{ready} of {} there: {}",
+            words::are_of(min, max),
             words::list(
                 self.nodes
                     .values()
@@ -130,8 +130,8 @@ impl Job {
                 return;
             }
             format!(
-                "{} are there after the last call, of {}",
-                words::nodes(ready),
+                "{} there after the last call, of {}",
+                words::are(ready),
                 words::range(min, max)
             )
         } else {

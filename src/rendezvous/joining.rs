@@ -143,23 +143,27 @@ impl Job {
         }
     }
 
-    /// A newcomer to a full job of fixed size that nobody gave a name: more likely a node of another job that nobody
-    /// named than a spare, which would report success without having run.
+    /// A newcomer to a full job of fixed size that nobody gave a name, or that has one node: more likely a node of another
+    /// job than a spare, which would report success without having run.
     fn mistaken_for(&self, joining: &Joining) -> Option<String> {
         let join = &joining.join;
         let known = self.nodes.contains_key(&joining.incarnation) || joining.generation > 0;
         let fixed = join.min_nodes == join.max_nodes;
-        if !is_unnamed(&self.id) || self.generation == 0 || known || !fixed {
+        let may_have_spares = join.max_nodes > 1 && !is_unnamed(&self.id);
+        if may_have_spares || self.generation == 0 || known || !fixed {
             return None;
         }
         // A node whose connection is gone may be the one that comes back, as a new process.
         let there = self.nodes.values().filter(|node| node.conn.is_some()).count();
         (there >= join.max_nodes as usize).then(|| {
             format!(
-                "job `{}` runs with all of its {} already ({}): node `{}` belongs to another job, or is one too many\n  \
-                 hint: give every job a `--rdzv-id` of its own; a job that has one keeps further nodes as spares",
+                "job `{}` runs with {} already ({}): node `{}` belongs to another job, or is one too many\n  \
+                 hint: give every job a `--rdzv-id` of its own; one of several nodes keeps further nodes as spares then",
                 self.id,
-                words::nodes(join.max_nodes),
+                match join.max_nodes {
+                    1 => "its only node".to_owned(),
+                    several => format!("all of its {}", words::nodes(several)),
+                },
                 words::list(self.nodes.values().map(|node| node.join.hostname.as_str())),
                 join.hostname
             )

@@ -29,6 +29,20 @@ pub(super) fn nodes(count: u32) -> String {
     }
 }
 
+/// "1 node is", "2 nodes are".
+pub(super) fn are(count: u32) -> String {
+    let verb = if count == 1 { "is" } else { "are" };
+    format!("{} {verb}", nodes(count))
+}
+
+/// How many a job wants, with a verb for some of them: "1 node is", "2 to 4 nodes are".
+pub(super) fn are_of(min: u32, max: u32) -> String {
+    match max {
+        1 => are(1),
+        _ => format!("{} nodes are", range(min, max)),
+    }
+}
+
 /// "the only node is", "all 2 nodes are".
 pub(super) fn all(count: u32) -> String {
     if count == 1 {

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Builds the emulated CUDA libraries into a folder: `LD_LIBRARY_PATH=FOLDER ddp-run …` then trains on emulated GPUs.
+# Builds the emulated CUDA libraries into a folder: `LD_LIBRARY_PATH=FOLDER ddp-run …` then trains on emulated GPUs. And
+# `refusals`, a program that tries what they refuse.
 #
 #     tests/emulator/build.sh FOLDER
 #
@@ -13,9 +14,9 @@ folder=$(cd "$1" && pwd)
 exec 9>"$folder/.lock"
 flock 9
 
-# LIBRARY SOURCE...: all that it is made of; what ends in .cpp is compiled.
-library() {
-    local name=$1 source newer= sources=()
+# NAME SOURCE...: all that it is made of; what ends in .cpp is compiled. What begins with lib is a library.
+build() {
+    local name=$1 source newer= sources=() kind=()
     shift
     for source in "$here/build.sh" "$here/cuda.h" "$@"; do
         [[ $folder/$name -nt $source ]] || newer=$source
@@ -24,13 +25,15 @@ library() {
     [[ -n $newer ]] || return 0
     echo "building $name"
     [[ $name != libnvrtc.* ]] || rm -rf "$folder/cache"
-    "${CXX:-c++}" -std=c++17 -O2 -g -Wall -Wextra -shared -fPIC -fvisibility=hidden -pthread -Wl,-soname,"$name" \
-        -DIMITATION="\"$imitation\"" -o "$folder/$name.new" "${sources[@]}" -ldl
+    [[ $name != lib* ]] || kind=(-shared -fPIC -fvisibility=hidden -Wl,-soname,"$name")
+    "${CXX:-c++}" -std=c++17 -O2 -g -Wall -Wextra -pthread "${kind[@]}" -DIMITATION="\"$imitation\"" -o "$folder/$name.new" \
+        "${sources[@]}" -ldl
     mv "$folder/$name.new" "$folder/$name"
 }
 
-library libcuda.so.1 "$here"/{driver.cpp,execution.cpp,driver.hpp,stream.hpp}
-library libnvrtc.so.12 "$here/nvrtc.cpp" "$imitation"
-library libcublasLt.so.12 "$here/cublaslt.cpp"
-library libnccl.so.2 "$here/nccl.cpp" "$here"/nccl_*.hpp
+build libcuda.so.1 "$here"/{driver.cpp,execution.cpp,driver.hpp,stream.hpp}
+build libnvrtc.so.12 "$here/nvrtc.cpp" "$imitation"
+build libcublasLt.so.12 "$here/cublaslt.cpp"
+build libnccl.so.2 "$here/nccl.cpp" "$here"/nccl_*.hpp
+build refusals "$here/refusals.cpp"
 ln -sf libcuda.so.1 "$folder/libcuda.so"

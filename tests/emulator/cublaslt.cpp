@@ -2,6 +2,10 @@
 //
 // Sums are f32 and in order; with `COMPUTE_32F_FAST_TF32` factors are rounded to 10 bits of mantissa. The workspace is
 // overwritten by every product, so that whoever else keeps something there finds out.
+//
+// An algorithm is for addresses as aligned as its heuristic was told: matrices by the preference, 256 bytes if it says
+// nothing, bias and auxiliary matrix by the pointers that the operation had then. Less is refused here, where the real
+// library may read what is beside; so is an auxiliary matrix whose columns do not all begin at 16 bytes.
 
 #include <algorithm>
 #include <cmath>
@@ -19,7 +23,9 @@ enum Type { F32 = 0, BF16 = 14 };
 enum Compute { COMPUTE_F32 = 68, COMPUTE_TF32 = 77 };
 enum Epilogue : unsigned { PLAIN = 1, BIAS = 4, GELU = 32, DGELU = 64, AUX = 128 };
 
-constexpr size_t WORKSPACE = 1 << 20;
+constexpr size_t WORKSPACE = 1 << 20, WORKSPACE_ALIGNMENT = 256;
+// Of the GELU's input: its address in bytes, and its leading dimension in elements.
+constexpr size_t AUX_ALIGNMENT = 16, AUX_STEP = 8;
 
 struct Operation {
     int compute = COMPUTE_F32;
@@ -38,11 +44,15 @@ struct Layout {
 
 struct Preference {
     uint64_t workspace = 0;
+    uint32_t alignments[4] = {256, 256, 256, 256}; // of A, B, C, D
 };
 
+// What the library keeps in it is its own: here, the least alignment of A, B, C, D, the bias and the auxiliary matrix.
 struct Algorithm {
-    uint64_t data[8];
+    uint32_t alignments[6];
+    uint64_t reserved[5];
 };
+static_assert(sizeof(Algorithm) == 64, "cublasLtMatmulAlgo_t");
 
 struct Candidate {
     Algorithm algorithm;
@@ -160,6 +170,34 @@ bool fits(const Operation &operation, const Layout &a, const Layout &b, const La
     return strides && inner == inner_b && rows == d.rows && columns == d.columns;
 }
 
+int refuse(const char *words) {
+    fprintf(stderr, "emulated cuBLASLt: %s\n", words);
+    return INVALID;
+}
+
+// The greatest power of two up to 256 that divides an address; of none, 256.
+uint32_t alignment(const void *at) {
+    const auto address = (uintptr_t)at;
+    return (uint32_t)std::min<uintptr_t>(address ? address & (~address + 1) : 256, 256);
+}
+
+// What is wrong with the epilogue's pointers; null: nothing.
+const char *problem(const Operation &operation, const Layout &d) {
+    if ((operation.epilogue & BIAS) && !operation.bias) {
+        return "an epilogue with a bias that is nowhere";
+    }
+    if (!(operation.epilogue & AUX)) {
+        return nullptr;
+    }
+    if (!operation.aux || alignment(operation.aux) < AUX_ALIGNMENT) {
+        return "an auxiliary matrix that does not begin at a multiple of 16 bytes";
+    }
+    if (operation.aux_stride < (int64_t)d.rows || operation.aux_stride % AUX_STEP != 0) {
+        return "an auxiliary matrix whose leading dimension is no multiple of 8, or less than its rows";
+    }
+    return nullptr;
+}
+
 // Puts a function on a stream of the emulated driver.
 int enqueue(Handle stream, HostFunction function, void *argument) {
     using LaunchHostFunc = int (*)(Handle, HostFunction, void *);
@@ -248,8 +286,13 @@ API int cublasLtMatmulPreferenceCreate(Handle *preference) {
 }
 
 API int cublasLtMatmulPreferenceSetAttribute(Handle preference, int attribute, const void *value, size_t bytes) {
-    if (attribute == 1 && bytes == sizeof(uint64_t)) {
-        memcpy(&((Preference *)preference)->workspace, value, bytes);
+    auto &known = *(Preference *)preference;
+    if (attribute == 1 && bytes == sizeof known.workspace) {
+        memcpy(&known.workspace, value, bytes);
+    } else if (attribute >= 5 && attribute <= 8 && bytes == sizeof *known.alignments) {
+        memcpy(&known.alignments[attribute - 5], value, bytes);
+    } else if (attribute != 3 || bytes != sizeof(uint32_t)) { // 3: how parts of a sum are added, which are none here
+        return INVALID;
     }
     return OK;
 }
@@ -262,22 +305,44 @@ API int cublasLtMatmulPreferenceDestroy(Handle preference) {
 API int cublasLtMatmulAlgoGetHeuristic(Handle, Handle operation, Handle a, Handle b, Handle, Handle d,
                                        Handle preference, int wanted, Candidate *found, int *count) {
     *count = 0;
-    if (wanted < 1 || !fits(*(Operation *)operation, *(Layout *)a, *(Layout *)b, *(Layout *)d)) {
+    const auto &known = *(Operation *)operation;
+    const auto &preferred = *(Preference *)preference;
+    if (wanted < 1 || !fits(known, *(Layout *)a, *(Layout *)b, *(Layout *)d)) {
         return INVALID;
     }
-    *found = Candidate{{}, std::min<size_t>(WORKSPACE, ((Preference *)preference)->workspace), OK, 1.0f, {}};
+    if (const char *words = problem(known, *(Layout *)d)) {
+        return refuse(words);
+    }
+    Algorithm algorithm = {};
+    std::copy(preferred.alignments, preferred.alignments + 4, algorithm.alignments);
+    algorithm.alignments[4] = alignment(known.bias);
+    algorithm.alignments[5] = alignment(known.aux);
+    *found = Candidate{algorithm, std::min<size_t>(WORKSPACE, preferred.workspace), OK, 1.0f, {}};
     *count = 1;
     return OK;
 }
 
 API int cublasLtMatmul(Handle, Handle operation, const void *alpha, const void *a, Handle a_layout, const void *b,
                        Handle b_layout, const void *beta, const void *c, Handle c_layout, void *d, Handle d_layout,
-                       const Algorithm *, void *workspace, size_t workspace_bytes, Handle stream) {
+                       const Algorithm *algorithm, void *workspace, size_t workspace_bytes, Handle stream) {
     const Layout layouts[4] = {*(Layout *)a_layout, *(Layout *)b_layout, *(Layout *)c_layout, *(Layout *)d_layout};
-    if (!fits(*(Operation *)operation, layouts[0], layouts[1], layouts[3]) || layouts[2].rows != layouts[3].rows) {
+    const auto &known = *(Operation *)operation;
+    if (!fits(known, layouts[0], layouts[1], layouts[3]) || layouts[2].rows != layouts[3].rows) {
         return INVALID;
     }
-    auto *product = new Product{*(Operation *)operation, {layouts[0], layouts[1], layouts[2], layouts[3]}, a, b, c, d,
+    if (const char *words = problem(known, layouts[3])) {
+        return refuse(words);
+    }
+    const void *const addresses[6] = {a, b, c, d, known.bias, known.aux};
+    for (int i = 0; i < 6; i++) {
+        if (alignment(addresses[i]) < algorithm->alignments[i]) {
+            return refuse("an address that is less aligned than the algorithm was chosen for");
+        }
+    }
+    if (alignment(workspace) < WORKSPACE_ALIGNMENT) {
+        return refuse("a workspace that does not begin at a multiple of 256 bytes");
+    }
+    auto *product = new Product{known, {layouts[0], layouts[1], layouts[2], layouts[3]}, a, b, c, d,
                                 workspace, workspace_bytes, *(const float *)alpha, *(const float *)beta};
     const int result = enqueue(
         stream,

@@ -18,6 +18,7 @@ enum Result : int {
     NOT_FOUND = 500,
     NOT_READY = 600,
     ILLEGAL_ADDRESS = 700,
+    OUT_OF_RESOURCES = 701,
     NOT_PERMITTED = 800,
 };
 

@@ -9,11 +9,14 @@
 //     EMULATOR_SEED=1           of the delays, and of the order in which a kernel's threads run
 //     EMULATOR_STATISTICS=0     1: each stream says at its end how much work it had, and how much of it found it idle
 //     EMULATOR_FAIL_LAUNCH=0    which launch of a process fails, from 1 on; 0: none
+//     EMULATOR_SHARED_KIB=227   shared memory that a block can ask for
 //
-// Stricter than the real one, where that shows an error of the host: a copy or a fill outside of an allocation is
-// refused, memory ends at a page that nobody may touch and holds NaN at first, freed memory is gone at once, handles
-// are checked, and a call of the driver from a host function of a stream is refused, as CUDA's documentation has it.
-// After a kernel's failure every call fails, as on a GPU; what the emulator has to say of it goes to stderr.
+// As the real one it refuses launches beyond the limits of a card and of a kernel's __launch_bounds__, shared memory
+// that was not asked for, and times of events that have none. Stricter, where that shows an error of the host: a copy or
+// a fill outside of an allocation is refused, memory ends at a page that nobody may touch and holds NaN at first, freed
+// memory is gone at once, handles are checked, those of what was destroyed too, and a call of the driver from a host
+// function of a stream is refused, as CUDA's documentation has it. After a kernel's failure every call fails, as on a
+// GPU; what the emulator has to say of it goes to stderr. refusals.cpp has a case of each.
 
 #include <algorithm>
 #include <cstring>
@@ -98,8 +101,15 @@ Result copy(Handle handle, Address to, Address from, size_t bytes, bool to_devic
     if (!stream) {
         return INVALID_HANDLE;
     }
-    if ((to_device && !is_inside(of, to, bytes)) || (from_device && !is_inside(of, from, bytes))) {
-        return refuse(INVALID_VALUE, "a copy outside of an allocation");
+    const auto is_fine = [&](Address at, bool on_device) {
+        Address start;
+        const Allocation *found = allocation_of(of, at, start);
+        // Of the host's memory only what was page-locked is known.
+        const bool known = found && at < start + found->mapped;
+        return on_device || known ? is_inside(of, at, bytes) && (found->device >= 0) == on_device : true;
+    };
+    if (!is_fine(to, to_device) || !is_fine(from, from_device)) {
+        return refuse(INVALID_VALUE, "a copy outside of an allocation, or from the wrong side");
     }
     enqueue(stream, [=] { memmove((void *)to, (const void *)from, bytes); });
     return SUCCESS;
@@ -146,6 +156,7 @@ constexpr Words WORDS[] = {
     {NOT_FOUND, "CUDA_ERROR_NOT_FOUND", "named symbol not found"},
     {NOT_READY, "CUDA_ERROR_NOT_READY", "device not ready"},
     {ILLEGAL_ADDRESS, "CUDA_ERROR_ILLEGAL_ADDRESS", "an illegal memory access was encountered"},
+    {OUT_OF_RESOURCES, "CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES", "too many resources requested for launch"},
     {NOT_PERMITTED, "CUDA_ERROR_NOT_PERMITTED", "operation not permitted"},
 };
 
@@ -223,7 +234,7 @@ API Result cuDeviceGetAttribute(int *value, int attribute, int) {
         *value = 0;
         return SUCCESS;
     case 97: // shared memory of a block, when asked for
-        *value = SHARED_LIMIT;
+        *value = (int)most_shared();
         return SUCCESS;
     default:
         say("attribute %d of a device is not emulated", attribute);

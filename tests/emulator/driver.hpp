@@ -14,19 +14,22 @@
 
 namespace emulator {
 
-constexpr int MAX_DEVICES = 16, SHARED_LIMIT = 232448, SHARED_WITHOUT_ASKING = 49152, MAX_PARAMETERS = 32;
+constexpr int MAX_DEVICES = 16, MAX_PARAMETERS = 32;
 constexpr size_t MAX_PARAMETER_BYTES = 4096;
 
-using Launch = const char *(*)(void **, const unsigned *, const unsigned *, unsigned);
+// Limits of a launch.
+constexpr unsigned MAX_THREADS = 1024, MAX_THREADS_Z = 64, MAX_BLOCKS = 0x7fffffff, MAX_BLOCKS_YZ = 65535;
+constexpr size_t SHARED_WITHOUT_ASKING = 48 << 10;
 
-// A library and the file in memory that it came from: of two files with one name, the loader would load only the first.
+// Shared memory that a block can ask for.
+inline size_t most_shared() { return setting("EMULATOR_SHARED_KIB", 227) << 10; }
+
+using Launch = const char *(*)(void **, const unsigned *, const unsigned *, unsigned, unsigned);
+
+// A library with kernels. It stays, as does its file in memory, by whose name the loader knows it: the process's handler
+// for faults is within it.
 struct Module {
     void *library;
-    int file;
-    ~Module() {
-        dlclose(library);
-        close(file);
-    }
 };
 
 struct Function {
@@ -34,7 +37,9 @@ struct Function {
     std::string name;
     Launch launch;
     std::vector<unsigned> parameters;
-    size_t shared_limit = SHARED_WITHOUT_ASKING;
+    unsigned threads; // that it was compiled for at most
+    size_t shared;    // that it declares, in bytes
+    size_t shared_limit;
 };
 
 // Handles that were given out and not yet taken back.

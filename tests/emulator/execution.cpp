@@ -10,15 +10,48 @@ using namespace emulator;
 
 namespace {
 
-// Kernels take turns: they catch signals of the process while they run.
+// `CU_EVENT_DISABLE_TIMING`
+constexpr unsigned UNTIMED = 2;
+
+// Kernels take turns: those of a library share what is static there.
 std::mutex &kernels_turn() {
     static std::mutex *const only = new std::mutex;
     return *only;
 }
 
+struct Shape {
+    unsigned grid[3], block[3];
+    unsigned shared; // bytes of dynamic shared memory
+};
+
+// What a card refuses, whatever the kernel does.
+Result check(const Function &function, const Shape &shape) {
+    const unsigned(&grid)[3] = shape.grid, (&block)[3] = shape.block;
+    const bool none = grid[0] == 0 || grid[1] == 0 || grid[2] == 0;
+    if (none || grid[0] > MAX_BLOCKS || grid[1] > MAX_BLOCKS_YZ || grid[2] > MAX_BLOCKS_YZ) {
+        say("kernel `%s`: a grid of %u × %u × %u blocks", function.name.c_str(), grid[0], grid[1], grid[2]);
+        return INVALID_VALUE;
+    }
+    const uint64_t threads = (uint64_t)block[0] * block[1] * block[2];
+    if (threads == 0 || threads > MAX_THREADS || block[2] > MAX_THREADS_Z) {
+        say("kernel `%s`: a block of %u × %u × %u threads", function.name.c_str(), block[0], block[1], block[2]);
+        return INVALID_VALUE;
+    }
+    if (threads > function.threads) {
+        say("kernel `%s`: %u threads, compiled for %u", function.name.c_str(), (unsigned)threads, function.threads);
+        return OUT_OF_RESOURCES;
+    }
+    if (shape.shared > function.shared_limit) {
+        say("kernel `%s`: %u bytes of shared memory, of %zu that it may have", function.name.c_str(), shape.shared,
+            function.shared_limit);
+        return INVALID_VALUE;
+    }
+    return SUCCESS;
+}
+
 // Runs a grid; its threads in an order that the seed and the number of the launch choose.
-void run_kernel(const Function &function, std::vector<std::vector<uint64_t>> values, const unsigned *grid,
-                const unsigned *block, uint64_t number) {
+void run_kernel(const Function &function, std::vector<std::vector<uint64_t>> values, const Shape &shape,
+                uint64_t number) {
     std::vector<void *> pointers;
     for (std::vector<uint64_t> &value : values) {
         pointers.push_back(value.data());
@@ -29,7 +62,7 @@ void run_kernel(const Function &function, std::vector<std::vector<uint64_t>> val
     }
     std::lock_guard turn(kernels_turn());
     const unsigned schedule = (unsigned)((setting("EMULATOR_SEED", 1) + number) % 3);
-    if (const char *problem = function.launch(pointers.data(), grid, block, schedule)) {
+    if (const char *problem = function.launch(pointers.data(), shape.grid, shape.block, shape.shared, schedule)) {
         say("kernel `%s`: %s", function.name.c_str(), problem);
         fail(ILLEGAL_ADDRESS);
     }
@@ -60,7 +93,7 @@ std::shared_ptr<Module> load(const void *image) {
         close(file);
         return nullptr;
     }
-    return std::shared_ptr<Module>(new Module{library, file});
+    return std::make_shared<Module>(Module{library});
 }
 
 } // namespace
@@ -77,9 +110,19 @@ API Result cuModuleLoadData(Handle *module, const void *image) {
     return SUCCESS;
 }
 
-API Result cuModuleUnload(Handle module) {
+// Its functions go with it.
+API Result cuModuleUnload(Handle handle) {
     READY(of);
-    return of.modules.alive.erase(module) ? SUCCESS : INVALID_HANDLE;
+    const auto module = of.modules.find(handle);
+    if (!module) {
+        return INVALID_HANDLE;
+    }
+    auto &functions = of.functions.alive;
+    for (auto at = functions.begin(); at != functions.end();) {
+        at = at->second->module == module ? functions.erase(at) : std::next(at);
+    }
+    of.modules.alive.erase(handle);
+    return SUCCESS;
 }
 
 API Result cuModuleGetFunction(Handle *function, Handle handle, const char *name) {
@@ -91,13 +134,30 @@ API Result cuModuleGetFunction(Handle *function, Handle handle, const char *name
     const auto symbol = [&](const char *end) { return dlsym(module->library, (std::string(name) + end).c_str()); };
     const auto launch = (Launch)symbol("_launch");
     const auto parameters = (unsigned (*)(unsigned *))symbol("_parameters");
-    if (!launch || !parameters) {
+    const auto threads = (unsigned (*)())symbol("_threads"), shared = (unsigned (*)())symbol("_shared");
+    if (!launch || !parameters || !threads || !shared) {
         return NOT_FOUND;
     }
     unsigned sizes[MAX_PARAMETERS];
     const unsigned count = parameters(sizes);
-    *function = of.functions.add(
-        std::shared_ptr<Function>(new Function{module, name, launch, std::vector<unsigned>(sizes, sizes + count)}));
+    const size_t declared = shared();
+    *function = of.functions.add(std::shared_ptr<Function>(
+        new Function{module, name, launch, std::vector<unsigned>(sizes, sizes + count), threads(), declared,
+                     declared < SHARED_WITHOUT_ASKING ? SHARED_WITHOUT_ASKING - declared : 0}));
+    return SUCCESS;
+}
+
+API Result cuFuncGetAttribute(int *value, int attribute, Handle handle) {
+    READY(of);
+    const auto function = of.functions.find(handle);
+    if (!function) {
+        return INVALID_HANDLE;
+    }
+    if (attribute != 1) {
+        say("attribute %d of a kernel is not emulated", attribute);
+        return INVALID_VALUE;
+    }
+    *value = (int)function->shared;
     return SUCCESS;
 }
 
@@ -107,8 +167,11 @@ API Result cuFuncSetAttribute(Handle handle, int attribute, int value) {
     if (!function) {
         return INVALID_HANDLE;
     }
-    if (attribute != 8 || value < 0 || value > SHARED_LIMIT) { // 8: dynamic shared memory
+    if (attribute != 8 || value < 0) { // 8: dynamic shared memory
         return INVALID_VALUE;
+    }
+    if (function->shared + value > most_shared()) {
+        return refuse(INVALID_VALUE, "more shared memory than a block can have");
     }
     function->shared_limit = value;
     return SUCCESS;
@@ -129,10 +192,9 @@ API Result cuLaunchKernel(Handle handle, unsigned grid_x, unsigned grid_y, unsig
     if (!function || !stream) {
         return INVALID_HANDLE;
     }
-    const uint64_t threads = (uint64_t)block_x * block_y * block_z;
-    if (threads == 0 || threads > 1024 || (uint64_t)grid_x * grid_y * grid_z == 0 || grid_y > 65535 ||
-        grid_z > 65535 || shared_bytes > function->shared_limit) {
-        return INVALID_VALUE;
+    const Shape shape = {{grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes};
+    if (const Result refused = check(*function, shape); refused != SUCCESS) {
+        return refused;
     }
     size_t parameter_bytes = 0;
     std::vector<std::vector<uint64_t>> values;
@@ -147,10 +209,7 @@ API Result cuLaunchKernel(Handle handle, unsigned grid_x, unsigned grid_y, unsig
         return refuse(INVALID_VALUE, "more bytes of parameters than every card takes");
     }
     const uint64_t number = of.launches++;
-    enqueue(stream, [=] {
-        const unsigned grid[3] = {grid_x, grid_y, grid_z}, block[3] = {block_x, block_y, block_z};
-        run_kernel(*function, values, grid, block, number);
-    });
+    enqueue(stream, [=] { run_kernel(*function, values, shape, number); });
     if (setting("CUDA_LAUNCH_BLOCKING", 0) == 0) {
         return SUCCESS;
     }
@@ -230,9 +289,9 @@ API Result cuLaunchHostFunc(Handle handle, HostFunction function, void *argument
 
 // Events.
 
-API Result cuEventCreate(Handle *event, unsigned) {
+API Result cuEventCreate(Handle *event, unsigned flags) {
     READY(of);
-    *event = of.events.add(std::make_shared<Event>());
+    *event = of.events.add(std::make_shared<Event>(Event{(flags & UNTIMED) == 0, nullptr}));
     return SUCCESS;
 }
 
@@ -282,8 +341,8 @@ API Result cuEventElapsedTime(float *ms, Handle start_handle, Handle end_handle)
     if (!start || !end) {
         return INVALID_HANDLE;
     }
-    if (!start->point || !end->point) {
-        return INVALID_HANDLE;
+    if (!start->timed || !end->timed || !start->point || !end->point) {
+        return refuse(INVALID_HANDLE, "the time between two events, of which one has none or was not recorded");
     }
     if (!start->is_reached() || !end->is_reached()) {
         return NOT_READY;

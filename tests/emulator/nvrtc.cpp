@@ -64,16 +64,23 @@ size_t after_brackets(const std::string &text, size_t at) {
     return at;
 }
 
-// Names of the kernels in a source: `extern "C" __global__ void __launch_bounds__(…) name(`.
-std::vector<std::string> kernels(const std::string &text) {
-    std::vector<std::string> found;
-    const std::string mark = "extern \"C\" __global__", bounds = "__launch_bounds__";
+struct Kernel {
+    std::string name;
+    std::string bounds; // what is in the brackets of __launch_bounds__, if it has any
+};
+
+// The kernels in a source: `extern "C" __global__ void __launch_bounds__(…) name(`.
+std::vector<Kernel> kernels(const std::string &text) {
+    std::vector<Kernel> found;
+    const std::string mark = "extern \"C\" __global__", limits = "__launch_bounds__";
     for (size_t at = text.find(mark); at != std::string::npos; at = text.find(mark, at)) {
         at += mark.size();
+        Kernel kernel;
         size_t open = text.find('(', at);
-        const size_t limits = text.find(bounds, at);
-        if (limits < open) {
-            open = text.find('(', after_brackets(text, open));
+        if (text.find(limits, at) < open) {
+            const size_t end = after_brackets(text, open);
+            kernel.bounds = text.substr(open + 1, end - open - 2);
+            open = text.find('(', end);
         }
         size_t end = open;
         while (end > at && isspace((unsigned char)text[end - 1])) {
@@ -83,7 +90,8 @@ std::vector<std::string> kernels(const std::string &text) {
         while (start > at && (isalnum((unsigned char)text[start - 1]) || text[start - 1] == '_')) {
             start--;
         }
-        found.push_back(text.substr(start, end - start));
+        kernel.name = text.substr(start, end - start);
+        found.push_back(kernel);
     }
     return found;
 }
@@ -99,8 +107,12 @@ std::string translation_unit(const Program &program, const std::vector<std::stri
         }
     }
     text += imitation_of_cuda + included(program, program.name, program.text);
-    for (const std::string &kernel : kernels(program.text)) {
-        text += "\nCUDA_ON_CPU_KERNEL(" + kernel + ")\n";
+    for (const Kernel &kernel : kernels(program.text)) {
+        text += "\nCUDA_ON_CPU_KERNEL(" + kernel.name + ")\n";
+        // The first of the bounds is of threads. They may be constants of the source.
+        const std::string bounds = kernel.bounds.empty() ? "1024" : kernel.bounds;
+        text += "extern \"C\" unsigned " + kernel.name + "_threads() {\n    const unsigned bounds[] = {" + bounds +
+                "};\n    return bounds[0];\n}\n";
     }
     return text;
 }

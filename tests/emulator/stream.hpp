@@ -56,6 +56,7 @@ class Point {
 
 // The point that it was last recorded at; null: never. Whoever waits for an earlier one goes on waiting for that.
 struct Event {
+    bool timed;
     std::shared_ptr<Point> point;
 
     bool is_reached() const { return !point || point->is_reached(); }

@@ -57,8 +57,8 @@ fn a_folder_that_holds_a_run_is_never_resumed_by_a_restart() {
 fn an_unknown_key() {
     let job = TinyJob::with(|yaml| yaml.replace("  micro_batch: 2", "  microbatch: 2"));
     insta::assert_snapshot!(refused(&job), @r"
-        error: tiny.yaml:6: unknown key `train.microbatch`
-          hint: did you mean `train.micro_batch`?
+        [ddp-run] error: tiny.yaml:6: unknown key `train.microbatch`
+        [ddp-run]   hint: did you mean `train.micro_batch`?
         ");
     expect_nothing_written(&job);
 }
@@ -66,21 +66,21 @@ fn an_unknown_key() {
 #[test]
 fn an_unknown_key_of_the_launch_section() {
     let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_node: 2, nodes: 5}}\n"));
-    insta::assert_snapshot!(refused(&job), @"error: tiny.yaml:10: `launch.nodes`: unknown key, did you mean `nnodes`?");
+    insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:10: `launch.nodes`: unknown key, did you mean `nnodes`?");
     expect_nothing_written(&job);
 }
 
 #[test]
 fn what_is_not_yaml() {
     let job = TinyJob::with(|yaml| yaml.replace("run: {", "run: {["));
-    insta::assert_snapshot!(refused(&job), @"error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'");
+    insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:1: not valid YAML: mismatched bracket '[' closed by '}'");
     expect_nothing_written(&job);
 }
 
 #[test]
 fn a_wrong_type() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: many"));
-    insta::assert_snapshot!(refused(&job), @"error: tiny.yaml:5: `train.steps` is the string `many`, expected a whole number, 0 or more");
+    insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:5: `train.steps` is the string `many`, expected a whole number, 0 or more");
     expect_nothing_written(&job);
 }
 
@@ -88,8 +88,8 @@ fn a_wrong_type() {
 fn a_missing_data_file() {
     let job = TinyJob::with(|yaml| yaml.replace("text.txt", "absent.txt"));
     insta::assert_snapshot!(refused(&job), @r"
-        error: tiny.yaml:3: `data.train` is `absent.txt`, which cannot be read: No such file or directory (os error 2)
-          hint: a relative path of `data` counts from the folder of the configuration
+        [ddp-run] error: tiny.yaml:3: `data.train` is `absent.txt`, which cannot be read: No such file or directory (os error 2)
+        [ddp-run]   hint: a relative path of `data` counts from the folder of the configuration
         ");
     expect_nothing_written(&job);
 }
@@ -98,8 +98,8 @@ fn a_missing_data_file() {
 fn heads_that_do_not_divide_the_channels() {
     let job = TinyJob::with(|yaml| yaml.replace("n_head: 2", "n_head: 3"));
     insta::assert_snapshot!(refused(&job), @r"
-        error: tiny.yaml:2: `model.n_embd` is 32, expected a multiple of `model.n_head`, which is 3
-          hint: take 30 or 33, or another number of heads
+        [ddp-run] error: tiny.yaml:2: `model.n_embd` is 32, expected a multiple of `model.n_head`, which is 3
+        [ddp-run]   hint: take 30 or 33, or another number of heads
         ");
     expect_nothing_written(&job);
 }
@@ -114,8 +114,8 @@ fn an_override_of_a_key_that_does_not_exist() {
         .run();
     finished.expect_exit(2);
     insta::assert_snapshot!(finished.stderr(), @r"
-        error: `--set train.step=3`: unknown key `train.step`
-          hint: did you mean `train.steps`?
+        [ddp-run] error: `--set train.step=3`: unknown key `train.step`
+        [ddp-run]   hint: did you mean `train.steps`?
         ");
     expect_nothing_written(&job);
 }
@@ -125,8 +125,8 @@ fn an_out_dir_that_cannot_be_written() {
     // Below a file, not below a read-only folder: the tests may run as root.
     let job = TinyJob::with(|yaml| yaml.replace("out_dir: out", "out_dir: text.txt/out"));
     insta::assert_snapshot!(refused(&job), @r"
-        error: tiny.yaml:1: cannot create `text.txt/out`: Not a directory (os error 20)
-          hint: a file stands where a folder is needed; set another `run.out_dir`
+        [ddp-run] error: tiny.yaml:1: cannot create `text.txt/out`: Not a directory (os error 20)
+        [ddp-run]   hint: a file stands where a folder is needed; set another `run.out_dir`
         ");
 }
 
@@ -134,8 +134,8 @@ fn an_out_dir_that_cannot_be_written() {
 fn a_run_to_resume_that_is_not_there() {
     let job = TinyJob::with(|yaml| yaml.replace("seed: 7", "resume: require"));
     insta::assert_snapshot!(refused(&job), @r"
-        error: tiny.yaml:1: `run.resume` is `require`, but `out` holds no checkpoint
-          hint: set `run.resume: auto` to start where there is nothing to resume
+        [ddp-run] error: tiny.yaml:1: `run.resume` is `require`, but `out` holds no checkpoint
+        [ddp-run]   hint: set `run.resume: auto` to start where there is nothing to resume
         ");
     expect_nothing_written(&job);
 }

@@ -17,7 +17,7 @@ fn message(launch: Launch, code: i32) -> String {
 fn unknown_flags() {
     let text = message(launch().words(&["--nproc-per-nide", "2"]).target("true"), 2);
     insta::assert_snapshot!(text, @r"
-        error: unexpected argument '--nproc-per-nide' found
+        [ddp-run] error: unexpected argument '--nproc-per-nide' found
 
           tip: a similar argument exists: '--nproc-per-node'
           tip: to pass '--nproc-per-nide' as a value, use '-- --nproc-per-nide'
@@ -31,17 +31,22 @@ fn unknown_flags() {
 #[test]
 fn values_out_of_range() {
     insta::assert_snapshot!(message(launch().flag("--nproc_per_node", "0").target("true"), 2), @r"
-        error: invalid value '0' for '--nproc-per-node <N|auto|cpu|gpu>': expected a number from 1, `auto`, `cpu` or `gpu`
+        [ddp-run] error: invalid value '0' for '--nproc-per-node <N|auto|cpu|gpu>': expected a number from 1, `auto`, `cpu` or `gpu`
+
+        For more information, try '--help'.
+        ");
+    insta::assert_snapshot!(message(launch().flag("--nproc-per-node", "-1").target("true"), 2), @r"
+        [ddp-run] error: invalid value '-1' for '--nproc-per-node <N|auto|cpu|gpu>': expected a number from 1, `auto`, `cpu` or `gpu`
 
         For more information, try '--help'.
         ");
     insta::assert_snapshot!(message(launch().flag("--rdzv-endpoint", "fd00::1").target("true"), 2), @r"
-        error: invalid value 'fd00::1' for '--rdzv-endpoint <HOST[:PORT]>': expected `host[:port]`, an IPv6 address in brackets, for example `node0:29400` or `[fd00::1]:29400`
+        [ddp-run] error: invalid value 'fd00::1' for '--rdzv-endpoint <HOST[:PORT]>': expected `host[:port]`, an IPv6 address in brackets, for example `node0:29400` or `[fd00::1]:29400`
 
         For more information, try '--help'.
         ");
     insta::assert_snapshot!(message(launch().flag("--rdzv-conf", "colour=red").target("true"), 2), @r"
-        error: invalid value 'colour=red' for '--rdzv-conf <KEY=VALUE[,...]>': unknown key `colour`, known are `is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `last_call_timeout`
+        [ddp-run] error: invalid value 'colour=red' for '--rdzv-conf <KEY=VALUE[,...]>': unknown key `colour`, known are `is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `last_call_timeout`
 
         For more information, try '--help'.
         ");
@@ -50,7 +55,7 @@ fn values_out_of_range() {
 #[test]
 fn no_target() {
     insta::assert_snapshot!(message(launch().nproc(2), 2), @r"
-        error: the following required arguments were not provided:
+        [ddp-run] error: the following required arguments were not provided:
           <TARGET>...
 
         Usage: ddp-run --nproc-per-node <N|auto|cpu|gpu> <TARGET>...
@@ -61,34 +66,63 @@ fn no_target() {
 
 #[test]
 fn bad_variables() {
-    insta::assert_snapshot!(message(launch().env("PET_MAX_RESTARTS", "many").target("true"), 2), @"error: environment variable `PET_MAX_RESTARTS` is `many`: expected a whole number from 0");
+    insta::assert_snapshot!(message(launch().env("PET_MAX_RESTARTS", "many").target("true"), 2), @"[ddp-run] error: environment variable `PET_MAX_RESTARTS` is `many`: expected a whole number from 0");
+}
+
+#[test]
+fn ranks_that_are_not_there_are_named_and_old_flags_are_taken() {
+    launch()
+        .words(&["--use_env", "-t", "7:3", "--local-ranks-filter", "5"])
+        .flag("--log-dir", temp_dir().path().to_str().expect("unicode"))
+        .target("true")
+        .run()
+        .expect_exit(0)
+        .expect_stderr("[ddp-run] `--use-env` changes nothing here, and is ignored")
+        .expect_stderr("[ddp-run] `--tee` names local rank 7, but this node has 1 worker, counted from 0")
+        .expect_stderr("[ddp-run] `--local-ranks-filter` names local rank 5");
+}
+
+#[test]
+fn a_temporary_directory_that_cannot_be_written_is_named() {
+    let text = message(
+        launch()
+            .env("TMPDIR", "/proc/1")
+            .words(&["-r", "3"])
+            .target("true"),
+        2,
+    );
+    assert!(
+        text.starts_with("[ddp-run] error: cannot make a folder for log files in `/proc/1`: ")
+            && text.contains("hint: name one with `--log-dir`"),
+        "{text}"
+    );
 }
 
 #[test]
 fn several_nodes_without_an_endpoint() {
     insta::assert_snapshot!(message(launch().flag("--nnodes", "2").target("true"), 2), @r"
-        error: 2 nodes need a place to meet, but there is no `--rdzv-endpoint`
-          hint: give the address of one node on all of them: `--rdzv-endpoint node0:29400`
+        [ddp-run] error: 2 nodes need a place to meet, but there is no `--rdzv-endpoint`
+        [ddp-run]   hint: give the address of one node on all of them: `--rdzv-endpoint node0:29400`
         ");
 }
 
 #[test]
 fn a_missing_target_file() {
     insta::assert_snapshot!(message(launch().target("absent.yaml"), 2), @r"
-        error: cannot read target `absent.yaml`: No such file or directory (os error 2)
-          hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
+        [ddp-run] error: cannot read target `absent.yaml`: No such file or directory (os error 2)
+        [ddp-run]   hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
         ");
     insta::assert_snapshot!(message(launch().target("absent.py"), 2), @r"
-        error: cannot read target `absent.py`: No such file or directory (os error 2)
-          hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
+        [ddp-run] error: cannot read target `absent.py`: No such file or directory (os error 2)
+        [ddp-run]   hint: give the path of a `.yaml` configuration, of a `.py` script, or a program
         ");
 }
 
 #[test]
 fn overrides_without_a_configuration() {
     insta::assert_snapshot!(message(launch().set("train.steps=3").target("true"), 2), @r"
-        error: `--set train.steps=3` needs a YAML target, but the target is `true`
-          hint: give arguments of a program after its name: `ddp-run true ARGS`
+        [ddp-run] error: `--set train.steps=3` needs a YAML target, but the target is `true`
+        [ddp-run]   hint: give arguments of a program after its name: `ddp-run true ARGS`
         ");
 }
 
@@ -100,8 +134,8 @@ fn a_port_in_use_by_a_stranger() {
     std::thread::spawn(move || stranger.incoming().for_each(drop));
     let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
     insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
-        error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it does not answer gRPC health checks
-          hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it does not answer gRPC health checks
+        [ddp-run]   hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
         ");
 }
 
@@ -112,8 +146,8 @@ fn a_port_in_use_by_a_silent_stranger() {
     let address = stranger.local_addr().expect("bound");
     let text = message(launch().node_of(2, &address.to_string(), "j").target("true"), 69);
     insta::assert_snapshot!(text.replace(&address.port().to_string(), "PORT"), @r"
-        error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it gave no answer within 5 s
-          hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
+        [ddp-run] error: port PORT of rendezvous endpoint `127.0.0.1:PORT` is in use by something that is not a ddp-run rendezvous: it gave no answer within 5 s
+        [ddp-run]   hint: choose another port with `--rdzv-endpoint 127.0.0.1:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :PORT'`)
         ");
 }
 

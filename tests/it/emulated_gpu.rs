@@ -339,6 +339,31 @@ fn checkpoints_go_from_gpus_to_the_processor() {
     expect_same_losses("two steps on GPUs, two on the processor", &found, expected());
 }
 
+/// What the emulator refuses is what the other tests here rely on: each refusal is met once.
+#[test]
+fn the_emulator_refuses_what_a_card_refuses() {
+    let emulator = Emulator::built();
+    let refusals = emulator.folder().join("refusals");
+    emulator
+        .program(refusals.to_str().expect("UTF-8"))
+        .run()
+        .expect_exit(0)
+        .expect_stdout(", 0 answers are wrong");
+}
+
+/// Backward of heads of 256 channels takes more than the 99 KiB of the cards between the large ones.
+#[test]
+fn too_little_shared_memory_is_said_of_the_card() {
+    let job = job();
+    let launch = gpus(Emulator::built(), &job, 1)
+        .env("EMULATOR_SHARED_KIB", "99")
+        .set("model.n_head=1")
+        .set("model.n_embd=256");
+    refused(launch)
+        .expect_stderr("a block takes 135808 bytes of shared memory, of 101376")
+        .expect_stderr("hint: choose narrower heads (a larger `model.n_head`)");
+}
+
 #[track_caller]
 fn refused(launch: Launch) -> Finished {
     launch.flag("--max-restarts", "0").target("tiny.yaml").run()

@@ -85,8 +85,8 @@ fn the_console_shows_the_ranks_that_were_asked_for_under_their_prefix() {
         .flag("--duplicate-stdout-filters", "of 2,nothing")
         .shell(TALK)
         .run();
-    finished.expect_exit(0).expect_stderr("[trainer1]: err of 1");
-    assert_eq!(finished.stdout(), ["[trainer1]: out of 1"]);
+    finished.expect_exit(0).expect_stderr("[trainer1]:err of 1");
+    assert_eq!(finished.stdout(), ["[trainer1]:out of 1"]);
     let filtered = fs::read_to_string(dir.path().join("attempt_0/filtered_stdout.log")).expect("written");
     assert_eq!(filtered, "out of 2\n", "files know no filter of ranks");
 }

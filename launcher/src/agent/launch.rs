@@ -50,6 +50,9 @@ pub enum LaunchError {
         "cannot make a thread: {0}\n  hint: raise `ulimit -u`, and the pids limit of the control group if there is one"
     )]
     Thread(#[source] io::Error),
+    /// It may open no more files.
+    #[error("cannot set up the launcher: {0}\n  hint: check `ulimit -n`")]
+    Files(#[source] io::Error),
     /// The system refused something essential.
     #[error("cannot set up the launcher: {0}")]
     System(#[source] io::Error),
@@ -60,6 +63,7 @@ impl From<io::Error> for LaunchError {
         // Of all that is set up, only a thread is refused for now.
         match error.raw_os_error() {
             Some(libc::EAGAIN) => Self::Thread(error),
+            Some(libc::EMFILE) => Self::Files(error),
             _ => Self::System(error),
         }
     }
@@ -70,7 +74,7 @@ impl From<LaunchError> for Conclusion {
         let exit_code = match error {
             LaunchError::Program(error) => return Self::CannotStart(error),
             LaunchError::Log(_) => exit::USAGE,
-            LaunchError::Thread(_) | LaunchError::System(_) => exit::INTERNAL,
+            LaunchError::Thread(_) | LaunchError::Files(_) | LaunchError::System(_) => exit::INTERNAL,
         };
         Self::Broken {
             exit_code,

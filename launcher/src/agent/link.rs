@@ -1,8 +1,9 @@
 //! The agent's stream to the daemon, as a task: opened again when it breaks, while the workers keep running.
 
+use std::sync::Mutex;
 use std::time::Duration;
 
-use ddp_proto::client::{AgentIdentity, AgentStream, Client, ClientError};
+use ddp_proto::client::{AgentIdentity, AgentStream, Attempts, Client, ClientError};
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
@@ -22,15 +23,15 @@ const SILENCE: Duration = Duration::from_secs(3);
 /// What the link tells the agent.
 #[derive(Debug)]
 pub(super) enum LinkEvent {
-    /// Nobody has answered so far; it is tried for so long in all.
-    Unanswered(Duration),
+    /// Nobody has answered so far; it is tried for so long in all. Why the last attempt failed, if one has.
+    Unanswered(Duration, Option<String>),
     /// The daemon answers; also a client for the key-value calls.
     Connected(Client),
     /// The daemon said something.
     Message(DaemonMessage),
     /// The stream broke, and is being opened again.
     Broken(ClientError),
-    /// The stream is open again.
+    /// The daemon speaks again.
     Restored,
     /// The daemon cannot be reached any more. Nothing follows.
     Gone(ClientError),
@@ -71,6 +72,8 @@ impl Link {
                 queue,
                 events,
                 memory: Memory::default(),
+                is_known: false,
+                is_lost: false,
             };
             if let Err(error) = side.run().await {
                 side.tell(LinkEvent::Gone(error)).await;
@@ -182,6 +185,10 @@ struct Side {
     queue: mpsc::Receiver<Command>,
     events: mpsc::Sender<LinkEvent>,
     memory: Memory,
+    /// The daemon has spoken to us: who answers at its address is no stranger.
+    is_known: bool,
+    /// The agent was told that the stream is broken.
+    is_lost: bool,
 }
 
 /// Why the task stops using a stream.
@@ -196,31 +203,40 @@ impl Side {
     async fn run(&mut self) -> Result<(), ClientError> {
         let client = self.connect().await?;
         self.tell(LinkEvent::Connected(client.clone())).await;
-        let mut again = false;
+        let patience = self.config.connect_timeout;
+        let mut attempts = client.attempts(patience);
         loop {
-            let deadline = Instant::now() + self.config.connect_timeout;
-            let stream = client
-                .agent_stream(self.config.identity.clone(), deadline)
-                .await?;
-            if again {
-                self.tell(LinkEvent::Restored).await;
-            }
-            match self.serve(stream).await {
+            let identity = self.config.identity.clone();
+            let stream = client.agent_stream(identity, &mut attempts).await?;
+            let error = match self.serve(stream, &attempts).await {
                 Stop::Done => return Ok(()),
-                Stop::Broken(error) => self.tell(LinkEvent::Broken(error)).await,
+                Stop::Broken(error) => error,
+            };
+            if self.is_known && !self.is_lost {
+                // It has worked until now.
+                attempts = client.attempts(patience);
+            } else if !self.is_known && matches!(error, ClientError::Stranger { .. }) {
+                return Err(error);
             }
-            again = true;
+            if !self.is_lost {
+                self.is_lost = true;
+                self.tell(LinkEvent::Broken(error.clone())).await;
+            }
+            attempts.broke(&error).await?;
         }
     }
 
     async fn connect(&self) -> Result<Client, ClientError> {
         let patience = self.config.connect_timeout;
-        let connecting = Client::connect(&self.config.endpoint, Instant::now() + patience);
+        let cause = Mutex::new(None);
+        let note = |words: &str| *cause.lock().expect("nothing panics with it") = Some(words.to_owned());
+        let connecting = Client::connect_telling(&self.config.endpoint, Instant::now() + patience, note);
         tokio::pin!(connecting);
         if let Ok(outcome) = tokio::time::timeout(SILENCE.min(patience / 2), &mut connecting).await {
             return outcome;
         }
-        self.tell(LinkEvent::Unanswered(patience)).await;
+        let cause = cause.lock().expect("nothing panics with it").clone();
+        self.tell(LinkEvent::Unanswered(patience, cause)).await;
         connecting.await
     }
 
@@ -235,12 +251,14 @@ impl Side {
         Stop::Done
     }
 
-    /// Uses a stream until it breaks or the agent leaves.
-    async fn serve(&mut self, mut stream: AgentStream) -> Stop {
+    /// Uses a stream until it breaks or the agent leaves. What is opened is the daemon's only when it says something,
+    /// which it does at once; the `attempts` end when it did not.
+    async fn serve(&mut self, mut stream: AgentStream, attempts: &Attempts) -> Stop {
         if let Err(error) = self.replay(&stream) {
             return Stop::Broken(error);
         }
         loop {
+            let is_silent = self.is_lost || !self.is_known;
             // Cancel safe: `recv` and `next` lose nothing that they have not returned.
             let command = tokio::select! {
                 command = self.queue.recv() => command,
@@ -251,6 +269,12 @@ impl Side {
                         Err(error) => return Stop::Broken(error),
                     }
                     continue;
+                }
+                () = tokio::time::sleep_until(attempts.deadline()), if is_silent => {
+                    return Stop::Broken(ClientError::Broken {
+                        endpoint: self.config.endpoint.clone(),
+                        cause: "the daemon said nothing on the stream".into(),
+                    });
                 }
             };
             match command {
@@ -287,6 +311,10 @@ impl Side {
 
     async fn take(&mut self, message: DaemonMessage) {
         self.memory.hear(&message);
+        self.is_known = true;
+        if std::mem::take(&mut self.is_lost) {
+            self.tell(LinkEvent::Restored).await;
+        }
         self.tell(LinkEvent::Message(message)).await;
     }
 

@@ -9,6 +9,19 @@ impl Machine {
     pub(super) fn meanwhile(&self) -> &'static str {
         words(&self.phase, self.generation())
     }
+
+    /// The workers of this node have come to an end, and the daemon has to say what follows.
+    pub(super) fn waits_for_daemon(&self) -> bool {
+        matches!(
+            self.phase,
+            Phase::Succeeded
+                | Phase::Undecided
+                | Phase::Stopping {
+                    then: Then::AskDaemon,
+                    ..
+                }
+        )
+    }
 }
 
 fn words(phase: &Phase, generation: Generation) -> &'static str {
@@ -16,7 +29,7 @@ fn words(phase: &Phase, generation: Generation) -> &'static str {
         Phase::Joining if generation == Generation(0) => "no worker was started yet",
         Phase::Joining => "no worker runs, the next generation waits for the daemon",
         Phase::Running => "the workers keep running",
-        Phase::Succeeded => "the workers of this node have succeeded",
+        Phase::Succeeded => "the workers of this node have succeeded, and the daemon decides what follows",
         Phase::Undecided
         | Phase::Stopping {
             then: Then::AskDaemon,

@@ -29,7 +29,10 @@ fn a_worker_that_is_started_too_late_is_stopped_like_the_others() {
 
 #[test]
 fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
-    let error = SpawnError::NotFound { program: "x".into() };
+    let error = SpawnError::NotFound {
+        program: "x".into(),
+        hint: "look".into(),
+    };
     let mut play = Play::begin(false);
     play.assign(1, 2).spawn_ended(Some(error.clone()));
     assert!(play.does(&Effect::Sweep));
@@ -77,7 +80,10 @@ fn a_program_that_could_not_be_started_for_the_last_generation_does_not_end_the_
     let mut play = while_the_last_start_hangs();
     let late = Event::SpawnEnded {
         generation: Generation(1),
-        failure: Some(SpawnError::NotFound { program: "x".into() }),
+        failure: Some(SpawnError::NotFound {
+            program: "x".into(),
+            hint: "look".into(),
+        }),
     };
     assert_eq!(play.on(late).last, []);
     assert!(play.machine.is_running());

@@ -354,6 +354,12 @@ impl Crew {
         Some((LocalRank(local_rank as u32), self.workers[local_rank].pid?, beat))
     }
 
+    /// No worker has sent a heartbeat, though they have run for longer than `bound`.
+    pub(super) fn is_unwatched(&self, bound: Duration) -> bool {
+        let began = !self.workers.is_empty() && self.began.elapsed() > bound;
+        began && self.workers.iter().all(|worker| worker.beat.is_none())
+    }
+
     /// Passes a signal of the user's on to the workers themselves, which go on.
     pub(super) fn pass_on(&self, signal: i32) {
         let Ok(number) = Signal::try_from(signal) else {
@@ -427,7 +433,7 @@ impl Crew {
                 rank: worker.rank,
                 ending: end.ending,
                 sent: worker.sent,
-                after: end.at.saturating_duration_since(zero),
+                after: end.at.checked_duration_since(zero),
                 message: worker.said.clone(),
                 consequence: worker.consequence,
             })

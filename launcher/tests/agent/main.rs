@@ -8,6 +8,7 @@
 //! | `leftovers` | grandchildren, orphans, a launcher that is killed |
 //! | `surroundings` | environment, console, log files |
 //! | `listening` | who is given time to end by himself, and how much |
+//! | `strangers` | who answers at the endpoint and is no daemon, or is one no more |
 //! | `talk` | the control socket, the daemon's stream |
 //! | `key_value` | the store, as workers ask for it |
 
@@ -19,6 +20,7 @@ mod last_word;
 mod leftovers;
 mod listening;
 mod stopping;
+mod strangers;
 mod surroundings;
 mod talk;
 

@@ -15,6 +15,8 @@ use crate::resolver::Resolver;
 pub const BACKOFF_BASE: Duration = Duration::from_millis(20);
 /// Longest pause between two attempts.
 pub const BACKOFF_CAP: Duration = Duration::from_secs(2);
+/// Time before the deadline that the pauses leave to a last attempt; of a short time a quarter.
+const LAST_ATTEMPT: Duration = Duration::from_millis(250);
 /// Longest single attempt to open a connection.
 pub const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(5);
 /// Pings on an idle connection, so that a daemon that vanished without a word is noticed.
@@ -22,22 +24,35 @@ const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(5);
 /// How long a ping may stay unanswered.
 const KEEP_ALIVE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// Counts attempts and paces them.
-pub(super) struct Attempts<'a> {
-    endpoint: &'a str,
+/// Counts attempts to reach a daemon, and paces them.
+#[derive(Debug)]
+pub struct Attempts {
+    endpoint: String,
     begun: Instant,
     deadline: Instant,
     count: u32,
 }
 
-impl<'a> Attempts<'a> {
-    pub(super) fn new(endpoint: &'a str, deadline: Instant) -> Self {
+impl Attempts {
+    pub(super) fn new(endpoint: &str, deadline: Instant) -> Self {
         Self {
-            endpoint,
+            endpoint: endpoint.to_owned(),
             begun: Instant::now(),
             deadline,
             count: 0,
         }
+    }
+
+    /// When they end.
+    #[must_use]
+    pub const fn deadline(&self) -> Instant {
+        self.deadline
+    }
+
+    /// Pauses before the next stream, after one that broke before the daemon said anything on it, or gives up if there
+    /// is no time for one.
+    pub async fn broke(&mut self, error: &ClientError) -> Result<(), ClientError> {
+        self.failed(Setback::of_stream(error)).await
     }
 
     /// Deadline of the attempt that begins now.
@@ -47,21 +62,33 @@ impl<'a> Attempts<'a> {
 
     /// Pauses before the next attempt, or gives up if there is no time for one.
     pub(super) async fn failed(&mut self, setback: Setback) -> Result<(), ClientError> {
-        let pause = backoff(self.count, rand::random_range(0.5..1.0));
-        self.count += 1;
         let now = Instant::now();
-        if now + pause >= self.deadline {
+        let all = self.deadline.saturating_duration_since(self.begun);
+        let left = self.deadline.saturating_duration_since(now);
+        let pause = pause_within(
+            left,
+            LAST_ATTEMPT.min(all / 4),
+            backoff(self.count, rand::random_range(0.5..1.0)),
+        );
+        self.count += 1;
+        let Some(pause) = pause else {
             return Err(ClientError::Unreachable {
-                endpoint: self.endpoint.to_owned(),
+                endpoint: self.endpoint.clone(),
                 waited: now - self.begun,
                 attempts: self.count,
                 cause: setback.cause,
                 hint: setback.hint,
             });
-        }
+        };
         tokio::time::sleep(pause).await;
         Ok(())
     }
+}
+
+/// The pause, cut to what is `left` before the deadline and its `last` attempt; none if that has been made.
+fn pause_within(left: Duration, last: Duration, pause: Duration) -> Option<Duration> {
+    let longest = left.checked_sub(last)?;
+    (!longest.is_zero()).then(|| pause.min(longest))
 }
 
 /// Pause after the attempt with number `attempt` (from 0); `jitter` in 0.5..1 spreads the nodes of a job.
@@ -147,6 +174,18 @@ mod tests {
             words.contains("cannot look up the host name `node0`: not known\n  hint: is the name right"),
             "{words}"
         );
+    }
+
+    #[test]
+    fn the_last_pause_is_cut_and_not_dropped() {
+        let (second, last) = (Duration::from_secs(1), LAST_ATTEMPT);
+        assert_eq!(pause_within(3 * second, last, second), Some(second));
+        assert_eq!(
+            pause_within(second, last, 2 * second),
+            Some(Duration::from_millis(750))
+        );
+        assert_eq!(pause_within(last, last, second), None);
+        assert_eq!(pause_within(Duration::ZERO, Duration::ZERO, second), None);
     }
 
     #[test]

@@ -38,6 +38,16 @@ pub enum ClientError {
         /// What to do about it.
         hint: &'static str,
     },
+    /// Somebody else answers at the endpoint.
+    #[error(
+        "something that is no rendezvous answers at `{endpoint}`: {cause}\n  hint: is that the address of `ddp-rendezvous serve`, or of the node that hosts it? A proxy on the way must pass gRPC on"
+    )]
+    Stranger {
+        /// Address that was tried.
+        endpoint: String,
+        /// Its answer.
+        cause: String,
+    },
     /// The connection broke while it was in use; opening a new stream may help.
     #[error("connection to the rendezvous daemon at `{endpoint}` broke: {cause}")]
     Broken {
@@ -110,9 +120,11 @@ impl ClientError {
     pub const fn exit_code(&self) -> u8 {
         match self {
             Self::BadEndpoint { .. } => exit::USAGE,
-            Self::Unreachable { .. } | Self::Broken { .. } | Self::Stalled { .. } | Self::TimedOut { .. } => {
-                exit::DAEMON_UNREACHABLE
-            }
+            Self::Unreachable { .. }
+            | Self::Stranger { .. }
+            | Self::Broken { .. }
+            | Self::Stalled { .. }
+            | Self::TimedOut { .. } => exit::DAEMON_UNREACHABLE,
             Self::Refused {
                 unauthenticated: true,
                 ..
@@ -144,10 +156,13 @@ pub(super) fn is_transport(status: &Status) -> bool {
         || (status.source().is_some() && status.code() != Code::DeadlineExceeded)
 }
 
+/// What a status means that ended a stream or came instead of one. A server that is none of ours, or a proxy, knows no
+/// such service: its answer 404 means the same.
 pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
-    ClientError::Broken {
-        endpoint: endpoint.to_owned(),
-        cause: root_cause(status),
+    let (endpoint, cause) = (endpoint.to_owned(), root_cause(status));
+    match status.code() {
+        Code::Unimplemented => ClientError::Stranger { endpoint, cause },
+        _ => ClientError::Broken { endpoint, cause },
     }
 }
 
@@ -169,6 +184,17 @@ impl Setback {
     pub(super) fn silence(words: &str) -> Self {
         Self {
             cause: words.to_owned(),
+            hint: IS_IT_THERE,
+        }
+    }
+
+    /// A stream was opened, and broke before the daemon said anything on it.
+    pub(super) fn of_stream(error: &ClientError) -> Self {
+        Self {
+            cause: match error {
+                ClientError::Broken { cause, .. } | ClientError::Stranger { cause, .. } => cause.clone(),
+                other => other.to_string(),
+            },
             hint: IS_IT_THERE,
         }
     }

@@ -336,7 +336,7 @@ fn a_job_that_nobody_named_takes_no_spares_but_takes_back_its_own() {
     s.join("a", 2, 2).join("b", 2, 2).join("c", 2, 2);
     insta::assert_snapshot!(s.words("c"), @r"
     refused Disagree: job `none` runs with all of its 2 nodes already (`a`, `b`): node `c` belongs to another job, or is one too many
-      hint: give every job a `--rdzv-id` of its own; a job that has one keeps further nodes as spares
+      hint: give every job a `--rdzv-id` of its own; one of several nodes keeps further nodes as spares then
     closed
     ");
     assert_eq!(s.assignment("a").1.nodes.len(), 2, "the job goes on");
@@ -348,6 +348,20 @@ fn a_job_that_nobody_named_takes_no_spares_but_takes_back_its_own() {
     s.job = JOB;
     s.join("d", 1, 2).join("e", 1, 2).join("f", 1, 2);
     assert!(s.words("f").contains("this node is a spare"));
+}
+
+#[test]
+fn a_job_of_one_node_takes_no_spare_but_a_new_process_in_its_place() {
+    let mut s = Scene::new();
+    s.join("a", 1, 1).join("b", 1, 1);
+    insta::assert_snapshot!(s.words("b"), @r"
+    refused Disagree: job `job1` runs with its only node already (`a`): node `b` belongs to another job, or is one too many
+      hint: give every job a `--rdzv-id` of its own; one of several nodes keeps further nodes as spares then
+    closed
+    ");
+    assert_eq!(s.assignment("a").1.nodes.len(), 1, "the job goes on");
+    s.break_stream("a").join("c", 1, 1);
+    assert!(s.words("c").starts_with("waiting: "), "{}", s.words("c"));
 }
 
 #[test]

@@ -42,9 +42,9 @@ impl Daemon {
             job_id: JOB.into(),
             incarnation: NodeId(node.into()),
         };
-        self.client()
-            .await
-            .agent_stream(identity, Instant::now() + PATIENCE)
+        let client = self.client().await;
+        client
+            .agent_stream(identity, &mut client.attempts(PATIENCE))
             .await
             .unwrap()
     }

@@ -9,8 +9,10 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use ddp_worker::ops::cuda::Call;
 use libloading::{Library, Symbol};
 
-/// Runs a grid: addresses of the arguments, blocks, threads, the order; null or an error's words.
-type Launch = unsafe extern "C" fn(*mut *mut c_void, *const c_uint, *const c_uint, c_uint) -> *const c_char;
+/// Runs a grid: addresses of the arguments, blocks, threads, bytes of dynamic shared memory, the order; null or an
+/// error's words.
+type Launch =
+    unsafe extern "C" fn(*mut *mut c_void, *const c_uint, *const c_uint, c_uint, c_uint) -> *const c_char;
 
 /// Most parameters of a kernel.
 const MAX_PARAMETERS: usize = 32;
@@ -111,8 +113,7 @@ impl Kernel {
             .collect()
     }
 
-    /// Runs a grid. `values` has what each argument points to, the lowest byte first. Of dynamic shared memory a kernel has an array of
-    /// its own, where `__CUDA_ARCH__` is not defined.
+    /// Runs a grid. `values` has what each argument points to, the lowest byte first.
     pub(crate) fn launch(&self, values: &mut [Vec<u64>], call: &Call, schedule: u32) -> Result<(), String> {
         let mut pointers: Vec<*mut c_void> = values.iter_mut().map(|v| v.as_mut_ptr().cast()).collect();
         let _running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
@@ -125,6 +126,7 @@ impl Kernel {
                 pointers.as_mut_ptr(),
                 call.grid.blocks.as_ptr(),
                 call.grid.threads.as_ptr(),
+                call.grid.shared_bytes as c_uint,
                 schedule,
             );
             if error.is_null() {

@@ -1,7 +1,8 @@
 // CUDA C on the CPU, for one kernel at small sizes: a thread of a block is a fiber, a barrier is a switch to the next
 // one. What a GPU would let pass is an error here: a barrier that not all threads reach, a warp operation without all
 // lanes, accesses that are not aligned (by the compiler's checks), reads of shared memory that nobody wrote (it is
-// filled with NaN before each block). The order of the threads is a parameter: results must not depend on it.
+// filled with NaN before each block), accesses behind the shared memory that the launch gives. The order of the threads
+// is a parameter: results must not depend on it.
 
 #include <csetjmp>
 #include <cmath>
@@ -10,6 +11,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sys/mman.h>
+#include <sys/syscall.h>
 #include <type_traits>
 #include <ucontext.h>
 #include <unistd.h>
@@ -47,6 +50,9 @@ static inline float2 make_float2(float x, float y) { return {x, y}; }
 
 static dim3 threadIdx, blockIdx, blockDim, gridDim;
 
+// Shared memory whose size the launch says.
+static unsigned char *dynamic_shared;
+
 // Bounds of what is declared __shared__; absent where nothing is.
 extern "C" {
 extern char __start_block_shared[] __attribute__((weak, visibility("hidden")));
@@ -54,6 +60,26 @@ extern char __stop_block_shared[] __attribute__((weak, visibility("hidden")));
 }
 
 namespace cuda_on_cpu {
+
+constexpr size_t PAGE = 4096, SHARED_ALIGNMENT = 128;
+// As much as any card has; behind it is a page that nobody may touch.
+constexpr size_t DYNAMIC_BYTES = 57 * PAGE;
+// Within this library, whose kernels count addresses from a place in it.
+alignas(PAGE) static unsigned char dynamic_pages[DYNAMIC_BYTES + PAGE];
+static size_t dynamic_bytes;
+
+// Declared __shared__ by all kernels of this library together.
+static unsigned declared_shared() {
+    return __start_block_shared ? (unsigned)(__stop_block_shared - __start_block_shared) : 0;
+}
+
+// Gives a launch so many bytes, as close to the forbidden page as their alignment lets them; false if there are fewer.
+static bool give_shared(size_t bytes) {
+    static const int fenced = mprotect(dynamic_pages + DYNAMIC_BYTES, PAGE, PROT_NONE);
+    dynamic_bytes = (bytes + SHARED_ALIGNMENT - 1) / SHARED_ALIGNMENT * SHARED_ALIGNMENT;
+    dynamic_shared = dynamic_pages + DYNAMIC_BYTES - (dynamic_bytes <= DYNAMIC_BYTES ? dynamic_bytes : 0);
+    return fenced == 0 && dynamic_bytes <= DYNAMIC_BYTES;
+}
 
 constexpr unsigned LANES = 32;
 constexpr unsigned MAX_THREADS = 1024;
@@ -172,8 +198,9 @@ static bool release_warp(unsigned first) {
 static bool run_block(unsigned start, unsigned step) {
     const unsigned count = thread_count();
     if (__start_block_shared) {
-        memset(__start_block_shared, 0xff, __stop_block_shared - __start_block_shared);
+        memset(__start_block_shared, 0xff, declared_shared());
     }
+    memset(dynamic_shared, 0xff, dynamic_bytes);
     // Pages that no fiber touches are never there.
     static char *const stacks = static_cast<char *>(malloc(MAX_THREADS * STACK_BYTES));
     for (unsigned thread = 0; thread < count; thread++) {
@@ -219,9 +246,44 @@ static bool run_block(unsigned start, unsigned step) {
     }
 }
 
+// Where a launch goes on after a fault of its kernel, and the thread that the kernel runs on; 0: none does.
 static sigjmp_buf fault;
+static volatile pid_t runner;
+static struct sigaction before_us[NSIG];
 
-static void on_fault(int signal) { siglongjmp(fault, signal); }
+static pid_t this_thread() { return (pid_t)syscall(SYS_gettid); }
+
+// A signal that somebody sent, or of another thread, is none of a kernel's: it goes to whoever asked for it before, of
+// which there may be as many as there are libraries with kernels.
+static void on_fault(int signal, siginfo_t *info, void *context) {
+    const bool sent = info->si_code <= 0;
+    if (!sent && this_thread() == runner) {
+        siglongjmp(fault, signal);
+    }
+    const struct sigaction &before = before_us[signal];
+    if (before.sa_flags & SA_SIGINFO) {
+        before.sa_sigaction(signal, info, context);
+    } else if (before.sa_handler != SIG_DFL && before.sa_handler != SIG_IGN) {
+        before.sa_handler(signal);
+    } else {
+        // As if this had not been here: the access is made again, and ends the process.
+        sigaction(signal, &before, nullptr);
+        if (sent) {
+            raise(signal);
+        }
+    }
+}
+
+// Once and for good: libraries that came and went in another order than they began would leave each other's handlers.
+static bool catch_faults() {
+    struct sigaction action = {};
+    action.sa_sigaction = on_fault;
+    action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
+    for (const int signal : {SIGSEGV, SIGBUS, SIGILL, SIGFPE}) {
+        sigaction(signal, &action, &before_us[signal]);
+    }
+    return true;
+}
 
 template <class... P, size_t... I>
 static void apply(void (*kernel)(P...), void **values, std::index_sequence<I...>) {
@@ -241,10 +303,21 @@ template <class... P> static unsigned parameters(void (*)(P...), unsigned *sizes
 
 static unsigned gcd(unsigned a, unsigned b) { return b == 0 ? a : gcd(b, a % b); }
 
+static void run_blocks(const unsigned *grid, unsigned schedule, unsigned start, unsigned step) {
+    const uint64_t blocks = (uint64_t)grid[0] * grid[1] * grid[2];
+    for (uint64_t i = 0; i < blocks; i++) {
+        const uint64_t at = schedule == 1 ? blocks - 1 - i : i;
+        blockIdx = {(unsigned)(at % grid[0]), (unsigned)(at / grid[0] % grid[1]), (unsigned)(at / grid[0] / grid[1])};
+        if (!run_block(start, step)) {
+            break;
+        }
+    }
+}
+
 // Runs a grid. `schedule` chooses the order of blocks and threads: 0 ascending, 1 descending, others scattered.
 // Returns null, or what went wrong.
 static const char *launch(void (*trampoline)(void **), void **values, const unsigned *grid, const unsigned *block,
-                          unsigned schedule) {
+                          unsigned shared_bytes, unsigned schedule) {
     message[0] = 0;
     entry = trampoline;
     arguments = values;
@@ -255,6 +328,10 @@ static const char *launch(void (*trampoline)(void **), void **values, const unsi
         snprintf(message, sizeof message, "%u threads in a block", count);
         return message;
     }
+    if (!give_shared(shared_bytes)) {
+        snprintf(message, sizeof message, "%u bytes of shared memory for a block", shared_bytes);
+        return message;
+    }
     unsigned step = schedule < 2 ? count - schedule : 7 * schedule + 1;
     while (gcd(step, count) != 1) {
         step++;
@@ -263,37 +340,24 @@ static const char *launch(void (*trampoline)(void **), void **values, const unsi
     if (schedule == 0) {
         step = 1;
     }
-    const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGFPE};
-    struct sigaction previous[4], action = {};
+    static const bool caught = catch_faults();
+    (void)caught;
     static char stack[64 << 10];
     stack_t alternate = {}, before = {};
     alternate.ss_sp = stack;
     alternate.ss_size = sizeof stack;
     sigaltstack(&alternate, &before);
-    action.sa_handler = on_fault;
-    action.sa_flags = SA_ONSTACK | SA_NODEFER;
-    for (int i = 0; i < 4; i++) {
-        sigaction(signals[i], &action, &previous[i]);
-    }
     const int signal = sigsetjmp(fault, 1);
     if (signal == 0) {
-        const uint64_t blocks = (uint64_t)grid[0] * grid[1] * grid[2];
-        for (uint64_t i = 0; i < blocks; i++) {
-            const uint64_t at = schedule == 1 ? blocks - 1 - i : i;
-            blockIdx = {(unsigned)(at % grid[0]), (unsigned)(at / grid[0] % grid[1]),
-                        (unsigned)(at / grid[0] / grid[1])};
-            if (!run_block(start, step)) {
-                break;
-            }
-        }
-    } else {
-        snprintf(message, sizeof message,
-                 "signal %d in block (%u, %u, %u), thread (%u, %u, %u): an access outside the buffers, not aligned, or "
-                 "outside an array",
-                 signal, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
+        runner = this_thread();
+        run_blocks(grid, schedule, start, step);
     }
-    for (int i = 0; i < 4; i++) {
-        sigaction(signals[i], &previous[i], nullptr);
+    runner = 0;
+    if (signal != 0) {
+        snprintf(message, sizeof message,
+                 "signal %d in block (%u, %u, %u), thread (%u, %u, %u): an access outside the buffers or the shared "
+                 "memory, not aligned, or outside an array",
+                 signal, blockIdx.x, blockIdx.y, blockIdx.z, threadIdx.x, threadIdx.y, threadIdx.z);
     }
     sigaltstack(&before, nullptr);
     return message[0] ? message : nullptr;
@@ -301,13 +365,14 @@ static const char *launch(void (*trampoline)(void **), void **values, const unsi
 
 } // namespace cuda_on_cpu
 
-// Makes a kernel callable from outside: `name_parameters`, `name_launch`.
+// Makes a kernel callable from outside: `name_parameters`, `name_shared`, `name_launch`.
 #define CUDA_ON_CPU_KERNEL(name)                                                                                       \
     static void name##_trampoline(void **values) { cuda_on_cpu::call(&name, values); }                                 \
     extern "C" unsigned name##_parameters(unsigned *sizes) { return cuda_on_cpu::parameters(&name, sizes); }           \
+    extern "C" unsigned name##_shared() { return cuda_on_cpu::declared_shared(); }                                     \
     extern "C" const char *name##_launch(void **values, const unsigned *grid, const unsigned *block,                   \
-                                         unsigned schedule) {                                                          \
-        return cuda_on_cpu::launch(name##_trampoline, values, grid, block, schedule);                                  \
+                                         unsigned shared_bytes, unsigned schedule) {                                   \
+        return cuda_on_cpu::launch(name##_trampoline, values, grid, block, shared_bytes, schedule);                    \
     }
 
 static inline void __syncthreads() { cuda_on_cpu::to_scheduler(cuda_on_cpu::State::at_barrier); }

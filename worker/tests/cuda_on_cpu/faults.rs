@@ -41,11 +41,17 @@ extern "C" __global__ void far_past_the_end(float *x) { x[0] = x[threadIdx.x + 6
 extern "C" __global__ void not_aligned(float *x) {
     *reinterpret_cast<uint4 *>(x + threadIdx.x) = make_uint4(0, 0, 0, 0);
 }
+extern "C" __global__ void past_the_shared_memory(float *x) {
+    float *all = reinterpret_cast<float *>(dynamic_shared);
+    all[threadIdx.x] = x[threadIdx.x];
+    __syncthreads();
+    x[threadIdx.x] = all[threadIdx.x + 1];
+}
 extern "C" __global__ void only_reads(const float *x) { const_cast<float *>(x)[threadIdx.x] = 2.0f; }
 "#,
 );
 
-/// What is said of a kernel that is given 64 numbers and 64 threads; none if nothing is.
+/// What is said of a kernel that is given 64 numbers, as many in shared memory, and 64 threads; none if nothing is.
 fn complaint(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Option<String> {
     let device = Imitation::new(3);
     let spec = ArenaSpec {
@@ -62,7 +68,7 @@ fn complaint(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Option<St
         source: &SOURCE,
         kernel,
         defines: Vec::new(),
-        grid: Grid::linear(1, 64),
+        grid: Grid::linear(1, 64).with_shared(64 * size_of::<f32>()),
         args: vec![arg(buffer)],
     };
     let plan = Plan {
@@ -105,6 +111,11 @@ fn accesses_outside_and_unaligned_are_caught() {
     assert_complaint("past_the_end", Arg::Write, "signal");
     assert_complaint("far_past_the_end", Arg::Write, "signal");
     assert_complaint("not_aligned", Arg::Write, "signal");
+    assert_complaint(
+        "past_the_shared_memory",
+        Arg::Write,
+        "outside the buffers or the shared memory",
+    );
 }
 
 #[test]

@@ -22,7 +22,6 @@ const I32: Kind = Kind::Fixed(DType::I32);
 
 /// How much a device can be asked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(dead_code, reason = "on the CPU only small sizes are run")]
 pub(crate) enum Size {
     /// Whatever takes another path, as small as it goes.
     Small,

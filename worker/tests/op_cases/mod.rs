@@ -2,6 +2,7 @@
 //!
 //! The reference starts from the same numbers, rounded to the device's storage, so that what differs is the arithmetic
 //! and the rounding of results.
+#![allow(dead_code, reason = "each test binary uses its part")]
 
 mod catalogue;
 mod matrix;
@@ -139,23 +140,34 @@ impl Case {
         tensors: &[Tensor],
     ) -> Result<Vec<Vec<f64>>, DeviceError> {
         let stream = device.stream();
-        let buffers = tensors.iter().map(|tensor| {
-            let (dtype, len) = (types.of(tensor.kind), tensor.values.len());
-            let arena = device.alloc(&ArenaSpec {
-                name: self.name.clone(),
-                dtype,
-                len: tensor.lead + len,
-                sharing: Sharing::Private,
-            })?;
-            let buffer = arena.slice(tensor.lead..tensor.lead + len);
-            device.upload(stream, &buffer, &bytes(dtype, &tensor.values));
-            Ok(buffer)
-        });
-        let buffers = buffers.collect::<Result<Vec<_>, DeviceError>>()?;
+        let buffers = self.buffers(device, types)?;
+        for (tensor, buffer) in tensors.iter().zip(&buffers) {
+            device.upload(stream, buffer, &bytes(buffer.dtype(), &tensor.values));
+        }
         device.enqueue(stream, (self.op)(&buffers));
         device.synchronize(stream)?;
         let download = |buffer| Ok(values(Buffer::dtype(buffer), &device.download(stream, buffer)?));
         buffers.iter().map(download).collect()
+    }
+
+    /// Memory for its tensors.
+    fn buffers(&self, device: &dyn Device, types: Types) -> Result<Vec<Buffer>, DeviceError> {
+        let buffers = self.tensors.iter().map(|tensor| {
+            let len = tensor.values.len();
+            let arena = device.alloc(&ArenaSpec {
+                name: self.name.clone(),
+                dtype: types.of(tensor.kind),
+                len: tensor.lead + len,
+                sharing: Sharing::Private,
+            })?;
+            Ok(arena.slice(tensor.lead..tensor.lead + len))
+        });
+        buffers.collect()
+    }
+
+    /// The operation alone, in memory without values.
+    pub(crate) fn operation(&self, device: &dyn Device, types: Types) -> Result<Op, DeviceError> {
+        Ok((self.op)(&self.buffers(device, types)?))
     }
 
     /// Runs it on the device and on the CPU; an error says what differs.

@@ -21,6 +21,14 @@ impl Driver<'_> {
         else {
             return;
         };
+        if !self.told_unwatched && self.crew.is_unwatched(bound) {
+            self.told_unwatched = true;
+            self.console.say(&format!(
+                "`--hang-timeout` watches nothing: no worker of this node has sent a heartbeat in {} s\n  \
+                 hint: programs send them over the control socket, as in `examples/pytorch/train.py`",
+                bound.as_secs_f64()
+            ));
+        }
         let now = Instant::now();
         if self.crew.silent(bound).is_some() {
             self.asking = true;

@@ -23,6 +23,10 @@ pub(super) struct Touch {
     last_waiting: String,
     /// The stream is broken.
     pub(super) is_broken: bool,
+    /// When the daemon is given up, if it is broken.
+    gives_up: Instant,
+    /// What was said last to go on at this node while it is broken.
+    meanwhile: &'static str,
     pulse: Pulse,
     /// The last one, until the daemon can be reached after it.
     standstill: Option<Standstill>,
@@ -33,6 +37,8 @@ impl Touch {
         Self {
             last_waiting: String::new(),
             is_broken: false,
+            gives_up: Instant::now(),
+            meanwhile: "",
             pulse: Pulse::start(since_boot()),
             standstill: None,
         }
@@ -48,17 +54,25 @@ impl Driver<'_> {
                 self.note_failures(message.body.as_ref());
                 events.push_back(Event::Daemon(message));
             }
-            LinkEvent::Unanswered(patience) => {
+            LinkEvent::Unanswered(patience, cause) => {
+                let cause = cause.map_or_else(String::new, |cause| format!(" ({cause})"));
                 self.console.say(&format!(
-                    "nobody answers at the rendezvous `{}` yet; it is tried for {} s",
+                    "nobody answers at the rendezvous `{}` yet{cause}; it is tried for {} s",
                     self.plan.endpoint,
                     patience.as_secs_f64()
                 ));
             }
             LinkEvent::Broken(error) => {
-                let meanwhile = self.machine.meanwhile();
-                self.console.say(&format!("{error}; {meanwhile}"));
+                let patience = self.plan.connect_timeout;
                 self.touch.is_broken = true;
+                self.touch.gives_up = Instant::now() + patience;
+                self.touch.meanwhile = self.machine.meanwhile();
+                self.console.say(&format!(
+                    "{error}; {}; the daemon is tried for {} s, exit code {} then",
+                    self.touch.meanwhile,
+                    patience.as_secs_f64(),
+                    exit::DAEMON_UNREACHABLE
+                ));
                 self.look_for_daemon();
             }
             LinkEvent::Restored => {
@@ -79,6 +93,20 @@ impl Driver<'_> {
             }),
             LinkEvent::Left => events.push_back(Event::Left),
         }
+    }
+
+    /// Says that this node's part has come to an end while the daemon is out of reach, which alone decides what follows.
+    pub(super) fn tell_meanwhile(&mut self) {
+        let meanwhile = self.machine.meanwhile();
+        if !self.touch.is_broken || !self.machine.waits_for_daemon() || self.touch.meanwhile == meanwhile {
+            return;
+        }
+        self.touch.meanwhile = meanwhile;
+        let left = self.touch.gives_up.saturating_duration_since(Instant::now());
+        self.console.say(&format!(
+            "{meanwhile}; it is still out of reach, and tried for {:.0} s more",
+            left.as_secs_f64()
+        ));
     }
 
     /// What a message of the daemon means for the driver, besides the decisions.

@@ -87,6 +87,8 @@ pub(super) struct Driver<'a> {
     deferred: BTreeSet<i32>,
     /// Workers were asked what they do, and may answer still.
     asking: bool,
+    /// It was said that no worker sends heartbeats, though hung ones are looked for.
+    told_unwatched: bool,
     alarm: Option<Instant>,
     touch: Touch,
     /// Of the last assignment.
@@ -145,6 +147,7 @@ impl<'a> Driver<'a> {
             preparing: false,
             deferred: BTreeSet::new(),
             asking: false,
+            told_unwatched: false,
             alarm: None,
             touch: Touch::begin(),
             run_token: String::new(),
@@ -182,6 +185,7 @@ impl<'a> Driver<'a> {
                     self.carry_out(effect, &mut events);
                 }
             }
+            self.tell_meanwhile();
             if let Some(conclusion) = self.finished.take() {
                 let report = self.report(&conclusion);
                 self.publish(&conclusion, report.as_deref()).await;
@@ -303,7 +307,7 @@ impl<'a> Driver<'a> {
         }
         if orphans.contains(&self.guardian.pid()) {
             self.console
-                .say("the guardian process was killed: workers will outlive a launcher that is killed too");
+                .say("the guardian process was killed: should this launcher be killed too, its workers die, but what they have started lives on");
         }
     }
 

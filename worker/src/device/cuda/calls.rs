@@ -175,6 +175,8 @@ calls! {
         module_unload(module: CUmodule) = "cuModuleUnload";
         /// A kernel by its name.
         module_function(function: *mut CUfunction, module: CUmodule, name: *const c_char) = "cuModuleGetFunction";
+        /// One property of a kernel.
+        function_get(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction) = "cuFuncGetAttribute";
         /// Sets one property of a kernel.
         function_set(function: CUfunction, attribute: CUfunction_attribute, value: c_int) = "cuFuncSetAttribute";
         /// Blocks of it, of so many threads and bytes of shared memory, that a multiprocessor runs at once.

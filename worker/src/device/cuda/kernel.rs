@@ -15,7 +15,7 @@ use super::driver::{driver_error, driver_error_with};
 use super::{Arch, Context, CubinCache, Nvrtc};
 use crate::device::DeviceError;
 
-/// Dynamic shared memory that every kernel may ask for without saying so beforehand.
+/// Shared memory that a block may have without asking for more: what its kernel declares, and what the launch says.
 const SHARED_WITHOUT_ASKING: usize = 48 << 10;
 
 /// A file of CUDA C, embedded in the program. Its kernels are `extern "C" __global__`; it includes only what is
@@ -287,10 +287,15 @@ impl Modules {
             unsafe { calls::module_function(function, module.raw, symbol.as_ptr()) }
         });
         let raw = found.map_err(|error| driver_error(format!("`{unit}` has no kernel `{name}`"), error))?;
+        let declared = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: the function was just given by the driver; one integer is written.
+        let declared = written(0, |bytes| unsafe { calls::function_get(bytes, declared, raw) })
+            .map_err(|error| driver_error(format!("shared memory of kernel `{name}`"), error))?;
+        let shared_limit = SHARED_WITHOUT_ASKING.saturating_sub(declared.max(0) as usize);
         let kernel = Kernel(Arc::new(Function {
             raw,
             name,
-            shared_limit: AtomicUsize::new(SHARED_WITHOUT_ASKING),
+            shared_limit: AtomicUsize::new(shared_limit),
             _module: module,
         }));
         loaded.functions.insert(key, kernel.clone());

@@ -236,6 +236,7 @@ impl<'a> Launch<'a> {
         if grid.blocks.contains(&0) {
             return Ok(());
         }
+        self.expect_shared(kernel, grid)?;
         kernel.allow_shared(grid.shared_bytes)?;
         let mut pointers = [std::ptr::null_mut::<c_void>(); MAX_ARGS];
         for (pointer, value) in pointers.iter_mut().zip(&args.values[..args.count]) {
@@ -271,6 +272,26 @@ impl<'a> Launch<'a> {
                 self.stream.name()
             );
             self.device.context().refused(error, driver_error(doing, error))
+        })
+    }
+
+    /// An error in words if no block of this card has as much shared memory. Only attention takes much.
+    fn expect_shared(&self, kernel: &Kernel, grid: Grid) -> Result<(), DeviceError> {
+        let (wanted, most) = (grid.shared_bytes, self.shared_per_block());
+        if wanted <= most {
+            return Ok(());
+        }
+        let context = self.device.context();
+        Err(DeviceError::Driver {
+            doing: format!(
+                "operation `{}`: kernel `{}` is not for GPU {} ({})",
+                self.op,
+                kernel.name(),
+                context.ordinal(),
+                context.name()
+            ),
+            cause: format!("a block takes {wanted} bytes of shared memory, of {most}"),
+            hint: "choose narrower heads (a larger `model.n_head`), or another card".to_owned(),
         })
     }
 

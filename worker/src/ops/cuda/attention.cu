@@ -20,13 +20,11 @@ constexpr u32 ROWS_OF_TILE = TILE * STRIDE;
 // Of a score that does not count.
 constexpr f32 LEAST = -3.402823466e38f;
 
-// Shared memory of a block: as the launch gives it, or an array where there is no such thing.
-constexpr u32 FORWARD_WORDS = 2 * ROWS_OF_TILE + TILE * SQUARE_STRIDE;
-constexpr u32 BACKWARD_WORDS = 4 * ROWS_OF_TILE + TILE * SQUARE_STRIDE;
+// Shared memory of a block, as large as the launch says: two tiles and a square forward, four tiles and a square backward.
 #ifdef __CUDA_ARCH__
-#define SHARED_WORDS(name, words) extern __shared__ f32 name[]
+#define SHARED_WORDS(name) extern __shared__ f32 name[]
 #else
-#define SHARED_WORDS(name, words) __shared__ f32 name[words]
+#define SHARED_WORDS(name) f32 *const name = reinterpret_cast<f32 *>(dynamic_shared)
 #endif
 
 typedef f32 Square[4][4];
@@ -157,7 +155,7 @@ struct Place {
 // qkv [B, T, 3C], out [B, T, C], lse [B, H, T]
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, f32 scale) {
-    SHARED_WORDS(shared, FORWARD_WORDS);
+    SHARED_WORDS(shared);
     f32 *const queries = shared, *const others = queries + ROWS_OF_TILE, *const square = others + ROWS_OF_TILE;
     const Place place(positions, heads);
     const u32 first = place.tile * TILE;
@@ -223,7 +221,7 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, ACT *dqkv, f32 *along, u32 positions,
              u32 heads, f32 scale) {
-    SHARED_WORDS(shared, BACKWARD_WORDS);
+    SHARED_WORDS(shared);
     f32 *const queries = shared, *const douts = queries + ROWS_OF_TILE, *const keys = douts + ROWS_OF_TILE;
     f32 *const values = keys + ROWS_OF_TILE, *const square = values + ROWS_OF_TILE;
     const Place place(positions, heads);
@@ -278,7 +276,7 @@ attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, AC
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_dkv(const ACT *qkv, const f32 *lse, const ACT *dout, ACT *dqkv, const f32 *along, u32 positions, u32 heads,
               f32 scale) {
-    SHARED_WORDS(shared, BACKWARD_WORDS);
+    SHARED_WORDS(shared);
     f32 *const keys = shared, *const values = keys + ROWS_OF_TILE, *const queries = values + ROWS_OF_TILE;
     f32 *const douts = queries + ROWS_OF_TILE, *const square = douts + ROWS_OF_TILE;
     const Place place(positions, heads);

@@ -157,9 +157,12 @@ template <u32 THREADS, int N, class T> __device__ __forceinline__ void row_sums(
         }
     }
     __syncthreads();
+    // Numbers of f64 that are all read before they are added outgrow the registers of 1,024 threads.
+    constexpr int AT_ONCE = sizeof(T) > 4 ? 8 : WARP;
     #pragma unroll
     for (int i = 0; i < N; i++) {
         x[i] = warps[i];
+        #pragma unroll AT_ONCE
         for (u32 warp = 1; warp < THREADS / WARP; warp++) {
             x[i] += warps[warp * N + i];
         }

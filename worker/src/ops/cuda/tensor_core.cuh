@@ -66,7 +66,7 @@ __device__ __forceinline__ void multiply_add(f32 (&sum)[4], const u32 (&left)[4]
 
 #else
 
-#define SHARED_BYTES(name) alignas(128) __shared__ unsigned char name[163840]
+#define SHARED_BYTES(name) unsigned char *const name = dynamic_shared
 
 // Addresses count from here.
 static unsigned char shared_origin;
@@ -88,8 +88,8 @@ inline void store_word(u32 to, u32 word) { *(u32 *)shared_at(to) = word; }
 inline void store_chunk(void *to, uint4 x) { *(uint4 *)to = x; }
 inline uint4 load_chunk(u32 from) { return *(const uint4 *)shared_at(from); }
 
-// What the lanes of a warp show each other: written, met, read, met again.
-__shared__ u32 shown[1024][6];
+// What the lanes of a warp show each other: written, met, read, met again. On a GPU it is in registers.
+static u32 shown[1024][6];
 
 inline u32 (*shown_by_warp())[6] { return shown + threadIdx.x / 32 * 32; }
 

@@ -1,8 +1,29 @@
-//! Kernels are compiled by the real NVRTC, for every architecture, on machines without a GPU.
+//! Kernels are compiled by the real NVRTC, for every architecture, on machines without a GPU, and what comes of them is
+//! held against the limits of cards.
 //!
 //! Where there is no NVRTC the tests say so and pass, unless `DDP_REQUIRE_NVRTC=1` says that it must be there.
+//!
+//! | module | what it is |
+//! |---|---|
+//! | `compiled` | the compiler, and what it made |
+//! | `cubin` | registers, memory and parameters of a compiled kernel |
+//! | `card` | what a card refuses of a launch |
+//! | `paper` | a [`ddp_worker::device::Device`] that plans operations and has no memory |
+//! | `training` | all that a step of training launches, for several models |
+//! | `launches` | every launch on every card; `--nocapture` shows a table |
+//! | `op_cases` | operations, shared with the tests that run them |
 
-use ddp_worker::device::cuda::{Arch, CompileError, CubinCache, Define, Nvrtc, Source, Unit};
+mod card;
+mod compiled;
+mod cubin;
+mod launches;
+#[path = "../op_cases/mod.rs"]
+mod op_cases;
+mod paper;
+mod training;
+
+use compiled::{compiled, nvrtc};
+use ddp_worker::device::cuda::{Arch, CompileError, CubinCache, Define, Source, Unit};
 
 static GOOD: Source = Source::with_headers(
     "good.cu",
@@ -18,26 +39,6 @@ static BAD: Source = Source::new(
     "extern \"C\" __global__ void broken(float *x) {\n    x[0] = undefined;\n}\n",
 );
 
-/// The compiler, or none after a loud word.
-fn nvrtc() -> Option<Nvrtc> {
-    match Nvrtc::open() {
-        Ok(nvrtc) => {
-            eprintln!(
-                "NVRTC {} in {}",
-                nvrtc.version(),
-                nvrtc.library().path().display()
-            );
-            Some(nvrtc)
-        }
-        Err(error) => {
-            let required = std::env::var("DDP_REQUIRE_NVRTC").is_ok_and(|value| value == "1");
-            assert!(!required, "{error}");
-            eprintln!("SKIPPED: kernels were not compiled: {error}");
-            None
-        }
-    }
-}
-
 fn good(factor: i64) -> Unit {
     Unit::new(
         &GOOD,
@@ -49,10 +50,13 @@ fn good(factor: i64) -> Unit {
 fn every_kernel_compiles_for_every_architecture() {
     let Some(nvrtc) = nvrtc() else { return };
     let mut failures = Vec::new();
-    for unit in ddp_worker::ops::cuda::units() {
-        for arch in [Arch::SM_80, Arch::SM_90A, Arch::SM_100] {
-            failures.extend(nvrtc.compile(&unit, arch).err().map(|error| error.to_string()));
-        }
+    for arch in [Arch::SM_80, Arch::SM_90A, Arch::SM_100] {
+        let outcomes = compiled(&nvrtc, &ddp_worker::ops::cuda::units(), arch);
+        failures.extend(
+            outcomes
+                .into_iter()
+                .filter_map(|outcome| Some(outcome.err()?.to_string())),
+        );
     }
     assert!(failures.is_empty(), "{}", failures.join("\n"));
 }

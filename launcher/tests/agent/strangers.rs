@@ -1,0 +1,108 @@
+//! Who answers at the endpoint and is no daemon, or is one no more.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::time::Duration;
+
+use crate::daemon::{Daemon, Policy};
+use crate::harness::{Meeting, launch, launch_at};
+
+/// Types of HTTP/2 frames.
+const HEADERS: u8 = 1;
+const SETTINGS: u8 = 4;
+/// What a connection begins with.
+const PREFACE: usize = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".len();
+/// `:status: 404` and `:status: 500` in the static table of HPACK.
+const NOT_FOUND: u8 = 0x80 + 13;
+const SERVER_ERROR: u8 = 0x80 + 14;
+
+/// Answers every request over HTTP/2 with this status and nothing else, until the test ends.
+fn web_server(status: u8) -> SocketAddr {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::spawn(move || {
+        for connection in listener.incoming() {
+            // The client ends it when it likes.
+            std::thread::spawn(move || answer_all(&mut connection.unwrap(), status));
+        }
+    });
+    address
+}
+
+fn answer_all(connection: &mut TcpStream, status: u8) -> std::io::Result<()> {
+    connection.read_exact(&mut [0; PREFACE])?;
+    connection.write_all(&[0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])?;
+    loop {
+        let mut head = [0; 9];
+        connection.read_exact(&mut head)?;
+        let [a, b, c, kind, flags, stream @ ..] = head;
+        let length = u32::from_be_bytes([0, a, b, c]);
+        std::io::copy(&mut connection.take(length.into()), &mut std::io::sink())?;
+        match (kind, flags) {
+            (SETTINGS, 0) => connection.write_all(&[0, 0, 0, SETTINGS, 1, 0, 0, 0, 0])?,
+            (HEADERS, _) => {
+                // The end of the headers, and of the stream.
+                connection.write_all(&[0, 0, 1, HEADERS, 0x4 | 0x1])?;
+                connection.write_all(&stream)?;
+                connection.write_all(&[status])?;
+            }
+            _ => {}
+        }
+    }
+}
+
+#[test]
+fn a_web_server_is_named_as_no_rendezvous() {
+    let end = launch_at(web_server(NOT_FOUND).to_string()).start().wait();
+    assert_eq!(end.code, 69, "{}", end.stderr);
+    assert!(
+        end.stderr.contains("something that is no rendezvous answers at") && end.stderr.contains("404"),
+        "{}",
+        end.stderr
+    );
+    assert!(!end.stderr.contains("is back"), "{}", end.stderr);
+}
+
+#[test]
+fn answers_that_are_no_daemons_count_against_the_time_out() {
+    let patience = Duration::from_secs(1);
+    let end = launch_at(web_server(SERVER_ERROR).to_string())
+        .connect_timeout(patience)
+        .start()
+        .wait();
+    assert_eq!(end.code, 69, "{}", end.stderr);
+    assert_eq!(end.stderr.matches("broke: ").count(), 1, "{}", end.stderr);
+    assert!(
+        end.stderr.contains("cannot be reached after") && end.stderr.contains("500"),
+        "{}",
+        end.stderr
+    );
+    assert!(!end.stderr.contains("is back"), "{}", end.stderr);
+}
+
+#[test]
+fn a_daemon_that_is_gone_is_tried_for_a_time_that_is_told() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let mut launcher = launch(&daemon)
+        .connect_timeout(Duration::from_secs(5))
+        .env("FIFO", &meeting.fifo)
+        .sh(r#"echo ready; cat "$FIFO"; exit 3"#)
+        .start();
+    launcher.stdout.expect("[0] ready");
+    drop(daemon);
+    let broke = launcher.stderr.expect("broke: ");
+    assert!(
+        broke.contains("the workers keep running; the daemon is tried for 5 s, exit code 69 then"),
+        "{broke}"
+    );
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    let failed = launcher.stderr.expect("a worker of this node has failed");
+    assert!(
+        failed.contains("it is still out of reach, and tried for"),
+        "{failed}"
+    );
+    let end = launcher.wait();
+    assert_eq!(end.code, 69, "{}", end.stderr);
+    assert!(end.stderr.contains("exited with code 3"), "{}", end.stderr);
+}

@@ -1,0 +1,227 @@
+//! What a step of training asks of a GPU, for models of every width that kernels know: all that it launches, at its
+//! sizes.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use ddp_worker::config::{Model as ModelConfig, ModelKind};
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, DType, Device, Sharing};
+use ddp_worker::model::{
+    Activation, ActivationPool, Context, LocalGrads, Model, ParamId, Params, StepKey, backward, build,
+    forward, saved_for,
+};
+use ddp_worker::ops::{
+    AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Op, Scale, SquaredNorm,
+};
+
+use crate::op_cases::Types;
+use crate::paper::Paper;
+
+/// A model, and the samples of a micro-batch.
+pub(crate) struct Job {
+    pub(crate) name: &'static str,
+    batch: usize,
+    positions: usize,
+    layers: usize,
+    heads: usize,
+    channels: usize,
+    vocab: usize,
+}
+
+const fn job(name: &'static str, [batch, positions]: [usize; 2], model: [usize; 4]) -> Job {
+    let [layers, heads, channels, vocab] = model;
+    Job {
+        name,
+        batch,
+        positions,
+        layers,
+        heads,
+        channels,
+        vocab,
+    }
+}
+
+/// Heads of 64 channels, then of 128, 32, 80 and 144. All blocks of a model are alike: of the large ones there are few.
+pub(crate) const JOBS: [Job; 8] = [
+    job("GPT-2 124M", [32, 1024], [12, 12, 768, 50_304]),
+    job("GPT-2 350M", [16, 1024], [24, 16, 1024, 50_257]),
+    job("GPT-2 1.5B", [8, 1024], [2, 25, 1600, 50_257]),
+    job("GPT-3 13B", [4, 2048], [2, 40, 5120, 50_304]),
+    job("GPT-3 175B", [2, 2048], [2, 96, 12_288, 50_304]),
+    job("a model of bytes", [64, 256], [4, 8, 256, 256]),
+    job("GPT-3 2.7B", [4, 2048], [2, 32, 2560, 50_304]),
+    job("heads of 144", [4, 512], [2, 8, 1152, 32_000]),
+];
+
+/// Heads as wide as the plain kernels take. Their backward is not for cards with 99 KiB of shared memory a block.
+pub(crate) const WIDEST: Job = job("heads of 256", [4, 512], [2, 4, 1024, 32_000]);
+
+/// Parameters without values.
+struct Blank {
+    arena: Arena,
+    ranges: Vec<Range<usize>>,
+}
+
+impl Params for Blank {
+    fn get(&self, id: ParamId) -> Buffer {
+        self.arena.slice(self.ranges[id.0].clone())
+    }
+}
+
+impl Job {
+    fn model(&self) -> Model {
+        let config = ModelConfig {
+            kind: ModelKind::Gpt2,
+            n_layer: self.layers,
+            n_head: self.heads,
+            n_embd: self.channels,
+            block_size: self.positions,
+            vocab_size: None,
+        };
+        build(&config, self.vocab).unwrap()
+    }
+
+    /// Puts a step on the device.
+    pub(crate) fn step(&self, device: &Arc<Paper>, types: Types) {
+        device.begin(&format!("a step of {}", self.name));
+        let model = self.model();
+        self.passes(device, &model, types);
+        update(device, &model, types);
+        let rows = self.batch * self.positions;
+        for accumulate in [false, true] {
+            device.ask(&Op::from(LossSum {
+                losses: buffer(device, DType::F32, rows),
+                total: buffer(device, DType::F64, 1),
+                accumulate,
+            }));
+        }
+    }
+
+    /// Forward, and backward twice: the second adds.
+    fn passes(&self, device: &Arc<Paper>, model: &Model, types: Types) {
+        let shared: Arc<dyn Device> = device.clone();
+        let rows = self.batch * self.positions;
+        let ids = || buffer(device, DType::I32, rows);
+        let (targets, dloss) = (ids(), buffer(device, DType::F32, rows));
+        let pool = ActivationPool::new(shared);
+        let ctx = Context {
+            device: device.as_ref(),
+            stream: device.stream(),
+            pool: &pool,
+            targets: &targets,
+            dloss: Some(&dloss),
+            dtype: types.act,
+            key: StepKey::default(),
+        };
+        let ranges = ranges(model);
+        let arena = buffer(device, types.act, length(model)).arena().clone();
+        let params = Blank { arena, ranges };
+        let mut grads = LocalGrads::new(device.as_ref(), model, types.grad).unwrap();
+        grads.start_step();
+        let tokens = Activation::borrowed(ids(), vec![self.batch, self.positions]);
+        for _ in 0..2 {
+            let mut saved = saved_for(model);
+            forward(model, &ctx, &params, &tokens, &mut saved).unwrap();
+            backward(model, &ctx, &params, &mut saved, &mut grads).unwrap();
+        }
+    }
+}
+
+fn length(model: &Model) -> usize {
+    ranges(model).last().map_or(0, |range| range.end)
+}
+
+fn ranges(model: &Model) -> Vec<Range<usize>> {
+    let ends = model.params.iter().scan(0, |end, spec| {
+        *end += spec.len();
+        Some(*end - spec.len()..*end)
+    });
+    ends.collect()
+}
+
+fn buffer(device: &Arc<Paper>, dtype: DType, len: usize) -> Buffer {
+    let spec = ArenaSpec {
+        name: "on paper".to_owned(),
+        dtype,
+        len,
+        sharing: Sharing::Private,
+    };
+    device.alloc(&spec).unwrap().whole()
+}
+
+/// All of a model at once: no rank has more. What sharded strategies add to that are sums of rows, fills and casts.
+fn update(device: &Arc<Paper>, model: &Model, types: Types) {
+    let n = length(model);
+    let all = |dtype| buffer(device, dtype, n);
+    let chunks = n.div_ceil(CHUNK);
+    let sums = || buffer(device, DType::F64, chunks);
+    let number = || buffer(device, DType::F32, 1);
+    let clip = ClipScale {
+        partials: sums(),
+        order: Some(buffer(device, DType::I32, chunks)),
+        witnesses: Some(buffer(device, DType::F64, 8)),
+        max_norm: Some(1.0),
+        norm: number(),
+        scale: number(),
+    };
+    let shard = |accumulate| ColumnSum {
+        x: all(types.act),
+        out: all(types.grad),
+        accumulate,
+    };
+    let ops: [Op; 8] = [
+        SquaredNorm {
+            x: all(types.grad),
+            partials: sums(),
+        }
+        .into(),
+        clip.into(),
+        adamw(device, model, types).into(),
+        shard(false).into(),
+        shard(true).into(),
+        Fill {
+            out: all(types.grad),
+            value: 0.0,
+        }
+        .into(),
+        Cast {
+            x: all(DType::F32),
+            out: all(types.act),
+        }
+        .into(),
+        Scale {
+            x: all(types.grad),
+            factor: 0.5,
+        }
+        .into(),
+    ];
+    for op in &ops {
+        device.ask(op);
+    }
+}
+
+fn adamw(device: &Arc<Paper>, model: &Model, types: Types) -> AdamW {
+    let all = |dtype| buffer(device, dtype, length(model));
+    let spared = model
+        .params
+        .iter()
+        .zip(ranges(model))
+        .filter(|(spec, _)| !spec.decay);
+    AdamW {
+        param: all(DType::F32),
+        grad: all(types.grad),
+        m: all(DType::F32),
+        v: all(DType::F32),
+        scale: buffer(device, DType::F32, 1),
+        copy: (types.act == DType::Bf16).then(|| all(DType::Bf16)),
+        weight_decay: 0.1,
+        spared: spared.map(|(_, range)| range).collect(),
+        hyper: AdamWStep {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.95,
+            eps: 1e-8,
+            step: 1,
+        },
+    }
+}
