@@ -37,9 +37,14 @@ impl Verdict {
     /// was an earlier or a later operation's.
     pub(super) fn of(&self, sequence: Option<u64>) -> Failure {
         match (self.culprit, sequence) {
-            (Some(culprit), Some(sequence)) if culprit < sequence => {
-                Failure::Poisoned(format!("#{culprit}: {}", self.failure))
-            }
+            (Some(culprit), Some(sequence)) if culprit < sequence => match &self.failure {
+                // This rank's own, whichever operation is asked; it is told on as it is, because its size counts.
+                Failure::Device(DeviceError::OutOfMemory { .. }) => Failure::GivenUp {
+                    because_of: format!("an earlier operation, #{culprit}"),
+                    failure: Box::new(self.failure.clone()),
+                },
+                failure => Failure::Poisoned(format!("#{culprit}: {failure}")),
+            },
             (Some(culprit), Some(sequence)) if culprit > sequence => Failure::GivenUp {
                 because_of: format!("a later operation, #{culprit}"),
                 failure: Box::new(self.failure.clone()),
@@ -179,6 +184,28 @@ mod tests {
         assert_eq!(others.of(Some(29)).to_string(), elsewhere);
         // Passed on, it stays as it is.
         assert_eq!(others.on_others("parameters"), others);
+    }
+
+    #[test]
+    fn a_lack_of_memory_is_one_for_the_operations_behind_it_too() {
+        let verdict = Verdict {
+            failure: Failure::Device(DeviceError::OutOfMemory {
+                what: "scratch".into(),
+                bytes: 1,
+                cause: "full".into(),
+                hint: "less".into(),
+                never_fits: true,
+            }),
+            culprit: Some(1),
+        };
+        for sequence in 0..3 {
+            let failure = verdict.of(Some(sequence));
+            let device = failure.device();
+            assert!(
+                matches!(device, Some(DeviceError::OutOfMemory { never_fits: true, .. })),
+                "{failure}"
+            );
+        }
     }
 
     #[test]
