@@ -97,7 +97,11 @@ fn a_native_worker_that_was_asked_has_all_of_the_grace() {
     let end = launcher.wait();
     assert!(asked.elapsed() >= GRACE * 2 / 3, "{:?}", asked.elapsed());
     assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
-    assert!(end.stderr.contains("the workers have saved"), "{}", end.stderr);
+    assert!(
+        end.stderr.contains("resume with `--set run.resume=auto`"),
+        "{}",
+        end.stderr
+    );
     assert_eq!(end.code, 143);
 }
 

@@ -14,9 +14,13 @@ pub(crate) struct Launch {
 
 /// A launch without flags and without a target.
 pub(crate) fn launch() -> Launch {
-    let program = Program::new(env!("CARGO_BIN_EXE_ddp-run"));
+    launch_from(env!("CARGO_BIN_EXE_ddp-run"))
+}
+
+/// The same with a copy of the program.
+pub(crate) fn launch_from(program: impl Into<PathBuf>) -> Launch {
     Launch {
-        program,
+        program: Program::new(program),
         flags: Vec::new(),
         target: Vec::new(),
     }

@@ -19,7 +19,7 @@ mod training;
 
 pub(crate) use deadline::{PATIENCE, eventually};
 pub(crate) use emulator::Emulator;
-pub(crate) use launch::{Launch, launch};
+pub(crate) use launch::{Launch, launch, launch_from};
 pub(crate) use processes::{
     children, descendants, environment_of, groups_made_by, hangup_is_ignored, processes, worker,
 };

@@ -6,10 +6,11 @@ use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
 use std::path::PathBuf;
 use std::process::{Command, ExitStatus, Stdio};
+use std::sync::Once;
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::{Duration, Instant};
 
-use nix::sys::signal::{Signal, kill};
+use nix::sys::signal::{SigHandler, Signal, kill, signal};
 use nix::unistd::Pid;
 
 use super::{PATIENCE, Screen};
@@ -20,8 +21,22 @@ pub(crate) struct Program {
     name: String,
 }
 
+/// A shell starts what is in the background with Ctrl-C ignored, which everything below inherits: there the tests
+/// would wait for ends that nobody hears of.
+#[expect(unsafe_code, reason = "the disposition of a signal")]
+fn hear_interrupts() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        for interrupt in [Signal::SIGINT, Signal::SIGQUIT] {
+            // SAFETY: the default disposition runs no code of ours.
+            unsafe { signal(interrupt, SigHandler::SigDfl) }.expect("a signal that can be handled");
+        }
+    });
+}
+
 impl Program {
     pub(crate) fn new(path: impl Into<PathBuf>) -> Self {
+        hear_interrupts();
         let path = path.into();
         let name = path
             .file_name()
