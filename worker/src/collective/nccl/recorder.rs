@@ -37,11 +37,15 @@ impl Points {
     /// Looks at the stream. None while it has not passed the operation.
     pub(super) fn look(&self, now: Instant) -> Option<Result<(), DeviceError>> {
         let done = self.done.poll();
-        if self.started_at.get().is_none() && (done.is_some() || self.started.poll().is_some()) {
-            self.started_at.get_or_init(|| now);
-        }
         if done.is_some() {
+            self.started_at.get_or_init(|| now);
             self.done_at.get_or_init(|| now);
+        } else if self.started_at.get().is_none() {
+            match self.started.poll()? {
+                Ok(()) => self.started_at.get_or_init(|| now),
+                // Its input has failed. It may run all the same, and wait for ranks that know better.
+                Err(error) => return Some(Err(error)),
+            };
         }
         done
     }
@@ -330,6 +334,16 @@ mod tests {
         recorder.look(at(8));
         let (sequence, _) = recorder.failed().unwrap();
         assert_eq!((*sequence, recorder.in_flight()), (1, 0));
+    }
+
+    #[test]
+    fn an_operation_whose_input_has_failed_has_failed_though_it_may_run() {
+        let (mut recorder, now) = (Recorder::default(), Instant::now());
+        let (start, _end) = launched(&mut recorder, 7, now);
+        let error = DeviceError::Upstream("no gradient".into());
+        start.set(Err(error.clone()));
+        recorder.look(now);
+        assert_eq!(recorder.failed(), Some(&(7, error)));
     }
 
     #[test]
