@@ -45,9 +45,13 @@ impl Verdict {
                 },
                 failure => Failure::Poisoned(format!("#{culprit}: {failure}")),
             },
-            (Some(culprit), Some(sequence)) if culprit > sequence => Failure::GivenUp {
-                because_of: format!("a later operation, #{culprit}"),
-                failure: Box::new(self.failure.clone()),
+            (Some(culprit), Some(sequence)) if culprit > sequence => match &self.failure {
+                // Everybody's, whichever operation has heard of it.
+                Failure::GenerationOver(_) => self.failure.clone(),
+                failure => Failure::GivenUp {
+                    because_of: format!("a later operation, #{culprit}"),
+                    failure: Box::new(failure.clone()),
+                },
             },
             _ => self.failure.clone(),
         }
@@ -177,6 +181,12 @@ mod tests {
         };
         let words = |sequence| verdict.of(Some(sequence)).to_string();
         assert_eq!(words(29), "given up because of a later operation, #31: broken");
+        let over = Failure::GenerationOver("rank 2 died of SIGKILL".into());
+        let found = Verdict {
+            failure: over.clone(),
+            culprit: Some(31),
+        };
+        assert_eq!(found.of(Some(29)), over);
         assert_eq!(words(31), "broken");
         assert_eq!(words(32), "an earlier operation failed: #31: broken");
         let others = verdict.on_others("world");
