@@ -99,7 +99,8 @@ impl Drop for Guard {
         charges.comms = condemned;
         drop(charges);
         self.0.changed.notify_all();
-        // Here, and not in a thread that may outlive `main`: they hold on to the device.
+        // Here, and not in a thread that may outlive `main`: they hold on to the device. (Of a look that is under way that
+        // thread lets go itself.)
         drop::<Vec<Charge>>(others);
     }
 }
