@@ -209,6 +209,7 @@ impl Run {
             dloss: Some(&self.dloss),
             dtype: DType::F32,
             key: StepKey::default(),
+            timeline: None,
         };
         self.grads.start_step();
         let mut saved = saved_for(model);

@@ -14,6 +14,7 @@
 //! | [`libraries`] | which files of the machine are loaded at run time | what their functions do |
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
 //! | [`plan`] | what a run costs before it runs | how it runs |
+//! | [`timeline`] | what ran when, as a trace and as a picture | what it was good for |
 //! | [`train`] | the loop of one rank | who started it |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
@@ -33,4 +34,5 @@ pub mod optim;
 pub mod parallel;
 pub mod plan;
 pub mod session;
+pub mod timeline;
 pub mod train;

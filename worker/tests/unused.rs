@@ -172,6 +172,7 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
         dloss: Some(&factors),
         dtype: DType::F32,
         key: StepKey::default(),
+        timeline: None,
     };
     let mut saved = model::saved_for(&model);
     let mut grads = reducer.step(2)?;

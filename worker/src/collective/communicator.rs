@@ -15,6 +15,7 @@ use super::{
 };
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
 use crate::session::{Cancel, Waiting};
+use crate::timeline::{Collective, Lane, Timeline};
 
 /// Most operations in a queue; one more blocks the caller until there is room.
 const QUEUE_BOUND: usize = 1024;
@@ -85,6 +86,7 @@ struct Inner {
     timeout: Duration,
     cancel: Cancel,
     driver: Driver,
+    timeline: Timeline,
     core: Arc<Mutex<Core>>,
     queue: Mutex<Option<Queue>>,
 }
@@ -110,6 +112,7 @@ struct Core {
     sequence: u64,
     poison: Option<String>,
     pending: Arc<Pending>,
+    timeline: Timeline,
 }
 
 impl Communicator {
@@ -122,7 +125,14 @@ impl Communicator {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Self {
-        Self::over(name, Route::Host(transport), executor, timeout, cancel)
+        let timeline = Timeline::default();
+        Self::over(
+            name,
+            Route::Host(transport),
+            executor,
+            (timeout, cancel),
+            timeline,
+        )
     }
 
     /// A communicator whose operations the device carries out, on a stream of the transport. `timeout` bounds the
@@ -134,10 +144,17 @@ impl Communicator {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Self {
-        Self::over(name, Route::Stream(transport), Executor::Inline, timeout, cancel)
+        let (route, timeline) = (Route::Stream(transport), Timeline::default());
+        Self::over(name, route, Executor::Inline, (timeout, cancel), timeline)
     }
 
-    fn over(name: &str, route: Route, executor: Executor, timeout: Duration, cancel: &Cancel) -> Self {
+    fn over(
+        name: &str,
+        route: Route,
+        executor: Executor,
+        (timeout, cancel): (Duration, &Cancel),
+        timeline: Timeline,
+    ) -> Self {
         let rank = route.rank();
         let members = route.members().to_vec();
         let is_host = matches!(route, Route::Host(_));
@@ -153,6 +170,7 @@ impl Communicator {
             sequence: 0,
             poison: None,
             pending,
+            timeline: timeline.clone(),
         };
         let core = Arc::new(Mutex::new(core));
         let (driver, queue) = match executor {
@@ -175,6 +193,7 @@ impl Communicator {
             timeout,
             cancel: cancel.clone(),
             driver,
+            timeline,
             core,
             queue: Mutex::new(queue),
         }))
@@ -271,7 +290,19 @@ impl Communicator {
             .core()
             .set_up("split", 0, name, |route| route.split(name, members, &wait))?;
         let (timeout, cancel) = (self.0.timeout, &self.0.cancel);
-        Ok(Self::over(name, route, executor, timeout, cancel))
+        Ok(Self::over(
+            name,
+            route,
+            executor,
+            (timeout, cancel),
+            self.0.timeline.clone(),
+        ))
+    }
+
+    /// Of the operations of this group and of its subgroups; closed until somebody opens it.
+    #[must_use]
+    pub fn timeline(&self) -> &Timeline {
+        &self.0.timeline
     }
 
     /// Bytes that this rank has put on the wire in this group, after the operations that are done.
@@ -370,6 +401,12 @@ impl Core {
             self.named(sequence, &request).error(failure)
         });
         self.pending.end();
+        if let Ok(WorkTimes { started, ended }) = outcome
+            && self.timeline.is_open()
+        {
+            let (lane, name, what) = self.label(&request, sequence);
+            (self.timeline).moved(lane, request.traffic.kind(), name, what, [started, ended]);
+        }
         completion.set(outcome);
     }
 
@@ -384,7 +421,14 @@ impl Core {
             (None, Route::Host(_)) => Err(Failure::Invalid("the transport has no stream".into())),
         };
         match flight {
-            Ok(flight) => Work::flying(flight, named),
+            Ok(flight) => {
+                if let (true, Some(started)) = (self.timeline.is_open(), flight.started()) {
+                    let (lane, name, what) = self.label(request, sequence);
+                    let points = [started.clone(), flight.done().clone()];
+                    (self.timeline).moved_in_stream(lane, request.traffic.kind(), name, what, points);
+                }
+                Work::flying(flight, named)
+            }
             Err(failure) => {
                 self.poison.get_or_insert_with(|| failure.to_string());
                 let (work, completion) = Work::pair(&format!("{} ({})", request.operation, request.tag));
@@ -392,6 +436,19 @@ impl Core {
                 work
             }
         }
+    }
+
+    /// Of a span.
+    fn label(&self, request: &Request, sequence: u64) -> (Lane, String, Collective) {
+        let name = format!("{} ({})", request.operation, request.tag);
+        let members = self.route.members();
+        let what = Collective {
+            bytes: request.buffer.bytes() as u64,
+            first_rank: members[0] as u32,
+            ranks: members.len() as u32,
+            sequence: request.operation.needs_all_ranks().then_some(sequence),
+        };
+        (Lane::Communicator(self.name.clone()), name, what)
     }
 
     fn next(&mut self) -> u64 {

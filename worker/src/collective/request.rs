@@ -3,6 +3,7 @@
 use std::fmt;
 
 use crate::device::Buffer;
+use crate::timeline::Kind;
 
 /// A collective operation. All work in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -31,6 +32,16 @@ pub enum Operation {
         /// Rank within the group.
         from: usize,
     },
+}
+
+impl Operation {
+    /// True if no rank is done before all have come.
+    pub(super) fn needs_all_ranks(self) -> bool {
+        match self {
+            Self::AllReduce | Self::ReduceScatter | Self::AllGather | Self::Barrier => true,
+            Self::Broadcast { .. } | Self::Send { .. } | Self::Recv { .. } => false,
+        }
+    }
 }
 
 impl fmt::Display for Operation {
@@ -68,6 +79,17 @@ pub enum Traffic {
     Params,
     /// Everything else: losses, checks, barriers.
     Other,
+}
+
+impl Traffic {
+    /// Of a span.
+    pub(super) fn kind(self) -> Kind {
+        match self {
+            Self::Grads => Kind::Gradients,
+            Self::Params => Kind::Parameters,
+            Self::Other => Kind::Other,
+        }
+    }
 }
 
 /// One operation of the queue.

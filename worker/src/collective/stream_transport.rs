@@ -61,6 +61,12 @@ pub trait Flight: Send + Sync {
     /// [`Flight::outcome`] knows.
     fn done(&self) -> &Event;
 
+    /// The point at which its turn had come and its input was there, if the stream has one that is timed, as the other
+    /// one then is.
+    fn started(&self) -> Option<&Event> {
+        None
+    }
+
     /// How it ended, once it has. It has when [`Flight::done`] is reached; if it failed, perhaps before.
     fn outcome(&self) -> Option<Result<WorkTimes, Failure>>;
 }

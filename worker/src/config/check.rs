@@ -19,6 +19,8 @@ const MAX_THREADS: usize = 1 << 12;
 const MAX_MIB: f64 = 65_536.0;
 const MAX_TIMEOUT_S: f64 = 86_400.0;
 const MAX_STEPS: u64 = 1 << 40;
+/// Nobody looks at more of them side by side.
+const MAX_TIMELINE_STEPS: u64 = 100;
 
 /// Checks all that does not need another rank.
 pub(super) fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
@@ -61,7 +63,22 @@ impl Check<'_> {
                 Some("set one of the two".into()),
             ));
         }
-        Ok(())
+        let steps = self.config.train.steps;
+        match run.timeline {
+            Some(range) if range.last > steps => self.refuse(
+                "run.timeline",
+                range,
+                &format!("steps up to `train.steps`, which is {steps}"),
+                None,
+            ),
+            Some(range) if range.count() > MAX_TIMELINE_STEPS => self.refuse(
+                "run.timeline",
+                range,
+                &format!("at most {MAX_TIMELINE_STEPS} steps"),
+                Some("a few show what there is to see".into()),
+            ),
+            _ => Ok(()),
+        }
     }
 
     fn model(&self) -> Checked {

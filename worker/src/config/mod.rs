@@ -6,7 +6,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `schema.rs` | the sections as types: [`TrainConfig`] |
-//! | `offload.rs`, `rescale.rs`, `shard_group.rs` | values of it that have a form of their own |
+//! | `offload.rs`, `rescale.rs`, `shard_group.rs`, `step_range.rs` | values of it that have a form of their own |
 //! | `load.rs` | [`load`], [`load_located`]: file and overrides to a checked configuration |
 //! | `node.rs` | the YAML as a tree in which each value knows where it came from |
 //! | `overrides.rs` | `--set key=value` |
@@ -25,6 +25,7 @@ mod overrides;
 mod rescale;
 mod schema;
 mod shard_group;
+mod step_range;
 #[cfg(test)]
 mod tests;
 
@@ -38,3 +39,4 @@ pub use schema::{
     Schedule, Strategy, Sync, Tokenizer, Train, TrainConfig, Unused,
 };
 pub use shard_group::ShardGroup;
+pub use step_range::StepRange;

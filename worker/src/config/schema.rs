@@ -7,6 +7,7 @@ use serde::{Deserialize, Serialize};
 use super::offload::Offload;
 use super::rescale::Rescale;
 use super::shard_group::ShardGroup;
+use super::step_range::StepRange;
 
 /// A whole `train.yaml`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -44,6 +45,8 @@ pub struct Run {
     pub resume: Resume,
     /// Delete the run that `out_dir` holds.
     pub overwrite: bool,
+    /// Steps of which a timeline is written.
+    pub timeline: Option<StepRange>,
 }
 
 impl Default for Run {
@@ -54,6 +57,7 @@ impl Default for Run {
             seed: 1337,
             resume: Resume::Never,
             overwrite: false,
+            timeline: None,
         }
     }
 }

@@ -6,8 +6,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::RunFilesError;
 use super::hold::{Candidate, Hold, Holder};
+use super::{RunFilesError, TimelineFiles};
 use crate::checkpoint;
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;
@@ -285,6 +285,7 @@ impl RunDir {
     /// Deletes what a run writes, and nothing else that lies in the folder.
     fn delete_run(&self) -> Result<(), RunFilesError> {
         checkpoint::delete_all(&self.path)?;
+        TimelineFiles::of_run(&self.path).delete()?;
         for path in [self.metrics(), self.summary()] {
             match fs::remove_file(&path) {
                 Err(e) if e.kind() != io::ErrorKind::NotFound => {

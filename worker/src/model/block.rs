@@ -1,5 +1,6 @@
 //! Blocks: the unit of recomputation and of pipeline stages.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
@@ -7,6 +8,7 @@ use std::sync::Arc;
 use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec};
 use crate::device::{Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::Op;
+use crate::timeline::{Kind, Timeline};
 
 /// A part of a network with its own forward and backward.
 ///
@@ -139,6 +141,8 @@ pub struct Context<'a> {
     pub dtype: DType,
     /// Key of the randomness of this micro-batch.
     pub key: StepKey,
+    /// Takes down what runs, while it is open.
+    pub timeline: Option<&'a Timeline>,
 }
 
 /// Names one micro-batch of one step, so that stateless randomness repeats under recomputation.
@@ -155,7 +159,29 @@ pub struct StepKey {
 impl Context<'_> {
     /// Puts an operation on the compute stream.
     pub fn enqueue(&self, op: impl Into<Op>) {
-        self.device.enqueue(self.stream, op.into());
+        let op = op.into();
+        let name = op.name();
+        self.spanned(
+            Kind::Operation,
+            || name.into(),
+            || self.device.enqueue(self.stream, op),
+        );
+    }
+
+    /// Does some work, which is a span of the timeline if one is open.
+    pub fn spanned<T>(
+        &self,
+        kind: Kind,
+        name: impl FnOnce() -> Cow<'static, str>,
+        work: impl FnOnce() -> T,
+    ) -> T {
+        let open = self.timeline.filter(|timeline| timeline.is_open());
+        let began = open.and_then(|timeline| timeline.mark(self.device, self.stream));
+        let done = work();
+        if let (Some(timeline), Some(began)) = (open, began) {
+            timeline.end(began, (self.device, self.stream), kind, name());
+        }
+        done
     }
 
     /// Leases an activation of the context's type.

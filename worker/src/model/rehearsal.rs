@@ -69,6 +69,7 @@ impl<'a> Stage<'a> {
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
             key: StepKey::default(),
+            timeline: None,
         }
     }
 }

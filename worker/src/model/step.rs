@@ -6,6 +6,7 @@
 use super::{Activation, Context, GradSink, GradSlot, Model, ParamId, Params, Saved, Unused};
 use crate::device::{DeviceError, Event};
 use crate::ops::Fill;
+use crate::timeline::Kind;
 
 /// One empty [`Saved`] a block: what one micro-batch in flight needs.
 #[must_use]
@@ -27,20 +28,26 @@ pub fn forward(
     assert_eq!(saved.len(), model.blocks.len(), "one `Saved` a block");
     let mut activation = tokens.clone();
     for (block, saved) in model.blocks.iter().zip(saved) {
-        activation = block.forward(ctx, params, &activation, saved)?;
+        let name = || format!("forward {}", block.name()).into();
+        let forward = || block.forward(ctx, params, &activation, saved);
+        activation = ctx.spanned(Kind::Forward, name, forward)?;
     }
     Ok(activation)
 }
 
 /// The same without a backward to come: what a block saves is released before the next block runs, and
-/// [`Context::dloss`] is not used.
+/// [`Context::dloss`] and [`Context::timeline`] are not used.
 pub fn evaluate(
     model: &Model,
     ctx: &Context<'_>,
     params: &dyn Params,
     tokens: &Activation,
 ) -> Result<Activation, DeviceError> {
-    let ctx = Context { dloss: None, ..*ctx };
+    let ctx = Context {
+        dloss: None,
+        timeline: None,
+        ..*ctx
+    };
     let mut activation = tokens.clone();
     for block in &model.blocks {
         activation = block.forward(&ctx, params, &activation, &mut Saved::default())?;
@@ -71,7 +78,9 @@ pub fn backward(
             grads,
             contributed: Vec::new(),
         };
-        gradient = block.backward(ctx, params, saved, &dout, &mut watch)?;
+        let name = || format!("backward {}", block.name()).into();
+        let backward = || block.backward(ctx, params, saved, &dout, &mut watch);
+        gradient = ctx.spanned(Kind::Backward, name, backward)?;
         let contributed = watch.contributed;
         let unused: Vec<ParamId> = (block.params().iter().rev().copied())
             .filter(|id| !contributed.contains(id))

@@ -78,7 +78,7 @@ impl GatheredWeights {
             choice,
             plan,
             shard: Portion::Shard(shard),
-            waiting: Waiting::new(&group.device),
+            waiting: Waiting::new(&group.device, group.comm.timeline()),
             sharding: sharding.clone(),
             group: group.clone(),
         })

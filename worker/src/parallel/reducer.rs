@@ -143,7 +143,7 @@ impl Reducer {
             unit_of,
             memory,
             in_flight: Vec::new(),
-            waiting: Waiting::new(device),
+            waiting: Waiting::new(device, groups.world().timeline()),
             poison: None,
             unused: Unused::Error,
             rank: groups.world().members()[groups.world().rank()],

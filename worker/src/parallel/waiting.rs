@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::Ledger;
 use crate::collective::{Work, WorkError};
 use crate::device::{Device, Event, Stream};
+use crate::timeline::{Kind, Lane, Timeline};
 
 /// Time that communication took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,9 +25,16 @@ impl std::ops::AddAssign for SyncTimes {
     }
 }
 
+/// Name of a span in which nothing happens.
+const STANDS: &str = "waits for communication";
+
+/// Shorter is not worth a span: what was waited for had come already.
+const SHORTEST: Duration = Duration::from_micros(5);
+
 /// See the module.
 pub(super) struct Waiting {
     device: Arc<dyn Device>,
+    timeline: Timeline,
     account: Mutex<Account>,
 }
 
@@ -45,9 +53,10 @@ struct Account {
 
 impl Waiting {
     /// Of the streams of a device, and of its host.
-    pub(super) fn new(device: &Arc<dyn Device>) -> Self {
+    pub(super) fn new(device: &Arc<dyn Device>, timeline: &Timeline) -> Self {
         Self {
             device: device.clone(),
+            timeline: timeline.clone(),
             account: Mutex::default(),
         }
     }
@@ -73,6 +82,8 @@ impl Waiting {
         let before = self.device.record_timed(stream);
         self.device.wait_event(stream, event, deadline);
         let behind = self.device.record_timed(stream);
+        let points = [before.clone(), behind.clone()];
+        self.timeline.passed(Lane::Compute, Kind::Wait, STANDS, points);
         let mut account = self.account();
         let ledger = account.ledger.clone();
         account.stood.push(([before, behind], ledger));
@@ -89,6 +100,7 @@ impl Waiting {
     pub(super) fn on_host(&self, work: &Work, deadline: Instant) -> Result<(), WorkError> {
         let began = Instant::now();
         let outcome = work.wait(deadline);
+        self.stood_since(began);
         let mut account = self.account();
         account.times.exposed += began.elapsed();
         if let Err(error) = &outcome {
@@ -161,7 +173,21 @@ impl Waiting {
     /// A device that runs asynchronously goes on meanwhile.
     fn blocked_since(&self, began: Instant) {
         if !self.device.is_asynchronous() {
+            self.stood_since(began);
             self.account().times.exposed += began.elapsed();
+        }
+    }
+
+    /// The host, which is what computes unless the device runs asynchronously.
+    fn stood_since(&self, began: Instant) {
+        let lane = if self.device.is_asynchronous() {
+            Lane::Host
+        } else {
+            Lane::Compute
+        };
+        let now = Instant::now();
+        if now - began >= SHORTEST {
+            self.timeline.took(lane, Kind::Wait, STANDS, [began, now]);
         }
     }
 
@@ -223,7 +249,7 @@ mod tests {
     fn whatever_blocks_the_host_is_exposed() {
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
         let stream = device.stream();
-        let waiting = Waiting::new(&device);
+        let waiting = Waiting::new(&device, &Timeline::default());
         let deadline = Instant::now() + Duration::from_mins(1);
         for wait in [Waiting::in_stream, Waiting::beside] {
             wait(&waiting, stream, &Event::new(Slow), deadline);
@@ -312,7 +338,7 @@ mod tests {
         let runs = Arc::new(AtomicBool::new(true));
         let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap(), runs));
         let (stream, deadline) = (device.stream(), Instant::now());
-        let waiting = Waiting::new(&device);
+        let waiting = Waiting::new(&device, &Timeline::default());
         let stood = || {
             waiting.settle().unwrap();
             waiting.take_ledger().times()
@@ -334,7 +360,7 @@ mod tests {
         let runs = Arc::new(AtomicBool::new(false));
         let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap(), runs.clone()));
         let deadline = Instant::now() + Duration::from_mins(1);
-        let waiting = Waiting::new(&device);
+        let waiting = Waiting::new(&device, &Timeline::default());
         let comm = solo(Executor::Thread);
         let buffer = buffer(device.as_ref());
         let mut steps = Vec::new();

@@ -52,7 +52,7 @@ impl WholeWeights {
                 .map(|b| units_of(sharding, b.params()))
                 .collect(),
             in_flight: Mutex::new(vec![None; sharding.units().len()]),
-            waiting: Waiting::new(&group.device),
+            waiting: Waiting::new(&group.device, group.comm.timeline()),
             portion: Portion::Whole(arena),
             sharding: sharding.clone(),
             group: group.clone(),

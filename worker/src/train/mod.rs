@@ -18,6 +18,7 @@
 //! | `save_files.rs`, `save_storage.rs`, `save_priority.rs` | what a rank writes, and its copy; what a save waits for; it gives way to the training |
 //! | `rescale.rs` | the global batch of a run that goes on on another number of ranks |
 //! | `owned.rs`, `resuming.rs` | what of the state a rank writes and reads; going on from a checkpoint |
+//! | `window.rs` | the steps whose timeline is written |
 //! | `recorder.rs`, `progress.rs`, `startup.rs`, `memory.rs` | what is told to files, agent and people |
 //!
 //! A worker stops at a step boundary when its agent asks: it saves and returns without an error. It stops with an
@@ -50,6 +51,7 @@ mod step;
 mod strategy;
 mod tally;
 mod trainer;
+mod window;
 mod world;
 
 use std::path::PathBuf;

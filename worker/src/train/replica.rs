@@ -180,6 +180,7 @@ impl Replica {
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
             key,
+            timeline: Some(self.world.comm.timeline()),
         }
     }
 }

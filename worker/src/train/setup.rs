@@ -17,6 +17,7 @@ use super::startup::StartupFacts;
 use super::strategy::{Held, Scheme};
 use super::tally::Tally;
 use super::trainer::Trainer;
+use super::window::Window;
 use super::world::{World, threads, timeout};
 use super::{Substitutes, TrainError, WrapTransport};
 use crate::checkpoint::{Batch, Disk, Reader, State, Storage};
@@ -196,6 +197,7 @@ pub(super) fn prepare<'a>(
             opened.storage.unwrap_or_else(|| Arc::new(Disk)),
             opened.identity,
         ),
+        window: Window::new(config, run_dir.path(), &replica.model, &world),
         grad_bytes: reducer.bytes(),
         first_step: 0,
         concluded: Instant::now(),

@@ -19,6 +19,7 @@ use crate::model::StepKey;
 use crate::optim::{UpdateStep, batch_factor, learning_rate};
 use crate::parallel::{Ledger, Portion, ReduceError, Reducer};
 use crate::plan::GlobalBatch;
+use crate::timeline::Kind;
 
 /// A step between the host, which is done with it, and the device, which may still have to run it.
 pub(super) struct Enqueued {
@@ -87,6 +88,7 @@ impl Trainer<'_> {
     pub(super) fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<Enqueued, TrainError> {
         self.world.check()?;
         let started = Instant::now();
+        let whole = self.world.begin_span();
         let mut times = StepTimes {
             comm: std::mem::take(&mut self.carried),
             ..StepTimes::default()
@@ -100,11 +102,13 @@ impl Trainer<'_> {
         let (norm_began, shared_before) = (Instant::now(), times.share);
         let mut exchanges = vec![sharing];
         self.arrive(&exchanges[0], &mut times)?;
+        let span = self.world.begin_span();
         if let Some(work) = self.clip.measure(stream, &averages) {
             self.arrive(&work, &mut times)?;
             exchanges.push(work);
         }
         self.clip.conclude(stream, Some(self.tally.rows()));
+        self.world.end_span(span, Kind::Optimizer, || "norm".to_owned());
         // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
         // belongs to the step that waits for it.
         let sent = self.take_sent();
@@ -118,11 +122,15 @@ impl Trainer<'_> {
             number: step + 1,
         };
         let weights = &self.replica.weights;
+        let span = self.world.begin_span();
         self.adamw.step(stream, weights.own(), &averages, &update);
+        self.world.end_span(span, Kind::Optimizer, || "update".to_owned());
         let fetches = [self.tally.fetch(), device.fetch(stream, &self.clip.norm())];
         weights.updated()?;
         let waited = times.account(weights.take_times()) + times.share.saturating_sub(shared_before);
         times.optimizer = norm_began.elapsed().saturating_sub(waited);
+        self.world
+            .end_span(whole, Kind::Step, || format!("step {}", step + 1));
         Ok(Enqueued {
             step,
             samples: self.loader.samples(step).count,
@@ -139,12 +147,15 @@ impl Trainer<'_> {
     /// Later operations of the stream run after `work`. An error that is known already is returned.
     fn arrive(&self, work: &Work, times: &mut StepTimes) -> Result<(), TrainError> {
         let World { stream, device, .. } = &self.world;
-        let began = Instant::now();
+        let (began, span) = (Instant::now(), self.world.begin_span());
         let deadline = self.world.deadline();
         work.wait_on(device.as_ref(), *stream, deadline);
         if work.is_done() {
             work.wait(deadline)?;
         }
+        (self.world).end_span(span, Kind::Other, || {
+            "waits for numbers of other ranks".to_owned()
+        });
         times.share += began.elapsed();
         Ok(())
     }
@@ -162,17 +173,23 @@ impl Trainer<'_> {
         let mut sharing = None;
         let mut grads = reducer.step(passes as usize)?;
         for m in 0..passes {
+            let of_pass = |what: &str| match passes {
+                1 => what.to_owned(),
+                _ => format!("micro-batch {}: {what}", m + 1),
+            };
             if m > 0 {
                 grads.next_micro_batch()?;
             }
-            let began = Instant::now();
+            let (began, span) = (Instant::now(), self.world.begin_span());
             let filled = self.loader.fill(step, m, &mut batch.inputs, &mut batch.targets)?;
             positions += filled * self.config.model.block_size;
+            self.world.end_span(span, Kind::Data, || of_pass("data"));
             times.data += began.elapsed();
-            let (key, began) = (self.key(step, m), Instant::now());
+            let (key, began, span) = (self.key(step, m), Instant::now(), self.world.begin_span());
             let losses = self.replica.forward(&batch, key)?;
             self.tally.add(&losses, m == 0);
             drop(losses);
+            self.world.end_span(span, Kind::Forward, || of_pass("forward"));
             let waited = times.account(self.replica.weights.take_times());
             times.forward += began.elapsed().saturating_sub(waited);
             if m + 1 == passes {
@@ -182,12 +199,13 @@ impl Trainer<'_> {
                 sharing = Some(self.tally.share(positions, stop, save));
                 times.share += began.elapsed();
             }
-            let (began, before) = (Instant::now(), grads.times().exposed);
+            let (began, before, span) = (Instant::now(), grads.times().exposed, self.world.begin_span());
             let done = self.replica.backward(key, &mut grads);
             done.map_err(|error| match grads.failure() {
                 Some(failure @ ReduceError::Unused { .. }) => failure.clone().into(),
                 _ => error,
             })?;
+            self.world.end_span(span, Kind::Backward, || of_pass("backward"));
             let for_grads = grads.times().exposed.saturating_sub(before);
             let waited = times.account(self.replica.weights.take_times()) + for_grads;
             times.backward += began.elapsed().saturating_sub(waited);

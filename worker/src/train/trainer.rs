@@ -15,6 +15,7 @@ use super::skips::{Fate, Skips};
 use super::step::Enqueued;
 use super::strategy::Scheme;
 use super::tally::Tally;
+use super::window::Window;
 use super::world::World;
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Train, TrainConfig};
@@ -43,6 +44,7 @@ pub(super) struct Trainer<'a> {
     pub(super) loader: Loader,
     pub(super) evaluation: Evaluation,
     pub(super) checkpoints: Checkpoints,
+    pub(super) window: Window,
     /// Steps that were finished when this life of the run began.
     pub(super) first_step: u64,
     /// When the numbers of the last step were read.
@@ -84,10 +86,16 @@ impl Trainer<'_> {
         let mut queue = VecDeque::with_capacity(ahead + 1);
         for step in self.first_step..train.steps {
             self.beat(step, Phase::Training);
+            if self.window.opens_with(step + 1) {
+                self.aside(|trainer| trainer.window.open(&trainer.world, &trainer.exchange, step + 1))?;
+            }
             queue.push_back(self.enqueue(reducer, step)?);
-            let due = Due::after(train, step + 1);
+            let due = Due::after(train, &self.window, step + 1);
             let kept = if due.any() { 0 } else { ahead };
             self.conclude(&mut queue, (kept, due), reducer, recorder, outcome)?;
+            if self.window.is_open() && (due.timeline || outcome.stopped.is_some()) {
+                self.aside(|trainer| trainer.close_window(step + 1))?;
+            }
             if due.verification {
                 self.aside(|trainer| trainer.verify(step + 1))?;
             }
@@ -217,6 +225,10 @@ impl Trainer<'_> {
         Ok(done)
     }
 
+    fn close_window(&mut self, done: u64) -> Result<(), TrainError> {
+        (self.window).close(&self.world, &self.exchange, self.session, done)
+    }
+
     /// Compares replicas; where every parameter has one owner, there is nothing to compare.
     fn verify(&self, done: u64) -> Result<(), TrainError> {
         if let Some(replicas) = &self.replicas {
@@ -295,22 +307,25 @@ struct Due {
     validation: bool,
     verification: bool,
     checkpoint: bool,
+    /// The timeline begins or ends.
+    timeline: bool,
 }
 
 impl Due {
     /// After `done` steps.
-    fn after(train: &Train, done: u64) -> Self {
+    fn after(train: &Train, window: &Window, done: u64) -> Self {
         let last = done == train.steps;
         let every = |steps: u64| steps > 0 && done.is_multiple_of(steps);
         Self {
             validation: last || every(train.eval_every),
             verification: every(train.verify_every),
             checkpoint: last || every(train.checkpoint_every),
+            timeline: window.opens_with(done + 1) || window.closes_with(done),
         }
     }
 
     fn any(self) -> bool {
-        self.validation || self.verification || self.checkpoint
+        self.validation || self.verification || self.checkpoint || self.timeline
     }
 }
 

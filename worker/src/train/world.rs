@@ -9,6 +9,7 @@ use crate::config::TrainConfig;
 use crate::device::{Device, Stream};
 use crate::parallel::{JoinOptions, join_world_on, join_world_through};
 use crate::session::{Cancel, Session};
+use crate::timeline::{Kind, Mark};
 
 /// Longest bound that a wait can have: what `parallel.timeout_s` is cut to.
 const MAX_TIMEOUT: Duration = Duration::from_hours(7 * 24);
@@ -64,6 +65,19 @@ impl World {
     /// When the host stops waiting for one collective that begins now.
     pub(super) fn deadline(&self) -> Instant {
         self.comm.deadline()
+    }
+
+    /// A span of the timeline begins at the end of the stream, if the timeline is open.
+    pub(super) fn begin_span(&self) -> Option<Mark> {
+        self.comm.timeline().mark(self.device.as_ref(), self.stream)
+    }
+
+    /// It ends at what is the end of the stream now.
+    pub(super) fn end_span(&self, began: Option<Mark>, kind: Kind, name: impl FnOnce() -> String) {
+        if let Some(began) = began {
+            let on = (self.device.as_ref(), self.stream);
+            self.comm.timeline().end(began, on, kind, name());
+        }
     }
 
     /// An error once the generation is over. Called often enough that a rank that only computes notices soon.

@@ -112,6 +112,7 @@ impl Job {
             dloss: Some(&dloss),
             dtype: types.act,
             key: StepKey::default(),
+            timeline: None,
         };
         let ranges = ranges(model);
         let arena = buffer(device, types.act, length(model)).arena().clone();

@@ -213,6 +213,7 @@ impl Rank {
             dloss: Some(&self.batches[micro_batch].dloss),
             dtype: self.dtype,
             key: StepKey::default(),
+            timeline: None,
         }
     }
 

@@ -32,6 +32,10 @@ impl Flight for Ticket {
         &self.points.done
     }
 
+    fn started(&self) -> Option<&Event> {
+        Some(&self.points.started)
+    }
+
     fn outcome(&self) -> Option<Result<WorkTimes, Failure>> {
         if let Some(ended) = self.ended.get() {
             return Some(ended.clone());

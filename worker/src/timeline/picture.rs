@@ -1,0 +1,322 @@
+//! One step of some ranks as an SVG, which every browser shows: lanes below each other, time from left to right. The
+//! pointer over a span tells its name and length.
+
+use std::fmt::Write as _;
+
+use super::{About, Kind, Lane, Overlap, Span, TraceFile};
+
+/// Most ranks that are drawn: the first ones.
+const MAX_RANKS: usize = 8;
+
+const WIDTH: f64 = 1600.0;
+/// Where time begins, right of the names of the lanes.
+const LEFT: f64 = 210.0;
+const RIGHT: f64 = 1580.0;
+const HEADER: f64 = 92.0;
+const AXIS: f64 = 40.0;
+/// Height of the line above a rank's lanes.
+const TITLE: f64 = 30.0;
+const GAP: f64 = 6.0;
+
+/// What a character of a label takes.
+const CHARACTER: f64 = 6.2;
+
+/// Narrower than that is not drawn as it is: nobody would see it.
+const NARROWEST: f64 = 0.6;
+
+/// Draws one step. None if no rank has it.
+#[must_use]
+pub fn picture(file: &TraceFile, step: u64) -> Option<String> {
+    let name = format!("step {step}");
+    let drawn: Vec<Rank<'_>> = file
+        .ranks
+        .iter()
+        .filter_map(|(about, spans)| Rank::of(about, spans, &name))
+        .take(MAX_RANKS)
+        .collect();
+    let first = drawn.first()?;
+    let start = drawn
+        .iter()
+        .map(|rank| rank.step[0])
+        .fold(f64::INFINITY, f64::min);
+    let end = drawn.iter().map(|rank| rank.step[1]).fold(0.0, f64::max);
+    let scale = Scale {
+        start,
+        per_us: (RIGHT - LEFT) / (end - start).max(1.0),
+    };
+    let height = HEADER + drawn.iter().map(Rank::height).sum::<f64>() + AXIS;
+    let mut svg = Svg::new(height);
+    let others = match first.about.world_size as usize {
+        all if all > drawn.len() => format!("the first {} of {all} ranks", drawn.len()),
+        1 => "1 rank".to_owned(),
+        all => format!("{all} ranks"),
+    };
+    svg.text([16.0, 30.0], "heading", &format!("Step {step}, {others}"));
+    svg.text([16.0, 52.0], "quiet", &first.about.run);
+    legend(&mut svg);
+    axis(&mut svg, &scale, (end - start).max(1.0), height - AXIS);
+    let mut top = HEADER;
+    for rank in &drawn {
+        rank.draw(&mut svg, &scale, top);
+        top += rank.height();
+    }
+    Some(svg.finish())
+}
+
+/// From microseconds to places.
+struct Scale {
+    start: f64,
+    per_us: f64,
+}
+
+impl Scale {
+    fn x(&self, us: f64) -> f64 {
+        (LEFT + (us - self.start) * self.per_us).clamp(LEFT, RIGHT)
+    }
+}
+
+struct Rank<'a> {
+    about: &'a About,
+    spans: &'a [Span],
+    /// Begin and end of the step.
+    step: [f64; 2],
+    lanes: Vec<&'a Lane>,
+}
+
+impl<'a> Rank<'a> {
+    fn of(about: &'a About, spans: &'a [Span], step: &str) -> Option<Self> {
+        let step = spans
+            .iter()
+            .find(|span| span.lane == Lane::Steps && span.name == step)?;
+        let step = [step.start_us, step.end_us];
+        let inside = |span: &&Span| span.end_us > step[0] && span.start_us < step[1];
+        let mut lanes: Vec<&Lane> = spans.iter().filter(inside).map(|span| &span.lane).collect();
+        lanes.retain(|lane| **lane != Lane::Steps);
+        lanes.sort_unstable();
+        lanes.dedup();
+        Some(Self {
+            about,
+            spans,
+            step,
+            lanes,
+        })
+    }
+
+    fn height(&self) -> f64 {
+        TITLE + self.lanes.iter().map(|lane| lane_height(lane) + GAP).sum::<f64>()
+    }
+
+    fn draw(&self, svg: &mut Svg, scale: &Scale, top: f64) {
+        svg.text([16.0, top + 20.0], "rank", &format!("rank {}", self.about.rank));
+        svg.text([LEFT, top + 20.0], "quiet", &self.says());
+        let mut y = top + TITLE;
+        for lane in &self.lanes {
+            let height = lane_height(lane);
+            svg.text([28.0, y + height / 2.0 + 4.0], "lane", &lane.to_string());
+            svg.line([LEFT, y + height, RIGHT, y + height]);
+            let of_lane = self.spans.iter().filter(|span| span.lane == **lane);
+            // What stands still is above what it stands in.
+            let mut spans: Vec<&Span> = of_lane.filter(|span| span.kind != Kind::Operation).collect();
+            spans.sort_by_key(|span| match span.kind {
+                Kind::Late => 2,
+                Kind::Wait => 1,
+                _ => 0,
+            });
+            for span in spans {
+                draw_span(svg, scale, span, [y, height]);
+            }
+            y += height + GAP;
+        }
+    }
+
+    /// The step in words.
+    fn says(&self) -> String {
+        let ms = |us: f64| us * 1e-3;
+        let length = ms(self.step[1] - self.step[0]);
+        let overlap = Overlap::of(self.spans, self.step);
+        let mut words = format!("{length:.1} ms");
+        if let Some(hidden) = overlap.hidden() {
+            let (moving, hidden) = (ms(overlap.moving_us), hidden * 100.0);
+            let _ = write!(
+                words,
+                "; {moving:.1} ms of communication, {hidden:.0} % of it hidden"
+            );
+        }
+        if overlap.late_us > 0.0 {
+            let _ = write!(
+                words,
+                "; stood still {:.1} ms for later ranks",
+                ms(overlap.late_us)
+            );
+        }
+        words
+    }
+}
+
+fn lane_height(lane: &Lane) -> f64 {
+    match lane {
+        Lane::Compute => 30.0,
+        _ => 20.0,
+    }
+}
+
+fn draw_span(svg: &mut Svg, scale: &Scale, span: &Span, [y, height]: [f64; 2]) {
+    let (left, right) = (scale.x(span.start_us), scale.x(span.end_us));
+    if right <= LEFT || left >= RIGHT {
+        return;
+    }
+    let width = (right - left).max(NARROWEST);
+    // A block is within its pass.
+    let inset = if block(span).is_some() { 4.0 } else { 0.0 };
+    let place = [left, y + inset, width, height - 2.0 * inset];
+    svg.rect(place, class(span.kind), Some(&tip(span)));
+    let label = label(span);
+    if label.len() as f64 * CHARACTER + 6.0 < width {
+        svg.text([left + 4.0, y + height / 2.0 + 4.0], "in", label);
+    }
+}
+
+/// What fits into a span: of a block its name, of an operation what it is for.
+fn label(span: &Span) -> &str {
+    let name = span.name.as_ref();
+    match span.kind {
+        Kind::Forward | Kind::Backward => block(span).unwrap_or(""),
+        Kind::Gradients | Kind::Parameters | Kind::Other => name
+            .split_once('(')
+            .map_or(name, |(_, tag)| tag.trim_end_matches(')')),
+        _ => name,
+    }
+}
+
+/// The block of which this is a pass; none if it is the pass of the whole model.
+fn block(span: &Span) -> Option<&str> {
+    let name = span.name.as_ref();
+    name.strip_prefix("forward ").or(name.strip_prefix("backward "))
+}
+
+fn tip(span: &Span) -> String {
+    let mut tip = format!("{}: {:.3} ms", span.name, span.length_us() * 1e-3);
+    if let Some(collective) = span.collective.as_ref().filter(|collective| collective.bytes > 0) {
+        let _ = write!(tip, ", {:.2} MiB", collective.bytes as f64 / (1 << 20) as f64);
+    }
+    tip
+}
+
+/// Names of colours, and what they stand for.
+const LEGEND: [(Kind, &str); 9] = [
+    (Kind::Data, "data"),
+    (Kind::Forward, "forward"),
+    (Kind::Backward, "backward"),
+    (Kind::Optimizer, "norm, clip, update"),
+    (Kind::Wait, "stands still for communication"),
+    (Kind::Late, "a rank is late"),
+    (Kind::Gradients, "gradients"),
+    (Kind::Parameters, "parameters"),
+    (Kind::Other, "losses, norms"),
+];
+
+fn class(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Step | Kind::Operation => "ground",
+        Kind::Data => "data",
+        Kind::Forward => "forward",
+        Kind::Backward => "backward",
+        Kind::Optimizer => "optimizer",
+        Kind::Wait => "wait",
+        Kind::Gradients => "gradients",
+        Kind::Parameters => "parameters",
+        Kind::Other => "other",
+        Kind::Late => "late",
+    }
+}
+
+fn legend(svg: &mut Svg) {
+    let mut x = 16.0;
+    for (kind, words) in LEGEND {
+        svg.rect([x, 66.0, 14.0, 14.0], class(kind), None);
+        svg.text([x + 20.0, 77.0], "quiet", words);
+        x += 20.0 + words.len() as f64 * (CHARACTER + 0.4) + 24.0;
+    }
+}
+
+/// Ticks at round numbers of milliseconds since the step began.
+fn axis(svg: &mut Svg, scale: &Scale, length_us: f64, y: f64) {
+    let rough = length_us / 10.0;
+    let power = 10_f64.powf(rough.log10().floor());
+    let round = [1.0, 2.0, 5.0, 10.0]
+        .into_iter()
+        .find(|&step| step * power >= rough);
+    let step = round.unwrap_or(10.0) * power;
+    let decimals = if step < 1e3 {
+        1 - (step.log10().floor() as i32 - 2).min(0)
+    } else {
+        0
+    };
+    for tick in 0..=(length_us / step) as u32 {
+        let us = f64::from(tick) * step;
+        let x = scale.x(scale.start + us);
+        svg.line([x, HEADER, x, y + 4.0]);
+        let label = format!("{:.*} ms", decimals as usize, us * 1e-3);
+        svg.text([x + 3.0, y + 20.0], "quiet", &label);
+    }
+}
+
+struct Svg(String);
+
+const STYLE: &str = "\
+text{font:12px system-ui,sans-serif;fill:#222}\
+.heading{font-size:18px;font-weight:600}.rank{font-weight:600}.quiet{fill:#555}.lane{fill:#333}\
+.in{fill:#fff;font-size:11px;pointer-events:none}\
+.ground{fill:#f1f1f1}.data{fill:#9aa0a6}.forward{fill:#4c78a8}.backward{fill:#3f8f6b}\
+.optimizer{fill:#8e6bb0}.wait{fill:#d9534f}.late{fill:#e9b4b2}.gradients{fill:#d9822b}.parameters{fill:#b59a1d}.other{fill:#6b6b6b}\
+rect{stroke:#fff;stroke-width:.5}line{stroke:#0002}";
+
+impl Svg {
+    fn new(height: f64) -> Self {
+        Self(format!(
+            "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {height}\" \
+             width=\"{WIDTH}\" height=\"{height}\">\n<style>{STYLE}</style>\n\
+             <rect width=\"100%\" height=\"100%\" fill=\"#fff\"/>\n"
+        ))
+    }
+
+    fn rect(&mut self, [x, y, width, height]: [f64; 4], class: &str, tip: Option<&str>) {
+        let _ = write!(
+            self.0,
+            "<rect class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\" width=\"{width:.1}\" height=\"{height:.1}\""
+        );
+        match tip {
+            Some(tip) => {
+                let _ = writeln!(self.0, "><title>{}</title></rect>", escaped(tip));
+            }
+            None => self.0.push_str("/>\n"),
+        }
+    }
+
+    fn text(&mut self, [x, y]: [f64; 2], class: &str, words: &str) {
+        let words = escaped(words);
+        let _ = writeln!(
+            self.0,
+            "<text class=\"{class}\" x=\"{x:.1}\" y=\"{y:.1}\">{words}</text>"
+        );
+    }
+
+    fn line(&mut self, [x, y, x2, y2]: [f64; 4]) {
+        let _ = writeln!(
+            self.0,
+            "<line x1=\"{x:.1}\" y1=\"{y:.1}\" x2=\"{x2:.1}\" y2=\"{y2:.1}\"/>"
+        );
+    }
+
+    fn finish(mut self) -> String {
+        self.0.push_str("</svg>\n");
+        self.0
+    }
+}
+
+fn escaped(words: &str) -> String {
+    words
+        .replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+}

@@ -1,0 +1,378 @@
+//! Spans in the Trace Event Format (Google, "Trace Event Format", JSON object form), which Perfetto and Chrome show.
+//!
+//! A rank is a process of the trace, a lane one of its threads. `otherData` says what Perfetto need not know, so that
+//! files of several ranks can be read again and become one.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::arrivals::mark_late;
+use super::{ClockReading, Collective, Kind, Lane, Recording, Span};
+
+/// Numbers of the lanes of one rank begin at a multiple of it: viewers take the number of a thread for unique.
+const LANES: u64 = 100;
+
+/// Spans of some ranks.
+#[derive(Clone, Debug, PartialEq)]
+pub struct TraceFile {
+    /// What is known of each rank, and its spans, in order of rank.
+    pub ranks: Vec<(About, Vec<Span>)>,
+}
+
+/// Of one rank.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct About {
+    /// The run and how it trains, for people.
+    pub run: String,
+    /// Global rank.
+    pub rank: u32,
+    /// Number of ranks.
+    pub world_size: u32,
+    /// Name of its node.
+    pub host: String,
+    /// Generation of the job.
+    pub generation: u64,
+    /// First and last step, from 1.
+    pub steps: [u64; 2],
+    /// When time 0 of its spans was.
+    pub clock: ClockReading,
+    /// Spans that are not here: too many, or without times.
+    pub missed: u64,
+}
+
+/// A file that is no such trace.
+#[derive(Debug, thiserror::Error)]
+#[error("not a timeline of ddp-run: {0}")]
+pub struct TraceFileError(#[from] serde_json::Error);
+
+#[derive(Serialize, Deserialize)]
+struct Document {
+    #[serde(rename = "displayTimeUnit")]
+    unit: String,
+    #[serde(rename = "otherData")]
+    other: Other,
+    #[serde(rename = "traceEvents")]
+    events: Vec<TraceEvent>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct Other {
+    ranks: Vec<About>,
+}
+
+#[derive(Serialize, Deserialize)]
+struct TraceEvent {
+    name: String,
+    ph: Phase,
+    pid: u64,
+    tid: u64,
+    #[serde(rename = "cat", skip_serializing_if = "Option::is_none")]
+    kind: Option<Kind>,
+    /// Microseconds, as `dur`.
+    #[serde(rename = "ts", skip_serializing_if = "Option::is_none")]
+    start: Option<f64>,
+    #[serde(rename = "dur", skip_serializing_if = "Option::is_none")]
+    length: Option<f64>,
+    #[serde(default, skip_serializing_if = "Args::is_empty")]
+    args: Args,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+enum Phase {
+    /// A span.
+    #[serde(rename = "X")]
+    Complete,
+    /// What a process or a thread is called.
+    #[serde(rename = "M")]
+    Metadata,
+}
+
+#[derive(Default, Serialize, Deserialize)]
+struct Args {
+    #[serde(skip_serializing_if = "Option::is_none")]
+    name: Option<String>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    sort_index: Option<u64>,
+    #[serde(flatten)]
+    collective: Option<Collective>,
+}
+
+impl Args {
+    fn is_empty(&self) -> bool {
+        matches!(
+            self,
+            Self {
+                name: None,
+                sort_index: None,
+                collective: None
+            }
+        )
+    }
+}
+
+impl TraceFile {
+    /// Of one rank. `about` says of clock and missed spans what the recording does.
+    #[must_use]
+    pub fn of_rank(about: About, recording: Recording) -> Self {
+        let Recording {
+            mut spans,
+            missed,
+            clock,
+        } = recording;
+        sort(&mut spans);
+        let about = About {
+            clock,
+            missed,
+            ..about
+        };
+        Self {
+            ranks: vec![(about, spans)],
+        }
+    }
+
+    /// All ranks of several files, on one clock, and who waited for whom.
+    #[must_use]
+    pub fn merged(files: Vec<Self>) -> Self {
+        let mut ranks: Vec<_> = files.into_iter().flat_map(|file| file.ranks).collect();
+        ranks.sort_by_key(|(about, _)| about.rank);
+        let readings: Vec<&ClockReading> = ranks.iter().map(|(about, _)| &about.clock).collect();
+        let offsets = ClockReading::offsets_us(&readings);
+        for ((about, spans), offset) in ranks.iter_mut().zip(offsets) {
+            for span in spans {
+                span.start_us += offset;
+                span.end_us += offset;
+            }
+            about.clock.ns -= (offset * 1e3) as i64;
+        }
+        mark_late(&mut ranks);
+        for (_, spans) in &mut ranks {
+            sort(spans);
+        }
+        Self { ranks }
+    }
+
+    /// The content of the file.
+    #[must_use]
+    pub fn to_json(&self) -> Vec<u8> {
+        let events = self.ranks.iter().flat_map(|(about, spans)| events(about, spans));
+        let document = Document {
+            unit: "ms".into(),
+            other: Other {
+                ranks: self.ranks.iter().map(|(about, _)| about.clone()).collect(),
+            },
+            events: events.collect(),
+        };
+        serde_json::to_vec(&document).expect("numbers and names serialise")
+    }
+
+    /// From the content of a file.
+    pub fn parse(json: &[u8]) -> Result<Self, TraceFileError> {
+        let document: Document = serde_json::from_slice(json)?;
+        let mut lanes: BTreeMap<u64, Lane> = BTreeMap::new();
+        for event in &document.events {
+            if let (Phase::Metadata, "thread_name", Some(name)) =
+                (event.ph, event.name.as_str(), &event.args.name)
+                && let Some(lane) = Lane::named(name)
+            {
+                lanes.insert(event.tid, lane);
+            }
+        }
+        let mut spans: BTreeMap<u64, Vec<Span>> = BTreeMap::new();
+        for event in document.events {
+            let (Some(kind), Some(start_us), Some(length)) = (event.kind, event.start, event.length) else {
+                continue;
+            };
+            let Some(lane) = lanes.get(&event.tid) else {
+                continue;
+            };
+            spans.entry(event.pid).or_default().push(Span {
+                lane: lane.clone(),
+                kind,
+                name: event.name.into(),
+                start_us,
+                end_us: start_us + length,
+                collective: event.args.collective,
+            });
+        }
+        let of_rank = |about: About| {
+            let spans = spans.remove(&process(&about)).unwrap_or_default();
+            (about, spans)
+        };
+        Ok(Self {
+            ranks: document.other.ranks.into_iter().map(of_rank).collect(),
+        })
+    }
+}
+
+/// By time; what begins together and ends later is around the other.
+fn sort(spans: &mut [Span]) {
+    spans.sort_by(|a, b| (a.start_us.total_cmp(&b.start_us)).then(b.end_us.total_cmp(&a.end_us)));
+}
+
+/// Number of a rank's process. Viewers take process 0 for the system's.
+fn process(about: &About) -> u64 {
+    u64::from(about.rank) + 1
+}
+
+fn events(about: &About, spans: &[Span]) -> Vec<TraceEvent> {
+    let pid = process(about);
+    let mut lanes: Vec<&Lane> = spans.iter().map(|span| &span.lane).collect();
+    lanes.sort_unstable();
+    lanes.dedup();
+    let tid = |lane: usize| pid * LANES + lane as u64;
+    let metadata = |name: &str, tid: u64, args: Args| TraceEvent {
+        name: name.into(),
+        ph: Phase::Metadata,
+        pid,
+        tid,
+        kind: None,
+        start: None,
+        length: None,
+        args,
+    };
+    let named = |name: String| Args {
+        name: Some(name),
+        ..Args::default()
+    };
+    let sorted = |index: u64| Args {
+        sort_index: Some(index),
+        ..Args::default()
+    };
+    let title = format!("rank {} of {} ({})", about.rank, about.world_size, about.host);
+    let mut events = vec![
+        metadata("process_name", tid(0), named(title)),
+        metadata("process_sort_index", tid(0), sorted(u64::from(about.rank))),
+    ];
+    for (index, lane) in lanes.iter().enumerate() {
+        events.push(metadata("thread_name", tid(index), named(lane.to_string())));
+        events.push(metadata("thread_sort_index", tid(index), sorted(index as u64)));
+    }
+    events.extend(spans.iter().map(|span| TraceEvent {
+        name: span.name.clone().into_owned(),
+        ph: Phase::Complete,
+        pid,
+        tid: tid(lanes.binary_search(&&span.lane).expect("collected above")),
+        kind: Some(span.kind),
+        start: Some(to_ns(span.start_us)),
+        length: Some(to_ns(span.length_us())),
+        args: Args {
+            collective: span.collective.clone(),
+            ..Args::default()
+        },
+    }));
+    events
+}
+
+/// Microseconds without the digits below nanoseconds.
+fn to_ns(us: f64) -> f64 {
+    (us * 1e3).round() / 1e3
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn about(rank: u32, clock: &str, ns: i64) -> About {
+        About {
+            run: "test".into(),
+            rank,
+            world_size: 2,
+            host: "node-a".into(),
+            generation: 0,
+            steps: [3, 4],
+            clock: ClockReading {
+                clock: clock.into(),
+                ns,
+            },
+            missed: 0,
+        }
+    }
+
+    fn spans() -> Vec<Span> {
+        let span = |lane: Lane, kind, name: &'static str, start_us, end_us, collective| Span {
+            lane,
+            kind,
+            name: name.into(),
+            start_us,
+            end_us,
+            collective,
+        };
+        let comm = Lane::Communicator("world".into());
+        let reduce = Collective {
+            bytes: 4096,
+            first_rank: 0,
+            ranks: 2,
+            sequence: Some(5),
+        };
+        vec![
+            span(Lane::Compute, Kind::Backward, "backward h.0", 1.0, 4.5, None),
+            span(Lane::Steps, Kind::Step, "step 3", 0.0, 9.0, None),
+            span(
+                comm,
+                Kind::Gradients,
+                "all-reduce (bucket 0)",
+                2.0,
+                3.0,
+                Some(reduce),
+            ),
+            span(Lane::Compute, Kind::Backward, "backward", 1.0, 8.0, None),
+        ]
+    }
+
+    #[test]
+    fn a_rank_reads_as_it_was_written() {
+        let recording = Recording {
+            spans: spans(),
+            missed: 7,
+            clock: ClockReading {
+                clock: "a".into(),
+                ns: 5,
+            },
+        };
+        let file = TraceFile::of_rank(about(1, "", 0), recording);
+        let read = TraceFile::parse(&file.to_json()).unwrap();
+        assert_eq!(read, file);
+        let (about, spans) = &read.ranks[0];
+        assert_eq!((about.missed, about.clock.ns), (7, 5));
+        // Around before inside.
+        let names: Vec<_> = spans.iter().map(|span| span.name.as_ref()).collect();
+        assert_eq!(
+            names,
+            ["step 3", "backward", "backward h.0", "all-reduce (bucket 0)"]
+        );
+        assert!(TraceFile::parse(b"{}").is_err());
+    }
+
+    #[test]
+    fn it_is_what_viewers_read() {
+        let file = TraceFile {
+            ranks: vec![(about(0, "a", 0), spans())],
+        };
+        let json: serde_json::Value = serde_json::from_slice(&file.to_json()).unwrap();
+        insta::assert_snapshot!(
+            serde_json::to_string(&json["traceEvents"][0]).unwrap(),
+            @r#"{"args":{"name":"rank 0 of 2 (node-a)"},"name":"process_name","ph":"M","pid":1,"tid":100}"#
+        );
+        let reduce = json["traceEvents"].as_array().unwrap();
+        let reduce = reduce.iter().find(|event| event["cat"] == "gradients").unwrap();
+        insta::assert_snapshot!(
+            serde_json::to_string(reduce).unwrap(),
+            @r#"{"args":{"bytes":4096,"first_rank":0,"ranks":2,"sequence":5},"cat":"gradients","dur":1.0,"name":"all-reduce (bucket 0)","ph":"X","pid":1,"tid":102,"ts":2.0}"#
+        );
+    }
+
+    #[test]
+    fn ranks_of_one_machine_have_one_clock() {
+        let one = |rank, clock, ns| TraceFile {
+            ranks: vec![(about(rank, clock, ns), spans())],
+        };
+        let merged = TraceFile::merged(vec![one(2, "b", 77), one(1, "a", 4_000), one(0, "a", 1_000)]);
+        let begins: Vec<(u32, f64)> = merged
+            .ranks
+            .iter()
+            .map(|(about, spans)| (about.rank, spans[0].start_us))
+            .collect();
+        assert_eq!(begins, [(0, 0.0), (1, 3.0), (2, 0.0)]);
+    }
+}

@@ -1,0 +1,201 @@
+//! The steps whose timeline is written: `run.timeline`.
+//!
+//! All ranks leave a barrier together and begin; behind the last of the steps each writes what it has seen, and rank 0
+//! makes one trace of all of them, and a picture of the last step. Training stands still meanwhile, between two steps.
+
+use std::fs;
+use std::ops::RangeInclusive;
+use std::path::Path;
+
+use serde_json::json;
+
+use super::TrainError;
+use super::exchange::Exchange;
+use super::recorder::{say, warn};
+use super::world::World;
+use crate::config::{Strategy, TrainConfig};
+use crate::metrics::{RunFilesError, TimelineFiles};
+use crate::model::Model;
+use crate::session::Session;
+use crate::timeline::{About, ClockReading, Lane, Overlap, TraceFile, picture};
+
+/// Most ranks of which one trace is made; the files of all are there.
+const MAX_MERGED: usize = 64;
+
+/// See the module.
+pub(super) struct Window {
+    /// From 1.
+    steps: Option<RangeInclusive<u64>>,
+    files: TimelineFiles,
+    /// The run and how it trains, in words.
+    run: String,
+    /// The step that was the first one, once it has begun.
+    began_with: Option<u64>,
+}
+
+impl Window {
+    /// Closed.
+    pub(super) fn new(config: &TrainConfig, out_dir: &Path, model: &Model, world: &World) -> Self {
+        Self {
+            steps: config.run.timeline.map(|range| range.steps()),
+            files: TimelineFiles::of_run(out_dir),
+            run: training_in_words(config, model, world),
+            began_with: None,
+        }
+    }
+
+    /// True if this step, from 1, is the first of them in this life of the run.
+    pub(super) fn opens_with(&self, step: u64) -> bool {
+        self.began_with.is_none() && self.steps.as_ref().is_some_and(|steps| steps.contains(&step))
+    }
+
+    /// True if it is open and this step is the last of them.
+    pub(super) fn closes_with(&self, step: u64) -> bool {
+        self.is_open() && self.steps.as_ref().is_some_and(|steps| *steps.end() == step)
+    }
+
+    /// True between its first step and its last.
+    pub(super) fn is_open(&self) -> bool {
+        self.began_with.is_some()
+    }
+
+    /// Begins with this step. Every rank must call it, with nothing in flight.
+    pub(super) fn open(&mut self, world: &World, exchange: &Exchange, step: u64) -> Result<(), TrainError> {
+        exchange.gather("begin of the timeline", [0.0; 2])?;
+        let World { device, stream, .. } = world;
+        (world.comm.timeline()).open(device.as_ref(), *stream, world.deadline())?;
+        self.began_with = Some(step);
+        Ok(())
+    }
+
+    /// Ends behind this step, and writes the files. Every rank must call it, with nothing in flight. A file that cannot
+    /// be written is a warning: training goes on.
+    pub(super) fn close(
+        &mut self,
+        world: &World,
+        exchange: &Exchange,
+        session: &Session,
+        step: u64,
+    ) -> Result<(), TrainError> {
+        let (Some(first), Some(recording)) = (self.began_with.take(), world.comm.timeline().close()) else {
+            return Ok(());
+        };
+        // Not again in this life, should another step be in the range.
+        self.steps = None;
+        let env = session.env();
+        let about = About {
+            run: self.run.clone(),
+            rank: env.rank.get(),
+            world_size: env.world_size.get(),
+            host: host(),
+            generation: env.generation.get(),
+            steps: [first, step],
+            clock: ClockReading::now(),
+            missed: 0,
+        };
+        let file = TraceFile::of_rank(about, recording);
+        let written = self.files.write_rank(world.rank(), &file.to_json());
+        if let Err(error) = &written {
+            warn(&format!(
+                "the timeline of rank {} is lost: {error}",
+                env.rank.get()
+            ));
+        }
+        let all = exchange.gather("timelines", [f64::from(u8::from(written.is_ok())), 0.0])?;
+        if world.rank() == 0 {
+            let whole = (0..all.len()).filter(|&rank| all[rank][0] > 0.0);
+            match self.merge(whole.take(MAX_MERGED), step) {
+                Ok(words) => say(&words),
+                Err(error) => warn(&format!(
+                    "the timelines of the ranks have not become one: {error}"
+                )),
+            }
+        }
+        Ok(())
+    }
+
+    /// One trace and one picture of some ranks. Returns what to tell of them.
+    fn merge(&self, ranks: impl Iterator<Item = usize>, step: u64) -> Result<String, Lost> {
+        let read = |rank: usize| -> Result<TraceFile, Lost> {
+            let path = self.files.of_rank(rank);
+            let unread = |cause: String| Lost(format!("{}: {cause}", path.display()));
+            let json = fs::read(&path).map_err(|e| unread(e.to_string()))?;
+            TraceFile::parse(&json).map_err(|e| unread(e.to_string()))
+        };
+        let merged = TraceFile::merged(ranks.map(read).collect::<Result<_, _>>()?);
+        let trace = self.files.write_trace(&merged.to_json())?;
+        let mut words = format!(
+            "timeline of {}: {} (for https://ui.perfetto.dev)",
+            in_words(&merged),
+            trace.display()
+        );
+        if let Some(picture) = picture(&merged, step) {
+            let path = self.files.write_picture(&picture)?;
+            words = format!("{words}, {}", path.display());
+        }
+        Ok(words)
+    }
+}
+
+/// Why there is no trace of all ranks.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+struct Lost(String);
+
+impl From<RunFilesError> for Lost {
+    fn from(error: RunFilesError) -> Self {
+        Self(error.to_string())
+    }
+}
+
+/// `single-node: gpt2 4 × 128, f32, ddp, bucketed, overlap, on cpu (1 thread, avx512)`
+fn training_in_words(config: &TrainConfig, model: &Model, world: &World) -> String {
+    let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
+    let parallel = &config.parallel;
+    let mut words = vec![
+        model.name.clone(),
+        word(json!(config.train.precision)),
+        word(json!(parallel.strategy)),
+    ];
+    if parallel.strategy == Strategy::Ddp {
+        words.push(word(json!(parallel.sync)));
+    }
+    let overlap = if parallel.overlap { "overlap" } else { "no overlap" };
+    words.push(overlap.to_owned());
+    let (name, device) = (&config.run.name, world.device.name());
+    format!("{name}: {}, on {device}", words.join(", "))
+}
+
+/// Name of this machine.
+fn host() -> String {
+    let name = nix::unistd::gethostname().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}
+
+/// `steps 10 to 12, 97 % of the communication hidden`
+fn in_words(file: &TraceFile) -> String {
+    let steps = match file.ranks.first().map(|(about, _)| about.steps) {
+        Some([first, last]) if first == last => format!("step {first}"),
+        Some([first, last]) => format!("steps {first} to {last}"),
+        None => "no rank".to_owned(),
+    };
+    let (mut all, mut whole_us) = (Overlap::default(), 0.0);
+    for (_, spans) in &file.ranks {
+        for step in spans.iter().filter(|span| span.lane == Lane::Steps) {
+            all += Overlap::of(spans, [step.start_us, step.end_us]);
+            whole_us += step.length_us();
+        }
+    }
+    let mut words = steps;
+    if let Some(hidden) = all.hidden() {
+        words = format!("{words}, {:.0} % of the communication hidden", hidden * 100.0);
+    }
+    let share = all.late_us / whole_us;
+    if share >= 0.01 {
+        words = format!(
+            "{words}, {:.0} % of the time spent standing still for later ranks",
+            share * 100.0
+        );
+    }
+    words
+}
