@@ -137,17 +137,12 @@ impl Device for CpuDevice {
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        let bytes = spec.len * spec.dtype.bytes();
+        let bytes = spec.bytes();
         let memory = match spec.sharing {
             Sharing::Private => HostMemory::private(&spec.name, bytes)?,
             Sharing::Node => HostMemory::shared(&spec.name, bytes)?,
         };
-        Ok(Arena::new(
-            spec.name.clone(),
-            spec.dtype,
-            spec.len,
-            Box::new(memory),
-        ))
+        Ok(Arena::new(spec, memory))
     }
 
     fn stream(&self) -> Stream {

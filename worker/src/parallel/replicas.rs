@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use super::{GradientLayout, Place, Portion, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use crate::model::ParamId;
 
 /// Bytes of the hash of one parameter.
@@ -116,12 +116,11 @@ impl Replicas {
         device: &Arc<dyn Device>,
         compared: Vec<Compared>,
     ) -> Result<Self, ReplicasError> {
-        let spec = ArenaSpec {
-            name: "parameter hashes".into(),
-            dtype: DType::U8,
-            len: comm.size() * compared.len() * HASH_BYTES,
-            sharing: Sharing::Node,
-        };
+        let spec = ArenaSpec::on_node(
+            "parameter hashes",
+            DType::U8,
+            comm.size() * compared.len() * HASH_BYTES,
+        );
         Ok(Self {
             hashes: comm.alloc_shared(device, &spec)?,
             comm: comm.clone(),
