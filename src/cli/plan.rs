@@ -71,7 +71,8 @@ pub fn resolve(
 
     let alone = nodes.max == 1;
     let agreed = agreed(&settings, &target, nodes);
-    let (job_signature, job_description) = target.signature(&agreed);
+    let job_signature = target.signature(&agreed);
+    let job_description = target.describe(&validated.as_ref().map_or_else(Vec::new, Validated::entries));
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
     let (workers, cores) = places(&settings, validated.as_ref().and_then(Validated::threads))?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
