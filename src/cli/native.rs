@@ -63,6 +63,11 @@ impl Validated {
         self.located.config.train.threads
     }
 
+    /// The keys that are set and their values, as people write them.
+    pub fn entries(&self) -> Vec<(String, String)> {
+        self.located.entries()
+    }
+
     /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
     pub fn refusal(&self, nodes: u32, workers: u32) -> Option<CliError> {
         let env = WorkerEnv {

@@ -10,11 +10,11 @@ use ddp_launcher::{
 };
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
+use ddp_proto::words::counted;
 use nix::sys::signal::Signal;
 
 use super::absentees::words_on_absent_ranks;
 use super::args::ParsedArgs;
-use super::count::counted;
 use super::dry_run::Sources;
 use super::error::{CliError, OWN_PREFIX};
 use super::hardware::{Hardware, NoGpus, usable_cores};
@@ -71,7 +71,8 @@ pub fn resolve(
 
     let alone = nodes.max == 1;
     let agreed = agreed(&settings, &target, nodes);
-    let (job_signature, job_description) = target.signature(&agreed);
+    let job_signature = target.signature(&agreed);
+    let job_description = target.describe(&validated.as_ref().map_or_else(Vec::new, Validated::entries));
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
     let (workers, cores) = places(&settings, validated.as_ref().and_then(Validated::threads))?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;

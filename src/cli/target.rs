@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
+use std::fmt::Write as _;
 use std::fs::File;
 use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
@@ -12,6 +13,11 @@ use super::error::CliError;
 
 /// First argument of the invocation by which `ddp-run` runs its own native worker.
 pub const WORKER_SUBCOMMAND: &str = "__worker";
+
+/// Most bytes of target and keys that a description takes; the daemon takes some more.
+const DESCRIPTION_BYTES: usize = 8 << 10;
+/// Most bytes of the words of a command line in a description.
+const WORDS_BYTES: usize = 2 << 10;
 
 /// What a target is, told by the end of its name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -176,9 +182,9 @@ impl Target {
             .into_owned()
     }
 
-    /// Hash of what the nodes of one job must agree on, and the same in words. A program's own contents
+    /// Hash of what the nodes of one job must agree on. A program's own contents
     /// are not part of it: they may rightly differ between machines, a configuration may not.
-    pub fn signature(&self, settings: &AgreedSettings) -> (String, String) {
+    pub fn signature(&self, settings: &AgreedSettings) -> String {
         let mut hasher = blake3::Hasher::new();
         let mut field = |bytes: &[u8]| {
             // Lengths keep `["ab"]` and `["a", "b"]` apart.
@@ -196,7 +202,7 @@ impl Target {
         field(&settings.min_nodes.to_le_bytes());
         field(&settings.max_nodes.to_le_bytes());
         field(&settings.max_restarts.to_le_bytes());
-        (hasher.finalize().to_hex().to_string(), self.describe(settings))
+        hasher.finalize().to_hex().to_string()
     }
 
     /// Hash of all that tells a job without a name from others: its signature, and the arguments of its program, which
@@ -211,28 +217,63 @@ impl Target {
         hasher.finalize().to_hex().to_string()
     }
 
-    fn describe(&self, settings: &AgreedSettings) -> String {
-        let mut words = vec![format!("target `{}`", self.display_name())];
-        if !self.args.is_empty() {
-            let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
-            words.push(format!("arguments `{}`", args.join(" ")));
+    /// The same for people, as lines `key: value`, without the flags that nodes tell each other by themselves. `entries`
+    /// are the keys of the configuration. After an empty line follows what says less: a configuration's text may differ
+    /// where no value does, and arguments may differ rightly.
+    pub fn describe(&self, entries: &[(String, String)]) -> String {
+        let kind = match self.kind {
+            TargetKind::Module => "module",
+            TargetKind::Native | TargetKind::Python | TargetKind::Program => "target",
+        };
+        let mut words = String::new();
+        let mut room = DESCRIPTION_BYTES;
+        let mut add = |key: &str, value: &str| {
+            let line = format!("{key}: {}\n", one_line(value));
+            // What has no room is in the hash of the text.
+            if line.len() <= room {
+                room -= line.len();
+                words.push_str(&line);
+            }
+        };
+        add(kind, &self.display_name());
+        for (key, value) in entries {
+            add(key, value);
         }
+        words.push('\n');
         if let Some(yaml) = &self.yaml {
             let hash = blake3::hash(yaml.as_bytes()).to_hex();
-            words.push(format!("configuration {} ({} bytes)", &hash[..8], yaml.len()));
+            let _ = writeln!(
+                words,
+                "the text of the configuration: {} bytes, hash {}",
+                yaml.len(),
+                &hash[..8]
+            );
         }
-        if !self.overrides.is_empty() {
-            words.push(format!("`--set {}`", self.overrides.join(" --set ")));
+        for (key, values) in [
+            ("--set", self.overrides.join(" ")),
+            ("arguments", self.arguments()),
+        ] {
+            if !values.is_empty() {
+                let _ = writeln!(words, "{key}: {}", clip(&one_line(&values)));
+            }
         }
-        let AgreedSettings {
-            min_nodes,
-            max_nodes,
-            max_restarts,
-        } = settings;
-        words.push(format!("`--nnodes {min_nodes}:{max_nodes}`"));
-        words.push(format!("`--max-restarts {max_restarts}`"));
-        words.join(", ")
+        words
     }
+
+    fn arguments(&self) -> String {
+        let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
+        args.join(" ")
+    }
+}
+
+/// As much of a list of words as a description takes.
+fn clip(words: &str) -> &str {
+    &words[..words.floor_char_boundary(WORDS_BYTES)]
+}
+
+/// Lines are what tells the entries of a description apart.
+fn one_line(value: &str) -> String {
+    value.replace(|c: char| c.is_control(), " ")
 }
 
 /// Settings that must be the same on all nodes of a job. The number of workers may differ.
@@ -323,10 +364,31 @@ mod tests {
             native("x: 1", &["a.b=1"]).signature(&AGREED),
             native("x: 1", &[]).signature(&other_restarts),
         ] {
-            assert_ne!(base.0, other.0);
-            assert_ne!(base.1, other.1, "the words must show the difference too");
+            assert_ne!(base, other);
         }
-        insta::assert_snapshot!(native("x: 1", &["a.b=1"]).signature(&AGREED).1, @"target `train.yaml`, configuration 5c86c9ef (4 bytes), `--set a.b=1`, `--nnodes 1:2`, `--max-restarts 3`");
+    }
+
+    #[test]
+    fn a_description_has_a_line_for_each_key() {
+        let entries = [("x", "1"), ("data.val", "two\nlines")].map(|(key, value)| (key.into(), value.into()));
+        insta::assert_snapshot!(native("x: 1", &["a.b=1"]).describe(&entries), @r"
+        target: train.yaml
+        x: 1
+        data.val: two lines
+
+        the text of the configuration: 4 bytes, hash 5c86c9ef
+        --set: a.b=1
+        ");
+        let huge = [
+            ("a".to_owned(), "v".repeat(1 << 20)),
+            ("b".to_owned(), "1".to_owned()),
+        ];
+        let words = native("x: 1", &[&"s".repeat(1 << 20)]).describe(&huge);
+        assert!(
+            words.len() < 16 << 10 && words.contains("b: 1\n"),
+            "{}",
+            words.len()
+        );
     }
 
     #[test]
@@ -339,11 +401,15 @@ mod tests {
             yaml: None,
         };
         let (one, other) = (script("/scratch/a"), script("/scratch/b"));
-        let (signature, words) = one.signature(&AGREED);
-        assert_eq!(signature, other.signature(&AGREED).0);
+        let signature = one.signature(&AGREED);
+        assert_eq!(signature, other.signature(&AGREED));
         assert_ne!(one.distinction(&signature), other.distinction(&signature));
         assert_eq!(one.distinction(&signature), one.distinction(&signature));
-        assert!(words.contains("arguments `/scratch/a`"), "{words}");
+        insta::assert_snapshot!(one.describe(&[]), @r"
+        target: t.py
+
+        arguments: /scratch/a
+        ");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{GenerationOver, Join, Refused, Waiting, refused::Code};
 
 use super::config::Config;
+use super::difference::disagreement;
 use super::event::{ConnId, Peer, Turn};
 use super::failures::tell;
 use super::job::{Job, Node, Phase, Readiness};
@@ -108,9 +109,7 @@ impl Job {
             .nodes
             .iter()
             .find(|(incarnation, _)| **incarnation != joining.incarnation);
-        if let Some(reason) =
-            other.and_then(|(_, node)| words::disagreement(&self.id, &node.join, &joining.join))
-        {
+        if let Some(reason) = other.and_then(|(_, node)| disagreement(&self.id, &node.join, &joining.join)) {
             return Err((Code::Disagree, reason));
         }
         if let Some(reason) = self.mistaken_for(joining) {

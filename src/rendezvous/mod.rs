@@ -19,6 +19,7 @@
 //! | `scale` | growing | nodes that come to a job that runs |
 //! | `unnamed` | jobs without a name | how they are told apart |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
+//! | `difference` | two nodes of one job | in what they differ |
 //! | `words` | messages | what people read |
 //! | `actor` | the task that owns the state | the clock, the dice, the queues |
 //! | `server` | [`serve`] | gRPC, sockets |
@@ -30,6 +31,7 @@
 mod actor;
 mod assignment;
 mod config;
+mod difference;
 mod event;
 mod failures;
 mod gather;

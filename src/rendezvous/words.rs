@@ -1,10 +1,12 @@
-//! The words of decisions that people read: failures, time-outs, disagreements.
+//! The words of decisions that people read: failures and time-outs.
 
 use std::fmt::Write as _;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::{Join, WorkerExit};
+use ddp_proto::words::{counted, numbered};
 
+use super::difference::between_jobs;
 use super::kv::clip;
 
 /// Longest part of a description that is quoted.
@@ -22,11 +24,7 @@ pub(super) fn node(hostname: &str, rank: Option<u32>) -> String {
 
 /// "1 node", "2 nodes".
 pub(super) fn nodes(count: u32) -> String {
-    if count == 1 {
-        "1 node".into()
-    } else {
-        format!("{count} nodes")
-    }
+    counted(count, "node")
 }
 
 /// "1 node is", "2 nodes are".
@@ -54,15 +52,10 @@ pub(super) fn all(count: u32) -> String {
 
 /// "node rank 1", "node ranks 1, 3", at most [`MAX_NAMED`] of them.
 pub(super) fn node_ranks(ranks: &[u32]) -> String {
-    let mut words = match ranks.len() {
-        1 => "node rank ".to_owned(),
-        _ => "node ranks ".to_owned(),
-    };
-    let named: Vec<String> = ranks.iter().take(MAX_NAMED).map(ToString::to_string).collect();
-    words.push_str(&named.join(", "));
-    let more = ranks.len().saturating_sub(MAX_NAMED);
-    if more > 0 {
-        let _ = write!(words, " and {more} more");
+    let (named, more) = ranks.split_at(ranks.len().min(MAX_NAMED));
+    let mut words = numbered("node rank", named);
+    if !more.is_empty() {
+        let _ = write!(words, " and {} more", more.len());
     }
     words
 }
@@ -202,13 +195,7 @@ impl TimedOut<'_> {
         let _ = write!(words, "; missing: {}", nodes(missing));
         let mut details = Vec::new();
         if !self.missing_ranks.is_empty() {
-            let ranks: Vec<String> = self
-                .missing_ranks
-                .iter()
-                .take(MAX_NAMED)
-                .map(ToString::to_string)
-                .collect();
-            details.push(format!("node ranks: {}", ranks.join(", ")));
+            details.push(node_ranks(&self.missing_ranks));
         }
         if !self.gone.is_empty() {
             details.push(format!("lost: {}", list(self.gone.iter().copied())));
@@ -232,7 +219,7 @@ impl TimedOut<'_> {
 
 /// Another job without a name that waits as well, and in what it differs.
 pub(super) fn lookalike(other_id: &str, here: &Join, there: &Join) -> String {
-    let what = disagreeing(here, there).unwrap_or_else(|| difference(here, there));
+    let what = between_jobs(here, there);
     format!(
         "note: another job without a name is here too, `{}`: {what}; nodes without a `--rdzv-id` are one job only if \
          their targets, arguments and flags are the same",
@@ -240,86 +227,9 @@ pub(super) fn lookalike(other_id: &str, here: &Join, there: &Join) -> String {
     )
 }
 
-/// What two nodes of one job disagree on; none if they agree.
-pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<String> {
-    let what = disagreeing(first, second)?;
-    Some(format!(
-        "nodes disagree on job `{job}`: {what}\n  \
-         hint: start every node with the same target, configuration and flags"
-    ))
-}
-
-fn disagreeing(first: &Join, second: &Join) -> Option<String> {
-    let (a, b) = (&first.hostname, &second.hostname);
-    let nnodes = |join: &Join| {
-        if join.min_nodes == join.max_nodes {
-            join.min_nodes.to_string()
-        } else {
-            format!("{}:{}", join.min_nodes, join.max_nodes)
-        }
-    };
-    let flag = |name: &str, x: String, y: String| {
-        (x != y).then(|| format!("`{name}` is {x} on node `{a}`, {y} on node `{b}`"))
-    };
-    flag("--nnodes", nnodes(first), nnodes(second))
-        .or_else(|| {
-            flag(
-                "--max-restarts",
-                first.max_restarts.to_string(),
-                second.max_restarts.to_string(),
-            )
-        })
-        .or_else(|| (first.job_signature != second.job_signature).then(|| difference(first, second)))
-}
-
-/// The first line in which two descriptions differ.
-fn difference(first: &Join, second: &Join) -> String {
-    let (mut x, mut y) = (first.job_description.lines(), second.job_description.lines());
-    loop {
-        match (x.next(), y.next()) {
-            (None, None) => {
-                return format!(
-                    "node `{}` and node `{}` describe it alike, but their signatures differ (`{}`, `{}`)",
-                    first.hostname,
-                    second.hostname,
-                    clip(&first.job_signature, 16),
-                    clip(&second.job_signature, 16)
-                );
-            }
-            (x, y) if x == y => {}
-            (x, y) => {
-                let quote = |line: Option<&str>| {
-                    line.map_or_else(
-                        || "nothing there".to_owned(),
-                        |line| format!("`{}`", clip(line.trim(), QUOTE_BYTES)),
-                    )
-                };
-                return format!(
-                    "node `{}` has {}, node `{}` has {}",
-                    first.hostname,
-                    quote(x),
-                    second.hostname,
-                    quote(y)
-                );
-            }
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn join(hostname: &str, signature: &str, description: &str) -> Join {
-        Join {
-            hostname: hostname.into(),
-            min_nodes: 2,
-            max_nodes: 2,
-            job_signature: signature.into(),
-            job_description: description.into(),
-            ..Join::default()
-        }
-    }
 
     #[test]
     fn exits_in_words_and_codes() {
@@ -381,7 +291,7 @@ mod tests {
             max: 4,
         };
         insta::assert_snapshot!(first.words(), @r"
-        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes (node ranks: 1, 3)
+        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes (node ranks 1, 3)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
         ");
         let restart = TimedOut {
@@ -396,39 +306,6 @@ mod tests {
         insta::assert_snapshot!(restart.words(), @r"
         rendezvous of job `job1` timed out after 600.0 s: 1 of 2 to 3 nodes came: `a`; missing: 1 node (lost: `b`; still stopping: `c`)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
-        ");
-    }
-
-    #[test]
-    fn a_disagreement_names_both_nodes_and_what_differs() {
-        let a = join("a", "1234", "target: train.yaml\ntrain.seed: 1");
-        let b = join("b", "5678", "target: train.yaml\ntrain.seed: 2");
-        assert_eq!(disagreement("j", &a, &a), None);
-        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @r"
-        nodes disagree on job `j`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`
-          hint: start every node with the same target, configuration and flags
-        ");
-        let shorter = join("b", "5678", "target: train.yaml");
-        insta::assert_snapshot!(disagreement("j", &a, &shorter).unwrap(), @r"
-        nodes disagree on job `j`: node `a` has `train.seed: 1`, node `b` has nothing there
-          hint: start every node with the same target, configuration and flags
-        ");
-        let alike = join("b", "5678", &a.job_description);
-        insta::assert_snapshot!(disagreement("j", &a, &alike).unwrap(), @r"
-        nodes disagree on job `j`: node `a` and node `b` describe it alike, but their signatures differ (`1234`, `5678`)
-          hint: start every node with the same target, configuration and flags
-        ");
-        let mut elastic = join("b", "1234", "");
-        elastic.min_nodes = 1;
-        insta::assert_snapshot!(disagreement("j", &a, &elastic).unwrap(), @r"
-        nodes disagree on job `j`: `--nnodes` is 2 on node `a`, 1:2 on node `b`
-          hint: start every node with the same target, configuration and flags
-        ");
-        let mut patient = join("b", "1234", "");
-        patient.max_restarts = 3;
-        insta::assert_snapshot!(disagreement("j", &a, &patient).unwrap(), @r"
-        nodes disagree on job `j`: `--max-restarts` is 0 on node `a`, 3 on node `b`
-          hint: start every node with the same target, configuration and flags
         ");
     }
 

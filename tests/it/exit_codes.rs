@@ -2,7 +2,7 @@
 
 use nix::sys::signal::Signal;
 
-use crate::harness::{Daemon, ReservedPort, Running, launch, temp_dir};
+use crate::harness::{Daemon, ReservedPort, Running, TinyJob, launch, temp_dir};
 
 /// A worker that says it is there and then waits for ever.
 const WAITING: &str = "echo ready; exec sleep 1000";
@@ -190,6 +190,33 @@ fn nodes_that_disagree_give_76_on_both() {
         .expect_exit(76)
         .expect_stderr("`true`")
         .expect_stderr("`false`");
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn nodes_that_disagree_hear_of_the_keys_that_differ_and_of_no_others() {
+    let daemon = Daemon::start();
+    let (job, other) = (
+        TinyJob::new(),
+        TinyJob::with(|yaml| {
+            yaml.replace("seed: 7", "seed: 8")
+                .replace("lr: 1.0e-3", "lr: 0.001")
+        }),
+    );
+    let node = |job: &TinyJob| {
+        let node = launch().node_of(2, &daemon.endpoint, "j").dir(job.dir());
+        node.target("tiny.yaml").start()
+    };
+    for node in [node(&job), node(&other)] {
+        let finished = node.finish();
+        finished
+            .expect_exit(76)
+            .expect_stderr("nodes disagree on job `j`: `run.seed` is `");
+        let words = finished.stderr();
+        for alike in ["train.", "configuration:", "--nnodes"] {
+            assert!(!words.contains(alike), "`{alike}` does not differ:\n{words}");
+        }
+    }
     daemon.stop().expect_exit(0);
 }
 

@@ -187,13 +187,13 @@ fn nodes_that_disagree_before_the_start_all_end() {
     s.join_with("a", [10, 0, 0, 1], 0, seed("a", 1, "x"))
         .join_with("b", [10, 0, 0, 2], 0, seed("b", 2, "y"));
     insta::assert_snapshot!(s.words("b"), @r"
-    refused Disagree: nodes disagree on job `job1`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`
+    refused Disagree: nodes disagree on job `job1`: `train.seed` is `1` on node `a`, `2` on node `b`
       hint: start every node with the same target, configuration and flags
     closed
     ");
     insta::assert_snapshot!(s.words("a"), @r"
     waiting: 1 of 3 nodes are there: `a`; waiting for 2 nodes
-    refused Disagree: nodes disagree on job `job1`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`
+    refused Disagree: nodes disagree on job `job1`: `train.seed` is `1` on node `a`, `2` on node `b`
       hint: start every node with the same target, configuration and flags
     ");
 }
@@ -204,7 +204,7 @@ fn a_node_that_disagrees_with_a_running_job_is_refused_alone() {
     s.join("a", 1, 1).words("a");
     s.join("b", 1, 2);
     insta::assert_snapshot!(s.words("b"), @r"
-    refused Disagree: nodes disagree on job `job1`: `--nnodes` is 1 on node `a`, 1:2 on node `b`
+    refused Disagree: nodes disagree on job `job1`: `--nnodes` is `1` on node `a`, `1:2` on node `b`
       hint: start every node with the same target, configuration and flags
     closed
     ");
@@ -380,12 +380,12 @@ fn jobs_that_nobody_named_hear_of_each_other_and_do_not_mix() {
     insta::assert_snapshot!(s.words("a"), @r"
     waiting: 1 of 2 nodes are there: `a`; waiting for 1 node
     waiting: 1 of 2 nodes are there: `a`; waiting for 1 node
-      note: another job without a name is here too, `none-2`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+      note: another job without a name is here too, `none-2`: `train.seed` is `1` on node `a`, `2` on node `b`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
     ");
     insta::assert_snapshot!(s.words("b"), @r"
     waiting: 1 of 2 nodes are there: `b`; waiting for 1 node
     waiting: 1 of 2 nodes are there: `b`; waiting for 1 node
-      note: another job without a name is here too, `none-1`: node `b` has `train.seed: 2`, node `a` has `train.seed: 1`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+      note: another job without a name is here too, `none-1`: `train.seed` is `2` on node `b`, `1` on node `a`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
     ");
     s.join_with("d", [10, 0, 0, 4], 0, of("d", 2));
     assert_eq!(s.assignment("d").1.nodes.len(), 2, "the second job runs");
@@ -393,7 +393,7 @@ fn jobs_that_nobody_named_hear_of_each_other_and_do_not_mix() {
     s.pass(6 * SECOND, &["a"]);
     insta::assert_snapshot!(s.words("a"), @r"
     refused TimedOut: rendezvous of job `none-1` timed out after 5.0 s: 1 of 2 nodes came: `a`; missing: 1 node
-      note: another job without a name is here too, `none-2`: node `a` has `train.seed: 1`, node `b` has `train.seed: 2`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
+      note: another job without a name is here too, `none-2`: `train.seed` is `1` on node `a`, `2` on node `b`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
       hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
     ");
 }

@@ -76,6 +76,12 @@ impl Located {
         self.source.place(self.source.root.origin_of(key))
     }
 
+    /// The dotted keys that file and overrides set, and their values as YAML would have them in one line.
+    #[must_use]
+    pub fn entries(&self) -> Vec<(String, String)> {
+        self.source.root.entries()
+    }
+
     /// An error about the value of a dotted key, such as `launch.nproc_per_node`.
     #[must_use]
     pub fn error(&self, key: &str, problem: impl Into<String>, hint: Option<&str>) -> ConfigError {

@@ -105,10 +105,48 @@ impl Node {
         self
     }
 
+    /// The dotted path and the value of everything that is no section.
+    pub(super) fn entries(&self) -> Vec<(String, String)> {
+        let Value::Map(entries) = &self.value else {
+            return vec![(String::new(), self.to_string())];
+        };
+        let mut all = Vec::new();
+        for entry in entries {
+            for (below, value) in entry.node.entries() {
+                let dot = if below.is_empty() { "" } else { "." };
+                all.push((format!("{}{dot}{below}", entry.key), value));
+            }
+        }
+        all
+    }
+
     fn get(&self, key: &str) -> Option<&Node> {
         match &self.value {
             Value::Map(entries) => entries.iter().find(|e| e.key == key).map(|e| &e.node),
             _ => None,
+        }
+    }
+}
+
+/// As YAML in one line, but for quotes.
+impl fmt::Display for Node {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.value {
+            Value::Null => f.write_str("null"),
+            Value::Bool(v) => write!(f, "{v}"),
+            Value::Unsigned(v) => write!(f, "{v}"),
+            Value::Signed(v) => write!(f, "{v}"),
+            Value::Float(v) => write!(f, "{v}"),
+            Value::Text(v) => f.write_str(v),
+            Value::List(nodes) => {
+                let items: Vec<String> = nodes.iter().map(ToString::to_string).collect();
+                write!(f, "[{}]", items.join(", "))
+            }
+            Value::Map(entries) => {
+                let entry = |e: &Entry| format!("{}: {}", e.key, e.node);
+                let items: Vec<String> = entries.iter().map(entry).collect();
+                write!(f, "{{{}}}", items.join(", "))
+            }
         }
     }
 }

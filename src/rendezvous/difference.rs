@@ -1,0 +1,257 @@
+//! In what two nodes of one job differ, in words.
+//!
+//! A node describes its job in lines `key: value`. After an empty line follows what says less: it may differ where the
+//! lines before it say why already, or rightly, and is named only if nothing else differs.
+
+use ddp_proto::rendezvous::Join;
+
+use super::kv::clip;
+
+/// Most differences that are named one by one.
+const MAX_NAMED: usize = 8;
+/// Longest part of a value that is quoted.
+const QUOTE_BYTES: usize = 160;
+/// What is quoted before the place where two long values begin to differ.
+const CONTEXT_BYTES: usize = 40;
+
+/// What two nodes of one job disagree on; none if they agree.
+pub(super) fn disagreement(job: &str, first: &Join, second: &Join) -> Option<String> {
+    let what = match cut(disagreeing(first, second)?) {
+        several if several.len() > 1 => format!("\n  {}", several.join("\n  ")),
+        one => format!(" {}", one.concat()),
+    };
+    Some(format!(
+        "nodes disagree on job `{job}`:{what}\n  \
+         hint: start every node with the same target, configuration and flags"
+    ))
+}
+
+/// In what two jobs without a name differ, in one line.
+pub(super) fn between_jobs(here: &Join, there: &Join) -> String {
+    let differences = disagreeing(here, there).unwrap_or_else(|| described(here, there));
+    cut(differences).join("; ")
+}
+
+/// One line each, at least one; none if the two agree.
+fn disagreeing(first: &Join, second: &Join) -> Option<Vec<String>> {
+    let nnodes = |join: &Join| match (join.min_nodes, join.max_nodes) {
+        (min, max) if min == max => min.to_string(),
+        (min, max) => format!("{min}:{max}"),
+    };
+    let restarts = |join: &Join| join.max_restarts.to_string();
+    let mut lines = Vec::new();
+    for (flag, x, y) in [
+        ("--nnodes", nnodes(first), nnodes(second)),
+        ("--max-restarts", restarts(first), restarts(second)),
+    ] {
+        if x != y {
+            lines.push(line([first, second], flag, [Some(&x), Some(&y)]));
+        }
+    }
+    // The flags are part of the signature: they alone may be what makes it another.
+    if first.job_signature != second.job_signature {
+        let [fine, _] = parts(first, second);
+        lines.extend(fine);
+        if lines.is_empty() {
+            lines = described(first, second);
+        }
+    }
+    (!lines.is_empty()).then_some(lines)
+}
+
+/// The differences of two descriptions, the finer ones if there are some. One line each, at least one.
+fn described(first: &Join, second: &Join) -> Vec<String> {
+    let [fine, coarse] = parts(first, second);
+    let lines = if fine.is_empty() { coarse } else { fine };
+    if !lines.is_empty() {
+        return lines;
+    }
+    let (a, b) = (&first.hostname, &second.hostname);
+    let (x, y) = (clip(&first.job_signature, 16), clip(&second.job_signature, 16));
+    vec![format!(
+        "node `{a}` and node `{b}` describe it alike, but their signatures differ (`{x}`, `{y}`)"
+    )]
+}
+
+/// The differences before the empty line, and those after it.
+fn parts(first: &Join, second: &Join) -> [Vec<String>; 2] {
+    let halves = |join: &Join| -> [Vec<(String, String)>; 2] {
+        let (fine, coarse) = join
+            .job_description
+            .split_once("\n\n")
+            .unwrap_or((&join.job_description, ""));
+        [fine, coarse].map(|half| half.lines().map(entry).collect())
+    };
+    let ([a_fine, a_coarse], [b_fine, b_coarse]) = (halves(first), halves(second));
+    let differing = |a: &[(String, String)], b: &[(String, String)]| {
+        let of = |entries: &[(String, String)], key: &str| {
+            let found = entries.iter().find(|(known, _)| known == key);
+            found.map(|(_, value)| value.clone())
+        };
+        let only_b = b.iter().filter(|(key, _)| of(a, key).is_none());
+        let keys = a.iter().chain(only_b).map(|(key, _)| key);
+        keys.filter_map(|key| {
+            let (x, y) = (of(a, key), of(b, key));
+            (x != y).then(|| line([first, second], key, [x.as_deref(), y.as_deref()]))
+        })
+        .collect()
+    };
+    [differing(&a_fine, &b_fine), differing(&a_coarse, &b_coarse)]
+}
+
+/// Agents of earlier builds describe their job without keys.
+fn entry(line: &str) -> (String, String) {
+    let (key, value) = line.split_once(": ").unwrap_or(("the job", line));
+    (key.to_owned(), value.to_owned())
+}
+
+/// "`train.seed` is `1` on node `a`, `2` on node `b`".
+fn line(nodes: [&Join; 2], key: &str, values: [Option<&str>; 2]) -> String {
+    let skipped = match values {
+        [Some(x), Some(y)] => shared(x, y),
+        _ => 0,
+    };
+    let quoted = values.map(|value| match value {
+        None => "not set".to_owned(),
+        Some(value) if skipped == 0 => format!("`{}`", clip(value, QUOTE_BYTES)),
+        Some(value) => format!("`…{}`", clip(&value[skipped..], QUOTE_BYTES)),
+    });
+    let [x, y] = quoted;
+    format!(
+        "`{}` is {x} on node `{}`, {y} on node `{}`",
+        clip(key, QUOTE_BYTES),
+        nodes[0].hostname,
+        nodes[1].hostname
+    )
+}
+
+/// Bytes at the beginning of both values that need not be quoted, since they are the same; 0 if the values differ within
+/// what is quoted anyway.
+fn shared(x: &str, y: &str) -> usize {
+    let alike = x.bytes().zip(y.bytes()).take_while(|(x, y)| x == y).count();
+    if alike + CONTEXT_BYTES <= QUOTE_BYTES {
+        return 0;
+    }
+    let start = alike - CONTEXT_BYTES;
+    // Both are the same up to here: a boundary of one is one of the other.
+    (0..=start).rev().find(|&at| x.is_char_boundary(at)).unwrap_or(0)
+}
+
+fn cut(mut lines: Vec<String>) -> Vec<String> {
+    let more = lines.len().saturating_sub(MAX_NAMED);
+    if more > 0 {
+        lines.truncate(MAX_NAMED);
+        lines.push(format!("and {more} more"));
+    }
+    lines
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn join(hostname: &str, signature: &str, description: &str) -> Join {
+        Join {
+            hostname: hostname.into(),
+            min_nodes: 2,
+            max_nodes: 2,
+            job_signature: signature.into(),
+            job_description: description.into(),
+            ..Join::default()
+        }
+    }
+
+    #[test]
+    fn a_disagreement_names_both_nodes_and_what_differs() {
+        let a = join("a", "1234", "target: train.yaml\ntrain.seed: 1");
+        let b = join("b", "5678", "target: train.yaml\ntrain.seed: 2");
+        assert_eq!(disagreement("j", &a, &a), None);
+        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @r"
+        nodes disagree on job `j`: `train.seed` is `1` on node `a`, `2` on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
+        let shorter = join("b", "5678", "target: train.yaml");
+        insta::assert_snapshot!(disagreement("j", &a, &shorter).unwrap(), @r"
+        nodes disagree on job `j`: `train.seed` is `1` on node `a`, not set on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
+        let alike = join("b", "5678", &a.job_description);
+        insta::assert_snapshot!(disagreement("j", &a, &alike).unwrap(), @r"
+        nodes disagree on job `j`: node `a` and node `b` describe it alike, but their signatures differ (`1234`, `5678`)
+          hint: start every node with the same target, configuration and flags
+        ");
+    }
+
+    #[test]
+    fn all_that_differs_is_named_and_nothing_else() {
+        let a = join(
+            "a",
+            "1234",
+            "target: train.yaml\ntrain.seed: 1\ntrain.steps: 5\n\nconfiguration: abcd",
+        );
+        let mut b = join(
+            "b",
+            "5678",
+            "target: train.yaml\ntrain.lr: 3\ntrain.seed: 2\ntrain.steps: 5\n\nconfiguration: ef01",
+        );
+        b.min_nodes = 1;
+        b.max_restarts = 3;
+        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @r"
+        nodes disagree on job `j`:
+          `--nnodes` is `2` on node `a`, `1:2` on node `b`
+          `--max-restarts` is `0` on node `a`, `3` on node `b`
+          `train.seed` is `1` on node `a`, `2` on node `b`
+          `train.lr` is not set on node `a`, `3` on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
+        insta::assert_snapshot!(between_jobs(&a, &b), @"`--nnodes` is `2` on node `a`, `1:2` on node `b`; `--max-restarts` is `0` on node `a`, `3` on node `b`; `train.seed` is `1` on node `a`, `2` on node `b`; `train.lr` is not set on node `a`, `3` on node `b`");
+        b.job_description = String::new();
+        b.job_signature.clone_from(&a.job_signature);
+        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @r"
+        nodes disagree on job `j`:
+          `--nnodes` is `2` on node `a`, `1:2` on node `b`
+          `--max-restarts` is `0` on node `a`, `3` on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
+    }
+
+    #[test]
+    fn what_says_less_is_named_only_if_nothing_else_differs() {
+        let a = join(
+            "a",
+            "1234",
+            "target: t.yaml\ntrain.seed: 1\n\nconfiguration: abcd",
+        );
+        let b = join(
+            "b",
+            "5678",
+            "target: t.yaml\ntrain.seed: 1\n\nconfiguration: ef01",
+        );
+        insta::assert_snapshot!(disagreement("j", &a, &b).unwrap(), @r"
+        nodes disagree on job `j`: `configuration` is `abcd` on node `a`, `ef01` on node `b`
+          hint: start every node with the same target, configuration and flags
+        ");
+        let folder =
+            |node: &str, folder: &str| join(node, "1234", &format!("target: t.py\n\narguments: {folder}"));
+        let (a, b) = (folder("a", "/a"), folder("b", "/b"));
+        assert_eq!(disagreement("j", &a, &b), None, "arguments may differ");
+        insta::assert_snapshot!(between_jobs(&a, &b), @"`arguments` is `/a` on node `a`, `/b` on node `b`");
+    }
+
+    #[test]
+    fn long_values_are_quoted_where_they_differ() {
+        let of = |node: &str, end: &str| join(node, end, &format!("data.train: {}{end}", "é".repeat(150)));
+        insta::assert_snapshot!(between_jobs(&of("a", "x"), &of("b", "y")), @"`data.train` is `…ééééééééééééééééééééx` on node `a`, `…ééééééééééééééééééééy` on node `b`");
+    }
+
+    #[test]
+    fn many_differences_are_counted() {
+        let of = |node: &str, value: &str| {
+            let lines: Vec<String> = (0..20).map(|key| format!("k{key}: {value}")).collect();
+            join(node, value, &lines.join("\n"))
+        };
+        let words = disagreement("j", &of("a", "1"), &of("b", "2")).unwrap();
+        assert!(words.contains("`k7` is") && !words.contains("`k8` is"), "{words}");
+        assert!(words.contains("\n  and 12 more\n  hint: "), "{words}");
+    }
+}
