@@ -16,6 +16,7 @@ use crate::harness::{
     Daemon, Emulator, Finished, Launch, TinyJob, expect_same_losses, launch, losses, metrics, parameters,
     wait_for_step, worker,
 };
+use crate::timeline::{Trace, bytes_of};
 
 /// How long the kernels of a first run may be compiled on a busy machine.
 const COMPILING: Duration = Duration::from_mins(8);
@@ -266,6 +267,36 @@ fn communication_is_told_of_the_step_that_it_was_in() {
         // One stream computes, and one each is for gradients and for parameters.
         assert!(sum(&exposed) > 0.0 && sum(&exposed) <= sum(&step), "{what}");
         assert!(sum(&comm) <= 2.0 * sum(&step), "{what}");
+    }
+}
+
+/// Points in the device's streams, which the host reads when the steps are over.
+#[test]
+fn a_timeline_has_what_ran_on_the_device() {
+    let emulator = emulator();
+    let job = job();
+    let late = gpus(emulator, &job, 2).env("EMULATOR_DELAY_US", LATE);
+    let settings = [
+        "run.timeline=2-3",
+        "parallel.strategy=zero3",
+        "train.precision=bf16",
+    ];
+    train(late, &job, &settings);
+    let trace = Trace::of(&job.out());
+    assert_eq!(trace.steps, [2, 3]);
+    trace.expect_sense();
+    for spans in trace.ranks.values() {
+        for kind in ["gradients", "parameters"] {
+            assert!(bytes_of(spans, kind) > 0, "{kind}");
+        }
+        // The host tells the device of a pass, in less time than that takes.
+        let length = |lane: &str| -> f64 {
+            let passes = spans
+                .iter()
+                .filter(|span| span.lane == lane && span.name == "backward");
+            passes.map(|span| span.end - span.start).sum()
+        };
+        assert!(0.0 < length("host") && length("host") < length("compute"));
     }
 }
 

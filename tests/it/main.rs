@@ -33,5 +33,6 @@ mod pid_one;
 mod python_contract;
 mod signals;
 mod terminal;
+mod timeline;
 mod two_launchers;
 mod wrong_clock;

@@ -20,8 +20,8 @@ pub trait EventState: Send + Sync + 'static {
     fn parts(&self) -> &[Event] {
         &[]
     }
-    /// Time on the device since an earlier point of the same stream. None unless both are reached and were recorded to
-    /// be timed.
+    /// Time on the device since an earlier point, of this stream or another. None unless both are reached and were
+    /// recorded to be timed.
     fn since(&self, _earlier: &Event) -> Option<Duration> {
         None
     }

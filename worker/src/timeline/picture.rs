@@ -257,7 +257,9 @@ fn axis(svg: &mut Svg, scale: &Scale, length_us: f64, y: f64) {
         let x = scale.x(scale.start + us);
         svg.line([x, HEADER, x, y + 4.0]);
         let label = format!("{:.*} ms", decimals as usize, us * 1e-3);
-        svg.text([x + 3.0, y + 20.0], "quiet", &label);
+        if x + label.len() as f64 * CHARACTER < WIDTH {
+            svg.text([x + 3.0, y + 20.0], "quiet", &label);
+        }
     }
 }
 
@@ -319,4 +321,78 @@ fn escaped(words: &str) -> String {
         .replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::timeline::ClockReading;
+
+    fn rank(rank: u32) -> (About, Vec<Span>) {
+        let about = About {
+            run: "a <b> & c".into(),
+            rank,
+            world_size: 20,
+            host: "node-a".into(),
+            generation: 0,
+            steps: [3, 4],
+            clock: ClockReading {
+                clock: "a".into(),
+                ns: 0,
+            },
+            missed: 0,
+        };
+        let span = |lane: &Lane, kind, name: &'static str, start_us, end_us| Span {
+            lane: lane.clone(),
+            kind,
+            name: name.into(),
+            start_us,
+            end_us,
+            collective: None,
+        };
+        let comm = Lane::Communicator("world".into());
+        let spans = vec![
+            span(&Lane::Steps, Kind::Step, "step 3", 0.0, 1000.0),
+            span(&Lane::Steps, Kind::Step, "step 4", 1000.0, 3000.0),
+            span(&Lane::Compute, Kind::Forward, "forward", 900.0, 990.0),
+            span(&Lane::Compute, Kind::Backward, "backward", 1000.0, 2500.0),
+            span(&Lane::Compute, Kind::Backward, "backward h.0", 1100.0, 2400.0),
+            span(&Lane::Compute, Kind::Operation, "gelu_backward", 1100.0, 1200.0),
+            span(&Lane::Compute, Kind::Wait, "waits", 2500.0, 3000.0),
+            span(&comm, Kind::Gradients, "all-reduce (bucket 0)", 2000.0, 3000.0),
+        ];
+        (about, spans)
+    }
+
+    fn rects<'a>(svg: &'a str, class: &str) -> Vec<&'a str> {
+        let class = format!("<rect class=\"{class}\"");
+        svg.lines().filter(|line| line.starts_with(&class)).collect()
+    }
+
+    #[test]
+    fn it_shows_one_step_to_scale() {
+        let file = TraceFile { ranks: vec![rank(0)] };
+        let svg = picture(&file, 4).unwrap();
+        // One of each kind is in the legend.
+        assert_eq!(rects(&svg, "forward").len(), 1, "of the step before");
+        let backward = rects(&svg, "backward");
+        assert!(backward[1].contains("x=\"210.0\"") && backward[1].contains("width=\"1027.5\""));
+        assert!(backward[2].contains("<title>backward h.0: 1.300 ms</title>"));
+        assert_eq!((backward.len(), rects(&svg, "gradients").len()), (3, 2));
+        assert!(!svg.contains("gelu"));
+        assert!(svg.contains(">h.0</text>") && svg.contains(">bucket 0</text>"));
+        assert!(svg.contains("2.0 ms; 1.0 ms of communication, 50 % of it hidden"));
+        assert!(svg.contains("a &lt;b&gt; &amp; c") && svg.ends_with("</svg>\n"));
+    }
+
+    #[test]
+    fn of_many_ranks_it_shows_the_first() {
+        let file = TraceFile {
+            ranks: (0..20).map(rank).collect(),
+        };
+        let svg = picture(&file, 3).unwrap();
+        assert!(svg.contains("Step 3, the first 8 of 20 ranks"));
+        assert!(svg.contains(">rank 7<") && !svg.contains(">rank 8<"));
+        assert_eq!(picture(&file, 5), None);
+    }
 }

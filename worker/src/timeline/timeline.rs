@@ -224,9 +224,10 @@ impl Origin {
                 since.as_secs_f64() * 1e6
             })),
             Ran::Stream([begin, end]) => {
-                let origin = self.point.as_ref()?;
-                let since = |point: &Event| Some(point.state().since(origin)?.as_secs_f64() * 1e6);
-                Some([since(begin)?, since(end)?])
+                let us = |end: &Event, begin: &Event| Some(end.state().since(begin)?.as_secs_f64() * 1e6);
+                let start = us(begin, self.point.as_ref()?)?;
+                // Devices measure long times less exactly than short ones.
+                Some([start, start + us(end, begin)?])
             }
         }
     }
