@@ -31,7 +31,7 @@ pub enum CliError {
         message: String,
     },
     /// A key or value of the `launch` section is refused.
-    #[error("{}:{line}: `launch.{key}`: {message}", file.display())]
+    #[error("{}:{line}: `launch.{key}`{problem}", file.display())]
     BadLaunchKey {
         /// Path as given.
         file: PathBuf,
@@ -39,8 +39,8 @@ pub enum CliError {
         line: u64,
         /// Key below `launch`.
         key: String,
-        /// What was expected.
-        message: String,
+        /// What follows the key: its value and what was expected, or that there is no such key.
+        problem: String,
     },
     /// The native worker refuses its configuration.
     #[error("{0}")]
