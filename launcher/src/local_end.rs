@@ -6,6 +6,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use ddp_proto::ids::GlobalRank;
+use ddp_proto::words::numbered;
 
 use crate::agent::Conclusion;
 use crate::ending::{Ending, signal_name};
@@ -112,11 +113,11 @@ impl<'a> Fate<'a> {
 impl Alike<'_> {
     /// Adds the line; `told` are the words of the first failure.
     fn tell(&self, text: &mut String, told: Option<&str>) {
-        let (noun, itself, say) = match self.ranks.len() {
-            1 => ("rank", "itself", "it says"),
-            _ => ("ranks", "themselves", "they say"),
+        let (itself, say) = match self.ranks.len() {
+            1 => ("itself", "it says"),
+            _ => ("themselves", "they say"),
         };
-        let _ = write!(text, "\n  {noun} {}: ", list(&self.ranks));
+        let _ = write!(text, "\n  {}: ", numbered("rank", &self.ranks));
         let (time, ending) = (self.time(), self.fate.ending);
         let later = time
             .as_ref()
@@ -152,17 +153,6 @@ impl Alike<'_> {
             format!("{soonest} to {latest}")
         })
     }
-}
-
-/// "0 to 40, 42, 43"
-fn list(ranks: &[u32]) -> String {
-    let runs = ranks.chunk_by(|rank, next| rank + 1 == *next);
-    let told = |run: &[u32]| match run {
-        [first, _, .., last] => format!("{first} to {last}"),
-        [first, second] => format!("{first}, {second}"),
-        _ => run.iter().map(u32::to_string).collect(),
-    };
-    runs.map(told).collect::<Vec<_>>().join(", ")
 }
 
 /// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM, or the signal

@@ -10,6 +10,7 @@
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
+//! | [`words`] | how many and which, in sentences: the same ranks are told of by all three | – |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
 //!
 //! This package knows nothing of processes, tensors or training.
@@ -23,6 +24,7 @@ pub mod ids;
 pub mod mounts;
 pub mod resolver;
 pub mod utc;
+pub mod words;
 
 /// Messages, client and server of the rendezvous service, generated from `proto/rendezvous.proto`.
 #[allow(missing_docs, clippy::pedantic, unreachable_pub)]

@@ -1,6 +1,5 @@
 //! Moments as text, in UTC: here because launcher and worker both write them, for the same people.
 
-use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// Seconds since the epoch, 0 before it.
@@ -19,7 +18,7 @@ pub fn stamp(seconds: u64) -> String {
 /// `20261120-104516-3f9a1c`: sorts by time, unique on one machine.
 #[must_use]
 pub fn unique_id(now: SystemTime) -> String {
-    let random = RandomState::new().build_hasher().finish() & 0xff_ffff;
+    let random = rand::random_range(0..1_u32 << 24);
     format!("{}-{random:06x}", stamp(seconds_of(now)))
 }
 

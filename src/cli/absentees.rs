@@ -3,8 +3,7 @@
 use std::collections::BTreeSet;
 
 use ddp_launcher::{OutputPlan, StreamsByRank};
-
-use super::count::counted;
+use ddp_proto::words::{counted, numbered};
 
 /// Says, in a line for each flag, which of its ranks there are not. Of several nodes nobody knows the ranks of the job
 /// before they have met: their numbers of workers may differ.
@@ -26,12 +25,11 @@ pub fn words_on_absent_ranks(output: &OutputPlan, workers: u32, alone: bool) -> 
         ("--tee", "local rank", listed(&output.tee)),
     ];
     let words = |(flag, what, ranks): &(&str, &str, BTreeSet<u32>)| {
-        let absent: Vec<String> = ranks.range(workers..).map(u32::to_string).collect();
-        let plural = if absent.len() == 1 { "" } else { "s" };
+        let absent: Vec<u32> = ranks.range(workers..).copied().collect();
         (!absent.is_empty()).then(|| {
             format!(
-                "`{flag}` names {what}{plural} {}, but this node has {}, counted from 0",
-                absent.join(", "),
+                "`{flag}` names {}, but this node has {}, counted from 0",
+                numbered(what, &absent),
                 counted(workers, "worker")
             )
         })

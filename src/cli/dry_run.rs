@@ -12,8 +12,8 @@ use ddp_launcher::{
 };
 
 use ddp_proto::ids::NodeRank;
+use ddp_proto::words::counted;
 
-use super::count::counted;
 use super::host::{HostFacts, Wish, wish};
 use super::plan::Launch;
 

@@ -20,14 +20,12 @@
 //! | [`train`], [`doctor`], [`ckpt`] | `ddp-train` | |
 //! | [`native`] | the only place that calls the worker's training | |
 //! | [`answer`] | prints what a program is only asked for | |
-//! | [`count`] | numbers of things, in words | |
 //! | [`error`] | what can go wrong before the agent takes over | |
 
 pub mod absentees;
 pub mod answer;
 pub mod args;
 pub mod ckpt;
-pub mod count;
 pub mod doctor;
 pub mod dry_run;
 pub mod error;

@@ -16,6 +16,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BTreeSet};
 
 use ddp_launcher::CoreSet;
+use ddp_proto::words::counted;
 
 use super::topology::{Core, Topology};
 
@@ -98,10 +99,7 @@ fn homes(workers: usize, domains: &[Domain], topology: &Topology) -> (Vec<usize>
     if gpus.len() < workers {
         let doubt = format!(
             "the driver shows {} for {workers} workers, so they are spread over the machine evenly",
-            match gpus.len() {
-                1 => "1 GPU".to_owned(),
-                several => format!("{several} GPUs"),
-            }
+            counted(gpus.len(), "GPU")
         );
         return (spread, Some(doubt));
     }

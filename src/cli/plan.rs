@@ -10,11 +10,11 @@ use ddp_launcher::{
 };
 use ddp_proto::ids::NodeRank;
 use ddp_proto::utc;
+use ddp_proto::words::counted;
 use nix::sys::signal::Signal;
 
 use super::absentees::words_on_absent_ranks;
 use super::args::ParsedArgs;
-use super::count::counted;
 use super::dry_run::Sources;
 use super::error::{CliError, OWN_PREFIX};
 use super::hardware::{Hardware, NoGpus, usable_cores};

@@ -237,7 +237,9 @@ impl Target {
             }
         };
         add(kind, &self.display_name());
-        entries.iter().for_each(|(key, value)| add(key, value));
+        for (key, value) in entries {
+            add(key, value);
+        }
         words.push('\n');
         if let Some(yaml) = &self.yaml {
             let hash = blake3::hash(yaml.as_bytes()).to_hex();

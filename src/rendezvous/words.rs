@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::time::Duration;
 
 use ddp_proto::rendezvous::{Join, WorkerExit};
+use ddp_proto::words::{counted, numbered};
 
 use super::difference::between_jobs;
 use super::kv::clip;
@@ -23,11 +24,7 @@ pub(super) fn node(hostname: &str, rank: Option<u32>) -> String {
 
 /// "1 node", "2 nodes".
 pub(super) fn nodes(count: u32) -> String {
-    if count == 1 {
-        "1 node".into()
-    } else {
-        format!("{count} nodes")
-    }
+    counted(count, "node")
 }
 
 /// "1 node is", "2 nodes are".
@@ -55,15 +52,10 @@ pub(super) fn all(count: u32) -> String {
 
 /// "node rank 1", "node ranks 1, 3", at most [`MAX_NAMED`] of them.
 pub(super) fn node_ranks(ranks: &[u32]) -> String {
-    let mut words = match ranks.len() {
-        1 => "node rank ".to_owned(),
-        _ => "node ranks ".to_owned(),
-    };
-    let named: Vec<String> = ranks.iter().take(MAX_NAMED).map(ToString::to_string).collect();
-    words.push_str(&named.join(", "));
-    let more = ranks.len().saturating_sub(MAX_NAMED);
-    if more > 0 {
-        let _ = write!(words, " and {more} more");
+    let (named, more) = ranks.split_at(ranks.len().min(MAX_NAMED));
+    let mut words = numbered("node rank", named);
+    if !more.is_empty() {
+        let _ = write!(words, " and {} more", more.len());
     }
     words
 }
@@ -203,13 +195,7 @@ impl TimedOut<'_> {
         let _ = write!(words, "; missing: {}", nodes(missing));
         let mut details = Vec::new();
         if !self.missing_ranks.is_empty() {
-            let ranks: Vec<String> = self
-                .missing_ranks
-                .iter()
-                .take(MAX_NAMED)
-                .map(ToString::to_string)
-                .collect();
-            details.push(format!("node ranks: {}", ranks.join(", ")));
+            details.push(node_ranks(&self.missing_ranks));
         }
         if !self.gone.is_empty() {
             details.push(format!("lost: {}", list(self.gone.iter().copied())));
@@ -305,7 +291,7 @@ mod tests {
             max: 4,
         };
         insta::assert_snapshot!(first.words(), @r"
-        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes (node ranks: 1, 3)
+        rendezvous of job `job1` timed out after 600.0 s: 2 of 4 nodes came: `a`, `b`; missing: 2 nodes (node ranks 1, 3)
           hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
         ");
         let restart = TimedOut {

@@ -20,7 +20,7 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::env::WorkerEnv;
 use ddp_worker::collective::{Communicator, Executor, Launch, ReduceOp, Traffic, Work};
-use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, Sharing};
+use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device};
 use ddp_worker::parallel::{JoinOptions, join_world};
 use ddp_worker::plan::AllReduce;
 use ddp_worker::session::{KeyValue, Session, StoreError};
@@ -269,19 +269,10 @@ impl Bench<'_> {
     }
 
     fn arena(&self, name: &str, len: usize) -> Result<ddp_worker::device::Arena, Box<dyn Error>> {
-        let spec = ArenaSpec {
-            name: name.into(),
-            dtype: DType::F32,
-            len,
-            sharing: if self.options.private {
-                Sharing::Private
-            } else {
-                Sharing::Node
-            },
-        };
         if self.options.private {
-            return Ok(self.device.alloc(&spec)?);
+            return Ok(self.device.alloc(&ArenaSpec::private(name, DType::F32, len))?);
         }
+        let spec = ArenaSpec::on_node(name, DType::F32, len);
         Ok(self.comm.alloc_shared(self.device, &spec)?)
     }
 }

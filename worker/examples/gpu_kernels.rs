@@ -12,7 +12,7 @@
 use std::time::Instant;
 
 use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
-use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
+use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use ddp_worker::ops::{
     AdamW, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CHUNK, Cast, ColumnSum,
     CrossEntropy, EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
@@ -105,12 +105,7 @@ impl Bench {
     }
 
     fn zeros(&self, dtype: DType, len: usize) -> Result<Buffer, DeviceError> {
-        let arena = self.device.alloc(&ArenaSpec {
-            name: "bench".to_owned(),
-            dtype,
-            len,
-            sharing: Sharing::Private,
-        })?;
+        let arena = self.device.alloc(&ArenaSpec::private("bench", dtype, len))?;
         Ok(arena.whole())
     }
 

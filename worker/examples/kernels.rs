@@ -14,9 +14,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ddp_worker::config;
-use ddp_worker::device::{
-    Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Event, Sharing, Stream,
-};
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Event, Stream};
 use ddp_worker::model::{
     Activation, ActivationPool, Context, LocalGrads, LocalParams, Model, StepKey, backward, build, forward,
     saved_for,
@@ -158,12 +156,7 @@ impl Run {
     fn new(device: Arc<Stopwatch>, model: &Model, sizes: &Sizes) -> Result<Self, DeviceError> {
         let rows = sizes.batch * sizes.positions;
         let alloc = |name: &str, dtype, len| {
-            let spec = ArenaSpec {
-                name: name.into(),
-                dtype,
-                len,
-                sharing: Sharing::Private,
-            };
+            let spec = ArenaSpec::private(name, dtype, len);
             device.alloc(&spec).map(|arena| arena.whole())
         };
         let n = model.param_count();

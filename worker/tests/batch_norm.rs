@@ -4,9 +4,9 @@ mod collective_world;
 
 use std::ops::Range;
 
-use collective_world::{Rank, World, read, spec};
+use collective_world::{Rank, World, read};
 use ddp_worker::collective::Executor;
-use ddp_worker::device::{Buffer, Sharing};
+use ddp_worker::device::{ArenaSpec, Buffer, DType};
 use ddp_worker::ops::{BatchNormBackwardSums, BatchNormForward};
 use ddp_worker::parallel::SyncBatchNorm;
 
@@ -43,7 +43,7 @@ fn buffer(rank: &Rank, values: &[f64]) -> Buffer {
 
 fn empty(rank: &Rank, len: usize) -> Buffer {
     rank.device
-        .alloc(&spec::<f64>(len, Sharing::Private))
+        .alloc(&ArenaSpec::private("test", DType::F64, len))
         .unwrap()
         .whole()
 }

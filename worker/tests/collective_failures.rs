@@ -7,11 +7,11 @@ use std::net::{SocketAddr, TcpStream};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
-use collective_world::{PATIENCE, Rank, World, done, failure, launch, spec};
+use collective_world::{PATIENCE, Rank, World, done, failure, launch};
 use ddp_worker::collective::{
     Communicator, Executor, Failure, Launch, Mesh, Place, ReduceOp, Traffic, connect,
 };
-use ddp_worker::device::{DeviceError, Event, Sharing};
+use ddp_worker::device::{ArenaSpec, DType, DeviceError, Event};
 use ddp_worker::session::KeyValue;
 
 const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
@@ -292,7 +292,7 @@ fn more_memory_than_there_is_is_refused_by_all() {
     World::of(&[2]).run(Executor::Inline, |rank| {
         let error = rank
             .comm
-            .alloc_shared(&rank.device, &spec::<u8>(1 << 46, Sharing::Node))
+            .alloc_shared(&rank.device, &ArenaSpec::on_node("test", DType::U8, 1 << 46))
             .unwrap_err();
         let text = error.to_string();
         assert!(
@@ -322,7 +322,7 @@ fn the_limit_on_file_sizes_is_an_error_and_not_a_signal() {
         setrlimit(Resource::RLIMIT_FSIZE, 4 << 20, 4 << 20).unwrap();
         let error = rank
             .comm
-            .alloc_shared(&rank.device, &spec::<u8>(5 << 20, Sharing::Node))
+            .alloc_shared(&rank.device, &ArenaSpec::on_node("test", DType::U8, 5 << 20))
             .unwrap_err();
         let text = error.to_string();
         assert!(
@@ -332,7 +332,7 @@ fn the_limit_on_file_sizes_is_an_error_and_not_a_signal() {
         assert!(text.contains("limit on file sizes"), "{text}");
         assert!(
             rank.comm
-                .alloc_shared(&rank.device, &spec::<u8>(3 << 20, Sharing::Node))
+                .alloc_shared(&rank.device, &ArenaSpec::on_node("test", DType::U8, 3 << 20))
                 .is_ok()
         );
     });

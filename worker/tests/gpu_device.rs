@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ddp_worker::device::cuda::{CudaDevice, CudaOptions};
-use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Sharing, Stream};
+use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Stream};
 use ddp_worker::ops::{AdamW, AdamWStep, Fill, Scale};
 use ddp_worker::optim::HostBacked;
 
@@ -19,12 +19,7 @@ fn is_emulated(gpu: &CudaDevice) -> bool {
 const LENGTHS: [usize; 5] = [1, 3, 1000, (4 << 20) / 4 + 3, (20 << 20) / 4 + 5];
 
 fn arena(device: &dyn Device, name: &str, len: usize) -> Arena {
-    let spec = ArenaSpec {
-        name: name.to_owned(),
-        dtype: DType::F32,
-        len,
-        sharing: Sharing::Private,
-    };
+    let spec = ArenaSpec::private(name, DType::F32, len);
     device.alloc(&spec).unwrap()
 }
 
@@ -300,12 +295,7 @@ fn memory_of_the_host_is_refused_by_name() {
 fn a_lack_of_memory_names_what_was_wanted_and_who_holds_the_rest() {
     let Some(gpu) = gpu_support::device() else { return };
     let _held = arena(gpu.as_ref(), "gradients", 1 << 20);
-    let spec = ArenaSpec {
-        name: "activation everything".to_owned(),
-        dtype: DType::F32,
-        len: gpu.context().memory_bytes(),
-        sharing: Sharing::Private,
-    };
+    let spec = ArenaSpec::private("activation everything", DType::F32, gpu.context().memory_bytes());
     let error = gpu
         .alloc(&spec)
         .expect_err("four times the card's memory")

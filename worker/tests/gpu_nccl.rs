@@ -7,7 +7,7 @@ mod nccl_ranks;
 use std::time::{Duration, Instant};
 
 use ddp_worker::collective::{Communicator, Executor, Failure, Launch, ReduceOp, Traffic, Work, WorkError};
-use ddp_worker::device::{ArenaSpec, Buffer, Device, Element, Sharing};
+use ddp_worker::device::{ArenaSpec, Buffer, Device, Element};
 use half::bf16;
 use nccl_ranks::{PATIENCE, Rank, TIMEOUT, nccl_and_gpu, run_ranks, timeline};
 
@@ -58,12 +58,7 @@ fn from_bytes<T: Element>(bytes: &[u8]) -> Vec<T> {
 }
 
 fn buffer<T: Element>(device: &dyn Device, elements: &[T]) -> Buffer {
-    let spec = ArenaSpec {
-        name: "test".into(),
-        dtype: T::DTYPE,
-        len: elements.len(),
-        sharing: Sharing::Private,
-    };
+    let spec = ArenaSpec::private("test", T::DTYPE, elements.len());
     device.alloc(&spec).unwrap().whole()
 }
 

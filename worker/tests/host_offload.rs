@@ -5,7 +5,7 @@ mod train_support;
 use std::sync::{Arc, Mutex};
 
 use ddp_worker::config::{OnNonFinite, OptimizerHome, Precision, Resume, Strategy, TrainConfig};
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Sharing, Stream};
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
 use ddp_worker::ops::{AdamW, AdamWStep, Op};
 use ddp_worker::optim::HostBacked;
 use half::bf16;
@@ -189,15 +189,8 @@ const LEN: usize = 10_000;
 /// Runs of parameters with padding between them, of which some decay. Gradients as `grads`, parameters as `params`.
 fn update(device: &dyn Device, state: &dyn Device, stream: Stream, types: [DType; 2], step: u64) -> Update {
     let alloc = |device: &dyn Device, name: &str, dtype, len| {
-        let sharing = Sharing::Private;
-        device
-            .alloc(&ArenaSpec {
-                name: name.into(),
-                dtype,
-                len,
-                sharing,
-            })
-            .unwrap()
+        let spec = ArenaSpec::private(name, dtype, len);
+        device.alloc(&spec).unwrap()
     };
     let [grads, params] = types;
     let gradient: Vec<f32> = (0..LEN).map(|i| (i % 997) as f32 - 300.0).collect();

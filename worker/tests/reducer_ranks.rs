@@ -224,12 +224,7 @@ fn replicas_start_as_rank_0_and_differences_are_found() {
     let layout = layout(&[40, 50, 60], 1 << 20, 3);
     let outcomes = ranks(3, Executor::Thread, &Cancel::new(), |comm, device| {
         let replicas = Replicas::new(&comm, &device, &layout).unwrap();
-        let spec = ddp_worker::device::ArenaSpec {
-            name: "parameters".into(),
-            dtype: layout.dtype(),
-            len: layout.len(),
-            sharing: ddp_worker::device::Sharing::Private,
-        };
+        let spec = ddp_worker::device::ArenaSpec::private("parameters", layout.dtype(), layout.len());
         let params = device.alloc(&spec).unwrap();
         params
             .whole()

@@ -6,12 +6,12 @@ mod train_support;
 use std::sync::Arc;
 use std::time::Instant;
 
-use collective_world::{PATIENCE, World, spec};
+use collective_world::{PATIENCE, World};
 use ddp_worker::collective::{
     Communicator, Executor, Launch, ReduceOp, SoloStream, Traffic, WireBytes, WorkError,
 };
 use ddp_worker::config::Sync;
-use ddp_worker::device::{CpuDevice, DType, Device, Element, Event, Sharing};
+use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device, Element, Event};
 use ddp_worker::model::ParamId;
 use ddp_worker::ops::Fill;
 use ddp_worker::parallel::{GradSpec, GradientLayout, LayoutConfig, Reducer, ReducerConfig};
@@ -41,7 +41,10 @@ fn layout(sizes: &[usize], world_size: usize, dtype: DType) -> Arc<GradientLayou
 fn the_deferring_device_runs_nothing_before_somebody_waits() {
     let device = DeferredDevice::new();
     let stream = device.stream();
-    let buffer = device.alloc(&spec::<f32>(100, Sharing::Private)).unwrap().whole();
+    let buffer = device
+        .alloc(&ArenaSpec::private("test", DType::F32, 100))
+        .unwrap()
+        .whole();
     let mut events = Vec::new();
     for value in [1.0, 2.0] {
         let out = buffer.clone();
@@ -147,7 +150,10 @@ fn what_cannot_be_put_into_a_stream_fails_at_once_and_for_good() {
     let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
     let transport = Box::new(SoloStream::new(7, &device));
     let comm = Communicator::on_stream("solo", transport, PATIENCE, &Cancel::new());
-    let buffer = device.alloc(&spec::<f32>(8, Sharing::Private)).unwrap().whole();
+    let buffer = device
+        .alloc(&ArenaSpec::private("test", DType::F32, 8))
+        .unwrap()
+        .whole();
     let work = comm.send(&buffer, 1, Launch::now(Traffic::Other, "token"));
     assert!(work.is_done());
     let WorkError::Failed(error) = work.wait(Instant::now()).unwrap_err() else {

@@ -8,7 +8,7 @@ use std::time::Instant;
 use collective_world::{PATIENCE, Rank, World};
 use ddp_worker::collective::Executor;
 use ddp_worker::config::{self, ModelKind, Unused};
-use ddp_worker::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Sharing, Stream};
+use ddp_worker::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use ddp_worker::model::{
     self, Activation, ActivationPool, Block, Context, GradSink, GradSlot, LocalParams, Model, ParamId,
     Params, Saved, StepKey,
@@ -95,12 +95,7 @@ fn model(rank: &Rank, forgets: bool) -> (Model, ParamId) {
     let mut model = model::build(&config, 64).unwrap();
     let skipped = model.params.iter().position(|p| p.name == SKIPPED).unwrap();
     if forgets {
-        let memory = ArenaSpec {
-            name: "forgotten".into(),
-            dtype: DType::F32,
-            len: model.params[skipped].len(),
-            sharing: Sharing::Private,
-        };
+        let memory = ArenaSpec::private("forgotten", DType::F32, model.params[skipped].len());
         let block = model.blocks.iter_mut().find(|b| b.name() == "h.1").unwrap();
         *block = Arc::new(Forgetful {
             inner: block.clone(),

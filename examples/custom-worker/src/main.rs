@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 use ddp_worker::collective::{Launch, ReduceOp, Traffic};
-use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device, Event, Sharing};
+use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device, Event};
 use ddp_worker::model::ParamId;
 use ddp_worker::parallel::{
     GradSpec, GradientLayout, JoinOptions, LayoutConfig, Reduced, Reducer, ReducerConfig, Step, join_world,
@@ -66,12 +66,7 @@ fn train(session: &Session) -> Result<Net> {
     let order = [B2, W2, B1, W1];
     let layout = GradientLayout::new(specs, &order, &LayoutConfig::new(comm.size()))?;
     let mut reducer = Reducer::new(&comm, &device, Arc::new(layout), ReducerConfig::default())?;
-    let loss_spec = ArenaSpec {
-        name: "loss".into(),
-        dtype: DType::F32,
-        len: 1,
-        sharing: Sharing::Node,
-    };
+    let loss_spec = ArenaSpec::on_node("loss", DType::F32, 1);
     let loss = comm.alloc_shared(&device, &loss_spec)?.whole();
 
     let mut net = Net::new();

@@ -2,10 +2,9 @@
 
 use std::fmt::Write as _;
 
+use ddp_proto::words::counted;
 use ddp_worker::checkpoint::{Kind, Reader, TensorRecord};
 use serde_json::{Value, json};
-
-use crate::cli::count::counted;
 
 /// Keys of the configuration that are shown, by section.
 const SHOWN: [(&str, &[&str]); 4] = [

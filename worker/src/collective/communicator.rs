@@ -255,7 +255,7 @@ impl Communicator {
     /// same size, and with no operation in flight.
     pub fn alloc_shared(&self, device: &Arc<dyn Device>, spec: &ArenaSpec) -> Result<Arena, CollectiveError> {
         let wait = Wait::new(self.0.timeout, &self.0.cancel);
-        let bytes = spec.len * spec.dtype.bytes();
+        let bytes = spec.bytes();
         self.core()
             .set_up("shared allocation", bytes, &spec.name, |route| {
                 route.alloc_shared(device, spec, &wait)

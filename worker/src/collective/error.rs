@@ -2,6 +2,8 @@
 
 use std::fmt;
 
+use ddp_proto::words::numbered;
+
 use crate::device::DeviceError;
 
 /// A collective operation failed on this rank.
@@ -84,8 +86,8 @@ impl Named {
 pub enum Failure {
     /// Some ranks did not come in time.
     #[error(
-        "waited {waited_ms} ms for rank {}\n  hint: that rank is slow, stopped or in another operation; its log says which",
-        list(waiting_for)
+        "waited {waited_ms} ms for {}\n  hint: a rank that is waited for is slow, stopped or in another operation; its log says which",
+        numbered("rank", waiting_for)
     )]
     TimedOut {
         /// Global ranks that did not come.
@@ -203,9 +205,4 @@ fn size(bytes: usize) -> String {
         0 => String::new(),
         bytes => format!(", {bytes} bytes"),
     }
-}
-
-fn list(ranks: &[usize]) -> String {
-    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-    names.join(", ")
 }

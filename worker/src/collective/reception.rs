@@ -56,16 +56,9 @@ impl Hello {
     }
 }
 
-/// A number that strangers cannot guess.
-pub(super) fn secret() -> Result<u128, Failure> {
-    use std::io::Read;
-    let mut bytes = [0; 16];
-    let read = std::fs::File::open("/dev/urandom").and_then(|mut file| file.read_exact(&mut bytes));
-    read.map_err(|error| Failure::System {
-        what: "reading `/dev/urandom`".to_owned(),
-        cause: error.to_string(),
-    })?;
-    Ok(u128::from_le_bytes(bytes))
+/// A number that strangers cannot guess: `rand`'s own generator is a cryptographic one, seeded by the system.
+pub(super) fn secret() -> u128 {
+    rand::random()
 }
 
 /// A listening socket, for one family of peers.

@@ -5,7 +5,6 @@ use std::os::fd::AsFd;
 use super::flat::Flat;
 use super::header::{Call, Header};
 use super::note::Note;
-use super::reception::secret;
 use super::segment::SharedSegment;
 use super::{Failure, Wait};
 use crate::device::{Arena, ArenaSpec, HostMemory};
@@ -14,12 +13,12 @@ impl Flat {
     /// Allocates an arena on every rank of the group; operations on it, of this group and of its subgroups, work
     /// in place. Either all ranks get theirs or all get the error of the first that cannot.
     pub(super) fn share(&mut self, spec: &ArenaSpec, wait: &Wait) -> Result<Arena, Failure> {
-        let bytes = spec.len * spec.dtype.bytes();
+        let bytes = spec.bytes();
         let call = Call::Allocation(spec.dtype, spec.len);
         // Before any rank allocates, all see that there is room for all of them.
         let header = Header::of_call(call, self.next(), &spec.name);
         let mut note = Note {
-            number: secret()? as u64 | 1,
+            number: rand::random::<u64>() | 1,
             ..Note::default()
         };
         note.refuse(HostMemory::check_room(&spec.name, bytes, self.board.ranks()).map_err(Failure::from));
@@ -38,12 +37,7 @@ impl Flat {
         let own = own.expect("a refusal of ours would have ended the exchange");
         let neighbours = self.exchange_segments(&spec.name, &own, number, wait)?;
         let memory = SharedSegment::new(number, own, neighbours);
-        Ok(Arena::new(
-            spec.name.clone(),
-            spec.dtype,
-            spec.len,
-            Box::new(memory),
-        ))
+        Ok(Arena::new(spec, memory))
     }
 
     fn exchange_segments(

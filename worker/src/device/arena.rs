@@ -11,29 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::guard::{Guard, Held, HostMut, HostRef};
 use super::memory::Memory;
-use super::{DType, DeviceError, Element};
-
-/// What to allocate.
-#[derive(Clone, Debug)]
-pub struct ArenaSpec {
-    /// For errors and memory accounts.
-    pub name: String,
-    /// Type of the elements.
-    pub dtype: DType,
-    /// Number of elements.
-    pub len: usize,
-    /// Who must be able to reach it.
-    pub sharing: Sharing,
-}
-
-/// Who can reach an arena.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Sharing {
-    /// This process only.
-    Private,
-    /// Other ranks of this node may map it (a memfd segment on the CPU).
-    Node,
-}
+use super::{ArenaSpec, DType, DeviceError, Element};
 
 /// Flat memory of one element type. Clones share it; it is freed with the last one.
 #[derive(Clone)]
@@ -90,14 +68,17 @@ impl Arena {
     /// Bytes of which every part's beginning is a multiple: the widest that a kernel asks for.
     pub const ALIGNMENT: usize = 256;
 
-    /// Wraps memory of at least `len` elements.
+    /// Wraps memory that is of the kind that `spec` asks for.
+    ///
+    /// # Panics
+    /// If the elements do not fit.
     #[must_use]
-    pub fn new(name: String, dtype: DType, len: usize, memory: Box<dyn Memory>) -> Self {
+    pub fn new(spec: &ArenaSpec, memory: impl Memory) -> Self {
         let backing = Backing {
-            memory,
+            memory: Box::new(memory),
             borrows: Mutex::default(),
         };
-        Self::within(Arc::new(backing), 0, name, dtype, len)
+        Self::within(Arc::new(backing), 0, spec.name.clone(), spec.dtype, spec.len)
     }
 
     /// An arena of its own in this one's memory, `start` bytes from the beginning of this one. Parts may overlap: use of
@@ -403,9 +384,13 @@ mod tests {
     use super::super::HostMemory;
     use super::*;
 
+    fn of(dtype: DType, len: usize, bytes: usize) -> Arena {
+        let memory = HostMemory::private("test", bytes).unwrap();
+        Arena::new(&ArenaSpec::private("test", dtype, len), memory)
+    }
+
     fn arena(len: usize) -> Arena {
-        let memory = HostMemory::private("test", len * 4).unwrap();
-        Arena::new("test".into(), DType::F32, len, Box::new(memory))
+        of(DType::F32, len, len * 4)
     }
 
     #[test]
@@ -422,14 +407,12 @@ mod tests {
     #[test]
     #[should_panic(expected = "`test` is smaller than its arena")]
     fn a_length_whose_bytes_cannot_be_counted_is_refused() {
-        let memory = HostMemory::private("test", 16).unwrap();
-        let _ = Arena::new("test".into(), DType::F32, usize::MAX / 4 + 2, Box::new(memory));
+        let _ = of(DType::F32, usize::MAX / 4 + 2, 16);
     }
 
     #[test]
     fn parts_of_an_arena_clash_where_they_share_bytes() {
-        let memory = HostMemory::private("test", 1024).unwrap();
-        let arena = Arena::new("test".into(), DType::U8, 1024, Box::new(memory));
+        let arena = of(DType::U8, 1024, 1024);
         let part = |start, len| arena.part(start, format!("at {start}"), DType::F32, len).whole();
         let (first, second, over) = (part(0, 64), part(256, 64), part(0, 65));
         let mut writing = second.host_mut::<f32>().unwrap();
@@ -451,11 +434,9 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "`late` at byte 768 of `test`[1024 × u8]")]
+    #[should_panic(expected = "`late` at byte 768 of test[1024 × u8]")]
     fn a_part_ends_with_its_arena() {
-        let memory = HostMemory::private("test", 4096).unwrap();
-        let arena = Arena::new("`test`".into(), DType::U8, 1024, Box::new(memory));
-        let _ = arena.part(768, "late".into(), DType::F32, 65);
+        let _ = of(DType::U8, 1024, 4096).part(768, "late".into(), DType::F32, 65);
     }
 
     #[test]

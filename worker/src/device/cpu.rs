@@ -5,6 +5,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
+use ddp_proto::words::counted;
+
 use super::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, HostMemory, Isa, Sharing, Stream};
 use crate::ops::Op;
 
@@ -128,26 +130,16 @@ impl CpuDevice {
 
 impl Device for CpuDevice {
     fn name(&self) -> String {
-        format!(
-            "cpu ({} thread{}, {})",
-            self.cpu.threads,
-            if self.cpu.threads == 1 { "" } else { "s" },
-            self.cpu.isa
-        )
+        format!("cpu ({}, {})", counted(self.cpu.threads, "thread"), self.cpu.isa)
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        let bytes = spec.len * spec.dtype.bytes();
+        let bytes = spec.bytes();
         let memory = match spec.sharing {
             Sharing::Private => HostMemory::private(&spec.name, bytes)?,
             Sharing::Node => HostMemory::shared(&spec.name, bytes)?,
         };
-        Ok(Arena::new(
-            spec.name.clone(),
-            spec.dtype,
-            spec.len,
-            Box::new(memory),
-        ))
+        Ok(Arena::new(spec, memory))
     }
 
     fn stream(&self) -> Stream {

@@ -14,7 +14,7 @@
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, HostSide, Sharing, Stream};
+use super::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, HostSide, Stream};
 
 /// With three, one is filled while one is worked on and one is emptied.
 const SLOTS: usize = 3;
@@ -78,12 +78,7 @@ impl Ferry {
             return Ok(None);
         };
         let slot = |_| -> Result<Slot, DeviceError> {
-            let memory = side.alloc(&ArenaSpec {
-                name: "page-locked staging".into(),
-                dtype: DType::U8,
-                len: slot_bytes,
-                sharing: Sharing::Private,
-            })?;
+            let memory = side.alloc(&ArenaSpec::private("page-locked staging", DType::U8, slot_bytes))?;
             let free = Event::reached();
             Ok(Slot { memory, free })
         };

@@ -133,16 +133,11 @@ fn nameless(dir: &Path) -> std::io::Result<File> {
                 .is_some_and(|code| [Errno::EOPNOTSUPP, Errno::EISDIR].contains(&Errno::from_raw(code))) => {}
         outcome => return outcome,
     }
-    let path = dir.join(format!(".ddp-offload-{}-{:032x}", std::process::id(), random()?));
+    let random: u128 = rand::random();
+    let path = dir.join(format!(".ddp-offload-{}-{random:032x}", std::process::id()));
     let file = options.create_new(true).open(&path)?;
     std::fs::remove_file(&path)?;
     Ok(file)
-}
-
-fn random() -> std::io::Result<u128> {
-    let mut bytes = [0; 16];
-    std::io::Read::read_exact(&mut File::open("/dev/urandom")?, &mut bytes)?;
-    Ok(u128::from_ne_bytes(bytes))
 }
 
 fn allocate(file: &File, bytes: usize) -> Result<(), Errno> {

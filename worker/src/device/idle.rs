@@ -9,9 +9,24 @@ use std::time::Instant;
 use super::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Memory, Stream};
 use crate::ops::Op;
 
+/// Whom an [`IdleDevice`] tells what is enqueued.
+type Listener = Box<dyn Fn(&Op) + Send + Sync>;
+
 /// See the module.
-#[derive(Clone, Copy, Debug)]
-pub struct IdleDevice;
+#[derive(Default)]
+pub struct IdleDevice {
+    listener: Option<Listener>,
+}
+
+impl IdleDevice {
+    /// One that shows `listener` each operation when it is enqueued, whatever its stream.
+    #[must_use]
+    pub fn heard_by(listener: impl Fn(&Op) + Send + Sync + 'static) -> Self {
+        Self {
+            listener: Some(Box::new(listener)),
+        }
+    }
+}
 
 impl Device for IdleDevice {
     fn name(&self) -> String {
@@ -19,20 +34,18 @@ impl Device for IdleDevice {
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        let memory = Nowhere(spec.len * spec.dtype.bytes());
-        Ok(Arena::new(
-            spec.name.clone(),
-            spec.dtype,
-            spec.len,
-            Box::new(memory),
-        ))
+        Ok(Arena::new(spec, Nowhere(spec.bytes())))
     }
 
     fn stream(&self) -> Stream {
         Stream(0)
     }
 
-    fn enqueue(&self, _stream: Stream, _op: Op) {}
+    fn enqueue(&self, _stream: Stream, op: Op) {
+        if let Some(listener) = &self.listener {
+            listener(&op);
+        }
+    }
 
     fn record(&self, _stream: Stream) -> Event {
         Event::reached()

@@ -8,7 +8,7 @@
 //! |---|---|
 //! | [`Device`] | the trait: allocate, enqueue, record, wait |
 //! | [`CpuDevice`], [`Isa`] | operations on host memory, `rayon` threads within a rank, run-time instruction set |
-//! | [`Arena`], [`Buffer`] | flat memory of one type, and ranges of it |
+//! | [`Arena`], [`Buffer`], [`ArenaSpec`] | flat memory of one type, ranges of it, what to allocate |
 //! | [`Event`], [`Signal`] | points in streams; facts of the host |
 //! | [`Fetch`] | bytes on their way to the host |
 //! | [`HostSide`], [`Ferry`], [`HostPass`] | work of the host on numbers of a device with memory of its own |
@@ -18,6 +18,7 @@
 //! | [`cuda`] | NVIDIA GPUs |
 
 mod arena;
+mod arena_spec;
 pub(crate) mod bf16;
 mod cpu;
 pub mod cuda;
@@ -34,7 +35,8 @@ mod isa;
 mod memory;
 mod room;
 
-pub use arena::{Arena, ArenaSpec, Buffer, Sharing};
+pub use arena::{Arena, Buffer};
+pub use arena_spec::{ArenaSpec, Sharing};
 pub use cpu::{Cpu, CpuDevice};
 pub use dtype::{DType, Element};
 pub use error::DeviceError;

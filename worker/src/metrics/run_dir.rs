@@ -1,7 +1,6 @@
 //! The folder of a run: prepared and kept by rank 0, and seen by all ranks.
 
 use std::fs;
-use std::hash::{BuildHasher as _, RandomState};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -133,7 +132,7 @@ impl RunDir {
     }
 
     fn lead(&mut self, request: Request<'_>, store: &dyn KeyValue) -> Result<Start, RunFilesError> {
-        let nonce = format!("{:016x}", RandomState::new().hash_one(std::process::id()));
+        let nonce = format!("{:016x}", rand::random::<u64>());
         let mark = self.nonce_path(&nonce);
         let prepared = self.prepare(request).and_then(|start| {
             fs::write(&mark, &nonce).map_err(|e| RunFilesError::io("write to", &self.path, &e))?;

@@ -10,7 +10,7 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::placement::Placement;
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Sharing};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError};
 
 /// A shaped buffer. Clones share it.
 #[derive(Clone, Debug)]
@@ -81,12 +81,7 @@ impl ActivationPool {
 
     /// A pool with an arena of so many bytes, which it allocates now.
     pub fn planned(device: Arc<dyn Device>, bytes: usize) -> Result<Self, DeviceError> {
-        let arena = device.alloc(&ArenaSpec {
-            name: "activations".to_owned(),
-            dtype: DType::U8,
-            len: bytes,
-            sharing: Sharing::Private,
-        })?;
+        let arena = device.alloc(&ArenaSpec::private("activations", DType::U8, bytes))?;
         Ok(Self::over(device, Some(arena)))
     }
 
@@ -144,12 +139,7 @@ impl ActivationPool {
         if let Some(arena) = recycled {
             return Ok(arena);
         }
-        let arena = self.0.device.alloc(&ArenaSpec {
-            name,
-            dtype,
-            len,
-            sharing: Sharing::Private,
-        })?;
+        let arena = self.0.device.alloc(&ArenaSpec::private(name, dtype, len))?;
         self.state().allocated_bytes += arena.bytes();
         Ok(arena)
     }

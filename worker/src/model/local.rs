@@ -5,7 +5,7 @@ use std::ops::Range;
 use half::bf16;
 
 use super::{GradSink, GradSlot, Model, ParamId, Params, fill_init};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Sharing};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event};
 
 /// All parameters in one arena, in forward order.
 #[derive(Clone, Debug)]
@@ -119,11 +119,6 @@ fn allocate(
         start..end
     });
     let ranges: Vec<_> = ranges.collect();
-    let spec = ArenaSpec {
-        name: name.to_owned(),
-        dtype,
-        len: end,
-        sharing: Sharing::Private,
-    };
+    let spec = ArenaSpec::private(name, dtype, end);
     Ok((device.alloc(&spec)?, ranges))
 }

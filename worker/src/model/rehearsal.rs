@@ -9,9 +9,7 @@ use super::{
     Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, ParamSpec, Params, StepKey,
     Unused, backward, evaluate, forward, saved_for,
 };
-use crate::device::{
-    Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, IdleDevice, Sharing, Stream,
-};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, IdleDevice, Stream};
 
 /// Bytes of the arena in which all activations of one micro-batch `[samples, positions]` find a place: of forward and
 /// backward, and of an evaluation.
@@ -39,16 +37,9 @@ struct Stage<'a> {
 
 impl<'a> Stage<'a> {
     fn new(model: &'a Model, shape: [usize; 2]) -> Result<Self, DeviceError> {
-        let device: Arc<dyn Device> = Arc::new(IdleDevice);
+        let device: Arc<dyn Device> = Arc::new(IdleDevice::default());
         let len = shape.iter().product();
-        let alloc = |name: &str, dtype, len| {
-            device.alloc(&ArenaSpec {
-                name: name.to_owned(),
-                dtype,
-                len,
-                sharing: Sharing::Private,
-            })
-        };
+        let alloc = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
         let longest = model.params.iter().map(ParamSpec::len).max().unwrap_or(0);
         Ok(Self {
             tokens: Activation::borrowed(alloc("tokens", DType::I32, len)?.whole(), shape.to_vec()),

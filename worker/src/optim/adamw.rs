@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::checkpoint::Kind;
 use crate::config::Optimizer;
-use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
+use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use crate::ops;
 use crate::parallel::{Place, Portion, Sharding};
 
@@ -164,12 +164,11 @@ impl AdamW {
 
 /// Zeros of f32 for what this rank owns.
 fn shard(device: &Arc<dyn Device>, sharding: &Sharding, name: &str) -> Result<Portion, DeviceError> {
-    Ok(Portion::Shard(device.alloc(&ArenaSpec {
-        name: name.into(),
-        dtype: DType::F32,
-        len: sharding.shard_len(),
-        sharing: Sharing::Private,
-    })?))
+    Ok(Portion::Shard(device.alloc(&ArenaSpec::private(
+        name,
+        DType::F32,
+        sharding.shard_len(),
+    ))?))
 }
 
 /// One a unit: neighbours in the shard are neighbours in the whole arena only within one. Padding between two parameters
@@ -256,12 +255,7 @@ mod tests {
         )
         .unwrap();
         let arena = |name: &str, value: f32| {
-            let spec = ArenaSpec {
-                name: name.into(),
-                dtype: DType::F32,
-                len: layout.len(),
-                sharing: Sharing::Private,
-            };
+            let spec = ArenaSpec::private(name, DType::F32, layout.len());
             let arena = device.alloc(&spec).unwrap();
             for id in layout.order() {
                 arena
@@ -273,14 +267,7 @@ mod tests {
             arena
         };
         let (params, grads) = (arena("params", 1.0), arena("grads", 0.25));
-        let scale = device
-            .alloc(&ArenaSpec {
-                name: "scale".into(),
-                dtype: DType::F32,
-                len: 1,
-                sharing: Sharing::Private,
-            })
-            .unwrap();
+        let scale = device.alloc(&ArenaSpec::private("scale", DType::F32, 1)).unwrap();
         scale.whole().host_mut::<f32>().unwrap()[0] = 1.0;
         let update = UpdateStep {
             scale: scale.whole(),

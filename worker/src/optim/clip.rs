@@ -8,7 +8,7 @@
 use std::sync::Arc;
 
 use crate::collective::{Communicator, Launch, Traffic, Work};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Sharing, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Stream};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm};
 use crate::parallel::{Portion, ReduceError, Sharding};
 
@@ -44,18 +44,12 @@ impl Clip {
         sharding: &Arc<Sharding>,
         max_norm: Option<f32>,
     ) -> Result<Self, ReduceError> {
-        let spec = |name: &str, dtype, len, sharing| ArenaSpec {
-            name: name.into(),
-            dtype,
-            len,
-            sharing,
-        };
-        let private = |name, dtype, len| device.alloc(&spec(name, dtype, len, Sharing::Private));
+        let private = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
         let sums = if sharding.world() > 1 {
             let order = private("order of the chunks", DType::I32, sharding.layout_chunks())?.whole();
             device.upload(stream, &order, bytemuck::cast_slice(&places(sharding)));
             let len = sharding.whole_len() / CHUNK;
-            let sums = spec("partial norms of each rank", DType::F64, len, Sharing::Node);
+            let sums = ArenaSpec::on_node("partial norms of each rank", DType::F64, len);
             Sums::Gathered {
                 comm: comm.clone(),
                 sums: comm.alloc_shared(device, &sums)?,
@@ -176,12 +170,7 @@ mod tests {
         let specs = vec![GradSpec::new("w", &[CHUNK + 2])];
         let layout = GradientLayout::new(specs, &[ParamId(0)], &LayoutConfig::new(1)).unwrap();
         let sharding = Arc::new(Sharding::replicated(&layout));
-        let spec = ArenaSpec {
-            name: "grads".into(),
-            dtype: DType::F32,
-            len: layout.len(),
-            sharing: Sharing::Private,
-        };
+        let spec = ArenaSpec::private("grads", DType::F32, layout.len());
         let grads = device.alloc(&spec).unwrap();
         {
             let whole = grads.whole();

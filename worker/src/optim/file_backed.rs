@@ -98,14 +98,9 @@ impl Device for FileBacked {
         if spec.sharing != Sharing::Private {
             return self.device.alloc(spec);
         }
-        let bytes = spec.len * spec.dtype.bytes();
+        let bytes = spec.bytes();
         let memory = FileMemory::create(&self.dir, &spec.name, bytes, HINT)?;
-        Ok(Arena::new(
-            spec.name.clone(),
-            spec.dtype,
-            spec.len,
-            Box::new(memory),
-        ))
+        Ok(Arena::new(spec, memory))
     }
 
     fn stream(&self) -> Stream {
@@ -178,12 +173,7 @@ mod tests {
         let cpu: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
         let file: Arc<dyn Device> = Arc::new(FileBacked::new(cpu.clone(), dir.path()));
         let stream = cpu.stream();
-        let spec = |name: &str, len| ArenaSpec {
-            name: name.into(),
-            dtype: DType::F32,
-            len,
-            sharing: Sharing::Private,
-        };
+        let spec = |name: &str, len| ArenaSpec::private(name, DType::F32, len);
         let train = |device: &Arc<dyn Device>| {
             let [param, grad] = ["p", "g"].map(|name| cpu.alloc(&spec(name, LEN)).unwrap().whole());
             let [m, v] = ["m", "v"].map(|name| device.alloc(&spec(name, LEN)).unwrap().whole());

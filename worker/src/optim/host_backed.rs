@@ -236,7 +236,7 @@ impl Device for HostBacked {
         if spec.sharing != Sharing::Private {
             return self.device.alloc(spec);
         }
-        HostMemory::check_room(&spec.name, spec.len * spec.dtype.bytes(), 1)?;
+        HostMemory::check_room(&spec.name, spec.bytes(), 1)?;
         let arena = self.host.alloc(spec)?;
         // The system gives the pages now, not in the middle of the first step.
         arena.whole().host_bytes_mut()?.fill(0);

@@ -15,7 +15,7 @@ use super::gather_plan::{GatherPlan, Residence};
 use super::waiting::Waiting;
 use super::{Group, Ledger, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, WireBytes, Work, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
+use crate::device::{Arena, ArenaSpec, Buffer, DeviceError};
 use crate::model::{Model, ParamId, Params};
 use crate::ops::Cast;
 
@@ -56,19 +56,12 @@ impl GatheredWeights {
     ) -> Result<Self, ReduceError> {
         let plan = GatherPlan::new(model, sharding, residence);
         let (sizes, choice) = plan.slots(sharding);
-        let spec = |name: &str, len, sharing| ArenaSpec {
-            name: name.into(),
-            dtype: model.dtype(),
-            len,
-            sharing,
-        };
         let slot = |len: &usize| {
-            let spec = spec("gathered parameters", *len, Sharing::Node);
+            let spec = ArenaSpec::on_node("gathered parameters", model.dtype(), *len);
             group.comm.alloc_shared(&group.device, &spec)
         };
-        let shard = group
-            .device
-            .alloc(&spec("parameters", sharding.shard_len(), Sharing::Private))?;
+        let shard = ArenaSpec::private("parameters", model.dtype(), sharding.shard_len());
+        let shard = group.device.alloc(&shard)?;
         Ok(Self {
             state: Mutex::new(State {
                 gathered: choice.iter().map(|_| None).collect(),

@@ -11,7 +11,7 @@ use super::waiting::Waiting;
 use super::wire::Wire;
 use super::{GradientLayout, Portion, ReduceError, ShardGroups, Sharding};
 use crate::collective::Work;
-use crate::device::{Arena, ArenaSpec, Buffer, Device, Event, Sharing};
+use crate::device::{Arena, ArenaSpec, Buffer, Device, Event};
 use crate::model::ParamId;
 
 /// See the module.
@@ -45,26 +45,18 @@ impl WholeGrads {
         let comm = groups.world();
         let is_narrowed = layout.dtype() != layout.accumulated();
         let is_reduced_in_place = !is_narrowed || groups.copies().is_some();
-        let spec = ArenaSpec {
-            name: "gradients".into(),
-            dtype: layout.accumulated(),
-            len: sharding.map_or(layout.len(), Sharding::whole_len),
-            sharing: if is_reduced_in_place {
-                Sharing::Node
-            } else {
-                Sharing::Private
-            },
-        };
         let wire = if is_narrowed {
             let lens = units.iter().map(|unit| unit.range.len());
             Some(Wire::new(comm, device, layout.dtype(), lens)?)
         } else {
             None
         };
+        let len = sharding.map_or(layout.len(), Sharding::whole_len);
+        let (name, dtype) = ("gradients", layout.accumulated());
         let arena = if is_reduced_in_place {
-            comm.alloc_shared(device, &spec)?
+            comm.alloc_shared(device, &ArenaSpec::on_node(name, dtype, len))?
         } else {
-            device.alloc(&spec)?
+            device.alloc(&ArenaSpec::private(name, dtype, len))?
         };
         let range = |id| sharding.map_or_else(|| layout.range(id), |sharding| sharding.whole_range(id));
         Ok(Self {

@@ -12,7 +12,7 @@ use super::slots::{Course, Landed, Landing, Slots, slots_for};
 use super::waiting::Waiting;
 use super::{GradientLayout, Portion, ReduceError, ShardGroups, ShardUnit, Sharding};
 use crate::collective::Work;
-use crate::device::{Arena, ArenaSpec, Buffer, Device, Sharing, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, Device, Stream};
 use crate::model::ParamId;
 use crate::ops::Fill;
 
@@ -37,17 +37,14 @@ impl GradShard {
         sharding: &Arc<Sharding>,
     ) -> Result<Self, ReduceError> {
         let (sizes, choice) = staged(layout, sharding);
-        let spec = |sharing| ArenaSpec {
-            name: "gradients".into(),
-            dtype: layout.accumulated(),
-            len: sharding.shard_len(),
-            sharing,
-        };
+        let (name, dtype, len) = ("gradients", layout.accumulated(), sharding.shard_len());
         Ok(Self {
             slots: Slots::new(groups.world(), (device, stream), layout.dtype(), sizes)?,
             shard: match groups.copies() {
-                Some(_) => groups.world().alloc_shared(device, &spec(Sharing::Node))?,
-                None => device.alloc(&spec(Sharing::Private))?,
+                Some(_) => groups
+                    .world()
+                    .alloc_shared(device, &ArenaSpec::on_node(name, dtype, len))?,
+                None => device.alloc(&ArenaSpec::private(name, dtype, len))?,
             },
             taken: vec![None; choice.len()],
             choice,

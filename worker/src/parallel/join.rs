@@ -10,7 +10,7 @@ use crate::collective::{
     WorkError, connect,
 };
 use crate::device::cuda::CudaDevice;
-use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError, Sharing};
+use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError};
 use crate::libraries::LibraryError;
 use crate::session::Session;
 
@@ -144,12 +144,7 @@ fn meet(session: &Session, options: &JoinOptions) -> Result<(), JoinError> {
         ..*options
     };
     let comm = join_world(session, &options)?;
-    let nothing = CpuDevice::new(1)?.alloc(&ArenaSpec {
-        name: "barrier".into(),
-        dtype: DType::U8,
-        len: 0,
-        sharing: Sharing::Private,
-    })?;
+    let nothing = CpuDevice::new(1)?.alloc(&ArenaSpec::private("barrier", DType::U8, 0))?;
     let barrier = comm.barrier(&nothing.whole(), Launch::now(Traffic::Other, "before NCCL"));
     barrier.wait(Instant::now() + options.timeout)?;
     Ok(())

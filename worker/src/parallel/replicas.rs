@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use ddp_proto::words::numbered;
+
 use super::{GradientLayout, Place, Portion, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Sharing, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use crate::model::ParamId;
 
 /// Bytes of the hash of one parameter.
@@ -30,8 +32,8 @@ struct Compared {
 pub enum ReplicasError {
     /// They are not.
     #[error(
-        "parameter `{param}` of rank {} differs from rank {reference} after step {step}\n  hint: ranks that start equal and add the same gradients stay equal; look for a failing machine or different builds",
-        list(ranks)
+        "parameter `{param}` of {} differs from rank {reference} after step {step}\n  hint: ranks that start equal and add the same gradients stay equal; look for a failing machine or different builds",
+        numbered("rank", ranks)
     )]
     Differ {
         /// The first parameter that differs, in forward order.
@@ -58,11 +60,6 @@ impl From<WorkError> for ReplicasError {
             WorkError::Pending(error) => Self::Device(error),
         }
     }
-}
-
-fn list(ranks: &[usize]) -> String {
-    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-    names.join(", ")
 }
 
 impl Replicas {
@@ -116,12 +113,11 @@ impl Replicas {
         device: &Arc<dyn Device>,
         compared: Vec<Compared>,
     ) -> Result<Self, ReplicasError> {
-        let spec = ArenaSpec {
-            name: "parameter hashes".into(),
-            dtype: DType::U8,
-            len: comm.size() * compared.len() * HASH_BYTES,
-            sharing: Sharing::Node,
-        };
+        let spec = ArenaSpec::on_node(
+            "parameter hashes",
+            DType::U8,
+            comm.size() * compared.len() * HASH_BYTES,
+        );
         Ok(Self {
             hashes: comm.alloc_shared(device, &spec)?,
             comm: comm.clone(),

@@ -11,7 +11,7 @@ use std::time::Instant;
 use super::ReduceError;
 use super::waiting::Waiting;
 use crate::collective::{Communicator, Work};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Event, Sharing, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Event, Stream};
 use crate::ops::{Cast, ColumnSum};
 
 /// Slots for units that follow each other: one is computed while another is in flight.
@@ -74,12 +74,7 @@ impl Slots {
         sizes: impl IntoIterator<Item = usize>,
     ) -> Result<Self, ReduceError> {
         let slot = |len| -> Result<Slot, ReduceError> {
-            let spec = ArenaSpec {
-                name: "gradients in flight".into(),
-                dtype,
-                len,
-                sharing: Sharing::Node,
-            };
+            let spec = ArenaSpec::on_node("gradients in flight", dtype, len);
             Ok(Slot {
                 arena: comm.alloc_shared(device, &spec)?,
                 landing: None,

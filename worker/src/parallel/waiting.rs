@@ -177,7 +177,7 @@ mod tests {
 
     use super::*;
     use crate::collective::{Communicator, Executor, Launch, Solo, Traffic};
-    use crate::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, DeviceError, EventState, Sharing};
+    use crate::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, DeviceError, EventState};
     use crate::ops::Op;
     use crate::session::Cancel;
 
@@ -210,12 +210,7 @@ mod tests {
     }
 
     fn buffer(device: &dyn Device) -> Buffer {
-        let spec = ArenaSpec {
-            name: "test".into(),
-            dtype: DType::F32,
-            len: 1,
-            sharing: Sharing::Private,
-        };
+        let spec = ArenaSpec::private("test", DType::F32, 1);
         device.alloc(&spec).unwrap().whole()
     }
 

@@ -7,7 +7,7 @@ use super::gather_plan::units_of;
 use super::waiting::Waiting;
 use super::{Group, Ledger, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, Work, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, DeviceError, Sharing};
+use crate::device::{Arena, ArenaSpec, Buffer, DeviceError};
 use crate::model::{Model, ParamId, Params};
 
 /// See the module.
@@ -26,22 +26,14 @@ pub struct WholeWeights {
 impl WholeWeights {
     /// Zeros. Every rank must call it.
     pub fn new(group: &Group, model: &Model, sharding: &Arc<Sharding>) -> Result<Self, ReduceError> {
+        let (name, dtype, len) = ("parameters", model.dtype(), sharding.whole_len());
         let is_gathered = sharding.world() > 1;
-        let spec = ArenaSpec {
-            name: "parameters".into(),
-            dtype: model.dtype(),
-            len: sharding.whole_len(),
-            sharing: if is_gathered {
-                Sharing::Node
-            } else {
-                Sharing::Private
-            },
-        };
         let arena = if is_gathered {
+            let spec = ArenaSpec::on_node(name, dtype, len);
             group.comm.alloc_shared(&group.device, &spec)?
         } else {
             // Private memory can have huge pages.
-            group.device.alloc(&spec)?
+            group.device.alloc(&ArenaSpec::private(name, dtype, len))?
         };
         let ids = (0..sharding.params()).map(ParamId);
         Ok(Self {

@@ -3,6 +3,8 @@
 use std::sync::{Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use ddp_proto::words::numbered;
+
 /// Something that may wait for other ranks.
 pub trait Waiting: Send + Sync {
     /// What it waits for now; none if it does not wait. Must not block: a rank that hangs is asked.
@@ -46,11 +48,9 @@ impl Waits {
 /// In words, a line each; empty if nothing waits.
 pub(super) fn in_words(waits: &[Wanted]) -> String {
     let line = |wanted: &Wanted| {
-        let ranks: Vec<String> = wanted.ranks.iter().map(ToString::to_string).collect();
-        let of = match ranks.as_slice() {
+        let of = match wanted.ranks.as_slice() {
             [] => String::new(),
-            [one] => format!(" for rank {one}"),
-            several => format!(" for ranks {}", several.join(", ")),
+            ranks => format!(" for {}", numbered("rank", ranks)),
         };
         let seconds = wanted.waited.as_secs_f64();
         format!("{} has waited {seconds:.1} s{of}\n", wanted.what)

@@ -1,6 +1,7 @@
 //! Why a worker cannot go on.
 
-use super::save_verdict;
+use ddp_proto::words::{counted, numbered};
+
 use crate::checkpoint::CheckpointError;
 use crate::collective::nccl::Version;
 use crate::collective::{CollectiveError, WorkError};
@@ -69,7 +70,7 @@ pub enum TrainError {
     /// The last state of a run is lost, although training is done or was stopped in order.
     #[error(
         "training ended after step {step}, but the state after it could not be saved on {}, {}{}",
-        save_verdict::list(ranks),
+        numbered("rank", ranks),
         latest.as_ref().map_or_else(|| "and there is no earlier checkpoint".into(), |name| format!("the latest checkpoint is `{name}`")),
         cause.as_ref().map_or_else(String::new, |cause| format!(": {cause}"))
     )]
@@ -111,8 +112,8 @@ pub enum TrainError {
     },
     /// Ranks would have to share GPUs.
     #[error(
-        "{workers} workers on this node, which has {gpus} GPU{}\n  hint: start one a GPU (`--nproc-per-node gpu`), or train on the processor (`parallel.backend: cpu`)",
-        if *gpus == 1 { "" } else { "s" }
+        "{workers} workers on this node, which has {}\n  hint: start one a GPU (`--nproc-per-node gpu`), or train on the processor (`parallel.backend: cpu`)",
+        counted(*gpus, "GPU")
     )]
     TooFewGpus {
         /// GPUs that the driver shows.
@@ -122,8 +123,8 @@ pub enum TrainError {
     },
     /// Ranks would share a GPU, which NCCL of this version refuses.
     #[error(
-        "{workers} workers on this node, which has {gpus} GPU{}, and NCCL {nccl} lets no ranks share one\n  hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own",
-        if *gpus == 1 { "" } else { "s" }
+        "{workers} workers on this node, which has {}, and NCCL {nccl} lets no ranks share one\n  hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own",
+        counted(*gpus, "GPU")
     )]
     SharedGpu {
         /// GPUs that the driver shows.

@@ -5,7 +5,7 @@ use std::ops::Range;
 use super::TrainError;
 use super::world::World;
 use crate::collective::{Launch, Traffic, Work};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Sharing};
+use crate::device::{Arena, ArenaSpec, Buffer, DType};
 
 /// One row of so many numbers a rank, gathered on all of them.
 pub(super) struct Exchange<const WIDTH: usize = 2> {
@@ -16,12 +16,7 @@ pub(super) struct Exchange<const WIDTH: usize = 2> {
 impl<const WIDTH: usize> Exchange<WIDTH> {
     /// Every rank must call it. `name` is for errors.
     pub(super) fn new(world: &World, name: &str) -> Result<Self, TrainError> {
-        let spec = ArenaSpec {
-            name: name.into(),
-            dtype: DType::F64,
-            len: world.size() * WIDTH,
-            sharing: Sharing::Node,
-        };
+        let spec = ArenaSpec::on_node(name, DType::F64, world.size() * WIDTH);
         Ok(Self {
             rows: world.comm.alloc_shared(&world.device, &spec)?,
             world: world.clone(),

@@ -4,7 +4,7 @@
 use super::TrainError;
 use super::replica::Batch;
 use super::world::World;
-use crate::device::{ArenaSpec, Buffer, DType, Event, Sharing, Stream};
+use crate::device::{ArenaSpec, Buffer, DType, Event, Stream};
 use crate::model::Activation;
 
 /// See the module.
@@ -32,12 +32,9 @@ impl Feed {
     /// For micro-batches of `shape`, samples by positions.
     pub(super) fn new(world: &World, shape: Vec<usize>) -> Result<Self, TrainError> {
         let alloc = |name: &str| {
-            let arena = world.device.alloc(&ArenaSpec {
-                name: name.into(),
-                dtype: DType::I32,
-                len: shape.iter().product(),
-                sharing: Sharing::Private,
-            });
+            let arena = world
+                .device
+                .alloc(&ArenaSpec::private(name, DType::I32, shape.iter().product()));
             arena.map(|arena| arena.whole())
         };
         let place = || -> Result<Place, TrainError> {

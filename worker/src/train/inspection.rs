@@ -11,7 +11,7 @@ use super::TrainError;
 use super::replica::{Batch, Replica};
 use super::trainer::Trainer;
 use super::world::World;
-use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Sharing};
+use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
 use crate::model::{GradSink, GradSlot, Model, ParamId, StepKey};
 
 /// Where a number was not finite.
@@ -169,12 +169,11 @@ struct Watch<'a> {
 
 impl GradSink for Watch<'_> {
     fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
-        let spec = ArenaSpec {
-            name: format!("gradient of `{}` under inspection", self.model.params[id.0].name),
-            dtype: DType::F32,
-            len: self.model.params[id.0].len(),
-            sharing: Sharing::Private,
-        };
+        let spec = ArenaSpec::private(
+            format!("gradient of `{}` under inspection", self.model.params[id.0].name),
+            DType::F32,
+            self.model.params[id.0].len(),
+        );
         let buffer = self.world.device.alloc(&spec)?.whole();
         self.memory.insert(id, buffer.clone());
         Ok(GradSlot {

@@ -6,7 +6,7 @@ use super::TrainError;
 use super::feed::Feed;
 use super::world::World;
 use crate::config::TrainConfig;
-use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Sharing};
+use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
 use crate::model::{
     self, Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, Saved, StepKey, Unused,
 };
@@ -54,12 +54,9 @@ impl Replica {
     ) -> Result<Self, TrainError> {
         let shape = vec![config.train.micro_batch, config.model.block_size];
         let positions: usize = shape.iter().product();
-        let dloss = world.device.alloc(&ArenaSpec {
-            name: "loss factors".into(),
-            dtype: DType::F32,
-            len: positions,
-            sharing: Sharing::Private,
-        })?;
+        let dloss = world
+            .device
+            .alloc(&ArenaSpec::private("loss factors", DType::F32, positions))?;
         Ok(Self {
             saved: model::saved_for(&model),
             feed: Feed::new(world, shape)?,

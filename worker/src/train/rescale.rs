@@ -8,6 +8,8 @@
 //! Who changes `train.grad_accumulation` wants another global batch, and so does who changes `train.micro_batch`
 //! without changing the number of ranks: then the configuration counts.
 
+use ddp_proto::words::counted;
+
 use super::TrainError;
 use crate::checkpoint::{Batch, State};
 use crate::config::{LrScaling, Rescale, Train};
@@ -95,14 +97,8 @@ fn fits(micro_batch: u64, ranks: u64, samples: u64) -> String {
 
 fn words(train: &Train, ranks: u64, before: Batch) -> String {
     let samples = ranks * (train.micro_batch * train.grad_accumulation) as u64;
-    let ranks = match ranks {
-        1 => "1 rank".to_owned(),
-        ranks => format!("{ranks} ranks"),
-    };
-    let passes = match train.grad_accumulation {
-        1 => "1 micro-batch".to_owned(),
-        passes => format!("{passes} micro-batches"),
-    };
+    let ranks = counted(ranks, "rank");
+    let passes = counted(train.grad_accumulation, "micro-batch");
     let batch = if samples == before.samples {
         format!("the global batch stays {samples} samples")
     } else {

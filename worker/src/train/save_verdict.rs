@@ -3,6 +3,8 @@
 use std::fmt;
 use std::time::Duration;
 
+use ddp_proto::words::{counted, numbered};
+
 use super::save_thread::Stage;
 use crate::checkpoint::{CheckpointError, step_name};
 
@@ -90,7 +92,7 @@ impl fmt::Display for Report<'_> {
         write!(
             f,
             "the checkpoint of step {step} was not saved on {}; ",
-            list(ranks)
+            numbered("rank", ranks)
         )?;
         match (self.retry, self.next_due) {
             (Some(pause), _) => write!(f, "it is tried again in {} s", pause.as_secs())?,
@@ -115,27 +117,17 @@ pub(super) fn waited(before: u64, step: u64, waited: Duration) -> String {
 
 /// At the end of a run: how many of its saves were lost on the way, and what is left.
 pub(super) fn failed(saves: u64, latest: Option<&str>) -> Option<String> {
-    let saves = match saves {
-        0 => return None,
-        1 => "1 checkpoint".to_owned(),
-        saves => format!("{saves} checkpoints"),
-    };
+    if saves == 0 {
+        return None;
+    }
     let latest = latest.map_or_else(
         || "there is none".to_owned(),
         |name| format!("the latest is `{name}`"),
     );
     Some(format!(
-        "{saves} of this run could not be saved, as said above; {latest}"
+        "{} of this run could not be saved, as said above; {latest}",
+        counted(saves, "checkpoint")
     ))
-}
-
-/// `rank 1`, or `ranks 0, 2`.
-pub(super) fn list(ranks: &[usize]) -> String {
-    let names: Vec<String> = ranks.iter().map(ToString::to_string).collect();
-    match ranks {
-        [_] => format!("rank {}", names[0]),
-        _ => format!("ranks {}", names.join(", ")),
-    }
 }
 
 #[cfg(test)]

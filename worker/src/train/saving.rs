@@ -23,7 +23,7 @@ use super::{TrainError, resuming};
 use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
 use crate::config::{OptimizerHome, TrainConfig};
 use crate::data::ORDER_VERSION;
-use crate::device::{Arena, DType, DeviceError, HostMemory, Stream};
+use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
 use crate::optim::AdamW;
 use crate::session::Session;
 
@@ -143,8 +143,8 @@ impl Checkpoints {
         }
         let files = files(here);
         let bytes: u64 = files.iter().flat_map(|f| &f.extents).map(Extent::bytes).sum();
-        let memory = HostMemory::private(SNAPSHOT, bytes as usize)?;
-        let arena = Arena::new(SNAPSHOT.into(), DType::U8, bytes as usize, Box::new(memory));
+        let spec = ArenaSpec::private(SNAPSHOT, DType::U8, bytes as usize);
+        let arena = Arena::new(&spec, HostMemory::private(SNAPSHOT, spec.bytes())?);
         // The system gives the pages now, not in the middle of the first save.
         arena.whole().host_bytes_mut()?.fill(0);
         self.snapshot = Some(arena);

@@ -23,7 +23,7 @@ use crate::checkpoint::{Batch, Disk, Reader, State, Storage};
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Strategy, TrainConfig};
 use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Tokens};
-use crate::device::{ArenaSpec, Buffer, Device, Sharing};
+use crate::device::{ArenaSpec, Buffer, Device};
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::{self, Model};
 use crate::ops::Cast;
@@ -344,12 +344,11 @@ fn broadcast_from_host(
     replicas: &Replicas,
     masters: &Buffer,
 ) -> Result<(), TrainError> {
-    let bounce = world.device.alloc(&ArenaSpec {
-        name: "masters on their way".into(),
-        dtype: masters.dtype(),
-        len: masters.len().min(HOST_PIECE),
-        sharing: Sharing::Private,
-    })?;
+    let bounce = world.device.alloc(&ArenaSpec::private(
+        "masters on their way",
+        masters.dtype(),
+        masters.len().min(HOST_PIECE),
+    ))?;
     for start in (0..masters.len()).step_by(HOST_PIECE) {
         let piece = masters.slice(start..masters.len().min(start + HOST_PIECE));
         let carried = bounce.slice(0..piece.len());

@@ -1,8 +1,7 @@
 //! What rank 0 says before the first step: what is trained, on what, and with how much memory.
 
-use std::fmt::Display;
-
 use comfy_table::{Table, presets};
+use ddp_proto::words::counted;
 
 use super::outlook::Outlook;
 use super::progress::{bytes, grouped};
@@ -161,15 +160,6 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
         grouped(global_batch),
         grouped(base)
     ))
-}
-
-fn counted(number: impl Copy + Display + PartialEq + From<u8>, what: &str) -> String {
-    let plural = match what.ends_with("ch") {
-        _ if number == 1.into() => "",
-        true => "es",
-        false => "s",
-    };
-    format!("{number} {what}{plural}")
 }
 
 /// What this rank has allocated, by kind.

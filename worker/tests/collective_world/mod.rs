@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ddp_worker::collective::{
     Communicator, Executor, Failure, Launch, Place, Traffic, Transport, Work, connect,
 };
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, Element, Sharing};
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, Element};
 use ddp_worker::session::{Cancel, MemoryStore};
 
 /// Longer than any operation takes on a loaded machine.
@@ -110,28 +110,16 @@ impl Rank {
 
     /// An arena that peers reach, or a private one, with these elements.
     pub(crate) fn arena<T: Element>(&self, shared: bool, elements: &[T]) -> Arena {
-        let spec = spec::<T>(
-            elements.len(),
-            if shared { Sharing::Node } else { Sharing::Private },
-        );
         let arena = if shared {
-            self.comm
-                .alloc_shared(&self.device, &spec)
-                .expect("there is memory")
+            let spec = ArenaSpec::on_node("test", T::DTYPE, elements.len());
+            let arena = self.comm.alloc_shared(&self.device, &spec);
+            arena.expect("there is memory")
         } else {
+            let spec = ArenaSpec::private("test", T::DTYPE, elements.len());
             self.device.alloc(&spec).expect("there is memory")
         };
         fill(&arena.whole(), elements);
         arena
-    }
-}
-
-pub(crate) fn spec<T: Element>(len: usize, sharing: Sharing) -> ArenaSpec {
-    ArenaSpec {
-        name: "test".into(),
-        dtype: T::DTYPE,
-        len,
-        sharing,
     }
 }
 

@@ -41,7 +41,7 @@ struct Seen {
 }
 
 /// All launches on all cards; none where there is no compiler.
-fn seen(paper: &Arc<Paper>) -> Option<Vec<Seen>> {
+fn seen(paper: &Paper) -> Option<Vec<Seen>> {
     let nvrtc = compiled::nvrtc()?;
     let launches = paper.launches();
     let units: BTreeMap<String, Unit> = launches
@@ -98,9 +98,11 @@ impl Seen {
 
 fn train(jobs: &[Job]) -> Arc<Paper> {
     let paper = Paper::new();
+    let device = paper.device();
     for job in jobs {
+        paper.begin(&format!("a step of {}", job.name));
         for types in Types::ALL {
-            job.step(&paper, types);
+            job.step(&device, types);
         }
     }
     paper
@@ -109,10 +111,12 @@ fn train(jobs: &[Job]) -> Arc<Paper> {
 /// The small cases have every path of every kernel; training has the sizes.
 fn everything() -> Arc<Paper> {
     let paper = train(&JOBS);
+    let device = paper.device();
     for case in catalogue(Size::Small) {
         paper.begin(&case.name);
         for types in Types::ALL {
-            paper.ask(&case.operation(paper.as_ref(), types).unwrap());
+            let op = case.operation(device.as_ref(), types).unwrap();
+            device.enqueue(device.stream(), op);
         }
     }
     paper

@@ -8,7 +8,7 @@
 //! | `compiled` | the compiler, and what it made |
 //! | `cubin` | registers, memory and parameters of a compiled kernel |
 //! | `card` | what a card refuses of a launch |
-//! | `paper` | a [`ddp_worker::device::Device`] that plans operations and has no memory |
+//! | `paper` | a [`ddp_worker::device::Device`] that carries nothing out, and what its operations would launch |
 //! | `training` | all that a step of training launches, for several models |
 //! | `launches` | every launch on every card; `--nocapture` shows a table |
 //! | `op_cases` | operations, shared with the tests that run them |

@@ -1,12 +1,9 @@
-//! A GPU on paper: memory of any size that is not there, and operations that are planned and not run.
+//! A GPU on paper: operations are planned and written down, and do not run.
 
-use std::any::Any;
 use std::collections::BTreeMap;
-use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Instant;
 
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Memory, Stream};
+use ddp_worker::device::{Device, IdleDevice};
 use ddp_worker::ops::cuda::{Call, plan};
 use ddp_worker::ops::{GeluBackward, GeluForward, Op};
 
@@ -30,6 +27,17 @@ impl Paper {
         Arc::default()
     }
 
+    /// A device with memory of any size, whose operations come to this paper.
+    pub(crate) fn device(self: &Arc<Self>) -> Arc<dyn Device> {
+        let paper = self.clone();
+        Arc::new(IdleDevice::heard_by(move |op| {
+            paper.ask(op);
+            if let Some(op) = beside_product(op) {
+                paper.ask(&op);
+            }
+        }))
+    }
+
     /// Whose all operations are from now on.
     pub(crate) fn begin(&self, of: &str) {
         of.clone_into(&mut self.of.lock().unwrap_or_else(PoisonError::into_inner));
@@ -42,7 +50,7 @@ impl Paper {
     }
 
     /// Plans an operation; without a word if it has no kernel of ours.
-    pub(crate) fn ask(&self, op: &Op) {
+    fn ask(&self, op: &Op) {
         let of = self.of.lock().unwrap_or_else(PoisonError::into_inner).clone();
         let Some(outcome) = plan(op) else { return };
         let outcome = outcome.unwrap_or_else(|error| panic!("{of}: `{}`: {error}", op.name()));
@@ -54,24 +62,6 @@ impl Paper {
                 .entry(key)
                 .or_insert_with(|| Launch { of: of.clone(), call });
         }
-    }
-}
-
-/// So many bytes that nobody can reach.
-struct Nowhere(usize);
-
-// SAFETY: no address is given, so nobody makes a slice of it.
-unsafe impl Memory for Nowhere {
-    fn bytes(&self) -> usize {
-        self.0
-    }
-
-    fn host_ptr(&self) -> Option<NonNull<u8>> {
-        None
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 
@@ -93,43 +83,5 @@ fn beside_product(op: &Op) -> Option<Op> {
             .into(),
         ),
         _ => None,
-    }
-}
-
-impl Device for Paper {
-    fn name(&self) -> String {
-        "a GPU on paper".to_owned()
-    }
-
-    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        let memory = Box::new(Nowhere(spec.len * spec.dtype.bytes()));
-        Ok(Arena::new(spec.name.clone(), spec.dtype, spec.len, memory))
-    }
-
-    fn stream(&self) -> Stream {
-        Stream(0)
-    }
-
-    fn enqueue(&self, _stream: Stream, op: Op) {
-        self.ask(&op);
-        if let Some(op) = beside_product(&op) {
-            self.ask(&op);
-        }
-    }
-
-    fn record(&self, _stream: Stream) -> Event {
-        Event::reached()
-    }
-
-    fn wait_event(&self, _stream: Stream, _event: &Event, _deadline: Instant) {}
-
-    fn synchronize(&self, _stream: Stream) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn upload(&self, _stream: Stream, _dst: &Buffer, _bytes: &[u8]) {}
-
-    fn download(&self, _stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
-        Err(DeviceError::NotHost(src.arena().name().to_owned()))
     }
 }

@@ -5,17 +5,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
-use ddp_worker::device::{Arena, ArenaSpec, Buffer, DType, Device, Sharing};
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, DType, Device};
 use ddp_worker::model::{
     Activation, ActivationPool, Context, LocalGrads, Model, ParamId, Params, StepKey, backward, build,
     forward, saved_for,
 };
 use ddp_worker::ops::{
-    AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Op, Scale, SquaredNorm,
+    AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Scale, SquaredNorm,
 };
 
 use crate::op_cases::Types;
-use crate::paper::Paper;
 
 /// A model, and the samples of a micro-batch.
 pub(crate) struct Job {
@@ -82,28 +81,27 @@ impl Job {
     }
 
     /// Puts a step on the device.
-    pub(crate) fn step(&self, device: &Arc<Paper>, types: Types) {
-        device.begin(&format!("a step of {}", self.name));
+    pub(crate) fn step(&self, device: &Arc<dyn Device>, types: Types) {
         let model = self.model();
         self.passes(device, &model, types);
         update(device, &model, types);
         let rows = self.batch * self.positions;
         for accumulate in [false, true] {
-            device.ask(&Op::from(LossSum {
+            let sum = LossSum {
                 losses: buffer(device, DType::F32, rows),
                 total: buffer(device, DType::F64, 1),
                 accumulate,
-            }));
+            };
+            device.enqueue(device.stream(), sum.into());
         }
     }
 
     /// Forward, and backward twice: the second adds.
-    fn passes(&self, device: &Arc<Paper>, model: &Model, types: Types) {
-        let shared: Arc<dyn Device> = device.clone();
+    fn passes(&self, device: &Arc<dyn Device>, model: &Model, types: Types) {
         let rows = self.batch * self.positions;
         let ids = || buffer(device, DType::I32, rows);
         let (targets, dloss) = (ids(), buffer(device, DType::F32, rows));
-        let pool = ActivationPool::new(shared);
+        let pool = ActivationPool::new(device.clone());
         let ctx = Context {
             device: device.as_ref(),
             stream: device.stream(),
@@ -139,18 +137,13 @@ fn ranges(model: &Model) -> Vec<Range<usize>> {
     ends.collect()
 }
 
-fn buffer(device: &Arc<Paper>, dtype: DType, len: usize) -> Buffer {
-    let spec = ArenaSpec {
-        name: "on paper".to_owned(),
-        dtype,
-        len,
-        sharing: Sharing::Private,
-    };
+fn buffer(device: &Arc<dyn Device>, dtype: DType, len: usize) -> Buffer {
+    let spec = ArenaSpec::private("on paper", dtype, len);
     device.alloc(&spec).unwrap().whole()
 }
 
 /// All of a model at once: no rank has more. What sharded strategies add to that are sums of rows, fills and casts.
-fn update(device: &Arc<Paper>, model: &Model, types: Types) {
+fn update(device: &Arc<dyn Device>, model: &Model, types: Types) {
     let n = length(model);
     let all = |dtype| buffer(device, dtype, n);
     let chunks = n.div_ceil(CHUNK);
@@ -169,7 +162,7 @@ fn update(device: &Arc<Paper>, model: &Model, types: Types) {
         out: all(types.grad),
         accumulate,
     };
-    let ops: [Op; 8] = [
+    let ops = vec![
         SquaredNorm {
             x: all(types.grad),
             partials: sums(),
@@ -195,12 +188,10 @@ fn update(device: &Arc<Paper>, model: &Model, types: Types) {
         }
         .into(),
     ];
-    for op in &ops {
-        device.ask(op);
-    }
+    device.enqueue_all(device.stream(), ops);
 }
 
-fn adamw(device: &Arc<Paper>, model: &Model, types: Types) -> AdamW {
+fn adamw(device: &Arc<dyn Device>, model: &Model, types: Types) -> AdamW {
     let all = |dtype| buffer(device, dtype, length(model));
     let spared = model
         .params

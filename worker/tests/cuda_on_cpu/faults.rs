@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use ddp_worker::device::cuda::{Grid, Source};
-use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, Sharing};
+use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::{Arg, Call, Plan};
 
 use crate::device::Imitation;
@@ -54,12 +54,7 @@ extern "C" __global__ void only_reads(const float *x) { const_cast<float *>(x)[t
 /// What is said of a kernel that is given 64 numbers, as many in shared memory, and 64 threads; none if nothing is.
 fn complaint(kernel: &'static str, arg: impl FnOnce(Buffer) -> Arg) -> Option<String> {
     let device = Imitation::new(3);
-    let spec = ArenaSpec {
-        name: "numbers".to_owned(),
-        dtype: DType::F32,
-        len: 64,
-        sharing: Sharing::Private,
-    };
+    let spec = ArenaSpec::private("numbers", DType::F32, 64);
     let buffer = device.alloc(&spec).unwrap().whole();
     for (i, x) in buffer.host_mut::<f32>().unwrap().iter_mut().enumerate() {
         *x = i as f32;

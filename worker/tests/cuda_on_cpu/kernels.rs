@@ -3,7 +3,7 @@
 use crate::device::Imitation;
 use crate::op_cases::numbers::numbers;
 use crate::op_cases::{Case, Kind, Outcome, Size, Tensor, Types, catalogue};
-use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, Sharing};
+use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::plan;
 use ddp_worker::ops::{
     AdamW, AdamWStep, AttentionBackward, AttentionShape, ColumnSum, EncoderForward, TokenBackward,
@@ -14,12 +14,7 @@ const SCHEDULES: u32 = 3;
 
 /// Memory for operations that are planned and not run.
 fn buffer(dtype: DType, len: usize) -> Buffer {
-    let spec = ArenaSpec {
-        name: "operand".to_owned(),
-        dtype,
-        len,
-        sharing: Sharing::Private,
-    };
+    let spec = ArenaSpec::private("operand", dtype, len);
     Imitation::new(1).alloc(&spec).unwrap().whole()
 }
 

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
-use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device, Sharing};
+use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device};
 use ddp_worker::model::{
     Activation, ActivationPool, Context, LocalGrads, LocalParams, StepKey, backward, build, forward,
     saved_for,
@@ -31,12 +31,7 @@ fn step(device: &Arc<dyn Device>) -> [Vec<f32>; 2] {
     let params = LocalParams::new(device.as_ref(), &model, DType::F32, 5).unwrap();
     let mut grads = LocalGrads::new(device.as_ref(), &model, DType::F32).unwrap();
     let buffer = |name: &str, dtype, bytes: &[u8]| {
-        let spec = ArenaSpec {
-            name: name.to_owned(),
-            dtype,
-            len: BATCH * POSITIONS,
-            sharing: Sharing::Private,
-        };
+        let spec = ArenaSpec::private(name, dtype, BATCH * POSITIONS);
         let buffer = device.alloc(&spec).unwrap().whole();
         device.upload(stream, &buffer, bytes);
         buffer

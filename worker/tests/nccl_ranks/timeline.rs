@@ -4,7 +4,7 @@ use std::fmt::Write;
 use std::time::Instant;
 
 use ddp_worker::collective::{Launch, ReduceOp, Traffic};
-use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, Event, Sharing};
+use ddp_worker::device::{ArenaSpec, Buffer, DType, Device, Event};
 use ddp_worker::ops::{LinearForward, LinearShape, Op, WeightLayout};
 
 use super::{Rank, TIMEOUT};
@@ -129,11 +129,6 @@ fn product(gpu: &dyn Device) -> Op {
 }
 
 fn zeros(gpu: &dyn Device, dtype: DType, len: usize) -> Buffer {
-    let spec = ArenaSpec {
-        name: "timeline".into(),
-        dtype,
-        len,
-        sharing: Sharing::Private,
-    };
+    let spec = ArenaSpec::private("timeline", dtype, len);
     gpu.alloc(&spec).unwrap().whole()
 }

@@ -10,7 +10,7 @@ pub(crate) mod numbers;
 
 pub(crate) use catalogue::{Size, catalogue};
 
-use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Sharing};
+use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError};
 use ddp_worker::ops::Op;
 use half::bf16;
 
@@ -154,12 +154,11 @@ impl Case {
     fn buffers(&self, device: &dyn Device, types: Types) -> Result<Vec<Buffer>, DeviceError> {
         let buffers = self.tensors.iter().map(|tensor| {
             let len = tensor.values.len();
-            let arena = device.alloc(&ArenaSpec {
-                name: self.name.clone(),
-                dtype: types.of(tensor.kind),
-                len: tensor.lead + len,
-                sharing: Sharing::Private,
-            })?;
+            let arena = device.alloc(&ArenaSpec::private(
+                self.name.clone(),
+                types.of(tensor.kind),
+                tensor.lead + len,
+            ))?;
             Ok(arena.slice(tensor.lead..tensor.lead + len))
         });
         buffers.collect()

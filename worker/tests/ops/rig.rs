@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{
-    ArenaSpec, Buffer, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa, Sharing, Stream,
+    ArenaSpec, Buffer, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa, Stream,
 };
 use ddp_worker::model::{
     Activation, ActivationPool, Context, LocalGrads, LocalParams, Model, Saved, StepKey, backward, forward,
@@ -30,12 +30,7 @@ impl Rig {
     }
 
     pub(crate) fn empty(&self, dtype: DType, len: usize) -> Buffer {
-        let spec = ArenaSpec {
-            name: "test".into(),
-            dtype,
-            len,
-            sharing: Sharing::Private,
-        };
+        let spec = ArenaSpec::private("test", dtype, len);
         self.device.alloc(&spec).unwrap().whole()
     }
 

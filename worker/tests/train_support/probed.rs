@@ -39,7 +39,7 @@ impl Device for ProbedDevice {
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        (self.probe)(Moment::Allocation(spec.len * spec.dtype.bytes()));
+        (self.probe)(Moment::Allocation(spec.bytes()));
         self.cpu.alloc(spec)
     }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use super::sys::RawStream;
 use crate::device::cuda::CudaDevice;
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Sharing, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::Scale;
 
 /// What NCCL must know of a device that others need not.
@@ -81,12 +81,7 @@ impl Lane {
 
     /// One element, for operations that carry nothing.
     pub(super) fn token(&self) -> Result<Arena, DeviceError> {
-        self.device.alloc(&ArenaSpec {
-            name: "barrier".into(),
-            dtype: DType::I32,
-            len: 1,
-            sharing: Sharing::Private,
-        })
+        self.device.alloc(&ArenaSpec::private("barrier", DType::I32, 1))
     }
 }
 

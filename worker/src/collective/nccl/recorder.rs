@@ -282,15 +282,10 @@ impl Recorder {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::device::{ArenaSpec, CpuDevice, DType, Device, Sharing, Signal};
+    use crate::device::{ArenaSpec, CpuDevice, DType, Device, Signal};
 
     fn launched(recorder: &mut Recorder, sequence: u64, now: Instant) -> (Signal, Signal) {
-        let spec = ArenaSpec {
-            name: "test".into(),
-            dtype: DType::F32,
-            len: 1,
-            sharing: Sharing::Private,
-        };
+        let spec = ArenaSpec::private("test", DType::F32, 1);
         let memory = CpuDevice::new(1).unwrap().alloc(&spec).unwrap().whole();
         let ((started, start), (done, end)) = (Event::pair("start"), Event::pair("end"));
         let entry = Entry {

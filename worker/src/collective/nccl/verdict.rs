@@ -170,7 +170,7 @@ mod tests {
             verdict(Phase::Queued),
             "waited 10000 ms for the input of all-reduce #3 (bucket 0)"
         );
-        assert!(verdict(Phase::Running).starts_with("waited 10000 ms for rank 1, 2\n"));
+        assert!(verdict(Phase::Running).starts_with("waited 10000 ms for ranks 1, 2\n"));
     }
 
     #[test]

@@ -4,7 +4,6 @@
 //! and renamed, so processes and threads that compile the same unit at once do not disturb each other, and each begins
 //! with the hash of the rest, so a damaged file is compiled anew. A cache that cannot be written costs time, not the run.
 
-use std::hash::{BuildHasher, RandomState};
 use std::path::{Path, PathBuf};
 
 use super::{Arch, CompileError, Cubin, Nvrtc, Unit};
@@ -90,7 +89,7 @@ fn read(file: &Path) -> Option<Cubin> {
 fn keep(folder: &Path, file: &Path, cubin: &Cubin) -> std::io::Result<()> {
     std::fs::create_dir_all(folder)?;
     // Random: containers that share a cache have processes of the same number.
-    let nonce = RandomState::new().hash_one(std::process::id());
+    let nonce: u64 = rand::random();
     let own = file.with_extension(format!("{nonce:016x}.part"));
     let mut bytes = blake3::hash(&cubin.0).as_bytes().to_vec();
     bytes.extend_from_slice(&cubin.0);

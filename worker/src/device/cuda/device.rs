@@ -188,14 +188,9 @@ impl Device for CudaDevice {
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        let bytes = spec.len * spec.dtype.bytes();
+        let bytes = spec.bytes();
         let memory = DeviceMemory::new(&self.context, &self.account, &spec.name, bytes)?;
-        Ok(Arena::new(
-            spec.name.clone(),
-            spec.dtype,
-            spec.len,
-            Box::new(memory),
-        ))
+        Ok(Arena::new(spec, memory))
     }
 
     fn stream(&self) -> Stream {

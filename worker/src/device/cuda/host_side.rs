@@ -40,13 +40,8 @@ impl Done {
 
 impl HostSide for CudaDevice {
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        let memory = PinnedMemory::new(self.context(), spec.len * spec.dtype.bytes())?;
-        Ok(Arena::new(
-            spec.name.clone(),
-            spec.dtype,
-            spec.len,
-            Box::new(memory),
-        ))
+        let memory = PinnedMemory::new(self.context(), spec.bytes())?;
+        Ok(Arena::new(spec, memory))
     }
 
     fn named_stream(&self, name: &str) -> Stream {

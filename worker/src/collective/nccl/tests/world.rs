@@ -10,7 +10,7 @@ use super::functions::{functions, version};
 use crate::collective::nccl::library::Nccl;
 use crate::collective::nccl::transport::{NcclPlace, NcclTransport};
 use crate::collective::{Communicator, Failure, Launch, Traffic, Work, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, Device, Element, Sharing, Stream};
+use crate::device::{Arena, ArenaSpec, Buffer, Device, Element, Stream};
 use crate::session::{Cancel, MemoryStore};
 
 /// No test waits longer for anything.
@@ -107,12 +107,7 @@ impl Rank {
 
     /// An arena with these elements.
     pub(super) fn arena<T: Element>(&self, elements: &[T]) -> Arena {
-        let spec = ArenaSpec {
-            name: "test".into(),
-            dtype: T::DTYPE,
-            len: elements.len(),
-            sharing: Sharing::Private,
-        };
+        let spec = ArenaSpec::private("test", T::DTYPE, elements.len());
         let arena = self.device.alloc(&spec).unwrap();
         arena.whole().host_mut::<T>().unwrap().copy_from_slice(elements);
         arena

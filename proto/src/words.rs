@@ -1,0 +1,60 @@
+//! Numbers in sentences, for people: here because daemon, launcher and worker tell of the same things.
+
+use std::fmt::Display;
+use std::ops::Add;
+
+/// How many there are: `1 rank`, `2 ranks`, `3 micro-batches`.
+#[must_use]
+pub fn counted(number: impl Copy + Display + PartialEq + From<u8>, noun: &str) -> String {
+    let plural = match noun.ends_with("ch") {
+        _ if number == 1.into() => "",
+        true => "es",
+        false => "s",
+    };
+    format!("{number} {noun}{plural}")
+}
+
+/// Which ones, of `numbers` in ascending order: `no rank`, `rank 1`, `ranks 1, 2`, `ranks 0 to 40, 42`.
+#[must_use]
+pub fn numbered<N>(noun: &str, numbers: &[N]) -> String
+where
+    N: Copy + Display + PartialEq + Add<Output = N> + From<u8>,
+{
+    let runs = numbers.chunk_by(|number, next| *number + 1.into() == *next);
+    let told = |run: &[N]| match run {
+        [first, _, .., last] => format!("{first} to {last}"),
+        [first, second] => format!("{first}, {second}"),
+        _ => run.iter().map(N::to_string).collect(),
+    };
+    let runs: Vec<String> = runs.map(told).collect();
+    match numbers {
+        [] => format!("no {noun}"),
+        [one] => format!("{noun} {one}"),
+        _ => format!("{noun}s {}", runs.join(", ")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_is_no_plural() {
+        let words = [0_u32, 1, 2].map(|number| counted(number, "rank"));
+        assert_eq!(words, ["0 ranks", "1 rank", "2 ranks"]);
+        let words = [1_u64, 3].map(|number| counted(number, "micro-batch"));
+        assert_eq!(words, ["1 micro-batch", "3 micro-batches"]);
+    }
+
+    #[test]
+    fn three_and_more_in_a_row_are_told_by_their_ends() {
+        assert_eq!(numbered::<u32>("rank", &[]), "no rank");
+        assert_eq!(numbered("rank", &[3_u32]), "rank 3");
+        assert_eq!(numbered("local rank", &[0_usize, 1]), "local ranks 0, 1");
+        assert_eq!(
+            numbered("rank", &[0_usize, 1, 2, 4, 6, 7]),
+            "ranks 0 to 2, 4, 6, 7"
+        );
+        assert_eq!(numbered("rank", &[2_usize, 1, 0]), "ranks 2, 1, 0");
+    }
+}
