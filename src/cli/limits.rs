@@ -1,9 +1,9 @@
 //! What the system must let this process have, looked at before anything is started: a stack, and open files.
 
 use ddp_launcher::LaunchPlan;
+use ddp_proto::words::counted;
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
 
-use super::count::counted;
 use super::error::CliError;
 
 /// Smallest stack of the first thread, its arguments and environment included, of which they may be a quarter. As a
