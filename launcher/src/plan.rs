@@ -107,6 +107,8 @@ pub struct WorkerCommand {
     pub arg0: Option<OsString>,
     /// `argv[1..]`.
     pub args: Vec<OsString>,
+    /// Soft limit of its open files; none: the launcher's, which may have raised its own.
+    pub open_files: Option<u64>,
     /// Variables on top of the inherited ones; the environment contract wins over them.
     pub env: BTreeMap<String, String>,
     /// How people call it: `train.yaml`, `train.py`, `true`.

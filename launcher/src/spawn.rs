@@ -17,6 +17,7 @@ use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank};
 use nix::errno::Errno;
 use nix::sched::{CpuSet, sched_setaffinity};
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
 use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
@@ -330,8 +331,8 @@ fn start_worker(
         door,
         patience: START_PATIENCE,
     };
-    let (launcher, cores) = (Pid::this(), worker.cores.as_ref());
-    let prepare = || enter_session(launcher, registrar, door, cores);
+    let (launcher, cores, open_files) = (Pid::this(), worker.cores.as_ref(), command.open_files);
+    let prepare = || enter_session(launcher, registrar, door, cores, open_files);
     let started = process::start(&start, prepare);
     if let Err(StartError::Ended { child, .. }) = &started {
         // It was announced, and its number is free for others now.
@@ -347,6 +348,7 @@ fn enter_session(
     registrar: Registrar,
     door: Option<Door>,
     cores: Option<&CpuSet>,
+    open_files: Option<u64>,
 ) -> Result<(), Errno> {
     let session = nix::unistd::setsid()?;
     registrar.watch(session.as_raw());
@@ -361,6 +363,13 @@ fn enter_session(
     }
     if let Some(cores) = cores {
         sched_setaffinity(Pid::from_raw(0), cores)?;
+    }
+    if let Some(soft) = open_files {
+        setrlimit(
+            Resource::RLIMIT_NOFILE,
+            soft,
+            getrlimit(Resource::RLIMIT_NOFILE)?.1,
+        )?;
     }
     Ok(())
 }
@@ -414,6 +423,7 @@ mod tests {
                 program: "/nonexistent".into(),
                 arg0: None,
                 args: Vec::new(),
+                open_files: None,
                 env: BTreeMap::new(),
                 display_name: "x".into(),
                 native: false,

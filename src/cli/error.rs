@@ -31,7 +31,7 @@ pub enum CliError {
         message: String,
     },
     /// A key or value of the `launch` section is refused.
-    #[error("{}:{line}: `launch.{key}`: {message}", file.display())]
+    #[error("{}:{line}: `launch.{key}`{problem}", file.display())]
     BadLaunchKey {
         /// Path as given.
         file: PathBuf,
@@ -39,8 +39,8 @@ pub enum CliError {
         line: u64,
         /// Key below `launch`.
         key: String,
-        /// What was expected.
-        message: String,
+        /// What follows the key: its value and what was expected, or that there is no such key.
+        problem: String,
     },
     /// The native worker refuses its configuration.
     #[error("{0}")]
@@ -142,6 +142,28 @@ pub enum CliError {
         /// Why.
         source: std::io::Error,
     },
+    /// The first thread's stack is too small.
+    #[error(
+        "the stack may have {found} KiB (`ulimit -s`), and ddp-run needs {needed}\n  hint: raise the limit: `ulimit -s 8192`"
+    )]
+    SmallStack {
+        /// The limit, in KiB.
+        found: u64,
+        /// The smallest that is enough, in KiB.
+        needed: u64,
+    },
+    /// The hard limit of open files is too low.
+    #[error(
+        "at most {hard} files may be open (`ulimit -Hn`), and a launch of {workers} on this node needs {needed}\n  hint: raise the limit: `ulimit -Hn {needed}` as root, `LimitNOFILE=` of a service, `--ulimit nofile=` of a container; or start fewer workers"
+    )]
+    TooFewFiles {
+        /// The limit.
+        hard: u64,
+        /// The lowest that is enough.
+        needed: u64,
+        /// How many workers, in words.
+        workers: String,
+    },
     /// The machine refused something essential.
     #[error("{what}: {source}{}", hint_of(source))]
     Machine {
@@ -170,7 +192,11 @@ impl CliError {
             Self::PortTaken { .. } | Self::OtherJobsPort { .. } | Self::Host { .. } => {
                 exit::DAEMON_UNREACHABLE
             }
-            Self::SlowLookUp { .. } | Self::NoThread(_) | Self::Machine { .. } => exit::INTERNAL,
+            Self::SlowLookUp { .. }
+            | Self::NoThread(_)
+            | Self::Machine { .. }
+            | Self::SmallStack { .. }
+            | Self::TooFewFiles { .. } => exit::INTERNAL,
         }
     }
 }

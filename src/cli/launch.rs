@@ -17,7 +17,7 @@ use super::hardware::{self, GPU_PROBE_SUBCOMMAND};
 use super::host::{self, HostFacts};
 use super::plan::{self, Launch};
 use super::target::{SelfExe, WORKER_SUBCOMMAND};
-use super::{init_tracing, native};
+use super::{init_tracing, limits, native};
 use crate::rendezvous;
 
 /// Longest wait for the embedded daemon beyond its own drain.
@@ -31,6 +31,9 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Some(GPU_PROBE_SUBCOMMAND) => return hardware::probe_gpus(),
         _ => {}
     }
+    if let Err(error) = limits::check_stack() {
+        return fail(&error);
+    }
     if let Some(shell) = args::completions(&argv) {
         let mut script = Vec::new();
         clap_complete::generate(shell, &mut args::command(), "ddp-run", &mut script);
@@ -42,6 +45,9 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     };
     if args.dry_run {
         return show(args);
+    }
+    if let Err(error) = limits::check_open_files() {
+        return fail(&error);
     }
     // As early as possible: whatever this process maps before, the guardian holds too.
     let guardian = match Guardian::fork() {
@@ -98,7 +104,8 @@ struct Prepared {
 
 fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
     let exe = SelfExe::open()?;
-    let launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
+    let mut launch = plan::resolve(args, |name| std::env::var(name).ok(), &exe)?;
+    limits::raise_open_files(&mut launch.plan)?;
     // One thread: the agent waits for events, and the launcher stays small.
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
@@ -112,8 +119,7 @@ fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
 
 fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
     let Prepared { launch, runtime, exe } = prepared;
-    // On the heap: the runtime moves it several times, and the stack may be a small one (`ulimit -s`).
-    let code = runtime.block_on(Box::pin(async {
+    let code = runtime.block_on(async {
         match start_daemon(&launch.host, launch.plan).await {
             Ok((plan, daemon)) => {
                 let outcome = ddp_launcher::run(plan, guardian).await;
@@ -127,7 +133,7 @@ fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
                 fail(&error)
             }
         }
-    }));
+    });
     drop(exe);
     code
 }
@@ -159,8 +165,7 @@ impl Daemon {
             ..rendezvous::Config::default()
         };
         let drain = config.drain + config.lease;
-        // On the heap, as that of the launch.
-        let task = tokio::spawn(Box::pin(async move {
+        let task = tokio::spawn(async move {
             let shutdown = async {
                 // A dropped sender means the same.
                 let _ = stopped.await;
@@ -168,7 +173,7 @@ impl Daemon {
             if let Err(error) = rendezvous::serve(listener, config, shutdown).await {
                 tracing::error!(%error, "the embedded rendezvous ended");
             }
-        }));
+        });
         Self { task, stop, drain }
     }
 

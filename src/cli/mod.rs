@@ -13,6 +13,7 @@
 //! | [`numa`] | which cores each worker may use | any I/O |
 //! | [`topology`] | where cores and GPUs lie | |
 //! | [`hardware`] | counts cores, lists GPUs | initialise CUDA in the launcher |
+//! | [`limits`] | the stack and the open files that a launch needs | |
 //! | [`host`] | who hosts the daemon | run it |
 //! | [`launch`] | `ddp-run`: puts the pieces together | |
 //! | [`serve`] | `ddp-rendezvous` | |
@@ -33,6 +34,7 @@ pub mod host;
 mod interrupts;
 pub mod launch;
 pub mod layers;
+pub mod limits;
 pub mod native;
 pub mod numa;
 pub mod plan;

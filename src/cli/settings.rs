@@ -254,14 +254,23 @@ impl Settings {
         let mut settings = Self::default();
         for (key, value) in document.launch.unwrap_or_default() {
             let line = value.defined.line();
-            scalar(&value.value)
-                .and_then(|text| settings.set(&key, &text))
-                .map_err(|message| CliError::BadLaunchKey {
-                    file: file.to_owned(),
-                    line,
-                    key,
-                    message,
-                })?;
+            let refused = |problem: String| CliError::BadLaunchKey {
+                file: file.to_owned(),
+                line,
+                key: key.clone(),
+                problem,
+            };
+            if !NAMES.contains(&key.replace('-', "_").as_str()) {
+                return Err(refused(format!(": {}", unknown_key(&key))));
+            }
+            let text = scalar(&value.value).map_err(|found| {
+                refused(format!(
+                    " is {found}, expected one plain value, as the flag takes it"
+                ))
+            })?;
+            settings
+                .set(&key, &text)
+                .map_err(|message| refused(format!(" is `{text}`: {message}")))?;
         }
         Ok(settings)
     }
@@ -297,13 +306,15 @@ struct Document {
     launch: Option<std::collections::BTreeMap<String, Spanned<serde_json::Value>>>,
 }
 
-/// A YAML scalar as the text that a flag would have.
-fn scalar(value: &serde_json::Value) -> Result<String, String> {
+/// One plain value of the YAML as the text that a flag would have; otherwise what it is instead.
+fn scalar(value: &serde_json::Value) -> Result<String, &'static str> {
     match value {
         serde_json::Value::String(text) => Ok(text.clone()),
         serde_json::Value::Number(number) => Ok(number.to_string()),
         serde_json::Value::Bool(flag) => Ok(flag.to_string()),
-        _ => Err("expected one plain value, as the flag takes it".to_owned()),
+        serde_json::Value::Null => Err("empty"),
+        serde_json::Value::Array(_) => Err("a list"),
+        serde_json::Value::Object(_) => Err("a section"),
     }
 }
 

@@ -167,6 +167,7 @@ impl Target {
             program,
             arg0,
             args,
+            open_files: None,
             env: BTreeMap::new(),
             display_name: self.display_name(),
             native: self.kind == TargetKind::Native,

@@ -194,7 +194,7 @@ pub fn proc_count(text: &str) -> Result<ProcCount, String> {
         "gpu" => Ok(ProcCount::Gpu),
         number => match number.parse() {
             Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(ProcCount::Fixed(n)),
-            _ => Err("expected a number from 1, `auto`, `cpu` or `gpu`".to_owned()),
+            _ => Err("expected a whole number from 1, `auto`, `cpu` or `gpu`".to_owned()),
         },
     }
 }

@@ -80,7 +80,7 @@ fn what_is_not_yaml() {
 #[test]
 fn a_wrong_type() {
     let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: many"));
-    insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:5: `train.steps` is the string `many`, expected a whole number, 0 or more");
+    insta::assert_snapshot!(refused(&job), @"[ddp-run] error: tiny.yaml:5: `train.steps` is the string `many`, expected a whole number, 1 or more");
     expect_nothing_written(&job);
 }
 

@@ -31,6 +31,7 @@ mod out_of_memory;
 mod outage;
 mod pid_one;
 mod python_contract;
+mod rlimits;
 mod signals;
 mod terminal;
 mod timeline;

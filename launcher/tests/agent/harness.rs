@@ -198,6 +198,7 @@ impl Launch {
             command: WorkerCommand {
                 program: self.program,
                 arg0: None,
+                open_files: None,
                 args: self.args.into_iter().map(Into::into).collect(),
                 env: self.env,
                 display_name: "the program".into(),

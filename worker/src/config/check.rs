@@ -139,7 +139,7 @@ impl Check<'_> {
         {
             return self.refuse(
                 "train.grad_clip",
-                clip,
+                narrowed(clip),
                 "a number above 0",
                 Some("leave it empty not to clip".into()),
             );
@@ -206,7 +206,7 @@ impl Check<'_> {
             if value >= 0.0 && value.is_finite() {
                 Ok(())
             } else {
-                self.refuse(key, value, "a number, 0 or more", None)
+                self.refuse(key, narrowed(value), "a number, 0 or more", None)
             }
         };
         not_negative("train.optimizer.lr", optimizer.lr)?;
@@ -224,7 +224,12 @@ impl Check<'_> {
             }
         }
         if !(optimizer.eps > 0.0 && optimizer.eps.is_finite()) {
-            return self.refuse("train.optimizer.eps", optimizer.eps, "a number above 0", None);
+            return self.refuse(
+                "train.optimizer.eps",
+                narrowed(optimizer.eps),
+                "a number above 0",
+                None,
+            );
         }
         let (min_lr, lr) = (self.config.train.schedule.min_lr, optimizer.lr);
         if min_lr > lr {
@@ -408,5 +413,14 @@ impl Check<'_> {
         Err(self
             .source
             .error(key, format!("`{key}` is {found}, expected {expected}"), hint))
+    }
+}
+
+/// A number that was finite before it was made one of 32 bits.
+fn narrowed(value: f32) -> String {
+    match value {
+        f32::INFINITY => "too large".into(),
+        f32::NEG_INFINITY => "too far below 0".into(),
+        value => value.to_string(),
     }
 }

@@ -11,6 +11,7 @@ use serde::forward_to_deserialize_any;
 
 use super::keys;
 use super::node::{Entry, Node, Origin, Value};
+use super::words::{expected_at, expected_words, found_words, hint, not_finite_words, one_of};
 
 /// Why a tree does not fit the types.
 #[derive(Debug)]
@@ -30,6 +31,7 @@ enum What {
     Value {
         found: String,
         expected: String,
+        hint: Option<String>,
     },
     Other(String),
 }
@@ -46,20 +48,15 @@ impl Misfit {
         Self { place: None, what }
     }
 
-    /// YAML has them, and no key takes them.
     fn not_finite(value: f64, expected: &dyn Expected) -> Self {
-        let found = match value {
-            v if v.is_nan() => "`.nan`",
-            v if v > 0.0 => "`.inf`",
-            _ => "`-.inf`",
-        };
         let expected = match expected_words(expected) {
             words if words == "a number" || words == "any valid JSON value" => "a finite number".into(),
             words => words,
         };
         Self::new(What::Value {
-            found: found.into(),
+            found: not_finite_words(value).into(),
             expected,
+            hint: None,
         })
     }
 
@@ -85,9 +82,12 @@ impl Misfit {
                 format!("`{}` is missing", join(&path, key)),
                 Some(format!("add `{key}: …` below `{path}:`")),
             ),
-            What::Value { found, expected } => {
-                let hint = (expected == "a string" && found.starts_with("the number"))
-                    .then(|| "put the value in quotes to make it a string".to_owned());
+            What::Value {
+                found,
+                expected,
+                hint,
+            } => {
+                let expected = expected_at(&path, &expected);
                 let subject = if path.is_empty() {
                     "the file".into()
                 } else {
@@ -127,9 +127,11 @@ impl de::Error for Misfit {
     }
 
     fn invalid_type(found: Unexpected<'_>, expected: &dyn Expected) -> Self {
+        let expected = expected_words(expected);
         Self::new(What::Value {
+            hint: hint(found, &expected),
             found: found_words(found),
-            expected: expected_words(expected),
+            expected,
         })
     }
 
@@ -141,6 +143,7 @@ impl de::Error for Misfit {
         Self::new(What::Value {
             found: format!("a list of {length}"),
             expected: expected_words(expected),
+            hint: None,
         })
     }
 
@@ -148,6 +151,7 @@ impl de::Error for Misfit {
         Self::new(What::Value {
             found: format!("`{variant}`"),
             expected: one_of(expected),
+            hint: None,
         })
     }
 
@@ -161,40 +165,6 @@ impl de::Error for Misfit {
     fn missing_field(field: &'static str) -> Self {
         Self::new(What::MissingKey(field))
     }
-}
-
-fn found_words(found: Unexpected<'_>) -> String {
-    match found {
-        Unexpected::Bool(v) => format!("`{v}`"),
-        Unexpected::Unsigned(v) => format!("the number `{v}`"),
-        Unexpected::Signed(v) => format!("the number `{v}`"),
-        Unexpected::Float(v) => format!("the number `{v}`"),
-        Unexpected::Str(v) => format!("the string `{v}`"),
-        Unexpected::Unit => "empty".into(),
-        Unexpected::Seq => "a list".into(),
-        Unexpected::Map => "a section".into(),
-        other => other.to_string(),
-    }
-}
-
-/// Serde names the Rust type; users of the file know none.
-fn expected_words(expected: &dyn Expected) -> String {
-    let words = expected.to_string();
-    match words.as_str() {
-        "u8" | "u16" | "u32" | "u64" | "usize" => "a whole number, 0 or more".into(),
-        "f32" | "f64" => "a number".into(),
-        "a boolean" => "`true` or `false`".into(),
-        "path string" => "a path (a string)".into(),
-        "an array of length 2" => "a list of 2 numbers".into(),
-        "a map" => "a section with keys".into(),
-        _ if words.starts_with("struct ") => "a section with keys".into(),
-        _ => words,
-    }
-}
-
-fn one_of(words: &[&str]) -> String {
-    let names: Vec<String> = words.iter().map(|word| format!("`{word}`")).collect();
-    names.join(" or ")
 }
 
 /// Refuses everything, and names the words that would have been taken.
@@ -233,7 +203,7 @@ impl<'a> De<'a> {
             Value::Text(v) => visitor.visit_str(v),
             Value::List(nodes) => {
                 let mut items = Items {
-                    rest: nodes.iter(),
+                    rest: nodes.iter().enumerate(),
                     path: &self.path,
                 };
                 let value = visitor.visit_seq(&mut items)?;
@@ -362,7 +332,7 @@ impl<'de> MapAccess<'de> for Entries<'_> {
 }
 
 struct Items<'a> {
-    rest: std::slice::Iter<'a, Node>,
+    rest: std::iter::Enumerate<std::slice::Iter<'a, Node>>,
     path: &'a str,
 }
 
@@ -370,9 +340,9 @@ impl<'de> SeqAccess<'de> for Items<'_> {
     type Error = Misfit;
 
     fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Result<Option<S::Value>, Misfit> {
-        let next = self.rest.next().map(|node| De {
+        let next = self.rest.next().map(|(index, node)| De {
             node,
-            path: self.path.to_owned(),
+            path: format!("{}[{index}]", self.path),
         });
         next.map(|item| seed.deserialize(item)).transpose()
     }

@@ -40,7 +40,7 @@ pub(super) fn suggestion(section: &str, key: &str, expected: &[&str]) -> String 
 }
 
 /// Dotted paths of all keys, sections before what is in them.
-fn all() -> &'static [String] {
+pub(super) fn all() -> &'static [String] {
     static ALL: OnceLock<Vec<String>> = OnceLock::new();
     ALL.get_or_init(|| {
         // Absent values serialise as `null`, so that one example shows every key.

@@ -11,6 +11,7 @@
 //! | `node.rs` | the YAML as a tree in which each value knows where it came from |
 //! | `overrides.rs` | `--set key=value` |
 //! | `de.rs` | from the tree to the types |
+//! | `words.rs` | what was found and what is expected, in words |
 //! | `check.rs` | what types cannot say: ranges, divisibility, files |
 //! | `keys.rs` | the names of all keys, and the one that was meant |
 
@@ -28,6 +29,7 @@ mod shard_group;
 mod step_range;
 #[cfg(test)]
 mod tests;
+mod words;
 
 pub use error::ConfigError;
 pub use load::{Located, MAX_FILE_BYTES, load, load_located};

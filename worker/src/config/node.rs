@@ -161,6 +161,9 @@ pub(super) struct Syntax {
 /// The parser's words, without the place, which is reported in our own form, and without advice to
 /// programmers.
 fn message_of(error: &serde_saphyr::Error) -> String {
+    if let Some(words) = own_words(error) {
+        return words;
+    }
     let rendered = error.render_with_formatter(&serde_saphyr::UserMessageFormatter);
     let first = rendered.lines().next().unwrap_or("the parser gives no reason");
     let first = first.trim_start_matches("error: ");
@@ -173,6 +176,29 @@ fn message_of(error: &serde_saphyr::Error) -> String {
         .filter_map(|cut| first.find(cut))
         .min();
     first[..end.unwrap_or(first.len())].to_owned()
+}
+
+/// Where the parser's own words are those of its authors.
+fn own_words(error: &serde_saphyr::Error) -> Option<String> {
+    use serde_saphyr::Error;
+    let words = match error {
+        Error::AliasError { error, .. } => return own_words(error),
+        Error::DuplicateMappingKey { key: Some(key), .. } => return Some(format!("`{key}` is given twice")),
+        Error::InvalidScalar { .. } => "a value is not what its tag (`!!int`, say) makes of it",
+        // Nothing but keys has to be text here.
+        Error::NullIntoString { .. } => "a key is empty",
+        Error::Unexpected { .. } => "a key is a list or a section, expected a word",
+        Error::MergeValueNotMapOrSeqOfMaps { .. } => "`<<` takes a section, or a list of sections",
+        Error::RecursiveReferencesRequireWeakTypes { .. } => "a value contains itself",
+        Error::MultipleDocuments { .. } => "`---` begins a second document, and a configuration is one",
+        Error::AliasReplayCounterOverflow { .. }
+        | Error::AliasReplayLimitExceeded { .. }
+        | Error::AliasExpansionLimitExceeded { .. }
+        | Error::AliasReplayStackDepthExceeded { .. }
+        | Error::Budget { .. } => "too many values, or too many of them within others",
+        _ => return None,
+    };
+    Some(words.to_owned())
 }
 
 /// A value as the parser hands it out.

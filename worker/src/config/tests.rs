@@ -64,6 +64,11 @@ fn set(text: &str) -> String {
     Case::new().error(GOOD, &[text])
 }
 
+/// The good file with overrides.
+pub(super) fn load_good(set: &[&str]) -> Result<TrainConfig, String> {
+    Case::new().load(GOOD, set).map_err(|error| error.to_string())
+}
+
 #[test]
 fn a_good_file_loads() {
     let case = Case::new();
@@ -152,9 +157,9 @@ fn unknown_keys() {
 
 #[test]
 fn wrong_types() {
-    insta::assert_snapshot!(with("steps: 10", "steps: many"), @"train.yaml:13: `train.steps` is the string `many`, expected a whole number, 0 or more");
-    insta::assert_snapshot!(with("steps: 10", "steps: 1.5"), @"train.yaml:13: `train.steps` is the number `1.5`, expected a whole number, 0 or more");
-    insta::assert_snapshot!(with("steps: 10", "steps: -1"), @"train.yaml:13: `train.steps` is the number `-1`, expected a whole number, 0 or more");
+    insta::assert_snapshot!(with("steps: 10", "steps: many"), @"train.yaml:13: `train.steps` is the string `many`, expected a whole number, 1 or more");
+    insta::assert_snapshot!(with("steps: 10", "steps: 1.5"), @"train.yaml:13: `train.steps` is the number `1.5`, expected a whole number, 1 or more");
+    insta::assert_snapshot!(with("steps: 10", "steps: -1"), @"train.yaml:13: `train.steps` is the number `-1`, expected a whole number, 1 or more");
     insta::assert_snapshot!(with("name: tiny", "name: 7"), @r"
     train.yaml:2: `run.name` is the number `7`, expected a string
       hint: put the value in quotes to make it a string
@@ -167,6 +172,71 @@ fn wrong_types() {
     insta::assert_snapshot!(with("  steps: 10\n  optimizer:\n    lr: 3e-4\n    betas: [0.9, 0.95]\n", "  - 1\n"), @"train.yaml:13: `train` is a list, expected a section with keys");
     insta::assert_snapshot!(set("parallel.overlap=yes"), @"`--set parallel.overlap=yes`: `parallel.overlap` is the string `yes`, expected `true` or `false`");
     insta::assert_snapshot!(Case::new().error("just text", &[]), @"train.yaml:1: the file is the string `just text`, expected a section with keys");
+}
+
+#[test]
+fn wrong_types_in_words() {
+    let mut said = String::new();
+    for text in [
+        "train.steps=2.0",
+        "train.steps=1e3",
+        "train.steps='5'",
+        "train.steps=99999999999999999999",
+        "train.micro_batch=1e9999",
+        "train.eval_every=1.5",
+        "train.grad_clip=yes",
+        "train.grad_clip=1e39",
+        "train.optimizer.lr=1e39",
+        "train.optimizer.eps=1e39",
+        "train.optimizer.betas=[0.9, x]",
+        "data.train=5",
+        "launch={nnodes: 2, nproc_per_node: .nan}",
+        "train.steps=!!int x",
+        "train.steps=!!float x",
+        "train={steps: 1, steps: 2}",
+        "train={~: 1}",
+        "train={[1]: 1}",
+        "train={<<: 1}",
+        "train=&a [*a]",
+        "train=1\n---\n2",
+    ] {
+        said.push_str(&load_good(&[text]).unwrap_err());
+        said.push('\n');
+    }
+    insta::assert_snapshot!(said, @r"
+    `--set train.steps=2.0`: `train.steps` is the number `2.0`, expected a whole number, 1 or more
+      hint: write it without a point or an exponent: `2`
+    `--set train.steps=1e3`: `train.steps` is the number `1000.0`, expected a whole number, 1 or more
+      hint: write it without a point or an exponent: `1000`
+    `--set train.steps='5'`: `train.steps` is the string `5`, expected a whole number, 1 or more
+      hint: leave out the quotes to make it a number
+    `--set train.steps=99999999999999999999`: `train.steps` is the number `1e20`, expected a whole number, 1 or more
+      hint: there is none above 18446744073709551615
+    `--set train.micro_batch=1e9999`: `train.micro_batch` is `.inf`, or too large, expected a whole number, 1 or more
+    `--set train.eval_every=1.5`: `train.eval_every` is the number `1.5`, expected a whole number, 0 or more
+    `--set train.grad_clip=yes`: `train.grad_clip` is the string `yes`, expected a number
+    `--set train.grad_clip=1e39`: `train.grad_clip` is too large, expected a number above 0
+      hint: leave it empty not to clip
+    `--set train.optimizer.lr=1e39`: `train.optimizer.lr` is too large, expected a number, 0 or more
+    `--set train.optimizer.eps=1e39`: `train.optimizer.eps` is too large, expected a number above 0
+    `--set train.optimizer.betas=[0.9, x]`: `train.optimizer.betas[1]` is the string `x`, expected a number
+    `--set data.train=5`: `data.train` is the number `5`, expected a path (a string)
+      hint: put the value in quotes to make it a string
+    `--set launch={nnodes: 2, nproc_per_node: .nan}`: `launch.nproc_per_node` is `.nan`, expected a finite number
+    `--set train.steps=!!int x`: the value is not valid YAML: a value is not what its tag (`!!int`, say) makes of it
+    `--set train.steps=!!float x`: the value is not valid YAML: a value is not what its tag (`!!int`, say) makes of it
+    `--set train={steps: 1, steps: 2}`: the value is not valid YAML: `steps` is given twice
+    `--set train={~: 1}`: the value is not valid YAML: a key is empty
+    `--set train={[1]: 1}`: the value is not valid YAML: a key is a list or a section, expected a word
+    `--set train={<<: 1}`: the value is not valid YAML: `<<` takes a section, or a list of sections
+    `--set train=&a [*a]`: the value is not valid YAML: a value contains itself
+    `--set train=1
+    ---
+    2`: the value is not valid YAML: `---` begins a second document, and a configuration is one
+    ");
+    for word in "u64 i64 f64 f32 usize sequence scalar mapping unit floating".split(' ') {
+        assert!(!said.contains(word), "`{word}` is no word of users:\n{said}");
+    }
 }
 
 #[test]
@@ -188,9 +258,9 @@ fn missing_sections_and_keys() {
 #[test]
 fn broken_yaml() {
     insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n   x: [1,"), @"train.yaml:14: not valid YAML: mapping values are not allowed in this context");
-    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: duplicate mapping key: steps not allowed here");
+    insta::assert_snapshot!(with("  steps: 10", "  steps: 10\n  steps: 11"), @"train.yaml:14: not valid YAML: `steps` is given twice");
     insta::assert_snapshot!(with("  name: tiny", "\tname: tiny"), @"train.yaml:2: not valid YAML: tabs disallowed within this context (block indentation)");
-    insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: only single YAML document expected but multiple found");
+    insta::assert_snapshot!(Case::new().error("model: 1\n---\nmodel: 2\n", &[]), @"train.yaml:3: not valid YAML: `---` begins a second document, and a configuration is one");
 }
 
 #[test]
@@ -219,7 +289,7 @@ fn values_out_of_range() {
     `--set model.n_head=129`: `model.n_head` is 129, expected a divisor of `model.n_embd`, which is 128
       hint: take 128, or another number of channels
     ");
-    insta::assert_snapshot!(with("lr: 3e-4", "lr: -.inf"), @"train.yaml:15: `train.optimizer.lr` is `-.inf`, expected a finite number");
+    insta::assert_snapshot!(with("lr: 3e-4", "lr: -.inf"), @"train.yaml:15: `train.optimizer.lr` is `-.inf`, or too far below 0, expected a finite number");
     insta::assert_snapshot!(with("nproc_per_node: 2", "nproc_per_node: .nan"), @"train.yaml:18: `launch.nproc_per_node` is `.nan`, expected a finite number");
     insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 1.0]"), @"train.yaml:16: `train.optimizer.betas` is [0.9, 1.0], expected two numbers from 0 to below 1");
     insta::assert_snapshot!(set("train.grad_clip=0"), @r"

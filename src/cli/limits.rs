@@ -1,0 +1,130 @@
+//! What the system must let this process have, looked at before anything is started: a stack, and open files.
+
+use ddp_launcher::LaunchPlan;
+use ddp_proto::words::counted;
+use nix::sys::resource::{Resource, getrlimit, setrlimit};
+
+use super::error::CliError;
+
+/// Smallest stack of the first thread, its arguments and environment included, of which they may be a quarter. As a
+/// release build, a launch of a program was seen to need 88 KiB, and of a configuration 112 KiB.
+const STACK_BYTES: u64 = if cfg!(debug_assertions) {
+    1 << 20
+} else {
+    256 << 10
+};
+
+/// Files that a launcher has open whatever it starts: 24 were seen, the rendezvous and its own connection included.
+const OWN_FILES: u64 = 32;
+/// Pipes of a worker's output, both ends of each while all are started.
+const WORKER_FILES: u64 = 4;
+/// Its log files.
+const WORKER_LOG_FILES: u64 = 2;
+/// Connections of a node to the rendezvous in this process, the one that it comes back with included.
+const NODE_FILES: u64 = 2;
+
+/// Refuses a stack on which a launch would end in the middle. To be called first of all.
+pub fn check_stack() -> Result<(), CliError> {
+    match soft_and_hard(Resource::RLIMIT_STACK) {
+        (found, _) if found < STACK_BYTES => Err(CliError::SmallStack {
+            found: found >> 10,
+            needed: STACK_BYTES >> 10,
+        }),
+        _ => Ok(()),
+    }
+}
+
+/// Refuses a limit of open files with which not even one worker could be started.
+pub fn check_open_files() -> Result<(), CliError> {
+    let limits = soft_and_hard(Resource::RLIMIT_NOFILE);
+    let needed = OWN_FILES + WORKER_FILES + WORKER_LOG_FILES;
+    soft_for(needed, needed, limits).map_or_else(|hard| Err(too_few(hard, needed, 1)), |_| Ok(()))
+}
+
+/// Raises the soft limit of open files to what `plan` needs. Its workers keep the one that was there: programs with
+/// `select` cannot use a file above 1024, and some close every file up to the limit.
+pub fn raise_open_files(plan: &mut LaunchPlan) -> Result<(), CliError> {
+    let (soft, hard) = soft_and_hard(Resource::RLIMIT_NOFILE);
+    let each = match plan.log_dir {
+        Some(_) => WORKER_FILES + WORKER_LOG_FILES,
+        None => WORKER_FILES,
+    };
+    let needed = OWN_FILES + u64::from(plan.workers) * each;
+    // Nobody knows yet who hosts the rendezvous, and how many of the nodes come.
+    let nodes = if plan.nodes.max > 1 {
+        u64::from(plan.nodes.max)
+    } else {
+        0
+    };
+    let raised = soft_for(needed, needed + nodes * NODE_FILES, (soft, hard))
+        .map_err(|hard| too_few(hard, needed, plan.workers))?;
+    if raised == soft {
+        return Ok(());
+    }
+    setrlimit(Resource::RLIMIT_NOFILE, raised, hard).map_err(|errno| CliError::Machine {
+        what: "cannot raise the limit of open files",
+        source: errno.into(),
+    })?;
+    plan.command.open_files = Some(soft);
+    Ok(())
+}
+
+/// The soft limit for what is `needed` and, as far as that goes, for what is `wanted`; the hard one if that is too low.
+fn soft_for(needed: u64, wanted: u64, (soft, hard): (u64, u64)) -> Result<u64, u64> {
+    if hard < needed {
+        return Err(hard);
+    }
+    Ok(soft.max(wanted.min(hard)))
+}
+
+fn too_few(hard: u64, needed: u64, workers: u32) -> CliError {
+    CliError::TooFewFiles {
+        hard,
+        needed,
+        workers: counted(workers, "worker"),
+    }
+}
+
+/// A limit that cannot be read is none.
+fn soft_and_hard(resource: Resource) -> (u64, u64) {
+    getrlimit(resource).unwrap_or((u64::MAX, u64::MAX))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_soft_limit_is_raised_to_what_is_needed_and_never_lowered() {
+        for (needed, wanted, limits, expected) in [
+            (100, 100, (1024, 4096), Ok(1024)),
+            (2000, 2000, (1024, 4096), Ok(2000)),
+            (2000, 9000, (1024, 4096), Ok(4096)),
+            (5000, 5000, (1024, 4096), Err(4096)),
+            (5000, 5000, (1024, u64::MAX), Ok(5000)),
+        ] {
+            assert_eq!(
+                soft_for(needed, wanted, limits),
+                expected,
+                "{needed} of {limits:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn lacks_in_words() {
+        insta::assert_snapshot!(too_few(64, 1832, 300), @r"
+        at most 64 files may be open (`ulimit -Hn`), and a launch of 300 workers on this node needs 1832
+          hint: raise the limit: `ulimit -Hn 1832` as root, `LimitNOFILE=` of a service, `--ulimit nofile=` of a container; or start fewer workers
+        ");
+        let stack = CliError::SmallStack {
+            found: 64,
+            needed: 256,
+        };
+        insta::assert_snapshot!(stack, @r"
+        the stack may have 64 KiB (`ulimit -s`), and ddp-run needs 256
+          hint: raise the limit: `ulimit -s 8192`
+        ");
+        assert_eq!((stack.exit_code(), too_few(1, 2, 1).exit_code()), (70, 70));
+    }
+}
