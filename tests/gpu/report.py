@@ -3,8 +3,10 @@
 
     report.py agree PRECISION CPU.jsonl GPU.jsonl   losses of two runs, step by step
     report.py kill9 OUT_DIR COMMAND...              a rank is killed in the middle of a run, which comes to its end
-    report.py table LOGS                            ceilings, kernels, tokens/s and memory, overlap: as far as there are logs
+    report.py table LOGS                            ceilings, kernels, tokens/s and memory, operations, overlap:
+                                                    as far as there are logs
 """
+import collections
 import json
 import os
 import pathlib
@@ -26,6 +28,8 @@ SPEEDS = {"124m": "124m", "124m-fused": "124m", "350m": "350m"}
 SEQUENCE, VOCABULARY = 1024, 50304
 # Steps that compile, allocate and measure.
 WARM_UP = 10
+# Last steps, which have a timeline: nothing is in flight at its ends.
+TIMED = 2
 
 
 def steps(path):
@@ -119,7 +123,7 @@ def speed(logs, ceiling):
     for run, size in SPEEDS.items():
         layers, width = SIZES[size]
         path = logs / f"speed-{run}" / "metrics.jsonl"
-        lines = steps(path)[WARM_UP:] if path.exists() else []
+        lines = steps(path)[WARM_UP:-TIMED] if path.exists() else []
         eager, compiled = (peers.get(size, {}).get(kind) for kind in ("eager", "compiled"))
         best = max(filter(None, (eager, compiled)), default=None)
         if not lines:
@@ -133,13 +137,33 @@ def speed(logs, ceiling):
               + (f"{rate / best:9.2f}" if best else f"{'-':>9}"))
 
 
+def operations(logs):
+    """What each operation took on the device within the last step of a run, by its timeline."""
+    for run in SPEEDS:
+        path = logs / f"speed-{run}" / "timeline" / "timeline.json"
+        if not path.exists():
+            continue
+        spans = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+        step = max((span for span in spans if span["cat"] == "step"), key=lambda span: span["ts"])
+        end = step["ts"] + step["dur"]
+        inside = [span for span in spans if span["pid"] == step["pid"] and span["cat"] == "operation"
+                  and step["ts"] <= span["ts"] < end]
+        took = collections.defaultdict(lambda: [0, 0.0])
+        for span in inside:
+            took[span["name"]][0] += 1
+            took[span["name"]][1] += span["dur"] / 1e3
+        print(f"\nGPT-2 {run}, one step of {step['dur'] / 1e3:.1f} ms with a timeline: operations, times, ms")
+        for name, (times, ms) in sorted(took.items(), key=lambda item: -item[1][1]):
+            print(f"  {name:28} {times:5} {ms:9.2f} {ms / (step['dur'] / 1e3):7.1%}")
+
+
 def overlap(logs):
     """Of two runs with the same ranks: communication by the events of its stream, and how long the computing one
     stood still for it."""
     rows = []
     for name, words in (("overlap-true", "as it trains"), ("overlap-false", "all after backward")):
         path = logs / name / "metrics.jsonl"
-        lines = steps(path)[4:-1] if path.exists() else []
+        lines = steps(path)[4:-TIMED] if path.exists() else []
         if lines:
             step, comm, exposed = (statistics.median(line[key] for line in lines)
                                    for key in ("step_ms", "comm_ms", "comm_exposed_ms"))
@@ -160,6 +184,7 @@ def table(logs):
     if text:
         print(text)
     speed(logs, ceiling)
+    operations(logs)
     print()
     overlap(logs)
 

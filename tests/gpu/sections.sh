@@ -92,11 +92,12 @@ section_nccl() { binary gpu_nccl gpu_nccl 100 --test-threads 1 --skip collective
 # Ceilings of copy and product first, then each operation with its share of the roofline.
 section_kernels() { binary gpu_kernels gpu_kernels 60; }
 
-# Once more with GELUs within products, to be compared with 124M without.
+# Once more with GELUs within products, to be compared with 124M without. The last two steps have a timeline, which says
+# what each operation took.
 section_speed() {
-    local size
+    local size timeline="run.timeline=$((steps - 1))-$steps"
     for size in 124m 350m; do
-        train "speed-$size" 40 1 "gpt2-$size.yaml" "train.steps=$steps" "train.precision=$precision"
+        train "speed-$size" 40 1 "gpt2-$size.yaml" "train.steps=$steps" "train.precision=$precision" "$timeline"
     done
     DDP_FUSED_GELU=1 train speed-124m-fused 40 1 gpt2-124m.yaml "train.steps=$steps" "train.precision=$precision"
 }
@@ -107,7 +108,8 @@ section_speed() {
 section_overlap() {
     local overlap
     for overlap in true false; do
-        train "overlap-$overlap" 40 2 gpt2-124m.yaml train.steps=14 train.micro_batch=4 "parallel.overlap=$overlap"
+        train "overlap-$overlap" 40 2 gpt2-124m.yaml train.steps=16 run.timeline=15-16 \
+            train.micro_batch=4 "parallel.overlap=$overlap"
     done
     binary gpu_nccl-overlap gpu_nccl 20 --exact collectives_run_beside_kernels --nocapture
 }
