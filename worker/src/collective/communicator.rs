@@ -4,24 +4,18 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::error::Named;
+use super::core::{Core, Job};
 use super::pending::Pending;
-use super::segment::SharedSegment;
 use super::stream_transport::Route;
-use super::work::Completion;
 use super::{
-    CollectiveError, Failure, Operation, ReduceOp, Request, StreamTransport, Traffic, Transport, Wait,
-    WireBytes, Work, WorkTimes,
+    CollectiveError, Operation, ReduceOp, Request, StreamTransport, Traffic, Transport, Wait, WireBytes, Work,
 };
-use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
+use crate::device::{Arena, ArenaSpec, Buffer, Device, Event};
 use crate::session::{Cancel, Waiting};
-use crate::timeline::{Collective, Lane, Timeline};
+use crate::timeline::Timeline;
 
 /// Most operations in a queue; one more blocks the caller until there is room.
 const QUEUE_BOUND: usize = 1024;
-
-/// Longest wait for a buffer to be ready between two looks at the cancel token, which events do not know.
-const INPUT_SLICE: Duration = Duration::from_millis(10);
 
 /// Beyond its own bound an operation is given this long to say so itself, with the better error.
 const GRACE: Duration = Duration::from_secs(5);
@@ -94,25 +88,6 @@ struct Inner {
 struct Queue {
     sender: SyncSender<Job>,
     thread: std::thread::JoinHandle<()>,
-}
-
-struct Job {
-    request: Request,
-    after: Event,
-    completion: Completion,
-}
-
-/// What the driver of the queue owns.
-struct Core {
-    name: String,
-    global_rank: usize,
-    timeout: Duration,
-    cancel: Cancel,
-    route: Route,
-    sequence: u64,
-    poison: Option<String>,
-    pending: Arc<Pending>,
-    timeline: Timeline,
 }
 
 impl Communicator {
@@ -383,162 +358,5 @@ impl Queue {
                 }
             })?;
         Ok(Self { sender, thread })
-    }
-}
-
-impl Core {
-    fn drive(&mut self, job: Job) {
-        let Job {
-            request,
-            after,
-            completion,
-        } = job;
-        let sequence = self.next();
-        let request = Arc::new(request);
-        self.pending.begin(sequence, &request);
-        let outcome = self.run(sequence, &request, &after).map_err(|failure| {
-            self.poison.get_or_insert_with(|| failure.to_string());
-            self.named(sequence, &request).error(failure)
-        });
-        self.pending.end();
-        if let Ok(WorkTimes { started, ended }) = outcome
-            && self.timeline.is_open()
-        {
-            let (lane, name, what) = self.label(&request, sequence);
-            (self.timeline).moved(lane, request.traffic.kind(), name, what, [started, ended]);
-        }
-        completion.set(outcome);
-    }
-
-    /// Puts an operation into the stream. If that fails, the work has ended already.
-    fn enqueue(&mut self, request: &Request, after: &Event) -> Work {
-        let sequence = self.next();
-        let wait = Wait::new(self.timeout, &self.cancel);
-        let named = self.named(sequence, request);
-        let flight = match (&self.poison, &mut self.route) {
-            (Some(earlier), _) => Err(Failure::Poisoned(earlier.clone())),
-            (None, Route::Stream(transport)) => transport.enqueue(sequence, request, after, &wait),
-            (None, Route::Host(_)) => Err(Failure::Invalid("the transport has no stream".into())),
-        };
-        match flight {
-            Ok(flight) => {
-                if let (true, Some(started)) = (self.timeline.is_open(), flight.started()) {
-                    let (lane, name, what) = self.label(request, sequence);
-                    let points = [started.clone(), flight.done().clone()];
-                    (self.timeline).moved_in_stream(lane, request.traffic.kind(), name, what, points);
-                }
-                Work::flying(flight, named)
-            }
-            Err(failure) => {
-                self.poison.get_or_insert_with(|| failure.to_string());
-                let (work, completion) = Work::pair(&format!("{} ({})", request.operation, request.tag));
-                completion.set(Err(named.error(failure)));
-                work
-            }
-        }
-    }
-
-    /// Of a span.
-    fn label(&self, request: &Request, sequence: u64) -> (Lane, String, Collective) {
-        let name = format!("{} ({})", request.operation, request.tag);
-        let members = self.route.members();
-        let what = Collective {
-            bytes: request.buffer.bytes() as u64,
-            first_rank: members[0] as u32,
-            ranks: members.len() as u32,
-            sequence: request.operation.needs_all_ranks().then_some(sequence),
-        };
-        (Lane::Communicator(self.name.clone()), name, what)
-    }
-
-    fn next(&mut self) -> u64 {
-        self.sequence += 1;
-        self.sequence - 1
-    }
-
-    fn run(&mut self, sequence: u64, request: &Request, after: &Event) -> Result<WorkTimes, Failure> {
-        if let Some(earlier) = &self.poison {
-            return Err(Failure::Poisoned(earlier.clone()));
-        }
-        self.await_input(after)?;
-        let started = Instant::now();
-        let mut held = request.buffer.hold()?;
-        let wait = Wait::new(self.timeout, &self.cancel).told_to(&self.pending);
-        let Route::Host(transport) = &mut self.route else {
-            return Err(Failure::Invalid("the transport has a stream".into()));
-        };
-        if let Err(failure) = transport.execute(sequence, request, &mut held, &wait) {
-            // Ranks that have not failed yet may still write here: no slice of it may exist any more.
-            if SharedSegment::behind(&request.buffer).is_some() {
-                held.abandon();
-            }
-            return Err(failure);
-        }
-        Ok(WorkTimes {
-            started,
-            ended: Instant::now(),
-        })
-    }
-
-    /// Waits until the buffer is ready, the time is over or the generation is.
-    fn await_input(&self, after: &Event) -> Result<(), Failure> {
-        let deadline = Instant::now() + self.timeout;
-        loop {
-            let until = deadline.min(Instant::now() + INPUT_SLICE);
-            match after.wait(until) {
-                // Not the failure of what came before the event, which may be a time-out as well.
-                Err(DeviceError::TimedOut { what, .. }) if after.poll().is_none() => {
-                    if let Some(cause) = self.cancel.cause() {
-                        return Err(Failure::GenerationOver(cause.to_owned()));
-                    }
-                    if until == deadline {
-                        let waited_ms = self.timeout.as_millis() as u64;
-                        return Err(DeviceError::TimedOut { what, waited_ms }.into());
-                    }
-                }
-                outcome => return Ok(outcome?),
-            }
-        }
-    }
-
-    /// A collective call that is not an operation of the queue. A refusal, which all ranks hear, leaves the
-    /// communicator usable; anything else may have left the ranks at different points.
-    fn set_up<T>(
-        &mut self,
-        what: &str,
-        bytes: usize,
-        tag: &str,
-        call: impl FnOnce(&mut Route) -> Result<T, Failure>,
-    ) -> Result<T, CollectiveError> {
-        let outcome = match &self.poison {
-            Some(earlier) => Err(Failure::Poisoned(earlier.clone())),
-            None => call(&mut self.route),
-        };
-        outcome.map_err(|failure| {
-            if !matches!(failure, Failure::Refused { .. } | Failure::Device(_)) {
-                self.poison.get_or_insert_with(|| failure.to_string());
-            }
-            let sequence = self.sequence;
-            let named = Named {
-                sequence,
-                bytes,
-                operation: what.to_owned(),
-                tag: tag.to_owned(),
-                rank: self.global_rank,
-                communicator: self.name.clone(),
-            };
-            named.error(failure)
-        })
-    }
-
-    fn named(&self, sequence: u64, request: &Request) -> Named {
-        Named {
-            rank: self.global_rank,
-            communicator: self.name.clone(),
-            operation: request.operation.to_string(),
-            sequence,
-            bytes: request.buffer.bytes(),
-            tag: request.tag.clone(),
-        }
     }
 }

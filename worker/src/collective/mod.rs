@@ -13,7 +13,7 @@
 //! Beneath `connect`, from the bottom: `kernel` sums; `futex` wakes, `door` passes descriptors and
 //! `link` carries bytes; `board` is the memory through which the ranks of a node meet, `flow` a conversation
 //! with one remote rank; `moves` is one round of both; `plan` says what an operation moves, `staging` cuts
-//! private buffers into rounds; `flat` puts them together.
+//! private buffers into rounds; `flat` puts them together; `core` carries the operations of a queue out, one at a time.
 //!
 //! Every rank of a group must issue the same operations in the same order. Sums run in rank order, so the result
 //! depends neither on message size nor on transport, executor or number of threads.
@@ -21,6 +21,7 @@
 mod board;
 mod communicator;
 mod connect;
+mod core;
 mod door;
 mod error;
 mod flat;

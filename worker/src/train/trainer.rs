@@ -90,10 +90,12 @@ impl Trainer<'_> {
                 self.aside(|trainer| trainer.window.open(&trainer.world, &trainer.exchange, step + 1))?;
             }
             queue.push_back(self.enqueue(reducer, step)?);
-            let due = Due::after(train, &self.window, step + 1);
-            let kept = if due.any() { 0 } else { ahead };
+            let due = Due::after(train, step + 1);
+            let is_awaited = due.any() || self.window.has_end_behind(step + 1);
+            let kept = if is_awaited { 0 } else { ahead };
             self.conclude(&mut queue, (kept, due), reducer, recorder, outcome)?;
-            if self.window.is_open() && (due.timeline || outcome.stopped.is_some()) {
+            let is_over = self.window.closes_with(step + 1) || outcome.stopped.is_some();
+            if is_over && self.window.is_open() {
                 self.aside(|trainer| trainer.close_window(step + 1))?;
             }
             if due.verification {
@@ -307,25 +309,22 @@ struct Due {
     validation: bool,
     verification: bool,
     checkpoint: bool,
-    /// The timeline begins or ends.
-    timeline: bool,
 }
 
 impl Due {
     /// After `done` steps.
-    fn after(train: &Train, window: &Window, done: u64) -> Self {
+    fn after(train: &Train, done: u64) -> Self {
         let last = done == train.steps;
         let every = |steps: u64| steps > 0 && done.is_multiple_of(steps);
         Self {
             validation: last || every(train.eval_every),
             verification: every(train.verify_every),
             checkpoint: last || every(train.checkpoint_every),
-            timeline: window.opens_with(done + 1) || window.closes_with(done),
         }
     }
 
     fn any(self) -> bool {
-        self.validation || self.verification || self.checkpoint || self.timeline
+        self.validation || self.verification || self.checkpoint
     }
 }
 

@@ -13,7 +13,7 @@ use super::TrainError;
 use super::exchange::Exchange;
 use super::recorder::{say, warn};
 use super::world::World;
-use crate::config::{Strategy, TrainConfig};
+use crate::config::{StepRange, Strategy, TrainConfig};
 use crate::metrics::{RunFilesError, TimelineFiles};
 use crate::model::Model;
 use crate::session::Session;
@@ -37,7 +37,7 @@ impl Window {
     /// Closed.
     pub(super) fn new(config: &TrainConfig, out_dir: &Path, model: &Model, world: &World) -> Self {
         Self {
-            steps: config.run.timeline.map(|range| range.steps()),
+            steps: config.run.timeline.map(StepRange::steps),
             files: TimelineFiles::of_run(out_dir),
             run: training_in_words(config, model, world),
             began_with: None,
@@ -52,6 +52,11 @@ impl Window {
     /// True if it is open and this step is the last of them.
     pub(super) fn closes_with(&self, step: u64) -> bool {
         self.is_open() && self.steps.as_ref().is_some_and(|steps| *steps.end() == step)
+    }
+
+    /// True if it is to be opened or closed behind this step.
+    pub(super) fn has_end_behind(&self, step: u64) -> bool {
+        self.opens_with(step + 1) || self.closes_with(step)
     }
 
     /// True between its first step and its last.

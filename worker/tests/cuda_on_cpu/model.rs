@@ -51,6 +51,7 @@ fn step(device: &Arc<dyn Device>) -> [Vec<f32>; 2] {
         dloss: Some(&dloss),
         dtype: DType::F32,
         key: StepKey::default(),
+        timeline: None,
     };
     let mut saved = saved_for(&model);
     let tokens = Activation::borrowed(tokens, vec![BATCH, POSITIONS]);
