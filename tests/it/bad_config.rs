@@ -187,6 +187,41 @@ fn ranks_that_are_no_groups_are_not_tried_again() {
     assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
 }
 
+/// Nobody but the workers can know, as more nodes may come.
+#[test]
+fn what_all_ranks_say_alike_is_shown_once() {
+    let job = TinyJob::new();
+    let port = ReservedPort::new();
+    let finished = launch()
+        .nproc(7)
+        .flag("--nnodes", "1:2")
+        .flag("--rdzv-endpoint", &port.endpoint)
+        .flag("--rdzv-conf", "last_call_timeout=0.1")
+        .flag("--log-dir", "logs")
+        .dir(job.dir())
+        .set("parallel.strategy=zero2")
+        .set("parallel.shard_group=2")
+        .target("tiny.yaml")
+        .run();
+    let words = "`parallel.shard_group` is 2, but 7 ranks are not groups of 2";
+    finished
+        .expect_exit(2)
+        .expect_stderr("first failure: rank ")
+        .expect_stderr(&format!("it says: {words}"));
+    let said = finished.stderr();
+    assert_eq!(said.matches(&format!("] error: {words}")).count(), 1, "{said}");
+    assert_eq!(
+        said.matches("]   hint: all groups must have").count(),
+        1,
+        "{said}"
+    );
+    let in_file = |rank: u32| {
+        let log = job.dir().join(format!("logs/attempt_0/{rank}/stderr.log"));
+        std::fs::read_to_string(log).is_ok_and(|text| text.contains(words) && text.contains("hint: "))
+    };
+    assert!((0..7).any(in_file), "a rank's own file has all of it");
+}
+
 #[test]
 fn a_loss_that_is_no_number_ends_the_run_for_good() {
     let job = TinyJob::new();
