@@ -266,17 +266,36 @@ fn a_truncated_checkpoint() {
 fn exhausted_shared_memory() {
     // The limit on file sizes holds for memory segments too, and can be set for one process.
     let job = TinyJob::with(|yaml| yaml.replace("n_embd: 32", "n_embd: 256"));
-    let script = "ulimit -f 8192; exec \"$0\" --nproc-per-node 2 --max-restarts 0 tiny.yaml";
+    let script = "ulimit -f 8192; exec \"$0\" --nproc-per-node 2 tiny.yaml";
     let finished = Program::new("/bin/sh")
         .args(["-c", script, env!("CARGO_BIN_EXE_ddp-run")].map(Into::into))
         .dir(job.dir())
         .run();
     finished
-        .expect_exit(1)
+        .expect_exit(93)
         .expect_stderr(
             "for `gradients`: the limit on file sizes, which also holds for shared memory, is 4194304 bytes",
         )
         .expect_stderr("hint: raise it with `ulimit -f unlimited`");
+    assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
     assert!(!job.out().join("checkpoints").exists());
     assert!(!job.out().join("summary.json").exists());
+}
+
+#[test]
+fn memory_that_a_limit_refuses_is_not_asked_for_again() {
+    // 800 MB of parameters, of which the first do not fit beside what a process maps anyway.
+    let job = TinyJob::with(|yaml| {
+        yaml.replace("n_embd: 32", "n_embd: 2048")
+            .replace("n_layer: 2", "n_layer: 4")
+    });
+    let script = "ulimit -v 700000; exec \"$0\" run tiny.yaml";
+    let finished = Program::new("/bin/sh")
+        .args(["-c", script, env!("CARGO_BIN_EXE_ddp-train")].map(Into::into))
+        .dir(job.dir())
+        .run();
+    finished
+        .expect_exit(93)
+        .expect_stderr("this process may map 716800000 bytes (`ulimit -v`), and has mapped ")
+        .expect_stderr("hint: ");
 }
