@@ -64,6 +64,11 @@ impl Feed {
         }
     }
 
+    /// True if something of the current line is shown, or about to be.
+    pub(crate) fn is_within_line(&self) -> bool {
+        self.begun
+    }
+
     /// Takes a segment that has ended.
     pub(crate) fn take(&mut self, segment: &Segment<'_>) {
         self.add(segment.text, segment.returns);

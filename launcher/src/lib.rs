@@ -11,7 +11,7 @@
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
-//! | `output`, `pump`, `lines`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
+//! | `output`, `pump`, `lines`, `chorus`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
 //! | `report`, `root_cause`, `local_end`, `failures` | the failure report, for people and for programs; what else failed, here and elsewhere |
 //! | `event_log` | what happened, as JSON lines |
 //!
@@ -23,6 +23,7 @@
 
 mod agent;
 mod cgroup;
+mod chorus;
 mod console;
 mod control;
 mod ending;

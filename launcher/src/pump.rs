@@ -17,6 +17,7 @@ use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
+use crate::chorus::Voice;
 use crate::console::{Console, Stream};
 use crate::feed::Feed;
 use crate::lines::{End, LineSplitter, Segment};
@@ -40,6 +41,8 @@ pub(crate) struct Tap {
     pub(crate) tail: TailWriter,
     /// Precedes its lines on the console; none: they are not shown.
     pub(crate) prefix: Option<String>,
+    /// Knows the lines that need not be shown again; none: all are.
+    pub(crate) voice: Option<Voice>,
     /// Takes the lines that contain one of the words.
     pub(crate) duplicate: Option<Duplicate>,
 }
@@ -110,6 +113,7 @@ async fn read(tap: Tap, console: Console) {
         mut log,
         mut tail,
         prefix,
+        mut voice,
         mut duplicate,
     } = tap;
     let Ok(mut pipe) = pipe::Receiver::from_owned_fd(pipe) else {
@@ -121,7 +125,11 @@ async fn read(tap: Tap, console: Console) {
     let mut take = |segment: Segment<'_>, feed: &mut Option<Feed>| {
         tail.push(&segment);
         if let Some(feed) = feed {
-            feed.take(&segment);
+            let is_whole = segment.end == End::Newline && !segment.returns && !feed.is_within_line();
+            let is_known = voice.as_mut().is_some_and(|voice| voice.repeats(segment.text));
+            if !(is_whole && is_known) {
+                feed.take(&segment);
+            }
         }
         let duplicated = duplicate.as_ref().map_or(Ok(()), |file| file.take(segment.text));
         if let Err(error) = duplicated {

@@ -20,8 +20,8 @@ use ddp_worker::session::{MemoryStore, Session, SessionError};
 use ddp_worker::train::{Outlook, TrainError, run_worker};
 
 use super::error::{CliError, print_error};
-use super::init_tracing;
 use super::interrupts::Interrupts;
+use super::{init_tracing, limits};
 
 /// What a worker says without `RUST_LOG`: a communicator that is given up leaves its last operations in the rank's log.
 pub const WORKER_EVENTS: &str = "ddp_worker=warn";
@@ -141,6 +141,7 @@ pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
 /// Trains `file` in this process, at the place that the environment gives it, or alone.
 pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
     ignore_file_size_signal();
+    limits::raise_workers_open_files();
     match load(file, overrides) {
         Ok(located) => train(&located.config),
         Err(error) => {
@@ -193,8 +194,8 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
 }
 
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
-/// Numbers that were not finite would not be so the next time either, and a card has as much memory as before: the same
-/// run does the same.
+/// Numbers that were not finite would not be so the next time either; a card has as much memory as before, the machine too, and
+/// a limit of the process (`ulimit`) is the same: the same run does the same.
 fn exit_code(error: &TrainError) -> u8 {
     if error.never_fits() {
         return exit::DO_NOT_RESTART;

@@ -187,6 +187,41 @@ fn ranks_that_are_no_groups_are_not_tried_again() {
     assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
 }
 
+/// Nobody but the workers can know, as more nodes may come.
+#[test]
+fn what_all_ranks_say_alike_is_shown_once() {
+    let job = TinyJob::new();
+    let port = ReservedPort::new();
+    let finished = launch()
+        .nproc(7)
+        .flag("--nnodes", "1:2")
+        .flag("--rdzv-endpoint", &port.endpoint)
+        .flag("--rdzv-conf", "last_call_timeout=0.1")
+        .flag("--log-dir", "logs")
+        .dir(job.dir())
+        .set("parallel.strategy=zero2")
+        .set("parallel.shard_group=2")
+        .target("tiny.yaml")
+        .run();
+    let words = "`parallel.shard_group` is 2, but 7 ranks are not groups of 2";
+    finished
+        .expect_exit(2)
+        .expect_stderr("first failure: rank ")
+        .expect_stderr(&format!("it says: {words}"));
+    let said = finished.stderr();
+    assert_eq!(said.matches(&format!("] error: {words}")).count(), 1, "{said}");
+    assert_eq!(
+        said.matches("]   hint: all groups must have").count(),
+        1,
+        "{said}"
+    );
+    let in_file = |rank: u32| {
+        let log = job.dir().join(format!("logs/attempt_0/{rank}/stderr.log"));
+        std::fs::read_to_string(log).is_ok_and(|text| text.contains(words) && text.contains("hint: "))
+    };
+    assert!((0..7).any(in_file), "a rank's own file has all of it");
+}
+
 #[test]
 fn a_loss_that_is_no_number_ends_the_run_for_good() {
     let job = TinyJob::new();
@@ -231,17 +266,36 @@ fn a_truncated_checkpoint() {
 fn exhausted_shared_memory() {
     // The limit on file sizes holds for memory segments too, and can be set for one process.
     let job = TinyJob::with(|yaml| yaml.replace("n_embd: 32", "n_embd: 256"));
-    let script = "ulimit -f 8192; exec \"$0\" --nproc-per-node 2 --max-restarts 0 tiny.yaml";
+    let script = "ulimit -f 8192; exec \"$0\" --nproc-per-node 2 tiny.yaml";
     let finished = Program::new("/bin/sh")
         .args(["-c", script, env!("CARGO_BIN_EXE_ddp-run")].map(Into::into))
         .dir(job.dir())
         .run();
     finished
-        .expect_exit(1)
+        .expect_exit(93)
         .expect_stderr(
             "for `gradients`: the limit on file sizes, which also holds for shared memory, is 4194304 bytes",
         )
         .expect_stderr("hint: raise it with `ulimit -f unlimited`");
+    assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
     assert!(!job.out().join("checkpoints").exists());
     assert!(!job.out().join("summary.json").exists());
+}
+
+#[test]
+fn memory_that_a_limit_refuses_is_not_asked_for_again() {
+    // 800 MB of parameters, of which the first do not fit beside what a process maps anyway.
+    let job = TinyJob::with(|yaml| {
+        yaml.replace("n_embd: 32", "n_embd: 2048")
+            .replace("n_layer: 2", "n_layer: 4")
+    });
+    let script = "ulimit -v 700000; exec \"$0\" run tiny.yaml";
+    let finished = Program::new("/bin/sh")
+        .args(["-c", script, env!("CARGO_BIN_EXE_ddp-train")].map(Into::into))
+        .dir(job.dir())
+        .run();
+    finished
+        .expect_exit(93)
+        .expect_stderr("this process may map 716800000 bytes (`ulimit -v`), and has mapped ")
+        .expect_stderr("hint: ");
 }

@@ -83,3 +83,19 @@ fn the_soft_limit_is_raised_for_the_launcher_and_not_for_its_workers() {
         .count();
     assert_eq!(told, 300, "{}", finished.transcript());
 }
+
+/// Each has the shared memory of all others open.
+#[test]
+fn many_native_workers_do_with_a_small_soft_limit() {
+    let job = TinyJob::new();
+    let words = [
+        "--nproc-per-node",
+        "12",
+        "--set",
+        "train.steps=1",
+        "--max-restarts",
+        "0",
+        "tiny.yaml",
+    ];
+    limited("-Sn 32", &words).dir(job.dir()).run().expect_exit(0);
+}

@@ -299,6 +299,7 @@ fn more_memory_than_there_is_is_refused_by_all() {
             text.contains("cannot allocate 70368744177664 bytes for `test`"),
             "{text}"
         );
+        assert!(!error.is_consequence(), "it is this rank's own as well: {text}");
     });
 }
 

@@ -18,6 +18,7 @@ use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
 use super::contracts::contracts_of;
+use crate::chorus::Chorus;
 use crate::console::Stream;
 use crate::ending::Ending;
 use crate::environment::{self, Common};
@@ -51,6 +52,8 @@ pub(super) struct Site<'a> {
     pub(super) job_id: &'a str,
     pub(super) control: &'a str,
     pub(super) output: &'a OutputPlan,
+    /// The workers are the native ones.
+    pub(super) native: bool,
     /// `--master-addr`
     pub(super) master_addr: Option<&'a str>,
     /// By local rank; empty: not bound.
@@ -179,6 +182,7 @@ impl Crew {
             site.duplicate(Stream::Stdout, attempt)?,
             site.duplicate(Stream::Stderr, attempt)?,
         ];
+        let chorus = site.native.then(Chorus::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
         for mut contract in contracts_of(generation, assignment, site)? {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
@@ -197,6 +201,10 @@ impl Crew {
                     log,
                     tail: writer,
                     prefix: shown.then(|| prefix.clone()),
+                    voice: chorus
+                        .as_ref()
+                        .filter(|_| stream == Stream::Stderr)
+                        .map(|chorus| chorus.voice(rank)),
                     duplicate: duplicate.clone(),
                 };
                 if pump.add(tap) {

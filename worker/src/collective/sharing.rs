@@ -11,7 +11,7 @@ use crate::device::{Arena, ArenaSpec, HostMemory};
 
 impl Flat {
     /// Allocates an arena on every rank of the group; operations on it, of this group and of its subgroups, work
-    /// in place. Either all ranks get theirs or all get the error of the first that cannot.
+    /// in place. Either all ranks get theirs or none does: those that cannot learn why, the others who the first is.
     pub(super) fn share(&mut self, spec: &ArenaSpec, wait: &Wait) -> Result<Arena, Failure> {
         let bytes = spec.bytes();
         let call = Call::Allocation(spec.dtype, spec.len);
@@ -21,8 +21,10 @@ impl Flat {
             number: rand::random::<u64>() | 1,
             ..Note::default()
         };
-        note.refuse(HostMemory::check_room(&spec.name, bytes, self.board.ranks()).map_err(Failure::from));
-        let number = self.swap(&header, &note, wait)?[0].number;
+        let room = HostMemory::check_room(&spec.name, bytes, self.board.ranks()).map_err(Failure::from);
+        note.refuse(room.clone());
+        let ((), notes) = both(room, self.swap(&header, &note, wait))?;
+        let number = notes[0].number;
 
         let header = Header::of_call(call, self.next(), &spec.name);
         let mut note = Note::default();
@@ -32,9 +34,9 @@ impl Flat {
         } else {
             HostMemory::shared(&spec.name, bytes)
         };
-        let own = note.refuse(own.map_err(Failure::from));
-        self.swap(&header, &note, wait)?;
-        let own = own.expect("a refusal of ours would have ended the exchange");
+        let own = own.map_err(Failure::from);
+        note.refuse(own.as_ref().map_err(Clone::clone));
+        let (own, _) = both(own, self.swap(&header, &note, wait))?;
         let neighbours = self.exchange_segments(&spec.name, &own, number, wait)?;
         let memory = SharedSegment::new(number, own, neighbours);
         Ok(Arena::new(spec, memory))
@@ -62,5 +64,17 @@ impl Flat {
             neighbours.push((global, memory));
         }
         Ok(neighbours)
+    }
+}
+
+/// What this rank itself could do, and what the others say: its own failure says more than its refusal does in words, and
+/// is no consequence of another rank's.
+fn both<T, U>(own: Result<T, Failure>, swapped: Result<U, Failure>) -> Result<(T, U), Failure> {
+    match (own, swapped) {
+        (Err(own), Err(Failure::Refused { .. })) => Err(own),
+        (own, swapped) => {
+            let swapped = swapped?;
+            Ok((own?, swapped))
+        }
     }
 }

@@ -20,7 +20,8 @@ pub enum DeviceError {
         cause: String,
         /// What to change.
         hint: String,
-        /// With what this rank holds already it is more than the device has, whoever else uses it.
+        /// With what this rank holds already it is more than the device has, whoever else uses it, or than a limit of
+        /// this process lets it have.
         never_fits: bool,
     },
     /// Two operations used overlapping memory at once, at least one of them for writing: a missing event.

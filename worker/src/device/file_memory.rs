@@ -43,26 +43,26 @@ impl FileMemory {
     /// Zeros in a file of the file system of `dir`. `hint` says what to do where that cannot be.
     pub fn create(dir: &Path, name: &str, bytes: usize, hint: &str) -> Result<Self, DeviceError> {
         let length = bytes.max(1);
-        let refuse = |cause: String| DeviceError::OutOfMemory {
+        let refuse = |cause: String, never_fits: bool| DeviceError::OutOfMemory {
             what: name.to_owned(),
             bytes,
             cause: format!("`{}`: {cause}", dir.display()),
             hint: hint.to_owned(),
-            never_fits: false,
+            never_fits,
         };
         let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
         if length as u64 > limit {
             // The kernel would send SIGXFSZ.
-            return Err(refuse(format!("the limit on file sizes is {limit} bytes")));
+            return Err(refuse(format!("the limit on file sizes is {limit} bytes"), true));
         }
-        let file = nameless(dir).map_err(|error| refuse(error.to_string()))?;
-        allocate(&file, length).map_err(|error| refuse(error.desc().to_lowercase()))?;
+        let file = nameless(dir).map_err(|error| refuse(error.to_string(), false))?;
+        allocate(&file, length).map_err(|error| refuse(error.desc().to_lowercase(), false))?;
         let size = NonZeroUsize::new(length).expect("at least 1");
         let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         // SAFETY: a new mapping, at an address of the kernel's choice, of a file that is that long and that nobody
         // else can open by a name.
         let ptr = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file.as_fd(), 0) };
-        let ptr = ptr.map_err(|error| refuse(error.desc().to_lowercase()))?;
+        let ptr = ptr.map_err(|error| refuse(error.desc().to_lowercase(), false))?;
         Ok(Self {
             ptr: ptr.cast(),
             bytes: length,

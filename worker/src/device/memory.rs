@@ -15,7 +15,7 @@ use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use nix::sys::resource::{Resource, getrlimit};
 
-use super::DeviceError;
+use super::{DeviceError, room};
 
 /// Signals that may interrupt one allocation.
 const MAX_INTERRUPTIONS: usize = 100;
@@ -85,13 +85,13 @@ impl HostMemory {
     /// could end this process: beyond `RLIMIT_FSIZE` the kernel sends SIGXFSZ, and beyond the machine's memory
     /// it starts to kill.
     pub fn check_room(name: &str, bytes: usize, count: usize) -> Result<(), DeviceError> {
-        let refuse = |cause: String, hint: &str| {
+        let refuse = |cause: String, hint: &str, never_fits: bool| {
             Err(DeviceError::OutOfMemory {
                 what: name.to_owned(),
                 bytes,
                 cause,
                 hint: hint.to_owned(),
-                never_fits: false,
+                never_fits,
             })
         };
         let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
@@ -99,12 +99,15 @@ impl HostMemory {
             return refuse(
                 format!("the limit on file sizes, which also holds for shared memory, is {limit} bytes"),
                 "raise it with `ulimit -f unlimited`",
+                true,
             );
         }
-        match super::room::available_bytes() {
-            Some(available) if (bytes as u64).saturating_mul(count as u64) > available => refuse(
+        let wanted = (bytes as u64).saturating_mul(count as u64);
+        match room::available_bytes() {
+            Some(available) if wanted > available => refuse(
                 format!("{count} of these are wanted on this node, where {available} bytes are available"),
                 "lower the model's size or `--nproc-per-node`, or raise the memory limit",
+                room::most_bytes().is_some_and(|most| wanted > most),
             ),
             _ => Ok(()),
         }
@@ -210,12 +213,89 @@ fn advise_huge_pages(ptr: NonNull<u8>, bytes: usize) {
 }
 
 fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
+    let (mut cause, mut never_fits) = (error.desc().to_lowercase(), false);
+    if error == Errno::ENOMEM {
+        let limit = getrlimit(Resource::RLIMIT_AS).map_or(u64::MAX, |(soft, _)| soft);
+        let machine = room::machine_bytes().unwrap_or(u64::MAX);
+        match Refusal::of(bytes as u64, mapped_bytes(), (limit, machine)) {
+            Some(Refusal::Limit { mapped }) => {
+                cause = format!(
+                    "this process may map {limit} bytes (`ulimit -v`), and has mapped {mapped} of them"
+                );
+                never_fits = true;
+            }
+            Some(Refusal::Machine) => {
+                cause = format!("the machine has {machine} bytes");
+                never_fits = true;
+            }
+            None => {}
+        }
+    }
     DeviceError::OutOfMemory {
         what: name.to_owned(),
         bytes,
-        cause: error.desc().to_lowercase(),
+        cause,
         hint: "lower `train.micro_batch` or the model's size, or raise the memory limit (`ddp-train doctor` shows it)"
             .to_owned(),
-        never_fits: false,
+        never_fits,
+    }
+}
+
+/// Why private memory was refused, where it will be at every try, whatever others hold.
+#[derive(Debug, PartialEq, Eq)]
+enum Refusal {
+    /// It is more than the rest of the limit on this process's mappings.
+    Limit { mapped: u64 },
+    /// The machine has less.
+    Machine,
+}
+
+impl Refusal {
+    /// `bytes` were refused to a process that has mapped `mapped`, on a machine of so many bytes.
+    fn of(bytes: u64, mapped: u64, (limit, machine): (u64, u64)) -> Option<Self> {
+        if mapped.saturating_add(bytes) > limit {
+            Some(Self::Limit { mapped })
+        } else {
+            (bytes > machine).then_some(Self::Machine)
+        }
+    }
+}
+
+/// What counts against the limit on mappings; 0 if the system does not say.
+fn mapped_bytes() -> u64 {
+    let pages = std::fs::read_to_string("/proc/self/statm")
+        .ok()
+        .and_then(|text| text.split(' ').next()?.parse::<u64>().ok());
+    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
+    pages.unwrap_or(0) * page.ok().flatten().unwrap_or(0) as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_what_is_refused_at_every_try_never_fits() {
+        let unlimited = (u64::MAX, 1000);
+        for (bytes, mapped, bounds, expected) in [
+            (300, 800, (1000, 1000), Some(Refusal::Limit { mapped: 800 })),
+            (200, 800, (1000, 1000), None),
+            (900, 800, unlimited, None),
+            (1001, 0, unlimited, Some(Refusal::Machine)),
+        ] {
+            assert_eq!(Refusal::of(bytes, mapped, bounds), expected, "{bytes}");
+        }
+        assert!(mapped_bytes() > 1 << 20);
+    }
+
+    #[test]
+    fn more_than_the_machine_has_is_refused_for_good() {
+        let most = room::most_bytes().expect("the kernel says");
+        for (bytes, expected) in [(most as usize + 1, true), (4096, false)] {
+            let verdict = HostMemory::check_room("test", bytes, 1);
+            let never = matches!(verdict, Err(DeviceError::OutOfMemory { never_fits: true, .. }));
+            assert_eq!(never, expected, "{verdict:?}");
+        }
+        assert!(room::available_bytes() <= Some(most));
     }
 }

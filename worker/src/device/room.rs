@@ -40,17 +40,34 @@ struct Group {
 pub(super) fn available_bytes() -> Option<u64> {
     let text = |path| read_to_string(path).unwrap_or_default();
     let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
-    let machine = mem_available(&text("/proc/meminfo"));
+    let machine = kernels_count(&text("/proc/meminfo"), "MemAvailable:");
     machine
         .into_iter()
         .chain(groups.iter().filter_map(Group::least_headroom))
         .min()
 }
 
-fn mem_available(meminfo: &str) -> Option<u64> {
-    let line = meminfo
-        .lines()
-        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+/// Bytes that could be allocated if nobody else had any: more are never to be had here. None if the system does not say.
+pub(super) fn most_bytes() -> Option<u64> {
+    let text = |path| read_to_string(path).unwrap_or_default();
+    let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
+    let machine = kernels_count(&text("/proc/meminfo"), "MemTotal:");
+    machine
+        .into_iter()
+        .chain(groups.iter().filter_map(Group::least_limit))
+        .min()
+}
+
+/// All memory of the machine, that which it swaps out included; none if the system does not say.
+pub(super) fn machine_bytes() -> Option<u64> {
+    let meminfo = read_to_string("/proc/meminfo").ok()?;
+    let swap = kernels_count(&meminfo, "SwapTotal:").unwrap_or(0);
+    Some(kernels_count(&meminfo, "MemTotal:")? + swap)
+}
+
+/// A line of `/proc/meminfo`, in bytes.
+fn kernels_count(meminfo: &str, name: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }
@@ -102,6 +119,15 @@ impl Group {
         self.below.ancestors().filter_map(headroom).min()
     }
 
+    /// The least limit over the group and all above it.
+    fn least_limit(&self) -> Option<u64> {
+        let limit = |group: &Path| {
+            let text = read_to_string(self.mount.join(group).join(self.version.limit)).ok()?;
+            text.trim().parse::<u64>().ok()
+        };
+        self.below.ancestors().filter_map(limit).min()
+    }
+
     fn cached(&self, stat: &str) -> u64 {
         let lines = stat.lines().filter_map(|line| line.split_once(' '));
         let cached = lines.filter(|(name, _)| self.version.cached.contains(name));
@@ -127,7 +153,9 @@ mod tests {
     #[test]
     fn the_kernel_files_are_read() {
         let meminfo = "MemTotal:       24000000 kB\nMemAvailable:   1024 kB\n";
-        assert_eq!(mem_available(meminfo), Some(1 << 20));
+        assert_eq!(kernels_count(meminfo, "MemAvailable:"), Some(1 << 20));
+        assert_eq!(kernels_count(meminfo, "MemTotal:"), Some(24_576_000_000));
+        assert_eq!(kernels_count(meminfo, "SwapTotal:"), None);
         let at = |version, mount: &str, below: &str| Group {
             version,
             mount: Path::new("/mnt").join(mount),
@@ -185,5 +213,8 @@ mod tests {
         write("v1/job/memory.usage_in_bytes", "500\n");
         write("v1/job/memory.stat", "active_file 7\ntotal_active_file 100\n");
         assert_eq!(headroom(), [Some(1600), Some(600)]);
+        let found = groups(&mounts(root.path()), "4:memory:/docker/7/job\n0::/pod/job/step\n");
+        let limits: Vec<Option<u64>> = found.iter().map(Group::least_limit).collect();
+        assert_eq!(limits, [Some(2000), Some(1000)], "whatever is in use");
     }
 }

@@ -199,6 +199,7 @@ impl Making {
             job_id: &plan.job_id,
             control: &self.control,
             output: &plan.output,
+            native: plan.command.native,
             master_addr: plan.master_addr.as_deref(),
             cores: &plan.cores,
             group: group.as_deref(),
