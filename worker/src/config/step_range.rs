@@ -76,7 +76,13 @@ impl<'de> Deserialize<'de> for StepRange {
             }
 
             fn visit_u64<E: serde::de::Error>(self, step: u64) -> Result<StepRange, E> {
-                self.visit_str(&step.to_string())
+                match step {
+                    0 => Err(E::invalid_value(serde::de::Unexpected::Unsigned(0), &self)),
+                    one => Ok(StepRange {
+                        first: one,
+                        last: one,
+                    }),
+                }
             }
         }
         deserializer.deserialize_any(Steps)

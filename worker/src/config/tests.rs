@@ -147,7 +147,7 @@ fn unknown_keys() {
     ");
     insta::assert_snapshot!(with("  name: tiny", "  colour: red"), @r"
     train.yaml:2: unknown key `run.colour`
-      hint: the keys of `run` are `name`, `out_dir`, `seed`, `resume`, `overwrite`
+      hint: the keys of `run` are `name`, `out_dir`, `seed`, `resume`, `overwrite`, `timeline`
     ");
     insta::assert_snapshot!(set("train.optimiser.lr=1"), @r"
     `--set train.optimiser.lr=1`: unknown key `train.optimiser`
@@ -433,4 +433,13 @@ fn a_shard_group_is_a_node_or_a_number() {
         let text = serde_json::to_string(&group).unwrap();
         assert_eq!(serde_json::from_str::<ShardGroup>(&text).unwrap(), group);
     }
+}
+
+#[test]
+fn a_timeline_is_of_steps_that_there_are() {
+    insta::assert_snapshot!(set("run.timeline=5-3"), @"`--set run.timeline=5-3`: `run.timeline` is the string `5-3`, expected steps as `10-12`, or one step, from 1 on");
+    insta::assert_snapshot!(set("run.timeline=0"), @"`--set run.timeline=0`: `run.timeline` is the number `0`, expected steps as `10-12`, or one step, from 1 on");
+    insta::assert_snapshot!(set("run.timeline=1.5"), @"`--set run.timeline=1.5`: `run.timeline` is the number `1.5`, expected steps as `10-12`, or one step, from 1 on");
+    insta::assert_snapshot!(set("run.timeline=9-11"), @"`--set run.timeline=9-11`: `run.timeline` is 9-11, expected steps up to `train.steps`, which is 10");
+    insta::assert_snapshot!(set("run.timeline=[1, 2]"), @"`--set run.timeline=[1, 2]`: `run.timeline` is a list, expected steps as `10-12`, or one step, from 1 on");
 }
