@@ -151,17 +151,20 @@ def bench_restart(args):
 
 
 def bench_collectives(args):
-    print("\n### All-reduce, f32, 2 ranks\n\n```")
-    for turn in range(args.turns // 2):
-        subprocess.run([ROOT / "target/release/examples/collectives", "--ranks", "2"], check=True)
-        if turn < 2 and args.mpi:
-            with tempfile.TemporaryDirectory() as folder:
-                subprocess.run(["mpicc", "-O3", PEERS / "collectives_mpi.c", "-o", f"{folder}/cmpi"], check=True)
-                subprocess.run(["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", f"{folder}/cmpi"], check=True)
-        if turn < 2 and args.torch:
-            command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", "2", PEERS / "collectives.py"]
-            subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
-    print("```")
+    for ranks, nodes in ((2, 1), (4, 2)):
+        print(f"\n### All-reduce, f32, {ranks} ranks, ours on {nodes} node{'s' if nodes > 1 else ''}\n\n```")
+        for turn in range(args.turns // 2):
+            ours = [ROOT / "target/release/examples/collectives", "--ranks", str(ranks), "--nodes", str(nodes)]
+            subprocess.run(ours, check=True)
+            if turn < 2 and args.mpi:
+                with tempfile.TemporaryDirectory() as folder:
+                    subprocess.run(["mpicc", "-O3", PEERS / "collectives_mpi.c", "-o", f"{folder}/cmpi"], check=True)
+                    subprocess.run(["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks), f"{folder}/cmpi"],
+                                   check=True)
+            if turn < 2 and args.torch:
+                command = [f"{args.torch}/torchrun", "--standalone", "--nproc-per-node", str(ranks), PEERS / "collectives.py"]
+                subprocess.run(command, check=True, stderr=subprocess.DEVNULL)
+        print("```")
 
 
 def workers_of(job):

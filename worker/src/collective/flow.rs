@@ -12,6 +12,7 @@ use nix::poll::PollFlags;
 use super::Failure;
 use super::header::{HEADER_BYTES, Header};
 use super::link::{Link, RING_BYTES};
+use super::node_part::NodePart;
 
 /// A range of memory: first byte and length.
 #[derive(Clone, Copy, Debug)]
@@ -39,19 +40,42 @@ impl Span {
     }
 }
 
+/// What is given to a peer's sum.
+#[derive(Clone, Debug)]
+pub(super) enum Contribution {
+    /// It is there.
+    Lies(Span),
+    /// It is made as it is sent.
+    Made(NodePart),
+}
+
+impl Contribution {
+    /// Size of it, as it is sent.
+    pub(super) fn bytes(&self) -> usize {
+        match self {
+            Self::Lies(span) => span.len,
+            Self::Made(part) => part.bytes(),
+        }
+    }
+}
+
 /// What goes to and comes from one peer, but for the headers.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Script {
     /// Rank of the peer in the group.
     pub(super) rank: usize,
-    /// What this rank gives to the peer's sum.
-    pub(super) contribution: Span,
-    /// What the peer gives to this rank's sum goes through the ring; this many bytes.
+    /// What this rank, or this node, gives to the peer's sum.
+    pub(super) contribution: Contribution,
+    /// What the peer, or its node, gives to this rank's sum goes through the ring; this many bytes.
     pub(super) taken: usize,
+    /// Size of one of its elements.
+    pub(super) taken_element: usize,
     /// Result for the peer.
     pub(super) result_out: Span,
     /// Result of the peer.
     pub(super) result_in: Span,
+    /// Where neighbours want it too.
+    pub(super) result_copies: Vec<*mut u8>,
 }
 
 impl Script {
@@ -59,10 +83,12 @@ impl Script {
     pub(super) fn header_only(rank: usize) -> Self {
         Self {
             rank,
-            contribution: Span::EMPTY,
+            contribution: Contribution::Lies(Span::EMPTY),
             taken: 0,
+            taken_element: 1,
             result_out: Span::EMPTY,
             result_in: Span::EMPTY,
+            result_copies: Vec::new(),
         }
     }
 }
@@ -72,6 +98,7 @@ pub(super) struct Flow<'a> {
     link: &'a mut Link,
     script: Script,
     ring: *mut u8,
+    room: *mut u8,
     header_out: [u8; HEADER_BYTES],
     header_in: [u8; HEADER_BYTES],
     sent: usize,
@@ -86,10 +113,15 @@ impl<'a> Flow<'a> {
         } else {
             Span::EMPTY.start
         };
+        let room = match script.contribution {
+            Contribution::Made(_) => link.room(),
+            Contribution::Lies(_) => Span::EMPTY.start,
+        };
         Self {
             link,
             script,
             ring,
+            room,
             header_out: header.encode(),
             header_in: [0; HEADER_BYTES],
             sent: 0,
@@ -107,14 +139,45 @@ impl<'a> Flow<'a> {
         self.link.global()
     }
 
+    /// True if the peer gives something to this rank's sum.
+    pub(super) fn contributes(&self) -> bool {
+        self.script.taken > 0
+    }
+
+    /// Elements of the peer's contribution that have come.
+    pub(super) fn elements(&self) -> usize {
+        self.contributed() / self.script.taken_element
+    }
+
+    /// Elements of the peer's contribution that lie in one piece in the ring, from the first on and then again.
+    pub(super) fn elements_in_ring(&self) -> usize {
+        RING_BYTES / self.script.taken_element
+    }
+
+    /// Element `at` of the peer's contribution, in the ring.
+    pub(super) fn contribution(&self, at: usize) -> *const u8 {
+        self.ring
+            .wrapping_add(at * self.script.taken_element % RING_BYTES)
+    }
+
+    /// Bytes of neighbours that went into what was sent, and that of what came went to neighbours; once it is done.
+    pub(super) fn among_neighbours(&self) -> u64 {
+        let given = match &self.script.contribution {
+            Contribution::Lies(_) => 0,
+            Contribution::Made(part) => part.foreign(),
+        };
+        let got = self.script.result_in.len * self.script.result_copies.len();
+        given + got as u64
+    }
+
     /// Bytes of the peer's contribution that have come.
-    pub(super) fn contributed(&self) -> usize {
+    fn contributed(&self) -> usize {
         self.received.saturating_sub(HEADER_BYTES).min(self.script.taken)
     }
 
-    /// Byte `at` of the peer's contribution, in the ring.
-    pub(super) fn contribution(&self, at: usize) -> *const u8 {
-        self.ring.wrapping_add(at % RING_BYTES)
+    /// Bytes of it that have been summed, if so many elements have.
+    fn used(&self, summed: usize) -> usize {
+        (summed * self.script.taken_element).min(self.script.taken)
     }
 
     /// How far the peer is behind, for errors: nothing heard, contribution missing, result missing.
@@ -139,14 +202,24 @@ impl<'a> Flow<'a> {
             return Ok((0, 0));
         }
         let behind_header = self.sent.saturating_sub(HEADER_BYTES);
-        let contribution = self.script.contribution.from(behind_header);
-        let result = Span {
-            len: self.script.result_out.len.min(ready),
-            ..self.script.result_out
+        let given = self.script.contribution.bytes();
+        let contribution = match &mut self.script.contribution {
+            Contribution::Lies(span) => span.from(behind_header),
+            // SAFETY: the contributions lie in buffers that the operation holds on all ranks of the node, and are replaced
+            // by the result that depends on them; the room is this connection's.
+            Contribution::Made(part) => unsafe { part.piece_at(behind_header.min(given), self.room) },
         };
-        let result = result.from(behind_header.saturating_sub(self.script.contribution.len));
-        // SAFETY: both lie in buffers that the operation holds; nobody writes them before they are sent: a
-        // slice of a contribution is replaced by the result that depends on it, and a result is final.
+        let result = if behind_header.min(given) + contribution.len == given {
+            let ready = Span {
+                len: self.script.result_out.len.min(ready),
+                ..self.script.result_out
+            };
+            ready.from(behind_header.saturating_sub(given))
+        } else {
+            Span::EMPTY
+        };
+        // SAFETY: both lie in buffers that the operation holds, or in the room; nobody writes them before they are
+        // sent: a slice of a contribution is replaced by the result that depends on it, and a result is final.
         let (contribution, result) = unsafe {
             (
                 std::slice::from_raw_parts(contribution.start, contribution.len),
@@ -160,18 +233,19 @@ impl<'a> Flow<'a> {
             IoSlice::new(result),
         ];
         let sent = self.link.send(&parts)?;
-        let first_of_result = HEADER_BYTES + self.script.contribution.len;
+        let first_of_result = HEADER_BYTES + given;
         let before = self.sent.max(first_of_result);
         self.sent += sent;
         Ok((sent, self.sent.saturating_sub(before)))
     }
 
-    /// Receives what has come, as far as the ring has room: `used` bytes of the contribution have been summed.
+    /// Receives what has come, as far as the ring has room: `summed` elements of the contribution have been summed.
     /// Returns the bytes received, and those of them that belong to the result.
-    pub(super) fn receive(&mut self, used: usize, ours: &Header) -> Result<(usize, usize), Failure> {
-        if !self.receivable(used) {
+    pub(super) fn receive(&mut self, summed: usize, ours: &Header) -> Result<(usize, usize), Failure> {
+        if !self.receivable(summed) {
             return Ok((0, 0));
         }
+        let used = self.used(summed);
         let behind_header = self.received.saturating_sub(HEADER_BYTES);
         let contributed = self.contributed();
         let to_wrap = RING_BYTES - contributed % RING_BYTES;
@@ -206,28 +280,43 @@ impl<'a> Flow<'a> {
         if before < HEADER_BYTES && self.received >= HEADER_BYTES {
             ours.agree(&Header::decode(&self.header_in), self.link.global())?;
         }
-        Ok((
-            received,
-            self.received.saturating_sub(before.max(first_of_result)),
-        ))
+        let from = before.max(first_of_result);
+        let of_result = self.received.saturating_sub(from);
+        if of_result > 0 {
+            // SAFETY: so much of the result has come just now.
+            unsafe { self.hand_on(from - first_of_result, of_result) };
+        }
+        Ok((received, of_result))
+    }
+
+    /// Copies a part of the peer's result to the neighbours that want it.
+    ///
+    /// # Safety
+    /// It must have come.
+    unsafe fn hand_on(&self, at: usize, len: usize) {
+        let source = self.script.result_in.start.wrapping_add(at);
+        for copy in &self.script.result_copies {
+            // SAFETY: the same part of other held buffers, in which only this rank writes it.
+            unsafe { std::ptr::copy_nonoverlapping(source, copy.wrapping_add(at), len) };
+        }
     }
 
     /// The descriptor, and the events that would let the flow go on.
-    pub(super) fn interest(&self, ready: usize, used: usize) -> Option<(BorrowedFd<'_>, PollFlags)> {
+    pub(super) fn interest(&self, ready: usize, summed: usize) -> Option<(BorrowedFd<'_>, PollFlags)> {
         let mut events = PollFlags::empty();
         events.set(PollFlags::POLLOUT, self.sent < self.sendable(ready));
-        events.set(PollFlags::POLLIN, self.receivable(used));
+        events.set(PollFlags::POLLIN, self.receivable(summed));
         (!events.is_empty()).then(|| (self.link.fd(), events))
     }
 
-    fn receivable(&self, used: usize) -> bool {
+    fn receivable(&self, summed: usize) -> bool {
         let contributed = self.contributed();
-        let ring_full = contributed < self.script.taken && contributed - used == RING_BYTES;
+        let ring_full = contributed < self.script.taken && contributed - self.used(summed) == RING_BYTES;
         self.received < self.incoming() && !ring_full
     }
 
     fn sendable(&self, ready: usize) -> usize {
-        HEADER_BYTES + self.script.contribution.len + self.script.result_out.len.min(ready)
+        HEADER_BYTES + self.script.contribution.bytes() + self.script.result_out.len.min(ready)
     }
 
     fn outgoing(&self) -> usize {

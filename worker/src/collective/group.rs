@@ -18,6 +18,8 @@ pub(super) struct Group {
     globals: Vec<usize>,
     me: usize,
     nodes: Vec<Vec<usize>>,
+    /// By rank: its node's place in `nodes`, and its place there.
+    places: Vec<(usize, usize)>,
     home: usize,
 }
 
@@ -30,16 +32,20 @@ impl Group {
             .chunk_by(|&a, &b| seats[a].node == seats[b].node)
             .map(<[usize]>::to_vec)
             .collect();
-        let home = nodes
-            .iter()
-            .position(|node| node.contains(&me))
-            .expect("this rank is a member");
+        let mut places = vec![(0, 0); seats.len()];
+        for (node, ranks) in nodes.iter().enumerate() {
+            for (place, &rank) in ranks.iter().enumerate() {
+                places[rank] = (node, place);
+            }
+        }
+        let home = places[me].0;
         let globals = seats.iter().map(|seat| seat.global).collect();
         Self {
             seats,
             globals,
             me,
             nodes,
+            places,
             home,
         }
     }
@@ -74,6 +80,23 @@ impl Group {
         &self.nodes
     }
 
+    /// This node's place in [`Group::nodes`].
+    pub(super) fn home(&self) -> usize {
+        self.home
+    }
+
+    /// The place of a member's node in [`Group::nodes`].
+    pub(super) fn node_of(&self, rank: usize) -> usize {
+        self.places[rank].0
+    }
+
+    /// Who speaks for a node with the rank `other`, so that what all of the node give it, or get of it, crosses the
+    /// network once: the member with the same place on its node, as far as there are so many. A rank speaks for itself.
+    pub(super) fn speaker(&self, node: usize, other: usize) -> usize {
+        let ranks = &self.nodes[node];
+        ranks[self.places[other].1 % ranks.len()]
+    }
+
     /// Members on this node, in order of local rank.
     pub(super) fn neighbours(&self) -> &[usize] {
         &self.nodes[self.home]
@@ -104,6 +127,24 @@ impl Group {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn each_rank_of_another_node_has_one_to_speak_with() {
+        let seat = |global, node, local| Seat { global, node, local };
+        // Two ranks on node 0, three on node 1.
+        let seats = vec![
+            seat(0, 0, 0),
+            seat(1, 0, 1),
+            seat(2, 1, 0),
+            seat(3, 1, 1),
+            seat(4, 1, 2),
+        ];
+        let group = Group::new(seats, 3);
+        assert_eq!((group.home(), group.node_of(1), group.node_of(4)), (1, 0, 1));
+        let speakers = |node| (0..5).map(|other| group.speaker(node, other)).collect::<Vec<_>>();
+        assert_eq!(speakers(0), [0, 1, 0, 1, 0]);
+        assert_eq!(speakers(1), [2, 3, 2, 3, 4]);
+    }
 
     #[test]
     fn sums_run_by_node_then_by_local_rank() {

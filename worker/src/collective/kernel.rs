@@ -40,13 +40,41 @@ impl Reduction {
         self.dtype.bytes()
     }
 
-    /// Reduces `elements` elements of the sources, first within each inner list, then over the lists, and writes
-    /// the result to every target.
+    /// Bytes of one element of a part, which is not rounded yet.
+    pub(super) fn part_bytes(self) -> usize {
+        match self.dtype {
+            DType::F64 => size_of::<<f64 as Number>::Wide>(),
+            DType::F32 => size_of::<<f32 as Number>::Wide>(),
+            DType::Bf16 => size_of::<<bf16 as Number>::Wide>(),
+            DType::I32 => size_of::<<i32 as Number>::Wide>(),
+            DType::U8 => size_of::<<u8 as Number>::Wide>(),
+        }
+    }
+
+    /// Reduces `elements` elements of the ranks of one node to a part of what [`Reduction::run`] makes.
     ///
     /// # Safety
-    /// Every pointer must be aligned for the type and valid for so many elements. Until the call returns nobody
-    /// else may write them, nor access the targets. Sources may be targets.
-    pub(super) unsafe fn run(self, sources: &[Vec<*const u8>], targets: &[*mut u8], elements: usize) {
+    /// As [`Reduction::run`]; the part must be aligned for the type in which is added, and none of the sources.
+    pub(super) unsafe fn part(self, ranks: &[*const u8], part: *mut u8, elements: usize) {
+        // SAFETY: the caller's promise, passed on.
+        unsafe {
+            match self.dtype {
+                DType::F64 => fold_part::<f64>(self.op, ranks, part, elements),
+                DType::F32 => fold_part::<f32>(self.op, ranks, part, elements),
+                DType::Bf16 => fold_part::<bf16>(self.op, ranks, part, elements),
+                DType::I32 => fold_part::<i32>(self.op, ranks, part, elements),
+                DType::U8 => fold_part::<u8>(self.op, ranks, part, elements),
+            }
+        }
+    }
+
+    /// Reduces `elements` elements of the nodes, first within each, then over all, and writes the result to every
+    /// target.
+    ///
+    /// # Safety
+    /// Every pointer must be aligned for the type, or for that of a part, and valid for so many elements. Until the call
+    /// returns nobody else may write them, nor access the targets. Sources may be targets.
+    pub(super) unsafe fn run(self, sources: &[NodeGives<*const u8>], targets: &[*mut u8], elements: usize) {
         // SAFETY: the caller's promise, passed on.
         unsafe {
             match self.dtype {
@@ -56,6 +84,26 @@ impl Reduction {
                 DType::I32 => fold::<i32>(self.op, sources, targets, elements),
                 DType::U8 => fold::<u8>(self.op, sources, targets, elements),
             }
+        }
+    }
+}
+
+/// What one node gives to a sum.
+#[derive(Clone, Debug)]
+pub(super) enum NodeGives<T> {
+    /// The contributions of its ranks, in order.
+    Ranks(Vec<T>),
+    /// What [`Reduction::part`] made of them.
+    Part(T),
+}
+
+impl<T> NodeGives<T> {
+    /// The same of something else.
+    pub(super) fn map<U>(&self, f: impl FnMut(&T) -> U) -> NodeGives<U> {
+        let mut f = f;
+        match self {
+            Self::Ranks(ranks) => NodeGives::Ranks(ranks.iter().map(f).collect()),
+            Self::Part(part) => NodeGives::Part(f(part)),
         }
     }
 }
@@ -161,7 +209,12 @@ impl Number for bf16 {
 }
 
 /// See [`Reduction::run`].
-unsafe fn fold<T: Number>(op: ReduceOp, sources: &[Vec<*const u8>], targets: &[*mut u8], elements: usize) {
+unsafe fn fold<T: Number>(
+    op: ReduceOp,
+    sources: &[NodeGives<*const u8>],
+    targets: &[*mut u8],
+    elements: usize,
+) {
     // `dispatch` compiles what it inlines for each instruction set.
     pulp::Arch::new().dispatch(
         #[inline(always)]
@@ -170,10 +223,18 @@ unsafe fn fold<T: Number>(op: ReduceOp, sources: &[Vec<*const u8>], targets: &[*
             for start in (0..elements).step_by(BLOCK) {
                 let len = BLOCK.min(elements - start);
                 let (sum, part) = (&mut sum[..len], &mut part[..len]);
-                for (node, ranks) in sources.iter().enumerate() {
+                for (node, gives) in sources.iter().enumerate() {
                     let into = if node == 0 { &mut *sum } else { &mut *part };
-                    // SAFETY: within the caller's range; nobody writes it now.
-                    unsafe { fold_node::<T>(op, ranks, start, into) };
+                    match gives {
+                        // SAFETY: within the caller's range; nobody writes it now.
+                        NodeGives::Ranks(ranks) => unsafe { fold_node::<T>(op, ranks, start, into) },
+                        NodeGives::Part(made) => {
+                            // SAFETY: as above.
+                            let made =
+                                unsafe { std::slice::from_raw_parts(made.cast::<T::Wide>().add(start), len) };
+                            into.copy_from_slice(made);
+                        }
+                    }
                     if node > 0 {
                         combine::<T>(op, sum, part);
                     }
@@ -184,6 +245,22 @@ unsafe fn fold<T: Number>(op: ReduceOp, sources: &[Vec<*const u8>], targets: &[*
                     let y = unsafe { std::slice::from_raw_parts_mut(target.cast::<T>().add(start), len) };
                     finish::<T>(op, sum, y);
                 }
+            }
+        },
+    );
+}
+
+/// See [`Reduction::part`].
+unsafe fn fold_part<T: Number>(op: ReduceOp, ranks: &[*const u8], part: *mut u8, elements: usize) {
+    pulp::Arch::new().dispatch(
+        #[inline(always)]
+        || {
+            for start in (0..elements).step_by(BLOCK) {
+                let len = BLOCK.min(elements - start);
+                // SAFETY: within the caller's range, which nobody else accesses.
+                let into = unsafe { std::slice::from_raw_parts_mut(part.cast::<T::Wide>().add(start), len) };
+                // SAFETY: within the caller's range; nobody writes it now.
+                unsafe { fold_node::<T>(op, ranks, start, into) };
             }
         },
     );
@@ -258,7 +335,7 @@ fn finish<T: Number>(op: ReduceOp, sum: &[T::Wide], y: &mut [T]) {
 mod tests {
     use super::*;
 
-    /// Sums of 2 + 1 contributions on two nodes, at all lengths around a block.
+    /// Sums of 2 + 1 contributions on two nodes, at all lengths around a block, with a part of either node and without.
     #[test]
     fn blocks_and_their_ends_are_summed_in_order() {
         for len in [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 7] {
@@ -268,20 +345,59 @@ mod tests {
                     .collect::<Vec<_>>()
             };
             let inputs = [input(0), input(1), input(2)];
-            let mut outputs = [vec![0.0_f32; len], vec![0.0; len]];
-            let sources: Vec<Vec<*const u8>> = [&inputs[..2], &inputs[2..]]
-                .map(|node| node.iter().map(|x| x.as_ptr().cast()).collect())
-                .into();
-            let targets: Vec<*mut u8> = outputs.iter_mut().map(|y| y.as_mut_ptr().cast()).collect();
             let reduction = Reduction::new(DType::F32, ReduceOp::Sum { scale: 0.1 }).unwrap();
-            // SAFETY: all vectors have `len` elements, and nobody else uses them.
-            unsafe { reduction.run(&sources, &targets, len) };
-            for i in 0..len {
-                let expected = ((inputs[0][i] + inputs[1][i]) + inputs[2][i]) * 0.1;
-                assert_eq!(outputs[0][i].to_bits(), expected.to_bits());
-                assert_eq!(outputs[1][i].to_bits(), expected.to_bits());
+            for parts in [[false, false], [true, false], [false, true], [true, true]] {
+                let mut outputs = [vec![0.0_f32; len], vec![0.0; len]];
+                let mut made = [vec![0.0_f32; len], vec![0.0; len]];
+                let nodes = [&inputs[..2], &inputs[2..]];
+                let gives = |node: usize, made: &mut [f32]| {
+                    let ranks: Vec<*const u8> = nodes[node].iter().map(|x| x.as_ptr().cast()).collect();
+                    if !parts[node] {
+                        return NodeGives::Ranks(ranks);
+                    }
+                    // SAFETY: all vectors have `len` elements, and nobody else uses them.
+                    unsafe { reduction.part(&ranks, made.as_mut_ptr().cast(), len) };
+                    NodeGives::Part(made.as_ptr().cast())
+                };
+                let [one, other] = &mut made;
+                let sources = [gives(0, one), gives(1, other)];
+                let targets: Vec<*mut u8> = outputs.iter_mut().map(|y| y.as_mut_ptr().cast()).collect();
+                // SAFETY: as above.
+                unsafe { reduction.run(&sources, &targets, len) };
+                for i in 0..len {
+                    let expected = ((inputs[0][i] + inputs[1][i]) + inputs[2][i]) * 0.1;
+                    assert_eq!(outputs[0][i].to_bits(), expected.to_bits());
+                    assert_eq!(outputs[1][i].to_bits(), expected.to_bits());
+                }
             }
         }
+    }
+
+    /// Three contributions on one node and one on another: rounded once, at the end.
+    #[test]
+    fn a_part_in_bf16_is_not_rounded() {
+        let inputs: Vec<Vec<bf16>> = (0..4)
+            .map(|rank| {
+                (0..300)
+                    .map(|i| bf16::from_f32(((i * 3 + rank) as f32).cos()))
+                    .collect()
+            })
+            .collect();
+        let ranks: Vec<*const u8> = inputs.iter().map(|x| x.as_ptr().cast()).collect();
+        let reduction = Reduction::new(DType::Bf16, ReduceOp::Sum { scale: 0.25 }).unwrap();
+        assert_eq!((reduction.element_bytes(), reduction.part_bytes()), (2, 4));
+        let mut part = vec![0.0_f32; 300];
+        let [mut whole, mut parted] = [vec![bf16::ZERO; 300], vec![bf16::ZERO; 300]];
+        let first = NodeGives::Ranks(ranks[..3].to_vec());
+        let second = NodeGives::Ranks(ranks[3..].to_vec());
+        // SAFETY: all vectors have 300 elements, and nobody else uses them.
+        unsafe {
+            reduction.run(&[first, second.clone()], &[whole.as_mut_ptr().cast()], 300);
+            reduction.part(&ranks[..3], part.as_mut_ptr().cast(), 300);
+            let first = NodeGives::Part(part.as_ptr().cast());
+            reduction.run(&[first, second], &[parted.as_mut_ptr().cast()], 300);
+        }
+        assert_eq!(whole, parted);
     }
 
     #[test]

@@ -8,6 +8,7 @@ use nix::errno::Errno;
 use nix::sys::socket::{MsgFlags, sendmsg};
 
 use super::Failure;
+use super::node_part::PIECE_BYTES;
 
 /// Bytes of a peer's contribution that wait to be summed; more stay in the kernel. A multiple of every element.
 pub(super) const RING_BYTES: usize = 512 << 10;
@@ -18,6 +19,7 @@ pub(super) struct Link {
     global: usize,
     stream: TcpStream,
     ring: Vec<u64>,
+    room: Vec<u64>,
 }
 
 impl Link {
@@ -35,6 +37,7 @@ impl Link {
             global,
             stream,
             ring: Vec::new(),
+            room: Vec::new(),
         })
     }
 
@@ -52,6 +55,12 @@ impl Link {
     pub(super) fn ring(&mut self) -> *mut u8 {
         self.ring.resize(RING_BYTES / size_of::<u64>(), 0);
         self.ring.as_mut_ptr().cast()
+    }
+
+    /// Room for what is made before it is sent, allocated at its first use.
+    pub(super) fn room(&mut self) -> *mut u8 {
+        self.room.resize(PIECE_BYTES / size_of::<u64>(), 0);
+        self.room.as_mut_ptr().cast()
     }
 
     /// Sends what the connection takes now; 0 if nothing.

@@ -36,6 +36,7 @@ mod mesh;
 mod message;
 mod moves;
 pub mod nccl;
+mod node_part;
 mod note;
 mod partition;
 mod patience;

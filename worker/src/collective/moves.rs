@@ -10,13 +10,13 @@ use nix::poll::PollFd;
 use super::board::Board;
 use super::flow::{Flow, Script, Span};
 use super::header::Header;
-use super::kernel::Reduction;
-use super::link::{Link, RING_BYTES};
+use super::kernel::{NodeGives, Reduction};
+use super::link::Link;
 use super::patience::poll_once;
 use super::{Failure, Wait};
 
-/// Least bytes summed at a time while more are to come.
-const LEAST_BLOCK: usize = 32 << 10;
+/// Least elements summed at a time while more are to come.
+const LEAST_BLOCK: usize = 8 << 10;
 
 /// Where a contribution is.
 #[derive(Clone, Copy, Debug)]
@@ -32,12 +32,12 @@ pub(super) struct Fold {
     /// How.
     pub(super) reduction: Reduction,
     /// Contributions, by node, in the order of the sum.
-    pub(super) sources: Vec<Vec<Source>>,
+    pub(super) sources: Vec<NodeGives<Source>>,
     /// Where the result goes.
     pub(super) targets: Vec<*mut u8>,
-    /// Size of each.
-    pub(super) bytes: usize,
-    /// Sources and targets that belong to other ranks, for the counters.
+    /// Number of elements.
+    pub(super) elements: usize,
+    /// Bytes of other ranks, read and written for each element, for the counters.
     pub(super) foreign: usize,
 }
 
@@ -83,7 +83,7 @@ impl Moves {
     /// All memory must be valid, and disjoint from what other ranks write until the meeting after the round.
     pub(super) unsafe fn run(self, means: &mut Means<'_>) -> Result<u64, Failure> {
         let mut round = Round {
-            flows: flows(&self.scripts, means.links, &self.header),
+            flows: flows(self.scripts, means.links, &self.header),
             fold: self.fold,
             header: self.header,
             folded: 0,
@@ -101,7 +101,8 @@ impl Moves {
             let folded = unsafe { round.fold_ready() };
             let sent = round.send()?;
             if round.done() {
-                return Ok(round.counted);
+                let among_neighbours: u64 = round.flows.iter().map(Flow::among_neighbours).sum();
+                return Ok(round.counted + among_neighbours);
             }
             if !(received || folded || sent) {
                 round.sleep(means.board, means.meets_after, means.wait)?;
@@ -110,12 +111,12 @@ impl Moves {
     }
 }
 
-fn flows<'a>(scripts: &[Script], links: &'a mut [Option<Link>], header: &Header) -> Vec<Flow<'a>> {
-    let mut scripts = scripts.iter().peekable();
+fn flows<'a>(scripts: Vec<Script>, links: &'a mut [Option<Link>], header: &Header) -> Vec<Flow<'a>> {
+    let mut scripts = scripts.into_iter().peekable();
     let mut flows = Vec::with_capacity(scripts.len());
     for (rank, link) in links.iter_mut().enumerate() {
         if let (Some(link), Some(script)) = (link, scripts.next_if(|script| script.rank == rank)) {
-            flows.push(Flow::new(link, *script, header));
+            flows.push(Flow::new(link, script, header));
         }
     }
     assert!(
@@ -129,22 +130,22 @@ struct Round<'a> {
     flows: Vec<Flow<'a>>,
     fold: Option<Fold>,
     header: Header,
+    /// Elements of the sum that are done.
     folded: usize,
     counted: u64,
 }
 
 impl Round<'_> {
     fn done(&self) -> bool {
-        let summed = self.fold.as_ref().is_none_or(|fold| self.folded == fold.bytes);
+        let summed = self.fold.as_ref().is_none_or(|fold| self.folded == fold.elements);
         summed && self.flows.iter().all(Flow::done)
     }
 
     /// Bytes of results that may be sent.
     fn ready(&self) -> usize {
-        if self.fold.is_some() {
-            self.folded
-        } else {
-            usize::MAX
+        match &self.fold {
+            Some(fold) => self.folded * fold.reduction.element_bytes(),
+            None => usize::MAX,
         }
     }
 
@@ -180,20 +181,16 @@ impl Round<'_> {
     unsafe fn fold_ready(&mut self) -> bool {
         let Some(fold) = &self.fold else { return false };
         let mut moved = false;
-        while self.folded < fold.bytes {
-            let arrived = self
-                .flows
-                .iter()
-                .map(Flow::contributed)
-                .min()
-                .unwrap_or(fold.bytes);
-            let element = fold.reduction.element_bytes();
-            let mut end = arrived / element * element;
-            if !self.flows.is_empty() {
-                end = end.min((self.folded / RING_BYTES + 1) * RING_BYTES);
+        while self.folded < fold.elements {
+            let (mut end, mut in_one_piece) = (fold.elements, fold.elements);
+            for flow in self.flows.iter().filter(|flow| flow.contributes()) {
+                let ring = flow.elements_in_ring();
+                end = end.min(flow.elements());
+                in_one_piece = in_one_piece.min((self.folded / ring + 1) * ring);
             }
+            end = end.min(in_one_piece);
             let len = end.saturating_sub(self.folded);
-            let more_to_come = end < fold.bytes && end % RING_BYTES != 0;
+            let more_to_come = end < in_one_piece;
             if len == 0 || (more_to_come && len < LEAST_BLOCK) {
                 break;
             }
@@ -207,25 +204,22 @@ impl Round<'_> {
     }
 
     /// # Safety
-    /// As [`Moves::run`], and `len` bytes of every remote contribution must be in one piece in its ring.
+    /// As [`Moves::run`], and `len` elements of every remote contribution must be in one piece in its ring.
     unsafe fn fold_block(&self, fold: &Fold, len: usize) {
         let at = self.folded;
+        let at_byte = at * fold.reduction.element_bytes();
         let locate = |source: &Source| match *source {
-            Source::Here(start) => start.wrapping_add(at),
+            Source::Here(start) => start.wrapping_add(at_byte),
             Source::Far(rank) => {
                 let flow = self.flows.iter().find(|flow| flow.rank() == rank);
                 flow.expect("a remote source has a flow").contribution(at)
             }
         };
-        let sources: Vec<Vec<_>> = fold
-            .sources
-            .iter()
-            .map(|node| node.iter().map(locate).collect())
-            .collect();
-        let targets: Vec<_> = fold.targets.iter().map(|start| start.wrapping_add(at)).collect();
-        let elements = len / fold.reduction.element_bytes();
+        let sources: Vec<_> = fold.sources.iter().map(|node| node.map(locate)).collect();
+        let target = |start: &*mut u8| start.wrapping_add(at_byte);
+        let targets: Vec<_> = fold.targets.iter().map(target).collect();
         // SAFETY: the caller's promise, passed on.
-        unsafe { fold.reduction.run(&sources, &targets, elements) };
+        unsafe { fold.reduction.run(&sources, &targets, len) };
     }
 
     /// Waits until a connection can go on.

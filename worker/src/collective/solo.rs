@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::kernel::Reduction;
+use super::kernel::{NodeGives, Reduction};
 use super::{Failure, Operation, Request, Transport, Wait, WireBytes};
 use crate::device::{Arena, ArenaSpec, Device, Held};
 
@@ -43,8 +43,9 @@ impl Transport for Solo {
             Operation::AllReduce | Operation::ReduceScatter => {
                 let reduction = Reduction::new(request.buffer.dtype(), request.reduce)?;
                 let base = held.host_ptr()?;
+                let own = [NodeGives::Ranks(vec![base.cast_const()])];
                 // SAFETY: the buffer is held, so this call alone accesses it; source and target may be the same.
-                unsafe { reduction.run(&[vec![base.cast_const()]], &[base], request.buffer.len()) };
+                unsafe { reduction.run(&own, &[base], request.buffer.len()) };
                 Ok(())
             }
             Operation::Send { .. } | Operation::Recv { .. } => {

@@ -50,8 +50,9 @@ pub trait Transport: Send {
 ///
 /// In shared memory "takes" is a read from another's segment and "gives" a write into it; between nodes both are
 /// bytes of a TCP connection, without the 64-byte header of each operation. So with N ranks and S bytes,
-/// reduce-scatter and all-gather count (N−1)/N·S and all-reduce 2(N−1)/N·S on each rank where the slices are
-/// equal, as on a ring. The one exception is an all-reduce of at most 32 KiB, more than two ranks and
+/// reduce-scatter and all-gather count (N−1)/N·S and all-reduce 2(N−1)/N·S on each rank where the slices and the nodes are
+/// equal, as on a ring; with unequal nodes on average. Sums of bf16 that several ranks of a node give to another node
+/// travel in f32, and count so. The one exception is an all-reduce of at most 32 KiB, more than two ranks and
 /// [`super::Traffic::Other`], which takes (N−1)·S to be done after one meeting.
 ///
 /// Where a device carries operations out ([`super::StreamTransport`]) the same is counted by formula, when an
