@@ -23,8 +23,8 @@ const WORKER_LOG_FILES: u64 = 2;
 /// Connections of a node to the rendezvous in this process, the one that it comes back with included.
 const NODE_FILES: u64 = 2;
 
-/// More than the native workers of any node have open; some systems have no limit to speak of.
-const WORKER_OWN_FILES: u64 = 1 << 20;
+/// More than any native worker or rendezvous has open; some systems have no limit to speak of.
+const ENOUGH_FILES: u64 = 1 << 20;
 
 /// Refuses a stack on which a launch would end in the middle. To be called first of all.
 pub fn check_stack() -> Result<(), CliError> {
@@ -89,11 +89,12 @@ fn raise(
     }
 }
 
-/// Lets a native worker open as many files as the system allows, since it has one open for each neighbour's part of each
-/// shared arena. It uses no `select`, and starts no program. Where that is refused, the limit stays as it is.
-pub fn raise_workers_open_files() {
+/// Lets this process open as many files as the system allows: a native worker, which has one open for each neighbour's
+/// part of each shared arena, or a rendezvous, which has one open for each node. They use no `select`, and start no
+/// program. Where that is refused, the limit stays as it is.
+pub fn raise_open_files_fully() {
     let (soft, hard) = soft_and_hard(Resource::RLIMIT_NOFILE);
-    let raised = soft.max(hard.min(WORKER_OWN_FILES));
+    let raised = soft.max(hard.min(ENOUGH_FILES));
     if raised > soft {
         // What then cannot be opened is an error of its own.
         let _ = setrlimit(Resource::RLIMIT_NOFILE, raised, hard);
