@@ -1,8 +1,9 @@
 //! Errors that several native workers of a node word alike, byte by byte: the console shows them once.
 //!
 //! Ranks that meet a mistake of the configuration or of the data all say so, and would push the failure report off the
-//! screen. Nothing is lost by it: a line is left out only if the very same one was shown of another rank of the same
-//! generation; log files have all of them, and the report names all ranks that say the same.
+//! screen. Nothing is lost by it: a line is left out only if another rank of the same generation was shown with the very
+//! same error up to there, and is shown after all if the error goes on in other words. Log files have all of it, and the
+//! report names all ranks that say the same.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,13 +16,13 @@ const ERROR: &[u8] = b"error: ";
 const INDENT: &[u8] = b"  ";
 /// Most lines that are remembered; further ones are all shown.
 const MAX_LINES: usize = 64;
-/// A longer line is not remembered.
-const MAX_LINE_BYTES: usize = 4 << 10;
+/// What is beyond that in an error is always shown.
+const MAX_ERROR_BYTES: usize = 4 << 10;
 
 /// The errors of one generation on one node, shared by the streams of its workers.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Chorus {
-    /// Who said a line first.
+    /// Who said a line first, by the error up to its end: the same hint may follow different errors.
     said: Arc<Mutex<HashMap<Box<[u8]>, GlobalRank>>>,
 }
 
@@ -31,8 +32,21 @@ impl Chorus {
         Voice {
             chorus: self.clone(),
             rank,
-            in_error: false,
+            error: Vec::new(),
+            shown: 0,
         }
+    }
+
+    /// True if `rank` need not say `error`, since another one has; it is remembered otherwise.
+    fn is_known(&self, error: &[u8], rank: GlobalRank) -> bool {
+        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(first) = said.get(error) {
+            return *first != rank;
+        }
+        if said.len() < MAX_LINES {
+            said.insert(error.into(), rank);
+        }
+        false
     }
 }
 
@@ -41,25 +55,39 @@ impl Chorus {
 pub(crate) struct Voice {
     chorus: Chorus,
     rank: GlobalRank,
-    /// The last line was one of an error.
-    in_error: bool,
+    /// The error that is being said, line by line; empty: the last line was none of one.
+    error: Vec<u8>,
+    /// Bytes of it that were shown of this rank.
+    shown: usize,
 }
 
 impl Voice {
-    /// True of a line of an error that was shown of another rank already.
-    pub(crate) fn repeats(&mut self, line: &[u8]) -> bool {
-        self.in_error = line.starts_with(ERROR) || (self.in_error && line.starts_with(INDENT));
-        if !self.in_error || line.len() > MAX_LINE_BYTES {
-            return false;
+    /// Passes the lines that are to be shown to `show`: none, if `line` is one of an error that another rank has said up
+    /// to there, or first those that were held back of it. A line that is not whole belongs to no error.
+    pub(crate) fn say(&mut self, line: &[u8], is_whole: bool, mut show: impl FnMut(&[u8])) {
+        let begins = line.starts_with(ERROR);
+        let goes_on = !begins && !self.error.is_empty() && line.starts_with(INDENT);
+        if !goes_on {
+            self.error.clear();
+            self.shown = 0;
         }
-        let mut said = self.chorus.said.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(first) = said.get(line) {
-            return *first != self.rank;
+        let is_error = is_whole && (begins || goes_on);
+        let fits = self.error.len() + line.len() < MAX_ERROR_BYTES;
+        if is_error && fits {
+            self.error.extend_from_slice(line);
+            self.error.push(b'\n');
+            if self.chorus.is_known(&self.error, self.rank) {
+                return;
+            }
         }
-        if said.len() < MAX_LINES {
-            said.insert(line.into(), self.rank);
+        let held_back = self.error[self.shown..].split_inclusive(|byte| *byte == b'\n');
+        held_back.for_each(|held| show(&held[..held.len() - 1]));
+        self.shown = self.error.len();
+        if !(is_error && fits) {
+            show(line);
+            self.error.clear();
+            self.shown = 0;
         }
-        false
     }
 }
 
@@ -68,14 +96,19 @@ mod tests {
     use super::*;
 
     fn shown(voice: &mut Voice, lines: &[&str]) -> Vec<String> {
-        let fresh = lines.iter().filter(|line| !voice.repeats(line.as_bytes()));
-        fresh.map(ToString::to_string).collect()
+        let mut shown = Vec::new();
+        for line in lines {
+            voice.say(line.as_bytes(), true, |line| {
+                shown.push(String::from_utf8_lossy(line).into_owned());
+            });
+        }
+        shown
     }
 
     #[test]
     fn only_what_another_rank_has_said_in_the_same_words_is_left_out() {
         let chorus = Chorus::default();
-        let [mut one, mut two, mut three] = [0, 1, 2].map(|rank| chorus.voice(GlobalRank(rank)));
+        let [mut one, mut two] = [0, 1].map(|rank| chorus.voice(GlobalRank(rank)));
         let common = ["error: no data", "  hint: give some"];
         assert_eq!(shown(&mut one, &common), common);
         assert_eq!(
@@ -84,13 +117,23 @@ mod tests {
             "it says it twice, and is heard twice"
         );
         assert_eq!(shown(&mut two, &common), [""; 0]);
-        let own = [
-            "error: no data",
-            "  hint: another disk",
-            "error: rank 2 is out of memory",
-            "  hint: give some",
-        ];
-        assert_eq!(shown(&mut three, &own), own[1..3]);
+        assert_eq!(shown(&mut two, &["step 1"]), ["step 1"]);
+    }
+
+    #[test]
+    fn errors_that_have_lines_in_common_are_each_shown_whole() {
+        let chorus = Chorus::default();
+        let of = |first: &'static str, last: &'static str| [first, "  of a file", last];
+        let base = of("error: no data", "  hint: give some");
+        assert_eq!(shown(&mut chorus.voice(GlobalRank(0)), &base), base);
+        for (rank, other) in [
+            (1, of("error: rank 1 has no data", "  hint: give some")),
+            (2, of("error: no data", "  hint: another disk")),
+        ] {
+            assert_eq!(shown(&mut chorus.voice(GlobalRank(rank)), &other), other);
+        }
+        let longer = [&base[..], &["  and a word more"]].concat();
+        assert_eq!(shown(&mut chorus.voice(GlobalRank(3)), &longer), longer);
     }
 
     #[test]
@@ -99,6 +142,12 @@ mod tests {
         let lines = ["  hint: give some", "warning: slow", "", "error", "step 1"];
         for rank in 0..3 {
             assert_eq!(shown(&mut chorus.voice(GlobalRank(rank)), &lines), lines);
+        }
+        for rank in 0..2 {
+            let mut voice = chorus.voice(GlobalRank(rank));
+            let mut seen = 0;
+            voice.say(b"error: 10 %", false, |_| seen += 1);
+            assert_eq!(seen, 1, "a line that is written over");
         }
     }
 
@@ -112,9 +161,15 @@ mod tests {
             shown(&mut chorus.voice(GlobalRank(1)), &lines),
             [lines[MAX_LINES]]
         );
-        let long = format!("error: {}", "x".repeat(MAX_LINE_BYTES));
+    }
+
+    #[test]
+    fn a_far_too_long_error_is_shown_whole() {
+        let chorus = Chorus::default();
+        let long = format!("  {}", "x".repeat(MAX_ERROR_BYTES));
+        let lines = ["error: short", &long, "  hint: shorter"];
         for rank in 0..2 {
-            assert_eq!(shown(&mut chorus.voice(GlobalRank(rank)), &[&long]).len(), 1);
+            assert_eq!(shown(&mut chorus.voice(GlobalRank(rank)), &lines), lines);
         }
     }
 }

@@ -41,7 +41,7 @@ pub(crate) struct Tap {
     pub(crate) tail: TailWriter,
     /// Precedes its lines on the console; none: they are not shown.
     pub(crate) prefix: Option<String>,
-    /// Knows the lines that need not be shown again; none: all are.
+    /// Knows the errors that need not be shown again; none: all are.
     pub(crate) voice: Option<Voice>,
     /// Takes the lines that contain one of the words.
     pub(crate) duplicate: Option<Duplicate>,
@@ -126,9 +126,11 @@ async fn read(tap: Tap, console: Console) {
         tail.push(&segment);
         if let Some(feed) = feed {
             let is_whole = segment.end == End::Newline && !segment.returns && !feed.is_within_line();
-            let is_known = voice.as_mut().is_some_and(|voice| voice.repeats(segment.text));
-            if !(is_whole && is_known) {
-                feed.take(&segment);
+            match &mut voice {
+                Some(voice) => voice.say(segment.text, is_whole, |text| {
+                    feed.take(&Segment { text, ..segment });
+                }),
+                None => feed.take(&segment),
             }
         }
         let duplicated = duplicate.as_ref().map_or(Ok(()), |file| file.take(segment.text));

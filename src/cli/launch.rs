@@ -20,6 +20,9 @@ use super::target::{SelfExe, WORKER_SUBCOMMAND};
 use super::{init_tracing, limits, native};
 use crate::rendezvous;
 
+/// What a launcher says without `RUST_LOG`: that its rendezvous keeps nodes out for want of files is told nowhere else.
+const LAUNCHER_EVENTS: &str = "ddp_run::rendezvous::incoming=warn";
+
 /// Longest wait for the embedded daemon beyond its own drain.
 const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
 
@@ -59,7 +62,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
             });
         }
     };
-    init_tracing("off");
+    init_tracing(LAUNCHER_EVENTS);
     match prepare(args) {
         Ok(prepared) => run(prepared, guardian),
         Err(error) => {

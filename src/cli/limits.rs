@@ -23,8 +23,8 @@ const WORKER_LOG_FILES: u64 = 2;
 /// Connections of a node to the rendezvous in this process, the one that it comes back with included.
 const NODE_FILES: u64 = 2;
 
-/// More than the native workers of any node have open; some systems have no limit to speak of.
-const WORKER_OWN_FILES: u64 = 1 << 20;
+/// More than any native worker or rendezvous has open; some systems have no limit to speak of.
+const ENOUGH_FILES: u64 = 1 << 20;
 
 /// Refuses a stack on which a launch would end in the middle. To be called first of all.
 pub fn check_stack() -> Result<(), CliError> {
@@ -47,7 +47,7 @@ pub fn check_open_files() -> Result<(), CliError> {
 /// Raises the soft limit of open files to what `plan` needs. Its workers keep the one that was there: programs with
 /// `select` cannot use a file above 1024, and some close every file up to the limit.
 pub fn raise_open_files(plan: &mut LaunchPlan) -> Result<(), CliError> {
-    let (soft, hard) = soft_and_hard(Resource::RLIMIT_NOFILE);
+    let limits = soft_and_hard(Resource::RLIMIT_NOFILE);
     let each = match plan.log_dir {
         Some(_) => WORKER_FILES + WORKER_LOG_FILES,
         None => WORKER_FILES,
@@ -59,24 +59,42 @@ pub fn raise_open_files(plan: &mut LaunchPlan) -> Result<(), CliError> {
     } else {
         0
     };
-    let raised = soft_for(needed, needed + nodes * NODE_FILES, (soft, hard))
+    let raised = soft_for(needed, needed + nodes * NODE_FILES, limits)
         .map_err(|hard| too_few(hard, needed, plan.workers))?;
-    if raised == soft {
-        return Ok(());
+    let set = |raised| setrlimit(Resource::RLIMIT_NOFILE, raised, limits.1);
+    if raise(limits.0, needed, raised, set)? {
+        plan.command.open_files = Some(limits.0);
     }
-    setrlimit(Resource::RLIMIT_NOFILE, raised, hard).map_err(|errno| CliError::Machine {
-        what: "cannot raise the limit of open files",
-        source: errno.into(),
-    })?;
-    plan.command.open_files = Some(soft);
     Ok(())
 }
 
-/// Lets a native worker open as many files as the system allows, since it has one open for each neighbour's part of each
-/// shared arena. It uses no `select`, and starts no program. Where that is refused, the limit stays as it is.
-pub fn raise_workers_open_files() {
+/// Sets a higher soft limit than `soft`, and says whether it did. A system that refuses, as sandboxes do, is in the way
+/// only where more files are `needed`: that the rest of the nodes finds no room is an error of its own, if they come.
+fn raise(
+    soft: u64,
+    needed: u64,
+    raised: u64,
+    set: impl FnOnce(u64) -> nix::Result<()>,
+) -> Result<bool, CliError> {
+    if raised == soft {
+        return Ok(false);
+    }
+    match set(raised) {
+        Ok(()) => Ok(true),
+        Err(_) if soft >= needed => Ok(false),
+        Err(errno) => Err(CliError::Machine {
+            what: "cannot raise the limit of open files",
+            source: errno.into(),
+        }),
+    }
+}
+
+/// Lets this process open as many files as the system allows: a native worker, which has one open for each neighbour's
+/// part of each shared arena, or a rendezvous, which has one open for each node. They use no `select`, and start no
+/// program. Where that is refused, the limit stays as it is.
+pub fn raise_open_files_fully() {
     let (soft, hard) = soft_and_hard(Resource::RLIMIT_NOFILE);
-    let raised = soft.max(hard.min(WORKER_OWN_FILES));
+    let raised = soft.max(hard.min(ENOUGH_FILES));
     if raised > soft {
         // What then cannot be opened is an error of its own.
         let _ = setrlimit(Resource::RLIMIT_NOFILE, raised, hard);
@@ -123,6 +141,16 @@ mod tests {
                 "{needed} of {limits:?}"
             );
         }
+    }
+
+    #[test]
+    fn a_refusal_matters_only_where_more_files_are_needed() {
+        let refuse = |_| Err(nix::errno::Errno::EPERM);
+        assert!(!raise(60, 40, 240, refuse).unwrap(), "only wanted");
+        let words = raise(30, 40, 240, refuse).unwrap_err().to_string();
+        assert!(words.contains("limit of open files"), "{words}");
+        assert!(raise(30, 40, 240, |_| Ok(())).unwrap());
+        assert!(!raise(60, 40, 60, |_| panic!("nothing to raise")).unwrap());
     }
 
     #[test]

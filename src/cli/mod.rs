@@ -8,6 +8,7 @@
 //! | [`settings`], [`scheduler`] | layers: command line, `PET_*`, the YAML's `launch` section, the batch system | know defaults |
 //! | [`layers`], [`plan`] | stage two: layers and defaults become a [`ddp_launcher::LaunchPlan`] | bind or connect |
 //! | [`target`] | kinds of target, their command, the job's signature | |
+//! | [`secrets`] | hides passwords among the arguments that other nodes hear of | any I/O |
 //! | [`absentees`] | names ranks that are asked for and not there | any I/O |
 //! | [`dry_run`] | shows a plan and where each value comes from | |
 //! | [`numa`] | which cores each worker may use | any I/O |
@@ -39,6 +40,7 @@ pub mod native;
 pub mod numa;
 pub mod plan;
 pub mod scheduler;
+pub mod secrets;
 pub mod serve;
 pub mod settings;
 pub mod streams;

@@ -141,7 +141,7 @@ pub fn worker_main(args: impl Iterator<Item = OsString>) -> ExitCode {
 /// Trains `file` in this process, at the place that the environment gives it, or alone.
 pub fn run(file: &Path, overrides: &[String]) -> ExitCode {
     ignore_file_size_signal();
-    limits::raise_workers_open_files();
+    limits::raise_open_files_fully();
     match load(file, overrides) {
         Ok(located) => train(&located.config),
         Err(error) => {

@@ -16,6 +16,7 @@ use tokio::time::timeout;
 use super::answer;
 use super::error::{CliError, print_error};
 use super::host::RESOLVE_TIMEOUT;
+use super::limits;
 use super::values::{self, Endpoint};
 use crate::rendezvous;
 
@@ -44,6 +45,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
         Err(words) => return answer::instead_of_arguments(&words, ""),
     };
     let Command::Serve { listen } = args.command;
+    limits::raise_open_files_fully();
     match serve(&listen) {
         Ok(code) => ExitCode::from(code),
         Err(error) => {

@@ -1,5 +1,6 @@
 //! What every worker runs: the kinds of target, their commands, and the signature by which nodes agree.
 
+use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::ffi::{OsStr, OsString};
 use std::fmt::Write as _;
@@ -10,12 +11,15 @@ use std::path::{Path, PathBuf};
 use ddp_launcher::WorkerCommand;
 
 use super::error::CliError;
+use super::secrets::hide_secrets;
 
 /// First argument of the invocation by which `ddp-run` runs its own native worker.
 pub const WORKER_SUBCOMMAND: &str = "__worker";
 
 /// Most bytes of target and keys that a description takes; the daemon takes some more.
 const DESCRIPTION_BYTES: usize = 8 << 10;
+/// Most bytes of the value of one key in a description; of a longer one the hash tells whether it differs.
+const VALUE_BYTES: usize = 512;
 /// Most bytes of the words of a command line in a description.
 const WORDS_BYTES: usize = 2 << 10;
 
@@ -238,7 +242,7 @@ impl Target {
         };
         add(kind, &self.display_name());
         for (key, value) in entries {
-            add(key, value);
+            add(key, &short(value));
         }
         words.push('\n');
         if let Some(yaml) = &self.yaml {
@@ -263,8 +267,18 @@ impl Target {
 
     fn arguments(&self) -> String {
         let args: Vec<_> = self.args.iter().map(|arg| arg.to_string_lossy()).collect();
-        args.join(" ")
+        hide_secrets(args.iter().map(AsRef::as_ref))
     }
+}
+
+/// A value that leaves room for the others: one that is left out would be taken for one that is not set.
+fn short(value: &str) -> Cow<'_, str> {
+    if value.len() <= VALUE_BYTES {
+        return value.into();
+    }
+    let hash = blake3::hash(value.as_bytes()).to_hex();
+    let start = &value[..value.floor_char_boundary(VALUE_BYTES)];
+    format!("{start}… ({} bytes, hash {})", value.len(), &hash[..8]).into()
 }
 
 /// As much of a list of words as a description takes.
@@ -390,6 +404,15 @@ mod tests {
             "{}",
             words.len()
         );
+        let other = [("a".to_owned(), format!("{}w", "v".repeat(1 << 20)))];
+        let of_a = |words: &str| {
+            words
+                .lines()
+                .find(|line| line.starts_with("a: vv"))
+                .map(str::to_owned)
+        };
+        let (one, other) = (of_a(&words), of_a(&native("x: 1", &[]).describe(&other)));
+        assert!(one.is_some() && one != other, "{one:?}");
     }
 
     #[test]

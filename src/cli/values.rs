@@ -171,17 +171,18 @@ pub fn text(text: &str) -> Result<String, String> {
 
 /// `N` or `MIN:MAX`.
 pub fn node_range(text: &str) -> Result<NodeRange, String> {
-    const EXPECTED: &str = "expected `N` or `MIN:MAX` with 1 <= MIN <= MAX, for example `2` or `1:4`";
+    let expected =
+        || format!("expected `N` or `MIN:MAX` with 1 <= MIN <= MAX <= {MAX_COUNT}, for example `2` or `1:4`");
     let count = |part: &str| match part.parse::<u32>() {
         Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(n),
-        _ => Err(EXPECTED.to_owned()),
+        _ => Err(expected()),
     };
     let (min, max) = match text.split_once(':') {
         Some((min, max)) => (count(min)?, count(max)?),
         None => (count(text)?, count(text)?),
     };
     if min > max {
-        return Err(format!("MIN is {min}, but MAX is {max}: {EXPECTED}"));
+        return Err(format!("MIN is {min}, but MAX is {max}: {}", expected()));
     }
     Ok(NodeRange { min, max })
 }
@@ -194,7 +195,9 @@ pub fn proc_count(text: &str) -> Result<ProcCount, String> {
         "gpu" => Ok(ProcCount::Gpu),
         number => match number.parse() {
             Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(ProcCount::Fixed(n)),
-            _ => Err("expected a whole number from 1, `auto`, `cpu` or `gpu`".to_owned()),
+            _ => Err(format!(
+                "expected a whole number from 1 to {MAX_COUNT}, `auto`, `cpu` or `gpu`"
+            )),
         },
     }
 }

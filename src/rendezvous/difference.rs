@@ -6,6 +6,7 @@
 use ddp_proto::rendezvous::Join;
 
 use super::kv::clip;
+use super::words;
 
 /// Most differences that are named one by one.
 const MAX_NAMED: usize = 8;
@@ -66,15 +67,23 @@ fn described(first: &Join, second: &Join) -> Vec<String> {
     if !lines.is_empty() {
         return lines;
     }
-    let (a, b) = (&first.hostname, &second.hostname);
+    let [a, b] = called([first, second]);
+    if first.job_signature == second.job_signature {
+        return vec![format!(
+            "{a} and {b} have arguments that differ in what is not shown: a password, say, or far behind"
+        )];
+    }
     let (x, y) = (clip(&first.job_signature, 16), clip(&second.job_signature, 16));
     vec![format!(
-        "node `{a}` and node `{b}` describe it alike, but their signatures differ (`{x}`, `{y}`)"
+        "{a} and {b} describe it alike, but their signatures differ (`{x}`, `{y}`)"
     )]
 }
 
 /// The differences before the empty line, and those after it.
 fn parts(first: &Join, second: &Join) -> [Vec<String>; 2] {
+    if let Some(words) = of_two_builds([first, second]) {
+        return [vec![words], Vec::new()];
+    }
     let halves = |join: &Join| -> [Vec<(String, String)>; 2] {
         let (fine, coarse) = join
             .job_description
@@ -99,6 +108,23 @@ fn parts(first: &Join, second: &Join) -> [Vec<String>; 2] {
     [differing(&a_fine, &b_fine), differing(&a_coarse, &b_coarse)]
 }
 
+/// What can be said where only one of the two describes its job by keys; an earlier build does not.
+fn of_two_builds(nodes: [&Join; 2]) -> Option<String> {
+    let [x, y] = nodes.map(|join| join.job_description.as_str());
+    let has_keys = |text: &str| text.lines().next().is_some_and(|line| line.contains(": "));
+    if x.is_empty() || y.is_empty() || has_keys(x) == has_keys(y) {
+        return None;
+    }
+    let [a, b] = called(nodes);
+    let in_one_line = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let (x, y) = (in_one_line(x), in_one_line(y));
+    Some(format!(
+        "{a} and {b} run different builds of ddp-run, and describe their job as `{}` and `{}`",
+        clip(&x, QUOTE_BYTES),
+        clip(&y, QUOTE_BYTES)
+    ))
+}
+
 /// Agents of earlier builds describe their job without keys.
 fn entry(line: &str) -> (String, String) {
     let (key, value) = line.split_once(": ").unwrap_or(("the job", line));
@@ -117,12 +143,14 @@ fn line(nodes: [&Join; 2], key: &str, values: [Option<&str>; 2]) -> String {
         Some(value) => format!("`…{}`", clip(&value[skipped..], QUOTE_BYTES)),
     });
     let [x, y] = quoted;
-    format!(
-        "`{}` is {x} on node `{}`, {y} on node `{}`",
-        clip(key, QUOTE_BYTES),
-        nodes[0].hostname,
-        nodes[1].hostname
-    )
+    let [a, b] = called(nodes);
+    format!("`{}` is {x} on {a}, {y} on {b}", clip(key, QUOTE_BYTES))
+}
+
+/// "node `a`", and the rank that it asks for where names do not tell the two apart, as on one machine.
+fn called(nodes: [&Join; 2]) -> [String; 2] {
+    let alike = nodes[0].hostname == nodes[1].hostname;
+    nodes.map(|join| words::node(&join.hostname, join.node_rank.filter(|_| alike)))
 }
 
 /// Bytes at the beginning of both values that need not be quoted, since they are the same; 0 if the values differ within
@@ -235,7 +263,26 @@ mod tests {
             |node: &str, folder: &str| join(node, "1234", &format!("target: t.py\n\narguments: {folder}"));
         let (a, b) = (folder("a", "/a"), folder("b", "/b"));
         assert_eq!(disagreement("j", &a, &b), None, "arguments may differ");
+        let hidden = [folder("a", "--token …"), folder("b", "--token …")];
+        insta::assert_snapshot!(between_jobs(&hidden[0], &hidden[1]), @"node `a` and node `b` have arguments that differ in what is not shown: a password, say, or far behind");
         insta::assert_snapshot!(between_jobs(&a, &b), @"`arguments` is `/a` on node `a`, `/b` on node `b`");
+    }
+
+    #[test]
+    fn nodes_of_one_name_are_told_apart_by_the_ranks_that_they_ask_for() {
+        let of = |rank: u32, seed: u32| Join {
+            node_rank: Some(rank),
+            ..join("a", &seed.to_string(), &format!("train.seed: {seed}"))
+        };
+        insta::assert_snapshot!(between_jobs(&of(0, 1), &of(1, 2)), @"`train.seed` is `1` on node `a` (node rank 0), `2` on node `a` (node rank 1)");
+    }
+
+    #[test]
+    fn a_node_of_an_earlier_build_is_not_said_to_lack_every_key() {
+        let a = join("a", "1234", "target `t.yaml`, configuration 5c86c9ef (4 bytes)");
+        let b = join("b", "5678", "target: t.yaml\ntrain.seed: 1\n\n--set: a=1");
+        insta::assert_snapshot!(between_jobs(&a, &b), @"node `a` and node `b` run different builds of ddp-run, and describe their job as `target `t.yaml`, configuration 5c86c9ef (4 bytes)` and `target: t.yaml train.seed: 1 --set: a=1`");
+        insta::assert_snapshot!(between_jobs(&a, &join("b", "5678", "target `u.yaml`")), @"`the job` is `target `t.yaml`, configuration 5c86c9ef (4 bytes)` on node `a`, `target `u.yaml`` on node `b`");
     }
 
     #[test]

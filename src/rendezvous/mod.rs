@@ -23,6 +23,7 @@
 //! | `words` | messages | what people read |
 //! | `actor` | the task that owns the state | the clock, the dice, the queues |
 //! | `server` | [`serve`] | gRPC, sockets |
+//! | `incoming` | connections | a lack of open files |
 //!
 //! Everything above `actor` is pure: `apply(at, state, event) -> effects`, with time and randomness as
 //! parameters, so that `tests/sim` can run years of trouble in seconds. The daemon never waits for an agent:
@@ -35,6 +36,7 @@ mod difference;
 mod event;
 mod failures;
 mod gather;
+mod incoming;
 mod job;
 mod joining;
 mod kv;

@@ -21,6 +21,7 @@ use tonic::{Response, Status, Streaming};
 use super::actor::{Actor, Request};
 use super::config::Config;
 use super::event::{ConnId, Event, KvError, Peer};
+use super::incoming::unhurried;
 
 /// Bytes of a message beyond the largest value of the store.
 const MESSAGE_MARGIN: usize = 256 << 10;
@@ -71,7 +72,7 @@ pub async fn serve(
         .http2_keepalive_timeout(Some(config.http2_keepalive_timeout))
         .add_service(health_service)
         .add_service(RendezvousServer::new(service).max_decoding_message_size(limit))
-        .serve_with_incoming_shutdown(incoming, async {
+        .serve_with_incoming_shutdown(unhurried(incoming), async {
             // An error means that the sender is gone: time to stop as well.
             let _ = closing.await;
         });

@@ -1,14 +1,20 @@
-//! Limits of the launcher's own process (`ulimit -s`, `ulimit -n`): what is too little is refused before anything is
+//! Limits of the programs' own processes (`ulimit -s`, `ulimit -n`): what is too little is refused before anything is
 //! started, with the number that is enough.
 
-use crate::harness::{Finished, Program, TinyJob, temp_dir};
+use std::net::TcpStream;
+
+use nix::sys::signal::Signal;
+
+use crate::harness::{Finished, Program, TinyJob, launch, temp_dir};
 
 /// `ddp-run` behind `ulimit` with these words.
 fn limited(ulimit: &str, words: &[&str]) -> Program {
+    behind(ulimit, env!("CARGO_BIN_EXE_ddp-run"), words)
+}
+
+fn behind(ulimit: &str, program: &str, words: &[&str]) -> Program {
     let script = format!("ulimit {ulimit} && exec \"$0\" \"$@\"");
-    let words = ["-c", &script, env!("CARGO_BIN_EXE_ddp-run")]
-        .into_iter()
-        .chain(words.iter().copied());
+    let words = ["-c", &script, program].into_iter().chain(words.iter().copied());
     Program::new("/bin/sh").args(words.map(Into::into))
 }
 
@@ -98,4 +104,24 @@ fn many_native_workers_do_with_a_small_soft_limit() {
         "tiny.yaml",
     ];
     limited("-Sn 32", &words).dir(job.dir()).run().expect_exit(0);
+}
+
+/// It has a connection open for each node.
+#[test]
+fn a_rendezvous_takes_more_nodes_than_its_soft_limit_has_files() {
+    let program = env!("CARGO_BIN_EXE_ddp-rendezvous");
+    let mut daemon = behind("-Sn 24", program, &["serve", "--listen", "127.0.0.1:0"]).start();
+    let endpoint = daemon.wait_for("127.0.0.1:");
+    let others: Vec<TcpStream> = (0..40)
+        .map(|_| TcpStream::connect(&endpoint).expect("it listens"))
+        .collect();
+    launch()
+        .words(&["--nnodes", "1:2", "--rdzv-id", "j", "--rdzv-endpoint", &endpoint])
+        .flag("--rdzv-conf", "last_call_timeout=0.1,connect_timeout=10")
+        .target("true")
+        .run()
+        .expect_exit(0);
+    drop(others);
+    daemon.signal(Signal::SIGTERM);
+    daemon.finish().expect_exit(0);
 }

@@ -217,12 +217,14 @@ fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
     if error == Errno::ENOMEM {
         let limit = getrlimit(Resource::RLIMIT_AS).map_or(u64::MAX, |(soft, _)| soft);
         let machine = room::machine_bytes().unwrap_or(u64::MAX);
-        match Refusal::of(bytes as u64, mapped_bytes(), (limit, machine)) {
-            Some(Refusal::Limit { mapped }) => {
+        let held = Held::now();
+        match Refusal::of(bytes as u64, held, (limit, machine)) {
+            Some(Refusal::Limit { always }) => {
                 cause = format!(
-                    "this process may map {limit} bytes (`ulimit -v`), and has mapped {mapped} of them"
+                    "this process may map {limit} bytes (`ulimit -v`), and has mapped {} of them",
+                    held.mapped
                 );
-                never_fits = true;
+                never_fits = always;
             }
             Some(Refusal::Machine) => {
                 cause = format!("the machine has {machine} bytes");
@@ -241,33 +243,51 @@ fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
     }
 }
 
-/// Why private memory was refused, where it will be at every try, whatever others hold.
+/// Why private memory was refused, where that has nothing to do with what others hold.
 #[derive(Debug, PartialEq, Eq)]
 enum Refusal {
-    /// It is more than the rest of the limit on this process's mappings.
-    Limit { mapped: u64 },
-    /// The machine has less.
+    /// It is more than the rest of the limit on this process's mappings; and if `always`, at every try.
+    Limit { always: bool },
+    /// The machine has less, at every try.
     Machine,
 }
 
 impl Refusal {
-    /// `bytes` were refused to a process that has mapped `mapped`, on a machine of so many bytes.
-    fn of(bytes: u64, mapped: u64, (limit, machine): (u64, u64)) -> Option<Self> {
-        if mapped.saturating_add(bytes) > limit {
-            Some(Self::Limit { mapped })
+    /// `bytes` were refused to a process that holds `held`, on a machine of so many bytes.
+    fn of(bytes: u64, held: Held, (limit, machine): (u64, u64)) -> Option<Self> {
+        if held.mapped.saturating_add(bytes) > limit {
+            Some(Self::Limit {
+                always: held.resident.saturating_add(bytes) > limit,
+            })
         } else {
             (bytes > machine).then_some(Self::Machine)
         }
     }
 }
 
-/// What counts against the limit on mappings; 0 if the system does not say.
-fn mapped_bytes() -> u64 {
-    let pages = std::fs::read_to_string("/proc/self/statm")
-        .ok()
-        .and_then(|text| text.split(' ').next()?.parse::<u64>().ok());
-    let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
-    pages.unwrap_or(0) * page.ok().flatten().unwrap_or(0) as u64
+/// Memory of this process, in bytes; 0 if the system does not say.
+#[derive(Clone, Copy, Debug, Default)]
+struct Held {
+    /// What counts against the limit on mappings. It differs from try to try: the C library reserves 64 MiB for each
+    /// thread that finds the others allocating.
+    mapped: u64,
+    /// What of it is in use, and will be the next time.
+    resident: u64,
+}
+
+impl Held {
+    fn now() -> Self {
+        let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
+        let page = page.ok().flatten().unwrap_or(0) as u64;
+        let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
+        let mut counts = text
+            .split(' ')
+            .map(|pages| pages.parse::<u64>().unwrap_or(0) * page);
+        Self {
+            mapped: counts.next().unwrap_or(0),
+            resident: counts.next().unwrap_or(0),
+        }
+    }
 }
 
 #[cfg(test)]
@@ -277,15 +297,22 @@ mod tests {
     #[test]
     fn only_what_is_refused_at_every_try_never_fits() {
         let unlimited = (u64::MAX, 1000);
+        let always = |always| Some(Refusal::Limit { always });
         for (bytes, mapped, bounds, expected) in [
-            (300, 800, (1000, 1000), Some(Refusal::Limit { mapped: 800 })),
+            (600, 800, (1000, 1000), always(true)),
+            (300, 800, (1000, 1000), always(false)),
             (200, 800, (1000, 1000), None),
             (900, 800, unlimited, None),
             (1001, 0, unlimited, Some(Refusal::Machine)),
         ] {
-            assert_eq!(Refusal::of(bytes, mapped, bounds), expected, "{bytes}");
+            let held = Held {
+                mapped,
+                resident: mapped * 5 / 8,
+            };
+            assert_eq!(Refusal::of(bytes, held, bounds), expected, "{bytes}");
         }
-        assert!(mapped_bytes() > 1 << 20);
+        let held = Held::now();
+        assert!(held.resident > 1 << 20 && held.mapped > held.resident, "{held:?}");
     }
 
     #[test]
