@@ -128,6 +128,7 @@ fn it_shows_the_steps_of_all_ranks_and_changes_no_bit() {
                 .dir(job.dir())
                 .set("train.steps=6")
                 .set("train.grad_accumulation=2")
+                .set("train.eval_every=2")
                 .set(&format!("parallel.strategy={strategy}"));
             launch.set(timeline).target("tiny.yaml").run()
         };
@@ -157,6 +158,12 @@ fn it_shows_the_steps_of_all_ranks_and_changes_no_bit() {
             assert_eq!(count(&|span| span.name == "micro-batch 2: forward"), 3);
             assert_eq!(count(&|span| span.name == "backward h.1"), 6);
             assert_eq!(count(&|span| span.name == "update"), 3);
+            // Validation and checkpoints are of no step.
+            let is_of_step = |span: &Span| {
+                on_device(spans, "step").any(|step| step.start <= span.start && span.start <= step.end)
+            };
+            let aside = spans.iter().find(|span| !is_of_step(span));
+            assert!(aside.is_none(), "{strategy}: {aside:?}");
         }
         let picture = std::fs::read_to_string(job.out().join("timeline/timeline.svg")).expect("a picture");
         assert!(picture.contains("Step 5, 2 ranks") && picture.contains(&format!(", {strategy}, ")));

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use super::intervals::Intervals;
 use super::overlap::{moving, of_kind};
 use super::{About, Kind, Lane, Span};
 
@@ -63,23 +62,23 @@ pub(super) fn mark_late(ranks: &mut [(About, Vec<Span>)]) {
 
 /// The parts of the computing stream's waits in which a rank was missing and nothing else was under way.
 fn standing(spans: &[Span]) -> Vec<Span> {
-    let moving = moving(spans);
     let waits = of_kind(spans, |span| {
         span.kind == Kind::Wait && span.lane == Lane::Compute
     });
-    let mut seen = Intervals::default();
-    let mut standing = Vec::new();
-    for late in spans.iter().filter(|span| span.kind == Kind::Late) {
-        let alone = Intervals::union([[late.start_us, late.end_us]]).without(&moving);
+    let still = waits.without(&moving(spans));
+    let mut late: Vec<&Span> = spans.iter().filter(|span| span.kind == Kind::Late).collect();
+    late.sort_by(|a, b| a.start_us.total_cmp(&b.start_us));
+    let (mut standing, mut seen_us) = (Vec::new(), f64::NEG_INFINITY);
+    for late in late {
         // Two communicators may miss a rank at the same time.
-        let parts = alone.common(&waits).without(&seen);
-        standing.extend(parts.iter().map(|[start_us, end_us]| Span {
+        let parts = still.within([late.start_us.max(seen_us), late.end_us]);
+        standing.extend(parts.map(|[start_us, end_us]| Span {
             lane: Lane::Compute,
             start_us,
             end_us,
             ..late.clone()
         }));
-        seen = Intervals::union(seen.iter().chain(parts.iter()));
+        seen_us = late.end_us.max(seen_us);
     }
     standing
 }
@@ -167,6 +166,29 @@ mod tests {
         // So short a time is none, and the last one waits for nobody.
         assert_eq!(late(&ranks[1].1), []);
         assert_eq!(late(&ranks[2].1), []);
+    }
+
+    #[test]
+    fn what_stands_still_twice_in_a_row_is_late_twice() {
+        let first = vec![
+            reduce(Some(7), 100.0, 1000.0),
+            wait(300.0, 600.0),
+            wait(600.0, 1000.0),
+        ];
+        let mut ranks = [
+            (about(0), first),
+            (about(1), vec![reduce(Some(7), 900.0, 1000.0)]),
+            (about(2), vec![reduce(Some(7), 900.0, 1000.0)]),
+        ];
+        mark_late(&mut ranks);
+        let standing = late(&ranks[0].1);
+        let standing = standing.iter().filter(|(lane, ..)| **lane == Lane::Compute);
+        let times: Vec<_> = standing.map(|&(.., start, end)| [start, end]).collect();
+        assert_eq!(
+            times,
+            [[300.0, 600.0], [600.0, 900.0]],
+            "viewers drop what lies across two spans"
+        );
     }
 
     #[test]

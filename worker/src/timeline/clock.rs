@@ -4,6 +4,7 @@
 //! timelines when they left the same barrier: the first of each machine did so at time 0.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
 use nix::time::{ClockId, clock_gettime};
 use serde::{Deserialize, Serialize};
@@ -34,6 +35,15 @@ impl ClockReading {
         }
     }
 
+    /// So much later.
+    #[must_use]
+    pub fn after(self, passed: Duration) -> Self {
+        Self {
+            ns: self.ns + passed.as_nanos() as i64,
+            ..self
+        }
+    }
+
     /// How much later than time 0 of all of them each of these moments was, in microseconds.
     #[must_use]
     pub fn offsets_us(readings: &[&Self]) -> Vec<f64> {
@@ -60,6 +70,7 @@ mod tests {
         let all = [reading("a", 5_000), reading("b", 900), reading("a", 2_000)];
         assert_eq!(ClockReading::offsets_us(&all.each_ref()), [3.0, 0.0, 0.0]);
         let (one, other) = (ClockReading::now(), ClockReading::now());
+        assert_eq!(one.clone().after(Duration::from_micros(3)).ns, one.ns + 3_000);
         assert!(one.clock == other.clock && one.ns > 0 && one.ns <= other.ns);
     }
 }

@@ -1,6 +1,6 @@
 //! Times at which something was so, as intervals.
 
-/// Ascending intervals that do not touch.
+/// Ascending intervals that do not overlap.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub(super) struct Intervals(Vec<[f64; 2]>);
 
@@ -12,7 +12,7 @@ impl Intervals {
         let mut union: Vec<[f64; 2]> = Vec::new();
         for [start, end] in intervals {
             match union.last_mut() {
-                Some(last) if start <= last[1] => last[1] = last[1].max(end),
+                Some(last) if start < last[1] => last[1] = last[1].max(end),
                 _ => union.push([start, end]),
             }
         }
@@ -23,10 +23,7 @@ impl Intervals {
     pub(super) fn common(&self, other: &Self) -> Self {
         let (mut common, mut rest) = (Vec::new(), &other.0[..]);
         for &[start, end] in &self.0 {
-            // What ends before this one begins ends before all later ones.
-            while rest.first().is_some_and(|first| first[1] <= start) {
-                rest = &rest[1..];
-            }
+            rest = behind(rest, start);
             let inside = rest.iter().take_while(|part| part[0] < end);
             common.extend(inside.map(|part| [part[0].max(start), part[1].min(end)]));
         }
@@ -35,10 +32,11 @@ impl Intervals {
 
     /// When this is and the other is not.
     pub(super) fn without(&self, other: &Self) -> Self {
-        let mut left = Vec::new();
+        let (mut left, mut rest) = (Vec::new(), &other.0[..]);
         for &[start, end] in &self.0 {
+            rest = behind(rest, start);
             let mut from = start;
-            for &[gone, back] in other.0.iter().filter(|part| part[1] > start && part[0] < end) {
+            for &[gone, back] in rest.iter().take_while(|part| part[0] < end) {
                 if from < gone {
                     left.push([from, gone]);
                 }
@@ -51,6 +49,13 @@ impl Intervals {
         Self(left)
     }
 
+    /// Those parts that lie within this one.
+    pub(super) fn within(&self, [start, end]: [f64; 2]) -> impl Iterator<Item = [f64; 2]> {
+        let first = self.0.partition_point(|part| part[1] <= start);
+        let parts = self.0[first..].iter().take_while(move |part| part[0] < end);
+        parts.map(move |part| [part[0].max(start), part[1].min(end)])
+    }
+
     /// All together.
     pub(super) fn length(&self) -> f64 {
         self.0.iter().map(|[start, end]| end - start).sum()
@@ -59,6 +64,14 @@ impl Intervals {
     pub(super) fn iter(&self) -> impl Iterator<Item = [f64; 2]> {
         self.0.iter().copied()
     }
+}
+
+/// Without those that are over at `start`, as they are for whatever begins later.
+fn behind(mut rest: &[[f64; 2]], start: f64) -> &[[f64; 2]] {
+    while rest.first().is_some_and(|first| first[1] <= start) {
+        rest = &rest[1..];
+    }
+    rest
 }
 
 #[cfg(test)]
@@ -78,6 +91,8 @@ mod tests {
             left,
             Intervals(vec![[0.0, 2.0], [5.0, 5.5], [5.75, 6.0], [8.0, 9.0]])
         );
+        let within: Vec<_> = one.within([2.0, 4.5]).collect();
+        assert_eq!(within, [[2.0, 3.0], [4.0, 4.5]]);
         assert_eq!(left.length() + common.length(), one.length());
     }
 }

@@ -1,5 +1,7 @@
 //! How much of the communication nobody waited for.
 
+use std::collections::BTreeMap;
+
 use super::intervals::Intervals;
 use super::{Kind, Lane, Span};
 
@@ -15,11 +17,11 @@ pub struct Overlap {
 }
 
 impl Overlap {
-    /// Of the spans of one rank, from `start_us` to `end_us`. Which ranks were late is known of merged traces only: else
+    /// Of the spans of one rank within these times, from begin to end. Which ranks were late is known of merged traces only: else
     /// waiting for them is a part of what was under way.
     #[must_use]
-    pub fn of(spans: &[Span], [start_us, end_us]: [f64; 2]) -> Self {
-        let within = Intervals::union([[start_us, end_us]]);
+    pub fn of(spans: &[Span], times: impl IntoIterator<Item = [f64; 2]>) -> Self {
+        let within = Intervals::union(times);
         let moving = moving(spans).common(&within);
         let standing = of_kind(spans, |span| {
             span.kind == Kind::Wait && span.lane == Lane::Compute
@@ -51,18 +53,26 @@ impl std::ops::AddAssign for Overlap {
 
 /// When gradients or parameters were under way, and no rank was missing.
 pub(super) fn moving(spans: &[Span]) -> Intervals {
-    let mut moving = Intervals::default();
-    let mut lanes: Vec<&Lane> = spans.iter().map(|span| &span.lane).collect();
-    lanes.sort_unstable();
-    lanes.dedup();
-    for lane in lanes {
-        let is_move =
-            |span: &Span| matches!(span.kind, Kind::Gradients | Kind::Parameters) && span.lane == *lane;
-        let is_late = |span: &Span| span.kind == Kind::Late && span.lane == *lane;
-        let of_lane = of_kind(spans, is_move).without(&of_kind(spans, is_late));
-        moving = Intervals::union(moving.iter().chain(of_lane.iter()));
+    let mut lanes: BTreeMap<&Lane, [Vec<[f64; 2]>; 2]> = BTreeMap::new();
+    for span in spans {
+        let [moves, late] = match span.kind {
+            Kind::Gradients | Kind::Parameters | Kind::Late => lanes.entry(&span.lane).or_default(),
+            _ => continue,
+        };
+        // One rank alone moves nothing.
+        let is_alone = (span.collective.as_ref()).is_some_and(|collective| collective.ranks == 1);
+        match span.kind {
+            Kind::Late => late.push([span.start_us, span.end_us]),
+            _ if is_alone => {}
+            _ => moves.push([span.start_us, span.end_us]),
+        }
     }
-    moving
+    let of_lanes = lanes.into_values().map(|[moves, late]| {
+        let late = Intervals::union(late);
+        Intervals::union(moves).without(&late)
+    });
+    let of_lanes: Vec<Intervals> = of_lanes.collect();
+    Intervals::union(of_lanes.iter().flat_map(Intervals::iter))
 }
 
 /// When there were such spans.
@@ -74,6 +84,7 @@ pub(super) fn of_kind(spans: &[Span], wanted: impl Fn(&Span) -> bool) -> Interva
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::timeline::Collective;
 
     fn span(lane: Lane, kind: Kind, start_us: f64, end_us: f64) -> Span {
         Span {
@@ -101,19 +112,31 @@ mod tests {
             span(Lane::Compute, Kind::Wait, 55.0, 58.0),
             span(Lane::Host, Kind::Wait, 10.0, 20.0),
         ];
-        let whole = Overlap::of(&spans, [0.0, 100.0]);
+        let whole = Overlap::of(&spans, [[0.0, 100.0]]);
         assert_eq!((whole.moving_us, whole.exposed_us), (40.0, 8.0));
         assert_eq!(whole.hidden(), Some(0.8));
-        let part = Overlap::of(&spans, [38.0, 52.0]);
-        assert_eq!((part.moving_us, part.exposed_us), (4.0, 2.0));
-        assert_eq!(Overlap::of(&spans, [95.0, 99.0]).hidden(), None);
+        let parts = Overlap::of(&spans, [[38.0, 45.0], [50.0, 52.0]]);
+        assert_eq!((parts.moving_us, parts.exposed_us), (4.0, 2.0));
+        assert_eq!(Overlap::of(&spans, [[95.0, 99.0]]).hidden(), None);
         // Until 57 another rank was missing.
         spans.push(span(comm("world"), Kind::Late, 50.0, 57.0));
         spans.push(span(Lane::Compute, Kind::Late, 55.0, 57.0));
-        let known = Overlap::of(&spans, [0.0, 100.0]);
+        let known = Overlap::of(&spans, [[0.0, 100.0]]);
         assert_eq!(
             (known.moving_us, known.exposed_us, known.late_us),
             (33.0, 6.0, 2.0)
         );
+    }
+
+    #[test]
+    fn a_rank_alone_moves_nothing() {
+        let mut alone = span(Lane::Communicator("world".into()), Kind::Gradients, 10.0, 30.0);
+        alone.collective = Some(Collective {
+            bytes: 4096,
+            first_rank: 0,
+            ranks: 1,
+            sequence: Some(0),
+        });
+        assert_eq!(Overlap::of(&[alone], [[0.0, 100.0]]).hidden(), None);
     }
 }

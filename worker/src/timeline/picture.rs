@@ -3,6 +3,7 @@
 
 use std::fmt::Write as _;
 
+use super::intervals::Intervals;
 use super::{About, Kind, Lane, Overlap, Span, TraceFile};
 
 /// Most ranks that are drawn: the first ones.
@@ -20,6 +21,9 @@ const GAP: f64 = 6.0;
 
 /// What a character of a label takes.
 const CHARACTER: f64 = 6.2;
+
+/// Most characters of the line that says how a run trains.
+const MAX_RUN: usize = 200;
 
 /// Narrower than that is not drawn as it is: nobody would see it.
 const NARROWEST: f64 = 0.6;
@@ -52,7 +56,8 @@ pub fn picture(file: &TraceFile, step: u64) -> Option<String> {
         all => format!("{all} ranks"),
     };
     svg.text([16.0, 30.0], "heading", &format!("Step {step}, {others}"));
-    svg.text([16.0, 52.0], "quiet", &first.about.run);
+    let run: String = first.about.run.chars().take(MAX_RUN).collect();
+    svg.text([16.0, 52.0], "quiet", &run);
     legend(&mut svg);
     axis(&mut svg, &scale, (end - start).max(1.0), height - AXIS);
     let mut top = HEADER;
@@ -70,6 +75,10 @@ struct Scale {
 }
 
 impl Scale {
+    fn shows(&self, span: &Span) -> bool {
+        self.x(span.end_us) > LEFT && self.x(span.start_us) < RIGHT
+    }
+
     fn x(&self, us: f64) -> f64 {
         (LEFT + (us - self.start) * self.per_us).clamp(LEFT, RIGHT)
     }
@@ -115,15 +124,20 @@ impl<'a> Rank<'a> {
             svg.text([28.0, y + height / 2.0 + 4.0], "lane", &lane.to_string());
             svg.line([LEFT, y + height, RIGHT, y + height]);
             let of_lane = self.spans.iter().filter(|span| span.lane == **lane);
-            // What stands still is above what it stands in.
-            let mut spans: Vec<&Span> = of_lane.filter(|span| span.kind != Kind::Operation).collect();
-            spans.sort_by_key(|span| match span.kind {
-                Kind::Late => 2,
-                Kind::Wait => 1,
-                _ => 0,
-            });
-            for span in spans {
-                draw_span(svg, scale, span, [y, height]);
+            let shown = of_lane.filter(|span| span.kind != Kind::Operation && scale.shows(span));
+            let mut spans: Vec<&Span> = shown.collect();
+            spans.sort_by_key(|span| layer(span.kind));
+            let above = |lower: usize| {
+                let above = spans.iter().filter(|span| layer(span.kind) > lower);
+                Intervals::union(above.map(|span| [span.start_us, span.end_us]))
+            };
+            let above = [above(0), above(1), above(2)];
+            for span in &spans {
+                let drawn = Drawn {
+                    span,
+                    above: &above[layer(span.kind)],
+                };
+                drawn.draw(svg, scale, [y, height]);
             }
             y += height + GAP;
         }
@@ -133,7 +147,7 @@ impl<'a> Rank<'a> {
     fn says(&self) -> String {
         let ms = |us: f64| us * 1e-3;
         let length = ms(self.step[1] - self.step[0]);
-        let overlap = Overlap::of(self.spans, self.step);
+        let overlap = Overlap::of(self.spans, [self.step]);
         let mut words = format!("{length:.1} ms");
         if let Some(hidden) = overlap.hidden() {
             let (moving, hidden) = (ms(overlap.moving_us), hidden * 100.0);
@@ -160,19 +174,47 @@ fn lane_height(lane: &Lane) -> f64 {
     }
 }
 
-fn draw_span(svg: &mut Svg, scale: &Scale, span: &Span, [y, height]: [f64; 2]) {
-    let (left, right) = (scale.x(span.start_us), scale.x(span.end_us));
-    if right <= LEFT || left >= RIGHT {
-        return;
+/// What stands still is above what it stands in.
+fn layer(kind: Kind) -> usize {
+    match kind {
+        Kind::Late => 2,
+        Kind::Wait => 1,
+        _ => 0,
     }
-    let width = (right - left).max(NARROWEST);
-    // A block is within its pass.
-    let inset = if block(span).is_some() { 4.0 } else { 0.0 };
-    let place = [left, y + inset, width, height - 2.0 * inset];
-    svg.rect(place, class(span.kind), Some(&tip(span)));
-    let label = label(span);
-    if label.len() as f64 * CHARACTER + 6.0 < width {
-        svg.text([left + 4.0, y + height / 2.0 + 4.0], "in", label);
+}
+
+/// A span, and where others will be above it.
+struct Drawn<'a> {
+    span: &'a Span,
+    above: &'a Intervals,
+}
+
+impl Drawn<'_> {
+    fn draw(&self, svg: &mut Svg, scale: &Scale, [y, height]: [f64; 2]) {
+        let span = self.span;
+        let (left, right) = (scale.x(span.start_us), scale.x(span.end_us));
+        let width = (right - left).max(NARROWEST);
+        // A block is within its pass.
+        let inset = if block(span).is_some() { 4.0 } else { 0.0 };
+        let place = [left, y + inset, width, height - 2.0 * inset];
+        svg.rect(place, class(span.kind), Some(&tip(span)));
+        let label = label(span);
+        let needed = label.chars().count() as f64 * CHARACTER + 6.0;
+        if needed < width
+            && let Some(left) = self.room(scale, needed)
+        {
+            let class = if span.kind == Kind::Late { "on-late" } else { "in" };
+            svg.text([left + 4.0, y + height / 2.0 + 4.0], class, label);
+        }
+    }
+
+    /// The first place that is so wide and not covered.
+    fn room(&self, scale: &Scale, needed: f64) -> Option<f64> {
+        let seen = Intervals::union([[self.span.start_us, self.span.end_us]]).without(self.above);
+        let mut places = seen.iter().map(|place| place.map(|us| scale.x(us)));
+        places
+            .find(|[left, right]| right - left > needed)
+            .map(|[left, _]| left)
     }
 }
 
@@ -257,7 +299,7 @@ fn axis(svg: &mut Svg, scale: &Scale, length_us: f64, y: f64) {
         let x = scale.x(scale.start + us);
         svg.line([x, HEADER, x, y + 4.0]);
         let label = format!("{:.*} ms", decimals as usize, us * 1e-3);
-        if x + label.len() as f64 * CHARACTER < WIDTH {
+        if x + (label.len() + 2) as f64 * CHARACTER < WIDTH {
             svg.text([x + 3.0, y + 20.0], "quiet", &label);
         }
     }
@@ -268,7 +310,7 @@ struct Svg(String);
 const STYLE: &str = "\
 text{font:12px system-ui,sans-serif;fill:#222}\
 .heading{font-size:18px;font-weight:600}.rank{font-weight:600}.quiet{fill:#555}.lane{fill:#333}\
-.in{fill:#fff;font-size:11px;pointer-events:none}\
+.in,.on-late{fill:#fff;font-size:11px;pointer-events:none}.on-late{fill:#6b2b29}\
 .ground{fill:#f1f1f1}.data{fill:#9aa0a6}.forward{fill:#4c78a8}.backward{fill:#3f8f6b}\
 .optimizer{fill:#8e6bb0}.wait{fill:#d9534f}.late{fill:#e9b4b2}.gradients{fill:#d9822b}.parameters{fill:#b59a1d}.other{fill:#6b6b6b}\
 rect{stroke:#fff;stroke-width:.5}line{stroke:#0002}";
@@ -316,8 +358,10 @@ impl Svg {
     }
 }
 
+/// XML has no control characters, not even escaped.
 fn escaped(words: &str) -> String {
     words
+        .replace(char::is_control, "\u{fffd}")
         .replace('&', "&amp;")
         .replace('<', "&lt;")
         .replace('>', "&gt;")
@@ -330,7 +374,7 @@ mod tests {
 
     fn rank(rank: u32) -> (About, Vec<Span>) {
         let about = About {
-            run: "a <b> & c".into(),
+            run: "a <b> & \u{1}c".into(),
             rank,
             world_size: 20,
             host: "node-a".into(),
@@ -358,6 +402,7 @@ mod tests {
             span(&Lane::Compute, Kind::Backward, "backward", 1000.0, 2500.0),
             span(&Lane::Compute, Kind::Backward, "backward h.0", 1100.0, 2400.0),
             span(&Lane::Compute, Kind::Operation, "gelu_backward", 1100.0, 1200.0),
+            span(&Lane::Compute, Kind::Wait, "waits", 1100.0, 1500.0),
             span(&Lane::Compute, Kind::Wait, "waits", 2500.0, 3000.0),
             span(&comm, Kind::Gradients, "all-reduce (bucket 0)", 2000.0, 3000.0),
         ];
@@ -380,9 +425,14 @@ mod tests {
         assert!(backward[2].contains("<title>backward h.0: 1.300 ms</title>"));
         assert_eq!((backward.len(), rects(&svg, "gradients").len()), (3, 2));
         assert!(!svg.contains("gelu"));
-        assert!(svg.contains(">h.0</text>") && svg.contains(">bucket 0</text>"));
+        // Where nothing is above it.
+        assert!(
+            svg.contains("<text class=\"in\" x=\"556.5\" y=\"141.0\">h.0</text>"),
+            "{svg}"
+        );
+        assert!(svg.contains(">bucket 0</text>"));
         assert!(svg.contains("2.0 ms; 1.0 ms of communication, 50 % of it hidden"));
-        assert!(svg.contains("a &lt;b&gt; &amp; c") && svg.ends_with("</svg>\n"));
+        assert!(svg.contains("a &lt;b&gt; &amp; \u{fffd}c") && svg.ends_with("</svg>\n"));
     }
 
     #[test]

@@ -70,20 +70,34 @@ pub struct Recording {
 impl Timeline {
     /// Begins to take spans. What is in `stream` ends first: `deadline` bounds the wait.
     pub fn open(&self, device: &dyn Device, stream: Stream, deadline: Instant) -> Result<(), DeviceError> {
+        // A reading takes its time: it is taken before, so that nothing is between the device's time 0 and the host's.
+        let (clock, read) = (ClockReading::now(), Instant::now());
         let point = device.is_asynchronous().then(|| device.record_timed(stream));
         if let Some(point) = &point {
             point.wait(deadline)?;
         }
+        let at = Instant::now();
         *self.tape() = Tape {
             origin: Some(Origin {
-                at: Instant::now(),
-                clock: ClockReading::now(),
+                at,
+                clock: clock.after(at - read),
                 point,
             }),
             ..Tape::default()
         };
         self.0.is_open.store(true, Ordering::Release);
         Ok(())
+    }
+
+    /// Takes nothing until [`Timeline::resume`].
+    pub fn pause(&self) {
+        self.0.is_open.store(false, Ordering::Release);
+    }
+
+    /// Takes spans again, if it was opened and not closed since.
+    pub fn resume(&self) {
+        let is_begun = self.tape().origin.is_some();
+        self.0.is_open.store(is_begun, Ordering::Release);
     }
 
     /// Takes no more. All that was begun must have ended, on the device too. None if it was not open.
@@ -224,10 +238,11 @@ impl Origin {
                 since.as_secs_f64() * 1e6
             })),
             Ran::Stream([begin, end]) => {
-                let us = |end: &Event, begin: &Event| Some(end.state().since(begin)?.as_secs_f64() * 1e6);
-                let start = us(begin, self.point.as_ref()?)?;
-                // Devices measure long times less exactly than short ones.
-                Some([start, start + us(end, begin)?])
+                // Both by the same point: devices measure long times less exactly than short ones, and what follows
+                // each other, or is within each other, must stay so.
+                let zero = self.point.as_ref()?;
+                let us = |point: &Event| Some(point.state().since(zero)?.as_secs_f64() * 1e6);
+                Some([us(begin)?, us(end)?])
             }
         }
     }
@@ -242,10 +257,56 @@ fn lane_of(kind: Kind) -> Lane {
 
 #[cfg(test)]
 mod tests {
+    use std::any::Any;
     use std::time::Duration;
 
     use super::*;
-    use crate::device::CpuDevice;
+    use crate::device::{CpuDevice, EventState};
+
+    /// So many nanoseconds after time 0. Times between two such are told as CUDA does: in milliseconds, of 32 bits.
+    struct At(u64);
+
+    impl EventState for At {
+        fn poll(&self) -> Option<Result<(), DeviceError>> {
+            Some(Ok(()))
+        }
+
+        fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+
+        fn since(&self, earlier: &Event) -> Option<Duration> {
+            let At(earlier) = earlier.state().as_any().downcast_ref()?;
+            let ms = (self.0 - earlier) as f64 * 1e-6;
+            Some(Duration::from_secs_f64(f64::from(ms as f32) * 1e-3))
+        }
+    }
+
+    #[test]
+    fn what_follows_each_other_on_a_device_does_not_overlap_after_a_while() {
+        let origin = Origin {
+            at: Instant::now(),
+            clock: ClockReading::now(),
+            point: Some(Event::new(At(0))),
+        };
+        let place = |times: [u64; 2]| {
+            let points = times.map(|ns| Event::new(At(ns)));
+            origin.place(&Ran::Stream(points)).unwrap()
+        };
+        // Some 20 s after time 0, operations of 3 µs.
+        for begin in (20_000_000_000..20_000_300_000_u64).step_by(3001) {
+            let (one, next) = (place([begin, begin + 3001]), place([begin + 3001, begin + 6002]));
+            let both = place([begin, begin + 6002]);
+            assert!(
+                one[0] <= one[1] && one[1] <= next[0] && next[1] <= both[1],
+                "{one:?} {next:?} {both:?}"
+            );
+        }
+    }
 
     #[test]
     fn spans_are_taken_while_it_is_open() {
@@ -283,8 +344,15 @@ mod tests {
         assert_eq!((&forward.lane, forward.kind), (&Lane::Compute, Kind::Forward));
         assert!(forward.start_us >= 0.0 && forward.end_us >= forward.start_us);
         assert!((reduce.length_us() - 5000.0).abs() < 1e-6 && reduce.collective == Some(collective));
-        // The next one begins anew.
+        timeline.resume();
+        assert!(!timeline.is_open());
+        // The next one begins anew, and takes nothing while it is held.
         timeline.open(&device, stream, Instant::now()).unwrap();
+        timeline.pause();
+        assert!(timeline.mark(&device, stream).is_none());
+        timeline.took(Lane::Compute, Kind::Wait, "waits", times);
+        timeline.resume();
+        assert!(timeline.is_open());
         assert_eq!(timeline.close().unwrap().spans, []);
     }
 

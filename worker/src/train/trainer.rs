@@ -212,15 +212,19 @@ impl Trainer<'_> {
         sum(self.groups.wire_bytes(), self.replica.weights.wire_bytes())
     }
 
-    /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step.
+    /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step, and
+    /// not in the timeline.
     fn aside<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T, TrainError>) -> Result<T, TrainError> {
         self.replica.weights.settle()?;
         // As what it sent, the time of the update before belongs to the next step. All of it has ended.
         let weights = &self.replica.weights;
         self.carried += weights.take_times().comm + weights.take_ledger().times().comm;
         let before = self.sent();
+        let timeline = self.world.comm.timeline().clone();
+        timeline.pause();
         let done = work(self)?;
         self.replica.weights.settle()?;
+        timeline.resume();
         self.accounted = sum(self.accounted, difference(self.sent(), before));
         let weights = &self.replica.weights;
         let _ = (weights.take_times(), weights.take_ledger());

@@ -7,6 +7,7 @@ use std::fs;
 use std::ops::RangeInclusive;
 use std::path::Path;
 
+use ddp_proto::words::counted;
 use serde_json::json;
 
 use super::TrainError;
@@ -17,10 +18,14 @@ use crate::config::{StepRange, Strategy, TrainConfig};
 use crate::metrics::{RunFilesError, TimelineFiles};
 use crate::model::Model;
 use crate::session::Session;
-use crate::timeline::{About, ClockReading, Lane, Overlap, TraceFile, picture};
+use crate::timeline::{About, ClockReading, Lane, Overlap, Span, TraceFile, picture};
 
 /// Most ranks of which one trace is made; the files of all are there.
 const MAX_MERGED: usize = 64;
+
+/// Most spans of one trace, unless one rank alone has more: some hundred MB, which a browser still reads. The other ranks
+/// wait for rank 0 meanwhile, 10 s and more.
+const MAX_MERGED_SPANS: f64 = 2e6;
 
 /// See the module.
 pub(super) struct Window {
@@ -82,6 +87,8 @@ impl Window {
         session: &Session,
         step: u64,
     ) -> Result<(), TrainError> {
+        // The end of a step is behind the numbers by which the host knows that it is over.
+        world.device.record(world.stream).wait(world.deadline())?;
         let (Some(first), Some(recording)) = (self.began_with.take(), world.comm.timeline().close()) else {
             return Ok(());
         };
@@ -98,6 +105,7 @@ impl Window {
             clock: ClockReading::now(),
             missed: 0,
         };
+        let spans = recording.spans.len() as f64;
         let file = TraceFile::of_rank(about, recording);
         let written = self.files.write_rank(world.rank(), &file.to_json());
         if let Err(error) = &written {
@@ -106,10 +114,9 @@ impl Window {
                 env.rank.get()
             ));
         }
-        let all = exchange.gather("timelines", [f64::from(u8::from(written.is_ok())), 0.0])?;
+        let all = exchange.gather("timelines", [f64::from(u8::from(written.is_ok())), spans])?;
         if world.rank() == 0 {
-            let whole = (0..all.len()).filter(|&rank| all[rank][0] > 0.0);
-            match self.merge(whole.take(MAX_MERGED), step) {
+            match self.merge(merged(&all), [first, step]) {
                 Ok(words) => say(&words),
                 Err(error) => warn(&format!(
                     "the timelines of the ranks have not become one: {error}"
@@ -120,26 +127,38 @@ impl Window {
     }
 
     /// One trace and one picture of some ranks. Returns what to tell of them.
-    fn merge(&self, ranks: impl Iterator<Item = usize>, step: u64) -> Result<String, Lost> {
+    fn merge(&self, ranks: Vec<usize>, [first, last]: [u64; 2]) -> Result<String, Lost> {
         let read = |rank: usize| -> Result<TraceFile, Lost> {
             let path = self.files.of_rank(rank);
             let unread = |cause: String| Lost(format!("{}: {cause}", path.display()));
             let json = fs::read(&path).map_err(|e| unread(e.to_string()))?;
             TraceFile::parse(&json).map_err(|e| unread(e.to_string()))
         };
-        let merged = TraceFile::merged(ranks.map(read).collect::<Result<_, _>>()?);
+        let merged = TraceFile::merged(ranks.into_iter().map(read).collect::<Result<_, _>>()?);
         let trace = self.files.write_trace(&merged.to_json())?;
         let mut words = format!(
             "timeline of {}: {} (for https://ui.perfetto.dev)",
             in_words(&merged),
             trace.display()
         );
-        if let Some(picture) = picture(&merged, step) {
+        // For the last one there may have been no room.
+        if let Some(picture) = (first..=last).rev().find_map(|step| picture(&merged, step)) {
             let path = self.files.write_picture(&picture)?;
             words = format!("{words}, {}", path.display());
         }
         Ok(words)
     }
+}
+
+/// Those of which one trace is made: of all ranks, whether there is a file, and its number of spans.
+fn merged(all: &[[f64; 2]]) -> Vec<usize> {
+    let mut room = MAX_MERGED_SPANS;
+    let whole = (0..all.len()).filter(|&rank| all[rank][0] > 0.0).enumerate();
+    let fitting = whole.take_while(|&(before, rank)| {
+        room -= all[rank][1];
+        before == 0 || (room >= 0.0 && before < MAX_MERGED)
+    });
+    fitting.map(|(_, rank)| rank).collect()
 }
 
 /// Why there is no trace of all ranks.
@@ -177,21 +196,36 @@ fn host() -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// `steps 10 to 12, 97 % of the communication hidden`
+/// `steps 10 to 12 of 4 of 8 ranks, 97 % of the communication hidden`
 fn in_words(file: &TraceFile) -> String {
-    let steps = match file.ranks.first().map(|(about, _)| about.steps) {
+    let mut words = match file.ranks.first().map(|(about, _)| about.steps) {
         Some([first, last]) if first == last => format!("step {first}"),
         Some([first, last]) => format!("steps {first} to {last}"),
         None => "no rank".to_owned(),
     };
+    let (ranks, missed) = (
+        file.ranks.len(),
+        file.ranks.iter().map(|(about, _)| about.missed).sum::<u64>(),
+    );
+    if let Some((about, _)) = file
+        .ranks
+        .first()
+        .filter(|(about, _)| about.world_size as usize > ranks)
+    {
+        words = format!("{words} of {ranks} of {}", counted(about.world_size, "rank"));
+    }
+    if missed > 0 {
+        words = format!(
+            "{words} without {} for which there was no room",
+            counted(missed, "span")
+        );
+    }
     let (mut all, mut whole_us) = (Overlap::default(), 0.0);
     for (_, spans) in &file.ranks {
-        for step in spans.iter().filter(|span| span.lane == Lane::Steps) {
-            all += Overlap::of(spans, [step.start_us, step.end_us]);
-            whole_us += step.length_us();
-        }
+        let steps = spans.iter().filter(|span| span.lane == Lane::Steps);
+        all += Overlap::of(spans, steps.clone().map(|step| [step.start_us, step.end_us]));
+        whole_us += steps.map(Span::length_us).sum::<f64>();
     }
-    let mut words = steps;
     if let Some(hidden) = all.hidden() {
         words = format!("{words}, {:.0} % of the communication hidden", hidden * 100.0);
     }
@@ -203,4 +237,19 @@ fn in_words(file: &TraceFile) -> String {
         );
     }
     words
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_trace_has_as_many_ranks_as_a_viewer_reads() {
+        let few = [[1.0, 100.0], [0.0, 0.0], [1.0, 100.0]];
+        assert_eq!(merged(&few), [0, 2]);
+        assert_eq!(merged(&[[1.0, 100.0]; 70]), (0..64).collect::<Vec<_>>());
+        assert_eq!(merged(&[[1.0, 5e5]; 8]), [0, 1, 2, 3]);
+        assert_eq!(merged(&[[1.0, 3e6]; 2]), [0]);
+        assert_eq!(merged(&[[0.0, 0.0]; 2]), [0; 0]);
+    }
 }
