@@ -5,14 +5,14 @@
 //! a health check tells a daemon, whose client this node then becomes, from a stranger; and a daemon inside another
 //! job's `ddp-run`, which ends with that job, is a stranger too.
 
-use std::io::ErrorKind;
+use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ddp_proto::rendezvous::StatusRequest;
 use ddp_proto::rendezvous::rendezvous_client::RendezvousClient;
 use ddp_proto::resolver::{NoThread, Resolver};
-use tokio::net::TcpListener;
+use tokio::net::{TcpListener, TcpStream};
 use tonic_health::pb::HealthCheckRequest;
 use tonic_health::pb::health_check_response::ServingStatus;
 use tonic_health::pb::health_client::HealthClient;
@@ -22,6 +22,9 @@ use super::values::Endpoint;
 
 /// Longest wait for the health check: a daemon that is just starting answers within milliseconds.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// Longest pause between two tries for a port that nobody serves; how long is a matter of chance.
+const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Longest wait for a host name.
 pub(super) const RESOLVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -92,7 +95,7 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
     let bind_to = bind_addresses(facts, endpoint, &addresses);
     let mut last_error = None;
     for address in bind_to {
-        match TcpListener::bind(address).await {
+        match listen(address, asked_at(endpoint, &addresses)).await {
             Ok(listener) => {
                 tracing::info!(%address, "hosting the rendezvous");
                 return Ok(Hosting {
@@ -133,6 +136,34 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
             source,
         }),
     }
+}
+
+/// Listens. Launchers of one machine that do so in the same instant can refuse each other: for a moment the kernel takes
+/// all of them for listeners. Then nobody has the port, and each tries again, after a time by chance.
+async fn listen(address: SocketAddr, asked_at: SocketAddr) -> io::Result<TcpListener> {
+    let deadline = Instant::now() + HEALTH_TIMEOUT;
+    loop {
+        let error = match TcpListener::bind(address).await {
+            Err(error) if error.kind() == ErrorKind::AddrInUse => error,
+            done => return done,
+        };
+        if Instant::now() >= deadline || is_served(asked_at).await {
+            return Err(error);
+        }
+        tokio::time::sleep(LONGEST_PAUSE.mul_f64(rand::random())).await;
+    }
+}
+
+/// False if nobody listens there.
+async fn is_served(address: SocketAddr) -> bool {
+    let tried = tokio::time::timeout(HEALTH_TIMEOUT, TcpStream::connect(address)).await;
+    !matches!(tried, Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused)
+}
+
+/// Where whoever serves the endpoint's port of this machine is asked.
+fn asked_at(endpoint: &Endpoint, addresses: &[IpAddr]) -> SocketAddr {
+    let host = addresses.first().copied().unwrap_or(Ipv4Addr::LOCALHOST.into());
+    SocketAddr::new(host, endpoint.port)
 }
 
 async fn alone() -> Result<Hosting, CliError> {
@@ -195,8 +226,11 @@ async fn who_serves(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]
         port: endpoint.port,
         found,
     };
-    let host = addresses.first().copied().unwrap_or(Ipv4Addr::LOCALHOST.into());
-    let uri = format!("http://{}", SocketAddr::new(host, endpoint.port));
+    let address = asked_at(endpoint, addresses);
+    if !is_served(address).await {
+        return Err(taken("it has bound the port and does not listen".to_owned()));
+    }
+    let uri = format!("http://{address}");
     match tokio::time::timeout(HEALTH_TIMEOUT, ask(uri, facts.job_id.clone())).await {
         Ok(Ok(owner)) => Ok(owner),
         Ok(Err(problem)) => Err(taken(problem)),
@@ -294,6 +328,32 @@ mod tests {
                 .all(|address| address.ip().is_unspecified())
         );
         assert_eq!(bound(&facts(Some("node0:5"), None, Some(0)), elsewhere).len(), 2);
+    }
+
+    #[test]
+    fn a_port_that_nobody_serves_is_tried_again() {
+        use std::os::fd::AsRawFd as _;
+        use std::task::{Context, Waker};
+
+        use nix::sys::socket::{AddressFamily, SockFlag, SockType, SockaddrIn, bind, getsockname, socket};
+
+        block_on(async {
+            let holder = socket(
+                AddressFamily::Inet,
+                SockType::Stream,
+                SockFlag::SOCK_CLOEXEC,
+                None,
+            )
+            .unwrap();
+            bind(holder.as_raw_fd(), &SockaddrIn::new(127, 0, 0, 1, 0)).unwrap();
+            let bound: SockaddrIn = getsockname(holder.as_raw_fd()).unwrap();
+            let address = SocketAddr::from((Ipv4Addr::LOCALHOST, bound.port()));
+            let mut listening = std::pin::pin!(listen(address, address));
+            let first_try = listening.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            assert!(first_try.is_pending());
+            drop(holder);
+            assert_eq!(listening.await.unwrap().local_addr().unwrap(), address);
+        });
     }
 
     fn block_on<T>(future: impl Future<Output = T>) -> T {

@@ -240,3 +240,18 @@ fn training_goes_on_where_it_cannot_be_written() {
         .expect_stderr("the timeline of rank 0 is lost")
         .expect_stderr("the timeline of rank 1 is lost");
 }
+
+#[test]
+fn a_run_that_goes_on_behind_it_says_so() {
+    let job = TinyJob::new();
+    let train = |steps: &str| {
+        let launch = launch().nproc(2).dir(job.dir()).set("run.resume=auto").set(steps);
+        launch.set("run.timeline=3-4").target("tiny.yaml").run()
+    };
+    train("train.steps=5")
+        .expect_exit(0)
+        .expect_stdout("timeline of steps 3 to 4");
+    let finished = train("train.steps=6");
+    finished.expect_exit(0).expect_stdout("no timeline: step 4");
+    assert_eq!(Trace::of(&job.out()).steps, [3, 4]);
+}

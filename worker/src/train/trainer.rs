@@ -81,6 +81,9 @@ impl Trainer<'_> {
     ) -> Result<(), TrainError> {
         let train = &self.config.train;
         outcome.steps = self.first_step;
+        if let (0, Some(words)) = (self.world.rank(), self.window.is_behind(self.first_step)) {
+            say(&words);
+        }
         // Steps that are left to the device while the next one is enqueued: the same on all ranks.
         let ahead = usize::from(self.world.device.is_asynchronous());
         let mut queue = VecDeque::with_capacity(ahead + 1);

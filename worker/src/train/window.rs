@@ -49,6 +49,13 @@ impl Window {
         }
     }
 
+    /// Why there will be no timeline, if so many steps were done before this life of the run.
+    pub(super) fn is_behind(&self, done: u64) -> Option<String> {
+        let last = *self.steps.as_ref()?.end();
+        (last <= done)
+            .then(|| format!("no timeline: step {last}, the last of `run.timeline`, was done before"))
+    }
+
     /// True if this step, from 1, is the first of them in this life of the run.
     pub(super) fn opens_with(&self, step: u64) -> bool {
         self.began_with.is_none() && self.steps.as_ref().is_some_and(|steps| steps.contains(&step))
