@@ -6,7 +6,7 @@
 //! | [`words`] | no leftovers, no sleeping tests, no paths of anybody's machine |
 //! | [`layers`] | packages depend on each other in one direction |
 //!
-//! [`rust_text`] tells code from comments and strings; [`tree`] lists the files.
+//! [`tree`] lists the files, which are all text; [`rust_text`] tells code from comments and strings.
 
 mod layers;
 mod lengths;

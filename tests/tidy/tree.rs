@@ -1,9 +1,11 @@
-//! The text files of the repository.
+//! The files of the repository, which are all text.
 
 use std::path::Path;
 
+use crate::{Breach, assert_none};
+
 /// Names that hold nothing written by hand; `.git` is a file in a linked worktree.
-const GENERATED: [&str; 4] = [".git", "target", "runs", "node_modules"];
+const GENERATED: [&str; 5] = [".git", "target", "runs", "node_modules", "__pycache__"];
 
 /// Files whose text is somebody else's.
 const SKIPPED_FILES: [&str; 5] = [
@@ -29,11 +31,17 @@ impl SourceFile {
     }
 }
 
+/// What lies below a folder.
+#[derive(Debug, Default)]
+struct Tree {
+    texts: Vec<SourceFile>,
+    /// Paths of the files that are no UTF-8.
+    binaries: Vec<String>,
+}
+
 /// All text files that the rules apply to, sorted by path.
 pub(crate) fn files() -> Vec<SourceFile> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let mut files = Vec::new();
-    collect(root, root, &mut files);
+    let mut files = Tree::below(Path::new(env!("CARGO_MANIFEST_DIR"))).texts;
     files.sort_by(|a, b| a.path.cmp(&b.path));
     files
 }
@@ -44,30 +52,58 @@ pub(crate) fn rust_files() -> Vec<SourceFile> {
     files
 }
 
-fn collect(root: &Path, folder: &Path, files: &mut Vec<SourceFile>) {
-    for entry in std::fs::read_dir(folder).expect("a readable folder").flatten() {
-        let path = entry.path();
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        if GENERATED.contains(&name.as_ref()) {
-            continue;
-        }
-        let kind = entry.file_type().expect("a file type");
-        if kind.is_dir() {
-            collect(root, &path, files);
-        } else if kind.is_file() && !SKIPPED_FILES.contains(&name.as_ref()) {
-            // What is not UTF-8 is not text.
-            let Ok(text) = std::fs::read_to_string(&path) else {
+impl Tree {
+    fn below(root: &Path) -> Self {
+        let mut tree = Self::default();
+        tree.collect(root, root);
+        tree
+    }
+
+    fn collect(&mut self, root: &Path, folder: &Path) {
+        for entry in std::fs::read_dir(folder).expect("a readable folder").flatten() {
+            let path = entry.path();
+            let name = entry.file_name();
+            let name = name.to_string_lossy();
+            if GENERATED.contains(&name.as_ref()) {
                 continue;
-            };
-            let path = path
-                .strip_prefix(root)
-                .expect("below the root")
-                .to_string_lossy()
-                .into_owned();
-            files.push(SourceFile { path, text });
+            }
+            let kind = entry.file_type().expect("a file type");
+            if kind.is_dir() {
+                self.collect(root, &path);
+            } else if kind.is_file() && !SKIPPED_FILES.contains(&name.as_ref()) {
+                let below = path.strip_prefix(root).expect("below the root");
+                let below = below.to_string_lossy().into_owned();
+                match std::fs::read_to_string(&path) {
+                    Ok(text) => self.texts.push(SourceFile { path: below, text }),
+                    Err(_) => self.binaries.push(below),
+                }
+            }
         }
     }
+
+    /// Whoever reviews a change reads it; what cannot be read, such as a package or a program, is fetched or built.
+    fn unreadable(&self) -> Vec<Breach> {
+        let breach = |path| Breach::new(path, 1, "no text: the repository holds what can be read");
+        self.binaries.iter().map(|path| breach(path)).collect()
+    }
+}
+
+#[test]
+fn all_files_are_text() {
+    assert_none(&Tree::below(Path::new(env!("CARGO_MANIFEST_DIR"))).unreadable());
+}
+
+#[test]
+fn the_rule_bites() {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::write(folder.path().join("a.txt"), "text").unwrap();
+    std::fs::write(folder.path().join("b.whl"), [0xff, 0xfe]).unwrap();
+    let files: Vec<String> = Tree::below(folder.path())
+        .unreadable()
+        .into_iter()
+        .map(|breach| breach.file)
+        .collect();
+    assert_eq!(files, ["b.whl"]);
 }
 
 #[test]

@@ -2,12 +2,12 @@
 //!
 //! Whoever stands still for longer than a lease is given up by the daemon, and nobody can tell it so meanwhile. When it
 //! goes on, the daemon may have ended with the job: then nothing would ever come.
-#![expect(unsafe_code, reason = "clock_gettime; nix is built without its clocks")]
 
 use std::io::{self, ErrorKind};
 use std::time::Duration;
 
 use ddp_proto::client::Client;
+use nix::time::{ClockId, clock_gettime};
 use tokio::net::TcpStream;
 use tokio::time::{Instant, sleep, timeout};
 
@@ -67,16 +67,7 @@ impl Standstill {
 
 /// Time since the machine was started, its sleep included.
 pub(super) fn since_boot() -> Duration {
-    let mut time = libc::timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    // SAFETY: `time` is a valid place for the result, which is written or left as it is.
-    unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut time) };
-    Duration::new(
-        u64::try_from(time.tv_sec).unwrap_or(0),
-        u32::try_from(time.tv_nsec).unwrap_or(0),
-    )
+    clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
 /// Whether nobody listens where the daemon was for so long.

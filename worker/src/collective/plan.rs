@@ -113,7 +113,7 @@ impl Job {
             Operation::AllReduce => planner.all_reduce(&mut moves)?,
             Operation::ReduceScatter if brief => planner.reduce_scatter_brief(&mut moves)?,
             Operation::ReduceScatter => planner.reduce_scatter(&mut moves)?,
-            Operation::AllGather => planner.all_gather(&mut moves, brief),
+            Operation::AllGather => planner.all_gather(&mut moves, brief)?,
             Operation::Broadcast { root } => planner.broadcast(root, &mut moves, brief),
             Operation::Barrier | Operation::Send { .. } | Operation::Recv { .. } => {
                 moves.scripts = group.remote().map(Script::header_only).collect();
@@ -180,7 +180,7 @@ impl Planner<'_> {
     }
 
     /// Each rank reads the slices of all others.
-    fn all_gather(&self, moves: &mut Moves, brief: bool) {
+    fn all_gather(&self, moves: &mut Moves, brief: bool) -> Result<(), Failure> {
         for (view, &rank) in self.views.given.iter().zip(self.group.neighbours()) {
             if rank != self.group.me() {
                 let theirs = self.slice(rank);
@@ -191,16 +191,16 @@ impl Planner<'_> {
             }
         }
         let result_out = self.span(self.mine(), &self.slice(self.group.me()));
-        if brief {
-            moves.scripts = self.to_all(|rank| Script {
+        moves.scripts = if brief {
+            self.to_all(|rank| Script {
                 result_out,
                 result_in: self.span(self.views.own, &self.slice(rank)),
                 ..Script::header_only(rank)
-            });
-            return;
-        }
-        let gathered = |rank, script| Ok(self.result_of(rank, script));
-        moves.scripts = self.to_speakers(gathered).expect("nothing is refused");
+            })
+        } else {
+            self.to_speakers(|rank, script| Ok(self.result_of(rank, script)))?
+        };
+        Ok(())
     }
 
     /// Each rank reads the root's elements.

@@ -38,23 +38,22 @@ struct Group {
 
 /// Bytes that can be allocated before somebody is killed; none if the system does not say.
 pub(super) fn available_bytes() -> Option<u64> {
-    let text = |path| read_to_string(path).unwrap_or_default();
-    let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
-    let machine = kernels_count(&text("/proc/meminfo"), "MemAvailable:");
-    machine
-        .into_iter()
-        .chain(groups.iter().filter_map(Group::least_headroom))
-        .min()
+    least("MemAvailable:", Group::least_headroom)
 }
 
 /// Bytes that could be allocated if nobody else had any: more are never to be had here. None if the system does not say.
 pub(super) fn most_bytes() -> Option<u64> {
+    least("MemTotal:", Group::least_limit)
+}
+
+/// The least of what the machine says in a line of `/proc/meminfo` and what its control groups say.
+fn least(line: &str, of_group: impl Fn(&Group) -> Option<u64>) -> Option<u64> {
     let text = |path| read_to_string(path).unwrap_or_default();
     let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
-    let machine = kernels_count(&text("/proc/meminfo"), "MemTotal:");
+    let machine = kernels_count(&text("/proc/meminfo"), line);
     machine
         .into_iter()
-        .chain(groups.iter().filter_map(Group::least_limit))
+        .chain(groups.iter().filter_map(of_group))
         .min()
 }
 

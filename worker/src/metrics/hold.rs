@@ -39,14 +39,19 @@ pub struct Holder {
 impl Holder {
     /// This process, for the job called `run_id`.
     pub(super) fn here(run_id: &str) -> Self {
-        let host = nix::unistd::gethostname().unwrap_or_default();
         Self {
-            host: host.to_string_lossy().into_owned(),
+            host: host_name(),
             pid: std::process::id(),
             run_id: run_id.to_owned(),
             since: utc::seconds_of(SystemTime::now()),
         }
     }
+}
+
+/// Of this machine; empty if it has none.
+pub(crate) fn host_name() -> String {
+    let name = nix::unistd::gethostname().unwrap_or_default();
+    name.to_string_lossy().into_owned()
 }
 
 impl std::fmt::Display for Holder {

@@ -21,6 +21,7 @@ mod timeline_files;
 
 pub use error::RunFilesError;
 pub use hold::Holder;
+pub(crate) use hold::host_name;
 pub use line::{Memory, MetricsLine, WireBytes};
 pub use log::MetricsLog;
 pub use run_dir::{Request, RunDir, Start};

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::arrivals::mark_late;
-use super::{ClockReading, Collective, Kind, Lane, Recording, Span};
+use super::{ClockReading, Collective, Kind, Lane, Span};
 
 /// Numbers of the lanes of one rank begin at a multiple of it: viewers take the number of a thread for unique.
 const LANES: u64 = 100;
@@ -112,20 +112,10 @@ impl Args {
 }
 
 impl TraceFile {
-    /// Of one rank. `about` says of clock and missed spans what the recording does.
+    /// Of one rank.
     #[must_use]
-    pub fn of_rank(about: About, recording: Recording) -> Self {
-        let Recording {
-            mut spans,
-            missed,
-            clock,
-        } = recording;
+    pub fn of_rank(about: About, mut spans: Vec<Span>) -> Self {
         sort(&mut spans);
-        let about = About {
-            clock,
-            missed,
-            ..about
-        };
         Self {
             ranks: vec![(about, spans)],
         }
@@ -322,15 +312,11 @@ mod tests {
 
     #[test]
     fn a_rank_reads_as_it_was_written() {
-        let recording = Recording {
-            spans: spans(),
+        let about = About {
             missed: 7,
-            clock: ClockReading {
-                clock: "a".into(),
-                ns: 5,
-            },
+            ..about(1, "a", 5)
         };
-        let file = TraceFile::of_rank(about(1, "", 0), recording);
+        let file = TraceFile::of_rank(about, spans());
         let read = TraceFile::parse(&file.to_json()).unwrap();
         assert_eq!(read, file);
         let (about, spans) = &read.ranks[0];

@@ -15,10 +15,10 @@ use super::exchange::Exchange;
 use super::recorder::{say, warn};
 use super::world::World;
 use crate::config::{StepRange, Strategy, TrainConfig};
-use crate::metrics::{RunFilesError, TimelineFiles};
+use crate::metrics::{RunFilesError, TimelineFiles, host_name};
 use crate::model::Model;
 use crate::session::Session;
-use crate::timeline::{About, ClockReading, Lane, Overlap, Span, TraceFile, picture};
+use crate::timeline::{About, Lane, Overlap, Span, TraceFile, picture};
 
 /// Most ranks of which one trace is made; the files of all are there.
 const MAX_MERGED: usize = 64;
@@ -106,14 +106,14 @@ impl Window {
             run: self.run.clone(),
             rank: env.rank.get(),
             world_size: env.world_size.get(),
-            host: host(),
+            host: host_name(),
             generation: env.generation.get(),
             steps: [first, step],
-            clock: ClockReading::now(),
-            missed: 0,
+            clock: recording.clock,
+            missed: recording.missed,
         };
         let spans = recording.spans.len() as f64;
-        let file = TraceFile::of_rank(about, recording);
+        let file = TraceFile::of_rank(about, recording.spans);
         let written = self.files.write_rank(world.rank(), &file.to_json());
         if let Err(error) = &written {
             warn(&format!(
@@ -195,12 +195,6 @@ fn training_in_words(config: &TrainConfig, model: &Model, world: &World) -> Stri
     words.push(overlap.to_owned());
     let (name, device) = (&config.run.name, world.device.name());
     format!("{name}: {}, on {device}", words.join(", "))
-}
-
-/// Name of this machine.
-fn host() -> String {
-    let name = nix::unistd::gethostname().unwrap_or_default();
-    name.to_string_lossy().into_owned()
 }
 
 /// `steps 10 to 12 of 4 of 8 ranks, 97 % of the communication hidden`
