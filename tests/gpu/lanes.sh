@@ -10,7 +10,8 @@
 outcomes=$(mktemp -d)
 # Of a lane: the section that it is in, when that must have ended, and the check that runs.
 section='' section_end=0 running=''
-# Seconds that a check has to end when it is told to, its processes when it has ended, and the system to kill them.
+# Seconds that a check has to end when it is told to, its processes when it has ended, and the system to kill them: as
+# much may come after `end`.
 grace=5 linger=2 patience=15
 
 # The seconds that sections may take one after the other: SECTION...
@@ -69,16 +70,21 @@ in_order() {
 # A line on the present section: NAME OUTCOME.
 line() { printf '%-24s %s\n' "$1" "$2" >>"$outcomes/$section"; }
 
+# The seconds that a check of this limit may take now: LIMIT
+allowed() {
+    local left=$((section_end - SECONDS)) limit=$(($1 * stretch / 100))
+    echo $((limit < left ? limit : left))
+}
+
 # A check with a name and a limit in seconds; its output goes to a log of that name: NAME LIMIT COMMAND...
 check() {
-    local name=$1 limit=$2 began=$SECONDS left=$((section_end - SECONDS)) outcome status
+    local name=$1 limit began=$SECONDS outcome status
+    limit=$(allowed "$2")
     shift 2
-    if ((left < 3)); then
+    if ((section_end - SECONDS < 3)); then
         line "$name" "NOT RUN: no time left"
         return
     fi
-    limit=$((limit * stretch / 100))
-    limit=$((limit < left ? limit : left))
     running=$name
     # In the background, so that the lane can be stopped meanwhile.
     GPU_CHECK=$$/$name timeout --kill-after="$grace" "$limit" "$@" >"$logs/$name.log" 2>&1 &

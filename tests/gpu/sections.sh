@@ -2,7 +2,8 @@
 # What each section of tests/gpu/run.sh checks, with the words of lanes.sh: `check NAME LIMIT COMMAND...`.
 #
 # The script that reads this sets `packed` and `logs` (folders), `run` (the program), `steps` and `precision` (of `speed`),
-# and `sharing` (how ranks may share the card: `nccl` or `hosts`).
+# `batches` (of `speed` and `peers`, by the model's size), `turns` (steps of `ranks`), and `sharing` (how ranks may share
+# the card: `nccl` or `hosts`).
 
 # A prebuilt test or example, if it was packed: NAME FILE LIMIT [ARGUMENT...].
 binary() {
@@ -36,25 +37,28 @@ train() {
     check "$name" "$limit" env PET_MAX_RESTARTS=0 "${command[@]}"
 }
 
-# Losses of a run beside those of the processor: NAME PRECISION.
+# Losses of a run beside those of one on the processor: NAME PRECISION REFERENCE.
 agrees() {
-    check "$1-agrees" 10 python3 "$packed/report.py" agree "$2" "$logs/loss-cpu/metrics.jsonl" "$logs/$1/metrics.jsonl"
+    check "$1-agrees" 10 python3 "$packed/report.py" agree "$2" "$logs/$3/metrics.jsonl" "$logs/$1/metrics.jsonl"
 }
 
 section_doctor() { check doctor 20 "$packed/ddp-train" doctor; }
 
-# The run on the processor that others are compared with.
-section_reference() { train loss-cpu 60 1 small.yaml parallel.backend=cpu train.threads=8; }
+# The runs on the processor that others are compared with.
+section_reference() {
+    train loss-cpu 60 1 small.yaml parallel.backend=cpu train.threads=8
+    train ranks-cpu 20 1 ranks.yaml parallel.backend=cpu train.threads=8
+}
 
 # The same run on the processor and on the GPU, also with the optimizer's state on the host: losses agree step by step.
 section_losses() {
     local compared
     for compared in ${GPU_PRECISIONS:-bf16 f32 tf32}; do
         train "loss-$compared" 30 1 small.yaml parallel.backend=nccl "train.precision=$compared"
-        agrees "loss-$compared" "$compared"
+        agrees "loss-$compared" "$compared" loss-cpu
     done
     train loss-offload 30 1 small.yaml parallel.backend=nccl train.offload.optimizer=host train.threads=8
-    agrees loss-offload f32
+    agrees loss-offload f32 loss-cpu
 }
 
 # The sizes of training by themselves: the host takes long for them.
@@ -69,21 +73,39 @@ section_device() { binary gpu_device gpu_device 35; }
 section_ranks() {
     local ranks strategy
     for ranks in 2 4; do
-        train "ranks-$ranks" 30 "$ranks" small.yaml "train.micro_batch=$((8 / ranks))"
-        agrees "ranks-$ranks" f32
+        together "ranks-$ranks" "$ranks" f32
     done
-    train ranks-2-bf16 30 2 small.yaml train.micro_batch=4 train.precision=bf16
-    agrees ranks-2-bf16 bf16
+    together ranks-2-bf16 2 bf16
     for strategy in zero1 zero2 zero3; do
-        train "ranks-2-$strategy" 30 2 small.yaml train.micro_batch=4 "parallel.strategy=$strategy"
-        agrees "ranks-2-$strategy" f32
+        together "ranks-2-$strategy" 2 f32 "parallel.strategy=$strategy"
     done
 }
 
-# A rank is killed in the middle; the job is restarted and comes to the end.
+# Several ranks take the samples of one on the processor: NAME RANKS PRECISION [KEY=VALUE...].
+together() {
+    local name=$1 ranks=$2 precision=$3
+    shift 3
+    train "$name" 30 "$ranks" ranks.yaml "train.steps=$turns" "train.micro_batch=$((8 / ranks))" \
+        "train.precision=$precision" "$@"
+    agrees "$name" "$precision" ranks-cpu
+}
+
+# A rank is killed: first every other one names it; then, in the middle of a run, the job is restarted, goes on from the
+# checkpoint, and comes to the end with the processor's losses.
 section_kill9() {
-    training kill9-run 2 small.yaml train.micro_batch=4 train.steps=400
-    check kill9 60 env PET_MAX_RESTARTS=3 python3 "$packed/report.py" kill9 "$logs/kill9-run" "${command[@]}"
+    training kill9-named 3 ranks.yaml train.micro_batch=2 train.steps=1000000 train.checkpoint_every=0
+    killing kill9-named 20 0 named
+    training kill9-restart 2 ranks.yaml train.micro_batch=4
+    killing kill9-restart 30 3 restart
+    agrees kill9-restart f32 ranks-cpu
+}
+
+# A scene of kill9.py with `command` as a check: NAME LIMIT RESTARTS SCENE. It is told a little less than the limit, so that
+# it says itself what it waits for.
+killing() {
+    local name=$1 limit=$2
+    check "$name" "$limit" env "PET_MAX_RESTARTS=$3" \
+        python3 "$packed/kill9.py" "$4" "$logs/$name" $(($(allowed "$limit") - 2)) "${command[@]}"
 }
 
 # Each test starts ranks of its own, which share the card already. The one that looks at the clock is in `overlap`.
@@ -97,9 +119,11 @@ section_kernels() { binary gpu_kernels gpu_kernels 60; }
 section_speed() {
     local size timeline="run.timeline=$((steps - 1))-$steps"
     for size in 124m 350m; do
-        train "speed-$size" 40 1 "gpt2-$size.yaml" "train.steps=$steps" "train.precision=$precision" "$timeline"
+        train "speed-$size" 40 1 "gpt2-$size.yaml" "train.micro_batch=${batches[$size]}" "train.steps=$steps" \
+            "train.precision=$precision" "$timeline"
     done
-    DDP_FUSED_GELU=1 train speed-124m-fused 40 1 gpt2-124m.yaml "train.steps=$steps" "train.precision=$precision"
+    DDP_FUSED_GELU=1 train speed-124m-fused 40 1 gpt2-124m.yaml "train.micro_batch=${batches[124m]}" \
+        "train.steps=$steps" "train.precision=$precision"
 }
 
 # How much of the communication runs beside the computing, by the events of both streams: once as it trains, once with
@@ -118,5 +142,6 @@ section_overlap() {
 section_peers() {
     local seconds=$((section_end - SECONDS))
     rm -f "$logs/peers.json"
-    check peers "$seconds" python3 "$packed/gpt2_gpu.py" --out "$logs/peers.json" --seconds "$seconds"
+    check peers "$seconds" python3 "$packed/gpt2_gpu.py" --out "$logs/peers.json" --seconds "$seconds" \
+        --text "$packed/python-reference.txt" --batches "${batches[124m]}" "${batches[350m]}"
 }

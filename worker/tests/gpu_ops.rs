@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::available_parallelism;
 
 use ddp_worker::device::Device;
-use op_cases::{Case, Size, Types, catalogue};
+use op_cases::{Bench, Case, Size, Types, catalogue};
 
 /// Runs everything in every precision, and says everything that differs.
 fn check(size: Size) {
@@ -26,9 +26,10 @@ fn check_on(device: &dyn Device, cases: &[Case]) {
     std::thread::scope(|scope| {
         for _ in 0..available_parallelism().map_or(1, usize::from) {
             scope.spawn(|| {
+                let bench = Bench::new(device);
                 while let Some(case) = cases.get(next.fetch_add(1, Ordering::Relaxed)) {
                     for types in Types::ALL {
-                        let difference = case.check(device, types).err();
+                        let difference = case.check(&bench, types).err();
                         differences.lock().unwrap().extend(difference);
                     }
                 }
@@ -75,10 +76,11 @@ fn the_same_inputs_give_the_same_bits() {
     let Some(device) = gpu_support::device() else {
         return;
     };
+    let bench = Bench::new(device.as_ref());
     for case in catalogue(Size::Small) {
         for types in Types::ALL {
             let bits = || -> Vec<Vec<u64>> {
-                let tensors = case.run(device.as_ref(), types).unwrap();
+                let tensors = case.run(&bench, types).unwrap();
                 let bits = tensors.iter().map(|t| t.iter().map(|x| x.to_bits()).collect());
                 bits.collect()
             };

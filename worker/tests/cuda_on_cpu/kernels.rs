@@ -2,7 +2,7 @@
 
 use crate::device::Imitation;
 use crate::op_cases::numbers::numbers;
-use crate::op_cases::{Case, Kind, Outcome, Size, Tensor, Types, catalogue};
+use crate::op_cases::{Bench, Case, Kind, Outcome, Size, Tensor, Types, catalogue};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::plan;
 use ddp_worker::ops::{
@@ -26,12 +26,13 @@ fn check(start: &str) {
         .filter(|case| case.name.starts_with(start))
         .collect();
     assert!(!cases.is_empty(), "there is no `{start}`");
+    let bench = Bench::new(&device);
     let mut differences = Vec::new();
     for case in &cases {
         differences.extend(
             Types::ALL
                 .iter()
-                .filter_map(|types| case.check(&device, *types).err()),
+                .filter_map(|types| case.check(&bench, *types).err()),
         );
     }
     assert!(differences.is_empty(), "{}", differences.join("\n"));
@@ -189,7 +190,8 @@ fn attention_on_tensor_cores() {
 
 /// What a case leaves in its tensors.
 fn run(case: &Case) -> Vec<Vec<f64>> {
-    case.run(&Imitation::new(SCHEDULES), Types::ALL[0]).unwrap()
+    case.run(&Bench::new(&Imitation::new(SCHEDULES)), Types::ALL[0])
+        .unwrap()
 }
 
 #[test]
@@ -276,6 +278,7 @@ fn a_token_may_be_everywhere() {
         accumulate: true,
     });
     for types in Types::ALL {
-        case.check(&Imitation::new(SCHEDULES), types).unwrap();
+        case.check(&Bench::new(&Imitation::new(SCHEDULES)), types)
+            .unwrap();
     }
 }

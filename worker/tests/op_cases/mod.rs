@@ -10,7 +10,7 @@ pub(crate) mod numbers;
 
 pub(crate) use catalogue::{Size, catalogue};
 
-use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError};
+use ddp_worker::device::{ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
 use ddp_worker::ops::Op;
 use half::bf16;
 
@@ -103,6 +103,23 @@ pub(crate) struct Case {
     pub(crate) op: MakeOp,
 }
 
+/// A device and a stream of it, for as many cases as there are: a stream, with its scratch memory and its staging, is
+/// never handed back.
+pub(crate) struct Bench<'a> {
+    device: &'a dyn Device,
+    stream: Stream,
+}
+
+impl<'a> Bench<'a> {
+    /// With a stream of its own.
+    pub(crate) fn new(device: &'a dyn Device) -> Self {
+        Self {
+            stream: device.stream(),
+            device,
+        }
+    }
+}
+
 /// Makes an operation of its tensors' buffers.
 type MakeOp = Box<dyn Fn(&[Buffer]) -> Op + Send + Sync>;
 
@@ -129,17 +146,17 @@ impl Case {
     }
 
     /// Runs it; the values of all tensors afterwards.
-    pub(crate) fn run(&self, device: &dyn Device, types: Types) -> Result<Vec<Vec<f64>>, DeviceError> {
-        self.run_on(device, types, &self.tensors)
+    pub(crate) fn run(&self, bench: &Bench<'_>, types: Types) -> Result<Vec<Vec<f64>>, DeviceError> {
+        self.run_on(bench, types, &self.tensors)
     }
 
     fn run_on(
         &self,
-        device: &dyn Device,
+        bench: &Bench<'_>,
         types: Types,
         tensors: &[Tensor],
     ) -> Result<Vec<Vec<f64>>, DeviceError> {
-        let stream = device.stream();
+        let &Bench { device, stream } = bench;
         let buffers = self.buffers(device, types)?;
         for (tensor, buffer) in tensors.iter().zip(&buffers) {
             device.upload(stream, buffer, &bytes(buffer.dtype(), &tensor.values));
@@ -170,15 +187,15 @@ impl Case {
     }
 
     /// Runs it on the device and on the CPU; an error says what differs.
-    pub(crate) fn check(&self, device: &dyn Device, types: Types) -> Result<(), String> {
+    pub(crate) fn check(&self, bench: &Bench<'_>, types: Types) -> Result<(), String> {
         let name = format!("{} ({}, gradients {})", self.name, types.act, types.grad);
         let found = self
-            .run(device, types)
+            .run(bench, types)
             .map_err(|error| format!("{name}: {error}"))?;
         let cpu = CpuDevice::new(1).expect("a CPU");
         let stored: Vec<Tensor> = self.tensors.iter().map(|tensor| tensor.stored(types)).collect();
         let expected = self
-            .run_on(&cpu, Types::F32, &stored)
+            .run_on(&Bench::new(&cpu), Types::F32, &stored)
             .map_err(|error| format!("{name}: on the CPU: {error}"))?;
         for (index, tensor) in self.tensors.iter().enumerate() {
             compare(
