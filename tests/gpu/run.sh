@@ -38,7 +38,7 @@ export NCCL_MULTI_RANK_GPU_ENABLE=1
 export NCCL_NVLS_ENABLE=${NCCL_NVLS_ENABLE:-0} NCCL_MAX_CTAS=${NCCL_MAX_CTAS:-2}
 # One for all: processes may compile the same kernel at once.
 export XDG_CACHE_HOME="$logs/cache"
-run=$packed/ddp-run steps=${GPU_STEPS:-30} precision=${GPU_PRECISION:-bf16} turns=${GPU_RANKS_STEPS:-15} sharing=
+run=$packed/ddp-run steps=${GPU_STEPS:-30} precision=${GPU_PRECISION:-bf16} turns=${GPU_RANKS_STEPS:-10} sharing=
 declare -A batches
 budget=${GPU_BUDGET_S:-$full_budget}
 end=$((SECONDS + budget))

@@ -105,7 +105,16 @@ fn one_call_has_the_time_that_all_sections_may_take() {
     let notes = finished.stdout().iter().filter(|line| line.starts_with("note:"));
     assert_eq!(notes.count(), 0, "{}", finished.transcript());
     let results = results(logs.path());
-    for check in ["loss-cpu", "loss-bf16", "ranks-2", "kill9", "speed-124m", "peers"] {
+    for check in [
+        "loss-cpu",
+        "ranks-cpu",
+        "loss-bf16",
+        "ranks-2",
+        "kill9-named",
+        "kill9-restart",
+        "speed-124m",
+        "peers",
+    ] {
         expect_line(&results, check, "FAILED");
     }
     for check in ["gpu_ops", "gpu_device", "gpu_nccl", "gpu_kernels"] {
@@ -117,10 +126,45 @@ fn one_call_has_the_time_that_all_sections_may_take() {
 fn a_call_without_the_time_for_its_sections_says_so() {
     let (packed, logs) = (packed(), temp_dir());
     script(packed.path(), logs.path(), "nccl device")
-        .env("GPU_BUDGET_S", "60")
+        .env("GPU_BUDGET_S", "50")
         .run()
         .expect_exit(0)
-        .expect_stdout("note: these sections may take 70 s, and GPU_BUDGET_S is 60");
+        .expect_stdout("note: these sections may take 60 s, and GPU_BUDGET_S is 50");
+}
+
+#[test]
+fn micro_batches_are_what_the_memory_of_the_card_allows_or_what_is_asked_for() {
+    for (card, asked, expected) in [
+        (
+            "NVIDIA H200, sm_90, 139.8 GiB, PCI 0000:01:00.0",
+            "",
+            ["64", "32"],
+        ),
+        ("NVIDIA A100, sm_80, 39.4 GiB, PCI 0000:01:00.0", "", ["16", "8"]),
+        (
+            "NVIDIA A100, sm_80, 39.4 GiB, PCI 0000:01:00.0",
+            "5 3",
+            ["5", "3"],
+        ),
+    ] {
+        let (packed, logs) = (packed(), temp_dir());
+        write(
+            packed.path(),
+            "ddp-train",
+            &format!("echo '  device 0             {card}'\n"),
+        );
+        write(packed.path(), "ddp-run", "echo \"$*\"\n");
+        script(packed.path(), logs.path(), "speed")
+            .env("GPU_BATCHES", asked)
+            .run();
+        for (size, batch) in ["124m", "350m"].iter().zip(expected) {
+            let told = fs::read_to_string(logs.path().join(format!("speed-{size}.log"))).expect("a log");
+            assert!(
+                told.contains(&format!("train.micro_batch={batch} ")),
+                "{card}: {told}"
+            );
+        }
+    }
 }
 
 #[test]

@@ -11,7 +11,7 @@ use crate::harness::{
 };
 
 /// Four times the limits of a machine that has nothing else to do.
-const PATIENT: &str = "1860";
+const PATIENT: &str = "1800";
 
 /// The files that `pack.sh` would pack, and a folder for logs in which all kernels are compiled.
 fn folders() -> (TempDir, TempDir) {
@@ -24,7 +24,14 @@ fn folders() -> (TempDir, TempDir) {
     ] {
         link(Path::new(path), &packed.path().join(name));
     }
-    for name in ["report.py", "small.yaml", "gpt2-124m.yaml", "gpt2-350m.yaml"] {
+    for name in [
+        "report.py",
+        "kill9.py",
+        "small.yaml",
+        "ranks.yaml",
+        "gpt2-124m.yaml",
+        "gpt2-350m.yaml",
+    ] {
         let text = std::fs::read_to_string(repository("tests/gpu").join(name)).expect("readable");
         put(name, &shrunk(&text));
     }
@@ -43,8 +50,8 @@ fn shrunk(yaml: &str) -> String {
             return "model: { kind: gpt2, n_layer: 2, n_head: 2, n_embd: 64, block_size: 16 }".to_owned();
         }
         line.replace("steps: 50", "steps: 4")
-            .replace("micro_batch: 32", "micro_batch: 2")
-            .replace("micro_batch: 16", "micro_batch: 2")
+            .replace("steps: 60", "steps: 12")
+            .replace("checkpoint_every: 10", "checkpoint_every: 4")
             .replace("data: { ", "data: { val: val.txt, ")
     });
     lines.map(|line| line + "\n").collect()
@@ -57,6 +64,8 @@ fn script(packed: &Path, logs: &Path, sections: &[&str]) -> Program {
         .env("EMULATOR_GPUS", "1")
         .env("GPU_BUDGET_S", PATIENT)
         .env("GPU_STEPS", "12")
+        .env("GPU_RANKS_STEPS", "4")
+        .env("GPU_BATCHES", "2 2")
         .args(folders.into_iter().chain(sections.iter().map(Into::into)))
 }
 
@@ -66,7 +75,7 @@ fn the_script_for_gpus_comes_to_its_table() {
         return;
     }
     let (packed, logs) = folders();
-    let sections = ["losses", "ranks", "speed", "overlap"];
+    let sections = ["losses", "ranks", "kill9", "speed", "overlap"];
     let mut running = script(packed.path(), logs.path(), &sections).start();
     assert!(running.ended_within(COMPILING));
     let finished = running.finish();
@@ -85,7 +94,7 @@ fn the_script_for_gpus_comes_to_its_table() {
     assert_eq!(failures, [missing], "{}", finished.transcript());
     let agreeing = |line: &&str| line.contains("-agrees") && line.contains(" ok ");
     let agreeing: Vec<_> = results.lines().filter(agreeing).collect();
-    assert_eq!(agreeing.len(), 4 + 6, "{results}");
+    assert_eq!(agreeing.len(), 4 + 6 + 1, "{results}");
 }
 
 /// Ctrl-C, while one lane trains on one card and another trains with two ranks, below a program that watches them.
@@ -97,7 +106,7 @@ fn a_script_that_is_interrupted_leaves_no_process_on_the_gpu() {
     let (packed, logs) = folders();
     let sections = ["losses", "kill9", "overlap"];
     let mut screen = script(packed.path(), logs.path(), &sections).on_screen();
-    wait_for_step(&logs.path().join("kill9-run"), 1);
+    wait_for_step(&logs.path().join("kill9-restart"), 1);
     screen.type_in("\x03");
     let (code, shown) = screen.finish();
     let logs = logs.path().to_str().expect("UTF-8");
@@ -110,7 +119,7 @@ fn a_script_that_is_interrupted_leaves_no_process_on_the_gpu() {
     assert_eq!(left, [0; 0], "{shown}");
     assert_eq!(code, Some(1), "{shown}");
     for line in [
-        "kill9                    FAILED (stopped)",
+        "kill9-restart            FAILED (stopped)",
         "overlap                  NOT RUN: stopped",
         "MFU: tokens/s",
     ] {

@@ -234,6 +234,30 @@ impl CublasLt {
         alignments: [u32; 4],
         workspace_bytes: usize,
     ) -> Result<Candidate, LibraryError> {
+        let preference = self.preference(alignments, workspace_bytes)?;
+        let (mut found, mut count) = (Candidate::NONE, 0);
+        // SAFETY: all handles are alive; the function writes at most one candidate, and the count.
+        let status = unsafe {
+            (self.functions.heuristic)(
+                self.context,
+                operation.0,
+                a.0,
+                b.0,
+                c.0,
+                d.0,
+                preference.0,
+                1,
+                &raw mut found,
+                &raw mut count,
+            )
+        };
+        self.check("knows no algorithm", status)?;
+        self.check("knows no algorithm", if count == 1 { found.state } else { -1 })?;
+        Ok(found)
+    }
+
+    /// What an algorithm may rely on and use.
+    fn preference(&self, alignments: [u32; 4], workspace_bytes: usize) -> Result<Owned, LibraryError> {
         let mut raw = ptr::null_mut();
         // SAFETY: the function writes one pointer.
         let status = unsafe { (self.functions.preference_create)(&raw mut raw) };
@@ -254,25 +278,7 @@ impl CublasLt {
         for (which, alignment) in which.into_iter().zip(alignments) {
             self.prefer(&preference, which, alignment)?;
         }
-        let (mut found, mut count) = (Candidate::NONE, 0);
-        // SAFETY: all handles are alive; the function writes at most one candidate, and the count.
-        let status = unsafe {
-            (self.functions.heuristic)(
-                self.context,
-                operation.0,
-                a.0,
-                b.0,
-                c.0,
-                d.0,
-                preference.0,
-                1,
-                &raw mut found,
-                &raw mut count,
-            )
-        };
-        self.check("knows no algorithm", status)?;
-        self.check("knows no algorithm", if count == 1 { found.state } else { -1 })?;
-        Ok(found)
+        Ok(preference)
     }
 
     fn prefer<T: Copy>(&self, preference: &Owned, which: Preference, value: T) -> Result<(), LibraryError> {
@@ -337,5 +343,67 @@ impl Drop for Owned {
     fn drop(&mut self) {
         // SAFETY: created by the library's function of the same kind, destroyed once.
         let _ = unsafe { (self.1)(self.0) };
+    }
+}
+
+/// The real library, as far as it goes without a GPU. Without one on the search path of the process the tests say so and
+/// pass, unless `DDP_REQUIRE_CUBLASLT` is set.
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Without a context, which would need a GPU.
+    fn cublaslt() -> Option<CublasLt> {
+        let library = match Library::open(Kind::CublasLt) {
+            Ok(library) => library,
+            Err(error @ LibraryError::NotFound { .. }) => {
+                assert!(std::env::var_os("DDP_REQUIRE_CUBLASLT").is_none(), "{error}");
+                eprintln!("SKIPPED, cuBLASLt was not tested: {error}");
+                return None;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        Some(CublasLt {
+            functions: Functions::load(&library).unwrap(),
+            library,
+            context: ptr::null_mut(),
+        })
+    }
+
+    #[test]
+    fn all_functions_are_there_and_say_the_same_version() {
+        if let Some(lt) = cublaslt() {
+            let version = lt.library.version().unwrap();
+            assert!(version.major >= 12, "{version}");
+            assert_eq!(lt.version(), version.to_string());
+        }
+    }
+
+    /// Our numbers of attributes and the sizes of their values, which the library checks.
+    #[test]
+    fn it_takes_all_that_describes_a_product() {
+        let Some(lt) = cublaslt() else { return };
+        for compute in [Compute::F32, Compute::Tf32] {
+            let operation = lt.operation(compute).unwrap();
+            lt.set(&operation, Attribute::TransposeA, 1_i32).unwrap();
+            lt.set(&operation, Attribute::TransposeB, 0_i32).unwrap();
+            lt.set(&operation, Attribute::Epilogue, 1_u32).unwrap();
+            lt.set(&operation, Attribute::AuxStride, 768_i64).unwrap();
+            for attribute in [Attribute::BiasPointer, Attribute::AuxPointer] {
+                lt.set(&operation, attribute, ptr::null_mut::<c_void>()).unwrap();
+            }
+            let error = lt.set(&operation, Attribute::AuxStride, 768_i32).unwrap_err();
+            assert!(
+                error
+                    .to_string()
+                    .contains("refuses AuxStride: CUBLAS_STATUS_INVALID_VALUE"),
+                "{error}"
+            );
+        }
+        for dtype in [DType::F32, DType::Bf16] {
+            let number = type_number(dtype).unwrap();
+            lt.matrix(number, 768, 1024, 768).unwrap();
+        }
+        lt.preference([16, 16, 256, 2], 32 << 20).unwrap();
     }
 }
