@@ -13,8 +13,8 @@ wanted=(--bin ddp-run --bin ddp-train)
 for file in worker/tests/gpu_*.rs; do
     wanted+=(--test "$(basename "$file" .rs)")
 done
-for file in worker/examples/gpu_*.rs; do
-    [[ -f $file ]] && wanted+=(--example "$(basename "$file" .rs)")
+for example in worker/examples/gpu_*; do
+    wanted+=(--example "$(basename "$example" .rs)")
 done
 
 cargo build --package ddp-run --package ddp-worker --profile "$profile" "${wanted[@]}" \

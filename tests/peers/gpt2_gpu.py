@@ -3,7 +3,9 @@
 gradient clipping, compiled and eager. Prints tokens/s and writes each as JSON when it is known, the rates that matter
 most first. What there is no time left for is not measured, and the exit status is 1.
 
-    gpt2_gpu.py --out peers.json [--seconds 200] [--sizes 124m 350m] [--kinds compiled eager]
+    gpt2_gpu.py --out peers.json --text FILE [--seconds 200] [--batches 32 16] [--sizes 124m 350m] [--kinds compiled eager]
+
+Tokens are the bytes of the text, as in the runs that are compared.
 """
 import argparse
 import json
@@ -19,11 +21,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-# Layers, heads, width, micro-batch.
-SIZES = {"124m": (12, 12, 768, 32), "350m": (24, 16, 1024, 16)}
+# Layers, heads, width.
+SIZES = {"124m": (12, 12, 768), "350m": (24, 16, 1024)}
 SEQUENCE, VOCABULARY = 1024, 50304
 # Rounds of a measurement, of which the median counts, and steps of each.
-ROUNDS, STEPS = 5, 6
+ROUNDS, STEPS = 5, 4
 # Steps before: they compile, choose kernels and take memory.
 WARM_UP = 8
 # Seconds that the last round, and the way out, may take after the time to end.
@@ -63,17 +65,16 @@ class GPT2(nn.Module):
         return F.cross_entropy(self.head(self.ln_f(x)).flatten(0, 1), targets.flatten())
 
 
-def measure(size, compiled, deadline):
-    """Tokens a second; none if the deadline comes before the first round."""
-    layers, heads, width, batch = SIZES[size]
+def measure(size, text, compiled, deadline):
+    """Tokens a second; none if the deadline comes before the first round. `text`: the ids of a batch, and one more."""
+    layers, heads, width = SIZES[size]
     torch.manual_seed(1337)
     model = GPT2(layers, heads, width).cuda()
     # A second size must not be taken for a first one whose sizes vary.
     torch.compiler.reset()
     run = torch.compile(model, dynamic=False) if compiled else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    tokens = torch.randint(0, VOCABULARY, (batch, SEQUENCE), device="cuda")
-    targets = torch.randint(0, VOCABULARY, (batch, SEQUENCE), device="cuda")
+    tokens, targets = text[:-1].view(-1, SEQUENCE), text[1:].view(-1, SEQUENCE)
 
     def step():
         with torch.autocast("cuda", torch.bfloat16):
@@ -92,7 +93,7 @@ def measure(size, compiled, deadline):
         for _ in range(STEPS):
             step()
         torch.cuda.synchronize()
-        rates.append(STEPS * batch * SEQUENCE / (time.perf_counter() - started))
+        rates.append(STEPS * tokens.numel() / (time.perf_counter() - started))
     return statistics.median(rates) if rates else None
 
 
@@ -106,6 +107,8 @@ def write(path, results):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
+    parser.add_argument("--text", required=True)
+    parser.add_argument("--batches", nargs=2, type=int, default=[32, 16], help="samples of a step, of 124m and of 350m")
     parser.add_argument("--seconds", type=float, default=math.inf, help="how long all of it may take")
     parser.add_argument("--sizes", nargs="+", default=["124m", "350m"])
     parser.add_argument("--kinds", nargs="+", default=["compiled", "eager"])
@@ -113,11 +116,14 @@ def main():
     deadline = STARTED + args.seconds - MARGIN
     # What a user would set: tf32 where f32 is left.
     torch.set_float32_matmul_precision("high")
+    with open(args.text, "rb") as file:
+        ids = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
+    texts = {size: ids[:batch * SEQUENCE + 1].cuda() for size, batch in zip(SIZES, args.batches)}
     results = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
     missing = []
     for kind in args.kinds:
         for size in args.sizes:
-            rate = measure(size, kind == "compiled", deadline) if time.monotonic() < deadline else None
+            rate = measure(size, texts[size], kind == "compiled", deadline) if time.monotonic() < deadline else None
             torch.cuda.empty_cache()
             if rate is None:
                 missing.append(f"{size} {kind}")

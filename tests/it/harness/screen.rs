@@ -6,6 +6,7 @@ use std::process::{Child, Command};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 
+use nix::fcntl::{FcntlArg, FdFlag, fcntl};
 use nix::pty::{Winsize, openpty};
 use nix::sys::termios::{LocalFlags, tcgetattr};
 
@@ -32,6 +33,10 @@ impl Screen {
             ws_ypixel: 0,
         };
         let terminal = openpty(&size, None).expect("a terminal");
+        // What another test starts meanwhile would have it open, and keep it so.
+        for end in [&terminal.master, &terminal.slave] {
+            fcntl(end, FcntlArg::F_SETFD(FdFlag::FD_CLOEXEC)).expect("our own");
+        }
         let end = || terminal.slave.try_clone().expect("a descriptor");
         let mut command = Command::new("setsid");
         command

@@ -1,0 +1,280 @@
+//! The operations of a training step.
+
+use ddp_worker::device::{DType, DeviceError};
+use ddp_worker::ops::{
+    AdamW, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy,
+    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
+    LinearDweight, LinearGeluBackward, LinearGeluForward, LinearShape, SquaredNorm, TokenBackward,
+    WeightLayout,
+};
+
+use crate::bench::{Bench, Work};
+
+/// Sizes of GPT-2 and of what it is given.
+pub(crate) struct Model {
+    pub(crate) batch: usize,
+    pub(crate) positions: usize,
+    pub(crate) channels: usize,
+    pub(crate) heads: usize,
+    pub(crate) vocab: usize,
+}
+
+impl Model {
+    /// Prints a row for each operation.
+    pub(crate) fn measure(&self, bench: &Bench) -> Result<(), DeviceError> {
+        self.linear(bench)?;
+        self.linear_gelu(bench)?;
+        self.attention(bench)?;
+        self.elementwise(bench)?;
+        self.layernorm(bench)?;
+        self.ends(bench)?;
+        self.optimizer(bench)
+    }
+
+    fn rows(&self) -> usize {
+        self.batch * self.positions
+    }
+
+    fn linear(&self, bench: &Bench) -> Result<(), DeviceError> {
+        let (rows, c) = (self.rows(), self.channels);
+        let layers = [
+            ("qkv", c, 3 * c, WeightLayout::InOut, false),
+            ("attention projection + residual", c, c, WeightLayout::InOut, true),
+            ("widen", c, 4 * c, WeightLayout::InOut, false),
+            ("projection + residual", 4 * c, c, WeightLayout::InOut, true),
+            ("head", c, self.vocab, WeightLayout::OutIn, false),
+        ];
+        for (name, inputs, outputs, layout, adds) in layers {
+            let shape = LinearShape {
+                rows,
+                inputs,
+                outputs,
+                layout,
+            };
+            let elements = rows * inputs + inputs * outputs + rows * outputs;
+            let work = Work {
+                bytes: 2 * elements,
+                flop: 2 * rows * inputs * outputs,
+            };
+            let added = Work {
+                bytes: work.bytes + if adds { 2 * rows * outputs } else { 0 },
+                ..work
+            };
+            bench.row(name, added, || bench.linear_forward(shape, adds))?;
+            bench.row("  gradient of the input", work, || {
+                Ok(LinearDinp {
+                    dout: bench.act(rows * outputs)?,
+                    weight: bench.act(inputs * outputs)?,
+                    dinp: bench.act(rows * inputs)?,
+                    shape,
+                })
+            })?;
+            bench.row("  gradient of the weight", work, || {
+                Ok(LinearDweight {
+                    inp: bench.act(rows * inputs)?,
+                    dout: bench.act(rows * outputs)?,
+                    dweight: bench.act(inputs * outputs)?,
+                    accumulate: false,
+                    shape,
+                })
+            })?;
+        }
+        Ok(())
+    }
+
+    /// To be compared with the sum of the rows `widen` and `gelu`, and of `projection`'s gradient of the input and
+    /// `gelu`'s.
+    fn linear_gelu(&self, bench: &Bench) -> Result<(), DeviceError> {
+        let (rows, c) = (self.rows(), self.channels);
+        let shape = |inputs, outputs| LinearShape {
+            rows,
+            inputs,
+            outputs,
+            layout: WeightLayout::InOut,
+        };
+        let work = |wide_passes: usize| Work {
+            bytes: 2 * (rows * c + 4 * c * c + wide_passes * 4 * rows * c),
+            flop: 8 * rows * c * c,
+        };
+        bench.row("widen + gelu", work(2), || {
+            Ok(LinearGeluForward {
+                inp: bench.act(rows * c)?,
+                weight: bench.act(4 * c * c)?,
+                bias: bench.act(4 * c)?,
+                wide: bench.act(4 * rows * c)?,
+                out: bench.act(4 * rows * c)?,
+                shape: shape(c, 4 * c),
+            })
+        })?;
+        bench.row("  gradients of both", work(3), || {
+            Ok(LinearGeluBackward {
+                dout: bench.act(rows * c)?,
+                weight: bench.act(4 * c * c)?,
+                wide_active: bench.act(4 * rows * c)?,
+                dwide: bench.act(4 * rows * c)?,
+                shape: shape(4 * c, c),
+            })
+        })
+    }
+
+    fn attention(&self, bench: &Bench) -> Result<(), DeviceError> {
+        let shape = AttentionShape {
+            batch: self.batch,
+            positions: self.positions,
+            heads: self.heads,
+            channels: self.channels,
+        };
+        let n = self.rows() * self.channels;
+        let lse = || bench.zeros(DType::F32, self.rows() * self.heads);
+        // Half of the pairs of positions count.
+        let product = self.rows() * self.positions * self.channels;
+        let work = Work {
+            bytes: 2 * 4 * n,
+            flop: 2 * product,
+        };
+        bench.row("attention", work, || {
+            Ok(AttentionForward {
+                qkv: bench.act(3 * n)?,
+                out: bench.act(n)?,
+                lse: lse()?,
+                shape,
+            })
+        })?;
+        let work = Work {
+            bytes: 2 * 8 * n,
+            flop: 5 * product,
+        };
+        bench.row("  gradient", work, || {
+            Ok(AttentionBackward {
+                qkv: bench.act(3 * n)?,
+                out: bench.act(n)?,
+                lse: lse()?,
+                dout: bench.act(n)?,
+                dqkv: bench.act(3 * n)?,
+                shape,
+            })
+        })
+    }
+
+    fn elementwise(&self, bench: &Bench) -> Result<(), DeviceError> {
+        let (n, c) = (self.rows() * self.channels, self.channels);
+        let moves = |elements| Work::moving(2 * elements);
+        bench.row("gelu", moves(8 * n), || {
+            Ok(GeluForward {
+                inp: bench.act(4 * n)?,
+                out: bench.act(4 * n)?,
+            })
+        })?;
+        // Both are read and written.
+        bench.row("  gradient", moves(16 * n), || {
+            Ok(GeluBackward {
+                inp_out: bench.act(4 * n)?,
+                dout_dinp: bench.act(4 * n)?,
+            })
+        })?;
+        bench.row("column sum of 3·C", moves(3 * n), || {
+            Ok(ColumnSum {
+                x: bench.act(3 * n)?,
+                out: bench.act(3 * c)?,
+                accumulate: false,
+            })
+        })
+    }
+
+    fn layernorm(&self, bench: &Bench) -> Result<(), DeviceError> {
+        let (n, c) = (self.rows() * self.channels, self.channels);
+        let moves = |elements| Work::moving(2 * elements);
+        bench.row("layernorm", moves(2 * n), || {
+            Ok(LayerNormForward {
+                inp: bench.act(n)?,
+                weight: bench.act(c)?,
+                bias: bench.act(c)?,
+                out: bench.act(n)?,
+            })
+        })?;
+        bench.row("  gradient, residual added", moves(4 * n), || {
+            Ok(LayerNormBackward {
+                dout: bench.act(n)?,
+                inp: bench.act(n)?,
+                weight: bench.act(c)?,
+                dinp: bench.act(n)?,
+                dweight: bench.act(c)?,
+                dbias: bench.act(c)?,
+                accumulate_dinp: true,
+                accumulate_dweight: false,
+                accumulate_dbias: false,
+            })
+        })
+    }
+
+    /// Both ends of the model.
+    fn ends(&self, bench: &Bench) -> Result<(), DeviceError> {
+        let (rows, c, vocab) = (self.rows(), self.channels, self.vocab);
+        bench.row("encoder", Work::moving(4 * rows * c), || {
+            Ok(EncoderForward {
+                tokens: bench.ids(rows, vocab)?,
+                wte: bench.act(vocab * c)?,
+                wpe: Some(bench.act(self.positions * c)?),
+                out: bench.act(rows * c)?,
+                positions: self.positions,
+            })
+        })?;
+        bench.row("  gradient of tokens", Work::moving(6 * rows * c), || {
+            Ok(TokenBackward {
+                tokens: bench.ids(rows, vocab)?,
+                dout: bench.act(rows * c)?,
+                dwte: bench.act(vocab * c)?,
+                accumulate: true,
+            })
+        })?;
+        let losses = || {
+            Ok(CrossEntropy {
+                logits: bench.act(rows * vocab)?,
+                targets: bench.ids(rows, vocab)?,
+                losses: bench.zeros(DType::F32, rows)?,
+                dlosses: None,
+            })
+        };
+        bench.row("cross-entropy", Work::moving(2 * rows * vocab), losses)?;
+        let work = Work::moving(4 * rows * vocab);
+        bench.row("  with gradient, in place", work, || {
+            Ok(CrossEntropy {
+                dlosses: Some(bench.zeros(DType::F32, rows)?),
+                ..losses()?
+            })
+        })
+    }
+
+    fn optimizer(&self, bench: &Bench) -> Result<(), DeviceError> {
+        let c = self.channels;
+        let params = 12 * 12 * c * c + self.vocab * c;
+        bench.row("squared norm", Work::moving(2 * params), || {
+            Ok(SquaredNorm {
+                x: bench.act(params)?,
+                partials: bench.zeros(DType::F64, params.div_ceil(CHUNK))?,
+            })
+        })?;
+        // Four runs of norms and biases a block.
+        let starts = (0..48).map(|run| run * (params / 48));
+        let spared: Vec<_> = starts.map(|start| start..start + c).collect();
+        bench.row("adamw, bf16 copy", Work::moving(28 * params), || {
+            Ok(AdamW {
+                param: bench.numbers(DType::F32, params)?,
+                copy: Some(bench.act(params)?),
+                grad: bench.act(params)?,
+                m: bench.numbers(DType::F32, params)?,
+                v: bench.zeros(DType::F32, params)?,
+                scale: bench.numbers(DType::F32, 1)?,
+                weight_decay: 0.1,
+                spared: spared.as_slice().into(),
+                hyper: AdamWStep {
+                    lr: 1e-4,
+                    beta1: 0.9,
+                    beta2: 0.95,
+                    eps: 1e-8,
+                    step: 10,
+                },
+            })
+        })
+    }
+}
