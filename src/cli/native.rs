@@ -16,8 +16,9 @@ pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
 use ddp_worker::parallel::{AgreementError, ReduceError};
+use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-use ddp_worker::train::{Outlook, TrainError, run_worker};
+use ddp_worker::train::{Outlook, TrainError, check_initial_weights, run_worker};
 
 use super::error::{CliError, print_error};
 use super::interrupts::Interrupts;
@@ -85,6 +86,19 @@ impl Validated {
             _ => self.located.place("parallel"),
         };
         Some(CliError::Config(format!("{place}: {error}")))
+    }
+
+    /// Refuses weights to begin with that the workers would refuse, unless the run called `run_id` goes on from a
+    /// checkpoint, which does not need them.
+    pub fn check_initial_weights(&self, run_id: &str) -> Result<(), CliError> {
+        let config = &self.located.config;
+        if !RunDir::begins(&config.run, run_id) {
+            return Ok(());
+        }
+        check_initial_weights(config).map_err(|error| {
+            let place = self.located.place("model.init_from");
+            CliError::Config(format!("{place}: {error}"))
+        })
     }
 
     /// Makes the folder of a run that only this node takes part in, or refuses the one that is there. A job of
@@ -218,6 +232,8 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::Model(_)
         | TrainError::Layout(_)
         | TrainError::Reduce(ReduceError::Unused { .. }) => false,
+        TrainError::Pretrained(PretrainedError::Io { kind, .. }) => is_transient(*kind),
+        TrainError::Pretrained(_) => false,
         TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
         TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::NotSaved { .. }

@@ -76,6 +76,9 @@ pub fn resolve(
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
     let (workers, cores) = places(&settings, validated.as_ref().and_then(Validated::threads))?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
+    validated
+        .as_ref()
+        .map_or(Ok(()), |config| config.check_initial_weights(&job_id))?;
     let mut signals = signals(&settings)?;
     let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
     // Last of all that can fail: it writes.

@@ -112,6 +112,10 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
     };
     if model["kind"] != "gpt2" {
         let mut config = model.clone();
+        if let Some(keys) = config.as_object_mut() {
+            // Where other weights lay, on another machine perhaps.
+            keys.remove("init_from");
+        }
         config["model_type"] = model["kind"].clone();
         config["torch_dtype"] = torch_dtype.into();
         config["vocab_size"] = json!(rows("wte.weight"));

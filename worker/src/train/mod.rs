@@ -3,6 +3,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
+//! | `initial_weights.rs` | published weights to begin with |
 //! | `choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `trainer.rs` | the loop over the steps, and what is due between them |
@@ -29,6 +30,7 @@ mod error;
 mod evaluation;
 mod exchange;
 mod feed;
+mod initial_weights;
 mod inspection;
 mod memory;
 mod outlook;
@@ -69,6 +71,7 @@ use crate::metrics::{MetricsLog, RunDir, Summary};
 use crate::session::Session;
 
 pub use error::TrainError;
+pub use initial_weights::check_initial_weights;
 pub use outlook::{Buffers, Outlook};
 
 use recorder::{Recorder, say, warn};
