@@ -232,8 +232,9 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::Model(_)
         | TrainError::Layout(_)
         | TrainError::Reduce(ReduceError::Unused { .. }) => false,
-        TrainError::Pretrained(PretrainedError::Io { kind, .. }) => is_transient(*kind),
-        TrainError::Pretrained(_) => false,
+        TrainError::Pretrained(error) => {
+            matches!(error, PretrainedError::Io { kind, .. } if is_transient(*kind))
+        }
         TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
         TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::NotSaved { .. }

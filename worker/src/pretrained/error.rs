@@ -36,7 +36,7 @@ pub enum PretrainedError {
     #[error(
         "`{}` is a pickle, which only Python can read, and only by running it\n  hint: convert it once: `python3 -c \"from transformers import GPT2LMHeadModel as M; M.from_pretrained('{}').save_pretrained('NEW_FOLDER')\"`, and name the new folder",
         path.display(),
-        path.parent().unwrap_or(path).display()
+        folder_of(path).display()
     )]
     Pickle {
         /// The file.
@@ -116,6 +116,13 @@ impl PretrainedError {
             path: path.to_owned(),
             what: what.into(),
         }
+    }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent,
+        _ => Path::new("."),
     }
 }
 
