@@ -76,9 +76,6 @@ pub fn resolve(
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
     let (workers, cores) = places(&settings, validated.as_ref().and_then(Validated::threads))?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
-    validated
-        .as_ref()
-        .map_or(Ok(()), |config| config.check_initial_weights(&job_id))?;
     let mut signals = signals(&settings)?;
     let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
     // Last of all that can fail: it writes.
@@ -342,9 +339,10 @@ fn validate(target: &Target) -> Result<Option<Validated>, CliError> {
     }
 }
 
-/// Makes the folder of a native run where no other node could, and says where it is.
+/// Sees that a native run can begin, makes its folder where no other node could, and says where it is.
 fn claim_out_dir(config: Option<&Validated>, job_id: &str, alone: bool) -> Result<Option<PathBuf>, CliError> {
     let Some(config) = config else { return Ok(None) };
+    config.check_initial_weights(job_id)?;
     if alone {
         config.claim_out_dir(job_id)?;
     }

@@ -3,7 +3,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
-//! | `initial_weights.rs` | published weights to begin with |
+//! | `origin.rs` | where its state comes from: the seed, published weights, a checkpoint |
 //! | `choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `trainer.rs` | the loop over the steps, and what is due between them |
@@ -30,9 +30,9 @@ mod error;
 mod evaluation;
 mod exchange;
 mod feed;
-mod initial_weights;
 mod inspection;
 mod memory;
+mod origin;
 mod outlook;
 mod owned;
 mod progress;
@@ -71,7 +71,7 @@ use crate::metrics::{MetricsLog, RunDir, Summary};
 use crate::session::Session;
 
 pub use error::TrainError;
-pub use initial_weights::check_initial_weights;
+pub use origin::check_initial_weights;
 pub use outlook::{Buffers, Outlook};
 
 use recorder::{Recorder, say, warn};

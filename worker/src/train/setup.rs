@@ -8,7 +8,7 @@ use ddp_proto::env::WorkerEnv;
 use super::choice::Choice;
 use super::evaluation::Evaluation;
 use super::exchange::Exchange;
-use super::initial_weights::{self, check_initial_weights};
+use super::origin::{Origin, check_initial_weights};
 use super::replica::Replica;
 use super::rescale::{Before, rescale};
 use super::resuming;
@@ -21,7 +21,7 @@ use super::trainer::Trainer;
 use super::window::Window;
 use super::world::{World, threads, timeout};
 use super::{Substitutes, TrainError, WrapTransport};
-use crate::checkpoint::{Batch, Disk, Reader, State, Storage};
+use crate::checkpoint::{Batch, Disk, State, Storage};
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Strategy, TrainConfig};
 use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Tokens};
@@ -34,7 +34,6 @@ use crate::parallel::{
     Agreement, Dtypes, GradientLayout, LayoutConfig, Portion, Reducer, Replicas, ShardGroups, Sharding,
     Signature, Weights, gated,
 };
-use crate::pretrained::PretrainedWeights;
 use crate::session::Session;
 
 /// Bytes at either end of the data that ranks compare before the first step.
@@ -105,9 +104,7 @@ pub(super) struct Opened {
     transport: Option<WrapTransport>,
     /// What every checkpoint says of the run.
     identity: State,
-    saved: Option<Reader>,
-    /// Where the run begins with them.
-    pretrained: Option<PretrainedWeights>,
+    origin: Origin,
     rescaled: Option<String>,
 }
 
@@ -131,14 +128,13 @@ pub(super) fn open(
     let (run_dir, start) = open_run_dir(config, session)?;
     // Checkpoints tell of the configuration as it was given.
     let mut identity = identity(config, fingerprint(&dataset.train)?);
-    let (saved, pretrained) = match start {
-        Start::Fresh => (None, initial_weights::open(config, &blueprint.model, session)?),
-        Start::Resume { step } => (Some(resuming::open(run_dir.path(), step, &identity)?), None),
+    let origin = match start {
+        Start::Fresh => Origin::of_new(config, &blueprint.model, session)?,
+        Start::Resume { step } => Origin::Checkpoint(resuming::open(run_dir.path(), step, &identity)?),
     };
     let mut config = config.clone();
     let (ranks, given) = (u64::from(env.world_size.get()), config.train.grad_accumulation);
-    let before = saved.as_ref().map(|saved| &saved.manifest().state);
-    let rescaled = match before.and_then(Before::of) {
+    let rescaled = match origin.saved().and_then(Before::of) {
         None => None,
         Some(before) => rescale(&mut config.train, ranks, &before)?,
     };
@@ -157,8 +153,7 @@ pub(super) fn open(
         storage: parts.storage,
         transport: parts.transport,
         identity,
-        saved,
-        pretrained,
+        origin,
         rescaled,
     };
     Ok((config, opened))
@@ -223,13 +218,8 @@ pub(super) fn prepare<'a>(
         world,
         replica,
     };
-    begin(
-        &mut trainer,
-        opened.saved.as_ref(),
-        opened.pretrained.as_ref(),
-        &dataset,
-    )?;
-    let saved = opened.saved.as_ref().map(|saved| &saved.manifest().state.config);
+    begin(&mut trainer, &opened.origin, &dataset)?;
+    let saved = opened.origin.saved().map(|state| &state.config);
     Ok(Prepared {
         steps_before: saved.and_then(|config| config.pointer("/train/steps")?.as_u64()),
         trainer,
@@ -237,7 +227,7 @@ pub(super) fn prepare<'a>(
         run_dir,
         dataset,
         rescaled: opened.rescaled,
-        pretrained: opened.pretrained.as_ref().map(initial_weights::words),
+        pretrained: opened.origin.weights_words(),
     })
 }
 
@@ -318,22 +308,15 @@ fn replicas(
     })
 }
 
-/// Parameters and moments of the checkpoint, or first values of published weights or from the seed; then the same on all
-/// ranks.
-fn begin(
-    trainer: &mut Trainer<'_>,
-    saved: Option<&Reader>,
-    pretrained: Option<&PretrainedWeights>,
-    dataset: &Dataset,
-) -> Result<(), TrainError> {
+/// Parameters and moments of the checkpoint, or first values; then the same on all ranks.
+fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
     let config = trainer.config;
     trainer.checkpoints_here(|checkpoints, here| checkpoints.reserve(here, config))?;
-    match saved {
-        None => {
-            let seed = trainer.config.run.seed;
-            trainer.replica.initialise(&trainer.adamw, seed, pretrained)?;
-        }
-        Some(saved) => {
+    let (replica, adamw, seed) = (&trainer.replica, &trainer.adamw, config.run.seed);
+    match origin {
+        Origin::Seed => replica.initialise(adamw, seed, None)?,
+        Origin::Pretrained(weights) => replica.initialise(adamw, seed, Some(weights))?,
+        Origin::Checkpoint(saved) => {
             trainer.checkpoints_here(|checkpoints, here| checkpoints.load(here, saved))?;
             let state = &saved.manifest().state;
             trainer.loader =
