@@ -22,15 +22,19 @@ const MAX_STEPS: u64 = 1 << 40;
 /// Nobody looks at more of them side by side.
 const MAX_TIMELINE_STEPS: u64 = 100;
 
-/// Checks all that does not need another rank.
+/// Checks all that needs neither the data nor another rank.
 pub(super) fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let check = Check { config, source };
     check.run()?;
     check.model()?;
     check.train()?;
     check.optimizer()?;
-    check.parallel()?;
-    check.data()
+    check.parallel()
+}
+
+/// Checks the files of the data.
+pub(super) fn data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
+    Check { config, source }.data()
 }
 
 struct Check<'a> {

@@ -3,8 +3,9 @@
 
 use std::time::Instant;
 
+use ddp_proto::words::grouped;
+
 use super::TrainError;
-use super::progress::grouped;
 use super::setup::network;
 use super::world::timeout;
 use crate::checkpoint::{Reader, State};
@@ -25,6 +26,7 @@ pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
 }
 
 /// Where the state of a run comes from.
+#[expect(clippy::large_enum_variant, reason = "a process has one of them")]
 pub(super) enum Origin {
     /// Random numbers, from the seed alone.
     Seed,
