@@ -119,10 +119,12 @@ impl Bench {
         })
     }
 
-    /// An error shows when the stream is waited for.
-    pub(crate) fn enqueue(&self, op: Op) -> Result<(), DeviceError> {
-        self.device.enqueue(self.stream, op);
-        Ok(())
+    /// Seconds of one of these operations, which take turns.
+    pub(crate) fn seconds_of(&self, ops: &[Op]) -> Result<f64, DeviceError> {
+        self.seconds(|number| {
+            self.device.enqueue(self.stream, ops[number % ops.len()].clone());
+            Ok(())
+        })
     }
 
     /// Seconds of one, which `enqueue` enqueues: it is told the how manieth it is.
@@ -159,7 +161,7 @@ impl Bench {
         let sets = 1 + self.effort.rotated / work.bytes;
         let ops = (0..sets).map(|_| make().map(Into::into));
         let ops: Vec<Op> = ops.collect::<Result<_, _>>()?;
-        let seconds = self.seconds(|number| self.enqueue(ops[number % sets].clone()))?;
+        let seconds = self.seconds_of(&ops)?;
         let (bytes, flop) = (work.bytes as f64, work.flop as f64);
         let roof = (bytes / self.copy_rate).max(flop / self.product_rate);
         println!(

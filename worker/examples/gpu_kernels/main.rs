@@ -120,11 +120,7 @@ fn copy_rate(bench: &Bench, elements: usize) -> Result<f64, DeviceError> {
     let rate = |seconds: f64| (8 * elements) as f64 / seconds;
     let driver = DriverCopy::load()?;
     let by_driver = rate(bench.seconds(|_| driver.enqueue(&bench.device, bench.stream, &x, &out))?);
-    let cast = Cast {
-        x: x.clone(),
-        out: out.clone(),
-    };
-    let by_kernel = rate(bench.seconds(|_| bench.enqueue(cast.clone().into()))?);
+    let by_kernel = rate(bench.seconds_of(&[Cast { x, out }.into()])?);
     println!(
         "copy of {} MiB: {:.0} GB/s by the driver, {:.0} by our kernel",
         (4 * elements) >> 20,
@@ -142,8 +138,7 @@ fn product_rate(bench: &Bench, side: usize) -> Result<f64, DeviceError> {
         outputs: side,
         layout: WeightLayout::InOut,
     };
-    let product = bench.linear_forward(shape, false)?;
-    let seconds = bench.seconds(|_| bench.enqueue(product.clone().into()))?;
+    let seconds = bench.seconds_of(&[bench.linear_forward(shape, false)?.into()])?;
     let rate = 2.0 * (side as f64).powi(3) / seconds;
     println!("bf16 product of {side} × {side}: {:.0} TFLOP/s", rate / 1e12);
     Ok(rate)
