@@ -232,7 +232,7 @@ impl Sizes {
                 vocab_size: None,
             },
             data: config::Data {
-                train: data.to_owned(),
+                train: data.to_owned().into(),
                 val: None,
                 tokenizer: config::Tokenizer::Bytes,
                 order: config::Order::Shuffled,

@@ -15,6 +15,7 @@
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
 //! | [`plan`] | what a run costs before it runs | how it runs |
 //! | [`timeline`] | what ran when, as a trace and as a picture | what it was good for |
+//! | [`tokenize`] | from texts to a token file | training |
 //! | [`train`] | the loop of one rank | who started it |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
@@ -35,4 +36,5 @@ pub mod parallel;
 pub mod plan;
 pub mod session;
 pub mod timeline;
+pub mod tokenize;
 pub mod train;

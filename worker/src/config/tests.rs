@@ -75,7 +75,7 @@ fn a_good_file_loads() {
     let config = case.load(GOOD, &[]).unwrap();
     assert_eq!(config.run.name, "tiny");
     assert_eq!((config.model.n_layer, config.model.n_embd), (2, 128));
-    assert_eq!(config.data.train, case.folder.path().join("text.txt"));
+    assert_eq!(config.data.train, case.folder.path().join("text.txt").into());
     assert_eq!(config.data.order, Order::Sequential);
     assert_eq!(config.train.optimizer.lr, 3e-4);
     assert_eq!(config.train.optimizer.betas, [0.9, 0.95]);

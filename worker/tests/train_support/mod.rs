@@ -61,7 +61,7 @@ impl Job {
             vocab_size: None,
         };
         let data = config::Data {
-            train,
+            train: train.into(),
             val: None,
             tokenizer: config::Tokenizer::Bytes,
             order: Order::Shuffled,
