@@ -136,8 +136,10 @@ mod tests {
         `DIR/c*` matches no file
           hint: a `*` stands for any characters of a file's name
         ");
-        insta::assert_snapshot!(message("*/x"), @"`DIR/*/x` has a `*` in the name of a folder
-          hint: a `*` may stand in the last part of a path only: name the folders one by one");
+        insta::assert_snapshot!(message("*/x"), @r"
+        `DIR/*/x` has a `*` in the name of a folder
+          hint: a `*` may stand in the last part of a path only: name the folders one by one
+        ");
         insta::assert_snapshot!(message("none/*.bin"), @"`DIR/none/*.bin` cannot be read: No such file or directory (os error 2)");
     }
 }

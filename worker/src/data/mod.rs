@@ -27,6 +27,8 @@ mod mapped_file;
 mod matching;
 mod permutation;
 mod sampler;
+#[cfg(test)]
+mod tests;
 mod token_file;
 pub(crate) mod token_format;
 mod token_stream;

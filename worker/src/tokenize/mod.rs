@@ -22,6 +22,8 @@ mod output;
 mod record;
 mod run;
 mod source;
+#[cfg(test)]
+mod tests;
 
 pub use encoder::END_OF_TEXT;
 pub use error::TokenizeError;
