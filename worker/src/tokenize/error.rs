@@ -45,7 +45,7 @@ pub enum TokenizeError {
     )]
     Bytes,
     /// A text that is no text.
-    #[error("`{}`, line {line}: not UTF-8", path.display())]
+    #[error("`{}`, line {line}: not UTF-8\n  hint: `iconv` converts other texts; a packed file must be unpacked first", path.display())]
     NotUtf8 {
         /// The input.
         path: PathBuf,

@@ -161,10 +161,16 @@ fn a_tokenizer_of_a_file_encodes_whole_documents() {
 fn what_is_no_text_is_named_with_its_line() {
     let bench = Bench::new();
     let refusal = |name: &str, content: &[u8]| bench.refusal(&Tokenizer::Gpt2, &[bench.write(name, content)]);
-    insta::assert_snapshot!(refusal("a.txt", b"one\ntwo\nth\xffree\n"), @"`DIR/a.txt`, line 3: not UTF-8");
+    insta::assert_snapshot!(refusal("a.txt", b"one\ntwo\nth\xffree\n"), @r"
+    `DIR/a.txt`, line 3: not UTF-8
+      hint: `iconv` converts other texts; a packed file must be unpacked first
+    ");
     // In a later piece than the first.
     let long = [&b"word and word\n".repeat(40_000)[..], b"\xff"].concat();
-    insta::assert_snapshot!(refusal("a.txt", &long), @"`DIR/a.txt`, line 40001: not UTF-8");
+    insta::assert_snapshot!(refusal("a.txt", &long), @r"
+    `DIR/a.txt`, line 40001: not UTF-8
+      hint: `iconv` converts other texts; a packed file must be unpacked first
+    ");
     let good = "{\"text\": \"x\"}\n";
     let line = |bad: &str| refusal("a.jsonl", format!("{good}\n{good}{bad}\n{good}").as_bytes());
     insta::assert_snapshot!(line("{\"text\": "), @"`DIR/a.jsonl`, line 4: not a document: EOF while parsing a value at column 9");
@@ -172,7 +178,10 @@ fn what_is_no_text_is_named_with_its_line() {
     `DIR/a.jsonl`, line 4: the object has no field `text`
       hint: `--key` names the field with the text
     ");
-    insta::assert_snapshot!(refusal("b.jsonl", b"{\"text\": \"x\"}\n{\"text\": \"\xff\"}\n"), @"`DIR/b.jsonl`, line 2: not UTF-8");
+    insta::assert_snapshot!(refusal("b.jsonl", b"{\"text\": \"x\"}\n{\"text\": \"\xff\"}\n"), @r"
+    `DIR/b.jsonl`, line 2: not UTF-8
+      hint: `iconv` converts other texts; a packed file must be unpacked first
+    ");
     insta::assert_snapshot!(refusal("c.jsonl", b"\n"), @"the inputs hold no text: no token was made");
     let gone = bench.0.path().join("gone.txt");
     insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &[gone]), @"`DIR/gone.txt` cannot be read: No such file or directory (os error 2)");
