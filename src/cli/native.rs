@@ -11,13 +11,16 @@ use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::CheckpointError;
 pub use ddp_worker::checkpoint::ignore_file_size_signal;
-use ddp_worker::config::{self, Located, Resume, TrainConfig};
+use ddp_worker::config::{self, Located, Resume};
+pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
 use ddp_worker::data::DataError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
 use ddp_worker::parallel::{AgreementError, ReduceError};
+pub use ddp_worker::plan;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
+pub use ddp_worker::train::{Advice, Candidate, Forecast, Machines};
 use ddp_worker::train::{Outlook, TrainError, run_worker};
 
 use super::error::{CliError, print_error};
@@ -116,6 +119,38 @@ impl Validated {
                     _ => CliError::Config(words),
                 }
             })
+    }
+}
+
+/// A configuration that is only planned with: its data need not be there.
+#[derive(Debug)]
+pub struct Draft {
+    located: Located,
+}
+
+impl Draft {
+    /// Reads and checks all but the data.
+    pub fn read(file: &Path, overrides: &[String]) -> Result<Self, CliError> {
+        let located = config::load_without_data(file, overrides);
+        let located = located.map_err(|error| CliError::Config(error.to_string()))?;
+        Ok(Self { located })
+    }
+
+    /// What it says of devices and types.
+    pub fn config(&self) -> &TrainConfig {
+        &self.located.config
+    }
+
+    /// What it would cost on such machines.
+    pub fn forecast(&self, machines: &Machines) -> Result<Forecast, CliError> {
+        let place = |key: &str| self.located.place(key);
+        Forecast::of(&self.located.config, machines).map_err(|error| {
+            let key = match error {
+                TrainError::ShardGroup { .. } => "parallel.shard_group",
+                _ => "parallel",
+            };
+            CliError::Config(format!("{}: {error}", place(key)))
+        })
     }
 }
 

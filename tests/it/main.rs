@@ -30,6 +30,7 @@ mod out_dir;
 mod out_of_memory;
 mod outage;
 mod pid_one;
+mod planner;
 mod python_contract;
 mod rlimits;
 mod signals;

@@ -177,7 +177,7 @@ fn a_text_where_tokens_are_needed_is_refused_with_the_command_that_makes_them() 
     let finished = train(&job, &[]);
     finished.expect_exit(2);
     insta::assert_snapshot!(finished.stderr(), @r"
-    [ddp-run] error: tiny.yaml:3: `data.train` is `a.txt`, which is no token file, which `data.tokenizer: gpt2` needs
+    [ddp-run] error: tiny.yaml:3: `data.train` is `a.txt`, which is no token file, and `data.tokenizer: gpt2` needs one
     [ddp-run]   hint: make one, and name that instead: `ddp-train tokenize --tokenizer gpt2 -o a.gpt2.safetensors a.txt`
     ");
     assert!(!job.out().exists());

@@ -22,7 +22,7 @@ const MAX_STEPS: u64 = 1 << 40;
 /// Nobody looks at more of them side by side.
 const MAX_TIMELINE_STEPS: u64 = 100;
 
-/// Checks all that does not need another rank.
+/// Checks all that needs neither the data nor another rank.
 pub(super) fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let check = Check { config, source };
     check.run()?;
@@ -30,8 +30,13 @@ pub(super) fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigE
     check.model(&vocabulary)?;
     check.train()?;
     check.optimizer()?;
-    check.parallel()?;
-    check.data(&vocabulary)
+    check.parallel()
+}
+
+/// Checks the files of the data.
+pub(super) fn data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
+    let check = Check { config, source };
+    check.data(&check.vocabulary()?)
 }
 
 struct Check<'a> {

@@ -35,6 +35,13 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<TrainConfig, ConfigErro
 
 /// As [`load`], for callers that report errors of their own at a key's place.
 pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
+    let located = load_without_data(path, overrides)?;
+    check::data(&located.config, &located.source)?;
+    Ok(located)
+}
+
+/// As [`load_located`], for callers that train nothing: the data files need not be there.
+pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let text = read(path)?;
     let root = Node::parse(&text).map_err(|e| ConfigError {
         place: place_in(path, e.line),

@@ -32,7 +32,7 @@ pub enum FileProblem {
         files: usize,
     },
     /// A text, where tokens are needed.
-    #[error("is no token file, which `data.tokenizer: {tokenizer}` needs")]
+    #[error("is no token file, and `data.tokenizer: {tokenizer}` needs one")]
     NoTokens {
         /// The tokenizer of the configuration.
         tokenizer: String,

@@ -131,7 +131,7 @@ fn texts_and_tokens_are_not_taken_for_each_other() {
     let folder = Folder::new();
     let refusal = |bytes: &[u8], tokenizer| folder.refusal(bytes, tokenizer);
     insta::assert_snapshot!(refusal(b"It was a dark night.", &Tokenizer::Gpt2), @r"
-    `DIR/data.bin` is no token file, which `data.tokenizer: gpt2` needs
+    `DIR/data.bin` is no token file, and `data.tokenizer: gpt2` needs one
       hint: make one, and name that instead: `ddp-train tokenize --tokenizer gpt2 -o DIR/data.gpt2.safetensors DIR/data.bin`
     ");
     insta::assert_snapshot!(refusal(&good_llm_c(&[1]), &Tokenizer::Bytes), @r"

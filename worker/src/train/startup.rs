@@ -1,10 +1,9 @@
 //! What rank 0 says before the first step: what is trained, on what, and with how much memory.
 
 use comfy_table::{Table, presets};
-use ddp_proto::words::counted;
+use ddp_proto::words::{bytes, counted, grouped};
 
 use super::outlook::Outlook;
-use super::progress::{bytes, grouped};
 use super::strategy::Scheme;
 use super::trainer::Trainer;
 use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
@@ -381,8 +380,8 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
 mod tests {
     use super::*;
     use crate::config::LearningRate;
-    use crate::plan::{Setting, Traffic};
-    use crate::train::outlook::Buffers;
+    use crate::plan::{Among, Exchange, Setting, Traffic};
+    use crate::train::outlook::{Buffers, Exchanges};
 
     #[test]
     fn the_line_of_a_scaled_learning_rate() {
@@ -417,6 +416,11 @@ mod tests {
     /// Of seven billion parameters, and no padding.
     fn seven_billion(setting: Setting, in_flight: u64, gathered: u64) -> Outlook {
         let parameters = 7_000_000_000;
+        let nothing = Exchange {
+            bytes: 0,
+            times: 0,
+            among: Among::Shards,
+        };
         Outlook {
             setting,
             parameters,
@@ -429,6 +433,12 @@ mod tests {
             activations: 48 << 30,
             padded: parameters,
             traffic: Traffic::of(&setting, parameters),
+            exchanges: Exchanges {
+                grads: nothing,
+                params: nothing,
+                copies: nothing,
+                shard_ranks: setting.ranks,
+            },
         }
     }
 
