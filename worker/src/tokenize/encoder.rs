@@ -96,6 +96,8 @@ fn load(path: &Path) -> Result<tokenizers::Tokenizer, TokenizeError> {
 
 #[cfg(test)]
 mod tests {
+    use std::fmt::Write as _;
+
     use base64::Engine as _;
     use base64::engine::general_purpose::STANDARD;
     use proptest::prelude::*;
@@ -144,7 +146,7 @@ mod tests {
         };
         let mut file = String::new();
         for token in 0..GPT2_END_OF_TEXT {
-            file += &format!("{} {token}\n", STANDARD.encode(gpt2.decode(&[token])));
+            writeln!(file, "{} {token}", STANDARD.encode(gpt2.decode(&[token]))).unwrap();
         }
         let hash = blake3::hash(file.as_bytes()).to_hex().to_string();
         let vocabulary = Vocabulary::of(&Tokenizer::Gpt2).unwrap();

@@ -8,7 +8,7 @@ use rayon::iter::{IntoParallelRefIterator as _, ParallelIterator as _};
 use super::encoder::Encoder;
 use super::output::Output;
 use super::record::text_of;
-use super::source::{Kind, Piece, Source};
+use super::source::{Kind, Piece, Source, line_ends};
 use super::{TokenizeError, Tokenizer};
 use crate::data::{TokenFacts, Width};
 
@@ -86,7 +86,7 @@ pub fn tokenize(
 fn run(
     encoder: &Encoder,
     key: &str,
-    mut source: Source,
+    mut source: Source<'_>,
     mut output: Output,
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Report, TokenizeError> {
@@ -177,7 +177,7 @@ fn utf8<'a>(piece: &Piece, bytes: &'a [u8], line: u64) -> Result<&'a str, Tokeni
         let good = &bytes[..e.valid_up_to()];
         TokenizeError::NotUtf8 {
             path: piece.path.clone(),
-            line: line + good.iter().filter(|byte| **byte == b'\n').count() as u64,
+            line: line + line_ends(good),
         }
     })
 }

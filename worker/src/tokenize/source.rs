@@ -40,8 +40,8 @@ pub(super) struct Piece {
 }
 
 /// All inputs, one after the other.
-pub(super) struct Source {
-    paths: std::vec::IntoIter<PathBuf>,
+pub(super) struct Source<'a> {
+    paths: std::slice::Iter<'a, PathBuf>,
     may_cut: bool,
     open: Option<Input>,
     /// Bytes of all inputs.
@@ -61,16 +61,16 @@ struct Input {
     line: u64,
 }
 
-impl Source {
+impl<'a> Source<'a> {
     /// Looks at every input, so that one that is missing is noticed at once. `may_cut`: a text may be given out in
     /// several pieces.
-    pub(super) fn new(paths: &[PathBuf], may_cut: bool) -> Result<Self, TokenizeError> {
+    pub(super) fn new(paths: &'a [PathBuf], may_cut: bool) -> Result<Self, TokenizeError> {
         let mut total = 0;
         for path in paths {
             total += open(path)?.metadata().map_err(|e| unreadable(path, &e))?.len();
         }
         Ok(Self {
-            paths: paths.to_vec().into_iter(),
+            paths: paths.iter(),
             may_cut,
             open: None,
             total,
@@ -102,7 +102,7 @@ impl Source {
             let Some(path) = self.paths.next() else {
                 return Ok(None);
             };
-            self.open = Some(Input::open(path)?);
+            self.open = Some(Input::open(path.clone())?);
         }
     }
 }
@@ -142,7 +142,7 @@ impl Input {
         let rest = self.rest.split_off(end);
         let bytes = std::mem::replace(&mut self.rest, rest);
         let line = self.line;
-        self.line += bytes.iter().filter(|byte| **byte == b'\n').count() as u64;
+        self.line += line_ends(&bytes);
         Ok(Some(Piece {
             kind: self.kind,
             bytes,
@@ -193,6 +193,11 @@ impl Input {
     }
 }
 
+/// How many lines end in `bytes`.
+pub(super) fn line_ends(bytes: &[u8]) -> u64 {
+    bytes.split(|byte| *byte == b'\n').count() as u64 - 1
+}
+
 /// Opens a regular file; a pipe would be waited for, and has no size.
 fn open(path: &Path) -> Result<File, TokenizeError> {
     let mut options = File::options();
@@ -221,7 +226,8 @@ mod tests {
         let path = folder.path().join(name);
         std::fs::write(&path, content).unwrap();
         let shown = folder.path().display().to_string();
-        let mut source = Source::new(&[path], may_cut).unwrap();
+        let paths = [path];
+        let mut source = Source::new(&paths, may_cut).unwrap();
         let (mut found, mut joined) = (Vec::new(), Vec::new());
         loop {
             let batch = source

@@ -103,11 +103,11 @@ fn documents_come_behind_the_end_of_text() {
 fn any_number_of_threads_writes_the_same_bytes() {
     let bench = Bench::new();
     let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/python-reference.txt");
-    let lines: String = std::fs::read_to_string(&text)
-        .unwrap()
-        .lines()
-        .map(|line| format!("{}\n", serde_json::json!({ "id": 1, "body": line })))
-        .collect();
+    let mut lines = String::new();
+    for line in std::fs::read_to_string(&text).unwrap().lines() {
+        lines += &serde_json::json!({ "id": 1, "body": line }).to_string();
+        lines.push('\n');
+    }
     let inputs = [text, bench.write("lines.jsonl", lines)];
     let mut written = Vec::new();
     for threads in [1, 2, 5] {
@@ -209,7 +209,7 @@ fn an_output_that_is_there_stays() {
     );
     let error = bench
         .run_with(&Tokenizer::Gpt2, &[bench.out()], |request| {
-            request.overwrite = true
+            request.overwrite = true;
         })
         .unwrap_err();
     insta::assert_snapshot!(bench.shown(&error), @r"

@@ -2,7 +2,7 @@
 """Encodes what `ddp-train tokenize` has encoded with Python's tokenizers, compares every token, and prints the speeds.
 
     ddp-train tokenize --tokenizer gpt2 --threads 2 -o web.safetensors web.jsonl
-    tests/peers/tokenize.py web.jsonl web.safetensors --threads 2 --tokenizer-json gpt2/tokenizer.json
+    tests/peers/gpt2_tokens.py web.jsonl web.safetensors --threads 2 --tokenizer-json gpt2/tokenizer.json
 
 Needs tiktoken, tokenizers, numpy and safetensors; without a network, TIKTOKEN_CACHE_DIR with r50k_base.
 """
