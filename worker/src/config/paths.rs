@@ -7,7 +7,7 @@ use serde::de::{self, SeqAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 /// Paths in the order in which their contents follow each other. A `*` in the last part of one stands for any
-/// characters: see [`crate::data::matching`].
+/// characters: see [`crate::data::matching()`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Paths(Vec<PathBuf>);
 

@@ -3,7 +3,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `vocabulary.rs` | [`Vocabulary`]: how many tokens a tokenizer has, and by what it is told from others |
-//! | `matching.rs` | [`matching`]: the files that a path with a `*` names |
+//! | `matching.rs` | [`matching()`]: the files that a path with a `*` names |
 //! | `mapped_file.rs` | a file, mapped into memory |
 //! | `token_format/` | kinds of token files, known by their first bytes |
 //! | `token_file.rs` | [`TokenFile`]: a text, or a file of tokens |
