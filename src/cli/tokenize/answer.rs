@@ -66,11 +66,21 @@ mod tests {
         };
         let report = Report {
             documents: 1,
-            tokens: 1000,
+            tokens: 1_000_000,
             text_bytes: 4_430_000,
             has_separator: true,
         };
-        insta::assert_snapshot!(words(&request, &report, Duration::from_millis(500)), @"");
-        insta::assert_snapshot!(no_separator(request.tokenizer), @"");
+        insta::assert_snapshot!(words(&request, &report, Duration::from_millis(500)), @r"
+        1 document, 4430000 bytes of text: 1000000 tokens, 4.43 bytes to a token
+        0.5 s, 8.9 MB/s
+
+        data:
+          train: data/web.safetensors   # a relative path counts from the folder of the configuration
+          tokenizer: 'my tokenizer.json'
+        ");
+        insta::assert_snapshot!(no_separator(request.tokenizer), @r"
+        warning: `my tokenizer.json` has no token `<|endoftext|>`, so that nothing separates the documents
+          hint: `--end-of-text TOKEN` names the one to put before each
+        ");
     }
 }
