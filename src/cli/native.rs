@@ -19,9 +19,10 @@ pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
 use ddp_worker::parallel::{AgreementError, ReduceError};
 pub use ddp_worker::plan;
+use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
 pub use ddp_worker::train::{Advice, Candidate, Forecast, Machines};
-use ddp_worker::train::{Outlook, TrainError, run_worker};
+use ddp_worker::train::{Outlook, TrainError, check_initial_weights, run_worker};
 
 use super::error::{CliError, print_error};
 use super::interrupts::Interrupts;
@@ -89,6 +90,19 @@ impl Validated {
             _ => self.located.place("parallel"),
         };
         Some(CliError::Config(format!("{place}: {error}")))
+    }
+
+    /// Refuses weights to begin with that the workers would refuse, unless the run called `run_id` goes on from a
+    /// checkpoint, which does not need them.
+    pub fn check_initial_weights(&self, run_id: &str) -> Result<(), CliError> {
+        let config = &self.located.config;
+        if !RunDir::begins(&config.run, run_id) {
+            return Ok(());
+        }
+        check_initial_weights(config).map_err(|error| {
+            let place = self.located.place("model.init_from");
+            CliError::Config(format!("{place}: {error}"))
+        })
     }
 
     /// Makes the folder of a run that only this node takes part in, or refuses the one that is there. A job of
@@ -254,6 +268,9 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::Model(_)
         | TrainError::Layout(_)
         | TrainError::Reduce(ReduceError::Unused { .. }) => false,
+        TrainError::Pretrained(error) => {
+            matches!(error, PretrainedError::Io { kind, .. } if is_transient(*kind))
+        }
         TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
         TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::NotSaved { .. }

@@ -99,6 +99,14 @@ impl Check<'_> {
         self.within("model.n_head", model.n_head, 1..=MAX_SIZE)?;
         self.within("model.n_embd", model.n_embd, 1..=MAX_SIZE)?;
         self.within("model.block_size", model.block_size, 1..=MAX_SIZE)?;
+        if self.is_blank("model.init_from") {
+            return self.refuse(
+                "model.init_from",
+                "empty",
+                "the path of a folder or of a `.safetensors` file",
+                None,
+            );
+        }
         let (channels, heads) = (model.n_embd, model.n_head);
         if model.kind == ModelKind::Gpt2 && channels % heads != 0 {
             if self.source.is_set("model.n_head") && !self.source.is_set("model.n_embd") {
@@ -363,7 +371,7 @@ impl Check<'_> {
 
     /// Number of tokens of the files of a key, as far as their headers tell.
     fn tokens(&self, key: &str, paths: &Paths, vocabulary: &Arc<Vocabulary>) -> Result<u64, ConfigError> {
-        if self.source.root.find(key).is_some_and(names_nothing) {
+        if self.is_blank(key) {
             let problem = format!("`{key}` is empty, expected the path of a file");
             return Err(self.source.error(key, problem, None));
         }
@@ -385,6 +393,11 @@ impl Check<'_> {
         };
         let words = format!("`{key}` is `{}`, which {problem}", path.display());
         self.source.error(key, words, hint)
+    }
+
+    /// True if the value is given as no characters, which is not left out.
+    fn is_blank(&self, key: &str) -> bool {
+        self.source.root.find(key).is_some_and(names_nothing)
     }
 
     fn within<T: PartialOrd + Display + Copy>(

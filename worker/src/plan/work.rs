@@ -58,6 +58,7 @@ mod tests {
             n_embd: 768,
             block_size: 1024,
             vocab_size: None,
+            init_from: None,
         };
         let of = |recompute| Work::of(&model, 124_475_904, recompute);
         assert_eq!(

@@ -3,6 +3,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
+//! | `origin.rs` | where its state comes from: the seed, published weights, a checkpoint |
 //! | `choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `trainer.rs` | the loop over the steps, and what is due between them |
@@ -33,6 +34,7 @@ mod feed;
 mod forecast;
 mod inspection;
 mod memory;
+mod origin;
 mod outlook;
 mod owned;
 mod progress;
@@ -73,6 +75,7 @@ use crate::session::Session;
 
 pub use error::TrainError;
 pub use forecast::{Advice, Candidate, Forecast, Machines};
+pub use origin::check_initial_weights;
 pub use outlook::{Buffers, Exchanges, Outlook};
 pub use remedy::Remedy;
 

@@ -22,6 +22,8 @@ pub(super) struct StartupFacts<'a> {
     pub(super) layout: &'a GradientLayout,
     /// What another number of ranks has changed, in words.
     pub(super) rescaled: Option<&'a str>,
+    /// The weights that it began with just now, in words.
+    pub(super) pretrained: Option<&'a str>,
     /// `train.steps` of the life that this one goes on from.
     pub(super) steps_before: Option<u64>,
 }
@@ -82,6 +84,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     ];
     let optional = [
         ("tokenizer", tokenizer(facts.dataset)),
+        ("initial weights", facts.pretrained.map(str::to_owned)),
         ("rescaled", facts.rescaled.map(str::to_owned)),
         ("optimizer state", offloaded(trainer, facts)),
         ("accumulation", accumulation(trainer, facts)),
