@@ -63,7 +63,7 @@ asked() {
 choose_batches() {
     local most=2
     while ((4 * most <= $1)); do most=$((2 * most)); done
-    read -r batches[124m] batches[350m] <<<"${GPU_BATCHES:-$most $((most / 2))}"
+    read -r "batches[124m]" "batches[350m]" <<<"${GPU_BATCHES:-$most $((most / 2))}"
 }
 
 # Ends the script where there is nothing to check, and finds out how ranks may share the card.

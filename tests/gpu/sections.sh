@@ -94,7 +94,7 @@ together() {
 # checkpoint, and comes to the end with the processor's losses.
 section_kill9() {
     training kill9-named 3 ranks.yaml train.micro_batch=2 train.steps=1000000 train.checkpoint_every=0
-    killing kill9-named 20 0 named
+    killing kill9-named 25 0 named
     training kill9-restart 2 ranks.yaml train.micro_batch=4
     killing kill9-restart 30 3 restart
     agrees kill9-restart f32 ranks-cpu
