@@ -34,6 +34,36 @@ where
     }
 }
 
+/// A whole number in groups of three: `1,234,567`.
+#[must_use]
+pub fn grouped(number: u64) -> String {
+    let digits = number.to_string();
+    let mut text = String::with_capacity(digits.len() * 4 / 3);
+    for (i, digit) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            text.push(',');
+        }
+        text.push(digit);
+    }
+    text
+}
+
+/// A size in binary units: `12.3 MiB`.
+#[must_use]
+pub fn bytes(number: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut value = number as f64;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{number} B"),
+        _ => format!("{value:.1} {}", UNITS[unit]),
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -56,5 +86,17 @@ mod tests {
             "ranks 0 to 2, 4, 6, 7"
         );
         assert_eq!(numbered("rank", &[2_usize, 1, 0]), "ranks 2, 1, 0");
+    }
+
+    #[test]
+    fn large_numbers_are_readable() {
+        assert_eq!(
+            [0, 999, 1000, 1_234_567].map(grouped),
+            ["0", "999", "1,000", "1,234,567"]
+        );
+        assert_eq!(
+            [12, 2048, 10_485_760, 3 << 40].map(bytes),
+            ["12 B", "2.0 KiB", "10.0 MiB", "3.0 TiB"]
+        );
     }
 }

@@ -18,7 +18,7 @@
 //! | [`host`] | who hosts the daemon | run it |
 //! | [`launch`] | `ddp-run`: puts the pieces together | |
 //! | [`serve`] | `ddp-rendezvous` | |
-//! | [`train`], [`doctor`], [`ckpt`] | `ddp-train` | |
+//! | [`train`], [`planner`], [`doctor`], [`ckpt`] | `ddp-train` | |
 //! | [`native`] | the only place that calls the worker's training | |
 //! | [`answer`] | prints what a program is only asked for | |
 //! | [`error`] | what can go wrong before the agent takes over | |
@@ -39,6 +39,7 @@ pub mod limits;
 pub mod native;
 pub mod numa;
 pub mod plan;
+pub mod planner;
 pub mod scheduler;
 pub mod secrets;
 pub mod serve;

@@ -10,15 +10,19 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
 use ddp_worker::checkpoint::{CheckpointError, ignore_file_size_signal};
-use ddp_worker::config::{self, Located, Resume, TrainConfig};
+use ddp_worker::config::{self, Located, Resume};
+pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
 use ddp_worker::data::DataError;
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
 use ddp_worker::parallel::{AgreementError, ReduceError};
+pub use ddp_worker::plan;
+use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-use ddp_worker::train::{Outlook, TrainError, run_worker};
+pub use ddp_worker::train::{Advice, Candidate, Forecast, Machines};
+use ddp_worker::train::{Outlook, TrainError, check_initial_weights, run_worker};
 
 use super::error::{CliError, print_error};
 use super::interrupts::Interrupts;
@@ -88,6 +92,19 @@ impl Validated {
         Some(CliError::Config(format!("{place}: {error}")))
     }
 
+    /// Refuses weights to begin with that the workers would refuse, unless the run called `run_id` goes on from a
+    /// checkpoint, which does not need them.
+    pub fn check_initial_weights(&self, run_id: &str) -> Result<(), CliError> {
+        let config = &self.located.config;
+        if !RunDir::begins(&config.run, run_id) {
+            return Ok(());
+        }
+        check_initial_weights(config).map_err(|error| {
+            let place = self.located.place("model.init_from");
+            CliError::Config(format!("{place}: {error}"))
+        })
+    }
+
     /// Makes the folder of a run that only this node takes part in, or refuses the one that is there. A job of
     /// several nodes leaves that to rank 0, because it may have begun before this node came.
     pub fn claim_out_dir(&self, run_id: &str) -> Result<(), CliError> {
@@ -116,6 +133,38 @@ impl Validated {
                     _ => CliError::Config(words),
                 }
             })
+    }
+}
+
+/// A configuration that is only planned with: its data need not be there.
+#[derive(Debug)]
+pub struct Draft {
+    located: Located,
+}
+
+impl Draft {
+    /// Reads and checks all but the data.
+    pub fn read(file: &Path, overrides: &[String]) -> Result<Self, CliError> {
+        let located = config::load_without_data(file, overrides);
+        let located = located.map_err(|error| CliError::Config(error.to_string()))?;
+        Ok(Self { located })
+    }
+
+    /// What it says of devices and types.
+    pub fn config(&self) -> &TrainConfig {
+        &self.located.config
+    }
+
+    /// What it would cost on such machines.
+    pub fn forecast(&self, machines: &Machines) -> Result<Forecast, CliError> {
+        let place = |key: &str| self.located.place(key);
+        Forecast::of(&self.located.config, machines).map_err(|error| {
+            let key = match error {
+                TrainError::ShardGroup { .. } => "parallel.shard_group",
+                _ => "parallel",
+            };
+            CliError::Config(format!("{}: {error}", place(key)))
+        })
     }
 }
 
@@ -220,6 +269,9 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::Model(_)
         | TrainError::Layout(_)
         | TrainError::Reduce(ReduceError::Unused { .. }) => false,
+        TrainError::Pretrained(error) => {
+            matches!(error, PretrainedError::Io { kind, .. } if is_transient(*kind))
+        }
         TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
         TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::NotSaved { .. }

@@ -339,9 +339,10 @@ fn validate(target: &Target) -> Result<Option<Validated>, CliError> {
     }
 }
 
-/// Makes the folder of a native run where no other node could, and says where it is.
+/// Sees that a native run can begin, makes its folder where no other node could, and says where it is.
 fn claim_out_dir(config: Option<&Validated>, job_id: &str, alone: bool) -> Result<Option<PathBuf>, CliError> {
     let Some(config) = config else { return Ok(None) };
+    config.check_initial_weights(job_id)?;
     if alone {
         config.claim_out_dir(job_id)?;
     }

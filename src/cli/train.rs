@@ -1,4 +1,4 @@
-//! `ddp-train`: the native worker in the foreground, checkpoints, and the doctor.
+//! `ddp-train`: the native worker in the foreground, plans, checkpoints, and the doctor.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,9 +7,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use super::doctor::{self, gpus};
-use super::{answer, ckpt, native, values};
+use super::{answer, ckpt, native, planner, values};
 
-/// Train a model in the foreground, look after checkpoints, and examine the machine.
+/// Train a model in the foreground, plan a run, look after checkpoints, and examine the machine.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-train", version, max_term_width = 100)]
 struct Args {
@@ -28,6 +28,8 @@ enum Command {
         #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
         overrides: Vec<String>,
     },
+    /// Say what a run would need and how long a step would take at least, on machines that need not be here
+    Plan(planner::PlanArgs),
     /// Inspect, verify, export and reshard checkpoints
     #[command(subcommand)]
     Ckpt(ckpt::Command),
@@ -49,6 +51,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     };
     match args.command {
         Command::Run { config, overrides } => native::run(&config, &overrides),
+        Command::Plan(args) => planner::run(&args),
         Command::Ckpt(command) => ckpt::run(&command),
         Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),
     }

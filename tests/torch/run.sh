@@ -1,11 +1,13 @@
 #!/usr/bin/env bash
-# Real PyTorch scripts under ddp-run, with gloo on the CPU. `cargo test` does not need PyTorch; these tests do.
+# Real PyTorch scripts under ddp-run, with gloo on the CPU, and weights to and from transformers. `cargo test` does not
+# need PyTorch; these tests do, and those of the weights are skipped without transformers.
 #
 #     tests/torch/run.sh                                   all of them
 #     PYTHON=/path/to/venv/bin/python tests/torch/run.sh   with another Python
 #     tests/torch/run.sh -k restart                        those whose name contains `restart`
+#     tests/torch/run.sh -k Weights                        those of the weights
 #
-# DDP_RUN=… takes a binary that is built already; DDP_RESTARTS=20 says how often the restart is tried.
+# DDP_RUN=… takes a binary that is built already, with `ddp-train` beside it; DDP_RESTARTS=20 says how often the restart is tried.
 # Exit code 77: PyTorch is missing, nothing was tested.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/../.." && pwd)
@@ -23,7 +25,7 @@ END
 fi
 
 if [[ -z ${DDP_RUN:-} ]]; then
-    cargo build --quiet --manifest-path "$root/Cargo.toml" --bin ddp-run
+    cargo build --quiet --manifest-path "$root/Cargo.toml" --bin ddp-run --bin ddp-train
     DDP_RUN=$root/target/debug/ddp-run
 fi
 export DDP_RUN

@@ -230,6 +230,7 @@ impl Sizes {
                 n_embd: self.channels,
                 block_size: 256,
                 vocab_size: None,
+                init_from: None,
             },
             data: config::Data {
                 train: data.to_owned(),

@@ -36,6 +36,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         n_embd: sizes.channels,
         block_size: sizes.positions,
         vocab_size: Some(sizes.vocab),
+        init_from: None,
     };
     let model = build(&config, sizes.vocab)?;
     let millions = model.param_count() as f64 / 1e6;

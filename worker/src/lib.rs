@@ -13,6 +13,7 @@
 //! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
 //! | [`libraries`] | which files of the machine are loaded at run time | what their functions do |
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
+//! | [`pretrained`] | published weights as first values | ranks |
 //! | [`plan`] | what a run costs before it runs | how it runs |
 //! | [`timeline`] | what ran when, as a trace and as a picture | what it was good for |
 //! | [`train`] | the loop of one rank | who started it |
@@ -33,6 +34,7 @@ pub mod ops;
 pub mod optim;
 pub mod parallel;
 pub mod plan;
+pub mod pretrained;
 pub mod session;
 pub mod timeline;
 pub mod train;

@@ -91,6 +91,7 @@ fn model(rank: &Rank, forgets: bool) -> (Model, ParamId) {
         n_embd: 32,
         block_size: 8,
         vocab_size: None,
+        init_from: None,
     };
     let mut model = model::build(&config, 64).unwrap();
     let skipped = model.params.iter().position(|p| p.name == SKIPPED).unwrap();

@@ -46,7 +46,8 @@ pub(super) enum Command {
         #[command(flatten)]
         which: Which,
     },
-    /// Write the parameters as one `model.safetensors` with a `config.json`, as other tools read them
+    /// Write the parameters as one `model.safetensors` with a `config.json`, as other tools and `model.init_from` read
+    /// them
     Export {
         #[command(flatten)]
         which: Which,

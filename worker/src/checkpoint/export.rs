@@ -19,7 +19,7 @@ const CONFIG: &str = "config.json";
 
 /// Writes the parameters of a checkpoint as one `model.safetensors`, with a `config.json`, to the new folder
 /// `target`, which appears when it is whole. A GPT-2 has the names, shapes and configuration keys of the published
-/// one. Memory is bounded by a few megabytes; every hash is checked on the way.
+/// one; [`crate::pretrained`] reads it back. Memory is bounded by a few megabytes; every hash is checked on the way.
 pub fn export(storage: &Arc<dyn Storage>, source: &Reader, target: &Path) -> Result<(), CheckpointError> {
     if target.symlink_metadata().is_ok() {
         return Err(CheckpointError::Occupied {
@@ -112,6 +112,10 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
     };
     if model["kind"] != "gpt2" {
         let mut config = model.clone();
+        if let Some(keys) = config.as_object_mut() {
+            // Where other weights lay, on another machine perhaps.
+            keys.remove("init_from");
+        }
         config["model_type"] = model["kind"].clone();
         config["torch_dtype"] = torch_dtype.into();
         config["vocab_size"] = json!(rows("wte.weight"));

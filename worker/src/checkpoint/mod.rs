@@ -7,6 +7,7 @@
 //! | `replacement.rs` | the latest step saved once more, with another content |
 //! | `coverage.rs` | do the pieces make up each tensor, without gaps and overlaps |
 //! | `extent.rs` | [`Extent`]: ranges of tensors, and their fair division |
+//! | `header.rs` | what a safetensors file says of itself |
 //! | `part.rs`, `part_writer.rs` | one safetensors file and the index of what is in it; writing it in bounded memory |
 //! | `reader.rs` | [`Reader`]: any range of any tensor, verified |
 //! | `retention.rs` | [`Keep`]: which checkpoints stay, and how the others go |
@@ -29,6 +30,7 @@ mod error;
 mod export;
 mod extent;
 mod file_size;
+mod header;
 mod layout;
 mod manifest;
 mod part;
@@ -47,6 +49,7 @@ pub use error::CheckpointError;
 pub use export::export;
 pub use extent::{Extent, share_of};
 pub use file_size::ignore_file_size_signal;
+pub(crate) use header::{Header, HeaderError, read_header};
 pub use layout::{Kind, file_stem, latest_step, step_name, step_to_go_on_from};
 pub use manifest::{Batch, FORMAT_VERSION, FileRecord, Manifest, PieceRecord, Rng, State, TensorRecord};
 pub use part_writer::PartWriter;

@@ -5,22 +5,18 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::fs::File;
-use std::io::Read as _;
 use std::path::Path;
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
+use super::header::{Header, HeaderError, read_header};
 use super::manifest::{FileRecord, PieceRecord, TensorRecord};
 use super::{CheckpointError, Extent};
 use crate::device::DType;
 
-/// Bytes before the header of a safetensors file: its length.
-const LENGTH_BYTES: usize = 8;
 /// The data begins at a multiple of it, so that a mapped file is aligned.
 const ALIGNMENT: usize = 8;
-/// Longest header that is read; the format's own limit.
-const MAX_HEADER_BYTES: u64 = 100_000_000;
 
 /// What one rank wrote: merged into the manifest by the rank that commits.
 #[derive(Debug, Serialize, Deserialize)]
@@ -140,21 +136,10 @@ pub(super) struct Entry {
 
 /// Reads the header of the safetensors file at `path`.
 pub(super) fn read_entries(path: &Path, file: &mut File) -> Result<HashMap<String, Entry>, CheckpointError> {
-    let failed = |e: std::io::Error| CheckpointError::io("read", path, &e);
-    let mut length = [0; LENGTH_BYTES];
-    file.read_exact(&mut length).map_err(failed)?;
-    let length = u64::from_le_bytes(length);
-    if length > MAX_HEADER_BYTES {
-        return Err(CheckpointError::damaged(
-            path,
-            format!("its header claims {length} bytes"),
-        ));
-    }
-    let mut json = vec![0; length as usize];
-    file.read_exact(&mut json).map_err(failed)?;
-    let metadata: Metadata = serde_json::from_slice(&json)
-        .map_err(|e| CheckpointError::damaged(path, format!("its header: {e}")))?;
-    let start = LENGTH_BYTES as u64 + length;
+    let Header { metadata, data } = read_header(file).map_err(|e| match e {
+        HeaderError::Io(e) => CheckpointError::io("read", path, &e),
+        HeaderError::Damaged(what) => CheckpointError::damaged(path, what),
+    })?;
     let mut entries = HashMap::new();
     for (name, info) in metadata.tensors() {
         let Some(dtype) = from_safetensors(info.dtype) else {
@@ -166,7 +151,7 @@ pub(super) fn read_entries(path: &Path, file: &mut File) -> Result<HashMap<Strin
         let (from, to) = info.data_offsets;
         let entry = Entry {
             dtype,
-            offset: start + from as u64,
+            offset: data + from as u64,
             bytes: (to - from) as u64,
         };
         entries.insert(name, entry);

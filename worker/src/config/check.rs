@@ -22,15 +22,19 @@ const MAX_STEPS: u64 = 1 << 40;
 /// Nobody looks at more of them side by side.
 const MAX_TIMELINE_STEPS: u64 = 100;
 
-/// Checks all that does not need another rank.
+/// Checks all that needs neither the data nor another rank.
 pub(super) fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let check = Check { config, source };
     check.run()?;
     check.model()?;
     check.train()?;
     check.optimizer()?;
-    check.parallel()?;
-    check.data()
+    check.parallel()
+}
+
+/// Checks the files of the data.
+pub(super) fn data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
+    Check { config, source }.data()
 }
 
 struct Check<'a> {
@@ -87,6 +91,14 @@ impl Check<'_> {
         self.within("model.n_head", model.n_head, 1..=MAX_SIZE)?;
         self.within("model.n_embd", model.n_embd, 1..=MAX_SIZE)?;
         self.within("model.block_size", model.block_size, 1..=MAX_SIZE)?;
+        if self.is_blank("model.init_from") {
+            return self.refuse(
+                "model.init_from",
+                "empty",
+                "the path of a folder or of a `.safetensors` file",
+                None,
+            );
+        }
         let (channels, heads) = (model.n_embd, model.n_head);
         if model.kind == ModelKind::Gpt2 && channels % heads != 0 {
             if self.source.is_set("model.n_head") && !self.source.is_set("model.n_embd") {
@@ -351,12 +363,7 @@ impl Check<'_> {
 
     /// Number of bytes of a data file that can be read.
     fn file(&self, key: &str, path: &Path) -> Result<u64, ConfigError> {
-        let given = self
-            .source
-            .root
-            .find(key)
-            .is_some_and(|n| matches!(&n.value, super::node::Value::Text(t) if t.is_empty()));
-        if given {
+        if self.is_blank(key) {
             return Err(self.source.error(
                 key,
                 format!("`{key}` is empty, expected the path of a text file"),
@@ -390,6 +397,12 @@ impl Check<'_> {
                 .error(key, format!("`{key}` is `{shown}`, which is empty"), None));
         }
         Ok(metadata.len())
+    }
+
+    /// True if the value is given as no characters, which is not left out.
+    fn is_blank(&self, key: &str) -> bool {
+        let found = self.source.root.find(key);
+        found.is_some_and(|node| matches!(&node.value, super::node::Value::Text(text) if text.is_empty()))
     }
 
     fn within<T: PartialOrd + Display + Copy>(

@@ -53,6 +53,7 @@ pub(super) fn all() -> &'static [String] {
                 n_embd: 1,
                 block_size: 1,
                 vocab_size: None,
+                init_from: None,
             },
             data: Data {
                 train: PathBuf::new(),

@@ -14,7 +14,7 @@ pub const MAX_FILE_BYTES: u64 = 1 << 20;
 /// A configuration that still knows where its values came from.
 #[derive(Clone, Debug)]
 pub struct Located {
-    /// The configuration; `data.*` are paths that can be opened from the current folder.
+    /// The configuration; `data.*` and `model.init_from` are paths that can be opened from the current folder.
     pub config: TrainConfig,
     source: Source,
 }
@@ -35,6 +35,13 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<TrainConfig, ConfigErro
 
 /// As [`load`], for callers that report errors of their own at a key's place.
 pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
+    let located = load_without_data(path, overrides)?;
+    check::data(&located.config, &located.source)?;
+    Ok(located)
+}
+
+/// As [`load_located`], for callers that train nothing: the data files need not be there.
+pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let text = read(path)?;
     let root = Node::parse(&text).map_err(|e| ConfigError {
         place: place_in(path, e.line),
@@ -64,6 +71,7 @@ pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, Config
     let folder = path.parent().unwrap_or(Path::new(""));
     config.data.train = folder.join(&config.data.train);
     config.data.val = config.data.val.map(|val| folder.join(val));
+    config.model.init_from = config.model.init_from.map(|weights| folder.join(weights));
     check::check(&config, &source)?;
     Ok(Located { config, source })
 }

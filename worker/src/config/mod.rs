@@ -7,7 +7,7 @@
 //! |---|---|
 //! | `schema.rs` | the sections as types: [`TrainConfig`] |
 //! | `offload.rs`, `rescale.rs`, `shard_group.rs`, `step_range.rs` | values of it that have a form of their own |
-//! | `load.rs` | [`load`], [`load_located`]: file and overrides to a checked configuration |
+//! | `load.rs` | [`load`], [`load_located`], [`load_without_data`]: file and overrides to a checked configuration |
 //! | `node.rs` | the YAML as a tree in which each value knows where it came from |
 //! | `overrides.rs` | `--set key=value` |
 //! | `de.rs` | from the tree to the types |
@@ -32,7 +32,7 @@ mod tests;
 mod words;
 
 pub use error::ConfigError;
-pub use load::{Located, MAX_FILE_BYTES, load, load_located};
+pub use load::{Located, MAX_FILE_BYTES, load, load_located, load_without_data};
 pub use offload::{Offload, OptimizerHome};
 pub use rescale::Rescale;
 pub use schema::{

@@ -93,6 +93,10 @@ pub struct Model {
     /// Size of the vocabulary; default: the tokenizer's.
     #[serde(default)]
     pub vocab_size: Option<usize>,
+    /// Weights to begin with, as [`crate::pretrained`] reads them; none: random ones, from the seed. A relative path counts
+    /// from the YAML's folder.
+    #[serde(default)]
+    pub init_from: Option<PathBuf>,
 }
 
 const fn one() -> usize {

@@ -329,6 +329,7 @@ fn data_that_cannot_be_used() {
     train.yaml:10: `data.train` is `gone.txt`, which cannot be read: No such file or directory (os error 2)
       hint: a relative path of `data` counts from the folder of the configuration
     ");
+    insta::assert_snapshot!(set("model.init_from=''"), @"`--set model.init_from=''`: `model.init_from` is empty, expected the path of a folder or of a `.safetensors` file");
     insta::assert_snapshot!(with("train: text.txt", "train: ''"), @"train.yaml:10: `data.train` is empty, expected the path of a text file");
     insta::assert_snapshot!(with("train: text.txt", "train: ."), @"train.yaml:10: `data.train` is `.`, which is not a regular file");
     insta::assert_snapshot!(with("block_size: 16", "block_size: 128"), @r"

@@ -83,6 +83,13 @@ impl RunDir {
         run.out_dir.clone().unwrap_or_else(default)
     }
 
+    /// True if the first life of a job would begin at step 0 in its folder, or be refused. Touches nothing.
+    #[must_use]
+    pub fn begins(run: &Run, run_id: &str) -> bool {
+        let found = checkpoint::step_to_go_on_from(&Self::resolve(run, run_id));
+        run.overwrite || !found.is_ok_and(|step| step.is_some())
+    }
+
     /// What to add to the command to go on with a run, in words.
     #[must_use]
     pub fn resume_words(run: &Run, run_id: &str) -> String {

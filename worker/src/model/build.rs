@@ -210,6 +210,7 @@ mod tests {
             n_embd: 768,
             block_size: 1024,
             vocab_size: None,
+            init_from: None,
         }
     }
 

@@ -110,6 +110,7 @@ mod tests {
                 n_embd,
                 block_size: positions,
                 vocab_size: Some(vocab),
+                init_from: None,
             };
             for dtype in [DType::F32, DType::Bf16] {
                 for what in [Recompute::None, Recompute::Selective, Recompute::Full] {

@@ -15,7 +15,7 @@ use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
 /// Added to the variance, as in GPT-2.
-const EPSILON: f64 = 1e-5;
+pub(crate) const EPSILON: f64 = 1e-5;
 /// Rows of one part of the work.
 const ROWS: usize = 32;
 

@@ -58,6 +58,7 @@ pub use cross_entropy::CrossEntropy;
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward};
 pub use fill::{Fill, Scale};
 pub use gelu::{GeluBackward, GeluForward};
+pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
 pub use layernorm::{LayerNormBackward, LayerNormForward};
 pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 pub use linear_gelu::{LinearGeluBackward, LinearGeluForward};

@@ -177,6 +177,7 @@ mod tests {
             n_embd: 8,
             block_size: 8,
             vocab_size: None,
+            init_from: None,
         };
         let model = model::build(&config, 256).unwrap();
         let layout = GradientLayout::of_model(&model, &LayoutConfig::new(2)).unwrap();

@@ -7,18 +7,33 @@
 //! | [`Traffic`] | bytes that a rank moves in a step |
 //! | [`GlobalBatch`] | samples and tokens of one optimizer step |
 //! | [`AllReduce`] | bytes that a rank moves for one buffer, and the least time that takes |
+//! | [`Exchange`], [`Among`] | what a step sends, by the group of ranks that it goes through |
+//! | [`Cluster`] | nodes, ranks and wires, and the least time of exchanges |
+//! | [`Work`] | arithmetic of a token |
+//! | [`StepBound`] | the least time of a step |
+//! | [`Accelerator`] | GPUs by their data sheets |
 //!
 //! Pure functions of sizes. Padding and buffers come on top, and follow from the layout: [`crate::train::Outlook`]
-//! adds them up for a configuration. What a run really holds and moves is measured and recorded in `metrics.jsonl`.
+//! adds them up for a configuration, and [`crate::train::Forecast`] compares the strategies. What a run really holds and moves is measured and recorded in `metrics.jsonl`.
 
+mod accelerator;
 mod all_reduce;
+mod cluster;
+mod exchange;
 mod footprint;
 mod global_batch;
 mod setting;
+mod step_bound;
 mod traffic;
+mod work;
 
+pub use accelerator::Accelerator;
 pub use all_reduce::AllReduce;
+pub use cluster::Cluster;
+pub use exchange::{Among, Exchange};
 pub use footprint::Footprint;
 pub use global_batch::GlobalBatch;
 pub use setting::Setting;
+pub use step_bound::StepBound;
 pub use traffic::Traffic;
+pub use work::Work;

@@ -10,6 +10,7 @@ use crate::device::DeviceError;
 use crate::metrics::RunFilesError;
 use crate::model::ModelError;
 use crate::parallel::{AgreementError, JoinError, LayoutError, ReduceError, ReplicasError};
+use crate::pretrained::PretrainedError;
 use crate::session::StoreError;
 
 /// Training failed on this rank.
@@ -164,6 +165,9 @@ pub enum TrainError {
     /// A checkpoint cannot be written or read.
     #[error(transparent)]
     Checkpoint(#[from] CheckpointError),
+    /// The weights that the run is to begin with cannot be used.
+    #[error(transparent)]
+    Pretrained(#[from] PretrainedError),
     /// The folder of the run, or a file in it, cannot be used.
     #[error(transparent)]
     RunFiles(#[from] RunFilesError),
@@ -229,6 +233,7 @@ impl TrainError {
             | Self::Agreement(AgreementError::Differs(_))
             | Self::Replicas(ReplicasError::Differ { .. })
             | Self::Reduce(ReduceError::Unused { .. })
+            | Self::Pretrained(_)
             | Self::Checkpoint(_) => true,
             _ => false,
         }

@@ -3,6 +3,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `setup.rs` | everything that happens once: files, other ranks, agreement, first values |
+//! | `origin.rs` | where its state comes from: the seed, published weights, a checkpoint |
 //! | `choice.rs` | which device this rank trains on |
 //! | `world.rs` | this rank among the others: device, stream, communicator |
 //! | `trainer.rs` | the loop over the steps, and what is due between them |
@@ -11,6 +12,7 @@
 //! | `skips.rs`, `inspection.rs` | a step whose numbers are not finite: what to do, and who saw it first |
 //! | `strategy.rs` | what a strategy holds of parameters and gradients |
 //! | `outlook.rs` | memory and traffic before anything is allocated: the formulas, and the buffers beside them |
+//! | `forecast.rs`, `remedy.rs` | what strategies would cost on machines that need not be here; what to change where none fits |
 //! | `replica.rs` | the model on this rank, and one micro-batch through it |
 //! | `exchange.rs` | numbers that every rank tells all others |
 //! | `evaluation.rs` | validation, each rank its share |
@@ -29,12 +31,15 @@ mod error;
 mod evaluation;
 mod exchange;
 mod feed;
+mod forecast;
 mod inspection;
 mod memory;
+mod origin;
 mod outlook;
 mod owned;
 mod progress;
 mod recorder;
+mod remedy;
 mod replica;
 mod rescale;
 mod resuming;
@@ -69,7 +74,10 @@ use crate::metrics::{MetricsLog, RunDir, Summary};
 use crate::session::Session;
 
 pub use error::TrainError;
-pub use outlook::{Buffers, Outlook};
+pub use forecast::{Advice, Candidate, Forecast, Machines};
+pub use origin::check_initial_weights;
+pub use outlook::{Buffers, Exchanges, Outlook};
+pub use remedy::Remedy;
 
 use recorder::{Recorder, say, warn};
 use rescale::ranks_divide;

@@ -6,12 +6,13 @@ use super::TrainError;
 use super::setup::Blueprint;
 use super::strategy::Scheme;
 use crate::config::{Accumulate, Strategy, TrainConfig};
+use crate::device::DType;
 use crate::model::Model;
 use crate::parallel::{
     Between, Dtypes, GradientLayout, Residence, StepTraffic, gathered_elements, gathering_slots,
     in_flight_slots,
 };
-use crate::plan::{Footprint, Setting, Traffic};
+use crate::plan::{Among, Exchange, Footprint, Setting, Traffic};
 
 /// A pure function of the configuration and the rank's place. Sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,6 +31,21 @@ pub struct Outlook {
     pub padded: u64,
     /// What a step moves, over padded units; with `sync: per-parameter`, which has no padding, at most.
     pub traffic: Traffic,
+    /// The collectives of which that is a rank's part.
+    pub exchanges: Exchanges,
+}
+
+/// The collectives of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Exchanges {
+    /// Gradients, within a copy of the state where it is sharded.
+    pub grads: Exchange,
+    /// Parameters, each counted as often as it is gathered.
+    pub params: Exchange,
+    /// Shards of gradients over the copies.
+    pub copies: Exchange,
+    /// Ranks of a copy.
+    pub shard_ranks: u64,
 }
 
 /// Bytes that a rank holds beside the formula's.
@@ -41,6 +57,44 @@ pub struct Buffers {
     pub in_flight: u64,
     /// Slots for parameters that are gathered at the moment.
     pub gathered: u64,
+}
+
+impl Exchanges {
+    fn of(sharded: &StepTraffic, setting: &Setting) -> Self {
+        let StepTraffic {
+            whole,
+            ranks,
+            copies,
+            gathered,
+            dtypes,
+        } = *sharded;
+        let exchange = |elements: usize, dtype: DType, times: u64, among| Exchange {
+            bytes: (elements * dtype.bytes()) as u64,
+            times,
+            among,
+        };
+        let grads = match setting.strategy {
+            Strategy::Ddp => exchange(whole, dtypes.reduced, 2, Among::Copies),
+            _ => exchange(whole, dtypes.reduced, setting.reductions(), Among::Shards),
+        };
+        let over_copies = match setting.strategy {
+            Strategy::Ddp => 0,
+            _ if copies == 1 => 0,
+            _ => 2,
+        };
+        Self {
+            grads,
+            params: exchange(gathered, dtypes.params, 1, Among::Shards),
+            copies: exchange(whole / ranks, dtypes.accumulated, over_copies, Among::Copies),
+            shard_ranks: ranks as u64,
+        }
+    }
+
+    /// All of them.
+    #[must_use]
+    pub const fn all(&self) -> [Exchange; 3] {
+        [self.grads, self.params, self.copies]
+    }
 }
 
 impl Outlook {
@@ -117,6 +171,7 @@ impl Outlook {
                     params: sharded.params(),
                 },
             },
+            exchanges: Exchanges::of(&sharded, &setting),
         }
     }
 
@@ -127,5 +182,57 @@ impl Outlook {
         let mut held = self.formula + self.buffers.padding;
         held.grads += self.buffers.in_flight;
         held
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ddp_proto::ids::WorldSize;
+
+    use super::*;
+    use crate::config;
+
+    /// A small GPT on 2 nodes of 4 ranks.
+    fn outlook(more: &str) -> Outlook {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.yaml");
+        let text = format!(
+            "model: {{kind: gpt2, n_layer: 2, n_head: 4, n_embd: 64, block_size: 32}}\ndata: {{train: absent.txt}}\n{more}"
+        );
+        std::fs::write(&path, text).unwrap();
+        let config = config::load_without_data(&path, &[]).unwrap().config;
+        let env = WorkerEnv {
+            world_size: WorldSize(8),
+            local_world_size: 4,
+            node_count: 2,
+            ..WorkerEnv::single()
+        };
+        Outlook::of(&config, &env).unwrap()
+    }
+
+    #[test]
+    fn a_ranks_part_of_all_exchanges_is_its_traffic() {
+        for strategy in ["ddp", "zero1", "zero2", "zero3"] {
+            for group in ["", ", shard_group: 2", ", shard_group: node"] {
+                let more = format!(
+                    "train: {{grad_accumulation: 3, precision: bf16}}\nparallel: {{strategy: {strategy}{group}}}"
+                );
+                if strategy == "ddp" && !group.is_empty() {
+                    continue;
+                }
+                let Outlook {
+                    exchanges, traffic, ..
+                } = outlook(&more);
+                let shards = exchanges.shard_ranks;
+                let part = |exchange: Exchange| match exchange.among {
+                    Among::Shards => exchange.bytes_a_rank(shards),
+                    Among::Copies => exchange.bytes_a_rank(8 / shards),
+                };
+                let all: u64 = exchanges.all().into_iter().map(part).sum();
+                assert!(all > 0, "{more}");
+                assert_eq!(all, traffic.total(), "{more}");
+                assert_eq!(part(exchanges.params), traffic.params, "{more}");
+            }
+        }
     }
 }

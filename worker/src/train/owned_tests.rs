@@ -49,6 +49,7 @@ fn model() -> Model {
         n_embd: 48,
         block_size: 12,
         vocab_size: None,
+        init_from: None,
     };
     model::build(&config, 256).unwrap()
 }

@@ -2,6 +2,8 @@
 
 use std::time::{Duration, Instant};
 
+use ddp_proto::words::grouped;
+
 /// Bounds of the time between two step lines, which is a hundredth of the run so far.
 const LINE_INTERVALS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
@@ -72,34 +74,6 @@ impl Pace {
     }
 }
 
-/// `1,234,567`
-pub(super) fn grouped(number: u64) -> String {
-    let digits = number.to_string();
-    let mut text = String::with_capacity(digits.len() * 4 / 3);
-    for (i, digit) in digits.chars().enumerate() {
-        if i > 0 && (digits.len() - i).is_multiple_of(3) {
-            text.push(',');
-        }
-        text.push(digit);
-    }
-    text
-}
-
-/// `12.3 MiB`
-pub(super) fn bytes(number: u64) -> String {
-    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
-    let mut value = number as f64;
-    let mut unit = 0;
-    while value >= 1024.0 && unit + 1 < UNITS.len() {
-        value /= 1024.0;
-        unit += 1;
-    }
-    match unit {
-        0 => format!("{number} B"),
-        _ => format!("{value:.1} {}", UNITS[unit]),
-    }
-}
-
 /// `00:42`, or `1:02:03`.
 fn clock(seconds: f64) -> String {
     let seconds = seconds.round().max(0.0) as u64;
@@ -161,15 +135,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_are_readable() {
-        assert_eq!(
-            [0, 999, 1000, 1_234_567].map(grouped),
-            ["0", "999", "1,000", "1,234,567"]
-        );
-        assert_eq!(
-            [12, 2048, 10_485_760, 3 << 40].map(bytes),
-            ["12 B", "2.0 KiB", "10.0 MiB", "3.0 TiB"]
-        );
+    fn the_time_left_is_readable() {
         assert_eq!([0.4, 62.0, 3723.0].map(clock), ["00:00", "01:02", "1:02:03"]);
     }
 }

@@ -13,6 +13,7 @@ use crate::model::{
 use crate::ops::Fill;
 use crate::optim::{AdamW, evict};
 use crate::parallel::Weights;
+use crate::pretrained::PretrainedWeights;
 
 /// See the module.
 pub(super) struct Replica {
@@ -69,19 +70,33 @@ impl Replica {
         })
     }
 
-    /// The first values of the parameters that this rank owns, from the seed alone, into the masters.
-    pub(super) fn initialise(&self, adamw: &AdamW, seed: u64) {
+    /// The first values of the parameters that this rank owns, into the masters: published ones as far as there are some,
+    /// the others from the seed alone.
+    pub(super) fn initialise(
+        &self,
+        adamw: &AdamW,
+        seed: u64,
+        pretrained: Option<&PretrainedWeights>,
+    ) -> Result<(), TrainError> {
         let masters = adamw.masters(self.weights.own());
         for piece in self.weights.sharding().own_pieces() {
             let spec = &self.model.params[piece.param.0];
-            let mut values = vec![0_f32; piece.elements.len()];
-            model::fill_init(spec, piece.param, seed, piece.elements, &mut values);
+            let (id, elements) = (piece.param, piece.elements);
+            let mut values = vec![0_f32; elements.len()];
+            let published = pretrained.map_or(0, |weights| weights.elements(id));
+            let cut = published.clamp(elements.start, elements.end);
+            let (first, rest) = values.split_at_mut(cut - elements.start);
+            if let Some(weights) = pretrained {
+                weights.read(id, elements.start..cut, first)?;
+            }
+            model::fill_init(spec, id, seed, cut..elements.end, rest);
             let target = masters.slice(&piece.place);
             adamw
                 .device()
                 .upload(self.world.stream, &target, bytemuck::cast_slice(&values));
             evict(&target);
         }
+        Ok(())
     }
 
     /// Makes each position's gradient count by `factor`: 1/(B·T) for the gradient of a micro-batch's mean.

@@ -75,8 +75,8 @@ fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainErro
     };
     for pointer in FIXED_KEYS {
         let path = pointer[1..].replace('/', ".");
-        let values = (now.config.pointer(pointer), then.config.pointer(pointer));
-        if let Some((key, found, begun)) = difference(&path, values.0, values.1) {
+        let [now, then] = [now, then].map(|state| lasting(&state.config, pointer));
+        if let Some((key, found, begun)) = difference(&path, now.as_ref(), then.as_ref()) {
             return Err(contradiction(&key, found, begun));
         }
     }
@@ -93,6 +93,17 @@ fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainErro
         )),
         _ => Ok(()),
     }
+}
+
+/// A section without what counts only at the beginning of a run: the checkpoint has what became of it.
+fn lasting(config: &Value, pointer: &str) -> Option<Value> {
+    let mut section = config.pointer(pointer)?.clone();
+    if pointer == "/model"
+        && let Some(keys) = section.as_object_mut()
+    {
+        keys.remove("init_from");
+    }
+    Some(section)
 }
 
 /// First difference between two values, by path: key, value now, value then.

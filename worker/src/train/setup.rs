@@ -8,6 +8,7 @@ use ddp_proto::env::WorkerEnv;
 use super::choice::Choice;
 use super::evaluation::Evaluation;
 use super::exchange::Exchange;
+use super::origin::{Origin, check_initial_weights};
 use super::replica::Replica;
 use super::rescale::{Before, rescale};
 use super::resuming;
@@ -20,7 +21,7 @@ use super::trainer::Trainer;
 use super::window::Window;
 use super::world::{World, threads, timeout};
 use super::{Substitutes, TrainError, WrapTransport};
-use crate::checkpoint::{Batch, Disk, Reader, State, Storage};
+use crate::checkpoint::{Batch, Disk, State, Storage};
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Strategy, TrainConfig};
 use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Tokens};
@@ -46,6 +47,8 @@ pub(super) struct Prepared<'a> {
     pub(super) dataset: Dataset,
     /// What another number of ranks has changed, in words.
     pub(super) rescaled: Option<String>,
+    /// The weights that it began with just now, in words.
+    pub(super) pretrained: Option<String>,
     /// `train.steps` of the life that saved the checkpoint which this one goes on from.
     pub(super) steps_before: Option<u64>,
 }
@@ -60,6 +63,7 @@ impl Prepared<'_> {
             reductions: self.reducer.operations(),
             layout: self.reducer.layout(),
             rescaled: self.rescaled.as_deref(),
+            pretrained: self.pretrained.as_deref(),
             steps_before: self.steps_before,
         }
     }
@@ -100,7 +104,7 @@ pub(super) struct Opened {
     transport: Option<WrapTransport>,
     /// What every checkpoint says of the run.
     identity: State,
-    saved: Option<Reader>,
+    origin: Origin,
     rescaled: Option<String>,
 }
 
@@ -117,17 +121,20 @@ pub(super) fn open(
     let choice = Choice::of(config, session, parts.device)?;
     let signature = signature(config, &blueprint.model, &blueprint.layout, &dataset)?;
     agree(config, session, signature, &choice)?;
+    if !is_restarted(env) && RunDir::begins(&config.run, &env.run_id) {
+        // Before the folder is made, or emptied.
+        check_initial_weights(config)?;
+    }
     let (run_dir, start) = open_run_dir(config, session)?;
     // Checkpoints tell of the configuration as it was given.
     let mut identity = identity(config, fingerprint(&dataset.train)?);
-    let saved = match start {
-        Start::Fresh => None,
-        Start::Resume { step } => Some(resuming::open(run_dir.path(), step, &identity)?),
+    let origin = match start {
+        Start::Fresh => Origin::of_new(config, &blueprint.model, session)?,
+        Start::Resume { step } => Origin::Checkpoint(resuming::open(run_dir.path(), step, &identity)?),
     };
     let mut config = config.clone();
     let (ranks, given) = (u64::from(env.world_size.get()), config.train.grad_accumulation);
-    let before = saved.as_ref().map(|saved| &saved.manifest().state);
-    let rescaled = match before.and_then(Before::of) {
+    let rescaled = match origin.saved().and_then(Before::of) {
         None => None,
         Some(before) => rescale(&mut config.train, ranks, &before)?,
     };
@@ -146,7 +153,7 @@ pub(super) fn open(
         storage: parts.storage,
         transport: parts.transport,
         identity,
-        saved,
+        origin,
         rescaled,
     };
     Ok((config, opened))
@@ -211,8 +218,8 @@ pub(super) fn prepare<'a>(
         world,
         replica,
     };
-    begin(&mut trainer, opened.saved.as_ref(), &dataset)?;
-    let saved = opened.saved.as_ref().map(|saved| &saved.manifest().state.config);
+    begin(&mut trainer, &opened.origin, &dataset)?;
+    let saved = opened.origin.saved().map(|state| &state.config);
     Ok(Prepared {
         steps_before: saved.and_then(|config| config.pointer("/train/steps")?.as_u64()),
         trainer,
@@ -220,6 +227,7 @@ pub(super) fn prepare<'a>(
         run_dir,
         dataset,
         rescaled: opened.rescaled,
+        pretrained: opened.origin.weights_words(),
     })
 }
 
@@ -250,7 +258,7 @@ fn state_device(
 }
 
 /// The model that the configuration describes, before anybody watches its blocks.
-fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
+pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
     let model = model::build(&config.model, Dataset::vocab_size(config.data.tokenizer))?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
 }
@@ -300,17 +308,15 @@ fn replicas(
     })
 }
 
-/// Parameters and moments of the checkpoint, or first values from the seed; then the same on all ranks.
-fn begin(trainer: &mut Trainer<'_>, saved: Option<&Reader>, dataset: &Dataset) -> Result<(), TrainError> {
+/// Parameters and moments of the checkpoint, or first values; then the same on all ranks.
+fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
     let config = trainer.config;
     trainer.checkpoints_here(|checkpoints, here| checkpoints.reserve(here, config))?;
-    match saved {
-        None => {
-            trainer
-                .replica
-                .initialise(&trainer.adamw, trainer.config.run.seed);
-        }
-        Some(saved) => {
+    let (replica, adamw, seed) = (&trainer.replica, &trainer.adamw, config.run.seed);
+    match origin {
+        Origin::Seed => replica.initialise(adamw, seed, None)?,
+        Origin::Pretrained(weights) => replica.initialise(adamw, seed, Some(weights))?,
+        Origin::Checkpoint(saved) => {
             trainer.checkpoints_here(|checkpoints, here| checkpoints.load(here, saved))?;
             let state = &saved.manifest().state;
             trainer.loader =
@@ -387,6 +393,11 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
     Loader::new(dataset.train.clone(), sampler, shape, block_size).ending(config.data.last_batch)
 }
 
+/// It is a life of the job after its first.
+fn is_restarted(env: &WorkerEnv) -> bool {
+    env.restart_count > 0 || env.generation.get() > 1
+}
+
 fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Start), TrainError> {
     let env = session.env();
     let request = Request {
@@ -395,7 +406,7 @@ fn open_run_dir(config: &TrainConfig, session: &Session) -> Result<(RunDir, Star
         token: Some(env.run_token.as_ref().unwrap_or(&env.run_id)),
         // Other launchers have no token, and run ids that others have too.
         is_unique: env.run_token.is_some(),
-        restarted: env.restart_count > 0 || env.generation.get() > 1,
+        restarted: is_restarted(env),
         rank: env.rank.get(),
         world_size: env.world_size.get(),
         deadline: Instant::now() + timeout(config),
@@ -437,6 +448,7 @@ fn signature(
         ("/train", "threads"),
         ("/train/offload", "dir"),
         ("/run", "out_dir"),
+        ("/model", "init_from"),
         ("", "launch"),
     ] {
         if let Some(section) = document.pointer_mut(section).and_then(|s| s.as_object_mut()) {

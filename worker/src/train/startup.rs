@@ -1,10 +1,9 @@
 //! What rank 0 says before the first step: what is trained, on what, and with how much memory.
 
 use comfy_table::{Table, presets};
-use ddp_proto::words::counted;
+use ddp_proto::words::{bytes, counted, grouped};
 
 use super::outlook::Outlook;
-use super::progress::{bytes, grouped};
 use super::strategy::Scheme;
 use super::trainer::Trainer;
 use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
@@ -23,6 +22,8 @@ pub(super) struct StartupFacts<'a> {
     pub(super) layout: &'a GradientLayout,
     /// What another number of ranks has changed, in words.
     pub(super) rescaled: Option<&'a str>,
+    /// The weights that it began with just now, in words.
+    pub(super) pretrained: Option<&'a str>,
     /// `train.steps` of the life that this one goes on from.
     pub(super) steps_before: Option<u64>,
 }
@@ -87,6 +88,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         ("out_dir", facts.out_dir.display().to_string()),
     ];
     let optional = [
+        ("initial weights", facts.pretrained.map(str::to_owned)),
         ("rescaled", facts.rescaled.map(str::to_owned)),
         ("optimizer state", offloaded(trainer, facts)),
         ("accumulation", accumulation(trainer, facts)),
@@ -346,8 +348,8 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
 mod tests {
     use super::*;
     use crate::config::LearningRate;
-    use crate::plan::{Setting, Traffic};
-    use crate::train::outlook::Buffers;
+    use crate::plan::{Among, Exchange, Setting, Traffic};
+    use crate::train::outlook::{Buffers, Exchanges};
 
     #[test]
     fn the_line_of_a_scaled_learning_rate() {
@@ -382,6 +384,11 @@ mod tests {
     /// Of seven billion parameters, and no padding.
     fn seven_billion(setting: Setting, in_flight: u64, gathered: u64) -> Outlook {
         let parameters = 7_000_000_000;
+        let nothing = Exchange {
+            bytes: 0,
+            times: 0,
+            among: Among::Shards,
+        };
         Outlook {
             setting,
             parameters,
@@ -394,6 +401,12 @@ mod tests {
             activations: 48 << 30,
             padded: parameters,
             traffic: Traffic::of(&setting, parameters),
+            exchanges: Exchanges {
+                grads: nothing,
+                params: nothing,
+                copies: nothing,
+                shard_ranks: setting.ranks,
+            },
         }
     }
 

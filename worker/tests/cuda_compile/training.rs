@@ -76,6 +76,7 @@ impl Job {
             n_embd: self.channels,
             block_size: self.positions,
             vocab_size: None,
+            init_from: None,
         };
         build(&config, self.vocab).unwrap()
     }

@@ -25,6 +25,7 @@ fn step(device: &Arc<dyn Device>) -> [Vec<f32>; 2] {
         n_embd: 16,
         block_size: POSITIONS,
         vocab_size: None,
+        init_from: None,
     };
     let model = build(&config, VOCAB).unwrap();
     let stream = device.stream();

@@ -59,6 +59,7 @@ impl Job {
             n_embd: 16,
             block_size: 16,
             vocab_size: None,
+            init_from: None,
         };
         let data = config::Data {
             train,

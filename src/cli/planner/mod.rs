@@ -1,0 +1,101 @@
+//! `ddp-train plan`: what a run needs before it runs, on machines that need not be here.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `quantity.rs` | sizes and rates as people write them |
+//! | `device.rs` | the device that is planned for: named, described, or found on this machine |
+//! | `report.rs` | the forecast as tables or as JSON |
+
+mod device;
+mod quantity;
+mod report;
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Args;
+
+use super::error::{CliError, print_error};
+use super::native::plan::Cluster;
+use super::native::{Draft, Machines};
+use super::{answer, values};
+use device::Planned;
+
+/// More of them is a slipped digit.
+const MAX_COUNT: i64 = 1 << 14;
+/// Ranks of a node where nobody says how many: as most machines with GPUs have.
+const RANKS_A_NODE: u32 = 8;
+
+/// What is planned, and for which machines.
+#[derive(Debug, Args)]
+pub(super) struct PlanArgs {
+    /// The configuration; its data need not be there
+    #[arg(value_name = "FILE.yaml")]
+    config: PathBuf,
+    /// Override one value, for example `--set train.micro_batch=4`; may be repeated
+    #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
+    overrides: Vec<String>,
+    /// Nodes
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
+    nnodes: u32,
+    /// Ranks on each, one a GPU
+    #[arg(long, value_name = "N", default_value_t = RANKS_A_NODE, value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
+    nproc_per_node: u32,
+    /// A device by its data sheet: a100-40gb, a100, h100, h200 or b200; without it, the first GPU of this machine
+    #[arg(long, value_name = "NAME", value_parser = device::named)]
+    gpu: Option<super::native::plan::Accelerator>,
+    /// Memory of a device, for example `80GB`; with `parallel.backend: cpu` a rank's part of it
+    #[arg(long, value_name = "SIZE", value_parser = quantity::size)]
+    memory: Option<u64>,
+    /// What driver and libraries take of it
+    #[arg(long, value_name = "SIZE", default_value = "2GB", value_parser = quantity::size)]
+    reserve: u64,
+    /// Floating-point operations a second of a device in `train.precision`, for example `989T`
+    #[arg(long, value_name = "RATE", value_parser = quantity::operations_a_second)]
+    flops: Option<f64>,
+    /// Share of them that training reaches; 1 gives bounds, which nothing exceeds
+    #[arg(long, value_name = "SHARE", default_value_t = 1.0, value_parser = quantity::share)]
+    mfu: f64,
+    /// What a rank sends to the ranks of its node, for example `450GB/s`
+    #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
+    link: Option<f64>,
+    /// What a node sends to the others, all its adapters together, for example `3200Gb/s`
+    #[arg(long, value_name = "RATE", value_parser = quantity::bytes_a_second)]
+    network: Option<f64>,
+    /// Print JSON, for programs
+    #[arg(long)]
+    json: bool,
+}
+
+/// Main of `ddp-train plan`.
+pub(super) fn run(args: &PlanArgs) -> ExitCode {
+    match plan(args) {
+        Ok(text) => answer::give(text),
+        Err(error) => {
+            print_error(&error);
+            ExitCode::from(error.exit_code())
+        }
+    }
+}
+
+fn plan(args: &PlanArgs) -> Result<String, CliError> {
+    let draft = Draft::read(&args.config, &args.overrides)?;
+    let device = Planned::of(args, draft.config());
+    let machines = Machines {
+        cluster: Cluster {
+            nodes: args.nnodes.into(),
+            ranks_a_node: args.nproc_per_node.into(),
+            link: device.link,
+            network: args.network,
+        },
+        memory: device.memory.map(|memory| memory.saturating_sub(device.reserve)),
+        flops: device.flops.map(|flops| flops * args.mfu),
+        has_own_memory: device.has_own_memory,
+    };
+    let forecast = draft.forecast(&machines)?;
+    Ok(if args.json {
+        format!("{:#}\n", report::json(&forecast, &machines))
+    } else {
+        report::text(&forecast, &machines, &device, args.mfu)
+    })
+}

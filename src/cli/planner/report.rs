@@ -1,0 +1,468 @@
+//! A forecast for people, as tables, and for programs, as JSON.
+
+use std::fmt::Write as _;
+
+use comfy_table::{CellAlignment, Table, presets};
+use ddp_proto::words::{bytes, counted, grouped};
+use serde_json::{Value, json};
+
+use super::device::Planned;
+use crate::cli::native::plan::{Cluster, GlobalBatch};
+use crate::cli::native::{Advice, Candidate, Forecast, Machines, Strategy};
+
+/// What a cell says of a number that is not known.
+const UNKNOWN: &str = "–";
+/// Rows of such cells only are left out.
+const NOTHING: [&str; 2] = ["0 B", "0.000 ms"];
+
+/// For people.
+pub(super) fn text(forecast: &Forecast, machines: &Machines, device: &Planned, mfu: f64) -> String {
+    let mut text = lines(&facts(forecast, machines, device, mfu));
+    text.push('\n');
+    // What is reckoned with less than the whole rate is no bound any more.
+    let [least, most] = if mfu < 1.0 {
+        ["", ""]
+    } else {
+        [", at least", ", at most"]
+    };
+    text.push_str(&strategies(forecast, machines, [least, most]));
+    text.push('\n');
+    text.push_str(&advice(forecast, machines));
+    if forecast.scaling.len() > 1 && forecast.scaling.iter().all(|point| point.bound.is_some()) {
+        text.push('\n');
+        text.push_str(&scaling(forecast, [least, most]));
+    }
+    text
+}
+
+fn facts(
+    forecast: &Forecast,
+    machines: &Machines,
+    device: &Planned,
+    mfu: f64,
+) -> Vec<(&'static str, String)> {
+    let (cluster, batch) = (machines.cluster, forecast.batch);
+    let mut of_device = device.source.clone();
+    if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
+        let _ = write!(of_device, "; {} of its {} to train in", bytes(memory), bytes(all));
+    }
+    if let Some(flops) = device.flops {
+        let _ = write!(of_device, "; {} TFLOP/s", shortened(flops / 1e12));
+        if mfu < 1.0 {
+            let _ = write!(of_device, ", of which {mfu} are reached");
+        }
+    }
+    let tokens_a_rank = batch.tokens() / batch.ranks;
+    vec![
+        (
+            "model",
+            format!("{}, {} parameters", forecast.model, grouped(forecast.parameters)),
+        ),
+        (
+            "ranks",
+            format!(
+                "{} = {} × {}",
+                cluster.ranks(),
+                counted(cluster.nodes, "node"),
+                cluster.ranks_a_node
+            ),
+        ),
+        ("device", of_device),
+        ("wires", wires(&cluster)),
+        (
+            "global batch",
+            format!(
+                "{} samples = {} tokens ({} × {} × {} of {} tokens)",
+                grouped(batch.samples()),
+                grouped(batch.tokens()),
+                counted(batch.ranks, "rank"),
+                counted(batch.accumulation, "micro-batch"),
+                counted(batch.micro_batch, "sample"),
+                grouped(batch.block_size),
+            ),
+        ),
+        (
+            "arithmetic",
+            format!(
+                "{} GFLOP a token{}, {} TFLOP a rank and step",
+                shortened(forecast.work.total() as f64 / 1e9),
+                match forecast.work.repeated {
+                    0 => String::new(),
+                    repeated => format!(", {} of it again", shortened(repeated as f64 / 1e9)),
+                },
+                shortened(forecast.work.total() as f64 * tokens_a_rank as f64 / 1e12),
+            ),
+        ),
+    ]
+}
+
+fn wires(cluster: &Cluster) -> String {
+    let rate = |rate: f64| format!("{} GB/s", shortened(rate / 1e9));
+    let mut wires = Vec::new();
+    if cluster.ranks_a_node > 1 {
+        wires.push(match cluster.link {
+            Some(link) => format!("{} from a rank to those of its node", rate(link)),
+            None => "not known within a node: `--link`".to_owned(),
+        });
+    }
+    if cluster.nodes > 1 {
+        wires.push(match cluster.network {
+            Some(network) => format!("{} from a node to the others", rate(network)),
+            None => "not known between nodes: `--network`".to_owned(),
+        });
+    }
+    if wires.is_empty() {
+        return "none: one rank".to_owned();
+    }
+    wires.join(", ")
+}
+
+/// A strategy a column. `bounds` is said of times and of rates.
+fn strategies(forecast: &Forecast, machines: &Machines, bounds: [&str; 2]) -> String {
+    type Cell<'a> = Box<dyn Fn(&Candidate) -> String + 'a>;
+    let known =
+        |value: Option<f64>, words: &dyn Fn(f64) -> String| value.map_or_else(|| UNKNOWN.to_owned(), words);
+    let tokens = forecast.batch.tokens() as f64;
+    let [step_title, rate_title] = [format!("a step{}", bounds[0]), format!("tokens/s{}", bounds[1])];
+    let mut rows: Vec<(&str, Cell<'_>)> = vec![
+        ("parameters", Box::new(|c| bytes(c.outlook.held().params))),
+        ("gathered", Box::new(|c| bytes(c.outlook.buffers.gathered))),
+        ("gradients", Box::new(|c| bytes(c.outlook.held().grads))),
+        ("optimizer", Box::new(|c| bytes(c.outlook.held().optimizer))),
+        ("activations", Box::new(|c| bytes(c.outlook.activations))),
+        ("on the device", Box::new(|c| bytes(c.held))),
+    ];
+    if machines.memory.is_some() {
+        let words = |fits| if fits { "yes" } else { "no" };
+        rows.push((
+            "fits",
+            Box::new(move |c| c.fits.map_or(UNKNOWN, words).to_owned()),
+        ));
+    }
+    rows.push(("a rank moves", Box::new(|c| bytes(c.outlook.traffic.total()))));
+    if machines.flops.is_some() {
+        rows.push(("arithmetic", Box::new(move |c| known(c.compute, &duration))));
+    }
+    if forecast.candidates.iter().any(|c| c.communication.is_some()) {
+        rows.push((
+            "communication",
+            Box::new(move |c| known(c.communication, &duration)),
+        ));
+    }
+    if forecast.candidates.iter().any(|c| c.bound.is_some()) {
+        let step = |c: &Candidate| c.bound.map(|bound| bound.seconds());
+        rows.push((&step_title, Box::new(move |c| known(step(c), &duration))));
+        let rate = move |c: &Candidate| step(c).map(|seconds| tokens / seconds);
+        rows.push((
+            &rate_title,
+            Box::new(move |c| known(rate(c), &|rate| grouped(rate as u64))),
+        ));
+    }
+    let names = forecast.candidates.iter().map(|c| name(c).to_owned());
+    let mut table = vec![std::iter::once(String::new()).chain(names).collect()];
+    for (title, cell) in rows {
+        let cells: Vec<String> = forecast.candidates.iter().map(cell).collect();
+        if cells.iter().all(|cell| NOTHING.contains(&cell.as_str())) {
+            continue;
+        }
+        table.push(std::iter::once(title.to_owned()).chain(cells).collect());
+    }
+    columns(table)
+}
+
+fn name(candidate: &Candidate) -> &'static str {
+    match candidate.strategy {
+        Strategy::Ddp => "ddp",
+        Strategy::Zero1 => "zero1",
+        Strategy::Zero2 => "zero2",
+        Strategy::Zero3 => "zero3",
+    }
+}
+
+fn advice(forecast: &Forecast, machines: &Machines) -> String {
+    let (Some(advice), Some(memory)) = (&forecast.advice, machines.memory) else {
+        return "Which strategy to take depends on the memory of a device: `--gpu` or `--memory`.\n"
+            .to_owned();
+    };
+    match advice {
+        Advice::Take(strategy, why) => {
+            let taken = forecast.candidates.iter().find(|c| c.strategy == *strategy);
+            format!(
+                "Take `parallel.strategy: {}`: {why}.\n",
+                taken.map_or("ddp", name)
+            )
+        }
+        Advice::Change(remedies) if remedies.is_empty() => format!(
+            "Nothing fits into {}, not even with the smallest batches and everything recomputed on more nodes.\n",
+            bytes(memory)
+        ),
+        Advice::Change(remedies) => {
+            let mut text = format!(
+                "Nothing fits into {}. `zero3` would with one of these:\n",
+                bytes(memory)
+            );
+            for remedy in remedies {
+                let _ = writeln!(text, "  {}: {}", remedy.change, bytes(remedy.held));
+            }
+            text
+        }
+    }
+}
+
+/// More ranks, each with as much to do.
+fn scaling(forecast: &Forecast, [least, most]: [&str; 2]) -> String {
+    let [step, rate] = [format!("a step{least}"), format!("tokens/s{most}")];
+    let title = ["ranks", "nodes", "global batch", &step, &rate, "computing"];
+    let mut table = vec![title.map(str::to_owned).to_vec()];
+    for point in &forecast.scaling {
+        let Some(bound) = point.bound else { continue };
+        let ranks = point.cluster.ranks();
+        let batch = GlobalBatch {
+            ranks,
+            ..forecast.batch
+        };
+        table.push(vec![
+            ranks.to_string(),
+            point.cluster.nodes.to_string(),
+            grouped(batch.samples()),
+            duration(bound.seconds()),
+            grouped((batch.tokens() as f64 / bound.seconds()) as u64),
+            format!("{:.0} %", bound.efficiency() * 100.0),
+        ]);
+    }
+    let strategy = forecast.scaling.first().map_or("", name);
+    format!(
+        "With `{strategy}` and as much work for each rank:\n{}",
+        columns(table)
+    )
+}
+
+/// Numbers to the right, under their titles.
+fn columns(rows: Vec<Vec<String>>) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    for row in rows {
+        table.add_row(row);
+    }
+    for column in table.column_iter_mut().skip(1) {
+        column.set_cell_alignment(CellAlignment::Right);
+    }
+    table.trim_fmt() + "\n"
+}
+
+fn lines(rows: &[(&str, String)]) -> String {
+    let mut text = String::new();
+    for (name, value) in rows {
+        let _ = writeln!(text, "{name:<14}  {value}");
+    }
+    text
+}
+
+/// `12.3 ms`, `12.3 s`
+fn duration(seconds: f64) -> String {
+    if seconds < 10.0 {
+        format!("{} ms", shortened(seconds * 1e3))
+    } else {
+        format!("{} s", shortened(seconds))
+    }
+}
+
+/// Three digits that count: `0.123`, `12.3`, `1234`.
+fn shortened(number: f64) -> String {
+    let digits = match number.abs() {
+        n if n >= 99.95 => 0,
+        n if n >= 9.995 => 1,
+        n if n >= 0.9995 => 2,
+        _ => 3,
+    };
+    format!("{number:.digits$}")
+}
+
+/// For programs: names of keys are stable. Bytes and seconds; `null` is not known.
+pub(super) fn json(forecast: &Forecast, machines: &Machines) -> Value {
+    let advice = match &forecast.advice {
+        None => Value::Null,
+        Some(Advice::Take(strategy, why)) => json!({ "strategy": strategy, "reason": why }),
+        Some(Advice::Change(remedies)) => {
+            let changes = remedies.iter();
+            let changes: Vec<Value> = changes
+                .map(|remedy| json!({ "change": remedy.change, "device_bytes": remedy.held }))
+                .collect();
+            json!({ "strategy": null, "changes": changes })
+        }
+    };
+    json!({
+        "model": forecast.model,
+        "parameters": forecast.parameters,
+        "nodes": machines.cluster.nodes,
+        "ranks": machines.cluster.ranks(),
+        "memory_bytes": machines.memory,
+        "global_batch": { "samples": forecast.batch.samples(), "tokens": forecast.batch.tokens() },
+        "flop_a_token": { "model": forecast.work.model, "repeated": forecast.work.repeated },
+        "strategies": forecast.candidates.iter().map(candidate).collect::<Vec<_>>(),
+        "advice": advice,
+        "scaling": forecast.scaling.iter().map(candidate).collect::<Vec<_>>(),
+    })
+}
+
+fn candidate(candidate: &Candidate) -> Value {
+    let (held, outlook) = (candidate.outlook.held(), &candidate.outlook);
+    json!({
+        "strategy": candidate.strategy,
+        "ranks": candidate.cluster.ranks(),
+        "nodes": candidate.cluster.nodes,
+        "parameter_bytes": held.params,
+        "gathered_bytes": outlook.buffers.gathered,
+        "gradient_bytes": held.grads,
+        "optimizer_bytes": held.optimizer,
+        "activation_bytes": outlook.activations,
+        "device_bytes": candidate.held,
+        "fits": candidate.fits,
+        "wire_bytes": { "grads": outlook.traffic.grads, "params": outlook.traffic.params },
+        "compute_s": candidate.compute,
+        "communication_s": candidate.communication,
+        "step_s": candidate.bound.map(|bound| bound.seconds()),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cli::native::{Draft, plan::Accelerator};
+
+    fn plan(more: &str, gpu: &str, [nodes, ranks_a_node]: [u64; 2], mfu: f64) -> String {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("train.yaml");
+        let model =
+            "{kind: gpt2, n_layer: 32, n_head: 32, n_embd: 4096, block_size: 2048, vocab_size: 50304}";
+        std::fs::write(
+            &path,
+            format!("model: {model}\ndata: {{train: absent.txt}}\n{more}"),
+        )
+        .unwrap();
+        let draft = Draft::read(&path, &[]).unwrap();
+        let sheet = Accelerator::named(gpu);
+        let device = Planned {
+            source: sheet.map_or("not known".into(), |sheet| sheet.name.into()),
+            memory: sheet.map(|sheet| sheet.memory),
+            flops: sheet.map(|sheet| sheet.flops(draft.config().train.precision)),
+            link: sheet.map(|sheet| sheet.link),
+            ..Planned::default()
+        };
+        let machines = Machines {
+            cluster: Cluster {
+                nodes,
+                ranks_a_node,
+                link: device.link,
+                network: sheet.map(|_| 50e9),
+            },
+            memory: device.memory,
+            flops: device.flops.map(|flops| flops * mfu),
+            has_own_memory: true,
+        };
+        text(&draft.forecast(&machines).unwrap(), &machines, &device, mfu)
+    }
+
+    #[test]
+    fn seven_billion_parameters_on_two_nodes() {
+        let more = "train: {precision: bf16, micro_batch: 4}\nparallel: {overlap: false}";
+        insta::assert_snapshot!(plan(more, "h100", [2, 8], 1.0), @r"
+        model           gpt2 32 × 4096, 6,658,596,864 parameters
+        ranks           16 = 2 nodes × 8
+        device          h100; 74.5 GiB of its 74.5 GiB to train in; 989 TFLOP/s
+        wires           450 GB/s from a rank to those of its node, 50.0 GB/s from a node to the others
+        global batch    64 samples = 131,072 tokens (16 ranks × 1 micro-batch × 4 samples of 2,048 tokens)
+        arithmetic      43.2 GFLOP a token, 354 TFLOP a rank and step
+
+                                  ddp     zero1     zero2      zero3
+         parameters          12.5 GiB  12.5 GiB  12.5 GiB  797.6 MiB
+         gathered                 0 B       0 B       0 B    1.2 GiB
+         gradients           12.5 GiB  12.5 GiB   1.4 GiB    1.9 GiB
+         optimizer           74.8 GiB   4.7 GiB   4.7 GiB    4.7 GiB
+         activations         21.0 GiB  21.0 GiB  21.0 GiB   21.0 GiB
+         on the device      120.7 GiB  50.6 GiB  39.6 GiB   29.5 GiB
+         fits                      no       yes       yes        yes
+         a rank moves        23.4 GiB  23.4 GiB  23.4 GiB   34.7 GiB
+         arithmetic            357 ms    357 ms    357 ms     357 ms
+         communication         268 ms    268 ms    268 ms     397 ms
+         a step, at least      625 ms    625 ms    625 ms     755 ms
+         tokens/s, at most    209,685   209,685   209,572    173,695
+
+        Take `parallel.strategy: zero2`: optimizer and gradients have to be sharded; the parameters fit.
+
+        With `zero2` and as much work for each rank:
+         ranks  nodes  global batch  a step, at least  tokens/s, at most  computing
+         1          1             4            357 ms             22,917      100 %
+         2          1             8            387 ms             42,328       92 %
+         4          1            16            402 ms             81,530       89 %
+         8          1            32            409 ms            160,077       87 %
+         16         2            64            625 ms            209,572       57 %
+        ");
+    }
+
+    #[test]
+    fn where_nothing_fits_it_says_what_would() {
+        insta::assert_snapshot!(plan("train: {micro_batch: 8}", "a100-40gb", [1, 8], 0.4), @r"
+        model           gpt2 32 × 4096, 6,658,596,864 parameters
+        ranks           8 = 1 node × 8
+        device          a100-40gb; 37.3 GiB of its 37.3 GiB to train in; 19.5 TFLOP/s, of which 0.4 are reached
+        wires           300 GB/s from a rank to those of its node
+        global batch    64 samples = 131,072 tokens (8 ranks × 1 micro-batch × 8 samples of 2,048 tokens)
+        arithmetic      43.2 GFLOP a token, 707 TFLOP a rank and step
+
+                              ddp      zero1      zero2      zero3
+         parameters      24.9 GiB   24.9 GiB   24.9 GiB    3.1 GiB
+         gathered             0 B        0 B        0 B    2.3 GiB
+         gradients       24.9 GiB   24.9 GiB    4.4 GiB    5.4 GiB
+         optimizer       49.7 GiB    6.2 GiB    6.2 GiB    6.2 GiB
+         activations     83.9 GiB   83.9 GiB   83.9 GiB   83.9 GiB
+         on the device  183.3 GiB  139.8 GiB  119.4 GiB  100.9 GiB
+         fits                  no         no         no         no
+         a rank moves    43.5 GiB   43.5 GiB   43.5 GiB   64.6 GiB
+         arithmetic        90.7 s     90.7 s     90.7 s     90.7 s
+         communication     156 ms     156 ms     156 ms     231 ms
+         a step            90.7 s     90.7 s     90.7 s     90.7 s
+         tokens/s           1,445      1,445      1,445      1,445
+
+        Nothing fits into 37.3 GiB. `zero3` would with one of these:
+          train.recompute: full: 29.6 GiB
+          train.micro_batch: 1 with train.grad_accumulation: 8: 27.5 GiB
+
+        With `zero3` and as much work for each rank:
+         ranks  nodes  global batch  a step  tokens/s  computing
+         1          1             8  90.7 s       180      100 %
+         2          1            16  90.7 s       361      100 %
+         4          1            32  90.7 s       722      100 %
+         8          1            64  90.7 s     1,445      100 %
+        ");
+    }
+
+    #[test]
+    fn without_a_device_there_is_memory_and_traffic() {
+        insta::assert_snapshot!(plan("train: {micro_batch: 1}", "none", [1, 2], 1.0), @r"
+        model           gpt2 32 × 4096, 6,658,596,864 parameters
+        ranks           2 = 1 node × 2
+        device          not known
+        wires           not known within a node: `--link`
+        global batch    2 samples = 4,096 tokens (2 ranks × 1 micro-batch × 1 sample of 2,048 tokens)
+        arithmetic      43.2 GFLOP a token, 88.4 TFLOP a rank and step
+
+                              ddp     zero1     zero2     zero3
+         parameters      24.8 GiB  24.8 GiB  24.8 GiB  12.4 GiB
+         gathered             0 B       0 B       0 B   2.3 GiB
+         gradients       24.8 GiB  24.8 GiB  13.7 GiB  14.7 GiB
+         optimizer       49.6 GiB  24.8 GiB  24.8 GiB  24.8 GiB
+         activations     10.5 GiB  10.5 GiB  10.5 GiB  10.5 GiB
+         on the device  109.7 GiB  84.9 GiB  73.8 GiB  64.7 GiB
+         a rank moves    24.8 GiB  24.8 GiB  24.8 GiB  36.8 GiB
+
+        Which strategy to take depends on the memory of a device: `--gpu` or `--memory`.
+        ");
+    }
+
+    #[test]
+    fn three_digits_count() {
+        let words = [0.0, 0.1234, 1.0, 9.9999, 12.34, 99.99, 1234.5].map(shortened);
+        assert_eq!(words, ["0.000", "0.123", "1.00", "10.0", "12.3", "100", "1234"]);
+    }
+}

@@ -1,0 +1,103 @@
+//! `ddp-train plan`: what it foretells is what a run then holds and sends.
+
+use std::path::Path;
+
+use serde_json::Value;
+
+use crate::harness::{Finished, Program, TinyJob, launch, metrics, temp_dir};
+
+fn plan(dir: &Path, args: &[&str]) -> Finished {
+    let words = std::iter::once("plan").chain(args.iter().copied());
+    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
+        .dir(dir)
+        .args(words.map(Into::into))
+        .run()
+}
+
+#[test]
+fn what_a_plan_says_is_what_a_run_does() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 2"));
+    let planned = plan(job.dir(), &["tiny.yaml", "--nproc-per-node", "2", "--json"]);
+    planned.expect_exit(0);
+    let planned: Value = serde_json::from_str(&planned.stdout().join("\n")).expect("JSON");
+    for (index, strategy) in ["ddp", "zero1", "zero2", "zero3"].into_iter().enumerate() {
+        let (overwrite, strategy) = ("run.overwrite=true", format!("parallel.strategy={strategy}"));
+        launch()
+            .nproc(2)
+            .set(overwrite)
+            .set(&strategy)
+            .dir(job.dir())
+            .target("tiny.yaml")
+            .run()
+            .expect_exit(0);
+        let (told, run) = (&planned["strategies"][index], metrics(&job.out()));
+        let [memory, sent] = ["memory", "wire_bytes"].map(|key| &run[1][key]);
+        for (told_as, measured) in [
+            ("parameter_bytes", &memory["params"]),
+            ("gradient_bytes", &memory["grads"]),
+            ("optimizer_bytes", &memory["optimizer"]),
+            ("activation_bytes", &memory["activations"]),
+            ("gathered_bytes", &memory["gathered"]),
+        ] {
+            assert!(told[told_as].is_u64(), "{strategy}, {told_as}: {told}");
+            assert_eq!(&told[told_as], measured, "{strategy}, {told_as}");
+        }
+        for kind in ["grads", "params"] {
+            assert_eq!(told["wire_bytes"][kind], sent[kind], "{strategy}, {kind}");
+        }
+    }
+}
+
+#[test]
+fn machines_and_data_need_not_be_here() {
+    let dir = temp_dir();
+    let model = "{kind: gpt2, n_layer: 32, n_head: 32, n_embd: 4096, block_size: 2048, vocab_size: 50304}";
+    let yaml =
+        format!("model: {model}\ndata: {{train: absent.txt}}\ntrain: {{precision: bf16, micro_batch: 1}}\n");
+    std::fs::write(dir.path().join("train.yaml"), yaml).expect("a file");
+    let words = [
+        "train.yaml",
+        "--gpu",
+        "h100",
+        "--nnodes",
+        "128",
+        "--network",
+        "3200Gb/s",
+    ];
+    plan(dir.path(), &words)
+        .expect_exit(0)
+        .expect_stdout("ranks           1024 = 128 nodes × 8")
+        .expect_stdout("400 GB/s from a node to the others")
+        .expect_stdout("Take `parallel.strategy: zero2`");
+    plan(
+        dir.path(),
+        &["train.yaml", "--memory", "24GB", "--nproc-per-node", "2"],
+    )
+    .expect_exit(0)
+    .expect_stdout("Nothing fits into 20.5 GiB. `zero3` would with one of these:")
+    .expect_stdout("  4 nodes: 8 ranks: 20.0 GiB");
+}
+
+#[test]
+fn what_is_wrong_is_named() {
+    let job = TinyJob::with(str::to_owned);
+    plan(job.dir(), &["tiny.yaml", "--gpu", "h1000"])
+        .expect_exit(2)
+        .expect_stderr("known are a100-40gb, a100, h100, h200, b200");
+    plan(job.dir(), &["tiny.yaml", "--network", "400G"])
+        .expect_exit(2)
+        .expect_stderr("expected bytes or bits a second, for example `450GB/s` or `400Gb/s`");
+    plan(job.dir(), &["absent.yaml"])
+        .expect_exit(2)
+        .expect_stderr("error: absent.yaml: no such file");
+    let sets = [
+        "--set",
+        "parallel.strategy=zero3",
+        "--set",
+        "parallel.shard_group=3",
+    ];
+    plan(job.dir(), &[&["tiny.yaml"], &sets[..]].concat())
+        .expect_exit(2)
+        .expect_stderr("`--set parallel.shard_group=3`")
+        .expect_stderr("8 ranks are not groups of 3");
+}

@@ -1,0 +1,187 @@
+//! Which tensor is which parameter, and how much of it.
+
+use std::collections::BTreeMap;
+
+use safetensors::tensor::Dtype;
+
+use super::files::StoredTensor;
+use super::misfit::Misfit;
+use crate::config::Model;
+use crate::model::ParamSpec;
+
+/// What some tools put in front of every name.
+const PREFIX: &str = "transformer.";
+/// Output head. Where it is tied it is no parameter of its own.
+pub(super) const HEAD: &str = "lm_head.weight";
+/// Embedding of the tokens.
+pub(super) const TOKENS: &str = "wte.weight";
+/// Embedding of the positions.
+const POSITIONS: &str = "wpe.weight";
+
+/// Where the first elements of a parameter come from. The rest of it, if there is one, keeps its random first values.
+#[derive(Clone, Debug)]
+pub(super) struct Source {
+    /// As in the file, prefix included.
+    pub(super) name: String,
+    pub(super) dtype: Dtype,
+    pub(super) file: usize,
+    /// Bytes from the start of the file.
+    pub(super) offset: u64,
+    /// How many elements.
+    pub(super) elements: usize,
+}
+
+/// Whether the first axis of a parameter must be as long as the tensor's.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Rows {
+    Equal,
+    /// The table of a vocabulary may be padded here.
+    AtLeast,
+    /// Later positions are not needed here.
+    AtMost,
+}
+
+impl Rows {
+    fn of(parameter: &str) -> Self {
+        match parameter {
+            TOKENS | HEAD => Self::AtLeast,
+            POSITIONS => Self::AtMost,
+            _ => Self::Equal,
+        }
+    }
+
+    fn fit(self, here: usize, there: usize) -> bool {
+        match self {
+            Self::Equal => here == there,
+            Self::AtLeast => here >= there,
+            Self::AtMost => here <= there,
+        }
+    }
+}
+
+/// The tensors by the names of parameters, without those that are none.
+pub(super) fn by_name<'a>(
+    tensors: &'a [StoredTensor],
+    misfit: &mut Misfit,
+) -> BTreeMap<&'a str, &'a StoredTensor> {
+    let mut named = BTreeMap::new();
+    for tensor in tensors.iter().filter(|tensor| !is_buffer(bare(&tensor.name))) {
+        let name = bare(&tensor.name);
+        if named.insert(name, tensor).is_some() {
+            misfit.differs(format!("`{name}` is there with and without `{PREFIX}` in front"));
+        }
+    }
+    named
+}
+
+/// The name without the prefix.
+fn bare(name: &str) -> &str {
+    name.strip_prefix(PREFIX).unwrap_or(name)
+}
+
+/// The causal masks of attention, which older tools saved.
+fn is_buffer(name: &str) -> bool {
+    let mut words = name.split('.');
+    let is_layer = |word: Option<&str>| word.is_some_and(|word| word.parse::<usize>().is_ok());
+    words.next() == Some("h")
+        && is_layer(words.next())
+        && words.next() == Some("attn")
+        && matches!(words.next(), Some("bias" | "masked_bias"))
+        && words.next().is_none()
+}
+
+/// Says how large the model in the file is, where that is not how large it is here.
+pub(super) fn compare_sizes(named: &BTreeMap<&str, &StoredTensor>, model: &Model, misfit: &mut Misfit) {
+    let layers = named
+        .keys()
+        .filter_map(|name| name.strip_prefix("h.")?.split('.').next()?.parse().ok());
+    if let Some(last) = layers.max().filter(|last: &usize| last + 1 != model.n_layer) {
+        misfit.write("n_layer", last + 1);
+    }
+    let axis = |name: &str, axis: usize| named.get(name).and_then(|tensor| tensor.shape.get(axis).copied());
+    if let Some(channels) = axis(TOKENS, 1).filter(|there| *there != model.n_embd) {
+        misfit.write("n_embd", channels);
+    }
+    if let Some(positions) = axis(POSITIONS, 0).filter(|there| *there < model.block_size) {
+        misfit.write("block_size", positions);
+    }
+}
+
+/// The source of each parameter, in their order; those that have none are told to `misfit`.
+pub(super) fn sources(
+    named: &BTreeMap<&str, &StoredTensor>,
+    params: &[ParamSpec],
+    misfit: &mut Misfit,
+) -> Vec<Source> {
+    let mut sources = Vec::with_capacity(params.len());
+    for spec in params {
+        match named.get(spec.name.as_str()) {
+            None => misfit.differs(format!("`{}` is missing there", spec.name)),
+            Some(tensor) => sources.extend(source(spec, tensor, misfit)),
+        }
+    }
+    for name in named.keys() {
+        if !params.iter().any(|spec| spec.name == *name) {
+            misfit.differs(format!("`{name}` is there, and not in this model"));
+        }
+    }
+    sources
+}
+
+fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Option<Source> {
+    let (name, rows) = (&spec.name, Rows::of(&spec.name));
+    let fits = match (spec.shape.as_slice(), tensor.shape.as_slice()) {
+        ([here, others @ ..], [there, others_there @ ..]) => {
+            others == others_there && rows.fit(*here, *there)
+        }
+        _ => false,
+    };
+    if !fits {
+        misfit.differs(format!(
+            "`{name}` is {:?} there and {:?} here",
+            tensor.shape, spec.shape
+        ));
+        if rows == Rows::AtLeast && tensor.shape.first() > spec.shape.first() {
+            misfit.write("vocab_size", tensor.shape[0]);
+        }
+        return None;
+    }
+    if !matches!(tensor.dtype, Dtype::F32 | Dtype::F16 | Dtype::BF16) {
+        let found = tensor.dtype;
+        misfit.differs_for_good(
+            format!("`{name}` is of type {found:?} there"),
+            "F32, F16 and BF16 are read: save the weights in one of these",
+        );
+        return None;
+    }
+    Some(Source {
+        name: tensor.name.clone(),
+        dtype: tensor.dtype,
+        file: tensor.file,
+        offset: tensor.offset,
+        elements: spec.len().min(tensor.shape.iter().product()),
+    })
+}
+
+/// What is not taken from the file, or not all of it, in words.
+pub(super) fn remainder(named: &BTreeMap<&str, &StoredTensor>, params: &[ParamSpec]) -> Option<String> {
+    let words = params.iter().filter_map(|spec| {
+        let (here, there) = (
+            *spec.shape.first()?,
+            *named.get(spec.name.as_str())?.shape.first()?,
+        );
+        match Rows::of(&spec.name) {
+            Rows::AtLeast if here > there => {
+                let name = &spec.name;
+                Some(format!(
+                    "the last {} of {here} rows of `{name}` are random",
+                    here - there
+                ))
+            }
+            Rows::AtMost if here < there => Some(format!("the first {here} of its {there} positions")),
+            _ => None,
+        }
+    });
+    let words: Vec<String> = words.collect();
+    (!words.is_empty()).then(|| words.join("; "))
+}

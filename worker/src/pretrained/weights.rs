@@ -1,0 +1,195 @@
+//! Any range of any parameter of published weights, as f32.
+
+use std::fs::File;
+use std::ops::Range;
+use std::os::unix::fs::FileExt as _;
+use std::path::{Path, PathBuf};
+
+use bytemuck::Pod;
+use safetensors::tensor::Dtype;
+
+use super::PretrainedError;
+use super::files::{StoredTensor, WeightFile, WeightFiles};
+use super::fit::{self, Source};
+use super::misfit::Misfit;
+use super::settings::Settings;
+use crate::config;
+use crate::model::{ParamId, ParamSpec};
+
+/// Elements that are widened at once.
+const CHUNK: usize = 1 << 16;
+/// Bytes at either end of a file that stand for all of it.
+const FINGERPRINT_BYTES: u64 = 1 << 20;
+
+/// Weights that fit a model. Every parameter has them, from its first element on.
+pub struct PretrainedWeights {
+    path: PathBuf,
+    files: Vec<WeightFile>,
+    /// By parameter.
+    sources: Vec<Source>,
+    /// See [`fit::remainder`].
+    remainder: Option<String>,
+}
+
+impl PretrainedWeights {
+    /// Opens the folder or file at `path`, and compares names, shapes and settings with the model that `model` describes
+    /// and whose parameters are `params`. The error names all that differs, and what to write in the YAML.
+    ///
+    /// Of the parameters' values none is read; but where nothing says that the head is tied, it is compared.
+    pub fn open(path: &Path, model: &config::Model, params: &[ParamSpec]) -> Result<Self, PretrainedError> {
+        let WeightFiles {
+            files,
+            tensors,
+            config,
+        } = WeightFiles::open(path)?;
+        let settings = config.map(|path| Settings::read(&path)).transpose()?;
+        let mut misfit = Misfit::default();
+        if let Some(settings) = &settings {
+            settings.compare(model, &mut misfit);
+        }
+        let mut named = fit::by_name(&tensors, &mut misfit);
+        if !params.iter().any(|spec| spec.name == fit::HEAD)
+            && let Some(head) = named.remove(fit::HEAD)
+            && !settings.is_some_and(|settings| settings.is_tied())
+            && !named
+                .get(fit::TOKENS)
+                .map_or(Ok(false), |tokens| is_same(&files, head, tokens))?
+        {
+            misfit.is_foreign(format!(
+                "`{}` is another than `{}` there, and the same here",
+                fit::HEAD,
+                fit::TOKENS
+            ));
+        }
+        fit::compare_sizes(&named, model, &mut misfit);
+        let sources = fit::sources(&named, params, &mut misfit);
+        let remainder = fit::remainder(&named, params);
+        misfit.settle(path)?;
+        Ok(Self {
+            path: path.to_owned(),
+            files,
+            sources,
+            remainder,
+        })
+    }
+
+    /// How many elements of a parameter there are, from its first.
+    ///
+    /// # Panics
+    /// If there is no such parameter.
+    #[must_use]
+    pub fn elements(&self, id: ParamId) -> usize {
+        self.sources[id.0].elements
+    }
+
+    /// Reads elements `range` of a parameter into `out`. What the file has in 16 bits is widened, which is exact.
+    ///
+    /// # Panics
+    /// If the range is not within [`PretrainedWeights::elements`], or `out` has another length.
+    pub fn read(&self, id: ParamId, range: Range<usize>, out: &mut [f32]) -> Result<(), PretrainedError> {
+        let source = &self.sources[id.0];
+        assert!(range.end <= source.elements, "{range:?} of `{}`", source.name);
+        assert_eq!(range.len(), out.len(), "elements of `{}`", source.name);
+        let WeightFile { path, file, .. } = &self.files[source.file];
+        let at = |bytes: usize| source.offset + (range.start * bytes) as u64;
+        match source.dtype {
+            Dtype::F16 => widen::<half::f16>(file, at(2), out),
+            Dtype::BF16 => widen::<half::bf16>(file, at(2), out),
+            _ => widen::<f32>(file, at(4), out),
+        }
+        .map_err(|e| PretrainedError::io(path, &e))?;
+        if out.iter().all(|value| value.is_finite()) {
+            return Ok(());
+        }
+        Err(PretrainedError::NotFinite {
+            path: path.clone(),
+            tensor: source.name.clone(),
+        })
+    }
+
+    /// What `model.init_from` names.
+    #[must_use]
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Elements of all parameters that are taken.
+    #[must_use]
+    pub fn parameters(&self) -> usize {
+        self.sources.iter().map(|source| source.elements).sum()
+    }
+
+    /// Types in which they are stored: `f16`, or `f16 and f32`.
+    #[must_use]
+    pub fn types(&self) -> String {
+        let of = |dtype, name| {
+            self.sources
+                .iter()
+                .any(|source| source.dtype == dtype)
+                .then_some(name)
+        };
+        let types = [(Dtype::F16, "f16"), (Dtype::BF16, "bf16"), (Dtype::F32, "f32")];
+        let types: Vec<&str> = types
+            .into_iter()
+            .filter_map(|(dtype, name)| of(dtype, name))
+            .collect();
+        types.join(" and ")
+    }
+
+    /// What is not taken from the files, or not all of it, in words.
+    #[must_use]
+    pub fn remainder(&self) -> Option<&str> {
+        self.remainder.as_deref()
+    }
+
+    /// Lengths of the files, and a hash of both ends of each: ranks that read copies compare it.
+    pub fn fingerprint(&self) -> Result<String, PretrainedError> {
+        let mut hash = blake3::Hasher::new();
+        for WeightFile { path, file, len } in &self.files {
+            let mut end = vec![0; FINGERPRINT_BYTES.min(*len) as usize];
+            for start in [0, len - end.len() as u64] {
+                file.read_exact_at(&mut end, start)
+                    .map_err(|e| PretrainedError::io(path, &e))?;
+                hash.update(&end);
+            }
+        }
+        let bytes: u64 = self.files.iter().map(|file| file.len).sum();
+        Ok(format!("{bytes} bytes, hash {}", &hash.finalize().to_hex()[..16]))
+    }
+}
+
+/// Reads numbers that lie at `offset`, a few at a time, whatever their width.
+fn widen<T: Pod + Into<f32>>(file: &File, offset: u64, out: &mut [f32]) -> std::io::Result<()> {
+    let mut stored = vec![T::zeroed(); CHUNK.min(out.len())];
+    let mut at = offset;
+    for out in out.chunks_mut(CHUNK) {
+        let stored = &mut stored[..out.len()];
+        file.read_exact_at(bytemuck::cast_slice_mut(stored), at)?;
+        at += size_of_val(stored) as u64;
+        for (out, stored) in out.iter_mut().zip(stored) {
+            *out = (*stored).into();
+        }
+    }
+    Ok(())
+}
+
+/// True if two tensors have the same type, shape and bytes.
+fn is_same(files: &[WeightFile], one: &StoredTensor, other: &StoredTensor) -> Result<bool, PretrainedError> {
+    if (one.dtype, &one.shape) != (other.dtype, &other.shape) {
+        return Ok(false);
+    }
+    let bytes = one.shape.iter().product::<usize>() * one.dtype.bitsize() / 8;
+    let mut chunks = [vec![0; CHUNK], vec![0; CHUNK]];
+    for start in (0..bytes).step_by(CHUNK) {
+        let len = CHUNK.min(bytes - start);
+        for (chunk, tensor) in chunks.iter_mut().zip([one, other]) {
+            let WeightFile { path, file, .. } = &files[tensor.file];
+            file.read_exact_at(&mut chunk[..len], tensor.offset + start as u64)
+                .map_err(|e| PretrainedError::io(path, &e))?;
+        }
+        if chunks[0][..len] != chunks[1][..len] {
+            return Ok(false);
+        }
+    }
+    Ok(true)
+}
