@@ -215,12 +215,17 @@ pub const OWN_PREFIX: &str = "[ddp-run] ";
 /// Writes `[ddp-run] error: …` to stderr, as what the launcher says once workers run.
 pub fn print_own_error(error: &dyn std::fmt::Display) {
     let text = format!("error: {error}");
-    let lines: Vec<String> = text.lines().map(|line| format!("{OWN_PREFIX}{line}")).collect();
-    // Nothing is left to do when that fails.
-    let _ = writeln!(std::io::stderr(), "{}", lines.join("\n"));
+    let lines = text.lines().map(|line| format!("{OWN_PREFIX}{line}\n"));
+    write_whole(&lines.collect::<String>());
 }
 
-/// Writes `error: …` to stderr. Nothing is left to do when that fails too.
+/// Writes `error: …` to stderr.
 pub fn print_error(error: &dyn std::fmt::Display) {
-    let _ = writeln!(std::io::stderr(), "error: {error}");
+    write_whole(&format!("error: {error}\n"));
+}
+
+/// In one write: standard error has no buffer, so a process that is killed between two would have said the half of it. Nothing
+/// is left to do when that fails.
+fn write_whole(text: &str) {
+    let _ = std::io::stderr().write_all(text.as_bytes());
 }

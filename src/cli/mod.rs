@@ -18,7 +18,7 @@
 //! | [`host`] | who hosts the daemon | run it |
 //! | [`launch`] | `ddp-run`: puts the pieces together | |
 //! | [`serve`] | `ddp-rendezvous` | |
-//! | [`train`], [`planner`], [`doctor`], [`ckpt`] | `ddp-train` | |
+//! | [`train`], [`planner`], [`doctor`], [`ckpt`], [`tokenize`] | `ddp-train` | |
 //! | [`native`] | the only place that calls the worker's training | |
 //! | [`answer`] | prints what a program is only asked for | |
 //! | [`error`] | what can go wrong before the agent takes over | |
@@ -46,6 +46,7 @@ pub mod serve;
 pub mod settings;
 pub mod streams;
 pub mod target;
+pub mod tokenize;
 pub mod topology;
 pub mod train;
 pub mod values;

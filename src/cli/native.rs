@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::exit;
 use ddp_proto::ids::WorldSize;
-use ddp_worker::checkpoint::{CheckpointError, ignore_file_size_signal};
+use ddp_worker::checkpoint::CheckpointError;
+pub use ddp_worker::checkpoint::ignore_file_size_signal;
 use ddp_worker::config::{self, Located, Resume};
 pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
 use ddp_worker::data::DataError;
@@ -312,7 +313,8 @@ fn of_checkpoint(error: &CheckpointError) -> u8 {
     }
 }
 
-fn of_io(kind: ErrorKind) -> u8 {
+/// Exit code of what the file system refused.
+pub fn of_io(kind: ErrorKind) -> u8 {
     match kind {
         ErrorKind::StorageFull | ErrorKind::QuotaExceeded | ErrorKind::FileTooLarge => exit::DISK,
         kind if is_transient(kind) => FAILED,

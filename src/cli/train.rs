@@ -1,4 +1,4 @@
-//! `ddp-train`: the native worker in the foreground, plans, checkpoints, and the doctor.
+//! `ddp-train`: the native worker in the foreground, plans, token files, checkpoints, and the doctor.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -7,9 +7,9 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 
 use super::doctor::{self, gpus};
-use super::{answer, ckpt, native, planner, values};
+use super::{answer, ckpt, native, planner, tokenize, values};
 
-/// Train a model in the foreground, plan a run, look after checkpoints, and examine the machine.
+/// Train a model in the foreground, plan a run, make token files, look after checkpoints, and examine the machine.
 #[derive(Debug, Parser)]
 #[command(name = "ddp-train", version, max_term_width = 100)]
 struct Args {
@@ -30,6 +30,8 @@ enum Command {
     },
     /// Say what a run would need and how long a step would take at least, on machines that need not be here
     Plan(planner::PlanArgs),
+    /// Turn texts into a token file for `data.train` and `data.val`
+    Tokenize(tokenize::Args),
     /// Inspect, verify, export and reshard checkpoints
     #[command(subcommand)]
     Ckpt(ckpt::Command),
@@ -52,6 +54,7 @@ pub fn main(argv: Vec<OsString>) -> ExitCode {
     match args.command {
         Command::Run { config, overrides } => native::run(&config, &overrides),
         Command::Plan(args) => planner::run(&args),
+        Command::Tokenize(args) => tokenize::run(&args),
         Command::Ckpt(command) => ckpt::run(&command),
         Command::Doctor => answer::give(doctor::render(&doctor::Facts::gather())),
     }

@@ -2,7 +2,7 @@
 """Benchmarks of ddp-run beside its peers, alternating in one run; prints Markdown. Standard library only.
 
     cargo build --release --workspace --bins --examples
-    python3 tests/bench/run.py launch budgets restart collectives steps strategies stall --torch /path/to/venv/bin --mpi
+    python3 tests/bench/run.py launch rendezvous budgets restart collectives steps strategies stall --torch /path/to/venv/bin --mpi
 
 Without --torch or --mpi the peers are left out. Each figure is a median with its smallest and largest value; compare within
 one table, not between runs.
@@ -58,6 +58,31 @@ def bench_launch(args):
             if rows:
                 times, rss = [s * 1e3 for s, _ in rows], max(k for _, k in rows) / 1024
                 print(f"| {name} | {count} | {spread(times)} | {rss:.0f} MiB |", flush=True)
+
+
+def bench_rendezvous(args):
+    print("\n### N nodes meet\n\n| N | ddp-run | with their connections | torchrun (c10d) |\n|---|---|---|---|")
+    for nodes in ("16", "64", "128", "256", "1024"):
+        ours = [ROOT / "target/release/examples/rendezvous", "--turns", str(args.turns), nodes]
+        out = subprocess.run(ours, check=True, capture_output=True, text=True).stdout
+        joined, connected = re.fullmatch(r".*nodes: (.*); with their connections (.*)\n", out).groups()
+        theirs = "not measured"
+        if args.torch and nodes != "1024":
+            theirs = torch_rendezvous(args, nodes)
+        print(f"| {nodes} | {joined} | {connected} | {theirs} |", flush=True)
+
+
+def torch_rendezvous(args, nodes):
+    # Otherwise all clients of a process share one connection.
+    env = dict(os.environ, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    command = [f"{args.torch}/python", PEERS / "rendezvous.py", nodes]
+    times = []
+    for _ in range(2):
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=DEADLINE_S)
+        if done.returncode:
+            return done.stdout.strip()
+        times.append(float(done.stdout) * 1e3)
+    return spread(times)
 
 
 def launchers(args):
@@ -260,7 +285,7 @@ def bench_stall(_args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="+", choices=["launch", "budgets", "restart", "collectives", "steps", "strategies", "stall"])
+    parser.add_argument("what", nargs="+", choices=["launch", "rendezvous", "budgets", "restart", "collectives", "steps", "strategies", "stall"])
     parser.add_argument("--torch", help="bin folder of a Python environment with PyTorch")
     parser.add_argument("--mpi", action="store_true", help="compare with Open MPI")
     parser.add_argument("--turns", type=int, default=6)

@@ -37,5 +37,6 @@ mod rlimits;
 mod signals;
 mod terminal;
 mod timeline;
+mod tokens;
 mod two_launchers;
 mod wrong_clock;

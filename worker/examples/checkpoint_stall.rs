@@ -233,7 +233,7 @@ impl Sizes {
                 init_from: None,
             },
             data: config::Data {
-                train: data.to_owned(),
+                train: data.to_owned().into(),
                 val: None,
                 tokenizer: config::Tokenizer::Bytes,
                 order: config::Order::Shuffled,

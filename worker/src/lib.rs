@@ -16,6 +16,7 @@
 //! | [`pretrained`] | published weights as first values | ranks |
 //! | [`plan`] | what a run costs before it runs | how it runs |
 //! | [`timeline`] | what ran when, as a trace and as a picture | what it was good for |
+//! | [`tokenize`] | from texts to a token file | training |
 //! | [`train`] | the loop of one rank | who started it |
 //! | [`session`] | the worker's link to its job | who started it |
 //!
@@ -37,4 +38,5 @@ pub mod plan;
 pub mod pretrained;
 pub mod session;
 pub mod timeline;
+pub mod tokenize;
 pub mod train;

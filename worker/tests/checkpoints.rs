@@ -302,7 +302,7 @@ fn the_checkpoint_that_a_run_was_resumed_from_is_kept() {
 fn another_training_text_is_no_continuation() {
     let mut job = job(2, 0, |c| c.run.resume = Resume::Auto);
     job.train(1);
-    let path: PathBuf = job.config.data.train.clone();
+    let path: PathBuf = job.config.data.train.iter().next().unwrap().to_owned();
     let text = std::fs::read_to_string(&path).unwrap();
     std::fs::write(&path, text.replacen("the", "THE", 1)).unwrap();
     job.config.train.steps = 4;

@@ -51,7 +51,7 @@ fn job(settings: &Settings, precision: Precision, strategy: Strategy) -> Job {
         c.model.block_size = settings.block_size;
         // A text of its own to validate on, so that nothing of the other is held out.
         c.data.val = Some(c.data.train.clone());
-        c.data.train = text;
+        c.data.train = text.into();
         c.data.order = Order::Sequential;
         c.train.precision = precision;
         c.train.micro_batch = settings.micro_batch;
@@ -72,7 +72,7 @@ fn job(settings: &Settings, precision: Precision, strategy: Strategy) -> Job {
 fn assert_parity(precision: Precision, strategy: Strategy, tolerance: f64) -> f64 {
     let golden = golden();
     let job = job(&golden.settings, precision, strategy);
-    let text = std::fs::metadata(&job.config.data.train).unwrap();
+    let text = std::fs::metadata(job.config.data.train.iter().next().unwrap()).unwrap();
     assert_eq!(text.len() as usize, golden.text_bytes, "the text is another one");
     let expected = match precision {
         Precision::Bf16 => &golden.bf16,

@@ -2,15 +2,15 @@
 
 use std::fmt::Display;
 use std::ops::RangeInclusive;
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::Path;
+use std::sync::Arc;
 
 use super::load::Source;
+use super::node::{Node, Value};
 use super::{
-    Accumulate, ConfigError, LrScaling, ModelKind, OptimizerHome, Precision, ReduceDtype, Resume, ShardGroup,
-    Strategy, Sync, TrainConfig,
+    Accumulate, ConfigError, LrScaling, ModelKind, OptimizerHome, Paths, Precision, ReduceDtype, Resume,
+    ShardGroup, Strategy, Sync, TrainConfig,
 };
-use crate::data::{Dataset, HELD_OUT_PART};
+use crate::data::{DataError, Dataset, FileProblem, HELD_OUT_PART, Vocabulary};
 
 /// Larger values are mistakes; the bound keeps products of sizes far from overflow.
 const MAX_SIZE: usize = 1 << 24;
@@ -26,7 +26,8 @@ const MAX_TIMELINE_STEPS: u64 = 100;
 pub(super) fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
     let check = Check { config, source };
     check.run()?;
-    check.model()?;
+    let vocabulary = check.vocabulary()?;
+    check.model(&vocabulary)?;
     check.train()?;
     check.optimizer()?;
     check.parallel()
@@ -34,7 +35,8 @@ pub(super) fn check(config: &TrainConfig, source: &Source) -> Result<(), ConfigE
 
 /// Checks the files of the data.
 pub(super) fn data(config: &TrainConfig, source: &Source) -> Result<(), ConfigError> {
-    Check { config, source }.data()
+    let check = Check { config, source };
+    check.data(&check.vocabulary()?)
 }
 
 struct Check<'a> {
@@ -45,6 +47,12 @@ struct Check<'a> {
 type Checked = Result<(), ConfigError>;
 
 impl Check<'_> {
+    fn vocabulary(&self) -> Result<Arc<Vocabulary>, ConfigError> {
+        Vocabulary::of(&self.config.data.tokenizer)
+            .map(Arc::new)
+            .map_err(|error| self.data_error("data.tokenizer", &error))
+    }
+
     fn run(&self) -> Checked {
         let run = &self.config.run;
         if run.name.is_empty() || run.name.contains(['/', '\0']) || run.name.starts_with('.') {
@@ -85,7 +93,7 @@ impl Check<'_> {
         }
     }
 
-    fn model(&self) -> Checked {
+    fn model(&self, vocabulary: &Vocabulary) -> Checked {
         let model = &self.config.model;
         self.within("model.n_layer", model.n_layer, 1..=MAX_LAYERS)?;
         self.within("model.n_head", model.n_head, 1..=MAX_SIZE)?;
@@ -128,7 +136,7 @@ impl Check<'_> {
                 Some(format!("take {nearest}, or another number of heads")),
             );
         }
-        let tokens = Dataset::vocab_size(self.config.data.tokenizer);
+        let tokens = vocabulary.size;
         match model.vocab_size {
             Some(size) if size < tokens => self.refuse(
                 "model.vocab_size",
@@ -326,11 +334,11 @@ impl Check<'_> {
         Ok(())
     }
 
-    fn data(&self) -> Checked {
+    fn data(&self, vocabulary: &Arc<Vocabulary>) -> Checked {
         let data = &self.config.data;
-        let tokens = self.file("data.train", &data.train)?;
+        let tokens = self.tokens("data.train", &data.train, vocabulary)?;
         let (training, validation) = if let Some(val) = &data.val {
-            (tokens, self.file("data.val", val)?)
+            (tokens, self.tokens("data.val", val, vocabulary)?)
         } else {
             let held_out = tokens / HELD_OUT_PART as u64;
             (tokens - held_out, held_out)
@@ -361,48 +369,35 @@ impl Check<'_> {
         Ok(())
     }
 
-    /// Number of bytes of a data file that can be read.
-    fn file(&self, key: &str, path: &Path) -> Result<u64, ConfigError> {
+    /// Number of tokens of the files of a key, as far as their headers tell.
+    fn tokens(&self, key: &str, paths: &Paths, vocabulary: &Arc<Vocabulary>) -> Result<u64, ConfigError> {
         if self.is_blank(key) {
-            return Err(self.source.error(
-                key,
-                format!("`{key}` is empty, expected the path of a text file"),
-                None,
-            ));
+            let problem = format!("`{key}` is empty, expected the path of a file");
+            return Err(self.source.error(key, problem, None));
         }
-        let shown = path.display();
-        let relative =
-            Some("a relative path of `data` counts from the folder of the configuration".to_owned());
-        // Opened, not only looked at, so that a file without permission is noticed before anything starts; and without
-        // waiting for somebody to write to a pipe.
-        let metadata = std::fs::File::options()
-            .read(true)
-            .custom_flags(libc::O_NONBLOCK)
-            .open(path)
-            .and_then(|file| file.metadata())
-            .map_err(|e| {
-                let problem = format!("`{key}` is `{shown}`, which cannot be read: {e}");
-                self.source.error(key, problem, relative)
-            })?;
-        if !metadata.is_file() {
-            return Err(self.source.error(
-                key,
-                format!("`{key}` is `{shown}`, which is not a regular file"),
-                None,
-            ));
-        }
-        if metadata.len() == 0 {
-            return Err(self
-                .source
-                .error(key, format!("`{key}` is `{shown}`, which is empty"), None));
-        }
-        Ok(metadata.len())
+        // Opened, not only looked at, so that a file without permission is noticed before anything starts.
+        let tokens = Dataset::survey(paths, &self.config.data.tokenizer, vocabulary);
+        tokens.map_err(|error| self.data_error(key, &error))
+    }
+
+    /// What is wrong with a file, at the key that names it.
+    fn data_error(&self, key: &str, error: &DataError) -> ConfigError {
+        let DataError::File { path, problem } = error else {
+            return self.source.error(key, error.to_string(), None);
+        };
+        let hint = match problem {
+            FileProblem::Unreadable { .. } => {
+                Some("a relative path of `data` counts from the folder of the configuration".to_owned())
+            }
+            other => other.hint(),
+        };
+        let words = format!("`{key}` is `{}`, which {problem}", path.display());
+        self.source.error(key, words, hint)
     }
 
     /// True if the value is given as no characters, which is not left out.
     fn is_blank(&self, key: &str) -> bool {
-        let found = self.source.root.find(key);
-        found.is_some_and(|node| matches!(&node.value, super::node::Value::Text(text) if text.is_empty()))
+        self.source.root.find(key).is_some_and(names_nothing)
     }
 
     fn within<T: PartialOrd + Display + Copy>(
@@ -426,6 +421,15 @@ impl Check<'_> {
         Err(self
             .source
             .error(key, format!("`{key}` is {found}, expected {expected}"), hint))
+    }
+}
+
+/// True for an empty path, also in a list.
+fn names_nothing(node: &Node) -> bool {
+    match &node.value {
+        Value::Text(text) => text.is_empty(),
+        Value::List(nodes) => nodes.iter().any(names_nothing),
+        _ => false,
     }
 }
 

@@ -4,8 +4,9 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use super::schema::{
-    CheckpointKeep, Data, LastBatch, Model, ModelKind, Order, Parallel, Run, Tokenizer, Train, TrainConfig,
+    CheckpointKeep, Data, LastBatch, Model, ModelKind, Order, Parallel, Run, Train, TrainConfig,
 };
+use super::tokenizer::Tokenizer;
 
 /// What to write instead of the unknown key `key` of section `section` (empty at the top), whose keys are
 /// `expected`.
@@ -56,7 +57,7 @@ pub(super) fn all() -> &'static [String] {
                 init_from: None,
             },
             data: Data {
-                train: PathBuf::new(),
+                train: PathBuf::new().into(),
                 val: None,
                 tokenizer: Tokenizer::default(),
                 order: Order::default(),

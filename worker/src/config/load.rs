@@ -14,7 +14,7 @@ pub const MAX_FILE_BYTES: u64 = 1 << 20;
 /// A configuration that still knows where its values came from.
 #[derive(Clone, Debug)]
 pub struct Located {
-    /// The configuration; `data.*` and `model.init_from` are paths that can be opened from the current folder.
+    /// The configuration; its paths of `data` and `model.init_from` can be opened from the current folder.
     pub config: TrainConfig,
     source: Source,
 }
@@ -69,8 +69,10 @@ pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, C
         }
     })?;
     let folder = path.parent().unwrap_or(Path::new(""));
-    config.data.train = folder.join(&config.data.train);
-    config.data.val = config.data.val.map(|val| folder.join(val));
+    let data = &mut config.data;
+    data.train = data.train.below(folder);
+    data.val = data.val.as_ref().map(|val| val.below(folder));
+    data.tokenizer = std::mem::take(&mut data.tokenizer).below(folder);
     config.model.init_from = config.model.init_from.map(|weights| folder.join(weights));
     check::check(&config, &source)?;
     Ok(Located { config, source })

@@ -6,7 +6,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `schema.rs` | the sections as types: [`TrainConfig`] |
-//! | `offload.rs`, `rescale.rs`, `shard_group.rs`, `step_range.rs` | values of it that have a form of their own |
+//! | `offload.rs`, `paths.rs`, `rescale.rs`, `shard_group.rs`, `step_range.rs`, `tokenizer.rs` | values of it that have a form of their own |
 //! | `load.rs` | [`load`], [`load_located`], [`load_without_data`]: file and overrides to a checked configuration |
 //! | `node.rs` | the YAML as a tree in which each value knows where it came from |
 //! | `overrides.rs` | `--set key=value` |
@@ -23,22 +23,26 @@ mod load;
 mod node;
 mod offload;
 mod overrides;
+mod paths;
 mod rescale;
 mod schema;
 mod shard_group;
 mod step_range;
 #[cfg(test)]
 mod tests;
+mod tokenizer;
 mod words;
 
 pub use error::ConfigError;
 pub use load::{Located, MAX_FILE_BYTES, load, load_located, load_without_data};
 pub use offload::{Offload, OptimizerHome};
+pub use paths::Paths;
 pub use rescale::Rescale;
 pub use schema::{
     Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind,
     OnNonFinite, Optimizer, OptimizerKind, Order, Parallel, Precision, Recompute, ReduceDtype, Resume, Run,
-    Schedule, Strategy, Sync, Tokenizer, Train, TrainConfig, Unused,
+    Schedule, Strategy, Sync, Train, TrainConfig, Unused,
 };
 pub use shard_group::ShardGroup;
 pub use step_range::StepRange;
+pub use tokenizer::Tokenizer;

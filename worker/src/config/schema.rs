@@ -5,9 +5,11 @@ use std::path::PathBuf;
 use serde::{Deserialize, Serialize};
 
 use super::offload::Offload;
+use super::paths::Paths;
 use super::rescale::Rescale;
 use super::shard_group::ShardGroup;
 use super::step_range::StepRange;
+use super::tokenizer::Tokenizer;
 
 /// A whole `train.yaml`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -117,11 +119,11 @@ pub enum ModelKind {
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Data {
-    /// Training text; a relative path counts from the YAML's folder.
-    pub train: PathBuf,
-    /// Validation text; default: the last tenth of `train`, held out.
+    /// Training data: a text, or token files; a relative path counts from the YAML's folder.
+    pub train: Paths,
+    /// Validation data; default: the last tenth of `train`, held out.
     #[serde(default)]
-    pub val: Option<PathBuf>,
+    pub val: Option<Paths>,
     /// How text becomes tokens.
     #[serde(default)]
     pub tokenizer: Tokenizer,
@@ -131,15 +133,6 @@ pub struct Data {
     /// What becomes of the samples at the end of an epoch that do not fill a global batch.
     #[serde(default)]
     pub last_batch: LastBatch,
-}
-
-/// `data.tokenizer`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Tokenizer {
-    /// Every byte is a token; vocabulary 256.
-    #[default]
-    Bytes,
 }
 
 /// `data.order`

@@ -75,7 +75,7 @@ fn a_good_file_loads() {
     let config = case.load(GOOD, &[]).unwrap();
     assert_eq!(config.run.name, "tiny");
     assert_eq!((config.model.n_layer, config.model.n_embd), (2, 128));
-    assert_eq!(config.data.train, case.folder.path().join("text.txt"));
+    assert_eq!(config.data.train, case.folder.path().join("text.txt").into());
     assert_eq!(config.data.order, Order::Sequential);
     assert_eq!(config.train.optimizer.lr, 3e-4);
     assert_eq!(config.train.optimizer.betas, [0.9, 0.95]);
@@ -220,7 +220,7 @@ fn wrong_types_in_words() {
     `--set train.optimizer.lr=1e39`: `train.optimizer.lr` is too large, expected a number, 0 or more
     `--set train.optimizer.eps=1e39`: `train.optimizer.eps` is too large, expected a number above 0
     `--set train.optimizer.betas=[0.9, x]`: `train.optimizer.betas[1]` is the string `x`, expected a number
-    `--set data.train=5`: `data.train` is the number `5`, expected a path (a string)
+    `--set data.train=5`: `data.train` is the number `5`, expected a path (a string), or a list of them
       hint: put the value in quotes to make it a string
     `--set launch={nnodes: 2, nproc_per_node: .nan}`: `launch.nproc_per_node` is `.nan`, expected a finite number
     `--set train.steps=!!int x`: the value is not valid YAML: a value is not what its tag (`!!int`, say) makes of it
@@ -330,7 +330,7 @@ fn data_that_cannot_be_used() {
       hint: a relative path of `data` counts from the folder of the configuration
     ");
     insta::assert_snapshot!(set("model.init_from=''"), @"`--set model.init_from=''`: `model.init_from` is empty, expected the path of a folder or of a `.safetensors` file");
-    insta::assert_snapshot!(with("train: text.txt", "train: ''"), @"train.yaml:10: `data.train` is empty, expected the path of a text file");
+    insta::assert_snapshot!(with("train: text.txt", "train: ''"), @"train.yaml:10: `data.train` is empty, expected the path of a file");
     insta::assert_snapshot!(with("train: text.txt", "train: ."), @"train.yaml:10: `data.train` is `.`, which is not a regular file");
     insta::assert_snapshot!(with("block_size: 16", "block_size: 128"), @r"
     train.yaml:8: `model.block_size` is 128, but the held-out tenth of `data.train` has only 100 tokens, and a sample needs 129

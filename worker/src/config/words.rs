@@ -76,7 +76,7 @@ pub(super) fn hint(found: Unexpected<'_>, expected: &str) -> Option<String> {
     match (found, expected) {
         (
             Unexpected::Unsigned(_) | Unexpected::Signed(_) | Unexpected::Float(_),
-            "a string" | "a path (a string)",
+            "a string" | "a path (a string)" | "a path (a string), or a list of them",
         ) => Some("put the value in quotes to make it a string".into()),
         (Unexpected::Float(v), WHOLE) if v >= u64::MAX as f64 => {
             Some(format!("there is none above {}", u64::MAX))

@@ -4,35 +4,67 @@ use std::ops::Range;
 use std::path::Path;
 use std::sync::Arc;
 
-use super::{DataError, TokenFile};
+use super::token_stream::{TokenStream, survey};
+use super::{DataError, Vocabulary};
 use crate::config;
 
-/// Without a validation file, one in this many tokens is held out at the end of the training file.
+/// Without validation data, one in this many tokens is held out at the end of the training data.
 pub const HELD_OUT_PART: usize = 10;
 
-/// A range of a token file.
+/// A range of the tokens of one file, or of several that follow each other.
 #[derive(Clone)]
 pub struct Tokens {
-    file: Arc<TokenFile>,
+    stream: Arc<TokenStream>,
     range: Range<usize>,
 }
 
 impl Tokens {
-    /// The range of `file`, which must lie within it.
-    #[must_use]
-    pub fn new(file: Arc<TokenFile>, range: Range<usize>) -> Self {
-        assert!(
-            range.start <= range.end && range.end <= file.len(),
-            "{range:?} of {} tokens",
-            file.len()
-        );
-        Self { file, range }
+    /// All tokens of the files of `paths`.
+    pub fn open(
+        paths: &config::Paths,
+        tokenizer: &config::Tokenizer,
+        vocabulary: &Arc<Vocabulary>,
+    ) -> Result<Self, DataError> {
+        let stream = TokenStream::open(paths, tokenizer, vocabulary)?;
+        Ok(Self {
+            range: 0..stream.len(),
+            stream: Arc::new(stream),
+        })
     }
 
-    /// The file.
+    /// A part of them, which must lie within.
+    #[must_use]
+    pub fn part(&self, range: Range<usize>) -> Self {
+        assert!(
+            range.start <= range.end && range.end <= self.len(),
+            "{range:?} of {} tokens",
+            self.len()
+        );
+        Self {
+            stream: Arc::clone(&self.stream),
+            range: self.range.start + range.start..self.range.start + range.end,
+        }
+    }
+
+    /// All tokens of the same files.
+    #[must_use]
+    pub fn whole(&self) -> Self {
+        Self {
+            stream: Arc::clone(&self.stream),
+            range: 0..self.stream.len(),
+        }
+    }
+
+    /// The file, or the first of several.
     #[must_use]
     pub fn path(&self) -> &Path {
-        self.file.path()
+        self.stream.path()
+    }
+
+    /// Number of files.
+    #[must_use]
+    pub fn file_count(&self) -> usize {
+        self.stream.file_count()
     }
 
     /// Number of tokens.
@@ -47,15 +79,32 @@ impl Tokens {
         self.range.is_empty()
     }
 
-    /// Copies the tokens from `start` into `out`.
-    pub fn read(&self, start: usize, out: &mut [u8]) -> Result<(), DataError> {
+    /// Bytes of text to a token: the mean of the files. None if one of them does not tell.
+    #[must_use]
+    pub fn bytes_per_token(&self) -> Option<f64> {
+        self.stream.bytes_per_token()
+    }
+
+    /// True if every file says which tokenizer made it.
+    #[must_use]
+    pub fn knows_tokenizer(&self) -> bool {
+        self.stream.knows_tokenizer()
+    }
+
+    /// By what the tokens are known again: how many they are, and a hash of both ends of each file.
+    pub fn fingerprint(&self) -> Result<String, DataError> {
+        self.stream.fingerprint(self.range.clone())
+    }
+
+    /// Copies the tokens from `start` into `out`. Each is below the size of the vocabulary.
+    pub fn read(&self, start: usize, out: &mut [i32]) -> Result<(), DataError> {
         if start.checked_add(out.len()).is_none_or(|end| end > self.len()) {
             return Err(DataError::Misuse {
                 path: self.path().to_owned(),
                 what: format!("tokens {start}..+{} of {} were asked for", out.len(), self.len()),
             });
         }
-        self.file.read(self.range.start + start, out)
+        self.stream.read(self.range.start + start, out)
     }
 
     /// Number of samples of `block_size` tokens: `floor((T − 1) / block_size)`, since each token's target
@@ -75,12 +124,10 @@ impl Tokens {
                 what: format!("{block_size} inputs, but {} targets", targets.len()),
             });
         }
-        let mut bytes = vec![0; block_size + 1];
-        self.read(k as usize * block_size, &mut bytes)?;
-        for i in 0..block_size {
-            inputs[i] = i32::from(bytes[i]);
-            targets[i] = i32::from(bytes[i + 1]);
-        }
+        let mut tokens = vec![0; block_size + 1];
+        self.read(k as usize * block_size, &mut tokens)?;
+        inputs.copy_from_slice(&tokens[..block_size]);
+        targets.copy_from_slice(&tokens[1..]);
         Ok(())
     }
 }
@@ -92,26 +139,26 @@ pub struct Dataset {
     pub train: Tokens,
     /// What it never sees.
     pub val: Tokens,
+    /// Whose tokens they are.
+    pub vocabulary: Arc<Vocabulary>,
 }
 
 impl Dataset {
     /// Opens the files of a configuration. Both parts hold at least one sample of `block_size`.
     pub fn open(data: &config::Data, block_size: usize) -> Result<Self, DataError> {
-        let file = Arc::new(TokenFile::open(&data.train)?);
-        let all = file.len();
-        let dataset = if let Some(path) = &data.val {
-            let val = Arc::new(TokenFile::open(path)?);
-            let end = val.len();
-            Self {
-                train: Tokens::new(file, 0..all),
-                val: Tokens::new(val, 0..end),
-            }
+        let vocabulary = Arc::new(Vocabulary::of(&data.tokenizer)?);
+        let open = |paths| Tokens::open(paths, &data.tokenizer, &vocabulary);
+        let all = open(&data.train)?;
+        let (train, val) = if let Some(paths) = &data.val {
+            (all, open(paths)?)
         } else {
-            let split = all - all / HELD_OUT_PART;
-            Self {
-                train: Tokens::new(Arc::clone(&file), 0..split),
-                val: Tokens::new(file, split..all),
-            }
+            let split = all.len() - all.len() / HELD_OUT_PART;
+            (all.part(0..split), all.part(split..all.len()))
+        };
+        let dataset = Self {
+            train,
+            val,
+            vocabulary,
         };
         for (part, tokens) in [("training", &dataset.train), ("validation", &dataset.val)] {
             if tokens.blocks(block_size) == 0 {
@@ -126,12 +173,13 @@ impl Dataset {
         Ok(dataset)
     }
 
-    /// Number of tokens that the vocabulary must have.
-    #[must_use]
-    pub const fn vocab_size(tokenizer: config::Tokenizer) -> usize {
-        match tokenizer {
-            config::Tokenizer::Bytes => 256,
-        }
+    /// Number of tokens of the files of `paths`, each of which is opened, checked as far as its header tells, and closed.
+    pub fn survey(
+        paths: &config::Paths,
+        tokenizer: &config::Tokenizer,
+        vocabulary: &Arc<Vocabulary>,
+    ) -> Result<u64, DataError> {
+        survey(paths, tokenizer, vocabulary)
     }
 }
 
@@ -147,8 +195,8 @@ mod tests {
             path
         };
         Data {
-            train: write("train", train),
-            val: val.map(|v| write("val", v)),
+            train: write("train", train).into(),
+            val: val.map(|v| write("val", v).into()),
             tokenizer: Tokenizer::Bytes,
             order: Order::Sequential,
             last_batch: LastBatch::Wrap,

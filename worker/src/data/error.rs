@@ -1,25 +1,19 @@
-//! What can be wrong with a token file.
+//! What can be wrong with the data.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
-/// A token file cannot be used.
+use super::FileProblem;
+
+/// The data cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DataError {
-    /// The file cannot be opened or mapped.
-    #[error("cannot {doing} `{}`: {cause}", path.display())]
-    Io {
-        /// What was tried.
-        doing: &'static str,
-        /// The file.
+    /// One of the files, or the tokenizer's.
+    #[error("`{}` {problem}{}", path.display(), problem.hint_line())]
+    File {
+        /// The file, or what was to name some.
         path: PathBuf,
-        /// The system's words.
-        cause: String,
-    },
-    /// A folder or a device, where a file is needed.
-    #[error("`{}` is not a regular file", path.display())]
-    NotAFile {
-        /// The path.
-        path: PathBuf,
+        /// What is wrong with it.
+        problem: FileProblem,
     },
     /// There are too few tokens for a single sample.
     #[error(
@@ -27,7 +21,7 @@ pub enum DataError {
         path.display()
     )]
     TooShort {
-        /// The file.
+        /// The file, or the first of several.
         path: PathBuf,
         /// Tokens of this part of it.
         tokens: u64,
@@ -57,4 +51,14 @@ pub enum DataError {
         /// What does not fit.
         what: String,
     },
+}
+
+impl DataError {
+    /// Something is wrong with the file at `path`.
+    pub(crate) fn file(path: &Path, problem: FileProblem) -> Self {
+        Self::File {
+            path: path.to_owned(),
+            problem,
+        }
+    }
 }

@@ -195,15 +195,16 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::config::Order;
-    use crate::data::TokenFile;
+    use crate::config::{Order, Tokenizer};
+    use crate::data::Vocabulary;
 
     fn tokens(bytes: &[u8]) -> (tempfile::TempDir, Tokens) {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("tokens");
         std::fs::write(&path, bytes).unwrap();
-        let file = Arc::new(TokenFile::open(&path).unwrap());
-        (folder, Tokens::new(file, 0..bytes.len()))
+        let vocabulary = Arc::new(Vocabulary::of(&Tokenizer::Bytes).unwrap());
+        let tokens = Tokens::open(&path.into(), &Tokenizer::Bytes, &vocabulary).unwrap();
+        (folder, tokens)
     }
 
     #[test]

@@ -1,167 +1,156 @@
-//! A file of byte tokens, mapped into memory.
-#![allow(
-    unsafe_code,
-    reason = "copies out of a file mapping; the block carries its argument"
-)]
+//! A file of tokens: a text in which every byte is one, or a token file.
 
-use std::fs::File;
-use std::os::unix::fs::OpenOptionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 
-use memmap2::{MmapOptions, MmapRaw};
+use super::mapped_file::MappedFile;
+use super::token_format::{Layout, TokenFacts, Width};
+use super::{DataError, FileProblem, Vocabulary};
 
-use super::DataError;
+/// What a token file made of a text is called: the text's name with this behind it.
+const SUFFIX: &str = "safetensors";
 
-/// A file in which every byte is a token. It is never loaded as a whole: the kernel reads pages as they are
-/// touched and shares them among the ranks of a node.
-///
-/// Other processes can change the file, so that no reference into the mapping is ever made: bytes are
-/// copied out. A byte that changes meanwhile is read as the old or the new one, both of them tokens.
+/// Tokens of one vocabulary in a file that is read as they are asked for.
 pub struct TokenFile {
-    path: PathBuf,
-    file: File,
-    /// None for an empty file, which cannot be mapped.
-    map: Option<MmapRaw>,
+    file: MappedFile,
+    layout: Layout,
+    vocabulary: Arc<Vocabulary>,
 }
 
 impl TokenFile {
-    /// Maps the file at `path`.
-    pub fn open(path: &Path) -> Result<Self, DataError> {
-        let failed = |doing: &'static str, e: std::io::Error| DataError::Io {
-            doing,
-            path: path.to_owned(),
-            cause: e.to_string(),
+    /// Opens a file for a vocabulary: a text for bytes, a token file for all others. `tokenizer` is what the user
+    /// calls the vocabulary, for the command that would make tokens of a text.
+    pub fn open(path: &Path, vocabulary: &Arc<Vocabulary>, tokenizer: &str) -> Result<Self, DataError> {
+        let file = MappedFile::open(path)?;
+        let refused = |problem| Err(DataError::file(path, problem));
+        if file.is_empty() {
+            return refused(FileProblem::Empty);
+        }
+        let layout = match (Layout::recognise(&file)?, vocabulary.is_bytes()) {
+            (None, true) => Layout::of_text(&file),
+            (Some(layout), true) => {
+                let tokenizer = layout.facts.tokenizer;
+                return refused(FileProblem::Tokens { tokenizer });
+            }
+            (None, false) => {
+                return refused(FileProblem::NoTokens {
+                    tokenizer: vocabulary.name.clone(),
+                    command: command(path, tokenizer, &vocabulary.name),
+                });
+            }
+            (Some(layout), false) => layout,
         };
-        // A pipe would otherwise be waited for until somebody writes to it.
-        let mut options = File::options();
-        options.read(true).custom_flags(libc::O_NONBLOCK);
-        let file = options.open(path).map_err(|e| failed("open", e))?;
-        let metadata = file.metadata().map_err(|e| failed("inspect", e))?;
-        if !metadata.is_file() {
-            return Err(DataError::NotAFile {
-                path: path.to_owned(),
+        let hash = &layout.facts.tokenizer_hash;
+        if hash.is_some() && *hash != vocabulary.hash {
+            return refused(FileProblem::OtherTokenizer {
+                found: layout.facts.tokenizer.unwrap_or_else(|| "another one".into()),
+                wanted: vocabulary.name.clone(),
             });
         }
-        let map = if metadata.len() == 0 {
-            None
-        } else {
-            Some(
-                MmapOptions::new()
-                    .map_raw_read_only(&file)
-                    .map_err(|e| failed("map", e))?,
-            )
-        };
+        if layout.tokens == 0 {
+            return refused(FileProblem::Empty);
+        }
         Ok(Self {
-            path: path.to_owned(),
             file,
-            map,
+            layout,
+            vocabulary: Arc::clone(vocabulary),
         })
     }
 
     /// Where it was opened.
     #[must_use]
     pub fn path(&self) -> &Path {
-        &self.path
+        self.file.path()
     }
 
-    /// Number of tokens.
+    /// Number of tokens, at least one.
     #[must_use]
+    #[expect(clippy::len_without_is_empty, reason = "an empty file is not opened")]
     pub fn len(&self) -> usize {
-        self.map.as_ref().map_or(0, MmapRaw::len)
+        self.layout.tokens
     }
 
-    /// True for an empty file.
+    /// What the file says of its contents.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len() == 0
+    pub fn facts(&self) -> &TokenFacts {
+        &self.layout.facts
     }
 
-    /// Copies the tokens from `start` into `out`.
-    ///
-    /// A file that shrank since it was opened is an error: pages beyond its end do not exist any more, and
-    /// touching one would end the process with SIGBUS. Only a truncation between this check and the copy,
-    /// microseconds later, still does.
-    pub fn read(&self, start: usize, out: &mut [u8]) -> Result<(), DataError> {
-        if out.is_empty() {
+    /// Bytes of a token.
+    pub(super) fn width(&self) -> Width {
+        self.layout.width
+    }
+
+    /// Copies the tokens from `start` into `out`. A number that the vocabulary does not have is an error: a model
+    /// has no row for it.
+    pub fn read(&self, start: usize, out: &mut [i32]) -> Result<(), DataError> {
+        let width = self.layout.width.bytes();
+        let mut bytes = vec![0; out.len() * width];
+        self.read_stored(start, &mut bytes)?;
+        let last = (self.vocabulary.size - 1) as u32;
+        let mut highest = 0;
+        for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(width)) {
+            let token = stored(bytes);
+            highest = highest.max(token);
+            *out = token as i32;
+        }
+        if highest <= last {
             return Ok(());
         }
-        let fits = start.checked_add(out.len()).is_some_and(|end| end <= self.len());
-        let Some(map) = self.map.as_ref().filter(|_| fits) else {
+        let at = bytes.chunks_exact(width).position(|bytes| stored(bytes) > last);
+        Err(DataError::file(
+            self.path(),
+            FileProblem::NoSuchToken {
+                token: at.map_or(highest, |at| stored(&bytes[at * width..][..width])),
+                position: (start + at.unwrap_or(0)) as u64,
+                tokenizer: self.vocabulary.name.clone(),
+                last,
+            },
+        ))
+    }
+
+    /// Copies the bytes of the tokens from `start`, as they are stored, into `out`, which has room for whole ones.
+    pub(super) fn read_stored(&self, start: usize, out: &mut [u8]) -> Result<(), DataError> {
+        let width = self.layout.width.bytes();
+        let tokens = out.len() / width;
+        let fits = start.checked_add(tokens).is_some_and(|end| end <= self.len());
+        if !fits || !out.len().is_multiple_of(width) {
             return Err(DataError::Misuse {
-                path: self.path.clone(),
-                what: format!("tokens {start}..+{} of {} were asked for", out.len(), self.len()),
-            });
-        };
-        let is = self.file.metadata().map_or(0, |m| m.len());
-        if is < self.len() as u64 {
-            return Err(DataError::Shrank {
-                path: self.path.clone(),
-                was: self.len() as u64,
-                is,
+                path: self.path().to_owned(),
+                what: format!("tokens {start}..+{tokens} of {} were asked for", self.len()),
             });
         }
-        // SAFETY: `start + out.len() <= map.len()` was checked above, so that the source lies within the
-        // mapping, which lives as long as `self` and is readable; `out` is an exclusive borrow of other
-        // memory, so that the two do not overlap. `u8` has neither alignment nor invalid values. No
-        // reference to the mapped bytes exists, so that their change by another process breaks no promise
-        // made to the compiler. A page that was truncated away faults (SIGBUS): the process ends, which
-        // is not undefined behaviour, and the check above makes it all but impossible.
-        unsafe {
-            std::ptr::copy_nonoverlapping(map.as_ptr().add(start), out.as_mut_ptr(), out.len());
-        }
-        Ok(())
+        self.file.read(self.layout.start + start * width, out)
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn reads_what_the_file_holds() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("tokens");
-        std::fs::write(&path, b"hello world").unwrap();
-        let file = TokenFile::open(&path).unwrap();
-        let mut out = [0; 5];
-        file.read(6, &mut out).unwrap();
-        assert_eq!((&out, file.len()), (b"world", 11));
-        assert!(matches!(file.read(7, &mut out), Err(DataError::Misuse { .. })));
-        assert!(matches!(
-            file.read(usize::MAX, &mut out),
-            Err(DataError::Misuse { .. })
-        ));
+/// A token of 1, 2 or 4 bytes.
+fn stored(bytes: &[u8]) -> u32 {
+    match *bytes {
+        [a] => u32::from(a),
+        [a, b] => u32::from(u16::from_le_bytes([a, b])),
+        [a, b, c, d] => u32::from_le_bytes([a, b, c, d]),
+        _ => unreachable!("a token has 1, 2 or 4 bytes"),
     }
+}
 
-    #[test]
-    fn a_file_that_shrinks_is_an_error_and_no_signal() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("tokens");
-        std::fs::write(&path, vec![7; 1 << 16]).unwrap();
-        let file = TokenFile::open(&path).unwrap();
-        std::fs::write(&path, b"short").unwrap();
-        let error = file.read(60_000, &mut [0; 16]).unwrap_err();
-        assert_eq!(
-            error,
-            DataError::Shrank {
-                path,
-                was: 1 << 16,
-                is: 5
-            }
-        );
-    }
+/// What to type to make tokens of the text at `path`.
+fn command(path: &Path, tokenizer: &str, name: &str) -> String {
+    let stem = name.trim_end_matches(".json");
+    let out = path.with_extension(format!("{stem}.{SUFFIX}"));
+    format!(
+        "ddp-train tokenize --tokenizer {} -o {} {}",
+        quoted(tokenizer),
+        quoted(&out.display().to_string()),
+        quoted(&path.display().to_string())
+    )
+}
 
-    #[test]
-    fn folders_pipes_and_missing_files_are_told_apart() {
-        let folder = tempfile::tempdir().unwrap();
-        let open = |path: &Path| TokenFile::open(path).err().unwrap().to_string();
-        assert!(open(folder.path()).ends_with("is not a regular file"));
-        assert!(open(&folder.path().join("gone")).contains("No such file"));
-        let pipe = folder.path().join("pipe");
-        nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
-        assert!(open(&pipe).ends_with("is not a regular file"));
-        let empty = folder.path().join("empty");
-        std::fs::write(&empty, b"").unwrap();
-        assert!(TokenFile::open(&empty).unwrap().is_empty());
+/// As a shell takes it for one word.
+fn quoted(word: &str) -> String {
+    let is_plain = |c: char| c.is_alphanumeric() || "_-./=:,+@%".contains(c);
+    if !word.is_empty() && word.chars().all(is_plain) {
+        return word.to_owned();
     }
+    format!("'{}'", word.replace('\'', r"'\''"))
 }

@@ -30,8 +30,11 @@ pub struct Summary {
     pub loss: Option<f64>,
     /// Validation loss at the end, nats a token.
     pub val_loss: Option<f64>,
-    /// What a model without context reaches on the same text.
+    /// What a model without context reaches on the same data.
     pub entropies: Entropies,
+    /// Bytes of text to a token of the validation data; none if their files do not tell.
+    #[serde(default)]
+    pub bytes_per_token: Option<f64>,
     /// Wall time of this life of the run, start to end.
     pub seconds: f64,
     /// Tokens a second over the steps of this life, over all ranks.
@@ -88,8 +91,9 @@ mod tests {
             val_loss: None,
             entropies: Entropies {
                 unigram: 3.26,
-                bigram: 2.45,
+                bigram: Some(2.45),
             },
+            bytes_per_token: Some(1.0),
             seconds: 1.5,
             tokens_per_s: 4096.0,
             world_size: 2,

@@ -235,7 +235,7 @@ mod tests {
         // Neighbours are one range.
         assert_eq!(spared([true, false, false]).first(), Some(&(0..32)));
         assert_eq!(spared([false; 3]).first(), Some(&(0..35)));
-        assert_eq!(spared([true; 3]), []);
+        assert!(spared([true; 3]).is_empty());
     }
 
     #[test]

@@ -68,7 +68,7 @@ use ddp_proto::control::Phase;
 use crate::checkpoint::Storage;
 use crate::collective::Transport;
 use crate::config::TrainConfig;
-use crate::data::{Entropies, TokenFile, Tokens};
+use crate::data::{Dataset, Entropies};
 use crate::device::Device;
 use crate::metrics::{MetricsLog, RunDir, Summary};
 use crate::session::Session;
@@ -84,8 +84,8 @@ use rescale::ranks_divide;
 use setup::{Prepared, open, prepare};
 use trainer::Outcome;
 
-/// Of a longer text only the start is counted.
-const MAX_ENTROPY_BYTES: usize = 64 << 20;
+/// Of longer data only the start is counted, so that files of billions of tokens cost no more.
+const MAX_ENTROPY_TOKENS: usize = 64 << 20;
 
 /// What a run has come to, as one rank knows it.
 #[derive(Clone, Debug, PartialEq)]
@@ -245,7 +245,7 @@ fn conclude(
     if let Some(words) = save_verdict::failed(summary.failed_saves, summary.checkpoint.as_deref()) {
         warn(&words);
     }
-    say(&verdict(outcome, summary.entropies));
+    say(&verdict(outcome, summary.entropies, summary.bytes_per_token));
     if let (Some(_), None) = (&outcome.stopped, &trainer.session.env().control) {
         // Whoever has started this one hears it from its launcher.
         let run = &trainer.config.run;
@@ -279,7 +279,8 @@ fn summary(
         parameters: trainer.replica.model.param_count() as u64,
         loss: outcome.loss,
         val_loss: outcome.val_loss,
-        entropies: text_entropies(config)?,
+        entropies: entropies(&prepared.dataset)?,
+        bytes_per_token: prepared.dataset.val.bytes_per_token(),
         seconds: started.elapsed().as_secs_f64(),
         tokens_per_s: recorder.tokens_per_s(),
         world_size: env.world_size.get(),
@@ -291,24 +292,67 @@ fn summary(
     })
 }
 
-/// Entropies of the training text as a whole, held-out part included, or of the start of a long one.
-fn text_entropies(config: &TrainConfig) -> Result<Entropies, TrainError> {
-    let file = TokenFile::open(&config.data.train)?;
-    let measured = file.len().min(MAX_ENTROPY_BYTES);
-    Ok(Entropies::of(&Tokens::new(Arc::new(file), 0..measured))?)
+/// Entropies of a text as a whole, held-out part included; where tokens are more than bytes, of the validation tokens.
+/// Of long data only the start is counted.
+fn entropies(dataset: &Dataset) -> Result<Entropies, TrainError> {
+    let measured = if dataset.vocabulary.is_bytes() {
+        dataset.train.whole()
+    } else {
+        dataset.val.clone()
+    };
+    let part = measured.part(0..measured.len().min(MAX_ENTROPY_TOKENS));
+    Ok(Entropies::of(&part, dataset.vocabulary.size)?)
 }
 
 /// The validation loss beside what a model without context can reach.
-fn verdict(outcome: &Outcome, entropies: Entropies) -> String {
+fn verdict(outcome: &Outcome, entropies: Entropies, bytes_per_token: Option<f64>) -> String {
     let Entropies { unigram, bigram } = entropies;
-    match (&outcome.stopped, outcome.val_loss) {
-        (Some(cause), _) => format!(
+    match (&outcome.stopped, outcome.val_loss, bigram) {
+        (Some(cause), _, _) => format!(
             "stopped after step {} ({cause}); the checkpoint is saved",
             outcome.steps
         ),
-        (None, Some(loss)) => format!(
+        (None, Some(loss), Some(bigram)) => format!(
             "nats a byte: unigram {unigram:.2}, bigram {bigram:.2} (entropies of the text), this model {loss:.4} (validation)"
         ),
-        (None, None) => format!("done after step {}", outcome.steps),
+        (None, Some(loss), None) => {
+            let a_byte = bytes_per_token.map_or_else(String::new, |bytes| {
+                format!(
+                    "; {:.4} nats a byte, with {bytes:.2} bytes to a token",
+                    loss / bytes
+                )
+            });
+            format!(
+                "nats a token: unigram {unigram:.2} (entropy of the validation tokens), this model {loss:.4} (validation){a_byte}"
+            )
+        }
+        (None, None, _) => format!("done after step {}", outcome.steps),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_verdict_says_of_what_the_loss_is() {
+        let mut outcome = Outcome {
+            steps: 40,
+            val_loss: Some(3.2812),
+            ..Outcome::default()
+        };
+        let tokens = Entropies {
+            unigram: 7.4242,
+            bigram: None,
+        };
+        let bytes = Entropies {
+            bigram: Some(2.45),
+            ..tokens
+        };
+        insta::assert_snapshot!(verdict(&outcome, bytes, Some(1.0)), @"nats a byte: unigram 7.42, bigram 2.45 (entropies of the text), this model 3.2812 (validation)");
+        insta::assert_snapshot!(verdict(&outcome, tokens, None), @"nats a token: unigram 7.42 (entropy of the validation tokens), this model 3.2812 (validation)");
+        insta::assert_snapshot!(verdict(&outcome, tokens, Some(4.0)), @"nats a token: unigram 7.42 (entropy of the validation tokens), this model 3.2812 (validation); 0.8203 nats a byte, with 4.00 bytes to a token");
+        outcome.stopped = Some("asked to".into());
+        insta::assert_snapshot!(verdict(&outcome, tokens, None), @"stopped after step 40 (asked to); the checkpoint is saved");
     }
 }

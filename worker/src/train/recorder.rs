@@ -154,9 +154,11 @@ pub(super) fn say(text: &str) {
     let _ = writeln!(out, "{text}").and_then(|()| out.flush());
 }
 
-/// Warns on the error stream, whichever rank it is. A console that is gone does not stop the training.
+/// Warns on the error stream, whichever rank it is, in one write, so that others do not come between. A console that is
+/// gone does not stop the training.
 pub(super) fn warn(text: &str) {
-    let _ = writeln!(std::io::stderr().lock(), "warning: {text}");
+    let words = format!("warning: {text}\n");
+    let _ = std::io::stderr().write_all(words.as_bytes());
 }
 
 fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> MetricsLine {

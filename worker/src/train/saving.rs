@@ -22,7 +22,7 @@ use super::world::World;
 use super::{TrainError, resuming};
 use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
 use crate::config::{OptimizerHome, TrainConfig};
-use crate::data::ORDER_VERSION;
+use crate::data::{Dataset, ORDER_VERSION};
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
 use crate::optim::AdamW;
 use crate::session::Session;
@@ -419,9 +419,9 @@ impl Checkpoints {
     }
 }
 
-/// What a run is, whatever its step. `data` is the fingerprint of the training text.
-pub(super) fn identity(config: &TrainConfig, data: String) -> State {
-    State {
+/// What a run is, whatever its step.
+pub(super) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State, TrainError> {
+    Ok(State {
         step: 0,
         consumed_samples: 0,
         batch: None,
@@ -429,9 +429,16 @@ pub(super) fn identity(config: &TrainConfig, data: String) -> State {
             seed: config.run.seed,
             data_order: ORDER_VERSION.into(),
         },
-        config: serde_json::to_value(config).expect("a configuration serialises"),
-        data: Some(data),
-    }
+        config: document(config, dataset),
+        data: Some(dataset.train.fingerprint()?),
+    })
+}
+
+/// A configuration to be compared with another: a tokenizer is the same wherever its file is.
+pub(super) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::Value {
+    let mut document = serde_json::to_value(config).expect("a configuration serialises");
+    document["data"]["tokenizer"] = dataset.vocabulary.identity(&config.data.tokenizer).into();
+    document
 }
 
 /// For errors and memory accounts.

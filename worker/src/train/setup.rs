@@ -12,7 +12,7 @@ use super::origin::{Origin, check_initial_weights};
 use super::replica::Replica;
 use super::rescale::{Before, rescale};
 use super::resuming;
-use super::saving::{Checkpoints, identity};
+use super::saving::{Checkpoints, document, identity};
 use super::skips::Skips;
 use super::startup::StartupFacts;
 use super::strategy::{Held, Scheme};
@@ -24,7 +24,7 @@ use super::{Substitutes, TrainError, WrapTransport};
 use crate::checkpoint::{Batch, Disk, State, Storage};
 use crate::collective::WireBytes;
 use crate::config::{OptimizerHome, Strategy, TrainConfig};
-use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Tokens};
+use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Vocabulary};
 use crate::device::{ArenaSpec, Buffer, Device};
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::{self, Model};
@@ -35,9 +35,6 @@ use crate::parallel::{
     Signature, Weights, gated,
 };
 use crate::session::Session;
-
-/// Bytes at either end of the data that ranks compare before the first step.
-const FINGERPRINT_BYTES: usize = 1 << 20;
 
 /// A trainer and what belongs to it.
 pub(super) struct Prepared<'a> {
@@ -58,8 +55,7 @@ impl Prepared<'_> {
     pub(super) fn facts(&self) -> StartupFacts<'_> {
         StartupFacts {
             out_dir: self.run_dir.path(),
-            train_tokens: self.dataset.train.len(),
-            val_tokens: self.dataset.val.len(),
+            dataset: &self.dataset,
             reductions: self.reducer.operations(),
             layout: self.reducer.layout(),
             rescaled: self.rescaled.as_deref(),
@@ -127,7 +123,7 @@ pub(super) fn open(
     }
     let (run_dir, start) = open_run_dir(config, session)?;
     // Checkpoints tell of the configuration as it was given.
-    let mut identity = identity(config, fingerprint(&dataset.train)?);
+    let mut identity = identity(config, &dataset)?;
     let origin = match start {
         Start::Fresh => Origin::of_new(config, &blueprint.model, session)?,
         Start::Resume { step } => Origin::Checkpoint(resuming::open(run_dir.path(), step, &identity)?),
@@ -259,7 +255,7 @@ fn state_device(
 
 /// The model that the configuration describes, before anybody watches its blocks.
 pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
-    let model = model::build(&config.model, Dataset::vocab_size(config.data.tokenizer))?;
+    let model = model::build(&config.model, Vocabulary::of(&config.data.tokenizer)?.size)?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
 }
 
@@ -441,7 +437,7 @@ fn signature(
     dataset: &Dataset,
 ) -> Result<Signature, TrainError> {
     let mut signature = Signature::new();
-    let mut document = serde_json::to_value(config).expect("a configuration serialises");
+    let mut document = document(config, dataset);
     for (section, key) in [
         ("/data", "train"),
         ("/data", "val"),
@@ -457,23 +453,8 @@ fn signature(
     }
     signature.document("", &document);
     signature.field("rule of the data order", ORDER_VERSION);
-    signature.field("training tokens", fingerprint(&dataset.train)?);
-    signature.field("validation tokens", fingerprint(&dataset.val)?);
+    signature.field("training tokens", dataset.train.fingerprint()?);
+    signature.field("validation tokens", dataset.val.fingerprint()?);
     signature.model(model, layout);
     Ok(signature)
-}
-
-/// Length, and a hash of both ends.
-fn fingerprint(tokens: &Tokens) -> Result<String, TrainError> {
-    let mut ends = vec![0; FINGERPRINT_BYTES.min(tokens.len())];
-    let mut hash = blake3::Hasher::new();
-    for start in [0, tokens.len() - ends.len()] {
-        tokens.read(start, &mut ends)?;
-        hash.update(&ends);
-    }
-    Ok(format!(
-        "{} tokens, hash {}",
-        tokens.len(),
-        &hash.finalize().to_hex()[..16]
-    ))
 }

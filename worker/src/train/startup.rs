@@ -7,6 +7,7 @@ use super::outlook::Outlook;
 use super::strategy::Scheme;
 use super::trainer::Trainer;
 use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
+use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::optim::{HostBacked, batch_factor, learning_rate};
 use crate::parallel::{Between, Dtypes, GradientLayout};
@@ -15,8 +16,7 @@ use crate::plan::Footprint;
 /// Numbers that only set-up knows.
 pub(super) struct StartupFacts<'a> {
     pub(super) out_dir: &'a std::path::Path,
-    pub(super) train_tokens: usize,
-    pub(super) val_tokens: usize,
+    pub(super) dataset: &'a Dataset,
     /// Operations in which all gradients are reduced.
     pub(super) reductions: usize,
     pub(super) layout: &'a GradientLayout,
@@ -53,11 +53,6 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         config.model.block_size,
     );
     let parameters = trainer.replica.model.param_count() as u64;
-    let data = format!(
-        "{} tokens to train on, {} held out",
-        grouped(facts.train_tokens as u64),
-        grouped(facts.val_tokens as u64)
-    );
     let steps = steps(train, trainer.first_step);
     let env = trainer.session.env();
     let transport = match (world, env.node_count) {
@@ -69,7 +64,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     let mut rows = vec![
         ("model", trainer.replica.model.name.clone()),
         ("parameters", grouped(parameters)),
-        ("data", data),
+        ("data", data(facts.dataset, config.data.val.is_some())),
         ("global batch", batch),
         ("steps", steps),
         (
@@ -88,6 +83,7 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         ("out_dir", facts.out_dir.display().to_string()),
     ];
     let optional = [
+        ("tokenizer", tokenizer(facts.dataset)),
         ("initial weights", facts.pretrained.map(str::to_owned)),
         ("rescaled", facts.rescaled.map(str::to_owned)),
         ("optimizer state", offloaded(trainer, facts)),
@@ -107,6 +103,45 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         .filter_map(|(name, value)| Some((name, value?)));
     rows.splice(before_last..before_last, told);
     rows
+}
+
+fn data(dataset: &Dataset, has_val: bool) -> String {
+    let part = |tokens: &Tokens| {
+        let files = match tokens.file_count() {
+            1 => String::new(),
+            several => format!(" in {several} files"),
+        };
+        (grouped(tokens.len() as u64), files)
+    };
+    let ((train, in_files), (val, in_val_files)) = (part(&dataset.train), part(&dataset.val));
+    if has_val {
+        format!("{train} tokens{in_files} to train on, {val}{in_val_files} for validation")
+    } else {
+        format!("{train} tokens{in_files} to train on, {val} held out")
+    }
+}
+
+/// Whose tokens they are, where they are not bytes.
+fn tokenizer(dataset: &Dataset) -> Option<String> {
+    let vocabulary = &dataset.vocabulary;
+    if vocabulary.is_bytes() {
+        return None;
+    }
+    let parts = [&dataset.train, &dataset.val];
+    let bytes = match dataset.train.bytes_per_token() {
+        Some(bytes) => format!(", {bytes:.2} bytes to a token"),
+        None => String::new(),
+    };
+    let unknown = if parts.iter().all(|tokens| tokens.knows_tokenizer()) {
+        ""
+    } else {
+        "; a file does not say which tokenizer made it, so that this was not checked"
+    };
+    Some(format!(
+        "{}, {} tokens{bytes}; losses are in nats a token{unknown}",
+        vocabulary.name,
+        grouped(vocabulary.size as u64)
+    ))
 }
 
 fn steps(train: &Train, first_step: u64) -> String {

@@ -62,7 +62,7 @@ impl Job {
             init_from: None,
         };
         let data = config::Data {
-            train,
+            train: train.into(),
             val: None,
             tokenizer: config::Tokenizer::Bytes,
             order: Order::Shuffled,

@@ -1,0 +1,98 @@
+//! `ddp-train tokenize`: turns texts into a token file.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `bar.rs` | how far it is, on a terminal |
+//! | `answer.rs` | what it came to, and what to write into a configuration |
+
+mod answer;
+mod bar;
+
+use std::io::Write as _;
+use std::num::NonZeroUsize;
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Instant;
+
+use ddp_proto::exit;
+use ddp_worker::tokenize::{Request, TokenizeError, Tokenizer, tokenize};
+
+use super::error::print_error;
+
+/// Exit code where the machine is at fault, and not what was asked for.
+const FAILED: u8 = 1;
+
+/// Turn texts into a token file for `data.train` and `data.val`.
+///
+/// Each document comes behind the end-of-text token (`<|endoftext|>`), as in the files of llm.c. A file that ends in `.jsonl`
+/// holds a document a line, any other file is one document. The token file is a safetensors file with one tensor `tokens`,
+/// which Python reads too: `safetensors.numpy.load_file(path)["tokens"]`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// `gpt2`, or the path of a `tokenizer.json` of Hugging Face's tokenizers
+    #[arg(long, value_name = "gpt2|FILE.json", value_parser = tokenizer)]
+    tokenizer: Tokenizer,
+    /// The token file to make
+    #[arg(short, long, value_name = "FILE")]
+    output: PathBuf,
+    /// Texts in UTF-8, and `.jsonl` files
+    #[arg(value_name = "INPUT", required = true)]
+    inputs: Vec<PathBuf>,
+    /// The field of a line of JSON that holds the text
+    #[arg(long, value_name = "NAME", default_value = "text")]
+    key: String,
+    /// The token before each document [default: `<|endoftext|>`, where the vocabulary has it]
+    #[arg(long, value_name = "TOKEN")]
+    end_of_text: Option<String>,
+    /// Replace the token file if it is there
+    #[arg(long)]
+    overwrite: bool,
+    /// Threads that encode [default: one a core]
+    #[arg(long, value_name = "N")]
+    threads: Option<NonZeroUsize>,
+}
+
+fn tokenizer(text: &str) -> Result<Tokenizer, String> {
+    Tokenizer::named(text).ok_or_else(|| "expected `gpt2` or the path of a `tokenizer.json`".into())
+}
+
+/// Main of `ddp-train tokenize`.
+pub(super) fn run(args: &Args) -> ExitCode {
+    super::native::ignore_file_size_signal();
+    let started = Instant::now();
+    let request = Request {
+        tokenizer: &args.tokenizer,
+        end_of_text: args.end_of_text.as_deref(),
+        key: &args.key,
+        inputs: &args.inputs,
+        output: &args.output,
+        overwrite: args.overwrite,
+        threads: args.threads,
+    };
+    let bar = bar::Bar::new();
+    let made = tokenize(&request, &mut |progress| bar.show(progress));
+    bar.finish();
+    match made {
+        Ok(report) => {
+            if !report.has_separator {
+                let words = answer::no_separator(&args.tokenizer);
+                // Nothing is left to do when that fails.
+                let _ = writeln!(std::io::stderr(), "{words}");
+            }
+            super::answer::give(answer::words(&request, &report, started.elapsed()))
+        }
+        Err(error) => {
+            print_error(&error);
+            ExitCode::from(exit_code(&error))
+        }
+    }
+}
+
+/// What the user must change is told from a full disk, and from all else of the machine.
+fn exit_code(error: &TokenizeError) -> u8 {
+    match error {
+        TokenizeError::Io { source, .. } => super::native::of_io(source.kind()),
+        TokenizeError::Threads(_) => FAILED,
+        _ => exit::USAGE,
+    }
+}

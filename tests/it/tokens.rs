@@ -1,0 +1,228 @@
+//! From texts to token files, and training on them.
+
+use std::path::Path;
+
+use crate::harness::{Finished, Program, TinyJob, launch, losses, metrics, parameters, repository, temp_dir};
+
+/// Enough of a text for a few steps.
+const TEXT_BYTES: usize = 24 << 10;
+
+fn tokenize(dir: &Path, args: &[&str]) -> Finished {
+    let words = std::iter::once("tokenize").chain(args.iter().copied());
+    Program::new(env!("CARGO_BIN_EXE_ddp-train"))
+        .dir(dir)
+        .args(words.map(Into::into))
+        .run()
+}
+
+/// Eight steps of two ranks on GPT-2's tokens of `train`, whose learning rate does not know how many there are.
+fn job(train: &str) -> TinyJob {
+    let job = TinyJob::with(|yaml| {
+        yaml.replace("n_embd: 32, block_size: 32", "n_embd: 8, block_size: 16")
+            .replace("train: text.txt", &format!("train: {train}, tokenizer: gpt2"))
+            .replace("steps: 40", "steps: 8\n  schedule: { kind: constant }")
+            .replace("checkpoint_every: 5", "checkpoint_every: 4")
+    });
+    let text = std::fs::read(repository("examples/data/python-reference.txt")).expect("readable");
+    std::fs::write(job.dir().join("a.txt"), &text[..TEXT_BYTES]).expect("writable");
+    std::fs::write(job.dir().join("b.txt"), &text[TEXT_BYTES..2 * TEXT_BYTES]).expect("writable");
+    job
+}
+
+fn make(job: &TinyJob, name: &str, texts: &[&str]) {
+    let args = [&["--tokenizer", "gpt2", "-o", name], texts].concat();
+    tokenize(job.dir(), &args).expect_exit(0);
+}
+
+fn train(job: &TinyJob, set: &[&str]) -> Finished {
+    let launch = launch().nproc(2).dir(job.dir());
+    set.iter()
+        .fold(launch, |launch, assignment| launch.set(assignment))
+        .target("tiny.yaml")
+        .run()
+}
+
+/// The tokens of our own file, by the offset that its header says.
+fn tokens_of(path: &Path) -> Vec<u8> {
+    let bytes = std::fs::read(path).expect("a token file");
+    let header = u64::from_le_bytes(bytes[..8].try_into().expect("8 bytes"));
+    bytes[8 + header as usize..].to_vec()
+}
+
+/// A shard as llm.c writes it.
+fn llm_c(tokens: &[u8]) -> Vec<u8> {
+    let header = [20_240_520, 1, (tokens.len() / 2) as i32];
+    let mut bytes: Vec<u8> = header.iter().flat_map(|number| number.to_le_bytes()).collect();
+    bytes.resize(1024, 0);
+    bytes.extend(tokens);
+    bytes
+}
+
+#[test]
+fn the_script_of_the_gpt2_tokens_example_runs() {
+    let dir = temp_dir();
+    let binaries = Path::new(env!("CARGO_BIN_EXE_ddp-run"))
+        .parent()
+        .expect("a folder of binaries");
+    // Little to validate on, in a list.
+    let val = format!("data.val=[{}]", dir.path().join("val.safetensors").display());
+    std::fs::write(
+        dir.path().join("val.txt"),
+        "The body of a compound statement.\n".repeat(20),
+    )
+    .expect("writable");
+    tokenize(
+        dir.path(),
+        &["--tokenizer", "gpt2", "-o", "val.safetensors", "val.txt"],
+    )
+    .expect_exit(0);
+    let script = Program::new(repository("examples/gpt2-tokens/run.sh"))
+        .args(
+            [
+                "--set",
+                "train.steps=2",
+                "--set",
+                "run.out_dir=out",
+                "--set",
+                &val,
+            ]
+            .map(Into::into),
+        )
+        .env("DDP_BIN", &binaries.display().to_string())
+        .dir(dir.path());
+    script
+        .run()
+        .expect_exit(0)
+        .expect_stdout("1 document, 466273 bytes of text: ")
+        .expect_stdout("  tokenizer: gpt2")
+        .expect_stdout("gpt2, 50,257 tokens, ")
+        .expect_stdout("nats a token: unigram ")
+        .expect_stdout(" nats a byte, with ");
+    let uniform = 50_304_f64.ln();
+    let loss = losses(&dir.path().join("out"))[0];
+    assert!(
+        (loss - uniform).abs() < 0.5,
+        "an untrained model guesses evenly: {loss} against {uniform}"
+    );
+    let summary = std::fs::read(dir.path().join("out/summary.json")).expect("a summary");
+    let summary: serde_json::Value = serde_json::from_slice(&summary).expect("JSON");
+    assert!(
+        summary["bytes_per_token"]
+            .as_f64()
+            .is_some_and(|bytes| (3.0..8.0).contains(&bytes)),
+        "{summary}"
+    );
+    assert!(summary["entropies"].get("bigram").is_none(), "{summary}");
+}
+
+#[test]
+fn training_on_tokens_resumes_to_the_last_bit() {
+    let job = job("ours.safetensors");
+    make(&job, "ours.safetensors", &["a.txt", "b.txt"]);
+    train(&job, &["run.out_dir=whole"]).expect_exit(0);
+    train(&job, &["train.steps=4"]).expect_exit(0);
+    train(&job, &["run.resume=require"])
+        .expect_exit(0)
+        .expect_stdout("8, resumed after 4");
+    let whole = job.dir().join("whole");
+    assert_eq!(losses(&job.out()), losses(&whole));
+    assert_eq!(losses(&whole).len(), 8);
+    assert!(parameters(&job.out()) == parameters(&whole), "other parameters");
+}
+
+#[test]
+fn shards_of_llm_c_train_as_one_file_does() {
+    let job = job("ours.safetensors");
+    make(&job, "ours.safetensors", &["a.txt", "b.txt"]);
+    train(&job, &[]).expect_exit(0);
+    let tokens = tokens_of(&job.dir().join("ours.safetensors"));
+    // Three shards, none of which ends with a block.
+    let (first, rest) = tokens.split_at(2 * 1001);
+    let (second, third) = rest.split_at(2 * 2003);
+    for (name, shard) in [
+        ("train_1.bin", first),
+        ("train_2.bin", second),
+        ("train_3.bin", third),
+    ] {
+        std::fs::write(job.dir().join(name), llm_c(shard)).expect("writable");
+    }
+    train(&job, &["data.train=train_*.bin", "run.out_dir=shards"])
+        .expect_exit(0)
+        .expect_stdout(" in 3 files to train on")
+        .expect_stdout("a file does not say which tokenizer made it");
+    let shards = job.dir().join("shards");
+    assert_eq!(losses(&shards), losses(&job.out()));
+    // One of them is another one when the run goes on.
+    std::fs::write(
+        job.dir().join("train_2.bin"),
+        llm_c(&second.iter().map(|byte| byte & 0x3f).collect::<Vec<_>>()),
+    )
+    .expect("writable");
+    train(
+        &job,
+        &[
+            "data.train=train_*.bin",
+            "run.out_dir=shards",
+            "run.resume=require",
+            "train.steps=9",
+        ],
+    )
+    .expect_exit(2)
+    .expect_stderr("`training text of `data.train`` is ");
+}
+
+#[test]
+fn a_text_where_tokens_are_needed_is_refused_with_the_command_that_makes_them() {
+    let job = job("a.txt");
+    let finished = train(&job, &[]);
+    finished.expect_exit(2);
+    insta::assert_snapshot!(finished.stderr(), @r"
+    [ddp-run] error: tiny.yaml:3: `data.train` is `a.txt`, which is no token file, and `data.tokenizer: gpt2` needs one
+    [ddp-run]   hint: make one, and name that instead: `ddp-train tokenize --tokenizer gpt2 -o a.gpt2.safetensors a.txt`
+    ");
+    assert!(!job.out().exists());
+    // The command, as it stands there.
+    let words = finished.stderr();
+    let command = words
+        .split('`')
+        .find(|part| part.starts_with("ddp-train tokenize "))
+        .expect("a command");
+    let args: Vec<&str> = command.split(' ').skip(2).collect();
+    tokenize(job.dir(), &args)
+        .expect_exit(0)
+        .expect_stdout("  train: a.gpt2.safetensors ");
+    train(&job, &["data.train=a.gpt2.safetensors", "train.steps=1"]).expect_exit(0);
+}
+
+#[test]
+fn a_number_that_is_no_token_ends_the_run_with_its_place() {
+    let job = job("bad.bin");
+    let mut tokens: Vec<u8> = (0..2000_u16).flat_map(u16::to_le_bytes).collect();
+    // In the held-out part, which is read at the end.
+    tokens[2 * 1900..][..2].copy_from_slice(&60_000_u16.to_le_bytes());
+    std::fs::write(job.dir().join("bad.bin"), llm_c(&tokens)).expect("writable");
+    train(&job, &[]).expect_exit(2).expect_stderr(
+        "`bad.bin` has the number 60000 at position 1900, but the vocabulary of `gpt2` ends with 50256",
+    );
+    // The line of the last step waits for its validation.
+    assert_eq!(metrics(&job.out()).len(), 7);
+}
+
+#[test]
+fn tokenize_says_what_it_cannot_do() {
+    let dir = temp_dir();
+    std::fs::write(dir.path().join("a.txt"), "x").expect("writable");
+    tokenize(dir.path(), &["--tokenizer", "llama", "-o", "out", "a.txt"])
+        .expect_exit(2)
+        .expect_stderr("expected `gpt2` or the path of a `tokenizer.json`");
+    tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "none/out", "a.txt"])
+        .expect_exit(2)
+        .expect_stderr("error: cannot create `none/.out.tokenizing`: No such file or directory");
+    tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "out", "gone.txt"])
+        .expect_exit(2)
+        .expect_stderr("error: `gone.txt` cannot be read: No such file or directory");
+    tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "out", "a.txt"]).expect_exit(0);
+    tokenize(dir.path(), &["--tokenizer", "gpt2", "-o", "out", "a.txt"])
+        .expect_exit(2)
+        .expect_stderr("error: `out` exists already");
+}

@@ -1,0 +1,286 @@
+//! Token files of all kinds, read as one stream; and what is wrong with others.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+
+use super::token_format::header;
+use super::{DataError, FileProblem, TokenFacts, Tokens, Vocabulary, Width};
+use crate::config::{Paths, Tokenizer};
+
+/// A llm.c file with this header, and `tokens` as 16 bits.
+fn llm_c(header: [i32; 3], tokens: &[u16]) -> Vec<u8> {
+    let mut bytes: Vec<u8> = header.iter().flat_map(|number| number.to_le_bytes()).collect();
+    bytes.resize(1024, 0);
+    bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+    bytes
+}
+
+/// The same, well-formed.
+fn good_llm_c(tokens: &[u16]) -> Vec<u8> {
+    llm_c([20_240_520, 1, tokens.len() as i32], tokens)
+}
+
+fn gpt2() -> Arc<Vocabulary> {
+    Arc::new(Vocabulary::of(&Tokenizer::Gpt2).unwrap())
+}
+
+/// What our own files say of GPT-2's tokens.
+fn facts(text_bytes: u64) -> TokenFacts {
+    TokenFacts {
+        tokenizer: Some("gpt2".into()),
+        tokenizer_hash: gpt2().hash.clone(),
+        vocab_size: Some(50_257),
+        documents: Some(1),
+        text_bytes: Some(text_bytes),
+    }
+}
+
+fn ours(tokens: &[u16], facts: &TokenFacts) -> Vec<u8> {
+    let mut bytes = header(Width::U16, tokens.len(), facts).unwrap();
+    bytes.extend(tokens.iter().flat_map(|token| token.to_le_bytes()));
+    bytes
+}
+
+struct Folder(tempfile::TempDir);
+
+impl Folder {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn write(&self, name: &str, bytes: &[u8]) -> PathBuf {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, bytes).unwrap();
+        path
+    }
+
+    fn open(&self, paths: &[&str]) -> Result<Tokens, DataError> {
+        let paths: Vec<PathBuf> = paths.iter().map(|path| self.0.path().join(path)).collect();
+        Tokens::open(&Paths::from(paths), &Tokenizer::Gpt2, &gpt2())
+    }
+
+    /// Why a file of these bytes is refused, under `tokenizer`.
+    fn refusal(&self, bytes: &[u8], tokenizer: &Tokenizer) -> String {
+        let path = self.write("data.bin", bytes);
+        let vocabulary = Arc::new(Vocabulary::of(tokenizer).unwrap());
+        let error = Tokens::open(&path.into(), tokenizer, &vocabulary).err().unwrap();
+        self.shown(&error)
+    }
+
+    fn shown(&self, error: &DataError) -> String {
+        let folder: &Path = self.0.path();
+        error.to_string().replace(&folder.display().to_string(), "DIR")
+    }
+}
+
+fn all(tokens: &Tokens) -> Vec<i32> {
+    let mut out = vec![0; tokens.len()];
+    tokens.read(0, &mut out).unwrap();
+    out
+}
+
+#[test]
+fn files_of_both_kinds_are_one_stream() {
+    let folder = Folder::new();
+    folder.write("b.bin", &good_llm_c(&[7, 50_256]));
+    folder.write("a.safetensors", &ours(&[1, 2, 3], &facts(12)));
+    let mut wide = llm_c([20_240_801, 7, 2], &[]);
+    wide.extend([9_u32, 10].iter().flat_map(|token| token.to_le_bytes()));
+    folder.write("c.bin", &wide);
+    let tokens = folder.open(&["a.safetensors", "b.bin", "c.bin"]).unwrap();
+    assert_eq!(all(&tokens), [1, 2, 3, 7, 50_256, 9, 10]);
+    assert_eq!((tokens.file_count(), tokens.bytes_per_token()), (3, None));
+    assert!(!tokens.knows_tokenizer());
+    let (mut inputs, mut targets) = ([0; 3], [0; 3]);
+    tokens.read_block(1, &mut inputs, &mut targets).unwrap();
+    assert_eq!((inputs, targets), ([7, 50_256, 9], [50_256, 9, 10]));
+
+    let own = folder.open(&["*.safetensors"]).unwrap();
+    assert_eq!(own.bytes_per_token(), Some(4.0));
+    assert!(own.knows_tokenizer());
+}
+
+#[test]
+fn a_file_that_another_program_wrote_is_read() {
+    let folder = Folder::new();
+    let view =
+        safetensors::tensor::TensorView::new(safetensors::Dtype::U32, vec![2], &[5, 0, 0, 0, 6, 0, 0, 0]);
+    let bytes = safetensors::serialize([("tokens", view.unwrap())], None).unwrap();
+    folder.write("a", &bytes);
+    let tokens = folder.open(&["a"]).unwrap();
+    assert_eq!(all(&tokens), [5, 6]);
+    assert!(!tokens.knows_tokenizer());
+}
+
+#[test]
+fn our_files_are_safetensors_for_others() {
+    let bytes = ours(&[1, 2, 3], &facts(12));
+    let tensors = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+    let tokens = tensors.tensor("tokens").unwrap();
+    assert_eq!(
+        (tokens.dtype(), tokens.shape()),
+        (safetensors::Dtype::U16, &[3][..])
+    );
+    assert_eq!(tokens.data(), [1, 0, 2, 0, 3, 0]);
+}
+
+#[test]
+fn texts_and_tokens_are_not_taken_for_each_other() {
+    let folder = Folder::new();
+    let refusal = |bytes: &[u8], tokenizer| folder.refusal(bytes, tokenizer);
+    insta::assert_snapshot!(refusal(b"It was a dark night.", &Tokenizer::Gpt2), @r"
+    `DIR/data.bin` is no token file, and `data.tokenizer: gpt2` needs one
+      hint: make one, and name that instead: `ddp-train tokenize --tokenizer gpt2 -o DIR/data.gpt2.safetensors DIR/data.bin`
+    ");
+    insta::assert_snapshot!(refusal(&good_llm_c(&[1]), &Tokenizer::Bytes), @r"
+    `DIR/data.bin` is a token file, and `data.tokenizer: bytes` takes texts
+      hint: set `data.tokenizer` to the one that it was made with
+    ");
+    insta::assert_snapshot!(refusal(&ours(&[1], &facts(1)), &Tokenizer::Bytes), @r"
+    `DIR/data.bin` is a token file, and `data.tokenizer: bytes` takes texts
+      hint: set `data.tokenizer: gpt2`
+    ");
+}
+
+#[test]
+fn a_token_file_that_is_not_whole_is_refused() {
+    let folder = Folder::new();
+    let refusal = |bytes: &[u8]| folder.refusal(bytes, &Tokenizer::Gpt2);
+    let good = good_llm_c(&[1, 2]);
+    insta::assert_snapshot!(refusal(&good[..good.len() - 1]), @r"
+    `DIR/data.bin` is 1027 bytes long, but its header promises 1028
+      hint: it was cut short, or written on: make it again, or fetch it again
+    ");
+    insta::assert_snapshot!(refusal(&good[..100]), @r"
+    `DIR/data.bin` is 100 bytes long, but its header promises 1028
+      hint: it was cut short, or written on: make it again, or fetch it again
+    ");
+    let own = ours(&[1, 2], &facts(8));
+    for length in [own.len() - 1, 4000, 20] {
+        let message = refusal(&own[..length]);
+        assert!(
+            message.contains(&format!("is {length} bytes long, but its header promises 4")),
+            "{message}"
+        );
+    }
+    assert!(refusal(&[own, vec![0]].concat()).contains("is 4101 bytes long, but its header promises 4100"));
+    insta::assert_snapshot!(refusal(b""), @"`DIR/data.bin` is empty");
+    insta::assert_snapshot!(refusal(&good_llm_c(&[])), @"`DIR/data.bin` is empty");
+}
+
+#[test]
+fn a_header_that_is_not_understood_is_refused() {
+    let folder = Folder::new();
+    let refusal = |bytes: &[u8]| folder.refusal(bytes, &Tokenizer::Gpt2);
+    insta::assert_snapshot!(refusal(&llm_c([20_240_520, 3, 1], &[1])), @r"
+    `DIR/data.bin` is a token file whose header is wrong: of llm.c's kind 20240520 version 1 is known, and it has version 3
+      hint: known are the files of `ddp-train tokenize` and those of llm.c: see `Tokens` in docs/configuration.md
+    ");
+    let first_line = |bytes: &[u8]| refusal(bytes).lines().next().unwrap().to_owned();
+    insta::assert_snapshot!(first_line(&llm_c([20_240_520, 1, -5], &[1])), @"`DIR/data.bin` is a token file whose header is wrong: it promises -5 tokens");
+    let foreign = |json: &str, data: &[u8]| {
+        let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
+        bytes.extend(json.as_bytes());
+        bytes.extend(data);
+        first_line(&bytes)
+    };
+    let tensor = |name: &str, dtype: &str, shape: &str, end: usize| {
+        format!(r#"{{"{name}": {{"dtype": "{dtype}", "shape": {shape}, "data_offsets": [0, {end}]}}}}"#)
+    };
+    insta::assert_snapshot!(foreign(&tensor("wte", "U16", "[1]", 2), &[0; 2]), @"`DIR/data.bin` is a token file whose header is wrong: there is no tensor `tokens`");
+    insta::assert_snapshot!(foreign(&tensor("tokens", "F32", "[1]", 4), &[0; 4]), @"`DIR/data.bin` is a token file whose header is wrong: tensor `tokens` is F32, expected U16 or U32");
+    insta::assert_snapshot!(foreign(&tensor("tokens", "U16", "[1, 1]", 2), &[0; 2]), @"`DIR/data.bin` is a token file whose header is wrong: tensor `tokens` has the shape [1, 1], expected one dimension");
+    assert!(foreign("{", b"").contains("header is wrong: EOF while parsing"));
+    let later = r#"{"__metadata__": {"format": "ddp-tokens/2", "tokenizer_hash": "x"}, "tokens": {"dtype": "U16", "shape": [1], "data_offsets": [0, 2]}}"#;
+    insta::assert_snapshot!(foreign(later, &[0; 2]), @"`DIR/data.bin` is a token file whose header is wrong: `ddp-tokens/1` is known, and it is `ddp-tokens/2`");
+}
+
+#[test]
+fn tokens_of_another_tokenizer_are_refused() {
+    let folder = Folder::new();
+    let other = TokenFacts {
+        tokenizer: Some("llama.json".into()),
+        tokenizer_hash: Some("f00d".into()),
+        ..facts(4)
+    };
+    insta::assert_snapshot!(folder.refusal(&ours(&[1], &other), &Tokenizer::Gpt2), @r"
+    `DIR/data.bin` holds tokens of `llama.json`, but `data.tokenizer` is `gpt2`
+      hint: set `data.tokenizer` to the one that the file was made with, or make it again with `ddp-train tokenize`
+    ");
+    let problem = FileProblem::OtherTokenizer {
+        found: "tokenizer.json".into(),
+        wanted: "tokenizer.json".into(),
+    };
+    insta::assert_snapshot!(problem, @"holds tokens of `tokenizer.json`, but `data.tokenizer` is `tokenizer.json`, which is another version of it");
+}
+
+#[test]
+fn a_number_that_is_no_token_is_named_with_its_place() {
+    let folder = Folder::new();
+    folder.write("a.bin", &good_llm_c(&[1, 2, 3]));
+    folder.write("b.bin", &good_llm_c(&[4, 50_257, 60_000]));
+    let tokens = folder.open(&["*.bin"]).unwrap();
+    tokens.read(0, &mut [0; 4]).unwrap();
+    let error = tokens.read(2, &mut [0; 4]).unwrap_err();
+    insta::assert_snapshot!(folder.shown(&error), @r"
+    `DIR/b.bin` has the number 50257 at position 1, but the vocabulary of `gpt2` ends with 50256
+      hint: set `data.tokenizer` to the one that the file was made with, or make it again with `ddp-train tokenize`
+    ");
+}
+
+#[test]
+fn a_shard_that_is_exchanged_changes_the_fingerprint() {
+    let folder = Folder::new();
+    let fingerprint = |tokens: &Tokens| tokens.fingerprint().unwrap();
+    folder.write("a.bin", &good_llm_c(&[1, 2, 3]));
+    folder.write("b.bin", &good_llm_c(&[4, 5, 6]));
+    folder.write("c.bin", &good_llm_c(&[7, 8, 9]));
+    let before = fingerprint(&folder.open(&["*.bin"]).unwrap());
+    assert!(before.starts_with("9 tokens in 3 files, hash "), "{before}");
+    let turned = folder.open(&["a.bin", "c.bin", "b.bin"]).unwrap();
+    assert_ne!(fingerprint(&turned), before, "another order");
+    folder.write("b.bin", &good_llm_c(&[4, 50, 6]));
+    assert_ne!(
+        fingerprint(&folder.open(&["*.bin"]).unwrap()),
+        before,
+        "another file in the middle"
+    );
+    let one = folder.open(&["a.bin"]).unwrap();
+    assert!(fingerprint(&one).starts_with("3 tokens, hash "));
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(60))]
+    #[test]
+    fn blocks_are_the_same_wherever_the_files_are_cut(
+        lengths in proptest::collection::vec(1_usize..9, 1..6),
+        block_size in 1_usize..7,
+        held_out in 0_usize..5,
+    ) {
+        let folder = Folder::new();
+        let total: usize = lengths.iter().sum();
+        let numbers: Vec<u16> = (0..total as u16).map(|number| number * 3).collect();
+        let mut rest = &numbers[..];
+        for (index, length) in lengths.iter().enumerate() {
+            let (shard, later) = rest.split_at(*length);
+            folder.write(&format!("{index}.bin"), &good_llm_c(shard));
+            rest = later;
+        }
+        folder.write("whole", &ours(&numbers, &facts(9)));
+        let part = |tokens: Tokens| tokens.part(held_out.min(total)..total);
+        let (shards, whole) = (part(folder.open(&["*.bin"]).unwrap()), part(folder.open(&["whole"]).unwrap()));
+        prop_assert_eq!(shards.blocks(block_size), whole.blocks(block_size));
+        for k in 0..whole.blocks(block_size) {
+            let block = |tokens: &Tokens| {
+                let (mut inputs, mut targets) = (vec![-5; block_size], vec![-5; block_size]);
+                tokens.read_block(k, &mut inputs, &mut targets).unwrap();
+                (inputs, targets)
+            };
+            let expected = block(&whole);
+            prop_assert_eq!(expected.0[0], 3 * (held_out.min(total) + k as usize * block_size) as i32);
+            prop_assert_eq!(block(&shards), expected);
+        }
+    }
+}

@@ -1,0 +1,209 @@
+//! What training has to know of a tokenizer: how many tokens there are, and whose they are.
+
+use std::fmt;
+use std::path::Path;
+
+use serde::Deserialize;
+use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
+
+use super::{DataError, FileProblem};
+use crate::config::Tokenizer;
+
+/// Byte-pair tokens of GPT-2 and the end of a text.
+const GPT2_SIZE: usize = 50_257;
+/// BLAKE3 of OpenAI's `r50k_base.tiktoken`, which is one line a token: its bytes in base64, and its number.
+const GPT2_HASH: &str = "5e60c911b5da8606450a7854ebe49de4952c86da03f51cea2ad9a3f3d40395e5";
+/// Longest `tokenizer.json` that is read; those of a quarter of a million tokens have 35 MB.
+const MAX_FILE_BYTES: u64 = 256 << 20;
+/// Digits of a hash that people compare.
+const SHOWN_DIGITS: usize = 16;
+
+/// A vocabulary: `0..size`, and by what it is told from others.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Vocabulary {
+    /// `bytes`, `gpt2`, or the name of a file.
+    pub name: String,
+    /// One more than the largest token.
+    pub size: usize,
+    /// Of what the tokens stand for; none for bytes.
+    pub hash: Option<String>,
+}
+
+impl Vocabulary {
+    /// Of a configuration's tokenizer. A file is read, though not understood: that is left to the tokenizer.
+    pub fn of(tokenizer: &Tokenizer) -> Result<Self, DataError> {
+        Ok(match tokenizer {
+            Tokenizer::Bytes => Self {
+                name: tokenizer.to_string(),
+                size: 256,
+                hash: None,
+            },
+            Tokenizer::Gpt2 => Self {
+                name: tokenizer.to_string(),
+                size: GPT2_SIZE,
+                hash: Some(GPT2_HASH.into()),
+            },
+            Tokenizer::File(path) => Self::of_file(path)?,
+        })
+    }
+
+    fn of_file(path: &Path) -> Result<Self, DataError> {
+        let json = read_tokenizer(path)?;
+        let failed = |cause: String| DataError::file(path, FileProblem::NoTokenizer { cause });
+        let contents: Contents = serde_json::from_slice(&json).map_err(|e| failed(e.to_string()))?;
+        let added = contents.added_tokens.iter().map(|token| token.id as usize + 1);
+        let size = added.fold(contents.model.vocab.0, usize::max);
+        if size == 0 {
+            return Err(failed("its vocabulary is empty".into()));
+        }
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        Ok(Self {
+            name: name.into_owned(),
+            size,
+            hash: Some(blake3::hash(&json).to_hex().to_string()),
+        })
+    }
+
+    /// Where every byte is a token.
+    #[must_use]
+    pub fn is_bytes(&self) -> bool {
+        self.hash.is_none()
+    }
+
+    /// By what two runs know that they have the same tokens, wherever their files are.
+    #[must_use]
+    pub fn identity(&self, tokenizer: &Tokenizer) -> String {
+        match (tokenizer, &self.hash) {
+            (Tokenizer::File(_), Some(hash)) => format!("a file with hash {}", &hash[..SHOWN_DIGITS]),
+            _ => self.name.clone(),
+        }
+    }
+}
+
+/// The bytes of a `tokenizer.json`.
+pub(crate) fn read_tokenizer(path: &Path) -> Result<Vec<u8>, DataError> {
+    let failed = |e: std::io::Error| {
+        let cause = e.to_string();
+        DataError::file(path, FileProblem::Unreadable { cause })
+    };
+    let metadata = std::fs::metadata(path).map_err(failed)?;
+    if !metadata.is_file() {
+        return Err(DataError::file(path, FileProblem::NotAFile));
+    }
+    if metadata.len() > MAX_FILE_BYTES {
+        let cause = format!("it is longer than {MAX_FILE_BYTES} bytes");
+        return Err(DataError::file(path, FileProblem::NoTokenizer { cause }));
+    }
+    std::fs::read(path).map_err(failed)
+}
+
+/// What matters here of a `tokenizer.json`.
+#[derive(Deserialize)]
+struct Contents {
+    #[serde(default)]
+    added_tokens: Vec<AddedToken>,
+    model: Model,
+}
+
+#[derive(Deserialize)]
+struct AddedToken {
+    id: u32,
+}
+
+#[derive(Deserialize)]
+struct Model {
+    vocab: Ids,
+}
+
+/// One more than the largest number of a vocabulary: a table of words and numbers, or a list whose places are them.
+struct Ids(usize);
+
+impl<'de> Deserialize<'de> for Ids {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(IdsVisitor)
+    }
+}
+
+struct IdsVisitor;
+
+impl<'de> Visitor<'de> for IdsVisitor {
+    type Value = Ids;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a vocabulary")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Ids, A::Error> {
+        let mut size = 0;
+        while let Some((_, id)) = map.next_entry::<IgnoredAny, u32>()? {
+            size = size.max(id as usize + 1);
+        }
+        Ok(Ids(size))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Ids, A::Error> {
+        let mut size = 0;
+        while list.next_element::<IgnoredAny>()?.is_some() {
+            size += 1;
+        }
+        Ok(Ids(size))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(json: &str) -> Result<Vocabulary, String> {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("tokenizer.json");
+        std::fs::write(&path, json).unwrap();
+        let shown = folder.path().display().to_string();
+        Vocabulary::of(&Tokenizer::File(path)).map_err(|e| e.to_string().replace(&shown, "DIR"))
+    }
+
+    #[test]
+    fn the_size_is_one_more_than_the_largest_token() {
+        let size = |json| of(json).map(|vocabulary| vocabulary.size);
+        assert_eq!(size(r#"{"model": {"vocab": {"a": 0, "b": 6}}}"#), Ok(7));
+        assert_eq!(
+            size(r#"{"added_tokens": [{"id": 9, "content": "x"}], "model": {"vocab": {"a": 0}}}"#),
+            Ok(10)
+        );
+        assert_eq!(
+            size(r#"{"added_tokens": [], "model": {"vocab": [["a", -1.5], ["b", -2]]}}"#),
+            Ok(2)
+        );
+    }
+
+    #[test]
+    fn what_is_no_tokenizer_is_refused() {
+        let message = |json| of(json).unwrap_err();
+        insta::assert_snapshot!(message("{"), @r"
+        `DIR/tokenizer.json` is not a tokenizer's file: EOF while parsing an object at line 1 column 1
+          hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+        ");
+        insta::assert_snapshot!(message(r#"{"model": {"vocab": {}}}"#), @r"
+        `DIR/tokenizer.json` is not a tokenizer's file: its vocabulary is empty
+          hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+        ");
+        insta::assert_snapshot!(message(r#"{"version": "1.0"}"#), @r"
+        `DIR/tokenizer.json` is not a tokenizer's file: missing field `model` at line 1 column 18
+          hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+        ");
+    }
+
+    #[test]
+    fn a_tokenizer_is_the_same_wherever_its_file_is() {
+        let (one, other) = (
+            of(r#"{"model": {"vocab": {"a": 0}}}"#).unwrap(),
+            of(r#"{"model": {"vocab": {"a": 0}}}"#).unwrap(),
+        );
+        assert_eq!(
+            one.identity(&Tokenizer::File("a/x.json".into())),
+            other.identity(&Tokenizer::File("b/x.json".into()))
+        );
+        let gpt2 = Vocabulary::of(&Tokenizer::Gpt2).unwrap();
+        assert_eq!(gpt2.identity(&Tokenizer::Gpt2), "gpt2");
+    }
+}

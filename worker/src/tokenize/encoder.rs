@@ -1,0 +1,173 @@
+//! A tokenizer, and the token that separates documents.
+
+use std::path::Path;
+
+use super::TokenizeError;
+use crate::config::Tokenizer;
+use crate::data::{DataError, FileProblem, Vocabulary, read_tokenizer};
+
+/// What most vocabularies call the token between documents.
+pub const END_OF_TEXT: &str = "<|endoftext|>";
+/// Its number in GPT-2's.
+const GPT2_END_OF_TEXT: u32 = 50_256;
+/// What the library calls GPT-2's vocabulary.
+const GPT2_NAME: &str = "r50k_base";
+
+/// From text to tokens; the same in all threads.
+pub(super) struct Encoder {
+    library: Library,
+    pub(super) vocabulary: Vocabulary,
+    /// Comes before each document; none if the vocabulary has none.
+    pub(super) end_of_text: Option<u32>,
+}
+
+enum Library {
+    Gpt2(&'static tiktoken::CoreBpe),
+    File(Box<tokenizers::Tokenizer>),
+}
+
+impl Encoder {
+    /// The encoder of a tokenizer. `end_of_text` is the separator that was asked for, which must exist; without one
+    /// [`END_OF_TEXT`] is taken where the vocabulary has it.
+    pub(super) fn new(tokenizer: &Tokenizer, end_of_text: Option<&str>) -> Result<Self, TokenizeError> {
+        let vocabulary = Vocabulary::of(tokenizer)?;
+        let library = match tokenizer {
+            Tokenizer::Bytes => return Err(TokenizeError::Bytes),
+            Tokenizer::Gpt2 => {
+                Library::Gpt2(tiktoken::get_encoding(GPT2_NAME).expect("the vocabulary is built in"))
+            }
+            Tokenizer::File(path) => Library::File(Box::new(load(path)?)),
+        };
+        let number = |token: &str| match &library {
+            Library::Gpt2(_) => (token == END_OF_TEXT).then_some(GPT2_END_OF_TEXT),
+            Library::File(tokenizer) => tokenizer.token_to_id(token),
+        };
+        let separator = number(end_of_text.unwrap_or(END_OF_TEXT));
+        if let (Some(token), None) = (end_of_text, separator) {
+            return Err(TokenizeError::NoEndOfText {
+                token: token.to_owned(),
+                tokenizer: vocabulary.name,
+            });
+        }
+        Ok(Self {
+            library,
+            vocabulary,
+            end_of_text: separator,
+        })
+    }
+
+    /// True if a text may be cut at a [border](super::border::last_border). Of a file's tokenizer nothing is known: it
+    /// may put a mark before every text, or merge across white space.
+    pub(super) fn may_cut(&self) -> bool {
+        matches!(self.library, Library::Gpt2(_))
+    }
+
+    /// Appends the tokens of `text`. The names of special tokens in it are text as any other: a document cannot end
+    /// another one.
+    pub(super) fn encode(&self, text: &str, tokens: &mut Vec<u32>) -> Result<(), String> {
+        match &self.library {
+            Library::Gpt2(gpt2) => tokens.append(&mut gpt2.encode(text)),
+            Library::File(tokenizer) => {
+                let encoding = tokenizer.encode_fast(text, false).map_err(|e| e.to_string())?;
+                tokens.extend_from_slice(encoding.get_ids());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Reads a `tokenizer.json`, and takes from it what belongs to the inputs of a finished model: shortened, filled up.
+fn load(path: &Path) -> Result<tokenizers::Tokenizer, TokenizeError> {
+    let failed = |cause: String| DataError::file(path, FileProblem::NoTokenizer { cause });
+    let json = read_tokenizer(path)?;
+    let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json).map_err(|e| failed(e.to_string()))?;
+    tokenizer
+        .with_truncation(None)
+        .map_err(|e| failed(e.to_string()))?;
+    tokenizer.with_padding(None);
+    tokenizer.set_encode_special_tokens(true);
+    if let tokenizers::ModelWrapper::BPE(model) = tokenizer.get_model()
+        && model.dropout.is_some_and(|dropout| dropout > 0.0)
+    {
+        return Err(failed("its `dropout` makes other tokens each time; set it to `null`".into()).into());
+    }
+    Ok(tokenizer)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fmt::Write as _;
+
+    use base64::Engine as _;
+    use base64::engine::general_purpose::STANDARD;
+    use proptest::prelude::*;
+
+    use super::super::border::last_border;
+    use super::*;
+
+    fn gpt2() -> Encoder {
+        Encoder::new(&Tokenizer::Gpt2, None).unwrap()
+    }
+
+    fn tokens(encoder: &Encoder, text: &str) -> Vec<u32> {
+        let mut tokens = Vec::new();
+        encoder.encode(text, &mut tokens).unwrap();
+        tokens
+    }
+
+    #[test]
+    fn gpt2_has_the_published_tokens() {
+        // From OpenAI's tiktoken 0.14.
+        let table: [(&str, &[u32]); 9] = [
+            ("Hello world", &[15496, 995]),
+            ("hello world", &[31373, 995]),
+            ("", &[]),
+            (" \n\n  x", &[220, 628, 220, 2124]),
+            ("naïve café", &[2616, 38776, 40304]),
+            ("日本語 text", &[33768, 98, 17312, 105, 45739, 252, 2420]),
+            ("🦀 crab's", &[8582, 99, 222, 32202, 338]),
+            (
+                "tabs\t\tand  spaces   ",
+                &[8658, 82, 197, 197, 392, 220, 9029, 220, 220, 220],
+            ),
+            ("<|endoftext|>", &[27, 91, 437, 1659, 5239, 91, 29]),
+        ];
+        let gpt2 = gpt2();
+        for (text, expected) in table {
+            assert_eq!(tokens(&gpt2, text), expected, "{text:?}");
+        }
+        assert_eq!(gpt2.end_of_text, Some(50_256));
+    }
+
+    #[test]
+    fn the_built_in_vocabulary_is_the_published_one() {
+        let Library::Gpt2(gpt2) = gpt2().library else {
+            unreachable!("of GPT-2");
+        };
+        let mut file = String::new();
+        for token in 0..GPT2_END_OF_TEXT {
+            writeln!(file, "{} {token}", STANDARD.encode(gpt2.decode(&[token]))).unwrap();
+        }
+        let hash = blake3::hash(file.as_bytes()).to_hex().to_string();
+        let vocabulary = Vocabulary::of(&Tokenizer::Gpt2).unwrap();
+        assert_eq!(Some(hash), vocabulary.hash);
+        assert_eq!(vocabulary.size, GPT2_END_OF_TEXT as usize + 1);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(400))]
+        #[test]
+        fn a_cut_at_a_border_changes_no_token(
+            words in proptest::collection::vec("[a-c'sé漢0-9!.\u{a0}\u{3000} \t\n\r]{0,6}", 0..12),
+            cut in 0_usize..60,
+        ) {
+            let (gpt2, text) = (gpt2(), words.concat());
+            let head = &text.as_bytes()[..cut.min(text.len())];
+            if let Some(border) = last_border(head) {
+                let mut pieces = tokens(&gpt2, &text[..border]);
+                pieces.extend(tokens(&gpt2, &text[border..]));
+                prop_assert_eq!(pieces, tokens(&gpt2, &text));
+            }
+        }
+    }
+}

@@ -1,0 +1,32 @@
+//! From text to token files: what `ddp-train tokenize` does.
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `run.rs` | [`tokenize`]: texts in, one token file out |
+//! | `source.rs` | texts and lines of JSON, read piece by piece |
+//! | `border.rs` | where a text may be cut without another token |
+//! | `record.rs` | the text of a line of JSON |
+//! | `encoder.rs` | a tokenizer, and the token that separates documents |
+//! | `output.rs` | the file, which appears when it is whole |
+//! | `error.rs` | what can go wrong |
+//!
+//! Memory is bounded whatever the size of the texts: pieces are read up to a batch, encoded by all threads while the next
+//! batch is read, and written in their order, so that the number of threads changes no byte.
+//!
+//! This is the only module that knows the libraries that make tokens; training knows sizes and hashes.
+
+mod border;
+mod encoder;
+mod error;
+mod output;
+mod record;
+mod run;
+mod source;
+#[cfg(test)]
+mod tests;
+
+pub use encoder::END_OF_TEXT;
+pub use error::TokenizeError;
+pub use run::{Progress, Report, Request, tokenize};
+
+pub use crate::config::Tokenizer;

@@ -1,0 +1,256 @@
+//! Texts become token files, and what is wrong with a text or a line is named.
+
+use std::num::NonZeroUsize;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use super::{Report, Request, TokenizeError, Tokenizer, tokenize};
+use crate::data::{Tokens, Vocabulary};
+
+/// Words with numbers, and a mark between documents that has another name than usual.
+const WORDS: &str = r#"{
+    "version": "1.0", "truncation": {"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    "padding": null, "normalizer": {"type": "Lowercase"}, "pre_tokenizer": {"type": "Whitespace"},
+    "post_processor": null, "decoder": null,
+    "added_tokens": [{"id": 7, "content": "<s>", "single_word": false, "lstrip": false, "rstrip": false,
+                      "normalized": false, "special": true}],
+    "model": {"type": "WordLevel", "vocab": {"[UNK]": 0, "one": 1, "two": 2, "three": 3, "<": 4, "s": 5, ">": 6}, "unk_token": "[UNK]"}
+}"#;
+
+struct Bench(tempfile::TempDir);
+
+impl Bench {
+    fn new() -> Self {
+        Self(tempfile::tempdir().unwrap())
+    }
+
+    fn write(&self, name: &str, content: impl AsRef<[u8]>) -> PathBuf {
+        let path = self.0.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        path
+    }
+
+    fn out(&self) -> PathBuf {
+        self.0.path().join("out.safetensors")
+    }
+
+    fn run(&self, tokenizer: &Tokenizer, inputs: &[PathBuf]) -> Result<Report, TokenizeError> {
+        self.run_with(tokenizer, inputs, |_| {})
+    }
+
+    fn run_with(
+        &self,
+        tokenizer: &Tokenizer,
+        inputs: &[PathBuf],
+        edit: impl FnOnce(&mut Request<'_>),
+    ) -> Result<Report, TokenizeError> {
+        let out = self.out();
+        let mut request = Request {
+            tokenizer,
+            end_of_text: None,
+            key: "text",
+            inputs,
+            output: &out,
+            overwrite: false,
+            threads: NonZeroUsize::new(2),
+        };
+        edit(&mut request);
+        tokenize(&request, &mut |_| {})
+    }
+
+    fn refusal(&self, tokenizer: &Tokenizer, inputs: &[PathBuf]) -> String {
+        let error = self.run(tokenizer, inputs).unwrap_err();
+        self.shown(&error)
+    }
+
+    fn shown(&self, error: &TokenizeError) -> String {
+        let folder: &Path = self.0.path();
+        error.to_string().replace(&folder.display().to_string(), "DIR")
+    }
+
+    /// The tokens that were written, and the bytes to each.
+    fn tokens(&self, tokenizer: &Tokenizer) -> (Vec<i32>, f64) {
+        let vocabulary = Arc::new(Vocabulary::of(tokenizer).unwrap());
+        let tokens = Tokens::open(&self.out().into(), tokenizer, &vocabulary).unwrap();
+        let mut out = vec![0; tokens.len()];
+        tokens.read(0, &mut out).unwrap();
+        (out, tokens.bytes_per_token().unwrap())
+    }
+}
+
+#[test]
+fn documents_come_behind_the_end_of_text() {
+    let bench = Bench::new();
+    let inputs = [
+        bench.write("a.txt", "Hello world"),
+        bench.write("b.jsonl", "{\"text\": \"hello world\"}\n\n{\"text\": \"\"}\n"),
+        bench.write("empty.txt", ""),
+    ];
+    let report = bench.run(&Tokenizer::Gpt2, &inputs).unwrap();
+    let expected = Report {
+        documents: 4,
+        tokens: 8,
+        text_bytes: 22,
+        has_separator: true,
+    };
+    assert_eq!(report, expected);
+    let (tokens, bytes) = bench.tokens(&Tokenizer::Gpt2);
+    assert_eq!(tokens, [50_256, 15_496, 995, 50_256, 31_373, 995, 50_256, 50_256]);
+    assert_eq!(bytes, 22.0 / 8.0);
+}
+
+#[test]
+fn any_number_of_threads_writes_the_same_bytes() {
+    let bench = Bench::new();
+    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/python-reference.txt");
+    let mut lines = String::new();
+    for line in std::fs::read_to_string(&text).unwrap().lines() {
+        lines += &serde_json::json!({ "id": 1, "body": line }).to_string();
+        lines.push('\n');
+    }
+    let inputs = [text, bench.write("lines.jsonl", lines)];
+    let mut written = Vec::new();
+    for threads in [1, 2, 5] {
+        let edit = |request: &mut Request<'_>| {
+            request.key = "body";
+            request.overwrite = true;
+            request.threads = NonZeroUsize::new(threads);
+        };
+        bench.run_with(&Tokenizer::Gpt2, &inputs, edit).unwrap();
+        written.push(std::fs::read(bench.out()).unwrap());
+    }
+    assert!(written[0] == written[1] && written[0] == written[2]);
+    assert_eq!(
+        std::fs::read_dir(bench.0.path()).unwrap().count(),
+        2,
+        "no left-over"
+    );
+}
+
+#[test]
+fn a_tokenizer_of_a_file_encodes_whole_documents() {
+    let bench = Bench::new();
+    let tokenizer = Tokenizer::File(bench.write("words.json", WORDS));
+    let inputs = [
+        bench.write("a.txt", "One two\nthree <s>"),
+        bench.write("b.txt", "four"),
+    ];
+    let report = bench.run(&tokenizer, &inputs).unwrap();
+    assert!(!report.has_separator, "there is no `<|endoftext|>`");
+    // Neither shortened to two tokens, nor with a document's end in the middle of one.
+    assert_eq!(bench.tokens(&tokenizer).0, [1, 2, 3, 4, 5, 6, 0]);
+    let edit = |request: &mut Request<'_>| {
+        request.end_of_text = Some("<s>");
+        request.overwrite = true;
+    };
+    assert!(bench.run_with(&tokenizer, &inputs, edit).unwrap().has_separator);
+    assert_eq!(bench.tokens(&tokenizer).0, [7, 1, 2, 3, 4, 5, 6, 7, 0]);
+    let error = bench
+        .run_with(&tokenizer, &inputs, |request| {
+            request.end_of_text = Some("</s>");
+            request.overwrite = true;
+        })
+        .unwrap_err();
+    insta::assert_snapshot!(bench.shown(&error), @r"
+    `--end-of-text </s>`: `words.json` has no such token
+      hint: it is among `added_tokens` of most tokenizers; `words.json` is searched for the very word
+    ");
+}
+
+#[test]
+fn what_is_no_text_is_named_with_its_line() {
+    let bench = Bench::new();
+    let refusal = |name: &str, content: &[u8]| bench.refusal(&Tokenizer::Gpt2, &[bench.write(name, content)]);
+    insta::assert_snapshot!(refusal("a.txt", b"one\ntwo\nth\xffree\n"), @r"
+    `DIR/a.txt`, line 3: not UTF-8
+      hint: `iconv` converts other texts; a packed file must be unpacked first
+    ");
+    // In a later piece than the first.
+    let long = [&b"word and word\n".repeat(40_000)[..], b"\xff"].concat();
+    insta::assert_snapshot!(refusal("a.txt", &long), @r"
+    `DIR/a.txt`, line 40001: not UTF-8
+      hint: `iconv` converts other texts; a packed file must be unpacked first
+    ");
+    let good = "{\"text\": \"x\"}\n";
+    let line = |bad: &str| refusal("a.jsonl", format!("{good}\n{good}{bad}\n{good}").as_bytes());
+    insta::assert_snapshot!(line("{\"text\": "), @"`DIR/a.jsonl`, line 4: not a document: EOF while parsing a value at column 9");
+    insta::assert_snapshot!(line("{\"txt\": \"x\"}"), @r"
+    `DIR/a.jsonl`, line 4: the object has no field `text`
+      hint: `--key` names the field with the text
+    ");
+    insta::assert_snapshot!(refusal("b.jsonl", b"{\"text\": \"x\"}\n{\"text\": \"\xff\"}\n"), @r"
+    `DIR/b.jsonl`, line 2: not UTF-8
+      hint: `iconv` converts other texts; a packed file must be unpacked first
+    ");
+    insta::assert_snapshot!(refusal("c.jsonl", b"\n"), @"the inputs hold no text: no token was made");
+    let gone = bench.0.path().join("gone.txt");
+    insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &[gone]), @"`DIR/gone.txt` cannot be read: No such file or directory (os error 2)");
+    insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &[bench.0.path().to_owned()]), @"`DIR` is not a regular file");
+    assert!(!bench.out().exists());
+    assert!(!bench.0.path().join(".out.safetensors.tokenizing").exists());
+}
+
+#[test]
+fn an_output_that_is_there_stays() {
+    let bench = Bench::new();
+    let inputs = [bench.write("a.txt", "Hello world")];
+    std::fs::write(bench.out(), "precious").unwrap();
+    insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &inputs), @r"
+    `DIR/out.safetensors` exists already
+      hint: `--overwrite` replaces it, or choose another name with `-o`
+    ");
+    let bad = [bench.write("bad.txt", b"\xff")];
+    let overwrite = |request: &mut Request<'_>| request.overwrite = true;
+    bench.run_with(&Tokenizer::Gpt2, &bad, overwrite).unwrap_err();
+    assert_eq!(
+        std::fs::read(bench.out()).unwrap(),
+        b"precious",
+        "until the new one is whole"
+    );
+    let error = bench
+        .run_with(&Tokenizer::Gpt2, &[bench.out()], |request| {
+            request.overwrite = true;
+        })
+        .unwrap_err();
+    insta::assert_snapshot!(bench.shown(&error), @r"
+    `DIR/out.safetensors` is an input, and cannot be the output too
+      hint: choose another name with `-o`
+    ");
+    bench
+        .run_with(&Tokenizer::Gpt2, &inputs, |request| request.overwrite = true)
+        .unwrap();
+    assert_eq!(bench.tokens(&Tokenizer::Gpt2).0, [50_256, 15_496, 995]);
+}
+
+#[test]
+fn two_do_not_write_the_same_file() {
+    let bench = Bench::new();
+    let inputs = [bench.write("a.txt", "Hello world")];
+    let _other = super::output::Output::create(&bench.out(), false).unwrap();
+    insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &inputs), @r"
+    `DIR/out.safetensors` is being written by another `ddp-train tokenize`
+      hint: wait for it, or choose another name with `-o`
+    ");
+}
+
+#[test]
+fn what_cannot_make_tokens_is_refused() {
+    let bench = Bench::new();
+    let inputs = [bench.write("a.txt", "x")];
+    insta::assert_snapshot!(bench.refusal(&Tokenizer::Bytes, &inputs), @r"
+    `--tokenizer bytes` needs no token file: texts are trained on as they are
+      hint: name the text in `data.train`, with `data.tokenizer: bytes`
+    ");
+    let random = WORDS.replace("WordLevel", "Unknown");
+    let tokenizer = Tokenizer::File(bench.write("random.json", random));
+    insta::assert_snapshot!(bench.refusal(&tokenizer, &inputs), @r"
+    `DIR/random.json` is not a tokenizer's file: data did not match any variant of untagged enum ModelUntagged at line 8 column 1
+      hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+    ");
+    let bpe = r#"{"version": "1.0", "added_tokens": [], "model": {"type": "BPE", "dropout": 0.5, "vocab": {"a": 0}, "merges": []}}"#;
+    let tokenizer = Tokenizer::File(bench.write("bpe.json", bpe));
+    insta::assert_snapshot!(bench.refusal(&tokenizer, &inputs), @r"
+    `DIR/bpe.json` is not a tokenizer's file: its `dropout` makes other tokens each time; set it to `null`
+      hint: `data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers
+    ");
+}
