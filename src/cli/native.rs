@@ -14,6 +14,7 @@ pub use ddp_worker::checkpoint::ignore_file_size_signal;
 use ddp_worker::config::{self, Located, Resume};
 pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
 use ddp_worker::data::DataError;
+use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
 use ddp_worker::metrics::{Request, RunDir, RunFilesError};
@@ -265,6 +266,7 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::NeedsGpu { .. }
         | TrainError::TooFewGpus { .. }
         | TrainError::SharedGpu { .. }
+        | TrainError::Device(DeviceError::TooOld { .. })
         | TrainError::Model(_)
         | TrainError::Layout(_)
         | TrainError::Reduce(ReduceError::Unused { .. }) => false,

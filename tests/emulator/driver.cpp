@@ -9,6 +9,7 @@
 //     EMULATOR_SEED=1           of the delays, and of the order in which a kernel's threads run
 //     EMULATOR_STATISTICS=0     1: each stream says at its end how much work it had, and how much of it found it idle
 //     EMULATOR_FAIL_LAUNCH=0    which launch of a process fails, from 1 on; 0: none
+//     EMULATOR_CAPABILITY=90    compute capability of each, as NVRTC numbers it
 //     EMULATOR_SHARED_KIB=227   shared memory that a block can ask for
 //
 // As the real one it refuses launches beyond the limits of a card and of a kernel's __launch_bounds__, shared memory
@@ -228,10 +229,10 @@ API Result cuDeviceGetAttribute(int *value, int attribute, int) {
         *value = 4;
         return SUCCESS;
     case 75: // compute capability, major
-        *value = 9;
+        *value = (int)setting("EMULATOR_CAPABILITY", 90) / 10;
         return SUCCESS;
     case 76: // and minor
-        *value = 0;
+        *value = (int)setting("EMULATOR_CAPABILITY", 90) % 10;
         return SUCCESS;
     case 97: // shared memory of a block, when asked for
         *value = (int)most_shared();

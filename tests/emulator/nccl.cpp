@@ -4,7 +4,8 @@
 // there.
 //
 // Stricter than the real one, where that shows an error of the host: a communicator that is gone is refused by every
-// call, and so are buffers that overlap other than in place and calls of ranks that do not fit together (nccl_hub.hpp).
+// call, and so are buffers that overlap other than in place and calls of ranks that do not fit together (nccl_hub.hpp),
+// and the end of a communicator in a thread that is not on its GPU.
 // A communicator that does not block does everything in a thread of its own (nccl_comm.hpp).
 //
 //     EMULATOR_NCCL_DEATH=hang   the end of a rank's process is not noticed, as by NCCL within a node: operations never
@@ -73,6 +74,17 @@ bool read_config(const Config *config, bool otherwise, bool &blocks) {
     }
     blocks = config && config->blocking != UNDEFINED ? config->blocking != 0 : otherwise;
     return true;
+}
+
+// The communicator that a call is to end. The real one puts the calling thread's device back afterwards: in a thread that
+// has none, that is a context on the first GPU, whoever's it is.
+std::shared_ptr<Comm> find_to_end(const char *call, Handle handle, Result &result) {
+    auto comm = World::get().find(call, handle);
+    result = !comm ? INVALID_ARGUMENT : Driver::get().is_current(comm->gpu) ? SUCCESS : UNHANDLED_CUDA_ERROR;
+    if (result == UNHANDLED_CUDA_ERROR) {
+        complain("%s in a thread that is not on the communicator's GPU", call);
+    }
+    return result == SUCCESS ? comm : nullptr;
 }
 
 // A call of an operation.
@@ -268,21 +280,23 @@ API Result ncclCommSplit(Handle handle, int color, int key, Handle *part, Config
 }
 
 API Result ncclCommFinalize(Handle handle) {
-    const auto comm = World::get().find("ncclCommFinalize", handle);
+    Result result;
+    const auto comm = find_to_end("ncclCommFinalize", handle, result);
     if (!comm) {
-        return INVALID_ARGUMENT;
+        return result;
     }
-    const Result result = comm->check("ncclCommFinalize");
+    result = comm->check("ncclCommFinalize");
     return result == SUCCESS ? comm->finalize(comm->blocks) : result;
 }
 
 API Result ncclCommDestroy(Handle handle) {
-    const auto comm = World::get().find("ncclCommDestroy", handle);
+    Result result;
+    const auto comm = find_to_end("ncclCommDestroy", handle, result);
     if (!comm) {
-        return INVALID_ARGUMENT;
+        return result;
     }
     if (!comm->has_left()) {
-        Result result = comm->check("ncclCommDestroy");
+        result = comm->check("ncclCommDestroy");
         result = result == SUCCESS ? comm->finalize(true) : result;
         if (result != SUCCESS) {
             return result;
@@ -295,15 +309,15 @@ API Result ncclCommDestroy(Handle handle) {
 }
 
 API Result ncclCommAbort(Handle handle) {
-    const auto comm = World::get().find("ncclCommAbort", handle);
+    Result result;
+    const auto comm = find_to_end("ncclCommAbort", handle, result);
     if (!comm || !World::get().take(handle)) {
-        return INVALID_ARGUMENT;
+        return comm ? INVALID_ARGUMENT : result;
     }
     inform(comm->gpu.number, "comm %p rank %d nranks %d - Abort", (void *)comm.get(), comm->rank, comm->size);
     comm->end();
     // The real one frees its memory of the device, which waits for everything there: also for operations of the other
     // communicators of the process, whatever they wait for.
-    Driver::get().bind(comm->gpu);
     Driver::get().synchronize();
     return SUCCESS;
 }

@@ -47,6 +47,12 @@ class Driver {
         return gpu;
     }
 
+    // True if the calling thread is on it.
+    bool is_current(const Gpu &gpu) const {
+        Handle context = nullptr;
+        return get_current(&context) == SUCCESS && context && context == gpu.context;
+    }
+
     // Makes it the calling thread's.
     void bind(const Gpu &gpu) const { set_current(gpu.context); }
 

@@ -215,6 +215,15 @@ fn findings(facts: &Facts) -> Vec<Finding> {
             why.hint,
         ));
     }
+    let served = gpus
+        .iter()
+        .enumerate()
+        .map(|(ordinal, gpu)| gpu.expect_served(ordinal));
+    found.extend(
+        served
+            .filter_map(Result::err)
+            .map(|error| Finding::of(&error.to_string(), "")),
+    );
     found.extend(library_findings(facts));
     found
 }
@@ -385,6 +394,26 @@ mod tests {
           hint: `pip install nvidia-nccl-cu12` in a Python environment that is active, or the package `libnccl2`
         - `/x/libnvrtc.so.1` (NVRTC 13.0) is newer than the driver, which is for CUDA 12.8
           hint: `pip install nvidia-cuda-nvrtc-cu12` in a Python environment that is active, or a driver for CUDA 13
+        ");
+    }
+
+    #[test]
+    fn a_gpu_that_is_too_old_is_named() {
+        let mut facts = machine();
+        facts.driver_version = Some("550.54.14".into());
+        let mut described = one_gpu();
+        let survey = described.survey.as_mut().expect("one GPU");
+        let mut old = survey.gpus[0].clone();
+        (old.name, old.compute_capability) = ("Tesla T4".into(), (7, 5));
+        survey.gpus.push(old);
+        facts.described = Some(described);
+        let report = render(&facts);
+        let (_, missing) = report.split_once("missing or in the way").expect("one finding");
+        let (missing, _) = missing.split_once("\n  - `").expect("libraries are missing");
+        insta::assert_snapshot!(missing, @r"
+
+        - GPU 1 (Tesla T4) is sm_75, and kernels are for sm_80 or later
+          hint: choose other GPUs with CUDA_VISIBLE_DEVICES, or train on the processor (`parallel.backend: cpu`)
         ");
     }
 

@@ -75,6 +75,19 @@ pub enum DeviceError {
         /// What to do about it.
         hint: String,
     },
+    /// The device is of an architecture that kernels are not written for.
+    #[error(
+        "{device} is {arch}, and kernels are for {oldest} or later\n  hint: choose other GPUs with CUDA_VISIBLE_DEVICES, \
+         or train on the processor (`parallel.backend: cpu`)"
+    )]
+    TooOld {
+        /// Which one.
+        device: String,
+        /// Its architecture.
+        arch: String,
+        /// The oldest that will do.
+        oldest: String,
+    },
     /// A library that the device needs is missing or unfit.
     #[error(transparent)]
     Library(#[from] LibraryError),

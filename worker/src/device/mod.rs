@@ -128,6 +128,12 @@ pub trait Device: Any + Send + Sync {
     fn peak_bytes(&self) -> Option<usize> {
         None
     }
+
+    /// Bytes of the device's own memory that are taken now: by this process with all that its libraries hold, and by all
+    /// others; none if its memory is the host's, or it does not say.
+    fn taken_bytes(&self) -> Option<usize> {
+        None
+    }
 }
 
 /// Copies, unless the lengths differ.

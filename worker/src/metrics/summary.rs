@@ -50,6 +50,9 @@ pub struct Summary {
     /// Checkpoints of this life that could not be saved.
     #[serde(default)]
     pub failed_saves: u64,
+    /// Bytes that are taken of rank 0's GPU at the end, by whatever process and library; none without a GPU.
+    #[serde(default)]
+    pub device_taken: Option<u64>,
 }
 
 impl Summary {
@@ -98,6 +101,7 @@ mod tests {
             restarts: 0,
             checkpoint: Some("step_00000003".into()),
             failed_saves: 1,
+            device_taken: Some(1 << 30),
         };
         summary.write(&path).unwrap();
         summary.steps = 4;

@@ -146,6 +146,10 @@ impl Device for FileBacked {
     fn peak_bytes(&self) -> Option<usize> {
         self.device.peak_bytes()
     }
+
+    fn taken_bytes(&self) -> Option<usize> {
+        self.device.taken_bytes()
+    }
 }
 
 #[cfg(test)]

@@ -327,4 +327,8 @@ impl Device for HostBacked {
     fn peak_bytes(&self) -> Option<usize> {
         self.device.peak_bytes()
     }
+
+    fn taken_bytes(&self) -> Option<usize> {
+        self.device.taken_bytes()
+    }
 }

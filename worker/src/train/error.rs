@@ -219,7 +219,8 @@ impl TrainError {
         match self {
             Self::RunFiles(_) => !self.is_consequence(),
             _ if self.never_fits() => true,
-            Self::NonFinite { .. }
+            Self::Device(DeviceError::TooOld { .. })
+            | Self::NonFinite { .. }
             | Self::NotSaved { cause: Some(_), .. }
             | Self::Contradiction { .. }
             | Self::Rescale { .. }

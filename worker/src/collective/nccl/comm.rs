@@ -370,6 +370,14 @@ impl Comm {
     /// Aborts what was given up, once no other thread asks anything: who does sees the verdict and comes to an end, unless
     /// NCCL does not answer. Returns when the device is through with it.
     pub(super) fn abort(&self) {
+        // NCCL puts the thread's device back when it is done. One that has none counts as the first GPU's, which would then
+        // get a context of this process, whoever's it is. Of a device that has failed the operations must end all the same.
+        if let Err(error) = self.lane.bind() {
+            tracing::warn!(
+                "communicator `{}` is aborted all the same: {error}",
+                self.membership.name
+            );
+        }
         // Nobody else knows the handle then, and an abort may take its time.
         let handle = self.lock().handle.take();
         if let Some(handle) = handle

@@ -15,6 +15,8 @@ pub struct Arch {
 impl Arch {
     /// Ampere: A100.
     pub const SM_80: Self = Self::portable(8, 0);
+    /// Kernels are written for cards from this one on: bf16 on tensor cores, copies that do not hold up their thread.
+    pub const OLDEST: Self = Self::SM_80;
     /// Hopper: H100, H200.
     pub const SM_90A: Self = Self::of_capability(9, 0);
     /// Blackwell: B200.

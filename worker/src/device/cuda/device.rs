@@ -281,4 +281,9 @@ impl Device for CudaDevice {
     fn peak_bytes(&self) -> Option<usize> {
         Some(self.account.peak())
     }
+
+    fn taken_bytes(&self) -> Option<usize> {
+        let (free, all) = self.context.free_and_all_bytes()?;
+        Some(all.saturating_sub(free))
+    }
 }

@@ -4,21 +4,22 @@
 use std::ffi::c_int;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use cudarc::driver::sys::{self, CUresult as Code};
 
 use super::calls::{self, DriverError, written};
-use super::event::{answer, wait_until};
+use super::event::answer;
 use super::facts::facts_of;
+use super::streams::Streams;
 use super::{Arch, GpuFacts};
 use crate::device::DeviceError;
 use crate::libraries::{LibraryError, SearchPath};
 
-/// Longest wait for what is in flight before memory is given back. Collectives that never end are ended by their
-/// communicator long before; this bounds a device that has stopped answering.
-const PATIENCE: Duration = Duration::from_mins(30);
+/// Longest wait for what is in flight before memory of something that is dropped is given back. Whoever wants it back waits
+/// for the device before; of what is dropped with work in flight the memory can as well go with the process.
+const DROP_PATIENCE: Duration = Duration::from_secs(10);
 
 /// A stream as the driver knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -36,9 +37,10 @@ pub struct Context {
     device: sys::CUdevice,
     raw: sys::CUcontext,
     facts: GpuFacts,
-    /// All that are alive.
-    streams: Mutex<Vec<RawStream>>,
+    streams: Streams,
     abandoned: AtomicBool,
+    /// The last one that was dropped waited in vain.
+    is_late: AtomicBool,
     /// The operation that a kernel's failure was first noticed at, if that was its own launch.
     failure: OnceLock<DeviceError>,
 }
@@ -63,12 +65,15 @@ impl Context {
         let opening = |cause| driver_error(format!("cannot open GPU {ordinal}"), cause);
         calls::load_contexts()?;
         let device = device_of(ordinal).map_err(opening)?;
+        let facts = facts_of(device).map_err(opening)?;
+        facts.expect_served(ordinal)?;
         Ok(Arc::new(Self {
             ordinal,
             device,
-            facts: facts_of(device).map_err(opening)?,
-            streams: Mutex::default(),
+            facts,
+            streams: Streams::default(),
             abandoned: AtomicBool::new(false),
+            is_late: AtomicBool::new(false),
             failure: OnceLock::new(),
             // Last, so that nothing fails between retaining and owning.
             raw: written(ptr::null_mut(), |context| {
@@ -100,12 +105,9 @@ impl Context {
         self.failure.get().cloned().unwrap_or(error)
     }
 
-    pub(super) fn add_stream(&self, stream: RawStream) {
-        self.streams().push(stream);
-    }
-
-    pub(super) fn remove_stream(&self, stream: RawStream) {
-        self.streams().retain(|other| *other != stream);
+    /// Those that are waited for before memory is freed.
+    pub(super) const fn streams(&self) -> &Streams {
+        &self.streams
     }
 
     /// From now on nobody waits for the device to come to rest, and its memory stays until the process ends: what is in
@@ -114,26 +116,35 @@ impl Context {
         self.abandoned.store(true, Ordering::Relaxed);
     }
 
-    /// Waits until nothing is in flight, so that memory may be given back. False if that is not to be: the device has
-    /// failed, has stopped answering, or was abandoned.
-    pub(super) fn comes_to_rest(&self) -> bool {
-        let streams = self.streams().clone();
-        let deadline = Instant::now() + PATIENCE;
-        self.bind().is_ok()
-            && streams.into_iter().all(|stream| {
-                let poll = || {
-                    if self.abandoned.load(Ordering::Relaxed) {
-                        return Some(Err(DeviceError::Upstream("the device was abandoned".into())));
-                    }
-                    // SAFETY: a stream that somebody destroys meanwhile is an error of the driver's.
-                    answer(unsafe { calls::stream_query(stream.0) }, "of freed memory")
-                };
-                wait_until(poll, deadline, || "memory to be freed".to_owned()).is_ok()
-            })
+    /// Waits, no longer than `patience`, until nothing is in flight, so that memory may be given back. An error if that is
+    /// not to be: the device has failed, does not come to an end, or was abandoned.
+    pub(super) fn come_to_rest(&self, patience: Duration) -> Result<(), DeviceError> {
+        self.bind()?;
+        self.streams.come_to_rest(patience, |stream| {
+            if self.abandoned.load(Ordering::Relaxed) {
+                return Some(Err(DeviceError::Upstream("the device was abandoned".into())));
+            }
+            // SAFETY: the stream is alive: whoever destroys it takes it out of the streams before.
+            answer(unsafe { calls::stream_query(stream.0) }, "of freed memory")
+        })
     }
 
-    fn streams(&self) -> MutexGuard<'_, Vec<RawStream>> {
-        self.streams.lock().unwrap_or_else(PoisonError::into_inner)
+    /// For a `drop`: waits a few seconds at most, and of many that are dropped one after the other only for the first.
+    /// False: the memory must stay until the process ends.
+    pub(super) fn comes_to_rest(&self) -> bool {
+        let was_late = self.is_late.load(Ordering::Relaxed);
+        let patience = if was_late { Duration::ZERO } else { DROP_PATIENCE };
+        let outcome = self.come_to_rest(patience);
+        let is_late = matches!(outcome, Err(DeviceError::TimedOut { .. }));
+        self.is_late.store(is_late, Ordering::Relaxed);
+        if is_late && !was_late {
+            tracing::warn!(
+                "GPU {} has not come to rest in {} s: memory that is freed meanwhile stays until this process ends",
+                self.ordinal,
+                patience.as_secs()
+            );
+        }
+        outcome.is_ok()
     }
 
     /// Number among the visible devices.
@@ -157,8 +168,7 @@ impl Context {
     /// What its kernels are compiled for.
     #[must_use]
     pub const fn arch(&self) -> Arch {
-        let (major, minor) = self.facts.compute_capability;
-        Arch::of_capability(major, minor)
+        self.facts.arch()
     }
 
     /// Streaming multiprocessors.
@@ -179,13 +189,15 @@ impl Context {
         self.facts.memory_bytes
     }
 
-    /// Bytes that are free on the device now, other processes' use considered; none if the driver does not say.
+    /// Bytes that are free on the device now, other processes' use considered, and all that it has to give; none if the
+    /// driver does not say.
     #[must_use]
-    pub fn free_bytes(&self) -> Option<usize> {
+    pub fn free_and_all_bytes(&self) -> Option<(usize, usize)> {
         self.bind().ok()?;
         let mut all = 0;
         // SAFETY: the function writes two numbers.
-        written(0, |free| unsafe { calls::memory_info(free, &raw mut all) }).ok()
+        let free = written(0, |free| unsafe { calls::memory_info(free, &raw mut all) });
+        Some((free.ok()?, all))
     }
 }
 
@@ -285,10 +297,34 @@ const NEWER_NVRTC: &str =
 fn is_of_a_kernel(error: DriverError) -> bool {
     [
         Code::CUDA_ERROR_ILLEGAL_ADDRESS,
-        Code::CUDA_ERROR_MISALIGNED_ADDRESS,
-        Code::CUDA_ERROR_LAUNCH_FAILED,
+        Code::CUDA_ERROR_LAUNCH_TIMEOUT,
         Code::CUDA_ERROR_ASSERT,
+        Code::CUDA_ERROR_HARDWARE_STACK_ERROR,
+        Code::CUDA_ERROR_ILLEGAL_INSTRUCTION,
+        Code::CUDA_ERROR_MISALIGNED_ADDRESS,
+        Code::CUDA_ERROR_INVALID_ADDRESS_SPACE,
+        Code::CUDA_ERROR_INVALID_PC,
+        Code::CUDA_ERROR_LAUNCH_FAILED,
     ]
     .into_iter()
     .any(|code| error.is(code))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// By their numbers in NVIDIA's documentation: those after which "the process must be terminated and relaunched".
+    #[test]
+    fn whatever_a_kernel_died_of_has_the_hint_for_kernels() {
+        for code in [700, 702, 710, 714, 715, 716, 717, 718, 719] {
+            let error = driver_error("stream `compute` failed".to_owned(), DriverError(code));
+            assert!(error.to_string().contains("CUDA_LAUNCH_BLOCKING=1"), "{error}");
+        }
+        let refused = driver_error("no room".to_owned(), DriverError(2)).to_string();
+        assert!(
+            refused.ends_with("`ddp-train doctor` shows driver, GPUs and libraries"),
+            "{refused}"
+        );
+    }
 }

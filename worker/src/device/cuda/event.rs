@@ -170,7 +170,7 @@ pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Re
 
 /// Asks until there is an answer. The driver's own way to wait has no deadline.
 pub(super) fn wait_until(
-    poll: impl Fn() -> Option<Result<(), DeviceError>>,
+    mut poll: impl FnMut() -> Option<Result<(), DeviceError>>,
     deadline: Instant,
     what: impl Fn() -> String,
 ) -> Result<(), DeviceError> {

@@ -6,7 +6,9 @@ use std::ffi::{CStr, c_char, c_int};
 use cudarc::driver::sys::{CUdevice, CUdevice_attribute as Attribute};
 use serde::{Deserialize, Serialize};
 
+use super::Arch;
 use super::calls::{self, DriverError, written};
+use crate::device::DeviceError;
 
 /// Bytes of a device's name with its final zero.
 const NAME_BYTES: usize = 128;
@@ -29,6 +31,28 @@ pub struct GpuFacts {
     pub shared_per_block: usize,
     /// Where it is plugged in; empty if the driver does not say.
     pub pci: String,
+}
+
+impl GpuFacts {
+    /// What its kernels are compiled for.
+    #[must_use]
+    pub const fn arch(&self) -> Arch {
+        let (major, minor) = self.compute_capability;
+        Arch::of_capability(major, minor)
+    }
+
+    /// An error if it is older than what kernels are written for. `ordinal` is its number among the visible ones.
+    pub fn expect_served(&self, ordinal: usize) -> Result<(), DeviceError> {
+        let arch = self.arch();
+        if arch >= Arch::OLDEST {
+            return Ok(());
+        }
+        Err(DeviceError::TooOld {
+            device: format!("GPU {ordinal} ({})", self.name),
+            arch: arch.to_string(),
+            oldest: Arch::OLDEST.to_string(),
+        })
+    }
 }
 
 /// Those of a device that the driver has given.

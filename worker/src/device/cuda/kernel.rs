@@ -149,6 +149,8 @@ pub struct Kernel(Arc<Function>);
 struct Function {
     raw: sys::CUfunction,
     name: &'static str,
+    /// Bytes of shared memory that it declares.
+    declared_shared: usize,
     /// Dynamic shared memory that it may be launched with.
     shared_limit: AtomicUsize,
     /// Unloads the code with the last function.
@@ -171,6 +173,11 @@ impl Kernel {
     #[must_use]
     pub fn name(&self) -> &'static str {
         self.0.name
+    }
+
+    /// Bytes of shared memory that a block has beside what the launch says.
+    pub(super) fn declared_shared(&self) -> usize {
+        self.0.declared_shared
     }
 
     /// Lets it be launched with this much dynamic shared memory.
@@ -291,10 +298,12 @@ impl Modules {
         // SAFETY: the function was just given by the driver; one integer is written.
         let declared = written(0, |bytes| unsafe { calls::function_get(bytes, declared, raw) })
             .map_err(|error| driver_error(format!("shared memory of kernel `{name}`"), error))?;
-        let shared_limit = SHARED_WITHOUT_ASKING.saturating_sub(declared.max(0) as usize);
+        let declared_shared = declared.max(0) as usize;
+        let shared_limit = SHARED_WITHOUT_ASKING.saturating_sub(declared_shared);
         let kernel = Kernel(Arc::new(Function {
             raw,
             name,
+            declared_shared,
             shared_limit: AtomicUsize::new(shared_limit),
             _module: module,
         }));

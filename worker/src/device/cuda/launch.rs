@@ -277,7 +277,8 @@ impl<'a> Launch<'a> {
 
     /// An error in words if no block of this card has as much shared memory. Only attention takes much.
     fn expect_shared(&self, kernel: &Kernel, grid: Grid) -> Result<(), DeviceError> {
-        let (wanted, most) = (grid.shared_bytes, self.shared_per_block());
+        let wanted = grid.shared_bytes + kernel.declared_shared();
+        let most = self.shared_per_block();
         if wanted <= most {
             return Ok(());
         }

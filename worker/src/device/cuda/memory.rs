@@ -7,6 +7,7 @@ use std::ffi::c_void;
 use std::fmt::Write;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use cudarc::driver::sys;
 
@@ -90,7 +91,8 @@ fn mib(bytes: usize) -> String {
     format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
 }
 
-/// Zeroed memory of a device, which the host cannot reach. Freeing it waits for the work in flight on the device, unless that was abandoned.
+/// Zeroed memory of a device, which the host cannot reach. Freeing it waits for the work in flight on the device, unless
+/// that was abandoned; dropped, it waits some seconds at most, and otherwise stays until the process ends.
 #[derive(Debug)]
 pub struct DeviceMemory {
     address: sys::CUdeviceptr,
@@ -143,6 +145,23 @@ impl DeviceMemory {
     pub const fn context(&self) -> &Arc<Context> {
         &self.context
     }
+
+    /// Frees it once nothing is in flight on the device. An error if that takes longer than `patience`, or will never be.
+    pub(super) fn free(mut self, patience: Duration) -> Result<(), DeviceError> {
+        self.context.come_to_rest(patience)?;
+        self.release();
+        Ok(())
+    }
+
+    /// Once, and only where the device is at rest.
+    fn release(&mut self) {
+        let address = std::mem::take(&mut self.address);
+        if address != 0 {
+            // SAFETY: allocated by `new`, freed once. No kernel that was launched with the address is still running.
+            let _ = unsafe { calls::memory_free(address) };
+            self.account.subtract(&self.name, self.bytes);
+        }
+    }
 }
 
 // SAFETY: there is no host pointer.
@@ -162,11 +181,9 @@ unsafe impl Memory for DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        self.account.subtract(&self.name, self.bytes);
-        if self.context.comes_to_rest() {
-            // SAFETY: allocated by `new`, freed once. No kernel that was launched with the address is still running.
-            // Of a device that has failed or was abandoned the memory goes with the process.
-            let _ = unsafe { calls::memory_free(self.address) };
+        // Of a device that has failed or was abandoned the memory goes with the process.
+        if self.address != 0 && self.context.comes_to_rest() {
+            self.release();
         }
     }
 }
@@ -178,7 +195,8 @@ fn out_of_memory(
     bytes: usize,
     error: DriverError,
 ) -> DeviceError {
-    let free = context.free_bytes().map_or("an unknown amount".to_owned(), mib);
+    let free = context.free_and_all_bytes();
+    let free = free.map_or("an unknown amount".to_owned(), |(free, _)| mib(free));
     let never_fits = never_fits(account.bytes(), bytes, context.memory_bytes());
     let verdict = if never_fits {
         "; that is more than the whole card, so another try would end the same"

@@ -8,6 +8,7 @@
 //! | `calls` | the driver's functions, from the file that discovery chose | what they are called for |
 //! | `facts` | [`GpuFacts`]: what the driver says of one device | |
 //! | `driver` | [`Context`]: the driver started, one device chosen; results as errors | memory, streams |
+//! | `streams` | the streams that are alive, and whether anything is in them | what is in them |
 //! | `memory` | [`DeviceMemory`] and pinned host memory, accounts of who holds what | streams |
 //! | `fetch` | numbers on their way to the host | streams |
 //! | `host_side` | copies and work of the host in a stream, as [`super::HostSide`] | what the work is |
@@ -21,7 +22,7 @@
 //! | `device` | [`CudaDevice`]: all of it as a [`super::Device`] | |
 //!
 //! Streams are CUDA streams that do not synchronise with the default one. Enqueueing launches and returns; the host
-//! waits only in `synchronize`, `download` and for events of the host; work of the host is called by its stream. Memory
+//! waits only in `synchronize`, `download`, for events of the host, and where it uploads faster than the device copies; work of the host is called by its stream. Memory
 //! is zeroed when it is allocated.
 
 mod arch;
@@ -40,6 +41,7 @@ mod matmul;
 mod memory;
 mod nvrtc;
 mod stream;
+mod streams;
 mod survey;
 
 pub use arch::Arch;

@@ -82,7 +82,7 @@ impl CudaStream {
             unsafe { calls::stream_create(stream, flags, priority) }
         });
         let raw = RawStream(made.map_err(failed)?);
-        context.add_stream(raw);
+        context.streams().add(raw);
         Ok(Self {
             name: name.into(),
             raw,
@@ -162,7 +162,9 @@ impl CudaStream {
             .is_some_and(|scratch| scratch.bytes() >= bytes);
         if !enough {
             // Freed first: both at once might not fit. That waits for the kernels that use it.
-            state.scratch = None;
+            if let Some(scratch) = state.scratch.take() {
+                scratch.free(PATIENCE)?;
+            }
             let wanted = bytes.max(SCRATCH_BYTES);
             let name = format!("scratch of stream {}", self.name);
             state.scratch = Some(DeviceMemory::new(&self.context, &self.account, &name, wanted)?);
@@ -246,7 +248,7 @@ impl Drop for CudaStream {
         state.scratch = None;
         state.staging.clear();
         drop(state);
-        self.context.remove_stream(self.raw);
+        self.context.streams().remove(self.raw);
         if self.context.bind().is_ok() {
             // SAFETY: created in `new`, destroyed once; work in flight goes on without it.
             let _ = unsafe { calls::stream_destroy(self.raw()) };

@@ -1,6 +1,7 @@
 //! A device whose streams are threads: operations run later, in order, and beside each other.
 
 use std::any::Any;
+use std::cell::Cell;
 use std::ffi::c_void;
 use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -11,6 +12,16 @@ use crate::collective::nccl::sys::RawStream;
 use crate::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Stream};
 use crate::ops::Op;
 
+thread_local! {
+    /// Address of the device that the thread's calls go to; 0 if it has chosen none.
+    static CURRENT: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Which device the calls of this thread go to; 0 if it has chosen none.
+pub(super) fn current() -> usize {
+    CURRENT.get()
+}
+
 type Job = Box<dyn FnOnce() + Send>;
 type Slot = Arc<Mutex<Option<DeviceError>>>;
 
@@ -18,6 +29,8 @@ type Slot = Arc<Mutex<Option<DeviceError>>>;
 pub(super) struct FakeDevice {
     cpu: Arc<CpuDevice>,
     streams: Mutex<Vec<Arc<FakeStream>>>,
+    /// As with a GPU, memory is not gone while something that is in flight may use it.
+    arenas: Mutex<Vec<Arena>>,
 }
 
 /// One stream; its address is what the fake library is given.
@@ -31,6 +44,7 @@ impl FakeDevice {
         Arc::new(Self {
             cpu: Arc::new(CpuDevice::new(1).unwrap()),
             streams: Mutex::default(),
+            arenas: Mutex::default(),
         })
     }
 
@@ -78,7 +92,9 @@ impl Device for FakeDevice {
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        self.cpu.alloc(spec)
+        let arena = self.cpu.alloc(spec)?;
+        self.arenas.lock().unwrap().push(arena.clone());
+        Ok(arena)
     }
 
     fn stream(&self) -> Stream {
@@ -132,6 +148,7 @@ pub(super) struct FakeNative(pub(super) Arc<FakeDevice>);
 
 impl Native for FakeNative {
     fn bind(&self) -> Result<(), DeviceError> {
+        CURRENT.set(Arc::as_ptr(&self.0) as usize);
         Ok(())
     }
 
@@ -153,6 +170,8 @@ impl Native for FakeNative {
         Ok(base.wrapping_add(buffer.start()).cast())
     }
 
-    /// Its memory is the host's, and waits for nobody.
-    fn abandon(&self) {}
+    /// An operation of which nobody has heard that it ended may still come: its memory stays for ever.
+    fn abandon(&self) {
+        std::mem::forget(std::mem::take(&mut *self.0.arenas.lock().unwrap()));
+    }
 }

@@ -10,7 +10,7 @@ use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 
-use super::device::FakeStream;
+use super::device::{FakeStream, current};
 use super::kernels::{Arena, Launch, Part};
 use crate::collective::nccl::sys::{NO_COLOR, RawComm, RawStream, Status};
 
@@ -84,6 +84,8 @@ pub(super) struct FakeComm {
     /// Rank in the world, for faults.
     pub(super) global: usize,
     size: usize,
+    /// That of the thread which made it.
+    device: usize,
     busy: AtomicBool,
     freed: AtomicBool,
     pub(super) aborted: Arc<AtomicBool>,
@@ -228,8 +230,18 @@ impl FakeComm {
         status
     }
 
+    /// A call that uses the device, which must be the calling thread's.
+    pub(super) fn expect_device(&self, name: &str) {
+        if self.device == 0 || self.device != current() {
+            self.world.violation(format!(
+                "{name} in a thread that is not on the communicator's device"
+            ));
+        }
+    }
+
     /// A call that must not come while another goes on.
     pub(super) fn ask(&self, name: &str, act: impl FnOnce(&mut Inner) -> Status) -> Status {
+        self.expect_device(name);
         self.call(name, |inner| {
             if inner.background.is_some() {
                 self.world
@@ -285,13 +297,16 @@ impl FakeComm {
             .map(|(rank, (_, key))| (*key, *rank))
             .collect();
         members.sort_unstable();
-        let part = Self::new(
-            &self.world,
-            format!("{key}/{color}"),
-            members.iter().position(|(_, rank)| *rank == self.rank).unwrap(),
-            members.len(),
-            self.global,
-        );
+        let part = Self {
+            device: self.device,
+            ..Self::new(
+                &self.world,
+                format!("{key}/{color}"),
+                members.iter().position(|(_, rank)| *rank == self.rank).unwrap(),
+                members.len(),
+                self.global,
+            )
+        };
         // SAFETY: the caller of the split gave a place that stays.
         unsafe { *(slot as *mut RawComm) = part.into_raw() };
     }
@@ -309,6 +324,7 @@ impl FakeComm {
             rank,
             global,
             size,
+            device: current(),
             busy: AtomicBool::new(false),
             freed: AtomicBool::new(false),
             aborted: Arc::default(),

@@ -120,6 +120,7 @@ unsafe extern "C" fn comm_split(
 unsafe extern "C" fn comm_abort(raw: RawComm) -> Status {
     // SAFETY: as above.
     let comm = unsafe { comm(raw) };
+    comm.expect_device("ncclCommAbort");
     let status = comm.call("ncclCommAbort", |_| {
         comm.world.block_an_abort(comm.global);
         comm.world.arena.abort(&comm.aborted);

@@ -1,0 +1,112 @@
+//! What is said of a card that is too small or too old, is missing, or is used by others too.
+
+use super::{emulator, gpus, job, refused};
+use crate::harness::{Emulator, metrics};
+
+/// Backward of heads of 256 channels takes more than the 99 KiB of the cards between the large ones.
+#[test]
+fn too_little_shared_memory_is_said_of_the_card() {
+    let job = job();
+    let launch = gpus(Emulator::built(), &job, 1)
+        .env("EMULATOR_SHARED_KIB", "99")
+        .set("model.n_head=1")
+        .set("model.n_embd=256");
+    refused(launch)
+        .expect_stderr("a block takes 135808 bytes of shared memory, of 101376")
+        .expect_stderr("hint: choose narrower heads (a larger `model.n_head`)");
+    // What the launch asks for would just fit, were it not for what the kernel declares beside it.
+    let job = super::job();
+    let launch = gpus(Emulator::built(), &job, 1)
+        .env("EMULATOR_SHARED_KIB", "96")
+        .set("model.n_head=1")
+        .set("model.n_embd=128")
+        .set("train.precision=bf16");
+    refused(launch).expect_stderr(" bytes of shared memory, of 98304");
+}
+
+#[test]
+fn a_card_that_is_too_old_is_named() {
+    const WORDS: &str = "GPU 0 (Emulated GPU) is sm_75, and kernels are for sm_80 or later";
+    let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
+    let old = ("EMULATOR_CAPABILITY", "75");
+    let report = doctor.args(["doctor".into()]).env(old.0, old.1).run();
+    report.expect_exit(0).expect_stdout(&format!("- {WORDS}"));
+    let job = job();
+    let finished = refused(gpus(Emulator::built(), &job, 1).env(old.0, old.1));
+    finished
+        .expect_exit(2)
+        .expect_stderr(WORDS)
+        .expect_stderr("hint: choose other GPUs with CUDA_VISIBLE_DEVICES");
+}
+
+#[test]
+fn more_workers_than_gpus_are_refused() {
+    let job = job();
+    let launch = gpus(Emulator::built(), &job, 2).env("EMULATOR_GPUS", "1");
+    refused(launch)
+        .expect_exit(2)
+        .expect_stderr("2 workers on this node, which has 1 GPU");
+}
+
+#[test]
+fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
+    // Of two, a collective waits for what could not be allocated.
+    for ranks in [1, 2] {
+        let job = job();
+        let finished = gpus(emulator(), &job, ranks)
+            .env("EMULATOR_MEMORY_MIB", "34")
+            .target("tiny.yaml")
+            .run();
+        finished
+            .expect_exit(93)
+            .expect_stderr("CUDA_ERROR_OUT_OF_MEMORY")
+            .expect_stderr("free of 34.0 MiB, this rank holds")
+            .expect_stderr("that is more than the whole card, so another try would end the same")
+            .expect_stderr("hint: lower `train.micro_batch`");
+        assert!(
+            !finished.transcript().contains("restart 1 of"),
+            "it is not tried again"
+        );
+    }
+    let job = job();
+    let large = gpus(emulator(), &job, 1).set("train.micro_batch=512");
+    let large = large.env("EMULATOR_MEMORY_MIB", "34").target("tiny.yaml").run();
+    large.expect_exit(93).expect_stderr("bytes for `activations`");
+    assert!(!job.out().join("metrics.jsonl").exists(), "before the first step");
+}
+
+/// A predecessor that was killed may still hold it for a moment.
+#[test]
+fn memory_that_others_hold_is_asked_for_again() {
+    let job = job();
+    let finished = gpus(emulator(), &job, 1)
+        .env("EMULATOR_TAKEN_MIB", "990")
+        .flag("--max-restarts", "1")
+        .target("tiny.yaml")
+        .run();
+    finished
+        .expect_exit(1)
+        .expect_stderr("CUDA_ERROR_OUT_OF_MEMORY")
+        .expect_stderr("restart 1 of 1");
+    assert!(!finished.transcript().contains("more than the whole card"));
+}
+
+/// What training has allocated is not all that a card must have.
+#[test]
+fn the_summary_says_what_is_taken_of_the_card_by_whomever() {
+    let job = job();
+    gpus(emulator(), &job, 1)
+        .env("EMULATOR_TAKEN_MIB", "100")
+        .set("train.steps=1")
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0);
+    let summary = std::fs::read(job.out().join("summary.json")).expect("a summary");
+    let summary: serde_json::Value = serde_json::from_slice(&summary).expect("a summary of JSON");
+    let peak = metrics(&job.out())[0]["memory"]["device_peak"].as_u64();
+    let taken = summary["device_taken"].as_u64().zip(peak);
+    assert!(
+        taken.is_some_and(|(taken, peak)| taken >= peak + (100 << 20)),
+        "{taken:?}"
+    );
+}
