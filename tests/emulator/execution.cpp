@@ -177,12 +177,6 @@ API Result cuFuncSetAttribute(Handle handle, int attribute, int value) {
     return SUCCESS;
 }
 
-API Result cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, Handle function, int, size_t) {
-    READY(of);
-    *blocks = 2;
-    return of.functions.find(function) ? SUCCESS : INVALID_HANDLE;
-}
-
 API Result cuLaunchKernel(Handle handle, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                           unsigned block_y, unsigned block_z, unsigned shared_bytes, Handle stream_handle,
                           void **parameters, void **) {

@@ -179,10 +179,6 @@ calls! {
         function_get(value: *mut c_int, attribute: CUfunction_attribute, function: CUfunction) = "cuFuncGetAttribute";
         /// Sets one property of a kernel.
         function_set(function: CUfunction, attribute: CUfunction_attribute, value: c_int) = "cuFuncSetAttribute";
-        /// Blocks of it, of so many threads and bytes of shared memory, that a multiprocessor runs at once.
-        function_residents(
-            blocks: *mut c_int, function: CUfunction, threads: c_int, shared_bytes: usize,
-        ) = "cuOccupancyMaxActiveBlocksPerMultiprocessor";
         /// Launches a kernel; one of the last two arguments is null.
         function_launch(
             function: CUfunction,

@@ -197,17 +197,6 @@ impl Kernel {
         self.0.shared_limit.fetch_max(bytes, Ordering::Relaxed);
         Ok(())
     }
-
-    /// Blocks of so many threads and bytes of dynamic shared memory that one multiprocessor runs at once.
-    pub fn resident_blocks(&self, threads: u32, shared_bytes: usize) -> Result<u32, DeviceError> {
-        self.allow_shared(shared_bytes)?;
-        written(0, |blocks| {
-            // SAFETY: the module is loaded for as long as the function lives; one integer is written.
-            unsafe { calls::function_residents(blocks, self.0.raw, threads as i32, shared_bytes) }
-        })
-        .map(|blocks| blocks.max(0) as u32)
-        .map_err(|error| driver_error(format!("occupancy of kernel `{}`", self.0.name), error))
-    }
 }
 
 #[derive(Debug)]
