@@ -134,14 +134,10 @@ calls! {
         host_free(address: *mut c_void) = "cuMemFreeHost";
         /// Fills bytes, ordered with the default stream.
         fill(target: CUdeviceptr, value: c_uchar, bytes: usize) = "cuMemsetD8_v2";
-        /// Fills bytes, in stream order.
-        fill_on(target: CUdeviceptr, value: c_uchar, bytes: usize, stream: CUstream) = "cuMemsetD8Async";
         /// Copies to the device, in stream order.
         copy_in(target: CUdeviceptr, source: *const c_void, bytes: usize, stream: CUstream) = "cuMemcpyHtoDAsync_v2";
         /// Copies to the host, in stream order.
         copy_out(target: *mut c_void, source: CUdeviceptr, bytes: usize, stream: CUstream) = "cuMemcpyDtoHAsync_v2";
-        /// Copies within the device, in stream order.
-        copy_within(target: CUdeviceptr, source: CUdeviceptr, bytes: usize, stream: CUstream) = "cuMemcpyDtoDAsync_v2";
 
         /// Of the context: its least and its greatest priority, which is the smaller number.
         stream_priorities(least: *mut c_int, greatest: *mut c_int) = "cuCtxGetStreamPriorityRange";

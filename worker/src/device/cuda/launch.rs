@@ -302,20 +302,6 @@ impl<'a> Launch<'a> {
         self.stream.scratch(self.state, bytes)
     }
 
-    /// Zeroes so many bytes, in stream order.
-    pub fn zero(&mut self, target: DevicePtr, bytes: usize) -> Result<(), DeviceError> {
-        // SAFETY: the operation that calls this checked that the bytes are its own.
-        unsafe { calls::fill_on(target.0, 0, bytes, self.stream.raw()) }
-            .map_err(|error| driver_error(format!("operation `{}` cannot zero memory", self.op), error))
-    }
-
-    /// Copies within the device, in stream order.
-    pub fn copy(&mut self, target: DevicePtr, source: DevicePtr, bytes: usize) -> Result<(), DeviceError> {
-        // SAFETY: the operation that calls this checked that the bytes are its own.
-        unsafe { calls::copy_within(target.0, source.0, bytes, self.stream.raw()) }
-            .map_err(|error| driver_error(format!("operation `{}` cannot copy memory", self.op), error))
-    }
-
     /// Streaming multiprocessors of the device.
     #[must_use]
     pub fn multiprocessors(&self) -> u32 {
