@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Builds what tests/gpu/run.sh needs, into one folder that can be carried to a machine with a GPU: stripped programs,
-# tests, configurations and a text to train on. Needs no GPU.
+# tests, configurations, and a text to train on, also as GPT-2's tokens. Needs no GPU.
 #
 #     tests/gpu/pack.sh FOLDER [CARGO-PROFILE]
 set -euo pipefail
@@ -24,5 +24,7 @@ cargo build --package ddp-run --package ddp-worker --profile "$profile" "${wante
         # Build scripts are executables too.
         if [[ " ${wanted[*]} " == *" $name "* ]]; then strip -o "$folder/$name" "$path"; fi
     done
+"$folder/ddp-train" tokenize --overwrite --tokenizer gpt2 --output "$folder/python-reference.safetensors" \
+    examples/data/python-reference.txt
 cp tests/gpu/*.{sh,py,yaml} tests/peers/gpt2_gpu.py examples/data/python-reference.txt "$folder"
 du -sh "$folder"

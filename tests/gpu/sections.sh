@@ -143,5 +143,5 @@ section_peers() {
     local seconds=$((section_end - SECONDS))
     rm -f "$logs/peers.json"
     check peers "$seconds" python3 "$packed/gpt2_gpu.py" --out "$logs/peers.json" --seconds "$seconds" \
-        --text "$packed/python-reference.txt" --batches "${batches[124m]}" "${batches[350m]}"
+        --tokens "$packed/python-reference.safetensors" --batches "${batches[124m]}" "${batches[350m]}"
 }

@@ -3,9 +3,9 @@
 gradient clipping, compiled and eager. Prints tokens/s and writes each as JSON when it is known, the rates that matter
 most first. What there is no time left for is not measured, and the exit status is 1.
 
-    gpt2_gpu.py --out peers.json --text FILE [--seconds 200] [--batches 32 16] [--sizes 124m 350m] [--kinds compiled eager]
+    gpt2_gpu.py --out peers.json --tokens FILE [--seconds 200] [--batches 32 16] [--sizes 124m 350m] [--kinds compiled eager]
 
-Tokens are the bytes of the text, as in the runs that are compared.
+The file is one that `ddp-train tokenize` makes: the same tokens as in the runs that are compared.
 """
 import argparse
 import json
@@ -97,6 +97,16 @@ def measure(size, text, compiled, deadline):
     return statistics.median(rates) if rates else None
 
 
+def tokens_of(path, count):
+    """The first `count` ids of a token file (safetensors, 16 bits an id), from its start again if it has fewer."""
+    with open(path, "rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        ids = torch.frombuffer(bytearray(file.read()), dtype=torch.int16).long() & 0xFFFF
+    if header["tokens"]["dtype"] != "U16" or header["tokens"]["shape"] != [len(ids)]:
+        sys.exit(f"{path} is no file of 16-bit tokens: {header['tokens']}")
+    return ids.repeat(-(-count // len(ids)))[:count]
+
+
 def write(path, results):
     """Whole or not at all: this process may be killed at any time."""
     with open(f"{path}.part", "w") as file:
@@ -107,7 +117,7 @@ def write(path, results):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", required=True)
-    parser.add_argument("--text", required=True)
+    parser.add_argument("--tokens", required=True, help="a token file")
     parser.add_argument("--batches", nargs=2, type=int, default=[32, 16], help="samples of a step, of 124m and of 350m")
     parser.add_argument("--seconds", type=float, default=math.inf, help="how long all of it may take")
     parser.add_argument("--sizes", nargs="+", default=["124m", "350m"])
@@ -116,9 +126,7 @@ def main():
     deadline = STARTED + args.seconds - MARGIN
     # What a user would set: tf32 where f32 is left.
     torch.set_float32_matmul_precision("high")
-    with open(args.text, "rb") as file:
-        ids = torch.frombuffer(bytearray(file.read()), dtype=torch.uint8).long()
-    texts = {size: ids[:batch * SEQUENCE + 1].cuda() for size, batch in zip(SIZES, args.batches)}
+    texts = {size: tokens_of(args.tokens, batch * SEQUENCE + 1).cuda() for size, batch in zip(SIZES, args.batches)}
     results = {"torch": torch.__version__, "gpu": torch.cuda.get_device_name()}
     missing = []
     for kind in args.kinds:

@@ -43,7 +43,7 @@ fn folders() -> (TempDir, TempDir) {
     (packed, logs)
 }
 
-/// A configuration with two narrow blocks, a few steps, and few tokens to validate on.
+/// A configuration with two narrow blocks, a few steps, bytes as tokens, and few of them to validate on.
 fn shrunk(yaml: &str) -> String {
     let lines = yaml.lines().map(|line| {
         if line.starts_with("model:") {
@@ -52,6 +52,7 @@ fn shrunk(yaml: &str) -> String {
         line.replace("steps: 50", "steps: 4")
             .replace("steps: 60", "steps: 12")
             .replace("checkpoint_every: 10", "checkpoint_every: 4")
+            .replace(".safetensors, tokenizer: gpt2", ".txt, tokenizer: bytes")
             .replace("data: { ", "data: { val: val.txt, ")
     });
     lines.map(|line| line + "\n").collect()
