@@ -19,6 +19,7 @@ use tonic_health::pb::health_client::HealthClient;
 
 use super::error::CliError;
 use super::values::Endpoint;
+use crate::rendezvous;
 
 /// Longest wait for the health check: a daemon that is just starting answers within milliseconds.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
@@ -82,7 +83,7 @@ pub struct Hosting {
 /// Carries the wish out: resolves, binds, and looks who holds the port where binding fails.
 pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
     let Some(endpoint) = &facts.endpoint else {
-        return alone().await;
+        return alone();
     };
     let join = Hosting {
         endpoint: endpoint.to_string(),
@@ -111,7 +112,7 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
                     }
                     Owner::OtherJob(why) if facts.one_node => {
                         tracing::info!(%why, "meeting at a port of its own instead");
-                        alone().await
+                        alone()
                     }
                     Owner::OtherJob(why) => Err(CliError::OtherJobsPort {
                         host: endpoint.host.clone(),
@@ -143,7 +144,7 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
 async fn listen(address: SocketAddr, asked_at: SocketAddr) -> io::Result<TcpListener> {
     let deadline = Instant::now() + HEALTH_TIMEOUT;
     loop {
-        let error = match TcpListener::bind(address).await {
+        let error = match rendezvous::listen(&[address]) {
             Err(error) if error.kind() == ErrorKind::AddrInUse => error,
             done => return done,
         };
@@ -166,14 +167,12 @@ fn asked_at(endpoint: &Endpoint, addresses: &[IpAddr]) -> SocketAddr {
     SocketAddr::new(host, endpoint.port)
 }
 
-async fn alone() -> Result<Hosting, CliError> {
+fn alone() -> Result<Hosting, CliError> {
     let failed = |source| CliError::Machine {
         what: "cannot listen on loopback",
         source,
     };
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))
-        .await
-        .map_err(failed)?;
+    let listener = rendezvous::listen(&[(Ipv4Addr::LOCALHOST, 0).into()]).map_err(failed)?;
     let endpoint = listener.local_addr().map_err(failed)?.to_string();
     Ok(Hosting {
         endpoint,

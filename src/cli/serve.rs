@@ -133,8 +133,8 @@ async fn bind(
         host: listen.host.clone(),
         waited: patience,
     })?;
-    let bound = async { TcpListener::bind(found?.as_slice()).await };
-    bound.await.map_err(|source| CliError::Listen {
+    let bound = found.and_then(|addresses| rendezvous::listen(&addresses));
+    bound.map_err(|source| CliError::Listen {
             address: listen.to_string(),
             hint: match source.kind() {
                 ErrorKind::AddrInUse => {

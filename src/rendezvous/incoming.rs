@@ -1,13 +1,43 @@
-//! Connections as they come, without haste where the system can open no more.
+//! Connections as they come: room for all nodes of a job at once, without haste where the system can open no more.
 
 use std::io;
+use std::net::SocketAddr;
 use std::time::Duration;
 
 use nix::errno::Errno;
+use tokio::net::{TcpListener, TcpSocket};
 use tokio_stream::{Stream, StreamExt as _};
+
+/// Connections that may wait to be accepted, if the system allows as many (`net.core.somaxconn`). The nodes of a job come at the
+/// same time; one for which there is no room is heard again a second later.
+const WAITING_CONNECTIONS: u32 = 4096;
 
 /// After a connection for which there is no room: the next try would be refused at once, and so on without an end.
 const PAUSE: Duration = Duration::from_millis(200);
+
+/// Listens at the first of the addresses where it can, as [`TcpListener::bind`] does, but for the room. Needs a tokio
+/// runtime.
+pub fn listen(addresses: &[SocketAddr]) -> io::Result<TcpListener> {
+    let mut failed = io::Error::from(io::ErrorKind::AddrNotAvailable);
+    for address in addresses {
+        match listen_at(*address) {
+            Err(error) => failed = error,
+            listener => return listener,
+        }
+    }
+    Err(failed)
+}
+
+fn listen_at(address: SocketAddr) -> io::Result<TcpListener> {
+    let socket = match address {
+        SocketAddr::V4(_) => TcpSocket::new_v4()?,
+        SocketAddr::V6(_) => TcpSocket::new_v6()?,
+    };
+    // Connections of a daemon that was here before do not keep its port.
+    socket.set_reuseaddr(true)?;
+    socket.bind(address)?;
+    socket.listen(WAITING_CONNECTIONS)
+}
 
 /// The same connections and errors, the latter with a pause where they are the system's.
 pub(super) fn unhurried<C: Send + 'static>(
@@ -48,6 +78,23 @@ mod tests {
     use std::task::{Context, Poll, Waker};
 
     use super::*;
+
+    /// With the usual 128 the others came a second later.
+    #[tokio::test]
+    async fn hundreds_of_nodes_connect_before_the_first_is_accepted() {
+        const NODES: usize = 300;
+        let most = std::fs::read_to_string("/proc/sys/net/core/somaxconn").unwrap();
+        if most.trim().parse::<usize>().unwrap() < NODES {
+            println!("SKIPPED: this system lets {} connections wait", most.trim());
+            return;
+        }
+        let listener = listen(&["127.0.0.1:0".parse().unwrap()]).unwrap();
+        let address = listener.local_addr().unwrap();
+        let patience = Duration::from_secs(20);
+        let connect = || std::net::TcpStream::connect_timeout(&address, patience).unwrap();
+        let connected: Vec<_> = (0..NODES).map(|_| connect()).collect();
+        assert_eq!(connected.len(), NODES);
+    }
 
     /// The daemon once took a whole core for it.
     #[tokio::test]

@@ -23,7 +23,7 @@
 //! | `words` | messages | what people read |
 //! | `actor` | the task that owns the state | the clock, the dice, the queues |
 //! | `server` | [`serve`] | gRPC, sockets |
-//! | `incoming` | connections | a lack of open files |
+//! | `incoming` | connections | how many may wait, a lack of open files |
 //!
 //! Everything above `actor` is pure: `apply(at, state, event) -> effects`, with time and randomness as
 //! parameters, so that `tests/sim` can run years of trouble in seconds. The daemon never waits for an agent:
@@ -55,6 +55,7 @@ mod words;
 
 pub use config::{Config, KvLimits};
 pub use event::{At, CallId, ConnId, Effect, Event, KvError, Peer, Weight};
+pub use incoming::listen;
 pub use server::{ServeError, serve};
 pub use state::{State, apply};
 pub use unnamed::{DEFAULT_JOB_ID, unnamed_job_id};

@@ -11,9 +11,8 @@ use ddp_proto::ids::{Generation, NodeId};
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{Assignment, Join};
-use ddp_run::rendezvous::{Config, serve};
+use ddp_run::rendezvous::{Config, listen, serve};
 use nix::sys::resource::{Resource, getrlimit, setrlimit};
-use tokio::net::TcpListener;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 
@@ -36,7 +35,7 @@ async fn main() -> Result<(), Failure> {
     // Two ends of a connection for each node.
     let (_, most) = getrlimit(Resource::RLIMIT_NOFILE)?;
     setrlimit(Resource::RLIMIT_NOFILE, most, most)?;
-    let listener = TcpListener::bind("127.0.0.1:0").await?;
+    let listener = listen(&["127.0.0.1:0".parse()?])?;
     let endpoint = listener.local_addr()?.to_string();
     let daemon = tokio::spawn(serve(listener, Config::default(), std::future::pending()));
     for nodes in sizes {

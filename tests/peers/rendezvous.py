@@ -31,22 +31,22 @@ def handler():
 
 handlers = [handler() for _ in range(args.nodes)]
 gate = threading.Barrier(args.nodes + 1)
-met = {}
+met, all_met = {}, threading.Event()
 
 
 def join(node):
     gate.wait()
     info = handlers[node].next_rendezvous()
     met[node] = (time.perf_counter(), info.rank)
+    if len(met) == args.nodes:
+        all_met.set()
 
 
 for node in range(args.nodes):
     threading.Thread(target=join, args=(node,), daemon=True).start()
 gate.wait()
 begun = time.perf_counter()
-while len(met) < args.nodes and time.perf_counter() < begun + args.patience:
-    time.sleep(0.001)
-if len(met) < args.nodes:
+if not all_met.wait(args.patience):
     print(f"{len(met)} of {args.nodes} nodes have met after {args.patience:.0f} s", flush=True)
     os._exit(1)
 assert sorted(rank for _, rank in met.values()) == list(range(args.nodes))
