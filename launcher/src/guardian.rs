@@ -102,8 +102,8 @@ impl Guardian {
         self.pid.as_raw()
     }
 
-    /// Unique name of this launcher.
-    pub(crate) fn launcher_id(&self) -> &str {
+    /// Unique name of this launcher: its incarnation at the daemon.
+    pub fn launcher_id(&self) -> &str {
         &self.launcher_id
     }
 

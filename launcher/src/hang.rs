@@ -6,7 +6,7 @@
 
 use std::fmt::Write as _;
 use std::fs;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::Phase;
@@ -83,8 +83,16 @@ fn phase_name(phase: Phase) -> &'static str {
     }
 }
 
-/// The worker that is to blame for the silence, if there is one of at least `bound`; `waits` is true for those that say
-/// that they wait for others.
+/// A worker that has said nothing new for too long.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Silent {
+    pub(crate) beat: Beat,
+    /// It lives, and waits for other ranks: whoever it waits for is to blame, wherever that one is, or the way there.
+    pub(crate) waits: bool,
+}
+
+/// The worker that is to blame for a silence of at least `bound`, if there is one; of each it is known whether it says
+/// that it waits for others.
 ///
 /// All ranks fall silent when one does. One that sends no heartbeats is the cause before one that does, one that waits
 /// for nobody before one that waits; then the one that is behind, and of equals the one that was silent first.
@@ -92,61 +100,58 @@ pub(crate) fn longest_silence(
     beats: impl Iterator<Item = (usize, Beat, bool)>,
     now: Instant,
     bound: Duration,
-) -> Option<(usize, Beat)> {
-    beats
+) -> Option<(usize, Silent)> {
+    let (index, beat, says_it_waits) = beats
         .filter(|(_, beat, _)| beat.silence(now) >= bound)
-        .min_by_key(|(_, beat, waits)| (!beat.is_lost(now, bound), *waits, beat.step, beat.silent_since()))
-        .map(|(index, beat, _)| (index, beat))
+        .min_by_key(|(_, beat, waits)| (!beat.is_lost(now, bound), *waits, beat.step, beat.silent_since()))?;
+    let waits = says_it_waits && !beat.is_lost(now, bound);
+    Some((index, Silent { beat, waits }))
 }
 
 /// What the kernel knows of each thread of a process, a line each:
-/// `thread 123 (ddp-comm-world): S (sleeping) in futex_do_wait`.
+/// `thread 123 (ddp-comm-world): S (sleeping) in futex_do_wait`. Reads files of `/proc`, which may take its time.
 pub(crate) fn threads_of(pid: i32) -> String {
-    let threads = threads(Path::new(&format!("/proc/{pid}/task")));
+    let tasks = PathBuf::from(format!("/proc/{pid}/task"));
+    let entries = fs::read_dir(&tasks).into_iter().flatten().flatten();
+    let mut ids: Vec<u32> = entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .collect();
+    ids.sort_unstable();
     let mut words = String::new();
-    for thread in threads.iter().take(MAX_THREADS) {
-        let _ = writeln!(words, "{thread}");
+    for id in ids.iter().take(MAX_THREADS) {
+        // It may have ended meanwhile.
+        if let Some(thread) = thread(*id, &tasks.join(id.to_string())) {
+            let _ = writeln!(words, "{thread}");
+        }
     }
-    if threads.len() > MAX_THREADS {
-        let _ = writeln!(words, "and {} more threads", threads.len() - MAX_THREADS);
+    if ids.len() > MAX_THREADS {
+        let _ = writeln!(words, "and {} more threads", ids.len() - MAX_THREADS);
     }
     words
 }
 
-fn threads(tasks: &Path) -> Vec<String> {
-    let read = |path: &Path| fs::read_to_string(path).unwrap_or_default().trim().to_owned();
-    let mut threads: Vec<(u32, String)> = fs::read_dir(tasks)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter_map(|entry| {
-            let id: u32 = entry.file_name().to_str()?.parse().ok()?;
-            let path = entry.path();
-            let status = read(&path.join("status"));
-            let state = status
-                .lines()
-                .find_map(|line| line.strip_prefix("State:"))?
-                .trim()
-                .to_owned();
-            let place = match read(&path.join("wchan")).as_str() {
-                "" | "0" => String::new(),
-                place => format!(" in {place}"),
-            };
-            // The number of the call comes first; `running` for a thread that is not in one.
-            let call = match read(&path.join("syscall")).split(' ').next() {
-                Some(number) if number.parse::<u32>().is_ok() => format!(", system call {number}"),
-                _ => String::new(),
-            };
-            let mut words = format!("thread {id} ({}): {state}{place}{call}", read(&path.join("comm")));
-            // For root only.
-            for frame in read(&path.join("stack")).lines() {
-                let _ = write!(words, "\n  kernel: {}", frame.trim_start_matches("[<0>] "));
-            }
-            Some((id, words))
-        })
-        .collect();
-    threads.sort();
-    threads.into_iter().map(|(_, words)| words).collect()
+fn thread(id: u32, task: &Path) -> Option<String> {
+    let read = |file: &str| {
+        let text = fs::read_to_string(task.join(file)).unwrap_or_default();
+        text.trim().to_owned()
+    };
+    let status = read("status");
+    let state = status.lines().find_map(|line| line.strip_prefix("State:"))?;
+    let place = match read("wchan").as_str() {
+        "" | "0" => String::new(),
+        place => format!(" in {place}"),
+    };
+    // The number of the call comes first; `running` for a thread that is not in one.
+    let call = match read("syscall").split(' ').next() {
+        Some(number) if number.parse::<u32>().is_ok() => format!(", system call {number}"),
+        _ => String::new(),
+    };
+    let mut words = format!("thread {id} ({}): {}{place}{call}", read("comm"), state.trim());
+    // For root only.
+    for frame in read("stack").lines() {
+        let _ = write!(words, "\n  kernel: {}", frame.trim_start_matches("[<0>] "));
+    }
+    Some(words)
 }
 
 #[cfg(test)]
@@ -207,6 +212,26 @@ mod tests {
                 (1, repeated(beat(now, 11, 5)), false)
             ]),
             Some(1)
+        );
+    }
+
+    #[test]
+    fn a_rank_that_lives_and_waits_for_others_is_not_to_blame() {
+        let now = Instant::now();
+        let bound = Duration::from_secs(10);
+        let waits = |beat: Beat| {
+            let silent = longest_silence(std::iter::once((0, beat, true)), now, bound);
+            silent.map(|(_, silent)| silent.waits)
+        };
+        let repeated = Beat {
+            at: now,
+            ..beat(now, 3600, 4)
+        };
+        assert_eq!(waits(repeated), Some(true), "however long it waits");
+        assert_eq!(
+            waits(beat(now, 11, 4)),
+            Some(false),
+            "what it said last holds no more"
         );
     }
 

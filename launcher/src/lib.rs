@@ -7,7 +7,7 @@
 //! | `guardian` | kills the workers of a launcher that was killed |
 //! | `cgroup` | holds all that workers start in one control group; knows the control groups of this process |
 //! | `spawn`, `process`, `environment`, `master_port` | start workers with the environment that they expect |
-//! | `hang` | finds workers that say nothing any more |
+//! | `hang`, `waits` | find workers that say nothing any more, and tell who waits for whom |
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
@@ -53,6 +53,7 @@ mod sinks;
 mod spawn;
 mod sweep;
 mod terminal;
+mod waits;
 
 pub use agent::{Conclusion, LaunchError, Outcome, is_ignored, run};
 pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};

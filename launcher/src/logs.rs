@@ -3,7 +3,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Read};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{OpenOptionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use ddp_proto::ids::GlobalRank;
@@ -12,6 +12,11 @@ use ddp_proto::ids::GlobalRank;
 const MAX_ERROR_FILE_BYTES: u64 = 1 << 20;
 /// Longest message taken from an error file.
 const MAX_MESSAGE_CHARS: usize = 2000;
+
+/// In the folder of an attempt: a link that names the run which it is of.
+const RUN_MARK: &str = ".run";
+/// Most runs that may take an attempt of one log directory between looking for a free one and writing there.
+const MOST_RUNS_AT_ONCE: u32 = 10_000;
 
 /// A directory or file for a worker's output cannot be made.
 #[derive(Debug, thiserror::Error)]
@@ -77,6 +82,29 @@ pub(crate) fn free_attempt(log_dir: &Path) -> u32 {
             name.to_str()?.strip_prefix("attempt_")?.parse::<u32>().ok()
         });
     attempts.max().map_or(0, |last| last.saturating_add(1))
+}
+
+/// The attempt from `first` on whose folder is this `run`'s, which is then marked as such: other runs that have looked
+/// into `log_dir` at the same moment take the ones behind it, and all nodes of one run that see the same folder come to
+/// the same number.
+pub(crate) fn claim_attempt(log_dir: &Path, first: u32, run: &str) -> u32 {
+    let is_ours = |attempt: &u32| {
+        let directory = log_dir.join(format!("attempt_{attempt}"));
+        // A link is there at once with all that it says; nothing needs to be at its end.
+        let mark = directory.join(RUN_MARK);
+        let made = fs::create_dir_all(&directory).and_then(|()| symlink(run, &mark));
+        match made {
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {
+                fs::read_link(&mark).is_ok_and(|marked| marked == Path::new(run))
+            }
+            // Where no link can be made, the folders of workers still have one owner each; who makes them says what
+            // is wrong with the place.
+            _ => true,
+        }
+    };
+    (first..first.saturating_add(MOST_RUNS_AT_ONCE))
+        .find(is_ours)
+        .unwrap_or(first)
 }
 
 /// Files of one worker in one attempt.
@@ -244,6 +272,20 @@ mod tests {
             fs::create_dir(dir.path().join(name)).unwrap();
         }
         assert_eq!(free_attempt(dir.path()), 10);
+    }
+
+    #[test]
+    fn an_attempt_is_one_runs_and_the_same_for_all_its_nodes() {
+        let dir = tempfile::tempdir().unwrap();
+        let claim = |run| claim_attempt(dir.path(), 3, run);
+        assert_eq!((claim("a"), claim("b"), claim("a"), claim("c")), (3, 4, 3, 5));
+        assert_eq!(free_attempt(dir.path()), 6);
+        let file = tempfile::NamedTempFile::new().unwrap();
+        assert_eq!(
+            claim_attempt(file.path(), 2, "a"),
+            2,
+            "who makes the files says why"
+        );
     }
 
     #[test]

@@ -6,9 +6,6 @@ use ddp_proto::ids::{GlobalRank, LocalRank};
 
 use crate::console::Stream;
 
-/// Variables of a [`PrefixTemplate`].
-const VARIABLES: &str = "`${rank}`, `${local_rank}`, `${role_name}`";
-
 /// Some of a worker's two output streams.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct StreamSet {
@@ -112,6 +109,7 @@ enum Part {
     Rank,
     LocalRank,
     RoleName,
+    Hostname,
 }
 
 impl Part {
@@ -120,9 +118,18 @@ impl Part {
             "rank" => Some(Self::Rank),
             "local_rank" => Some(Self::LocalRank),
             "role_name" => Some(Self::RoleName),
+            "hostname" => Some(Self::Hostname),
             _ => None,
         }
     }
+}
+
+/// The worker whose lines get a prefix.
+pub(crate) struct LineSource<'a> {
+    pub(crate) rank: GlobalRank,
+    pub(crate) local_rank: LocalRank,
+    pub(crate) role: &'a str,
+    pub(crate) hostname: &'a str,
 }
 
 impl Default for PrefixTemplate {
@@ -132,47 +139,53 @@ impl Default for PrefixTemplate {
 }
 
 impl PrefixTemplate {
-    /// Reads `[${role_name}${local_rank}]: `; as torchrun, `$rank` for `${rank}` too. The error says which variable is unknown.
-    pub fn parse(template: &str) -> Result<Self, String> {
+    /// Reads `[${role_name}${local_rank}]: ` as torchrun does: `$rank` is `${rank}`, `$$` is a dollar sign, and what is no
+    /// known variable is text.
+    #[must_use]
+    pub fn parse(template: &str) -> Self {
         let mut parts = Vec::new();
         let mut rest = template;
         while let Some((text, after)) = rest.split_once('$') {
             parts.push(Part::Text(text.to_owned()));
-            let (part, after) = if let Some(braced) = after.strip_prefix('{') {
-                let (name, after) = braced
-                    .split_once('}')
-                    .ok_or_else(|| format!("`${{{braced}` has no closing `}}`"))?;
-                let unknown = || format!("unknown variable `${{{name}}}`, known are {VARIABLES}");
-                (Part::named(name).ok_or_else(unknown)?, after)
-            } else {
-                let is_of_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
-                let end = after.find(|c| !is_of_name(c)).unwrap_or(after.len());
-                let (name, after) = after.split_at(end);
-                (
-                    Part::named(name).unwrap_or_else(|| Part::Text(format!("${name}"))),
-                    after,
-                )
-            };
+            let (part, after) = after_dollar(after);
             parts.push(part);
             rest = after;
         }
         parts.push(Part::Text(rest.to_owned()));
-        Ok(Self(parts))
+        Self(parts)
     }
 
     /// The prefix of one worker, with all that stands between it and the text.
-    pub(crate) fn of(&self, rank: GlobalRank, local_rank: LocalRank, role: &str) -> String {
+    pub(crate) fn of(&self, source: &LineSource<'_>) -> String {
         let mut prefix = String::new();
         for part in &self.0 {
             match part {
                 Part::Text(text) => prefix.push_str(text),
-                Part::Rank => prefix.push_str(&rank.to_string()),
-                Part::LocalRank => prefix.push_str(&local_rank.to_string()),
-                Part::RoleName => prefix.push_str(role),
+                Part::Rank => prefix.push_str(&source.rank.to_string()),
+                Part::LocalRank => prefix.push_str(&source.local_rank.to_string()),
+                Part::RoleName => prefix.push_str(source.role),
+                Part::Hostname => prefix.push_str(source.hostname),
             }
         }
         prefix
     }
+}
+
+/// What a dollar sign and the beginning of `after` stand for, and what follows.
+fn after_dollar(after: &str) -> (Part, &str) {
+    if let Some(rest) = after.strip_prefix('$') {
+        return (Part::Text("$".into()), rest);
+    }
+    if let Some((name, rest)) = after.strip_prefix('{').and_then(|braced| braced.split_once('}'))
+        && let Some(part) = Part::named(name)
+    {
+        return (part, rest);
+    }
+    let is_of_name = |c: char| c == '_' || c.is_ascii_alphanumeric();
+    let end = after.find(|c| !is_of_name(c)).unwrap_or(after.len());
+    let (name, rest) = after.split_at(end);
+    let part = Part::named(name).unwrap_or_else(|| Part::Text(format!("${name}")));
+    (part, rest)
 }
 
 #[cfg(test)]
@@ -228,23 +241,18 @@ mod tests {
 
     #[test]
     fn prefixes_follow_their_template() {
-        let of = |template: &str| {
-            let template = PrefixTemplate::parse(template).expect("valid");
-            template.of(GlobalRank(11), LocalRank(3), "trainer")
+        let source = LineSource {
+            rank: GlobalRank(11),
+            local_rank: LocalRank(3),
+            role: "trainer",
+            hostname: "node7",
         };
+        let of = |template: &str| PrefixTemplate::parse(template).of(&source);
         assert_eq!(of("[${role_name}${local_rank}]:"), "[trainer3]:");
         assert_eq!(of("${rank}"), "11");
-        assert_eq!(of("${rank}: "), "11: ");
+        assert_eq!(of("${hostname}:${rank}: "), "node7:11: ");
         assert_eq!(of("$role_name/$rank $ranks $"), "trainer/11 $ranks $");
-        assert_eq!(
-            PrefixTemplate::default().of(GlobalRank(2), LocalRank(0), "x"),
-            "[2] "
-        );
-        let error = PrefixTemplate::parse("${host}").expect_err("unknown");
-        assert!(
-            error.starts_with("unknown variable `${host}`, known are"),
-            "{error}"
-        );
-        assert!(PrefixTemplate::parse("${rank").is_err());
+        assert_eq!(of("$$rank ${group_rank} ${rank"), "$rank ${group_rank} ${rank");
+        assert_eq!(PrefixTemplate::default().of(&source), "[11] ");
     }
 }

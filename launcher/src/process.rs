@@ -2,8 +2,8 @@
 //!
 //! The standard library's `Command` cannot start a process in a control group, and leaves the launcher's signal
 //! handlers in force for the moments in which the new process still is a copy of the launcher. Here all signals are
-//! blocked from before the fork until the program is about to run, with default dispositions. All that needs memory is
-//! made before the fork.
+//! blocked from before the fork until the program is about to run, with default dispositions or ignored. All that needs
+//! memory is made before the fork.
 #![expect(unsafe_code, reason = "fork, and code between fork and exec")]
 
 use std::ffi::{CString, OsStr, OsString, c_char};
@@ -82,6 +82,8 @@ pub(crate) struct Start<'a> {
     pub(crate) door: Option<Door>,
     /// How long its program may take to begin.
     pub(crate) patience: Duration,
+    /// Signals that it ignores from its first instruction on.
+    pub(crate) ignored: &'a [i32],
 }
 
 /// Why a program does not run.
@@ -117,7 +119,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     if let Ok(Forked::Child) = forked {
         let outcome = redirect(&given.streams)
             .and_then(|()| prepare())
-            .and_then(|()| reset_signals());
+            .and_then(|()| reset_signals(given.ignored));
         let errno = match outcome {
             Ok(()) => pointers.execute(),
             Err(errno) => errno,
@@ -239,11 +241,17 @@ fn redirect(streams: &Streams<'_>) -> Result<(), Errno> {
     Ok(())
 }
 
-/// Default dispositions and nothing blocked, whatever the launcher has or inherited. Async-signal-safe.
-fn reset_signals() -> Result<(), Errno> {
+/// Default dispositions but for what is `ignored`, and nothing blocked, whatever the launcher has or inherited.
+/// Async-signal-safe.
+fn reset_signals(ignored: &[i32]) -> Result<(), Errno> {
     for signal in 1..=libc::SIGRTMAX() {
-        // SAFETY: SIG_DFL is valid for every signal; SIGKILL, SIGSTOP and libc's own give an error, ignored.
-        unsafe { libc::signal(signal, libc::SIG_DFL) };
+        let disposition = if ignored.contains(&signal) {
+            libc::SIG_IGN
+        } else {
+            libc::SIG_DFL
+        };
+        // SAFETY: both are valid for every signal; SIGKILL, SIGSTOP and libc's own give an error, ignored.
+        unsafe { libc::signal(signal, disposition) };
     }
     sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::empty()), None)
 }
@@ -291,6 +299,7 @@ mod tests {
             streams,
             door: None,
             patience: PATIENCE,
+            ignored: &[],
         };
         let child = start(&given, || Ok(()))?;
         drop(end);
@@ -349,6 +358,7 @@ mod tests {
             streams: nothing(),
             door: None,
             patience: PATIENCE,
+            ignored: &[],
         };
         let error = start(&given, || Err(Errno::EXDEV)).unwrap_err();
         assert_eq!(errno_of(&error), Some(libc::EXDEV));
@@ -367,6 +377,7 @@ mod tests {
             streams: nothing(),
             door: None,
             patience: Duration::from_millis(20),
+            ignored: &[],
         };
         let error = start(&given, || {
             nix::unistd::write(&end, &Pid::this().as_raw().to_ne_bytes())?;

@@ -3,6 +3,7 @@
 //! Everything here is words; the facts come from the daemon and from the agent.
 
 use std::fmt::Write as _;
+use std::path::Path;
 use std::time::Duration;
 
 use ddp_proto::ids::{Generation, GlobalRank};
@@ -19,6 +20,8 @@ pub(crate) struct Facts<'a> {
     pub(crate) conclusion: &'a Conclusion,
     /// Name of the program as people call it.
     pub(crate) program: &'a str,
+    /// The file that every worker executes.
+    pub(crate) executable: &'a Path,
     /// This node.
     pub(crate) hostname: &'a str,
     /// What the workers wrote was not seen.
@@ -132,6 +135,21 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
             let _ = write!(text, "\n      {line}");
         }
     }
+    if here && lacks_a_module(failure, facts.executable) {
+        let _ = write!(
+            text,
+            "\n    hint: the interpreter was `{}`: install the module there, or choose another interpreter with \
+             PYTHON_EXEC or by activating its environment",
+            facts.executable.display()
+        );
+    }
+}
+
+/// True if Python did not find a module: often it is not the interpreter that somebody has in mind.
+fn lacks_a_module(failure: &WorkerExit, executable: &Path) -> bool {
+    let name = executable.file_name().unwrap_or_default().to_string_lossy();
+    let said = failure.stderr_tail.iter().chain([&failure.message]);
+    name.starts_with("python") && said.into_iter().any(|line| line.contains("No module named "))
 }
 
 /// True if the lines say nothing but the message.

@@ -67,6 +67,7 @@ fn text_of_many(
     let facts = Facts {
         conclusion,
         program: "train.yaml",
+        executable: Path::new("/opt/venv/bin/python3"),
         hostname: "a",
         output_unseen: false,
         local_failure,
@@ -114,6 +115,24 @@ fn ranks_that_fail_alike_are_told_without_their_words() {
     assert!(
         text.ends_with("\n  rank 1: exited with code 2 by itself 0.0 s later: it says the same"),
         "{text}"
+    );
+}
+
+#[test]
+fn a_module_that_is_missing_is_told_with_the_interpreter_of_this_node() {
+    let mut exit = failure(0, Ending::Code(1));
+    exit.stderr_tail = vec!["ModuleNotFoundError: No module named 'torch'".into()];
+    insta::assert_snapshot!(text(&job_over("", exit.clone(), "a"), &[], None), @r"
+    error: `train.yaml` failed
+      first failure: rank 0 (node `a`, pid 4711) exited with code 1 after 12.3 s at 22:13:20 UTC
+        last lines of its stderr:
+          ModuleNotFoundError: No module named 'torch'
+        hint: the interpreter was `/opt/venv/bin/python3`: install the module there, or choose another interpreter with PYTHON_EXEC or by activating its environment
+    ");
+    let elsewhere = text(&job_over("", exit, "b"), &[], None);
+    assert!(
+        !elsewhere.contains("hint"),
+        "node `b` tells of its own: {elsewhere}"
     );
 }
 

@@ -55,6 +55,8 @@ pub(crate) struct Batch {
     pub(crate) generation: Generation,
     pub(crate) command: WorkerCommand,
     pub(crate) workers: Vec<WorkerSpec>,
+    /// Signals that the workers ignore.
+    pub(crate) ignored: Vec<i32>,
     /// The way into the workers' control group, where there is one.
     pub(crate) door: Option<Door>,
     /// Set when the generation is stopped before all its workers were started.
@@ -268,13 +270,17 @@ impl Spawner {
     }
 }
 
-fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEvent>) -> Option<SpawnError> {
-    for worker in batch.workers {
+fn start_batch(
+    mut batch: Batch,
+    registrar: Registrar,
+    events: &mpsc::Sender<SpawnEvent>,
+) -> Option<SpawnError> {
+    for worker in std::mem::take(&mut batch.workers) {
         if batch.cancelled.load(Ordering::Acquire) {
             return None;
         }
         let (local_rank, is_bound) = (worker.local_rank, worker.cores.is_some());
-        match start_worker(&batch.command, &worker, registrar, batch.door) {
+        match start_worker(&batch, &worker, registrar) {
             Ok(pid) => {
                 // The agent is gone only when the process is ending.
                 let _ = events.blocking_send(SpawnEvent {
@@ -302,12 +308,8 @@ fn start_batch(batch: Batch, registrar: Registrar, events: &mpsc::Sender<SpawnEv
     None
 }
 
-fn start_worker(
-    command: &WorkerCommand,
-    worker: &WorkerSpec,
-    registrar: Registrar,
-    door: Option<Door>,
-) -> Result<i32, StartError> {
+fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Result<i32, StartError> {
+    let (command, door) = (&batch.command, batch.door);
     let name = command.arg0.as_deref().unwrap_or(command.program.as_os_str());
     let argv = iter::once(name).chain(command.args.iter().map(OsString::as_os_str));
     let image = Image::new(&command.program, argv, &worker.env)?;
@@ -330,6 +332,7 @@ fn start_worker(
         },
         door,
         patience: START_PATIENCE,
+        ignored: &batch.ignored,
     };
     let (launcher, cores, open_files) = (Pid::this(), worker.cores.as_ref(), command.open_files);
     let prepare = || enter_session(launcher, registrar, door, cores, open_files);
@@ -435,6 +438,7 @@ mod tests {
                 has_stdin: false,
                 cores: None,
             }],
+            ignored: Vec::new(),
             door: None,
             cancelled: Arc::default(),
         };

@@ -52,6 +52,8 @@ use crate::rendezvous::{
 pub const SEND_QUEUE: usize = 64;
 /// Time allowed for a call that the daemon answers at once.
 pub const CALL_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest pause of the daemon before a restart: a node that joins again may wait so long for its next assignment.
+pub const RESTART_BACKOFF_CAP: Duration = Duration::from_secs(30);
 /// What a blocking read may take beyond the deadline that the daemon itself keeps.
 const READ_MARGIN: Duration = Duration::from_secs(5);
 

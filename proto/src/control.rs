@@ -18,6 +18,7 @@
 //! ```
 
 use std::collections::BTreeMap;
+use std::fmt;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
@@ -47,6 +48,17 @@ pub const ANSWER_GRACE: Duration = Duration::from_millis(500);
 #[expect(clippy::trivially_copy_pass_by_ref, reason = "the form that serde asks for")]
 fn is_zero(number: &u64) -> bool {
     *number == 0
+}
+
+/// The numbers of ranks that workers can go on with.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sizes {
+    /// The number has to divide this one; none: any number does.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks_divide: Option<u64>,
+    /// It has to be a multiple of this one; none: any number is.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ranks_multiple_of: Option<u64>,
 }
 
 /// What a worker says.
@@ -81,20 +93,17 @@ pub enum ToAgent {
         /// For the progress bar; rank 0 only.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         progress: Option<Progress>,
+        /// Waits for other ranks that last already, the longest first.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        waits: Vec<PeerWait>,
     },
     /// With which numbers of ranks the job can go on in another generation. Said once a generation, by one rank; as long
     /// as no rank has said it, any will do.
-    Sizes {
-        /// The number of ranks has to divide this one.
-        ranks_divide: u64,
-    },
+    Sizes(Sizes),
     /// Answer to [`ToWorker::Describe`].
     State {
         /// What it waits for and where its threads are, in lines.
         text: String,
-        /// Global ranks that it waits for, as far as it knows.
-        #[serde(default, skip_serializing_if = "Vec::is_empty")]
-        waiting_for: Vec<u32>,
     },
     /// The worker is about to exit with an error; its own words for the failure report.
     Failure {
@@ -143,18 +152,41 @@ pub enum Phase {
     Finishing,
 }
 
+/// A wait for other ranks.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct PeerWait {
+    /// The operation that waits: ``all-reduce #12 of `world` (bucket 3, 4096 bytes)``.
+    pub operation: String,
+    /// How long already.
+    pub waited_ms: u64,
+    /// Who is waited for: `rank 1`, `ranks 0 to 40, 42`. Empty where the worker does not know.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub peers: String,
+}
+
+impl fmt::Display for PeerWait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let seconds = Duration::from_millis(self.waited_ms).as_secs_f64();
+        write!(f, "{} has waited {seconds:.1} s", self.operation)?;
+        match self.peers.as_str() {
+            "" => Ok(()),
+            peers => write!(f, " for {peers}"),
+        }
+    }
+}
+
 /// Numbers for the progress bar.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Progress {
     /// Steps of the whole run.
     pub steps: u64,
-    /// Mean training loss of the last step, nats a token.
+    /// Mean training loss of the last step, nats per token.
     pub loss: f64,
     /// Tokens a second over all ranks.
     pub tokens_per_s: f64,
     /// Seconds left at this speed.
     pub seconds_left: f64,
-    /// Last validation loss, nats a token.
+    /// Last validation loss, nats per token.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
 }
@@ -174,7 +206,8 @@ pub enum ToWorker {
         /// Address of every node, in order of node rank.
         node_addrs: Vec<String>,
     },
-    /// Stop at the next step boundary, save, and exit with 0.
+    /// Stop at the next step boundary, save, and exit with 0. A program that listens has half of `--shutdown-timeout` for
+    /// that before it gets a signal; the native worker gets none.
     StopAtStepBoundary {
         /// Why, in words.
         cause: String,

@@ -12,8 +12,8 @@ use super::values;
 
 /// Start, synchronise and keep alive data-parallel training.
 ///
-/// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by `python3 -u`,
-/// or by $PYTHON_EXEC) or any program. Everything after a script or a program belongs to it; after a `.yaml`,
+/// TARGET is a `.yaml` configuration (trained by the native worker), a `.py` script (run by $PYTHON_EXEC or the
+/// environment's `python3 -u`) or any program. Everything after a script or a program belongs to it; after a `.yaml`,
 /// flags may go on. Flags may be spelled with `-` or `_`; a flag that is not given is taken from
 /// `PET_<NAME>`, then from the YAML's `launch` section, then from Slurm (`srun --ntasks-per-node=1` needs no flag) or,
 /// with `--rdzv-endpoint`, from Kubernetes (JOB_COMPLETION_INDEX). A flag that is given twice counts as given last.
@@ -101,13 +101,20 @@ pub fn completions(argv: &[OsString]) -> Option<Shell> {
 /// Parses a command line, `argv[0]` included. The error is clap's: it prints itself and knows its exit code.
 pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, clap::Error> {
     let argv: Vec<OsString> = argv.into_iter().collect();
-    let parsed = read(command(), &argv)?;
-    if TargetKind::of(&parsed.target) != TargetKind::Native || parsed.target_args.is_empty() {
-        return Ok(parsed);
-    }
+    let mut parsed = read(command(), &argv)?;
     let place = argv.len() - parsed.target_args.len() - 1;
     if argv[place - 1] == "--" {
         // Whoever ends the flags means it.
+        return Ok(parsed);
+    }
+    if TargetKind::of(&parsed.target) != TargetKind::Native {
+        // As torchrun: the target may be told apart from its arguments.
+        if parsed.target_args.first().is_some_and(|word| word == "--") {
+            parsed.target_args.remove(0);
+        }
+        return Ok(parsed);
+    }
+    if parsed.target_args.is_empty() {
         return Ok(parsed);
     }
     let mut flags = argv;
@@ -266,6 +273,15 @@ mod tests {
         let args = parse_words(&["--nproc-per-node", "2", "--", "--weird-name", "--", "y"]).expect("valid");
         assert_eq!(args.target, "--weird-name");
         assert_eq!(args.target_args, ["--", "y"]);
+    }
+
+    #[test]
+    fn a_double_dash_may_part_a_target_from_its_arguments() {
+        let args = |words: &[&str]| parse_words(words).expect("valid").target_args;
+        assert_eq!(args(&["main.py", "--", "--b", "--"]), ["--b", "--"]);
+        assert_eq!(args(&["-m", "pkg", "--", "--", "x"]), ["--", "x"]);
+        assert_eq!(args(&["main.py", "a", "--", "--b"]), ["a", "--", "--b"]);
+        assert!(args(&["main.py", "--"]).is_empty());
     }
 
     #[test]

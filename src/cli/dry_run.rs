@@ -207,7 +207,10 @@ fn conf(launch: &Launch) -> String {
 /// The value of a setting that is worth a row only if somebody gave it; none for those that have one anyway.
 fn further(name: &str, launch: &Launch) -> Option<String> {
     let plan = &launch.plan;
-    let words = |words: &[String]| words.join(",");
+    let words = |words: &[String]| {
+        let escaped = words.iter().map(|word| word.replace(',', ",,"));
+        escaped.collect::<Vec<_>>().join(",")
+    };
     let signals = |numbers: &[i32]| {
         words(
             &numbers

@@ -75,6 +75,17 @@ pub enum CliError {
         /// What was looked at.
         why: String,
     },
+    /// `--nproc-per-node xpu` where PyTorch shows none.
+    #[error(
+        "`--nproc-per-node xpu`: PyTorch shows no XPU: asked under `{}`, {why}\n  hint: give a number, or another interpreter with PYTHON_EXEC",
+        .python.display()
+    )]
+    NoXpu {
+        /// The interpreter that was asked.
+        python: PathBuf,
+        /// What came of it.
+        why: String,
+    },
     /// The port of the endpoint is taken by something that is not a daemon.
     #[error(
         "port {port} of rendezvous endpoint `{endpoint}` is in use by something that is not a ddp-run rendezvous: {found}\n  hint: choose another port with `--rdzv-endpoint {host}:PORT` on all nodes, or stop the program that holds it (`ss -ltnp 'sport = :{port}'`)"
@@ -185,6 +196,7 @@ impl CliError {
             | Self::Target { .. }
             | Self::Conflict { .. }
             | Self::NoGpu { .. }
+            | Self::NoXpu { .. }
             | Self::TemporaryLogs { .. }
             | Self::Listen { .. } => exit::USAGE,
             Self::FolderInUse(_) => exit::FOLDER_IN_USE,

@@ -4,9 +4,11 @@ use std::cell::OnceCell;
 use std::fmt;
 use std::io::Read;
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::process::{ChildStdout, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
+use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::error::CliError;
@@ -20,6 +22,15 @@ const VISIBLE_DEVICES: &str = "CUDA_VISIBLE_DEVICES";
 
 /// Longest wait for the driver: the first use after boot initialises all devices.
 const GPU_PROBE_TIMEOUT: Duration = Duration::from_secs(30);
+
+/// Longest wait for PyTorch to be imported, from a file system that may be slow.
+const PYTORCH_TIMEOUT: Duration = Duration::from_mins(5);
+/// How long a process that was asked may take to end after its answer.
+const REAP_BOUND: Duration = Duration::from_secs(1);
+/// Pause between two looks whether it has ended.
+const REAP_PAUSE: Duration = Duration::from_millis(1);
+/// Longest answer.
+const MAX_ANSWER_BYTES: usize = 1 << 20;
 
 /// PCI address of each GPU that CUDA shows to this process, by its number there; empty where the driver does not say.
 type Gpus = Result<Vec<String>, NoGpus>;
@@ -49,13 +60,14 @@ pub struct Hardware {
 }
 
 impl Hardware {
-    /// The number of workers that `count` stands for.
-    pub fn workers(&self, count: ProcCount) -> Result<u32, CliError> {
+    /// The number of workers that `count` stands for; `python` runs the scripts.
+    pub fn workers(&self, count: ProcCount, python: &Path) -> Result<u32, CliError> {
         let gpus = || self.gpus().map(|gpus| gpus.len() as u32);
         match count {
             ProcCount::Fixed(n) => Ok(n),
             ProcCount::Cpu => Ok(usable_cores()),
             ProcCount::Gpu => gpus().map_err(|why| CliError::NoGpu { why: why.to_string() }),
+            ProcCount::Xpu => xpus(python),
             ProcCount::Auto => Ok(gpus().unwrap_or_else(|_| usable_cores())),
         }
     }
@@ -84,6 +96,12 @@ pub fn usable_cores() -> u32 {
     ddp_launcher::usable_cores() as u32
 }
 
+/// Cores of the machine, whoever may use them; 0 where the system does not say.
+pub fn machine_cores() -> u32 {
+    let described = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    described.matches("processor\t:").count() as u32
+}
+
 /// GPUs that the driver shows, to a process with this `CUDA_VISIBLE_DEVICES` if one is given.
 ///
 /// It is asked in a process of its own: the launcher stays free of its threads and memory, and a
@@ -102,6 +120,28 @@ fn ask_driver(visible: Option<&str>) -> Gpus {
     let answer = answer_of(probe, GPU_PROBE_TIMEOUT)
         .map_err(|error| NoGpus::Driver(format!("the CUDA driver could not be asked: {error}")))?;
     read_answer(&answer)
+}
+
+/// XPUs by PyTorch's own count: environment variables of the driver say whether a card of two tiles is one or two.
+fn xpus(python: &Path) -> Result<u32, CliError> {
+    let mut command = Command::new(python);
+    command.args(["-c", "import torch; print(torch.xpu.device_count())"]);
+    let answer = answer_of(command, PYTORCH_TIMEOUT);
+    // Packages may print lines of their own before it.
+    let last_line = |answer: &str| answer.trim().lines().next_back().map(str::parse);
+    let why = match answer
+        .as_deref()
+        .map(|answer| last_line(answer).unwrap_or_else(|| "".parse()))
+    {
+        Ok(Ok(count @ 1..)) => return Ok(count),
+        Ok(Ok(0)) => "it counts 0".to_owned(),
+        Ok(Err(_)) => "it could not be imported, or has no `torch.xpu`".to_owned(),
+        Err(error) => error.to_string(),
+    };
+    Err(CliError::NoXpu {
+        python: python.to_owned(),
+        why,
+    })
 }
 
 /// What [`probe_gpus`] printed.
@@ -173,22 +213,43 @@ fn answer_of(mut command: Command, timeout: Duration) -> std::io::Result<String>
     if answer.is_err() {
         child.kill()?;
     }
-    // Where SIGCHLD is ignored, the system has reaped it already.
-    let _ = child.wait();
+    // One that hangs inside its driver does not even die, or closes its output and stays. Where SIGCHLD is ignored, the
+    // system has reaped it already.
+    let deadline = Instant::now() + REAP_BOUND;
+    while matches!(child.try_wait(), Ok(None)) && Instant::now() < deadline {
+        std::thread::sleep(REAP_PAUSE);
+    }
     answer
 }
 
-/// Reads to the end of `stdout`. Children write one short line and end, so waiting for its start is enough.
+/// Reads to the end of `stdout`, which must come within `timeout`.
 fn read_within(mut stdout: ChildStdout, timeout: Duration) -> std::io::Result<String> {
-    let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)];
-    let limit = PollTimeout::try_from(timeout).unwrap_or(PollTimeout::MAX);
-    if poll(&mut fds, limit)? == 0 {
-        let message = format!("no answer within {} s", timeout.as_secs());
-        return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, message));
+    let deadline = Instant::now() + timeout;
+    let (mut answer, mut chunk) = (Vec::new(), [0; 4096]);
+    loop {
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Rounded up, lest the last millisecond is spent in a loop.
+        let limit = PollTimeout::try_from(left.as_micros().div_ceil(1000)).unwrap_or(PollTimeout::MAX);
+        let mut fds = [PollFd::new(stdout.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut fds, limit) {
+            Ok(0) if left.is_zero() => {
+                let message = format!("no answer within {} s", timeout.as_secs());
+                return Err(std::io::Error::new(std::io::ErrorKind::TimedOut, message));
+            }
+            Ok(0) | Err(Errno::EINTR) => continue,
+            Ok(_) => {}
+            Err(error) => return Err(error.into()),
+        }
+        match stdout.read(&mut chunk)? {
+            0 => return String::from_utf8(answer).map_err(std::io::Error::other),
+            _ if answer.len() > MAX_ANSWER_BYTES => {
+                return Err(std::io::Error::other(format!(
+                    "the answer is longer than {MAX_ANSWER_BYTES} bytes"
+                )));
+            }
+            count => answer.extend_from_slice(&chunk[..count]),
+        }
     }
-    let mut answer = String::new();
-    stdout.read_to_string(&mut answer)?;
-    Ok(answer)
 }
 
 #[cfg(test)]
@@ -202,20 +263,46 @@ mod tests {
     }
 
     #[test]
+    fn a_child_that_stops_in_the_middle_of_its_answer_is_given_up() {
+        let mut child = Command::new("sh");
+        child.args(["-c", "printf '{\"Ok\":'; exec sleep 1000"]);
+        let error = answer_of(child, Duration::from_millis(300)).expect_err("no end of the answer");
+        assert_eq!(error.kind(), std::io::ErrorKind::TimedOut);
+    }
+
+    #[test]
     fn a_number_is_taken_as_it_is() {
-        assert_eq!(machine("").workers(ProcCount::Fixed(3)).ok(), Some(3));
+        assert_eq!(
+            machine("")
+                .workers(ProcCount::Fixed(3), Path::new("python3"))
+                .ok(),
+            Some(3)
+        );
     }
 
     #[test]
     fn cores_are_at_least_one() {
-        assert!(machine("").workers(ProcCount::Cpu).is_ok_and(|n| n >= 1));
+        assert!(
+            machine("")
+                .workers(ProcCount::Cpu, Path::new("python3"))
+                .is_ok_and(|n| n >= 1)
+        );
+    }
+
+    #[test]
+    fn an_interpreter_that_cannot_be_asked_for_xpus_is_named() {
+        let error = machine("").workers(ProcCount::Xpu, Path::new("/nonexistent/python3"));
+        insta::assert_snapshot!(error.expect_err("nobody to ask"), @r"
+        `--nproc-per-node xpu`: PyTorch shows no XPU: asked under `/nonexistent/python3`, No such file or directory (os error 2)
+          hint: give a number, or another interpreter with PYTHON_EXEC
+        ");
     }
 
     #[test]
     fn gpus_are_counted_where_the_driver_shows_some() {
         let two = machine("{\"Ok\":[\"0000:3B:00.0\",\"\"]}\n");
-        assert_eq!(two.workers(ProcCount::Gpu).ok(), Some(2));
-        assert_eq!(two.workers(ProcCount::Auto).ok(), Some(2));
+        assert_eq!(two.workers(ProcCount::Gpu, Path::new("python3")).ok(), Some(2));
+        assert_eq!(two.workers(ProcCount::Auto, Path::new("python3")).ok(), Some(2));
         for (answer, why) in [
             ("{\"Ok\":[]}", "sees none"),
             (
@@ -225,8 +312,13 @@ mod tests {
             ("", "crashed"),
         ] {
             let none = machine(answer);
-            assert_eq!(none.workers(ProcCount::Auto).ok(), Some(usable_cores()));
-            let error = none.workers(ProcCount::Gpu).expect_err("none");
+            assert_eq!(
+                none.workers(ProcCount::Auto, Path::new("python3")).ok(),
+                Some(usable_cores())
+            );
+            let error = none
+                .workers(ProcCount::Gpu, Path::new("python3"))
+                .expect_err("none");
             assert!(error.to_string().contains(why), "{error}");
         }
     }

@@ -20,8 +20,9 @@ use super::target::{SelfExe, WORKER_SUBCOMMAND};
 use super::{init_tracing, limits, native};
 use crate::rendezvous;
 
-/// What a launcher says without `RUST_LOG`: that its rendezvous keeps nodes out for want of files is told nowhere else.
-const LAUNCHER_EVENTS: &str = "ddp_run::rendezvous::incoming=warn";
+/// What a launcher says without `RUST_LOG`: errors of its rendezvous, and that it keeps nodes out for want of files, are
+/// told nowhere else.
+const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::rendezvous::incoming=warn";
 
 /// Longest wait for the embedded daemon beyond its own drain.
 const DAEMON_FAREWELL: Duration = Duration::from_secs(2);
@@ -123,7 +124,7 @@ fn prepare(args: ParsedArgs) -> Result<Prepared, CliError> {
 fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
     let Prepared { launch, runtime, exe } = prepared;
     let code = runtime.block_on(async {
-        match start_daemon(&launch.host, launch.plan).await {
+        match start_daemon(&launch.host, launch.plan, guardian.launcher_id()).await {
             Ok((plan, daemon)) => {
                 let outcome = ddp_launcher::run(plan, guardian).await;
                 if let Some(daemon) = daemon {
@@ -141,9 +142,13 @@ fn run(prepared: Prepared, guardian: Guardian) -> ExitCode {
     code
 }
 
-async fn start_daemon(facts: &HostFacts, plan: LaunchPlan) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
+async fn start_daemon(
+    facts: &HostFacts,
+    plan: LaunchPlan,
+    launcher_id: &str,
+) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
     let hosting = host::settle(facts).await?;
-    let start = |listener| Daemon::start(listener, &plan.job_id);
+    let start = |listener| Daemon::start(listener, &plan.job_id, launcher_id);
     let daemon = hosting.listener.map(start);
     let plan = LaunchPlan {
         endpoint: hosting.endpoint,
@@ -161,10 +166,11 @@ struct Daemon {
 
 impl Daemon {
     /// It ends with this job, so it takes no other.
-    fn start(listener: TcpListener, job_id: &str) -> Self {
+    fn start(listener: TcpListener, job_id: &str, launcher_id: &str) -> Self {
         let (stop, stopped) = oneshot::channel::<()>();
         let config = rendezvous::Config {
             only_job: Some(job_id.to_owned()),
+            host: Some(launcher_id.to_owned()),
             ..rendezvous::Config::default()
         };
         let drain = config.drain + config.lease;
@@ -204,5 +210,24 @@ async fn interrupted() {
     tokio::select! {
         _ = interrupt.recv() => {}
         _ = terminate.recv() => {}
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tracing::{Level, event_enabled, subscriber};
+    use tracing_subscriber::EnvFilter;
+
+    use super::*;
+
+    #[test]
+    fn errors_of_the_embedded_rendezvous_are_shown_and_its_decisions_are_not() {
+        let events = tracing_subscriber::fmt().with_env_filter(EnvFilter::new(LAUNCHER_EVENTS));
+        subscriber::with_default(events.finish(), || {
+            assert!(event_enabled!(target: "ddp_run::cli::launch", Level::ERROR));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::server", Level::ERROR));
+            assert!(event_enabled!(target: "ddp_run::rendezvous::incoming", Level::WARN));
+            assert!(!event_enabled!(target: "ddp_run::rendezvous::actor", Level::INFO));
+        });
     }
 }

@@ -10,10 +10,11 @@ use super::error::CliError;
 use super::native::Validated;
 use super::settings::{Settings, variable};
 use super::target::{Target, TargetKind};
-use super::values::Endpoint;
+use super::values::{Endpoint, ProcCount};
 use super::{host, scheduler, values};
 
-/// What the target is: its name says, unless `--module` or `--no-python` does.
+/// What the target is: its name says, unless `--module` or `--no-python` does. A folder with a `__main__.py` is a script
+/// to Python.
 pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliError> {
     let asked = |flag: Option<bool>, variable: Option<bool>| flag.or(variable).unwrap_or(false);
     let module = asked(args.settings.module, variables.module);
@@ -25,6 +26,7 @@ pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliEr
         }),
         (true, false) => Ok(TargetKind::Module),
         (false, true) => Ok(TargetKind::Program),
+        (false, false) if Path::new(&args.target).join("__main__.py").is_file() => Ok(TargetKind::Python),
         (false, false) => Ok(TargetKind::of(&args.target)),
     }
 }
@@ -63,6 +65,9 @@ pub fn layers(
     note(&layer.settings, &|name| {
         Source::Scheduler(layer.variable(name).unwrap_or("batch system"))
     });
+    if let Some(words) = &layer.unused {
+        eprintln!("[ddp-run] {words}");
+    }
     settings = settings.or(layer.settings);
     meet_at_master(&mut settings, &mut sources);
     warn_of_ignored(&settings);
@@ -128,7 +133,10 @@ fn warn_of_ignored(settings: &Settings) {
         (settings.logs_specs.is_some(), "--logs-specs"),
     ];
     for key in settings.rdzv_conf.iter().flat_map(|conf| &conf.ignored) {
-        eprintln!("[ddp-run] `--rdzv-conf {key}` changes nothing here, and is ignored");
+        eprintln!(
+            "[ddp-run] `--rdzv-conf {key}` changes nothing here, and is ignored; known are {}",
+            values::RDZV_CONF_KEYS
+        );
     }
     for (_, flag) in ignored.iter().filter(|(given, _)| *given) {
         eprintln!("[ddp-run] `{flag}` changes nothing here, and is ignored");
@@ -150,7 +158,17 @@ fn warn_of_foreign_address(settings: &Settings) {
 
 /// Settings that make no sense for the target.
 pub fn check_target(target: &Target, settings: &Settings) -> Result<(), CliError> {
-    if target.kind == TargetKind::Native && settings.virtual_local_rank == Some(true) {
+    if target.kind != TargetKind::Native {
+        return Ok(());
+    }
+    if settings.nproc_per_node == Some(ProcCount::Xpu) {
+        return Err(CliError::Conflict {
+            problem: "`--nproc-per-node xpu` needs a program: the native worker has no XPU backend"
+                .to_owned(),
+            hint: "it runs on cores (`cpu`) and on NVIDIA GPUs (`gpu`)".to_owned(),
+        });
+    }
+    if settings.virtual_local_rank == Some(true) {
         return Err(CliError::Conflict {
             problem:
                 "`--virtual-local-rank` needs a program: the native worker chooses its GPU by its local rank"

@@ -51,17 +51,27 @@ pub mod topology;
 pub mod train;
 pub mod values;
 
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Stderr};
 
 use tracing_subscriber::EnvFilter;
+use tracing_subscriber::fmt::SubscriberBuilder;
+use tracing_subscriber::fmt::format::{DefaultFields, Format};
 
 /// Sends events to stderr, filtered by `RUST_LOG`; without it, by `default` (`off`: silence).
 pub fn init_tracing(default: &str) {
+    events(default).without_time().init();
+}
+
+/// The same, each event with its time (UTC).
+pub fn init_tracing_with_time(default: &str) {
+    events(default).init();
+}
+
+fn events(default: &str) -> SubscriberBuilder<DefaultFields, Format, EnvFilter, fn() -> Stderr> {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new(default));
+    let stderr: fn() -> Stderr = std::io::stderr;
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
         .with_ansi(std::io::stderr().is_terminal())
-        .without_time()
-        .init();
+        .with_writer(stderr)
 }

@@ -86,10 +86,7 @@ impl Validated {
         if exit_code(&error) != exit::USAGE {
             return None;
         }
-        let place = match error {
-            TrainError::ShardGroup { .. } => self.located.place("parallel.shard_group"),
-            _ => self.located.place("parallel"),
-        };
+        let place = self.located.place(&key_of(&error));
         Some(CliError::Config(format!("{place}: {error}")))
     }
 
@@ -158,13 +155,9 @@ impl Draft {
 
     /// What it would cost on such machines.
     pub fn forecast(&self, machines: &Machines) -> Result<Forecast, CliError> {
-        let place = |key: &str| self.located.place(key);
         Forecast::of(&self.located.config, machines).map_err(|error| {
-            let key = match error {
-                TrainError::ShardGroup { .. } => "parallel.shard_group",
-                _ => "parallel",
-            };
-            CliError::Config(format!("{}: {error}", place(key)))
+            let place = self.located.place(&key_of(&error));
+            CliError::Config(format!("{place}: {error}"))
         })
     }
 }
@@ -244,6 +237,15 @@ fn listen(session: &Session) -> Result<Option<Interrupts>, CliError> {
     })
 }
 
+/// The key whose value is refused.
+fn key_of(error: &TrainError) -> String {
+    match error {
+        TrainError::ParamGroup { index, .. } => format!("train.optimizer.groups[{index}].params"),
+        TrainError::Mesh(_) => "parallel.shard_group".to_owned(),
+        _ => "parallel".to_owned(),
+    }
+}
+
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
 /// Numbers that were not finite would not be so the next time either; a card has as much memory as before, the machine too, and
 /// a limit of the process (`ulimit`) is the same: the same run does the same.
@@ -262,7 +264,8 @@ fn exit_code(error: &TrainError) -> u8 {
         TrainError::Contradiction { .. }
         | TrainError::Rescale { .. }
         | TrainError::Offload { .. }
-        | TrainError::ShardGroup { .. }
+        | TrainError::Mesh(_)
+        | TrainError::ParamGroup { .. }
         | TrainError::NeedsGpu { .. }
         | TrainError::TooFewGpus { .. }
         | TrainError::SharedGpu { .. }

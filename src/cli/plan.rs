@@ -1,6 +1,5 @@
 //! Stage two: settings from all layers become the plan of one agent, every default filled in.
 
-use std::ffi::OsString;
 use std::io::{self, IsTerminal};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, SystemTime};
@@ -17,14 +16,14 @@ use super::absentees::words_on_absent_ranks;
 use super::args::ParsedArgs;
 use super::dry_run::Sources;
 use super::error::{CliError, OWN_PREFIX};
-use super::hardware::{Hardware, NoGpus, usable_cores};
+use super::hardware::{Hardware, NoGpus, machine_cores, usable_cores};
 use super::host::HostFacts;
 use super::layers::{check_nodes, check_target, kind, layers, refuse_standalone_with_nodes};
 use super::native::{self, Validated};
 use super::numa::bind;
 use super::settings::Settings;
 use super::streams::{Signals, Words};
-use super::target::{AgreedSettings, SelfExe, Target, TargetKind};
+use super::target::{AgreedSettings, SelfExe, Target, TargetKind, python};
 use super::topology::Topology;
 use super::values::{EventLog, ProcCount};
 use crate::rendezvous::unnamed_job_id;
@@ -74,7 +73,8 @@ pub fn resolve(
     let job_signature = target.signature(&agreed);
     let job_description = target.describe(&validated.as_ref().map_or_else(Vec::new, Validated::entries));
     let job_id = job_id(&settings, alone, &target.distinction(&job_signature));
-    let (workers, cores) = places(&settings, validated.as_ref().and_then(Validated::threads))?;
+    let python = python(&get_env);
+    let (workers, cores) = places(&settings, validated.as_ref(), &python)?;
     let refusals = refusals(validated.as_ref(), nodes, workers)?;
     let mut signals = signals(&settings)?;
     let resume_words = validated.as_ref().map(|config| config.resume_words(&job_id));
@@ -112,7 +112,7 @@ pub fn resolve(
         signals,
         cores,
         event_log: event_log(&settings),
-        command: target.command(exe, get_env("PYTHON_EXEC").map(OsString::from)),
+        command: target.command(exe, python),
         progress_bar: target.kind == TargetKind::Native && io::stderr().is_terminal(),
     };
     Ok(Launch {
@@ -216,26 +216,39 @@ fn absolute(path: PathBuf) -> Result<PathBuf, CliError> {
     })
 }
 
-/// The number of workers on this node, and the cores of each; `threads` is what each of them was told to compute with.
-fn places(settings: &Settings, threads: Option<usize>) -> Result<(u32, Vec<CoreSet>), CliError> {
+/// The number of workers on this node, and the cores of each; `config` is the target's, if it has one, `python` what
+/// runs scripts.
+fn places(
+    settings: &Settings,
+    config: Option<&Validated>,
+    python: &Path,
+) -> Result<(u32, Vec<CoreSet>), CliError> {
     let hardware = Hardware::default();
-    let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)))?;
-    if let Some(words) = threads.and_then(|threads| crowding(threads, workers, usable_cores())) {
+    let workers = hardware.workers(settings.nproc_per_node.unwrap_or(ProcCount::Fixed(1)), python)?;
+    let threads = config.and_then(Validated::threads);
+    if let Some(words) = crowding(threads, workers, usable_cores(), machine_cores()) {
         eprintln!("[ddp-run] {words}");
     }
     Ok((workers, cores(settings, workers, &hardware)?))
 }
 
-/// Compute threads of a node that have to take turns on its cores, in words.
-fn crowding(threads: usize, workers: u32, cores: u32) -> Option<String> {
+/// Compute threads of a node that have to take turns on the `cores` that it may use, or workers, where the `machine` has
+/// more; in words.
+fn crowding(threads: Option<usize>, workers: u32, cores: u32, machine: u32) -> Option<String> {
+    let (who, place) = (counted(workers, "worker"), counted(cores, "core"));
+    let threads = threads.unwrap_or(1);
     let all = threads.saturating_mul(workers as usize);
-    // A worker of one thread has none to spare.
-    (threads > 1 && all > cores as usize).then(|| {
+    if threads > 1 && all > cores as usize {
+        return Some(format!(
+            "`train.threads: {threads}` makes {all} threads of {who} on {place}, where they take turns\n  \
+             hint: without `train.threads` each worker gets its share of the cores"
+        ));
+    }
+    // Whoever asks for more workers than the machine has cores means it.
+    (workers > cores && cores < machine).then(|| {
         format!(
-            "`train.threads: {threads}` makes {all} threads of {} on {}, where they take turns\n  \
-             hint: without `train.threads` each worker gets its share of the cores",
-            counted(workers, "worker"),
-            counted(cores, "core")
+            "{who} take turns on {place}: affinity mask and control group leave no more of the machine's {machine}\n  \
+             hint: `srun --cpus-per-task`, `taskset` and the limits of a container set how many there are"
         )
     })
 }
@@ -351,6 +364,8 @@ fn claim_out_dir(config: Option<&Validated>, job_id: &str, alone: bool) -> Resul
 
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
+
     use super::super::args;
     use super::*;
 
@@ -370,12 +385,21 @@ mod tests {
     }
 
     #[test]
-    fn more_threads_than_cores_are_told() {
-        assert_eq!(crowding(2, 4, 8), None);
-        assert_eq!(crowding(1, 16, 8), None, "as many workers as were asked for");
-        insta::assert_snapshot!(crowding(8, 2, 4).unwrap(), @r"
+    fn more_threads_or_workers_than_cores_are_told() {
+        assert_eq!(crowding(Some(2), 4, 8, 8), None);
+        assert_eq!(
+            crowding(Some(1), 16, 8, 8),
+            None,
+            "as many workers as were asked for"
+        );
+        insta::assert_snapshot!(crowding(Some(8), 2, 4, 4).unwrap(), @r"
         `train.threads: 8` makes 16 threads of 2 workers on 4 cores, where they take turns
           hint: without `train.threads` each worker gets its share of the cores
+        ");
+        assert_eq!(crowding(None, 1, 1, 64), None);
+        insta::assert_snapshot!(crowding(None, 2, 1, 64).unwrap(), @r"
+        2 workers take turns on 1 core: affinity mask and control group leave no more of the machine's 64
+          hint: `srun --cpus-per-task`, `taskset` and the limits of a container set how many there are
         ");
     }
 

@@ -27,6 +27,8 @@ pub struct Layer {
     pub settings: Settings,
     /// Setting and variable.
     variables: Vec<(&'static str, &'static str)>,
+    /// That nodes of the allocation stay unused, in words.
+    pub unused: Option<String>,
 }
 
 impl Layer {
@@ -85,6 +87,7 @@ pub fn layer(
         (None, Some(_)) if in_step => of_known_meeting(&mut layer, upper, &get)?,
         (None, None) if upper.nnodes.is_none_or(|nodes| nodes.max > 1) => {
             of_srun(&mut layer, resumes_by_id, &get)?;
+            layer.unused = unused_nodes(&get);
         }
         _ => {}
     }
@@ -138,6 +141,19 @@ fn of_srun(
     let first = format!("{}:{port}", first_host(&list));
     layer.set("rdzv_endpoint", "SLURM_STEP_NODELIST", Some(first))?;
     layer.set("rdzv_id", "SLURM_JOB_ID", name)
+}
+
+/// An allocation of several nodes, and a `ddp-run` that no step started: it runs on one of them.
+fn unused_nodes(get: &impl Fn(&str) -> Option<String>) -> Option<String> {
+    let nodes: u32 = get("SLURM_NNODES")?.parse().ok()?;
+    if nodes < 2 || get("SLURM_STEP_NUM_NODES").is_some() {
+        return None;
+    }
+    let job = get("SLURM_JOB_ID").map_or_else(String::new, |job| format!(" {job}"));
+    Some(format!(
+        "this runs on 1 of the {nodes} nodes that Slurm's job{job} has, and leaves the others unused\n  \
+         hint: `srun --ntasks-per-node=1 ddp-run …` runs on all of them; `--nnodes 1` says that one is meant"
+    ))
 }
 
 /// Tasks and nodes of the step, as far as Slurm says both.
@@ -359,6 +375,40 @@ mod tests {
         let nodes = [("SLURM_STEP_NODELIST", "gpu[7-8]"), ("SLURM_PROCID", "1")];
         let found = places(&Settings::default(), &[&step[..], &nodes].concat());
         assert_eq!((found.0, found.1), (Some(2), Some(1)), "no other flag");
+    }
+
+    #[test]
+    fn nodes_of_an_allocation_that_stay_unused_are_told() {
+        let unused = |upper: &Settings, vars: &[(&str, &str)]| {
+            let get = |name: &str| {
+                let found = vars.iter().find(|(n, _)| *n == name);
+                found.map(|(_, value)| (*value).to_owned())
+            };
+            layer(upper, false, get).expect("valid").unused
+        };
+        let batch = [
+            ("SLURM_NNODES", "4"),
+            ("SLURM_NODEID", "0"),
+            ("SLURM_JOB_ID", "12"),
+        ];
+        insta::assert_snapshot!(unused(&Settings::default(), &batch).expect("told"), @r"
+        this runs on 1 of the 4 nodes that Slurm's job 12 has, and leaves the others unused
+          hint: `srun --ntasks-per-node=1 ddp-run …` runs on all of them; `--nnodes 1` says that one is meant
+        ");
+        let one = Settings {
+            nnodes: values::node_range("1").ok(),
+            ..Settings::default()
+        };
+        let standalone = Settings {
+            standalone: Some(true),
+            ..Settings::default()
+        };
+        for asked in [one, standalone, meeting()] {
+            assert_eq!(unused(&asked, &batch), None, "{asked:?}");
+        }
+        let step = [("SLURM_STEP_NUM_NODES", "1"), ("SLURM_STEP_NODELIST", "gpu7")];
+        assert_eq!(unused(&Settings::default(), &[&batch[..], &step].concat()), None);
+        assert_eq!(unused(&Settings::default(), &[("SLURM_NNODES", "1")]), None);
     }
 
     #[test]

@@ -17,8 +17,14 @@ use super::numa::Binding;
 use super::streams::{self, Signals, Words};
 use super::values::{self, Backend, Endpoint, EventLog, ProcCount, RdzvConf};
 
-/// Where torchrun takes the prefix of lines from.
-const PREFIX_OF_TORCH: &str = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE";
+/// Variables that torchrun reads beside `PET_<NAME>`, with the settings that they give.
+const VARIABLES_OF_TORCH: [(&str, &str); 2] = [
+    (
+        "log_line_prefix_template",
+        "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE",
+    ),
+    ("shutdown_timeout", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"),
+];
 
 /// Headings of `--help`.
 const NODES: &str = "Nodes and ranks";
@@ -71,7 +77,7 @@ settings! {
 
     /// Workers on this node [default: 1]
     ///
-    /// A number, `gpu`, `cpu`, or `auto`: GPUs where there are some, else cores.
+    /// A number, `gpu`, `cpu`, or `auto`: GPUs where there are some, else cores. For `xpu`, PyTorch is asked.
     #[arg(value_name = "N|auto|cpu|gpu", help_heading = NODES, allow_negative_numbers = true)]
     nproc_per_node: ProcCount = values::proc_count,
 
@@ -188,15 +194,15 @@ settings! {
     #[arg(value_name = "RANK[,...]", help_heading = OUTPUT, hide_short_help = true)]
     global_ranks_filter: BTreeSet<u32> = streams::ranks,
 
-    /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}` [default: `[${rank}] `]
+    /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}` [default: `[${rank}] `]
     #[arg(value_name = "TEMPLATE", help_heading = OUTPUT, hide_short_help = true)]
-    log_line_prefix_template: PrefixTemplate = PrefixTemplate::parse,
+    log_line_prefix_template: PrefixTemplate = values::prefix_template,
 
-    /// Lines of stdout with one of these words go to `filtered_stdout.log` too
+    /// Lines of stdout with one of these words go to `filtered_stdout.log` too; `,,` is a comma in a word
     #[arg(value_name = "WORD[,...]", help_heading = OUTPUT, hide_short_help = true)]
     duplicate_stdout_filters: Words = streams::words,
 
-    /// Lines of stderr with one of these words go to `filtered_stderr.log` too
+    /// Lines of stderr with one of these words go to `filtered_stderr.log` too; `,,` is a comma in a word
     #[arg(value_name = "WORD[,...]", help_heading = OUTPUT, hide_short_help = true)]
     duplicate_stderr_filters: Words = streams::words,
 
@@ -279,12 +285,12 @@ impl Settings {
 /// The variable that gives this setting, and its value: `PET_<NAME>`, or a name that torchrun reads besides.
 pub(super) fn variable(name: &str, get: impl Fn(&str) -> Option<String>) -> Option<(String, String)> {
     let own = format!("PET_{}", name.to_ascii_uppercase());
-    let of_torch = (name == "log_line_prefix_template").then(|| PREFIX_OF_TORCH.to_owned());
+    let of_torch = VARIABLES_OF_TORCH.iter().find(|(setting, _)| *setting == name);
     let given = |name: String| {
         let value = get(&name).filter(|value| !value.is_empty())?;
         Some((name, value))
     };
-    given(own).or_else(|| of_torch.and_then(given))
+    given(own).or_else(|| given(of_torch?.1.to_owned()))
 }
 
 fn unknown_key(name: &str) -> String {
@@ -362,22 +368,21 @@ mod tests {
     }
 
     #[test]
-    fn torchruns_variable_of_the_prefix_is_read() {
-        let get = |name: &str| (name == PREFIX_OF_TORCH).then(|| "${rank}: ".to_owned());
+    fn torchruns_variables_are_read() {
+        let get = |name: &str| match name {
+            "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE" => Some("${rank}: ".to_owned()),
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" => Some("7".to_owned()),
+            _ => None,
+        };
         let settings = Settings::from_env(get).expect("valid");
         assert_eq!(
             settings.log_line_prefix_template,
-            PrefixTemplate::parse("${rank}: ").ok()
+            Some(PrefixTemplate::parse("${rank}: "))
         );
-        let both = |name: &str| {
-            name.ends_with("LOG_LINE_PREFIX_TEMPLATE")
-                .then(|| name.to_owned())
-        };
-        let (name, _) = variable("log_line_prefix_template", both).expect("given");
-        assert_eq!(
-            name, "PET_LOG_LINE_PREFIX_TEMPLATE",
-            "the general rule goes first"
-        );
+        assert_eq!(settings.shutdown_timeout, Some(Duration::from_secs(7)));
+        let both = |name: &str| name.ends_with("SHUTDOWN_TIMEOUT").then(|| name.to_owned());
+        let (name, _) = variable("shutdown_timeout", both).expect("given");
+        assert_eq!(name, "PET_SHUTDOWN_TIMEOUT", "the general rule goes first");
     }
 
     #[test]

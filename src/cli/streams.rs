@@ -59,10 +59,20 @@ pub fn ranks(text: &str) -> Result<BTreeSet<u32>, String> {
         .collect()
 }
 
-/// Words, separated by commas; an empty one would match every line, and is left out.
+/// Words, separated by commas; `,,` is a comma in a word. An empty word would match every line, and is left out.
 pub fn words(text: &str) -> Result<Words, String> {
-    let words = text.split(',').filter(|word| !word.is_empty());
-    Ok(Words(words.map(str::to_owned).collect()))
+    let (mut words, mut word) = (Vec::new(), String::new());
+    let mut chars = text.chars().peekable();
+    while let Some(c) = chars.next() {
+        if c != ',' || chars.next_if_eq(&',').is_some() {
+            word.push(c);
+        } else {
+            words.push(std::mem::take(&mut word));
+        }
+    }
+    words.push(word);
+    words.retain(|word| !word.is_empty());
+    Ok(Words(words))
 }
 
 /// `SIGTERM,INT,10`: names with or without `SIG`, or numbers.
@@ -138,6 +148,11 @@ mod tests {
         assert_eq!(
             words("loss,error here"),
             Ok(Words(vec!["loss".into(), "error here".into()]))
+        );
+        assert_eq!(
+            words("a,,b,c,,"),
+            Ok(Words(vec!["a,b".into(), "c,".into()])),
+            "as torchrun"
         );
     }
 

@@ -9,12 +9,16 @@ use std::os::fd::AsRawFd;
 use std::path::{Path, PathBuf};
 
 use ddp_launcher::WorkerCommand;
+use nix::unistd::{AccessFlags, access};
 
 use super::error::CliError;
 use super::secrets::hide_secrets;
 
 /// First argument of the invocation by which `ddp-run` runs its own native worker.
 pub const WORKER_SUBCOMMAND: &str = "__worker";
+
+/// What interpreters are called, the preferred one first.
+const PYTHONS: [&str; 2] = ["python3", "python"];
 
 /// Most bytes of target and keys that a description takes; the daemon takes some more.
 const DESCRIPTION_BYTES: usize = 8 << 10;
@@ -76,6 +80,34 @@ impl SelfExe {
     pub fn path(&self) -> PathBuf {
         PathBuf::from(format!("/proc/self/fd/{}", self.0.as_raw_fd()))
     }
+}
+
+/// The interpreter of scripts and modules: `$PYTHON_EXEC`, else that of the active environment, the one that `ddp-run`
+/// was installed beside, or the first in `PATH`.
+pub fn python(get_env: impl Fn(&str) -> Option<String>) -> PathBuf {
+    let given = |name: &str| get_env(name).filter(|value| !value.is_empty());
+    if let Some(python) = given("PYTHON_EXEC") {
+        return python.into();
+    }
+    let is_program = |path: &PathBuf| path.is_file() && access(path, AccessFlags::X_OK).is_ok();
+    let in_folder = |folder: PathBuf| PYTHONS.iter().map(move |name| folder.join(name)).find(is_program);
+    let prefixes = ["VIRTUAL_ENV", "CONDA_PREFIX"].into_iter().filter_map(given);
+    let active = prefixes.map(|prefix| Path::new(&prefix).join("bin"));
+    let own = std::env::current_exe().ok();
+    let beside = own.as_deref().and_then(Path::parent).map(Path::to_owned);
+    let in_path = || {
+        let search_path = given("PATH").unwrap_or_default();
+        let folders: Vec<PathBuf> = std::env::split_paths(&search_path).collect();
+        let all = PYTHONS
+            .iter()
+            .flat_map(|name| folders.iter().map(move |folder| folder.join(name)));
+        all.into_iter().find(is_program)
+    };
+    active
+        .chain(beside)
+        .find_map(in_folder)
+        .or_else(in_path)
+        .unwrap_or_else(|| PYTHONS[0].into())
 }
 
 /// A target that was found and read.
@@ -143,8 +175,8 @@ impl Target {
         })
     }
 
-    /// The command of every worker. `python` is `$PYTHON_EXEC`, if it is set.
-    pub fn command(&self, exe: &SelfExe, python: Option<OsString>) -> WorkerCommand {
+    /// The command of every worker. Scripts and modules are run by `python`.
+    pub fn command(&self, exe: &SelfExe, python: PathBuf) -> WorkerCommand {
         let (program, arg0, args) = match self.kind {
             TargetKind::Native => {
                 let overrides = self
@@ -157,13 +189,12 @@ impl Target {
                 (exe.path(), Some("ddp-run".into()), args.collect())
             }
             TargetKind::Python | TargetKind::Module => {
-                let python = python.unwrap_or_else(|| "python3".into());
                 let module = (self.kind == TargetKind::Module).then(|| OsString::from("-m"));
                 let args = std::iter::once("-u".into())
                     .chain(module)
                     .chain(std::iter::once(self.name.clone()))
                     .chain(self.args.iter().cloned());
-                (PathBuf::from(python), None, args.collect())
+                (python, None, args.collect())
             }
             TargetKind::Program => (PathBuf::from(&self.name), None, self.args.clone()),
         };
@@ -339,7 +370,7 @@ mod tests {
     #[test]
     fn commands_of_the_kinds() {
         let exe = SelfExe::open().expect("proc is mounted");
-        let command = native("x: 1", &["train.steps=2"]).command(&exe, None);
+        let command = native("x: 1", &["train.steps=2"]).command(&exe, "python3".into());
         assert!(command.native && command.program.starts_with("/proc/self/fd"));
         assert_eq!(
             command.args,
@@ -353,17 +384,18 @@ mod tests {
             overrides: vec![],
             yaml: None,
         };
-        let command = script.command(&exe, None);
-        assert_eq!(command.program, Path::new("python3"));
-        assert_eq!(command.args, ["-u", "t.py", "--lr"]);
-        let command = script.command(&exe, Some("/opt/python".into()));
+        let command = script.command(&exe, "/opt/python".into());
         assert_eq!(command.program, Path::new("/opt/python"));
+        assert_eq!(command.args, ["-u", "t.py", "--lr"]);
         let module = Target {
             kind: TargetKind::Module,
             name: "pkg.train".into(),
             ..script
         };
-        assert_eq!(module.command(&exe, None).args, ["-u", "-m", "pkg.train", "--lr"]);
+        assert_eq!(
+            module.command(&exe, "python3".into()).args,
+            ["-u", "-m", "pkg.train", "--lr"]
+        );
     }
 
     #[test]

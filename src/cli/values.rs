@@ -7,7 +7,7 @@ use std::net::Ipv6Addr;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use ddp_launcher::NodeRange;
+use ddp_launcher::{NodeRange, PrefixTemplate};
 
 use super::numa::Binding;
 
@@ -29,6 +29,8 @@ pub enum ProcCount {
     Cpu,
     /// `gpu`: one worker a visible GPU; none is an error.
     Gpu,
+    /// `xpu`: one worker an Intel GPU that PyTorch shows; none is an error.
+    Xpu,
     /// `auto`: as `gpu` where there is one, else as `cpu`.
     Auto,
 }
@@ -63,25 +65,13 @@ pub struct RdzvConf {
     pub connect_timeout: Option<Duration>,
     /// `last_call_timeout`: how long to wait for more nodes once MIN are there.
     pub last_call_timeout: Option<Duration>,
-    /// Keys of torchrun's that change nothing here.
+    /// Other keys, which torchrun takes and its rendezvous may know: they change nothing here.
     pub ignored: Vec<String>,
 }
 
-/// Keys of [`RdzvConf`], for the message that refuses others.
-const RDZV_CONF_KEYS: &str =
+/// Keys of [`RdzvConf`], for the message on others.
+pub const RDZV_CONF_KEYS: &str =
     "`is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `last_call_timeout`";
-
-/// Keys that torchrun's rendezvous knows, and that mean nothing to ours.
-const IGNORED_CONF_KEYS: &[&str] = &[
-    "close_timeout",
-    "heartbeat_timeout",
-    "keep_alive_interval",
-    "keep_alive_max_attempt",
-    "rank",
-    "read_timeout",
-    "store_type",
-    "use_libuv",
-];
 
 /// `--rdzv-backend`: names that torchrun's users have; all mean the daemon of this program.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -169,6 +159,11 @@ pub fn text(text: &str) -> Result<String, String> {
     Ok(text.to_owned())
 }
 
+/// A prefix of lines, in which everything means something.
+pub fn prefix_template(text: &str) -> Result<PrefixTemplate, String> {
+    Ok(PrefixTemplate::parse(text))
+}
+
 /// `N` or `MIN:MAX`.
 pub fn node_range(text: &str) -> Result<NodeRange, String> {
     let expected =
@@ -187,16 +182,17 @@ pub fn node_range(text: &str) -> Result<NodeRange, String> {
     Ok(NodeRange { min, max })
 }
 
-/// A number of workers, `auto`, `cpu` or `gpu`.
+/// A number of workers, `auto`, `cpu`, `gpu` or `xpu`.
 pub fn proc_count(text: &str) -> Result<ProcCount, String> {
     match text {
         "auto" => Ok(ProcCount::Auto),
         "cpu" => Ok(ProcCount::Cpu),
         "gpu" => Ok(ProcCount::Gpu),
+        "xpu" => Ok(ProcCount::Xpu),
         number => match number.parse() {
             Ok(n) if (1..=MAX_COUNT).contains(&n) => Ok(ProcCount::Fixed(n)),
             _ => Err(format!(
-                "expected a whole number from 1 to {MAX_COUNT}, `auto`, `cpu` or `gpu`"
+                "expected a whole number from 1 to {MAX_COUNT}, `auto`, `cpu`, `gpu` or `xpu`"
             )),
         },
     }
@@ -236,39 +232,39 @@ pub fn endpoint(text: &str) -> Result<Endpoint, String> {
     })
 }
 
-/// Comma-separated `key=value` pairs; a key that is unknown or given twice is refused.
+/// Comma-separated `key=value` pairs, quoted or not; a key that is given twice is refused, an unknown one is kept apart.
 pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
     let mut conf = RdzvConf::default();
-    for pair in text.split(',').map(str::trim).filter(|pair| !pair.is_empty()) {
+    let pairs = unquoted(text).split(',').map(str::trim);
+    for pair in pairs.filter(|pair| !pair.is_empty()) {
         let (key, value) = pair
             .split_once('=')
             .ok_or_else(|| format!("`{pair}` is not of the form `key=value`"))?;
+        let (key, value) = (key.trim(), unquoted(value));
         let in_key = |message: String| format!("`{key}={value}`: {message}");
+        let time = || seconds(value).map_err(in_key);
         let twice = match key {
             "is_host" => conf.is_host.replace(boolean(value).map_err(in_key)?).is_some(),
-            "join_timeout" => conf
-                .join_timeout
-                .replace(seconds(value).map_err(in_key)?)
-                .is_some(),
-            "last_call_timeout" => conf
-                .last_call_timeout
-                .replace(seconds(value).map_err(in_key)?)
-                .is_some(),
-            ignored if IGNORED_CONF_KEYS.contains(&ignored) => {
-                conf.ignored.push(ignored.to_owned());
+            "join_timeout" => conf.join_timeout.replace(time()?).is_some(),
+            "last_call_timeout" => conf.last_call_timeout.replace(time()?).is_some(),
+            "connect_timeout" | "timeout" => conf.connect_timeout.replace(time()?).is_some(),
+            other => {
+                conf.ignored.push(other.to_owned());
                 false
             }
-            "connect_timeout" | "timeout" => conf
-                .connect_timeout
-                .replace(seconds(value).map_err(in_key)?)
-                .is_some(),
-            _ => return Err(format!("unknown key `{key}`, known are {RDZV_CONF_KEYS}")),
         };
         if twice {
             return Err(format!("`{key}` is given twice"));
         }
     }
     Ok(conf)
+}
+
+/// Without the quotes for a shell that has not read it.
+fn unquoted(text: &str) -> &str {
+    let text = text.trim();
+    let within = |quote: char| text.strip_prefix(quote)?.strip_suffix(quote);
+    within('\'').or_else(|| within('"')).unwrap_or(text).trim()
 }
 
 /// `1`, `true`, `yes`, `on` and their opposites, in any case.
@@ -371,12 +367,15 @@ mod tests {
     }
 
     #[test]
-    fn rdzv_conf_refuses_what_it_does_not_know() {
+    fn rdzv_conf_refuses_what_it_cannot_read() {
         let conf = rdzv_conf("is_host=1, join_timeout=2.5").expect("valid");
         assert_eq!(conf.is_host, Some(true));
         assert_eq!(conf.join_timeout, Some(Duration::from_millis(2500)));
         let message = |text| rdzv_conf(text).expect_err("must be refused");
-        insta::assert_snapshot!(message("port=1"), @"unknown key `port`, known are `is_host`, `join_timeout`, `connect_timeout` (torchrun's `timeout`), `last_call_timeout`");
+        let quoted = rdzv_conf(r#"'is_host="1", port=1,join_timeout = 3'"#).expect("valid");
+        assert_eq!(quoted.is_host, Some(true));
+        assert_eq!(quoted.join_timeout, Some(Duration::from_secs(3)));
+        assert_eq!(quoted.ignored, ["port"], "torchrun takes every key");
         insta::assert_snapshot!(message("is_host=perhaps"), @"`is_host=perhaps`: expected `true` or `false`");
         insta::assert_snapshot!(message("is_host"), @"`is_host` is not of the form `key=value`");
         insta::assert_snapshot!(message("is_host=1,is_host=0"), @"`is_host` is given twice");

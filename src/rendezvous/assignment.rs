@@ -27,6 +27,7 @@ impl Job {
             .map(|c| Seat {
                 incarnation: c.incarnation,
                 hostname: c.hostname,
+                has_left: false,
             })
             .collect();
         self.generation = self.highest_generation() + 1;

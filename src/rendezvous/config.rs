@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use ddp_proto::client::RESTART_BACKOFF_CAP;
 use ddp_proto::control::MAX_VALUE_BYTES;
 
 use super::unnamed::is_unnamed;
@@ -11,6 +12,8 @@ use super::unnamed::is_unnamed;
 pub struct Config {
     /// The one job that is served, by a daemon that ends with it; none: any.
     pub only_job: Option<String>,
+    /// Incarnation of the agent in whose process the daemon runs: the job cannot go on without that node.
+    pub host: Option<String>,
     /// A node that says nothing for this long is lost. Agents send a heartbeat every third of it.
     pub lease: Duration,
     /// A node whose connection broke is lost after this long, if its lease does not end before.
@@ -84,6 +87,7 @@ impl Default for Config {
     fn default() -> Self {
         Self {
             only_job: None,
+            host: None,
             lease: Duration::from_secs(9),
             reconnect_grace: Duration::from_secs(5),
             culprit_wait: Duration::from_millis(500),
@@ -92,7 +96,7 @@ impl Default for Config {
             quick_failure: Duration::from_secs(5),
             quick_failures: 5,
             backoff_base: Duration::from_millis(100),
-            backoff_cap: Duration::from_secs(30),
+            backoff_cap: RESTART_BACKOFF_CAP,
             join_timeout_cap: Duration::from_hours(24),
             last_word_wait: Duration::from_millis(600),
             linger: Duration::from_mins(1),

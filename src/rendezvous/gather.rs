@@ -7,16 +7,16 @@ use ddp_proto::rendezvous::{Refused, refused::Code};
 
 use super::event::Turn;
 use super::job::{Job, Node, Phase, Readiness};
-use super::ranks::{self, Candidate};
+use super::ranks::{self, Candidate, Seat};
 use super::size::Limits;
 use super::words;
 
 impl Job {
-    /// What the nodes that are there wait for.
-    pub(super) fn waiting_words(&self) -> String {
+    /// What the nodes that are there wait for, as of `now`.
+    pub(super) fn waiting_words(&self, now: Duration) -> String {
         let g = match &self.phase {
             Phase::Gathering(g) => g,
-            Phase::Recovering(recovery) => return recovery.waiting_words(),
+            Phase::Recovering(recovery) => return recovery.waiting_words(now),
             Phase::Running(running) => return running.assignment.reason.clone(),
             Phase::Over(over) => return over.reason.clone(),
         };
@@ -35,6 +35,7 @@ impl Job {
         if ready < min {
             words.push_str("; waiting for ");
             words.push_str(&words::nodes(min - ready));
+            words.push_str(&words::time_left(g.until, now));
         } else if self
             .nodes
             .values()
@@ -83,7 +84,7 @@ impl Job {
         Limits {
             min: min as usize,
             max: max as usize,
-            ranks_divide: self.ranks_divide,
+            ranks: self.rank_limits,
         }
     }
 
@@ -100,8 +101,7 @@ impl Job {
         let all_back = !stopping
             && !self.previous.is_empty()
             && self
-                .previous
-                .iter()
+                .expected()
                 .all(|seat| candidates.iter().any(|c| c.incarnation == seat.incarnation));
         let Phase::Gathering(g) = &mut self.phase else {
             return;
@@ -142,6 +142,11 @@ impl Job {
             return;
         };
         self.start(turn, candidates, &reason);
+    }
+
+    /// The nodes of the last generation that make the next one too, unless they are lost.
+    pub(super) fn expected(&self) -> impl Iterator<Item = &Seat> {
+        self.previous.iter().filter(|seat| !seat.has_left)
     }
 
     fn candidates(&self) -> Vec<Candidate> {

@@ -15,6 +15,7 @@ use super::outcome::Blow;
 use super::policy::Account;
 use super::ranks::{Candidate, Seat};
 use super::recovery::Recovery;
+use super::size::RankLimits;
 use super::unnamed::Lookalike;
 use super::words;
 
@@ -50,7 +51,7 @@ pub(super) struct Job {
     /// Longest time for which a node that ever came would wait for others: where all are away, they may come back.
     pub(super) patience: Duration,
     /// The number of ranks has to divide this one, as the workers last said; none: any will do.
-    pub(super) ranks_divide: Option<u64>,
+    pub(super) rank_limits: RankLimits,
     pub(super) failures: Failures,
     /// Why the last generation is over; none while the first one has not been assigned.
     pub(super) last_over: Option<GenerationOver>,
@@ -167,7 +168,7 @@ impl Job {
             previous: Vec::new(),
             lookalike: None,
             patience: Duration::ZERO,
-            ranks_divide: None,
+            rank_limits: RankLimits::default(),
             failures: Failures::default(),
             last_over: None,
             kv: KvStore::default(),
@@ -194,14 +195,17 @@ impl Job {
                 }
                 turn.send(node.conn, self.generation, Reply::HeartbeatAck(HeartbeatAck {}));
                 // Also of a generation that an earlier daemon assigned.
-                if generation == self.highest_generation() && heartbeat.ranks_divide.is_some() {
-                    self.limit_sizes(turn, heartbeat.ranks_divide);
+                if generation == self.highest_generation()
+                    && let Some(limits) = RankLimits::of(&heartbeat)
+                {
+                    self.limit_sizes(turn, limits);
                 }
                 return;
             }
             Body::NodeStopped(stopped) => self.node_stopped(turn, incarnation, generation, &stopped),
             Body::WorkerExit(exit) => self.worker_exit(turn, incarnation, generation, exit),
             Body::NodeSucceeded(_) => self.node_succeeded(turn, incarnation, generation),
+            Body::NodeLeaving(leaving) => self.node_leaving(turn, incarnation, generation, leaving.signal),
             Body::Leave(leave) => self.leave(turn, incarnation, &leave),
             Body::Join(_) => {}
         }
@@ -386,7 +390,7 @@ impl Job {
             phase: phase.into(),
             restart_count: self.account.spent(),
             nodes: self.nodes.iter().map(node).collect(),
-            reason: self.waiting_words(),
+            reason: self.waiting_words(now),
         }
     }
 }

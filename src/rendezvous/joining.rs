@@ -16,8 +16,9 @@ use super::words;
 /// Version of the protocol that this daemon speaks.
 pub(super) const PROTOCOL: u32 = 1;
 
-/// Generations that an agent may claim; far beyond any that was counted.
-pub(super) const MAX_GENERATION: u64 = 1 << 48;
+/// Highest generation that an agent may claim, beyond those that this daemon has counted itself. Workers parse 32 bits:
+/// as many generations again may follow.
+pub(super) const MAX_GENERATION: u64 = (1 << 31) - 1;
 
 /// A `Join` and where it comes from.
 pub(super) struct Joining {
@@ -94,7 +95,8 @@ impl Job {
 
     /// Checks a join against the bounds, against the other nodes and against the job.
     fn admit(&mut self, turn: &mut Turn<'_>, joining: &Joining) -> Result<(), (Code, String)> {
-        check_bounds(turn.config, joining).map_err(|reason| (Code::Invalid, reason))?;
+        let max_generation = MAX_GENERATION.max(self.highest_generation());
+        check_bounds(turn.config, joining, max_generation).map_err(|reason| (Code::Invalid, reason))?;
         if !self.nodes.contains_key(&joining.incarnation)
             && self.nodes.len() >= turn.config.max_nodes as usize
         {
@@ -307,14 +309,15 @@ impl Job {
             conn,
             peer,
             incarnation,
+            generation,
             join,
-            ..
         } = joining;
         let member = self.is_member(&incarnation);
         let Some(node) = self.nodes.get_mut(&incarnation) else {
             return;
         };
-        if node.conn != Some(conn) {
+        let is_new_stream = node.conn != Some(conn);
+        if is_new_stream {
             turn.close(node.conn);
             node.conn = Some(conn);
             node.peer = peer;
@@ -324,6 +327,11 @@ impl Job {
         node.join = join;
         node.join.node_rank = asked;
         node.join.place = None;
+        if is_new_stream && matches!(node.readiness, Readiness::Stopping(stopping) if generation < stopping) {
+            // It has missed the assignment with the stream that broke, and never had workers of that generation. On the
+            // same stream its `Join` may have crossed the assignment.
+            node.readiness = Readiness::Stopped;
+        }
         match node.readiness {
             Readiness::Joined if member => {
                 turn.detail(format!(
@@ -368,7 +376,7 @@ impl Job {
         self.newcomer(turn);
         let reason = match self.phase {
             Phase::Running(_) => self.spare_words(incarnation),
-            _ => self.waiting_words(),
+            _ => self.waiting_words(turn.at.now),
         };
         self.tell_waiting(turn, incarnation, reason);
     }
@@ -390,7 +398,7 @@ pub(super) fn join_timeout(config: &Config, join: &Join) -> Duration {
     Duration::from_millis(join.join_timeout_ms.into()).min(config.join_timeout_cap)
 }
 
-fn check_bounds(config: &Config, joining: &Joining) -> Result<(), String> {
+fn check_bounds(config: &Config, joining: &Joining, max_generation: u64) -> Result<(), String> {
     let join = &joining.join;
     let host = super::kv::clip(&join.hostname, 64);
     if join.protocol != PROTOCOL {
@@ -400,9 +408,9 @@ fn check_bounds(config: &Config, joining: &Joining) -> Result<(), String> {
             join.protocol
         ));
     }
-    if joining.generation > MAX_GENERATION {
+    if joining.generation > max_generation {
         return Err(format!(
-            "node `{host}` speaks of generation {}, which cannot be",
+            "node `{host}` speaks of generation {}, expected at most {max_generation}",
             joining.generation
         ));
     }

@@ -16,7 +16,7 @@
 //! | `failures` | all failures | their order, the last word on them |
 //! | `policy` | restart policy | what an ended generation costs, when another one is no use |
 //! | `size` | the size of a generation | which nodes make a number of ranks that the workers can go on with |
-//! | `scale` | growing | nodes that come to a job that runs |
+//! | `scale` | growing and shrinking | nodes that come to a job that runs, and nodes that leave it |
 //! | `unnamed` | jobs without a name | how they are told apart |
 //! | `kv` | the store | write-once entries of one generation, blocking reads |
 //! | `difference` | two nodes of one job | in what they differ |

@@ -135,22 +135,25 @@ impl Job {
         match &self.phase {
             Phase::Running(_) => !self.is_member(incarnation),
             Phase::Recovering(recovery) => !recovery.has(incarnation),
-            // The nodes of the last generation make the next one too, as long as none of them is gone.
+            // The nodes of the last generation make the next one too, as long as none of them is lost.
             Phase::Gathering(_) => {
                 let is_there = |seat: &Seat| self.nodes.contains_key(&seat.incarnation);
-                let are_enough = !self.previous.is_empty() && self.previous.iter().all(is_there);
+                let are_enough = !self.previous.is_empty() && self.expected().all(is_there);
                 are_enough && self.rank_of(incarnation).is_none()
             }
             Phase::Over(_) => false,
         }
     }
 
-    /// An agent goes away for good. A signal to one of them stops the whole job, unless it is a spare's.
+    /// An agent goes away for good. A signal to one of them stops the whole job, unless the others can go on without it.
     pub(super) fn leave(&mut self, turn: &mut Turn<'_>, incarnation: &str, leave: &Leave) {
         let spare = self.is_spare(incarnation);
         let over = matches!(self.phase, Phase::Over(_));
         let name = self.node_name(incarnation);
         match leave.signal {
+            Some(signal) if !spare && !over && self.can_go_on_without(turn.config, incarnation) => {
+                self.node_left(turn, incarnation, signal);
+            }
             Some(signal) if !spare && !over => {
                 let reason = format!("{name} was stopped by {}", words::signal_name(signal));
                 let over = JobOver {

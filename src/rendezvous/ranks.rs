@@ -23,6 +23,8 @@ pub(super) struct Candidate {
 pub(super) struct Seat {
     pub(super) incarnation: String,
     pub(super) hostname: String,
+    /// The node has left for good: nobody waits for it.
+    pub(super) has_left: bool,
 }
 
 /// The candidates that take part: those that asked for a rank, those of the last generation, then by arrival; as many
@@ -142,6 +144,7 @@ fn run(text: &str) -> (&str, &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rendezvous::size::RankLimits;
 
     fn node(incarnation: &str, hostname: &str, asked: Option<u32>, arrival: u64) -> Candidate {
         Candidate {
@@ -157,6 +160,7 @@ mod tests {
         Seat {
             incarnation: incarnation.into(),
             hostname: hostname.into(),
+            has_left: false,
         }
     }
 
@@ -245,11 +249,14 @@ mod tests {
             node("old", "a", None, 2),
             node("asked", "z", Some(2), 9),
         ];
-        let chosen = |max, ranks_divide| {
+        let chosen = |max, divide| {
             let limits = Limits {
                 min: 1,
                 max,
-                ranks_divide,
+                ranks: RankLimits {
+                    divide,
+                    multiple_of: None,
+                },
             };
             let chosen = choose(nodes.clone(), limits, &[seat("old", "a"), seat("gone", "b")]);
             chosen.into_iter().map(|c| c.incarnation).collect::<Vec<_>>()

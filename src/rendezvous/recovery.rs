@@ -19,6 +19,7 @@ use super::job::{Gathering, Job, Phase, Running};
 use super::joining::{MAX_GENERATION, join_timeout};
 use super::policy::Account;
 use super::ranks::Seat;
+use super::size::RankLimits;
 use super::words;
 
 /// Highest number of an attempt that is believed.
@@ -46,7 +47,7 @@ struct Run {
     node_count: u32,
     /// How long it has run.
     ran: Duration,
-    ranks_divide: Option<u64>,
+    rank_limits: Option<RankLimits>,
 }
 
 #[derive(Debug)]
@@ -72,17 +73,18 @@ impl Recovery {
     }
 
     /// What the nodes that are there wait for.
-    pub(super) fn waiting_words(&self) -> String {
+    pub(super) fn waiting_words(&self, now: Duration) -> String {
         let Self {
             generation, seats, ..
         } = self;
+        let more = words::time_left(self.until, now);
         let Some(run) = &self.run else {
             return format!(
-                "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to come back"
+                "the rendezvous daemon was restarted; waiting for the nodes of generation {generation} to come back{more}"
             );
         };
         format!(
-            "the rendezvous daemon was restarted; {} of {} of generation {generation} are back, waiting for {}",
+            "the rendezvous daemon was restarted; {} of {} of generation {generation} are back, waiting for {}{more}",
             seats.len(),
             words::nodes(run.node_count),
             words::node_ranks(&self.missing())
@@ -122,15 +124,15 @@ impl Recovery {
             ..told.clone()
         };
         let held = Duration::from_millis(place.held_ms);
-        let ranks_divide = place.heartbeat.and_then(|beat| beat.ranks_divide);
+        let rank_limits = place.heartbeat.as_ref().and_then(RankLimits::of);
         let run = self.run.get_or_insert_with(|| Run {
             assignment: assignment.clone(),
             node_count: place.node_count,
             ran: Duration::ZERO,
-            ranks_divide: None,
+            rank_limits: None,
         });
         run.ran = run.ran.max(held);
-        run.ranks_divide = run.ranks_divide.or(ranks_divide);
+        run.rank_limits = run.rank_limits.or(rank_limits);
         let is_taken = self
             .seats
             .get(&told.node_rank)
@@ -262,7 +264,7 @@ impl Job {
             return;
         };
         if !recovery.is_complete() {
-            let reason = recovery.waiting_words();
+            let reason = recovery.waiting_words(turn.at.now);
             return self.tell_waiting(turn, incarnation, reason);
         }
         if !recovery.is_dense() {
@@ -401,7 +403,7 @@ impl Job {
         self.generation = recovery.generation;
         self.attempts = run.assignment.attempt;
         self.run_token.clone_from(&run.assignment.run_token);
-        self.ranks_divide = run.ranks_divide.or(self.ranks_divide);
+        self.rank_limits = run.rank_limits.unwrap_or(self.rank_limits);
         let mut nodes = Vec::with_capacity(seats.len());
         self.previous.clear();
         for rank in 0..run.node_count {
@@ -411,6 +413,7 @@ impl Job {
                 Seat {
                     incarnation,
                     hostname,
+                    has_left: false,
                 }
             });
             // A name that no agent has.

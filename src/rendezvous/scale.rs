@@ -1,15 +1,23 @@
-//! Growing: nodes that come to a job that runs.
+//! Growing and shrinking: nodes that come to a job that runs, and nodes that leave it.
 //!
 //! A job of `--nnodes MIN:MAX` that has room takes them in. It waits [`Config::scale_up_wait`](super::Config) for more
 //! to come with the first, or until it is full; then all ranks are asked to stop at a step boundary, and the next
 //! generation has them all. No restart is spent. Nodes beyond MAX are spares, and so are those with which the workers
-//! could not go on ([`Heartbeat`](ddp_proto::rendezvous::Heartbeat)`.ranks_divide`).
+//! could not go on ([`Heartbeat`](ddp_proto::rendezvous::Heartbeat)`.ranks_divide`, `.ranks_multiple_of`).
+//!
+//! A node that is stopped by a signal leaves in the same way: at a step boundary, for no restart, if MIN nodes are left
+//! without it, with which the workers can go on. Else the job is over when its workers are gone. So it is when a node is
+//! stopped while others are to come back to a daemon that was restarted: nobody knows then who is left.
+//!
+//! Nodes that have succeeded run their workers again with the others, as when a node is lost.
 
 use ddp_proto::rendezvous::GenerationOver;
 
+use super::config::Config;
 use super::event::Turn;
 use super::job::{Job, Phase};
 use super::ranks::{self, Candidate};
+use super::size::RankLimits;
 use super::words;
 
 impl Job {
@@ -38,8 +46,67 @@ impl Job {
         if !is_full && running.scale_up.is_none_or(|at| turn.at.now < at) {
             return;
         }
+        let cause = format!("{hosts} joined; going on with {}", words::nodes(after as u32));
+        self.change_nodes(turn, cause);
+    }
+
+    /// A signal stops a node, whose workers stop at a step boundary: so do the others, if they can go on without it.
+    pub(super) fn node_leaving(
+        &mut self,
+        turn: &mut Turn<'_>,
+        incarnation: &str,
+        generation: u64,
+        signal: i32,
+    ) {
+        let is_current = generation == self.generation && self.is_member(incarnation);
+        if !is_current || !self.can_go_on_without(turn.config, incarnation) {
+            // Its `Leave` decides.
+            return self.ignore(turn, incarnation, generation, "the notice to leave");
+        }
+        let cause = self.left_words(incarnation, signal);
+        self.change_nodes(turn, cause);
+    }
+
+    /// A node that was stopped by a signal is gone, and the others go on without it.
+    pub(super) fn node_left(&mut self, turn: &mut Turn<'_>, incarnation: &str, signal: i32) {
+        let cause = self.left_words(incarnation, signal);
+        if self.is_member(incarnation) && !self.has_succeeded(incarnation) {
+            // It had no workers to stop, or its word that it would leave was lost.
+            self.break_up(turn, cause);
+        } else {
+            turn.decided(format!("job `{}`: {cause}", self.id));
+        }
+        if let Some(rank) = self.rank_of(incarnation) {
+            self.previous[rank as usize].has_left = true;
+        }
+    }
+
+    /// True if enough nodes are there without this one, in a number that the workers can go on with. A node whose
+    /// connection is broken is there until its lease runs out.
+    pub(super) fn can_go_on_without(&self, config: &Config, incarnation: &str) -> bool {
+        // As long as nodes are to come back to a daemon that was restarted, it is not known who is left. The job ends
+        // then, rather than wait for nodes that may never come.
+        let are_known = matches!(self.phase, Phase::Gathering(_) | Phase::Running(_));
+        let is_host = config.host.as_deref() == Some(incarnation);
+        let others = self.nodes.iter().filter(|(other, _)| *other != incarnation);
+        let workers: Vec<u32> = others.map(|(_, node)| node.join.workers).collect();
+        let limits = self.size_limits();
+        let fit = limits.ranks.is_open() || limits.pick(&workers).is_some();
+        are_known && !is_host && workers.len() >= limits.min && fit
+    }
+
+    fn left_words(&self, incarnation: &str, signal: i32) -> String {
+        let (name, signal) = (self.node_name(incarnation), words::signal_name(signal));
+        format!("{name} was stopped by {signal}; going on without it")
+    }
+
+    /// Ends the generation at a step boundary, for the next one to have other nodes. No restart is spent.
+    fn change_nodes(&mut self, turn: &mut Turn<'_>, cause: String) {
+        let Phase::Running(running) = &self.phase else {
+            return;
+        };
         let over = GenerationOver {
-            cause: format!("{hosts} joined; going on with {}", words::nodes(after as u32)),
+            cause,
             restart_count: self.account.spent(),
             best_step: self.account.best(),
             max_restarts: running.assignment.max_restarts,
@@ -64,7 +131,7 @@ impl Job {
             .spares()
             .filter_map(|incarnation| Some(self.nodes.get(incarnation)?.candidate(incarnation)))
             .collect();
-        if limits.ranks_divide.is_none() {
+        if limits.ranks.is_open() {
             spares.truncate(limits.max.saturating_sub(self.previous.len()));
             return spares;
         }
@@ -103,13 +170,13 @@ impl Job {
         if self.growth().iter().any(|c| c.incarnation == incarnation) {
             return format!("{runs}; it takes this node in at its next step boundary");
         }
-        match self.ranks_divide.filter(|_| has_room) {
-            Some(multiple) => format!(
-                "{runs}; its workers can go on only with a number of ranks that divides {multiple}, and with this node \
-                 there is no larger one: it is a spare"
-            ),
-            None => format!("{runs}; this node is a spare until it is over"),
+        let limits = self.rank_limits;
+        if limits.is_open() || !has_room {
+            return format!("{runs}; this node is a spare until it is over");
         }
+        format!(
+            "{runs}; its workers can go on only with {limits}, and with this node there is no larger one: it is a spare"
+        )
     }
 
     /// Tells all spares of a generation that runs what they wait for.
@@ -123,11 +190,11 @@ impl Job {
     }
 
     /// The workers say which numbers of ranks they can go on with.
-    pub(super) fn limit_sizes(&mut self, turn: &mut Turn<'_>, ranks_divide: Option<u64>) {
-        if self.ranks_divide == ranks_divide {
+    pub(super) fn limit_sizes(&mut self, turn: &mut Turn<'_>, limits: RankLimits) {
+        if self.rank_limits == limits {
             return;
         }
-        self.ranks_divide = ranks_divide;
+        self.rank_limits = limits;
         // Other nodes may fit now.
         self.newcomer(turn);
         self.tell_spares(turn);

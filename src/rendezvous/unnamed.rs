@@ -84,7 +84,7 @@ fn meet(turn: &mut Turn<'_>, job: &mut Job, lookalike: Lookalike) {
         return;
     }
     job.lookalike = Some(lookalike);
-    let waiting = job.waiting_words();
+    let waiting = job.waiting_words(turn.at.now);
     for incarnation in job.nodes.keys() {
         job.tell_waiting(turn, incarnation, waiting.clone());
     }

@@ -41,6 +41,14 @@ pub(super) fn are_of(min: u32, max: u32) -> String {
     }
 }
 
+/// " for 540 s more": how long something is waited for until `until`; nothing where that has no end yet.
+pub(super) fn time_left(until: Duration, now: Duration) -> String {
+    match until {
+        Duration::MAX => String::new(),
+        until => format!(" for {:.0} s more", until.saturating_sub(now).as_secs_f64()),
+    }
+}
+
 /// "the only node is", "all 2 nodes are".
 pub(super) fn all(count: u32) -> String {
     if count == 1 {

@@ -17,7 +17,7 @@ import time
 # The rank that is killed; rank 0 writes the metrics.
 VICTIM = 1
 # Longest time from the kill to the end of each survivor, in seconds.
-SURVIVORS = 5
+SURVIVORS = float(os.environ.get("GPU_SURVIVORS_S", "5"))
 # What processes of this job have in their environment.
 MARK = f"gpu-kill9-{os.getpid()}"
 

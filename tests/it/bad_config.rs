@@ -238,6 +238,20 @@ fn a_loss_that_is_no_number_ends_the_run_for_good() {
 }
 
 #[test]
+fn a_parameter_group_without_parameters_is_refused_at_its_place() {
+    let job = TinyJob::new();
+    launch()
+        .dir(job.dir())
+        .set("train.optimizer.groups=[{params: \"h.*.mpl.*\"}]")
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(2)
+        .expect_stderr(
+            "`train.optimizer.groups[0].params` is `h.*.mpl.*`, which matches none of the 28 parameters",
+        );
+}
+
+#[test]
 fn a_truncated_checkpoint() {
     let job = TinyJob::new();
     launch()

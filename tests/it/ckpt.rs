@@ -3,6 +3,9 @@
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::Path;
 
+use nix::sys::stat::Mode;
+use serde_json::Value;
+
 use crate::harness::{Finished, Program, TinyJob, launch, metrics};
 
 fn ckpt(dir: &Path, args: &[&str]) -> Finished {
@@ -28,9 +31,9 @@ fn a_checkpoint_is_inspected_and_verified() {
     shown
         .expect_exit(0)
         .expect_stdout("step           10, after 40 samples")
-        .expect_stdout("written by     2 ranks, format 1")
+        .expect_stdout("written by     2 ranks, format 2")
         .expect_stdout("n_layer 2, n_head 2, n_embd 32")
-        .expect_stdout("optimizer.m.h.1.mlp.c_proj.weight   f32   [128, 32]");
+        .expect_stdout("optimizer.exp_avg.h.1.mlp.c_proj.weight      f32   [128, 32]");
     let shown = ckpt(job.dir(), &["inspect", "out/checkpoints/step_00000005", "--json"]);
     shown.expect_exit(0);
     let json: serde_json::Value = serde_json::from_str(&shown.stdout().join("\n")).expect("JSON");
@@ -58,20 +61,147 @@ fn damage_is_named_with_its_file_and_tensor() {
     let job = trained();
     let part = job
         .out()
-        .join("checkpoints/step_00000010/second-moments-1-of-2.safetensors");
+        .join("checkpoints/step_00000010/state-exp_avg_sq-1-of-2.safetensors");
     let good = std::fs::read(&part).expect("a file of the checkpoint");
     let mut bad = good.clone();
     *bad.last_mut().expect("not empty") ^= 1;
     std::fs::write(&part, &bad).expect("writable");
     ckpt(job.dir(), &["verify", "out"])
         .expect_exit(1)
-        .expect_stderr("second-moments-1-of-2.safetensors`: the content of tensor `optimizer.v.");
+        .expect_stderr("state-exp_avg_sq-1-of-2.safetensors`: the content of tensor `optimizer.exp_avg_sq.");
     std::fs::write(&part, &good[..good.len() - 1]).expect("writable");
     ckpt(job.dir(), &["verify", "out"])
         .expect_exit(1)
         .expect_stderr("truncated or overwritten");
     // The one before is not touched by it.
     ckpt(job.dir(), &["verify", "out", "--step", "5"]).expect_exit(0);
+}
+
+/// Puts a pipe in the place of a file.
+fn make_pipe(path: &Path) {
+    std::fs::remove_file(path).expect("a file");
+    nix::unistd::mkfifo(path, Mode::S_IRWXU).expect("a pipe");
+}
+
+#[test]
+fn a_pipe_in_the_place_of_a_file_is_named() {
+    let job = trained();
+    let root = job.out().join("checkpoints");
+    for (file, place) in [
+        ("latest", root.clone()),
+        ("manifest.json", root.join("step_00000010")),
+        ("parameters-1-of-2.safetensors", root.join("step_00000010")),
+    ] {
+        let path = place.join(file);
+        let good = std::fs::read(&path).expect("a file of the checkpoint");
+        make_pipe(&path);
+        let said = format!("{file}`: not a regular file");
+        for words in [
+            "verify out",
+            "inspect out",
+            "export out --to new",
+            "reshard out --ranks 1 --to new",
+        ] {
+            let words: Vec<&str> = words.split(' ').collect();
+            ckpt(job.dir(), &words).expect_exit(1).expect_stderr(&said);
+        }
+        let train = train_after(&job, &["sh"], "true");
+        train.expect_exit(2).expect_stderr("not a regular file");
+        std::fs::remove_file(&path).expect("ours");
+        std::fs::write(&path, good).expect("writable");
+    }
+    ckpt(job.dir(), &["verify", "out"]).expect_exit(0);
+    assert!(!job.dir().join("new/checkpoints/latest").exists());
+}
+
+const NO_HASH: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+
+/// Changes the manifest in a folder, which then has the right hash of its own.
+fn forge(folder: &Path, change: impl FnOnce(&mut Value)) {
+    let path = folder.join("manifest.json");
+    let text = std::fs::read_to_string(&path).expect("a manifest");
+    let mut manifest: Value = serde_json::from_str(&text).expect("JSON");
+    change(&mut manifest);
+    manifest["blake3"] = NO_HASH.into();
+    let text = format!("{manifest:#}\n");
+    let hash = blake3::hash(text.as_bytes()).to_hex();
+    std::fs::write(&path, text.replacen(NO_HASH, &hash, 1)).expect("writable");
+}
+
+fn tensors(manifest: &mut Value) -> &mut Vec<Value> {
+    manifest["tensors"].as_array_mut().expect("tensors")
+}
+
+/// What is changed in a manifest.
+type Change = fn(&mut Value);
+
+#[test]
+fn a_manifest_that_contradicts_itself_is_not_whole() {
+    let job = trained();
+    let folder = job.out().join("checkpoints/step_00000010");
+    let path = folder.join("manifest.json");
+    let good = std::fs::read(&path).expect("a manifest");
+    let without_one: Change = |manifest| {
+        tensors(manifest).retain(|t| t["kind"]["state"] != "exp_avg_sq" || t["key"] != "h.1.ln_1.bias");
+    };
+    let changes: [(Change, &str); 8] = [
+        (without_one, "has no tensor `optimizer.exp_avg_sq.h.1.ln_1.bias`"),
+        (
+            |manifest| {
+                tensors(manifest).retain(|t| !t["key"].as_str().is_some_and(|n| n.ends_with("wpe.weight")));
+            },
+            "has no tensor `wpe.weight`",
+        ),
+        (
+            |manifest| manifest["config"]["model"]["n_layer"] = 1.into(),
+            "has a tensor `h.1.attn.c_attn.bias`, which this model does not have",
+        ),
+        (
+            |manifest| (manifest["step"], manifest["consumed_samples"]) = (11.into(), 44.into()),
+            "its folder is `step_00000010`, and it says step 11",
+        ),
+        (
+            |manifest| manifest["consumed_samples"] = 39.into(),
+            "step 10 after 39 samples",
+        ),
+        (
+            |manifest| manifest["consumed_samples"] = u64::MAX.into(),
+            "18446744073709551615 samples",
+        ),
+        (
+            |manifest| manifest["skipped"] = 11.into(),
+            "step 10 after 40 samples, but 11 steps skipped",
+        ),
+        (
+            |manifest| {
+                let ranges = tensors(manifest)[0]["regions"][0]["ranges"]
+                    .as_array_mut()
+                    .expect("ranges");
+                ranges.pop();
+            },
+            "do not make it up",
+        ),
+    ];
+    for (change, said) in changes {
+        forge(&folder, change);
+        ckpt(job.dir(), &["verify", "out"])
+            .expect_exit(1)
+            .expect_stderr(said);
+        ckpt(job.dir(), &["export", "out", "--to", "new"])
+            .expect_exit(1)
+            .expect_stderr(said);
+        let train = train_after(&job, &["sh"], "true");
+        train.expect_exit(2);
+        std::fs::write(&path, &good).expect("writable");
+    }
+    assert!(!job.dir().join("new").exists());
+    // Folder and manifest agree, but not with the samples.
+    let moved = job.out().join("checkpoints/step_00000012");
+    std::fs::rename(&folder, &moved).expect("ours");
+    forge(&moved, |manifest| manifest["step"] = 12.into());
+    ckpt(job.dir(), &["verify", "out/checkpoints/step_00000012"])
+        .expect_exit(1)
+        .expect_stderr("step 12 after 40 samples, but");
 }
 
 #[test]

@@ -185,7 +185,7 @@ fn the_time_to_stop_holds_when_a_worker_fails() {
         .run();
     finished.expect_exit(5);
     assert!(
-        began.elapsed() < std::time::Duration::from_secs(5),
+        began.elapsed() < std::time::Duration::from_secs(25),
         "torchrun waits 30 s here, this took {:?}",
         began.elapsed()
     );

@@ -86,3 +86,26 @@ fn it_outlives_its_jobs() {
     }
     daemon.stop().expect_exit(0);
 }
+
+#[test]
+fn each_decision_is_logged_with_its_time() {
+    let daemon = Daemon::start();
+    launch()
+        .flag("--rdzv-endpoint", &daemon.endpoint)
+        .flag("--rdzv-id", "logged")
+        .target("true")
+        .run()
+        .expect_exit(0);
+    let finished = daemon.stop();
+    let log = finished.stderr();
+    let decision = log
+        .lines()
+        .find(|line| line.contains(" joined"))
+        .expect("a decision");
+    let time = decision.split(' ').next().unwrap_or_default();
+    let form: String = time
+        .chars()
+        .map(|c| if c.is_ascii_digit() { '0' } else { c })
+        .collect();
+    assert_eq!(form, "0000-00-00T00:00:00.000000Z", "{decision}");
+}

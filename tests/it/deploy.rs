@@ -214,6 +214,16 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
     };
     assert_eq!(actions_on(93), ["FailJob"]);
     assert_eq!(actions_on(143), ["Ignore"]);
+    let rules = rules.as_array().expect("rules").iter();
+    let conditions: Vec<_> = rules
+        .filter_map(|rule| rule["onPodConditions"].as_array())
+        .flatten()
+        .collect();
+    assert!(!conditions.is_empty(), "a drained machine is a condition");
+    for condition in conditions {
+        // Not a boolean: the API server refuses the whole job.
+        assert_eq!(condition["status"], "True", "{condition}");
+    }
 
     let words = command(job);
     assert_eq!(words[0], "ddp-run");
@@ -326,4 +336,19 @@ fn the_daemons_of_kubernetes_and_systemd_are_started_rightly() {
         daemon.signal(Signal::SIGTERM);
         daemon.finish().expect_exit(0);
     }
+}
+
+#[test]
+fn the_unit_lets_the_daemon_serve_large_jobs() {
+    // Measured for one job of 1,024 nodes; the assignment of each node names all nodes, so it grows with their square.
+    const BYTES_OF_1024_NODES: u64 = 210 << 20;
+    let unit = fs::read_to_string(repository("deploy/systemd/ddp-rendezvous.service")).expect("readable");
+    let limit = unit.lines().find_map(|line| line.strip_prefix("MemoryMax="));
+    let gib: u64 = limit
+        .and_then(|limit| limit.strip_suffix('G')?.parse().ok())
+        .expect("a limit in GiB");
+    assert!(
+        gib << 30 >= 2 * 4 * BYTES_OF_1024_NODES,
+        "two jobs of 2,048 nodes"
+    );
 }

@@ -4,8 +4,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{
-    Daemon, Launch, TinyJob, environment_of, eventually, expect_same_losses, launch, losses, metrics,
-    wait_for_step, worker,
+    Daemon, Launch, ReservedPort, Running, TinyJob, environment_of, eventually, expect_same_losses, launch,
+    losses, metrics, wait_for_step, worker,
 };
 
 /// Says where it is, then works until the file that it is told of exists.
@@ -52,18 +52,59 @@ fn a_job_goes_on_without_a_node_that_was_killed_and_spends_no_restart() {
     first.wait_for("world 2 attempt 0");
     second.wait_for("world 2 attempt 0");
     second.signal(Signal::SIGKILL);
-    let killed = std::time::Instant::now();
     first.wait_for("was lost");
-    assert!(
-        killed.elapsed() < std::time::Duration::from_secs(10),
-        "{:?}",
-        killed.elapsed()
-    );
     first.wait_for("world 1 attempt 0");
     std::fs::write(&done, "").expect("writable");
     first.finish().expect_exit(0);
     second.finish().expect_killed_by(Signal::SIGKILL);
     daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn a_job_goes_on_without_a_node_that_was_stopped_and_takes_it_in_again() {
+    let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
+    let done = dir.path().join("done");
+    let mut first = node(&daemon, "1:2", &done).start();
+    let mut second = node(&daemon, "1:2", &done).start();
+    first.wait_for("world 2 attempt 0");
+    second.wait_for("world 2 attempt 0");
+    second.signal(Signal::SIGTERM);
+    first.wait_for("was stopped by SIGTERM; going on without it");
+    first.wait_for("world 1 attempt 0");
+    second.finish().expect_exit(143);
+    let mut again = node(&daemon, "1:2", &done).start();
+    again.wait_for("world 2 attempt 0");
+    // The last one that is left stops the job, as one of fixed size.
+    first.signal(Signal::SIGINT);
+    first.finish().expect_exit(130);
+    again.wait_for("world 1 attempt 0");
+    again.signal(Signal::SIGINT);
+    again.finish().expect_exit(130);
+    daemon.stop().expect_exit(0);
+}
+
+#[test]
+fn a_node_that_hosts_the_rendezvous_takes_the_job_with_it() {
+    let (port, dir) = (ReservedPort::new(), crate::harness::temp_dir());
+    let (endpoint, done) = (port.endpoint.clone(), dir.path().join("done"));
+    let node = |rank| {
+        launch()
+            .flag("--nnodes", "1:2")
+            .flag("--rdzv-endpoint", &endpoint)
+            .flag("--rdzv-id", "elastic")
+            .flag("--rdzv-conf", "last_call_timeout=0.3")
+            .flag("--node-rank", rank)
+            .env("DONE", done.to_str().expect("unicode"))
+            .shell(WORK)
+    };
+    let mut host = node("0").start();
+    host.wait_for("world 1 attempt 0");
+    let mut guest = node("1").start();
+    host.wait_for("world 2 attempt 0");
+    guest.wait_for("world 2 attempt 0");
+    host.signal(Signal::SIGTERM);
+    host.finish().expect_exit(143);
+    guest.finish().expect_exit(143);
 }
 
 #[test]
@@ -270,4 +311,121 @@ fn a_number_of_ranks_that_cannot_make_the_global_batch_ends_the_job_at_once() {
         .expect_exit(0)
         .expect_stdout("going on with 1 rank instead of 2");
     assert_eq!(metrics(&job.out()).len(), 4);
+}
+
+/// Steps enough that nodes come and go while they are made; a checkpoint only where somebody stops.
+fn elastic_job() -> TinyJob {
+    TinyJob::with(|yaml| {
+        let batch = "micro_batch: 2\n  grad_accumulation: 2";
+        let yaml = yaml.replace("micro_batch: 2", batch);
+        let yaml = yaml.replace("checkpoint_every: 5", "checkpoint_every: 0");
+        // A second or more of steps, in which a worker has to be found and stopped. They learn little: a loss near zero
+        // would show the order of additions.
+        yaml.replace("steps: 40", "steps: 1500")
+            .replace("lr: 1.0e-3", "lr: 1.0e-5")
+    })
+}
+
+/// One node of a job of native training that waits for nobody who is known to have left.
+fn native_node(daemon: &Daemon, range: &str, job: &TinyJob) -> Launch {
+    launch()
+        .flag("--nnodes", range)
+        .flag("--rdzv-endpoint", &daemon.endpoint)
+        .flag("--rdzv-id", "elastic")
+        .flag("--rdzv-conf", "last_call_timeout=3600")
+        .flag("--max-restarts", "0")
+        .dir(job.dir())
+        .target("tiny.yaml")
+}
+
+/// The losses of a run that nothing disturbed.
+fn undisturbed_losses() -> Vec<f64> {
+    let job = elastic_job();
+    let alone = launch().nproc(2).dir(job.dir()).target("tiny.yaml").run();
+    alone.expect_exit(0);
+    losses(&job.out())
+}
+
+/// Two native nodes at step 3 or later. The worker of the first, which has rank 0 and the folder of the run, is held
+/// with SIGSTOP: no step ends before it is sent SIGCONT.
+fn two_native_nodes(daemon: &Daemon, range: &str, job: &TinyJob) -> (Running, Running, i32) {
+    let start = |rank| native_node(daemon, range, job).flag("--node-rank", rank).start();
+    let (first, second) = (start("0"), start("1"));
+    wait_for_step(&job.out(), 3);
+    let held = worker(first.pid(), "0");
+    send(held, Signal::SIGSTOP);
+    (first, second, held)
+}
+
+/// The step after which native training says that it has stopped and saved.
+fn stopped_after(node: &mut Running) -> u64 {
+    let line = node.wait_for("the checkpoint is saved");
+    number_in(line.split_once("stopped after step").expect("the step").1)
+}
+
+#[test]
+fn native_training_goes_on_from_the_step_at_which_a_node_was_stopped() {
+    let (daemon, job) = (Daemon::start(), elastic_job());
+    // The node that leaves is that of rank 0.
+    let (mut first, mut second, held) = two_native_nodes(&daemon, "1:2", &job);
+    first.signal(Signal::SIGTERM);
+    second.wait_for("was stopped by SIGTERM; going on without it");
+    send(held, Signal::SIGCONT);
+    let left_at = stopped_after(&mut first);
+    first
+        .finish()
+        .expect_exit(143)
+        .expect_stderr("if the other nodes go on, this one is taken in when it is started again");
+    second.wait_for("going on with 1 rank instead of 2");
+    second.wait_for(&format!("1500, resumed after {left_at}"));
+
+    // Started again, it is taken in; nothing tells it to resume.
+    wait_for_step(&job.out(), left_at + 1);
+    let held = worker(second.pid(), "0");
+    send(held, Signal::SIGSTOP);
+    let mut again = native_node(&daemon, "1:2", &job).flag("--node-rank", "0").start();
+    second.wait_for("joined; going on with 2 nodes");
+    send(held, Signal::SIGCONT);
+    let left_at = stopped_after(&mut second);
+    again.wait_for(&format!("1500, resumed after {left_at}"));
+    again.finish().expect_exit(0);
+    second.finish().expect_exit(0);
+    daemon.stop().expect_exit(0);
+    expect_same_losses("left and came back", &losses(&job.out()), &undisturbed_losses());
+}
+
+#[test]
+fn native_training_that_was_stopped_resumes_when_the_same_job_is_started_again() {
+    let (daemon, job) = (Daemon::start(), elastic_job());
+    let (mut first, mut second, held) = two_native_nodes(&daemon, "2:2", &job);
+    // At MIN: all nodes stop.
+    second.signal(Signal::SIGTERM);
+    second.wait_for("SIGTERM: stopping the workers");
+    send(held, Signal::SIGCONT);
+    let left_at = stopped_after(&mut first);
+    first.finish().expect_exit(143);
+    second.finish().expect_exit(143);
+
+    // Another job has to say that it means this run.
+    let other = launch()
+        .flag("--rdzv-id", "other")
+        .dir(job.dir())
+        .target("tiny.yaml");
+    other.run().expect_exit(2).expect_stderr("already holds a run");
+
+    let start = |rank| {
+        native_node(&daemon, "2:2", &job)
+            .flag("--node-rank", rank)
+            .start()
+    };
+    let (mut first, second) = (start("0"), start("1"));
+    first.wait_for(&format!("1500, resumed after {left_at}"));
+    first.finish().expect_exit(0);
+    second.finish().expect_exit(0);
+    daemon.stop().expect_exit(0);
+    expect_same_losses(
+        "stopped and started again",
+        &losses(&job.out()),
+        &undisturbed_losses(),
+    );
 }

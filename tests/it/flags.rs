@@ -231,8 +231,7 @@ fn a_script_can_be_run_as_a_program_and_a_module_by_python() {
         .target("pkg.train")
         .target_args(&["--lr", "1"])
         .run();
-    dry.expect_exit(0)
-        .expect_stdout("command of each: python3 -u -m pkg.train --lr 1");
+    dry.expect_exit(0).expect_stdout("python3 -u -m pkg.train --lr 1");
 }
 
 #[test]
@@ -367,6 +366,37 @@ fn a_dry_run_shows_the_variable_behind_each_value_of_a_batch_system() {
 }
 
 #[test]
+fn nodes_of_an_allocation_that_stay_unused_are_told_where_the_job_starts() {
+    let batch = || launch().env("SLURM_NNODES", "4").env("SLURM_JOB_ID", "12");
+    let finished = batch().target("true").run();
+    finished
+        .expect_exit(0)
+        .expect_stderr("this runs on 1 of the 4 nodes that Slurm's job 12 has");
+    let meant = batch().words(&["--standalone"]).target("true").run();
+    meant.expect_exit(0).expect_silence();
+}
+
+#[test]
+fn workers_that_share_the_only_core_of_an_affinity_mask_are_told() {
+    let cores = fs::read_to_string("/proc/cpuinfo").expect("there");
+    if cores.matches("processor\t:").count() < 2 {
+        eprintln!("SKIPPED: this machine has one core, of which no mask takes any away");
+        return;
+    }
+    // Of this thread, which ends with the test; what it starts inherits it.
+    let this = nix::unistd::Pid::from_raw(0);
+    let mask = nix::sched::sched_getaffinity(this).expect("a mask");
+    let first = (0..nix::sched::CpuSet::count()).find(|cpu| mask.is_set(*cpu) == Ok(true));
+    let mut one = nix::sched::CpuSet::new();
+    one.set(first.expect("a core")).expect("it was set before");
+    nix::sched::sched_setaffinity(this, &one).expect("fewer cores than before");
+    let finished = launch().nproc(2).target("true").run();
+    finished
+        .expect_exit(0)
+        .expect_stderr("2 workers take turns on 1 core: ");
+}
+
+#[test]
 fn ranks_that_do_not_fit_the_configuration_are_found_before_anything_starts() {
     let launch = || {
         launch()
@@ -420,4 +450,79 @@ fn log_files_without_a_place_are_nobody_elses() {
         assert_eq!(std::os::unix::fs::PermissionsExt::mode(&mode) & 0o777, 0o700);
         assert!(folder.path().join("attempt_0/0/stdout.log").exists());
     }
+}
+
+#[test]
+fn torchruns_details_of_the_rendezvous_are_taken_with_their_quotes() {
+    // As a program passes it that quotes for a shell, though none reads it.
+    let finished = launch()
+        .words(&[
+            "--dry-run",
+            "--rdzv-conf='join_timeout=5, last_call_timeout = \"1\",colour=red,read_timeout=60'",
+        ])
+        .target("true")
+        .run();
+    finished
+        .expect_exit(0)
+        .expect_stdout("join_timeout=5,connect_timeout=60,last_call_timeout=1 ")
+        .expect_stderr("`--rdzv-conf colour` changes nothing here, and is ignored")
+        .expect_stderr("`--rdzv-conf read_timeout` changes nothing here, and is ignored");
+}
+
+#[test]
+fn what_torchrun_says_of_output_and_shutdown_holds() {
+    let dir = temp_dir();
+    let host = nix::unistd::gethostname()
+        .expect("a name")
+        .to_string_lossy()
+        .into_owned();
+    let finished = launch()
+        .flag("--log-dir", dir.path().to_str().expect("unicode"))
+        .flag(
+            "--log-line-prefix-template",
+            "${hostname}:${rank}$$${group_rank} ",
+        )
+        .flag("--duplicate-stdout-filters", "a,,b,nothing")
+        .shell("echo a; echo a,b; echo b")
+        .run();
+    finished
+        .expect_exit(0)
+        .expect_stdout(&format!("{host}:0$${{group_rank}} a,b"));
+    let filtered = fs::read_to_string(dir.path().join("attempt_0/filtered_stdout.log")).expect("written");
+    assert_eq!(filtered, "a,b\n");
+
+    let shown = |flags: &[&str]| {
+        let dry = launch()
+            .env("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "7")
+            .words(flags)
+            .target("true")
+            .run();
+        let rows = dry.expect_exit(0).stdout().join("\n");
+        let row = rows.lines().find(|line| line.contains("shutdown_timeout"));
+        row.map(|row| row.split_whitespace().collect::<Vec<_>>().join(" "))
+    };
+    assert_eq!(
+        shown(&["--dry-run"]).as_deref(),
+        Some("shutdown_timeout 7 s TORCH_ELASTIC_SHUTDOWN_TIMEOUT")
+    );
+    assert_eq!(
+        shown(&["--dry-run", "--shutdown-timeout", "8"]).as_deref(),
+        Some("shutdown_timeout 8 s command line")
+    );
+}
+
+#[test]
+fn a_double_dash_right_after_the_target_is_not_an_argument() {
+    let said = |flags: &[&str], args: &[&str]| {
+        let finished = launch()
+            .words(&["--no-python"])
+            .words(flags)
+            .target("echo")
+            .target_args(args)
+            .run();
+        finished.expect_exit(0).stdout().join("\n")
+    };
+    assert_eq!(said(&[], &["--", "--b", "--"]), "[0] --b --");
+    assert_eq!(said(&[], &["a", "--", "--b"]), "[0] a -- --b");
+    assert_eq!(said(&["--"], &["--", "--b"]), "[0] -- --b");
 }

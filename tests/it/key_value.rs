@@ -3,7 +3,7 @@
 
 use std::time::{Duration, Instant};
 
-use ddp_worker::collective::{Failure, Place, connect};
+use ddp_worker::collective::{Failure, RankInfo, connect};
 use ddp_worker::session::{KeyValue, MemoryStore, Session, StoreError};
 
 use crate::harness::{Daemon, Launch, PATIENCE, Proxy, launch};
@@ -30,7 +30,7 @@ fn rank_of(session: &Session) -> usize {
 }
 
 fn connect_all(session: &Session, timeout: Duration) -> Result<(), Failure> {
-    let place = Place::on_one_node(rank_of(session), session.env().world_size.get() as usize);
+    let place = RankInfo::on_one_node(rank_of(session), session.env().world_size.get() as usize);
     connect(&place, session.store().as_ref(), &session.cancel(), timeout).map(drop)
 }
 

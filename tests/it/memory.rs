@@ -34,33 +34,37 @@ fn job(strategy: &str, precision: &str) -> TinyJob {
     })
 }
 
-/// Sixteen bytes a parameter, sharded as the strategy says: 4 + 4 + 8 in f32, 2 + 2 + 12 in bf16.
+/// Bytes of parameters, gradients and optimizer, sharded as the strategy says: 4 + 4 + 8 in f32, 2 + 4 + 12 in bf16.
 fn formula(strategy: &str, precision: &str, ranks: i64) -> i64 {
     let [params, grads, optimizer] = match precision {
         "f32" => [4, 4, 8],
-        _ => [2, 2, 12],
+        _ => [2, 4, 12],
     };
-    let sixteenths = match strategy {
-        "ddp" => return 16 * PARAMETERS,
+    let shares = match strategy {
+        "ddp" => return (params + grads + optimizer) * PARAMETERS,
         "zero1" => (params + grads) * ranks + optimizer,
         "zero2" => params * ranks + grads + optimizer,
         _ => params + grads + optimizer,
     };
-    PARAMETERS * sixteenths / ranks
+    PARAMETERS * shares / ranks
 }
 
 /// Padding, two blocks and the tied weight in flight, and under `zero3` as much gathered, positions and last norm too.
 fn buffers_at_most(strategy: &str, precision: &str, ranks: i64) -> i64 {
-    let each = if precision == "f32" { 4 } else { 2 };
+    let gathered = if precision == "f32" { 4 } else { 2 };
     let piece = ranks * CHUNK;
+    let (in_flight, also_gathered) = (
+        2 * (BLOCK + piece) + 256 * CHANNELS + piece,
+        2 * (BLOCK + piece) + 256 * CHANNELS + 3 * piece,
+    );
     let slots = match strategy {
         _ if ranks == 1 => 0,
-        "zero2" => 2 * (BLOCK + piece) + 256 * CHANNELS + piece,
-        "zero3" => 4 * (BLOCK + piece) + 2 * 256 * CHANNELS + 4 * piece,
+        "zero2" => 4 * in_flight,
+        "zero3" => 4 * in_flight + gathered * also_gathered,
         _ => 0,
     };
     // Two buckets and seven groups, cut at each other's ends.
-    9 * piece * 16 + each * slots
+    9 * piece * 18 + slots
 }
 
 /// Bytes of rank 0 after its first step.

@@ -4,7 +4,8 @@ use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
 use crate::harness::{
-    Daemon, Finished, Launch, ReservedPort, Running, children, environment_of, launch, temp_dir,
+    Daemon, Finished, Launch, ReservedPort, Running, TinyJob, children, environment_of, launch, metrics,
+    temp_dir, wait_for_step, worker,
 };
 
 /// Two nodes of one worker each, which work until a file exists.
@@ -177,9 +178,74 @@ fn a_node_that_was_suspended_until_all_others_had_left_says_so_and_ends() {
     let (_port, [host, late]) = suspended();
     host.finish().expect_exit(75);
     late.signal(Signal::SIGCONT);
-    late.finish()
-        .expect_exit(75)
-        .expect_stderr("the job went on without this node: it was suspended for ");
+    let late = late.finish();
+    late.expect_exit(75);
+    // What the host said before it left may still be in the socket.
+    let verdicts = [
+        "the job went on without this node: it was suspended for ",
+        "(node rank 1) was lost: no heartbeat for 9.0 s",
+    ];
+    let said = late.transcript();
+    assert!(verdicts.iter().any(|verdict| said.contains(verdict)), "{said}");
+}
+
+/// Two ranks train after `edit`, and are at step 7; with the daemon, which is tried for so many seconds.
+fn training(connect_timeout: u32, edit: impl FnOnce(&str) -> String) -> (Daemon, TinyJob, Running) {
+    let (daemon, job) = (Daemon::start(), TinyJob::with(edit));
+    let conf = format!("is_host=false,connect_timeout={connect_timeout}");
+    let running = launch()
+        .nproc(2)
+        .flag("--rdzv-endpoint", &daemon.endpoint)
+        .flag("--rdzv-id", "outage")
+        .flag("--rdzv-conf", &conf)
+        .dir(job.dir())
+        .target("tiny.yaml")
+        .start();
+    wait_for_step(&job.out(), 7);
+    (daemon, job, running)
+}
+
+#[test]
+fn training_is_saved_when_the_daemon_is_gone_for_good() {
+    let (daemon, job, running) = training(1, |yaml| {
+        let yaml = yaml.replace("steps: 40", "steps: 100000");
+        yaml.replace("checkpoint_every: 5", "checkpoint_every: 100000")
+    });
+    daemon.kill();
+    running
+        .finish()
+        .expect_exit(69)
+        .expect_stderr("cannot be reached after")
+        .expect_stderr("resume with `--set run.resume=auto --set run.out_dir=out`");
+    let reached = metrics(&job.out()).len();
+    let resume = launch()
+        .dir(job.dir())
+        .nproc(2)
+        .set("run.resume=require")
+        .set(&format!("train.steps={}", reached + 3));
+    resume
+        .target("tiny.yaml")
+        .run()
+        .expect_exit(0)
+        .expect_stdout(&format!("resumed after {reached}"));
+}
+
+#[test]
+fn training_that_ends_while_the_daemon_is_away_is_a_success() {
+    // The rest of the steps takes a moment.
+    let (daemon, job, mut running) = training(30, |yaml| yaml.replace("steps: 40", "steps: 400"));
+    let held = worker(running.pid(), "0");
+    let send = |signal| kill(Pid::from_raw(held), signal).expect("a living worker");
+    send(Signal::SIGSTOP);
+    daemon.kill();
+    running.wait_for("exit code 69 then");
+    send(Signal::SIGCONT);
+    running.wait_for("exit code 0 then");
+    running
+        .finish()
+        .expect_exit(0)
+        .expect_stderr("and the job is taken to have succeeded: rendezvous daemon at `");
+    assert_eq!(metrics(&job.out()).len(), 400);
 }
 
 #[track_caller]

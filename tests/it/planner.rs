@@ -75,7 +75,27 @@ fn machines_and_data_need_not_be_here() {
     )
     .expect_exit(0)
     .expect_stdout("Nothing fits into 20.5 GiB. `zero3` would with one of these:")
-    .expect_stdout("  4 nodes: 8 ranks: 20.0 GiB");
+    .expect_stdout("  8 nodes: 16 ranks: 15.7 GiB");
+}
+
+#[test]
+fn the_launch_section_says_how_many_ranks() {
+    let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nnodes: \"1:3\", nproc_per_node: 2}}\n"));
+    plan(job.dir(), &["tiny.yaml"])
+        .expect_exit(0)
+        .expect_stdout("6 = 3 nodes × 2");
+    plan(
+        job.dir(),
+        &["tiny.yaml", "--nnodes", "1", "--nproc-per-node", "4"],
+    )
+    .expect_exit(0)
+    .expect_stdout("4 = 1 node × 4");
+    let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_nod: 2}}\n"));
+    plan(job.dir(), &["tiny.yaml"])
+        .expect_exit(2)
+        .expect_stderr("`launch.nproc_per_nod`: unknown key, did you mean `nproc_per_node`?");
+    let job = TinyJob::with(|yaml| format!("{yaml}launch: {{nproc_per_node: 70000000}}\n"));
+    plan(job.dir(), &["tiny.yaml"]).expect_exit(2);
 }
 
 #[test]

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use crate::harness::{Finished, launch, python_is_missing, repository, temp_dir};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+use crate::harness::{Finished, launch, launch_from, python_is_missing, repository, temp_dir};
 
 const SCRIPT: &str = "examples/python-script/show_contract.py";
 
@@ -138,4 +141,114 @@ print('finished')
         .expect_stderr("(phase training, step 2)")
         .expect_stderr("died of SIGABRT; restart 1 of 1")
         .expect_stdout("[1] finished");
+}
+
+/// Writes a program that stands for an interpreter.
+fn interpreter(path: PathBuf, script: &str) -> PathBuf {
+    std::fs::create_dir_all(path.parent().expect("a folder")).expect("writable");
+    std::fs::write(&path, format!("#!/bin/sh\n{script}\n")).expect("writable");
+    std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o755)).expect("ours");
+    path
+}
+
+/// Folders with an interpreter each, a copy of `ddp-run` in `beside/bin`, and a script.
+fn environments(dir: &Path) {
+    for name in ["exec", "venv", "conda", "beside", "path"] {
+        interpreter(dir.join(name).join("bin/python3"), &format!("echo {name}"));
+    }
+    interpreter(dir.join("old/bin/python"), "echo old");
+    let copy = dir.join("beside/bin/ddp-run");
+    std::fs::copy(env!("CARGO_BIN_EXE_ddp-run"), copy).expect("a copy of the program");
+    std::fs::write(dir.join("t.py"), "").expect("writable");
+}
+
+#[test]
+fn a_script_runs_under_the_interpreter_of_its_environment() {
+    let dir = temp_dir();
+    environments(dir.path());
+    let below = |name: &str| dir.path().join(name).display().to_string();
+    let (built, beside) = (env!("CARGO_BIN_EXE_ddp-run"), &below("beside/bin/ddp-run"));
+    // The program, which of its places are named, which folder is in `PATH`, and whose interpreter runs.
+    for (program, named, path, expected) in [
+        (beside.as_str(), "exec venv conda", "path", "exec"),
+        (beside, "venv conda", "path", "venv"),
+        (beside, "conda", "path", "conda"),
+        (beside, "gone", "path", "beside"),
+        (beside, "", "path", "beside"),
+        (built, "", "path", "path"),
+        (built, "", "old", "old"),
+    ] {
+        let mut launch = launch_from(program).env("PATH", &below(&format!("{path}/bin")));
+        for (name, variable, value) in [
+            ("exec", "PYTHON_EXEC", "exec/bin/python3"),
+            ("venv", "VIRTUAL_ENV", "venv"),
+            ("conda", "CONDA_PREFIX", "conda"),
+            ("gone", "VIRTUAL_ENV", "gone"),
+        ] {
+            if named.split(' ').any(|word| word == name) {
+                launch = launch.env(variable, &below(value));
+            }
+        }
+        launch
+            .target(dir.path().join("t.py"))
+            .run()
+            .expect_exit(0)
+            .expect_stdout(&format!("[0] {expected}"));
+    }
+}
+
+#[test]
+fn a_missing_module_is_reported_with_the_interpreter_that_lacks_it() {
+    let dir = temp_dir();
+    let words = "ModuleNotFoundError: No module named 'torch'";
+    let python = interpreter(
+        dir.path().join("bin/python3"),
+        &format!("echo \"{words}\" >&2; exit 1"),
+    );
+    std::fs::write(dir.path().join("t.py"), "").expect("writable");
+    launch()
+        .env("PYTHON_EXEC", python.to_str().expect("unicode"))
+        .target(dir.path().join("t.py"))
+        .run()
+        .expect_exit(1)
+        .expect_stderr(&format!("hint: the interpreter was `{}`", python.display()));
+}
+
+#[test]
+fn a_folder_with_a_main_module_is_a_script() {
+    let dir = temp_dir();
+    let python = interpreter(dir.path().join("bin/python3"), r#"echo "$@""#);
+    let package = dir.path().join("package");
+    std::fs::create_dir(&package).expect("writable");
+    std::fs::write(package.join("__main__.py"), "").expect("writable");
+    launch()
+        .env("PYTHON_EXEC", python.to_str().expect("unicode"))
+        .target(&package)
+        .target_args(&["--", "--lr", "1"])
+        .run()
+        .expect_exit(0)
+        .expect_stdout(&format!("[0] -u {} --lr 1", package.display()));
+}
+
+#[test]
+fn pytorch_is_asked_for_the_number_of_xpus() {
+    let dir = temp_dir();
+    std::fs::write(dir.path().join("t.py"), "").expect("writable");
+    let with = |xpus: &str| {
+        let script = format!(r#"[ "$1" = -c ] && {{ {xpus}; exit; }}; echo "$LOCAL_RANK of $WORLD_SIZE""#);
+        let python = interpreter(dir.path().join("bin/python3"), &script);
+        launch()
+            .env("PYTHON_EXEC", python.to_str().expect("unicode"))
+            .flag("--nproc-per-node", "xpu")
+            .target(dir.path().join("t.py"))
+            .run()
+    };
+    with("echo 3").expect_exit(0).expect_stdout("[2] 2 of 3");
+    let python = dir.path().join("bin/python3").display().to_string();
+    for none in ["echo 0", "exit 1"] {
+        with(none)
+            .expect_exit(2)
+            .expect_stderr("`--nproc-per-node xpu`: PyTorch shows no XPU")
+            .expect_stderr(&python);
+    }
 }

@@ -1,9 +1,11 @@
 //! Which signals stop a job, which ones pass through, and which ones are nobody's business.
 
-use nix::sys::signal::Signal;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::harness::{
-    Program, Running, Sentinel, TinyJob, hangup_is_ignored, launch, parameters, wait_for_step,
+    Program, Running, Sentinel, TinyJob, descendants, environment_of, eventually, hangup_is_ignored, launch,
+    parameters, wait_for_step, worker,
 };
 
 /// Says when it is ready, when it is asked to stop, and when it hears a hangup.
@@ -48,7 +50,7 @@ fn a_signal_that_was_not_asked_for_ends_the_launcher_as_any_program() {
         !shown.contains("saved") && !shown.contains("heard"),
         "no orderly stop: {shown}"
     );
-    sentinel.expect_all_gone_soon();
+    sentinel.expect_all_gone();
 }
 
 #[test]
@@ -106,6 +108,67 @@ fn a_signal_cannot_stop_the_job_and_leave_it_running() {
         .run()
         .expect_exit(2)
         .expect_stderr("SIGUSR1 is in `--signals-to-handle` and in `--forward-signals`");
+}
+
+/// As Slurm's `proctrack/linuxproc` and systemd's `KillMode=control-group` do it.
+#[test]
+fn native_workers_save_when_every_process_of_the_job_is_signalled() {
+    let job = TinyJob::with(|yaml| {
+        let yaml = yaml.replace("checkpoint_every: 5", "checkpoint_every: 0");
+        yaml.replace("steps: 40", "steps: 1000000")
+    });
+    let running = launch().nproc(2).dir(job.dir()).target("tiny.yaml").start();
+    let workers = ["0", "1"].map(|rank| worker(running.pid(), rank));
+    let signal_workers = |signal| {
+        for pid in workers {
+            kill(Pid::from_raw(pid), signal).expect("a living worker");
+        }
+    };
+    // Before they have begun, and while they train.
+    signal_workers(Signal::SIGTERM);
+    wait_for_step(&job.out(), 2);
+    signal_workers(Signal::SIGINT);
+    signal_workers(Signal::SIGTERM);
+    for pid in descendants(running.pid()) {
+        kill(Pid::from_raw(pid), Signal::SIGTERM).expect("a living process");
+    }
+    running.signal(Signal::SIGTERM);
+    running
+        .finish()
+        .expect_exit(143)
+        .expect_stdout("the checkpoint is saved")
+        .expect_stderr("resume with `--set run.resume=auto");
+    parameters(&job.out());
+}
+
+#[test]
+fn native_workers_that_ignore_signals_end_with_their_launcher() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1000000"));
+    let running = launch().nproc(2).dir(job.dir()).target("tiny.yaml").start();
+    let workers = ["0", "1"].map(|rank| worker(running.pid(), rank));
+    wait_for_step(&job.out(), 2);
+    running.signal(Signal::SIGKILL);
+    running.finish().expect_killed_by(Signal::SIGKILL);
+    for pid in workers {
+        eventually("the workers to go with their launcher", || {
+            (!environment_of(pid).contains_key("DDP_JOB_MARKER")).then_some(())
+        });
+    }
+}
+
+#[test]
+fn native_workers_that_do_not_stop_are_killed_after_the_grace() {
+    let job = TinyJob::with(|yaml| yaml.replace("steps: 40", "steps: 1000000"));
+    let launch = launch().nproc(2).flag("--shutdown-timeout", "0.3");
+    let running = launch.dir(job.dir()).target("tiny.yaml").start();
+    let held = worker(running.pid(), "1");
+    wait_for_step(&job.out(), 2);
+    kill(Pid::from_raw(held), Signal::SIGSTOP).expect("a living worker");
+    running.signal(Signal::SIGTERM);
+    running
+        .finish()
+        .expect_exit(143)
+        .expect_stderr("the workers were stopped before they had saved");
 }
 
 /// A native worker that nobody has launched, with these settings.

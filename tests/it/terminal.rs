@@ -135,7 +135,7 @@ fn a_worker_that_has_the_terminal_does_not_outlive_its_launcher() {
     let mut screen = launch().shell(&script).on_screen();
     screen.wait_for("ready");
     kill(Pid::from_raw(screen.pid()), Signal::SIGKILL).expect("a child of ours");
-    sentinel.expect_all_gone_soon();
+    sentinel.expect_all_gone();
     screen.finish();
 }
 

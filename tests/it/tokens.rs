@@ -93,11 +93,12 @@ fn the_script_of_the_gpt2_tokens_example_runs() {
     script
         .run()
         .expect_exit(0)
-        .expect_stdout("1 document, 466273 bytes of text: ")
+        .expect_stdout("1 document, 398868 bytes of text: ")
+        .expect_stdout("1 document, 67405 bytes of text: ")
         .expect_stdout("  tokenizer: gpt2")
         .expect_stdout("gpt2, 50,257 tokens, ")
-        .expect_stdout("nats a token: unigram ")
-        .expect_stdout(" nats a byte, with ");
+        .expect_stdout("nats per token: unigram ")
+        .expect_stdout(" nats per byte, with ");
     let uniform = 50_304_f64.ln();
     let loss = losses(&dir.path().join("out"))[0];
     assert!(
@@ -113,6 +114,29 @@ fn the_script_of_the_gpt2_tokens_example_runs() {
         "{summary}"
     );
     assert!(summary["entropies"].get("bigram").is_none(), "{summary}");
+}
+
+/// As its README says: the loss is well below that of a model that knows the frequencies only.
+#[test]
+#[ignore = "a minute of training: .ci/run examples"]
+fn what_the_readme_of_the_examples_says_of_gpt2_tokens_is_reached() {
+    let dir = temp_dir();
+    let binaries = Path::new(env!("CARGO_BIN_EXE_ddp-run"))
+        .parent()
+        .expect("a folder of binaries");
+    Program::new(repository("examples/gpt2-tokens/run.sh"))
+        .args(["--set", "run.out_dir=out"].map(Into::into))
+        .env("DDP_BIN", &binaries.display().to_string())
+        .dir(dir.path())
+        .run()
+        .expect_exit(0);
+    let summary = std::fs::read(dir.path().join("out/summary.json")).expect("a summary");
+    let summary: serde_json::Value = serde_json::from_slice(&summary).expect("JSON");
+    let number = |pointer| summary.pointer(pointer).and_then(serde_json::Value::as_f64);
+    let [loss, unigram, bytes] = ["/val_loss", "/entropies/unigram", "/bytes_per_token"]
+        .map(|pointer| number(pointer).expect("a number"));
+    assert!(loss < unigram - 0.3, "{summary}");
+    assert!((loss / bytes - 1.45).abs() < 0.03, "{summary}");
 }
 
 #[test]

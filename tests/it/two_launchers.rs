@@ -232,3 +232,33 @@ fn a_failure_restarts_both_nodes() {
         finished.expect_exit(0).expect_stdout("second life of");
     }
 }
+
+#[test]
+fn runs_that_looked_for_a_log_folder_at_the_same_time_get_one_each() {
+    let daemon = Daemon::start();
+    let (shared, own) = (temp_dir(), temp_dir());
+    let node = |rank: &str, logs: &std::path::Path| {
+        launch()
+            .node_of(2, &daemon.endpoint, "slow")
+            .flag("--rdzv-conf", "is_host=false")
+            .flag("--node-rank", rank)
+            .flag("--log-dir", logs.to_str().expect("unicode"))
+            .shell("echo slow")
+    };
+    // It has looked, and writes only when the other node is there.
+    let mut first = node("0", shared.path()).start();
+    first.wait_for("waiting for 1 node");
+    launch()
+        .flag("--log-dir", shared.path().to_str().expect("unicode"))
+        .shell("echo quick")
+        .run()
+        .expect_exit(0);
+    node("1", own.path()).run().expect_exit(0);
+    first.finish().expect_exit(0);
+    let said = |attempt: u32| {
+        let log = shared.path().join(format!("attempt_{attempt}/0/stdout.log"));
+        std::fs::read_to_string(log).expect("a log file")
+    };
+    assert_eq!([said(0), said(1)], ["quick\n", "slow\n"]);
+    daemon.stop().expect_exit(0);
+}

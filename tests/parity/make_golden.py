@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Losses of a small GPT-2 over 50 steps, computed by PyTorch: an independent implementation to compare with.
 
-    pip install torch numpy && python3 tests/parity/make_golden.py
+    pip install torch numpy blake3 && python3 tests/parity/make_golden.py
 
 writes `golden.json` beside this file. Nothing of the worker is used: first values (Philox and Box-Muller), the order
 of the samples, the network, clipping, the schedule and the update are written down here once more.
@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
+from blake3 import blake3
 
 HERE = Path(__file__).resolve().parent
 TEXT = HERE.parent.parent / "examples/data/python-reference.txt"
@@ -55,12 +56,14 @@ def philox(counter, key):
     return c
 
 
-def normal(param, shape, std):
-    """Element `e` is word `e mod 4` of block `e div 4`, made normal (Box & Muller 1958)."""
+def normal(key, shape, std):
+    """Element `e` is word `e mod 4` of block `e div 4` of the key's stream, made normal (Box & Muller 1958)."""
+    stream = blake3(key.encode(), derive_key_context="ddp-worker first values of a parameter").digest()
+    low, high = (int.from_bytes(stream[at : at + 4], "little") for at in (0, 4))
     count = math.prod(shape)
     blocks = np.arange((count + 3) // 4, dtype=np.uint64)
     same = np.ones_like(blocks)
-    counter = [blocks, same * 0, same * np.uint64(param), same * np.uint64(0x494E4954)]
+    counter = [blocks, same * 0, same * np.uint64(low), same * np.uint64(high)]
     w = [x.astype(np.float64) for x in philox(counter, [SETTINGS["seed"] & 0xFFFFFFFF, SETTINGS["seed"] >> 32])]
     out = []
     for r, a in ((w[0], w[1]), (w[2], w[3])):
@@ -72,7 +75,7 @@ def normal(param, shape, std):
 
 
 def first_values():
-    """Name to f32 tensor, in the order in which parameters are numbered; matrices are `[inputs, outputs]`."""
+    """Name to f32 tensor; matrices are `[inputs, outputs]`."""
     layers, c = SETTINGS["n_layer"], SETTINGS["n_embd"]
     into_stream = np.float32(0.02) / np.sqrt(np.float32(2 * layers))
     shapes = [("wte.weight", (VOCAB, c), 0.02), ("wpe.weight", (SETTINGS["block_size"], c), 0.02)]
@@ -87,8 +90,8 @@ def first_values():
     shapes += [("ln_f.weight", (c,), 1), ("ln_f.bias", (c,), 0)]
     # Vectors are constant: ones and zeros.
     return {
-        name: normal(i, shape, value) if len(shape) > 1 else torch.full(shape, float(value))
-        for i, (name, shape, value) in enumerate(shapes)
+        name: normal(name, shape, value) if len(shape) > 1 else torch.full(shape, float(value))
+        for name, shape, value in shapes
     }
 
 

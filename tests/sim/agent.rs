@@ -5,8 +5,8 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    Assignment, DaemonMessage, Heartbeat, JobOver, Join, Leave, NodeStopped, NodeSucceeded, Place,
-    WorkerExit, refused,
+    Assignment, DaemonMessage, Heartbeat, JobOver, Join, Leave, NodeLeaving, NodeStopped, NodeSucceeded,
+    Place, WorkerExit, refused,
 };
 use ddp_run::rendezvous::ConnId;
 
@@ -42,6 +42,8 @@ pub(crate) enum Life {
     Succeeded,
     /// Stops its workers; the world tells it when they are gone.
     Stopping,
+    /// Was stopped by a signal: its workers stop, and it leaves when they are gone.
+    Leaving,
     /// Has reported the end of a failed job, and waits for the last word to exit with this code.
     Listening(i32),
     /// Has ended in order, or was killed.
@@ -106,7 +108,7 @@ impl Agent {
                 vec![Wish::RunWorkers]
             }
             Reply::GenerationOver(over) => match self.life {
-                Life::Running(_) | Life::Succeeded => {
+                Life::Running(_) | Life::Succeeded | Life::Leaving => {
                     if let Some(place) = &mut self.place {
                         place.over = true;
                         if let Some(assignment) = place.assignment.as_mut().filter(|_| over.max_restarts > 0)
@@ -120,6 +122,9 @@ impl Agent {
                         "`{}` runs another generation",
                         self.incarnation
                     );
+                    if self.life == Life::Leaving {
+                        return vec![];
+                    }
                     self.life = Life::Stopping;
                     self.report = None;
                     vec![Wish::StopWorkers]
@@ -194,6 +199,14 @@ impl Agent {
     pub(crate) fn workers_succeeded(&mut self) -> Vec<Wish> {
         self.life = Life::Succeeded;
         let report = Body::NodeSucceeded(NodeSucceeded {});
+        self.report = Some(report.clone());
+        vec![Wish::Send(report)]
+    }
+
+    /// A user stops it: its workers are to stop.
+    pub(crate) fn leaving(&mut self, signal: i32) -> Vec<Wish> {
+        self.life = Life::Leaving;
+        let report = Body::NodeLeaving(NodeLeaving { signal });
         self.report = Some(report.clone());
         vec![Wish::Send(report)]
     }

@@ -39,6 +39,8 @@ enum Happening {
     Heartbeats(usize, ConnId),
     WorkersEnd(usize, u64),
     WorkersGone(usize, u64),
+    /// The workers of an agent are gone that was stopped by this signal.
+    Leaves(usize, i32),
     /// An agent has waited long enough for the last word.
     Listened(usize),
     /// A new process on a host.
@@ -209,8 +211,9 @@ impl World {
         for agent in &self.agents {
             let (code, verdict) = (agent.exit_code, self.witness.verdict(&agent.incarnation));
             // A node that comes when the job is over, or that nobody joins in time, ends with 75; one that asks for
-            // a rank while a dead process still seems to hold it, with 2.
-            let twin = self.ranks_asked && code == Some(2);
+            // a rank while a dead process still seems to hold it, with 2; one that comes to a job of one node while a
+            // dead process still seems to be that node, with 76.
+            let twin = (self.ranks_asked && code == Some(2)) || (self.max_nodes == 1 && code == Some(76));
             assert!(
                 code.is_none() || code == verdict || code == Some(75) || twin,
                 "{agent:?}, but {verdict:?}"
@@ -254,6 +257,11 @@ impl World {
                 if it.life == Life::Stopping && it.generation == generation {
                     let wishes = it.stopped();
                     self.grant(agent, wishes);
+                }
+            }
+            Happening::Leaves(agent, signal) => {
+                if self.agents[agent].life == Life::Leaving {
+                    self.exit(agent, Some(signal));
                 }
             }
             Happening::Listened(agent) => {

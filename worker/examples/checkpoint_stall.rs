@@ -231,6 +231,7 @@ impl Sizes {
                 block_size: 256,
                 vocab_size: None,
                 init_from: None,
+                dropout: 0.0,
             },
             data: config::Data {
                 train: data.to_owned().into(),

@@ -16,10 +16,10 @@ use std::time::{Duration, Instant};
 use ddp_worker::config;
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Event, Stream};
 use ddp_worker::model::{
-    Activation, ActivationPool, Context, LocalGrads, LocalParams, Model, StepKey, backward, build, forward,
-    saved_for,
+    Activation, ActivationPool, Context, Flight, LocalGrads, LocalParams, Model, NoHooks, Passes, build,
 };
-use ddp_worker::ops::{AdamW, AdamWStep, AttentionShape, CHUNK, ClipScale, LinearShape, Op, SquaredNorm};
+use ddp_worker::ops::{AttentionShape, CHUNK, ClipScale, LinearShape, Op, Rates, Runs, SquaredNorm, Update};
+use ddp_worker::optim::AdamW;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let sizes = Sizes::from_args()?;
@@ -37,6 +37,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         block_size: sizes.positions,
         vocab_size: Some(sizes.vocab),
         init_from: None,
+        dropout: 0.0,
     };
     let model = build(&config, sizes.vocab)?;
     let millions = model.param_count() as f64 / 1e6;
@@ -202,13 +203,18 @@ impl Run {
             targets: &self.targets,
             dloss: Some(&self.dloss),
             dtype: DType::F32,
-            key: StepKey::default(),
+            samples: None,
             timeline: None,
         };
         self.grads.start_step();
-        let mut saved = saved_for(model);
-        drop(forward(model, &ctx, &self.params, &self.tokens, &mut saved)?);
-        backward(model, &ctx, &self.params, &mut saved, &mut self.grads)?;
+        let passes = Passes {
+            model,
+            ctx: &ctx,
+            params: &self.params,
+        };
+        let mut flight = Flight::over(model.whole());
+        drop(passes.forward(&mut flight, &self.tokens, &mut NoHooks)?);
+        passes.backward(&mut flight, None, &mut NoHooks, &mut self.grads)?;
         self.steps += 1;
         let [partials, norm, scale] = self.norm.clone();
         let [m, v] = self.moments.clone();
@@ -223,23 +229,20 @@ impl Run {
             max_norm: Some(1.0),
             norm,
             scale: scale.clone(),
+            updates: None,
         });
-        ctx.enqueue(AdamW {
+        ctx.enqueue(Update {
+            rule: Arc::new(AdamW {
+                betas: [0.9, 0.95],
+                eps: 1e-8,
+            }),
+            runs: Runs::uniform(self.params.whole().len(), Rates::new(1e-4, 0.1)),
             param: self.params.whole(),
             copy: None,
             grad: self.grads.whole(),
-            m,
-            v,
+            slots: vec![m, v],
             scale,
-            weight_decay: 0.1,
-            spared: [].into(),
-            hyper: AdamWStep {
-                lr: 1e-4,
-                beta1: 0.9,
-                beta2: 0.95,
-                eps: 1e-8,
-                step: self.steps,
-            },
+            step: self.steps,
         });
         self.device.synchronize(self.stream)?;
         Ok(started.elapsed())
@@ -309,7 +312,7 @@ fn account(op: &Op) -> (String, Cost) {
         Op::EncoderForward(op) => plain(2 * op.out.bytes()),
         Op::TokenBackward(op) => plain(op.dout.bytes() + op.dwte.bytes()),
         Op::PositionBackward(op) => plain(op.dout.bytes()),
-        Op::AdamW(op) => plain(7 * op.param.bytes()),
+        Op::Update(op) => plain(7 * op.param.bytes()),
         Op::SquaredNorm(op) => plain(op.x.bytes()),
         _ => plain(0),
     }

@@ -12,6 +12,7 @@
 //! | [`data`] | from a token file to the samples of a rank | models |
 //! | [`checkpoint`] | tensors and manifest on disk | which rank held what |
 //! | [`libraries`] | which files of the machine are loaded at run time | what their functions do |
+//! | [`mesh`] | axes, coordinates, groups: all that is known about numbers of ranks | what the ranks do |
 //! | [`metrics`] | the files of a run beside its checkpoints | how the numbers came about |
 //! | [`pretrained`] | published weights as first values | ranks |
 //! | [`plan`] | what a run costs before it runs | how it runs |
@@ -29,6 +30,7 @@ pub mod config;
 pub mod data;
 pub mod device;
 pub mod libraries;
+pub mod mesh;
 pub mod metrics;
 pub mod model;
 pub mod ops;

@@ -4,10 +4,10 @@ mod train_support;
 
 use std::path::Path;
 
-use ddp_worker::checkpoint::{Kind, Reader, Which, file_stem};
+use ddp_worker::checkpoint::{Reader, TensorKind, TensorRecord, Which, file_stem};
 use ddp_worker::config::{
-    Accumulate, LastBatch, OnNonFinite, OptimizerHome, Precision, Recompute, ReduceDtype, Rescale, Resume,
-    ShardGroup, Strategy, TrainConfig,
+    Accumulate, LastBatch, LearningRate, OnNonFinite, OptimizerHome, OptimizerKind, Precision, Recompute,
+    Rescale, Resume, ShardGroup, Strategy, TrainConfig,
 };
 use train_support::faulty::{Fault, FaultyDevice, Spoilt};
 use train_support::{Job, Trained};
@@ -19,8 +19,11 @@ const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zer
 fn shares(job: &Job, ranks: u32) -> Vec<u64> {
     let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
     let written_by = |rank| {
-        let file = format!("{}.safetensors", file_stem(Kind::Parameter, rank, ranks as usize));
-        let pieces = reader.manifest().tensors.iter().flat_map(|t| &t.pieces);
+        let file = format!(
+            "{}.safetensors",
+            file_stem(&TensorKind::Parameter, rank, ranks as usize)
+        );
+        let pieces = reader.manifest().tensors.iter().flat_map(TensorRecord::ranges);
         let own = pieces.filter(|piece| piece.file == file);
         own.map(|piece| piece.end - piece.start).sum()
     };
@@ -44,8 +47,6 @@ fn one_step(strategy: Strategy, precision: Precision) -> Job {
 
 fn set(config: &mut TrainConfig, precision: Precision) {
     config.train.precision = precision;
-    // So that a gradient can be spoilt.
-    config.parallel.reduce_dtype = (precision == Precision::Bf16).then_some(ReduceDtype::F32);
 }
 
 /// Goes on from a copy of a run on other ranks, which load its state and have nothing to do but to save it as another
@@ -196,6 +197,13 @@ fn a_run_goes_on_with_the_same_bits_whatever_it_is_made_of() {
         c.parallel.strategy = Strategy::Zero1;
         c.train.offload.optimizer = OptimizerHome::File;
     });
+    for kind in [OptimizerKind::Lion, OptimizerKind::Sgd, OptimizerKind::Muon] {
+        goes_on_as_undisturbed(&format!("{kind:?}"), 2, |c| {
+            c.parallel.strategy = Strategy::Zero2;
+            c.train.optimizer.kind = kind;
+            c.train.schedule.kind = LearningRate::InverseSqrt;
+        });
+    }
     goes_on_as_undisturbed("two copies of the state", 4, |c| {
         c.parallel.strategy = Strategy::Zero3;
         c.parallel.shard_group = Some(ShardGroup::Ranks(2));

@@ -3,15 +3,13 @@
 mod collective_world;
 
 use std::io::Write;
-use std::net::{SocketAddr, TcpStream};
+use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use collective_world::{PATIENCE, Rank, World, done, failure, launch};
-use ddp_worker::collective::{
-    Communicator, Executor, Failure, Launch, Mesh, Place, ReduceOp, Traffic, connect,
-};
-use ddp_worker::device::{ArenaSpec, DType, DeviceError, Event};
+use ddp_worker::collective::{Communicator, Executor, Failure, Launch, RankInfo, ReduceOp, Traffic, connect};
+use ddp_worker::device::{ArenaSpec, DType, DeviceError, Event, EventState};
 use ddp_worker::session::KeyValue;
 
 const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
@@ -116,6 +114,78 @@ fn a_rank_that_never_connects_is_named() {
                 }
             }
         });
+    }
+}
+
+/// An address at which a system drops what comes, as a firewall does: the queue of the listener is full.
+fn deaf_address() -> (SocketAddr, impl Sized) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    nix::sys::socket::listen(&listener, nix::sys::socket::Backlog::new(0).unwrap()).unwrap();
+    let address = listener.local_addr().unwrap();
+    let mut queued = Vec::new();
+    while let Ok(stream) = TcpStream::connect_timeout(&address, Duration::from_secs(1)) {
+        queued.push(stream);
+    }
+    (address, (listener, queued))
+}
+
+#[test]
+fn a_rank_that_cannot_be_reached_is_named_with_its_address() {
+    let world = World::of(&[1, 1]);
+    let (address, _listener) = deaf_address();
+    let card = serde_json::json!({"node": 0, "local": 0, "unix": "", "tcp": address, "token": "0"});
+    let card = serde_json::to_vec(&card).unwrap();
+    world.store.put("collective/0", &card, Instant::now()).unwrap();
+    let failure = world
+        .connect(&world.places()[1])
+        .err()
+        .expect("nobody answers")
+        .to_string();
+    let (what, hint) = failure.split_once("\n  hint: ").expect(&failure);
+    assert!(
+        what.starts_with(&format!("cannot reach rank 0 at `{address}`: no answer within ")),
+        "{failure}"
+    );
+    assert!(hint.starts_with("are ports between the nodes open?"), "{failure}");
+}
+
+/// Waits until somebody in the world says that it waits for exactly this rank, and returns in what.
+fn awaited(world: &World, rank: usize) -> String {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        let waits = world.cancel.waits();
+        if let Some(wait) = waits.iter().find(|wait| wait.ranks == [rank]) {
+            return wait.what.clone();
+        }
+        assert!(Instant::now() < deadline, "{waits:?}");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_set_up_says_for_whom_it_waits() {
+    for nodes in [&[2][..], &[1, 1]] {
+        let world = World::of(nodes);
+        let places = world.places();
+        std::thread::scope(|scope| {
+            let connect = |rank: usize| {
+                let (world, place) = (&world, &places[rank]);
+                scope.spawn(move || world.connect(place).unwrap())
+            };
+            let first = connect(0);
+            assert_eq!(awaited(&world, 1), "connect of `world`");
+            let second = connect(1);
+            let allocate = |transport| {
+                let comm = Communicator::new("pair", transport, Executor::Inline, PATIENCE, &world.cancel);
+                Rank::new(comm).arena(true, &[1.0_f32])
+            };
+            let (first, second) = (first.join().unwrap(), second.join().unwrap());
+            let first = scope.spawn(move || allocate(first));
+            assert_eq!(awaited(&world, 1), "shared allocation (test) of `pair`");
+            allocate(second);
+            first.join().unwrap();
+        });
+        assert!(world.cancel.waits().is_empty(), "{nodes:?}");
     }
 }
 
@@ -246,12 +316,6 @@ fn splits_must_agree() {
                 "{failure:?}"
             ),
         }
-    });
-    World::of(&[2]).run(Executor::Inline, |rank| {
-        let error = Mesh::new(&rank.comm, &[("dp", 2), ("tp", 2)], Executor::Inline)
-            .err()
-            .unwrap();
-        assert!(error.to_string().contains("do not multiply to 2"), "{error}");
     });
 }
 
@@ -438,15 +502,45 @@ fn a_buffer_that_is_never_ready_is_an_error_with_the_whole_time() {
     assert_eq!(failures[0].to_string(), "waited 700 ms for a gradient");
 }
 
+/// Reached between the end of a wait for it and the next look at it.
+struct ReachedAfterTheWait;
+
+impl EventState for ReachedAfterTheWait {
+    fn poll(&self) -> Option<Result<(), DeviceError>> {
+        Some(Ok(()))
+    }
+
+    fn wait(&self, _: Instant) -> Result<(), DeviceError> {
+        Err(DeviceError::TimedOut {
+            what: "a gradient".into(),
+            waited_ms: 0,
+        })
+    }
+
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+#[test]
+fn a_buffer_that_is_ready_just_after_a_wait_for_it_ended_is_no_error() {
+    World::of(&[1]).run(Executor::Inline, |rank| {
+        let arena = rank.arena(false, &[1.0_f32; 4]);
+        let after = Event::new(ReachedAfterTheWait);
+        let launch = Launch::after(after, Traffic::Grads, "test");
+        done(&rank.comm.all_reduce(&arena.whole(), SUM, launch));
+    });
+}
+
 #[test]
 fn a_place_outside_its_world_is_refused() {
     let world = World::of(&[2]);
     let good = world.places().remove(1);
     for change in [
-        |place: &mut Place| place.rank = 2,
-        |place: &mut Place| place.local_rank = 2,
-        |place: &mut Place| place.local_world_size = 3,
-        |place: &mut Place| place.world_size = 0,
+        |place: &mut RankInfo| place.rank = 2,
+        |place: &mut RankInfo| place.local_rank = 2,
+        |place: &mut RankInfo| place.local_world_size = 3,
+        |place: &mut RankInfo| place.world_size = 0,
     ] {
         let mut place = good.clone();
         change(&mut place);

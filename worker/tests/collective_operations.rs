@@ -3,7 +3,7 @@
 mod collective_world;
 
 use collective_world::{Rank, World, done, fill, launch, numbers, read};
-use ddp_worker::collective::{Executor, Launch, Mesh, ReduceOp, Traffic, WireBytes};
+use ddp_worker::collective::{Executor, Launch, ReduceOp, Traffic, WireBytes};
 use ddp_worker::plan::AllReduce;
 use half::bf16;
 
@@ -332,15 +332,16 @@ fn wire_bytes_of_small_gradients_equal_the_formula() {
 fn a_2_by_2_mesh_and_two_groups_at_once() {
     for nodes in [&[4][..], &[2, 2], &[1, 3]] {
         World::of(nodes).run(Executor::Inline, |rank| {
-            let mesh = Mesh::new(&rank.comm, &[("dp", 2), ("tp", 2)], Executor::Thread).unwrap();
-            let (dp, tp) = (mesh.group("dp").unwrap(), mesh.group("tp").unwrap());
             let me = rank.rank();
+            let group = |name, members: [usize; 2]| {
+                let split = rank.comm.split(name, &members, Executor::Thread);
+                split.unwrap()
+            };
+            let dp = group("dp", [me % 2, me % 2 + 2]);
+            let tp = group("tp", [me / 2 * 2, me / 2 * 2 + 1]);
             assert_eq!(dp.members(), [me % 2, me % 2 + 2]);
             assert_eq!(tp.members(), [me / 2 * 2, me / 2 * 2 + 1]);
-            assert_eq!(
-                (mesh.coordinate("dp"), mesh.coordinate("tp")),
-                (Some(me / 2), Some(me % 2))
-            );
+            assert_eq!((dp.rank(), tp.rank()), (me / 2, me % 2));
             // Arenas of the world serve the subgroups in place.
             let across = rank.arena(true, &numbers(me, 100_000));
             let along = rank.arena(true, &numbers(me + 10, 100_000));

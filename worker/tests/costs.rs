@@ -16,10 +16,10 @@ use train_support::Job;
 use train_support::probed::{Moment, ProbedDevice};
 
 const ALL: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
-const TYPES: [(Precision, Option<ReduceDtype>); 3] = [
-    (Precision::F32, None),
-    (Precision::Bf16, None),
-    (Precision::Bf16, Some(ReduceDtype::F32)),
+const TYPES: [(Precision, ReduceDtype); 3] = [
+    (Precision::F32, ReduceDtype::F32),
+    (Precision::Bf16, ReduceDtype::Bf16),
+    (Precision::Bf16, ReduceDtype::F32),
 ];
 
 const LAYERS: usize = 2;
@@ -59,11 +59,11 @@ fn outlook(job: &Job, world: usize) -> Outlook {
 }
 
 /// Bytes of an element: of parameters, of gradients on the wire, and of gradients that are kept.
-fn widths((precision, reduce_dtype): (Precision, Option<ReduceDtype>), micro_batches: usize) -> [usize; 3] {
+fn widths((precision, reduce_dtype): (Precision, ReduceDtype), micro_batches: usize) -> [usize; 3] {
     let params = if precision == Precision::Bf16 { 2 } else { 4 };
     let wire = match reduce_dtype {
-        Some(ReduceDtype::F32) => 4,
-        _ => params,
+        ReduceDtype::F32 => 4,
+        ReduceDtype::Bf16 => 2,
     };
     [params, wire, if micro_batches > 1 { 4 } else { wire }]
 }
@@ -72,7 +72,7 @@ fn widths((precision, reduce_dtype): (Precision, Option<ReduceDtype>), micro_bat
 #[derive(Clone, Copy, Debug)]
 struct Case {
     strategy: Strategy,
-    types: (Precision, Option<ReduceDtype>),
+    types: (Precision, ReduceDtype),
     world: usize,
     micro_batches: usize,
     accumulate: Accumulate,
@@ -182,7 +182,7 @@ fn check_memory(case: Case) {
     assert!(close(padding.total() as f64, of_padding.iter().sum()), "{case:?}");
 }
 
-fn memory_of_all(types: (Precision, Option<ReduceDtype>)) {
+fn memory_of_all(types: (Precision, ReduceDtype)) {
     for world in [1, 2, 4, 8] {
         for strategy in ALL {
             for (micro_batches, accumulate) in [
@@ -248,7 +248,7 @@ fn padded_units(job: &Job, world: usize) -> (usize, usize) {
         Strategy::Zero3 => Sharding::of_groups(&layout, world, 0),
     };
     let units = sharding.units().iter();
-    let blocks = units.filter(|unit| model.params[unit.params[0].0].name.starts_with("h."));
+    let blocks = units.filter(|unit| model.params[unit.params[0].0].key.starts_with("h."));
     (sharding.whole_len(), blocks.map(ShardUnit::len).sum())
 }
 
@@ -277,7 +277,7 @@ fn check_traffic(job: &Job, world: usize, multiples: (usize, usize), again: usiz
     }
 }
 
-fn traffic_of_all(types: (Precision, Option<ReduceDtype>), worlds: &[usize]) {
+fn traffic_of_all(types: (Precision, ReduceDtype), worlds: &[usize]) {
     use Accumulate::{Full, Sharded};
     /// For k micro-batches: how often all gradients are sent, all parameters, and those of the blocks once more.
     type Multiples = fn(usize) -> ((usize, usize), usize);

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::device::cuda::{CudaDevice, CudaOptions};
 use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Stream};
-use ddp_worker::ops::{AdamW, AdamWStep, Fill, Scale};
-use ddp_worker::optim::HostBacked;
+use ddp_worker::ops::{Fill, Rates, Runs, Scale, Update};
+use ddp_worker::optim::{AdamW, StateHome};
 
 mod gpu_support;
 
@@ -33,7 +33,7 @@ fn floats(bytes: &[u8]) -> Vec<f32> {
 }
 
 fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(20)
+    Instant::now() + Duration::from_mins(10)
 }
 
 #[test]
@@ -146,45 +146,46 @@ fn numbers_are_fetched_in_the_order_of_the_stream() {
 }
 
 /// An update of all of `results`: parameters on `device`, masters and moments on `state`.
-fn update(results: &[Arena; 4], grad: &Arena, scale: &Arena, step: u64) -> AdamW {
+fn update(results: &[Arena; 4], grad: &Arena, scale: &Arena, step: u64) -> Update {
     let [copy, param, m, v] = results.each_ref().map(Arena::whole);
-    AdamW {
+    Update {
+        rule: Arc::new(AdamW {
+            betas: [0.9, 0.95],
+            eps: 1e-8,
+        }),
+        runs: Runs::uniform(param.len(), Rates::new(0.01, 0.1)),
         param,
         copy: Some(copy),
         grad: grad.whole(),
-        m,
-        v,
+        slots: vec![m, v],
         scale: scale.whole(),
-        weight_decay: 0.1,
-        spared: [].into(),
-        hyper: AdamWStep {
-            lr: 0.01,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            step,
-        },
+        step,
     }
 }
 
 /// Three updates, each with gradients that appear late and are gone at once.
-fn updated_on_the_host(gpu: &CudaDevice, state: &HostBacked, len: usize) -> [Vec<f32>; 4] {
+fn updated_on_the_host(gpu: &CudaDevice, state: &StateHome, len: usize) -> [Vec<f32>; 4] {
     let stream = gpu.stream();
     let [copy, grad] = ["parameters", "gradients"].map(|name| arena(gpu, name, len));
     let scale = arena(gpu, "scale", 1);
     gpu.upload(stream, &scale.whole(), bytemuck::bytes_of(&0.5_f32));
-    let [masters, m, v] = ["masters", "m", "v"].map(|name| arena(state, name, len));
+    let [masters, m, v] = ["masters", "m", "v"].map(|name| {
+        let spec = ArenaSpec::private(name, DType::F32, len);
+        state.alloc(&spec).unwrap()
+    });
     let results = [copy, masters, m, v];
     for step in 1..=3 {
         busy(gpu, stream, &grad);
-        state.enqueue(stream, update(&results, &grad, &scale, step).into());
+        state.enqueue_all(stream, vec![update(&results, &grad, &scale, step).into()]);
         let gone = Fill {
             out: grad.whole(),
             value: 1e9,
         };
         gpu.enqueue(stream, gone.into());
     }
-    let found = results.each_ref().map(|arena| values(state, stream, arena));
+    let found = results
+        .each_ref()
+        .map(|arena| floats(&state.download(stream, &arena.whole()).unwrap()));
     // The work that is done holds its slots until more work comes.
     state.upload(stream, &results[1].whole(), bytemuck::cast_slice(&found[1]));
     state.synchronize(stream).unwrap();
@@ -205,7 +206,7 @@ fn state_on_the_host_is_updated_in_the_order_of_the_stream() {
     let stream = cpu.stream();
     for step in 1..=3 {
         let results = [&param, &param, &m, &v].map(Arena::clone);
-        let update = AdamW {
+        let update = Update {
             copy: None,
             ..update(&results, &grad, &scale, step)
         };
@@ -215,9 +216,8 @@ fn state_on_the_host_is_updated_in_the_order_of_the_stream() {
     let [param, m, v] = [param, m, v].map(|arena| values(&cpu, stream, &arena));
     // One piece, and many more than there are slots.
     for piece in [1 << 20, 30_000] {
-        let state = HostBacked::new(&shared, 4, piece)
-            .unwrap()
-            .expect("memory of its own");
+        let state = StateHome::on_host(shared.clone(), 4, piece).unwrap();
+        assert!(state.host_state().is_some(), "memory of its own");
         let found = updated_on_the_host(&gpu, &state, len);
         let expected = [&param, &param, &m, &v];
         for (name, (found, expected)) in ["parameters", "masters", "m", "v"]

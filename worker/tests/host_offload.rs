@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex};
 
 use ddp_worker::config::{OnNonFinite, OptimizerHome, Precision, Resume, Strategy, TrainConfig};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
-use ddp_worker::ops::{AdamW, AdamWStep, Op};
-use ddp_worker::optim::HostBacked;
+use ddp_worker::ops::{Op, Rates, Runs, Update};
+use ddp_worker::optim::{AdamW, StateHome};
 use half::bf16;
 use train_support::deferred::DeferredDevice;
 use train_support::{Job, Trained};
@@ -178,8 +178,8 @@ fn a_device_whose_memory_is_the_hosts_keeps_the_state_where_it_is() {
     assert!(memory.optimizer > 0 && memory.optimizer_host == 0);
 }
 
-/// Memory of one update, on a device and where its state is.
-struct Update {
+/// Memory of some updates, on a device and where its state is.
+struct Updates {
     ops: Vec<Op>,
     results: [Arena; 4],
 }
@@ -187,14 +187,13 @@ struct Update {
 const LEN: usize = 10_000;
 
 /// Runs of parameters with padding between them, of which some decay. Gradients as `grads`, parameters as `params`.
-fn update(device: &dyn Device, state: &dyn Device, stream: Stream, types: [DType; 2], step: u64) -> Update {
-    let alloc = |device: &dyn Device, name: &str, dtype, len| {
-        let spec = ArenaSpec::private(name, dtype, len);
-        device.alloc(&spec).unwrap()
-    };
+fn update(device: &dyn Device, state: &StateHome, stream: Stream, types: [DType; 2], step: u64) -> Updates {
+    let spec = |name: &str, dtype, len| ArenaSpec::private(name, dtype, len);
+    let alloc = |name, dtype, len| device.alloc(&spec(name, dtype, len)).unwrap();
+    let kept = |name| state.alloc(&spec(name, DType::F32, LEN)).unwrap();
     let [grads, params] = types;
     let gradient: Vec<f32> = (0..LEN).map(|i| (i % 997) as f32 - 300.0).collect();
-    let grad = alloc(device, "gradients", grads, LEN);
+    let grad = alloc("gradients", grads, LEN);
     match grads {
         DType::Bf16 => {
             let narrow: Vec<bf16> = gradient.iter().copied().map(bf16::from_f32).collect();
@@ -202,11 +201,11 @@ fn update(device: &dyn Device, state: &dyn Device, stream: Stream, types: [DType
         }
         _ => device.upload(stream, &grad.whole(), bytemuck::cast_slice(&gradient)),
     }
-    let scale = alloc(device, "scale", DType::F32, 1);
-    device.upload(stream, &scale.whole(), bytemuck::bytes_of(&0.5_f32));
-    let copy = alloc(device, "parameters", params, LEN);
-    let masters = alloc(state, "master weights", DType::F32, LEN);
-    let [m, v] = ["first moments", "second moments"].map(|name| alloc(state, name, DType::F32, LEN));
+    // With bias corrections that are not those of the step.
+    let scale = alloc("scale", DType::F32, 3);
+    device.upload(stream, &scale.whole(), bytemuck::bytes_of(&[0.5_f32, 7.5, 2.25]));
+    let copy = alloc("parameters", params, LEN);
+    let [masters, m, v] = ["master weights", "exp_avg", "exp_avg_sq"].map(kept);
     let values: Vec<f32> = (0..LEN).map(|i| (i % 31) as f32 * 0.1).collect();
     let runs = [0..10, 16..1500, 1504..1510, 1520..9990, 9992..LEN];
     let ops = runs.into_iter().enumerate().map(|(index, range)| {
@@ -216,46 +215,43 @@ fn update(device: &dyn Device, state: &dyn Device, stream: Stream, types: [DType
             &of(&masters),
             bytemuck::cast_slice(&values[range.clone()]),
         );
-        let update = AdamW {
+        // Pieces are cut anywhere within them.
+        let spared: Vec<_> = (0..range.len() / 100).map(|i| 100 * i..100 * i + 37).collect();
+        let decay = if index % 2 == 1 { 0.1 } else { 0.0 };
+        let update = Update {
+            rule: Arc::new(AdamW {
+                betas: [0.9, 0.95],
+                eps: 1e-8,
+            }),
+            runs: Runs::sparing(range.len(), &spared, Rates::new(0.01, decay)),
             param: of(&masters),
             copy: Some(of(&copy)),
             grad: of(&grad),
-            m: of(&m),
-            v: of(&v),
+            slots: vec![of(&m), of(&v)],
             scale: scale.whole(),
-            weight_decay: if index % 2 == 1 { 0.1 } else { 0.0 },
-            // Pieces are cut anywhere within them.
-            spared: (0..range.len() / 100).map(|i| 100 * i..100 * i + 37).collect(),
-            hyper: AdamWStep {
-                lr: 0.01,
-                beta1: 0.9,
-                beta2: 0.95,
-                eps: 1e-8,
-                step,
-            },
+            step,
         };
         update.into()
     });
-    Update {
+    Updates {
         ops: ops.collect(),
         results: [copy.clone(), masters.clone(), m.clone(), v.clone()],
     }
 }
 
-fn beside(piece: usize) -> (Arc<DeferredDevice>, HostBacked) {
+fn beside(piece: usize) -> (Arc<DeferredDevice>, StateHome) {
     let device = Arc::new(DeferredDevice::beside_host());
     let shared: Arc<dyn Device> = device.clone();
-    let state = HostBacked::new(&shared, 2, piece)
-        .unwrap()
-        .expect("it has a host beside it");
+    let state = StateHome::on_host(shared, 2, piece).unwrap();
+    assert!(state.host_state().is_some(), "it has a host beside it");
     (device, state)
 }
 
 /// Two updates on the processor: parameters, masters, moments.
 fn expected(grads: DType) -> Vec<Vec<u8>> {
-    let cpu = CpuDevice::new(1).unwrap();
-    let stream = cpu.stream();
-    let update = update(&cpu, &cpu, stream, [grads, DType::Bf16], 1);
+    let cpu = Arc::new(CpuDevice::new(1).unwrap());
+    let (stream, state) = (cpu.stream(), StateHome::on_device(cpu.clone()));
+    let update = update(cpu.as_ref(), &state, stream, [grads, DType::Bf16], 1);
     for _ in 0..2 {
         cpu.enqueue_all(stream, update.ops.clone());
     }
@@ -314,7 +310,7 @@ fn what_goes_wrong_on_the_host_fails_the_stream() {
     state.enqueue_all(stream, found.ops.clone());
     let expected = |result: Result<(), DeviceError>| {
         let words = result.unwrap_err().to_string();
-        assert!(words.starts_with("`first moments` elements "), "{words}");
+        assert!(words.starts_with("`exp_avg` elements "), "{words}");
     };
     expected(state.synchronize(stream));
     drop(held);
@@ -331,12 +327,6 @@ fn bytes_reach_the_state_in_the_order_of_the_stream() {
     let masters: Buffer = found.results[1].slice(0..4);
     state.enqueue_all(stream, found.ops);
     state.upload(stream, &masters, bytemuck::cast_slice(&[1.0_f32, 2.0, 3.0, 4.0]));
-    let bytes = state
-        .fetch(stream, &masters)
-        .wait(std::time::Instant::now())
-        .unwrap();
+    let bytes = state.download(stream, &masters).unwrap();
     assert_eq!(bytemuck::cast_slice::<u8, f32>(&bytes), [1.0, 2.0, 3.0, 4.0]);
-    let mut read = [0; 16];
-    state.download_to(stream, &masters, &mut read).unwrap();
-    assert_eq!(bytes, read);
 }

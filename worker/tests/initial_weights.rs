@@ -7,7 +7,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ddp_worker::checkpoint::{Disk, Reader, Storage, Which, export};
+use ddp_worker::checkpoint::{Disk, Reader, Storage, TensorKind, Which, export};
 use ddp_worker::config::{ModelKind, Precision, Resume, Strategy, TrainConfig};
 use ddp_worker::train::TrainError;
 use safetensors::tensor::{Dtype, TensorView};
@@ -107,12 +107,10 @@ fn standing_still(path: &Path, change: impl FnOnce(&mut TrainConfig)) -> Job {
 fn parameters(job: &Job) -> Parameters {
     let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
     let tensors = reader.manifest().tensors.iter();
-    let own = tensors.filter(|tensor| !tensor.name.starts_with("optimizer."));
+    let own = tensors.filter(|tensor| tensor.name.kind == TensorKind::Parameter);
     own.map(|tensor| {
-        let bytes = reader
-            .read(&tensor.name, 0..tensor.shape.iter().product())
-            .unwrap();
-        (tensor.name.clone(), words(&bytes))
+        let bytes = reader.read_whole(&tensor.name).unwrap();
+        (tensor.name.key.clone(), words(&bytes))
     })
     .collect()
 }

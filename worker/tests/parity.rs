@@ -58,7 +58,7 @@ fn job(settings: &Settings, precision: Precision, strategy: Strategy) -> Job {
         c.train.steps = settings.steps;
         c.train.grad_clip = Some(settings.grad_clip);
         c.train.optimizer.lr = settings.lr;
-        c.train.optimizer.betas = settings.betas;
+        c.train.optimizer.betas = Some(settings.betas);
         c.train.optimizer.eps = settings.eps;
         c.train.optimizer.weight_decay = settings.weight_decay;
         c.train.schedule.kind = LearningRate::Cosine;

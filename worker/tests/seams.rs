@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use collective_world::{PATIENCE, World};
 use ddp_worker::collective::{
-    Communicator, Executor, Launch, ReduceOp, SoloStream, Traffic, WireBytes, WorkError,
+    Communicator, Executor, Launch, ReduceOp, SingleRank, Traffic, WireBytes, WorkError,
 };
 use ddp_worker::config::Sync;
 use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device, Element, Event};
@@ -61,9 +61,9 @@ fn the_deferring_device_runs_nothing_before_somebody_waits() {
     assert_eq!(value(), 2.0);
 }
 
-/// Averages of gradients that are `rank + 1 + id` everywhere and still to be computed when they are reported, with
+/// Sums of gradients that are `rank + 1 + id` everywhere and still to be computed when they are reported, with
 /// the event behind them or, wrongly, with one that is reached already.
-fn averages_of_deferred(config: ReducerConfig, executor: Executor, honest: bool) -> Vec<Vec<f32>> {
+fn sums_of_deferred(config: ReducerConfig, executor: Executor, honest: bool) -> Vec<Vec<f32>> {
     let layout = layout(&SIZES, 2, DType::F32);
     World::of(&[2]).run(executor, |rank| {
         let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
@@ -78,10 +78,10 @@ fn averages_of_deferred(config: ReducerConfig, executor: Executor, honest: bool)
             let at = if honest { behind } else { Event::reached() };
             step.ready(*id, at).unwrap();
         }
-        let averages = step.finish(Instant::now() + PATIENCE).unwrap();
+        let reduced = step.finish(Instant::now() + PATIENCE).unwrap();
         (0..SIZES.len())
             .map(|id| {
-                let grad = averages.grad::<f32>(ParamId(id)).unwrap();
+                let grad = reduced.grad::<f32>(ParamId(id)).unwrap();
                 assert!(grad.iter().all(|g| *g == grad[0]), "p{id} is torn");
                 grad[0]
             })
@@ -98,28 +98,28 @@ fn a_bucket_waits_for_the_events_of_its_gradients() {
             (false, Executor::Inline),
         ] {
             let config = ReducerConfig { sync, overlap };
-            let averages = averages_of_deferred(config, executor, true);
-            assert_eq!(averages, [[1.5, 2.5, 3.5], [1.5, 2.5, 3.5]], "{config:?}");
+            let sums = sums_of_deferred(config, executor, true);
+            assert_eq!(sums, [[3.0, 5.0, 7.0], [3.0, 5.0, 7.0]], "{config:?}");
         }
     }
 }
 
-/// The control of the test above: without the events, what is averaged is what was there before.
+/// The control of the test above: without the events, what is summed is what was there before.
 #[test]
-fn without_the_events_yesterdays_gradients_are_averaged() {
+fn without_the_events_yesterdays_gradients_are_summed() {
     let config = ReducerConfig::default();
-    let averages = averages_of_deferred(config, Executor::Thread, false);
-    assert_eq!(averages, [[0.0; 3], [0.0; 3]]);
+    let sums = sums_of_deferred(config, Executor::Thread, false);
+    assert_eq!(sums, [[0.0; 3], [0.0; 3]]);
 }
 
 /// On a stream the host puts operations behind each other, and waits for none of them before it reads.
 #[test]
-fn a_world_of_one_scales_on_a_stream_of_its_device() {
-    for (accumulation, factor) in [(1, 1.0), (4, 0.25)] {
+fn a_world_of_one_reduces_on_a_stream_of_its_device() {
+    for accumulation in [1, 4] {
         let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
         let stream = device.stream();
-        let transport = Box::new(SoloStream::new(0, &device));
-        let comm = Communicator::on_stream("solo", transport, PATIENCE, &Cancel::new());
+        let transport = Box::new(SingleRank::on_stream(0, &device));
+        let comm = Communicator::new("solo", transport, Executor::Inline, PATIENCE, &Cancel::new());
         let layout = layout(&SIZES, 1, DType::F32);
         let config = ReducerConfig::default();
         let mut reducer = Reducer::new(&comm, &device, layout.clone(), config).unwrap();
@@ -131,14 +131,11 @@ fn a_world_of_one_scales_on_a_stream_of_its_device() {
                 device.enqueue(stream, Fill { out, value }.into());
                 step.ready(*id, device.record(stream)).unwrap();
             }
-            if micro_batch + 1 < accumulation {
-                step.next_micro_batch().unwrap();
-            }
         }
-        let averages = step.finish(Instant::now() + PATIENCE).unwrap();
+        let reduced = step.finish(Instant::now() + PATIENCE).unwrap();
         for id in 0..SIZES.len() {
-            let grad = averages.grad::<f32>(ParamId(id)).unwrap();
-            let expected = (accumulation - 1 + id) as f32 * factor;
+            let grad = reduced.grad::<f32>(ParamId(id)).unwrap();
+            let expected = (accumulation - 1 + id) as f32;
             assert!(grad.iter().all(|g| *g == expected), "p{id}: {}", grad[0]);
         }
         assert_eq!(comm.wire_bytes(), WireBytes::default());
@@ -148,8 +145,8 @@ fn a_world_of_one_scales_on_a_stream_of_its_device() {
 #[test]
 fn what_cannot_be_put_into_a_stream_fails_at_once_and_for_good() {
     let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
-    let transport = Box::new(SoloStream::new(7, &device));
-    let comm = Communicator::on_stream("solo", transport, PATIENCE, &Cancel::new());
+    let transport = Box::new(SingleRank::on_stream(7, &device));
+    let comm = Communicator::new("solo", transport, Executor::Inline, PATIENCE, &Cancel::new());
     let buffer = device
         .alloc(&ArenaSpec::private("test", DType::F32, 8))
         .unwrap()
@@ -170,7 +167,7 @@ fn what_cannot_be_put_into_a_stream_fails_at_once_and_for_good() {
 }
 
 /// Gradients of `T` through a reducer of four ranks; each rank gives `own(rank, i)`.
-fn average<T: Element>(len: usize, own: impl Fn(usize, usize) -> T + std::marker::Sync) -> Vec<Vec<T>> {
+fn sum<T: Element>(len: usize, own: impl Fn(usize, usize) -> T + std::marker::Sync) -> Vec<Vec<T>> {
     let layout = layout(&[len], 4, T::DTYPE);
     World::of(&[4]).run(Executor::Thread, |rank| {
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
@@ -184,33 +181,30 @@ fn average<T: Element>(len: usize, own: impl Fn(usize, usize) -> T + std::marker
         }
         drop(grad);
         step.ready(ParamId(0), Event::reached()).unwrap();
-        let averages = step.finish(Instant::now() + PATIENCE).unwrap();
-        averages.grad::<T>(ParamId(0)).unwrap().to_vec()
+        let reduced = step.finish(Instant::now() + PATIENCE).unwrap();
+        reduced.grad::<T>(ParamId(0)).unwrap().to_vec()
     })
 }
 
 #[test]
-fn four_gradients_average_to_a_tenth_and_move_the_parameter_by_a_ten_thousandth() {
+fn the_mean_of_four_gradients_is_a_tenth_and_moves_the_parameter_by_a_ten_thousandth() {
     let own = [0.20_f32, 0.10, -0.05, 0.15];
-    for averages in average(1, |rank, _| own[rank]) {
-        assert!((averages[0] - 0.10).abs() < 1e-8, "{averages:?}");
+    // The mean is in the gradient of the loss; the reducer adds up.
+    for sums in sum(1, |rank, _| own[rank] / 4.0) {
+        assert!((sums[0] - 0.10).abs() < 1e-8, "{sums:?}");
         let (parameter, lr) = (0.0_f32, 0.001_f32);
-        assert!((parameter - lr * averages[0] + 0.0001).abs() < 1e-11);
+        assert!((parameter - lr * sums[0] + 0.0001).abs() < 1e-11);
     }
 }
 
 #[test]
-fn bf16_gradients_are_averaged_in_f32_and_rounded_once() {
+fn bf16_gradients_are_summed_in_f32_and_rounded_once() {
     const LEN: usize = 9000;
     let own = |rank: usize, i: usize| bf16::from_f32(((rank * 7919 + i * 31) % 1009) as f32 / 97.0 - 5.0);
-    let all = average(LEN, own);
+    let all = sum(LEN, own);
     for (i, found) in all[0].iter().enumerate() {
         let sum = (1..4).fold(own(0, i).to_f32(), |sum, rank| sum + own(rank, i).to_f32());
-        assert_eq!(
-            found.to_bits(),
-            bf16::from_f32(0.25 * sum).to_bits(),
-            "element {i}"
-        );
+        assert_eq!(found.to_bits(), bf16::from_f32(sum).to_bits(), "element {i}");
     }
-    assert!(all.iter().all(|averages| *averages == all[0]));
+    assert!(all.iter().all(|sums| *sums == all[0]));
 }

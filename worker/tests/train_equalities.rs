@@ -4,11 +4,13 @@ mod train_support;
 
 use std::sync::Arc;
 
-use ddp_worker::config::{ModelKind, Order, Sync, TrainConfig};
+use ddp_worker::config::{
+    Accumulate, LearningRate, ModelKind, Order, Recompute, Resume, Strategy, Sync, TrainConfig,
+};
 use ddp_worker::model;
 use ddp_worker::parallel::{GradientLayout, LayoutConfig};
 use train_support::deferred::DeferredDevice;
-use train_support::{Job, assert_same};
+use train_support::{Job, Trained, assert_close, assert_same};
 
 #[test]
 fn synchronisation_modes_and_overlap_are_bit_equal() {
@@ -145,4 +147,75 @@ fn an_mlp_on_one_rank_learns() {
         "a fresh model knows nothing: {first}"
     );
     assert!(last < 2.5, "{first} to {last}");
+}
+
+/// A job whose masks change every loss.
+fn dropout_job(change: impl FnOnce(&mut TrainConfig)) -> Job {
+    Job::with(|c| {
+        c.model.n_layer = 2;
+        c.model.dropout = 0.2;
+        c.train.optimizer.lr = 2e-3;
+        change(c);
+    })
+}
+
+fn with_dropout(ranks: u32, change: impl FnOnce(&mut TrainConfig)) -> Trained {
+    dropout_job(change).train(ranks)
+}
+
+#[test]
+fn masks_are_those_of_the_samples_on_any_layout() {
+    let run = |ranks, micro_batch, accumulation| {
+        with_dropout(ranks, |c| {
+            c.train.steps = 20;
+            c.train.micro_batch = micro_batch;
+            c.train.grad_accumulation = accumulation;
+        })
+    };
+    let one = run(1, 4, 1);
+    for (ranks, micro_batch, accumulation) in [(1, 2, 2), (1, 1, 4), (2, 2, 1), (2, 1, 2), (4, 1, 1)] {
+        let other = run(ranks, micro_batch, accumulation);
+        let what = format!("{ranks} ranks of {micro_batch} samples, {accumulation} times");
+        assert_close(&one, &other, &what);
+    }
+    let without = with_dropout(1, |c| {
+        c.train.steps = 20;
+        c.train.micro_batch = 4;
+        c.model.dropout = 0.0;
+    });
+    assert_ne!(without.losses()[0], one.losses()[0]);
+}
+
+#[test]
+fn recomputation_and_sharding_repeat_masks_bit_by_bit() {
+    let one = with_dropout(2, |_| ());
+    for recompute in [Recompute::Selective, Recompute::Full] {
+        let other = with_dropout(2, |c| c.train.recompute = recompute);
+        assert_same(&one, &other, &format!("{recompute:?}"));
+    }
+    for strategy in [Strategy::Zero1, Strategy::Zero2, Strategy::Zero3] {
+        let other = with_dropout(2, |c| {
+            c.parallel.strategy = strategy;
+            c.parallel.accumulate = match strategy {
+                Strategy::Zero1 => Accumulate::Sharded,
+                _ => Accumulate::Full,
+            };
+            c.train.recompute = Recompute::Full;
+        });
+        assert_same(&one, &other, &format!("{strategy:?}"));
+    }
+}
+
+#[test]
+fn a_resumed_run_goes_on_with_the_masks_of_the_next_samples() {
+    let constant = |c: &mut TrainConfig| c.train.schedule.kind = LearningRate::Constant;
+    let whole = with_dropout(2, constant);
+    let mut job = dropout_job(constant);
+    job.config.train.steps = 3;
+    job.train(2);
+    job.config.train.steps = 6;
+    job.config.run.resume = Resume::Require;
+    let resumed = job.train(2);
+    assert_eq!(whole.state, resumed.state);
+    assert_eq!(whole.losses()[3..], resumed.losses()[3..]);
 }

@@ -3,7 +3,9 @@
 mod train_support;
 
 use ddp_proto::control::{Phase, ToAgent, ToWorker};
-use ddp_worker::config::{LearningRate, OptimizerHome, Rescale, Resume, Strategy, TrainConfig};
+use ddp_worker::config::{
+    LearningRate, OptimizerHome, OptimizerKind, Rescale, Resume, Strategy, TrainConfig,
+};
 use ddp_worker::metrics::Summary;
 use ddp_worker::session::Session;
 use ddp_worker::train::{TrainError, run_worker};
@@ -157,6 +159,11 @@ fn a_contradiction_with_the_checkpoint_names_the_key() {
         message.contains("`model.n_embd` is 32, the run was begun with 16"),
         "{message}"
     );
+    job.config.model.n_embd = 16;
+    job.config.train.optimizer.kind = OptimizerKind::Lion;
+    let message = error(&job.run(1)[0]);
+    let expected = "`train.optimizer.kind` is \"lion\", the run was begun with \"adamw\"";
+    assert!(message.contains(expected), "{message}");
 }
 
 #[test]
@@ -216,7 +223,7 @@ fn a_flipped_bit_stops_the_run_with_the_parameter_and_the_rank() {
     job.device = Some(faulty_rank_1(Fault::FlipsBit, 3));
     let outcomes = job.run(2);
     let first = &ddp_worker::model::build(&job.config.model, 256).unwrap();
-    let param = &first.params[first.backward_order()[0].0].name;
+    let param = &first.params[first.backward_order()[0].0].key;
     let expected = format!("parameter `{param}` of rank 1 differs from rank 0 after step 4");
     assert!(
         outcomes.iter().any(|o| error(o).starts_with(&expected)),
@@ -285,11 +292,78 @@ fn a_run_that_is_asked_to_stop_saves_and_goes_on_later() {
             _ => None,
         })
         .collect();
-    assert_eq!(phases.last(), Some(&Phase::Finishing));
+    // Not `Finishing`: steps are left.
+    assert_eq!(phases.last(), Some(&Phase::Saving));
     let mut job = job;
     job.config.train.steps = summary.steps + 3;
     let resumed = job.train(1);
     assert_eq!(resumed.metrics.len() as u64, summary.steps + 3);
+}
+
+/// Runs the job on one rank; its agent has asked it to stop before its first step.
+fn run_asked_to_stop(job: &Job) -> Outcome {
+    let stop = |message: &ToAgent| match message {
+        ToAgent::Heartbeat { .. } => Some(ToWorker::StopAtStepBoundary {
+            cause: "SIGTERM".into(),
+        }),
+        _ => None,
+    };
+    let (outcome, _) = with_agent(job.env(0, 1), stop, |session| {
+        session.heartbeat(0, Phase::Starting, None);
+        while session.stop_requested().is_none() {
+            std::thread::yield_now();
+        }
+        run_worker(&job.config, session)
+    });
+    outcome
+}
+
+fn summary_of(job: &Job) -> Summary {
+    Summary::read(&job.out_dir().join("summary.json")).unwrap()
+}
+
+#[test]
+fn a_run_that_is_asked_to_stop_in_its_last_step_is_complete() {
+    let job = Job::with(|c| c.train.steps = 1);
+    let outcome = run_asked_to_stop(&job).unwrap();
+    assert_eq!((outcome.steps, outcome.stopped), (1, None));
+    let summary = summary_of(&job);
+    assert!(summary.complete && summary.val_loss.is_some(), "{summary:?}");
+}
+
+/// Its last steps were taken from it: nothing is left to train, and the summary of the life that trained still counts.
+#[test]
+fn a_stopped_run_that_is_resumed_at_its_end_is_complete() {
+    let mut job = Job::with(|c| c.train.steps = 3);
+    assert!(run_asked_to_stop(&job).unwrap().stopped.is_some());
+    let stopped = summary_of(&job);
+    assert_eq!(
+        (stopped.steps, stopped.complete, stopped.val_loss),
+        (1, false, None)
+    );
+    job.config.train.steps = 1;
+    job.config.run.resume = Resume::Auto;
+    let val_loss = job.train(1).summary.val_loss;
+    assert!(val_loss.is_some());
+    let complete = Summary {
+        complete: true,
+        stopped: None,
+        val_loss,
+        ..stopped
+    };
+    assert_eq!(summary_of(&job), complete);
+}
+
+#[test]
+fn a_stopped_run_goes_on_unasked_but_not_after_a_life_that_failed() {
+    let mut job = Job::with(|c| c.train.steps = 6);
+    assert!(run_asked_to_stop(&job).unwrap().stopped.is_some());
+    assert_eq!(summary_of(&job).stopped.as_deref(), Some("SIGTERM"));
+    job.device = Some(Box::new(|_: &Session| FaultyDevice::going_wrong(Fault::Fails, 2)));
+    assert_eq!(error(&job.run(1)[0]), "the device broke");
+    job.device = None;
+    let refused = error(&job.run(1)[0]);
+    assert!(refused.contains("already holds a run"), "{refused}");
 }
 
 #[test]

@@ -5,6 +5,7 @@ mod train_support;
 use std::sync::{Arc, Mutex};
 
 use ddp_proto::control::{ToAgent, ToWorker};
+use ddp_worker::checkpoint::{Reader, TensorKind, Which};
 use ddp_worker::config::{
     Accumulate, LastBatch, LearningRate, LrScaling, ModelKind, OnNonFinite, Order, Recompute, Resume,
     Strategy, TrainConfig,
@@ -203,6 +204,70 @@ fn a_skipped_step_leaves_everything_as_it_was() {
         assert_eq!(counts, [0, 0, 1, 2, 3]);
         assert!(skipped.metrics[4].grad_norm.is_nan() && skipped.metrics[4].loss.is_finite());
     }
+}
+
+/// The elements of a tensor of the latest checkpoint.
+fn elements(job: &Job, tensor: &str) -> Vec<f32> {
+    let reader = Reader::open(&job.out_dir(), Which::Latest).unwrap();
+    let bytes = reader.read_whole(&TensorKind::Parameter.of(tensor)).unwrap();
+    let each = bytes.chunks_exact(size_of::<f32>());
+    each.map(bytemuck::pod_read_unaligned).collect()
+}
+
+/// As PyTorch under a `GradScaler`: the first update that is made moves each element by the learning rate.
+#[test]
+fn a_skipped_step_does_not_count_for_the_bias_correction() {
+    for strategy in STRATEGIES {
+        let run = |steps| {
+            let mut job = job(|c| {
+                c.train.steps = steps;
+                c.train.on_nonfinite = OnNonFinite::Skip;
+                c.train.optimizer.lr = 1e-3;
+                c.train.optimizer.weight_decay = 0.0;
+                c.train.schedule.kind = LearningRate::Constant;
+                c.train.grad_clip = None;
+                c.parallel.strategy = strategy;
+            });
+            // Only the first pass of the first step.
+            job.device = Some(Box::new(|_| FaultyDevice::going_wrong(Spoilt::in_passes(1), 1)));
+            assert_eq!(job.train(2).metrics.last().unwrap().skipped, 1);
+            job
+        };
+        let [before, after] = [1, 2].map(|steps| elements(&run(steps), "h.0.mlp.c_fc.weight"));
+        let moved = before
+            .iter()
+            .zip(&after)
+            .map(|(before, after)| (before - after).abs());
+        let most = moved.fold(0.0, f32::max);
+        assert!((most - 1e-3).abs() < 1e-6, "{strategy:?}: moved by {most}");
+    }
+}
+
+/// What was skipped before a run was resumed is known after it.
+#[test]
+fn a_resumed_run_knows_what_was_skipped_before() {
+    let job = |steps| {
+        let mut job = job(|c| {
+            c.train.steps = steps;
+            c.train.on_nonfinite = OnNonFinite::Skip;
+            c.train.schedule.kind = LearningRate::Constant;
+            c.run.resume = Resume::Auto;
+        });
+        job.device = Some(Box::new(|_| FaultyDevice::going_wrong(Spoilt::in_passes(1), 1)));
+        job
+    };
+    let whole = job(5).train(2);
+    assert_eq!(whole.metrics[4].skipped, 1);
+    let mut parts = job(2);
+    parts.train(2);
+    parts.device = None;
+    for steps in [3, 5] {
+        parts.config.train.steps = steps;
+        parts.train(2);
+    }
+    let saved = Reader::open(&parts.out_dir(), Which::Latest).unwrap();
+    assert_eq!(saved.manifest().state.step, 5);
+    assert_eq!(parts.state(), whole.state);
 }
 
 #[test]

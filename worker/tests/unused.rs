@@ -10,11 +10,11 @@ use ddp_worker::collective::Executor;
 use ddp_worker::config::{self, ModelKind, Unused};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use ddp_worker::model::{
-    self, Activation, ActivationPool, Block, Context, GradSink, GradSlot, LocalParams, Model, ParamId,
-    Params, Saved, StepKey,
+    self, Activation, ActivationPool, Block, Context, Flight, GradSink, GradSlot, LocalParams, Model,
+    NoHooks, ParamId, Params, Passes, Saved,
 };
 use ddp_worker::parallel::{
-    Between, GradientLayout, LayoutConfig, ReduceError, Reducer, ReducerConfig, ShardGroups, Sharding,
+    Between, GradientLayout, LayoutConfig, ReduceError, Reducer, ReducerConfig, ReplicaSet, Sharding,
 };
 
 /// What is not used, of block `h.1`.
@@ -92,9 +92,10 @@ fn model(rank: &Rank, forgets: bool) -> (Model, ParamId) {
         block_size: 8,
         vocab_size: None,
         init_from: None,
+        dropout: 0.0,
     };
     let mut model = model::build(&config, 64).unwrap();
-    let skipped = model.params.iter().position(|p| p.name == SKIPPED).unwrap();
+    let skipped = model.params.iter().position(|p| p.key == SKIPPED).unwrap();
     if forgets {
         let memory = ArenaSpec::private("forgotten", DType::F32, model.params[skipped].len());
         let block = model.blocks.iter_mut().find(|b| b.name() == "h.1").unwrap();
@@ -119,8 +120,8 @@ const KINDS: [Kind; 3] = [
     Kind::Sharded(Between::Shard),
 ];
 
-/// Averages that a rank owns: parameter, its first element, the elements.
-type Averages = Vec<(ParamId, usize, Vec<f32>)>;
+/// Sums that a rank owns: parameter, its first element, the elements.
+type Sums = Vec<(ParamId, usize, Vec<f32>)>;
 
 fn reducer(
     rank: &Rank,
@@ -137,15 +138,15 @@ fn reducer(
         }
         Kind::Sharded(between) => {
             let sharding = Arc::new(Sharding::of_groups(&layout, rank.comm.size(), rank.rank()));
-            let (groups, compute) = (ShardGroups::one(rank.comm.clone()), (device, stream));
-            let reducer = Reducer::sharded(&groups, compute, layout, &sharding, between, true);
+            let (replicas, compute) = (ReplicaSet::of_all(rank.comm.clone()), (device, stream));
+            let reducer = Reducer::sharded(&replicas, compute, layout, &sharding, between, true);
             (sharding, reducer.unwrap())
         }
     }
 }
 
 /// A step of two micro-batches; the ranks of `forgetful` do not use the parameter.
-fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<Averages, ReduceError> {
+fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<Sums, ReduceError> {
     let (model, _) = model(rank, forgetful.contains(&rank.rank()));
     let config = LayoutConfig {
         first_bucket_bytes: 8 << 10,
@@ -167,25 +168,27 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
         targets: &tokens,
         dloss: Some(&factors),
         dtype: DType::F32,
-        key: StepKey::default(),
+        samples: None,
         timeline: None,
     };
-    let mut saved = model::saved_for(&model);
+    let passes = Passes {
+        model: &model,
+        ctx: &ctx,
+        params: &params,
+    };
     let mut grads = reducer.step(2)?;
-    for m in 0..2 {
-        if m > 0 {
-            grads.next_micro_batch()?;
-        }
+    for _ in 0..2 {
         let input = Activation::borrowed(tokens.clone(), vec![2, 8]);
-        model::forward(&model, &ctx, &params, &input, &mut saved)?;
-        let done = model::backward(&model, &ctx, &params, &mut saved, &mut grads);
+        let mut flight = Flight::over(model.whole());
+        passes.forward(&mut flight, &input, &mut NoHooks)?;
+        let done = passes.backward(&mut flight, None, &mut NoHooks, &mut grads);
         if let Err(error) = done {
             return Err(grads.failure().cloned().unwrap_or(ReduceError::Device(error)));
         }
     }
-    let averages = grads.finish(Instant::now() + PATIENCE)?;
+    let reduced = grads.finish(Instant::now() + PATIENCE)?;
     device.synchronize(stream)?;
-    let portion = averages.portion();
+    let portion = reduced.portion();
     let own = sharding.own_pieces().into_iter().map(|piece| {
         let elements = portion.slice(&piece.place).host::<f32>().unwrap().to_vec();
         (piece.param, piece.elements.start, elements)
@@ -193,15 +196,15 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
     Ok(own.collect())
 }
 
-/// All elements of the averages, by parameter.
-fn averages(kind: Kind, forgetful: &[usize]) -> (Vec<Vec<f32>>, ParamId) {
+/// All elements of the sums, by parameter.
+fn sums(kind: Kind, forgetful: &[usize]) -> (Vec<Vec<f32>>, ParamId) {
     let results = World::of(&[2]).run(Executor::Thread, |rank| {
-        let averages = step(&rank, kind, Unused::Zero, forgetful).unwrap();
-        (averages, model(&rank, false))
+        let sums = step(&rank, kind, Unused::Zero, forgetful).unwrap();
+        (sums, model(&rank, false))
     });
     let (model, skipped) = &results[0].1;
     let mut all: Vec<Vec<f32>> = model.params.iter().map(|p| vec![f32::NAN; p.len()]).collect();
-    for (id, start, elements) in results.iter().flat_map(|(averages, _)| averages) {
+    for (id, start, elements) in results.iter().flat_map(|(sums, _)| sums) {
         all[id.0][*start..start + elements.len()].copy_from_slice(elements);
     }
     (all, *skipped)
@@ -209,10 +212,10 @@ fn averages(kind: Kind, forgetful: &[usize]) -> (Vec<Vec<f32>>, ParamId) {
 
 #[test]
 fn zeros_stand_for_what_a_rank_does_not_use() {
-    let (used, skipped) = averages(Kind::Ddp, &[]);
+    let (used, skipped) = sums(Kind::Ddp, &[]);
     assert!(used[skipped.0].iter().any(|g| *g != 0.0));
-    let (by_one, _) = averages(Kind::Ddp, &[1]);
-    let (by_other, _) = averages(Kind::Ddp, &[0]);
+    let (by_one, _) = sums(Kind::Ddp, &[1]);
+    let (by_other, _) = sums(Kind::Ddp, &[0]);
     for (id, used) in used.iter().enumerate() {
         if id != skipped.0 {
             assert_eq!(used, &by_one[id], "parameter {id}");
@@ -226,11 +229,11 @@ fn zeros_stand_for_what_a_rank_does_not_use() {
             );
         }
     }
-    let (by_none, _) = averages(Kind::Ddp, &[0, 1]);
+    let (by_none, _) = sums(Kind::Ddp, &[0, 1]);
     assert!(by_none[skipped.0].iter().all(|g| *g == 0.0));
     for kind in KINDS {
         for (forgetful, expected) in [(&[1][..], &by_one), (&[0, 1], &by_none)] {
-            let (found, _) = averages(kind, forgetful);
+            let (found, _) = sums(kind, forgetful);
             for (found, expected) in found.iter().zip(expected) {
                 let close = |(a, b): (&f32, &f32)| (a - b).abs() <= 1e-5 * b.abs().max(1e-3);
                 assert!(found.iter().zip(expected).all(close), "{kind:?} {forgetful:?}");
@@ -251,7 +254,7 @@ fn an_error_names_parameter_block_and_rank_and_nobody_hangs() {
             });
             for &rank in forgetful {
                 let expected = format!(
-                    "rank {rank}: parameter `{SKIPPED}` took no part in the backward of block `h.1` (micro-batch 0)\n  hint: "
+                    "rank {rank}: parameter `{SKIPPED}` took no part in the backward of block `h.1`\n  hint: "
                 );
                 assert!(errors[rank].starts_with(&expected), "{kind:?}: {}", errors[rank]);
             }

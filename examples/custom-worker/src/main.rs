@@ -1,6 +1,6 @@
 //! A training program of its own: a two-layer network with its backward written out, on synthetic data.
 //!
-//! It takes its place in the job from a `Session` and has its gradients averaged by the public `Reducer`, which knows
+//! It takes its place in the job from a `Session` and has its gradients summed over all ranks by the public `Reducer`, which knows
 //! nothing of the network: it only hears "this gradient is ready".
 
 use std::sync::Arc;
@@ -73,13 +73,12 @@ fn train(session: &Session) -> Result<Net> {
     for step in 0..STEPS {
         let first = (step * comm.size() as u64 + comm.rank() as u64) * BATCH;
         let mut grads = reducer.step(1)?;
-        loss.host_mut::<f32>()?[0] = net.learn(first..first + BATCH, &mut grads)?;
+        let samples_of_all = BATCH * comm.size() as u64;
+        loss.host_mut::<f32>()?[0] = net.learn(first..first + BATCH, samples_of_all, &mut grads)?;
         net.update(&grads.finish(Instant::now() + TIMEOUT)?)?;
 
-        let mean = ReduceOp::Sum {
-            scale: 1.0 / comm.size() as f32,
-        };
-        comm.all_reduce(&loss, mean, Launch::now(Traffic::Other, "loss"))
+        let sum = ReduceOp::Sum { scale: 1.0 };
+        comm.all_reduce(&loss, sum, Launch::now(Traffic::Other, "loss"))
             .wait(Instant::now() + TIMEOUT)?;
         session.heartbeat(step + 1, Phase::Training, None);
         if comm.rank() == 0 && (step + 1) % 200 == 0 {
@@ -123,9 +122,10 @@ impl Net {
         (hidden, exp.map(|e| e / sum))
     }
 
-    /// Mean loss of the samples; reports each gradient as soon as it is complete.
-    fn learn(&self, samples: std::ops::Range<u64>, grads: &mut Step<'_>) -> Result<f32> {
-        let n = (samples.end - samples.start) as f32;
+    /// The samples' part of the mean loss over the `n` samples of all ranks; reports each gradient as soon as it is
+    /// complete. Ranks add up losses and gradients, so that both are the mean's.
+    fn learn(&self, samples: std::ops::Range<u64>, n: u64, grads: &mut Step<'_>) -> Result<f32> {
+        let n = n as f32;
         let points: Vec<_> = samples.map(sample).collect();
         let passes: Vec<_> = points.iter().map(|(x, _)| self.forward(*x)).collect();
         let loss = points
@@ -170,10 +170,10 @@ impl Net {
         Ok(loss)
     }
 
-    /// Plain gradient descent by the average over all ranks: they stay bit-equal.
-    fn update(&mut self, averages: &Reduced<'_>) -> Result<()> {
+    /// Plain gradient descent by the sum over all ranks: they stay bit-equal.
+    fn update(&mut self, reduced: &Reduced<'_>) -> Result<()> {
         for id in [W1, B1, W2, B2] {
-            let grad = averages.grad::<f32>(id)?;
+            let grad = reduced.grad::<f32>(id)?;
             self.0[id.0]
                 .iter_mut()
                 .zip(grad.iter())

@@ -1,6 +1,6 @@
 //! Work that takes time, done beside the agent's loop: its results come back through the inbox.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -24,14 +24,17 @@ const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
 const HEAR_BOUND: Duration = Duration::from_millis(300);
 /// How long the file system may take to give what workers left in files.
 const FILE_BOUND: Duration = Duration::from_secs(1);
-/// How long workers may take to say what they do.
-const ANSWER_BOUND: Duration = Duration::from_secs(1);
+/// How long workers may take to say what they do: they look up the names of functions first.
+const ANSWER_BOUND: Duration = Duration::from_secs(3);
 /// How long leftovers of workers may take to die.
 const SWEEP_BOUND: Duration = Duration::from_secs(3);
 /// How long the end of the workers' output is waited for while the console does not move.
 const DRAIN_PATIENCE: Duration = Duration::from_secs(1);
 /// How long the end of the workers' output is waited for at all.
 const DRAIN_BOUND: Duration = Duration::from_secs(30);
+
+/// What the threads of processes do, a line each, by process id.
+pub(super) type Threads = BTreeMap<i32, String>;
 
 /// Results of work that the driver started aside.
 pub(super) enum Aside {
@@ -40,9 +43,9 @@ pub(super) enum Aside {
     /// The last words of a failed worker are there, as far as they will be; with those of its error file.
     Described(Generation, LocalRank, Option<String>),
     /// A worker has said all it will ever say on the control socket.
-    Heard(LocalRank),
-    /// The workers have had the time to say what they do.
-    Answered,
+    Heard(Generation, LocalRank),
+    /// The workers have had the time to say what they do; what the kernel knows of their threads, by process id.
+    Answered { threads: Threads },
     /// Whether the daemon refuses every connection.
     Probed { refused: bool },
     /// Nothing is left of the workers but these processes, which cannot be killed, and what they left in files.
@@ -74,13 +77,13 @@ pub(super) fn prepare(
 /// Waits for `silence` on the control socket: what the worker wrote before it ended has arrived then.
 pub(super) fn hear(
     results: mpsc::Sender<Aside>,
-    local_rank: LocalRank,
+    (generation, local_rank): (Generation, LocalRank),
     silence: impl Future<Output = ()> + Send + 'static,
 ) {
     tokio::spawn(async move {
         // A child that holds the worker's socket open must not hold up the verdict.
         let _ = timeout(HEAR_BOUND, silence).await;
-        let _ = results.send(Aside::Heard(local_rank)).await;
+        let _ = results.send(Aside::Heard(generation, local_rank)).await;
     });
 }
 
@@ -92,11 +95,17 @@ pub(super) fn probe(results: mpsc::Sender<Aside>, daemon: Client) {
     });
 }
 
-/// Leaves workers the time to say what they do: those that hang may not answer at all.
-pub(super) fn wait_for_answers(results: mpsc::Sender<Aside>) {
+/// Leaves workers the time to say what they do, since those that hang may not answer at all; then `read` gives what the
+/// kernel knows of them.
+pub(super) fn wait_for_answers(
+    results: mpsc::Sender<Aside>,
+    read: impl Future<Output = Option<Threads>> + Send + 'static,
+) {
     tokio::spawn(async move {
         tokio::time::sleep(ANSWER_BOUND).await;
-        let _ = results.send(Aside::Answered).await;
+        let threads = timeout(FILE_BOUND, read).await.ok().flatten();
+        let threads = threads.unwrap_or_default();
+        let _ = results.send(Aside::Answered { threads }).await;
     });
 }
 

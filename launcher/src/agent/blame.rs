@@ -6,7 +6,7 @@
 
 use std::time::Duration;
 
-use ddp_proto::ids::LocalRank;
+use ddp_proto::ids::{Generation, LocalRank};
 
 use super::event::Effect;
 use super::machine::{Machine, Phase, Then, Worker};
@@ -42,8 +42,13 @@ impl Machine {
     }
 
     /// The last words of a suspect are there.
-    pub(super) fn on_heard(&mut self, local_rank: LocalRank, consequence: bool) -> Vec<Effect> {
-        if self.phase != Phase::Running {
+    pub(super) fn on_heard(
+        &mut self,
+        generation: Generation,
+        local_rank: LocalRank,
+        consequence: bool,
+    ) -> Vec<Effect> {
+        if generation != self.generation || self.phase != Phase::Running {
             return Vec::new();
         }
         let Some(suspect) = self.suspects.iter_mut().find(|s| s.local_rank == local_rank) else {

@@ -76,6 +76,19 @@ impl Conclusion {
         }
     }
 
+    /// All workers are well until they are asked to stop, and native ones save: not those of a node that the job went on
+    /// without.
+    pub(super) const fn leaves_time_to_save(&self) -> bool {
+        matches!(
+            self,
+            Self::Stopped { .. }
+                | Self::DaemonGone {
+                    exit_code: exit::DAEMON_UNREACHABLE,
+                    ..
+                }
+        )
+    }
+
     /// The daemon's last word on the job.
     pub(super) fn of_job_over(over: JobOver) -> Self {
         if over.exit_code == i32::from(exit::SUCCESS) {

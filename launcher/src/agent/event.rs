@@ -34,6 +34,7 @@ pub(super) enum Event {
     Exited { local_rank: LocalRank, ending: Ending },
     /// All that a worker said on the control socket before it ended has arrived.
     Heard {
+        generation: Generation,
         local_rank: LocalRank,
         /// It says that it failed only because another rank did.
         consequence: bool,
@@ -69,6 +70,8 @@ pub(super) enum Effect {
     AskToStop(String),
     /// Send this signal to all live workers.
     SignalAll(i32),
+    /// Send this signal to all live workers that do not listen on the control socket.
+    SignalUnasked(i32),
     /// Send this signal to a worker that was started while the others were being stopped.
     SignalLate(LocalRank, i32),
     /// Kill this worker: its generation was given up before it was started.

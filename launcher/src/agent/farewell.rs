@@ -113,6 +113,8 @@ mod tests {
             resume_words: None,
             join_timeout: Duration::from_mins(1),
             shutdown_timeout: Duration::from_secs(30),
+            workers,
+            elastic: false,
         });
         let nodes = vec![NodeAssignment {
             workers,

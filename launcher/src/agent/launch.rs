@@ -10,11 +10,12 @@ use ddp_proto::exit;
 use super::conclusion::Conclusion;
 use super::driver::Driver;
 use super::hand::Hand;
+use super::signals::{Call, Signals};
 use crate::cgroup::{self, WorkerGroup};
 use crate::console::{Console, OWN_PREFIX};
 use crate::guardian::Guardian;
 use crate::logs::LogError;
-use crate::plan::LaunchPlan;
+use crate::plan::{LaunchPlan, SignalPlan};
 use crate::proc_table;
 use crate::sinks::Sinks;
 use crate::terminal::TerminalSettings;
@@ -94,6 +95,10 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         Err(error) => return refuse(error.into(), guardian),
     };
     let terminal = plan.output.direct.then(TerminalSettings::read).flatten();
+    let stop = SignalPlan {
+        stop: plan.signals.stop.clone(),
+        forward: Vec::new(),
+    };
     let Outfit {
         console, hand, group, ..
     } = outfit.clone();
@@ -120,13 +125,33 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         // Usually it was never made.
         let _ = std::fs::remove_dir_all(scratch_dir);
     });
-    // A panic has told of itself.
-    let _ = tokio::time::timeout(CLOSING_BOUND, closing).await;
+    if !is_closed(closing, CLOSING_BOUND, &stop).await {
+        tracing::debug!("the launch ends before all of it is put away");
+    }
     dismiss(guardian);
     Outcome {
         exit_code: conclusion.exit_code(),
         conclusion,
         report,
+    }
+}
+
+/// Waits until all is put away, but no longer than `bound` or until a signal of `stop` comes: the one that stopped the
+/// job was taken before. False if it was not waited for.
+async fn is_closed<T>(closing: impl Future<Output = Option<T>>, bound: Duration, stop: &SignalPlan) -> bool {
+    let interrupted = async {
+        let Ok(mut signals) = Signals::listen(stop) else {
+            return std::future::pending().await;
+        };
+        while !matches!(signals.next().await, Call::Stop(_)) {}
+    };
+    // Cancel safe: whichever comes first, the launch ends.
+    tokio::select! {
+        // Listens before anything is waited for.
+        biased;
+        () = interrupted => false,
+        // The panic hook has reported a panic already.
+        closed = tokio::time::timeout(bound, closing) => closed.is_ok(),
     }
 }
 
@@ -195,4 +220,29 @@ fn remove_group(dir: &Path) -> Option<String> {
          hint: once it is empty, the next launch beside it removes it",
         dir.display()
     ))
+}
+
+#[cfg(test)]
+mod tests {
+    use nix::sys::signal::{Signal, raise};
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_signal_ends_the_closing_of_a_launch() {
+        // No other test of this binary listens to it or sends it.
+        let stop = SignalPlan {
+            stop: vec![Signal::SIGURG as i32],
+            forward: Vec::new(),
+        };
+        let never = std::future::poll_fn(|_| {
+            // The wait has begun.
+            raise(Signal::SIGURG).unwrap();
+            std::task::Poll::<Option<()>>::Pending
+        });
+        let patience = Duration::from_mins(1);
+        let ended = tokio::time::timeout(patience, is_closed(never, Duration::MAX, &stop)).await;
+        assert_eq!(ended, Ok(false));
+        assert!(is_closed(async { Some(()) }, patience, &stop).await);
+    }
 }

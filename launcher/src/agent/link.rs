@@ -1,20 +1,20 @@
 //! The agent's stream to the daemon, as a task: opened again when it breaks, while the workers keep running.
 
-use std::sync::Mutex;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ddp_proto::client::{AgentIdentity, AgentStream, Attempts, Client, ClientError};
 use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{DaemonMessage, Join, Leave};
+use ddp_proto::rendezvous::{DaemonMessage, Heartbeat, Join, Leave};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 
 use super::place::HeldPlace;
 
-/// Messages that may wait for the agent or for the daemon.
+/// Messages of the daemon that may wait for the agent.
 const QUEUE: usize = 256;
 
 /// Silence at the beginning that people should hear of: the daemon may just be starting.
@@ -41,9 +41,14 @@ pub(super) enum LinkEvent {
 
 #[derive(Debug)]
 enum Command {
-    Send(Generation, Body),
+    Report(Generation, Body),
+    /// The latest one.
+    Heartbeat,
     Leave(Generation, Leave, Instant),
 }
+
+/// The latest heartbeat, until it is sent: it says all that those before it said.
+type LatestHeartbeat = Arc<Mutex<Option<(Generation, Heartbeat)>>>;
 
 /// How to reach the daemon.
 pub(super) struct LinkConfig {
@@ -55,7 +60,10 @@ pub(super) struct LinkConfig {
 
 /// The agent's handle to its stream.
 pub(super) struct Link {
-    commands: mpsc::Sender<Command>,
+    /// Has no bound, because a job hangs without a report that was dropped. Few can wait: a node makes a handful in a
+    /// generation, and the daemon assigns the next one when it has heard them. One heartbeat waits at most.
+    commands: mpsc::UnboundedSender<Command>,
+    heartbeat: LatestHeartbeat,
     /// Ends with the handle.
     _task: JoinSet<()>,
 }
@@ -63,13 +71,16 @@ pub(super) struct Link {
 impl Link {
     /// Starts to connect.
     pub(super) fn start(config: LinkConfig) -> (Self, mpsc::Receiver<LinkEvent>) {
-        let (commands, queue) = mpsc::channel(QUEUE);
+        let (commands, queue) = mpsc::unbounded_channel();
         let (events, receiver) = mpsc::channel(QUEUE);
+        let heartbeat = LatestHeartbeat::default();
         let mut task = JoinSet::new();
+        let latest = heartbeat.clone();
         task.spawn(async move {
             let mut side = Side {
                 config,
                 queue,
+                heartbeat: latest,
                 events,
                 memory: Memory::default(),
                 is_known: false,
@@ -81,22 +92,31 @@ impl Link {
         });
         let link = Self {
             commands,
+            heartbeat,
             _task: task,
         };
         (link, receiver)
     }
 
-    /// Queues a message. Never waits; while the stream is broken, what matters is kept and sent later.
-    pub(super) fn send(&self, generation: Generation, body: Body) {
-        // A full queue means that the task has been stuck for minutes of heartbeats; the lease is lost then anyway.
-        let _ = self.commands.try_send(Command::Send(generation, body));
+    /// Queues a report, or a `Join`. Never waits, and drops none: while the stream is broken, they are kept.
+    pub(super) fn report(&self, generation: Generation, body: Body) {
+        // The task has ended only after a last event, which the agent may not have read yet.
+        let _ = self.commands.send(Command::Report(generation, body));
     }
 
-    /// Says good-bye; [`LinkEvent::Left`] follows, at the latest at `deadline`.
-    pub(super) fn leave(&self, generation: Generation, leave: Leave, deadline: Instant) {
-        let _ = self
-            .commands
-            .try_send(Command::Leave(generation, leave, deadline));
+    /// Queues a heartbeat, instead of one that was not sent yet.
+    pub(super) fn beat(&self, generation: Generation, heartbeat: Heartbeat) {
+        let mut latest = self.heartbeat.lock().expect("nothing panics with it");
+        if latest.replace((generation, heartbeat)).is_none() {
+            // As above.
+            let _ = self.commands.send(Command::Heartbeat);
+        }
+    }
+
+    /// Says good-bye; [`LinkEvent::Left`] follows, at the latest at `deadline`. False if nobody is there to hear it.
+    pub(super) fn leave(&self, generation: Generation, leave: Leave, deadline: Instant) -> bool {
+        let command = Command::Leave(generation, leave, deadline);
+        self.commands.send(command).is_ok()
     }
 }
 
@@ -119,13 +139,19 @@ struct Memory {
 
 impl Memory {
     fn note(&mut self, generation: Generation, body: &Body) {
+        if let Body::Join(join) = body {
+            self.join = Some(join.clone());
+        }
+        if generation < self.generation {
+            // The agent has not read the assignment yet.
+            return;
+        }
         match body {
-            Body::Join(join) => {
-                self.join = Some(join.clone());
+            Body::Join(_) => {
                 self.generation = generation;
                 self.reports.clear();
             }
-            Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeStopped(_) => {
+            Body::WorkerExit(_) | Body::NodeSucceeded(_) | Body::NodeStopped(_) | Body::NodeLeaving(_) => {
                 if generation != self.generation {
                     self.generation = generation;
                     self.reports.clear();
@@ -137,6 +163,7 @@ impl Memory {
                     place.heartbeat = *heartbeat;
                 }
             }
+            // Nothing follows it.
             Body::Leave(_) => {}
         }
     }
@@ -182,7 +209,8 @@ impl Memory {
 /// The task's side.
 struct Side {
     config: LinkConfig,
-    queue: mpsc::Receiver<Command>,
+    queue: mpsc::UnboundedReceiver<Command>,
+    heartbeat: LatestHeartbeat,
     events: mpsc::Sender<LinkEvent>,
     memory: Memory,
     /// The daemon has spoken to us: who answers at its address is no stranger.
@@ -277,21 +305,27 @@ impl Side {
                     });
                 }
             };
-            match command {
+            let (generation, body) = match command {
                 None => return Stop::Done,
-                Some(Command::Send(generation, body)) => {
-                    self.memory.note(generation, &body);
-                    match stream.sender().send(generation, body) {
-                        Err(_) if self.memory.is_refused => return self.await_leave().await,
-                        Err(error) => return Stop::Broken(error),
-                        Ok(()) => {}
-                    }
+                Some(Command::Report(generation, body)) => (generation, body),
+                Some(Command::Heartbeat) => {
+                    let latest = self.heartbeat.lock().expect("nothing panics with it").take();
+                    let Some((generation, heartbeat)) = latest else {
+                        continue;
+                    };
+                    (generation, Body::Heartbeat(heartbeat))
                 }
                 Some(Command::Leave(generation, leave, deadline)) => {
                     stream.leave(generation, leave, deadline).await;
                     self.tell(LinkEvent::Left).await;
                     return Stop::Done;
                 }
+            };
+            self.memory.note(generation, &body);
+            match stream.sender().send(generation, body) {
+                Err(_) if self.memory.is_refused => return self.await_leave().await,
+                Err(error) => return Stop::Broken(error),
+                Ok(()) => {}
             }
         }
     }
@@ -327,7 +361,7 @@ impl Side {
 #[cfg(test)]
 mod tests {
     use ddp_proto::rendezvous::{
-        Assignment, GenerationOver, Heartbeat, NodeAssignment, NodeStopped, NodeSucceeded, Waiting,
+        Assignment, GenerationOver, NodeAssignment, NodeLeaving, NodeStopped, NodeSucceeded, Waiting,
     };
 
     use super::*;
@@ -369,6 +403,26 @@ mod tests {
     }
 
     #[test]
+    fn a_new_stream_repeats_the_notice_to_leave() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        hear(&mut memory, 1, assignment());
+        let leaving = Body::NodeLeaving(NodeLeaving { signal: 15 });
+        memory.note(Generation(1), &leaving);
+        assert_eq!(memory.reports, [leaving]);
+    }
+
+    #[test]
+    fn a_join_that_crossed_an_assignment_does_not_hide_it() {
+        let mut memory = Memory::default();
+        memory.note(Generation(0), &Body::Join(Join::default()));
+        hear(&mut memory, 2, assignment());
+        // The agent has not read the assignment yet.
+        memory.note(Generation(1), &Body::Join(Join::default()));
+        assert_eq!(memory.generation, Generation(2));
+    }
+
+    #[test]
     fn a_new_stream_begins_with_the_place_of_this_node_alone() {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
@@ -376,6 +430,7 @@ mod tests {
         let heartbeat = Heartbeat {
             step: Some(7),
             ranks_divide: Some(12),
+            ..Heartbeat::default()
         };
         memory.note(Generation(1), &Body::Heartbeat(heartbeat));
         let join = memory.greeting().unwrap();

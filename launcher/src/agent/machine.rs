@@ -10,19 +10,22 @@
 //! ```
 //!
 //! There is one stop routine, whatever the reason: notify with the cause → SIGTERM, or the signal that is the reason →
-//! grace → SIGKILL → bounded wait → sweep what is left. Native workers that are asked to stop at a step boundary get no
-//! signal in between.
+//! grace → SIGKILL → bounded wait → sweep what is left. Native workers get no signal but SIGKILL.
 
 use std::time::Duration;
 
+use ddp_proto::client::RESTART_BACKOFF_CAP;
 use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
-use ddp_proto::rendezvous::{Assignment, DaemonMessage, GenerationOver, NodeSucceeded, WorkerExit};
+use ddp_proto::rendezvous::{
+    Assignment, DaemonMessage, GenerationOver, NodeLeaving, NodeSucceeded, WorkerExit,
+};
 
 use super::blame::Suspect;
 use super::conclusion::Conclusion;
+use super::contracts;
 use super::event::{Effect, Event};
 use crate::ending::{Ending, signal_name};
 
@@ -30,8 +33,8 @@ use crate::ending::{Ending, signal_name};
 pub(super) const VERDICT_WAIT: Duration = Duration::from_secs(30);
 /// How long saying good-bye to the daemon may take.
 pub(super) const LEAVE_WAIT: Duration = Duration::from_secs(2);
-/// Beyond the time that the daemon itself waits for the other nodes.
-const JOIN_MARGIN: Duration = Duration::from_secs(15);
+/// Beyond the time that the daemon itself waits for the other nodes, which begins after its pause before a restart.
+const JOIN_MARGIN: Duration = RESTART_BACKOFF_CAP.saturating_add(Duration::from_secs(15));
 
 /// What the decisions depend on and never changes.
 #[derive(Clone, Debug)]
@@ -42,6 +45,10 @@ pub(super) struct Rules {
     pub(super) resume_words: Option<String>,
     pub(super) join_timeout: Duration,
     pub(super) shutdown_timeout: Duration,
+    /// Workers that this node offers.
+    pub(super) workers: u32,
+    /// Nodes may come and go.
+    pub(super) elastic: bool,
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -54,7 +61,7 @@ pub(super) enum Worker {
 /// How far the stop routine has come.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Stage {
-    /// The workers were asked to stop at a step boundary, and have the whole of the grace for it.
+    /// The workers were asked to stop at a step boundary. Native ones have the whole of the grace for it, others half.
     Asked,
     /// The workers know why, and may end by themselves.
     Notified,
@@ -108,6 +115,8 @@ pub(super) struct Machine {
     pub(super) spawning: bool,
     /// Any worker listens on the control socket; set by the driver.
     pub(super) listening: bool,
+    /// All native workers have said that they are done with the last step; set by the driver.
+    finishing: bool,
     /// Workers that exited with an error, while it is not known whether they are the cause or a consequence.
     pub(super) suspects: Vec<Suspect>,
     /// The daemon has announced its last word on the job, which comes within this time after our own report.
@@ -126,6 +135,7 @@ impl Machine {
             workers: Vec::new(),
             spawning: false,
             listening: false,
+            finishing: false,
             suspects: Vec::new(),
             last_word: None,
             signals: 0,
@@ -145,6 +155,11 @@ impl Machine {
         self.listening = listening;
     }
 
+    /// Whether all native workers have said that they are done with the last step.
+    pub(super) fn set_finishing(&mut self, finishing: bool) {
+        self.finishing = finishing;
+    }
+
     /// True while all is well.
     pub(super) fn is_running(&self) -> bool {
         self.phase == Phase::Running
@@ -153,6 +168,16 @@ impl Machine {
     /// True while the daemon decides what follows a failure on this node.
     pub(super) fn is_undecided(&self) -> bool {
         self.phase == Phase::Undecided
+    }
+
+    /// True if all workers have ended with 0, with all of their work done, as far as is known. Native ones say whether it
+    /// is: they end with 0 too where ranks of another node were asked to stop.
+    pub(super) fn has_succeeded(&self) -> bool {
+        let ended = match &self.phase {
+            Phase::Stopping { then, .. } => *then == Then::Succeed,
+            phase => *phase == Phase::Succeeded,
+        };
+        ended && (self.finishing || !self.rules.native)
     }
 
     /// True while the spawner has children of its own that must not be reaped by others.
@@ -167,7 +192,7 @@ impl Machine {
         }
         match event {
             Event::Daemon(message) => self.on_daemon(message),
-            Event::DaemonGone { exit_code, error } => self.end(Conclusion::DaemonGone { exit_code, error }),
+            Event::DaemonGone { exit_code, error } => self.on_daemon_gone(exit_code, error),
             Event::Spawned {
                 generation,
                 local_rank,
@@ -177,9 +202,10 @@ impl Machine {
             Event::CannotBegin { exit_code, error } => self.on_cannot_begin(exit_code, error),
             Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
             Event::Heard {
+                generation,
                 local_rank,
                 consequence,
-            } => self.on_heard(local_rank, consequence),
+            } => self.on_heard(generation, local_rank, consequence),
             Event::Described(exit) => self.on_described(exit),
             Event::Signal(signal) => self.on_signal(signal),
             Event::Alarm => self.on_alarm(),
@@ -202,6 +228,9 @@ impl Machine {
             }
             Some(Word::LastWord(_)) => self.on_last_word(),
             Some(Word::Refused(refused)) => self.end(Conclusion::of_refusal(refused)),
+            // The daemon has taken the join: how long it waits for others is bounded there, and a spare waits for as
+            // long as the job runs.
+            Some(Word::Waiting(_)) if self.phase == Phase::Joining => vec![Effect::Disarm],
             // An empty body is a message of a newer build.
             Some(Word::Waiting(_) | Word::HeartbeatAck(_)) | None => Vec::new(),
         }
@@ -219,20 +248,32 @@ impl Machine {
             }
             _ => return Vec::new(),
         }
-        let Some(node) = assignment.nodes.get(assignment.node_rank as usize) else {
-            let error = format!("the daemon's assignment has no node {}", assignment.node_rank);
-            return self.end(Conclusion::Broken {
-                exit_code: exit::INTERNAL,
-                error,
-            });
+        self.first_rank = match contracts::first_rank(&assignment, self.rules.workers) {
+            Ok(rank) => rank.0,
+            Err(nonsense) => {
+                let error = format!("the daemon's assignment makes no sense: {nonsense}");
+                return self.end(Conclusion::Broken {
+                    exit_code: exit::INTERNAL,
+                    error,
+                });
+            }
         };
         self.generation = generation;
-        self.first_rank = node.first_rank;
         self.suspects.clear();
-        self.workers = vec![Worker::Waiting; node.workers as usize];
+        self.workers = vec![Worker::Waiting; self.rules.workers as usize];
         self.spawning = true;
         self.phase = Phase::Running;
         vec![Effect::Disarm, Effect::Spawn(assignment)]
+    }
+
+    /// The daemon is given up. Work that has succeeded stays a success.
+    fn on_daemon_gone(&mut self, exit_code: u8, error: String) -> Vec<Effect> {
+        if exit_code != exit::DAEMON_UNREACHABLE || !self.has_succeeded() {
+            return self.end(Conclusion::DaemonGone { exit_code, error });
+        }
+        let mut effects = vec![succeeded_without_daemon(&error)];
+        effects.extend(self.end(Conclusion::Succeeded));
+        effects
     }
 
     fn on_generation_over(&mut self, generation: Generation, over: &GenerationOver) -> Vec<Effect> {
@@ -283,7 +324,11 @@ impl Machine {
         match &mut self.phase {
             Phase::Running => {
                 let name = signal_name(signal);
-                let mut effects = vec![Effect::Say(format!("{name}: stopping the workers"))];
+                let mut effects = vec![
+                    Effect::Say(format!("{name}: stopping the workers")),
+                    // The other nodes may go on without this one.
+                    Effect::Report(Report::NodeLeaving(NodeLeaving { signal })),
+                ];
                 effects.extend(self.stop_at_boundary(&name, Then::Conclude(conclusion)));
                 effects
             }
@@ -328,8 +373,9 @@ impl Machine {
                 error: "the daemon did not say what follows the failure".into(),
             }),
             Phase::Stopping { stage, .. } => match stage {
-                Stage::Notified => self.terminate(),
-                Stage::Asked | Stage::Terminated => self.kill(),
+                Stage::Asked => self.terminate(self.rules.shutdown_timeout / 2),
+                Stage::Notified => self.terminate(self.rules.shutdown_timeout),
+                Stage::Terminated => self.kill(),
                 // Reported by the sweep, by process id.
                 Stage::Killed => self.sweep(),
                 Stage::Sweeping => Vec::new(),
@@ -345,8 +391,20 @@ impl Machine {
         let Phase::Stopping { then, .. } = &self.phase else {
             return Vec::new();
         };
-        let then = then.clone();
-        let mut effects = Vec::from_iter(self.word_on_checkpoint(&then));
+        let mut then = then.clone();
+        let mut effects = Vec::new();
+        let is_success = |worker: &Worker| matches!(worker, Worker::Ended(ending) if ending.is_success());
+        if let Then::Conclude(Conclusion::DaemonGone { error, .. }) = &then
+            && self.rules.native
+            && self.finishing
+            && !self.workers.is_empty()
+            && self.workers.iter().all(is_success)
+        {
+            // They had no step left when they were asked to stop.
+            effects.push(succeeded_without_daemon(error));
+            then = Then::Conclude(Conclusion::Succeeded);
+        }
+        effects.extend(self.next_steps(&then));
         self.workers.clear();
         if !stuck.is_empty() {
             effects.push(Effect::Say(format!(
@@ -387,6 +445,10 @@ impl Machine {
                     let cause = reason.clone();
                     self.stop(&cause, Then::Conclude(conclusion))
                 }
+                Conclusion::DaemonGone { .. } if conclusion.leaves_time_to_save() => self.stop_at_boundary(
+                    "the rendezvous daemon is out of reach",
+                    Then::Conclude(conclusion),
+                ),
                 Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => {
                     let cause = error.clone();
                     self.stop(&cause, Then::Conclude(conclusion))
@@ -426,6 +488,12 @@ impl Machine {
         effects.extend(self.join());
         effects
     }
+}
+
+fn succeeded_without_daemon(error: &str) -> Effect {
+    Effect::Say(format!(
+        "the workers of this node have succeeded, and the job is taken to have succeeded: {error}"
+    ))
 }
 
 fn restart_notice(over: &GenerationOver) -> String {

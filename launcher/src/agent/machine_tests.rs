@@ -1,5 +1,5 @@
 use ddp_proto::rendezvous::refused::Code;
-use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused};
+use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused, Waiting};
 
 #[path = "spawning_tests.rs"]
 mod spawning;
@@ -28,6 +28,8 @@ impl Play {
             resume_words: Some("`--set run.out_dir=out`".into()),
             join_timeout: Duration::from_mins(1),
             shutdown_timeout: Duration::from_secs(30),
+            workers: 2,
+            elastic: false,
         });
         Self { machine, last }
     }
@@ -53,6 +55,7 @@ impl Play {
     }
 
     fn assign(&mut self, generation: u64, workers: u32) -> &mut Self {
+        self.machine.rules.workers = workers;
         let node = |first_rank, workers| NodeAssignment {
             first_rank,
             workers,
@@ -96,6 +99,7 @@ impl Play {
     fn heard(&mut self, local_rank: u32, consequence: bool) -> &mut Self {
         let local_rank = LocalRank(local_rank);
         self.on(Event::Heard {
+            generation: self.machine.generation(),
             local_rank,
             consequence,
         })
@@ -207,6 +211,21 @@ fn a_consequence_waits_for_its_cause() {
 }
 
 #[test]
+fn last_words_that_come_too_late_judge_nobody_of_the_next_generation() {
+    let mut play = Play::running(true, 2);
+    play.exit(1, Ending::Code(1)).hear(1, over());
+    play.exit(0, KILLED).swept();
+    play.assign(2, 2).spawn(2).exit(1, Ending::Code(1));
+    let late = Event::Heard {
+        generation: Generation(1),
+        local_rank: LocalRank(1),
+        consequence: false,
+    };
+    assert_eq!(play.on(late).last, []);
+    assert_eq!(play.heard(1, true).last, [Effect::Arm(CULPRIT_WAIT)]);
+}
+
+#[test]
 fn the_cause_of_a_consequence_may_be_on_another_node() {
     let mut play = Play::running(true, 2);
     play.exit(1, Ending::Code(1)).heard(1, true).hear(1, over());
@@ -241,7 +260,7 @@ fn a_node_whose_other_workers_succeed_still_reports_the_one_that_did_not() {
 
 #[test]
 fn workers_that_listen_have_time_for_last_words() {
-    let mut play = Play::running(true, 2);
+    let mut play = Play::running(false, 2);
     play.machine.set_listening(true);
     play.exit(1, KILLED);
     assert!(play.does(&Effect::Arm(LAST_WORDS)) && !play.does(&Effect::SignalAll(libc::SIGTERM)));
@@ -269,7 +288,73 @@ fn native_workers_that_were_asked_have_all_of_the_grace_and_no_sigterm() {
 
     // Nobody has heard of it.
     let mut deaf = Play::running(true, 2);
-    assert!(deaf.on(Event::Signal(15)).does(&Effect::SignalAll(libc::SIGTERM)));
+    assert!(deaf.on(Event::Signal(15)).does(&Effect::SignalAll(libc::SIGKILL)));
+
+    // The generation is over, and one does not end by itself.
+    let mut play = Play::running(true, 2);
+    play.machine.set_listening(true);
+    assert!(play.exit(1, KILLED).does(&Effect::Arm(LAST_WORDS)));
+    assert!(play.on(Event::Alarm).does(&Effect::SignalAll(libc::SIGKILL)));
+}
+
+#[test]
+fn programs_that_listen_are_asked_to_stop_and_the_others_are_signalled() {
+    let mut play = Play::running(false, 2);
+    play.machine.set_listening(true);
+    play.on(Event::Signal(2));
+    assert!(play.does(&Effect::AskToStop("SIGINT".into())) && play.does(&Effect::SignalUnasked(2)));
+    assert!(play.does(&Effect::Arm(Duration::from_secs(15))) && !play.does(&Effect::SignalAll(2)));
+    play.on(Event::Alarm);
+    // The rest of the grace.
+    assert!(play.does(&Effect::SignalAll(2)) && play.does(&Effect::Arm(Duration::from_secs(15))));
+    assert!(play.on(Event::Alarm).does(&Effect::SignalAll(libc::SIGKILL)));
+}
+
+#[test]
+fn a_node_whose_workers_were_never_started_has_not_succeeded() {
+    let mut play = Play::begin(true);
+    play.assign(1, 2);
+    play.machine.set_finishing(true);
+    play.on(Event::DaemonGone {
+        exit_code: exit::DAEMON_UNREACHABLE,
+        error: "gone".into(),
+    });
+    play.on(Event::SpawnEnded {
+        generation: Generation(1),
+        failure: None,
+    });
+    play.swept();
+    if play.finish().is_none() {
+        play.on(Event::Left);
+    }
+    assert_eq!(play.finish().map(Conclusion::exit_code), Some(69));
+}
+
+#[test]
+fn the_daemon_hears_that_a_signal_stops_this_node_before_the_workers_do() {
+    let mut play = Play::running(true, 2);
+    play.machine.rules.elastic = true;
+    play.machine.set_listening(true);
+    play.on(Event::Signal(15));
+    let leaving = Effect::Report(Report::NodeLeaving(NodeLeaving { signal: 15 }));
+    let asked = Effect::AskToStop("SIGTERM".into());
+    let at = |effect: &Effect| play.last.iter().position(|e| e == effect).unwrap();
+    assert!(at(&leaving) < at(&asked));
+    // The others go on, or another node leaves too: this node does not come back for that.
+    let going_on = GenerationOver {
+        membership: true,
+        at_step_boundary: true,
+        ..GenerationOver::default()
+    };
+    play.hear(1, Word::GenerationOver(going_on));
+    play.exit(0, Ending::Code(0)).exit(1, Ending::Code(0));
+    play.swept();
+    assert!(matches!(
+        &play.last[..],
+        [Effect::Say(words), Effect::Leave(Leave { signal: Some(15), .. }), _]
+            if words == "resume with `--set run.out_dir=out`\n  \
+                if the other nodes go on, this one is taken in when it is started again"
+    ));
 }
 
 #[test]
@@ -419,9 +504,36 @@ fn a_daemon_that_is_gone_ends_the_launch_after_the_workers() {
 }
 
 #[test]
+fn native_workers_save_when_the_daemon_is_gone_unless_the_job_goes_on_without_them() {
+    let gone = |exit_code| {
+        let mut play = Play::running(true, 1);
+        play.machine.set_listening(true);
+        play.on(Event::DaemonGone {
+            exit_code,
+            error: "gone".into(),
+        });
+        play
+    };
+    let asked = Effect::AskToStop("the rendezvous daemon is out of reach".into());
+    assert!(gone(69).does(&asked) && gone(69).does(&Effect::Arm(Duration::from_secs(30))));
+    assert_eq!(gone(75).notified(), Some("gone"));
+
+    // They were done already, and say so; without that word they may have left steps undone.
+    for (finishing, exit_code) in [(true, 0), (false, 69)] {
+        let mut play = gone(69);
+        play.machine.set_finishing(finishing);
+        play.exit(0, Ending::Code(0)).swept();
+        if play.finish().is_none() {
+            play.on(Event::Left);
+        }
+        assert_eq!(play.finish().map(Conclusion::exit_code), Some(exit_code));
+    }
+}
+
+#[test]
 fn a_daemon_that_never_answers_is_not_waited_for_for_ever() {
     let mut joining = Play::begin(false);
-    assert!(joining.does(&Effect::Arm(Duration::from_secs(75))));
+    assert!(joining.does(&Effect::Arm(Duration::from_mins(1) + JOIN_MARGIN)));
     assert_eq!(
         joining
             .on(Event::Alarm)
@@ -436,6 +548,60 @@ fn a_daemon_that_never_answers_is_not_waited_for_for_ever() {
         undecided.on(Event::Alarm).finish().map(Conclusion::exit_code),
         Some(69)
     );
+}
+
+#[test]
+fn a_spare_waits_for_as_long_as_the_job_runs() {
+    let waiting = || Word::Waiting(Waiting::default());
+    let mut spare = Play::begin(false);
+    assert_eq!(spare.hear(1, waiting()).last, [Effect::Disarm]);
+    assert!(matches!(spare.assign(2, 1).last[1], Effect::Spawn(_)));
+
+    // An alarm that is not the join's stays.
+    let mut play = Play::running(true, 2);
+    play.exit(1, Ending::Code(1)).heard(1, true);
+    assert!(play.does(&Effect::Arm(CULPRIT_WAIT)));
+    assert_eq!(play.hear(1, waiting()).last, []);
+}
+
+#[test]
+fn a_join_is_waited_for_longer_than_the_longest_pause_before_a_restart() {
+    assert!(JOIN_MARGIN > Duration::from_secs(30), "{JOIN_MARGIN:?}");
+}
+
+#[test]
+fn an_assignment_that_makes_no_sense_starts_no_worker() {
+    let node = |first_rank, workers| NodeAssignment {
+        first_rank,
+        workers,
+        ..NodeAssignment::default()
+    };
+    // Too many workers; ranks that another node has, or nobody can have; more ranks than there are numbers.
+    for nodes in [
+        vec![node(0, 1 << 20)],
+        vec![node(1, 2)],
+        vec![node(u32::MAX - 1, 2), node(2, 2)],
+        vec![node(0, 2), node(2, u32::MAX)],
+        vec![],
+    ] {
+        let mut play = Play::begin(false);
+        let said = format!("{nodes:?}");
+        play.hear(
+            1,
+            Word::Assignment(Assignment {
+                nodes,
+                ..Assignment::default()
+            }),
+        );
+        let leaves = matches!(
+            play.last[0],
+            Effect::Leave(Leave {
+                exit_code: Some(70),
+                ..
+            })
+        );
+        assert!(leaves, "{said}: {:?}", play.last);
+    }
 }
 
 #[test]

@@ -19,9 +19,10 @@ const PROBE_PAUSE: Duration = Duration::from_millis(250);
 /// How long one attempt may take.
 const PROBE_BOUND: Duration = Duration::from_secs(1);
 
-/// Tells how long it was since the last time.
+/// Tells how long ago the last heartbeat was sent.
 #[derive(Debug)]
 pub(super) struct Pulse {
+    /// When that was: the daemon counts the lease from a little later.
     last: Duration,
     /// The daemon's; none while it is not known.
     pub(super) lease: Option<Duration>,
@@ -36,11 +37,19 @@ impl Pulse {
         }
     }
 
-    /// One beat; how long it was in coming if that is longer than a lease.
-    pub(super) fn beat(&mut self, now: Duration) -> Option<Duration> {
-        let gap = now.saturating_sub(self.last);
+    /// A heartbeat is sent.
+    pub(super) fn beat(&mut self, now: Duration) {
         self.last = now;
-        self.lease.is_some_and(|lease| gap > lease).then_some(gap)
+    }
+
+    /// How long no heartbeat was sent, if that is longer than a lease; said once.
+    pub(super) fn gap(&mut self, now: Duration) -> Option<Duration> {
+        let gap = now.saturating_sub(self.last);
+        let is_late = self.lease.is_some_and(|lease| gap > lease);
+        if is_late {
+            self.last = now;
+        }
+        is_late.then_some(gap)
     }
 }
 
@@ -96,11 +105,23 @@ mod tests {
     #[test]
     fn only_what_is_longer_than_a_lease_is_a_standstill() {
         let mut pulse = Pulse::start(100 * SECOND);
-        assert_eq!(pulse.beat(200 * SECOND), None, "no lease is known yet");
+        assert_eq!(pulse.gap(200 * SECOND), None, "no lease is known yet");
+        pulse.beat(200 * SECOND);
         pulse.lease = Some(9 * SECOND);
-        assert_eq!(pulse.beat(209 * SECOND), None);
-        assert_eq!(pulse.beat(220 * SECOND), Some(11 * SECOND));
-        assert_eq!(pulse.beat(220 * SECOND), None);
+        assert_eq!(pulse.gap(209 * SECOND), None);
+        assert_eq!(pulse.gap(220 * SECOND), Some(20 * SECOND));
+        assert_eq!(pulse.gap(220 * SECOND), None);
+    }
+
+    /// The daemon knows of heartbeats only: a launcher that was busy until it was stopped was silent for longer than it
+    /// stood still.
+    #[test]
+    fn what_came_after_the_last_heartbeat_does_not_shorten_a_standstill() {
+        let mut pulse = Pulse::start(100 * SECOND);
+        pulse.lease = Some(9 * SECOND);
+        pulse.beat(200 * SECOND);
+        assert_eq!(pulse.gap(203 * SECOND), None, "a message of a worker");
+        assert_eq!(pulse.gap(210 * SECOND), Some(10 * SECOND));
     }
 
     #[test]

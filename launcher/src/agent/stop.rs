@@ -1,8 +1,9 @@
 //! The one stop routine: notify with the cause → a signal → grace → SIGKILL → bounded wait → sweep.
 //!
 //! The signal is the one that a launcher of the job was stopped with, so that Ctrl-C is a `KeyboardInterrupt` to a
-//! Python program; else SIGTERM. A native worker that is asked to stop at a step boundary has all of the grace: a
-//! signal would end it on the spot.
+//! Python program; else SIGTERM. Native workers ignore both, so they are not sent: one that is asked to stop at a step
+//! boundary has all of the grace, and SIGKILL ends the others. Of other programs those that listen on the control
+//! socket have half of the grace to stop at a step boundary, before the signal; the rest get it at once.
 
 use std::time::Duration;
 
@@ -28,11 +29,18 @@ impl Machine {
     /// Begins the stop routine with workers that are all well: because a user asked for it, or the nodes change.
     pub(super) fn stop_at_boundary(&mut self, cause: &str, then: Then) -> Vec<Effect> {
         let mut effects = vec![Effect::AskToStop(cause.to_owned()), Effect::CancelSpawn];
-        effects.extend(if self.rules.native {
-            self.await_end(then, Stage::Asked, self.rules.shutdown_timeout)
-        } else {
-            self.await_end(then, Stage::Notified, Duration::ZERO)
-        });
+        let grace = self.rules.shutdown_timeout;
+        if self.rules.native {
+            effects.extend(self.await_end(then, Stage::Asked, grace));
+            return effects;
+        }
+        effects.extend(self.await_end(then, Stage::Asked, grace / 2));
+        if let Phase::Stopping {
+            stage: Stage::Asked, ..
+        } = self.phase
+        {
+            effects.push(Effect::SignalUnasked(self.stop_signal()));
+        }
         effects
     }
 
@@ -46,15 +54,16 @@ impl Machine {
         if self.listening && !patience.is_zero() {
             return vec![Effect::Arm(patience)];
         }
-        self.terminate()
+        self.terminate(self.rules.shutdown_timeout)
     }
 
-    pub(super) fn terminate(&mut self) -> Vec<Effect> {
+    pub(super) fn terminate(&mut self, grace: Duration) -> Vec<Effect> {
+        if self.rules.native {
+            // They ignore every other signal that stops a job.
+            return self.kill();
+        }
         self.set_stage(Stage::Terminated);
-        vec![
-            Effect::SignalAll(self.stop_signal()),
-            Effect::Arm(self.rules.shutdown_timeout),
-        ]
+        vec![Effect::SignalAll(self.stop_signal()), Effect::Arm(grace)]
     }
 
     /// What workers are asked to end with.
@@ -66,7 +75,7 @@ impl Machine {
         else {
             return libc::SIGTERM;
         };
-        let cause = conclusion.signal().filter(|_| !self.rules.native);
+        let cause = conclusion.signal();
         // A number that cannot be sent would leave the workers without any word.
         cause
             .filter(|signal| Signal::try_from(*signal).is_ok())
@@ -83,12 +92,21 @@ impl Machine {
         vec![Effect::Disarm, Effect::Sweep]
     }
 
-    /// After a signal, when the workers are gone: whether they have saved. Only native workers were asked to.
-    pub(super) fn word_on_checkpoint(&self, then: &Then) -> Option<Effect> {
-        let Then::Conclude(Conclusion::Stopped { .. }) = then else {
+    /// What a user can do next, when the workers are gone that were asked to stop.
+    pub(super) fn next_steps(&self, then: &Then) -> Option<Effect> {
+        let Then::Conclude(conclusion) = then else {
             return None;
         };
-        if !self.rules.native || self.workers.is_empty() {
+        let taken_in = (self.rules.elastic && matches!(conclusion, Conclusion::Stopped { .. }))
+            .then_some("if the other nodes go on, this one is taken in when it is started again");
+        let words = [self.how_to_resume(conclusion), taken_in.map(str::to_owned)];
+        let words: Vec<String> = words.into_iter().flatten().collect();
+        (!words.is_empty()).then(|| Effect::Say(words.join("\n  ")))
+    }
+
+    /// Whether native workers have saved, and how their run goes on.
+    fn how_to_resume(&self, conclusion: &Conclusion) -> Option<String> {
+        if !conclusion.leaves_time_to_save() || !self.rules.native || self.workers.is_empty() {
             return None;
         }
         // A native worker ends with 0 only when the checkpoint is whole, whichever rank has written it.
@@ -98,7 +116,7 @@ impl Machine {
             .resume_words
             .as_deref()
             .unwrap_or("`--set run.resume=auto`");
-        let words = if self.workers.iter().any(is_saved) {
+        Some(if self.workers.iter().any(is_saved) {
             format!("resume with {resume}")
         } else {
             format!(
@@ -106,8 +124,7 @@ impl Machine {
                  checkpoint that is whole, if there is one\n  \
                  hint: a longer `--shutdown-timeout` leaves them more time"
             )
-        };
-        Some(Effect::Say(words))
+        })
     }
 
     fn set_stage(&mut self, new: Stage) {

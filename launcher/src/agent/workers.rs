@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
+use ddp_proto::control::{PeerWait, Phase, Sizes};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank, LocalRank};
 use ddp_proto::rendezvous::{Assignment, Heartbeat};
@@ -22,14 +23,15 @@ use crate::chorus::Chorus;
 use crate::console::Stream;
 use crate::ending::Ending;
 use crate::environment::{self, Common};
-use crate::hang::{Beat, longest_silence};
+use crate::hang::{Beat, Silent, longest_silence};
 use crate::local_end::LocalEnd;
-use crate::logs::{LogError, WorkerFiles, open_filtered};
+use crate::logs::{LogError, WorkerFiles, claim_attempt, open_filtered};
 use crate::oom::OomCounter;
-use crate::output::OutputPlan;
+use crate::output::{LineSource, OutputPlan};
 use crate::plan::CoreSet;
 use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
 use crate::spawn::WorkerSpec;
+use crate::waits::ToldWaits;
 
 /// Why the workers of a generation cannot be started.
 #[derive(Debug, thiserror::Error)]
@@ -50,6 +52,7 @@ pub(super) struct Site<'a> {
     pub(super) log_dir: Option<&'a Path>,
     pub(super) scratch_dir: &'a Path,
     pub(super) job_id: &'a str,
+    pub(super) hostname: &'a str,
     pub(super) control: &'a str,
     pub(super) output: &'a OutputPlan,
     /// The workers are the native ones.
@@ -79,6 +82,25 @@ impl Site<'_> {
         }))
     }
 
+    /// The number of the folder that takes the log files of a generation.
+    fn attempt(&self, generation: Generation, assignment: &Assignment) -> u32 {
+        // A daemon of an older build counts restarts only.
+        let attempt = assignment.attempt.max(assignment.restart_count);
+        let run = format!("{}-{}", assignment.run_token, generation.0);
+        self.log_dir
+            .map_or(attempt, |log_dir| claim_attempt(log_dir, attempt, &run))
+    }
+
+    /// What precedes the lines of one worker.
+    fn prefix(&self, contract: &WorkerEnv) -> String {
+        self.output.prefix.of(&LineSource {
+            rank: contract.rank,
+            local_rank: contract.local_rank,
+            role: &contract.role,
+            hostname: self.hostname,
+        })
+    }
+
     /// The cores of one worker as the system takes them.
     fn cores_of(&self, local_rank: LocalRank) -> Option<CpuSet> {
         let CoreSet(numbers) = self.cores.get(local_rank.0 as usize)?;
@@ -99,13 +121,15 @@ pub(super) struct Worker {
     /// Its last sign of life.
     pub(super) beat: Option<Beat>,
     /// What a number of ranks has to divide for it to go on, in its own words.
-    pub(super) ranks_divide: Option<u64>,
+    pub(super) sizes: Option<Sizes>,
     /// The step in which it was called slow.
     pub(super) called_slow: Option<u64>,
     /// What it does, in its own words, if it was asked.
     pub(super) state: Option<String>,
-    /// Ranks that it waits for, as far as it knows.
-    pub(super) waiting_for: Vec<u32>,
+    /// Its waits for other ranks, by its last heartbeat.
+    pub(super) waits: Vec<PeerWait>,
+    /// The step in which the workers of this node that said nothing new were found to wait for others.
+    pub(super) found_waiting: Option<u64>,
     /// It hung, and was told to end.
     pub(super) aborted: bool,
     /// Its own words on its failure.
@@ -140,6 +164,7 @@ pub(super) struct Crew {
     group: Option<PathBuf>,
     /// Since the generation began.
     oom: OomCounter,
+    told_waits: ToldWaits,
     /// Tells the spawner to start no more.
     pub(super) cancelled: Arc<AtomicBool>,
 }
@@ -164,6 +189,7 @@ impl Crew {
             trouble: None,
             group: group.map(Path::to_owned),
             oom: OomCounter::of_workers(group),
+            told_waits: ToldWaits::default(),
             cancelled: Arc::default(),
         }
     }
@@ -176,8 +202,7 @@ impl Crew {
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
         let mut crew = Self::empty(site.group);
-        // A daemon of an older build counts restarts only.
-        let attempt = assignment.attempt.max(assignment.restart_count);
+        let attempt = site.attempt(generation, assignment);
         let duplicates = [
             site.duplicate(Stream::Stdout, attempt)?,
             site.duplicate(Stream::Stderr, attempt)?,
@@ -189,7 +214,7 @@ impl Crew {
             let files = WorkerFiles::create(site.log_dir, site.scratch_dir, attempt, rank)?;
             contract.error_file = Some(files.error_file().to_string_lossy().into_owned());
             let (stdout_log, stderr_log) = files.open_logs()?.unzip();
-            let prefix = site.output.prefix.of(rank, local_rank, &contract.role);
+            let prefix = site.prefix(&contract);
             let open = |stream, log, duplicate: &Option<Duplicate>| {
                 let shown = site.output.shows(rank, local_rank, stream);
                 let (pipe, pipe_end) = pipe2(OFlag::O_CLOEXEC).map_err(io::Error::from)?;
@@ -261,10 +286,18 @@ impl Crew {
 
     /// What the daemon is told of the workers, every so often.
     pub(super) fn heartbeat(&self) -> Heartbeat {
+        let sizes = self.workers.iter().find_map(|worker| worker.sizes);
         Heartbeat {
             step: self.step(),
-            ranks_divide: self.workers.iter().find_map(|worker| worker.ranks_divide),
+            ranks_divide: sizes.and_then(|sizes| sizes.ranks_divide),
+            ranks_multiple_of: sizes.and_then(|sizes| sizes.ranks_multiple_of),
         }
+    }
+
+    /// All workers have said that they are done with the last step.
+    pub(super) fn is_finishing(&self) -> bool {
+        let finishes = |worker: &Worker| worker.beat.is_some_and(|beat| beat.phase == Phase::Finishing);
+        !self.workers.is_empty() && self.workers.iter().all(finishes)
     }
 
     /// Steps that the farthest worker reported.
@@ -313,13 +346,14 @@ impl Crew {
         self.trouble.map(|trouble| trouble - self.began)
     }
 
-    /// Sends a signal to the process groups of live workers, all or one.
+    /// Sends a signal to the process groups of live workers, all or one. One that got it last does not get it again: a
+    /// second SIGINT would interrupt what a program does because of the first.
     pub(super) fn signal(&mut self, signal: i32, only: Option<LocalRank>) {
         let Ok(number) = Signal::try_from(signal) else {
             return;
         };
         for (local_rank, worker) in self.workers.iter_mut().enumerate() {
-            let meant = only.is_none_or(|only| only.0 as usize == local_rank);
+            let meant = only.is_none_or(|only| only.0 as usize == local_rank) && worker.sent != Some(signal);
             if let (true, Some(pid), None) = (meant, worker.pid, worker.end) {
                 // Dead already, if this fails; it has not been reaped, so the number is still its own.
                 let _ = killpg(Pid::from_raw(pid), number);
@@ -336,9 +370,27 @@ impl Crew {
         live.filter_map(|worker| Some((worker.pid?, worker)))
     }
 
-    /// Ranks of all workers.
-    pub(super) fn ranks(&self) -> impl Iterator<Item = GlobalRank> + '_ {
-        self.workers.iter().map(|worker| worker.rank)
+    /// What people are to be told of the workers' waits for other ranks, after a heartbeat.
+    pub(super) fn tell_waits(&mut self) -> Vec<String> {
+        let live = self.workers.iter().filter(|worker| worker.end.is_none());
+        let waits: Vec<_> = live
+            .map(|worker| (worker.rank.0, worker.waits.as_slice()))
+            .collect();
+        self.told_waits.tell(&waits, Instant::now())
+    }
+
+    /// The workers that say nothing new wait for others: in the steps that all are in, that is known.
+    pub(super) fn found_waiting(&mut self) {
+        for worker in &mut self.workers {
+            worker.found_waiting = worker.beat.map(|beat| beat.step);
+        }
+    }
+
+    /// What the workers said that they do is not what they do now.
+    pub(super) fn forget_states(&mut self) {
+        for worker in &mut self.workers {
+            worker.state = None;
+        }
     }
 
     /// Where the log folders of all workers lie; none without a log directory.
@@ -347,19 +399,23 @@ impl Crew {
         log.ancestors().nth(2).map(Path::to_owned)
     }
 
-    /// The live worker that has said nothing new for the longest time, if that is longer than `bound`.
-    pub(super) fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Beat)> {
+    /// The live worker that is to blame for a silence of at least `bound`, if there is one.
+    pub(super) fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
         let live = self
             .workers
             .iter()
             .enumerate()
             .filter(|(_, worker)| worker.end.is_none());
         let beats = live.filter_map(|(local_rank, worker)| {
-            let waits = !worker.waiting_for.is_empty();
+            let waits = worker.waits.iter().any(|wait| !wait.peers.is_empty());
             Some((local_rank, worker.beat?, waits))
         });
-        let (local_rank, beat) = longest_silence(beats, Instant::now(), bound)?;
-        Some((LocalRank(local_rank as u32), self.workers[local_rank].pid?, beat))
+        let (local_rank, silent) = longest_silence(beats, Instant::now(), bound)?;
+        Some((
+            LocalRank(local_rank as u32),
+            self.workers[local_rank].pid?,
+            silent,
+        ))
     }
 
     /// No worker has sent a heartbeat, though they have run for longer than `bound`.
@@ -457,10 +513,11 @@ impl Worker {
             rank,
             pid: None,
             beat: None,
-            ranks_divide: None,
+            sizes: None,
             called_slow: None,
             state: None,
-            waiting_for: Vec::new(),
+            waits: Vec::new(),
+            found_waiting: None,
             aborted: false,
             said: None,
             consequence: false,

@@ -266,6 +266,7 @@ mod tests {
             streams,
             door: Some(door),
             patience: Duration::from_mins(1),
+            ignored: &[],
         };
         let child = process::start(&start, || {
             door.enter().then_some(()).ok_or(nix::errno::Errno::EPERM)

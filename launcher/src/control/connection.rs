@@ -116,7 +116,7 @@ impl<'a> Connection<'a> {
             }
         };
         let (queue, outgoing) = mpsc::channel(WORKER_QUEUE);
-        // The queue is empty: both fit.
+        // The queue is empty: all that is put into it here fits.
         let _ = queue.try_send(assignment);
         let weak = queue.downgrade();
         let member = Member {
@@ -125,6 +125,9 @@ impl<'a> Connection<'a> {
             queue: queue.clone(),
         };
         hub.enter(id, member);
+        if let Some(cause) = asked_to_stop(hub, generation) {
+            let _ = queue.try_send(encode(&ToWorker::StopAtStepBoundary { cause }));
+        }
         if let Some(cause) = over(hub, generation) {
             let _ = queue.try_send(encode(&ToWorker::GenerationOver { generation, cause }));
         }
@@ -166,6 +169,7 @@ impl<'a> Connection<'a> {
                 phase,
                 quiet_ms,
                 progress,
+                waits,
             } => {
                 // The next one brings newer numbers.
                 let _ = self.hub.events.try_send(self.event(News::Heartbeat {
@@ -173,23 +177,16 @@ impl<'a> Connection<'a> {
                     phase,
                     quiet: Duration::from_millis(quiet_ms),
                     progress,
+                    waits,
                 }));
             }
-            ToAgent::Sizes { ranks_divide } => {
+            ToAgent::Sizes(sizes) => {
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self
-                    .hub
-                    .events
-                    .send(self.event(News::Sizes { ranks_divide }))
-                    .await;
+                let _ = self.hub.events.send(self.event(News::Sizes(sizes))).await;
             }
-            ToAgent::State { text, waiting_for } => {
+            ToAgent::State { text } => {
                 // Waits for the agent if need be; only this connection is held up.
-                let _ = self
-                    .hub
-                    .events
-                    .send(self.event(News::State { text, waiting_for }))
-                    .await;
+                let _ = self.hub.events.send(self.event(News::State { text })).await;
             }
             ToAgent::Failure {
                 message,
@@ -289,6 +286,13 @@ fn ended(place: Option<&Place>, generation: Generation) -> Option<String> {
         Some(place) => Some(format!("generation {} has begun", place.generation)),
         None => None,
     }
+}
+
+/// Why the workers of `generation` were asked to stop, if they were.
+fn asked_to_stop(hub: &Hub, generation: Generation) -> Option<String> {
+    let place = hub.place.borrow();
+    let current = place.as_ref().filter(|place| place.generation == generation)?;
+    current.asked_to_stop.clone()
 }
 
 fn over(hub: &Hub, generation: Generation) -> Option<String> {

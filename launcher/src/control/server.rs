@@ -7,7 +7,7 @@ use std::os::unix::net::{SocketAddr, UnixListener as StdListener};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ddp_proto::control::{Phase, Progress, ToWorker};
+use ddp_proto::control::{PeerWait, Phase, Progress, Sizes, ToWorker};
 use ddp_proto::ids::{Generation, LocalRank};
 use tokio::net::UnixListener;
 use tokio::sync::{mpsc, watch};
@@ -38,14 +38,12 @@ pub(crate) enum News {
         /// How long the program itself has had nothing to say.
         quiet: Duration,
         progress: Option<Progress>,
+        /// Its waits for other ranks.
+        waits: Vec<PeerWait>,
     },
-    /// The number of ranks has to divide this one.
-    Sizes {
-        ranks_divide: u64,
-    },
+    Sizes(Sizes),
     State {
         text: String,
-        waiting_for: Vec<u32>,
     },
     Failure {
         message: String,
@@ -65,6 +63,8 @@ pub(crate) struct Place {
     pub(crate) pids: Vec<Option<i32>>,
     /// No worker will be added to `pids`.
     pub(crate) spawned: bool,
+    /// Why the workers were asked to stop at the next step boundary, once they were.
+    pub(crate) asked_to_stop: Option<String>,
     /// Why the generation is over, once it is.
     pub(crate) over: Option<String>,
 }
@@ -188,9 +188,10 @@ impl ControlServer {
         }
     }
 
-    /// Asks all workers to stop at the next step boundary.
+    /// Asks all workers to stop at the next step boundary, those that connect later too.
     pub(crate) fn ask_to_stop(&self, cause: &str) {
         let cause = cause.to_owned();
+        self.update(|place| place.asked_to_stop = Some(cause.clone()));
         self.tell_all(&ToWorker::StopAtStepBoundary { cause });
     }
 
@@ -202,6 +203,14 @@ impl ControlServer {
     /// True if any worker listens on the control socket: one that only sends heartbeats does not.
     pub(crate) fn has_listeners(&self) -> bool {
         self.hub.connections().values().any(|member| member.listens)
+    }
+
+    /// True if this worker listens on the control socket.
+    pub(crate) fn listens(&self, local_rank: LocalRank) -> bool {
+        let connections = self.hub.connections();
+        connections
+            .values()
+            .any(|member| member.listens && member.local_rank == local_rank)
     }
 
     /// Returns when a worker has no connection, and all that it said was passed on. Cancel safe.

@@ -13,19 +13,19 @@ use ddp_proto::rendezvous::{
     KvGetRequest, KvPutReply, KvPutRequest, NodeAssignment, Refused, StatusReply, StatusRequest, Waiting,
     WorkerExit,
 };
-use tokio::sync::{Notify, broadcast};
+use tokio::sync::{Notify, broadcast, watch};
 use tokio_stream::wrappers::{ReceiverStream, TcpListenerStream};
 use tonic::{Request, Response, Status, Streaming};
 
 /// No test waits longer for anything.
-pub(crate) const DEADLINE: Duration = Duration::from_secs(30);
+pub(crate) const DEADLINE: Duration = Duration::from_mins(10);
 
 /// What the daemon does.
 #[derive(Clone, Debug)]
 pub(crate) struct Policy {
     /// Answers `Join` with an assignment; else only with `Waiting`.
     pub(crate) assigns: bool,
-    /// Answers a worker's failure; else says nothing, like a daemon that hangs.
+    /// Answers a worker's failure and a node's success; else says nothing, like a daemon that hangs.
     pub(crate) decides: bool,
     /// Answers `Join` with this instead.
     pub(crate) refuses: Option<Refused>,
@@ -66,6 +66,8 @@ struct Shared {
     said: broadcast::Sender<DaemonMessage>,
     store: Mutex<HashMap<String, Vec<u8>>>,
     written: Notify,
+    /// New streams are served; else they wait.
+    serves: watch::Sender<bool>,
 }
 
 /// A running daemon; ends when it is dropped.
@@ -93,6 +95,7 @@ impl Daemon {
             said: broadcast::Sender::new(4),
             store: Mutex::default(),
             written: Notify::new(),
+            serves: watch::Sender::new(true),
         });
         let listener = runtime
             .block_on(tokio::net::TcpListener::bind("127.0.0.1:0"))
@@ -153,6 +156,17 @@ impl Daemon {
         self.shared.broken.send(()).unwrap();
     }
 
+    /// Ends all streams, and serves no new one until [`Daemon::go_on`].
+    pub(crate) fn stand_still(&self) {
+        self.shared.serves.send_replace(false);
+        self.break_streams();
+    }
+
+    /// Serves again.
+    pub(crate) fn go_on(&self) {
+        self.shared.serves.send_replace(true);
+    }
+
     /// Says something on all streams, in the current generation.
     pub(crate) fn say(&self, word: Word) {
         let generation = self.shared.job.lock().unwrap().generation;
@@ -183,11 +197,14 @@ impl Shared {
             Report::WorkerExit(exit) if self.policy.decides && message.generation == job.generation => {
                 vec![self.on_failure(&mut job, &exit)]
             }
-            Report::NodeSucceeded(_) => {
+            Report::NodeSucceeded(_) if self.policy.decides => {
                 job.over = true;
                 vec![Word::JobOver(JobOver::default())]
             }
-            Report::WorkerExit(_) | Report::NodeStopped(_) => vec![],
+            Report::WorkerExit(_)
+            | Report::NodeStopped(_)
+            | Report::NodeLeaving(_)
+            | Report::NodeSucceeded(_) => vec![],
             Report::Leave(_) => return None,
         };
         let generation = job.generation;
@@ -281,6 +298,8 @@ impl Rendezvous for Service {
         request: Request<Streaming<AgentMessage>>,
     ) -> Result<Response<Self::AgentStream>, Status> {
         let shared = self.0.clone();
+        let mut serves = shared.serves.subscribe();
+        let _ = serves.wait_for(|serves| *serves).await;
         let mut incoming = request.into_inner();
         let (outgoing, answers) = tokio::sync::mpsc::channel(64);
         let (mut broken, mut said) = (shared.broken.subscribe(), shared.said.subscribe());

@@ -3,7 +3,7 @@
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{Phase, ToAgent, ToWorker};
+use ddp_proto::control::{Phase, Sizes, ToAgent, ToWorker};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use nix::sys::signal::Signal;
 
@@ -27,9 +27,13 @@ fn role_stops_at_boundary() {
         phase: Phase::Training,
         quiet_ms: 0,
         progress: None,
+        waits: Vec::new(),
     };
     session.say(&heartbeat);
-    session.say(&ToAgent::Sizes { ranks_divide: 12 });
+    session.say(&ToAgent::Sizes(Sizes {
+        ranks_divide: Some(12),
+        ..Sizes::default()
+    }));
     // A message of a newer build is no reason to end.
     session
         .socket
@@ -66,6 +70,79 @@ fn a_native_worker_stops_at_a_step_boundary() {
     launcher.signal(Signal::SIGINT);
     let end = launcher.wait();
     assert_eq!(end.code, 130);
+    assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
+}
+
+/// Rank 0 waits to be asked to stop, then ends with success; rank 1 hears nothing but signals.
+#[test]
+fn role_rank_0_stops_at_boundary() {
+    if !plays("role_rank_0_stops_at_boundary") {
+        return;
+    }
+    if std::env::var("RANK").as_deref() == Ok("1") {
+        println!("ready");
+        loop {
+            std::thread::park();
+        }
+    }
+    let mut session = Session::open();
+    session.hear();
+    println!("ready");
+    assert!(matches!(session.hear(), ToWorker::StopAtStepBoundary { .. }));
+    println!("saved");
+}
+
+#[test]
+fn a_program_that_listens_is_asked_to_stop_and_the_others_are_signalled_at_once() {
+    let daemon = Daemon::start(Policy::default());
+    let launch = launch(&daemon)
+        .workers(2)
+        .role_in("listening", "role_rank_0_stops_at_boundary");
+    // Beyond the patience of the test: rank 1 is not to wait for any part of it.
+    let mut launcher = launch.shutdown_timeout(Duration::from_hours(1)).start();
+    launcher.stdout.expect("ready");
+    launcher.stdout.expect("ready");
+    launcher.signal(Signal::SIGTERM);
+    let end = launcher.wait();
+    assert_eq!(end.code, 143);
+    assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
+}
+
+/// Rank 1 connects when rank 0 has been asked to stop.
+#[test]
+fn role_connects_late() {
+    if !plays("role_connects_late") {
+        return;
+    }
+    let fifo = std::env::var("FIFO").unwrap();
+    let is_late = std::env::var("RANK").as_deref() == Ok("1");
+    if is_late {
+        std::fs::read(&fifo).unwrap();
+    }
+    let mut session = Session::open();
+    session.hear();
+    println!("ready");
+    assert!(matches!(session.hear(), ToWorker::StopAtStepBoundary { .. }));
+    if !is_late {
+        drop(std::fs::File::create(fifo).unwrap());
+    }
+    println!("saved");
+}
+
+#[test]
+fn a_worker_that_connects_after_the_stop_was_asked_for_hears_of_it() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let launch = launch(&daemon).workers(2).env("FIFO", &meeting.fifo);
+    let mut launcher = launch
+        .role_in("listening", "role_connects_late")
+        .native()
+        .shutdown_timeout(Duration::from_hours(1))
+        .start();
+    launcher.stdout.expect("ready");
+    launcher.signal(Signal::SIGTERM);
+    let end = launcher.wait();
+    assert_eq!(end.code, 143);
     assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
 }
 

@@ -3,15 +3,15 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixStream};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use ddp_proto::control::{PROTOCOL, Phase, Progress, ToAgent, ToWorker};
+use ddp_proto::control::{PROTOCOL, PeerWait, Phase, Progress, Sizes, ToAgent, ToWorker};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use nix::sys::signal::Signal;
 
 use crate::daemon::{DEADLINE, Daemon, Policy};
-use crate::harness::{Meeting, launch};
+use crate::harness::{End, Launch, Meeting, launch};
 
 /// A worker's side of the control socket.
 pub(crate) struct Session {
@@ -269,6 +269,7 @@ fn role_reports_progress() {
         phase: Phase::Training,
         quiet_ms: 0,
         progress: Some(progress),
+        waits: Vec::new(),
     });
     // Answered after the heartbeat was passed on.
     session.say(&ToAgent::KvPut {
@@ -361,6 +362,164 @@ fn a_daemon_that_is_gone_for_good_ends_the_launch() {
     assert!(end.stderr.contains(&gone), "{}", end.stderr);
 }
 
+/// Writes more lines `sizes` than wait in any queue when it is told to, and ends with success.
+#[test]
+fn role_changes_sizes() {
+    if !plays("role_changes_sizes") {
+        return;
+    }
+    let mut session = Session::open();
+    session.hear();
+    println!("ready");
+    std::fs::read(std::env::var("FIFO").unwrap()).unwrap();
+    for ranks_divide in 1..=2000 {
+        session.say(&ToAgent::Sizes(Sizes {
+            ranks_divide: Some(ranks_divide),
+            ..Sizes::default()
+        }));
+    }
+    // Answered after all lines before it were passed on.
+    let nobodys = ToAgent::KvGet {
+        call: 1,
+        key: "k".into(),
+        timeout_ms: 0,
+    };
+    session.say(&nobodys);
+    session.hear();
+}
+
+#[test]
+fn a_success_is_reported_however_much_the_workers_said_while_the_daemon_stood_still() {
+    let daemon = Daemon::start(Policy::default());
+    let meeting = Meeting::new();
+    let launch = launch(&daemon)
+        .env("FIFO", &meeting.fifo)
+        .connect_timeout(DEADLINE * 4)
+        .role("role_changes_sizes");
+    let mut launcher = launch.start();
+    launcher.stdout.expect("ready");
+    daemon.stand_still();
+    launcher.stderr.expect("broke: ");
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    launcher.stderr.expect("the workers of this node have succeeded");
+    daemon.go_on();
+    daemon.expect("its success", |message| {
+        matches!(message.body, Some(Report::NodeSucceeded(_))).then_some(())
+    });
+    assert_eq!(launcher.wait().code, 0);
+}
+
+/// How often a worker says the same.
+const REPEATED: u64 = 200;
+
+/// Says the same sizes again and again, each time when the daemon has answered something else, and ends with success.
+#[test]
+fn role_repeats_sizes() {
+    if !plays("role_repeats_sizes") {
+        return;
+    }
+    let mut session = Session::open();
+    session.hear();
+    for call in 0..REPEATED {
+        session.say(&ToAgent::Sizes(Sizes {
+            ranks_divide: Some(12),
+            ..Sizes::default()
+        }));
+        session.say(&ToAgent::KvPut {
+            call,
+            key: format!("k{call}"),
+            value: String::new(),
+        });
+        session.hear();
+    }
+}
+
+#[test]
+fn sizes_that_are_repeated_are_no_news_to_the_daemon() {
+    let daemon = Daemon::start(Policy::default());
+    let launcher = launch(&daemon).role("role_repeats_sizes").start();
+    let mut heartbeats = 0;
+    daemon.expect("its success", |message| match message.body {
+        Some(Report::NodeSucceeded(_)) => Some(()),
+        Some(Report::Heartbeat(_)) => {
+            heartbeats += 1;
+            None
+        }
+        _ => None,
+    });
+    assert_eq!(launcher.wait().code, 0);
+    // One a second, whatever workers say, and one for the news.
+    assert!(heartbeats < REPEATED / 2, "{heartbeats} heartbeats");
+}
+
+/// A daemon that goes away as soon as it has heard that the node has succeeded, and what becomes of the node.
+fn without_a_verdict(change: impl FnOnce(Launch) -> Launch) -> End {
+    let daemon = Daemon::start(Policy {
+        decides: false,
+        ..Policy::default()
+    });
+    let launch = change(launch(&daemon)).connect_timeout(Duration::from_millis(500));
+    let launcher = launch.start();
+    daemon.expect("its success", |message| {
+        matches!(message.body, Some(Report::NodeSucceeded(_))).then_some(())
+    });
+    drop(daemon);
+    launcher.wait()
+}
+
+/// Ends with success in the phase that it is told.
+#[test]
+fn role_ends_in_a_phase() {
+    if !plays("role_ends_in_a_phase") {
+        return;
+    }
+    let mut session = Session::open();
+    session.hear();
+    let phase = std::env::var("PHASE").unwrap();
+    session.say(&ToAgent::Heartbeat {
+        step: 3,
+        phase: serde_json::from_value(phase.into()).unwrap(),
+        quiet_ms: 0,
+        progress: None,
+        waits: Vec::new(),
+    });
+}
+
+#[test]
+fn work_that_is_done_is_a_success_though_the_daemon_is_gone_at_the_end() {
+    let end = without_a_verdict(|launch| launch);
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    assert!(end.stderr.contains("exit code 0 then"), "{}", end.stderr);
+    let said = "the workers of this node have succeeded, and the job is taken to have succeeded: rendezvous daemon at `";
+    assert!(end.stderr.contains(said), "{}", end.stderr);
+    assert!(!end.stderr.contains("error: "), "{}", end.stderr);
+
+    let native = |phase: &str| {
+        without_a_verdict(|launch| launch.native().env("PHASE", phase).role("role_ends_in_a_phase"))
+    };
+    let end = native("finishing");
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    // Stopped with the ranks of another node, which had been told to save.
+    let end = native("saving");
+    assert_eq!(end.code, 69, "{}", end.stderr);
+}
+
+#[test]
+fn native_workers_save_when_the_daemon_is_gone_for_good() {
+    let daemon = Daemon::start(Policy::default());
+    let launch = launch(&daemon)
+        .role_in("listening", "role_stops_at_boundary")
+        .native()
+        .connect_timeout(Duration::from_millis(500));
+    let mut launcher = launch.start();
+    launcher.stdout.expect("ready");
+    drop(daemon);
+    let end = launcher.wait();
+    assert_eq!(end.code, 69, "{}", end.stderr);
+    assert!(end.stdout.contains("saved"), "{} {}", end.stdout, end.stderr);
+    assert!(end.stderr.contains("resume with "), "{}", end.stderr);
+}
+
 /// Gives a sign of life, then none; rank 0 does not even listen to SIGABRT.
 #[test]
 fn role_hangs() {
@@ -382,6 +541,7 @@ fn role_hangs() {
         phase: Phase::Training,
         quiet_ms: 0,
         progress: None,
+        waits: Vec::new(),
     });
     loop {
         std::thread::park();
@@ -403,4 +563,68 @@ fn a_worker_without_heartbeats_has_failed() {
         end.stderr
     );
     assert!(end.stderr.contains("phase training, step 3"), "{}", end.stderr);
+}
+
+/// Waits for a rank of another node, until the test lets it go; it does not even answer.
+#[test]
+fn role_waits_for_a_peer() {
+    if !plays("role_waits_for_a_peer") {
+        return;
+    }
+    let fifo = std::env::var("FIFO").unwrap();
+    let mut session = Session::open();
+    session.hear();
+    let (let_go, is_let_go) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        std::fs::read(fifo).unwrap();
+        let_go.send(()).unwrap();
+    });
+    let began = std::time::Instant::now();
+    while is_let_go
+        .recv_timeout(std::time::Duration::from_millis(20))
+        .is_err()
+    {
+        let waited_ms = began.elapsed().as_millis() as u64;
+        session.say(&ToAgent::Heartbeat {
+            step: 3,
+            phase: Phase::Training,
+            quiet_ms: waited_ms,
+            progress: None,
+            waits: vec![PeerWait {
+                operation: "all-reduce #7 of `world`".into(),
+                waited_ms,
+                peers: "rank 9".into(),
+            }],
+        });
+    }
+}
+
+#[test]
+fn a_worker_that_waits_for_a_rank_of_another_node_is_not_ended() {
+    let (daemon, meeting) = (Daemon::start(Policy::default()), Meeting::new());
+    let logs = tempfile::tempdir().unwrap();
+    let launch = launch(&daemon)
+        .role("role_waits_for_a_peer")
+        .native()
+        .env("FIFO", &meeting.fifo)
+        .log_dir(logs.path())
+        // More than the 5 s after which a wait is told.
+        .hang_timeout(std::time::Duration::from_secs(6));
+    let mut launcher = launch.start();
+    launcher
+        .stderr
+        .expect("rank 0: all-reduce #7 of `world` has waited ");
+    let kept = "rank 0 says nothing new, but is not ended: all-reduce #7 of `world` has waited ";
+    let kept = launcher.stderr.expect(kept);
+    assert!(kept.contains(" for rank 9, "), "{kept}");
+    drop(std::fs::File::create(&meeting.fifo).unwrap());
+    let end = launcher.wait();
+    assert_eq!(end.code, 0, "{}", end.stderr);
+    let file = logs.path().join("attempt_0/0/hang.txt");
+    let written = std::fs::read_to_string(file).unwrap();
+    assert!(
+        written.contains("all-reduce #7 of `world` has waited "),
+        "{written}"
+    );
+    assert!(written.contains("the kernel says:\nthread "), "{written}");
 }

@@ -1,9 +1,10 @@
 //! What a checkpoint holds, as a table or as JSON.
 
+use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
 use ddp_proto::words::counted;
-use ddp_worker::checkpoint::{Kind, Reader, TensorRecord};
+use ddp_worker::checkpoint::{RangeRecord, Reader, RegionRecord, TensorKind, TensorRecord};
 use serde_json::{Value, json};
 
 /// Keys of the configuration that are shown, by section.
@@ -49,15 +50,16 @@ pub(super) fn table(reader: &Reader) -> String {
     }
     let mut text = aligned(&rows.into_iter().map(|(k, v)| vec![k, v]).collect::<Vec<_>>());
     text.push('\n');
-    let head = ["tensor", "type", "shape", "pieces", "bytes"]
+    let head = ["tensor", "type", "shape", "regions", "ranges", "bytes"]
         .map(str::to_owned)
         .to_vec();
     let tensors = manifest.tensors.iter().map(|tensor| {
         vec![
-            tensor.name.clone(),
+            tensor.name.to_string(),
             tensor.dtype.to_string(),
             format!("{:?}", tensor.shape),
-            tensor.pieces.len().to_string(),
+            tensor.regions.len().to_string(),
+            tensor.ranges().count().to_string(),
             bytes_of(tensor).to_string(),
         ]
     });
@@ -70,12 +72,24 @@ pub(super) fn json(reader: &Reader) -> Value {
     let manifest = reader.manifest();
     let state = &manifest.state;
     let tensor = |tensor: &TensorRecord| {
-        let pieces = tensor.pieces.iter();
-        let pieces: Vec<Value> = pieces
-            .map(|p| json!({ "file": p.file, "entry": p.entry, "start": p.start, "end": p.end, "blake3": p.blake3 }))
-            .collect();
+        let of_region = |region: &RegionRecord| -> Vec<Value> {
+            let range = |r: &RangeRecord| {
+                json!({
+                    "box": region.region,
+                    "file": r.file,
+                    "entry": r.entry,
+                    "start": r.start,
+                    "end": r.end,
+                    "blake3": r.blake3,
+                })
+            };
+            region.ranges.iter().map(range).collect()
+        };
+        let pieces: Vec<Value> = tensor.regions.iter().flat_map(of_region).collect();
         json!({
-            "name": tensor.name,
+            "name": tensor.name.to_string(),
+            "key": tensor.name.key,
+            "kind": tensor.name.kind,
             "dtype": tensor.dtype,
             "shape": tensor.shape,
             "bytes": bytes_of(tensor),
@@ -107,11 +121,15 @@ pub(super) fn sound(reader: &Reader) -> String {
     )
 }
 
-/// Ranks that wrote parameters: the same number of files have moments.
+/// Ranks that wrote parameters: each wrote one file of them.
 fn writers(reader: &Reader) -> usize {
-    let is_of_parameters = |name: &str| name.starts_with(Kind::Parameter.stem());
-    let files = reader.manifest().files.iter();
-    files.filter(|file| is_of_parameters(&file.name)).count()
+    let tensors = reader.manifest().tensors.iter();
+    let parameters = tensors.filter(|tensor| tensor.name.kind == TensorKind::Parameter);
+    let files: BTreeSet<&str> = parameters
+        .flat_map(TensorRecord::ranges)
+        .map(|range| range.file.as_str())
+        .collect();
+    files.len()
 }
 
 fn size(reader: &Reader) -> String {

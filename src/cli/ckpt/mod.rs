@@ -33,7 +33,7 @@ const MAX_RANKS: usize = 1 << 16;
 /// What to do with a checkpoint.
 #[derive(Debug, Subcommand)]
 pub(super) enum Command {
-    /// Show what a checkpoint holds: step, model, tensors with their types, shapes and pieces
+    /// Show what a checkpoint holds: step, model, tensors with their types, shapes, regions and ranges
     Inspect {
         #[command(flatten)]
         which: Which,
@@ -41,7 +41,7 @@ pub(super) enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Read all of a checkpoint: sizes, hashes, and whether the pieces make up every tensor; exits with 1 if not
+    /// Read all of a checkpoint: sizes, hashes, and whether regions and ranges make up every tensor; exits with 1 if not
     Verify {
         #[command(flatten)]
         which: Which,

@@ -55,7 +55,7 @@ impl Facts {
         Self {
             cpu_model: cpu_model(&read("/proc/cpuinfo")),
             cpu_features: cpu_features(),
-            cores_online: read("/proc/cpuinfo").matches("processor\t:").count() as u32,
+            cores_online: hardware::machine_cores(),
             cores_usable: hardware::usable_cores(),
             cgroup_quota_cores: ddp_launcher::cpu_quota(),
             memory_bytes: memory(&read("/proc/meminfo")),

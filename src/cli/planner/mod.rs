@@ -18,6 +18,8 @@ use clap::Args;
 use super::error::{CliError, print_error};
 use super::native::plan::Cluster;
 use super::native::{Draft, Machines};
+use super::settings::Settings;
+use super::values::ProcCount;
 use super::{answer, values};
 use device::Planned;
 
@@ -35,12 +37,12 @@ pub(super) struct PlanArgs {
     /// Override one value, for example `--set train.micro_batch=4`; may be repeated
     #[arg(long = "set", value_name = "KEY=VALUE", value_parser = values::assignment)]
     overrides: Vec<String>,
-    /// Nodes
-    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
-    nnodes: u32,
-    /// Ranks on each, one a GPU
-    #[arg(long, value_name = "N", default_value_t = RANKS_A_NODE, value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
-    nproc_per_node: u32,
+    /// Nodes [default: the most that the `launch` section allows, else 1]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
+    nnodes: Option<u32>,
+    /// Ranks on each, one a GPU [default: that of the `launch` section, else 8]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=MAX_COUNT))]
+    nproc_per_node: Option<u32>,
     /// A device by its data sheet: a100-40gb, a100, h100, h200 or b200; without it, the first GPU of this machine
     #[arg(long, value_name = "NAME", value_parser = device::named)]
     gpu: Option<super::native::plan::Accelerator>,
@@ -78,13 +80,41 @@ pub(super) fn run(args: &PlanArgs) -> ExitCode {
     }
 }
 
+/// Nodes, and ranks on each: flags first, then the `launch` section. What that says of this machine's devices is not said
+/// of those that are planned for.
+fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
+    let text = std::fs::read_to_string(&args.config).map_err(|source| CliError::Machine {
+        what: "cannot read the configuration",
+        source,
+    })?;
+    let launch = Settings::from_yaml(&args.config, &text)?;
+    let ranks = match launch.nproc_per_node {
+        Some(ProcCount::Fixed(ranks)) => ranks,
+        _ => RANKS_A_NODE,
+    };
+    let sizes = [
+        ("nnodes", args.nnodes, launch.nnodes.map_or(1, |nodes| nodes.max)),
+        ("nproc_per_node", args.nproc_per_node, ranks),
+    ];
+    for (key, flag, size) in sizes {
+        if flag.is_none() && i64::from(size) > MAX_COUNT {
+            return Err(CliError::Conflict {
+                problem: format!("`launch.{key}` is {size}, and plans are made for {MAX_COUNT} at most"),
+                hint: format!("give another number: `--{}`", key.replace('_', "-")),
+            });
+        }
+    }
+    Ok(sizes.map(|(_, flag, size)| flag.unwrap_or(size)))
+}
+
 fn plan(args: &PlanArgs) -> Result<String, CliError> {
     let draft = Draft::read(&args.config, &args.overrides)?;
+    let [nodes, ranks_a_node] = size(args)?;
     let device = Planned::of(args, draft.config());
     let machines = Machines {
         cluster: Cluster {
-            nodes: args.nnodes.into(),
-            ranks_a_node: args.nproc_per_node.into(),
+            nodes: nodes.into(),
+            ranks_a_node: ranks_a_node.into(),
             link: device.link,
             network: args.network,
         },

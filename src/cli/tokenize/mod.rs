@@ -47,7 +47,7 @@ pub struct Args {
     /// Replace the token file if it is there
     #[arg(long)]
     overwrite: bool,
-    /// Threads that encode [default: one a core]
+    /// Threads that encode, of which at most 128 are started [default: one a core]
     #[arg(long, value_name = "N")]
     threads: Option<NonZeroUsize>,
 }

@@ -14,7 +14,7 @@ fn one_node_starts_at_once() {
 fn a_fixed_number_of_nodes_starts_when_all_are_there() {
     let mut s = Scene::new();
     s.join("n10", 3, 3).join("n2", 3, 3);
-    insta::assert_snapshot!(s.words("n2"), @"waiting: 2 of 3 nodes are there: `n10`, `n2`; waiting for 1 node");
+    insta::assert_snapshot!(s.words("n2"), @"waiting: 2 of 3 nodes are there: `n10`, `n2`; waiting for 1 node for 600 s more");
     s.join("n1", 3, 3);
     let (generation, first) = s.assignment("n1");
     assert_eq!((generation, first.node_rank, first.lease_ms), (1, 0, 9_000));
@@ -192,7 +192,7 @@ fn nodes_that_disagree_before_the_start_all_end() {
     closed
     ");
     insta::assert_snapshot!(s.words("a"), @r"
-    waiting: 1 of 3 nodes are there: `a`; waiting for 2 nodes
+    waiting: 1 of 3 nodes are there: `a`; waiting for 2 nodes for 600 s more
     refused Disagree: nodes disagree on job `job1`: `train.seed` is `1` on node `a`, `2` on node `b`
       hint: start every node with the same target, configuration and flags
     ");
@@ -378,13 +378,13 @@ fn jobs_that_nobody_named_hear_of_each_other_and_do_not_mix() {
     s.job = "none-2";
     s.join_with("b", [10, 0, 0, 2], 0, of("b", 2));
     insta::assert_snapshot!(s.words("a"), @r"
-    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node
-    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node
+    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node for 5 s more
+    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node for 5 s more
       note: another job without a name is here too, `none-2`: `train.seed` is `1` on node `a`, `2` on node `b`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
     ");
     insta::assert_snapshot!(s.words("b"), @r"
-    waiting: 1 of 2 nodes are there: `b`; waiting for 1 node
-    waiting: 1 of 2 nodes are there: `b`; waiting for 1 node
+    waiting: 1 of 2 nodes are there: `b`; waiting for 1 node for 5 s more
+    waiting: 1 of 2 nodes are there: `b`; waiting for 1 node for 5 s more
       note: another job without a name is here too, `none-1`: `train.seed` is `2` on node `b`, `1` on node `a`; nodes without a `--rdzv-id` are one job only if their targets, arguments and flags are the same
     ");
     s.join_with("d", [10, 0, 0, 4], 0, of("d", 2));

@@ -16,8 +16,8 @@ use std::time::Duration;
 use ddp_proto::rendezvous::agent_message::Body;
 use ddp_proto::rendezvous::daemon_message::Body as Reply;
 use ddp_proto::rendezvous::{
-    AgentMessage, Assignment, DaemonMessage, Heartbeat, Join, KvGetRequest, KvPutRequest, Leave, NodeStopped,
-    NodeSucceeded, WorkerExit,
+    AgentMessage, Assignment, DaemonMessage, Heartbeat, Join, KvGetRequest, KvPutRequest, Leave, NodeLeaving,
+    NodeStopped, NodeSucceeded, WorkerExit,
 };
 
 use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, State, apply};
@@ -145,7 +145,7 @@ impl Scene {
             generation,
             Body::Heartbeat(Heartbeat {
                 step: Some(7),
-                ranks_divide: None,
+                ..Heartbeat::default()
             }),
         )
     }
@@ -154,6 +154,7 @@ impl Scene {
         let heartbeat = Heartbeat {
             step: Some(7),
             ranks_divide: Some(ranks_divide),
+            ..Heartbeat::default()
         };
         self.say(node, generation, Body::Heartbeat(heartbeat))
     }
@@ -177,6 +178,11 @@ impl Scene {
                 exit_code: None,
             }),
         )
+    }
+
+    /// It is stopped by SIGTERM: its workers are to stop, and `leave` follows.
+    fn leaving(&mut self, node: &str, generation: u64) -> &mut Self {
+        self.say(node, generation, Body::NodeLeaving(NodeLeaving { signal: 15 }))
     }
 
     fn break_stream(&mut self, node: &str) -> &mut Self {

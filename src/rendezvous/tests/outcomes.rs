@@ -318,7 +318,7 @@ fn a_node_that_says_nothing_is_lost() {
     ");
     s.rejoin("a", 1, 2, 2).pass(601 * SECOND, &["a"]);
     insta::assert_snapshot!(s.words("a"), @r"
-    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node
+    waiting: 1 of 2 nodes are there: `a`; waiting for 1 node for 600 s more
     refused TimedOut: rendezvous of job `job1` timed out after 600.0 s: 1 of 2 nodes came: `a`; missing: 1 node (lost: `b`)
       hint: start the missing nodes with the same `--rdzv-endpoint`, `--rdzv-id` and `--nnodes`
     ");

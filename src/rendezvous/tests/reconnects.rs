@@ -24,6 +24,25 @@ fn a_run_keeps_its_name_over_restarts_of_workers_and_daemon() {
 }
 
 #[test]
+fn a_generation_that_no_job_has_reached_is_not_believed() {
+    let mut s = Scene::new();
+    s.join_with("a", [10, 0, 0, 1], 1 << 40, join("a", 1, 1));
+    insta::assert_snapshot!(s.words("a"), @r"
+    refused Invalid: node `a` speaks of generation 1099511627776, expected at most 2147483647
+    closed
+    ");
+
+    // What the numbers of its generations grow to does not keep a job's own nodes out.
+    let last = (1 << 31) - 1;
+    let mut s = Scene::new();
+    s.join_with("a", [10, 0, 0, 1], last, join("a", 1, 1));
+    s.rejoin("a", last, 1, 1);
+    assert_eq!(s.assignment("a").0, last + 1);
+    s.exit("a", last + 1, killed(0, 9)).rejoin("a", last + 1, 1, 1);
+    assert_eq!(s.assignment("a").0, last + 2);
+}
+
+#[test]
 fn an_agent_that_comes_back_within_its_lease_keeps_its_place() {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2);
@@ -62,6 +81,31 @@ fn an_agent_that_missed_the_end_of_the_generation_hears_it_again() {
     s.rejoin("b", 1, 2, 2)
         .rejoin("a", 1, 2, 2)
         .pass(SECOND, &["a", "b"]);
+    assert_eq!(s.assignment("b").0, 2);
+}
+
+#[test]
+fn an_agent_that_missed_an_assignment_and_its_end_is_ready_for_the_next() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2);
+    s.break_stream("b").exit("a", 1, exited(0, 3));
+    s.rejoin("a", 1, 2, 2);
+    // It never had workers of generation 1: nothing is to be stopped, and it has nothing to confirm.
+    s.join_with("b", [10, 0, 0, 1], 0, join("b", 2, 2));
+    s.pass(SECOND, &["a", "b"]);
+    assert_eq!(s.assignment("b").0, 2);
+}
+
+#[test]
+fn a_join_that_crossed_an_assignment_does_not_confirm_its_end() {
+    let mut s = Scene::new();
+    s.join("a", 2, 2).join("b", 2, 2);
+    s.exit("a", 1, exited(0, 3)).rejoin("a", 1, 2, 2);
+    s.words("b");
+    // On the same stream: it was sent before the assignment was read.
+    s.say("b", 0, Body::Join(join("b", 2, 2)));
+    assert!(s.words("b").starts_with("generation 1 over"));
+    s.rejoin("b", 1, 2, 2).pass(SECOND, &["a", "b"]);
     assert_eq!(s.assignment("b").0, 2);
 }
 

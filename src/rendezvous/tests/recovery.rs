@@ -90,7 +90,7 @@ impl Outage {
 fn a_generation_whose_nodes_all_come_back_runs_on() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a");
-    insta::assert_snapshot!(o.hears("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1");
+    insta::assert_snapshot!(o.hears("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more");
     o.scene.pass(2 * SECOND, &["a"]);
     let before = o.held["b"].clone();
     o.back("b");
@@ -134,7 +134,7 @@ fn what_happened_during_the_outage_counts() {
 fn a_generation_whose_node_does_not_come_back_is_over_and_costs_nothing() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a").scene.join("b'", 2, 2);
-    insta::assert_snapshot!(o.hears("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1");
+    insta::assert_snapshot!(o.hears("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more");
     o.scene.pass(8 * SECOND, &["a", "b'"]);
     assert!(!o.hears("a").contains("over"));
     o.scene.pass(SECOND, &["a", "b'"]);
@@ -174,7 +174,7 @@ fn a_node_that_was_started_anew_is_not_waited_for() {
     o.back("a");
     o.scene.join_with("b'", [10, 0, 0, 2], 0, asks("b'", 1));
     insta::assert_snapshot!(o.hears("a"), @r"
-    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1
+    waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more
     generation 1 over: the rendezvous daemon was restarted, and node `b` was started anew: the workers are stopped and started again (no restart spent)
     ");
 }
@@ -187,7 +187,7 @@ fn a_spare_that_comes_first_waits_for_the_generation_that_it_knows_of() {
     };
     let mut o = Outage::of(&["a"], (1, 1));
     o.scene.join_with("c", [10, 0, 0, 3], 0, spare(1));
-    insta::assert_snapshot!(o.hears("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of generation 1 to come back");
+    insta::assert_snapshot!(o.hears("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of generation 1 to come back for 9 s more");
     o.back("a");
     assert_eq!(o.scene.assignment("a"), o.held["a"]);
     insta::assert_snapshot!(o.hears("c"), @"waiting: generation 1 of job `job1` runs with 1 node; this node is a spare until it is over");
@@ -218,6 +218,7 @@ fn sizes_that_the_workers_can_go_on_with_are_known_before_anybody_is_taken_in() 
         heartbeat: Some(Heartbeat {
             step: Some(7),
             ranks_divide: Some(4),
+            ..Heartbeat::default()
         }),
         ..o.place(node)
     };

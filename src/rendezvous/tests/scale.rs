@@ -79,6 +79,118 @@ fn a_lost_node_costs_nothing_while_enough_are_left() {
     assert_eq!((generation, next.nodes.len()), (2, 1));
 }
 
+/// Nodes `a`, `b` and `c` of a job for two to three, running.
+fn three() -> Scene {
+    let mut s = Scene::new();
+    s.join("a", 2, 3).join("b", 2, 3).join("c", 2, 3);
+    for node in ["a", "b", "c"] {
+        s.words(node);
+    }
+    s
+}
+
+#[test]
+fn a_node_that_is_stopped_leaves_at_a_step_boundary_and_nobody_waits_for_it() {
+    let mut s = three();
+    s.leaving("b", 1);
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over at a step boundary: node `b` (node rank 1) was stopped by SIGTERM; going on without it (no restart spent)");
+    assert_eq!(s.words("b"), s.words("c"), "all stop at the same boundary");
+    s.rejoin("a", 1, 2, 3).rejoin("c", 1, 2, 3);
+    assert!(
+        s.words("c")
+            .contains("waiting for the workers of generation 1 to end")
+    );
+    s.words("a");
+    s.leave("b", Some(15), "");
+    let (generation, next) = s.assignment("a");
+    assert_eq!((generation, next.nodes.len(), next.restart_count), (2, 2, 0));
+    // Started again, it is a node like any other.
+    s.join("b'", 2, 3);
+    assert!(s.words("a").contains("`b` joined; going on with 3 nodes"));
+}
+
+#[test]
+fn a_job_that_cannot_spare_the_node_is_stopped_when_its_workers_are_gone() {
+    let mut s = three();
+    s.leaving("b", 1).rejoin("a", 1, 2, 3).rejoin("c", 1, 2, 3);
+    s.leave("b", Some(15), "");
+    s.words("a");
+    s.leaving("c", 2);
+    assert_eq!(s.words("a"), "", "its workers stop with those of `c`, and save");
+    s.leave("c", Some(15), "");
+    insta::assert_snapshot!(s.words("a"), @"job over 143: node `c` (node rank 1) was stopped by SIGTERM (failure on ``), signal 15");
+}
+
+#[test]
+fn of_nodes_that_are_stopped_together_the_one_that_cannot_be_spared_stops_the_job() {
+    let mut s = three();
+    s.leaving("b", 1).leaving("c", 1);
+    s.leave("c", Some(15), "").leave("b", Some(15), "");
+    assert!(s.words("a").contains("job over 143"));
+}
+
+#[test]
+fn a_leave_that_was_accepted_holds_while_another_node_reconnects() {
+    let mut s = three();
+    s.leaving("b", 1).rejoin("a", 1, 2, 3);
+    s.words("a");
+    s.break_stream("c").leave("b", Some(15), "");
+    assert_eq!(s.words("a"), "", "`c` has its lease still");
+    s.join_with("c", [10, 0, 0, 1], 1, join("c", 2, 3));
+    s.rejoin("c", 1, 2, 3);
+    let (generation, next) = s.assignment("a");
+    assert_eq!((generation, next.nodes.len(), next.restart_count), (2, 2, 0));
+}
+
+#[test]
+fn nobody_waits_for_a_node_that_left_after_its_success() {
+    let mut s = three();
+    s.succeed("b", 1).leave("b", Some(15), "");
+    assert_eq!(s.words("a"), "", "it has done its part");
+    s.exit("a", 1, exited(0, 1));
+    s.rejoin("a", 1, 2, 3).rejoin("c", 1, 2, 3);
+    assert_eq!(s.assignment("a").0, 2);
+}
+
+#[test]
+fn a_node_that_leaves_makes_finished_nodes_run_again() {
+    let mut s = three();
+    s.succeed("a", 1).leaving("b", 1);
+    assert!(s.words("a").starts_with("generation 1 over at a step boundary"));
+}
+
+#[test]
+fn a_node_that_leaves_without_having_said_so_costs_nothing_either() {
+    let mut s = three();
+    s.leave("b", Some(2), "");
+    insta::assert_snapshot!(s.words("a"), @"generation 1 over: node `b` (node rank 1) was stopped by SIGINT; going on without it (no restart spent)");
+    s.rejoin("a", 1, 2, 3).rejoin("c", 1, 2, 3);
+    assert_eq!(s.assignment("a").0, 2);
+}
+
+#[test]
+fn a_node_with_which_the_workers_can_go_on_takes_the_job_with_it_if_they_cannot_without() {
+    let mut s = three();
+    // Six ranks, or two, or one; not four.
+    s.limit_sizes("a", 1, 6).leaving("b", 1);
+    assert_eq!(s.words("a"), "");
+    s.leave("b", Some(15), "");
+    assert!(s.words("a").contains("job over 143"));
+}
+
+#[test]
+fn the_node_that_hosts_the_daemon_takes_the_job_with_it() {
+    let mut s = Scene::with(Config {
+        host: Some("b".into()),
+        ..Config::default()
+    });
+    s.join("a", 1, 2).join("b", 1, 2).words("a");
+    s.leaving("b", 1);
+    assert_eq!(s.words("a"), "");
+    s.leave("b", Some(15), "");
+    assert!(s.words("a").contains("job over 143"));
+}
+
 /// Nodes `a` and `b` of a job for one to four, whose workers can go on with 1, 2 and 4 ranks. A node has two.
 fn limited() -> Scene {
     let mut s = Scene::new();

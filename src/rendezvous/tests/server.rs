@@ -12,7 +12,7 @@ use super::super::{ServeError, serve};
 use super::*;
 
 /// Far more than anything here takes, even on a loaded machine.
-const PATIENCE: Duration = Duration::from_mins(1);
+const PATIENCE: Duration = Duration::from_mins(10);
 
 struct Daemon {
     endpoint: String,

@@ -5,6 +5,7 @@ use crate::harness::{Emulator, metrics};
 
 /// Backward of heads of 256 channels takes more than the 99 KiB of the cards between the large ones.
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn too_little_shared_memory_is_said_of_the_card() {
     let job = job();
     let launch = gpus(Emulator::built(), &job, 1)
@@ -25,6 +26,7 @@ fn too_little_shared_memory_is_said_of_the_card() {
 }
 
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_card_that_is_too_old_is_named() {
     const WORDS: &str = "GPU 0 (Emulated GPU) is sm_75, and kernels are for sm_80 or later";
     let doctor = Emulator::built().program(env!("CARGO_BIN_EXE_ddp-train"));
@@ -40,6 +42,7 @@ fn a_card_that_is_too_old_is_named() {
 }
 
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn more_workers_than_gpus_are_refused() {
     let job = job();
     let launch = gpus(Emulator::built(), &job, 2).env("EMULATOR_GPUS", "1");
@@ -49,6 +52,7 @@ fn more_workers_than_gpus_are_refused() {
 }
 
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
     // Of two, a collective waits for what could not be allocated.
     for ranks in [1, 2] {
@@ -77,6 +81,7 @@ fn a_lack_of_memory_says_what_needs_it_and_what_to_change() {
 
 /// A predecessor that was killed may still hold it for a moment.
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn memory_that_others_hold_is_asked_for_again() {
     let job = job();
     let finished = gpus(emulator(), &job, 1)
@@ -93,6 +98,7 @@ fn memory_that_others_hold_is_asked_for_again() {
 
 /// What training has allocated is not all that a card must have.
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn the_summary_says_what_is_taken_of_the_card_by_whomever() {
     let job = job();
     gpus(emulator(), &job, 1)

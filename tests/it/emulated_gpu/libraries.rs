@@ -33,6 +33,7 @@ fn doctor(variable: (&str, &str)) -> Finished {
 
 /// The dynamic loader, asked for `libcuda.so`, would give the stub.
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_toolkits_stub_is_passed_over_where_there_is_a_driver() {
     let (emulator, folder, job) = (emulator(), temp_dir(), job());
     put_stub(&folder.path().join("stubs/libcuda.so"));
@@ -50,6 +51,7 @@ fn a_toolkits_stub_is_passed_over_where_there_is_a_driver() {
 }
 
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_stub_that_is_taken_for_the_driver_is_named_with_the_way_to_the_driver() {
     let (folder, job) = (temp_dir(), job());
     let stub = folder.path().join("libcuda.so.1");
@@ -77,6 +79,7 @@ fn a_stub_that_is_taken_for_the_driver_is_named_with_the_way_to_the_driver() {
 }
 
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_library_that_is_newer_than_the_driver_is_named_with_what_to_install() {
     const OLD: (&str, &str) = ("EMULATOR_CUDA", "11080");
     let (emulator, job) = (emulator(), job());
@@ -97,6 +100,7 @@ fn a_library_that_is_newer_than_the_driver_is_named_with_what_to_install() {
 }
 
 #[test]
+#[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_library_that_is_not_there_is_named_with_the_way_to_get_it() {
     let emulator = Emulator::built();
     let folder = temp_dir();

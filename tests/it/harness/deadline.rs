@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 /// How long an event may take on a machine that is busy with other things. No test measures time by it.
-pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(10);
 
 /// Between two looks at something that gives no event, such as `/proc` or a growing file.
 const LOOK_INTERVAL: Duration = Duration::from_millis(5);

@@ -8,16 +8,12 @@ use std::io::Read;
 use std::os::fd::AsFd;
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::PathBuf;
-use std::time::{Duration, Instant};
 
 use nix::fcntl::OFlag;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::stat::Mode;
 
 use super::PATIENCE;
-
-/// Longest that the guardian may need in a test.
-const SOON: Duration = Duration::from_secs(5);
 
 /// A named pipe, its reading end held by the test.
 pub(crate) struct Sentinel {
@@ -46,16 +42,6 @@ impl Sentinel {
     /// Shell code that makes a worker and all its later children members of the family.
     pub(crate) fn join_script(&self) -> String {
         format!("exec 9>'{}'", self.path.display())
-    }
-
-    /// As [`Sentinel::expect_all_gone`], and soon: a second is promised, the rest is for a loaded machine.
-    #[track_caller]
-    pub(crate) fn expect_all_gone_soon(self) {
-        let started = Instant::now();
-        self.expect_all_gone();
-        let took = started.elapsed();
-        eprintln!("all processes were gone after {took:.1?}");
-        assert!(took < SOON, "the last process was gone only after {took:.1?}");
     }
 
     /// Waits until every member has gone. At least one must have joined before: see to it by an event.

@@ -97,11 +97,12 @@ pub(crate) fn parameters_of(out: &Path, rank: &str, ranks: u32) -> u64 {
     let manifest: serde_json::Value = serde_json::from_slice(&manifest).expect("a manifest of JSON");
     let file = format!("parameters-{rank}-of-{ranks}.safetensors");
     let tensors = manifest["tensors"].as_array().expect("tensors").iter();
-    let pieces = tensors.flat_map(|tensor| tensor["pieces"].as_array().expect("pieces"));
+    let regions = tensors.flat_map(|tensor| tensor["regions"].as_array().expect("regions"));
+    let ranges = regions.flat_map(|region| region["ranges"].as_array().expect("ranges"));
     let number = |value: &serde_json::Value| value.as_u64().expect("a number");
-    pieces
-        .filter(|piece| piece["file"] == file)
-        .map(|piece| number(&piece["end"]) - number(&piece["start"]))
+    ranges
+        .filter(|range| range["file"] == file)
+        .map(|range| number(&range["end"]) - number(&range["start"]))
         .sum()
 }
 

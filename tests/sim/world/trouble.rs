@@ -16,7 +16,7 @@ impl World {
             return;
         }
         let number = alive[self.rng.random_range(0..alive.len())];
-        match self.rng.random_range(0..44) {
+        match self.rng.random_range(0..46) {
             // The network breaks, for one agent or for all; messages on the way are lost.
             0..=21 => self.break_network(&[number]),
             22..=25 => self.break_network(&alive),
@@ -30,11 +30,18 @@ impl World {
                     self.later(delay, Happening::Starts(host));
                 }
             }
-            // A user stops one agent.
-            37 => {
+            // A user stops one agent: it leaves when its workers are gone.
+            37 | 44..=45 => {
                 let signal = if self.rng.random_bool(0.5) { 2 } else { 15 };
                 self.agents[number].exit_code = None;
-                self.exit(number, Some(signal));
+                if let Life::Running(_) = self.agents[number].life {
+                    let wishes = self.agents[number].leaving(signal);
+                    self.grant(number, wishes);
+                    let delay = self.pause(5000);
+                    self.later(delay, Happening::Leaves(number, signal));
+                } else {
+                    self.exit(number, Some(signal));
+                }
             }
             // An agent gives up for reasons of its own.
             38 => self.exit(number, None),

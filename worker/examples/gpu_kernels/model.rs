@@ -1,12 +1,15 @@
 //! The operations of a training step.
 
+use std::sync::Arc;
+
 use ddp_worker::device::{DType, DeviceError};
 use ddp_worker::ops::{
-    AdamW, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy,
-    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
-    LinearDweight, LinearGeluBackward, LinearGeluForward, LinearShape, SquaredNorm, TokenBackward,
+    AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, EncoderForward,
+    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight,
+    LinearGeluBackward, LinearGeluForward, LinearShape, Rates, Runs, SquaredNorm, TokenBackward, Update,
     WeightLayout,
 };
+use ddp_worker::optim::AdamW;
 
 use crate::bench::{Bench, Work};
 
@@ -138,6 +141,7 @@ impl Model {
                 out: bench.act(n)?,
                 lse: lse()?,
                 shape,
+                dropout: None,
             })
         })?;
         let work = Work {
@@ -152,6 +156,7 @@ impl Model {
                 dout: bench.act(n)?,
                 dqkv: bench.act(3 * n)?,
                 shape,
+                dropout: None,
             })
         })
     }
@@ -258,22 +263,21 @@ impl Model {
         let starts = (0..48).map(|run| run * (params / 48));
         let spared: Vec<_> = starts.map(|start| start..start + c).collect();
         bench.row("adamw, bf16 copy", Work::moving(28 * params), || {
-            Ok(AdamW {
+            Ok(Update {
+                rule: Arc::new(AdamW {
+                    betas: [0.9, 0.95],
+                    eps: 1e-8,
+                }),
+                runs: Runs::sparing(params, &spared, Rates::new(1e-4, 0.1)),
                 param: bench.numbers(DType::F32, params)?,
                 copy: Some(bench.act(params)?),
                 grad: bench.act(params)?,
-                m: bench.numbers(DType::F32, params)?,
-                v: bench.zeros(DType::F32, params)?,
+                slots: vec![
+                    bench.numbers(DType::F32, params)?,
+                    bench.zeros(DType::F32, params)?,
+                ],
                 scale: bench.numbers(DType::F32, 1)?,
-                weight_decay: 0.1,
-                spared: spared.as_slice().into(),
-                hyper: AdamWStep {
-                    lr: 1e-4,
-                    beta1: 0.9,
-                    beta2: 0.95,
-                    eps: 1e-8,
-                    step: 10,
-                },
+                step: 10,
             })
         })
     }

@@ -4,6 +4,7 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use super::manifest::FORMAT_VERSION;
 use crate::device::DType;
 
 /// A checkpoint could not be written, or cannot be used.
@@ -43,7 +44,7 @@ pub enum CheckpointError {
     },
     /// Written by a build that we cannot read.
     #[error(
-        "checkpoint `{}` has format version {found}, this build reads {expected}\n  hint: resume with the release that wrote it, or a newer one",
+        "checkpoint `{}` has format version {found}, this build reads up to {FORMAT_VERSION}\n  hint: resume with the release that wrote it, or a newer one",
         path.display()
     )]
     Version {
@@ -51,8 +52,6 @@ pub enum CheckpointError {
         path: PathBuf,
         /// Its version.
         found: u32,
-        /// Ours.
-        expected: u32,
     },
     /// A file is shorter or longer than it was when it was written.
     #[error("checkpoint file `{}` has {found} bytes, expected {expected}: truncated or overwritten\n  hint: {}", path.display(), RESTORE)]
@@ -72,9 +71,9 @@ pub enum CheckpointError {
     Hash {
         /// The file.
         path: PathBuf,
-        /// Name of the tensor.
+        /// Name of the tensor, and the region, unless that is the whole.
         tensor: String,
-        /// Elements of the damaged piece.
+        /// Damaged elements of its region.
         range: Range<u64>,
     },
     /// The checkpoint has no tensor of this name.
@@ -108,8 +107,8 @@ pub enum CheckpointError {
         /// Type and shape of the model.
         expected: String,
     },
-    /// The pieces that the ranks wrote do not make up the tensors.
-    #[error("the pieces of tensor `{tensor}` do not make it up: {what}")]
+    /// What the ranks wrote does not make up the tensors.
+    #[error("the regions and ranges of tensor `{tensor}` do not make it up: {what}")]
     Coverage {
         /// Name of the tensor.
         tensor: String,

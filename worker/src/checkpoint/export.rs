@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use serde_json::{Value, json};
 
-use super::layout::Kind;
-use super::part_writer::PartWriter;
+use super::manifest::TensorKind;
+use super::part::PartWriter;
 use super::reshard::{copy, whole_tensors};
 use super::{CheckpointError, Extent, Reader, Storage};
 use crate::device::DType;
@@ -26,6 +26,7 @@ pub fn export(storage: &Arc<dyn Storage>, source: &Reader, target: &Path) -> Res
             path: target.to_owned(),
         });
     }
+    source.check_model()?;
     let temporary = beside(target)?;
     // Of an export that crashed.
     let stale = storage.remove_folder(&temporary);
@@ -42,10 +43,11 @@ fn write(storage: &Arc<dyn Storage>, source: &Reader, folder: &Path) -> Result<(
     storage
         .create_folder(folder)
         .map_err(|e| CheckpointError::io("create", folder, &e))?;
-    let extents = whole_tensors(source, Kind::Parameter);
+    let extents = whole_tensors(source, &TensorKind::Parameter);
     let config = config(source, &extents)?;
     let mut part = PartWriter::create(storage.clone(), &folder.join(MODEL), &extents)?;
     copy(source, &extents, &mut part)?;
+    part.sync()?;
     part.finish(MODEL)?;
     let path = folder.join(CONFIG);
     let text = format!("{config:#}\n");
@@ -107,7 +109,7 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
         _ => "float32",
     };
     let rows = |name: &str| {
-        let found = parameters.iter().find(|extent| extent.tensor == name);
+        let found = parameters.iter().find(|extent| extent.tensor.key == name);
         found.and_then(|extent| extent.shape.first().copied())
     };
     if model["kind"] != "gpt2" {
@@ -121,6 +123,8 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
         config["vocab_size"] = json!(rows("wte.weight"));
         return Ok(config);
     }
+    // Checkpoints of older builds have none.
+    let dropout = model.get("dropout").cloned().unwrap_or(json!(0.0));
     Ok(json!({
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
@@ -133,9 +137,9 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
         "n_ctx": model["block_size"],
         "n_positions": model["block_size"],
         "vocab_size": rows("wte.weight"),
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
+        "attn_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "resid_pdrop": dropout,
         "tie_word_embeddings": true,
         "torch_dtype": torch_dtype,
     }))

@@ -1,50 +1,75 @@
-//! Ranges of tensors: what a file of a checkpoint is to hold, before its bytes are there.
+//! What a file of a checkpoint is to hold of a tensor, before its bytes are there.
 
 use std::ops::Range;
 
 use super::CheckpointError;
 use super::error::type_and_shape;
+use super::manifest::{TensorKind, TensorName};
 use crate::device::DType;
+use crate::model::{ParamSpec, Region};
 
-/// A range of a tensor's elements.
+/// A range of the elements of a tensor's region.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Name of the tensor.
-    pub tensor: String,
+    pub tensor: TensorName,
     /// Its global shape.
     pub shape: Vec<u64>,
     /// Type of its elements.
     pub dtype: DType,
-    /// Elements, in row-major order of the whole tensor.
+    /// The box of the tensor.
+    pub region: Region,
+    /// Elements, in row-major order of the region.
     pub range: Range<u64>,
 }
 
 impl Extent {
+    /// All elements of a parameter's tensor of some kind. Parameters are the f32 masters, so that a run may go on in
+    /// another precision.
+    #[must_use]
+    pub fn whole(kind: &TensorKind, spec: &ParamSpec) -> Self {
+        let shape = spec.shape_on_disk();
+        let region = Region::whole(&shape);
+        Self {
+            tensor: kind.of(&spec.key),
+            dtype: DType::F32,
+            range: 0..region.elements().expect("a parameter that fits in memory"),
+            region,
+            shape,
+        }
+    }
+
     /// Size of the range.
     #[must_use]
     pub fn bytes(&self) -> u64 {
         self.range.end.saturating_sub(self.range.start) * self.dtype.bytes() as u64
     }
 
-    /// Name and shape of the entry in the file: a whole tensor has its own, a part of one is flat.
+    /// Name and shape of the entry in the file: a whole region has its shape, a part of one is flat.
     pub(super) fn entry(&self) -> Result<(String, Vec<usize>), CheckpointError> {
-        let elements = self.shape.iter().try_fold(1_u64, |n, d| n.checked_mul(*d));
         let Range { start, end } = self.range;
+        let is_counted = Region::whole(&self.shape).elements().is_some();
+        let is_within = is_counted && self.region.is_within(&self.shape);
+        let elements = self.region.elements().filter(|_| is_within);
         let is_countable = |n: u64| n.checked_mul(self.dtype.bytes() as u64).is_some();
         let fits = elements.is_some_and(|n| start <= end && end <= n && is_countable(n));
-        if !fits || self.tensor.contains('@') {
+        if !fits || self.tensor.to_string().contains(['@', '[']) {
             return Err(CheckpointError::Misuse(format!(
-                "elements {start}..{end} of tensor `{}`, {}",
+                "elements {start}..{end} of region {} of tensor `{}`, {}",
+                self.region,
                 self.tensor,
                 type_and_shape(self.dtype, &self.shape)
             )));
         }
+        let mut name = self.tensor.to_string();
+        if !self.region.is_whole(&self.shape) {
+            name += &self.region.to_string();
+        }
         if elements == Some(end - start) {
-            let shape = self.shape.iter().map(|d| *d as usize).collect();
-            Ok((self.tensor.clone(), shape))
+            let shape = self.region.shape();
+            Ok((name, shape.iter().map(|d| *d as usize).collect()))
         } else {
-            let name = format!("{}@{start}..{end}", self.tensor);
-            Ok((name, vec![(end - start) as usize]))
+            Ok((format!("{name}@{start}..{end}"), vec![(end - start) as usize]))
         }
     }
 }

@@ -1,8 +1,11 @@
 //! Names and paths below `checkpoints/`.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
+
+use super::manifest::TensorKind;
+use super::storage;
 
 pub(super) const LATEST: &str = "latest";
 /// What it is called while it is written.
@@ -13,56 +16,16 @@ const STEP_PREFIX: &str = "step_";
 const TEMPORARY_PREFIX: &str = ".saving_";
 const TOMBSTONE_PREFIX: &str = ".deleting_";
 
-/// What a tensor of a run is. Each kind has files of its own, so that parameters can be read without moments.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Kind {
-    /// A parameter of the model, under its own name.
-    Parameter,
-    /// Mean of its gradients.
-    FirstMoment,
-    /// Mean of their squares.
-    SecondMoment,
-}
-
-impl Kind {
-    /// All of them.
-    pub const ALL: [Self; 3] = [Self::Parameter, Self::FirstMoment, Self::SecondMoment];
-
-    /// The kind that a tensor's name says.
-    #[must_use]
-    pub fn of(tensor: &str) -> Self {
-        let moments = [Self::FirstMoment, Self::SecondMoment];
-        let named = moments.into_iter().find(|kind| tensor.starts_with(kind.prefix()));
-        named.unwrap_or(Self::Parameter)
-    }
-
-    /// What the tensor's name begins with, before that of the parameter.
-    #[must_use]
-    pub const fn prefix(self) -> &'static str {
-        match self {
-            Self::Parameter => "",
-            Self::FirstMoment => "optimizer.m.",
-            Self::SecondMoment => "optimizer.v.",
-        }
-    }
-
-    /// What its files are called.
-    #[must_use]
-    pub const fn stem(self) -> &'static str {
-        match self {
-            Self::Parameter => "parameters",
-            Self::FirstMoment => "first-moments",
-            Self::SecondMoment => "second-moments",
-        }
-    }
-}
-
-/// Name of the file, without its ending, of one of several writers.
+/// Name of the file, without its ending, of one of several writers: `state-exp_avg-0-of-2`.
 #[must_use]
-pub fn file_stem(kind: Kind, writer: usize, writers: usize) -> String {
+pub fn file_stem(kind: &TensorKind, writer: usize, writers: usize) -> String {
+    let stem = match kind {
+        TensorKind::Parameter => "parameters".to_owned(),
+        TensorKind::State(slot) => format!("state-{slot}"),
+    };
     match writers {
-        1 => kind.stem().to_owned(),
-        _ => format!("{}-{writer}-of-{writers}", kind.stem()),
+        1 => stem,
+        _ => format!("{stem}-{writer}-of-{writers}"),
     }
 }
 
@@ -91,8 +54,10 @@ pub fn step_name(step: u64) -> String {
 /// The step that `checkpoints/latest` of a run's folder names; `None` where there is none.
 pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     let path = folder(out_dir).join(LATEST);
-    let text = match fs::read(&path) {
-        Ok(bytes) => String::from_utf8_lossy(&bytes).into_owned(),
+    let mut bytes = Vec::new();
+    let read = |mut file: fs::File| file.read_to_end(&mut bytes);
+    let text = match storage::open_to_read(&path).and_then(read) {
+        Ok(_) => String::from_utf8_lossy(&bytes).into_owned(),
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => {
             return Ok(None);
         }
@@ -114,7 +79,7 @@ pub fn latest_step(out_dir: &Path) -> io::Result<Option<u64>> {
 
 /// The newest step that has a whole checkpoint, whatever `latest` says; `None` where there is none. A folder has its
 /// name only once all of it is written.
-fn newest_step(out_dir: &Path) -> io::Result<Option<u64>> {
+pub(super) fn newest_step(out_dir: &Path) -> io::Result<Option<u64>> {
     let root = folder(out_dir);
     let steps = match saved_steps(&root) {
         Err(e) if matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::NotADirectory) => Vec::new(),
@@ -187,7 +152,8 @@ pub(super) fn is_of_a_run(name: &str) -> bool {
         || generation_of_temporary(name).is_some()
 }
 
-fn parse_step(name: &str) -> Option<u64> {
+/// The step whose folder has this name.
+pub(super) fn parse_step(name: &str) -> Option<u64> {
     let digits = name.strip_prefix(STEP_PREFIX)?;
     let step = digits.parse().ok()?;
     (step_name(step) == name).then_some(step)

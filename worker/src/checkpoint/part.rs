@@ -1,35 +1,189 @@
-//! Layout of one safetensors file of a checkpoint, and the index of what is in it.
+//! One safetensors file of a checkpoint: its layout, writing it in bounded memory, and what a file says of itself.
 //!
-//! A piece that is a whole tensor is stored under the tensor's own name and shape, so that any reader of
-//! safetensors can load it; a part of one as a flat entry `name@start..end`.
+//! A range that is a whole tensor is stored under the tensor's own name and shape, so that any reader of safetensors can
+//! load it; a whole region as `name[0..3, 8..16]`, with the region's shape; a part of either as a flat entry
+//! `name@start..end`.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::fs::File;
-use std::path::Path;
+use std::io::{self, Read as _};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
-use super::header::{Header, HeaderError, read_header};
-use super::manifest::{FileRecord, PieceRecord, TensorRecord};
+use super::manifest::{FileRecord, RangeRecord, RegionRecord, TensorRecord};
+use super::piece_hash::{PieceHasher, PieceHashes};
+use super::storage::Storage;
 use super::{CheckpointError, Extent};
 use crate::device::DType;
 
 /// The data begins at a multiple of it, so that a mapped file is aligned.
 const ALIGNMENT: usize = 8;
+/// Bytes that are written at once; small pieces are gathered up to it.
+const CHUNK_BYTES: usize = 4 << 20;
+/// Bytes between two syncs: what the last one has to wait for is bounded, and so is what the system must cache.
+const SYNC_BYTES: usize = 256 << 20;
+/// Bytes before the header: its length.
+const LENGTH_BYTES: usize = 8;
+/// Longest header that is read; the format's own limit.
+const MAX_HEADER_BYTES: u64 = 100_000_000;
+
+/// A safetensors file that is being written. Its pieces are given in [`PartWriter::order`].
+pub struct PartWriter {
+    storage: Arc<dyn Storage>,
+    path: PathBuf,
+    layout: PartLayout,
+    /// Hashes of the pieces that are complete.
+    hashes: Vec<PieceHashes>,
+    hasher: PieceHasher,
+    /// Bytes of the piece whose turn it is that are still to come.
+    missing: u64,
+    buffered: Vec<u8>,
+    unsynced: usize,
+}
+
+impl PartWriter {
+    /// Creates the file, or replaces its content.
+    pub(super) fn create(
+        storage: Arc<dyn Storage>,
+        path: &Path,
+        extents: &[Extent],
+    ) -> Result<Self, CheckpointError> {
+        let layout = PartLayout::new(extents)?;
+        storage
+            .write(path, &[&layout.header])
+            .map_err(|e| CheckpointError::io("write", path, &e))?;
+        let mut part = Self {
+            storage,
+            path: path.to_owned(),
+            layout,
+            hashes: Vec::with_capacity(extents.len()),
+            hasher: PieceHasher::new(),
+            missing: 0,
+            buffered: Vec::new(),
+            unsynced: 0,
+        };
+        part.turn();
+        Ok(part)
+    }
+
+    /// The order in which the pieces are wanted, by their number in what was asked for.
+    #[must_use]
+    pub fn order(&self) -> Vec<usize> {
+        self.layout.order.clone()
+    }
+
+    /// More bytes, little-endian, of the piece whose turn it is; behind its end those of the next.
+    pub fn put(&mut self, mut bytes: &[u8]) -> Result<(), CheckpointError> {
+        while !bytes.is_empty() {
+            if self.missing == 0 {
+                let path = self.path.display();
+                return Err(CheckpointError::Misuse(format!(
+                    "{} bytes too many for `{path}`",
+                    bytes.len()
+                )));
+            }
+            let room = CHUNK_BYTES - self.buffered.len();
+            let here = bytes.len().min(self.missing.min(room as u64) as usize);
+            let (chunk, rest) = bytes.split_at(here);
+            self.hasher.update(chunk);
+            if here == CHUNK_BYTES {
+                self.append(chunk)?;
+            } else {
+                self.buffered.extend_from_slice(chunk);
+                self.flush_full()?;
+            }
+            self.missing -= here as u64;
+            self.end_piece();
+            bytes = rest;
+        }
+        Ok(())
+    }
+
+    /// Ends the file. Whether it is on the disk is up to [`PartWriter::sync`].
+    pub(super) fn finish(mut self, file_name: &str) -> Result<Index, CheckpointError> {
+        if self.missing > 0 {
+            let (missing, path) = (self.missing, self.path.display());
+            return Err(CheckpointError::Misuse(format!(
+                "`{path}` lacks {missing} bytes of a piece"
+            )));
+        }
+        self.flush()?;
+        Ok(self.layout.index(file_name, &self.hashes))
+    }
+
+    /// Closes a piece that is complete, and those behind it that have no elements.
+    fn end_piece(&mut self) {
+        if self.missing == 0 {
+            self.hashes.push(self.hasher.finish());
+            self.turn();
+        }
+    }
+
+    fn turn(&mut self) {
+        while self.hashes.len() < self.layout.order.len() {
+            self.missing = self.layout.extent(self.hashes.len()).bytes();
+            if self.missing > 0 {
+                break;
+            }
+            self.hashes.push(self.hasher.finish());
+        }
+    }
+
+    fn flush_full(&mut self) -> Result<(), CheckpointError> {
+        if self.buffered.len() < CHUNK_BYTES {
+            return Ok(());
+        }
+        self.flush()
+    }
+
+    fn flush(&mut self) -> Result<(), CheckpointError> {
+        if self.buffered.is_empty() {
+            return Ok(());
+        }
+        let buffered = std::mem::take(&mut self.buffered);
+        self.append(&buffered)?;
+        self.buffered = buffered;
+        self.buffered.clear();
+        Ok(())
+    }
+
+    fn append(&mut self, bytes: &[u8]) -> Result<(), CheckpointError> {
+        self.storage
+            .append(&self.path, bytes)
+            .map_err(|e| CheckpointError::io("write", &self.path, &e))?;
+        self.unsynced += bytes.len();
+        if self.unsynced >= SYNC_BYTES {
+            self.sync()?;
+        }
+        Ok(())
+    }
+
+    /// Puts what was given so far on the disk.
+    pub(super) fn sync(&mut self) -> Result<(), CheckpointError> {
+        self.flush()?;
+        self.unsynced = 0;
+        self.storage
+            .sync_file(&self.path)
+            .map_err(|e| CheckpointError::io("sync", &self.path, &e))
+    }
+}
 
 /// What one rank wrote: merged into the manifest by the rank that commits.
 #[derive(Debug, Serialize, Deserialize)]
 pub(super) struct Index {
     pub(super) file: FileRecord,
+    /// One for each range.
     pub(super) tensors: Vec<TensorRecord>,
 }
 
 /// Where everything will lie in a file: the header, and the order of the pieces behind it.
-pub(super) struct PartLayout {
-    pub(super) header: Vec<u8>,
+struct PartLayout {
+    header: Vec<u8>,
     /// Pieces in the order of the file, by their number in what was asked for.
-    pub(super) order: Vec<usize>,
+    order: Vec<usize>,
     extents: Vec<Extent>,
     /// Name of the entry of each piece, in the order of the file.
     entries: Vec<String>,
@@ -37,14 +191,18 @@ pub(super) struct PartLayout {
 
 impl PartLayout {
     /// Lays out a file with these pieces.
-    pub(super) fn new(extents: &[Extent]) -> Result<Self, CheckpointError> {
+    fn new(extents: &[Extent]) -> Result<Self, CheckpointError> {
         let mut order: Vec<usize> = (0..extents.len()).collect();
         // Wider elements first, so that each entry is aligned to its own; then by name, for a fixed order.
         order.sort_by_key(|&i| {
             let Extent {
-                dtype, tensor, range, ..
+                dtype,
+                tensor,
+                region,
+                range,
+                ..
             } = &extents[i];
-            (std::cmp::Reverse(dtype.bytes()), tensor.as_str(), range.start)
+            (std::cmp::Reverse(dtype.bytes()), tensor, region, range.start)
         });
         let mut infos = Vec::with_capacity(order.len());
         let mut offset = 0;
@@ -69,37 +227,41 @@ impl PartLayout {
     }
 
     /// The piece at a position in the file.
-    pub(super) fn extent(&self, position: usize) -> &Extent {
+    fn extent(&self, position: usize) -> &Extent {
         &self.extents[self.order[position]]
     }
 
-    /// The index, when the hash of each piece is known, in the order of the file.
-    pub(super) fn index(&self, file_name: &str, hashes: &[blake3::Hash]) -> Index {
-        assert_eq!(hashes.len(), self.order.len(), "a hash for each piece");
-        let mut tensors: BTreeMap<&str, TensorRecord> = BTreeMap::new();
-        for (position, hash) in hashes.iter().enumerate() {
-            let extent = self.extent(position);
-            let record = tensors.entry(&extent.tensor).or_insert_with(|| TensorRecord {
-                name: extent.tensor.clone(),
-                shape: extent.shape.clone(),
-                dtype: extent.dtype,
-                pieces: Vec::new(),
-            });
-            record.pieces.push(PieceRecord {
+    /// The index, when the hash of each range is known, in the order of the file.
+    fn index(&self, file_name: &str, hashes: &[PieceHashes]) -> Index {
+        assert_eq!(hashes.len(), self.order.len(), "a hash for each range");
+        let hex = |hash: &[u8; 32]| blake3::Hash::from_bytes(*hash).to_hex().to_string();
+        let record = |(position, hashes): (usize, &PieceHashes)| {
+            let extent = self.extent(position).clone();
+            let range = RangeRecord {
                 file: file_name.to_owned(),
                 entry: self.entries[position].clone(),
                 start: extent.range.start,
                 end: extent.range.end,
-                blake3: hash.to_hex().to_string(),
-            });
-        }
+                blake3: hashes.whole.to_hex().to_string(),
+                blocks: hashes.blocks.iter().map(hex).collect(),
+            };
+            TensorRecord {
+                name: extent.tensor,
+                shape: extent.shape,
+                dtype: extent.dtype,
+                regions: vec![RegionRecord {
+                    region: extent.region,
+                    ranges: vec![range],
+                }],
+            }
+        };
         let data: u64 = self.extents.iter().map(Extent::bytes).sum();
         Index {
             file: FileRecord {
                 name: file_name.to_owned(),
                 bytes: self.header.len() as u64 + data,
             },
-            tensors: tensors.into_values().collect(),
+            tensors: hashes.iter().enumerate().map(record).collect(),
         }
     }
 }
@@ -124,6 +286,46 @@ fn header(entries: Vec<(String, TensorInfo)>) -> Result<Vec<u8>, CheckpointError
     let mut bytes = (json.len() as u64).to_le_bytes().to_vec();
     bytes.append(&mut json);
     Ok(bytes)
+}
+
+/// What a file says of itself.
+pub(crate) struct Header {
+    /// Names, types, shapes, and bytes from [`Header::data`] on; without gaps, and each as long as type and shape say.
+    pub(crate) metadata: Metadata,
+    /// Where the data begins, in bytes.
+    pub(crate) data: u64,
+}
+
+/// Why there is none.
+pub(crate) enum HeaderError {
+    /// The system refused.
+    Io(io::Error),
+    /// In words.
+    Damaged(String),
+}
+
+impl From<io::Error> for HeaderError {
+    fn from(error: io::Error) -> Self {
+        Self::Io(error)
+    }
+}
+
+/// Reads the header of a safetensors file from its start. Whether the data is there is left to the caller.
+pub(crate) fn read_header(file: &mut File) -> Result<Header, HeaderError> {
+    let mut length = [0; LENGTH_BYTES];
+    file.read_exact(&mut length)?;
+    let length = u64::from_le_bytes(length);
+    if length > MAX_HEADER_BYTES {
+        return Err(HeaderError::Damaged(format!("its header claims {length} bytes")));
+    }
+    let mut json = vec![0; length as usize];
+    file.read_exact(&mut json)?;
+    let metadata =
+        serde_json::from_slice(&json).map_err(|e| HeaderError::Damaged(format!("its header: {e}")))?;
+    Ok(Header {
+        metadata,
+        data: LENGTH_BYTES as u64 + length,
+    })
 }
 
 /// An entry of an opened file.

@@ -2,7 +2,10 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Write as _};
+use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
+
+use nix::sys::signal::{SigHandler, Signal, signal};
 
 use super::CheckpointError;
 
@@ -18,6 +21,9 @@ pub trait Storage: Send + Sync {
     fn sync_file(&self, path: &Path) -> io::Result<()>;
     /// Puts the names in a folder on the disk.
     fn sync_folder(&self, path: &Path) -> io::Result<()>;
+    /// Puts all that was written to the file system of `opened` on its disk. An error of a write is told to a descriptor
+    /// that was open by then.
+    fn sync_file_system(&self, opened: &File) -> io::Result<()>;
     /// Renames a file, replacing what is there, or a folder, to a name that is free.
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()>;
     /// Deletes a file; one that is not there is fine.
@@ -53,6 +59,10 @@ impl Storage for Disk {
         File::open(path)?.sync_all()
     }
 
+    fn sync_file_system(&self, opened: &File) -> io::Result<()> {
+        Ok(nix::unistd::syncfs(opened)?)
+    }
+
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         fs::rename(from, to)
     }
@@ -71,6 +81,16 @@ fn unless_gone(result: io::Result<()>) -> io::Result<()> {
         Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(()),
         other => other,
     }
+}
+
+/// Opens a file to read it. A pipe would otherwise be waited for until somebody writes to it.
+pub(crate) fn open_to_read(path: &Path) -> io::Result<File> {
+    let mut options = OpenOptions::new();
+    let file = options.read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    if !file.metadata()?.is_file() {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, "not a regular file"));
+    }
+    Ok(file)
 }
 
 /// Writes a file, and puts its content on the disk.
@@ -96,4 +116,14 @@ pub(super) fn rename(storage: &dyn Storage, from: &Path, to: &Path) -> Result<()
     storage
         .rename(from, to)
         .map_err(|e| CheckpointError::io("rename to", to, &e))
+}
+
+/// Ignores SIGXFSZ in this process and those that it starts, so that a write beyond a limit on file sizes (`ulimit -f`)
+/// fails with an error: training must not be lost to a checkpoint that does not fit. For the main of a program that
+/// writes checkpoints, before it does.
+#[allow(unsafe_code, reason = "signal dispositions")]
+pub fn ignore_file_size_signal() {
+    // SAFETY: ignoring a signal installs no handler.
+    let before = unsafe { signal(Signal::SIGXFSZ, SigHandler::SigIgn) };
+    debug_assert!(before.is_ok(), "SIGXFSZ can be ignored");
 }

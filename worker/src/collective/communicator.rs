@@ -1,41 +1,37 @@
 //! The ordered queue of one group of ranks.
 
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::core::{Core, Job};
-use super::pending::Pending;
-use super::stream_transport::Route;
-use super::{
-    CollectiveError, Operation, ReduceOp, Request, StreamTransport, Traffic, Transport, Wait, WireBytes, Work,
-};
-use crate::device::{Arena, ArenaSpec, Buffer, Device, Event};
-use crate::session::{Cancel, Waiting};
-use crate::timeline::Timeline;
+use super::error::{CollectiveError, Failure, OperationName};
+use super::operation::{Descriptor, Operation, ReduceOp, Request, Traffic};
+use super::transport::{Engine, Transport, WireBytes, WireCounters};
+use super::wait::{Pending, Wait};
+use super::work::{Completion, Work, WorkTimes};
+use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
+use crate::session::Cancel;
+use crate::timeline::{Collective, Lane, Timeline};
 
 /// Most operations in a queue; one more blocks the caller until there is room.
 const QUEUE_BOUND: usize = 1024;
 
-/// Beyond its own bound an operation is given this long to say so itself, with the better error.
+/// An operation gets this long after its time-out to report the time-out itself, with the better error.
 const GRACE: Duration = Duration::from_secs(5);
 
-/// Who drives the queue.
+/// Longest wait for a buffer to be ready between two checks of the cancel token, which events do not know.
+const INPUT_POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Reduction of operations that do not reduce.
+const NO_REDUCTION: ReduceOp = ReduceOp::Sum { scale: 1.0 };
+
+/// Which thread carries out operations, where the host does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Executor {
     /// A thread of its own: operations overlap with what the caller does meanwhile.
     Thread,
     /// The calling thread: an operation is done when the call returns.
     Inline,
-}
-
-/// What becomes of an operation that is issued.
-#[derive(Clone, Copy, PartialEq, Eq)]
-enum Driver {
-    Thread,
-    Caller,
-    /// The device: the caller puts it into a stream.
-    Stream,
 }
 
 /// When an operation may start, and what it is for.
@@ -52,11 +48,7 @@ pub struct Launch {
 impl Launch {
     /// An operation whose buffer is ready now.
     pub fn now(traffic: Traffic, tag: impl Into<String>) -> Self {
-        Self {
-            after: Event::reached(),
-            traffic,
-            tag: tag.into(),
-        }
+        Self::after(Event::reached(), traffic, tag)
     }
 
     /// An operation whose buffer is ready at `after`.
@@ -71,27 +63,42 @@ impl Launch {
 
 /// The operations of one group of ranks, in order. Clones are the same communicator.
 #[derive(Clone)]
-pub struct Communicator(Arc<Inner>);
+pub struct Communicator(Arc<CommunicatorInner>);
 
-struct Inner {
+struct CommunicatorInner {
+    info: Arc<CommunicatorInfo>,
+    mode: ExecutionMode,
+    driver: Arc<Mutex<Driver>>,
+    queue: Mutex<Option<OperationQueue>>,
+}
+
+/// What becomes of an operation that is submitted.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum ExecutionMode {
+    /// The thread of the queue carries it out.
+    Thread,
+    /// The caller does.
+    Inline,
+    /// The caller puts it into the transport's stream.
+    Stream,
+}
+
+/// What can be read while an operation runs.
+struct CommunicatorInfo {
     name: String,
     rank: usize,
     members: Vec<usize>,
     timeout: Duration,
     cancel: Cancel,
-    driver: Driver,
     timeline: Timeline,
-    core: Arc<Mutex<Core>>,
-    queue: Mutex<Option<Queue>>,
-}
-
-struct Queue {
-    sender: SyncSender<Job>,
-    thread: std::thread::JoinHandle<()>,
+    wire: WireCounters,
+    pending: Arc<Pending>,
 }
 
 impl Communicator {
-    /// A communicator over a transport. `timeout` bounds each operation, from the moment its turn comes.
+    /// A communicator over a transport. `timeout` bounds each operation, from the moment the operations before it have
+    /// ended; on a stream it bounds the call, and the operation has the time-out of the transport. `executor` has no
+    /// meaning there.
     #[must_use]
     pub fn new(
         name: &str,
@@ -100,76 +107,50 @@ impl Communicator {
         timeout: Duration,
         cancel: &Cancel,
     ) -> Self {
-        let timeline = Timeline::default();
-        Self::over(
-            name,
-            Route::Host(transport),
-            executor,
-            (timeout, cancel),
-            timeline,
-        )
-    }
-
-    /// A communicator whose operations the device carries out, on a stream of the transport. `timeout` bounds the
-    /// call of each operation; what bounds the operation is the transport's.
-    #[must_use]
-    pub fn on_stream(
-        name: &str,
-        transport: Box<dyn StreamTransport>,
-        timeout: Duration,
-        cancel: &Cancel,
-    ) -> Self {
-        let (route, timeline) = (Route::Stream(transport), Timeline::default());
-        Self::over(name, route, Executor::Inline, (timeout, cancel), timeline)
+        Self::over(name, transport, executor, (timeout, cancel), Timeline::default())
     }
 
     fn over(
         name: &str,
-        route: Route,
+        mut transport: Box<dyn Transport>,
         executor: Executor,
         (timeout, cancel): (Duration, &Cancel),
         timeline: Timeline,
     ) -> Self {
-        let rank = route.rank();
-        let members = route.members().to_vec();
-        let is_host = matches!(route, Route::Host(_));
-        let pending = Pending::of(name);
-        let waiting: Arc<dyn Waiting> = pending.clone();
-        cancel.listen_to(Arc::downgrade(&waiting));
-        let core = Core {
+        let info = Arc::new(CommunicatorInfo {
             name: name.to_owned(),
-            global_rank: members[rank],
+            rank: transport.rank(),
+            members: transport.members().to_vec(),
             timeout,
             cancel: cancel.clone(),
-            route,
+            timeline,
+            wire: WireCounters::default(),
+            pending: Pending::register(name, cancel),
+        });
+        let is_on_stream = matches!(transport.engine(), Engine::Stream(_));
+        let driver = Arc::new(Mutex::new(Driver {
+            info: info.clone(),
+            transport,
             sequence: 0,
             poison: None,
-            pending,
-            timeline: timeline.clone(),
-        };
-        let core = Arc::new(Mutex::new(core));
-        let (driver, queue) = match executor {
-            _ if !is_host => (Driver::Stream, None),
-            Executor::Inline => (Driver::Caller, None),
-            Executor::Thread => match Queue::start(name, &core) {
-                Ok(queue) => (Driver::Thread, Some(queue)),
+        }));
+        let (mode, queue) = match executor {
+            _ if is_on_stream => (ExecutionMode::Stream, None),
+            Executor::Inline => (ExecutionMode::Inline, None),
+            Executor::Thread => match OperationQueue::start(name, &driver) {
+                Ok(queue) => (ExecutionMode::Thread, Some(queue)),
                 Err(error) => {
-                    // Whoever issues an operation learns why it cannot run.
+                    // Every operation then fails with this reason.
                     let why = format!("the system cannot start a thread for `{name}`: {error}");
-                    core.lock().unwrap_or_else(PoisonError::into_inner).poison = Some(why);
-                    (Driver::Caller, None)
+                    driver.lock().unwrap_or_else(PoisonError::into_inner).poison = Some(why);
+                    (ExecutionMode::Inline, None)
                 }
             },
         };
-        Self(Arc::new(Inner {
-            name: name.to_owned(),
-            rank,
-            members,
-            timeout,
-            cancel: cancel.clone(),
+        Self(Arc::new(CommunicatorInner {
+            info,
+            mode,
             driver,
-            timeline,
-            core,
             queue: Mutex::new(queue),
         }))
     }
@@ -177,37 +158,37 @@ impl Communicator {
     /// Name in errors and traces.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.0.name
+        &self.0.info.name
     }
 
     /// Rank of this process in the group.
     #[must_use]
     pub fn rank(&self) -> usize {
-        self.0.rank
+        self.0.info.rank
     }
 
     /// Number of ranks in the group.
     #[must_use]
     pub fn size(&self) -> usize {
-        self.0.members.len()
+        self.0.info.members.len()
     }
 
     /// Global rank of each member, in order of rank.
     #[must_use]
     pub fn members(&self) -> &[usize] {
-        &self.0.members
+        &self.0.info.members
     }
 
-    /// Bound of each operation.
+    /// Time-out of each operation.
     #[must_use]
     pub fn timeout(&self) -> Duration {
-        self.0.timeout
+        self.0.info.timeout
     }
 
-    /// When to stop waiting for an operation whose turn comes now: its bound, and some time for it to say so itself.
+    /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself.
     #[must_use]
     pub fn deadline(&self) -> Instant {
-        Instant::now() + self.0.timeout + GRACE
+        Instant::now() + self.0.info.timeout + GRACE
     }
 
     /// [`Operation::AllReduce`].
@@ -222,90 +203,96 @@ impl Communicator {
 
     /// [`Operation::AllGather`].
     pub fn all_gather(&self, buffer: &Buffer, launch: Launch) -> Work {
-        self.submit(Operation::AllGather, PLAIN, buffer, launch)
+        self.submit(Operation::AllGather, NO_REDUCTION, buffer, launch)
     }
 
     /// [`Operation::Broadcast`].
     pub fn broadcast(&self, buffer: &Buffer, root: usize, launch: Launch) -> Work {
-        self.submit(Operation::Broadcast { root }, PLAIN, buffer, launch)
+        self.submit(Operation::Broadcast { root }, NO_REDUCTION, buffer, launch)
     }
 
     /// [`Operation::Barrier`]; `buffer` is an empty one of any arena.
     pub fn barrier(&self, buffer: &Buffer, launch: Launch) -> Work {
-        self.submit(Operation::Barrier, PLAIN, &buffer.slice(0..0), launch)
+        self.submit(Operation::Barrier, NO_REDUCTION, &buffer.slice(0..0), launch)
     }
 
     /// [`Operation::Send`].
     pub fn send(&self, buffer: &Buffer, to: usize, launch: Launch) -> Work {
-        self.submit(Operation::Send { to }, PLAIN, buffer, launch)
+        self.submit(Operation::Send { to }, NO_REDUCTION, buffer, launch)
     }
 
     /// [`Operation::Recv`].
     pub fn recv(&self, buffer: &Buffer, from: usize, launch: Launch) -> Work {
-        self.submit(Operation::Recv { from }, PLAIN, buffer, launch)
+        self.submit(Operation::Recv { from }, NO_REDUCTION, buffer, launch)
     }
 
     /// Allocates an arena on which operations of this group need no copies. Every rank must call it, with the
     /// same size, and with no operation in flight.
     pub fn alloc_shared(&self, device: &Arc<dyn Device>, spec: &ArenaSpec) -> Result<Arena, CollectiveError> {
-        let wait = Wait::new(self.0.timeout, &self.0.cancel);
-        let bytes = spec.bytes();
-        self.core()
-            .set_up("shared allocation", bytes, &spec.name, |route| {
-                route.alloc_shared(device, spec, &wait)
-            })
+        self.driver().set_up(
+            "shared allocation",
+            spec.bytes(),
+            &spec.name,
+            |transport, wait| transport.alloc_shared(device, spec, wait),
+        )
     }
 
     /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
-    /// (ranks of this group, ascending), and with no operation in flight. On a stream there is no use for
-    /// `executor`: the subgroup gets a stream of its own.
+    /// (ranks of this group, ascending), and with no operation in flight.
     pub fn split(&self, name: &str, members: &[usize], executor: Executor) -> Result<Self, CollectiveError> {
-        let wait = Wait::new(self.0.timeout, &self.0.cancel);
-        let route = self
-            .core()
-            .set_up("split", 0, name, |route| route.split(name, members, &wait))?;
-        let (timeout, cancel) = (self.0.timeout, &self.0.cancel);
+        let transport = self.driver().set_up("split", 0, name, |transport, wait| {
+            transport.split(name, members, wait)
+        })?;
+        let CommunicatorInfo {
+            timeout,
+            cancel,
+            timeline,
+            ..
+        } = &*self.0.info;
         Ok(Self::over(
             name,
-            route,
+            transport,
             executor,
-            (timeout, cancel),
-            self.0.timeline.clone(),
+            (*timeout, cancel),
+            timeline.clone(),
         ))
     }
 
-    /// Of the operations of this group and of its subgroups; closed until somebody opens it.
+    /// Of the operations of this group and of its subgroups; closed until it is opened. The operations of a group of one
+    /// rank are not on it: they move nothing.
     #[must_use]
     pub fn timeline(&self) -> &Timeline {
-        &self.0.timeline
+        &self.0.info.timeline
     }
 
-    /// Bytes that this rank has put on the wire in this group, after the operations that are done.
+    /// Bytes that this rank has put on the wire in this group, by the operations that are done. Does not wait for an
+    /// operation that runs.
     #[must_use]
     pub fn wire_bytes(&self) -> WireBytes {
-        self.core().route.wire_bytes()
+        self.0.info.wire.read()
     }
 
     /// Ends the executor after the operations that are queued. Without it, the last clone's drop closes the queue
     /// and the thread ends by itself. On a stream: waits for what is in it and leaves the group.
     pub fn shutdown(&self) {
         let queue = self.0.queue.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let Some(Queue { sender, thread }) = queue {
+        if let Some(OperationQueue { sender, thread }) = queue {
             drop(sender);
             let _ = thread.join();
         }
-        if let Route::Stream(transport) = &mut self.core().route {
-            transport.shutdown(&Wait::new(self.0.timeout, &self.0.cancel));
+        let wait = self.0.info.wait();
+        if let Engine::Stream(stream) = self.driver().transport.engine() {
+            stream.shutdown(&wait);
         }
     }
 
-    /// Instead of [`Communicator::shutdown`] where something has failed and the process is about to end: on a stream,
-    /// waits a bounded time for what is being aborted, so that no library works on while the process is taken down.
+    /// Instead of [`Communicator::shutdown`] where the process is about to end because something failed: on a stream,
+    /// waits a bounded time for the abort, so that no library runs while the process ends.
     pub fn abandon(&self) {
-        if self.0.driver == Driver::Stream
-            && let Route::Stream(transport) = &mut self.core().route
+        if self.0.mode == ExecutionMode::Stream
+            && let Engine::Stream(stream) = self.driver().transport.engine()
         {
-            transport.abandon();
+            stream.abandon();
         }
     }
 
@@ -318,45 +305,370 @@ impl Communicator {
             traffic,
             tag,
         };
-        if self.0.driver == Driver::Stream {
-            return self.core().enqueue(&request, &after);
+        if self.0.mode == ExecutionMode::Stream {
+            return self.driver().enqueue(&request, &after);
         }
         let (work, completion) = Work::pair(&format!("{operation} ({})", request.tag));
-        let job = Job {
+        let queued = QueuedOperation {
             request,
             after,
             completion,
         };
-        if self.0.driver == Driver::Caller {
-            self.core().drive(job);
+        if self.0.mode == ExecutionMode::Inline {
+            self.driver().execute(queued);
             return work;
         }
         let queue = self.0.queue.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(queue) = queue.as_ref() {
-            // A closed queue drops the job, which fails its event with a name.
-            let _ = queue.sender.send(job);
+            // A closed queue drops the operation, whose event then fails with a name.
+            let _ = queue.sender.send(queued);
         }
         work
     }
 
-    fn core(&self) -> std::sync::MutexGuard<'_, Core> {
-        self.0.core.lock().unwrap_or_else(PoisonError::into_inner)
+    fn driver(&self) -> MutexGuard<'_, Driver> {
+        self.0.driver.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-const PLAIN: ReduceOp = ReduceOp::Sum { scale: 1.0 };
+impl CommunicatorInfo {
+    /// The bound of one operation that starts now.
+    fn wait(&self) -> Wait {
+        Wait::new(self.timeout, &self.cancel)
+    }
+}
 
-impl Queue {
-    fn start(name: &str, core: &Arc<Mutex<Core>>) -> std::io::Result<Self> {
-        let (sender, receiver): (_, Receiver<Job>) = sync_channel(QUEUE_BOUND);
-        let core = core.clone();
+/// An operation that waits for those before it.
+struct QueuedOperation {
+    request: Request,
+    after: Event,
+    completion: Completion,
+}
+
+/// The queue of a communicator with a thread.
+struct OperationQueue {
+    sender: SyncSender<QueuedOperation>,
+    thread: std::thread::JoinHandle<()>,
+}
+
+impl OperationQueue {
+    fn start(name: &str, driver: &Arc<Mutex<Driver>>) -> std::io::Result<Self> {
+        let (sender, receiver): (_, Receiver<QueuedOperation>) = sync_channel(QUEUE_BOUND);
+        let driver = driver.clone();
         let thread = std::thread::Builder::new()
             .name(format!("ddp-comm-{name}"))
             .spawn(move || {
-                for job in receiver {
-                    core.lock().unwrap_or_else(PoisonError::into_inner).drive(job);
+                for queued in receiver {
+                    driver
+                        .lock()
+                        .unwrap_or_else(PoisonError::into_inner)
+                        .execute(queued);
                 }
             })?;
         Ok(Self { sender, thread })
+    }
+}
+
+/// Carries out the operations of a communicator, or puts them into a stream: one at a time, numbered.
+struct Driver {
+    info: Arc<CommunicatorInfo>,
+    transport: Box<dyn Transport>,
+    sequence: u64,
+    /// Why an earlier operation failed; all later ones fail too.
+    poison: Option<String>,
+}
+
+impl Driver {
+    fn execute(&mut self, queued: QueuedOperation) {
+        let QueuedOperation {
+            request,
+            after,
+            completion,
+        } = queued;
+        let sequence = self.next_sequence();
+        let request = Arc::new(request);
+        self.info.pending.begin_operation(sequence, &request);
+        let outcome = self.run(&request, &after);
+        self.info.pending.end();
+        if let (Ok(times), Some((lane, name, what))) = (&outcome, self.span(sequence, &request)) {
+            let times = [times.started, times.ended];
+            (self.info.timeline).moved(lane, request.traffic.kind(), name, what, times);
+        }
+        completion.set(outcome.map_err(|failure| self.fail(sequence, &request, failure)));
+    }
+
+    fn run(&mut self, request: &Request, after: &Event) -> Result<WorkTimes, Failure> {
+        self.check_poison()?;
+        self.await_input(after)?;
+        let started = Instant::now();
+        let held = request.buffer.hold()?;
+        let wait = self.info.wait().reporting_to(&self.info.pending);
+        let Engine::Host(host) = self.transport.engine() else {
+            return Err(Failure::Invalid("the transport has a stream".into()));
+        };
+        let bytes = host.execute(request, held, &wait)?;
+        self.info.wire.add(request.traffic, bytes);
+        Ok(WorkTimes {
+            started,
+            ended: Instant::now(),
+        })
+    }
+
+    /// Puts an operation into the stream. If that fails, the work has ended already.
+    fn enqueue(&mut self, request: &Request, after: &Event) -> Work {
+        let sequence = self.next_sequence();
+        let wait = self.info.wait();
+        let enqueued = self.check_poison().and_then(|()| match self.transport.engine() {
+            Engine::Stream(stream) => stream.enqueue(sequence, request, after, &wait),
+            Engine::Host(_) => Err(Failure::Invalid("the transport has no stream".into())),
+        });
+        match enqueued {
+            Ok(work) => {
+                let CommunicatorInfo { rank, members, .. } = &*self.info;
+                let bytes = Descriptor::of(request).wire_bytes(*rank, members.len());
+                self.info.wire.add(request.traffic, bytes);
+                if let (Some((lane, name, what)), Some(started)) =
+                    (self.span(sequence, request), work.started())
+                {
+                    let events = [started.clone(), work.done().clone()];
+                    (self.info.timeline).moved_in_stream(lane, request.traffic.kind(), name, what, events);
+                }
+                Work::enqueued(work, self.info.name_of(sequence, request))
+            }
+            Err(failure) => {
+                let (work, completion) = Work::pair(&format!("{} ({})", request.operation, request.tag));
+                completion.set(Err(self.fail(sequence, request, failure)));
+                work
+            }
+        }
+    }
+
+    /// Waits until the buffer is ready, the time is over or the generation is.
+    fn await_input(&self, after: &Event) -> Result<(), Failure> {
+        let CommunicatorInfo { timeout, cancel, .. } = &*self.info;
+        let deadline = Instant::now() + *timeout;
+        loop {
+            let until = deadline.min(Instant::now() + INPUT_POLL_INTERVAL);
+            match after.wait(until) {
+                // It may be the failure of what came before the event, and the event may come after the time-out.
+                Err(DeviceError::TimedOut { what, .. }) => {
+                    if let Some(outcome) = after.poll() {
+                        return Ok(outcome?);
+                    }
+                    if let Some(cause) = cancel.cause() {
+                        return Err(Failure::GenerationOver(cause.to_owned()));
+                    }
+                    if until == deadline {
+                        let waited_ms = timeout.as_millis() as u64;
+                        return Err(DeviceError::TimedOut { what, waited_ms }.into());
+                    }
+                }
+                outcome => return Ok(outcome?),
+            }
+        }
+    }
+
+    /// A collective call that is not an operation of the queue. A refusal, which all ranks learn of, leaves the
+    /// communicator usable; after any other failure the ranks may be at different points.
+    fn set_up<T>(
+        &mut self,
+        what: &str,
+        bytes: usize,
+        tag: &str,
+        call: impl FnOnce(&mut dyn Transport, &Wait) -> Result<T, Failure>,
+    ) -> Result<T, CollectiveError> {
+        self.info.pending.begin_set_up(format!("{what} ({tag})"));
+        let wait = self.info.wait().reporting_to(&self.info.pending);
+        let outcome = self
+            .check_poison()
+            .and_then(|()| call(self.transport.as_mut(), &wait));
+        self.info.pending.end();
+        outcome.map_err(|failure| {
+            if !matches!(failure, Failure::Refused { .. } | Failure::Device(_)) {
+                self.poison.get_or_insert_with(|| failure.to_string());
+            }
+            let name = self.info.name(what.to_owned(), self.sequence, bytes, tag);
+            CollectiveError { name, failure }
+        })
+    }
+
+    fn next_sequence(&mut self) -> u64 {
+        self.sequence += 1;
+        self.sequence - 1
+    }
+
+    fn check_poison(&self) -> Result<(), Failure> {
+        match &self.poison {
+            Some(earlier) => Err(Failure::Poisoned(earlier.clone())),
+            None => Ok(()),
+        }
+    }
+
+    fn fail(&mut self, sequence: u64, request: &Request, failure: Failure) -> CollectiveError {
+        self.poison.get_or_insert_with(|| failure.to_string());
+        let name = self.info.name_of(sequence, request);
+        CollectiveError { name, failure }
+    }
+
+    /// The span of an operation, if the timeline is open and other ranks take part.
+    fn span(&self, sequence: u64, request: &Request) -> Option<(Lane, String, Collective)> {
+        let members = &self.info.members;
+        if members.len() == 1 || !self.info.timeline.is_open() {
+            return None;
+        }
+        let name = format!("{} ({})", request.operation, request.tag);
+        let what = Collective {
+            bytes: request.buffer.bytes() as u64,
+            first_rank: members[0] as u32,
+            ranks: members.len() as u32,
+            sequence: request.operation.needs_all_ranks().then_some(sequence),
+        };
+        Some((Lane::Communicator(self.info.name.clone()), name, what))
+    }
+}
+
+impl CommunicatorInfo {
+    fn name_of(&self, sequence: u64, request: &Request) -> OperationName {
+        let bytes = request.buffer.bytes();
+        self.name(request.operation.to_string(), sequence, bytes, &request.tag)
+    }
+
+    fn name(&self, operation: String, sequence: u64, bytes: usize, tag: &str) -> OperationName {
+        OperationName {
+            rank: self.members[self.rank],
+            communicator: self.name.clone(),
+            operation,
+            sequence,
+            bytes,
+            tag: tag.to_owned(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::channel;
+
+    use super::super::transport::{HostEngine, SingleRank};
+    use super::*;
+    use crate::device::{CpuDevice, DType, Held};
+
+    const PATIENCE: Duration = Duration::from_mins(10);
+
+    /// Rank 0 of a group whose operations take until they are told to go on.
+    struct HeldUp {
+        members: Vec<usize>,
+        started: SyncSender<()>,
+        go_on: Receiver<()>,
+    }
+
+    impl Transport for HeldUp {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn members(&self) -> &[usize] {
+            &self.members
+        }
+
+        fn alloc_shared(
+            &mut self,
+            device: &Arc<dyn Device>,
+            spec: &ArenaSpec,
+            _: &Wait,
+        ) -> Result<Arena, Failure> {
+            Ok(device.alloc(spec)?)
+        }
+
+        fn split(&mut self, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
+            Err(Failure::Invalid("not in this test".into()))
+        }
+
+        fn engine(&mut self) -> Engine<'_> {
+            Engine::Host(self)
+        }
+    }
+
+    impl HostEngine for HeldUp {
+        fn execute(&mut self, request: &Request, _: Held, _: &Wait) -> Result<u64, Failure> {
+            self.started.send(()).unwrap();
+            self.go_on.recv().unwrap();
+            Ok(request.buffer.bytes() as u64)
+        }
+    }
+
+    fn buffer(device: &CpuDevice) -> Buffer {
+        let spec = ArenaSpec::private("test", DType::F32, 16);
+        let buffer = device.alloc(&spec).unwrap().whole();
+        buffer.host_mut::<f32>().unwrap().fill(2.0);
+        buffer
+    }
+
+    /// Spans of the collectives of a communicator: name and bytes.
+    fn spans(comm: &Communicator) -> Vec<(String, u64)> {
+        let recording = comm.timeline().close().unwrap();
+        let spans = recording.spans.into_iter();
+        let collectives = spans.filter_map(|span| Some((span.name.into_owned(), span.collective?.bytes)));
+        collectives.collect()
+    }
+
+    #[test]
+    fn counters_are_read_while_an_operation_is_in_flight() {
+        let ((started, has_started), (go, go_on)) = (sync_channel(8), channel());
+        let transport = HeldUp {
+            members: vec![0, 1],
+            started,
+            go_on,
+        };
+        let cancel = Cancel::new();
+        let comm = Communicator::new("world", Box::new(transport), Executor::Thread, PATIENCE, &cancel);
+        let device = CpuDevice::new(1).unwrap();
+        (comm.timeline().open(&device, device.stream(), Instant::now())).unwrap();
+        let bytes = |grads, params| WireBytes {
+            grads,
+            params,
+            other: 0,
+        };
+        let reduce = |traffic| {
+            let launch = Launch::now(traffic, "bucket 0");
+            comm.all_reduce(&buffer(&device), ReduceOp::Max, launch)
+        };
+        let first = reduce(Traffic::Grads);
+        has_started.recv().unwrap();
+        assert_eq!(comm.wire_bytes(), bytes(0, 0));
+        go.send(()).unwrap();
+        first.wait(comm.deadline()).unwrap();
+        let second = reduce(Traffic::Params);
+        has_started.recv().unwrap();
+        assert_eq!(comm.wire_bytes(), bytes(64, 0));
+        assert!(!second.is_done());
+        go.send(()).unwrap();
+        second.wait(comm.deadline()).unwrap();
+        assert_eq!(comm.wire_bytes(), bytes(64, 64));
+        let span = ("all-reduce (bucket 0)".to_owned(), 64);
+        assert_eq!(spans(&comm), [span.clone(), span]);
+    }
+
+    #[test]
+    fn a_single_rank_scales_its_sums_and_moves_nothing() {
+        let device: Arc<CpuDevice> = Arc::new(CpuDevice::new(1).unwrap());
+        let shared: Arc<dyn Device> = device.clone();
+        for transport in [SingleRank::new(3), SingleRank::on_stream(3, &shared)] {
+            let cancel = Cancel::new();
+            let comm = Communicator::new("world", Box::new(transport), Executor::Thread, PATIENCE, &cancel);
+            (comm
+                .timeline()
+                .open(device.as_ref(), device.stream(), Instant::now()))
+            .unwrap();
+            let buffer = buffer(&device);
+            let launch = Launch::now(Traffic::Grads, "bucket 0");
+            let work = comm.all_reduce(&buffer, ReduceOp::Sum { scale: 0.25 }, launch);
+            work.wait(comm.deadline()).unwrap();
+            assert!(buffer.host::<f32>().unwrap().iter().all(|x| *x == 0.5));
+            assert_eq!(comm.wire_bytes(), WireBytes::default());
+            assert_eq!(spans(&comm), []);
+            let pair = comm.split("pair", &[0], Executor::Thread).unwrap();
+            assert_eq!((pair.rank(), pair.members()), (0, &[3][..]));
+        }
     }
 }

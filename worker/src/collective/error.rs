@@ -1,4 +1,4 @@
-//! Errors of collectives name the rank, the operation, its sequence number, its bytes and what it was for.
+//! Errors of collectives. Each names the rank, the operation with its sequence number and size, and its purpose.
 
 use std::fmt;
 
@@ -6,10 +6,10 @@ use ddp_proto::words::numbered;
 
 use crate::device::DeviceError;
 
-/// A collective operation failed on this rank.
+/// Which operation of which communicator, in errors.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CollectiveError {
-    /// Global rank of the speaker.
+pub struct OperationName {
+    /// Global rank of this process.
     pub rank: usize,
     /// Name of the communicator.
     pub communicator: String,
@@ -17,93 +17,82 @@ pub struct CollectiveError {
     pub operation: String,
     /// Number of the operation in its communicator, from 0.
     pub sequence: u64,
-    /// Size of the buffer.
+    /// Size of the buffer; 0 without one.
     pub bytes: usize,
     /// What the operation was for.
     pub tag: String,
+}
+
+impl fmt::Display for OperationName {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            operation,
+            sequence,
+            communicator,
+            tag,
+            ..
+        } = self;
+        write!(f, "{operation} #{sequence} of `{communicator}` ({tag}")?;
+        match self.bytes {
+            0 => f.write_str(")"),
+            bytes => write!(f, ", {bytes} bytes)"),
+        }
+    }
+}
+
+/// A collective operation failed on this rank.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CollectiveError {
+    /// Which one.
+    pub name: OperationName,
     /// What happened.
     pub failure: Failure,
 }
 
 impl fmt::Display for CollectiveError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            rank,
-            communicator,
-            operation,
-            sequence,
-            tag,
-            failure,
-            ..
-        } = self;
-        let size = size(self.bytes);
-        let name = format!("{operation} #{sequence} of `{communicator}` ({tag}{size})");
+        let Self { name, failure } = self;
         match failure {
-            // It is not the operation's: it waited for what comes before it on the device.
-            Failure::Device(error) => write!(f, "rank {rank}: before {name} had ended: {error}"),
-            _ => write!(f, "rank {rank}: {name} failed: {failure}"),
+            // The failed operation is one that ran on the device before this one.
+            Failure::Device(error) => write!(f, "rank {}: before {name} had ended: {error}", name.rank),
+            _ => write!(f, "rank {}: {name} failed: {failure}", name.rank),
         }
     }
 }
 
 impl std::error::Error for CollectiveError {}
 
-/// An operation by its names, for the error that it may end with.
-#[derive(Clone, Debug)]
-pub(super) struct Named {
-    pub(super) rank: usize,
-    pub(super) communicator: String,
-    pub(super) operation: String,
-    pub(super) sequence: u64,
-    pub(super) bytes: usize,
-    pub(super) tag: String,
-}
-
-impl Named {
-    pub(super) fn error(self, failure: Failure) -> CollectiveError {
-        let Self {
-            rank,
-            communicator,
-            operation,
-            sequence,
-            bytes,
-            tag,
-        } = self;
-        CollectiveError {
-            rank,
-            communicator,
-            operation,
-            sequence,
-            bytes,
-            tag,
-            failure,
-        }
+impl CollectiveError {
+    /// True if it failed only because another rank failed.
+    #[must_use]
+    pub fn is_consequence(&self) -> bool {
+        self.failure.is_consequence()
     }
 }
 
 /// What happened to a collective operation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum Failure {
-    /// Some ranks did not come in time.
+    /// Some ranks did not reach the operation in time.
     #[error(
         "waited {waited_ms} ms for {}\n  hint: a rank that is waited for is slow, stopped or in another operation; its log says which",
         numbered("rank", waiting_for)
     )]
     TimedOut {
-        /// Global ranks that did not come.
+        /// Global ranks that did not.
         waiting_for: Vec<usize>,
         /// For how long.
         waited_ms: u64,
     },
-    /// A rank went away.
+    /// The process of a rank ended, or its connection broke.
     #[error("lost rank {rank}: {how}")]
     PeerLost {
         /// Global rank.
         rank: usize,
-        /// What was seen of it.
+        /// How this rank noticed.
         how: String,
     },
-    /// The agent said that the generation is over.
+    /// The agent ended the generation.
     #[error("the generation is over: {0}")]
     GenerationOver(String),
     /// Ranks issued different operations.
@@ -121,21 +110,21 @@ pub enum Failure {
     /// The operation cannot be done with this buffer.
     #[error("{0}")]
     Invalid(String),
-    /// A rank could not do its part of a collective call, so none did.
+    /// A rank could not take part in a collective call, so no rank did.
     #[error("rank {rank} refused: {why}")]
     Refused {
         /// Global rank.
         rank: usize,
-        /// Its words.
+        /// Why.
         why: String,
     },
     /// An earlier operation of the same communicator failed.
     #[error("an earlier operation failed: {0}")]
     Poisoned(String),
-    /// Another operation of this process failed, and everything on the device was given up with it.
+    /// Another operation of this process failed; all communicators of the device were aborted with it.
     #[error("given up because of {because_of}: {failure}")]
     GivenUp {
-        /// In words: `#31 of world`, in backquotes what is a name.
+        /// The operation that failed: ``#31 of `world` ``.
         because_of: String,
         /// What happened to that one.
         failure: Box<Self>,
@@ -143,36 +132,28 @@ pub enum Failure {
     /// The library that carries operations out reported an error.
     #[error("{call}: {words}")]
     Library {
-        /// What was asked of it.
+        /// The function that was called.
         call: String,
-        /// Its words.
+        /// What it reported.
         words: String,
-        /// It says that another process failed, or the way to it.
+        /// It reports that another process failed, or the network to it.
         of_peer: bool,
     },
     /// The device failed.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// The system refused something.
+    /// A system call failed.
     #[error("{what}: {cause}")]
     System {
         /// What was tried.
         what: String,
-        /// The system's words.
+        /// Its error message.
         cause: String,
     },
 }
 
-impl CollectiveError {
-    /// True if it failed only because another rank failed.
-    #[must_use]
-    pub fn is_consequence(&self) -> bool {
-        self.failure.is_consequence()
-    }
-}
-
 impl Failure {
-    /// The device's own error, if that was it.
+    /// The error of the device, if that is what happened.
     pub(crate) fn device(&self) -> Option<&DeviceError> {
         match self {
             Self::Device(error) => Some(error),
@@ -196,13 +177,5 @@ impl Failure {
             | Self::Device(_)
             | Self::System { .. } => false,
         }
-    }
-}
-
-/// Nothing for operations without a buffer.
-fn size(bytes: usize) -> String {
-    match bytes {
-        0 => String::new(),
-        bytes => format!(", {bytes} bytes"),
     }
 }

@@ -1,14 +1,19 @@
-//! How bytes get to the other ranks of a group.
+//! How bytes get to the other ranks of a group, and the transport of a group of one rank.
+#![allow(unsafe_code, reason = "the kernel of reductions takes addresses")]
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use super::pending::Pending;
-use super::{Failure, Request, Traffic};
-use crate::device::{Arena, ArenaSpec, Device, Held};
-use crate::session::Cancel;
+use super::error::Failure;
+use super::operation::{Descriptor, ReduceOp, Request, Traffic};
+use super::reduction::{NodeInput, Reduction};
+use super::wait::Wait;
+use super::work::{StreamWork, WorkTimes};
+use crate::device::{Arena, ArenaSpec, Device, Event, Held, Stream};
+use crate::ops::Scale;
 
-/// One group's way to move bytes. Calls come one at a time, in the same order on every rank.
+/// How one group moves bytes. Calls come one at a time, in the same order on every rank.
 pub trait Transport: Send {
     /// Rank of this process in the group.
     fn rank(&self) -> usize;
@@ -16,17 +21,8 @@ pub trait Transport: Send {
     /// Global rank of each member, in order of rank.
     fn members(&self) -> &[usize];
 
-    /// Carries out one operation. `held` is the exclusive hold on the request's buffer.
-    fn execute(
-        &mut self,
-        sequence: u64,
-        request: &Request,
-        held: &mut Held,
-        wait: &Wait,
-    ) -> Result<(), Failure>;
-
-    /// Allocates an arena of the same size on every rank of the group, placed so that operations on it need no
-    /// copies. A collective call.
+    /// Allocates an arena of the same size on every rank of the group, placed where operations on it are fastest. A
+    /// collective call.
     fn alloc_shared(
         &mut self,
         device: &Arc<dyn Device>,
@@ -38,8 +34,45 @@ pub trait Transport: Send {
     /// collective call of all ranks of this group, each with its own subgroup.
     fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure>;
 
-    /// Bytes that this rank has put on the wire so far, counted where they are moved.
-    fn wire_bytes(&self) -> WireBytes;
+    /// How it carries out operations; always the same kind.
+    fn engine(&mut self) -> Engine<'_>;
+}
+
+/// How a transport carries out operations.
+pub enum Engine<'a> {
+    /// A thread of the host does the work.
+    Host(&'a mut dyn HostEngine),
+    /// The host only enqueues operations on a stream of the device.
+    Stream(&'a mut dyn StreamEngine),
+}
+
+/// Carries out operations on a thread of the host.
+pub trait HostEngine {
+    /// Carries out one operation. `held` is the exclusive hold on the request's buffer meanwhile. Returns what this rank put on
+    /// the wire, as [`WireBytes`] counts it.
+    fn execute(&mut self, request: &Request, held: Held, wait: &Wait) -> Result<u64, Failure>;
+}
+
+/// Puts operations into a stream of its own: an operation runs after its input is ready and after those before it,
+/// beside whatever else the device computes.
+pub trait StreamEngine {
+    /// Enqueues one operation, to run after `after`. `wait` bounds the call, not the operation, whose own time-out is
+    /// the engine's and begins when the operations before it have ended. The engine keeps the buffer's memory until the
+    /// operation has ended.
+    fn enqueue(
+        &mut self,
+        sequence: u64,
+        request: &Request,
+        after: &Event,
+        wait: &Wait,
+    ) -> Result<Arc<dyn StreamWork>, Failure>;
+
+    /// Waits for what is in the stream and leaves the group. The last call.
+    fn shutdown(&mut self, _wait: &Wait) {}
+
+    /// Instead of [`StreamEngine::shutdown`] where the process is about to end because something failed: waits, a
+    /// bounded time, for the operations of this group and of its subgroups to be aborted. The last call.
+    fn abandon(&mut self) {}
 }
 
 /// Bytes that one rank moves between itself and others, by purpose.
@@ -53,10 +86,10 @@ pub trait Transport: Send {
 /// reduce-scatter and all-gather count (N−1)/N·S and all-reduce 2(N−1)/N·S on each rank where the slices and the nodes are
 /// equal, as on a ring; with unequal nodes on average. Sums of bf16 that several ranks of a node give to another node
 /// travel in f32, and count so. The one exception is an all-reduce of at most 32 KiB, more than two ranks and
-/// [`super::Traffic::Other`], which takes (N−1)·S to be done after one meeting.
+/// [`Traffic::Other`], which takes (N−1)·S to need one synchronisation only.
 ///
-/// Where a device carries operations out ([`super::StreamTransport`]) the same is counted by formula, when an
-/// operation is enqueued: what the library really sends depends on the algorithm that it chooses.
+/// Where a device carries operations out ([`StreamEngine`]) the same is counted by formula, when an operation is
+/// enqueued: what the library really sends depends on the algorithm that it chooses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct WireBytes {
     /// Gradients.
@@ -67,70 +100,187 @@ pub struct WireBytes {
     pub other: u64,
 }
 
-impl WireBytes {
-    /// Counts bytes for a purpose.
-    pub fn add(&mut self, traffic: Traffic, bytes: u64) {
-        match traffic {
-            Traffic::Grads => self.grads += bytes,
-            Traffic::Params => self.params += bytes,
-            Traffic::Other => self.other += bytes,
-        }
-    }
-}
+impl std::ops::Add for WireBytes {
+    type Output = Self;
 
-/// A wait this long is worth a note of whom it is for.
-const LASTING: Duration = Duration::from_millis(250);
-
-/// How long a rank waits for the others, and who may end it earlier.
-#[derive(Clone)]
-pub struct Wait {
-    /// When the wait began.
-    pub started: Instant,
-    /// When it ends.
-    pub deadline: Instant,
-    /// Ends it at once.
-    pub cancel: Cancel,
-    /// Who wants to know for whom.
-    pending: Option<Arc<Pending>>,
-}
-
-impl Wait {
-    /// A wait that begins now.
-    #[must_use]
-    pub fn new(timeout: Duration, cancel: &Cancel) -> Self {
-        let started = Instant::now();
+    fn add(self, other: Self) -> Self {
         Self {
-            started,
-            deadline: started + timeout,
-            cancel: cancel.clone(),
-            pending: None,
+            grads: self.grads + other.grads,
+            params: self.params + other.params,
+            other: self.other + other.other,
+        }
+    }
+}
+
+impl std::ops::Sub for WireBytes {
+    type Output = Self;
+
+    fn sub(self, other: Self) -> Self {
+        Self {
+            grads: self.grads - other.grads,
+            params: self.params - other.params,
+            other: self.other - other.other,
+        }
+    }
+}
+
+/// Counts [`WireBytes`]; read at any time.
+#[derive(Default)]
+pub(super) struct WireCounters {
+    grads: AtomicU64,
+    params: AtomicU64,
+    other: AtomicU64,
+}
+
+impl WireCounters {
+    pub(super) fn add(&self, traffic: Traffic, bytes: u64) {
+        let counter = match traffic {
+            Traffic::Grads => &self.grads,
+            Traffic::Params => &self.params,
+            Traffic::Other => &self.other,
+        };
+        counter.fetch_add(bytes, Ordering::Relaxed);
+    }
+
+    pub(super) fn read(&self) -> WireBytes {
+        WireBytes {
+            grads: self.grads.load(Ordering::Relaxed),
+            params: self.params.load(Ordering::Relaxed),
+            other: self.other.load(Ordering::Relaxed),
+        }
+    }
+}
+
+/// An error unless `members` are a subgroup with this rank.
+pub(super) fn check_members(members: &[usize], rank: usize, size: usize) -> Result<(), Failure> {
+    let ascending = members.windows(2).all(|pair| pair[0] < pair[1]);
+    if ascending && members.iter().all(|&rank| rank < size) && members.contains(&rank) {
+        return Ok(());
+    }
+    Err(Failure::Invalid(format!(
+        "{members:?} are not ascending ranks of this group with rank {rank} among them"
+    )))
+}
+
+/// The transport of a group of one rank: nothing moves, but sums are still scaled, by the host or on a stream.
+#[derive(Clone)]
+pub struct SingleRank {
+    members: [usize; 1],
+    stream: Option<(Arc<dyn Device>, Stream)>,
+}
+
+impl SingleRank {
+    /// For buffers in host memory.
+    #[must_use]
+    pub fn new(global_rank: usize) -> Self {
+        Self {
+            members: [global_rank],
+            stream: None,
         }
     }
 
-    /// The ranks that it waits for are noted in `pending`, once it has lasted.
-    pub(super) fn told_to(mut self, pending: &Arc<Pending>) -> Self {
-        self.pending = Some(pending.clone());
-        self
+    /// For buffers of a device that runs asynchronously: on a stream of its own.
+    #[must_use]
+    pub fn on_stream(global_rank: usize, device: &Arc<dyn Device>) -> Self {
+        Self {
+            stream: Some((device.clone(), device.stream())),
+            ..Self::new(global_rank)
+        }
+    }
+}
+
+impl Transport for SingleRank {
+    fn rank(&self) -> usize {
+        0
     }
 
-    /// An error if the wait is over; `waiting_for` are the global ranks that have not come.
-    pub fn check(&self, waiting_for: impl FnOnce() -> Vec<usize>) -> Result<(), Failure> {
-        if let Some(cause) = self.cancel.cause() {
-            return Err(Failure::GenerationOver(cause.to_owned()));
+    fn members(&self) -> &[usize] {
+        &self.members
+    }
+
+    fn alloc_shared(
+        &mut self,
+        device: &Arc<dyn Device>,
+        spec: &ArenaSpec,
+        _wait: &Wait,
+    ) -> Result<Arena, Failure> {
+        Ok(device.alloc(spec)?)
+    }
+
+    fn split(&mut self, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
+        Ok(Box::new(match &self.stream {
+            Some((device, _)) => Self::on_stream(self.members[0], device),
+            None => self.clone(),
+        }))
+    }
+
+    fn engine(&mut self) -> Engine<'_> {
+        match self.stream {
+            Some(_) => Engine::Stream(self),
+            None => Engine::Host(self),
         }
+    }
+}
+
+/// The factor of a scaled sum, once the request is checked.
+fn scale_of(request: &Request) -> Result<Option<f32>, Failure> {
+    Descriptor::of(request).check(0, 1)?;
+    Ok(match request.reduce {
+        ReduceOp::Sum { scale } if request.operation.reduces() && scale != 1.0 => Some(scale),
+        _ => None,
+    })
+}
+
+impl HostEngine for SingleRank {
+    fn execute(&mut self, request: &Request, held: Held, _wait: &Wait) -> Result<u64, Failure> {
+        if scale_of(request)?.is_some() {
+            let reduction = Reduction::new(request.buffer.dtype(), request.reduce);
+            let base = held.host_ptr()?;
+            let own = [NodeInput::Ranks(vec![base.cast_const()])];
+            // SAFETY: the buffer is held, so this call alone accesses it; source and target may be the same.
+            unsafe { reduction.run(&own, &[base], request.buffer.len()) };
+        }
+        Ok(0)
+    }
+}
+
+impl StreamEngine for SingleRank {
+    fn enqueue(
+        &mut self,
+        _sequence: u64,
+        request: &Request,
+        after: &Event,
+        wait: &Wait,
+    ) -> Result<Arc<dyn StreamWork>, Failure> {
+        let done = match (scale_of(request)?, &self.stream) {
+            (Some(factor), Some((device, stream))) => {
+                device.wait_event(*stream, after, wait.deadline);
+                let x = request.buffer.clone();
+                device.enqueue(*stream, Scale { x, factor }.into());
+                device.record(*stream)
+            }
+            _ => after.clone(),
+        };
+        Ok(Arc::new(Scaled { done }))
+    }
+}
+
+struct Scaled {
+    done: Event,
+}
+
+impl StreamWork for Scaled {
+    fn done(&self) -> &Event {
+        &self.done
+    }
+
+    /// It takes no time: nothing is exchanged.
+    fn outcome(&self) -> Option<Result<WorkTimes, Failure>> {
         let now = Instant::now();
-        if now >= self.deadline {
-            let waited_ms = now.duration_since(self.started).as_millis() as u64;
-            return Err(Failure::TimedOut {
-                waiting_for: waiting_for(),
-                waited_ms,
-            });
-        }
-        if let Some(pending) = &self.pending
-            && now.duration_since(self.started) >= LASTING
-        {
-            pending.waits_for(waiting_for());
-        }
-        Ok(())
+        let times = WorkTimes {
+            started: now,
+            ended: now,
+        };
+        Some(self.done.poll()?.map(|()| times).map_err(Failure::Device))
     }
 }

@@ -1,30 +1,29 @@
-//! The handle of one operation in flight.
+//! The handle of one operation.
 
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::error::Named;
-use super::{CollectiveError, Flight};
+use super::error::{CollectiveError, Failure, OperationName};
 use crate::device::{Device, DeviceError, Event, Signal, Stream};
 
-/// Longest wait for a point in a stream between two looks at what became of the operation.
-const FLIGHT_SLICE: Duration = Duration::from_millis(10);
+/// Longest wait for an event of a stream between two checks whether the operation has failed.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// One operation of a communicator. Dropping it does not cancel the operation.
 #[derive(Clone)]
-pub struct Work(State);
+pub struct Work(WorkState);
 
 #[derive(Clone)]
-enum State {
-    /// Somebody will say how it ended.
+enum WorkState {
+    /// A [`Completion`] reports the outcome.
     Queued {
         event: Event,
-        shared: Arc<Mutex<Option<Outcome>>>,
+        outcome: Arc<Mutex<Option<Outcome>>>,
     },
     /// It is in a stream.
-    Flying {
-        flight: Arc<dyn Flight>,
-        named: Arc<Named>,
+    Enqueued {
+        work: Arc<dyn StreamWork>,
+        name: Arc<OperationName>,
     },
 }
 
@@ -33,50 +32,62 @@ type Outcome = Result<WorkTimes, CollectiveError>;
 /// When an operation ran.
 #[derive(Clone, Copy, Debug)]
 pub struct WorkTimes {
-    /// Its turn came and its input was ready.
+    /// The operations before it had ended and its input was ready.
     pub started: Instant,
     /// It was done.
     pub ended: Instant,
+}
+
+/// One operation in a stream.
+pub trait StreamWork: Send + Sync {
+    /// The event behind it. It is also reached when the operation was aborted: only [`StreamWork::outcome`] tells.
+    fn done(&self) -> &Event;
+
+    /// The event before it: the operations before it have ended and its input is ready. None if it is not timed.
+    fn started(&self) -> Option<&Event> {
+        None
+    }
+
+    /// How it ended, once it has. It has when [`StreamWork::done`] is reached; if it failed, perhaps before.
+    fn outcome(&self) -> Option<Result<WorkTimes, Failure>>;
 }
 
 impl Work {
     /// A handle and the means to complete it.
     pub(super) fn pair(what: &str) -> (Self, Completion) {
         let (event, signal) = Event::pair(what);
-        let shared = Arc::new(Mutex::new(None));
-        (
-            Self(State::Queued {
-                event,
-                shared: shared.clone(),
-            }),
-            Completion { signal, shared },
-        )
+        let outcome = Arc::new(Mutex::new(None));
+        let completion = Completion {
+            signal,
+            outcome: outcome.clone(),
+        };
+        (Self(WorkState::Queued { event, outcome }), completion)
     }
 
-    /// The handle of an operation that was put into a stream.
-    pub(super) fn flying(flight: Arc<dyn Flight>, named: Named) -> Self {
-        let named = Arc::new(named);
-        Self(State::Flying { flight, named })
+    /// The handle of an operation in a stream.
+    pub(super) fn enqueued(work: Arc<dyn StreamWork>, name: OperationName) -> Self {
+        let name = Arc::new(name);
+        Self(WorkState::Enqueued { work, name })
     }
 
     /// Blocks the host until the operation is done.
     pub fn wait(&self, deadline: Instant) -> Result<WorkTimes, WorkError> {
         match &self.0 {
-            State::Queued { event, shared } => {
+            WorkState::Queued { event, outcome } => {
                 let waited = event.wait(deadline);
-                match shared.lock().unwrap_or_else(PoisonError::into_inner).clone() {
+                match outcome.lock().unwrap_or_else(PoisonError::into_inner).clone() {
                     Some(outcome) => Ok(outcome?),
                     None => Err(WorkError::Pending(waited.err().unwrap_or_else(|| {
                         DeviceError::Upstream("the communicator was shut down".into())
                     }))),
                 }
             }
-            State::Flying { flight, named } => land(flight.as_ref(), named, deadline),
+            WorkState::Enqueued { work, name } => wait_for_stream(work.as_ref(), name, deadline),
         }
     }
 
-    /// Later operations of `stream` run after this one. Of an operation that fails in a stream of its own they
-    /// learn only through [`Work::wait`]: they may read what it left behind.
+    /// Later operations of `stream` run after this one. They run also if this one fails in a stream of its own, and
+    /// may then read incomplete results: only [`Work::wait`] reports the failure.
     pub fn wait_on(&self, device: &dyn Device, stream: Stream, deadline: Instant) {
         device.wait_event(stream, self.event(), deadline);
     }
@@ -85,31 +96,38 @@ impl Work {
     #[must_use]
     pub fn is_done(&self) -> bool {
         match &self.0 {
-            State::Queued { event, .. } => event.poll().is_some(),
-            State::Flying { flight, .. } => flight.outcome().is_some(),
+            WorkState::Queued { event, .. } => event.poll().is_some(),
+            WorkState::Enqueued { work, .. } => work.outcome().is_some(),
         }
     }
 
-    /// Reached when the operation is done: for another one that begins with its result.
+    /// Reached when the operation is done: for an operation that starts with its result.
     #[must_use]
     pub fn event(&self) -> &Event {
         match &self.0 {
-            State::Queued { event, .. } => event,
-            State::Flying { flight, .. } => flight.done(),
+            WorkState::Queued { event, .. } => event,
+            WorkState::Enqueued { work, .. } => work.done(),
         }
     }
 }
 
-/// Waits in slices: an operation can fail without its stream getting any further.
-fn land(flight: &dyn Flight, named: &Named, deadline: Instant) -> Result<WorkTimes, WorkError> {
+/// Polls: an operation can fail without its event being reached.
+fn wait_for_stream(
+    work: &dyn StreamWork,
+    name: &OperationName,
+    deadline: Instant,
+) -> Result<WorkTimes, WorkError> {
     loop {
-        if let Some(outcome) = flight.outcome() {
-            return outcome.map_err(|failure| named.clone().error(failure).into());
+        if let Some(outcome) = work.outcome() {
+            return outcome.map_err(|failure| {
+                let name = name.clone();
+                CollectiveError { name, failure }.into()
+            });
         }
-        let until = deadline.min(Instant::now() + FLIGHT_SLICE);
-        if let Err(error) = flight.done().wait(until)
+        let until = deadline.min(Instant::now() + POLL_INTERVAL);
+        if let Err(error) = work.done().wait(until)
             && until == deadline
-            && flight.outcome().is_none()
+            && work.outcome().is_none()
         {
             return Err(WorkError::Pending(error));
         }
@@ -130,7 +148,7 @@ pub enum WorkError {
 /// Completes a [`Work`].
 pub(super) struct Completion {
     signal: Signal,
-    shared: Arc<Mutex<Option<Outcome>>>,
+    outcome: Arc<Mutex<Option<Outcome>>>,
 }
 
 impl Completion {
@@ -139,7 +157,7 @@ impl Completion {
             Ok(_) => Ok(()),
             Err(error) => Err(DeviceError::Upstream(error.to_string())),
         };
-        *self.shared.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
         self.signal.set(result);
     }
 }

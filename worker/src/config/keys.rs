@@ -1,92 +1,439 @@
-//! The names of all keys, and the one that was meant.
+//! The keys of `train.yaml`: one table of path, allowed values and words, and the pass that holds a file against it.
+//!
+//! A new key is a field in [`super::schema`], a row here, and a row of the table in `docs/configuration.md`. Tests
+//! compare the three. Rules over several keys are in [`super::rules`].
 
-use std::path::PathBuf;
-use std::sync::OnceLock;
+use std::fmt;
+use std::ops::RangeInclusive;
 
-use super::schema::{
-    CheckpointKeep, Data, LastBatch, Model, ModelKind, Order, Parallel, Run, Train, TrainConfig,
-};
-use super::tokenizer::Tokenizer;
+use serde::de::DeserializeOwned;
+use serde_json::Value as Json;
 
-/// What to write instead of the unknown key `key` of section `section` (empty at the top), whose keys are
-/// `expected`.
-pub(super) fn suggestion(section: &str, key: &str, expected: &[&str]) -> String {
-    let join = |key: &str| {
-        if section.is_empty() {
-            key.to_owned()
-        } else {
-            format!("{section}.{key}")
-        }
-    };
-    let nearest = expected
-        .iter()
-        .map(|k| (strsim::damerau_levenshtein(k, key), *k))
-        .min();
-    if let Some((distance, nearest)) = nearest
-        && distance <= (key.chars().count() / 3).max(1)
-    {
-        return format!("did you mean `{}`?", join(nearest));
-    }
-    let elsewhere = all().iter().find(|path| path.rsplit('.').next() == Some(key));
-    if let Some(path) = elsewhere {
-        return format!("did you mean `{path}`?");
-    }
-    let names: Vec<String> = expected.iter().map(|k| format!("`{k}`")).collect();
-    let of = if section.is_empty() {
-        "the file".into()
-    } else {
-        format!("`{section}`")
-    };
-    format!("the keys of {of} are {}", names.join(", "))
+use super::optimizer::OptimizerGroup;
+use super::source::{ConfigError, Node, Source, Value};
+use super::values::{ShardGroup, StepRange, Tokenizer};
+
+/// A row of the table.
+pub(super) struct Key {
+    pub(super) path: &'static str,
+    pub(super) allowed: Allowed,
+    pub(super) presence: Presence,
 }
 
-/// Dotted paths of all keys, sections before what is in them.
-pub(super) fn all() -> &'static [String] {
-    static ALL: OnceLock<Vec<String>> = OnceLock::new();
-    ALL.get_or_init(|| {
-        // Absent values serialise as `null`, so that one example shows every key.
-        let example = TrainConfig {
-            run: Run::default(),
-            model: Model {
-                kind: ModelKind::Gpt2,
-                n_layer: 1,
-                n_head: 1,
-                n_embd: 1,
-                block_size: 1,
-                vocab_size: None,
-                init_from: None,
-            },
-            data: Data {
-                train: PathBuf::new().into(),
-                val: None,
-                tokenizer: Tokenizer::default(),
-                order: Order::default(),
-                last_batch: LastBatch::default(),
-            },
-            train: Train {
-                checkpoint_keep: Some(CheckpointKeep { last: 1, every: None }),
-                ..Train::default()
-            },
-            parallel: Parallel::default(),
-            launch: std::collections::BTreeMap::new(),
+/// What it means to leave a key out.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Presence {
+    /// Its default counts.
+    Default,
+    /// As [`Default`], and `null` is a value too: there is none.
+    Nullable,
+    /// It is an error.
+    Required,
+}
+
+/// The values of a key.
+pub(super) enum Allowed {
+    /// `true` or `false`.
+    Flag,
+    /// A whole number of this range.
+    Whole(RangeInclusive<u64>),
+    /// A finite number; the words, and the test of it as f32.
+    Number(&'static str, fn(f32) -> bool),
+    /// One of these words.
+    Word(&'static [&'static str]),
+    /// A text; the words, and the test.
+    Text(&'static str, fn(&str) -> bool),
+    /// Any value that passes the test; the words.
+    Form(&'static str, fn(&Value) -> bool),
+}
+
+use Allowed::{Flag, Form, Number, Text, Whole, Word};
+use Presence::{Default, Nullable, Required};
+
+/// Larger sizes are mistakes; the bound keeps products of sizes far from overflow.
+const SIZE: Allowed = Whole(1..=1 << 24);
+const STEPS: Allowed = Whole(1..=1 << 40);
+const FROM_ZERO: Allowed = Whole(0..=u64::MAX);
+const ABOVE_ZERO: Allowed = Number("a number above 0", |x| x > 0.0);
+const NOT_NEGATIVE: Allowed = Number("a number, 0 or more", |x| x >= 0.0);
+const BELOW_ONE: Allowed = Number("a number from 0 to below 1", |x| (0.0..1.0).contains(&x));
+const MIB: Allowed = Number("a number above 0, at most 65536", |x| x > 0.0 && x <= 65_536.0);
+const SECONDS: Allowed = Number("a number above 0, at most 86400", |x| x > 0.0 && x <= 86_400.0);
+const NAME: Allowed = Text(
+    "a name for a folder: not empty, without `/`, not starting with a dot",
+    |name| !name.is_empty() && !name.contains(['/', '\0']) && !name.starts_with('.'),
+);
+const FOLDER: Allowed = Text("the path of a folder", |path| !path.is_empty());
+const WEIGHTS: Allowed = Text("the path of a folder or of a `.safetensors` file", |path| {
+    !path.is_empty()
+});
+const TOKENIZER: Allowed = Form(
+    "`bytes`, `gpt2` or the path of a `tokenizer.json`",
+    is_read_as::<Tokenizer>,
+);
+const GROUPS: Allowed = Form(
+    "a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`",
+    are_groups,
+);
+const DATA: Allowed = Form("a path (a string), or a list of them", names_files);
+
+const fn key(path: &'static str, presence: Presence, allowed: Allowed) -> Key {
+    Key {
+        path,
+        allowed,
+        presence,
+    }
+}
+
+/// In the order of the schema. A section has no row: it is what stands before a dot.
+#[rustfmt::skip]
+pub(super) const KEYS: &[Key] = &[
+    key("run.name", Default, NAME),
+    key("run.out_dir", Nullable, FOLDER),
+    key("run.seed", Default, FROM_ZERO),
+    key("run.resume", Default, Word(&["never", "auto", "require"])),
+    key("run.overwrite", Default, Flag),
+    key("run.timeline", Nullable, Form("steps as `10-12`, or one step, from 1 on", is_read_as::<StepRange>)),
+    key("model.kind", Required, Word(&["gpt2", "mlp"])),
+    key("model.n_layer", Required, Whole(1..=1 << 16)),
+    key("model.n_head", Default, SIZE),
+    key("model.n_embd", Required, SIZE),
+    key("model.block_size", Required, SIZE),
+    key("model.vocab_size", Nullable, SIZE),
+    key("model.init_from", Nullable, WEIGHTS),
+    key("model.dropout", Default, BELOW_ONE),
+    key("data.train", Required, DATA),
+    key("data.val", Nullable, DATA),
+    key("data.tokenizer", Default, TOKENIZER),
+    key("data.order", Default, Word(&["shuffled", "sequential"])),
+    key("data.last_batch", Default, Word(&["wrap", "short"])),
+    key("train.steps", Default, STEPS),
+    key("train.micro_batch", Default, SIZE),
+    key("train.grad_accumulation", Default, SIZE),
+    key("train.precision", Default, Word(&["f32", "bf16", "tf32"])),
+    key("train.on_nonfinite", Default, Word(&["stop", "skip"])),
+    key("train.max_skips", Default, STEPS),
+    key("train.recompute", Default, Word(&["none", "selective", "full"])),
+    key("train.grad_clip", Nullable, Number("a number above 0, or empty not to clip", |x| x > 0.0)),
+    key("train.optimizer.kind", Default, Word(&["adamw", "lion", "sgd", "muon"])),
+    key("train.optimizer.lr", Default, NOT_NEGATIVE),
+    key("train.optimizer.betas", Nullable, Form("two numbers from 0 to below 1", are_betas)),
+    key("train.optimizer.eps", Default, ABOVE_ZERO),
+    key("train.optimizer.weight_decay", Default, NOT_NEGATIVE),
+    key("train.optimizer.momentum", Nullable, BELOW_ONE),
+    key("train.optimizer.nesterov", Nullable, Flag),
+    key("train.optimizer.groups", Default, GROUPS),
+    key("train.offload.optimizer", Default, Word(&["none", "file", "host"])),
+    key("train.offload.dir", Nullable, FOLDER),
+    key("train.schedule.kind", Default, Word(&["cosine", "linear", "constant", "wsd", "inverse_sqrt"])),
+    key("train.schedule.warmup_steps", Default, FROM_ZERO),
+    key("train.schedule.decay_steps", Nullable, STEPS),
+    key("train.schedule.min_lr", Default, NOT_NEGATIVE),
+    key("train.rescale", Default, Word(&["keep_global_batch", "keep_micro_batch"])),
+    key("train.lr_scaling", Default, Word(&["none", "linear"])),
+    key("train.base_batch", Nullable, STEPS),
+    key("train.eval_every", Default, FROM_ZERO),
+    key("train.checkpoint_every", Default, FROM_ZERO),
+    key("train.checkpoint_async", Default, Flag),
+    key("train.checkpoint_timeout_s", Default, SECONDS),
+    key("train.checkpoint_keep.last", Required, SIZE),
+    key("train.checkpoint_keep.every", Nullable, STEPS),
+    key("train.verify_every", Default, FROM_ZERO),
+    key("train.threads", Nullable, Whole(1..=1 << 12)),
+    key("parallel.strategy", Default, Word(&["ddp", "zero1", "zero2", "zero3"])),
+    key("parallel.accumulate", Default, Word(&["sharded", "full"])),
+    key("parallel.reshard_after_forward", Default, Flag),
+    key("parallel.persist_below", Default, FROM_ZERO),
+    key("parallel.reduce_dtype", Default, Word(&["f32", "bf16"])),
+    key("parallel.shard_group", Nullable, Form("`node` or a number of ranks, at least 1", is_shard_group)),
+    key("parallel.sync", Default, Word(&["bucketed", "per-parameter", "naive"])),
+    key("parallel.overlap", Default, Flag),
+    key("parallel.unused", Default, Word(&["error", "zero"])),
+    key("parallel.bucket_mb", Default, MIB),
+    key("parallel.first_bucket_mb", Default, MIB),
+    key("parallel.backend", Default, Word(&["auto", "cpu", "nccl"])),
+    key("parallel.timeout_s", Default, SECONDS),
+    key("launch.<flag>", Nullable, Form("finite numbers", is_finite)),
+];
+
+fn is_read_as<T: DeserializeOwned>(value: &Value) -> bool {
+    serde_json::from_value::<T>(value.json()).is_ok()
+}
+
+fn is_shard_group(value: &Value) -> bool {
+    !matches!(value, Value::Unsigned(0)) && is_read_as::<ShardGroup>(value)
+}
+
+fn are_betas(value: &Value) -> bool {
+    let betas = serde_json::from_value::<[f32; 2]>(value.json());
+    betas.is_ok_and(|betas| betas.iter().all(|beta| (0.0..1.0).contains(beta)))
+}
+
+fn are_groups(value: &Value) -> bool {
+    let is_rate = |x: &f32| *x >= 0.0 && x.is_finite();
+    let groups = serde_json::from_value::<Vec<OptimizerGroup>>(value.json());
+    groups.is_ok_and(|groups| {
+        let is_good = |group: &OptimizerGroup| {
+            is_rate(&group.lr_scale) && group.weight_decay.as_ref().is_none_or(is_rate)
         };
-        let mut paths = Vec::new();
-        collect("", &serde_json::to_value(example).unwrap_or_default(), &mut paths);
-        paths
+        groups.len() <= OptimizerGroup::MOST && groups.iter().all(is_good)
     })
 }
 
-fn collect(above: &str, value: &serde_json::Value, paths: &mut Vec<String>) {
-    let serde_json::Value::Object(entries) = value else {
-        return;
-    };
-    for (key, value) in entries {
-        let path = if above.is_empty() {
-            key.clone()
-        } else {
-            format!("{above}.{key}")
-        };
-        paths.push(path.clone());
-        collect(&path, value, paths);
+/// True for a path, or a list of paths, none of them empty.
+fn names_files(value: &Value) -> bool {
+    let is_path = |value: &Value| matches!(value, Value::Text(text) if !text.is_empty());
+    match value {
+        Value::List(nodes) => !nodes.is_empty() && nodes.iter().all(|node| is_path(&node.value)),
+        one => is_path(one),
     }
+}
+
+fn is_finite(value: &Value) -> bool {
+    match value {
+        Value::Float(x) => x.is_finite(),
+        Value::List(nodes) => nodes.iter().all(|node| is_finite(&node.value)),
+        Value::Map(entries) => entries.iter().all(|entry| is_finite(&entry.node.value)),
+        _ => true,
+    }
+}
+
+/// Holds a configuration against the table; the values as JSON. The first error in the order of the file counts.
+pub(super) fn read(source: &Source) -> Result<Json, ConfigError> {
+    section(source, "", source.root())
+}
+
+/// The section whose keys begin with `prefix`: nothing, or a path and its dot.
+fn section(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigError> {
+    let entries = match &node.value {
+        Value::Map(entries) => entries.as_slice(),
+        Value::Null => &[],
+        other => {
+            let problem = format!(
+                "{} is {}, expected a section with keys",
+                subject(prefix),
+                found(other)
+            );
+            return Err(source.error_at(node.origin, problem, None));
+        }
+    };
+    let mut values = serde_json::Map::new();
+    for entry in entries {
+        let (path, node) = (format!("{prefix}{}", entry.key), &entry.node);
+        let value = if let Some(key) = find(&path) {
+            key.check(source, &path, node)?;
+            node.value.json()
+        } else if is_section(&path) {
+            // All of its keys are commented out.
+            if matches!(node.value, Value::Null) && path.contains('.') {
+                continue;
+            }
+            section(source, &format!("{path}."), node)?
+        } else {
+            let problem = format!("unknown key `{path}`");
+            return Err(source.error_at(entry.origin, problem, Some(suggestion(prefix, &entry.key))));
+        };
+        values.insert(entry.key.clone(), value);
+    }
+    match missing(prefix, &values) {
+        None => Ok(values.into()),
+        Some((problem, hint)) => Err(source.error_at(node.origin, problem, Some(hint))),
+    }
+}
+
+/// A required section or key with this prefix that `values` lacks, and what to write.
+fn missing(prefix: &str, values: &serde_json::Map<String, Json>) -> Option<(String, String)> {
+    let required = KEYS.iter().filter(|key| key.presence == Required);
+    let mut below = required.filter_map(|key| key.path.strip_prefix(prefix));
+    below.find_map(|rest| match rest.split_once('.') {
+        None if !values.contains_key(rest) => Some((
+            format!("`{prefix}{rest}` is missing"),
+            format!("add `{rest}: …` below `{}:`", prefix.trim_end_matches('.')),
+        )),
+        Some((section, key)) if prefix.is_empty() && !key.contains('.') && !values.contains_key(section) => {
+            Some((
+                format!("section `{section}` is missing"),
+                "a configuration needs at least the sections `model` and `data`".into(),
+            ))
+        }
+        _ => None,
+    })
+}
+
+impl Key {
+    fn check(&self, source: &Source, path: &str, node: &Node) -> Result<(), ConfigError> {
+        if matches!(node.value, Value::Null) && self.presence == Nullable {
+            return Ok(());
+        }
+        let Some((found, expected)) = self.allowed.refusal(&node.value) else {
+            return Ok(());
+        };
+        let problem = format!("`{path}` is {found}, expected {expected}");
+        Err(source.error_at(node.origin, problem, self.allowed.hint(&node.value)))
+    }
+}
+
+impl Allowed {
+    /// What was found and what is expected, in words; none for a value that is allowed.
+    fn refusal(&self, value: &Value) -> Option<(String, String)> {
+        let (is_allowed, found) = match (self, value) {
+            (_, Value::Float(x)) if !x.is_finite() => {
+                let expected = match self {
+                    Number(..) | Form("finite numbers", _) => "a finite number".into(),
+                    other => other.to_string(),
+                };
+                return Some((not_finite(*x).into(), expected));
+            }
+            (Whole(range), Value::Unsigned(n)) => {
+                let bound = if n < range.start() {
+                    format!("at least {}", range.start())
+                } else {
+                    format!("at most {}", range.end())
+                };
+                return (!range.contains(n)).then(|| (n.to_string(), bound));
+            }
+            (Flag, Value::Bool(_)) => (true, String::new()),
+            (Number(_, is_within), Value::Unsigned(_) | Value::Signed(_) | Value::Float(_)) => {
+                let x = value.json().as_f64().unwrap_or_default() as f32;
+                (x.is_finite() && is_within(x), narrowed(x))
+            }
+            (Number(..), other) => return Some((found(other), "a number".into())),
+            (Word(words), Value::Text(text)) => (words.contains(&text.as_str()), quoted(text)),
+            (Text(_, fits), Value::Text(text)) => (fits(text), quoted(text)),
+            (Form(_, fits), Value::Text(text)) => (fits(value), quoted(text)),
+            (Form(_, fits), Value::List(nodes)) if (1..5).contains(&nodes.len()) => {
+                (fits(value), value.to_string())
+            }
+            (Form(_, fits), other) => (fits(value), found(other)),
+            (_, other) => (false, found(other)),
+        };
+        (!is_allowed).then(|| (found, self.to_string()))
+    }
+
+    /// The next step for a value of another type, where there is an obvious one.
+    fn hint(&self, value: &Value) -> Option<String> {
+        let is_text = match self {
+            Text(..) => true,
+            Form(words, _) => words.starts_with("a path"),
+            _ => false,
+        };
+        match value {
+            Value::Unsigned(_) | Value::Signed(_) | Value::Float(_) if is_text => {
+                Some("put the value in quotes to make it a string".into())
+            }
+            Value::Float(v) if matches!(self, Whole(_)) && v.is_finite() => match *v {
+                v if v >= u64::MAX as f64 => Some(format!("there is none above {}", u64::MAX)),
+                v if v >= 0.0 && v.fract() == 0.0 => {
+                    Some(format!("write it without a point or an exponent: `{v}`"))
+                }
+                _ => None,
+            },
+            Value::Text(v) if matches!(self, Whole(_)) && v.parse::<u64>().is_ok() => {
+                Some("leave out the quotes to make it a number".into())
+            }
+            _ => None,
+        }
+    }
+}
+
+/// What is expected.
+impl fmt::Display for Allowed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Flag => f.write_str("`true` or `false`"),
+            Whole(range) => write!(f, "a whole number, {} or more", range.start()),
+            Word(words) => write!(f, "`{}`", words.join("` or `")),
+            Number(words, _) | Text(words, _) | Form(words, _) => f.write_str(words),
+        }
+    }
+}
+
+/// A value of another type than expected, as people would write or call it.
+fn found(value: &Value) -> String {
+    match value {
+        Value::Null => "empty".into(),
+        Value::Bool(_) => format!("`{value}`"),
+        Value::Float(v) => format!("the number `{v:?}`"),
+        Value::Unsigned(_) | Value::Signed(_) => format!("the number `{value}`"),
+        Value::Text(v) => format!("the string `{v}`"),
+        Value::List(nodes) if nodes.is_empty() => "an empty list".into(),
+        Value::List(_) => "a list".into(),
+        Value::Map(_) => "a section".into(),
+    }
+}
+
+fn quoted(text: &str) -> String {
+    if text.is_empty() {
+        "empty".into()
+    } else {
+        format!("`{text}`")
+    }
+}
+
+/// YAML has numbers that are not finite, and makes one of what is too large; no key takes them.
+fn not_finite(value: f64) -> &'static str {
+    match value {
+        v if v.is_nan() => "`.nan`",
+        v if v > 0.0 => "`.inf`, or too large",
+        _ => "`-.inf`, or too far below 0",
+    }
+}
+
+/// A number that was finite before it was narrowed to 32 bits.
+fn narrowed(value: f32) -> String {
+    match value {
+        f32::INFINITY => "too large".into(),
+        f32::NEG_INFINITY => "too far below 0".into(),
+        value => value.to_string(),
+    }
+}
+
+fn find(path: &str) -> Option<&'static Key> {
+    let path = if path.starts_with("launch.") {
+        "launch.<flag>"
+    } else {
+        path
+    };
+    KEYS.iter().find(|key| key.path == path)
+}
+
+fn is_section(path: &str) -> bool {
+    let is_above = |key: &Key| {
+        key.path
+            .strip_prefix(path)
+            .is_some_and(|rest| rest.starts_with('.'))
+    };
+    KEYS.iter().any(is_above)
+}
+
+/// The section with this prefix.
+fn subject(prefix: &str) -> String {
+    match prefix.trim_end_matches('.') {
+        "" => "the file".into(),
+        path => format!("`{path}`"),
+    }
+}
+
+/// What to write instead of an unknown key of a section.
+fn suggestion(prefix: &str, key: &str) -> String {
+    let mut siblings: Vec<&str> = Vec::new();
+    for known in KEYS.iter().filter_map(|key| key.path.strip_prefix(prefix)) {
+        let name = known.split('.').next().unwrap_or(known);
+        if !siblings.contains(&name) {
+            siblings.push(name);
+        }
+    }
+    let distances = siblings
+        .iter()
+        .map(|name| (strsim::damerau_levenshtein(name, key), *name));
+    if let Some((distance, nearest)) = distances.min()
+        && distance <= (key.chars().count() / 3).max(1)
+    {
+        return format!("did you mean `{prefix}{nearest}`?");
+    }
+    let elsewhere = KEYS.iter().find(|known| known.path.ends_with(&format!(".{key}")));
+    elsewhere.map_or_else(
+        || format!("the keys of {} are `{}`", subject(prefix), siblings.join("`, `")),
+        |known| format!("did you mean `{}`?", known.path),
+    )
 }

@@ -1,12 +1,11 @@
 //! From a file and its overrides to a checked configuration.
 
 use std::io::Read as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use serde::Deserialize as _;
-
-use super::node::{Node, Origin};
-use super::{ConfigError, TrainConfig, check, de, overrides};
+use super::schema::TrainConfig;
+use super::source::{ConfigError, Source};
+use super::{keys, rules};
 
 /// Longest configuration file.
 pub const MAX_FILE_BYTES: u64 = 1 << 20;
@@ -19,14 +18,6 @@ pub struct Located {
     source: Source,
 }
 
-/// Where values come from.
-#[derive(Clone, Debug)]
-pub(super) struct Source {
-    pub(super) path: PathBuf,
-    pub(super) overrides: Vec<String>,
-    pub(super) root: Node,
-}
-
 /// Reads the YAML at `path`, applies the overrides (`train.steps=20`) in order, and checks the result,
 /// the data files included.
 pub fn load(path: &Path, overrides: &[String]) -> Result<TrainConfig, ConfigError> {
@@ -36,45 +27,22 @@ pub fn load(path: &Path, overrides: &[String]) -> Result<TrainConfig, ConfigErro
 /// As [`load`], for callers that report errors of their own at a key's place.
 pub fn load_located(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
     let located = load_without_data(path, overrides)?;
-    check::data(&located.config, &located.source)?;
+    rules::check_data(&located.config, &located.source)?;
     Ok(located)
 }
 
-/// As [`load_located`], for callers that train nothing: the data files need not be there.
+/// As [`load_located`], for callers that train nothing: the data files need not exist.
 pub fn load_without_data(path: &Path, overrides: &[String]) -> Result<Located, ConfigError> {
-    let text = read(path)?;
-    let root = Node::parse(&text).map_err(|e| ConfigError {
-        place: place_in(path, e.line),
-        problem: format!("not valid YAML: {}", e.message),
-        hint: None,
-    })?;
-    let mut source = Source {
-        path: path.to_owned(),
-        overrides: overrides.to_vec(),
-        root,
-    };
-    for (index, text) in overrides.iter().enumerate() {
-        overrides::apply(&mut source.root, index, text).map_err(|problem| ConfigError {
-            place: source.place(Origin::Set(index)),
-            problem,
-            hint: None,
-        })?;
-    }
-    let mut config = TrainConfig::deserialize(de::De::new(&source.root)).map_err(|misfit| {
-        let report = misfit.report();
-        ConfigError {
-            place: source.place(report.origin),
-            problem: report.problem,
-            hint: report.hint,
-        }
-    })?;
+    let source = Source::parse(path, &read(path)?, overrides)?;
+    let values: Result<TrainConfig, _> = serde_json::from_value(keys::read(&source)?);
+    let mut config = values.map_err(|error| source.error("", error.to_string(), None))?;
     let folder = path.parent().unwrap_or(Path::new(""));
     let data = &mut config.data;
     data.train = data.train.below(folder);
     data.val = data.val.as_ref().map(|val| val.below(folder));
     data.tokenizer = std::mem::take(&mut data.tokenizer).below(folder);
     config.model.init_from = config.model.init_from.map(|weights| folder.join(weights));
-    check::check(&config, &source)?;
+    rules::check(&config, &source)?;
     Ok(Located { config, source })
 }
 
@@ -83,13 +51,13 @@ impl Located {
     /// set, the section around it.
     #[must_use]
     pub fn place(&self, key: &str) -> String {
-        self.source.place(self.source.root.origin_of(key))
+        self.source.place_of(key)
     }
 
     /// The dotted keys that file and overrides set, and their values as YAML would have them in one line.
     #[must_use]
     pub fn entries(&self) -> Vec<(String, String)> {
-        self.source.root.entries()
+        self.source.root().entries()
     }
 
     /// An error about the value of a dotted key, such as `launch.nproc_per_node`.
@@ -97,35 +65,6 @@ impl Located {
     pub fn error(&self, key: &str, problem: impl Into<String>, hint: Option<&str>) -> ConfigError {
         self.source
             .error(key, problem.into(), hint.map(ToOwned::to_owned))
-    }
-}
-
-impl Source {
-    pub(super) fn error(&self, key: &str, problem: String, hint: Option<String>) -> ConfigError {
-        ConfigError {
-            place: self.place(self.root.origin_of(key)),
-            problem,
-            hint,
-        }
-    }
-
-    /// True if the key's value comes from an override.
-    pub(super) fn is_set(&self, key: &str) -> bool {
-        matches!(self.root.origin_of(key), Origin::Set(_))
-    }
-
-    pub(super) fn place(&self, origin: Origin) -> String {
-        match origin {
-            Origin::Line(line) => place_in(&self.path, line),
-            Origin::Set(index) => format!("`--set {}`", self.overrides[index]),
-        }
-    }
-}
-
-fn place_in(path: &Path, line: u64) -> String {
-    match line {
-        0 => path.display().to_string(),
-        line => format!("{}:{line}", path.display()),
     }
 }
 

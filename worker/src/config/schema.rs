@@ -1,15 +1,11 @@
-//! The sections of `train.yaml`. Values that do not exist yet in this build are not in these types.
+//! The sections of `train.yaml` as types. [`super::keys`] says which values each key takes.
 
 use std::path::PathBuf;
 
 use serde::{Deserialize, Serialize};
 
-use super::offload::Offload;
-use super::paths::Paths;
-use super::rescale::Rescale;
-use super::shard_group::ShardGroup;
-use super::step_range::StepRange;
-use super::tokenizer::Tokenizer;
+use super::optimizer::{OptimizerConfig, Schedule};
+use super::values::{Paths, ShardGroup, StepRange, Tokenizer};
 
 /// A whole `train.yaml`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -99,6 +95,10 @@ pub struct Model {
     /// from the YAML's folder.
     #[serde(default)]
     pub init_from: Option<PathBuf>,
+    /// Share of the embedding, of attention's probabilities and of what each layer adds to the residual stream that is
+    /// dropped in training.
+    #[serde(default)]
+    pub dropout: f32,
 }
 
 const fn one() -> usize {
@@ -178,8 +178,8 @@ pub struct Train {
     /// Largest global norm of the gradient; none: not clipped.
     pub grad_clip: Option<f32>,
     /// The optimizer.
-    pub optimizer: Optimizer,
-    /// Where the optimizer's state lies.
+    pub optimizer: OptimizerConfig,
+    /// Where the optimizer's state is kept.
     pub offload: Offload,
     /// The learning rate over the steps.
     pub schedule: Schedule,
@@ -216,7 +216,7 @@ impl Default for Train {
             max_skips: 10,
             recompute: Recompute::None,
             grad_clip: Some(1.0),
-            optimizer: Optimizer::default(),
+            optimizer: OptimizerConfig::default(),
             offload: Offload::default(),
             schedule: Schedule::default(),
             rescale: Rescale::default(),
@@ -281,43 +281,6 @@ pub enum Recompute {
     Full,
 }
 
-/// `train.optimizer`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-pub struct Optimizer {
-    /// Which one.
-    pub kind: OptimizerKind,
-    /// Peak learning rate.
-    pub lr: f32,
-    /// Decay of the two moments.
-    pub betas: [f32; 2],
-    /// Added to the denominator.
-    pub eps: f32,
-    /// Decoupled weight decay; norms and biases have none.
-    pub weight_decay: f32,
-}
-
-impl Default for Optimizer {
-    fn default() -> Self {
-        Self {
-            kind: OptimizerKind::Adamw,
-            lr: 3e-4,
-            betas: [0.9, 0.95],
-            eps: 1e-8,
-            weight_decay: 0.1,
-        }
-    }
-}
-
-/// `train.optimizer.kind`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum OptimizerKind {
-    /// Loshchilov & Hutter 2019.
-    #[default]
-    Adamw,
-}
-
 /// `train.lr_scaling`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -329,37 +292,38 @@ pub enum LrScaling {
     Linear,
 }
 
-/// `train.schedule`
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+/// `train.offload`
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
-pub struct Schedule {
-    /// Shape after the warm-up.
-    pub kind: LearningRate,
-    /// Steps from 0 to the peak, linearly.
-    pub warmup_steps: u64,
-    /// Learning rate at the last step.
-    pub min_lr: f32,
+pub struct Offload {
+    /// State of the optimizer.
+    pub optimizer: OptimizerHome,
+    /// Folder of the file system that takes it; default: the run's.
+    pub dir: Option<PathBuf>,
 }
 
-impl Default for Schedule {
-    fn default() -> Self {
-        Self {
-            kind: LearningRate::Cosine,
-            warmup_steps: 0,
-            min_lr: 0.0,
-        }
-    }
-}
-
-/// `train.schedule.kind`
+/// `train.offload.optimizer`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum LearningRate {
-    /// Half a cosine from the peak to `min_lr`.
+pub enum OptimizerHome {
+    /// In memory, beside the parameters.
     #[default]
-    Cosine,
-    /// The peak for ever.
-    Constant,
+    None,
+    /// In a mapped file without a name.
+    File,
+    /// In memory of the host, also where a GPU trains.
+    Host,
+}
+
+/// `train.rescale`
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Rescale {
+    /// It stays what it was: the accumulation changes. Where no accumulation does that, the run is refused.
+    #[default]
+    KeepGlobalBatch,
+    /// It changes with the number of ranks: micro-batch and accumulation stay.
+    KeepMicroBatch,
 }
 
 /// `parallel:`
@@ -374,8 +338,8 @@ pub struct Parallel {
     pub reshard_after_forward: bool,
     /// `zero3`: groups of fewer elements stay gathered from step to step.
     pub persist_below: usize,
-    /// Type of the gradients while they are averaged; none: that of the parameters.
-    pub reduce_dtype: Option<ReduceDtype>,
+    /// Type of the gradients while they are averaged.
+    pub reduce_dtype: ReduceDtype,
     /// Ranks that hold one copy of the state; none: all of them.
     pub shard_group: Option<ShardGroup>,
     /// How gradients are synchronised.
@@ -401,7 +365,7 @@ impl Default for Parallel {
             accumulate: Accumulate::Sharded,
             reshard_after_forward: true,
             persist_below: 0,
-            reduce_dtype: None,
+            reduce_dtype: ReduceDtype::F32,
             shard_group: None,
             sync: Sync::Bucketed,
             overlap: true,
@@ -441,12 +405,14 @@ pub enum Accumulate {
 }
 
 /// `parallel.reduce_dtype`
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReduceDtype {
     /// Exact to f32.
+    #[default]
     F32,
-    /// Half the traffic and memory; with `train.precision: bf16` only.
+    /// Half the traffic, and half the memory of gradients that no micro-batch is added to; each rank's gradients are rounded,
+    /// and their sum, by NCCL at each hop. With `train.precision: bf16` only.
     Bf16,
 }
 

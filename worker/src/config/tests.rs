@@ -2,7 +2,13 @@
 
 use std::path::{Path, PathBuf};
 
-use super::{Order, Resume, ShardGroup, Strategy, TrainConfig, load, load_located};
+use serde_json::Value as Json;
+
+use super::keys::{Allowed, KEYS, Presence};
+use super::{
+    CheckpointKeep, Data, LastBatch, Model, ModelKind, Order, Parallel, Resume, Run, ShardGroup, Strategy,
+    Tokenizer, Train, TrainConfig, load, load_located,
+};
 
 const GOOD: &str = "\
 run:
@@ -65,7 +71,7 @@ fn set(text: &str) -> String {
 }
 
 /// The good file with overrides.
-pub(super) fn load_good(set: &[&str]) -> Result<TrainConfig, String> {
+fn load_good(set: &[&str]) -> Result<TrainConfig, String> {
     Case::new().load(GOOD, set).map_err(|error| error.to_string())
 }
 
@@ -78,7 +84,7 @@ fn a_good_file_loads() {
     assert_eq!(config.data.train, case.folder.path().join("text.txt").into());
     assert_eq!(config.data.order, Order::Sequential);
     assert_eq!(config.train.optimizer.lr, 3e-4);
-    assert_eq!(config.train.optimizer.betas, [0.9, 0.95]);
+    assert_eq!(config.train.optimizer.betas(), [0.9, 0.95]);
     assert_eq!(config.parallel.strategy, Strategy::Ddp);
     assert_eq!(config.launch["nproc_per_node"], 2);
 }
@@ -99,7 +105,7 @@ fn overrides_replace_add_and_win_in_order() {
     assert_eq!(config.train.steps, 30);
     assert_eq!(config.run.resume, Resume::Auto);
     assert!(!config.parallel.overlap);
-    assert_eq!(config.train.optimizer.betas, [0.5, 0.6]);
+    assert_eq!(config.train.optimizer.betas(), [0.5, 0.6]);
     assert_eq!(config.train.grad_clip, None);
     assert_eq!(config.run.out_dir.as_deref(), Some(Path::new("somewhere/else")));
     assert_eq!(config.train.schedule.min_lr, 1e-5);
@@ -161,14 +167,14 @@ fn wrong_types() {
     insta::assert_snapshot!(with("steps: 10", "steps: 1.5"), @"train.yaml:13: `train.steps` is the number `1.5`, expected a whole number, 1 or more");
     insta::assert_snapshot!(with("steps: 10", "steps: -1"), @"train.yaml:13: `train.steps` is the number `-1`, expected a whole number, 1 or more");
     insta::assert_snapshot!(with("name: tiny", "name: 7"), @r"
-    train.yaml:2: `run.name` is the number `7`, expected a string
+    train.yaml:2: `run.name` is the number `7`, expected a name for a folder: not empty, without `/`, not starting with a dot
       hint: put the value in quotes to make it a string
     ");
     insta::assert_snapshot!(with("kind: gpt2", "kind: gpt5"), @"train.yaml:4: `model.kind` is `gpt5`, expected `gpt2` or `mlp`");
     insta::assert_snapshot!(with("kind: gpt2", "kind: 5"), @"train.yaml:4: `model.kind` is the number `5`, expected `gpt2` or `mlp`");
     insta::assert_snapshot!(with("lr: 3e-4", "lr: [1]"), @"train.yaml:15: `train.optimizer.lr` is a list, expected a number");
-    insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9]"), @"train.yaml:16: `train.optimizer.betas` is a list of 1, expected a list of 2 numbers");
-    insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 0.95, 0.99]"), @"train.yaml:16: `train.optimizer.betas` is a list of 3, expected a list of 2");
+    insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9]"), @"train.yaml:16: `train.optimizer.betas` is [0.9], expected two numbers from 0 to below 1");
+    insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 0.95, 0.99]"), @"train.yaml:16: `train.optimizer.betas` is [0.9, 0.95, 0.99], expected two numbers from 0 to below 1");
     insta::assert_snapshot!(with("  steps: 10\n  optimizer:\n    lr: 3e-4\n    betas: [0.9, 0.95]\n", "  - 1\n"), @"train.yaml:13: `train` is a list, expected a section with keys");
     insta::assert_snapshot!(set("parallel.overlap=yes"), @"`--set parallel.overlap=yes`: `parallel.overlap` is the string `yes`, expected `true` or `false`");
     insta::assert_snapshot!(Case::new().error("just text", &[]), @"train.yaml:1: the file is the string `just text`, expected a section with keys");
@@ -215,11 +221,10 @@ fn wrong_types_in_words() {
     `--set train.micro_batch=1e9999`: `train.micro_batch` is `.inf`, or too large, expected a whole number, 1 or more
     `--set train.eval_every=1.5`: `train.eval_every` is the number `1.5`, expected a whole number, 0 or more
     `--set train.grad_clip=yes`: `train.grad_clip` is the string `yes`, expected a number
-    `--set train.grad_clip=1e39`: `train.grad_clip` is too large, expected a number above 0
-      hint: leave it empty not to clip
+    `--set train.grad_clip=1e39`: `train.grad_clip` is too large, expected a number above 0, or empty not to clip
     `--set train.optimizer.lr=1e39`: `train.optimizer.lr` is too large, expected a number, 0 or more
     `--set train.optimizer.eps=1e39`: `train.optimizer.eps` is too large, expected a number above 0
-    `--set train.optimizer.betas=[0.9, x]`: `train.optimizer.betas[1]` is the string `x`, expected a number
+    `--set train.optimizer.betas=[0.9, x]`: `train.optimizer.betas` is [0.9, x], expected two numbers from 0 to below 1
     `--set data.train=5`: `data.train` is the number `5`, expected a path (a string), or a list of them
       hint: put the value in quotes to make it a string
     `--set launch={nnodes: 2, nproc_per_node: .nan}`: `launch.nproc_per_node` is `.nan`, expected a finite number
@@ -292,10 +297,7 @@ fn values_out_of_range() {
     insta::assert_snapshot!(with("lr: 3e-4", "lr: -.inf"), @"train.yaml:15: `train.optimizer.lr` is `-.inf`, or too far below 0, expected a finite number");
     insta::assert_snapshot!(with("nproc_per_node: 2", "nproc_per_node: .nan"), @"train.yaml:18: `launch.nproc_per_node` is `.nan`, expected a finite number");
     insta::assert_snapshot!(with("[0.9, 0.95]", "[0.9, 1.0]"), @"train.yaml:16: `train.optimizer.betas` is [0.9, 1.0], expected two numbers from 0 to below 1");
-    insta::assert_snapshot!(set("train.grad_clip=0"), @r"
-    `--set train.grad_clip=0`: `train.grad_clip` is 0, expected a number above 0
-      hint: leave it empty not to clip
-    ");
+    insta::assert_snapshot!(set("train.grad_clip=0"), @"`--set train.grad_clip=0`: `train.grad_clip` is 0, expected a number above 0, or empty not to clip");
     insta::assert_snapshot!(set("train.lr_scaling=linear"), @r"
     `--set train.lr_scaling=linear`: `train.lr_scaling: linear` needs `train.base_batch`: the global batch, in samples, that `train.optimizer.lr` is meant for
       hint: add `base_batch: …` below `train:`
@@ -303,6 +305,20 @@ fn values_out_of_range() {
     insta::assert_snapshot!(set("train.base_batch=8"), @"`--set train.base_batch=8`: `train.base_batch` has no effect without `train.lr_scaling: linear`");
     insta::assert_snapshot!(set("train.optimizer.eps=0"), @"`--set train.optimizer.eps=0`: `train.optimizer.eps` is 0, expected a number above 0");
     insta::assert_snapshot!(set("train.optimizer.lr=.nan"), @"`--set train.optimizer.lr=.nan`: `train.optimizer.lr` is `.nan`, expected a finite number");
+    insta::assert_snapshot!(set("train.optimizer.kind=sgd"), @r"
+    train.yaml:16: `train.optimizer.betas` has no effect with `train.optimizer.kind: sgd`
+      hint: leave it out
+    ");
+    insta::assert_snapshot!(set("train.optimizer.momentum=0.9"), @r"
+    `--set train.optimizer.momentum=0.9`: `train.optimizer.momentum` has no effect with `train.optimizer.kind: adamw`
+      hint: leave it out
+    ");
+    insta::assert_snapshot!(set("train.optimizer.groups=[{params: wte.*, lr_scale: -1}]"), @"`--set train.optimizer.groups=[{params: wte.*, lr_scale: -1}]`: `train.optimizer.groups` is [{params: wte.*, lr_scale: -1}], expected a list of at most 15 sections of `params`, `lr_scale` and `weight_decay`");
+    insta::assert_snapshot!(set("train.schedule.kind=wsd"), @r"
+    `--set train.schedule.kind=wsd`: `train.schedule.kind: wsd` needs `train.schedule.decay_steps`: the steps of its decay
+      hint: add `decay_steps: …` below `schedule:`; a tenth of `train.steps` is usual
+    ");
+    insta::assert_snapshot!(set("train.schedule.decay_steps=5"), @"`--set train.schedule.decay_steps=5`: `train.schedule.decay_steps` has no effect without `train.schedule.kind: wsd`");
     insta::assert_snapshot!(set("train.schedule.min_lr=1"), @"`--set train.schedule.min_lr=1`: `train.schedule.min_lr` is 1, expected at most `train.optimizer.lr`, which is 0.0003");
     let sync = Case::new().error(GOOD, &["parallel.strategy=zero2", "parallel.sync=naive"]);
     insta::assert_snapshot!(sync, @"
@@ -330,7 +346,7 @@ fn data_that_cannot_be_used() {
       hint: a relative path of `data` counts from the folder of the configuration
     ");
     insta::assert_snapshot!(set("model.init_from=''"), @"`--set model.init_from=''`: `model.init_from` is empty, expected the path of a folder or of a `.safetensors` file");
-    insta::assert_snapshot!(with("train: text.txt", "train: ''"), @"train.yaml:10: `data.train` is empty, expected the path of a file");
+    insta::assert_snapshot!(with("train: text.txt", "train: ''"), @"train.yaml:10: `data.train` is empty, expected a path (a string), or a list of them");
     insta::assert_snapshot!(with("train: text.txt", "train: ."), @"train.yaml:10: `data.train` is `.`, which is not a regular file");
     insta::assert_snapshot!(with("block_size: 16", "block_size: 128"), @r"
     train.yaml:8: `model.block_size` is 128, but the held-out tenth of `data.train` has only 100 tokens, and a sample needs 129
@@ -423,8 +439,8 @@ fn a_shard_group_is_a_node_or_a_number() {
     assert_eq!(load("node"), Ok(Some(ShardGroup::Node)));
     assert_eq!(load("4"), Ok(Some(ShardGroup::Ranks(4))));
     assert_eq!(load("null"), Ok(None));
-    insta::assert_snapshot!(load("nodes").unwrap_err(), @"`--set parallel.shard_group=nodes`: `parallel.shard_group` is the string `nodes`, expected `node` or a number of ranks");
-    insta::assert_snapshot!(load("0").unwrap_err(), @"`--set parallel.shard_group=0`: `parallel.shard_group` is 0, expected `node` or a number of ranks, at least 1");
+    insta::assert_snapshot!(load("nodes").unwrap_err(), @"`--set parallel.shard_group=nodes`: `parallel.shard_group` is `nodes`, expected `node` or a number of ranks, at least 1");
+    insta::assert_snapshot!(load("0").unwrap_err(), @"`--set parallel.shard_group=0`: `parallel.shard_group` is the number `0`, expected `node` or a number of ranks, at least 1");
     insta::assert_snapshot!(set("parallel.shard_group=2"), @r"
     `--set parallel.shard_group=2`: `parallel.shard_group` is set, but `parallel.strategy: ddp` shards nothing
       hint: leave it out, or train with `zero1`, `zero2` or `zero3`
@@ -438,9 +454,134 @@ fn a_shard_group_is_a_node_or_a_number() {
 
 #[test]
 fn a_timeline_is_of_steps_that_there_are() {
-    insta::assert_snapshot!(set("run.timeline=5-3"), @"`--set run.timeline=5-3`: `run.timeline` is the string `5-3`, expected steps as `10-12`, or one step, from 1 on");
+    insta::assert_snapshot!(set("run.timeline=5-3"), @"`--set run.timeline=5-3`: `run.timeline` is `5-3`, expected steps as `10-12`, or one step, from 1 on");
     insta::assert_snapshot!(set("run.timeline=0"), @"`--set run.timeline=0`: `run.timeline` is the number `0`, expected steps as `10-12`, or one step, from 1 on");
     insta::assert_snapshot!(set("run.timeline=1.5"), @"`--set run.timeline=1.5`: `run.timeline` is the number `1.5`, expected steps as `10-12`, or one step, from 1 on");
     insta::assert_snapshot!(set("run.timeline=9-11"), @"`--set run.timeline=9-11`: `run.timeline` is 9-11, expected steps up to `train.steps`, which is 10");
-    insta::assert_snapshot!(set("run.timeline=[1, 2]"), @"`--set run.timeline=[1, 2]`: `run.timeline` is a list, expected steps as `10-12`, or one step, from 1 on");
+    insta::assert_snapshot!(set("run.timeline=[1, 2]"), @"`--set run.timeline=[1, 2]`: `run.timeline` is [1, 2], expected steps as `10-12`, or one step, from 1 on");
+}
+
+/// A configuration with its defaults and every section.
+fn example() -> Json {
+    let config = TrainConfig {
+        run: Run::default(),
+        model: Model {
+            kind: ModelKind::Gpt2,
+            n_layer: 1,
+            n_head: 1,
+            n_embd: 1,
+            block_size: 1,
+            vocab_size: None,
+            init_from: None,
+            dropout: 0.0,
+        },
+        data: Data {
+            train: PathBuf::from("text.txt").into(),
+            val: None,
+            tokenizer: Tokenizer::default(),
+            order: Order::default(),
+            last_batch: LastBatch::default(),
+        },
+        train: Train {
+            checkpoint_keep: Some(CheckpointKeep { last: 1, every: None }),
+            ..Train::default()
+        },
+        parallel: Parallel::default(),
+        launch: [("<flag>".to_owned(), Json::Null)].into(),
+    };
+    serde_json::to_value(config).unwrap()
+}
+
+fn leaves(above: &str, value: &Json, found: &mut Vec<String>) {
+    match value {
+        Json::Object(entries) => {
+            for (key, value) in entries {
+                let dot = if above.is_empty() { "" } else { "." };
+                leaves(&format!("{above}{dot}{key}"), value, found);
+            }
+        }
+        _ => found.push(above.to_owned()),
+    }
+}
+
+fn pointer(path: &str) -> String {
+    format!("/{}", path.replace('.', "/"))
+}
+
+#[test]
+fn the_table_has_the_keys_of_the_schema() {
+    let (mut of_schema, mut of_table) = (Vec::new(), Vec::new());
+    leaves("", &example(), &mut of_schema);
+    of_table.extend(KEYS.iter().map(|key| key.path.to_owned()));
+    of_schema.sort_unstable();
+    of_table.sort_unstable();
+    assert_eq!(of_schema, of_table);
+}
+
+/// serde lists the words of a type when it meets another one.
+#[test]
+fn the_table_has_the_words_of_the_schema() {
+    for key in KEYS {
+        let Allowed::Word(words) = &key.allowed else {
+            continue;
+        };
+        let mut config = example();
+        *config.pointer_mut(&pointer(key.path)).unwrap() = "no word".into();
+        let error = serde_json::from_value::<TrainConfig>(config)
+            .unwrap_err()
+            .to_string();
+        let (_, expected) = error.split_once("expected ").unwrap();
+        let of_schema: Vec<&str> = expected.split('`').skip(1).step_by(2).collect();
+        assert_eq!(of_schema, *words, "{}", key.path);
+    }
+}
+
+/// A value, as the table of the documentation writes it.
+fn documented(value: &Json) -> String {
+    match value {
+        Json::String(word) => format!("`{word}`"),
+        Json::Bool(flag) => format!("`{flag}`"),
+        Json::Number(n) if n.is_f64() => format!("{:?}", n.as_f64().unwrap() as f32),
+        Json::Array(items) => {
+            let items: Vec<String> = items.iter().map(documented).collect();
+            format!("[{}]", items.join(", "))
+        }
+        other => other.to_string(),
+    }
+}
+
+/// Rows of `docs/configuration.md`, in order: key, default, values. A default that is no value is any words.
+#[test]
+fn the_documentation_has_every_key_with_its_default_and_values() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/configuration.md");
+    let text = std::fs::read_to_string(path).unwrap();
+    let rows: Vec<Vec<&str>> = (text.lines().filter(|line| line.starts_with("| `")))
+        .map(|line| line.trim_matches(['|', ' ']).split(" | ").collect())
+        .filter(|cells: &Vec<&str>| cells.len() == 4 && cells[0].contains('.'))
+        .collect();
+    let example = example();
+    let expected: Vec<[String; 3]> = KEYS
+        .iter()
+        .zip(&rows)
+        .map(|(key, row)| {
+            let default = match (key.presence, example.pointer(&pointer(key.path)).unwrap()) {
+                (Presence::Required, _) => "required".into(),
+                (_, Json::Null) if !row[1].is_empty() => row[1].to_owned(),
+                (_, value) => documented(value),
+            };
+            let values = match &key.allowed {
+                Allowed::Whole(range) if *range.end() == u64::MAX => format!("{} or more", range.start()),
+                Allowed::Whole(range) => format!("{} to {}", range.start(), range.end()),
+                Allowed::Flag => "`true`, `false`".into(),
+                Allowed::Word(words) => format!("`{}`", words.join("`, `")),
+                words => words.to_string(),
+            };
+            [format!("`{}`", key.path), default, values]
+        })
+        .collect();
+    let found: Vec<[String; 3]> = (rows.iter())
+        .map(|row| [row[0].to_owned(), row[1].to_owned(), row[2].to_owned()])
+        .collect();
+    assert_eq!(found, expected);
+    assert_eq!(found.len(), KEYS.len());
 }

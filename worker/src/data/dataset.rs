@@ -79,10 +79,14 @@ impl Tokens {
         self.range.is_empty()
     }
 
-    /// Bytes of text to a token: the mean of the files. None if one of them does not tell.
+    /// Bytes of text per token. None if a file does not tell, or if these are only a part of the tokens of its files:
+    /// files tell their total, and a part may differ from it by a fifth.
     #[must_use]
     pub fn bytes_per_token(&self) -> Option<f64> {
-        self.stream.bytes_per_token()
+        let is_whole = self.range == (0..self.stream.len());
+        (is_whole || self.stream.is_text())
+            .then(|| self.stream.bytes_per_token())
+            .flatten()
     }
 
     /// True if every file says which tokenizer made it.

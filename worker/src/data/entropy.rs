@@ -6,7 +6,7 @@ const CHUNK_TOKENS: usize = 64 << 10;
 /// Of a larger vocabulary pairs are not counted: the table would have billions of rows, and hardly any text fills it.
 const MAX_PAIRED: usize = 256;
 
-/// Entropies of tokens, in nats a token (Shannon 1948, from the counts of the tokens themselves).
+/// Entropies of tokens, in nats per token (Shannon 1948, from the counts of the tokens themselves).
 #[derive(Clone, Copy, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct Entropies {
     /// `H(X)`: the loss of the best guess that looks at nothing.

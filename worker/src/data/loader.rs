@@ -125,6 +125,12 @@ impl Loader {
         }
     }
 
+    /// Number in the run of the first sample of micro-batch `m` of `step` on this rank; the others follow it.
+    #[must_use]
+    pub fn first_sample(&self, step: u64, m: u64) -> u64 {
+        self.samples(step).first + self.shape.sample(0, m, 0)
+    }
+
     /// Micro-batches of `step`: as many as have a sample on any rank.
     #[must_use]
     pub fn passes(&self, step: u64) -> u64 {
@@ -167,7 +173,7 @@ impl Loader {
         for (i, (inputs, targets)) in rows.enumerate() {
             let place = self.shape.sample(0, m, i as u64);
             if place < samples.count {
-                let (_, block) = self.sampler.block(samples.first + place);
+                let (_, block) = self.sampler.block(self.first_sample(step, m) + i as u64);
                 self.tokens.read_block(block, inputs, targets)?;
                 filled += 1;
             } else {

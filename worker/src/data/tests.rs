@@ -99,6 +99,11 @@ fn files_of_both_kinds_are_one_stream() {
 
     let own = folder.open(&["*.safetensors"]).unwrap();
     assert_eq!(own.bytes_per_token(), Some(4.0));
+    assert_eq!(
+        own.part(1..3).bytes_per_token(),
+        None,
+        "the file tells its total only"
+    );
     assert!(own.knows_tokenizer());
 }
 

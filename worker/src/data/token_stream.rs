@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::matching::files;
-use super::{DataError, TokenFile, Vocabulary};
+use super::{DataError, TokenFile, Vocabulary, Width};
 use crate::config::{Paths, Tokenizer};
 
 /// Bytes at either end of the tokens by which they are known again: of each file as much less as there are more.
@@ -66,6 +66,11 @@ impl TokenStream {
         let bytes = self.files.iter().map(|file| file.facts().text_bytes);
         let bytes: u64 = bytes.sum::<Option<u64>>()?;
         Some(bytes as f64 / self.len() as f64)
+    }
+
+    /// True if every token is a byte of a text.
+    pub(super) fn is_text(&self) -> bool {
+        self.files.iter().all(|file| file.width() == Width::U8)
     }
 
     /// True if every file says which tokenizer made it.

@@ -13,10 +13,10 @@ pub struct MetricsLine {
     pub step: u64,
     /// Passes over the data so far, as a fraction.
     pub epoch: f64,
-    /// Training loss, mean over all ranks, nats a token.
+    /// Training loss, mean over all ranks, nats per token.
     #[serde(deserialize_with = "number")]
     pub loss: f64,
-    /// Validation loss, nats a token; only after a validation.
+    /// Validation loss, nats per token; only after a validation.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub val_loss: Option<f64>,
     /// Learning rate of this step.

@@ -1,11 +1,12 @@
 //! `metrics.jsonl`: a line a step, and cut back to the checkpoint's step after a rollback.
 
-use std::fs::{self, File, OpenOptions};
-use std::io::{self, Write as _};
+use std::fs::{File, OpenOptions};
+use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use super::replace::replace_file;
 use super::{MetricsLine, RunFilesError};
+use crate::checkpoint::open_to_read;
 
 /// The open file. Only rank 0 has one.
 pub struct MetricsLog {
@@ -45,10 +46,10 @@ impl MetricsLog {
     }
 
     fn drop_after(path: &Path, step: u64) -> Result<(), RunFilesError> {
-        let old = match fs::read(path) {
-            Ok(old) => old,
+        let mut old = Vec::new();
+        match open_to_read(path).and_then(|mut file| file.read_to_end(&mut old)) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => return Ok(()),
-            Err(e) => return Err(RunFilesError::io("read", path, &e)),
+            read => read.map_err(|e| RunFilesError::io("read", path, &e))?,
         };
         let lines = old.split_inclusive(|b| *b == b'\n');
         let kept: Vec<u8> = lines
@@ -74,6 +75,8 @@ fn belongs(line: &[u8], step: u64) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use super::*;
 
     fn steps(path: &Path) -> Vec<u64> {
@@ -135,6 +138,15 @@ mod tests {
         let text = serde_json::to_string(&skipped).unwrap();
         let read: MetricsLine = serde_json::from_str(&text).unwrap();
         assert!(read.loss.is_nan() && read.grad_norm.is_nan(), "{text}");
+    }
+
+    #[test]
+    fn a_pipe_is_refused_and_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("metrics.jsonl");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        let error = MetricsLog::open(&path, 0).err().unwrap().to_string();
+        assert!(error.ends_with("metrics.jsonl`: not a regular file"), "{error}");
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use super::hold::{Candidate, Hold, Holder};
-use super::{RunFilesError, TimelineFiles};
+use super::{RunFilesError, Summary, TimelineFiles};
 use crate::checkpoint;
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;
@@ -262,14 +262,15 @@ impl RunDir {
             if run.resume == Resume::Never
                 && let Some(found) = found
             {
-                if !run.overwrite {
+                if run.overwrite {
+                    hold.announce(None, &holder)?;
+                    self.delete_run()?;
+                } else if !self.was_stopped(request.run_id) {
                     return Err(RunFilesError::HoldsRun {
                         path: self.path.clone(),
                         found,
                     });
                 }
-                hold.announce(None, &holder)?;
-                self.delete_run()?;
             }
         }
         if request.token.is_some() {
@@ -282,6 +283,12 @@ impl RunDir {
         })
     }
 
+    /// True if the last life of the job called `run_id` was asked to stop, and saved its state: started again, it means
+    /// to go on.
+    fn was_stopped(&self, run_id: &str) -> bool {
+        Summary::read(&self.summary()).is_some_and(|last| last.run_id == run_id && last.stopped.is_some())
+    }
+
     /// The step to go on from.
     fn checkpoint(&self) -> Result<Option<u64>, RunFilesError> {
         checkpoint::step_to_go_on_from(&self.path)
@@ -292,15 +299,14 @@ impl RunDir {
     fn delete_run(&self) -> Result<(), RunFilesError> {
         checkpoint::delete_all(&self.path)?;
         TimelineFiles::of_run(&self.path).delete()?;
-        for path in [self.metrics(), self.summary()] {
-            match fs::remove_file(&path) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                    return Err(RunFilesError::io("delete", &path, &e));
-                }
-                _ => {}
+        let metrics = self.metrics();
+        match fs::remove_file(&metrics) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => {
+                return Err(RunFilesError::io("delete", &metrics, &e));
             }
+            _ => {}
         }
-        Ok(())
+        Summary::delete(&self.summary())
     }
 }
 

@@ -19,7 +19,7 @@ fn request(run: &Run, rank: u32, world_size: u32) -> Request<'_> {
         restarted: false,
         rank,
         world_size,
-        deadline: Instant::now() + Duration::from_mins(1),
+        deadline: Instant::now() + Duration::from_mins(10),
     }
 }
 
@@ -155,6 +155,7 @@ fn save(folder: &Path, step: u64) {
     let state = checkpoint::State {
         step,
         consumed_samples: step,
+        skipped: 0,
         batch: None,
         rng: checkpoint::Rng {
             seed: 1,
@@ -327,4 +328,33 @@ fn a_file_in_the_way_is_an_error_with_a_hint() {
     cannot create `DIR/file/below`: Not a directory (os error 20)
       hint: a file stands where a folder is needed; set another `run.out_dir`
     ");
+}
+
+#[test]
+fn a_job_that_was_stopped_goes_on_when_it_is_started_again() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut run = run(folder.path());
+    fs::create_dir_all(folder.path().join("checkpoints/step_00000001")).unwrap();
+    let write_summary = |run_id: &str, complete: bool, stopped: Option<&str>| {
+        let summary = serde_json::json!({
+            "name": "train", "run_id": run_id, "steps": 1, "complete": complete, "stopped": stopped, "samples": 1, "tokens": 1,
+            "parameters": 1, "entropies": { "unigram": 1.0 }, "seconds": 1.0, "tokens_per_s": 1.0, "world_size": 1,
+            "generation": 1, "restarts": 0,
+        });
+        fs::write(folder.path().join("summary.json"), summary.to_string()).unwrap();
+    };
+    for (run_id, complete, stopped, goes_on) in [
+        ("job", false, Some("SIGTERM"), true),
+        ("job", true, None, false),
+        // Its last state could not be saved.
+        ("job", false, None, false),
+        ("other", false, Some("SIGTERM"), false),
+    ] {
+        write_summary(run_id, complete, stopped);
+        assert_eq!(open(&run).is_ok(), goes_on, "{run_id} {complete} {stopped:?}");
+    }
+    write_summary("job", false, Some("SIGTERM"));
+    run.overwrite = true;
+    open(&run).unwrap();
+    assert!(!folder.path().join("summary.json").exists(), "as it was told");
 }

@@ -1,11 +1,13 @@
 //! `summary.json`: the run in one object.
 
+use std::io::{self, Read as _};
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::RunFilesError;
 use super::replace::replace_file;
+use crate::checkpoint::open_to_read;
 use crate::data::Entropies;
 
 /// What is known when a run ends.
@@ -17,18 +19,22 @@ pub struct Summary {
     pub run_id: String,
     /// Steps finished since the run began.
     pub steps: u64,
-    /// True when all steps of the configuration are done and saved; false when the run was asked to stop, or when its last
-    /// state could not be saved.
+    /// True when all steps of the configuration are done and saved; false when the run was asked to stop before its last
+    /// step, or when its last state could not be saved.
     pub complete: bool,
+    /// Why the run was asked to stop before its last step, such as the name of a signal; none unless its state was saved
+    /// then. Started again, the same job goes on.
+    #[serde(default)]
+    pub stopped: Option<String>,
     /// Samples consumed since the run began.
     pub samples: u64,
     /// Tokens consumed since the run began.
     pub tokens: u64,
     /// Number of parameters.
     pub parameters: u64,
-    /// Training loss of the last step, nats a token.
+    /// Training loss of the last step, nats per token.
     pub loss: Option<f64>,
-    /// Validation loss at the end, nats a token.
+    /// Validation loss at the end, nats per token.
     pub val_loss: Option<f64>,
     /// What a model without context reaches on the same data.
     pub entropies: Entropies,
@@ -59,7 +65,17 @@ impl Summary {
     /// What an earlier life of the run has written to `path`; none if there is nothing, or nothing that can be read.
     #[must_use]
     pub fn read(path: &Path) -> Option<Self> {
-        serde_json::from_slice(&std::fs::read(path).ok()?).ok()
+        let mut bytes = Vec::new();
+        open_to_read(path).ok()?.read_to_end(&mut bytes).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// Deletes the file at `path`; one that is not there is fine.
+    pub fn delete(path: &Path) -> Result<(), RunFilesError> {
+        match std::fs::remove_file(path) {
+            Err(e) if e.kind() != io::ErrorKind::NotFound => Err(RunFilesError::io("delete", path, &e)),
+            _ => Ok(()),
+        }
     }
 
     /// Replaces the file at `path` as a whole.
@@ -84,6 +100,7 @@ mod tests {
             run_id: "r".into(),
             steps: 3,
             complete: true,
+            stopped: None,
             samples: 48,
             tokens: 6144,
             parameters: 10,
@@ -108,5 +125,13 @@ mod tests {
         summary.write(&path).unwrap();
         assert_eq!(Summary::read(&path), Some(summary));
         assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_pipe_is_no_summary_and_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("summary.json");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(Summary::read(&path), None);
     }
 }

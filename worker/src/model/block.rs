@@ -3,6 +3,7 @@
 use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::fmt;
+use std::ops::Range;
 use std::sync::Arc;
 
 use super::{Activation, ActivationPool, ParamGroup, ParamId, ParamSpec};
@@ -78,7 +79,7 @@ pub trait Params {
     fn get(&self, id: ParamId) -> Buffer;
 }
 
-/// Where gradients go, and who is told that they are there.
+/// Memory for gradients, and reports of contributions to them.
 pub trait GradSink {
     /// Memory for the gradient of `id`.
     fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError>;
@@ -139,21 +140,20 @@ pub struct Context<'a> {
     pub dloss: Option<&'a Buffer>,
     /// Type of activations and parameters: f32 or bf16 (f64 in gradient checks).
     pub dtype: DType,
-    /// Key of the randomness of this micro-batch.
-    pub key: StepKey,
+    /// Names the samples, for dropout's masks. None: nothing is dropped.
+    pub samples: Option<SampleKey>,
     /// Takes down what runs, while it is open.
     pub timeline: Option<&'a Timeline>,
 }
 
-/// Names one micro-batch of one step, so that stateless randomness repeats under recomputation.
+/// Names the samples of one micro-batch. Randomness that depends on nothing else repeats under recomputation, and is the
+/// same on any number of ranks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct StepKey {
+pub struct SampleKey {
     /// Seed of the run.
     pub seed: u64,
-    /// Step, from 0.
-    pub step: u64,
-    /// Micro-batch of the step over all ranks, from 0.
-    pub micro_batch: u64,
+    /// Number of the first sample in the run, which no other step has. The others follow it.
+    pub first: u64,
 }
 
 impl Context<'_> {
@@ -258,6 +258,8 @@ pub struct Model {
     pub groups: Vec<ParamGroup>,
     /// Blocks, in forward order.
     pub blocks: Vec<Arc<dyn Block>>,
+    /// By block: its forward keeps its input only, and its backward begins with the forward (`train.recompute: full`).
+    pub keeps_input: Vec<bool>,
 }
 
 impl Model {
@@ -265,6 +267,23 @@ impl Model {
     #[must_use]
     pub fn param_count(&self) -> usize {
         self.params.iter().map(ParamSpec::len).sum()
+    }
+
+    /// The chunk of all blocks.
+    #[must_use]
+    pub fn whole(&self) -> Range<usize> {
+        0..self.blocks.len()
+    }
+
+    /// Parameters of a block whose elements its backward reads: all of them if that begins with the forward.
+    #[must_use]
+    pub fn read_by_backward(&self, block: usize) -> &[ParamId] {
+        let (block, is_recomputed) = (&self.blocks[block], self.keeps_input[block]);
+        if is_recomputed {
+            block.params()
+        } else {
+            block.read_by_backward()
+        }
     }
 
     /// Type of the parameters, which is that of the activations too.

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 
+use super::dropout::Dropout;
 use super::embedding::Embedding;
 use super::head::Head;
 use super::sublayer::{Attention, Dense, FeedForward, Norm};
@@ -37,7 +38,7 @@ pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> 
         let group = parts.group("wpe");
         parts.matrix(group, "wpe.weight", [sizes.positions, sizes.channels], STD)
     });
-    blocks.push(Arc::new(Embedding::new(wte, wpe, sizes.channels)));
+    blocks.push(Arc::new(Embedding::new(wte, wpe, sizes.channels, sizes.dropout)));
 
     for layer in 0..sizes.layers {
         blocks.push(Arc::new(parts.transformer_block(&sizes, layer, attention)));
@@ -57,6 +58,7 @@ pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> 
         name: format!("{kind} {} × {}", sizes.layers, sizes.channels),
         params: parts.params,
         groups: parts.groups,
+        keeps_input: vec![false; blocks.len()],
         blocks,
     })
 }
@@ -68,6 +70,7 @@ struct Sizes {
     channels: usize,
     positions: usize,
     vocab: usize,
+    dropout: f32,
 }
 
 impl Sizes {
@@ -109,6 +112,7 @@ impl Sizes {
             channels: n_embd,
             positions: config.block_size,
             vocab,
+            dropout: config.dropout,
         })
     }
 }
@@ -134,17 +138,17 @@ impl Parts {
     }
 
     /// Matrices decay, vectors (norms and biases) do not.
-    fn param(&mut self, group: GroupId, name: String, shape: Vec<usize>, init: Init) -> ParamId {
+    fn param(&mut self, group: GroupId, key: String, shape: Vec<usize>, init: Init) -> ParamId {
         let id = ParamId(self.params.len());
         let decay = shape.len() > 1;
         self.params.push(ParamSpec {
-            name,
-            shape,
+            key,
+            global_shape: shape,
+            cut: None,
             dtype: DType::F32,
             init,
             decay,
             group,
-            shard: None,
         });
         self.groups[group.0].params.push(id);
         id
@@ -175,12 +179,17 @@ impl Parts {
     fn transformer_block(&mut self, sizes: &Sizes, layer: usize, attention: bool) -> TransformerBlock {
         let (name, c) = (format!("h.{layer}"), sizes.channels);
         let group = self.group(name.clone());
+        let dropout = Dropout {
+            rate: sizes.dropout,
+            layer: layer as u32,
+        };
         let into_stream = STD / (2.0 * sizes.layers as f32).sqrt();
         let attention = attention.then(|| Attention {
             norm: self.norm(group, &format!("{name}.ln_1"), c),
             qkv: self.dense(group, &format!("{name}.attn.c_attn"), [c, 3 * c], STD),
             projection: self.dense(group, &format!("{name}.attn.c_proj"), [c, c], into_stream),
             heads: sizes.heads,
+            dropout,
         });
         let feed_forward = FeedForward {
             norm: self.norm(group, &format!("{name}.ln_2"), c),
@@ -192,6 +201,7 @@ impl Parts {
                 into_stream,
             ),
             keeps_wide: true,
+            dropout,
         };
         TransformerBlock::new(name, attention, feed_forward)
     }
@@ -211,6 +221,7 @@ mod tests {
             block_size: 1024,
             vocab_size: None,
             init_from: None,
+            dropout: 0.0,
         }
     }
 
@@ -219,10 +230,10 @@ mod tests {
         let model = build(&config(ModelKind::Gpt2), 50_257).unwrap();
         assert_eq!(model.param_count(), 124_439_808);
         assert_eq!(model.blocks.len(), 14);
-        let find = |name: &str| model.params.iter().find(|p| p.name == name).unwrap();
-        assert_eq!(find("h.11.attn.c_attn.weight").shape, [768, 2304]);
-        assert_eq!(find("h.0.mlp.c_proj.weight").shape, [3072, 768]);
-        assert_eq!(find("wpe.weight").shape, [1024, 768]);
+        let find = |name: &str| model.params.iter().find(|p| p.key == name).unwrap();
+        assert_eq!(find("h.11.attn.c_attn.weight").global_shape, [768, 2304]);
+        assert_eq!(find("h.0.mlp.c_proj.weight").global_shape, [3072, 768]);
+        assert_eq!(find("wpe.weight").global_shape, [1024, 768]);
         assert!(!find("h.3.ln_2.bias").decay && find("wte.weight").decay);
     }
 

@@ -1,5 +1,6 @@
 //! The first block: tokens to channels.
 
+use super::dropout::{Dropout, Site};
 use super::{Activation, Block, Context, GradSink, ParamId, Params, Saved};
 use crate::device::DeviceError;
 use crate::ops::{EncoderForward, PositionBackward, TokenBackward};
@@ -11,17 +12,19 @@ pub(super) struct Embedding {
     wpe: Option<ParamId>,
     params: Vec<ParamId>,
     channels: usize,
+    dropout: Dropout,
 }
 
 impl Embedding {
     /// Without `wpe`, positions make no difference.
-    pub(super) fn new(wte: ParamId, wpe: Option<ParamId>, channels: usize) -> Self {
+    pub(super) fn new(wte: ParamId, wpe: Option<ParamId>, channels: usize, rate: f32) -> Self {
         let params = std::iter::once(wte).chain(wpe).collect();
         Self {
             wte,
             wpe,
             params,
             channels,
+            dropout: Dropout { rate, layer: 0 },
         }
     }
 }
@@ -61,7 +64,8 @@ impl Block for Embedding {
             positions,
         });
         saved.put("tokens", input);
-        Ok(out)
+        let dropped = self.dropout.apply(ctx, Site::Embedding, &out, None)?;
+        Ok(dropped.unwrap_or(out))
     }
 
     fn backward(
@@ -73,6 +77,7 @@ impl Block for Embedding {
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
         let tokens = saved.take("tokens")?;
+        let dout = &self.dropout.gradient(ctx, Site::Embedding, dout)?;
         let [_, positions] = batch_and_positions(&tokens)?;
         if let Some(wpe) = self.wpe {
             let slot = grads.grad(wpe)?;

@@ -21,7 +21,7 @@ impl LocalParams {
         let params = Self { arena, ranges };
         for (i, spec) in model.params.iter().enumerate() {
             let mut values = vec![0.0; spec.len()];
-            fill_init(spec, ParamId(i), seed, 0..spec.len(), &mut values);
+            fill_init(spec, seed, 0..spec.len(), &mut values);
             let target = params.get(ParamId(i));
             match dtype {
                 DType::F64 => {

@@ -2,43 +2,46 @@
 //!
 //! | type | what it is |
 //! |---|---|
-//! | [`ParamSpec`], [`ParamGroup`] | name, shape, initialiser, decay of a parameter; the unit of ZeRO-3 gathering |
+//! | [`ParamSpec`], [`ParamGroup`] | key, shape, cut, initialiser, decay of a parameter; the unit of ZeRO-3 gathering |
+//! | [`Region`], [`Cut`] | a box of a tensor; how a rank's part of a parameter consists of them |
 //! | [`Block`] | forward and backward over parameters that are passed in, never held |
 //! | [`Saved`] | what a block's forward keeps for its backward; one per block and micro-batch in flight |
 //! | [`Activation`], [`ActivationPool`] | shaped buffers, leased from a pool |
 //! | [`rehearse`] | how much memory activations will need, by going through a step without carrying it out |
 //! | [`Model`] | parameters, groups and blocks of one network |
 //! | [`build()`] | a network from the `model` section: GPT-2, or the same without attention |
-//! | [`forward`], [`backward`], [`evaluate`] | loops over the blocks |
+//! | [`Passes`], [`Flight`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
 //! | [`recomputing`] | the same model, keeping less for backward |
-//! | [`fill_init`], [`philox`] | stateless first values |
+//! | [`fill_init`] | stateless first values |
 //! | [`LocalParams`], [`LocalGrads`] | parameters and gradients of a model that lives on one rank alone |
 
 mod activation;
 mod block;
 mod build;
+mod dropout;
 mod embedding;
 mod error;
 mod head;
 mod init;
 mod local;
 mod param;
-mod philox;
+mod passes;
 mod placement;
 mod recompute;
+mod region;
 mod rehearsal;
-mod step;
 mod sublayer;
 mod transformer;
 
 pub use activation::{Activation, ActivationPool};
-pub use block::{Block, Context, GradSink, GradSlot, Model, Params, Saved, StepKey, Unused};
+pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved, Unused};
 pub use build::build;
 pub use error::ModelError;
 pub use init::fill_init;
 pub use local::{LocalGrads, LocalParams};
-pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec, Shard};
-pub use philox::philox;
+pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec};
+pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub use recompute::recomputing;
+pub(crate) use region::Overlap;
+pub use region::{Cut, CutError, Region, Run};
 pub use rehearsal::rehearse;
-pub use step::{backward, evaluate, forward, saved_for};

@@ -1,5 +1,8 @@
 //! Parameters as data.
 
+use std::ops::Range;
+
+use super::{Cut, Region, Run};
 use crate::device::DType;
 
 /// Index of a parameter in its model.
@@ -13,27 +16,65 @@ pub struct GroupId(pub usize);
 /// All that is known of a parameter before it exists.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
-    /// Unique in the model, as in GPT-2's published checkpoints: `h.0.attn.c_attn.weight`.
-    pub name: String,
-    /// Global shape, before any sharding.
-    pub shape: Vec<usize>,
+    /// Unique in the model and the same under every layout, as in GPT-2's published checkpoints:
+    /// `h.0.attn.c_attn.weight`. It seeds the first values, and names the tensors of a checkpoint.
+    pub key: String,
+    /// Shape of the whole parameter.
+    pub global_shape: Vec<usize>,
+    /// How the parameter is divided over ranks; none: all of it is on every rank.
+    pub cut: Option<Cut>,
     /// Type in the parameter arena.
     pub dtype: DType,
-    /// How element `i` gets its first value, from (seed, parameter, element) alone.
+    /// How an element gets its first value, from (seed, key, global element) alone.
     pub init: Init,
     /// Weight decay applies: matrices yes, norms and biases no.
     pub decay: bool,
     /// Group that it is gathered with.
     pub group: GroupId,
-    /// How the parameter itself is cut over a mesh; none: whole on every rank.
-    pub shard: Option<Shard>,
 }
 
 impl ParamSpec {
-    /// Number of elements.
+    /// Shape of this rank's part.
+    #[must_use]
+    pub fn local_shape(&self) -> Vec<usize> {
+        match &self.cut {
+            Some(cut) => cut.local_shape(&self.global_shape),
+            None => self.global_shape.clone(),
+        }
+    }
+
+    /// Number of elements of this rank's part.
     #[must_use]
     pub fn len(&self) -> usize {
-        self.shape.iter().product()
+        self.local_shape().iter().product()
+    }
+
+    /// The boxes of the whole parameter that this rank's part consists of.
+    #[must_use]
+    pub fn regions(&self) -> Vec<Region> {
+        match &self.cut {
+            Some(cut) => cut.regions(&self.global_shape),
+            None => vec![Region::whole(&self.shape_on_disk())],
+        }
+    }
+
+    /// Elements `range` of this rank's part, in order, as runs of neighbours.
+    #[must_use]
+    pub fn runs(&self, range: Range<usize>) -> Vec<Run> {
+        match &self.cut {
+            Some(cut) => cut.runs(&self.global_shape, range),
+            None => vec![Run {
+                region: 0,
+                in_region: range.start,
+                global: range.start,
+                local: range,
+            }],
+        }
+    }
+
+    /// The global shape as files have it.
+    pub(crate) fn shape_on_disk(&self) -> Vec<u64> {
+        self.global_shape.iter().map(|&len| len as u64).collect()
     }
 
     /// True if it has no elements.
@@ -48,20 +89,11 @@ impl ParamSpec {
 pub enum Init {
     /// All the same.
     Constant(f32),
-    /// Normal with mean 0, by Philox keyed with (seed, parameter, element).
+    /// Normal with mean 0, by Philox of (seed, key, global element).
     Normal {
         /// Standard deviation.
         std: f32,
     },
-}
-
-/// A parameter cut over one dimension of a device mesh.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shard {
-    /// Axis of the shape that is cut.
-    pub axis: usize,
-    /// Dimension of the mesh over which it is cut.
-    pub mesh_dim: usize,
 }
 
 /// Parameters that are gathered and released together. A tied weight is a group of its own.

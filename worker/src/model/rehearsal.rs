@@ -6,8 +6,8 @@
 use std::sync::Arc;
 
 use super::{
-    Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, ParamSpec, Params, StepKey,
-    Unused, backward, evaluate, forward, saved_for,
+    Activation, ActivationPool, Context, Flight, GradSink, GradSlot, Model, NoHooks, ParamId, ParamSpec,
+    Params, Passes, SampleKey, Unused,
 };
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, IdleDevice, Stream};
 
@@ -17,10 +17,7 @@ pub fn rehearse(model: &Model, [samples, positions]: [usize; 2]) -> Result<usize
     let stage = Stage::new(model, [samples, positions])?;
     let pool = ActivationPool::planned(stage.device.clone(), isize::MAX as usize)?;
     let ctx = stage.context(&pool);
-    let mut saved = saved_for(model);
-    drop(forward(model, &ctx, &stage, &stage.tokens, &mut saved)?);
-    backward(model, &ctx, &stage, &mut saved, &mut Audience(&stage))?;
-    drop(evaluate(model, &ctx, &stage, &stage.tokens)?);
+    stage.pass(&ctx)?;
     Ok(pool.extent())
 }
 
@@ -51,6 +48,21 @@ impl<'a> Stage<'a> {
         })
     }
 
+    /// Both passes, and an evaluation.
+    fn pass(&self, ctx: &Context<'_>) -> Result<(), DeviceError> {
+        let passes = Passes {
+            model: self.model,
+            ctx,
+            params: self,
+        };
+        let mut flight = Flight::over(self.model.whole());
+        drop(passes.forward(&mut flight, &self.tokens, &mut NoHooks)?);
+        passes.backward(&mut flight, None, &mut NoHooks, &mut Audience(self))?;
+        passes
+            .evaluate(self.model.whole(), &self.tokens, &mut NoHooks)
+            .map(drop)
+    }
+
     fn context<'b>(&'b self, pool: &'b ActivationPool) -> Context<'b> {
         Context {
             device: self.device.as_ref(),
@@ -59,7 +71,7 @@ impl<'a> Stage<'a> {
             targets: &self.targets,
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
-            key: StepKey::default(),
+            samples: Some(SampleKey::default()),
             timeline: None,
         }
     }
@@ -99,7 +111,7 @@ mod tests {
 
     const SAMPLES: usize = 8;
 
-    /// `n_layer` blocks of `n_embd` channels, recomputed as every way there is, in f32 and bf16.
+    /// `n_layer` blocks of `n_embd` channels, recomputed in every way there is, in f32 and bf16; and with dropout.
     fn models(n_layer: usize, n_embd: usize, positions: usize, vocab: usize) -> Vec<(String, Model)> {
         let mut models = Vec::new();
         for kind in [ModelKind::Gpt2, ModelKind::Mlp] {
@@ -111,6 +123,7 @@ mod tests {
                 block_size: positions,
                 vocab_size: Some(vocab),
                 init_from: None,
+                dropout: 0.0,
             };
             for dtype in [DType::F32, DType::Bf16] {
                 for what in [Recompute::None, Recompute::Selective, Recompute::Full] {
@@ -118,15 +131,18 @@ mod tests {
                     models.push((format!("{} in {dtype}, {what:?}", model.name), model));
                 }
             }
+            let shape = config::Model {
+                dropout: 0.1,
+                ..shape
+            };
+            let model = build(&shape, 256).unwrap();
+            models.push((format!("{} with dropout", model.name), model));
         }
         models
     }
 
     fn pass(stage: &Stage<'_>, pool: &ActivationPool) {
-        let (ctx, mut saved) = (stage.context(pool), saved_for(stage.model));
-        drop(forward(stage.model, &ctx, stage, &stage.tokens, &mut saved).unwrap());
-        backward(stage.model, &ctx, stage, &mut saved, &mut Audience(stage)).unwrap();
-        drop(evaluate(stage.model, &ctx, stage, &stage.tokens).unwrap());
+        stage.pass(&stage.context(pool)).unwrap();
     }
 
     #[test]

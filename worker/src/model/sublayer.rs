@@ -3,6 +3,7 @@
 //! Backward works in the reverse of the order in which parameters are listed, since that is the order of gradient
 //! memory: within a layer the bias, then the weight.
 
+use super::dropout::{Dropout, Site};
 use super::{Activation, Context, GradSink, ParamId, Params, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
@@ -112,6 +113,23 @@ impl Dense {
         Ok(out)
     }
 
+    /// `[B, T, I]` to `[B, T, O]`: `residual`, plus the output where it is not dropped.
+    fn forward_onto(
+        &self,
+        ctx: &Context<'_>,
+        params: &dyn Params,
+        inp: &Activation,
+        residual: &Activation,
+        (dropout, site): (Dropout, Site),
+    ) -> Result<Activation, DeviceError> {
+        if dropout.mask(ctx, site).is_none() {
+            return self.forward(ctx, params, inp, Some(residual));
+        }
+        let projected = self.forward(ctx, params, inp, None)?;
+        let out = dropout.apply(ctx, site, &projected, Some(residual))?;
+        Ok(out.unwrap_or(projected))
+    }
+
     /// `[…, I]` to `[…, O]` twice: before and after a GELU.
     fn forward_gelu(
         &self,
@@ -205,13 +223,14 @@ impl Dense {
     }
 }
 
-/// `x + projection(attention(norm(x)))`
+/// `x + dropout(projection(attention(norm(x))))`
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Attention {
     pub(super) norm: Norm,
     pub(super) qkv: Dense,
     pub(super) projection: Dense,
     pub(super) heads: usize,
+    pub(super) dropout: Dropout,
 }
 
 impl Attention {
@@ -253,8 +272,15 @@ impl Attention {
             out: mixed.buffer().clone(),
             lse: lse.buffer().clone(),
             shape,
+            dropout: self.dropout.mask(ctx, Site::Attention),
         });
-        let out = self.projection.forward(ctx, params, &mixed, Some(inp))?;
+        let out = self.projection.forward_onto(
+            ctx,
+            params,
+            &mixed,
+            inp,
+            (self.dropout, Site::AttentionResidual),
+        )?;
         saved.put("attention input", inp);
         saved.put("qkv", &qkv);
         saved.put("attention", &mixed);
@@ -277,9 +303,11 @@ impl Attention {
             saved.take("attention")?,
             saved.take("attention lse")?,
         );
-        self.projection.dbias(ctx, stream, grads)?;
-        self.projection.dweight(ctx, &mixed, stream, grads)?;
-        let dmixed = self.projection.dinp(ctx, params, stream)?;
+        let dprojected = self.dropout.gradient(ctx, Site::AttentionResidual, stream)?;
+        self.projection.dbias(ctx, &dprojected, grads)?;
+        self.projection.dweight(ctx, &mixed, &dprojected, grads)?;
+        let dmixed = self.projection.dinp(ctx, params, &dprojected)?;
+        drop(dprojected);
         let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
         ctx.enqueue(AttentionBackward {
             qkv: qkv.buffer().clone(),
@@ -288,6 +316,7 @@ impl Attention {
             dout: dmixed.buffer().clone(),
             dqkv: dqkv.buffer().clone(),
             shape: self.shape(&inp)?,
+            dropout: self.dropout.mask(ctx, Site::Attention),
         });
         drop((qkv, mixed, lse, dmixed));
         self.qkv.dbias(ctx, &dqkv, grads)?;
@@ -300,7 +329,7 @@ impl Attention {
     }
 }
 
-/// `x + projection(gelu(widen(norm(x))))`
+/// `x + dropout(projection(gelu(widen(norm(x)))))`
 #[derive(Clone, Copy, Debug)]
 pub(super) struct FeedForward {
     pub(super) norm: Norm,
@@ -308,6 +337,7 @@ pub(super) struct FeedForward {
     pub(super) projection: Dense,
     /// Otherwise backward widens again.
     pub(super) keeps_wide: bool,
+    pub(super) dropout: Dropout,
 }
 
 impl FeedForward {
@@ -357,7 +387,13 @@ impl FeedForward {
         let normalised = self.norm.forward(ctx, params, inp)?;
         let [wide, active] = self.widen.forward_gelu(ctx, params, &normalised)?;
         drop(normalised);
-        let out = self.projection.forward(ctx, params, &active, Some(inp))?;
+        let out = self.projection.forward_onto(
+            ctx,
+            params,
+            &active,
+            inp,
+            (self.dropout, Site::FeedForwardResidual),
+        )?;
         self.keep(saved, inp, &wide);
         Ok(out)
     }
@@ -377,11 +413,12 @@ impl FeedForward {
         } else {
             self.wide(ctx, params, &inp)?
         };
-        self.projection.dbias(ctx, stream, grads)?;
-        let dwide = self.projection.dwide(ctx, params, stream, &wide)?;
+        let dprojected = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
+        self.projection.dbias(ctx, &dprojected, grads)?;
+        let dwide = self.projection.dwide(ctx, params, &dprojected, &wide)?;
         // From here on `wide` is the output of the GELU.
-        self.projection.dweight(ctx, &wide, stream, grads)?;
-        drop(wide);
+        self.projection.dweight(ctx, &wide, &dprojected, grads)?;
+        drop((wide, dprojected));
         self.widen.dbias(ctx, &dwide, grads)?;
         let normalised = self.norm.forward(ctx, params, &inp)?;
         self.widen.dweight(ctx, &normalised, &dwide, grads)?;

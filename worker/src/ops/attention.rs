@@ -8,7 +8,7 @@ use super::kernel::{by_dtype, kernel, with_scratch};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
 use super::real::{Real, ln, max_of, sum_map2};
 use super::stored::Stored;
-use super::{CpuKernel, expect_len};
+use super::{CpuKernel, DropoutMask, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
 /// Queries of a tile.
@@ -86,7 +86,7 @@ impl<S: Stored> Inputs<'_, S> {
     }
 }
 
-/// `out = softmax(q·kᵀ/√(C/H), over keys not after the query) · v`, by heads
+/// `out = dropout(softmax(q·kᵀ/√(C/H), over keys not after the query)) · v`, by heads
 #[derive(Clone, Debug)]
 pub struct AttentionForward {
     /// `[B, T, 3C]`: queries, keys, values; within each, the heads one after the other
@@ -97,6 +97,8 @@ pub struct AttentionForward {
     pub lse: Buffer,
     /// Sizes.
     pub shape: AttentionShape,
+    /// What of the probabilities is dropped; none: nothing.
+    pub dropout: Option<DropoutMask>,
 }
 
 impl CpuKernel for AttentionForward {
@@ -133,9 +135,11 @@ impl AttentionForward {
         let parts = outs.zip(lse.chunks_mut(positions)).enumerate().collect();
         let isa = cpu.isa();
         cpu.for_each_part(parts, |(i, (mut out, lse)): (usize, (Tile<'_, S>, _))| {
-            shape.inputs(qkv, i / heads, i % heads).read(isa, |inputs| {
+            let pair = [i / heads, i % heads];
+            let mask = self.dropout.as_ref().map(|mask| HeadMask { mask, pair });
+            shape.inputs(qkv, pair[0], pair[1]).read(isa, |inputs| {
                 S::write_matrix(isa, &mut out.out, false, |out| {
-                    head_forward(isa, inputs, out, lse, shape.scale());
+                    head_forward(isa, inputs, (out, lse), shape.scale(), mask);
                 });
             });
         });
@@ -143,13 +147,30 @@ impl AttentionForward {
     }
 }
 
+/// What is dropped of one sample and head.
+#[derive(Clone, Copy)]
+struct HeadMask<'a> {
+    mask: &'a DropoutMask,
+    pair: [usize; 2],
+}
+
+impl HeadMask<'_> {
+    /// Drops numbers of queries `first..end` (rows) and the keys that each sees.
+    fn drop<T: Real>(&self, tile: &mut [T], first: usize, end: usize) {
+        for (query, row) in (first..end).zip(tile.chunks_exact_mut(end)) {
+            self.mask
+                .drop_keys(self.pair[0], self.pair[1], query, &mut row[..=query]);
+        }
+    }
+}
+
 /// One head of one sample.
 fn head_forward<T: Real>(
     isa: Isa,
     inputs: Inputs<'_, T>,
-    out: &mut MatrixMut<'_, T>,
-    lse: &mut [T],
+    (out, lse): (&mut MatrixMut<'_, T>, &mut [T]),
     scale: T,
+    mask: Option<HeadMask<'_>>,
 ) {
     let Inputs { q, k, v } = inputs;
     let positions = out.row_count();
@@ -166,6 +187,9 @@ fn head_forward<T: Real>(
                 false,
             );
             softmax_rows(isa, scores, first, &mut lse[first..end]);
+            if let Some(mask) = mask {
+                mask.drop(scores, first, end);
+            }
             let scores = Matrix::dense(scores, end - first, end);
             product(
                 &mut out.rows_mut(first..end),
@@ -214,6 +238,8 @@ pub struct AttentionBackward {
     pub dqkv: Buffer,
     /// Sizes.
     pub shape: AttentionShape,
+    /// As in forward.
+    pub dropout: Option<DropoutMask>,
 }
 
 impl CpuKernel for AttentionBackward {
@@ -276,8 +302,10 @@ impl AttentionBackward {
                             lse,
                             dout,
                         };
+                        let pair = [sample, head];
+                        let mask = self.dropout.as_ref().map(|mask| HeadMask { mask, pair });
                         write_all(isa, gradients, |gradients| {
-                            head_backward(isa, forward, gradients, shape.scale());
+                            head_backward(isa, forward, gradients, shape.scale(), mask);
                         });
                     });
                 });
@@ -341,7 +369,13 @@ struct Forward<'a, T> {
 
 /// One head of one sample. The last tile of queries sees all keys and overwrites their gradients, the tiles before
 /// it add to them.
-fn head_backward<T: Real>(isa: Isa, forward: Forward<'_, T>, gradients: [MatrixMut<'_, T>; 3], scale: T) {
+fn head_backward<T: Real>(
+    isa: Isa,
+    forward: Forward<'_, T>,
+    gradients: [MatrixMut<'_, T>; 3],
+    scale: T,
+    mask: Option<HeadMask<'_>>,
+) {
     let Forward {
         inputs: Inputs { q, k, v },
         out,
@@ -378,15 +412,21 @@ fn head_backward<T: Real>(isa: Isa, forward: Forward<'_, T>, gradients: [MatrixM
                 T::ONE,
                 false,
             );
+            if let Some(mask) = mask {
+                mask.drop(dscores, first, end);
+            }
             let rows = TileRows {
-                probabilities,
-                dscores,
+                probabilities: &mut *probabilities,
+                dscores: &mut *dscores,
                 first,
                 lse: &lse[tile.clone()],
                 out,
                 dout,
             };
             softmax_rows_back(isa, rows, scale);
+            if let Some(mask) = mask {
+                mask.drop(probabilities, first, end);
+            }
             let probabilities = Matrix::dense(probabilities, tile.len(), end);
             let dscores = Matrix::dense(dscores, tile.len(), end);
             product(&mut dq.rows_mut(tile), dscores, k.rows(0..end), T::ONE, false);

@@ -15,8 +15,10 @@
 //! | `layernorm`, `gelu`, `attention` | forward and backward |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
+//! | `dropout`, `philox` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
 //! | `loss_sum` | [`LossSum`] |
-//! | `adamw`, `norm` | [`AdamW`], [`SquaredNorm`], [`ClipScale`] |
+//! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
+//! | `norm` | [`SquaredNorm`], [`ClipScale`] |
 //! | `cast`, `fill` | [`Cast`], [`Fill`], [`Scale`] |
 //! | `kernel`, `real`, `matrix`, `stored` | what CPU kernels are written in; bf16 storage |
 //! | [`cuda`] | the same operations on NVIDIA GPUs |
@@ -27,13 +29,13 @@
 //!
 //! Letters: `B` samples, `T` positions, `C` channels, `H` heads, `V` vocabulary, `R = B·T` rows.
 
-mod adamw;
 mod attention;
 mod batch_norm;
 mod cast;
 mod column_sum;
 mod cross_entropy;
 pub mod cuda;
+mod dropout;
 mod encoder;
 mod fill;
 mod gelu;
@@ -44,26 +46,34 @@ mod linear_gelu;
 mod loss_sum;
 mod matrix;
 mod norm;
+mod philox;
 pub(crate) mod real;
 mod stored;
+mod update;
 
-pub(crate) use adamw::HostUpdate;
-pub use adamw::{AdamW, AdamWStep};
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
 pub use cast::Cast;
 pub(crate) use cast::cast_bytes;
 pub use column_sum::ColumnSum;
 pub use cross_entropy::CrossEntropy;
+pub use dropout::{Dropout, DropoutMask};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward};
 pub use fill::{Fill, Scale};
 pub use gelu::{GeluBackward, GeluForward};
+pub(crate) use kernel::kernel;
 pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
 pub use layernorm::{LayerNormBackward, LayerNormForward};
 pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
 pub use linear_gelu::{LinearGeluBackward, LinearGeluForward};
 pub use loss_sum::LossSum;
-pub use norm::{CHUNK, ClipScale, SquaredNorm};
+pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
+pub use philox::philox;
+pub(crate) use update::{HostUpdate, bias_correction};
+pub use update::{
+    MAX_CONSTANTS, MAX_RATES, MAX_SLOTS, Rates, Runs, UPDATE_NUMBERS, Update, UpdateNumbers, UpdatePart,
+    UpdateRule,
+};
 
 use crate::device::cuda::{CudaKernel, Launch};
 use crate::device::{Cpu, DeviceError};
@@ -112,7 +122,6 @@ macro_rules! operations {
 }
 
 operations!(
-    AdamW,
     AttentionBackward,
     AttentionForward,
     BatchNormBackward,
@@ -123,6 +132,7 @@ operations!(
     ClipScale,
     ColumnSum,
     CrossEntropy,
+    Dropout,
     EncoderForward,
     Fill,
     GeluBackward,
@@ -139,6 +149,7 @@ operations!(
     Scale,
     SquaredNorm,
     TokenBackward,
+    Update,
 );
 
 /// An error that says which operation met which size.

@@ -5,6 +5,7 @@ use half::bf16;
 use super::kernel::kernel;
 use super::real::sum_lanes;
 use super::stored::Stored;
+use super::update::{UPDATE_NUMBERS, bias_correction};
 use super::{CpuKernel, expect_len};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
@@ -70,7 +71,7 @@ kernel! {
 }
 
 /// `norm = √Σ partials; scale = min(1, max_norm / norm)`, summed in chunk order; the scale is NaN, so that
-/// [`super::AdamW`] leaves everything as it is, if the norm or one of `witnesses` is not finite
+/// [`super::Update`] leaves everything as it is, if the norm or one of `witnesses` is not finite
 #[derive(Clone, Debug)]
 pub struct ClipScale {
     /// `[partials]`, f64, of [`SquaredNorm`], of all ranks
@@ -83,8 +84,19 @@ pub struct ClipScale {
     pub max_norm: Option<f32>,
     /// `[1]`, f32
     pub norm: Buffer,
-    /// `[1]`, f32, for [`super::AdamW`]
+    /// For [`super::Update`]: the factor, `[1]`, f32; with `updates` also the bias corrections, `[3]`.
     pub scale: Buffer,
+    /// None: the host counts the updates.
+    pub updates: Option<Updates>,
+}
+
+/// How often parameters were updated, counted where a step is skipped or not.
+#[derive(Clone, Debug)]
+pub struct Updates {
+    /// `[1]`, i32: one more, unless the step is to be skipped.
+    pub count: Buffer,
+    /// Decays of the moments.
+    pub betas: [f32; 2],
 }
 
 impl CpuKernel for ClipScale {
@@ -95,6 +107,7 @@ impl CpuKernel for ClipScale {
         let witnesses = self.witnesses.as_ref().map(Buffer::host::<f64>).transpose()?;
         let finite =
             (norm as f32).is_finite() && witnesses.is_none_or(|all| all.iter().all(|x| x.is_finite()));
+        self.expect_scale()?;
         self.norm.host_mut::<f32>()?[0] = norm as f32;
         let clip = |max: f32| {
             if norm > f64::from(max) {
@@ -103,16 +116,30 @@ impl CpuKernel for ClipScale {
                 1.0
             }
         };
-        self.scale.host_mut::<f32>()?[0] = if finite {
+        let mut scale = self.scale.host_mut::<f32>()?;
+        scale[0] = if finite {
             self.max_norm.map_or(1.0, clip)
         } else {
             f32::NAN
         };
+        if let (Some(Updates { count, betas }), true) = (&self.updates, finite) {
+            let mut count = count.host_mut::<i32>()?;
+            count[0] = count[0].saturating_add(1);
+            for (correction, beta) in scale[1..].iter_mut().zip(betas) {
+                *correction = bias_correction(*beta, count[0]);
+            }
+        }
         Ok(())
     }
 }
 
 impl ClipScale {
+    /// Refuses memory for the factor that has no room for the bias corrections, or room for nothing.
+    pub(super) fn expect_scale(&self) -> Result<(), DeviceError> {
+        let len = if self.updates.is_some() { UPDATE_NUMBERS } else { 1 };
+        expect_len(Self::NAME, "scale", self.scale.len(), len)
+    }
+
     fn sum(&self) -> Result<f64, DeviceError> {
         let partials = self.partials.host::<f64>()?;
         let Some(order) = &self.order else {

@@ -1,6 +1,7 @@
 //! Clipping by the global norm (Pascanu, Mikolov & Bengio 2013). Norm and factor stay on the device; the factor is
 //! applied by the update itself, so that gradients are read once. If the norm is not finite, the factor is none
-//! either, and the update leaves everything as it is.
+//! either, and the update leaves everything as it is. So whether a step counts is known there alone, and the updates are
+//! counted there too, for AdamW's bias corrections: a skipped step is none, as in PyTorch under a `GradScaler`.
 //!
 //! A rank squares what it owns, chunk by chunk. Where that is not everything, the ranks tell each other their sums,
 //! and all add them in the order of the layout's chunks: the norm has the same bits whoever owns what.
@@ -8,18 +9,23 @@
 use std::sync::Arc;
 
 use crate::collective::{Communicator, Launch, Traffic, Work};
+use crate::config::Train;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Stream};
-use crate::ops::{CHUNK, ClipScale, SquaredNorm};
+use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
 use crate::parallel::{Portion, ReduceError, Sharding};
 
 /// Memory for the norm of the gradients of a model.
 pub struct Clip {
     device: Arc<dyn Device>,
     max_norm: Option<f32>,
+    betas: [f32; 2],
     sharding: Arc<Sharding>,
     sums: Sums,
     norm: Arena,
+    /// The factor, and both bias corrections.
     scale: Arena,
+    /// Updates since the run began.
+    updates: Arena,
 }
 
 /// Sums of squares, one a chunk.
@@ -36,13 +42,13 @@ enum Sums {
 }
 
 impl Clip {
-    /// For gradients that lie as `sharding` says; without `max_norm` the norm is only measured. Every rank of `comm`
-    /// must call it.
+    /// For gradients that lie as `sharding` says; without `train.grad_clip` the norm is only measured. No update was
+    /// made yet. Every rank of `comm` must call it.
     pub fn new(
         comm: &Communicator,
         (device, stream): (&Arc<dyn Device>, Stream),
         sharding: &Arc<Sharding>,
-        max_norm: Option<f32>,
+        train: &Train,
     ) -> Result<Self, ReduceError> {
         let private = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
         let sums = if sharding.world() > 1 {
@@ -58,14 +64,25 @@ impl Clip {
         } else {
             Sums::Own(private("partial norms", DType::F64, sharding.layout_chunks())?)
         };
-        Ok(Self {
+        let clip = Self {
             sums,
             norm: private("gradient norm", DType::F32, 1)?,
-            scale: private("clipping factor", DType::F32, 1)?,
+            scale: private("clipping factor", DType::F32, UPDATE_NUMBERS)?,
+            updates: private("number of updates", DType::I32, 1)?,
             device: device.clone(),
-            max_norm,
+            max_norm: train.grad_clip,
+            betas: train.optimizer.betas(),
             sharding: sharding.clone(),
-        })
+        };
+        clip.resume(stream, 0);
+        Ok(clip)
+    }
+
+    /// Goes on after so many updates.
+    pub fn resume(&self, stream: Stream, updates: u64) {
+        let updates = i32::try_from(updates).unwrap_or(i32::MAX);
+        self.device
+            .upload(stream, &self.updates.whole(), bytemuck::bytes_of(&updates));
     }
 
     /// Puts this rank's squares of `grads` on the stream, and tells the other ranks where they own the rest: the
@@ -104,11 +121,15 @@ impl Clip {
             max_norm: self.max_norm,
             norm: self.norm.whole(),
             scale: self.scale.whole(),
+            updates: Some(Updates {
+                count: self.updates.whole(),
+                betas: self.betas,
+            }),
         };
         self.device.enqueue(stream, scale.into());
     }
 
-    /// The factor, `[1]`, f32, for the update; NaN if the step is to be skipped.
+    /// For the update, `[3]`, f32: the factor, NaN if the step is to be skipped, and both bias corrections.
     #[must_use]
     pub fn scale(&self) -> Buffer {
         self.scale.whole()
@@ -149,7 +170,7 @@ fn places(sharding: &Sharding) -> Vec<i32> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::collective::{Executor, Solo};
+    use crate::collective::{Executor, SingleRank};
     use crate::device::CpuDevice;
     use crate::model::ParamId;
     use crate::parallel::{GradSpec, GradientLayout, LayoutConfig};
@@ -162,7 +183,7 @@ mod tests {
         let timeout = std::time::Duration::from_secs(10);
         let comm = Communicator::new(
             "solo",
-            Box::new(Solo::new(0)),
+            Box::new(SingleRank::new(0)),
             Executor::Inline,
             timeout,
             &Cancel::default(),
@@ -180,7 +201,11 @@ mod tests {
         }
         let grads = Portion::Whole(grads);
         for (max_norm, scale) in [(Some(1.0), 0.2), (Some(10.0), 1.0), (None, 1.0)] {
-            let clip = Clip::new(&comm, (&device, stream), &sharding, max_norm).unwrap();
+            let train = Train {
+                grad_clip: max_norm,
+                ..Train::default()
+            };
+            let clip = Clip::new(&comm, (&device, stream), &sharding, &train).unwrap();
             assert!(clip.measure(stream, &grads).is_none());
             clip.conclude(stream, None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);

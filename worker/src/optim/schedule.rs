@@ -1,30 +1,44 @@
-//! The learning rate: linear warm-up, then half a cosine (Loshchilov & Hutter 2017) or a constant.
+//! The learning rate: linear warm-up, then one of
+//! - half a cosine (Loshchilov & Hutter 2017), a line, or a constant;
+//! - `wsd`, warm-up, stable, decay (Hu et al. 2024, MiniCPM): a constant, and a line at the end;
+//! - the inverse square root of the number of steps (Vaswani et al. 2017, equation 3).
 
 use std::f64::consts::PI;
 
-use crate::config::{LearningRate, LrScaling, Optimizer, Schedule, Train};
+use crate::config::{LearningRate, LrScaling, OptimizerConfig, Schedule, Train};
 
 /// Learning rate of `step` (from 0) in a run of `steps`.
 ///
-/// The warm-up steps climb linearly from 0, exclusive, and the first step after them has the peak. The last step of
-/// the run has `min_lr`. The same bits on every machine: ranks must agree, whatever their C library.
+/// The warm-up steps climb linearly from 0, exclusive, and the first step after them has the peak. Of a schedule that
+/// decays to `min_lr`, the last step of the run has it. The same bits on every machine: ranks must agree, whatever their
+/// C library.
 #[must_use]
-pub fn learning_rate(step: u64, steps: u64, optimizer: &Optimizer, schedule: &Schedule) -> f32 {
+pub fn learning_rate(step: u64, steps: u64, optimizer: &OptimizerConfig, schedule: &Schedule) -> f32 {
     let peak = f64::from(optimizer.lr);
     let warmup = schedule.warmup_steps;
     if step < warmup {
         return (peak * (step + 1) as f64 / (warmup + 1) as f64) as f32;
     }
-    match schedule.kind {
-        LearningRate::Constant => optimizer.lr,
-        LearningRate::Cosine => {
-            let decay_steps = steps.saturating_sub(warmup + 1).max(1);
-            let progress = ((step - warmup) as f64 / decay_steps as f64).min(1.0);
-            let low = f64::from(schedule.min_lr);
-            // The series may end a rounding error below −1.
-            (low + (peak - low) * 0.5 * (1.0 + cos_pi(progress)).max(0.0)) as f32
+    let low = f64::from(schedule.min_lr);
+    // From 0 at `first` to 1 at the last step of the run.
+    let progress = |first: u64| {
+        let decay_steps = steps.saturating_sub(first + 1).max(1);
+        (step.saturating_sub(first) as f64 / decay_steps as f64).min(1.0)
+    };
+    let line = |first| low + (peak - low) * (1.0 - progress(first));
+    let rate = match schedule.kind {
+        LearningRate::Constant => peak,
+        // The series may end a rounding error below −1.
+        LearningRate::Cosine => low + (peak - low) * 0.5 * (1.0 + cos_pi(progress(warmup))).max(0.0),
+        LearningRate::Linear => line(warmup),
+        LearningRate::Wsd => {
+            // The last step before the decay has the peak too.
+            let decay_steps = schedule.decay_steps.unwrap_or(1);
+            line(steps.saturating_sub(decay_steps + 1).max(warmup))
         }
-    }
+        LearningRate::InverseSqrt => (peak * ((warmup + 1) as f64 / (step + 1) as f64).sqrt()).max(low),
+    };
+    rate as f32
 }
 
 /// Factor of the learning rate for a global batch of so many samples: the linear scaling rule (Goyal et al. 2017), to
@@ -56,13 +70,14 @@ mod tests {
     use super::*;
 
     fn rate(step: u64, kind: LearningRate) -> f32 {
-        let optimizer = Optimizer {
+        let optimizer = OptimizerConfig {
             lr: 1e-3,
-            ..Optimizer::default()
+            ..OptimizerConfig::default()
         };
         let schedule = Schedule {
             kind,
             warmup_steps: 4,
+            decay_steps: (kind == LearningRate::Wsd).then_some(20),
             min_lr: 1e-4,
         };
         learning_rate(step, 105, &optimizer, &schedule)
@@ -92,6 +107,51 @@ mod tests {
         ];
         for (step, expected) in cases {
             assert_close(step, rate(step, LearningRate::Cosine), expected);
+        }
+    }
+
+    #[test]
+    fn a_line_goes_down_evenly() {
+        for (step, expected) in [
+            (3, 8e-4),
+            (4, 1e-3),
+            (29, 7.75e-4),
+            (54, 5.5e-4),
+            (104, 1e-4),
+            (1000, 1e-4),
+        ] {
+            assert_close(step, rate(step, LearningRate::Linear), expected);
+        }
+    }
+
+    #[test]
+    fn a_stable_rate_decays_in_the_last_steps() {
+        // 20 of 105 steps decay: step 84 is the last at the peak.
+        for (step, expected) in [
+            (0, 2e-4),
+            (4, 1e-3),
+            (84, 1e-3),
+            (85, 9.55e-4),
+            (94, 5.5e-4),
+            (104, 1e-4),
+        ] {
+            assert_close(step, rate(step, LearningRate::Wsd), expected);
+        }
+    }
+
+    #[test]
+    fn an_inverse_root_has_a_half_of_the_peak_after_four_times_the_warm_up() {
+        // The peak is at the fifth step: 1e-3 · √(5 / number), from 1, at least 1e-4.
+        let cases = [
+            (3, 8e-4),
+            (4, 1e-3),
+            (19, 5e-4),
+            (44, 3.333_333_3e-4),
+            (104, 2.182_179e-4),
+            (9999, 1e-4),
+        ];
+        for (step, expected) in cases {
+            assert_close(step, rate(step, LearningRate::InverseSqrt), expected);
         }
     }
 
@@ -131,7 +191,7 @@ mod tests {
         };
         for steps in 0..12 {
             for step in 0..12 {
-                let rate = learning_rate(step, steps, &Optimizer::default(), &schedule);
+                let rate = learning_rate(step, steps, &OptimizerConfig::default(), &schedule);
                 assert!(rate.is_finite() && rate >= 0.0);
             }
         }

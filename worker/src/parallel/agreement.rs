@@ -55,7 +55,7 @@ impl Signature {
     pub fn model(&mut self, model: &Model, layout: &GradientLayout) {
         self.field("number of parameters", model.params.len());
         for (i, param) in model.params.iter().enumerate() {
-            let value = format!("`{}` {:?} {}", param.name, param.shape, param.dtype);
+            let value = format!("`{}` {:?} {}", param.key, param.global_shape, param.dtype);
             self.field(format!("parameter {i}"), value);
         }
         let order: Vec<String> = layout.order().iter().map(|id| id.0.to_string()).collect();

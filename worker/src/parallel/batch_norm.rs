@@ -7,7 +7,7 @@ use crate::ops::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, Bat
 /// Every rank must call each direction as often, with the same number of channels `C`; the number of rows `R` is each
 /// rank's own, and may be 0. One exchange a direction: 2·C + 1 numbers in forward, 2·C in backward, f64.
 ///
-/// Gradients of weight and bias are those of this rank's rows: whoever averages gradients over the ranks averages
+/// Gradients of weight and bias are those of this rank's rows: whoever sums gradients over the ranks sums
 /// these too.
 pub struct SyncBatchNorm<'a> {
     /// The ranks whose rows are normalised together.

@@ -1,5 +1,5 @@
-//! Averages over several copies of the state: what a rank owns is added up with the ranks that own the same of the
-//! other copies, once a step, when nothing is added to it any more (hybrid sharding; [`super::ShardGroups`]).
+//! Sums over several copies of the state: what a rank owns is added up with the ranks that own the same of the
+//! other copies, once a step, when nothing is added to it any more (hybrid sharding; [`super::ReplicaSet`]).
 
 use super::slots::Landed;
 use super::waiting::Waiting;

@@ -4,15 +4,19 @@
 //! |---|---|---|
 //! | parameters that operations read, activations, what is gathered | f32 | bf16 |
 //! | master weights and moments, on the rank that updates them | f32 (the parameters are the masters) | f32 |
-//! | gradients on the wire, `parallel.reduce_dtype` | f32 | bf16 or f32 |
+//! | gradients on the wire, `parallel.reduce_dtype` | f32 | f32, or bf16 if asked for |
 //! | gradients between the micro-batches of a step | f32 | f32; with one micro-batch, as on the wire |
 //!
-//! The ranks' contributions are added in f32 and in rank order, and the average is rounded once; with several copies of
-//! the state (`parallel.shard_group`) the shards of groups are added as they are accumulated: in f32, or, with a single
-//! micro-batch, as on the wire, and rounded once more. Several
-//! micro-batches are added in f32 as well: whole gradients lie in an f32 arena and are narrowed, bucket by bucket, on
-//! their way ([`super::Reducer`]); sharded ones are widened when they land in the shard. So a step of one micro-batch
-//! costs 2 + 2 + 12 bytes a parameter, and one of several two bytes more where gradients are held.
+//! In f32 a gradient is rounded to bf16 nowhere: products write it in f32, and it is added in f32. In bf16 each rank's
+//! gradient is rounded before it is sent. In host memory the ranks' contributions are then added in f32, in rank order, and
+//! the sum is rounded once; NCCL adds bf16 numbers, and rounds at each hop of its ring or tree, so that the error grows
+//! with the ranks. With several copies of the state (`parallel.shard_group`) the shards of groups are added as they are
+//! accumulated: in f32, or, with a single micro-batch, as on the wire, and rounded once more. Several micro-batches are
+//! added in f32 in any case: to be reduced in bf16, whole gradients lie in an f32 arena and are narrowed, bucket by bucket,
+//! on their way ([`super::Reducer`]); sharded ones are widened when they land in the shard.
+//!
+//! So a step costs 2 + 4 + 12 bytes a parameter, and bf16 on the wire saves two of them where gradients are held and no
+//! micro-batch is added to another.
 //!
 //! bf16 gradients on the wire beside f32 parameters do not exist: operations write gradients in the parameters' type
 //! or wider, so a second copy would be needed for less traffic alone.
@@ -27,7 +31,7 @@ pub struct Dtypes {
     pub params: DType,
     /// Of gradients while they are reduced.
     pub reduced: DType,
-    /// Of gradients while micro-batches are added, and of the averages that the update reads.
+    /// Of gradients while micro-batches are added, and of the sums that the update reads.
     pub accumulated: DType,
 }
 
@@ -40,9 +44,8 @@ impl Dtypes {
             Precision::Bf16 => DType::Bf16,
         };
         let reduced = match config.parallel.reduce_dtype {
-            None => params,
-            Some(ReduceDtype::F32) => DType::F32,
-            Some(ReduceDtype::Bf16) => DType::Bf16,
+            ReduceDtype::F32 => DType::F32,
+            ReduceDtype::Bf16 => DType::Bf16,
         };
         Self {
             params,

@@ -3,8 +3,8 @@
 use std::ops::Range;
 
 use super::slots::slots_for;
-use super::{Pass, ShardUnit, Sharding};
-use crate::model::{Model, ParamId};
+use super::{ShardUnit, Sharding};
+use crate::model::{Model, ParamId, Pass};
 
 /// A pure function of the model and the units.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -37,8 +37,8 @@ impl GatherPlan {
         let forward: Vec<Vec<usize>> = (model.blocks.iter())
             .map(|block| units_of(sharding, block.params()))
             .collect();
-        let backward: Vec<Vec<usize>> = (model.blocks.iter())
-            .map(|block| units_of(sharding, block.read_by_backward()))
+        let backward: Vec<Vec<usize>> = (model.whole())
+            .map(|block| units_of(sharding, model.read_by_backward(block)))
             .collect();
         let count = sharding.units().len();
         let kept = |unit: usize| match backward.split_last() {
@@ -178,6 +178,7 @@ mod tests {
             block_size: 8,
             vocab_size: None,
             init_from: None,
+            dropout: 0.0,
         };
         let model = model::build(&config, 256).unwrap();
         let layout = GradientLayout::of_model(&model, &LayoutConfig::new(2)).unwrap();

@@ -13,10 +13,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::gather_plan::{GatherPlan, Residence};
 use super::waiting::Waiting;
-use super::{Group, Ledger, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
-use crate::collective::{Launch, Traffic, WireBytes, Work, WorkError};
+use super::{Group, Ledger, Portion, ReduceError, Sharding, SyncTimes, Weights};
+use crate::collective::{Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DeviceError};
-use crate::model::{Model, ParamId, Params};
+use crate::model::{Model, ParamId, Params, Pass};
 use crate::ops::Cast;
 
 /// See the module.
@@ -221,9 +221,5 @@ impl Weights for GatheredWeights {
 
     fn failure(&self) -> Option<WorkError> {
         self.waiting.failure()
-    }
-
-    fn wire_bytes(&self) -> WireBytes {
-        self.group.comm.wire_bytes()
     }
 }

@@ -4,12 +4,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::grad_shard::GradShard;
-use super::reduce_unit::Unit;
-use super::reports::Turn;
+use super::reduce_unit::{Round, Unit};
 use super::slots::{Landed, Landing};
 use super::waiting::Waiting;
 use super::wire::Wire;
-use super::{GradientLayout, Portion, ReduceError, ShardGroups, Sharding};
+use super::{GradientLayout, Portion, ReduceError, ReplicaSet, Sharding};
 use crate::collective::Work;
 use crate::device::{Arena, ArenaSpec, Buffer, Device, Event};
 use crate::model::ParamId;
@@ -22,7 +21,7 @@ pub(super) enum GradMemory {
     Shard(GradShard),
 }
 
-/// Gradients in one arena: averaged on every rank, or each on its owner.
+/// Gradients in one arena: summed on every rank, or each on its owner.
 pub(super) struct WholeGrads {
     arena: Arena,
     /// By parameter.
@@ -34,17 +33,17 @@ pub(super) struct WholeGrads {
 }
 
 impl WholeGrads {
-    /// Every rank of `groups` must call it. Without a `sharding` every rank ends with all averages.
+    /// Every rank of `replicas` must call it. Without a `sharding` every rank ends with all sums.
     pub(super) fn new(
-        groups: &ShardGroups,
+        replicas: &ReplicaSet,
         device: &Arc<dyn Device>,
         layout: &GradientLayout,
         sharding: Option<&Sharding>,
         units: &[Unit],
     ) -> Result<Self, ReduceError> {
-        let comm = groups.world();
+        let comm = replicas.all();
         let is_narrowed = layout.dtype() != layout.accumulated();
-        let is_reduced_in_place = !is_narrowed || groups.copies().is_some();
+        let is_reduced_in_place = !is_narrowed || replicas.replicate().is_some();
         let wire = if is_narrowed {
             let lens = units.iter().map(|unit| unit.range.len());
             Some(Wire::new(comm, device, layout.dtype(), lens)?)
@@ -107,7 +106,7 @@ impl GradMemory {
     }
 
     /// All elements of a gradient, where every rank ends with them.
-    pub(super) fn average(&self, id: ParamId) -> Option<&Buffer> {
+    pub(super) fn sum(&self, id: ParamId) -> Option<&Buffer> {
         match self {
             Self::Whole(whole) if !whole.is_scattered => Some(&whole.grads[id.0]),
             _ => None,
@@ -135,14 +134,14 @@ impl GradMemory {
     }
 
     /// The unit that went out last is being reduced.
-    pub(super) fn launched(&mut self, (index, unit): (usize, &Unit), work: Work, turn: Turn) {
+    pub(super) fn launched(&mut self, (index, unit): (usize, &Unit), work: Work, round: Round) {
         match self {
             Self::Whole(whole) => whole.launched(index, unit, work),
-            Self::Shard(shard) => shard.launched(index, work, turn),
+            Self::Shard(shard) => shard.launched(index, work, round),
         }
     }
 
-    /// Puts the averages that were launched where they belong. Reached when those are there that the stream that
+    /// Puts the sums that were launched where they belong. Reached when those are there that the stream that
     /// computes does not wait for.
     pub(super) fn land_all(&mut self, waiting: &Waiting, deadline: Instant) -> Event {
         match self {
@@ -173,7 +172,7 @@ impl GradMemory {
         matches!(self, Self::Shard(_))
     }
 
-    /// True if an average ends on its owner only.
+    /// True if a sum ends on its owner only.
     pub(super) fn is_scattered(&self) -> bool {
         match self {
             Self::Whole(whole) => whole.is_scattered,

@@ -7,10 +7,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::reports::Turn;
+use super::reduce_unit::Round;
 use super::slots::{Course, Landed, Landing, Slots, slots_for};
 use super::waiting::Waiting;
-use super::{GradientLayout, Portion, ReduceError, ShardGroups, ShardUnit, Sharding};
+use super::{GradientLayout, Portion, ReduceError, ReplicaSet, ShardUnit, Sharding};
 use crate::collective::Work;
 use crate::device::{Arena, ArenaSpec, Buffer, Device, Stream};
 use crate::model::ParamId;
@@ -29,9 +29,9 @@ pub(super) struct GradShard {
 }
 
 impl GradShard {
-    /// Every rank of `groups` must call it, with the same layout.
+    /// Every rank of `replicas` must call it, with the same layout.
     pub(super) fn new(
-        groups: &ShardGroups,
+        replicas: &ReplicaSet,
         (device, stream): (&Arc<dyn Device>, Stream),
         layout: &GradientLayout,
         sharding: &Arc<Sharding>,
@@ -39,10 +39,10 @@ impl GradShard {
         let (sizes, choice) = staged(layout, sharding);
         let (name, dtype, len) = ("gradients", layout.accumulated(), sharding.shard_len());
         Ok(Self {
-            slots: Slots::new(groups.world(), (device, stream), layout.dtype(), sizes)?,
-            shard: match groups.copies() {
-                Some(_) => groups
-                    .world()
+            slots: Slots::new(replicas.all(), (device, stream), layout.dtype(), sizes)?,
+            shard: match replicas.replicate() {
+                Some(_) => replicas
+                    .all()
                     .alloc_shared(device, &ArenaSpec::on_node(name, dtype, len))?,
                 None => device.alloc(&ArenaSpec::private(name, dtype, len))?,
             },
@@ -97,7 +97,7 @@ impl GradShard {
     }
 
     /// The unit is being reduce-scattered.
-    pub(super) fn launched(&mut self, unit: usize, work: Work, turn: Turn) {
+    pub(super) fn launched(&mut self, unit: usize, work: Work, round: Round) {
         let slot = self.slot_of(unit);
         self.taken[unit] = None;
         let landing = Landing {
@@ -105,8 +105,8 @@ impl GradShard {
             work,
             own: self.sharding.own(unit),
             place: self.shard.slice(self.sharding.own_place(unit).shard),
-            accumulate: !turn.is_first(),
-            is_last: turn.is_last(),
+            accumulate: !round.is_first(),
+            is_last: round.is_last(),
         };
         self.slots.launched(slot, landing);
     }

@@ -32,8 +32,8 @@ impl GradSpec {
         let with_uses = model.params.iter().zip(model.uses());
         with_uses
             .map(|(param, contributions)| Self {
-                name: param.name.clone(),
-                shape: param.shape.clone(),
+                name: param.key.clone(),
+                shape: param.local_shape(),
                 contributions,
                 group: param.group.0,
             })

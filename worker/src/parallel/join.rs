@@ -4,10 +4,10 @@ use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::collective::nccl::{Nccl, NcclPlace, NcclTransport};
+use crate::collective::nccl::{Nccl, NcclOptions, NcclTransport};
 use crate::collective::{
-    CollectiveError, Communicator, Executor, Failure, Launch, Place, SoloStream, Traffic, Transport,
-    WorkError, connect,
+    CollectiveError, Communicator, Executor, Failure, Launch, OperationName, RankInfo, SingleRank, Traffic,
+    Transport, WorkError, connect,
 };
 use crate::device::cuda::CudaDevice;
 use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError};
@@ -83,10 +83,10 @@ pub fn join_world_through(
     options: &JoinOptions,
     wrap: impl FnOnce(Box<dyn Transport>) -> Box<dyn Transport>,
 ) -> Result<Communicator, JoinError> {
-    let place = place(session, options)?;
+    let info = rank_info(session, options)?;
     let cancel = session.cancel();
     let store = session.store();
-    let transport = connect(&place, store.as_ref(), &cancel, options.timeout)
+    let transport = connect(&info, store.as_ref(), &cancel, options.timeout)
         .map_err(|failure| refused(session, "connect", failure))?;
     let (executor, timeout) = (options.executor, options.timeout);
     Ok(Communicator::new(
@@ -114,12 +114,18 @@ pub fn join_world_on(
     let (rank, world_size) = (env.rank.get() as usize, env.world_size.get() as usize);
     let (timeout, cancel) = (options.timeout, session.cancel());
     if world_size == 1 {
-        let transport = Box::new(SoloStream::new(rank, device));
-        return Ok(Communicator::on_stream(NAME, transport, timeout, &cancel));
+        let transport = Box::new(SingleRank::on_stream(rank, device));
+        return Ok(Communicator::new(
+            NAME,
+            transport,
+            options.executor,
+            timeout,
+            &cancel,
+        ));
     }
     let nccl = Nccl::load()?;
     meet(session, options)?;
-    let place = NcclPlace {
+    let nccl_options = NcclOptions {
         name: NAME,
         rank,
         world_size,
@@ -127,11 +133,12 @@ pub fn join_world_on(
         timeout,
         cancel: cancel.clone(),
     };
-    let transport = NcclTransport::connect(&nccl, device, &place)
+    let transport = NcclTransport::connect(&nccl, device, &nccl_options)
         .map_err(|failure| refused(session, &format!("connect by NCCL {}", nccl.version()), failure))?;
-    Ok(Communicator::on_stream(
+    Ok(Communicator::new(
         NAME,
         Box::new(transport),
+        options.executor,
         timeout,
         &cancel,
     ))
@@ -153,7 +160,7 @@ fn meet(session: &Session, options: &JoinOptions) -> Result<(), JoinError> {
 /// The failure of a call that made no communicator.
 fn refused(session: &Session, operation: &str, failure: Failure) -> CollectiveError {
     let env = session.env();
-    CollectiveError {
+    let name = OperationName {
         rank: env.rank.get() as usize,
         communicator: NAME.into(),
         operation: operation.into(),
@@ -163,11 +170,11 @@ fn refused(session: &Session, operation: &str, failure: Failure) -> CollectiveEr
             1 => format!("{} ranks on one node", env.world_size),
             nodes => format!("{} ranks on {nodes} nodes", env.world_size),
         },
-        failure,
-    }
+    };
+    CollectiveError { name, failure }
 }
 
-fn place(session: &Session, options: &JoinOptions) -> Result<Place, JoinError> {
+fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinError> {
     let env = session.env();
     let node_rank = env.node_rank.get() as usize;
     let host_addr = if env.node_count == 1 {
@@ -177,7 +184,7 @@ fn place(session: &Session, options: &JoinOptions) -> Result<Place, JoinError> {
     };
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     let threads = options.threads + usize::from(options.executor == Executor::Thread);
-    Ok(Place {
+    Ok(RankInfo {
         rank: env.rank.get() as usize,
         world_size: env.world_size.get() as usize,
         local_rank: env.local_rank.get() as usize,

@@ -161,7 +161,7 @@ impl GradientLayout {
         self.dtype
     }
 
-    /// Type of the gradients while micro-batches are added, and of the averages.
+    /// Type of the gradients while micro-batches are added, and of the sums.
     #[must_use]
     pub fn accumulated(&self) -> DType {
         self.accumulated

@@ -17,7 +17,7 @@ pub struct LayoutConfig {
     pub world_size: usize,
     /// Type of the gradients while they are reduced, which bucket sizes count in.
     pub dtype: DType,
-    /// Type of the gradients while micro-batches are added, and of the averages: the same or wider.
+    /// Type of the gradients while micro-batches are added, and of the sums: the same or wider.
     pub accumulated: DType,
 }
 

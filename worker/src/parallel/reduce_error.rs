@@ -3,7 +3,7 @@
 use crate::collective::{CollectiveError, WorkError};
 use crate::device::DeviceError;
 
-/// Why gradients could not be averaged.
+/// Why gradients could not be reduced.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ReduceError {
     /// There is no such parameter.
@@ -15,16 +15,12 @@ pub enum ReduceError {
         count: usize,
     },
     /// Reported more often than the layout says.
-    #[error(
-        "gradient of `{param}` (bucket {bucket}) was reported {times} times in micro-batch {micro_batch}, expected {expected}"
-    )]
+    #[error("gradient of `{param}` (bucket {bucket}) was reported {times} times, expected {expected}")]
     Double {
         /// Name of the parameter.
         param: String,
         /// Its bucket.
         bucket: usize,
-        /// Micro-batch of the step, from 0.
-        micro_batch: usize,
         /// How often it was reported.
         times: usize,
         /// How often it should be.
@@ -32,15 +28,13 @@ pub enum ReduceError {
     },
     /// Not reported, or less often than the layout says.
     #[error(
-        "gradient of `{param}` (bucket {bucket}) was reported {times} times in micro-batch {micro_batch}, expected {expected}; {missing} gradients are missing in all\n  hint: every parameter must take part in every micro-batch"
+        "gradient of `{param}` (bucket {bucket}) was reported {times} times, expected {expected}; {missing} gradients are missing in all\n  hint: every parameter must take part in every micro-batch"
     )]
     Missing {
         /// Name of the first missing parameter in layout order.
         param: String,
         /// Its bucket.
         bucket: usize,
-        /// Micro-batch of the step, from 0.
-        micro_batch: usize,
         /// How often it was reported.
         times: usize,
         /// How often it should be.
@@ -50,15 +44,13 @@ pub enum ReduceError {
     },
     /// A block did not use parameters that it lists.
     #[error(
-        "rank {rank}: {unused} (micro-batch {micro_batch})\n  hint: take them out of the model, or set `parallel.unused: zero` to train them with a gradient of zero from this rank"
+        "rank {rank}: {unused}\n  hint: take them out of the model, or set `parallel.unused: zero` to train them with a gradient of zero from this rank"
     )]
     Unused {
         /// Rank in the group.
         rank: usize,
         /// Which, and of which block.
         unused: String,
-        /// Micro-batch of the step, from 0.
-        micro_batch: usize,
     },
     /// Memory of a gradient was asked for after its last report: it may be on its way to other ranks.
     #[error("gradient of `{param}` (bucket {bucket}) was asked for after it was reported ready")]
@@ -81,16 +73,6 @@ pub enum ReduceError {
     Sharded {
         /// Name of the parameter.
         param: String,
-    },
-    /// The step was ended in the wrong micro-batch.
-    #[error("the step has {accumulation} micro-batches, but {what} in micro-batch {micro_batch} (from 0)")]
-    MicroBatches {
-        /// Micro-batches of a step.
-        accumulation: usize,
-        /// Where the step was.
-        micro_batch: usize,
-        /// What was done.
-        what: &'static str,
     },
     /// An earlier step left the ranks in disagreement.
     #[error("the reducer cannot be used any more: {0}")]

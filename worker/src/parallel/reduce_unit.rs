@@ -10,12 +10,31 @@ use crate::model::ParamId;
 pub(super) struct Unit {
     /// Its elements, where all gradients lie in one arena.
     pub(super) range: Range<usize>,
-    /// Those of them whose averages end on this rank, counted from the unit's first.
+    /// Those of them whose sums end on this rank, counted from the unit's first.
     pub(super) own: Range<usize>,
     /// Parameters that must be ready.
     pub(super) params: Vec<ParamId>,
     /// For errors and traces.
     pub(super) tag: String,
+}
+
+/// Which of its launches in a step a unit is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Round {
+    /// From 0.
+    pub(super) index: usize,
+    /// How many there are.
+    pub(super) count: usize,
+}
+
+impl Round {
+    pub(super) fn is_first(self) -> bool {
+        self.index == 0
+    }
+
+    pub(super) fn is_last(self) -> bool {
+        self.index + 1 == self.count
+    }
 }
 
 impl Unit {
@@ -28,7 +47,7 @@ impl Unit {
         }
     }
 
-    /// Where every rank ends with all averages.
+    /// Where every rank ends with all sums.
     pub(super) fn of_layout(layout: &GradientLayout, sync: Sync) -> Vec<Self> {
         match sync {
             Sync::Naive => vec![Self::whole(
@@ -58,7 +77,7 @@ impl Unit {
         }
     }
 
-    /// Where each average ends on the rank that owns it.
+    /// Where each sum ends on the rank that owns it.
     pub(super) fn of_sharding(sharding: &Sharding) -> Vec<Self> {
         let units = sharding.units().iter().enumerate();
         units

@@ -4,7 +4,7 @@ use super::{GradientLayout, Ledger, Portion, ReduceError, Reducer, SyncTimes};
 use crate::device::{Element, HostRef};
 use crate::model::ParamId;
 
-/// The averaged gradients, for reading. The next step can begin when this is gone.
+/// The summed gradients, for reading. The next step can begin when this is gone.
 pub struct Reduced<'a> {
     reducer: &'a mut Reducer,
     times: SyncTimes,
@@ -43,7 +43,7 @@ impl<'a> Reduced<'a> {
     /// # Panics
     /// If there is no such parameter.
     pub fn grad<T: Element>(&self, id: ParamId) -> Result<HostRef<'_, T>, ReduceError> {
-        match self.reducer.memory.average(id) {
+        match self.reducer.memory.sum(id) {
             Some(grad) => Ok(grad.host()?),
             None => Err(ReduceError::Sharded {
                 param: self.reducer.layout.spec(id).name.clone(),
@@ -51,7 +51,7 @@ impl<'a> Reduced<'a> {
         }
     }
 
-    /// Time that averaging took. After [`super::Step::finish_on`] only what the host saw of it: on a device that runs
+    /// Time that reduction took. After [`super::Step::finish_on`] only what the host saw of it: on a device that runs
     /// asynchronously the rest is in the ledger.
     #[must_use]
     pub fn times(&self) -> SyncTimes {

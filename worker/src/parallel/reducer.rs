@@ -1,4 +1,4 @@
-//! The reducer: averages gradients over the ranks while they are being computed.
+//! The reducer: sums gradients over the ranks while they are being computed.
 //!
 //! It knows no models. Whoever can say "gradient i is ready" can use it:
 //!
@@ -6,12 +6,12 @@
 //! 2. each gradient is written and reported ([`Step::ready`]); a bucket is launched as soon as it and all before it
 //!    are complete, strictly in layout order, whatever the order of the reports, so that all ranks issue the same
 //!    operations;
-//! 3. [`Step::finish`] waits for the others and gives the right to read the averages ([`Reduced`]);
+//! 3. [`Step::finish`] waits for the others and gives the right to read the sums ([`Reduced`]);
 //!    [`Step::finish_on`] lets a stream wait instead of the host.
 //!
-//! With [`Reducer::new`] every rank ends with all averages; with [`Reducer::sharded`] each with those that it owns,
-//! reduce-scattered among the ranks of its copy and, when nothing is added to it any more, averaged over the copies
-//! ([`ShardGroups`]).
+//! With [`Reducer::new`] every rank ends with all sums; with [`Reducer::sharded`] each with those that it owns,
+//! reduce-scattered among the ranks of its copy and, when nothing is added to it any more, summed over the replicate group
+//! ([`ReplicaSet`]).
 //!
 //! Peers write into the arena while a bucket is under way. The two guards keep Rust code out of it meanwhile; an
 //! operation in flight owns its segment, so that it outlives even a reducer that is dropped too early.
@@ -22,10 +22,9 @@ use std::time::Instant;
 use super::copies::Copies;
 use super::grad_memory::{GradMemory, WholeGrads};
 use super::grad_shard::GradShard;
-use super::reduce_unit::Unit;
-use super::reports::Turn;
+use super::reduce_unit::{Round, Unit};
 use super::waiting::Waiting;
-use super::{GradientLayout, ReduceError, ShardGroups, Sharding, Step};
+use super::{GradientLayout, ReduceError, ReplicaSet, Sharding, Step};
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work, WorkError};
 use crate::config::{Sync, Unused};
 use crate::device::{Buffer, Device, Event, Stream};
@@ -55,7 +54,7 @@ impl Default for ReducerConfig {
 pub enum Between {
     /// All of them until the last micro-batch, which alone communicates.
     Full,
-    /// Nothing: every micro-batch communicates, and the averages of each are added to the shard.
+    /// Nothing: every micro-batch communicates, and the sums of each are added to the shard.
     Shard,
 }
 
@@ -64,8 +63,6 @@ pub struct Reducer {
     /// The ranks that hold a copy together.
     comm: Communicator,
     copies: Option<Copies>,
-    /// Over which the average is.
-    ranks: usize,
     pub(super) layout: Arc<GradientLayout>,
     pub(super) config: ReducerConfig,
     pub(super) units: Vec<Unit>,
@@ -88,18 +85,18 @@ impl Reducer {
         layout: Arc<GradientLayout>,
         config: ReducerConfig,
     ) -> Result<Self, ReduceError> {
-        let groups = ShardGroups::one(comm.clone());
+        let replicas = ReplicaSet::of_all(comm.clone());
         let units = Unit::of_layout(&layout, config.sync);
-        let whole = WholeGrads::new(&groups, device, &layout, None, &units)?;
+        let whole = WholeGrads::new(&replicas, device, &layout, None, &units)?;
         let memory = GradMemory::Whole(whole);
-        Ok(Self::with(&groups, device, layout, config, units, memory))
+        Ok(Self::with(&replicas, device, layout, config, units, memory))
     }
 
-    /// A reducer that leaves each average on the ranks that own it. Every rank of `groups` must call it; `sharding`
-    /// is over [`ShardGroups::shard`]. `stream` is the one that computes the gradients; `overlap` is as in
+    /// A reducer that leaves each sum on the ranks that own it. Every rank of `replicas` must call it; `sharding`
+    /// is over [`ReplicaSet::reduce`]. `stream` is the one that computes the gradients; `overlap` is as in
     /// [`ReducerConfig`].
     pub fn sharded(
-        groups: &ShardGroups,
+        replicas: &ReplicaSet,
         (device, stream): (&Arc<dyn Device>, Stream),
         layout: Arc<GradientLayout>,
         sharding: &Arc<Sharding>,
@@ -109,18 +106,20 @@ impl Reducer {
         let units = Unit::of_sharding(sharding);
         let memory = match between {
             Between::Full => {
-                let whole = WholeGrads::new(groups, device, &layout, Some(sharding), &units)?;
+                let whole = WholeGrads::new(replicas, device, &layout, Some(sharding), &units)?;
                 GradMemory::Whole(whole)
             }
-            Between::Shard => GradMemory::Shard(GradShard::new(groups, (device, stream), &layout, sharding)?),
+            Between::Shard => {
+                GradMemory::Shard(GradShard::new(replicas, (device, stream), &layout, sharding)?)
+            }
         };
         let sync = Sync::Bucketed;
         let config = ReducerConfig { sync, overlap };
-        Ok(Self::with(groups, device, layout, config, units, memory))
+        Ok(Self::with(replicas, device, layout, config, units, memory))
     }
 
     fn with(
-        groups: &ShardGroups,
+        replicas: &ReplicaSet,
         device: &Arc<dyn Device>,
         layout: Arc<GradientLayout>,
         config: ReducerConfig,
@@ -134,19 +133,18 @@ impl Reducer {
             }
         }
         Self {
-            comm: groups.shard().clone(),
-            copies: groups.copies().map(|comm| Copies::new(comm, units.len())),
-            ranks: groups.world().size(),
+            comm: replicas.reduce().clone(),
+            copies: replicas.replicate().map(|comm| Copies::new(comm, units.len())),
             layout,
             config,
             units,
             unit_of,
             memory,
             in_flight: Vec::new(),
-            waiting: Waiting::new(device, groups.world().timeline()),
+            waiting: Waiting::new(device, replicas.all().timeline()),
             poison: None,
             unused: Unused::Error,
-            rank: groups.world().members()[groups.world().rank()],
+            rank: replicas.all().members()[replicas.all().rank()],
         }
     }
 
@@ -181,24 +179,22 @@ impl Reducer {
         self.waiting.failure()
     }
 
-    /// Begins a step of `accumulation` micro-batches. The average is over all of them and all ranks. Only the last
-    /// one communicates, but with [`Between::Shard`].
-    pub fn step(&mut self, accumulation: usize) -> Result<Step<'_>, ReduceError> {
+    /// Begins a step of so many micro-batches. The sum is over all of them and all ranks, and nothing scales it: the
+    /// gradient of the mean is the sum of gradients of losses that were divided by all samples. It is launched when the last
+    /// of them is complete, with [`Between::Shard`] for each of them.
+    ///
+    /// # Panics
+    /// If there are none.
+    pub fn step(&mut self, micro_batches: usize) -> Result<Step<'_>, ReduceError> {
+        assert!(micro_batches > 0, "a step has a micro-batch");
         if let Some(cause) = &self.poison {
             return Err(ReduceError::Poisoned(cause.clone()));
-        }
-        let turn = Turn {
-            micro_batch: 0,
-            accumulation,
-        };
-        if accumulation == 0 {
-            return Err(turn.wrong("the step was begun"));
         }
         self.memory.reset();
         if let Some(copies) = &mut self.copies {
             copies.reset();
         }
-        Ok(Step::begin(self, turn))
+        Ok(Step::begin(self, micro_batches))
     }
 
     /// Memory of a gradient, to be written.
@@ -209,27 +205,25 @@ impl Reducer {
     }
 
     /// Sends a unit on its way that is complete at `ready`.
-    pub(super) fn launch(&mut self, index: usize, ready: Event, turn: Turn) {
+    pub(super) fn launch(&mut self, index: usize, ready: Event, round: Round) {
         let unit = (index, &self.units[index]);
         let (waiting, deadline) = (&self.waiting, self.comm.deadline());
         let (buffer, ready) = self.memory.outgoing(unit, ready, waiting, deadline);
-        let average = ReduceOp::Sum {
-            scale: 1.0 / (turn.accumulation * self.ranks) as f32,
-        };
+        let sum = ReduceOp::Sum { scale: 1.0 };
         let launch = Launch::after(ready, Traffic::Grads, unit.1.tag.clone());
         let work = waiting.launch(|| {
             if self.memory.is_scattered() {
-                self.comm.reduce_scatter(&buffer, average, launch)
+                self.comm.reduce_scatter(&buffer, sum, launch)
             } else {
-                self.comm.all_reduce(&buffer, average, launch)
+                self.comm.all_reduce(&buffer, sum, launch)
             }
         });
-        self.memory.launched(unit, work.clone(), turn);
+        self.memory.launched(unit, work.clone(), round);
         self.in_flight.push(work);
         self.add_copies();
     }
 
-    /// Puts the averages where they belong, after the operations that were launched. Reached when those are there that
+    /// Puts the sums where they belong, after the operations that were launched. Reached when those are there that
     /// the stream that computes does not wait for.
     pub(super) fn land(&mut self, deadline: Instant) -> Event {
         let landed = self.memory.land_all(&self.waiting, deadline);

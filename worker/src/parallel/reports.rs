@@ -1,44 +1,22 @@
-//! What is known of the gradients of one step: which were reported, how often, and when they are there.
+//! What is known of the gradients of one step: how often each was reported, and when it is there.
+//!
+//! A gradient is complete when its parameter has been reported contributions × micro-batches times, in whatever order
+//! micro-batches run backward: a block of a pipeline may have done all of them before another has begun. Where every
+//! micro-batch is reduced by itself, a step has as many rounds, and a gradient is complete in each.
 
 use super::{GradientLayout, ReduceError};
 use crate::device::Event;
 use crate::model::ParamId;
-
-/// A micro-batch of a step.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Turn {
-    /// From 0.
-    pub(super) micro_batch: usize,
-    /// How many the step has.
-    pub(super) accumulation: usize,
-}
-
-impl Turn {
-    pub(super) fn is_first(self) -> bool {
-        self.micro_batch == 0
-    }
-
-    pub(super) fn is_last(self) -> bool {
-        self.micro_batch + 1 == self.accumulation
-    }
-
-    /// `what` was done in it, which is wrong.
-    pub(super) fn wrong(self, what: &'static str) -> ReduceError {
-        ReduceError::MicroBatches {
-            accumulation: self.accumulation,
-            micro_batch: self.micro_batch,
-            what,
-        }
-    }
-}
 
 /// See the module.
 pub(super) struct Reports(Vec<Report>);
 
 #[derive(Clone, Default)]
 struct Report {
-    /// In the current micro-batch.
+    /// In this round.
     times: usize,
+    /// How often it is to be reported in a round.
+    due: usize,
     /// The gradient has a value already: later contributions are added.
     written: bool,
     /// Points in streams that were not reached when they were reported.
@@ -46,8 +24,14 @@ struct Report {
 }
 
 impl Reports {
-    pub(super) fn new(layout: &GradientLayout) -> Self {
-        Self(vec![Report::default(); layout.params()])
+    /// For rounds of so many micro-batches.
+    pub(super) fn new(layout: &GradientLayout, micro_batches: usize) -> Self {
+        let due = |id| layout.spec(ParamId(id)).contributions * micro_batches;
+        let report = |id| Report {
+            due: due(id),
+            ..Report::default()
+        };
+        Self((0..layout.params()).map(report).collect())
     }
 
     /// An error if there is no such parameter.
@@ -70,28 +54,22 @@ impl Reports {
         !std::mem::replace(&mut self.0[id.0].written, true)
     }
 
-    /// True if all contributions of this micro-batch were reported.
-    pub(super) fn is_complete(&self, id: ParamId, layout: &GradientLayout) -> bool {
-        self.0[id.0].times >= layout.spec(id).contributions
+    /// True if all contributions of this round were reported.
+    pub(super) fn is_complete(&self, id: ParamId) -> bool {
+        let report = &self.0[id.0];
+        report.times >= report.due
     }
 
     /// One contribution is there once `at` is reached.
-    pub(super) fn add(
-        &mut self,
-        id: ParamId,
-        at: Event,
-        layout: &GradientLayout,
-        turn: Turn,
-    ) -> Result<(), ReduceError> {
+    pub(super) fn add(&mut self, id: ParamId, at: Event, layout: &GradientLayout) -> Result<(), ReduceError> {
         self.known(id)?;
-        let expected = layout.spec(id).contributions;
         let report = &mut self.0[id.0];
         report.times += 1;
         report.written = true;
         if !matches!(at.poll(), Some(Ok(()))) {
             report.events.push(at);
         }
-        let times = report.times;
+        let (times, expected) = (report.times, report.due);
         if times <= expected {
             return Ok(());
         }
@@ -99,25 +77,24 @@ impl Reports {
         Err(ReduceError::Double {
             param,
             bucket,
-            micro_batch: turn.micro_batch,
             times,
             expected,
         })
     }
 
-    /// An error if a contribution of this micro-batch is missing.
-    pub(super) fn all_there(&self, layout: &GradientLayout, turn: Turn) -> Result<(), ReduceError> {
-        let short = |id: &&ParamId| !self.is_complete(**id, layout);
+    /// An error if a contribution of this round is missing.
+    pub(super) fn all_there(&self, layout: &GradientLayout) -> Result<(), ReduceError> {
+        let short = |id: &&ParamId| !self.is_complete(**id);
         let Some(first) = layout.order().iter().find(short) else {
             return Ok(());
         };
         let (param, bucket) = layout.place(*first);
+        let report = &self.0[first.0];
         Err(ReduceError::Missing {
             param,
             bucket,
-            micro_batch: turn.micro_batch,
-            times: self.0[first.0].times,
-            expected: layout.spec(*first).contributions,
+            times: report.times,
+            expected: report.due,
             missing: layout.order().iter().filter(short).count(),
         })
     }
@@ -128,13 +105,12 @@ impl Reports {
         events.flatten().collect()
     }
 
-    /// The next micro-batch adds to the same gradients, or, if they are `gone`, begins new ones.
-    pub(super) fn next_micro_batch(&mut self, gone: bool) {
-        if gone {
-            return self.0.fill(Report::default());
-        }
-        for report in &mut self.0 {
+    /// The next round of these gradients begins, with new values.
+    pub(super) fn next_round(&mut self, params: &[ParamId]) {
+        for id in params {
+            let report = &mut self.0[id.0];
             report.times = 0;
+            report.written = false;
         }
     }
 }

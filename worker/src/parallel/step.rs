@@ -3,7 +3,8 @@
 use std::time::Instant;
 
 use super::events::all_of;
-use super::reports::{Reports, Turn};
+use super::reduce_unit::Round;
+use super::reports::Reports;
 use super::{ReduceError, Reduced, Reducer, SyncTimes};
 use crate::config::{self, Sync};
 use crate::device::{Buffer, DeviceError, Element, Event, HostMut, Stream};
@@ -16,11 +17,12 @@ use crate::model::{GradSink, GradSlot, ParamId, Unused};
 pub struct Step<'a> {
     /// Gone once the step has finished.
     reducer: Option<&'a mut Reducer>,
-    turn: Turn,
+    /// Times that each unit is launched: once, or once a micro-batch.
+    rounds: usize,
     reports: Reports,
-    /// Parameters of each unit that are not complete in the last micro-batch.
+    /// Parameters of each unit that are not complete in its round.
     open: Vec<usize>,
-    /// Units launched so far: always a prefix.
+    /// Units launched so far, of all rounds: always a prefix.
     launched: usize,
     /// What [`Step::grad_mut`] lends.
     host: Option<Buffer>,
@@ -28,11 +30,16 @@ pub struct Step<'a> {
 }
 
 impl<'a> Step<'a> {
-    pub(super) fn begin(reducer: &'a mut Reducer, turn: Turn) -> Self {
+    pub(super) fn begin(reducer: &'a mut Reducer, micro_batches: usize) -> Self {
+        let (rounds, in_round) = if reducer.memory.is_shard() {
+            (micro_batches, 1)
+        } else {
+            (1, micro_batches)
+        };
         Self {
-            turn,
-            reports: Reports::new(&reducer.layout),
-            open: open(reducer),
+            rounds,
+            reports: Reports::new(&reducer.layout, in_round),
+            open: reducer.units.iter().map(|unit| unit.params.len()).collect(),
             launched: 0,
             host: None,
             failed: None,
@@ -61,36 +68,20 @@ impl<'a> Step<'a> {
         Ok(grad)
     }
 
-    /// One contribution to the gradient of `id` is there once `at` is reached. With the last one of the last
-    /// micro-batch the gradient may be on its way to the other ranks.
+    /// One contribution to the gradient of `id` is there once `at` is reached. With the last one the gradient may be on
+    /// its way to the other ranks.
     pub fn ready(&mut self, id: ParamId, at: Event) -> Result<(), ReduceError> {
         self.check()?;
         self.report(id, at).map_err(|e| self.fail(e))
     }
 
-    /// Ends a micro-batch that is not the last one.
-    pub fn next_micro_batch(&mut self) -> Result<(), ReduceError> {
-        self.check()?;
-        let wrong = self.turn.is_last().then_some("another one was begun");
-        self.end_micro_batch(wrong).map_err(|e| self.fail(e))?;
-        let are_gone = self.reducer().memory.is_shard();
-        if are_gone {
-            self.launch_rest();
-            self.launched = 0;
-            self.open = open(self.reducer());
-        }
-        self.turn.micro_batch += 1;
-        self.reports.next_micro_batch(are_gone);
-        Ok(())
-    }
-
-    /// Time that averaging has taken since the step before, as far as the host saw it.
+    /// Time that reduction has taken since the step before, as far as the host saw it.
     #[must_use]
     pub fn times(&self) -> SyncTimes {
         self.reducer().waiting.times()
     }
 
-    /// Launches what is left, waits for all of it, and gives the averages.
+    /// Launches what is left, waits for all of it, and gives the sums.
     pub fn finish(mut self, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
         let landed = self.complete(deadline)?;
         for work in std::mem::take(&mut self.reducer_mut().in_flight) {
@@ -101,7 +92,7 @@ impl<'a> Step<'a> {
         Ok(self.reduced()?.known())
     }
 
-    /// Launches what is left and gives the averages to later operations of `stream`, the one that computes the
+    /// Launches what is left and gives the sums to later operations of `stream`, the one that computes the
     /// gradients: on a device that runs asynchronously the host does not wait. An operation that fails fails the
     /// stream; [`Reducer::failure`] has its error.
     pub fn finish_on(mut self, stream: Stream, deadline: Instant) -> Result<Reduced<'a>, ReduceError> {
@@ -120,13 +111,15 @@ impl<'a> Step<'a> {
         self.failed.as_ref()
     }
 
-    /// Ends the last micro-batch and launches what is left. Reached when the averages are there that the stream that
+    /// Launches what is left. Reached when the sums are there that the stream that
     /// computes does not wait for.
     fn complete(&mut self, deadline: Instant) -> Result<Event, ReduceError> {
         self.check()?;
-        let wrong = (!self.turn.is_last()).then_some("it was finished");
-        self.end_micro_batch(wrong).map_err(|e| self.fail(e))?;
-        self.launch_rest();
+        let layout = &self.reducer().layout;
+        self.reports.all_there(layout).map_err(|e| self.fail(e))?;
+        while self.launched < self.launches() {
+            self.launch_next();
+        }
         Ok(self.reducer_mut().land(deadline))
     }
 
@@ -160,9 +153,8 @@ impl<'a> Step<'a> {
     fn writable(&mut self, id: ParamId) -> Result<Buffer, ReduceError> {
         self.check()?;
         self.reports.known(id).map_err(|e| self.fail(e))?;
-        let layout = &self.reducer().layout;
-        if self.communicates() && self.reports.is_complete(id, layout) {
-            let (param, bucket) = layout.place(id);
+        if self.reports.is_complete(id) {
+            let (param, bucket) = self.reducer().layout.place(id);
             return Err(self.fail(ReduceError::Late { param, bucket }));
         }
         self.reducer_mut().grad(id).map_err(|e| self.fail(e))
@@ -170,8 +162,8 @@ impl<'a> Step<'a> {
 
     fn report(&mut self, id: ParamId, at: Event) -> Result<(), ReduceError> {
         let layout = self.reducer().layout.clone();
-        self.reports.add(id, at, &layout, self.turn)?;
-        if self.communicates() && self.reports.is_complete(id, &layout) {
+        self.reports.add(id, at, &layout)?;
+        if self.reports.is_complete(id) {
             let unit = self.reducer().unit_of[id.0];
             self.open[unit] -= 1;
             self.launch_complete();
@@ -179,16 +171,9 @@ impl<'a> Step<'a> {
         Ok(())
     }
 
-    /// True if gradients that are complete in this micro-batch go to the other ranks.
-    fn communicates(&self) -> bool {
-        self.turn.is_last() || self.reducer().memory.is_shard()
-    }
-
-    fn end_micro_batch(&self, wrong: Option<&'static str>) -> Result<(), ReduceError> {
-        match wrong {
-            Some(what) => Err(self.turn.wrong(what)),
-            None => self.reports.all_there(&self.reducer().layout, self.turn),
-        }
+    /// Launches of a step.
+    fn launches(&self) -> usize {
+        self.rounds * self.open.len()
     }
 
     fn launch_complete(&mut self) {
@@ -198,29 +183,27 @@ impl<'a> Step<'a> {
         if waits || config.sync == Sync::Naive {
             return;
         }
-        while self.open.get(self.launched) == Some(&0) {
-            self.launch_next();
-        }
-    }
-
-    fn launch_rest(&mut self) {
-        while self.launched < self.open.len() {
+        while self.launched < self.launches() && self.open[self.launched % self.open.len()] == 0 {
             self.launch_next();
         }
     }
 
     fn launch_next(&mut self) {
-        let unit = self.launched;
+        let unit = self.launched % self.open.len();
+        let round = Round {
+            index: self.launched / self.open.len(),
+            count: self.rounds,
+        };
         self.launched += 1;
         let reducer = self.reducer.as_deref_mut().expect("`finish` consumes the step");
-        let events = self.reports.take_events(&reducer.units[unit].params);
-        reducer.launch(unit, all_of(events), self.turn);
+        let params = &reducer.units[unit].params;
+        let events = self.reports.take_events(params);
+        if !round.is_last() {
+            self.reports.next_round(params);
+            self.open[unit] = params.len();
+        }
+        reducer.launch(unit, all_of(events), round);
     }
-}
-
-/// Parameters of each unit.
-fn open(reducer: &Reducer) -> Vec<usize> {
-    reducer.units.iter().map(|unit| unit.params.len()).collect()
 }
 
 impl GradSink for Step<'_> {
@@ -239,7 +222,6 @@ impl GradSink for Step<'_> {
         let error = ReduceError::Unused {
             rank: self.reducer().rank,
             unused: unused.to_string(),
-            micro_batch: self.turn.micro_batch,
         };
         Err(self.fail(error).into())
     }
@@ -258,7 +240,7 @@ impl Drop for Step<'_> {
                 Some(error) => error.to_string(),
                 None => "the step was dropped".into(),
             };
-            let (launched, all) = (self.launched, reducer.units.len());
+            let (launched, all) = (self.launched, self.launches());
             reducer.poison = Some(format!(
                 "a step ended after {launched} of {all} operations were launched, so this rank no longer agrees with the others: {why}"
             ));

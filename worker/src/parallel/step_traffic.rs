@@ -9,7 +9,7 @@ pub struct StepTraffic {
     pub whole: usize,
     /// Ranks that it is cut over.
     pub ranks: usize,
-    /// Copies of the state, over which each rank's shard of the gradients is averaged.
+    /// Copies of the state, over which each rank's shard of the gradients is summed.
     pub copies: usize,
     /// Elements of parameters that are gathered, each counted as often as it is gathered.
     pub gathered: usize,

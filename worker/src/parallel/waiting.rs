@@ -202,7 +202,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
-    use crate::collective::{Communicator, Executor, Launch, Solo, Traffic};
+    use crate::collective::{Communicator, Executor, Launch, SingleRank, Traffic};
     use crate::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, DeviceError, EventState};
     use crate::ops::Op;
     use crate::session::Cancel;
@@ -231,7 +231,7 @@ mod tests {
     }
 
     fn solo(executor: Executor) -> Communicator {
-        let (transport, timeout) = (Box::new(Solo::new(0)), Duration::from_mins(1));
+        let (transport, timeout) = (Box::new(SingleRank::new(0)), Duration::from_mins(1));
         Communicator::new("solo", transport, executor, timeout, &Cancel::new())
     }
 

@@ -3,23 +3,14 @@
 use std::sync::Arc;
 
 use super::{Ledger, Portion, Sharding, SyncTimes};
-use crate::collective::{Communicator, WireBytes, WorkError};
+use crate::collective::{Communicator, WorkError};
 use crate::device::{Device, DeviceError, Stream};
-use crate::model::Params;
-
-/// One of the two passes over the blocks.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Pass {
-    /// First block first.
-    Forward,
-    /// Last block first.
-    Backward,
-}
+use crate::model::{Params, Pass};
 
 /// The parameters of a model under some strategy.
 ///
 /// A block is entered before its pass is enqueued and left after it; in between all parameters that the pass reads
-/// are there. [`super::gated`] makes a model's blocks do so.
+/// are there.
 pub trait Weights: Params + Send + Sync {
     /// Later operations of the compute stream can read the parameters of a block.
     fn enter(&self, block: usize, pass: Pass) -> Result<(), DeviceError>;
@@ -62,11 +53,6 @@ pub trait Weights: Params + Send + Sync {
 
     /// Why parameters could not be gathered, if they could not.
     fn failure(&self) -> Option<WorkError>;
-
-    /// Bytes sent by a communicator that only parameters use.
-    fn wire_bytes(&self) -> WireBytes {
-        WireBytes::default()
-    }
 }
 
 /// The ranks that share parameters, and the stream that reads them.

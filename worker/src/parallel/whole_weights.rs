@@ -5,10 +5,10 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::gather_plan::units_of;
 use super::waiting::Waiting;
-use super::{Group, Ledger, Pass, Portion, ReduceError, Sharding, SyncTimes, Weights};
+use super::{Group, Ledger, Portion, ReduceError, Sharding, SyncTimes, Weights};
 use crate::collective::{Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DeviceError};
-use crate::model::{Model, ParamId, Params};
+use crate::model::{Model, ParamId, Params, Pass};
 
 /// See the module.
 pub struct WholeWeights {

@@ -6,9 +6,6 @@ use super::Setting;
 use crate::config::Strategy;
 use crate::device::DType;
 
-/// Moments of AdamW for each parameter, in f32.
-const MOMENTS: u64 = 2;
-
 /// Bytes that a rank holds for as long as it trains. Activations come on top.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Footprint {
@@ -16,7 +13,7 @@ pub struct Footprint {
     pub params: u64,
     /// Gradients.
     pub grads: u64,
-    /// Moments of the optimizer, and master weights where parameters are not f32.
+    /// State of the optimizer, and master weights where parameters are not f32.
     pub optimizer: u64,
 }
 
@@ -24,7 +21,8 @@ impl Footprint {
     /// What so many parameters take: everything on every rank, or 1/N of what the strategy shards (Rajbhandari et al.
     /// 2020). Of a size that the ranks do not divide, this is the larger shard.
     ///
-    /// In bf16 with f32 masters, for Ψ parameters: `ddp` 16Ψ, `zero1` 4Ψ + 12Ψ/N, `zero2` 2Ψ + 14Ψ/N, `zero3` 16Ψ/N.
+    /// In bf16 with f32 masters and AdamW, for Ψ parameters: `ddp` 18Ψ, `zero1` 6Ψ + 12Ψ/N, `zero2` 2Ψ + 16Ψ/N, `zero3` 18Ψ/N. With
+    /// gradients in bf16, as the published sizes have them: `ddp` 16Ψ, `zero1` 4Ψ + 12Ψ/N, `zero2` 2Ψ + 14Ψ/N, `zero3` 16Ψ/N.
     #[must_use]
     pub fn of(setting: &Setting, parameters: u64) -> Self {
         let (strategy, dtypes) = (setting.strategy, setting.dtypes);
@@ -40,7 +38,10 @@ impl Footprint {
         Self {
             params: held(strategy == Strategy::Zero3, bytes(dtypes.params)),
             grads: held(setting.shards_gradients(), bytes(dtypes.accumulated)),
-            optimizer: held(strategy != Strategy::Ddp, (MOMENTS + masters) * bytes(DType::F32)),
+            optimizer: held(
+                strategy != Strategy::Ddp,
+                (setting.state_slots + masters) * bytes(DType::F32),
+            ),
         }
     }
 
@@ -98,6 +99,16 @@ mod tests {
     }
 
     #[test]
+    fn gradients_in_f32_take_two_bytes_more_where_they_are_held() {
+        let totals = ALL.map(|strategy| {
+            let mut setting = Setting::simple(strategy, 8, DType::Bf16);
+            (setting.dtypes.reduced, setting.dtypes.accumulated) = (DType::F32, DType::F32);
+            Footprint::of(&setting, 10 * GB).total()
+        });
+        assert_eq!(totals, [180 * GB, 75 * GB, 40 * GB, 22 * GB + GB / 2]);
+    }
+
+    #[test]
     fn the_published_sizes_in_bf16() {
         let total = |strategy, parameters| footprint(strategy, 8, DType::Bf16, parameters).total();
         assert_eq!(total(Strategy::Ddp, 7 * GB), 112 * GB);
@@ -146,6 +157,20 @@ mod tests {
             Footprint::of(&setting, 8 * GB).grads,
             4 * GB,
             "nothing is between"
+        );
+    }
+
+    #[test]
+    fn an_optimizer_with_less_state_takes_less() {
+        let mut setting = Setting::simple(Strategy::Ddp, 1, DType::Bf16);
+        let totals = [2, 1, 0].map(|slots| {
+            setting.state_slots = slots;
+            Footprint::of(&setting, GB).optimizer
+        });
+        assert_eq!(
+            totals,
+            [12 * GB, 8 * GB, 4 * GB],
+            "AdamW; Lion, SGD; SGD without momentum"
         );
     }
 

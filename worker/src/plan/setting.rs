@@ -18,6 +18,8 @@ pub struct Setting {
     pub reshard_after_forward: bool,
     /// Types of parameters and gradients.
     pub dtypes: Dtypes,
+    /// Numbers in f32 that the optimizer keeps of each parameter: 2 of AdamW.
+    pub state_slots: u64,
 }
 
 impl Setting {
@@ -65,6 +67,7 @@ impl Setting {
                 reduced: dtype,
                 accumulated: dtype,
             },
+            state_slots: 2,
         }
     }
 }

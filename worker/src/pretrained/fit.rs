@@ -115,13 +115,13 @@ pub(super) fn sources(
 ) -> Vec<Source> {
     let mut sources = Vec::with_capacity(params.len());
     for spec in params {
-        match named.get(spec.name.as_str()) {
-            None => misfit.differs(format!("`{}` is missing there", spec.name)),
+        match named.get(spec.key.as_str()) {
+            None => misfit.differs(format!("`{}` is missing there", spec.key)),
             Some(tensor) => sources.extend(source(spec, tensor, misfit)),
         }
     }
     for name in named.keys() {
-        if !params.iter().any(|spec| spec.name == *name) {
+        if !params.iter().any(|spec| spec.key == *name) {
             misfit.differs(format!("`{name}` is there, and not in this model"));
         }
     }
@@ -129,8 +129,8 @@ pub(super) fn sources(
 }
 
 fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Option<Source> {
-    let (name, rows) = (&spec.name, Rows::of(&spec.name));
-    let fits = match (spec.shape.as_slice(), tensor.shape.as_slice()) {
+    let (name, rows) = (&spec.key, Rows::of(&spec.key));
+    let fits = match (spec.global_shape.as_slice(), tensor.shape.as_slice()) {
         ([here, others @ ..], [there, others_there @ ..]) => {
             others == others_there && rows.fit(*here, *there)
         }
@@ -139,9 +139,9 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
     if !fits {
         misfit.differs(format!(
             "`{name}` is {:?} there and {:?} here",
-            tensor.shape, spec.shape
+            tensor.shape, spec.global_shape
         ));
-        if rows == Rows::AtLeast && tensor.shape.first() > spec.shape.first() {
+        if rows == Rows::AtLeast && tensor.shape.first() > spec.global_shape.first() {
             misfit.write("vocab_size", tensor.shape[0]);
         }
         return None;
@@ -159,7 +159,11 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
         dtype: tensor.dtype,
         file: tensor.file,
         offset: tensor.offset,
-        elements: spec.len().min(tensor.shape.iter().product()),
+        elements: spec
+            .global_shape
+            .iter()
+            .product::<usize>()
+            .min(tensor.shape.iter().product()),
     })
 }
 
@@ -167,12 +171,12 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
 pub(super) fn remainder(named: &BTreeMap<&str, &StoredTensor>, params: &[ParamSpec]) -> Option<String> {
     let words = params.iter().filter_map(|spec| {
         let (here, there) = (
-            *spec.shape.first()?,
-            *named.get(spec.name.as_str())?.shape.first()?,
+            *spec.global_shape.first()?,
+            *named.get(spec.key.as_str())?.shape.first()?,
         );
-        match Rows::of(&spec.name) {
+        match Rows::of(&spec.key) {
             Rows::AtLeast if here > there => {
-                let name = &spec.name;
+                let name = &spec.key;
                 Some(format!(
                     "the last {} of {here} rows of `{name}` are random",
                     here - there

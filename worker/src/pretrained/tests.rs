@@ -23,6 +23,7 @@ fn shape(kind: ModelKind) -> Model {
         block_size: 16,
         vocab_size: Some(256),
         init_from: None,
+        dropout: 0.0,
     }
 }
 
@@ -55,7 +56,7 @@ fn tensors(model: &Model, dtype: Dtype) -> Vec<Tensor> {
     let params = params(model);
     let specs = params.iter().enumerate();
     specs
-        .map(|(id, spec)| tensor(&spec.name, dtype, &spec.shape, |i| value(id, i)))
+        .map(|(id, spec)| tensor(&spec.key, dtype, &spec.global_shape, |i| value(id, i)))
         .collect()
 }
 
@@ -132,11 +133,11 @@ impl Case {
             let mut read = vec![0.0; weights.elements(id)];
             weights.read(id, 0..read.len(), &mut read).unwrap();
             let expected: Vec<f32> = (0..read.len()).map(|i| value(id.0, i)).collect();
-            assert_eq!(read, expected, "`{}`", spec.name);
+            assert_eq!(read, expected, "`{}`", spec.key);
             let range = read.len() / 3..read.len() / 2;
             let mut part = vec![0.0; range.len()];
             weights.read(id, range.clone(), &mut part).unwrap();
-            assert_eq!(part, expected[range], "`{}`", spec.name);
+            assert_eq!(part, expected[range], "`{}`", spec.key);
         }
     }
 }

@@ -48,7 +48,7 @@ impl PretrainedWeights {
             settings.compare(model, &mut misfit);
         }
         let mut named = fit::by_name(&tensors, &mut misfit);
-        if !params.iter().any(|spec| spec.name == fit::HEAD)
+        if !params.iter().any(|spec| spec.key == fit::HEAD)
             && let Some(head) = named.remove(fit::HEAD)
             && !settings.is_some_and(|settings| settings.is_tied())
             && !named

@@ -49,7 +49,7 @@ impl Cancel {
         }
     }
 
-    /// Who waits under this token says what for, when a rank that hangs is asked.
+    /// Who waits under this token says what for: the agent is told, in heartbeats and when it asks.
     pub fn listen_to(&self, waiting: Weak<dyn Waiting>) {
         self.0.waits.add(waiting);
     }

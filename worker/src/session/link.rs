@@ -108,11 +108,13 @@ impl Link {
             phase: Phase::Starting,
             quiet_ms: 0,
             progress: None,
+            waits: Vec::new(),
         };
+        let cancel = Cancel::new();
         let shared = Arc::new(Shared {
-            outbox: Arc::new(Outbox::new(first, times.heartbeat)),
+            outbox: Arc::new(Outbox::new(first, times.heartbeat, &cancel)),
             calls: Arc::default(),
-            cancel: Cancel::new(),
+            cancel,
             stop: StopRequest::default(),
             generation: OnceLock::new(),
             closing: AtomicBool::new(false),
@@ -261,18 +263,13 @@ impl Shared {
 
 /// What this process waits for and where its threads are.
 fn state(cancel: &Cancel) -> ToAgent {
-    let waits = cancel.waits();
-    let mut text = waits::in_words(&waits);
+    let mut text = waits::in_words(&cancel.waits());
     text.push_str(&stacks::capture());
     let end = (0..=text.len().min(MAX_ANSWER_BYTES))
         .rev()
         .find(|&i| text.is_char_boundary(i));
     text.truncate(end.unwrap_or(0));
-    let waiting_for = waits.iter().flat_map(|wanted| &wanted.ranks);
-    ToAgent::State {
-        text,
-        waiting_for: waiting_for.map(|rank| *rank as u32).collect(),
-    }
+    ToAgent::State { text }
 }
 
 fn await_assignment(

@@ -11,8 +11,8 @@
 //! | `store.rs` | [`KeyValue`], and the store of a world of one |
 //! | `stop.rs` | [`StopRequest`]: the word that training is to stop at the next step boundary |
 //! | `cancel.rs` | [`Cancel`]: the word that the generation is over |
-//! | `waits.rs` | what the process waits for, for an agent that asks |
-//! | `stacks.rs` | where its threads are, for the same |
+//! | `waits.rs` | what the process waits for, for the agent |
+//! | `stacks.rs` | where its threads are, for an agent that asks |
 //!
 //! Nothing here waits without a deadline, and an agent that died ends every wait at once.
 

@@ -6,6 +6,12 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::control::ToAgent;
 
+use super::Cancel;
+
+/// A wait this long is told.
+const LASTING: Duration = Duration::from_millis(250);
+/// Waits that a heartbeat tells of, the longest.
+const MAX_TOLD_WAITS: usize = 4;
 /// Lines that may wait; a caller beyond that waits itself, up to its deadline.
 const MAX_QUEUED_LINES: usize = 64;
 
@@ -13,6 +19,8 @@ const MAX_QUEUED_LINES: usize = 64;
 pub(super) struct Outbox {
     state: Mutex<State>,
     changed: Condvar,
+    /// Knows what is waited for.
+    cancel: Cancel,
 }
 
 struct State {
@@ -33,11 +41,21 @@ struct State {
 }
 
 impl State {
-    /// The last heartbeat; a repetition says how old it is.
-    fn take_heartbeat(&mut self, now: Instant) -> ToAgent {
+    /// The last heartbeat, with what is waited for; a repetition says how old it is.
+    fn take_heartbeat(&mut self, now: Instant, cancel: &Cancel) -> ToAgent {
         let mut heartbeat = self.heartbeat.clone();
-        if let (true, ToAgent::Heartbeat { quiet_ms, .. }) = (self.is_repeated, &mut heartbeat) {
-            *quiet_ms = now.saturating_duration_since(self.said_at).as_millis() as u64;
+        if let ToAgent::Heartbeat { quiet_ms, waits, .. } = &mut heartbeat {
+            if self.is_repeated {
+                *quiet_ms = now.saturating_duration_since(self.said_at).as_millis() as u64;
+            }
+            let lasting = cancel
+                .waits()
+                .into_iter()
+                .filter(|wanted| wanted.waited >= LASTING);
+            *waits = lasting
+                .take(MAX_TOLD_WAITS)
+                .map(|wanted| wanted.to_wire())
+                .collect();
         }
         self.is_repeated = true;
         heartbeat
@@ -54,8 +72,9 @@ pub(super) enum Refused {
 }
 
 impl Outbox {
-    pub(super) fn new(first: ToAgent, interval: Duration) -> Self {
+    pub(super) fn new(first: ToAgent, interval: Duration, cancel: &Cancel) -> Self {
         Self {
+            cancel: cancel.clone(),
             state: Mutex::new(State {
                 lines: VecDeque::new(),
                 in_hand: 0,
@@ -126,7 +145,7 @@ impl Outbox {
                 state.heartbeat_due = now + state.interval;
                 state.beat_last = true;
                 state.in_hand = 1;
-                return Some(to_line(&state.take_heartbeat(now)));
+                return Some(to_line(&state.take_heartbeat(now, &self.cancel)));
             }
             if let Some(line) = state.lines.pop_front() {
                 state.beat_last = false;
@@ -189,6 +208,7 @@ mod tests {
             phase: Phase::Training,
             quiet_ms: 0,
             progress: None,
+            waits: Vec::new(),
         }
     }
 
@@ -202,7 +222,7 @@ mod tests {
 
     #[test]
     fn a_flood_of_heartbeats_does_not_starve_calls() {
-        let outbox = Outbox::new(beat(0), Duration::from_hours(1));
+        let outbox = Outbox::new(beat(0), Duration::from_hours(1), &Cancel::new());
         let deadline = Instant::now() + Duration::from_mins(1);
         for call in 0..3 {
             outbox.push(&get(call), deadline).unwrap();
@@ -220,7 +240,7 @@ mod tests {
 
     #[test]
     fn a_repeated_heartbeat_says_how_old_it_is() {
-        let outbox = Outbox::new(beat(0), Duration::from_millis(5));
+        let outbox = Outbox::new(beat(0), Duration::from_millis(5), &Cancel::new());
         let quiet = || match serde_json::from_slice(&outbox.next().unwrap()).unwrap() {
             ToAgent::Heartbeat { quiet_ms, .. } => quiet_ms,
             other => panic!("{other:?}"),
@@ -233,7 +253,7 @@ mod tests {
 
     #[test]
     fn the_queue_is_bounded_and_closing_ends_waits() {
-        let outbox = Outbox::new(beat(0), Duration::from_hours(1));
+        let outbox = Outbox::new(beat(0), Duration::from_hours(1), &Cancel::new());
         for call in 0..MAX_QUEUED_LINES as u64 {
             outbox.push(&get(call), Instant::now()).unwrap();
         }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime};
 
-use ddp_proto::control::{Phase, Progress, ToAgent};
+use ddp_proto::control::{Phase, Progress, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::utc;
 
@@ -157,6 +157,7 @@ impl Session {
                 phase,
                 quiet_ms: 0,
                 progress,
+                waits: Vec::new(),
             });
         }
     }
@@ -168,12 +169,11 @@ impl Session {
         }
     }
 
-    /// Tells the agent that another generation can go on with this work only if its number of ranks divides
-    /// `ranks_divide`. Said by one rank, once.
-    pub fn limit_sizes(&self, ranks_divide: u64) {
+    /// Tells the agent with which numbers of ranks another generation can go on with this work. Said by one rank, once.
+    pub fn limit_sizes(&self, sizes: Sizes) {
         if let Some(link) = &self.link {
             // Refused only where the connection is gone, and with it this generation.
-            let said = ToAgent::Sizes { ranks_divide };
+            let said = ToAgent::Sizes(sizes);
             let _ = link.shared.outbox.push(&said, Instant::now() + SIZES_TIMEOUT);
         }
     }

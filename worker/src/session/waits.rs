@@ -1,8 +1,9 @@
-//! What this process waits for: told to the agent when it asks why the rank does not go on.
+//! What this process waits for: told to the agent in heartbeats, and when it asks why the rank does not go on.
 
 use std::sync::{Mutex, PoisonError, Weak};
 use std::time::Duration;
 
+use ddp_proto::control::PeerWait;
 use ddp_proto::words::numbered;
 
 /// Something that may wait for other ranks.
@@ -45,16 +46,23 @@ impl Waits {
     }
 }
 
+impl Wanted {
+    /// As the agent is told.
+    pub(super) fn to_wire(&self) -> PeerWait {
+        PeerWait {
+            operation: self.what.clone(),
+            waited_ms: self.waited.as_millis() as u64,
+            peers: match self.ranks.as_slice() {
+                [] => String::new(),
+                ranks => numbered("rank", ranks),
+            },
+        }
+    }
+}
+
 /// In words, a line each; empty if nothing waits.
 pub(super) fn in_words(waits: &[Wanted]) -> String {
-    let line = |wanted: &Wanted| {
-        let of = match wanted.ranks.as_slice() {
-            [] => String::new(),
-            ranks => format!(" for {}", numbered("rank", ranks)),
-        };
-        let seconds = wanted.waited.as_secs_f64();
-        format!("{} has waited {seconds:.1} s{of}\n", wanted.what)
-    };
+    let line = |wanted: &Wanted| format!("{}\n", wanted.to_wire());
     waits.iter().map(line).collect()
 }
 

@@ -59,11 +59,8 @@ pub(super) fn moving(spans: &[Span]) -> Intervals {
             Kind::Gradients | Kind::Parameters | Kind::Late => lanes.entry(&span.lane).or_default(),
             _ => continue,
         };
-        // One rank alone moves nothing.
-        let is_alone = (span.collective.as_ref()).is_some_and(|collective| collective.ranks == 1);
         match span.kind {
             Kind::Late => late.push([span.start_us, span.end_us]),
-            _ if is_alone => {}
             _ => moves.push([span.start_us, span.end_us]),
         }
     }
@@ -84,7 +81,6 @@ pub(super) fn of_kind(spans: &[Span], wanted: impl Fn(&Span) -> bool) -> Interva
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::timeline::Collective;
 
     fn span(lane: Lane, kind: Kind, start_us: f64, end_us: f64) -> Span {
         Span {
@@ -126,17 +122,5 @@ mod tests {
             (known.moving_us, known.exposed_us, known.late_us),
             (33.0, 6.0, 2.0)
         );
-    }
-
-    #[test]
-    fn a_rank_alone_moves_nothing() {
-        let mut alone = span(Lane::Communicator("world".into()), Kind::Gradients, 10.0, 30.0);
-        alone.collective = Some(Collective {
-            bytes: 4096,
-            first_rank: 0,
-            ranks: 1,
-            sequence: Some(0),
-        });
-        assert_eq!(Overlap::of(&[alone], [[0.0, 100.0]]).hidden(), None);
     }
 }

@@ -27,6 +27,12 @@ pub enum TokenizeError {
         /// The output.
         path: PathBuf,
     },
+    /// A folder, a device, a pipe or a link is in the output's place.
+    #[error("`{}` is not a regular file, and is not replaced\n  hint: choose another name with `-o`; of a symbolic link, the name of the file that it leads to", path.display())]
+    NotAFile {
+        /// What is no file.
+        path: PathBuf,
+    },
     /// Another process writes the same output.
     #[error("`{}` is being written by another `ddp-train tokenize`\n  hint: wait for it, or choose another name with `-o`", path.display())]
     Busy {

@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::fs::{self, File, TryLockError};
 use std::io::{self, BufWriter, Seek as _, Write as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use super::TokenizeError;
@@ -29,10 +29,18 @@ impl Output {
             let source = io::Error::from(io::ErrorKind::IsADirectory);
             return Err(TokenizeError::io("write", path, source));
         };
-        if !overwrite && path.symlink_metadata().is_ok() {
-            return Err(TokenizeError::Exists {
-                path: path.to_owned(),
-            });
+        if let Ok(there) = path.symlink_metadata() {
+            // A rename would put a file in the place of a device.
+            if !there.is_file() {
+                return Err(TokenizeError::NotAFile {
+                    path: path.to_owned(),
+                });
+            }
+            if !overwrite {
+                return Err(TokenizeError::Exists {
+                    path: path.to_owned(),
+                });
+            }
         }
         let mut hidden = OsString::from(".");
         hidden.push(name);
@@ -40,9 +48,14 @@ impl Output {
         let temporary = path.with_file_name(hidden);
         let failed = |e| TokenizeError::io("create", &temporary, e);
         let mut options = File::options();
+        // A pipe would otherwise be waited for until somebody reads it.
+        options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
         // Cut to nothing only when it is ours.
         let opened = options.write(true).create(true).truncate(false).open(&temporary);
         let file = opened.map_err(failed)?;
+        if !file.metadata().map_err(failed)?.is_file() {
+            return Err(TokenizeError::NotAFile { path: temporary });
+        }
         let busy = || TokenizeError::Busy {
             path: path.to_owned(),
         };

@@ -2,13 +2,14 @@
 
 use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
+use std::thread::available_parallelism;
 
 use rayon::iter::{IntoParallelRefIterator as _, ParallelIterator as _};
 
 use super::encoder::Encoder;
 use super::output::Output;
 use super::record::text_of;
-use super::source::{Kind, Piece, Source, line_ends};
+use super::source::{Kind, MAX_THREADS, Piece, Source, line_ends};
 use super::{TokenizeError, Tokenizer};
 use crate::data::{TokenFacts, Width};
 
@@ -27,7 +28,7 @@ pub struct Request<'a> {
     pub output: &'a Path,
     /// Replace a file that is there.
     pub overwrite: bool,
-    /// Threads that encode; none: one a core.
+    /// Threads that encode, of which at most 128 are started; none: one a core.
     pub threads: Option<NonZeroUsize>,
 }
 
@@ -77,7 +78,8 @@ pub fn tokenize(
         return Err(TokenizeError::IsInput { path: path.clone() });
     }
     let output = Output::create(request.output, request.overwrite)?;
-    let threads = request.threads.map_or(0, NonZeroUsize::get);
+    let threads = request.threads.or_else(|| available_parallelism().ok());
+    let threads = threads.map_or(1, NonZeroUsize::get).min(MAX_THREADS);
     let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build();
     let pool = pool.map_err(|e| TokenizeError::Threads(e.to_string()))?;
     pool.install(|| run(&encoder, request.key, source, output, progress))

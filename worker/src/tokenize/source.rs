@@ -13,6 +13,8 @@ use crate::data::{DataError, FileProblem};
 const PIECE_BYTES: usize = 128 << 10;
 /// Bytes of the pieces that are encoded together: many more than machines have threads.
 const BATCH_BYTES: usize = 16 << 20;
+/// More threads have nothing to do: a piece is encoded by one, and a batch has no more pieces unless texts are short.
+pub(super) const MAX_THREADS: usize = BATCH_BYTES / PIECE_BYTES;
 /// Most bytes that are taken at once: a line of JSON, or a text without a place to cut it.
 const MAX_PIECE_BYTES: usize = 16 << 20;
 /// What the names of files end with that hold a document a line.

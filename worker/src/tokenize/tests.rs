@@ -4,6 +4,8 @@ use std::num::NonZeroUsize;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use nix::sys::stat::{Mode, SFlag};
+
 use super::{Report, Request, TokenizeError, Tokenizer, tokenize};
 use crate::data::{Tokens, Vocabulary};
 
@@ -220,6 +222,69 @@ fn an_output_that_is_there_stays() {
         .run_with(&Tokenizer::Gpt2, &inputs, |request| request.overwrite = true)
         .unwrap();
     assert_eq!(bench.tokens(&Tokenizer::Gpt2).0, [50_256, 15_496, 995]);
+}
+
+#[test]
+fn only_a_regular_file_is_replaced() {
+    let bench = Bench::new();
+    let inputs = [bench.write("a.txt", "Hello world")];
+    let target = bench.write("target", "precious");
+    let kind = |path: &Path| path.symlink_metadata().unwrap().file_type();
+    let overwrite = |request: &mut Request<'_>| request.overwrite = true;
+    let refused = |path: &Path| {
+        let before = kind(path);
+        let error = bench.run_with(&Tokenizer::Gpt2, &inputs, overwrite).unwrap_err();
+        assert_eq!(kind(path), before);
+        bench.shown(&error)
+    };
+    std::os::unix::fs::symlink(&target, bench.out()).unwrap();
+    insta::assert_snapshot!(refused(&bench.out()), @r"
+    `DIR/out.safetensors` is not a regular file, and is not replaced
+      hint: choose another name with `-o`; of a symbolic link, the name of the file that it leads to
+    ");
+    assert_eq!(std::fs::read(&target).unwrap(), b"precious");
+    std::fs::remove_file(bench.out()).unwrap();
+    nix::unistd::mkfifo(&bench.out(), Mode::S_IRWXU).unwrap();
+    assert!(refused(&bench.out()).contains("is not a regular file"));
+    std::fs::remove_file(bench.out()).unwrap();
+    // Only root makes devices, and not everywhere: this one is the null device, under a name of ours.
+    let null = nix::sys::stat::makedev(1, 3);
+    if nix::sys::stat::mknod(&bench.out(), SFlag::S_IFCHR, Mode::S_IRWXU, null).is_ok() {
+        assert!(refused(&bench.out()).contains("is not a regular file"));
+        std::fs::remove_file(bench.out()).unwrap();
+    }
+    // Nor is the place where the file is written one.
+    let hidden = bench.0.path().join(".out.safetensors.tokenizing");
+    nix::unistd::mkfifo(&hidden, Mode::S_IRWXU).unwrap();
+    let _reader = std::fs::File::options()
+        .read(true)
+        .write(true)
+        .open(&hidden)
+        .unwrap();
+    let error = bench.run(&Tokenizer::Gpt2, &inputs).unwrap_err();
+    assert!(
+        bench.shown(&error).contains(".tokenizing` is not a regular file"),
+        "{error}"
+    );
+}
+
+#[test]
+fn threads_that_would_have_nothing_to_do_are_not_started() {
+    let bench = Bench::new();
+    let inputs = [bench.write("a.txt", "Hello world")];
+    let out = bench.out();
+    let request = Request {
+        tokenizer: &Tokenizer::Gpt2,
+        end_of_text: None,
+        key: "text",
+        inputs: &inputs,
+        output: &out,
+        overwrite: false,
+        threads: NonZeroUsize::new(300),
+    };
+    let mut started = 0;
+    tokenize(&request, &mut |_| started = rayon::current_num_threads()).unwrap();
+    assert_eq!(started, 128, "one for each piece of a batch");
 }
 
 #[test]

@@ -7,6 +7,7 @@ use crate::collective::nccl::Version;
 use crate::collective::{CollectiveError, WorkError};
 use crate::data::DataError;
 use crate::device::DeviceError;
+use crate::mesh::MeshError;
 use crate::metrics::RunFilesError;
 use crate::model::ModelError;
 use crate::parallel::{AgreementError, JoinError, LayoutError, ReduceError, ReplicasError};
@@ -94,14 +95,21 @@ pub enum TrainError {
         device: String,
     },
     /// The ranks cannot be cut into groups as asked.
+    #[error(transparent)]
+    Mesh(#[from] MeshError),
+    /// A parameter group would be empty.
     #[error(
-        "`parallel.shard_group` is {found}, but {why}\n  hint: all groups must have the same number of ranks; change `--nproc-per-node` or `parallel.shard_group`"
+        "`train.optimizer.groups[{index}].params` is `{pattern}`, which matches none of the {params} parameters\n  hint: `*` stands for any characters, and a name is `{example}`"
     )]
-    ShardGroup {
-        /// Its value.
-        found: String,
-        /// In words.
-        why: String,
+    ParamGroup {
+        /// Which group.
+        index: usize,
+        /// What it matches.
+        pattern: String,
+        /// Of the model.
+        params: usize,
+        /// The name of one.
+        example: String,
     },
     /// The configuration asks for a GPU, and there is none.
     #[error("`{key}` needs a GPU: {why}")]

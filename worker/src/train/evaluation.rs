@@ -5,6 +5,7 @@ use super::exchange::Exchange;
 use super::replica::{Batch, Replica};
 use super::world::World;
 use crate::data::{IGNORED, Tokens, eval_blocks};
+use crate::mesh::DATA;
 use crate::session::Session;
 
 /// The held-out text, cut into blocks.
@@ -30,12 +31,13 @@ impl Evaluation {
         let mut batch = Batch::new(replica.positions());
         let rows = replica.positions() / self.block_size;
         let blocks = self.tokens.blocks(self.block_size);
-        let share = |rank: usize| eval_blocks(blocks, rank as u64, world.size() as u64);
-        let mine = share(world.rank());
+        let ranks = world.mesh.size(&DATA);
+        let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);
+        let mine = share(world.mesh.index(&DATA));
         let passes = |share: std::ops::Range<u64>| (share.end - share.start).div_ceil(rows as u64);
         let needed = if replica.weights.moves_together() {
             // Whoever has no blocks left still takes part in gathering the parameters.
-            (0..world.size()).map(share).map(passes).max().unwrap_or(0)
+            (0..ranks).map(share).map(passes).max().unwrap_or(0)
         } else {
             passes(mine.clone())
         };

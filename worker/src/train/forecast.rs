@@ -7,11 +7,13 @@ use ddp_proto::ids::WorldSize;
 use super::TrainError;
 use super::outlook::Outlook;
 use super::remedy::{Remedy, remedies};
-use super::setup::Blueprint;
+use super::setup::network;
 use crate::config::{Accumulate, OptimizerHome, Strategy, Sync, TrainConfig};
-use crate::plan::{Cluster, GlobalBatch, StepBound, Work};
+use crate::data::Vocabulary;
+use crate::parallel::Dtypes;
+use crate::plan::{Among, Cluster, GlobalBatch, StepBound, Work};
 
-/// In the order in which they are preferred: each saves memory that the one before holds.
+/// Each saves memory that the one before holds. Of those that send as much the first is preferred.
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
 /// The machines of a plan.
@@ -42,7 +44,7 @@ pub struct Forecast {
     pub candidates: Vec<Candidate>,
     /// Which one to take, if the memory is known.
     pub advice: Option<Advice>,
-    /// The advised strategy, else that of the configuration, on fewer ranks, up to all of them.
+    /// The advised strategy, else that of the configuration, on fewer ranks, up to all of them, where it fits.
     pub scaling: Vec<Candidate>,
 }
 
@@ -70,7 +72,7 @@ pub struct Candidate {
 /// What to do.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Advice {
-    /// This strategy fits, and none that holds more does, or sends less.
+    /// This strategy fits, and none that fits sends less.
     Take(Strategy, &'static str),
     /// None fits as the configuration stands; with one of these changes `zero3` does. Empty if not even all of them help.
     Change(Vec<Remedy>),
@@ -107,7 +109,7 @@ impl Forecast {
         };
         let parameters = first.outlook.parameters;
         Ok(Self {
-            model: Blueprint::of(config, &WorkerEnv::single())?.model.name,
+            model: network(config, Dtypes::of(config))?.name,
             parameters,
             batch: GlobalBatch {
                 ranks: cluster.ranks(),
@@ -115,7 +117,7 @@ impl Forecast {
                 micro_batch: config.train.micro_batch as u64,
                 block_size: config.model.block_size as u64,
             },
-            work: Work::of(&config.model, parameters, config.train.recompute),
+            work: work(config)?,
             scaling: scaling(&under(config, scaled), machines)?,
             candidates,
             advice,
@@ -149,7 +151,7 @@ pub(super) fn candidate(
     let exchanges = &outlook.exchanges;
     let communication = cluster.least_seconds(&exchanges.all(), exchanges.shard_ranks);
     let tokens = config.train.grad_accumulation * config.train.micro_batch * config.model.block_size;
-    let work = Work::of(&config.model, outlook.parameters, config.train.recompute);
+    let work = work(config)?;
     let compute = machines
         .flops
         .map(|rate| tokens as f64 * work.total() as f64 / rate);
@@ -172,6 +174,15 @@ pub(super) fn candidate(
     })
 }
 
+/// Arithmetic of a token.
+fn work(config: &TrainConfig) -> Result<Work, TrainError> {
+    let vocabulary = match config.model.vocab_size {
+        Some(size) => size,
+        None => Vocabulary::of(&config.data.tokenizer)?.size,
+    };
+    Ok(Work::of(&config.model, vocabulary as u64, config.train.recompute))
+}
+
 /// Bytes in the memory of the device that a rank trains on.
 fn held(config: &TrainConfig, outlook: &Outlook, machines: &Machines) -> u64 {
     let held = outlook.held();
@@ -183,25 +194,60 @@ fn held(config: &TrainConfig, outlook: &Outlook, machines: &Machines) -> u64 {
     held.total() - elsewhere + outlook.buffers.gathered + outlook.activations
 }
 
-/// The first strategy that fits, of those that send no more than another which holds as little.
+/// Of the strategies that fit the one that sends least; of those that send as much the first.
 fn choice(candidates: &[Candidate], config: &TrainConfig) -> Option<(Strategy, &'static str)> {
     let repeats = config.train.grad_accumulation > 1 && config.parallel.accumulate == Accumulate::Sharded;
+    let fits = |strategy| {
+        let found = candidates.iter().find(|candidate| candidate.strategy == strategy);
+        found.is_some_and(|candidate| candidate.fits == Some(true))
+    };
     let reason = |strategy| match strategy {
-        Strategy::Ddp => Some("everything fits on every rank"),
+        Strategy::Ddp => Some("everything fits on every rank, and nothing sends less"),
+        Strategy::Zero1 if repeats && fits(Strategy::Ddp) => {
+            Some("`ddp` fits too, but sends more; with sharded gradients every micro-batch would reduce them")
+        }
         // With one reduction a step `zero2` sends as much and holds less.
         Strategy::Zero1 => repeats.then_some(
             "the optimizer has to be sharded; with sharded gradients every micro-batch would reduce them",
         ),
+        Strategy::Zero2 if fits(Strategy::Ddp) => Some(
+            "`ddp` fits too, but sends more: gradients are reduced in f32, and parameters gathered in bf16",
+        ),
+        Strategy::Zero2 if fits(Strategy::Zero1) => {
+            Some("the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less")
+        }
         Strategy::Zero2 => Some("optimizer and gradients have to be sharded; the parameters fit"),
         Strategy::Zero3 => Some("parameters have to be sharded too"),
     };
     candidates
         .iter()
         .filter(|candidate| candidate.fits == Some(true))
-        .find_map(|candidate| Some((candidate.strategy, reason(candidate.strategy)?)))
+        .filter_map(|candidate| Some((candidate, reason(candidate.strategy)?)))
+        // Padding alone is no difference.
+        .reduce(|best, next| {
+            if sent(next.0) * 100 < sent(best.0) * 99 {
+                next
+            } else {
+                best
+            }
+        })
+        .map(|(candidate, why)| (candidate.strategy, why))
 }
 
-/// The candidate on 1, 2, 4, … ranks of a node, then 1, 2, 4, … whole nodes, and on all of them.
+/// Bytes that a rank sends in a step, within its copy of the state and between the copies.
+fn sent(candidate: &Candidate) -> u64 {
+    let exchanges = &candidate.outlook.exchanges;
+    let ranks = |among| match among {
+        Among::Shards => exchanges.shard_ranks,
+        Among::Copies => candidate.cluster.ranks() / exchanges.shard_ranks,
+    };
+    let all = exchanges.all();
+    all.iter()
+        .map(|exchange| exchange.bytes_a_rank(ranks(exchange.among)))
+        .sum()
+}
+
+/// The candidate on 1, 2, 4, … ranks of a node, then 1, 2, 4, … whole nodes, and on all of them, as far as it fits.
 fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, TrainError> {
     let Cluster {
         nodes, ranks_a_node, ..
@@ -215,8 +261,8 @@ fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, 
     for ranks in sizes {
         match candidate(config, machines, machines.cluster.of_ranks(ranks)) {
             // So many ranks are no whole number of groups.
-            Err(TrainError::ShardGroup { .. }) => {}
-            other => found.push(other?),
+            Err(TrainError::Mesh(_)) => {}
+            other => found.extend(Some(other?).filter(|point| point.fits != Some(false))),
         }
     }
     Ok(found)
@@ -271,7 +317,8 @@ mod tests {
 
     #[test]
     fn what_does_not_fit_is_sharded_no_further_than_it_must() {
-        let once = config(&[]);
+        // All strategies send as much.
+        let once = config(&["parallel.reduce_dtype=bf16"]);
         let takes = |gb| taken(&once, gb * GB);
         // 16, 2 + 14/8 and 16/8 bytes a parameter, and some gigabytes of activations and buffers.
         assert_eq!(takes(180), Some(Strategy::Ddp));
@@ -291,6 +338,39 @@ mod tests {
             "parallel.accumulate=full",
         ]);
         assert_eq!(taken(&whole, 70 * GB), Some(Strategy::Zero2), "sends 2 as well");
+    }
+
+    /// With gradients reduced in f32 `ddp` sends 2 · 4 bytes an element, `zero1` and `zero2` 4 + 2 with one micro-batch.
+    #[test]
+    fn what_sends_least_is_taken_though_ddp_fits() {
+        let taken = |overrides: &[&str]| taken(&config(overrides), 300 * GB);
+        let often = "train.grad_accumulation=4";
+        assert_eq!(taken(&[]), Some(Strategy::Zero2));
+        assert_eq!(taken(&[often]), Some(Strategy::Zero1));
+        assert_eq!(taken(&[often, "parallel.reduce_dtype=bf16"]), Some(Strategy::Ddp));
+        assert_eq!(taken(&["train.precision=f32"]), Some(Strategy::Ddp));
+    }
+
+    #[test]
+    fn the_reason_does_not_deny_what_fits_as_well() {
+        let reason = |gb| match Forecast::of(&config(&[]), &machines(gb * GB)).unwrap().advice {
+            Some(Advice::Take(Strategy::Zero2, reason)) => reason,
+            other => panic!("{other:?}"),
+        };
+        let less =
+            "`ddp` fits too, but sends more: gradients are reduced in f32, and parameters gathered in bf16";
+        assert_eq!(reason(180), less);
+        let smaller = "the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less";
+        assert_eq!(reason(60), smaller);
+        let only = "optimizer and gradients have to be sharded; the parameters fit";
+        assert_eq!(reason(40), only);
+    }
+
+    #[test]
+    fn a_shard_group_needs_the_ranks_of_the_machines_only() {
+        let grouped = config(&["parallel.strategy=zero2", "parallel.shard_group=4"]);
+        let forecast = Forecast::of(&grouped, &machines(180 * GB)).unwrap();
+        assert_eq!(forecast.candidates[1].outlook.exchanges.shard_ranks, 4);
     }
 
     #[test]
@@ -345,7 +425,7 @@ mod tests {
             .iter()
             .map(|point| point.cluster.ranks())
             .collect();
-        assert_eq!(ranks, [1, 2, 4, 8, 16, 24]);
+        assert_eq!(ranks, [2, 4, 8, 16, 24], "it does not fit on one");
         let steps = forecast
             .scaling
             .iter()

@@ -5,14 +5,15 @@
 //! It costs the time of a step and, at a time, memory for the gradients of one block and of what it is tied to. Every
 //! rank passes through all blocks, finite or not: under ZeRO-3 a pass is a collective one.
 
+use std::cell::RefCell;
 use std::collections::HashMap;
 
 use super::TrainError;
-use super::replica::{Batch, Replica};
+use super::replica::{Batch, Replica, ReplicaHooks};
 use super::trainer::Trainer;
 use super::world::World;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
-use crate::model::{GradSink, GradSlot, Model, ParamId, StepKey};
+use crate::model::{Activation, Flight, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey, Unused};
 
 /// Where a number was not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -61,7 +62,7 @@ impl Place {
         match self {
             Self::Output(index) => format!("the output of block `{}`", block(index)),
             Self::Gradient(index, id) => {
-                let param = &model.params[id.0].name;
+                let param = &model.params[id.0].key;
                 format!("the gradient of `{param}` in block `{}`", block(index))
             }
             Self::InputGradient(index) => format!("the gradient of the input of block `{}`", block(index)),
@@ -113,68 +114,93 @@ impl Trainer<'_> {
 
 impl Replica {
     /// Both passes of a micro-batch; the first place with a number that is not finite, if `look` is set.
-    fn inspect(&mut self, batch: &Batch, key: StepKey, look: bool) -> Result<Option<Place>, TrainError> {
-        let mut found = None;
-        let world = self.world.clone();
-        let mut seen = |place: Place, buffer: &Buffer| -> Result<(), DeviceError> {
-            if look && found.is_none() && !is_finite(&world, buffer)? {
-                found = Some(place);
-            }
-            Ok(())
+    fn inspect(&mut self, batch: &Batch, key: SampleKey, look: bool) -> Result<Option<Place>, TrainError> {
+        let tokens = self.upload(batch);
+        let ctx = self.context(key);
+        let passes = self.passes(&ctx);
+        let mut flight = Flight::over(self.model.whole());
+        let seen = RefCell::new(Seen {
+            world: &self.world,
+            look,
+            block: 0,
+            first: None,
+        });
+        let mut hooks = LookingHooks {
+            inner: self.hooks(),
+            seen: &seen,
         };
-        self.passes(batch, key, &mut seen)
-            .map_err(|error| self.cause(error))?;
-        Ok(found)
+        let mut sink = LookingSink {
+            model: &self.model,
+            memory: HashMap::new(),
+            seen: &seen,
+        };
+        let both = passes
+            .forward(&mut flight, &tokens, &mut hooks)
+            .and_then(|losses| {
+                drop(losses);
+                passes.backward(&mut flight, None, &mut hooks, &mut sink)
+            });
+        both.map_err(|error| self.cause(error))?;
+        let first = seen.borrow().first;
+        Ok(first)
     }
+}
 
-    fn passes(&mut self, batch: &Batch, key: StepKey, seen: Seen<'_>) -> Result<(), DeviceError> {
-        let mut saved = std::mem::take(&mut self.saved);
-        let mut activation = self.upload(batch);
-        let (ctx, weights) = (self.context(key), self.weights.as_ref());
-        let blocks: Vec<_> = self.model.blocks.iter().enumerate().collect();
-        for ((index, block), saved) in blocks.iter().zip(&mut saved) {
-            activation = block.forward(&ctx, weights, &activation, saved)?;
-            seen(Place::Output(*index), activation.buffer())?;
+/// Where a number that is not finite was seen first.
+struct Seen<'a> {
+    world: &'a World,
+    look: bool,
+    /// The one whose pass is under way.
+    block: usize,
+    first: Option<Place>,
+}
+
+impl Seen<'_> {
+    fn look_at(&mut self, place: Place, buffer: &Buffer) -> Result<(), DeviceError> {
+        if self.look && self.first.is_none() && !is_finite(self.world, buffer)? {
+            self.first = Some(place);
         }
-        let mut gradient = ctx.loss_gradient()?;
-        for ((index, block), saved) in blocks.iter().zip(&mut saved).rev() {
-            let mut sink = Watch {
-                world: &self.world,
-                model: &self.model,
-                block: *index,
-                memory: HashMap::new(),
-                seen: &mut *seen,
-            };
-            let dinp = block.backward(&ctx, weights, saved, &gradient, &mut sink)?;
-            let Some(dinp) = dinp else { break };
-            seen(Place::InputGradient(*index), dinp.buffer())?;
-            gradient = dinp;
-        }
-        self.saved = saved;
         Ok(())
     }
 }
 
-/// Is told of everything that a block makes.
-type Seen<'a> = &'a mut dyn FnMut(Place, &Buffer) -> Result<(), DeviceError>;
-
-/// Gradients of one block, for as long as it takes to look at them.
-struct Watch<'a> {
-    world: &'a World,
-    model: &'a Model,
-    block: usize,
-    memory: HashMap<ParamId, Buffer>,
-    seen: Seen<'a>,
+/// Looks at what each block makes.
+struct LookingHooks<'a> {
+    inner: ReplicaHooks<'a>,
+    seen: &'a RefCell<Seen<'a>>,
 }
 
-impl GradSink for Watch<'_> {
+impl Hooks for LookingHooks<'_> {
+    fn before(&mut self, block: usize, pass: Pass) -> Result<(), DeviceError> {
+        self.seen.borrow_mut().block = block;
+        self.inner.before(block, pass)
+    }
+
+    fn after(&mut self, block: usize, pass: Pass, made: Option<&Activation>) -> Result<(), DeviceError> {
+        self.inner.after(block, pass, made)?;
+        let place = match pass {
+            Pass::Forward => Place::Output(block),
+            Pass::Backward => Place::InputGradient(block),
+        };
+        made.map_or(Ok(()), |made| {
+            self.seen.borrow_mut().look_at(place, made.buffer())
+        })
+    }
+}
+
+/// Looks at gradients of parameters, each for as long as that takes.
+struct LookingSink<'a> {
+    model: &'a Model,
+    memory: HashMap<ParamId, Buffer>,
+    seen: &'a RefCell<Seen<'a>>,
+}
+
+impl GradSink for LookingSink<'_> {
     fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
-        let spec = ArenaSpec::private(
-            format!("gradient of `{}` under inspection", self.model.params[id.0].name),
-            DType::F32,
-            self.model.params[id.0].len(),
-        );
-        let buffer = self.world.device.alloc(&spec)?.whole();
+        let param = &self.model.params[id.0];
+        let name = format!("gradient of `{}` under inspection", param.key);
+        let spec = ArenaSpec::private(name, DType::F32, param.len());
+        let buffer = self.seen.borrow().world.device.alloc(&spec)?.whole();
         self.memory.insert(id, buffer.clone());
         Ok(GradSlot {
             buffer,
@@ -183,10 +209,16 @@ impl GradSink for Watch<'_> {
     }
 
     fn contributed(&mut self, id: ParamId, _at: Event) -> Result<(), DeviceError> {
-        match self.memory.remove(&id) {
-            Some(gradient) => (self.seen)(Place::Gradient(self.block, id), &gradient),
-            None => Ok(()),
-        }
+        let Some(gradient) = self.memory.remove(&id) else {
+            return Ok(());
+        };
+        let mut seen = self.seen.borrow_mut();
+        let place = Place::Gradient(seen.block, id);
+        seen.look_at(place, &gradient)
+    }
+
+    fn unused(&mut self, _unused: &Unused<'_>) -> Result<(), DeviceError> {
+        Ok(())
     }
 }
 

@@ -63,13 +63,14 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ddp_proto::control::Phase;
+use ddp_proto::control::{Phase, Sizes};
 
 use crate::checkpoint::Storage;
 use crate::collective::Transport;
 use crate::config::TrainConfig;
 use crate::data::{Dataset, Entropies};
 use crate::device::Device;
+use crate::mesh::MeshShape;
 use crate::metrics::{MetricsLog, RunDir, Summary};
 use crate::session::Session;
 
@@ -176,10 +177,12 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     let started = Instant::now();
     let (config, opened) = open(config, session, parts)?;
     let env = session.env();
-    if env.rank.get() == 0
-        && let Some(number) = ranks_divide(&config.train, env.world_size.get().into())
-    {
-        session.limit_sizes(number);
+    let sizes = Sizes {
+        ranks_divide: ranks_divide(&config.train, env.world_size.get().into()),
+        ranks_multiple_of: MeshShape::ranks_multiple_of(&config.parallel),
+    };
+    if env.rank.get() == 0 && sizes != Sizes::default() {
+        session.limit_sizes(sizes);
     }
     let mut prepared = prepare(&config, opened, session)?;
     let rank = prepared.trainer.world.rank();
@@ -188,7 +191,14 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         0 => Some(MetricsLog::open(&prepared.run_dir.metrics(), first_step)?),
         _ => None,
     };
+    let mut last = None;
     if rank == 0 {
+        let path = prepared.run_dir.summary();
+        last = Summary::read(&path);
+        // It does not say how this life ends.
+        if first_step < config.train.steps {
+            Summary::delete(&path)?;
+        }
         if let Some(words) = &prepared.rescaled {
             say(words);
         }
@@ -214,7 +224,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     }
     ended?;
     if rank == 0 {
-        conclude(&prepared, &recorder, &outcome, started)?;
+        conclude(&prepared, &recorder, &outcome, started, last)?;
     }
     prepared.trainer.world.comm.shutdown();
     Ok(RunSummary {
@@ -226,21 +236,34 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     })
 }
 
-/// Writes the summary, and says what the loss means.
+/// Writes the summary, and says what the loss means. `last` is the summary of the life before this one.
 fn conclude(
     prepared: &Prepared<'_>,
     recorder: &Recorder,
     outcome: &Outcome,
     started: Instant,
+    last: Option<Summary>,
 ) -> Result<(), TrainError> {
     let (trainer, path) = (&prepared.trainer, prepared.run_dir.summary());
     let summary = summary(prepared, recorder, outcome, started, true)?;
     // A life without steps knows neither loss nor speed, and the life that had them has written them down; unless that
     // one was killed after its last checkpoint.
-    let told =
-        Summary::read(&path).is_some_and(|before| before.steps == summary.steps && before.loss.is_some());
-    if trainer.first_step < summary.steps || !told {
-        summary.write(&path)?;
+    let told = last.filter(|before| {
+        before.steps == summary.steps && before.loss.is_some() && trainer.first_step == summary.steps
+    });
+    match told {
+        None => summary.write(&path)?,
+        Some(before) if before.complete && summary.complete => {}
+        // It was stopped where the configuration ends by now, or this life was stopped before its first step.
+        Some(before) => {
+            let whole = Summary {
+                complete: summary.complete,
+                stopped: summary.stopped.clone(),
+                val_loss: summary.val_loss,
+                ..before
+            };
+            whole.write(&path)?;
+        }
     }
     if let Some(words) = save_verdict::failed(summary.failed_saves, summary.checkpoint.as_deref()) {
         warn(&words);
@@ -274,6 +297,7 @@ fn summary(
         run_id: env.run_id.clone(),
         steps: outcome.steps,
         complete: outcome.stopped.is_none() && is_saved,
+        stopped: outcome.stopped.clone().filter(|_| is_saved),
         samples,
         tokens: samples * config.model.block_size as u64,
         parameters: trainer.replica.model.param_count() as u64,
@@ -313,17 +337,17 @@ fn verdict(outcome: &Outcome, entropies: Entropies, bytes_per_token: Option<f64>
             outcome.steps
         ),
         (None, Some(loss), Some(bigram)) => format!(
-            "nats a byte: unigram {unigram:.2}, bigram {bigram:.2} (entropies of the text), this model {loss:.4} (validation)"
+            "nats per byte: unigram {unigram:.2}, bigram {bigram:.2} (entropies of the text), this model {loss:.4} (validation)"
         ),
         (None, Some(loss), None) => {
             let a_byte = bytes_per_token.map_or_else(String::new, |bytes| {
                 format!(
-                    "; {:.4} nats a byte, with {bytes:.2} bytes to a token",
+                    "; {:.4} nats per byte, with {bytes:.2} bytes to a token",
                     loss / bytes
                 )
             });
             format!(
-                "nats a token: unigram {unigram:.2} (entropy of the validation tokens), this model {loss:.4} (validation){a_byte}"
+                "nats per token: unigram {unigram:.2} (entropy of the validation tokens), this model {loss:.4} (validation){a_byte}"
             )
         }
         (None, None, _) => format!("done after step {}", outcome.steps),
@@ -349,9 +373,9 @@ mod tests {
             bigram: Some(2.45),
             ..tokens
         };
-        insta::assert_snapshot!(verdict(&outcome, bytes, Some(1.0)), @"nats a byte: unigram 7.42, bigram 2.45 (entropies of the text), this model 3.2812 (validation)");
-        insta::assert_snapshot!(verdict(&outcome, tokens, None), @"nats a token: unigram 7.42 (entropy of the validation tokens), this model 3.2812 (validation)");
-        insta::assert_snapshot!(verdict(&outcome, tokens, Some(4.0)), @"nats a token: unigram 7.42 (entropy of the validation tokens), this model 3.2812 (validation); 0.8203 nats a byte, with 4.00 bytes to a token");
+        insta::assert_snapshot!(verdict(&outcome, bytes, Some(1.0)), @"nats per byte: unigram 7.42, bigram 2.45 (entropies of the text), this model 3.2812 (validation)");
+        insta::assert_snapshot!(verdict(&outcome, tokens, None), @"nats per token: unigram 7.42 (entropy of the validation tokens), this model 3.2812 (validation)");
+        insta::assert_snapshot!(verdict(&outcome, tokens, Some(4.0)), @"nats per token: unigram 7.42 (entropy of the validation tokens), this model 3.2812 (validation); 0.8203 nats per byte, with 4.00 bytes to a token");
         outcome.stopped = Some("asked to".into());
         insta::assert_snapshot!(verdict(&outcome, tokens, None), @"stopped after step 40 (asked to); the checkpoint is saved");
     }

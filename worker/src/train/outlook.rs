@@ -8,6 +8,7 @@ use super::strategy::Scheme;
 use crate::config::{Accumulate, Strategy, TrainConfig};
 use crate::device::DType;
 use crate::model::Model;
+use crate::optim;
 use crate::parallel::{
     Between, Dtypes, GradientLayout, Residence, StepTraffic, gathered_elements, gathering_slots,
     in_flight_slots,
@@ -125,8 +126,8 @@ impl Outlook {
         };
         // Replicas have no shards: the formula of their traffic counts the replicas.
         let ranks = match scheme.strategy {
-            Strategy::Ddp => scheme.copies,
-            _ => scheme.shard_ranks,
+            Strategy::Ddp => scheme.copies(),
+            _ => scheme.shard_ranks(),
         };
         let setting = Setting {
             strategy: scheme.strategy,
@@ -138,6 +139,7 @@ impl Outlook {
             },
             reshard_after_forward: parallel.reshard_after_forward,
             dtypes,
+            state_slots: optim::rule(&config.train.optimizer).slots().len() as u64,
         };
         // Of which rank does not matter: all hold and move the same.
         let sharding = scheme.sharding(layout, 0);
@@ -149,7 +151,7 @@ impl Outlook {
                 gathering_slots(model, &sharding, residence),
             ),
         };
-        let sharded = StepTraffic::of(&sharding, scheme.copies, gathered, dtypes);
+        let sharded = StepTraffic::of(&sharding, scheme.copies(), gathered, dtypes);
         let (parameters, padded) = (model.param_count() as u64, sharding.whole_len() as u64);
         let formula = Footprint::of(&setting, parameters);
         let in_flight = in_flight_slots(layout, &sharding, scheme.between, parallel.sync);

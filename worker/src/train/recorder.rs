@@ -206,11 +206,12 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
 
 fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
     let process = ProcessMemory::recent();
+    let optimizer = trainer.optimizer.bytes_by_place();
     metrics::Memory {
         params: trainer.replica.weights.bytes() as u64,
         grads: trainer.grad_bytes as u64,
-        optimizer: trainer.optimizer_bytes() as u64,
-        optimizer_host: (trainer.host_state_bytes() + trainer.staging_bytes()) as u64,
+        optimizer: optimizer.device as u64,
+        optimizer_host: optimizer.host as u64,
         activations: trainer.replica.pool.allocated_bytes() as u64,
         gathered: trainer.replica.weights.gathered_bytes() as u64,
         checkpoint: trainer.checkpoints.snapshot_bytes() as u64,

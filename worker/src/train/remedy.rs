@@ -2,7 +2,7 @@
 
 use super::TrainError;
 use super::forecast::{Machines, candidate, doublings};
-use crate::config::{OptimizerHome, Recompute, TrainConfig};
+use crate::config::{OptimizerHome, Precision, Recompute, ReduceDtype, TrainConfig};
 use crate::plan::Cluster;
 
 /// More nodes are no answer.
@@ -33,6 +33,7 @@ pub(super) fn remedies(config: &TrainConfig, machines: &Machines) -> Result<Vec<
         recomputing(config, cluster),
         smaller_batches(config, cluster),
         offloading(config, machines),
+        narrower_gradients(config, cluster),
         more_nodes(config, cluster),
     ] {
         found.extend(first_fit(kind, machines)?);
@@ -58,7 +59,7 @@ fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Remedy>
                 }));
             }
             // Another number of ranks may be no whole number of groups.
-            Ok(_) | Err(TrainError::ShardGroup { .. }) => {}
+            Ok(_) | Err(TrainError::Mesh(_)) => {}
             Err(error) => return Err(error),
         }
     }
@@ -122,6 +123,19 @@ fn offloading(config: &TrainConfig, machines: &Machines) -> Vec<Change> {
         words: "train.offload.optimizer: host".into(),
         config,
         cluster: machines.cluster,
+    }]
+}
+
+fn narrower_gradients(config: &TrainConfig, cluster: Cluster) -> Vec<Change> {
+    if config.train.precision != Precision::Bf16 || config.parallel.reduce_dtype == ReduceDtype::Bf16 {
+        return Vec::new();
+    }
+    let mut config = config.clone();
+    config.parallel.reduce_dtype = ReduceDtype::Bf16;
+    vec![Change {
+        words: "parallel.reduce_dtype: bf16".into(),
+        config,
+        cluster,
     }]
 }
 

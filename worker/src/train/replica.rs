@@ -6,12 +6,12 @@ use super::TrainError;
 use super::feed::Feed;
 use super::world::World;
 use crate::config::TrainConfig;
-use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
+use crate::device::{ArenaSpec, Buffer, DType, DeviceError};
 use crate::model::{
-    self, Activation, ActivationPool, Context, GradSink, GradSlot, Model, ParamId, Saved, StepKey, Unused,
+    self, Activation, ActivationPool, Context, Flight, GradSink, Hooks, Model, Pass, Passes, SampleKey,
 };
 use crate::ops::Fill;
-use crate::optim::{AdamW, evict};
+use crate::optim::{Optimizer, evict};
 use crate::parallel::Weights;
 use crate::pretrained::PretrainedWeights;
 
@@ -21,7 +21,6 @@ pub(super) struct Replica {
     pub(super) weights: Arc<dyn Weights>,
     pub(super) pool: ActivationPool,
     pub(super) world: World,
-    pub(super) saved: Vec<Saved>,
     feed: Feed,
     /// Factor of each position's gradient.
     dloss: Buffer,
@@ -59,7 +58,6 @@ impl Replica {
             .device
             .alloc(&ArenaSpec::private("loss factors", DType::F32, positions))?;
         Ok(Self {
-            saved: model::saved_for(&model),
             feed: Feed::new(world, shape)?,
             pool: ActivationPool::planned(world.device.clone(), activations)?,
             world: world.clone(),
@@ -74,25 +72,29 @@ impl Replica {
     /// the others from the seed alone.
     pub(super) fn initialise(
         &self,
-        adamw: &AdamW,
+        optimizer: &Optimizer,
         seed: u64,
         pretrained: Option<&PretrainedWeights>,
     ) -> Result<(), TrainError> {
-        let masters = adamw.masters(self.weights.own());
+        let masters = optimizer.masters(self.weights.own());
         for piece in self.weights.sharding().own_pieces() {
             let spec = &self.model.params[piece.param.0];
             let (id, elements) = (piece.param, piece.elements);
             let mut values = vec![0_f32; elements.len()];
             let published = pretrained.map_or(0, |weights| weights.elements(id));
-            let cut = published.clamp(elements.start, elements.end);
-            let (first, rest) = values.split_at_mut(cut - elements.start);
-            if let Some(weights) = pretrained {
-                weights.read(id, elements.start..cut, first)?;
+            for run in spec.runs(elements.clone()) {
+                let (start, end) = (run.global, run.global + run.local.len());
+                let cut = published.clamp(start, end);
+                let values = &mut values[run.local.start - elements.start..run.local.end - elements.start];
+                let (first, rest) = values.split_at_mut(cut - start);
+                if let Some(weights) = pretrained.filter(|_| !first.is_empty()) {
+                    weights.read(id, start..cut, first)?;
+                }
+                model::fill_init(spec, seed, cut..end, rest);
             }
-            model::fill_init(spec, id, seed, cut..elements.end, rest);
             let target = masters.slice(&piece.place);
-            adamw
-                .device()
+            optimizer
+                .home()
                 .upload(self.world.stream, &target, bytemuck::cast_slice(&values));
             evict(&target);
         }
@@ -113,46 +115,38 @@ impl Replica {
     }
 
     /// Forward of one micro-batch, whose backward comes next. Returns the loss of each position, still on the device.
-    pub(super) fn forward(&mut self, batch: &Batch, key: StepKey) -> Result<Activation, TrainError> {
+    pub(super) fn forward(
+        &mut self,
+        flight: &mut Flight,
+        batch: &Batch,
+        key: SampleKey,
+    ) -> Result<Activation, TrainError> {
         let tokens = self.upload(batch);
-        let mut saved = std::mem::take(&mut self.saved);
-        let ctx = self.context(key);
-        let losses = model::forward(&self.model, &ctx, self.weights.as_ref(), &tokens, &mut saved)
-            .map_err(|error| self.cause(error))?;
-        self.saved = saved;
-        Ok(losses)
+        let losses = self
+            .passes(&self.context(key))
+            .forward(flight, &tokens, &mut self.hooks());
+        losses.map_err(|error| self.cause(error))
     }
 
     /// Backward of the micro-batch that went forward last.
-    pub(super) fn backward(&mut self, key: StepKey, grads: &mut dyn GradSink) -> Result<(), TrainError> {
-        self.world.check()?;
-        let mut saved = std::mem::take(&mut self.saved);
-        let mut grads = Interruptible {
-            grads,
-            world: &self.world,
-        };
-        model::backward(
-            &self.model,
-            &self.context(key),
-            self.weights.as_ref(),
-            &mut saved,
-            &mut grads,
-        )
-        .map_err(|error| self.cause(error))?;
-        self.saved = saved;
-        Ok(())
+    pub(super) fn backward(
+        &self,
+        flight: &mut Flight,
+        key: SampleKey,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), TrainError> {
+        let ctx = self.context(key);
+        let done = self.passes(&ctx).backward(flight, None, &mut self.hooks(), grads);
+        done.map(drop).map_err(|error| self.cause(error))
     }
 
     /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
     pub(super) fn total_loss(&mut self, batch: &Batch) -> Result<f64, TrainError> {
         let tokens = self.upload(batch);
-        let losses = model::evaluate(
-            &self.model,
-            &self.context(StepKey::default()),
-            self.weights.as_ref(),
-            &tokens,
-        )
-        .map_err(|error| self.cause(error))?;
+        let losses = self
+            .passes(&self.context(SampleKey::default()))
+            .evaluate(self.model.whole(), &tokens, &mut self.hooks())
+            .map_err(|error| self.cause(error))?;
         self.sum(&losses)
     }
 
@@ -183,7 +177,22 @@ impl Replica {
         self.feed.inputs()
     }
 
-    pub(super) fn context(&self, key: StepKey) -> Context<'_> {
+    pub(super) fn passes<'a>(&'a self, ctx: &'a Context<'a>) -> Passes<'a> {
+        Passes {
+            model: &self.model,
+            ctx,
+            params: self.weights.as_ref(),
+        }
+    }
+
+    pub(super) fn hooks(&self) -> ReplicaHooks<'_> {
+        ReplicaHooks {
+            weights: self.weights.as_ref(),
+            world: &self.world,
+        }
+    }
+
+    pub(super) fn context(&self, key: SampleKey) -> Context<'_> {
         Context {
             device: self.world.device.as_ref(),
             stream: self.world.stream,
@@ -191,31 +200,29 @@ impl Replica {
             targets: self.feed.targets(),
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
-            key,
+            samples: Some(key),
             timeline: Some(self.world.comm.timeline()),
         }
     }
 }
 
-/// Ends backward soon after the generation is over.
-struct Interruptible<'a> {
-    grads: &'a mut dyn GradSink,
+/// What accompanies every pass of training: parameters are gathered and released, and a pass ends soon after the
+/// generation is over.
+pub(super) struct ReplicaHooks<'a> {
+    weights: &'a dyn Weights,
     world: &'a World,
 }
 
-impl GradSink for Interruptible<'_> {
-    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
-        self.grads.grad(id)
-    }
-
-    fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
+impl Hooks for ReplicaHooks<'_> {
+    fn before(&mut self, block: usize, pass: Pass) -> Result<(), DeviceError> {
         if let Some(cause) = self.world.cancel.cause() {
             return Err(DeviceError::Upstream(format!("the generation is over: {cause}")));
         }
-        self.grads.contributed(id, at)
+        self.weights.enter(block, pass)
     }
 
-    fn unused(&mut self, unused: &Unused<'_>) -> Result<(), DeviceError> {
-        self.grads.unused(unused)
+    fn after(&mut self, block: usize, pass: Pass, _made: Option<&Activation>) -> Result<(), DeviceError> {
+        self.weights.leave(block, pass);
+        Ok(())
     }
 }

@@ -127,6 +127,7 @@ mod tests {
             batch: Batch {
                 samples: 12,
                 ranks: 3,
+                since: None,
             },
             configured: (2, 2),
         }
@@ -176,6 +177,7 @@ mod tests {
             batch: Batch {
                 samples: 12,
                 ranks: 1,
+                since: None,
             },
             configured: (2, 2),
         };
@@ -237,6 +239,7 @@ mod tests {
         let mut state = State {
             step: 1,
             consumed_samples: 12,
+            skipped: 0,
             batch: None,
             rng: crate::checkpoint::Rng {
                 seed: 1,

@@ -5,12 +5,12 @@ use std::path::Path;
 use serde_json::Value;
 
 use super::TrainError;
-use super::owned::{self, Part};
+use super::owned::{self, OwnExtent, Part};
 use super::replica::Replica;
 use super::world::World;
 use crate::checkpoint::{Expected, Extent, Reader, State, Which, step_name};
 use crate::data::ORDER_VERSION;
-use crate::optim::{AdamW, evict};
+use crate::optim::{Optimizer, evict};
 
 /// What a resumed run must have in common with the one that wrote the checkpoint: other values would make it another
 /// run. Steps, schedule, batch and everything about ranks may change.
@@ -35,34 +35,35 @@ pub(super) fn open(out_dir: &Path, step: u64, identity: &State) -> Result<Reader
 /// Loads what this rank owns. Every rank calls it.
 pub(super) fn load(
     reader: &Reader,
-    (world, replica, adamw): (&World, &Replica, &AdamW),
+    (world, replica, optimizer): (&World, &Replica, &Optimizer),
 ) -> Result<(), TrainError> {
-    let parts = owned::parts(replica.weights.own(), adamw);
+    let parts = owned::parts(replica.weights.own(), optimizer);
     let params = &replica.model.params;
     let all = |part: &Part<'_>| -> Vec<Extent> {
         let specs = params.iter();
-        specs.map(|spec| owned::whole(part.kind, spec)).collect()
+        specs.map(|spec| Extent::whole(&part.kind, spec)).collect()
     };
     let extents: Vec<Extent> = parts.iter().flat_map(all).collect();
-    let expected: Vec<Expected<'_>> = extents
-        .iter()
-        .map(|extent| Expected {
-            tensor: &extent.tensor,
-            shape: &extent.shape,
-            dtype: extent.dtype,
-        })
-        .collect();
+    let expected: Vec<Expected<'_>> = extents.iter().map(Expected::of).collect();
     reader.expect(&expected)?;
     for part in &parts {
-        for piece in replica.weights.sharding().own_pieces() {
-            let extent = owned::extent(part.kind, &piece, params);
-            let bytes = reader.read(&extent.tensor, extent.range)?;
-            let target = part.portion.slice(&piece.place);
-            adamw.device().upload(world.stream, &target, &bytes);
-            evict(&target);
+        let pieces = replica.weights.sharding().own_pieces();
+        let own = pieces
+            .iter()
+            .flat_map(|piece| owned::extents(&part.kind, piece, params));
+        for OwnExtent { extent, places } in own {
+            let bytes = reader.read(&extent.tensor, &extent.region, extent.range)?;
+            let mut rest = bytes.as_slice();
+            for place in &places {
+                let target = part.portion.slice(place);
+                let (here, later) = rest.split_at(target.bytes());
+                optimizer.home().upload(world.stream, &target, here);
+                evict(&target);
+                rest = later;
+            }
         }
     }
-    adamw.device().synchronize(world.stream)?;
+    optimizer.home().synchronize(world.stream)?;
     Ok(())
 }
 
@@ -95,13 +96,14 @@ fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainErro
     }
 }
 
-/// A section without what counts only at the beginning of a run: the checkpoint has what became of it.
+/// A section without what may change: what counts only at the beginning of a run, and the rate of dropout.
 fn lasting(config: &Value, pointer: &str) -> Option<Value> {
     let mut section = config.pointer(pointer)?.clone();
     if pointer == "/model"
         && let Some(keys) = section.as_object_mut()
     {
         keys.remove("init_from");
+        keys.remove("dropout");
     }
     Some(section)
 }

@@ -1,5 +1,6 @@
 //! Storage that notes what it is asked to do, so that a save that hangs can say where.
 
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -93,6 +94,12 @@ impl Storage for NotedStorage {
 
     fn sync_folder(&self, path: &Path) -> io::Result<()> {
         self.noted("sync", path, || self.storage.sync_folder(path))
+    }
+
+    fn sync_file_system(&self, opened: &File) -> io::Result<()> {
+        self.noted("sync", Path::new("the file system"), || {
+            self.storage.sync_file_system(opened)
+        })
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 use super::save_priority;
 use super::save_storage::{NotedStorage, Notes};
 use crate::checkpoint::{CheckpointError, Extent, Keep, PartWriter, State, Storage, Writer, retain};
-use crate::device::{Buffer, Device, DeviceError, Stream};
-use crate::optim::evict;
+use crate::device::{Buffer, DeviceError, Stream};
+use crate::optim::{StateHome, evict};
 use crate::session::Cancel;
 
 /// Bytes that are read from the device, or written, between two looks at whether the save is still wanted.
@@ -28,24 +28,24 @@ pub(super) struct SaveTask {
     /// On rank 0.
     pub(super) leader: Option<Leader>,
     /// Reads what is not on the host, on a stream of its own.
-    pub(super) device: Arc<dyn Device>,
+    pub(super) home: Arc<StateHome>,
     pub(super) stream: Stream,
     pub(super) cancel: Cancel,
 }
 
-/// A file of this rank. It has a buffer for each extent.
+/// A file of this rank.
 pub(super) struct SaveFile {
     pub(super) stem: String,
     pub(super) extents: Vec<Extent>,
     pub(super) source: Source,
 }
 
-/// Where the bytes of a file are. Nothing changes them while the save lasts.
+/// Where the bytes of each extent of a file are, in order. Nothing changes them while the save lasts.
 pub(super) enum Source {
     /// A copy on the host, as bytes.
-    Snapshot(Vec<Buffer>),
+    Snapshot(Vec<Vec<Buffer>>),
     /// The state itself: training stands still.
-    Live(Vec<Buffer>),
+    Live(Vec<Vec<Buffer>>),
 }
 
 /// What rank 0 needs to commit.
@@ -302,8 +302,12 @@ fn write_all(task: &SaveTask, writer: &Writer, shared: &Shared) -> Result<(), Ch
         shared.wanted(task)?;
         for index in part.order() {
             match &file.source {
-                Source::Snapshot(buffers) => put_host(task, shared, &buffers[index], &mut part)?,
-                Source::Live(buffers) => put_live(task, shared, &buffers[index], &mut part)?,
+                Source::Snapshot(buffers) => buffers[index]
+                    .iter()
+                    .try_for_each(|buffer| put_host(task, shared, buffer, &mut part))?,
+                Source::Live(buffers) => buffers[index]
+                    .iter()
+                    .try_for_each(|buffer| put_live(task, shared, buffer, &mut part))?,
             }
         }
         writer.close(&file.stem, part)?;
@@ -335,7 +339,7 @@ fn put_live(
     let each = CHUNK_BYTES / buffer.dtype().bytes();
     for start in (0..buffer.len()).step_by(each) {
         let slice = buffer.slice(start..buffer.len().min(start + each));
-        let bytes = task.device.download(task.stream, &slice);
+        let bytes = task.home.download(task.stream, &slice);
         evict(&slice);
         part.put(&bytes.map_err(|e| unreadable(task, &e))?)?;
         shared.wanted(task)?;

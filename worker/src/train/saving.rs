@@ -24,7 +24,7 @@ use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Stora
 use crate::config::{OptimizerHome, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
-use crate::optim::AdamW;
+use crate::optim::Optimizer;
 use crate::session::Session;
 
 /// Time between two rounds of telling each other how far a save is, when there is nothing else to do. A rank that
@@ -45,7 +45,7 @@ const LAST_PAUSE: Duration = Duration::from_secs(2);
 pub(super) struct Checkpoints {
     out_dir: PathBuf,
     generation: u64,
-    /// What every checkpoint of this run says of it.
+    /// What every checkpoint of this run says of it. Its skipped steps are those of earlier lives.
     identity: State,
     storage: Arc<dyn Storage>,
     keep: Option<Keep>,
@@ -83,7 +83,7 @@ struct Flight {
 pub(super) struct Here<'a> {
     pub(super) world: &'a World,
     pub(super) replica: &'a Replica,
-    pub(super) adamw: &'a AdamW,
+    pub(super) optimizer: &'a Optimizer,
     pub(super) exchange: &'a Exchange,
     pub(super) session: &'a Session,
 }
@@ -93,6 +93,8 @@ pub(super) struct Here<'a> {
 pub(super) struct Position {
     pub(super) step: u64,
     pub(super) samples: u64,
+    /// Of the steps of this life.
+    pub(super) skipped: u64,
 }
 
 /// How a save ended, on all ranks alike but for the error, which is each rank's own.
@@ -173,10 +175,11 @@ impl Checkpoints {
 
     /// Loads the state of an opened checkpoint. Every rank calls it.
     pub(super) fn load(&mut self, here: Here<'_>, saved: &Reader) -> Result<(), TrainError> {
-        resuming::load(saved, (here.world, here.replica, here.adamw))?;
-        let step = saved.manifest().state.step;
+        resuming::load(saved, (here.world, here.replica, here.optimizer))?;
+        let State { step, skipped, .. } = saved.manifest().state;
         self.last = Some(step);
         self.resumed_from = Some(step);
+        self.identity.skipped = skipped;
         Ok(())
     }
 
@@ -383,11 +386,11 @@ impl Checkpoints {
             });
         }
         let files = files(here);
-        let (device, stream) = (here.adamw.device(), &here.world.stream);
+        let (home, stream) = (here.optimizer.home(), &here.world.stream);
         let sources = match snapshot {
             Some(arena) => copy(here, &files, arena),
             // The thread reads on another stream.
-            None => device
+            None => home
                 .synchronize(*stream)
                 .map(|()| files.iter().map(|f| Source::Live(f.buffers.clone())).collect()),
         };
@@ -399,9 +402,10 @@ impl Checkpoints {
             state: State {
                 step: at.step,
                 consumed_samples: at.samples,
+                skipped: self.identity.skipped.saturating_add(at.skipped),
                 ..self.identity.clone()
             },
-            stems: stems(here.world.size()),
+            stems: stems(here),
             keep: self.keep,
             needed: self.resumed_from.into_iter().collect(),
         });
@@ -412,7 +416,7 @@ impl Checkpoints {
             generation: self.generation,
             files: files.into_iter().zip(sources).map(File::with).collect(),
             leader,
-            device: device.clone(),
+            home: home.clone(),
             stream: self.stream,
             cancel: here.world.cancel.clone(),
         })
@@ -424,6 +428,7 @@ pub(super) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
     Ok(State {
         step: 0,
         consumed_samples: 0,
+        skipped: 0,
         batch: None,
         rng: Rng {
             seed: config.run.seed,

@@ -21,18 +21,19 @@ use super::trainer::Trainer;
 use super::window::Window;
 use super::world::{World, threads, timeout};
 use super::{Substitutes, TrainError, WrapTransport};
-use crate::checkpoint::{Batch, Disk, State, Storage};
+use crate::checkpoint::{Batch, Disk, Since, State, Storage};
 use crate::collective::WireBytes;
-use crate::config::{OptimizerHome, Strategy, TrainConfig};
+use crate::config::{OptimizerConfig, OptimizerHome, TrainConfig};
 use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Vocabulary};
-use crate::device::{ArenaSpec, Buffer, Device};
+use crate::device::{ArenaSpec, Buffer};
+use crate::mesh::{DATA, MeshShape};
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::{self, Model};
 use crate::ops::Cast;
-use crate::optim::{AdamW, Clip, FileBacked, HOST_PIECE, HostBacked};
+use crate::optim::{Clip, Optimizer, PIECE, ParamGroups, StateHome};
 use crate::parallel::{
-    Agreement, Dtypes, GradientLayout, LayoutConfig, Portion, Reducer, Replicas, ShardGroups, Sharding,
-    Signature, Weights, gated,
+    Agreement, Dtypes, GradientLayout, LayoutConfig, Portion, Reducer, ReplicaSet, Replicas, Sharding,
+    Signature, Weights,
 };
 use crate::session::Session;
 
@@ -79,15 +80,30 @@ impl Blueprint {
     pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let dtypes = Dtypes::of(config);
         let model = network(config, dtypes)?;
-        let layout = LayoutConfig::of(&config.parallel, env.world_size.get() as usize).with_dtypes(dtypes);
+        check_groups(&config.train.optimizer, &model)?;
+        let mesh = MeshShape::new(&config.parallel, env)?;
+        let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
         Ok(Self {
             layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
-            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, env)?,
+            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
             activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
             dtypes,
             model,
         })
     }
+}
+
+/// Refuses a parameter group that would be empty.
+fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainError> {
+    let Some(index) = ParamGroups::unmatched(config, &model.params) else {
+        return Ok(());
+    };
+    Err(TrainError::ParamGroup {
+        index,
+        pattern: config.groups[index].params.clone(),
+        params: model.params.len(),
+        example: model.params[model.params.len() / 2].key.clone(),
+    })
 }
 
 /// The files of a run, on which all ranks have agreed.
@@ -129,7 +145,10 @@ pub(super) fn open(
         Start::Resume { step } => Origin::Checkpoint(resuming::open(run_dir.path(), step, &identity)?),
     };
     let mut config = config.clone();
-    let (ranks, given) = (u64::from(env.world_size.get()), config.train.grad_accumulation);
+    let (ranks, given) = (
+        blueprint.scheme.mesh.size(&DATA) as u64,
+        config.train.grad_accumulation,
+    );
     let rescaled = match origin.saved().and_then(Before::of) {
         None => None,
         Some(before) => rescale(&mut config.train, ranks, &before)?,
@@ -140,6 +159,7 @@ pub(super) fn open(
     identity.batch = Some(Batch {
         samples: ranks * (config.train.micro_batch * config.train.grad_accumulation) as u64,
         ranks,
+        since: Some(origin.saved().map_or_else(Since::default, Since::of)),
     });
     let opened = Opened {
         blueprint,
@@ -171,27 +191,23 @@ pub(super) fn prepare<'a>(
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
     let device = choice.open(config, threads(config))?;
-    let world = World::connect(config, session, device, opened.transport)?;
+    let world = World::connect(config, session, device, opened.transport, scheme.mesh)?;
     let Held {
         weights,
         reducer,
-        groups,
+        replicas: set,
     } = Held::new(&world, config, &scheme, &model, &layout)?;
     let sharding = weights.sharding().clone();
-    let state = state_device(&world, weights.as_ref(), config, &run_dir)?;
-    let adamw = optimizer(&state, config, &model, &sharding, dtypes)?;
-    let model = match scheme.strategy {
-        Strategy::Ddp => model,
-        _ => gated(model, &weights),
-    };
+    let home = state_home(&world, weights.as_ref(), config, &run_dir)?;
+    let optimizer = optimizer(home, (&set, &sharding), config, &model, dtypes)?;
     let replica = Replica::new(&world, model, weights, activations, config)?;
     let mut trainer = Trainer {
-        adamw,
-        clip: clip(&world, &groups, &sharding, config)?,
+        optimizer,
+        clip: clip(&world, &set, &sharding, config)?,
         exchange: Exchange::new(&world, "numbers of each rank")?,
         tally: Tally::new(&world)?,
         skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
-        replicas: replicas(&world, &groups, &layout, &replica)?,
+        replicas: replicas(&world, &set, &layout, &replica)?,
         loader: loader(config, &world, &dataset),
         evaluation: Evaluation::new(dataset.val.clone(), config.model.block_size),
         checkpoints: Checkpoints::new(
@@ -209,7 +225,6 @@ pub(super) fn prepare<'a>(
         progress: None,
         config,
         scheme,
-        groups,
         session,
         world,
         replica,
@@ -227,78 +242,73 @@ pub(super) fn prepare<'a>(
     })
 }
 
-/// Where the optimizer's state lies. `host` on a device whose memory is the host's moves nothing.
-fn state_device(
+/// Where the optimizer's state is. `host` on a device whose memory is the host's moves nothing.
+fn state_home(
     world: &World,
     weights: &dyn Weights,
     config: &TrainConfig,
     run_dir: &RunDir,
-) -> Result<Arc<dyn Device>, TrainError> {
+) -> Result<StateHome, TrainError> {
     let device = world.device.clone();
     let offload = &config.train.offload;
     match offload.optimizer {
-        OptimizerHome::None => return Ok(device),
-        OptimizerHome::Host => {
-            let on_host = HostBacked::new(&device, threads(config), HOST_PIECE)?;
-            return Ok(on_host.map_or(device, |state| Arc::new(state)));
+        OptimizerHome::None => Ok(StateHome::on_device(device)),
+        OptimizerHome::Host => Ok(StateHome::on_host(device, threads(config), PIECE)?),
+        OptimizerHome::File if weights.own().arena().memory().host_ptr().is_none() => {
+            Err(TrainError::Offload {
+                device: device.name(),
+            })
         }
-        OptimizerHome::File => {}
+        OptimizerHome::File => {
+            let dir = offload.dir.as_deref().unwrap_or(run_dir.path());
+            Ok(StateHome::in_files(device, dir))
+        }
     }
-    if weights.own().arena().memory().host_ptr().is_none() {
-        return Err(TrainError::Offload {
-            device: device.name(),
-        });
-    }
-    let dir = offload.dir.as_deref().unwrap_or(run_dir.path());
-    Ok(Arc::new(FileBacked::new(device, dir)))
 }
 
-/// The model that the configuration describes, before anybody watches its blocks.
+/// The model that the configuration describes.
 pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
     let model = model::build(&config.model, Vocabulary::of(&config.data.tokenizer)?.size)?;
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
 }
 
 fn optimizer(
-    device: &Arc<dyn Device>,
+    home: StateHome,
+    (set, sharding): (&ReplicaSet, &Sharding),
     config: &TrainConfig,
     model: &Model,
-    sharding: &Arc<Sharding>,
     dtypes: Dtypes,
-) -> Result<AdamW, TrainError> {
-    let decays: Vec<bool> = model.params.iter().map(|p| p.decay).collect();
-    let adamw = AdamW::new(device, sharding, &decays, &config.train.optimizer)?;
-    if dtypes.has_masters() || HostBacked::of(device.as_ref()).is_some() {
-        return Ok(adamw.with_masters(sharding)?);
-    }
-    Ok(adamw)
+) -> Result<Optimizer, TrainError> {
+    let config = &config.train.optimizer;
+    let needs_masters = dtypes.has_masters() || home.host_state().is_some();
+    let optimizer = Optimizer::new(home, (set.reduce(), sharding), &model.params, config)?;
+    Ok(if needs_masters {
+        optimizer.with_masters(sharding)?
+    } else {
+        optimizer
+    })
 }
 
 fn clip(
     world: &World,
-    groups: &ShardGroups,
+    set: &ReplicaSet,
     sharding: &Arc<Sharding>,
     config: &TrainConfig,
 ) -> Result<Clip, TrainError> {
     let compute = (&world.device, world.stream);
-    Ok(Clip::new(
-        groups.shard(),
-        compute,
-        sharding,
-        config.train.grad_clip,
-    )?)
+    Ok(Clip::new(set.reduce(), compute, sharding, &config.train)?)
 }
 
 /// What must be the same: everything, on all ranks; or, where ranks own parts, this part of all copies.
 fn replicas(
     world: &World,
-    groups: &ShardGroups,
+    set: &ReplicaSet,
     layout: &Arc<GradientLayout>,
     replica: &Replica,
 ) -> Result<Option<Replicas>, TrainError> {
     let (device, sharding) = (&world.device, replica.weights.sharding());
-    Ok(match (replica.weights.own(), groups.copies()) {
-        (Portion::Whole(_), _) => Some(Replicas::of_whole(&world.comm, device, layout, sharding)?),
+    Ok(match (replica.weights.own(), set.replicate()) {
+        (Portion::Whole(_), _) => Some(Replicas::of_whole(set.all(), device, layout, sharding)?),
         (Portion::Shard(_), Some(copies)) => Some(Replicas::of_shards(copies, device, layout, sharding)?),
         (Portion::Shard(_), None) => None,
     })
@@ -308,31 +318,32 @@ fn replicas(
 fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
     let config = trainer.config;
     trainer.checkpoints_here(|checkpoints, here| checkpoints.reserve(here, config))?;
-    let (replica, adamw, seed) = (&trainer.replica, &trainer.adamw, config.run.seed);
+    let (replica, optimizer, seed) = (&trainer.replica, &trainer.optimizer, config.run.seed);
     match origin {
-        Origin::Seed => replica.initialise(adamw, seed, None)?,
-        Origin::Pretrained(weights) => replica.initialise(adamw, seed, Some(weights))?,
+        Origin::Seed => replica.initialise(optimizer, seed, None)?,
+        Origin::Pretrained(weights) => replica.initialise(optimizer, seed, Some(weights))?,
         Origin::Checkpoint(saved) => {
             trainer.checkpoints_here(|checkpoints, here| checkpoints.load(here, saved))?;
             let state = &saved.manifest().state;
             trainer.loader =
                 loader(trainer.config, &trainer.world, dataset).resumed(state.step, state.consumed_samples);
             trainer.first_step = state.step;
+            trainer.clip.resume(trainer.world.stream, state.updates());
         }
     }
-    let (device, stream) = (trainer.adamw.device(), trainer.world.stream);
-    device.synchronize(stream)?;
+    let (home, stream) = (trainer.optimizer.home(), trainer.world.stream);
+    home.synchronize(stream)?;
     let weights = &trainer.replica.weights;
     if let (1, Some(replicas)) = (weights.sharding().world(), &trainer.replicas) {
-        let masters = trainer.adamw.masters(weights.own()).arena().whole();
-        if HostBacked::of(device.as_ref()).is_some() {
-            broadcast_from_host(&trainer.world, device.as_ref(), replicas, &masters)?;
+        let masters = trainer.optimizer.masters(weights.own()).arena().whole();
+        if home.host_state().is_some() {
+            broadcast_from_host(&trainer.world, home, replicas, &masters)?;
         } else {
             replicas.broadcast(stream, &masters)?;
         }
     }
-    trainer.adamw.round(stream, weights.own());
-    device.synchronize(stream)?;
+    trainer.optimizer.round(stream, weights.own());
+    home.synchronize(stream)?;
     let accounted = trainer.sent();
     weights.updated()?;
     // The first step has not begun.
@@ -344,17 +355,17 @@ fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Resul
 /// Masters that lie where the communicator may not reach them go through a little memory of the device.
 fn broadcast_from_host(
     world: &World,
-    state: &dyn Device,
+    home: &StateHome,
     replicas: &Replicas,
     masters: &Buffer,
 ) -> Result<(), TrainError> {
     let bounce = world.device.alloc(&ArenaSpec::private(
         "masters on their way",
         masters.dtype(),
-        masters.len().min(HOST_PIECE),
+        masters.len().min(PIECE),
     ))?;
-    for start in (0..masters.len()).step_by(HOST_PIECE) {
-        let piece = masters.slice(start..masters.len().min(start + HOST_PIECE));
+    for start in (0..masters.len()).step_by(PIECE) {
+        let piece = masters.slice(start..masters.len().min(start + PIECE));
         let carried = bounce.slice(0..piece.len());
         let (there, back) = (
             Cast {
@@ -366,9 +377,9 @@ fn broadcast_from_host(
                 out: piece,
             },
         );
-        state.enqueue(world.stream, there.into());
+        home.enqueue_all(world.stream, vec![there.into()]);
         replicas.broadcast(world.stream, &carried)?;
-        state.enqueue(world.stream, back.into());
+        home.enqueue_all(world.stream, vec![back.into()]);
     }
     Ok(())
 }
@@ -381,8 +392,8 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
         dataset.train.blocks(block_size),
     );
     let shape = Shape {
-        rank: world.rank() as u64,
-        world: world.size() as u64,
+        rank: world.mesh.index(&DATA) as u64,
+        world: world.mesh.size(&DATA) as u64,
         micro_batch: config.train.micro_batch as u64,
         accumulation: config.train.grad_accumulation as u64,
     };

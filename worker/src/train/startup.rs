@@ -9,7 +9,7 @@ use super::trainer::Trainer;
 use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
-use crate::optim::{HostBacked, batch_factor, learning_rate};
+use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::{Between, Dtypes, GradientLayout};
 use crate::plan::Footprint;
 
@@ -128,7 +128,7 @@ fn tokenizer(dataset: &Dataset) -> Option<String> {
         return None;
     }
     let parts = [&dataset.train, &dataset.val];
-    let bytes = match dataset.train.bytes_per_token() {
+    let bytes = match dataset.train.whole().bytes_per_token() {
         Some(bytes) => format!(", {bytes:.2} bytes to a token"),
         None => String::new(),
     };
@@ -138,7 +138,7 @@ fn tokenizer(dataset: &Dataset) -> Option<String> {
         "; a file does not say which tokenizer made it, so that this was not checked"
     };
     Some(format!(
-        "{}, {} tokens{bytes}; losses are in nats a token{unknown}",
+        "{}, {} tokens{bytes}; losses are in nats per token{unknown}",
         vocabulary.name,
         grouped(vocabulary.size as u64)
     ))
@@ -155,7 +155,7 @@ fn steps(train: &Train, first_step: u64) -> String {
     }
 }
 
-/// A cosine ends with the last step: with another number of them than `before` the rate makes a leap where the run is
+/// A rate that decays ends with the last step: with another number of them than `before` it makes a leap where the run is
 /// resumed.
 fn stretched(train: &Train, before: u64, first_step: u64, global_batch: u64) -> Option<String> {
     let rate = |steps| {
@@ -204,7 +204,7 @@ fn footprint(trainer: &Trainer<'_>) -> Footprint {
     Footprint {
         params: trainer.replica.weights.bytes() as u64,
         grads: trainer.grad_bytes as u64,
-        optimizer: trainer.optimizer_bytes() as u64,
+        optimizer: trainer.optimizer.bytes_by_place().device as u64,
     }
 }
 
@@ -277,8 +277,8 @@ fn strategy(trainer: &Trainer<'_>) -> String {
         Strategy::Zero2 => "zero2: optimizer and gradients are",
         Strategy::Zero3 => "zero3: optimizer, gradients and parameters are",
     };
-    let ranks = counted(scheme.shard_ranks, "rank");
-    let copies = match scheme.copies {
+    let ranks = counted(scheme.shard_ranks(), "rank");
+    let copies = match scheme.copies() {
         1 => String::new(),
         copies => format!(", in {copies} copies"),
     };
@@ -293,7 +293,7 @@ fn strategy(trainer: &Trainer<'_>) -> String {
 /// Where the optimizer's state is, if a place was chosen for it.
 fn offloaded(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> {
     let offload = &trainer.config.train.offload;
-    let state = bytes(trainer.adamw.bytes() as u64);
+    let state = bytes(trainer.optimizer.bytes() as u64);
     match offload.optimizer {
         OptimizerHome::None => None,
         OptimizerHome::File => {
@@ -301,7 +301,7 @@ fn offloaded(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> 
             Some(format!("{state} of a rank in a file in {}", dir.display()))
         }
         OptimizerHome::Host => {
-            let on_host = HostBacked::of(trainer.adamw.device().as_ref());
+            let on_host = trainer.optimizer.home().host_state();
             Some(on_the_host(
                 &state,
                 on_host.map(|host| (host.staging_bytes(), host.threads())),
@@ -457,6 +457,7 @@ mod tests {
                 reduced: DType::F32,
                 accumulated: DType::F32,
             },
+            state_slots: 2,
         }
     }
 

@@ -5,6 +5,7 @@
 //! Nothing in it waits for the device: whether a step counts is decided there, by the clipping factor. On a device
 //! that runs asynchronously the numbers of a step are read when the next one has been enqueued.
 
+use std::collections::BTreeMap;
 use std::time::Instant;
 
 use super::TrainError;
@@ -15,9 +16,10 @@ use super::trainer::Trainer;
 use super::world::World;
 use crate::collective::{WireBytes, Work};
 use crate::device::Fetch;
-use crate::model::StepKey;
+use crate::mesh::DATA;
+use crate::model::{Flight, SampleKey};
 use crate::optim::{UpdateStep, batch_factor, learning_rate};
-use crate::parallel::{Ledger, Portion, ReduceError, Reducer};
+use crate::parallel::{Action, Ledger, Portion, ReduceError, Reducer, Step, sequential};
 use crate::plan::GlobalBatch;
 use crate::timeline::Kind;
 
@@ -30,7 +32,7 @@ pub(super) struct Enqueued {
     pub(super) lr: f32,
     /// What the host saw so far.
     pub(super) times: StepTimes,
-    /// What the device measures of averaging and of parameters.
+    /// What the device measures of reduction and of parameters.
     pub(super) ledgers: [Ledger; 2],
     pub(super) started: Instant,
     /// Bytes that this rank sent.
@@ -48,10 +50,33 @@ pub(super) struct Numbers {
     pub(super) norm: f32,
 }
 
+/// The micro-batches of a step on their way through the blocks.
+struct Run {
+    step: u64,
+    micro_batches: u64,
+    /// Where tokens are read into.
+    batch: Batch,
+    /// By chunk and micro-batch: between forward and backward.
+    flights: BTreeMap<(usize, u64), Flight>,
+    forwards: u64,
+    /// Of this rank's micro-batches so far.
+    positions: usize,
+}
+
+impl Run {
+    /// Name of a span.
+    fn of_pass(&self, m: u64, what: &str) -> String {
+        match self.micro_batches {
+            1 => what.to_owned(),
+            _ => format!("micro-batch {}: {what}", m + 1),
+        }
+    }
+}
+
 /// What the passes of a step leave behind.
 struct Passes {
-    averages: Portion,
-    /// Of averaging.
+    grads: Portion,
+    /// Of reduction.
     ledger: Ledger,
     /// The losses, on their way to all ranks.
     sharing: Work,
@@ -94,7 +119,7 @@ impl Trainer<'_> {
             ..StepTimes::default()
         };
         let Passes {
-            averages,
+            grads,
             ledger,
             sharing,
         } = self.passes(reducer, step, &mut times)?;
@@ -103,7 +128,7 @@ impl Trainer<'_> {
         let mut exchanges = vec![sharing];
         self.arrive(&exchanges[0], &mut times)?;
         let span = self.world.begin_span();
-        if let Some(work) = self.clip.measure(stream, &averages) {
+        if let Some(work) = self.clip.measure(stream, &grads) {
             self.arrive(&work, &mut times)?;
             exchanges.push(work);
         }
@@ -123,7 +148,7 @@ impl Trainer<'_> {
         };
         let weights = &self.replica.weights;
         let span = self.world.begin_span();
-        self.adamw.step(stream, weights.own(), &averages, &update);
+        exchanges.extend((self.optimizer).step(stream, weights.own(), &grads, &update));
         self.world.end_span(span, Kind::Optimizer, || "update".to_owned());
         let fetches = [self.tally.fetch(), device.fetch(stream, &self.clip.norm())];
         weights.updated()?;
@@ -160,91 +185,126 @@ impl Trainer<'_> {
         Ok(())
     }
 
-    /// Forward and backward of all micro-batches; gradients are averaged over them and all ranks.
+    /// Forward and backward of all micro-batches, in the order of the schedule; gradients are summed over them and all
+    /// ranks.
     fn passes(
         &mut self,
         reducer: &mut Reducer,
         step: u64,
         times: &mut StepTimes,
     ) -> Result<Passes, TrainError> {
-        let passes = self.begin_passes(step);
-        let mut batch = Batch::new(self.replica.positions());
-        let mut positions = 0;
+        let micro_batches = self.begin_passes(step);
+        let mut grads = reducer.step(micro_batches as usize)?;
+        let mut run = Run {
+            step,
+            micro_batches,
+            batch: Batch::new(self.replica.positions()),
+            flights: BTreeMap::new(),
+            forwards: 0,
+            positions: 0,
+        };
         let mut sharing = None;
-        let mut grads = reducer.step(passes as usize)?;
-        for m in 0..passes {
-            let of_pass = |what: &str| match passes {
-                1 => what.to_owned(),
-                _ => format!("micro-batch {}: {what}", m + 1),
-            };
-            if m > 0 {
-                grads.next_micro_batch()?;
+        for action in sequential(micro_batches) {
+            match action {
+                Action::Forward { chunk, micro_batch } => {
+                    self.forward(&mut run, (chunk, micro_batch), times)?;
+                    if run.forwards == micro_batches {
+                        let began = Instant::now();
+                        let stop = self.session.stop_requested().is_some();
+                        let save = self.checkpoints.code(self.world.rank() == 0);
+                        sharing = Some(self.tally.share(run.positions, stop, save));
+                        times.share += began.elapsed();
+                    }
+                }
+                Action::Backward { chunk, micro_batch } => {
+                    self.backward(&mut run, (chunk, micro_batch), &mut grads, times)?;
+                }
             }
-            let (began, span) = (Instant::now(), self.world.begin_span());
-            let filled = self.loader.fill(step, m, &mut batch.inputs, &mut batch.targets)?;
-            positions += filled * self.config.model.block_size;
-            self.world.end_span(span, Kind::Data, || of_pass("data"));
-            times.data += began.elapsed();
-            let (key, began, span) = (self.key(step, m), Instant::now(), self.world.begin_span());
-            let losses = self.replica.forward(&batch, key)?;
-            self.tally.add(&losses, m == 0);
-            drop(losses);
-            self.world.end_span(span, Kind::Forward, || of_pass("forward"));
-            let waited = times.account(self.replica.weights.take_times());
-            times.forward += began.elapsed().saturating_sub(waited);
-            if m + 1 == passes {
-                let began = Instant::now();
-                let stop = self.session.stop_requested().is_some();
-                let save = self.checkpoints.code(self.world.rank() == 0);
-                sharing = Some(self.tally.share(positions, stop, save));
-                times.share += began.elapsed();
-            }
-            let (began, before, span) = (Instant::now(), grads.times().exposed, self.world.begin_span());
-            let done = self.replica.backward(key, &mut grads);
-            done.map_err(|error| match grads.failure() {
-                Some(failure @ ReduceError::Unused { .. }) => failure.clone().into(),
-                _ => error,
-            })?;
-            self.world.end_span(span, Kind::Backward, || of_pass("backward"));
-            let for_grads = grads.times().exposed.saturating_sub(before);
-            let waited = times.account(self.replica.weights.take_times()) + for_grads;
-            times.backward += began.elapsed().saturating_sub(waited);
         }
-        let averages = grads.finish_on(self.world.stream, self.world.deadline())?;
-        times.account(averages.times());
+        let reduced = grads.finish_on(self.world.stream, self.world.deadline())?;
+        times.account(reduced.times());
         Ok(Passes {
-            averages: averages.portion(),
-            ledger: averages.ledger(),
+            grads: reduced.portion(),
+            ledger: reduced.ledger(),
             sharing: sharing.expect("a step has a micro-batch"),
         })
     }
 
-    /// Number of micro-batches of a step, whose positions weigh the same from here on, however many the step has.
+    fn forward(
+        &mut self,
+        run: &mut Run,
+        (chunk, m): (usize, u64),
+        times: &mut StepTimes,
+    ) -> Result<(), TrainError> {
+        let (began, span) = (Instant::now(), self.world.begin_span());
+        let batch = &mut run.batch;
+        let filled = self
+            .loader
+            .fill(run.step, m, &mut batch.inputs, &mut batch.targets)?;
+        run.positions += filled * self.config.model.block_size;
+        self.world.end_span(span, Kind::Data, || run.of_pass(m, "data"));
+        times.data += began.elapsed();
+        let (key, began, span) = (self.key(run.step, m), Instant::now(), self.world.begin_span());
+        let mut flight = Flight::over(self.replica.model.whole());
+        let losses = self.replica.forward(&mut flight, &run.batch, key)?;
+        self.tally.add(&losses, run.forwards == 0);
+        drop(losses);
+        run.flights.insert((chunk, m), flight);
+        run.forwards += 1;
+        self.world
+            .end_span(span, Kind::Forward, || run.of_pass(m, "forward"));
+        let waited = times.account(self.replica.weights.take_times());
+        times.forward += began.elapsed().saturating_sub(waited);
+        Ok(())
+    }
+
+    fn backward(
+        &mut self,
+        run: &mut Run,
+        (chunk, m): (usize, u64),
+        grads: &mut Step<'_>,
+        times: &mut StepTimes,
+    ) -> Result<(), TrainError> {
+        self.world.check()?;
+        let (began, before, span) = (Instant::now(), grads.times().exposed, self.world.begin_span());
+        let mut flight = run.flights.remove(&(chunk, m)).expect("it went forward before");
+        let done = self.replica.backward(&mut flight, self.key(run.step, m), grads);
+        done.map_err(|error| match grads.failure() {
+            Some(failure @ ReduceError::Unused { .. }) => failure.clone().into(),
+            _ => error,
+        })?;
+        self.world
+            .end_span(span, Kind::Backward, || run.of_pass(m, "backward"));
+        let for_grads = grads.times().exposed.saturating_sub(before);
+        let waited = times.account(self.replica.weights.take_times()) + for_grads;
+        times.backward += began.elapsed().saturating_sub(waited);
+        Ok(())
+    }
+
+    /// Number of micro-batches of a step. Each of its positions, over all micro-batches and ranks, weighs the same: this is
+    /// the only place that scales a gradient, and reductions are plain sums.
     pub(super) fn begin_passes(&mut self, step: u64) -> u64 {
         let passes = self.loader.passes(step);
         let positions = self.loader.samples(step).count * self.config.model.block_size as u64;
-        // The reducer divides by the number of passes of all ranks.
-        let factor = (passes * self.world.size() as u64) as f64 / positions as f64;
-        self.replica.weigh(factor);
+        self.replica.weigh(1.0 / positions as f64);
         passes
     }
 
     /// Of a step that is not short.
     pub(super) fn global_batch(&self) -> GlobalBatch {
         GlobalBatch {
-            ranks: self.world.size() as u64,
+            ranks: self.world.mesh.size(&DATA) as u64,
             accumulation: self.config.train.grad_accumulation as u64,
             micro_batch: self.config.train.micro_batch as u64,
             block_size: self.config.model.block_size as u64,
         }
     }
 
-    /// Key of the randomness of a micro-batch of this rank.
-    pub(super) fn key(&self, step: u64, m: u64) -> StepKey {
-        StepKey {
+    /// The samples of a micro-batch of this rank.
+    pub(super) fn key(&self, step: u64, m: u64) -> SampleKey {
+        SampleKey {
             seed: self.config.run.seed,
-            step,
-            micro_batch: m * self.world.size() as u64 + self.world.rank() as u64,
+            first: self.loader.first_sample(step, m),
         }
     }
 }

@@ -18,21 +18,20 @@ use super::tally::Tally;
 use super::window::Window;
 use super::world::World;
 use crate::collective::WireBytes;
-use crate::config::{OptimizerHome, Train, TrainConfig};
+use crate::config::{Train, TrainConfig};
 use crate::data::Loader;
-use crate::optim::{AdamW, Clip, HostBacked, resident_bytes};
-use crate::parallel::{Reducer, Replicas, ShardGroups};
+use crate::optim::{Clip, Optimizer};
+use crate::parallel::{Reducer, Replicas};
 use crate::session::Session;
 
 /// Everything that a step needs. Built by [`super::setup`].
 pub(super) struct Trainer<'a> {
     pub(super) config: &'a TrainConfig,
     pub(super) scheme: Scheme,
-    pub(super) groups: ShardGroups,
     pub(super) session: &'a Session,
     pub(super) world: World,
     pub(super) replica: Replica,
-    pub(super) adamw: AdamW,
+    pub(super) optimizer: Optimizer,
     /// Size of the gradients, padding included.
     pub(super) grad_bytes: usize,
     pub(super) clip: Clip,
@@ -113,11 +112,20 @@ impl Trainer<'_> {
                 break;
             }
         }
+        if outcome.steps == train.steps {
+            // Asked to stop in the last step, or in the one before while the device had the last one already.
+            outcome.stopped = None;
+        }
         if outcome.stopped.is_none() && outcome.val_loss.is_none() {
             // Resumed when all steps were done already.
             outcome.val_loss = Some(self.aside(|trainer| trainer.validate(outcome.steps))?);
         }
-        self.beat(outcome.steps, Phase::Finishing);
+        // The launcher takes the work for done only in this phase.
+        let is_done = outcome.steps >= train.steps;
+        self.beat(
+            outcome.steps,
+            if is_done { Phase::Finishing } else { Phase::Saving },
+        );
         self.replica.weights.settle()?;
         // Nobody leaves before the last checkpoint is whole.
         self.exchange.gather("end of the run", [0.0; 2])?;
@@ -205,14 +213,14 @@ impl Trainer<'_> {
     /// Bytes sent since the last call, but for what was sent [`Trainer::aside`].
     pub(super) fn take_sent(&mut self) -> WireBytes {
         let now = self.sent();
-        let sent = difference(now, self.accounted);
+        let sent = now - self.accounted;
         self.accounted = now;
         sent
     }
 
     /// Bytes sent so far.
     pub(super) fn sent(&self) -> WireBytes {
-        sum(self.groups.wire_bytes(), self.replica.weights.wire_bytes())
+        self.world.mesh.wire_bytes()
     }
 
     /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step, and
@@ -228,7 +236,7 @@ impl Trainer<'_> {
         let done = work(self)?;
         self.replica.weights.settle()?;
         timeline.resume();
-        self.accounted = sum(self.accounted, difference(self.sent(), before));
+        self.accounted = self.accounted + (self.sent() - before);
         let weights = &self.replica.weights;
         let _ = (weights.take_times(), weights.take_ledger());
         Ok(done)
@@ -244,24 +252,6 @@ impl Trainer<'_> {
             replicas.verify(self.world.stream, self.replica.weights.own(), done)?;
         }
         Ok(())
-    }
-
-    /// Bytes of the optimizer's state in memory of the device: of a file, what an update keeps resident.
-    pub(super) fn optimizer_bytes(&self) -> usize {
-        match self.config.train.offload.optimizer {
-            OptimizerHome::File => resident_bytes(self.adamw.bytes()),
-            OptimizerHome::None | OptimizerHome::Host => self.adamw.bytes() - self.host_state_bytes(),
-        }
-    }
-
-    /// Bytes of the optimizer's state in memory of the host, beside a device with memory of its own.
-    pub(super) fn host_state_bytes(&self) -> usize {
-        HostBacked::of(self.adamw.device().as_ref()).map_or(0, |_| self.adamw.bytes())
-    }
-
-    /// Page-locked memory of the host through which updates of such a state go.
-    pub(super) fn staging_bytes(&self) -> usize {
-        HostBacked::of(self.adamw.device().as_ref()).map_or(0, HostBacked::staging_bytes)
     }
 
     fn beat(&self, done: u64, phase: Phase) {
@@ -283,6 +273,7 @@ impl Trainer<'_> {
         let at = Position {
             step: done,
             samples: self.loader.consumed_before(done),
+            skipped: self.skips.total(),
         };
         self.checkpoints_here(|checkpoints, here| how(checkpoints, here, at))
     }
@@ -296,7 +287,7 @@ impl Trainer<'_> {
         let here = Here {
             world: &self.world,
             replica: &self.replica,
-            adamw: &self.adamw,
+            optimizer: &self.optimizer,
             exchange: &self.exchange,
             session: self.session,
         };
@@ -332,21 +323,5 @@ impl Due {
 
     fn any(self) -> bool {
         self.validation || self.verification || self.checkpoint
-    }
-}
-
-fn sum(one: WireBytes, other: WireBytes) -> WireBytes {
-    WireBytes {
-        grads: one.grads + other.grads,
-        params: one.params + other.params,
-        other: one.other + other.other,
-    }
-}
-
-fn difference(now: WireBytes, before: WireBytes) -> WireBytes {
-    WireBytes {
-        grads: now.grads - before.grads,
-        params: now.params - before.params,
-        other: now.other - before.other,
     }
 }

@@ -7,6 +7,7 @@ use super::{TrainError, WrapTransport};
 use crate::collective::{Communicator, Executor};
 use crate::config::TrainConfig;
 use crate::device::{Device, Stream};
+use crate::mesh::{Mesh, MeshShape};
 use crate::parallel::{JoinOptions, join_world_on, join_world_through};
 use crate::session::{Cancel, Session};
 use crate::timeline::{Kind, Mark};
@@ -23,6 +24,8 @@ pub(super) struct World {
     pub(super) stream: Stream,
     /// All ranks.
     pub(super) comm: Communicator,
+    /// Their groups.
+    pub(super) mesh: Arc<Mesh>,
     /// Set when the generation is over.
     pub(super) cancel: Cancel,
 }
@@ -34,6 +37,7 @@ impl World {
         session: &Session,
         device: Arc<dyn Device>,
         transport: Option<WrapTransport>,
+        shape: MeshShape,
     ) -> Result<Self, TrainError> {
         let options = JoinOptions {
             executor: executor(config),
@@ -47,6 +51,7 @@ impl World {
             None => join_world_on(session, &device, &options)?,
         };
         Ok(Self {
+            mesh: Arc::new(Mesh::new(shape, comm.clone(), options.executor)),
             stream,
             device,
             comm,

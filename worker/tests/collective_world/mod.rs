@@ -6,13 +6,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ddp_worker::collective::{
-    Communicator, Executor, Failure, Launch, Place, Traffic, Transport, Work, connect,
+    Communicator, Executor, Failure, Launch, RankInfo, Traffic, Transport, Work, connect,
 };
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, Element};
 use ddp_worker::session::{Cancel, MemoryStore};
 
 /// Longer than any operation takes on a loaded machine.
-pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(10);
 
 /// Ranks by node.
 #[derive(Clone)]
@@ -44,12 +44,12 @@ impl World {
     }
 
     /// The place of every rank.
-    pub(crate) fn places(&self) -> Vec<Place> {
+    pub(crate) fn places(&self) -> Vec<RankInfo> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         let mut places = Vec::new();
         for (node_rank, &local_world_size) in self.nodes.iter().enumerate() {
             for local_rank in 0..local_world_size {
-                places.push(Place {
+                places.push(RankInfo {
                     rank: places.len(),
                     world_size: self.size(),
                     local_rank,
@@ -65,7 +65,7 @@ impl World {
         places
     }
 
-    pub(crate) fn connect(&self, place: &Place) -> Result<Box<dyn Transport>, Failure> {
+    pub(crate) fn connect(&self, place: &RankInfo) -> Result<Box<dyn Transport>, Failure> {
         connect(place, &self.store, &self.cancel, PATIENCE)
     }
 

@@ -51,7 +51,11 @@ fn every_kernel_compiles_for_every_architecture() {
     let Some(nvrtc) = nvrtc() else { return };
     let mut failures = Vec::new();
     for arch in [Arch::SM_80, Arch::SM_90A, Arch::SM_100] {
-        let outcomes = compiled(&nvrtc, &ddp_worker::ops::cuda::units(), arch);
+        let outcomes = compiled(
+            &nvrtc,
+            &[ddp_worker::ops::cuda::units(), ddp_worker::optim::units()].concat(),
+            arch,
+        );
         failures.extend(
             outcomes
                 .into_iter()

@@ -7,12 +7,14 @@ use std::sync::Arc;
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, DType, Device};
 use ddp_worker::model::{
-    Activation, ActivationPool, Context, LocalGrads, Model, ParamId, Params, StepKey, backward, build,
-    forward, saved_for,
+    Activation, ActivationPool, Context, Flight, LocalGrads, Model, NoHooks, ParamId, Params, Passes,
+    SampleKey, build,
 };
 use ddp_worker::ops::{
-    AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Scale, SquaredNorm,
+    CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Rates, Runs, Scale, SquaredNorm, UPDATE_NUMBERS,
+    Update, Updates,
 };
+use ddp_worker::optim::AdamW;
 
 use crate::op_cases::Types;
 
@@ -68,7 +70,7 @@ impl Params for Blank {
 }
 
 impl Job {
-    fn model(&self) -> Model {
+    fn model(&self, dropout: f32) -> Model {
         let config = ModelConfig {
             kind: ModelKind::Gpt2,
             n_layer: self.layers,
@@ -77,14 +79,16 @@ impl Job {
             block_size: self.positions,
             vocab_size: None,
             init_from: None,
+            dropout,
         };
         build(&config, self.vocab).unwrap()
     }
 
     /// Puts a step on the device.
     pub(crate) fn step(&self, device: &Arc<dyn Device>, types: Types) {
-        let model = self.model();
+        let model = self.model(0.0);
         self.passes(device, &model, types);
+        self.passes(device, &self.model(0.1), types);
         update(device, &model, types);
         let rows = self.batch * self.positions;
         for accumulate in [false, true] {
@@ -110,7 +114,7 @@ impl Job {
             targets: &targets,
             dloss: Some(&dloss),
             dtype: types.act,
-            key: StepKey::default(),
+            samples: Some(SampleKey::default()),
             timeline: None,
         };
         let ranges = ranges(model);
@@ -118,11 +122,18 @@ impl Job {
         let params = Blank { arena, ranges };
         let mut grads = LocalGrads::new(device.as_ref(), model, types.grad).unwrap();
         grads.start_step();
+        let passes = Passes {
+            model,
+            ctx: &ctx,
+            params: &params,
+        };
         let tokens = Activation::borrowed(ids(), vec![self.batch, self.positions]);
         for _ in 0..2 {
-            let mut saved = saved_for(model);
-            forward(model, &ctx, &params, &tokens, &mut saved).unwrap();
-            backward(model, &ctx, &params, &mut saved, &mut grads).unwrap();
+            let mut flight = Flight::over(model.whole());
+            passes.forward(&mut flight, &tokens, &mut NoHooks).unwrap();
+            passes
+                .backward(&mut flight, None, &mut NoHooks, &mut grads)
+                .unwrap();
         }
     }
 }
@@ -157,7 +168,11 @@ fn update(device: &Arc<dyn Device>, model: &Model, types: Types) {
         witnesses: Some(buffer(device, DType::F64, 8)),
         max_norm: Some(1.0),
         norm: number(),
-        scale: number(),
+        scale: buffer(device, DType::F32, UPDATE_NUMBERS),
+        updates: Some(Updates {
+            count: buffer(device, DType::I32, 1),
+            betas: [0.9, 0.95],
+        }),
     };
     let shard = |accumulate| ColumnSum {
         x: all(types.act),
@@ -193,28 +208,25 @@ fn update(device: &Arc<dyn Device>, model: &Model, types: Types) {
     device.enqueue_all(device.stream(), ops);
 }
 
-fn adamw(device: &Arc<dyn Device>, model: &Model, types: Types) -> AdamW {
+fn adamw(device: &Arc<dyn Device>, model: &Model, types: Types) -> Update {
     let all = |dtype| buffer(device, dtype, length(model));
     let spared = model
         .params
         .iter()
         .zip(ranges(model))
         .filter(|(spec, _)| !spec.decay);
-    AdamW {
-        param: all(DType::F32),
-        grad: all(types.grad),
-        m: all(DType::F32),
-        v: all(DType::F32),
-        scale: buffer(device, DType::F32, 1),
-        copy: (types.act == DType::Bf16).then(|| all(DType::Bf16)),
-        weight_decay: 0.1,
-        spared: spared.map(|(_, range)| range).collect(),
-        hyper: AdamWStep {
-            lr: 1e-3,
-            beta1: 0.9,
-            beta2: 0.95,
+    let spared: Vec<_> = spared.map(|(_, range)| range).collect();
+    Update {
+        rule: Arc::new(AdamW {
+            betas: [0.9, 0.95],
             eps: 1e-8,
-            step: 1,
-        },
+        }),
+        runs: Runs::sparing(length(model), &spared, Rates::new(1e-3, 0.1)),
+        param: all(DType::F32),
+        copy: (types.act == DType::Bf16).then(|| all(DType::Bf16)),
+        grad: all(types.grad),
+        slots: vec![all(DType::F32), all(DType::F32)],
+        scale: buffer(device, DType::F32, UPDATE_NUMBERS),
+        step: 1,
     }
 }

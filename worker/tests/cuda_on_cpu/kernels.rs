@@ -1,13 +1,16 @@
 //! Each operation against the CPU device.
 
+use std::sync::Arc;
+
 use crate::device::Imitation;
 use crate::op_cases::numbers::numbers;
 use crate::op_cases::{Bench, Case, Kind, Outcome, Size, Tensor, Types, catalogue};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::plan;
 use ddp_worker::ops::{
-    AdamW, AdamWStep, AttentionBackward, AttentionShape, ColumnSum, EncoderForward, TokenBackward,
+    AttentionBackward, AttentionShape, ColumnSum, EncoderForward, Rates, Runs, TokenBackward, Update,
 };
+use ddp_worker::optim::{self, AdamW};
 
 /// Orders of threads that each case is run in.
 const SCHEDULES: u32 = 3;
@@ -61,8 +64,10 @@ fn fill_and_scale() {
 }
 
 #[test]
-fn adamw() {
-    check("adamw");
+fn updates() {
+    for rule in optim::rules() {
+        check(rule.name());
+    }
 }
 
 /// A GPT-2 of 48 blocks has 192 runs of norms and biases.
@@ -71,22 +76,19 @@ fn what_decays_and_what_does_not_are_updated_by_one_kernel() {
     let buffer = |len| buffer(DType::F32, len);
     for (ranges, calls) in [(0, 1), (192, 1), (228, 1), (229, 2)] {
         let [param, grad, m, v] = [5000; 4].map(buffer);
-        let update = AdamW {
-            param,
-            grad,
-            m,
-            v,
-            scale: buffer(1),
-            copy: None,
-            weight_decay: 0.1,
-            spared: (0..ranges).map(|i| 16 * i..16 * i + 8).collect(),
-            hyper: AdamWStep {
-                lr: 1.0,
-                beta1: 0.9,
-                beta2: 0.99,
+        let spared: Vec<_> = (0..ranges).map(|i| 16 * i..16 * i + 8).collect();
+        let update = Update {
+            rule: Arc::new(AdamW {
+                betas: [0.9, 0.99],
                 eps: 1e-8,
-                step: 1,
-            },
+            }),
+            runs: Runs::sparing(5000, &spared, Rates::new(1.0, 0.1)),
+            param,
+            copy: None,
+            grad,
+            slots: vec![m, v],
+            scale: buffer(1),
+            step: 1,
         };
         let plan = plan(&update.into()).unwrap().unwrap();
         assert_eq!(plan.calls.len(), calls, "{ranges} ranges");
@@ -170,6 +172,7 @@ fn attention_fits_into_the_shared_memory_of_every_card() {
                     channels,
                     heads,
                 },
+                dropout: None,
             };
             for call in plan(&backward.into()).unwrap().unwrap().calls {
                 let shared = call.grid.shared_bytes;
@@ -181,6 +184,11 @@ fn attention_fits_into_the_shared_memory_of_every_card() {
             }
         }
     }
+}
+
+#[test]
+fn dropout() {
+    check("dropout");
 }
 
 #[test]
@@ -204,22 +212,18 @@ fn a_factor_that_is_no_number_skips_the_update() {
             .iter()
             .map(|t| t.values.iter().map(|x| f64::from(*x as f32)).collect())
             .collect();
-        let case = Case::new("a skipped step".to_owned(), tensors, |b| AdamW {
-            param: b[0].clone(),
-            grad: b[1].clone(),
-            m: b[2].clone(),
-            v: b[3].clone(),
-            scale: b[4].clone(),
-            copy: None,
-            weight_decay: 0.1,
-            spared: [].into(),
-            hyper: AdamWStep {
-                lr: 1.0,
-                beta1: 0.9,
-                beta2: 0.99,
+        let case = Case::new("a skipped step".to_owned(), tensors, |b| Update {
+            rule: Arc::new(AdamW {
+                betas: [0.9, 0.99],
                 eps: 1e-8,
-                step: 1,
-            },
+            }),
+            runs: Runs::uniform(b[0].len(), Rates::new(1.0, 0.1)),
+            param: b[0].clone(),
+            copy: None,
+            grad: b[1].clone(),
+            slots: vec![b[2].clone(), b[3].clone()],
+            scale: b[4].clone(),
+            step: 1,
         });
         assert_eq!(run(&case)[..4], before);
     }

@@ -6,8 +6,7 @@ use std::sync::Arc;
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
 use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device};
 use ddp_worker::model::{
-    Activation, ActivationPool, Context, LocalGrads, LocalParams, StepKey, backward, build, forward,
-    saved_for,
+    Activation, ActivationPool, Context, Flight, LocalGrads, LocalParams, NoHooks, Passes, SampleKey, build,
 };
 
 use crate::device::Imitation;
@@ -17,7 +16,7 @@ const POSITIONS: usize = 6;
 const VOCAB: usize = 11;
 
 /// Losses and gradients of one micro-batch.
-fn step(device: &Arc<dyn Device>) -> [Vec<f32>; 2] {
+fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
     let config = ModelConfig {
         kind: ModelKind::Gpt2,
         n_layer: 2,
@@ -26,6 +25,7 @@ fn step(device: &Arc<dyn Device>) -> [Vec<f32>; 2] {
         block_size: POSITIONS,
         vocab_size: None,
         init_from: None,
+        dropout,
     };
     let model = build(&config, VOCAB).unwrap();
     let stream = device.stream();
@@ -51,27 +51,43 @@ fn step(device: &Arc<dyn Device>) -> [Vec<f32>; 2] {
         targets: &targets,
         dloss: Some(&dloss),
         dtype: DType::F32,
-        key: StepKey::default(),
+        samples: Some(SampleKey { seed: 3, first: 7 }),
         timeline: None,
     };
-    let mut saved = saved_for(&model);
+    let passes = Passes {
+        model: &model,
+        ctx: &ctx,
+        params: &params,
+    };
+    let mut flight = Flight::over(model.whole());
     let tokens = Activation::borrowed(tokens, vec![BATCH, POSITIONS]);
-    let losses = forward(&model, &ctx, &params, &tokens, &mut saved).unwrap();
+    let losses = passes.forward(&mut flight, &tokens, &mut NoHooks).unwrap();
     let read = |buffer| -> Vec<f32> {
         let bytes = device.download(stream, buffer).unwrap();
         bytes.chunks_exact(4).map(bytemuck::pod_read_unaligned).collect()
     };
     let losses = read(losses.buffer());
     grads.start_step();
-    backward(&model, &ctx, &params, &mut saved, &mut grads).unwrap();
+    passes
+        .backward(&mut flight, None, &mut NoHooks, &mut grads)
+        .unwrap();
     [losses, read(&grads.whole())]
 }
 
 #[test]
 fn losses_and_gradients_are_those_of_the_cpu() {
+    for dropout in [0.0, 0.3] {
+        agrees_with_the_cpu(dropout);
+    }
+}
+
+fn agrees_with_the_cpu(dropout: f32) {
     let device = Arc::new(Imitation::new(2));
-    let found = step(&(device.clone() as Arc<dyn Device>));
-    let expected = step(&(Arc::new(CpuDevice::new(1).unwrap()) as Arc<dyn Device>));
+    let found = step(&(device.clone() as Arc<dyn Device>), dropout);
+    let expected = step(
+        &(Arc::new(CpuDevice::new(1).unwrap()) as Arc<dyn Device>),
+        dropout,
+    );
     for (what, (found, expected)) in ["loss", "gradient"].iter().zip(found.iter().zip(&expected)) {
         assert_eq!(found.len(), expected.len());
         let most = expected.iter().fold(0.0_f32, |most, x| most.max(x.abs()));

@@ -10,8 +10,8 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ddp_worker::collective::nccl::{Nccl, NcclPlace, NcclTransport};
-use ddp_worker::collective::{Communicator, Executor, Failure, Place, connect};
+use ddp_worker::collective::nccl::{Nccl, NcclOptions, NcclTransport};
+use ddp_worker::collective::{Communicator, Executor, Failure, RankInfo, connect};
 use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
 use ddp_worker::device::{CpuDevice, Device};
 use ddp_worker::session::{Cancel, KeyValue, StoreError};
@@ -22,10 +22,10 @@ const WORLD: &str = "DDP_TEST_WORLD";
 const FOLDER: &str = "DDP_TEST_STORE";
 
 /// No rank takes longer.
-pub(crate) const PATIENCE: Duration = Duration::from_mins(2);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(10);
 
 /// Bound of each operation.
-pub(crate) const TIMEOUT: Duration = Duration::from_mins(1);
+pub(crate) const TIMEOUT: Duration = Duration::from_mins(10);
 
 /// NCCL, where there is a GPU too; otherwise none, after a loud word.
 pub(crate) fn nccl_and_gpu() -> Option<Nccl> {
@@ -111,11 +111,11 @@ impl Rank {
         let (rank, size) = (number(RANK)?, number(WORLD)?);
         let store = Arc::new(FileStore(std::env::var_os(FOLDER)?.into()));
         let cancel = Cancel::new();
-        let place = Place::on_one_node(rank, size);
-        let transport = connect(&place, store.as_ref(), &cancel, TIMEOUT).unwrap();
+        let info = RankInfo::on_one_node(rank, size);
+        let transport = connect(&info, store.as_ref(), &cancel, TIMEOUT).unwrap();
         let over_memory = Communicator::new("memory", transport, Executor::Inline, TIMEOUT, &cancel);
         let gpu: Arc<dyn Device> = Arc::new(open_gpu().unwrap());
-        let place = NcclPlace {
+        let options = NcclOptions {
             name: "world",
             rank,
             world_size: size,
@@ -123,11 +123,11 @@ impl Rank {
             timeout,
             cancel: cancel.clone(),
         };
-        let transport = connected(NcclTransport::connect(&Nccl::load().unwrap(), &gpu, &place));
+        let transport = connected(NcclTransport::connect(&Nccl::load().unwrap(), &gpu, &options));
         Some(Self {
             number: rank,
             size,
-            over_nccl: Communicator::on_stream("world", Box::new(transport), timeout, &cancel),
+            over_nccl: Communicator::new("world", Box::new(transport), Executor::Inline, timeout, &cancel),
             over_memory,
             gpu,
             cpu: Arc::new(CpuDevice::new(1).unwrap()),

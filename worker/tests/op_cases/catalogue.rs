@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AdamW, AdamWStep, CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, EncoderForward, Fill, GeluBackward,
-    GeluForward, LayerNormBackward, LayerNormForward, LossSum, PositionBackward, Scale, SquaredNorm,
-    TokenBackward,
+    CHUNK, Cast, ClipScale, ColumnSum, CrossEntropy, Dropout, DropoutMask, EncoderForward, Fill,
+    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LossSum, PositionBackward, Rates, Runs,
+    Scale, SquaredNorm, TokenBackward, Update, UpdateRule, Updates,
 };
+use ddp_worker::optim::{self, AdamW};
 
 use super::matrix::{attention, linear};
 use super::numbers::{numbers, positive, tokens};
@@ -33,6 +34,7 @@ pub(crate) enum Size {
 pub(crate) fn catalogue(size: Size) -> Vec<Case> {
     [
         elementwise(size),
+        dropout(size),
         optimizer(size),
         encoder(size),
         layernorm(size),
@@ -135,37 +137,74 @@ fn elementwise_shifted() -> Vec<Case> {
     ]
 }
 
+/// With and without a residual; channels that are loaded eight at once, and others.
+fn dropout(size: Size) -> Vec<Case> {
+    let channels: &[usize] = match size {
+        Size::Small => &[16, 13],
+        Size::Large => &[768],
+    };
+    let mut cases = Vec::new();
+    for &channels in channels {
+        for has_residual in [false, true] {
+            let (samples, positions) = (2, 19);
+            let n = samples * positions * channels;
+            let name = format!("dropout of {channels} channels, residual {has_residual}");
+            let tensors = vec![input(ACT, 1, n), input(ACT, 2, n), close(ACT, 3, n)];
+            cases.push(Case::new(name, tensors, move |b| Dropout {
+                inp: b[0].clone(),
+                residual: has_residual.then(|| b[1].clone()),
+                out: b[2].clone(),
+                mask: DropoutMask::new(9, [4, 2], (1 << 33) - 1, 0.3),
+                positions,
+                channels,
+            }));
+        }
+    }
+    cases
+}
+
 fn adamw(n: usize, copy: bool, factor: f64, spared: Vec<Range<usize>>) -> Case {
-    let second = Tensor::new(F32, positive(4, n)).result(Outcome::Close);
+    let rule = AdamW {
+        betas: [0.9, 0.95],
+        eps: 1e-8,
+    };
+    update(Arc::new(rule), n, copy, factor, spared)
+}
+
+fn update(rule: Arc<dyn UpdateRule>, n: usize, copy: bool, factor: f64, spared: Vec<Range<usize>>) -> Case {
     let mut tensors = vec![
         close(F32, 1, n),
         input(GRAD, 2, n),
-        close(F32, 3, n),
-        second,
         Tensor::new(F32, vec![factor]),
     ];
+    // Second moments are positive.
+    let slots = [numbers(3, n), positive(4, n)].map(|values| Tensor::new(F32, values).result(Outcome::Close));
+    tensors.extend(slots.into_iter().take(rule.slots().len()));
     if copy {
         tensors.push(close(Kind::Fixed(DType::Bf16), 5, n));
     }
-    let name = format!("adamw of {n}, factor {factor}, {} ranges spared", spared.len());
-    let spared: Arc<[Range<usize>]> = spared.into();
-    Case::new(name, tensors, move |b| AdamW {
-        param: b[0].clone(),
-        grad: b[1].clone(),
-        m: b[2].clone(),
-        v: b[3].clone(),
-        scale: b[4].clone(),
-        copy: b.get(5).cloned(),
-        weight_decay: 0.1,
-        spared: spared.clone(),
-        hyper: AdamWStep {
-            lr: 1e-2,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
+    let (kind, ranges) = (rule.name(), spared.len());
+    let name = format!("{kind} of {n}, factor {factor}, {ranges} ranges spared");
+    Case::new(name, tensors, move |b| {
+        let (slots, copy) = b[3..].split_at(rule.slots().len());
+        Update {
+            runs: Runs::sparing(n, &spared, Rates::new(1e-2, 0.1)),
+            rule: rule.clone(),
+            param: b[0].clone(),
+            grad: b[1].clone(),
+            scale: b[2].clone(),
+            slots: slots.to_vec(),
+            copy: copy.first().cloned(),
             step: 3,
-        },
+        }
     })
+}
+
+/// An update whose bias corrections are on the device, and not those of its step.
+fn with_bias_corrections(mut case: Case) -> Case {
+    case.tensors[2].values.extend([7.5, 2.25]);
+    case.name += ", with bias corrections";
+    case
 }
 
 fn optimizer(size: Size) -> Vec<Case> {
@@ -173,6 +212,11 @@ fn optimizer(size: Size) -> Vec<Case> {
     for &n in lengths(size) {
         cases.push(adamw(n, false, 0.5, vec![]));
         cases.push(adamw(n, true, 1.0, vec![]));
+        cases.push(with_bias_corrections(adamw(n, false, 0.5, vec![])));
+        for rule in optim::rules() {
+            cases.push(update(rule.clone(), n, true, 0.5, vec![0..n / 3, n / 2..n]));
+            cases.push(with_bias_corrections(update(rule, n, false, 0.5, vec![])));
+        }
     }
     // By packs and one by one, at both ends, and more than one launch is told of.
     let spared = [
@@ -198,8 +242,37 @@ fn optimizer(size: Size) -> Vec<Case> {
     cases
 }
 
+/// Updates are counted and their bias corrections computed, or neither where the step is skipped.
+fn clip_scale_and_count() -> Vec<Case> {
+    let cases = [0, 1, 6, 1_000_000, i32::MAX].into_iter().flat_map(|before| {
+        [1.0, f64::NAN].map(|witness| {
+            let tensors = vec![
+                Tensor::new(F64, positive(1, 3)),
+                Tensor::new(F64, vec![witness]),
+                close(F32, 2, 1),
+                close(F32, 3, 3),
+                Tensor::new(I32, vec![f64::from(before)]).result(Outcome::Exact),
+            ];
+            let name = format!("clip scale after {before} updates, witness {witness}");
+            Case::new(name, tensors, |b| ClipScale {
+                partials: b[0].clone(),
+                order: None,
+                witnesses: Some(b[1].clone()),
+                max_norm: Some(0.5),
+                norm: b[2].clone(),
+                scale: b[3].clone(),
+                updates: Some(Updates {
+                    count: b[4].clone(),
+                    betas: [0.9, 0.999],
+                }),
+            })
+        })
+    });
+    cases.collect()
+}
+
 fn clip_scale() -> Vec<Case> {
-    let mut cases = Vec::new();
+    let mut cases = clip_scale_and_count();
     for (count, max_norm) in [(3, Some(0.5)), (1700, Some(1e9)), (1700, None)] {
         for witness in [1.0, f64::NAN, f64::INFINITY] {
             // Every fifth chunk has no sum.
@@ -221,6 +294,7 @@ fn clip_scale() -> Vec<Case> {
                     max_norm,
                     norm: b[3].clone(),
                     scale: b[4].clone(),
+                    updates: None,
                 }
             };
             cases.push(Case::new(format!("{name}, in order"), tensors.clone(), op(true)));
@@ -240,6 +314,7 @@ fn clip_scale() -> Vec<Case> {
             max_norm: Some(1.0),
             norm: b[1].clone(),
             scale: b[2].clone(),
+            updates: None,
         },
     ));
     cases

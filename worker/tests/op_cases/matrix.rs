@@ -2,8 +2,8 @@
 
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, LinearDinp, LinearDweight, LinearForward,
-    LinearGeluBackward, LinearGeluForward, LinearShape, WeightLayout,
+    AttentionBackward, AttentionForward, AttentionShape, DropoutMask, LinearDinp, LinearDweight,
+    LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, WeightLayout,
 };
 
 use super::numbers::numbers;
@@ -163,7 +163,14 @@ pub(super) fn attention(size: Size) -> Vec<Case> {
                 heads,
                 channels: heads * width,
             };
-            cases.extend([attention_forward(name, shape), attention_backward(name, shape)]);
+            // Compiled kernels are what takes time: masks for one width of the plain ones.
+            let is_dropped = positions > 1 && (name == "flash attention" || heads == 3);
+            for rate in [Some(0.0), is_dropped.then_some(0.25)].into_iter().flatten() {
+                cases.extend([
+                    attention_forward(name, shape, rate),
+                    attention_backward(name, shape, rate),
+                ]);
+            }
         }
     }
     cases
@@ -174,7 +181,12 @@ fn elements(shape: AttentionShape) -> usize {
     shape.batch * shape.positions * shape.channels
 }
 
-fn attention_forward(name: &str, shape: AttentionShape) -> Case {
+/// Of samples whose numbers do not all fit 32 bits.
+fn mask(rate: f32) -> Option<DropoutMask> {
+    (rate > 0.0).then(|| DropoutMask::new(9, [4, 1], (1 << 32) - 1, rate))
+}
+
+fn attention_forward(name: &str, shape: AttentionShape, rate: f32) -> Case {
     let n = elements(shape);
     let queries = shape.batch * shape.heads * shape.positions;
     let qkv = numbers(1, 3 * n).iter().map(|x| 3.0 * x).collect();
@@ -183,17 +195,20 @@ fn attention_forward(name: &str, shape: AttentionShape) -> Case {
         tensor(Kind::Act, 2, n, Outcome::Products),
         tensor(F32, 3, queries, Outcome::Products),
     ];
-    Case::new(format!("{name} forward of {shape:?}"), tensors, move |b| {
-        AttentionForward {
+    Case::new(
+        format!("{name} forward of {shape:?}, dropout {rate}"),
+        tensors,
+        move |b| AttentionForward {
             qkv: b[0].clone(),
             out: b[1].clone(),
             lse: b[2].clone(),
             shape,
-        }
-    })
+            dropout: mask(rate),
+        },
+    )
 }
 
-fn attention_backward(name: &str, shape: AttentionShape) -> Case {
+fn attention_backward(name: &str, shape: AttentionShape, rate: f32) -> Case {
     let n = elements(shape);
     let queries = shape.batch * shape.heads * shape.positions;
     // About what forward leaves of so many keys.
@@ -205,14 +220,17 @@ fn attention_backward(name: &str, shape: AttentionShape) -> Case {
         tensor(Kind::Act, 4, n, Outcome::Same),
         tensor(Kind::Act, 5, 3 * n, Outcome::Products),
     ];
-    Case::new(format!("{name} backward of {shape:?}"), tensors, move |b| {
-        AttentionBackward {
+    Case::new(
+        format!("{name} backward of {shape:?}, dropout {rate}"),
+        tensors,
+        move |b| AttentionBackward {
             qkv: b[0].clone(),
             out: b[1].clone(),
             lse: b[2].clone(),
             dout: b[3].clone(),
             dqkv: b[4].clone(),
             shape,
-        }
-    })
+            dropout: mask(rate),
+        },
+    )
 }

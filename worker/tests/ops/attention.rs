@@ -49,6 +49,7 @@ fn agrees_with_the_formula() {
             out: out.clone(),
             lse: lse.clone(),
             shape,
+            dropout: None,
         });
         let (out, lse) = (values::<f64>(&out), values::<f64>(&lse));
         for sample in 0..batch {
@@ -81,6 +82,7 @@ fn large_scores_do_not_overflow() {
         out: out.clone(),
         lse,
         shape,
+        dropout: None,
     });
     assert!(values::<f32>(&out).iter().all(|x| x.abs() <= 100.0));
 }

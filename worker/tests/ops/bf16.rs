@@ -5,14 +5,17 @@
 //! Sums of a few thousand products of numbers near 1 are within 10⁻⁴ in f32. A second rounding anywhere (of an
 //! intermediate, of a partial sum) would break the bound for some of the elements.
 
+use std::sync::Arc;
+
 use ddp_worker::config::ModelKind;
 use ddp_worker::device::{Buffer, DType, Isa};
 use ddp_worker::model::build;
 use ddp_worker::ops::{
-    AdamW, AdamWStep, AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy,
-    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
-    LinearDweight, LinearForward, LinearShape, PositionBackward, SquaredNorm, TokenBackward, WeightLayout,
+    AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, EncoderForward,
+    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
+    LinearShape, PositionBackward, Rates, Runs, SquaredNorm, TokenBackward, Update, WeightLayout,
 };
+use ddp_worker::optim::AdamW;
 use half::bf16;
 
 use crate::rig::{Rank, Rig, config, numbers, numbers_f32, values, wide_values};
@@ -227,6 +230,7 @@ fn attention() {
             out: out.clone(),
             lse: lse.clone(),
             shape,
+            dropout: None,
         });
         [qkv, out, lse]
     };
@@ -245,6 +249,7 @@ fn attention() {
             dout: s.inp(2, rows * channels),
             dqkv: dqkv.clone(),
             shape,
+            dropout: None,
         });
         vec![("out", out), ("lse", lse), ("dqkv", dqkv)]
     });
@@ -317,22 +322,18 @@ fn an_update_by_bf16_gradients_is_one_by_their_numbers_and_the_copy_is_the_maste
     let update = |grad: Buffer, copy: Option<Buffer>| {
         let param = rig.buffer(&numbers_f32(2, n));
         let (m, v) = (rig.buffer(&vec![0.1_f32; n]), rig.buffer(&vec![0.2_f32; n]));
-        rig.run(AdamW {
+        rig.run(Update {
+            rule: Arc::new(AdamW {
+                betas: [0.9, 0.95],
+                eps: 1e-8,
+            }),
+            runs: Runs::uniform(param.clone().len(), Rates::new(1e-2, 0.1)),
             param: param.clone(),
             copy,
             grad,
-            m: m.clone(),
-            v: v.clone(),
+            slots: vec![m.clone(), v.clone()],
             scale: rig.buffer(&[0.7_f32]),
-            weight_decay: 0.1,
-            spared: [].into(),
-            hyper: AdamWStep {
-                lr: 1e-2,
-                beta1: 0.9,
-                beta2: 0.95,
-                eps: 1e-8,
-                step: 3,
-            },
+            step: 3,
         });
         [param, m, v].map(|b| values::<f32>(&b))
     };

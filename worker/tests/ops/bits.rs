@@ -1,9 +1,12 @@
 //! The same bits with any number of threads and on any instruction set.
 
+use std::sync::Arc;
+
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, Isa};
 use ddp_worker::model::build;
-use ddp_worker::ops::{AdamW, AdamWStep, CHUNK, SquaredNorm};
+use ddp_worker::ops::{CHUNK, Rates, Runs, SquaredNorm, Update};
+use ddp_worker::optim::AdamW;
 
 use crate::rig::{Rank, Rig, numbers_f32, wide_values};
 
@@ -18,6 +21,7 @@ fn step_bits(threads: usize, isa: Isa, (kind, dtype): (ModelKind, DType)) -> Vec
         block_size: 160,
         vocab_size: None,
         init_from: None,
+        dropout: 0.0,
     };
     let model = build(&config, 201).unwrap();
     let n = model.param_count();
@@ -30,22 +34,21 @@ fn step_bits(threads: usize, isa: Isa, (kind, dtype): (ModelKind, DType)) -> Vec
         partials: partials.clone(),
     });
     let master = rig.buffer(&numbers_f32(7, n));
-    rig.run(AdamW {
+    rig.run(Update {
+        rule: Arc::new(AdamW {
+            betas: [0.9, 0.95],
+            eps: 1e-8,
+        }),
+        runs: Runs::uniform(master.clone().len(), Rates::new(1e-3, 0.1)),
         param: master.clone(),
         copy: (dtype == DType::Bf16).then(|| rank.params.whole()),
         grad: rank.grads.whole(),
-        m: rig.buffer(&numbers_f32(8, n)),
-        v: rig.buffer(&numbers_f32(9, n).iter().map(|x| x * x).collect::<Vec<_>>()),
+        slots: vec![
+            rig.buffer(&numbers_f32(8, n)),
+            rig.buffer(&numbers_f32(9, n).iter().map(|x| x * x).collect::<Vec<_>>()),
+        ],
         scale: rig.buffer(&[0.7_f32]),
-        weight_decay: 0.1,
-        spared: [].into(),
-        hyper: AdamWStep {
-            lr: 1e-3,
-            beta1: 0.9,
-            beta2: 0.95,
-            eps: 1e-8,
-            step: 10,
-        },
+        step: 10,
     });
     let all = [rank.grads.whole(), rank.params.whole(), master, partials];
     std::iter::once(loss)

@@ -1,84 +1,36 @@
 //! Operations without a gradient of their own, and refusals.
 
+use std::sync::Arc;
+
 use std::ops::Range;
 
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
-    AdamW, AdamWStep, CHUNK, Cast, ClipScale, CrossEntropy, EncoderForward, Fill, LinearForward, LinearShape,
-    LossSum, Scale, SquaredNorm, WeightLayout,
+    CHUNK, Cast, ClipScale, CrossEntropy, EncoderForward, Fill, LinearForward, LinearShape, LossSum, Rates,
+    Runs, Scale, SquaredNorm, Update, Updates, WeightLayout,
 };
+use ddp_worker::optim::AdamW;
 use half::bf16;
 
 use crate::rig::{Rig, assert_close, numbers_f32, values};
-
-#[test]
-fn adamw_follows_the_paper() {
-    let rig = Rig::new();
-    let n = 70_001;
-    let (start, grads) = (numbers_f32(1, n), [numbers_f32(2, n), numbers_f32(3, n)]);
-    let [param, m, v] = [
-        rig.buffer(&start),
-        rig.empty(DType::F32, n),
-        rig.empty(DType::F32, n),
-    ];
-    let hyper = |step| AdamWStep {
-        lr: 1e-2,
-        beta1: 0.9,
-        beta2: 0.999,
-        eps: 1e-8,
-        step,
-    };
-    for (i, grad) in grads.iter().enumerate() {
-        rig.run(AdamW {
-            param: param.clone(),
-            copy: None,
-            grad: rig.buffer(grad),
-            m: m.clone(),
-            v: v.clone(),
-            scale: rig.buffer(&[0.5_f32]),
-            weight_decay: 0.1,
-            spared: [].into(),
-            hyper: hyper(i as u64 + 1),
-        });
-    }
-    let found = values::<f32>(&param);
-    for i in [0, 1, 65_535, 65_536, n - 1] {
-        let (mut p, mut m, mut v) = (f64::from(start[i]), 0.0, 0.0);
-        for (step, grad) in grads.iter().enumerate() {
-            let g = 0.5 * f64::from(grad[i]);
-            m = 0.9 * m + 0.1 * g;
-            v = 0.999 * v + 0.001 * g * g;
-            let (m, v) = (
-                m / (1.0 - 0.9_f64.powi(step as i32 + 1)),
-                v / (1.0 - 0.999_f64.powi(step as i32 + 1)),
-            );
-            p -= 0.01 * (m / (v.sqrt() + 1e-8) + 0.1 * p);
-        }
-        assert_close(f64::from(found[i]), p, 1e-5, &format!("parameter {i}"));
-    }
-}
 
 #[test]
 fn what_is_spared_does_not_decay() {
     let (n, rig) = (100, Rig::new());
     let updated = |spared: &[Range<usize>], weight_decay, range: Range<usize>| {
         let [param, m] = [1, 2].map(|seed| rig.buffer(&numbers_f32(seed, n)));
-        let all = AdamW {
+        let all = Update {
+            rule: Arc::new(AdamW {
+                betas: [0.9, 0.999],
+                eps: 1e-8,
+            }),
+            runs: Runs::sparing(n, spared, Rates::new(0.1, weight_decay)),
             param: param.clone(),
             copy: None,
             grad: rig.buffer(&numbers_f32(3, n)),
-            m,
-            v: rig.buffer(&vec![0.5_f32; n]),
+            slots: vec![m, rig.buffer(&vec![0.5_f32; n])],
             scale: rig.buffer(&[1.0_f32]),
-            weight_decay,
-            spared: spared.into(),
-            hyper: AdamWStep {
-                lr: 0.1,
-                beta1: 0.9,
-                beta2: 0.999,
-                eps: 1e-8,
-                step: 1,
-            },
+            step: 1,
         };
         rig.run(all.slice(&range));
         values::<f32>(&param)
@@ -130,6 +82,7 @@ fn norms_are_by_chunks_and_clip() {
             max_norm,
             norm,
             scale: scale.clone(),
+            updates: None,
         });
         assert_close(f64::from(values::<f32>(&scale)[0]), expected, 1e-6, "factor");
     }
@@ -150,6 +103,7 @@ fn partial_norms_are_summed_in_the_order_of_the_chunks() {
         max_norm: Some(1.5),
         norm: norm.clone(),
         scale: scale.clone(),
+        updates: None,
     };
     rig.run(clip(Some(order)));
     assert_eq!((values::<f32>(&norm)[0], values::<f32>(&scale)[0]), (3.0, 0.5));
@@ -180,29 +134,71 @@ fn a_step_with_a_number_that_is_not_finite_is_skipped() {
             max_norm: Some(1.0),
             norm,
             scale: scale.clone(),
+            updates: None,
         });
         let [param, m, v] = [1.0_f32, 2.0, 3.0].map(|value| rig.buffer(&[value; 3]));
         let copy = rig.buffer(&[bf16::ONE; 3]);
-        rig.run(AdamW {
+        rig.run(Update {
+            rule: Arc::new(AdamW {
+                betas: [0.9, 0.95],
+                eps: 1e-8,
+            }),
+            runs: Runs::uniform(param.clone().len(), Rates::new(0.1, 0.1)),
             param: param.clone(),
             copy: Some(copy.clone()),
             grad: rig.buffer(&[0.5_f32; 3]),
-            m: m.clone(),
-            v: v.clone(),
+            slots: vec![m.clone(), v.clone()],
             scale,
-            weight_decay: 0.1,
-            spared: [].into(),
-            hyper: AdamWStep {
-                lr: 0.1,
-                beta1: 0.9,
-                beta2: 0.95,
-                eps: 1e-8,
-                step: 1,
-            },
+            step: 1,
         });
         let kept = [(&param, 1.0), (&m, 2.0), (&v, 3.0)].map(|(x, was)| values::<f32>(x)[2] == was);
         assert_eq!(kept, [skipped; 3], "{partials:?} {witnesses:?}");
         assert_eq!(values::<bf16>(&copy)[2] == bf16::ONE, skipped);
+    }
+}
+
+/// As PyTorch under a `GradScaler`: a step that is skipped is no step of AdamW.
+#[test]
+fn a_skipped_step_is_no_update_for_the_bias_corrections() {
+    let rig = Rig::new();
+    let [norm, scale] = [1, 3].map(|len| rig.empty(DType::F32, len));
+    let count = rig.buffer(&[0_i32]);
+    let [param, m, v] = [1.0_f32, 0.0, 0.0].map(|value| rig.buffer(&[value]));
+    let step = |number, witness: f64| {
+        rig.run(ClipScale {
+            partials: rig.buffer(&[1.0_f64]),
+            order: None,
+            witnesses: Some(rig.buffer(&[witness])),
+            max_norm: None,
+            norm: norm.clone(),
+            scale: scale.clone(),
+            updates: Some(Updates {
+                count: count.clone(),
+                betas: [0.9, 0.95],
+            }),
+        });
+        rig.run(Update {
+            rule: Arc::new(AdamW {
+                betas: [0.9, 0.95],
+                eps: 0.0,
+            }),
+            runs: Runs::uniform(param.clone().len(), Rates::new(0.125, 0.0)),
+            param: param.clone(),
+            copy: None,
+            grad: rig.buffer(&[0.5_f32]),
+            slots: vec![m.clone(), v.clone()],
+            scale: scale.clone(),
+            step: number,
+        });
+        (values::<i32>(&count)[0], values::<f32>(&param)[0])
+    };
+    assert_eq!(step(1, f64::NAN), (0, 1.0));
+    // By the same gradient each update is lr · g/|g|.
+    for (number, witness, updates) in [(2, 0.0, 1), (3, 0.0, 2), (4, f64::NAN, 2), (5, 0.0, 3)] {
+        let (found, param) = step(number, witness);
+        assert_eq!(found, updates, "step {number}");
+        let expected = 1.0 - 0.125 * f64::from(updates);
+        assert_close(f64::from(param), expected, 1e-6, &format!("step {number}"));
     }
 }
 

@@ -2,9 +2,9 @@
 
 use ddp_worker::device::{Buffer, DType};
 use ddp_worker::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, EncoderForward,
-    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
-    LinearShape, PositionBackward, TokenBackward, WeightLayout,
+    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, Dropout, DropoutMask,
+    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
+    LinearDweight, LinearForward, LinearShape, PositionBackward, TokenBackward, WeightLayout,
 };
 
 use crate::rig::{Rig, assert_close, check_gradients, numbers, values};
@@ -227,6 +227,39 @@ fn gelu() {
 
 #[test]
 fn attention() {
+    attention_gradients(None);
+}
+
+#[test]
+fn attention_with_dropout() {
+    attention_gradients(Some(DropoutMask::new(3, [1, 1], 17, 0.3)));
+}
+
+#[test]
+fn dropout() {
+    let (positions, channels) = (7, 10);
+    let rig = Rig::new();
+    let inputs = [numbers(1, 3 * 70), numbers(2, 3 * 70)];
+    let run = |inp: &[f64], residual: Option<&[f64]>| {
+        let out = rig.empty(DType::F64, inp.len());
+        rig.run(Dropout {
+            inp: rig.buffer(inp),
+            residual: residual.map(|residual| rig.buffer(residual)),
+            out: out.clone(),
+            mask: DropoutMask::new(5, [2, 3], 11, 0.4),
+            positions,
+            channels,
+        });
+        values(&out)
+    };
+    check_gradients(
+        &inputs,
+        |inputs| run(&inputs[0], Some(&inputs[1])),
+        |_, dout| vec![run(dout, None), dout.to_vec()],
+    );
+}
+
+fn attention_gradients(dropout: Option<DropoutMask>) {
     // Two tiles of queries, the second one short.
     let shape = AttentionShape {
         batch: 2,
@@ -251,6 +284,7 @@ fn attention() {
             out: out.clone(),
             lse: lse.clone(),
             shape,
+            dropout,
         });
         [qkv, out, lse]
     };
@@ -264,6 +298,7 @@ fn attention() {
             dout: rig.buffer(dout),
             dqkv: dqkv.clone(),
             shape,
+            dropout,
         });
         vec![values(&dqkv)]
     };

@@ -8,4 +8,5 @@ mod elementwise;
 mod gradients;
 mod model;
 mod model_gradients;
+mod optimizers;
 mod rig;

@@ -1,11 +1,14 @@
 //! Networks as a whole: schedules of micro-batches, memory, what they can see, that they learn.
 
+use std::sync::Arc;
+
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, DeviceError, Event};
 use ddp_worker::model::{
-    Context, GradSink, GradSlot, LocalGrads, ParamId, Saved, backward, build, evaluate, saved_for,
+    Context, Flight, GradSink, GradSlot, LocalGrads, NoHooks, ParamId, SampleKey, Saved, build,
 };
-use ddp_worker::ops::{AdamW, AdamWStep};
+use ddp_worker::ops::{Rates, Runs, Update};
+use ddp_worker::optim::AdamW;
 
 use crate::rig::{Rank, Rig, assert_close, config, mean, values};
 
@@ -26,16 +29,16 @@ fn two_micro_batches_in_flight() {
         let mut rank = rank(kind, DType::F64, 2);
         let mut gradients = |order: [usize; 2], in_flight: bool| {
             rank.grads.start_step();
-            let mut saved: Vec<_> = if in_flight {
+            let mut flights: Vec<_> = if in_flight {
                 (0..2).map(|i| Some(rank.forward(i).1)).collect()
             } else {
                 vec![None, None]
             };
             for micro_batch in order {
-                let saved = saved[micro_batch].take();
-                let mut saved = saved.unwrap_or_else(|| rank.forward(micro_batch).1);
-                rank.backward(micro_batch, &mut saved);
-                assert!(saved.iter().all(Saved::is_empty));
+                let flight = flights[micro_batch].take();
+                let mut flight = flight.unwrap_or_else(|| rank.forward(micro_batch).1);
+                rank.backward(micro_batch, &mut flight);
+                assert!(flight.saved().iter().all(Saved::is_empty));
             }
             values::<f64>(&rank.grads.whole())
         };
@@ -72,14 +75,16 @@ impl GradSink for Finished {
 fn gradients_are_finished_in_the_order_of_their_memory() {
     for kind in KINDS {
         let rank = rank(kind, DType::F32, 1);
-        let (_, mut saved) = rank.forward(0);
+        let (_, mut flight) = rank.forward(0);
         let mut grads = Finished {
             grads: rank.grads.clone(),
             uses: rank.model.uses(),
             order: Vec::new(),
         };
         let ctx = rank.context(0);
-        backward(&rank.model, &ctx, &rank.params, &mut saved, &mut grads).unwrap();
+        rank.passes(&ctx)
+            .backward(&mut flight, None, &mut NoHooks, &mut grads)
+            .unwrap();
         assert_eq!(grads.order, rank.model.backward_order());
     }
 }
@@ -90,12 +95,12 @@ fn recomputation_repeats_bit_by_bit() {
         let mut rank = rank(kind, DType::F32, 1);
         rank.step(0);
         let plain = values::<f32>(&rank.grads.whole());
-        let (losses, saved) = rank.forward(0);
-        drop(saved);
-        let (again, mut saved) = rank.forward(0);
+        let (losses, flight) = rank.forward(0);
+        drop(flight);
+        let (again, mut flight) = rank.forward(0);
         assert_eq!(values::<f32>(losses.buffer()), values::<f32>(again.buffer()));
         rank.grads.start_step();
-        rank.backward(0, &mut saved);
+        rank.backward(0, &mut flight);
         assert_eq!(values::<f32>(&rank.grads.whole()), plain);
     }
 }
@@ -121,9 +126,11 @@ fn evaluation_gives_the_same_losses_in_less_memory() {
     let model = build(&config, 11).unwrap();
     let make = || Rank::new(Rig::new(), model.clone(), DType::F32, [1, 2, 6]);
     let (training, evaluating) = (make(), make());
-    let (losses, _saved) = training.forward(0);
+    let (losses, _flight) = training.forward(0);
     let ctx = evaluating.context(0);
-    let same = evaluate(&model, &ctx, &evaluating.params, &evaluating.batches[0].tokens).unwrap();
+    let passes = evaluating.passes(&ctx);
+    let tokens = &evaluating.batches[0].tokens;
+    let same = passes.evaluate(model.whole(), tokens, &mut NoHooks).unwrap();
     assert_eq!(values::<f32>(losses.buffer()), values::<f32>(same.buffer()));
     assert!(2 * evaluating.pool.peak_bytes() < training.pool.peak_bytes());
 }
@@ -139,6 +146,7 @@ fn the_first_loss_is_that_of_a_uniform_guess() {
             block_size: 32,
             vocab_size: None,
             init_from: None,
+            dropout: 0.0,
         };
         let rank = Rank::new(Rig::new(), build(&config, 256).unwrap(), DType::F32, [1, 4, 32]);
         let loss = mean(&rank.forward(0).0);
@@ -201,6 +209,7 @@ fn a_tiny_batch_is_learnt_by_heart() {
             block_size: 8,
             vocab_size: None,
             init_from: None,
+            dropout: 0.0,
         };
         let mut rank = Rank::new(Rig::new(), build(&config, 11).unwrap(), DType::F32, [1, 2, 8]);
         let n = rank.model.param_count();
@@ -209,22 +218,18 @@ fn a_tiny_batch_is_learnt_by_heart() {
         let mut loss = f64::MAX;
         for step in 1..=150 {
             loss = rank.step(0);
-            rank.rig.run(AdamW {
+            rank.rig.run(Update {
+                rule: Arc::new(AdamW {
+                    betas: [0.9, 0.95],
+                    eps: 1e-8,
+                }),
+                runs: Runs::uniform(rank.params.whole().len(), Rates::new(1e-2, 0.0)),
                 param: rank.params.whole(),
                 copy: None,
                 grad: rank.grads.whole(),
-                m: m.clone(),
-                v: v.clone(),
+                slots: vec![m.clone(), v.clone()],
                 scale: scale.clone(),
-                weight_decay: 0.0,
-                spared: [].into(),
-                hyper: AdamWStep {
-                    lr: 1e-2,
-                    beta1: 0.9,
-                    beta2: 0.95,
-                    eps: 1e-8,
-                    step,
-                },
+                step,
             });
         }
         // Targets are a function of the token, so even a network without context learns them all.
@@ -235,15 +240,47 @@ fn a_tiny_batch_is_learnt_by_heart() {
 #[test]
 fn backward_without_forward_says_what_is_missing() {
     let mut rank = rank(ModelKind::Gpt2, DType::F32, 1);
-    let mut saved = saved_for(&rank.model);
+    let mut flight = Flight::over(rank.model.whole());
     let ctx = rank.context(0);
     let mut grads = rank.grads.clone();
-    let error = backward(&rank.model, &ctx, &rank.params, &mut saved, &mut grads);
+    let error = rank
+        .passes(&ctx)
+        .backward(&mut flight, None, &mut NoHooks, &mut grads);
     let message = error.unwrap_err().to_string();
     assert_eq!(message, "backward wants `head input`, which forward did not save");
     let evaluating = Context { dloss: None, ..ctx };
-    let error = backward(&rank.model, &evaluating, &rank.params, &mut saved, &mut grads);
+    let error = rank
+        .passes(&evaluating)
+        .backward(&mut flight, None, &mut NoHooks, &mut grads);
     let message = error.unwrap_err().to_string();
     assert_eq!(message, "backward wants the factor of each position's gradient");
     rank.step(0);
+}
+
+#[test]
+fn an_evaluation_drops_nothing() {
+    for kind in KINDS {
+        let losses = |dropout, samples| {
+            let config = config::Model {
+                dropout,
+                ..config(kind)
+            };
+            let rank = Rank::new(Rig::new(), build(&config, 11).unwrap(), DType::F32, [1, 2, 6]);
+            let ctx = Context {
+                samples,
+                ..rank.context(0)
+            };
+            let tokens = &rank.batches[0].tokens;
+            let passes = rank.passes(&ctx);
+            let evaluated = passes.evaluate(rank.model.whole(), tokens, &mut NoHooks).unwrap();
+            (
+                values::<f32>(evaluated.buffer()),
+                values::<f32>(rank.forward(0).0.buffer()),
+            )
+        };
+        let samples = Some(SampleKey::default());
+        let ((plain, trained), (dropped, trained_with)) = (losses(0.0, samples), losses(0.5, samples));
+        assert_eq!((&plain, &plain), (&trained, &dropped), "{kind:?}");
+        assert_ne!(trained, trained_with, "{kind:?}");
+    }
 }

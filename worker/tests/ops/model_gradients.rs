@@ -1,13 +1,13 @@
 //! Whole networks against finite differences, in f64.
 
-use ddp_worker::config::ModelKind;
+use ddp_worker::config::{Model, ModelKind};
 use ddp_worker::device::DType;
 use ddp_worker::model::build;
 
 use crate::rig::{Rank, Rig, assert_close, config, mean, numbers, values};
 
-fn check(kind: ModelKind) {
-    let model = build(&config(kind), 11).unwrap();
+fn check(config: &Model) {
+    let model = build(config, 11).unwrap();
     let mut rank = Rank::new(Rig::new(), model, DType::F64, [1, 2, 5]);
     // Larger than the first values, so that every path carries a gradient.
     let whole = rank.params.whole();
@@ -30,10 +30,18 @@ fn check(kind: ModelKind) {
 
 #[test]
 fn gpt2() {
-    check(ModelKind::Gpt2);
+    check(&config(ModelKind::Gpt2));
 }
 
 #[test]
 fn mlp() {
-    check(ModelKind::Mlp);
+    check(&config(ModelKind::Mlp));
+}
+
+#[test]
+fn gpt2_with_dropout() {
+    check(&Model {
+        dropout: 0.3,
+        ..config(ModelKind::Gpt2)
+    });
 }

@@ -7,8 +7,7 @@ use ddp_worker::device::{
     ArenaSpec, Buffer, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa, Stream,
 };
 use ddp_worker::model::{
-    Activation, ActivationPool, Context, LocalGrads, LocalParams, Model, Saved, StepKey, backward, forward,
-    saved_for,
+    Activation, ActivationPool, Context, Flight, LocalGrads, LocalParams, Model, NoHooks, Passes, SampleKey,
 };
 use ddp_worker::ops::Op;
 
@@ -132,6 +131,7 @@ pub(crate) fn config(kind: ModelKind) -> config::Model {
         block_size: 6,
         vocab_size: None,
         init_from: None,
+        dropout: 0.0,
     }
 }
 
@@ -166,7 +166,7 @@ impl Rank {
         (dtype, grad_dtype): (DType, DType),
         [batches, batch, positions]: [usize; 3],
     ) -> Self {
-        let vocab = model.params[0].shape[0];
+        let vocab = model.params[0].global_shape[0];
         let rows = batch * positions;
         let batches = (0..batches).map(|micro_batch| {
             let random = numbers(1000 + micro_batch as u64, rows);
@@ -208,24 +208,39 @@ impl Rank {
             targets: &self.batches[micro_batch].targets,
             dloss: Some(&self.batches[micro_batch].dloss),
             dtype: self.dtype,
-            key: StepKey::default(),
+            samples: Some(SampleKey {
+                seed: 1,
+                first: 100 * micro_batch as u64,
+            }),
             timeline: None,
         }
     }
 
-    pub(crate) fn forward(&self, micro_batch: usize) -> (Activation, Vec<Saved>) {
-        let mut saved = saved_for(&self.model);
-        let ctx = self.context(micro_batch);
-        let tokens = &self.batches[micro_batch].tokens;
-        let losses = forward(&self.model, &ctx, &self.params, tokens, &mut saved).unwrap();
-        self.rig.device.synchronize(self.rig.stream).unwrap();
-        (losses, saved)
+    pub(crate) fn passes<'a>(&'a self, ctx: &'a Context<'a>) -> Passes<'a> {
+        Passes {
+            model: &self.model,
+            ctx,
+            params: &self.params,
+        }
     }
 
-    pub(crate) fn backward(&mut self, micro_batch: usize, saved: &mut [Saved]) {
+    pub(crate) fn forward(&self, micro_batch: usize) -> (Activation, Flight) {
+        let mut flight = Flight::over(self.model.whole());
+        let ctx = self.context(micro_batch);
+        let tokens = &self.batches[micro_batch].tokens;
+        let losses = self
+            .passes(&ctx)
+            .forward(&mut flight, tokens, &mut NoHooks)
+            .unwrap();
+        self.rig.device.synchronize(self.rig.stream).unwrap();
+        (losses, flight)
+    }
+
+    pub(crate) fn backward(&mut self, micro_batch: usize, flight: &mut Flight) {
         let mut grads = self.grads.clone();
         let ctx = self.context(micro_batch);
-        backward(&self.model, &ctx, &self.params, saved, &mut grads).unwrap();
+        let done = self.passes(&ctx).backward(flight, None, &mut NoHooks, &mut grads);
+        done.unwrap();
         self.rig.device.synchronize(self.rig.stream).unwrap();
         self.grads = grads;
     }
@@ -233,8 +248,8 @@ impl Rank {
     /// One micro-batch, forward and backward; the mean loss.
     pub(crate) fn step(&mut self, micro_batch: usize) -> f64 {
         self.grads.start_step();
-        let (losses, mut saved) = self.forward(micro_batch);
-        self.backward(micro_batch, &mut saved);
+        let (losses, mut flight) = self.forward(micro_batch);
+        self.backward(micro_batch, &mut flight);
         mean(&losses)
     }
 }

@@ -46,7 +46,7 @@ impl Watch for Blocked {
         let mut state = self.state.lock().unwrap();
         match op {
             Op::EncoderForward(_) if state.times == 0 => state.counts = true,
-            Op::AdamW(update) if update.hyper.step == STEPS as u64 => state.counts = false,
+            Op::Update(update) if update.step == STEPS as u64 => state.counts = false,
             _ => {}
         }
     }

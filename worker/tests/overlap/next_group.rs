@@ -120,8 +120,8 @@ impl Watch for Groups {
                 let block = BLOCKS - counts.gelus;
                 Some(Mark::Computes(block, Pass::Backward(counts.step())))
             }
-            Op::AdamW(update) => {
-                counts.updates = update.hyper.step as usize;
+            Op::Update(update) => {
+                counts.updates = update.step as usize;
                 None
             }
             _ => None,

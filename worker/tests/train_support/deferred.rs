@@ -17,10 +17,10 @@ use ddp_worker::device::{
 use ddp_worker::ops::Op;
 
 /// Longer than anything takes on a loaded machine.
-const PATIENCE: Duration = Duration::from_mins(2);
+const PATIENCE: Duration = Duration::from_mins(10);
 
 /// Arenas that lie on the host, if there is one beside the device.
-const STATE: [&str; 3] = ["first moments", "second moments", "master weights"];
+const STATE: [&str; 3] = ["exp_avg", "exp_avg_sq", "master weights"];
 
 /// See the module.
 pub struct DeferredDevice {
@@ -231,7 +231,7 @@ impl Device for DeferredDevice {
             Op::EncoderForward(_) if self.unread.load(Ordering::Relaxed) > 0 => {
                 self.ran_ahead.fetch_add(1, Ordering::Relaxed);
             }
-            Op::AdamW(update) => self.reach(&update.param),
+            Op::Update(update) => self.reach(&update.param),
             Op::Cast(cast) => {
                 self.reach(&cast.x);
                 self.reach(&cast.out);

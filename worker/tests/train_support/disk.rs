@@ -1,5 +1,6 @@
 //! A disk on which a test decides what happens to each operation.
 
+use std::fs::File;
 use std::io;
 use std::path::Path;
 use std::sync::Arc;
@@ -51,6 +52,10 @@ impl Storage for WatchedDisk {
     fn sync_folder(&self, path: &Path) -> io::Result<()> {
         (self.0)("sync folder", path)?;
         Disk.sync_folder(path)
+    }
+
+    fn sync_file_system(&self, opened: &File) -> io::Result<()> {
+        Disk.sync_file_system(opened)
     }
 
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {

@@ -76,7 +76,7 @@ impl FaultyDevice {
     /// The gradient that the operation makes, if it is to be spoilt.
     fn spoilt(&self, op: &Op) -> Option<Buffer> {
         match op {
-            Op::AdamW(update) => self.updated.store(update.hyper.step, Ordering::Relaxed),
+            Op::Update(update) => self.updated.store(update.step, Ordering::Relaxed),
             // The last operation of a forward pass that a backward follows.
             Op::CrossEntropy(loss) if loss.dlosses.is_some() => {
                 self.weights.store(0, Ordering::Relaxed);
@@ -119,7 +119,7 @@ impl Device for FaultyDevice {
             return;
         }
         let hit = match &op {
-            Op::AdamW(update) if update.hyper.step == self.step => Some(update.param.clone()),
+            Op::Update(update) if update.step == self.step => Some(update.param.clone()),
             _ => None,
         };
         match (hit, self.fault) {

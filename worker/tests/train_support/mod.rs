@@ -60,6 +60,7 @@ impl Job {
             block_size: 16,
             vocab_size: None,
             init_from: None,
+            dropout: 0.0,
         };
         let data = config::Data {
             train: train.into(),
@@ -85,7 +86,7 @@ impl Job {
         // Several buckets even for so small a model.
         config.parallel.first_bucket_mb = 0.002;
         config.parallel.bucket_mb = 0.004;
-        config.parallel.timeout_s = 60.0;
+        config.parallel.timeout_s = 600.0;
         Self {
             config,
             device: None,
@@ -177,9 +178,8 @@ impl Job {
         let tensors = reader.manifest().tensors.iter();
         tensors
             .map(|tensor| {
-                let elements = tensor.shape.iter().product();
-                let bytes = reader.read(&tensor.name, 0..elements).unwrap();
-                (tensor.name.clone(), blake3::hash(&bytes).to_hex().to_string())
+                let bytes = reader.read_whole(&tensor.name).unwrap();
+                (tensor.name.to_string(), blake3::hash(&bytes).to_hex().to_string())
             })
             .collect()
     }

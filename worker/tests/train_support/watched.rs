@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ddp_worker::collective::{Failure, Request, Transport, Wait, WireBytes};
+use ddp_worker::collective::{Engine, Failure, HostEngine, Request, Transport, Wait};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Held, Stream};
 use ddp_worker::ops::Op;
 use ddp_worker::train::WrapTransport;
@@ -104,20 +104,6 @@ impl Transport for WatchedTransport {
         self.inner.members()
     }
 
-    fn execute(
-        &mut self,
-        sequence: u64,
-        request: &Request,
-        held: &mut Held,
-        wait: &Wait,
-    ) -> Result<(), Failure> {
-        let since = Instant::now();
-        self.watch.began(request);
-        self.inner.execute(sequence, request, held, wait)?;
-        self.watch.ended(request, since);
-        Ok(())
-    }
-
     fn alloc_shared(
         &mut self,
         device: &Arc<dyn Device>,
@@ -135,7 +121,20 @@ impl Transport for WatchedTransport {
         Ok(Box::new(Self { inner, watch }))
     }
 
-    fn wire_bytes(&self) -> WireBytes {
-        self.inner.wire_bytes()
+    fn engine(&mut self) -> Engine<'_> {
+        Engine::Host(self)
+    }
+}
+
+impl HostEngine for WatchedTransport {
+    fn execute(&mut self, request: &Request, held: Held, wait: &Wait) -> Result<u64, Failure> {
+        let Engine::Host(inner) = self.inner.engine() else {
+            return Err(Failure::Invalid("only host memory is watched".into()));
+        };
+        let since = Instant::now();
+        self.watch.began(request);
+        let bytes = inner.execute(request, held, wait)?;
+        self.watch.ended(request, since);
+        Ok(bytes)
     }
 }

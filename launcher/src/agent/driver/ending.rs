@@ -71,7 +71,8 @@ impl Driver<'_> {
     /// Reports how the workers ended, when all of them are gone.
     pub(super) fn report_ends(&mut self, generation: Generation) {
         self.read_control();
-        self.link.send(generation, Report::NodeStopped(self.crew.ends()));
+        self.link
+            .report(generation, Report::NodeStopped(self.crew.ends()));
     }
 
     /// Keeps the failures of the job that the daemon tells.
@@ -158,6 +159,7 @@ impl Driver<'_> {
         report::report(&Facts {
             conclusion,
             program: &self.plan.command.display_name,
+            executable: &self.plan.command.program,
             hostname: &self.hostname,
             output_unseen: self.plan.output.direct,
             local_failure: self.local_failure.as_ref(),

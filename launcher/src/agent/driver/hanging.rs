@@ -1,14 +1,15 @@
 //! Workers that hang: found, asked what they do, written down, ended.
 
 use std::fmt::Write as _;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
+use ddp_proto::control::PeerWait;
 use ddp_proto::ids::LocalRank;
 use nix::sys::signal::Signal;
 
-use super::super::aside;
+use super::super::aside::{self, Threads};
 use super::Driver;
-use crate::hang::{self, Beat};
+use crate::hang::{self, Beat, Silent};
 
 /// Lines of a worker's own answer that the report shows: what it waits for, and the stack of its main thread.
 const ANSWER_LINES: usize = 24;
@@ -17,7 +18,7 @@ impl Driver<'_> {
     /// Asks all workers what they do when one has said nothing new for too long; the answers are judged by
     /// [`Driver::judge_hung`]. Half-way there, it is called slow.
     pub(super) fn look_for_hung_workers(&mut self) {
-        let (Some(bound), true, false) = (self.plan.hang_timeout, self.machine.is_running(), self.asking)
+        let (Some(bound), true, None) = (self.plan.hang_timeout, self.machine.is_running(), self.asking)
         else {
             return;
         };
@@ -29,58 +30,85 @@ impl Driver<'_> {
                 bound.as_secs_f64()
             ));
         }
-        let now = Instant::now();
-        if self.crew.silent(bound).is_some() {
-            self.asking = true;
+        if let Some((local_rank, _, silent)) = self.silent(bound) {
+            let worker = self.crew.get_mut(local_rank);
+            if silent.waits && worker.is_some_and(|worker| worker.found_waiting == Some(silent.beat.step)) {
+                return;
+            }
+            self.asking = Some(self.machine.generation());
+            self.crew.forget_states();
             self.control.describe();
-            return aside::wait_for_answers(self.aside.clone());
+            let pids: Vec<i32> = self.crew.live_pids().collect();
+            let read = self
+                .files
+                .give(move || pids.into_iter().map(|pid| (pid, hang::threads_of(pid))).collect());
+            return aside::wait_for_answers(self.aside.clone(), read);
         }
-        let Some((local_rank, _, beat)) = self.crew.silent(bound / 2) else {
+        let Some((local_rank, _, Silent { beat, waits: false })) = self.silent(bound / 2) else {
             return;
         };
         if let Some(worker) = self.crew.get_mut(local_rank)
             && worker.called_slow != Some(beat.step)
         {
             worker.called_slow = Some(beat.step);
-            let words = format!("rank {} {}", worker.rank, beat.slowness(now, bound));
+            let words = format!("rank {} {}", worker.rank, beat.slowness(Instant::now(), bound));
             self.console.say(&words);
         }
     }
 
+    /// The live worker that is to blame for a silence of at least `bound`. Only waits of native workers have a time-out of
+    /// their own: others are not believed, since they might wait for ever.
+    fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
+        let (local_rank, pid, mut silent) = self.crew.silent(bound)?;
+        silent.waits &= self.plan.command.native;
+        Some((local_rank, pid, silent))
+    }
+
     /// Ends the worker that hangs, with SIGABRT: a Python program with `faulthandler` shows where it was. One that is
     /// still there at the next look gets SIGKILL. What follows is what follows any failure.
-    pub(super) fn judge_hung(&mut self) {
-        self.asking = false;
+    ///
+    /// A worker that waits for others is not ended: who it waits for may be well too, with a cut link between them, and
+    /// the wait has a time-out of its own.
+    pub(super) fn judge_hung(&mut self, threads: &Threads) {
+        let asked = self.asking.take();
         self.read_control();
-        let (Some(bound), true) = (self.plan.hang_timeout, self.machine.is_running()) else {
+        // Workers of a later generation have not been asked.
+        let is_current = asked == Some(self.machine.generation()) && self.machine.is_running();
+        let (Some(bound), true) = (self.plan.hang_timeout, is_current) else {
             return;
         };
-        let Some((local_rank, pid, beat)) = self.crew.silent(bound) else {
+        let Some((local_rank, pid, silent)) = self.silent(bound) else {
             return self
                 .console
                 .say("the worker that said nothing new goes on: it is slow, not lost");
         };
-        let now = Instant::now();
+        let (beat, now) = (silent.beat, Instant::now());
         if self.crew.get_mut(local_rank).is_some_and(|worker| worker.aborted) {
             return self.crew.end_hung(local_rank, Signal::SIGKILL);
         }
-        if self.waits_for_another_node(local_rank) && beat.silence(now) < bound * 2 {
-            // That node's agent will find the cause. Should it not, this rank's time is over some day too.
-            return;
-        }
-        let states = self.write_states();
+        let states = self.write_states(threads);
         let Some(worker) = self.crew.get_mut(local_rank) else {
             return;
         };
+        let states = states.map_or_else(String::new, |states| {
+            format!("\n  what all workers of this node did: {states}")
+        });
+        let rank = worker.rank;
+        if silent.waits {
+            let wait = worker.waits.first().map_or_else(String::new, PeerWait::to_string);
+            self.crew.found_waiting();
+            return self.console.say(&format!(
+                "rank {rank} says nothing new, but is not ended: {wait}, and gives up by itself after \
+                 `parallel.timeout_s`{states}"
+            ));
+        }
         worker.aborted = true;
         let mut words = beat.trouble(now, bound);
-        for line in summary(worker.state.as_deref(), &hang::threads_of(pid)) {
+        let threads = threads.get(&pid).map_or("", String::as_str);
+        for line in summary(worker.state.as_deref(), threads) {
             let _ = write!(words, "\n  {line}");
         }
-        if let Some(states) = states {
-            let _ = write!(words, "\n  what all workers of this node did: {states}");
-        }
-        let rank = worker.rank;
+        words.push_str(&states);
         worker
             .said
             .get_or_insert_with(|| format!("{}it {words}", hang::HUNG));
@@ -88,18 +116,8 @@ impl Driver<'_> {
         self.crew.end_hung(local_rank, Signal::SIGABRT);
     }
 
-    /// It says that it waits, and for nobody here.
-    fn waits_for_another_node(&mut self, local_rank: LocalRank) -> bool {
-        let here: Vec<u32> = self.crew.ranks().map(|rank| rank.0).collect();
-        let Some(worker) = self.crew.get_mut(local_rank) else {
-            return false;
-        };
-        let awaited = &worker.waiting_for;
-        !awaited.is_empty() && awaited.iter().all(|rank| !here.contains(rank))
-    }
-
     /// Writes what every worker does into its log folder, as `hang.txt`; gives the pattern of the files.
-    fn write_states(&mut self) -> Option<String> {
+    fn write_states(&self, threads: &Threads) -> Option<String> {
         let now = Instant::now();
         let dir = self.crew.attempt_dir()?;
         let mut states = Vec::new();
@@ -113,10 +131,15 @@ impl Driver<'_> {
                 "rank {}, pid {pid}: {beat}, nothing new for {silence:.1} s\n",
                 worker.rank
             );
-            if let Some(state) = &worker.state {
+            let line = |wait: &PeerWait| format!("{wait}\n");
+            let waits = || worker.waits.iter().map(line).collect();
+            let state = worker.state.clone().unwrap_or_else(waits);
+            if !state.is_empty() {
                 let _ = write!(text, "\nit says:\n{state}");
             }
-            let _ = write!(text, "\nthe kernel says:\n{}", hang::threads_of(pid));
+            if let Some(threads) = threads.get(&pid) {
+                let _ = write!(text, "\nthe kernel says:\n{threads}");
+            }
             states.extend(worker.hang_file().map(|file| (worker.rank, file, text)));
         }
         let console = self.console.clone();

@@ -27,7 +27,7 @@ pub(super) struct Touch {
     gives_up: Instant,
     /// What was said last to go on at this node while it is broken.
     meanwhile: &'static str,
-    pulse: Pulse,
+    pub(super) pulse: Pulse,
     /// The last one, until the daemon can be reached after it.
     standstill: Option<Standstill>,
 }
@@ -64,14 +64,14 @@ impl Driver<'_> {
             }
             LinkEvent::Broken(error) => {
                 let patience = self.plan.connect_timeout;
+                let exit_code = self.exit_code_without_daemon();
                 self.touch.is_broken = true;
                 self.touch.gives_up = Instant::now() + patience;
                 self.touch.meanwhile = self.machine.meanwhile();
                 self.console.say(&format!(
-                    "{error}; {}; the daemon is tried for {} s, exit code {} then",
+                    "{error}; {}; the daemon is tried for {} s, exit code {exit_code} then",
                     self.touch.meanwhile,
-                    patience.as_secs_f64(),
-                    exit::DAEMON_UNREACHABLE
+                    patience.as_secs_f64()
                 ));
                 self.look_for_daemon();
             }
@@ -103,10 +103,20 @@ impl Driver<'_> {
         }
         self.touch.meanwhile = meanwhile;
         let left = self.touch.gives_up.saturating_duration_since(Instant::now());
+        let exit_code = self.exit_code_without_daemon();
         self.console.say(&format!(
-            "{meanwhile}; it is still out of reach, and tried for {:.0} s more",
+            "{meanwhile}; it is still out of reach, and tried for {:.0} s more, exit code {exit_code} then",
             left.as_secs_f64()
         ));
+    }
+
+    /// Exit code if the daemon stays out of reach.
+    fn exit_code_without_daemon(&self) -> u8 {
+        if self.machine.has_succeeded() {
+            exit::SUCCESS
+        } else {
+            exit::DAEMON_UNREACHABLE
+        }
     }
 
     /// What a message of the daemon means for the driver, besides the decisions.
@@ -153,9 +163,9 @@ impl Driver<'_> {
         }
     }
 
-    /// Notices that this process stood still for longer than the daemon waits for it.
+    /// Notices that this process sent no heartbeat for longer than the daemon waits for one.
     pub(super) fn feel_pulse(&mut self) {
-        let Some(gap) = self.touch.pulse.beat(since_boot()) else {
+        let Some(gap) = self.touch.pulse.gap(since_boot()) else {
             return;
         };
         self.console.say(&format!(

@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ddp_proto::client::{AgentIdentity, Client};
-use ddp_proto::ids::NodeId;
+use ddp_proto::ids::{Generation, LocalRank, NodeId};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::{Failures, WorkerExit};
 use tokio::sync::mpsc;
@@ -29,6 +29,7 @@ use super::launch::{LaunchError, Outfit};
 use super::link::{Link, LinkConfig};
 use super::machine::{LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
+use super::standstill::since_boot;
 use super::workers::{Crew, inherited};
 use crate::cgroup::WorkerGroup;
 use crate::console::Console;
@@ -85,8 +86,8 @@ pub(super) struct Driver<'a> {
     preparing: bool,
     /// Signals for the workers that came while these were being started.
     deferred: BTreeSet<i32>,
-    /// Workers were asked what they do, and may answer still.
-    asking: bool,
+    /// The generation whose workers were asked what they do, and may answer still.
+    asking: Option<Generation>,
     /// It was said that no worker sends heartbeats, though hung ones are looked for.
     told_unwatched: bool,
     alarm: Option<Instant>,
@@ -122,13 +123,7 @@ impl<'a> Driver<'a> {
         let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
         let event_log = EventLog::start(event_log, &plan.job_id, &hostname)?;
         let (link, link_inbox) = Link::start(link_of(&plan, guardian));
-        let (machine, opening) = Machine::start(Rules {
-            hostname: hostname.clone(),
-            native: plan.command.native,
-            resume_words: plan.resume_words.clone(),
-            join_timeout: plan.join_timeout,
-            shutdown_timeout: plan.shutdown_timeout,
-        });
+        let (machine, opening) = Machine::start(rules_of(&plan, &hostname));
         Ok(Self {
             pump: Pump::start(console.clone())?,
             spawner: Spawner::start(guardian.registrar(), spawn_events)?,
@@ -147,7 +142,7 @@ impl<'a> Driver<'a> {
             master_port: None,
             preparing: false,
             deferred: BTreeSet::new(),
-            asking: false,
+            asking: None,
             told_unwatched: false,
             alarm: None,
             touch: Touch::begin(),
@@ -182,6 +177,7 @@ impl<'a> Driver<'a> {
         loop {
             while let Some(event) = events.pop_front() {
                 self.machine.set_listening(self.control.has_listeners());
+                self.machine.set_finishing(self.crew.is_finishing());
                 for effect in self.machine.on(event) {
                     self.carry_out(effect, &mut events);
                 }
@@ -210,13 +206,14 @@ impl<'a> Driver<'a> {
             Mail::Spawn(event) => self.on_spawn(event, events),
             Mail::Control(event) => self.on_control(event),
             Mail::Link(event) => self.on_link(event, events),
-            Mail::Aside(Aside::Heard(local_rank)) => {
+            Mail::Aside(Aside::Heard(generation, local_rank)) => {
                 self.read_control();
                 let consequence = self
                     .crew
                     .get_mut(local_rank)
                     .is_some_and(|worker| worker.consequence);
                 events.push_back(Event::Heard {
+                    generation,
                     local_rank,
                     consequence,
                 });
@@ -226,8 +223,9 @@ impl<'a> Driver<'a> {
                 events.extend(self.on_described(generation, local_rank, in_file));
             }
             Mail::Aside(Aside::Probed { refused }) => self.on_probed(refused, events),
-            Mail::Aside(Aside::Answered) => self.judge_hung(),
+            Mail::Aside(Aside::Answered { threads }) => self.judge_hung(&threads),
             Mail::Aside(Aside::Swept(stuck, left)) => {
+                self.read_control();
                 self.note_files(left);
                 events.push_back(Event::Swept { stuck });
             }
@@ -240,10 +238,12 @@ impl<'a> Driver<'a> {
                 events.push_back(Event::Alarm);
             }
             Mail::Watch => self.look_for_hung_workers(),
-            // Where nobody hears them they would only fill the queue, before a report that matters.
-            Mail::Heartbeat if self.touch.is_broken || self.client.is_none() => {}
             Mail::Heartbeat => {
-                self.send_heartbeat();
+                self.touch.pulse.beat(since_boot());
+                // Without a connection nobody receives it.
+                if !self.touch.is_broken && self.client.is_some() {
+                    self.send_heartbeat();
+                }
             }
         }
     }
@@ -335,12 +335,10 @@ impl<'a> Driver<'a> {
                 phase,
                 quiet,
                 progress,
+                waits,
             } => {
                 let at = std::time::Instant::now();
-                if quiet.is_zero() {
-                    // It goes on: what it once waited for is over.
-                    worker.waiting_for.clear();
-                }
+                worker.waits = waits;
                 worker.beat = Some(Beat {
                     at,
                     fresh: at.checked_sub(quiet).unwrap_or(at),
@@ -354,16 +352,20 @@ impl<'a> Driver<'a> {
                 {
                     self.console.progress(step, progress);
                 }
+                if self.machine.is_running() {
+                    for line in self.crew.tell_waits() {
+                        self.console.say(&line);
+                    }
+                }
             }
-            News::Sizes { ranks_divide } => {
-                worker.ranks_divide = Some(ranks_divide);
-                // Should this node be lost before its next heartbeat, the others have to know.
-                self.send_heartbeat();
+            News::Sizes(sizes) => {
+                let known = worker.sizes.replace(sizes);
+                if known != Some(sizes) {
+                    // Should this node be lost before its next heartbeat, the others have to know.
+                    self.send_heartbeat();
+                }
             }
-            News::State { text, waiting_for } => {
-                worker.state = Some(text);
-                worker.waiting_for = waiting_for;
-            }
+            News::State { text } => worker.state = Some(text),
             News::Failure {
                 message,
                 hint,
@@ -380,10 +382,15 @@ impl<'a> Driver<'a> {
     }
 
     fn send_heartbeat(&mut self) {
-        self.link.send(
-            self.machine.generation(),
-            Report::Heartbeat(self.crew.heartbeat()),
-        );
+        self.link.beat(self.machine.generation(), self.crew.heartbeat());
+    }
+
+    fn signal_unasked(&mut self, signal: i32) {
+        for local_rank in (0..self.crew.len() as u32).map(LocalRank) {
+            if !self.control.listens(local_rank) {
+                self.crew.signal(signal, Some(local_rank));
+            }
+        }
     }
 
     fn carry_out(&mut self, effect: Effect, events: &mut VecDeque<Event>) {
@@ -395,7 +402,7 @@ impl<'a> Driver<'a> {
                     // Whether the generation made progress decides what its end costs.
                     self.send_heartbeat();
                 }
-                self.link.send(generation, report);
+                self.link.report(generation, report);
             }
             Effect::ReportEnds => self.report_ends(generation),
             Effect::Spawn(assignment) => self.prepare(generation, assignment),
@@ -408,12 +415,13 @@ impl<'a> Driver<'a> {
                     group.kill();
                 }
             }
+            Effect::SignalUnasked(signal) => self.signal_unasked(signal),
             Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),
             Effect::KillStray(pid) => reap::kill_child(pid),
             Effect::Hear(local_rank) => {
                 aside::hear(
                     self.aside.clone(),
-                    local_rank,
+                    (generation, local_rank),
                     self.control.silence_of(local_rank),
                 );
             }
@@ -440,15 +448,27 @@ impl<'a> Driver<'a> {
             Effect::Disarm => self.alarm = None,
             Effect::Say(text) => self.console.say(&text),
             Effect::Leave(leave) => {
-                if self.client.is_some() {
-                    self.link.leave(generation, leave, Instant::now() + LEAVE_WAIT);
-                } else {
-                    // The daemon never heard of us.
+                let deadline = Instant::now() + LEAVE_WAIT;
+                if self.client.is_none() || !self.link.leave(generation, leave, deadline) {
+                    // The daemon never heard of us, or cannot be reached any more.
                     events.push_back(Event::Left);
                 }
             }
             Effect::Finish(conclusion) => self.finished = Some(conclusion),
         }
+    }
+}
+
+/// What the decisions depend on.
+fn rules_of(plan: &LaunchPlan, hostname: &str) -> Rules {
+    Rules {
+        hostname: hostname.to_owned(),
+        native: plan.command.native,
+        resume_words: plan.resume_words.clone(),
+        join_timeout: plan.join_timeout,
+        shutdown_timeout: plan.shutdown_timeout,
+        workers: plan.workers,
+        elastic: plan.nodes.min < plan.nodes.max,
     }
 }
 

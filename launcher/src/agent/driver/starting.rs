@@ -66,7 +66,7 @@ impl Driver<'_> {
             free_attempt: self.free_attempt,
             ..Join::default()
         };
-        self.link.send(generation, Report::Join(join));
+        self.link.report(generation, Report::Join(join));
     }
 
     /// Has all made that the workers of a generation need; [`Driver::spawn`] is what follows.
@@ -79,6 +79,7 @@ impl Driver<'_> {
             plan: self.plan.clone(),
             inherited: self.inherited.clone(),
             marker: self.guardian.marker().to_owned(),
+            hostname: self.hostname.clone(),
             scratch_dir: self.guardian.scratch_dir().to_owned(),
             control: self.control.address().to_owned(),
             entrance: entrance.map(|(door, group)| (door, group.to_owned())),
@@ -143,12 +144,14 @@ impl Driver<'_> {
             store: Arc::new(Store::new(client, self.plan.job_id.clone(), generation)),
             pids: vec![None; self.crew.len()],
             spawned: false,
+            asked_to_stop: None,
             over: None,
         });
         let batch = Batch {
             generation,
             command: self.plan.command.clone(),
             workers: prepared.specs,
+            ignored: self.ignored_by_workers(),
             door,
             cancelled: self.crew.cancelled.clone(),
         };
@@ -157,6 +160,16 @@ impl Driver<'_> {
             return Err(PrepareError::Pipe(std::io::Error::other(busy)));
         }
         Ok(())
+    }
+
+    /// Native workers are asked to stop, and save first, also where every process of the job gets the signal.
+    fn ignored_by_workers(&self) -> Vec<i32> {
+        let stop = &self.plan.signals.stop;
+        if self.plan.command.native {
+            stop.clone()
+        } else {
+            Vec::new()
+        }
     }
 }
 
@@ -172,6 +185,7 @@ struct Making {
     plan: Arc<LaunchPlan>,
     inherited: Arc<[(OsString, OsString)]>,
     marker: String,
+    hostname: String,
     scratch_dir: PathBuf,
     control: String,
     /// The control group that the workers are to be born in, if there is one, behind the way into it.
@@ -197,6 +211,7 @@ impl Making {
             log_dir: plan.log_dir.as_deref(),
             scratch_dir: &self.scratch_dir,
             job_id: &plan.job_id,
+            hostname: &self.hostname,
             control: &self.control,
             output: &plan.output,
             native: plan.command.native,

@@ -50,13 +50,13 @@ fn latest(base: &Path) -> Option<Saved> {
     reader.verify().unwrap();
     let found = reader.manifest().state.clone();
     assert_eq!(found, state(found.step));
-    let w = reader.read("w", 0..12).unwrap();
+    let w = read(&reader, "w", 0..12).unwrap();
     let lives = (1..=4).map(|life| saved(found.step, life));
     let saved = lives
         .into_iter()
         .find(|saved| saved.w() == w)
         .expect("a life's numbers");
-    assert_eq!(reader.read("m", 0..12).unwrap(), saved.m());
+    assert_eq!(read(&reader, "m", 0..12).unwrap(), saved.m());
     Some(saved)
 }
 
@@ -233,6 +233,35 @@ fn a_latest_checkpoint_that_was_saved_over_can_be_saved_over_again() {
         done: saved(20, 3),
     };
     assert!(ordeal.run() > 25);
+}
+
+/// A run that was resumed at its end without `latest` saves its newest step again.
+#[test]
+fn a_save_over_the_newest_checkpoint_leaves_one_of_its_states_when_latest_is_lost() {
+    let ordeal = Ordeal {
+        prepare: |base| {
+            saves(base, &[saved(10, 1), saved(20, 1)]);
+            fs::remove_file(out_dir(base).join("checkpoints/latest")).unwrap();
+        },
+        act: |disk, out_dir| saved(20, 2).save(disk.clone(), out_dir),
+        usable: [Some(saved(20, 1)), Some(saved(20, 2))],
+        done: saved(20, 2),
+    };
+    assert!(ordeal.run() > 25);
+}
+
+/// Its folder was deleted by hand: `latest` names the step before it is there again.
+#[test]
+fn a_save_of_the_step_that_latest_names_already_is_on_the_disk_when_it_is_done() {
+    let base = tempfile::tempdir().unwrap();
+    saves(base.path(), &[saved(20, 1)]);
+    fs::remove_dir_all(out_dir(base.path()).join("checkpoints/step_00000020")).unwrap();
+    let journal = Journal::new(base.path());
+    saved(20, 2).save(journal.clone(), &out_dir(base.path())).unwrap();
+    for (_, tree) in journal.outcomes(journal.steps()) {
+        let left = make(&tree);
+        assert_eq!(latest(left.path()), Some(saved(20, 2)), "{:?}", tree.keys());
+    }
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::fs;
 
 use super::super::latest_step;
+use super::super::reader::read_manifest;
 use super::*;
 
 #[test]
@@ -28,9 +29,8 @@ fn damage_is_named() {
     *flipped.last_mut().unwrap() ^= 1;
     fs::write(&part, &flipped).unwrap();
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-    let error = reader
-        .read("w", 11..12)
-        .or_else(|_| reader.read("m", 0..1))
+    let error = read(&reader, "w", 11..12)
+        .or_else(|_| read(&reader, "m", 0..1))
         .and(reader.verify())
         .unwrap_err();
     insta::assert_snapshot!(message(&error, folder.path()), @r"
@@ -63,11 +63,11 @@ fn damage_is_named() {
     ");
     fs::write(
         &manifest,
-        text.replace("\"format_version\": 1", "\"format_version\": 2"),
+        text.replace("\"format_version\": 2", "\"format_version\": 3"),
     )
     .unwrap();
     insta::assert_snapshot!(open_error(folder.path()), @r"
-    checkpoint `OUT/checkpoints/step_00000020/manifest.json` has format version 2, this build reads 1
+    checkpoint `OUT/checkpoints/step_00000020/manifest.json` has format version 3, this build reads up to 2
       hint: resume with the release that wrote it, or a newer one
     ");
     fs::write(&manifest, &text[..text.len() / 2]).unwrap();
@@ -143,23 +143,115 @@ fn no_flipped_bit_goes_unnoticed() {
     }
 }
 
+/// A tensor of two blocks and a half, in one piece.
+const BLOCKS: u64 = 10 << 20;
+
+/// Saves it, and turns a bit of its last block.
+fn saved_in_blocks() -> (TempDir, PathBuf, Vec<u8>) {
+    let folder = tempfile::tempdir().unwrap();
+    let bytes: Vec<u8> = (0..BLOCKS as u32).flat_map(u32::to_le_bytes).collect();
+    let piece = (extent(parameter("w"), &[BLOCKS], 0..BLOCKS), bytes.as_slice());
+    let writer = Writer::begin(folder.path(), 1, 1).unwrap();
+    writer.write("part-0", &[piece]).unwrap();
+    let path = writer.commit(&state(1), &["part-0"]).unwrap();
+    let part = path.join("part-0.safetensors");
+    let mut damaged = fs::read(&part).unwrap();
+    *damaged.last_mut().unwrap() ^= 1;
+    fs::write(&part, damaged).unwrap();
+    (folder, path, bytes)
+}
+
+#[test]
+fn who_reads_a_part_of_a_piece_hashes_its_blocks_only() {
+    let (folder, _, bytes) = saved_in_blocks();
+    let open = || Reader::open(folder.path(), Which::Latest).unwrap();
+    // Across the border of two blocks, and to the end of the second one.
+    for (start, end) in [(0, 10), ((4 << 20) - 3, (4 << 20) + 3), (8, 8 << 20)] {
+        let found = read(&open(), "w", start..end).unwrap();
+        assert!(
+            found == bytes[start as usize * 4..end as usize * 4],
+            "{start}..{end}"
+        );
+    }
+    let errors = [
+        read(&open(), "w", (8 << 20) - 1..(8 << 20) + 1).unwrap_err(),
+        open().verify().unwrap_err(),
+    ];
+    assert_eq!(errors[0], errors[1]);
+    insta::assert_snapshot!(message(&errors[0], folder.path()), @r"
+    checkpoint file `OUT/checkpoints/step_00000001/part-0.safetensors`: the content of tensor `w`, elements 8388608..10485760, does not match its hash
+      hint: restore the file, or write the name of an older `step_…` folder into `checkpoints/latest`
+    ");
+    assert!(
+        read(&open(), "w", 0..BLOCKS)
+            .unwrap_err()
+            .to_string()
+            .contains("elements 0..10485760")
+    );
+}
+
+/// As builds did that hashed pieces as a whole.
+#[test]
+fn a_checkpoint_without_hashes_of_blocks_is_read() {
+    let (folder, path, bytes) = saved_in_blocks();
+    let manifest = path.join("manifest.json");
+    let mut old = read_manifest(&manifest).unwrap();
+    old.tensors[0].regions[0].ranges[0].blocks.clear();
+    let whole = blake3::hash(&bytes).to_hex();
+    assert_eq!(old.tensors[0].regions[0].ranges[0].blake3, whole.as_str());
+    fs::write(&manifest, old.to_bytes().unwrap()).unwrap();
+    assert!(!fs::read_to_string(&manifest).unwrap().contains("blocks"));
+    let open = || Reader::open(folder.path(), Which::Latest).unwrap();
+    let error = read(&open(), "w", 0..10).unwrap_err().to_string();
+    assert!(error.contains("elements 0..10485760"), "{error}");
+    let part = path.join("part-0.safetensors");
+    let mut good = fs::read(&part).unwrap();
+    *good.last_mut().unwrap() ^= 1;
+    fs::write(&part, good).unwrap();
+    assert!(read(&open(), "w", 7..BLOCKS - 1).unwrap() == bytes[28..bytes.len() - 4]);
+    open().verify().unwrap();
+}
+
+#[test]
+fn hashes_of_blocks_that_are_not_those_of_the_piece_are_refused() {
+    let (folder, path, _) = saved_in_blocks();
+    let manifest = path.join("manifest.json");
+    let good = read_manifest(&manifest).unwrap();
+    let changes: [fn(&mut Vec<String>); 3] = [
+        |blocks| blocks.swap(0, 1),
+        |blocks| blocks[0] = "no hash".into(),
+        |blocks| drop(blocks.pop()),
+    ];
+    for change in changes {
+        let mut bad = good.clone();
+        change(&mut bad.tensors[0].regions[0].ranges[0].blocks);
+        fs::write(&manifest, bad.to_bytes().unwrap()).unwrap();
+        let error = open_error(folder.path());
+        assert!(
+            error.contains("the hashes of the blocks of entry `w` are not those of its hash"),
+            "{error}"
+        );
+    }
+}
+
 #[test]
 fn another_model_is_refused_by_the_first_difference() {
     let (folder, _) = saved(20);
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+    let [w, m, v] = ["w", "m", "v"].map(parameter);
     let tensor = |tensor, shape, dtype| Expected { tensor, shape, dtype };
-    let (w, m) = (tensor("w", SHAPE, DType::F32), tensor("m", SHAPE, DType::F32));
+    let (w, m) = (tensor(&w, SHAPE, DType::F32), tensor(&m, SHAPE, DType::F32));
     reader.expect(&[w.clone(), m.clone()]).unwrap();
     let error = |expected: &[Expected<'_>]| message(&reader.expect(expected).unwrap_err(), folder.path());
-    insta::assert_snapshot!(error(&[tensor("w", &[4, 4], DType::F32), m.clone()]), @r"
+    insta::assert_snapshot!(error(&[tensor(w.tensor, &[4, 4], DType::F32), m.clone()]), @r"
     checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], this model's is f32[4, 4]
       hint: resume with the model section that it was written with
     ");
-    insta::assert_snapshot!(error(&[tensor("w", SHAPE, DType::Bf16), m.clone()]), @r"
+    insta::assert_snapshot!(error(&[tensor(w.tensor, SHAPE, DType::Bf16), m.clone()]), @r"
     checkpoint `OUT/checkpoints/step_00000020`: tensor `w` is f32[3, 4], this model's is bf16[3, 4]
       hint: resume with the model section that it was written with
     ");
-    insta::assert_snapshot!(error(&[w.clone(), m, tensor("v", SHAPE, DType::F32)]), @r"
+    insta::assert_snapshot!(error(&[w.clone(), m, tensor(&v, SHAPE, DType::F32)]), @r"
     checkpoint `OUT/checkpoints/step_00000020` has no tensor `v`
       hint: it belongs to another model or optimizer
     ");
@@ -167,9 +259,12 @@ fn another_model_is_refused_by_the_first_difference() {
     checkpoint `OUT/checkpoints/step_00000020` has a tensor `m`, which this model does not have
       hint: it belongs to another model or optimizer
     ");
-    assert!(matches!(reader.read("w", 0..13), Err(CheckpointError::Misuse(_))));
     assert!(matches!(
-        reader.read("v", 0..1),
+        read(&reader, "w", 0..13),
+        Err(CheckpointError::Misuse(_))
+    ));
+    assert!(matches!(
+        read(&reader, "v", 0..1),
         Err(CheckpointError::Missing { .. })
     ));
 }

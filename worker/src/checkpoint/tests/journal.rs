@@ -20,6 +20,7 @@ enum Step {
     Append(PathBuf, Vec<u8>),
     SyncFile(PathBuf),
     SyncFolder(PathBuf),
+    SyncAll,
     Rename(PathBuf, PathBuf),
     /// A file, or a folder with nothing in it.
     Unlink(PathBuf),
@@ -61,6 +62,13 @@ impl Journal {
     /// Steps before the first operation that was made to fail.
     pub(super) fn failed(&self) -> Option<usize> {
         self.notes.lock().unwrap().failed
+    }
+
+    /// How often something was put on the disk.
+    pub(super) fn syncs(&self) -> usize {
+        let notes = self.notes.lock().unwrap();
+        let is_sync = |step: &&Step| matches!(step, Step::SyncFile(_) | Step::SyncFolder(_) | Step::SyncAll);
+        notes.steps.iter().filter(is_sync).count()
     }
 
     /// What a loss of power may leave after `from` steps and each of those behind, each tree once, with the number of the
@@ -194,6 +202,10 @@ impl Storage for Journal {
         self.take(steps, || Ok(()), Vec::new)
     }
 
+    fn sync_file_system(&self, _: &fs::File) -> io::Result<()> {
+        self.take(|| vec![Step::SyncAll], || Ok(()), Vec::new)
+    }
+
     fn rename(&self, from: &Path, to: &Path) -> io::Result<()> {
         let steps = || vec![Step::Rename(self.below(from), self.below(to))];
         self.take(steps, || Disk.rename(from, to), Vec::new)
@@ -301,8 +313,12 @@ impl Platter {
             };
             disk.enter(path, inode);
         }
-        (0..disk.0.len()).for_each(|node| disk.settle(node));
+        disk.settle_all();
         disk
+    }
+
+    fn settle_all(&mut self) {
+        (0..self.0.len()).for_each(|node| self.settle(node));
     }
 
     /// What a folder names now.
@@ -373,6 +389,7 @@ impl Platter {
                 let node = self.find(path).unwrap();
                 self.settle(node);
             }
+            Step::SyncAll => self.settle_all(),
             Step::Rename(from, to) => {
                 let node = self.find(from);
                 let (old, new) = ((name_of(from), None), (name_of(to), node));

@@ -2,18 +2,24 @@
 
 use std::fs;
 use std::io;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tempfile::TempDir;
 
 use super::storage::{Disk, Storage};
-use super::{CheckpointError, Expected, Piece, Reader, Rng, State, Which, Writer, step_name};
+use super::{
+    CheckpointError, Expected, Extent, Reader, Rng, State, TensorKind, TensorName, TensorRecord, Which,
+    Writer, step_name,
+};
 use crate::device::DType;
+use crate::model::Region;
 
 mod crash;
 mod damage;
 mod journal;
+mod layouts;
 mod tools;
 
 const SHAPE: &[u64] = &[3, 4];
@@ -29,6 +35,7 @@ fn state(step: u64) -> State {
     State {
         step,
         consumed_samples: step * 16,
+        skipped: 0,
         batch: None,
         rng: Rng {
             seed: 1337,
@@ -40,15 +47,32 @@ fn state(step: u64) -> State {
     }
 }
 
-fn piece<'a>(tensor: &'a str, range: std::ops::Range<u64>, all: &'a [u8]) -> Piece<'a> {
-    let bytes = &all[range.start as usize * 4..range.end as usize * 4];
-    Piece {
+fn parameter(key: &str) -> TensorName {
+    TensorKind::Parameter.of(key)
+}
+
+/// A range of a tensor of f32 that is one region.
+fn extent(tensor: TensorName, shape: &[u64], range: Range<u64>) -> Extent {
+    Extent {
         tensor,
-        shape: SHAPE,
+        shape: shape.to_vec(),
         dtype: DType::F32,
+        region: Region::whole(shape),
         range,
-        bytes,
     }
+}
+
+/// With its elements, of all those of the tensor.
+fn piece<'a>(key: &str, range: Range<u64>, all: &'a [u8]) -> (Extent, &'a [u8]) {
+    let bytes = &all[range.start as usize * 4..range.end as usize * 4];
+    (extent(parameter(key), SHAPE, range), bytes)
+}
+
+/// A range of a parameter, as if it were one region.
+fn read(reader: &Reader, key: &str, range: Range<u64>) -> Result<Vec<u8>, CheckpointError> {
+    let tensor = reader.manifest().tensor(&parameter(key));
+    let shape = tensor.map_or(SHAPE, |tensor| &tensor.shape);
+    reader.read(&parameter(key), &Region::whole(shape), range)
 }
 
 /// Saves `w` whole and `m` in two files, as two ranks would.
@@ -71,8 +95,8 @@ fn check_latest(out_dir: &Path) -> u64 {
     reader.verify().unwrap();
     let step = reader.manifest().state.step;
     assert_eq!(reader.manifest().state, state(step));
-    assert_eq!(reader.read("w", 0..12).unwrap(), weights(step));
-    assert_eq!(reader.read("m", 0..12).unwrap(), weights(step + 1000));
+    assert_eq!(read(&reader, "w", 0..12).unwrap(), weights(step));
+    assert_eq!(read(&reader, "m", 0..12).unwrap(), weights(step + 1000));
     step
 }
 
@@ -112,12 +136,16 @@ fn written_as_two_pieces_read_as_one_and_the_other_way_round() {
     let m = weights(1020);
     for (start, end) in [(3, 9), (0, 5), (5, 12), (4, 6), (7, 7), (11, 12)] {
         assert_eq!(
-            reader.read("m", start as u64..end as u64).unwrap(),
+            read(&reader, "m", start as u64..end as u64).unwrap(),
             m[start * 4..end * 4]
         );
     }
     let w = weights(20);
-    let halves = [reader.read("w", 0..7).unwrap(), reader.read("w", 7..12).unwrap()].concat();
+    let halves = [
+        read(&reader, "w", 0..7).unwrap(),
+        read(&reader, "w", 7..12).unwrap(),
+    ]
+    .concat();
     assert_eq!(halves, w);
     assert_eq!(
         names(&path),
@@ -134,7 +162,7 @@ fn written_as_two_pieces_read_as_one_and_the_other_way_round() {
 fn an_opened_checkpoint_holds_no_file_open() {
     let (folder, path) = saved(20);
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-    reader.read("w", 0..12).unwrap();
+    read(&reader, "w", 0..12).unwrap();
     let open = fs::read_dir("/proc/self/fd").unwrap();
     // A descriptor of another thread may be gone by now.
     let mut open = open.filter_map(|entry| fs::read_link(entry.unwrap().path()).ok());
@@ -159,6 +187,27 @@ fn files_are_plain_safetensors() {
     assert_eq!((whole.data().as_ptr() as usize - bytes.as_ptr() as usize) % 4, 0);
 }
 
+/// A checkpoint of a build that did not count skipped steps reads as one of a run that skipped none.
+#[test]
+fn skipped_steps_are_saved_where_there_are_any() {
+    let folder = tempfile::tempdir().unwrap();
+    let w = weights(1);
+    for (step, skipped) in [(20, 0), (30, 7)] {
+        let writer = Writer::begin(folder.path(), step, 1).unwrap();
+        writer.write("a", &[piece("w", 0..12, &w)]).unwrap();
+        let state = State {
+            skipped,
+            ..state(step)
+        };
+        let path = writer.commit(&state, &["a"]).unwrap();
+        let manifest = fs::read_to_string(path.join("manifest.json")).unwrap();
+        assert_eq!(manifest.contains("skipped"), skipped > 0);
+        let reader = Reader::open(folder.path(), Which::Latest).unwrap();
+        let saved = &reader.manifest().state;
+        assert_eq!((saved, saved.updates()), (&state, step - skipped));
+    }
+}
+
 #[test]
 fn all_types_round_trip() {
     let folder = tempfile::tempdir().unwrap();
@@ -168,32 +217,22 @@ fn all_types_round_trip() {
         .iter()
         .map(|t| (format!("t.{t}"), [48 / t.bytes() as u64]))
         .collect();
-    let pieces: Vec<Piece<'_>> = types
+    let pieces: Vec<(Extent, &[u8])> = types
         .iter()
         .zip(&tensors)
-        .map(|(&dtype, (name, shape))| Piece {
-            tensor: name,
-            shape,
-            dtype,
-            range: 0..shape[0],
-            bytes: &bytes,
+        .map(|(&dtype, (name, shape))| {
+            let whole = extent(parameter(name), shape, 0..shape[0]);
+            (Extent { dtype, ..whole }, bytes.as_slice())
         })
         .collect();
     let writer = Writer::begin(folder.path(), 1, 1).unwrap();
     writer.write("a", &pieces).unwrap();
     writer.commit(&state(1), &["a"]).unwrap();
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-    let expected: Vec<_> = pieces
-        .iter()
-        .map(|p| Expected {
-            tensor: p.tensor,
-            shape: p.shape,
-            dtype: p.dtype,
-        })
-        .collect();
+    let expected: Vec<_> = pieces.iter().map(|(extent, _)| Expected::of(extent)).collect();
     reader.expect(&expected).unwrap();
-    for piece in &pieces {
-        assert_eq!(reader.read(piece.tensor, piece.range.clone()).unwrap(), bytes);
+    for (extent, _) in &pieces {
+        assert_eq!(reader.read_whole(&extent.tensor).unwrap(), bytes);
     }
 }
 
@@ -207,8 +246,8 @@ fn the_manifest_names_tensors_and_neither_ranks_nor_arenas() {
     let text = fs::read_to_string(path.join("manifest.json")).unwrap();
     insta::assert_snapshot!(text, @r#"
     {
-      "format_version": 1,
-      "blake3": "9c3d57aa43d9b957c3451bf7387e899e9a4526f60b8b57134ea2a25ce28c68ee",
+      "format_version": 2,
+      "blake3": "9c2438c61ece35acdd2fe6aae67ea043f82dde5749bab9648a5ed044ca3ce721",
       "step": 7,
       "consumed_samples": 112,
       "rng": {
@@ -229,19 +268,34 @@ fn the_manifest_names_tensors_and_neither_ranks_nor_arenas() {
       ],
       "tensors": [
         {
-          "name": "w",
+          "kind": "parameter",
+          "key": "w",
           "shape": [
             3,
             4
           ],
           "dtype": "f32",
-          "pieces": [
+          "regions": [
             {
-              "file": "part-0.safetensors",
-              "entry": "w",
-              "start": 0,
-              "end": 12,
-              "blake3": "88034a40a554c3f8720575665364a9288decdbf846b40cc08c6ab1b09fef1040"
+              "box": [
+                [
+                  0,
+                  3
+                ],
+                [
+                  0,
+                  4
+                ]
+              ],
+              "ranges": [
+                {
+                  "file": "part-0.safetensors",
+                  "entry": "w",
+                  "start": 0,
+                  "end": 12,
+                  "blake3": "88034a40a554c3f8720575665364a9288decdbf846b40cc08c6ab1b09fef1040"
+                }
+              ]
             }
           ]
         }
@@ -255,7 +309,7 @@ fn pieces_that_do_not_make_up_a_tensor_are_refused_and_nothing_is_left() {
     let folder = tempfile::tempdir().unwrap();
     save(folder.path(), 10);
     let w = weights(20);
-    let commit = |pieces: &[&[Piece<'_>]]| {
+    let commit = |pieces: &[&[(Extent, &[u8])]]| {
         let writer = Writer::begin(folder.path(), 20, 1).unwrap();
         let stems: Vec<String> = (0..pieces.len()).map(|i| format!("part-{i}")).collect();
         for (stem, pieces) in stems.iter().zip(pieces) {
@@ -269,13 +323,10 @@ fn pieces_that_do_not_make_up_a_tensor_are_refused_and_nothing_is_left() {
         assert_eq!(check_latest(folder.path()), 10);
         message(&error, folder.path())
     };
-    insta::assert_snapshot!(commit(&[&[piece("w", 0..5, &w)], &[piece("w", 6..12, &w)]]), @"the pieces of tensor `w` do not make it up: elements 5..6 are in no file");
-    insta::assert_snapshot!(commit(&[&[piece("w", 0..7, &w)], &[piece("w", 6..12, &w)]]), @"the pieces of tensor `w` do not make it up: elements 6..7 are twice, also in `part-1.safetensors`");
-    let other = Piece {
-        shape: &[12],
-        ..piece("w", 6..12, &w)
-    };
-    insta::assert_snapshot!(commit(&[&[piece("w", 0..6, &w)], &[other]]), @"the pieces of tensor `w` do not make it up: one file says f32[3, 4], another f32[12]");
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..5, &w)], &[piece("w", 6..12, &w)]]), @"the regions and ranges of tensor `w` do not make it up: elements 5..6 of region [0..3, 0..4] are in no file");
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..7, &w)], &[piece("w", 6..12, &w)]]), @"the regions and ranges of tensor `w` do not make it up: elements 6..7 of region [0..3, 0..4] are twice, also in `part-1.safetensors`");
+    let other = (extent(parameter("w"), &[12], 6..12), &w[24..]);
+    insta::assert_snapshot!(commit(&[&[piece("w", 0..6, &w)], &[other]]), @"the regions and ranges of tensor `w` do not make it up: one file says f32[3, 4], another f32[12]");
 }
 
 #[test]
@@ -283,46 +334,52 @@ fn pieces_that_contradict_themselves_are_refused() {
     let folder = tempfile::tempdir().unwrap();
     let writer = Writer::begin(folder.path(), 1, 1).unwrap();
     let w = weights(1);
-    let good = piece("w", 0..12, &w);
+    let (good, bytes) = piece("w", 0..12, &w);
     let wrong = [
-        Piece {
+        Extent {
             range: 0..11,
             ..good.clone()
         },
-        Piece {
+        Extent {
             range: 5..17,
             ..good.clone()
         },
-        Piece {
+        Extent {
             dtype: DType::F64,
             ..good.clone()
         },
-        Piece {
-            shape: &[u64::MAX, 9],
+        Extent {
+            shape: vec![u64::MAX, 9],
             ..good.clone()
         },
-        Piece {
-            tensor: "a@b",
+        Extent {
+            region: Region::new(vec![[0, 4], [0, 3]]),
             ..good.clone()
         },
+        Extent {
+            region: Region::whole(&[12]),
+            ..good.clone()
+        },
+        extent(parameter("a@b"), SHAPE, 0..12),
+        extent(parameter("a[0..3]"), SHAPE, 0..12),
     ];
-    for piece in wrong {
+    for extent in wrong {
         assert!(
             matches!(
-                writer.write("a", std::slice::from_ref(&piece)),
+                writer.write("a", &[(extent.clone(), bytes)]),
                 Err(CheckpointError::Misuse(_))
             ),
-            "{piece:?}"
+            "{extent:?}"
         );
     }
     assert!(matches!(
-        writer.write("a", &[good.clone(), good.clone()]),
+        writer.write("a", &[(good.clone(), bytes), (good.clone(), bytes)]),
         Err(CheckpointError::Misuse(_))
     ));
     for stem in ["", "../a", "a.b", "a/b"] {
         assert!(
             matches!(
-                writer.write(stem, std::slice::from_ref(&good)),
+                writer.write(stem, &[(good.clone(), bytes)]),
                 Err(CheckpointError::Misuse(_))
             ),
             "{stem}"
@@ -359,8 +416,8 @@ fn saving_the_latest_step_again_with_another_content_replaces_it() {
         assert_eq!(writer.commit(&state(20), &["part-0"]).unwrap(), path);
         let reader = Reader::open(folder.path(), Which::Latest).unwrap();
         reader.verify().unwrap();
-        assert_eq!(reader.read("w", 0..12).unwrap(), other);
-        assert!(reader.read("m", 0..12).is_err(), "the state before had it");
+        assert_eq!(read(&reader, "w", 0..12).unwrap(), other);
+        assert!(read(&reader, "m", 0..12).is_err(), "the state before had it");
         let file = format!("part-0-r{revision}.safetensors");
         assert_eq!(names(&path), ["manifest.json", "notes.txt", &file]);
         assert_eq!(
@@ -408,7 +465,7 @@ fn a_rank_of_an_earlier_generation_disturbs_nobody() {
     let error = late.commit(&state(10), &["part-0"]).unwrap_err();
     assert_eq!(error, CheckpointError::Overtaken { step: 10, latest: 20 });
     let reader = Reader::open(folder.path(), Which::Latest).unwrap();
-    assert_eq!(reader.read("w", 0..12).unwrap(), w);
+    assert_eq!(read(&reader, "w", 0..12).unwrap(), w);
     assert_eq!(
         names(&folder.path().join("checkpoints")),
         ["latest", "step_00000020"]

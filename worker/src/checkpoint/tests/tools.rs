@@ -3,33 +3,42 @@
 use safetensors::SafeTensors;
 
 use super::super::{Disk, Keep, export, reshard, retain};
+use super::journal::{Journal, make};
 use super::*;
+use crate::config::{self, ModelKind};
+use crate::model;
+use crate::optim;
 
 fn disk() -> Arc<dyn Storage> {
     Arc::new(Disk)
 }
 
-const NAMES: [&str; 6] = [
-    "wte.weight",
-    "h.0.ln_1.bias",
-    "optimizer.m.wte.weight",
-    "optimizer.m.h.0.ln_1.bias",
-    "optimizer.v.wte.weight",
-    "optimizer.v.h.0.ln_1.bias",
-];
-
-fn shape_of(name: &str) -> Vec<u64> {
-    if name.ends_with("bias") {
-        vec![7]
-    } else {
-        vec![300, 7]
+/// A GPT-2 of one block.
+fn model() -> config::Model {
+    config::Model {
+        kind: ModelKind::Gpt2,
+        n_layer: 1,
+        n_head: 1,
+        n_embd: 7,
+        block_size: 16,
+        vocab_size: None,
+        init_from: None,
+        dropout: 0.0,
     }
 }
 
-fn content_of(name: &str) -> Vec<u8> {
-    let elements: u64 = shape_of(name).iter().product();
-    let seed = name.len() as f32;
-    (0..elements)
+/// Its tensors, parameters first.
+fn tensors() -> Vec<Extent> {
+    let params = model::build(&model(), 300).unwrap().params;
+    let kinds = TensorKind::with_slots(optim::rule(&config::OptimizerConfig::default()).slots());
+    let of_kind = |kind| params.iter().map(move |spec| Extent::whole(kind, spec));
+    kinds.iter().flat_map(of_kind).collect()
+}
+
+fn content_of(tensor: &Extent) -> Vec<u8> {
+    let seed = tensor.tensor.to_string().len() as f32;
+    let elements = tensor.range.clone();
+    elements
         .flat_map(|i| (seed * 100.0 + i as f32).to_le_bytes())
         .collect()
 }
@@ -38,24 +47,15 @@ fn content_of(name: &str) -> Vec<u8> {
 fn run() -> TempDir {
     let folder = tempfile::tempdir().unwrap();
     let writer = Writer::begin(folder.path(), 40, 1).unwrap();
-    let contents: Vec<(Vec<u64>, Vec<u8>)> = NAMES.iter().map(|n| (shape_of(n), content_of(n))).collect();
-    let pieces: Vec<Piece<'_>> = NAMES
-        .iter()
-        .zip(&contents)
-        .map(|(tensor, (shape, bytes))| Piece {
-            tensor,
-            shape,
-            dtype: DType::F32,
-            range: 0..shape.iter().product(),
-            bytes,
-        })
+    let tensors = tensors();
+    let contents: Vec<Vec<u8>> = tensors.iter().map(content_of).collect();
+    let pieces: Vec<(Extent, &[u8])> = tensors
+        .into_iter()
+        .zip(contents.iter().map(Vec::as_slice))
         .collect();
     writer.write("parameters", &pieces).unwrap();
-    let model = serde_json::json!({
-        "kind": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 7, "block_size": 16, "vocab_size": null,
-    });
     let state = State {
-        config: serde_json::json!({ "model": model }),
+        config: serde_json::json!({ "model": model() }),
         ..state(40)
     };
     writer.commit(&state, &["parameters"]).unwrap();
@@ -75,18 +75,14 @@ fn resharding_keeps_every_bit_and_balances_the_files() {
         from = Reader::open(&out, Which::Latest).unwrap();
         from.verify().unwrap();
         assert_eq!(from.manifest().state.consumed_samples, 640);
-        for name in NAMES {
-            let elements = shape_of(name).iter().product();
-            assert_eq!(
-                from.read(name, 0..elements).unwrap(),
-                content_of(name),
-                "{name} for {ranks}"
-            );
+        for whole in tensors() {
+            let found = from.read_whole(&whole.tensor).unwrap();
+            assert_eq!(found, content_of(&whole), "{} for {ranks}", whole.tensor);
         }
         let files = &from.manifest().files;
         assert_eq!(files.len(), 3 * ranks);
         let data = |name: &str| -> u64 {
-            let tensors = from.manifest().tensors.iter().flat_map(|t| &t.pieces);
+            let tensors = from.manifest().tensors.iter().flat_map(TensorRecord::ranges);
             tensors.filter(|p| p.file == name).map(|p| p.end - p.start).sum()
         };
         let elements: Vec<u64> = files.iter().map(|file| data(&file.name)).collect();
@@ -96,9 +92,72 @@ fn resharding_keeps_every_bit_and_balances_the_files() {
     let taken = folder.path().join("0");
     let error = reshard(&disk(), &from, &taken, 2).unwrap_err();
     insta::assert_snapshot!(message(&error, folder.path()), @r"
-    `OUT/0/checkpoints/latest` exists already
+    `OUT/0/checkpoints/step_00000040` exists already
       hint: name a folder that does not exist yet, or delete it
     ");
+}
+
+/// The disk is waited for once, however many small files there are.
+#[test]
+fn resharding_for_many_ranks_syncs_no_more_than_for_a_few() {
+    let source = run();
+    let reader = Reader::open(source.path(), Which::Latest).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let [few, many] = [2, 200].map(|ranks| {
+        let journal = Journal::new(folder.path());
+        let storage: Arc<dyn Storage> = journal.clone();
+        reshard(&storage, &reader, &folder.path().join(ranks.to_string()), ranks).unwrap();
+        journal.syncs()
+    });
+    assert_eq!(few, many);
+}
+
+/// The checkpoint before it may be another run's, of an older or a newer step.
+#[test]
+fn a_folder_with_a_checkpoint_that_latest_does_not_name_is_refused_before_anything_is_written() {
+    let source = run();
+    let reader = Reader::open(source.path(), Which::Latest).unwrap();
+    for step in [4, 50] {
+        let target = tempfile::tempdir().unwrap();
+        save(target.path(), step);
+        let root = target.path().join("checkpoints");
+        fs::remove_file(root.join("latest")).unwrap();
+        let journal = Journal::new(target.path());
+        let storage: Arc<dyn Storage> = journal.clone();
+        let error = reshard(&storage, &reader, target.path(), 2).unwrap_err();
+        let path = root.join(step_name(step));
+        assert_eq!(error, CheckpointError::Occupied { path });
+        assert_eq!(journal.steps(), 0);
+    }
+}
+
+/// Power goes after each step, or one operation fails and then power goes: what is left is whole, or no checkpoint.
+#[test]
+fn resharding_that_is_stopped_leaves_a_whole_checkpoint_or_none() {
+    let source = run();
+    let reader = Reader::open(source.path(), Which::Latest).unwrap();
+    for failing in 0.. {
+        let base = tempfile::tempdir().unwrap();
+        let journal = Journal::failing(base.path(), move |number| number == failing);
+        let storage: Arc<dyn Storage> = journal.clone();
+        let result = reshard(&storage, &reader, &base.path().join("new"), 1);
+        // Before the first error it is as without one.
+        let from = journal.failed().unwrap_or_default();
+        for (steps, tree) in journal.outcomes(from) {
+            let left = make(&tree);
+            match Reader::open(&left.path().join("new"), Which::Latest) {
+                Err(CheckpointError::None { .. }) => {
+                    assert!(result.is_err() || steps < journal.steps(), "{failing}, {steps}");
+                }
+                found => found
+                    .and_then(|found| found.verify())
+                    .unwrap_or_else(|error| panic!("{failing}, {steps}: {error}")),
+            }
+        }
+        if journal.failed().is_none() {
+            return;
+        }
+    }
 }
 
 #[test]
@@ -111,15 +170,14 @@ fn an_export_is_read_by_others_bit_by_bit() {
     assert_eq!(names(folder.path()), ["gpt2"]);
     assert_eq!(names(&target), ["config.json", "model.safetensors"]);
     let bytes = fs::read(target.join("model.safetensors")).unwrap();
-    let tensors = SafeTensors::deserialize(&bytes).unwrap();
-    assert_eq!(tensors.len(), 2, "parameters only");
-    for name in &NAMES[..2] {
-        let tensor = tensors.tensor(name).unwrap();
-        let shape: Vec<u64> = tensor.shape().iter().map(|d| *d as u64).collect();
-        assert_eq!(
-            (shape, tensor.data()),
-            (shape_of(name), content_of(name).as_slice())
-        );
+    let found = SafeTensors::deserialize(&bytes).unwrap();
+    let (tensors, parameters) = (tensors(), tensors().len() / 3);
+    assert_eq!(found.len(), parameters, "parameters only");
+    for whole in &tensors[..parameters] {
+        let tensor = found.tensor(&whole.tensor.key).unwrap();
+        let found: Vec<u64> = tensor.shape().iter().map(|d| *d as u64).collect();
+        assert_eq!(found, whole.shape);
+        assert!(tensor.data() == content_of(whole), "{}", whole.tensor);
     }
     let config: serde_json::Value =
         serde_json::from_slice(&fs::read(target.join("config.json")).unwrap()).unwrap();
@@ -145,13 +203,22 @@ fn a_damaged_source_is_neither_exported_nor_resharded() {
         .path()
         .join("checkpoints/step_00000040/parameters.safetensors");
     let mut bytes = fs::read(&part).unwrap();
-    *bytes.last_mut().unwrap() ^= 1;
+    let table = content_of(
+        tensors()
+            .iter()
+            .find(|whole| whole.tensor.key == "wte.weight")
+            .unwrap(),
+    );
+    let at = bytes
+        .windows(table.len())
+        .position(|found| found == table)
+        .unwrap();
+    bytes[at] ^= 1;
     fs::write(&part, bytes).unwrap();
     let reader = Reader::open(source.path(), Which::Latest).unwrap();
     assert_eq!(reader.damages().len(), 1);
     let folder = tempfile::tempdir().unwrap();
     let (exported, resharded) = (folder.path().join("a"), folder.path().join("b"));
-    // Entries are sorted by name: the last one is a parameter.
     for error in [
         export(&disk(), &reader, &exported).unwrap_err(),
         reshard(&disk(), &reader, &resharded, 3).unwrap_err(),

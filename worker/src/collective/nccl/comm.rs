@@ -1,34 +1,35 @@
-//! One communicator through its life: made, used, given up or left.
+//! One communicator: made, used, and in the end left or aborted.
 //!
-//! Whoever asks something of NCCL holds the lock of the handle until the answer is complete, so an abort never comes
-//! between the parts of another thread's operation. Of a communicator that is given up the verdict is written down
-//! first, and those of all others of the process; then the watchdog aborts them: an abort lets the stream go on, and
-//! nobody may take that for success.
+//! A thread that calls NCCL holds the lock of the handle until the call is complete, so an abort never comes between the
+//! parts of another thread's call. A communicator that fails is aborted in two steps: first its reason is stored, and
+//! those of all others of the process; then the watchdog aborts them. An abort lets the stream go on, which must not be
+//! taken for success.
 #![allow(unsafe_code, reason = "NCCL is given addresses of device memory")]
 
+use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use super::handle::{Call, Handle};
-use super::lane::Lane;
-use super::library::CallError;
-use super::recorder::{Entry, IN_FLIGHT_BOUND, Oldest, Points, Recorder};
-use super::reduction::{Reduction, ScaledSums, data_type};
-use super::sys::RedOp;
-use super::ticket::Ticket;
-use super::translate::{Share, offset};
-use super::verdict::{Observation, Verdict, judge};
-use super::watchdog::Watchdog;
-use crate::collective::{Failure, Flight, Request, Wait};
-use crate::device::{Arena, Event};
+use super::flight_recorder::{FlightRecorder, IN_FLIGHT_BOUND, Oldest, OperationEvents, OperationPhase};
+use super::library::{
+    CallError, Handle, NcclCall, PreMultipliedSums, RankOperation, Scaling, data_type, offset,
+};
+use super::sys::{RawStream, RedOp};
+use crate::collective::error::Failure;
+use crate::collective::operation::{Descriptor, Operation, ReduceOp, Request};
+use crate::collective::wait::Wait;
+use crate::collective::work::{StreamWork, WorkTimes};
+use crate::device::cuda::CudaDevice;
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Stream};
+use crate::ops::Scale;
 use crate::session::{Cancel, Waiting, Wanted};
 
-/// How long NCCL is asked without a rest whether it is done with a call.
+/// For so long a call is polled without a rest.
 const SPIN: Duration = Duration::from_micros(200);
-/// The rest between two questions after that.
+/// The rest between two polls after that.
 const REST: Duration = Duration::from_micros(50);
 
-/// Who belongs to a communicator, and how long it waits.
+/// The members of a communicator, and how long it waits.
 #[derive(Clone)]
 pub(super) struct Membership {
     /// For errors and logs.
@@ -60,216 +61,353 @@ impl Membership {
     }
 }
 
-/// See the module.
-pub(super) struct Comm {
-    membership: Membership,
-    lane: Lane,
-    /// What a barrier carries.
-    token: Arena,
-    state: Mutex<State>,
-    recorder: Mutex<Recorder>,
-    fate: OnceLock<Fate>,
-    /// What was split from it, in order.
-    parts: Mutex<Vec<Weak<Self>>>,
+/// What NCCL needs of a device, besides [`Device`].
+pub(super) trait NativeDevice: Send + Sync {
+    /// Calls of this thread go to the device.
+    fn bind(&self) -> Result<(), DeviceError>;
+    /// A new stream for operations that other ranks wait for.
+    fn stream(&self, name: &str) -> Stream;
+    /// The stream as the library takes it; alive as long as the device.
+    fn raw_stream(&self, stream: Stream) -> Result<RawStream, DeviceError>;
+    /// Address of the first element in the device's memory.
+    fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError>;
+    /// An operation may never end: from now on, freeing memory does not wait for the device.
+    fn abandon(&self);
 }
 
-/// The end of a communicator that was given up.
-struct Fate {
-    /// Why.
-    verdict: Verdict,
-    /// The operations before this one had ended when the verdict was written, so that they are not touched by it.
+/// A GPU.
+pub(super) struct Gpu(Arc<dyn Device>);
+
+impl Gpu {
+    /// None if the device is of another kind.
+    pub(super) fn of(device: &Arc<dyn Device>) -> Option<Self> {
+        CudaDevice::of(device.as_ref())?;
+        Some(Self(device.clone()))
+    }
+
+    fn cuda(&self) -> &CudaDevice {
+        CudaDevice::of(self.0.as_ref()).expect("checked when it was made")
+    }
+}
+
+impl NativeDevice for Gpu {
+    fn bind(&self) -> Result<(), DeviceError> {
+        self.cuda().context().bind()
+    }
+
+    fn stream(&self, name: &str) -> Stream {
+        self.cuda().named_stream(name, true)
+    }
+
+    fn raw_stream(&self, stream: Stream) -> Result<RawStream, DeviceError> {
+        Ok(self.cuda().raw_stream(stream)?.cast())
+    }
+
+    fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError> {
+        Ok(self.cuda().address(buffer)?.as_ptr())
+    }
+
+    fn abandon(&self) {
+        self.cuda().context().abandon();
+    }
+}
+
+/// The stream of a communicator.
+#[derive(Clone)]
+pub(super) struct CommStream {
+    pub(super) device: Arc<dyn Device>,
+    native: Arc<dyn NativeDevice>,
+    stream: Stream,
+}
+
+impl CommStream {
+    pub(super) fn new(device: Arc<dyn Device>, native: Arc<dyn NativeDevice>, name: &str) -> Self {
+        Self {
+            stream: native.stream(name),
+            device,
+            native,
+        }
+    }
+
+    /// Another stream of the same device.
+    pub(super) fn sibling(&self, name: &str) -> Self {
+        Self::new(self.device.clone(), self.native.clone(), name)
+    }
+
+    fn record(&self) -> Event {
+        self.device.record_timed(self.stream)
+    }
+}
+
+/// Why a communicator is aborted.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct AbortReason {
+    /// What happened.
+    pub(super) failure: Failure,
+    /// The operation in which it happened.
+    pub(super) sequence: Option<u64>,
+}
+
+impl AbortReason {
+    /// The failure of an operation of the communicator that had not ended, or of another call.
+    fn failure_of(&self, sequence: Option<u64>, communicator: &str) -> Failure {
+        match (self.sequence, sequence) {
+            (Some(failed), Some(sequence)) if failed != sequence => self.consequence(communicator),
+            _ => self.failure.clone(),
+        }
+    }
+
+    /// The reason to abort the other communicators of the process, where this one is `communicator`.
+    pub(super) fn for_others(&self, communicator: &str) -> Self {
+        Self {
+            failure: self.consequence(communicator),
+            sequence: None,
+        }
+    }
+
+    fn consequence(&self, communicator: &str) -> Failure {
+        match &self.failure {
+            // These name the cause themselves.
+            Failure::GenerationOver(_) | Failure::GivenUp { .. } => self.failure.clone(),
+            failure => Failure::GivenUp {
+                because_of: match self.sequence {
+                    Some(sequence) => format!("#{sequence} of `{communicator}`"),
+                    None => format!("communicator `{communicator}`"),
+                },
+                failure: Box::new(failure.clone()),
+            },
+        }
+    }
+}
+
+/// What the watchdog sees of a communicator.
+#[derive(Clone, Debug)]
+pub(super) struct Observation {
+    /// Why the generation is over, if it is.
+    pub(super) over: Option<String>,
+    /// The error that the library reports.
+    pub(super) reported: Option<Failure>,
+    /// The error that the device reports of an operation.
+    pub(super) device: Option<(u64, DeviceError)>,
+    /// The first operation that has not ended.
+    pub(super) oldest: Option<Oldest>,
+    /// Bound of each phase of an operation.
+    pub(super) timeout: Duration,
+    /// Global ranks of the others.
+    pub(super) others: Vec<usize>,
+}
+
+/// A communicator with its stream.
+pub(super) struct Comm {
+    membership: Membership,
+    stream: CommStream,
+    /// The element of a barrier.
+    token: Arena,
+    state: Mutex<CommState>,
+    recorder: Mutex<FlightRecorder>,
+    failed: OnceLock<Failed>,
+    /// In the order in which they were split.
+    subgroups: Mutex<Vec<Weak<Self>>>,
+}
+
+/// A communicator that is aborted.
+struct Failed {
+    reason: AbortReason,
+    /// The operations before this one had ended, so that they have not failed.
     first_open: u64,
 }
 
-struct State {
-    /// Gone once it was aborted or left.
+struct CommState {
+    /// None once it was aborted or left.
     handle: Option<Handle>,
-    sums: ScaledSums,
+    sums: PreMultipliedSums,
 }
 
 impl Waiting for Comm {
     fn waiting(&self) -> Option<Wanted> {
-        // As of the watchdog's last look. Whoever holds the recorder is about to change what it says.
+        // As of the watchdog's last poll. Must not block; a thread that holds the recorder is about to change it.
         let oldest = self.recorder.try_lock().ok()?.oldest()?;
         Some(Wanted {
             what: format!("{} of `{}`, {},", oldest.name, self.membership.name, oldest.phase),
             waited: oldest.since.elapsed(),
-            ranks: Vec::new(),
+            // NCCL does not say which of them has not come.
+            ranks: match oldest.phase {
+                OperationPhase::Running => self.membership.others(),
+                OperationPhase::Queued | OperationPhase::Done | OperationPhase::Failed => Vec::new(),
+            },
         })
     }
 }
 
 impl Comm {
-    /// Makes a communicator: `begin` starts it, and this waits until it is there. The watchdog has it from the
-    /// beginning, so that one that does not get ready is aborted too.
+    /// Begins to make a communicator, with `begin`. [`Comm::await_ready`] follows, with a watchdog that aborts it if it
+    /// does not get ready.
     pub(super) fn make(
         membership: Membership,
-        lane: Lane,
-        watchdog: &Watchdog,
-        wait: &Wait,
+        stream: CommStream,
         begin: impl FnOnce() -> Result<Handle, Failure>,
     ) -> Result<Arc<Self>, Failure> {
-        lane.bind()?;
-        let token = lane.token()?;
-        let handle = Some(begin()?);
-        let comm = Arc::new(Self {
-            membership,
-            lane,
+        stream.native.bind()?;
+        let token = stream
+            .device
+            .alloc(&ArenaSpec::private("barrier", DType::I32, 1))?;
+        Ok(Arc::new(Self {
             token,
-            state: Mutex::new(State {
-                handle,
-                sums: ScaledSums::default(),
+            state: Mutex::new(CommState {
+                handle: Some(begin()?),
+                sums: PreMultipliedSums::default(),
             }),
+            membership,
+            stream,
             recorder: Mutex::default(),
-            fate: OnceLock::new(),
-            parts: Mutex::default(),
-        });
-        watchdog.add(&comm);
-        comm.ask(None, wait, |_, _| Ok(()))?;
-        let waiting: Arc<dyn Waiting> = comm.clone();
-        comm.membership.cancel.listen_to(Arc::downgrade(&waiting));
-        Ok(comm)
+            failed: OnceLock::new(),
+            subgroups: Mutex::default(),
+        }))
     }
 
-    /// Makes a part of this group; the ranks that name the same color come together. None: this rank only helps.
+    /// Waits until the communicator is made.
+    pub(super) fn await_ready(self: &Arc<Self>, wait: &Wait) -> Result<(), Failure> {
+        self.call(None, wait, |_, _| Ok(()))?;
+        let waiting: Arc<dyn Waiting> = self.clone();
+        self.membership.cancel.listen_to(Arc::downgrade(&waiting));
+        Ok(())
+    }
+
+    /// Splits; ranks with the same color form a subgroup, which [`Comm::make`] and [`Comm::await_ready`] complete. None:
+    /// this rank only takes part.
     pub(super) fn split(
         &self,
-        part: Option<(usize, Membership)>,
-        watchdog: &Watchdog,
+        color: Option<usize>,
+        key: usize,
         wait: &Wait,
-    ) -> Result<Option<Arc<Self>>, Failure> {
-        self.lane.bind()?;
-        let (color, key) = match &part {
-            Some((color, membership)) => (Some(*color), membership.rank),
-            None => (None, 0),
-        };
-        let slot = self.ask(None, wait, |handle, _| handle.split(color, key))?;
-        let Some((_, membership)) = part else {
-            return Ok(None);
-        };
-        let begin = || {
-            let state = self.lock();
-            let part = state.handle.as_ref().and_then(|handle| handle.part(slot));
-            part.ok_or_else(|| Failure::Library {
-                call: "ncclCommSplit".into(),
-                words: "it gave no communicator".into(),
-                of_peer: false,
-            })
-        };
-        let lane = self.lane.beside(&membership.name);
-        let part = Self::make(membership, lane, watchdog, wait, begin)?;
-        self.parts().push(Arc::downgrade(&part));
-        Ok(Some(part))
+    ) -> Result<Option<Handle>, Failure> {
+        self.stream.native.bind()?;
+        let address = self.call(None, wait, |handle, _| handle.split(color, key))?;
+        let state = self.lock();
+        Ok(state.handle.as_ref().and_then(|handle| handle.part(address)))
+    }
+
+    /// A subgroup, which is left before this communicator.
+    pub(super) fn add_subgroup(&self, subgroup: &Arc<Self>) {
+        self.subgroups().push(Arc::downgrade(subgroup));
     }
 
     pub(super) fn membership(&self) -> &Membership {
         &self.membership
     }
 
-    pub(super) fn lane(&self) -> &Lane {
-        &self.lane
+    pub(super) fn stream(&self) -> &CommStream {
+        &self.stream
     }
 
     /// Puts an operation into the stream.
-    pub(super) fn issue(
+    pub(super) fn enqueue(
         self: &Arc<Self>,
         sequence: u64,
         request: &Request,
         after: &Event,
         wait: &Wait,
-    ) -> Result<Arc<dyn Flight>, Failure> {
-        let share = self.share(request);
-        share.check()?;
-        self.make_room(wait)?;
-        self.lane.bind()?;
-        // Before the lock: an event that is not the device's holds up the host.
-        self.lane.wait(after, wait.deadline);
-        let started = self.lane.record();
-        self.put(sequence, &share, wait)?;
-        let points = Points::new(started, self.lane.record());
-        let entry = Entry {
+    ) -> Result<Arc<dyn StreamWork>, Failure> {
+        let Membership { rank, .. } = self.membership;
+        Descriptor::of(request).check(rank, self.membership.size())?;
+        self.await_room(wait)?;
+        let CommStream {
+            device,
+            native,
+            stream,
+        } = &self.stream;
+        native.bind()?;
+        // Before the lock: an event that is not the device's blocks the host.
+        device.wait_event(*stream, after, wait.deadline);
+        let started = self.stream.record();
+        if request.operation == Operation::Barrier {
+            let token = Request {
+                reduce: ReduceOp::Max,
+                buffer: self.token.whole(),
+                ..request.clone()
+            };
+            self.issue(sequence, &token, wait)?;
+        } else {
+            self.issue(sequence, request, wait)?;
+        }
+        let events = OperationEvents::new(started, self.stream.record());
+        self.recorder()
+            .enqueued(sequence, request, events.clone(), Instant::now());
+        Ok(Arc::new(NcclWork {
+            comm: self.clone(),
             sequence,
-            operation: request.operation.to_string(),
-            tag: request.tag.clone(),
-            bytes: request.buffer.bytes(),
-            points: points.clone(),
-            _memory: request.buffer.clone(),
-        };
-        self.recorder().launched(entry, Instant::now());
-        Ok(Arc::new(Ticket::new(self.clone(), sequence, points)))
+            events,
+            outcome: OnceLock::new(),
+        }))
     }
 
-    fn put(&self, sequence: u64, share: &Share<'_>, wait: &Wait) -> Result<(), Failure> {
-        let token = self.token.whole();
-        let (buffer, dtype) = (share.buffer(&token), share.dtype());
-        let base = self.lane.address(buffer)?;
-        let stream = self.lane.raw_stream()?;
-        let (given, taken) = (share.given(), share.taken());
-        let reduction = Reduction::of(share.request.reduce, dtype, share.size);
-        self.ask(Some(sequence), wait, |handle, sums| {
-            let call = Call {
-                what: share.what(|| match reduction {
-                    Reduction::Plain(op) => Ok(op),
-                    Reduction::PreMultiplied(factor) => sums.get(handle, factor, dtype),
-                    Reduction::Rescaled(_) => Ok(RedOp::SUM),
+    fn issue(&self, sequence: u64, request: &Request, wait: &Wait) -> Result<(), Failure> {
+        let operation = RankOperation {
+            request,
+            rank: self.membership.rank,
+            size: self.membership.size(),
+        };
+        let dtype = request.buffer.dtype();
+        let base = self.stream.native.address(&request.buffer)?;
+        let stream = self.stream.native.raw_stream(self.stream.stream)?;
+        let (given, taken) = (operation.given(), operation.taken());
+        let scaling = Scaling::of(request.reduce, dtype, operation.size);
+        self.call(Some(sequence), wait, |handle, sums| {
+            let call = NcclCall {
+                function: operation.function(|| match scaling {
+                    Scaling::Plain(op) => Ok(op),
+                    Scaling::PreMultiplied(factor) => sums.get(handle, factor, dtype),
+                    Scaling::Rescaled(_) => Ok(RedOp::SUM),
                 })?,
                 source: offset(base, given.start, dtype),
                 target: offset(base, taken.start, dtype),
-                count: share.count(),
+                count: operation.count(),
                 dtype: data_type(dtype),
                 stream,
             };
             // SAFETY: the addresses are within a buffer of the device. The recorder keeps it until the stream has
             // passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
-            // aborted or left. The stream is the device's, which the lane keeps.
+            // aborted or left. The stream is the device's, which `self.stream` keeps.
             unsafe { handle.issue(&call) }
         })?;
-        if let (true, Reduction::Rescaled(factor)) = (share.reduces(), reduction) {
-            self.lane.scale(buffer.slice(taken), factor);
+        if let (true, Scaling::Rescaled(factor)) = (request.operation.reduces(), scaling) {
+            let x = request.buffer.slice(taken);
+            (self.stream.device).enqueue(self.stream.stream, Scale { x, factor }.into());
         }
         Ok(())
     }
 
-    /// The operation as one of this rank's.
-    pub(super) fn share<'a>(&self, request: &'a Request) -> Share<'a> {
-        Share {
-            request,
-            rank: self.membership.rank,
-            size: self.membership.size(),
-        }
-    }
-
-    /// Asks something of NCCL and waits until it is done with it, which needs other ranks only where it says so.
-    /// On failure the communicator is given up: the watchdog aborts it, since this thread may be needed elsewhere.
-    fn ask<T>(
+    /// Calls NCCL and waits until the call is complete, for which other ranks are needed only where the caller says so.
+    /// After a failure the watchdog aborts the communicator, since this thread may be needed elsewhere.
+    fn call<T>(
         &self,
         sequence: Option<u64>,
         wait: &Wait,
-        question: impl FnOnce(&mut Handle, &mut ScaledSums) -> Result<T, CallError>,
+        call: impl FnOnce(&mut Handle, &mut PreMultipliedSums) -> Result<T, CallError>,
     ) -> Result<T, Failure> {
         let mut state = self.lock();
-        self.alive(sequence)?;
-        let State { handle, sums } = &mut *state;
+        self.check_alive(sequence)?;
+        let CommState { handle, sums } = &mut *state;
         let Some(handle) = handle.as_mut() else {
             return Err(Failure::Invalid("the communicator was left".into()));
         };
-        let answer = match question(handle, sums) {
-            Ok(answer) => self.settle(handle, wait).map(|()| answer),
+        let result = match call(handle, sums) {
+            Ok(value) => self.await_settled(handle, wait).map(|()| value),
             Err(error) => Err(error.into()),
         };
-        answer.inspect_err(|failure| {
-            self.give_up(Verdict {
+        result.inspect_err(|failure| {
+            self.fail(AbortReason {
                 failure: failure.clone(),
-                culprit: sequence,
+                sequence,
             });
         })
     }
 
-    /// Waits until nothing goes on in the background.
-    fn settle(&self, handle: &mut Handle, wait: &Wait) -> Result<(), Failure> {
+    /// Waits until no call goes on in the background.
+    fn await_settled(&self, handle: &mut Handle, wait: &Wait) -> Result<(), Failure> {
         let started = Instant::now();
         while !handle.is_settled()? {
-            self.alive(None)?;
+            self.check_alive(None)?;
             wait.check(|| self.membership.others())?;
             if started.elapsed() < SPIN {
                 std::thread::yield_now();
@@ -280,85 +418,76 @@ impl Comm {
         Ok(())
     }
 
-    /// Waits until one more operation may be put into the stream.
-    fn make_room(&self, wait: &Wait) -> Result<(), Failure> {
+    /// Waits until the stream may hold one more operation.
+    fn await_room(&self, wait: &Wait) -> Result<(), Failure> {
         loop {
             {
                 let mut recorder = self.recorder();
-                recorder.look(Instant::now());
+                recorder.update(Instant::now());
                 if recorder.in_flight() < IN_FLIGHT_BOUND {
                     return Ok(());
                 }
             }
-            self.alive(None)?;
+            self.check_alive(None)?;
             wait.check(|| self.membership.others())?;
             std::thread::sleep(REST);
         }
     }
 
-    /// An error once it was given up, in the words that are due to this operation.
-    pub(super) fn alive(&self, sequence: Option<u64>) -> Result<(), Failure> {
-        self.fate
-            .get()
-            .map_or(Ok(()), |fate| Err(fate.verdict.of(sequence)))
+    /// The failure of an operation, or of another call, once the communicator has failed.
+    fn check_alive(&self, sequence: Option<u64>) -> Result<(), Failure> {
+        match self.reason() {
+            Some(reason) => Err(reason.failure_of(sequence, &self.membership.name)),
+            None => Ok(()),
+        }
     }
 
-    /// The failure of an operation in the stream, if it was given up before the stream had passed it.
-    pub(super) fn doom(&self, sequence: u64) -> Option<Failure> {
-        let fate = self.fate.get()?;
-        (sequence >= fate.first_open).then(|| fate.verdict.of(Some(sequence)))
+    /// Why it is aborted, if it is.
+    pub(super) fn reason(&self) -> Option<&AbortReason> {
+        self.failed.get().map(|failed| &failed.reason)
     }
 
-    /// Why it was given up, if it was.
-    pub(super) fn verdict(&self) -> Option<&Verdict> {
-        self.fate.get().map(|fate| &fate.verdict)
-    }
-
-    /// The operation whose turn it is.
+    /// The first operation that has not ended.
     pub(super) fn oldest(&self) -> Option<Oldest> {
         self.recorder().oldest()
     }
 
-    /// What the watchdog must know, and its decision.
-    pub(super) fn examine(&self, now: Instant) -> Option<Verdict> {
-        if self.fate.get().is_some() {
+    /// None if it has failed.
+    pub(super) fn observe(&self, now: Instant) -> Option<Observation> {
+        if self.failed.get().is_some() {
             return None;
         }
-        let reported = self.reported();
-        let (device, oldest) = {
-            let mut recorder = self.recorder();
-            recorder.look(now);
-            (recorder.failed().cloned(), recorder.oldest())
-        };
-        let observation = Observation {
-            over: self.membership.cancel.cause(),
-            reported,
-            device,
-            oldest,
-            timeout: self.membership.timeout,
-            others: &self.membership.others(),
-        };
-        judge(now, observation)
-    }
-
-    /// The error that NCCL reports. None also while another thread asks something: it is told itself.
-    fn reported(&self) -> Option<Failure> {
-        let mut state = self.try_lock()?;
-        let answer = state.handle.as_mut()?.is_settled();
-        answer.err().map(Failure::from)
-    }
-
-    /// Writes down why, once, and what was going on.
-    pub(super) fn give_up(&self, verdict: Verdict) {
-        let failure = verdict.failure.clone();
+        let reported = self.reported_error();
         let mut recorder = self.recorder();
-        recorder.look(Instant::now());
+        recorder.update(now);
+        Some(Observation {
+            over: self.membership.cancel.cause().map(str::to_owned),
+            reported,
+            device: recorder.failed().cloned(),
+            oldest: recorder.oldest(),
+            timeout: self.membership.timeout,
+            others: self.membership.others(),
+        })
+    }
+
+    /// The error that NCCL reports. None also while another thread calls NCCL, which then gets the error.
+    fn reported_error(&self) -> Option<Failure> {
+        let mut state = self.try_lock()?;
+        let settled = state.handle.as_mut()?.is_settled();
+        settled.err().map(Failure::from)
+    }
+
+    /// Stores why it is aborted, and logs its last operations. The first reason stays.
+    pub(super) fn fail(&self, reason: AbortReason) {
+        let failure = reason.failure.clone();
+        let mut recorder = self.recorder();
+        recorder.update(Instant::now());
         let first_open = recorder.first_open();
-        if self.fate.set(Fate { verdict, first_open }).is_err() {
+        if self.failed.set(Failed { reason, first_open }).is_err() {
             return;
         }
-        // The error is to be told before anything else, and memory is freed on the way there.
-        self.lane.abandon();
+        // Memory is freed on the way to the report of the error, which must not wait.
+        self.stream.native.abandon();
         tracing::error!(
             "rank {}: communicator `{}` is given up: {failure}\nits last operations:\n{}",
             self.membership.global(),
@@ -367,18 +496,16 @@ impl Comm {
         );
     }
 
-    /// Aborts what was given up, once no other thread asks anything: who does sees the verdict and comes to an end, unless
-    /// NCCL does not answer. Returns when the device is through with it.
+    /// Aborts a communicator that has failed, once no other thread calls NCCL: such a thread sees the reason and returns,
+    /// unless NCCL does not. Returns when the device has ended its operations.
     pub(super) fn abort(&self) {
-        // NCCL puts the thread's device back when it is done. One that has none counts as the first GPU's, which would then
-        // get a context of this process, whoever's it is. Of a device that has failed the operations must end all the same.
-        if let Err(error) = self.lane.bind() {
-            tracing::warn!(
-                "communicator `{}` is aborted all the same: {error}",
-                self.membership.name
-            );
+        // A thread without a device counts as on the first GPU, which would then get a context of this process. If the
+        // device has failed, its operations must end all the same.
+        if let Err(error) = self.stream.native.bind() {
+            let name = &self.membership.name;
+            tracing::warn!("communicator `{name}` is aborted all the same: {error}");
         }
-        // Nobody else knows the handle then, and an abort may take its time.
+        // Taken out of the lock, since an abort may take long.
         let handle = self.lock().handle.take();
         if let Some(handle) = handle
             && let Err(error) = handle.abort()
@@ -392,34 +519,34 @@ impl Comm {
         self.try_lock().is_some_and(|state| state.handle.is_none())
     }
 
-    /// Waits for what is in the stream and for the other ranks, and frees the communicator: after its parts, the last
-    /// one first, as on all ranks. Of one that was left nothing is left to do.
+    /// Waits for what is in the stream and for the other ranks, and frees the communicator: after its subgroups, the last
+    /// one first, as on all ranks. Does nothing the second time.
     pub(super) fn leave(&self, wait: &Wait) -> Result<(), Failure> {
-        let parts = std::mem::take(&mut *self.parts());
-        for part in parts.iter().rev().filter_map(Weak::upgrade) {
-            part.leave(wait)?;
+        let subgroups = std::mem::take(&mut *self.subgroups());
+        for subgroup in subgroups.iter().rev().filter_map(Weak::upgrade) {
+            subgroup.leave(wait)?;
         }
-        self.alive(None)?;
+        self.check_alive(None)?;
         if self.lock().handle.is_none() {
             return Ok(());
         }
-        self.lane.bind()?;
-        self.ask(None, wait, |handle, sums| {
+        self.stream.native.bind()?;
+        self.call(None, wait, |handle, sums| {
             sums.clear(handle)?;
             handle.finalize()
         })?;
-        self.recorder().look(Instant::now());
+        self.recorder().update(Instant::now());
         match self.lock().handle.take() {
             Some(handle) => Ok(handle.destroy()?),
             None => Ok(()),
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, CommState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn try_lock(&self) -> Option<MutexGuard<'_, State>> {
+    fn try_lock(&self) -> Option<MutexGuard<'_, CommState>> {
         match self.state.try_lock() {
             Ok(state) => Some(state),
             Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
@@ -427,11 +554,11 @@ impl Comm {
         }
     }
 
-    fn parts(&self) -> MutexGuard<'_, Vec<Weak<Self>>> {
-        self.parts.lock().unwrap_or_else(PoisonError::into_inner)
+    fn subgroups(&self) -> MutexGuard<'_, Vec<Weak<Self>>> {
+        self.subgroups.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn recorder(&self) -> MutexGuard<'_, Recorder> {
+    fn recorder(&self) -> MutexGuard<'_, FlightRecorder> {
         self.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -442,8 +569,93 @@ impl Drop for Comm {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if state.handle.is_some() {
             let recorder = self.recorder.get_mut().unwrap_or_else(PoisonError::into_inner);
-            recorder.look(Instant::now());
+            recorder.update(Instant::now());
             std::mem::forget(std::mem::take(recorder));
+        }
+    }
+}
+
+/// One operation in the stream.
+struct NcclWork {
+    comm: Arc<Comm>,
+    sequence: u64,
+    events: Arc<OperationEvents>,
+    outcome: OnceLock<Result<WorkTimes, Failure>>,
+}
+
+impl StreamWork for NcclWork {
+    fn done(&self) -> &Event {
+        &self.events.done
+    }
+
+    fn started(&self) -> Option<&Event> {
+        Some(&self.events.started)
+    }
+
+    fn outcome(&self) -> Option<Result<WorkTimes, Failure>> {
+        if let Some(outcome) = self.outcome.get() {
+            return Some(outcome.clone());
+        }
+        let passed = self.events.poll(Instant::now());
+        // Read after the stream: an abort lets the stream pass the operation, but its reason was stored before.
+        let failed = self.comm.failed.get();
+        let outcome = match (failed, passed) {
+            (Some(failed), _) if self.sequence >= failed.first_open => {
+                let name = &self.comm.membership.name;
+                Err(failed.reason.failure_of(Some(self.sequence), name))
+            }
+            (_, Some(Ok(()))) => Ok(self.events.times()?),
+            (_, Some(Err(error))) => Err(Failure::Device(error)),
+            (_, None) => return None,
+        };
+        Some(self.outcome.get_or_init(|| outcome).clone())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn other_operations_and_communicators_name_the_one_that_failed() {
+        let reason = AbortReason {
+            failure: Failure::Invalid("broken".into()),
+            sequence: Some(31),
+        };
+        let words = |sequence| reason.failure_of(sequence, "world").to_string();
+        let elsewhere = "given up because of #31 of `world`: broken";
+        assert_eq!([words(Some(29)), words(Some(32))], [elsewhere; 2]);
+        assert_eq!([words(Some(31)), words(None)], ["broken"; 2]);
+        let others = reason.for_others("world");
+        assert_eq!(others.failure_of(Some(29), "parameters").to_string(), elsewhere);
+        // Passed on, it stays as it is.
+        assert_eq!(others.for_others("parameters"), others);
+        let over = AbortReason {
+            failure: Failure::GenerationOver("rank 2 died of SIGKILL".into()),
+            sequence: Some(31),
+        };
+        assert_eq!(over.failure_of(Some(29), "world"), over.failure);
+    }
+
+    #[test]
+    fn a_lack_of_memory_is_one_for_the_other_operations_too() {
+        let reason = AbortReason {
+            failure: Failure::Device(DeviceError::OutOfMemory {
+                what: "scratch".into(),
+                bytes: 1,
+                cause: "full".into(),
+                hint: "less".into(),
+                never_fits: true,
+            }),
+            sequence: Some(1),
+        };
+        for sequence in 0..3 {
+            let failure = reason.failure_of(Some(sequence), "world");
+            let device = failure.device();
+            assert!(
+                matches!(device, Some(DeviceError::OutOfMemory { never_fits: true, .. })),
+                "{failure}"
+            );
         }
     }
 }

@@ -1,20 +1,30 @@
-//! The library as a whole: its version, meeting points, and its words for errors.
+//! The library behind safe functions: its version and error messages, its communicators, and requests in its terms.
 #![allow(unsafe_code, reason = "functions of a C library")]
 
-use std::ffi::{CStr, c_char};
+use std::collections::VecDeque;
+use std::ffi::{CStr, c_char, c_int, c_void};
 use std::fmt;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
-use super::sys::{Functions, RawComm, Status, UNIQUE_ID_BYTES, UniqueId, Version};
-use crate::collective::Failure;
+use half::bf16;
+
+use super::sys::{
+    Config, DataType, Functions, NO_COLOR, RawComm, RawStream, RedOp, SCALAR_ON_HOST, Status,
+    UNIQUE_ID_BYTES, UniqueId, Version,
+};
+use crate::collective::error::Failure;
+use crate::collective::operation::{Operation, ReduceOp, Request, slice};
+use crate::device::DType;
 use crate::libraries::{Kind, Library, LibraryError};
 
 /// NCCL, loaded. Clones are the same.
 #[derive(Clone)]
-pub struct Nccl(Arc<Inner>);
+pub struct Nccl(Arc<LoadedNccl>);
 
-struct Inner {
+struct LoadedNccl {
     functions: Functions,
     version: Version,
     path: PathBuf,
@@ -26,14 +36,13 @@ impl fmt::Debug for Nccl {
     }
 }
 
-/// A call that failed, in the library's words.
+/// A call that failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct CallError {
     /// The function.
     pub(super) call: &'static str,
-    /// What it said.
     pub(super) status: Status,
-    /// In words, with what the library said last.
+    /// Its meaning, and the library's last error message.
     pub(super) words: String,
 }
 
@@ -60,17 +69,17 @@ impl Nccl {
         Self::with(functions, library.path()).map_err(unusable)
     }
 
-    /// NCCL behind these functions; an error in words if it is too old.
+    /// NCCL behind these functions; an error message if it is too old.
     pub(super) fn with(functions: Functions, path: &Path) -> Result<Self, String> {
         let mut code = 0;
-        // SAFETY: writes a number where it is told to.
+        // SAFETY: writes a number to this address.
         let status = unsafe { (functions.get_version)(&raw mut code) };
         let version = Version(code);
         if status != Status::SUCCESS || version < Version::LEAST {
             return Err(format!("is NCCL {version}, and {} is the least", Version::LEAST));
         }
         let path = path.to_owned();
-        Ok(Self(Arc::new(Inner {
+        Ok(Self(Arc::new(LoadedNccl {
             functions,
             version,
             path,
@@ -93,10 +102,10 @@ impl Nccl {
         &self.0.functions
     }
 
-    /// A meeting point at this process, which listens there from now on.
+    /// A new id at which the ranks of a communicator meet; this process listens for them from now on.
     pub(super) fn unique_id(&self) -> Result<UniqueId, CallError> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
-        // SAFETY: writes an identifier where it is told to.
+        // SAFETY: writes an identifier to this address.
         let status = unsafe { (self.functions().get_unique_id)(&raw mut id) };
         // SAFETY: no communicator is asked about.
         unsafe { self.check("ncclGetUniqueId", status, std::ptr::null_mut()) }?;
@@ -142,4 +151,426 @@ unsafe fn text(text: *const c_char) -> String {
     }
     // SAFETY: the caller's promise.
     unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// One communicator of the library, freed once and used by one thread at a time. Dropped, it is not freed: that waits for
+/// the device or for other ranks, and the process that drops one is about to end.
+///
+/// No call here waits for another rank: where NCCL goes on in the background, [`Handle::is_settled`] says when it
+/// is done. Until then no other call may be made for the communicator.
+pub(super) struct Handle {
+    nccl: Nccl,
+    raw: RawComm,
+}
+
+// SAFETY: a communicator belongs to no thread; calls must not overlap, which `&mut self` and the mutex around a
+// handle see to.
+unsafe impl Send for Handle {}
+
+/// A call of a collective function; `count` is that of a slice where each rank has one.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NcclCall {
+    pub(super) function: NcclFunction,
+    pub(super) source: *const c_void,
+    pub(super) target: *mut c_void,
+    pub(super) count: usize,
+    pub(super) dtype: DataType,
+    pub(super) stream: RawStream,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum NcclFunction {
+    AllReduce(RedOp),
+    ReduceScatter(RedOp),
+    AllGather,
+    Broadcast { root: c_int },
+    Send { to: c_int },
+    Recv { from: c_int },
+}
+
+/// Where NCCL writes the address of a communicator that is being made: from another thread, at any time until it is
+/// made. So it is never freed; a process makes few.
+#[derive(Clone, Copy)]
+pub(super) struct CommAddress(&'static AtomicPtr<c_void>);
+
+impl CommAddress {
+    fn new() -> Self {
+        Self(Box::leak(Box::new(AtomicPtr::new(std::ptr::null_mut()))))
+    }
+
+    fn get(self) -> Option<RawComm> {
+        let raw = self.0.load(Ordering::Acquire);
+        (!raw.is_null()).then_some(raw)
+    }
+}
+
+impl Handle {
+    /// Begins to make a communicator; the calling thread's current device is its device.
+    pub(super) fn init(nccl: &Nccl, id: UniqueId, size: usize, rank: usize) -> Result<Self, CallError> {
+        let address = CommAddress::new();
+        let mut config = Config::non_blocking();
+        let init = nccl.functions().comm_init;
+        // SAFETY: the address is never freed; the configuration is copied during the call.
+        let status = unsafe {
+            init(
+                address.0.as_ptr(),
+                size as c_int,
+                id,
+                rank as c_int,
+                &raw mut config,
+            )
+        };
+        // SAFETY: no communicator is asked about.
+        unsafe { nccl.check("ncclCommInitRankConfig", status, std::ptr::null_mut()) }?;
+        let raw = address.get().ok_or_else(|| CallError {
+            call: "ncclCommInitRankConfig",
+            status,
+            words: "it gave no communicator".to_owned(),
+        })?;
+        Ok(Self {
+            nccl: nccl.clone(),
+            raw,
+        })
+    }
+
+    /// True if no call goes on in the background. The error of the communicator, if it has one.
+    pub(super) fn is_settled(&mut self) -> Result<bool, CallError> {
+        let mut state = Status::SUCCESS;
+        // SAFETY: alive, and `state` is valid during the call.
+        let status = unsafe { (self.nccl.functions().comm_get_async_error)(self.raw, &raw mut state) };
+        self.check("ncclCommGetAsyncError", status)?;
+        self.check("ncclCommGetAsyncError", state)
+    }
+
+    /// Puts an operation into its stream; it is there once the handle is settled.
+    ///
+    /// # Safety
+    /// The addresses must be those of memory of the device of so many elements, and the memory must stay until the
+    /// stream has passed the operation or the communicator is aborted; the stream must be alive.
+    pub(super) unsafe fn issue(&mut self, call: &NcclCall) -> Result<(), CallError> {
+        let (functions, comm) = (self.nccl.functions(), self.raw);
+        let NcclCall {
+            function,
+            source,
+            target,
+            count,
+            dtype,
+            stream,
+        } = *call;
+        // SAFETY: the communicator is alive and not used elsewhere; for the rest the caller vouches.
+        let (name, status) = unsafe {
+            match function {
+                NcclFunction::AllReduce(op) => (
+                    "ncclAllReduce",
+                    (functions.all_reduce)(source, target, count, dtype, op, comm, stream),
+                ),
+                NcclFunction::ReduceScatter(op) => (
+                    "ncclReduceScatter",
+                    (functions.reduce_scatter)(source, target, count, dtype, op, comm, stream),
+                ),
+                NcclFunction::AllGather => (
+                    "ncclAllGather",
+                    (functions.all_gather)(source, target, count, dtype, comm, stream),
+                ),
+                NcclFunction::Broadcast { root } => (
+                    "ncclBroadcast",
+                    (functions.broadcast)(source, target, count, dtype, root, comm, stream),
+                ),
+                NcclFunction::Send { to } => (
+                    "ncclSend",
+                    (functions.send)(source, count, dtype, to, comm, stream),
+                ),
+                NcclFunction::Recv { from } => (
+                    "ncclRecv",
+                    (functions.recv)(target, count, dtype, from, comm, stream),
+                ),
+            }
+        };
+        self.check(name, status).map(drop)
+    }
+
+    /// A sum of products with a factor, given as the bytes of one element.
+    pub(super) fn pre_mul_sum(&mut self, factor: &mut [u8], dtype: DataType) -> Result<RedOp, CallError> {
+        let mut op = RedOp::SUM;
+        let create = self.nccl.functions().create_pre_mul_sum;
+        let scalar = factor.as_mut_ptr().cast();
+        // SAFETY: alive; the factor is read, and `op` written, during the call.
+        let status = unsafe { create(&raw mut op, scalar, dtype, SCALAR_ON_HOST, self.raw) };
+        self.check("ncclRedOpCreatePreMulSum", status)?;
+        Ok(op)
+    }
+
+    /// Frees what [`Handle::pre_mul_sum`] made. Operations that were issued with it keep what they need.
+    pub(super) fn destroy_op(&mut self, op: RedOp) -> Result<(), CallError> {
+        // SAFETY: made by this communicator, which is alive, and not used any more by the caller.
+        let status = unsafe { (self.nccl.functions().destroy_red_op)(op, self.raw) };
+        self.check("ncclRedOpDestroy", status).map(drop)
+    }
+
+    /// Begins to split: ranks with the same color form a communicator, ordered by key. None: only takes part.
+    pub(super) fn split(&mut self, color: Option<usize>, key: usize) -> Result<CommAddress, CallError> {
+        let address = CommAddress::new();
+        let mut config = Config::non_blocking();
+        let color = color.map_or(NO_COLOR, |color| color as c_int);
+        let split = self.nccl.functions().comm_split;
+        // SAFETY: alive; the address is never freed; the configuration is copied during the call.
+        let status = unsafe { split(self.raw, color, key as c_int, address.0.as_ptr(), &raw mut config) };
+        self.check("ncclCommSplit", status)?;
+        Ok(address)
+    }
+
+    /// NcclFunction [`Handle::split`] made, once this handle is settled; none if this rank only took part.
+    pub(super) fn part(&self, address: CommAddress) -> Option<Self> {
+        address.get().map(|raw| Self {
+            nccl: self.nccl.clone(),
+            raw,
+        })
+    }
+
+    /// Begins to leave: done when all ranks have, and the handle is settled. Until then it must not be freed.
+    pub(super) fn finalize(&mut self) -> Result<(), CallError> {
+        // SAFETY: alive, and not used elsewhere.
+        let status = unsafe { (self.nccl.functions().comm_finalize)(self.raw) };
+        self.check("ncclCommFinalize", status).map(drop)
+    }
+
+    /// Frees a communicator that was finalized and has settled, which needs no other rank. As for
+    /// [`Handle::abort`], the library returns when that is done, also where its other calls go on in the background, and
+    /// it forbids to ask about the communicator afterwards: there is nothing left to wait for.
+    pub(super) fn destroy(self) -> Result<(), CallError> {
+        // SAFETY: alive, and not used afterwards: this value was the only one with its address.
+        let status = unsafe { (self.nccl.functions().comm_destroy)(self.raw) };
+        // SAFETY: not asked about any more.
+        unsafe { self.nccl.check("ncclCommDestroy", status, std::ptr::null_mut()) }.map(drop)
+    }
+
+    /// Lets what runs on the device end, and frees the communicator. Does not wait for other ranks.
+    pub(super) fn abort(self) -> Result<(), CallError> {
+        // SAFETY: as for `destroy`.
+        let status = unsafe { (self.nccl.functions().comm_abort)(self.raw) };
+        // SAFETY: not asked about any more.
+        unsafe { self.nccl.check("ncclCommAbort", status, std::ptr::null_mut()) }.map(drop)
+    }
+
+    fn check(&self, call: &'static str, status: Status) -> Result<bool, CallError> {
+        // SAFETY: alive as long as `self`.
+        unsafe { self.nccl.check(call, status, self.raw) }
+    }
+}
+
+/// A checked operation of one rank of a group; a barrier is an all-reduce of one element.
+#[derive(Clone, Copy)]
+pub(super) struct RankOperation<'a> {
+    pub(super) request: &'a Request,
+    pub(super) rank: usize,
+    pub(super) size: usize,
+}
+
+impl RankOperation<'_> {
+    /// Elements of the buffer that this rank contributes: all of them, or its slice.
+    pub(super) fn given(&self) -> Range<usize> {
+        match self.request.operation {
+            Operation::AllGather => self.slice(),
+            _ => 0..self.request.buffer.len(),
+        }
+    }
+
+    /// Elements of the buffer that this rank ends with.
+    pub(super) fn taken(&self) -> Range<usize> {
+        match self.request.operation {
+            Operation::ReduceScatter => self.slice(),
+            _ => 0..self.request.buffer.len(),
+        }
+    }
+
+    /// Elements as NCCL counts them: of a slice, where each rank has one.
+    pub(super) fn count(&self) -> usize {
+        match self.request.operation {
+            Operation::AllGather | Operation::ReduceScatter => self.slice().len(),
+            _ => self.request.buffer.len(),
+        }
+    }
+
+    /// The function, with the reduction of `reduction` where it has one.
+    pub(super) fn function<E>(
+        &self,
+        reduction: impl FnOnce() -> Result<RedOp, E>,
+    ) -> Result<NcclFunction, E> {
+        Ok(match self.request.operation {
+            Operation::AllReduce | Operation::Barrier => NcclFunction::AllReduce(reduction()?),
+            Operation::ReduceScatter => NcclFunction::ReduceScatter(reduction()?),
+            Operation::AllGather => NcclFunction::AllGather,
+            Operation::Broadcast { root } => NcclFunction::Broadcast { root: root as c_int },
+            Operation::Send { to } => NcclFunction::Send { to: to as c_int },
+            Operation::Recv { from } => NcclFunction::Recv { from: from as c_int },
+        })
+    }
+
+    fn slice(&self) -> Range<usize> {
+        slice(self.request.buffer.len(), self.size, self.rank)
+    }
+}
+
+/// The address `elements` further.
+pub(super) fn offset(base: *mut c_void, elements: usize, dtype: DType) -> *mut c_void {
+    base.wrapping_byte_add(elements * dtype.bytes())
+}
+
+/// How elements are reduced and scaled.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Scaling {
+    /// By a built-in operation of NCCL.
+    Plain(RedOp),
+    /// By a sum that multiplies the elements of every rank by the factor first.
+    PreMultiplied(f32),
+    /// By a sum, then multiplied by a kernel: NCCL would round the factor to the type of the elements.
+    Rescaled(f32),
+}
+
+impl Scaling {
+    /// Over so many ranks. `ncclAvg` multiplies by 1/ranks in the type of the elements, as the pre-multiplied sum
+    /// does by any factor.
+    pub(super) fn of(reduce: ReduceOp, dtype: DType, ranks: usize) -> Self {
+        let scale = match reduce {
+            ReduceOp::Max => return Self::Plain(RedOp::MAX),
+            ReduceOp::Sum { scale } => scale,
+        };
+        let survives = dtype != DType::Bf16 || bf16::from_f32(scale).to_f32().to_bits() == scale.to_bits();
+        // In f64, 1/ranks has more digits than a factor in f32.
+        let averages = dtype != DType::F64 && scale.to_bits() == (1.0 / ranks as f32).to_bits();
+        if scale == 1.0 {
+            Self::Plain(RedOp::SUM)
+        } else if !survives {
+            Self::Rescaled(scale)
+        } else if averages {
+            Self::Plain(RedOp::AVG)
+        } else {
+            Self::PreMultiplied(scale)
+        }
+    }
+}
+
+/// Most factors that are kept; a step needs one or two.
+const KEPT: usize = 8;
+
+/// The pre-multiplied sums of a communicator.
+#[derive(Default)]
+pub(super) struct PreMultipliedSums(VecDeque<(DType, u32, RedOp)>);
+
+impl PreMultipliedSums {
+    /// The sum with this factor.
+    pub(super) fn get(&mut self, handle: &mut Handle, factor: f32, dtype: DType) -> Result<RedOp, CallError> {
+        let is_it = |sum: &&(DType, u32, RedOp)| (sum.0, sum.1) == (dtype, factor.to_bits());
+        if let Some((.., op)) = self.0.iter().find(is_it) {
+            return Ok(*op);
+        }
+        if self.0.len() == KEPT
+            && let Some((.., op)) = self.0.pop_front()
+        {
+            handle.destroy_op(op)?;
+        }
+        let op = handle.pre_mul_sum(&mut scalar(factor, dtype), data_type(dtype))?;
+        self.0.push_back((dtype, factor.to_bits(), op));
+        Ok(op)
+    }
+
+    /// Frees all of them.
+    pub(super) fn clear(&mut self, handle: &mut Handle) -> Result<(), CallError> {
+        while let Some((.., op)) = self.0.pop_front() {
+            handle.destroy_op(op)?;
+        }
+        Ok(())
+    }
+}
+
+/// The type as NCCL numbers it.
+pub(super) const fn data_type(dtype: DType) -> DataType {
+    match dtype {
+        DType::F64 => DataType::FLOAT64,
+        DType::F32 => DataType::FLOAT32,
+        DType::Bf16 => DataType::BFLOAT16,
+        DType::I32 => DataType::INT32,
+        DType::U8 => DataType::UINT8,
+    }
+}
+
+/// A factor as one element of the type. Types of whole numbers have no scaled sum.
+fn scalar(factor: f32, dtype: DType) -> Vec<u8> {
+    match dtype {
+        DType::F64 => f64::from(factor).to_ne_bytes().to_vec(),
+        DType::Bf16 => bf16::from_f32(factor).to_ne_bytes().to_vec(),
+        DType::F32 | DType::I32 | DType::U8 => factor.to_ne_bytes().to_vec(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The real library, which needs no GPU. Without one on the search path of the process the tests say so and pass, unless
+    /// `DDP_REQUIRE_NCCL` is set.
+    fn nccl() -> Option<Nccl> {
+        match Nccl::load() {
+            Ok(nccl) => Some(nccl),
+            Err(error @ LibraryError::NotFound { .. }) => {
+                assert!(std::env::var_os("DDP_REQUIRE_NCCL").is_none(), "{error}");
+                eprintln!("SKIPPED, NCCL was not tested: {error}");
+                None
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+
+    #[test]
+    fn its_version_is_new_enough_and_all_functions_are_there() {
+        if let Some(nccl) = nccl() {
+            eprintln!("{nccl:?}");
+            assert!(nccl.version() >= Version::LEAST);
+        }
+    }
+
+    #[test]
+    fn it_opens_a_meeting_point_without_a_gpu() {
+        if let Some(nccl) = nccl() {
+            let (first, second) = (nccl.unique_id().unwrap(), nccl.unique_id().unwrap());
+            assert_ne!(first.0, second.0);
+        }
+    }
+
+    fn sum(scale: f32, dtype: DType, ranks: usize) -> Scaling {
+        Scaling::of(ReduceOp::Sum { scale }, dtype, ranks)
+    }
+
+    #[test]
+    fn a_mean_over_the_ranks_needs_no_pass_of_its_own() {
+        for ranks in [2, 3, 8] {
+            let mean = sum(1.0 / ranks as f32, DType::F32, ranks);
+            assert_eq!(mean, Scaling::Plain(RedOp::AVG));
+        }
+        assert_eq!(sum(0.125, DType::Bf16, 8), Scaling::Plain(RedOp::AVG));
+        assert_eq!(sum(1.0, DType::Bf16, 3), Scaling::Plain(RedOp::SUM));
+        assert_eq!(
+            Scaling::of(ReduceOp::Max, DType::U8, 3),
+            Scaling::Plain(RedOp::MAX)
+        );
+    }
+
+    #[test]
+    fn other_factors_are_multiplied_in_where_they_are_exact() {
+        assert_eq!(sum(1.0 / 12.0, DType::F32, 4), Scaling::PreMultiplied(1.0 / 12.0));
+        assert_eq!(sum(1.0 / 3.0, DType::F64, 3), Scaling::PreMultiplied(1.0 / 3.0));
+        assert_eq!(
+            sum(1.0 / 16.0, DType::Bf16, 4),
+            Scaling::PreMultiplied(1.0 / 16.0)
+        );
+        // A third is no number of eight binary digits.
+        assert_eq!(sum(1.0 / 3.0, DType::Bf16, 3), Scaling::Rescaled(1.0 / 3.0));
+    }
+
+    #[test]
+    fn a_factor_has_the_type_of_the_elements() {
+        assert_eq!(scalar(0.5, DType::Bf16), 0x3f00_u16.to_ne_bytes());
+        assert_eq!(scalar(0.5, DType::F32), 0.5_f32.to_ne_bytes());
+        assert_eq!(scalar(0.5, DType::F64), 0.5_f64.to_ne_bytes());
+    }
 }

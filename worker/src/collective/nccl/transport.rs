@@ -3,118 +3,103 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::comm::{Comm, Membership};
-use super::handle::Handle;
-use super::lane::{Gpu, Lane, Native};
-use super::library::Nccl;
-use super::meeting::meet;
+use serde::{Deserialize, Serialize};
+
+use super::comm::{Comm, CommStream, Gpu, Membership, NativeDevice};
+use super::library::{Handle, Nccl};
+use super::sys::UniqueId;
 use super::watchdog::Watchdog;
-use super::witness::Witness;
-use crate::collective::{Failure, Flight, Request, SoloStream, StreamTransport, Wait, WireBytes};
+use crate::collective::error::Failure;
+use crate::collective::operation::Request;
+use crate::collective::store::StoreExchange;
+use crate::collective::transport::{Engine, SingleRank, StreamEngine, Transport, check_members};
+use crate::collective::wait::Wait;
+use crate::collective::work::StreamWork;
 use crate::device::{Arena, ArenaSpec, Device, Event};
 use crate::session::{Cancel, KeyValue};
 
-/// How long the end of a process that failed is held up by what is being aborted: a lost rank must be named within
-/// seconds.
-const FAREWELL: Duration = Duration::from_secs(2);
+/// Longest wait for aborts at the end of a process that failed: a lost rank must be named within seconds.
+const ABORT_TIMEOUT: Duration = Duration::from_secs(2);
 
-/// See the module.
+/// A communicator of NCCL as a transport.
 pub struct NcclTransport {
     comm: Arc<Comm>,
     watchdog: Watchdog,
-    wire: WireBytes,
 }
 
 /// This rank among all ranks, and how they find each other.
-pub struct NcclPlace<'a> {
+pub struct NcclOptions<'a> {
     /// In errors and logs; the same on all ranks.
     pub name: &'a str,
     /// Global rank.
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
-    /// Scoped to the job and the generation. Also used when an operation times out, to find out who is late.
+    /// Scoped to the job and the generation. Also used when an operation times out, to find out which rank is late.
     pub store: Arc<dyn KeyValue>,
     /// Bound of the set-up, and of each phase of an operation: waiting for its input, and for the other ranks.
     pub timeout: Duration,
-    /// Ends every wait, and lets operations on the device be aborted.
+    /// Ends every wait, and aborts operations on the device.
     pub cancel: Cancel,
 }
 
 impl NcclTransport {
-    /// The transport of the whole world over GPUs. Every rank of the generation must call it, each with a device of
-    /// its own, which must be a GPU.
-    pub fn connect(nccl: &Nccl, device: &Arc<dyn Device>, place: &NcclPlace<'_>) -> Result<Self, Failure> {
+    /// The transport of the whole world over GPUs. Every rank of the generation must call it, each with a GPU of its own.
+    pub fn connect(
+        nccl: &Nccl,
+        device: &Arc<dyn Device>,
+        options: &NcclOptions<'_>,
+    ) -> Result<Self, Failure> {
         let gpu = Gpu::of(device)
             .ok_or_else(|| Failure::Invalid(format!("NCCL needs a GPU, the device is {}", device.name())))?;
-        Self::connect_on(nccl, device, Arc::new(gpu), place)
+        Self::connect_on(nccl, device, Arc::new(gpu), options)
     }
 
-    /// The same, with what NCCL must know of the device.
     pub(super) fn connect_on(
         nccl: &Nccl,
         device: &Arc<dyn Device>,
-        native: Arc<dyn Native>,
-        place: &NcclPlace<'_>,
+        native: Arc<dyn NativeDevice>,
+        options: &NcclOptions<'_>,
     ) -> Result<Self, Failure> {
-        let NcclPlace {
+        let NcclOptions {
             name,
             rank,
             world_size,
             ..
-        } = *place;
-        let wait = Wait::new(place.timeout, &place.cancel);
-        let id = meet(nccl, name, rank, place.store.as_ref(), &wait)?;
+        } = *options;
+        let wait = Wait::new(options.timeout, &options.cancel);
+        let id = exchange_id(nccl, name, rank, options.store.as_ref(), &wait)?;
         let membership = Membership {
             name: name.to_owned(),
             rank,
             members: (0..world_size).collect(),
-            timeout: place.timeout,
-            cancel: place.cancel.clone(),
+            timeout: options.timeout,
+            cancel: options.cancel.clone(),
         };
-        let lane = Lane::new(device.clone(), native, name);
-        let watchdog = Watchdog::start(Witness::new(place.store.clone()))?;
-        let made = Comm::make(membership, lane, &watchdog, &wait, || {
+        let stream = CommStream::new(device.clone(), native, name);
+        let watchdog = Watchdog::start(options.store.clone())?;
+        let comm = Comm::make(membership, stream, || {
             Ok(Handle::init(nccl, id, world_size, rank)?)
         });
-        match made {
-            Ok(comm) => Ok(Self::over(comm, watchdog)),
-            Err(failure) => {
-                farewell(&watchdog, name);
-                Err(failure)
-            }
-        }
+        let transport = comm.and_then(|comm| Self::ready(comm, watchdog.clone(), &wait));
+        transport.inspect_err(|_| await_aborts(&watchdog, name))
     }
 
-    fn over(comm: Arc<Comm>, watchdog: Watchdog) -> Self {
-        Self {
-            comm,
-            watchdog,
-            wire: WireBytes::default(),
-        }
+    /// Over a communicator that is being made. The watchdog has it from here on, and aborts it if it does not get ready.
+    fn ready(comm: Arc<Comm>, watchdog: Watchdog, wait: &Wait) -> Result<Self, Failure> {
+        watchdog.add(&comm);
+        comm.await_ready(wait)?;
+        Ok(Self { comm, watchdog })
     }
 }
 
-impl StreamTransport for NcclTransport {
+impl Transport for NcclTransport {
     fn rank(&self) -> usize {
         self.comm.membership().rank
     }
 
     fn members(&self) -> &[usize] {
         &self.comm.membership().members
-    }
-
-    fn enqueue(
-        &mut self,
-        sequence: u64,
-        request: &Request,
-        after: &Event,
-        wait: &Wait,
-    ) -> Result<Arc<dyn Flight>, Failure> {
-        let flight = self.comm.issue(sequence, request, after, wait)?;
-        self.wire
-            .add(request.traffic, self.comm.share(request).wire_bytes());
-        Ok(flight)
     }
 
     fn alloc_shared(
@@ -126,69 +111,112 @@ impl StreamTransport for NcclTransport {
         Ok(device.alloc(spec)?)
     }
 
-    fn split(
-        &mut self,
-        name: &str,
-        members: &[usize],
-        wait: &Wait,
-    ) -> Result<Box<dyn StreamTransport>, Failure> {
-        let ours = self.comm.membership();
-        let ascending = members.windows(2).all(|pair| pair[0] < pair[1]);
-        let known = members.iter().all(|&rank| rank < ours.size());
-        let Some(rank) = members.iter().position(|&rank| rank == ours.rank) else {
-            return Err(not_a_group(members, ours.rank));
-        };
-        if !ascending || !known {
-            return Err(not_a_group(members, ours.rank));
-        }
+    fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure> {
+        let (ours, stream) = (self.comm.membership(), self.comm.stream());
+        check_members(members, ours.rank, ours.size())?;
         if members.len() == 1 {
-            self.comm.split(None, &self.watchdog, wait)?;
-            return Ok(Box::new(SoloStream::new(
-                ours.global(),
-                self.comm.lane().device(),
-            )));
+            self.comm.split(None, 0, wait)?;
+            return Ok(Box::new(SingleRank::on_stream(ours.global(), &stream.device)));
         }
+        let rank = members.binary_search(&ours.rank).expect("checked above");
         let membership = Membership {
             name: name.to_owned(),
             rank,
             members: members.iter().map(|&rank| ours.members[rank]).collect(),
             ..ours.clone()
         };
-        let part = Some((members[0], membership));
-        let part = self.comm.split(part, &self.watchdog, wait)?;
-        let part = part.expect("asked for with a color");
-        Ok(Box::new(Self::over(part, self.watchdog.clone())))
+        let handle = self.comm.split(Some(members[0]), rank, wait)?;
+        let comm = Comm::make(membership, stream.sibling(name), || {
+            handle.ok_or_else(|| Failure::Library {
+                call: "ncclCommSplit".into(),
+                words: "it gave no communicator".into(),
+                of_peer: false,
+            })
+        })?;
+        let subgroup = Self::ready(comm, self.watchdog.clone(), wait)?;
+        self.comm.add_subgroup(&subgroup.comm);
+        Ok(Box::new(subgroup))
     }
 
-    fn wire_bytes(&self) -> WireBytes {
-        self.wire
+    fn engine(&mut self) -> Engine<'_> {
+        Engine::Stream(self)
+    }
+}
+
+impl StreamEngine for NcclTransport {
+    fn enqueue(
+        &mut self,
+        sequence: u64,
+        request: &Request,
+        after: &Event,
+        wait: &Wait,
+    ) -> Result<Arc<dyn StreamWork>, Failure> {
+        self.comm.enqueue(sequence, request, after, wait)
     }
 
     fn shutdown(&mut self, wait: &Wait) {
         if let Err(failure) = self.comm.leave(wait) {
             let name = &self.comm.membership().name;
             tracing::warn!("communicator `{name}` could not be left: {failure}");
-            farewell(&self.watchdog, name);
+            await_aborts(&self.watchdog, name);
         }
     }
 
     fn abandon(&mut self) {
-        farewell(&self.watchdog, &self.comm.membership().name);
+        await_aborts(&self.watchdog, &self.comm.membership().name);
     }
 }
 
-/// Waits a bounded time for what is being aborted.
-fn farewell(watchdog: &Watchdog, name: &str) {
-    if !watchdog.end(FAREWELL) {
+fn await_aborts(watchdog: &Watchdog, name: &str) {
+    if !watchdog.end(ABORT_TIMEOUT) {
         tracing::warn!(
             "communicator `{name}`, or one beside it, is still being aborted after {} s",
-            FAREWELL.as_secs()
+            ABORT_TIMEOUT.as_secs()
         );
     }
 }
 
-fn not_a_group(members: &[usize], rank: usize) -> Failure {
-    Failure::Invalid(format!(
-        "{members:?} are not ascending ranks of this group with rank {rank} among them"
-    ))
+/// What rank 0 publishes.
+#[derive(Debug, Serialize, Deserialize)]
+struct PublishedId {
+    /// Of its library.
+    version: String,
+    id: Vec<u8>,
+}
+
+/// The id at which the ranks of a new communicator meet: made by rank 0, which tells the others over the store.
+fn exchange_id(
+    nccl: &Nccl,
+    name: &str,
+    rank: usize,
+    store: &dyn KeyValue,
+    wait: &Wait,
+) -> Result<UniqueId, Failure> {
+    let key = format!("nccl/{name}/meeting");
+    let exchange = StoreExchange {
+        store,
+        wait,
+        what: "exchanging the meeting point of NCCL",
+    };
+    let own = nccl.version().to_string();
+    if rank == 0 {
+        let id = nccl.unique_id()?;
+        let published = PublishedId {
+            version: own,
+            id: id.0.to_vec(),
+        };
+        let text = serde_json::to_vec(&published).expect("an id has no map keys that could fail");
+        exchange.publish(&key, &text)?;
+        return Ok(id);
+    }
+    let malformed = || Failure::Invalid("rank 0 published a malformed meeting point of NCCL".into());
+    let bytes = exchange.await_key(&key, 0, || vec![0])?;
+    let PublishedId { version, id } = serde_json::from_slice(&bytes).map_err(|_| malformed())?;
+    if version != own {
+        return Err(Failure::Invalid(format!(
+            "rank 0 has NCCL {version}, this rank NCCL {own} (`{}`)\n  hint: install the same version on all nodes",
+            nccl.path().display()
+        )));
+    }
+    id.try_into().map(UniqueId).map_err(|_| malformed())
 }

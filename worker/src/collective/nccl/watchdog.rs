@@ -1,162 +1,166 @@
-//! The thread that looks after communicators: errors that nobody asked for, operations that do not end, and the
-//! word that the generation is over.
+//! The thread that looks after communicators: errors that no call has returned, operations that do not end, and the
+//! end of the generation.
 //!
-//! The communicators of a process are given up together. An abort frees memory of the device, which waits for all that
-//! runs there: also for operations of the other communicators, which never end while nobody aborts those. So each is
-//! aborted in a thread of its own, after all have their verdict.
+//! The communicators of a process are aborted together. An abort frees memory of the device, which waits for all that
+//! runs there: also for operations of the other communicators, which never end unless those are aborted too. So each is
+//! aborted in a thread of its own, after all have their reason.
 
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::comm::Comm;
-use super::verdict::Verdict;
-use super::witness::{PATIENCE, Witness};
-use crate::collective::Failure;
+use super::comm::{AbortReason, Comm, Membership, Observation};
+use super::flight_recorder::OperationPhase;
+use crate::collective::error::Failure;
+use crate::collective::store::Arrivals;
+use crate::device::DeviceError;
+use crate::session::{KeyValue, StoreError};
 
-/// Time between two looks.
-const TICK: Duration = Duration::from_millis(20);
+/// Time between two looks at all communicators.
+const INTERVAL: Duration = Duration::from_millis(20);
 
-/// How long a thread may be within a call of NCCL while its communicator waits to be aborted.
+/// For so long a thread may be in a call of NCCL while its communicator waits to be aborted.
 const STUCK: Duration = Duration::from_secs(3);
+
+/// For so long a rank waits for the reports of the others after a time-out. Ranks that reach the operation more than that
+/// after this one are named too, though they wait themselves.
+const REPORT_TIMEOUT: Duration = Duration::from_secs(2);
 
 /// Looks after communicators until it is dropped. Clones are the same.
 #[derive(Clone)]
-pub(super) struct Watchdog(Arc<Guard>);
+pub(super) struct Watchdog(Arc<WatchdogGuard>);
 
-struct Guard(Arc<Shared>);
+struct WatchdogGuard(Arc<WatchdogState>);
 
-struct Shared {
-    charges: Mutex<Charges>,
+struct WatchdogState {
+    watched: Mutex<WatchedComms>,
     changed: Condvar,
 }
 
 #[derive(Default)]
-struct Charges {
-    comms: Vec<Charge>,
+struct WatchedComms {
+    comms: Vec<Watched>,
     stop: bool,
-    /// The thread does nothing any more.
+    /// The thread has ended.
     over: bool,
     /// Threads that abort.
     aborting: usize,
 }
 
-/// One to be looked after until it is gone: also one that nobody else knows any more, if it was given up.
-struct Charge {
+/// A communicator, until it is gone; also one that is not used any more, if it has failed.
+struct Watched {
     comm: Arc<Comm>,
-    /// Since when it is being aborted; none if it is not.
-    condemned: Option<Instant>,
-    /// It was said that it cannot be.
+    /// Begin of the abort.
+    aborted_at: Option<Instant>,
+    /// A stuck abort was logged.
     is_reported: bool,
 }
 
 impl Watchdog {
-    /// Starts the thread. `witness` finds out which ranks did not come.
-    pub(super) fn start(witness: Witness) -> Result<Self, Failure> {
-        let shared = Arc::new(Shared {
-            charges: Mutex::default(),
+    /// Starts the thread. After a time-out the ranks exchange in `store` in which operation they wait.
+    pub(super) fn start(store: Arc<dyn KeyValue>) -> Result<Self, Failure> {
+        let shared = Arc::new(WatchdogState {
+            watched: Mutex::default(),
             changed: Condvar::new(),
         });
-        let watched = shared.clone();
+        let of_thread = shared.clone();
         let thread = std::thread::Builder::new().name("ddp-watchdog".into());
         thread
-            .spawn(move || watched.watch(&witness))
+            .spawn(move || of_thread.watch(&TimeoutReports(store)))
             .map_err(|error| Failure::System {
                 what: "starting the watchdog of the collectives".into(),
                 cause: error.to_string(),
             })?;
-        Ok(Self(Arc::new(Guard(shared))))
+        Ok(Self(Arc::new(WatchdogGuard(shared))))
     }
 
-    /// Looks after one more.
     pub(super) fn add(&self, comm: &Arc<Comm>) {
-        self.0.0.lock().comms.push(Charge {
+        self.0.0.lock().comms.push(Watched {
             comm: comm.clone(),
-            condemned: None,
+            aborted_at: None,
             is_reported: false,
         });
     }
 
-    /// Ends the thread and waits, no longer than `bound`, until all that was given up is aborted. False if it is not.
+    /// Ends the thread and waits, no longer than `bound`, for all aborts. False if some have not ended.
     pub(super) fn end(&self, bound: Duration) -> bool {
         let shared = &self.0.0;
-        let mut charges = shared.lock();
-        charges.stop = true;
+        let mut watched = shared.lock();
+        watched.stop = true;
         shared.changed.notify_all();
         let waited = shared
             .changed
-            .wait_timeout_while(charges, bound, |charges| !charges.is_through());
-        waited.unwrap_or_else(PoisonError::into_inner).0.is_through()
+            .wait_timeout_while(watched, bound, |watched| !watched.has_ended());
+        waited.unwrap_or_else(PoisonError::into_inner).0.has_ended()
     }
 }
 
-impl Drop for Guard {
+impl Drop for WatchdogGuard {
     fn drop(&mut self) {
-        let mut charges = self.0.lock();
-        charges.stop = true;
-        let (condemned, others) = std::mem::take(&mut charges.comms)
-            .into_iter()
-            .partition(|charge| charge.comm.verdict().is_some());
-        charges.comms = condemned;
-        drop(charges);
+        let mut watched = self.0.lock();
+        watched.stop = true;
+        let comms = std::mem::take(&mut watched.comms).into_iter();
+        let (failed, others): (Vec<_>, Vec<_>) = comms.partition(|watched| watched.comm.reason().is_some());
+        watched.comms = failed;
+        drop(watched);
         self.0.changed.notify_all();
-        // Here, and not in a thread that may outlive `main`: they hold on to the device. (Of a look that is under way that
-        // thread lets go itself.)
-        drop::<Vec<Charge>>(others);
+        // Here, and not in a thread that may outlive `main`: they hold on to the device. (The thread drops those that it
+        // looks at now.)
+        drop(others);
     }
 }
 
-impl Charges {
-    fn is_through(&self) -> bool {
+impl WatchedComms {
+    fn has_ended(&self) -> bool {
         self.over && self.aborting == 0
     }
 }
 
-impl Shared {
-    fn watch(self: &Arc<Self>, witness: &Witness) {
-        let mut verdict = None;
-        let mut charges = self.lock();
+impl WatchdogState {
+    fn watch(self: &Arc<Self>, reports: &TimeoutReports) {
+        let mut reason = None;
+        let mut watched = self.lock();
         loop {
-            let is_last = charges.stop;
-            let mut comms = std::mem::take(&mut charges.comms);
-            // Whoever adds one must not wait for this look.
-            drop(charges);
-            comms.retain(|charge| !charge.is_over());
+            let is_last = watched.stop;
+            let mut comms = std::mem::take(&mut watched.comms);
+            // `add` must not wait for this look.
+            drop(watched);
+            comms.retain(|watched| !watched.is_over());
             let found = if is_last {
                 vec![None; comms.len()]
             } else {
-                examine(&comms, witness)
+                examine(&comms, reports)
             };
-            condemn(&comms, found, &mut verdict);
-            for charge in &mut comms {
-                self.abort(charge);
+            fail_all(&comms, found, &mut reason);
+            for watched in &mut comms {
+                self.abort(watched);
             }
-            charges = self.lock();
+            watched = self.lock();
             if is_last {
                 break;
             }
-            comms.append(&mut charges.comms);
-            charges.comms = comms;
-            if !charges.stop {
-                let waited = self.changed.wait_timeout(charges, TICK);
-                charges = waited.unwrap_or_else(PoisonError::into_inner).0;
+            comms.append(&mut watched.comms);
+            watched.comms = comms;
+            if !watched.stop {
+                let waited = self.changed.wait_timeout(watched, INTERVAL);
+                watched = waited.unwrap_or_else(PoisonError::into_inner).0;
             }
         }
-        charges.over = true;
+        watched.over = true;
         self.changed.notify_all();
     }
 
-    /// Aborts what was given up, in a thread of its own.
-    fn abort(self: &Arc<Self>, charge: &mut Charge) {
-        if charge.comm.verdict().is_none() {
+    /// Aborts a communicator that has failed, in a thread of its own.
+    fn abort(self: &Arc<Self>, watched: &mut Watched) {
+        if watched.comm.reason().is_none() {
             return;
         }
-        if charge.condemned.is_some() {
-            charge.report();
+        if watched.aborted_at.is_some() {
+            watched.report_stuck();
             return;
         }
-        charge.condemned = Some(Instant::now());
+        watched.aborted_at = Some(Instant::now());
         self.lock().aborting += 1;
-        let (shared, comm) = (self.clone(), charge.comm.clone());
+        let (shared, comm) = (self.clone(), watched.comm.clone());
         let abort = move || {
             comm.abort();
             drop(comm);
@@ -165,85 +169,317 @@ impl Shared {
         };
         let thread = std::thread::Builder::new().name("ddp-abort".into());
         if let Err(error) = thread.spawn(abort.clone()) {
-            // One after the other is better than none.
             tracing::warn!("no thread can be started for an abort: {error}");
             abort();
         }
     }
 
-    fn lock(&self) -> std::sync::MutexGuard<'_, Charges> {
-        self.charges.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, WatchedComms> {
+        self.watched.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-impl Charge {
-    /// Nothing is left to do.
+impl Watched {
     fn is_over(&self) -> bool {
-        let is_forgotten = Arc::strong_count(&self.comm) == 1 && self.comm.verdict().is_none();
-        is_forgotten || self.comm.is_gone()
+        let is_unused = Arc::strong_count(&self.comm) == 1 && self.comm.reason().is_none();
+        is_unused || self.comm.is_gone()
     }
 
-    /// Says, once, that it cannot be aborted. Beside a call that is under way that could free what the call uses. The
+    /// Logs, once, that it cannot be aborted: beside a call that has not returned, that could free what the call uses. The
     /// agent ends this process.
-    fn report(&mut self) {
-        let is_stuck = self.condemned.is_some_and(|since| since.elapsed() >= STUCK);
+    fn report_stuck(&mut self) {
+        let is_stuck = self.aborted_at.is_some_and(|since| since.elapsed() >= STUCK);
         if is_stuck && !self.is_reported {
             self.is_reported = true;
+            let Membership { name, .. } = self.comm.membership();
             tracing::error!(
-                "rank {}: a call of NCCL on communicator `{}` has not returned for {} s, so that its operations cannot be aborted",
+                "rank {}: a call of NCCL on communicator `{name}` has not returned for {} s, so that its operations cannot be aborted",
                 self.comm.membership().global(),
-                self.comm.membership().name,
                 STUCK.as_secs(),
             );
         }
     }
 }
 
-/// What is found of each: a verdict where it is to be given up for something of its own.
-fn examine(comms: &[Charge], witness: &Witness) -> Vec<Option<Verdict>> {
+/// A reason for each communicator that has failed by itself.
+fn examine(comms: &[Watched], reports: &TimeoutReports) -> Vec<Option<AbortReason>> {
     let now = Instant::now();
-    let mut found: Vec<_> = comms.iter().map(|charge| charge.comm.examine(now)).collect();
-    let is_late = |verdict: &Verdict| matches!(verdict.failure, Failure::TimedOut { .. });
+    let decide = |watched: &Watched| decide(now, watched.comm.observe(now)?);
+    let mut found: Vec<_> = comms.iter().map(decide).collect();
+    let is_late = |reason: &AbortReason| matches!(reason.failure, Failure::TimedOut { .. });
     if found.iter().flatten().any(is_late) {
-        // One for all that is said and heard: the verdicts wait for it.
-        let deadline = Instant::now() + PATIENCE;
-        // Of all, since all are given up: other ranks may be in time of one, and wait for this rank in another one.
+        // One for all reports.
+        let deadline = Instant::now() + REPORT_TIMEOUT;
+        // Of all, since all are aborted: other ranks may be in time here, and wait for this rank in another one.
         let waits = comms
             .iter()
-            .filter_map(|Charge { comm, .. }| Some((comm.membership(), comm.oldest()?.sequence)));
-        witness.say(waits, deadline);
-        for (Charge { comm, .. }, verdict) in comms.iter().zip(&mut found) {
-            if let Some(verdict) = verdict {
-                name_the_late(verdict, comm, witness, deadline);
+            .filter_map(|Watched { comm, .. }| Some((comm.membership(), comm.oldest()?.sequence)));
+        reports.publish(waits, deadline);
+        for (Watched { comm, .. }, reason) in comms.iter().zip(found.iter_mut().flatten()) {
+            if let (Failure::TimedOut { waiting_for, .. }, Some(sequence)) =
+                (&mut reason.failure, reason.sequence)
+            {
+                *waiting_for = reports.late_ranks(comm.membership(), sequence, deadline);
             }
         }
     }
     found
 }
 
-/// Names in a time-out those who did not come.
-fn name_the_late(verdict: &mut Verdict, comm: &Comm, witness: &Witness, deadline: Instant) {
-    if let (Failure::TimedOut { waiting_for, .. }, Some(sequence)) = (&mut verdict.failure, verdict.culprit) {
-        *waiting_for = witness.absent(comm.membership(), sequence, deadline);
+/// Fails all communicators if one has failed, also in a call: each for what was found of it, the others for the
+/// first reason, which is kept in `reason` for those that are added later.
+fn fail_all(comms: &[Watched], found: Vec<Option<AbortReason>>, reason: &mut Option<AbortReason>) {
+    let first = || {
+        comms
+            .iter()
+            .zip(&found)
+            .find_map(|(Watched { comm, .. }, found)| {
+                let reason = comm.reason().or(found.as_ref())?;
+                Some(reason.for_others(&comm.membership().name))
+            })
+    };
+    let Some(for_others) = reason.take().or_else(first) else {
+        return;
+    };
+    for (Watched { comm, .. }, found) in comms.iter().zip(found) {
+        if comm.reason().is_none() {
+            comm.fail(found.unwrap_or_else(|| for_others.clone()));
+        }
+    }
+    *reason = Some(for_others);
+}
+
+/// Whether a communicator is to be aborted, and why. The end of the generation comes first, since it explains the rest.
+fn decide(now: Instant, seen: Observation) -> Option<AbortReason> {
+    if let Some(cause) = seen.over {
+        return Some(AbortReason {
+            failure: Failure::GenerationOver(cause),
+            sequence: None,
+        });
+    }
+    if let Some((sequence, error)) = seen.device {
+        return Some(AbortReason {
+            failure: Failure::Device(error),
+            sequence: Some(sequence),
+        });
+    }
+    let sequence = seen.oldest.as_ref().map(|oldest| oldest.sequence);
+    if let Some(failure) = seen.reported {
+        return Some(AbortReason { failure, sequence });
+    }
+    let oldest = seen.oldest?;
+    let waited = now.saturating_duration_since(oldest.since);
+    if waited < seen.timeout {
+        return None;
+    }
+    let waited_ms = waited.as_millis() as u64;
+    let failure = match oldest.phase {
+        OperationPhase::Queued => Failure::Device(DeviceError::TimedOut {
+            what: format!("the input of {}", oldest.name),
+            waited_ms,
+        }),
+        OperationPhase::Running | OperationPhase::Done | OperationPhase::Failed => Failure::TimedOut {
+            waiting_for: seen.others,
+            waited_ms,
+        },
+    };
+    Some(AbortReason { failure, sequence })
+}
+
+/// In which operations the ranks wait: NCCL does not know which of them has not come.
+struct TimeoutReports(Arc<dyn KeyValue>);
+
+impl TimeoutReports {
+    /// Publishes by `deadline` in which operation of each communicator this rank waits; of each communicator once.
+    fn publish<'a>(&self, waits: impl IntoIterator<Item = (&'a Membership, u64)>, deadline: Instant) {
+        for (membership, sequence) in waits {
+            let key = key(membership, membership.global());
+            if let Err(error) = self.0.put(&key, sequence.to_string().as_bytes(), deadline) {
+                tracing::warn!("`{key}` could not be said: {error}");
+                if matches!(error, StoreError::Unavailable(_)) {
+                    // The others would only wait for the same.
+                    return;
+                }
+            }
+        }
+    }
+
+    /// The global ranks that have not published by `deadline` that they wait in operation `sequence`. If there is none,
+    /// those that the store could not be asked for; all others if every rank waits.
+    fn late_ranks(&self, membership: &Membership, sequence: u64, deadline: Instant) -> Vec<usize> {
+        let others = membership.others();
+        let own = sequence.to_string();
+        let waits = |rank| {
+            let theirs = self.0.get(&key(membership, rank), deadline)?;
+            Ok(theirs.is_some_and(|theirs| theirs == own.as_bytes()))
+        };
+        let found = Arrivals::ask(&others, deadline, waits);
+        let mut named = [found.absent, found.unknown, others].into_iter();
+        named.find(|ranks| !ranks.is_empty()).unwrap_or_default()
     }
 }
 
-/// Gives up all if one of them is, also by a thread that uses it: each for what was found of it, the others for the
-/// first one's, which stays as `verdict` for those to come.
-fn condemn(comms: &[Charge], found: Vec<Option<Verdict>>, verdict: &mut Option<Verdict>) {
-    let first = || {
-        comms.iter().zip(&found).find_map(|(Charge { comm, .. }, found)| {
-            let verdict = comm.verdict().or(found.as_ref())?;
-            Some(verdict.on_others(&comm.membership().name))
-        })
-    };
-    let Some(on_others) = verdict.take().or_else(first) else {
-        return;
-    };
-    for (Charge { comm, .. }, found) in comms.iter().zip(found) {
-        if comm.verdict().is_none() {
-            comm.give_up(found.unwrap_or_else(|| on_others.clone()));
+fn key(membership: &Membership, rank: usize) -> String {
+    format!("nccl/{}/waits/{rank}", membership.name)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+
+    use super::super::flight_recorder::Oldest;
+    use super::*;
+    use crate::session::{Cancel, MemoryStore};
+
+    const TIMEOUT: Duration = Duration::from_secs(10);
+
+    fn at_rest() -> Observation {
+        Observation {
+            over: None,
+            reported: None,
+            device: None,
+            oldest: None,
+            timeout: TIMEOUT,
+            others: vec![1, 2],
         }
     }
-    *verdict = Some(on_others);
+
+    fn oldest(phase: OperationPhase, since: Instant) -> Oldest {
+        Oldest {
+            sequence: 3,
+            name: "all-reduce #3 (bucket 0)".into(),
+            phase,
+            since,
+        }
+    }
+
+    #[test]
+    fn nothing_is_aborted_while_operations_are_in_time() {
+        let now = Instant::now();
+        assert_eq!(decide(now, at_rest()), None);
+        for phase in [OperationPhase::Queued, OperationPhase::Running] {
+            let seen = Observation {
+                oldest: Some(oldest(phase, now)),
+                ..at_rest()
+            };
+            assert_eq!(decide(now + TIMEOUT / 2, seen), None);
+        }
+    }
+
+    #[test]
+    fn a_time_out_says_whether_input_or_ranks_are_late() {
+        let since = Instant::now();
+        let words = |phase| {
+            let seen = Observation {
+                oldest: Some(oldest(phase, since)),
+                ..at_rest()
+            };
+            let reason = decide(since + TIMEOUT, seen).unwrap();
+            assert_eq!(reason.sequence, Some(3));
+            reason.failure.to_string()
+        };
+        assert_eq!(
+            words(OperationPhase::Queued),
+            "waited 10000 ms for the input of all-reduce #3 (bucket 0)"
+        );
+        assert!(words(OperationPhase::Running).starts_with("waited 10000 ms for ranks 1, 2\n"));
+    }
+
+    #[test]
+    fn the_end_of_the_generation_comes_before_what_the_library_reports() {
+        let reported = Failure::Library {
+            call: "ncclCommGetAsyncError".into(),
+            words: "remote process exited".into(),
+            of_peer: true,
+        };
+        let mut seen = Observation {
+            oldest: Some(oldest(OperationPhase::Running, Instant::now())),
+            reported: Some(reported.clone()),
+            ..at_rest()
+        };
+        let reason = decide(Instant::now(), seen.clone()).unwrap();
+        assert_eq!((reason.failure, reason.sequence), (reported, Some(3)));
+        seen.over = Some("rank 2 died of SIGKILL".into());
+        let reason = decide(Instant::now(), seen).unwrap();
+        assert_eq!(
+            reason.failure.to_string(),
+            "the generation is over: rank 2 died of SIGKILL"
+        );
+    }
+
+    fn member(rank: usize) -> Membership {
+        Membership {
+            name: "world".into(),
+            rank,
+            members: vec![4, 5, 6],
+            timeout: REPORT_TIMEOUT,
+            cancel: Cancel::new(),
+        }
+    }
+
+    #[test]
+    fn ranks_that_wait_too_are_not_named() {
+        let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
+        let deadline = Instant::now() + REPORT_TIMEOUT;
+        store.put("nccl/world/waits/5", b"17", deadline).unwrap();
+        // Rank 6 waits in an operation before.
+        store.put("nccl/world/waits/6", b"16", deadline).unwrap();
+        assert_eq!(TimeoutReports(store).late_ranks(&member(0), 17, deadline), [6]);
+    }
+
+    /// The wait for rank 4 uses up the time; rank 5 has published long before.
+    #[test]
+    fn an_absent_rank_does_not_make_those_after_it_absent() {
+        let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
+        let reports = TimeoutReports(store);
+        let deadline = Instant::now() + Duration::from_millis(50);
+        reports.publish([(&member(1), 17)], deadline);
+        assert_eq!(reports.late_ranks(&member(2), 17, deadline), [4]);
+        assert!(Instant::now() >= deadline);
+    }
+
+    #[test]
+    fn if_all_wait_all_others_are_named() {
+        let store: Arc<dyn KeyValue> = Arc::new(MemoryStore::default());
+        let reports = TimeoutReports(store);
+        let deadline = Instant::now() + REPORT_TIMEOUT;
+        for rank in 0..2 {
+            reports.publish([(&member(rank), 17)], deadline);
+        }
+        assert_eq!(reports.late_ranks(&member(2), 17, deadline), [4, 5]);
+    }
+
+    /// A store that is out of reach: each call takes until its deadline, and fails.
+    struct Away(AtomicUsize);
+
+    impl KeyValue for Away {
+        fn put(&self, _: &str, _: &[u8], deadline: Instant) -> Result<(), StoreError> {
+            self.get("", deadline).map(drop)
+        }
+
+        fn get(&self, _: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
+            self.0.fetch_add(1, Ordering::Relaxed);
+            // A key that is never written.
+            MemoryStore::default().get("never", deadline)?;
+            Err(StoreError::Unavailable("the daemon did not answer".into()))
+        }
+    }
+
+    /// Of four communicators with two late operations: one put and one get of each, not twelve.
+    #[test]
+    fn a_store_out_of_reach_is_not_asked_again_and_again() {
+        let away = Arc::new(Away(AtomicUsize::new(0)));
+        let reports = TimeoutReports(away.clone());
+        let deadline = Instant::now() + Duration::from_millis(20);
+        let member = member(0);
+        reports.publish(
+            [(&member, 17), (&member, 3), (&member, 5), (&member, 8)],
+            deadline,
+        );
+        assert_eq!(away.0.load(Ordering::Relaxed), 1);
+        for _ in 0..2 {
+            assert_eq!(reports.late_ranks(&member, 17, deadline), [5, 6]);
+        }
+        assert_eq!(away.0.load(Ordering::Relaxed), 3);
+    }
 }

@@ -1,13 +1,15 @@
 // Causal attention by tiles in shared memory, in f32 without tensor cores: for f32, for widths of heads that the flash
 // kernels do not take, and as their reference.
 //
-// Given by the compiler's command line: `ACT`, `HEAD` channels of a head, `TILE` queries and keys of a tile (32 or 64).
+// Given by the compiler's command line: `ACT`, `HEAD` channels of a head, `TILE` queries and keys of a tile (32 or 64),
+// and `DROPOUT` where probabilities are dropped.
 // A block is a square of threads; each computes 4 rows of a tile, every `SIDE`th column. Rows of the other operand are
 // walked in order, so every sum has one order.
 //
 // FLOP a (query, key) pair: forward 4·HEAD, backward 14·HEAD.
 
 #include "element.cuh"
+#include "dropout.cuh"
 
 constexpr u32 SIDE = TILE / 4;
 constexpr u32 THREADS = SIDE * SIDE;
@@ -154,7 +156,7 @@ struct Place {
 
 // qkv [B, T, 3C], out [B, T, C], lse [B, H, T]
 extern "C" __global__ void __launch_bounds__(THREADS)
-attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, f32 scale) {
+attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const queries = shared, *const others = queries + ROWS_OF_TILE, *const square = others + ROWS_OF_TILE;
     const Place place(positions, heads);
@@ -192,6 +194,8 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
             for (u32 j = 0; j < 4; j++) {
                 scores[i][j] = expf(scores[i][j] - greatest);
                 sum[i] += scores[i][j];
+                scores[i][j] *=
+                    of_key(MASK, place.pair / heads, place.pair % heads, first + row_of(i), tile * TILE + column_of(j));
             }
             #pragma unroll
             for (u32 j = 0; j < PER_THREAD; j++) {
@@ -220,7 +224,7 @@ attention_forward(const ACT *qkv, ACT *out, f32 *lse, u32 positions, u32 heads, 
 // dout [B, T, C]; the queries' part of dqkv [B, T, 3C]; along [B, H, T]: Σ dout·out of each query and head.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, ACT *dqkv, f32 *along, u32 positions,
-             u32 heads, f32 scale) {
+             u32 heads, f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const queries = shared, *const douts = queries + ROWS_OF_TILE, *const keys = douts + ROWS_OF_TILE;
     f32 *const values = keys + ROWS_OF_TILE, *const square = values + ROWS_OF_TILE;
@@ -262,7 +266,9 @@ attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, AC
             for (u32 j = 0; j < 4; j++) {
                 const bool seen = tile * TILE + column_of(j) <= first + row_of(i);
                 const f32 p = seen ? expf(scores[i][j] * scale - row_lse[i]) : 0.0f;
-                dscores[i][j] = seen ? p * (dscores[i][j] - row_along[i]) : 0.0f;
+                const f32 factor =
+                    of_key(MASK, place.pair / heads, place.pair % heads, first + row_of(i), tile * TILE + column_of(j));
+                dscores[i][j] = seen ? p * (dscores[i][j] * factor - row_along[i]) : 0.0f;
             }
         }
         keep(square, dscores);
@@ -275,7 +281,7 @@ attention_dq(const ACT *qkv, const ACT *out, const f32 *lse, const ACT *dout, AC
 // The keys' and values' parts of dqkv; `along` as `attention_dq` left it.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_dkv(const ACT *qkv, const f32 *lse, const ACT *dout, ACT *dqkv, const f32 *along, u32 positions, u32 heads,
-              f32 scale) {
+              f32 scale MASK_PARAMETERS) {
     SHARED_WORDS(shared);
     f32 *const keys = shared, *const values = keys + ROWS_OF_TILE, *const queries = values + ROWS_OF_TILE;
     f32 *const douts = queries + ROWS_OF_TILE, *const square = douts + ROWS_OF_TILE;
@@ -304,8 +310,10 @@ attention_dkv(const ACT *qkv, const f32 *lse, const ACT *dout, ACT *dqkv, const 
             #pragma unroll
             for (u32 i = 0; i < 4; i++) {
                 const bool seen = query < positions && first + row_of(i) <= query;
+                const f32 factor = of_key(MASK, place.pair / heads, place.pair % heads, query, first + row_of(i));
                 scores[i][j] = seen ? expf(scores[i][j] * scale - query_lse) : 0.0f;
-                dscores[i][j] = seen ? scores[i][j] * (dscores[i][j] - query_along) : 0.0f;
+                dscores[i][j] = seen ? scores[i][j] * (dscores[i][j] * factor - query_along) : 0.0f;
+                scores[i][j] *= factor;
             }
         }
         keep(square, scores);

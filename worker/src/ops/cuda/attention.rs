@@ -1,24 +1,26 @@
 //! Launches of `attention.cu`, `flash_forward.cu` and `flash_backward.cu`: tensor cores for bf16 and the usual widths of
 //! heads, plain f32 arithmetic for everything else.
 
+use super::dropout::{DROPOUT, mask_args, mask_define};
 use super::plan::{Arg, Call, ELEMENT, Plan, Planned, Scratch, count, element, expect_dtype};
 use crate::device::cuda::{Define, Grid, Source, Unit};
 use crate::device::{Buffer, DType, DeviceError};
-use crate::ops::{AttentionBackward, AttentionForward, AttentionShape, CpuKernel};
+use crate::ops::{AttentionBackward, AttentionForward, AttentionShape, CpuKernel, DropoutMask};
 
-static PLAIN: Source = Source::with_headers("attention.cu", include_str!("attention.cu"), &[ELEMENT]);
+static PLAIN: Source =
+    Source::with_headers("attention.cu", include_str!("attention.cu"), &[ELEMENT, DROPOUT]);
 
 const FLASH: (&str, &str) = ("flash.cuh", include_str!("flash.cuh"));
 const TENSOR_CORE: (&str, &str) = ("tensor_core.cuh", include_str!("tensor_core.cuh"));
 static FLASH_FORWARD: Source = Source::with_headers(
     "flash_forward.cu",
     include_str!("flash_forward.cu"),
-    &[ELEMENT, TENSOR_CORE, FLASH],
+    &[ELEMENT, TENSOR_CORE, DROPOUT, FLASH],
 );
 static FLASH_BACKWARD: Source = Source::with_headers(
     "flash_backward.cu",
     include_str!("flash_backward.cu"),
-    &[ELEMENT, TENSOR_CORE, FLASH],
+    &[ELEMENT, TENSOR_CORE, DROPOUT, FLASH],
 );
 
 /// Bytes of keys and values that the blocks in flight share through the L2 cache, a third of a small one.
@@ -77,7 +79,7 @@ impl Cut {
         Ok(grid.with_shared(rows * self.head * DType::Bf16.bytes()))
     }
 
-    fn defines(self) -> Vec<Define> {
+    fn defines(self, has_mask: bool) -> Vec<Define> {
         let number = |name, value: usize| Define::number(name, value as i64);
         let mut defines = vec![
             number("HEAD", self.head),
@@ -89,6 +91,7 @@ impl Cut {
         if let Some((part, resident)) = self.part {
             defines.extend([number("PART", part), number("RESIDENT", resident)]);
         }
+        defines.extend(mask_define(has_mask));
         defines
     }
 }
@@ -151,12 +154,14 @@ const fn plain_tile(head: usize) -> usize {
     if head > 80 { 32 } else { 64 }
 }
 
-fn plain_defines(act: &'static str, head: usize) -> Vec<Define> {
-    vec![
+fn plain_defines(act: &'static str, head: usize, has_mask: bool) -> Vec<Define> {
+    let mut defines = vec![
         Define::word("ACT", act),
         Define::number("HEAD", head as i64),
         Define::number("TILE", plain_tile(head) as i64),
-    ]
+    ];
+    defines.extend(mask_define(has_mask));
+    defines
 }
 
 fn plain_call(
@@ -164,7 +169,7 @@ fn plain_call(
     kernel: &'static str,
     (shape, act): (AttentionShape, &'static str),
     operands: usize,
-    args: Vec<Arg>,
+    (mut args, mask): (Vec<Arg>, Option<&DropoutMask>),
 ) -> Result<Call, DeviceError> {
     let head = shape.head_channels();
     if head > MAX_HEAD {
@@ -176,10 +181,11 @@ fn plain_call(
     let words = operands * tile * (padded(head) + 1) + tile * (tile + 1);
     let threads = (tile / 4) * (tile / 4);
     let grid = Grid::linear(count(op, "blocks", blocks)?, threads as u32);
+    args.extend(mask_args(mask));
     Ok(Call {
         source: &PLAIN,
         kernel,
-        defines: plain_defines(act, head),
+        defines: plain_defines(act, head, mask.is_some()),
         grid: grid.with_shared(words * DType::F32.bytes()),
         args,
     })
@@ -206,16 +212,23 @@ impl Planned for AttentionForward {
         ];
         let call = if let Some(cut) = flash_cut(&FORWARD, shape, &[&self.qkv, &self.out]) {
             args.extend(sizes.flash());
+            args.extend(mask_args(self.dropout.as_ref()));
             Call {
                 source: &FLASH_FORWARD,
                 kernel: "flash_forward",
-                defines: cut.defines(),
+                defines: cut.defines(self.dropout.is_some()),
                 grid: cut.grid(shape, 1, Self::NAME)?,
                 args,
             }
         } else {
             args.extend(sizes.plain());
-            plain_call(Self::NAME, "attention_forward", (shape, act), 2, args)?
+            plain_call(
+                Self::NAME,
+                "attention_forward",
+                (shape, act),
+                2,
+                (args, self.dropout.as_ref()),
+            )?
         };
         Ok(Plan::one(call))
     }
@@ -265,10 +278,11 @@ impl AttentionBackward {
         let keys = vec![read(&self.qkv), read(&self.dout), dqkv(), known];
         let call = |kernel, mut args: Vec<Arg>| {
             args.extend(Sizes::of(Self::NAME, self.shape)?.flash());
+            args.extend(mask_args(self.dropout.as_ref()));
             Ok::<_, DeviceError>(Call {
                 source: &FLASH_BACKWARD,
                 kernel,
-                defines: cut.defines(),
+                defines: cut.defines(self.dropout.is_some()),
                 grid: cut.grid(self.shape, 2, Self::NAME)?,
                 args,
             })
@@ -295,7 +309,13 @@ impl AttentionBackward {
         let keys = vec![read(&self.qkv), read(&self.lse), read(&self.dout), dqkv(), along];
         let call = |kernel, mut args: Vec<Arg>| {
             args.extend(Sizes::of(Self::NAME, self.shape)?.plain());
-            plain_call(Self::NAME, kernel, (self.shape, act), 4, args)
+            plain_call(
+                Self::NAME,
+                kernel,
+                (self.shape, act),
+                4,
+                (args, self.dropout.as_ref()),
+            )
         };
         Ok(Plan {
             scratch_bytes: scratch.bytes(),
@@ -305,10 +325,17 @@ impl AttentionBackward {
 }
 
 pub(super) fn units() -> Vec<Unit> {
-    let flash = |source: &'static Source, cuts: [Cut; 3]| cuts.map(|cut| Unit::new(source, &cut.defines()));
+    let mut units = Vec::new();
+    for has_mask in [false, true] {
+        let flash = |source: &'static Source, cuts: [Cut; 3]| {
+            cuts.map(|cut| Unit::new(source, &cut.defines(has_mask)))
+        };
+        units.extend(flash(&FLASH_FORWARD, FORWARD));
+        units.extend(flash(&FLASH_BACKWARD, BACKWARD));
+    }
     let plain = [("f32", 48), ("f32", 64), ("f32", 96), ("f32", 256), ("bf16", 48)];
-    let mut units = flash(&FLASH_FORWARD, FORWARD).to_vec();
-    units.extend(flash(&FLASH_BACKWARD, BACKWARD));
-    units.extend(plain.map(|(act, head)| Unit::new(&PLAIN, &plain_defines(act, head))));
+    let unit = |act, head, has_mask| Unit::new(&PLAIN, &plain_defines(act, head, has_mask));
+    units.extend(plain.map(|(act, head)| unit(act, head, false)));
+    units.extend([("f32", 64), ("bf16", 48)].map(|(act, head)| unit(act, head, true)));
     units
 }

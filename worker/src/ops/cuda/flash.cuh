@@ -1,12 +1,14 @@
 // What the flash attention kernels are written in: bf16 tiles in shared memory, and fragments of them for tensor cores.
 //
 // Given by the compiler's command line: `HEAD` channels of a head (32, 64, 128), `WARPS` of a block, `ROW_TILES` of 16
-// rows that a warp owns, `STEP` rows of the other operand that a block loads at once.
+// rows that a warp owns, `STEP` rows of the other operand that a block loads at once, `DROPOUT` where probabilities are
+// dropped.
 //
 // A tile is `[rows, HEAD]`, in chunks of 16 bytes. Chunks of a row change places by the row's number, so that the eight
 // rows that `ldmatrix` reads together lie in different banks.
 
 #include "tensor_core.cuh"
+#include "dropout.cuh"
 
 constexpr int THREADS = 32 * WARPS;
 constexpr int WARP_ROWS = 16 * ROW_TILES;
@@ -78,6 +80,30 @@ store_rows(f32 (&sums)[ROW_TILES][CHUNKS][4], u32 tile, bf16 *to, u32 stride, u3
         const uint4 x = load_chunk(tile + chunk_at(r, chunk));
         if (first + r < end) {
             store_chunk(to + (u64)(first + r) * stride + chunk * 8, x);
+        }
+    }
+}
+
+// Multiplies numbers of queries (rows) and keys (columns) by their factors. `query` is that of row 0 of the warp, `key`
+// that of column 0, a multiple of 16.
+template <int COLUMNS, class M>
+__device__ __forceinline__ void
+drop(f32 (&numbers)[ROW_TILES][COLUMNS][4], const M &mask, u32 sample, u32 head, u32 query, u32 key) {
+    const u32 lane = threadIdx.x % 32;
+    #pragma unroll
+    for (int m = 0; m < ROW_TILES; m++) {
+        #pragma unroll
+        for (int half = 0; half < 2; half++) {
+            #pragma unroll
+            for (int n = 0; n < COLUMNS; n += 2) {
+                f32 factors[4];
+                const u32 row = query + 16 * m + 8 * half + lane / 4;
+                of_group(factors, mask, sample, head, row, (key / 8 + n) * 2 + lane % 4);
+                #pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    numbers[m][n + i / 2][2 * half + i % 2] *= factors[i];
+                }
+            }
         }
     }
 }

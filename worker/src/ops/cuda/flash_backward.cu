@@ -159,10 +159,25 @@ know_rows(Known *known, const bf16 *out, const bf16 *dout, const f32 *lse, u32 s
     }
 }
 
+// Factors of keys (rows of a tile of 16, the first `key`) and two queries beside each other, in the order of a thread's
+// numbers.
+template <class M>
+__device__ __forceinline__ void
+of_pairs(f32 (&factors)[4], const M &mask, u32 sample, u32 head, u32 query, u32 key) {
+    const u32 row = threadIdx.x % 32 / 4;
+    #pragma unroll
+    for (int i = 0; i < 2; i++) {
+        f32 of_keys[4];
+        of_group(of_keys, mask, sample, head, query + i, key / 4 + row / 2);
+        factors[i] = chosen(of_keys, row % 2);
+        factors[2 + i] = chosen(of_keys, 2 + row % 2);
+    }
+}
+
 // qkv, dqkv [B, T, 3C]; out, dout [B, T, C]; lse [B, H, T]; known [B·H, T], written.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf16 *dqkv, Known *known, u32 positions,
-         u32 heads, u32 pairs, u32 group, f32 scale) {
+         u32 heads, u32 pairs, u32 group, f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     __shared__ Known own[BLOCK_ROWS];
     const u32 q_tile = shared_address(shared), dout_tile = q_tile + BLOCK_ROWS * ROW_BYTES;
@@ -220,6 +235,7 @@ flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf1
             Scores p, ds;
             score(p, q_rows, keys, part);
             score(ds, dout_rows, values, part);
+            drop(ds, MASK, sample, head, query, key);
             const bool masked = key + PART > query + 1;
             #pragma unroll
             for (int m = 0; m < ROW_TILES; m++) {
@@ -250,7 +266,7 @@ flash_dq(const bf16 *qkv, const bf16 *out, const f32 *lse, const bf16 *dout, bf1
 // As above; `known` as `flash_dq` left it. Writes the gradients of keys and values.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32 positions, u32 heads, u32 pairs,
-          u32 group, f32 scale) {
+          u32 group, f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     alignas(16) __shared__ Known of_step[2][STEP];
     const u32 k_tile = shared_address(shared), v_tile = k_tile + BLOCK_ROWS * ROW_BYTES;
@@ -310,15 +326,18 @@ flash_dkv(const bf16 *qkv, const bf16 *dout, bf16 *dqkv, const Known *known, u32
                 const float4 both = *reinterpret_cast<const float4 *>(&of_step[step % 2][part + 8 * n + lane % 4 * 2]);
                 #pragma unroll
                 for (int m = 0; m < ROW_TILES; m++) {
+                    f32 factors[4];
+                    of_pairs(factors, MASK, sample, head, query + 8 * n + lane % 4 * 2, key + 16 * m);
                     #pragma unroll
                     for (int i = 0; i < 4; i++) {
+                        ds[m][n][i] = HAS_MASK ? ds[m][n][i] * factors[i] : ds[m][n][i];
                         f32 x = exp2_fast(fmaf(p[m][n][i], scale_log2, -(i % 2 ? both.z : both.x)));
                         if (masked) {
                             const u32 r = key + 16 * m + i / 2 * 8 + lane / 4;
                             const u32 c = query + 8 * n + lane % 4 * 2 + i % 2;
                             x = r > c ? 0.0f : x;
                         }
-                        p[m][n][i] = x;
+                        p[m][n][i] = HAS_MASK ? x * factors[i] : x;
                         ds[m][n][i] = x * (ds[m][n][i] - (i % 2 ? both.w : both.y));
                     }
                 }

@@ -125,7 +125,8 @@ __device__ __forceinline__ void mask(f32 (&scores)[ROW_TILES][COLUMNS][4], u32 q
 
 // qkv [B, T, 3C], out [B, T, C], lse [B, H, T]; `pairs` = B·H, `group` heads go together, `scale` = 1/√HEAD.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-flash_forward(const bf16 *qkv, bf16 *out, f32 *lse, u32 positions, u32 heads, u32 pairs, u32 group, f32 scale) {
+flash_forward(const bf16 *qkv, bf16 *out, f32 *lse, u32 positions, u32 heads, u32 pairs, u32 group,
+              f32 scale MASK_PARAMETERS) {
     SHARED_BYTES(shared);
     const u32 tile = shared_address(shared);
     const u32 steps_at = tile + BLOCK_ROWS * ROW_BYTES;
@@ -183,6 +184,7 @@ flash_forward(const bf16 *qkv, bf16 *out, f32 *lse, u32 positions, u32 heads, u3
                 mask(scores, query, step * STEP);
             }
             exponentiate(scores, queries, scale_log2);
+            drop(scores, MASK, sample, head, query, step * STEP);
             weigh(queries, scores, keys + STEP_BYTES);
         }
         copies_done();

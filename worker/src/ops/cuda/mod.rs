@@ -5,15 +5,17 @@
 //! - the same inputs give the same bits: no floating-point atomics, every sum has an order that is written down;
 //! - that order follows from the sizes alone, not from the GPU;
 //! - activations and parameters are f32 or bf16, statistics f32, arithmetic f32, partial norms f64;
-//! - [`units`] lists every source with every set of definitions that it is compiled with.
+//! - [`units`] lists every source with every set of definitions that it is compiled with; those of optimizers are
+//!   [`crate::optim::units`].
 //!
 //! | file | kernels | bytes moved, for elements of s bytes |
 //! |---|---|---|
 //! | `plan` | none: [`Plan`], what an operation launches, as data | |
 //! | `element.cuh`, `elementwise.cuh` | what kernels are written in | |
-//! | `adamw` | update of master, moments and bf16 copy; skipped where the factor is not finite | 28 an element |
+//! | `update` | the kernels of [`crate::optim`]'s rules; skipped where the factor is not finite | AdamW: 28 an element |
 //! | `norm` | squared norm by chunks, the clipping factor | s an element |
 //! | `cast`, `fill` | conversion, fill, scale | read + written |
+//! | `dropout` | of the residual stream; its masks for attention in `dropout.cuh` | 2s, 3s |
 //! | `gelu` | forward, backward in place | 2s; 4s |
 //! | `layernorm` | forward; backward with the residual's gradient, sums of the gain's and bias's | 2s; 4s |
 //! | `column_sum` | sums over rows in two stages; a single row, added or copied, in one | s; 2s, 3s |
@@ -26,11 +28,11 @@
 //! | `cross_entropy` | losses; with the gradient in place | s; 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
 
-mod adamw;
 mod attention;
 mod cast;
 mod column_sum;
 mod cross_entropy;
+mod dropout;
 mod encoder;
 mod fill;
 mod gelu;
@@ -41,8 +43,10 @@ mod loss_sum;
 mod norm;
 mod plan;
 mod token_backward;
+mod update;
 
 pub use plan::{Arg, Call, Plan, Planned};
+pub(crate) use update::{HEADERS as UPDATE_HEADERS, units_of};
 
 use crate::device::DeviceError;
 use crate::device::cuda::{CudaKernel, Launch, Unit};
@@ -51,11 +55,11 @@ use crate::device::cuda::{CudaKernel, Launch, Unit};
 #[must_use]
 pub fn units() -> Vec<Unit> {
     [
-        adamw::units(),
         attention::units(),
         cast::units(),
         column_sum::units(),
         cross_entropy::units(),
+        dropout::units(),
         encoder::units(),
         fill::units(),
         gelu::units(),
@@ -88,13 +92,13 @@ macro_rules! launches_its_plan {
 }
 
 launches_its_plan!(
-    AdamW,
     AttentionBackward,
     AttentionForward,
     Cast,
     ClipScale,
     ColumnSum,
     CrossEntropy,
+    Dropout,
     EncoderForward,
     Fill,
     GeluBackward,
@@ -106,6 +110,7 @@ launches_its_plan!(
     Scale,
     SquaredNorm,
     TokenBackward,
+    Update,
 );
 
 /// Operations without a kernel: no model that is built needs them.

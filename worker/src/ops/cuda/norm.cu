@@ -61,12 +61,25 @@ extern "C" __global__ void __launch_bounds__(THREADS) squared_norm(const GRAD *x
 
 constexpr u32 SCALE_THREADS = 1024;
 
+// 1 / (1 - beta^updates), rounded once from f64. By squaring, as the CPU does it.
+__device__ __forceinline__ f32 bias_correction(f32 beta, u32 updates) {
+    f64 power = 1.0;
+    for (f64 square = (f64)beta; updates != 0; square *= square) {
+        if (updates % 2 == 1) {
+            power *= square;
+        }
+        updates /= 2;
+    }
+    return (f32)(1.0 / (1.0 - power));
+}
+
 // norm = √Σ partials; scale = min(1, max_norm / norm), or NaN where the norm or a witness is not finite. With an order,
 // chunk i has its sum at order[i], none if that is negative. One block; thread t adds chunks t, t + 1024, …; then the
-// threads' sums are added in a fixed tree.
+// threads' sums are added in a fixed tree. Where updates are counted, this is one more unless the step is skipped, and the
+// bias corrections of both moments follow the scale.
 extern "C" __global__ void __launch_bounds__(SCALE_THREADS)
 clip_scale(const f64 *partials, u32 sums, const int *order, u32 chunks, const f64 *witnesses, u32 witness_count,
-           f32 max_norm, u32 clips, f32 *norm, f32 *scale) {
+           f32 max_norm, u32 clips, f32 *norm, f32 *scale, int *updates, f32 beta1, f32 beta2) {
     __shared__ f64 warps[2 * SCALE_THREADS / WARP];
     // The sum, and how many witnesses are not finite.
     f64 total[2] = {};
@@ -85,11 +98,18 @@ clip_scale(const f64 *partials, u32 sums, const int *order, u32 chunks, const f6
         const f64 length = sqrt(total[0]);
         *norm = (f32)length;
         f32 factor = 1.0f;
-        if (total[1] > 0.0 || !((f32)length <= 3.402823466e38f)) {
+        const bool skips = total[1] > 0.0 || !((f32)length <= 3.402823466e38f);
+        if (skips) {
             factor = __uint_as_float(0x7fffffffu);
         } else if (clips != 0 && length > (f64)max_norm) {
             factor = (f32)((f64)max_norm / length);
         }
         *scale = factor;
+        if (updates && !skips) {
+            const int count = *updates < 0x7fffffff ? *updates + 1 : *updates;
+            *updates = count;
+            scale[1] = bias_correction(beta1, (u32)count);
+            scale[2] = bias_correction(beta2, (u32)count);
+        }
     }
 }

@@ -5,7 +5,7 @@ use super::plan::{
 };
 use crate::device::cuda::{Define, Grid, Source, Unit};
 use crate::device::{Buffer, DType, DeviceError};
-use crate::ops::{CHUNK, ClipScale, CpuKernel, SquaredNorm, expect_len};
+use crate::ops::{CHUNK, ClipScale, CpuKernel, SquaredNorm, Updates, expect_len};
 
 /// Chunks that a block sums, one a warp.
 const CHUNKS: usize = THREADS as usize / 32;
@@ -36,13 +36,22 @@ impl Planned for SquaredNorm {
 impl Planned for ClipScale {
     fn plan(&self) -> Result<Plan, DeviceError> {
         expect_len(Self::NAME, "norm", self.norm.len(), 1)?;
-        expect_len(Self::NAME, "scale", self.scale.len(), 1)?;
+        self.expect_scale()?;
         expect_dtype(DType::F64, &[&self.partials])?;
         expect_dtype(DType::F32, &[&self.norm, &self.scale])?;
         expect_dtype(DType::I32, self.order.as_slice())?;
         expect_dtype(DType::F64, self.witnesses.as_slice())?;
         let chunks = self.order.as_ref().map_or(self.partials.len(), Buffer::len);
         let witnesses = self.witnesses.as_ref().map_or(0, Buffer::len);
+        let [beta1, beta2] = self.updates.as_ref().map_or([0.0; 2], |updates| updates.betas);
+        let updates = match &self.updates {
+            None => Arg::Null,
+            Some(Updates { count, .. }) => {
+                expect_len(Self::NAME, "updates", count.len(), 1)?;
+                expect_dtype(DType::I32, &[count])?;
+                Arg::Write(count.clone())
+            }
+        };
         Ok(Plan::one(Call {
             source: &SOURCE,
             kernel: Self::NAME,
@@ -59,6 +68,9 @@ impl Planned for ClipScale {
                 Arg::flag(self.max_norm.is_some()),
                 Arg::Write(self.norm.clone()),
                 Arg::Write(self.scale.clone()),
+                updates,
+                Arg::F32(beta1),
+                Arg::F32(beta2),
             ],
         }))
     }

@@ -1,18 +1,26 @@
-//! The world behind the fake library: its ranks, what goes wrong with them, and what was done to communicators.
+//! The world behind the fake library: its ranks, what goes wrong with them, what was done to communicators, and what runs
+//! on their streams: ranks meet, the last one to come computes for all. And a device whose streams are threads.
 #![allow(
     unsafe_code,
-    reason = "communicators and streams at addresses, as a library is given them"
+    reason = "communicators, streams and elements at addresses, as a library is given them"
 )]
 
-use std::cell::RefCell;
+use std::any::Any;
+use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::c_int;
+use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::time::Instant;
 
-use super::device::{FakeStream, current};
-use super::kernels::{Arena, Launch, Part};
-use crate::collective::nccl::sys::{NO_COLOR, RawComm, RawStream, Status};
+use half::bf16;
+
+use super::deadline;
+use crate::collective::nccl::comm::NativeDevice;
+use crate::collective::nccl::sys::{DataType, NO_COLOR, RawComm, RawStream, RedOp, Status};
+use crate::device::{self, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Stream};
+use crate::ops::Op;
 
 /// An internal error, as a library might report it.
 pub(super) const BROKEN: Status = Status(3);
@@ -399,5 +407,363 @@ impl FakeComm {
 
     pub(super) fn free(&self) {
         self.freed.store(true, Ordering::Release);
+    }
+}
+
+/// One rank's part of an operation; addresses as numbers, since threads pass them on.
+#[derive(Clone, Debug)]
+pub(super) struct Part {
+    pub(super) kind: Kind,
+    pub(super) source: usize,
+    pub(super) target: usize,
+    pub(super) count: usize,
+    pub(super) dtype: DataType,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) enum Kind {
+    /// The factor of a pre-multiplied sum, if it is one.
+    AllReduce(RedOp, Option<f64>),
+    ReduceScatter(RedOp, Option<f64>),
+    AllGather,
+    Broadcast(usize),
+    Send,
+    Recv,
+}
+
+/// Where parts of the same operation meet.
+#[derive(Default)]
+pub(super) struct Arena {
+    meetings: Mutex<HashMap<String, Meeting>>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Meeting {
+    parts: HashMap<usize, (Part, Arc<AtomicBool>)>,
+    complete: bool,
+}
+
+impl Arena {
+    /// Brings a part to a meeting of `size` and waits until all have come. Without result if a rank is aborted: its
+    /// memory may be gone.
+    fn attend(&self, key: &str, place: usize, size: usize, part: Part, aborted: &Arc<AtomicBool>) {
+        let mut meetings = self.meetings.lock().unwrap();
+        let meeting = meetings.entry(key.to_owned()).or_default();
+        meeting.parts.insert(place, (part, aborted.clone()));
+        let present = meeting.parts.values();
+        if present
+            .filter(|(_, aborted)| !aborted.load(Ordering::Acquire))
+            .count()
+            == size
+        {
+            let parts: Vec<Part> = (0..size).map(|place| meeting.parts[&place].0.clone()).collect();
+            compute(&parts);
+            meeting.complete = true;
+            self.changed.notify_all();
+            return;
+        }
+        while !aborted.load(Ordering::Acquire) && !meetings[key].complete {
+            meetings = self.changed.wait(meetings).unwrap();
+        }
+    }
+
+    /// Aborts a rank: from now on nobody touches its memory.
+    pub(super) fn abort(&self, aborted: &AtomicBool) {
+        let _meetings = self.meetings.lock().unwrap();
+        aborted.store(true, Ordering::Release);
+        self.changed.notify_all();
+    }
+}
+
+/// What runs on a stream for one rank.
+pub(super) struct Launch {
+    pub(super) arena: Arc<Arena>,
+    pub(super) key: String,
+    pub(super) place: usize,
+    pub(super) size: usize,
+    pub(super) part: Part,
+    pub(super) aborted: Arc<AtomicBool>,
+}
+
+impl Launch {
+    pub(super) fn run(self) {
+        let Self {
+            arena,
+            key,
+            place,
+            size,
+            part,
+            aborted,
+        } = self;
+        arena.attend(&key, place, size, part, &aborted);
+    }
+}
+
+fn compute(parts: &[Part]) {
+    let kinds: Vec<Kind> = parts.iter().map(|part| part.kind).collect();
+    match kinds[0] {
+        Kind::AllReduce(op, _) => {
+            let result = reduced(parts, op, parts[0].count);
+            for part in parts {
+                put(part, &result);
+            }
+        }
+        Kind::ReduceScatter(op, _) => {
+            let result = reduced(parts, op, parts[0].count * parts.len());
+            for (part, slice) in parts.iter().zip(result.chunks(parts[0].count)) {
+                put(part, slice);
+            }
+        }
+        Kind::AllGather => {
+            let all: Vec<u8> = parts.iter().flat_map(|part| bytes(part, part.count)).collect();
+            for part in parts {
+                put_bytes(part, &all);
+            }
+        }
+        Kind::Broadcast(root) => {
+            let all = bytes(&parts[root], parts[root].count);
+            for part in parts {
+                put_bytes(part, &all);
+            }
+        }
+        // The sender is the first of two.
+        Kind::Send => put_bytes(&parts[1], &bytes(&parts[0], parts[0].count)),
+        Kind::Recv => unreachable!("a receiver is the second of two"),
+    }
+}
+
+fn reduced(parts: &[Part], op: RedOp, len: usize) -> Vec<f64> {
+    let mut inputs = parts.iter().map(|part| {
+        let factor = match part.kind {
+            Kind::AllReduce(_, factor) | Kind::ReduceScatter(_, factor) => factor.unwrap_or(1.0),
+            _ => panic!("ranks are in different operations: {parts:?}"),
+        };
+        let numbers: Vec<f64> = bytes(part, len)
+            .chunks(width(part.dtype))
+            .map(|raw| number(raw, part.dtype) * factor)
+            .collect();
+        numbers
+    });
+    let first = inputs.next().unwrap();
+    let mut result = inputs.fold(first, |mut sum, input| {
+        for (sum, x) in sum.iter_mut().zip(input) {
+            *sum = if op == RedOp::MAX { sum.max(x) } else { *sum + x };
+        }
+        sum
+    });
+    if op == RedOp::AVG {
+        for sum in &mut result {
+            *sum /= parts.len() as f64;
+        }
+    }
+    result
+}
+
+fn width(dtype: DataType) -> usize {
+    match dtype {
+        DataType::UINT8 => 1,
+        DataType::BFLOAT16 => 2,
+        DataType::INT32 | DataType::FLOAT32 => 4,
+        _ => 8,
+    }
+}
+
+pub(super) fn number(raw: &[u8], dtype: DataType) -> f64 {
+    match dtype {
+        DataType::UINT8 => f64::from(raw[0]),
+        DataType::BFLOAT16 => bf16::from_ne_bytes(raw.try_into().unwrap()).to_f64(),
+        DataType::INT32 => f64::from(i32::from_ne_bytes(raw.try_into().unwrap())),
+        DataType::FLOAT32 => f64::from(f32::from_ne_bytes(raw.try_into().unwrap())),
+        _ => f64::from_ne_bytes(raw.try_into().unwrap()),
+    }
+}
+
+fn put(part: &Part, numbers: &[f64]) {
+    let raw: Vec<u8> = numbers
+        .iter()
+        .flat_map(|x| match part.dtype {
+            DataType::UINT8 => vec![*x as u8],
+            DataType::BFLOAT16 => bf16::from_f64(*x).to_ne_bytes().to_vec(),
+            DataType::INT32 => (*x as i32).to_ne_bytes().to_vec(),
+            DataType::FLOAT32 => (*x as f32).to_ne_bytes().to_vec(),
+            _ => x.to_ne_bytes().to_vec(),
+        })
+        .collect();
+    put_bytes(part, &raw);
+}
+
+fn bytes(part: &Part, len: usize) -> Vec<u8> {
+    let len = len * width(part.dtype);
+    // SAFETY: the caller of the library vouched for so many elements, and waits for this.
+    unsafe { std::slice::from_raw_parts(part.source as *const u8, len) }.to_vec()
+}
+
+fn put_bytes(part: &Part, raw: &[u8]) {
+    // SAFETY: as above; nobody else accesses them meanwhile.
+    unsafe { std::slice::from_raw_parts_mut(part.target as *mut u8, raw.len()) }.copy_from_slice(raw);
+}
+
+thread_local! {
+    /// Address of the device that the thread's calls go to; 0 if it has chosen none.
+    static CURRENT_DEVICE: Cell<usize> = const { Cell::new(0) };
+}
+
+/// Which device the calls of this thread go to; 0 if it has chosen none.
+pub(super) fn current() -> usize {
+    CURRENT_DEVICE.get()
+}
+
+type Job = Box<dyn FnOnce() + Send>;
+type Slot = Arc<Mutex<Option<DeviceError>>>;
+
+/// A device whose streams are threads: operations run later, in order, and beside each other.
+pub(super) struct FakeDevice {
+    cpu: Arc<CpuDevice>,
+    streams: Mutex<Vec<Arc<FakeStream>>>,
+    /// As with a GPU, memory is not gone while something that is in flight may use it.
+    arenas: Mutex<Vec<device::Arena>>,
+}
+
+/// One stream; its address is what the fake library is given.
+pub(super) struct FakeStream {
+    jobs: Mutex<Sender<Job>>,
+    error: Slot,
+}
+
+impl FakeDevice {
+    pub(super) fn new() -> Arc<Self> {
+        Arc::new(Self {
+            cpu: Arc::new(CpuDevice::new(1).unwrap()),
+            streams: Mutex::default(),
+            arenas: Mutex::default(),
+        })
+    }
+
+    fn with<T>(&self, stream: Stream, act: impl FnOnce(&FakeStream) -> T) -> T {
+        let streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        act(&streams[stream.0 as usize])
+    }
+
+    /// Work that may fail: skipped once something before it in the stream has.
+    fn attempt(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError> + Send + 'static) {
+        self.with(stream, |stream| {
+            let error = stream.error.clone();
+            stream.push(move || {
+                if error.lock().unwrap().is_none()
+                    && let Err(failed) = work()
+                {
+                    *error.lock().unwrap() = Some(failed);
+                }
+            });
+        });
+    }
+}
+
+impl FakeStream {
+    fn start() -> Arc<Self> {
+        let (jobs, queue) = channel::<Job>();
+        std::thread::spawn(move || queue.into_iter().for_each(|job| job()));
+        Arc::new(Self {
+            jobs: Mutex::new(jobs),
+            error: Arc::default(),
+        })
+    }
+
+    /// Puts work at the end of the stream.
+    fn push(&self, work: impl FnOnce() + Send + 'static) {
+        let jobs = self.jobs.lock().unwrap_or_else(PoisonError::into_inner);
+        jobs.send(Box::new(work))
+            .expect("the thread lives as long as the stream");
+    }
+}
+
+impl Device for FakeDevice {
+    fn name(&self) -> String {
+        "fake".into()
+    }
+
+    fn alloc(&self, spec: &ArenaSpec) -> Result<device::Arena, DeviceError> {
+        let arena = self.cpu.alloc(spec)?;
+        self.arenas.lock().unwrap().push(arena.clone());
+        Ok(arena)
+    }
+
+    fn stream(&self) -> Stream {
+        let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
+        streams.push(FakeStream::start());
+        Stream(streams.len() as u32 - 1)
+    }
+
+    fn enqueue(&self, stream: Stream, op: Op) {
+        let cpu = self.cpu.clone();
+        self.attempt(stream, move || op.run(cpu.cpu()));
+    }
+
+    fn record(&self, stream: Stream) -> Event {
+        let (event, signal) = Event::pair("a stream");
+        self.with(stream, |stream| {
+            let error = stream.error.clone();
+            stream.push(move || {
+                let outcome = error.lock().unwrap().clone().map_or(Ok(()), Err);
+                signal.set(outcome);
+            });
+        });
+        event
+    }
+
+    fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant) {
+        let event = event.clone();
+        self.attempt(stream, move || event.wait(deadline));
+    }
+
+    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+        self.record(stream).wait(deadline())
+    }
+
+    fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
+        let (dst, bytes) = (dst.clone(), bytes.to_vec());
+        self.attempt(stream, move || {
+            dst.host_bytes_mut()?.copy_from_slice(&bytes);
+            Ok(())
+        });
+    }
+
+    fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+        self.synchronize(stream)?;
+        Ok(src.host_bytes()?.to_vec())
+    }
+}
+
+/// The device as NCCL sees it.
+pub(super) struct FakeNative(pub(super) Arc<FakeDevice>);
+
+impl NativeDevice for FakeNative {
+    fn bind(&self) -> Result<(), DeviceError> {
+        CURRENT_DEVICE.set(Arc::as_ptr(&self.0) as usize);
+        Ok(())
+    }
+
+    fn stream(&self, _name: &str) -> Stream {
+        self.0.stream()
+    }
+
+    fn raw_stream(&self, stream: Stream) -> Result<RawStream, DeviceError> {
+        // Never moved, and kept as long as the device.
+        Ok(self.0.with(stream, |stream| {
+            std::ptr::from_ref::<FakeStream>(stream).cast_mut().cast()
+        }))
+    }
+
+    fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError> {
+        let memory: &dyn Any = buffer.arena().memory().as_any();
+        let host = memory.downcast_ref::<crate::device::HostMemory>();
+        let base = host.expect("allocated by the fake device").ptr().as_ptr();
+        Ok(base.wrapping_add(buffer.start()).cast())
+    }
+
+    /// An operation of which nobody has heard that it ended may still come: its memory stays for ever.
+    fn abandon(&self) {
+        std::mem::forget(std::mem::take(&mut *self.0.arenas.lock().unwrap()));
     }
 }

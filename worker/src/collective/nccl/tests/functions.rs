@@ -3,8 +3,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use super::fake::{BROKEN, Background, CURRENT, FakeComm, INVALID_ARGUMENT, WORLDS};
-use super::kernels::{Kind, Part, number};
+use super::fake::{BROKEN, Background, CURRENT, FakeComm, INVALID_ARGUMENT, Kind, Part, WORLDS, number};
 use crate::collective::nccl::sys::{
     Config, DataType, Functions, RawComm, RawStream, RedOp, Status, UNIQUE_ID_BYTES, UniqueId,
 };

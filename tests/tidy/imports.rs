@@ -1,0 +1,268 @@
+//! Imports between the files of a package form no circle: a reader can begin at the bottom.
+//!
+//! A file depends on the files that define what it imports; what `mod.rs` only passes on (`pub use`) counts as imported
+//! from the file that it comes from. Tests do not count.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use crate::lengths::without_tests;
+use crate::rust_text::{code_only, is_name_byte, is_word_at};
+use crate::tree;
+
+/// Files of `worker/src` in circles of imports, until there are none: this number only goes down.
+const FILES_IN_CIRCLES: usize = 80;
+
+type Path = Vec<String>;
+
+/// The files of a package by their module paths.
+struct Package {
+    files: BTreeMap<Path, String>,
+    /// By module path: names that it passes on, and where they come from.
+    passed_on: BTreeMap<Path, BTreeMap<String, Path>>,
+}
+
+fn words(path: &str) -> Path {
+    path.split("::").map(str::to_owned).collect()
+}
+
+/// The module path of a file below the package's `src/`.
+fn module(below: &str) -> Path {
+    let stem = below.trim_end_matches(".rs");
+    let stem = stem.trim_end_matches("/mod");
+    match stem {
+        "lib" | "mod" => Vec::new(),
+        other => other.split('/').map(str::to_owned).collect(),
+    }
+}
+
+fn is_test(below: &str) -> bool {
+    let is_test = |part: &str| part == "tests" || part == "tests.rs" || part.ends_with("_tests.rs");
+    below.split('/').any(is_test)
+}
+
+/// The paths of a tree of `use`: `a::{b, c::d as e}` names `a::b` and `a::c::d`, the latter as `e`.
+fn leaves(tree: &str) -> Vec<(Path, String)> {
+    let tree = tree.trim();
+    if let Some(open) = tree.find('{') {
+        let prefix = tree[..open].trim_end_matches("::");
+        let inner = &tree[open + 1..tree.rfind('}').unwrap_or(tree.len())];
+        let (mut parts, mut depth, mut from) = (Vec::new(), 0_usize, 0);
+        for (at, byte) in inner.bytes().enumerate() {
+            match byte {
+                b'{' => depth += 1,
+                b'}' => depth -= 1,
+                b',' if depth == 0 => {
+                    parts.push(&inner[from..at]);
+                    from = at + 1;
+                }
+                _ => {}
+            }
+        }
+        parts.push(&inner[from..]);
+        let joined = parts
+            .iter()
+            .map(|part| part.trim())
+            .filter(|part| !part.is_empty());
+        let whole = |part: &str| match prefix {
+            "" => part.to_owned(),
+            prefix => format!("{prefix}::{part}"),
+        };
+        return joined.flat_map(|part| leaves(&whole(part))).collect();
+    }
+    let (path, name) = match tree.split_once(" as ") {
+        Some((path, name)) => (path.trim(), Some(name.trim().to_owned())),
+        None => (tree, None),
+    };
+    let path: Path = words(path.trim_end_matches("::self"));
+    let name = name.unwrap_or_else(|| path.last().cloned().unwrap_or_default());
+    vec![(path, name)]
+}
+
+/// What a file's `use` declarations name: path, name here, and whether it passes it on.
+fn uses(code: &str) -> Vec<(Path, String, bool)> {
+    let mut found = Vec::new();
+    for (at, _) in code
+        .match_indices("use ")
+        .filter(|(at, _)| is_word_at(code, *at, "use"))
+    {
+        let line = code[..at].rfind('\n').map_or(0, |end| end + 1);
+        let before = code[line..at].trim();
+        let end = code[at..].find(';').map_or(code.len(), |end| at + end);
+        let is_passed_on = before.starts_with("pub");
+        if !before.is_empty() && !is_passed_on {
+            continue;
+        }
+        let named = leaves(&code[at + 4..end]);
+        found.extend(named.into_iter().map(|(path, name)| (path, name, is_passed_on)));
+    }
+    found
+}
+
+/// Paths that begin with `crate::` or `super::` outside of `use` declarations.
+fn inline_paths(code: &str) -> Vec<Path> {
+    let mut found = Vec::new();
+    for start in ["crate::", "super::"] {
+        for (at, _) in code.match_indices(start) {
+            let is_inner =
+                at > 0 && (code.as_bytes()[at - 1] == b':' || is_name_byte(code.as_bytes()[at - 1]));
+            let end = code[at..]
+                .bytes()
+                .position(|byte| !is_name_byte(byte) && byte != b':')
+                .map_or(code.len(), |len| at + len);
+            if !is_inner {
+                found.push(words(code[at..end].trim_end_matches(':')));
+            }
+        }
+    }
+    found
+}
+
+impl Package {
+    fn of(root: &str) -> Self {
+        let sources = tree::rust_files();
+        let files: BTreeMap<Path, String> = sources
+            .iter()
+            .filter_map(|file| Some((file.path.strip_prefix(root)?, &file.text)))
+            .filter(|(below, _)| !is_test(below))
+            .map(|(below, text)| (module(below), without_tests(&code_only(text))))
+            .collect();
+        let mut package = Self {
+            files,
+            passed_on: BTreeMap::new(),
+        };
+        let mut all = BTreeMap::new();
+        for (path, code) in &package.files {
+            let passed_on = uses(code).into_iter().filter(|(.., is_passed_on)| *is_passed_on);
+            let absolute = |used: &Path| package.absolute(path, used);
+            let names = passed_on.filter_map(|(used, name, _)| Some((name, absolute(&used)?)));
+            all.insert(path.clone(), names.collect());
+        }
+        package.passed_on = all;
+        package
+    }
+
+    /// The path from the package's root; none if it is not of this package.
+    fn absolute(&self, from: &Path, used: &Path) -> Option<Path> {
+        let mut base = match used.first()?.as_str() {
+            "crate" => Vec::new(),
+            "self" | "super" => from.clone(),
+            first => {
+                let child: Path = from.iter().cloned().chain([first.to_owned()]).collect();
+                return self
+                    .files
+                    .contains_key(&child)
+                    .then(|| [from.clone(), used.clone()].concat());
+            }
+        };
+        let mut rest = used.as_slice();
+        if matches!(rest[0].as_str(), "crate" | "self") {
+            rest = &rest[1..];
+        }
+        while rest.first().is_some_and(|word| word == "super") {
+            base.pop();
+            rest = &rest[1..];
+        }
+        base.extend_from_slice(rest);
+        Some(base)
+    }
+
+    /// The file that defines what an absolute path names.
+    fn defined_in(&self, path: &Path) -> Option<Path> {
+        let len = (0..=path.len())
+            .rev()
+            .find(|len| self.files.contains_key(&path[..*len]))?;
+        let (module, rest) = path.split_at(len);
+        let from = self
+            .passed_on
+            .get(module)
+            .and_then(|names| names.get(rest.first()?));
+        match from {
+            Some(from) if from != path => self.defined_in(from),
+            _ => Some(module.to_vec()),
+        }
+    }
+
+    /// By file: the files that it imports from.
+    fn imports(&self) -> BTreeMap<Path, BTreeSet<Path>> {
+        let of_file = |(path, code): (&Path, &String)| {
+            let declared = uses(code)
+                .into_iter()
+                .filter(|(.., is_passed_on)| !is_passed_on)
+                .map(|(used, ..)| used);
+            let used = declared.chain(inline_paths(code));
+            let targets = used.filter_map(|used| self.defined_in(&self.absolute(path, &used)?));
+            (path.clone(), targets.filter(|target| target != path).collect())
+        };
+        self.files.iter().map(of_file).collect()
+    }
+}
+
+/// Files that can be reached from themselves, with the files of the same circle.
+fn circles(imports: &BTreeMap<Path, BTreeSet<Path>>) -> BTreeSet<BTreeSet<Path>> {
+    let reached = |from: &Path| {
+        let (mut seen, mut open) = (BTreeSet::new(), vec![from]);
+        while let Some(next) = open.pop() {
+            for target in imports.get(next).into_iter().flatten() {
+                if seen.insert(target.clone()) {
+                    open.push(target);
+                }
+            }
+        }
+        seen
+    };
+    let all: BTreeMap<&Path, BTreeSet<Path>> = imports.keys().map(|path| (path, reached(path))).collect();
+    let in_circles = all.iter().filter(|(path, reached)| reached.contains(**path));
+    in_circles
+        .map(|(path, reached)| {
+            let back = |other: &&Path| all.get(other).is_some_and(|reached| reached.contains(*path));
+            reached.iter().filter(back).cloned().collect()
+        })
+        .collect()
+}
+
+#[test]
+fn imports_form_no_circles() {
+    let circles = circles(&Package::of("worker/src/").imports());
+    let files: usize = circles.iter().map(BTreeSet::len).sum();
+    let lines: Vec<String> = circles
+        .iter()
+        .map(|circle| {
+            circle
+                .iter()
+                .map(|path| path.join("::"))
+                .collect::<Vec<_>>()
+                .join(", ")
+        })
+        .collect();
+    assert!(
+        files <= FILES_IN_CIRCLES,
+        "{files} files in circles of imports, at most {FILES_IN_CIRCLES}:\n{}",
+        lines.join("\n\n")
+    );
+}
+
+#[test]
+fn a_circle_is_found() {
+    let path = |name: &str| vec![name.to_owned()];
+    let imports = [("a", &["b"][..]), ("b", &["c"]), ("c", &["b", "d"]), ("d", &[])];
+    let imports = imports.map(|(from, to)| (path(from), to.iter().map(|name| path(name)).collect()));
+    let found = circles(&imports.into_iter().collect());
+    assert_eq!(found, BTreeSet::from([BTreeSet::from([path("b"), path("c")])]));
+}
+
+#[test]
+fn uses_are_understood() {
+    let named: Vec<String> = uses("use a::{b, c::{d as e, self}};\npub use super::f;\n")
+        .into_iter()
+        .map(|(path, name, is_passed_on)| format!("{} {name} {is_passed_on}", path.join("::")))
+        .collect();
+    assert_eq!(
+        named,
+        [
+            "a::b b false",
+            "a::c::d e false",
+            "a::c c false",
+            "super::f f true"
+        ]
+    );
+}

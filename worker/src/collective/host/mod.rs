@@ -1,0 +1,26 @@
+//! The transport of buffers in host memory. From the bottom, each file knowing those before it:
+//!
+//! | file | what it holds |
+//! |---|---|
+//! | `topology` | [`RankInfo`]; the ranks of a group, their nodes, and the order of sums |
+//! | `header` | an operation as 64 bytes, which the ranks compare |
+//! | `sockets` | connections between ranks, their handshake, and passing of descriptors |
+//! | `shared_memory` | control segments of a node: barriers, slots, stages, messages; shared arenas |
+//! | `tcp` | what one rank exchanges with one rank of another node |
+//! | `round` | one round of sums, copies and exchanges |
+//! | `plan` | what each rank does in a round, for each operation: here a collective algorithm is added |
+//! | `transport` | the transport: brief, in place, staged; shared arenas; subgroups |
+//! | `bootstrap` | [`connect`]: finds the other ranks of the world |
+
+mod bootstrap;
+mod header;
+mod plan;
+mod round;
+mod shared_memory;
+mod sockets;
+mod tcp;
+mod topology;
+mod transport;
+
+pub use bootstrap::connect;
+pub use topology::RankInfo;

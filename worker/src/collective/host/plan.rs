@@ -1,0 +1,407 @@
+//! Which bytes of which rank each operation moves.
+//!
+//! Between nodes every byte that all ranks of a node contribute or receive crosses once: for each rank of another node,
+//! one of this node is the relay ([`Topology::relay`]). It adds up the contributions of its node to that rank's sum, and
+//! copies its result to all of them. With as many ranks on each node, each exchanges data with one rank of every other
+//! node. A brief operation, in which this saves nothing, is exchanged by every rank with every other one.
+
+use std::ops::Range;
+
+use super::header::OperationHeader;
+use super::round::{LocalSum, Round, SumSource};
+use super::shared_memory::SLOT_BYTES;
+use super::tcp::{Contribution, MemoryRange, NodeSum, Transfer};
+use super::topology::Topology;
+use crate::collective::operation::{Descriptor, Operation, Traffic, slice};
+use crate::collective::reduction::{NodeInput, Reduction};
+
+/// True if the elements are written beside the header, so that the ranks synchronise once.
+///
+/// Each rank of an all-reduce then reads everything of all others: (N−1)·S bytes and not 2(N−1)/N·S. With more
+/// than two ranks only traffic that is neither gradients nor parameters does so.
+pub(super) fn is_brief(descriptor: &Descriptor, size: usize) -> bool {
+    let is_frugal =
+        descriptor.operation != Operation::AllReduce || size == 2 || descriptor.traffic == Traffic::Other;
+    is_frugal && descriptor.bytes() <= SLOT_BYTES
+}
+
+/// The elements that a rank contributes, so that others can read them.
+pub(super) fn given(descriptor: &Descriptor, topology: &Topology) -> Range<usize> {
+    match descriptor.operation {
+        Operation::AllReduce | Operation::ReduceScatter => 0..descriptor.len,
+        Operation::AllGather => slice(descriptor.len, topology.size(), topology.rank()),
+        Operation::Broadcast { root } if root == topology.rank() => 0..descriptor.len,
+        _ => 0..0,
+    }
+}
+
+/// A checked operation, and where its elements are in memory.
+pub(super) struct RoundPlan<'a> {
+    pub(super) descriptor: Descriptor,
+    pub(super) topology: &'a Topology,
+    /// What each rank of this node contributes.
+    pub(super) views: Vec<*mut u8>,
+    /// Where this rank's own result is written. In place, the same as what it contributes.
+    pub(super) own: *mut u8,
+    /// Others do not write into this rank's memory.
+    pub(super) brief: bool,
+}
+
+impl RoundPlan<'_> {
+    /// What this rank does.
+    pub(super) fn round(&self, header: OperationHeader) -> Round {
+        let mut round = Round::new(header);
+        match self.descriptor.operation {
+            Operation::AllReduce => self.all_reduce(&mut round),
+            Operation::ReduceScatter => self.reduce_scatter(&mut round),
+            Operation::AllGather => self.all_gather(&mut round),
+            Operation::Broadcast { root } => self.broadcast(root, &mut round),
+            Operation::Barrier | Operation::Send { .. } | Operation::Recv { .. } => {
+                round.transfers = self.with_all(Transfer::header_only);
+            }
+        }
+        round
+    }
+
+    /// Brief: each rank sums everything for itself. Else rank r sums slice r and writes the result to all.
+    fn all_reduce(&self, round: &mut Round) {
+        if self.brief {
+            let whole = 0..self.descriptor.len;
+            round.sum = Some(self.sum_over_ranks(&whole, self.own));
+            round.transfers = self.with_all(|rank| self.summed_by_each(rank, &whole, &whole));
+            return;
+        }
+        let own = self.own_slice();
+        let targets = self.views.iter().map(|view| self.range(*view, &own).start);
+        round.sum = Some(self.sum_over_nodes(&own, targets.collect()));
+        round.transfers =
+            self.with_relays(|rank, transfer| self.result_of(rank, self.summed_by(rank, transfer)));
+    }
+
+    /// Rank r sums slice r and keeps it.
+    fn reduce_scatter(&self, round: &mut Round) {
+        let own = self.own_slice();
+        let target = self.range(self.own, &own).start;
+        if self.brief {
+            round.sum = Some(self.sum_over_ranks(&own, target));
+            round.transfers = self.with_all(|rank| self.summed_by_each(rank, &self.slice(rank), &own));
+        } else {
+            round.sum = Some(self.sum_over_nodes(&own, vec![target]));
+            round.transfers = self.with_relays(|rank, transfer| self.summed_by(rank, transfer));
+        }
+    }
+
+    /// Each rank reads the slices of all others.
+    fn all_gather(&self, round: &mut Round) {
+        for (view, rank) in self.other_views() {
+            let theirs = self.slice(rank);
+            let from = self.range(view, &theirs).start;
+            round.copies.push((from, self.range(self.own, &theirs)));
+        }
+        round.transfers = if self.brief {
+            self.with_all(|rank| Transfer {
+                result_out: self.range(self.own_view(), &self.own_slice()),
+                result_in: self.range(self.own, &self.slice(rank)),
+                ..Transfer::header_only(rank)
+            })
+        } else {
+            self.with_relays(|rank, transfer| self.result_of(rank, transfer))
+        };
+    }
+
+    /// Each rank reads the root's elements.
+    fn broadcast(&self, root: usize, round: &mut Round) {
+        let (topology, whole) = (self.topology, 0..self.descriptor.len);
+        let own = self.range(self.own, &whole);
+        let receives = |rank| self.brief || topology.relay(topology.node_of(rank), root) == rank;
+        round.transfers = self.with_all(|rank| {
+            let mut transfer = Transfer::header_only(rank);
+            if root == topology.rank() && receives(rank) {
+                transfer.result_out = self.range(self.own_view(), &whole);
+            } else if root == rank && receives(topology.rank()) {
+                transfer.result_in = own;
+                if !self.brief {
+                    transfer.result_copies = self.at_others(&whole);
+                }
+            }
+            transfer
+        });
+        match topology.local_index(root) {
+            Some(index) if root != topology.rank() => round.copies.push((self.views[index], own)),
+            _ => {}
+        }
+    }
+
+    /// An exchange with each rank of another node.
+    fn with_all(&self, transfer: impl FnMut(usize) -> Transfer) -> Vec<Transfer> {
+        self.topology.remote().map(transfer).collect()
+    }
+
+    /// An exchange with each rank of another node where one of the two is the relay of its node for the other.
+    fn with_relays(&self, transfer: impl Fn(usize, Transfer) -> Transfer) -> Vec<Transfer> {
+        let related = |&rank: &usize| self.is_relay_for(rank) || self.has_relay(rank);
+        let ranks = self.topology.remote().filter(related);
+        ranks
+            .map(|rank| transfer(rank, Transfer::header_only(rank)))
+            .collect()
+    }
+
+    /// True if this rank is the relay of its node for that one.
+    fn is_relay_for(&self, rank: usize) -> bool {
+        self.topology.relay(self.topology.own_node(), rank) == self.topology.rank()
+    }
+
+    /// True if that rank is the relay of its node for this one.
+    fn has_relay(&self, rank: usize) -> bool {
+        self.topology
+            .relay(self.topology.node_of(rank), self.topology.rank())
+            == rank
+    }
+
+    /// The peer sums the elements `given`, and this rank the elements `taken`, each from every rank.
+    fn summed_by_each(&self, rank: usize, given: &Range<usize>, taken: &Range<usize>) -> Transfer {
+        Transfer {
+            contribution: Contribution::InMemory(self.range(self.own_view(), given)),
+            taken: taken.len() * self.element_bytes(),
+            taken_element: self.element_bytes(),
+            ..Transfer::header_only(rank)
+        }
+    }
+
+    /// The peer makes the sum of its slice, and this rank that of its own.
+    fn summed_by(&self, rank: usize, mut transfer: Transfer) -> Transfer {
+        if self.is_relay_for(rank) {
+            transfer.contribution = self.contribution(&self.slice(rank));
+        }
+        if self.has_relay(rank) {
+            transfer.taken_element = match &self.topology.nodes()[self.topology.node_of(rank)][..] {
+                [_] => self.element_bytes(),
+                _ => self.reduction().partial_bytes(),
+            };
+            transfer.taken = self.own_slice().len() * transfer.taken_element;
+        }
+        transfer
+    }
+
+    /// The peer has the result of its slice, and this rank that of its own.
+    fn result_of(&self, rank: usize, mut transfer: Transfer) -> Transfer {
+        if self.has_relay(rank) {
+            transfer.result_out = self.range(self.own_view(), &self.own_slice());
+        }
+        if self.is_relay_for(rank) {
+            let theirs = self.slice(rank);
+            transfer.result_in = self.range(self.own, &theirs);
+            transfer.result_copies = self.at_others(&theirs);
+        }
+        transfer
+    }
+
+    /// What the ranks of this node contribute to a sum that is made on another one.
+    fn contribution(&self, range: &Range<usize>) -> Contribution {
+        if let [only] = self.views[..] {
+            return Contribution::InMemory(self.range(only, range));
+        }
+        let ranks = self.views.iter();
+        let ranks = ranks.map(|view| self.range(*view, range).start.cast_const());
+        Contribution::Summed(NodeSum::new(self.reduction(), ranks.collect(), range.len()))
+    }
+
+    /// The same elements of the other ranks of this node.
+    fn at_others(&self, range: &Range<usize>) -> Vec<*mut u8> {
+        let others = self.other_views();
+        others.map(|(view, _)| self.range(view, range).start).collect()
+    }
+
+    /// What the other ranks of this node contribute, with their ranks.
+    fn other_views(&self) -> impl Iterator<Item = (*mut u8, usize)> {
+        let views = self.views.iter().zip(self.topology.local_ranks());
+        let views = views.map(|(&view, &rank)| (view, rank));
+        views.filter(|&(_, rank)| rank != self.topology.rank())
+    }
+
+    /// The sum over all ranks.
+    fn sum_over_ranks(&self, range: &Range<usize>, target: *mut u8) -> LocalSum {
+        let nodes = self.topology.nodes().iter();
+        LocalSum {
+            reduction: self.reduction(),
+            sources: nodes.map(|node| self.ranks_of(node, range)).collect(),
+            targets: vec![target],
+            elements: range.len(),
+            foreign: (self.topology.size() - 1) * self.element_bytes(),
+        }
+    }
+
+    /// The sum over all nodes: of another node by its relay.
+    fn sum_over_nodes(&self, range: &Range<usize>, targets: Vec<*mut u8>) -> LocalSum {
+        let (topology, reduction) = (self.topology, self.reduction());
+        let others_here = topology.local_ranks().len() - 1;
+        let mut foreign = (others_here + targets.len() - 1) * self.element_bytes();
+        let mut sources = Vec::with_capacity(topology.nodes().len());
+        for (index, node) in topology.nodes().iter().enumerate() {
+            let relay = SumSource::Remote(topology.relay(index, topology.rank()));
+            sources.push(if index == topology.own_node() {
+                self.ranks_of(node, range)
+            } else if node.len() == 1 {
+                foreign += self.element_bytes();
+                NodeInput::Ranks(vec![relay])
+            } else {
+                foreign += reduction.partial_bytes();
+                NodeInput::Partial(relay)
+            });
+        }
+        LocalSum {
+            reduction,
+            sources,
+            targets,
+            elements: range.len(),
+            foreign,
+        }
+    }
+
+    fn ranks_of(&self, node: &[usize], range: &Range<usize>) -> NodeInput<SumSource> {
+        let source = |&rank: &usize| match self.topology.local_index(rank) {
+            Some(index) => SumSource::Memory(self.range(self.views[index], range).start),
+            None => SumSource::Remote(rank),
+        };
+        NodeInput::Ranks(node.iter().map(source).collect())
+    }
+
+    fn reduction(&self) -> Reduction {
+        Reduction::new(self.descriptor.dtype, self.descriptor.reduce)
+    }
+
+    fn element_bytes(&self) -> usize {
+        self.descriptor.dtype.bytes()
+    }
+
+    /// What this rank contributes.
+    fn own_view(&self) -> *mut u8 {
+        self.views[self.topology.own_index()]
+    }
+
+    fn own_slice(&self) -> Range<usize> {
+        self.slice(self.topology.rank())
+    }
+
+    fn slice(&self, rank: usize) -> Range<usize> {
+        slice(self.descriptor.len, self.topology.size(), rank)
+    }
+
+    fn range(&self, view: *mut u8, range: &Range<usize>) -> MemoryRange {
+        MemoryRange {
+            start: view.wrapping_add(range.start * self.element_bytes()),
+            len: range.len() * self.element_bytes(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::topology::Member;
+    use super::*;
+    use crate::collective::operation::{ReduceOp, Request};
+    use crate::device::DType;
+
+    /// Topology of one rank of a world with so many ranks on each node.
+    fn topology(nodes: &[usize], me: usize) -> Topology {
+        let member = |(node, &ranks): (usize, &usize)| (0..ranks).map(move |local| (node, local));
+        let members = nodes.iter().enumerate().flat_map(member).enumerate();
+        let members = members.map(|(global, (node, local))| Member { global, node, local });
+        Topology::new(members.collect(), me)
+    }
+
+    fn transfers(nodes: &[usize], me: usize, operation: Operation, dtype: DType) -> Vec<Transfer> {
+        let topology = topology(nodes, me);
+        let descriptor = Descriptor {
+            operation,
+            reduce: ReduceOp::Sum { scale: 1.0 },
+            dtype,
+            len: 840,
+            traffic: Traffic::Grads,
+        };
+        let views = vec![std::ptr::null_mut(); topology.local_ranks().len()];
+        let header = OperationHeader::of(
+            &Request {
+                operation,
+                reduce: descriptor.reduce,
+                buffer: buffer(dtype),
+                traffic: descriptor.traffic,
+                tag: "test".into(),
+            },
+            me,
+            0,
+            None,
+        );
+        let plan = RoundPlan {
+            descriptor,
+            topology: &topology,
+            views,
+            own: std::ptr::null_mut(),
+            brief: false,
+        };
+        plan.round(header).transfers
+    }
+
+    fn buffer(dtype: DType) -> crate::device::Buffer {
+        use crate::device::{ArenaSpec, CpuDevice, Device as _};
+        let spec = ArenaSpec::private("test", dtype, 840);
+        CpuDevice::new(1).unwrap().alloc(&spec).unwrap().whole()
+    }
+
+    /// For every slice each other node sends one sum and receives one result, however many ranks it has.
+    #[test]
+    fn bytes_cross_between_two_nodes_once() {
+        let bytes = 840 * 4;
+        for nodes in [&[4, 4][..], &[2, 2, 2], &[3, 3, 2], &[5, 1], &[1, 1, 1]] {
+            let (ranks, others) = (nodes.iter().sum::<usize>(), nodes.len() - 1);
+            for (operation, given, got) in [
+                (Operation::AllReduce, others * bytes, others * bytes),
+                (Operation::ReduceScatter, others * bytes, 0),
+                (Operation::AllGather, 0, others * bytes),
+                (Operation::Broadcast { root: 1 }, 0, others * bytes),
+            ] {
+                let (mut contributions, mut taken, mut results_out, mut results_in) = (0, 0, 0, 0);
+                for me in 0..ranks {
+                    let transfers = transfers(nodes, me, operation, DType::F32);
+                    contributions += transfers.iter().map(|s| s.contribution.bytes()).sum::<usize>();
+                    taken += transfers.iter().map(|s| s.taken).sum::<usize>();
+                    results_out += transfers.iter().map(|s| s.result_out.len).sum::<usize>();
+                    results_in += transfers.iter().map(|s| s.result_in.len).sum::<usize>();
+                }
+                let what = format!("{operation} on {nodes:?}");
+                assert_eq!((contributions, taken), (given, given), "{what}");
+                assert_eq!((results_out, results_in), (got, got), "{what}");
+            }
+        }
+    }
+
+    /// What one of a pair sends is what the other expects, and with equal nodes each exchanges data with one rank of every node.
+    #[test]
+    fn pairs_agree() {
+        for (nodes, dtype) in [
+            (&[4, 4][..], DType::Bf16),
+            (&[3, 1, 2], DType::Bf16),
+            (&[2, 2, 2], DType::F32),
+        ] {
+            let ranks = nodes.iter().sum::<usize>();
+            let all: Vec<_> = (0..ranks)
+                .map(|me| transfers(nodes, me, Operation::AllReduce, dtype))
+                .collect();
+            for (me, transfers) in all.iter().enumerate() {
+                if nodes.iter().all(|&ranks| ranks == nodes[0]) {
+                    assert_eq!(transfers.len(), nodes.len() - 1);
+                }
+                for transfer in transfers {
+                    let other = all[transfer.rank].iter().find(|other| other.rank == me).unwrap();
+                    assert_eq!(
+                        transfer.contribution.bytes(),
+                        other.taken,
+                        "{nodes:?}: {me} to {}",
+                        transfer.rank
+                    );
+                    assert_eq!(transfer.result_out.len, other.result_in.len);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,551 @@
+//! Memory that the ranks of one node share.
+//!
+//! [`ControlSegments`]: one small segment a rank, mapped by all of them, through which they synchronise.
+//!
+//! | part | written by | content |
+//! |---|---|---|
+//! | progress | owner | number of barriers that it has reached |
+//! | barrier (first rank's only) | all | arrivals, and the barriers that are complete |
+//! | pairs | owner, one for each other rank | counters and header of messages to and from that rank |
+//! | two slots | owner, alternating | header of its operation, and its elements where they are few |
+//! | three stages | all, by the protocol of the operation | pieces of buffers that other ranks do not map |
+//!
+//! A slot is written again two operations later. By then every rank has read it: a rank that starts operation
+//! `k + 2` has passed the barrier of `k + 1` with all others, which therefore had completed `k`.
+//!
+//! [`SharedArena`]: the memory of an arena on which operations need no copies.
+#![allow(unsafe_code, reason = "words and bytes in mapped segments")]
+
+use std::any::Any;
+use std::os::fd::AsFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use super::header::{HEADER_BYTES, OperationHeader};
+use super::sockets::FdChannel;
+use crate::collective::error::Failure;
+use crate::collective::wait::Wait;
+use crate::device::{Buffer, DeviceError, HostMemory, Memory};
+
+/// Most bytes of an operation whose elements are written beside its header.
+pub(super) const SLOT_BYTES: usize = 32 << 10;
+/// Size of a stage.
+pub(super) const STAGE_BYTES: usize = 512 << 10;
+/// Number of stages: one is filled, one is worked on, one is emptied.
+const STAGES: usize = 3;
+
+/// How long a wait spins before it sleeps. About the cost of a sleep and a wake.
+const SPIN: Duration = Duration::from_micros(50);
+/// For so long it does not yield its core.
+const SPIN_WITHOUT_YIELD: Duration = Duration::from_micros(5);
+const SPINS_BETWEEN_CLOCK_READS: usize = 32;
+
+const LINE: usize = 64;
+const PAGE: usize = 4096;
+const PROGRESS: usize = 0;
+const ARRIVALS: usize = LINE;
+const BARRIER: usize = 2 * LINE;
+const PAIRS: usize = 4 * LINE;
+const PAIR_BYTES: usize = 4 * LINE;
+const PAIR_HEADER: usize = 3 * LINE;
+const SLOT_STRIDE: usize = LINE + SLOT_BYTES;
+
+/// Number of the packet that carries the descriptor of a control segment.
+const SEGMENT_LABEL: u64 = 0;
+
+/// The control segments of this node. Ranks are those within the node.
+pub(super) struct ControlSegments {
+    /// Global ranks.
+    globals: Vec<usize>,
+    /// None for this rank.
+    channels: Vec<Option<FdChannel>>,
+    segments: Vec<HostMemory>,
+    me: usize,
+    barriers: u32,
+    turn: usize,
+    spin: bool,
+    pairs: Vec<PairState>,
+}
+
+/// What this rank counts about its messages with one other.
+#[derive(Clone, Copy, Default)]
+struct PairState {
+    /// Messages, in both directions.
+    messages: u32,
+    /// Pieces sent through stages.
+    sent: u64,
+    /// Pieces received from the other's stages.
+    received: u64,
+}
+
+/// Counters of a pair in shared memory.
+#[derive(Clone, Copy)]
+enum PairCounter {
+    /// Messages that the owner has announced.
+    Announced = 0,
+    /// Pieces that the owner has put into its stages.
+    Sent = 1,
+    /// Pieces that the owner has copied from the other's stages.
+    Received = 2,
+}
+
+impl ControlSegments {
+    /// Makes this rank's segment and maps those of the others, which all do the same. Ranks are given by global rank,
+    /// with a channel to each but this one.
+    pub(super) fn new(
+        ranks: Vec<(usize, Option<FdChannel>)>,
+        spin: bool,
+        wait: &Wait,
+    ) -> Result<Self, Failure> {
+        let (globals, channels): (Vec<usize>, Vec<Option<FdChannel>>) = ranks.into_iter().unzip();
+        let bytes = stage_offset(globals.len(), STAGES);
+        let mut own = Some(HostMemory::shared("control", bytes)?);
+        let fd = own.as_ref().and_then(HostMemory::fd);
+        for channel in channels.iter().flatten() {
+            let fd = fd.expect("shared memory has a descriptor");
+            channel.send(SEGMENT_LABEL, fd.as_fd(), wait)?;
+        }
+        let mut segments = Vec::with_capacity(globals.len());
+        for channel in &channels {
+            segments.push(match channel {
+                Some(channel) => HostMemory::map("control", channel.receive(SEGMENT_LABEL, wait)?, bytes)?,
+                None => own.take().expect("only this rank has no channel"),
+            });
+        }
+        Ok(Self {
+            me: channels
+                .iter()
+                .position(Option::is_none)
+                .expect("this rank has no channel"),
+            pairs: vec![PairState::default(); globals.len()],
+            globals,
+            channels,
+            segments,
+            barriers: 0,
+            turn: 0,
+            spin,
+        })
+    }
+
+    /// Number of ranks on this node.
+    pub(super) fn ranks(&self) -> usize {
+        self.globals.len()
+    }
+
+    /// The connections to the other ranks, with their ranks on this node.
+    pub(super) fn channels(&self) -> impl Iterator<Item = (usize, &FdChannel)> {
+        let channels = self.channels.iter().enumerate();
+        channels.filter_map(|(rank, channel)| Some((rank, channel.as_ref()?)))
+    }
+
+    /// Begins an operation: takes the next slot and writes this rank's header there.
+    pub(super) fn announce(&mut self, header: &OperationHeader) {
+        self.turn ^= 1;
+        // SAFETY: no rank reads the slot any more (see the module).
+        unsafe { self.write_header(slot_offset(self.ranks(), self.turn), header) };
+    }
+
+    /// The header of a rank that has reached the first barrier of this operation.
+    pub(super) fn header(&self, rank: usize) -> OperationHeader {
+        // SAFETY: its owner wrote it before the barrier and does not touch it now.
+        unsafe { self.read_header(rank, slot_offset(self.ranks(), self.turn)) }
+    }
+
+    /// The elements beside the header of this operation.
+    pub(super) fn slot(&self, rank: usize) -> *mut u8 {
+        self.at(rank, slot_offset(self.ranks(), self.turn) + LINE)
+    }
+
+    /// The same of this rank.
+    pub(super) fn own_slot(&self) -> *mut u8 {
+        self.slot(self.me)
+    }
+
+    /// A stage of a rank.
+    pub(super) fn stage(&self, rank: usize, index: usize) -> *mut u8 {
+        self.at(rank, stage_offset(self.ranks(), index % STAGES))
+    }
+
+    /// Waits until all ranks of this node have reached the same barrier. What they wrote before is visible then.
+    pub(super) fn barrier(&mut self, wait: &Wait) -> Result<(), Failure> {
+        let ranks = self.ranks();
+        if ranks == 1 {
+            return Ok(());
+        }
+        self.barriers = self.barriers.wrapping_add(1);
+        let target = self.barriers;
+        let arrivals = self.word(0, ARRIVALS).fetch_add(1, Ordering::AcqRel);
+        self.word(self.me, PROGRESS).store(target, Ordering::Release);
+        let complete = self.counter(0, BARRIER);
+        if arrivals.wrapping_add(1) == target.wrapping_mul(ranks as u32) {
+            complete.raise(target);
+            return Ok(());
+        }
+        self.await_counter(complete, target, wait, |rank| self.has_reached(rank, 0))
+    }
+
+    /// True if a rank has reached the last barrier of this rank, or one that is `later` than that.
+    fn has_reached(&self, rank: usize, later: u32) -> bool {
+        let progress = self.word(rank, PROGRESS).load(Ordering::Acquire);
+        reached(progress, self.barriers.wrapping_add(later))
+    }
+
+    /// An error if the process of another rank has ended without reaching a barrier: the last one of this rank, or one
+    /// that is `later`.
+    pub(super) fn check_alive(&self, later: u32) -> Result<(), Failure> {
+        self.check_channels(|rank| !self.has_reached(rank, later))
+    }
+
+    fn check_channels(&self, needed: impl Fn(usize) -> bool) -> Result<(), Failure> {
+        for (rank, channel) in self.channels() {
+            // The channel first: what the rank wrote before its process ended counts.
+            if needed(rank) && channel.is_closed() && needed(rank) {
+                return Err(Failure::PeerLost {
+                    rank: channel.peer(),
+                    how: "its process left or died".to_owned(),
+                });
+            }
+        }
+        Ok(())
+    }
+
+    /// Announces a message to or from another rank, waits for that rank, and compares headers.
+    pub(super) fn announce_message(
+        &mut self,
+        other: usize,
+        header: &OperationHeader,
+        wait: &Wait,
+    ) -> Result<(), Failure> {
+        let pair = &mut self.pairs[other];
+        pair.messages = pair.messages.wrapping_add(1);
+        let count = pair.messages;
+        // SAFETY: the other has read the header of the message before, which is done.
+        unsafe { self.write_header(PAIRS + other * PAIR_BYTES + PAIR_HEADER, header) };
+        self.own_pair(other, PairCounter::Announced).raise(count);
+        self.await_pair(other, PairCounter::Announced, count, wait)?;
+        // SAFETY: the other wrote it before it announced, and not since.
+        let theirs = unsafe { self.read_header(other, PAIRS + self.me * PAIR_BYTES + PAIR_HEADER) };
+        header.agree(&theirs, self.globals[other])
+    }
+
+    /// Sends an announced message through this rank's stages.
+    ///
+    /// # Safety
+    /// The memory must be that of a held buffer.
+    pub(super) unsafe fn send(
+        &mut self,
+        other: usize,
+        start: *const u8,
+        len: usize,
+        wait: &Wait,
+    ) -> Result<(), Failure> {
+        for (at, len) in pieces(len) {
+            let sent = self.pairs[other].sent;
+            // The stage is empty once the piece that is `STAGES` back was received.
+            let before = (sent as u32).wrapping_sub(STAGES as u32 - 1);
+            self.await_pair(other, PairCounter::Received, before, wait)?;
+            let stage = self.stage(self.me, sent as usize);
+            // SAFETY: the piece is within the caller's memory, the stage is empty and ours.
+            unsafe { std::ptr::copy_nonoverlapping(start.wrapping_add(at), stage, len) };
+            self.pairs[other].sent = sent + 1;
+            self.own_pair(other, PairCounter::Sent).raise((sent + 1) as u32);
+        }
+        // The next operation uses the stages too, and the header must stay until it is read.
+        self.await_pair(other, PairCounter::Received, self.pairs[other].sent as u32, wait)
+    }
+
+    /// Receives an announced message.
+    ///
+    /// # Safety
+    /// The memory must be that of a held buffer.
+    pub(super) unsafe fn receive(
+        &mut self,
+        other: usize,
+        start: *mut u8,
+        len: usize,
+        wait: &Wait,
+    ) -> Result<(), Failure> {
+        for (at, len) in pieces(len) {
+            let received = self.pairs[other].received;
+            let after = (received + 1) as u32;
+            self.await_pair(other, PairCounter::Sent, after, wait)?;
+            let stage = self.stage(other, received as usize);
+            // SAFETY: the piece is within the caller's memory; the sender filled the stage and waits for this rank.
+            unsafe { std::ptr::copy_nonoverlapping(stage, start.wrapping_add(at), len) };
+            self.pairs[other].received = received + 1;
+            self.own_pair(other, PairCounter::Received).raise(after);
+        }
+        Ok(())
+    }
+
+    fn own_pair(&self, other: usize, counter: PairCounter) -> SharedCounter<'_> {
+        self.counter(self.me, PAIRS + other * PAIR_BYTES + counter as usize * LINE)
+    }
+
+    /// Waits for a counter that another rank keeps about its messages with this one.
+    fn await_pair(
+        &self,
+        owner: usize,
+        counter: PairCounter,
+        target: u32,
+        wait: &Wait,
+    ) -> Result<(), Failure> {
+        let counter = self.counter(owner, PAIRS + self.me * PAIR_BYTES + counter as usize * LINE);
+        self.await_counter(counter, target, wait, |rank| {
+            rank != owner || counter.reached(target)
+        })
+    }
+
+    fn await_counter(
+        &self,
+        counter: SharedCounter<'_>,
+        target: u32,
+        wait: &Wait,
+        arrived: impl Fn(usize) -> bool,
+    ) -> Result<(), Failure> {
+        if self.spin && spin(|| counter.reached(target)) {
+            return Ok(());
+        }
+        while !counter.reached(target) {
+            counter.sleep(target, wait.interval());
+            if counter.reached(target) {
+                break;
+            }
+            wait.check(|| {
+                let missing = (0..self.ranks()).filter(|&rank| !arrived(rank));
+                missing.map(|rank| self.globals[rank]).collect()
+            })?;
+            self.check_channels(|rank| !arrived(rank))?;
+        }
+        Ok(())
+    }
+
+    /// # Safety
+    /// No rank may read it now.
+    unsafe fn write_header(&self, offset: usize, header: &OperationHeader) {
+        let at = self.at(self.me, offset).cast::<[u8; HEADER_BYTES]>();
+        // SAFETY: ours, within the segment; for the rest the caller vouches.
+        unsafe { at.write(header.encode()) };
+    }
+
+    /// # Safety
+    /// Its owner must have written it, and not write it now.
+    unsafe fn read_header(&self, rank: usize, offset: usize) -> OperationHeader {
+        let at = self.at(rank, offset).cast::<[u8; HEADER_BYTES]>();
+        // SAFETY: within the segment; for the rest the caller vouches.
+        OperationHeader::decode(&unsafe { at.read() })
+    }
+
+    fn counter(&self, rank: usize, offset: usize) -> SharedCounter<'_> {
+        SharedCounter {
+            value: self.word(rank, offset),
+            sleepers: self.word(rank, offset + size_of::<u32>()),
+        }
+    }
+
+    fn word(&self, rank: usize, offset: usize) -> &AtomicU32 {
+        // SAFETY: aligned, within the mapping, which lives as long as `self`; all access to it is atomic.
+        unsafe { AtomicU32::from_ptr(self.at(rank, offset).cast()) }
+    }
+
+    fn at(&self, rank: usize, offset: usize) -> *mut u8 {
+        debug_assert!(offset < self.segments[rank].len());
+        self.segments[rank].ptr().as_ptr().wrapping_add(offset)
+    }
+}
+
+/// Polls for a short while; true once the condition holds. Soon yields the core between polls, in case the rank that is
+/// waited for needs it.
+fn spin(done: impl Fn() -> bool) -> bool {
+    let started = Instant::now();
+    loop {
+        for _ in 0..SPINS_BETWEEN_CLOCK_READS {
+            if done() {
+                return true;
+            }
+            std::hint::spin_loop();
+        }
+        match started.elapsed() {
+            spent if spent > SPIN => return false,
+            spent if spent > SPIN_WITHOUT_YIELD => std::thread::yield_now(),
+            _ => {}
+        }
+    }
+}
+
+/// Offsets and lengths of the pieces of a message. An empty one has one empty piece, which says that it was received.
+fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
+    let count = len.div_ceil(STAGE_BYTES).max(1);
+    (0..count).map(move |index| {
+        let at = index * STAGE_BYTES;
+        (at, STAGE_BYTES.min(len - at))
+    })
+}
+
+fn slot_offset(ranks: usize, index: usize) -> usize {
+    (PAIRS + ranks * PAIR_BYTES).next_multiple_of(PAGE) + index * SLOT_STRIDE
+}
+
+fn stage_offset(ranks: usize, index: usize) -> usize {
+    slot_offset(ranks, 2).next_multiple_of(PAGE) + index * STAGE_BYTES
+}
+
+/// A counter in shared memory with the number of ranks that sleep on it (futex). It wraps; waiters are never more than
+/// half its range behind.
+#[derive(Clone, Copy)]
+struct SharedCounter<'a> {
+    value: &'a AtomicU32,
+    /// A rank whose process ends in its sleep stays counted, which only costs a system call.
+    sleepers: &'a AtomicU32,
+}
+
+impl SharedCounter<'_> {
+    /// True once the counter has reached `target`. What was written before the raise is visible then.
+    fn reached(self, target: u32) -> bool {
+        reached(self.value.load(Ordering::Acquire), target)
+    }
+
+    /// Sets the counter and wakes the ranks that sleep.
+    fn raise(self, value: u32) {
+        // Sequentially consistent with `sleep`: either the sleeper sees the value or we see the sleeper.
+        self.value.store(value, Ordering::SeqCst);
+        if self.sleepers.load(Ordering::SeqCst) > 0 {
+            // SAFETY: the word outlives the call; the kernel uses its address only.
+            unsafe {
+                libc::syscall(libc::SYS_futex, self.value.as_ptr(), libc::FUTEX_WAKE, i32::MAX);
+            }
+        }
+    }
+
+    /// Sleeps until the counter may have reached `target`, at most for `bound`.
+    fn sleep(self, target: u32, bound: Duration) {
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        let seen = self.value.load(Ordering::SeqCst);
+        if !reached(seen, target) {
+            futex_wait(self.value, seen, bound);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// True if a wrapping counter at `value` has reached `target`.
+fn reached(value: u32, target: u32) -> bool {
+    value.wrapping_sub(target) as i32 >= 0
+}
+
+fn futex_wait(word: &AtomicU32, seen: u32, bound: Duration) {
+    let bound = libc::timespec {
+        tv_sec: bound.as_secs() as libc::time_t,
+        tv_nsec: libc::c_long::from(bound.subsec_nanos()),
+    };
+    // SAFETY: the word and the bound outlive the call; the kernel only reads them. After every result, a time-out
+    // included, the caller looks again.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT,
+            seen,
+            &raw const bound,
+        );
+    }
+}
+
+/// The memory of a shared arena: this rank's segment, and those of the other ranks of the node, all of which are unmapped
+/// with the arena.
+#[derive(Debug)]
+pub(super) struct SharedArena {
+    number: u64,
+    own: HostMemory,
+    /// By global rank.
+    others: Vec<(usize, HostMemory)>,
+}
+
+impl SharedArena {
+    /// Maps the segments of the other ranks, which all do the same. `number` is the same on all ranks, and not 0.
+    pub(super) fn exchange(
+        number: u64,
+        name: &str,
+        own: HostMemory,
+        control: &ControlSegments,
+        wait: &Wait,
+    ) -> Result<Self, Failure> {
+        for (_, channel) in control.channels() {
+            let fd = own.fd().expect("shared memory has a descriptor");
+            channel.send(number, fd.as_fd(), wait)?;
+        }
+        let mut others = Vec::with_capacity(control.ranks() - 1);
+        for (_, channel) in control.channels() {
+            let fd = channel.receive(number, wait)?;
+            // The other ranks may have succeeded: not a refusal, after which all ranks could go on.
+            let failed = |error: DeviceError| Failure::System {
+                what: format!("mapping the memory of rank {}", channel.peer()),
+                cause: error.to_string(),
+            };
+            let memory = HostMemory::map(name, fd, own.len()).map_err(failed)?;
+            others.push((channel.peer(), memory));
+        }
+        Ok(Self { number, own, others })
+    }
+
+    /// The shared arena of a buffer, if it is in one.
+    pub(super) fn of(buffer: &Buffer) -> Option<&Self> {
+        buffer.arena().memory().as_any().downcast_ref()
+    }
+
+    /// The same on all ranks.
+    pub(super) fn number(&self) -> u64 {
+        self.number
+    }
+
+    /// First of `bytes` bytes at `offset` in the segment of another rank, if they are mapped here.
+    pub(super) fn of_rank(&self, global: usize, offset: u64, bytes: usize) -> Option<*mut u8> {
+        let (_, memory) = self.others.iter().find(|(rank, _)| *rank == global)?;
+        let offset = usize::try_from(offset).ok()?;
+        let fits = offset.checked_add(bytes)? <= memory.len();
+        fits.then(|| memory.ptr().as_ptr().wrapping_add(offset))
+    }
+}
+
+// SAFETY: it is that of `own`, which keeps the promise and lives as long as `self`. Other processes map it too, and write
+// it only while an operation of this rank holds the range (`Held`).
+unsafe impl Memory for SharedArena {
+    fn bytes(&self) -> usize {
+        self.own.len()
+    }
+
+    fn host_ptr(&self) -> Option<NonNull<u8>> {
+        Some(self.own.ptr())
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_sleeper_is_woken_and_counters_wrap() {
+        let (value, sleepers) = (AtomicU32::new(u32::MAX), AtomicU32::new(0));
+        let counter = SharedCounter {
+            value: &value,
+            sleepers: &sleepers,
+        };
+        std::thread::scope(|s| {
+            let sleeper = s.spawn(|| {
+                while !counter.reached(1) {
+                    counter.sleep(1, Duration::from_secs(10));
+                }
+            });
+            counter.raise(0);
+            counter.raise(1);
+            sleeper.join().unwrap();
+        });
+        assert!(counter.reached(u32::MAX) && !counter.reached(2));
+        assert_eq!(sleepers.load(Ordering::SeqCst), 0);
+    }
+}

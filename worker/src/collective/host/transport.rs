@@ -1,0 +1,655 @@
+//! The transport of host memory: shared memory between ranks of one node, TCP to the ranks of other nodes.
+//!
+//! Every operation begins in the same way: each rank writes a header of what it does, the ranks of a node pass a
+//! barrier, and each compares its header with those of all peers. Then, by where the elements are:
+//! - *brief*: the elements are beside the header; each rank reads what it needs;
+//! - *in place*: the buffers are in shared arenas; rank r works on slice r of all buffers, and a second barrier follows;
+//! - *staged*: other buffers go through small stages in the same way, three rounds in flight.
+//!
+//! A group on several nodes with several ranks on one of them works in place only if all ranks use the same
+//! shared arena, and refuses a mixture; on one node, a mixture is staged.
+#![allow(unsafe_code, reason = "memory that other ranks map")]
+
+use std::collections::BTreeMap;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::SocketAddr;
+use std::ops::Range;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use super::header::{OperationHeader, SetUpCall, SharedAddress};
+use super::plan::{RoundPlan, given, is_brief};
+use super::round::{Peers, Round};
+use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
+use super::sockets::{FdChannel, Hello, Listener, connect_tcp, new_token};
+use super::tcp::{Connection, MemoryRange, Transfer};
+use super::topology::{RankInfo, Topology};
+use crate::collective::error::Failure;
+use crate::collective::operation::{Descriptor, Operation, Request, slice};
+use crate::collective::transport::{Engine, HostEngine, SingleRank, Transport, check_members};
+use crate::collective::wait::Wait;
+use crate::device::{Arena, ArenaSpec, Device, Held, HostMemory};
+
+/// Size of a [`SetUpMessage`]; a longer refusal is cut.
+const MESSAGE_BYTES: usize = 1280;
+const REFUSAL_BOUND: usize = 240;
+
+/// Number of the packets that carry one end of a new channel.
+const CHANNEL_LABEL: u64 = 2;
+
+/// The transport of one group of ranks over host memory.
+pub(super) struct HostTransport {
+    info: RankInfo,
+    peers: Peers,
+    /// Number of the next collective.
+    collectives: u64,
+    /// By rank of the group: number of the next message from or to it.
+    messages: Vec<u64>,
+}
+
+impl HostTransport {
+    /// Over sockets to the other ranks, by global rank.
+    pub(super) fn new(
+        info: RankInfo,
+        topology: Topology,
+        mut sockets: BTreeMap<usize, OwnedFd>,
+        wait: &Wait,
+    ) -> Result<Self, Failure> {
+        let globals = topology.globals();
+        let local = topology.local_ranks().iter().map(|&rank| {
+            let global = globals[rank];
+            let socket = sockets.remove(&global);
+            (global, socket.map(|socket| FdChannel::new(global, socket)))
+        });
+        let control = ControlSegments::new(local.collect(), info.spin, wait)?;
+        let mut connections = Vec::with_capacity(topology.size());
+        for &global in globals {
+            let socket = sockets.remove(&global);
+            connections.push(socket.map(|socket| Connection::new(global, socket)).transpose()?);
+        }
+        Ok(Self {
+            info,
+            collectives: 0,
+            messages: vec![0; topology.size()],
+            peers: Peers {
+                topology,
+                control,
+                connections,
+            },
+        })
+    }
+
+    /// `base` is the start of the held buffer.
+    fn collective(&mut self, request: &Request, base: *mut u8, wait: &Wait) -> Result<u64, Failure> {
+        let descriptor = Descriptor::of(request);
+        let topology = &self.peers.topology;
+        let (rank, size) = (topology.rank(), topology.size());
+        let in_one_way = topology.has_one_rank_per_node() || topology.is_one_node();
+        let mut header = OperationHeader::of(request, rank, self.next_collective(), address(request));
+        if !in_one_way {
+            // Between nodes the rounds must match, so all ranks must take the same of the ways above.
+            header = header.with_common_arena();
+        }
+        let brief = is_brief(&descriptor, size);
+        self.peers.control.announce(&header);
+        if brief {
+            let given = given(&descriptor, &self.peers.topology);
+            let (start, len) = (given.start, given.len());
+            let [start, len] = [start, len].map(|elements| elements * descriptor.dtype.bytes());
+            let slot = self.peers.control.own_slot();
+            // SAFETY: a slot has room for a brief operation, it is ours until the barrier, and the buffer is held.
+            unsafe { std::ptr::copy_nonoverlapping(base.add(start), slot.add(start), len) };
+        }
+        self.peers.control.barrier(wait)?;
+        self.compare(&header)?;
+        descriptor.check(rank, size)?;
+        let views = if brief {
+            let control = &self.peers.control;
+            Some((0..control.ranks()).map(|rank| control.slot(rank)).collect())
+        } else {
+            self.mapped_views(request, base)?
+        };
+        let Some(views) = views else {
+            // SAFETY: the buffer is held.
+            return unsafe { self.staged(descriptor, base, header, wait) };
+        };
+        let plan = RoundPlan {
+            descriptor,
+            topology: &self.peers.topology,
+            views,
+            own: base,
+            brief,
+        };
+        let round = plan.round(header);
+        // SAFETY: all ranks hold their buffers. Brief: each only reads the slots, and writes its own buffer. Else each
+        // writes slices that no other touches.
+        let counted = unsafe { round.run(&mut self.peers, !brief, wait) }?;
+        if !brief {
+            self.peers.control.barrier(wait)?;
+        }
+        Ok(counted)
+    }
+
+    /// Sends or receives the request's buffer. Both ranks announce the message and compare headers, so a send returns
+    /// when its receiver has taken everything, and of two ranks that both send to each other first both fail at once.
+    fn message(
+        &mut self,
+        peer: usize,
+        request: &Request,
+        start: *mut u8,
+        wait: &Wait,
+    ) -> Result<u64, Failure> {
+        let topology = &self.peers.topology;
+        Descriptor::of(request).check(topology.rank(), topology.size())?;
+        let header = OperationHeader::of(request, topology.rank(), self.messages[peer], None);
+        self.messages[peer] += 1;
+        let len = request.buffer.bytes();
+        let sends = matches!(request.operation, Operation::Send { .. });
+        let Some(other) = topology.local_index(peer) else {
+            let mut transfer = Transfer::header_only(peer);
+            let range = MemoryRange { start, len };
+            if sends {
+                transfer.result_out = range;
+            } else {
+                transfer.result_in = range;
+            }
+            let mut round = Round::new(header);
+            round.transfers.push(transfer);
+            // SAFETY: the range is that of a held buffer, which no other rank touches.
+            return unsafe { round.run(&mut self.peers, false, wait) };
+        };
+        let control = &mut self.peers.control;
+        control.announce_message(other, &header, wait)?;
+        if sends {
+            // SAFETY: the memory is that of a held buffer.
+            unsafe { control.send(other, start, len, wait) }?;
+            return Ok(0);
+        }
+        // SAFETY: the memory is that of a held buffer.
+        unsafe { control.receive(other, start, len, wait) }?;
+        Ok(len as u64)
+    }
+
+    /// Compares the headers of all ranks of the node with ours.
+    fn compare(&self, header: &OperationHeader) -> Result<(), Failure> {
+        let Peers {
+            topology, control, ..
+        } = &self.peers;
+        for (index, &rank) in topology.local_ranks().iter().enumerate() {
+            header.agree(&control.header(index), topology.globals()[rank])?;
+        }
+        Ok(())
+    }
+
+    fn next_collective(&mut self) -> u64 {
+        self.collectives += 1;
+        self.collectives - 1
+    }
+
+    /// Where the buffers of all ranks of the node are mapped, if all are in the same shared arena, or there is one rank.
+    fn mapped_views(&self, request: &Request, base: *mut u8) -> Result<Option<Vec<*mut u8>>, Failure> {
+        let Peers {
+            topology, control, ..
+        } = &self.peers;
+        if topology.has_one_rank_per_node() {
+            return Ok(Some(vec![base]));
+        }
+        let Some(arena) = SharedArena::of(&request.buffer) else {
+            return Ok(None);
+        };
+        let addresses = (0..control.ranks()).map(|rank| control.header(rank).address());
+        let same = |address: Option<SharedAddress>| address.filter(|a| a.arena == arena.number());
+        let Some(addresses) = addresses.map(same).collect::<Option<Vec<_>>>() else {
+            return Ok(None);
+        };
+        let views = topology.local_ranks().iter().zip(addresses);
+        let views = views.map(|(&rank, address)| {
+            if rank == topology.rank() {
+                return Ok(base);
+            }
+            let global = topology.globals()[rank];
+            let view = arena.of_rank(global, address.offset, request.buffer.bytes());
+            view.ok_or_else(|| {
+                let arena = request.buffer.arena();
+                Failure::Invalid(format!("the buffer of rank {global} is not in `{arena:?}`"))
+            })
+        });
+        views.collect::<Result<_, _>>().map(Some)
+    }
+
+    /// Takes a private buffer through the stages. In each step one round is filled, the round before it is worked
+    /// on, the one before that is emptied, and a barrier follows.
+    ///
+    /// # Safety
+    /// `base` must be the held buffer of the operation.
+    unsafe fn staged(
+        &mut self,
+        descriptor: Descriptor,
+        base: *mut u8,
+        header: OperationHeader,
+        wait: &Wait,
+    ) -> Result<u64, Failure> {
+        let topology = &self.peers.topology;
+        let rounds = StagedRounds::new(descriptor, base, topology.rank(), topology.size())?;
+        let (count, me) = (rounds.count(), topology.own_index());
+        let mut counted = 0;
+        for step in 0..count + 2 {
+            if step < count {
+                // SAFETY: what was in this stage was emptied in the step before, and worked on before that.
+                unsafe { rounds.fill(step, self.peers.control.stage(me, step)) };
+            }
+            if (1..=count).contains(&step) {
+                let round = step - 1;
+                let control = &self.peers.control;
+                let views: Vec<_> = (0..control.ranks()).map(|r| control.stage(r, round)).collect();
+                let plan = RoundPlan {
+                    descriptor: rounds.descriptor(round),
+                    topology: &self.peers.topology,
+                    own: views[me],
+                    views,
+                    brief: false,
+                };
+                let round = plan.round(header);
+                // SAFETY: all have filled this stage before the last barrier and leave it alone until the next,
+                // but for this work, in which each writes slices that no other touches.
+                counted += unsafe { round.run(&mut self.peers, true, wait) }?;
+            }
+            if step >= 2 {
+                // SAFETY: all have worked on this stage before the last barrier.
+                unsafe { rounds.empty(step - 2, self.peers.control.stage(me, step - 2)) };
+            }
+            if step <= count {
+                self.peers.control.barrier(wait)?;
+            }
+        }
+        Ok(counted)
+    }
+
+    /// Sends a message to all ranks of the group and returns theirs, by rank. All must make the same call.
+    /// If a rank refuses, all get an error that says which and why; the first refusal in rank order wins.
+    fn exchange(
+        &mut self,
+        header: &OperationHeader,
+        message: &SetUpMessage,
+        wait: &Wait,
+    ) -> Result<Vec<SetUpMessage>, Failure> {
+        let mut ours = message.encode()?;
+        let mut all = vec![[b' '; MESSAGE_BYTES]; self.peers.topology.size()];
+        let control = &mut self.peers.control;
+        control.announce(header);
+        let slot = control.own_slot().cast::<[u8; MESSAGE_BYTES]>();
+        // SAFETY: a slot has room for a message, and is ours until the barrier.
+        unsafe { slot.write(ours) };
+        control.barrier(wait)?;
+        self.compare(header)?;
+        let range = |bytes: &mut [u8; MESSAGE_BYTES]| MemoryRange {
+            start: bytes.as_mut_ptr(),
+            len: MESSAGE_BYTES,
+        };
+        let topology = &self.peers.topology;
+        let mut round = Round::new(*header);
+        for (index, &rank) in topology.local_ranks().iter().enumerate() {
+            let slot = self.peers.control.slot(index);
+            round.copies.push((slot, range(&mut all[rank])));
+        }
+        let result_out = range(&mut ours);
+        let transfers = topology.remote().map(|rank| Transfer {
+            result_out,
+            result_in: range(&mut all[rank]),
+            ..Transfer::header_only(rank)
+        });
+        round.transfers = transfers.collect();
+        // SAFETY: slots are only read now; the messages are ours, each the target of one rank.
+        unsafe { round.run(&mut self.peers, false, wait) }?;
+        let globals = self.peers.topology.globals();
+        let decoded = globals.iter().zip(&all).map(|(&rank, bytes)| {
+            let message: SetUpMessage = serde_json::from_slice(bytes)
+                .map_err(|e| Failure::Invalid(format!("rank {rank} sent a malformed message: {e}")))?;
+            match message.refusal {
+                Some(why) => Err(Failure::Refused { rank, why }),
+                None => Ok(message),
+            }
+        });
+        decoded.collect()
+    }
+
+    /// Allocates an arena on every rank of the group; operations on it, of this group and of its subgroups, work
+    /// in place. Either all ranks get theirs or none does. A rank that cannot allocate returns its own failure, the others
+    /// the first refusal.
+    fn share(&mut self, spec: &ArenaSpec, wait: &Wait) -> Result<Arena, Failure> {
+        let (call, bytes) = (SetUpCall::Allocation(spec.dtype, spec.len), spec.bytes());
+        let ranks = self.peers.control.ranks();
+        // Before any rank allocates, all see that there is room for all of them.
+        let room = HostMemory::check_room(&spec.name, bytes, ranks).map_err(Failure::from);
+        let number = rand::random::<u64>() | 1;
+        let ((), messages) = self.exchange_outcomes(call, &spec.name, number, room, wait)?;
+        let number = messages[0].number;
+        let own = if ranks == 1 {
+            // Not shared with any rank; private memory can have huge pages.
+            HostMemory::private(&spec.name, bytes)
+        } else {
+            HostMemory::shared(&spec.name, bytes)
+        };
+        let (own, _) = self.exchange_outcomes(call, &spec.name, 0, own.map_err(Failure::from), wait)?;
+        let memory = SharedArena::exchange(number, &spec.name, own, &self.peers.control, wait)?;
+        Ok(Arena::new(spec, memory))
+    }
+
+    fn exchange_outcomes<T>(
+        &mut self,
+        call: SetUpCall,
+        name: &str,
+        number: u64,
+        outcome: Result<T, Failure>,
+        wait: &Wait,
+    ) -> Result<(T, Vec<SetUpMessage>), Failure> {
+        let header = OperationHeader::of_call(call, self.next_collective(), name);
+        let mut message = SetUpMessage {
+            number,
+            ..SetUpMessage::default()
+        };
+        message.refuse(outcome.as_ref().map_err(Clone::clone));
+        match (outcome, self.exchange(&header, &message, wait)) {
+            (Err(own), Err(Failure::Refused { .. })) => Err(own),
+            (outcome, exchanged) => {
+                let exchanged = exchanged?;
+                Ok((outcome?, exchanged))
+            }
+        }
+    }
+
+    /// Connects to the members on other nodes, by global rank: to the lower ones, and accepts the higher ones.
+    fn connect_remote(
+        &self,
+        remote: &[usize],
+        hello: Hello,
+        listener: Option<&Listener>,
+        messages: &[SetUpMessage],
+        wait: &Wait,
+    ) -> Result<BTreeMap<usize, OwnedFd>, Failure> {
+        let (me, globals) = (self.peers.topology.rank(), self.peers.topology.globals());
+        let mut sockets = BTreeMap::new();
+        for &rank in remote.iter().filter(|&&rank| rank < me) {
+            let global = globals[rank];
+            let SetUpMessage { address, token, .. } = &messages[rank];
+            let (Some(address), Some(hello)) = (address, hello.with_token(token)) else {
+                return Err(Failure::Invalid(format!(
+                    "rank {global} did not say where it listens"
+                )));
+            };
+            sockets.insert(global, connect_tcp(*address, global, hello, wait)?);
+        }
+        if let Some(listener) = listener {
+            let higher = remote.iter().filter(|&&rank| rank > me);
+            let higher: Vec<usize> = higher.map(|&rank| globals[rank]).collect();
+            sockets.extend(listener.accept(&higher, hello, wait)?);
+        }
+        Ok(sockets)
+    }
+
+    /// New channels to the members on this node, by global rank. Of each pair, the lower one on the node makes both ends.
+    fn local_channels(&self, members: &[usize], wait: &Wait) -> Result<Vec<(usize, OwnedFd)>, Failure> {
+        let topology = &self.peers.topology;
+        let channels: Vec<_> = self.peers.control.channels().collect();
+        let joins = |index: usize| members.contains(&topology.local_ranks()[index]);
+        let mut sockets = Vec::new();
+        for &(index, channel) in channels.iter().filter(|&&(index, _)| joins(index)) {
+            if topology.own_index() < index {
+                let (ours, theirs) = FdChannel::pair()?;
+                channel.send(CHANNEL_LABEL, theirs.as_fd(), wait)?;
+                sockets.push((channel.peer(), ours));
+            }
+        }
+        for &(index, channel) in channels.iter().filter(|&&(index, _)| joins(index)) {
+            if index < topology.own_index() {
+                sockets.push((channel.peer(), channel.receive(CHANNEL_LABEL, wait)?));
+            }
+        }
+        Ok(sockets)
+    }
+}
+
+impl Transport for HostTransport {
+    fn rank(&self) -> usize {
+        self.peers.topology.rank()
+    }
+
+    fn members(&self) -> &[usize] {
+        self.peers.topology.globals()
+    }
+
+    fn alloc_shared(
+        &mut self,
+        _device: &Arc<dyn Device>,
+        spec: &ArenaSpec,
+        wait: &Wait,
+    ) -> Result<Arena, Failure> {
+        self.share(spec, wait)
+    }
+
+    /// The subgroup has segments and connections of its own, so that two groups of one rank can be driven by two threads.
+    fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure> {
+        let header = OperationHeader::of_call(SetUpCall::Split, self.next_collective(), name);
+        let token = new_token();
+        let mut message = SetUpMessage {
+            number: number_of(name, members),
+            token: format!("{token:032x}"),
+            ..SetUpMessage::default()
+        };
+        let topology = &self.peers.topology;
+        let (me, global) = (topology.rank(), topology.globals()[topology.rank()]);
+        message.refuse(check_members(members, me, topology.size()));
+        let remote: Vec<usize> = topology.remote().filter(|rank| members.contains(rank)).collect();
+        let mut listener = None;
+        if !remote.is_empty() {
+            listener = message.refuse(Listener::tcp(self.info.host_addr, remote.len()));
+            message.address = listener.as_ref().map(|(_, address)| *address);
+        }
+        let messages = self.exchange(&header, &message, wait)?;
+        if let Some(&rank) = members
+            .iter()
+            .find(|&&rank| messages[rank].number != message.number)
+        {
+            return Err(Failure::Mismatch {
+                rank: self.peers.topology.globals()[rank],
+                ours: format!("split into `{name}` of ranks {members:?}"),
+                theirs: "split into a group of another name or with other members".to_owned(),
+            });
+        }
+        if members.len() == 1 {
+            return Ok(Box::new(SingleRank::new(global)));
+        }
+        let hello = Hello {
+            token,
+            generation: self.info.generation,
+            rank: global,
+        };
+        let listener = listener.as_ref().map(|(listener, _)| listener);
+        let mut sockets = self.connect_remote(&remote, hello, listener, &messages, wait)?;
+        sockets.extend(self.local_channels(members, wait)?);
+        let topology = Topology::new(
+            members
+                .iter()
+                .map(|&rank| self.peers.topology.member(rank))
+                .collect(),
+            members.binary_search(&me).expect("checked above"),
+        );
+        // From here on the others wait for this rank's segment: not a refusal, after which all ranks could go on.
+        let failed = |failure| match failure {
+            Failure::Device(error) => Failure::System {
+                what: format!("shared memory of `{name}`"),
+                cause: error.to_string(),
+            },
+            other => other,
+        };
+        let transport = Self::new(self.info.clone(), topology, sockets, wait).map_err(failed)?;
+        Ok(Box::new(transport))
+    }
+
+    fn engine(&mut self) -> Engine<'_> {
+        Engine::Host(self)
+    }
+}
+
+impl HostEngine for HostTransport {
+    fn execute(&mut self, request: &Request, held: Held, wait: &Wait) -> Result<u64, Failure> {
+        let base = held.host_ptr()?;
+        let outcome = match request.operation {
+            Operation::Send { to: peer } | Operation::Recv { from: peer } => {
+                self.message(peer, request, base, wait)
+            }
+            _ => self.collective(request, base, wait),
+        };
+        // Ranks that have not failed yet may still write here: no slice of it may exist any more.
+        if outcome.is_err() && SharedArena::of(&request.buffer).is_some() {
+            held.abandon();
+        }
+        outcome
+    }
+}
+
+/// What one rank tells the others while all of them set something up.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+struct SetUpMessage {
+    /// Why this rank cannot go on.
+    refusal: Option<String>,
+    /// Of a shared arena, or of the name and the members of a subgroup.
+    number: u64,
+    /// Where this rank listens.
+    address: Option<SocketAddr>,
+    /// Of its listener, in hexadecimal.
+    token: String,
+}
+
+impl SetUpMessage {
+    /// A message of a rank that can go on only with `outcome`.
+    fn refuse<T>(&mut self, outcome: Result<T, Failure>) -> Option<T> {
+        let refusal = |failure: Failure| failure.to_string().chars().take(REFUSAL_BOUND).collect();
+        outcome
+            .map_err(|failure| self.refusal = Some(refusal(failure)))
+            .ok()
+    }
+
+    fn encode(&self) -> Result<[u8; MESSAGE_BYTES], Failure> {
+        let mut bytes = [b' '; MESSAGE_BYTES];
+        let too_long = |e: serde_json::Error| Failure::Invalid(format!("a message does not fit: {e}"));
+        serde_json::to_writer(&mut bytes[..], self).map_err(too_long)?;
+        Ok(bytes)
+    }
+}
+
+fn number_of(name: &str, members: &[usize]) -> u64 {
+    let mut hasher = DefaultHasher::new();
+    (name, members).hash(&mut hasher);
+    hasher.finish()
+}
+
+fn address(request: &Request) -> Option<SharedAddress> {
+    Some(SharedAddress {
+        arena: SharedArena::of(&request.buffer)?.number(),
+        offset: request.buffer.start() as u64,
+    })
+}
+
+/// How a buffer that other ranks do not map goes through the stages, piece by piece.
+///
+/// A round takes a part of the buffer that is itself a small operation of the same kind: a run of elements, or,
+/// where the buffer is one slice a rank, the same run of every slice.
+struct StagedRounds {
+    descriptor: Descriptor,
+    base: *mut u8,
+    rank: usize,
+    /// Slices of the buffer: one a rank, or one in all.
+    slices: usize,
+    /// Elements of a slice in a round.
+    each: usize,
+}
+
+impl StagedRounds {
+    /// For the buffer at `base`.
+    fn new(descriptor: Descriptor, base: *mut u8, rank: usize, size: usize) -> Result<Self, Failure> {
+        let (slices, multiple) = match descriptor.operation {
+            Operation::ReduceScatter | Operation::AllGather => (size, 1),
+            // With equal slices in a round, each rank moves as many bytes as in place.
+            Operation::AllReduce => (1, size),
+            _ => (1, 1),
+        };
+        let each = STAGE_BYTES / (slices * descriptor.dtype.bytes()) / multiple * multiple;
+        if each == 0 {
+            return Err(Failure::Invalid(format!(
+                "a group of {size} is too large for a stage"
+            )));
+        }
+        Ok(Self {
+            descriptor,
+            base,
+            rank,
+            slices,
+            each,
+        })
+    }
+
+    /// Number of rounds.
+    fn count(&self) -> usize {
+        (self.descriptor.len / self.slices).div_ceil(self.each)
+    }
+
+    /// The operation of one round.
+    fn descriptor(&self, round: usize) -> Descriptor {
+        Descriptor {
+            len: self.run(round).len() * self.slices,
+            ..self.descriptor
+        }
+    }
+
+    /// Copies what this rank contributes in a round to its stage.
+    ///
+    /// # Safety
+    /// The stage must have room and no other rank may access it; the buffer must be held.
+    unsafe fn fill(&self, round: usize, stage: *mut u8) {
+        let slices = match self.descriptor.operation {
+            Operation::AllGather => self.rank..self.rank + 1,
+            Operation::Broadcast { root } if root != self.rank => 0..0,
+            _ => 0..self.slices,
+        };
+        for (in_buffer, in_stage, len) in self.pieces(round, slices) {
+            // SAFETY: the caller's promise; both ranges are within the buffer and the stage.
+            unsafe { std::ptr::copy_nonoverlapping(self.base.add(in_buffer), stage.add(in_stage), len) };
+        }
+    }
+
+    /// Copies this rank's result of a round from its stage.
+    ///
+    /// # Safety
+    /// As [`StagedRounds::fill`].
+    unsafe fn empty(&self, round: usize, stage: *const u8) {
+        let slices = match self.descriptor.operation {
+            Operation::ReduceScatter => self.rank..self.rank + 1,
+            Operation::Broadcast { root } if root == self.rank => 0..0,
+            _ => 0..self.slices,
+        };
+        for (in_buffer, in_stage, len) in self.pieces(round, slices) {
+            // SAFETY: the caller's promise; both ranges are within the buffer and the stage.
+            unsafe { std::ptr::copy_nonoverlapping(stage.add(in_stage), self.base.add(in_buffer), len) };
+        }
+    }
+
+    fn run(&self, round: usize) -> Range<usize> {
+        let len = self.descriptor.len / self.slices;
+        let start = (round * self.each).min(len);
+        start..(start + self.each).min(len)
+    }
+
+    /// Byte offsets in the buffer and in the stage, and lengths, of some slices' parts of a round.
+    fn pieces(&self, round: usize, slices: Range<usize>) -> impl Iterator<Item = (usize, usize, usize)> {
+        let run = self.run(round);
+        slices.map(move |index| {
+            let in_buffer = slice(self.descriptor.len, self.slices, index).start + run.start;
+            let offsets = (in_buffer, index * run.len(), run.len());
+            let element = self.descriptor.dtype.bytes();
+            (offsets.0 * element, offsets.1 * element, offsets.2 * element)
+        })
+    }
+}

@@ -1,0 +1,229 @@
+//! What a group of ranks is asked to do, and how a buffer is divided among them.
+
+use std::fmt;
+use std::ops::Range;
+
+use super::error::Failure;
+use crate::device::{Buffer, DType};
+use crate::timeline::Kind;
+
+/// A collective operation. All work in place.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Operation {
+    /// Every rank ends with the reduction over all ranks.
+    AllReduce,
+    /// The buffer is `size` equal slices; rank `r` ends with the reduction of slice `r` in its slice `r`. The
+    /// contents of its other slices are unspecified.
+    ReduceScatter,
+    /// The buffer is `size` equal slices; rank `r` contributes its slice `r`, every rank ends with all slices.
+    AllGather,
+    /// Every rank ends with the elements of `root`.
+    Broadcast {
+        /// Rank within the group.
+        root: usize,
+    },
+    /// Completes once every rank has called it. The buffer is empty.
+    Barrier,
+    /// Sends the buffer to one rank, which must [`Operation::Recv`] as many bytes.
+    Send {
+        /// Rank within the group.
+        to: usize,
+    },
+    /// Receives what one rank sends.
+    Recv {
+        /// Rank within the group.
+        from: usize,
+    },
+}
+
+impl Operation {
+    /// True if no rank completes it before all ranks have started it.
+    pub(super) fn needs_all_ranks(self) -> bool {
+        match self {
+            Self::AllReduce | Self::ReduceScatter | Self::AllGather | Self::Barrier => true,
+            Self::Broadcast { .. } | Self::Send { .. } | Self::Recv { .. } => false,
+        }
+    }
+
+    /// True if elements are reduced.
+    pub(super) fn reduces(self) -> bool {
+        matches!(self, Self::AllReduce | Self::ReduceScatter)
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::AllReduce => f.write_str("all-reduce"),
+            Self::ReduceScatter => f.write_str("reduce-scatter"),
+            Self::AllGather => f.write_str("all-gather"),
+            Self::Broadcast { root } => write!(f, "broadcast from {root}"),
+            Self::Barrier => f.write_str("barrier"),
+            Self::Send { to } => write!(f, "send to {to}"),
+            Self::Recv { from } => write!(f, "recv from {from}"),
+        }
+    }
+}
+
+/// How elements of several ranks are combined.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum ReduceOp {
+    /// `scale · ((x₀ + x₁) + x₂ + …)`, in rank order, in f32 for bf16 buffers; scaled once, after the sum.
+    Sum {
+        /// 1 for plain sums.
+        scale: f32,
+    },
+    /// The maximum.
+    Max,
+}
+
+/// What bytes are for, in the counters.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Traffic {
+    /// Gradients.
+    Grads,
+    /// Parameters.
+    Params,
+    /// Everything else: losses, checks, barriers.
+    Other,
+}
+
+impl Traffic {
+    /// Kind of the span in a timeline.
+    pub(super) fn kind(self) -> Kind {
+        match self {
+            Self::Grads => Kind::Gradients,
+            Self::Params => Kind::Parameters,
+            Self::Other => Kind::Other,
+        }
+    }
+}
+
+/// One operation on one buffer.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// What to do.
+    pub operation: Operation,
+    /// How to reduce, for reducing operations.
+    pub reduce: ReduceOp,
+    /// On what.
+    pub buffer: Buffer,
+    /// What for.
+    pub traffic: Traffic,
+    /// For errors and traces: `bucket 3`, `loss`.
+    pub tag: String,
+}
+
+/// An operation without its buffer: only the type and the number of the elements.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Descriptor {
+    pub(super) operation: Operation,
+    pub(super) reduce: ReduceOp,
+    pub(super) dtype: DType,
+    /// Number of elements.
+    pub(super) len: usize,
+    pub(super) traffic: Traffic,
+}
+
+impl Descriptor {
+    pub(super) fn of(request: &Request) -> Self {
+        Self {
+            operation: request.operation,
+            reduce: request.reduce,
+            dtype: request.buffer.dtype(),
+            len: request.buffer.len(),
+            traffic: request.traffic,
+        }
+    }
+
+    /// Size in bytes.
+    pub(super) fn bytes(&self) -> usize {
+        self.len * self.dtype.bytes()
+    }
+
+    /// An error if `rank` of a group of `size` cannot do it.
+    pub(super) fn check(&self, rank: usize, size: usize) -> Result<(), Failure> {
+        let (operation, len) = (self.operation, self.len);
+        let problem = match operation {
+            Operation::ReduceScatter | Operation::AllGather if !len.is_multiple_of(size) => format!(
+                "{len} elements are not {size} equal slices\n  hint: pad the buffer to a multiple of the group's size"
+            ),
+            Operation::AllReduce | Operation::ReduceScatter => return self.check_reduction(),
+            Operation::Broadcast { root } if root >= size => {
+                format!("there is no rank {root} in a group of {size}")
+            }
+            Operation::Send { .. } | Operation::Recv { .. } if size == 1 => "there is no other rank".into(),
+            Operation::Send { to: peer } | Operation::Recv { from: peer } if peer >= size || peer == rank => {
+                format!("rank {peer} is not another rank of this group")
+            }
+            _ => return Ok(()),
+        };
+        Err(Failure::Invalid(problem))
+    }
+
+    /// An error if the type of the elements has no such reduction.
+    pub(super) fn check_reduction(&self) -> Result<(), Failure> {
+        match (self.dtype, self.reduce) {
+            (dtype @ (DType::I32 | DType::U8), ReduceOp::Sum { .. }) => Err(Failure::Invalid(format!(
+                "{dtype} has no scaled sum\n  hint: reduce f64, f32 or bf16, or take the maximum"
+            ))),
+            _ => Ok(()),
+        }
+    }
+
+    /// Bytes on the wire of one rank, by the formulas of [`super::WireBytes`].
+    pub(super) fn wire_bytes(&self, rank: usize, size: usize) -> u64 {
+        let own = slice(self.len, size, rank).len();
+        let elements = match self.operation {
+            // The others' contributions to the own slice in, its sums out to the others.
+            Operation::AllReduce => 2 * (size - 1) * own,
+            Operation::ReduceScatter | Operation::AllGather => (size - 1) * own,
+            Operation::Broadcast { root } if root != rank => self.len,
+            Operation::Recv { .. } => self.len,
+            Operation::Broadcast { .. } | Operation::Barrier | Operation::Send { .. } => 0,
+        };
+        (elements * self.dtype.bytes()) as u64
+    }
+}
+
+/// Slice `index` of `len` elements in `parts`: as equal as they can be, longer ones first.
+pub(super) fn slice(len: usize, parts: usize, index: usize) -> Range<usize> {
+    let (each, longer) = (len / parts, len % parts);
+    let start = index * each + index.min(longer);
+    start..start + each + usize::from(index < longer)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slices_are_adjacent_and_cover_everything() {
+        for (len, parts) in [(0, 3), (1, 3), (7, 3), (9, 3), (1024, 7)] {
+            let slices: Vec<_> = (0..parts).map(|i| slice(len, parts, i)).collect();
+            assert_eq!(slices[0].start, 0);
+            assert_eq!(slices[parts - 1].end, len);
+            assert!(
+                slices
+                    .windows(2)
+                    .all(|w| w[0].end == w[1].start && w[0].len() >= w[1].len())
+            );
+            assert!(slices[0].len() - slices[parts - 1].len() <= 1);
+        }
+    }
+
+    #[test]
+    fn integers_have_no_scaled_sum() {
+        let descriptor = |dtype, reduce| Descriptor {
+            operation: Operation::AllReduce,
+            reduce,
+            dtype,
+            len: 1,
+            traffic: Traffic::Other,
+        };
+        let sum = descriptor(DType::I32, ReduceOp::Sum { scale: 1.0 });
+        let error = sum.check(0, 2).unwrap_err().to_string();
+        assert!(error.starts_with("i32 has no scaled sum\n  hint: "));
+        assert!(descriptor(DType::U8, ReduceOp::Max).check(0, 2).is_ok());
+    }
+}

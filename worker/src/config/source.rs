@@ -1,0 +1,441 @@
+//! A configuration's source, the YAML and its overrides (`--set key=value`), as a tree in which each value knows where
+//! it came from; and errors at that place.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
+use serde_saphyr::Spanned;
+
+/// A configuration that cannot be used: one thing, its place, and what to do.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError {
+    /// `train.yaml:12`, or the `--set` that gave the value.
+    pub place: String,
+    /// What was found and what is expected, with the key in backticks.
+    pub problem: String,
+    /// The next step, where there is an obvious one.
+    pub hint: Option<String>,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}: {}", self.place, self.problem)?;
+        match &self.hint {
+            Some(hint) => write!(f, "\n  hint: {hint}"),
+            None => Ok(()),
+        }
+    }
+}
+
+impl std::error::Error for ConfigError {}
+
+/// A file and its overrides.
+#[derive(Clone, Debug)]
+pub(super) struct Source {
+    path: PathBuf,
+    overrides: Vec<String>,
+    root: Node,
+}
+
+impl Source {
+    /// Reads the text of the file at `path`, and applies the overrides in order.
+    pub(super) fn parse(path: &Path, text: &str, overrides: &[String]) -> Result<Self, ConfigError> {
+        let root = Node::parse(text).map_err(|(line, words)| ConfigError {
+            place: place_in(path, line),
+            problem: format!("not valid YAML: {words}"),
+            hint: None,
+        })?;
+        let mut source = Self {
+            path: path.to_owned(),
+            overrides: overrides.to_vec(),
+            root,
+        };
+        for (index, text) in overrides.iter().enumerate() {
+            let applied = source.root.apply(index, text);
+            applied.map_err(|problem| source.error_at(Origin::Set(index), problem, None))?;
+        }
+        Ok(source)
+    }
+
+    pub(super) fn root(&self) -> &Node {
+        &self.root
+    }
+
+    /// An error about the value of a dotted key.
+    pub(super) fn error(&self, key: &str, problem: String, hint: Option<String>) -> ConfigError {
+        self.error_at(self.root.origin_of(key), problem, hint)
+    }
+
+    pub(super) fn error_at(&self, origin: Origin, problem: String, hint: Option<String>) -> ConfigError {
+        ConfigError {
+            place: self.place(origin),
+            problem,
+            hint,
+        }
+    }
+
+    /// True if the key's value comes from an override.
+    pub(super) fn is_set(&self, key: &str) -> bool {
+        matches!(self.root.origin_of(key), Origin::Set(_))
+    }
+
+    /// Where the value of a key came from; for a key that is not set, the section around it.
+    pub(super) fn place_of(&self, key: &str) -> String {
+        self.place(self.root.origin_of(key))
+    }
+
+    fn place(&self, origin: Origin) -> String {
+        match origin {
+            Origin::Line(line) => place_in(&self.path, line),
+            Origin::Set(index) => format!("`--set {}`", self.overrides[index]),
+        }
+    }
+}
+
+fn place_in(path: &Path, line: u64) -> String {
+    match line {
+        0 => path.display().to_string(),
+        line => format!("{}:{line}", path.display()),
+    }
+}
+
+/// Where a value came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// A line of the file, from 1; 0 is the file as a whole.
+    Line(u64),
+    /// An override, by its index.
+    Set(usize),
+}
+
+/// A value and its origin.
+#[derive(Clone, Debug)]
+pub(super) struct Node {
+    pub(super) value: Value,
+    pub(super) origin: Origin,
+}
+
+/// A YAML value.
+#[derive(Clone, Debug)]
+pub(super) enum Value {
+    Null,
+    Bool(bool),
+    /// A whole number, 0 or more.
+    Unsigned(u64),
+    /// A negative whole number.
+    Signed(i64),
+    Float(f64),
+    Text(String),
+    List(Vec<Node>),
+    Map(Vec<Entry>),
+}
+
+/// A key of a map, its origin, and its value.
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    pub(super) key: String,
+    pub(super) origin: Origin,
+    pub(super) node: Node,
+}
+
+impl Value {
+    /// As JSON; a number that is not finite becomes `null`.
+    pub(super) fn json(&self) -> serde_json::Value {
+        use serde_json::Value as Json;
+        match self {
+            Self::Null => Json::Null,
+            Self::Bool(v) => (*v).into(),
+            Self::Unsigned(v) => (*v).into(),
+            Self::Signed(v) => (*v).into(),
+            Self::Float(v) => (*v).into(),
+            Self::Text(v) => v.as_str().into(),
+            Self::List(nodes) => nodes.iter().map(|node| node.value.json()).collect(),
+            Self::Map(entries) => entries
+                .iter()
+                .map(|e| (e.key.as_str(), e.node.value.json()))
+                .collect(),
+        }
+    }
+}
+
+impl Node {
+    /// Reads one YAML document. The error is a line, 0 where it is not known, and words.
+    fn parse(text: &str) -> Result<Self, (u64, String)> {
+        let options = serde_saphyr::options! {
+            with_snippet: false,
+            strict_booleans: true,
+            // Refused where the key is known.
+            non_finite_float_policy: serde_saphyr::options::NonFiniteFloatPolicy::PassThrough,
+        };
+        match serde_saphyr::from_str_with_options::<Spanned<Raw>>(text, options) {
+            Ok(spanned) => {
+                let mut root = from_spanned(spanned);
+                if matches!(root.value, Value::Map(_) | Value::Null) {
+                    root.origin = Origin::Line(0);
+                }
+                Ok(root)
+            }
+            Err(error) => Err((error.location().map_or(0, |l| l.line()), message_of(&error))),
+        }
+    }
+
+    /// Replaces the value at the key of `text`, the override with index `index`, by its value, which is read as
+    /// YAML: `--set train.steps=20`, `--set 'train.optimizer.betas=[0.9, 0.99]'`.
+    fn apply(&mut self, index: usize, text: &str) -> Result<(), String> {
+        let Some((path, value)) = text.split_once('=') else {
+            return Err("expected `key=value`, for example `train.steps=20`".into());
+        };
+        let path = path.trim();
+        if path.split('.').any(str::is_empty) {
+            return Err(format!(
+                "`{path}` is no key: expected names with dots between, for example `train.steps`"
+            ));
+        }
+        if value.trim().is_empty() {
+            return Err(format!(
+                "a value is missing behind `=`; `{path}=null` says that there is none"
+            ));
+        }
+        let origin = Origin::Set(index);
+        let mut node =
+            Self::parse(value).map_err(|(_, words)| format!("the value is not valid YAML: {words}"))?;
+        node.set_origin(origin);
+        *self.entry(path, origin)? = node;
+        Ok(())
+    }
+
+    /// The node at `path`, with the sections above it, made where they do not exist.
+    fn entry(&mut self, path: &str, origin: Origin) -> Result<&mut Self, String> {
+        let mut node = self;
+        let mut above = String::new();
+        for key in path.split('.') {
+            if matches!(node.value, Value::Null) {
+                node.value = Value::Map(Vec::new());
+            }
+            let Value::Map(entries) = &mut node.value else {
+                return Err(format!(
+                    "`{above}` is not a section, so that it has no key `{key}`"
+                ));
+            };
+            let at = entries.iter().position(|e| e.key == key).unwrap_or_else(|| {
+                let node = Node {
+                    value: Value::Null,
+                    origin,
+                };
+                entries.push(Entry {
+                    key: key.to_owned(),
+                    origin,
+                    node,
+                });
+                entries.len() - 1
+            });
+            node = &mut entries[at].node;
+            if !above.is_empty() {
+                above.push('.');
+            }
+            above.push_str(key);
+        }
+        Ok(node)
+    }
+
+    /// Origin of the longest part of `path` that exists.
+    fn origin_of(&self, path: &str) -> Origin {
+        let mut node = self;
+        for key in path.split('.') {
+            match node.get(key) {
+                Some(next) => node = next,
+                None => break,
+            }
+        }
+        node.origin
+    }
+
+    /// Gives the whole tree another origin.
+    fn set_origin(&mut self, origin: Origin) {
+        self.origin = origin;
+        match &mut self.value {
+            Value::List(nodes) => nodes.iter_mut().for_each(|node| node.set_origin(origin)),
+            Value::Map(entries) => {
+                for entry in entries {
+                    entry.origin = origin;
+                    entry.node.set_origin(origin);
+                }
+            }
+            _ => {}
+        }
+    }
+
+    /// The dotted path and the value of everything that is no section.
+    pub(super) fn entries(&self) -> Vec<(String, String)> {
+        let Value::Map(entries) = &self.value else {
+            return vec![(String::new(), self.value.to_string())];
+        };
+        let mut all = Vec::new();
+        for entry in entries {
+            for (below, value) in entry.node.entries() {
+                let dot = if below.is_empty() { "" } else { "." };
+                all.push((format!("{}{dot}{below}", entry.key), value));
+            }
+        }
+        all
+    }
+
+    /// The value of a key, or of an element of a list: `groups[1]`.
+    fn get(&self, key: &str) -> Option<&Node> {
+        let Value::Map(entries) = &self.value else {
+            return None;
+        };
+        let of = |key: &str| {
+            entries
+                .iter()
+                .find(|entry| entry.key == key)
+                .map(|entry| &entry.node)
+        };
+        let Some((list, index)) = key.strip_suffix(']').and_then(|key| key.split_once('[')) else {
+            return of(key);
+        };
+        match &of(list)?.value {
+            Value::List(nodes) => nodes.get(index.parse::<usize>().ok()?),
+            _ => None,
+        }
+    }
+}
+
+/// As YAML in one line, but for quotes.
+impl fmt::Display for Value {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Text(v) => f.write_str(v),
+            Self::List(nodes) => {
+                let items: Vec<String> = nodes.iter().map(|node| node.value.to_string()).collect();
+                write!(f, "[{}]", items.join(", "))
+            }
+            Self::Map(entries) => {
+                let entry = |e: &Entry| format!("{}: {}", e.key, e.node.value);
+                let items: Vec<String> = entries.iter().map(entry).collect();
+                write!(f, "{{{}}}", items.join(", "))
+            }
+            scalar => scalar.json().fmt(f),
+        }
+    }
+}
+
+/// The parser's words, without the place, which is reported in our own form, and without advice to
+/// programmers.
+fn message_of(error: &serde_saphyr::Error) -> String {
+    if let Some(words) = own_words(error) {
+        return words;
+    }
+    let rendered = error.render_with_formatter(&serde_saphyr::UserMessageFormatter);
+    let first = rendered.lines().next().unwrap_or("the parser gives no reason");
+    let first = first.trim_start_matches("error: ");
+    let first = match first.strip_prefix("line ").and_then(|rest| rest.split_once(": ")) {
+        Some((_, message)) => message,
+        None => first,
+    };
+    let end = [" at line ", ", set ", "; use "]
+        .iter()
+        .filter_map(|cut| first.find(cut))
+        .min();
+    first[..end.unwrap_or(first.len())].to_owned()
+}
+
+/// Where the parser's own words are those of its authors.
+fn own_words(error: &serde_saphyr::Error) -> Option<String> {
+    use serde_saphyr::Error;
+    let words = match error {
+        Error::AliasError { error, .. } => return own_words(error),
+        Error::DuplicateMappingKey { key: Some(key), .. } => return Some(format!("`{key}` is given twice")),
+        Error::InvalidScalar { .. } => "a value is not what its tag (`!!int`, say) makes of it",
+        // Nothing but keys has to be text here.
+        Error::NullIntoString { .. } => "a key is empty",
+        Error::Unexpected { .. } => "a key is a list or a section, expected a word",
+        Error::MergeValueNotMapOrSeqOfMaps { .. } => "`<<` takes a section, or a list of sections",
+        Error::RecursiveReferencesRequireWeakTypes { .. } => "a value contains itself",
+        Error::MultipleDocuments { .. } => "`---` begins a second document, and a configuration is one",
+        Error::AliasReplayCounterOverflow { .. }
+        | Error::AliasReplayLimitExceeded { .. }
+        | Error::AliasExpansionLimitExceeded { .. }
+        | Error::AliasReplayStackDepthExceeded { .. }
+        | Error::Budget { .. } => "too many values, or too many of them within others",
+        _ => return None,
+    };
+    Some(words.to_owned())
+}
+
+/// A value as the parser hands it out.
+struct Raw(Value);
+
+fn from_spanned(spanned: Spanned<Raw>) -> Node {
+    Node {
+        value: spanned.value.0,
+        origin: Origin::Line(spanned.referenced.line()),
+    }
+}
+
+impl<'de> Deserialize<'de> for Raw {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(RawVisitor).map(Raw)
+    }
+}
+
+struct RawVisitor;
+
+impl<'de> Visitor<'de> for RawVisitor {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a YAML value")
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_bool<E>(self, v: bool) -> Result<Value, E> {
+        Ok(Value::Bool(v))
+    }
+
+    fn visit_u64<E>(self, v: u64) -> Result<Value, E> {
+        Ok(Value::Unsigned(v))
+    }
+
+    fn visit_i64<E>(self, v: i64) -> Result<Value, E> {
+        Ok(u64::try_from(v).map_or(Value::Signed(v), Value::Unsigned))
+    }
+
+    fn visit_f64<E>(self, v: f64) -> Result<Value, E> {
+        Ok(Value::Float(v))
+    }
+
+    fn visit_str<E>(self, v: &str) -> Result<Value, E> {
+        Ok(Value::Text(v.to_owned()))
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Value, A::Error> {
+        let mut nodes = Vec::new();
+        while let Some(spanned) = seq.next_element::<Spanned<Raw>>()? {
+            nodes.push(from_spanned(spanned));
+        }
+        Ok(Value::List(nodes))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Value, A::Error> {
+        let mut entries = Vec::new();
+        while let Some(key) = map.next_key::<Spanned<String>>()? {
+            let origin = Origin::Line(key.referenced.line());
+            let mut node = from_spanned(map.next_value()?);
+            // A section is where its name stands, not where its first key does.
+            if matches!(node.value, Value::Map(_)) {
+                node.origin = origin;
+            }
+            entries.push(Entry {
+                key: key.value,
+                origin,
+                node,
+            });
+        }
+        Ok(Value::Map(entries))
+    }
+}

@@ -1,0 +1,223 @@
+//! Forward and backward over a chunk of blocks: the only loop over blocks.
+//!
+//! Training, validation, the rehearsal of memory and the search for numbers that are not finite all run it. What
+//! accompanies a pass is in [`Hooks`]: gathering parameters (ZeRO-3), looking at what a block makes, ending early.
+//!
+//! A chunk is a range of blocks: the whole model, or the blocks of a pipeline stage. What forward keeps for backward
+//! belongs to a [`Flight`], and any number of flights may be in the air.
+
+use std::ops::Range;
+
+use super::{Activation, Context, GradSink, GradSlot, Model, ParamId, Params, Saved, Unused};
+use crate::device::{DeviceError, Event};
+use crate::ops::Fill;
+use crate::timeline::Kind;
+
+/// One of the two passes over the blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Pass {
+    /// First block first.
+    Forward,
+    /// Last block first.
+    Backward,
+}
+
+/// What accompanies the passes over the blocks.
+pub trait Hooks {
+    /// The pass of a block is about to be enqueued.
+    fn before(&mut self, _block: usize, _pass: Pass) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    /// All of it is in the stream. `made` is the block's output or the gradient of its input, if that has one.
+    fn after(&mut self, _block: usize, _pass: Pass, _made: Option<&Activation>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}
+
+/// Nothing accompanies the passes.
+pub struct NoHooks;
+
+impl Hooks for NoHooks {}
+
+/// A micro-batch between forward and backward of a chunk: what each block has saved.
+#[derive(Debug)]
+pub struct Flight {
+    chunk: Range<usize>,
+    saved: Vec<Saved>,
+}
+
+impl Flight {
+    /// Before forward over the blocks of `chunk`.
+    #[must_use]
+    pub fn over(chunk: Range<usize>) -> Self {
+        Self {
+            saved: chunk.clone().map(|_| Saved::default()).collect(),
+            chunk,
+        }
+    }
+
+    /// By block of the chunk: empty before forward and after backward.
+    #[must_use]
+    pub fn saved(&self) -> &[Saved] {
+        &self.saved
+    }
+}
+
+/// A model with parameters, and the micro-batch that goes through it.
+#[derive(Clone, Copy)]
+pub struct Passes<'a> {
+    /// Its blocks.
+    pub model: &'a Model,
+    /// Where operations run.
+    pub ctx: &'a Context<'a>,
+    /// The parameters.
+    pub params: &'a dyn Params,
+}
+
+impl Passes<'_> {
+    /// Forward over the chunk of `flight`. The whole model goes from tokens `[B, T]` to the loss of each position
+    /// `[B·T]`, 0 where the target is ignored.
+    pub fn forward(
+        &self,
+        flight: &mut Flight,
+        input: &Activation,
+        hooks: &mut dyn Hooks,
+    ) -> Result<Activation, DeviceError> {
+        let mut activation = input.clone();
+        for (index, saved) in flight.chunk.clone().zip(&mut flight.saved) {
+            let block = &self.model.blocks[index];
+            let name = || format!("forward {}", block.name()).into();
+            let forward = || {
+                hooks.before(index, Pass::Forward)?;
+                if !self.model.keeps_input[index] {
+                    return block.forward(self.ctx, self.params, &activation, saved);
+                }
+                saved.put(BLOCK_INPUT, &activation);
+                block.forward(self.ctx, self.params, &activation, &mut Saved::default())
+            };
+            activation = self.ctx.spanned(Kind::Forward, name, forward)?;
+            hooks.after(index, Pass::Forward, Some(&activation))?;
+        }
+        Ok(activation)
+    }
+
+    /// The same without a backward to come: what a block saves is released before the next block runs, nothing is
+    /// dropped, and [`Context::dloss`] and [`Context::timeline`] are not used.
+    pub fn evaluate(
+        &self,
+        chunk: Range<usize>,
+        input: &Activation,
+        hooks: &mut dyn Hooks,
+    ) -> Result<Activation, DeviceError> {
+        let ctx = Context {
+            dloss: None,
+            samples: None,
+            timeline: None,
+            ..*self.ctx
+        };
+        let mut activation = input.clone();
+        for index in chunk {
+            hooks.before(index, Pass::Forward)?;
+            let block = &self.model.blocks[index];
+            activation = block.forward(&ctx, self.params, &activation, &mut Saved::default())?;
+            hooks.after(index, Pass::Forward, Some(&activation))?;
+        }
+        Ok(activation)
+    }
+
+    /// Backward over the chunk of `flight`, from the gradient of its output to that of its input, if it has one. The chunk
+    /// that ends with the loss is given none, and begins with [`Context::dloss`]. Adds to
+    /// the gradients of the chunk's parameters. A parameter that its block does not use is reported when the block's
+    /// backward has ended: without it, its gradient would never be complete.
+    pub fn backward(
+        &self,
+        flight: &mut Flight,
+        dout: Option<Activation>,
+        hooks: &mut dyn Hooks,
+        grads: &mut dyn GradSink,
+    ) -> Result<Option<Activation>, DeviceError> {
+        let mut gradient = Some(dout.map_or_else(|| self.ctx.loss_gradient(), Ok)?);
+        for (index, saved) in flight.chunk.clone().zip(&mut flight.saved).rev() {
+            let block = &self.model.blocks[index];
+            let dout = gradient.take().ok_or_else(|| {
+                let name = block.name();
+                DeviceError::Upstream(format!("the block after `{name}` gave no gradient of its input"))
+            })?;
+            let mut reports = Reports {
+                grads,
+                reported: Vec::new(),
+            };
+            let name = || format!("backward {}", block.name()).into();
+            let backward = || {
+                hooks.before(index, Pass::Backward)?;
+                let mut again = Saved::default();
+                let saved = if self.model.keeps_input[index] {
+                    let input = saved.take(BLOCK_INPUT)?;
+                    block.recompute(self.ctx, self.params, &input, &mut again)?;
+                    &mut again
+                } else {
+                    saved
+                };
+                block.backward(self.ctx, self.params, saved, &dout, &mut reports)
+            };
+            gradient = self.ctx.spanned(Kind::Backward, name, backward)?;
+            let reported = reports.reported;
+            hooks.after(index, Pass::Backward, gradient.as_ref())?;
+            let listed = block.params().iter().rev().copied();
+            let unused: Vec<ParamId> = listed.filter(|id| !reported.contains(id)).collect();
+            if !unused.is_empty() {
+                self.contribute_zeros(block.name(), &unused, grads)?;
+            }
+        }
+        Ok(gradient)
+    }
+
+    fn contribute_zeros(
+        &self,
+        block: &str,
+        ids: &[ParamId],
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let name = |id: &ParamId| self.model.params[id.0].key.as_str();
+        grads.unused(&Unused {
+            block,
+            params: ids.iter().map(name).collect(),
+        })?;
+        for &id in ids {
+            let slot = grads.grad(id)?;
+            if !slot.accumulate {
+                self.ctx.enqueue(Fill {
+                    out: slot.buffer,
+                    value: 0.0,
+                });
+            }
+            grads.contributed(id, self.ctx.record())?;
+        }
+        Ok(())
+    }
+}
+
+/// What a recomputed block keeps.
+const BLOCK_INPUT: &str = "block input";
+
+/// The reports of one block on their way.
+struct Reports<'a> {
+    grads: &'a mut dyn GradSink,
+    reported: Vec<ParamId>,
+}
+
+impl GradSink for Reports<'_> {
+    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
+        self.grads.grad(id)
+    }
+
+    fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError> {
+        self.reported.push(id);
+        self.grads.contributed(id, at)
+    }
+
+    fn unused(&mut self, unused: &Unused<'_>) -> Result<(), DeviceError> {
+        self.grads.unused(unused)
+    }
+}
