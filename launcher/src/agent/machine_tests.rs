@@ -5,7 +5,7 @@ use ddp_proto::rendezvous::{JobOver, Leave, NodeAssignment, Refused, Waiting};
 mod spawning;
 
 use super::super::blame::CULPRIT_WAIT;
-use super::super::stop::LAST_WORDS;
+use super::super::stop::{LAST_WORDS, NATIVE_LAST_WORDS};
 use super::*;
 use crate::spawn::SpawnError;
 
@@ -293,7 +293,7 @@ fn native_workers_that_were_asked_have_all_of_the_grace_and_no_sigterm() {
     // The generation is over, and one does not end by itself.
     let mut play = Play::running(true, 2);
     play.machine.set_listening(true);
-    assert!(play.exit(1, KILLED).does(&Effect::Arm(LAST_WORDS)));
+    assert!(play.exit(1, KILLED).does(&Effect::Arm(NATIVE_LAST_WORDS)));
     assert!(play.on(Event::Alarm).does(&Effect::SignalAll(libc::SIGKILL)));
 }
 

@@ -15,6 +15,9 @@ use super::machine::{Machine, Phase, Stage, Then, Worker};
 
 /// How long workers that listen on the control socket may take to report their own error when a generation is over.
 pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
+/// The same for native workers, which no signal comes to before SIGKILL: they end by themselves, after what a device is
+/// computing.
+pub(super) const NATIVE_LAST_WORDS: Duration = Duration::from_secs(10);
 /// How long processes may take to go after SIGKILL.
 pub(super) const KILL_WAIT: Duration = Duration::from_secs(5);
 
@@ -22,7 +25,8 @@ impl Machine {
     /// Begins the stop routine because the generation is over.
     pub(super) fn stop(&mut self, cause: &str, then: Then) -> Vec<Effect> {
         let mut effects = vec![Effect::Notify(cause.to_owned()), Effect::CancelSpawn];
-        effects.extend(self.await_end(then, Stage::Notified, LAST_WORDS));
+        let patience = if self.rules.native { NATIVE_LAST_WORDS } else { LAST_WORDS };
+        effects.extend(self.await_end(then, Stage::Notified, patience));
         effects
     }
 
