@@ -6,6 +6,7 @@
 //! | [`words`] | no leftovers, no sleeping tests, no paths of anybody's machine |
 //! | [`layers`] | packages depend on each other in one direction |
 //! | [`imports`] | files of the worker do not import each other in a circle |
+//! | [`size`] | lines and files of the product, files of a folder, short files |
 //!
 //! [`tree`] lists the files, which are all text; [`rust_text`] tells code from comments and strings.
 
@@ -13,6 +14,7 @@ mod imports;
 mod layers;
 mod lengths;
 mod rust_text;
+mod size;
 mod tree;
 mod words;
 

@@ -135,6 +135,9 @@ fn message(job: &Job, world_size: u32) -> String {
     own[0].clone()
 }
 
+/// Of a model of two blocks: gradients of weights in a pass, the head's among them.
+const PRODUCTS_A_STEP: usize = 2 * 4 + 1;
+
 const FIRST_SEEN: &str =
     "rank 1 saw it first: the gradient of `h.1.mlp.c_fc.weight` in block `h.1`, micro-batch 0";
 
@@ -173,6 +176,53 @@ fn of_two_ranks_that_see_it_the_one_that_sees_it_earlier_is_named() {
         let message = message(&job, 2);
         let found = message.contains("rank 1 saw it first: the gradient of `h.") && message.contains(seen);
         assert!(found, "{message}");
+    }
+}
+
+/// On a device that has the next step already: what is inspected is what the step had, not what the next one made of it.
+#[test]
+fn a_step_is_inspected_before_the_next_one_counts() {
+    let mut job = job(|c| {
+        c.model.n_layer = 2;
+        c.train.steps = 3;
+        // An update would leave parameters that no pass survives.
+        c.train.optimizer.lr = 1e30;
+        c.train.schedule.kind = LearningRate::Constant;
+    });
+    job.device = Some(Box::new(|_| Arc::new(DeferredDevice::spoiling(2))));
+    let message = message(&job, 1);
+    assert!(
+        message.contains("in step 1: no rank sees it when it repeats the step alone"),
+        "{message}"
+    );
+}
+
+/// Skipping costs a device that is ahead some steps twice, and no bit.
+#[test]
+fn a_device_that_runs_later_skips_as_one_that_does_not() {
+    for strategy in STRATEGIES {
+        let run = |later: bool| {
+            let mut job = job(|c| {
+                c.model.n_layer = 2;
+                c.train.steps = 4;
+                c.train.on_nonfinite = OnNonFinite::Skip;
+                c.parallel.strategy = strategy;
+            });
+            job.device = Some(Box::new(move |session: &Session| {
+                let is_hit = session.env().rank.get() == 1;
+                if later {
+                    // Two blocks have eight weights, and the head one more: the third of the second step.
+                    let sound = if is_hit { PRODUCTS_A_STEP + 2 } else { usize::MAX };
+                    Arc::new(DeferredDevice::spoiling(sound))
+                } else {
+                    FaultyDevice::going_wrong(Spoilt::in_passes(1), if is_hit { 2 } else { u64::MAX })
+                }
+            }));
+            let trained = job.train(2);
+            assert_eq!(trained.metrics.last().unwrap().skipped, 1, "{strategy:?}");
+            trained
+        };
+        assert_same(&run(false), &run(true), &format!("{strategy:?}"));
     }
 }
 

@@ -90,7 +90,8 @@ pub struct ClipScale {
     pub updates: Option<Updates>,
 }
 
-/// How often parameters were updated, counted where a step is skipped or not.
+/// How often parameters were updated, counted where a step is skipped or not. A factor that is NaN stays NaN: the steps
+/// after a skipped one are skipped too, until the host has looked at it and uploads another factor.
 #[derive(Clone, Debug)]
 pub struct Updates {
     /// `[1]`, i32: one more, unless the step is to be skipped.
@@ -108,6 +109,9 @@ impl CpuKernel for ClipScale {
         let finite =
             (norm as f32).is_finite() && witnesses.is_none_or(|all| all.iter().all(|x| x.is_finite()));
         self.expect_scale()?;
+        let mut scale = self.scale.host_mut::<f32>()?;
+        let held = self.updates.is_some() && scale[0].is_nan();
+        let counts = finite && !held;
         self.norm.host_mut::<f32>()?[0] = norm as f32;
         let clip = |max: f32| {
             if norm > f64::from(max) {
@@ -116,13 +120,12 @@ impl CpuKernel for ClipScale {
                 1.0
             }
         };
-        let mut scale = self.scale.host_mut::<f32>()?;
-        scale[0] = if finite {
+        scale[0] = if counts {
             self.max_norm.map_or(1.0, clip)
         } else {
             f32::NAN
         };
-        if let (Some(Updates { count, betas }), true) = (&self.updates, finite) {
+        if let (Some(Updates { count, betas }), true) = (&self.updates, counts) {
             let mut count = count.host_mut::<i32>()?;
             count[0] = count[0].saturating_add(1);
             for (correction, beta) in scale[1..].iter_mut().zip(betas) {

@@ -1,7 +1,8 @@
 //! Clipping by the global norm (Pascanu, Mikolov & Bengio 2013). Norm and factor stay on the device; the factor is
 //! applied by the update itself, so that gradients are read once. If the norm is not finite, the factor is none
 //! either, and the update leaves everything as it is. So whether a step counts is known there alone, and the updates are
-//! counted there too, for AdamW's bias corrections: a skipped step is none, as in PyTorch under a `GradScaler`.
+//! counted there too, for AdamW's bias corrections: a skipped step is none, as in PyTorch under a `GradScaler`. Steps
+//! that the device runs before the host knows of a skipped one are skipped as well, until [`Clip::release`].
 //!
 //! A rank squares what it owns, chunk by chunk. Where that is not everything, the ranks tell each other their sums,
 //! and all add them in the order of the layout's chunks: the norm has the same bits whoever owns what.
@@ -83,6 +84,13 @@ impl Clip {
         let updates = i32::try_from(updates).unwrap_or(i32::MAX);
         self.device
             .upload(stream, &self.updates.whole(), bytemuck::bytes_of(&updates));
+        self.release(stream);
+    }
+
+    /// After a skipped step: the next one may count again.
+    pub fn release(&self, stream: Stream) {
+        let factor = self.scale.slice(0..1);
+        self.device.upload(stream, &factor, bytemuck::bytes_of(&1.0_f32));
     }
 
     /// Puts this rank's squares of `grads` on the stream, and tells the other ranks where they own the rest: the

@@ -58,6 +58,11 @@ impl Skips {
         }
     }
 
+    /// Whether the last step was skipped.
+    pub(super) fn is_skipping(&self) -> bool {
+        self.in_a_row > 0
+    }
+
     /// Since this life of the run began.
     pub(super) fn total(&self) -> u64 {
         self.total

@@ -138,13 +138,16 @@ impl Trainer<'_> {
         &mut self,
         queue: &mut VecDeque<Enqueued>,
         (kept, due): (usize, Due),
-        reducer: &Reducer,
+        reducer: &mut Reducer,
         recorder: &mut Recorder,
         outcome: &mut Outcome,
     ) -> Result<(), TrainError> {
         while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
             let Some(oldest) = queue.pop_front() else { break };
             let mut record = self.record_of(oldest, reducer)?;
+            if self.skips.is_skipping() {
+                self.release(queue, reducer)?;
+            }
             if due.validation && queue.is_empty() {
                 record.val_loss = Some(self.aside(|trainer| trainer.validate(record.step))?);
                 outcome.val_loss = record.val_loss;
@@ -156,6 +159,21 @@ impl Trainer<'_> {
             if record.stop && outcome.stopped.is_none() {
                 outcome.stopped = Some(self.stop_cause());
             }
+        }
+        Ok(())
+    }
+
+    /// After a skipped step: the device has skipped those behind it as well, so that the parameters were still those of
+    /// the skipped step when it was inspected. They run once more, and count.
+    fn release(&mut self, queue: &mut VecDeque<Enqueued>, reducer: &mut Reducer) -> Result<(), TrainError> {
+        let held: Vec<Enqueued> = queue.drain(..).collect();
+        let steps: Vec<u64> = held.iter().map(|enqueued| enqueued.step).collect();
+        for enqueued in held {
+            enqueued.numbers(&self.world)?;
+        }
+        self.clip.release(self.world.stream);
+        for step in steps {
+            queue.push_back(self.enqueue(reducer, step)?);
         }
         Ok(())
     }

@@ -31,6 +31,8 @@ pub struct DeferredDevice {
     ran_ahead: AtomicUsize,
     /// Streams that do not compute run an upload at once.
     hurries: bool,
+    /// Products that are left until one makes a gradient that is no number.
+    sound_products: Option<AtomicUsize>,
     /// Where there is a host beside it: what was allocated there.
     beside: Option<Mutex<Vec<Arena>>>,
 }
@@ -71,6 +73,7 @@ impl DeferredDevice {
             unread: Arc::default(),
             ran_ahead: AtomicUsize::new(0),
             hurries: false,
+            sound_products: None,
             beside: None,
         }
     }
@@ -80,6 +83,14 @@ impl DeferredDevice {
     pub fn with_early_uploads() -> Self {
         Self {
             hurries: true,
+            ..Self::new()
+        }
+    }
+
+    /// One gradient of a weight is no number, after so many that are.
+    pub fn spoiling(sound_products: usize) -> Self {
+        Self {
+            sound_products: Some(AtomicUsize::new(sound_products)),
             ..Self::new()
         }
     }
@@ -238,7 +249,16 @@ impl Device for DeferredDevice {
             }
             _ => {}
         }
+        let spoilt = match (&op, &self.sound_products) {
+            (Op::LinearDweight(product), Some(left)) if left.fetch_sub(1, Ordering::Relaxed) == 0 => {
+                Some(product.dweight.slice(0..1))
+            }
+            _ => None,
+        };
         self.push(stream, Command::Op(op));
+        if let Some(gradient) = spoilt {
+            self.push(stream, Command::Upload(gradient, f32::NAN.to_ne_bytes().to_vec()));
+        }
     }
 
     fn record(&self, stream: Stream) -> Event {

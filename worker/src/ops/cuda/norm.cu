@@ -76,7 +76,7 @@ __device__ __forceinline__ f32 bias_correction(f32 beta, u32 updates) {
 // norm = √Σ partials; scale = min(1, max_norm / norm), or NaN where the norm or a witness is not finite. With an order,
 // chunk i has its sum at order[i], none if that is negative. One block; thread t adds chunks t, t + 1024, …; then the
 // threads' sums are added in a fixed tree. Where updates are counted, this is one more unless the step is skipped, and the
-// bias corrections of both moments follow the scale.
+// bias corrections of both moments follow the scale; there a scale that is NaN stays NaN.
 extern "C" __global__ void __launch_bounds__(SCALE_THREADS)
 clip_scale(const f64 *partials, u32 sums, const int *order, u32 chunks, const f64 *witnesses, u32 witness_count,
            f32 max_norm, u32 clips, f32 *norm, f32 *scale, int *updates, f32 beta1, f32 beta2) {
@@ -98,7 +98,8 @@ clip_scale(const f64 *partials, u32 sums, const int *order, u32 chunks, const f6
         const f64 length = sqrt(total[0]);
         *norm = (f32)length;
         f32 factor = 1.0f;
-        const bool skips = total[1] > 0.0 || !((f32)length <= 3.402823466e38f);
+        const bool held = updates && !(fabsf(*scale) <= 3.402823466e38f);
+        const bool skips = held || total[1] > 0.0 || !((f32)length <= 3.402823466e38f);
         if (skips) {
             factor = __uint_as_float(0x7fffffffu);
         } else if (clips != 0 && length > (f64)max_norm) {
