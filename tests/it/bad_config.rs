@@ -10,7 +10,7 @@ fn refused(job: &TinyJob) -> String {
     finished.expect_exit(2);
     let errors = finished.stderr().matches("error:").count();
     assert_eq!(errors, 1, "one message, not one a rank:\n{}", finished.stderr());
-    finished.stderr()
+    finished.errors()
 }
 
 #[track_caller]

@@ -70,7 +70,7 @@ fn weights_that_do_not_fit_are_refused_before_anything_starts() {
         let finished = launch.run();
         finished.expect_exit(2);
         assert!(!job.out().exists(), "a folder was made for a run that never was");
-        finished.stderr()
+        finished.errors()
     };
     insta::assert_snapshot!(refused("model.n_layer=3"), @r"
     [ddp-run] error: tiny.yaml:2: `weights` does not fit the `model` section: `n_layer` is 2 there and 3 here; `h.2.ln_1.weight` is missing there; `h.2.ln_1.bias` is missing there; and 10 more

@@ -345,6 +345,12 @@ impl Finished {
         self.stderr.join("\n")
     }
 
+    /// Standard error from the first error on: without what a launcher says of the machine before.
+    pub(crate) fn errors(&self) -> String {
+        let first = self.stderr.iter().position(|line| line.contains("error:"));
+        self.stderr[first.unwrap_or(self.stderr.len())..].join("\n")
+    }
+
     /// All there is to say of it, for messages.
     pub(crate) fn transcript(&self) -> String {
         let status = self.status;
