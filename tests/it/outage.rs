@@ -233,7 +233,7 @@ fn training_is_saved_when_the_daemon_is_gone_for_good() {
 #[test]
 fn training_that_ends_while_the_daemon_is_away_is_a_success() {
     // The rest of the steps takes a moment.
-    let (daemon, job, mut running) = training(30, |yaml| yaml.replace("steps: 40", "steps: 400"));
+    let (daemon, job, mut running) = training(30, |yaml| yaml.replace("steps: 40", "steps: 1200"));
     let held = worker(running.pid(), "0");
     let send = |signal| kill(Pid::from_raw(held), signal).expect("a living worker");
     send(Signal::SIGSTOP);
@@ -245,7 +245,7 @@ fn training_that_ends_while_the_daemon_is_away_is_a_success() {
         .finish()
         .expect_exit(0)
         .expect_stderr("and the job is taken to have succeeded: rendezvous daemon at `");
-    assert_eq!(metrics(&job.out()).len(), 400);
+    assert_eq!(metrics(&job.out()).len(), 1200);
 }
 
 #[track_caller]
