@@ -223,11 +223,11 @@ fn whenever_a_job_dies_in_a_save_the_next_life_goes_on_from_a_whole_checkpoint()
 
 #[test]
 fn a_save_longer_than_the_patience_of_collectives_is_waited_for() {
-    let mut job = job(3, 0, |c| c.parallel.timeout_s = 1.0);
+    let mut job = job(3, 0, |c| c.parallel.timeout_s = 4.0);
     let slow = |operation: &str, path: &Path| {
         if operation == "sync" && path.ends_with("parameters-1-of-2.safetensors") {
             let (_disk, answer) = std::sync::mpsc::channel::<()>();
-            let _ = answer.recv_timeout(Duration::from_secs(3));
+            let _ = answer.recv_timeout(Duration::from_secs(7));
         }
         Ok(())
     };

@@ -12,7 +12,7 @@ use crate::harness::{Meeting, launch};
 use crate::talk::{Session, plays};
 
 /// The grace of a launch whose worker takes two thirds of it.
-const GRACE: Duration = Duration::from_secs(3);
+const GRACE: Duration = Duration::from_secs(9);
 
 /// Waits to be asked to stop, then ends with success.
 #[test]
