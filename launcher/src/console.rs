@@ -1,6 +1,6 @@
 //! The launcher's standard output and error, written by a thread of their own.
 //!
-//! Whoever reads our output may stop reading. So nobody but the writer thread ever writes: the others put lines
+//! The reader of our output may stop reading. So only the writer thread ever writes: the others put lines
 //! into a bounded queue. While the reader is merely slow, the threads that read the workers' pipes wait for
 //! room, as the workers themselves would; once it has not read for [`STALL`], lines are dropped and counted until
 //! it reads again. The agent never waits for the console; what it says has room of its own, for the report of a failure
@@ -15,7 +15,7 @@ use ddp_proto::control::Progress;
 
 use crate::piece::{Piece, Source, Start};
 use crate::progress::Bar;
-use crate::sinks::{Manner, Sinks};
+use crate::sinks::{SinkKind, Sinks};
 
 /// Bytes of workers that may wait to be written.
 const QUEUE_BYTES: usize = 4 << 20;
@@ -47,7 +47,7 @@ pub(crate) enum Stream {
 #[derive(Clone)]
 pub(crate) struct Console {
     shared: Arc<Shared>,
-    manners: [Manner; 2],
+    kinds: [SinkKind; 2],
 }
 
 struct Shared {
@@ -72,7 +72,7 @@ struct State {
     written: u64,
     /// Whose line on standard output and standard error has no end yet.
     open: [Option<Source>; 2],
-    /// Nothing was taken for [`STALL`] while somebody waited for room.
+    /// Nothing was taken for [`STALL`] while a thread waited for room.
     blocked: bool,
     closing: bool,
     closed: bool,
@@ -88,7 +88,7 @@ impl Console {
         });
         let console = Self {
             shared: shared.clone(),
-            manners: sinks.manners(),
+            kinds: sinks.kinds(),
         };
         std::thread::Builder::new()
             .name("console".into())
@@ -98,8 +98,8 @@ impl Console {
     }
 
     /// What a stream leads to.
-    pub(crate) fn manner(&self, stream: Stream) -> Manner {
-        self.manners[stream as usize]
+    pub(crate) fn kind(&self, stream: Stream) -> SinkKind {
+        self.kinds[stream as usize]
     }
 
     /// True if the last line is this one's, and can go on.
@@ -143,7 +143,7 @@ impl Console {
         self.shared.filled.notify_one();
     }
 
-    /// Grows whenever the console took something: a console that stands still is blocked, or has nothing to do.
+    /// Grows whenever the console took something: a console that writes nothing is blocked, or has nothing to do.
     pub(crate) fn written(&self) -> u64 {
         self.lock().written
     }
@@ -350,7 +350,7 @@ mod tests {
         let (ticket, tickets) = mpsc::channel();
         let mut writers: [Box<dyn Write + Send>; 2] = [Box::new(io::sink()), Box::new(io::sink())];
         writers[stream as usize] = Box::new(Gate { written, tickets });
-        let sinks = Sinks::new(writers, [Manner::Pipe; 2], false);
+        let sinks = Sinks::new(writers, [SinkKind::Pipe; 2], false);
         (Console::start(sinks, false).unwrap(), ticket, output)
     }
 

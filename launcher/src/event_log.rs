@@ -22,7 +22,7 @@ const PATIENCE: Duration = Duration::from_secs(1);
 /// One thing that happened.
 #[derive(Debug, Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
-pub(crate) enum Happening<'a> {
+pub(crate) enum LogEvent<'a> {
     /// The launcher asks the daemon for a place in the next generation.
     Joined { generation: u64 },
     /// The daemon gave this node its place.
@@ -58,7 +58,7 @@ struct Line<'a> {
     job_id: &'a str,
     node: &'a str,
     #[serde(flatten)]
-    happening: Happening<'a>,
+    event: LogEvent<'a>,
     #[serde(skip_serializing_if = "is_zero")]
     dropped_before: u64,
 }
@@ -104,7 +104,7 @@ impl EventLog {
     }
 
     /// Puts one line into the queue. Never waits.
-    pub(crate) fn put(&self, happening: Happening<'_>) {
+    pub(crate) fn put(&self, event: LogEvent<'_>) {
         let Some(writer) = &self.writer else {
             return;
         };
@@ -113,7 +113,7 @@ impl EventLog {
             unix_time_ns: since_epoch.as_nanos() as u64,
             job_id: &self.job_id,
             node: &self.node,
-            happening,
+            event,
             dropped_before: self.dropped.swap(0, Ordering::Relaxed),
         };
         let dropped = line.dropped_before;
@@ -170,8 +170,8 @@ mod tests {
         let path = directory.path().join("events.jsonl");
         for _ in 0..2 {
             let log = EventLog::start(Some(EventLog::open(&path).unwrap()), "job", "a").unwrap();
-            log.put(Happening::Joined { generation: 0 });
-            log.put(Happening::WorkerStarted {
+            log.put(LogEvent::Joined { generation: 0 });
+            log.put(LogEvent::WorkerStarted {
                 generation: 1,
                 rank: 4,
                 local_rank: 0,

@@ -6,7 +6,7 @@ use std::time::Duration;
 use ddp_proto::rendezvous::{Failure, WorkerExit};
 use serde::Serialize;
 
-use crate::agent::Conclusion;
+use crate::agent::ExitReason;
 use crate::ending::Ending;
 use crate::report::{Facts, seconds};
 
@@ -18,13 +18,14 @@ const MAX_TOLD: usize = 4;
 pub(crate) struct Record<'a> {
     generation: u64,
     node: &'a str,
-    /// The node itself is gone, for this reason; then there is no worker to tell of.
+    /// The node itself is gone, for this reason; then there is no worker to report.
     node_gone: Option<&'a str>,
     #[serde(flatten)]
     worker: Option<Worker<'a>>,
-    /// When the daemon heard of it, by its monotonic clock: after it had heard of the first of the list.
+    /// When the report reached the daemon, by its monotonic clock: time after the first report of the list.
     arrived_ns: u64,
-    /// When it happened, by the same clock, from the same origin on: less than 0 if the first of the list was heard of later.
+    /// When it happened, by the same clock and from the same origin: less than 0 if the first report of the list came
+    /// later.
     happened_ns: i64,
 }
 
@@ -96,10 +97,10 @@ impl<'a> Worker<'a> {
 pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
     let of_last = |failure: &&Failure| failure.generation == facts.generation.0;
     let last = || facts.failures.failures.iter().filter(of_last);
-    let first = last().find(|failure| is_first(facts.conclusion, failure));
+    let first = last().find(|failure| is_first(facts.exit_reason, failure));
     let zero = first.or_else(|| last().next()).map(|failure| failure.happened_ns);
     let others: Vec<&Failure> = last()
-        .filter(|failure| !is_first(facts.conclusion, failure) && is_elsewhere(facts, failure))
+        .filter(|failure| !is_first(facts.exit_reason, failure) && is_elsewhere(facts, failure))
         .collect();
     for failure in others.iter().take(MAX_TOLD) {
         let after = when(failure.happened_ns - zero.unwrap_or_default());
@@ -123,7 +124,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
             }
             Some(exit) => write!(
                 text,
-                "\n  rank {} (node `{host}`): {} by itself {after}",
+                "\n  rank {} (node `{host}`): {} on its own {after}",
                 exit.rank,
                 Ending::of_message(exit)
             ),
@@ -131,7 +132,7 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
     }
     let untold = others.len().saturating_sub(MAX_TOLD);
     if untold > 0 {
-        // What the list has no room for may be of other generations, or of this node: nobody knows how much of it is not.
+        // What the list has no room for may be of other generations, or of this node: how many are not is unknown.
         let least = if facts.failures.more_failures > 0 {
             "at least "
         } else {
@@ -142,12 +143,12 @@ pub(crate) fn elsewhere(text: &mut String, facts: &Facts<'_>) {
 }
 
 /// What the report begins with.
-fn is_first(conclusion: &Conclusion, failure: &Failure) -> bool {
-    let Conclusion::JobOver {
+fn is_first(exit_reason: &ExitReason, failure: &Failure) -> bool {
+    let ExitReason::JobOver {
         reason,
         first_failure,
         ..
-    } = conclusion
+    } = exit_reason
     else {
         return false;
     };
@@ -158,7 +159,7 @@ fn is_first(conclusion: &Conclusion, failure: &Failure) -> bool {
     }
 }
 
-/// Not stopped, and not among the workers that the report has told of.
+/// Not stopped, and not among the workers that the report already named.
 fn is_elsewhere(facts: &Facts<'_>, failure: &Failure) -> bool {
     failure.exit.as_ref().is_none_or(|exit| {
         let is_told = facts.local_ends.iter().any(|end| end.rank.0 == exit.rank);

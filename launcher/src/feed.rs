@@ -1,8 +1,8 @@
 //! What one stream of a worker gives to the console, and when.
 //!
-//! Whole lines go at once. A line without an end is shown [`QUIET`] after its first byte that is not shown yet, so that a
-//! prompt can be read. On a terminal a progress bar is shown as often as that; where its line is not the last one, each
-//! update takes a line of its own, so that it is shown every [`CALM`] only. What an update would hide is left out.
+//! Whole lines go at once. A line without an end is shown [`QUIET`] after its first byte that is not shown yet, so that
+//! a prompt can be read. On a terminal a progress bar is shown as often as that; where its line is not the last one,
+//! each update takes a line of its own, so that it is shown every [`CALM`] only. What an update would hide is left out.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio::time::Instant;
 use crate::console::{Console, Stream};
 use crate::lines::{End, Segment};
 use crate::piece::{Piece, Source, Start};
-use crate::sinks::Manner;
+use crate::sinks::SinkKind;
 
 /// From the first byte of something unfinished until it is shown.
 const QUIET: Duration = Duration::from_millis(100);
@@ -27,7 +27,7 @@ pub(crate) struct Feed {
     stream: Stream,
     source: Source,
     prefix: Arc<str>,
-    manner: Manner,
+    kind: SinkKind,
     /// What the console has not got yet: whole lines, and behind them what belongs to the current one.
     out: Vec<u8>,
     /// Length of the whole lines in `out`.
@@ -48,7 +48,7 @@ pub(crate) struct Feed {
 impl Feed {
     pub(crate) fn new(console: Console, stream: Stream, source: Source, prefix: &str) -> Self {
         Self {
-            manner: console.manner(stream),
+            kind: console.kind(stream),
             console,
             stream,
             source,
@@ -94,13 +94,13 @@ impl Feed {
     }
 
     /// After all segments of what was read: `unfinished` is the text behind the last one, and whether it returns.
-    pub(crate) fn settle(&mut self, unfinished: (&[u8], bool), now: Instant) {
-        self.send(match self.manner {
-            Manner::Terminal => self.whole,
-            Manner::Pipe | Manner::File => self.out.len(),
+    pub(crate) fn flush(&mut self, unfinished: (&[u8], bool), now: Instant) {
+        self.send(match self.kind {
+            SinkKind::Terminal => self.whole,
+            SinkKind::Pipe | SinkKind::File => self.out.len(),
         });
-        // Nobody waits for a file to ask something.
-        let is_new = unfinished.0.len() > self.shown && self.manner != Manner::File;
+        // A file asks no questions: no reader waits for the end of its line.
+        let is_new = unfinished.0.len() > self.shown && self.kind != SinkKind::File;
         if !is_new && self.out.is_empty() {
             self.deadline = None;
             return;
@@ -119,7 +119,7 @@ impl Feed {
 
     /// An update that needs a line of its own, as others have written below the last one, has time.
     fn not_before(&self, returns: bool) -> Option<Instant> {
-        let is_update = self.manner == Manner::Terminal && (returns || !self.out.is_empty());
+        let is_update = self.kind == SinkKind::Terminal && (returns || !self.out.is_empty());
         let last = self.last_shown.filter(|_| is_update)?;
         (!self.console.is_open(self.stream, self.source)).then_some(last + CALM)
     }
@@ -176,7 +176,7 @@ impl Feed {
 
     /// Where the text begins that `update` will be written over, and hide, on a terminal.
     fn hidden_by(&self, update: &[u8]) -> Option<usize> {
-        let at = self.replaceable.filter(|_| self.manner == Manner::Terminal)?;
+        let at = self.replaceable.filter(|_| self.kind == SinkKind::Terminal)?;
         (characters(&self.out[at..]) <= characters(update)).then_some(at)
     }
 
@@ -246,10 +246,10 @@ mod tests {
     }
 
     impl Play {
-        fn on(manner: Manner) -> Self {
+        fn on(kind: SinkKind) -> Self {
             let (sender, screen) = mpsc::channel();
             let writers: [Box<dyn Write + Send>; 2] = [Box::new(Screen(sender)), Box::new(io::sink())];
-            let console = Console::start(Sinks::new(writers, [manner; 2], false), false).unwrap();
+            let console = Console::start(Sinks::new(writers, [kind; 2], false), false).unwrap();
             Self {
                 splitter: LineSplitter::default(),
                 feed: Feed::new(console.clone(), Stream::Stdout, Source(0), "[0] "),
@@ -264,7 +264,7 @@ mod tests {
             let feed = &mut self.feed;
             self.splitter.push(text.as_bytes(), |segment| feed.take(&segment));
             let now = self.begin + Duration::from_millis(ms);
-            feed.settle(self.splitter.unfinished(), now);
+            feed.flush(self.splitter.unfinished(), now);
             self
         }
 
@@ -296,7 +296,7 @@ mod tests {
 
     #[test]
     fn a_prompt_is_shown_a_moment_after_it_was_written() {
-        let mut play = Play::on(Manner::Pipe);
+        let mut play = Play::on(SinkKind::Pipe);
         play.write(0, "breakpoint\n(Pdb) ");
         assert_eq!(play.wait(), Some(100));
         assert_eq!(play.wait(), None);
@@ -317,7 +317,7 @@ mod tests {
 
     #[test]
     fn a_file_gets_whole_lines() {
-        let mut play = Play::on(Manner::File);
+        let mut play = Play::on(SinkKind::File);
         play.write(0, "loading ...");
         assert_eq!(play.wait(), None);
         play.write(900, " done\n").write(910, "1%\r2%\r");
@@ -327,7 +327,7 @@ mod tests {
 
     #[test]
     fn a_pipe_gets_every_update_of_a_bar() {
-        let mut play = Play::on(Manner::Pipe);
+        let mut play = Play::on(SinkKind::Pipe);
         play.write(0, "\r1%\r2%\r3").write(10, "%\rdone\n");
         assert_eq!(play.end(), "[0] 1%\r[0] 2%\r[0] 3%\r[0] done\n");
     }
@@ -342,7 +342,7 @@ mod tests {
                     format!("{text}\r")
                 }
             };
-            let mut play = Play::on(Manner::Terminal);
+            let mut play = Play::on(SinkKind::Terminal);
             for percent in 10..15 {
                 play.write(percent, &update(&format!("{percent}%")));
             }
@@ -360,7 +360,7 @@ mod tests {
 
     #[test]
     fn what_an_update_does_not_hide_stays() {
-        let mut play = Play::on(Manner::Terminal);
+        let mut play = Play::on(SinkKind::Terminal);
         play.write(0, "  loading\r|").write(10, "\r/\r-");
         assert_eq!(play.wait(), Some(100));
         assert_eq!(play.end(), "[0]   loading\r[0] -\n");
@@ -368,7 +368,7 @@ mod tests {
 
     #[test]
     fn a_bar_that_others_write_below_is_shown_now_and_then() {
-        let mut play = Play::on(Manner::Terminal);
+        let mut play = Play::on(SinkKind::Terminal);
         play.write(0, "\r1%");
         assert_eq!(play.wait(), Some(100), "at first as soon as any");
         play.write(150, "\r2%");
@@ -379,7 +379,7 @@ mod tests {
         let other = Feed::new(play.console.clone(), Stream::Stdout, Source(1), "[1] ");
         let mut other = Play {
             feed: other,
-            ..Play::on(Manner::Terminal)
+            ..Play::on(SinkKind::Terminal)
         };
         other.write(0, "line\n");
         play.until_open(false);

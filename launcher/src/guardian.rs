@@ -20,7 +20,7 @@ use nix::sys::wait::waitpid;
 use nix::unistd::{ForkResult, Pid, fork};
 
 use crate::cgroup;
-use crate::sweep::Quarry;
+use crate::sweep::KillTargets;
 
 /// How long the guardian hunts before it gives up on processes that cannot be killed.
 const HUNT_BOUND: Duration = Duration::from_secs(20);
@@ -48,7 +48,7 @@ pub struct Guardian {
 impl Guardian {
     /// Forks the guardian. Must be the first thing in `main`: no thread and no runtime may exist yet.
     pub fn fork() -> io::Result<Self> {
-        // Ignored by whoever started us, it would take all children away before they can be waited for.
+        // If our parent process ignored it, the kernel would reap all children before they can be waited for.
         // SAFETY: the default disposition runs no code.
         unsafe { libc::signal(libc::SIGCHLD, libc::SIG_DFL) };
         let launcher_id = format!("ddp-{}-{:016x}", std::process::id(), rand::random::<u64>());
@@ -152,7 +152,7 @@ impl Registrar {
         send_record(self.socket, FORGET, session);
     }
 
-    /// Announces to whoever reads the other end.
+    /// Announces to the process at the other end.
     #[cfg(test)]
     pub(crate) fn to(socket: &UnixStream) -> Self {
         Self {
@@ -214,12 +214,12 @@ impl Watch {
         if let Some(group) = &self.group {
             cgroup::kill_members(group);
         }
-        let quarry = Quarry::Launcher {
+        let targets = KillTargets::Launcher {
             sessions: &self.sessions,
             launcher_id: &self.launcher_id,
         };
-        quarry.kill_all(HUNT_BOUND);
-        // There is nobody left to tell.
+        targets.kill_all(HUNT_BOUND);
+        // No process is left to report to.
         if let Some(group) = &self.group {
             let _ = cgroup::remove(group);
         }
@@ -254,7 +254,7 @@ impl Watch {
         close_range(fd + 1, i32::MAX);
         for _ in 0..3 {
             // SAFETY: plain system call with a constant path. Descriptors 0 to 2 stay taken, so that no file
-            // opened later becomes somebody's standard output.
+            // opened later becomes a program's standard output.
             unsafe { libc::open(c"/dev/null".as_ptr(), libc::O_RDWR) };
         }
     }

@@ -87,7 +87,7 @@ fn phase_name(phase: Phase) -> &'static str {
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Silent {
     pub(crate) beat: Beat,
-    /// It lives, and waits for other ranks: whoever it waits for is to blame, wherever that one is, or the way there.
+    /// It lives, and waits for other ranks: the rank that it waits for is to blame, on any node, or the network to it.
     pub(crate) waits: bool,
 }
 
@@ -95,7 +95,7 @@ pub(crate) struct Silent {
 /// that it waits for others.
 ///
 /// All ranks fall silent when one does. One that sends no heartbeats is the cause before one that does, one that waits
-/// for nobody before one that waits; then the one that is behind, and of equals the one that was silent first.
+/// for no other rank before one that waits; then the one that is behind, and of equals the one that was silent first.
 pub(crate) fn longest_silence(
     beats: impl Iterator<Item = (usize, Beat, bool)>,
     now: Instant,

@@ -11,7 +11,7 @@
 //! | `reap`, `sweep`, `proc_table`, `ending` | collect ends, kill leftovers |
 //! | `oom` | tells a death for lack of memory from a stranger's `kill -9` |
 //! | `control` | the control socket of the workers |
-//! | `output`, `pump`, `lines`, `chorus`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
+//! | `output`, `pump`, `lines`, `repeated_errors`, `feed`, `piece`, `console`, `sinks`, `progress`, `terminal`, `logs` | the workers' output, on the console and in files |
 //! | `report`, `root_cause`, `local_end`, `failures` | the failure report, for people and for programs; what else failed, here and elsewhere |
 //! | `event_log` | what happened, as JSON lines |
 //!
@@ -23,7 +23,6 @@
 
 mod agent;
 mod cgroup;
-mod chorus;
 mod console;
 mod control;
 mod ending;
@@ -47,6 +46,7 @@ mod process;
 mod progress;
 mod pump;
 mod reap;
+mod repeated_errors;
 mod report;
 mod root_cause;
 mod sinks;
@@ -55,7 +55,7 @@ mod sweep;
 mod terminal;
 mod waits;
 
-pub use agent::{Conclusion, LaunchError, Outcome, is_ignored, run};
+pub use agent::{ExitReason, LaunchError, Outcome, is_ignored, run};
 pub use cgroup::{NoGroup, cpu_quota, memory_limit, parent_of_workers, usable_cores};
 pub use ending::{Ending, signal_name};
 pub use guardian::Guardian;

@@ -8,7 +8,7 @@ use std::time::Duration;
 use ddp_proto::ids::GlobalRank;
 use ddp_proto::words::numbered;
 
-use crate::agent::Conclusion;
+use crate::agent::ExitReason;
 use crate::ending::{Ending, signal_name};
 use crate::report::{Facts, indented, seconds};
 
@@ -58,15 +58,15 @@ struct Alike<'a> {
 pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalRank>) {
     // Where the job is over and no worker is to blame, a node was lost: the report has said so.
     let is_node_gone = matches!(
-        facts.conclusion,
-        Conclusion::JobOver {
+        facts.exit_reason,
+        ExitReason::JobOver {
             first_failure: None,
             ..
         }
     );
     let cause_is_told = is_node_gone || text.contains("first failure:");
-    let told = match facts.conclusion {
-        Conclusion::JobOver { first_failure, .. } => {
+    let told = match facts.exit_reason {
+        ExitReason::JobOver { first_failure, .. } => {
             first_failure.as_ref().map(|failure| &*failure.0.message)
         }
         _ => None,
@@ -74,7 +74,7 @@ pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalR
     let is_other = |end: &&LocalEnd| Some(end.rank) != first && !end.ending.is_success();
     let mut lines: Vec<Alike<'_>> = Vec::new();
     for end in facts.local_ends.iter().filter(is_other) {
-        let fate = Fate::of(end, facts.conclusion, cause_is_told);
+        let fate = Fate::of(end, facts.exit_reason, cause_is_told);
         if let Some(line) = lines.iter_mut().find(|line| line.fate == fate) {
             line.ranks.push(end.rank.0);
             line.soonest = line.soonest.min(end.after);
@@ -94,9 +94,9 @@ pub(crate) fn others(text: &mut String, facts: &Facts<'_>, first: Option<GlobalR
 }
 
 impl<'a> Fate<'a> {
-    fn of(end: &'a LocalEnd, conclusion: &Conclusion, cause_is_told: bool) -> Self {
+    fn of(end: &'a LocalEnd, exit_reason: &ExitReason, cause_is_told: bool) -> Self {
         let why = match end.sent {
-            Some(sent) => Why::Stopped(deadly(sent, end.ending, conclusion)),
+            Some(sent) => Why::Stopped(deadly(sent, end.ending, exit_reason)),
             None if end.consequence && cause_is_told => Why::Followed,
             None => Why::ByItself,
         };
@@ -157,8 +157,8 @@ impl Alike<'_> {
 
 /// The signal of ours that a worker died of, when several were on their way: SIGKILL follows SIGTERM, or the signal
 /// that stopped the job.
-fn deadly(sent: i32, ending: Ending, conclusion: &Conclusion) -> i32 {
-    let is_gentle = |signal| signal == libc::SIGTERM || Some(signal) == conclusion.signal();
+fn deadly(sent: i32, ending: Ending, exit_reason: &ExitReason) -> i32 {
+    let is_gentle = |signal| signal == libc::SIGTERM || Some(signal) == exit_reason.signal();
     match ending {
         Ending::Signal { signal, .. } if sent == libc::SIGKILL && is_gentle(signal) => signal,
         _ => sent,

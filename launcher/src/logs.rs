@@ -52,7 +52,7 @@ pub(crate) fn create_log_dir(path: &Path) -> Result<Vec<PathBuf>, LogError> {
         })
 }
 
-/// Removes folders that nobody has put anything into, the innermost first.
+/// Removes folders that are empty, the innermost first.
 pub(crate) fn remove_empty(folders: &[PathBuf]) {
     // One that is in use stays, and with it all around it.
     let _ = folders.iter().try_for_each(fs::remove_dir);
@@ -132,7 +132,7 @@ impl WorkerFiles {
             (scratch.to_owned(), Self::Scratch(file))
         };
         let claimed = match (&files, directory.parent()) {
-            // It is new, or somebody else's: another run that began at the same moment.
+            // It is new, or belongs to another run that began at the same moment.
             (Self::Logged(_), Some(attempt)) => {
                 fs::create_dir_all(attempt).and_then(|()| fs::create_dir(&directory))
             }

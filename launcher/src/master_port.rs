@@ -1,7 +1,7 @@
 //! A port that rank 0 will be able to bind.
 //!
 //! The port is bound first without `SO_REUSEADDR`, which fails if anybody else holds it in any way; the option
-//! is set afterwards, and nobody listens: from then on a program that sets `SO_REUSEADDR`, as every server does,
+//! is set afterwards, and nothing listens: from then on a program that sets `SO_REUSEADDR`, as every server does,
 //! can bind the port and listen on it, while another launcher looking for a port cannot. So the port stays
 //! reserved for as long as [`MasterPort`] lives, which is the whole generation.
 

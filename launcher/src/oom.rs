@@ -23,8 +23,8 @@ pub(crate) struct OomCounter {
 }
 
 impl OomCounter {
-    /// The workers' own group, if it counts: then nobody else's death is taken for theirs. Otherwise the nearest group
-    /// that counts, from this process's own upwards: workers are in it, or below.
+    /// The workers' own group, if it counts: then no other process's death is taken for theirs. Otherwise the nearest
+    /// group that counts, from this process's own upwards: workers are in it, or below.
     pub(crate) fn of_workers(group: Option<&Path>) -> Self {
         let file = group.map(|group| group.join(EVENTS));
         if let Some(before) = file.as_deref().and_then(kills) {

@@ -139,8 +139,8 @@ impl Default for PrefixTemplate {
 }
 
 impl PrefixTemplate {
-    /// Reads `[${role_name}${local_rank}]: ` as torchrun does: `$rank` is `${rank}`, `$$` is a dollar sign, and what is no
-    /// known variable is text.
+    /// Reads `[${role_name}${local_rank}]: ` as torchrun does: `$rank` is `${rank}`, `$$` is a dollar sign, and what is
+    /// no known variable is text.
     #[must_use]
     pub fn parse(template: &str) -> Self {
         let mut parts = Vec::new();

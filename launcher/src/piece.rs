@@ -1,7 +1,7 @@
 //! Pieces of the workers' output, and how they are joined on the console.
 //!
 //! A line is usually written whole. A prompt, or a progress bar, is shown before its line has an end: then that line is
-//! open, and whoever writes next either goes on with it or begins a new one. Only the writer of the console knows which,
+//! open, and the next writer either goes on with it or begins a new one. Only the writer of the console knows which,
 //! for only it knows what came last.
 
 use std::sync::Arc;
@@ -65,7 +65,7 @@ impl Pen {
             }
             Start::Fresh => self.end_line(out),
             Start::Continued | Start::Returned => {
-                // Whoever came in between has ended the line already.
+                // The piece in between has ended the line already.
                 let end = [&b"\n"[..], b"\r\n"]
                     .into_iter()
                     .find_map(|end| bytes.strip_prefix(end));

@@ -42,7 +42,8 @@ pub struct LaunchPlan {
     pub hang_timeout: Option<Duration>,
     /// `--log-dir`: below it `attempt_N/<global rank>/{stdout.log,stderr.log,error.json}`; none: no log files.
     pub log_dir: Option<PathBuf>,
-    /// What is to be added to the command to go on with a native job that was stopped, in words; none for other programs.
+    /// What is to be added to the command to go on with a native job that was stopped, in words; none for other
+    /// programs.
     pub resume_words: Option<String>,
     /// What happens to the workers' output.
     pub output: OutputPlan,

@@ -41,7 +41,7 @@ pub fn environment_of(plan: &LaunchPlan, get_env: impl Fn(&str) -> Option<String
     if let Some(address) = &plan.master_addr {
         contract.master_addr.clone_from(address);
     }
-    // Decided for each worker: shown, so that nobody misses them.
+    // Decided for each worker, and shown so that they are not missed.
     contract.error_file = Some(String::new());
     contract.control = Some(String::new());
     contract.run_token = Some(String::new());

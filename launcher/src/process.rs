@@ -21,7 +21,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, Signal, kill, sigprocmask};
 use nix::unistd::{Pid, pipe2};
 
-use crate::cgroup::{self, Door, Forked};
+use crate::cgroup::{self, CgroupEntry, Forked};
 
 /// Searched for programs where there is no `PATH`, as shells do.
 const DEFAULT_PATH: &str = "/bin:/usr/bin";
@@ -79,7 +79,7 @@ pub(crate) struct Start<'a> {
     pub(crate) image: Image,
     pub(crate) streams: Streams<'a>,
     /// The way into its control group, if there is one.
-    pub(crate) door: Option<Door>,
+    pub(crate) entry: Option<CgroupEntry>,
     /// How long its program may take to begin.
     pub(crate) patience: Duration,
     /// Signals that it ignores from its first instruction on.
@@ -115,7 +115,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     let mut before = SigSet::empty();
     sigprocmask(SigmaskHow::SIG_SETMASK, Some(&SigSet::all()), Some(&mut before))?;
     // SAFETY: the child only makes async-signal-safe calls, does not allocate, and ends in `execve` or `_exit`.
-    let forked = unsafe { cgroup::fork(given.door) };
+    let forked = unsafe { cgroup::fork(given.entry) };
     if let Ok(Forked::Child) = forked {
         let outcome = redirect(&given.streams)
             .and_then(|()| prepare())
@@ -140,7 +140,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     };
     let report = File::from(report);
     if !is_readable(&report, given.patience)? {
-        // It holds the launcher's files, and may come to life when nobody expects it any more.
+        // It holds the launcher's files, and may come to life when it is no longer expected.
         let _ = kill(child, Signal::SIGKILL);
         return Err(StartError::Stuck {
             waited: given.patience,
@@ -151,7 +151,7 @@ pub(crate) fn start(given: &Start<'_>, prepare: impl Fn() -> Result<(), Errno>) 
     if (&report).read_exact(&mut number).is_err() {
         return Ok(child);
     }
-    // It may have been reaped by whoever reaps all children.
+    // The thread that reaps all children may have reaped it.
     let _ = cgroup::wait_for(child);
     let cause = io::Error::from_raw_os_error(i32::from_ne_bytes(number));
     Err(StartError::Ended { child, cause })
@@ -297,7 +297,7 @@ mod tests {
         let given = Start {
             image,
             streams,
-            door: None,
+            entry: None,
             patience: PATIENCE,
             ignored: &[],
         };
@@ -356,7 +356,7 @@ mod tests {
         let given = Start {
             image: image_of("/bin/true"),
             streams: nothing(),
-            door: None,
+            entry: None,
             patience: PATIENCE,
             ignored: &[],
         };
@@ -375,7 +375,7 @@ mod tests {
         let given = Start {
             image: image_of("/bin/true"),
             streams: nothing(),
-            door: None,
+            entry: None,
             patience: Duration::from_millis(20),
             ignored: &[],
         };

@@ -17,11 +17,11 @@ use tokio::runtime::Runtime;
 use tokio::sync::{mpsc, watch};
 use tokio::time::{Instant, timeout_at};
 
-use crate::chorus::Voice;
 use crate::console::{Console, Stream};
 use crate::feed::Feed;
 use crate::lines::{End, LineSplitter, Segment};
 use crate::piece::Source;
+use crate::repeated_errors::RankErrors;
 
 /// Lines of stderr kept for the failure report.
 const TAIL_LINES: usize = 20;
@@ -42,7 +42,7 @@ pub(crate) struct Tap {
     /// Precedes its lines on the console; none: they are not shown.
     pub(crate) prefix: Option<String>,
     /// Knows the errors that need not be shown again; none: all are.
-    pub(crate) voice: Option<Voice>,
+    pub(crate) errors: Option<RankErrors>,
     /// Takes the lines that contain one of the words.
     pub(crate) duplicate: Option<Duplicate>,
 }
@@ -113,7 +113,7 @@ async fn read(tap: Tap, console: Console) {
         mut log,
         mut tail,
         prefix,
-        mut voice,
+        mut errors,
         mut duplicate,
     } = tap;
     let Ok(mut pipe) = pipe::Receiver::from_owned_fd(pipe) else {
@@ -126,8 +126,8 @@ async fn read(tap: Tap, console: Console) {
         tail.push(&segment);
         if let Some(feed) = feed {
             let is_whole = segment.end == End::Newline && !segment.returns && !feed.is_within_line();
-            match &mut voice {
-                Some(voice) => voice.say(segment.text, is_whole, |text| {
+            match &mut errors {
+                Some(errors) => errors.say(segment.text, is_whole, |text| {
                     feed.take(&Segment { text, ..segment });
                 }),
                 None => feed.take(&segment),
@@ -165,7 +165,7 @@ async fn read(tap: Tap, console: Console) {
         }
         splitter.push(bytes, |segment| take(segment, &mut feed));
         if let Some(feed) = &mut feed {
-            feed.settle(splitter.unfinished(), Instant::now());
+            feed.flush(splitter.unfinished(), Instant::now());
         }
     }
     splitter.finish(|segment| take(segment, &mut feed));

@@ -15,7 +15,7 @@ use nix::sys::signal::{Signal, killpg};
 use nix::unistd::Pid;
 
 use crate::ending::Ending;
-use crate::sweep::Quarry;
+use crate::sweep::KillTargets;
 
 /// Which child is meant.
 #[derive(Clone, Copy, Debug)]
@@ -35,14 +35,14 @@ pub(crate) fn collect_workers(pids: impl Iterator<Item = i32>, group: Option<&Pa
     }
     let sessions: BTreeSet<i32> = dead.iter().map(|(pid, _)| *pid).collect();
     for pid in &sessions {
-        // Usually there is nobody left in the group.
+        // Usually no process is left in the group.
         let _ = killpg(Pid::from_raw(*pid), Signal::SIGKILL);
     }
-    let quarry = Quarry::Sessions {
+    let targets = KillTargets::Sessions {
         sessions: &sessions,
         group,
     };
-    quarry.kill_once();
+    targets.kill_once();
     for pid in &sessions {
         // It was dead a moment ago, and only this function reaps it.
         let _ = look(Which::Pid(*pid), 0);

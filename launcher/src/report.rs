@@ -9,7 +9,7 @@ use std::time::Duration;
 use ddp_proto::ids::{Generation, GlobalRank};
 use ddp_proto::rendezvous::{Failures, WorkerExit};
 
-use crate::agent::Conclusion;
+use crate::agent::ExitReason;
 use crate::ending::{Ending, signal_name};
 use crate::failures::elsewhere;
 use crate::hang::HUNG;
@@ -17,7 +17,7 @@ use crate::local_end::{LocalEnd, others};
 
 /// What a report is made of.
 pub(crate) struct Facts<'a> {
-    pub(crate) conclusion: &'a Conclusion,
+    pub(crate) exit_reason: &'a ExitReason,
     /// Name of the program as people call it.
     pub(crate) program: &'a str,
     /// The file that every worker executes.
@@ -26,7 +26,7 @@ pub(crate) struct Facts<'a> {
     pub(crate) hostname: &'a str,
     /// What the workers wrote was not seen.
     pub(crate) output_unseen: bool,
-    /// The first failure that this node saw itself, for a conclusion that does not tell.
+    /// The first failure that this node saw itself, for an exit reason that does not tell.
     pub(crate) local_failure: Option<&'a WorkerExit>,
     /// Workers of this node in the last generation, in order of rank.
     pub(crate) local_ends: &'a [LocalEnd],
@@ -40,14 +40,14 @@ pub(crate) struct Facts<'a> {
 
 /// The report as text, without a trailing newline; none if all went well.
 pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
-    let text = match facts.conclusion {
-        Conclusion::Succeeded => return None,
-        Conclusion::Stopped { signal } => {
+    let text = match facts.exit_reason {
+        ExitReason::Succeeded => return None,
+        ExitReason::Stopped { signal } => {
             let mut text = format!("stopped by {}", signal_name(*signal));
             others(&mut text, facts, None);
             text
         }
-        Conclusion::JobOver {
+        ExitReason::JobOver {
             reason,
             no_restart,
             first_failure,
@@ -63,9 +63,9 @@ pub(crate) fn report(facts: &Facts<'_>) -> Option<String> {
             elsewhere(&mut text, facts);
             text
         }
-        Conclusion::Refused { reason, .. } => format!("error: {reason}"),
-        Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => after_error(facts, error),
-        Conclusion::CannotStart(error) => format!("error: {error}"),
+        ExitReason::Refused { reason, .. } => format!("error: {reason}"),
+        ExitReason::DaemonGone { error, .. } | ExitReason::Broken { error, .. } => after_error(facts, error),
+        ExitReason::CannotStart(error) => format!("error: {error}"),
     };
     Some(text)
 }
@@ -145,7 +145,7 @@ fn describe_failure(text: &mut String, facts: &Facts<'_>, failure: &WorkerExit, 
     }
 }
 
-/// True if Python did not find a module: often it is not the interpreter that somebody has in mind.
+/// True if Python did not find a module: often it is not the interpreter that the user meant.
 fn lacks_a_module(failure: &WorkerExit, executable: &Path) -> bool {
     let name = executable.file_name().unwrap_or_default().to_string_lossy();
     let said = failure.stderr_tail.iter().chain([&failure.message]);
@@ -168,15 +168,15 @@ fn hint_for(ending: Ending, out_of_memory: bool) -> Option<&'static str> {
         libc::SIGKILL if out_of_memory => Some(
             "possibly out of memory: the kernel's OOM killer ended a process of this control group meanwhile",
         ),
-        libc::SIGKILL => {
-            Some("not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or somebody's `kill -9`")
-        }
+        libc::SIGKILL => Some(
+            "not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or a `kill -9` by a person or program",
+        ),
         libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT => {
-            Some("not sent by ddp-run: the batch system, or somebody's `kill`")
+            Some("not sent by ddp-run: the batch system, or a `kill` by a person or program")
         }
         libc::SIGSEGV | libc::SIGILL | libc::SIGFPE => Some("the program crashed"),
         libc::SIGBUS => Some("the program crashed: often a shortage of shared memory, or a file cut short"),
-        libc::SIGABRT => Some("the program gave up by itself: its last lines say why"),
+        libc::SIGABRT => Some("the program aborted: its last lines say why"),
         _ => None,
     }
 }

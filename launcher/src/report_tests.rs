@@ -33,8 +33,8 @@ fn failure(rank: u32, ending: Ending) -> WorkerExit {
     }
 }
 
-fn job_over(no_restart: &str, failure: WorkerExit, host: &str) -> Conclusion {
-    Conclusion::JobOver {
+fn job_over(no_restart: &str, failure: WorkerExit, host: &str) -> ExitReason {
+    ExitReason::JobOver {
         exit_code: 1,
         reason: "the daemon's words".into(),
         no_restart: no_restart.into(),
@@ -54,18 +54,18 @@ fn end(rank: u32, ending: Ending, sent: Option<i32>, after_ms: u64) -> LocalEnd 
     }
 }
 
-fn text(conclusion: &Conclusion, local_ends: &[LocalEnd], local_failure: Option<&WorkerExit>) -> String {
-    text_of_many(conclusion, local_ends, local_failure, &Failures::default())
+fn text(exit_reason: &ExitReason, local_ends: &[LocalEnd], local_failure: Option<&WorkerExit>) -> String {
+    text_of_many(exit_reason, local_ends, local_failure, &Failures::default())
 }
 
 fn text_of_many(
-    conclusion: &Conclusion,
+    exit_reason: &ExitReason,
     local_ends: &[LocalEnd],
     local_failure: Option<&WorkerExit>,
     failures: &Failures,
 ) -> String {
     let facts = Facts {
-        conclusion,
+        exit_reason,
         program: "train.yaml",
         executable: Path::new("/opt/venv/bin/python3"),
         hostname: "a",
@@ -91,8 +91,8 @@ fn what_is_said_once_is_not_repeated() {
     follower.message =
         Some("rank 1 stopped: the generation is over: rank 0 (node `a`) exited with code 2".into());
     follower.consequence = true;
-    let conclusion = job_over("", exit, "a");
-    insta::assert_snapshot!(text(&conclusion, &[end(0, Ending::Code(2), None, 0), follower], None), @r"
+    let exit_reason = job_over("", exit, "a");
+    insta::assert_snapshot!(text(&exit_reason, &[end(0, Ending::Code(2), None, 0), follower], None), @r"
     error: `train.yaml` failed
       first failure: rank 0 (node `a`, pid 4711) exited with code 2 after 12.3 s at 22:13:20 UTC
         it says: `out` already holds a run
@@ -109,11 +109,11 @@ fn ranks_that_fail_alike_are_told_without_their_words() {
     exit.stderr_tail = words.lines().map(str::to_owned).collect();
     let mut alike = end(1, Ending::Code(2), None, 40);
     alike.message = Some(words.into());
-    let conclusion = job_over("", exit, "a");
-    let text = text(&conclusion, &[end(0, Ending::Code(2), None, 0), alike], None);
+    let exit_reason = job_over("", exit, "a");
+    let text = text(&exit_reason, &[end(0, Ending::Code(2), None, 0), alike], None);
     assert_eq!(text.matches("is damaged").count(), 1, "{text}");
     assert!(
-        text.ends_with("\n  rank 1: exited with code 2 by itself 0.0 s later: it says the same"),
+        text.ends_with("\n  rank 1: exited with code 2 on its own 0.0 s later: it says the same"),
         "{text}"
     );
 }
@@ -164,7 +164,7 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
           Traceback (most recent call last):
           ValueError: no data
       rank 0: stopped by us with SIGTERM after 1.0 s
-      rank 2: exited with code 1 by itself 0.0 s later: all-reduce 17 failed: rank 1 is gone
+      rank 2: exited with code 1 on its own 0.0 s later: all-reduce 17 failed: rank 1 is gone
       rank 3: stopped by us with SIGTERM after 1.1 s (exited with code 143)
       rank 4: stopped by us with SIGKILL after 31.0 s
     ");
@@ -172,11 +172,11 @@ fn an_exit_code_with_its_last_words_and_its_victims() {
 
 #[test]
 fn sigkill_was_not_sent_by_us() {
-    let conclusion = job_over("all 3 restarts are used up", failure(0, KILLED), "a");
-    insta::assert_snapshot!(text(&conclusion, &[], None), @r"
+    let exit_reason = job_over("all 3 restarts are used up", failure(0, KILLED), "a");
+    insta::assert_snapshot!(text(&exit_reason, &[], None), @r"
     error: `train.yaml` failed, and all 3 restarts are used up
       first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
-        not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or somebody's `kill -9`
+        not sent by ddp-run: the kernel's OOM killer (see `dmesg`), or a `kill -9` by a person or program
         it wrote nothing to stderr
     ");
 }
@@ -201,8 +201,8 @@ fn whatever_the_daemon_says_of_restarts_is_shown() {
 fn a_sigkill_while_the_oom_killer_struck() {
     let mut exit = failure(0, KILLED);
     exit.out_of_memory = true;
-    let conclusion = job_over("", exit, "a");
-    insta::assert_snapshot!(text(&conclusion, &[], None), @r"
+    let exit_reason = job_over("", exit, "a");
+    insta::assert_snapshot!(text(&exit_reason, &[], None), @r"
     error: `train.yaml` failed
       first failure: rank 0 (node `a`, pid 4711) died of SIGKILL after 12.3 s at 22:13:20 UTC
         possibly out of memory: the kernel's OOM killer ended a process of this control group meanwhile
@@ -218,8 +218,8 @@ fn a_crash_on_another_node() {
     };
     let mut exit = failure(7, crash);
     exit.log_file = "/logs/attempt_0/7/stderr.log".into();
-    let conclusion = job_over("", exit, "b");
-    insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"
+    let exit_reason = job_over("", exit, "b");
+    insta::assert_snapshot!(text(&exit_reason, &[end(0, TERMINATED, Some(15), 200)], None), @r"
     error: `train.yaml` failed
       first failure: rank 7 (node `b`, pid 4711) died of SIGSEGV (core dumped) at 22:13:20 UTC by that node's clock
         the program crashed
@@ -231,14 +231,14 @@ fn a_crash_on_another_node() {
 
 #[test]
 fn a_job_that_ended_without_a_failed_worker() {
-    let conclusion = Conclusion::JobOver {
+    let exit_reason = ExitReason::JobOver {
         exit_code: 143,
         reason: "node `b` was stopped by SIGTERM".into(),
         no_restart: String::new(),
         first_failure: None,
         signal: Some(15),
     };
-    insta::assert_snapshot!(text(&conclusion, &[end(0, TERMINATED, Some(15), 200)], None), @r"
+    insta::assert_snapshot!(text(&exit_reason, &[end(0, TERMINATED, Some(15), 200)], None), @r"
     error: node `b` was stopped by SIGTERM
       rank 0: stopped by us with SIGTERM after 0.2 s
     ");
@@ -253,7 +253,7 @@ fn stopped_by_a_signal() {
         // SIGKILL was on its way too.
         end(3, INTERRUPTED, Some(9), 100),
     ];
-    insta::assert_snapshot!(text(&Conclusion::Stopped { signal: 2 }, &ends, None), @r"
+    insta::assert_snapshot!(text(&ExitReason::Stopped { signal: 2 }, &ends, None), @r"
     stopped by SIGINT
       rank 1: stopped by us with SIGKILL after 1 min 1 s
       ranks 2, 3: stopped by us with SIGINT after 0.1 s
@@ -293,19 +293,19 @@ fn sixty_four_ranks_are_told_in_a_few_lines() {
       rank 7: stopped by us with SIGKILL after 30.1 s
       ranks 9, 11: stopped by us with SIGTERM after 0.0 s to 0.1 s (exited with code 143)
       ranks 20, 23: exited with code 1 by themselves 0.0 s later: all-reduce 17 failed
-      rank 22: exited with code 1 by itself 0.0 s later: no more data
+      rank 22: exited with code 1 on its own 0.0 s later: no more data
       ranks 50 to 52: ended because of that 0.5 s later (exited with code 1)
     ");
 }
 
 #[test]
 fn a_daemon_that_is_gone_after_a_failure() {
-    let conclusion = Conclusion::DaemonGone {
+    let exit_reason = ExitReason::DaemonGone {
         exit_code: 69,
         error: "rendezvous daemon at `node0:29400` cannot be reached".into(),
     };
     let exit = failure(1, Ending::Code(3));
-    insta::assert_snapshot!(text(&conclusion, &[], Some(&exit)), @r"
+    insta::assert_snapshot!(text(&exit_reason, &[], Some(&exit)), @r"
     error: rendezvous daemon at `node0:29400` cannot be reached
     before that, on this node:
       first failure: rank 1 (node `a`, pid 4711) exited with code 3 after 12.3 s at 22:13:20 UTC
@@ -315,7 +315,7 @@ fn a_daemon_that_is_gone_after_a_failure() {
 
 #[test]
 fn errors_before_any_worker() {
-    let refused = Conclusion::Refused {
+    let refused = ExitReason::Refused {
         exit_code: 76,
         reason: "nodes `a` and `b` run different programs".into(),
     };
@@ -323,12 +323,12 @@ fn errors_before_any_worker() {
         text(&refused, &[], None),
         "error: nodes `a` and `b` run different programs"
     );
-    let missing = Conclusion::CannotStart(SpawnError::NotFound {
+    let missing = ExitReason::CannotStart(SpawnError::NotFound {
         program: "x".into(),
         hint: "look".into(),
     });
     assert!(text(&missing, &[], None).starts_with("error: program `x` was not found\n  hint: "));
-    assert_eq!(text(&Conclusion::Succeeded, &[], None), "");
+    assert_eq!(text(&ExitReason::Succeeded, &[], None), "");
 }
 
 /// As the daemon lists it, `after_ms` after the first.
@@ -375,20 +375,21 @@ fn later_failures_of_other_nodes_are_told_in_a_line_each() {
         end(0, Ending::Code(1), None, 100),
         end(1, TERMINATED, Some(15), 200),
     ];
-    let conclusion = job_over("", first, "b");
-    insta::assert_snapshot!(text_of_many(&conclusion, &here, None, &failures), @r"
+    let exit_reason = job_over("", first, "b");
+    insta::assert_snapshot!(text_of_many(&exit_reason, &here, None, &failures), @r"
     error: `train.yaml` failed
       first failure: rank 5 (node `b`, pid 4711) exited with code 42 at 22:13:20 UTC by that node's clock
         it wrote nothing to stderr
-      rank 0: exited with code 1 by itself 0.1 s later
+      rank 0: exited with code 1 on its own 0.1 s later
       rank 1: stopped by us with SIGTERM after 0.2 s
-      rank 6 (node `c`): died of SIGKILL by itself 0.1 s before
+      rank 6 (node `c`): died of SIGKILL on its own 0.1 s before
       rank 4 (node `b`): ended because of that 0.3 s later (exited with code 1)
       node `d` (node rank 3) was lost: no heartbeat for 9.0 s, 8.0 s later
     ");
 }
 
-/// The report where node `b` has so many failures in the list, of which the first decided, and the list lacks so many more.
+/// The report where node `b` has so many failures in the list, of which the first decided, and the list lacks so many
+/// more.
 fn text_of_node_b(in_list: u32, more_failures: u32) -> String {
     let alike = |rank| listed(2, "b", failure(rank, Ending::Code(1)), i64::from(rank));
     let failures = Failures {
@@ -418,7 +419,7 @@ fn failures_beyond_the_list_are_not_said_to_be_of_other_nodes() {
 #[test]
 fn a_lost_node_that_ended_the_job_is_told_once_and_others_are_its_consequences() {
     let gone = "node `b` (node rank 1) was lost: no heartbeat for 9.0 s";
-    let conclusion = Conclusion::JobOver {
+    let exit_reason = ExitReason::JobOver {
         exit_code: 75,
         reason: format!("{gone}; all 3 restarts are used up"),
         no_restart: "all 3 restarts are used up".into(),
@@ -451,10 +452,10 @@ fn a_lost_node_that_ended_the_job_is_told_once_and_others_are_its_consequences()
         consequence: true,
         ..end(0, Ending::Code(1), None, 0)
     };
-    insta::assert_snapshot!(text_of_many(&conclusion, &[here], None, &failures), @r"
+    insta::assert_snapshot!(text_of_many(&exit_reason, &[here], None, &failures), @r"
     error: node `b` (node rank 1) was lost: no heartbeat for 9.0 s; all 3 restarts are used up
       rank 0: ended because of that (exited with code 1)
-      rank 4 (node `c`): exited with code 1 by itself 0.5 s later
+      rank 4 (node `c`): exited with code 1 on its own 0.5 s later
       rank 5 (node `c`): ended because of that (exited with code 1)
     ");
 }

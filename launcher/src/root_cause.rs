@@ -1,4 +1,5 @@
-//! The failure of a job for programs: `error.json` in the log directory, and the error file of whoever started us.
+//! The failure of a job for programs: `error.json` in the log directory, and the error file of the program that started
+//! us.
 //!
 //! torch's `record` decorator writes what a Python worker died of to `TORCHELASTIC_ERROR_FILE`. A launcher that has
 //! that variable itself was started by another one, to which it passes the first failure on in the same form.
@@ -13,7 +14,7 @@ use ddp_proto::rendezvous::{Failures, WorkerExit};
 use serde::Serialize;
 use serde_json::json;
 
-use crate::agent::Conclusion;
+use crate::agent::ExitReason;
 use crate::failures::Record;
 
 /// Name of the variable, and of torch's protocol.
@@ -27,7 +28,8 @@ struct RootCause<'a> {
     /// In words.
     reason: String,
     first_failure: Option<Failure<'a>>,
-    /// All failures of the job in the order in which the daemon heard of them, with the workers that were stopped.
+    /// All failures of the job in the order in which their reports reached the daemon, with the workers that were
+    /// stopped.
     failures: Vec<Record<'a>>,
     /// Failures that are not in the list.
     more_failures: u32,
@@ -54,10 +56,10 @@ struct Failure<'a> {
 /// What is written, and where.
 pub(crate) struct Verdict<'a> {
     pub(crate) job_id: &'a str,
-    pub(crate) conclusion: &'a Conclusion,
+    pub(crate) exit_reason: &'a ExitReason,
     /// The report for people.
     pub(crate) report: &'a str,
-    /// The first failure that this node saw itself, for a conclusion that does not tell.
+    /// The first failure that this node saw itself, for an exit reason that does not tell.
     pub(crate) local_failure: Option<&'a WorkerExit>,
     /// All failures of the job, as far as the daemon told them.
     pub(crate) failures: &'a Failures,
@@ -84,13 +86,13 @@ impl Verdict<'_> {
             stderr_tail: &exit.stderr_tail,
             log_file: &exit.log_file,
         });
-        let reason = match self.conclusion {
-            Conclusion::JobOver { reason, .. } => reason.clone(),
+        let reason = match self.exit_reason {
+            ExitReason::JobOver { reason, .. } => reason.clone(),
             _ => self.report.to_owned(),
         };
         let cause = RootCause {
             job_id: self.job_id,
-            exit_code: self.conclusion.exit_code(),
+            exit_code: self.exit_reason.exit_code(),
             reason,
             first_failure: failure,
             failures: self.records(),
@@ -113,7 +115,7 @@ impl Verdict<'_> {
                 .failure()
                 .map_or(0, |(exit, _)| exit.unix_time_ns / 1_000_000_000);
             let extra = json!({"py_callstack": "", "timestamp": at.to_string()});
-            json!({"message": {"message": self.report, "errorCode": self.conclusion.exit_code(), "extraInfo": extra}})
+            json!({"message": {"message": self.report, "errorCode": self.exit_reason.exit_code(), "extraInfo": extra}})
         };
         let written = self.worker_file.as_ref().and_then(|file| fs::read(file).ok());
         let bytes = match written.filter(|bytes| !bytes.is_empty()) {
@@ -134,8 +136,8 @@ impl Verdict<'_> {
     }
 
     fn failure(&self) -> Option<(&WorkerExit, &str)> {
-        match self.conclusion {
-            Conclusion::JobOver {
+        match self.exit_reason {
+            ExitReason::JobOver {
                 first_failure: Some(failure),
                 ..
             } => Some((&failure.0, &failure.1)),
@@ -161,14 +163,14 @@ fn replace(path: &Path, bytes: &[u8]) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn conclusion() -> Conclusion {
+    fn exit_reason() -> ExitReason {
         let failure = WorkerExit {
             rank: 5,
             signal: Some(9),
             message: "out of memory".into(),
             ..WorkerExit::default()
         };
-        Conclusion::JobOver {
+        ExitReason::JobOver {
             exit_code: 137,
             reason: "rank 5 (node `b`) died of SIGKILL".into(),
             no_restart: String::new(),
@@ -177,7 +179,7 @@ mod tests {
         }
     }
 
-    fn verdict(conclusion: &Conclusion, worker_file: Option<PathBuf>) -> Verdict<'_> {
+    fn verdict(exit_reason: &ExitReason, worker_file: Option<PathBuf>) -> Verdict<'_> {
         static NONE: Failures = Failures {
             failures: Vec::new(),
             more_failures: 0,
@@ -185,7 +187,7 @@ mod tests {
         };
         Verdict {
             job_id: "job",
-            conclusion,
+            exit_reason,
             report: "error: it failed",
             local_failure: None,
             failures: &NONE,
@@ -198,7 +200,7 @@ mod tests {
     #[test]
     fn programs_read_the_first_failure() {
         let directory = tempfile::tempdir().unwrap();
-        verdict(&conclusion(), None).write_to(directory.path()).unwrap();
+        verdict(&exit_reason(), None).write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&text).unwrap();
         assert_eq!(value["exit_code"], 137);
@@ -206,7 +208,7 @@ mod tests {
         assert_eq!(value["first_failure"]["node"], "b");
         assert_eq!(value["first_failure"]["signal"], 9);
         let [only] = &value["failures"].as_array().unwrap()[..] else {
-            panic!("a daemon that tells no list has told the first failure: {value}")
+            panic!("a daemon without a list still sends the first failure: {value}")
         };
         assert_eq!(
             (&only["rank"], &only["generation"], &only["node"]),
@@ -258,10 +260,10 @@ mod tests {
             more_failures: 4,
             more_victims: 2,
         };
-        let (directory, conclusion) = (tempfile::tempdir().unwrap(), conclusion());
+        let (directory, exit_reason) = (tempfile::tempdir().unwrap(), exit_reason());
         let all = Verdict {
             failures: &failures,
-            ..verdict(&conclusion, None)
+            ..verdict(&exit_reason, None)
         };
         all.write_to(directory.path()).unwrap();
         let text = fs::read(directory.path().join("error.json")).unwrap();
@@ -299,16 +301,16 @@ mod tests {
             directory.path().join("own.json"),
         );
         let env = vec![(OsString::from(ERROR_FILE), above.clone().into_os_string())];
-        let conclusion = conclusion();
-        verdict(&conclusion, Some(own.clone())).pass_on(&env).unwrap();
+        let exit_reason = exit_reason();
+        verdict(&exit_reason, Some(own.clone())).pass_on(&env).unwrap();
         let value: serde_json::Value = serde_json::from_slice(&fs::read(&above).unwrap()).unwrap();
         assert_eq!(value["message"]["message"], "error: it failed");
         fs::write(&own, "{\"message\": \"torch says\"}").unwrap();
-        verdict(&conclusion, Some(own)).pass_on(&env).unwrap();
+        verdict(&exit_reason, Some(own)).pass_on(&env).unwrap();
         assert_eq!(
             fs::read_to_string(&above).unwrap(),
             "{\"message\": \"torch says\"}"
         );
-        assert!(verdict(&conclusion, None).pass_on(&[]).is_ok());
+        assert!(verdict(&exit_reason, None).pass_on(&[]).is_ok());
     }
 }

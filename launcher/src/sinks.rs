@@ -10,10 +10,10 @@ const BOTH: [Stream; 2] = [Stream::Stdout, Stream::Stderr];
 
 /// What a stream of the console leads to.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Manner {
+pub(crate) enum SinkKind {
     /// People watch it.
     Terminal,
-    /// Somebody may wait at the other end.
+    /// A reader may wait at the other end.
     Pipe,
     /// It is read later.
     File,
@@ -22,7 +22,7 @@ pub(crate) enum Manner {
 /// Standard output and standard error, in this order, and where their last lines stand.
 pub(crate) struct Sinks {
     writers: [Box<dyn Write + Send>; 2],
-    manners: [Manner; 2],
+    kinds: [SinkKind; 2],
     /// One for both, or one for each.
     pens: Vec<Pen>,
     /// It was said that a stream takes nothing.
@@ -33,25 +33,25 @@ impl Sinks {
     /// The process's own streams.
     pub(crate) fn standard() -> Self {
         let (stdout, stderr) = (io::stdout(), io::stderr());
-        let manners = [manner_of(&stdout), manner_of(&stderr)];
-        let together = manners == [Manner::Terminal; 2] || is_same_file(&stdout, &stderr);
+        let kinds = [kind_of(&stdout), kind_of(&stderr)];
+        let together = kinds == [SinkKind::Terminal; 2] || is_same_file(&stdout, &stderr);
         let writers = BOTH.map(|stream| -> Box<dyn Write + Send> { Box::new(Unbuffered(stream)) });
-        Self::new(writers, manners, together)
+        Self::new(writers, kinds, together)
     }
 
     /// With `together`, what is written to one follows what was written to the other.
-    pub(crate) fn new(writers: [Box<dyn Write + Send>; 2], manners: [Manner; 2], together: bool) -> Self {
+    pub(crate) fn new(writers: [Box<dyn Write + Send>; 2], kinds: [SinkKind; 2], together: bool) -> Self {
         let pens = if together { 1 } else { 2 };
         Self {
             writers,
-            manners,
+            kinds,
             pens: (0..pens).map(|_| Pen::default()).collect(),
             complained: [false; 2],
         }
     }
 
-    pub(crate) fn manners(&self) -> [Manner; 2] {
-        self.manners
+    pub(crate) fn kinds(&self) -> [SinkKind; 2] {
+        self.kinds
     }
 
     /// Whose lines have no end yet.
@@ -89,7 +89,7 @@ impl Sinks {
         let Err(error) = self.writers[stream as usize].write_all(bytes) else {
             return;
         };
-        // Whoever read it has gone, and knows: the job goes on.
+        // The reader closed it on purpose: the job goes on.
         if error.kind() == io::ErrorKind::BrokenPipe || self.complained[stream as usize] {
             return;
         }
@@ -110,15 +110,15 @@ impl Sinks {
     }
 }
 
-fn manner_of(stream: &(impl AsFd + IsTerminal)) -> Manner {
+fn kind_of(stream: &(impl AsFd + IsTerminal)) -> SinkKind {
     use nix::sys::stat::{SFlag, fstat};
     let is_file = |mode| SFlag::from_bits_truncate(mode) & SFlag::S_IFMT == SFlag::S_IFREG;
     if stream.is_terminal() {
-        Manner::Terminal
+        SinkKind::Terminal
     } else if fstat(stream).is_ok_and(|status| is_file(status.st_mode)) {
-        Manner::File
+        SinkKind::File
     } else {
-        Manner::Pipe
+        SinkKind::Pipe
     }
 }
 
@@ -206,7 +206,7 @@ mod tests {
         let (sender, stderr) = mpsc::channel();
         let mut sinks = Sinks::new(
             [Box::new(stdout), Box::new(Sink::Open(sender))],
-            [Manner::Pipe; 2],
+            [SinkKind::Pipe; 2],
             false,
         );
         sinks.write(&[(Stream::Stderr, piece("[0] asks:"))]);
@@ -234,7 +234,7 @@ mod tests {
             let (sender, place) = mpsc::channel();
             let writers: [Box<dyn Write + Send>; 2] =
                 [Box::new(Sink::Open(sender.clone())), Box::new(Sink::Open(sender))];
-            let mut sinks = Sinks::new(writers, [Manner::Terminal; 2], together);
+            let mut sinks = Sinks::new(writers, [SinkKind::Terminal; 2], together);
             sinks.write(&[
                 (Stream::Stderr, piece("[0] asks:")),
                 (Stream::Stdout, piece("[0] line\n")),

@@ -22,7 +22,7 @@ use nix::sys::signal::Signal;
 use nix::unistd::Pid;
 use tokio::sync::mpsc;
 
-use crate::cgroup::Door;
+use crate::cgroup::CgroupEntry;
 use crate::guardian::Registrar;
 use crate::plan::WorkerCommand;
 use crate::process::{self, Image, Start, StartError, Streams};
@@ -58,7 +58,7 @@ pub(crate) struct Batch {
     /// Signals that the workers ignore.
     pub(crate) ignored: Vec<i32>,
     /// The way into the workers' control group, where there is one.
-    pub(crate) door: Option<Door>,
+    pub(crate) entry: Option<CgroupEntry>,
     /// Set when the generation is stopped before all its workers were started.
     pub(crate) cancelled: Arc<AtomicBool>,
 }
@@ -198,7 +198,7 @@ fn what_is_there(program: &Path) -> String {
     }
 }
 
-/// Finds the program before the node joins, so that a typing error costs nobody else anything.
+/// Finds the program before the node joins, so that a typing error costs the other nodes nothing.
 pub(crate) fn check_program(
     command: &WorkerCommand,
     inherited_path: Option<&OsString>,
@@ -288,7 +288,7 @@ fn start_batch(
                     news: SpawnNews::Spawned { local_rank, pid },
                 });
             }
-            // Nobody wants it any more, and its group may be gone.
+            // It is no longer wanted, and its group may be gone.
             Err(_) if batch.cancelled.load(Ordering::Acquire) => return None,
             Err(StartError::Stuck { waited }) => {
                 return Some(SpawnError::Stuck {
@@ -309,7 +309,7 @@ fn start_batch(
 }
 
 fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Result<i32, StartError> {
-    let (command, door) = (&batch.command, batch.door);
+    let (command, entry) = (&batch.command, batch.entry);
     let name = command.arg0.as_deref().unwrap_or(command.program.as_os_str());
     let argv = iter::once(name).chain(command.args.iter().map(OsString::as_os_str));
     let image = Image::new(&command.program, argv, &worker.env)?;
@@ -330,12 +330,12 @@ fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Res
             stdout: stdout.map(AsFd::as_fd),
             stderr: stderr.map(AsFd::as_fd),
         },
-        door,
+        entry,
         patience: START_PATIENCE,
         ignored: &batch.ignored,
     };
     let (launcher, cores, open_files) = (Pid::this(), worker.cores.as_ref(), command.open_files);
-    let prepare = || enter_session(launcher, registrar, door, cores, open_files);
+    let prepare = || enter_session(launcher, registrar, entry, cores, open_files);
     let started = process::start(&start, prepare);
     if let Err(StartError::Ended { child, .. }) = &started {
         // It was announced, and its number is free for others now.
@@ -349,15 +349,15 @@ fn start_worker(batch: &Batch, worker: &WorkerSpec, registrar: Registrar) -> Res
 fn enter_session(
     launcher: Pid,
     registrar: Registrar,
-    door: Option<Door>,
+    entry: Option<CgroupEntry>,
     cores: Option<&CpuSet>,
     open_files: Option<u64>,
 ) -> Result<(), Errno> {
     let session = nix::unistd::setsid()?;
     registrar.watch(session.as_raw());
-    if let Some(door) = door {
+    if let Some(entry) = entry {
         // It was tried; should it fail all the same, the session and the marker are left.
-        door.enter();
+        entry.enter();
     }
     nix::sys::prctl::set_pdeathsig(Signal::SIGKILL)?;
     // The launcher may have died before the line above. It may be pid 1, so 1 itself proves nothing.
@@ -439,7 +439,7 @@ mod tests {
                 cores: None,
             }],
             ignored: Vec::new(),
-            door: None,
+            entry: None,
             cancelled: Arc::default(),
         };
         let failure = start_batch(batch, Registrar::to(&launcher), &events);

@@ -17,7 +17,7 @@ use crate::proc_table::{self, ProcessEntry};
 const BETWEEN_PASSES: Duration = Duration::from_millis(3);
 
 /// Which processes a sweep is after.
-pub(crate) enum Quarry<'a> {
+pub(crate) enum KillTargets<'a> {
     /// Used by the guardian, when the tree of processes is gone with the launcher: everything that is in one of
     /// these sessions or process groups, or carries the launcher's marker in its environment.
     Launcher {
@@ -35,7 +35,7 @@ pub(crate) enum Quarry<'a> {
     },
 }
 
-impl Quarry<'_> {
+impl KillTargets<'_> {
     /// Those that the table of processes tells.
     fn select(&self, processes: &[ProcessEntry]) -> Vec<i32> {
         let of = |wanted: &dyn Fn(&ProcessEntry) -> bool| -> Vec<i32> {
@@ -55,7 +55,7 @@ impl Quarry<'_> {
 
     /// Kills those that the table tells, then those of the others that carry a marker; returns all of them.
     ///
-    /// Whoever looks for a marker may wait for ever: to read the environment of a process takes a lock that it holds
+    /// Looking for a marker may block for ever: to read the environment of a process takes a lock that it holds
     /// while it is stuck in a driver. So all are killed before that can be known to be ours without it.
     fn kill_found(
         &self,
@@ -188,7 +188,7 @@ mod tests {
             entry(13, 12, 10),
         ];
         let sessions = BTreeSet::from([10]);
-        let quarry = Quarry::Launcher {
+        let targets = KillTargets::Launcher {
             sessions: &sessions,
             launcher_id: "me",
         };
@@ -198,7 +198,7 @@ mod tests {
             pid == 12 && launcher_id == "me"
         };
         let kill = |pid| acts.borrow_mut().push(format!("kill {pid}"));
-        assert_eq!(quarry.kill_found(&table, carries_marker, kill), [10, 13, 12]);
+        assert_eq!(targets.kill_found(&table, carries_marker, kill), [10, 13, 12]);
         assert_eq!(
             acts.into_inner(),
             ["kill 10", "kill 13", "read 11", "read 12", "kill 12"]
@@ -209,10 +209,10 @@ mod tests {
     fn a_session_is_swept_without_its_leader() {
         let table = [entry(10, 1, 10), entry(11, 10, 10), entry(12, 1, 12)];
         let sessions = BTreeSet::from([10]);
-        let quarry = Quarry::Sessions {
+        let targets = KillTargets::Sessions {
             sessions: &sessions,
             group: None,
         };
-        assert_eq!(quarry.select(&table), [11]);
+        assert_eq!(targets.select(&table), [11]);
     }
 }

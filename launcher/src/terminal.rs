@@ -15,7 +15,7 @@ impl TerminalSettings {
     }
 
     /// Puts them back: a worker that was killed while it edited a line leaves a terminal that does not echo. In the
-    /// background the terminal is somebody else's.
+    /// background the terminal belongs to another process.
     pub(crate) fn restore(&self) {
         let stdin = io::stdin();
         let is_changed = tcgetattr(&stdin).is_ok_and(|now| now != self.0);

@@ -6,7 +6,7 @@
 //! let mut stream = client.agent_stream(identity, &mut attempts).await?;   // and again after ClientError::Broken
 //! stream.sender().send(Generation(0), Body::Join(join))?;            // never waits
 //! let message = stream.next().await?;                                // cancel safe
-//! stream.leave(generation, leave, deadline).await;                   // returns when the daemon has heard it
+//! stream.leave(generation, leave, deadline).await;                   // returns when the daemon has received it
 //! ```
 //!
 //! What the daemon expects of an agent, beyond the comments in `rendezvous.proto`:
@@ -112,7 +112,8 @@ impl Client {
         &self.endpoint
     }
 
-    /// Where the daemon would be looked for now. Give it a deadline: see [`Resolver::addresses`](crate::resolver::Resolver::addresses).
+    /// Where the daemon would be looked for now. Give it a deadline: see
+    /// [`Resolver::addresses`](crate::resolver::Resolver::addresses).
     pub async fn addresses(&self) -> io::Result<Vec<SocketAddr>> {
         self.target.addresses().await
     }
@@ -126,7 +127,7 @@ impl Client {
     /// Opens the stream of an agent, again and again as long as `attempts` last; also the way back after
     /// [`ClientError::Broken`]. The first message sent on it must be `Join`.
     ///
-    /// Somebody has answered then, but it is the daemon only when it has said something: until then a stream that
+    /// A peer has answered then, but it is the daemon only when it has sent a message: until then a stream that
     /// breaks is one more of these attempts, see [`Attempts::broke`].
     pub async fn agent_stream(
         &self,
@@ -178,7 +179,7 @@ impl Client {
             .map(drop)
     }
 
-    /// Reads an entry of the generation's store, waiting up to `timeout` for somebody to write it. `None`: nobody had
+    /// Reads an entry of the generation's store, waiting up to `timeout` until a rank writes it. `None`: no rank had
     /// when that was over, or when the daemon's own longest wait was.
     pub async fn kv_get(
         &self,
@@ -296,7 +297,7 @@ impl AgentStream {
         }
     }
 
-    /// Says good-bye and waits until the daemon has heard it (it ends the stream then), at most until `deadline`.
+    /// Says good-bye and waits until the daemon has received it (it ends the stream then), at most until `deadline`.
     ///
     /// Returns false if the deadline passed or the stream broke first.
     pub async fn leave(self, generation: Generation, leave: Leave, deadline: Instant) -> bool {
@@ -359,7 +360,7 @@ mod tests {
         }
     }
 
-    /// An endpoint at which nobody listens, whose port nobody else is given meanwhile.
+    /// An endpoint without a listener, whose port no other program gets meanwhile.
     fn deaf() -> (String, tokio::net::TcpSocket) {
         let socket = tokio::net::TcpSocket::new_v4().unwrap();
         socket.bind("127.0.0.1:0".parse().unwrap()).unwrap();

@@ -14,7 +14,7 @@
 //! {"type":"kv_get","call":2,"key":"id","timeout_ms":60000}
 //! {"type":"kv_reply","call":2,"value":"c2VjcmV0"}
 //! {"type":"kv_get","call":3,"key":"not there yet","timeout_ms":0}
-//! {"type":"kv_reply","call":3,"error":"nobody wrote `not there yet` within 0.0 s","refusal":"not_written"}
+//! {"type":"kv_reply","call":3,"error":"no rank wrote `not there yet` within 0.0 s","refusal":"not_written"}
 //! ```
 
 use std::collections::BTreeMap;
@@ -75,7 +75,7 @@ pub enum ToAgent {
         generation: Generation,
         /// Process id of the speaker, checked against the peer credentials.
         pid: u32,
-        /// The speaker reads what the agent says, and ends by itself when it is told to: it is given time to do so
+        /// The speaker reads what the agent says, and ends when it is asked to: it is given time to do so
         /// before signals follow. One that only sends is stopped like a program without a connection.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         listens: bool,
@@ -86,7 +86,7 @@ pub enum ToAgent {
         step: u64,
         /// What the worker is doing.
         phase: Phase,
-        /// A heartbeat that a thread repeats by itself: how long ago the program last had something to say. 0 for
+        /// A heartbeat that a thread repeats without the program: how long ago the program last had something to say. 0 for
         /// one that the program sent itself.
         #[serde(default, skip_serializing_if = "is_zero")]
         quiet_ms: u64,
@@ -97,8 +97,8 @@ pub enum ToAgent {
         #[serde(default, skip_serializing_if = "Vec::is_empty")]
         waits: Vec<PeerWait>,
     },
-    /// With which numbers of ranks the job can go on in another generation. Said once a generation, by one rank; as long
-    /// as no rank has said it, any will do.
+    /// With which numbers of ranks the job can go on in another generation. Said once a generation, by one rank; as
+    /// long as no rank has said it, any will do.
     Sizes(Sizes),
     /// Answer to [`ToWorker::Describe`].
     State {
@@ -206,8 +206,8 @@ pub enum ToWorker {
         /// Address of every node, in order of node rank.
         node_addrs: Vec<String>,
     },
-    /// Stop at the next step boundary, save, and exit with 0. A program that listens has half of `--shutdown-timeout` for
-    /// that before it gets a signal; the native worker gets none.
+    /// Stop at the next step boundary, save, and exit with 0. A program that listens has half of `--shutdown-timeout`
+    /// for that before it gets a signal; the native worker gets none.
     StopAtStepBoundary {
         /// Why, in words.
         cause: String,
@@ -241,7 +241,7 @@ pub enum ToWorker {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum KvRefusal {
-    /// A get: nobody has written the entry yet, and the time that the call gave is over. No failure: ask again as long
+    /// A get: no rank has written the entry yet, and the time that the call gave is over. No failure: ask again as long
     /// as there is time.
     NotWritten,
     /// A put: the entry has another value already.

@@ -23,7 +23,7 @@ pub const NODES_DISAGREE: u8 = 76;
 pub const REFUSED: u8 = 77;
 /// A worker that ends with this code says "do not start me again": the job is over, whatever is left of its restarts.
 pub const DO_NOT_RESTART: u8 = 93;
-/// With these codes the native worker says that a restart of the job by itself cannot help.
+/// With these codes the native worker says that restarting the job alone cannot help.
 pub const PERMANENT_OF_NATIVE: [u8; 4] = [USAGE, FOLDER_IN_USE, DISK, DO_NOT_RESTART];
 /// Stopped by SIGINT.
 pub const INTERRUPTED: u8 = 130;

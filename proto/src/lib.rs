@@ -10,7 +10,7 @@
 //! | [`mod@env`] | the environment of a worker, written and parsed in one place | agent → worker |
 //! | [`control`] | the messages of the control socket | agent ⇄ worker |
 //! | [`utc`] | moments as text: both name files and tell people by them | – |
-//! | [`words`] | how many and which, in sentences: the same ranks are told of by all three | – |
+//! | [`words`] | how many and which, in sentences: all three name the same ranks | – |
 //! | [`exit`] | exit codes of the launcher | launcher → its caller |
 //!
 //! This package knows nothing of processes, tensors or training.

@@ -14,9 +14,9 @@ pub struct SeenGroup {
 }
 
 impl SeenGroup {
-    /// The group `own`, a path of `/proc/self/cgroup`, below the first mount of `mountinfo` that shows it and whose type
-    /// and options of its file system `is_it` takes. A container sees a part of a hierarchy only, and a group that is not
-    /// below that part is none.
+    /// The group `own`, a path of `/proc/self/cgroup`, below the first mount of `mountinfo` that shows it and whose
+    /// type and options of its file system `is_it` takes. A container sees a part of a hierarchy only, and a group that
+    /// is not below that part is none.
     pub fn find(mountinfo: &str, own: &str, is_it: impl Fn(&str, &str) -> bool) -> Option<Self> {
         mountinfo.lines().find_map(|line| {
             let (mount, file_system) = line.split_once(" - ")?;

@@ -14,7 +14,7 @@ use hyper_util::client::legacy::connect::dns::Name;
 use tokio::sync::{mpsc, oneshot};
 use tower_service::Service;
 
-/// Questions that may wait while the thread looks up another: whoever asks more waits before asking.
+/// Questions that may wait while the thread looks up another: a caller with one more waits first.
 const QUEUE: usize = 1;
 
 /// The system has no thread for it.
@@ -80,7 +80,7 @@ impl Resolver {
             .name("resolver".into())
             .spawn(move || {
                 while let Some(question) = queue.blocking_recv() {
-                    // After a look-up that took long, nobody may wait for this one any more.
+                    // After a long look-up the caller of this one may have stopped waiting.
                     if !question.answer.is_closed() {
                         let found = look_up(&question.host, question.port);
                         let _ = question.answer.send(found);

@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use ddp_launcher::{OutputPlan, StreamsByRank};
 use ddp_proto::words::{counted, numbered};
 
-/// Says, in a line for each flag, which of its ranks there are not. Of several nodes nobody knows the ranks of the job
+/// Says, in a line for each flag, which of its ranks there are not. With several nodes the ranks of the job are unknown
 /// before they have met: their numbers of workers may differ.
 pub fn words_on_absent_ranks(output: &OutputPlan, workers: u32, alone: bool) -> Vec<String> {
     let listed = |streams: &StreamsByRank| match streams {

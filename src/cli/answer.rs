@@ -7,7 +7,7 @@ use ddp_proto::exit;
 
 use super::error::{CliError, print_error};
 
-/// Writes the whole of it. A reader that goes away has seen enough; whoever gets nothing for another reason has to know.
+/// Writes the whole of it. A reader that goes away has seen enough; every other failure is reported.
 pub fn give(text: impl AsRef<[u8]>) -> ExitCode {
     let mut out = io::stdout().lock();
     given(out.write_all(text.as_ref()).and_then(|()| out.flush()))

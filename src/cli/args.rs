@@ -1,4 +1,4 @@
-//! Stage one: the command line as it was typed, each value checked by itself. No file, socket or
+//! Stage one: the command line as it was typed, each value checked alone. No file, socket or
 //! variable is looked at here; that is the business of [`super::plan`].
 
 use std::ffi::OsString;
@@ -104,7 +104,7 @@ pub fn parse(argv: impl IntoIterator<Item = OsString>) -> Result<ParsedArgs, cla
     let mut parsed = read(command(), &argv)?;
     let place = argv.len() - parsed.target_args.len() - 1;
     if argv[place - 1] == "--" {
-        // Whoever ends the flags means it.
+        // An explicit end of the flags is meant.
         return Ok(parsed);
     }
     if TargetKind::of(&parsed.target) != TargetKind::Native {

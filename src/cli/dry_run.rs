@@ -14,7 +14,7 @@ use ddp_launcher::{
 use ddp_proto::ids::NodeRank;
 use ddp_proto::words::counted;
 
-use super::host::{HostFacts, Wish, wish};
+use super::host::{HostFacts, HostRole, host_role};
 use super::plan::Launch;
 
 /// Where the value of a setting comes from.
@@ -28,7 +28,7 @@ pub enum Source {
     Yaml(PathBuf),
     /// A variable of Slurm's or Kubernetes'.
     Scheduler(&'static str),
-    /// Nobody said anything.
+    /// No setting said anything.
     Default,
 }
 
@@ -44,7 +44,7 @@ impl fmt::Display for Source {
     }
 }
 
-/// Settings that somebody gave, each with its source.
+/// Settings that were given, each with its source.
 pub type Sources = Vec<(&'static str, Source)>;
 
 /// Columns of values that are not longer; a source follows a longer one at once.
@@ -124,7 +124,7 @@ fn range(nodes: NodeRange) -> String {
     }
 }
 
-/// Settings that every job has, and those that somebody gave.
+/// Settings that every job has, and those that were given.
 fn rows(launch: &Launch) -> Vec<(&'static str, String)> {
     let Launch {
         plan, host, sources, ..
@@ -204,7 +204,7 @@ fn conf(launch: &Launch) -> String {
     .join(",")
 }
 
-/// The value of a setting that is worth a row only if somebody gave it; none for those that have one anyway.
+/// The value of a setting that is worth a row only if it was given; none for those that have one anyway.
 fn further(name: &str, launch: &Launch) -> Option<String> {
     let plan = &launch.plan;
     let words = |words: &[String]| {
@@ -296,11 +296,11 @@ fn rendezvous(host: &HostFacts) -> String {
         .endpoint
         .as_ref()
         .map_or_else(String::new, ToString::to_string);
-    match wish(host) {
-        Wish::Alone => "its own, on this node".to_owned(),
-        Wish::Host => format!("{endpoint}, on this node"),
-        Wish::HostIfLocal => format!("{endpoint}, on the node with that address"),
-        Wish::Join => format!("{endpoint}, on another node"),
+    match host_role(host) {
+        HostRole::Alone => "its own, on this node".to_owned(),
+        HostRole::Host => format!("{endpoint}, on this node"),
+        HostRole::HostIfLocal => format!("{endpoint}, on the node with that address"),
+        HostRole::Join => format!("{endpoint}, on another node"),
     }
 }
 

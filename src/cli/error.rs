@@ -236,8 +236,8 @@ pub fn print_error(error: &dyn std::fmt::Display) {
     write_whole(&format!("error: {error}\n"));
 }
 
-/// In one write: standard error has no buffer, so a process that is killed between two would have said the half of it. Nothing
-/// is left to do when that fails.
+/// In one write: standard error has no buffer, so a process that is killed between two would have said the half of it.
+/// Nothing is left to do when that fails.
 fn write_whole(text: &str) {
     let _ = std::io::stderr().write_all(text.as_bytes());
 }

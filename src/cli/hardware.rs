@@ -53,7 +53,7 @@ impl fmt::Display for NoGpus {
     }
 }
 
-/// This machine. Its driver is asked when somebody wants to know, and only once.
+/// This machine. Its driver is asked on the first use, and only once.
 #[derive(Debug, Default)]
 pub struct Hardware {
     gpus: OnceCell<Gpus>,
@@ -96,7 +96,7 @@ pub fn usable_cores() -> u32 {
     ddp_launcher::usable_cores() as u32
 }
 
-/// Cores of the machine, whoever may use them; 0 where the system does not say.
+/// Cores of the machine, whether or not this process may use them; 0 where the system does not say.
 pub fn machine_cores() -> u32 {
     let described = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
     described.matches("processor\t:").count() as u32
@@ -292,7 +292,7 @@ mod tests {
     #[test]
     fn an_interpreter_that_cannot_be_asked_for_xpus_is_named() {
         let error = machine("").workers(ProcCount::Xpu, Path::new("/nonexistent/python3"));
-        insta::assert_snapshot!(error.expect_err("nobody to ask"), @r"
+        insta::assert_snapshot!(error.expect_err("no driver to ask"), @r"
         `--nproc-per-node xpu`: PyTorch shows no XPU: asked under `/nonexistent/python3`, No such file or directory (os error 2)
           hint: give a number, or another interpreter with PYTHON_EXEC
         ");

@@ -24,7 +24,7 @@ use crate::rendezvous;
 /// Longest wait for the health check: a daemon that is just starting answers within milliseconds.
 const HEALTH_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// Longest pause between two tries for a port that nobody serves; how long is a matter of chance.
+/// Longest pause between two tries for a port without a server; how long is a matter of chance.
 const LONGEST_PAUSE: Duration = Duration::from_millis(100);
 
 /// Longest wait for a host name.
@@ -44,13 +44,13 @@ pub struct HostFacts {
     pub node_rank: Option<u32>,
     /// `--rdzv-id`, or what stands for it.
     pub job_id: String,
-    /// True for a job of one node, which nobody else has to find.
+    /// True for a job of one node, whose daemon no other node has to find.
     pub one_node: bool,
 }
 
 /// What follows from the facts alone.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Wish {
+pub enum HostRole {
     /// One node alone: a daemon of its own.
     Alone,
     /// This node hosts the daemon, unless one serves there already.
@@ -62,12 +62,12 @@ pub enum Wish {
 }
 
 /// Decides from the facts alone, in the order that the documentation promises.
-pub fn wish(facts: &HostFacts) -> Wish {
+pub fn host_role(facts: &HostFacts) -> HostRole {
     match (&facts.endpoint, facts.is_host, facts.node_rank) {
-        (None, ..) => Wish::Alone,
-        (Some(_), Some(true), _) | (Some(_), None, Some(0)) => Wish::Host,
-        (Some(_), Some(false), _) | (Some(_), None, Some(_)) => Wish::Join,
-        (Some(_), None, None) => Wish::HostIfLocal,
+        (None, ..) => HostRole::Alone,
+        (Some(_), Some(true), _) | (Some(_), None, Some(0)) => HostRole::Host,
+        (Some(_), Some(false), _) | (Some(_), None, Some(_)) => HostRole::Join,
+        (Some(_), None, None) => HostRole::HostIfLocal,
     }
 }
 
@@ -80,8 +80,8 @@ pub struct Hosting {
     pub listener: Option<TcpListener>,
 }
 
-/// Carries the wish out: resolves, binds, and looks who holds the port where binding fails.
-pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
+/// Carries the role out: resolves, binds, and looks who holds the port where binding fails.
+pub async fn resolve_host(facts: &HostFacts) -> Result<Hosting, CliError> {
     let Some(endpoint) = &facts.endpoint else {
         return alone();
     };
@@ -89,7 +89,7 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
         endpoint: endpoint.to_string(),
         listener: None,
     };
-    if wish(facts) == Wish::Join {
+    if host_role(facts) == HostRole::Join {
         return Ok(join);
     }
     let addresses = resolve(endpoint).await?;
@@ -139,8 +139,8 @@ pub async fn settle(facts: &HostFacts) -> Result<Hosting, CliError> {
     }
 }
 
-/// Listens. Launchers of one machine that do so in the same instant can refuse each other: for a moment the kernel takes
-/// all of them for listeners. Then nobody has the port, and each tries again, after a time by chance.
+/// Listens. Launchers of one machine that do so in the same instant can refuse each other: for a moment the kernel
+/// takes all of them for listeners. Then no node has the port, and each tries again after a random time.
 async fn listen(address: SocketAddr, asked_at: SocketAddr) -> io::Result<TcpListener> {
     let deadline = Instant::now() + HEALTH_TIMEOUT;
     loop {
@@ -155,13 +155,13 @@ async fn listen(address: SocketAddr, asked_at: SocketAddr) -> io::Result<TcpList
     }
 }
 
-/// False if nobody listens there.
+/// False if nothing listens there.
 async fn is_served(address: SocketAddr) -> bool {
     let tried = tokio::time::timeout(HEALTH_TIMEOUT, TcpStream::connect(address)).await;
     !matches!(tried, Ok(Err(error)) if error.kind() == ErrorKind::ConnectionRefused)
 }
 
-/// Where whoever serves the endpoint's port of this machine is asked.
+/// Address at which the server of the endpoint's port on this machine is asked.
 fn asked_at(endpoint: &Endpoint, addresses: &[IpAddr]) -> SocketAddr {
     let host = addresses.first().copied().unwrap_or(Ipv4Addr::LOCALHOST.into());
     SocketAddr::new(host, endpoint.port)
@@ -195,12 +195,12 @@ fn bind_addresses(facts: &HostFacts, endpoint: &Endpoint, addresses: &[IpAddr]) 
     let at = |ip: IpAddr| SocketAddr::new(ip, endpoint.port);
     let everywhere = [at(Ipv6Addr::UNSPECIFIED.into()), at(Ipv4Addr::UNSPECIFIED.into())];
     let literal: Option<IpAddr> = endpoint.host.parse().ok();
-    match (wish(facts), literal) {
-        (Wish::Alone | Wish::Join, _) => Vec::new(),
-        (Wish::Host, Some(ip)) if facts.is_host == Some(true) => [&[at(ip)], &everywhere[..]].concat(),
-        (Wish::Host | Wish::HostIfLocal, Some(ip)) => vec![at(ip)],
-        (Wish::HostIfLocal, None) if !addresses.iter().copied().any(is_own_address) => Vec::new(),
-        (Wish::Host | Wish::HostIfLocal, None) => everywhere.to_vec(),
+    match (host_role(facts), literal) {
+        (HostRole::Alone | HostRole::Join, _) => Vec::new(),
+        (HostRole::Host, Some(ip)) if facts.is_host == Some(true) => [&[at(ip)], &everywhere[..]].concat(),
+        (HostRole::Host | HostRole::HostIfLocal, Some(ip)) => vec![at(ip)],
+        (HostRole::HostIfLocal, None) if !addresses.iter().copied().any(is_own_address) => Vec::new(),
+        (HostRole::Host | HostRole::HostIfLocal, None) => everywhere.to_vec(),
     }
 }
 
@@ -290,19 +290,19 @@ mod tests {
     #[test]
     fn is_host_then_node_rank_then_address() {
         for (is_host, node_rank, expected) in [
-            (Some(true), Some(5), Wish::Host),
-            (Some(false), Some(0), Wish::Join),
-            (None, Some(0), Wish::Host),
-            (None, Some(1), Wish::Join),
-            (None, None, Wish::HostIfLocal),
+            (Some(true), Some(5), HostRole::Host),
+            (Some(false), Some(0), HostRole::Join),
+            (None, Some(0), HostRole::Host),
+            (None, Some(1), HostRole::Join),
+            (None, None, HostRole::HostIfLocal),
         ] {
             assert_eq!(
-                wish(&facts(Some("node0"), is_host, node_rank)),
+                host_role(&facts(Some("node0"), is_host, node_rank)),
                 expected,
                 "{is_host:?} {node_rank:?}"
             );
         }
-        assert_eq!(wish(&facts(None, None, None)), Wish::Alone);
+        assert_eq!(host_role(&facts(None, None, None)), HostRole::Alone);
     }
 
     #[test]
@@ -362,7 +362,7 @@ mod tests {
 
     #[test]
     fn a_foreign_address_makes_a_client() {
-        let hosting = block_on(settle(&facts(Some("192.0.2.1:29400"), None, None))).expect("a client");
+        let hosting = block_on(resolve_host(&facts(Some("192.0.2.1:29400"), None, None))).expect("a client");
         assert!(hosting.listener.is_none());
         assert_eq!(hosting.endpoint, "192.0.2.1:29400");
     }
@@ -378,7 +378,7 @@ mod tests {
                     drop(connection);
                 }
             });
-            let error = settle(&facts(Some(&format!("127.0.0.1:{port}")), None, None))
+            let error = resolve_host(&facts(Some(&format!("127.0.0.1:{port}")), None, None))
                 .await
                 .expect_err("taken");
             assert_eq!(error.exit_code(), ddp_proto::exit::DAEMON_UNREACHABLE);

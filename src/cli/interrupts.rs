@@ -18,7 +18,7 @@ pub(super) struct Interrupts {
 
 impl Interrupts {
     /// Begins to listen; `stop` is told the name of the first signal. Must be called while this thread is the only one:
-    /// others inherit what is blocked. Signals that whoever started us had ignored stay ignored, as in a shell's
+    /// others inherit what is blocked. Signals that our parent process had ignored stay ignored, as in a shell's
     /// background.
     pub(super) fn listen(stop: impl FnOnce(&str) + Send + 'static) -> io::Result<Self> {
         let wanted = [Signal::SIGINT, Signal::SIGTERM].into_iter();
@@ -55,10 +55,10 @@ impl Interrupts {
     }
 }
 
-/// Ends the process as the signal does where nobody listens: whoever waits for it sees of what it died.
+/// Ends the process as the signal would by default: the parent sees which signal ended it.
 fn die_of(signal: Signal) {
     if SigSet::from(signal).thread_unblock().is_ok() {
-        // Nobody can be told of a refusal, and the first signal still holds.
+        // A refusal cannot be reported here, and the first signal still holds.
         let _ = raise(signal);
     }
 }

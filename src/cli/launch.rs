@@ -20,8 +20,8 @@ use super::target::{SelfExe, WORKER_SUBCOMMAND};
 use super::{init_tracing, limits, native};
 use crate::rendezvous;
 
-/// What a launcher says without `RUST_LOG`: errors of its rendezvous, and that it keeps nodes out for want of files, are
-/// told nowhere else.
+/// What a launcher says without `RUST_LOG`: errors of its rendezvous, and that it keeps nodes out for want of files,
+/// are told nowhere else.
 const LAUNCHER_EVENTS: &str = "ddp_run=error,ddp_run::rendezvous::incoming=warn";
 
 /// Longest wait for the embedded daemon beyond its own drain.
@@ -147,7 +147,7 @@ async fn start_daemon(
     plan: LaunchPlan,
     launcher_id: &str,
 ) -> Result<(LaunchPlan, Option<Daemon>), CliError> {
-    let hosting = host::settle(facts).await?;
+    let hosting = host::resolve_host(facts).await?;
     let start = |listener| Daemon::start(listener, &plan.job_id, launcher_id);
     let daemon = hosting.listener.map(start);
     let plan = LaunchPlan {
@@ -188,14 +188,14 @@ impl Daemon {
 
     /// Stays until every node has left, within the daemon's bounds: a node that fell silent may come for the verdict.
     async fn finish(self) {
-        // The task may have ended already; then there is nobody to tell.
+        // The task may have ended already; then no receiver is left.
         let _ = self.stop.send(());
         // Cancel safe: whichever comes first, the process ends.
         tokio::select! {
             ended = tokio::time::timeout(self.drain + DAEMON_FAREWELL, self.task) => if ended.is_err() {
                 tracing::warn!("the embedded rendezvous did not end in time");
             },
-            () = interrupted() => tracing::warn!("interrupted before every node had heard the end of the job"),
+            () = interrupted() => tracing::warn!("interrupted before every node had received the end of the job"),
         }
     }
 }

@@ -13,8 +13,8 @@ use super::target::{Target, TargetKind};
 use super::values::{Endpoint, ProcCount};
 use super::{host, scheduler, values};
 
-/// What the target is: its name says, unless `--module` or `--no-python` does. A folder with a `__main__.py` is a script
-/// to Python.
+/// What the target is: its name says, unless `--module` or `--no-python` does. A folder with a `__main__.py` is a
+/// script to Python.
 pub fn kind(args: &ParsedArgs, variables: &Settings) -> Result<TargetKind, CliError> {
     let asked = |flag: Option<bool>, variable: Option<bool>| flag.or(variable).unwrap_or(false);
     let module = asked(args.settings.module, variables.module);
@@ -75,7 +75,7 @@ pub fn layers(
     Ok((settings, sources))
 }
 
-/// What `layer` still says below the `upper` ones: once `--standalone` is said nobody asks for other nodes, unless a
+/// What `layer` still says below the `upper` ones: with `--standalone` there are no other nodes, unless a
 /// layer above it has.
 fn below(upper: &Settings, layer: Settings) -> Settings {
     let alone = upper.standalone.or(layer.standalone) == Some(true);
@@ -109,7 +109,8 @@ fn asks_for_others(settings: &Settings) -> Option<&'static str> {
     }
 }
 
-/// `--master-addr` and `--master-port` are where the nodes meet, if no rendezvous is given, as with torchrun's `static`.
+/// `--master-addr` and `--master-port` are where the nodes meet, if no rendezvous is given, as with torchrun's
+/// `static`.
 fn meet_at_master(settings: &mut Settings, sources: &mut Sources) {
     let several = settings.nnodes.is_some_and(|nodes| nodes.max > 1);
     if let (true, None, Some(host)) = (several, &settings.rdzv_endpoint, &settings.master_addr) {

@@ -53,7 +53,7 @@ pub fn raise_open_files(plan: &mut LaunchPlan) -> Result<(), CliError> {
         None => WORKER_FILES,
     };
     let needed = OWN_FILES + u64::from(plan.workers) * each;
-    // Nobody knows yet who hosts the rendezvous, and how many of the nodes come.
+    // It is not known yet which node hosts the rendezvous, and how many nodes come.
     let nodes = if plan.nodes.max > 1 {
         u64::from(plan.nodes.max)
     } else {

@@ -3,12 +3,12 @@
 //!
 //! | module | what it does | what it must not do |
 //! |---|---|---|
-//! | [`args`] | stage one: the flags as typed, each value checked by itself | any I/O |
+//! | [`args`] | stage one: the flags as typed, each value checked alone | any I/O |
 //! | [`values`], [`streams`] | parsers of single values | any I/O |
 //! | [`settings`], [`scheduler`] | layers: command line, `PET_*`, the YAML's `launch` section, the batch system | know defaults |
 //! | [`layers`], [`plan`] | stage two: layers and defaults become a [`ddp_launcher::LaunchPlan`] | bind or connect |
 //! | [`target`] | kinds of target, their command, the job's signature | |
-//! | [`secrets`] | hides passwords among the arguments that other nodes hear of | any I/O |
+//! | [`secrets`] | hides passwords among the arguments that are sent to other nodes | any I/O |
 //! | [`absentees`] | names ranks that are asked for and not there | any I/O |
 //! | [`dry_run`] | shows a plan and where each value comes from | |
 //! | [`numa`] | which cores each worker may use | any I/O |

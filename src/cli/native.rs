@@ -247,8 +247,8 @@ fn key_of(error: &TrainError) -> String {
 }
 
 /// What the user must change ends with the code for that, and is never tried again; what may pass ends as any failure.
-/// Numbers that were not finite would not be so the next time either; a card has as much memory as before, the machine too, and
-/// a limit of the process (`ulimit`) is the same: the same run does the same.
+/// Numbers that were not finite would not be so the next time either; a card has as much memory as before, the machine
+/// too, and a limit of the process (`ulimit`) is the same: the same run does the same.
 fn exit_code(error: &TrainError) -> u8 {
     if error.never_fits() {
         return exit::DO_NOT_RESTART;

@@ -40,11 +40,11 @@ const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 /// A launch that is fully decided, but for the port of a daemon of its own.
 #[derive(Debug)]
 pub struct Launch {
-    /// For the agent. Its `endpoint` is set when [`super::host::settle`] has found it.
+    /// For the agent. Its `endpoint` is set when [`super::host::resolve_host`] has found it.
     pub plan: LaunchPlan,
-    /// For [`super::host::settle`].
+    /// For [`super::host::resolve_host`].
     pub host: HostFacts,
-    /// Where each setting that somebody gave comes from.
+    /// Where each setting that was given comes from.
     pub sources: Sources,
     /// What `plan` comes to for its first worker.
     pub environment: Vec<Variable>,
@@ -189,7 +189,7 @@ fn log_dir(
     }
 }
 
-/// As torchrun: files were asked for, but no place. The folder is new and nobody else may look into it, whatever other
+/// As torchrun: files were asked for, but no place. The folder is new and only this user may read it, whatever other
 /// users of the machine have put beside it.
 fn temporary_log_dir(output: &OutputPlan, job_id: &str, dry_run: bool) -> Result<Option<PathBuf>, CliError> {
     if !output.needs_files() {
@@ -232,8 +232,8 @@ fn places(
     Ok((workers, cores(settings, workers, &hardware)?))
 }
 
-/// Compute threads of a node that have to take turns on the `cores` that it may use, or workers, where the `machine` has
-/// more; in words.
+/// Compute threads of a node that have to take turns on the `cores` that it may use, or workers, where the `machine`
+/// has more; in words.
 fn crowding(threads: Option<usize>, workers: u32, cores: u32, machine: u32) -> Option<String> {
     let (who, place) = (counted(workers, "worker"), counted(cores, "core"));
     let threads = threads.unwrap_or(1);
@@ -244,7 +244,7 @@ fn crowding(threads: Option<usize>, workers: u32, cores: u32, machine: u32) -> O
              hint: without `train.threads` each worker gets its share of the cores"
         ));
     }
-    // Whoever asks for more workers than the machine has cores means it.
+    // A request for more workers than the machine has cores is taken as meant.
     (workers > cores && cores < machine).then(|| {
         format!(
             "{who} take turns on {place}: affinity mask and control group leave no more of the machine's {machine}\n  \

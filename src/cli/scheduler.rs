@@ -1,4 +1,5 @@
-//! What Slurm and Kubernetes say of a job: the layer that is asked last, where flags, variables and the YAML are silent.
+//! What Slurm and Kubernetes say of a job: the layer that is asked last, where flags, variables and the YAML are
+//! silent.
 //!
 //! | from | number of nodes | rank of the node | rendezvous | name |
 //! |---|---|---|---|---|
@@ -74,11 +75,11 @@ pub fn layer(
     }
     let in_step = get("SLURM_STEP_NUM_NODES").is_some_and(|count| count != "1");
     match (&upper.rdzv_endpoint, &upper.master_addr) {
-        // One node alone, which meets nobody.
+        // One node alone, which meets no other.
         (Some(endpoint), _) if endpoint.port == 0 => return Ok(layer),
         (Some(endpoint), _) => {
             layer.set("node_rank", "JOB_COMPLETION_INDEX", get("JOB_COMPLETION_INDEX"))?;
-            // Nobody else meets on a loopback address, whatever was allocated.
+            // Other nodes cannot meet on a loopback address, whatever was allocated.
             if in_step || !is_loopback(&endpoint.host) {
                 of_known_meeting(&mut layer, upper, &get)?;
             }
@@ -473,7 +474,7 @@ mod tests {
         assert_eq!(
             (named.nnodes, named.rdzv_endpoint),
             (None, None),
-            "one node meets nobody"
+            "one node meets no other"
         );
         assert_eq!(name("1", false).expect("valid").rdzv_id, None);
         insta::assert_snapshot!(name("4", false).expect_err("four jobs on one node"), @r"

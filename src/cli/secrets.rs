@@ -1,7 +1,7 @@
-//! Secrets among the arguments of a program: other nodes, other users of a shared rendezvous and its log hear of what
+//! Secrets among the arguments of a program: other nodes, other users of a shared rendezvous and its log see what
 //! differs, and none of them needs a password for that.
 
-/// A part of an option's or a variable's name that says that its value is for nobody's eyes.
+/// A part of an option's or a variable's name that says that its value must not be shown.
 const TELLTALES: &[&str] = &[
     "apikey",
     "credential",

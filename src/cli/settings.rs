@@ -1,8 +1,8 @@
 //! The settings that a launch can be given, and the layers that they come from.
 //!
-//! Precedence: command line, then `PET_<NAME>` (the names that torchrun reads), then the `launch` section
-//! of the YAML, then the batch system, then defaults. A layer is one [`Settings`] with holes; [`Settings::or`] fills the holes
-//! of a layer from the one below.
+//! Precedence: command line, then `PET_<NAME>` (the names that torchrun reads), then the `launch` section of the YAML,
+//! then the batch system, then defaults. A layer is one [`Settings`] with holes; [`Settings::or`] fills the holes of a
+//! layer from the one below.
 
 use std::collections::BTreeSet;
 use std::path::PathBuf;
@@ -83,7 +83,8 @@ settings! {
 
     /// Where the nodes meet [port: 29400]
     ///
-    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets. Port 0 is a free one, for one node.
+    /// Address of the rendezvous, needed for several nodes; an IPv6 address in brackets. Port 0 is a free one, for one
+    /// node.
     #[arg(value_name = "HOST[:PORT]", help_heading = NODES)]
     rdzv_endpoint: Endpoint = values::endpoint,
 
@@ -93,7 +94,8 @@ settings! {
     #[arg(value_name = "ID", help_heading = NODES)]
     rdzv_id: String = values::job_id,
 
-    /// Details of the rendezvous: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60), `last_call_timeout=S` (10)
+    /// Details of the rendezvous: `is_host=BOOL`, `join_timeout=S` (600), `connect_timeout=S` (60),
+    /// `last_call_timeout=S` (10)
     #[arg(value_name = "KEY=VALUE[,...]", help_heading = NODES, hide_short_help = true)]
     rdzv_conf: RdzvConf = values::rdzv_conf,
 
@@ -165,8 +167,8 @@ settings! {
     #[arg(num_args = 0, default_missing_value = "true", help_heading = WORKERS, hide_short_help = true)]
     virtual_local_rank: bool = values::boolean,
 
-    /// Bind each worker to cores near its GPU: those of the NUMA node, of the processor socket, a share of the node's of
-    /// its own, or those of one cache
+    /// Bind each worker to cores near its GPU: those of the NUMA node, of the processor socket, a share of the node's
+    /// of its own, or those of one cache
     #[arg(value_name = "node|socket|exclusive|core-complex", help_heading = WORKERS, hide_short_help = true)]
     numa_binding: Binding = values::binding,
 
@@ -194,7 +196,8 @@ settings! {
     #[arg(value_name = "RANK[,...]", help_heading = OUTPUT, hide_short_help = true)]
     global_ranks_filter: BTreeSet<u32> = streams::ranks,
 
-    /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}` [default: `[${rank}] `]
+    /// What precedes each line: text with `${rank}`, `${local_rank}`, `${role_name}`, `${hostname}` [default:
+    /// `[${rank}] `]
     #[arg(value_name = "TEMPLATE", help_heading = OUTPUT, hide_short_help = true)]
     log_line_prefix_template: PrefixTemplate = values::prefix_template,
 

@@ -253,9 +253,9 @@ impl Target {
         hasher.finalize().to_hex().to_string()
     }
 
-    /// The same for people, as lines `key: value`, without the flags that nodes tell each other by themselves. `entries`
-    /// are the keys of the configuration. After an empty line follows what says less: a configuration's text may differ
-    /// where no value does, and arguments may differ rightly.
+    /// The same for people, as lines `key: value`, without the flags that nodes tell each other by themselves.
+    /// `entries` are the keys of the configuration. After an empty line follows what says less: a configuration's text
+    /// may differ where no value does, and arguments may differ rightly.
     pub fn describe(&self, entries: &[(String, String)]) -> String {
         let kind = match self.kind {
             TargetKind::Module => "module",

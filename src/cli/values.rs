@@ -232,7 +232,8 @@ pub fn endpoint(text: &str) -> Result<Endpoint, String> {
     })
 }
 
-/// Comma-separated `key=value` pairs, quoted or not; a key that is given twice is refused, an unknown one is kept apart.
+/// Comma-separated `key=value` pairs, quoted or not; a key that is given twice is refused, an unknown one is kept
+/// apart.
 pub fn rdzv_conf(text: &str) -> Result<RdzvConf, String> {
     let mut conf = RdzvConf::default();
     let pairs = unquoted(text).split(',').map(str::trim);

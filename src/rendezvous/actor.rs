@@ -25,7 +25,7 @@ pub(super) enum Request {
     Status(String, oneshot::Sender<Option<StatusReply>>),
     /// Answer when no agent is left.
     Drain(oneshot::Sender<()>),
-    /// Answer when nobody is expected back.
+    /// Answer when no node is expected back.
     Reunite(oneshot::Sender<()>),
 }
 
@@ -64,7 +64,7 @@ impl Actor {
         (actor, outbox)
     }
 
-    /// Runs until nobody can send to it any more.
+    /// Runs until all senders are gone.
     pub(super) async fn run(mut self) {
         loop {
             if !self.drained.is_empty() && self.state.is_idle() {

@@ -9,7 +9,7 @@ use ddp_proto::rendezvous::{Assignment, NodeAssignment};
 use super::config::Config;
 use super::event::Turn;
 use super::job::{Job, Node, Phase, Running};
-use super::ranks::{self, Candidate, Seat};
+use super::ranks::{self, Candidate, Member};
 
 /// How many names a run may have: as many as a die has faces.
 const TOKENS: f64 = (1_u64 << 53) as f64;
@@ -24,7 +24,7 @@ impl Job {
         let (ordered, rank_reason) = ranks::order(chosen, &self.previous);
         self.previous = ordered
             .into_iter()
-            .map(|c| Seat {
+            .map(|c| Member {
                 incarnation: c.incarnation,
                 hostname: c.hostname,
                 has_left: false,
@@ -53,7 +53,7 @@ impl Job {
         let members: Vec<String> = self
             .previous
             .iter()
-            .map(|seat| seat.incarnation.clone())
+            .map(|member| member.incarnation.clone())
             .collect();
         for incarnation in &members {
             self.send_assignment(turn, incarnation);
@@ -65,7 +65,7 @@ impl Job {
         let members: Vec<&Node> = self
             .previous
             .iter()
-            .filter_map(|seat| self.nodes.get(&seat.incarnation))
+            .filter_map(|member| self.nodes.get(&member.incarnation))
             .collect();
         let mut first_rank = 0;
         let mut nodes = Vec::with_capacity(members.len());

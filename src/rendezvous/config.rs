@@ -131,7 +131,7 @@ impl Default for KvLimits {
 }
 
 impl Config {
-    /// What a job is called here. A daemon that serves one job only, which nobody named, takes any other without a name
+    /// What a job is called here. A daemon that serves one job only, which has no name, takes any other without a name
     /// for the same: its nodes may have been given other arguments, and where they meet says that they are one.
     #[must_use]
     pub(super) fn name_of(&self, job: String) -> String {

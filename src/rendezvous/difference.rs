@@ -153,8 +153,8 @@ fn called(nodes: [&Join; 2]) -> [String; 2] {
     nodes.map(|join| words::node(&join.hostname, join.node_rank.filter(|_| alike)))
 }
 
-/// Bytes at the beginning of both values that need not be quoted, since they are the same; 0 if the values differ within
-/// what is quoted anyway.
+/// Bytes at the beginning of both values that need not be quoted, since they are the same; 0 if the values differ
+/// within what is quoted anyway.
 fn shared(x: &str, y: &str) -> usize {
     let alike = x.bytes().zip(y.bytes()).take_while(|(x, y)| x == y).count();
     if alike + CONTEXT_BYTES <= QUOTE_BYTES {

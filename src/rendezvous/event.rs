@@ -122,7 +122,7 @@ pub enum KvError {
     /// The generation is over.
     #[error("generation superseded: {0}")]
     Superseded(String),
-    /// Nobody wrote the key in time.
+    /// No rank wrote the key in time.
     #[error("{0}")]
     NotWritten(String),
     /// The key has another value already.

@@ -1,10 +1,10 @@
-//! All failures of a job, as the daemon heard of them, and the last word that tells every node the same list.
+//! All failures of a job, as they reached the daemon, and the last word that tells every node the same list.
 //!
-//! The first failure decides what follows, at once. What else failed is heard of later: from workers that ended
-//! together with it, and from nodes that report the ends of theirs when all of them are gone. So the verdict carries
-//! the list as it is then; the whole of it follows as the last word when every member has reported, or
-//! [`Config::last_word_wait`](super::Config) after the first one has. Nobody stops any later for that, and once told, the list stays
-//! as it is.
+//! The first failure decides what follows, at once. Reports of other failures come later: from workers that ended
+//! together with it, and from nodes that report how their workers ended when all of them are gone. So the verdict
+//! carries the list as it is then; the whole of it follows as the last word when every member has reported, or
+//! [`Config::last_word_wait`](super::Config) after the first one has. No node stops later for that, and once sent, the
+//! list stays as it is.
 
 use std::collections::BTreeSet;
 use std::time::Duration;
@@ -69,7 +69,7 @@ impl Failures {
             return;
         }
         if self.known.len() > MAX_KNOWN {
-            // Of the earliest generation, of which nobody speaks any more.
+            // Of the earliest generation, of which no report comes any more.
             self.known.pop_first();
         }
         let words = |text: &str| clip(text, MAX_WORDS_BYTES).to_owned();
@@ -136,7 +136,7 @@ impl Failures {
 
     /// The list as it goes over the wire; none while nothing has failed.
     pub(super) fn told(&self) -> Option<rendezvous::Failures> {
-        // Both times count from here, so that nothing is heard of before it happened.
+        // Both times count from here, so that no report comes before its event.
         let first = self.listed.first()?.arrived_ns;
         let told = |entry: &Entry| {
             let (exit, node_gone) = match &entry.what {
@@ -161,7 +161,7 @@ impl Failures {
 }
 
 impl Entry {
-    /// It was stopped: something else had failed, or somebody wanted it so.
+    /// It was stopped: something else had failed, or a signal asked for it.
     fn is_victim(&self) -> bool {
         matches!(&self.what, What::Exit(exit) if exit.stopped_with.is_some())
     }
@@ -231,7 +231,7 @@ impl Job {
     /// The reports that a failed job waits for before its last word; none if there is nothing to wait for.
     pub(super) fn reports_to_come(&self, verdict: &Reply) -> Option<Reports> {
         let failed = matches!(verdict, Reply::JobOver(over) if over.exit_code != 0);
-        let members = self.previous.iter().map(|seat| &seat.incarnation);
+        let members = self.previous.iter().map(|member| &member.incarnation);
         (failed && matches!(self.phase, Phase::Running(_))).then(|| Reports {
             missing: members
                 .filter(|member| self.nodes.contains_key(*member))

@@ -7,7 +7,7 @@ use ddp_proto::rendezvous::{Refused, refused::Code};
 
 use super::event::Turn;
 use super::job::{Job, Node, Phase, Readiness};
-use super::ranks::{self, Candidate, Seat};
+use super::ranks::{self, Candidate, Member};
 use super::size::Limits;
 use super::words;
 
@@ -102,7 +102,7 @@ impl Job {
             && !self.previous.is_empty()
             && self
                 .expected()
-                .all(|seat| candidates.iter().any(|c| c.incarnation == seat.incarnation));
+                .all(|member| candidates.iter().any(|c| c.incarnation == member.incarnation));
         let Phase::Gathering(g) = &mut self.phase else {
             return;
         };
@@ -145,8 +145,8 @@ impl Job {
     }
 
     /// The nodes of the last generation that make the next one too, unless they are lost.
-    pub(super) fn expected(&self) -> impl Iterator<Item = &Seat> {
-        self.previous.iter().filter(|seat| !seat.has_left)
+    pub(super) fn expected(&self) -> impl Iterator<Item = &Member> {
+        self.previous.iter().filter(|member| !member.has_left)
     }
 
     fn candidates(&self) -> Vec<Candidate> {
@@ -177,8 +177,8 @@ impl Job {
                 .previous
                 .iter()
                 // A daemon that was restarted may never have learned the name of one.
-                .filter(|seat| !seat.hostname.is_empty() && !self.nodes.contains_key(&seat.incarnation))
-                .map(|seat| seat.hostname.as_str())
+                .filter(|member| !member.hostname.is_empty() && !self.nodes.contains_key(&member.incarnation))
+                .map(|member| member.hostname.as_str())
                 .collect(),
             missing_ranks: ranks::missing_ranks(&candidates, min),
             lookalike: self.lookalike_words(),

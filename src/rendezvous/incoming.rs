@@ -8,8 +8,8 @@ use nix::errno::Errno;
 use tokio::net::{TcpListener, TcpSocket};
 use tokio_stream::{Stream, StreamExt as _};
 
-/// Connections that may wait to be accepted, if the system allows as many (`net.core.somaxconn`). The nodes of a job come at the
-/// same time; one for which there is no room is heard again a second later.
+/// Connections that may wait to be accepted, if the system allows as many (`net.core.somaxconn`). The nodes of a job
+/// come at the same time; one for which there is no room is looked at again a second later.
 const WAITING_CONNECTIONS: u32 = 4096;
 
 /// After a connection for which there is no room: the next try would be refused at once, and so on without an end.

@@ -11,9 +11,9 @@ use ddp_proto::rendezvous::{Assignment, GenerationOver, HeartbeatAck, Join, Node
 use super::event::{ConnId, Peer, Turn};
 use super::failures::{Failures, Reports};
 use super::kv::KvStore;
-use super::outcome::Blow;
+use super::outcome::GenerationEnd;
 use super::policy::Account;
-use super::ranks::{Candidate, Seat};
+use super::ranks::{Candidate, Member};
 use super::recovery::Recovery;
 use super::size::RankLimits;
 use super::unnamed::Lookalike;
@@ -39,14 +39,14 @@ pub(super) struct Job {
     pub(super) nodes: BTreeMap<String, Node>,
     /// Incarnations of lost nodes, newest last: they may come back when the job is over.
     pub(super) lost: VecDeque<String>,
-    /// Nodes that fell silent on an open stream, by incarnation, and how long each is expected back: their launchers may
-    /// have been suspended.
+    /// Nodes that fell silent on an open stream, by incarnation, and how long each is expected back: their launchers
+    /// may have been suspended.
     pub(super) silent: BTreeMap<String, Duration>,
     /// Nodes that ever came, which numbers their arrival.
     pub(super) arrivals: u64,
     pub(super) phase: Phase,
-    /// Seats of the last assignment: ranks are sticky.
-    pub(super) previous: Vec<Seat>,
+    /// Members of the last assignment: ranks are sticky.
+    pub(super) previous: Vec<Member>,
     pub(super) lookalike: Option<Lookalike>,
     /// Longest time for which a node that ever came would wait for others: where all are away, they may come back.
     pub(super) patience: Duration,
@@ -103,7 +103,7 @@ pub(super) struct Running {
 /// What ends the generation if nothing better comes.
 #[derive(Debug)]
 pub(super) struct Suspect {
-    pub(super) blow: Blow,
+    pub(super) end: GenerationEnd,
     /// How long it waits for a better cause, if no member's connection is broken: see [`Job::suspect_until`].
     pub(super) until: Duration,
 }
@@ -145,7 +145,7 @@ pub(super) enum Readiness {
 }
 
 impl Job {
-    /// A job that nobody has joined yet, and whose generations come after `floor`.
+    /// A job that no node has joined yet, and whose generations come after `floor`.
     pub(super) fn new(id: &str, floor: u64, now: Duration) -> Self {
         Self {
             id: id.to_owned(),
@@ -281,7 +281,7 @@ impl Job {
         self.plan_wake();
     }
 
-    /// The daemon itself stood still: nobody loses a lease for that.
+    /// The daemon itself was stalled: no node loses its lease for that.
     pub(super) fn renew_leases(&mut self, until: Duration) {
         for node in self.nodes.values_mut() {
             node.lease_until = node.lease_until.max(until);
@@ -313,7 +313,7 @@ impl Job {
             .min();
     }
 
-    /// True if nobody needs this job any more.
+    /// True if no node needs this job any more.
     pub(super) fn is_forgotten(&self) -> bool {
         self.nodes.is_empty()
             && match self.phase {
@@ -337,7 +337,7 @@ impl Job {
     pub(super) fn rank_of(&self, incarnation: &str) -> Option<u32> {
         self.previous
             .iter()
-            .position(|seat| seat.incarnation == incarnation)
+            .position(|member| member.incarnation == incarnation)
             .map(|rank| rank as u32)
     }
 
@@ -396,7 +396,7 @@ impl Job {
 }
 
 impl Gathering {
-    /// When there is something to decide again, if nobody comes or goes.
+    /// When there is something to decide again, if no node comes or goes.
     fn next_step(&self) -> Duration {
         // The end of the back-off is a step of its own only until it has passed (`began` moves there then).
         let backoff = (self.not_before > self.began).then_some(self.not_before);

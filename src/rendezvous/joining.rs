@@ -144,7 +144,7 @@ impl Job {
         }
     }
 
-    /// A newcomer to a full job of fixed size that nobody gave a name, or that has one node: more likely a node of another
+    /// A newcomer to a full job of fixed size that has no name, or one node: more likely a node of another
     /// job than a spare, which would report success without having run.
     fn mistaken_for(&self, joining: &Joining) -> Option<String> {
         let join = &joining.join;
@@ -179,7 +179,7 @@ impl Job {
             failures: None,
         });
         turn.send(Some(joining.conn), self.generation, refused.clone());
-        // Before the first generation nobody knows who is right: all of them end, with the same code.
+        // Before the first generation it is unknown which of them is right: all of them end, with the same code.
         let undecided = self.generation == 0 && matches!(self.phase, Phase::Gathering(_));
         if code == Code::Disagree && undecided {
             self.end(turn, refused, reason);
@@ -339,10 +339,10 @@ impl Job {
                     self.id, node.join.hostname
                 ));
                 self.send_assignment(turn, &incarnation);
-                self.hear_out(turn);
+                self.await_its_reports(turn);
             }
             Readiness::Stopping(stopping) => {
-                // It has not confirmed the end of this generation, so it may not have heard of it.
+                // It has not confirmed the end of this generation, so it may not know of it.
                 let over = match &self.last_over {
                     Some(over) if stopping == self.generation => over.clone(),
                     _ => {
@@ -370,7 +370,7 @@ impl Job {
         let before = self.generation;
         self.consider_start(turn);
         if matches!(self.phase, Phase::Over(_)) || self.is_member(incarnation) || self.generation != before {
-            // A start has told everybody.
+            // A start has informed all nodes.
             return;
         }
         self.newcomer(turn);

@@ -13,7 +13,7 @@ pub(super) struct KvStore {
     entries: HashMap<String, Arc<Vec<u8>>>,
     bytes: usize,
     waiters: BTreeMap<CallId, Waiter>,
-    /// Calls that wait for a key that nobody wrote yet.
+    /// Calls that wait for a key that no rank wrote yet.
     by_key: HashMap<String, Vec<CallId>>,
     /// No waiter's deadline is before this moment; it may be early, never late.
     next_deadline: Option<Duration>,
@@ -166,7 +166,7 @@ impl KvStore {
 }
 
 fn not_written(key: &str, waited: Duration) -> KvError {
-    KvError::NotWritten(format!("nobody wrote key `{key}` within {waited:?}"))
+    KvError::NotWritten(format!("no rank wrote key `{key}` within {waited:?}"))
 }
 
 /// At most `bytes` bytes of `text`, cut at a character.
@@ -263,7 +263,7 @@ mod tests {
         store.expire(SECOND, &mut effects);
         assert_eq!(
             answers(&effects),
-            [(1, Err("nobody wrote key `a` within 1s".into()))]
+            [(1, Err("no rank wrote key `a` within 1s".into()))]
         );
         assert_eq!(store.next_deadline(), Some(3 * SECOND));
         effects.clear();

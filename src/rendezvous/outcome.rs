@@ -13,7 +13,7 @@ use super::job::{Gathering, Job, Over, Phase, Readiness, Suspect};
 use super::joining::join_timeout;
 use super::kv::clip;
 use super::policy::{Ended, Verdict, Why};
-use super::ranks::Seat;
+use super::ranks::Member;
 use super::words;
 
 /// Lost nodes that a job remembers, to give them the verdict should they come back.
@@ -21,7 +21,7 @@ const MAX_LOST: usize = 4096;
 
 /// What ended a generation.
 #[derive(Debug)]
-pub(super) struct Blow {
+pub(super) struct GenerationEnd {
     cause: String,
     /// Exit code of the job if the restart budget is used up.
     exit_code: i32,
@@ -51,7 +51,7 @@ impl Job {
             .map_or_else(String::new, |node| node.join.hostname.clone());
         let exit = clamp(turn.config, exit);
         let cause = words::worker_exit(&exit, &hostname);
-        let blow = Blow {
+        let end = GenerationEnd {
             cause,
             exit_code: words::exit_code(&exit),
             why: match &exit {
@@ -62,8 +62,8 @@ impl Job {
             failure: Some((exit, hostname)),
         };
         // The agent of a single node has looked for a better cause already.
-        if self.previous.len() == 1 || !blow.is_consequence() {
-            return self.strike(turn, blow);
+        if self.previous.len() == 1 || !end.is_consequence() {
+            return self.end_generation(turn, end);
         }
         if let Phase::Running(running) = &mut self.phase
             && running.suspect.is_none()
@@ -71,11 +71,11 @@ impl Job {
             turn.decided(format!(
                 "job `{}`: {}; waiting {} ms for the cause",
                 self.id,
-                blow.cause,
+                end.cause,
                 turn.config.culprit_wait.as_millis()
             ));
             let until = turn.at.now + turn.config.culprit_wait;
-            running.suspect = Some(Suspect { blow, until });
+            running.suspect = Some(Suspect { end, until });
         }
     }
 
@@ -85,7 +85,7 @@ impl Job {
             && let Phase::Running(running) = &mut self.phase
             && let Some(suspect) = running.suspect.take()
         {
-            self.strike(turn, suspect.blow);
+            self.end_generation(turn, suspect.end);
         }
     }
 
@@ -95,16 +95,16 @@ impl Job {
             return None;
         };
         let suspect = running.suspect.as_ref()?;
-        let away = self.previous.iter().filter_map(|seat| {
-            let node = self.nodes.get(&seat.incarnation)?;
-            let is_away = node.conn.is_none() && !running.succeeded.contains(&seat.incarnation);
+        let away = self.previous.iter().filter_map(|member| {
+            let node = self.nodes.get(&member.incarnation)?;
+            let is_away = node.conn.is_none() && !running.succeeded.contains(&member.incarnation);
             is_away.then_some(node.lease_until)
         });
         away.chain([suspect.until]).max()
     }
 
     /// A member has come back: what it has to report follows, and may be the cause.
-    pub(super) fn hear_out(&mut self, turn: &Turn<'_>) {
+    pub(super) fn await_its_reports(&mut self, turn: &Turn<'_>) {
         if let Phase::Running(running) = &mut self.phase
             && let Some(suspect) = &mut running.suspect
         {
@@ -137,7 +137,7 @@ impl Job {
             Phase::Recovering(recovery) => !recovery.has(incarnation),
             // The nodes of the last generation make the next one too, as long as none of them is lost.
             Phase::Gathering(_) => {
-                let is_there = |seat: &Seat| self.nodes.contains_key(&seat.incarnation);
+                let is_there = |member: &Member| self.nodes.contains_key(&member.incarnation);
                 let are_enough = !self.previous.is_empty() && self.expected().all(is_there);
                 are_enough && self.rank_of(incarnation).is_none()
             }
@@ -145,7 +145,8 @@ impl Job {
         }
     }
 
-    /// An agent goes away for good. A signal to one of them stops the whole job, unless the others can go on without it.
+    /// An agent goes away for good. A signal to one of them stops the whole job, unless the others can go on without
+    /// it.
     pub(super) fn leave(&mut self, turn: &mut Turn<'_>, incarnation: &str, leave: &Leave) {
         let spare = self.is_spare(incarnation);
         let over = matches!(self.phase, Phase::Over(_));
@@ -224,9 +225,9 @@ impl Job {
             let cause = cause.to_owned();
             let (min, _) = self.limits();
             let enough = self.nodes.len() > min as usize;
-            self.strike(
+            self.end_generation(
                 turn,
-                Blow {
+                GenerationEnd {
                     cause,
                     exit_code: i32::from(exit_code),
                     failure: None,
@@ -252,9 +253,9 @@ impl Job {
 
     /// The generation cannot go on as it is, and no worker is to blame: the next one follows.
     pub(super) fn break_up(&mut self, turn: &mut Turn<'_>, cause: String) {
-        self.strike(
+        self.end_generation(
             turn,
-            Blow {
+            GenerationEnd {
                 cause,
                 exit_code: i32::from(exit::RENDEZVOUS_TIMED_OUT),
                 failure: None,
@@ -264,7 +265,7 @@ impl Job {
     }
 
     /// Ends the running generation: the next one if the policy allows it, else the end of the job.
-    fn strike(&mut self, turn: &mut Turn<'_>, blow: Blow) {
+    fn end_generation(&mut self, turn: &mut Turn<'_>, end: GenerationEnd) {
         let Phase::Running(running) = &self.phase else {
             return;
         };
@@ -272,7 +273,7 @@ impl Job {
         let ended = Ended {
             ran: turn.at.now.saturating_sub(running.since) + running.ran_before,
             step: self.nodes.values().filter_map(|node| node.step).max(),
-            why: blow.why,
+            why: end.why,
         };
         let verdict = self.account.close(turn.config, max_restarts, ended);
         let no_restart = match verdict {
@@ -286,7 +287,7 @@ impl Job {
             )),
         };
         if let Some(no_restart) = no_restart {
-            return self.failed_for_good(turn, blow, no_restart, max_restarts);
+            return self.failed_for_good(turn, end, no_restart, max_restarts);
         }
         let membership = verdict == Verdict::Regroup;
         let spent = self.account.spent();
@@ -295,9 +296,9 @@ impl Job {
         } else {
             turn.config.backoff(spent, turn.at.dice)
         };
-        let (first_failure, first_failure_host) = blow.failure.unzip();
+        let (first_failure, first_failure_host) = end.failure.unzip();
         let over = GenerationOver {
-            cause: blow.cause,
+            cause: end.cause,
             first_failure,
             first_failure_host: first_failure_host.unwrap_or_default(),
             restart_count: spent,
@@ -332,7 +333,7 @@ impl Job {
             self.id, self.generation, over.cause
         ));
         self.attempts += 1;
-        let members = self.previous.iter().map(|seat| &seat.incarnation);
+        let members = self.previous.iter().map(|member| &member.incarnation);
         let timeouts = self
             .nodes
             .values()
@@ -356,15 +357,21 @@ impl Job {
     }
 
     /// The job ends with what ended its generation.
-    fn failed_for_good(&mut self, turn: &mut Turn<'_>, blow: Blow, no_restart: String, max_restarts: u32) {
+    fn failed_for_good(
+        &mut self,
+        turn: &mut Turn<'_>,
+        end: GenerationEnd,
+        no_restart: String,
+        max_restarts: u32,
+    ) {
         let reason = if no_restart.is_empty() {
-            blow.cause
+            end.cause
         } else {
-            format!("{}; {no_restart}", blow.cause)
+            format!("{}; {no_restart}", end.cause)
         };
-        let (first_failure, host) = blow.failure.unzip();
+        let (first_failure, host) = end.failure.unzip();
         let over = JobOver {
-            exit_code: blow.exit_code,
+            exit_code: end.exit_code,
             reason: reason.clone(),
             first_failure,
             first_failure_host: host.unwrap_or_default(),
@@ -387,7 +394,7 @@ impl Job {
         self.end(turn, Reply::JobOver(over), reason);
     }
 
-    /// The last word to every node that is there; those that are away hear it when they come back.
+    /// The last word to every node that is there; those that are away get it when they come back.
     pub(super) fn end(&mut self, turn: &mut Turn<'_>, mut verdict: Reply, reason: String) {
         turn.decided(format!("job `{}` is over: {reason}", self.id));
         let reports = self.reports_to_come(&verdict);
@@ -412,7 +419,7 @@ impl Job {
     }
 }
 
-impl Blow {
+impl GenerationEnd {
     fn is_consequence(&self) -> bool {
         self.failure.as_ref().is_some_and(|(exit, _)| exit.consequence)
     }

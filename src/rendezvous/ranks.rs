@@ -20,19 +20,19 @@ pub(super) struct Candidate {
 
 /// A place in the last assignment; its index is the node rank.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(super) struct Seat {
+pub(super) struct Member {
     pub(super) incarnation: String,
     pub(super) hostname: String,
-    /// The node has left for good: nobody waits for it.
+    /// The node has left for good: the daemon does not wait for it.
     pub(super) has_left: bool,
 }
 
 /// The candidates that take part: those that asked for a rank, those of the last generation, then by arrival; as many
 /// as the limits allow. If they allow none, as many as there may be: the workers know best why they cannot go on.
-pub(super) fn choose(mut candidates: Vec<Candidate>, limits: Limits, previous: &[Seat]) -> Vec<Candidate> {
+pub(super) fn choose(mut candidates: Vec<Candidate>, limits: Limits, previous: &[Member]) -> Vec<Candidate> {
     candidates.sort_by_key(|c| {
-        let by_host = previous.iter().any(|seat| seat.hostname == c.hostname);
-        let by_name = previous.iter().any(|seat| seat.incarnation == c.incarnation);
+        let by_host = previous.iter().any(|member| member.hostname == c.hostname);
+        let by_name = previous.iter().any(|member| member.incarnation == c.incarnation);
         (c.asked.is_none(), !by_name, !by_host, c.arrival)
     });
     let workers: Vec<u32> = candidates.iter().map(|c| c.workers).collect();
@@ -47,7 +47,7 @@ pub(super) fn choose(mut candidates: Vec<Candidate>, limits: Limits, previous: &
 ///
 /// Ranks that were asked for come first, then a node keeps the rank of the last generation (itself, or its
 /// host), then the natural order of host names fills the rest, then arrival.
-pub(super) fn order(candidates: Vec<Candidate>, previous: &[Seat]) -> (Vec<Candidate>, String) {
+pub(super) fn order(candidates: Vec<Candidate>, previous: &[Member]) -> (Vec<Candidate>, String) {
     let count = candidates.len();
     let mut slots: Vec<Option<Candidate>> = vec![None; count];
     let mut rest = Vec::new();
@@ -63,18 +63,18 @@ pub(super) fn order(candidates: Vec<Candidate>, previous: &[Seat]) -> (Vec<Candi
     }
 
     let mut kept = 0;
-    let mut keep = |rest: &mut Vec<Candidate>, same: &dyn Fn(&Candidate, &Seat) -> bool| {
-        for (rank, seat) in previous.iter().enumerate().take(count) {
+    let mut keep = |rest: &mut Vec<Candidate>, same: &dyn Fn(&Candidate, &Member) -> bool| {
+        for (rank, member) in previous.iter().enumerate().take(count) {
             if slots[rank].is_none()
-                && let Some(i) = rest.iter().position(|c| c.asked.is_none() && same(c, seat))
+                && let Some(i) = rest.iter().position(|c| c.asked.is_none() && same(c, member))
             {
                 slots[rank] = Some(rest.swap_remove(i));
                 kept += 1;
             }
         }
     };
-    keep(&mut rest, &|c, seat| c.incarnation == seat.incarnation);
-    keep(&mut rest, &|c, seat| c.hostname == seat.hostname);
+    keep(&mut rest, &|c, member| c.incarnation == member.incarnation);
+    keep(&mut rest, &|c, member| c.hostname == member.hostname);
 
     // A rank that was asked for but does not exist in a smaller job still decides the order.
     rest.sort_by(|a, b| {
@@ -156,15 +156,15 @@ mod tests {
         }
     }
 
-    fn seat(incarnation: &str, hostname: &str) -> Seat {
-        Seat {
+    fn member(incarnation: &str, hostname: &str) -> Member {
+        Member {
             incarnation: incarnation.into(),
             hostname: hostname.into(),
             has_left: false,
         }
     }
 
-    fn hosts(nodes: Vec<Candidate>, previous: &[Seat]) -> Vec<String> {
+    fn hosts(nodes: Vec<Candidate>, previous: &[Member]) -> Vec<String> {
         order(nodes, previous)
             .0
             .into_iter()
@@ -203,7 +203,7 @@ mod tests {
             node("y", "b", Some(0), 1),
             node("z", "c", Some(2), 2),
         ];
-        let (ordered, reason) = order(nodes, &[seat("x", "a")]);
+        let (ordered, reason) = order(nodes, &[member("x", "a")]);
         let names: Vec<_> = ordered.iter().map(|c| c.incarnation.as_str()).collect();
         assert_eq!(names, ["y", "x", "z"]);
         assert_eq!(reason, "node ranks: 2 as asked for, 1 by host name");
@@ -211,7 +211,7 @@ mod tests {
 
     #[test]
     fn ranks_are_sticky_by_process_then_by_host() {
-        let previous = [seat("p", "b"), seat("q", "a"), seat("r", "c")];
+        let previous = [member("p", "b"), member("q", "a"), member("r", "c")];
         let nodes = vec![
             node("q", "a", None, 1),
             node("p", "b", None, 0),
@@ -232,7 +232,7 @@ mod tests {
 
     #[test]
     fn ranks_stay_dense_when_a_job_shrinks() {
-        let previous = [seat("p", "a"), seat("q", "b"), seat("r", "c")];
+        let previous = [member("p", "a"), member("q", "b"), member("r", "c")];
         assert_eq!(
             hosts(vec![node("r", "c", None, 2), node("q", "b", None, 1)], &previous),
             ["r", "q"]
@@ -258,7 +258,7 @@ mod tests {
                     multiple_of: None,
                 },
             };
-            let chosen = choose(nodes.clone(), limits, &[seat("old", "a"), seat("gone", "b")]);
+            let chosen = choose(nodes.clone(), limits, &[member("old", "a"), member("gone", "b")]);
             chosen.into_iter().map(|c| c.incarnation).collect::<Vec<_>>()
         };
         assert_eq!(chosen(3, None), ["asked", "old", "new"]);

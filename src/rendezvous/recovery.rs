@@ -1,11 +1,11 @@
 //! Recovery: a daemon that has lost its state takes up the generation that an earlier one has assigned.
 //!
-//! An agent whose stream was opened again tells its [`Place`] with `Join`. When every node of that generation has told
-//! its own and all agree, the generation runs on: no worker hears of it, and what they reported meanwhile counts. If
-//! one does not come within a lease, or disagrees, the generation is over, as if that node had been lost, but no restart
-//! is spent for it. Nodes that have no part in the generation wait meanwhile.
+//! An agent whose stream was opened again sends its [`Place`] with `Join`. When every node of that generation has sent
+//! its own and all agree, the generation runs on: no worker notices, and what they reported meanwhile counts. If one
+//! does not come within a lease, or disagrees, the generation is over, as if that node had been lost, but no restart is
+//! spent for it. Nodes that have no part in the generation wait meanwhile.
 //!
-//! A daemon that ends with its job was hosted by one of the nodes, which is gone with it: there is nobody to wait for.
+//! A daemon that ends with its job was hosted by one of the nodes, which is gone with it: there is no node to wait for.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -18,7 +18,7 @@ use super::event::Turn;
 use super::job::{Gathering, Job, Phase, Running};
 use super::joining::{MAX_GENERATION, join_timeout};
 use super::policy::Account;
-use super::ranks::Seat;
+use super::ranks::Member;
 use super::size::RankLimits;
 use super::words;
 
@@ -32,7 +32,7 @@ pub(super) struct Recovery {
     /// What its nodes agree on; none while only nodes have come that have no part in it.
     run: Option<Run>,
     /// By node rank.
-    seats: BTreeMap<u32, Claim>,
+    claims: BTreeMap<u32, Claim>,
     /// What a node reported of the generation, in order of arrival: the first report of each is the one that counts.
     held: Vec<(String, Body)>,
     /// When it is given up.
@@ -61,7 +61,7 @@ impl Recovery {
         Self {
             generation,
             run: None,
-            seats: BTreeMap::new(),
+            claims: BTreeMap::new(),
             held: Vec::new(),
             until,
         }
@@ -69,13 +69,13 @@ impl Recovery {
 
     /// Whether the node has a place in the generation.
     pub(super) fn has(&self, incarnation: &str) -> bool {
-        self.seats.values().any(|claim| claim.incarnation == incarnation)
+        self.claims.values().any(|claim| claim.incarnation == incarnation)
     }
 
     /// What the nodes that are there wait for.
     pub(super) fn waiting_words(&self, now: Duration) -> String {
         let Self {
-            generation, seats, ..
+            generation, claims, ..
         } = self;
         let more = words::time_left(self.until, now);
         let Some(run) = &self.run else {
@@ -85,28 +85,30 @@ impl Recovery {
         };
         format!(
             "the rendezvous daemon was restarted; {} of {} of generation {generation} are back, waiting for {}{more}",
-            seats.len(),
+            claims.len(),
             words::nodes(run.node_count),
             words::node_ranks(&self.missing())
         )
     }
 
-    /// Node ranks that nobody has come back to.
+    /// Node ranks whose node has not come back.
     fn missing(&self) -> Vec<u32> {
         let count = self.run.as_ref().map_or(0, |run| run.node_count);
-        (0..count).filter(|rank| !self.seats.contains_key(rank)).collect()
+        (0..count)
+            .filter(|rank| !self.claims.contains_key(rank))
+            .collect()
     }
 
     fn is_complete(&self) -> bool {
         self.run
             .as_ref()
-            .is_some_and(|run| self.seats.len() == run.node_count as usize)
+            .is_some_and(|run| self.claims.len() == run.node_count as usize)
     }
 
     /// Ranks follow from each other in order of node rank.
     fn is_dense(&self) -> bool {
         let mut next = 0;
-        self.seats.values().all(|claim| {
+        self.claims.values().all(|claim| {
             let fits = claim.node.first_rank == next;
             next += claim.node.workers;
             fits
@@ -114,7 +116,7 @@ impl Recovery {
     }
 
     /// Gives a node its place; false if it disagrees with those that are there.
-    fn seat(&mut self, incarnation: &str, place: &Place) -> bool {
+    fn claim(&mut self, incarnation: &str, place: &Place) -> bool {
         let Some(told) = &place.assignment else {
             return false;
         };
@@ -134,7 +136,7 @@ impl Recovery {
         run.ran = run.ran.max(held);
         run.rank_limits = run.rank_limits.or(rank_limits);
         let is_taken = self
-            .seats
+            .claims
             .get(&told.node_rank)
             .is_some_and(|claim| claim.incarnation != incarnation);
         if run.assignment != assignment || run.node_count != place.node_count || is_taken {
@@ -145,7 +147,7 @@ impl Recovery {
             node: node.clone(),
         });
         claim.is_some_and(|claim| {
-            self.seats.insert(told.node_rank, claim);
+            self.claims.insert(told.node_rank, claim);
             true
         })
     }
@@ -162,7 +164,7 @@ impl Job {
         join: &Join,
     ) -> Result<(), String> {
         let place = self.believe(turn, generation, join)?;
-        self.vacate_seats();
+        self.drop_lost_claims();
         match &mut self.phase {
             Phase::Recovering(recovery) if recovery.generation > generation => {
                 return Err(format!(
@@ -179,7 +181,7 @@ impl Job {
             }
         }
         if let Phase::Recovering(recovery) = &mut self.phase
-            && recovery.seat(incarnation, place)
+            && recovery.claim(incarnation, place)
         {
             return Ok(());
         }
@@ -234,18 +236,18 @@ impl Job {
 
     /// A node comes that was in no generation: as a spare it may know of one that runs.
     pub(super) fn learn_of_generation(&mut self, turn: &mut Turn<'_>, join: &Join) {
-        self.vacate_seats();
-        let heard = join.heard_generation;
+        self.drop_lost_claims();
+        let latest = join.latest_generation;
         let has_state = self.generation > 0 || turn.config.only_job.is_some();
         match &self.phase {
             Phase::Gathering(_)
-                if !has_state && heard > self.highest_generation() && heard <= MAX_GENERATION =>
+                if !has_state && latest > self.highest_generation() && latest <= MAX_GENERATION =>
             {
-                self.floor = heard;
+                self.floor = latest;
                 let until = turn.at.now + turn.config.lease;
-                self.phase = Phase::Recovering(Recovery::of(heard, until));
+                self.phase = Phase::Recovering(Recovery::of(latest, until));
             }
-            // Whoever had this rank would have come back with it.
+            // The node with this rank would have come back with it.
             Phase::Recovering(recovery)
                 if join
                     .node_rank
@@ -259,7 +261,7 @@ impl Job {
 
     /// A node has taken its place again: the generation runs on if it was the last one.
     pub(super) fn consider_recovered(&mut self, turn: &mut Turn<'_>, incarnation: &str) {
-        self.vacate_seats();
+        self.drop_lost_claims();
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
@@ -280,7 +282,7 @@ impl Job {
         let members: Vec<String> = self
             .previous
             .iter()
-            .map(|seat| seat.incarnation.clone())
+            .map(|member| member.incarnation.clone())
             .collect();
         for member in &members {
             self.send_assignment(turn, member);
@@ -309,7 +311,7 @@ impl Job {
 
     /// Not all nodes have come back in time.
     pub(super) fn recovery_timed_out(&mut self, turn: &mut Turn<'_>) {
-        self.vacate_seats();
+        self.drop_lost_claims();
         let Phase::Recovering(recovery) = &self.phase else {
             return;
         };
@@ -322,15 +324,15 @@ impl Job {
     }
 
     /// Nodes that came back and were lost since have to come again.
-    fn vacate_seats(&mut self) {
+    fn drop_lost_claims(&mut self) {
         if let Phase::Recovering(recovery) = &mut self.phase {
             recovery
-                .seats
+                .claims
                 .retain(|_, claim| self.nodes.contains_key(&claim.incarnation));
         }
     }
 
-    /// A node says that this generation is over, or is not fit to go on with it: nobody goes on with it.
+    /// A node says that this generation is over, or is not fit to go on with it: no node goes on with it.
     fn bury(&mut self, turn: &mut Turn<'_>, generation: u64, hostname: &str) {
         self.buried = self.buried.max(generation);
         if matches!(&self.phase, Phase::Recovering(recovery) if recovery.generation <= generation) {
@@ -351,7 +353,7 @@ impl Job {
         // What its nodes have written again belongs to it.
         let cause = format!("generation {} went on elsewhere", old.generation);
         self.kv.end(&cause, &mut turn.effects);
-        for claim in old.seats.values() {
+        for claim in old.claims.values() {
             self.went_on_without(turn, &claim.incarnation, old.generation);
         }
     }
@@ -393,8 +395,8 @@ impl Job {
         let Phase::Recovering(recovery) = &mut self.phase else {
             return Vec::new();
         };
-        let (mut seats, held) = (
-            std::mem::take(&mut recovery.seats),
+        let (mut claims, held) = (
+            std::mem::take(&mut recovery.claims),
             std::mem::take(&mut recovery.held),
         );
         let Some(run) = recovery.run.take() else {
@@ -404,20 +406,20 @@ impl Job {
         self.attempts = run.assignment.attempt;
         self.run_token.clone_from(&run.assignment.run_token);
         self.rank_limits = run.rank_limits.unwrap_or(self.rank_limits);
-        let mut nodes = Vec::with_capacity(seats.len());
+        let mut nodes = Vec::with_capacity(claims.len());
         self.previous.clear();
         for rank in 0..run.node_count {
-            let seat = seats.remove(&rank).map(|Claim { incarnation, node }| {
+            let member = claims.remove(&rank).map(|Claim { incarnation, node }| {
                 let hostname = node.hostname.clone();
                 nodes.push(node);
-                Seat {
+                Member {
                     incarnation,
                     hostname,
                     has_left: false,
                 }
             });
             // A name that no agent has.
-            self.previous.push(seat.unwrap_or_default());
+            self.previous.push(member.unwrap_or_default());
         }
         self.phase = Phase::Running(Running {
             assignment: Assignment {

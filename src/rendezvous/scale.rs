@@ -6,8 +6,8 @@
 //! could not go on ([`Heartbeat`](ddp_proto::rendezvous::Heartbeat)`.ranks_divide`, `.ranks_multiple_of`).
 //!
 //! A node that is stopped by a signal leaves in the same way: at a step boundary, for no restart, if MIN nodes are left
-//! without it, with which the workers can go on. Else the job is over when its workers are gone. So it is when a node is
-//! stopped while others are to come back to a daemon that was restarted: nobody knows then who is left.
+//! without it, with which the workers can go on. Else the job is over when its workers are gone. So it is when a node
+//! is stopped while others are to come back to a daemon that was restarted: which nodes are left is not known then.
 //!
 //! Nodes that have succeeded run their workers again with the others, as when a node is lost.
 
@@ -135,13 +135,13 @@ impl Job {
             spares.truncate(limits.max.saturating_sub(self.previous.len()));
             return spares;
         }
-        let members = self.previous.iter().filter_map(|seat| {
-            let node = self.nodes.get(&seat.incarnation)?;
-            Some(node.candidate(&seat.incarnation))
+        let members = self.previous.iter().filter_map(|member| {
+            let node = self.nodes.get(&member.incarnation)?;
+            Some(node.candidate(&member.incarnation))
         });
         let chosen = ranks::choose(members.chain(spares.clone()).collect(), limits, &self.previous);
         let is_chosen = |incarnation: &str| chosen.iter().any(|c| c.incarnation == incarnation);
-        if !self.previous.iter().all(|seat| is_chosen(&seat.incarnation)) {
+        if !self.previous.iter().all(|member| is_chosen(&member.incarnation)) {
             return Vec::new();
         }
         spares.retain(|spare| is_chosen(&spare.incarnation));

@@ -224,7 +224,7 @@ async fn pump(
             Some(Err(_)) => break false,
         }
     };
-    // An error means that the daemon is stopping: nobody is left to be told.
+    // An error means that the daemon is stopping: no receiver is left.
     let _ = requests.send(Request::Event(Event::Closed { conn, clean })).await;
 }
 

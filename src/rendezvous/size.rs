@@ -1,7 +1,8 @@
 //! The size of a generation: which of the nodes that are there make a number of ranks that the workers can go on with.
 //!
-//! The daemon knows nothing of what the workers do. They say a number that the ranks of a generation have to divide, and
-//! one that they have to be a multiple of; where nodes have different numbers of workers, it takes a search to find out which of them together make one.
+//! The daemon knows nothing of what the workers do. They say a number that the ranks of a generation have to divide,
+//! and one that they have to be a multiple of; where nodes have different numbers of workers, it takes a search to find
+//! out which of them together make one.
 
 use std::fmt;
 

@@ -25,7 +25,7 @@ pub struct State {
     speakers: HashMap<ConnId, Speaker>,
     /// Streams that the daemon has ended, while messages may still come in from them.
     ended: HashSet<ConnId>,
-    /// Jobs that nobody is left of, newest last.
+    /// Jobs without nodes, newest last.
     finished: VecDeque<Finished>,
 }
 
@@ -255,7 +255,7 @@ impl Daemon<'_> {
         let new = || Job::new(job_id, earlier.unwrap_or(0), now);
         let job = self.jobs.entry(job_id.to_owned()).or_insert_with(new);
         if job.nodes.is_empty() && joining.generation == 0 {
-            // Nobody is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
+            // No node is left, and the newcomer was in no generation: a new run, with generation numbers of its own.
             // What still waits for a key of the old one gets its answer.
             job.kv.end("a new run of the job has begun", &mut turn.effects);
             *job = Job::new(job_id, job.highest_generation(), now);
@@ -274,14 +274,14 @@ impl Daemon<'_> {
 
     fn tick(&mut self, turn: &mut Turn<'_>) {
         let now = turn.at.now;
-        // A timer that is very late means that the daemon itself stood still (a stopped process, a paused
+        // A timer that is very late means that the daemon itself was stalled (a stopped process, a paused
         // machine): heartbeats may wait unread.
         let due = self.jobs.values().filter_map(|job| job.next_wake).min();
         if let Some(late) = due.and_then(|due| now.checked_sub(due))
             && late > turn.config.heartbeat_interval()
         {
             turn.decided(format!(
-                "the daemon stood still for {:.1} s; all leases are renewed",
+                "the daemon was stalled for {:.1} s; all leases are renewed",
                 late.as_secs_f64()
             ));
             let until = now + turn.config.lease;
@@ -301,7 +301,7 @@ impl Daemon<'_> {
         }
     }
 
-    /// Drops a job that nobody needs; its verdict is kept for agents that missed it.
+    /// Drops a job that no node needs; its verdict is kept for agents that missed it.
     fn forget(&mut self, job_id: &str) {
         if !self.jobs.get(job_id).is_some_and(Job::is_forgotten) {
             return;

@@ -1,8 +1,9 @@
-//! Jobs that nobody gave a name (`--rdzv-id`).
+//! Jobs without a name (`--rdzv-id`).
 //!
 //! The name of such a job follows from what its nodes agree on and the arguments of its program: two of them at one
-//! daemon are two jobs, unless they are alike in everything. Nodes that were meant to be one job but differ do not meet,
-//! so they are told of each other. A daemon inside a job's own `ddp-run` has one job only, and takes all of them for it.
+//! daemon are two jobs, unless they are alike in everything. Nodes that were meant to be one job but differ do not
+//! meet, so each is told that the other exists. A daemon inside a job's own `ddp-run` has one job only, and takes all
+//! of them for it.
 
 use std::collections::BTreeMap;
 
@@ -74,7 +75,7 @@ fn waits(job: &Job) -> bool {
     is_unnamed(&job.id) && job.generation == 0 && matches!(job.phase, Phase::Gathering(_))
 }
 
-/// The nodes hear of each other job once, and again should the nodes that they wait for never come.
+/// The nodes are told of each other job once, and again if the nodes that they wait for never come.
 fn meet(turn: &mut Turn<'_>, job: &mut Job, lookalike: Lookalike) {
     if job
         .lookalike

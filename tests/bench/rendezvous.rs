@@ -1,8 +1,8 @@
 //! How long N nodes take to meet: clients of one daemon in one process, as `tests/peers/rendezvous.py` does it with
 //! torchrun's rendezvous.
 //!
-//! `rendezvous [--turns T] N…` prints a line of medians for each N: from the first node that joins to the last that has its rank,
-//! with all connections made before, and the same with them.
+//! `rendezvous [--turns T] N…` prints a line of medians for each N: from the first node that joins to the last that has
+//! its rank, with all connections made before, and the same with them.
 
 use std::time::Duration;
 

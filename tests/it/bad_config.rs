@@ -187,7 +187,7 @@ fn ranks_that_are_no_groups_are_not_tried_again() {
     assert!(!finished.stderr().contains("; restart "), "{}", finished.stderr());
 }
 
-/// Nobody but the workers can know, as more nodes may come.
+/// Only the workers can know, as more nodes may come.
 #[test]
 fn what_all_ranks_say_alike_is_shown_once() {
     let job = TinyJob::new();

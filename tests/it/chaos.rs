@@ -22,7 +22,7 @@ const MAX_JOBS: u64 = 1000;
 
 /// Who or what is struck.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(crate) enum Blow {
+pub(crate) enum Fault {
     /// SIGKILL of a worker.
     Worker,
     /// SIGKILL of a launcher.
@@ -36,7 +36,7 @@ pub(crate) enum Blow {
 /// What happened, so that the test cannot pass by sparing everybody.
 #[derive(Debug, Default)]
 struct Tally {
-    blows: BTreeMap<Blow, u64>,
+    faults: BTreeMap<Fault, u64>,
     succeeded: u64,
     /// Jobs that ended with this code on the first of their nodes that was not killed.
     failed: BTreeMap<i32, u64>,
@@ -46,8 +46,8 @@ struct Tally {
 
 impl Tally {
     fn count(&mut self, verdict: &Verdict) {
-        for blow in &verdict.blows {
-            *self.blows.entry(*blow).or_default() += 1;
+        for fault in &verdict.faults {
+            *self.faults.entry(*fault).or_default() += 1;
         }
         match verdict.exit_code {
             Some(0) => self.succeeded += 1,
@@ -57,7 +57,7 @@ impl Tally {
     }
 
     fn kills(&self) -> u64 {
-        self.blows.values().sum()
+        self.faults.values().sum()
     }
 }
 
@@ -97,10 +97,10 @@ fn every_job_comes_to_an_end_and_leaves_nothing() {
     eprintln!("chaos: {tally:?} in {:.1?}", began.elapsed());
     let left: Vec<_> = shared_memory().difference(&before).cloned().collect();
     assert!(left.is_empty(), "left in /dev/shm: {left:?}");
-    for blow in [Blow::Worker, Blow::Agent, Blow::Connection, Blow::Daemon] {
+    for fault in [Fault::Worker, Fault::Agent, Fault::Connection, Fault::Daemon] {
         assert!(
-            tally.blows.contains_key(&blow),
-            "no {blow:?} was struck: {tally:?}"
+            tally.faults.contains_key(&fault),
+            "no {fault:?} was injected: {tally:?}"
         );
     }
     assert!(tally.succeeded > 0 && !tally.failed.is_empty(), "{tally:?}");

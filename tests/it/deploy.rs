@@ -56,7 +56,7 @@ fn under_slurm(bin: &Path, job: &str, program: Program) -> Program {
         .env("SLURM_JOB_ID", job)
 }
 
-/// A job whose first step meets at a port that nobody has: the port follows from the job's number.
+/// A job whose first step meets at a free port: the port follows from the job's number.
 fn job_with_a_free_port() -> String {
     let is_free = |job: &String| {
         let dry = launch()
@@ -202,7 +202,7 @@ fn the_pods_of_the_kubernetes_job_are_its_nodes() {
     assert_eq!(domain, text(service, "/metadata/name"));
     assert_eq!(text(service, "/spec/selector/job-name"), name);
 
-    // One pod's SIGTERM ends the job on all nodes with 143: what is nobody's fault on one is so on the others.
+    // One pod's SIGTERM ends the job on all nodes with 143: what is no failure on one is none on the others.
     let rules = text(job, "/spec/podFailurePolicy/rules");
     let actions_on = |code: u64| -> Vec<Value> {
         let rules = rules.as_array().expect("rules").iter();

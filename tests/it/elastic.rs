@@ -1,5 +1,7 @@
 //! Jobs of `--nnodes MIN:MAX`: they grow and shrink while they run.
 
+use std::path::Path;
+
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
 
@@ -8,7 +10,7 @@ use crate::harness::{
     losses, metrics, wait_for_step, worker,
 };
 
-/// Says where it is, then works until the file that it is told of exists.
+/// Says where it is, then works until the file `$DONE` exists.
 const WORK: &str = r#"echo "world $WORLD_SIZE attempt $TORCHELASTIC_RESTART_COUNT"; until [ -e "$DONE" ]; do sleep 0.02; done"#;
 
 /// One node of a job that must not spend a restart.
@@ -21,10 +23,19 @@ fn elastic(daemon: &Daemon, range: &str) -> Launch {
         .flag("--max-restarts", "0")
 }
 
-fn node(daemon: &Daemon, range: &str, done: &std::path::Path) -> Launch {
+fn node(daemon: &Daemon, range: &str, done: &Path) -> Launch {
     elastic(daemon, range)
         .env("DONE", done.to_str().expect("unicode"))
         .shell(WORK)
+}
+
+/// Starts the two nodes of an elastic job, and waits until both run in one world.
+fn two_nodes(daemon: &Daemon, done: &Path) -> (Running, Running) {
+    let mut first = node(daemon, "1:2", done).start();
+    let mut second = node(daemon, "1:2", done).start();
+    first.wait_for("world 2 attempt 0");
+    second.wait_for("world 2 attempt 0");
+    (first, second)
 }
 
 #[test]
@@ -47,10 +58,7 @@ fn a_job_takes_in_a_node_that_comes_later() {
 fn a_job_goes_on_without_a_node_that_was_killed_and_spends_no_restart() {
     let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
     let done = dir.path().join("done");
-    let mut first = node(&daemon, "1:2", &done).start();
-    let mut second = node(&daemon, "1:2", &done).start();
-    first.wait_for("world 2 attempt 0");
-    second.wait_for("world 2 attempt 0");
+    let (mut first, second) = two_nodes(&daemon, &done);
     second.signal(Signal::SIGKILL);
     first.wait_for("was lost");
     first.wait_for("world 1 attempt 0");
@@ -64,10 +72,7 @@ fn a_job_goes_on_without_a_node_that_was_killed_and_spends_no_restart() {
 fn a_job_goes_on_without_a_node_that_was_stopped_and_takes_it_in_again() {
     let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
     let done = dir.path().join("done");
-    let mut first = node(&daemon, "1:2", &done).start();
-    let mut second = node(&daemon, "1:2", &done).start();
-    first.wait_for("world 2 attempt 0");
-    second.wait_for("world 2 attempt 0");
+    let (mut first, second) = two_nodes(&daemon, &done);
     second.signal(Signal::SIGTERM);
     first.wait_for("was stopped by SIGTERM; going on without it");
     first.wait_for("world 1 attempt 0");
@@ -136,10 +141,7 @@ fn a_spare_takes_the_place_of_a_lost_node() {
 fn a_node_that_says_nothing_is_lost_and_may_come_back() {
     let (daemon, dir) = (Daemon::start(), crate::harness::temp_dir());
     let done = dir.path().join("done");
-    let mut first = node(&daemon, "1:2", &done).start();
-    let mut second = node(&daemon, "1:2", &done).start();
-    first.wait_for("world 2 attempt 0");
-    second.wait_for("world 2 attempt 0");
+    let (mut first, mut second) = two_nodes(&daemon, &done);
     // Frozen, its connection stays as it is: only the missing heartbeats tell.
     second.signal(Signal::SIGSTOP);
     first.wait_for("was lost: no heartbeat for 9.0 s");
@@ -169,7 +171,7 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
     // One rank makes its global batch of 4 samples in two passes, two ranks in one.
     let job = || {
         TinyJob::with(|yaml| {
-            // Written while training stands still: the checkpoint of a step is there when the next step is.
+            // Written while training pauses: the checkpoint of a step is there when the next step is.
             let batch = "micro_batch: 2\n  grad_accumulation: 2\n  checkpoint_async: false";
             let yaml = yaml.replace("micro_batch: 2", batch);
             yaml.replace("steps: 40", "steps: 400")
@@ -231,7 +233,7 @@ fn native_training_grows_and_shrinks_and_stays_the_same_run() {
 }
 
 #[test]
-fn native_training_leaves_a_node_aside_with_which_it_could_not_make_its_global_batch() {
+fn native_training_keeps_a_node_as_a_spare_if_it_cannot_make_its_global_batch_with_it() {
     // Micro-batches of a step: four, which two ranks and four ranks can share, but not six.
     let job = || {
         TinyJob::with(|yaml| {
@@ -313,7 +315,7 @@ fn a_number_of_ranks_that_cannot_make_the_global_batch_ends_the_job_at_once() {
     assert_eq!(metrics(&job.out()).len(), 4);
 }
 
-/// Steps enough that nodes come and go while they are made; a checkpoint only where somebody stops.
+/// Steps enough that nodes come and go while they are made; a checkpoint only where a node stops.
 fn elastic_job() -> TinyJob {
     TinyJob::with(|yaml| {
         let batch = "micro_batch: 2\n  grad_accumulation: 2";
@@ -326,7 +328,7 @@ fn elastic_job() -> TinyJob {
     })
 }
 
-/// One node of a job of native training that waits for nobody who is known to have left.
+/// One node of a job of native training that does not wait for nodes that are known to have left.
 fn native_node(daemon: &Daemon, range: &str, job: &TinyJob) -> Launch {
     launch()
         .flag("--nnodes", range)

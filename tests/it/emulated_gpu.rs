@@ -200,8 +200,8 @@ fn timing_changes_no_bit() {
 }
 
 /// The device, which is slow here, never waits for the host within a step, nor between two: work that finds the
-/// computing stream idle does not become more with more steps. With several micro-batches a step the host does wait, for
-/// the copy of tokens of two micro-batches before: not so long that the device would.
+/// computing stream idle does not become more with more steps. With several micro-batches a step the host does wait,
+/// for the copy of tokens of two micro-batches before: not so long that the device would.
 #[test]
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn the_host_runs_ahead_of_the_device() {
@@ -372,7 +372,7 @@ fn a_rank_that_stands_still_is_named() {
     }
 }
 
-/// Whoever aborted a communicator did so on its GPU: from elsewhere NCCL makes a context on the first one, in memory that
+/// A communicator is aborted on its GPU: from elsewhere NCCL makes a context on the first one, in memory that
 /// a successor of its rank needs.
 #[track_caller]
 fn expect_on_its_own_gpu(finished: &Finished) {
@@ -413,7 +413,7 @@ fn refused(launch: Launch) -> Finished {
     launch.flag("--max-restarts", "0").target("tiny.yaml").run()
 }
 
-/// The error comes from whatever asks next, with the way to hear of the operation itself.
+/// The error comes from the next call, with a hint how to find the operation itself.
 #[test]
 #[ignore = "minutes of emulated GPUs: .ci/run emulated_gpu"]
 fn a_kernel_that_fails_is_an_error_and_is_named_where_launches_block() {

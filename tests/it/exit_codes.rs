@@ -159,7 +159,7 @@ fn nobody_at_the_endpoint_gives_69() {
         .run();
     finished
         .expect_exit(69)
-        .expect_stderr("nobody answers at the rendezvous")
+        .expect_stderr("does not answer yet")
         .expect_stderr(&port.endpoint)
         .expect_stderr("hint:");
 }
@@ -196,7 +196,7 @@ fn nodes_that_disagree_give_76_on_both() {
 }
 
 #[test]
-fn nodes_that_disagree_hear_of_the_keys_that_differ_and_of_no_others() {
+fn nodes_that_disagree_learn_of_the_keys_that_differ_and_of_no_others() {
     let daemon = Daemon::start();
     let (job, other) = (
         TinyJob::new(),

@@ -40,7 +40,7 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
         .flag("--rdzv-conf", "is_host=1")
         .env("RUST_LOG", "info")
         .start();
-    // Node a is connected by a wire that the test can hold up, once there is somebody at its other end.
+    // Node a is connected by a wire that the test can hold up, once a peer is at its other end.
     b.wait_for("joined");
     let wire = Proxy::to(&port.endpoint);
     let mut a = node(&wire.endpoint(), "0", &logs_a)
@@ -51,7 +51,7 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
     b.wait_for("at work 1");
     b.wait_for("at work 2");
 
-    // Rank 1 decides the job; rank 0 fails by itself before its node knows.
+    // Rank 1 decides the job; rank 0 fails on its own before its node knows.
     wire.hold();
     end(dir.path(), 1, 42);
     b.wait_for("is over: rank 1");
@@ -67,7 +67,7 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
     a.expect_exit(42).expect_stderr("first failure: rank 1");
     b.expect_exit(42)
         .expect_stderr("first failure: rank 1")
-        .expect_stderr("exited with code 7 by itself");
+        .expect_stderr("exited with code 7 on its own");
 
     let (a, b) = (error_file(&logs_a), error_file(&logs_b));
     assert_eq!(a["failures"], b["failures"]);

@@ -155,7 +155,7 @@ fn a_port_that_was_taken_costs_no_restart() {
     finished
         .expect_exit(0)
         .expect_stderr("because its port was taken; starting again, no restart is spent");
-    // Somebody who always says so is not believed for ever.
+    // A worker that always says so is not believed for ever.
     let always = launch()
         .flag("--max-restarts", "0")
         .shell("echo started; echo 'Address already in use' >&2; exit 4")
@@ -279,7 +279,7 @@ fn a_dry_run_says_where_variables_of_the_workers_come_from() {
         .words(&["--dry-run", "--virtual-local-rank"])
         .env("PET_ROLE", "trainer")
         .env("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
-        // The launcher's own place is nobody else's.
+        // No other process gets the launcher's own cores.
         .env("RANK", "0")
         .target("true")
         .run();

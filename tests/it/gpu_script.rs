@@ -17,7 +17,7 @@ const MARK: &str = "GPU_SCRIPT_TEST";
 
 const CTRL_C: &str = "\x03";
 
-/// A test that stands still, and says so with a file of its name.
+/// A test that hangs, and says so with a file of its name.
 const STANDING: &str = "touch \"$0.began\"\nexec tail -f /dev/null\n";
 
 /// The same, deaf to what asks it to end, as is a process of its own in another session.
@@ -72,7 +72,7 @@ fn expect_line(results: &str, check: &str, outcome: &str) {
     );
 }
 
-/// Stops the script when a test stands still in each lane, and looks at what it leaves.
+/// Stops the script when a test hangs in each lane, and looks at what it leaves.
 #[track_caller]
 fn expect_clean_end(test: &str, stop: impl FnOnce(&mut Screen)) {
     let (packed, logs) = (packed(), temp_dir());
@@ -223,7 +223,7 @@ fn lanes_run_beside_each_other_and_what_measures_runs_alone() {
         .filter_map(|line| line.split(' ').next())
         .collect();
     let expected = ["doctor", "gpu_ops", "gpu_ops-training", "gpu_nccl", "gpu_kernels"];
-    assert_eq!(names, expected, "in order, whoever ended first");
+    assert_eq!(names, expected, "in order, whichever ended first");
 }
 
 #[test]

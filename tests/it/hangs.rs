@@ -44,7 +44,7 @@ fn a_native_rank_that_is_stopped_is_lost_and_the_other_one_says_whom_it_waits_fo
     assert!(waits.contains("ddp_worker::"), "no stacks with names:\n{waits}");
 }
 
-/// The rank of another node that stands still, where nobody looks for it, is what a cut link is for the one that waits.
+/// A rank of another node that hangs unwatched looks like a cut link to the rank that waits for it.
 #[test]
 fn a_rank_that_waits_for_another_node_is_not_ended_and_says_for_whom_it_waits() {
     let job = TinyJob::with(|text| text.replace("steps: 40", "steps: 1000000"));

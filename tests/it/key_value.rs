@@ -61,7 +61,7 @@ fn keeps_its_contract(store: &dyn KeyValue) {
         store.put("there", b"another", soon()),
         Err(StoreError::Conflict("there".into()))
     );
-    // A look while somebody waits for the same key.
+    // A look while another rank waits for the same key.
     std::thread::scope(|scope| {
         let reader = scope.spawn(move || store.wait_for("awaited", soon()));
         for _ in 0..20 {

@@ -88,7 +88,7 @@ fn a_killed_launcher_leaves_no_worker_and_no_shared_memory() {
     running.signal(Signal::SIGKILL);
     running.finish().expect_killed_by(Signal::SIGKILL);
     eventually("all processes of the launcher to be gone", || {
-        // A number that is in use again belongs to somebody without our marker.
+        // A number that is in use again belongs to a process without our marker.
         let ours = |pid: &&i32| environment_of(**pid).contains_key("DDP_JOB_MARKER");
         family.iter().find(ours).is_none().then_some(())
     });
@@ -124,7 +124,7 @@ fn a_stop_without_time_to_save_says_so() {
         .target("tiny.yaml")
         .start();
     wait_for_step(&job.out(), 7);
-    // It hears nothing, and cannot get to the next boundary.
+    // It receives nothing, and cannot get to the next boundary.
     kill(Pid::from_raw(worker(running.pid(), "0")), Signal::SIGSTOP).expect("a living worker");
     running.signal(Signal::SIGTERM);
     running

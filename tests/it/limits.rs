@@ -9,7 +9,7 @@ const ENOUGH: u32 = 12;
 
 const LAUNCHER: &str = env!("CARGO_BIN_EXE_ddp-run");
 
-/// A user whom nobody else is: the system counts all processes and threads of a user together, and none of root's.
+/// A user without other processes: the system counts all processes and threads of a user together, and none of root's.
 #[derive(Clone, Copy)]
 struct User(u32);
 

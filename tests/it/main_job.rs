@@ -114,7 +114,7 @@ fn the_script_of_the_elastic_example_runs() {
     worlds.dedup();
     assert_eq!(worlds, [Some(2), Some(4), Some(2)]);
     for (index, line) in lines.iter().enumerate() {
-        // 16 samples of 128 tokens a step, whoever took part.
+        // 16 samples of 128 tokens a step, whichever nodes took part.
         assert_eq!(line["tokens"].as_u64(), Some(2048 * (index as u64 + 1)));
     }
 }

@@ -122,7 +122,7 @@ struct Pretended {
 }
 
 impl Pretended {
-    /// None where the kernel lets nobody pretend, or there are too few cores for two nodes.
+    /// None where the kernel does not allow it, or there are too few cores for two nodes.
     fn new() -> Option<Self> {
         let mut first = mask();
         let cut = *first.iter().nth(1)?;

@@ -42,7 +42,7 @@ fn the_folder_of_a_live_job_is_refused_to_another_that_would_overwrite_or_resume
         .map(|line| line["step"].as_u64())
         .collect();
     let counted: Vec<_> = (1..=steps.len() as u64).map(Some).collect();
-    assert_eq!(steps, counted, "the first job's lines, and nobody else's");
+    assert_eq!(steps, counted, "the first job's lines only");
     // The folder is free again.
     let next = format!("train.steps={}", steps.len() + 3);
     long(&job).set("run.resume=auto").set(&next).run().expect_exit(0);
@@ -53,7 +53,7 @@ fn the_folder_of_a_live_job_is_refused_to_another_that_would_overwrite_or_resume
 fn of_jobs_that_want_a_folder_at_once_one_gets_it_and_the_others_are_told_so() {
     let job = TinyJob::new();
     let mut jobs: Vec<_> = (0..3).map(|_| long(&job).start()).collect();
-    // Whoever is refused ends by itself; the job that trains does so until it is told to end.
+    // A job that is refused ends; the job that trains runs until it is asked to stop.
     wait_for_step(&job.out(), 20);
     let mut refused = 0;
     while refused < 2 {

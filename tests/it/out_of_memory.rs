@@ -117,7 +117,9 @@ fn a_kill_where_memory_suffices_is_not_taken_for_a_lack_of_it() {
     };
     let words = ["--no-python", "sh", "-c", "kill -9 $$"];
     let finished = group.launch(&words).run();
-    finished.expect_exit(137).expect_stderr("somebody's `kill -9`");
+    finished
+        .expect_exit(137)
+        .expect_stderr("a `kill -9` by a person or program");
     assert!(
         !finished.stderr().contains("possibly out of memory"),
         "{}",

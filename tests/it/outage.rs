@@ -163,12 +163,12 @@ fn suspended() -> (ReservedPort, [Running; 2]) {
 }
 
 #[test]
-fn a_node_that_was_suspended_hears_the_verdict_from_a_host_that_stays_for_it() {
+fn a_node_that_was_suspended_receives_the_verdict_from_a_host_that_stays_for_it() {
     let (_port, [host, late]) = suspended();
     late.signal(Signal::SIGCONT);
     late.finish()
         .expect_exit(75)
-        .expect_stderr("this launcher stood still for ")
+        .expect_stderr("this launcher was stalled for ")
         .expect_stderr("(node rank 1) was lost: no heartbeat for 9.0 s");
     host.finish().expect_exit(75);
 }

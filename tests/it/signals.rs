@@ -1,4 +1,4 @@
-//! Which signals stop a job, which ones pass through, and which ones are nobody's business.
+//! Which signals stop a job, which ones pass through, and which ones do nothing.
 
 use nix::sys::signal::{Signal, kill};
 use nix::unistd::Pid;
@@ -8,9 +8,9 @@ use crate::harness::{
     parameters, wait_for_step, worker,
 };
 
-/// Says when it is ready, when it is asked to stop, and when it hears a hangup.
+/// Says when it is ready, when it is asked to stop, and when it gets a hangup.
 const WORKER: &str =
-    "trap 'echo saved; exit 0' TERM USR1; trap 'echo heard' HUP; echo ready; while :; do sleep 0.05; done";
+    "trap 'echo saved; exit 0' TERM USR1; trap 'echo received' HUP; echo ready; while :; do sleep 0.05; done";
 
 #[track_caller]
 fn ready(mut running: Running) -> Running {
@@ -47,7 +47,7 @@ fn a_signal_that_was_not_asked_for_ends_the_launcher_as_any_program() {
     finished.expect_killed_by(Signal::SIGHUP);
     let shown = finished.stdout().join("\n");
     assert!(
-        !shown.contains("saved") && !shown.contains("heard"),
+        !shown.contains("saved") && !shown.contains("received"),
         "no orderly stop: {shown}"
     );
     sentinel.expect_all_gone();
@@ -89,8 +89,8 @@ fn a_signal_that_is_forwarded_does_not_stop_the_job_although_it_would() {
     let launch = launch().nproc(2).flag("--forward-signals", "HUP");
     let mut running = ready(launch.shell(WORKER).start());
     running.signal(Signal::SIGHUP);
-    running.wait_for("[0] heard");
-    running.wait_for("[1] heard");
+    running.wait_for("[0] received");
+    running.wait_for("[1] received");
     running.signal(Signal::SIGTERM);
     running
         .finish()
@@ -171,7 +171,7 @@ fn native_workers_that_do_not_stop_are_killed_after_the_grace() {
         .expect_stderr("the workers were stopped before they had saved");
 }
 
-/// A native worker that nobody has launched, with these settings.
+/// A native worker without a launcher, with these settings.
 fn alone(job: &TinyJob, program: &str, words: &[&str], settings: &[&str]) -> Running {
     let run = ["run", "tiny.yaml"];
     let settings = settings.iter().flat_map(|setting| ["--set", setting]);

@@ -97,15 +97,15 @@ fn a_bar_is_drawn_in_place_and_not_over_the_bar_of_another_rank() {
 
 #[test]
 fn a_single_worker_is_given_the_terminal() {
-    let script = "test -t 0 && test -t 1 && test -t 2 && stty size; read answer; echo heard $answer";
+    let script = "test -t 0 && test -t 1 && test -t 2 && stty size; read answer; echo received $answer";
     let mut screen = launch().shell(script).on_screen();
     screen.wait_for("24 100");
     screen.type_in("you\n");
-    screen.wait_for("heard you");
+    screen.wait_for("received you");
     let (code, shown) = screen.finish();
     assert_eq!(code, Some(0));
     assert!(!shown.contains("[0]"), "no prefix: {shown}");
-    // Whoever asks for something of the output gets it as before.
+    // A test that asks for part of the output gets it as before.
     let logs = temp_dir();
     let logged = launch().flag("--log-dir", &logs.path().display().to_string());
     let (_, shown) = logged.shell("test -t 1 || echo a pipe").on_screen().finish();

@@ -162,8 +162,8 @@ fn it_shows_the_steps_of_all_ranks_and_changes_no_bit() {
             let is_of_step = |span: &Span| {
                 on_device(spans, "step").any(|step| step.start <= span.start && span.start <= step.end)
             };
-            let aside = spans.iter().find(|span| !is_of_step(span));
-            assert!(aside.is_none(), "{strategy}: {aside:?}");
+            let stray = spans.iter().find(|span| !is_of_step(span));
+            assert!(stray.is_none(), "{strategy}: {stray:?}");
         }
         let picture = std::fs::read_to_string(job.out().join("timeline/timeline.svg")).expect("a picture");
         assert!(picture.contains("Step 5, 2 ranks") && picture.contains(&format!(", {strategy}, ")));

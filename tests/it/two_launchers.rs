@@ -80,7 +80,7 @@ fn one_daemon_serves_two_jobs_at_a_time() {
     daemon.stop().expect_exit(0);
 }
 
-/// Works until the file that it is told of exists.
+/// Works until the file in its argument exists.
 fn until(done: &std::path::Path) -> Launch {
     let script = r#"echo at work; until [ -e "$DONE" ]; do sleep 0.02; done"#;
     launch()
@@ -103,7 +103,7 @@ fn two_jobs_that_nobody_named_gather_at_once_and_do_not_mix() {
     first.wait_for("waiting for 1 node");
     let mut second = node("two").start();
     second.wait_for("waiting for 1 node");
-    // Each hears of the other, in case that they were meant as one.
+    // Each is told of the other, in case they were meant as one.
     first.wait_for("another job without a name is here too");
     let (third, fourth) = (node("two").start(), node("one").start());
     for (job, nodes) in [("one", [first, fourth]), ("two", [second, third])] {

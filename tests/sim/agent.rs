@@ -26,7 +26,7 @@ pub(crate) struct Agent {
     /// What it tells a daemon that has lost its state.
     pub(crate) place: Option<Place>,
     /// Highest generation of which a daemon spoke.
-    pub(crate) heard: u64,
+    pub(crate) latest_generation: u64,
     /// Exit code, once it has ended in order.
     pub(crate) exit_code: Option<i32>,
 }
@@ -52,7 +52,7 @@ pub(crate) enum Life {
 
 /// What an agent wants to happen because of a message.
 #[derive(Debug, PartialEq)]
-pub(crate) enum Wish {
+pub(crate) enum AgentAction {
     /// Send this on the current stream.
     Send(Body),
     /// Start workers: the world decides when they end, and how.
@@ -76,15 +76,15 @@ impl Agent {
                 .map_or_else(String::new, |a| a.run_token.clone());
             join.place = Some(Box::new(place.clone()));
         }
-        join.heard_generation = self.heard;
+        join.latest_generation = self.latest_generation;
         let mut greeting = vec![Body::Join(join)];
         greeting.extend(self.report.clone());
         greeting
     }
 
-    pub(crate) fn hear(&mut self, message: DaemonMessage) -> Vec<Wish> {
+    pub(crate) fn receive(&mut self, message: DaemonMessage) -> Vec<AgentAction> {
         let generation = message.generation;
-        self.heard = self.heard.max(generation);
+        self.latest_generation = self.latest_generation.max(generation);
         match message.body.expect("the daemon never sends an empty message") {
             Reply::Waiting(_) | Reply::HeartbeatAck(_) => vec![],
             Reply::Assignment(assignment) if generation == self.generation && self.life != Life::Joining => {
@@ -105,7 +105,7 @@ impl Agent {
                 self.place = Some(place(&assignment));
                 self.life = Life::Running(Box::new(assignment));
                 self.report = None;
-                vec![Wish::RunWorkers]
+                vec![AgentAction::RunWorkers]
             }
             Reply::GenerationOver(over) => match self.life {
                 Life::Running(_) | Life::Succeeded | Life::Leaving => {
@@ -127,15 +127,15 @@ impl Agent {
                     }
                     self.life = Life::Stopping;
                     self.report = None;
-                    vec![Wish::StopWorkers]
+                    vec![AgentAction::StopWorkers]
                 }
-                // Nothing runs: say so again, the daemon has not heard it.
+                // Nothing runs: say so again, the daemon has not received it.
                 Life::Joining => self.stopped(),
                 Life::Stopping | Life::Listening(_) | Life::Gone => vec![],
             },
             Reply::JobOver(over) => self.job_over(&over),
             Reply::LastWord(_) => self.last_word(),
-            Reply::Refused(refused) => vec![Wish::Exit(match refused.code() {
+            Reply::Refused(refused) => vec![AgentAction::Exit(match refused.code() {
                 refused::Code::Disagree => 76,
                 refused::Code::TimedOut | refused::Code::JobOver => 75,
                 refused::Code::Unauthenticated => 77,
@@ -145,12 +145,12 @@ impl Agent {
     }
 
     /// Every other host runs an older build, which does not wait for the last word.
-    fn job_over(&mut self, over: &JobOver) -> Vec<Wish> {
+    fn job_over(&mut self, over: &JobOver) -> Vec<AgentAction> {
         if let Some(place) = &mut self.place {
             place.over = true;
         }
         if over.last_word_ms == 0 || !self.host.is_multiple_of(2) {
-            return vec![Wish::Exit(over.exit_code)];
+            return vec![AgentAction::Exit(over.exit_code)];
         }
         if let Life::Listening(_) = self.life {
             return vec![];
@@ -166,49 +166,49 @@ impl Agent {
             ..NodeStopped::default()
         };
         vec![
-            Wish::Send(Body::NodeStopped(stopped)),
-            Wish::Listen(Duration::from_millis(over.last_word_ms.into())),
+            AgentAction::Send(Body::NodeStopped(stopped)),
+            AgentAction::Listen(Duration::from_millis(over.last_word_ms.into())),
         ]
     }
 
     /// All was said, or the time for it is over.
-    pub(crate) fn last_word(&mut self) -> Vec<Wish> {
+    pub(crate) fn last_word(&mut self) -> Vec<AgentAction> {
         match self.life {
-            Life::Listening(code) => vec![Wish::Exit(code)],
+            Life::Listening(code) => vec![AgentAction::Exit(code)],
             _ => vec![],
         }
     }
 
     /// Its workers are gone.
-    pub(crate) fn stopped(&mut self) -> Vec<Wish> {
+    pub(crate) fn stopped(&mut self) -> Vec<AgentAction> {
         self.life = Life::Joining;
         vec![
-            Wish::Send(Body::NodeStopped(NodeStopped::default())),
-            Wish::Send(Body::Join(self.join.clone())),
+            AgentAction::Send(Body::NodeStopped(NodeStopped::default())),
+            AgentAction::Send(Body::Join(self.join.clone())),
         ]
     }
 
     /// One of its workers has failed.
-    pub(crate) fn worker_failed(&mut self, exit: WorkerExit) -> Vec<Wish> {
+    pub(crate) fn worker_failed(&mut self, exit: WorkerExit) -> Vec<AgentAction> {
         let report = Body::WorkerExit(exit);
         self.report = Some(report.clone());
-        vec![Wish::Send(report)]
+        vec![AgentAction::Send(report)]
     }
 
     /// All of its workers have succeeded.
-    pub(crate) fn workers_succeeded(&mut self) -> Vec<Wish> {
+    pub(crate) fn workers_succeeded(&mut self) -> Vec<AgentAction> {
         self.life = Life::Succeeded;
         let report = Body::NodeSucceeded(NodeSucceeded {});
         self.report = Some(report.clone());
-        vec![Wish::Send(report)]
+        vec![AgentAction::Send(report)]
     }
 
     /// A user stops it: its workers are to stop.
-    pub(crate) fn leaving(&mut self, signal: i32) -> Vec<Wish> {
+    pub(crate) fn leaving(&mut self, signal: i32) -> Vec<AgentAction> {
         self.life = Life::Leaving;
         let report = Body::NodeLeaving(NodeLeaving { signal });
         self.report = Some(report.clone());
-        vec![Wish::Send(report)]
+        vec![AgentAction::Send(report)]
     }
 
     pub(crate) fn heartbeat() -> Body {

@@ -21,7 +21,7 @@ pub(crate) struct Witness {
     /// Run that each agent was in first, and the exit code that `JobOver` gave to each run.
     run_of: BTreeMap<String, u32>,
     exit_codes: BTreeMap<u32, i32>,
-    /// The last word on each run: all nodes hear the same.
+    /// The last word on each run: all nodes receive the same.
     last_words: BTreeMap<u32, Failures>,
     last_generation: u64,
     /// All that were ever started.
@@ -30,7 +30,7 @@ pub(crate) struct Witness {
 
 impl Witness {
     /// Checks a message of the daemon to the agent `to`.
-    pub(crate) fn hear(&mut self, to: &str, message: &DaemonMessage) {
+    pub(crate) fn receive(&mut self, to: &str, message: &DaemonMessage) {
         let generation = message.generation;
         let run = *self.run_of.entry(to.to_owned()).or_insert(self.run);
         match message
@@ -131,12 +131,12 @@ impl Witness {
         assert_eq!(places, 1, "`{to}` has {places} ranks in generation {generation}");
     }
 
-    /// Nobody is left of the run.
+    /// No node of the run is left.
     pub(crate) fn idle(&mut self) {
         self.run += 1;
     }
 
-    /// Another daemon takes the place of one that died, and with it what that one had said and nobody may have heard.
+    /// Another daemon takes the place of one that died, and with it what that one had said, which may not have arrived.
     /// What it had decided for good, those in `undecided` may never learn: it is another run that they are in then.
     pub(crate) fn daemon_died(&mut self, undecided: &[String]) {
         self.assignments.clear();

@@ -4,7 +4,8 @@
 //! any moment; the daemon's clock is a number. After every event the invariants of `invariants.rs` are checked, and at
 //! the end every world must have come to rest: done, or waiting for something that it can name.
 //!
-//! `DDP_SIM_SEEDS=<n>` runs more of them. A failing case prints its seed: `DDP_SIM_SEED=<seed> cargo test --test sim -- --nocapture` replays it alone.
+//! `DDP_SIM_SEEDS=<n>` runs more of them. A failing case prints its seed: `DDP_SIM_SEED=<seed> cargo test --test sim -- --nocapture`
+//! replays it alone.
 
 mod agent;
 mod invariants;
@@ -46,7 +47,7 @@ fn any_trouble_ends_well() {
     );
 }
 
-/// A daemon that dies and comes back restarts nobody who is well: one generation, from the beginning to success.
+/// A daemon that dies and comes back restarts no healthy node: one generation, from the beginning to success.
 #[test]
 fn an_outage_of_the_daemon_restarts_no_healthy_worker() {
     if let Ok(seed) = std::env::var("DDP_SIM_SEED") {

@@ -12,7 +12,7 @@ use ddp_run::rendezvous::{At, CallId, Config, ConnId, Effect, Event, Peer, State
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use crate::agent::{Agent, Life, Wish};
+use crate::agent::{Agent, AgentAction, Life};
 use crate::invariants::Witness;
 
 use network::Stream;
@@ -28,7 +28,7 @@ const MAX_EVENTS: usize = 400_000;
 
 /// What happens next, to whom. Agents are numbered in order of their birth.
 #[derive(Debug)]
-enum Happening {
+enum SimEvent {
     /// A message of an agent arrives at the daemon.
     Arrives(ConnId, AgentMessage),
     /// The daemon learns that a stream is gone.
@@ -70,7 +70,7 @@ pub(crate) struct World {
     state: State,
     now: Duration,
     /// By time and order of creation.
-    agenda: BTreeMap<(Duration, u64), Happening>,
+    agenda: BTreeMap<(Duration, u64), SimEvent>,
     agents: Vec<Agent>,
     streams: BTreeMap<ConnId, Stream>,
     calls: BTreeMap<CallId, Duration>,
@@ -84,7 +84,7 @@ pub(crate) struct World {
     ranks_asked: bool,
     /// Longest time until an agent comes back that has lost its stream.
     away_ms: u64,
-    /// Nobody has come to this daemon yet.
+    /// No node has come to this daemon yet.
     fresh: bool,
     ids: u64,
     outcome: Outcome,
@@ -135,11 +135,11 @@ impl World {
         };
         for host in 0..hosts as usize {
             let delay = world.pause(3000);
-            world.later(delay, Happening::Starts(host));
+            world.later(delay, SimEvent::Starts(host));
         }
         for _ in 0..world.troubles {
             let delay = world.pause(TROUBLE.as_millis() as u64);
-            world.later(delay, Happening::Trouble);
+            world.later(delay, SimEvent::Trouble);
         }
         world
     }
@@ -149,14 +149,14 @@ impl World {
         let mut world = Self::new(seed, loud);
         world
             .agenda
-            .retain(|_, happening| matches!(happening, Happening::Starts(_)));
+            .retain(|_, event| matches!(event, SimEvent::Starts(_)));
         world.failing = 0.0;
         world.min_nodes = world.max_nodes;
         // Soon enough that all are back within a lease of the first.
         world.away_ms = 5000;
         for _ in 0..3 {
             let delay = world.pause(15_000);
-            world.later(delay, Happening::Crashes);
+            world.later(delay, SimEvent::Crashes);
         }
         world
     }
@@ -181,9 +181,9 @@ impl World {
                     "the timer spins at {:?}",
                     self.now
                 );
-            } else if let Some(((time, _), happening)) = self.agenda.pop_first() {
+            } else if let Some(((time, _), event)) = self.agenda.pop_first() {
                 self.now = time;
-                self.happen(happening);
+                self.happen(event);
             }
         }
         panic!(
@@ -210,9 +210,9 @@ impl World {
         );
         for agent in &self.agents {
             let (code, verdict) = (agent.exit_code, self.witness.verdict(&agent.incarnation));
-            // A node that comes when the job is over, or that nobody joins in time, ends with 75; one that asks for
-            // a rank while a dead process still seems to hold it, with 2; one that comes to a job of one node while a
-            // dead process still seems to be that node, with 76.
+            // A node that comes when the job is over, or that no other node joins in time, ends with 75; one that asks
+            // for a rank while a dead process still seems to hold it, with 2; one that comes to a job of one node while
+            // a dead process still seems to be that node, with 76.
             let twin = (self.ranks_asked && code == Some(2)) || (self.max_nodes == 1 && code == Some(76));
             assert!(
                 code.is_none() || code == verdict || code == Some(75) || twin,
@@ -224,12 +224,12 @@ impl World {
         self.outcome
     }
 
-    fn happen(&mut self, happening: Happening) {
+    fn happen(&mut self, event: SimEvent) {
         if self.loud {
-            println!("{:>9.3}  {happening:?}", self.now.as_secs_f64());
+            println!("{:>9.3}  {event:?}", self.now.as_secs_f64());
         }
-        match happening {
-            Happening::Arrives(conn, message) => {
+        match event {
+            SimEvent::Arrives(conn, message) => {
                 let agent = self.streams[&conn].agent;
                 let remote = IpAddr::from([10, 0, 0, self.agents[agent].host as u8]);
                 let peer = Peer {
@@ -239,42 +239,42 @@ impl World {
                 let message = Box::new(message);
                 self.apply(Event::Message { conn, peer, message });
             }
-            Happening::Ends(conn, clean) => self.apply(Event::Closed { conn, clean }),
-            Happening::Delivers(conn, message) => self.deliver(conn, message),
-            Happening::Connects(agent) => self.connect(agent),
-            Happening::Heartbeats(agent, conn) => {
+            SimEvent::Ends(conn, clean) => self.apply(Event::Closed { conn, clean }),
+            SimEvent::Delivers(conn, message) => self.deliver(conn, message),
+            SimEvent::Connects(agent) => self.connect(agent),
+            SimEvent::Heartbeats(agent, conn) => {
                 if self.agents[agent].conn == Some(conn) {
                     self.send(agent, Agent::heartbeat());
                     self.later(
                         self.config.heartbeat_interval(),
-                        Happening::Heartbeats(agent, conn),
+                        SimEvent::Heartbeats(agent, conn),
                     );
                 }
             }
-            Happening::WorkersEnd(agent, generation) => self.workers_end(agent, generation),
-            Happening::WorkersGone(agent, generation) => {
+            SimEvent::WorkersEnd(agent, generation) => self.workers_end(agent, generation),
+            SimEvent::WorkersGone(agent, generation) => {
                 let it = &mut self.agents[agent];
                 if it.life == Life::Stopping && it.generation == generation {
-                    let wishes = it.stopped();
-                    self.grant(agent, wishes);
+                    let actions = it.stopped();
+                    self.grant(agent, actions);
                 }
             }
-            Happening::Leaves(agent, signal) => {
+            SimEvent::Leaves(agent, signal) => {
                 if self.agents[agent].life == Life::Leaving {
                     self.exit(agent, Some(signal));
                 }
             }
-            Happening::Listened(agent) => {
-                let wishes = self.agents[agent].last_word();
-                self.grant(agent, wishes);
+            SimEvent::Listened(agent) => {
+                let actions = self.agents[agent].last_word();
+                self.grant(agent, actions);
             }
-            Happening::Starts(host) => self.start(host),
-            Happening::Trouble => self.trouble(),
-            Happening::Crashes if self.is_well() => self.crash_daemon(),
+            SimEvent::Starts(host) => self.start(host),
+            SimEvent::Trouble => self.trouble(),
+            SimEvent::Crashes if self.is_well() => self.crash_daemon(),
             // Before all have started, or when the first has left.
-            Happening::Crashes => {
+            SimEvent::Crashes => {
                 if self.agents.iter().all(|agent| agent.life != Life::Gone) {
-                    self.later(Duration::from_millis(50), Happening::Crashes);
+                    self.later(Duration::from_millis(50), SimEvent::Crashes);
                 }
             }
         }
@@ -294,7 +294,7 @@ impl World {
                     };
                     assert!(!stream.ended, "a message after the end of stream {conn:?}");
                     let agent = stream.agent;
-                    self.witness.hear(&self.agents[agent].incarnation, &message);
+                    self.witness.receive(&self.agents[agent].incarnation, &message);
                     self.send_down(conn, Some(message));
                 }
                 Effect::Close { conn } => {
@@ -352,28 +352,28 @@ impl World {
             life: Life::Joining,
             report: None,
             place: None,
-            heard: 0,
+            latest_generation: 0,
             exit_code: None,
         });
         self.connect(number);
     }
 
-    fn grant(&mut self, number: usize, wishes: Vec<Wish>) {
+    fn grant(&mut self, number: usize, actions: Vec<AgentAction>) {
         let generation = self.agents[number].generation;
-        for wish in wishes {
-            match wish {
-                Wish::Send(body) => self.send(number, body),
-                Wish::RunWorkers => {
+        for action in actions {
+            match action {
+                AgentAction::Send(body) => self.send(number, body),
+                AgentAction::RunWorkers => {
                     let delay = self.pause(20_000);
-                    self.later(delay, Happening::WorkersEnd(number, generation));
+                    self.later(delay, SimEvent::WorkersEnd(number, generation));
                     self.read(generation);
                 }
-                Wish::StopWorkers => {
+                AgentAction::StopWorkers => {
                     let delay = self.pause(5000);
-                    self.later(delay, Happening::WorkersGone(number, generation));
+                    self.later(delay, SimEvent::WorkersGone(number, generation));
                 }
-                Wish::Listen(bound) => self.later(bound, Happening::Listened(number)),
-                Wish::Exit(code) => {
+                AgentAction::Listen(bound) => self.later(bound, SimEvent::Listened(number)),
+                AgentAction::Exit(code) => {
                     self.agents[number].exit_code = Some(code);
                     self.exit(number, None);
                 }
@@ -381,7 +381,7 @@ impl World {
         }
     }
 
-    /// A worker waits for a key that nobody writes: the call must end with the generation or at its deadline.
+    /// A worker waits for a key that no rank writes: the call must end with the generation or at its deadline.
     fn read(&mut self, generation: u64) {
         self.ids += 1;
         let call = CallId(self.ids);
@@ -407,7 +407,7 @@ impl World {
             return;
         }
         let rank = assignment.nodes[assignment.node_rank as usize].first_rank;
-        let wishes = if fails {
+        let actions = if fails {
             let signal = number.is_multiple_of(2).then_some(9);
             let exit_code = signal.is_none().then_some(10 + number as i32 % 100);
             // Some of them only follow from another rank's failure, real or not.
@@ -422,14 +422,14 @@ impl World {
         } else {
             agent.workers_succeeded()
         };
-        self.grant(number, wishes);
+        self.grant(number, actions);
     }
 
     /// The agent says good-bye, ends its stream in order, and is gone.
     fn exit(&mut self, number: usize, signal: Option<i32>) {
         self.send(number, Agent::farewell(signal));
         if let Some(conn) = self.agents[number].conn.take() {
-            self.send_up(conn, |conn| Happening::Ends(conn, true));
+            self.send_up(conn, |conn| SimEvent::Ends(conn, true));
         }
         self.agents[number].life = Life::Gone;
     }
@@ -438,12 +438,12 @@ impl World {
         Duration::from_micros(self.rng.random_range(0..=max_ms * 1000))
     }
 
-    fn later(&mut self, delay: Duration, happening: Happening) {
-        self.at(self.now + delay, happening);
+    fn later(&mut self, delay: Duration, event: SimEvent) {
+        self.at(self.now + delay, event);
     }
 
-    fn at(&mut self, time: Duration, happening: Happening) {
+    fn at(&mut self, time: Duration, event: SimEvent) {
         self.ids += 1;
-        self.agenda.insert((time, self.ids), happening);
+        self.agenda.insert((time, self.ids), event);
     }
 }

@@ -7,7 +7,7 @@ use crate::{Breach, assert_none};
 /// Names that hold nothing written by hand; `.git` is a file in a linked worktree.
 const GENERATED: [&str; 5] = [".git", "target", "runs", "node_modules", "__pycache__"];
 
-/// Files whose text is somebody else's.
+/// Files whose text other projects wrote.
 const SKIPPED_FILES: [&str; 5] = [
     "LICENSE-APACHE",
     "LICENSE-MIT",
@@ -81,7 +81,7 @@ impl Tree {
         }
     }
 
-    /// Whoever reviews a change reads it; what cannot be read, such as a package or a program, is fetched or built.
+    /// A reviewer reads every change; what cannot be read, such as a package or a program, is fetched or built.
     fn unreadable(&self) -> Vec<Breach> {
         let breach = |path| Breach::new(path, 1, "no text: the repository holds what can be read");
         self.binaries.iter().map(|path| breach(path)).collect()

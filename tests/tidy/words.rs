@@ -21,6 +21,32 @@ const MACHINE_PATHS: [&str; 4] = [
     concat!("/Us", "ers/"),
 ];
 
+/// Names of this repository's past for which the field has terms, in snake case: no identifier has one as whole words.
+///
+/// Ordinary English is not listed, nor what `worker/src/train` and `worker/src/parallel` still use.
+const PRIVATE_NAMES: [&str; 9] = [
+    concat!("bl", "ow"),
+    concat!("cho", "rus"),
+    concat!("cr", "ew"),
+    concat!("happen", "ing"),
+    concat!("man", "ner"),
+    concat!("qua", "rry"),
+    concat!("se", "at"),
+    concat!("stand", "still"),
+    concat!("wi", "sh"),
+];
+
+/// The same for names of types: these words are ordinary English elsewhere.
+const PRIVATE_TYPES: [&str; 7] = [
+    concat!("As", "ide"),
+    concat!("Conclu", "sion"),
+    concat!("Do", "or"),
+    concat!("Ha", "nd"),
+    concat!("Shard", "Groups"),
+    concat!("Str", "ike"),
+    concat!("To", "uch"),
+];
+
 /// A call that waits and hopes, looked for in tests.
 const SLEEP: &str = concat!("sle", "ep(");
 
@@ -67,6 +93,46 @@ fn machine_paths(path: &str, text: &str) -> Vec<Breach> {
         .collect()
 }
 
+/// `TokenFile2` and `token_file2` are both `_token_file2_`: whole words are found between underscores.
+fn snake_case(identifier: &str) -> String {
+    let mut snake = String::from("_");
+    let mut before = '_';
+    for c in identifier.chars() {
+        if c.is_uppercase() && before != '_' && !before.is_uppercase() {
+            snake.push('_');
+        }
+        snake.extend(c.to_lowercase());
+        before = c;
+    }
+    snake.push('_');
+    snake
+}
+
+/// Identifiers of code that have a private name as whole words.
+fn private_names(path: &str, text: &str) -> Vec<Breach> {
+    let (names, types) = (PRIVATE_NAMES.map(snake_case), PRIVATE_TYPES.map(snake_case));
+    let code = code_only(text);
+    let mut breaches = Vec::new();
+    let mut start = 0;
+    for identifier in code.split(|c: char| !c.is_alphanumeric() && c != '_') {
+        let at = start;
+        start += identifier.len() + 1;
+        if identifier.is_empty() {
+            continue;
+        }
+        let snake = snake_case(identifier);
+        let is_type = identifier.starts_with(char::is_uppercase) && identifier.contains(char::is_lowercase);
+        let has = |name: &&String| snake.contains(name.as_str());
+        let found = names.iter().find(has);
+        if let Some(name) = found.or_else(|| types.iter().find(|name| is_type && has(name))) {
+            let name = name.trim_matches('_');
+            let what = format!("`{identifier}`: `{name}` is a private name, take the field's term");
+            breaches.push(Breach::new(path, line_of(&code, at), what));
+        }
+    }
+    breaches
+}
+
 /// Sleeps in files below a `tests` folder, and in the test modules of others.
 fn sleeping_tests(path: &str, text: &str) -> Vec<Breach> {
     let code = code_only(text);
@@ -81,7 +147,7 @@ fn sleeping_tests(path: &str, text: &str) -> Vec<Breach> {
     let is_test =
         |at: usize| in_tests_folder || test_modules.iter().any(|(from, to)| (*from..*to).contains(&at));
     word_positions(&code, SLEEP)
-        // A method of that name is somebody's own, with an event that ends it.
+        // A method of that name is the test's own, and an event ends it.
         .filter(|at| is_test(*at) && !code[..*at].ends_with('.'))
         .map(|at| {
             Breach::new(
@@ -120,6 +186,15 @@ fn no_path_of_one_machine() {
     let breaches: Vec<_> = tree::files()
         .iter()
         .flat_map(|f| machine_paths(&f.path, &f.text))
+        .collect();
+    assert_none(&breaches);
+}
+
+#[test]
+fn names_are_the_fields() {
+    let breaches: Vec<_> = tree::rust_files()
+        .iter()
+        .flat_map(|f| private_names(&f.path, &f.text))
         .collect();
     assert_none(&breaches);
 }
@@ -167,6 +242,36 @@ fn paths_of_one_machine_are_caught() {
     for path in MACHINE_PATHS {
         assert_eq!(machine_paths("a.md", &format!("see {path}x")).len(), 1, "{path}");
     }
+}
+
+#[test]
+fn private_names_are_caught() {
+    let found = |code: &str| private_names("a.rs", code).len();
+    for name in PRIVATE_NAMES {
+        let capital = name[..1].to_uppercase() + &name[1..];
+        assert_eq!(found(&format!("let {name} = 1;")), 1, "{name}");
+        assert_eq!(found(&format!("fn the_{name}_of() {{}}")), 1, "{name}");
+        assert_eq!(found(&format!("struct Big{capital}List;")), 1, "{name}");
+        assert_eq!(
+            found(&format!("let {name}x = \"{name}\"; // {name}")),
+            0,
+            "{name}"
+        );
+    }
+    for name in PRIVATE_TYPES {
+        assert_eq!(found(&format!("struct {name};")), 1, "{name}");
+        assert_eq!(found(&format!("struct Big{name}Of;")), 1, "{name}");
+        assert_eq!(found(&format!("let {} = 1;", name.to_lowercase())), 0, "{name}");
+    }
+    assert_eq!(
+        found(&format!("struct {}le;", PRIVATE_TYPES[3])),
+        0,
+        "a longer word"
+    );
+    assert_eq!(
+        private_names("a.rs", &format!("\n\nlet {}: u8;", PRIVATE_NAMES[2]))[0].line,
+        3
+    );
 }
 
 #[test]

@@ -1,8 +1,8 @@
 //! Who is to blame when a worker ends: the one that failed first, not the first one that is found dead.
 //!
 //! A rank that loses its peer may be gone before the kernel has taken down the peer itself. A death by a signal is
-//! believed at once. Of a plain exit the last words are heard first; where they say "another rank failed", that
-//! one is waited for, for a moment.
+//! believed at once. The agent waits for the last words of a plain exit first; where they say "another rank failed",
+//! that one is waited for, for a moment.
 
 use std::time::Duration;
 
@@ -21,7 +21,7 @@ pub(super) const CULPRIT_WAIT: Duration = Duration::from_millis(300);
 pub(super) struct Suspect {
     local_rank: LocalRank,
     ending: Ending,
-    /// Its words say that it is a consequence; none until they are heard.
+    /// Its words say that it is a consequence; none until they arrive.
     consequence: Option<bool>,
 }
 
@@ -37,12 +37,12 @@ impl Machine {
             return self.blame(&suspect);
         }
         self.suspects.push(suspect);
-        // Whoever is the cause, the generation is over.
-        vec![Effect::CancelSpawn, Effect::Hear(local_rank)]
+        // The generation is over, whichever rank is the cause.
+        vec![Effect::CancelSpawn, Effect::DrainControl(local_rank)]
     }
 
     /// The last words of a suspect are there.
-    pub(super) fn on_heard(
+    pub(super) fn on_control_drained(
         &mut self,
         generation: Generation,
         local_rank: LocalRank,
@@ -79,8 +79,8 @@ impl Machine {
         }
     }
 
-    /// All workers of this node have ended, some with an error: when all words are heard, the first one is blamed. It
-    /// is for the daemon to know better, if another node does.
+    /// All workers of this node have ended, some with an error: when all last words are here, the first one is blamed.
+    /// It is for the daemon to know better, if another node does.
     pub(super) fn judge_suspects(&mut self) -> Vec<Effect> {
         if self.suspects.iter().any(|s| s.consequence.is_none()) {
             return Vec::new();
@@ -88,7 +88,7 @@ impl Machine {
         self.blame_first_suspect()
     }
 
-    /// Nobody better was found.
+    /// No better suspect was found.
     pub(super) fn blame_first_suspect(&mut self) -> Vec<Effect> {
         match self.suspects.first().cloned() {
             Some(suspect) => self.blame(&suspect),

@@ -6,7 +6,7 @@ use ddp_proto::ids::{Generation, LocalRank};
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::{Assignment, DaemonMessage, Leave, WorkerExit};
 
-use super::conclusion::Conclusion;
+use super::exit_reason::ExitReason;
 use crate::ending::Ending;
 use crate::spawn::SpawnError;
 
@@ -33,7 +33,7 @@ pub(super) enum Event {
     /// A worker ended.
     Exited { local_rank: LocalRank, ending: Ending },
     /// All that a worker said on the control socket before it ended has arrived.
-    Heard {
+    ControlDrained {
         generation: Generation,
         local_rank: LocalRank,
         /// It says that it failed only because another rank did.
@@ -47,7 +47,7 @@ pub(super) enum Event {
     Alarm,
     /// Nothing is left of the workers but these processes, which cannot be killed.
     Swept { stuck: Vec<String> },
-    /// The daemon has heard our good-bye, or never will.
+    /// The daemon has received our good-bye, or never will.
     Left,
 }
 
@@ -76,8 +76,8 @@ pub(super) enum Effect {
     SignalLate(LocalRank, i32),
     /// Kill this worker: its generation was given up before it was started.
     KillStray(i32),
-    /// Wait for the last words of a worker on the control socket, then [`Event::Heard`].
-    Hear(LocalRank),
+    /// Wait for the last words of a worker on the control socket, then [`Event::ControlDrained`].
+    DrainControl(LocalRank),
     /// Collect what is known of a failed worker, then [`Event::Described`].
     Describe(LocalRank),
     /// Kill all that is left of the workers, then [`Event::Swept`].
@@ -91,5 +91,5 @@ pub(super) enum Effect {
     /// Tell the daemon good-bye, then [`Event::Left`].
     Leave(Leave),
     /// End.
-    Finish(Conclusion),
+    Finish(ExitReason),
 }

@@ -1,12 +1,12 @@
-//! The end of the agent: it reports how its workers ended, hears the daemon's last word on a job that failed, and says
-//! good-bye.
+//! The end of the agent: it reports how its workers ended, waits for the daemon's last word on a job that failed, and
+//! says good-bye.
 //!
 //! The workers are gone by then: only the launcher's own exit waits for the last word, and not for long.
 
 use std::time::Duration;
 
-use super::conclusion::Conclusion;
 use super::event::Effect;
+use super::exit_reason::ExitReason;
 use super::machine::{LEAVE_WAIT, Machine, Phase};
 
 /// Longest wait for the last word, whatever the daemon says.
@@ -14,13 +14,13 @@ const LAST_WORD_BOUND: Duration = Duration::from_secs(1);
 
 impl Machine {
     /// The job is over; the daemon may have more to say of it when all nodes have reported.
-    pub(super) fn on_verdict(&mut self, conclusion: Conclusion, last_word_ms: u32) -> Vec<Effect> {
+    pub(super) fn on_verdict(&mut self, exit_reason: ExitReason, last_word_ms: u32) -> Vec<Effect> {
         let wait = Duration::from_millis(last_word_ms.into()).min(LAST_WORD_BOUND);
         self.last_word = (!wait.is_zero()).then_some(wait);
         match (&self.phase, self.last_word) {
             // It was said while the stream was broken.
             (Phase::Listening(_), None) => self.on_last_word(),
-            _ => self.end(conclusion),
+            _ => self.end(exit_reason),
         }
     }
 
@@ -28,35 +28,35 @@ impl Machine {
     pub(super) fn on_last_word(&mut self) -> Vec<Effect> {
         self.last_word = None;
         match &self.phase {
-            Phase::Listening(conclusion) => {
-                let conclusion = conclusion.clone();
-                self.say_good_bye(conclusion)
+            Phase::Listening(exit_reason) => {
+                let exit_reason = exit_reason.clone();
+                self.say_good_bye(exit_reason)
             }
             _ => Vec::new(),
         }
     }
 
     /// The workers are gone: waits for the last word on a job that failed, else says good-bye.
-    pub(super) fn leave(&mut self, conclusion: Conclusion) -> Vec<Effect> {
-        match (&conclusion, self.last_word) {
-            (Conclusion::DaemonGone { .. }, _) => self.finish(conclusion),
-            (Conclusion::JobOver { .. }, Some(wait)) => {
-                self.phase = Phase::Listening(conclusion);
+    pub(super) fn leave(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
+        match (&exit_reason, self.last_word) {
+            (ExitReason::DaemonGone { .. }, _) => self.finish(exit_reason),
+            (ExitReason::JobOver { .. }, Some(wait)) => {
+                self.phase = Phase::Listening(exit_reason);
                 vec![Effect::ReportEnds, Effect::Arm(wait)]
             }
-            _ => self.say_good_bye(conclusion),
+            _ => self.say_good_bye(exit_reason),
         }
     }
 
-    fn say_good_bye(&mut self, conclusion: Conclusion) -> Vec<Effect> {
-        let leave = conclusion.farewell();
-        self.phase = Phase::Leaving(conclusion);
+    fn say_good_bye(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
+        let leave = exit_reason.farewell();
+        self.phase = Phase::Leaving(exit_reason);
         vec![Effect::Leave(leave), Effect::Arm(LEAVE_WAIT)]
     }
 
-    pub(super) fn finish(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+    pub(super) fn finish(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
         self.phase = Phase::Done;
-        vec![Effect::Finish(conclusion)]
+        vec![Effect::Finish(exit_reason)]
     }
 }
 
@@ -73,7 +73,7 @@ mod tests {
     use super::*;
     use crate::ending::Ending;
 
-    fn hear(machine: &mut Machine, word: Word) -> Vec<Effect> {
+    fn receive(machine: &mut Machine, word: Word) -> Vec<Effect> {
         machine.on(Event::Daemon(DaemonMessage {
             generation: 1,
             body: Some(word),
@@ -124,7 +124,7 @@ mod tests {
             nodes,
             ..Assignment::default()
         };
-        hear(&mut machine, Word::Assignment(assignment));
+        receive(&mut machine, Word::Assignment(assignment));
         for local_rank in 0..workers {
             machine.on(Event::Spawned {
                 generation: machine.generation(),
@@ -141,7 +141,7 @@ mod tests {
 
     /// What it does when the job is over and its worker gone.
     fn end(machine: &mut Machine, verdict: Word) -> Vec<Effect> {
-        hear(machine, verdict);
+        receive(machine, verdict);
         end_of_worker(machine)
     }
 
@@ -168,7 +168,7 @@ mod tests {
 
     fn finish(effects: &[Effect]) -> Option<u8> {
         effects.iter().find_map(|effect| match effect {
-            Effect::Finish(conclusion) => Some(conclusion.exit_code()),
+            Effect::Finish(exit_reason) => Some(exit_reason.exit_code()),
             _ => None,
         })
     }
@@ -176,7 +176,7 @@ mod tests {
     #[test]
     fn the_last_word_is_waited_for_when_the_workers_are_gone() {
         let mut machine = listening();
-        let effects = hear(&mut machine, Word::LastWord(Failures::default()));
+        let effects = receive(&mut machine, Word::LastWord(Failures::default()));
         assert!(says_good_bye(&effects), "{effects:?}");
         assert_eq!(finish(&machine.on(Event::Left)), Some(42));
     }
@@ -184,8 +184,8 @@ mod tests {
     #[test]
     fn a_last_word_that_comes_while_workers_are_stopped_is_not_waited_for_again() {
         let mut machine = running();
-        hear(&mut machine, verdict(700));
-        assert_eq!(hear(&mut machine, Word::LastWord(Failures::default())), []);
+        receive(&mut machine, verdict(700));
+        assert_eq!(receive(&mut machine, Word::LastWord(Failures::default())), []);
         assert!(says_good_bye(&end_of_worker(&mut machine)));
     }
 
@@ -212,9 +212,9 @@ mod tests {
     #[test]
     fn a_stream_that_breaks_meanwhile_does_no_harm() {
         let mut machine = listening();
-        assert_eq!(hear(&mut machine, verdict(700)), [], "the wait goes on");
+        assert_eq!(receive(&mut machine, verdict(700)), [], "the wait goes on");
         assert!(
-            says_good_bye(&hear(&mut machine, verdict(0))),
+            says_good_bye(&receive(&mut machine, verdict(0))),
             "it was said meanwhile"
         );
         let mut machine = listening();
@@ -231,7 +231,7 @@ mod tests {
         let kills = |effects: &[Effect]| effects.contains(&Effect::SignalAll(libc::SIGKILL));
         // After the verdict, of whatever node the failure is.
         let mut machine = running();
-        hear(&mut machine, verdict(0));
+        receive(&mut machine, verdict(0));
         assert!(say(&machine.on(Event::Signal(libc::SIGINT))));
         assert!(kills(&machine.on(Event::Signal(libc::SIGTERM))));
         assert!(says_good_bye(&end_of_worker(&mut machine)));
@@ -240,19 +240,19 @@ mod tests {
         // Before it: the daemon has been told of the failure.
         let mut machine = failed();
         assert!(say(&machine.on(Event::Signal(libc::SIGINT))));
-        hear(&mut machine, verdict(0));
+        receive(&mut machine, verdict(0));
         assert!(kills(&machine.on(Event::Signal(libc::SIGTERM))));
         assert!(says_good_bye(&end_of_worker(&mut machine)));
         assert_eq!(finish(&machine.on(Event::Left)), Some(42));
     }
 
     #[test]
-    fn a_signal_before_the_verdict_counts_if_there_is_to_be_a_restart_or_none_is_heard() {
+    fn a_signal_before_the_verdict_counts_if_there_is_to_be_a_restart_or_none_is_received() {
         for word in [None, Some(Word::GenerationOver(GenerationOver::default()))] {
             let mut machine = failed();
             machine.on(Event::Signal(libc::SIGINT));
             if let Some(word) = word {
-                assert_eq!(hear(&mut machine, word), []);
+                assert_eq!(receive(&mut machine, word), []);
             }
             machine.on(Event::Signal(libc::SIGTERM));
             end_of_worker(&mut machine);

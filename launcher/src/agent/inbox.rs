@@ -5,9 +5,9 @@ use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::time::{Instant, MissedTickBehavior, sleep_until};
 
-use super::aside::Aside;
 use super::link::LinkEvent;
 use super::signals::{Call, Signals};
+use super::tasks::TaskResult;
 use crate::control::ControlEvent;
 use crate::spawn::SpawnEvent;
 
@@ -17,7 +17,7 @@ pub(super) struct Inbox {
     pub(super) spawns: mpsc::Receiver<SpawnEvent>,
     pub(super) control: mpsc::Receiver<ControlEvent>,
     pub(super) link: mpsc::Receiver<LinkEvent>,
-    pub(super) aside: mpsc::Receiver<Aside>,
+    pub(super) task_results: mpsc::Receiver<TaskResult>,
     pub(super) heartbeat: tokio::time::Interval,
     /// When to look for hung workers; none: never.
     pub(super) watch: Option<tokio::time::Interval>,
@@ -29,7 +29,7 @@ pub(super) enum Mail {
     Spawn(SpawnEvent),
     Control(ControlEvent),
     Link(LinkEvent),
-    Aside(Aside),
+    TaskResult(TaskResult),
     Heartbeat,
     /// Look for hung workers.
     Watch,
@@ -57,7 +57,7 @@ impl Inbox {
             call = self.signals.next() => Mail::Signal(call),
             Some(event) = self.control.recv() => Mail::Control(event),
             Some(event) = self.spawns.recv() => Mail::Spawn(event),
-            Some(event) = self.aside.recv() => Mail::Aside(event),
+            Some(event) = self.task_results.recv() => Mail::TaskResult(event),
             Some(event) = self.link.recv() => Mail::Link(event),
             () = ring => Mail::Alarm,
             _ = self.heartbeat.tick() => Mail::Heartbeat,

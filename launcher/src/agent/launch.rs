@@ -7,11 +7,11 @@ use std::time::Duration;
 
 use ddp_proto::exit;
 
-use super::conclusion::Conclusion;
+use super::blocking_thread::BlockingThread;
 use super::driver::Driver;
-use super::hand::Hand;
+use super::exit_reason::ExitReason;
 use super::signals::{Call, Signals};
-use crate::cgroup::{self, WorkerGroup};
+use crate::cgroup::{self, WorkerCgroup};
 use crate::console::{Console, OWN_PREFIX};
 use crate::guardian::Guardian;
 use crate::logs::LogError;
@@ -32,7 +32,7 @@ pub struct Outcome {
     /// Exit code for the launcher's caller.
     pub exit_code: u8,
     /// Why.
-    pub conclusion: Conclusion,
+    pub exit_reason: ExitReason,
     /// The failure report; it has been shown on standard error already.
     pub report: Option<String>,
 }
@@ -70,7 +70,7 @@ impl From<io::Error> for LaunchError {
     }
 }
 
-impl From<LaunchError> for Conclusion {
+impl From<LaunchError> for ExitReason {
     fn from(error: LaunchError) -> Self {
         let exit_code = match error {
             LaunchError::Program(error) => return Self::CannotStart(error),
@@ -100,13 +100,16 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         forward: Vec::new(),
     };
     let Outfit {
-        console, hand, group, ..
+        console,
+        processes,
+        group,
+        ..
     } = outfit.clone();
-    let (conclusion, report) = match Driver::new(plan, &guardian, outfit) {
+    let (exit_reason, report) = match Driver::new(plan, &guardian, outfit) {
         Ok(driver) => driver.run().await,
         Err(error) => {
             let report = format!("error: {error}");
-            (Conclusion::from(error), Some(report))
+            (ExitReason::from(error), Some(report))
         }
     };
     if let Some(terminal) = terminal {
@@ -117,7 +120,7 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
     }
     // The runtime goes on: it may host the daemon, which other nodes still need.
     let scratch_dir = guardian.scratch_dir().to_owned();
-    let closing = hand.give(move || {
+    let closing = processes.give(move || {
         if let Some(words) = group.and_then(|group| remove_group(group.dir())) {
             console.say(&words);
         }
@@ -130,8 +133,8 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
     }
     dismiss(guardian);
     Outcome {
-        exit_code: conclusion.exit_code(),
-        conclusion,
+        exit_code: exit_reason.exit_code(),
+        exit_reason,
         report,
     }
 }
@@ -159,18 +162,18 @@ async fn is_closed<T>(closing: impl Future<Output = Option<T>>, bound: Duration,
 #[derive(Clone)]
 pub(super) struct Outfit {
     pub(super) console: Console,
-    /// For processes and what is told of them.
-    pub(super) hand: Hand,
+    /// For processes, and for what is written about them.
+    pub(super) processes: BlockingThread,
     /// For files of workers and for the error files.
-    pub(super) files: Hand,
-    pub(super) group: Option<Arc<WorkerGroup>>,
+    pub(super) files: BlockingThread,
+    pub(super) group: Option<Arc<WorkerCgroup>>,
 }
 
 impl Outfit {
     fn of(plan: &LaunchPlan, guardian: &Guardian) -> io::Result<Self> {
         Ok(Self {
-            hand: Hand::start("hand")?,
-            files: Hand::start("files")?,
+            processes: BlockingThread::start("processes")?,
+            files: BlockingThread::start("files")?,
             console: Console::start(Sinks::standard(), plan.progress_bar)?,
             group: guardian.group().and_then(group_of_workers),
         })
@@ -185,10 +188,10 @@ fn refuse(error: LaunchError, guardian: Guardian) -> Outcome {
         let _ = writeln!(io::stderr(), "{OWN_PREFIX}{line}");
     }
     dismiss(guardian);
-    let conclusion = Conclusion::from(error);
+    let exit_reason = ExitReason::from(error);
     Outcome {
-        exit_code: conclusion.exit_code(),
-        conclusion,
+        exit_code: exit_reason.exit_code(),
+        exit_reason,
         report: Some(report),
     }
 }
@@ -200,8 +203,8 @@ fn dismiss(guardian: Guardian) {
 }
 
 /// The workers' control group; none where the system does not allow one.
-fn group_of_workers(dir: &Path) -> Option<Arc<WorkerGroup>> {
-    let made = WorkerGroup::create_among_leftovers(dir);
+fn group_of_workers(dir: &Path) -> Option<Arc<WorkerCgroup>> {
+    let made = WorkerCgroup::create_among_leftovers(dir);
     made.inspect_err(|error| tracing::debug!("no control group `{}`: {error}", dir.display()))
         .ok()
         .map(Arc::new)
@@ -212,7 +215,7 @@ fn remove_group(dir: &Path) -> Option<String> {
     let cause = cgroup::remove(dir).err()?;
     let members = cgroup::members(dir).into_iter().map(proc_table::describe);
     let members = match members.collect::<Vec<_>>().join(", ") {
-        nobody if nobody.is_empty() => String::new(),
+        none if none.is_empty() => String::new(),
         members => format!(", because of {members}"),
     };
     Some(format!(

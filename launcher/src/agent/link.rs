@@ -17,13 +17,13 @@ use super::place::HeldPlace;
 /// Messages of the daemon that may wait for the agent.
 const QUEUE: usize = 256;
 
-/// Silence at the beginning that people should hear of: the daemon may just be starting.
+/// Silence at the beginning that is worth a message: the daemon may just be starting.
 const SILENCE: Duration = Duration::from_secs(3);
 
 /// What the link tells the agent.
 #[derive(Debug)]
 pub(super) enum LinkEvent {
-    /// Nobody has answered so far; it is tried for so long in all. Why the last attempt failed, if one has.
+    /// No daemon has answered so far; the agent tries for so long in all. Why the last attempt failed, if one has.
     Unanswered(Duration, Option<String>),
     /// The daemon answers; also a client for the key-value calls.
     Connected(Client),
@@ -35,7 +35,7 @@ pub(super) enum LinkEvent {
     Restored,
     /// The daemon cannot be reached any more. Nothing follows.
     Gone(ClientError),
-    /// The daemon heard our good-bye, or the time for it is over. Nothing follows.
+    /// The daemon received our good-bye, or the time for it is over. Nothing follows.
     Left,
 }
 
@@ -61,7 +61,7 @@ pub(super) struct LinkConfig {
 /// The agent's handle to its stream.
 pub(super) struct Link {
     /// Has no bound, because a job hangs without a report that was dropped. Few can wait: a node makes a handful in a
-    /// generation, and the daemon assigns the next one when it has heard them. One heartbeat waits at most.
+    /// generation, and the daemon assigns the next one when it has received them. One heartbeat waits at most.
     commands: mpsc::UnboundedSender<Command>,
     heartbeat: LatestHeartbeat,
     /// Ends with the handle.
@@ -113,14 +113,14 @@ impl Link {
         }
     }
 
-    /// Says good-bye; [`LinkEvent::Left`] follows, at the latest at `deadline`. False if nobody is there to hear it.
+    /// Says good-bye; [`LinkEvent::Left`] follows, at the latest at `deadline`. False if there is no stream.
     pub(super) fn leave(&self, generation: Generation, leave: Leave, deadline: Instant) -> bool {
         let command = Command::Leave(generation, leave, deadline);
         self.commands.send(command).is_ok()
     }
 }
 
-/// What the daemon must hear again after the stream broke.
+/// What the agent sends again after the stream broke.
 #[derive(Debug, Default)]
 struct Memory {
     /// The agent's latest `Join`.
@@ -132,7 +132,7 @@ struct Memory {
     /// The place in the generation last assigned.
     place: Option<HeldPlace>,
     /// Highest generation of which a daemon spoke.
-    heard: Generation,
+    latest: Generation,
     /// The daemon does not take this node.
     is_refused: bool,
 }
@@ -168,9 +168,9 @@ impl Memory {
         }
     }
 
-    fn hear(&mut self, message: &DaemonMessage) {
+    fn receive(&mut self, message: &DaemonMessage) {
         let generation = Generation(message.generation);
-        self.heard = self.heard.max(generation);
+        self.latest = self.latest.max(generation);
         match &message.body {
             // The agent takes an assignment: from now on it speaks of this generation.
             Some(Word::Assignment(assignment)) if generation > self.generation => {
@@ -180,7 +180,7 @@ impl Memory {
             }
             Some(Word::GenerationOver(over)) if generation == self.generation => {
                 if let Some(place) = &mut self.place {
-                    // Who was out of reach hears of the end, but not what it has cost.
+                    // An agent that was out of reach learns of the end, but not what it has cost.
                     place.give_up((over.max_restarts > 0).then_some(over));
                 }
             }
@@ -197,7 +197,7 @@ impl Memory {
     /// What a new stream begins with.
     fn greeting(&self) -> Option<Join> {
         let mut join = self.join.clone()?;
-        join.heard_generation = self.heard.0;
+        join.latest_generation = self.latest.0;
         if let Some(place) = &self.place {
             join.run_token.clone_from(&place.assignment.run_token);
             join.place = Some(Box::new(place.told()));
@@ -344,7 +344,7 @@ impl Side {
     }
 
     async fn take(&mut self, message: DaemonMessage) {
-        self.memory.hear(&message);
+        self.memory.receive(&message);
         self.is_known = true;
         if std::mem::take(&mut self.is_lost) {
             self.tell(LinkEvent::Restored).await;
@@ -366,8 +366,8 @@ mod tests {
 
     use super::*;
 
-    fn hear(memory: &mut Memory, generation: u64, body: Word) {
-        memory.hear(&DaemonMessage {
+    fn receive(memory: &mut Memory, generation: u64, body: Word) {
+        memory.receive(&DaemonMessage {
             generation,
             body: Some(body),
         });
@@ -392,13 +392,13 @@ mod tests {
     fn a_new_generation_forgets_the_reports_of_the_last() {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
-        hear(&mut memory, 1, assignment());
+        receive(&mut memory, 1, assignment());
         memory.note(Generation(1), &Body::NodeSucceeded(NodeSucceeded {}));
         assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 1));
         memory.note(Generation(1), &Body::NodeStopped(NodeStopped::default()));
         memory.note(Generation(1), &Body::Join(Join::default()));
         assert_eq!((memory.generation, memory.reports.len()), (Generation(1), 0));
-        hear(&mut memory, 2, assignment());
+        receive(&mut memory, 2, assignment());
         assert_eq!(memory.generation, Generation(2));
     }
 
@@ -406,7 +406,7 @@ mod tests {
     fn a_new_stream_repeats_the_notice_to_leave() {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
-        hear(&mut memory, 1, assignment());
+        receive(&mut memory, 1, assignment());
         let leaving = Body::NodeLeaving(NodeLeaving { signal: 15 });
         memory.note(Generation(1), &leaving);
         assert_eq!(memory.reports, [leaving]);
@@ -416,7 +416,7 @@ mod tests {
     fn a_join_that_crossed_an_assignment_does_not_hide_it() {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
-        hear(&mut memory, 2, assignment());
+        receive(&mut memory, 2, assignment());
         // The agent has not read the assignment yet.
         memory.note(Generation(1), &Body::Join(Join::default()));
         assert_eq!(memory.generation, Generation(2));
@@ -426,7 +426,7 @@ mod tests {
     fn a_new_stream_begins_with_the_place_of_this_node_alone() {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
-        hear(&mut memory, 1, assignment());
+        receive(&mut memory, 1, assignment());
         let heartbeat = Heartbeat {
             step: Some(7),
             ranks_divide: Some(12),
@@ -434,7 +434,7 @@ mod tests {
         };
         memory.note(Generation(1), &Body::Heartbeat(heartbeat));
         let join = memory.greeting().unwrap();
-        assert_eq!((join.run_token.as_str(), join.heard_generation), ("run", 1));
+        assert_eq!((join.run_token.as_str(), join.latest_generation), ("run", 1));
         let place = join.place.unwrap();
         let told = place.assignment.unwrap();
         assert_eq!((told.node_rank, place.node_count, place.over), (1, 2, false));
@@ -452,14 +452,14 @@ mod tests {
     fn a_place_is_given_up_when_its_generation_is_over() {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
-        hear(&mut memory, 1, assignment());
+        receive(&mut memory, 1, assignment());
         let over = GenerationOver {
             restart_count: 2,
             max_restarts: 3,
             best_step: Some(7),
             ..GenerationOver::default()
         };
-        hear(&mut memory, 1, Word::GenerationOver(over));
+        receive(&mut memory, 1, Word::GenerationOver(over));
         // Its workers are gone, and it waits for the next one.
         memory.note(Generation(1), &Body::Join(Join::default()));
         let place = memory.greeting().unwrap().place.unwrap();
@@ -468,18 +468,18 @@ mod tests {
             (place.over, told.restart_count, told.best_step),
             (true, 2, Some(7))
         );
-        hear(&mut memory, 2, assignment());
+        receive(&mut memory, 2, assignment());
         assert!(!memory.greeting().unwrap().place.unwrap().over);
     }
 
     #[test]
-    fn a_spare_tells_the_generation_that_it_heard_of() {
+    fn a_spare_tells_the_generation_that_it_received() {
         let mut memory = Memory::default();
         memory.note(Generation(0), &Body::Join(Join::default()));
-        hear(&mut memory, 3, Word::Waiting(Waiting::default()));
+        receive(&mut memory, 3, Word::Waiting(Waiting::default()));
         let join = memory.greeting().unwrap();
         assert_eq!(
-            (memory.generation, join.heard_generation, join.place),
+            (memory.generation, join.latest_generation, join.place),
             (Generation(0), 3, None)
         );
     }

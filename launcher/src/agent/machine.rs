@@ -24,9 +24,9 @@ use ddp_proto::rendezvous::{
 };
 
 use super::blame::Suspect;
-use super::conclusion::Conclusion;
 use super::contracts;
 use super::event::{Effect, Event};
+use super::exit_reason::ExitReason;
 use crate::ending::{Ending, signal_name};
 
 /// How long the daemon may take to decide what follows a failure of ours.
@@ -85,7 +85,7 @@ pub(super) enum Then {
     /// The daemon wants the next generation.
     Rejoin,
     /// The end.
-    Conclude(Conclusion),
+    Finish(ExitReason),
 }
 
 #[derive(Clone, Debug, PartialEq)]
@@ -99,8 +99,8 @@ pub(super) enum Phase {
     Succeeded,
     Undecided,
     /// The job has failed, and the daemon collects what all nodes know of it.
-    Listening(Conclusion),
-    Leaving(Conclusion),
+    Listening(ExitReason),
+    Leaving(ExitReason),
     Done,
 }
 
@@ -170,8 +170,8 @@ impl Machine {
         self.phase == Phase::Undecided
     }
 
-    /// True if all workers have ended with 0, with all of their work done, as far as is known. Native ones say whether it
-    /// is: they end with 0 too where ranks of another node were asked to stop.
+    /// True if all workers have ended with 0, with all of their work done, as far as is known. Native ones say whether
+    /// it is: they end with 0 too where ranks of another node were asked to stop.
     pub(super) fn has_succeeded(&self) -> bool {
         let ended = match &self.phase {
             Phase::Stopping { then, .. } => *then == Then::Succeed,
@@ -201,17 +201,17 @@ impl Machine {
             Event::SpawnEnded { generation, failure } => self.on_spawn_ended(generation, failure),
             Event::CannotBegin { exit_code, error } => self.on_cannot_begin(exit_code, error),
             Event::Exited { local_rank, ending } => self.on_exited(local_rank, ending),
-            Event::Heard {
+            Event::ControlDrained {
                 generation,
                 local_rank,
                 consequence,
-            } => self.on_heard(generation, local_rank, consequence),
+            } => self.on_control_drained(generation, local_rank, consequence),
             Event::Described(exit) => self.on_described(exit),
             Event::Signal(signal) => self.on_signal(signal),
             Event::Alarm => self.on_alarm(),
             Event::Swept { stuck } => self.on_swept(&stuck),
             Event::Left => match &self.phase {
-                Phase::Leaving(conclusion) => self.finish(conclusion.clone()),
+                Phase::Leaving(exit_reason) => self.finish(exit_reason.clone()),
                 _ => Vec::new(),
             },
         }
@@ -224,10 +224,10 @@ impl Machine {
             Some(Word::GenerationOver(over)) => self.on_generation_over(generation, &over),
             Some(Word::JobOver(over)) => {
                 let last_word_ms = over.last_word_ms;
-                self.on_verdict(Conclusion::of_job_over(over), last_word_ms)
+                self.on_verdict(ExitReason::of_job_over(over), last_word_ms)
             }
             Some(Word::LastWord(_)) => self.on_last_word(),
-            Some(Word::Refused(refused)) => self.end(Conclusion::of_refusal(refused)),
+            Some(Word::Refused(refused)) => self.end(ExitReason::of_refusal(refused)),
             // The daemon has taken the join: how long it waits for others is bounded there, and a spare waits for as
             // long as the job runs.
             Some(Word::Waiting(_)) if self.phase == Phase::Joining => vec![Effect::Disarm],
@@ -252,7 +252,7 @@ impl Machine {
             Ok(rank) => rank.0,
             Err(nonsense) => {
                 let error = format!("the daemon's assignment makes no sense: {nonsense}");
-                return self.end(Conclusion::Broken {
+                return self.end(ExitReason::Broken {
                     exit_code: exit::INTERNAL,
                     error,
                 });
@@ -269,10 +269,10 @@ impl Machine {
     /// The daemon is given up. Work that has succeeded stays a success.
     fn on_daemon_gone(&mut self, exit_code: u8, error: String) -> Vec<Effect> {
         if exit_code != exit::DAEMON_UNREACHABLE || !self.has_succeeded() {
-            return self.end(Conclusion::DaemonGone { exit_code, error });
+            return self.end(ExitReason::DaemonGone { exit_code, error });
         }
         let mut effects = vec![succeeded_without_daemon(&error)];
-        effects.extend(self.end(Conclusion::Succeeded));
+        effects.extend(self.end(ExitReason::Succeeded));
         effects
     }
 
@@ -288,7 +288,7 @@ impl Machine {
                     *then = Then::Rejoin;
                     Vec::new()
                 }
-                Then::StopUnlessOver(_) | Then::Rejoin | Then::Conclude(_) => return Vec::new(),
+                Then::StopUnlessOver(_) | Then::Rejoin | Then::Finish(_) => return Vec::new(),
             },
             Phase::Joining | Phase::Succeeded | Phase::Undecided => self.rejoin(),
             Phase::Listening(_) | Phase::Leaving(_) | Phase::Done => return Vec::new(),
@@ -320,7 +320,7 @@ impl Machine {
     fn on_signal(&mut self, signal: i32) -> Vec<Effect> {
         self.signals += 1;
         let again = self.signals > 1;
-        let conclusion = Conclusion::Stopped { signal };
+        let exit_reason = ExitReason::Stopped { signal };
         match &mut self.phase {
             Phase::Running => {
                 let name = signal_name(signal);
@@ -329,15 +329,15 @@ impl Machine {
                     // The other nodes may go on without this one.
                     Effect::Report(Report::NodeLeaving(NodeLeaving { signal })),
                 ];
-                effects.extend(self.stop_at_boundary(&name, Then::Conclude(conclusion)));
+                effects.extend(self.stop_at_boundary(&name, Then::Finish(exit_reason)));
                 effects
             }
             Phase::Stopping { stage, then } => {
                 match then {
                     // The verdict has the same exit code on all nodes; of several signals the first decides.
-                    Then::Conclude(_) | Then::StopUnlessOver(_) => {}
+                    Then::Finish(_) | Then::StopUnlessOver(_) => {}
                     Then::AskDaemon => *then = Then::StopUnlessOver(signal),
-                    Then::Succeed | Then::Rejoin => *then = Then::Conclude(conclusion),
+                    Then::Succeed | Then::Rejoin => *then = Then::Finish(exit_reason),
                 }
                 if *stage >= Stage::Killed {
                     return Vec::new();
@@ -352,23 +352,23 @@ impl Machine {
                     "{name}: the workers are being stopped already; another signal kills them"
                 ))]
             }
-            Phase::Leaving(conclusion) if again => {
-                let conclusion = conclusion.clone();
-                self.finish(conclusion)
+            Phase::Leaving(exit_reason) if again => {
+                let exit_reason = exit_reason.clone();
+                self.finish(exit_reason)
             }
             Phase::Leaving(_) | Phase::Done => Vec::new(),
             Phase::Listening(_) => self.on_last_word(),
-            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.end(conclusion),
+            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.end(exit_reason),
         }
     }
 
     fn on_alarm(&mut self) -> Vec<Effect> {
         match &self.phase {
-            Phase::Joining => self.end(Conclusion::Refused {
+            Phase::Joining => self.end(ExitReason::Refused {
                 exit_code: exit::RENDEZVOUS_TIMED_OUT,
                 reason: "the daemon neither started the job nor refused it in time".into(),
             }),
-            Phase::Undecided => self.end(Conclusion::DaemonGone {
+            Phase::Undecided => self.end(ExitReason::DaemonGone {
                 exit_code: exit::DAEMON_UNREACHABLE,
                 error: "the daemon did not say what follows the failure".into(),
             }),
@@ -380,7 +380,7 @@ impl Machine {
                 Stage::Killed => self.sweep(),
                 Stage::Sweeping => Vec::new(),
             },
-            Phase::Leaving(conclusion) => self.finish(conclusion.clone()),
+            Phase::Leaving(exit_reason) => self.finish(exit_reason.clone()),
             Phase::Running => self.blame_first_suspect(),
             Phase::Listening(_) => self.on_last_word(),
             Phase::Succeeded | Phase::Done => Vec::new(),
@@ -394,7 +394,7 @@ impl Machine {
         let mut then = then.clone();
         let mut effects = Vec::new();
         let is_success = |worker: &Worker| matches!(worker, Worker::Ended(ending) if ending.is_success());
-        if let Then::Conclude(Conclusion::DaemonGone { error, .. }) = &then
+        if let Then::Finish(ExitReason::DaemonGone { error, .. }) = &then
             && self.rules.native
             && self.finishing
             && !self.workers.is_empty()
@@ -402,7 +402,7 @@ impl Machine {
         {
             // They had no step left when they were asked to stop.
             effects.push(succeeded_without_daemon(error));
-            then = Then::Conclude(Conclusion::Succeeded);
+            then = Then::Finish(ExitReason::Succeeded);
         }
         effects.extend(self.next_steps(&then));
         self.workers.clear();
@@ -425,50 +425,49 @@ impl Machine {
                 self.phase = Phase::Undecided;
                 vec![Effect::Arm(VERDICT_WAIT)]
             }
-            Then::StopUnlessOver(signal) => self.leave(Conclusion::Stopped { signal }),
+            Then::StopUnlessOver(signal) => self.leave(ExitReason::Stopped { signal }),
             Then::Rejoin => self.rejoin(),
-            Then::Conclude(conclusion) => self.leave(conclusion),
+            Then::Finish(exit_reason) => self.leave(exit_reason),
         });
         effects
     }
 
-    /// Ends the launch with `conclusion`: at once, or when the workers are gone.
-    pub(super) fn end(&mut self, conclusion: Conclusion) -> Vec<Effect> {
+    /// Ends the launch for `exit_reason`: at once, or when the workers are gone.
+    pub(super) fn end(&mut self, exit_reason: ExitReason) -> Vec<Effect> {
         match &mut self.phase {
-            Phase::Running => match &conclusion {
+            Phase::Running => match &exit_reason {
                 // The others have nothing to wait for.
-                Conclusion::CannotStart(error) => {
+                ExitReason::CannotStart(error) => {
                     let cause = error.to_string();
-                    self.stop(&cause, Then::Conclude(conclusion))
+                    self.stop(&cause, Then::Finish(exit_reason))
                 }
-                Conclusion::JobOver { reason, .. } | Conclusion::Refused { reason, .. } => {
+                ExitReason::JobOver { reason, .. } | ExitReason::Refused { reason, .. } => {
                     let cause = reason.clone();
-                    self.stop(&cause, Then::Conclude(conclusion))
+                    self.stop(&cause, Then::Finish(exit_reason))
                 }
-                Conclusion::DaemonGone { .. } if conclusion.leaves_time_to_save() => self.stop_at_boundary(
-                    "the rendezvous daemon is out of reach",
-                    Then::Conclude(conclusion),
-                ),
-                Conclusion::DaemonGone { error, .. } | Conclusion::Broken { error, .. } => {
+                ExitReason::DaemonGone { .. } if exit_reason.leaves_time_to_save() => {
+                    self.stop_at_boundary("the rendezvous daemon is out of reach", Then::Finish(exit_reason))
+                }
+                ExitReason::DaemonGone { error, .. } | ExitReason::Broken { error, .. } => {
                     let cause = error.clone();
-                    self.stop(&cause, Then::Conclude(conclusion))
+                    self.stop(&cause, Then::Finish(exit_reason))
                 }
-                Conclusion::Succeeded => self.stop("the job is over", Then::Conclude(conclusion)),
-                Conclusion::Stopped { signal } => {
+                ExitReason::Succeeded => self.stop("the job is over", Then::Finish(exit_reason)),
+                ExitReason::Stopped { signal } => {
                     let name = signal_name(*signal);
-                    self.stop_at_boundary(&name, Then::Conclude(conclusion))
+                    self.stop_at_boundary(&name, Then::Finish(exit_reason))
                 }
             },
             Phase::Stopping { then, .. } => {
                 // Our own end stands: the daemon only confirms it.
-                if !matches!(then, Then::Conclude(_)) {
-                    *then = Then::Conclude(conclusion);
+                if !matches!(then, Then::Finish(_)) {
+                    *then = Then::Finish(exit_reason);
                 }
                 Vec::new()
             }
-            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(conclusion),
-            Phase::Listening(own) => match conclusion {
-                Conclusion::DaemonGone { .. } => {
+            Phase::Joining | Phase::Succeeded | Phase::Undecided => self.leave(exit_reason),
+            Phase::Listening(own) => match exit_reason {
+                ExitReason::DaemonGone { .. } => {
                     let own = own.clone();
                     self.finish(own)
                 }

@@ -47,7 +47,7 @@ impl Play {
         self
     }
 
-    fn hear(&mut self, generation: u64, word: Word) -> &mut Self {
+    fn receive(&mut self, generation: u64, word: Word) -> &mut Self {
         self.on(Event::Daemon(DaemonMessage {
             generation,
             body: Some(word),
@@ -61,7 +61,7 @@ impl Play {
             workers,
             ..NodeAssignment::default()
         };
-        self.hear(
+        self.receive(
             generation,
             Word::Assignment(Assignment {
                 node_rank: 1,
@@ -96,9 +96,9 @@ impl Play {
         self.on(Event::Exited { local_rank, ending })
     }
 
-    fn heard(&mut self, local_rank: u32, consequence: bool) -> &mut Self {
+    fn control_drained(&mut self, local_rank: u32, consequence: bool) -> &mut Self {
         let local_rank = LocalRank(local_rank);
-        self.on(Event::Heard {
+        self.on(Event::ControlDrained {
             generation: self.machine.generation(),
             local_rank,
             consequence,
@@ -126,9 +126,9 @@ impl Play {
         joined.is_some() && stopped < joined && stopped.is_some()
     }
 
-    fn finish(&self) -> Option<&Conclusion> {
+    fn finish(&self) -> Option<&ExitReason> {
         self.last.iter().find_map(|effect| match effect {
-            Effect::Finish(conclusion) => Some(conclusion),
+            Effect::Finish(exit_reason) => Some(exit_reason),
             _ => None,
         })
     }
@@ -153,9 +153,9 @@ fn success_is_told_when_all_are_gone() {
         play.swept()
             .does(&Effect::Report(Report::NodeSucceeded(NodeSucceeded {})))
     );
-    play.hear(1, Word::JobOver(JobOver::default()));
+    play.receive(1, Word::JobOver(JobOver::default()));
     assert!(matches!(play.last[0], Effect::Leave(Leave { signal: None, .. })));
-    assert_eq!(play.on(Event::Left).finish(), Some(&Conclusion::Succeeded));
+    assert_eq!(play.on(Event::Left).finish(), Some(&ExitReason::Succeeded));
 }
 
 #[test]
@@ -177,58 +177,60 @@ fn a_failure_is_told_to_the_others_before_anything_else() {
     play.on(Event::Described(WorkerExit::default()));
     assert!(matches!(play.last[0], Effect::Report(Report::WorkerExit(_))));
     assert_eq!(play.swept().last, [Effect::Arm(VERDICT_WAIT)]);
-    assert!(play.hear(1, over()).joins());
+    assert!(play.receive(1, over()).joins());
 }
 
 #[test]
-fn an_exit_is_blamed_when_its_words_are_heard() {
+fn an_exit_is_blamed_when_its_words_are_received() {
     let mut play = Play::running(true, 2);
     assert_eq!(
         play.exit(1, Ending::Code(3)).last,
-        [Effect::CancelSpawn, Effect::Hear(LocalRank(1))]
+        [Effect::CancelSpawn, Effect::DrainControl(LocalRank(1))]
     );
-    play.heard(1, false);
+    play.control_drained(1, false);
     assert_eq!(play.notified(), Some("rank 5 (node `a`) exited with code 3"));
     assert!(play.does(&Effect::Describe(LocalRank(1))));
-    assert_eq!(play.heard(1, false).last, []);
+    assert_eq!(play.control_drained(1, false).last, []);
 }
 
 #[test]
 fn a_consequence_waits_for_its_cause() {
     let mut play = Play::running(true, 3);
     play.exit(1, Ending::Code(1));
-    assert_eq!(play.heard(1, true).last, [Effect::Arm(CULPRIT_WAIT)]);
+    assert_eq!(play.control_drained(1, true).last, [Effect::Arm(CULPRIT_WAIT)]);
     play.exit(0, KILLED);
     assert_eq!(play.notified(), Some("rank 4 (node `a`) died of SIGKILL"));
     assert!(play.does(&Effect::Describe(LocalRank(0))));
 
     // A plain exit is the cause too, if it does not say otherwise.
     let mut play = Play::running(true, 3);
-    play.exit(1, Ending::Code(1)).heard(1, true);
+    play.exit(1, Ending::Code(1)).control_drained(1, true);
     play.exit(2, Ending::Code(1));
-    play.exit(0, Ending::Code(7)).heard(0, false);
+    play.exit(0, Ending::Code(7)).control_drained(0, false);
     assert_eq!(play.notified(), Some("rank 4 (node `a`) exited with code 7"));
 }
 
 #[test]
 fn last_words_that_come_too_late_judge_nobody_of_the_next_generation() {
     let mut play = Play::running(true, 2);
-    play.exit(1, Ending::Code(1)).hear(1, over());
+    play.exit(1, Ending::Code(1)).receive(1, over());
     play.exit(0, KILLED).swept();
     play.assign(2, 2).spawn(2).exit(1, Ending::Code(1));
-    let late = Event::Heard {
+    let late = Event::ControlDrained {
         generation: Generation(1),
         local_rank: LocalRank(1),
         consequence: false,
     };
     assert_eq!(play.on(late).last, []);
-    assert_eq!(play.heard(1, true).last, [Effect::Arm(CULPRIT_WAIT)]);
+    assert_eq!(play.control_drained(1, true).last, [Effect::Arm(CULPRIT_WAIT)]);
 }
 
 #[test]
 fn the_cause_of_a_consequence_may_be_on_another_node() {
     let mut play = Play::running(true, 2);
-    play.exit(1, Ending::Code(1)).heard(1, true).hear(1, over());
+    play.exit(1, Ending::Code(1))
+        .control_drained(1, true)
+        .receive(1, over());
     assert_eq!(play.notified(), Some("rank 0 (node `b`) died of SIGKILL"));
     play.exit(0, Ending::Code(1));
     assert!(play.swept().joins());
@@ -238,14 +240,20 @@ fn the_cause_of_a_consequence_may_be_on_another_node() {
 fn a_consequence_without_a_cause_is_blamed_in_the_end() {
     let said = "rank 5 (node `a`) exited with code 1, because another rank had failed, it says";
     let mut play = Play::running(true, 2);
-    play.exit(1, Ending::Code(1)).heard(1, true).on(Event::Alarm);
+    play.exit(1, Ending::Code(1))
+        .control_drained(1, true)
+        .on(Event::Alarm);
     assert_eq!(play.notified(), Some(said));
 
-    // At once, if nobody is left who could be the cause.
+    // At once, if no worker is left that could be the cause.
     let mut play = Play::running(true, 2);
     play.exit(1, Ending::Code(1)).exit(0, Ending::Code(1));
-    assert_eq!(play.heard(0, true).last, [], "rank 5 has not been heard");
-    play.heard(1, true);
+    assert_eq!(
+        play.control_drained(0, true).last,
+        [],
+        "rank 5 has said nothing yet"
+    );
+    play.control_drained(1, true);
     assert_eq!(play.notified(), Some(said));
     assert!(play.does(&Effect::Sweep));
 }
@@ -253,7 +261,7 @@ fn a_consequence_without_a_cause_is_blamed_in_the_end() {
 #[test]
 fn a_node_whose_other_workers_succeed_still_reports_the_one_that_did_not() {
     let mut play = Play::running(true, 2);
-    play.exit(1, Ending::Code(1)).heard(1, true);
+    play.exit(1, Ending::Code(1)).control_drained(1, true);
     play.exit(0, Ending::Code(0));
     assert!(play.does(&Effect::Describe(LocalRank(1))) && play.does(&Effect::Sweep));
 }
@@ -286,11 +294,11 @@ fn native_workers_that_were_asked_have_all_of_the_grace_and_no_sigterm() {
     play.on(Event::Alarm);
     assert!(play.does(&Effect::SignalAll(libc::SIGKILL)) && !play.does(&Effect::SignalAll(libc::SIGTERM)));
 
-    // Nobody has heard of it.
+    // No report of it was sent.
     let mut deaf = Play::running(true, 2);
     assert!(deaf.on(Event::Signal(15)).does(&Effect::SignalAll(libc::SIGKILL)));
 
-    // The generation is over, and one does not end by itself.
+    // The generation is over, and one worker does not end.
     let mut play = Play::running(true, 2);
     play.machine.set_listening(true);
     assert!(play.exit(1, KILLED).does(&Effect::Arm(NATIVE_LAST_WORDS)));
@@ -327,11 +335,11 @@ fn a_node_whose_workers_were_never_started_has_not_succeeded() {
     if play.finish().is_none() {
         play.on(Event::Left);
     }
-    assert_eq!(play.finish().map(Conclusion::exit_code), Some(69));
+    assert_eq!(play.finish().map(ExitReason::exit_code), Some(69));
 }
 
 #[test]
-fn the_daemon_hears_that_a_signal_stops_this_node_before_the_workers_do() {
+fn the_daemon_learns_that_a_signal_stops_this_node_before_the_workers_do() {
     let mut play = Play::running(true, 2);
     play.machine.rules.elastic = true;
     play.machine.set_listening(true);
@@ -346,7 +354,7 @@ fn the_daemon_hears_that_a_signal_stops_this_node_before_the_workers_do() {
         at_step_boundary: true,
         ..GenerationOver::default()
     };
-    play.hear(1, Word::GenerationOver(going_on));
+    play.receive(1, Word::GenerationOver(going_on));
     play.exit(0, Ending::Code(0)).exit(1, Ending::Code(0));
     play.swept();
     assert!(matches!(
@@ -370,14 +378,17 @@ fn programs_get_the_signal_that_stopped_a_launcher() {
             signal,
             ..JobOver::default()
         };
-        assert!(sends(Play::running(false, 2).hear(1, Word::JobOver(over)), sent));
+        assert!(sends(
+            Play::running(false, 2).receive(1, Word::JobOver(over)),
+            sent
+        ));
     }
 }
 
 #[test]
 fn the_next_generation_runs_like_the_first() {
     let mut play = Play::running(false, 1);
-    play.hear(1, over());
+    play.receive(1, over());
     let notice = "rank 0 (node `b`) died of SIGKILL; restart 1 of 3 in 0.5 s";
     assert!(play.does(&Effect::Say(notice.into())));
     play.exit(0, Ending::Code(143));
@@ -385,7 +396,7 @@ fn the_next_generation_runs_like_the_first() {
     assert!(matches!(play.assign(2, 1).last[1], Effect::Spawn(_)));
     assert_eq!(play.machine.generation(), Generation(2));
     // A word on the last generation that was under way.
-    assert_eq!(play.spawn(1).hear(1, over()).last, []);
+    assert_eq!(play.spawn(1).receive(1, over()).last, []);
 }
 
 #[test]
@@ -412,7 +423,7 @@ fn the_first_signal_stops_and_the_second_kills() {
     // A third one does not wait for the daemon either.
     assert_eq!(
         play.on(Event::Signal(2)).finish(),
-        Some(&Conclusion::Stopped { signal: 2 })
+        Some(&ExitReason::Stopped { signal: 2 })
     );
     assert_eq!(play.on(Event::Left).last, []);
 }
@@ -454,7 +465,7 @@ fn a_signal_tells_whether_native_workers_have_saved() {
 #[test]
 fn a_signal_beats_the_restart_that_was_to_come() {
     let mut play = Play::running(false, 1);
-    play.hear(1, over()).on(Event::Signal(15));
+    play.receive(1, over()).on(Event::Signal(15));
     play.exit(0, KILLED).swept();
     assert!(matches!(
         play.last[0],
@@ -462,7 +473,7 @@ fn a_signal_beats_the_restart_that_was_to_come() {
     ));
     assert_eq!(
         play.on(Event::Alarm).finish(),
-        Some(&Conclusion::Stopped { signal: 15 })
+        Some(&ExitReason::Stopped { signal: 15 })
     );
 }
 
@@ -472,7 +483,10 @@ fn a_signal_is_honoured_in_every_state() {
     let mut succeeded = Play::running(false, 1);
     succeeded.exit(0, Ending::Code(0)).swept();
     let mut undecided = Play::running(false, 1);
-    undecided.exit(0, Ending::Code(3)).heard(0, false).swept();
+    undecided
+        .exit(0, Ending::Code(3))
+        .control_drained(0, false)
+        .swept();
     for play in [&mut joining, &mut succeeded, &mut undecided] {
         play.on(Event::Signal(1));
         assert!(
@@ -482,7 +496,7 @@ fn a_signal_is_honoured_in_every_state() {
         );
         assert_eq!(
             play.on(Event::Left).finish(),
-            Some(&Conclusion::Stopped { signal: 1 })
+            Some(&ExitReason::Stopped { signal: 1 })
         );
     }
 }
@@ -494,13 +508,13 @@ fn a_daemon_that_is_gone_ends_the_launch_after_the_workers() {
         error: "gone".into(),
     };
     assert_eq!(
-        Play::begin(false).on(gone()).finish().map(Conclusion::exit_code),
+        Play::begin(false).on(gone()).finish().map(ExitReason::exit_code),
         Some(69)
     );
     let mut play = Play::running(false, 1);
     assert!(play.on(gone()).does(&Effect::SignalAll(libc::SIGTERM)));
     play.exit(0, Ending::Code(143));
-    assert_eq!(play.swept().finish().map(Conclusion::exit_code), Some(69));
+    assert_eq!(play.swept().finish().map(ExitReason::exit_code), Some(69));
 }
 
 #[test]
@@ -526,7 +540,7 @@ fn native_workers_save_when_the_daemon_is_gone_unless_the_job_goes_on_without_th
         if play.finish().is_none() {
             play.on(Event::Left);
         }
-        assert_eq!(play.finish().map(Conclusion::exit_code), Some(exit_code));
+        assert_eq!(play.finish().map(ExitReason::exit_code), Some(exit_code));
     }
 }
 
@@ -539,13 +553,16 @@ fn a_daemon_that_never_answers_is_not_waited_for_for_ever() {
             .on(Event::Alarm)
             .on(Event::Left)
             .finish()
-            .map(Conclusion::exit_code),
+            .map(ExitReason::exit_code),
         Some(75)
     );
     let mut undecided = Play::running(false, 1);
-    undecided.exit(0, Ending::Code(3)).heard(0, false).swept();
+    undecided
+        .exit(0, Ending::Code(3))
+        .control_drained(0, false)
+        .swept();
     assert_eq!(
-        undecided.on(Event::Alarm).finish().map(Conclusion::exit_code),
+        undecided.on(Event::Alarm).finish().map(ExitReason::exit_code),
         Some(69)
     );
 }
@@ -554,14 +571,14 @@ fn a_daemon_that_never_answers_is_not_waited_for_for_ever() {
 fn a_spare_waits_for_as_long_as_the_job_runs() {
     let waiting = || Word::Waiting(Waiting::default());
     let mut spare = Play::begin(false);
-    assert_eq!(spare.hear(1, waiting()).last, [Effect::Disarm]);
+    assert_eq!(spare.receive(1, waiting()).last, [Effect::Disarm]);
     assert!(matches!(spare.assign(2, 1).last[1], Effect::Spawn(_)));
 
     // An alarm that is not the join's stays.
     let mut play = Play::running(true, 2);
-    play.exit(1, Ending::Code(1)).heard(1, true);
+    play.exit(1, Ending::Code(1)).control_drained(1, true);
     assert!(play.does(&Effect::Arm(CULPRIT_WAIT)));
-    assert_eq!(play.hear(1, waiting()).last, []);
+    assert_eq!(play.receive(1, waiting()).last, []);
 }
 
 #[test]
@@ -576,7 +593,7 @@ fn an_assignment_that_makes_no_sense_starts_no_worker() {
         workers,
         ..NodeAssignment::default()
     };
-    // Too many workers; ranks that another node has, or nobody can have; more ranks than there are numbers.
+    // Too many workers; ranks that another node has, or no node can have; more ranks than there are numbers.
     for nodes in [
         vec![node(0, 1 << 20)],
         vec![node(1, 2)],
@@ -586,7 +603,7 @@ fn an_assignment_that_makes_no_sense_starts_no_worker() {
     ] {
         let mut play = Play::begin(false);
         let said = format!("{nodes:?}");
-        play.hear(
+        play.receive(
             1,
             Word::Assignment(Assignment {
                 nodes,
@@ -607,7 +624,7 @@ fn an_assignment_that_makes_no_sense_starts_no_worker() {
 #[test]
 fn a_refusal_after_workers_ran_stops_them() {
     let mut play = Play::running(false, 1);
-    play.hear(
+    play.receive(
         1,
         Word::Refused(Refused {
             code: Code::Disagree.into(),
@@ -617,7 +634,7 @@ fn a_refusal_after_workers_ran_stops_them() {
     );
     assert!(play.does(&Effect::SignalAll(libc::SIGTERM)));
     play.exit(0, KILLED).swept().on(Event::Left);
-    assert_eq!(play.finish().map(Conclusion::exit_code), Some(76));
+    assert_eq!(play.finish().map(ExitReason::exit_code), Some(76));
 }
 
 #[test]

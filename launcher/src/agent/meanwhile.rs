@@ -42,7 +42,7 @@ fn words(phase: &Phase, generation: Generation) -> &'static str {
 
 #[cfg(test)]
 mod tests {
-    use super::super::conclusion::Conclusion;
+    use super::super::exit_reason::ExitReason;
     use super::super::machine::Stage;
     use super::*;
 
@@ -60,7 +60,7 @@ mod tests {
             (Phase::Undecided, 1, "a worker of this node has failed"),
             (stopping(Then::AskDaemon), 1, "a worker of this node has failed"),
             (stopping(Then::Rejoin), 1, "the workers are being stopped"),
-            (Phase::Leaving(Conclusion::Succeeded), 1, "the workers are gone"),
+            (Phase::Leaving(ExitReason::Succeeded), 1, "the workers are gone"),
         ];
         for (phase, generation, expected) in told {
             let said = words(&phase, Generation(generation));

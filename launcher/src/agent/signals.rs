@@ -9,7 +9,7 @@ use tokio::signal::unix::{Signal as Stream, SignalKind, signal};
 
 use crate::plan::SignalPlan;
 
-/// Listens from its creation on: a signal that comes while nobody asks is kept.
+/// Listens from its creation on: a signal that comes between two calls is kept.
 pub(super) struct Signals {
     /// In order of precedence.
     streams: Vec<(Stream, Call)>,
@@ -60,7 +60,7 @@ impl Signals {
     }
 }
 
-/// True if whoever started us had the signal ignored.
+/// True if our parent process had the signal ignored.
 #[must_use]
 pub fn is_ignored(signal: Signal) -> bool {
     // Bit n−1 of the mask is signal n.

@@ -1,13 +1,13 @@
 //! How the start of a generation's workers goes.
 //!
 //! A start can outlast its generation: a program on a file system that does not answer keeps the spawner waiting when
-//! the workers have long been given up. What is heard of it then must not be taken for news of the next generation.
+//! the workers have long been given up. Reports of it that come then must not count for the next generation.
 
 use ddp_proto::exit;
 use ddp_proto::ids::{Generation, LocalRank};
 
-use super::conclusion::Conclusion;
 use super::event::Effect;
+use super::exit_reason::ExitReason;
 use super::machine::{Machine, Phase, Stage, Worker};
 use crate::spawn::SpawnError;
 
@@ -45,9 +45,9 @@ impl Machine {
         self.spawning = false;
         self.workers.retain(|worker| *worker != Worker::Waiting);
         let mut effects = match failure {
-            Some(error) => self.end(Conclusion::CannotStart(error)),
-            // All of nobody have ended, but nothing has succeeded.
-            None if self.is_running() && self.workers.is_empty() => self.end(Conclusion::Broken {
+            Some(error) => self.end(ExitReason::CannotStart(error)),
+            // No worker was ever started: all of none have ended, but nothing has succeeded.
+            None if self.is_running() && self.workers.is_empty() => self.end(ExitReason::Broken {
                 exit_code: exit::INTERNAL,
                 error: format!("no worker of generation {generation} was started"),
             }),
@@ -60,6 +60,6 @@ impl Machine {
     pub(super) fn on_cannot_begin(&mut self, exit_code: u8, error: String) -> Vec<Effect> {
         self.spawning = false;
         self.workers.clear();
-        self.end(Conclusion::Broken { exit_code, error })
+        self.end(ExitReason::Broken { exit_code, error })
     }
 }

@@ -1,4 +1,4 @@
-//! The start of a generation's workers, and what is heard of it too late.
+//! The start of a generation's workers, and reports of it that come too late.
 
 use super::*;
 
@@ -17,7 +17,7 @@ fn a_worker_that_is_started_too_late_is_stopped_like_the_others() {
     let mut play = Play::begin(false);
     play.assign(1, 3).spawned(0);
     assert!(play.exit(0, Ending::Code(1)).does(&Effect::CancelSpawn));
-    play.heard(0, false);
+    play.control_drained(0, false);
     assert!(
         play.spawned(1)
             .does(&Effect::SignalLate(LocalRank(1), libc::SIGTERM))
@@ -41,7 +41,7 @@ fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
         matches!(&play.last[0], Effect::Leave(Leave { signal: None, reason, exit_code: Some(127) }) if reason.contains("not found"))
     );
     assert_eq!(
-        play.on(Event::Left).finish().map(Conclusion::exit_code),
+        play.on(Event::Left).finish().map(ExitReason::exit_code),
         Some(127)
     );
 }
@@ -49,7 +49,7 @@ fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
 /// Generation 2, when the start of a worker of generation 1 has outlasted all of the stop routine.
 fn while_the_last_start_hangs() -> Play {
     let mut play = Play::begin(false);
-    play.assign(1, 2).hear(1, over());
+    play.assign(1, 2).receive(1, over());
     while !play.does(&Effect::Sweep) {
         play.on(Event::Alarm);
     }
@@ -103,7 +103,7 @@ fn a_worker_of_a_generation_that_was_given_up_is_killed_and_takes_no_place_in_th
 
     // Nor does it live while the next generation gathers.
     let mut play = Play::begin(false);
-    play.assign(1, 1).hear(1, over());
+    play.assign(1, 1).receive(1, over());
     while !play.does(&Effect::Sweep) {
         play.on(Event::Alarm);
     }

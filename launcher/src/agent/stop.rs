@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use nix::sys::signal::Signal;
 
-use super::conclusion::Conclusion;
 use super::event::Effect;
+use super::exit_reason::ExitReason;
 use super::machine::{Machine, Phase, Stage, Then, Worker};
 
 /// How long workers that listen on the control socket may take to report their own error when a generation is over.
@@ -77,13 +77,13 @@ impl Machine {
     /// What workers are asked to end with.
     pub(super) fn stop_signal(&self) -> i32 {
         let Phase::Stopping {
-            then: Then::Conclude(conclusion),
+            then: Then::Finish(exit_reason),
             ..
         } = &self.phase
         else {
             return libc::SIGTERM;
         };
-        let cause = conclusion.signal();
+        let cause = exit_reason.signal();
         // A number that cannot be sent would leave the workers without any word.
         cause
             .filter(|signal| Signal::try_from(*signal).is_ok())
@@ -102,19 +102,19 @@ impl Machine {
 
     /// What a user can do next, when the workers are gone that were asked to stop.
     pub(super) fn next_steps(&self, then: &Then) -> Option<Effect> {
-        let Then::Conclude(conclusion) = then else {
+        let Then::Finish(exit_reason) = then else {
             return None;
         };
-        let taken_in = (self.rules.elastic && matches!(conclusion, Conclusion::Stopped { .. }))
+        let taken_in = (self.rules.elastic && matches!(exit_reason, ExitReason::Stopped { .. }))
             .then_some("if the other nodes go on, this one is taken in when it is started again");
-        let words = [self.how_to_resume(conclusion), taken_in.map(str::to_owned)];
+        let words = [self.how_to_resume(exit_reason), taken_in.map(str::to_owned)];
         let words: Vec<String> = words.into_iter().flatten().collect();
         (!words.is_empty()).then(|| Effect::Say(words.join("\n  ")))
     }
 
     /// Whether native workers have saved, and how their run goes on.
-    fn how_to_resume(&self, conclusion: &Conclusion) -> Option<String> {
-        if !conclusion.leaves_time_to_save() || !self.rules.native || self.workers.is_empty() {
+    fn how_to_resume(&self, exit_reason: &ExitReason) -> Option<String> {
+        if !exit_reason.leaves_time_to_save() || !self.rules.native || self.workers.is_empty() {
             return None;
         }
         // A native worker ends with 0 only when the checkpoint is whole, whichever rank has written it.
@@ -155,7 +155,7 @@ impl Machine {
             return Vec::new();
         }
         match &self.phase {
-            // Nobody else is left to be the cause.
+            // No other worker is left that could be the cause.
             Phase::Running if !self.suspects.is_empty() => self.judge_suspects(),
             // Any other failure would have left this phase.
             Phase::Running => {

@@ -19,7 +19,6 @@ use nix::sys::signal::{Signal, kill, killpg};
 use nix::unistd::{Pid, pipe2};
 
 use super::contracts::contracts_of;
-use crate::chorus::Chorus;
 use crate::console::Stream;
 use crate::ending::Ending;
 use crate::environment::{self, Common};
@@ -30,6 +29,7 @@ use crate::oom::OomCounter;
 use crate::output::{LineSource, OutputPlan};
 use crate::plan::CoreSet;
 use crate::pump::{Duplicate, Pump, TailReader, Tap, tail};
+use crate::repeated_errors::RepeatedErrors;
 use crate::spawn::WorkerSpec;
 use crate::waits::ToldWaits;
 
@@ -42,7 +42,9 @@ pub(super) enum PrepareError {
     Pipe(#[from] io::Error),
     #[error("the daemon's assignment makes no sense: {0}")]
     Assignment(String),
-    #[error("a panic of the launcher, which has told of itself, has left the workers without their files")]
+    #[error(
+        "the launcher panicked, as the panic's own message says, and did not make the files of the workers"
+    )]
     Panicked,
 }
 
@@ -155,7 +157,7 @@ struct End {
 
 /// All workers of a generation, by local rank.
 #[derive(Debug)]
-pub(super) struct Crew {
+pub(super) struct WorkerGroup {
     workers: Vec<Worker>,
     began: Instant,
     /// The first failure, or the beginning of the stop.
@@ -169,15 +171,15 @@ pub(super) struct Crew {
     pub(super) cancelled: Arc<AtomicBool>,
 }
 
-/// A crew and what is needed to start it.
+/// A worker group and what is needed to start it.
 pub(super) struct Prepared {
-    pub(super) crew: Crew,
+    pub(super) worker_group: WorkerGroup,
     pub(super) specs: Vec<WorkerSpec>,
     pub(super) contracts: Vec<WorkerEnv>,
 }
 
-impl Crew {
-    /// The crew before the first assignment.
+impl WorkerGroup {
+    /// The worker group before the first assignment.
     pub(super) fn none() -> Self {
         Self::empty(None)
     }
@@ -201,13 +203,13 @@ impl Crew {
         site: &Site<'_>,
         pump: &Pump,
     ) -> Result<Prepared, PrepareError> {
-        let mut crew = Self::empty(site.group);
+        let mut worker_group = Self::empty(site.group);
         let attempt = site.attempt(generation, assignment);
         let duplicates = [
             site.duplicate(Stream::Stdout, attempt)?,
             site.duplicate(Stream::Stderr, attempt)?,
         ];
-        let chorus = site.native.then(Chorus::default);
+        let repeated = site.native.then(RepeatedErrors::default);
         let (mut specs, mut contracts) = (Vec::new(), Vec::new());
         for mut contract in contracts_of(generation, assignment, site)? {
             let (rank, local_rank) = (contract.rank, contract.local_rank);
@@ -226,10 +228,10 @@ impl Crew {
                     log,
                     tail: writer,
                     prefix: shown.then(|| prefix.clone()),
-                    voice: chorus
+                    errors: repeated
                         .as_ref()
                         .filter(|_| stream == Stream::Stderr)
-                        .map(|chorus| chorus.voice(rank)),
+                        .map(|repeated| repeated.of_rank(rank)),
                     duplicate: duplicate.clone(),
                 };
                 if pump.add(tap) {
@@ -254,10 +256,12 @@ impl Crew {
                 cores: site.cores_of(local_rank),
             });
             contracts.push(contract);
-            crew.workers.push(Worker::new(rank, files, stdout, stderr));
+            worker_group
+                .workers
+                .push(Worker::new(rank, files, stdout, stderr));
         }
         Ok(Prepared {
-            crew,
+            worker_group,
             specs,
             contracts,
         })
@@ -284,7 +288,7 @@ impl Crew {
             .filter_map(|worker| worker.pid)
     }
 
-    /// What the daemon is told of the workers, every so often.
+    /// What each heartbeat tells the daemon about the workers.
     pub(super) fn heartbeat(&self) -> Heartbeat {
         let sizes = self.workers.iter().find_map(|worker| worker.sizes);
         Heartbeat {

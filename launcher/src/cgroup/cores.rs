@@ -16,7 +16,8 @@ pub fn usable_cores() -> usize {
     cpu_quota().map_or(affinity, |quota| affinity.min(quota.ceil().max(1.0) as usize))
 }
 
-/// The tightest quota of processor time in cores, of this process's control group and of all above it; none without one.
+/// The tightest quota of processor time in cores, of this process's control group and of all above it; none without
+/// one.
 #[must_use]
 pub fn cpu_quota() -> Option<f64> {
     tightest_quota(&Standing::of_this_process())

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use nix::unistd::{AccessFlags, access};
 
-use super::{Door, Standing, leftovers};
+use super::{CgroupEntry, Standing, leftovers};
 
 /// Members of a group, one process id a line; `0` is the writer itself.
 const MEMBERS: &str = "cgroup.procs";
@@ -51,7 +51,8 @@ pub enum NoGroup {
 /// When a group of their own for the workers is impossible, and why.
 pub fn parent_of_workers() -> Result<PathBuf, NoGroup> {
     let own = Standing::of_this_process().unified().ok_or(NoGroup::NotMounted)?;
-    // To be born in a group below needs the right to write to the members of the nearest group above both places: this one.
+    // To be born in a group below needs the right to write to the members of the nearest group above both places: this
+    // one.
     for path in [own.clone(), own.join(MEMBERS)] {
         if access(&path, AccessFlags::W_OK).is_err() {
             return Err(NoGroup::NotWritable { path });
@@ -62,27 +63,27 @@ pub fn parent_of_workers() -> Result<PathBuf, NoGroup> {
 
 /// The group of one launcher's workers.
 #[derive(Debug)]
-pub(crate) struct WorkerGroup {
+pub(crate) struct WorkerCgroup {
     dir: PathBuf,
     /// Its lock says that the launcher lives.
     folder: File,
     members: File,
-    /// The way into it, as long as nobody in it was killed.
-    door: Mutex<Option<Door>>,
+    /// The way into it, until a process in it was killed.
+    entry: Mutex<Option<CgroupEntry>>,
 }
 
-impl WorkerGroup {
+impl WorkerCgroup {
     /// Makes the group, and tries with a child that processes get into it.
     pub(crate) fn create(dir: &Path) -> io::Result<Self> {
         fs::create_dir(dir)?;
         Self::open(dir).inspect_err(|_| {
-            // Nobody is in it.
+            // No process is in it.
             let _ = fs::remove_dir(dir);
         })
     }
 
-    /// As [`WorkerGroup::create`], after the leftovers of dead launchers are removed beside it. Another launcher that does the same
-    /// may take a group that is not held yet for one of these and remove it, so it is tried again.
+    /// As [`WorkerCgroup::create`], after the leftovers of dead launchers are removed beside it. Another launcher that
+    /// does the same may take a group that is not held yet for one of these and remove it, so it is tried again.
     pub(crate) fn create_among_leftovers(dir: &Path) -> io::Result<Self> {
         if let Some(own) = dir.parent() {
             leftovers::remove_leftovers(own);
@@ -102,28 +103,28 @@ impl WorkerGroup {
         // Absent before Linux 5.14.
         fs::metadata(dir.join(KILL))?;
         let members = File::options().write(true).open(dir.join(MEMBERS))?;
-        let door = Door::find(folder.as_raw_fd(), members.as_raw_fd())?;
+        let entry = CgroupEntry::find(folder.as_raw_fd(), members.as_raw_fd())?;
         Ok(Self {
             dir: dir.to_owned(),
             folder,
             members,
-            door: Mutex::new(Some(door)),
+            entry: Mutex::new(Some(entry)),
         })
     }
 
     /// The way into the group, valid as long as the group; none if there is no way any more.
-    fn door(&self) -> Option<Door> {
-        let mut door = self.door.lock().unwrap_or_else(PoisonError::into_inner);
-        if door.is_none() {
-            *door = Door::find(self.folder.as_raw_fd(), self.members.as_raw_fd()).ok();
+    fn find_entry(&self) -> Option<CgroupEntry> {
+        let mut entry = self.entry.lock().unwrap_or_else(PoisonError::into_inner);
+        if entry.is_none() {
+            *entry = CgroupEntry::find(self.folder.as_raw_fd(), self.members.as_raw_fd()).ok();
         }
-        *door
+        *entry
     }
 
     /// The way into the group, and its folder; none if there is no way any more: then no new process is in it, and none
     /// must be looked for there.
-    pub(crate) fn entrance(&self) -> Option<(Door, &Path)> {
-        Some((self.door()?, self.dir()))
+    pub(crate) fn entry(&self) -> Option<(CgroupEntry, &Path)> {
+        Some((self.find_entry()?, self.dir()))
     }
 
     /// Kills all members, and those of the groups below.
@@ -131,7 +132,7 @@ impl WorkerGroup {
         kill_members(&self.dir);
         // Linux 6.18 compares how often the group was killed with how often the launcher's own was, and kills whom it
         // takes for a child of the dead: whether processes can be born in a group has to be tried anew.
-        *self.door.lock().unwrap_or_else(PoisonError::into_inner) = None;
+        *self.entry.lock().unwrap_or_else(PoisonError::into_inner) = None;
     }
 
     pub(crate) fn dir(&self) -> &Path {
@@ -189,7 +190,7 @@ pub(crate) fn remove(group: &Path) -> io::Result<()> {
     }
 }
 
-/// Removes a group and those below it, if there is nobody in them.
+/// Removes a group and those below it, if no process is in them.
 pub(super) fn remove_tree(group: &Path) -> io::Result<()> {
     remove_levels(group, MAX_DEPTH)
 }
@@ -223,7 +224,7 @@ mod tests {
     fn a_folder_that_is_no_control_group_is_refused_and_removed() {
         let root = tempfile::tempdir().unwrap();
         let dir = root.path().join("ddp-1");
-        let error = WorkerGroup::create(&dir).unwrap_err();
+        let error = WorkerCgroup::create(&dir).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::NotFound);
         assert!(!dir.exists());
     }
@@ -250,7 +251,7 @@ mod tests {
     }
 
     /// Starts a process that succeeds if it is in the group, and returns how it ended.
-    fn start_in(group: &WorkerGroup, door: Door) -> WaitStatus {
+    fn start_in(group: &WorkerCgroup, entry: CgroupEntry) -> WaitStatus {
         let name = group.dir().file_name().unwrap().to_str().unwrap();
         let script = format!("grep -q '^0::.*/{name}$' /proc/self/cgroup");
         let argv = ["sh", "-c", &script].map(std::ffi::OsStr::new);
@@ -264,12 +265,12 @@ mod tests {
         let start = Start {
             image,
             streams,
-            door: Some(door),
+            entry: Some(entry),
             patience: Duration::from_mins(1),
             ignored: &[],
         };
         let child = process::start(&start, || {
-            door.enter().then_some(()).ok_or(nix::errno::Errno::EPERM)
+            entry.enter().then_some(()).ok_or(nix::errno::Errno::EPERM)
         });
         wait_for(child.unwrap()).unwrap()
     }
@@ -281,13 +282,16 @@ mod tests {
             return;
         };
         let dir = own.join(format!("ddp-test-{}-again", std::process::id()));
-        let group = WorkerGroup::create(&dir).unwrap();
+        let group = WorkerCgroup::create(&dir).unwrap();
         for _ in 0..3 {
-            let ways = [group.door().unwrap(), Door::Move(group.members.as_raw_fd())];
-            for door in ways {
+            let ways = [
+                group.find_entry().unwrap(),
+                CgroupEntry::Move(group.members.as_raw_fd()),
+            ];
+            for entry in ways {
                 assert!(
-                    matches!(start_in(&group, door), WaitStatus::Exited(_, 0)),
-                    "{door:?}"
+                    matches!(start_in(&group, entry), WaitStatus::Exited(_, 0)),
+                    "{entry:?}"
                 );
             }
             group.kill();
@@ -300,17 +304,17 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let members = root.path().join(MEMBERS);
         fs::write(&members, "").unwrap();
-        let open = |options: &fs::OpenOptions| WorkerGroup {
+        let open = |options: &fs::OpenOptions| WorkerCgroup {
             dir: root.path().to_owned(),
             folder: File::open(root.path()).unwrap(),
             members: options.open(&members).unwrap(),
-            door: Mutex::new(None),
+            entry: Mutex::new(None),
         };
-        // No folder to be born in; nobody may write to the list of members either.
-        assert!(open(File::options().read(true)).entrance().is_none());
+        // No folder to be born in, and the list of members cannot be written.
+        assert!(open(File::options().read(true)).entry().is_none());
         let group = open(File::options().write(true));
-        let entrance = group.entrance().expect("a way in");
-        assert!(matches!(entrance, (Door::Move(_), dir) if dir == root.path()));
+        let entry = group.entry().expect("a way in");
+        assert!(matches!(entry, (CgroupEntry::Move(_), dir) if dir == root.path()));
     }
 
     #[test]
@@ -320,14 +324,14 @@ mod tests {
             return;
         };
         let dir = own.join(format!("ddp-test-{}", std::process::id()));
-        let group = WorkerGroup::create(&dir).unwrap();
+        let group = WorkerCgroup::create(&dir).unwrap();
         let mut child = std::process::Command::new("cat");
         child.stdin(std::process::Stdio::piped());
         let mut child = child.spawn().unwrap();
         fs::write(dir.join(MEMBERS), child.id().to_string()).unwrap();
         assert_eq!(members(&dir), [child.id() as i32]);
         assert!(is_populated(&dir));
-        assert!(remove_tree(&dir).is_err(), "somebody is in it");
+        assert!(remove_tree(&dir).is_err(), "a process is in it");
         group.kill();
         let status = child.wait().unwrap();
         assert_eq!(

@@ -20,7 +20,8 @@ const LOOK_BOUND: Duration = Duration::from_millis(200);
 /// Between two looks whether it is through: a lock has no event with a deadline.
 const LOOK_INTERVAL: Duration = Duration::from_millis(1);
 
-/// Opens the folder of a group, and holds its lock until the file is closed. Whoever removes a group holds its lock.
+/// Opens the folder of a group, and holds its lock until the file is closed. A launcher that removes a group holds its
+/// lock.
 ///
 /// # Errors
 /// When there is no such folder, or another process holds it.
@@ -60,7 +61,7 @@ pub(super) fn remove_leftovers(own: &Path) -> usize {
         .filter(|entry| {
             let group = entry.path();
             let lock = hold(&group);
-            // Whoever comes in now, or makes a group below, makes the removal fail.
+            // A process that comes in now, or a group that is made below, makes the removal fail.
             lock.is_ok() && !is_populated(&group) && remove_tree(&group).is_ok()
         })
         .count()
@@ -86,7 +87,7 @@ mod tests {
         // A process that another test has just forked holds the lock too, until its program runs.
         let deadline = Instant::now() + Duration::from_secs(20);
         while remove_leftovers(own.path()) == 0 {
-            assert!(Instant::now() < deadline, "nobody holds it any more");
+            assert!(Instant::now() < deadline, "the lock is free");
             thread::yield_now();
         }
         assert!(!alive.exists());

@@ -57,8 +57,8 @@ impl Standing {
         self.place_unified().into_iter().flat_map(Place::levels)
     }
 
-    /// Folders of this process's group and of those above it in the hierarchy of version 1 that has `controller`, nearest
-    /// first; none where that is not mounted.
+    /// Folders of this process's group and of those above it in the hierarchy of version 1 that has `controller`,
+    /// nearest first; none where that is not mounted.
     pub(crate) fn levels_of(&self, controller: &str) -> impl Iterator<Item = PathBuf> {
         self.place_of(controller).into_iter().flat_map(Place::levels)
     }

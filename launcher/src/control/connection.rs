@@ -21,7 +21,7 @@ use super::store::{self, Store};
 const GREETING_BOUND: Duration = Duration::from_secs(10);
 /// How long one message may take to be written.
 const WRITE_BOUND: Duration = Duration::from_secs(30);
-/// Longest blocking read that is waited for; then the worker is told that nobody wrote it yet.
+/// Longest blocking read that is waited for; then the answer to the worker is that no rank wrote it yet.
 const MAX_GET: Duration = Duration::from_hours(24);
 
 /// Why a connection is ended by the agent. Not worth a line on the console: a worker that cannot live without its
@@ -300,7 +300,7 @@ fn over(hub: &Hub, generation: Generation) -> Option<String> {
 }
 
 /// Waits until the speaker is known to be the worker it claims to be: a fast worker may connect before the agent
-/// has heard that it was spawned.
+/// knows that it was spawned.
 async fn await_place(
     hub: &Hub,
     pid: i32,

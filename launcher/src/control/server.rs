@@ -140,7 +140,7 @@ impl ControlServer {
         &self.address
     }
 
-    /// A generation begins: whoever connects is told its place in it.
+    /// A generation begins: each worker that connects gets its place in it.
     pub(crate) fn begin(&self, place: Place) {
         self.place.send_replace(Some(place));
     }

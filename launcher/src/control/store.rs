@@ -123,11 +123,11 @@ impl Store {
         }
     }
 
-    /// Reads an entry as base64, waiting up to `bound` for somebody to write it; looks at least once.
+    /// Reads an entry as base64, waiting up to `bound` until a rank writes it; looks at least once.
     pub(crate) async fn get(&self, key: &str, bound: Duration) -> Result<Arc<str>, Refusal> {
         let deadline = Instant::now() + bound;
         let cell = self.cell(key);
-        // Whoever has waited in vain for its turn looks for itself: "not written" holds at the deadline, not when another
+        // A reader that waited in vain for its turn looks itself: "not written" holds at the deadline, not when another
         // reader asked.
         let turn = timeout_at(deadline, cell.turn.lock()).await;
         if let Some(value) = cell.value.get() {
@@ -163,7 +163,7 @@ impl Store {
                 Ok(None) => {
                     return Err(Refusal {
                         why: KvRefusal::NotWritten,
-                        words: format!("nobody wrote `{key}` within {:.1} s", bound.as_secs_f64()),
+                        words: format!("no rank wrote `{key}` within {:.1} s", bound.as_secs_f64()),
                     });
                 }
                 Err(error) => pause_or_refuse(error, deadline + ANSWER_GRACE).await?,
@@ -180,8 +180,8 @@ fn no_answer(key: &str, waited: Duration) -> Refusal {
     }
 }
 
-/// A broken connection is opened again by the client, and a daemon that was restarted is told of the generation by
-/// the agent; every other error is an answer.
+/// The client opens a broken connection again, and a daemon that was restarted learns of the generation from
+/// the agent. Every other error is an answer.
 async fn pause_or_refuse(error: ClientError, deadline: Instant) -> Result<(), Refusal> {
     let why = match &error {
         ClientError::Superseded { .. } => KvRefusal::Superseded,

@@ -1,4 +1,4 @@
-//! A daemon for one agent: does what its policy says, and passes on all that it hears.
+//! A daemon for one agent: does what its policy says, and passes on all that it receives.
 
 use std::collections::HashMap;
 use std::net::SocketAddr;
@@ -61,7 +61,7 @@ struct Job {
 struct Shared {
     policy: Policy,
     job: Mutex<Job>,
-    heard: Mutex<mpsc::Sender<AgentMessage>>,
+    received: Mutex<mpsc::Sender<AgentMessage>>,
     broken: broadcast::Sender<()>,
     said: broadcast::Sender<DaemonMessage>,
     store: Mutex<HashMap<String, Vec<u8>>>,
@@ -74,7 +74,7 @@ struct Shared {
 pub(crate) struct Daemon {
     address: SocketAddr,
     shared: Arc<Shared>,
-    heard: mpsc::Receiver<AgentMessage>,
+    received: mpsc::Receiver<AgentMessage>,
     runtime: tokio::runtime::Runtime,
 }
 
@@ -86,11 +86,11 @@ impl Daemon {
             .enable_all()
             .build()
             .unwrap();
-        let (sender, heard) = mpsc::channel();
+        let (sender, received) = mpsc::channel();
         let shared = Arc::new(Shared {
             policy,
             job: Mutex::default(),
-            heard: Mutex::new(sender),
+            received: Mutex::new(sender),
             broken: broadcast::Sender::new(4),
             said: broadcast::Sender::new(4),
             store: Mutex::default(),
@@ -111,7 +111,7 @@ impl Daemon {
         Self {
             address,
             shared,
-            heard,
+            received,
             runtime,
         }
     }
@@ -126,7 +126,7 @@ impl Daemon {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             let message = self
-                .heard
+                .received
                 .recv_timeout(left)
                 .unwrap_or_else(|_| panic!("the agent never sent {what}"));
             if let Some(found) = pick(message) {
@@ -135,9 +135,9 @@ impl Daemon {
         }
     }
 
-    /// All that was heard and not asked for yet.
-    pub(crate) fn heard(&self) -> Vec<AgentMessage> {
-        self.heard.try_iter().collect()
+    /// All that was received and not asked for yet.
+    pub(crate) fn received(&self) -> Vec<AgentMessage> {
+        self.received.try_iter().collect()
     }
 
     /// Loses what workers wrote, as a daemon does that is started anew.
@@ -148,7 +148,7 @@ impl Daemon {
     /// What a worker wrote, or writes soon.
     pub(crate) fn read(&self, key: &str) -> Vec<u8> {
         let read = async { tokio::time::timeout(DEADLINE, self.shared.read(key)).await };
-        self.runtime.block_on(read).expect("somebody writes it")
+        self.runtime.block_on(read).expect("a rank writes it")
     }
 
     /// Ends all streams.
@@ -309,7 +309,7 @@ impl Rendezvous for Service {
                     message = incoming.message() => {
                         let Ok(Some(message)) = message else { return };
                         // The test may be over already.
-                        let _ = shared.heard.lock().unwrap().send(message.clone());
+                        let _ = shared.received.lock().unwrap().send(message.clone());
                         let Some(answers) = shared.answer(message) else { return };
                         answers
                     }
@@ -342,7 +342,7 @@ impl Rendezvous for Service {
         match tokio::time::timeout(bound, self.0.read(&request.key)).await {
             Ok(value) => Ok(Response::new(KvGetReply { value })),
             Err(_) => Err(Status::deadline_exceeded(format!(
-                "nobody wrote `{}`",
+                "no rank wrote `{}`",
                 request.key
             ))),
         }

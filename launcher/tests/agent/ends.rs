@@ -59,7 +59,7 @@ fn a_signal_is_named_and_counted_as_shells_do() {
 fn rank_0_may_end_long_before_the_others() {
     let daemon = Daemon::start(Policy::default());
     let meeting = Meeting::new();
-    // Rank 1 ends when rank 0 is gone: nobody has the pipe open for writing any more.
+    // Rank 1 ends when rank 0 is gone: no process has the pipe open for writing any more.
     let script = r#"if [ "$RANK" = 0 ]; then exec 3>"$FIFO"; exit 0; fi; cat "$FIFO"; echo last"#;
     let end = launch(&daemon)
         .workers(2)
@@ -90,8 +90,8 @@ fn a_failure_begins_the_next_generation() {
         Some(Report::Join(Join { master_port, .. })) => Some(master_port),
         _ => None,
     };
-    let heard = daemon.heard();
-    let ports: Vec<u32> = heard
+    let received = daemon.received();
+    let ports: Vec<u32> = received
         .iter()
         .filter_map(|message| joins(message.body.clone()))
         .collect();
@@ -120,7 +120,7 @@ fn a_missing_program_is_one_clear_message() {
     [ddp-run] error: program `no-such-program` was not found
     [ddp-run]   hint: give a path, or a name that is in `PATH`
     ");
-    assert!(daemon.heard().is_empty(), "it joined");
+    assert!(daemon.received().is_empty(), "it joined");
 }
 
 #[test]
@@ -137,18 +137,18 @@ fn a_missing_interpreter_costs_no_restart() {
         .start()
         .wait();
     assert_eq!(end.code, 127, "{}", end.stderr);
-    let heard = daemon.heard();
+    let received = daemon.received();
     assert!(
-        !heard
+        !received
             .iter()
             .any(|message| matches!(message.body, Some(Report::WorkerExit(_)))),
-        "{heard:?}"
+        "{received:?}"
     );
     assert!(
-        heard
+        received
             .iter()
             .any(|message| matches!(message.body, Some(Report::Leave(_)))),
-        "{heard:?}"
+        "{received:?}"
     );
 }
 

@@ -15,7 +15,7 @@ fn role_key_value() {
         return;
     }
     let mut session = Session::open();
-    let assignment = session.hear();
+    let assignment = session.receive();
     let ToWorker::Assignment { env, node_addrs, .. } = assignment else {
         panic!("{assignment:?}");
     };
@@ -29,7 +29,7 @@ fn role_key_value() {
             key: key.clone(),
             value,
         });
-        let reply = session.hear();
+        let reply = session.receive();
         assert_eq!(
             reply,
             ToWorker::KvReply {
@@ -46,7 +46,7 @@ fn role_key_value() {
             key: key.clone(),
             timeout_ms: 20_000,
         });
-        let reply = session.hear();
+        let reply = session.receive();
         assert_eq!(
             reply,
             ToWorker::KvReply {
@@ -59,10 +59,10 @@ fn role_key_value() {
     }
     session.say(&ToAgent::KvGet {
         call: 4,
-        key: "nobody writes this".into(),
+        key: "no rank writes this".into(),
         timeout_ms: 1,
     });
-    let reply = session.hear();
+    let reply = session.receive();
     assert!(
         matches!(
             reply,
@@ -97,7 +97,7 @@ fn role_reads_patiently() {
         return;
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     let get = |call, key: &str, timeout_ms| ToAgent::KvGet {
         call,
         key: key.to_owned(),
@@ -105,7 +105,7 @@ fn role_reads_patiently() {
     };
     if session.env.rank.0 == 0 {
         session.say(&get(1, "late", 20_000));
-        let reply = session.hear();
+        let reply = session.receive();
         assert!(
             matches!(&reply, ToWorker::KvReply { value: Some(value), .. } if value == "AA=="),
             "{reply:?}"
@@ -113,13 +113,13 @@ fn role_reads_patiently() {
         println!("read");
     } else {
         session.say(&get(1, "never", 200));
-        session.hear();
+        session.receive();
         session.say(&ToAgent::KvPut {
             call: 2,
             key: "late".into(),
             value: "AA==".into(),
         });
-        session.hear();
+        session.receive();
     }
 }
 

@@ -21,7 +21,7 @@ fn role_stops_at_boundary() {
         return;
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     let heartbeat = ToAgent::Heartbeat {
         step: 17,
         phase: Phase::Training,
@@ -41,7 +41,7 @@ fn role_stops_at_boundary() {
         .write_all(b"{\"type\": \"telepathy\"}\n")
         .unwrap();
     println!("ready");
-    let asked = session.hear();
+    let asked = session.receive();
     println!("asked: {asked:?}");
     assert!(matches!(asked, ToWorker::StopAtStepBoundary { .. }));
     println!("saved");
@@ -73,7 +73,7 @@ fn a_native_worker_stops_at_a_step_boundary() {
     assert_eq!(end.stdout.matches("saved").count(), 2, "{}", end.stdout);
 }
 
-/// Rank 0 waits to be asked to stop, then ends with success; rank 1 hears nothing but signals.
+/// Rank 0 waits to be asked to stop, then ends with success; rank 1 reacts to signals only.
 #[test]
 fn role_rank_0_stops_at_boundary() {
     if !plays("role_rank_0_stops_at_boundary") {
@@ -86,9 +86,9 @@ fn role_rank_0_stops_at_boundary() {
         }
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     println!("ready");
-    assert!(matches!(session.hear(), ToWorker::StopAtStepBoundary { .. }));
+    assert!(matches!(session.receive(), ToWorker::StopAtStepBoundary { .. }));
     println!("saved");
 }
 
@@ -120,9 +120,9 @@ fn role_connects_late() {
         std::fs::read(&fifo).unwrap();
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     println!("ready");
-    assert!(matches!(session.hear(), ToWorker::StopAtStepBoundary { .. }));
+    assert!(matches!(session.receive(), ToWorker::StopAtStepBoundary { .. }));
     if !is_late {
         drop(std::fs::File::create(fifo).unwrap());
     }
@@ -130,7 +130,7 @@ fn role_connects_late() {
 }
 
 #[test]
-fn a_worker_that_connects_after_the_stop_was_asked_for_hears_of_it() {
+fn a_worker_that_connects_after_the_stop_was_asked_for_is_told() {
     let daemon = Daemon::start(Policy::default());
     let meeting = Meeting::new();
     let launch = launch(&daemon).workers(2).env("FIFO", &meeting.fifo);
@@ -153,9 +153,9 @@ fn role_saves_late() {
         return;
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     println!("ready");
-    assert!(matches!(session.hear(), ToWorker::StopAtStepBoundary { .. }));
+    assert!(matches!(session.receive(), ToWorker::StopAtStepBoundary { .. }));
     // Nothing else is said meanwhile.
     let socket = session.socket.get_ref();
     socket.set_read_timeout(Some(GRACE * 2 / 3)).unwrap();
@@ -195,7 +195,7 @@ fn role_only_sends() {
     }
     let mut session = Session::open_to_send();
     // The answer shows that the agent knows of the connection.
-    session.hear();
+    session.receive();
     drop(std::fs::File::create(fifo).unwrap());
     loop {
         std::thread::park();

@@ -49,7 +49,7 @@ fn a_first_signal_stops_with_its_code() {
         (Signal::SIGHUP, 129),
     ] {
         let daemon = Daemon::start(Policy::default());
-        // It hears of this signal and of no other.
+        // It gets this signal and no other.
         let name = &signal.as_str()[3..];
         let script = format!(
             "trap 'echo saved; exit 0' {name}; echo ready; while :; do tail -f /dev/null & wait; done"
@@ -175,7 +175,7 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     launcher.signal(Signal::SIGTERM);
     let launcher_pid = launcher.pid();
     let end = launcher.wait();
-    // What it could not leave, as long as somebody was in it; another launcher cannot either.
+    // It could not leave while a process was in it; another launcher cannot either.
     let groups = groups_of(launcher_pid);
     let next = || {
         let end = crate::harness::launch(&daemon).start().wait();
@@ -184,7 +184,7 @@ fn a_process_that_cannot_be_killed_is_named_and_does_not_hold_up_the_end() {
     next();
     assert_eq!(groups_of(launcher_pid), groups);
     drop(freezer);
-    until("nobody is in it", || {
+    until("it is empty", || {
         groups
             .iter()
             .all(|group| fs::read_to_string(group.join("cgroup.procs")).is_ok_and(|pids| pids.is_empty()))

@@ -61,7 +61,7 @@ impl Session {
         self.socket.get_mut().write_all(&line).unwrap();
     }
 
-    pub(crate) fn hear(&mut self) -> ToWorker {
+    pub(crate) fn receive(&mut self) -> ToWorker {
         let mut line = String::new();
         self.socket.read_line(&mut line).unwrap();
         serde_json::from_str(&line).unwrap_or_else(|error| panic!("{error}: `{line}`"))
@@ -81,7 +81,7 @@ fn now_ns() -> u128 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_nanos()
 }
 
-/// Rank 1 kills itself when rank 0 listens; rank 0 tells when it heard of it, and why.
+/// Rank 1 kills itself when rank 0 listens; rank 0 prints when it learned of it, and why.
 #[test]
 fn role_sibling_dies() {
     if !plays("role_sibling_dies") {
@@ -94,15 +94,15 @@ fn role_sibling_dies() {
         nix::sys::signal::raise(Signal::SIGKILL).unwrap();
     }
     let mut session = Session::open();
-    let assignment = session.hear();
+    let assignment = session.receive();
     assert!(
         matches!(assignment, ToWorker::Assignment { .. }),
         "{assignment:?}"
     );
     drop(std::fs::File::create(fifo).unwrap());
-    let over = session.hear();
-    println!("heard at {}", now_ns());
-    println!("heard: {over:?}");
+    let over = session.receive();
+    println!("received at {}", now_ns());
+    println!("received: {over:?}");
     session.say(&ToAgent::Failure {
         message: "all-reduce 17 failed".into(),
         hint: None,
@@ -112,8 +112,8 @@ fn role_sibling_dies() {
 }
 
 #[test]
-fn survivors_hear_at_once_who_died() {
-    // The daemon says nothing: what the survivor hears comes from its own agent.
+fn survivors_learn_at_once_who_died() {
+    // The daemon says nothing: the survivor's message comes from its own agent.
     let daemon = Daemon::start(Policy {
         decides: false,
         ..Policy::default()
@@ -127,15 +127,15 @@ fn survivors_hear_at_once_who_died() {
     let mut launcher = launch.start();
     let time = |line: String| line.trim().rsplit(' ').next().unwrap().parse::<u128>().unwrap();
     let died = time(launcher.stdout.expect("died at "));
-    let heard = time(launcher.stdout.expect("heard at "));
-    let over = launcher.stdout.expect("heard: ");
+    let received = time(launcher.stdout.expect("received at "));
+    let over = launcher.stdout.expect("received: ");
     assert!(
         over.contains("rank 1 (node `") && over.contains("died of SIGKILL"),
         "{over}"
     );
-    let after_ms = heard.saturating_sub(died) / 1_000_000;
-    assert!(after_ms < 1000, "heard after {after_ms} ms");
-    println!("the survivor heard after {after_ms} ms");
+    let after_ms = received.saturating_sub(died) / 1_000_000;
+    assert!(after_ms < 1000, "received after {after_ms} ms");
+    println!("the survivor received after {after_ms} ms");
     let exit = daemon.expect("a worker's exit", |message| match message.body {
         Some(Report::WorkerExit(exit)) => Some(exit),
         _ => None,
@@ -143,7 +143,7 @@ fn survivors_hear_at_once_who_died() {
     assert_eq!((exit.rank, exit.signal), (1, Some(9)));
     launcher.signal(Signal::SIGTERM);
     let end = launcher.wait();
-    assert!(end.stderr.contains("by itself"), "{}", end.stderr);
+    assert!(end.stderr.contains("on its own"), "{}", end.stderr);
     assert!(end.stderr.contains("all-reduce 17 failed"), "{}", end.stderr);
 }
 
@@ -178,13 +178,13 @@ fn role_writes() {
         return;
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     session.say(&ToAgent::KvPut {
         call: 1,
         key: "k".into(),
         value: "c2VjcmV0".into(),
     });
-    session.hear();
+    session.receive();
     println!("written");
     std::fs::read(std::env::var("FIFO").unwrap()).unwrap();
 }
@@ -216,13 +216,13 @@ fn role_waits() {
     std::fs::read(fifo).unwrap();
     // An endless line ends the connection, but nothing else.
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     let endless = vec![b'x'; ddp_proto::control::MAX_LINE_BYTES + 1];
     // The other side may close it before all is written.
     let _ = session.socket.get_mut().write_all(&endless);
     assert!(session.is_ended());
     let mut again = Session::open();
-    assert!(matches!(again.hear(), ToWorker::Assignment { .. }));
+    assert!(matches!(again.receive(), ToWorker::Assignment { .. }));
     println!("all is well");
 }
 
@@ -255,7 +255,7 @@ fn role_reports_progress() {
     }
     assert_eq!(std::env::var("DDP_PROGRESS").as_deref(), Ok("bar"));
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     eprintln!("a line before");
     let progress = Progress {
         steps: 10,
@@ -277,7 +277,7 @@ fn role_reports_progress() {
         key: "k".into(),
         value: String::new(),
     });
-    session.hear();
+    session.receive();
     eprintln!("a line meanwhile");
 }
 
@@ -319,7 +319,7 @@ fn role_never_reads() {
     for call in 0..20_000 {
         session.say(&ToAgent::KvGet {
             call,
-            key: format!("nobody writes {call}"),
+            key: format!("no rank writes {call}"),
             timeout_ms: 60_000,
         });
     }
@@ -369,7 +369,7 @@ fn role_changes_sizes() {
         return;
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     println!("ready");
     std::fs::read(std::env::var("FIFO").unwrap()).unwrap();
     for ranks_divide in 1..=2000 {
@@ -385,11 +385,11 @@ fn role_changes_sizes() {
         timeout_ms: 0,
     };
     session.say(&nobodys);
-    session.hear();
+    session.receive();
 }
 
 #[test]
-fn a_success_is_reported_however_much_the_workers_said_while_the_daemon_stood_still() {
+fn a_success_is_reported_however_much_the_workers_said_while_the_daemon_was_stalled() {
     let daemon = Daemon::start(Policy::default());
     let meeting = Meeting::new();
     let launch = launch(&daemon)
@@ -419,7 +419,7 @@ fn role_repeats_sizes() {
         return;
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     for call in 0..REPEATED {
         session.say(&ToAgent::Sizes(Sizes {
             ranks_divide: Some(12),
@@ -430,7 +430,7 @@ fn role_repeats_sizes() {
             key: format!("k{call}"),
             value: String::new(),
         });
-        session.hear();
+        session.receive();
     }
 }
 
@@ -452,7 +452,7 @@ fn sizes_that_are_repeated_are_no_news_to_the_daemon() {
     assert!(heartbeats < REPEATED / 2, "{heartbeats} heartbeats");
 }
 
-/// A daemon that goes away as soon as it has heard that the node has succeeded, and what becomes of the node.
+/// A daemon that goes away as soon as it knows that the node has succeeded, and what becomes of the node.
 fn without_a_verdict(change: impl FnOnce(Launch) -> Launch) -> End {
     let daemon = Daemon::start(Policy {
         decides: false,
@@ -474,7 +474,7 @@ fn role_ends_in_a_phase() {
         return;
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     let phase = std::env::var("PHASE").unwrap();
     session.say(&ToAgent::Heartbeat {
         step: 3,
@@ -527,7 +527,7 @@ fn role_hangs() {
         return;
     }
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     if std::env::var("RANK").as_deref() == Ok("0") {
         nix::sys::signal::sigprocmask(
             nix::sys::signal::SigmaskHow::SIG_BLOCK,
@@ -573,7 +573,7 @@ fn role_waits_for_a_peer() {
     }
     let fifo = std::env::var("FIFO").unwrap();
     let mut session = Session::open();
-    session.hear();
+    session.receive();
     let (let_go, is_let_go) = std::sync::mpsc::channel();
     std::thread::spawn(move || {
         std::fs::read(fifo).unwrap();

@@ -140,7 +140,7 @@ impl Target {
         })
     }
 
-    /// One attempt; the channel connects anew by itself when it broke.
+    /// One attempt; the channel reconnects when it broke.
     pub(super) async fn connect(&self) -> Result<Channel, tonic::transport::Error> {
         let mut connector = HttpConnector::new_with_resolver(self.resolver.clone());
         connector.set_nodelay(true);

@@ -38,7 +38,7 @@ pub enum ClientError {
         /// What to do about it.
         hint: &'static str,
     },
-    /// Somebody else answers at the endpoint.
+    /// Another server answers at the endpoint.
     #[error(
         "something that is no rendezvous answers at `{endpoint}`: {cause}\n  hint: is that the address of `ddp-rendezvous serve`, or of the node that hosts it? A proxy on the way must pass gRPC on"
     )]
@@ -144,7 +144,7 @@ impl ClientError {
     }
 }
 
-/// True if a read was answered with "nobody has written it yet".
+/// True if a read was answered with "no rank has written it yet".
 pub(super) fn is_not_written(status: &Status) -> bool {
     status.code() == Code::DeadlineExceeded
 }
@@ -166,7 +166,7 @@ pub(super) fn broken(endpoint: &str, status: &Status) -> ClientError {
     }
 }
 
-/// What to do where nobody answers at the endpoint.
+/// What to do where no server answers at the endpoint.
 const IS_IT_THERE: &str =
     "is `ddp-rendezvous serve` (or the node that hosts it) running there, and its port open?";
 /// What to do where the endpoint's name leads nowhere.

@@ -41,7 +41,8 @@ pub(super) enum Command {
         #[arg(long)]
         json: bool,
     },
-    /// Read all of a checkpoint: sizes, hashes, and whether regions and ranges make up every tensor; exits with 1 if not
+    /// Read all of a checkpoint: sizes, hashes, and whether regions and ranges make up every tensor; exits with 1 if
+    /// not
     Verify {
         #[command(flatten)]
         which: Which,

@@ -65,8 +65,8 @@ pub(super) fn named(name: &str) -> Result<Accelerator, String> {
     })
 }
 
-/// Of `NVIDIA H100 80GB HBM3` the sheet of an `h100`; where several bear the name, that with the nearest memory. Cards for
-/// PCI Express are slower than the modules that the sheets are of.
+/// Of `NVIDIA H100 80GB HBM3` the sheet of an `h100`; where several bear the name, that with the nearest memory. Cards
+/// for PCI Express are slower than the modules that the sheets are of.
 fn sheet_of(gpu: &GpuFacts) -> Option<Accelerator> {
     let words: Vec<String> = gpu
         .name

@@ -25,7 +25,7 @@ use device::Planned;
 
 /// More of them is a slipped digit.
 const MAX_COUNT: i64 = 1 << 14;
-/// Ranks of a node where nobody says how many: as most machines with GPUs have.
+/// Ranks of a node where no setting says how many: as most machines with GPUs have.
 const RANKS_A_NODE: u32 = 8;
 
 /// What is planned, and for which machines.
@@ -80,8 +80,8 @@ pub(super) fn run(args: &PlanArgs) -> ExitCode {
     }
 }
 
-/// Nodes, and ranks on each: flags first, then the `launch` section. What that says of this machine's devices is not said
-/// of those that are planned for.
+/// Nodes, and ranks on each: flags first, then the `launch` section. What that says of this machine's devices is not
+/// said of those that are planned for.
 fn size(args: &PlanArgs) -> Result<[u32; 2], CliError> {
     let text = std::fs::read_to_string(&args.config).map_err(|source| CliError::Machine {
         what: "cannot read the configuration",

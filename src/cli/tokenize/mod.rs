@@ -24,9 +24,9 @@ const FAILED: u8 = 1;
 
 /// Turn texts into a token file for `data.train` and `data.val`.
 ///
-/// Each document comes behind the end-of-text token (`<|endoftext|>`), as in the files of llm.c. A file that ends in `.jsonl`
-/// holds a document a line, any other file is one document. The token file is a safetensors file with one tensor `tokens`,
-/// which Python reads too: `safetensors.numpy.load_file(path)["tokens"]`.
+/// Each document comes behind the end-of-text token (`<|endoftext|>`), as in the files of llm.c. A file that ends in
+/// `.jsonl` holds a document a line, any other file is one document. The token file is a safetensors file with one
+/// tensor `tokens`, which Python reads too: `safetensors.numpy.load_file(path)["tokens"]`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
     /// `gpt2`, or the path of a `tokenizer.json` of Hugging Face's tokenizers

@@ -11,8 +11,8 @@ const MS: Duration = Duration::from_millis(1);
 fn two_nodes() -> Scene {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2);
-    s.hears("a");
-    s.hears("b");
+    s.received("a");
+    s.received("b");
     s
 }
 
@@ -46,16 +46,16 @@ fn stopped(exits: Vec<WorkerExit>) -> Body {
     })
 }
 
-/// What the node has heard since the last time: the verdict's list, and the last word.
+/// What the node has received since the last time: the verdict's list, and the last word.
 fn lists(s: &mut Scene, node: &str) -> (Option<JobOver>, Option<Failures>) {
     let (mut verdict, mut last_word) = (None, None);
-    for heard in s.hears(node) {
-        match heard {
-            Heard::Said(DaemonMessage {
+    for received in s.received(node) {
+        match received {
+            Received::Message(DaemonMessage {
                 body: Some(Reply::JobOver(over)),
                 ..
             }) => verdict = Some(over),
-            Heard::Said(DaemonMessage {
+            Received::Message(DaemonMessage {
                 body: Some(Reply::LastWord(failures)),
                 ..
             }) => assert_eq!(last_word.replace(failures), None, "two last words"),
@@ -87,7 +87,7 @@ fn lines(failures: &Failures) -> String {
             None => failure.node_gone.clone(),
         };
         let is_in_order = failure.happened_ns <= failure.arrived_ns.cast_signed();
-        assert!(is_in_order, "heard of before it happened: {failure:?}");
+        assert!(is_in_order, "reported before it happened: {failure:?}");
         let (arrived, happened) = (failure.arrived_ns / 1_000_000, failure.happened_ns / 1_000_000);
         format!(
             "{}.`{}` {what}: happened {happened} ms, arrived {arrived} ms",
@@ -105,7 +105,7 @@ fn lines(failures: &Failures) -> String {
 }
 
 #[test]
-fn every_node_hears_the_same_list_when_all_have_reported() {
+fn every_node_receives_the_same_list_when_all_have_reported() {
     let mut s = two_nodes();
     s.now += SECOND;
     let first = WorkerExit {
@@ -149,9 +149,9 @@ fn every_node_hears_the_same_list_when_all_have_reported() {
 }
 
 #[test]
-fn the_only_node_hears_the_last_word_at_once() {
+fn the_only_node_receives_the_last_word_at_once() {
     let mut s = Scene::new();
-    s.join("a", 1, 1).hears("a");
+    s.join("a", 1, 1).received("a");
     s.exit("a", 1, fatal(0, 3))
         .say("a", 1, stopped(vec![follower(1, MS)]));
     insta::assert_snapshot!(last_word(&mut s, "a"), @r"
@@ -165,7 +165,7 @@ fn a_node_that_takes_long_to_stop_keeps_the_others_for_a_moment_only() {
     let mut s = two_nodes();
     s.exit("b", 1, fatal(2, 42));
     s.pass(2 * SECOND, &["a", "b"]);
-    assert_eq!(last_word(&mut s, "b"), "nothing", "nobody has reported");
+    assert_eq!(last_word(&mut s, "b"), "nothing", "no node has reported");
     s.say("b", 1, stopped(vec![victim(3)]));
     let wait = Config::default().last_word_wait;
     s.pass(wait / 2, &["a", "b"]);
@@ -185,7 +185,7 @@ fn a_node_that_takes_long_to_stop_keeps_the_others_for_a_moment_only() {
 }
 
 #[test]
-fn a_node_that_was_away_hears_the_same_list_in_the_verdict() {
+fn a_node_that_was_away_receives_the_same_list_in_the_verdict() {
     let mut s = two_nodes();
     s.exit("b", 1, fatal(2, 42)).break_stream("a");
     s.say("b", 1, stopped(vec![victim(3)]));
@@ -195,7 +195,7 @@ fn a_node_that_was_away_hears_the_same_list_in_the_verdict() {
     let verdict = lists(&mut s, "a").0.expect("the verdict again");
     assert_eq!(verdict.last_word_ms, 0, "there is nothing to wait for");
     assert_eq!(lines(&verdict.failures.unwrap()), told);
-    // Even when nobody else is left.
+    // Even when no other node is left.
     s.leave("b", None, "").leave("a", None, "");
     assert!(s.state.is_idle());
     s.join_with("a", [10, 0, 0, 1], 1, join("a", 2, 2));
@@ -269,7 +269,7 @@ fn earlier_generations_and_lost_nodes_are_in_the_list() {
     s.break_stream("b").pass(6 * SECOND, &["a"]);
     s.join_with("b'", [10, 0, 0, 2], 0, join("b", 2, 2));
     s.pass(SECOND, &["a", "b'"]);
-    s.hears("a");
+    s.received("a");
     s.exit("b'", 3, fatal(2, 42));
     s.say("a", 3, stopped(vec![])).say("b'", 3, stopped(vec![]));
     insta::assert_snapshot!(last_word(&mut s, "a"), @r"
@@ -285,12 +285,12 @@ fn earlier_generations_and_lost_nodes_are_in_the_list() {
 fn the_end_of_a_job_that_nobody_came_back_to_tells_what_had_failed() {
     let mut s = two_nodes();
     s.break_stream("b").pass(6 * SECOND, &["a"]);
-    s.rejoin("a", 1, 2, 2).hears("a");
+    s.rejoin("a", 1, 2, 2).received("a");
     s.pass(601 * SECOND, &["a"]);
-    let Some(Heard::Said(DaemonMessage {
+    let Some(Received::Message(DaemonMessage {
         body: Some(Reply::Refused(refused)),
         ..
-    })) = s.hears("a").pop()
+    })) = s.received("a").pop()
     else {
         panic!("expected a refusal")
     };
@@ -329,7 +329,7 @@ fn thousands_of_ends_that_are_repeated_count_once() {
 }
 
 #[test]
-fn a_node_that_tells_of_more_ends_than_it_may_is_heard_no_further() {
+fn a_node_that_tells_of_more_ends_than_it_may_is_read_no_further() {
     let mut s = two_nodes();
     s.exit("b", 1, fatal(0, 42));
     s.say("b", 1, stopped((0..5000).map(|rank| exited(rank, 3)).collect()));
@@ -363,7 +363,7 @@ fn a_job_that_succeeds_has_nothing_to_tell() {
 #[test]
 fn the_list_is_bounded_and_what_is_beyond_is_counted() {
     let mut s = Scene::new();
-    s.join("a", 1, 1).hears("a");
+    s.join("a", 1, 1).received("a");
     s.exit("a", 1, fatal(0, 3));
     let many = u32::try_from(MAX_LISTED).unwrap() + 4;
     let exits = (0..many)

@@ -365,7 +365,7 @@ fn a_job_of_one_node_takes_no_spare_but_a_new_process_in_its_place() {
 }
 
 #[test]
-fn jobs_that_nobody_named_hear_of_each_other_and_do_not_mix() {
+fn jobs_that_nobody_named_learn_of_each_other_and_do_not_mix() {
     let mut s = Scene::new();
     let of = |node: &str, seed: u32| Join {
         job_signature: seed.to_string(),

@@ -1,4 +1,4 @@
-//! Decisions of the state machine, told as scenes: who says what, and what everybody hears.
+//! Decisions of the state machine, told as scenes: who says what, and what every node receives.
 
 mod failures;
 mod gathering;
@@ -25,13 +25,13 @@ use super::{At, CallId, Config, ConnId, Effect, Event, KvError, Peer, State, app
 const JOB: &str = "job1";
 const SECOND: Duration = Duration::from_secs(1);
 
-/// A daemon, the time, and what every stream has heard. The name of a node is also its host and incarnation,
+/// A daemon, the time, and what every stream has received. The name of a node is also its host and incarnation,
 /// up to a `'`: `b'` is a new process on host `b`.
 struct Scene {
     state: State,
     job: &'static str,
     now: Duration,
-    streams: BTreeMap<ConnId, Vec<Heard>>,
+    streams: BTreeMap<ConnId, Vec<Received>>,
     current: BTreeMap<String, ConnId>,
     answers: BTreeMap<u64, Result<Vec<u8>, KvError>>,
     last_id: u64,
@@ -39,8 +39,8 @@ struct Scene {
 
 #[derive(Clone, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "a test holds few of them")]
-enum Heard {
-    Said(DaemonMessage),
+enum Received {
+    Message(DaemonMessage),
     Closed,
 }
 
@@ -71,8 +71,8 @@ impl Scene {
             event,
         ) {
             match effect {
-                Effect::Send { conn, message } => self.hear(conn, Heard::Said(message)),
-                Effect::Close { conn } => self.hear(conn, Heard::Closed),
+                Effect::Send { conn, message } => self.receive(conn, Received::Message(message)),
+                Effect::Close { conn } => self.receive(conn, Received::Closed),
                 Effect::Answer { call, result } => {
                     let old = self.answers.insert(call.0, result.map(|value| value.to_vec()));
                     assert_eq!(old, None, "call {} was answered twice", call.0);
@@ -82,14 +82,14 @@ impl Scene {
         }
     }
 
-    fn hear(&mut self, conn: ConnId, heard: Heard) {
+    fn receive(&mut self, conn: ConnId, received: Received) {
         let stream = self.streams.entry(conn).or_default();
         assert_ne!(
             stream.last(),
-            Some(&Heard::Closed),
-            "stream {conn:?} heard {heard:?} after its end"
+            Some(&Received::Closed),
+            "stream {conn:?} received {received:?} after its end"
         );
-        stream.push(heard);
+        stream.push(received);
     }
 
     fn say(&mut self, node: &str, generation: u64, body: Body) -> &mut Self {
@@ -254,16 +254,16 @@ impl Scene {
         self
     }
 
-    /// What the node has heard on its stream since the last time, without acknowledgements.
-    fn hears(&mut self, node: &str) -> Vec<Heard> {
-        let heard = self.streams.entry(self.current[node]).or_default();
-        let news = heard.clone();
-        heard.retain(|h| *h == Heard::Closed);
+    /// What the node has received on its stream since the last time, without acknowledgements.
+    fn received(&mut self, node: &str) -> Vec<Received> {
+        let received = self.streams.entry(self.current[node]).or_default();
+        let news = received.clone();
+        received.retain(|h| *h == Received::Closed);
         news.into_iter()
             .filter(|h| {
                 !matches!(
                     h,
-                    Heard::Said(DaemonMessage {
+                    Received::Message(DaemonMessage {
                         body: Some(Reply::HeartbeatAck(_)),
                         ..
                     })
@@ -272,18 +272,22 @@ impl Scene {
             .collect()
     }
 
-    /// What the node has heard since the last time, in short words.
+    /// What the node has received since the last time, in short words.
     fn words(&mut self, node: &str) -> String {
-        self.hears(node).iter().map(short).collect::<Vec<_>>().join("\n")
+        self.received(node)
+            .iter()
+            .map(short)
+            .collect::<Vec<_>>()
+            .join("\n")
     }
 
-    /// The one assignment that the node has heard since the last time, among other things.
+    /// The one assignment that the node has received since the last time, among other things.
     fn assignment(&mut self, node: &str) -> (u64, Assignment) {
         let found: Vec<_> = self
-            .hears(node)
+            .received(node)
             .into_iter()
-            .filter_map(|heard| match heard {
-                Heard::Said(DaemonMessage {
+            .filter_map(|received| match received {
+                Received::Message(DaemonMessage {
                     generation,
                     body: Some(Reply::Assignment(a)),
                 }) => Some((generation, a)),
@@ -341,8 +345,8 @@ fn exited(rank: u32, code: i32) -> WorkerExit {
     }
 }
 
-fn short(heard: &Heard) -> String {
-    let Heard::Said(DaemonMessage { generation, body }) = heard else {
+fn short(received: &Received) -> String {
+    let Received::Message(DaemonMessage { generation, body }) = received else {
         return "closed".into();
     };
     match body.as_ref().expect("the daemon never sends an empty message") {

@@ -56,7 +56,7 @@ fn follower(rank: u32) -> WorkerExit {
 fn the_cause_is_named_though_its_consequence_is_reported_first() {
     let mut s = two_nodes();
     s.exit("a", 1, follower(0));
-    assert_eq!(s.words("a"), "", "nobody is blamed yet");
+    assert_eq!(s.words("a"), "", "no rank is blamed yet");
     s.pass(SECOND / 10, &["a", "b"]).exit("b", 1, killed(3, 9));
     insta::assert_snapshot!(s.words("a"), @"generation 1 over: rank 3 (node `b`) died of SIGKILL (failure on `b`, restart 1/3, back-off 0 ms)");
     // The next generation knows nothing of the suspect.
@@ -155,10 +155,10 @@ fn a_taken_port_begins_the_next_generation_for_nothing() {
 fn the_failure_report_goes_to_every_node() {
     let mut s = two_nodes();
     s.exit("b", 1, killed(3, 9));
-    let Heard::Said(DaemonMessage {
+    let Received::Message(DaemonMessage {
         body: Some(Reply::GenerationOver(over)),
         ..
-    }) = &s.hears("a")[0]
+    }) = &s.received("a")[0]
     else {
         panic!("expected the end of the generation");
     };
@@ -179,7 +179,7 @@ fn a_long_stderr_is_cut_to_its_last_lines() {
             ..exited(2, 1)
         },
     );
-    let Heard::Said(message) = &s.hears("a")[0] else {
+    let Received::Message(message) = &s.received("a")[0] else {
         panic!("expected a message")
     };
     let Some(Reply::GenerationOver(over)) = &message.body else {

@@ -61,7 +61,7 @@ fn a_new_stream_takes_over_from_one_that_only_looks_open() {
     s.join("a", 2, 2).join("b", 2, 2);
     let old = s.current["b"];
     s.join_with("b", [10, 0, 0, 1], 1, join("b", 2, 2));
-    assert_eq!(s.streams[&old].last(), Some(&Heard::Closed));
+    assert_eq!(s.streams[&old].last(), Some(&Received::Closed));
     s.say_from("b", old, [10, 0, 0, 1], 1, Body::WorkerExit(exited(2, 1)));
     s.apply(Event::Closed {
         conn: old,
@@ -72,7 +72,7 @@ fn a_new_stream_takes_over_from_one_that_only_looks_open() {
 }
 
 #[test]
-fn an_agent_that_missed_the_end_of_the_generation_hears_it_again() {
+fn an_agent_that_missed_the_end_of_the_generation_receives_it_again() {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2);
     s.break_stream("b").exit("a", 1, exited(0, 3));
@@ -110,7 +110,7 @@ fn a_join_that_crossed_an_assignment_does_not_confirm_its_end() {
 }
 
 #[test]
-fn an_agent_that_missed_the_end_of_the_job_hears_it_even_later() {
+fn an_agent_that_missed_the_end_of_the_job_receives_it_even_later() {
     let mut s = Scene::new();
     s.join("a", 2, 2).join("b", 2, 2).break_stream("b");
     s.leave("a", Some(2), "").pass(60 * SECOND, &[]);
@@ -169,7 +169,7 @@ fn a_node_that_succeeded_and_lost_its_lease_keeps_its_success() {
 }
 
 #[test]
-fn a_lost_node_hears_the_verdict_when_the_others_have_left() {
+fn a_lost_node_receives_the_verdict_when_the_others_have_left() {
     let mut s = Scene::new();
     s.join("a", 2, 2)
         .join("b", 2, 2)

@@ -76,7 +76,7 @@ impl Outage {
         self
     }
 
-    fn hears(&mut self, node: &str) -> String {
+    fn received(&mut self, node: &str) -> String {
         self.scene.words(node)
     }
 
@@ -90,17 +90,17 @@ impl Outage {
 fn a_generation_whose_nodes_all_come_back_runs_on() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a");
-    insta::assert_snapshot!(o.hears("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more");
+    insta::assert_snapshot!(o.received("a"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more");
     o.scene.pass(2 * SECOND, &["a"]);
     let before = o.held["b"].clone();
     o.back("b");
     assert_eq!(o.scene.assignment("b"), before, "it keeps its place");
     assert_eq!(o.scene.assignment("a"), o.held["a"]);
     o.scene.pass(60 * SECOND, &["a", "b"]);
-    assert_eq!((o.hears("a"), o.hears("b")), (String::new(), String::new()));
+    assert_eq!((o.received("a"), o.received("b")), (String::new(), String::new()));
     assert_eq!(o.phase(), ("running".into(), 1, 0));
     o.scene.succeed("a", 1).succeed("b", 1);
-    assert!(o.hears("a").starts_with("job over 0"));
+    assert!(o.received("a").starts_with("job over 0"));
 }
 
 #[test]
@@ -115,17 +115,20 @@ fn a_generation_of_one_node_runs_on_at_once() {
 fn what_happened_during_the_outage_counts() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a").scene.exit("a", 1, killed(0, 9));
-    assert!(!o.hears("a").contains("over"), "the other node has not come back");
+    assert!(
+        !o.received("a").contains("over"),
+        "the other node has not come back"
+    );
     o.back("b");
     let said =
         "generation 1 over: rank 0 (node `a`) died of SIGKILL (failure on `a`, restart 1/3, back-off 0 ms)";
-    assert!(o.hears("a").ends_with(said) && o.hears("b").ends_with(said));
+    assert!(o.received("a").ends_with(said) && o.received("b").ends_with(said));
 
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a").scene.succeed("a", 1);
     o.back("b").scene.succeed("b", 1);
     assert!(
-        o.hears("a")
+        o.received("a")
             .ends_with("job over 0: all 2 nodes succeeded (failure on ``)")
     );
 }
@@ -134,11 +137,11 @@ fn what_happened_during_the_outage_counts() {
 fn a_generation_whose_node_does_not_come_back_is_over_and_costs_nothing() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
     o.back("a").scene.join("b'", 2, 2);
-    insta::assert_snapshot!(o.hears("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more");
+    insta::assert_snapshot!(o.received("b'"), @"waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more");
     o.scene.pass(8 * SECOND, &["a", "b'"]);
-    assert!(!o.hears("a").contains("over"));
+    assert!(!o.received("a").contains("over"));
     o.scene.pass(SECOND, &["a", "b'"]);
-    insta::assert_snapshot!(o.hears("a"), @"generation 1 over: the rendezvous daemon was restarted, and node rank 1 did not come back within 9.0 s: the workers are stopped and started again (no restart spent)");
+    insta::assert_snapshot!(o.received("a"), @"generation 1 over: the rendezvous daemon was restarted, and node rank 1 did not come back within 9.0 s: the workers are stopped and started again (no restart spent)");
     o.scene.rejoin("a", 1, 2, 2);
     let (generation, next) = o.scene.assignment("b'");
     assert_eq!(
@@ -155,7 +158,7 @@ fn a_failure_during_the_outage_costs_a_restart_even_if_a_node_is_gone_too() {
         .exit("a", 1, killed(0, 9))
         .pass(10 * SECOND, &["a"]);
     assert!(
-        o.hears("a")
+        o.received("a")
             .contains("died of SIGKILL (failure on `a`, restart 1/3")
     );
 }
@@ -173,7 +176,7 @@ fn a_node_that_was_started_anew_is_not_waited_for() {
     let mut o = Outage::after(scene, &["a", "b"], (2, 2));
     o.back("a");
     o.scene.join_with("b'", [10, 0, 0, 2], 0, asks("b'", 1));
-    insta::assert_snapshot!(o.hears("a"), @r"
+    insta::assert_snapshot!(o.received("a"), @r"
     waiting: the rendezvous daemon was restarted; 1 of 2 nodes of generation 1 are back, waiting for node rank 1 for 9 s more
     generation 1 over: the rendezvous daemon was restarted, and node `b` was started anew: the workers are stopped and started again (no restart spent)
     ");
@@ -181,18 +184,18 @@ fn a_node_that_was_started_anew_is_not_waited_for() {
 
 #[test]
 fn a_spare_that_comes_first_waits_for_the_generation_that_it_knows_of() {
-    let spare = |heard_generation| Join {
-        heard_generation,
+    let spare = |latest_generation| Join {
+        latest_generation,
         ..join("c", 1, 1)
     };
     let mut o = Outage::of(&["a"], (1, 1));
     o.scene.join_with("c", [10, 0, 0, 3], 0, spare(1));
-    insta::assert_snapshot!(o.hears("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of generation 1 to come back for 9 s more");
+    insta::assert_snapshot!(o.received("c"), @"waiting: the rendezvous daemon was restarted; waiting for the nodes of generation 1 to come back for 9 s more");
     o.back("a");
     assert_eq!(o.scene.assignment("a"), o.held["a"]);
-    insta::assert_snapshot!(o.hears("c"), @"waiting: generation 1 of job `job1` runs with 1 node; this node is a spare until it is over");
+    insta::assert_snapshot!(o.received("c"), @"waiting: generation 1 of job `job1` runs with 1 node; this node is a spare until it is over");
 
-    // Nobody comes.
+    // No node comes.
     o.crash();
     o.scene
         .join_with("c", [10, 0, 0, 3], 0, spare(1))
@@ -205,7 +208,7 @@ fn a_node_that_can_be_taken_in_waits_until_the_generation_has_come_back() {
     let mut o = Outage::of(&["a", "b"], (1, 3));
     o.back("a").scene.join("c", 1, 3);
     o.back("b");
-    insta::assert_snapshot!(o.hears("b"), @r"
+    insta::assert_snapshot!(o.received("b"), @r"
     assignment 1: node rank 1 of [a@0 b@2], master 10.0.0.1:29500, restart 0/3: generation 1: 2 nodes are there after the last call, of 1 to 3; node ranks: 2 by host name
     generation 1 over at a step boundary: `c` joined; going on with 3 nodes (no restart spent)
     ");
@@ -226,7 +229,7 @@ fn sizes_that_the_workers_can_go_on_with_are_known_before_anybody_is_taken_in() 
     o.back_with("a", a).scene.join("c", 1, 3);
     o.back_with("b", b).scene.pass(30 * SECOND, &["a", "b", "c"]);
     assert_eq!(o.phase(), ("running".into(), 1, 0));
-    assert!(o.hears("c").contains("divides 4"));
+    assert!(o.received("c").contains("divides 4"));
 }
 
 #[test]
@@ -256,11 +259,11 @@ fn a_connection_that_breaks_again_before_all_are_back_does_no_harm() {
 #[test]
 fn nodes_that_are_away_longer_than_the_daemon_waits_still_come_together_again() {
     let mut o = Outage::of(&["a", "b"], (2, 2));
-    // `a` is lost before the daemon gives the generation up: nobody is there then.
+    // `a` is lost before the daemon gives the generation up: no node is there then.
     o.back("a").scene.break_stream("a").pass(15 * SECOND, &[]);
     o.back("a").back("b");
     for node in ["a", "b"] {
-        let words = o.hears(node);
+        let words = o.received(node);
         assert!(words.contains("generation 1 over"), "{words}");
         assert!(!words.contains("refused"), "{words}");
     }
@@ -285,7 +288,9 @@ fn a_generation_that_was_over_on_one_node_is_not_taken_up() {
         } else {
             o.back("b").back_with("a", over);
         }
-        assert!(o.hears("a").contains("generation 1 over") && o.hears("b").contains("generation 1 over"));
+        assert!(
+            o.received("a").contains("generation 1 over") && o.received("b").contains("generation 1 over")
+        );
         o.scene
             .rejoin("a", 1, 2, 2)
             .rejoin("b", 1, 2, 2)
@@ -323,7 +328,7 @@ fn the_newest_generation_is_the_one_that_is_taken_up() {
             o.back("b").back("a");
         }
         assert_eq!(o.phase(), ("running".into(), 2, 0), "{newest_first}");
-        assert!(o.hears("b").contains("generation 1 over"));
+        assert!(o.received("b").contains("generation 1 over"));
     }
 }
 
@@ -346,7 +351,7 @@ fn places_that_cannot_be_are_not_believed() {
         let mut place = o.place("a");
         lie(&mut place);
         o.back_with("a", place);
-        let words = o.hears("a");
+        let words = o.received("a");
         assert!(words.starts_with("generation 1 over: "), "{number}: {words}");
         assert_eq!(o.phase(), ("gathering".into(), 0, 0), "{number}");
     }
@@ -364,7 +369,7 @@ fn nodes_that_disagree_on_their_generation_start_again() {
         let mut place = o.place("b");
         lie(place.assignment.as_mut().unwrap());
         o.back("a").back_with("b", place);
-        assert!(o.hears("a").contains("disagree") && o.hears("b").contains("disagree"));
+        assert!(o.received("a").contains("disagree") && o.received("b").contains("disagree"));
         o.scene
             .rejoin("a", 1, 2, 2)
             .rejoin("b", 1, 2, 2)
@@ -392,7 +397,7 @@ fn a_daemon_that_ends_with_its_job_has_nobody_to_wait_for() {
     });
     o.scene.join("a'", 2, 2);
     o.back("b");
-    insta::assert_snapshot!(o.hears("b"), @"generation 1 over: the rendezvous daemon was restarted with the node that hosts it: the workers of generation 1 are stopped and started again (no restart spent)");
+    insta::assert_snapshot!(o.received("b"), @"generation 1 over: the rendezvous daemon was restarted with the node that hosts it: the workers of generation 1 are stopped and started again (no restart spent)");
     o.scene.rejoin("b", 1, 2, 2);
     assert_eq!(o.scene.assignment("b").0, 2);
 }
@@ -404,10 +409,10 @@ fn a_signal_to_a_node_that_only_waits_does_not_stop_the_generation() {
     o.back("b");
     assert_eq!(o.phase(), ("running".into(), 1, 0));
     o.crash().back("a").scene.leave("a", Some(15), "");
-    // Whoever comes back later hears the same.
+    // A node that comes back later receives the same.
     for node in ["b", "a"] {
         o.back(node);
-        assert!(o.hears(node).contains("job over 143: node `a`"), "{node}");
+        assert!(o.received(node).contains("job over 143: node `a`"), "{node}");
     }
 }
 

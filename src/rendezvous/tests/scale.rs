@@ -223,7 +223,7 @@ fn nodes_that_fit_only_together_are_taken_in_together() {
 }
 
 #[test]
-fn a_spare_hears_at_once_that_it_does_not_fit() {
+fn a_spare_learns_at_once_that_it_does_not_fit() {
     let mut s = Scene::new();
     s.join("a", 1, 4).join("b", 1, 4).pass(11 * SECOND, &["a", "b"]);
     s.join("c", 1, 4);
@@ -279,7 +279,7 @@ fn what_an_earlier_generation_said_comes_too_late() {
 }
 
 #[test]
-fn a_daemon_that_was_restarted_hears_of_the_sizes_before_it_starts_again() {
+fn a_daemon_that_was_restarted_learns_the_sizes_before_it_starts_again() {
     let mut s = Scene::new();
     for node in ["a", "b"] {
         s.join_with(node, [10, 0, 0, 1], 5, join(node, 1, 4));

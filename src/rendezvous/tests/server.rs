@@ -388,6 +388,6 @@ async fn an_agent_that_does_not_read_is_disconnected_and_harms_nobody() {
     drop(requests);
     timeout(PATIENCE, actor)
         .await
-        .expect("the actor ends when nobody can speak to it")
+        .expect("the actor ends when all senders are gone")
         .unwrap();
 }

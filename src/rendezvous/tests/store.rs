@@ -23,7 +23,7 @@ fn a_read_times_out_on_the_daemons_clock() {
     s.pass(Duration::from_millis(1), &["a"]);
     assert_eq!(
         s.answer(get),
-        Some(Err("nobody wrote key `never` within 1.5s".into()))
+        Some(Err("no rank wrote key `never` within 1.5s".into()))
     );
 }
 
@@ -64,10 +64,10 @@ fn the_store_of_what_does_not_exist() {
 fn a_read_of_a_run_that_nobody_is_left_of_is_answered_when_the_next_one_begins() {
     let mut s = Scene::new();
     let spare = Join {
-        heard_generation: 3,
+        latest_generation: 3,
         ..join("a", 2, 2)
     };
-    // A daemon that was restarted hears of generation 3, and waits for its nodes.
+    // A daemon that was restarted learns of generation 3, and waits for its nodes.
     s.join_with("a", [10, 0, 0, 1], 0, spare);
     let get = s.get(3, "k", 60_000);
     s.leave("a", None, "").join("b", 1, 1);

@@ -1,4 +1,4 @@
-//! One job under blows.
+//! One job under faults.
 
 use std::collections::BTreeSet;
 use std::fs::File;
@@ -12,7 +12,7 @@ use nix::unistd::Pid;
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
-use super::Blow;
+use super::Fault;
 use crate::harness::{
     Daemon, Launch, Proxy, Running, TinyJob, children, environment_of, eventually, groups_made_by, launch,
     metrics, processes, temp_dir,
@@ -20,9 +20,9 @@ use crate::harness::{
 
 /// Names the job in the environment of all its processes.
 const MARKER: &str = "CHAOS_JOB";
-/// Longest time between two blows.
+/// Longest time between two faults.
 const MAX_GAP_MS: u64 = 250;
-/// A blow that finds nobody is tried again, so often.
+/// A fault that finds no target is tried again, so often.
 const MAX_TRIES: u32 = 100;
 /// Steps of a native job.
 const STEPS: usize = 300;
@@ -76,7 +76,7 @@ struct Node {
 
 /// How a job ended.
 pub(super) struct Verdict {
-    pub(super) blows: Vec<Blow>,
+    pub(super) faults: Vec<Fault>,
     /// Of the first node that was not killed.
     pub(super) exit_code: Option<i32>,
 }
@@ -101,7 +101,7 @@ pub(super) struct Job {
     nodes: Vec<Node>,
     /// All launchers that there were.
     launchers: Vec<i32>,
-    blows: Vec<Blow>,
+    faults: Vec<Fault>,
 }
 
 impl Job {
@@ -133,7 +133,7 @@ impl Job {
             wires: wires.collect(),
             nodes: Vec::new(),
             launchers: Vec::new(),
-            blows: Vec::new(),
+            faults: Vec::new(),
             scratch,
             daemon,
             kind,
@@ -141,18 +141,18 @@ impl Job {
         }
     }
 
-    /// Starts it, strikes, lets it end, and looks at what is left.
+    /// Starts it, injects faults, lets it end, and looks at what is left.
     pub(super) fn run(mut self) -> Verdict {
         for place in 0..self.wires.len().max(1) {
             self.start(place);
         }
         let mut tries = 0;
-        while self.blows.len() < self.planned as usize && tries < MAX_TRIES && !self.living().is_empty() {
+        while self.faults.len() < self.planned as usize && tries < MAX_TRIES && !self.living().is_empty() {
             tries += 1;
             let gap = self.dice.random_range(0..MAX_GAP_MS);
             self.watch(Duration::from_millis(gap));
-            let blow = self.strike();
-            self.blows.extend(blow);
+            let fault = self.inject_fault();
+            self.faults.extend(fault);
         }
         self.gate.open();
         self.judge()
@@ -216,24 +216,24 @@ impl Job {
         }
     }
 
-    /// One blow at random; none if there was nobody to be hit.
-    fn strike(&mut self) -> Option<Blow> {
-        let blow = match (self.dice.random_range(0..100), self.daemon.is_some()) {
-            (0..55, _) | (55..90, false) => Blow::Worker,
-            (55..70, true) | (90.., false) => Blow::Agent,
-            (70..90, true) => Blow::Connection,
-            _ => Blow::Daemon,
+    /// One fault at random; none if there was no target.
+    fn inject_fault(&mut self) -> Option<Fault> {
+        let fault = match (self.dice.random_range(0..100), self.daemon.is_some()) {
+            (0..55, _) | (55..90, false) => Fault::Worker,
+            (55..70, true) | (90.., false) => Fault::Agent,
+            (70..90, true) => Fault::Connection,
+            _ => Fault::Daemon,
         };
-        let hit = match blow {
-            Blow::Worker => self.kill_a_worker(),
-            Blow::Agent => self.kill_an_agent(),
-            Blow::Connection => {
+        let hit = match fault {
+            Fault::Worker => self.kill_a_worker(),
+            Fault::Agent => self.kill_an_agent(),
+            Fault::Connection => {
                 let place = self.dice.random_range(0..self.wires.len());
                 self.wires[place].cut() > 0
             }
-            Blow::Daemon => self.replace_the_daemon(),
+            Fault::Daemon => self.replace_the_daemon(),
         };
-        hit.then_some(blow)
+        hit.then_some(fault)
     }
 
     fn kill_a_worker(&mut self) -> bool {
@@ -292,7 +292,11 @@ impl Job {
             let finished = node.running.finish();
             let transcript = finished.transcript();
             let Some(code) = finished.code() else {
-                assert!(node.killed, "{}: nobody killed it: {transcript}", self.name);
+                assert!(
+                    node.killed,
+                    "{}: it ended without being killed: {transcript}",
+                    self.name
+                );
                 finished.expect_killed_by(Signal::SIGKILL);
                 continue;
             };
@@ -307,7 +311,7 @@ impl Job {
             codes.push(code);
         }
         let alike = codes.iter().collect::<BTreeSet<_>>().len() <= 1;
-        let only_workers = self.blows.iter().all(|blow| *blow == Blow::Worker);
+        let only_workers = self.faults.iter().all(|fault| *fault == Fault::Worker);
         assert!(alike || !only_workers, "{}: {codes:?}", self.name);
         self.expect_nothing_left();
         if let (Some(training), Some(0)) = (&self.training, codes.first()) {
@@ -319,7 +323,7 @@ impl Job {
             );
         }
         Verdict {
-            blows: self.blows,
+            faults: self.faults,
             exit_code: codes.first().copied(),
         }
     }

@@ -22,9 +22,9 @@ pub(crate) struct Program {
 }
 
 /// A shell starts what is in the background with Ctrl-C ignored, which everything below inherits: there the tests
-/// would wait for ends that nobody hears of.
+/// would wait for ends that are never reported.
 #[expect(unsafe_code, reason = "the disposition of a signal")]
-fn hear_interrupts() {
+fn catch_interrupts() {
     static ONCE: Once = Once::new();
     ONCE.call_once(|| {
         for interrupt in [Signal::SIGINT, Signal::SIGQUIT] {
@@ -36,7 +36,7 @@ fn hear_interrupts() {
 
 impl Program {
     pub(crate) fn new(path: impl Into<PathBuf>) -> Self {
-        hear_interrupts();
+        catch_interrupts();
         let path = path.into();
         let name = path
             .file_name()
@@ -211,7 +211,7 @@ impl Running {
         self.status.is_some()
     }
 
-    /// Waits until the program has ended and nobody holds its output open any more.
+    /// Waits until the program has ended and no process holds its output open any more.
     #[track_caller]
     pub(crate) fn finish(mut self) -> Finished {
         let deadline = Instant::now() + PATIENCE;

@@ -1,4 +1,4 @@
-//! A daemon of its own, and ports that nobody else takes.
+//! A daemon of its own, and ports that no other program takes.
 
 use nix::sys::signal::Signal;
 use nix::sys::socket::{
@@ -46,7 +46,7 @@ impl Daemon {
     }
 }
 
-/// A port that the kernel gives to nobody else, and on which a program with `SO_REUSEADDR` can still listen:
+/// A port that the kernel gives to no other program, and on which a program with `SO_REUSEADDR` can still listen:
 /// bound, but not listening.
 pub(crate) struct ReservedPort {
     _socket: OwnedFd,

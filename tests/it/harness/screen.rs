@@ -1,4 +1,4 @@
-//! A terminal with a program on it, and somebody who reads and types.
+//! A terminal with a program on it, and a person who reads and types.
 
 use std::fs::File;
 use std::io::{Read, Write};
@@ -57,7 +57,7 @@ impl Screen {
         let (sender, output) = channel();
         std::thread::spawn(move || {
             let mut buffer = [0; 4096];
-            // It is an error to read a terminal that nobody has open any more.
+            // It is an error to read a terminal that no process has open any more.
             while let Ok(bytes @ 1..) = screen.read(&mut buffer) {
                 if sender.send(buffer[..bytes].to_vec()).is_err() {
                     return;
@@ -106,7 +106,7 @@ impl Screen {
         settings.local_flags.contains(LocalFlags::ECHO)
     }
 
-    /// Waits until nobody has the terminal open any more; the exit code, and all that the screen showed.
+    /// Waits until no process has the terminal open any more; the exit code, and all that the screen showed.
     #[track_caller]
     pub(crate) fn finish(mut self) -> (Option<i32>, String) {
         let deadline = Instant::now() + PATIENCE;

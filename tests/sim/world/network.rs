@@ -7,7 +7,7 @@ use ddp_proto::rendezvous::{AgentMessage, DaemonMessage};
 use ddp_run::rendezvous::ConnId;
 use rand::Rng;
 
-use super::{Happening, JOB, World};
+use super::{JOB, SimEvent, World};
 use crate::agent::Life;
 
 /// Whose stream it is, and when the last message each way arrives.
@@ -40,7 +40,7 @@ impl World {
         }
         self.later(
             self.config.heartbeat_interval(),
-            Happening::Heartbeats(number, conn),
+            SimEvent::Heartbeats(number, conn),
         );
     }
 
@@ -53,18 +53,18 @@ impl World {
             generation: agent.generation,
             body: Some(body),
         };
-        self.send_up(conn, |conn| Happening::Arrives(conn, message));
+        self.send_up(conn, |conn| SimEvent::Arrives(conn, message));
     }
 
     /// Schedules what arrives at the daemon after everything sent before on this stream.
-    pub(super) fn send_up(&mut self, conn: ConnId, happening: impl FnOnce(ConnId) -> Happening) {
+    pub(super) fn send_up(&mut self, conn: ConnId, event: impl FnOnce(ConnId) -> SimEvent) {
         let delay = self.latency();
         let Some(stream) = self.streams.get_mut(&conn) else {
             return;
         };
         stream.to_daemon = stream.to_daemon.max(self.now + delay);
         let at = stream.to_daemon;
-        self.at(at, happening(conn));
+        self.at(at, event(conn));
     }
 
     pub(super) fn send_down(&mut self, conn: ConnId, message: Option<DaemonMessage>) {
@@ -74,7 +74,7 @@ impl World {
         };
         stream.to_agent = stream.to_agent.max(self.now + delay);
         let at = stream.to_agent;
-        self.at(at, Happening::Delivers(conn, message));
+        self.at(at, SimEvent::Delivers(conn, message));
     }
 
     pub(super) fn deliver(&mut self, conn: ConnId, message: Option<DaemonMessage>) {
@@ -84,8 +84,8 @@ impl World {
         }
         match message {
             Some(message) => {
-                let wishes = self.agents[number].hear(message);
-                self.grant(number, wishes);
+                let actions = self.agents[number].receive(message);
+                self.grant(number, actions);
             }
             None => self.lose_stream(number, true),
         }
@@ -94,12 +94,12 @@ impl World {
     /// The stream of an agent breaks for it; it comes back soon if it lives.
     pub(super) fn lose_stream(&mut self, number: usize, comes_back: bool) {
         if let Some(conn) = self.agents[number].conn.take() {
-            self.send_up(conn, |conn| Happening::Ends(conn, false));
+            self.send_up(conn, |conn| SimEvent::Ends(conn, false));
         }
         if comes_back {
             self.outcome.reconnects += 1;
             let delay = self.pause(self.away_ms);
-            self.later(delay, Happening::Connects(number));
+            self.later(delay, SimEvent::Connects(number));
         }
     }
 
@@ -107,8 +107,8 @@ impl World {
     pub(super) fn break_network(&mut self, numbers: &[usize]) {
         for &number in numbers {
             let conn = self.agents[number].conn;
-            self.agenda.retain(|_, happening| match happening {
-                Happening::Arrives(c, _) | Happening::Delivers(c, _) => Some(*c) != conn,
+            self.agenda.retain(|_, event| match event {
+                SimEvent::Arrives(c, _) | SimEvent::Delivers(c, _) => Some(*c) != conn,
                 _ => true,
             });
             self.lose_stream(number, true);

@@ -3,7 +3,7 @@
 use ddp_run::rendezvous::State;
 use rand::Rng;
 
-use super::{Happening, World};
+use super::{SimEvent, World};
 use crate::agent::Life;
 
 impl World {
@@ -20,14 +20,14 @@ impl World {
             // The network breaks, for one agent or for all; messages on the way are lost.
             0..=21 => self.break_network(&[number]),
             22..=25 => self.break_network(&alive),
-            // An agent is killed; often somebody starts a new one there.
+            // An agent is killed; often a new one is started there.
             26..=36 => {
                 self.outcome.deaths += 1;
                 self.break_network(&[number]);
                 self.agents[number].life = Life::Gone;
                 if self.rng.random_bool(0.7) {
                     let (host, delay) = (self.agents[number].host, self.pause(20_000));
-                    self.later(delay, Happening::Starts(host));
+                    self.later(delay, SimEvent::Starts(host));
                 }
             }
             // A user stops one agent: it leaves when its workers are gone.
@@ -35,10 +35,10 @@ impl World {
                 let signal = if self.rng.random_bool(0.5) { 2 } else { 15 };
                 self.agents[number].exit_code = None;
                 if let Life::Running(_) = self.agents[number].life {
-                    let wishes = self.agents[number].leaving(signal);
-                    self.grant(number, wishes);
+                    let actions = self.agents[number].leaving(signal);
+                    self.grant(number, actions);
                     let delay = self.pause(5000);
-                    self.later(delay, Happening::Leaves(number, signal));
+                    self.later(delay, SimEvent::Leaves(number, signal));
                 } else {
                     self.exit(number, Some(signal));
                 }
@@ -77,10 +77,10 @@ impl World {
         self.state = State::new(self.config.clone());
         self.fresh = true;
         self.calls.clear();
-        self.agenda.retain(|_, happening| {
+        self.agenda.retain(|_, event| {
             !matches!(
-                happening,
-                Happening::Arrives(..) | Happening::Ends(..) | Happening::Delivers(..)
+                event,
+                SimEvent::Arrives(..) | SimEvent::Ends(..) | SimEvent::Delivers(..)
             )
         });
         let is_decided = |life: &Life| matches!(life, Life::Listening(_) | Life::Gone);

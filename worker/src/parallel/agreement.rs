@@ -301,7 +301,9 @@ mod tests {
         };
         let error = agreement.check(&Signature::new()).unwrap_err();
         assert!(
-            error.to_string().contains("waiting for rank 1: nobody wrote key"),
+            error
+                .to_string()
+                .contains("waiting for rank 1: no rank wrote key"),
             "{error}"
         );
     }

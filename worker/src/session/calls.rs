@@ -37,7 +37,7 @@ enum Call {
 }
 
 impl Calls {
-    /// Hands an answer to its caller; one that nobody waits for any more is dropped.
+    /// Hands an answer to its caller; one without a caller is dropped.
     pub(super) fn answer(&self, number: u64, answer: Answer) {
         let mut state = self.lock();
         match state.open.get_mut(&number) {
@@ -59,8 +59,8 @@ impl Calls {
         self.changed.notify_all();
     }
 
-    /// The number of a new call, as soon as fewer than `bound` are under way; `None` at the deadline or when `cancel` is
-    /// set.
+    /// The number of a new call, as soon as fewer than `bound` are under way; `None` at the deadline or when `cancel`
+    /// is set.
     pub(super) fn begin(&self, bound: usize, deadline: Instant, cancel: &Cancel) -> Option<u64> {
         let mut state = self.lock();
         while state.open.len() >= bound {

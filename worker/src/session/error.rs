@@ -8,7 +8,7 @@ pub enum SessionError {
     /// The environment contract is incomplete or contradicts itself.
     #[error(transparent)]
     Env(#[from] EnvError),
-    /// Several ranks, and nobody to introduce them to each other.
+    /// Several ranks, and no store at which they can meet.
     #[error(
         "`WORLD_SIZE` is {world_size}, but `DDP_CONTROL` is not set: the ranks cannot find each other\n  hint: start the program with `ddp-run --nproc-per-node {world_size}`; other launchers have no control socket"
     )]

@@ -122,7 +122,7 @@ impl Link {
         let mut lines = LineReader::new(stream.try_clone().map_err(|e| lost(&e))?);
         let assigned = await_assignment(&mut lines, &shared, address, deadline)?;
 
-        // A blocked get must see at once that the generation is over, whoever says so.
+        // A blocked get must see at once that the generation is over, whichever side says so.
         let calls = Arc::downgrade(&shared.calls);
         shared.cancel.on_cancel(move || {
             if let Some(calls) = calls.upgrade() {

@@ -50,7 +50,7 @@ impl Session {
     ) -> Result<Self, SessionError> {
         let started = ["RANK", "WORLD_SIZE", ddp_proto::env::DDP_CONTROL];
         if started.iter().all(|name| get(name).is_none()) {
-            // Whoever starts it twice means two runs.
+            // A session that is started twice means two runs.
             let env = WorkerEnv {
                 run_id: utc::unique_id(SystemTime::now()),
                 ..WorkerEnv::single()
@@ -135,20 +135,20 @@ impl Session {
         self.cancel.clone()
     }
 
-    /// The cause, once the agent, or somebody in this process, asked to stop at the next step boundary.
+    /// The cause, once the agent, or code in this process, asked to stop at the next step boundary.
     #[must_use]
     pub fn stop_requested(&self) -> Option<String> {
         self.stop.cause().map(str::to_owned)
     }
 
-    /// For whoever asks for a stop where no agent does.
+    /// For a program that asks for a stop where there is no agent.
     #[must_use]
     pub fn stop_request(&self) -> StopRequest {
         self.stop.clone()
     }
 
     /// Tells the agent how far this worker is: `step` steps are finished. Never blocks; a newer heartbeat
-    /// replaces one that is not yet written, and the last one is repeated by itself.
+    /// replaces one that is not yet written, and the last one is repeated automatically.
     pub fn heartbeat(&self, step: u64, phase: Phase, progress: Option<Progress>) {
         if let Some(link) = &self.link {
             let progress = progress.filter(is_finite);
@@ -185,7 +185,7 @@ impl Session {
         if self.link.is_some() {
             let (set, is_set) = std::sync::mpsc::channel();
             self.cancel.on_cancel(move || {
-                // Whoever waited may have gone.
+                // The caller may have stopped waiting.
                 let _ = set.send(());
             });
             // No word in time is an answer too.

@@ -20,7 +20,7 @@ const MAX_FRAMES: usize = 48;
 const MAX_THREADS: usize = 64;
 /// How long one thread may take to answer: one that waits in the kernel where no signal reaches it never does.
 const ANSWER_BOUND: Duration = Duration::from_millis(50);
-/// Between two looks for the answer: a signal handler can wake nobody.
+/// Between two looks for the answer: a signal handler cannot wake a thread.
 const LOOK_INTERVAL: Duration = Duration::from_micros(100);
 /// Beyond `SIGRTMIN`: a real-time signal that neither libc, CUDA nor Python use.
 const SIGNAL_OFFSET: c_int = 13;

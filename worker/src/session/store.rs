@@ -12,10 +12,10 @@ pub trait KeyValue: Send + Sync {
     /// Writes a key; writing the same value again succeeds. After [`StoreError::Unavailable`] it may be written or not.
     fn put(&self, key: &str, value: &[u8], deadline: Instant) -> Result<(), StoreError>;
 
-    /// Reads a key, and waits for it if need be. `None`: nobody had written it by the deadline, and never before that.
+    /// Reads a key, and waits for it if need be. `None`: no rank had written it by the deadline, and never before that.
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError>;
 
-    /// The same for a key without which nothing goes on: it is an error that nobody wrote it.
+    /// The same for a key without which nothing goes on: it is an error that no rank wrote it.
     fn wait_for(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, StoreError> {
         let started = Instant::now();
         self.get(key, deadline)?.ok_or_else(|| StoreError::NotWritten {
@@ -28,15 +28,15 @@ pub trait KeyValue: Send + Sync {
 /// Why a key-value call failed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum StoreError {
-    /// Nobody wrote a key that was needed.
-    #[error("nobody wrote key `{key}` within {waited_ms} ms")]
+    /// No rank wrote a key that was needed.
+    #[error("no rank wrote key `{key}` within {waited_ms} ms")]
     NotWritten {
         /// The key.
         key: String,
         /// How long it was waited for.
         waited_ms: u64,
     },
-    /// Somebody wrote another value before.
+    /// Another value was written before.
     #[error("key `{0}` was written before with another value")]
     Conflict(String),
     /// The generation is over.

@@ -58,7 +58,7 @@ fn without_a_launcher_the_worker_is_alone() {
     assert_eq!(value.as_deref(), Some(&b"v"[..]));
     assert_eq!(session.cancel().cause(), None);
     session.heartbeat(1, Phase::Training, None);
-    session.fail("nobody listens", None);
+    session.fail("no agent listens", None);
     session.shutdown();
 }
 
@@ -83,7 +83,7 @@ fn key_value_calls_are_matched_by_number() {
             scope.spawn(move || store.wait_for(key, Instant::now() + PATIENCE).unwrap())
         };
         let (a, b) = (get("a"), get("b"));
-        let mut calls = vec![peer.hear_call(), peer.hear_call()];
+        let mut calls = vec![peer.receive_call(), peer.receive_call()];
         calls.reverse();
         for message in calls {
             let ToAgent::KvGet { call, key, .. } = message else {
@@ -105,7 +105,7 @@ fn a_refusal_is_an_error_of_its_kind() {
         std::thread::scope(|scope| {
             let store = session.store();
             let put = scope.spawn(move || store.put("c", &[0, 1], Instant::now() + PATIENCE));
-            let message = peer.hear_call();
+            let message = peer.receive_call();
             let ToAgent::KvPut { call, key, value } = message else {
                 panic!("{message:?}")
             };
@@ -142,7 +142,7 @@ fn what_is_not_written_is_asked_for_until_the_deadline_and_looked_for_after_it()
             let get = scope.spawn(move || store.get("d", deadline));
             let asked_ms: Vec<_> = (0..=refuse)
                 .map(|refused| {
-                    let message = peer.hear_call();
+                    let message = peer.receive_call();
                     let ToAgent::KvGet { call, timeout_ms, .. } = message else {
                         panic!("{message:?}")
                     };
@@ -196,7 +196,7 @@ fn generation_over_ends_a_blocked_get_with_the_cause() {
     std::thread::scope(|scope| {
         let store = session.store();
         let get = scope.spawn(move || store.get("never", Instant::now() + PATIENCE));
-        assert!(matches!(peer.hear_call(), ToAgent::KvGet { .. }));
+        assert!(matches!(peer.receive_call(), ToAgent::KvGet { .. }));
         peer.say(&over(2, "an earlier life"));
         peer.say(&over(3, "rank 5 (node `b`) died of SIGKILL"));
         let error = get.join().unwrap().unwrap_err();
@@ -222,14 +222,14 @@ fn a_dead_agent_ends_every_wait() {
     std::thread::scope(|scope| {
         let store = session.store();
         let get = scope.spawn(move || store.get("never", Instant::now() + PATIENCE));
-        assert!(matches!(peer.hear_call(), ToAgent::KvGet { .. }));
+        assert!(matches!(peer.receive_call(), ToAgent::KvGet { .. }));
         drop(peer);
         let error = get.join().unwrap().unwrap_err();
         assert!(matches!(error, StoreError::Superseded(_)), "{error}");
     });
     let cause = await_cancel(&session.cancel());
     assert!(cause.starts_with("the agent is gone"), "{cause}");
-    session.fail("nobody listens", None);
+    session.fail("no agent listens", None);
     session.shutdown();
 }
 
@@ -273,10 +273,10 @@ fn the_last_heartbeat_is_repeated() {
         progress: Some(progress.clone()),
         waits: Vec::new(),
     };
-    while peer.hear() != expected {}
+    while peer.receive() != expected {}
     for _ in 0..3 {
         assert!(matches!(
-            peer.hear(),
+            peer.receive(),
             ToAgent::Heartbeat {
                 step: 7,
                 quiet_ms: 1..,
@@ -297,7 +297,7 @@ fn the_last_heartbeat_is_repeated() {
         progress: None,
         waits: Vec::new(),
     };
-    while peer.hear() != expected {}
+    while peer.receive() != expected {}
 }
 
 #[test]
@@ -308,7 +308,7 @@ fn a_heartbeat_says_what_is_waited_for() {
     session.cancel().listen_to(std::sync::Arc::downgrade(&waiting));
     session.heartbeat(7, Phase::Training, None);
     let told = loop {
-        if let ToAgent::Heartbeat { step: 7, waits, .. } = peer.hear()
+        if let ToAgent::Heartbeat { step: 7, waits, .. } = peer.receive()
             && !waits.is_empty()
         {
             break waits;
@@ -327,7 +327,7 @@ fn the_sizes_that_a_job_can_have_are_said_once() {
         ranks_multiple_of: Some(2),
     };
     session.limit_sizes(sizes);
-    assert_eq!(peer.hear_call(), ToAgent::Sizes(sizes));
+    assert_eq!(peer.receive_call(), ToAgent::Sizes(sizes));
 }
 
 #[test]
@@ -337,7 +337,7 @@ fn an_agent_that_asks_is_told_what_is_waited_for_and_where_the_threads_are() {
     let waiting = waits_for_rank_3();
     session.cancel().listen_to(std::sync::Arc::downgrade(&waiting));
     peer.say(&ToWorker::Describe);
-    let ToAgent::State { text } = peer.hear_call() else {
+    let ToAgent::State { text } = peer.receive_call() else {
         panic!("an answer was expected");
     };
     assert!(
@@ -378,7 +378,7 @@ fn a_failure_is_delivered_before_the_socket_closes() {
     session.fail("loss is NaN\nat step 3", Some("lower the learning rate"));
     session.shutdown();
     assert_eq!(
-        peer.hear_call(),
+        peer.receive_call(),
         ToAgent::Failure {
             message: "loss is NaN at step 3".into(),
             hint: Some("lower the learning rate".into()),
@@ -405,7 +405,7 @@ fn a_rank_that_lost_another_reports_what_the_agent_knows_of_it() {
     session.fail_as_consequence("all-reduce 17 failed", None);
     session.shutdown();
     assert!(matches!(
-        peer.hear_call(),
+        peer.receive_call(),
         ToAgent::Failure {
             consequence: true,
             ..
@@ -436,9 +436,9 @@ fn messages_say_what_is_missing() {
     `WORLD_SIZE` is 4, but `DDP_CONTROL` is not set: the ranks cannot find each other
       hint: start the program with `ddp-run --nproc-per-node 4`; other launchers have no control socket
     ");
-    env.control = Some("@ddp-nobody-listens-here".into());
+    env.control = Some("@ddp-no-agent-listens-here".into());
     insta::assert_snapshot!(error_of(begin(&env, times())), @r"
-    cannot connect to the agent at `@ddp-nobody-listens-here`: Connection refused
+    cannot connect to the agent at `@ddp-no-agent-listens-here`: Connection refused
       hint: `DDP_CONTROL` is only valid below the `ddp-run` that set it
     ");
     let only_rank = Session::from_vars(|n| (n == "RANK").then(|| "0".into()));

@@ -1,4 +1,4 @@
-//! The end of the launch: what people and programs are told of it.
+//! The end of the launch: what it reports to people and programs.
 
 use std::time::Duration;
 
@@ -8,11 +8,11 @@ use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use tokio::time::timeout;
 
-use super::super::aside::LeftInFiles;
-use super::super::conclusion::Conclusion;
 use super::super::event::Event;
+use super::super::exit_reason::ExitReason;
+use super::super::tasks::LeftInFiles;
 use super::Driver;
-use crate::event_log::Happening;
+use crate::event_log::LogEvent;
 use crate::logs::{free_attempt, remove_empty};
 use crate::report::{self, Facts};
 use crate::root_cause::Verdict;
@@ -33,9 +33,9 @@ impl Driver<'_> {
         }
         self.read_control();
         if let Some(words) = in_file {
-            self.crew.found_in_file(local_rank, words);
+            self.worker_group.found_in_file(local_rank, words);
         }
-        let mut exit = self.crew.describe(local_rank)?;
+        let mut exit = self.worker_group.describe(local_rank)?;
         let is = |code| exit.exit_code == Some(i32::from(code));
         exit.permanent = is(exit::DO_NOT_RESTART)
             || self.plan.command.native && exit::PERMANENT_OF_NATIVE.into_iter().any(is);
@@ -46,8 +46,8 @@ impl Driver<'_> {
     /// What is read in files when the workers are gone; of those that failed and have not said why.
     pub(super) fn read_files(&self) -> impl Future<Output = Option<LeftInFiles>> + Send + 'static {
         let log_dir = self.plan.log_dir.clone();
-        let failed = self.crew.silent_failures();
-        let failed = failed.filter_map(|rank| Some((rank, self.crew.files_of(rank)?)));
+        let failed = self.worker_group.silent_failures();
+        let failed = failed.filter_map(|rank| Some((rank, self.worker_group.files_of(rank)?)));
         let failed: Vec<_> = failed.collect();
         self.files.give(move || {
             let words = failed.into_iter();
@@ -63,7 +63,7 @@ impl Driver<'_> {
     /// Keeps what was read in files when the workers were gone.
     pub(super) fn note_files(&mut self, left: LeftInFiles) {
         for (local_rank, words) in left.words {
-            self.crew.found_in_file(local_rank, words);
+            self.worker_group.found_in_file(local_rank, words);
         }
         self.free_attempt = left.free_attempt.unwrap_or(self.free_attempt);
     }
@@ -72,7 +72,7 @@ impl Driver<'_> {
     pub(super) fn report_ends(&mut self, generation: Generation) {
         self.read_control();
         self.link
-            .report(generation, Report::NodeStopped(self.crew.ends()));
+            .report(generation, Report::NodeStopped(self.worker_group.ends()));
     }
 
     /// Keeps the failures of the job that the daemon tells.
@@ -89,17 +89,17 @@ impl Driver<'_> {
     }
 
     /// Tells programs how it ended; those who start us, and those who read our files.
-    pub(super) async fn publish(&mut self, conclusion: &Conclusion, report: Option<&str>) {
-        self.event_log.put(Happening::Finished {
-            exit_code: conclusion.exit_code(),
+    pub(super) async fn publish(&mut self, exit_reason: &ExitReason, report: Option<&str>) {
+        self.event_log.put(LogEvent::Finished {
+            exit_code: exit_reason.exit_code(),
             report,
         });
-        if matches!(conclusion, Conclusion::Succeeded) && self.run_token.is_empty() {
+        if matches!(exit_reason, ExitReason::Succeeded) && self.run_token.is_empty() {
             self.console.say(
                 "the job succeeded without this node: as a spare it was never needed, and started no worker",
             );
         }
-        if matches!(conclusion, Conclusion::Stopped { .. }) {
+        if matches!(exit_reason, ExitReason::Stopped { .. }) {
             // It may have been stopped before it wrote anything.
             let made = std::mem::take(&mut self.made);
             let removed = self.files.give(move || remove_empty(&made));
@@ -108,7 +108,7 @@ impl Driver<'_> {
             return;
         }
         let Some(report) = report else { return };
-        let written = self.files.give(self.error_files(conclusion, report));
+        let written = self.files.give(self.error_files(exit_reason, report));
         let complaints = match timeout(FILE_BOUND, written).await {
             Ok(results) => results.into_iter().flatten().filter_map(Result::err).collect(),
             Err(_) => vec![std::io::ErrorKind::TimedOut.into()],
@@ -118,14 +118,14 @@ impl Driver<'_> {
         }
     }
 
-    /// What writes the error files: the launcher's own, and that of whoever started it.
+    /// What writes the error files: the launcher's own, and that of the program that started it.
     fn error_files(
         &self,
-        conclusion: &Conclusion,
+        exit_reason: &ExitReason,
         report: &str,
     ) -> impl FnOnce() -> [std::io::Result<()>; 2] + Send + 'static {
-        let first_rank = match conclusion {
-            Conclusion::JobOver { first_failure, .. } => first_failure.as_ref().map(|first| first.0.rank),
+        let first_rank = match exit_reason {
+            ExitReason::JobOver { first_failure, .. } => first_failure.as_ref().map(|first| first.0.rank),
             _ => None,
         };
         let (plan, inherited, generation) = (
@@ -134,12 +134,12 @@ impl Driver<'_> {
             self.machine.generation(),
         );
         let (local_failure, failures) = (self.local_failure.clone(), self.failures.clone());
-        let (conclusion, report, hostname) = (conclusion.clone(), report.to_owned(), self.hostname.clone());
-        let worker_file = first_rank.and_then(|rank| self.crew.error_file_of(GlobalRank(rank)));
+        let (exit_reason, report, hostname) = (exit_reason.clone(), report.to_owned(), self.hostname.clone());
+        let worker_file = first_rank.and_then(|rank| self.worker_group.error_file_of(GlobalRank(rank)));
         move || {
             let verdict = Verdict {
                 job_id: &plan.job_id,
-                conclusion: &conclusion,
+                exit_reason: &exit_reason,
                 report: &report,
                 local_failure: local_failure.as_ref(),
                 failures: &failures,
@@ -155,18 +155,18 @@ impl Driver<'_> {
         }
     }
 
-    pub(super) fn report(&self, conclusion: &Conclusion) -> Option<String> {
+    pub(super) fn report(&self, exit_reason: &ExitReason) -> Option<String> {
         report::report(&Facts {
-            conclusion,
+            exit_reason,
             program: &self.plan.command.display_name,
             executable: &self.plan.command.program,
             hostname: &self.hostname,
             output_unseen: self.plan.output.direct,
             local_failure: self.local_failure.as_ref(),
-            local_ends: &self.crew.local_ends(),
+            local_ends: &self.worker_group.local_ends(),
             failures: &self.failures,
             generation: self.machine.generation(),
-            ran_for: self.crew.ran_for(),
+            ran_for: self.worker_group.ran_for(),
         })
     }
 }

@@ -7,7 +7,7 @@ use ddp_proto::control::PeerWait;
 use ddp_proto::ids::LocalRank;
 use nix::sys::signal::Signal;
 
-use super::super::aside::{self, Threads};
+use super::super::tasks::{self, Threads};
 use super::Driver;
 use crate::hang::{self, Beat, Silent};
 
@@ -22,7 +22,7 @@ impl Driver<'_> {
         else {
             return;
         };
-        if !self.told_unwatched && self.crew.is_unwatched(bound) {
+        if !self.told_unwatched && self.worker_group.is_unwatched(bound) {
             self.told_unwatched = true;
             self.console.say(&format!(
                 "`--hang-timeout` watches nothing: no worker of this node has sent a heartbeat in {} s\n  \
@@ -31,23 +31,23 @@ impl Driver<'_> {
             ));
         }
         if let Some((local_rank, _, silent)) = self.silent(bound) {
-            let worker = self.crew.get_mut(local_rank);
+            let worker = self.worker_group.get_mut(local_rank);
             if silent.waits && worker.is_some_and(|worker| worker.found_waiting == Some(silent.beat.step)) {
                 return;
             }
             self.asking = Some(self.machine.generation());
-            self.crew.forget_states();
+            self.worker_group.forget_states();
             self.control.describe();
-            let pids: Vec<i32> = self.crew.live_pids().collect();
+            let pids: Vec<i32> = self.worker_group.live_pids().collect();
             let read = self
                 .files
                 .give(move || pids.into_iter().map(|pid| (pid, hang::threads_of(pid))).collect());
-            return aside::wait_for_answers(self.aside.clone(), read);
+            return tasks::wait_for_answers(self.task_results.clone(), read);
         }
         let Some((local_rank, _, Silent { beat, waits: false })) = self.silent(bound / 2) else {
             return;
         };
-        if let Some(worker) = self.crew.get_mut(local_rank)
+        if let Some(worker) = self.worker_group.get_mut(local_rank)
             && worker.called_slow != Some(beat.step)
         {
             worker.called_slow = Some(beat.step);
@@ -56,10 +56,10 @@ impl Driver<'_> {
         }
     }
 
-    /// The live worker that is to blame for a silence of at least `bound`. Only waits of native workers have a time-out of
-    /// their own: others are not believed, since they might wait for ever.
+    /// The live worker that is to blame for a silence of at least `bound`. Only waits of native workers have a time-out
+    /// of their own: others are not believed, since they might wait for ever.
     fn silent(&self, bound: Duration) -> Option<(LocalRank, i32, Silent)> {
-        let (local_rank, pid, mut silent) = self.crew.silent(bound)?;
+        let (local_rank, pid, mut silent) = self.worker_group.silent(bound)?;
         silent.waits &= self.plan.command.native;
         Some((local_rank, pid, silent))
     }
@@ -83,11 +83,15 @@ impl Driver<'_> {
                 .say("the worker that said nothing new goes on: it is slow, not lost");
         };
         let (beat, now) = (silent.beat, Instant::now());
-        if self.crew.get_mut(local_rank).is_some_and(|worker| worker.aborted) {
-            return self.crew.end_hung(local_rank, Signal::SIGKILL);
+        if self
+            .worker_group
+            .get_mut(local_rank)
+            .is_some_and(|worker| worker.aborted)
+        {
+            return self.worker_group.end_hung(local_rank, Signal::SIGKILL);
         }
         let states = self.write_states(threads);
-        let Some(worker) = self.crew.get_mut(local_rank) else {
+        let Some(worker) = self.worker_group.get_mut(local_rank) else {
             return;
         };
         let states = states.map_or_else(String::new, |states| {
@@ -96,9 +100,9 @@ impl Driver<'_> {
         let rank = worker.rank;
         if silent.waits {
             let wait = worker.waits.first().map_or_else(String::new, PeerWait::to_string);
-            self.crew.found_waiting();
+            self.worker_group.found_waiting();
             return self.console.say(&format!(
-                "rank {rank} says nothing new, but is not ended: {wait}, and gives up by itself after \
+                "rank {rank} says nothing new, but is not ended: {wait}, and its wait ends after \
                  `parallel.timeout_s`{states}"
             ));
         }
@@ -113,15 +117,15 @@ impl Driver<'_> {
             .said
             .get_or_insert_with(|| format!("{}it {words}", hang::HUNG));
         self.console.say(&format!("rank {rank} {words}"));
-        self.crew.end_hung(local_rank, Signal::SIGABRT);
+        self.worker_group.end_hung(local_rank, Signal::SIGABRT);
     }
 
     /// Writes what every worker does into its log folder, as `hang.txt`; gives the pattern of the files.
     fn write_states(&self, threads: &Threads) -> Option<String> {
         let now = Instant::now();
-        let dir = self.crew.attempt_dir()?;
+        let dir = self.worker_group.attempt_dir()?;
         let mut states = Vec::new();
-        for (pid, worker) in self.crew.live() {
+        for (pid, worker) in self.worker_group.live() {
             let beat = worker.beat.map_or_else(
                 || "no heartbeat yet".to_owned(),
                 |Beat { step, .. }| format!("step {step}"),

@@ -1,8 +1,8 @@
 //! One loop that turns all that happens into events for the machine, and carries out its effects.
 
+mod daemon_link;
 mod ending;
 mod hanging;
-mod hearing;
 mod starting;
 
 pub(super) use starting::Ready;
@@ -20,21 +20,21 @@ use ddp_proto::rendezvous::{Failures, WorkerExit};
 use tokio::sync::mpsc;
 use tokio::time::Instant;
 
-use super::aside::{self, Aside, Leftovers};
-use super::conclusion::Conclusion;
+use super::blocking_thread::BlockingThread;
 use super::event::{Effect, Event};
-use super::hand::Hand;
+use super::exit_reason::ExitReason;
 use super::inbox::{Inbox, Mail, heartbeat_every};
 use super::launch::{LaunchError, Outfit};
 use super::link::{Link, LinkConfig};
 use super::machine::{LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
-use super::standstill::since_boot;
-use super::workers::{Crew, inherited};
-use crate::cgroup::WorkerGroup;
+use super::suspension::since_boot;
+use super::tasks::{self, Leftovers, TaskResult};
+use super::workers::{WorkerGroup, inherited};
+use crate::cgroup::WorkerCgroup;
 use crate::console::Console;
 use crate::control::{ControlEvent, ControlServer, News};
-use crate::event_log::{EventLog, Happening};
+use crate::event_log::{EventLog, LogEvent};
 use crate::guardian::Guardian;
 use crate::hang::Beat;
 use crate::logs::{create_log_dir, free_attempt};
@@ -43,7 +43,7 @@ use crate::plan::LaunchPlan;
 use crate::pump::Pump;
 use crate::reap;
 use crate::spawn::{SpawnEvent, SpawnNews, Spawner, check_program};
-use hearing::Touch;
+use daemon_link::DaemonLink;
 
 /// Version of the protocol that this agent speaks.
 const PROTOCOL: u32 = 1;
@@ -53,27 +53,27 @@ const QUEUE: usize = 1024;
 const MAX_WORDS_CHARS: usize = 4000;
 /// How often hung workers are looked for within the time that makes them hung.
 const LOOKS: u32 = 10;
-/// Heartbeats before the daemon has told its lease.
+/// Interval of heartbeats until the daemon sends its lease.
 const FIRST_HEARTBEAT: Duration = Duration::from_secs(1);
 
 /// The agent with all its parts.
 pub(super) struct Driver<'a> {
     plan: Arc<LaunchPlan>,
     guardian: &'a Guardian,
-    group: Option<Arc<WorkerGroup>>,
+    group: Option<Arc<WorkerCgroup>>,
     console: Console,
-    hand: Hand,
+    processes: BlockingThread,
     /// For all that may have to wait for a file system once the launch has begun: the loop does not.
-    files: Hand,
+    files: BlockingThread,
     hostname: String,
     inherited: Arc<[(OsString, OsString)]>,
     /// Folders made for log files, the innermost first.
     made: Vec<PathBuf>,
-    /// The first attempt whose log files are nobody's yet.
+    /// The first attempt without log files.
     free_attempt: u32,
     machine: Machine,
     opening: Vec<Effect>,
-    crew: Crew,
+    worker_group: WorkerGroup,
     pump: Pump,
     spawner: Spawner,
     control: ControlServer,
@@ -81,7 +81,7 @@ pub(super) struct Driver<'a> {
     client: Option<Client>,
     master_port: Option<MasterPort>,
     inbox: Inbox,
-    aside: mpsc::Sender<Aside>,
+    task_results: mpsc::Sender<TaskResult>,
     /// What the workers of the current generation need is being made.
     preparing: bool,
     /// Signals for the workers that came while these were being started.
@@ -91,13 +91,13 @@ pub(super) struct Driver<'a> {
     /// It was said that no worker sends heartbeats, though hung ones are looked for.
     told_unwatched: bool,
     alarm: Option<Instant>,
-    touch: Touch,
+    daemon_link: DaemonLink,
     /// Of the last assignment.
     run_token: String,
     local_failure: Option<WorkerExit>,
     /// All failures of the job, as the daemon told them last.
     failures: Failures,
-    finished: Option<Conclusion>,
+    finished: Option<ExitReason>,
     event_log: EventLog,
 }
 
@@ -106,7 +106,7 @@ impl<'a> Driver<'a> {
     pub(super) fn new(plan: LaunchPlan, guardian: &'a Guardian, outfit: Outfit) -> Result<Self, LaunchError> {
         let Outfit {
             console,
-            hand,
+            processes,
             files,
             group,
         } = outfit;
@@ -117,7 +117,7 @@ impl<'a> Driver<'a> {
         let signals = Signals::listen(&plan.signals)?;
         let (spawn_events, spawns) = mpsc::channel(QUEUE);
         let (control_events, control_inbox) = mpsc::channel(QUEUE);
-        let (aside, aside_inbox) = mpsc::channel(QUEUE);
+        let (task_results, task_inbox) = mpsc::channel(QUEUE);
         let hostname = nix::unistd::gethostname().map_err(std::io::Error::from)?;
         let hostname = hostname.to_string_lossy().into_owned();
         let event_log = plan.event_log.as_deref().map(EventLog::open).transpose()?;
@@ -133,11 +133,11 @@ impl<'a> Driver<'a> {
                 spawns,
                 control: control_inbox,
                 link: link_inbox,
-                aside: aside_inbox,
+                task_results: task_inbox,
                 heartbeat: heartbeat_every(FIRST_HEARTBEAT),
                 watch: plan.hang_timeout.map(|bound| heartbeat_every(bound / LOOKS)),
             },
-            crew: Crew::none(),
+            worker_group: WorkerGroup::none(),
             client: None,
             master_port: None,
             preparing: false,
@@ -145,7 +145,7 @@ impl<'a> Driver<'a> {
             asking: None,
             told_unwatched: false,
             alarm: None,
-            touch: Touch::begin(),
+            daemon_link: DaemonLink::begin(),
             run_token: String::new(),
             local_failure: None,
             failures: Failures::default(),
@@ -155,7 +155,7 @@ impl<'a> Driver<'a> {
             guardian,
             group,
             console,
-            hand,
+            processes,
             files,
             hostname,
             inherited: inherited.into(),
@@ -164,12 +164,12 @@ impl<'a> Driver<'a> {
             machine,
             opening,
             link,
-            aside,
+            task_results,
         })
     }
 
     /// Runs until the launch is over; returns the failure report too.
-    pub(super) async fn run(mut self) -> (Conclusion, Option<String>) {
+    pub(super) async fn run(mut self) -> (ExitReason, Option<String>) {
         let mut events = VecDeque::new();
         for effect in std::mem::take(&mut self.opening) {
             self.carry_out(effect, &mut events);
@@ -177,16 +177,16 @@ impl<'a> Driver<'a> {
         loop {
             while let Some(event) = events.pop_front() {
                 self.machine.set_listening(self.control.has_listeners());
-                self.machine.set_finishing(self.crew.is_finishing());
+                self.machine.set_finishing(self.worker_group.is_finishing());
                 for effect in self.machine.on(event) {
                     self.carry_out(effect, &mut events);
                 }
             }
             self.tell_meanwhile();
-            if let Some(conclusion) = self.finished.take() {
-                let report = self.report(&conclusion);
-                self.publish(&conclusion, report.as_deref()).await;
-                return (conclusion, report);
+            if let Some(exit_reason) = self.finished.take() {
+                let report = self.report(&exit_reason);
+                self.publish(&exit_reason, report.as_deref()).await;
+                return (exit_reason, report);
             }
             let mail = self.inbox.next(self.alarm).await;
             self.open(mail, &mut events);
@@ -197,40 +197,42 @@ impl<'a> Driver<'a> {
         self.feel_pulse();
         match mail {
             Mail::Signal(Call::Stop(signal)) => events.push_back(Event::Signal(signal)),
-            // A worker may run already though nobody has said so yet.
+            // A worker may run already, before its start is reported.
             Mail::Signal(Call::Forward(signal)) if self.machine.is_spawning() => {
                 self.deferred.insert(signal);
             }
-            Mail::Signal(Call::Forward(signal)) => self.crew.pass_on(signal),
+            Mail::Signal(Call::Forward(signal)) => self.worker_group.pass_on(signal),
             Mail::Signal(Call::Child) => self.reap(events),
             Mail::Spawn(event) => self.on_spawn(event, events),
             Mail::Control(event) => self.on_control(event),
             Mail::Link(event) => self.on_link(event, events),
-            Mail::Aside(Aside::Heard(generation, local_rank)) => {
+            Mail::TaskResult(TaskResult::ControlDrained(generation, local_rank)) => {
                 self.read_control();
                 let consequence = self
-                    .crew
+                    .worker_group
                     .get_mut(local_rank)
                     .is_some_and(|worker| worker.consequence);
-                events.push_back(Event::Heard {
+                events.push_back(Event::ControlDrained {
                     generation,
                     local_rank,
                     consequence,
                 });
             }
-            Mail::Aside(Aside::Prepared(generation, ready)) => self.spawn(generation, *ready, events),
-            Mail::Aside(Aside::Described(generation, local_rank, in_file)) => {
+            Mail::TaskResult(TaskResult::Prepared(generation, ready)) => {
+                self.spawn(generation, *ready, events)
+            }
+            Mail::TaskResult(TaskResult::Described(generation, local_rank, in_file)) => {
                 events.extend(self.on_described(generation, local_rank, in_file));
             }
-            Mail::Aside(Aside::Probed { refused }) => self.on_probed(refused, events),
-            Mail::Aside(Aside::Answered { threads }) => self.judge_hung(&threads),
-            Mail::Aside(Aside::Swept(stuck, left)) => {
+            Mail::TaskResult(TaskResult::Probed { refused }) => self.on_probed(refused, events),
+            Mail::TaskResult(TaskResult::Answered { threads }) => self.judge_hung(&threads),
+            Mail::TaskResult(TaskResult::Swept(stuck, left)) => {
                 self.read_control();
                 self.note_files(left);
                 events.push_back(Event::Swept { stuck });
             }
             // Who cannot be reached decides nothing; how long that may last has a bound of its own.
-            Mail::Alarm if self.touch.is_broken && self.machine.is_undecided() => {
+            Mail::Alarm if self.daemon_link.is_broken && self.machine.is_undecided() => {
                 self.alarm = Some(Instant::now() + VERDICT_WAIT);
             }
             Mail::Alarm => {
@@ -239,9 +241,9 @@ impl<'a> Driver<'a> {
             }
             Mail::Watch => self.look_for_hung_workers(),
             Mail::Heartbeat => {
-                self.touch.pulse.beat(since_boot());
-                // Without a connection nobody receives it.
-                if !self.touch.is_broken && self.client.is_some() {
+                self.daemon_link.pulse.beat(since_boot());
+                // Without a connection the daemon does not receive it.
+                if !self.daemon_link.is_broken && self.client.is_some() {
                     self.send_heartbeat();
                 }
             }
@@ -253,9 +255,9 @@ impl<'a> Driver<'a> {
         let is_current = generation == self.machine.generation();
         match news {
             SpawnNews::Spawned { local_rank, pid } => {
-                if is_current && let Some(worker) = self.crew.get_mut(local_rank) {
+                if is_current && let Some(worker) = self.worker_group.get_mut(local_rank) {
                     worker.pid = Some(pid);
-                    self.event_log.put(Happening::WorkerStarted {
+                    self.event_log.put(LogEvent::WorkerStarted {
                         generation: generation.0,
                         rank: worker.rank.0,
                         local_rank: local_rank.0,
@@ -273,7 +275,7 @@ impl<'a> Driver<'a> {
                 if is_current {
                     self.control.spawned();
                     for signal in std::mem::take(&mut self.deferred) {
-                        self.crew.pass_on(signal);
+                        self.worker_group.pass_on(signal);
                     }
                 }
                 events.push_back(Event::SpawnEnded { generation, failure });
@@ -284,13 +286,13 @@ impl<'a> Driver<'a> {
     }
 
     fn reap(&mut self, events: &mut VecDeque<Event>) {
-        let dead = reap::collect_workers(self.crew.live_pids(), self.crew.group());
+        let dead = reap::collect_workers(self.worker_group.live_pids(), self.worker_group.group());
         for (pid, _) in &dead {
             self.guardian.forget(*pid);
         }
-        for (local_rank, ending) in self.crew.ended(dead) {
+        for (local_rank, ending) in self.worker_group.ended(dead) {
             self.control.left(local_rank);
-            self.event_log.put(Happening::WorkerEnded {
+            self.event_log.put(LogEvent::WorkerEnded {
                 generation: self.machine.generation().0,
                 local_rank: local_rank.0,
                 ending: ending.to_string(),
@@ -300,7 +302,7 @@ impl<'a> Driver<'a> {
         if self.machine.is_spawning() {
             return;
         }
-        let live: BTreeSet<i32> = self.crew.live_pids().collect();
+        let live: BTreeSet<i32> = self.worker_group.live_pids().collect();
         let orphans = reap::collect_orphans(|pid| live.contains(&pid));
         for pid in &orphans {
             // It may have been a worker of a generation that was given up before it was started.
@@ -326,7 +328,7 @@ impl<'a> Driver<'a> {
         if event.generation != self.machine.generation() {
             return;
         }
-        let Some(worker) = self.crew.get_mut(event.local_rank) else {
+        let Some(worker) = self.worker_group.get_mut(event.local_rank) else {
             return;
         };
         match event.news {
@@ -353,7 +355,7 @@ impl<'a> Driver<'a> {
                     self.console.progress(step, progress);
                 }
                 if self.machine.is_running() {
-                    for line in self.crew.tell_waits() {
+                    for line in self.worker_group.tell_waits() {
                         self.console.say(&line);
                     }
                 }
@@ -382,13 +384,14 @@ impl<'a> Driver<'a> {
     }
 
     fn send_heartbeat(&mut self) {
-        self.link.beat(self.machine.generation(), self.crew.heartbeat());
+        self.link
+            .beat(self.machine.generation(), self.worker_group.heartbeat());
     }
 
     fn signal_unasked(&mut self, signal: i32) {
-        for local_rank in (0..self.crew.len() as u32).map(LocalRank) {
+        for local_rank in (0..self.worker_group.len() as u32).map(LocalRank) {
             if !self.control.listens(local_rank) {
-                self.crew.signal(signal, Some(local_rank));
+                self.worker_group.signal(signal, Some(local_rank));
             }
         }
     }
@@ -410,39 +413,45 @@ impl<'a> Driver<'a> {
             Effect::Notify(cause) => self.control.generation_over(&cause),
             Effect::AskToStop(cause) => self.control.ask_to_stop(&cause),
             Effect::SignalAll(signal) => {
-                self.crew.signal(signal, None);
+                self.worker_group.signal(signal, None);
                 if let (libc::SIGKILL, Some(group)) = (signal, &self.group) {
                     group.kill();
                 }
             }
             Effect::SignalUnasked(signal) => self.signal_unasked(signal),
-            Effect::SignalLate(local_rank, signal) => self.crew.signal(signal, Some(local_rank)),
+            Effect::SignalLate(local_rank, signal) => self.worker_group.signal(signal, Some(local_rank)),
             Effect::KillStray(pid) => reap::kill_child(pid),
-            Effect::Hear(local_rank) => {
-                aside::hear(
-                    self.aside.clone(),
+            Effect::DrainControl(local_rank) => {
+                tasks::drain_control(
+                    self.task_results.clone(),
                     (generation, local_rank),
                     self.control.silence_of(local_rank),
                 );
             }
             Effect::Describe(local_rank) => {
                 let (stderr, silence) = (
-                    self.crew.stderr_of(local_rank),
+                    self.worker_group.stderr_of(local_rank),
                     self.control.silence_of(local_rank),
                 );
-                let files = self.crew.files_of(local_rank);
+                let files = self.worker_group.files_of(local_rank);
                 let in_file = self.files.give(move || files?.error_message());
                 let who = (generation, local_rank);
-                aside::describe(self.aside.clone(), who, stderr, silence, in_file);
+                tasks::describe(self.task_results.clone(), who, stderr, silence, in_file);
             }
             Effect::Sweep => {
                 let leftovers = Leftovers {
                     guardian: self.guardian.pid(),
                     group: self.group.clone(),
                 };
-                let kill = self.hand.give(move || leftovers.kill());
-                let (read, streams) = (self.read_files(), self.crew.streams());
-                aside::sweep(self.aside.clone(), kill, read, streams, self.console.clone());
+                let kill = self.processes.give(move || leftovers.kill());
+                let (read, streams) = (self.read_files(), self.worker_group.streams());
+                tasks::sweep(
+                    self.task_results.clone(),
+                    kill,
+                    read,
+                    streams,
+                    self.console.clone(),
+                );
             }
             Effect::Arm(after) => self.alarm = Some(Instant::now() + after),
             Effect::Disarm => self.alarm = None,
@@ -450,11 +459,11 @@ impl<'a> Driver<'a> {
             Effect::Leave(leave) => {
                 let deadline = Instant::now() + LEAVE_WAIT;
                 if self.client.is_none() || !self.link.leave(generation, leave, deadline) {
-                    // The daemon never heard of us, or cannot be reached any more.
+                    // The daemon does not know this agent, or cannot be reached any more.
                     events.push_back(Event::Left);
                 }
             }
-            Effect::Finish(conclusion) => self.finished = Some(conclusion),
+            Effect::Finish(exit_reason) => self.finished = Some(exit_reason),
         }
     }
 }

@@ -10,14 +10,14 @@ use ddp_proto::ids::Generation;
 use ddp_proto::rendezvous::agent_message::Body as Report;
 use ddp_proto::rendezvous::{Assignment, Join};
 
-use super::super::aside;
 use super::super::event::Event;
-use super::super::workers::{Crew, PrepareError, Prepared, Site};
+use super::super::tasks;
+use super::super::workers::{PrepareError, Prepared, Site, WorkerGroup};
 use super::{Driver, PROTOCOL};
-use crate::cgroup::{Door, WorkerGroup};
+use crate::cgroup::{CgroupEntry, WorkerCgroup};
 use crate::control::{Place, Store};
 use crate::environment::{Common, threads_per_worker};
-use crate::event_log::Happening;
+use crate::event_log::LogEvent;
 use crate::master_port::MasterPort;
 use crate::plan::LaunchPlan;
 use crate::pump::Pump;
@@ -41,7 +41,7 @@ impl Driver<'_> {
             })
             .ok();
         let port = self.master_port.as_ref().map(MasterPort::get).or(asked);
-        self.event_log.put(Happening::Joined {
+        self.event_log.put(LogEvent::Joined {
             generation: generation.0,
         });
         let join = Join {
@@ -72,9 +72,9 @@ impl Driver<'_> {
     /// Has all made that the workers of a generation need; [`Driver::spawn`] is what follows.
     pub(super) fn prepare(&mut self, generation: Generation, assignment: Assignment) {
         self.run_token.clone_from(&assignment.run_token);
-        self.crew = Crew::none();
+        self.worker_group = WorkerGroup::none();
         self.preparing = true;
-        let entrance = self.group.as_deref().and_then(WorkerGroup::entrance);
+        let entry = self.group.as_deref().and_then(WorkerCgroup::entry);
         let making = Making {
             plan: self.plan.clone(),
             inherited: self.inherited.clone(),
@@ -82,18 +82,18 @@ impl Driver<'_> {
             hostname: self.hostname.clone(),
             scratch_dir: self.guardian.scratch_dir().to_owned(),
             control: self.control.address().to_owned(),
-            entrance: entrance.map(|(door, group)| (door, group.to_owned())),
+            entry: entry.map(|(entry, group)| (entry, group.to_owned())),
             pump: self.pump.clone(),
             generation,
             assignment,
         };
         let making = self.files.give(move || making.make());
-        aside::prepare(self.aside.clone(), generation, making);
+        tasks::prepare(self.task_results.clone(), generation, making);
     }
 
     /// Starts no more workers. Those that are not even prepared are not waited for.
     pub(super) fn cancel_spawn(&mut self, generation: Generation, events: &mut VecDeque<Event>) {
-        self.crew.trouble_begins();
+        self.worker_group.trouble_begins();
         if std::mem::take(&mut self.preparing) {
             let failure = None;
             events.push_back(Event::SpawnEnded { generation, failure });
@@ -125,13 +125,13 @@ impl Driver<'_> {
     fn request(&mut self, generation: Generation, ready: Ready) -> Result<(), PrepareError> {
         let Ready {
             prepared,
-            door,
+            entry,
             node_addrs,
         } = ready;
         let Some(client) = self.client.clone() else {
             return Err(PrepareError::Assignment("it came from nowhere".into()));
         };
-        self.crew = prepared.crew;
+        self.worker_group = prepared.worker_group;
         self.local_failure = None;
         self.control.begin(Place {
             generation,
@@ -142,7 +142,7 @@ impl Driver<'_> {
                 .collect(),
             node_addrs,
             store: Arc::new(Store::new(client, self.plan.job_id.clone(), generation)),
-            pids: vec![None; self.crew.len()],
+            pids: vec![None; self.worker_group.len()],
             spawned: false,
             asked_to_stop: None,
             over: None,
@@ -152,8 +152,8 @@ impl Driver<'_> {
             command: self.plan.command.clone(),
             workers: prepared.specs,
             ignored: self.ignored_by_workers(),
-            door,
-            cancelled: self.crew.cancelled.clone(),
+            entry,
+            cancelled: self.worker_group.cancelled.clone(),
         };
         if !self.spawner.request(batch) {
             let busy = "workers of the last generation are still being started";
@@ -176,7 +176,7 @@ impl Driver<'_> {
 /// What the workers of a generation are started from.
 pub(in crate::agent) struct Ready {
     prepared: Prepared,
-    door: Option<Door>,
+    entry: Option<CgroupEntry>,
     node_addrs: Vec<String>,
 }
 
@@ -189,7 +189,7 @@ struct Making {
     scratch_dir: PathBuf,
     control: String,
     /// The control group that the workers are to be born in, if there is one, behind the way into it.
-    entrance: Option<(Door, PathBuf)>,
+    entry: Option<(CgroupEntry, PathBuf)>,
     pump: Pump,
     generation: Generation,
     assignment: Assignment,
@@ -198,7 +198,7 @@ struct Making {
 impl Making {
     fn make(self) -> Result<Ready, PrepareError> {
         let plan = &*self.plan;
-        let (door, group) = self.entrance.unzip();
+        let (entry, group) = self.entry.unzip();
         let site = Site {
             common: Common {
                 inherited: &self.inherited,
@@ -221,8 +221,8 @@ impl Making {
         };
         let nodes = self.assignment.nodes.iter();
         Ok(Ready {
-            prepared: Crew::prepare(self.generation, &self.assignment, &site, &self.pump)?,
-            door,
+            prepared: WorkerGroup::prepare(self.generation, &self.assignment, &site, &self.pump)?,
+            entry,
             node_addrs: nodes.map(|node| node.addr.clone()).collect(),
         })
     }

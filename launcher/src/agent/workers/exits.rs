@@ -5,7 +5,7 @@ use std::time::{Duration, UNIX_EPOCH};
 use ddp_proto::ids::GlobalRank;
 use ddp_proto::rendezvous::{MAX_EXITS_OF_A_KIND, NodeStopped, WorkerExit};
 
-use super::{Crew, End, LocalRank, Worker};
+use super::{End, LocalRank, Worker, WorkerGroup};
 use crate::ending::Ending;
 use crate::master_port::is_taken;
 
@@ -14,7 +14,7 @@ const BIND_BOUND: Duration = Duration::from_mins(1);
 /// Longest part of a worker's words that is told then.
 const MAX_WORDS_CHARS: usize = 200;
 
-impl Crew {
+impl WorkerGroup {
     /// The end of a worker with all that is known of it; none while it lives.
     pub(in crate::agent) fn describe(&self, local_rank: LocalRank) -> Option<WorkerExit> {
         let worker = self.workers.get(local_rank.0 as usize)?;

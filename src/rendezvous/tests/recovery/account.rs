@@ -25,12 +25,12 @@ fn what_was_spent_before_the_outage_is_not_given_back() {
             .rejoin("a", generation, 1, 1);
         o.scene.pass(SECOND, &["a"]);
     }
-    assert!(o.hears("a").contains("all 3 restarts are used up"));
+    assert!(o.received("a").contains("all 3 restarts are used up"));
 }
 
 #[test]
-fn a_refund_that_one_node_has_heard_of_is_not_lost() {
-    for hears_first in [true, false] {
+fn a_refund_that_one_node_has_received_is_not_lost() {
+    for receives_first in [true, false] {
         let mut scene = Scene::new();
         scene.join("a", 2, 2).join("b", 2, 2);
         for generation in 1..=2 {
@@ -38,7 +38,7 @@ fn a_refund_that_one_node_has_heard_of_is_not_lost() {
                 .exit("a", generation, killed(0, 9))
                 .rejoin("a", generation, 2, 2)
                 .rejoin("b", generation, 2, 2);
-            let _ = (scene.hears("a"), scene.hears("b"));
+            let _ = (scene.received("a"), scene.received("b"));
             scene.pass(SECOND, &["a", "b"]);
         }
         let held = [("a", scene.assignment("a")), ("b", scene.assignment("b"))];
@@ -48,15 +48,15 @@ fn a_refund_that_one_node_has_heard_of_is_not_lost() {
             .heartbeat("a", 3)
             .break_stream("b")
             .exit("a", 3, killed(0, 9));
-        let heard = scene.hears("a");
+        let received = scene.received("a");
         let [
-            Heard::Said(DaemonMessage {
+            Received::Message(DaemonMessage {
                 body: Some(Reply::GenerationOver(cost)),
                 ..
             }),
-        ] = heard.as_slice()
+        ] = received.as_slice()
         else {
-            panic!("{heard:?}")
+            panic!("{received:?}")
         };
         assert_eq!((cost.restart_count, cost.best_step), (1, Some(7)));
 
@@ -70,7 +70,7 @@ fn a_refund_that_one_node_has_heard_of_is_not_lost() {
         over.over = true;
         let told = over.assignment.as_mut().unwrap();
         (told.restart_count, told.best_step) = (cost.restart_count, cost.best_step);
-        if hears_first {
+        if receives_first {
             o.back_with("a", over).back("b");
         } else {
             o.back("b").back_with("a", over);
@@ -84,7 +84,7 @@ fn a_refund_that_one_node_has_heard_of_is_not_lost() {
         assert_eq!(
             (generation, next.restart_count, next.best_step),
             expected,
-            "{hears_first}"
+            "{receives_first}"
         );
     }
 }

@@ -77,7 +77,7 @@ impl FakeAgent {
         std::thread::scope(|scope| {
             let session = scope.spawn(move || Session::from_vars_within(|n| vars.get(n).cloned(), times));
             let mut peer = self.accept();
-            let hello = peer.hear();
+            let hello = peer.receive();
             assert!(
                 matches!(hello, ToAgent::Hello { protocol: PROTOCOL, generation: Generation(3), pid, .. } if pid == std::process::id()),
                 "{hello:?}"
@@ -89,16 +89,16 @@ impl FakeAgent {
 }
 
 impl Peer {
-    pub(super) fn hear(&mut self) -> ToAgent {
+    pub(super) fn receive(&mut self) -> ToAgent {
         let mut line = String::new();
         self.lines.read_line(&mut line).unwrap();
         serde_json::from_str(&line).unwrap_or_else(|e| panic!("`{line}`: {e}"))
     }
 
     /// The next message that is no heartbeat.
-    pub(super) fn hear_call(&mut self) -> ToAgent {
+    pub(super) fn receive_call(&mut self) -> ToAgent {
         loop {
-            match self.hear() {
+            match self.receive() {
                 ToAgent::Heartbeat { .. } => {}
                 other => return other,
             }

@@ -8,7 +8,7 @@ use crate::spawn::SpawnError;
 
 /// Why the launcher exits.
 #[derive(Clone, Debug, PartialEq)]
-pub enum Conclusion {
+pub enum ExitReason {
     /// All workers of the job ended with 0.
     Succeeded,
     /// The daemon ended the job: a worker failed for good, or another node was stopped.
@@ -54,7 +54,7 @@ pub enum Conclusion {
     },
 }
 
-impl Conclusion {
+impl ExitReason {
     /// What the daemon is told when this ends the agent: a signal or a failed start ends the whole job.
     pub(super) fn farewell(&self) -> Leave {
         match self {
@@ -76,8 +76,8 @@ impl Conclusion {
         }
     }
 
-    /// All workers are well until they are asked to stop, and native ones save: not those of a node that the job went on
-    /// without.
+    /// All workers are well until they are asked to stop, and native ones save: not those of a node that the job went
+    /// on without.
     pub(super) const fn leaves_time_to_save(&self) -> bool {
         matches!(
             self,

@@ -34,7 +34,7 @@ struct CloneArgs {
 
 /// A way into a group, valid as long as the descriptor.
 #[derive(Clone, Copy, Debug)]
-pub(crate) enum Door {
+pub(crate) enum CgroupEntry {
     /// Processes are born in the group with this folder.
     Birth(RawFd),
     /// A new process moves itself, by a write to this file.
@@ -49,14 +49,14 @@ pub(crate) enum Forked {
     Parent(Pid),
 }
 
-impl Door {
+impl CgroupEntry {
     /// The best way that works into the group with this folder and this file of members. A child tries: the kernel's
     /// rules on who may be in which group are many.
     pub(super) fn find(folder: RawFd, members: RawFd) -> io::Result<Self> {
-        if try_door(Self::Birth(folder)).is_ok() {
+        if try_entry(Self::Birth(folder)).is_ok() {
             return Ok(Self::Birth(folder));
         }
-        try_door(Self::Move(members)).map(|()| Self::Move(members))
+        try_entry(Self::Move(members)).map(|()| Self::Move(members))
     }
 
     /// To be called in every process that came from [`fork`]. Async-signal-safe; true if the process is in.
@@ -69,14 +69,14 @@ impl Door {
     }
 }
 
-/// `fork`, into the group that `door` leads to.
+/// `fork`, into the group that `entry` leads to.
 ///
 /// # Safety
 /// The child may make async-signal-safe calls only, and must never return. It may not even allocate: where it is born
 /// in a group, the C library has not prepared its locks for the fork.
-pub(crate) unsafe fn fork(door: Option<Door>) -> io::Result<Forked> {
-    let pid = match door {
-        Some(Door::Birth(folder)) => {
+pub(crate) unsafe fn fork(entry: Option<CgroupEntry>) -> io::Result<Forked> {
+    let pid = match entry {
+        Some(CgroupEntry::Birth(folder)) => {
             let args = CloneArgs {
                 flags: CLONE_INTO_CGROUP,
                 exit_signal: libc::SIGCHLD as u64,
@@ -97,11 +97,11 @@ pub(crate) unsafe fn fork(door: Option<Door>) -> io::Result<Forked> {
     }
 }
 
-fn try_door(door: Door) -> io::Result<()> {
+fn try_entry(entry: CgroupEntry) -> io::Result<()> {
     // SAFETY: the child makes two async-signal-safe calls and never returns.
-    match unsafe { fork(Some(door)) }? {
+    match unsafe { fork(Some(entry)) }? {
         Forked::Child => {
-            let code = i32::from(!door.enter());
+            let code = i32::from(!entry.enter());
             // SAFETY: plain system call.
             unsafe { libc::_exit(code) }
         }

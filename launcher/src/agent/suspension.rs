@@ -1,7 +1,7 @@
-//! Noticing that this process stood still: a signal had stopped it, or its machine was suspended.
+//! Notices that this process was suspended: by a signal, or with its machine.
 //!
-//! Whoever stands still for longer than a lease is given up by the daemon, and nobody can tell it so meanwhile. When it
-//! goes on, the daemon may have ended with the job: then nothing would ever come.
+//! The daemon gives up a node that is suspended for longer than a lease, and cannot tell it so meanwhile. When the node
+//! runs again, the daemon may have ended with the job: then no message would ever arrive.
 
 use std::io::{self, ErrorKind};
 use std::time::Duration;
@@ -53,14 +53,14 @@ impl Pulse {
     }
 }
 
-/// A standstill that was noticed.
+/// A suspension that was noticed.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Standstill {
+pub(super) struct Suspension {
     pub(super) gap: Duration,
     noticed: Instant,
 }
 
-impl Standstill {
+impl Suspension {
     pub(super) fn of(gap: Duration) -> Self {
         Self {
             gap,
@@ -79,7 +79,7 @@ pub(super) fn since_boot() -> Duration {
     clock_gettime(ClockId::CLOCK_BOOTTIME).map_or(Duration::ZERO, Duration::from)
 }
 
-/// Whether nobody listens where the daemon was for so long.
+/// Whether every connection to the daemon's address was refused for so long.
 pub(super) async fn is_refused(daemon: &Client, so_long: Duration) -> bool {
     let until = Instant::now() + so_long;
     loop {
@@ -103,7 +103,7 @@ mod tests {
     const SECOND: Duration = Duration::from_secs(1);
 
     #[test]
-    fn only_what_is_longer_than_a_lease_is_a_standstill() {
+    fn only_what_is_longer_than_a_lease_is_a_suspension() {
         let mut pulse = Pulse::start(100 * SECOND);
         assert_eq!(pulse.gap(200 * SECOND), None, "no lease is known yet");
         pulse.beat(200 * SECOND);
@@ -113,10 +113,10 @@ mod tests {
         assert_eq!(pulse.gap(220 * SECOND), None);
     }
 
-    /// The daemon knows of heartbeats only: a launcher that was busy until it was stopped was silent for longer than it
-    /// stood still.
+    /// The daemon knows of heartbeats only: a launcher that was busy until it was stopped was silent for longer
+    /// than the suspension took.
     #[test]
-    fn what_came_after_the_last_heartbeat_does_not_shorten_a_standstill() {
+    fn what_came_after_the_last_heartbeat_does_not_shorten_a_suspension() {
         let mut pulse = Pulse::start(100 * SECOND);
         pulse.lease = Some(9 * SECOND);
         pulse.beat(200 * SECOND);
@@ -131,10 +131,10 @@ mod tests {
     }
 
     #[tokio::test]
-    async fn a_port_at_which_somebody_listens_is_not_refused() {
+    async fn a_port_with_a_listener_is_not_refused() {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
         let endpoint = format!("localhost:{}", listener.local_addr().unwrap().port());
-        // Nobody accepts it, but the kernel does.
+        // No program accepts it, but the kernel does.
         let client = Client::connect(&endpoint, Instant::now() + 10 * SECOND)
             .await
             .unwrap();

@@ -8,17 +8,17 @@ use ddp_proto::rendezvous::DaemonMessage;
 use ddp_proto::rendezvous::daemon_message::Body as Word;
 use tokio::time::Instant;
 
-use super::super::aside;
 use super::super::event::Event;
 use super::super::inbox::heartbeat_every;
 use super::super::link::LinkEvent;
 use super::super::machine::VERDICT_WAIT;
-use super::super::standstill::{Pulse, Standstill, since_boot};
+use super::super::suspension::{Pulse, Suspension, since_boot};
+use super::super::tasks;
 use super::Driver;
-use crate::event_log::Happening;
+use crate::event_log::LogEvent;
 
 /// How the driver and the daemon stand.
-pub(super) struct Touch {
+pub(super) struct DaemonLink {
     /// What the daemon said last that it waits for.
     last_waiting: String,
     /// The stream is broken.
@@ -29,10 +29,10 @@ pub(super) struct Touch {
     meanwhile: &'static str,
     pub(super) pulse: Pulse,
     /// The last one, until the daemon can be reached after it.
-    standstill: Option<Standstill>,
+    suspension: Option<Suspension>,
 }
 
-impl Touch {
+impl DaemonLink {
     pub(super) fn begin() -> Self {
         Self {
             last_waiting: String::new(),
@@ -40,7 +40,7 @@ impl Touch {
             gives_up: Instant::now(),
             meanwhile: "",
             pulse: Pulse::start(since_boot()),
-            standstill: None,
+            suspension: None,
         }
     }
 }
@@ -57,7 +57,7 @@ impl Driver<'_> {
             LinkEvent::Unanswered(patience, cause) => {
                 let cause = cause.map_or_else(String::new, |cause| format!(" ({cause})"));
                 self.console.say(&format!(
-                    "nobody answers at the rendezvous `{}` yet{cause}; it is tried for {} s",
+                    "the rendezvous `{}` does not answer yet{cause}; trying for {} s",
                     self.plan.endpoint,
                     patience.as_secs_f64()
                 ));
@@ -65,19 +65,19 @@ impl Driver<'_> {
             LinkEvent::Broken(error) => {
                 let patience = self.plan.connect_timeout;
                 let exit_code = self.exit_code_without_daemon();
-                self.touch.is_broken = true;
-                self.touch.gives_up = Instant::now() + patience;
-                self.touch.meanwhile = self.machine.meanwhile();
+                self.daemon_link.is_broken = true;
+                self.daemon_link.gives_up = Instant::now() + patience;
+                self.daemon_link.meanwhile = self.machine.meanwhile();
                 self.console.say(&format!(
                     "{error}; {}; the daemon is tried for {} s, exit code {exit_code} then",
-                    self.touch.meanwhile,
+                    self.daemon_link.meanwhile,
                     patience.as_secs_f64()
                 ));
                 self.look_for_daemon();
             }
             LinkEvent::Restored => {
-                self.touch.is_broken = false;
-                self.touch.standstill = None;
+                self.daemon_link.is_broken = false;
+                self.daemon_link.suspension = None;
                 if self.machine.is_undecided() {
                     // It may have to wait for other nodes first.
                     self.alarm = Some(Instant::now() + VERDICT_WAIT);
@@ -95,14 +95,21 @@ impl Driver<'_> {
         }
     }
 
-    /// Says that this node's part has come to an end while the daemon is out of reach, which alone decides what follows.
+    /// Says that this node's part has come to an end while the daemon is out of reach, which alone decides what
+    /// follows.
     pub(super) fn tell_meanwhile(&mut self) {
         let meanwhile = self.machine.meanwhile();
-        if !self.touch.is_broken || !self.machine.waits_for_daemon() || self.touch.meanwhile == meanwhile {
+        if !self.daemon_link.is_broken
+            || !self.machine.waits_for_daemon()
+            || self.daemon_link.meanwhile == meanwhile
+        {
             return;
         }
-        self.touch.meanwhile = meanwhile;
-        let left = self.touch.gives_up.saturating_duration_since(Instant::now());
+        self.daemon_link.meanwhile = meanwhile;
+        let left = self
+            .daemon_link
+            .gives_up
+            .saturating_duration_since(Instant::now());
         let exit_code = self.exit_code_without_daemon();
         self.console.say(&format!(
             "{meanwhile}; it is still out of reach, and tried for {:.0} s more, exit code {exit_code} then",
@@ -123,9 +130,9 @@ impl Driver<'_> {
     fn heed(&mut self, message: &DaemonMessage) {
         let lease_ms = match &message.body {
             Some(Word::Waiting(waiting)) => {
-                if self.plan.nodes.max > 1 && waiting.reason != self.touch.last_waiting {
+                if self.plan.nodes.max > 1 && waiting.reason != self.daemon_link.last_waiting {
                     self.console.say(&waiting.reason);
-                    self.touch.last_waiting.clone_from(&waiting.reason);
+                    self.daemon_link.last_waiting.clone_from(&waiting.reason);
                 }
                 waiting.lease_ms
             }
@@ -133,9 +140,9 @@ impl Driver<'_> {
                 if self.machine.is_running() && message.generation == self.machine.generation().0 {
                     self.console
                         .say(&format!("generation {} runs on", message.generation));
-                    self.touch.last_waiting.clear();
+                    self.daemon_link.last_waiting.clear();
                 }
-                self.event_log.put(Happening::Assigned {
+                self.event_log.put(LogEvent::Assigned {
                     generation: message.generation,
                     node_rank: assignment.node_rank,
                     nodes: assignment.nodes.len(),
@@ -145,7 +152,7 @@ impl Driver<'_> {
                 assignment.lease_ms
             }
             Some(Word::GenerationOver(over)) => {
-                self.event_log.put(Happening::GenerationOver {
+                self.event_log.put(LogEvent::GenerationOver {
                     generation: message.generation,
                     cause: &over.cause,
                 });
@@ -155,7 +162,7 @@ impl Driver<'_> {
         };
         let lease = Duration::from_millis(u64::from(lease_ms));
         if !lease.is_zero() {
-            self.touch.pulse.lease = Some(lease);
+            self.daemon_link.pulse.lease = Some(lease);
         }
         let interval = lease / 3;
         if !interval.is_zero() && interval != self.inbox.heartbeat.period() {
@@ -165,37 +172,42 @@ impl Driver<'_> {
 
     /// Notices that this process sent no heartbeat for longer than the daemon waits for one.
     pub(super) fn feel_pulse(&mut self) {
-        let Some(gap) = self.touch.pulse.gap(since_boot()) else {
+        let Some(gap) = self.daemon_link.pulse.gap(since_boot()) else {
             return;
         };
         self.console.say(&format!(
-            "this launcher stood still for {:.1} s, longer than its lease of {:.1} s: it was stopped, or its machine was \
+            "this launcher was stalled for {:.1} s, longer than its lease of {:.1} s: it was stopped, or its machine was \
              suspended; the others may have gone on without it",
             gap.as_secs_f64(),
-            self.touch.pulse.lease.unwrap_or_default().as_secs_f64()
+            self.daemon_link.pulse.lease.unwrap_or_default().as_secs_f64()
         ));
-        self.touch.standstill = Some(Standstill::of(gap));
+        self.daemon_link.suspension = Some(Suspension::of(gap));
         self.look_for_daemon();
     }
 
-    /// Looks whether the daemon is gone, if it cannot be reached just after a standstill: it ends with the job where one
-    /// of the nodes hosts it, and nobody would ever tell.
+    /// Looks whether the daemon is gone, if it cannot be reached just after a suspension: it ends with the job where
+    /// one of the nodes hosts it, and no message would ever arrive.
     fn look_for_daemon(&mut self) {
-        let lease = self.touch.pulse.lease.unwrap_or_default();
-        let is_recent = self.touch.standstill.is_some_and(|still| still.is_recent(lease));
-        if let (true, true, Some(client)) = (self.touch.is_broken, is_recent, &self.client) {
-            aside::probe(self.aside.clone(), client.clone());
+        let lease = self.daemon_link.pulse.lease.unwrap_or_default();
+        let is_recent = self
+            .daemon_link
+            .suspension
+            .is_some_and(|suspension| suspension.is_recent(lease));
+        if let (true, true, Some(client)) = (self.daemon_link.is_broken, is_recent, &self.client) {
+            tasks::probe(self.task_results.clone(), client.clone());
         }
     }
 
     pub(super) fn on_probed(&mut self, refused: bool, events: &mut VecDeque<Event>) {
-        if let (true, true, Some(still)) = (refused, self.touch.is_broken, self.touch.standstill) {
+        if let (true, true, Some(suspension)) =
+            (refused, self.daemon_link.is_broken, self.daemon_link.suspension)
+        {
             events.push_back(Event::DaemonGone {
                 exit_code: exit::RENDEZVOUS_TIMED_OUT,
                 error: format!(
                     "the job went on without this node: it was suspended for {:.1} s, and the rendezvous daemon at `{}` is \
-                     gone\n  hint: the other nodes' launchers have told how the job ended",
-                    still.gap.as_secs_f64(),
+                     gone\n  hint: the other nodes' launchers reported how the job ended",
+                    suspension.gap.as_secs_f64(),
                     self.plan.endpoint
                 ),
             });

@@ -10,18 +10,18 @@ use tokio::sync::mpsc;
 use tokio::time::{Instant, timeout};
 
 use super::driver::Ready;
-use super::standstill::{REFUSED_FOR, is_refused};
+use super::suspension::{REFUSED_FOR, is_refused};
 use super::workers::PrepareError;
-use crate::cgroup::WorkerGroup;
+use crate::cgroup::WorkerCgroup;
 use crate::console::Console;
 use crate::proc_table;
 use crate::pump::TailReader;
-use crate::sweep::Quarry;
+use crate::sweep::KillTargets;
 
 /// How long the last lines and words of a failed worker are waited for.
 const DESCRIBE_BOUND: Duration = Duration::from_millis(300);
 /// How long the last words of a worker on the control socket are waited for.
-const HEAR_BOUND: Duration = Duration::from_millis(300);
+const CONTROL_DRAIN_BOUND: Duration = Duration::from_millis(300);
 /// How long the file system may take to give what workers left in files.
 const FILE_BOUND: Duration = Duration::from_secs(1);
 /// How long workers may take to say what they do: they look up the names of functions first.
@@ -36,14 +36,14 @@ const DRAIN_BOUND: Duration = Duration::from_secs(30);
 /// What the threads of processes do, a line each, by process id.
 pub(super) type Threads = BTreeMap<i32, String>;
 
-/// Results of work that the driver started aside.
-pub(super) enum Aside {
+/// Results of work that the driver started beside its loop.
+pub(super) enum TaskResult {
     /// The files and pipes of a generation's workers are there, or cannot be made.
     Prepared(Generation, Box<Result<Ready, PrepareError>>),
     /// The last words of a failed worker are there, as far as they will be; with those of its error file.
     Described(Generation, LocalRank, Option<String>),
     /// A worker has said all it will ever say on the control socket.
-    Heard(Generation, LocalRank),
+    ControlDrained(Generation, LocalRank),
     /// The workers have had the time to say what they do; what the kernel knows of their threads, by process id.
     Answered { threads: Threads },
     /// Whether the daemon refuses every connection.
@@ -63,56 +63,58 @@ pub(super) struct LeftInFiles {
 
 /// Waits for what the workers of a generation need to be made by `making`, which gives nothing if it panicked.
 pub(super) fn prepare(
-    results: mpsc::Sender<Aside>,
+    results: mpsc::Sender<TaskResult>,
     generation: Generation,
     making: impl Future<Output = Option<Result<Ready, PrepareError>>> + Send + 'static,
 ) {
     tokio::spawn(async move {
         let made = making.await.unwrap_or(Err(PrepareError::Panicked));
         let made = Box::new(made);
-        let _ = results.send(Aside::Prepared(generation, made)).await;
+        let _ = results.send(TaskResult::Prepared(generation, made)).await;
     });
 }
 
 /// Waits for `silence` on the control socket: what the worker wrote before it ended has arrived then.
-pub(super) fn hear(
-    results: mpsc::Sender<Aside>,
+pub(super) fn drain_control(
+    results: mpsc::Sender<TaskResult>,
     (generation, local_rank): (Generation, LocalRank),
     silence: impl Future<Output = ()> + Send + 'static,
 ) {
     tokio::spawn(async move {
         // A child that holds the worker's socket open must not hold up the verdict.
-        let _ = timeout(HEAR_BOUND, silence).await;
-        let _ = results.send(Aside::Heard(generation, local_rank)).await;
+        let _ = timeout(CONTROL_DRAIN_BOUND, silence).await;
+        let _ = results
+            .send(TaskResult::ControlDrained(generation, local_rank))
+            .await;
     });
 }
 
 /// Looks whether the daemon is gone.
-pub(super) fn probe(results: mpsc::Sender<Aside>, daemon: Client) {
+pub(super) fn probe(results: mpsc::Sender<TaskResult>, daemon: Client) {
     tokio::spawn(async move {
         let refused = is_refused(&daemon, REFUSED_FOR).await;
-        let _ = results.send(Aside::Probed { refused }).await;
+        let _ = results.send(TaskResult::Probed { refused }).await;
     });
 }
 
 /// Leaves workers the time to say what they do, since those that hang may not answer at all; then `read` gives what the
 /// kernel knows of them.
 pub(super) fn wait_for_answers(
-    results: mpsc::Sender<Aside>,
+    results: mpsc::Sender<TaskResult>,
     read: impl Future<Output = Option<Threads>> + Send + 'static,
 ) {
     tokio::spawn(async move {
         tokio::time::sleep(ANSWER_BOUND).await;
         let threads = timeout(FILE_BOUND, read).await.ok().flatten();
         let threads = threads.unwrap_or_default();
-        let _ = results.send(Aside::Answered { threads }).await;
+        let _ = results.send(TaskResult::Answered { threads }).await;
     });
 }
 
 /// Waits for the last words of a failed worker: the end of its stderr, `silence` on the control socket, and then what
 /// `in_file` finds in its error file.
 pub(super) fn describe(
-    results: mpsc::Sender<Aside>,
+    results: mpsc::Sender<TaskResult>,
     (generation, local_rank): (Generation, LocalRank),
     stderr: Option<TailReader>,
     silence: impl Future<Output = ()> + Send + 'static,
@@ -125,10 +127,10 @@ pub(super) fn describe(
             }
             silence.await;
         };
-        // Whoever still holds its pipes open has had the time to write.
+        // A process that still holds its pipes open has had the time to write.
         let _ = timeout(DESCRIBE_BOUND, words).await;
         let in_file = timeout(FILE_BOUND, in_file).await.ok().flatten().flatten();
-        let described = Aside::Described(generation, local_rank, in_file);
+        let described = TaskResult::Described(generation, local_rank, in_file);
         let _ = results.send(described).await;
     });
 }
@@ -137,7 +139,7 @@ pub(super) fn describe(
 pub(super) struct Leftovers {
     /// Our descendant too, and spared.
     pub(super) guardian: i32,
-    pub(super) group: Option<Arc<WorkerGroup>>,
+    pub(super) group: Option<Arc<WorkerCgroup>>,
 }
 
 impl Leftovers {
@@ -148,14 +150,14 @@ impl Leftovers {
         }
         let spared = BTreeSet::from([self.guardian]);
         let of = nix::unistd::Pid::this().as_raw();
-        Quarry::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
+        KillTargets::Descendants { of, spared: &spared }.kill_all(SWEEP_BOUND)
     }
 }
 
 /// Waits until what is left of the workers is killed, for the end of their output, and for what `read` finds in files.
 /// `kill` gives the processes that cannot be killed, or nothing if it panicked.
 pub(super) fn sweep(
-    results: mpsc::Sender<Aside>,
+    results: mpsc::Sender<TaskResult>,
     kill: impl Future<Output = Option<Vec<i32>>> + Send + 'static,
     read: impl Future<Output = Option<LeftInFiles>> + Send + 'static,
     streams: Vec<TailReader>,
@@ -166,7 +168,7 @@ pub(super) fn sweep(
         drain(streams, &console).await;
         let stuck = stuck.into_iter().map(proc_table::describe).collect();
         let left = timeout(FILE_BOUND, read).await.ok().flatten();
-        let swept = Aside::Swept(stuck, left.unwrap_or_default());
+        let swept = TaskResult::Swept(stuck, left.unwrap_or_default());
         let _ = results.send(swept).await;
     });
 }

@@ -8,7 +8,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tokio::sync::{mpsc, oneshot};
 
-/// Pieces of work that may wait before whoever gives one has to: those of a generation, and of the closing of the launch.
+/// Pieces of work that may wait before the caller has to wait: those of a generation, and of the closing of the launch.
 const QUEUE: usize = 4;
 const STACK_BYTES: usize = 256 << 10;
 
@@ -16,11 +16,11 @@ type Work = Box<dyn FnOnce() + Send>;
 
 /// Handle to a thread, which ends with the last of them.
 #[derive(Clone)]
-pub(super) struct Hand {
+pub(super) struct BlockingThread {
     queue: mpsc::Sender<Work>,
 }
 
-impl Hand {
+impl BlockingThread {
     /// Starts the thread.
     pub(super) fn start(name: &str) -> io::Result<Self> {
         let (queue, mut waiting) = mpsc::channel::<Work>(QUEUE);
@@ -29,7 +29,7 @@ impl Hand {
             .stack_size(STACK_BYTES)
             .spawn(move || {
                 while let Some(work) = waiting.blocking_recv() {
-                    // Whoever waits for the result is told by its absence; the next piece is done all the same.
+                    // The caller sees the missing result; the thread goes on with the next piece.
                     let _ = catch_unwind(AssertUnwindSafe(work));
                 }
             })?;
@@ -44,7 +44,7 @@ impl Hand {
         let queue = self.queue.clone();
         let (result, outcome) = oneshot::channel();
         let work: Work = Box::new(move || {
-            // Nobody may want to know any more.
+            // The caller may have stopped waiting.
             let _ = result.send(work());
         });
         async move {
@@ -60,9 +60,9 @@ mod tests {
 
     #[tokio::test]
     async fn a_panic_does_not_end_the_thread() {
-        let hand = Hand::start("test").unwrap();
-        let failed = hand.give(|| panic!("expected by the test"));
+        let thread = BlockingThread::start("test").unwrap();
+        let failed = thread.give(|| panic!("expected by the test"));
         assert_eq!(failed.await, None::<()>);
-        assert_eq!(hand.give(|| 7).await, Some(7));
+        assert_eq!(thread.give(|| 7).await, Some(7));
     }
 }
