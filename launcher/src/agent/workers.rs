@@ -470,7 +470,7 @@ impl WorkerGroup {
         Some(worker.files.clone())
     }
 
-    /// Workers that failed by themselves and have not said why.
+    /// Workers that failed on their own and have not said why.
     pub(super) fn silent_failures(&self) -> impl Iterator<Item = LocalRank> + '_ {
         let workers = self.workers.iter().zip(0..);
         workers.filter_map(|(worker, local_rank)| {
