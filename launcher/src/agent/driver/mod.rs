@@ -223,7 +223,7 @@ impl<'a> Driver<'a> {
                 });
             }
             Mail::TaskResult(TaskResult::Prepared(generation, ready)) => {
-                self.spawn(generation, *ready, events)
+                self.spawn(generation, *ready, events);
             }
             Mail::TaskResult(TaskResult::Described(generation, local_rank, in_file)) => {
                 events.extend(self.on_described(generation, local_rank, in_file));
