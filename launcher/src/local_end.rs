@@ -41,7 +41,7 @@ enum Why {
     Stopped(i32),
     /// Because of what the report begins with, it says.
     Followed,
-    ByItself,
+    OnItsOwn,
 }
 
 /// Ends of one fate.
@@ -98,7 +98,7 @@ impl<'a> Fate<'a> {
         let why = match end.sent {
             Some(sent) => Why::Stopped(deadly(sent, end.ending, exit_reason)),
             None if end.consequence && cause_is_told => Why::Followed,
-            None => Why::ByItself,
+            None => Why::OnItsOwn,
         };
         // What it says of the cause, it says on the console; the report has named the cause.
         let is_needed = why != Why::Followed;
@@ -113,9 +113,9 @@ impl<'a> Fate<'a> {
 impl Alike<'_> {
     /// Adds the line; `told` are the words of the first failure.
     fn tell(&self, text: &mut String, told: Option<&str>) {
-        let (itself, say) = match self.ranks.len() {
-            1 => ("itself", "it says"),
-            _ => ("themselves", "they say"),
+        let (their, say) = match self.ranks.len() {
+            1 => ("its", "it says"),
+            _ => ("their", "they say"),
         };
         let _ = write!(text, "\n  {}: ", numbered("rank", &self.ranks));
         let (time, ending) = (self.time(), self.fate.ending);
@@ -134,7 +134,7 @@ impl Alike<'_> {
                 write!(text, "stopped by us with {}{after}{end}", signal_name(signal))
             }
             Why::Followed => write!(text, "ended because of that{later} ({ending})"),
-            Why::ByItself => write!(text, "{ending} by {itself}{later}"),
+            Why::OnItsOwn => write!(text, "{ending} on {their} own{later}"),
         };
         let _ = match self.fate.words {
             // Ranks that read one configuration fail alike.

@@ -292,7 +292,7 @@ fn sixty_four_ranks_are_told_in_a_few_lines() {
       ranks 0 to 6, 8, 10, 12 to 19, 21, 24 to 40, 42 to 49, 53 to 63: stopped by us with SIGTERM after 0.0 s to 0.3 s
       rank 7: stopped by us with SIGKILL after 30.1 s
       ranks 9, 11: stopped by us with SIGTERM after 0.0 s to 0.1 s (exited with code 143)
-      ranks 20, 23: exited with code 1 by themselves 0.0 s later: all-reduce 17 failed
+      ranks 20, 23: exited with code 1 on their own 0.0 s later: all-reduce 17 failed
       rank 22: exited with code 1 on its own 0.0 s later: no more data
       ranks 50 to 52: ended because of that 0.5 s later (exited with code 1)
     ");

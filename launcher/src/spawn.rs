@@ -244,7 +244,7 @@ pub(crate) struct Spawner {
 }
 
 impl Spawner {
-    /// Starts the thread; what becomes of the batches is told to `events`.
+    /// Starts the thread; the results of the batches go to `events`.
     pub(crate) fn start(registrar: Registrar, events: mpsc::Sender<SpawnEvent>) -> io::Result<Self> {
         let (batches, mut requests) = mpsc::channel::<Batch>(BATCH_QUEUE);
         std::thread::Builder::new()

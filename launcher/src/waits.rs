@@ -1,13 +1,13 @@
-//! Waits of workers for other ranks, as people are told: a line when one has become long, and one when it is over.
+//! Waits of workers for other ranks, on the console: a line when one has become long, and one when it is over.
 
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::PeerWait;
 use ddp_proto::words::numbered;
 
-/// A wait of this length is told.
+/// A wait of this length is reported.
 const LONG: Duration = Duration::from_secs(5);
-/// Ranks that began to wait together are told in one line, though their heartbeats come one after the other.
+/// Ranks that began to wait together are reported in one line, though their heartbeats come one after the other.
 const APART: Duration = Duration::from_millis(1500);
 
 /// The waits of a generation's workers that were told and are not over.

@@ -86,8 +86,8 @@ pub enum ToAgent {
         step: u64,
         /// What the worker is doing.
         phase: Phase,
-        /// A heartbeat that a thread repeats without the program: how long ago the program last had something to say. 0 for
-        /// one that the program sent itself.
+        /// A heartbeat that a thread repeats without the program: how long ago the program last had something to say. 0
+        /// for one that the program sent itself.
         #[serde(default, skip_serializing_if = "is_zero")]
         quiet_ms: u64,
         /// For the progress bar; rank 0 only.

@@ -17,7 +17,7 @@ pub(super) struct Interrupts {
 }
 
 impl Interrupts {
-    /// Begins to listen; `stop` is told the name of the first signal. Must be called while this thread is the only one:
+    /// Begins to listen; `stop` gets the name of the first signal. Must be called while this thread is the only one:
     /// others inherit what is blocked. Signals that our parent process had ignored stay ignored, as in a shell's
     /// background.
     pub(super) fn listen(stop: impl FnOnce(&str) + Send + 'static) -> io::Result<Self> {

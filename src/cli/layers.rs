@@ -152,7 +152,7 @@ fn warn_of_foreign_address(settings: &Settings) {
     };
     if address.parse().is_ok_and(|ip| !host::is_own_address(ip)) {
         eprintln!(
-            "[ddp-run] `--local-addr {address}` is no address of this machine: the other nodes are told it all the same"
+            "[ddp-run] `--local-addr {address}` is no address of this machine: it is sent to the other nodes all the same"
         );
     }
 }

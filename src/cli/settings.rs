@@ -135,7 +135,7 @@ settings! {
 
     /// Seconds from SIGTERM to SIGKILL [default: 30]
     ///
-    /// Workers that are stopped get so much time to end by themselves.
+    /// Workers that are stopped get so much time to end on their own.
     #[arg(value_name = "S", help_heading = LIFE, allow_negative_numbers = true)]
     shutdown_timeout: Duration = values::seconds,
 

@@ -253,7 +253,7 @@ impl Target {
         hasher.finalize().to_hex().to_string()
     }
 
-    /// The same for people, as lines `key: value`, without the flags that nodes tell each other by themselves.
+    /// The same for people, as lines `key: value`, without the flags that nodes exchange anyway.
     /// `entries` are the keys of the configuration. After an empty line follows what says less: a configuration's text
     /// may differ where no value does, and arguments may differ rightly.
     pub fn describe(&self, entries: &[(String, String)]) -> String {

@@ -1,4 +1,4 @@
-//! What the state machine is told, and what it asks for. No I/O, no clock.
+//! The state machine's events and effects. No I/O, no clock.
 
 use std::net::IpAddr;
 use std::sync::Arc;

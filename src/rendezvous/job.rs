@@ -28,7 +28,7 @@ pub(super) struct Job {
     /// Last generation of a run or a daemon before this one: no number is used twice.
     pub(super) floor: u64,
     /// Generations up to this one of an earlier run or daemon are over for certain: none of them is taken up again.
-    pub(super) buried: u64,
+    pub(super) highest_ended: u64,
     /// Number of the next generation's log files: generations of this run that ended, and those of earlier runs that
     /// left files.
     pub(super) attempts: u32,
@@ -69,7 +69,7 @@ pub(super) enum Phase {
     Recovering(Recovery),
     /// A generation runs.
     Running(Running),
-    /// Every node was told the end, or will be told when it comes back.
+    /// Every node was sent the end, or will be when it comes back.
     Over(Over),
 }
 
@@ -151,7 +151,7 @@ impl Job {
             id: id.to_owned(),
             generation: 0,
             floor,
-            buried: floor,
+            highest_ended: floor,
             attempts: 0,
             account: Account::default(),
             run_token: String::new(),
@@ -408,7 +408,7 @@ impl Gathering {
 }
 
 impl Node {
-    /// Free for the next generation, and can be told so.
+    /// Free for the next generation, and connected.
     pub(super) fn is_ready(&self) -> bool {
         self.readiness == Readiness::Joined && self.conn.is_some()
     }

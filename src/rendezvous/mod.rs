@@ -4,13 +4,13 @@
 //! | file | noun | knows |
 //! |---|---|---|
 //! | `config` | [`Config`] | every interval and every bound |
-//! | `event` | [`Event`], [`Effect`] | what the state machine is told and asks for |
+//! | `event` | [`Event`], [`Effect`] | the state machine's input and output |
 //! | `state` | [`State`], [`apply`] | all jobs; who speaks on which stream |
 //! | `job` | one job | leases, timers, dispatch |
 //! | `joining` | joining | who may take part, who comes back, who is refused |
 //! | `recovery` | recovery | how a daemon that lost its state takes up a generation that runs |
 //! | `gather` | gathering | when a generation starts |
-//! | `assignment` | the start | what every node is told |
+//! | `assignment` | the start | what every node receives |
 //! | `ranks` | node ranks | asked for, sticky, natural order of host names |
 //! | `outcome` | the end | failures, lost nodes, signals, success |
 //! | `failures` | all failures | their order, the last word on them |

@@ -174,7 +174,7 @@ impl Job {
             }
             Phase::Recovering(recovery) if recovery.generation == generation => {}
             // A newer one has come to light.
-            Phase::Recovering(_) => self.dismiss(turn, generation),
+            Phase::Recovering(_) => self.switch_to_newer(turn, generation),
             _ => {
                 let until = turn.at.now + turn.config.lease;
                 self.phase = Phase::Recovering(Recovery::of(generation, until));
@@ -208,7 +208,7 @@ impl Job {
             ));
         }
         let Ok((place, assignment)) = checked else {
-            self.bury(turn, generation, &join.hostname);
+            self.mark_ended(turn, generation, &join.hostname);
             return Err(started_again(generation, ""));
         };
         let account = Account::withdraw(assignment);
@@ -218,17 +218,17 @@ impl Job {
             self.account = account;
         }
         if place.over {
-            self.bury(turn, generation, &join.hostname);
+            self.mark_ended(turn, generation, &join.hostname);
             return Err(started_again(generation, " when this generation was over"));
         }
-        if generation <= self.buried {
+        if generation <= self.highest_ended {
             return Err(started_again(
                 generation,
                 ", and this generation was over on another node",
             ));
         }
         if turn.config.only_job.is_some() {
-            self.buried = generation;
+            self.highest_ended = generation;
             return Err(started_again(generation, " with the node that hosts it"));
         }
         Ok(place)
@@ -333,8 +333,8 @@ impl Job {
     }
 
     /// A node says that this generation is over, or is not fit to go on with it: no node goes on with it.
-    fn bury(&mut self, turn: &mut Turn<'_>, generation: u64, hostname: &str) {
-        self.buried = self.buried.max(generation);
+    fn mark_ended(&mut self, turn: &mut Turn<'_>, generation: u64, hostname: &str) {
+        self.highest_ended = self.highest_ended.max(generation);
         if matches!(&self.phase, Phase::Recovering(recovery) if recovery.generation <= generation) {
             self.give_up_recovery(
                 turn,
@@ -344,7 +344,7 @@ impl Job {
     }
 
     /// A newer generation has come to light than the one that was to be taken up.
-    fn dismiss(&mut self, turn: &mut Turn<'_>, newer: u64) {
+    fn switch_to_newer(&mut self, turn: &mut Turn<'_>, newer: u64) {
         let until = turn.at.now + turn.config.lease;
         let recovery = Recovery::of(newer, until);
         let Phase::Recovering(old) = std::mem::replace(&mut self.phase, Phase::Recovering(recovery)) else {
@@ -364,7 +364,7 @@ impl Job {
             return;
         };
         let generation = recovery.generation;
-        self.buried = self.buried.max(generation);
+        self.highest_ended = self.highest_ended.max(generation);
         if recovery.run.is_none() {
             self.kv.end("its generation is over", &mut turn.effects);
             let timeouts = self

@@ -11,7 +11,7 @@ use ddp_proto::rendezvous::Heartbeat;
 /// Steps of one search. Nodes of one kind need one for each number of ranks; where kinds are mixed so wildly that this
 /// is not enough, the answer is that there is none.
 const MAX_STEPS: u32 = 1 << 16;
-/// Different numbers of workers a node in one job that are told apart.
+/// Different numbers of workers a node in one job that the search can handle.
 const MAX_KINDS: usize = 64;
 
 /// The numbers of ranks that the workers can go on with, as they say.

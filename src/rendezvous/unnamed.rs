@@ -75,7 +75,7 @@ fn waits(job: &Job) -> bool {
     is_unnamed(&job.id) && job.generation == 0 && matches!(job.phase, Phase::Gathering(_))
 }
 
-/// The nodes are told of each other job once, and again if the nodes that they wait for never come.
+/// The nodes get one message about each other job, and another if the nodes that they wait for never come.
 fn meet(turn: &mut Turn<'_>, job: &mut Job, lookalike: Lookalike) {
     if job
         .lookalike

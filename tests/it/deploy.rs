@@ -38,7 +38,7 @@ done
 exit "$code"
 "#;
 
-/// Remembers what it was told.
+/// Remembers its arguments.
 const SCONTROL: &str = "#!/bin/sh\necho \"$@\" >\"$ASKED\"\n";
 
 /// A program that finds a pretended Slurm of two nodes, which has given it a job.

@@ -13,7 +13,7 @@ const STUBBORN: &str = r#"[ "$RANK" = 1 ] && { until [ -e "$READY" ]; do sleep 0
 
 #[test]
 fn success_is_silent() {
-    // More than the affinity mask leaves would be told.
+    // A larger number than the affinity mask leaves would be reported.
     let cores = std::thread::available_parallelism().map_or(1, usize::from);
     launch()
         .nproc(cores.min(8) as u32)

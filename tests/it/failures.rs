@@ -61,7 +61,7 @@ fn both_nodes_tell_the_same_failures_in_the_same_order() {
         events.contains("worker_ended").then_some(())
     });
     wire.release();
-    // Its own node's failure has been told by then: rank 2 was asked to stop.
+    // Its own node's failure was reported by then: rank 2 was asked to stop.
     end(dir.path(), 2, 3);
     let (a, b) = (a.finish(), b.finish());
     a.expect_exit(42).expect_stderr("first failure: rank 1");

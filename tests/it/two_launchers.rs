@@ -103,7 +103,7 @@ fn two_jobs_that_nobody_named_gather_at_once_and_do_not_mix() {
     first.wait_for("waiting for 1 node");
     let mut second = node("two").start();
     second.wait_for("waiting for 1 node");
-    // Each is told of the other, in case they were meant as one.
+    // Each gets a message about the other, in case they were meant as one.
     first.wait_for("another job without a name is here too");
     let (third, fourth) = (node("two").start(), node("one").start());
     for (job, nodes) in [("one", [first, fourth]), ("two", [second, third])] {

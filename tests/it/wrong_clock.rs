@@ -75,7 +75,7 @@ fn a_node_an_hour_ahead_works_fails_and_is_reported_like_any_other() {
         (HOUR_S - 60..HOUR_S + 60).contains(&skew),
         "the clock was not moved: {skew} s"
     );
-    // Neither lost nor refused, and the failure is told as soon as it happens, with the same code on both.
+    // Neither lost nor refused, and the failure is reported as soon as it happens, with the same code on both.
     let (right, ahead) = (right.finish(), ahead.finish());
     ahead.expect_exit(7).expect_stderr("exited with code 7 after 4.");
     right

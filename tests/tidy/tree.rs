@@ -25,9 +25,17 @@ pub(crate) struct SourceFile {
 
 impl SourceFile {
     pub(crate) fn is_rust(&self) -> bool {
+        self.has_extension("rs")
+    }
+
+    pub(crate) fn is_markdown(&self) -> bool {
+        self.has_extension("md")
+    }
+
+    fn has_extension(&self, wanted: &str) -> bool {
         Path::new(&self.path)
             .extension()
-            .is_some_and(|ending| ending == "rs")
+            .is_some_and(|ending| ending == wanted)
     }
 }
 

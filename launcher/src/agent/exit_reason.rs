@@ -55,7 +55,7 @@ pub enum ExitReason {
 }
 
 impl ExitReason {
-    /// What the daemon is told when this ends the agent: a signal or a failed start ends the whole job.
+    /// The good-bye to the daemon when this ends the agent: a signal or a failed start ends the whole job.
     pub(super) fn farewell(&self) -> Leave {
         match self {
             Self::Stopped { signal } => Leave {

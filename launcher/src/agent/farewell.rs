@@ -237,7 +237,7 @@ mod tests {
         assert!(says_good_bye(&end_of_worker(&mut machine)));
         assert_eq!(finish(&machine.on(Event::Left)), Some(42));
 
-        // Before it: the daemon has been told of the failure.
+        // Before it: the failure was reported to the daemon.
         let mut machine = failed();
         assert!(say(&machine.on(Event::Signal(libc::SIGINT))));
         receive(&mut machine, verdict(0));

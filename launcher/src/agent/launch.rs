@@ -90,8 +90,8 @@ impl From<LaunchError> for ExitReason {
 /// kills every descendant but the guardian at the end of a generation. Must run on a tokio runtime with I/O and
 /// time enabled.
 pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
-    let outfit = match Outfit::of(&plan, &guardian) {
-        Ok(outfit) => outfit,
+    let parts = match LaunchParts::of(&plan, &guardian) {
+        Ok(parts) => parts,
         Err(error) => return refuse(error.into(), guardian),
     };
     let terminal = plan.output.direct.then(TerminalSettings::read).flatten();
@@ -99,13 +99,13 @@ pub async fn run(plan: LaunchPlan, guardian: Guardian) -> Outcome {
         stop: plan.signals.stop.clone(),
         forward: Vec::new(),
     };
-    let Outfit {
+    let LaunchParts {
         console,
         processes,
         group,
         ..
-    } = outfit.clone();
-    let (exit_reason, report) = match Driver::new(plan, &guardian, outfit) {
+    } = parts.clone();
+    let (exit_reason, report) = match Driver::new(plan, &guardian, parts) {
         Ok(driver) => driver.run().await,
         Err(error) => {
             let report = format!("error: {error}");
@@ -160,7 +160,7 @@ async fn is_closed<T>(closing: impl Future<Output = Option<T>>, bound: Duration,
 
 /// What a launch needs from its beginning to its very end.
 #[derive(Clone)]
-pub(super) struct Outfit {
+pub(super) struct LaunchParts {
     pub(super) console: Console,
     /// For processes, and for what is written about them.
     pub(super) processes: BlockingThread,
@@ -169,7 +169,7 @@ pub(super) struct Outfit {
     pub(super) group: Option<Arc<WorkerCgroup>>,
 }
 
-impl Outfit {
+impl LaunchParts {
     fn of(plan: &LaunchPlan, guardian: &Guardian) -> io::Result<Self> {
         Ok(Self {
             processes: BlockingThread::start("processes")?,

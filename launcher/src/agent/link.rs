@@ -215,7 +215,7 @@ struct Side {
     memory: Memory,
     /// The daemon has spoken to us: who answers at its address is no stranger.
     is_known: bool,
-    /// The agent was told that the stream is broken.
+    /// [`LinkEvent::Broken`] was sent for this break.
     is_lost: bool,
 }
 

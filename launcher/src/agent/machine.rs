@@ -63,7 +63,7 @@ pub(super) enum Worker {
 pub(super) enum Stage {
     /// The workers were asked to stop at a step boundary. Native ones have the whole of the grace for it, others half.
     Asked,
-    /// The workers know why, and may end by themselves.
+    /// The workers know why, and may end on their own.
     Notified,
     /// SIGTERM was sent, or the signal that is the reason.
     Terminated,

@@ -43,7 +43,7 @@ impl HeldPlace {
         }
     }
 
-    /// As it is told to a daemon.
+    /// As it is sent to a daemon.
     pub(super) fn told(&self) -> Place {
         Place {
             assignment: Some(self.assignment.clone()),

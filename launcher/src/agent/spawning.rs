@@ -26,7 +26,7 @@ impl Machine {
         let Phase::Stopping { stage, .. } = self.phase else {
             return Vec::new();
         };
-        // It is told what the others were told, not more: it may well be ready for a graceful end.
+        // It gets the signal that the others got, not more: it may well be ready for a graceful end.
         match stage {
             Stage::Asked | Stage::Notified => Vec::new(),
             Stage::Terminated => vec![Effect::SignalLate(local_rank, self.stop_signal())],

@@ -15,7 +15,7 @@ use super::machine::{Machine, Phase, Stage, Then, Worker};
 
 /// How long workers that listen on the control socket may take to report their own error when a generation is over.
 pub(super) const LAST_WORDS: Duration = Duration::from_secs(1);
-/// The same for native workers, which no signal comes to before SIGKILL: they end by themselves, after what a device is
+/// The same for native workers, which no signal comes to before SIGKILL: they end on their own, after what a device is
 /// computing.
 pub(super) const NATIVE_LAST_WORDS: Duration = Duration::from_secs(10);
 /// How long processes may take to go after SIGKILL.

@@ -21,14 +21,14 @@ const PROBE_BOUND: Duration = Duration::from_secs(1);
 
 /// Tells how long ago the last heartbeat was sent.
 #[derive(Debug)]
-pub(super) struct Pulse {
+pub(super) struct HeartbeatClock {
     /// When that was: the daemon counts the lease from a little later.
     last: Duration,
     /// The daemon's; none while it is not known.
     pub(super) lease: Option<Duration>,
 }
 
-impl Pulse {
+impl HeartbeatClock {
     /// From now on, a time of [`since_boot`].
     pub(super) fn start(now: Duration) -> Self {
         Self {
@@ -104,24 +104,24 @@ mod tests {
 
     #[test]
     fn only_what_is_longer_than_a_lease_is_a_suspension() {
-        let mut pulse = Pulse::start(100 * SECOND);
-        assert_eq!(pulse.gap(200 * SECOND), None, "no lease is known yet");
-        pulse.beat(200 * SECOND);
-        pulse.lease = Some(9 * SECOND);
-        assert_eq!(pulse.gap(209 * SECOND), None);
-        assert_eq!(pulse.gap(220 * SECOND), Some(20 * SECOND));
-        assert_eq!(pulse.gap(220 * SECOND), None);
+        let mut heartbeat_clock = HeartbeatClock::start(100 * SECOND);
+        assert_eq!(heartbeat_clock.gap(200 * SECOND), None, "no lease is known yet");
+        heartbeat_clock.beat(200 * SECOND);
+        heartbeat_clock.lease = Some(9 * SECOND);
+        assert_eq!(heartbeat_clock.gap(209 * SECOND), None);
+        assert_eq!(heartbeat_clock.gap(220 * SECOND), Some(20 * SECOND));
+        assert_eq!(heartbeat_clock.gap(220 * SECOND), None);
     }
 
     /// The daemon knows of heartbeats only: a launcher that was busy until it was stopped was silent for longer
     /// than the suspension took.
     #[test]
     fn what_came_after_the_last_heartbeat_does_not_shorten_a_suspension() {
-        let mut pulse = Pulse::start(100 * SECOND);
-        pulse.lease = Some(9 * SECOND);
-        pulse.beat(200 * SECOND);
-        assert_eq!(pulse.gap(203 * SECOND), None, "a message of a worker");
-        assert_eq!(pulse.gap(210 * SECOND), Some(10 * SECOND));
+        let mut heartbeat_clock = HeartbeatClock::start(100 * SECOND);
+        heartbeat_clock.lease = Some(9 * SECOND);
+        heartbeat_clock.beat(200 * SECOND);
+        assert_eq!(heartbeat_clock.gap(203 * SECOND), None, "a message of a worker");
+        assert_eq!(heartbeat_clock.gap(210 * SECOND), Some(10 * SECOND));
     }
 
     #[test]

@@ -132,7 +132,7 @@ pub(super) struct Worker {
     pub(super) waits: Vec<PeerWait>,
     /// The step in which the workers of this node that said nothing new were found to wait for others.
     pub(super) found_waiting: Option<u64>,
-    /// It hung, and was told to end.
+    /// It hung, and was sent SIGABRT.
     pub(super) aborted: bool,
     /// Its own words on its failure.
     pub(super) said: Option<String>,
@@ -339,7 +339,7 @@ impl WorkerGroup {
         ends
     }
 
-    /// Times are told from now on.
+    /// Times are reported from now on.
     pub(super) fn trouble_begins(&mut self) {
         self.trouble.get_or_insert_with(Instant::now);
         self.cancelled.store(true, Ordering::Release);
@@ -374,7 +374,7 @@ impl WorkerGroup {
         live.filter_map(|worker| Some((worker.pid?, worker)))
     }
 
-    /// What people are to be told of the workers' waits for other ranks, after a heartbeat.
+    /// Lines for the console about the workers' waits for other ranks, after a heartbeat.
     pub(super) fn tell_waits(&mut self) -> Vec<String> {
         let live = self.workers.iter().filter(|worker| worker.end.is_none());
         let waits: Vec<_> = live
@@ -470,7 +470,7 @@ impl WorkerGroup {
         Some(worker.files.clone())
     }
 
-    /// Workers that failed by themselves and have not said why.
+    /// Workers that failed on their own and have not said why.
     pub(super) fn silent_failures(&self) -> impl Iterator<Item = LocalRank> + '_ {
         let workers = self.workers.iter().zip(0..);
         workers.filter_map(|(worker, local_rank)| {

@@ -81,7 +81,7 @@ pub(super) struct Hub {
 /// A worker's connection.
 pub(super) struct Member {
     pub(super) local_rank: LocalRank,
-    /// It says that it reads, and heeds what it is told.
+    /// It says that it reads, and acts on messages.
     pub(super) listens: bool,
     pub(super) queue: mpsc::Sender<Arc<[u8]>>,
 }

@@ -1,4 +1,4 @@
-//! Workers that listen on the control socket are given time to end by themselves; those that only send are not.
+//! Workers that listen on the control socket are given time to end on their own; those that only send are not.
 
 use std::io::{Read, Write};
 use std::time::{Duration, Instant};

@@ -143,7 +143,7 @@ impl Drop for Freezer {
     }
 }
 
-/// The last member of a control group is gone some moments after it was told to.
+/// The last member of a control group is gone some moments after it was killed.
 fn until_removed(group: &Path) {
     let deadline = Instant::now() + DEADLINE;
     while fs::remove_dir(group).is_err() && group.exists() && Instant::now() < deadline {

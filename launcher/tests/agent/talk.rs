@@ -24,7 +24,7 @@ impl Session {
         Self::open_as(own_env(), true)
     }
 
-    /// A session of a worker that does not read what it is told.
+    /// A session of a worker that reads no messages.
     pub(crate) fn open_to_send() -> Self {
         Self::open_as(own_env(), false)
     }
@@ -362,7 +362,7 @@ fn a_daemon_that_is_gone_for_good_ends_the_launch() {
     assert!(end.stderr.contains(&gone), "{}", end.stderr);
 }
 
-/// Writes more lines `sizes` than wait in any queue when it is told to, and ends with success.
+/// Writes more lines `sizes` than wait in any queue when it is asked to, and ends with success.
 #[test]
 fn role_changes_sizes() {
     if !plays("role_changes_sizes") {
@@ -467,7 +467,7 @@ fn without_a_verdict(change: impl FnOnce(Launch) -> Launch) -> End {
     launcher.wait()
 }
 
-/// Ends with success in the phase that it is told.
+/// Ends with success in the phase that is given.
 #[test]
 fn role_ends_in_a_phase() {
     if !plays("role_ends_in_a_phase") {
@@ -608,7 +608,7 @@ fn a_worker_that_waits_for_a_rank_of_another_node_is_not_ended() {
         .native()
         .env("FIFO", &meeting.fifo)
         .log_dir(logs.path())
-        // More than the 5 s after which a wait is told.
+        // More than the 5 s after which a wait is reported.
         .hang_timeout(std::time::Duration::from_secs(6));
     let mut launcher = launch.start();
     launcher

@@ -144,7 +144,7 @@ fn disk() -> Arc<dyn Storage> {
     Arc::new(Disk)
 }
 
-/// What the user asked for wrongly is told from what is wrong with a checkpoint.
+/// Separates mistakes of the command line from damage of a checkpoint.
 fn exit_code(problems: &[CheckpointError]) -> u8 {
     match problems {
         [CheckpointError::None { .. } | CheckpointError::Occupied { .. } | CheckpointError::Misuse(_)] => {

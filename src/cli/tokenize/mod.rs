@@ -88,7 +88,7 @@ pub(super) fn run(args: &Args) -> ExitCode {
     }
 }
 
-/// What the user must change is told from a full disk, and from all else of the machine.
+/// Separates what the user must change from a full disk and other failures of the machine.
 fn exit_code(error: &TokenizeError) -> u8 {
     match error {
         TokenizeError::Io { source, .. } => super::native::of_io(source.kind()),

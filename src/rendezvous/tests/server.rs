@@ -127,7 +127,7 @@ async fn two_agents_go_through_a_failure_to_success() {
     let late = at_a.kv_get(JOB, first, "id", PATIENCE).await;
     assert_eq!(late, Err(ClientError::Superseded { cause: words.clone() }));
     match blocked.await.unwrap() {
-        // The read may have come before or after the end; both are told the cause.
+        // The read may have come before or after the end; both return the cause.
         Err(ClientError::Superseded { cause }) => assert_eq!(cause, words),
         other => panic!("the blocked read ended with {other:?}"),
     }

@@ -12,7 +12,7 @@ use super::super::event::Event;
 use super::super::inbox::heartbeat_every;
 use super::super::link::LinkEvent;
 use super::super::machine::VERDICT_WAIT;
-use super::super::suspension::{Pulse, Suspension, since_boot};
+use super::super::suspension::{HeartbeatClock, Suspension, since_boot};
 use super::super::tasks;
 use super::Driver;
 use crate::event_log::LogEvent;
@@ -27,7 +27,7 @@ pub(super) struct DaemonLink {
     gives_up: Instant,
     /// What was said last to go on at this node while it is broken.
     meanwhile: &'static str,
-    pub(super) pulse: Pulse,
+    pub(super) heartbeat_clock: HeartbeatClock,
     /// The last one, until the daemon can be reached after it.
     suspension: Option<Suspension>,
 }
@@ -39,7 +39,7 @@ impl DaemonLink {
             is_broken: false,
             gives_up: Instant::now(),
             meanwhile: "",
-            pulse: Pulse::start(since_boot()),
+            heartbeat_clock: HeartbeatClock::start(since_boot()),
             suspension: None,
         }
     }
@@ -50,7 +50,7 @@ impl Driver<'_> {
         match event {
             LinkEvent::Connected(client) => self.client = Some(client),
             LinkEvent::Message(message) => {
-                self.heed(&message);
+                self.note_message(&message);
                 self.note_failures(message.body.as_ref());
                 events.push_back(Event::Daemon(message));
             }
@@ -127,7 +127,7 @@ impl Driver<'_> {
     }
 
     /// What a message of the daemon means for the driver, besides the decisions.
-    fn heed(&mut self, message: &DaemonMessage) {
+    fn note_message(&mut self, message: &DaemonMessage) {
         let lease_ms = match &message.body {
             Some(Word::Waiting(waiting)) => {
                 if self.plan.nodes.max > 1 && waiting.reason != self.daemon_link.last_waiting {
@@ -162,7 +162,7 @@ impl Driver<'_> {
         };
         let lease = Duration::from_millis(u64::from(lease_ms));
         if !lease.is_zero() {
-            self.daemon_link.pulse.lease = Some(lease);
+            self.daemon_link.heartbeat_clock.lease = Some(lease);
         }
         let interval = lease / 3;
         if !interval.is_zero() && interval != self.inbox.heartbeat.period() {
@@ -171,15 +171,15 @@ impl Driver<'_> {
     }
 
     /// Notices that this process sent no heartbeat for longer than the daemon waits for one.
-    pub(super) fn feel_pulse(&mut self) {
-        let Some(gap) = self.daemon_link.pulse.gap(since_boot()) else {
+    pub(super) fn check_suspension(&mut self) {
+        let Some(gap) = self.daemon_link.heartbeat_clock.gap(since_boot()) else {
             return;
         };
         self.console.say(&format!(
             "this launcher was stalled for {:.1} s, longer than its lease of {:.1} s: it was stopped, or its machine was \
              suspended; the others may have gone on without it",
             gap.as_secs_f64(),
-            self.daemon_link.pulse.lease.unwrap_or_default().as_secs_f64()
+            self.daemon_link.heartbeat_clock.lease.unwrap_or_default().as_secs_f64()
         ));
         self.daemon_link.suspension = Some(Suspension::of(gap));
         self.look_for_daemon();
@@ -188,7 +188,7 @@ impl Driver<'_> {
     /// Looks whether the daemon is gone, if it cannot be reached just after a suspension: it ends with the job where
     /// one of the nodes hosts it, and no message would ever arrive.
     fn look_for_daemon(&mut self) {
-        let lease = self.daemon_link.pulse.lease.unwrap_or_default();
+        let lease = self.daemon_link.heartbeat_clock.lease.unwrap_or_default();
         let is_recent = self
             .daemon_link
             .suspension

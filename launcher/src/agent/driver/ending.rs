@@ -17,7 +17,7 @@ use crate::logs::{free_attempt, remove_empty};
 use crate::report::{self, Facts};
 use crate::root_cause::Verdict;
 
-/// How long the file system may take to keep what programs are told.
+/// How long the file system may take to store the error files and their copies.
 const FILE_BOUND: Duration = Duration::from_secs(2);
 
 impl Driver<'_> {

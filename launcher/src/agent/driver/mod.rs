@@ -24,7 +24,7 @@ use super::blocking_thread::BlockingThread;
 use super::event::{Effect, Event};
 use super::exit_reason::ExitReason;
 use super::inbox::{Inbox, Mail, heartbeat_every};
-use super::launch::{LaunchError, Outfit};
+use super::launch::{LaunchError, LaunchParts};
 use super::link::{Link, LinkConfig};
 use super::machine::{LEAVE_WAIT, Machine, Rules, VERDICT_WAIT};
 use super::signals::{Call, Signals};
@@ -103,13 +103,17 @@ pub(super) struct Driver<'a> {
 
 impl<'a> Driver<'a> {
     /// Checks the plan, and starts all threads and tasks.
-    pub(super) fn new(plan: LaunchPlan, guardian: &'a Guardian, outfit: Outfit) -> Result<Self, LaunchError> {
-        let Outfit {
+    pub(super) fn new(
+        plan: LaunchPlan,
+        guardian: &'a Guardian,
+        parts: LaunchParts,
+    ) -> Result<Self, LaunchError> {
+        let LaunchParts {
             console,
             processes,
             files,
             group,
-        } = outfit;
+        } = parts;
         let inherited = inherited();
         let made = check(&plan, &inherited)?;
         let free_attempt = plan.log_dir.as_deref().map_or(0, free_attempt);
@@ -194,7 +198,7 @@ impl<'a> Driver<'a> {
     }
 
     fn open(&mut self, mail: Mail, events: &mut VecDeque<Event>) {
-        self.feel_pulse();
+        self.check_suspension();
         match mail {
             Mail::Signal(Call::Stop(signal)) => events.push_back(Event::Signal(signal)),
             // A worker may run already, before its start is reported.
@@ -219,7 +223,7 @@ impl<'a> Driver<'a> {
                 });
             }
             Mail::TaskResult(TaskResult::Prepared(generation, ready)) => {
-                self.spawn(generation, *ready, events)
+                self.spawn(generation, *ready, events);
             }
             Mail::TaskResult(TaskResult::Described(generation, local_rank, in_file)) => {
                 events.extend(self.on_described(generation, local_rank, in_file));
@@ -241,7 +245,7 @@ impl<'a> Driver<'a> {
             }
             Mail::Watch => self.look_for_hung_workers(),
             Mail::Heartbeat => {
-                self.daemon_link.pulse.beat(since_boot());
+                self.daemon_link.heartbeat_clock.beat(since_boot());
                 // Without a connection the daemon does not receive it.
                 if !self.daemon_link.is_broken && self.client.is_some() {
                     self.send_heartbeat();

@@ -11,7 +11,7 @@ use crate::master_port::is_taken;
 
 /// Rank 0 binds MASTER_PORT within this time of its start, imports included.
 const BIND_BOUND: Duration = Duration::from_mins(1);
-/// Longest part of a worker's words that is told then.
+/// Longest part of a worker's words that is reported then.
 const MAX_WORDS_CHARS: usize = 200;
 
 impl WorkerGroup {
