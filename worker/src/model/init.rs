@@ -9,8 +9,8 @@ use std::f64::consts::FRAC_PI_2;
 use std::ops::Range;
 
 use super::{Init, ParamSpec};
+use crate::ops::kernel::ln;
 use crate::ops::philox;
-use crate::ops::real::ln;
 
 /// Context of the hash: keeps these streams apart from all others that share the seed.
 const CONTEXT: &str = "ddp-worker first values of a parameter";

@@ -4,9 +4,9 @@
 //! all heads. Forward keeps one number a query, the logarithm of its softmax's denominator, from which backward
 //! computes the probabilities again.
 
+use super::kernel::{Real, ln, max_of, sum_map2};
 use super::kernel::{by_dtype, kernel, with_scratch};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
-use super::real::{Real, ln, max_of, sum_map2};
 use super::stored::Stored;
 use super::{CpuKernel, DropoutMask, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
@@ -213,7 +213,7 @@ kernel! {
             for score in row.iter_mut() {
                 *score = (*score - max).exp();
             }
-            let sum = super::real::sum_map(row, |e| e);
+            let sum = super::kernel::sum_map(row, |e| e);
             let share = T::ONE / sum;
             for e in row.iter_mut() {
                 *e *= share;

@@ -1,6 +1,6 @@
 //! Optimizer state in memory of the host, beside a device with memory of its own (ZeRO-Offload, Ren et al. 2021):
 //! state and masters never cross. An update brings gradients to the host piece by piece, updates there, and takes the
-//! parameters back; pieces overlap, and the host goes on meanwhile ([`Ferry`]).
+//! parameters back; pieces overlap, and the host goes on meanwhile ([`HostPipeline`]).
 //!
 //! An update is element by element, and the kernel is the processor's: the numbers are those of a run without a device.
 
@@ -8,15 +8,15 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::device::{
-    Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Ferry, HostMemory, HostPass, Stream,
-    copy_same_length,
+    Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, HostMemory, HostPass, HostPipeline,
+    Stream, copy_same_length,
 };
 use crate::ops::{Cast, HostUpdate, Op, Update, cast_bytes};
 
 /// State on the host. What touches it is done by the processor, in the order of the stream.
 pub struct HostState {
     host: Arc<CpuDevice>,
-    ferry: Ferry,
+    pipeline: HostPipeline,
     piece: usize,
     state: Mutex<Vec<Arena>>,
 }
@@ -31,12 +31,12 @@ impl HostState {
     ) -> Result<Option<Self>, DeviceError> {
         // The largest pass brings gradients and a factor in f32, and takes parameters in f32.
         let slot = 2 * piece * size_of::<f32>() + 4096;
-        let Some(ferry) = Ferry::new(device, slot)? else {
+        let Some(pipeline) = HostPipeline::new(device, slot)? else {
             return Ok(None);
         };
         Ok(Some(Self {
             host: Arc::new(CpuDevice::new(threads)?),
-            ferry,
+            pipeline,
             piece,
             state: Mutex::default(),
         }))
@@ -45,7 +45,7 @@ impl HostState {
     /// Page-locked memory of the host through which pieces go.
     #[must_use]
     pub const fn staging_bytes(&self) -> usize {
-        self.ferry.staging_bytes()
+        self.pipeline.staging_bytes()
     }
 
     /// Threads that update.
@@ -79,7 +79,7 @@ impl HostState {
         }
         let pieces = Piece::all(&updates, self.piece).into_iter();
         passes.extend(pieces.map(|piece| piece.pass(&self.host)));
-        self.ferry.carry(stream, passes);
+        self.pipeline.run(stream, passes);
     }
 
     /// Puts a copy of `bytes` into a part of the state, in stream order.
@@ -90,12 +90,12 @@ impl HostState {
             outputs: Vec::new(),
             work: Box::new(move |_, _| copy_same_length(&bytes, &mut state.host_bytes_mut()?)),
         };
-        self.ferry.carry(stream, vec![pass]);
+        self.pipeline.run(stream, vec![pass]);
     }
 
     /// The first error of what was put on any stream.
     pub(super) fn failure(&self) -> Result<(), DeviceError> {
-        self.ferry.failure()
+        self.pipeline.failure()
     }
 
     /// True if this was allocated here.

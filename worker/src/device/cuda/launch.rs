@@ -10,8 +10,9 @@ use cudarc::driver::sys;
 use super::calls;
 use super::device::CudaDevice;
 use super::driver::driver_error;
-use super::kernel::{Define, Kernel, Source};
-use super::memory::DeviceMemory;
+use super::kernel::Kernel;
+use super::memory::{DevicePtr, address_of};
+use super::nvrtc::{Define, Source};
 use super::stream::{CudaStream, StreamState};
 use crate::device::{Buffer, DType, DeviceError};
 
@@ -22,43 +23,6 @@ const MAX_ARGS: usize = 32;
 pub trait CudaKernel {
     /// Checks sizes and types, launches, returns at once. Everything it launches goes to [`Launch`]'s stream.
     fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError>;
-}
-
-/// An address in device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DevicePtr(sys::CUdeviceptr);
-
-impl DevicePtr {
-    /// For kernels that take an optional pointer.
-    pub const NULL: Self = Self(0);
-
-    pub(super) const fn new(address: sys::CUdeviceptr) -> Self {
-        Self(address)
-    }
-
-    /// So many bytes further.
-    #[must_use]
-    pub const fn offset(self, bytes: usize) -> Self {
-        Self(self.0 + bytes as u64)
-    }
-
-    /// As the driver writes it.
-    #[must_use]
-    pub const fn raw(self) -> sys::CUdeviceptr {
-        self.0
-    }
-
-    /// As libraries take it.
-    #[must_use]
-    pub const fn as_ptr(self) -> *mut c_void {
-        self.0 as *mut c_void
-    }
-
-    /// True if the address is a multiple of `bytes`: 16 for the widest accesses.
-    #[must_use]
-    pub const fn is_aligned(self, bytes: usize) -> bool {
-        self.0.is_multiple_of(bytes as u64)
-    }
 }
 
 /// Blocks, threads and dynamic shared memory of a launch.
@@ -116,7 +80,7 @@ impl Args {
     /// A pointer.
     #[must_use]
     pub fn ptr(self, value: DevicePtr) -> Self {
-        self.push(value.0)
+        self.push(value.raw())
     }
 
     /// `unsigned`
@@ -344,19 +308,5 @@ impl<'a> Launch<'a> {
         make: impl FnOnce() -> Result<T, DeviceError>,
     ) -> Result<Arc<T>, DeviceError> {
         self.device.attached(make)
-    }
-}
-
-/// Address of a buffer in the memory of this device.
-pub(super) fn address_of(buffer: &Buffer, context: &super::Context) -> Result<DevicePtr, DeviceError> {
-    let memory = buffer.arena().memory().as_any().downcast_ref::<DeviceMemory>();
-    match memory {
-        Some(memory) if memory.context().ordinal() == context.ordinal() => {
-            Ok(DevicePtr(memory.address()).offset(buffer.start()))
-        }
-        _ => Err(DeviceError::NotDevice {
-            arena: buffer.arena().name().to_owned(),
-            device: format!("GPU {} ({})", context.ordinal(), context.name()),
-        }),
     }
 }

@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 
 use super::calls::{self, written};
-use super::driver::{RawStream, driver_error};
-use super::event::{CudaEvent, EventPool, answer, wait_until};
-use super::memory::{Account, DeviceMemory, PinnedMemory};
-use super::{Context, DevicePtr};
+use super::driver::{Context, RawStream, answer, driver_error, wait_until};
+use super::event::{CudaEvent, EventPool};
+use super::memory::{Account, DeviceMemory, DevicePtr, PinnedMemory};
 use crate::device::{DeviceError, EventState, Memory};
 
 /// Operations that an error of the stream names.
@@ -31,7 +30,7 @@ const STAGING_SLOTS: usize = 4;
 /// communicator long before; this bounds a device that has stopped answering.
 const PATIENCE: Duration = Duration::from_mins(30);
 
-/// See the module.
+/// One stream of CUDA's.
 #[derive(Debug)]
 pub(super) struct CudaStream {
     name: Arc<str>,

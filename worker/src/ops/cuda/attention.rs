@@ -1,10 +1,10 @@
 //! Launches of `attention.cu`, `flash_forward.cu` and `flash_backward.cu`: tensor cores for bf16 and the usual widths of
 //! heads, plain f32 arithmetic for everything else.
 
-use super::dropout::{DROPOUT, mask_args, mask_define};
 use super::plan::{Arg, Call, ELEMENT, Plan, Planned, Scratch, count, element, expect_dtype};
 use crate::device::cuda::{Define, Grid, Source, Unit};
 use crate::device::{Buffer, DType, DeviceError};
+use crate::ops::dropout::{DROPOUT, mask_args, mask_define};
 use crate::ops::{AttentionBackward, AttentionForward, AttentionShape, CpuKernel, DropoutMask};
 
 static PLAIN: Source =
