@@ -336,6 +336,7 @@ impl Manifest {
                 return Err(CheckpointError::Version {
                     path: path.to_owned(),
                     found,
+                    newest: FORMAT_VERSION,
                 });
             }
         };

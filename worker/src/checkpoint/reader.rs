@@ -14,8 +14,7 @@ use super::layout::{self, LATEST, MANIFEST};
 use super::manifest::{
     MAX_MANIFEST_BYTES, Manifest, RangeRecord, RegionRecord, TensorKind, TensorName, TensorRecord,
 };
-use super::part::{self, Entry};
-use super::piece_hash::{self, Block};
+use super::part::{self, Block, Entry};
 use super::{CheckpointError, Extent, coverage, storage};
 use crate::config::{self, OptimizerConfig};
 use crate::device::DType;
@@ -507,7 +506,7 @@ fn check_range(
             range.entry, entry.bytes, entry.dtype
         )));
     }
-    if !piece_hash::agree(range, bytes) {
+    if !part::agree(range, bytes) {
         let what = format!(
             "the hashes of the blocks of entry `{}` are not those of its hash",
             range.entry

@@ -41,7 +41,7 @@ struct Borrow {
 
 /// What a range is in use for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Access {
+enum Access {
     /// Shared with other readers.
     Read,
     /// Alone.
@@ -186,7 +186,7 @@ impl Arena {
     }
 
     /// Lends elements out, unless that clashes with who has them.
-    pub(super) fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
+    fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
         let bytes = self.bytes_of(range);
         let mut borrows = self.0.backing.borrows();
         let overlaps = |b: &&Borrow| b.bytes.start < bytes.end && bytes.start < b.bytes.end;
@@ -205,7 +205,7 @@ impl Arena {
     }
 
     /// Ends what [`Arena::borrow`] began.
-    pub(super) fn give_back(&self, range: &Range<usize>, access: Access) {
+    fn give_back(&self, range: &Range<usize>, access: Access) {
         let held = Borrow {
             bytes: self.bytes_of(range),
             access,
@@ -217,7 +217,7 @@ impl Arena {
     }
 
     /// Turns a borrow for writing into one that never ends.
-    pub(super) fn abandon(&self, range: &Range<usize>) {
+    fn abandon(&self, range: &Range<usize>) {
         let bytes = self.bytes_of(range);
         let mut borrows = self.0.backing.borrows();
         let held = borrows
@@ -476,7 +476,7 @@ impl Drop for Held {
 }
 
 /// One borrow of an arena; ends on drop.
-pub(super) struct Guard<'a> {
+struct Guard<'a> {
     buffer: &'a Buffer,
     access: Access,
 }
@@ -508,7 +508,7 @@ pub struct HostRef<'a, T> {
 
 impl<'a, T> HostRef<'a, T> {
     /// `ptr` is the address of the guarded range.
-    pub(super) fn new(ptr: *const T, guard: Guard<'a>) -> Self {
+    fn new(ptr: *const T, guard: Guard<'a>) -> Self {
         Self {
             ptr,
             guard,
@@ -537,7 +537,7 @@ pub struct HostMut<'a, T> {
 
 impl<'a, T> HostMut<'a, T> {
     /// `ptr` is the address of the guarded range.
-    pub(super) fn new(ptr: *mut T, guard: Guard<'a>) -> Self {
+    fn new(ptr: *mut T, guard: Guard<'a>) -> Self {
         Self {
             ptr,
             guard,

@@ -7,7 +7,7 @@
 //! | type | what it is |
 //! |---|---|
 //! | [`Device`] | the trait: allocate, enqueue, record, wait |
-//! | [`CpuDevice`], [`Isa`] | operations on host memory, `rayon` threads within a rank, run-time instruction set |
+//! | [`CpuDevice`], [`Cpu`], [`Isa`] | operations on host memory, `rayon` threads within a rank, run-time instruction set |
 //! | [`Arena`], [`Buffer`], [`ArenaSpec`] | flat memory of one type, ranges of it, what to allocate |
 //! | [`Event`], [`Signal`] | points in streams; facts of the host |
 //! | [`Fetch`] | bytes on their way to the host |
@@ -26,16 +26,18 @@ mod event;
 mod host_work;
 mod idle;
 mod memory;
+mod processor;
 mod system_memory;
 
 pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
-pub use cpu::{Cpu, CpuDevice, Isa};
+pub use cpu::CpuDevice;
 pub use dtype::{DType, Element};
 pub use error::{CompileError, DeviceError};
 pub use event::{Event, EventState, Fetch, Signal};
 pub use host_work::{HostPass, HostPipeline, HostSide, HostWork, PassWork};
 pub use idle::IdleDevice;
 pub use memory::{FileMemory, HostMemory, Memory};
+pub use processor::{Cpu, Isa};
 
 use std::any::Any;
 use std::time::Instant;

@@ -5,8 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::hold::{Candidate, Hold, Holder};
-use super::{RunFilesError, Summary, TimelineFiles};
+use super::hold::{Candidate, Hold};
+use super::{Holder, RunFilesError, Summary, TimelineFiles};
 use crate::checkpoint;
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;

@@ -5,7 +5,7 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::RunFilesError;
-use super::replace::replace_file;
+use super::hold::replace_file;
 
 const FOLDER: &str = "timeline";
 const RANKS: &str = "ranks";

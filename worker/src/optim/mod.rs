@@ -12,26 +12,22 @@
 
 mod adamw;
 mod clip;
-mod groups;
-mod host_state;
 mod lion;
 mod muon;
 mod optimizer;
-mod schedule;
+mod rates;
 mod sgd;
-mod state_home;
+mod state_memory;
 
 use std::sync::Arc;
 
 pub use adamw::AdamW;
 pub use clip::Clip;
-pub use groups::{GroupRates, ParamGroups};
-pub use host_state::HostState;
 pub use lion::Lion;
 pub use optimizer::{Optimizer, UpdateStep};
-pub use schedule::{batch_factor, learning_rate};
+pub use rates::{GroupRates, ParamGroups, batch_factor, learning_rate};
 pub use sgd::Sgd;
-pub use state_home::{PIECE, StateBytes, StateHome, evict};
+pub use state_memory::{HostState, PIECE, StateBytes, StateHome, evict};
 
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::device::cuda::Unit;

@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use super::groups::{GroupRates, ParamGroups};
 use super::muon::{Muon, MuonStep, is_hidden_matrix};
+use super::rates::{GroupRates, ParamGroups};
 use super::rule;
-use super::state_home::{StateBytes, StateHome};
+use super::state_memory::{StateBytes, StateHome};
 use crate::collective::{Communicator, Work};
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Stream};

@@ -10,9 +10,9 @@ use safetensors::tensor::Dtype;
 
 use super::PretrainedError;
 use super::files::{StoredTensor, WeightFile, WeightFiles};
+use super::fit::Misfit;
+use super::fit::Settings;
 use super::fit::{self, Source};
-use super::misfit::Misfit;
-use super::settings::Settings;
 use crate::config;
 use crate::model::{ParamId, ParamSpec};
 

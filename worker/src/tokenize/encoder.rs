@@ -56,7 +56,7 @@ impl Encoder {
         })
     }
 
-    /// True if a text may be cut at a [border](super::border::last_border). Of a file's tokenizer nothing is known: it
+    /// True if a text may be cut at a [border](super::source::last_border). Of a file's tokenizer nothing is known: it
     /// may put a mark before every text, or merge across white space.
     pub(super) fn may_cut(&self) -> bool {
         matches!(self.library, Library::Gpt2(_))
@@ -102,7 +102,7 @@ mod tests {
     use base64::engine::general_purpose::STANDARD;
     use proptest::prelude::*;
 
-    use super::super::border::last_border;
+    use super::super::source::last_border;
     use super::*;
 
     fn gpt2() -> Encoder {

@@ -8,7 +8,7 @@ use rayon::iter::{IntoParallelRefIterator as _, ParallelIterator as _};
 
 use super::encoder::Encoder;
 use super::output::Output;
-use super::record::text_of;
+use super::source::text_of;
 use super::source::{Kind, MAX_THREADS, Piece, Source, line_ends};
 use super::{TokenizeError, Tokenizer};
 use crate::data::{TokenFacts, Width};

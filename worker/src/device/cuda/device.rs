@@ -5,8 +5,7 @@
 //! and freed by whoever enqueues the next work.
 #![allow(unsafe_code, reason = "copies and calls of the CUDA driver")]
 
-use std::any::{Any, TypeId};
-use std::collections::HashMap;
+use std::any::Any;
 use std::ffi::c_void;
 use std::mem::take;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
@@ -15,43 +14,25 @@ use std::time::Instant;
 use cudarc::driver::sys;
 
 use super::calls;
-use super::driver::Context;
-use super::driver::driver_error;
+use super::driver::{Context, driver_error};
 use super::event::{CudaEvent, EventPool};
-use super::kernel::Modules;
-use super::launch::Launch;
+use super::launch::{CudaOptions, Launch, LaunchContext};
 use super::memory::{Account, DeviceMemory, DevicePtr, FETCH_BYTES, FetchPool, PinnedMemory, address_of};
-use super::nvrtc::CubinCache;
 use super::stream::CudaStream;
 use crate::device::{
     Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Fetch, HostSide, HostWork, Stream,
 };
 use crate::ops::Op;
 
-/// How a device is opened.
-#[derive(Clone, Debug, Default)]
-pub struct CudaOptions {
-    /// Which one, among those that `CUDA_VISIBLE_DEVICES` shows.
-    pub ordinal: usize,
-    /// Matrix products of f32 may round their inputs to tf32.
-    pub tf32: bool,
-    /// On Hopper, in bf16, a GELU belongs to the matrix product beside it where cuBLASLt does both in one pass.
-    pub fused_gelu: bool,
-    /// Where compiled kernels are kept.
-    pub cache: CubinCache,
-}
-
 /// A GPU.
 #[derive(Debug)]
 pub struct CudaDevice {
     context: Arc<Context>,
-    options: CudaOptions,
+    launches: LaunchContext,
     account: Arc<Account>,
     events: Arc<EventPool>,
     fetches: FetchPool,
-    modules: Modules,
     streams: RwLock<Vec<Result<Arc<CudaStream>, DeviceError>>>,
-    attached: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
 }
 
 impl CudaDevice {
@@ -61,13 +42,11 @@ impl CudaDevice {
         context.bind()?;
         Ok(Self {
             events: EventPool::new(context.clone()),
-            modules: Modules::new(context.clone(), options.cache.clone()),
             account: Arc::default(),
             fetches: FetchPool::default(),
             streams: RwLock::default(),
-            attached: Mutex::default(),
+            launches: LaunchContext::new(context.clone(), options),
             context,
-            options,
         })
     }
 
@@ -80,7 +59,7 @@ impl CudaDevice {
     /// What it was opened with.
     #[must_use]
     pub const fn options(&self) -> &CudaOptions {
-        &self.options
+        self.launches.options()
     }
 
     /// The driver's side of it.
@@ -107,29 +86,6 @@ impl CudaDevice {
     /// Address of a buffer in its memory.
     pub fn address(&self, buffer: &Buffer) -> Result<DevicePtr, DeviceError> {
         address_of(buffer, &self.context)
-    }
-
-    /// Something that is made once and kept: one value of each type.
-    pub fn attached<T: Any + Send + Sync>(
-        &self,
-        make: impl FnOnce() -> Result<T, DeviceError>,
-    ) -> Result<Arc<T>, DeviceError> {
-        let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = attached.get(&TypeId::of::<T>()).cloned();
-        let value = if let Some(value) = found {
-            value
-        } else {
-            let made: Arc<dyn Any + Send + Sync> = Arc::new(make()?);
-            attached.insert(TypeId::of::<T>(), made.clone());
-            made
-        };
-        Ok(value
-            .downcast()
-            .unwrap_or_else(|_| unreachable!("kept by its type")))
-    }
-
-    pub(super) const fn modules(&self) -> &Modules {
-        &self.modules
     }
 
     /// # Panics
@@ -217,7 +173,7 @@ impl Device for CudaDevice {
         if let Ok(stream) = self.find(stream) {
             let name = op.name();
             stream.attempt(name, |state| {
-                op.launch(&mut Launch::new(name, self, &stream, state))
+                op.launch(&mut Launch::new(name, &self.launches, &stream, state))
             });
         }
     }

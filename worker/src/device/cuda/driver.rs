@@ -229,7 +229,7 @@ pub fn count_devices() -> Result<usize, DeviceError> {
 }
 
 /// A device by its number among the visible ones.
-pub(super) fn device_of(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
+fn device_of(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
     // SAFETY: the function writes one integer.
     written(0, |device| unsafe { calls::device_get(device, ordinal as c_int) })
 }
@@ -442,7 +442,7 @@ impl GpuFacts {
 }
 
 /// Those of a device that the driver has given.
-pub(super) fn facts_of(device: CUdevice) -> Result<GpuFacts, DriverError> {
+fn facts_of(device: CUdevice) -> Result<GpuFacts, DriverError> {
     let number = |which| {
         // SAFETY: the driver knows the device; the function writes one integer.
         let value = written(0, |value| unsafe {

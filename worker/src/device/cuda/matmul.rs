@@ -308,25 +308,25 @@ impl Products {
 }
 
 /// `cublasStatus_t`
-pub(super) type Status = c_int;
+type Status = c_int;
 /// Any of the library's pointers to what it keeps.
-pub(super) type Handle = *mut c_void;
+type Handle = *mut c_void;
 
 const SUCCESS: Status = 0;
 
 /// `cublasLtMatmulAlgo_t`: copied as it is.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Algorithm {
+struct Algorithm {
     data: [u64; 8],
 }
 
 /// `cublasLtMatmulHeuristicResult_t`
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Candidate {
-    pub(super) algorithm: Algorithm,
-    pub(super) workspace_bytes: usize,
+struct Candidate {
+    algorithm: Algorithm,
+    workspace_bytes: usize,
     state: Status,
     waves: f32,
     reserved: [c_int; 4],
@@ -344,7 +344,7 @@ impl Candidate {
 
 table! {
     /// What of cuBLASLt is called.
-    pub(super) struct Functions {
+    struct Functions {
         /// A context of the library on the current device.
         create: fn(*mut Handle) -> Status = "cublasLtCreate";
         /// 120804, say.
@@ -390,7 +390,7 @@ pub(super) enum Compute {
 }
 
 /// `CUDA_R_32F` and its like. Types that no matrix product has give none.
-pub(super) const fn type_number(dtype: DType) -> Option<c_int> {
+const fn type_number(dtype: DType) -> Option<c_int> {
     match dtype {
         DType::F32 => Some(0),
         DType::Bf16 => Some(14),
@@ -413,7 +413,7 @@ pub(super) enum Attribute {
 /// `cublasLtMatmulPreferenceAttributes_t`
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
-pub(super) enum Preference {
+enum Preference {
     WorkspaceBytes = 1,
     ReductionSchemes = 3,
     AlignmentA = 5,
@@ -427,7 +427,7 @@ const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
 
 /// The library, and its context on one device.
 #[derive(Debug)]
-pub(super) struct CublasLt {
+struct CublasLt {
     library: Library,
     functions: Functions,
     context: Handle,
@@ -464,7 +464,7 @@ impl CublasLt {
         format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
     }
 
-    pub(super) fn check(&self, problem: &str, status: Status) -> Result<(), LibraryError> {
+    fn check(&self, problem: &str, status: Status) -> Result<(), LibraryError> {
         if status == SUCCESS {
             return Ok(());
         }
@@ -619,19 +619,19 @@ impl CublasLt {
 }
 
 /// One product.
-pub(super) struct Call<'a> {
+struct Call<'a> {
     pub(super) operation: &'a Owned,
     /// A, B, C, D
-    pub(super) matrices: [(*mut c_void, &'a Owned); 4],
-    pub(super) beta: f32,
-    pub(super) candidate: &'a Candidate,
-    pub(super) workspace: *mut c_void,
+    matrices: [(*mut c_void, &'a Owned); 4],
+    beta: f32,
+    candidate: &'a Candidate,
+    workspace: *mut c_void,
     pub(super) stream: *mut c_void,
 }
 
 /// Something of the library's, given back at the end.
 #[derive(Debug)]
-pub(super) struct Owned(Handle, unsafe extern "C" fn(Handle) -> Status);
+struct Owned(Handle, unsafe extern "C" fn(Handle) -> Status);
 
 // SAFETY: plain data behind the pointer, which the library does not tie to a thread.
 unsafe impl Send for Owned {}

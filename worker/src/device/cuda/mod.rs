@@ -32,10 +32,10 @@ mod nvrtc;
 mod stream;
 
 pub use super::CompileError;
-pub use device::{CudaDevice, CudaOptions};
+pub use device::CudaDevice;
 pub use driver::{Context, GpuFacts, Reach, Survey, count_devices};
 pub use kernel::Kernel;
-pub use launch::{Args, CudaKernel, Grid, Launch};
+pub use launch::{Args, CudaKernel, CudaOptions, Grid, Launch};
 pub use matmul::{Epilogue, Operand, Product};
 pub use memory::{DeviceMemory, DevicePtr};
 pub use nvrtc::{Arch, Cubin, CubinCache, Define, Nvrtc, Source, Unit};
