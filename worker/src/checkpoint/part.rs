@@ -460,7 +460,7 @@ impl PieceHasher {
     }
 }
 
-/// Block `index` of a piece of several.
+/// HashBlock `index` of a piece of several.
 fn block_hasher(index: usize) -> Hasher {
     let mut hasher = Hasher::new();
     hasher.set_input_offset(index as u64 * BLOCK_BYTES);
@@ -488,13 +488,13 @@ fn children(blocks: &[ChainingValue]) -> (&[ChainingValue], &[ChainingValue]) {
 }
 
 /// Where one block of a piece lies, from the piece's first byte, and how its hash is made.
-pub(super) struct Block {
+pub(super) struct HashBlock {
     pub(super) bytes: std::ops::Range<u64>,
     hasher: Hasher,
     is_root: bool,
 }
 
-impl Block {
+impl HashBlock {
     /// Blocks of a piece of so many bytes, as its record has hashes of them: one where it has none.
     pub(super) fn count(piece: &RangeRecord) -> usize {
         piece.blocks.len().max(1)
@@ -508,7 +508,7 @@ impl Block {
         (range.start / BLOCK_BYTES) as usize..range.end.div_ceil(BLOCK_BYTES) as usize
     }
 
-    /// Block `index` of a piece of so many bytes.
+    /// HashBlock `index` of a piece of so many bytes.
     pub(super) fn of(piece: &RangeRecord, bytes: u64, index: usize) -> Self {
         let is_root = piece.blocks.is_empty();
         let start = index as u64 * BLOCK_BYTES;

@@ -93,6 +93,7 @@ pub trait StreamEngine {
 /// Where a device carries operations out ([`StreamEngine`]) the same is counted by formula, when an operation is
 /// enqueued: what the library really sends depends on the algorithm that it chooses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(default)]
 pub struct WireBytes {
     /// Gradients.
     pub grads: u64,

@@ -28,7 +28,7 @@ mod vocabulary;
 pub use dataset::{Dataset, HELD_OUT_PART, Tokens, matching};
 pub use entropy::Entropies;
 pub use error::{DataError, FileProblem, MAX_FILES};
-pub use loader::{IGNORED, Loader, Shape, StepSamples, eval_blocks};
+pub use loader::{BatchShape, IGNORED, Loader, StepSamples, eval_blocks};
 pub use sampler::{ORDER_VERSION, Sampler};
 pub use token_file::{TokenFacts, TokenFile, Width};
 pub use vocabulary::Vocabulary;

@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ddp_proto::words::counted;
@@ -41,20 +41,14 @@ impl CpuDevice {
     }
 
     fn attempt(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError>) {
-        if self
-            .errors
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .contains_key(&stream)
-        {
-            return;
+        let has_failed = self.errors().contains_key(&stream);
+        if !has_failed && let Err(error) = work() {
+            self.errors().insert(stream, error);
         }
-        if let Err(error) = work() {
-            self.errors
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .insert(stream, error);
-        }
+    }
+
+    fn errors(&self) -> MutexGuard<'_, HashMap<Stream, DeviceError>> {
+        self.errors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -85,15 +79,8 @@ impl Device for CpuDevice {
     }
 
     fn record(&self, stream: Stream) -> Event {
-        let errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
-        match errors.get(&stream) {
-            None => Event::reached(),
-            Some(error) => {
-                let (event, signal) = Event::pair("a failed stream");
-                signal.set(Err(error.clone()));
-                event
-            }
-        }
+        let error = self.errors().get(&stream).cloned();
+        error.map_or_else(Event::reached, Event::failed)
     }
 
     fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant) {
@@ -101,12 +88,7 @@ impl Device for CpuDevice {
     }
 
     fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
-        let error = self
-            .errors
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&stream);
-        error.map_or(Ok(()), Err)
+        self.errors().remove(&stream).map_or(Ok(()), Err)
     }
 
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {

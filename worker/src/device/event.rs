@@ -43,10 +43,18 @@ impl Event {
         Self::new(Reached)
     }
 
+    /// An event that has failed already.
+    #[must_use]
+    pub fn failed(error: DeviceError) -> Self {
+        let (event, signal) = Self::pair("a failed stream");
+        signal.set(Err(error));
+        event
+    }
+
     /// An event that the host signals, and its signal.
     #[must_use]
     pub fn pair(what: impl Into<String>) -> (Self, Signal) {
-        let shared = Arc::new(HostState {
+        let shared = Arc::new(SignalState {
             what: what.into(),
             result: Mutex::new(None),
             reached: Condvar::new(),
@@ -94,13 +102,13 @@ impl EventState for Reached {
     }
 }
 
-struct HostState {
+struct SignalState {
     what: String,
     result: Mutex<Option<Result<(), DeviceError>>>,
     reached: Condvar,
 }
 
-impl EventState for HostState {
+impl EventState for SignalState {
     fn poll(&self) -> Option<Result<(), DeviceError>> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -134,15 +142,15 @@ impl EventState for HostState {
 }
 
 /// Signals its event once. Dropped without a word, it fails the event, so that nobody waits for ever.
-pub struct Signal(Arc<HostState>);
+pub struct Signal(Arc<SignalState>);
 
 impl Signal {
     /// The event is reached, or failed.
     pub fn set(self, result: Result<(), DeviceError>) {
-        self.settle(result);
+        self.complete(result);
     }
 
-    fn settle(&self, result: Result<(), DeviceError>) {
+    fn complete(&self, result: Result<(), DeviceError>) {
         let mut slot = self.0.result.lock().unwrap_or_else(PoisonError::into_inner);
         if slot.is_none() {
             *slot = Some(result);
@@ -153,7 +161,7 @@ impl Signal {
 
 impl Drop for Signal {
     fn drop(&mut self) {
-        self.settle(Err(DeviceError::Upstream(format!(
+        self.complete(Err(DeviceError::Upstream(format!(
             "{} was given up",
             self.0.what
         ))));

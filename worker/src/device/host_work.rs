@@ -83,17 +83,17 @@ pub struct HostPipeline {
     down: Stream,
     host: Stream,
     up: Stream,
-    slots: Mutex<Slots>,
+    slots: Mutex<StagingSlots>,
     slot_bytes: usize,
     failure: Arc<OnceLock<DeviceError>>,
 }
 
-struct Slots {
+struct StagingSlots {
     next: usize,
-    all: [Slot; SLOTS],
+    all: [StagingSlot; SLOTS],
 }
 
-struct Slot {
+struct StagingSlot {
     memory: Arena,
     /// The last pass that used it has left.
     free: Event,
@@ -105,13 +105,13 @@ impl HostPipeline {
         let Some(side) = device.host_side() else {
             return Ok(None);
         };
-        let slot = |_| -> Result<Slot, DeviceError> {
+        let slot = |_| -> Result<StagingSlot, DeviceError> {
             let memory = side.alloc(&ArenaSpec::private("page-locked staging", DType::U8, slot_bytes))?;
             let free = Event::reached();
-            Ok(Slot { memory, free })
+            Ok(StagingSlot { memory, free })
         };
         Ok(Some(Self {
-            slots: Mutex::new(Slots {
+            slots: Mutex::new(StagingSlots {
                 next: 0,
                 all: [slot(0)?, slot(1)?, slot(2)?],
             }),
@@ -140,9 +140,7 @@ impl HostPipeline {
         let deadline = Instant::now() + PATIENCE;
         let device = self.device.as_ref();
         if let Err(error) = self.failure() {
-            let (event, signal) = Event::pair("work of the host");
-            signal.set(Err(error));
-            device.wait_event(stream, &event, deadline);
+            device.wait_event(stream, &Event::failed(error), deadline);
             return;
         }
         if passes.is_empty() {

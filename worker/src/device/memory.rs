@@ -229,7 +229,7 @@ fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
     if error == Errno::ENOMEM {
         let limit = getrlimit(Resource::RLIMIT_AS).map_or(u64::MAX, |(soft, _)| soft);
         let machine = system_memory::machine_bytes().unwrap_or(u64::MAX);
-        let held = ProcessMemory::now();
+        let held = AddressSpace::now();
         match Refusal::of(bytes as u64, held, (limit, machine)) {
             Some(Refusal::Limit { always }) => {
                 cause = format!(
@@ -266,7 +266,7 @@ enum Refusal {
 
 impl Refusal {
     /// `bytes` were refused to a process that holds `held`, on a machine of so many bytes.
-    fn of(bytes: u64, held: ProcessMemory, (limit, machine): (u64, u64)) -> Option<Self> {
+    fn of(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Option<Self> {
         if held.mapped.saturating_add(bytes) > limit {
             Some(Self::Limit {
                 always: held.resident.saturating_add(bytes) > limit,
@@ -279,7 +279,7 @@ impl Refusal {
 
 /// Memory of this process, in bytes; 0 if the system does not say.
 #[derive(Clone, Copy, Debug, Default)]
-struct ProcessMemory {
+struct AddressSpace {
     /// What counts against the limit on mappings. It differs from try to try: the C library reserves 64 MiB for each
     /// thread that finds the others allocating.
     mapped: u64,
@@ -287,7 +287,7 @@ struct ProcessMemory {
     resident: u64,
 }
 
-impl ProcessMemory {
+impl AddressSpace {
     fn now() -> Self {
         let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
         let page = page.ok().flatten().unwrap_or(0) as u64;
@@ -438,13 +438,13 @@ mod tests {
             (900, 800, unlimited, None),
             (1001, 0, unlimited, Some(Refusal::Machine)),
         ] {
-            let held = ProcessMemory {
+            let held = AddressSpace {
                 mapped,
                 resident: mapped * 5 / 8,
             };
             assert_eq!(Refusal::of(bytes, held, bounds), expected, "{bytes}");
         }
-        let held = ProcessMemory::now();
+        let held = AddressSpace::now();
         assert!(held.resident > 1 << 20 && held.mapped > held.resident, "{held:?}");
     }
 

@@ -6,7 +6,7 @@ use std::collections::BTreeSet;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::kind::{Kind, Version};
+use super::kind::{LibraryKind, Version};
 
 /// Deepest include of `ld.so.conf` that is followed.
 const MAX_INCLUDE_DEPTH: u32 = 4;
@@ -15,7 +15,7 @@ const MAX_INCLUDE_DEPTH: u32 = 4;
 #[derive(Clone, Debug)]
 pub struct Found {
     /// Which one.
-    pub kind: Kind,
+    pub kind: LibraryKind,
     /// The file, and why its folder was searched.
     pub at: Option<(PathBuf, &'static str)>,
 }
@@ -57,15 +57,15 @@ impl SearchPath {
     }
 
     /// Just these folders.
-    #[must_use]
-    pub fn of_folders(folders: Vec<PathBuf>) -> Self {
+    #[cfg(test)]
+    fn of_folders(folders: Vec<PathBuf>) -> Self {
         Self(folders.into_iter().map(|folder| (folder, "given")).collect())
     }
 
     /// The first library of a kind that serves: a toolkit's stub and a library that is newer than the driver are
     /// passed over where there is another. `driver`: the CUDA that the driver is for; none: unknown.
     #[must_use]
-    pub fn find(&self, kind: Kind, driver: Option<Version>) -> Found {
+    pub fn find(&self, kind: LibraryKind, driver: Option<Version>) -> Found {
         let mut first = None;
         for (candidate, why) in self.candidates(kind) {
             if candidate.serves(driver) {
@@ -81,13 +81,13 @@ impl SearchPath {
     #[must_use]
     pub fn driver_beside(&self, stub: &Path) -> Option<PathBuf> {
         let file = |path: &Path| path.canonicalize().ok();
-        let (stub, mut all) = (file(stub), self.candidates(Kind::Cuda));
+        let (stub, mut all) = (file(stub), self.candidates(LibraryKind::Cuda));
         let (driver, _) = all.find(|(other, _)| !other.is_stub() && file(other.path()) != stub)?;
         Some(driver.into_path())
     }
 
     /// All libraries of a kind, the first is tried first.
-    fn candidates(&self, kind: Kind) -> impl Iterator<Item = (Candidate, &'static str)> {
+    fn candidates(&self, kind: LibraryKind) -> impl Iterator<Item = (Candidate, &'static str)> {
         let folders = self.0.iter();
         folders.flat_map(move |(folder, why)| {
             let found = Candidate::in_folder(folder, kind).into_iter();
@@ -218,24 +218,24 @@ const DRIVER_NAME: &str = "libcuda.so.1";
 /// Folder of a toolkit whose libraries are for linking only.
 const STUBS: &str = "stubs";
 
-/// See the module.
+/// A file that may be the library that is looked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Candidate {
-    kind: Kind,
+    kind: LibraryKind,
     path: PathBuf,
 }
 
 impl Candidate {
     /// Files in `folder` called as the library or `stem.<version>`, the best first: of several versions the highest.
     /// Links that lead nowhere and libraries for other processors are none.
-    fn in_folder(folder: &Path, kind: Kind) -> Vec<Self> {
+    fn in_folder(folder: &Path, kind: LibraryKind) -> Vec<Self> {
         let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
         let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
         let mut found: Vec<_> = names
             .filter_map(|name| Some((version_in(&name, kind)?, name)))
             .collect();
         found.sort_by_key(|(version, name)| {
-            let asked_for = kind == Kind::Cuda && name == DRIVER_NAME;
+            let asked_for = kind == LibraryKind::Cuda && name == DRIVER_NAME;
             Reverse((asked_for, version.clone()))
         });
         let paths = found.into_iter().map(|(_, name)| folder.join(name));
@@ -247,7 +247,7 @@ impl Candidate {
 
     /// True unless it is known not to work: a stub, or newer than a driver for this CUDA.
     pub(super) fn serves(&self, driver: Option<Version>) -> bool {
-        if self.kind == Kind::Cuda {
+        if self.kind == LibraryKind::Cuda {
             return !self.is_stub();
         }
         let newest = driver.filter(|_| self.kind.follows_cuda());
@@ -284,7 +284,7 @@ impl Candidate {
 }
 
 /// The numbers after the stem, if a file of that name is such a library.
-fn version_in(name: &str, kind: Kind) -> Option<Vec<u64>> {
+fn version_in(name: &str, kind: LibraryKind) -> Option<Vec<u64>> {
     let rest = name.strip_prefix(kind.stem())?;
     if rest.is_empty() {
         return Some(Vec::new());
@@ -348,13 +348,19 @@ mod tests {
                 patch: 0,
             })
         };
-        assert_eq!(at(&folders, Kind::Cuda, None), "driver/libcuda.so.1");
-        assert_eq!(at(&folders[..1], Kind::Cuda, None), "stubs/libcuda.so");
-        assert_eq!(at(&folders, Kind::Nvrtc, None), "thirteen/libnvrtc.so.13");
-        assert_eq!(at(&folders, Kind::Nvrtc, driver(13)), "thirteen/libnvrtc.so.13");
-        assert_eq!(at(&folders, Kind::Nvrtc, driver(12)), "driver/libnvrtc.so.12");
+        assert_eq!(at(&folders, LibraryKind::Cuda, None), "driver/libcuda.so.1");
+        assert_eq!(at(&folders[..1], LibraryKind::Cuda, None), "stubs/libcuda.so");
+        assert_eq!(at(&folders, LibraryKind::Nvrtc, None), "thirteen/libnvrtc.so.13");
         assert_eq!(
-            at(&folders, Kind::CublasLt, driver(12)),
+            at(&folders, LibraryKind::Nvrtc, driver(13)),
+            "thirteen/libnvrtc.so.13"
+        );
+        assert_eq!(
+            at(&folders, LibraryKind::Nvrtc, driver(12)),
+            "driver/libnvrtc.so.12"
+        );
+        assert_eq!(
+            at(&folders, LibraryKind::CublasLt, driver(12)),
             "thirteen/libcublasLt.so.13",
             "there is no other"
         );
@@ -426,7 +432,7 @@ mod tests {
     }
 
     /// Names of the candidates in a folder with these files.
-    fn names(kind: Kind, files: &[(&str, &[u8])]) -> Vec<String> {
+    fn names(kind: LibraryKind, files: &[(&str, &[u8])]) -> Vec<String> {
         let folder = tempfile::tempdir().unwrap();
         for (name, content) in files {
             std::fs::write(folder.path().join(name), content).unwrap();
@@ -448,17 +454,17 @@ mod tests {
         ];
         let files = files.map(|name| (name, &b""[..]));
         assert_eq!(
-            names(Kind::Nccl, &files),
+            names(LibraryKind::Nccl, &files),
             ["libnccl.so.2.28", "libnccl.so.2.9", "libnccl.so.2"]
         );
-        assert!(names(Kind::Cuda, &files).is_empty());
+        assert!(names(LibraryKind::Cuda, &files).is_empty());
     }
 
     #[test]
     fn the_driver_is_the_one_that_programs_ask_for() {
         let files = ["libcuda.so", "libcuda.so.1", "libcuda.so.580.95.05"].map(|name| (name, &b""[..]));
-        assert_eq!(names(Kind::Cuda, &files)[0], "libcuda.so.1");
-        assert_eq!(names(Kind::Cuda, &files[2..]), ["libcuda.so.580.95.05"]);
+        assert_eq!(names(LibraryKind::Cuda, &files)[0], "libcuda.so.1");
+        assert_eq!(names(LibraryKind::Cuda, &files[2..]), ["libcuda.so.580.95.05"]);
     }
 
     #[test]
@@ -466,7 +472,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink("/nowhere/at/all", folder.path().join("libnvrtc.so.13")).unwrap();
         std::fs::write(folder.path().join("libnvrtc.so.12"), b"").unwrap();
-        let found = Candidate::in_folder(folder.path(), Kind::Nvrtc);
+        let found = Candidate::in_folder(folder.path(), LibraryKind::Nvrtc);
         let paths: Vec<_> = found.iter().map(Candidate::path).collect();
         assert_eq!(paths, [folder.path().join("libnvrtc.so.12")]);
     }
@@ -482,7 +488,7 @@ mod tests {
             ("libcuda.so.2", &other),
             ("libcuda.so.3", &own),
         ];
-        assert_eq!(names(Kind::Cuda, &files), ["libcuda.so.3"]);
+        assert_eq!(names(LibraryKind::Cuda, &files), ["libcuda.so.3"]);
     }
 
     #[test]
@@ -492,7 +498,7 @@ mod tests {
         let target = folder.path().join("real/libnvrtc.so.13.0.88");
         std::fs::write(&target, b"").unwrap();
         std::os::unix::fs::symlink(&target, folder.path().join("libnvrtc.so")).unwrap();
-        let [link] = &Candidate::in_folder(folder.path(), Kind::Nvrtc)[..] else {
+        let [link] = &Candidate::in_folder(folder.path(), LibraryKind::Nvrtc)[..] else {
             panic!("one file");
         };
         let driver = |major| Version {

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 /// A library that is loaded at run time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Kind {
+pub enum LibraryKind {
     /// The driver.
     Cuda,
     /// Matrix products.
@@ -16,7 +16,7 @@ pub enum Kind {
     Nccl,
 }
 
-impl Kind {
+impl LibraryKind {
     /// All of them, in the order of reports.
     pub const ALL: [Self; 4] = [Self::Cuda, Self::CublasLt, Self::Nvrtc, Self::Nccl];
 
@@ -113,7 +113,7 @@ impl fmt::Display for Version {
 /// all run on all.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Newer {
-    kind: Kind,
+    kind: LibraryKind,
     path: PathBuf,
     version: Version,
     driver: Version,
@@ -122,7 +122,7 @@ pub struct Newer {
 impl Newer {
     /// None where the library follows no version of CUDA, or the driver can run it.
     #[must_use]
-    pub fn of(kind: Kind, path: &Path, version: Version, driver: Version) -> Option<Self> {
+    pub fn of(kind: LibraryKind, path: &Path, version: Version, driver: Version) -> Option<Self> {
         let path = path.to_owned();
         (kind.follows_cuda() && version.major > driver.major).then_some(Self {
             kind,
@@ -137,9 +137,9 @@ impl Newer {
     pub fn hint(&self) -> String {
         let (ours, theirs) = (self.driver.major, self.version.major);
         let package = match self.kind {
-            Kind::CublasLt => "nvidia-cublas-cu",
-            Kind::Nvrtc => "nvidia-cuda-nvrtc-cu",
-            Kind::Cuda | Kind::Nccl => unreachable!("they follow no version of CUDA"),
+            LibraryKind::CublasLt => "nvidia-cublas-cu",
+            LibraryKind::Nvrtc => "nvidia-cuda-nvrtc-cu",
+            LibraryKind::Cuda | LibraryKind::Nccl => unreachable!("they follow no version of CUDA"),
         };
         format!(
             "`pip install {package}{ours}` in a Python environment that is active, or a driver for CUDA {theirs}"
@@ -177,17 +177,17 @@ mod tests {
     fn only_a_later_major_version_of_what_follows_cuda_is_newer() {
         let path = Path::new("/x/lib");
         let newer = |kind, of, driver| Newer::of(kind, path, of, driver).is_some();
-        assert!(newer(Kind::CublasLt, version(13, 0), version(12, 9)));
-        assert!(newer(Kind::Nvrtc, version(13, 0), version(12, 9)));
-        assert!(!newer(Kind::Nvrtc, version(12, 9), version(12, 0)));
-        assert!(!newer(Kind::Nvrtc, version(12, 9), version(13, 0)));
-        assert!(!newer(Kind::Nccl, version(13, 0), version(12, 0)));
+        assert!(newer(LibraryKind::CublasLt, version(13, 0), version(12, 9)));
+        assert!(newer(LibraryKind::Nvrtc, version(13, 0), version(12, 9)));
+        assert!(!newer(LibraryKind::Nvrtc, version(12, 9), version(12, 0)));
+        assert!(!newer(LibraryKind::Nvrtc, version(12, 9), version(13, 0)));
+        assert!(!newer(LibraryKind::Nccl, version(13, 0), version(12, 0)));
     }
 
     #[test]
     fn it_is_told_with_what_to_install() {
         let path = Path::new("/x/libcublasLt.so.13");
-        let newer = Newer::of(Kind::CublasLt, path, version(13, 1), version(12, 4)).unwrap();
+        let newer = Newer::of(LibraryKind::CublasLt, path, version(13, 1), version(12, 4)).unwrap();
         insta::assert_snapshot!(LibraryError::Newer(newer), @r"
         `/x/libcublasLt.so.13` (cuBLASLt 13.1) is newer than the driver, which is for CUDA 12.4
           hint: `pip install nvidia-cublas-cu12` in a Python environment that is active, or a driver for CUDA 13

@@ -9,20 +9,20 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use super::discovery::SearchPath;
-use super::kind::{Kind, Newer, Version};
+use super::kind::{LibraryKind, Newer, Version};
 
 /// An opened library. It is never closed: its functions are kept as plain pointers, and those of CUDA start
 /// threads of their own. Clones are the same one.
 #[derive(Clone, Debug)]
 pub struct Library {
-    kind: Kind,
+    kind: LibraryKind,
     path: PathBuf,
     handle: &'static libloading::Library,
 }
 
 impl Library {
     /// The library of this kind that discovery takes on the search path of this process.
-    pub fn open(kind: Kind) -> Result<Self, LibraryError> {
+    pub fn open(kind: LibraryKind) -> Result<Self, LibraryError> {
         let path = SearchPath::of_process();
         let driver = if kind.follows_cuda() {
             cuda_of_driver()
@@ -39,7 +39,7 @@ impl Library {
     }
 
     /// The file at an absolute path.
-    pub fn open_at(kind: Kind, path: &Path) -> Result<Self, LibraryError> {
+    pub fn open_at(kind: LibraryKind, path: &Path) -> Result<Self, LibraryError> {
         // SAFETY: opening runs the library's initialisers. Discovery chose a file by the name of a library of
         // NVIDIA's, whose initialisers may run in any thread at any time.
         let opened = unsafe { libloading::Library::new(path) };
@@ -66,7 +66,7 @@ impl Library {
 
     /// What it is.
     #[must_use]
-    pub const fn kind(&self) -> Kind {
+    pub const fn kind(&self) -> LibraryKind {
         self.kind
     }
 
@@ -97,7 +97,7 @@ impl Library {
 /// The CUDA that the driver of this process is for; none: there is no driver, or it does not say.
 fn cuda_of_driver() -> Option<Version> {
     static CUDA: OnceLock<Option<Version>> = OnceLock::new();
-    *CUDA.get_or_init(|| Library::open(Kind::Cuda).ok()?.version().ok())
+    *CUDA.get_or_init(|| Library::open(LibraryKind::Cuda).ok()?.version().ok())
 }
 
 /// The loader's own words; they are in the cause of the error.
@@ -157,7 +157,7 @@ macro_rules! table {
 }
 pub(crate) use table;
 
-/// See the module.
+/// A library cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LibraryError {
     /// No file of that name in any of the folders.
@@ -167,7 +167,7 @@ pub enum LibraryError {
     )]
     NotFound {
         /// What was looked for.
-        kind: Kind,
+        kind: LibraryKind,
         /// Folders that exist, in the order in which they were searched.
         searched: Vec<PathBuf>,
     },
@@ -175,7 +175,7 @@ pub enum LibraryError {
     #[error("`{}` cannot be loaded: {cause}\n  hint: {}", path.display(), kind.hint())]
     NotLoaded {
         /// What it should be.
-        kind: Kind,
+        kind: LibraryKind,
         /// The file.
         path: PathBuf,
         /// The loader's words.
@@ -188,7 +188,7 @@ pub enum LibraryError {
     )]
     NoSymbol {
         /// What it should be.
-        kind: Kind,
+        kind: LibraryKind,
         /// The file.
         path: PathBuf,
         /// The function.
@@ -198,7 +198,7 @@ pub enum LibraryError {
     #[error("`{}` {problem}\n  hint: {}", path.display(), kind.hint())]
     Unusable {
         /// What it is.
-        kind: Kind,
+        kind: LibraryKind,
         /// The file.
         path: PathBuf,
         /// What is wrong with it.
@@ -240,7 +240,7 @@ fn way_to_the_driver(stub: &Path, driver: Option<&Path>) -> String {
         None => format!(
             "take `{}` out of LD_LIBRARY_PATH, and {}; `ldconfig -p | grep libcuda` shows where the driver's is",
             folder(stub),
-            Kind::Cuda.hint()
+            LibraryKind::Cuda.hint()
         ),
     }
 }
@@ -283,19 +283,19 @@ impl Library {
         let (mut first, mut second) = (0, 0);
         // SAFETY, here and below: the functions have no conditions but room for one integer at each address.
         let (outcome, version) = match self.kind() {
-            Kind::Cuda => {
+            LibraryKind::Cuda => {
                 let table = Cuda::load(self)?;
                 // SAFETY: as above.
                 let outcome = unsafe { (table.version)(&raw mut first) };
                 (outcome, Version::packed(first.max(0) as u64, 1000, 10))
             }
-            Kind::Nccl => {
+            LibraryKind::Nccl => {
                 let table = Nccl::load(self)?;
                 // SAFETY: as above.
                 let outcome = unsafe { (table.version)(&raw mut first) };
                 (outcome, Version::packed(first.max(0) as u64, 10_000, 100))
             }
-            Kind::Nvrtc => {
+            LibraryKind::Nvrtc => {
                 let table = Nvrtc::load(self)?;
                 // SAFETY: as above.
                 let outcome = unsafe { (table.version)(&raw mut first, &raw mut second) };
@@ -309,7 +309,7 @@ impl Library {
                     },
                 )
             }
-            Kind::CublasLt => {
+            LibraryKind::CublasLt => {
                 let table = CublasLt::load(self)?;
                 // SAFETY: as above.
                 let number = unsafe { (table.version)() } as u64;
@@ -334,14 +334,16 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::libraries::{Kind, Library, LibraryError};
+    use crate::libraries::{Library, LibraryError, LibraryKind};
 
     #[test]
     fn a_file_that_is_no_library_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("libnccl.so.2");
         std::fs::write(&path, b"not a library").unwrap();
-        let error = Library::open_at(Kind::Nccl, &path).unwrap_err().to_string();
+        let error = Library::open_at(LibraryKind::Nccl, &path)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("libnccl.so.2` cannot be loaded"), "{error}");
         assert!(
             error.contains("\n  hint: `pip install nvidia-nccl-cu12`"),
@@ -371,7 +373,7 @@ mod tests {
             .lines()
             .filter_map(|line| line.split_whitespace().nth(5))
             .find(|path| path.contains("/libc.so") || path.contains("/libc-") || path.contains("/ld-musl"));
-        Library::open_at(Kind::Nvrtc, &PathBuf::from(path.expect("a C library"))).unwrap()
+        Library::open_at(LibraryKind::Nvrtc, &PathBuf::from(path.expect("a C library"))).unwrap()
     }
 
     #[test]
@@ -388,7 +390,7 @@ mod tests {
         let library = libc();
         let error = Absent::load(&library).map(|table| table.absent).unwrap_err();
         let expected = LibraryError::NoSymbol {
-            kind: Kind::Nvrtc,
+            kind: LibraryKind::Nvrtc,
             path: library.path().to_owned(),
             symbol: "no_such_function",
         };
@@ -423,7 +425,7 @@ mod tests {
     /// Whatever this machine has: each says something, or why not.
     #[test]
     fn libraries_that_are_there_say_theirs() {
-        for kind in Kind::ALL {
+        for kind in LibraryKind::ALL {
             match Library::open(kind) {
                 Ok(library) => assert!(library.version().unwrap().major >= 2, "{library:?}"),
                 Err(error) => eprintln!("SKIPPED: {error}"),

@@ -6,7 +6,7 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `kind` | [`Kind`]: which there are; [`Version`]: what one says of itself; [`Newer`]: one that is too new for the driver |
+//! | `kind` | [`LibraryKind`]: which there are; [`Version`]: what one says of itself; [`Newer`]: one that is too new for the driver |
 //! | `discovery` | [`SearchPath`]: where libraries can be, and which file of a kind is taken |
 //! | `library` | [`Library`]: one opened file, never closed again; `table!`: a struct of function pointers, filled from it |
 //!
@@ -17,6 +17,6 @@ mod kind;
 mod library;
 
 pub use discovery::{Found, SearchPath};
-pub use kind::{Kind, Newer, Version};
+pub use kind::{LibraryKind, Newer, Version};
 pub(crate) use library::table;
 pub use library::{Library, LibraryError};

@@ -31,7 +31,7 @@ pub(super) struct Hold {
 
 /// Who asks for a folder.
 #[derive(Clone, Copy)]
-pub(super) struct Candidate<'a> {
+pub(super) struct Claim<'a> {
     /// A process that announced this run is a former life of the same one. The launcher has killed it, and what a killed
     /// process still waits for, a disk that hangs, may keep it, and its lock, for ever.
     pub(super) succeeds: Option<&'a str>,
@@ -41,7 +41,7 @@ pub(super) struct Candidate<'a> {
 
 impl Hold {
     /// Takes the folder, which exists. One that another process has is waited for until the deadline.
-    pub(super) fn take(folder: &Path, candidate: Candidate<'_>) -> Result<Self, RunFilesError> {
+    pub(super) fn take(folder: &Path, candidate: Claim<'_>) -> Result<Self, RunFilesError> {
         let path = folder.join(FILE);
         loop {
             if let Some(hold) = Self::try_take(&path)? {
@@ -238,8 +238,8 @@ fn write_and_rename(
 mod tests {
     use super::*;
 
-    fn at_once(succeeds: Option<&str>) -> Candidate<'_> {
-        Candidate {
+    fn at_once(succeeds: Option<&str>) -> Claim<'_> {
+        Claim {
             succeeds,
             deadline: Instant::now(),
         }
@@ -277,7 +277,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut hold = Hold::take(folder.path(), at_once(None)).unwrap();
         std::thread::scope(|scope| {
-            let patient = Candidate {
+            let patient = Claim {
                 succeeds: None,
                 deadline: Instant::now() + Duration::from_mins(1),
             };

@@ -9,6 +9,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 use super::RunFilesError;
 use super::hold::replace_file;
 use crate::checkpoint::open_to_read;
+use crate::collective::WireBytes;
 
 /// The open file. Only rank 0 has one.
 pub struct MetricsLog {
@@ -125,7 +126,7 @@ pub struct MetricsLine {
     /// Before it: time for which checkpoints held training up since the step before.
     pub checkpoint_ms: f64,
     /// Bytes that this rank moved between itself and others in this step, counted at the transport as
-    /// [`crate::collective::WireBytes`] says.
+    /// [`WireBytes`] says.
     pub wire_bytes: WireBytes,
     /// Number of ranks.
     pub world_size: u32,
@@ -138,18 +139,6 @@ pub struct MetricsLine {
 /// `null` is what became of a number that is not finite.
 fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
-}
-
-/// Bytes moved between ranks, by what they carried.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(default)]
-pub struct WireBytes {
-    /// Gradients.
-    pub grads: u64,
-    /// Parameters.
-    pub params: u64,
-    /// Everything else.
-    pub other: u64,
 }
 
 /// Bytes held, by what they are for.

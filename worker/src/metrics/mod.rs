@@ -16,9 +16,10 @@ mod run_dir;
 mod summary;
 mod timeline_files;
 
+pub use crate::collective::WireBytes;
 pub(crate) use error::host_name;
 pub use error::{Holder, RunFilesError};
-pub use log::{Memory, MetricsLine, MetricsLog, WireBytes};
+pub use log::{Memory, MetricsLine, MetricsLog};
 pub use run_dir::{Request, RunDir, Start};
 pub use summary::Summary;
 pub use timeline_files::TimelineFiles;

@@ -12,7 +12,7 @@ const RANKS: &str = "ranks";
 const TRACE: &str = "timeline.json";
 const PICTURE: &str = "timeline.svg";
 
-/// See the module. A file is there as a whole or not at all.
+/// The folder `timeline` of a run. A file is there as a whole or not at all.
 #[derive(Clone, Debug)]
 pub struct TimelineFiles {
     folder: PathBuf,

@@ -18,7 +18,6 @@
 mod activation;
 mod block;
 mod build;
-mod init;
 mod local;
 mod param;
 mod passes;
@@ -30,9 +29,8 @@ mod transformer;
 pub use activation::{Activation, ActivationPool};
 pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved, Unused};
 pub use build::{ModelError, build, recomputing};
-pub use init::fill_init;
 pub use local::{LocalGrads, LocalParams};
-pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec};
+pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};

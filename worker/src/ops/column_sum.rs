@@ -9,7 +9,7 @@ use super::kernel::{Real, by_dtypes, kernel};
 use super::matrix::Matrix;
 use super::stored::Stored;
 use super::{CpuKernel, expect_len};
-use crate::device::cuda::{Grid, Source, Unit};
+use crate::device::cuda::{CompileUnit, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Columns that one part of the work sums.
@@ -92,7 +92,7 @@ const SLAB_ROWS: usize = 64;
 /// Threads of a block of the second stage.
 const ADDING: u32 = 1024;
 
-static SOURCE: Source = Source::with_headers(
+static SOURCE: KernelSource = KernelSource::with_headers(
     "column_sum.cu",
     include_str!("cuda/column_sum.cu"),
     &[ELEMENT, ELEMENTWISE],
@@ -218,6 +218,6 @@ impl Partials {
     }
 }
 
-pub(super) fn units() -> Vec<Unit> {
+pub(super) fn units() -> Vec<CompileUnit> {
     grad_units(&SOURCE)
 }

@@ -8,7 +8,7 @@ use super::cuda::plan::{Arg, Call, ELEMENT, Plan, Planned, count, element, expec
 use super::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
 use super::stored::Stored;
 use super::{CpuKernel, expect_len, expect_tokens};
-use crate::device::cuda::{Define, Grid, Source, Unit};
+use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Element, Isa};
 
 /// Rows of one part of the work: few, because a row may have 50,000 exponentials.
@@ -134,7 +134,7 @@ const WARP: u32 = 32;
 /// Threads of a block in which each warp has a row of its own.
 const WARPS_APART: u32 = 256;
 
-static SOURCE: Source = Source::with_headers(
+static SOURCE: KernelSource = KernelSource::with_headers(
     "cross_entropy.cu",
     include_str!("cuda/cross_entropy.cu"),
     &[ELEMENT],
@@ -184,10 +184,11 @@ fn defines(act: &'static str, threads: u32) -> Vec<Define> {
     ]
 }
 
-pub(super) fn units() -> Vec<Unit> {
-    let units = ["f32", "bf16"].map(|act| [WARP, 256, 1024].map(|n| Unit::new(&SOURCE, &defines(act, n))));
+pub(super) fn units() -> Vec<CompileUnit> {
+    let units =
+        ["f32", "bf16"].map(|act| [WARP, 256, 1024].map(|n| CompileUnit::new(&SOURCE, &defines(act, n))));
     let mut units = units.concat();
-    units.push(Unit::new(&LOSS_SUM_SOURCE, &[]));
+    units.push(CompileUnit::new(&LOSS_SUM_SOURCE, &[]));
     units
 }
 
@@ -227,8 +228,8 @@ impl LossSum {
 /// Threads of the one block.
 const LOSS_SUM_THREADS: u32 = 1024;
 
-static LOSS_SUM_SOURCE: Source =
-    Source::with_headers("loss_sum.cu", include_str!("cuda/loss_sum.cu"), &[ELEMENT]);
+static LOSS_SUM_SOURCE: KernelSource =
+    KernelSource::with_headers("loss_sum.cu", include_str!("cuda/loss_sum.cu"), &[ELEMENT]);
 
 impl Planned for LossSum {
     fn plan(&self) -> Result<Plan, DeviceError> {

@@ -9,7 +9,7 @@ use super::cuda::plan::{
 use super::kernel::{Real, by_dtype};
 use super::stored::Stored;
 use super::{CpuKernel, expect_len};
-use crate::device::cuda::{Define, Source, Unit};
+use crate::device::cuda::{CompileUnit, Define, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Elements of one part of the work, about.
@@ -185,7 +185,7 @@ impl Dropout {
 /// The file that kernels with masks include.
 pub(super) const DROPOUT: (&str, &str) = ("dropout.cuh", include_str!("cuda/dropout.cuh"));
 
-static SOURCE: Source = Source::with_headers(
+static SOURCE: KernelSource = KernelSource::with_headers(
     "dropout.cu",
     include_str!("cuda/dropout.cu"),
     &[ELEMENT, ELEMENTWISE, DROPOUT],
@@ -234,7 +234,7 @@ impl Planned for Dropout {
     }
 }
 
-pub(super) fn units() -> Vec<Unit> {
+pub(super) fn units() -> Vec<CompileUnit> {
     act_units(&SOURCE)
 }
 

@@ -10,7 +10,7 @@ use super::cuda::plan::{
 use super::kernel::kernel;
 use super::stored::{Stored, narrow, widen};
 use super::{CpuKernel, expect_len};
-use crate::device::cuda::{Define, Grid, Source, Unit};
+use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Element};
 
 /// Elements of one part of the work.
@@ -71,8 +71,8 @@ pub(crate) fn cast_bytes(
     Ok(())
 }
 
-static CAST_SOURCE: Source =
-    Source::with_headers("cast.cu", include_str!("cuda/cast.cu"), &[ELEMENT, ELEMENTWISE]);
+static CAST_SOURCE: KernelSource =
+    KernelSource::with_headers("cast.cu", include_str!("cuda/cast.cu"), &[ELEMENT, ELEMENTWISE]);
 
 impl Planned for Cast {
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -175,8 +175,8 @@ kernel! {
 /// Bytes that a thread writes.
 const BYTES: usize = 16;
 
-static SOURCE: Source =
-    Source::with_headers("fill.cu", include_str!("cuda/fill.cu"), &[ELEMENT, ELEMENTWISE]);
+static SOURCE: KernelSource =
+    KernelSource::with_headers("fill.cu", include_str!("cuda/fill.cu"), &[ELEMENT, ELEMENTWISE]);
 
 impl Planned for Fill {
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -225,11 +225,11 @@ impl Planned for Scale {
     }
 }
 
-pub(super) fn units() -> Vec<Unit> {
+pub(super) fn units() -> Vec<CompileUnit> {
     let mut units = act_units(&SOURCE);
     for from in ["f32", "bf16"] {
         for to in ["f32", "bf16"] {
-            units.extend([8, 1].map(|width| Unit::new(&CAST_SOURCE, &cast_defines(from, to, width))));
+            units.extend([8, 1].map(|width| CompileUnit::new(&CAST_SOURCE, &cast_defines(from, to, width))));
         }
     }
     units

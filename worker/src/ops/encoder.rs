@@ -10,7 +10,7 @@ use super::linear::add_into;
 use super::matrix::MatrixMut;
 use super::stored::Stored;
 use super::{CpuKernel, Fill, expect_len, expect_tokens};
-use crate::device::cuda::{Grid, Source, Unit};
+use crate::device::cuda::{CompileUnit, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
 /// Rows of one part of the forward.
@@ -220,7 +220,8 @@ fn expect_positions(
     Ok(())
 }
 
-static SOURCE: Source = Source::with_headers("encoder.cu", include_str!("cuda/encoder.cu"), &[ELEMENT]);
+static SOURCE: KernelSource =
+    KernelSource::with_headers("encoder.cu", include_str!("cuda/encoder.cu"), &[ELEMENT]);
 
 impl Planned for EncoderForward {
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -282,8 +283,13 @@ impl Planned for PositionBackward {
     }
 }
 
-pub(super) fn units() -> Vec<Unit> {
-    [grad_units(&SOURCE), grad_units(&SUM), vec![Unit::new(&SORT, &[])]].concat()
+pub(super) fn units() -> Vec<CompileUnit> {
+    [
+        grad_units(&SOURCE),
+        grad_units(&SUM),
+        vec![CompileUnit::new(&SORT, &[])],
+    ]
+    .concat()
 }
 
 /// Bits of a token that one pass sorts by, and what they can be.
@@ -295,8 +301,9 @@ const SCAN_THREADS: u32 = 1024;
 /// Places of the sorted order of a block that adds.
 const PLACES: usize = 16;
 
-static SORT: Source = Source::with_headers("token_sort.cu", include_str!("cuda/token_sort.cu"), &[ELEMENT]);
-static SUM: Source = Source::with_headers(
+static SORT: KernelSource =
+    KernelSource::with_headers("token_sort.cu", include_str!("cuda/token_sort.cu"), &[ELEMENT]);
+static SUM: KernelSource = KernelSource::with_headers(
     "token_backward.cu",
     include_str!("cuda/token_backward.cu"),
     &[ELEMENT],

@@ -13,7 +13,7 @@ use super::cuda::plan::{
 use super::kernel::{Real, by_dtype, kernel};
 use super::stored::Stored;
 use super::{CpuKernel, expect_len};
-use crate::device::cuda::{Source, Unit};
+use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Elements of one part of the work.
@@ -117,8 +117,8 @@ fn gate<T: Real>(x: T) -> T {
     T::ONE / (T::ONE + (-w).exp())
 }
 
-static SOURCE: Source =
-    Source::with_headers("gelu.cu", include_str!("cuda/gelu.cu"), &[ELEMENT, ELEMENTWISE]);
+static SOURCE: KernelSource =
+    KernelSource::with_headers("gelu.cu", include_str!("cuda/gelu.cu"), &[ELEMENT, ELEMENTWISE]);
 
 impl Planned for GeluForward {
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -158,6 +158,6 @@ fn plan(
     }))
 }
 
-pub(super) fn units() -> Vec<Unit> {
+pub(super) fn units() -> Vec<CompileUnit> {
     act_units(&SOURCE)
 }

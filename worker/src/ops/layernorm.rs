@@ -15,7 +15,7 @@ use super::kernel::{Real, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_ma
 use super::linear::add_into;
 use super::stored::Stored;
 use super::{CpuKernel, expect_len};
-use crate::device::cuda::{Define, Grid, Source, Unit};
+use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
 /// Added to the variance, as in GPT-2.
@@ -293,7 +293,8 @@ const BLOCKS: usize = 1024;
 /// Rows of a thread group that are worth a block of the backward.
 const GROUP_ROWS: usize = 4;
 
-static SOURCE: Source = Source::with_headers("layernorm.cu", include_str!("cuda/layernorm.cu"), &[ELEMENT]);
+static SOURCE: KernelSource =
+    KernelSource::with_headers("layernorm.cu", include_str!("cuda/layernorm.cu"), &[ELEMENT]);
 
 /// How the threads of a block share its rows.
 #[derive(Clone, Copy)]
@@ -432,16 +433,16 @@ impl Planned for LayerNormBackward {
 }
 
 /// For each way to share rows: a warp a row, a block a row, and nothing aligned.
-pub(super) fn units() -> Vec<Unit> {
+pub(super) fn units() -> Vec<CompileUnit> {
     let shapes = [(128, WIDEST), (768, WIDEST), (1600, WIDEST), (33, 1)];
     let mut units = Vec::new();
     for act in ["f32", "bf16"] {
         for (channels, width) in shapes {
-            units.push(Unit::new(
+            units.push(CompileUnit::new(
                 &SOURCE,
                 &RowThreads::forward(channels, width).defines(act),
             ));
-            units.push(Unit::new(
+            units.push(CompileUnit::new(
                 &SOURCE,
                 &RowThreads::backward(channels, width).defines(act),
             ));

@@ -9,7 +9,7 @@ use super::kernel::{kernel, sum_lanes};
 use super::stored::Stored;
 use super::update::{UPDATE_NUMBERS, bias_correction};
 use super::{CpuKernel, expect_len};
-use crate::device::cuda::{Define, Grid, Source, Unit};
+use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
 /// Elements of an arena whose squares are summed together, in f64. Shards align to it, so that the norm does
@@ -165,7 +165,7 @@ const CHUNKS: usize = THREADS as usize / 32;
 /// Threads that combine the chunks.
 const SCALE_THREADS: u32 = 1024;
 
-static SOURCE: Source = Source::with_headers("norm.cu", include_str!("cuda/norm.cu"), &[ELEMENT]);
+static SOURCE: KernelSource = KernelSource::with_headers("norm.cu", include_str!("cuda/norm.cu"), &[ELEMENT]);
 
 impl Planned for SquaredNorm {
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -233,7 +233,8 @@ fn defines(grad: &'static str, width: usize) -> Vec<Define> {
     vec![Define::word("GRAD", grad), vec_define(width)]
 }
 
-pub(super) fn units() -> Vec<Unit> {
-    let units = ["f32", "bf16"].map(|grad| [8, 1].map(|width| Unit::new(&SOURCE, &defines(grad, width))));
+pub(super) fn units() -> Vec<CompileUnit> {
+    let units =
+        ["f32", "bf16"].map(|grad| [8, 1].map(|width| CompileUnit::new(&SOURCE, &defines(grad, width))));
     units.concat()
 }

@@ -14,7 +14,7 @@ use super::cuda::plan::{
 };
 use super::stored::{Stored, narrow};
 use super::{CpuKernel, expect_len};
-use crate::device::cuda::{Define, Source, Unit};
+use crate::device::cuda::{CompileUnit, Define, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// The formula of an element-wise optimizer.
@@ -26,7 +26,7 @@ pub trait UpdateRule: Debug + Send + Sync {
     fn slots(&self) -> &'static [&'static str];
 
     /// The file with its CUDA kernel, which includes `update.cuh`.
-    fn source(&self) -> &'static Source;
+    fn source(&self) -> &'static KernelSource;
 
     /// What the kernel is given beside the rates, in the order of the file; at most [`MAX_CONSTANTS`]. `step` counts
     /// from 1.
@@ -441,11 +441,11 @@ fn defines(grad: &'static str, copy: bool, slots: usize, width: usize) -> Vec<De
 }
 
 /// All that the kernel of a rule is compiled as.
-pub(crate) fn units_of(rule: &dyn UpdateRule) -> Vec<Unit> {
+pub(crate) fn units_of(rule: &dyn UpdateRule) -> Vec<CompileUnit> {
     let mut units = Vec::new();
     for grad in ["f32", "bf16"] {
         for copy in [false, true] {
-            let of = |width| Unit::new(rule.source(), &defines(grad, copy, rule.slots().len(), width));
+            let of = |width| CompileUnit::new(rule.source(), &defines(grad, copy, rule.slots().len(), width));
             units.extend([8, 1].map(of));
         }
     }

@@ -6,7 +6,7 @@
 //! | [`AdamW`], [`Lion`], [`Sgd`] | rules: the formula of one element, its state slots, its kernels |
 //! | `muon` | the update of whole matrices; AdamW updates the rest |
 //! | [`ParamGroups`] | learning rate and weight decay by parameter |
-//! | [`StateHome`] | where state and masters are: on the device, on the host beside it, in a file |
+//! | [`StateMemory`] | where state and masters are: on the device, on the host beside it, in a file |
 //! | [`Clip`] | the global norm and the factor that bounds it, both computed on the device |
 //! | [`learning_rate`] | warm-up and decay as a pure function of the step |
 
@@ -27,10 +27,10 @@ pub use lion::Lion;
 pub use optimizer::{Optimizer, UpdateStep};
 pub use rates::{GroupRates, ParamGroups, batch_factor, learning_rate};
 pub use sgd::Sgd;
-pub use state_memory::{HostState, PIECE, StateBytes, StateHome, evict};
+pub use state_memory::{HostState, PIECE, StateBytes, StateMemory, evict};
 
 use crate::config::{OptimizerConfig, OptimizerKind};
-use crate::device::cuda::Unit;
+use crate::device::cuda::CompileUnit;
 use crate::ops::UpdateRule;
 use crate::ops::cuda::units_of;
 
@@ -74,6 +74,6 @@ pub fn rules() -> Vec<Arc<dyn UpdateRule>> {
 
 /// All that the rules' CUDA kernels are compiled as.
 #[must_use]
-pub fn units() -> Vec<Unit> {
+pub fn units() -> Vec<CompileUnit> {
     rules().iter().flat_map(|rule| units_of(rule.as_ref())).collect()
 }

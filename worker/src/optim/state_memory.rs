@@ -27,13 +27,13 @@ pub const PIECE: usize = 1 << 20;
 const HINT: &str =
     "`train.offload.dir` must be a folder with room for the optimizer's state of all ranks of the node";
 
-/// See the module.
-pub struct StateHome {
+/// Allocates the optimizer's state, and puts what touches it on a stream.
+pub struct StateMemory {
     device: Arc<dyn Device>,
-    place: Place,
+    location: StateLocation,
 }
 
-enum Place {
+enum StateLocation {
     /// Beside the parameters.
     Device,
     Host(HostState),
@@ -50,26 +50,27 @@ pub struct StateBytes {
     pub host: usize,
 }
 
-impl StateHome {
+impl StateMemory {
     /// In the device's memory.
     #[must_use]
     pub const fn on_device(device: Arc<dyn Device>) -> Self {
-        let place = Place::Device;
-        Self { device, place }
+        let location = StateLocation::Device;
+        Self { device, location }
     }
 
     /// In memory of the host, with so many threads for updates, in pieces of so many elements. In the device's memory
     /// where that is the host's.
     pub fn on_host(device: Arc<dyn Device>, threads: usize, piece: usize) -> Result<Self, DeviceError> {
-        let place = HostState::new(&device, threads, piece)?.map_or(Place::Device, Place::Host);
-        Ok(Self { device, place })
+        let location =
+            HostState::new(&device, threads, piece)?.map_or(StateLocation::Device, StateLocation::Host);
+        Ok(Self { device, location })
     }
 
     /// In files of a folder, for a device whose memory is the host's.
     #[must_use]
     pub fn in_files(device: Arc<dyn Device>, dir: &Path) -> Self {
-        let place = Place::File(dir.to_owned());
-        Self { device, place }
+        let location = StateLocation::File(dir.to_owned());
+        Self { device, location }
     }
 
     /// The device that the parameters are on.
@@ -81,30 +82,30 @@ impl StateHome {
     /// State on the host beside a device with memory of its own: the device does not reach it.
     #[must_use]
     pub const fn host_state(&self) -> Option<&HostState> {
-        match &self.place {
-            Place::Host(state) => Some(state),
-            Place::Device | Place::File(_) => None,
+        match &self.location {
+            StateLocation::Host(state) => Some(state),
+            StateLocation::Device | StateLocation::File(_) => None,
         }
     }
 
     /// Where so many bytes of state and masters are.
     #[must_use]
     pub fn bytes(&self, state: usize) -> StateBytes {
-        let (device, host) = match &self.place {
-            Place::Device => (state, 0),
-            Place::Host(on_host) => (0, state + on_host.staging_bytes()),
+        let (device, host) = match &self.location {
+            StateLocation::Device => (state, 0),
+            StateLocation::Host(on_host) => (0, state + on_host.staging_bytes()),
             // A piece of the masters and of two slots, the most that there are, and the next.
-            Place::File(_) => (state.min(2 * 3 * PIECE * size_of::<f32>()), 0),
+            StateLocation::File(_) => (state.min(2 * 3 * PIECE * size_of::<f32>()), 0),
         };
         StateBytes { device, host }
     }
 
     /// Zeroed private memory for state.
     pub fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        match &self.place {
-            Place::Device => self.device.alloc(spec),
-            Place::Host(state) => state.alloc(spec),
-            Place::File(dir) => {
+        match &self.location {
+            StateLocation::Device => self.device.alloc(spec),
+            StateLocation::Host(state) => state.alloc(spec),
+            StateLocation::File(dir) => {
                 let memory = FileMemory::create(dir, &spec.name, spec.bytes(), HINT)?;
                 Ok(Arena::new(spec, memory))
             }
@@ -113,17 +114,17 @@ impl StateHome {
 
     /// Puts updates and conversions at the end of a stream, in this order.
     pub fn enqueue_all(&self, stream: Stream, ops: Vec<Op>) {
-        match &self.place {
-            Place::Device => self.device.enqueue_all(stream, ops),
-            Place::Host(state) => state.enqueue_all(self.device.as_ref(), stream, ops),
-            Place::File(_) => ops.into_iter().for_each(|op| self.by_piece(stream, op)),
+        match &self.location {
+            StateLocation::Device => self.device.enqueue_all(stream, ops),
+            StateLocation::Host(state) => state.enqueue_all(self.device.as_ref(), stream, ops),
+            StateLocation::File(_) => ops.into_iter().for_each(|op| self.by_piece(stream, op)),
         }
     }
 
     /// Puts a copy of `bytes` into a part of the state, or of the parameters, in stream order.
     pub fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
-        match &self.place {
-            Place::Host(state) if state.holds(dst) => state.upload(stream, dst, bytes),
+        match &self.location {
+            StateLocation::Host(state) if state.holds(dst) => state.upload(stream, dst, bytes),
             _ => self.device.upload(stream, dst, bytes),
         }
     }
@@ -143,7 +144,7 @@ impl StateHome {
         Ok(src.host_bytes()?.to_vec())
     }
 
-    /// As [`StateHome::download`], to `dst`, which has as many bytes.
+    /// As [`StateMemory::download`], to `dst`, which has as many bytes.
     pub fn download_to(&self, stream: Stream, src: &Buffer, dst: &mut [u8]) -> Result<(), DeviceError> {
         if !self.host_state().is_some_and(|state| state.holds(src)) {
             return self.device.download_to(stream, src, dst);
@@ -475,12 +476,12 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let cpu: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
         let homes = [
-            StateHome::on_device(cpu.clone()),
-            StateHome::in_files(cpu.clone(), dir.path()),
+            StateMemory::on_device(cpu.clone()),
+            StateMemory::in_files(cpu.clone(), dir.path()),
         ];
         let stream = cpu.stream();
         let spec = |name: &str, len| ArenaSpec::private(name, DType::F32, len);
-        let train = |home: &StateHome| {
+        let train = |home: &StateMemory| {
             let [param, grad] = ["p", "g"].map(|name| cpu.alloc(&spec(name, LEN)).unwrap().whole());
             let [m, v] = ["m", "v"].map(|name| home.alloc(&spec(name, LEN)).unwrap().whole());
             let scale = cpu.alloc(&spec("scale", 1)).unwrap().whole();

@@ -25,7 +25,7 @@ const POSITIONS: &str = "wpe.weight";
 
 /// Where the first elements of a parameter come from. The rest of it, if there is one, keeps its random first values.
 #[derive(Clone, Debug)]
-pub(super) struct Source {
+pub(super) struct ParamSource {
     /// As in the file, prefix included.
     pub(super) name: String,
     pub(super) dtype: Dtype,
@@ -38,7 +38,7 @@ pub(super) struct Source {
 
 /// Whether the first axis of a parameter must be as long as the tensor's.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Rows {
+enum RowsRule {
     Equal,
     /// The table of a vocabulary may be padded here.
     AtLeast,
@@ -46,7 +46,7 @@ enum Rows {
     AtMost,
 }
 
-impl Rows {
+impl RowsRule {
     fn of(parameter: &str) -> Self {
         match parameter {
             TOKENS | HEAD => Self::AtLeast,
@@ -117,7 +117,7 @@ pub(super) fn sources(
     named: &BTreeMap<&str, &StoredTensor>,
     params: &[ParamSpec],
     misfit: &mut Misfit,
-) -> Vec<Source> {
+) -> Vec<ParamSource> {
     let mut sources = Vec::with_capacity(params.len());
     for spec in params {
         match named.get(spec.key.as_str()) {
@@ -133,8 +133,8 @@ pub(super) fn sources(
     sources
 }
 
-fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Option<Source> {
-    let (name, rows) = (&spec.key, Rows::of(&spec.key));
+fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Option<ParamSource> {
+    let (name, rows) = (&spec.key, RowsRule::of(&spec.key));
     let fits = match (spec.global_shape.as_slice(), tensor.shape.as_slice()) {
         ([here, others @ ..], [there, others_there @ ..]) => {
             others == others_there && rows.fit(*here, *there)
@@ -146,7 +146,7 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
             "`{name}` is {:?} there and {:?} here",
             tensor.shape, spec.global_shape
         ));
-        if rows == Rows::AtLeast && tensor.shape.first() > spec.global_shape.first() {
+        if rows == RowsRule::AtLeast && tensor.shape.first() > spec.global_shape.first() {
             misfit.write("vocab_size", tensor.shape[0]);
         }
         return None;
@@ -159,7 +159,7 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
         );
         return None;
     }
-    Some(Source {
+    Some(ParamSource {
         name: tensor.name.clone(),
         dtype: tensor.dtype,
         file: tensor.file,
@@ -179,15 +179,15 @@ pub(super) fn remainder(named: &BTreeMap<&str, &StoredTensor>, params: &[ParamSp
             *spec.global_shape.first()?,
             *named.get(spec.key.as_str())?.shape.first()?,
         );
-        match Rows::of(&spec.key) {
-            Rows::AtLeast if here > there => {
+        match RowsRule::of(&spec.key) {
+            RowsRule::AtLeast if here > there => {
                 let name = &spec.key;
                 Some(format!(
                     "the last {} of {here} rows of `{name}` are random",
                     here - there
                 ))
             }
-            Rows::AtMost if here < there => Some(format!("the first {here} of its {there} positions")),
+            RowsRule::AtMost if here < there => Some(format!("the first {here} of its {there} positions")),
             _ => None,
         }
     });
@@ -237,7 +237,7 @@ impl Misfit {
     }
 
     /// The error, if there is a difference.
-    pub(super) fn settle(self, path: &Path) -> Result<(), PretrainedError> {
+    pub(super) fn into_result(self, path: &Path) -> Result<(), PretrainedError> {
         if self.differences.is_empty() {
             return Ok(());
         }

@@ -134,6 +134,23 @@ pub(super) fn in_words(waits: &[Wanted]) -> String {
     waits.iter().map(line).collect()
 }
 
+/// Asked for once, with the cause in words. Clones are the same request.
+#[derive(Clone, Debug, Default)]
+pub struct StopRequest(Arc<OnceLock<String>>);
+
+impl StopRequest {
+    /// Asks for a stop; the first cause stays.
+    pub fn ask(&self, cause: impl Into<String>) {
+        let _ = self.0.set(cause.into());
+    }
+
+    /// The cause, once it was asked for.
+    #[must_use]
+    pub fn cause(&self) -> Option<&str> {
+        self.0.get().map(String::as_str)
+    }
+}
+
 #[cfg(test)]
 pub(super) mod tests {
     use std::sync::Arc;
@@ -183,22 +200,5 @@ pub(super) mod tests {
             "all-reduce #7 of `world` has waited 9.0 s for rank 5\n\
              barrier #3 of `data` has waited 2.0 s for ranks 1, 5\n"
         );
-    }
-}
-
-/// Asked for once, with the cause in words. Clones are the same request.
-#[derive(Clone, Debug, Default)]
-pub struct StopRequest(Arc<OnceLock<String>>);
-
-impl StopRequest {
-    /// Asks for a stop; the first cause stays.
-    pub fn ask(&self, cause: impl Into<String>) {
-        let _ = self.0.set(cause.into());
-    }
-
-    /// The cause, once it was asked for.
-    #[must_use]
-    pub fn cause(&self) -> Option<&str> {
-        self.0.get().map(String::as_str)
     }
 }

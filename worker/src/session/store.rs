@@ -220,7 +220,7 @@ const MAX_READS: usize = MAX_CALLS - 4;
 /// What the agent says to a call: a value for a get, or why it was not done, for this program and in words.
 type Answer = Result<Option<String>, (KvRefusal, String)>;
 
-/// See the module. No more are under way than the agent takes: a caller beyond that waits.
+/// The calls that the agent has still to answer. No more are under way than the agent takes: a caller beyond that waits.
 #[derive(Default)]
 pub(super) struct Calls {
     state: Mutex<State>,

@@ -10,9 +10,9 @@ use super::{About, Kind, Lane, Span};
 pub struct Overlap {
     /// For which gradients or parameters were under way, on any lane, and all ranks were there.
     pub moving_us: f64,
-    /// The part of it for which the computing stream stood still.
+    /// The part of it for which the computing stream waited.
     pub exposed_us: f64,
-    /// For which the computing stream stood still because a rank was late.
+    /// For which the computing stream waited because a rank was late.
     pub late_us: f64,
 }
 
@@ -159,7 +159,7 @@ const TOGETHER_US: f64 = 20.0;
 type Meeting = (String, u32, u64);
 
 /// Adds a span to each operation whose ranks are all here and did not come together, as long as the last one was
-/// missing, and to what stood still for it. All spans are of one clock.
+/// missing, and to what waited for it. All spans are of one clock.
 pub(super) fn mark_late(ranks: &mut [(About, Vec<Span>)]) {
     let mut meetings: BTreeMap<Meeting, Vec<(usize, usize)>> = BTreeMap::new();
     for (rank, (_, spans)) in ranks.iter().enumerate() {

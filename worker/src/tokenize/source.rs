@@ -30,7 +30,7 @@ const LINES_EXTENSION: &str = "jsonl";
 
 /// What a file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum InputKind {
     /// One document.
     Text,
     /// A document a line, in JSON.
@@ -39,7 +39,7 @@ pub(super) enum Kind {
 
 /// A part of an input.
 pub(super) struct Piece {
-    pub(super) kind: Kind,
+    pub(super) kind: InputKind,
     pub(super) bytes: Vec<u8>,
     /// Where it comes from.
     pub(super) path: PathBuf,
@@ -50,7 +50,7 @@ pub(super) struct Piece {
 }
 
 /// All inputs, one after the other.
-pub(super) struct Source<'a> {
+pub(super) struct InputReader<'a> {
     paths: std::slice::Iter<'a, PathBuf>,
     may_cut: bool,
     open: Option<Input>,
@@ -63,7 +63,7 @@ pub(super) struct Source<'a> {
 struct Input {
     path: PathBuf,
     file: File,
-    kind: Kind,
+    kind: InputKind,
     /// Read, and not given out.
     rest: Vec<u8>,
     has_ended: bool,
@@ -71,7 +71,7 @@ struct Input {
     line: u64,
 }
 
-impl<'a> Source<'a> {
+impl<'a> InputReader<'a> {
     /// Looks at every input, so that one that is missing is noticed at once. `may_cut`: a text may be given out in
     /// several pieces.
     pub(super) fn new(paths: &'a [PathBuf], may_cut: bool) -> Result<Self, TokenizeError> {
@@ -124,7 +124,11 @@ impl Input {
             .is_some_and(|extension| extension == LINES_EXTENSION);
         Ok(Self {
             file: open(&path)?,
-            kind: if is_lines { Kind::Lines } else { Kind::Text },
+            kind: if is_lines {
+                InputKind::Lines
+            } else {
+                InputKind::Text
+            },
             path,
             rest: Vec::new(),
             has_ended: false,
@@ -146,7 +150,7 @@ impl Input {
             wanted *= 2;
         };
         // A file without a byte is an empty document, a line without one is none.
-        if end == 0 && !(self.is_first && self.kind == Kind::Text) {
+        if end == 0 && !(self.is_first && self.kind == InputKind::Text) {
             return Ok(None);
         }
         let rest = self.rest.split_off(end);
@@ -177,13 +181,13 @@ impl Input {
     fn cut(&self, may_cut: bool) -> Option<usize> {
         match self.kind {
             _ if self.has_ended => Some(self.rest.len()),
-            Kind::Lines => self
+            InputKind::Lines => self
                 .rest
                 .iter()
                 .rposition(|byte| *byte == b'\n')
                 .map(|last| last + 1),
-            Kind::Text if may_cut => last_border(&self.rest),
-            Kind::Text => None,
+            InputKind::Text if may_cut => last_border(&self.rest),
+            InputKind::Text => None,
         }
     }
 
@@ -193,9 +197,9 @@ impl Input {
             line: self.line,
             limit: MAX_PIECE_BYTES,
             hint: match self.kind {
-                Kind::Lines => "a line of JSON is one document: make shorter ones",
-                Kind::Text if may_cut => "a text is cut at white space: is it one?",
-                Kind::Text => {
+                InputKind::Lines => "a line of JSON is one document: make shorter ones",
+                InputKind::Text if may_cut => "a text is cut at white space: is it one?",
+                InputKind::Text => {
                     "only GPT-2's tokens are known to be the same when a text is cut: give shorter texts, or a `.jsonl` with a document a line"
                 }
             },
@@ -349,7 +353,7 @@ mod tests {
         std::fs::write(&path, content).unwrap();
         let shown = folder.path().display().to_string();
         let paths = [path];
-        let mut source = Source::new(&paths, may_cut).unwrap();
+        let mut source = InputReader::new(&paths, may_cut).unwrap();
         let (mut found, mut joined) = (Vec::new(), Vec::new());
         loop {
             let batch = source

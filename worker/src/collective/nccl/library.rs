@@ -18,7 +18,7 @@ use half::bf16;
 use crate::collective::error::Failure;
 use crate::collective::operation::{Operation, ReduceOp, Request, slice};
 use crate::device::DType;
-use crate::libraries::{Kind, Library, LibraryError, table};
+use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// NCCL, loaded. Clones are the same.
 #[derive(Clone)]
@@ -59,10 +59,10 @@ impl From<CallError> for Failure {
 impl Nccl {
     /// Loads the first NCCL of the search path of this process.
     pub fn load() -> Result<Self, LibraryError> {
-        let library = Library::open(Kind::Nccl)?;
+        let library = Library::open(LibraryKind::Nccl)?;
         let functions = Functions::load(&library)?;
         let unusable = |problem| LibraryError::Unusable {
-            kind: Kind::Nccl,
+            kind: LibraryKind::Nccl,
             path: library.path().to_owned(),
             problem,
         };

@@ -119,7 +119,7 @@ impl CudaDevice {
             Some(error) => Err(error),
             None => record(&stream),
         });
-        recorded.map_or_else(Self::failed, Event::new)
+        recorded.map_or_else(Event::failed, Event::new)
     }
 
     fn begin_fetch(&self, stream: Stream, src: &Buffer) -> Result<Fetch, DeviceError> {
@@ -132,13 +132,6 @@ impl CudaDevice {
             .fetches
             .copy(&self.context, stream.raw(), self.address(src)?, src.bytes())?;
         Ok(Fetch::new(Event::new(stream.record()?), move || Ok(copy.read())))
-    }
-
-    /// An event that has failed already.
-    fn failed(error: DeviceError) -> Event {
-        let (event, signal) = Event::pair("a failed stream");
-        signal.set(Err(error));
-        event
     }
 }
 

@@ -12,7 +12,7 @@ use cudarc::driver::sys;
 use super::calls::{self, written};
 use super::driver::Context;
 use super::driver::{driver_error, driver_error_with};
-use super::nvrtc::{Arch, CubinCache, Define, Nvrtc, Source, Unit};
+use super::nvrtc::{Arch, CompileUnit, CubinCache, Define, KernelSource, Nvrtc};
 use crate::device::DeviceError;
 
 /// Shared memory that a block may have without asking for more: what its kernel declares, and what the launch says.
@@ -132,7 +132,7 @@ impl Modules {
     /// A kernel by source, name and definitions.
     pub(super) fn kernel(
         &self,
-        source: &'static Source,
+        source: &'static KernelSource,
         name: &'static str,
         defines: &[Define],
     ) -> Result<Kernel, DeviceError> {
@@ -145,7 +145,7 @@ impl Modules {
         if let Some(kernel) = loaded.functions.get(&key) {
             return Ok(kernel.clone());
         }
-        let unit = Unit::new(source, defines);
+        let unit = CompileUnit::new(source, defines);
         let of_unit = (key.source, key.defines.clone());
         let module = if let Some(module) = loaded.modules.get(&of_unit) {
             module.clone()
@@ -177,7 +177,7 @@ impl Modules {
         Ok(kernel)
     }
 
-    fn load(&self, unit: &Unit) -> Result<Arc<Module>, DeviceError> {
+    fn load(&self, unit: &CompileUnit) -> Result<Arc<Module>, DeviceError> {
         let (nvrtc, arch) = self.compiler()?;
         let cubin = self.cache.compile(nvrtc, unit, *arch)?;
         self.context.bind()?;

@@ -12,7 +12,7 @@ use super::calls;
 use super::driver::{Context, driver_error};
 use super::kernel::{Kernel, Modules};
 use super::memory::{DevicePtr, address_of};
-use super::nvrtc::{Arch, CubinCache, Define, Source};
+use super::nvrtc::{Arch, CubinCache, Define, KernelSource};
 use super::stream::{CudaStream, StreamState};
 use crate::device::{Buffer, DType, DeviceError};
 
@@ -220,7 +220,7 @@ impl<'a> Launch<'a> {
     /// A kernel, compiled when it is first asked for. Definitions are part of its identity.
     pub fn kernel(
         &self,
-        source: &'static Source,
+        source: &'static KernelSource,
         name: &'static str,
         defines: &[Define],
     ) -> Result<Kernel, DeviceError> {

@@ -17,7 +17,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::{DevicePtr, Launch};
 use crate::device::{DType, DeviceError};
-use crate::libraries::{Kind, Library, LibraryError, table};
+use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// Scratch memory that an algorithm may use, as NVIDIA recommends for Hopper; others need less.
 const WORKSPACE_BYTES: usize = 32 << 20;
@@ -157,8 +157,8 @@ impl Product {
         [self.rhs.at, self.lhs.at, addend, self.out]
     }
 
-    fn shape(&self, compute: Compute) -> Shape {
-        Shape {
+    fn shape(&self, compute: Compute) -> ProductShape {
+        ProductShape {
             sizes: [self.rows, self.cols, self.inner],
             strides: [self.lhs.stride, self.rhs.stride, self.out_stride],
             transposed: [self.lhs.transposed, self.rhs.transposed],
@@ -179,7 +179,7 @@ fn alignment(at: DevicePtr) -> u32 {
 
 /// All that the choice of an algorithm depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Shape {
+struct ProductShape {
     sizes: [usize; 3],
     strides: [usize; 3],
     transposed: [bool; 2],
@@ -198,16 +198,16 @@ struct Prepared {
     rhs: Owned,
     lhs: Owned,
     out: Owned,
-    candidate: Candidate,
+    candidate: HeuristicResult,
 }
 
 /// Matrix products of one device.
 #[derive(Debug)]
 struct Products {
     cublaslt: CublasLt,
-    prepared: Mutex<HashMap<Shape, Prepared>>,
+    prepared: Mutex<HashMap<ProductShape, Prepared>>,
     /// What the library cannot do.
-    refused: Mutex<HashSet<Shape>>,
+    refused: Mutex<HashSet<ProductShape>>,
 }
 
 impl Products {
@@ -219,7 +219,7 @@ impl Products {
         })
     }
 
-    fn refused(&self) -> MutexGuard<'_, HashSet<Shape>> {
+    fn refused(&self) -> MutexGuard<'_, HashSet<ProductShape>> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -252,7 +252,12 @@ impl Products {
         Ok(())
     }
 
-    fn prepare(&self, product: &Product, shape: &Shape, op: &'static str) -> Result<Prepared, DeviceError> {
+    fn prepare(
+        &self,
+        product: &Product,
+        shape: &ProductShape,
+        op: &'static str,
+    ) -> Result<Prepared, DeviceError> {
         let [rows, cols, inner] = shape.sizes;
         let [lhs_stride, rhs_stride, out_stride] = shape.strides;
         let [lhs_transposed, rhs_transposed] = shape.transposed;
@@ -324,7 +329,7 @@ struct Algorithm {
 /// `cublasLtMatmulHeuristicResult_t`
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
-struct Candidate {
+struct HeuristicResult {
     algorithm: Algorithm,
     workspace_bytes: usize,
     state: Status,
@@ -332,7 +337,7 @@ struct Candidate {
     reserved: [c_int; 4],
 }
 
-impl Candidate {
+impl HeuristicResult {
     const NONE: Self = Self {
         algorithm: Algorithm { data: [0; 8] },
         workspace_bytes: 0,
@@ -368,7 +373,7 @@ table! {
         /// What an algorithm may use.
         preference_destroy: fn(Handle) -> Status = "cublasLtMatmulPreferenceDestroy";
         /// Context, operation, A, B, C, D, preference, wanted, found, how many.
-        heuristic: fn(Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut Candidate, *mut c_int) -> Status
+        heuristic: fn(Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut HeuristicResult, *mut c_int) -> Status
             = "cublasLtMatmulAlgoGetHeuristic";
         /// Context, operation, α, A, its layout, B, its layout, β, C, its layout, D, its layout, algorithm, workspace,
         /// its bytes, stream.
@@ -441,7 +446,7 @@ unsafe impl Sync for CublasLt {}
 impl CublasLt {
     /// Opens the library on the device whose context is current. The library's context lives as long as the process.
     pub(super) fn open() -> Result<Self, LibraryError> {
-        let library = Library::open(Kind::CublasLt)?;
+        let library = Library::open(LibraryKind::CublasLt)?;
         // Its first call would fail with a status that says nothing of versions.
         if let Some(newer) = library.newer_than_driver() {
             return Err(LibraryError::Newer(newer));
@@ -477,7 +482,7 @@ impl CublasLt {
             unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
         };
         Err(LibraryError::Unusable {
-            kind: Kind::CublasLt,
+            kind: LibraryKind::CublasLt,
             path: self.library.path().to_owned(),
             problem: format!("(cuBLASLt {}) {problem}: {name}", self.version()),
         })
@@ -530,9 +535,9 @@ impl CublasLt {
         [a, b, c, d]: [&Owned; 4],
         alignments: [u32; 4],
         workspace_bytes: usize,
-    ) -> Result<Candidate, LibraryError> {
+    ) -> Result<HeuristicResult, LibraryError> {
         let preference = self.preference(alignments, workspace_bytes)?;
-        let (mut found, mut count) = (Candidate::NONE, 0);
+        let (mut found, mut count) = (HeuristicResult::NONE, 0);
         // SAFETY: all handles are alive; the function writes at most one candidate, and the count.
         let status = unsafe {
             (self.functions.heuristic)(
@@ -624,7 +629,7 @@ struct Call<'a> {
     /// A, B, C, D
     matrices: [(*mut c_void, &'a Owned); 4],
     beta: f32,
-    candidate: &'a Candidate,
+    candidate: &'a HeuristicResult,
     workspace: *mut c_void,
     pub(super) stream: *mut c_void,
 }
@@ -652,7 +657,7 @@ mod tests {
 
     /// Without a context, which would need a GPU.
     fn cublaslt() -> Option<CublasLt> {
-        let library = match Library::open(Kind::CublasLt) {
+        let library = match Library::open(LibraryKind::CublasLt) {
             Ok(library) => library,
             Err(error @ LibraryError::NotFound { .. }) => {
                 assert!(std::env::var_os("DDP_REQUIRE_CUBLASLT").is_none(), "{error}");

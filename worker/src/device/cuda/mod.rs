@@ -38,4 +38,4 @@ pub use kernel::Kernel;
 pub use launch::{Args, CudaKernel, CudaOptions, Grid, Launch};
 pub use matmul::{Epilogue, Operand, Product};
 pub use memory::{DeviceMemory, DevicePtr};
-pub use nvrtc::{Arch, Cubin, CubinCache, Define, Nvrtc, Source, Unit};
+pub use nvrtc::{Arch, CompileUnit, Cubin, CubinCache, Define, KernelSource, Nvrtc};

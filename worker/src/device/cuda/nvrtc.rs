@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::{fmt, ptr};
 
 use crate::device::error::CompileError;
-use crate::libraries::{Kind, Library, LibraryError, table};
+use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// `NVRTC_SUCCESS`
 const SUCCESS: c_int = 0;
@@ -45,7 +45,7 @@ pub struct Cubin(pub Vec<u8>);
 /// A file of CUDA C, embedded in the program. Its kernels are `extern "C" __global__`; it includes only what is
 /// listed here, for there are no CUDA headers.
 #[derive(Debug)]
-pub struct Source {
+pub struct KernelSource {
     /// File name, for the compiler's messages.
     pub file: &'static str,
     /// Its contents.
@@ -54,7 +54,7 @@ pub struct Source {
     pub headers: &'static [(&'static str, &'static str)],
 }
 
-impl Source {
+impl KernelSource {
     /// A file that includes nothing.
     #[must_use]
     pub const fn new(file: &'static str, text: &'static str) -> Self {
@@ -120,17 +120,17 @@ impl fmt::Display for Define {
 
 /// What is compiled at once: a source with its definitions.
 #[derive(Clone, Debug)]
-pub struct Unit {
+pub struct CompileUnit {
     /// The text.
-    pub source: &'static Source,
+    pub source: &'static KernelSource,
     /// What is defined.
     pub defines: Vec<Define>,
 }
 
-impl Unit {
+impl CompileUnit {
     /// A source with definitions.
     #[must_use]
-    pub fn new(source: &'static Source, defines: &[Define]) -> Self {
+    pub fn new(source: &'static KernelSource, defines: &[Define]) -> Self {
         Self {
             source,
             defines: defines.to_vec(),
@@ -155,7 +155,7 @@ impl Unit {
     }
 }
 
-impl fmt::Display for Unit {
+impl fmt::Display for CompileUnit {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.source.file)?;
         for define in &self.defines {
@@ -177,7 +177,7 @@ pub struct Nvrtc {
 impl Nvrtc {
     /// The compiler that discovery finds.
     pub fn open() -> Result<Self, LibraryError> {
-        Self::of(Library::open(Kind::Nvrtc)?)
+        Self::of(Library::open(LibraryKind::Nvrtc)?)
     }
 
     /// The compiler in this library.
@@ -193,7 +193,7 @@ impl Nvrtc {
         // SAFETY: the function writes as many integers as it counted.
         if !counted || unsafe { (functions.archs)(archs.as_mut_ptr()) } != SUCCESS {
             return Err(LibraryError::Unusable {
-                kind: Kind::Nvrtc,
+                kind: LibraryKind::Nvrtc,
                 path: library.path().to_owned(),
                 problem: "does not say its version and architectures".to_owned(),
             });
@@ -221,7 +221,7 @@ impl Nvrtc {
     /// The architecture to compile for, so that the code runs on `card`.
     pub fn arch_for(&self, card: Arch) -> Result<Arch, LibraryError> {
         card.best_of(&self.archs).ok_or_else(|| LibraryError::Unusable {
-            kind: Kind::Nvrtc,
+            kind: LibraryKind::Nvrtc,
             path: self.library.path().to_owned(),
             problem: format!(
                 "(NVRTC {}) knows no architecture that runs on {card}",
@@ -231,7 +231,7 @@ impl Nvrtc {
     }
 
     /// Compiles one unit for one architecture.
-    pub fn compile(&self, unit: &Unit, arch: Arch) -> Result<Cubin, CompileError> {
+    pub fn compile(&self, unit: &CompileUnit, arch: Arch) -> Result<Cubin, CompileError> {
         let unusable = |code| CompileError::Library(self.unusable(code));
         let program = OpenProgram::new(self, unit).map_err(unusable)?;
         let options = strings(unit.options(arch));
@@ -252,7 +252,7 @@ impl Nvrtc {
 
     fn unusable(&self, code: c_int) -> LibraryError {
         LibraryError::Unusable {
-            kind: Kind::Nvrtc,
+            kind: LibraryKind::Nvrtc,
             path: self.library.path().to_owned(),
             problem: format!("(NVRTC {}) failed: {}", self.version(), self.words(code)),
         }
@@ -276,7 +276,7 @@ struct OpenProgram<'a> {
 }
 
 impl<'a> OpenProgram<'a> {
-    fn new(nvrtc: &'a Nvrtc, unit: &Unit) -> Result<Self, c_int> {
+    fn new(nvrtc: &'a Nvrtc, unit: &CompileUnit) -> Result<Self, c_int> {
         let source = unit.source;
         let [text, file] = [c_string(source.text), c_string(source.file)];
         let names = strings(source.headers.iter().map(|(name, _)| *name));
@@ -455,7 +455,7 @@ impl CubinCache {
     }
 
     /// What was compiled before, or compiles now and keeps it.
-    pub fn compile(&self, nvrtc: &Nvrtc, unit: &Unit, arch: Arch) -> Result<Cubin, CompileError> {
+    pub fn compile(&self, nvrtc: &Nvrtc, unit: &CompileUnit, arch: Arch) -> Result<Cubin, CompileError> {
         let Some(folder) = &self.0 else {
             return nvrtc.compile(unit, arch);
         };
@@ -472,7 +472,7 @@ impl CubinCache {
 }
 
 /// Everything that decides the machine code, hashed with lengths, so that no two lists of texts run together.
-fn file_name(version: &str, unit: &Unit, arch: Arch) -> String {
+fn file_name(version: &str, unit: &CompileUnit, arch: Arch) -> String {
     let mut hash = blake3::Hasher::new();
     let mut add = |text: &str| {
         hash.update(&(text.len() as u64).to_le_bytes());
@@ -532,12 +532,12 @@ mod tests {
         assert_eq!(best(10, 0), None);
     }
 
-    static FIRST: Source = Source::new("first.cu", "void first() {}");
-    static SECOND: Source = Source::new("first.cu", "void second() {}");
+    static FIRST: KernelSource = KernelSource::new("first.cu", "void first() {}");
+    static SECOND: KernelSource = KernelSource::new("first.cu", "void second() {}");
 
     #[test]
     fn a_name_depends_on_all_that_decides_the_code() {
-        let unit = |source, value| Unit::new(source, &[Define::number("D", value)]);
+        let unit = |source, value| CompileUnit::new(source, &[Define::number("D", value)]);
         let names = [
             file_name("12.9", &unit(&FIRST, 64), Arch::SM_80),
             file_name("13.0", &unit(&FIRST, 64), Arch::SM_80),

@@ -47,12 +47,12 @@ pub(super) struct StreamState {
     error: Option<DeviceError>,
     recent: VecDeque<&'static str>,
     scratch: Option<DeviceMemory>,
-    staging: VecDeque<Slot>,
+    staging: VecDeque<StagingBuffer>,
 }
 
 /// A staging buffer, and the copy that last used it.
 #[derive(Debug)]
-struct Slot {
+struct StagingBuffer {
     memory: PinnedMemory,
     copied: Option<CudaEvent>,
 }
@@ -223,10 +223,10 @@ impl CudaStream {
     }
 
     /// A staging buffer whose last copy has ended.
-    fn staging(&self, state: &mut StreamState) -> Result<Slot, DeviceError> {
+    fn staging(&self, state: &mut StreamState) -> Result<StagingBuffer, DeviceError> {
         if state.staging.len() < STAGING_SLOTS {
             let memory = PinnedMemory::new(&self.context, STAGING_BYTES)?;
-            return Ok(Slot { memory, copied: None });
+            return Ok(StagingBuffer { memory, copied: None });
         }
         let mut slot = state.staging.pop_front().expect("several slots");
         if let Some(copied) = slot.copied.take() {

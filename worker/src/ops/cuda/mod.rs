@@ -35,11 +35,11 @@ pub(crate) use super::update::{HEADERS as UPDATE_HEADERS, units_of};
 pub use plan::{Arg, Call, Plan, Planned};
 
 use crate::device::DeviceError;
-use crate::device::cuda::{CudaKernel, Launch, Unit};
+use crate::device::cuda::{CompileUnit, CudaKernel, Launch};
 
 /// Everything that can be compiled, for checks without a GPU and for compiling ahead.
 #[must_use]
-pub fn units() -> Vec<Unit> {
+pub fn units() -> Vec<CompileUnit> {
     [
         attention::units(),
         super::column_sum::units(),

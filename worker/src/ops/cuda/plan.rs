@@ -5,7 +5,7 @@
 
 use std::borrow::Borrow;
 
-use crate::device::cuda::{Args, Define, DevicePtr, Grid, Launch, Source, Unit};
+use crate::device::cuda::{Args, CompileUnit, Define, DevicePtr, Grid, KernelSource, Launch};
 use crate::device::{Buffer, DType, DeviceError};
 
 /// An operation that is a few kernels in a row.
@@ -28,7 +28,7 @@ pub struct Plan {
 #[derive(Clone, Debug)]
 pub struct Call {
     /// The file that it is in.
-    pub source: &'static Source,
+    pub source: &'static KernelSource,
     /// Its name there.
     pub kernel: &'static str,
     /// What the file is compiled with.
@@ -171,8 +171,9 @@ pub(in crate::ops) fn act_defines(act: &'static str, width: usize) -> Vec<Define
 }
 
 /// All that a file with [`act_defines`] is compiled as.
-pub(in crate::ops) fn act_units(source: &'static Source) -> Vec<Unit> {
-    let units = ["f32", "bf16"].map(|act| [8, 1].map(|width| Unit::new(source, &act_defines(act, width))));
+pub(in crate::ops) fn act_units(source: &'static KernelSource) -> Vec<CompileUnit> {
+    let units =
+        ["f32", "bf16"].map(|act| [8, 1].map(|width| CompileUnit::new(source, &act_defines(act, width))));
     units.concat()
 }
 
@@ -184,10 +185,10 @@ pub(in crate::ops) fn grad_defines(act: &'static str, grad: &'static str, width:
 }
 
 /// All that a file with [`grad_defines`] is compiled as.
-pub(in crate::ops) fn grad_units(source: &'static Source) -> Vec<Unit> {
+pub(in crate::ops) fn grad_units(source: &'static KernelSource) -> Vec<CompileUnit> {
     let types = [("f32", "f32"), ("bf16", "bf16"), ("bf16", "f32")];
-    let units =
-        types.map(|(act, grad)| [8, 1].map(|width| Unit::new(source, &grad_defines(act, grad, width))));
+    let units = types
+        .map(|(act, grad)| [8, 1].map(|width| CompileUnit::new(source, &grad_defines(act, grad, width))));
     units.concat()
 }
 
