@@ -650,7 +650,6 @@ impl Drop for Owned {
 
 /// The real library, as far as it goes without a GPU. Without one on the search path of the process the tests say so and
 /// pass, unless `DDP_REQUIRE_CUBLASLT` is set.
-
 #[cfg(test)]
 mod tests {
     use super::*;
