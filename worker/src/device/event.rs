@@ -141,7 +141,7 @@ impl EventState for SignalState {
     }
 }
 
-/// Signals its event once. Dropped without a word, it fails the event, so that nobody waits for ever.
+/// Signals its event once. If it is dropped before that, the event fails, so that nobody waits for ever.
 pub struct Signal(Arc<SignalState>);
 
 impl Signal {

@@ -6,7 +6,7 @@
 
 use std::sync::Arc;
 
-use super::sublayer::Dropout;
+use super::sublayer::DropoutLayer;
 use super::sublayer::{Attention, Dense, FeedForward, Norm};
 use super::transformer::Embedding;
 use super::transformer::Head;
@@ -179,7 +179,7 @@ impl Parts {
     fn transformer_block(&mut self, sizes: &Sizes, layer: usize, attention: bool) -> TransformerBlock {
         let (name, c) = (format!("h.{layer}"), sizes.channels);
         let group = self.group(name.clone());
-        let dropout = Dropout {
+        let dropout = DropoutLayer {
             rate: sizes.dropout,
             layer: layer as u32,
         };

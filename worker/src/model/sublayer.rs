@@ -120,7 +120,7 @@ impl Dense {
         params: &dyn Params,
         inp: &Activation,
         residual: &Activation,
-        (dropout, site): (Dropout, Site),
+        (dropout, site): (DropoutLayer, Site),
     ) -> Result<Activation, DeviceError> {
         if dropout.mask(ctx, site).is_none() {
             return self.forward(ctx, params, inp, Some(residual));
@@ -230,7 +230,7 @@ pub(super) struct Attention {
     pub(super) qkv: Dense,
     pub(super) projection: Dense,
     pub(super) heads: usize,
-    pub(super) dropout: Dropout,
+    pub(super) dropout: DropoutLayer,
 }
 
 impl Attention {
@@ -337,7 +337,7 @@ pub(super) struct FeedForward {
     pub(super) projection: Dense,
     /// Otherwise backward widens again.
     pub(super) keeps_wide: bool,
-    pub(super) dropout: Dropout,
+    pub(super) dropout: DropoutLayer,
 }
 
 impl FeedForward {
@@ -440,7 +440,7 @@ fn with_channels(like: &Activation, channels: usize) -> Vec<usize> {
 
 /// The dropout of a block. Without a rate, or where no backward follows, nothing is enqueued.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Dropout {
+pub(super) struct DropoutLayer {
     /// Share of the numbers that are dropped, from 0 to below 1.
     pub(super) rate: f32,
     /// Number of the block; of the embedding 0.
@@ -456,7 +456,7 @@ pub(super) enum Site {
     FeedForwardResidual = 3,
 }
 
-impl Dropout {
+impl DropoutLayer {
     /// What is dropped there; none: nothing.
     fn mask(self, ctx: &Context<'_>, site: Site) -> Option<DropoutMask> {
         let samples = ctx.samples.filter(|_| self.rate > 0.0)?;
@@ -493,7 +493,7 @@ impl Dropout {
         Ok(Some(out))
     }
 
-    /// The gradient of what [`Dropout::apply`] was given.
+    /// The gradient of what [`DropoutLayer::apply`] was given.
     pub(super) fn gradient(
         self,
         ctx: &Context<'_>,

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use super::sublayer::{Attention, Dropout, FeedForward, Norm, Site};
+use super::sublayer::{Attention, DropoutLayer, FeedForward, Norm, Site};
 use super::{Activation, Block, Context, GradSink, ParamId, Params, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
@@ -106,7 +106,7 @@ pub(super) struct Embedding {
     wpe: Option<ParamId>,
     params: Vec<ParamId>,
     channels: usize,
-    dropout: Dropout,
+    dropout: DropoutLayer,
 }
 
 impl Embedding {
@@ -118,7 +118,7 @@ impl Embedding {
             wpe,
             params,
             channels,
-            dropout: Dropout { rate, layer: 0 },
+            dropout: DropoutLayer { rate, layer: 0 },
         }
     }
 }

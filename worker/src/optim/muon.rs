@@ -68,10 +68,10 @@ struct Gathering {
     name: String,
     /// Elements, padding included.
     len: usize,
-    matrices: Vec<Matrix>,
+    matrices: Vec<GatheredMatrix>,
 }
 
-struct Matrix {
+struct GatheredMatrix {
     rows: usize,
     cols: usize,
     /// Its elements in what is gathered.
@@ -172,7 +172,7 @@ impl Muon {
     }
 
     /// Of what this rank owns of the matrix that is orthogonal now.
-    fn update(&self, matrix: &Matrix, step: &MuonStep<'_>) -> Update {
+    fn update(&self, matrix: &GatheredMatrix, step: &MuonStep<'_>) -> Update {
         let OwnPiece { elements, place, .. } = &matrix.own;
         let gain = ADAMW_RMS * (matrix.rows.max(matrix.cols) as f64).sqrt();
         Update {
@@ -201,7 +201,7 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
                 continue;
             };
             let spec = &params[id.0];
-            matrices.push(Matrix {
+            matrices.push(GatheredMatrix {
                 rows: spec.global_shape[0],
                 cols: spec.global_shape[1],
                 home: sharding.home(*id).1,
@@ -220,13 +220,13 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
 }
 
 impl Gathering {
-    fn of_one(matrix: Matrix) -> Self {
+    fn of_one(matrix: GatheredMatrix) -> Self {
         let len = matrix.home.len();
         let home = 0..len;
         Self {
             name: String::new(),
             len,
-            matrices: vec![Matrix { home, ..matrix }],
+            matrices: vec![GatheredMatrix { home, ..matrix }],
         }
     }
 }

@@ -272,7 +272,7 @@ impl HostState {
                 other => device.enqueue(stream, other),
             }
         }
-        let pieces = Piece::all(&updates, self.piece).into_iter();
+        let pieces = UpdatePiece::all(&updates, self.piece).into_iter();
         passes.extend(pieces.map(|piece| piece.pass(&self.host)));
         self.pipeline.run(stream, passes);
     }
@@ -344,7 +344,7 @@ impl HostState {
 }
 
 /// Elements that lie side by side in gradients, parameters and state, and the updates of parts of them.
-struct Piece {
+struct UpdatePiece {
     grad: Buffer,
     /// The masters.
     param: Buffer,
@@ -352,7 +352,7 @@ struct Piece {
     updates: Vec<(Range<usize>, Update)>,
 }
 
-impl Piece {
+impl UpdatePiece {
     /// Joins updates up to `most` elements, and cuts longer ones. Between two that are joined lies padding.
     fn all(ops: &[Update], most: usize) -> Vec<Self> {
         let mut pieces: Vec<Self> = Vec::new();

@@ -14,7 +14,7 @@ use std::time::Instant;
 use cudarc::driver::sys;
 
 use super::calls;
-use super::driver::{Context, driver_error};
+use super::driver::{CudaContext, driver_error};
 use super::event::{CudaEvent, EventPool};
 use super::launch::{CudaOptions, Launch, LaunchContext};
 use super::memory::{Account, DeviceMemory, DevicePtr, FETCH_BYTES, FetchPool, PinnedMemory, address_of};
@@ -27,7 +27,7 @@ use crate::ops::Op;
 /// A GPU.
 #[derive(Debug)]
 pub struct CudaDevice {
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     launches: LaunchContext,
     account: Arc<Account>,
     events: Arc<EventPool>,
@@ -38,7 +38,7 @@ pub struct CudaDevice {
 impl CudaDevice {
     /// Starts the driver and opens a device.
     pub fn open(options: CudaOptions) -> Result<Self, DeviceError> {
-        let context = Context::open(options.ordinal)?;
+        let context = CudaContext::open(options.ordinal)?;
         context.bind()?;
         Ok(Self {
             events: EventPool::new(context.clone()),
@@ -64,7 +64,7 @@ impl CudaDevice {
 
     /// The driver's side of it.
     #[must_use]
-    pub const fn context(&self) -> &Arc<Context> {
+    pub const fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 

@@ -1,5 +1,5 @@
 //! The driver: started once, its answers as errors with names; what it says of the devices; one of them opened as a
-//! [`Context`], with the streams that are alive in it.
+//! [`CudaContext`], with the streams that are alive in it.
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::ffi::{CStr, c_char, c_int};
@@ -39,7 +39,7 @@ unsafe impl Sync for RawStream {}
 
 /// A device's primary context, which libraries of the same process share. Released with the last clone.
 #[derive(Debug)]
-pub struct Context {
+pub struct CudaContext {
     ordinal: usize,
     device: sys::CUdevice,
     raw: sys::CUcontext,
@@ -53,11 +53,11 @@ pub struct Context {
 }
 
 // SAFETY: a context may be used by several threads at once, each after making it its own current one.
-unsafe impl Send for Context {}
+unsafe impl Send for CudaContext {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for CudaContext {}
 
-impl Context {
+impl CudaContext {
     /// Opens a device by its number among those that `CUDA_VISIBLE_DEVICES` shows.
     pub fn open(ordinal: usize) -> Result<Arc<Self>, DeviceError> {
         let count = count_devices()?;
@@ -208,7 +208,7 @@ impl Context {
     }
 }
 
-impl Drop for Context {
+impl Drop for CudaContext {
     fn drop(&mut self) {
         if self.abandoned.load(Ordering::Relaxed) {
             return;

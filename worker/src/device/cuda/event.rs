@@ -9,13 +9,13 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 
 use super::calls::{self, written};
-use super::driver::{Context, answer, driver_error, wait_until};
+use super::driver::{CudaContext, answer, driver_error, wait_until};
 use crate::device::{DeviceError, Event, EventState};
 
 /// Events of one device that nobody waits for any more, for the next one who records.
 #[derive(Debug)]
 pub(super) struct EventPool {
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     /// Untimed and timed ones.
     free: [Mutex<Vec<RawEvent>>; 2],
 }
@@ -29,7 +29,7 @@ unsafe impl Send for RawEvent {}
 unsafe impl Sync for RawEvent {}
 
 impl EventPool {
-    pub(super) fn new(context: Arc<Context>) -> Arc<Self> {
+    pub(super) fn new(context: Arc<CudaContext>) -> Arc<Self> {
         Arc::new(Self {
             context,
             free: Default::default(),

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use cudarc::driver::sys;
 
 use super::calls::{self, written};
-use super::driver::Context;
+use super::driver::CudaContext;
 use super::driver::{driver_error, driver_error_with};
 use super::nvrtc::{Arch, CompileUnit, CubinCache, Define, KernelSource, Nvrtc};
 use crate::device::DeviceError;
@@ -79,7 +79,7 @@ impl Kernel {
 #[derive(Debug)]
 struct Module {
     raw: sys::CUmodule,
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
 }
 
 // SAFETY: as for `Function`.
@@ -99,7 +99,7 @@ impl Drop for Module {
 /// The modules of one device, compiled when they are first asked for.
 #[derive(Debug)]
 pub(super) struct Modules {
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
     cache: CubinCache,
     loaded: Mutex<Loaded>,
@@ -120,7 +120,7 @@ struct FunctionKey {
 }
 
 impl Modules {
-    pub(super) fn new(context: Arc<Context>, cache: CubinCache) -> Self {
+    pub(super) fn new(context: Arc<CudaContext>, cache: CubinCache) -> Self {
         Self {
             context,
             compiler: OnceLock::new(),

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use cudarc::driver::sys;
 
 use super::calls;
-use super::driver::{Context, driver_error};
+use super::driver::{CudaContext, driver_error};
 use super::kernel::{Kernel, Modules};
 use super::memory::{DevicePtr, address_of};
 use super::nvrtc::{Arch, CubinCache, Define, KernelSource};
@@ -150,14 +150,14 @@ pub struct CudaOptions {
 /// What launches need of a device: its modules, and what operations keep there.
 #[derive(Debug)]
 pub(super) struct LaunchContext {
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     options: CudaOptions,
     modules: Modules,
     attached: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
 }
 
 impl LaunchContext {
-    pub(super) fn new(context: Arc<Context>, options: CudaOptions) -> Self {
+    pub(super) fn new(context: Arc<CudaContext>, options: CudaOptions) -> Self {
         Self {
             modules: Modules::new(context.clone(), options.cache.clone()),
             attached: Mutex::default(),

@@ -13,7 +13,7 @@ use std::time::Duration;
 use cudarc::driver::sys;
 
 use super::calls::{self, DriverError, written};
-use super::driver::Context;
+use super::driver::CudaContext;
 use super::driver::driver_error;
 use crate::device::{Buffer, DeviceError, Memory};
 
@@ -136,14 +136,14 @@ pub struct DeviceMemory {
     address: sys::CUdeviceptr,
     bytes: usize,
     name: String,
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     account: Arc<Account>,
 }
 
 impl DeviceMemory {
     /// Allocates and zeroes; both are done on return.
     pub(super) fn new(
-        context: &Arc<Context>,
+        context: &Arc<CudaContext>,
         account: &Arc<Account>,
         name: &str,
         bytes: usize,
@@ -180,7 +180,7 @@ impl DeviceMemory {
 
     /// The device that it belongs to.
     #[must_use]
-    pub const fn context(&self) -> &Arc<Context> {
+    pub const fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
@@ -227,7 +227,7 @@ impl Drop for DeviceMemory {
 }
 
 fn out_of_memory(
-    context: &Context,
+    context: &CudaContext,
     account: &Account,
     name: &str,
     bytes: usize,
@@ -270,7 +270,7 @@ const fn never_fits(held: usize, bytes: usize, all: usize) -> bool {
 pub(super) struct PinnedMemory {
     ptr: NonNull<u8>,
     bytes: usize,
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
 }
 
 // SAFETY: plain memory, owned by this value; access to it is regulated by the arena, or by whoever has it alone.
@@ -296,7 +296,7 @@ unsafe impl Memory for PinnedMemory {
 
 impl PinnedMemory {
     /// So many zeroed bytes.
-    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, DeviceError> {
+    pub(super) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DeviceError> {
         context.bind()?;
         let length = bytes.max(1);
         let refuse = |cause| DeviceError::OutOfMemory {
@@ -356,7 +356,7 @@ impl FetchPool {
     /// Puts a copy of at most [`FETCH_BYTES`] bytes into the stream.
     pub(super) fn copy(
         &self,
-        context: &Arc<Context>,
+        context: &Arc<CudaContext>,
         stream: sys::CUstream,
         source: DevicePtr,
         bytes: usize,
@@ -392,7 +392,7 @@ impl InFlight {
 }
 
 /// Address of a buffer in the memory of this device.
-pub(super) fn address_of(buffer: &Buffer, context: &Context) -> Result<DevicePtr, DeviceError> {
+pub(super) fn address_of(buffer: &Buffer, context: &CudaContext) -> Result<DevicePtr, DeviceError> {
     let memory = buffer.arena().memory().as_any().downcast_ref::<DeviceMemory>();
     match memory {
         Some(memory) if memory.context().ordinal() == context.ordinal() => {

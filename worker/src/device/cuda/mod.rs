@@ -6,7 +6,7 @@
 //! | file | what it is | what it must not know |
 //! |---|---|---|
 //! | `calls` | the driver's functions, from the file that discovery chose | what they are called for |
-//! | `driver` | [`Context`]: the driver started, one device chosen, its streams; [`Survey`]: all devices; results as errors | memory |
+//! | `driver` | [`CudaContext`]: the driver started, one device chosen, its streams; [`Survey`]: all devices; results as errors | memory |
 //! | `memory` | [`DeviceMemory`] and pinned host memory, accounts of who holds what | streams |
 //! | `event` | CUDA's events as [`super::Event`] | operations |
 //! | `stream` | one stream: its first error, its last operations, its scratch memory, its staging | which operations exist |
@@ -33,7 +33,7 @@ mod stream;
 
 pub use super::CompileError;
 pub use device::CudaDevice;
-pub use driver::{Context, GpuFacts, Reach, Survey, count_devices};
+pub use driver::{CudaContext, GpuFacts, Reach, Survey, count_devices};
 pub use kernel::Kernel;
 pub use launch::{Args, CudaKernel, CudaOptions, Grid, Launch};
 pub use matmul::{Epilogue, Operand, Product};

@@ -80,11 +80,11 @@ impl KernelSource {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub struct Define {
     name: &'static str,
-    value: Value,
+    value: DefineValue,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Value {
+enum DefineValue {
     Word(&'static str),
     Number(i64),
 }
@@ -95,7 +95,7 @@ impl Define {
     pub const fn word(name: &'static str, word: &'static str) -> Self {
         Self {
             name,
-            value: Value::Word(word),
+            value: DefineValue::Word(word),
         }
     }
 
@@ -104,7 +104,7 @@ impl Define {
     pub const fn number(name: &'static str, number: i64) -> Self {
         Self {
             name,
-            value: Value::Number(number),
+            value: DefineValue::Number(number),
         }
     }
 }
@@ -112,8 +112,8 @@ impl Define {
 impl fmt::Display for Define {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.value {
-            Value::Word(word) => write!(f, "{}={word}", self.name),
-            Value::Number(number) => write!(f, "{}={number}", self.name),
+            DefineValue::Word(word) => write!(f, "{}={word}", self.name),
+            DefineValue::Number(number) => write!(f, "{}={number}", self.name),
         }
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 
 use super::calls::{self, written};
-use super::driver::{Context, RawStream, answer, driver_error, wait_until};
+use super::driver::{CudaContext, RawStream, answer, driver_error, wait_until};
 use super::event::{CudaEvent, EventPool};
 use super::memory::{Account, DeviceMemory, DevicePtr, PinnedMemory};
 use crate::device::{DeviceError, EventState, Memory};
@@ -35,7 +35,7 @@ const PATIENCE: Duration = Duration::from_mins(30);
 pub(super) struct CudaStream {
     name: Arc<str>,
     raw: RawStream,
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     account: Arc<Account>,
     events: Arc<EventPool>,
     state: Mutex<StreamState>,
@@ -64,7 +64,7 @@ impl CudaStream {
         urgent: bool,
         account: &Arc<Account>,
         events: &Arc<EventPool>,
-        context: &Arc<Context>,
+        context: &Arc<CudaContext>,
     ) -> Result<Self, DeviceError> {
         context.bind()?;
         let failed = |error| driver_error(format!("cannot make stream `{name}`"), error);
