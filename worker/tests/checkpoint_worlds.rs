@@ -6,7 +6,7 @@ use std::path::Path;
 
 use ddp_worker::checkpoint::{Reader, TensorKind, TensorRecord, Which, file_stem};
 use ddp_worker::config::{
-    Accumulate, LastBatch, LearningRate, OnNonFinite, OptimizerHome, OptimizerKind, Precision, Recompute,
+    Accumulate, LastBatch, LearningRate, OnNonFinite, OptimizerKind, OptimizerOffload, Precision, Recompute,
     Rescale, Resume, ShardGroup, Strategy, TrainConfig,
 };
 use train_support::faulty::{Fault, FaultyDevice, Spoilt};
@@ -195,7 +195,7 @@ fn a_run_goes_on_with_the_same_bits_whatever_it_is_made_of() {
     });
     goes_on_as_undisturbed("the optimizer's state in a file", 2, |c| {
         c.parallel.strategy = Strategy::Zero1;
-        c.train.offload.optimizer = OptimizerHome::File;
+        c.train.offload.optimizer = OptimizerOffload::File;
     });
     for kind in [OptimizerKind::Lion, OptimizerKind::Sgd, OptimizerKind::Muon] {
         goes_on_as_undisturbed(&format!("{kind:?}"), 2, |c| {

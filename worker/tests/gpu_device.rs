@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use ddp_worker::device::cuda::{CudaDevice, CudaOptions};
 use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Stream};
 use ddp_worker::ops::{Fill, Rates, Runs, Scale, Update};
-use ddp_worker::optim::{AdamW, StateHome};
+use ddp_worker::optim::{AdamW, StateMemory};
 
 mod gpu_support;
 
@@ -164,7 +164,7 @@ fn update(results: &[Arena; 4], grad: &Arena, scale: &Arena, step: u64) -> Updat
 }
 
 /// Three updates, each with gradients that appear late and are gone at once.
-fn updated_on_the_host(gpu: &CudaDevice, state: &StateHome, len: usize) -> [Vec<f32>; 4] {
+fn updated_on_the_host(gpu: &CudaDevice, state: &StateMemory, len: usize) -> [Vec<f32>; 4] {
     let stream = gpu.stream();
     let [copy, grad] = ["parameters", "gradients"].map(|name| arena(gpu, name, len));
     let scale = arena(gpu, "scale", 1);
@@ -216,7 +216,7 @@ fn state_on_the_host_is_updated_in_the_order_of_the_stream() {
     let [param, m, v] = [param, m, v].map(|arena| values(&cpu, stream, &arena));
     // One piece, and many more than there are slots.
     for piece in [1 << 20, 30_000] {
-        let state = StateHome::on_host(shared.clone(), 4, piece).unwrap();
+        let state = StateMemory::on_host(shared.clone(), 4, piece).unwrap();
         assert!(state.host_state().is_some(), "memory of its own");
         let found = updated_on_the_host(&gpu, &state, len);
         let expected = [&param, &param, &m, &v];

@@ -4,10 +4,10 @@ mod train_support;
 
 use std::sync::{Arc, Mutex};
 
-use ddp_worker::config::{OnNonFinite, OptimizerHome, Precision, Resume, Strategy, TrainConfig};
+use ddp_worker::config::{OnNonFinite, OptimizerOffload, Precision, Resume, Strategy, TrainConfig};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
 use ddp_worker::ops::{Op, Rates, Runs, Update};
-use ddp_worker::optim::{AdamW, StateHome};
+use ddp_worker::optim::{AdamW, StateMemory};
 use half::bf16;
 use train_support::deferred::DeferredDevice;
 use train_support::{Job, Trained};
@@ -29,9 +29,9 @@ fn job(change: impl FnOnce(&mut TrainConfig)) -> Job {
 }
 
 /// Trains with the state where it is asked for: beside a device that puts everything off, if that is the host.
-fn train(job: &mut Job, home: OptimizerHome, world: u32) -> Trained {
+fn train(job: &mut Job, home: OptimizerOffload, world: u32) -> Trained {
     job.config.train.offload.optimizer = home;
-    job.device = (home == OptimizerHome::Host)
+    job.device = (home == OptimizerOffload::Host)
         .then(|| -> train_support::DeviceOf { Box::new(|_| Arc::new(DeferredDevice::beside_host())) });
     job.train(world)
 }
@@ -49,11 +49,11 @@ fn assert_same(one: &Trained, other: &Trained, what: &str) {
 
 #[test]
 fn state_on_the_host_trains_the_same_numbers_and_goes_on_anywhere() {
-    use OptimizerHome::{Host, None};
+    use OptimizerOffload::{Host, None};
     for precision in [Precision::F32, Precision::Bf16] {
         for strategy in [Strategy::Ddp, Strategy::Zero1, Strategy::Zero3] {
             // Twice as many steps, the second half resumed from a checkpoint.
-            let run = |[begun, ended]: [OptimizerHome; 2]| {
+            let run = |[begun, ended]: [OptimizerOffload; 2]| {
                 let mut job = job(|c| {
                     c.train.precision = precision;
                     c.train.grad_accumulation = 2;
@@ -89,10 +89,10 @@ fn a_skipped_step_leaves_state_on_the_host_as_it_was() {
             });
             train(&mut job, home, 2)
         };
-        let (expected, found) = (run(OptimizerHome::None, 4), run(OptimizerHome::Host, 4));
+        let (expected, found) = (run(OptimizerOffload::None, 4), run(OptimizerOffload::Host, 4));
         assert_eq!(found.metrics[3].skipped, 3);
         assert_eq!(expected.state, found.state, "{precision:?}");
-        assert_eq!(found.state, run(OptimizerHome::Host, 1).state, "{precision:?}");
+        assert_eq!(found.state, run(OptimizerOffload::Host, 1).state, "{precision:?}");
     }
 }
 
@@ -110,9 +110,9 @@ fn a_save_while_training_goes_on_has_the_state_of_its_step() {
         // Step 4 is resumed from.
         std::fs::remove_dir_all(job.out_dir().join("checkpoints/step_00000005")).unwrap();
         std::fs::write(job.out_dir().join("checkpoints/latest"), "step_00000004").unwrap();
-        (trained, train(&mut job, OptimizerHome::None, 2))
+        (trained, train(&mut job, OptimizerOffload::None, 2))
     };
-    let ((expected, again), (found, resumed)) = (run(OptimizerHome::None), run(OptimizerHome::Host));
+    let ((expected, again), (found, resumed)) = (run(OptimizerOffload::None), run(OptimizerOffload::Host));
     assert_same(&expected, &found, "five steps");
     assert_same(&again, &resumed, "the fifth once more");
 }
@@ -125,7 +125,7 @@ fn the_host_goes_on_while_the_state_is_updated() {
         c.train.steps = 8;
         c.train.verify_every = 0;
         c.train.checkpoint_every = 5;
-        c.train.offload.optimizer = OptimizerHome::Host;
+        c.train.offload.optimizer = OptimizerOffload::Host;
     });
     job.device = Some(Box::new(move |_| {
         let device = Arc::new(DeferredDevice::beside_host());
@@ -149,7 +149,7 @@ fn memory_of_the_state_is_counted_where_it_is() {
             });
             train(&mut job, home, 1).metrics[0].memory
         };
-        let (usual, host) = (memory(OptimizerHome::None), memory(OptimizerHome::Host));
+        let (usual, host) = (memory(OptimizerOffload::None), memory(OptimizerOffload::Host));
         assert_eq!(
             usual.params + usual.optimizer,
             host.params / usual_width(precision) * bytes
@@ -170,7 +170,7 @@ fn usual_width(precision: Precision) -> u64 {
 
 #[test]
 fn a_device_whose_memory_is_the_hosts_keeps_the_state_where_it_is() {
-    let mut job = job(|c| c.train.offload.optimizer = OptimizerHome::Host);
+    let mut job = job(|c| c.train.offload.optimizer = OptimizerOffload::Host);
     let found = job.train(2);
     job = self::job(|_| ());
     assert_same(&job.train(2), &found, "on the processor");
@@ -187,7 +187,7 @@ struct Updates {
 const LEN: usize = 10_000;
 
 /// Runs of parameters with padding between them, of which some decay. Gradients as `grads`, parameters as `params`.
-fn update(device: &dyn Device, state: &StateHome, stream: Stream, types: [DType; 2], step: u64) -> Updates {
+fn update(device: &dyn Device, state: &StateMemory, stream: Stream, types: [DType; 2], step: u64) -> Updates {
     let spec = |name: &str, dtype, len| ArenaSpec::private(name, dtype, len);
     let alloc = |name, dtype, len| device.alloc(&spec(name, dtype, len)).unwrap();
     let kept = |name| state.alloc(&spec(name, DType::F32, LEN)).unwrap();
@@ -239,10 +239,10 @@ fn update(device: &dyn Device, state: &StateHome, stream: Stream, types: [DType;
     }
 }
 
-fn beside(piece: usize) -> (Arc<DeferredDevice>, StateHome) {
+fn beside(piece: usize) -> (Arc<DeferredDevice>, StateMemory) {
     let device = Arc::new(DeferredDevice::beside_host());
     let shared: Arc<dyn Device> = device.clone();
-    let state = StateHome::on_host(shared, 2, piece).unwrap();
+    let state = StateMemory::on_host(shared, 2, piece).unwrap();
     assert!(state.host_state().is_some(), "it has a host beside it");
     (device, state)
 }
@@ -250,7 +250,7 @@ fn beside(piece: usize) -> (Arc<DeferredDevice>, StateHome) {
 /// Two updates on the processor: parameters, masters, moments.
 fn expected(grads: DType) -> Vec<Vec<u8>> {
     let cpu = Arc::new(CpuDevice::new(1).unwrap());
-    let (stream, state) = (cpu.stream(), StateHome::on_device(cpu.clone()));
+    let (stream, state) = (cpu.stream(), StateMemory::on_device(cpu.clone()));
     let update = update(cpu.as_ref(), &state, stream, [grads, DType::Bf16], 1);
     for _ in 0..2 {
         cpu.enqueue_all(stream, update.ops.clone());

@@ -4,7 +4,7 @@ mod train_support;
 
 use ddp_proto::control::{Phase, ToAgent, ToWorker};
 use ddp_worker::config::{
-    LearningRate, OptimizerHome, OptimizerKind, Rescale, Resume, Strategy, TrainConfig,
+    LearningRate, OptimizerKind, OptimizerOffload, Rescale, Resume, Strategy, TrainConfig,
 };
 use ddp_worker::metrics::Summary;
 use ddp_worker::session::Session;
@@ -183,7 +183,7 @@ fn a_folder_that_holds_a_run_is_refused() {
 #[test]
 fn ranks_with_different_configurations_stop_with_the_key_and_the_rank() {
     let rate: fn(&mut TrainConfig) = |c| c.train.optimizer.lr = 0.5;
-    let home: fn(&mut TrainConfig) = |c| c.train.offload.optimizer = OptimizerHome::File;
+    let home: fn(&mut TrainConfig) = |c| c.train.offload.optimizer = OptimizerOffload::File;
     for (key, change) in [("train.optimizer.lr", rate), ("train.offload.optimizer", home)] {
         let job = Job::new();
         let outcomes = job.run_with(3, |rank, config| {
@@ -209,7 +209,7 @@ fn ranks_with_different_configurations_stop_with_the_key_and_the_rank() {
 #[test]
 fn ranks_offload_to_folders_of_their_own() {
     let folders = [(); 2].map(|()| tempfile::tempdir().unwrap());
-    let job = Job::with(|c| c.train.offload.optimizer = OptimizerHome::File);
+    let job = Job::with(|c| c.train.offload.optimizer = OptimizerOffload::File);
     let outcomes = job.run_with(2, |rank, config| {
         config.train.offload.dir = Some(folders[rank as usize].path().to_owned());
     });

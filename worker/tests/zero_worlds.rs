@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::{Arc, Mutex};
 
 use ddp_worker::config::{
-    Accumulate, OptimizerGroup, OptimizerHome, OptimizerKind, Precision, ReduceDtype, Resume, ShardGroup,
+    Accumulate, OptimizerGroup, OptimizerKind, OptimizerOffload, Precision, ReduceDtype, Resume, ShardGroup,
     Strategy, TrainConfig,
 };
 use ddp_worker::device::Device;
@@ -355,11 +355,11 @@ fn small_groups_that_persist_are_gathered_once_a_step() {
 fn optimizer_state_in_a_file_trains_the_same_numbers() {
     for strategy in [Strategy::Ddp, Strategy::Zero1, Strategy::Zero3] {
         let folder = tempfile::tempdir().unwrap();
-        let run = |home: OptimizerHome| {
+        let run = |home: OptimizerOffload| {
             let mut job = job(strategy, |c| {
                 c.train.steps = 3;
                 c.train.offload.optimizer = home;
-                c.train.offload.dir = (home == OptimizerHome::File).then(|| folder.path().to_owned());
+                c.train.offload.dir = (home == OptimizerOffload::File).then(|| folder.path().to_owned());
                 c.run.resume = Resume::Auto;
             });
             let first = job.train(2);
@@ -367,7 +367,7 @@ fn optimizer_state_in_a_file_trains_the_same_numbers() {
             job.config.train.steps = 6;
             (first, job.train(2))
         };
-        let (expected, found) = (run(OptimizerHome::None), run(OptimizerHome::File));
+        let (expected, found) = (run(OptimizerOffload::None), run(OptimizerOffload::File));
         assert_same(&expected.0, &found.0, &format!("{strategy:?}"));
         assert_same(&expected.1, &found.1, &format!("{strategy:?}, resumed"));
         assert_eq!(
@@ -381,17 +381,17 @@ fn optimizer_state_in_a_file_trains_the_same_numbers() {
 #[test]
 fn groups_that_persist_and_state_in_a_file_train_the_same_numbers_in_bf16() {
     let folder = tempfile::tempdir().unwrap();
-    let run = |strategy, persist_below, home: OptimizerHome| {
+    let run = |strategy, persist_below, home: OptimizerOffload| {
         let job = job(strategy, |c| {
             c.train.precision = Precision::Bf16;
             c.train.offload.optimizer = home;
-            c.train.offload.dir = (home == OptimizerHome::File).then(|| folder.path().to_owned());
+            c.train.offload.dir = (home == OptimizerOffload::File).then(|| folder.path().to_owned());
             c.parallel.persist_below = persist_below;
         });
         job.train(3)
     };
-    let reference = run(Strategy::Ddp, 0, OptimizerHome::None);
-    let found = run(Strategy::Zero3, 20_000, OptimizerHome::File);
+    let reference = run(Strategy::Ddp, 0, OptimizerOffload::None);
+    let found = run(Strategy::Zero3, 20_000, OptimizerOffload::File);
     assert_same(&reference, &found, "zero3");
 }
 
@@ -421,7 +421,7 @@ fn state_in_a_file_is_not_resident_after_a_start_and_during_a_save() {
     let mut job = job(Strategy::Ddp, |c| {
         c.train.precision = Precision::Bf16;
         c.train.steps = 2;
-        c.train.offload.optimizer = OptimizerHome::File;
+        c.train.offload.optimizer = OptimizerOffload::File;
         c.train.offload.dir = Some(folder.path().to_owned());
         c.run.resume = Resume::Auto;
     });
@@ -455,7 +455,7 @@ fn state_in_a_file_is_not_resident_after_a_start_and_during_a_save() {
 #[test]
 fn a_folder_that_cannot_take_the_optimizer_is_named() {
     let job = job(Strategy::Zero1, |c| {
-        c.train.offload.optimizer = OptimizerHome::File;
+        c.train.offload.optimizer = OptimizerOffload::File;
         c.train.offload.dir = Some("/nowhere/at/all".into());
     });
     let words: Vec<String> = job

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::gpus::{self, Described};
 use crate::cli::hardware;
-use crate::cli::native::libraries::{Found, Kind, SearchPath};
+use crate::cli::native::libraries::{Found, LibraryKind, SearchPath};
 
 /// A reading of the machine.
 #[derive(Clone, Debug)]
@@ -47,11 +47,13 @@ impl Facts {
     /// Looks at the machine. Never fails: what cannot be read is absent.
     pub fn gather() -> Self {
         let path = SearchPath::of_process();
-        let find = |driver| Kind::ALL.map(|kind| path.find(kind, driver)).to_vec();
+        let find = |driver| LibraryKind::ALL.map(|kind| path.find(kind, driver)).to_vec();
         let something_to_ask = find(None).iter().any(|library| library.at.is_some());
         let described = something_to_ask.then(gpus::ask);
         // As programs choose them, which know the driver.
-        let driver = described.as_ref().and_then(|told| told.version(Kind::Cuda));
+        let driver = described
+            .as_ref()
+            .and_then(|told| told.version(LibraryKind::Cuda));
         Self {
             cpu_model: cpu_model(&read("/proc/cpuinfo")),
             cpu_features: cpu_features(),

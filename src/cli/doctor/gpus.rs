@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::cli::hardware;
 use crate::cli::native::cuda::{GpuFacts, Reach, Survey};
-use crate::cli::native::libraries::{Kind, Library, Version};
+use crate::cli::native::libraries::{Library, LibraryKind, Version};
 
 /// First argument of the invocation that describes the GPUs.
 pub const GPU_DESCRIBE_SUBCOMMAND: &str = "__describe-gpus";
@@ -19,7 +19,7 @@ const DESCRIBE_TIMEOUT: Duration = Duration::from_mins(1);
 pub struct Described {
     /// The visible devices, or why there are none, as an error says it: with its hint, if it has one.
     pub survey: Result<Survey, String>,
-    /// Of each library in order of [`Kind::ALL`]: its version, or the error of loading it; none if it is not there.
+    /// Of each library in order of [`LibraryKind::ALL`]: its version, or the error of loading it; none if it is not there.
     pub versions: Vec<Option<Result<Version, String>>>,
 }
 
@@ -28,7 +28,7 @@ impl Described {
     fn failed(why: &str) -> Self {
         Self {
             survey: Err(why.to_owned()),
-            versions: vec![None; Kind::ALL.len()],
+            versions: vec![None; LibraryKind::ALL.len()],
         }
     }
 
@@ -38,8 +38,8 @@ impl Described {
     }
 
     /// Version of a library, if it said one.
-    pub fn version(&self, kind: Kind) -> Option<Version> {
-        let at = Kind::ALL.iter().position(|known| *known == kind)?;
+    pub fn version(&self, kind: LibraryKind) -> Option<Version> {
+        let at = LibraryKind::ALL.iter().position(|known| *known == kind)?;
         self.versions.get(at)?.as_ref()?.as_ref().ok().copied()
     }
 }
@@ -64,7 +64,7 @@ fn describe() -> Described {
     };
     Described {
         survey: Survey::take().map_err(|error| error.to_string()),
-        versions: Kind::ALL.into_iter().map(version).collect(),
+        versions: LibraryKind::ALL.into_iter().map(version).collect(),
     }
 }
 

@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use super::facts::Facts;
 use super::gpus::{self, Described};
-use crate::cli::native::libraries::{Kind, Newer, Version};
+use crate::cli::native::libraries::{LibraryKind, Newer, Version};
 
 /// Fewest open files that a node with 8 workers is comfortable with.
 const FEW_OPEN_FILES: u64 = 1024;
@@ -150,7 +150,7 @@ fn library_section(facts: &Facts, out: &mut String) {
     push(out, "libraries loaded at run time");
     for library in &facts.libraries {
         let version = match facts.described.as_ref().and_then(|d| d.version(library.kind)) {
-            Some(version) if library.kind == Kind::Cuda => format!(", for CUDA {version}"),
+            Some(version) if library.kind == LibraryKind::Cuda => format!(", for CUDA {version}"),
             Some(version) => format!(", {version}"),
             None => String::new(),
         };
@@ -196,7 +196,7 @@ fn findings(facts: &Facts) -> Vec<Finding> {
     let asked = facts
         .libraries
         .iter()
-        .any(|l| l.kind == Kind::Cuda && l.at.is_some());
+        .any(|l| l.kind == LibraryKind::Cuda && l.at.is_some());
     if facts.driver_version.is_none() && !asked {
         found.push(Finding::new(
             "no GPU: training runs on the processor",
@@ -265,20 +265,23 @@ fn library_findings(facts: &Facts) -> Vec<Finding> {
     let Some(described) = &facts.described else {
         return found;
     };
-    for (kind, version) in Kind::ALL.iter().zip(&described.versions) {
+    for (kind, version) in LibraryKind::ALL.iter().zip(&described.versions) {
         if let Some(Err(why)) = version {
             found.push(Finding::of(why, kind.hint()));
         }
     }
     let newer = facts.libraries.iter().filter_map(|library| {
-        let ((path, _), driver) = (library.at.as_ref()?, described.version(Kind::Cuda)?);
+        let ((path, _), driver) = (library.at.as_ref()?, described.version(LibraryKind::Cuda)?);
         Newer::of(library.kind, path, described.version(library.kind)?, driver)
     });
     found.extend(newer.map(|newer| Finding::new(newer.to_string(), newer.hint())));
-    if let Some(nccl) = described.version(Kind::Nccl).filter(|nccl| *nccl < OLDEST_NCCL) {
+    if let Some(nccl) = described
+        .version(LibraryKind::Nccl)
+        .filter(|nccl| *nccl < OLDEST_NCCL)
+    {
         found.push(Finding::new(
             format!("NCCL {nccl} is older than {OLDEST_NCCL}, which several GPUs need"),
-            Kind::Nccl.hint(),
+            LibraryKind::Nccl.hint(),
         ));
     }
     found
@@ -311,7 +314,7 @@ mod tests {
             driver_version: None,
             cuda_visible_devices: None,
             described: None,
-            libraries: Kind::ALL.map(|kind| Found { kind, at: None }).to_vec(),
+            libraries: LibraryKind::ALL.map(|kind| Found { kind, at: None }).to_vec(),
             searched: vec!["/usr/lib".into()],
         }
     }
@@ -377,7 +380,7 @@ mod tests {
         facts.described = Some(one_gpu());
         for library in &mut facts.libraries {
             let file = format!("/x/{}.1", library.kind.stem());
-            library.at = (library.kind != Kind::Nccl).then(|| (file.into(), "VIRTUAL_ENV"));
+            library.at = (library.kind != LibraryKind::Nccl).then(|| (file.into(), "VIRTUAL_ENV"));
         }
         let report = render(&facts);
         for part in [

@@ -5,7 +5,7 @@ use std::ffi::{c_int, c_void};
 
 use ddp_worker::device::cuda::CudaDevice;
 use ddp_worker::device::{Buffer, DeviceError, Stream};
-use ddp_worker::libraries::{Kind, Library};
+use ddp_worker::libraries::{Library, LibraryKind};
 
 /// Target, source, bytes, stream.
 type CopyWithin = unsafe extern "C" fn(u64, u64, usize, *mut c_void) -> c_int;
@@ -16,7 +16,7 @@ pub(crate) struct DriverCopy(CopyWithin);
 impl DriverCopy {
     /// Finds it in the driver.
     pub(crate) fn load() -> Result<Self, DeviceError> {
-        let driver = Library::open(Kind::Cuda)?;
+        let driver = Library::open(LibraryKind::Cuda)?;
         // SAFETY: the signature is that of the driver's public header; libraries are never closed.
         Ok(Self(unsafe { driver.function("cuMemcpyDtoDAsync_v2") }?))
     }

@@ -4,7 +4,6 @@ use std::io;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use super::manifest::FORMAT_VERSION;
 use crate::device::DType;
 
 /// A checkpoint could not be written, or cannot be used.
@@ -44,7 +43,7 @@ pub enum CheckpointError {
     },
     /// Written by a build that we cannot read.
     #[error(
-        "checkpoint `{}` has format version {found}, this build reads up to {FORMAT_VERSION}\n  hint: resume with the release that wrote it, or a newer one",
+        "checkpoint `{}` has format version {found}, this build reads up to {newest}\n  hint: resume with the release that wrote it, or a newer one",
         path.display()
     )]
     Version {
@@ -52,6 +51,8 @@ pub enum CheckpointError {
         path: PathBuf,
         /// Its version.
         found: u32,
+        /// The newest version that this build reads.
+        newest: u32,
     },
     /// A file is shorter or longer than it was when it was written.
     #[error("checkpoint file `{}` has {found} bytes, expected {expected}: truncated or overwritten\n  hint: {}", path.display(), RESTORE)]

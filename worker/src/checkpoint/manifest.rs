@@ -1,4 +1,4 @@
-//! The manifest of a checkpoint: where the run stood, and where the elements of each tensor are.
+//! The manifest of a checkpoint: how far the run was, and where the elements of each tensor are.
 //!
 //! Version 2 names a tensor by the key of its parameter and by its kind. The tensor consists of regions, boxes of its
 //! global shape, and each region of ranges of its elements, which files hold. So a checkpoint describes any layout, and
@@ -23,7 +23,7 @@ const MAX_COUNT: u64 = 1 << 53;
 /// Longest manifest that is read.
 pub(super) const MAX_MANIFEST_BYTES: u64 = 256 << 20;
 
-/// Where the run stood.
+/// How far the run was.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct State {
     /// Steps finished.
@@ -71,7 +71,7 @@ pub struct Batch {
     pub since: Option<Since>,
 }
 
-/// Where the run stood when a life of it began.
+/// How far the run was when a life of it began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Since {
     /// Steps finished.
@@ -205,7 +205,7 @@ pub struct Manifest<T = TensorRecord> {
     pub format_version: u32,
     /// BLAKE3 of the whole file, with zeros in the place of these 64 digits.
     pub(super) blake3: String,
-    /// Where the run stood.
+    /// How far the run was.
     #[serde(flatten)]
     pub state: State,
     /// Files of the checkpoint, with their sizes.
@@ -336,6 +336,7 @@ impl Manifest {
                 return Err(CheckpointError::Version {
                     path: path.to_owned(),
                     found,
+                    newest: FORMAT_VERSION,
                 });
             }
         };

@@ -4,12 +4,10 @@
 //! |---|---|
 //! | `manifest.rs` | [`Manifest`], versions 1 and 2: tensors, their regions, and the ranges that files hold |
 //! | `coverage.rs` | do regions make up each tensor, and ranges each region |
-//! | `extent.rs` | [`Extent`]: what a file is to hold of a tensor, and its fair division |
-//! | `part.rs` | one safetensors file: writing it in bounded memory, and reading its header |
-//! | `piece_hash.rs` | the hash of a range, and those of its blocks |
+//! | `part.rs` | [`Extent`]: what a file is to hold of a tensor; one safetensors file, its header and its hashes |
 //! | `writer.rs` | [`Writer`]: files of many ranks to one checkpoint, all of it or nothing |
 //! | `reader.rs` | [`Reader`]: any range of any region of any tensor, verified |
-//! | `reshard.rs`, `export.rs` | the same state for another number of ranks; one file for other tools |
+//! | `convert.rs` | the same state for another number of ranks; one file for other tools |
 //! | `retention.rs` | [`Keep`]: which checkpoints stay, and how the others are deleted |
 //! | `storage.rs` | the steps that touch the disk, so that a test can stop after each |
 //! | `layout.rs` | names and paths below `checkpoints/` |
@@ -21,34 +19,29 @@
 //! by `checkpoints/latest` last. A crash at any point leaves the checkpoint before it usable. `latest` is a
 //! text file with the name of the folder.
 
+mod convert;
 mod coverage;
 mod error;
-mod export;
-mod extent;
 mod layout;
 mod manifest;
 mod part;
-mod piece_hash;
 mod reader;
-mod reshard;
 mod retention;
 mod storage;
 #[cfg(test)]
 mod tests;
 mod writer;
 
+pub use convert::{export, reshard};
 pub use error::CheckpointError;
-pub use export::export;
-pub use extent::{Extent, share_of};
 pub use layout::{file_stem, latest_step, step_name, step_to_go_on_from};
 pub use manifest::{
     Batch, FORMAT_VERSION, FileRecord, Manifest, RangeRecord, RegionRecord, Rng, Since, State, TensorKind,
     TensorName, TensorRecord,
 };
-pub use part::PartWriter;
+pub use part::{Extent, PartWriter, share_of};
 pub(crate) use part::{Header, HeaderError, read_header};
 pub use reader::{Expected, Reader, Which};
-pub use reshard::reshard;
 pub use retention::{Keep, delete_all, retain};
 pub(crate) use storage::open_to_read;
 pub use storage::{Disk, Storage, ignore_file_size_signal};

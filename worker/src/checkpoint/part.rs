@@ -1,23 +1,34 @@
-//! One safetensors file of a checkpoint: its layout, writing it in bounded memory, and what a file says of itself.
+//! One safetensors file of a checkpoint: what it is to hold, its layout, writing it in bounded memory, and what a file says
+//! of itself.
 //!
 //! A range that is a whole tensor is stored under the tensor's own name and shape, so that any reader of safetensors can
 //! load it; a whole region as `name[0..3, 8..16]`, with the region's shape; a part of either as a flat entry
 //! `name@start..end`.
+//!
+//! Each range has a BLAKE3 hash, and one of each of its blocks: who reads a part verifies the blocks of that part only.
+//! BLAKE3 is a tree over the bytes. The hash of a block is the node above it, and the hash of the range the root above all
+//! of them, so that every byte is hashed once for both.
 
 use std::collections::HashMap;
 use std::fs::File;
 use std::io::{self, Read as _};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use blake3::hazmat::{
+    ChainingValue, HasherExt as _, Mode, left_subtree_len, merge_subtrees_non_root, merge_subtrees_root,
+};
+use blake3::{Hash, Hasher};
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
 use serde::{Deserialize, Serialize};
 
-use super::manifest::{FileRecord, RangeRecord, RegionRecord, TensorRecord};
-use super::piece_hash::{PieceHasher, PieceHashes};
+use super::CheckpointError;
+use super::error::type_and_shape;
+use super::manifest::{FileRecord, RangeRecord, RegionRecord, TensorKind, TensorName, TensorRecord};
 use super::storage::Storage;
-use super::{CheckpointError, Extent};
 use crate::device::DType;
+use crate::model::{ParamSpec, Region};
 
 /// The data begins at a multiple of it, so that a mapped file is aligned.
 const ALIGNMENT: usize = 8;
@@ -380,4 +391,306 @@ fn from_safetensors(dtype: Dtype) -> Option<DType> {
         Dtype::U8 => DType::U8,
         _ => return None,
     })
+}
+
+/// Bytes of a block: a power of two, so that each one is a subtree.
+const BLOCK_BYTES: u64 = 16 << 20;
+
+/// The hashes of a piece.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct PieceHashes {
+    pub(super) whole: Hash,
+    /// Of each block; none where the piece is a single one.
+    pub(super) blocks: Vec<ChainingValue>,
+}
+
+/// Hashes a piece from its first byte to its last.
+struct PieceHasher {
+    /// Of the block whose turn it is.
+    hasher: Hasher,
+    /// Its bytes so far.
+    filled: u64,
+    /// Of those that are complete.
+    blocks: Vec<ChainingValue>,
+}
+
+impl PieceHasher {
+    pub(super) fn new() -> Self {
+        Self {
+            hasher: Hasher::new(),
+            filled: 0,
+            blocks: Vec::new(),
+        }
+    }
+
+    pub(super) fn update(&mut self, mut bytes: &[u8]) {
+        while !bytes.is_empty() {
+            // Only when more follows: the last block is never empty, and a single one is the root itself.
+            if self.filled == BLOCK_BYTES {
+                self.end_block();
+            }
+            let here = (BLOCK_BYTES - self.filled).min(bytes.len() as u64);
+            let (block, rest) = bytes.split_at(here as usize);
+            self.hasher.update(block);
+            self.filled += here;
+            bytes = rest;
+        }
+    }
+
+    /// The hashes; the next piece begins.
+    pub(super) fn finish(&mut self) -> PieceHashes {
+        let mut done = std::mem::replace(self, Self::new());
+        if done.blocks.is_empty() {
+            return PieceHashes {
+                whole: done.hasher.finalize(),
+                blocks: Vec::new(),
+            };
+        }
+        done.end_block();
+        PieceHashes {
+            whole: root(&done.blocks),
+            blocks: done.blocks,
+        }
+    }
+
+    fn end_block(&mut self) {
+        self.blocks.push(self.hasher.finalize_non_root());
+        self.hasher = block_hasher(self.blocks.len());
+        self.filled = 0;
+    }
+}
+
+/// HashBlock `index` of a piece of several.
+fn block_hasher(index: usize) -> Hasher {
+    let mut hasher = Hasher::new();
+    hasher.set_input_offset(index as u64 * BLOCK_BYTES);
+    hasher
+}
+
+/// The piece that has these blocks, of which there are two or more.
+fn root(blocks: &[ChainingValue]) -> Hash {
+    let (left, right) = children(blocks);
+    merge_subtrees_root(&node(left), &node(right), Mode::Hash)
+}
+
+fn node(blocks: &[ChainingValue]) -> ChainingValue {
+    if let [block] = blocks {
+        return *block;
+    }
+    let (left, right) = children(blocks);
+    merge_subtrees_non_root(&node(left), &node(right), Mode::Hash)
+}
+
+/// The last block counts as a full one: a shorter one is in the same place of the tree.
+fn children(blocks: &[ChainingValue]) -> (&[ChainingValue], &[ChainingValue]) {
+    let left = left_subtree_len(blocks.len() as u64 * BLOCK_BYTES) / BLOCK_BYTES;
+    blocks.split_at(left as usize)
+}
+
+/// Where one block of a piece lies, from the piece's first byte, and how its hash is made.
+pub(super) struct HashBlock {
+    pub(super) bytes: std::ops::Range<u64>,
+    hasher: Hasher,
+    is_root: bool,
+}
+
+impl HashBlock {
+    /// Blocks of a piece of so many bytes, as its record has hashes of them: one where it has none.
+    pub(super) fn count(piece: &RangeRecord) -> usize {
+        piece.blocks.len().max(1)
+    }
+
+    /// Blocks that hold bytes of a range that is not empty.
+    pub(super) fn holding(piece: &RangeRecord, range: &std::ops::Range<u64>) -> std::ops::Range<usize> {
+        if piece.blocks.is_empty() {
+            return 0..1;
+        }
+        (range.start / BLOCK_BYTES) as usize..range.end.div_ceil(BLOCK_BYTES) as usize
+    }
+
+    /// HashBlock `index` of a piece of so many bytes.
+    pub(super) fn of(piece: &RangeRecord, bytes: u64, index: usize) -> Self {
+        let is_root = piece.blocks.is_empty();
+        let start = index as u64 * BLOCK_BYTES;
+        let end = if is_root {
+            bytes
+        } else {
+            bytes.min(start + BLOCK_BYTES)
+        };
+        Self {
+            bytes: start..end,
+            hasher: block_hasher(index),
+            is_root,
+        }
+    }
+
+    pub(super) fn update(&mut self, bytes: &[u8]) {
+        self.hasher.update(bytes);
+    }
+
+    /// Its hash, as a record has it.
+    pub(super) fn hash(&self) -> Hash {
+        if self.is_root {
+            self.hasher.finalize()
+        } else {
+            Hash::from_bytes(self.hasher.finalize_non_root())
+        }
+    }
+}
+
+/// True if a record's hashes of blocks, if it has some, make up its hash of a piece of so many bytes.
+pub(super) fn agree(piece: &RangeRecord, bytes: u64) -> bool {
+    if piece.blocks.is_empty() {
+        return true;
+    }
+    let blocks: Option<Vec<ChainingValue>> = piece
+        .blocks
+        .iter()
+        .map(|hex| Some(*Hash::from_hex(hex).ok()?.as_bytes()))
+        .collect();
+    blocks.is_some_and(|blocks| {
+        blocks.len() > 1
+            && blocks.len() as u64 == bytes.div_ceil(BLOCK_BYTES)
+            && root(&blocks).to_hex().as_str() == piece.blake3
+    })
+}
+
+/// A range of the elements of a tensor's region.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Name of the tensor.
+    pub tensor: TensorName,
+    /// Its global shape.
+    pub shape: Vec<u64>,
+    /// Type of its elements.
+    pub dtype: DType,
+    /// The box of the tensor.
+    pub region: Region,
+    /// Elements, in row-major order of the region.
+    pub range: Range<u64>,
+}
+
+impl Extent {
+    /// All elements of a parameter's tensor of some kind. Parameters are the f32 masters, so that a run may go on in
+    /// another precision.
+    #[must_use]
+    pub fn whole(kind: &TensorKind, spec: &ParamSpec) -> Self {
+        let shape = spec.shape_on_disk();
+        let region = Region::whole(&shape);
+        Self {
+            tensor: kind.of(&spec.key),
+            dtype: DType::F32,
+            range: 0..region.elements().expect("a parameter that fits in memory"),
+            region,
+            shape,
+        }
+    }
+
+    /// Size of the range.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.range.end.saturating_sub(self.range.start) * self.dtype.bytes() as u64
+    }
+
+    /// Name and shape of the entry in the file: a whole region has its shape, a part of one is flat.
+    pub(super) fn entry(&self) -> Result<(String, Vec<usize>), CheckpointError> {
+        let Range { start, end } = self.range;
+        let is_counted = Region::whole(&self.shape).elements().is_some();
+        let is_within = is_counted && self.region.is_within(&self.shape);
+        let elements = self.region.elements().filter(|_| is_within);
+        let is_countable = |n: u64| n.checked_mul(self.dtype.bytes() as u64).is_some();
+        let fits = elements.is_some_and(|n| start <= end && end <= n && is_countable(n));
+        if !fits || self.tensor.to_string().contains(['@', '[']) {
+            return Err(CheckpointError::Misuse(format!(
+                "elements {start}..{end} of region {} of tensor `{}`, {}",
+                self.region,
+                self.tensor,
+                type_and_shape(self.dtype, &self.shape)
+            )));
+        }
+        let mut name = self.tensor.to_string();
+        if !self.region.is_whole(&self.shape) {
+            name += &self.region.to_string();
+        }
+        if elements == Some(end - start) {
+            let shape = self.region.shape();
+            Ok((name, shape.iter().map(|d| *d as usize).collect()))
+        } else {
+            Ok((format!("{name}@{start}..{end}"), vec![(end - start) as usize]))
+        }
+    }
+}
+
+/// Share `index` of `shares` of a row of extents: which of them, and which elements of each. Shares are equal to an
+/// element, and in order; together they are the whole row.
+///
+/// # Panics
+/// If there is no such share.
+#[must_use]
+pub fn share_of(extents: &[Range<u64>], index: usize, shares: usize) -> Vec<(usize, Range<u64>)> {
+    assert!(index < shares, "share {index} of {shares}");
+    let total: u64 = extents.iter().map(|range| range.end - range.start).sum();
+    let cut = |i: usize| (u128::from(total) * i as u128 / shares as u128) as u64;
+    let (from, to) = (cut(index), cut(index + 1));
+    let mut own = Vec::new();
+    let mut first = 0;
+    for (i, range) in extents.iter().enumerate() {
+        let last = first + (range.end - range.start);
+        let (start, end) = (first.max(from), last.min(to));
+        if start < end {
+            own.push((i, range.start + (start - first)..range.start + (end - first)));
+        }
+        first = last;
+    }
+    own
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn the_hash_of_a_piece_is_that_of_its_bytes_whatever_its_blocks() {
+        let block = BLOCK_BYTES as usize;
+        let bytes: Vec<u8> = (0..5 * block + 3).map(|i| (i * i / 7) as u8).collect();
+        let mut hasher = PieceHasher::new();
+        for (len, blocks) in [
+            (0, 0),
+            (1, 0),
+            (block, 0),
+            (block + 1, 2),
+            (2 * block, 2),
+            (3 * block - 1, 3),
+            (4 * block, 4),
+            (5 * block + 3, 6),
+        ] {
+            for part in bytes[..len].chunks(3_000_017) {
+                hasher.update(part);
+            }
+            let found = hasher.finish();
+            assert_eq!(found.whole, blake3::hash(&bytes[..len]), "{len} bytes");
+            assert_eq!(found.blocks.len(), blocks, "{len} bytes");
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn shares_are_equal_in_order_and_whole(
+            extents in prop::collection::vec((0_u64..50, 0_u64..2000), 0..12),
+            shares in 1_usize..9,
+        ) {
+            let extents: Vec<Range<u64>> = extents.iter().map(|&(start, len)| start..start + len).collect();
+            let total: u64 = extents.iter().map(|r| r.end - r.start).sum();
+            let all = |row: &mut dyn Iterator<Item = (usize, Range<u64>)>| -> Vec<(usize, u64)> {
+                row.flat_map(|(i, range)| range.map(move |element| (i, element))).collect()
+            };
+            let mut joined = (0..shares).flat_map(|index| share_of(&extents, index, shares));
+            prop_assert_eq!(all(&mut joined), all(&mut extents.iter().cloned().enumerate()));
+            for index in 0..shares {
+                let len: u64 = share_of(&extents, index, shares).iter().map(|(_, r)| r.end - r.start).sum();
+                prop_assert!(len.abs_diff(total / shares as u64) <= 1);
+            }
+        }
+    }
 }

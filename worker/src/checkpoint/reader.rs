@@ -14,8 +14,7 @@ use super::layout::{self, LATEST, MANIFEST};
 use super::manifest::{
     MAX_MANIFEST_BYTES, Manifest, RangeRecord, RegionRecord, TensorKind, TensorName, TensorRecord,
 };
-use super::part::{self, Entry};
-use super::piece_hash::{self, Block};
+use super::part::{self, Entry, HashBlock};
 use super::{CheckpointError, Extent, coverage, storage};
 use crate::config::{self, OptimizerConfig};
 use crate::device::DType;
@@ -192,7 +191,7 @@ impl Reader {
                 continue;
             };
             for piece in ranges {
-                let source = Stored {
+                let source = StoredRange {
                     tensor,
                     region: stored,
                     range: piece,
@@ -256,11 +255,11 @@ impl Reader {
     }
 
     /// All that files hold.
-    fn stored(&self) -> impl Iterator<Item = Stored<'_>> {
+    fn stored(&self) -> impl Iterator<Item = StoredRange<'_>> {
         let tensors = self.manifest.tensors.iter();
         let regions = tensors.flat_map(|tensor| tensor.regions.iter().map(move |region| (tensor, region)));
         regions.flat_map(|(tensor, RegionRecord { region, ranges })| {
-            ranges.iter().map(move |range| Stored {
+            ranges.iter().map(move |range| StoredRange {
                 tensor,
                 region,
                 range,
@@ -282,7 +281,7 @@ impl Reader {
     /// first, once.
     fn read_runs(
         &self,
-        stored: &Stored<'_>,
+        stored: &StoredRange<'_>,
         mut runs: impl Iterator<Item = ByteRun>,
         out: &mut [u8],
     ) -> Result<(), CheckpointError> {
@@ -315,7 +314,7 @@ impl Reader {
                     other => break other,
                 }
             };
-            Block::holding(stored.range, &(start..end))
+            HashBlock::holding(stored.range, &(start..end))
                 .try_for_each(|index| self.verify_block(stored, index))?;
             if let [only] = batch.as_slice() {
                 part.read_at(&file, only.within(out), entry.offset + start)?;
@@ -336,20 +335,20 @@ impl Reader {
     }
 
     /// Compares the hash of a whole range that was read.
-    fn check_whole(&self, stored: &Stored<'_>, bytes: &[u8]) -> Result<(), CheckpointError> {
+    fn check_whole(&self, stored: &StoredRange<'_>, bytes: &[u8]) -> Result<(), CheckpointError> {
         let range = stored.range;
         if blake3::hash(bytes).to_hex().as_str() != range.blake3 {
             return Err(self.damaged(stored, range.start..range.end));
         }
-        (0..Block::count(range)).for_each(|index| self.note(range, index));
+        (0..HashBlock::count(range)).for_each(|index| self.note(range, index));
         Ok(())
     }
 
-    fn verify_range(&self, stored: &Stored<'_>) -> Result<(), CheckpointError> {
-        (0..Block::count(stored.range)).try_for_each(|index| self.verify_block(stored, index))
+    fn verify_range(&self, stored: &StoredRange<'_>) -> Result<(), CheckpointError> {
+        (0..HashBlock::count(stored.range)).try_for_each(|index| self.verify_block(stored, index))
     }
 
-    fn verify_block(&self, stored: &Stored<'_>, index: usize) -> Result<(), CheckpointError> {
+    fn verify_block(&self, stored: &StoredRange<'_>, index: usize) -> Result<(), CheckpointError> {
         let range = stored.range;
         let name = (range.file.clone(), range.entry.clone(), index);
         if self.verified().contains(&name) {
@@ -357,7 +356,7 @@ impl Reader {
         }
         let (part, entry) = self.entry(range);
         let file = part.open()?;
-        let mut block = Block::of(range, entry.bytes, index);
+        let mut block = HashBlock::of(range, entry.bytes, index);
         let Range { start, end } = block.bytes.clone();
         let mut chunk = vec![0; CHUNK_BYTES.min(end - start) as usize];
         let mut done = start;
@@ -377,8 +376,8 @@ impl Reader {
         Ok(())
     }
 
-    fn damaged(&self, stored: &Stored<'_>, range: Range<u64>) -> CheckpointError {
-        let Stored { tensor, region, .. } = stored;
+    fn damaged(&self, stored: &StoredRange<'_>, range: Range<u64>) -> CheckpointError {
+        let StoredRange { tensor, region, .. } = stored;
         let is_whole = region.is_whole(&tensor.shape);
         let region = if is_whole {
             String::new()
@@ -410,7 +409,7 @@ impl Reader {
 }
 
 /// A range of a tensor's region, in one file.
-struct Stored<'a> {
+struct StoredRange<'a> {
     tensor: &'a TensorRecord,
     region: &'a Region,
     range: &'a RangeRecord,
@@ -507,7 +506,7 @@ fn check_range(
             range.entry, entry.bytes, entry.dtype
         )));
     }
-    if !piece_hash::agree(range, bytes) {
+    if !part::agree(range, bytes) {
         let what = format!(
             "the hashes of the blocks of entry `{}` are not those of its hash",
             range.entry

@@ -571,15 +571,6 @@ mod tests {
             &self.members
         }
 
-        fn alloc_shared(
-            &mut self,
-            device: &Arc<dyn Device>,
-            spec: &ArenaSpec,
-            _: &Wait,
-        ) -> Result<Arena, Failure> {
-            Ok(device.alloc(spec)?)
-        }
-
         fn split(&mut self, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
             Err(Failure::Invalid("not in this test".into()))
         }

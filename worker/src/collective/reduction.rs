@@ -12,7 +12,7 @@
 use half::bf16;
 
 use super::operation::ReduceOp;
-use crate::device::{DType, bf16 as convert};
+use crate::device::{DType, dtype as convert};
 
 /// Elements summed at a time: the partial sums stay in the first-level cache.
 const BLOCK: usize = 256;

@@ -22,13 +22,15 @@ pub trait Transport: Send {
     fn members(&self) -> &[usize];
 
     /// Allocates an arena of the same size on every rank of the group, placed where operations on it are fastest. A
-    /// collective call.
+    /// collective call. Without anything better that is the device's own memory.
     fn alloc_shared(
         &mut self,
         device: &Arc<dyn Device>,
         spec: &ArenaSpec,
-        wait: &Wait,
-    ) -> Result<Arena, Failure>;
+        _wait: &Wait,
+    ) -> Result<Arena, Failure> {
+        Ok(device.alloc(spec)?)
+    }
 
     /// A transport for some members, this rank among them, given as ranks of this group in ascending order. A
     /// collective call of all ranks of this group, each with its own subgroup.
@@ -91,6 +93,7 @@ pub trait StreamEngine {
 /// Where a device carries operations out ([`StreamEngine`]) the same is counted by formula, when an operation is
 /// enqueued: what the library really sends depends on the algorithm that it chooses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
+#[serde(default)]
 pub struct WireBytes {
     /// Gradients.
     pub grads: u64,
@@ -196,15 +199,6 @@ impl Transport for SingleRank {
 
     fn members(&self) -> &[usize] {
         &self.members
-    }
-
-    fn alloc_shared(
-        &mut self,
-        device: &Arc<dyn Device>,
-        spec: &ArenaSpec,
-        _wait: &Wait,
-    ) -> Result<Arena, Failure> {
-        Ok(device.alloc(spec)?)
     }
 
     fn split(&mut self, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {

@@ -27,8 +27,8 @@ pub use load::{Located, MAX_FILE_BYTES, load, load_located, load_without_data};
 pub use optimizer::{LearningRate, OptimizerConfig, OptimizerGroup, OptimizerKind, Schedule};
 pub use schema::{
     Accumulate, Backend, CheckpointKeep, Data, LastBatch, LrScaling, Model, ModelKind, Offload, OnNonFinite,
-    OptimizerHome, Order, Parallel, Precision, Recompute, ReduceDtype, Rescale, Resume, Run, Strategy, Sync,
-    Train, TrainConfig, Unused,
+    OptimizerOffload, Order, Parallel, Precision, Recompute, ReduceDtype, Rescale, Resume, Run, Strategy,
+    Sync, Train, TrainConfig, Unused,
 };
 pub use source::ConfigError;
 pub use values::{Paths, ShardGroup, StepRange, Tokenizer};

@@ -4,8 +4,8 @@ use std::sync::Arc;
 
 use super::optimizer::{LearningRate, OptimizerConfig, OptimizerKind};
 use super::schema::{
-    Accumulate, LrScaling, Model, ModelKind, OptimizerHome, Precision, ReduceDtype, Resume, Strategy, Sync,
-    TrainConfig,
+    Accumulate, LrScaling, Model, ModelKind, OptimizerOffload, Precision, ReduceDtype, Resume, Strategy,
+    Sync, TrainConfig,
 };
 use super::source::{ConfigError, Source};
 use super::values::Paths;
@@ -52,7 +52,7 @@ fn rules(config: &TrainConfig, tokens: usize) -> Vec<(bool, &'static str, String
             "leave it out to take the tokenizer's",
         ),
         (
-            train.offload.dir.is_some() && train.offload.optimizer != OptimizerHome::File,
+            train.offload.dir.is_some() && train.offload.optimizer != OptimizerOffload::File,
             "train.offload.dir",
             "`train.offload.dir` is set, but nothing is offloaded to it".into(),
             "set `train.offload.optimizer: file`, or leave it out",
@@ -130,7 +130,7 @@ fn optimizer(config: &TrainConfig) -> Vec<(bool, &'static str, String, &'static 
     let mut rules = Vec::from(unread);
     rules.extend([
         (
-            optimizer.kind == OptimizerKind::Muon && train.offload.optimizer != OptimizerHome::None,
+            optimizer.kind == OptimizerKind::Muon && train.offload.optimizer != OptimizerOffload::None,
             "train.offload.optimizer",
             "`train.optimizer.kind: muon` needs its state on the device: matrices are multiplied there"
                 .into(),

@@ -297,7 +297,7 @@ pub enum LrScaling {
 #[serde(deny_unknown_fields, default)]
 pub struct Offload {
     /// State of the optimizer.
-    pub optimizer: OptimizerHome,
+    pub optimizer: OptimizerOffload,
     /// Folder of the file system that takes it; default: the run's.
     pub dir: Option<PathBuf>,
 }
@@ -305,7 +305,7 @@ pub struct Offload {
 /// `train.offload.optimizer`
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum OptimizerHome {
+pub enum OptimizerOffload {
     /// In memory, beside the parameters.
     #[default]
     None,

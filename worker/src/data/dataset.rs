@@ -1,12 +1,13 @@
-//! The training and the validation tokens of a configuration.
+//! The training and the validation tokens of a configuration: the files that its paths name, one behind the other.
 
+use std::ffi::OsStr;
 use std::ops::Range;
-use std::path::Path;
+use std::os::unix::ffi::OsStrExt as _;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::token_stream::{TokenStream, survey};
-use super::{DataError, Vocabulary};
-use crate::config;
+use super::{DataError, FileProblem, MAX_FILES, TokenFile, Vocabulary, Width};
+use crate::config::{self, Paths, Tokenizer};
 
 /// Without validation data, one in this many tokens is held out at the end of the training data.
 pub const HELD_OUT_PART: usize = 10;
@@ -187,6 +188,217 @@ impl Dataset {
     }
 }
 
+/// Bytes at either end of the tokens by which they are known again: of each file as much less as there are more.
+const FINGERPRINT_BYTES: usize = 1 << 20;
+/// The least of a file.
+const MIN_FINGERPRINT_BYTES: usize = 4 << 10;
+/// Digits of a hash that people compare.
+const SHOWN_DIGITS: usize = 16;
+
+/// The tokens of all files of a key, in order.
+struct TokenStream {
+    files: Vec<TokenFile>,
+    /// Where each file begins in the stream, and where the last one ends.
+    borders: Vec<usize>,
+}
+
+impl TokenStream {
+    pub(super) fn open(
+        paths: &Paths,
+        tokenizer: &Tokenizer,
+        vocabulary: &Arc<Vocabulary>,
+    ) -> Result<Self, DataError> {
+        let name = tokenizer.to_string();
+        let open = |path: &_| TokenFile::open(path, vocabulary, &name);
+        let files: Vec<TokenFile> = files(paths)?
+            .iter()
+            .map(|path| open(path))
+            .collect::<Result<_, _>>()?;
+        Ok(Self::of(files))
+    }
+
+    /// At least one file.
+    pub(super) fn of(files: Vec<TokenFile>) -> Self {
+        assert!(!files.is_empty(), "a stream without files");
+        let mut borders = vec![0];
+        for file in &files {
+            borders.push(borders[borders.len() - 1] + file.len());
+        }
+        Self { files, borders }
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.borders[self.files.len()]
+    }
+
+    /// The first file.
+    pub(super) fn path(&self) -> &Path {
+        self.files[0].path()
+    }
+
+    /// Number of files.
+    pub(super) fn file_count(&self) -> usize {
+        self.files.len()
+    }
+
+    /// Bytes of text to a token, over all files; none if one of them does not tell.
+    pub(super) fn bytes_per_token(&self) -> Option<f64> {
+        let bytes = self.files.iter().map(|file| file.facts().text_bytes);
+        let bytes: u64 = bytes.sum::<Option<u64>>()?;
+        Some(bytes as f64 / self.len() as f64)
+    }
+
+    /// True if every token is a byte of a text.
+    fn is_text(&self) -> bool {
+        self.files.iter().all(|file| file.width() == Width::U8)
+    }
+
+    /// True if every file says which tokenizer made it.
+    pub(super) fn knows_tokenizer(&self) -> bool {
+        self.files
+            .iter()
+            .all(|file| file.facts().tokenizer_hash.is_some())
+    }
+
+    /// Copies the tokens from `start` into `out`, over the borders of files. The caller has checked the range.
+    pub(super) fn read(&self, start: usize, mut out: &mut [i32]) -> Result<(), DataError> {
+        for (file, part) in self.parts(start..start + out.len()) {
+            let (now, later) = out.split_at_mut(part.len());
+            file.read(part.start, now)?;
+            out = later;
+        }
+        Ok(())
+    }
+
+    /// The part of each file that a range of the stream covers, in order; none of them is empty.
+    fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (&TokenFile, Range<usize>)> {
+        let first = self.borders.partition_point(|border| *border <= range.start) - 1;
+        let files = self.files.iter().zip(&self.borders).skip(first);
+        files
+            .map(move |(file, &border)| {
+                let start = range.start.max(border) - border;
+                let end = range.end.saturating_sub(border).min(file.len());
+                (file, start..end)
+            })
+            .take_while(|(_, part)| part.start < part.end)
+    }
+
+    /// By what the tokens of a range are known again: how many they are, and a hash of both ends of each file.
+    pub(super) fn fingerprint(&self, range: Range<usize>) -> Result<String, DataError> {
+        let parts: Vec<_> = self.parts(range.clone()).collect();
+        let most = (FINGERPRINT_BYTES / parts.len().max(1)).max(MIN_FINGERPRINT_BYTES);
+        let mut hash = blake3::Hasher::new();
+        for (file, part) in &parts {
+            let width = file.width().bytes();
+            let tokens = part.len().min(most / width);
+            let mut end = vec![0; tokens * width];
+            for start in [part.start, part.end - tokens] {
+                file.read_stored(start, &mut end)?;
+                hash.update(&end);
+            }
+            if parts.len() > 1 {
+                hash.update(&(part.len() as u64).to_le_bytes());
+            }
+        }
+        let files = match parts.len() {
+            0 | 1 => String::new(),
+            several => format!(" in {several} files"),
+        };
+        Ok(format!(
+            "{} tokens{files}, hash {}",
+            range.len(),
+            &hash.finalize().to_hex()[..SHOWN_DIGITS]
+        ))
+    }
+}
+
+/// Tokens of all files of a key, of which each is opened, checked and closed.
+pub(crate) fn survey(
+    paths: &Paths,
+    tokenizer: &Tokenizer,
+    vocabulary: &Arc<Vocabulary>,
+) -> Result<u64, DataError> {
+    let name = tokenizer.to_string();
+    let lengths = files(paths)?.into_iter();
+    lengths
+        .map(|path| TokenFile::open(&path, vocabulary, &name).map(|file| file.len() as u64))
+        .sum()
+}
+
+/// All files of `paths`, in the order of their contents.
+pub(super) fn files(paths: &Paths) -> Result<Vec<PathBuf>, DataError> {
+    let mut all = Vec::new();
+    for path in paths.iter() {
+        all.append(&mut matching(path)?);
+        if all.len() > MAX_FILES {
+            return Err(DataError::file(path, FileProblem::TooMany { files: all.len() }));
+        }
+    }
+    Ok(all)
+}
+
+/// The files that `path` names: itself, or, if there is no file of that name and its last part has a `*`, those of
+/// its folder, sorted by the bytes of their names. As in a shell, a hidden file is named by a pattern with a dot only.
+pub fn matching(path: &Path) -> Result<Vec<PathBuf>, DataError> {
+    let failed = |problem| DataError::file(path, problem);
+    let (Some(folder), Some(pattern)) = (path.parent(), path.file_name()) else {
+        return Ok(vec![path.to_owned()]);
+    };
+    let has_star = |part: &OsStr| part.as_bytes().contains(&b'*');
+    if !has_star(path.as_os_str()) || path.symlink_metadata().is_ok() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let folder = match folder.as_os_str() {
+        empty if empty.is_empty() => Path::new("."),
+        _ => folder,
+    };
+    if has_star(folder.as_os_str()) && !folder.is_dir() {
+        return Err(failed(FileProblem::StarInFolder));
+    }
+    let unreadable = |e: std::io::Error| {
+        let cause = e.to_string();
+        failed(FileProblem::Unreadable { cause })
+    };
+    let pattern = pattern.as_bytes();
+    let mut names = Vec::new();
+    for entry in std::fs::read_dir(folder).map_err(unreadable)? {
+        let name = entry.map_err(unreadable)?.file_name();
+        let is_hidden = name.as_bytes().starts_with(b".") && !pattern.starts_with(b".");
+        if !is_hidden && matches(pattern, name.as_bytes()) {
+            names.push(name);
+        }
+    }
+    if names.is_empty() {
+        return Err(failed(FileProblem::NoMatch));
+    }
+    names.sort_unstable();
+    Ok(names.iter().map(|name| path.with_file_name(name)).collect())
+}
+
+/// True if `name` is `pattern` with something for each of its stars. What is between two stars is taken where it
+/// occurs first: a later place leaves less for the rest.
+fn matches(pattern: &[u8], name: &[u8]) -> bool {
+    let mut parts = pattern.split(|byte| *byte == b'*');
+    let first = parts.next().unwrap_or_default();
+    let Some(mut rest) = name.strip_prefix(first) else {
+        return false;
+    };
+    let mut parts: Vec<&[u8]> = parts.collect();
+    let Some(last) = parts.pop() else {
+        return rest.is_empty();
+    };
+    for part in parts {
+        if part.is_empty() {
+            continue;
+        }
+        let Some(at) = rest.windows(part.len()).position(|window| window == part) else {
+            return false;
+        };
+        rest = &rest[at + part.len()..];
+    }
+    rest.ends_with(last)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -240,5 +452,60 @@ mod tests {
             ),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_star_stands_for_any_characters() {
+        let table = [
+            ("a", "a", true),
+            ("a", "ab", false),
+            ("*", "", true),
+            ("a*", "a", true),
+            ("a*c", "abc", true),
+            ("a*c", "ac", true),
+            ("a*a", "a", false),
+            ("*a*b*", "xaxbx", true),
+            ("*a*b*", "ba", false),
+            ("train_*.bin", "train_000001.bin", true),
+            ("train_*.bin", "val_000001.bin", false),
+            ("**", "x", true),
+        ];
+        for (pattern, name, expected) in table {
+            assert_eq!(
+                matches(pattern.as_bytes(), name.as_bytes()),
+                expected,
+                "{pattern} {name}"
+            );
+        }
+    }
+
+    #[test]
+    fn files_are_sorted_and_hidden_ones_left_out() {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["b_2.bin", "b_10.bin", "a.txt", ".b_0.bin", "odd*.bin"] {
+            std::fs::write(folder.path().join(name), "x").unwrap();
+        }
+        let names = |pattern: &str| -> Vec<String> {
+            let found = matching(&folder.path().join(pattern)).unwrap();
+            let name = |path: &PathBuf| path.file_name().unwrap().to_string_lossy().into_owned();
+            found.iter().map(name).collect()
+        };
+        assert_eq!(names("b_*.bin"), ["b_10.bin", "b_2.bin"]);
+        assert_eq!(names(".b*"), [".b_0.bin"]);
+        assert_eq!(names("odd*.bin"), ["odd*.bin"], "a file of that very name");
+        assert_eq!(names("gone.bin"), ["gone.bin"], "whoever opens it says so");
+        let message = |pattern: &str| {
+            let error = matching(&folder.path().join(pattern)).unwrap_err().to_string();
+            error.replace(&folder.path().display().to_string(), "DIR")
+        };
+        insta::assert_snapshot!(message("c*"), @r"
+        `DIR/c*` matches no file
+          hint: a `*` stands for any characters of a file's name
+        ");
+        insta::assert_snapshot!(message("*/x"), @r"
+        `DIR/*/x` has a `*` in the name of a folder
+          hint: a `*` may stand in the last part of a path only: name the folders one by one
+        ");
+        insta::assert_snapshot!(message("none/*.bin"), @"`DIR/none/*.bin` cannot be read: No such file or directory (os error 2)");
     }
 }

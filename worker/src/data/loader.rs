@@ -10,7 +10,7 @@ pub const IGNORED: i32 = -1;
 
 /// A rank's place in a global batch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
+pub struct BatchShape {
     /// This rank.
     pub rank: u64,
     /// `W`: ranks.
@@ -21,7 +21,7 @@ pub struct Shape {
     pub accumulation: u64,
 }
 
-impl Shape {
+impl BatchShape {
     /// Samples that one step consumes, over all ranks.
     #[must_use]
     pub fn global_batch(&self) -> u64 {
@@ -50,7 +50,7 @@ pub struct StepSamples {
 pub struct Loader {
     tokens: Tokens,
     sampler: Sampler,
-    shape: Shape,
+    shape: BatchShape,
     last_batch: LastBatch,
     block_size: usize,
     /// The first step of this life of the run, and the samples consumed before it.
@@ -60,7 +60,7 @@ pub struct Loader {
 impl Loader {
     /// Samples of `block_size` tokens from the start of the global stream.
     #[must_use]
-    pub fn new(tokens: Tokens, sampler: Sampler, shape: Shape, block_size: usize) -> Self {
+    pub fn new(tokens: Tokens, sampler: Sampler, shape: BatchShape, block_size: usize) -> Self {
         assert!(shape.rank < shape.world, "rank {} of {}", shape.rank, shape.world);
         assert_eq!(
             sampler.blocks(),
@@ -220,7 +220,7 @@ mod tests {
         let (_folder, tokens) = tokens(&bytes);
         let sampler = Sampler::new(Order::Sequential, 5, tokens.blocks(3));
         let fill = |rank, s, m| {
-            let shape = Shape {
+            let shape = BatchShape {
                 rank,
                 world: 2,
                 micro_batch: 2,
@@ -240,12 +240,12 @@ mod tests {
     }
 
     /// All samples of `steps` steps at this number of ranks, in the order of the global stream.
-    fn stream(sampler: Sampler, shape: Shape, steps: u64, consumed: u64) -> Vec<(u64, u64)> {
+    fn stream(sampler: Sampler, shape: BatchShape, steps: u64, consumed: u64) -> Vec<(u64, u64)> {
         let mut samples = Vec::new();
         for s in 0..steps {
             for m in 0..shape.accumulation {
                 for rank in 0..shape.world {
-                    let shape = Shape { rank, ..shape };
+                    let shape = BatchShape { rank, ..shape };
                     samples.extend(
                         (0..shape.micro_batch).map(|i| sampler.block(consumed + shape.sample(s, m, i))),
                     );
@@ -265,7 +265,7 @@ mod tests {
             order in order(), seed: u64, blocks in 1_u64..200, world in 1_u64..9, micro_batch in 1_u64..5, accumulation in 1_u64..4,
         ) {
             let sampler = Sampler::new(order, seed, blocks);
-            let shape = Shape { rank: 0, world, micro_batch, accumulation };
+            let shape = BatchShape { rank: 0, world, micro_batch, accumulation };
             let steps = (2 * blocks).div_ceil(shape.global_batch());
             let samples = stream(sampler, shape, steps, 0);
             for (epoch, samples) in samples.chunks_exact(blocks as usize).enumerate() {
@@ -283,7 +283,7 @@ mod tests {
             order in order(), seed: u64, blocks in 1_u64..200, before in 1_u64..9, after in 1_u64..9, cut in 0_u64..20,
         ) {
             let sampler = Sampler::new(order, seed, blocks);
-            let at = |world| Shape { rank: 0, world, micro_batch: 3, accumulation: 2 };
+            let at = |world| BatchShape { rank: 0, world, micro_batch: 3, accumulation: 2 };
             let consumed = cut * at(before).global_batch();
             let mut joined = stream(sampler, at(before), cut, 0);
             joined.extend(stream(sampler, at(after), 5, consumed));
@@ -306,14 +306,19 @@ mod tests {
 
     /// All samples of the ranks of `steps` steps of a loader that ends epochs with short batches, by block, in the
     /// order of ranks and micro-batches.
-    fn blocks_of(tokens: &Tokens, shape: Shape, steps: std::ops::Range<u64>, consumed: u64) -> Vec<Vec<i32>> {
+    fn blocks_of(
+        tokens: &Tokens,
+        shape: BatchShape,
+        steps: std::ops::Range<u64>,
+        consumed: u64,
+    ) -> Vec<Vec<i32>> {
         let sampler = Sampler::new(Order::Sequential, 1, tokens.blocks(1));
         let (first, of_rank) = (steps.start, shape.micro_batch as usize);
         let mut all = Vec::new();
         for step in steps {
             let mut samples = Vec::new();
             for rank in 0..shape.world {
-                let shape = Shape { rank, ..shape };
+                let shape = BatchShape { rank, ..shape };
                 let loader = Loader::new(tokens.clone(), sampler, shape, 1)
                     .ending(LastBatch::Short)
                     .resumed(first, consumed);
@@ -334,7 +339,7 @@ mod tests {
     fn an_epoch_may_end_with_a_short_batch() {
         // 11 tokens: 10 samples of one, which are their own number.
         let (_folder, tokens) = tokens(&(0..11).collect::<Vec<u8>>());
-        let shape = |world, micro_batch, accumulation| Shape {
+        let shape = |world, micro_batch, accumulation| BatchShape {
             rank: 0,
             world,
             micro_batch,
@@ -365,7 +370,7 @@ mod tests {
         ) {
             let (_folder, tokens) = tokens(&vec![0; blocks as usize + 1]);
             let sampler = Sampler::new(Order::Shuffled, 1, blocks);
-            let shape = Shape { rank: 0, world, micro_batch, accumulation };
+            let shape = BatchShape { rank: 0, world, micro_batch, accumulation };
             let loader = Loader::new(tokens, sampler, shape, 1).ending(LastBatch::Short).resumed(5, consumed);
             let mut next = consumed;
             for step in 5..40 {
@@ -385,7 +390,7 @@ mod tests {
         let bytes: Vec<u8> = (0..=255).collect();
         let (_folder, tokens) = tokens(&bytes);
         let sampler = Sampler::new(Order::Shuffled, 3, tokens.blocks(7));
-        let shape = |rank, world, accumulation| Shape {
+        let shape = |rank, world, accumulation| BatchShape {
             rank,
             world,
             micro_batch: 2,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::token_format::header;
+use super::token_file::header;
 use super::{DataError, FileProblem, TokenFacts, Tokens, Vocabulary, Width};
 use crate::config::{Paths, Tokenizer};
 

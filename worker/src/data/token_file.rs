@@ -1,10 +1,17 @@
-//! A file of tokens: a text in which every byte is one, or a token file.
+//! A file of tokens: a text in which every byte is one, or a token file of a kind that its first bytes tell.
+//!
+//! - Our own kind: safetensors with one tensor `tokens` of one dimension, `U16` or `U32`, and metadata. A file that somebody
+//!   else wrote with such a tensor is taken too; what its metadata do not say is not known.
+//! - The `.bin` of llm.c and modded-nanogpt: a header of 256 integers of 4 bytes, then the tokens. The first integer tells
+//!   the kind, the second its version, the third how many tokens follow. It does not say which tokenizer made them.
 
+use std::collections::HashMap;
 use std::path::Path;
 use std::sync::Arc;
 
+use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+
 use super::mapped_file::MappedFile;
-use super::token_format::{Layout, TokenFacts, Width};
 use super::{DataError, FileProblem, Vocabulary};
 
 /// What a token file made of a text is called: the text's name with this behind it.
@@ -153,4 +160,269 @@ fn quoted(word: &str) -> String {
         return word.to_owned();
     }
     format!("'{}'", word.replace('\'', r"'\''"))
+}
+
+/// Bytes of a token in a file.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Width {
+    /// A byte of a text.
+    U8,
+    /// Two bytes, little-endian.
+    U16,
+    /// Four bytes, little-endian.
+    U32,
+}
+
+impl Width {
+    /// The smallest in which every token of a vocabulary has room.
+    #[must_use]
+    pub fn of_vocabulary(size: usize) -> Self {
+        if size <= 1 << 16 { Self::U16 } else { Self::U32 }
+    }
+
+    /// How many.
+    #[must_use]
+    pub const fn bytes(self) -> usize {
+        match self {
+            Self::U8 => 1,
+            Self::U16 => 2,
+            Self::U32 => 4,
+        }
+    }
+}
+
+/// What a token file says of its contents.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct TokenFacts {
+    /// Name of the tokenizer.
+    pub tokenizer: Option<String>,
+    /// Hash of the tokenizer: see [`Vocabulary::hash`](super::Vocabulary::hash).
+    pub tokenizer_hash: Option<String>,
+    /// Size of its vocabulary.
+    pub vocab_size: Option<usize>,
+    /// Documents that the file was made from.
+    pub documents: Option<u64>,
+    /// Bytes of the text that the tokens stand for.
+    pub text_bytes: Option<u64>,
+}
+
+/// Where the tokens of a file lie.
+#[derive(Debug)]
+struct Layout {
+    /// Bytes before the first token.
+    start: usize,
+    width: Width,
+    tokens: usize,
+    facts: TokenFacts,
+}
+
+impl Layout {
+    /// Of a text.
+    fn of_text(file: &MappedFile) -> Self {
+        Self {
+            start: 0,
+            width: Width::U8,
+            tokens: file.len(),
+            facts: TokenFacts {
+                text_bytes: Some(file.len() as u64),
+                ..TokenFacts::default()
+            },
+        }
+    }
+
+    /// Of a token file; none if it is not one of a known kind.
+    fn recognise(file: &MappedFile) -> Result<Option<Self>, DataError> {
+        match llm_c_layout(file)? {
+            Some(layout) => Ok(Some(layout)),
+            None => named_layout(file),
+        }
+    }
+}
+
+/// The file is not as long as its header says.
+fn check_length(file: &MappedFile, promised: u64) -> Result<(), DataError> {
+    let found = file.len() as u64;
+    if found == promised {
+        return Ok(());
+    }
+    Err(DataError::file(
+        file.path(),
+        FileProblem::Length { promised, found },
+    ))
+}
+
+/// Bytes before the first token.
+const LLM_C_HEADER_BYTES: usize = 256 * 4;
+
+/// First integer, second integer, and what follows.
+const KINDS: [(i32, i32, Width); 2] = [(20_240_520, 1, Width::U16), (20_240_801, 7, Width::U32)];
+
+/// Layout of `file`, if it is of this kind.
+fn llm_c_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
+    let mut header = [0; 3 * 4];
+    if file.len() < header.len() {
+        return Ok(None);
+    }
+    file.read(0, &mut header)?;
+    let number = |i: usize| i32::from_le_bytes([0, 1, 2, 3].map(|j| header[4 * i + j]));
+    let (magic, version, count) = (number(0), number(1), number(2));
+    let Some((_, known, width)) = KINDS.into_iter().find(|kind| kind.0 == magic) else {
+        return Ok(None);
+    };
+    let wrong = |what: String| DataError::file(file.path(), FileProblem::Header(what));
+    if version != known {
+        let what = format!("of llm.c's kind {magic} version {known} is known, and it has version {version}");
+        return Err(wrong(what));
+    }
+    let tokens = usize::try_from(count).map_err(|_| wrong(format!("it promises {count} tokens")))?;
+    check_length(file, (LLM_C_HEADER_BYTES + tokens * width.bytes()) as u64)?;
+    Ok(Some(Layout {
+        start: LLM_C_HEADER_BYTES,
+        width,
+        tokens,
+        facts: TokenFacts::default(),
+    }))
+}
+
+/// Bytes of all that is before the first token in a file that we write. Fixed, since how many tokens there are is
+/// known at the end only; a multiple of the width of every token, so that a mapped file is aligned.
+pub(crate) const HEADER_BYTES: usize = 4096;
+/// Bytes of the length of the JSON, which comes first.
+const LENGTH_BYTES: usize = 8;
+/// Longest header that is read; the format's own limit.
+const MAX_JSON_BYTES: u64 = 100_000_000;
+
+/// Name of the tensor.
+const TENSOR: &str = "tokens";
+/// Names of the metadata.
+const KIND: &str = "format";
+const TOKENIZER: &str = "tokenizer";
+const TOKENIZER_HASH: &str = "tokenizer_hash";
+const VOCAB_SIZE: &str = "vocab_size";
+const DOCUMENTS: &str = "documents";
+const TEXT_BYTES: &str = "text_bytes";
+/// What the metadata call the kind, version included.
+const OURS: &str = "ddp-tokens/1";
+
+/// The header of a file of `tokens` tokens, [`HEADER_BYTES`] long; none if what `facts` say does not fit.
+pub(crate) fn header(width: Width, tokens: usize, facts: &TokenFacts) -> Option<Vec<u8>> {
+    let numbers = [
+        (VOCAB_SIZE, facts.vocab_size.map(|size| size.to_string())),
+        (DOCUMENTS, facts.documents.map(|documents| documents.to_string())),
+        (TEXT_BYTES, facts.text_bytes.map(|bytes| bytes.to_string())),
+        (TOKENIZER, facts.tokenizer.clone()),
+        (TOKENIZER_HASH, facts.tokenizer_hash.clone()),
+        (KIND, Some(OURS.to_owned())),
+    ];
+    let said = numbers.into_iter();
+    // Sorted, so that the same tokens are the same file.
+    let metadata: std::collections::BTreeMap<&str, String> =
+        said.filter_map(|(key, value)| Some((key, value?))).collect();
+    let dtype = match width {
+        Width::U8 => Dtype::U8,
+        Width::U16 => Dtype::U16,
+        Width::U32 => Dtype::U32,
+    };
+    let info = TensorInfo {
+        dtype,
+        shape: vec![tokens],
+        data_offsets: (0, tokens * width.bytes()),
+    };
+    let mut json = serde_json::to_vec(&serde_json::json!({
+        "__metadata__": metadata,
+        TENSOR: info,
+    }))
+    .ok()?;
+    let room = HEADER_BYTES - LENGTH_BYTES;
+    if json.len() > room {
+        return None;
+    }
+    json.resize(room, b' ');
+    let mut bytes = (room as u64).to_le_bytes().to_vec();
+    bytes.append(&mut json);
+    Some(bytes)
+}
+
+/// Layout of `file`, if it is a safetensors file.
+fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
+    let mut first = [0; LENGTH_BYTES + 1];
+    if file.len() < first.len() {
+        return Ok(None);
+    }
+    file.read(0, &mut first)?;
+    let [length @ .., brace] = first;
+    let length = u64::from_le_bytes(length);
+    // In a text the length would be astronomic.
+    if length > MAX_JSON_BYTES || brace != b'{' {
+        return Ok(None);
+    }
+    let start = LENGTH_BYTES + length as usize;
+    if file.len() < start {
+        check_length(file, start as u64)?;
+    }
+    let mut json = vec![0; length as usize];
+    file.read(LENGTH_BYTES, &mut json)?;
+    let wrong = |what: String| DataError::file(file.path(), FileProblem::Header(what));
+    let metadata: Metadata = serde_json::from_slice(&json).map_err(|e| wrong(e.to_string()))?;
+    let Some(info) = metadata.info(TENSOR) else {
+        return Err(wrong(format!("there is no tensor `{TENSOR}`")));
+    };
+    let width = match info.dtype {
+        Dtype::U16 => Width::U16,
+        Dtype::U32 => Width::U32,
+        other => {
+            return Err(wrong(format!(
+                "tensor `{TENSOR}` is {other:?}, expected U16 or U32"
+            )));
+        }
+    };
+    let &[tokens] = info.shape.as_slice() else {
+        let what = format!(
+            "tensor `{TENSOR}` has the shape {:?}, expected one dimension",
+            info.shape
+        );
+        return Err(wrong(what));
+    };
+    let (from, to) = info.data_offsets;
+    if tokens
+        .checked_mul(width.bytes())
+        .is_none_or(|bytes| to.checked_sub(from) != Some(bytes))
+    {
+        return Err(wrong(format!(
+            "tensor `{TENSOR}` has no room for {tokens} tokens"
+        )));
+    }
+    check_length(file, (start as u64).saturating_add(metadata.data_len() as u64))?;
+    let facts = facts(metadata.metadata().as_ref()).map_err(wrong)?;
+    Ok(Some(Layout {
+        start: start + from,
+        width,
+        tokens,
+        facts,
+    }))
+}
+
+/// What the metadata say.
+fn facts(metadata: Option<&HashMap<String, String>>) -> Result<TokenFacts, String> {
+    let Some(metadata) = metadata.filter(|metadata| metadata.contains_key(TOKENIZER_HASH)) else {
+        return Ok(TokenFacts::default());
+    };
+    let word = |key: &str| metadata.get(key).cloned();
+    if let Some(kind) = word(KIND)
+        && kind != OURS
+    {
+        return Err(format!("`{OURS}` is known, and it is `{kind}`"));
+    }
+    let number = |key: &str| {
+        let value = metadata.get(key);
+        let number = value.map(|value| value.parse::<u64>().map_err(|_| format!("`{key}` is `{value}`")));
+        number.transpose()
+    };
+    Ok(TokenFacts {
+        tokenizer: word(TOKENIZER),
+        tokenizer_hash: word(TOKENIZER_HASH),
+        vocab_size: number(VOCAB_SIZE)?.map(|size| size as usize),
+        documents: number(DOCUMENTS)?,
+        text_bytes: number(TEXT_BYTES)?,
+    })
 }

@@ -102,7 +102,7 @@ pub(crate) fn read_tokenizer(path: &Path) -> Result<Vec<u8>, DataError> {
 struct Contents {
     #[serde(default)]
     added_tokens: Vec<AddedToken>,
-    model: Model,
+    model: TokenizerModel,
 }
 
 #[derive(Deserialize)]
@@ -111,7 +111,7 @@ struct AddedToken {
 }
 
 #[derive(Deserialize)]
-struct Model {
+struct TokenizerModel {
     vocab: Ids,
 }
 

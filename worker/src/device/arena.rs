@@ -6,12 +6,12 @@
 #![allow(unsafe_code, reason = "addresses in mapped memory")]
 
 use std::fmt;
-use std::ops::Range;
+use std::marker::PhantomData;
+use std::ops::{Deref, DerefMut, Range};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::guard::{Guard, Held, HostMut, HostRef};
 use super::memory::Memory;
-use super::{ArenaSpec, DType, DeviceError, Element};
+use super::{DType, DeviceError, Element};
 
 /// Flat memory of one element type. Clones share it; it is freed with the last one.
 #[derive(Clone)]
@@ -41,7 +41,7 @@ struct Borrow {
 
 /// What a range is in use for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Access {
+enum Access {
     /// Shared with other readers.
     Read,
     /// Alone.
@@ -186,7 +186,7 @@ impl Arena {
     }
 
     /// Lends elements out, unless that clashes with who has them.
-    pub(super) fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
+    fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
         let bytes = self.bytes_of(range);
         let mut borrows = self.0.backing.borrows();
         let overlaps = |b: &&Borrow| b.bytes.start < bytes.end && bytes.start < b.bytes.end;
@@ -205,7 +205,7 @@ impl Arena {
     }
 
     /// Ends what [`Arena::borrow`] began.
-    pub(super) fn give_back(&self, range: &Range<usize>, access: Access) {
+    fn give_back(&self, range: &Range<usize>, access: Access) {
         let held = Borrow {
             bytes: self.bytes_of(range),
             access,
@@ -217,7 +217,7 @@ impl Arena {
     }
 
     /// Turns a borrow for writing into one that never ends.
-    pub(super) fn abandon(&self, range: &Range<usize>) {
+    fn abandon(&self, range: &Range<usize>) {
         let bytes = self.bytes_of(range);
         let mut borrows = self.0.backing.borrows();
         let held = borrows
@@ -379,10 +379,193 @@ impl fmt::Debug for Buffer {
     }
 }
 
+/// What to allocate.
+#[derive(Clone, Debug)]
+pub struct ArenaSpec {
+    /// For errors and memory accounts.
+    pub name: String,
+    /// Type of the elements.
+    pub dtype: DType,
+    /// Number of elements.
+    pub len: usize,
+    /// Who must be able to reach it.
+    pub sharing: Sharing,
+}
+
+/// Who can reach an arena.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Sharing {
+    /// This process only.
+    Private,
+    /// Other ranks of this node may map it (a memfd segment on the CPU).
+    Node,
+}
+
+impl ArenaSpec {
+    /// `len` elements that this process alone reaches.
+    #[must_use]
+    pub fn private(name: impl Into<String>, dtype: DType, len: usize) -> Self {
+        Self {
+            name: name.into(),
+            dtype,
+            len,
+            sharing: Sharing::Private,
+        }
+    }
+
+    /// `len` elements that other ranks of this node may map.
+    #[must_use]
+    pub fn on_node(name: impl Into<String>, dtype: DType, len: usize) -> Self {
+        Self {
+            sharing: Sharing::Node,
+            ..Self::private(name, dtype, len)
+        }
+    }
+
+    /// Size in bytes.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.len * self.dtype.bytes()
+    }
+}
+
+/// Exclusive hold on a buffer without a slice of it; given back on drop.
+#[derive(Debug)]
+pub struct Held {
+    buffer: Buffer,
+    /// Not to be given back.
+    abandoned: bool,
+}
+
+impl Held {
+    /// For a buffer that was just borrowed for writing.
+    pub(super) fn new(buffer: Buffer) -> Self {
+        Self {
+            buffer,
+            abandoned: false,
+        }
+    }
+
+    /// The buffer held.
+    #[must_use]
+    pub fn buffer(&self) -> &Buffer {
+        &self.buffer
+    }
+
+    /// Address of its first byte, for a transport whose peers read and write it under this hold.
+    pub fn host_ptr(&self) -> Result<*mut u8, DeviceError> {
+        self.buffer.byte_ptr()
+    }
+
+    /// Ends the hold without giving the elements back: nobody in this process can use them again, since peers may
+    /// still write them.
+    pub fn abandon(mut self) {
+        self.abandoned = true;
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let (arena, range) = (self.buffer.arena(), self.buffer.range());
+        if self.abandoned {
+            arena.abandon(&range);
+        } else {
+            arena.give_back(&range, Access::Write);
+        }
+    }
+}
+
+/// One borrow of an arena; ends on drop.
+struct Guard<'a> {
+    buffer: &'a Buffer,
+    access: Access,
+}
+
+impl<'a> Guard<'a> {
+    /// Borrows the buffer's range.
+    pub(super) fn take(buffer: &'a Buffer, access: Access) -> Result<Self, DeviceError> {
+        buffer.arena().borrow(&buffer.range(), access)?;
+        Ok(Self { buffer, access })
+    }
+
+    fn elements<T>(&self) -> usize {
+        self.buffer.bytes() / size_of::<T>()
+    }
+}
+
+impl Drop for Guard<'_> {
+    fn drop(&mut self) {
+        self.buffer.arena().give_back(&self.buffer.range(), self.access);
+    }
+}
+
+/// Elements borrowed for reading.
+pub struct HostRef<'a, T> {
+    ptr: *const T,
+    guard: Guard<'a>,
+    _type: PhantomData<&'a [T]>,
+}
+
+impl<'a, T> HostRef<'a, T> {
+    /// `ptr` is the address of the guarded range.
+    fn new(ptr: *const T, guard: Guard<'a>) -> Self {
+        Self {
+            ptr,
+            guard,
+            _type: PhantomData,
+        }
+    }
+}
+
+impl<T: Element> Deref for HostRef<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: the pointer is that of the guarded range, aligned (mappings are page-aligned, ranges count
+        // in elements; parts begin at multiples of 256 bytes), initialised (mappings are zeroed, every element type is `Pod`), and no exclusive
+        // borrow of an overlapping range exists while the guard lives.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
+    }
+}
+
+/// Elements borrowed for writing.
+pub struct HostMut<'a, T> {
+    ptr: *mut T,
+    guard: Guard<'a>,
+    _type: PhantomData<&'a mut [T]>,
+}
+
+impl<'a, T> HostMut<'a, T> {
+    /// `ptr` is the address of the guarded range.
+    fn new(ptr: *mut T, guard: Guard<'a>) -> Self {
+        Self {
+            ptr,
+            guard,
+            _type: PhantomData,
+        }
+    }
+}
+
+impl<T: Element> Deref for HostMut<'_, T> {
+    type Target = [T];
+
+    fn deref(&self) -> &[T] {
+        // SAFETY: as for `HostRef`; the guard is exclusive.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
+    }
+}
+
+impl<T: Element> DerefMut for HostMut<'_, T> {
+    fn deref_mut(&mut self) -> &mut [T] {
+        // SAFETY: as for `HostRef`; the guard is exclusive, and `&mut self` makes this the only slice.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.guard.elements::<T>()) }
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::super::HostMemory;
     use super::*;
+    use crate::device::HostMemory;
 
     fn of(dtype: DType, len: usize, bytes: usize) -> Arena {
         let memory = HostMemory::private("test", bytes).unwrap();

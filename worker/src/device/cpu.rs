@@ -2,85 +2,15 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ddp_proto::words::counted;
 
-use super::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, HostMemory, Isa, Sharing, Stream};
+use super::{Arena, ArenaSpec, Buffer, Cpu, Device, DeviceError, Event, HostMemory, Sharing, Stream};
 use crate::ops::Op;
 
-/// What kernels need to know of the machine: the threads of this rank, and the instruction set.
-#[derive(Debug)]
-pub struct Cpu {
-    threads: usize,
-    pool: Option<rayon::ThreadPool>,
-    isa: Isa,
-}
-
-impl Cpu {
-    /// A rank with this many threads. One thread needs no pool.
-    pub fn new(threads: usize) -> Result<Self, DeviceError> {
-        Self::with_isa(threads, Isa::detect())
-    }
-
-    /// The same, with an instruction set other than the best.
-    pub fn with_isa(threads: usize, isa: Isa) -> Result<Self, DeviceError> {
-        let pool = if threads > 1 {
-            let pool = rayon::ThreadPoolBuilder::new()
-                .num_threads(threads)
-                .thread_name(|i| format!("ddp-compute-{i}"))
-                .build()
-                .map_err(|e| DeviceError::Upstream(format!("cannot start {threads} compute threads: {e}")))?;
-            Some(pool)
-        } else {
-            None
-        };
-        Ok(Self {
-            threads: threads.max(1),
-            pool,
-            isa,
-        })
-    }
-
-    /// Threads of this rank.
-    #[must_use]
-    pub fn threads(&self) -> usize {
-        self.threads
-    }
-
-    /// Instruction set of the element-wise kernels.
-    #[must_use]
-    pub fn isa(&self) -> Isa {
-        self.isa
-    }
-
-    /// Runs `work(i)` for every `i < count`, on all threads. What `work` computes must not depend on which
-    /// thread runs it.
-    pub fn for_each(&self, count: usize, work: impl Fn(usize) + Send + Sync) {
-        use rayon::prelude::*;
-        match &self.pool {
-            Some(pool) if count > 1 => {
-                pool.install(|| (0..count).into_par_iter().with_max_len(1).for_each(&work));
-            }
-            _ => (0..count).for_each(work),
-        }
-    }
-
-    /// Runs `work` on every part of a job, on all threads. A part is what one call may touch: slices that do
-    /// not overlap, cut by the problem's size alone.
-    pub fn for_each_part<P: Send>(&self, parts: Vec<P>, work: impl Fn(P) + Send + Sync) {
-        use rayon::prelude::*;
-        match &self.pool {
-            Some(pool) if parts.len() > 1 => {
-                pool.install(|| parts.into_par_iter().with_max_len(1).for_each(&work));
-            }
-            _ => parts.into_iter().for_each(work),
-        }
-    }
-}
-
-/// See the module.
+/// The CPU.
 #[derive(Debug)]
 pub struct CpuDevice {
     cpu: Cpu,
@@ -111,26 +41,24 @@ impl CpuDevice {
     }
 
     fn attempt(&self, stream: Stream, work: impl FnOnce() -> Result<(), DeviceError>) {
-        if self
-            .errors
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .contains_key(&stream)
-        {
-            return;
+        let has_failed = self.errors().contains_key(&stream);
+        if !has_failed && let Err(error) = work() {
+            self.errors().insert(stream, error);
         }
-        if let Err(error) = work() {
-            self.errors
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .insert(stream, error);
-        }
+    }
+
+    fn errors(&self) -> MutexGuard<'_, HashMap<Stream, DeviceError>> {
+        self.errors.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl Device for CpuDevice {
     fn name(&self) -> String {
-        format!("cpu ({}, {})", counted(self.cpu.threads, "thread"), self.cpu.isa)
+        format!(
+            "cpu ({}, {})",
+            counted(self.cpu.threads(), "thread"),
+            self.cpu.isa()
+        )
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
@@ -151,15 +79,8 @@ impl Device for CpuDevice {
     }
 
     fn record(&self, stream: Stream) -> Event {
-        let errors = self.errors.lock().unwrap_or_else(PoisonError::into_inner);
-        match errors.get(&stream) {
-            None => Event::reached(),
-            Some(error) => {
-                let (event, signal) = Event::pair("a failed stream");
-                signal.set(Err(error.clone()));
-                event
-            }
-        }
+        let error = self.errors().get(&stream).cloned();
+        error.map_or_else(Event::reached, Event::failed)
     }
 
     fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant) {
@@ -167,12 +88,7 @@ impl Device for CpuDevice {
     }
 
     fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
-        let error = self
-            .errors
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&stream);
-        error.map_or(Ok(()), Err)
+        self.errors().remove(&stream).map_or(Ok(()), Err)
     }
 
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {

@@ -3,8 +3,27 @@
 use std::ops::Range;
 
 use super::DType;
-use super::cuda::CompileError;
 use crate::libraries::LibraryError;
+
+/// Why a kernel was not compiled.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum CompileError {
+    /// The compiler is not there, or not usable.
+    #[error(transparent)]
+    Library(#[from] LibraryError),
+    /// The compiler refused the text.
+    #[error("`{unit}` does not compile for {arch} with NVRTC {version}:\n{log}")]
+    Refused {
+        /// File and definitions.
+        unit: String,
+        /// What it was compiled for.
+        arch: String,
+        /// Of the compiler.
+        version: String,
+        /// The compiler's words.
+        log: String,
+    },
+}
 
 /// An error of a device. On asynchronous devices it surfaces at synchronisation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

@@ -1,4 +1,4 @@
-//! Events: points in a stream, or facts of the host, that others can wait for.
+//! Events: points in a stream, or facts of the host, that others can wait for; and bytes that arrive with one.
 
 use std::any::Any;
 use std::fmt;
@@ -43,10 +43,18 @@ impl Event {
         Self::new(Reached)
     }
 
+    /// An event that has failed already.
+    #[must_use]
+    pub fn failed(error: DeviceError) -> Self {
+        let (event, signal) = Self::pair("a failed stream");
+        signal.set(Err(error));
+        event
+    }
+
     /// An event that the host signals, and its signal.
     #[must_use]
     pub fn pair(what: impl Into<String>) -> (Self, Signal) {
-        let shared = Arc::new(HostState {
+        let shared = Arc::new(SignalState {
             what: what.into(),
             result: Mutex::new(None),
             reached: Condvar::new(),
@@ -94,13 +102,13 @@ impl EventState for Reached {
     }
 }
 
-struct HostState {
+struct SignalState {
     what: String,
     result: Mutex<Option<Result<(), DeviceError>>>,
     reached: Condvar,
 }
 
-impl EventState for HostState {
+impl EventState for SignalState {
     fn poll(&self) -> Option<Result<(), DeviceError>> {
         self.result.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -133,16 +141,16 @@ impl EventState for HostState {
     }
 }
 
-/// Signals its event once. Dropped without a word, it fails the event, so that nobody waits for ever.
-pub struct Signal(Arc<HostState>);
+/// Signals its event once. If it is dropped before that, the event fails, so that nobody waits for ever.
+pub struct Signal(Arc<SignalState>);
 
 impl Signal {
     /// The event is reached, or failed.
     pub fn set(self, result: Result<(), DeviceError>) {
-        self.settle(result);
+        self.complete(result);
     }
 
-    fn settle(&self, result: Result<(), DeviceError>) {
+    fn complete(&self, result: Result<(), DeviceError>) {
         let mut slot = self.0.result.lock().unwrap_or_else(PoisonError::into_inner);
         if slot.is_none() {
             *slot = Some(result);
@@ -153,10 +161,44 @@ impl Signal {
 
 impl Drop for Signal {
     fn drop(&mut self) {
-        self.settle(Err(DeviceError::Upstream(format!(
+        self.complete(Err(DeviceError::Upstream(format!(
             "{} was given up",
             self.0.what
         ))));
+    }
+}
+
+/// Bytes that are on the host once the device gets there. Dropping it gives them up.
+pub struct Fetch {
+    arrived: Event,
+    take: Box<dyn FnOnce() -> Result<Vec<u8>, DeviceError> + Send>,
+}
+
+impl Fetch {
+    /// Bytes that `take` returns once `arrived` is reached.
+    pub fn new(arrived: Event, take: impl FnOnce() -> Result<Vec<u8>, DeviceError> + Send + 'static) -> Self {
+        Self {
+            arrived,
+            take: Box::new(take),
+        }
+    }
+
+    /// Bytes that are there, or the reason why they are not.
+    #[must_use]
+    pub fn arrived(bytes: Result<Vec<u8>, DeviceError>) -> Self {
+        Self::new(Event::reached(), move || bytes)
+    }
+
+    /// Blocks the host until the bytes are there.
+    pub fn wait(self, deadline: Instant) -> Result<Vec<u8>, DeviceError> {
+        self.arrived.wait(deadline)?;
+        (self.take)()
+    }
+}
+
+impl fmt::Debug for Fetch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Fetch({:?})", self.arrived)
     }
 }
 

@@ -12,7 +12,7 @@ use crate::ops::Op;
 /// Whom an [`IdleDevice`] tells what is enqueued.
 type Listener = Box<dyn Fn(&Op) + Send + Sync>;
 
-/// See the module.
+/// Carries nothing out.
 #[derive(Default)]
 pub struct IdleDevice {
     listener: Option<Listener>,

@@ -1,21 +1,29 @@
-//! Host memory: private pages, or a memfd segment that other processes can map.
+//! Host memory: private pages, a memfd segment that other processes can map, or a mapped file.
 //!
-//! Segments are `fallocate`d: a shortage is an error at allocation, never a SIGBUS at the first touch.
+//! - Segments are `fallocate`d: a shortage is an error at allocation, never a SIGBUS at the first touch.
+//! - A file is for what is touched once a step and need not be resident in between. Its blocks are allocated too. A disk
+//!   that fails later, or a file system that allocates only when it writes, ends the process with SIGBUS, as for everyone
+//!   who maps files.
+//!
 //! Nothing has a name in the file system, so a crash leaves nothing behind.
 #![allow(unsafe_code, reason = "memory mappings")]
 
 use std::any::Any;
+use std::fs::File;
 use std::num::NonZeroUsize;
+use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::fs::OpenOptionsExt as _;
+use std::path::Path;
 use std::ptr::NonNull;
 
 use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, fallocate};
+use nix::fcntl::{FallocateFlags, OFlag, fallocate, posix_fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use nix::sys::resource::{Resource, getrlimit};
 
-use super::{DeviceError, room};
+use super::{DeviceError, system_memory};
 
 /// Signals that may interrupt one allocation.
 const MAX_INTERRUPTIONS: usize = 100;
@@ -103,11 +111,11 @@ impl HostMemory {
             );
         }
         let wanted = (bytes as u64).saturating_mul(count as u64);
-        match room::available_bytes() {
+        match system_memory::available_bytes() {
             Some(available) if wanted > available => refuse(
                 format!("{count} of these are wanted on this node, where {available} bytes are available"),
                 "lower the model's size or `--nproc-per-node`, or raise the memory limit",
-                room::most_bytes().is_some_and(|most| wanted > most),
+                system_memory::most_bytes().is_some_and(|most| wanted > most),
             ),
             _ => Ok(()),
         }
@@ -195,8 +203,12 @@ impl Drop for HostMemory {
 /// Allocates the pages of a segment. The kernel gives up, and all of them back, when a signal comes, however
 /// harmless; it does not begin again by itself.
 fn populate(fd: &OwnedFd, bytes: usize) -> Result<(), Errno> {
+    again_if_interrupted(|| fallocate(fd, FallocateFlags::empty(), 0, bytes as i64))
+}
+
+fn again_if_interrupted(attempt: impl Fn() -> nix::Result<()>) -> nix::Result<()> {
     for _ in 0..MAX_INTERRUPTIONS {
-        match fallocate(fd, FallocateFlags::empty(), 0, bytes as i64) {
+        match attempt() {
             Err(Errno::EINTR) => {}
             outcome => return outcome,
         }
@@ -216,8 +228,8 @@ fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
     let (mut cause, mut never_fits) = (error.desc().to_lowercase(), false);
     if error == Errno::ENOMEM {
         let limit = getrlimit(Resource::RLIMIT_AS).map_or(u64::MAX, |(soft, _)| soft);
-        let machine = room::machine_bytes().unwrap_or(u64::MAX);
-        let held = Held::now();
+        let machine = system_memory::machine_bytes().unwrap_or(u64::MAX);
+        let held = AddressSpace::now();
         match Refusal::of(bytes as u64, held, (limit, machine)) {
             Some(Refusal::Limit { always }) => {
                 cause = format!(
@@ -254,7 +266,7 @@ enum Refusal {
 
 impl Refusal {
     /// `bytes` were refused to a process that holds `held`, on a machine of so many bytes.
-    fn of(bytes: u64, held: Held, (limit, machine): (u64, u64)) -> Option<Self> {
+    fn of(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Option<Self> {
         if held.mapped.saturating_add(bytes) > limit {
             Some(Self::Limit {
                 always: held.resident.saturating_add(bytes) > limit,
@@ -267,7 +279,7 @@ impl Refusal {
 
 /// Memory of this process, in bytes; 0 if the system does not say.
 #[derive(Clone, Copy, Debug, Default)]
-struct Held {
+struct AddressSpace {
     /// What counts against the limit on mappings. It differs from try to try: the C library reserves 64 MiB for each
     /// thread that finds the others allocating.
     mapped: u64,
@@ -275,7 +287,7 @@ struct Held {
     resident: u64,
 }
 
-impl Held {
+impl AddressSpace {
     fn now() -> Self {
         let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
         let page = page.ok().flatten().unwrap_or(0) as u64;
@@ -288,6 +300,127 @@ impl Held {
             resident: counts.next().unwrap_or(0),
         }
     }
+}
+
+/// Of a file's mapping Linux makes this much resident around a page that is read, at multiples of it.
+const FAULT_AROUND: usize = 64 << 10;
+
+/// A mapping of a nameless file.
+#[derive(Debug)]
+pub struct FileMemory {
+    ptr: NonNull<u8>,
+    bytes: usize,
+}
+
+// SAFETY: the mapping is plain memory, owned by this value; access to it is regulated by the arena.
+unsafe impl Send for FileMemory {}
+// SAFETY: as above; `&FileMemory` gives out the address and advises the kernel.
+unsafe impl Sync for FileMemory {}
+
+impl FileMemory {
+    /// Zeros in a file of the file system of `dir`. `hint` says what to do where that cannot be.
+    pub fn create(dir: &Path, name: &str, bytes: usize, hint: &str) -> Result<Self, DeviceError> {
+        let length = bytes.max(1);
+        let refuse = |cause: String, never_fits: bool| DeviceError::OutOfMemory {
+            what: name.to_owned(),
+            bytes,
+            cause: format!("`{}`: {cause}", dir.display()),
+            hint: hint.to_owned(),
+            never_fits,
+        };
+        let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
+        if length as u64 > limit {
+            // The kernel would send SIGXFSZ.
+            return Err(refuse(format!("the limit on file sizes is {limit} bytes"), true));
+        }
+        let file = nameless(dir).map_err(|error| refuse(error.to_string(), false))?;
+        allocate(&file, length).map_err(|error| refuse(error.desc().to_lowercase(), false))?;
+        let size = NonZeroUsize::new(length).expect("at least 1");
+        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: a new mapping, at an address of the kernel's choice, of a file that is that long and that nobody
+        // else can open by a name.
+        let ptr = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file.as_fd(), 0) };
+        let ptr = ptr.map_err(|error| refuse(error.desc().to_lowercase(), false))?;
+        Ok(Self {
+            ptr: ptr.cast(),
+            bytes: length,
+        })
+    }
+
+    /// Bytes that will be wanted soon: the kernel may begin to read them.
+    pub fn prefetch(&self, bytes: Range<usize>) {
+        self.advise(bytes, MmapAdvise::MADV_WILLNEED);
+    }
+
+    /// Bytes that are not wanted for a while: they leave this process, and with it the file cache as soon as the
+    /// kernel needs the room and has written them. What they are does not change. Neighbours go with them, because the
+    /// kernel has made them come with them.
+    pub fn evict(&self, bytes: Range<usize>) {
+        let base = self.ptr.as_ptr() as usize;
+        let start = (base + bytes.start) / FAULT_AROUND * FAULT_AROUND;
+        let end = (base + bytes.end).next_multiple_of(FAULT_AROUND);
+        self.advise(start.max(base) - base..end - base, MmapAdvise::MADV_DONTNEED);
+    }
+
+    /// Whole pages around `bytes`.
+    fn advise(&self, bytes: Range<usize>, advice: MmapAdvise) {
+        const PAGE: usize = 4096;
+        let start = bytes.start / PAGE * PAGE;
+        let end = bytes.end.min(self.bytes);
+        if start < end {
+            // SAFETY: the range is within our own mapping. It is one of a file, shared: dropped pages are read again
+            // from the file's cache, with what was written to them, whoever uses them meanwhile.
+            let _ = unsafe { madvise(self.ptr.byte_add(start).cast(), end - start, advice) };
+        }
+    }
+}
+
+// SAFETY: a mapping of so many zeroed bytes at page-aligned `ptr`, owned by this value until it is dropped, of a file
+// that has no name and that this process has not open.
+unsafe impl Memory for FileMemory {
+    fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn host_ptr(&self) -> Option<NonNull<u8>> {
+        Some(self.ptr)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for FileMemory {
+    fn drop(&mut self) {
+        // SAFETY: `ptr` and `bytes` are those of our own mapping, and nobody can hold a slice of it: guards borrow the
+        // arena that owns this value.
+        let unmapped = unsafe { munmap(self.ptr.cast(), self.bytes) };
+        debug_assert!(unmapped.is_ok());
+    }
+}
+
+/// A file without a name; where the file system has no such thing, one whose name is gone at once.
+fn nameless(dir: &Path) -> std::io::Result<File> {
+    let mut options = File::options();
+    options.read(true).write(true).mode(0o600);
+    match options.clone().custom_flags(OFlag::O_TMPFILE.bits()).open(dir) {
+        Err(error)
+            if error
+                .raw_os_error()
+                .is_some_and(|code| [Errno::EOPNOTSUPP, Errno::EISDIR].contains(&Errno::from_raw(code))) => {}
+        outcome => return outcome,
+    }
+    let random: u128 = rand::random();
+    let path = dir.join(format!(".ddp-offload-{}-{random:032x}", std::process::id()));
+    let file = options.create_new(true).open(&path)?;
+    std::fs::remove_file(&path)?;
+    Ok(file)
+}
+
+fn allocate(file: &File, bytes: usize) -> Result<(), Errno> {
+    let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG)?;
+    again_if_interrupted(|| posix_fallocate(file, 0, length))
 }
 
 #[cfg(test)]
@@ -305,24 +438,55 @@ mod tests {
             (900, 800, unlimited, None),
             (1001, 0, unlimited, Some(Refusal::Machine)),
         ] {
-            let held = Held {
+            let held = AddressSpace {
                 mapped,
                 resident: mapped * 5 / 8,
             };
             assert_eq!(Refusal::of(bytes, held, bounds), expected, "{bytes}");
         }
-        let held = Held::now();
+        let held = AddressSpace::now();
         assert!(held.resident > 1 << 20 && held.mapped > held.resident, "{held:?}");
     }
 
     #[test]
     fn more_than_the_machine_has_is_refused_for_good() {
-        let most = room::most_bytes().expect("the kernel says");
+        let most = system_memory::most_bytes().expect("the kernel says");
         for (bytes, expected) in [(most as usize + 1, true), (4096, false)] {
             let verdict = HostMemory::check_room("test", bytes, 1);
             let never = matches!(verdict, Err(DeviceError::OutOfMemory { never_fits: true, .. }));
             assert_eq!(never, expected, "{verdict:?}");
         }
-        assert!(room::available_bytes() <= Some(most));
+        assert!(system_memory::available_bytes() <= Some(most));
+    }
+
+    #[test]
+    fn what_is_evicted_is_what_was_written_and_the_file_has_no_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let memory = FileMemory::create(dir.path(), "test", 10_000, "").unwrap();
+        assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
+        // SAFETY: the only slice of the mapping.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.ptr.as_ptr(), memory.bytes()) };
+        assert!(bytes.iter().all(|byte| *byte == 0));
+        bytes[5000] = 7;
+        memory.evict(0..10_000);
+        memory.prefetch(4096..20_000);
+        assert_eq!((bytes[4999], bytes[5000]), (0, 7));
+    }
+
+    #[test]
+    fn a_folder_that_is_none_and_a_file_that_cannot_be_that_large_are_named() {
+        let dir = tempfile::tempdir().unwrap();
+        let missing = dir.path().join("nowhere");
+        let error = FileMemory::create(&missing, "moments", 10, "make it").unwrap_err();
+        let expected = format!(
+            "cannot allocate 10 bytes for `moments`: `{}`: No such file or directory (os error 2)\n  hint: make it",
+            missing.display()
+        );
+        assert_eq!(error.to_string(), expected);
+        let error = FileMemory::create(dir.path(), "moments", 1 << 60, "take another disk").unwrap_err();
+        assert!(
+            matches!(&error, DeviceError::OutOfMemory { bytes, .. } if *bytes == 1 << 60),
+            "{error}"
+        );
     }
 }

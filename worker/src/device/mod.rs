@@ -7,48 +7,37 @@
 //! | type | what it is |
 //! |---|---|
 //! | [`Device`] | the trait: allocate, enqueue, record, wait |
-//! | [`CpuDevice`], [`Isa`] | operations on host memory, `rayon` threads within a rank, run-time instruction set |
+//! | [`CpuDevice`], [`Cpu`], [`Isa`] | operations on host memory, `rayon` threads within a rank, run-time instruction set |
 //! | [`Arena`], [`Buffer`], [`ArenaSpec`] | flat memory of one type, ranges of it, what to allocate |
 //! | [`Event`], [`Signal`] | points in streams; facts of the host |
 //! | [`Fetch`] | bytes on their way to the host |
-//! | [`HostSide`], [`Ferry`], [`HostPass`] | work of the host on numbers of a device with memory of its own |
+//! | [`HostSide`], [`HostPipeline`], [`HostPass`] | work of the host on numbers of a device with memory of its own |
 //! | [`HostMemory`] | private pages or a memfd segment |
 //! | [`FileMemory`] | a mapped file without a name |
 //! | [`IdleDevice`] | carries nothing out, and has no memory |
 //! | [`cuda`] | NVIDIA GPUs |
 
 mod arena;
-mod arena_spec;
-pub(crate) mod bf16;
 mod cpu;
 pub mod cuda;
-mod dtype;
+pub(crate) mod dtype;
 mod error;
 mod event;
-mod ferry;
-mod fetch;
-mod file_memory;
-mod guard;
-mod host_side;
+mod host_work;
 mod idle;
-mod isa;
 mod memory;
-mod room;
+mod processor;
+mod system_memory;
 
-pub use arena::{Arena, Buffer};
-pub use arena_spec::{ArenaSpec, Sharing};
-pub use cpu::{Cpu, CpuDevice};
+pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
+pub use cpu::CpuDevice;
 pub use dtype::{DType, Element};
-pub use error::DeviceError;
-pub use event::{Event, EventState, Signal};
-pub use ferry::{Ferry, HostPass, PassWork};
-pub use fetch::Fetch;
-pub use file_memory::FileMemory;
-pub use guard::{Held, HostMut, HostRef};
-pub use host_side::{HostSide, HostWork};
+pub use error::{CompileError, DeviceError};
+pub use event::{Event, EventState, Fetch, Signal};
+pub use host_work::{HostPass, HostPipeline, HostSide, HostWork, PassWork};
 pub use idle::IdleDevice;
-pub use isa::Isa;
-pub use memory::{HostMemory, Memory};
+pub use memory::{FileMemory, HostMemory, Memory};
+pub use processor::{Cpu, Isa};
 
 use std::any::Any;
 use std::time::Instant;

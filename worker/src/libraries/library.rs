@@ -1,26 +1,28 @@
-//! One opened library.
+//! One opened library: its functions as tables, its version, and why it cannot be used.
 #![allow(
     unsafe_code,
     reason = "shared libraries are opened and their functions taken by name"
 )]
 
+use std::ffi::c_int;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use super::{Kind, LibraryError, Newer, SearchPath, Version};
+use super::discovery::SearchPath;
+use super::kind::{LibraryKind, Newer, Version};
 
 /// An opened library. It is never closed: its functions are kept as plain pointers, and those of CUDA start
 /// threads of their own. Clones are the same one.
 #[derive(Clone, Debug)]
 pub struct Library {
-    kind: Kind,
+    kind: LibraryKind,
     path: PathBuf,
     handle: &'static libloading::Library,
 }
 
 impl Library {
     /// The library of this kind that discovery takes on the search path of this process.
-    pub fn open(kind: Kind) -> Result<Self, LibraryError> {
+    pub fn open(kind: LibraryKind) -> Result<Self, LibraryError> {
         let path = SearchPath::of_process();
         let driver = if kind.follows_cuda() {
             cuda_of_driver()
@@ -37,7 +39,7 @@ impl Library {
     }
 
     /// The file at an absolute path.
-    pub fn open_at(kind: Kind, path: &Path) -> Result<Self, LibraryError> {
+    pub fn open_at(kind: LibraryKind, path: &Path) -> Result<Self, LibraryError> {
         // SAFETY: opening runs the library's initialisers. Discovery chose a file by the name of a library of
         // NVIDIA's, whose initialisers may run in any thread at any time.
         let opened = unsafe { libloading::Library::new(path) };
@@ -64,7 +66,7 @@ impl Library {
 
     /// What it is.
     #[must_use]
-    pub const fn kind(&self) -> Kind {
+    pub const fn kind(&self) -> LibraryKind {
         self.kind
     }
 
@@ -95,7 +97,7 @@ impl Library {
 /// The CUDA that the driver of this process is for; none: there is no driver, or it does not say.
 fn cuda_of_driver() -> Option<Version> {
     static CUDA: OnceLock<Option<Version>> = OnceLock::new();
-    *CUDA.get_or_init(|| Library::open(Kind::Cuda).ok()?.version().ok())
+    *CUDA.get_or_init(|| Library::open(LibraryKind::Cuda).ok()?.version().ok())
 }
 
 /// The loader's own words; they are in the cause of the error.
@@ -103,20 +105,331 @@ fn words(error: &libloading::Error) -> String {
     std::error::Error::source(error).map_or_else(|| error.to_string(), ToString::to_string)
 }
 
+/// Defines a struct of function pointers and how it is filled.
+///
+/// ```ignore
+/// table! {
+///     /// What of the C library is called.
+///     pub(crate) struct C {
+///         /// Length of a string.
+///         strlen: fn(*const c_char) -> usize = "strlen";
+///     } optional {
+///         /// Only where it exists.
+///         reallocarray: fn(*mut c_void, usize, usize) -> *mut c_void = "reallocarray";
+///     }
+/// }
+/// let c = C::load(&library)?; // an error names the function that is missing
+/// ```
+///
+/// The fields are plain `unsafe extern "C"` function pointers (optional ones in an `Option`), so a test makes a
+/// table of functions of its own by a struct literal. A table is `Copy`, and valid for ever, because libraries are
+/// never closed. The module that invokes it must allow `unsafe_code`; the signatures are that module's to get right.
+macro_rules! table {
+    (
+        $(#[$meta:meta])*
+        $vis:vis struct $name:ident {
+            $($(#[$doc:meta])* $field:ident: fn($($arg:ty),* $(,)?) $(-> $out:ty)? = $symbol:literal;)*
+        } $(optional {
+            $($(#[$odoc:meta])* $ofield:ident: fn($($oarg:ty),* $(,)?) $(-> $oout:ty)? = $osymbol:literal;)*
+        })?
+    ) => {
+        $(#[$meta])*
+        #[derive(Clone, Copy, Debug)]
+        $vis struct $name {
+            $($(#[$doc])* $vis $field: unsafe extern "C" fn($($arg),*) $(-> $out)?,)*
+            $($($(#[$odoc])* $vis $ofield: Option<unsafe extern "C" fn($($oarg),*) $(-> $oout)?>,)*)?
+        }
+
+        impl $name {
+            /// Takes the functions from a library.
+            $vis fn load(
+                library: &$crate::libraries::Library,
+            ) -> Result<Self, $crate::libraries::LibraryError> {
+                Ok(Self {
+                    // SAFETY: the signature is the one that the library's public header declares.
+                    $($field: unsafe { library.function($symbol) }?,)*
+                    // SAFETY: as above.
+                    $($($ofield: unsafe { library.function($osymbol) }.ok(),)*)?
+                })
+            }
+        }
+    };
+}
+pub(crate) use table;
+
+/// A library cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LibraryError {
+    /// No file of that name in any of the folders.
+    #[error(
+        "`{}` is not found, which is needed for {}; looked in {}\n  hint: {}",
+        kind.stem(), kind.purpose(), list(searched), kind.hint()
+    )]
+    NotFound {
+        /// What was looked for.
+        kind: LibraryKind,
+        /// Folders that exist, in the order in which they were searched.
+        searched: Vec<PathBuf>,
+    },
+    /// The dynamic loader refused the file.
+    #[error("`{}` cannot be loaded: {cause}\n  hint: {}", path.display(), kind.hint())]
+    NotLoaded {
+        /// What it should be.
+        kind: LibraryKind,
+        /// The file.
+        path: PathBuf,
+        /// The loader's words.
+        cause: String,
+    },
+    /// The file lacks a function.
+    #[error(
+        "`{}` has no function `{symbol}`: it is too old, or another library of that name\n  hint: {}",
+        path.display(), kind.hint()
+    )]
+    NoSymbol {
+        /// What it should be.
+        kind: LibraryKind,
+        /// The file.
+        path: PathBuf,
+        /// The function.
+        symbol: &'static str,
+    },
+    /// The library works, but not with what is asked of it.
+    #[error("`{}` {problem}\n  hint: {}", path.display(), kind.hint())]
+    Unusable {
+        /// What it is.
+        kind: LibraryKind,
+        /// The file.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// It is what a toolkit has for linking, in place of the driver.
+    #[error(
+        "`{}` is not the driver, but a stub of the CUDA toolkit, for linking only\n  hint: {}",
+        path.display(), way_to_the_driver(path, driver.as_deref())
+    )]
+    Stub {
+        /// The file.
+        path: PathBuf,
+        /// The driver, if there is one behind it on the search path.
+        driver: Option<PathBuf>,
+    },
+    /// The driver cannot run it.
+    #[error("{0}\n  hint: {hint}", hint = .0.hint())]
+    Newer(Newer),
+}
+
+impl LibraryError {
+    /// True if there is no such file: nothing is broken.
+    #[must_use]
+    pub const fn is_absence(&self) -> bool {
+        matches!(self, Self::NotFound { .. })
+    }
+}
+
+/// What to change so that the driver is found in place of a stub.
+fn way_to_the_driver(stub: &Path, driver: Option<&Path>) -> String {
+    let folder = |path: &Path| path.parent().unwrap_or(path).display().to_string();
+    match driver {
+        Some(driver) => format!(
+            "the driver is `{}`: put `{}` first in LD_LIBRARY_PATH",
+            driver.display(),
+            folder(driver)
+        ),
+        None => format!(
+            "take `{}` out of LD_LIBRARY_PATH, and {}; `ldconfig -p | grep libcuda` shows where the driver's is",
+            folder(stub),
+            LibraryKind::Cuda.hint()
+        ),
+    }
+}
+
+fn list(folders: &[PathBuf]) -> String {
+    if folders.is_empty() {
+        return "no folder at all".to_owned();
+    }
+    let names: Vec<_> = folders.iter().map(|f| format!("`{}`", f.display())).collect();
+    names.join(", ")
+}
+
+table! {
+    struct Cuda {
+        version: fn(*mut c_int) -> c_int = "cuDriverGetVersion";
+    }
+}
+
+table! {
+    struct CublasLt {
+        version: fn() -> usize = "cublasLtGetVersion";
+    }
+}
+
+table! {
+    struct Nvrtc {
+        version: fn(*mut c_int, *mut c_int) -> c_int = "nvrtcVersion";
+    }
+}
+
+table! {
+    struct Nccl {
+        version: fn(*mut c_int) -> c_int = "ncclGetVersion";
+    }
+}
+
+impl Library {
+    /// What it says its version is. The driver says which CUDA it is for.
+    pub fn version(&self) -> Result<Version, LibraryError> {
+        let (mut first, mut second) = (0, 0);
+        // SAFETY, here and below: the functions have no conditions but room for one integer at each address.
+        let (outcome, version) = match self.kind() {
+            LibraryKind::Cuda => {
+                let table = Cuda::load(self)?;
+                // SAFETY: as above.
+                let outcome = unsafe { (table.version)(&raw mut first) };
+                (outcome, Version::packed(first.max(0) as u64, 1000, 10))
+            }
+            LibraryKind::Nccl => {
+                let table = Nccl::load(self)?;
+                // SAFETY: as above.
+                let outcome = unsafe { (table.version)(&raw mut first) };
+                (outcome, Version::packed(first.max(0) as u64, 10_000, 100))
+            }
+            LibraryKind::Nvrtc => {
+                let table = Nvrtc::load(self)?;
+                // SAFETY: as above.
+                let outcome = unsafe { (table.version)(&raw mut first, &raw mut second) };
+                let (major, minor) = (first.max(0) as u32, second.max(0) as u32);
+                (
+                    outcome,
+                    Version {
+                        major,
+                        minor,
+                        patch: 0,
+                    },
+                )
+            }
+            LibraryKind::CublasLt => {
+                let table = CublasLt::load(self)?;
+                // SAFETY: as above.
+                let number = unsafe { (table.version)() } as u64;
+                // 120804 is 12.8.4, 130401 is 13.4.1.
+                (0, Version::packed(number, 10_000, 100))
+            }
+        };
+        if outcome == 0 {
+            return Ok(version);
+        }
+        Err(LibraryError::Unusable {
+            kind: self.kind(),
+            path: self.path().to_owned(),
+            problem: format!("does not say its version (error {outcome})"),
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
+    use std::ffi::{c_char, c_int};
+    use std::path::PathBuf;
+
     use super::*;
+    use crate::libraries::{Library, LibraryError, LibraryKind};
 
     #[test]
     fn a_file_that_is_no_library_is_named() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("libnccl.so.2");
         std::fs::write(&path, b"not a library").unwrap();
-        let error = Library::open_at(Kind::Nccl, &path).unwrap_err().to_string();
+        let error = Library::open_at(LibraryKind::Nccl, &path)
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("libnccl.so.2` cannot be loaded"), "{error}");
         assert!(
             error.contains("\n  hint: `pip install nvidia-nccl-cu12`"),
             "{error}"
         );
+    }
+
+    table! {
+        struct Math {
+            abs: fn(c_int) -> c_int = "abs";
+            strlen: fn(*const c_char) -> usize = "strlen";
+        } optional {
+            absent: fn() = "no_such_function";
+        }
+    }
+
+    table! {
+        struct Absent {
+            absent: fn() = "no_such_function";
+        }
+    }
+
+    /// The C library that this very process runs on.
+    fn libc() -> Library {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let path = maps
+            .lines()
+            .filter_map(|line| line.split_whitespace().nth(5))
+            .find(|path| path.contains("/libc.so") || path.contains("/libc-") || path.contains("/ld-musl"));
+        Library::open_at(LibraryKind::Nvrtc, &PathBuf::from(path.expect("a C library"))).unwrap()
+    }
+
+    #[test]
+    fn functions_are_found_and_called() {
+        let table = Math::load(&libc()).unwrap();
+        // SAFETY: functions of the C library, with a string that ends in a zero.
+        let (abs, length) = unsafe { ((table.abs)(-3), (table.strlen)(c"four".as_ptr())) };
+        assert_eq!((abs, length), (3, 4));
+        assert!(table.absent.is_none());
+    }
+
+    #[test]
+    fn a_missing_function_is_named() {
+        let library = libc();
+        let error = Absent::load(&library).map(|table| table.absent).unwrap_err();
+        let expected = LibraryError::NoSymbol {
+            kind: LibraryKind::Nvrtc,
+            path: library.path().to_owned(),
+            symbol: "no_such_function",
+        };
+        assert_eq!(error, expected);
+        assert!(error.to_string().contains("has no function `no_such_function`"));
+    }
+
+    #[test]
+    fn a_stub_is_told_with_the_way_to_the_driver() {
+        let stub = |driver: Option<&str>| LibraryError::Stub {
+            path: "/usr/local/cuda/lib64/stubs/libcuda.so".into(),
+            driver: driver.map(PathBuf::from),
+        };
+        insta::assert_snapshot!(stub(None), @r"
+        `/usr/local/cuda/lib64/stubs/libcuda.so` is not the driver, but a stub of the CUDA toolkit, for linking only
+          hint: take `/usr/local/cuda/lib64/stubs` out of LD_LIBRARY_PATH, and install the NVIDIA driver; in a container, start it with `--gpus all`; `ldconfig -p | grep libcuda` shows where the driver's is
+        ");
+        insta::assert_snapshot!(stub(Some("/usr/lib64/libcuda.so.1")), @r"
+        `/usr/local/cuda/lib64/stubs/libcuda.so` is not the driver, but a stub of the CUDA toolkit, for linking only
+          hint: the driver is `/usr/lib64/libcuda.so.1`: put `/usr/lib64` first in LD_LIBRARY_PATH
+        ");
+    }
+
+    #[test]
+    fn versions_are_unpacked() {
+        assert_eq!(Version::packed(12_080, 1000, 10).to_string(), "12.8");
+        assert_eq!(Version::packed(22_803, 10_000, 100).to_string(), "2.28.3");
+        assert_eq!(Version::packed(130_401, 10_000, 100).to_string(), "13.4.1");
+        assert!(Version::packed(13_000, 1000, 10) > Version::packed(12_090, 1000, 10));
+    }
+
+    /// Whatever this machine has: each says something, or why not.
+    #[test]
+    fn libraries_that_are_there_say_theirs() {
+        for kind in LibraryKind::ALL {
+            match Library::open(kind) {
+                Ok(library) => assert!(library.version().unwrap().major >= 2, "{library:?}"),
+                Err(error) => eprintln!("SKIPPED: {error}"),
+            }
+        }
     }
 }

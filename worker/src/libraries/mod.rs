@@ -6,29 +6,17 @@
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `kind` | [`Kind`]: which there are |
-//! | `discovery` | [`SearchPath`]: where libraries can be, and which one of a kind is taken |
-//! | `candidate` | one file that may be taken |
-//! | `library` | [`Library`]: one opened file, never closed again |
-//! | `version` | [`Version`]: what a library says of itself |
-//! | `newer` | [`Newer`]: a library that is too new for the driver |
-//! | `table` | `table!`: a struct of function pointers, filled from a library |
+//! | `kind` | [`LibraryKind`]: which there are; [`Version`]: what one says of itself; [`Newer`]: one that is too new for the driver |
+//! | `discovery` | [`SearchPath`]: where libraries can be, and which file of a kind is taken |
+//! | `library` | [`Library`]: one opened file, never closed again; `table!`: a struct of function pointers, filled from it |
 //!
 //! What it must not know: what the functions do.
 
-mod candidate;
 mod discovery;
-mod error;
 mod kind;
 mod library;
-mod newer;
-mod table;
-mod version;
 
 pub use discovery::{Found, SearchPath};
-pub use error::LibraryError;
-pub use kind::Kind;
-pub use library::Library;
-pub use newer::Newer;
-pub(crate) use table::table;
-pub use version::Version;
+pub use kind::{LibraryKind, Newer, Version};
+pub(crate) use library::table;
+pub use library::{Library, LibraryError};

@@ -1,11 +1,59 @@
 //! What can be wrong with the files of a run.
 
+use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
-use super::Holder;
+use ddp_proto::utc;
+use serde::{Deserialize, Serialize};
+
 use crate::checkpoint;
 use crate::session::StoreError;
+
+/// A process that has the folder of a run, in its own words.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Holder {
+    /// Name of its machine.
+    pub host: String,
+    /// Its process id there.
+    pub pid: u32,
+    /// Run id of its job.
+    pub run_id: String,
+    /// When it took the folder, in seconds since the epoch.
+    pub since: u64,
+}
+
+impl Holder {
+    /// This process, for the job called `run_id`.
+    pub(super) fn here(run_id: &str) -> Self {
+        Self {
+            host: host_name(),
+            pid: std::process::id(),
+            run_id: run_id.to_owned(),
+            since: utc::seconds_of(SystemTime::now()),
+        }
+    }
+}
+
+/// Of this machine; empty if it has none.
+pub(crate) fn host_name() -> String {
+    let name = nix::unistd::gethostname().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            host,
+            pid,
+            run_id,
+            since,
+        } = self;
+        let since = utc::written(*since);
+        write!(f, "job `{run_id}`, process {pid} on `{host}`, since {since}")
+    }
+}
 
 /// The folder of a run, or a file in it, cannot be used.
 #[derive(Debug, thiserror::Error)]

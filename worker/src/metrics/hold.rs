@@ -5,16 +5,12 @@
 //! whoever gets the lock of a file looks whether that one still has the name.
 
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read as _};
+use std::io::{self, Read as _, Write as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
-use ddp_proto::utc;
-use serde::{Deserialize, Serialize};
-
-use super::RunFilesError;
-use super::replace::replace_prepared;
+use super::error::{Holder, RunFilesError};
 
 /// First line: the name of the run that took the folder last, or nothing. Second line: a [`Holder`].
 const FILE: &str = ".run-token";
@@ -22,50 +18,6 @@ const FILE: &str = ".run-token";
 const MAX_BYTES: u64 = 64 << 10;
 /// A file system tells nobody when a lock is free.
 const POLL: Duration = Duration::from_millis(50);
-
-/// A process that has the folder of a run, in its own words.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Holder {
-    /// Name of its machine.
-    pub host: String,
-    /// Its process id there.
-    pub pid: u32,
-    /// Run id of its job.
-    pub run_id: String,
-    /// When it took the folder, in seconds since the epoch.
-    pub since: u64,
-}
-
-impl Holder {
-    /// This process, for the job called `run_id`.
-    pub(super) fn here(run_id: &str) -> Self {
-        Self {
-            host: host_name(),
-            pid: std::process::id(),
-            run_id: run_id.to_owned(),
-            since: utc::seconds_of(SystemTime::now()),
-        }
-    }
-}
-
-/// Of this machine; empty if it has none.
-pub(crate) fn host_name() -> String {
-    let name = nix::unistd::gethostname().unwrap_or_default();
-    name.to_string_lossy().into_owned()
-}
-
-impl std::fmt::Display for Holder {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let Self {
-            host,
-            pid,
-            run_id,
-            since,
-        } = self;
-        let since = utc::written(*since);
-        write!(f, "job `{run_id}`, process {pid} on `{host}`, since {since}")
-    }
-}
 
 /// The folder is this process's until this is dropped.
 #[derive(Debug)]
@@ -79,7 +31,7 @@ pub(super) struct Hold {
 
 /// Who asks for a folder.
 #[derive(Clone, Copy)]
-pub(super) struct Candidate<'a> {
+pub(super) struct Claim<'a> {
     /// A process that announced this run is a former life of the same one. The launcher has killed it, and what a killed
     /// process still waits for, a disk that hangs, may keep it, and its lock, for ever.
     pub(super) succeeds: Option<&'a str>,
@@ -89,7 +41,7 @@ pub(super) struct Candidate<'a> {
 
 impl Hold {
     /// Takes the folder, which exists. One that another process has is waited for until the deadline.
-    pub(super) fn take(folder: &Path, candidate: Candidate<'_>) -> Result<Self, RunFilesError> {
+    pub(super) fn take(folder: &Path, candidate: Claim<'_>) -> Result<Self, RunFilesError> {
         let path = folder.join(FILE);
         loop {
             if let Some(hold) = Self::try_take(&path)? {
@@ -238,12 +190,56 @@ fn read(path: &Path) -> Result<(String, Option<Holder>), RunFilesError> {
     }
 }
 
+/// Writes `bytes` beside `path`, syncs them, and renames them over it. After a crash at any point `path`
+/// has the old content or the new one.
+pub(super) fn replace_file(path: &Path, bytes: &[u8]) -> Result<(), RunFilesError> {
+    replace_prepared(path, bytes, |_| Ok(())).map(drop)
+}
+
+/// The same with a file that `prepare` has had before anybody else can see it. Returns the new file.
+fn replace_prepared(
+    path: &Path,
+    bytes: &[u8],
+    prepare: impl FnOnce(&File) -> io::Result<()>,
+) -> Result<File, RunFilesError> {
+    let mut name = path.file_name().unwrap_or_default().to_owned();
+    name.push(".tmp");
+    let temporary = path.with_file_name(name);
+    let written = write_and_rename(path, &temporary, bytes, prepare);
+    if written.is_err() {
+        // The error that counts is on its way; a left-over would only be overwritten next time.
+        let _ = fs::remove_file(&temporary);
+    }
+    written.map_err(|e| RunFilesError::io("write", path, &e))
+}
+
+fn write_and_rename(
+    path: &Path,
+    temporary: &Path,
+    bytes: &[u8],
+    prepare: impl FnOnce(&File) -> io::Result<()>,
+) -> io::Result<File> {
+    // Left by a crash, and perhaps still held open by a process that is dying.
+    let _ = fs::remove_file(temporary);
+    let mut file = File::create(temporary)?;
+    prepare(&file)?;
+    file.write_all(bytes)?;
+    file.sync_all()?;
+    fs::rename(temporary, path)?;
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .unwrap_or(Path::new("."));
+    File::open(folder)?.sync_all()?;
+    Ok(file)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn at_once(succeeds: Option<&str>) -> Candidate<'_> {
-        Candidate {
+    fn at_once(succeeds: Option<&str>) -> Claim<'_> {
+        Claim {
             succeeds,
             deadline: Instant::now(),
         }
@@ -281,7 +277,7 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let mut hold = Hold::take(folder.path(), at_once(None)).unwrap();
         std::thread::scope(|scope| {
-            let patient = Candidate {
+            let patient = Claim {
                 succeeds: None,
                 deadline: Instant::now() + Duration::from_mins(1),
             };

@@ -5,8 +5,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::hold::{Candidate, Hold, Holder};
-use super::{RunFilesError, Summary, TimelineFiles};
+use super::hold::{Claim, Hold};
+use super::{Holder, RunFilesError, Summary, TimelineFiles};
 use crate::checkpoint;
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;
@@ -227,7 +227,7 @@ impl RunDir {
             self.require_checkpoint(request)?;
         }
         fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
-        let candidate = Candidate {
+        let candidate = Claim {
             succeeds: request.token.filter(|_| request.restarted && request.is_unique),
             deadline: request.deadline.min(Instant::now() + HOLDER_PATIENCE),
         };

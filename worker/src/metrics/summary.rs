@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::RunFilesError;
-use super::replace::replace_file;
+use super::hold::replace_file;
 use crate::checkpoint::open_to_read;
 use crate::data::Entropies;
 

@@ -5,14 +5,14 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use super::RunFilesError;
-use super::replace::replace_file;
+use super::hold::replace_file;
 
 const FOLDER: &str = "timeline";
 const RANKS: &str = "ranks";
 const TRACE: &str = "timeline.json";
 const PICTURE: &str = "timeline.svg";
 
-/// See the module. A file is there as a whole or not at all.
+/// The folder `timeline` of a run. A file is there as a whole or not at all.
 #[derive(Clone, Debug)]
 pub struct TimelineFiles {
     folder: PathBuf,

@@ -6,13 +6,13 @@
 
 use std::sync::Arc;
 
-use super::dropout::Dropout;
-use super::embedding::Embedding;
-use super::head::Head;
+use super::sublayer::DropoutLayer;
 use super::sublayer::{Attention, Dense, FeedForward, Norm};
+use super::transformer::Embedding;
+use super::transformer::Head;
 use super::transformer::TransformerBlock;
-use super::{Block, GroupId, Init, Model, ModelError, ParamGroup, ParamId, ParamSpec};
-use crate::config;
+use super::{Block, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
+use crate::config::{self, Recompute};
 use crate::device::DType;
 use crate::ops::WeightLayout;
 
@@ -179,7 +179,7 @@ impl Parts {
     fn transformer_block(&mut self, sizes: &Sizes, layer: usize, attention: bool) -> TransformerBlock {
         let (name, c) = (format!("h.{layer}"), sizes.channels);
         let group = self.group(name.clone());
-        let dropout = Dropout {
+        let dropout = DropoutLayer {
             rate: sizes.dropout,
             layer: layer as u32,
         };
@@ -205,6 +205,101 @@ impl Parts {
         };
         TransformerBlock::new(name, attention, feed_forward)
     }
+}
+
+/// A model section that describes no network. Each variant names the key of `train.yaml` that is to blame.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ModelError {
+    /// A size is zero.
+    #[error("`model.{key}` is 0\n  hint: it must be at least 1")]
+    Zero {
+        /// Key within `model`.
+        key: &'static str,
+    },
+    /// A size is beyond what this build addresses.
+    #[error("`model.{key}` is {value}, more than {max}\n  hint: is there a digit too many?")]
+    TooLarge {
+        /// Key within `model`.
+        key: &'static str,
+        /// The value found.
+        value: usize,
+        /// The largest one taken.
+        max: usize,
+    },
+    /// The channels cannot be shared out evenly among the heads.
+    #[error(
+        "`model.n_embd` ({n_embd}) is not divisible by `model.n_head` ({n_head})\n  hint: \
+         use `n_embd: {suggestion}`, or another number of heads"
+    )]
+    HeadsDoNotDivide {
+        /// Channels.
+        n_embd: usize,
+        /// Heads.
+        n_head: usize,
+        /// The next larger number of channels that works.
+        suggestion: usize,
+    },
+    /// The tokenizer makes tokens that the model has no row for.
+    #[error(
+        "`model.vocab_size` ({vocab_size}) is smaller than the tokenizer's vocabulary ({tokenizer})\n  hint: \
+         leave `vocab_size` out to take the tokenizer's"
+    )]
+    VocabTooSmall {
+        /// The value found.
+        vocab_size: usize,
+        /// Tokens that the tokenizer makes.
+        tokenizer: usize,
+    },
+}
+
+impl ModelError {
+    /// The key within the `model` section that is to blame, to find its line.
+    #[must_use]
+    pub const fn key(&self) -> &'static str {
+        match self {
+            Self::Zero { key } | Self::TooLarge { key, .. } => key,
+            Self::HeadsDoNotDivide { .. } => "n_embd",
+            Self::VocabTooSmall { .. } => "vocab_size",
+        }
+    }
+}
+
+/// The same model, which keeps less for backward: memory of activations for arithmetic (Chen et al. 2016; Korthikanti et
+/// al. 2022).
+///
+/// A transformer block of C channels keeps 10·C numbers a position for its backward, and one a head. What is computed
+/// element by element (normalisations, the output of the GELU) is never kept.
+///
+/// | `train.recompute` | kept, numbers a position | computed again |
+/// |---|---|---|
+/// | `none` | 10·C + heads | nothing |
+/// | `selective` | 6·C + heads | the widened half of the feed-forward layer: a third of the block's products |
+/// | `full` | C, the block's input | all of the block but its last product, whose output is not read |
+///
+/// `selective` gives up the largest thing that a block keeps, for one product that needs nothing but the layer's
+/// input. Attention keeps what it has: per byte it is the more expensive part, since its core grows with the square of
+/// the positions. The last block is left alone by `full`: its backward comes next, so nothing would be freed.
+///
+/// The same operations run on the same numbers, and dropout makes its masks again from the samples' numbers, so losses
+/// and gradients have the same bits.
+#[must_use]
+pub fn recomputing(mut model: Model, what: Recompute) -> Model {
+    match what {
+        Recompute::None => {}
+        Recompute::Selective => {
+            for block in &mut model.blocks {
+                *block = block.selective().unwrap_or_else(|| block.clone());
+            }
+        }
+        Recompute::Full => {
+            let before_last = model.blocks.len().saturating_sub(1);
+            let keeps_input = |(index, keeps): (usize, &mut bool)| {
+                *keeps = index < before_last && !model.blocks[index].keeps_only_input();
+            };
+            model.keeps_input.iter_mut().enumerate().for_each(keeps_input);
+        }
+    }
+    model
 }
 
 #[cfg(test)]

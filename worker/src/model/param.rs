@@ -1,9 +1,17 @@
-//! Parameters as data.
+//! Parameters as data, and their first values: stateless, so a part of a parameter initialises alone, under any layout.
+//!
+//! Global element `e` of the parameter with key `k` under seed `s` is a pure function of `(s, k, e)`: word `e mod 4` of the
+//! Philox block with counter `(e div 4, stream of k)` and key `s`, made normal by Box–Muller. The stream is the first 8
+//! bytes, little-endian, of BLAKE3 of the key in "derive key" mode. The logarithm, sine and cosine are polynomials in plain
+//! f64 arithmetic, so the bits do not depend on a system's mathematical library.
 
+use std::f64::consts::FRAC_PI_2;
 use std::ops::Range;
 
 use super::{Cut, Region, Run};
 use crate::device::DType;
+use crate::ops::kernel::ln;
+use crate::ops::philox;
 
 /// Index of a parameter in its model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -103,4 +111,196 @@ pub struct ParamGroup {
     pub name: String,
     /// Members, in forward order.
     pub params: Vec<ParamId>,
+}
+
+/// Context of the hash: keeps these streams apart from all others that share the seed.
+const CONTEXT: &str = "ddp-worker first values of a parameter";
+
+/// The stream of a parameter, by its key.
+fn stream(key: &str) -> [u32; 2] {
+    let hash = blake3::derive_key(CONTEXT, key.as_bytes());
+    let word = |at: usize| u32::from_le_bytes([hash[at], hash[at + 1], hash[at + 2], hash[at + 3]]);
+    [word(0), word(4)]
+}
+
+/// Writes the first values of elements `range` of a whole parameter into `out`.
+///
+/// # Panics
+/// If the range is not within the parameter, or `out` has another length.
+pub fn fill_init(spec: &ParamSpec, seed: u64, range: Range<usize>, out: &mut [f32]) {
+    let elements = spec.global_shape.iter().product();
+    assert!(range.end <= elements, "{range:?} outside `{}`", spec.key);
+    assert_eq!(range.len(), out.len(), "elements of `{}`", spec.key);
+    match spec.init {
+        Init::Constant(value) => out.fill(value),
+        Init::Normal { std } => {
+            let key = [seed as u32, (seed >> 32) as u32];
+            let [low, high] = stream(&spec.key);
+            let mut element = range.start as u64;
+            let mut rest = out;
+            while !rest.is_empty() {
+                let block = element / 4;
+                let lane = (element % 4) as usize;
+                let take = rest.len().min(4 - lane);
+                let (now, later) = rest.split_at_mut(take);
+                let counter = [block as u32, (block >> 32) as u32, low, high];
+                let normals = normals(philox(counter, key));
+                for (out, normal) in now.iter_mut().zip(&normals[lane..]) {
+                    *out = (f64::from(std) * normal) as f32;
+                }
+                element += take as u64;
+                rest = later;
+            }
+        }
+    }
+}
+
+/// Four independent standard normal numbers from four random words.
+fn normals(words: [u32; 4]) -> [f64; 4] {
+    let [a, b] = box_muller(words[0], words[1]);
+    let [c, d] = box_muller(words[2], words[3]);
+    [a, b, c, d]
+}
+
+/// Box & Muller 1958, with the radius from `(0, 1]` and the angle from `[0, 2π)`.
+fn box_muller(radius: u32, angle: u32) -> [f64; 2] {
+    const UNIT: f64 = 1.0 / 4_294_967_296.0;
+    let radius = (-2.0 * ln((f64::from(radius) + 1.0) * UNIT)).sqrt();
+    let [sin, cos] = sin_cos_turn(angle);
+    [radius * cos, radius * sin]
+}
+
+/// Sine and cosine of `turn / 2³²` of a whole turn. The reduction to a quarter is exact, in integers.
+fn sin_cos_turn(turn: u32) -> [f64; 2] {
+    const QUARTER: f64 = 1_073_741_824.0;
+    // Nearest quarter, and what is left of it: within an eighth of a turn.
+    let quarter = turn.wrapping_add(1 << 29) >> 30;
+    let rest = turn.wrapping_sub(quarter << 30) as i32;
+    let x = f64::from(rest) / QUARTER * FRAC_PI_2;
+    let square = x * x;
+    // |x| ≤ π/4: the terms left out are below x¹⁷/17! and x¹⁶/16!, 10⁻¹⁵.
+    let mut sin = 1.0;
+    for k in (1..8).rev() {
+        sin = 1.0 - sin * square / f64::from(2 * k * (2 * k + 1));
+    }
+    let sin = x * sin;
+    let mut cos = 1.0;
+    for k in (1..8).rev() {
+        cos = 1.0 - cos * square / f64::from((2 * k - 1) * 2 * k);
+    }
+    match quarter & 3 {
+        0 => [sin, cos],
+        1 => [cos, -sin],
+        2 => [-sin, -cos],
+        _ => [-cos, sin],
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::device::DType;
+    use crate::model::{Cut, GroupId};
+
+    fn spec(len: usize, init: Init) -> ParamSpec {
+        ParamSpec {
+            key: "w".into(),
+            global_shape: vec![len],
+            cut: None,
+            dtype: DType::F32,
+            init,
+            decay: true,
+            group: GroupId(0),
+        }
+    }
+
+    #[test]
+    fn sine_and_cosine_agree_with_the_library() {
+        for i in 0..10_000_u32 {
+            let turn = i.wrapping_mul(429_497);
+            let angle = f64::from(turn) / 4_294_967_296.0 * std::f64::consts::TAU;
+            let [sin, cos] = sin_cos_turn(turn);
+            assert!(
+                (sin - angle.sin()).abs() < 2e-15 && (cos - angle.cos()).abs() < 2e-15,
+                "{angle}"
+            );
+        }
+    }
+
+    #[test]
+    fn a_shard_initialises_alone() {
+        let spec = spec(1000, Init::Normal { std: 0.02 });
+        let mut whole = vec![0.0; 1000];
+        fill_init(&spec, 42, 0..1000, &mut whole);
+        for range in [0..1, 1..4, 3..9, 5..6, 333..667, 998..1000] {
+            let mut part = vec![0.0; range.len()];
+            fill_init(&spec, 42, range.clone(), &mut part);
+            assert_eq!(part, whole[range.clone()], "{range:?}");
+        }
+    }
+
+    /// Other values would be another start of every run.
+    #[test]
+    fn the_stream_of_a_key_is_fixed() {
+        assert_eq!(stream("h.0.attn.c_attn.weight"), [0x005b_647f, 0x843b_0007]);
+    }
+
+    #[test]
+    fn a_cut_parameter_has_the_values_of_the_whole_one() {
+        let whole = ParamSpec {
+            global_shape: vec![5, 12],
+            ..spec(60, Init::Normal { std: 1.0 })
+        };
+        let mut expected = vec![0.0; 60];
+        fill_init(&whole, 42, 0..60, &mut expected);
+        let mut found = vec![0.0; 60];
+        for index in 0..2 {
+            let cut = Cut::new((&[5, 12], 1), &[4, 6, 2], (index, 2)).unwrap();
+            let part = ParamSpec {
+                cut: Some(cut),
+                ..whole.clone()
+            };
+            for run in part.runs(0..part.len()) {
+                let range = run.global..run.global + run.local.len();
+                fill_init(&part, 42, range.clone(), &mut found[range]);
+            }
+        }
+        assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn seeds_and_parameters_are_independent_streams() {
+        let draw = |key: &str, seed| {
+            let spec = ParamSpec {
+                key: key.into(),
+                ..spec(64, Init::Normal { std: 1.0 })
+            };
+            let mut out = vec![0.0; 64];
+            fill_init(&spec, seed, 0..64, &mut out);
+            out
+        };
+        assert_eq!(draw("h.0.w", 1), draw("h.0.w", 1));
+        assert_ne!(draw("h.0.w", 1), draw("h.1.w", 1));
+        assert_ne!(draw("h.0.w", 1), draw("h.0.w", 2));
+        assert_ne!(draw("h.0.w", 1), draw("h.0.w", 1 + (1 << 32)));
+    }
+
+    #[test]
+    fn normals_have_the_moments_of_a_normal() {
+        const N: usize = 1 << 18;
+        let mut x = vec![0.0; N];
+        fill_init(&spec(N, Init::Normal { std: 0.5 }), 7, 0..N, &mut x);
+        let moment = |k: i32| x.iter().map(|&x| (f64::from(x) / 0.5).powi(k)).sum::<f64>() / N as f64;
+        assert!(moment(1).abs() < 0.01, "mean {}", moment(1));
+        assert!((moment(2) - 1.0).abs() < 0.02, "variance {}", moment(2));
+        assert!(moment(3).abs() < 0.04, "skew {}", moment(3));
+        assert!((moment(4) - 3.0).abs() < 0.1, "kurtosis {}", moment(4));
+    }
+
+    #[test]
+    fn constants_fill() {
+        let mut x = vec![0.0; 5];
+        fill_init(&spec(9, Init::Constant(1.0)), 7, 2..7, &mut x);
+        assert_eq!(x, [1.0; 5]);
+    }
 }

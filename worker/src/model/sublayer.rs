@@ -1,15 +1,15 @@
-//! What blocks are made of: layers that know their parameters' ids and enqueue their operations.
+//! What blocks are made of: layers that know their parameters' ids and enqueue their operations; and dropout at the places
+//! of GPT-2: the embedding, the probabilities of attention, and what each layer adds to the residual stream.
 //!
 //! Backward works in the reverse of the order in which parameters are listed, since that is the order of gradient
 //! memory: within a layer the bias, then the weight.
 
-use super::dropout::{Dropout, Site};
 use super::{Activation, Context, GradSink, ParamId, Params, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, ColumnSum, LayerNormBackward, LayerNormForward,
-    LinearDinp, LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape,
-    WeightLayout,
+    self, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, DropoutMask, LayerNormBackward,
+    LayerNormForward, LinearDinp, LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward,
+    LinearShape, WeightLayout,
 };
 
 /// A layer normalisation.
@@ -120,7 +120,7 @@ impl Dense {
         params: &dyn Params,
         inp: &Activation,
         residual: &Activation,
-        (dropout, site): (Dropout, Site),
+        (dropout, site): (DropoutLayer, Site),
     ) -> Result<Activation, DeviceError> {
         if dropout.mask(ctx, site).is_none() {
             return self.forward(ctx, params, inp, Some(residual));
@@ -187,7 +187,7 @@ impl Dense {
     }
 
     /// Gradient of the bias.
-    pub(super) fn dbias(
+    fn dbias(
         &self,
         ctx: &Context<'_>,
         dout: &Activation,
@@ -230,7 +230,7 @@ pub(super) struct Attention {
     pub(super) qkv: Dense,
     pub(super) projection: Dense,
     pub(super) heads: usize,
-    pub(super) dropout: Dropout,
+    pub(super) dropout: DropoutLayer,
 }
 
 impl Attention {
@@ -337,7 +337,7 @@ pub(super) struct FeedForward {
     pub(super) projection: Dense,
     /// Otherwise backward widens again.
     pub(super) keeps_wide: bool,
-    pub(super) dropout: Dropout,
+    pub(super) dropout: DropoutLayer,
 }
 
 impl FeedForward {
@@ -436,4 +436,70 @@ fn with_channels(like: &Activation, channels: usize) -> Vec<usize> {
         *last = channels;
     }
     shape
+}
+
+/// The dropout of a block. Without a rate, or where no backward follows, nothing is enqueued.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DropoutLayer {
+    /// Share of the numbers that are dropped, from 0 to below 1.
+    pub(super) rate: f32,
+    /// Number of the block; of the embedding 0.
+    pub(super) layer: u32,
+}
+
+/// Where in a layer. The numbers are part of the masks: a checkpoint's run goes on with the same ones.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Site {
+    Embedding = 0,
+    Attention = 1,
+    AttentionResidual = 2,
+    FeedForwardResidual = 3,
+}
+
+impl DropoutLayer {
+    /// What is dropped there; none: nothing.
+    fn mask(self, ctx: &Context<'_>, site: Site) -> Option<DropoutMask> {
+        let samples = ctx.samples.filter(|_| self.rate > 0.0)?;
+        let place = [self.layer, site as u32];
+        Some(DropoutMask::new(samples.seed, place, samples.first, self.rate))
+    }
+
+    /// `residual + mask · inp`, for `[B, T, C]`: an activation of its own; none if nothing is dropped.
+    pub(super) fn apply(
+        self,
+        ctx: &Context<'_>,
+        site: Site,
+        inp: &Activation,
+        residual: Option<&Activation>,
+    ) -> Result<Option<Activation>, DeviceError> {
+        let Some(mask) = self.mask(ctx, site) else {
+            return Ok(None);
+        };
+        let &[_, positions, channels] = inp.shape() else {
+            return Err(DeviceError::Shape {
+                op: "dropout",
+                what: format!("its input has shape {:?}, expected [B, T, C]", inp.shape()),
+            });
+        };
+        let out = ctx.lease("dropped", inp.shape())?;
+        ctx.enqueue(ops::Dropout {
+            inp: inp.buffer().clone(),
+            residual: residual.map(|residual| residual.buffer().clone()),
+            out: out.buffer().clone(),
+            mask,
+            positions,
+            channels,
+        });
+        Ok(Some(out))
+    }
+
+    /// The gradient of what [`DropoutLayer::apply`] was given.
+    pub(super) fn gradient(
+        self,
+        ctx: &Context<'_>,
+        site: Site,
+        dout: &Activation,
+    ) -> Result<Activation, DeviceError> {
+        Ok(self.apply(ctx, site, dout, None)?.unwrap_or_else(|| dout.clone()))
+    }
 }

@@ -4,9 +4,9 @@
 //! all heads. Forward keeps one number a query, the logarithm of its softmax's denominator, from which backward
 //! computes the probabilities again.
 
+use super::kernel::{Real, ln, max_of, sum_map2};
 use super::kernel::{by_dtype, kernel, with_scratch};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
-use super::real::{Real, ln, max_of, sum_map2};
 use super::stored::Stored;
 use super::{CpuKernel, DropoutMask, expect_len};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
@@ -34,11 +34,7 @@ impl AttentionShape {
     }
 
     /// Refuses sizes that do not fit each other; of each buffer, its channels.
-    pub(super) fn check(
-        &self,
-        op: &'static str,
-        buffers: &[(&str, &Buffer, usize)],
-    ) -> Result<(), DeviceError> {
+    fn check(&self, op: &'static str, buffers: &[(&str, &Buffer, usize)]) -> Result<(), DeviceError> {
         let sizes = [self.batch, self.positions, self.heads, self.channels];
         if sizes.contains(&0) || !self.channels.is_multiple_of(self.heads) {
             let what = format!("{self:?} is no attention");
@@ -110,6 +106,18 @@ impl CpuKernel for AttentionForward {
 }
 
 impl AttentionForward {
+    pub(super) fn check(&self) -> Result<(), DeviceError> {
+        let (channels, heads) = (self.shape.channels, self.shape.heads);
+        self.shape.check(
+            Self::NAME,
+            &[
+                ("qkv", &self.qkv, 3 * channels),
+                ("out", &self.out, channels),
+                ("lse", &self.lse, heads),
+            ],
+        )
+    }
+
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let shape = self.shape;
         let AttentionShape {
@@ -118,14 +126,7 @@ impl AttentionForward {
             channels,
             ..
         } = shape;
-        shape.check(
-            Self::NAME,
-            &[
-                ("qkv", &self.qkv, 3 * channels),
-                ("out", &self.out, channels),
-                ("lse", &self.lse, heads),
-            ],
-        )?;
+        self.check()?;
         let qkv = self.qkv.host::<S>()?;
         let (mut out, mut lse) = (self.out.host_mut::<S>()?, self.lse.host_mut::<S::Real>()?);
         let outs = out.chunks_mut(positions * channels).flat_map(|sample| {
@@ -213,7 +214,7 @@ kernel! {
             for score in row.iter_mut() {
                 *score = (*score - max).exp();
             }
-            let sum = super::real::sum_map(row, |e| e);
+            let sum = super::kernel::sum_map(row, |e| e);
             let share = T::ONE / sum;
             for e in row.iter_mut() {
                 *e *= share;
@@ -251,15 +252,9 @@ impl CpuKernel for AttentionBackward {
 }
 
 impl AttentionBackward {
-    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let shape = self.shape;
-        let AttentionShape {
-            positions,
-            heads,
-            channels,
-            ..
-        } = shape;
-        shape.check(
+    pub(super) fn check(&self) -> Result<(), DeviceError> {
+        let (channels, heads) = (self.shape.channels, self.shape.heads);
+        self.shape.check(
             Self::NAME,
             &[
                 ("qkv", &self.qkv, 3 * channels),
@@ -268,7 +263,18 @@ impl AttentionBackward {
                 ("dout", &self.dout, channels),
                 ("dqkv", &self.dqkv, 3 * channels),
             ],
-        )?;
+        )
+    }
+
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let shape = self.shape;
+        let AttentionShape {
+            positions,
+            heads,
+            channels,
+            ..
+        } = shape;
+        self.check()?;
         let (qkv, out, lse) = (
             self.qkv.host::<S>()?,
             self.out.host::<S>()?,

@@ -1,13 +1,15 @@
-//! Softmax and cross-entropy in one, and the gradient with them: the probabilities exist only as the gradient.
+//! Softmax and cross-entropy in one, and the gradient with them: the probabilities exist only as the gradient. The sum of
+//! the losses stays on the device until the host asks for the numbers of the step.
 //!
 //! The factor of a row's gradient is known before its loss, so that one operation makes both while the row is in the
 //! caches: memory is read and written once.
 
-use super::kernel::{by_dtype, kernel};
-use super::real::{Real, ln, max_of, sum_map};
+use super::cuda::plan::{Arg, Call, ELEMENT, Plan, Planned, count, element, expect_dtype};
+use super::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
 use super::stored::Stored;
-use super::{CpuKernel, expect_len};
-use crate::device::{Buffer, Cpu, DeviceError, Isa};
+use super::{CpuKernel, expect_len, expect_tokens};
+use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
+use crate::device::{Buffer, Cpu, DType, DeviceError, Element, Isa};
 
 /// Rows of one part of the work: few, because a row may have 50,000 exponentials.
 const ROWS: usize = 4;
@@ -36,10 +38,23 @@ impl CpuKernel for CrossEntropy {
 }
 
 impl CrossEntropy {
+    /// Size of the vocabulary.
+    fn vocabulary(&self) -> Result<usize, DeviceError> {
+        let rows = self.targets.len();
+        let vocab = self.logits.len() / rows.max(1);
+        expect_len(Self::NAME, "logits", self.logits.len(), rows * vocab)?;
+        expect_len(Self::NAME, "losses", self.losses.len(), rows)?;
+        if let Some(dlosses) = &self.dlosses {
+            expect_len(Self::NAME, "dlosses", dlosses.len(), rows)?;
+        }
+        Ok(vocab)
+    }
+
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let targets = self.targets.host::<i32>()?;
-        let vocab = vocabulary(Self::NAME, &self.logits, &targets)?;
-        expect_len(Self::NAME, "losses", self.losses.len(), targets.len())?;
+        let vocab = self.vocabulary()?;
+        expect_tokens(Self::NAME, "targets", &targets, i32::MIN, vocab)?;
+        let vocab = vocab.max(1);
         let mut losses = self.losses.host_mut::<S::Real>()?;
         let rows = targets.chunks(ROWS).zip(losses.chunks_mut(ROWS));
         let isa = cpu.isa();
@@ -55,7 +70,6 @@ impl CrossEntropy {
             });
             return Ok(());
         };
-        expect_len(Self::NAME, "dlosses", dlosses.len(), targets.len())?;
         let dlosses = dlosses.host::<S::Real>()?;
         let mut logits = self.logits.host_mut::<S>()?;
         let logits = logits.chunks_mut(ROWS * vocab).zip(dlosses.chunks(ROWS));
@@ -116,10 +130,123 @@ kernel! {
     }
 }
 
-/// Size of the vocabulary; refuses targets outside it.
-fn vocabulary(op: &'static str, logits: &Buffer, targets: &[i32]) -> Result<usize, DeviceError> {
-    let vocab = logits.len() / targets.len().max(1);
-    expect_len(op, "logits", logits.len(), targets.len() * vocab)?;
-    super::expect_tokens(op, "targets", targets, i32::MIN, vocab)?;
-    Ok(vocab.max(1))
+const WARP: u32 = 32;
+/// Threads of a block in which each warp has a row of its own.
+const WARPS_APART: u32 = 256;
+
+static SOURCE: KernelSource = KernelSource::with_headers(
+    "cross_entropy.cu",
+    include_str!("cuda/cross_entropy.cu"),
+    &[ELEMENT],
+);
+
+impl Planned for CrossEntropy {
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let rows = self.targets.len();
+        let vocab = self.vocabulary()?;
+        expect_dtype(DType::I32, &[&self.targets])?;
+        expect_dtype(DType::F32, &[&self.losses])?;
+        let logits = match &self.dlosses {
+            None => Arg::Read(self.logits.clone()),
+            Some(dlosses) => {
+                expect_dtype(DType::F32, &[dlosses])?;
+                Arg::Write(self.logits.clone())
+            }
+        };
+        // A row is a warp's or a block's.
+        let (threads, block) = match vocab * self.logits.dtype().bytes() {
+            0..=4096 => (WARP, WARPS_APART),
+            4097..=32_768 => (256, 256),
+            _ => (1024, 1024),
+        };
+        let blocks = rows.div_ceil((block / threads) as usize);
+        Ok(Plan::one(Call {
+            source: &SOURCE,
+            kernel: Self::NAME,
+            defines: defines(element(Self::NAME, &self.logits)?, threads),
+            grid: Grid::linear(count(Self::NAME, "blocks", blocks)?, block),
+            args: vec![
+                logits,
+                Arg::Read(self.targets.clone()),
+                Arg::Write(self.losses.clone()),
+                Arg::read_if(self.dlosses.as_ref()),
+                Arg::U32(count(Self::NAME, "rows", rows)?),
+                Arg::U32(count(Self::NAME, "logits a row", vocab)?),
+            ],
+        }))
+    }
+}
+
+fn defines(act: &'static str, threads: u32) -> Vec<Define> {
+    vec![
+        Define::word("ACT", act),
+        Define::number("ROW_THREADS", i64::from(threads)),
+    ]
+}
+
+pub(super) fn units() -> Vec<CompileUnit> {
+    let units =
+        ["f32", "bf16"].map(|act| [WARP, 256, 1024].map(|n| CompileUnit::new(&SOURCE, &defines(act, n))));
+    let mut units = units.concat();
+    units.push(CompileUnit::new(&LOSS_SUM_SOURCE, &[]));
+    units
+}
+
+/// `total += Σ losses[r]`, in f64; without `accumulate`, `total = Σ losses[r]`
+#[derive(Clone, Debug)]
+pub struct LossSum {
+    /// `[R]`, f32 or f64: losses of [`super::CrossEntropy`]
+    pub losses: Buffer,
+    /// `[1]`, f64
+    pub total: Buffer,
+    /// Add to what is there.
+    pub accumulate: bool,
+}
+
+impl CpuKernel for LossSum {
+    const NAME: &'static str = "loss_sum";
+
+    fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
+        match self.losses.dtype() {
+            DType::F64 => self.compute::<f64>(),
+            // Any other type is refused there.
+            _ => self.compute::<f32>(),
+        }
+    }
+}
+
+impl LossSum {
+    fn compute<T: Element + Into<f64>>(&self) -> Result<(), DeviceError> {
+        expect_len(Self::NAME, "total", self.total.len(), 1)?;
+        let sum: f64 = self.losses.host::<T>()?.iter().map(|&loss| loss.into()).sum();
+        let mut total = self.total.host_mut::<f64>()?;
+        total[0] = if self.accumulate { total[0] + sum } else { sum };
+        Ok(())
+    }
+}
+
+/// Threads of the one block.
+const LOSS_SUM_THREADS: u32 = 1024;
+
+static LOSS_SUM_SOURCE: KernelSource =
+    KernelSource::with_headers("loss_sum.cu", include_str!("cuda/loss_sum.cu"), &[ELEMENT]);
+
+impl Planned for LossSum {
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        expect_len(Self::NAME, "total", self.total.len(), 1)?;
+        expect_dtype(DType::F32, &[&self.losses])?;
+        expect_dtype(DType::F64, &[&self.total])?;
+        Ok(Plan::one(Call {
+            source: &LOSS_SUM_SOURCE,
+            kernel: Self::NAME,
+            defines: Vec::new(),
+            grid: Grid::linear(1, LOSS_SUM_THREADS),
+            args: vec![
+                Arg::Read(self.losses.clone()),
+                Arg::Write(self.total.clone()),
+                Arg::U32(count(Self::NAME, "losses", self.losses.len())?),
+                Arg::flag(self.accumulate),
+            ],
+        }))
+    }
 }

@@ -1,12 +1,15 @@
 //! Dropout (Srivastava et al. 2014). Masks are not stored: whether a number is dropped is a pure function of the run's seed,
-//! the place in the model, the sample's number in the run, the row and the column. Backward, recomputation and any layout
-//! of ranks compute the same mask.
+//! the place in the model, the sample's number in the run, the row and the column, by the counter-based generator Philox.
+//! Backward, recomputation and any layout of ranks compute the same mask.
 
-use super::kernel::by_dtype;
-use super::philox::philox;
-use super::real::Real;
+use super::cuda::plan::{
+    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, act_defines, act_units, count, element, elementwise_grid,
+    expect_dtype, width,
+};
+use super::kernel::{Real, by_dtype};
 use super::stored::Stored;
 use super::{CpuKernel, expect_len};
+use crate::device::cuda::{CompileUnit, Define, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Elements of one part of the work, about.
@@ -37,21 +40,21 @@ impl DropoutMask {
     }
 
     /// The key of the place, its first word in the lower half.
-    pub(super) fn key(&self) -> u64 {
+    fn key(&self) -> u64 {
         u64::from(self.key[1]) << 32 | u64::from(self.key[0])
     }
 
-    pub(super) fn first_sample(&self) -> u64 {
+    fn first_sample(&self) -> u64 {
         self.first_sample
     }
 
     /// Words below it drop their number.
-    pub(super) fn threshold(&self) -> u32 {
+    fn threshold(&self) -> u32 {
         (f64::from(self.rate) * 2.0_f64.powi(32)) as u32
     }
 
     /// Factor of the numbers that stay: 1/(1 − rate).
-    pub(super) fn scale(&self) -> f64 {
+    fn scale(&self) -> f64 {
         1.0 / (1.0 - f64::from(self.rate))
     }
 
@@ -118,7 +121,7 @@ impl CpuKernel for Dropout {
 
 impl Dropout {
     /// Refuses sizes that do not fit each other.
-    pub(super) fn check(&self) -> Result<(), DeviceError> {
+    fn check(&self) -> Result<(), DeviceError> {
         let len = self.out.len();
         if self.positions * self.channels == 0 || !len.is_multiple_of(self.positions * self.channels) {
             let what = format!(
@@ -177,6 +180,90 @@ impl Dropout {
             }
         }
     }
+}
+
+/// The file that kernels with masks include.
+pub(super) const DROPOUT: (&str, &str) = ("dropout.cuh", include_str!("cuda/dropout.cuh"));
+
+static SOURCE: KernelSource = KernelSource::with_headers(
+    "dropout.cu",
+    include_str!("cuda/dropout.cu"),
+    &[ELEMENT, ELEMENTWISE, DROPOUT],
+);
+
+/// The members of `Mask`, as the last parameters of a kernel.
+pub(super) fn mask_args(mask: Option<&DropoutMask>) -> Vec<Arg> {
+    mask.map_or_else(Vec::new, |mask| {
+        vec![
+            Arg::U64(mask.key()),
+            Arg::U64(mask.first_sample()),
+            Arg::U32(mask.threshold()),
+            Arg::F32(mask.scale() as f32),
+        ]
+    })
+}
+
+/// The definition of `DROPOUT`, only where there is a mask: without one a kernel is compiled as it always was.
+pub(super) fn mask_define(has_mask: bool) -> Option<Define> {
+    has_mask.then(|| Define::number("DROPOUT", 1))
+}
+
+impl Planned for Dropout {
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        self.check()?;
+        let mut buffers = vec![&self.inp, &self.out];
+        buffers.extend(&self.residual);
+        expect_dtype(self.out.dtype(), &buffers)?;
+        let (n, width) = (self.out.len(), width(self.channels, &buffers));
+        let mut args = vec![
+            Arg::Read(self.inp.clone()),
+            Arg::read_if(self.residual.as_ref()),
+            Arg::Write(self.out.clone()),
+            Arg::U32(count(Self::NAME, "positions", self.positions)?),
+            Arg::U32(count(Self::NAME, "channels", self.channels)?),
+        ];
+        args.extend(mask_args(Some(&self.mask)));
+        args.push(Arg::U64(n as u64));
+        Ok(Plan::one(Call {
+            source: &SOURCE,
+            kernel: Self::NAME,
+            defines: act_defines(element(Self::NAME, &self.out)?, width),
+            grid: elementwise_grid(n, width, 1),
+            args,
+        }))
+    }
+}
+
+pub(super) fn units() -> Vec<CompileUnit> {
+    act_units(&SOURCE)
+}
+
+const ROUNDS: usize = 10;
+const MULTIPLIERS: [u32; 2] = [0xD251_1F53, 0xCD9E_8D57];
+/// Key increments: the golden ratio and √3 − 1 (Weyl sequence).
+const WEYL: [u32; 2] = [0x9E37_79B9, 0xBB67_AE85];
+
+/// Four random words for a counter under a key.
+#[must_use]
+pub fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
+    for _ in 0..ROUNDS {
+        let [high0, low0] = wide_product(MULTIPLIERS[0], counter[0]);
+        let [high1, low1] = wide_product(MULTIPLIERS[1], counter[2]);
+        counter = [
+            high1 ^ counter[1] ^ key[0],
+            low1,
+            high0 ^ counter[3] ^ key[1],
+            low0,
+        ];
+        key = [key[0].wrapping_add(WEYL[0]), key[1].wrapping_add(WEYL[1])];
+    }
+    counter
+}
+
+/// Both halves of a product, the high one first.
+const fn wide_product(a: u32, b: u32) -> [u32; 2] {
+    let product = a as u64 * b as u64;
+    [(product >> 32) as u32, product as u32]
 }
 
 #[cfg(test)]
@@ -246,5 +333,24 @@ mod tests {
         let mut other_head = vec![1.0_f32; 50];
         mask.drop_keys(0, 2, 2, &mut other_head);
         assert_ne!(other_head, row(50));
+    }
+
+    /// The known answers published with Random123 (`kat_vectors`, `philox4x32 10`).
+    #[test]
+    fn known_answers() {
+        let ones = u32::MAX;
+        assert_eq!(
+            philox([0; 4], [0; 2]),
+            [0x6627_e8d5, 0xe169_c58d, 0xbc57_ac4c, 0x9b00_dbd8]
+        );
+        assert_eq!(
+            philox([ones; 4], [ones; 2]),
+            [0x408f_276d, 0x41c8_3b0e, 0xa20b_c7c6, 0x6d54_51fd]
+        );
+        let pi = [0x243f_6a88, 0x85a3_08d3, 0x1319_8a2e, 0x0370_7344];
+        assert_eq!(
+            philox(pi, [0xa409_3822, 0x299f_31d0]),
+            [0xd16c_fe09, 0x94fd_cceb, 0x5001_e420, 0x2412_6ea1]
+        );
     }
 }

@@ -1,16 +1,19 @@
 //! GELU in the tanh form of GPT-2 (Hendrycks & Gimpel 2016): `½x(1 + tanh u)` with `u = √(2/π)(x + 0.044715x³)`.
 //!
 //! As `½(1 + tanh u) = σ(2u)`, one exponential and one division do it.
-
 #![expect(
     clippy::inline_always,
     reason = "so that it is compiled for each instruction set"
 )]
 
-use super::kernel::{by_dtype, kernel};
-use super::real::Real;
+use super::cuda::plan::{
+    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, act_defines, act_units, element, elementwise_grid,
+    expect_dtype, width,
+};
+use super::kernel::{Real, by_dtype, kernel};
 use super::stored::Stored;
 use super::{CpuKernel, expect_len};
+use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Elements of one part of the work.
@@ -112,4 +115,49 @@ kernel! {
 fn gate<T: Real>(x: T) -> T {
     let w = x * (T::of(TWICE_ROOT) + T::of(TWICE_ROOT * CUBIC) * x * x);
     T::ONE / (T::ONE + (-w).exp())
+}
+
+static SOURCE: KernelSource =
+    KernelSource::with_headers("gelu.cu", include_str!("cuda/gelu.cu"), &[ELEMENT, ELEMENTWISE]);
+
+impl Planned for GeluForward {
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
+        let args = vec![Arg::Read(self.inp.clone()), Arg::Write(self.out.clone())];
+        plan(Self::NAME, [&self.inp, &self.out], args, 2)
+    }
+}
+
+impl Planned for GeluBackward {
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
+        let args = vec![
+            Arg::Write(self.inp_out.clone()),
+            Arg::Write(self.dout_dinp.clone()),
+        ];
+        plan(Self::NAME, [&self.inp_out, &self.dout_dinp], args, 1)
+    }
+}
+
+fn plan(
+    op: &'static str,
+    buffers: [&Buffer; 2],
+    mut args: Vec<Arg>,
+    unroll: usize,
+) -> Result<Plan, DeviceError> {
+    let act = element(op, buffers[0])?;
+    expect_dtype(buffers[0].dtype(), &buffers)?;
+    let (n, width) = (buffers[0].len(), width(0, &buffers));
+    args.push(Arg::U64(n as u64));
+    Ok(Plan::one(Call {
+        source: &SOURCE,
+        kernel: op,
+        defines: act_defines(act, width),
+        grid: elementwise_grid(n, width, unroll),
+        args,
+    }))
+}
+
+pub(super) fn units() -> Vec<CompileUnit> {
+    act_units(&SOURCE)
 }

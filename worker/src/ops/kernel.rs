@@ -1,6 +1,18 @@
-//! What kernels are made of: functions compiled for every instruction set, choice of type, scratch memory.
+//! What CPU kernels are written in: functions compiled for every instruction set, choice of type, scratch memory, and
+//! arithmetic in f32 or f64.
+//!
+//! Arithmetic is plain operations only. No fused multiply-add and no library functions: each operation rounds once, the same
+//! on every instruction set and system. Sums run in [`LANES`] lanes, combined pairwise, however wide the registers are.
+#![expect(
+    clippy::inline_always,
+    reason = "so that it is compiled for each instruction set"
+)]
 
 use std::cell::RefCell;
+use std::fmt::Debug;
+use std::ops::{Add, AddAssign, Div, Mul, MulAssign, Neg, Sub};
+
+use crate::device::Element;
 
 /// Defines a function that is compiled for each instruction set and takes the one to use as first argument.
 ///
@@ -10,7 +22,7 @@ macro_rules! kernel {
         $($arg:ident: $type:ty),* $(,)?
     ) -> $out:ty $body:block) => {
         $(#[$attribute])*
-        $vis fn $name<$life, $real: $crate::ops::real::Real>(
+        $vis fn $name<$life, $real: $crate::ops::kernel::Real>(
             isa: $crate::device::Isa,
             $($arg: $type),*
         ) -> $out {
@@ -19,7 +31,7 @@ macro_rules! kernel {
                 _life: std::marker::PhantomData<&$life $real>,
             }
 
-            impl<$life, $real: $crate::ops::real::Real> pulp::WithSimd for Call<$life, $real> {
+            impl<$life, $real: $crate::ops::kernel::Real> pulp::WithSimd for Call<$life, $real> {
                 type Output = $out;
 
                 #[inline(always)]
@@ -79,8 +91,6 @@ macro_rules! by_dtypes {
 }
 pub(crate) use by_dtypes;
 
-use super::real::Real;
-
 /// Doubles in a cache line.
 const LINE: usize = 8;
 
@@ -100,4 +110,266 @@ pub(crate) fn with_scratch<T: Real, R>(len: usize, work: impl FnOnce(&mut [T]) -
     let result = work(&mut bytemuck::cast_slice_mut(&mut memory[start..start + doubles])[..len]);
     SCRATCH.with_borrow_mut(|free| free.push(memory));
     result
+}
+
+/// Partial sums of a reduction: element `i` is added to lane `i mod LANES`.
+pub(crate) const LANES: usize = 32;
+
+/// A floating-point type that kernels compute in.
+pub(crate) trait Real:
+    Element
+    + PartialOrd
+    + Default
+    + Debug
+    + Add<Output = Self>
+    + Sub<Output = Self>
+    + Mul<Output = Self>
+    + Div<Output = Self>
+    + Neg<Output = Self>
+    + AddAssign
+    + MulAssign
+{
+    /// 0
+    const ZERO: Self;
+    /// 1
+    const ONE: Self;
+    /// The least number.
+    const LEAST: Self;
+    /// The nearest value.
+    fn of(x: f64) -> Self;
+    /// Exactly.
+    fn to_f64(self) -> f64;
+    /// Correctly rounded.
+    fn sqrt(self) -> Self;
+    /// eˣ within 2 units in the last place. It saturates: below −87 (f64: −708) near the least normal number,
+    /// above 88 (f64: 709) near the greatest power. NaN stays NaN.
+    fn exp(self) -> Self;
+}
+
+macro_rules! real {
+    ($t:ident, consts: $consts:path, bits: $mantissa:literal, $bias:literal, round: $round:literal,
+     range: $low:literal, $high:literal, ln2: $ln2_high:literal, $ln2_low:literal, series: $series:path) => {
+        impl Real for $t {
+            const ZERO: Self = 0.0;
+            const ONE: Self = 1.0;
+            const LEAST: Self = $t::MIN;
+
+            #[inline(always)]
+            fn of(x: f64) -> Self {
+                x as Self
+            }
+
+            #[inline(always)]
+            fn to_f64(self) -> f64 {
+                self as f64
+            }
+
+            #[inline(always)]
+            fn sqrt(self) -> Self {
+                $t::sqrt(self)
+            }
+
+            #[inline(always)]
+            fn exp(self) -> Self {
+                use $consts as consts;
+                // Comparisons that are false for NaN, so that NaN goes through.
+                let x = if self < $low { $low } else { self };
+                let x = if x > $high { $high } else { x };
+                // Adding this constant leaves the integer nearest to x/ln 2 in the lowest bits.
+                let shifted = x * consts::LOG2_E + $round;
+                let n = shifted - $round;
+                // ln 2 in two parts, the first with trailing zeros, so that `n · high` is exact.
+                let r = x - n * $ln2_high - n * $ln2_low;
+                let mut sum: Self = $series[0];
+                for &coefficient in &$series[1..] {
+                    sum = sum * r + coefficient;
+                }
+                sum * Self::from_bits(shifted.to_bits().wrapping_add($bias) << $mantissa)
+            }
+        }
+    };
+}
+
+real!(f32, consts: std::f32::consts, bits: 23, 127, round: 12_582_912.0,
+      range: -87.0, 88.0, ln2: 0.693_359_4, -2.121_944_4e-4, series: SERIES_F32);
+real!(f64, consts: std::f64::consts, bits: 52, 1023, round: 6_755_399_441_055_744.0,
+      range: -708.0, 709.0, ln2: 0.693_145_751_953_125, 1.428_606_820_309_417_2e-6, series: SERIES_F64);
+
+/// Taylor's series of eʳ, highest power first; |r| ≤ ln 2 / 2.
+const SERIES_F64: [f64; 14] = inverse_factorials();
+const SERIES_F32: [f32; 8] = {
+    let wide: [f64; 8] = inverse_factorials();
+    let mut narrow = [0.0; 8];
+    let mut i = 0;
+    while i < narrow.len() {
+        narrow[i] = wide[i] as f32;
+        i += 1;
+    }
+    narrow
+};
+
+/// 1/(N−1)!, …, 1/1!, 1/0!
+const fn inverse_factorials<const N: usize>() -> [f64; N] {
+    let mut out = [1.0; N];
+    let mut factorial = 1.0;
+    let mut i = N - 1;
+    while i > 0 {
+        factorial *= (N - i) as f64;
+        i -= 1;
+        out[i] = 1.0 / factorial;
+    }
+    out
+}
+
+/// Natural logarithm of a positive normal number, within 2 units in the last place:
+/// `x = 2ⁿ·m`, and `ln m = 2·artanh((m − 1)/(m + 1))`. NaN and infinity come out as NaN and a number.
+pub(crate) fn ln(x: f64) -> f64 {
+    const MANTISSA: u64 = (1 << 52) - 1;
+    if x.is_nan() {
+        return x;
+    }
+    let bits = x.to_bits();
+    let mut exponent = (bits >> 52) as i32 - 1023;
+    let mut mantissa = f64::from_bits((bits & MANTISSA) | (1023 << 52));
+    if mantissa > std::f64::consts::SQRT_2 {
+        mantissa *= 0.5;
+        exponent += 1;
+    }
+    let s = (mantissa - 1.0) / (mantissa + 1.0);
+    let square = s * s;
+    // |s| ≤ 0.1716: the terms left out are below 2·s²¹/21, 10⁻¹⁷.
+    let mut series = 0.0;
+    for k in (0..10).rev() {
+        series = series * square + 1.0 / f64::from(2 * k + 1);
+    }
+    f64::from(exponent) * std::f64::consts::LN_2 + 2.0 * s * series
+}
+
+/// Adds lanes pairwise: `i` and `i + N/2`, and so on. `N` is a power of two.
+#[inline(always)]
+pub(crate) fn sum_lanes<T: Real, const N: usize>(mut lanes: [T; N]) -> T {
+    let mut half = N / 2;
+    while half > 0 {
+        for i in 0..half {
+            lanes[i] += lanes[i + half];
+        }
+        half /= 2;
+    }
+    lanes[0]
+}
+
+/// `Σ f(x[i])` in lanes.
+#[inline(always)]
+pub(crate) fn sum_map<T: Real>(x: &[T], f: impl Fn(T) -> T) -> T {
+    let mut lanes = [T::ZERO; LANES];
+    let mut chunks = x.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for i in 0..LANES {
+            lanes[i] += f(chunk[i]);
+        }
+    }
+    for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
+        *lane += f(x);
+    }
+    sum_lanes(lanes)
+}
+
+/// `Σ f(x[i], y[i])` in lanes, over the shorter of the two.
+#[inline(always)]
+pub(crate) fn sum_map2<T: Real>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
+    let n = x.len().min(y.len());
+    let mut lanes = [T::ZERO; LANES];
+    let (mut xs, mut ys) = (x[..n].chunks_exact(LANES), y[..n].chunks_exact(LANES));
+    for (x, y) in (&mut xs).zip(&mut ys) {
+        for i in 0..LANES {
+            lanes[i] += f(x[i], y[i]);
+        }
+    }
+    for ((lane, &x), &y) in lanes.iter_mut().zip(xs.remainder()).zip(ys.remainder()) {
+        *lane += f(x, y);
+    }
+    sum_lanes(lanes)
+}
+
+/// `Σ f(x[i], y[i], z[i])` in lanes, over the shortest of the three.
+#[inline(always)]
+pub(crate) fn sum_map3<T: Real>(x: &[T], y: &[T], z: &[T], f: impl Fn(T, T, T) -> T) -> T {
+    let n = x.len().min(y.len()).min(z.len());
+    let mut lanes = [T::ZERO; LANES];
+    let (mut xs, mut ys) = (x[..n].chunks_exact(LANES), y[..n].chunks_exact(LANES));
+    let mut zs = z[..n].chunks_exact(LANES);
+    for ((x, y), z) in (&mut xs).zip(&mut ys).zip(&mut zs) {
+        for i in 0..LANES {
+            lanes[i] += f(x[i], y[i], z[i]);
+        }
+    }
+    let rest = xs.remainder().iter().zip(ys.remainder()).zip(zs.remainder());
+    for (lane, ((&x, &y), &z)) in lanes.iter_mut().zip(rest) {
+        *lane += f(x, y, z);
+    }
+    sum_lanes(lanes)
+}
+
+/// The largest element, NaN passed over. A maximum does not depend on its order.
+#[inline(always)]
+pub(crate) fn max_of<T: Real>(x: &[T]) -> T {
+    let greater = |a: T, b: T| if b > a { b } else { a };
+    let mut lanes = [T::LEAST; LANES];
+    let mut chunks = x.chunks_exact(LANES);
+    for chunk in &mut chunks {
+        for i in 0..LANES {
+            lanes[i] = greater(lanes[i], chunk[i]);
+        }
+    }
+    lanes
+        .iter()
+        .chain(chunks.remainder())
+        .fold(T::LEAST, |max, &x| greater(max, x))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn exp_agrees_with_the_library() {
+        for i in -8_000..8_800_i32 {
+            let x = f64::from(i) * 0.01;
+            let wide = (Real::exp(x) / x.exp() - 1.0).abs();
+            assert!(wide < 1e-15, "exp {x}: {wide:e}");
+            let x = x as f32;
+            let narrow = (f64::from(Real::exp(x)) / f64::from(x).exp() - 1.0).abs();
+            assert!(narrow < 2.5e-7, "exp {x}: {narrow:e}");
+        }
+        assert_eq!(Real::exp(0.0_f32), 1.0);
+        assert!(Real::exp(f32::NAN).is_nan() && Real::exp(f64::NAN).is_nan());
+        assert!(Real::exp(f32::NEG_INFINITY) < 1e-37 && Real::exp(f32::INFINITY) > 1e38);
+        assert!(Real::exp(-700.0_f64) > 0.0);
+    }
+
+    #[test]
+    fn ln_agrees_with_the_library() {
+        for i in 1..10_000_u32 {
+            for x in [f64::from(i) * 1e-4, f64::from(i) * 1e3] {
+                assert!((ln(x) - x.ln()).abs() <= 1e-15 * (1.0 + x.ln().abs()), "ln {x}");
+            }
+        }
+        assert_eq!(ln(1.0), 0.0);
+        assert!(ln(f64::NAN).is_nan());
+    }
+
+    #[test]
+    fn reductions_of_any_length() {
+        for n in [0, 1, 31, 32, 33, 100] {
+            let x: Vec<f64> = (0..n).map(f64::from).collect();
+            assert_eq!(sum_map(&x, |x| x), x.iter().sum::<f64>());
+            assert_eq!(
+                sum_map2(&x, &x, |x, y| x * y),
+                x.iter().map(|x| x * x).sum::<f64>()
+            );
+            if n > 0 {
+                assert_eq!(max_of(&x), f64::from(n - 1));
+            }
+        }
+    }
 }

@@ -1,14 +1,18 @@
 //! A linear layer. Its backward is two operations, so that the gradient of the input can go ahead of that of the
-//! weight; the gradient of the bias is [`super::ColumnSum`].
+//! weight; the gradient of the bias is [`super::ColumnSum`]. On a GPU the products are cuBLASLt's.
+//!
+//! The layer with the GELU behind it, and its way back, are one operation each: where it is asked for and cuBLASLt knows
+//! one, a single pass applies the GELU while the product is still in registers. Elsewhere they are the two operations, bit
+//! for bit.
 
 use std::ops::Range;
 
-use super::kernel::{by_dtype, by_dtypes, kernel};
+use super::kernel::{Real, by_dtype, by_dtypes, kernel};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
-use super::real::Real;
 use super::stored::Stored;
-use super::{CpuKernel, expect_len};
-use crate::device::{Buffer, Cpu, DeviceError, Isa};
+use super::{CpuKernel, GeluBackward, GeluForward, expect_len};
+use crate::device::cuda::{CudaKernel, DevicePtr, Epilogue, Launch, Operand, Product};
+use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// How a weight lies in memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -42,7 +46,7 @@ impl LinearShape {
     }
 
     /// Refuses buffers whose sizes do not fit.
-    pub(super) fn check(
+    fn check(
         &self,
         op: &'static str,
         input: (&str, &Buffer),
@@ -81,13 +85,7 @@ impl CpuKernel for LinearForward {
 }
 
 impl LinearForward {
-    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let LinearShape {
-            rows,
-            inputs,
-            outputs,
-            ..
-        } = self.shape;
+    fn check(&self) -> Result<(), DeviceError> {
         self.shape.check(
             Self::NAME,
             ("inp", &self.inp),
@@ -95,11 +93,22 @@ impl LinearForward {
             ("out", &self.out),
         )?;
         if let Some(bias) = &self.bias {
-            expect_len(Self::NAME, "bias", bias.len(), outputs)?;
+            expect_len(Self::NAME, "bias", bias.len(), self.shape.outputs)?;
         }
         if let Some(residual) = &self.residual {
-            expect_len(Self::NAME, "residual", residual.len(), rows * outputs)?;
+            expect_len(Self::NAME, "residual", residual.len(), self.out.len())?;
         }
+        Ok(())
+    }
+
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let LinearShape {
+            rows,
+            inputs,
+            outputs,
+            ..
+        } = self.shape;
+        self.check()?;
         let (inp, weight) = (self.inp.host::<S>()?, self.weight.host::<S>()?);
         let bias = self.bias.as_ref().map(Buffer::host::<S>).transpose()?;
         let residual = self.residual.as_ref().map(Buffer::host::<S>).transpose()?;
@@ -207,6 +216,15 @@ impl CpuKernel for LinearDinp {
 }
 
 impl LinearDinp {
+    fn check(&self) -> Result<(), DeviceError> {
+        self.shape.check(
+            Self::NAME,
+            ("dinp", &self.dinp),
+            ("weight", &self.weight),
+            ("dout", &self.dout),
+        )
+    }
+
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let LinearShape {
             rows,
@@ -214,12 +232,7 @@ impl LinearDinp {
             outputs,
             ..
         } = self.shape;
-        self.shape.check(
-            Self::NAME,
-            ("dinp", &self.dinp),
-            ("weight", &self.weight),
-            ("dout", &self.dout),
-        )?;
+        self.check()?;
         let (dout, weight) = (self.dout.host::<S>()?, self.weight.host::<S>()?);
         let mut dinp = self.dinp.host_mut::<S>()?;
         let dout = Matrix::dense(&dout, rows, outputs);
@@ -259,6 +272,15 @@ impl CpuKernel for LinearDweight {
 }
 
 impl LinearDweight {
+    fn check(&self) -> Result<(), DeviceError> {
+        self.shape.check(
+            Self::NAME,
+            ("inp", &self.inp),
+            ("dweight", &self.dweight),
+            ("dout", &self.dout),
+        )
+    }
+
     fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let LinearShape {
             rows,
@@ -266,12 +288,7 @@ impl LinearDweight {
             outputs,
             layout,
         } = self.shape;
-        self.shape.check(
-            Self::NAME,
-            ("inp", &self.inp),
-            ("dweight", &self.dweight),
-            ("dout", &self.dout),
-        )?;
+        self.check()?;
         let (inp, dout) = (self.inp.host::<S>()?, self.dout.host::<S>()?);
         let mut dweight = self.dweight.host_mut::<G>()?;
         let (inp, dout) = (
@@ -317,4 +334,269 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
         .next_multiple_of(STEP)
         .clamp(STEP, if S::IN_PLACE { WIDTH } else { WIDENED });
     out.tiles(height, width)
+}
+
+/// A matrix as it is stored.
+fn stored(cx: &Launch<'_>, buffer: &Buffer, dtype: DType, stride: usize) -> Result<Operand, DeviceError> {
+    Ok(Operand {
+        at: cx.ptr(buffer, dtype)?,
+        stride,
+        transposed: false,
+    })
+}
+
+/// The transpose of what is stored.
+fn transposed(operand: Operand) -> Operand {
+    Operand {
+        transposed: true,
+        ..operand
+    }
+}
+
+impl LinearForward {
+    /// The product that it is.
+    fn product(&self, cx: &Launch<'_>) -> Result<Product, DeviceError> {
+        let (shape, dtype) = (self.shape, self.out.dtype());
+        self.check()?;
+        let rhs = match shape.layout {
+            WeightLayout::InOut => stored(cx, &self.weight, dtype, shape.outputs)?,
+            WeightLayout::OutIn => transposed(stored(cx, &self.weight, dtype, shape.inputs)?),
+        };
+        let bias = self.bias.as_ref().map(|bias| cx.ptr(bias, dtype)).transpose()?;
+        let residual = self.residual.as_ref().map(|residual| cx.ptr(residual, dtype));
+        Ok(Product {
+            rows: shape.rows,
+            cols: shape.outputs,
+            inner: shape.inputs,
+            dtype,
+            lhs: stored(cx, &self.inp, dtype, shape.inputs)?,
+            rhs,
+            out_dtype: dtype,
+            out: cx.ptr(&self.out, dtype)?,
+            out_stride: shape.outputs,
+            addend: residual.transpose()?,
+            epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
+        })
+    }
+}
+
+impl CudaKernel for LinearForward {
+    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+        self.product(cx)?.launch(cx)
+    }
+}
+
+impl LinearDinp {
+    /// The product that it is.
+    fn product(&self, cx: &Launch<'_>) -> Result<Product, DeviceError> {
+        let (shape, dtype) = (self.shape, self.dinp.dtype());
+        self.check()?;
+        let rhs = match shape.layout {
+            WeightLayout::InOut => transposed(stored(cx, &self.weight, dtype, shape.outputs)?),
+            WeightLayout::OutIn => stored(cx, &self.weight, dtype, shape.inputs)?,
+        };
+        Ok(Product {
+            rows: shape.rows,
+            cols: shape.inputs,
+            inner: shape.outputs,
+            dtype,
+            lhs: stored(cx, &self.dout, dtype, shape.outputs)?,
+            rhs,
+            out_dtype: dtype,
+            out: cx.ptr(&self.dinp, dtype)?,
+            out_stride: shape.inputs,
+            addend: None,
+            epilogue: Epilogue::None,
+        })
+    }
+}
+
+impl CudaKernel for LinearDinp {
+    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+        self.product(cx)?.launch(cx)
+    }
+}
+
+impl CudaKernel for LinearDweight {
+    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+        let (shape, dtype, out_dtype) = (self.shape, self.inp.dtype(), self.dweight.dtype());
+        self.check()?;
+        if out_dtype != dtype && out_dtype != DType::F32 {
+            let what = format!("`dweight` holds {out_dtype}, expected {dtype} or f32");
+            return Err(DeviceError::Shape { op: Self::NAME, what });
+        }
+        let inp = stored(cx, &self.inp, dtype, shape.inputs)?;
+        let dout = stored(cx, &self.dout, dtype, shape.outputs)?;
+        let (rows, cols, lhs, rhs) = match shape.layout {
+            WeightLayout::InOut => (shape.inputs, shape.outputs, transposed(inp), dout),
+            WeightLayout::OutIn => (shape.outputs, shape.inputs, transposed(dout), inp),
+        };
+        let out = cx.ptr(&self.dweight, out_dtype)?;
+        let product = Product {
+            rows,
+            cols,
+            inner: shape.rows,
+            dtype,
+            lhs,
+            rhs,
+            out_dtype,
+            out,
+            out_stride: cols,
+            addend: self.accumulate.then_some(out),
+            epilogue: Epilogue::None,
+        };
+        product.launch(cx)
+    }
+}
+
+/// `wide = inp · weight + bias`, `out = gelu(wide)`
+#[derive(Clone, Debug)]
+pub struct LinearGeluForward {
+    /// `[R, I]`
+    pub inp: Buffer,
+    /// `[I, O]` or `[O, I]`
+    pub weight: Buffer,
+    /// `[O]`
+    pub bias: Buffer,
+    /// `[R, O]`: written, for backward.
+    pub wide: Buffer,
+    /// `[R, O]`
+    pub out: Buffer,
+    /// Sizes.
+    pub shape: LinearShape,
+}
+
+impl LinearGeluForward {
+    /// The two operations that it stands for, in order.
+    fn parts(&self) -> Result<(LinearForward, GeluForward), DeviceError> {
+        expect_len(Self::NAME, "out", self.out.len(), self.wide.len())?;
+        let linear = LinearForward {
+            inp: self.inp.clone(),
+            weight: self.weight.clone(),
+            bias: Some(self.bias.clone()),
+            residual: None,
+            out: self.wide.clone(),
+            shape: self.shape,
+        };
+        let gelu = GeluForward {
+            inp: self.wide.clone(),
+            out: self.out.clone(),
+        };
+        Ok((linear, gelu))
+    }
+}
+
+impl CpuKernel for LinearGeluForward {
+    const NAME: &'static str = "linear_gelu_forward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let (linear, gelu) = self.parts()?;
+        linear.run(cpu)?;
+        gelu.run(cpu)
+    }
+}
+
+/// `dwide = (dout · weightᵀ) ⊙ gelu′(wide)` through the layer behind the GELU, and `wide` becomes `gelu(wide)`, that
+/// layer's input, which need not be kept from forward to backward.
+#[derive(Clone, Debug)]
+pub struct LinearGeluBackward {
+    /// `[R, O]`
+    pub dout: Buffer,
+    /// `[I, O]` or `[O, I]`
+    pub weight: Buffer,
+    /// `[R, I]`: `wide`, becomes `gelu(wide)`
+    pub wide_active: Buffer,
+    /// `[R, I]`
+    pub dwide: Buffer,
+    /// Sizes of the layer behind the GELU.
+    pub shape: LinearShape,
+}
+
+impl LinearGeluBackward {
+    /// The two operations that it stands for, in order.
+    fn parts(&self) -> Result<(LinearDinp, GeluBackward), DeviceError> {
+        expect_len(Self::NAME, "wide", self.wide_active.len(), self.dwide.len())?;
+        let linear = LinearDinp {
+            dout: self.dout.clone(),
+            weight: self.weight.clone(),
+            dinp: self.dwide.clone(),
+            shape: self.shape,
+        };
+        let gelu = GeluBackward {
+            inp_out: self.wide_active.clone(),
+            dout_dinp: self.dwide.clone(),
+        };
+        Ok((linear, gelu))
+    }
+}
+
+impl CpuKernel for LinearGeluBackward {
+    const NAME: &'static str = "linear_gelu_backward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let (linear, gelu) = self.parts()?;
+        linear.run(cpu)?;
+        gelu.run(cpu)
+    }
+}
+
+/// Elements that the library wants a row of the GELU's input to be a multiple of.
+const ROW_STEP: usize = 8;
+
+/// Bytes that it wants the address of the GELU's input to be a multiple of.
+const ALIGNMENT: usize = 16;
+
+/// Whether the library is asked for one pass. It saves the GELU a pass over its input, but the product then has two
+/// outputs, and whether that is faster is to be measured: so it is the user's choice. Only on Hopper, and not in f32,
+/// where products are what costs.
+fn is_one_pass(cx: &Launch<'_>, dtype: DType, width: usize, wide: DevicePtr) -> bool {
+    cx.fused_gelu()
+        && cx.is_hopper()
+        && dtype == DType::Bf16
+        && width.is_multiple_of(ROW_STEP)
+        && wide.is_aligned(ALIGNMENT)
+}
+
+impl CudaKernel for LinearGeluForward {
+    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+        let (linear, gelu) = self.parts()?;
+        let dtype = self.out.dtype();
+        let aux = cx.ptr(&self.wide, dtype)?;
+        if is_one_pass(cx, dtype, self.shape.outputs, aux) {
+            let bias = cx.ptr(&self.bias, dtype)?;
+            let product = Product {
+                out: cx.ptr(&self.out, dtype)?,
+                epilogue: Epilogue::BiasGelu { bias, aux },
+                ..linear.product(cx)?
+            };
+            if product.try_launch(cx)? {
+                return Ok(());
+            }
+        }
+        linear.launch(cx)?;
+        gelu.launch(cx)
+    }
+}
+
+impl CudaKernel for LinearGeluBackward {
+    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+        let (linear, gelu) = self.parts()?;
+        let dtype = self.dwide.dtype();
+        let aux = cx.ptr(&self.wide_active, dtype)?;
+        if is_one_pass(cx, dtype, self.shape.inputs, aux) {
+            let product = Product {
+                epilogue: Epilogue::GeluBackward { aux },
+                ..linear.product(cx)?
+            };
+            if product.try_launch(cx)? {
+                let in_place = GeluForward {
+                    inp: self.wide_active.clone(),
+                    out: self.wide_active.clone(),
+                };
+                return in_place.launch(cx);
+            }
+        }
+        linear.launch(cx)?;
+        gelu.launch(cx)
+    }
 }

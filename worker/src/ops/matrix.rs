@@ -10,7 +10,7 @@
 use std::marker::PhantomData;
 use std::ops::Range;
 
-use super::real::Real;
+use super::kernel::Real;
 
 /// A matrix for reading.
 #[derive(Clone, Copy)]

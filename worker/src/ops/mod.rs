@@ -1,27 +1,24 @@
-//! Operations: one file each, forward beside backward, every argument with its shape.
+//! Operations: one file each, forward beside backward, CPU kernel beside CUDA launch, every argument with its shape.
 //!
 //! An operation is data ([`Op`]): the buffers it reads and writes and its sizes. A device runs it, at once (CPU),
 //! later (a stream), or elsewhere (a kernel of the same name). Kernels on the CPU follow three rules:
 //! - the result does not depend on the number of threads: work is cut by the problem's size alone;
-//! - element-wise kernels use the same sequence of operations on every instruction set, so they agree bit by bit.
-//!
+//! - element-wise kernels use the same sequence of operations on every instruction set, so they agree bit by bit;
 //! - every sum has an order that is written down.
 //!
 //! | file | operations |
 //! |---|---|
-//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias |
-//! | `linear_gelu` | [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
+//! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
 //! | `layernorm`, `gelu`, `attention` | forward and backward |
-//! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too |
+//! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`LossSum`] |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
-//! | `dropout`, `philox` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
-//! | `loss_sum` | [`LossSum`] |
+//! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
 //! | `norm` | [`SquaredNorm`], [`ClipScale`] |
-//! | `cast`, `fill` | [`Cast`], [`Fill`], [`Scale`] |
-//! | `kernel`, `real`, `matrix`, `stored` | what CPU kernels are written in; bf16 storage |
-//! | [`cuda`] | the same operations on NVIDIA GPUs |
+//! | `elementwise` | [`Cast`], [`Fill`], [`Scale`] |
+//! | `kernel`, `matrix`, `stored` | what CPU kernels are written in; bf16 storage |
+//! | [`cuda`] | CUDA C, and what an operation asks of a GPU as data |
 //!
 //! Types: activations and parameters have one type A (f32, bf16, or f64 in gradient checks). Gradients of parameters
 //! have G, which is A or f32. Statistics (`losses`, `lse`, `dlosses`, norm, scale) are f32, or f64 where A is f64;
@@ -31,44 +28,38 @@
 
 mod attention;
 mod batch_norm;
-mod cast;
 mod column_sum;
 mod cross_entropy;
 pub mod cuda;
 mod dropout;
+mod elementwise;
 mod encoder;
-mod fill;
 mod gelu;
-mod kernel;
+pub(crate) mod kernel;
 mod layernorm;
 mod linear;
-mod linear_gelu;
-mod loss_sum;
 mod matrix;
 mod norm;
-mod philox;
-pub(crate) mod real;
 mod stored;
 mod update;
 
 pub use attention::{AttentionBackward, AttentionForward, AttentionShape};
 pub use batch_norm::{BatchNormBackward, BatchNormBackwardSums, BatchNormForward, BatchNormSums};
-pub use cast::Cast;
-pub(crate) use cast::cast_bytes;
 pub use column_sum::ColumnSum;
-pub use cross_entropy::CrossEntropy;
-pub use dropout::{Dropout, DropoutMask};
+pub use cross_entropy::{CrossEntropy, LossSum};
+pub use dropout::{Dropout, DropoutMask, philox};
+pub(crate) use elementwise::cast_bytes;
+pub use elementwise::{Cast, Fill, Scale};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward};
-pub use fill::{Fill, Scale};
 pub use gelu::{GeluBackward, GeluForward};
 pub(crate) use kernel::kernel;
 pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
 pub use layernorm::{LayerNormBackward, LayerNormForward};
-pub use linear::{LinearDinp, LinearDweight, LinearForward, LinearShape, WeightLayout};
-pub use linear_gelu::{LinearGeluBackward, LinearGeluForward};
-pub use loss_sum::LossSum;
+pub use linear::{
+    LinearDinp, LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape,
+    WeightLayout,
+};
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
-pub use philox::philox;
 pub(crate) use update::{HostUpdate, bias_correction};
 pub use update::{
     MAX_CONSTANTS, MAX_RATES, MAX_SLOTS, Rates, Runs, UPDATE_NUMBERS, Update, UpdateNumbers, UpdatePart,

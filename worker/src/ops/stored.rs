@@ -10,10 +10,10 @@
 
 use half::bf16;
 
+use super::kernel::Real;
 use super::kernel::with_scratch;
 use super::matrix::{Matrix, MatrixMut};
-use super::real::Real;
-use crate::device::{Element, Isa, bf16 as convert};
+use crate::device::{Element, Isa, dtype as convert};
 
 /// A type of the elements of buffers.
 pub(crate) trait Stored: Element {

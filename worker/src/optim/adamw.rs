@@ -1,11 +1,12 @@
 //! AdamW (Loshchilov & Hutter 2019, algorithm 2): `m = β₁m + (1−β₁)g; v = β₂v + (1−β₂)g²; p −= lr·(m̂/(√v̂ + ε) + λp)`.
 
 use crate::device::Isa;
-use crate::device::cuda::Source;
+use crate::device::cuda::KernelSource;
 use crate::ops::cuda::UPDATE_HEADERS;
 use crate::ops::{UpdateNumbers, UpdatePart, UpdateRule, bias_correction, kernel};
 
-static SOURCE: Source = Source::with_headers("adamw.cu", include_str!("adamw.cu"), UPDATE_HEADERS);
+static SOURCE: KernelSource =
+    KernelSource::with_headers("adamw.cu", include_str!("adamw.cu"), UPDATE_HEADERS);
 
 /// The rule.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -25,7 +26,7 @@ impl UpdateRule for AdamW {
         &["exp_avg", "exp_avg_sq"]
     }
 
-    fn source(&self) -> &'static Source {
+    fn source(&self) -> &'static KernelSource {
         &SOURCE
     }
 

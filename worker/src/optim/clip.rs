@@ -94,7 +94,7 @@ impl Clip {
     }
 
     /// Puts this rank's squares of `grads` on the stream, and tells the other ranks where they own the rest: the
-    /// operation that the stream must wait for before [`Clip::conclude`]. Every rank must call it.
+    /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
     pub fn measure(&self, stream: Stream, grads: &Portion) -> Option<Work> {
         let own = self.sums.own();
@@ -117,7 +117,7 @@ impl Clip {
 
     /// Puts norm and factor of what was measured on the stream. `witnesses` are other numbers, `[n]`, f64, that must be
     /// finite.
-    pub fn conclude(&self, stream: Stream, witnesses: Option<Buffer>) {
+    pub fn finish(&self, stream: Stream, witnesses: Option<Buffer>) {
         let (partials, order) = match &self.sums {
             Sums::Own(partials) => (partials, None),
             Sums::Gathered { sums, order, .. } => (sums, Some(order.clone())),
@@ -215,7 +215,7 @@ mod tests {
             };
             let clip = Clip::new(&comm, (&device, stream), &sharding, &train).unwrap();
             assert!(clip.measure(stream, &grads).is_none());
-            clip.conclude(stream, None);
+            clip.finish(stream, None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);
             assert_eq!(clip.scale().host::<f32>().unwrap()[0], scale);
         }

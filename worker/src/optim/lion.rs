@@ -1,11 +1,11 @@
 //! Lion (Chen et al. 2023, algorithm 2): `c = β₁m + (1−β₁)g; p −= lr·(sign(c) + λp); m = β₂m + (1−β₂)g`.
 
 use crate::device::Isa;
-use crate::device::cuda::Source;
+use crate::device::cuda::KernelSource;
 use crate::ops::cuda::UPDATE_HEADERS;
 use crate::ops::{UpdateNumbers, UpdatePart, UpdateRule, kernel};
 
-static SOURCE: Source = Source::with_headers("lion.cu", include_str!("lion.cu"), UPDATE_HEADERS);
+static SOURCE: KernelSource = KernelSource::with_headers("lion.cu", include_str!("lion.cu"), UPDATE_HEADERS);
 
 /// The rule.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -23,7 +23,7 @@ impl UpdateRule for Lion {
         &["exp_avg"]
     }
 
-    fn source(&self) -> &'static Source {
+    fn source(&self) -> &'static KernelSource {
         &SOURCE
     }
 

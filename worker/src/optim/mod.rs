@@ -6,35 +6,31 @@
 //! | [`AdamW`], [`Lion`], [`Sgd`] | rules: the formula of one element, its state slots, its kernels |
 //! | `muon` | the update of whole matrices; AdamW updates the rest |
 //! | [`ParamGroups`] | learning rate and weight decay by parameter |
-//! | [`StateHome`] | where state and masters are: on the device, on the host beside it, in a file |
+//! | [`StateMemory`] | where state and masters are: on the device, on the host beside it, in a file |
 //! | [`Clip`] | the global norm and the factor that bounds it, both computed on the device |
 //! | [`learning_rate`] | warm-up and decay as a pure function of the step |
 
 mod adamw;
 mod clip;
-mod groups;
-mod host_state;
 mod lion;
 mod muon;
 mod optimizer;
-mod schedule;
+mod rates;
 mod sgd;
-mod state_home;
+mod state_memory;
 
 use std::sync::Arc;
 
 pub use adamw::AdamW;
 pub use clip::Clip;
-pub use groups::{GroupRates, ParamGroups};
-pub use host_state::HostState;
 pub use lion::Lion;
 pub use optimizer::{Optimizer, UpdateStep};
-pub use schedule::{batch_factor, learning_rate};
+pub use rates::{GroupRates, ParamGroups, batch_factor, learning_rate};
 pub use sgd::Sgd;
-pub use state_home::{PIECE, StateBytes, StateHome, evict};
+pub use state_memory::{HostState, PIECE, StateBytes, StateMemory, evict};
 
 use crate::config::{OptimizerConfig, OptimizerKind};
-use crate::device::cuda::Unit;
+use crate::device::cuda::CompileUnit;
 use crate::ops::UpdateRule;
 use crate::ops::cuda::units_of;
 
@@ -78,6 +74,6 @@ pub fn rules() -> Vec<Arc<dyn UpdateRule>> {
 
 /// All that the rules' CUDA kernels are compiled as.
 #[must_use]
-pub fn units() -> Vec<Unit> {
+pub fn units() -> Vec<CompileUnit> {
     rules().iter().flat_map(|rule| units_of(rule.as_ref())).collect()
 }

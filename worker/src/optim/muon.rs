@@ -15,7 +15,7 @@ use std::sync::Arc;
 use super::ParamGroups;
 use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::OptimizerConfig;
-use crate::device::cuda::Source;
+use crate::device::cuda::KernelSource;
 use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Isa, Stream};
 use crate::model::{ParamId, ParamSpec};
 use crate::ops::cuda::UPDATE_HEADERS;
@@ -25,7 +25,7 @@ use crate::ops::{
 };
 use crate::parallel::{OwnPiece, Portion, ReduceError, Sharding};
 
-static SOURCE: Source = Source::with_headers("muon.cu", include_str!("muon.cu"), UPDATE_HEADERS);
+static SOURCE: KernelSource = KernelSource::with_headers("muon.cu", include_str!("muon.cu"), UPDATE_HEADERS);
 
 /// Of the quintic polynomial `aX + (bA + cA²)X` with `A = XXᵀ`.
 const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
@@ -68,10 +68,10 @@ struct Gathering {
     name: String,
     /// Elements, padding included.
     len: usize,
-    matrices: Vec<Matrix>,
+    matrices: Vec<GatheredMatrix>,
 }
 
-struct Matrix {
+struct GatheredMatrix {
     rows: usize,
     cols: usize,
     /// Its elements in what is gathered.
@@ -172,7 +172,7 @@ impl Muon {
     }
 
     /// Of what this rank owns of the matrix that is orthogonal now.
-    fn update(&self, matrix: &Matrix, step: &MuonStep<'_>) -> Update {
+    fn update(&self, matrix: &GatheredMatrix, step: &MuonStep<'_>) -> Update {
         let OwnPiece { elements, place, .. } = &matrix.own;
         let gain = ADAMW_RMS * (matrix.rows.max(matrix.cols) as f64).sqrt();
         Update {
@@ -201,7 +201,7 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
                 continue;
             };
             let spec = &params[id.0];
-            matrices.push(Matrix {
+            matrices.push(GatheredMatrix {
                 rows: spec.global_shape[0],
                 cols: spec.global_shape[1],
                 home: sharding.home(*id).1,
@@ -220,13 +220,13 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
 }
 
 impl Gathering {
-    fn of_one(matrix: Matrix) -> Self {
+    fn of_one(matrix: GatheredMatrix) -> Self {
         let len = matrix.home.len();
         let home = 0..len;
         Self {
             name: String::new(),
             len,
-            matrices: vec![Matrix { home, ..matrix }],
+            matrices: vec![GatheredMatrix { home, ..matrix }],
         }
     }
 }
@@ -410,7 +410,7 @@ impl UpdateRule for Momentum {
         &["exp_avg"]
     }
 
-    fn source(&self) -> &'static Source {
+    fn source(&self) -> &'static KernelSource {
         &SOURCE
     }
 
@@ -434,7 +434,7 @@ impl UpdateRule for Blend {
         &[]
     }
 
-    fn source(&self) -> &'static Source {
+    fn source(&self) -> &'static KernelSource {
         &SOURCE
     }
 
@@ -456,7 +456,7 @@ impl UpdateRule for Descend {
         &[]
     }
 
-    fn source(&self) -> &'static Source {
+    fn source(&self) -> &'static KernelSource {
         &SOURCE
     }
 
@@ -513,7 +513,7 @@ mod tests {
     use crate::config::OptimizerKind;
     use crate::device::CpuDevice;
     use crate::model::{GroupId, Init};
-    use crate::optim::{Optimizer, StateHome, UpdateStep};
+    use crate::optim::{Optimizer, StateMemory, UpdateStep};
     use crate::parallel::{GradSpec, GradientLayout, LayoutConfig};
     use crate::session::Cancel;
 
@@ -607,7 +607,7 @@ mod tests {
         let order: Vec<ParamId> = (0..params.len()).map(ParamId).collect();
         let layout = GradientLayout::new(specs.collect(), &order, &LayoutConfig::new(1)).unwrap();
         let sharding = Sharding::replicated(&layout);
-        let home = StateHome::on_device(device.clone());
+        let home = StateMemory::on_device(device.clone());
         let optimizer = Optimizer::new(home, (&solo(), &sharding), params, config).unwrap();
         let alloc = |name: &str, len| device.alloc(&ArenaSpec::private(name, DType::F32, len)).unwrap();
         let [weights, grads] = ["parameters", "gradients"].map(|name| alloc(name, layout.len()));

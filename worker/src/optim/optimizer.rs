@@ -3,10 +3,10 @@
 
 use std::sync::Arc;
 
-use super::groups::{GroupRates, ParamGroups};
 use super::muon::{Muon, MuonStep, is_hidden_matrix};
+use super::rates::{GroupRates, ParamGroups};
 use super::rule;
-use super::state_home::{StateBytes, StateHome};
+use super::state_memory::{StateBytes, StateMemory};
 use crate::collective::{Communicator, Work};
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Stream};
@@ -16,7 +16,7 @@ use crate::parallel::{OwnPiece, Place, Portion, ReduceError, Sharding};
 
 /// State slots of a rule, the masters if parameters have any, and what is updated how.
 pub struct Optimizer {
-    home: Arc<StateHome>,
+    home: Arc<StateMemory>,
     rule: Arc<dyn UpdateRule>,
     /// In the order of [`UpdateRule::slots`].
     slots: Vec<Portion>,
@@ -53,7 +53,7 @@ impl Optimizer {
     /// Of these parameters of a model, with state of zeros. `comm` are the ranks that own the other parts. Every rank must
     /// call it.
     pub fn new(
-        home: StateHome,
+        home: StateMemory,
         (comm, sharding): (&Communicator, &Sharding),
         params: &[ParamSpec],
         config: &OptimizerConfig,
@@ -154,7 +154,7 @@ impl Optimizer {
 
     /// Reads and writes masters, state and parameters.
     #[must_use]
-    pub const fn home(&self) -> &Arc<StateHome> {
+    pub const fn home(&self) -> &Arc<StateMemory> {
         &self.home
     }
 
@@ -178,7 +178,7 @@ impl Optimizer {
 }
 
 /// Zeros of f32 for what this rank owns.
-fn shard(home: &StateHome, sharding: &Sharding, name: &str) -> Result<Portion, DeviceError> {
+fn shard(home: &StateMemory, sharding: &Sharding, name: &str) -> Result<Portion, DeviceError> {
     Ok(Portion::Shard(home.alloc(&ArenaSpec::private(
         name,
         DType::F32,
@@ -291,7 +291,7 @@ mod tests {
             std::time::Duration::from_secs(10),
             &Cancel::default(),
         );
-        let home = StateHome::on_device(device.clone());
+        let home = StateMemory::on_device(device.clone());
         let optimizer = Optimizer::new(home, (&comm, &sharding), &params, &config).unwrap();
         let arena = |name: &str, value: f32| {
             let spec = ArenaSpec::private(name, DType::F32, layout.len());

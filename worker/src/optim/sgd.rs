@@ -3,11 +3,11 @@
 //! state.
 
 use crate::device::Isa;
-use crate::device::cuda::Source;
+use crate::device::cuda::KernelSource;
 use crate::ops::cuda::UPDATE_HEADERS;
 use crate::ops::{UpdateNumbers, UpdatePart, UpdateRule, kernel};
 
-static SOURCE: Source = Source::with_headers("sgd.cu", include_str!("sgd.cu"), UPDATE_HEADERS);
+static SOURCE: KernelSource = KernelSource::with_headers("sgd.cu", include_str!("sgd.cu"), UPDATE_HEADERS);
 
 /// The rule.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -31,7 +31,7 @@ impl UpdateRule for Sgd {
         }
     }
 
-    fn source(&self) -> &'static Source {
+    fn source(&self) -> &'static KernelSource {
         &SOURCE
     }
 

@@ -16,24 +16,8 @@
 //! Pure functions of sizes. Padding and buffers come on top, and follow from the layout: [`crate::train::Outlook`]
 //! adds them up for a configuration, and [`crate::train::Forecast`] compares the strategies. What a run really holds and moves is measured and recorded in `metrics.jsonl`.
 
-mod accelerator;
-mod all_reduce;
-mod cluster;
-mod exchange;
-mod footprint;
-mod global_batch;
-mod setting;
-mod step_bound;
-mod traffic;
-mod work;
+mod cost;
+mod hardware;
 
-pub use accelerator::Accelerator;
-pub use all_reduce::AllReduce;
-pub use cluster::Cluster;
-pub use exchange::{Among, Exchange};
-pub use footprint::Footprint;
-pub use global_batch::GlobalBatch;
-pub use setting::Setting;
-pub use step_bound::StepBound;
-pub use traffic::Traffic;
-pub use work::Work;
+pub use cost::{Among, Exchange, Footprint, GlobalBatch, Setting, Traffic, Work};
+pub use hardware::{Accelerator, AllReduce, Cluster, StepBound};

@@ -1,13 +1,18 @@
-//! Which tensor is which parameter, and how much of it.
+//! How published weights fit a model: which tensor is which parameter and how much of it, what `config.json` says, and all
+//! that does not fit as one error.
 
 use std::collections::BTreeMap;
+use std::fmt::Display;
+use std::path::Path;
 
 use safetensors::tensor::Dtype;
+use serde_json::{Map, Value};
 
-use super::files::StoredTensor;
-use super::misfit::Misfit;
-use crate::config::Model;
+use super::PretrainedError;
+use super::files::{StoredTensor, read_json};
+use crate::config::{Model, ModelKind};
 use crate::model::ParamSpec;
+use crate::ops::LAYERNORM_EPSILON;
 
 /// What some tools put in front of every name.
 const PREFIX: &str = "transformer.";
@@ -20,7 +25,7 @@ const POSITIONS: &str = "wpe.weight";
 
 /// Where the first elements of a parameter come from. The rest of it, if there is one, keeps its random first values.
 #[derive(Clone, Debug)]
-pub(super) struct Source {
+pub(super) struct ParamSource {
     /// As in the file, prefix included.
     pub(super) name: String,
     pub(super) dtype: Dtype,
@@ -33,7 +38,7 @@ pub(super) struct Source {
 
 /// Whether the first axis of a parameter must be as long as the tensor's.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Rows {
+enum RowsRule {
     Equal,
     /// The table of a vocabulary may be padded here.
     AtLeast,
@@ -41,7 +46,7 @@ enum Rows {
     AtMost,
 }
 
-impl Rows {
+impl RowsRule {
     fn of(parameter: &str) -> Self {
         match parameter {
             TOKENS | HEAD => Self::AtLeast,
@@ -112,7 +117,7 @@ pub(super) fn sources(
     named: &BTreeMap<&str, &StoredTensor>,
     params: &[ParamSpec],
     misfit: &mut Misfit,
-) -> Vec<Source> {
+) -> Vec<ParamSource> {
     let mut sources = Vec::with_capacity(params.len());
     for spec in params {
         match named.get(spec.key.as_str()) {
@@ -128,8 +133,8 @@ pub(super) fn sources(
     sources
 }
 
-fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Option<Source> {
-    let (name, rows) = (&spec.key, Rows::of(&spec.key));
+fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Option<ParamSource> {
+    let (name, rows) = (&spec.key, RowsRule::of(&spec.key));
     let fits = match (spec.global_shape.as_slice(), tensor.shape.as_slice()) {
         ([here, others @ ..], [there, others_there @ ..]) => {
             others == others_there && rows.fit(*here, *there)
@@ -141,7 +146,7 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
             "`{name}` is {:?} there and {:?} here",
             tensor.shape, spec.global_shape
         ));
-        if rows == Rows::AtLeast && tensor.shape.first() > spec.global_shape.first() {
+        if rows == RowsRule::AtLeast && tensor.shape.first() > spec.global_shape.first() {
             misfit.write("vocab_size", tensor.shape[0]);
         }
         return None;
@@ -154,7 +159,7 @@ fn source(spec: &ParamSpec, tensor: &StoredTensor, misfit: &mut Misfit) -> Optio
         );
         return None;
     }
-    Some(Source {
+    Some(ParamSource {
         name: tensor.name.clone(),
         dtype: tensor.dtype,
         file: tensor.file,
@@ -174,18 +179,163 @@ pub(super) fn remainder(named: &BTreeMap<&str, &StoredTensor>, params: &[ParamSp
             *spec.global_shape.first()?,
             *named.get(spec.key.as_str())?.shape.first()?,
         );
-        match Rows::of(&spec.key) {
-            Rows::AtLeast if here > there => {
+        match RowsRule::of(&spec.key) {
+            RowsRule::AtLeast if here > there => {
                 let name = &spec.key;
                 Some(format!(
                     "the last {} of {here} rows of `{name}` are random",
                     here - there
                 ))
             }
-            Rows::AtMost if here < there => Some(format!("the first {here} of its {there} positions")),
+            RowsRule::AtMost if here < there => Some(format!("the first {here} of its {there} positions")),
             _ => None,
         }
     });
     let words: Vec<String> = words.collect();
     (!words.is_empty()).then(|| words.join("; "))
+}
+
+/// Differences that are named one by one: a wrong number of channels makes every tensor one.
+const MOST_NAMED: usize = 3;
+
+/// What was found so far.
+#[derive(Default)]
+pub(super) struct Misfit {
+    differences: Vec<String>,
+    /// Lines of YAML.
+    changes: Vec<String>,
+    /// What to do about a difference that no line of the configuration can mend.
+    instead: Option<&'static str>,
+}
+
+impl Misfit {
+    /// One more difference.
+    pub(super) fn differs(&mut self, what: String) {
+        self.differences.push(what);
+    }
+
+    /// One that makes it another architecture.
+    pub(super) fn is_foreign(&mut self, what: String) {
+        self.differs_for_good(
+            what,
+            "they are weights of another architecture than this build trains",
+        );
+    }
+
+    /// One that no line of the configuration can mend, and what can.
+    fn differs_for_good(&mut self, what: String, instead: &'static str) {
+        self.instead.get_or_insert(instead);
+        self.differs(what);
+    }
+
+    /// What would fit.
+    pub(super) fn write(&mut self, key: &str, value: impl Display) {
+        let line = format!("`{key}: {value}`");
+        if !self.changes.contains(&line) {
+            self.changes.push(line);
+        }
+    }
+
+    /// The error, if there is a difference.
+    pub(super) fn into_result(self, path: &Path) -> Result<(), PretrainedError> {
+        if self.differences.is_empty() {
+            return Ok(());
+        }
+        let more = self.differences.len().saturating_sub(MOST_NAMED);
+        let mut words: Vec<String> = self.differences.into_iter().take(MOST_NAMED).collect();
+        if more > 0 {
+            words.push(format!("and {more} more"));
+        }
+        let hint = match self.instead {
+            Some(instead) => instead.to_owned(),
+            None if self.changes.is_empty() => {
+                "the sizes agree: are the weights complete, and of this kind of model?".to_owned()
+            }
+            None => format!("write {} in section `model`", self.changes.join(", ")),
+        };
+        Err(PretrainedError::Misfit {
+            path: path.to_owned(),
+            differences: words.join("; "),
+            hint,
+        })
+    }
+}
+
+/// Names of the function between the two layers of a feed-forward layer, all of which mean `ops::gelu`'s.
+const ACTIVATIONS: &[&str] = &["gelu_new", "gelu_pytorch_tanh"];
+
+/// The keys of `config.json`. What it leaves out is as published.
+pub(super) struct Settings(Map<String, Value>);
+
+impl Settings {
+    pub(super) fn read(path: &Path) -> Result<Self, PretrainedError> {
+        let keys = serde_json::from_slice(&read_json(path)?);
+        keys.map(Self)
+            .map_err(|e| PretrainedError::json(path, e.to_string()))
+    }
+
+    /// The head is the table of the tokens, whatever else the file may hold.
+    pub(super) fn is_tied(&self) -> bool {
+        self.0.get("tie_word_embeddings") != Some(&Value::Bool(false))
+    }
+
+    /// Compares all that changes what the same numbers compute.
+    pub(super) fn compare(&self, model: &Model, misfit: &mut Misfit) {
+        self.compare_kind(model.kind, misfit);
+        let heads = (model.kind == ModelKind::Gpt2).then_some(("n_head", model.n_head));
+        let sizes = [("n_layer", model.n_layer), ("n_embd", model.n_embd)];
+        for (key, here) in sizes.into_iter().chain(heads) {
+            if let Some(there) = self.0.get(key).and_then(Value::as_u64)
+                && there != here as u64
+            {
+                misfit.differs(format!("`{key}` is {there} there and {here} here"));
+                misfit.write(key, there);
+            }
+        }
+        if let Some(activation) = self.0.get("activation_function").and_then(Value::as_str)
+            && !ACTIVATIONS.contains(&activation)
+        {
+            misfit.is_foreign(format!(
+                "`activation_function` is `{activation}` there and `gelu_new` here"
+            ));
+        }
+        if let Some(epsilon) = self.0.get("layer_norm_epsilon").and_then(Value::as_f64)
+            && epsilon != LAYERNORM_EPSILON
+        {
+            misfit.is_foreign(format!(
+                "`layer_norm_epsilon` is {epsilon:e} there and {LAYERNORM_EPSILON:e} here"
+            ));
+        }
+        for (key, here) in [
+            ("scale_attn_weights", true),
+            ("scale_attn_by_inverse_layer_idx", false),
+        ] {
+            if self.0.get(key) == Some(&Value::Bool(!here)) {
+                misfit.is_foreign(format!("`{key}` is {} there and {here} here", !here));
+            }
+        }
+    }
+
+    fn compare_kind(&self, here: ModelKind, misfit: &mut Misfit) {
+        let name = |kind| match kind {
+            ModelKind::Gpt2 => "gpt2",
+            ModelKind::Mlp => "mlp",
+        };
+        let Some(there) = self.0.get("model_type").and_then(Value::as_str) else {
+            return;
+        };
+        if there == name(here) {
+            return;
+        }
+        let words = format!("`model_type` is `{there}` there and `{}` here", name(here));
+        if [ModelKind::Gpt2, ModelKind::Mlp]
+            .into_iter()
+            .any(|kind| name(kind) == there)
+        {
+            misfit.write("kind", there);
+            misfit.differs(words);
+        } else {
+            misfit.is_foreign(words);
+        }
+    }
 }

@@ -4,9 +4,7 @@
 //! |---|---|
 //! | `weights.rs` | [`PretrainedWeights`]: any range of any parameter, as f32 |
 //! | `files.rs` | which files there are, and which tensors they say that they hold |
-//! | `settings.rs` | `config.json`: what no shape tells |
-//! | `fit.rs` | which tensor is which parameter, and how much of it |
-//! | `misfit.rs` | all that does not fit, as one error |
+//! | `fit.rs` | which tensor is which parameter, what `config.json` says, and all that does not fit as one error |
 //! | `error.rs` | [`PretrainedError`] |
 //!
 //! Names are those of GPT-2's published checkpoints, with or without `transformer.` in front. Headers are read when the
@@ -15,8 +13,6 @@
 mod error;
 mod files;
 mod fit;
-mod misfit;
-mod settings;
 #[cfg(test)]
 mod tests;
 mod weights;

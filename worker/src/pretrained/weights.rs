@@ -10,9 +10,9 @@ use safetensors::tensor::Dtype;
 
 use super::PretrainedError;
 use super::files::{StoredTensor, WeightFile, WeightFiles};
-use super::fit::{self, Source};
-use super::misfit::Misfit;
-use super::settings::Settings;
+use super::fit::Misfit;
+use super::fit::Settings;
+use super::fit::{self, ParamSource};
 use crate::config;
 use crate::model::{ParamId, ParamSpec};
 
@@ -26,7 +26,7 @@ pub struct PretrainedWeights {
     path: PathBuf,
     files: Vec<WeightFile>,
     /// By parameter.
-    sources: Vec<Source>,
+    sources: Vec<ParamSource>,
     /// See [`fit::remainder`].
     remainder: Option<String>,
 }
@@ -64,7 +64,7 @@ impl PretrainedWeights {
         fit::compare_sizes(&named, model, &mut misfit);
         let sources = fit::sources(&named, params, &mut misfit);
         let remainder = fit::remainder(&named, params);
-        misfit.settle(path)?;
+        misfit.into_result(path)?;
         Ok(Self {
             path: path.to_owned(),
             files,

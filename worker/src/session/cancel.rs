@@ -1,9 +1,13 @@
-//! The word that the generation is over, for everyone who waits.
+//! Words for everyone who waits or trains: the generation is over ([`Cancel`]), stop at the next step boundary
+//! ([`StopRequest`]); and what this process waits for, which the agent is told in heartbeats and when it asks why the rank
+//! does not go on.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::time::Duration;
 
-use super::waits::{Waiting, Waits, Wanted};
+use ddp_proto::control::PeerWait;
+use ddp_proto::words::numbered;
 
 /// Set once, with the cause in words. Clones are the same token.
 #[derive(Clone, Default)]
@@ -67,5 +71,134 @@ impl Cancel {
             wake();
         }
         wakers.push(Box::new(wake));
+    }
+}
+
+/// Something that may wait for other ranks.
+pub trait Waiting: Send + Sync {
+    /// What it waits for now; none if it does not wait. Must not block: a rank that hangs is asked.
+    fn waiting(&self) -> Option<Wanted>;
+}
+
+/// One wait.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Wanted {
+    /// In words: ``all-reduce #12 of `world` (bucket 3, 4096 bytes)``.
+    pub what: String,
+    /// How long already.
+    pub waited: Duration,
+    /// Global ranks that have not come, as far as they are known.
+    pub ranks: Vec<usize>,
+}
+
+/// All who may wait. They come for good: those that are gone are forgotten when the next one comes.
+#[derive(Default)]
+pub(super) struct Waits(Mutex<Vec<Weak<dyn Waiting>>>);
+
+impl Waits {
+    fn add(&self, waiting: Weak<dyn Waiting>) {
+        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|other| other.strong_count() > 0);
+        all.push(waiting);
+    }
+
+    /// Those who wait, the longest wait first.
+    fn list(&self) -> Vec<Wanted> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let mut waits: Vec<Wanted> = all
+            .iter()
+            .filter_map(|waiting| waiting.upgrade()?.waiting())
+            .collect();
+        waits.sort_by_key(|wanted| std::cmp::Reverse(wanted.waited));
+        waits
+    }
+}
+
+impl Wanted {
+    /// As the agent is told.
+    pub(super) fn to_wire(&self) -> PeerWait {
+        PeerWait {
+            operation: self.what.clone(),
+            waited_ms: self.waited.as_millis() as u64,
+            peers: match self.ranks.as_slice() {
+                [] => String::new(),
+                ranks => numbered("rank", ranks),
+            },
+        }
+    }
+}
+
+/// In words, a line each; empty if nothing waits.
+pub(super) fn in_words(waits: &[Wanted]) -> String {
+    let line = |wanted: &Wanted| format!("{}\n", wanted.to_wire());
+    waits.iter().map(line).collect()
+}
+
+/// Asked for once, with the cause in words. Clones are the same request.
+#[derive(Clone, Debug, Default)]
+pub struct StopRequest(Arc<OnceLock<String>>);
+
+impl StopRequest {
+    /// Asks for a stop; the first cause stays.
+    pub fn ask(&self, cause: impl Into<String>) {
+        let _ = self.0.set(cause.into());
+    }
+
+    /// The cause, once it was asked for.
+    #[must_use]
+    pub fn cause(&self) -> Option<&str> {
+        self.0.get().map(String::as_str)
+    }
+}
+
+#[cfg(test)]
+pub(super) mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    struct Fixed(Option<Wanted>);
+
+    impl Waiting for Fixed {
+        fn waiting(&self) -> Option<Wanted> {
+            self.0.clone()
+        }
+    }
+
+    /// Says for ever that it waits for rank 3, for 5 seconds already.
+    pub(in crate::session) fn waits_for_rank_3() -> Arc<dyn Waiting> {
+        Arc::new(Fixed(Some(wanted("barrier #2 of `world`", 5, &[3]))))
+    }
+
+    fn wanted(what: &str, seconds: u64, ranks: &[usize]) -> Wanted {
+        Wanted {
+            what: what.into(),
+            waited: Duration::from_secs(seconds),
+            ranks: ranks.to_vec(),
+        }
+    }
+
+    #[test]
+    fn the_longest_wait_comes_first_and_those_that_are_gone_say_nothing() {
+        let waits = Waits::default();
+        let kept = [
+            Some(wanted("barrier #3 of `data`", 2, &[1, 5])),
+            None,
+            Some(wanted("all-reduce #7 of `world`", 9, &[5])),
+        ]
+        .map(|wanted| Arc::new(Fixed(wanted)));
+        for waiting in &kept {
+            let weak = Arc::downgrade(waiting);
+            waits.add(weak);
+        }
+        let gone = Arc::new(Fixed(Some(wanted("gone", 99, &[]))));
+        let weak = Arc::downgrade(&gone);
+        waits.add(weak);
+        drop(gone);
+        assert_eq!(
+            in_words(&waits.list()),
+            "all-reduce #7 of `world` has waited 9.0 s for rank 5\n\
+             barrier #3 of `data` has waited 2.0 s for ranks 1, 5\n"
+        );
     }
 }

@@ -1,7 +1,7 @@
-//! The control socket to the agent: connecting, and the two threads that read and write it.
+//! The control socket to the agent: connecting, its lines of bounded length, and the two threads that read and write it.
 
 use std::collections::BTreeMap;
-use std::io::{self, Write as _};
+use std::io::{self, Read, Write as _};
 use std::net::Shutdown;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{KvRefusal, PROTOCOL, Phase, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, PROTOCOL, Phase, ToAgent, ToWorker};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::Generation;
 use nix::sys::socket::{
@@ -18,12 +18,10 @@ use nix::sys::socket::{
 };
 use nix::sys::time::{TimeVal, TimeValLike as _};
 
-use super::calls::Calls;
-use super::line::LineReader;
 use super::outbox::Outbox;
-use super::remote::GRACE;
-use super::{Cancel, SessionError, StopRequest};
-use super::{stacks, waits};
+use super::store::Calls;
+use super::store::GRACE;
+use super::{Cancel, SessionError, StopRequest, cancel, stacks};
 
 /// How long [`Link::shutdown`] waits for queued lines and for each thread.
 const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(1);
@@ -263,7 +261,7 @@ impl Shared {
 
 /// What this process waits for and where its threads are.
 fn state(cancel: &Cancel) -> ToAgent {
-    let mut text = waits::in_words(&cancel.waits());
+    let mut text = cancel::in_words(&cancel.waits());
     text.push_str(&stacks::capture());
     let end = (0..=text.len().min(MAX_ANSWER_BYTES))
         .rev()
@@ -357,4 +355,72 @@ fn open(address: &str, timeout: Duration) -> Result<UnixStream, SessionError> {
         });
     }
     Ok(UnixStream::from(fd))
+}
+
+const CHUNK_BYTES: usize = 16 << 10;
+
+/// Splits what the agent says into lines.
+struct LineReader {
+    stream: UnixStream,
+    /// Bytes that were read and not yet handed out.
+    buffer: Vec<u8>,
+    /// No newline in `buffer[..searched]`.
+    searched: usize,
+}
+
+impl LineReader {
+    pub(super) fn new(stream: UnixStream) -> Self {
+        Self {
+            stream,
+            buffer: Vec::new(),
+            searched: 0,
+        }
+    }
+
+    /// The next line without its newline; `None` at the end. Waits for ever without a deadline: then only
+    /// a shutdown of the socket, by either side, ends the wait.
+    pub(super) fn next(&mut self, deadline: Option<Instant>) -> io::Result<Option<Vec<u8>>> {
+        loop {
+            if let Some(at) = self.buffer[self.searched..].iter().position(|&b| b == b'\n') {
+                let end = self.searched + at;
+                let rest = self.buffer.split_off(end + 1);
+                let mut line = std::mem::replace(&mut self.buffer, rest);
+                line.truncate(end);
+                self.searched = 0;
+                return Ok(Some(line));
+            }
+            self.searched = self.buffer.len();
+            if self.buffer.len() >= MAX_LINE_BYTES {
+                return Err(io::Error::new(
+                    io::ErrorKind::InvalidData,
+                    format!("a line is longer than {MAX_LINE_BYTES} bytes"),
+                ));
+            }
+            if !self.fill(deadline)? {
+                return Ok(None);
+            }
+        }
+    }
+
+    /// Reads once. False at the end of the stream; a line that was cut off there is no line.
+    fn fill(&mut self, deadline: Option<Instant>) -> io::Result<bool> {
+        let mut chunk = [0; CHUNK_BYTES];
+        loop {
+            let left = match deadline.map(|d| d.saturating_duration_since(Instant::now())) {
+                Some(Duration::ZERO) => return Err(io::ErrorKind::TimedOut.into()),
+                left => left,
+            };
+            self.stream.set_read_timeout(left)?;
+            match self.stream.read(&mut chunk) {
+                Ok(0) => return Ok(false),
+                Ok(n) => {
+                    self.buffer.extend_from_slice(&chunk[..n]);
+                    return Ok(true);
+                }
+                // A timeout of the socket shows as `WouldBlock`; the loop's own clock decides.
+                Err(e) if matches!(e.kind(), io::ErrorKind::Interrupted | io::ErrorKind::WouldBlock) => {}
+                Err(e) => return Err(e),
+            }
+        }
+    }
 }

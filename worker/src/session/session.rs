@@ -8,7 +8,7 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::utc;
 
 use super::link::{Link, Times};
-use super::remote::RemoteStore;
+use super::store::RemoteStore;
 use super::{Cancel, KeyValue, MemoryStore, SessionError, StopRequest};
 
 /// How long [`Session::fail`] waits until the words are written.

@@ -11,8 +11,8 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank};
 
 use self::agent::{FakeAgent, times};
+use super::cancel::tests::waits_for_rank_3;
 use super::link::Times;
-use super::waits::tests::waits_for_rank_3;
 use super::{Cancel, Session, SessionError, StoreError};
 
 /// Far longer than anything here takes, so that only a real hang meets it.

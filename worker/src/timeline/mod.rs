@@ -2,22 +2,16 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `span.rs` | [`Span`]: one thing that ran, on a lane |
+//! | `span.rs` | [`Span`]: one thing that ran, on a lane; how clocks of several processes are brought together |
 //! | `timeline.rs` | [`Timeline`]: takes spans while it is open |
-//! | `arrivals.rs` | who waited for whom |
-//! | `clock.rs` | how clocks of several processes are brought together |
+//! | `overlap.rs` | [`Overlap`]: how much of the communication nobody waited for; who waited for whom |
 //! | `trace_file.rs` | [`TraceFile`]: spans in the Trace Event Format, which <https://ui.perfetto.dev> shows |
-//! | `intervals.rs` | times as sets |
-//! | `overlap.rs` | [`Overlap`]: how much of the communication nobody waited for |
 //! | `picture.rs` | [`picture`]: one step of some ranks as an SVG |
 //!
 //! A communicator has a timeline, closed until somebody opens it; so has, through it, whatever waits for the
 //! communicator or computes beside it. A closed one costs a load and a branch. On a device that runs asynchronously spans
 //! are points in its streams, whose times are asked for when the timeline is closed: the host waits for nothing.
 
-mod arrivals;
-mod clock;
-mod intervals;
 mod overlap;
 mod picture;
 mod span;
@@ -28,9 +22,8 @@ mod span;
 mod timeline;
 mod trace_file;
 
-pub use clock::ClockReading;
 pub use overlap::Overlap;
 pub use picture::picture;
-pub use span::{Collective, Kind, Lane, Span};
+pub use span::{About, ClockReading, Collective, Kind, Lane, Span};
 pub use timeline::{Mark, Recording, Timeline};
-pub use trace_file::{About, TraceFile, TraceFileError};
+pub use trace_file::{TraceFile, TraceFileError};

@@ -1,18 +1,18 @@
-//! How much of the communication nobody waited for.
+//! How much of the communication nobody waited for, and who waited for whom: a collective operation moves nothing until its
+//! last rank has come. Both are computed on times as sets of intervals.
 
 use std::collections::BTreeMap;
 
-use super::intervals::Intervals;
-use super::{Kind, Lane, Span};
+use super::{About, Kind, Lane, Span};
 
 /// Of one rank. Times in microseconds.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Overlap {
     /// For which gradients or parameters were under way, on any lane, and all ranks were there.
     pub moving_us: f64,
-    /// The part of it for which the computing stream stood still.
+    /// The part of it for which the computing stream waited.
     pub exposed_us: f64,
-    /// For which the computing stream stood still because a rank was late.
+    /// For which the computing stream waited because a rank was late.
     pub late_us: f64,
 }
 
@@ -73,14 +73,171 @@ pub(super) fn moving(spans: &[Span]) -> Intervals {
 }
 
 /// When there were such spans.
-pub(super) fn of_kind(spans: &[Span], wanted: impl Fn(&Span) -> bool) -> Intervals {
+fn of_kind(spans: &[Span], wanted: impl Fn(&Span) -> bool) -> Intervals {
     let wanted = spans.iter().filter(|span| wanted(span));
     Intervals::union(wanted.map(|span| [span.start_us, span.end_us]))
+}
+
+/// Ascending intervals that do not overlap.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub(super) struct Intervals(Vec<[f64; 2]>);
+
+impl Intervals {
+    /// Whenever one of these is; empty ones are never.
+    pub(super) fn union(intervals: impl IntoIterator<Item = [f64; 2]>) -> Self {
+        let mut intervals: Vec<[f64; 2]> = intervals.into_iter().filter(|[start, end]| start < end).collect();
+        intervals.sort_by(|a, b| a[0].total_cmp(&b[0]));
+        let mut union: Vec<[f64; 2]> = Vec::new();
+        for [start, end] in intervals {
+            match union.last_mut() {
+                Some(last) if start < last[1] => last[1] = last[1].max(end),
+                _ => union.push([start, end]),
+            }
+        }
+        Self(union)
+    }
+
+    /// When both are.
+    fn common(&self, other: &Self) -> Self {
+        let (mut common, mut rest) = (Vec::new(), &other.0[..]);
+        for &[start, end] in &self.0 {
+            rest = behind(rest, start);
+            let inside = rest.iter().take_while(|part| part[0] < end);
+            common.extend(inside.map(|part| [part[0].max(start), part[1].min(end)]));
+        }
+        Self(common)
+    }
+
+    /// When this is and the other is not.
+    pub(super) fn without(&self, other: &Self) -> Self {
+        let (mut left, mut rest) = (Vec::new(), &other.0[..]);
+        for &[start, end] in &self.0 {
+            rest = behind(rest, start);
+            let mut from = start;
+            for &[gone, back] in rest.iter().take_while(|part| part[0] < end) {
+                if from < gone {
+                    left.push([from, gone]);
+                }
+                from = back;
+            }
+            if from < end {
+                left.push([from, end]);
+            }
+        }
+        Self(left)
+    }
+
+    /// Those parts that lie within this one.
+    pub(super) fn within(&self, [start, end]: [f64; 2]) -> impl Iterator<Item = [f64; 2]> {
+        let first = self.0.partition_point(|part| part[1] <= start);
+        let parts = self.0[first..].iter().take_while(move |part| part[0] < end);
+        parts.map(move |part| [part[0].max(start), part[1].min(end)])
+    }
+
+    /// All together.
+    pub(super) fn length(&self) -> f64 {
+        self.0.iter().map(|[start, end]| end - start).sum()
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = [f64; 2]> {
+        self.0.iter().copied()
+    }
+}
+
+/// Without those that are over at `start`, as they are for whatever begins later.
+fn behind(mut rest: &[[f64; 2]], start: f64) -> &[[f64; 2]] {
+    while rest.first().is_some_and(|first| first[1] <= start) {
+        rest = &rest[1..];
+    }
+    rest
+}
+
+/// Ranks that come so soon after each other come together.
+const TOGETHER_US: f64 = 20.0;
+
+/// An operation of all ranks of a group: communicator, first rank, sequence number.
+type Meeting = (String, u32, u64);
+
+/// Adds a span to each operation whose ranks are all here and did not come together, as long as the last one was
+/// missing, and to what waited for it. All spans are of one clock.
+pub(super) fn mark_late(ranks: &mut [(About, Vec<Span>)]) {
+    let mut meetings: BTreeMap<Meeting, Vec<(usize, usize)>> = BTreeMap::new();
+    for (rank, (_, spans)) in ranks.iter().enumerate() {
+        for (index, span) in spans.iter().enumerate() {
+            if let (Lane::Communicator(name), Some(collective)) = (&span.lane, &span.collective)
+                && let Some(sequence) = collective.sequence
+            {
+                let meeting = (name.clone(), collective.first_rank, sequence);
+                meetings.entry(meeting).or_default().push((rank, index));
+            }
+        }
+    }
+    let mut late: Vec<Vec<Span>> = vec![Vec::new(); ranks.len()];
+    for here in meetings.values() {
+        let span = |&(rank, index): &(usize, usize)| -> &Span { &ranks[rank].1[index] };
+        let size = span(&here[0])
+            .collective
+            .as_ref()
+            .map(|collective| collective.ranks);
+        let last = here
+            .iter()
+            .max_by(|a, b| span(a).start_us.total_cmp(&span(b).start_us));
+        let (Some(last), true) = (last, size == Some(here.len() as u32)) else {
+            continue;
+        };
+        let (name, came) = (waits_for(ranks[last.0].0.rank), span(last).start_us);
+        for place in here {
+            let waited = span(place);
+            let end_us = came.min(waited.end_us);
+            if end_us - waited.start_us > TOGETHER_US {
+                late[place.0].push(Span {
+                    kind: Kind::Late,
+                    name: name.clone().into(),
+                    end_us,
+                    collective: None,
+                    ..waited.clone()
+                });
+            }
+        }
+    }
+    for ((_, spans), late) in ranks.iter_mut().zip(late) {
+        spans.extend(late);
+        let standing = standing(spans);
+        spans.extend(standing);
+    }
+}
+
+/// The parts of the computing stream's waits in which a rank was missing and nothing else was under way.
+fn standing(spans: &[Span]) -> Vec<Span> {
+    let waits = of_kind(spans, |span| {
+        span.kind == Kind::Wait && span.lane == Lane::Compute
+    });
+    let still = waits.without(&moving(spans));
+    let mut late: Vec<&Span> = spans.iter().filter(|span| span.kind == Kind::Late).collect();
+    late.sort_by(|a, b| a.start_us.total_cmp(&b.start_us));
+    let (mut standing, mut seen_us) = (Vec::new(), f64::NEG_INFINITY);
+    for late in late {
+        // Two communicators may miss a rank at the same time.
+        let parts = still.within([late.start_us.max(seen_us), late.end_us]);
+        standing.extend(parts.map(|[start_us, end_us]| Span {
+            lane: Lane::Compute,
+            start_us,
+            end_us,
+            ..late.clone()
+        }));
+        seen_us = late.end_us.max(seen_us);
+    }
+    standing
+}
+
+fn waits_for(rank: u32) -> String {
+    format!("waits for rank {rank}")
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::timeline::{ClockReading, Collective};
 
     fn span(lane: Lane, kind: Kind, start_us: f64, end_us: f64) -> Span {
         Span {
@@ -122,5 +279,138 @@ mod tests {
             (known.moving_us, known.exposed_us, known.late_us),
             (33.0, 6.0, 2.0)
         );
+    }
+
+    #[test]
+    fn they_are_what_sets_of_moments_are() {
+        let one = Intervals::union([[4.0, 6.0], [0.0, 2.0], [1.0, 3.0], [5.0, 5.0], [8.0, 9.0]]);
+        assert_eq!(one, Intervals(vec![[0.0, 3.0], [4.0, 6.0], [8.0, 9.0]]));
+        let other = Intervals::union([[2.0, 5.0], [5.5, 5.75], [9.0, 10.0]]);
+        let common = one.common(&other);
+        assert_eq!(common, Intervals(vec![[2.0, 3.0], [4.0, 5.0], [5.5, 5.75]]));
+        assert_eq!(common, other.common(&one));
+        let left = one.without(&other);
+        assert_eq!(
+            left,
+            Intervals(vec![[0.0, 2.0], [5.0, 5.5], [5.75, 6.0], [8.0, 9.0]])
+        );
+        let within: Vec<_> = one.within([2.0, 4.5]).collect();
+        assert_eq!(within, [[2.0, 3.0], [4.0, 4.5]]);
+        assert_eq!(left.length() + common.length(), one.length());
+    }
+
+    fn about(rank: u32) -> About {
+        About {
+            run: "test".into(),
+            rank,
+            world_size: 3,
+            host: "a".into(),
+            generation: 0,
+            steps: [1, 1],
+            clock: ClockReading {
+                clock: "a".into(),
+                ns: 0,
+            },
+            missed: 0,
+        }
+    }
+
+    fn reduce(sequence: Option<u64>, start_us: f64, end_us: f64) -> Span {
+        Span {
+            lane: Lane::Communicator("world".into()),
+            kind: Kind::Gradients,
+            name: "all-reduce".into(),
+            start_us,
+            end_us,
+            collective: Some(Collective {
+                bytes: 4,
+                first_rank: 0,
+                ranks: 3,
+                sequence,
+            }),
+        }
+    }
+
+    fn wait(start_us: f64, end_us: f64) -> Span {
+        Span {
+            lane: Lane::Compute,
+            kind: Kind::Wait,
+            name: "waits".into(),
+            collective: None,
+            ..reduce(None, start_us, end_us)
+        }
+    }
+
+    fn late(spans: &[Span]) -> Vec<(&Lane, &str, f64, f64)> {
+        let late = spans.iter().filter(|span| span.kind == Kind::Late);
+        late.map(|span| (&span.lane, span.name.as_ref(), span.start_us, span.end_us))
+            .collect()
+    }
+
+    #[test]
+    fn those_that_come_first_wait_for_the_last() {
+        let mut ranks = [
+            (
+                about(0),
+                vec![reduce(Some(7), 100.0, 1000.0), wait(300.0, 1000.0)],
+            ),
+            (about(1), vec![reduce(Some(7), 895.0, 1000.0)]),
+            (
+                about(2),
+                vec![reduce(Some(7), 900.0, 1000.0), wait(950.0, 1000.0)],
+            ),
+        ];
+        mark_late(&mut ranks);
+        let comm = Lane::Communicator("world".into());
+        let words = "waits for rank 2";
+        assert_eq!(
+            late(&ranks[0].1),
+            [
+                (&comm, words, 100.0, 900.0),
+                (&Lane::Compute, words, 300.0, 900.0)
+            ]
+        );
+        // So short a time is none, and the last one waits for nobody.
+        assert_eq!(late(&ranks[1].1), []);
+        assert_eq!(late(&ranks[2].1), []);
+    }
+
+    #[test]
+    fn what_stands_still_twice_in_a_row_is_late_twice() {
+        let first = vec![
+            reduce(Some(7), 100.0, 1000.0),
+            wait(300.0, 600.0),
+            wait(600.0, 1000.0),
+        ];
+        let mut ranks = [
+            (about(0), first),
+            (about(1), vec![reduce(Some(7), 900.0, 1000.0)]),
+            (about(2), vec![reduce(Some(7), 900.0, 1000.0)]),
+        ];
+        mark_late(&mut ranks);
+        let standing = late(&ranks[0].1);
+        let standing = standing.iter().filter(|(lane, ..)| **lane == Lane::Compute);
+        let times: Vec<_> = standing.map(|&(.., start, end)| [start, end]).collect();
+        assert_eq!(
+            times,
+            [[300.0, 600.0], [600.0, 900.0]],
+            "viewers drop what lies across two spans"
+        );
+    }
+
+    #[test]
+    fn only_operations_of_all_their_ranks_are_compared() {
+        let mut ranks = [
+            (
+                about(0),
+                vec![reduce(Some(7), 100.0, 1000.0), reduce(None, 0.0, 50.0)],
+            ),
+            (
+                about(1),
+                vec![reduce(Some(7), 900.0, 1000.0), reduce(None, 40.0, 50.0)],
+            ),
+        ];
+        mark_late(&mut ranks);
+        assert!(ranks.iter().all(|(_, spans)| late(spans).is_empty()));
     }
 }

@@ -3,7 +3,7 @@
 
 use std::fmt::Write as _;
 
-use super::intervals::Intervals;
+use super::overlap::Intervals;
 use super::{About, Kind, Lane, Overlap, Span, TraceFile};
 
 /// Most ranks that are drawn: the first ones.

@@ -11,7 +11,7 @@ use crate::device::{Device, DeviceError, Event, Stream};
 /// Most spans that one timeline takes: some hundred steps of a large model. What comes later is counted.
 const MAX_SPANS: usize = 500_000;
 
-/// See the module. Clones are the same timeline.
+/// Takes spans while it is open. Clones are the same timeline.
 #[derive(Clone, Default)]
 pub struct Timeline(Arc<Shared>);
 

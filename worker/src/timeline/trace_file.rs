@@ -7,8 +7,8 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::arrivals::mark_late;
-use super::{ClockReading, Collective, Kind, Lane, Span};
+use super::overlap::mark_late;
+use super::{About, ClockReading, Collective, Kind, Lane, Span};
 
 /// Numbers of the lanes of one rank begin at a multiple of it: viewers take the number of a thread for unique.
 const LANES: u64 = 100;
@@ -18,27 +18,6 @@ const LANES: u64 = 100;
 pub struct TraceFile {
     /// What is known of each rank, and its spans, in order of rank.
     pub ranks: Vec<(About, Vec<Span>)>,
-}
-
-/// Of one rank.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct About {
-    /// The run and how it trains, for people.
-    pub run: String,
-    /// Global rank.
-    pub rank: u32,
-    /// Number of ranks.
-    pub world_size: u32,
-    /// Name of its node.
-    pub host: String,
-    /// Generation of the job.
-    pub generation: u64,
-    /// First and last step, from 1.
-    pub steps: [u64; 2],
-    /// When time 0 of its spans was.
-    pub clock: ClockReading,
-    /// Spans that are not here: too many, or without times.
-    pub missed: u64,
 }
 
 /// A file that is no such trace.

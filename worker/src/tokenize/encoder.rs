@@ -15,13 +15,13 @@ const GPT2_NAME: &str = "r50k_base";
 
 /// From text to tokens; the same in all threads.
 pub(super) struct Encoder {
-    library: Library,
+    library: TokenizerLibrary,
     pub(super) vocabulary: Vocabulary,
     /// Comes before each document; none if the vocabulary has none.
     pub(super) end_of_text: Option<u32>,
 }
 
-enum Library {
+enum TokenizerLibrary {
     Gpt2(&'static tiktoken::CoreBpe),
     File(Box<tokenizers::Tokenizer>),
 }
@@ -34,13 +34,13 @@ impl Encoder {
         let library = match tokenizer {
             Tokenizer::Bytes => return Err(TokenizeError::Bytes),
             Tokenizer::Gpt2 => {
-                Library::Gpt2(tiktoken::get_encoding(GPT2_NAME).expect("the vocabulary is built in"))
+                TokenizerLibrary::Gpt2(tiktoken::get_encoding(GPT2_NAME).expect("the vocabulary is built in"))
             }
-            Tokenizer::File(path) => Library::File(Box::new(load(path)?)),
+            Tokenizer::File(path) => TokenizerLibrary::File(Box::new(load(path)?)),
         };
         let number = |token: &str| match &library {
-            Library::Gpt2(_) => (token == END_OF_TEXT).then_some(GPT2_END_OF_TEXT),
-            Library::File(tokenizer) => tokenizer.token_to_id(token),
+            TokenizerLibrary::Gpt2(_) => (token == END_OF_TEXT).then_some(GPT2_END_OF_TEXT),
+            TokenizerLibrary::File(tokenizer) => tokenizer.token_to_id(token),
         };
         let separator = number(end_of_text.unwrap_or(END_OF_TEXT));
         if let (Some(token), None) = (end_of_text, separator) {
@@ -56,18 +56,18 @@ impl Encoder {
         })
     }
 
-    /// True if a text may be cut at a [border](super::border::last_border). Of a file's tokenizer nothing is known: it
+    /// True if a text may be cut at a [border](super::source::last_border). Of a file's tokenizer nothing is known: it
     /// may put a mark before every text, or merge across white space.
     pub(super) fn may_cut(&self) -> bool {
-        matches!(self.library, Library::Gpt2(_))
+        matches!(self.library, TokenizerLibrary::Gpt2(_))
     }
 
     /// Appends the tokens of `text`. The names of special tokens in it are text as any other: a document cannot end
     /// another one.
     pub(super) fn encode(&self, text: &str, tokens: &mut Vec<u32>) -> Result<(), String> {
         match &self.library {
-            Library::Gpt2(gpt2) => tokens.append(&mut gpt2.encode(text)),
-            Library::File(tokenizer) => {
+            TokenizerLibrary::Gpt2(gpt2) => tokens.append(&mut gpt2.encode(text)),
+            TokenizerLibrary::File(tokenizer) => {
                 let encoding = tokenizer.encode_fast(text, false).map_err(|e| e.to_string())?;
                 tokens.extend_from_slice(encoding.get_ids());
             }
@@ -102,7 +102,7 @@ mod tests {
     use base64::engine::general_purpose::STANDARD;
     use proptest::prelude::*;
 
-    use super::super::border::last_border;
+    use super::super::source::last_border;
     use super::*;
 
     fn gpt2() -> Encoder {
@@ -141,7 +141,7 @@ mod tests {
 
     #[test]
     fn the_built_in_vocabulary_is_the_published_one() {
-        let Library::Gpt2(gpt2) = gpt2().library else {
+        let TokenizerLibrary::Gpt2(gpt2) = gpt2().library else {
             unreachable!("of GPT-2");
         };
         let mut file = String::new();

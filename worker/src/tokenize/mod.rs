@@ -3,9 +3,7 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `run.rs` | [`tokenize`]: texts in, one token file out |
-//! | `source.rs` | texts and lines of JSON, read piece by piece |
-//! | `border.rs` | where a text may be cut without another token |
-//! | `record.rs` | the text of a line of JSON |
+//! | `source.rs` | texts and lines of JSON, read piece by piece, and cut where that changes no token |
 //! | `encoder.rs` | a tokenizer, and the token that separates documents |
 //! | `output.rs` | the file, which appears when it is whole |
 //! | `error.rs` | what can go wrong |
@@ -15,11 +13,9 @@
 //!
 //! This is the only module that knows the libraries that make tokens; training knows sizes and hashes.
 
-mod border;
 mod encoder;
 mod error;
 mod output;
-mod record;
 mod run;
 mod source;
 #[cfg(test)]

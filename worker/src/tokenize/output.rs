@@ -7,7 +7,7 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 
 use super::TokenizeError;
-use crate::data::token_format::{HEADER_BYTES, header};
+use crate::data::token_file::{HEADER_BYTES, header};
 use crate::data::{TokenFacts, Width};
 
 /// Bytes that are written at once.

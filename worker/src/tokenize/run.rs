@@ -8,8 +8,8 @@ use rayon::iter::{IntoParallelRefIterator as _, ParallelIterator as _};
 
 use super::encoder::Encoder;
 use super::output::Output;
-use super::record::text_of;
-use super::source::{Kind, MAX_THREADS, Piece, Source, line_ends};
+use super::source::text_of;
+use super::source::{InputKind, InputReader, MAX_THREADS, Piece, line_ends};
 use super::{TokenizeError, Tokenizer};
 use crate::data::{TokenFacts, Width};
 
@@ -72,7 +72,7 @@ pub fn tokenize(
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Report, TokenizeError> {
     let encoder = Encoder::new(request.tokenizer, request.end_of_text)?;
-    let source = Source::new(request.inputs, encoder.may_cut())?;
+    let source = InputReader::new(request.inputs, encoder.may_cut())?;
     let is_output = |input: &PathBuf| same_file(input, request.output);
     if let Some(path) = request.inputs.iter().find(|path| is_output(path)) {
         return Err(TokenizeError::IsInput { path: path.clone() });
@@ -88,7 +88,7 @@ pub fn tokenize(
 fn run(
     encoder: &Encoder,
     key: &str,
-    mut source: Source<'_>,
+    mut source: InputReader<'_>,
     mut output: Output,
     progress: &mut (dyn FnMut(Progress) + Send),
 ) -> Result<Report, TokenizeError> {
@@ -153,8 +153,8 @@ fn encode(encoder: &Encoder, key: &str, width: Width, piece: &Piece) -> Result<E
         })
     };
     match piece.kind {
-        Kind::Text => document(utf8(piece, &piece.bytes, piece.line)?, piece.is_first, piece.line)?,
-        Kind::Lines => {
+        InputKind::Text => document(utf8(piece, &piece.bytes, piece.line)?, piece.is_first, piece.line)?,
+        InputKind::Lines => {
             for (line, bytes) in (piece.line..).zip(piece.bytes.split(|byte| *byte == b'\n')) {
                 if bytes.trim_ascii().is_empty() {
                     continue;

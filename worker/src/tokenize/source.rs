@@ -1,12 +1,20 @@
 //! Texts and lines of JSON, read piece by piece.
+//!
+//! A text is cut where that changes no token. GPT-2 splits a text by a pattern before it merges bytes, and merges nothing
+//! across a split. Every alternative of that pattern which holds white space has it at its start, or is nothing else; so a
+//! split is at every place where white space follows something else, and what is left of such a place is split as if the
+//! text ended there: the pattern looks ahead behind white space only. A text in pieces that begin with the white space has
+//! the tokens of the whole.
 
+use std::fmt;
 use std::fs::File;
 use std::io::Read as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
+use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+
 use super::TokenizeError;
-use super::border::last_border;
 use crate::data::{DataError, FileProblem};
 
 /// Bytes of a piece, unless it cannot be cut there: enough to make little of what comes with each.
@@ -22,7 +30,7 @@ const LINES_EXTENSION: &str = "jsonl";
 
 /// What a file holds.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Kind {
+pub(super) enum InputKind {
     /// One document.
     Text,
     /// A document a line, in JSON.
@@ -31,7 +39,7 @@ pub(super) enum Kind {
 
 /// A part of an input.
 pub(super) struct Piece {
-    pub(super) kind: Kind,
+    pub(super) kind: InputKind,
     pub(super) bytes: Vec<u8>,
     /// Where it comes from.
     pub(super) path: PathBuf,
@@ -42,7 +50,7 @@ pub(super) struct Piece {
 }
 
 /// All inputs, one after the other.
-pub(super) struct Source<'a> {
+pub(super) struct InputReader<'a> {
     paths: std::slice::Iter<'a, PathBuf>,
     may_cut: bool,
     open: Option<Input>,
@@ -55,7 +63,7 @@ pub(super) struct Source<'a> {
 struct Input {
     path: PathBuf,
     file: File,
-    kind: Kind,
+    kind: InputKind,
     /// Read, and not given out.
     rest: Vec<u8>,
     has_ended: bool,
@@ -63,7 +71,7 @@ struct Input {
     line: u64,
 }
 
-impl<'a> Source<'a> {
+impl<'a> InputReader<'a> {
     /// Looks at every input, so that one that is missing is noticed at once. `may_cut`: a text may be given out in
     /// several pieces.
     pub(super) fn new(paths: &'a [PathBuf], may_cut: bool) -> Result<Self, TokenizeError> {
@@ -116,7 +124,11 @@ impl Input {
             .is_some_and(|extension| extension == LINES_EXTENSION);
         Ok(Self {
             file: open(&path)?,
-            kind: if is_lines { Kind::Lines } else { Kind::Text },
+            kind: if is_lines {
+                InputKind::Lines
+            } else {
+                InputKind::Text
+            },
             path,
             rest: Vec::new(),
             has_ended: false,
@@ -138,7 +150,7 @@ impl Input {
             wanted *= 2;
         };
         // A file without a byte is an empty document, a line without one is none.
-        if end == 0 && !(self.is_first && self.kind == Kind::Text) {
+        if end == 0 && !(self.is_first && self.kind == InputKind::Text) {
             return Ok(None);
         }
         let rest = self.rest.split_off(end);
@@ -169,13 +181,13 @@ impl Input {
     fn cut(&self, may_cut: bool) -> Option<usize> {
         match self.kind {
             _ if self.has_ended => Some(self.rest.len()),
-            Kind::Lines => self
+            InputKind::Lines => self
                 .rest
                 .iter()
                 .rposition(|byte| *byte == b'\n')
                 .map(|last| last + 1),
-            Kind::Text if may_cut => last_border(&self.rest),
-            Kind::Text => None,
+            InputKind::Text if may_cut => last_border(&self.rest),
+            InputKind::Text => None,
         }
     }
 
@@ -185,9 +197,9 @@ impl Input {
             line: self.line,
             limit: MAX_PIECE_BYTES,
             hint: match self.kind {
-                Kind::Lines => "a line of JSON is one document: make shorter ones",
-                Kind::Text if may_cut => "a text is cut at white space: is it one?",
-                Kind::Text => {
+                InputKind::Lines => "a line of JSON is one document: make shorter ones",
+                InputKind::Text if may_cut => "a text is cut at white space: is it one?",
+                InputKind::Text => {
                     "only GPT-2's tokens are known to be the same when a text is cut: give shorter texts, or a `.jsonl` with a document a line"
                 }
             },
@@ -218,6 +230,118 @@ fn unreadable(path: &Path, error: &std::io::Error) -> TokenizeError {
     DataError::file(path, FileProblem::Unreadable { cause }).into()
 }
 
+/// The last place in `bytes` before which a cut changes no token of GPT-2: white space of ASCII that follows a character
+/// which is none. None if there is no such place behind the first byte.
+pub(super) fn last_border(bytes: &[u8]) -> Option<usize> {
+    (1..bytes.len())
+        .rev()
+        .find(|&at| is_space(bytes[at]) && ends_with_black(&bytes[..at]))
+}
+
+/// White space of one byte.
+fn is_space(byte: u8) -> bool {
+    matches!(byte, b' ' | b'\t' | b'\n' | b'\r')
+}
+
+/// True if the last character of `bytes` is not white space. Bytes that are no UTF-8 have no characters.
+fn ends_with_black(bytes: &[u8]) -> bool {
+    let last = bytes
+        .iter()
+        .rposition(|byte| !is_continuation(*byte))
+        .unwrap_or(0);
+    // Longer ones than any character are not looked through.
+    let last = last.max(bytes.len().saturating_sub(4));
+    let character = std::str::from_utf8(&bytes[last..]).ok();
+    character
+        .and_then(|text| text.chars().next_back())
+        .is_some_and(|character| !character.is_whitespace())
+}
+
+/// A byte in the middle of a character.
+fn is_continuation(byte: u8) -> bool {
+    byte & 0b1100_0000 == 0b1000_0000
+}
+
+/// The string at `key` of the object that `line` is; all else in it is checked to be JSON, and passed over. Of two fields
+/// of that name the last one counts, as in most programs.
+pub(super) fn text_of(line: &str, key: &str) -> Result<String, String> {
+    let mut json = serde_json::Deserializer::from_str(line);
+    let found = Field(key).deserialize(&mut json).and_then(|text| {
+        json.end()?;
+        Ok(text)
+    });
+    match found {
+        Ok(Some(text)) => Ok(text),
+        Ok(None) => Err(format!(
+            "the object has no field `{key}`\n  hint: `--key` names the field with the text"
+        )),
+        Err(e) => Err(format!("not a document: {}", without_line(&e))),
+    }
+}
+
+/// The error counts lines too, and all of its lines are one.
+fn without_line(error: &serde_json::Error) -> String {
+    let words = error.to_string();
+    let place = format!(" at line {} column {}", error.line(), error.column());
+    match words.strip_suffix(&place) {
+        Some(what) => format!("{what} at column {}", error.column()),
+        None => words,
+    }
+}
+
+struct Field<'a>(&'a str);
+
+impl<'de> DeserializeSeed<'de> for Field<'_> {
+    type Value = Option<String>;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<Self::Value, D::Error> {
+        deserializer.deserialize_map(self)
+    }
+}
+
+impl<'de> Visitor<'de> for Field<'_> {
+    type Value = Option<String>;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "an object with the string `{}`", self.0)
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Self::Value, A::Error> {
+        let mut text = None;
+        while let Some(is_wanted) = fields.next_key_seed(Is(self.0))? {
+            if is_wanted {
+                text = Some(fields.next_value::<String>()?);
+            } else {
+                fields.next_value::<IgnoredAny>()?;
+            }
+        }
+        Ok(text)
+    }
+}
+
+/// Whether a name is the wanted one.
+struct Is<'a>(&'a str);
+
+impl<'de> DeserializeSeed<'de> for Is<'_> {
+    type Value = bool;
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
+        deserializer.deserialize_str(self)
+    }
+}
+
+impl Visitor<'_> for Is<'_> {
+    type Value = bool;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a name")
+    }
+
+    fn visit_str<E: de::Error>(self, name: &str) -> Result<bool, E> {
+        Ok(name == self.0)
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -229,7 +353,7 @@ mod tests {
         std::fs::write(&path, content).unwrap();
         let shown = folder.path().display().to_string();
         let paths = [path];
-        let mut source = Source::new(&paths, may_cut).unwrap();
+        let mut source = InputReader::new(&paths, may_cut).unwrap();
         let (mut found, mut joined) = (Vec::new(), Vec::new());
         loop {
             let batch = source
@@ -294,5 +418,48 @@ mod tests {
         `DIR/a.jsonl`, line 1: 16777216 bytes without a place to cut them
           hint: a line of JSON is one document: make shorter ones
         ");
+    }
+
+    #[test]
+    fn a_border_is_where_white_space_follows_something_else() {
+        let table = [
+            ("a b", Some(1)),
+            ("a  b", Some(1)),
+            ("a b c", Some(3)),
+            (" ab", None),
+            ("ab", None),
+            ("a\n", Some(1)),
+            ("", None),
+            ("漢字 x", Some(6)),
+            // An ideographic space and a no-break space are white space of more than one byte.
+            ("漢\u{3000} x", None),
+            ("a\u{a0} x", None),
+        ];
+        for (text, expected) in table {
+            assert_eq!(last_border(text.as_bytes()), expected, "{text:?}");
+        }
+        assert_eq!(last_border(b"\xff\xff x"), None);
+        assert_eq!(last_border(b"\x80\x80\x80\x80\x80\x80 x"), None);
+    }
+
+    #[test]
+    fn the_field_is_found_among_others() {
+        let line = r#"{"id": 7, "meta": {"text": "not this"}, "text": "a \"b\"\n\u00e9", "n": [1, {}]}"#;
+        assert_eq!(text_of(line, "text").unwrap(), "a \"b\"\né");
+        assert_eq!(text_of(r#"{"a": "x"} "#, "a").unwrap(), "x");
+        assert_eq!(text_of(r#"{"a": "x", "a": "y"}"#, "a").unwrap(), "y");
+    }
+
+    #[test]
+    fn what_is_wrong_with_a_line_is_said() {
+        let message = |line: &str| text_of(line, "text").unwrap_err();
+        insta::assert_snapshot!(message(r#"{"txt": "x"}"#), @r"
+        the object has no field `text`
+          hint: `--key` names the field with the text
+        ");
+        insta::assert_snapshot!(message(r#"{"text": 5}"#), @"not a document: invalid type: integer `5`, expected a string at column 10");
+        insta::assert_snapshot!(message("[1]"), @"not a document: invalid type: sequence, expected an object with the string `text` at column 0");
+        insta::assert_snapshot!(message(r#"{"text": "x""#), @"not a document: EOF while parsing an object at column 12");
+        insta::assert_snapshot!(message(r#"{"text": "x"} y"#), @"not a document: trailing characters at column 15");
     }
 }

@@ -8,7 +8,7 @@ use super::TrainError;
 use super::outlook::Outlook;
 use super::remedy::{Remedy, remedies};
 use super::setup::network;
-use crate::config::{Accumulate, OptimizerHome, Strategy, Sync, TrainConfig};
+use crate::config::{Accumulate, OptimizerOffload, Strategy, Sync, TrainConfig};
 use crate::data::Vocabulary;
 use crate::parallel::Dtypes;
 use crate::plan::{Among, Cluster, GlobalBatch, StepBound, Work};
@@ -187,9 +187,9 @@ fn work(config: &TrainConfig) -> Result<Work, TrainError> {
 fn held(config: &TrainConfig, outlook: &Outlook, machines: &Machines) -> u64 {
     let held = outlook.held();
     let elsewhere = match config.train.offload.optimizer {
-        OptimizerHome::File => held.optimizer,
-        OptimizerHome::Host if machines.has_own_memory => held.optimizer,
-        OptimizerHome::Host | OptimizerHome::None => 0,
+        OptimizerOffload::File => held.optimizer,
+        OptimizerOffload::Host if machines.has_own_memory => held.optimizer,
+        OptimizerOffload::Host | OptimizerOffload::None => 0,
     };
     held.total() - elsewhere + outlook.buffers.gathered + outlook.activations
 }

@@ -2,7 +2,7 @@
 
 use super::TrainError;
 use super::forecast::{Machines, candidate, doublings};
-use crate::config::{OptimizerHome, Precision, Recompute, ReduceDtype, TrainConfig};
+use crate::config::{OptimizerOffload, Precision, Recompute, ReduceDtype, TrainConfig};
 use crate::plan::Cluster;
 
 /// More nodes are no answer.
@@ -115,10 +115,10 @@ fn batch_words(config: &TrainConfig) -> String {
 
 fn offloading(config: &TrainConfig, machines: &Machines) -> Vec<Change> {
     let mut config = config.clone();
-    if !machines.has_own_memory || config.train.offload.optimizer != OptimizerHome::None {
+    if !machines.has_own_memory || config.train.offload.optimizer != OptimizerOffload::None {
         return Vec::new();
     }
-    config.train.offload.optimizer = OptimizerHome::Host;
+    config.train.offload.optimizer = OptimizerOffload::Host;
     vec![Change {
         words: "train.offload.optimizer: host".into(),
         config,

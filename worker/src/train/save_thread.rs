@@ -12,7 +12,7 @@ use super::save_priority;
 use super::save_storage::{NotedStorage, Notes};
 use crate::checkpoint::{CheckpointError, Extent, Keep, PartWriter, State, Storage, Writer, retain};
 use crate::device::{Buffer, DeviceError, Stream};
-use crate::optim::{StateHome, evict};
+use crate::optim::{StateMemory, evict};
 use crate::session::Cancel;
 
 /// Bytes that are read from the device, or written, between two looks at whether the save is still wanted.
@@ -28,7 +28,7 @@ pub(super) struct SaveTask {
     /// On rank 0.
     pub(super) leader: Option<Leader>,
     /// Reads what is not on the host, on a stream of its own.
-    pub(super) home: Arc<StateHome>,
+    pub(super) home: Arc<StateMemory>,
     pub(super) stream: Stream,
     pub(super) cancel: Cancel,
 }

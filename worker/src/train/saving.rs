@@ -21,7 +21,7 @@ use super::save_verdict::{self, Report, Told, Verdict};
 use super::world::World;
 use super::{TrainError, resuming};
 use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
-use crate::config::{OptimizerHome, TrainConfig};
+use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
 use crate::optim::Optimizer;
@@ -140,7 +140,7 @@ impl Checkpoints {
         let train = &config.train;
         let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
         // Who keeps moments in a file has no memory for a copy of them.
-        if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OptimizerHome::File {
+        if !train.checkpoint_async || !is_periodic || train.offload.optimizer == OptimizerOffload::File {
             return Ok(());
         }
         let files = files(here);

@@ -23,14 +23,14 @@ use super::world::{World, threads, timeout};
 use super::{Substitutes, TrainError, WrapTransport};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
 use crate::collective::WireBytes;
-use crate::config::{OptimizerConfig, OptimizerHome, TrainConfig};
-use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, Shape, Vocabulary};
+use crate::config::{OptimizerConfig, OptimizerOffload, TrainConfig};
+use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler, Vocabulary};
 use crate::device::{ArenaSpec, Buffer};
 use crate::mesh::{DATA, MeshShape};
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::{self, Model};
 use crate::ops::Cast;
-use crate::optim::{Clip, Optimizer, PIECE, ParamGroups, StateHome};
+use crate::optim::{Clip, Optimizer, PIECE, ParamGroups, StateMemory};
 use crate::parallel::{
     Agreement, Dtypes, GradientLayout, LayoutConfig, Portion, Reducer, ReplicaSet, Replicas, Sharding,
     Signature, Weights,
@@ -248,20 +248,20 @@ fn state_home(
     weights: &dyn Weights,
     config: &TrainConfig,
     run_dir: &RunDir,
-) -> Result<StateHome, TrainError> {
+) -> Result<StateMemory, TrainError> {
     let device = world.device.clone();
     let offload = &config.train.offload;
     match offload.optimizer {
-        OptimizerHome::None => Ok(StateHome::on_device(device)),
-        OptimizerHome::Host => Ok(StateHome::on_host(device, threads(config), PIECE)?),
-        OptimizerHome::File if weights.own().arena().memory().host_ptr().is_none() => {
+        OptimizerOffload::None => Ok(StateMemory::on_device(device)),
+        OptimizerOffload::Host => Ok(StateMemory::on_host(device, threads(config), PIECE)?),
+        OptimizerOffload::File if weights.own().arena().memory().host_ptr().is_none() => {
             Err(TrainError::Offload {
                 device: device.name(),
             })
         }
-        OptimizerHome::File => {
+        OptimizerOffload::File => {
             let dir = offload.dir.as_deref().unwrap_or(run_dir.path());
-            Ok(StateHome::in_files(device, dir))
+            Ok(StateMemory::in_files(device, dir))
         }
     }
 }
@@ -273,7 +273,7 @@ pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, Tra
 }
 
 fn optimizer(
-    home: StateHome,
+    home: StateMemory,
     (set, sharding): (&ReplicaSet, &Sharding),
     config: &TrainConfig,
     model: &Model,
@@ -355,7 +355,7 @@ fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Resul
 /// Masters that lie where the communicator may not reach them go through a little memory of the device.
 fn broadcast_from_host(
     world: &World,
-    home: &StateHome,
+    home: &StateMemory,
     replicas: &Replicas,
     masters: &Buffer,
 ) -> Result<(), TrainError> {
@@ -391,7 +391,7 @@ fn loader(config: &TrainConfig, world: &World, dataset: &Dataset) -> Loader {
         config.run.seed,
         dataset.train.blocks(block_size),
     );
-    let shape = Shape {
+    let shape = BatchShape {
         rank: world.mesh.index(&DATA) as u64,
         world: world.mesh.size(&DATA) as u64,
         micro_batch: config.train.micro_batch as u64,

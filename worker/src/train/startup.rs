@@ -6,7 +6,7 @@ use ddp_proto::words::{bytes, counted, grouped};
 use super::outlook::Outlook;
 use super::strategy::Scheme;
 use super::trainer::Trainer;
-use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
+use crate::config::{Accumulate, LrScaling, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::optim::{batch_factor, learning_rate};
@@ -295,12 +295,12 @@ fn offloaded(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> 
     let offload = &trainer.config.train.offload;
     let state = bytes(trainer.optimizer.bytes() as u64);
     match offload.optimizer {
-        OptimizerHome::None => None,
-        OptimizerHome::File => {
+        OptimizerOffload::None => None,
+        OptimizerOffload::File => {
             let dir = offload.dir.as_deref().unwrap_or(facts.out_dir);
             Some(format!("{state} of a rank in a file in {}", dir.display()))
         }
-        OptimizerHome::Host => {
+        OptimizerOffload::Host => {
             let on_host = trainer.optimizer.home().host_state();
             Some(on_the_host(
                 &state,

@@ -132,7 +132,7 @@ impl Trainer<'_> {
             self.arrive(&work, &mut times)?;
             exchanges.push(work);
         }
-        self.clip.conclude(stream, Some(self.tally.rows()));
+        self.clip.finish(stream, Some(self.tally.rows()));
         self.world.end_span(span, Kind::Optimizer, || "norm".to_owned());
         // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
         // belongs to the step that waits for it.

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
 use std::sync::Arc;
 
-use ddp_worker::device::cuda::Unit;
+use ddp_worker::device::cuda::CompileUnit;
 use ddp_worker::ops::cuda::{Call, units};
 use ddp_worker::optim;
 
@@ -51,12 +51,12 @@ struct Seen {
 fn seen(paper: &Paper) -> Option<Vec<Seen>> {
     let nvrtc = compiled::nvrtc()?;
     let launches = paper.launches();
-    let units: BTreeMap<String, Unit> = launches
+    let units: BTreeMap<String, CompileUnit> = launches
         .iter()
-        .map(|launch| Unit::new(launch.call.source, &launch.call.defines))
+        .map(|launch| CompileUnit::new(launch.call.source, &launch.call.defines))
         .map(|unit| (unit.to_string(), unit))
         .collect();
-    let units: Vec<Unit> = units.into_values().collect();
+    let units: Vec<CompileUnit> = units.into_values().collect();
     let mut seen = Vec::new();
     for card in CARDS {
         let cubins = compiled(&nvrtc, &units, card.arch);
@@ -70,7 +70,7 @@ fn seen(paper: &Paper) -> Option<Vec<Seen>> {
             )
             .collect();
         for launch in &launches {
-            let unit = Unit::new(launch.call.source, &launch.call.defines).to_string();
+            let unit = CompileUnit::new(launch.call.source, &launch.call.defines).to_string();
             let kernel = known[&unit].get(launch.call.kernel);
             let kernel = kernel.unwrap_or_else(|| panic!("`{unit}` has no kernel `{}`", launch.call.kernel));
             assert!(
@@ -95,7 +95,7 @@ impl Seen {
     /// Which launch on which card, for errors.
     fn which(&self) -> String {
         let call = &self.launch.call;
-        let unit = Unit::new(call.source, &call.defines);
+        let unit = CompileUnit::new(call.source, &call.defines);
         format!(
             "{}, {}: `{}` of {unit}, {:?}",
             self.card.arch, self.launch.of, call.kernel, call.grid

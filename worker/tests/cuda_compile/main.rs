@@ -23,9 +23,9 @@ mod paper;
 mod training;
 
 use compiled::{compiled, nvrtc};
-use ddp_worker::device::cuda::{Arch, CompileError, CubinCache, Define, Source, Unit};
+use ddp_worker::device::cuda::{Arch, CompileError, CompileUnit, CubinCache, Define, KernelSource};
 
-static GOOD: Source = Source::with_headers(
+static GOOD: KernelSource = KernelSource::with_headers(
     "good.cu",
     "#include \"scale.cuh\"\nextern \"C\" __global__ void scale(REAL *x) { x[threadIdx.x] *= factor(); }\n",
     &[(
@@ -34,13 +34,13 @@ static GOOD: Source = Source::with_headers(
     )],
 );
 
-static BAD: Source = Source::new(
+static BAD: KernelSource = KernelSource::new(
     "bad.cu",
     "extern \"C\" __global__ void broken(float *x) {\n    x[0] = undefined;\n}\n",
 );
 
-fn good(factor: i64) -> Unit {
-    Unit::new(
+fn good(factor: i64) -> CompileUnit {
+    CompileUnit::new(
         &GOOD,
         &[Define::word("REAL", "float"), Define::number("FACTOR", factor)],
     )
@@ -82,7 +82,9 @@ fn a_unit_becomes_machine_code() {
 #[test]
 fn an_error_shows_the_file_and_its_line() {
     let Some(nvrtc) = nvrtc() else { return };
-    let error = nvrtc.compile(&Unit::new(&BAD, &[]), Arch::SM_80).unwrap_err();
+    let error = nvrtc
+        .compile(&CompileUnit::new(&BAD, &[]), Arch::SM_80)
+        .unwrap_err();
     assert!(matches!(error, CompileError::Refused { .. }), "{error}");
     let text = error.to_string();
     assert!(

@@ -2,13 +2,13 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use ddp_worker::device::cuda::{Grid, Source};
+use ddp_worker::device::cuda::{Grid, KernelSource};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, Device};
 use ddp_worker::ops::cuda::{Arg, Call, Plan};
 
 use crate::device::Imitation;
 
-static SOURCE: Source = Source::new(
+static SOURCE: KernelSource = KernelSource::new(
     "faults.cu",
     r#"
 extern "C" __global__ void good(float *x) {

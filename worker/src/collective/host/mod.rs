@@ -7,15 +7,13 @@
 //! | `sockets` | connections between ranks, their handshake, and passing of descriptors |
 //! | `shared_memory` | control segments of a node: barriers, slots, stages, messages; shared arenas |
 //! | `tcp` | what one rank exchanges with one rank of another node |
-//! | `round` | one round of sums, copies and exchanges |
-//! | `plan` | what each rank does in a round, for each operation: here a collective algorithm is added |
+//! | `plan` | one round of sums, copies and exchanges; what each rank does in it, for each operation: here a collective algorithm is added |
 //! | `transport` | the transport: brief, in place, staged; shared arenas; subgroups |
 //! | `bootstrap` | [`connect`]: finds the other ranks of the world |
 
 mod bootstrap;
 mod header;
 mod plan;
-mod round;
 mod shared_memory;
 mod sockets;
 mod tcp;

@@ -32,7 +32,7 @@ pub(super) struct MemoryRange {
 }
 
 impl MemoryRange {
-    pub(super) const EMPTY: Self = Self {
+    const EMPTY: Self = Self {
         start: std::ptr::NonNull::dangling().as_ptr(),
         len: 0,
     };

@@ -20,8 +20,8 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::header::{OperationHeader, SetUpCall, SharedAddress};
+use super::plan::{Peers, Round};
 use super::plan::{RoundPlan, given, is_brief};
-use super::round::{Peers, Round};
 use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
 use super::sockets::{FdChannel, Hello, Listener, connect_tcp, new_token};
 use super::tcp::{Connection, MemoryRange, Transfer};

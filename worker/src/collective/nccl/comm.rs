@@ -14,7 +14,7 @@ use super::flight_recorder::{FlightRecorder, IN_FLIGHT_BOUND, Oldest, OperationE
 use super::library::{
     CallError, Handle, NcclCall, PreMultipliedSums, RankOperation, Scaling, data_type, offset,
 };
-use super::sys::{RawStream, RedOp};
+use super::library::{RawStream, RedOp};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, ReduceOp, Request};
 use crate::collective::wait::Wait;

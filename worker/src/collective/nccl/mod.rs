@@ -4,8 +4,7 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `sys` | types and functions of NCCL, as its header has them |
-//! | `library` | [`Nccl`]: version and error messages; a communicator, used by one thread at a time; requests in its terms |
+//! | `library` | types and functions of NCCL, as its header has them; [`Nccl`]: version and error messages; a communicator, used by one thread at a time; requests in its terms |
 //! | `flight_recorder` | the last operations, and how far each has come |
 //! | `comm` | one communicator: made, used, left or aborted; its stream; one operation in the stream |
 //! | `watchdog` | the thread that looks after communicators, and decides when one is aborted; which ranks are late |
@@ -19,12 +18,10 @@
 mod comm;
 mod flight_recorder;
 mod library;
-mod sys;
 #[cfg(test)]
 mod tests;
 mod transport;
 mod watchdog;
 
-pub use library::Nccl;
-pub use sys::Version;
+pub use library::{Nccl, Version};
 pub use transport::{NcclOptions, NcclTransport};

@@ -6,8 +6,8 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::comm::{Comm, CommStream, Gpu, Membership, NativeDevice};
+use super::library::UniqueId;
 use super::library::{Handle, Nccl};
-use super::sys::UniqueId;
 use super::watchdog::Watchdog;
 use crate::collective::error::Failure;
 use crate::collective::operation::Request;
@@ -15,7 +15,7 @@ use crate::collective::store::StoreExchange;
 use crate::collective::transport::{Engine, SingleRank, StreamEngine, Transport, check_members};
 use crate::collective::wait::Wait;
 use crate::collective::work::StreamWork;
-use crate::device::{Arena, ArenaSpec, Device, Event};
+use crate::device::{Device, Event};
 use crate::session::{Cancel, KeyValue};
 
 /// Longest wait for aborts at the end of a process that failed: a lost rank must be named within seconds.
@@ -100,15 +100,6 @@ impl Transport for NcclTransport {
 
     fn members(&self) -> &[usize] {
         &self.comm.membership().members
-    }
-
-    fn alloc_shared(
-        &mut self,
-        device: &Arc<dyn Device>,
-        spec: &ArenaSpec,
-        _wait: &Wait,
-    ) -> Result<Arena, Failure> {
-        Ok(device.alloc(spec)?)
     }
 
     fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure> {

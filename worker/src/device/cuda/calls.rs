@@ -17,7 +17,7 @@ use cudarc::driver::sys::{
     CUfunction_attribute, CUhostFn, CUmodule, CUresult as Code, CUstream,
 };
 
-use crate::libraries::{Kind, Library, LibraryError, table};
+use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// What a function answers that has not succeeded.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -212,7 +212,7 @@ pub(super) fn written<T>(
 pub(super) fn load() -> Result<&'static Library, LibraryError> {
     static LIBRARY: OnceLock<Result<Library, LibraryError>> = OnceLock::new();
     let open = || {
-        let library = Library::open(Kind::Cuda)?;
+        let library = Library::open(LibraryKind::Cuda)?;
         let (devices, words) = (Devices::load(&library)?, Words::load(&library)?);
         DEVICES.get_or_init(|| devices);
         WORDS.get_or_init(|| words);

@@ -1,62 +1,52 @@
-//! The GPU as a device.
+//! The GPU as a device, and the host beside it: page-locked arenas, copies to and from them, work of the host in a stream.
+//!
+//! A CUDA stream calls the host itself, between what comes before and what comes after: nobody waits for it. The
+//! driver's thread that does so must not call the driver, not even to free memory. So what is done is put aside,
+//! and freed by whoever enqueues the next work.
+#![allow(unsafe_code, reason = "copies and calls of the CUDA driver")]
 
-use std::any::{Any, TypeId};
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::any::Any;
+use std::ffi::c_void;
+use std::mem::take;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::Instant;
 
 use cudarc::driver::sys;
 
+use super::calls;
+use super::driver::{CudaContext, driver_error};
 use super::event::{CudaEvent, EventPool};
-use super::fetch::{FETCH_BYTES, FetchPool};
-use super::kernel::Modules;
-use super::launch::address_of;
-use super::memory::{Account, DeviceMemory};
+use super::launch::{CudaOptions, Launch, LaunchContext};
+use super::memory::{Account, DeviceMemory, DevicePtr, FETCH_BYTES, FetchPool, PinnedMemory, address_of};
 use super::stream::CudaStream;
-use super::{Context, CubinCache, DevicePtr, Launch};
-use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Fetch, HostSide, Stream};
+use crate::device::{
+    Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Fetch, HostSide, HostWork, Stream,
+};
 use crate::ops::Op;
 
-/// How a device is opened.
-#[derive(Clone, Debug, Default)]
-pub struct CudaOptions {
-    /// Which one, among those that `CUDA_VISIBLE_DEVICES` shows.
-    pub ordinal: usize,
-    /// Matrix products of f32 may round their inputs to tf32.
-    pub tf32: bool,
-    /// On Hopper, in bf16, a GELU belongs to the matrix product beside it where cuBLASLt does both in one pass.
-    pub fused_gelu: bool,
-    /// Where compiled kernels are kept.
-    pub cache: CubinCache,
-}
-
-/// See the module.
+/// A GPU.
 #[derive(Debug)]
 pub struct CudaDevice {
-    context: Arc<Context>,
-    options: CudaOptions,
+    context: Arc<CudaContext>,
+    launches: LaunchContext,
     account: Arc<Account>,
     events: Arc<EventPool>,
     fetches: FetchPool,
-    modules: Modules,
     streams: RwLock<Vec<Result<Arc<CudaStream>, DeviceError>>>,
-    attached: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
 }
 
 impl CudaDevice {
     /// Starts the driver and opens a device.
     pub fn open(options: CudaOptions) -> Result<Self, DeviceError> {
-        let context = Context::open(options.ordinal)?;
+        let context = CudaContext::open(options.ordinal)?;
         context.bind()?;
         Ok(Self {
             events: EventPool::new(context.clone()),
-            modules: Modules::new(context.clone(), options.cache.clone()),
             account: Arc::default(),
             fetches: FetchPool::default(),
             streams: RwLock::default(),
-            attached: Mutex::default(),
+            launches: LaunchContext::new(context.clone(), options),
             context,
-            options,
         })
     }
 
@@ -69,12 +59,12 @@ impl CudaDevice {
     /// What it was opened with.
     #[must_use]
     pub const fn options(&self) -> &CudaOptions {
-        &self.options
+        self.launches.options()
     }
 
     /// The driver's side of it.
     #[must_use]
-    pub const fn context(&self) -> &Arc<Context> {
+    pub const fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
@@ -96,29 +86,6 @@ impl CudaDevice {
     /// Address of a buffer in its memory.
     pub fn address(&self, buffer: &Buffer) -> Result<DevicePtr, DeviceError> {
         address_of(buffer, &self.context)
-    }
-
-    /// Something that is made once and kept: one value of each type.
-    pub fn attached<T: Any + Send + Sync>(
-        &self,
-        make: impl FnOnce() -> Result<T, DeviceError>,
-    ) -> Result<Arc<T>, DeviceError> {
-        let mut attached = self.attached.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = attached.get(&TypeId::of::<T>()).cloned();
-        let value = if let Some(value) = found {
-            value
-        } else {
-            let made: Arc<dyn Any + Send + Sync> = Arc::new(make()?);
-            attached.insert(TypeId::of::<T>(), made.clone());
-            made
-        };
-        Ok(value
-            .downcast()
-            .unwrap_or_else(|_| unreachable!("kept by its type")))
-    }
-
-    pub(super) const fn modules(&self) -> &Modules {
-        &self.modules
     }
 
     /// # Panics
@@ -152,7 +119,7 @@ impl CudaDevice {
             Some(error) => Err(error),
             None => record(&stream),
         });
-        recorded.map_or_else(Self::failed, Event::new)
+        recorded.map_or_else(Event::failed, Event::new)
     }
 
     fn begin_fetch(&self, stream: Stream, src: &Buffer) -> Result<Fetch, DeviceError> {
@@ -165,13 +132,6 @@ impl CudaDevice {
             .fetches
             .copy(&self.context, stream.raw(), self.address(src)?, src.bytes())?;
         Ok(Fetch::new(Event::new(stream.record()?), move || Ok(copy.read())))
-    }
-
-    /// An event that has failed already.
-    fn failed(error: DeviceError) -> Event {
-        let (event, signal) = Event::pair("a failed stream");
-        signal.set(Err(error));
-        event
     }
 }
 
@@ -206,7 +166,7 @@ impl Device for CudaDevice {
         if let Ok(stream) = self.find(stream) {
             let name = op.name();
             stream.attempt(name, |state| {
-                op.launch(&mut Launch::new(name, self, &stream, state))
+                op.launch(&mut Launch::new(name, &self.launches, &stream, state))
             });
         }
     }
@@ -285,5 +245,122 @@ impl Device for CudaDevice {
     fn taken_bytes(&self) -> Option<usize> {
         let (free, all) = self.context.free_and_all_bytes()?;
         Some(all.saturating_sub(free))
+    }
+}
+
+/// Of the process, so that the last to know of a piece of work is never the driver's thread.
+static DONE: Done = Done(Mutex::new(Vec::new()));
+
+/// Work that has been done and is still to be freed.
+struct Done(Mutex<Vec<HostWork>>);
+
+impl Done {
+    fn put(&self, work: HostWork) {
+        self.lock().push(work);
+    }
+
+    /// Frees what is there. Not under the lock, which the driver's thread takes: to free page-locked memory the driver
+    /// may wait for its streams, and with them for that thread.
+    fn free(&self) {
+        let done = take(&mut *self.lock());
+        drop(done);
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<HostWork>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl HostSide for CudaDevice {
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        let memory = PinnedMemory::new(self.context(), spec.bytes())?;
+        Ok(Arena::new(spec, memory))
+    }
+
+    fn named_stream(&self, name: &str) -> Stream {
+        Self::named_stream(self, name, false)
+    }
+
+    unsafe fn copy(&self, stream: Stream, from: &Buffer, to: &Buffer) {
+        self.attempt(stream, "copy beside the host", |stream| {
+            if from.bytes() != to.bytes() {
+                let what = format!("{} bytes into {}", from.bytes(), to.bytes());
+                return Err(DeviceError::Shape { op: "copy", what });
+            }
+            let copied = if is_pinned(to) {
+                let source = self.address(from)?.raw();
+                // SAFETY: the memory is page-locked and has so many bytes, and until the copy has ended nobody touches
+                // them who is not ordered by the stream: the caller vouches for it.
+                unsafe { calls::copy_out(to.byte_ptr()?.cast(), source, to.bytes(), stream) }
+            } else {
+                let target = self.address(to)?.raw();
+                // SAFETY: as above.
+                unsafe { calls::copy_in(target, from.byte_ptr()?.cast(), from.bytes(), stream) }
+            };
+            copied.map_err(|error| driver_error(format!("cannot copy `{}`", from.arena().name()), error))
+        });
+    }
+
+    fn run(&self, stream: Stream, work: HostWork) {
+        DONE.free();
+        self.attempt(stream, "work of the host", |stream| {
+            let work = Box::into_raw(Box::new(work)).cast::<c_void>();
+            // SAFETY: the stream is alive; `call` takes what it is given once. Of a device that has failed it is never
+            // called, and the work is leaked with the process.
+            let launched = unsafe { calls::stream_call(stream, Some(call), work) };
+            launched.map_err(|error| {
+                // SAFETY: made above, and not handed over.
+                drop(unsafe { Box::from_raw(work.cast::<HostWork>()) });
+                driver_error("cannot put work of the host on a stream".to_owned(), error)
+            })
+        });
+    }
+}
+
+/// The driver's thread comes here. A panic ends the process: its message has been written by then.
+unsafe extern "C" fn call(work: *mut c_void) {
+    // SAFETY: what `run` has made for this one call.
+    let mut work = unsafe { Box::from_raw(work.cast::<HostWork>()) };
+    work();
+    DONE.put(*work);
+}
+
+fn is_pinned(buffer: &Buffer) -> bool {
+    buffer.arena().memory().as_any().is::<PinnedMemory>()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// Says whether the lock was free when it was dropped.
+    struct Witness {
+        done: Arc<Done>,
+        unlocked: Arc<AtomicBool>,
+    }
+
+    impl Drop for Witness {
+        fn drop(&mut self) {
+            self.unlocked
+                .store(self.done.0.try_lock().is_ok(), Ordering::Relaxed);
+        }
+    }
+
+    #[test]
+    fn what_was_done_is_not_freed_under_the_lock_that_the_drivers_thread_takes() {
+        let done = Arc::new(Done(Mutex::default()));
+        let unlocked = Arc::new(AtomicBool::new(false));
+        let witness = Witness {
+            done: done.clone(),
+            unlocked: unlocked.clone(),
+        };
+        done.put(Box::new(move || {
+            let _ = &witness;
+        }));
+        done.free();
+        assert!(unlocked.load(Ordering::Relaxed));
+        assert!(done.lock().is_empty());
     }
 }

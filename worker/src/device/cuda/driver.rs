@@ -1,25 +1,32 @@
-//! The driver: started once, one device chosen, its answers as errors with names.
+//! The driver: started once, its answers as errors with names; what it says of the devices; one of them opened as a
+//! [`CudaContext`], with the streams that are alive in it.
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
-use std::ffi::c_int;
+use std::ffi::{CStr, c_char, c_int};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, OnceLock};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::{self, CUresult as Code};
+use cudarc::driver::sys::{
+    self, CUdevice, CUdevice_P2PAttribute as Peer, CUdevice_attribute as Attribute, CUresult as Code,
+};
+use serde::{Deserialize, Serialize};
 
 use super::calls::{self, DriverError, written};
-use super::event::answer;
-use super::facts::facts_of;
-use super::streams::Streams;
-use super::{Arch, GpuFacts};
+use super::nvrtc::Arch;
 use crate::device::DeviceError;
 use crate::libraries::{LibraryError, SearchPath};
 
 /// Longest wait for what is in flight before memory of something that is dropped is given back. Whoever wants it back waits
 /// for the device before; of what is dropped with work in flight the memory can as well go with the process.
 const DROP_PATIENCE: Duration = Duration::from_secs(10);
+
+/// How long a waiting host asks again at once, before it begins to rest between questions.
+const SPIN: Duration = Duration::from_micros(200);
+
+/// Rest between two questions of a waiting host.
+const REST: Duration = Duration::from_micros(50);
 
 /// A stream as the driver knows it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +39,7 @@ unsafe impl Sync for RawStream {}
 
 /// A device's primary context, which libraries of the same process share. Released with the last clone.
 #[derive(Debug)]
-pub struct Context {
+pub struct CudaContext {
     ordinal: usize,
     device: sys::CUdevice,
     raw: sys::CUcontext,
@@ -46,11 +53,11 @@ pub struct Context {
 }
 
 // SAFETY: a context may be used by several threads at once, each after making it its own current one.
-unsafe impl Send for Context {}
+unsafe impl Send for CudaContext {}
 // SAFETY: as above.
-unsafe impl Sync for Context {}
+unsafe impl Sync for CudaContext {}
 
-impl Context {
+impl CudaContext {
     /// Opens a device by its number among those that `CUDA_VISIBLE_DEVICES` shows.
     pub fn open(ordinal: usize) -> Result<Arc<Self>, DeviceError> {
         let count = count_devices()?;
@@ -201,7 +208,7 @@ impl Context {
     }
 }
 
-impl Drop for Context {
+impl Drop for CudaContext {
     fn drop(&mut self) {
         if self.abandoned.load(Ordering::Relaxed) {
             return;
@@ -222,7 +229,7 @@ pub fn count_devices() -> Result<usize, DeviceError> {
 }
 
 /// A device by its number among the visible ones.
-pub(super) fn device_of(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
+fn device_of(ordinal: usize) -> Result<sys::CUdevice, DriverError> {
     // SAFETY: the function writes one integer.
     written(0, |device| unsafe { calls::device_get(device, ordinal as c_int) })
 }
@@ -248,6 +255,41 @@ fn start() -> Result<(), DeviceError> {
             })
         })
         .clone()
+}
+
+/// What a question to the driver says: none for "not yet".
+pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Result<(), DeviceError>> {
+    match answer {
+        Ok(()) => Some(Ok(())),
+        Err(error) if error.is(sys::CUresult::CUDA_ERROR_NOT_READY) => None,
+        Err(error) => Some(Err(driver_error(format!("stream `{stream}` failed"), error))),
+    }
+}
+
+/// Asks until there is an answer. The driver's own way to wait has no deadline.
+pub(super) fn wait_until(
+    mut poll: impl FnMut() -> Option<Result<(), DeviceError>>,
+    deadline: Instant,
+    what: impl Fn() -> String,
+) -> Result<(), DeviceError> {
+    let started = Instant::now();
+    loop {
+        if let Some(answer) = poll() {
+            return answer;
+        }
+        let now = Instant::now();
+        if now >= deadline {
+            return Err(DeviceError::TimedOut {
+                what: what(),
+                waited_ms: (now - started).as_millis() as u64,
+            });
+        }
+        if now - started < SPIN {
+            std::hint::spin_loop();
+        } else {
+            std::thread::sleep(REST.min(deadline - now));
+        }
+    }
 }
 
 /// An answer of the driver, in its own words.
@@ -310,9 +352,203 @@ fn is_of_a_kernel(error: DriverError) -> bool {
     .any(|code| error.is(code))
 }
 
+/// All that are alive.
+#[derive(Debug, Default)]
+pub(super) struct Streams(Mutex<Vec<RawStream>>);
+
+impl Streams {
+    pub(super) fn add(&self, stream: RawStream) {
+        self.alive().push(stream);
+    }
+
+    /// From now on it is asked nothing, so that it can be destroyed.
+    pub(super) fn remove(&self, stream: RawStream) {
+        self.alive().retain(|other| *other != stream);
+    }
+
+    /// Waits, no longer than `patience`, until `is_empty` has said of each of these streams that it is, or the stream is
+    /// gone; an error of `is_empty` ends the wait. Nobody can destroy a stream while it is asked: what the driver does with the
+    /// handle of one that was destroyed is not defined.
+    pub(super) fn come_to_rest(
+        &self,
+        patience: Duration,
+        is_empty: impl Fn(RawStream) -> Option<Result<(), DeviceError>>,
+    ) -> Result<(), DeviceError> {
+        let mut left = self.alive().clone();
+        let poll = || {
+            let alive = self.alive();
+            left.retain(|stream| alive.contains(stream));
+            while let Some(&stream) = left.last() {
+                if let Err(error) = is_empty(stream)? {
+                    return Some(Err(error));
+                }
+                left.pop();
+            }
+            Some(Ok(()))
+        };
+        wait_until(poll, Instant::now() + patience, || {
+            "memory to be freed".to_owned()
+        })
+    }
+
+    fn alive(&self) -> MutexGuard<'_, Vec<RawStream>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Bytes of a device's name with its final zero.
+const NAME_BYTES: usize = 128;
+
+/// Bytes of a PCI address with its final zero: `0000:65:00.0`.
+const PCI_BYTES: usize = 16;
+
+/// One GPU.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct GpuFacts {
+    /// `NVIDIA H200`
+    pub name: String,
+    /// Major and minor number, which kernels are compiled for.
+    pub compute_capability: (u32, u32),
+    /// All of its memory.
+    pub memory_bytes: usize,
+    /// Streaming multiprocessors.
+    pub multiprocessors: u32,
+    /// Most bytes of shared memory of a block.
+    pub shared_per_block: usize,
+    /// Where it is plugged in; empty if the driver does not say.
+    pub pci: String,
+}
+
+impl GpuFacts {
+    /// What its kernels are compiled for.
+    #[must_use]
+    pub const fn arch(&self) -> Arch {
+        let (major, minor) = self.compute_capability;
+        Arch::of_capability(major, minor)
+    }
+
+    /// An error if it is older than what kernels are written for. `ordinal` is its number among the visible ones.
+    pub fn expect_served(&self, ordinal: usize) -> Result<(), DeviceError> {
+        let arch = self.arch();
+        if arch >= Arch::OLDEST {
+            return Ok(());
+        }
+        Err(DeviceError::TooOld {
+            device: format!("GPU {ordinal} ({})", self.name),
+            arch: arch.to_string(),
+            oldest: Arch::OLDEST.to_string(),
+        })
+    }
+}
+
+/// Those of a device that the driver has given.
+fn facts_of(device: CUdevice) -> Result<GpuFacts, DriverError> {
+    let number = |which| {
+        // SAFETY: the driver knows the device; the function writes one integer.
+        let value = written(0, |value| unsafe {
+            calls::device_attribute(value, which, device)
+        });
+        value.map(|value| value.max(0) as u32)
+    };
+    let name = text::<NAME_BYTES>(|to, bytes| {
+        // SAFETY: the function writes at most so many bytes, the last of them a zero.
+        unsafe { calls::device_name(to, bytes, device) }
+    });
+    let pci = text::<PCI_BYTES>(|to, bytes| {
+        // SAFETY: as above.
+        unsafe { calls::device_pci(to, bytes, device) }
+    });
+    let shared = number(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
+    Ok(GpuFacts {
+        name: name?,
+        compute_capability: (
+            number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
+            number(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
+        ),
+        // SAFETY: the driver knows the device; the function writes one number.
+        memory_bytes: written(0, |bytes| unsafe { calls::device_memory(bytes, device) })?,
+        multiprocessors: number(Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?,
+        shared_per_block: shared? as usize,
+        pci: pci.unwrap_or_default(),
+    })
+}
+
+/// What a function writes into room for so many bytes.
+fn text<const BYTES: usize>(
+    write: impl FnOnce(*mut c_char, c_int) -> Result<(), DriverError>,
+) -> Result<String, DriverError> {
+    let mut bytes = [0_u8; BYTES];
+    write(bytes.as_mut_ptr().cast(), BYTES as c_int)?;
+    let text = CStr::from_bytes_until_nul(&bytes).unwrap_or_default();
+    Ok(text.to_string_lossy().into_owned())
+}
+
+/// How one GPU reaches another's memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Reach {
+    /// It is the same one.
+    Itself,
+    /// Directly, with atomic operations: a link of NVIDIA's own.
+    NvLink,
+    /// Directly, over PCI Express.
+    Pcie,
+    /// Only through the host's memory.
+    Host,
+}
+
+/// All visible GPUs.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Survey {
+    /// In the order of their numbers.
+    pub gpus: Vec<GpuFacts>,
+    /// How the first reaches the second, by numbers.
+    pub reach: Vec<Vec<Reach>>,
+}
+
+impl Survey {
+    /// Asks the driver for all devices that `CUDA_VISIBLE_DEVICES` shows.
+    pub fn take() -> Result<Self, DeviceError> {
+        let count = count_devices()?;
+        let devices = (0..count).map(|ordinal| {
+            device_of(ordinal).map_err(|error| driver_error(format!("cannot see GPU {ordinal}"), error))
+        });
+        let devices = devices.collect::<Result<Vec<_>, _>>()?;
+        let facts = |device: &CUdevice| {
+            facts_of(*device).map_err(|error| driver_error("cannot describe a GPU".to_owned(), error))
+        };
+        let row = |from: &CUdevice| devices.iter().map(|to| reach(*from, *to)).collect();
+        Ok(Self {
+            gpus: devices.iter().map(facts).collect::<Result<_, _>>()?,
+            reach: devices.iter().map(row).collect(),
+        })
+    }
+}
+
+/// What the driver does not say counts as not there.
+fn reach(from: CUdevice, to: CUdevice) -> Reach {
+    if from == to {
+        return Reach::Itself;
+    }
+    let says = |attribute| {
+        // SAFETY: both devices were given by the driver; the function writes one integer.
+        let said = written(0, |value| unsafe {
+            calls::device_reach(value, attribute, from, to)
+        });
+        said.is_ok_and(|value| value != 0)
+    };
+    if !says(Peer::CU_DEVICE_P2P_ATTRIBUTE_ACCESS_SUPPORTED) {
+        Reach::Host
+    } else if says(Peer::CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED) {
+        Reach::NvLink
+    } else {
+        Reach::Pcie
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::{Cell, RefCell};
 
     /// By their numbers in NVIDIA's documentation: those after which "the process must be terminated and relaunched".
     #[test]
@@ -326,5 +562,88 @@ mod tests {
             refused.ends_with("`ddp-train doctor` shows driver, GPUs and libraries"),
             "{refused}"
         );
+    }
+
+    const LONG: Duration = Duration::from_mins(1);
+
+    fn streams() -> (Streams, [RawStream; 2]) {
+        let [first, second] = [1, 2].map(|handle| RawStream(std::ptr::without_provenance_mut(handle)));
+        let streams = Streams::default();
+        streams.add(first);
+        streams.add(second);
+        (streams, [first, second])
+    }
+
+    /// Whoever would destroy one waits for the lock, or is done before: then it is asked no more.
+    #[test]
+    fn a_stream_is_asked_only_while_nobody_can_destroy_it() {
+        let (streams, [first, second]) = streams();
+        let asked = RefCell::new(Vec::new());
+        let rounds = RefCell::new(0);
+        let outcome = streams.come_to_rest(LONG, |stream| {
+            assert!(streams.0.try_lock().is_err(), "it can be destroyed meanwhile");
+            asked.borrow_mut().push(stream);
+            *rounds.borrow_mut() += 1;
+            (*rounds.borrow() > 3).then_some(Ok(()))
+        });
+        assert_eq!(outcome, Ok(()));
+        // Each until it is empty, and then the next.
+        assert_eq!(*asked.borrow(), [second, second, second, second, first]);
+    }
+
+    #[test]
+    fn a_stream_that_is_destroyed_is_waited_for_no_longer() {
+        let (streams, [first, second]) = streams();
+        let asked = std::sync::Barrier::new(2);
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                asked.wait();
+                streams.remove(second);
+            });
+            let met = RefCell::new(false);
+            let outcome = streams.come_to_rest(LONG, |stream| {
+                if stream == first {
+                    return Some(Ok(()));
+                }
+                if !met.replace(true) {
+                    asked.wait();
+                }
+                None
+            });
+            assert_eq!(outcome, Ok(()));
+        });
+    }
+
+    #[test]
+    fn a_stream_that_never_empties_is_waited_for_as_long_as_was_said() {
+        let (streams, _) = streams();
+        let outcome = streams.come_to_rest(Duration::ZERO, |_| None);
+        let Err(DeviceError::TimedOut { what, .. }) = outcome else {
+            panic!("{outcome:?}");
+        };
+        assert_eq!(what, "memory to be freed");
+        let failed = DeviceError::Upstream("failed".into());
+        let outcome = streams.come_to_rest(LONG, |_| Some(Err(failed.clone())));
+        assert_eq!(outcome, Err(failed));
+    }
+
+    #[test]
+    fn a_wait_ends_with_the_answer_or_at_its_deadline() {
+        let asked = Cell::new(0);
+        let third = || {
+            asked.set(asked.get() + 1);
+            (asked.get() == 3).then_some(Ok(()))
+        };
+        assert_eq!(
+            wait_until(third, Instant::now() + Duration::from_secs(10), String::new),
+            Ok(())
+        );
+        assert_eq!(asked.get(), 3);
+        let never = wait_until(|| None, Instant::now(), || "stream `compute`".to_owned());
+        let error = DeviceError::TimedOut {
+            what: "stream `compute`".to_owned(),
+            waited_ms: 0,
+        };
+        assert_eq!(never, Err(error));
     }
 }

@@ -8,21 +8,14 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
-use super::Context;
-use super::calls::{self, DriverError, written};
-use super::driver::driver_error;
+use super::calls::{self, written};
+use super::driver::{CudaContext, answer, driver_error, wait_until};
 use crate::device::{DeviceError, Event, EventState};
-
-/// How long a waiting host asks again at once, before it begins to rest between questions.
-const SPIN: Duration = Duration::from_micros(200);
-
-/// Rest between two questions of a waiting host.
-const REST: Duration = Duration::from_micros(50);
 
 /// Events of one device that nobody waits for any more, for the next one who records.
 #[derive(Debug)]
 pub(super) struct EventPool {
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     /// Untimed and timed ones.
     free: [Mutex<Vec<RawEvent>>; 2],
 }
@@ -36,7 +29,7 @@ unsafe impl Send for RawEvent {}
 unsafe impl Sync for RawEvent {}
 
 impl EventPool {
-    pub(super) fn new(context: Arc<Context>) -> Arc<Self> {
+    pub(super) fn new(context: Arc<CudaContext>) -> Arc<Self> {
         Arc::new(Self {
             context,
             free: Default::default(),
@@ -156,67 +149,5 @@ impl EventState for CudaEvent {
 
     fn as_any(&self) -> &dyn Any {
         self
-    }
-}
-
-/// What a question to the driver says: none for "not yet".
-pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Result<(), DeviceError>> {
-    match answer {
-        Ok(()) => Some(Ok(())),
-        Err(error) if error.is(sys::CUresult::CUDA_ERROR_NOT_READY) => None,
-        Err(error) => Some(Err(driver_error(format!("stream `{stream}` failed"), error))),
-    }
-}
-
-/// Asks until there is an answer. The driver's own way to wait has no deadline.
-pub(super) fn wait_until(
-    mut poll: impl FnMut() -> Option<Result<(), DeviceError>>,
-    deadline: Instant,
-    what: impl Fn() -> String,
-) -> Result<(), DeviceError> {
-    let started = Instant::now();
-    loop {
-        if let Some(answer) = poll() {
-            return answer;
-        }
-        let now = Instant::now();
-        if now >= deadline {
-            return Err(DeviceError::TimedOut {
-                what: what(),
-                waited_ms: (now - started).as_millis() as u64,
-            });
-        }
-        if now - started < SPIN {
-            std::hint::spin_loop();
-        } else {
-            std::thread::sleep(REST.min(deadline - now));
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use std::cell::Cell;
-
-    use super::*;
-
-    #[test]
-    fn a_wait_ends_with_the_answer_or_at_its_deadline() {
-        let asked = Cell::new(0);
-        let third = || {
-            asked.set(asked.get() + 1);
-            (asked.get() == 3).then_some(Ok(()))
-        };
-        assert_eq!(
-            wait_until(third, Instant::now() + Duration::from_secs(10), String::new),
-            Ok(())
-        );
-        assert_eq!(asked.get(), 3);
-        let never = wait_until(|| None, Instant::now(), || "stream `compute`".to_owned());
-        let error = DeviceError::TimedOut {
-            what: "stream `compute`".to_owned(),
-            waited_ms: 0,
-        };
-        assert_eq!(never, Err(error));
     }
 }

@@ -1,9 +1,8 @@
-//! Kernels: the text, what it is compiled with, and the functions in the modules that come of it.
+//! Kernels: functions in the modules that a device has loaded.
 #![allow(unsafe_code, reason = "modules and functions of the CUDA driver")]
 
 use std::collections::HashMap;
 use std::ffi::CString;
-use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
@@ -11,135 +10,13 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use cudarc::driver::sys;
 
 use super::calls::{self, written};
+use super::driver::CudaContext;
 use super::driver::{driver_error, driver_error_with};
-use super::{Arch, Context, CubinCache, Nvrtc};
+use super::nvrtc::{Arch, CompileUnit, CubinCache, Define, KernelSource, Nvrtc};
 use crate::device::DeviceError;
 
 /// Shared memory that a block may have without asking for more: what its kernel declares, and what the launch says.
 const SHARED_WITHOUT_ASKING: usize = 48 << 10;
-
-/// A file of CUDA C, embedded in the program. Its kernels are `extern "C" __global__`; it includes only what is
-/// listed here, for there are no CUDA headers.
-#[derive(Debug)]
-pub struct Source {
-    /// File name, for the compiler's messages.
-    pub file: &'static str,
-    /// Its contents.
-    pub text: &'static str,
-    /// Files that it includes, by name, with their contents.
-    pub headers: &'static [(&'static str, &'static str)],
-}
-
-impl Source {
-    /// A file that includes nothing.
-    #[must_use]
-    pub const fn new(file: &'static str, text: &'static str) -> Self {
-        Self {
-            file,
-            text,
-            headers: &[],
-        }
-    }
-
-    /// A file that includes others.
-    #[must_use]
-    pub const fn with_headers(
-        file: &'static str,
-        text: &'static str,
-        headers: &'static [(&'static str, &'static str)],
-    ) -> Self {
-        Self { file, text, headers }
-    }
-}
-
-/// A macro that is defined when a source is compiled: an element type, a tile's size.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub struct Define {
-    name: &'static str,
-    value: Value,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-enum Value {
-    Word(&'static str),
-    Number(i64),
-}
-
-impl Define {
-    /// `-D name=word`
-    #[must_use]
-    pub const fn word(name: &'static str, word: &'static str) -> Self {
-        Self {
-            name,
-            value: Value::Word(word),
-        }
-    }
-
-    /// `-D name=number`
-    #[must_use]
-    pub const fn number(name: &'static str, number: i64) -> Self {
-        Self {
-            name,
-            value: Value::Number(number),
-        }
-    }
-}
-
-impl fmt::Display for Define {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.value {
-            Value::Word(word) => write!(f, "{}={word}", self.name),
-            Value::Number(number) => write!(f, "{}={number}", self.name),
-        }
-    }
-}
-
-/// What is compiled at once: a source with its definitions.
-#[derive(Clone, Debug)]
-pub struct Unit {
-    /// The text.
-    pub source: &'static Source,
-    /// What is defined.
-    pub defines: Vec<Define>,
-}
-
-impl Unit {
-    /// A source with definitions.
-    #[must_use]
-    pub fn new(source: &'static Source, defines: &[Define]) -> Self {
-        Self {
-            source,
-            defines: defines.to_vec(),
-        }
-    }
-
-    /// Options of the compiler.
-    #[must_use]
-    pub fn options(&self, arch: Arch) -> Vec<String> {
-        let mut options = vec![
-            format!("--gpu-architecture={arch}"),
-            "--std=c++17".to_owned(),
-            "--device-as-default-execution-space".to_owned(),
-            "--generate-line-info".to_owned(),
-        ];
-        options.extend(
-            self.defines
-                .iter()
-                .map(|define| format!("--define-macro={define}")),
-        );
-        options
-    }
-}
-
-impl fmt::Display for Unit {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.source.file)?;
-        for define in &self.defines {
-            write!(f, " {define}")?;
-        }
-        Ok(())
-    }
-}
 
 /// A function in a module that the device has loaded. Clones are the same one.
 #[derive(Clone, Debug)]
@@ -202,7 +79,7 @@ impl Kernel {
 #[derive(Debug)]
 struct Module {
     raw: sys::CUmodule,
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
 }
 
 // SAFETY: as for `Function`.
@@ -222,7 +99,7 @@ impl Drop for Module {
 /// The modules of one device, compiled when they are first asked for.
 #[derive(Debug)]
 pub(super) struct Modules {
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
     cache: CubinCache,
     loaded: Mutex<Loaded>,
@@ -243,7 +120,7 @@ struct FunctionKey {
 }
 
 impl Modules {
-    pub(super) fn new(context: Arc<Context>, cache: CubinCache) -> Self {
+    pub(super) fn new(context: Arc<CudaContext>, cache: CubinCache) -> Self {
         Self {
             context,
             compiler: OnceLock::new(),
@@ -255,7 +132,7 @@ impl Modules {
     /// A kernel by source, name and definitions.
     pub(super) fn kernel(
         &self,
-        source: &'static Source,
+        source: &'static KernelSource,
         name: &'static str,
         defines: &[Define],
     ) -> Result<Kernel, DeviceError> {
@@ -268,7 +145,7 @@ impl Modules {
         if let Some(kernel) = loaded.functions.get(&key) {
             return Ok(kernel.clone());
         }
-        let unit = Unit::new(source, defines);
+        let unit = CompileUnit::new(source, defines);
         let of_unit = (key.source, key.defines.clone());
         let module = if let Some(module) = loaded.modules.get(&of_unit) {
             module.clone()
@@ -300,7 +177,7 @@ impl Modules {
         Ok(kernel)
     }
 
-    fn load(&self, unit: &Unit) -> Result<Arc<Module>, DeviceError> {
+    fn load(&self, unit: &CompileUnit) -> Result<Arc<Module>, DeviceError> {
         let (nvrtc, arch) = self.compiler()?;
         let cubin = self.cache.compile(nvrtc, unit, *arch)?;
         self.context.bind()?;

@@ -1,17 +1,18 @@
 //! What an operation is given to put itself on a stream.
 #![allow(unsafe_code, reason = "kernels are launched through the CUDA driver")]
 
-use std::any::Any;
+use std::any::{Any, TypeId};
+use std::collections::HashMap;
 use std::ffi::c_void;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use cudarc::driver::sys;
 
 use super::calls;
-use super::device::CudaDevice;
-use super::driver::driver_error;
-use super::kernel::{Define, Kernel, Source};
-use super::memory::DeviceMemory;
+use super::driver::{CudaContext, driver_error};
+use super::kernel::{Kernel, Modules};
+use super::memory::{DevicePtr, address_of};
+use super::nvrtc::{Arch, CubinCache, Define, KernelSource};
 use super::stream::{CudaStream, StreamState};
 use crate::device::{Buffer, DType, DeviceError};
 
@@ -22,43 +23,6 @@ const MAX_ARGS: usize = 32;
 pub trait CudaKernel {
     /// Checks sizes and types, launches, returns at once. Everything it launches goes to [`Launch`]'s stream.
     fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError>;
-}
-
-/// An address in device memory.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct DevicePtr(sys::CUdeviceptr);
-
-impl DevicePtr {
-    /// For kernels that take an optional pointer.
-    pub const NULL: Self = Self(0);
-
-    pub(super) const fn new(address: sys::CUdeviceptr) -> Self {
-        Self(address)
-    }
-
-    /// So many bytes further.
-    #[must_use]
-    pub const fn offset(self, bytes: usize) -> Self {
-        Self(self.0 + bytes as u64)
-    }
-
-    /// As the driver writes it.
-    #[must_use]
-    pub const fn raw(self) -> sys::CUdeviceptr {
-        self.0
-    }
-
-    /// As libraries take it.
-    #[must_use]
-    pub const fn as_ptr(self) -> *mut c_void {
-        self.0 as *mut c_void
-    }
-
-    /// True if the address is a multiple of `bytes`: 16 for the widest accesses.
-    #[must_use]
-    pub const fn is_aligned(self, bytes: usize) -> bool {
-        self.0.is_multiple_of(bytes as u64)
-    }
 }
 
 /// Blocks, threads and dynamic shared memory of a launch.
@@ -116,7 +80,7 @@ impl Args {
     /// A pointer.
     #[must_use]
     pub fn ptr(self, value: DevicePtr) -> Self {
-        self.push(value.0)
+        self.push(value.raw())
     }
 
     /// `unsigned`
@@ -170,10 +134,47 @@ impl Args {
     }
 }
 
+/// How a device is opened.
+#[derive(Clone, Debug, Default)]
+pub struct CudaOptions {
+    /// Which one, among those that `CUDA_VISIBLE_DEVICES` shows.
+    pub ordinal: usize,
+    /// Matrix products of f32 may round their inputs to tf32.
+    pub tf32: bool,
+    /// On Hopper, in bf16, a GELU belongs to the matrix product beside it where cuBLASLt does both in one pass.
+    pub fused_gelu: bool,
+    /// Where compiled kernels are kept.
+    pub cache: CubinCache,
+}
+
+/// What launches need of a device: its modules, and what operations keep there.
+#[derive(Debug)]
+pub(super) struct LaunchContext {
+    context: Arc<CudaContext>,
+    options: CudaOptions,
+    modules: Modules,
+    attached: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
+}
+
+impl LaunchContext {
+    pub(super) fn new(context: Arc<CudaContext>, options: CudaOptions) -> Self {
+        Self {
+            modules: Modules::new(context.clone(), options.cache.clone()),
+            attached: Mutex::default(),
+            context,
+            options,
+        }
+    }
+
+    pub(super) const fn options(&self) -> &CudaOptions {
+        &self.options
+    }
+}
+
 /// One operation's view of its device and stream.
 pub struct Launch<'a> {
     op: &'static str,
-    device: &'a CudaDevice,
+    device: &'a LaunchContext,
     stream: &'a CudaStream,
     state: &'a mut StreamState,
 }
@@ -181,7 +182,7 @@ pub struct Launch<'a> {
 impl<'a> Launch<'a> {
     pub(super) const fn new(
         op: &'static str,
-        device: &'a CudaDevice,
+        device: &'a LaunchContext,
         stream: &'a CudaStream,
         state: &'a mut StreamState,
     ) -> Self {
@@ -211,24 +212,19 @@ impl<'a> Launch<'a> {
         self.address(buffer)
     }
 
-    /// Address of a buffer, or null for none.
-    pub fn optional_ptr(&self, buffer: Option<&Buffer>, dtype: DType) -> Result<DevicePtr, DeviceError> {
-        buffer.map_or(Ok(DevicePtr::NULL), |buffer| self.ptr(buffer, dtype))
-    }
-
     /// Address of a buffer of any type.
     pub fn address(&self, buffer: &Buffer) -> Result<DevicePtr, DeviceError> {
-        address_of(buffer, self.device.context())
+        address_of(buffer, &self.device.context)
     }
 
     /// A kernel, compiled when it is first asked for. Definitions are part of its identity.
     pub fn kernel(
         &self,
-        source: &'static Source,
+        source: &'static KernelSource,
         name: &'static str,
         defines: &[Define],
     ) -> Result<Kernel, DeviceError> {
-        self.device.modules().kernel(source, name, defines)
+        self.device.modules.kernel(source, name, defines)
     }
 
     /// Launches a kernel. Nothing is launched on an empty grid.
@@ -271,7 +267,7 @@ impl<'a> Launch<'a> {
                 kernel.name(),
                 self.stream.name()
             );
-            self.device.context().refused(error, driver_error(doing, error))
+            self.device.context.refused(error, driver_error(doing, error))
         })
     }
 
@@ -282,7 +278,7 @@ impl<'a> Launch<'a> {
         if wanted <= most {
             return Ok(());
         }
-        let context = self.device.context();
+        let context = &self.device.context;
         Err(DeviceError::Driver {
             doing: format!(
                 "operation `{}`: kernel `{}` is not for GPU {} ({})",
@@ -302,34 +298,28 @@ impl<'a> Launch<'a> {
         self.stream.scratch(self.state, bytes)
     }
 
-    /// Streaming multiprocessors of the device.
-    #[must_use]
-    pub fn multiprocessors(&self) -> u32 {
-        self.device.context().multiprocessors()
-    }
-
     /// Most bytes of shared memory that a block can have.
     #[must_use]
     pub fn shared_per_block(&self) -> usize {
-        self.device.context().shared_per_block()
+        self.device.context.shared_per_block()
     }
 
     /// True if matrix products of f32 may round their inputs to tf32.
     #[must_use]
     pub fn tf32(&self) -> bool {
-        self.device.options().tf32
+        self.device.options.tf32
     }
 
     /// True if a GELU may belong to the matrix product beside it.
     #[must_use]
     pub fn fused_gelu(&self) -> bool {
-        self.device.options().fused_gelu
+        self.device.options.fused_gelu
     }
 
     /// True on Hopper, whose own instructions the kernels can use then.
     #[must_use]
     pub fn is_hopper(&self) -> bool {
-        self.device.context().arch() == super::Arch::SM_90A
+        self.device.context.arch() == Arch::SM_90A
     }
 
     /// The stream, for libraries that enqueue by themselves.
@@ -343,20 +333,21 @@ impl<'a> Launch<'a> {
         &self,
         make: impl FnOnce() -> Result<T, DeviceError>,
     ) -> Result<Arc<T>, DeviceError> {
-        self.device.attached(make)
-    }
-}
-
-/// Address of a buffer in the memory of this device.
-pub(super) fn address_of(buffer: &Buffer, context: &super::Context) -> Result<DevicePtr, DeviceError> {
-    let memory = buffer.arena().memory().as_any().downcast_ref::<DeviceMemory>();
-    match memory {
-        Some(memory) if memory.context().ordinal() == context.ordinal() => {
-            Ok(DevicePtr(memory.address()).offset(buffer.start()))
-        }
-        _ => Err(DeviceError::NotDevice {
-            arena: buffer.arena().name().to_owned(),
-            device: format!("GPU {} ({})", context.ordinal(), context.name()),
-        }),
+        let mut attached = self
+            .device
+            .attached
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let found = attached.get(&TypeId::of::<T>()).cloned();
+        let value = if let Some(value) = found {
+            value
+        } else {
+            let made: Arc<dyn Any + Send + Sync> = Arc::new(make()?);
+            attached.insert(TypeId::of::<T>(), made.clone());
+            made
+        };
+        Ok(value
+            .downcast()
+            .unwrap_or_else(|_| unreachable!("kept by its type")))
     }
 }

@@ -4,15 +4,20 @@
 //! it is asked for `outᵀ = rhsᵀ · lhsᵀ`. Which algorithm it takes is asked once for each shape, types and alignment.
 //! Sums are f32 in a fixed order: the same inputs give the same bits. Where something is added to a product of type bf16,
 //! the library may round the product, and each sum, to bf16 on the way; it did so on an H200 at small sizes.
+//!
+//! Handles are opaque and attributes are set by number, so one table of functions fits CUDA 12 and 13. The numbers are
+//! those of the library's public header.
 #![allow(unsafe_code, reason = "matrix products are enqueued by a C library")]
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, HashSet};
+use std::ffi::{CStr, c_char, c_int, c_void};
+use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::cublaslt::{Attribute, Call, Candidate, Compute, CublasLt, Owned, type_number};
 use super::{DevicePtr, Launch};
 use crate::device::{DType, DeviceError};
+use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// Scratch memory that an algorithm may use, as NVIDIA recommends for Hopper; others need less.
 const WORKSPACE_BYTES: usize = 32 << 20;
@@ -152,8 +157,8 @@ impl Product {
         [self.rhs.at, self.lhs.at, addend, self.out]
     }
 
-    fn shape(&self, compute: Compute) -> Shape {
-        Shape {
+    fn shape(&self, compute: Compute) -> ProductShape {
+        ProductShape {
             sizes: [self.rows, self.cols, self.inner],
             strides: [self.lhs.stride, self.rhs.stride, self.out_stride],
             transposed: [self.lhs.transposed, self.rhs.transposed],
@@ -174,7 +179,7 @@ fn alignment(at: DevicePtr) -> u32 {
 
 /// All that the choice of an algorithm depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-struct Shape {
+struct ProductShape {
     sizes: [usize; 3],
     strides: [usize; 3],
     transposed: [bool; 2],
@@ -193,16 +198,16 @@ struct Prepared {
     rhs: Owned,
     lhs: Owned,
     out: Owned,
-    candidate: Candidate,
+    candidate: HeuristicResult,
 }
 
 /// Matrix products of one device.
 #[derive(Debug)]
 struct Products {
     cublaslt: CublasLt,
-    prepared: Mutex<HashMap<Shape, Prepared>>,
+    prepared: Mutex<HashMap<ProductShape, Prepared>>,
     /// What the library cannot do.
-    refused: Mutex<HashSet<Shape>>,
+    refused: Mutex<HashSet<ProductShape>>,
 }
 
 impl Products {
@@ -214,7 +219,7 @@ impl Products {
         })
     }
 
-    fn refused(&self) -> MutexGuard<'_, HashSet<Shape>> {
+    fn refused(&self) -> MutexGuard<'_, HashSet<ProductShape>> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -247,7 +252,12 @@ impl Products {
         Ok(())
     }
 
-    fn prepare(&self, product: &Product, shape: &Shape, op: &'static str) -> Result<Prepared, DeviceError> {
+    fn prepare(
+        &self,
+        product: &Product,
+        shape: &ProductShape,
+        op: &'static str,
+    ) -> Result<Prepared, DeviceError> {
         let [rows, cols, inner] = shape.sizes;
         let [lhs_stride, rhs_stride, out_stride] = shape.strides;
         let [lhs_transposed, rhs_transposed] = shape.transposed;
@@ -299,5 +309,403 @@ impl Products {
             }
         }
         Ok(())
+    }
+}
+
+/// `cublasStatus_t`
+type Status = c_int;
+/// Any of the library's pointers to what it keeps.
+type Handle = *mut c_void;
+
+const SUCCESS: Status = 0;
+
+/// `cublasLtMatmulAlgo_t`: copied as it is.
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct Algorithm {
+    data: [u64; 8],
+}
+
+/// `cublasLtMatmulHeuristicResult_t`
+#[repr(C)]
+#[derive(Clone, Copy, Debug)]
+struct HeuristicResult {
+    algorithm: Algorithm,
+    workspace_bytes: usize,
+    state: Status,
+    waves: f32,
+    reserved: [c_int; 4],
+}
+
+impl HeuristicResult {
+    const NONE: Self = Self {
+        algorithm: Algorithm { data: [0; 8] },
+        workspace_bytes: 0,
+        state: -1,
+        waves: 0.0,
+        reserved: [0; 4],
+    };
+}
+
+table! {
+    /// What of cuBLASLt is called.
+    struct Functions {
+        /// A context of the library on the current device.
+        create: fn(*mut Handle) -> Status = "cublasLtCreate";
+        /// 120804, say.
+        version: fn() -> usize = "cublasLtGetVersion";
+        /// `CUBLAS_STATUS_NOT_SUPPORTED`, say.
+        status_name: fn(Status) -> *const c_char = "cublasLtGetStatusName";
+        /// Operation: compute type, type of α and β.
+        desc_create: fn(*mut Handle, c_int, c_int) -> Status = "cublasLtMatmulDescCreate";
+        /// Operation: attribute, value, bytes.
+        desc_set: fn(Handle, c_int, *const c_void, usize) -> Status = "cublasLtMatmulDescSetAttribute";
+        /// Operation.
+        desc_destroy: fn(Handle) -> Status = "cublasLtMatmulDescDestroy";
+        /// Matrix by columns: type, rows, columns, leading dimension.
+        layout_create: fn(*mut Handle, c_int, u64, u64, i64) -> Status = "cublasLtMatrixLayoutCreate";
+        /// Matrix.
+        layout_destroy: fn(Handle) -> Status = "cublasLtMatrixLayoutDestroy";
+        /// What an algorithm may use.
+        preference_create: fn(*mut Handle) -> Status = "cublasLtMatmulPreferenceCreate";
+        /// What an algorithm may use: attribute, value, bytes.
+        preference_set: fn(Handle, c_int, *const c_void, usize) -> Status = "cublasLtMatmulPreferenceSetAttribute";
+        /// What an algorithm may use.
+        preference_destroy: fn(Handle) -> Status = "cublasLtMatmulPreferenceDestroy";
+        /// CudaContext, operation, A, B, C, D, preference, wanted, found, how many.
+        heuristic: fn(Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut HeuristicResult, *mut c_int) -> Status
+            = "cublasLtMatmulAlgoGetHeuristic";
+        /// CudaContext, operation, α, A, its layout, B, its layout, β, C, its layout, D, its layout, algorithm, workspace,
+        /// its bytes, stream.
+        matmul: fn(
+            Handle, Handle, *const c_void, *const c_void, Handle, *const c_void, Handle, *const c_void, *const c_void,
+            Handle, *mut c_void, Handle, *const Algorithm, *mut c_void, usize, *mut c_void,
+        ) -> Status = "cublasLtMatmul";
+    }
+}
+
+/// `cublasComputeType_t`: how products of f32 or bf16 are made; sums are f32 in each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(i32)]
+pub(super) enum Compute {
+    /// `CUBLAS_COMPUTE_32F`
+    F32 = 68,
+    /// `CUBLAS_COMPUTE_32F_FAST_TF32`
+    Tf32 = 77,
+}
+
+/// `CUDA_R_32F` and its like. Types that no matrix product has give none.
+const fn type_number(dtype: DType) -> Option<c_int> {
+    match dtype {
+        DType::F32 => Some(0),
+        DType::Bf16 => Some(14),
+        _ => None,
+    }
+}
+
+/// `cublasLtMatmulDescAttributes_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(i32)]
+pub(super) enum Attribute {
+    TransposeA = 3,
+    TransposeB = 4,
+    Epilogue = 7,
+    BiasPointer = 8,
+    AuxPointer = 11,
+    AuxStride = 12,
+}
+
+/// `cublasLtMatmulPreferenceAttributes_t`
+#[derive(Clone, Copy, Debug)]
+#[repr(i32)]
+enum Preference {
+    WorkspaceBytes = 1,
+    ReductionSchemes = 3,
+    AlignmentA = 5,
+    AlignmentB = 6,
+    AlignmentC = 7,
+    AlignmentD = 8,
+}
+
+/// Parts of a sum are added in f32 and in one order: neither atomically in place, nor in the output's type.
+const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
+
+/// The library, and its context on one device.
+#[derive(Debug)]
+struct CublasLt {
+    library: Library,
+    functions: Functions,
+    context: Handle,
+}
+
+// SAFETY: a context of cuBLASLt may be used by several threads at once, says its documentation.
+unsafe impl Send for CublasLt {}
+// SAFETY: as above.
+unsafe impl Sync for CublasLt {}
+
+impl CublasLt {
+    /// Opens the library on the device whose context is current. The library's context lives as long as the process.
+    pub(super) fn open() -> Result<Self, LibraryError> {
+        let library = Library::open(LibraryKind::CublasLt)?;
+        // Its first call would fail with a status that says nothing of versions.
+        if let Some(newer) = library.newer_than_driver() {
+            return Err(LibraryError::Newer(newer));
+        }
+        let mut opened = Self {
+            functions: Functions::load(&library)?,
+            library,
+            context: ptr::null_mut(),
+        };
+        // SAFETY: the function writes one pointer.
+        let status = unsafe { (opened.functions.create)(&raw mut opened.context) };
+        opened.check("has no context", status)?;
+        Ok(opened)
+    }
+
+    /// `13.4.1`, as the library counts.
+    pub(super) fn version(&self) -> String {
+        // SAFETY: the function takes nothing.
+        let number = unsafe { (self.functions.version)() };
+        format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
+    }
+
+    fn check(&self, problem: &str, status: Status) -> Result<(), LibraryError> {
+        if status == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: the function gives a constant string for every number.
+        let name = unsafe { (self.functions.status_name)(status) };
+        let name = if name.is_null() {
+            format!("status {status}")
+        } else {
+            // SAFETY: not null, and ends in a zero.
+            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+        };
+        Err(LibraryError::Unusable {
+            kind: LibraryKind::CublasLt,
+            path: self.library.path().to_owned(),
+            problem: format!("(cuBLASLt {}) {problem}: {name}", self.version()),
+        })
+    }
+
+    /// An operation in f32 or tf32, with f32 α and β.
+    pub(super) fn operation(&self, compute: Compute) -> Result<Owned, LibraryError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the function writes one pointer.
+        let status = unsafe { (self.functions.desc_create)(&raw mut raw, compute as c_int, 0) };
+        self.check("refuses an operation", status)?;
+        Ok(Owned(raw, self.functions.desc_destroy))
+    }
+
+    pub(super) fn set<T: Copy>(
+        &self,
+        operation: &Owned,
+        attribute: Attribute,
+        value: T,
+    ) -> Result<(), LibraryError> {
+        let from = (&raw const value).cast();
+        // SAFETY: the operation is alive; `value` has the size that is said.
+        let status =
+            unsafe { (self.functions.desc_set)(operation.0, attribute as c_int, from, size_of::<T>()) };
+        self.check(&format!("refuses {attribute:?}"), status)
+    }
+
+    /// A matrix that lies by columns.
+    pub(super) fn matrix(
+        &self,
+        number: c_int,
+        rows: usize,
+        cols: usize,
+        stride: usize,
+    ) -> Result<Owned, LibraryError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the function writes one pointer.
+        let status = unsafe {
+            (self.functions.layout_create)(&raw mut raw, number, rows as u64, cols as u64, stride as i64)
+        };
+        self.check("refuses a matrix", status)?;
+        Ok(Owned(raw, self.functions.layout_destroy))
+    }
+
+    /// The best algorithm, by the library's own judgement, for `[A, B, C, D]` whose addresses are multiples of so many
+    /// bytes each.
+    pub(super) fn best(
+        &self,
+        operation: &Owned,
+        [a, b, c, d]: [&Owned; 4],
+        alignments: [u32; 4],
+        workspace_bytes: usize,
+    ) -> Result<HeuristicResult, LibraryError> {
+        let preference = self.preference(alignments, workspace_bytes)?;
+        let (mut found, mut count) = (HeuristicResult::NONE, 0);
+        // SAFETY: all handles are alive; the function writes at most one candidate, and the count.
+        let status = unsafe {
+            (self.functions.heuristic)(
+                self.context,
+                operation.0,
+                a.0,
+                b.0,
+                c.0,
+                d.0,
+                preference.0,
+                1,
+                &raw mut found,
+                &raw mut count,
+            )
+        };
+        self.check("knows no algorithm", status)?;
+        self.check("knows no algorithm", if count == 1 { found.state } else { -1 })?;
+        Ok(found)
+    }
+
+    /// What an algorithm may rely on and use.
+    fn preference(&self, alignments: [u32; 4], workspace_bytes: usize) -> Result<Owned, LibraryError> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: the function writes one pointer.
+        let status = unsafe { (self.functions.preference_create)(&raw mut raw) };
+        self.check("refuses a preference", status)?;
+        let preference = Owned(raw, self.functions.preference_destroy);
+        self.prefer(&preference, Preference::WorkspaceBytes, workspace_bytes)?;
+        self.prefer(
+            &preference,
+            Preference::ReductionSchemes,
+            REDUCTION_IN_COMPUTE_TYPE,
+        )?;
+        let which = [
+            Preference::AlignmentA,
+            Preference::AlignmentB,
+            Preference::AlignmentC,
+            Preference::AlignmentD,
+        ];
+        for (which, alignment) in which.into_iter().zip(alignments) {
+            self.prefer(&preference, which, alignment)?;
+        }
+        Ok(preference)
+    }
+
+    fn prefer<T: Copy>(&self, preference: &Owned, which: Preference, value: T) -> Result<(), LibraryError> {
+        let from = (&raw const value).cast();
+        // SAFETY: the preference is alive; `value` has the size that is said.
+        let status =
+            unsafe { (self.functions.preference_set)(preference.0, which as c_int, from, size_of::<T>()) };
+        self.check(&format!("refuses {which:?}"), status)
+    }
+
+    /// `D = op(A)·op(B) + beta·C`, in stream order.
+    ///
+    /// # Safety
+    /// The addresses are memory of the current device, as large as their layouts say; the stream is the same device's.
+    pub(super) unsafe fn enqueue(&self, call: &Call<'_>) -> Result<(), LibraryError> {
+        let alpha = 1.0_f32;
+        let [(a, a_layout), (b, b_layout), (c, c_layout), (d, d_layout)] = call.matrices;
+        // SAFETY: handles are alive, α and β are read during the call, the caller vouches for the rest.
+        let status = unsafe {
+            (self.functions.matmul)(
+                self.context,
+                call.operation.0,
+                (&raw const alpha).cast(),
+                a,
+                a_layout.0,
+                b,
+                b_layout.0,
+                (&raw const call.beta).cast(),
+                c,
+                c_layout.0,
+                d,
+                d_layout.0,
+                &raw const call.candidate.algorithm,
+                call.workspace,
+                call.candidate.workspace_bytes,
+                call.stream,
+            )
+        };
+        self.check("cannot multiply", status)
+    }
+}
+
+/// One product.
+struct Call<'a> {
+    pub(super) operation: &'a Owned,
+    /// A, B, C, D
+    matrices: [(*mut c_void, &'a Owned); 4],
+    beta: f32,
+    candidate: &'a HeuristicResult,
+    workspace: *mut c_void,
+    pub(super) stream: *mut c_void,
+}
+
+/// Something of the library's, given back at the end.
+#[derive(Debug)]
+struct Owned(Handle, unsafe extern "C" fn(Handle) -> Status);
+
+// SAFETY: plain data behind the pointer, which the library does not tie to a thread.
+unsafe impl Send for Owned {}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: created by the library's function of the same kind, destroyed once.
+        let _ = unsafe { (self.1)(self.0) };
+    }
+}
+
+/// The real library, as far as it goes without a GPU. Without one on the search path of the process the tests say so and
+/// pass, unless `DDP_REQUIRE_CUBLASLT` is set.
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Without a context, which would need a GPU.
+    fn cublaslt() -> Option<CublasLt> {
+        let library = match Library::open(LibraryKind::CublasLt) {
+            Ok(library) => library,
+            Err(error @ LibraryError::NotFound { .. }) => {
+                assert!(std::env::var_os("DDP_REQUIRE_CUBLASLT").is_none(), "{error}");
+                eprintln!("SKIPPED, cuBLASLt was not tested: {error}");
+                return None;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        Some(CublasLt {
+            functions: Functions::load(&library).unwrap(),
+            library,
+            context: ptr::null_mut(),
+        })
+    }
+
+    #[test]
+    fn all_functions_are_there_and_say_the_same_version() {
+        if let Some(lt) = cublaslt() {
+            let version = lt.library.version().unwrap();
+            assert!(version.major >= 12, "{version}");
+            assert_eq!(lt.version(), version.to_string());
+        }
+    }
+
+    /// Our numbers of attributes and the sizes of their values, which the library checks.
+    #[test]
+    fn it_takes_all_that_describes_a_product() {
+        let Some(lt) = cublaslt() else { return };
+        for compute in [Compute::F32, Compute::Tf32] {
+            let operation = lt.operation(compute).unwrap();
+            lt.set(&operation, Attribute::TransposeA, 1_i32).unwrap();
+            lt.set(&operation, Attribute::TransposeB, 0_i32).unwrap();
+            lt.set(&operation, Attribute::Epilogue, 1_u32).unwrap();
+            lt.set(&operation, Attribute::AuxStride, 768_i64).unwrap();
+            for attribute in [Attribute::BiasPointer, Attribute::AuxPointer] {
+                lt.set(&operation, attribute, ptr::null_mut::<c_void>()).unwrap();
+            }
+            let error = lt.set(&operation, Attribute::AuxStride, 768_i32).unwrap_err();
+            assert!(
+                error
+                    .to_string()
+                    .contains("refuses AuxStride: CUBLAS_STATUS_INVALID_VALUE"),
+                "{error}"
+            );
+        }
+        for dtype in [DType::F32, DType::Bf16] {
+            let number = type_number(dtype).unwrap();
+            lt.matrix(number, 768, 1024, 768).unwrap();
+        }
+        lt.preference([16, 16, 256, 2], 32 << 20).unwrap();
     }
 }

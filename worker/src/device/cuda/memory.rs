@@ -1,4 +1,5 @@
-//! Memory of the device, pinned memory of the host, and accounts of who holds how much.
+//! Memory of the device, pinned memory of the host, accounts of who holds how much, and the pool of pinned buffers in which
+//! numbers travel to the host.
 #![allow(unsafe_code, reason = "memory of the CUDA driver")]
 
 use std::any::Any;
@@ -11,10 +12,47 @@ use std::time::Duration;
 
 use cudarc::driver::sys;
 
-use super::Context;
 use super::calls::{self, DriverError, written};
+use super::driver::CudaContext;
 use super::driver::driver_error;
-use crate::device::{DeviceError, Memory};
+use crate::device::{Buffer, DeviceError, Memory};
+
+/// An address in device memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct DevicePtr(sys::CUdeviceptr);
+
+impl DevicePtr {
+    /// For kernels that take an optional pointer.
+    pub const NULL: Self = Self(0);
+
+    pub(super) const fn new(address: sys::CUdeviceptr) -> Self {
+        Self(address)
+    }
+
+    /// So many bytes further.
+    #[must_use]
+    pub const fn offset(self, bytes: usize) -> Self {
+        Self(self.0 + bytes as u64)
+    }
+
+    /// As the driver writes it.
+    #[must_use]
+    pub const fn raw(self) -> sys::CUdeviceptr {
+        self.0
+    }
+
+    /// As libraries take it.
+    #[must_use]
+    pub const fn as_ptr(self) -> *mut c_void {
+        self.0 as *mut c_void
+    }
+
+    /// True if the address is a multiple of `bytes`: 16 for the widest accesses.
+    #[must_use]
+    pub const fn is_aligned(self, bytes: usize) -> bool {
+        self.0.is_multiple_of(bytes as u64)
+    }
+}
 
 /// Names of the largest holders in an error.
 const LARGEST_NAMED: usize = 6;
@@ -98,14 +136,14 @@ pub struct DeviceMemory {
     address: sys::CUdeviceptr,
     bytes: usize,
     name: String,
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     account: Arc<Account>,
 }
 
 impl DeviceMemory {
     /// Allocates and zeroes; both are done on return.
     pub(super) fn new(
-        context: &Arc<Context>,
+        context: &Arc<CudaContext>,
         account: &Arc<Account>,
         name: &str,
         bytes: usize,
@@ -142,7 +180,7 @@ impl DeviceMemory {
 
     /// The device that it belongs to.
     #[must_use]
-    pub const fn context(&self) -> &Arc<Context> {
+    pub const fn context(&self) -> &Arc<CudaContext> {
         &self.context
     }
 
@@ -189,7 +227,7 @@ impl Drop for DeviceMemory {
 }
 
 fn out_of_memory(
-    context: &Context,
+    context: &CudaContext,
     account: &Account,
     name: &str,
     bytes: usize,
@@ -232,7 +270,7 @@ const fn never_fits(held: usize, bytes: usize, all: usize) -> bool {
 pub(super) struct PinnedMemory {
     ptr: NonNull<u8>,
     bytes: usize,
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
 }
 
 // SAFETY: plain memory, owned by this value; access to it is regulated by the arena, or by whoever has it alone.
@@ -258,7 +296,7 @@ unsafe impl Memory for PinnedMemory {
 
 impl PinnedMemory {
     /// So many zeroed bytes.
-    pub(super) fn new(context: &Arc<Context>, bytes: usize) -> Result<Self, DeviceError> {
+    pub(super) fn new(context: &Arc<CudaContext>, bytes: usize) -> Result<Self, DeviceError> {
         context.bind()?;
         let length = bytes.max(1);
         let refuse = |cause| DeviceError::OutOfMemory {
@@ -296,6 +334,74 @@ impl Drop for PinnedMemory {
             // SAFETY: allocated by `new`, freed once. No copy from it is in flight any more.
             let _ = unsafe { calls::host_free(self.ptr.as_ptr().cast::<c_void>()) };
         }
+    }
+}
+
+/// Bytes of one buffer. Whoever fetches more waits for it.
+pub(super) const FETCH_BYTES: usize = 64 << 10;
+
+/// Buffers for fetches that are done, for the next ones. Clones are the same pool.
+#[derive(Clone, Debug, Default)]
+pub(super) struct FetchPool(Arc<Mutex<Vec<PinnedMemory>>>);
+
+/// A copy in flight.
+#[derive(Debug)]
+pub(super) struct InFlight {
+    memory: PinnedMemory,
+    bytes: usize,
+    pool: FetchPool,
+}
+
+impl FetchPool {
+    /// Puts a copy of at most [`FETCH_BYTES`] bytes into the stream.
+    pub(super) fn copy(
+        &self,
+        context: &Arc<CudaContext>,
+        stream: sys::CUstream,
+        source: DevicePtr,
+        bytes: usize,
+    ) -> Result<InFlight, DeviceError> {
+        assert!(bytes <= FETCH_BYTES, "larger copies are not fetched");
+        let recycled = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        let memory = match recycled {
+            Some(memory) => memory,
+            None => PinnedMemory::new(context, FETCH_BYTES)?,
+        };
+        let in_flight = InFlight {
+            memory,
+            bytes,
+            pool: self.clone(),
+        };
+        // SAFETY: the buffer has room for the bytes and is this copy's alone until it has ended: `read` is called
+        // then, and dropping the buffer waits for it. The caller vouches for the source.
+        let copied = unsafe { calls::copy_out(in_flight.memory.ptr().cast(), source.raw(), bytes, stream) };
+        copied.map_err(|error| driver_error("cannot fetch numbers".to_owned(), error))?;
+        Ok(in_flight)
+    }
+}
+
+impl InFlight {
+    /// The bytes. The copy must have ended: an event after it was reached.
+    pub(super) fn read(self) -> Vec<u8> {
+        // SAFETY: so many bytes of the buffer were zeroed and then written by the copy, which has ended.
+        let bytes = unsafe { std::slice::from_raw_parts(self.memory.ptr(), self.bytes) }.to_vec();
+        let mut free = self.pool.0.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(self.memory);
+        bytes
+    }
+}
+
+/// Address of a buffer in the memory of this device.
+pub(super) fn address_of(buffer: &Buffer, context: &CudaContext) -> Result<DevicePtr, DeviceError> {
+    let memory = buffer.arena().memory().as_any().downcast_ref::<DeviceMemory>();
+    match memory {
+        Some(memory) if memory.context().ordinal() == context.ordinal() => {
+            Ok(DevicePtr(memory.address()).offset(buffer.start()))
+        }
+        _ => Err(DeviceError::NotDevice {
+            arena: buffer.arena().name().to_owned(),
+            device: format!("GPU {} ({})", context.ordinal(), context.name()),
+        }),
     }
 }
 

@@ -1,11 +1,17 @@
-//! NVRTC: from CUDA C to machine code, on the machine that runs it. Needs no GPU.
+//! NVRTC: from CUDA C to machine code, on the machine that runs it, for its architecture. Needs no GPU.
+//!
+//! Compiled kernels are kept on disk, so that only the first start on a machine compiles. One file a unit, named for the
+//! hash of all that decides its contents. Files are written under a name of their writer and renamed, so processes and
+//! threads that compile the same unit at once do not disturb each other, and each begins with the hash of the rest, so a
+//! damaged file is compiled anew. A cache that cannot be written costs time, not the run.
 #![allow(unsafe_code, reason = "calls of NVRTC")]
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
-use std::ptr;
+use std::path::{Path, PathBuf};
+use std::{fmt, ptr};
 
-use super::{Arch, Unit};
-use crate::libraries::{Kind, Library, LibraryError, table};
+use crate::device::error::CompileError;
+use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// `NVRTC_SUCCESS`
 const SUCCESS: c_int = 0;
@@ -36,24 +42,127 @@ table! {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Cubin(pub Vec<u8>);
 
-/// Why a kernel was not compiled.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CompileError {
-    /// The compiler is not there, or not usable.
-    #[error(transparent)]
-    Library(#[from] LibraryError),
-    /// The compiler refused the text.
-    #[error("`{unit}` does not compile for {arch} with NVRTC {version}:\n{log}")]
-    Refused {
-        /// File and definitions.
-        unit: String,
-        /// What it was compiled for.
-        arch: String,
-        /// Of the compiler.
-        version: String,
-        /// The compiler's words.
-        log: String,
-    },
+/// A file of CUDA C, embedded in the program. Its kernels are `extern "C" __global__`; it includes only what is
+/// listed here, for there are no CUDA headers.
+#[derive(Debug)]
+pub struct KernelSource {
+    /// File name, for the compiler's messages.
+    pub file: &'static str,
+    /// Its contents.
+    pub text: &'static str,
+    /// Files that it includes, by name, with their contents.
+    pub headers: &'static [(&'static str, &'static str)],
+}
+
+impl KernelSource {
+    /// A file that includes nothing.
+    #[must_use]
+    pub const fn new(file: &'static str, text: &'static str) -> Self {
+        Self {
+            file,
+            text,
+            headers: &[],
+        }
+    }
+
+    /// A file that includes others.
+    #[must_use]
+    pub const fn with_headers(
+        file: &'static str,
+        text: &'static str,
+        headers: &'static [(&'static str, &'static str)],
+    ) -> Self {
+        Self { file, text, headers }
+    }
+}
+
+/// A macro that is defined when a source is compiled: an element type, a tile's size.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Define {
+    name: &'static str,
+    value: DefineValue,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum DefineValue {
+    Word(&'static str),
+    Number(i64),
+}
+
+impl Define {
+    /// `-D name=word`
+    #[must_use]
+    pub const fn word(name: &'static str, word: &'static str) -> Self {
+        Self {
+            name,
+            value: DefineValue::Word(word),
+        }
+    }
+
+    /// `-D name=number`
+    #[must_use]
+    pub const fn number(name: &'static str, number: i64) -> Self {
+        Self {
+            name,
+            value: DefineValue::Number(number),
+        }
+    }
+}
+
+impl fmt::Display for Define {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.value {
+            DefineValue::Word(word) => write!(f, "{}={word}", self.name),
+            DefineValue::Number(number) => write!(f, "{}={number}", self.name),
+        }
+    }
+}
+
+/// What is compiled at once: a source with its definitions.
+#[derive(Clone, Debug)]
+pub struct CompileUnit {
+    /// The text.
+    pub source: &'static KernelSource,
+    /// What is defined.
+    pub defines: Vec<Define>,
+}
+
+impl CompileUnit {
+    /// A source with definitions.
+    #[must_use]
+    pub fn new(source: &'static KernelSource, defines: &[Define]) -> Self {
+        Self {
+            source,
+            defines: defines.to_vec(),
+        }
+    }
+
+    /// Options of the compiler.
+    #[must_use]
+    pub fn options(&self, arch: Arch) -> Vec<String> {
+        let mut options = vec![
+            format!("--gpu-architecture={arch}"),
+            "--std=c++17".to_owned(),
+            "--device-as-default-execution-space".to_owned(),
+            "--generate-line-info".to_owned(),
+        ];
+        options.extend(
+            self.defines
+                .iter()
+                .map(|define| format!("--define-macro={define}")),
+        );
+        options
+    }
+}
+
+impl fmt::Display for CompileUnit {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.source.file)?;
+        for define in &self.defines {
+            write!(f, " {define}")?;
+        }
+        Ok(())
+    }
 }
 
 /// The compiler.
@@ -68,7 +177,7 @@ pub struct Nvrtc {
 impl Nvrtc {
     /// The compiler that discovery finds.
     pub fn open() -> Result<Self, LibraryError> {
-        Self::of(Library::open(Kind::Nvrtc)?)
+        Self::of(Library::open(LibraryKind::Nvrtc)?)
     }
 
     /// The compiler in this library.
@@ -84,7 +193,7 @@ impl Nvrtc {
         // SAFETY: the function writes as many integers as it counted.
         if !counted || unsafe { (functions.archs)(archs.as_mut_ptr()) } != SUCCESS {
             return Err(LibraryError::Unusable {
-                kind: Kind::Nvrtc,
+                kind: LibraryKind::Nvrtc,
                 path: library.path().to_owned(),
                 problem: "does not say its version and architectures".to_owned(),
             });
@@ -112,7 +221,7 @@ impl Nvrtc {
     /// The architecture to compile for, so that the code runs on `card`.
     pub fn arch_for(&self, card: Arch) -> Result<Arch, LibraryError> {
         card.best_of(&self.archs).ok_or_else(|| LibraryError::Unusable {
-            kind: Kind::Nvrtc,
+            kind: LibraryKind::Nvrtc,
             path: self.library.path().to_owned(),
             problem: format!(
                 "(NVRTC {}) knows no architecture that runs on {card}",
@@ -122,7 +231,7 @@ impl Nvrtc {
     }
 
     /// Compiles one unit for one architecture.
-    pub fn compile(&self, unit: &Unit, arch: Arch) -> Result<Cubin, CompileError> {
+    pub fn compile(&self, unit: &CompileUnit, arch: Arch) -> Result<Cubin, CompileError> {
         let unusable = |code| CompileError::Library(self.unusable(code));
         let program = OpenProgram::new(self, unit).map_err(unusable)?;
         let options = strings(unit.options(arch));
@@ -143,7 +252,7 @@ impl Nvrtc {
 
     fn unusable(&self, code: c_int) -> LibraryError {
         LibraryError::Unusable {
-            kind: Kind::Nvrtc,
+            kind: LibraryKind::Nvrtc,
             path: self.library.path().to_owned(),
             problem: format!("(NVRTC {}) failed: {}", self.version(), self.words(code)),
         }
@@ -167,7 +276,7 @@ struct OpenProgram<'a> {
 }
 
 impl<'a> OpenProgram<'a> {
-    fn new(nvrtc: &'a Nvrtc, unit: &Unit) -> Result<Self, c_int> {
+    fn new(nvrtc: &'a Nvrtc, unit: &CompileUnit) -> Result<Self, c_int> {
         let source = unit.source;
         let [text, file] = [c_string(source.text), c_string(source.file)];
         let names = strings(source.headers.iter().map(|(name, _)| *name));
@@ -240,4 +349,243 @@ fn c_string(text: impl Into<Vec<u8>>) -> CString {
 
 fn strings<S: Into<Vec<u8>>>(list: impl IntoIterator<Item = S>) -> Vec<CString> {
     list.into_iter().map(c_string).collect()
+}
+
+/// A GPU architecture: `sm_80`, `sm_90a`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Arch {
+    /// Compute capability.
+    major: u32,
+    minor: u32,
+    /// With the instructions that only this very architecture has (`wgmma`, tensor memory).
+    specific: bool,
+}
+
+impl Arch {
+    /// Ampere: A100.
+    pub const SM_80: Self = Self::portable(8, 0);
+    /// Kernels are written for cards from this one on: bf16 on tensor cores, copies that do not hold up their thread.
+    pub const OLDEST: Self = Self::SM_80;
+    /// Hopper: H100, H200.
+    pub const SM_90A: Self = Self::of_capability(9, 0);
+    /// Blackwell: B200.
+    pub const SM_100: Self = Self::portable(10, 0);
+
+    /// Without instructions that later ones lack.
+    #[must_use]
+    pub const fn portable(major: u32, minor: u32) -> Self {
+        Self {
+            major,
+            minor,
+            specific: false,
+        }
+    }
+
+    /// What a card of this compute capability is compiled for.
+    #[must_use]
+    pub const fn of_capability(major: u32, minor: u32) -> Self {
+        Self {
+            major,
+            minor,
+            // Kernels have a version for Hopper's own instructions; none for those of others.
+            specific: major == 9 && minor == 0,
+        }
+    }
+
+    /// `80`, `90`, `100`: how NVRTC numbers it.
+    #[must_use]
+    pub const fn number(self) -> u32 {
+        self.major * 10 + self.minor
+    }
+
+    /// The newest of `supported` (numbers as NVRTC's) whose code runs on this one: itself, or an earlier one of
+    /// the same major number.
+    #[must_use]
+    pub fn best_of(self, supported: &[u32]) -> Option<Self> {
+        if supported.contains(&self.number()) {
+            return Some(self);
+        }
+        let family = supported
+            .iter()
+            .filter(|n| **n / 10 == self.major && **n < self.number());
+        family.max().map(|n| Self::portable(n / 10, n % 10))
+    }
+}
+
+impl fmt::Display for Arch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let suffix = if self.specific { "a" } else { "" };
+        write!(f, "sm_{}{suffix}", self.number())
+    }
+}
+
+/// Part of every name: change it with the format of the files.
+const FORMAT: &str = "ddp-run cubin 1";
+
+/// Bytes of the hash at the beginning of a file.
+const HASH_BYTES: usize = blake3::OUT_LEN;
+
+/// A folder of compiled kernels; none: every start compiles.
+#[derive(Clone, Debug, Default)]
+pub struct CubinCache(Option<PathBuf>);
+
+impl CubinCache {
+    /// The user's: `$XDG_CACHE_HOME/ddp-run/kernels`, else below `~/.cache`.
+    #[must_use]
+    pub fn of_user() -> Self {
+        let absolute = |name| {
+            std::env::var_os(name)
+                .map(PathBuf::from)
+                .filter(|path| path.is_absolute())
+        };
+        let cache = absolute("XDG_CACHE_HOME").or_else(|| Some(absolute("HOME")?.join(".cache")));
+        Self(cache.map(|cache| cache.join("ddp-run").join("kernels")))
+    }
+
+    /// In this folder, which is made when the first kernel is kept.
+    #[must_use]
+    pub fn at(folder: PathBuf) -> Self {
+        Self(Some(folder))
+    }
+
+    /// The folder.
+    #[must_use]
+    pub fn folder(&self) -> Option<&Path> {
+        self.0.as_deref()
+    }
+
+    /// What was compiled before, or compiles now and keeps it.
+    pub fn compile(&self, nvrtc: &Nvrtc, unit: &CompileUnit, arch: Arch) -> Result<Cubin, CompileError> {
+        let Some(folder) = &self.0 else {
+            return nvrtc.compile(unit, arch);
+        };
+        let file = folder.join(file_name(&nvrtc.version(), unit, arch));
+        if let Some(cubin) = read(&file) {
+            return Ok(cubin);
+        }
+        let cubin = nvrtc.compile(unit, arch)?;
+        if let Err(error) = keep(folder, &file, &cubin) {
+            tracing::warn!("cannot keep a compiled kernel in `{}`: {error}", folder.display());
+        }
+        Ok(cubin)
+    }
+}
+
+/// Everything that decides the machine code, hashed with lengths, so that no two lists of texts run together.
+fn file_name(version: &str, unit: &CompileUnit, arch: Arch) -> String {
+    let mut hash = blake3::Hasher::new();
+    let mut add = |text: &str| {
+        hash.update(&(text.len() as u64).to_le_bytes());
+        hash.update(text.as_bytes());
+    };
+    for text in [FORMAT, version, unit.source.file, unit.source.text] {
+        add(text);
+    }
+    for (name, text) in unit.source.headers {
+        add(name);
+        add(text);
+    }
+    for option in unit.options(arch) {
+        add(&option);
+    }
+    format!("{}.cubin", hash.finalize().to_hex())
+}
+
+fn read(file: &Path) -> Option<Cubin> {
+    let bytes = std::fs::read(file).ok()?;
+    let (hash, cubin) = bytes.split_at_checked(HASH_BYTES)?;
+    (blake3::hash(cubin).as_bytes() == hash).then(|| Cubin(cubin.to_vec()))
+}
+
+fn keep(folder: &Path, file: &Path, cubin: &Cubin) -> std::io::Result<()> {
+    std::fs::create_dir_all(folder)?;
+    // Random: containers that share a cache have processes of the same number.
+    let nonce: u64 = rand::random();
+    let own = file.with_extension(format!("{nonce:016x}.part"));
+    let mut bytes = blake3::hash(&cubin.0).as_bytes().to_vec();
+    bytes.extend_from_slice(&cubin.0);
+    let outcome = std::fs::write(&own, bytes).and_then(|()| std::fs::rename(&own, file));
+    if outcome.is_err() {
+        // It may not be there.
+        let _ = std::fs::remove_file(&own);
+    }
+    outcome
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        let names = [Arch::SM_80, Arch::SM_90A, Arch::SM_100].map(|arch| arch.to_string());
+        assert_eq!(names, ["sm_80", "sm_90a", "sm_100"]);
+        assert_eq!(Arch::of_capability(8, 9).to_string(), "sm_89");
+    }
+
+    #[test]
+    fn an_older_compiler_serves_a_newer_card_of_the_same_family() {
+        let supported = [75, 80, 86, 90];
+        let best = |major, minor| Arch::of_capability(major, minor).best_of(&supported);
+        assert_eq!(best(9, 0), Some(Arch::SM_90A));
+        assert_eq!(best(8, 9), Some(Arch::portable(8, 6)));
+        assert_eq!(best(10, 0), None);
+    }
+
+    static FIRST: KernelSource = KernelSource::new("first.cu", "void first() {}");
+    static SECOND: KernelSource = KernelSource::new("first.cu", "void second() {}");
+
+    #[test]
+    fn a_name_depends_on_all_that_decides_the_code() {
+        let unit = |source, value| CompileUnit::new(source, &[Define::number("D", value)]);
+        let names = [
+            file_name("12.9", &unit(&FIRST, 64), Arch::SM_80),
+            file_name("13.0", &unit(&FIRST, 64), Arch::SM_80),
+            file_name("12.9", &unit(&FIRST, 32), Arch::SM_80),
+            file_name("12.9", &unit(&FIRST, 64), Arch::SM_90A),
+            file_name("12.9", &unit(&SECOND, 64), Arch::SM_80),
+        ];
+        let distinct: std::collections::BTreeSet<_> = names.iter().collect();
+        assert_eq!(distinct.len(), names.len());
+        assert_eq!(names[0], file_name("12.9", &unit(&FIRST, 64), Arch::SM_80));
+    }
+
+    #[test]
+    fn a_damaged_file_is_not_believed() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("x.cubin");
+        let cubin = Cubin(b"machine code".to_vec());
+        keep(folder.path(), &file, &cubin).unwrap();
+        assert_eq!(read(&file), Some(cubin));
+        let mut bytes = std::fs::read(&file).unwrap();
+        *bytes.last_mut().unwrap() ^= 1;
+        std::fs::write(&file, &bytes).unwrap();
+        assert_eq!(read(&file), None);
+        std::fs::write(&file, &bytes[..10]).unwrap();
+        assert_eq!(read(&file), None);
+    }
+
+    #[test]
+    fn threads_that_keep_the_same_kernel_at_once_do_not_disturb_each_other() {
+        const THREADS: usize = 8;
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("x.cubin");
+        let cubin = Cubin(vec![7; 1 << 16]);
+        let together = std::sync::Barrier::new(THREADS);
+        std::thread::scope(|scope| {
+            for _ in 0..THREADS {
+                scope.spawn(|| {
+                    together.wait();
+                    for _ in 0..20 {
+                        keep(folder.path(), &file, &cubin).unwrap();
+                        assert_eq!(read(&file).as_ref(), Some(&cubin));
+                    }
+                });
+            }
+        });
+        let names = std::fs::read_dir(folder.path())
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name());
+        assert_eq!(names.collect::<Vec<_>>(), ["x.cubin"]);
+    }
 }

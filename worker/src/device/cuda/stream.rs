@@ -9,10 +9,9 @@ use std::time::{Duration, Instant};
 use cudarc::driver::sys;
 
 use super::calls::{self, written};
-use super::driver::{RawStream, driver_error};
-use super::event::{CudaEvent, EventPool, answer, wait_until};
-use super::memory::{Account, DeviceMemory, PinnedMemory};
-use super::{Context, DevicePtr};
+use super::driver::{CudaContext, RawStream, answer, driver_error, wait_until};
+use super::event::{CudaEvent, EventPool};
+use super::memory::{Account, DeviceMemory, DevicePtr, PinnedMemory};
 use crate::device::{DeviceError, EventState, Memory};
 
 /// Operations that an error of the stream names.
@@ -31,12 +30,12 @@ const STAGING_SLOTS: usize = 4;
 /// communicator long before; this bounds a device that has stopped answering.
 const PATIENCE: Duration = Duration::from_mins(30);
 
-/// See the module.
+/// One stream of CUDA's.
 #[derive(Debug)]
 pub(super) struct CudaStream {
     name: Arc<str>,
     raw: RawStream,
-    context: Arc<Context>,
+    context: Arc<CudaContext>,
     account: Arc<Account>,
     events: Arc<EventPool>,
     state: Mutex<StreamState>,
@@ -48,12 +47,12 @@ pub(super) struct StreamState {
     error: Option<DeviceError>,
     recent: VecDeque<&'static str>,
     scratch: Option<DeviceMemory>,
-    staging: VecDeque<Slot>,
+    staging: VecDeque<StagingBuffer>,
 }
 
 /// A staging buffer, and the copy that last used it.
 #[derive(Debug)]
-struct Slot {
+struct StagingBuffer {
     memory: PinnedMemory,
     copied: Option<CudaEvent>,
 }
@@ -65,7 +64,7 @@ impl CudaStream {
         urgent: bool,
         account: &Arc<Account>,
         events: &Arc<EventPool>,
-        context: &Arc<Context>,
+        context: &Arc<CudaContext>,
     ) -> Result<Self, DeviceError> {
         context.bind()?;
         let failed = |error| driver_error(format!("cannot make stream `{name}`"), error);
@@ -224,10 +223,10 @@ impl CudaStream {
     }
 
     /// A staging buffer whose last copy has ended.
-    fn staging(&self, state: &mut StreamState) -> Result<Slot, DeviceError> {
+    fn staging(&self, state: &mut StreamState) -> Result<StagingBuffer, DeviceError> {
         if state.staging.len() < STAGING_SLOTS {
             let memory = PinnedMemory::new(&self.context, STAGING_BYTES)?;
-            return Ok(Slot { memory, copied: None });
+            return Ok(StagingBuffer { memory, copied: None });
         }
         let mut slot = state.staging.pop_front().expect("several slots");
         if let Some(copied) = slot.copied.take() {

@@ -1,23 +1,23 @@
 //! Launches of `attention.cu`, `flash_forward.cu` and `flash_backward.cu`: tensor cores for bf16 and the usual widths of
 //! heads, plain f32 arithmetic for everything else.
 
-use super::dropout::{DROPOUT, mask_args, mask_define};
 use super::plan::{Arg, Call, ELEMENT, Plan, Planned, Scratch, count, element, expect_dtype};
-use crate::device::cuda::{Define, Grid, Source, Unit};
+use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, DType, DeviceError};
+use crate::ops::dropout::{DROPOUT, mask_args, mask_define};
 use crate::ops::{AttentionBackward, AttentionForward, AttentionShape, CpuKernel, DropoutMask};
 
-static PLAIN: Source =
-    Source::with_headers("attention.cu", include_str!("attention.cu"), &[ELEMENT, DROPOUT]);
+static PLAIN: KernelSource =
+    KernelSource::with_headers("attention.cu", include_str!("attention.cu"), &[ELEMENT, DROPOUT]);
 
 const FLASH: (&str, &str) = ("flash.cuh", include_str!("flash.cuh"));
 const TENSOR_CORE: (&str, &str) = ("tensor_core.cuh", include_str!("tensor_core.cuh"));
-static FLASH_FORWARD: Source = Source::with_headers(
+static FLASH_FORWARD: KernelSource = KernelSource::with_headers(
     "flash_forward.cu",
     include_str!("flash_forward.cu"),
     &[ELEMENT, TENSOR_CORE, DROPOUT, FLASH],
 );
-static FLASH_BACKWARD: Source = Source::with_headers(
+static FLASH_BACKWARD: KernelSource = KernelSource::with_headers(
     "flash_backward.cu",
     include_str!("flash_backward.cu"),
     &[ELEMENT, TENSOR_CORE, DROPOUT, FLASH],
@@ -31,7 +31,7 @@ const MAX_HEAD: usize = 256;
 
 /// How a flash kernel is cut: see `flash.cuh`. The numbers are the fastest of those measured on an H200.
 #[derive(Clone, Copy, Debug)]
-struct Cut {
+struct TileCut {
     head: usize,
     warps: usize,
     row_tiles: usize,
@@ -42,8 +42,12 @@ struct Cut {
     part: Option<(usize, usize)>,
 }
 
-const fn cut(head: usize, [warps, row_tiles, step, blocks]: [usize; 4], part: Option<(usize, usize)>) -> Cut {
-    Cut {
+const fn cut(
+    head: usize,
+    [warps, row_tiles, step, blocks]: [usize; 4],
+    part: Option<(usize, usize)>,
+) -> TileCut {
+    TileCut {
         head,
         warps,
         row_tiles,
@@ -53,19 +57,19 @@ const fn cut(head: usize, [warps, row_tiles, step, blocks]: [usize; 4], part: Op
     }
 }
 
-const FORWARD: [Cut; 3] = [
+const FORWARD: [TileCut; 3] = [
     cut(32, [4, 1, 64, 4], None),
     cut(64, [4, 2, 64, 2], None),
     cut(128, [4, 1, 64, 2], None),
 ];
 
-const BACKWARD: [Cut; 3] = [
+const BACKWARD: [TileCut; 3] = [
     cut(32, [4, 2, 64, 2], Some((32, 2))),
     cut(64, [4, 2, 64, 2], Some((32, 1))),
     cut(128, [4, 1, 64, 1], Some((32, 1))),
 ];
 
-impl Cut {
+impl TileCut {
     /// Queries or keys of a block.
     const fn rows(self) -> usize {
         self.warps * self.row_tiles * 16
@@ -97,7 +101,7 @@ impl Cut {
 }
 
 /// The cut for these buffers, if tensor cores can have them: rows must start at multiples of 16 bytes.
-fn flash_cut(cuts: &[Cut], shape: AttentionShape, buffers: &[&Buffer]) -> Option<Cut> {
+fn flash_cut(cuts: &[TileCut], shape: AttentionShape, buffers: &[&Buffer]) -> Option<TileCut> {
     let fits = |buffer: &&Buffer| {
         buffer.dtype() == DType::Bf16 && (buffer.range().start * DType::Bf16.bytes()).is_multiple_of(16)
     };
@@ -194,13 +198,7 @@ fn plain_call(
 impl Planned for AttentionForward {
     fn plan(&self) -> Result<Plan, DeviceError> {
         let shape = self.shape;
-        let (channels, heads) = (shape.channels, shape.heads);
-        let buffers = [
-            ("qkv", &self.qkv, 3 * channels),
-            ("out", &self.out, channels),
-            ("lse", &self.lse, heads),
-        ];
-        shape.check(Self::NAME, &buffers)?;
+        self.check()?;
         let act = element(Self::NAME, &self.out)?;
         expect_dtype(self.out.dtype(), &[&self.qkv])?;
         expect_dtype(DType::F32, &[&self.lse])?;
@@ -237,15 +235,7 @@ impl Planned for AttentionForward {
 impl Planned for AttentionBackward {
     fn plan(&self) -> Result<Plan, DeviceError> {
         let shape = self.shape;
-        let (channels, heads) = (shape.channels, shape.heads);
-        let buffers = [
-            ("qkv", &self.qkv, 3 * channels),
-            ("out", &self.out, channels),
-            ("lse", &self.lse, heads),
-            ("dout", &self.dout, channels),
-            ("dqkv", &self.dqkv, 3 * channels),
-        ];
-        shape.check(Self::NAME, &buffers)?;
+        self.check()?;
         expect_dtype(self.dqkv.dtype(), &[&self.qkv, &self.out, &self.dout])?;
         expect_dtype(DType::F32, &[&self.lse])?;
         match flash_cut(&BACKWARD, shape, &[&self.qkv, &self.out, &self.dout, &self.dqkv]) {
@@ -263,7 +253,7 @@ impl AttentionBackward {
         (scratch, Arg::Scratch(at))
     }
 
-    fn flash(&self, cut: Cut) -> Result<Plan, DeviceError> {
+    fn flash(&self, cut: TileCut) -> Result<Plan, DeviceError> {
         let (scratch, known) = self.along(2);
         let read = |buffer: &Buffer| Arg::Read(buffer.clone());
         let dqkv = || Arg::Write(self.dqkv.clone());
@@ -324,17 +314,17 @@ impl AttentionBackward {
     }
 }
 
-pub(super) fn units() -> Vec<Unit> {
+pub(super) fn units() -> Vec<CompileUnit> {
     let mut units = Vec::new();
     for has_mask in [false, true] {
-        let flash = |source: &'static Source, cuts: [Cut; 3]| {
-            cuts.map(|cut| Unit::new(source, &cut.defines(has_mask)))
+        let flash = |source: &'static KernelSource, cuts: [TileCut; 3]| {
+            cuts.map(|cut| CompileUnit::new(source, &cut.defines(has_mask)))
         };
         units.extend(flash(&FLASH_FORWARD, FORWARD));
         units.extend(flash(&FLASH_BACKWARD, BACKWARD));
     }
     let plain = [("f32", 48), ("f32", 64), ("f32", 96), ("f32", 256), ("bf16", 48)];
-    let unit = |act, head, has_mask| Unit::new(&PLAIN, &plain_defines(act, head, has_mask));
+    let unit = |act, head, has_mask| CompileUnit::new(&PLAIN, &plain_defines(act, head, has_mask));
     units.extend(plain.map(|(act, head)| unit(act, head, false)));
     units.extend([("f32", 64), ("bf16", 48)].map(|(act, head)| unit(act, head, true)));
     units

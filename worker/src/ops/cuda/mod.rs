@@ -1,7 +1,7 @@
-//! Operations on NVIDIA GPUs: one file each, CUDA C beside the Rust that launches it.
+//! Operations on NVIDIA GPUs: their CUDA C, and what they ask of a GPU as data.
 //!
-//! `layernorm.cu` holds the kernels of an operation, without CUDA headers; `layernorm.rs` checks sizes, chooses grid
-//! and types and launches ([`CudaKernel`]). The CPU kernels are the reference. Four rules:
+//! `layernorm.cu` holds the kernels of an operation, without CUDA headers; `ops/layernorm.rs` checks sizes and chooses
+//! grid and types ([`Planned`]). The CPU kernels are the reference. Four rules:
 //! - the same inputs give the same bits: no floating-point atomics, every sum has an order that is written down;
 //! - that order follows from the sizes alone, not from the GPU;
 //! - activations and parameters are f32 or bf16, statistics f32, arithmetic f32, partial norms f64;
@@ -24,49 +24,32 @@
 //! | `attention` | forward, backward in two kernels; in f32 arithmetic | 4s·C a position; 12s·C |
 //! | `flash_forward`, `flash_backward` | the same on tensor cores, in bf16 (`flash.cuh`, `tensor_core.cuh`) | as above |
 //! | `linear` | none of ours: cuBLASLt ([`crate::device::cuda::Product`]) | operands and output once, at best |
-//! | `linear_gelu` | those of `linear` and `gelu`; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |
+//! | `linear` with `gelu` | those of both; none of ours where one pass is asked for and cuBLASLt has it | as both; in one pass as `linear`, and 2s·O for the GELU's input |
 //! | `cross_entropy` | losses; with the gradient in place | s; 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
 
 mod attention;
-mod cast;
-mod column_sum;
-mod cross_entropy;
-mod dropout;
-mod encoder;
-mod fill;
-mod gelu;
-mod layernorm;
-mod linear;
-mod linear_gelu;
-mod loss_sum;
-mod norm;
-mod plan;
-mod token_backward;
-mod update;
+pub(super) mod plan;
 
+pub(crate) use super::update::{HEADERS as UPDATE_HEADERS, units_of};
 pub use plan::{Arg, Call, Plan, Planned};
-pub(crate) use update::{HEADERS as UPDATE_HEADERS, units_of};
 
 use crate::device::DeviceError;
-use crate::device::cuda::{CudaKernel, Launch, Unit};
+use crate::device::cuda::{CompileUnit, CudaKernel, Launch};
 
 /// Everything that can be compiled, for checks without a GPU and for compiling ahead.
 #[must_use]
-pub fn units() -> Vec<Unit> {
+pub fn units() -> Vec<CompileUnit> {
     [
         attention::units(),
-        cast::units(),
-        column_sum::units(),
-        cross_entropy::units(),
-        dropout::units(),
-        encoder::units(),
-        fill::units(),
-        gelu::units(),
-        layernorm::units(),
-        loss_sum::units(),
-        norm::units(),
-        token_backward::units(),
+        super::column_sum::units(),
+        super::cross_entropy::units(),
+        super::dropout::units(),
+        super::elementwise::units(),
+        super::encoder::units(),
+        super::gelu::units(),
+        super::layernorm::units(),
+        super::norm::units(),
     ]
     .concat()
 }

@@ -5,7 +5,7 @@
 
 use std::borrow::Borrow;
 
-use crate::device::cuda::{Args, Define, DevicePtr, Grid, Launch, Source};
+use crate::device::cuda::{Args, CompileUnit, Define, DevicePtr, Grid, KernelSource, Launch};
 use crate::device::{Buffer, DType, DeviceError};
 
 /// An operation that is a few kernels in a row.
@@ -28,7 +28,7 @@ pub struct Plan {
 #[derive(Clone, Debug)]
 pub struct Call {
     /// The file that it is in.
-    pub source: &'static Source,
+    pub source: &'static KernelSource,
     /// Its name there.
     pub kernel: &'static str,
     /// What the file is compiled with.
@@ -62,19 +62,19 @@ pub enum Arg {
 
 impl Arg {
     /// A pointer to elements that are read, where there are any.
-    pub(super) fn read_if(buffer: Option<&Buffer>) -> Self {
+    pub(in crate::ops) fn read_if(buffer: Option<&Buffer>) -> Self {
         buffer.map_or(Self::Null, |buffer| Self::Read(buffer.clone()))
     }
 
     /// `u32`, 0 or 1.
-    pub(super) fn flag(value: bool) -> Self {
+    pub(in crate::ops) fn flag(value: bool) -> Self {
         Self::U32(u32::from(value))
     }
 }
 
 impl Plan {
     /// One kernel, without scratch memory.
-    pub(super) fn one(call: Call) -> Self {
+    pub(in crate::ops) fn one(call: Call) -> Self {
         Self {
             scratch_bytes: 0,
             calls: vec![call],
@@ -82,7 +82,7 @@ impl Plan {
     }
 
     /// Puts its kernels on a stream.
-    pub(super) fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+    pub(in crate::ops) fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
         let scratch = match self.scratch_bytes {
             0 => DevicePtr::NULL,
             bytes => cx.scratch(bytes)?,
@@ -108,18 +108,18 @@ impl Plan {
 }
 
 /// Elements that a kernel loads at once at most.
-pub(super) const WIDEST: usize = 8;
+pub(in crate::ops) const WIDEST: usize = 8;
 
 /// Threads of a block of the kernels that have no reason for another number.
-pub(super) const THREADS: u32 = 256;
+pub(in crate::ops) const THREADS: u32 = 256;
 
 /// The file that all kernels include.
-pub(super) const ELEMENT: (&str, &str) = ("element.cuh", include_str!("element.cuh"));
+pub(in crate::ops) const ELEMENT: (&str, &str) = ("element.cuh", include_str!("element.cuh"));
 /// The file that element-wise kernels include.
-pub(super) const ELEMENTWISE: (&str, &str) = ("elementwise.cuh", include_str!("elementwise.cuh"));
+pub(in crate::ops) const ELEMENTWISE: (&str, &str) = ("elementwise.cuh", include_str!("elementwise.cuh"));
 
 /// An element type in CUDA C.
-pub(super) fn element(op: &'static str, buffer: &Buffer) -> Result<&'static str, DeviceError> {
+pub(in crate::ops) fn element(op: &'static str, buffer: &Buffer) -> Result<&'static str, DeviceError> {
     match buffer.dtype() {
         DType::F32 => Ok("f32"),
         DType::Bf16 => Ok("bf16"),
@@ -134,7 +134,10 @@ pub(super) fn element(op: &'static str, buffer: &Buffer) -> Result<&'static str,
 }
 
 /// Refuses buffers of any other type.
-pub(super) fn expect_dtype<B: Borrow<Buffer>>(dtype: DType, buffers: &[B]) -> Result<(), DeviceError> {
+pub(in crate::ops) fn expect_dtype<B: Borrow<Buffer>>(
+    dtype: DType,
+    buffers: &[B],
+) -> Result<(), DeviceError> {
     let mut buffers = buffers.iter().map(Borrow::borrow);
     match buffers.find(|buffer| buffer.dtype() != dtype) {
         None => Ok(()),
@@ -148,7 +151,7 @@ pub(super) fn expect_dtype<B: Borrow<Buffer>>(dtype: DType, buffers: &[B]) -> Re
 
 /// Elements that are loaded at once, `VEC`: 8 if every row of every buffer starts at a multiple of 16 bytes, else 1.
 /// Arenas start at such a multiple.
-pub(super) fn width(row: usize, buffers: &[&Buffer]) -> usize {
+pub(in crate::ops) fn width(row: usize, buffers: &[&Buffer]) -> usize {
     let aligned = |buffer: &&Buffer| (buffer.range().start * buffer.dtype().bytes()).is_multiple_of(16);
     if row.is_multiple_of(WIDEST) && buffers.iter().all(aligned) {
         WIDEST
@@ -158,12 +161,39 @@ pub(super) fn width(row: usize, buffers: &[&Buffer]) -> usize {
 }
 
 /// The definition of `VEC`.
-pub(super) fn vec_define(width: usize) -> Define {
+pub(in crate::ops) fn vec_define(width: usize) -> Define {
     Define::number("VEC", width as i64)
 }
 
+/// Definitions of a kernel that knows one type, and the elements that it loads at once.
+pub(in crate::ops) fn act_defines(act: &'static str, width: usize) -> Vec<Define> {
+    vec![Define::word("ACT", act), vec_define(width)]
+}
+
+/// All that a file with [`act_defines`] is compiled as.
+pub(in crate::ops) fn act_units(source: &'static KernelSource) -> Vec<CompileUnit> {
+    let units =
+        ["f32", "bf16"].map(|act| [8, 1].map(|width| CompileUnit::new(source, &act_defines(act, width))));
+    units.concat()
+}
+
+/// Definitions of a kernel that adds activations of one type to gradients of another.
+pub(in crate::ops) fn grad_defines(act: &'static str, grad: &'static str, width: usize) -> Vec<Define> {
+    let mut defines = act_defines(act, width);
+    defines.insert(1, Define::word("GRAD", grad));
+    defines
+}
+
+/// All that a file with [`grad_defines`] is compiled as.
+pub(in crate::ops) fn grad_units(source: &'static KernelSource) -> Vec<CompileUnit> {
+    let types = [("f32", "f32"), ("bf16", "bf16"), ("bf16", "f32")];
+    let units = types
+        .map(|(act, grad)| [8, 1].map(|width| CompileUnit::new(source, &grad_defines(act, grad, width))));
+    units.concat()
+}
+
 /// A number as kernels count with it.
-pub(super) fn count(op: &'static str, name: &str, number: usize) -> Result<u32, DeviceError> {
+pub(in crate::ops) fn count(op: &'static str, name: &str, number: usize) -> Result<u32, DeviceError> {
     // Half the range, so that kernels can go one block past the end.
     if number > usize::try_from(i32::MAX).unwrap_or(usize::MAX) {
         let what = format!("{number} {name} are more than a kernel counts");
@@ -173,7 +203,7 @@ pub(super) fn count(op: &'static str, name: &str, number: usize) -> Result<u32, 
 }
 
 /// The grid of an element-wise kernel with so many packs a thread.
-pub(super) fn elementwise_grid(elements: usize, width: usize, unroll: usize) -> Grid {
+pub(in crate::ops) fn elementwise_grid(elements: usize, width: usize, unroll: usize) -> Grid {
     // At least one block, for what is left of less than a pack.
     let packs = (elements / width).max(usize::from(elements > 0));
     Grid::covering(packs.div_ceil(unroll), THREADS)
@@ -181,7 +211,7 @@ pub(super) fn elementwise_grid(elements: usize, width: usize, unroll: usize) -> 
 
 /// Lays arrays out one after the other in scratch memory.
 #[derive(Debug, Default)]
-pub(super) struct Scratch {
+pub(in crate::ops) struct Scratch {
     bytes: usize,
 }
 
@@ -189,14 +219,14 @@ impl Scratch {
     const ALIGNMENT: usize = 256;
 
     /// Room for so many bytes: where it starts.
-    pub(super) fn take(&mut self, bytes: usize) -> usize {
+    pub(in crate::ops) fn take(&mut self, bytes: usize) -> usize {
         let start = self.bytes;
         self.bytes += bytes.next_multiple_of(Self::ALIGNMENT);
         start
     }
 
     /// Size of all.
-    pub(super) const fn bytes(&self) -> usize {
+    pub(in crate::ops) const fn bytes(&self) -> usize {
         self.bytes
     }
 }

@@ -8,7 +8,7 @@ use super::fake::{BROKEN, FakeDevice, Fault};
 use super::functions::{functions, old_version};
 use super::{Rank, SUM, World, deadline, done, failure, launch, nccl};
 use crate::collective::nccl::library::Nccl;
-use crate::collective::nccl::sys::Status;
+use crate::collective::nccl::library::Status;
 use crate::collective::{Executor, Failure, Launch, Traffic};
 use crate::device::{Device, Event};
 

@@ -18,7 +18,7 @@ use half::bf16;
 
 use super::deadline;
 use crate::collective::nccl::comm::NativeDevice;
-use crate::collective::nccl::sys::{DataType, NO_COLOR, RawComm, RawStream, RedOp, Status};
+use crate::collective::nccl::library::{DataType, NO_COLOR, RawComm, RawStream, RedOp, Status};
 use crate::device::{self, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Stream};
 use crate::ops::Op;
 

@@ -4,7 +4,7 @@
 use std::ffi::{c_char, c_int, c_void};
 
 use super::fake::{BROKEN, Background, CURRENT, FakeComm, INVALID_ARGUMENT, Kind, Part, WORLDS, number};
-use crate::collective::nccl::sys::{
+use crate::collective::nccl::library::{
     Config, DataType, Functions, RawComm, RawStream, RedOp, Status, UNIQUE_ID_BYTES, UniqueId,
 };
 

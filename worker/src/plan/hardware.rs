@@ -1,6 +1,78 @@
-//! Machines and the wires between their devices.
+//! What hardware gives: GPUs by their data sheets, the wires between them, and the least times that follow.
 
 use super::{Among, Exchange};
+use crate::config::Precision;
+
+const GB: u64 = 1_000_000_000;
+
+/// A GPU by its data sheet: rates of dense matrices without sparsity, which no program exceeds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Accelerator {
+    /// As people call it.
+    pub name: &'static str,
+    /// Bytes of its memory.
+    pub memory: u64,
+    /// Floating-point operations a second in f32, in tf32 and in bf16 with sums in f32.
+    flops: [f64; 3],
+    /// Bytes a second that it sends to the other GPUs of its node over NVLink: half of what data sheets say, which
+    /// add both directions.
+    pub link: f64,
+}
+
+impl Accelerator {
+    /// Those with a name of their own, as SXM modules. Sources: NVIDIA's data sheets of A100 (June 2021), H100 and H200
+    /// (2024), and HGX B200 (2025, a GPU's eighth).
+    pub const ALL: [Self; 5] = [
+        Self {
+            name: "a100-40gb",
+            memory: 40 * GB,
+            flops: [19.5e12, 156e12, 312e12],
+            link: 300e9,
+        },
+        Self {
+            name: "a100",
+            memory: 80 * GB,
+            flops: [19.5e12, 156e12, 312e12],
+            link: 300e9,
+        },
+        Self {
+            name: "h100",
+            memory: 80 * GB,
+            flops: [67e12, 494.7e12, 989.4e12],
+            link: 450e9,
+        },
+        Self {
+            name: "h200",
+            memory: 141 * GB,
+            flops: [67e12, 494.7e12, 989.4e12],
+            link: 450e9,
+        },
+        Self {
+            name: "b200",
+            memory: 180 * GB,
+            flops: [75e12, 1100e12, 2250e12],
+            link: 900e9,
+        },
+    ];
+
+    /// The one of that name, in capitals or not.
+    #[must_use]
+    pub fn named(name: &str) -> Option<Self> {
+        let known = |accelerator: &Self| accelerator.name.eq_ignore_ascii_case(name);
+        Self::ALL.into_iter().find(known)
+    }
+
+    /// Operations a second of matrix products in a precision.
+    #[must_use]
+    pub const fn flops(&self, precision: Precision) -> f64 {
+        let [f32, tf32, bf16] = self.flops;
+        match precision {
+            Precision::F32 => f32,
+            Precision::Tf32 => tf32,
+            Precision::Bf16 => bf16,
+        }
+    }
+}
 
 /// Nodes of equal size, and how fast their ranks reach each other.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -91,9 +163,74 @@ impl Cluster {
     }
 }
 
+/// An all-reduce that moves as little as can be (Patarasuk & Yuan 2009): as a ring does, and the direct exchange.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct AllReduce {
+    /// Ranks that take part.
+    pub ranks: u64,
+    /// Size of the buffer: a multiple of `ranks` elements.
+    pub bytes: u64,
+}
+
+impl AllReduce {
+    /// Bytes that each rank moves: 2(N−1)/N·S, half of them for the sums and half for their results.
+    #[must_use]
+    pub const fn bytes_a_rank(&self) -> u64 {
+        2 * (self.ranks - 1) * (self.bytes / self.ranks)
+    }
+
+    /// The least time it takes where each rank moves `bytes_per_s`, in seconds.
+    #[must_use]
+    pub fn seconds(&self, bytes_per_s: f64) -> f64 {
+        self.bytes_a_rank() as f64 / bytes_per_s
+    }
+
+    /// `seconds` the other way round: bytes a second that each rank moved in so much time.
+    #[must_use]
+    pub fn rate(&self, seconds: f64) -> f64 {
+        self.bytes_a_rank() as f64 / seconds
+    }
+}
+
+/// What a step takes at least, in seconds.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct StepBound {
+    /// Arithmetic.
+    pub compute: f64,
+    /// Bytes between ranks.
+    pub communication: f64,
+    /// Both at the same time.
+    pub overlaps: bool,
+}
+
+impl StepBound {
+    /// The longer of both where they overlap, else their sum.
+    #[must_use]
+    pub fn seconds(&self) -> f64 {
+        if self.overlaps {
+            self.compute.max(self.communication)
+        } else {
+            self.compute + self.communication
+        }
+    }
+
+    /// Share of the step in which a device computes.
+    #[must_use]
+    pub fn efficiency(&self) -> f64 {
+        self.compute / self.seconds()
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn names_are_found_however_they_are_written() {
+        let h100 = Accelerator::named("H100").unwrap();
+        assert_eq!(h100.flops(Precision::Bf16), 989.4e12);
+        assert_eq!(Accelerator::named("h1000"), None);
+    }
 
     const GB: u64 = 1_000_000_000;
 
@@ -163,5 +300,62 @@ mod tests {
         assert_eq!(unknown.least_seconds(&all, 1), None);
         assert!(unknown.of_ranks(4).least_seconds(&all, 1).is_some());
         assert_eq!(unknown.of_ranks(1).least_seconds(&all, 1), Some(0.0));
+    }
+
+    const MIB: u64 = 1 << 20;
+
+    /// Milliseconds on 8 ranks, at 900 and at 50 GB/s.
+    fn ms(bytes: u64) -> [f64; 2] {
+        let all_reduce = AllReduce { ranks: 8, bytes };
+        [900e9, 50e9].map(|rate| all_reduce.seconds(rate) * 1e3)
+    }
+
+    #[test]
+    fn times_are_those_of_the_published_examples() {
+        for (bytes, expected) in [
+            (2_000_000_000, [3.9, 70.0]),
+            (25 * MIB, [0.051, 0.92]),
+            (64 * MIB, [0.130, 2.35]),
+        ] {
+            for (found, expected) in ms(bytes).iter().zip(expected) {
+                assert!(
+                    (found / expected - 1.0).abs() < 0.01,
+                    "{bytes}: {found}, {expected}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn eight_ranks_move_seven_quarters_of_the_buffer_each() {
+        let all_reduce = AllReduce {
+            ranks: 8,
+            bytes: 64 * MIB,
+        };
+        assert_eq!(all_reduce.bytes_a_rank(), 117_440_512);
+        assert!((all_reduce.rate(all_reduce.seconds(5e9)) - 5e9).abs() < 1.0);
+        let alone = AllReduce {
+            ranks: 1,
+            ..all_reduce
+        };
+        assert_eq!(alone.bytes_a_rank(), 0);
+    }
+
+    #[test]
+    fn what_overlaps_is_as_long_as_the_longer() {
+        let mut bound = StepBound {
+            compute: 0.3,
+            communication: 0.1,
+            overlaps: true,
+        };
+        assert_eq!((bound.seconds(), bound.efficiency()), (0.3, 1.0));
+        bound.overlaps = false;
+        assert_eq!(bound.seconds(), 0.4);
+        bound = StepBound {
+            communication: 0.6,
+            overlaps: true,
+            ..bound
+        };
+        assert_eq!((bound.seconds(), bound.efficiency()), (0.6, 0.5));
     }
 }

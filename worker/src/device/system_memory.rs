@@ -7,20 +7,20 @@ use ddp_proto::mounts::SeenGroup;
 
 /// What a version of control groups calls its files.
 #[derive(Debug, PartialEq, Eq)]
-struct Version {
+struct CgroupVersion {
     limit: &'static str,
     used: &'static str,
     /// Lines of `memory.stat` on cached files, those of the groups below included.
     cached: [&'static str; 2],
 }
 
-const V2: Version = Version {
+const V2: CgroupVersion = CgroupVersion {
     limit: "memory.max",
     used: "memory.current",
     cached: ["active_file", "inactive_file"],
 };
 
-const V1: Version = Version {
+const V1: CgroupVersion = CgroupVersion {
     limit: "memory.limit_in_bytes",
     used: "memory.usage_in_bytes",
     cached: ["total_active_file", "total_inactive_file"],
@@ -28,8 +28,8 @@ const V1: Version = Version {
 
 /// The group of this process in one hierarchy, as far as it can be seen from here.
 #[derive(Debug, PartialEq, Eq)]
-struct Group {
-    version: &'static Version,
+struct MemoryCgroup {
+    version: &'static CgroupVersion,
     /// Where the hierarchy is mounted.
     mount: PathBuf,
     /// The group's path below that.
@@ -38,16 +38,16 @@ struct Group {
 
 /// Bytes that can be allocated before somebody is killed; none if the system does not say.
 pub(super) fn available_bytes() -> Option<u64> {
-    least("MemAvailable:", Group::least_headroom)
+    least("MemAvailable:", MemoryCgroup::least_headroom)
 }
 
 /// Bytes that could be allocated if nobody else had any: more are never to be had here. None if the system does not say.
 pub(super) fn most_bytes() -> Option<u64> {
-    least("MemTotal:", Group::least_limit)
+    least("MemTotal:", MemoryCgroup::least_limit)
 }
 
 /// The least of what the machine says in a line of `/proc/meminfo` and what its control groups say.
-fn least(line: &str, of_group: impl Fn(&Group) -> Option<u64>) -> Option<u64> {
+fn least(line: &str, of_group: impl Fn(&MemoryCgroup) -> Option<u64>) -> Option<u64> {
     let text = |path| read_to_string(path).unwrap_or_default();
     let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
     let machine = kernels_count(&text("/proc/meminfo"), line);
@@ -72,7 +72,7 @@ fn kernels_count(meminfo: &str, name: &str) -> Option<u64> {
 }
 
 /// The groups that may limit memory: of version 2, and of the memory controller of version 1.
-fn groups(mounts: &str, membership: &str) -> Vec<Group> {
+fn groups(mounts: &str, membership: &str) -> Vec<MemoryCgroup> {
     let has_memory = |list: &str| list.split(',').any(|name| name == "memory");
     let of_line = |line: &str| {
         let (_, rest) = line.split_once(':')?;
@@ -92,20 +92,20 @@ fn groups(mounts: &str, membership: &str) -> Vec<Group> {
 
 /// The group `own` in the first hierarchy of this type and with these options that shows it.
 fn seen(
-    version: &'static Version,
+    version: &'static CgroupVersion,
     mounts: &str,
     own: &str,
     is_it: impl Fn(&str, &str) -> bool,
-) -> Option<Group> {
+) -> Option<MemoryCgroup> {
     let SeenGroup { mount, below } = SeenGroup::find(mounts, own, is_it)?;
-    Some(Group {
+    Some(MemoryCgroup {
         version,
         mount,
         below,
     })
 }
 
-impl Group {
+impl MemoryCgroup {
     /// The least of limit minus use over the group and all above it; cached files give way, and count as free.
     fn least_headroom(&self) -> Option<u64> {
         let headroom = |group: &Path| {
@@ -155,7 +155,7 @@ mod tests {
         assert_eq!(kernels_count(meminfo, "MemAvailable:"), Some(1 << 20));
         assert_eq!(kernels_count(meminfo, "MemTotal:"), Some(24_576_000_000));
         assert_eq!(kernels_count(meminfo, "SwapTotal:"), None);
-        let at = |version, mount: &str, below: &str| Group {
+        let at = |version, mount: &str, below: &str| MemoryCgroup {
             version,
             mount: Path::new("/mnt").join(mount),
             below: below.into(),
@@ -180,7 +180,7 @@ mod tests {
     fn groups_and_mounts_may_have_spaces_in_their_names() {
         let mounts =
             r"32 30 0:28 /my\040pod /mnt/control\040groups\134v2 rw - cgroup2 cgroup rw".to_owned() + "\n";
-        let expected = Group {
+        let expected = MemoryCgroup {
             version: &V2,
             mount: r"/mnt/control groups\v2".into(),
             below: "a job".into(),
@@ -197,7 +197,7 @@ mod tests {
         }
         let headroom = || -> Vec<Option<u64>> {
             let found = groups(&mounts(root.path()), "4:memory:/docker/7/job\n0::/pod/job/step\n");
-            found.iter().map(Group::least_headroom).collect()
+            found.iter().map(MemoryCgroup::least_headroom).collect()
         };
         assert_eq!(headroom(), [None, None]);
         write("v2/job/memory.max", "1000\n");
@@ -213,7 +213,7 @@ mod tests {
         write("v1/job/memory.stat", "active_file 7\ntotal_active_file 100\n");
         assert_eq!(headroom(), [Some(1600), Some(600)]);
         let found = groups(&mounts(root.path()), "4:memory:/docker/7/job\n0::/pod/job/step\n");
-        let limits: Vec<Option<u64>> = found.iter().map(Group::least_limit).collect();
+        let limits: Vec<Option<u64>> = found.iter().map(MemoryCgroup::least_limit).collect();
         assert_eq!(limits, [Some(2000), Some(1000)], "whatever is in use");
     }
 }

@@ -1,20 +1,48 @@
-//! Work of the host on numbers of a device: they are brought over, worked on, and the results brought back, while
-//! the host goes on and neighbours overlap.
+//! Work of the host between operations of a device that has memory of its own.
 //!
-//! Each pass takes the next of a few *slots* of page-locked memory and goes through three streams, in which events
-//! keep it behind the pass before and behind the last one that used its slot:
+//! [`HostSide`] is what such a device offers: page-locked memory, copies, and calls of the host in a stream.
+//! [`HostPipeline`] makes something safe of it: numbers are brought to the host, worked on, and the results brought back,
+//! while the host goes on and neighbours overlap. Each pass takes the next of a few *slots* of page-locked memory and goes
+//! through three streams, in which events keep it behind the pass before and behind the last one that used its slot:
 //!
 //! ```text
 //! down   inputs of 0 | inputs of 1 | inputs of 2 | …
 //! host               | work of 0   | work of 1   | work of 2 | …
 //! up                               | results of 0| results of 1 | …
 //! ```
-#![allow(unsafe_code, reason = "copies that run later, ordered here")]
+#![allow(
+    unsafe_code,
+    reason = "copies that run later, into memory that the host can reach"
+)]
 
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, HostSide, Stream};
+use super::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Stream};
+
+/// Work of the host in a stream. It is called once, when the stream gets there, maybe by a thread of the device's
+/// driver: it must not call the device. What it owns is dropped later, by a thread that may.
+pub type HostWork = Box<dyn FnMut() + Send>;
+
+/// What a device offers beside its own memory; [`super::HostPipeline`] makes something safe of it.
+pub trait HostSide: Send + Sync {
+    /// Zeroed memory of the host, to and from which the device copies while the host goes on: page-locked on a GPU.
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError>;
+
+    /// A new stream with a name for errors and traces.
+    fn named_stream(&self, name: &str) -> Stream;
+
+    /// Puts a copy of `from` into `to`, which has as many bytes, on the stream. One of them is the device's, the
+    /// other one from [`HostSide::alloc`].
+    ///
+    /// # Safety
+    /// The device does not borrow the host's side as the host does. From now until the copy has ended nobody but work
+    /// that the stream orders before or after it may touch that range.
+    unsafe fn copy(&self, stream: Stream, from: &Buffer, to: &Buffer);
+
+    /// Puts `work` on the stream.
+    fn run(&self, stream: Stream, work: HostWork);
+}
 
 /// With three, one is filled while one is worked on and one is emptied.
 const SLOTS: usize = 3;
@@ -49,41 +77,41 @@ impl HostPass {
     }
 }
 
-/// See the module.
-pub struct Ferry {
+/// Carries the inputs and outputs of [`HostPass`]es between device and host.
+pub struct HostPipeline {
     device: Arc<dyn Device>,
     down: Stream,
     host: Stream,
     up: Stream,
-    slots: Mutex<Slots>,
+    slots: Mutex<StagingSlots>,
     slot_bytes: usize,
     failure: Arc<OnceLock<DeviceError>>,
 }
 
-struct Slots {
+struct StagingSlots {
     next: usize,
-    all: [Slot; SLOTS],
+    all: [StagingSlot; SLOTS],
 }
 
-struct Slot {
+struct StagingSlot {
     memory: Arena,
     /// The last pass that used it has left.
     free: Event,
 }
 
-impl Ferry {
+impl HostPipeline {
     /// For passes of at most so many bytes. None for a device whose memory is the host's: there is nothing to carry.
     pub fn new(device: &Arc<dyn Device>, slot_bytes: usize) -> Result<Option<Self>, DeviceError> {
         let Some(side) = device.host_side() else {
             return Ok(None);
         };
-        let slot = |_| -> Result<Slot, DeviceError> {
+        let slot = |_| -> Result<StagingSlot, DeviceError> {
             let memory = side.alloc(&ArenaSpec::private("page-locked staging", DType::U8, slot_bytes))?;
             let free = Event::reached();
-            Ok(Slot { memory, free })
+            Ok(StagingSlot { memory, free })
         };
         Ok(Some(Self {
-            slots: Mutex::new(Slots {
+            slots: Mutex::new(StagingSlots {
                 next: 0,
                 all: [slot(0)?, slot(1)?, slot(2)?],
             }),
@@ -104,17 +132,15 @@ impl Ferry {
 
     /// Puts passes on a stream: the first one begins when what is in the stream has run, and what comes later in it
     /// runs after the last one. The work of one is done before that of the next begins. A failure fails the stream at
-    /// the next call, and is told by [`Ferry::failure`] before.
+    /// the next call, and is told by [`HostPipeline::failure`] before.
     ///
     /// # Panics
     /// If a pass is larger than a slot.
-    pub fn carry(&self, stream: Stream, passes: Vec<HostPass>) {
+    pub fn run(&self, stream: Stream, passes: Vec<HostPass>) {
         let deadline = Instant::now() + PATIENCE;
         let device = self.device.as_ref();
         if let Err(error) = self.failure() {
-            let (event, signal) = Event::pair("work of the host");
-            signal.set(Err(error));
-            device.wait_event(stream, &event, deadline);
+            device.wait_event(stream, &Event::failed(error), deadline);
             return;
         }
         if passes.is_empty() {
@@ -122,7 +148,7 @@ impl Ferry {
         }
         device.wait_event(self.down, &device.record(stream), deadline);
         for pass in passes {
-            self.cross(pass, deadline);
+            self.enqueue(pass, deadline);
         }
         // Passes land in order.
         device.wait_event(stream, &device.record(self.up), deadline);
@@ -133,7 +159,7 @@ impl Ferry {
         self.failure.get().map_or(Ok(()), |error| Err(error.clone()))
     }
 
-    fn cross(&self, pass: HostPass, deadline: Instant) {
+    fn enqueue(&self, pass: HostPass, deadline: Instant) {
         assert!(pass.bytes() <= self.slot_bytes, "a pass is larger than its slot");
         let (device, side) = (self.device.as_ref(), self.side());
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
