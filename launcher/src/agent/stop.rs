@@ -25,7 +25,11 @@ impl Machine {
     /// Begins the stop routine because the generation is over.
     pub(super) fn stop(&mut self, cause: &str, then: Then) -> Vec<Effect> {
         let mut effects = vec![Effect::Notify(cause.to_owned()), Effect::CancelSpawn];
-        let patience = if self.rules.native { NATIVE_LAST_WORDS } else { LAST_WORDS };
+        let patience = if self.rules.native {
+            NATIVE_LAST_WORDS
+        } else {
+            LAST_WORDS
+        };
         effects.extend(self.await_end(then, Stage::Notified, patience));
         effects
     }

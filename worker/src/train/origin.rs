@@ -37,7 +37,7 @@ pub(super) enum Origin {
 }
 
 impl Origin {
-    /// Of a run that begins. Weights are opened, and must be the same on all ranks. Every rank calls it.
+    /// Of a run that begins. Parameters are opened, and must be the same on all ranks. Every rank calls it.
     pub(super) fn of_new(config: &TrainConfig, model: &Model, session: &Session) -> Result<Self, TrainError> {
         let Some(path) = &config.model.init_from else {
             return Ok(Self::Seed);

@@ -10,8 +10,7 @@ use crate::device::DType;
 use crate::model::Model;
 use crate::optim;
 use crate::parallel::{
-    Between, Dtypes, GradientLayout, Residence, StepTraffic, gathered_elements, gathering_slots,
-    in_flight_slots,
+    Dtypes, GradientLayout, ReshardPolicy, StepTraffic, gathered_elements, gathering_slots, in_flight_slots,
 };
 use crate::plan::{Among, Exchange, Footprint, Setting, Traffic};
 
@@ -120,7 +119,7 @@ impl Outlook {
     ) -> Self {
         let (parallel, micro_batches) = (&config.parallel, config.train.grad_accumulation);
         let dtypes = Dtypes::of(config);
-        let residence = Residence {
+        let policy = ReshardPolicy {
             reshard: parallel.reshard_after_forward,
             persist_below: parallel.persist_below,
         };
@@ -133,10 +132,7 @@ impl Outlook {
             strategy: scheme.strategy,
             ranks: ranks as u64,
             micro_batches: micro_batches as u64,
-            accumulate: match scheme.between {
-                Some(Between::Shard) => Accumulate::Sharded,
-                _ => Accumulate::Full,
-            },
+            accumulate: scheme.accumulate.unwrap_or(Accumulate::Full),
             reshard_after_forward: parallel.reshard_after_forward,
             dtypes,
             state_slots: optim::rule(&config.train.optimizer).slots().len() as u64,
@@ -147,14 +143,14 @@ impl Outlook {
             Strategy::Ddp => (0, 0),
             Strategy::Zero1 | Strategy::Zero2 => (sharding.whole_len(), 0),
             Strategy::Zero3 => (
-                gathered_elements(model, &sharding, residence, micro_batches),
-                gathering_slots(model, &sharding, residence),
+                gathered_elements(model, &sharding, policy, micro_batches),
+                gathering_slots(model, &sharding, policy),
             ),
         };
         let sharded = StepTraffic::of(&sharding, scheme.copies(), gathered, dtypes);
         let (parameters, padded) = (model.param_count() as u64, sharding.whole_len() as u64);
         let formula = Footprint::of(&setting, parameters);
-        let in_flight = in_flight_slots(layout, &sharding, scheme.between, parallel.sync);
+        let in_flight = in_flight_slots(layout, &sharding, scheme.accumulate, parallel.sync);
         Self {
             setting,
             parameters,

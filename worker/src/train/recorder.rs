@@ -11,7 +11,7 @@ use super::progress::{Pace, StepNumbers};
 use super::trainer::Trainer;
 use crate::collective::WireBytes;
 use crate::metrics::{self, MetricsLine, MetricsLog};
-use crate::parallel::SyncTimes;
+use crate::parallel::CommTimes;
 
 /// Time of the parts of one step.
 #[derive(Clone, Copy, Debug, Default)]
@@ -28,7 +28,7 @@ pub(super) struct StepTimes {
 
 impl StepTimes {
     /// Adds what communication took. Returns the part of it that nothing else hid.
-    pub(super) fn account(&mut self, times: SyncTimes) -> Duration {
+    pub(super) fn account(&mut self, times: CommTimes) -> Duration {
         self.comm += times.comm;
         self.exposed += times.exposed;
         times.exposed

@@ -12,13 +12,13 @@ use crate::model::{
 };
 use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
-use crate::parallel::Weights;
+use crate::parallel::Parameters;
 use crate::pretrained::PretrainedWeights;
 
 /// See the module.
 pub(super) struct Replica {
     pub(super) model: Model,
-    pub(super) weights: Arc<dyn Weights>,
+    pub(super) weights: Arc<dyn Parameters>,
     pub(super) pool: ActivationPool,
     pub(super) world: World,
     feed: Feed,
@@ -48,7 +48,7 @@ impl Replica {
     pub(super) fn new(
         world: &World,
         model: Model,
-        weights: Arc<dyn Weights>,
+        weights: Arc<dyn Parameters>,
         activations: usize,
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
@@ -209,7 +209,7 @@ impl Replica {
 /// What accompanies every pass of training: parameters are gathered and released, and a pass ends soon after the
 /// generation is over.
 pub(super) struct ReplicaHooks<'a> {
-    weights: &'a dyn Weights,
+    weights: &'a dyn Parameters,
     world: &'a World,
 }
 
@@ -218,11 +218,11 @@ impl Hooks for ReplicaHooks<'_> {
         if let Some(cause) = self.world.cancel.cause() {
             return Err(DeviceError::Upstream(format!("the generation is over: {cause}")));
         }
-        self.weights.enter(block, pass)
+        self.weights.unshard(block, pass)
     }
 
     fn after(&mut self, block: usize, pass: Pass, _made: Option<&Activation>) -> Result<(), DeviceError> {
-        self.weights.leave(block, pass);
+        self.weights.reshard(block, pass);
         Ok(())
     }
 }

@@ -32,8 +32,8 @@ use crate::model::{self, Model};
 use crate::ops::Cast;
 use crate::optim::{Clip, Optimizer, PIECE, ParamGroups, StateHome};
 use crate::parallel::{
-    Agreement, Dtypes, GradientLayout, LayoutConfig, Portion, Reducer, ReplicaSet, Replicas, Sharding,
-    Signature, Weights,
+    Agreement, Dtypes, GradientLayout, LayoutConfig, Parameters, Portion, Reducer, ReplicaSet, Replicas,
+    Sharding, Signature,
 };
 use crate::session::Session;
 
@@ -245,7 +245,7 @@ pub(super) fn prepare<'a>(
 /// Where the optimizer's state is. `host` on a device whose memory is the host's moves nothing.
 fn state_home(
     world: &World,
-    weights: &dyn Weights,
+    weights: &dyn Parameters,
     config: &TrainConfig,
     run_dir: &RunDir,
 ) -> Result<StateHome, TrainError> {

@@ -10,7 +10,7 @@ use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, S
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::optim::{batch_factor, learning_rate};
-use crate::parallel::{Between, Dtypes, GradientLayout};
+use crate::parallel::{Dtypes, GradientLayout};
 use crate::plan::Footprint;
 
 /// Numbers that only set-up knows.
@@ -362,7 +362,7 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
     } else {
         "after backward"
     };
-    let is_whole = trainer.scheme.between == Some(Between::Full);
+    let is_whole = trainer.scheme.accumulate == Some(Accumulate::Full);
     let how = match (trainer.scheme.strategy, parallel.sync) {
         (Strategy::Zero2, _) if !is_whole => format!("reduce-scatter ({})", counted(reductions, "part")),
         (Strategy::Zero1 | Strategy::Zero2, _) => {
@@ -373,8 +373,8 @@ fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
         (_, Sync::PerParameter) => "per-parameter".to_owned(),
         (_, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
     };
-    match trainer.scheme.between {
-        Some(Between::Shard) if !parallel.overlap => format!("{how}, between the blocks of backward"),
+    match trainer.scheme.accumulate {
+        Some(Accumulate::Sharded) if !parallel.overlap => format!("{how}, between the blocks of backward"),
         _ => format!("{how}, {when}"),
     }
 }

@@ -19,7 +19,7 @@ use crate::device::Fetch;
 use crate::mesh::DATA;
 use crate::model::{Flight, SampleKey};
 use crate::optim::{UpdateStep, batch_factor, learning_rate};
-use crate::parallel::{Action, Ledger, Portion, ReduceError, Reducer, Step, sequential};
+use crate::parallel::{Action, DeviceTimes, Portion, ReduceError, Reducer, Step, sequential};
 use crate::plan::GlobalBatch;
 use crate::timeline::Kind;
 
@@ -33,7 +33,7 @@ pub(super) struct Enqueued {
     /// What the host saw so far.
     pub(super) times: StepTimes,
     /// What the device measures of reduction and of parameters.
-    pub(super) ledgers: [Ledger; 2],
+    pub(super) device_times: [DeviceTimes; 2],
     pub(super) started: Instant,
     /// Bytes that this rank sent.
     pub(super) sent: WireBytes,
@@ -77,7 +77,7 @@ impl Run {
 struct Passes {
     grads: Portion,
     /// Of reduction.
-    ledger: Ledger,
+    device_times: DeviceTimes,
     /// The losses, on their way to all ranks.
     sharing: Work,
 }
@@ -120,7 +120,7 @@ impl Trainer<'_> {
         };
         let Passes {
             grads,
-            ledger,
+            device_times,
             sharing,
         } = self.passes(reducer, step, &mut times)?;
         let World { stream, device, .. } = self.world.clone();
@@ -137,7 +137,7 @@ impl Trainer<'_> {
         // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
         // belongs to the step that waits for it.
         let sent = self.take_sent();
-        let ledgers = [ledger, self.replica.weights.take_ledger()];
+        let device_times = [device_times, self.replica.weights.take_device_times()];
         let train = &self.config.train;
         let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
         let lr = (f64::from(lr) * batch_factor(train, self.global_batch().samples())) as f32;
@@ -161,7 +161,7 @@ impl Trainer<'_> {
             samples: self.loader.samples(step).count,
             lr,
             times,
-            ledgers,
+            device_times,
             started,
             sent,
             exchanges,
@@ -225,7 +225,7 @@ impl Trainer<'_> {
         times.account(reduced.times());
         Ok(Passes {
             grads: reduced.portion(),
-            ledger: reduced.ledger(),
+            device_times: reduced.device_times(),
             sharing: sharing.expect("a step has a micro-batch"),
         })
     }

@@ -19,8 +19,8 @@ use crate::config::{Accumulate, Parallel, Strategy, TrainConfig};
 use crate::mesh::{Axis, MeshShape};
 use crate::model::Model;
 use crate::parallel::{
-    Between, GatheredWeights, GradientLayout, Group, Reducer, ReducerConfig, ReplicaSet, Residence, Sharding,
-    Weights, WholeWeights,
+    GatheredParameters, GradientLayout, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
+    ShardGroup, Sharding, WholeParameters,
 };
 
 /// A strategy on a mesh: what is decided before anything is allocated.
@@ -30,7 +30,7 @@ pub(super) struct Scheme {
     pub(super) strategy: Strategy,
     pub(super) mesh: MeshShape,
     /// What is held of the gradients of other ranks' parameters; none: these are reduced to all ranks.
-    pub(super) between: Option<Between>,
+    pub(super) accumulate: Option<Accumulate>,
 }
 
 impl Scheme {
@@ -44,11 +44,11 @@ impl Scheme {
         Self {
             strategy,
             mesh,
-            between: match strategy {
+            accumulate: match strategy {
                 Strategy::Ddp => None,
-                Strategy::Zero1 => Some(Between::Full),
-                Strategy::Zero2 | Strategy::Zero3 if is_full => Some(Between::Full),
-                Strategy::Zero2 | Strategy::Zero3 => Some(Between::Shard),
+                Strategy::Zero1 => Some(Accumulate::Full),
+                Strategy::Zero2 | Strategy::Zero3 if is_full => Some(Accumulate::Full),
+                Strategy::Zero2 | Strategy::Zero3 => Some(Accumulate::Sharded),
             },
         }
     }
@@ -65,14 +65,10 @@ impl Scheme {
 
     /// The same with another answer to what lies between micro-batches, where a strategy has a choice.
     pub(super) fn accumulating(self, accumulate: Accumulate) -> Self {
-        let between = match accumulate {
-            Accumulate::Full => Between::Full,
-            Accumulate::Sharded => Between::Shard,
-        };
         match self.strategy {
             Strategy::Ddp | Strategy::Zero1 => self,
             Strategy::Zero2 | Strategy::Zero3 => Self {
-                between: Some(between),
+                accumulate: Some(accumulate),
                 ..self
             },
         }
@@ -81,9 +77,9 @@ impl Scheme {
     /// Who owns what, as a rank of its copy sees it.
     pub(super) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
         let shard = self.shard_ranks();
-        match (self.strategy, self.between) {
+        match (self.strategy, self.accumulate) {
             (Strategy::Ddp, _) => Sharding::replicated(layout),
-            (Strategy::Zero2, Some(Between::Shard)) => Sharding::of_parts(layout, shard, rank),
+            (Strategy::Zero2, Some(Accumulate::Sharded)) => Sharding::of_parts(layout, shard, rank),
             (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, shard, rank),
             (Strategy::Zero3, _) => Sharding::of_groups(layout, shard, rank),
         }
@@ -92,7 +88,7 @@ impl Scheme {
 
 /// See the module.
 pub(super) struct Held {
-    pub(super) weights: Arc<dyn Weights>,
+    pub(super) weights: Arc<dyn Parameters>,
     pub(super) reducer: Reducer,
     pub(super) replicas: ReplicaSet,
 }
@@ -132,26 +128,26 @@ struct Allocation<'a> {
 }
 
 impl Allocation<'_> {
-    fn weights(&self, model: &Model) -> Result<Arc<dyn Weights>, TrainError> {
-        let mut group = Group {
+    fn weights(&self, model: &Model) -> Result<Arc<dyn Parameters>, TrainError> {
+        let mut group = ShardGroup {
             comm: self.replicas.reduce().clone(),
             device: self.world.device.clone(),
             stream: self.world.stream,
         };
         if self.scheme.strategy != Strategy::Zero3 {
-            return Ok(Arc::new(WholeWeights::new(&group, model, self.sharding)?));
+            return Ok(Arc::new(WholeParameters::new(&group, model, self.sharding)?));
         }
         // Apart from the gradients', so that gathering does not queue behind reducing.
         group.comm = self.world.mesh.group_for(&[Axis::Shard], "parameters")?;
-        let residence = Residence {
+        let policy = ReshardPolicy {
             reshard: self.config.parallel.reshard_after_forward,
             persist_below: self.config.parallel.persist_below,
         };
-        Ok(Arc::new(GatheredWeights::new(
+        Ok(Arc::new(GatheredParameters::new(
             &group,
             model,
             self.sharding,
-            residence,
+            policy,
         )?))
     }
 
@@ -159,7 +155,7 @@ impl Allocation<'_> {
         let World { device, stream, .. } = self.world;
         let parallel = &self.config.parallel;
         let (layout, overlap) = (layout.clone(), parallel.overlap);
-        let Some(between) = self.scheme.between else {
+        let Some(accumulate) = self.scheme.accumulate else {
             let sync = ReducerConfig {
                 sync: parallel.sync,
                 overlap,
@@ -168,7 +164,7 @@ impl Allocation<'_> {
             return Ok(reducer.with_unused(parallel.unused));
         };
         let compute = (device, *stream);
-        let reducer = Reducer::sharded(self.replicas, compute, layout, self.sharding, between, overlap)?;
+        let reducer = Reducer::sharded(self.replicas, compute, layout, self.sharding, accumulate, overlap)?;
         Ok(reducer.with_unused(parallel.unused))
     }
 }

@@ -126,7 +126,7 @@ impl Trainer<'_> {
             outcome.steps,
             if is_done { Phase::Finishing } else { Phase::Saving },
         );
-        self.replica.weights.settle()?;
+        self.replica.weights.drain()?;
         // Nobody leaves before the last checkpoint is whole.
         self.exchange.gather("end of the run", [0.0; 2])?;
         Ok(())
@@ -164,7 +164,7 @@ impl Trainer<'_> {
     fn record_of(&mut self, enqueued: Enqueued, reducer: &Reducer) -> Result<StepRecord, TrainError> {
         let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
         let (mut times, began) = (enqueued.times, enqueued.started.max(self.concluded));
-        let ledgers = enqueued.ledgers.clone();
+        let device_times = enqueued.device_times.clone();
         let numbers = enqueued.numbers(&self.world);
         // The stream says only in words why it went wrong, if it does at all.
         let failure = self.replica.weights.failure().or_else(|| reducer.failure());
@@ -172,8 +172,8 @@ impl Trainer<'_> {
         self.concluded = Instant::now();
         times.step = self.concluded - began;
         // All of the step has run, and who was asked for failures has looked at it.
-        for ledger in ledgers {
-            times.account(ledger.times());
+        for device_times in device_times {
+            times.account(device_times.times());
         }
         self.checkpoints_here(|checkpoints, here| checkpoints.heard(here, &numbers.shares.saves()));
         let complaint = numbers.complaint();
@@ -226,19 +226,19 @@ impl Trainer<'_> {
     /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step, and
     /// not in the timeline.
     fn aside<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T, TrainError>) -> Result<T, TrainError> {
-        self.replica.weights.settle()?;
+        self.replica.weights.drain()?;
         // As what it sent, the time of the update before belongs to the next step. All of it has ended.
         let weights = &self.replica.weights;
-        self.carried += weights.take_times().comm + weights.take_ledger().times().comm;
+        self.carried += weights.take_times().comm + weights.take_device_times().times().comm;
         let before = self.sent();
         let timeline = self.world.comm.timeline().clone();
         timeline.pause();
         let done = work(self)?;
-        self.replica.weights.settle()?;
+        self.replica.weights.drain()?;
         timeline.resume();
         self.accounted = self.accounted + (self.sent() - before);
         let weights = &self.replica.weights;
-        let _ = (weights.take_times(), weights.take_ledger());
+        let _ = (weights.take_times(), weights.take_device_times());
         Ok(done)
     }
 

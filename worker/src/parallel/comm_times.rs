@@ -1,27 +1,53 @@
-//! Waiting for communication, and the account of it: the one place where a step's exposed time is measured.
+//! Waiting for communication, and measuring it: the one place that knows a step's exposed time.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::Ledger;
 use crate::collective::{Work, WorkError};
 use crate::device::{Device, Event, Stream};
 use crate::timeline::{Kind, Lane, Timeline};
 
 /// Time that communication took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct SyncTimes {
+pub struct CommTimes {
     /// In collective operations, waiting for other ranks included.
     pub comm: Duration,
     /// The part that nothing else hid: for which the host was blocked, or, on a device that runs asynchronously, the
-    /// stream that computes stood still.
+    /// stream that computes waited.
     pub exposed: Duration,
 }
 
-impl std::ops::AddAssign for SyncTimes {
+impl std::ops::AddAssign for CommTimes {
     fn add_assign(&mut self, other: Self) {
         self.comm += other.comm;
         self.exposed += other.exposed;
+    }
+}
+
+/// Clones are the same account. Whoever launches communication writes into the one that was open then, however late it
+/// ends: whole once the device has run all of it and the launching side was asked for failures. Stays empty on a device
+/// that runs in step with its host.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceTimes(Arc<Mutex<CommTimes>>);
+
+impl DeviceTimes {
+    /// What is written in it so far.
+    #[must_use]
+    pub fn times(&self) -> CommTimes {
+        *self.lock()
+    }
+
+    /// The same, which is forgotten.
+    pub(super) fn take(&self) -> CommTimes {
+        std::mem::take(&mut *self.lock())
+    }
+
+    pub(super) fn add(&self, times: CommTimes) {
+        *self.lock() += times;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, CommTimes> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -32,7 +58,7 @@ const STANDS: &str = "waits for communication";
 const SHORTEST: Duration = Duration::from_micros(5);
 
 /// See the module.
-pub(super) struct Waiting {
+pub(super) struct CommTracker {
     device: Arc<dyn Device>,
     timeline: Timeline,
     account: Mutex<Account>,
@@ -41,17 +67,17 @@ pub(super) struct Waiting {
 #[derive(Default)]
 struct Account {
     /// What the host saw.
-    times: SyncTimes,
+    times: CommTimes,
     /// Of what is launched now.
-    ledger: Ledger,
+    device_times: DeviceTimes,
     /// Nobody has asked how they ended.
-    unsettled: Vec<(Work, Ledger)>,
+    unfinished: Vec<(Work, DeviceTimes)>,
     /// Points of a stream before and behind a wait of it.
-    stood: Vec<([Event; 2], Ledger)>,
+    stream_waits: Vec<([Event; 2], DeviceTimes)>,
     failure: Option<WorkError>,
 }
 
-impl Waiting {
+impl CommTracker {
     /// Of the streams of a device, and of its host.
     pub(super) fn new(device: &Arc<dyn Device>, timeline: &Timeline) -> Self {
         Self {
@@ -68,16 +94,16 @@ impl Waiting {
         let work = issue();
         self.blocked_since(began);
         let mut account = self.account();
-        let ledger = account.ledger.clone();
-        account.unsettled.push((work.clone(), ledger));
+        let device_times = account.device_times.clone();
+        account.unfinished.push((work.clone(), device_times));
         drop(account);
         work
     }
 
     /// Later operations of `stream`, which computes, run after `event`.
-    pub(super) fn in_stream(&self, stream: Stream, event: &Event, deadline: Instant) {
+    pub(super) fn wait_in_stream(&self, stream: Stream, event: &Event, deadline: Instant) {
         if !self.device.is_asynchronous() || matches!(event.poll(), Some(Ok(()))) {
-            return self.beside(stream, event, deadline);
+            return self.wait_in_side_stream(stream, event, deadline);
         }
         let before = self.device.record_timed(stream);
         self.device.wait_event(stream, event, deadline);
@@ -85,22 +111,22 @@ impl Waiting {
         let points = [before.clone(), behind.clone()];
         self.timeline.passed(Lane::Compute, Kind::Wait, STANDS, points);
         let mut account = self.account();
-        let ledger = account.ledger.clone();
-        account.stood.push(([before, behind], ledger));
+        let device_times = account.device_times.clone();
+        account.stream_waits.push(([before, behind], device_times));
     }
 
     /// The same for a stream beside that one: only a blocked host hides nothing.
-    pub(super) fn beside(&self, stream: Stream, event: &Event, deadline: Instant) {
+    pub(super) fn wait_in_side_stream(&self, stream: Stream, event: &Event, deadline: Instant) {
         let began = Instant::now();
         self.device.wait_event(stream, event, deadline);
         self.blocked_since(began);
     }
 
     /// Blocks the host until `work` is done.
-    pub(super) fn on_host(&self, work: &Work, deadline: Instant) -> Result<(), WorkError> {
+    pub(super) fn wait_on_host(&self, work: &Work, deadline: Instant) -> Result<(), WorkError> {
         let began = Instant::now();
         let outcome = work.wait(deadline);
-        self.stood_since(began);
+        self.host_waited_since(began);
         let mut account = self.account();
         account.times.exposed += began.elapsed();
         if let Err(error) = &outcome {
@@ -110,19 +136,19 @@ impl Waiting {
     }
 
     /// Why an operation failed, if one is known to have.
-    pub(super) fn settle(&self) -> Result<(), WorkError> {
+    pub(super) fn check(&self) -> Result<(), WorkError> {
         let now = Instant::now();
         let mut guard = self.account();
         let account = &mut *guard;
-        for (work, ledger) in account.unsettled.extract_if(.., |(work, _)| work.is_done()) {
+        for (work, device_times) in account.unfinished.extract_if(.., |(work, _)| work.is_done()) {
             match work.wait(now) {
                 Ok(times) => {
-                    let took = SyncTimes {
+                    let took = CommTimes {
                         comm: times.ended.saturating_duration_since(times.started),
-                        ..SyncTimes::default()
+                        ..CommTimes::default()
                     };
                     if self.device.is_asynchronous() {
-                        ledger.add(took);
+                        device_times.add(took);
                     } else {
                         account.times += took;
                     }
@@ -132,54 +158,54 @@ impl Waiting {
                 }
             }
         }
-        for ([before, behind], ledger) in account
-            .stood
+        for ([before, behind], device_times) in account
+            .stream_waits
             .extract_if(.., |([_, behind], _)| behind.poll().is_some())
         {
-            ledger.add(SyncTimes {
+            device_times.add(CommTimes {
                 exposed: behind.state().since(&before).unwrap_or_default(),
-                ..SyncTimes::default()
+                ..CommTimes::default()
             });
         }
         account.failure.clone().map_or(Ok(()), Err)
     }
 
-    /// As [`Waiting::settle`].
+    /// As [`CommTracker::check`].
     pub(super) fn failure(&self) -> Option<WorkError> {
-        self.settle().err()
+        self.check().err()
     }
 
     /// What the host saw since they were taken: on a device that runs asynchronously only its own waits, as all else
-    /// is in the ledger.
-    pub(super) fn times(&self) -> SyncTimes {
+    /// is in the device_times.
+    pub(super) fn times(&self) -> CommTimes {
         // Whoever asks for the failure is told of it.
-        let _ = self.settle();
+        let _ = self.check();
         self.account().times
     }
 
     /// The same, and begins a new account.
-    pub(super) fn take_times(&self) -> SyncTimes {
+    pub(super) fn take_times(&self) -> CommTimes {
         let times = self.times();
-        self.account().times = SyncTimes::default();
+        self.account().times = CommTimes::default();
         times
     }
 
-    /// The account of what was launched since the last call, into which [`Waiting::settle`] writes whatever of it has
+    /// The account of what was launched since the last call, into which [`CommTracker::check`] writes whatever of it has
     /// ended.
-    pub(super) fn take_ledger(&self) -> Ledger {
-        std::mem::take(&mut self.account().ledger)
+    pub(super) fn take_device_times(&self) -> DeviceTimes {
+        std::mem::take(&mut self.account().device_times)
     }
 
     /// A device that runs asynchronously goes on meanwhile.
     fn blocked_since(&self, began: Instant) {
         if !self.device.is_asynchronous() {
-            self.stood_since(began);
+            self.host_waited_since(began);
             self.account().times.exposed += began.elapsed();
         }
     }
 
     /// The host, which is what computes unless the device runs asynchronously.
-    fn stood_since(&self, began: Instant) {
+    fn host_waited_since(&self, began: Instant) {
         let lane = if self.device.is_asynchronous() {
             Lane::Host
         } else {
@@ -244,20 +270,20 @@ mod tests {
     fn whatever_blocks_the_host_is_exposed() {
         let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
         let stream = device.stream();
-        let waiting = Waiting::new(&device, &Timeline::default());
+        let tracker = CommTracker::new(&device, &Timeline::default());
         let deadline = Instant::now() + Duration::from_mins(1);
-        for wait in [Waiting::in_stream, Waiting::beside] {
-            wait(&waiting, stream, &Event::new(Slow), deadline);
-            assert!(waiting.take_times().exposed >= HELD);
+        for wait in [CommTracker::in_stream, CommTracker::beside] {
+            wait(&tracker, stream, &Event::new(Slow), deadline);
+            assert!(tracker.take_times().exposed >= HELD);
         }
         // An executor that is the caller waits in the call.
         let comm = solo(Executor::Inline);
         let buffer = buffer(device.as_ref());
         let launch = Launch::after(Event::new(Slow), Traffic::Grads, "test");
-        let work = waiting.launch(|| comm.all_gather(&buffer, launch));
-        assert!(work.is_done() && waiting.times().exposed >= HELD);
-        waiting.on_host(&work, deadline).unwrap();
-        assert_eq!(waiting.failure(), None);
+        let work = tracker.launch(|| comm.all_gather(&buffer, launch));
+        assert!(work.is_done() && tracker.times().exposed >= HELD);
+        tracker.wait_on_host(&work, deadline).unwrap();
+        assert_eq!(tracker.failure(), None);
     }
 
     /// A point that the device passes [`HELD`] after the one before it, once it runs.
@@ -333,21 +359,21 @@ mod tests {
         let runs = Arc::new(AtomicBool::new(true));
         let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap(), runs));
         let (stream, deadline) = (device.stream(), Instant::now());
-        let waiting = Waiting::new(&device, &Timeline::default());
-        let stood = || {
-            waiting.settle().unwrap();
-            waiting.take_ledger().times()
+        let tracker = CommTracker::new(&device, &Timeline::default());
+        let waited = || {
+            tracker.check().unwrap();
+            tracker.take_device_times().times()
         };
         for _ in 0..3 {
-            waiting.in_stream(stream, &Event::new(Slow), deadline);
+            tracker.wait_in_stream(stream, &Event::new(Slow), deadline);
         }
-        waiting.beside(stream, &Event::new(Slow), deadline);
-        assert_eq!(stood().exposed, 3 * HELD);
+        tracker.wait_in_side_stream(stream, &Event::new(Slow), deadline);
+        assert_eq!(waited().exposed, 3 * HELD);
         // What has happened already costs no stream anything.
-        waiting.in_stream(stream, &Event::reached(), deadline);
-        assert_eq!(stood(), SyncTimes::default());
+        tracker.wait_in_stream(stream, &Event::reached(), deadline);
+        assert_eq!(waited(), CommTimes::default());
         // The host was never blocked.
-        assert_eq!(waiting.take_times(), SyncTimes::default());
+        assert_eq!(tracker.take_times(), CommTimes::default());
     }
 
     #[test]
@@ -355,33 +381,33 @@ mod tests {
         let runs = Arc::new(AtomicBool::new(false));
         let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap(), runs.clone()));
         let deadline = Instant::now() + Duration::from_mins(1);
-        let waiting = Waiting::new(&device, &Timeline::default());
+        let tracker = CommTracker::new(&device, &Timeline::default());
         let comm = solo(Executor::Thread);
         let buffer = buffer(device.as_ref());
         let mut steps = Vec::new();
         for waits in 1..=3 {
             let (input, signal) = Event::pair("input");
             let launch = Launch::after(input, Traffic::Grads, "test");
-            let work = waiting.launch(|| comm.all_gather(&buffer, launch));
+            let work = tracker.launch(|| comm.all_gather(&buffer, launch));
             for _ in 0..waits {
-                waiting.in_stream(device.stream(), work.event(), deadline);
+                tracker.wait_in_stream(device.stream(), work.event(), deadline);
             }
-            waiting.settle().unwrap();
-            steps.push((work, signal, waiting.take_ledger()));
+            tracker.check().unwrap();
+            steps.push((work, signal, tracker.take_device_times()));
         }
         runs.store(true, Ordering::Relaxed);
-        for (waits, (work, signal, ledger)) in (1..).zip(steps) {
-            assert_eq!(ledger.times().comm, Duration::ZERO);
+        for (waits, (work, signal, device_times)) in (1..).zip(steps) {
+            assert_eq!(device_times.times().comm, Duration::ZERO);
             signal.set(Ok(()));
             let ran = work.wait(deadline).unwrap();
-            waiting.settle().unwrap();
-            let expected = SyncTimes {
+            tracker.check().unwrap();
+            let expected = CommTimes {
                 comm: ran.ended - ran.started,
                 exposed: waits * HELD,
             };
-            assert_eq!(ledger.times(), expected);
+            assert_eq!(device_times.times(), expected);
         }
-        assert_eq!(waiting.take_times(), SyncTimes::default());
-        assert_eq!(waiting.take_ledger().times(), SyncTimes::default());
+        assert_eq!(tracker.take_times(), CommTimes::default());
+        assert_eq!(tracker.take_device_times().times(), CommTimes::default());
     }
 }

@@ -7,16 +7,16 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::reduce_unit::Round;
-use super::slots::{Course, Landed, Landing, Slots, slots_for};
-use super::waiting::Waiting;
-use super::{GradientLayout, Portion, ReduceError, ReplicaSet, ShardUnit, Sharding};
+use super::ReduceError;
+use super::slots::{Landed, Landing, Round, Slots, StreamRole, slots_for};
 use crate::collective::Work;
 use crate::device::{Arena, ArenaSpec, Buffer, Device, Stream};
 use crate::model::ParamId;
 use crate::ops::Fill;
+use crate::parallel::comm_times::CommTracker;
+use crate::parallel::{GradientLayout, Portion, ReplicaSet, ShardUnit, Sharding};
 
-/// See the module.
+/// The sums of what this rank owns, and the slots that the others pass through.
 pub(super) struct GradShard {
     device: Arc<dyn Device>,
     sharding: Arc<Sharding>,
@@ -57,18 +57,18 @@ impl GradShard {
     pub(super) fn grad(
         &mut self,
         id: ParamId,
-        waiting: &Waiting,
+        tracker: &CommTracker,
         deadline: Instant,
     ) -> Result<Buffer, ReduceError> {
         let (unit, range) = self.sharding.home(id);
         let slot = match self.taken[unit] {
             Some(slot) => slot,
-            None => self.take(unit, waiting, deadline)?,
+            None => self.take(unit, tracker, deadline)?,
         };
         Ok(self.slots.slice(slot, range))
     }
 
-    fn take(&mut self, unit: usize, waiting: &Waiting, deadline: Instant) -> Result<usize, ReduceError> {
+    fn take(&mut self, unit: usize, tracker: &CommTracker, deadline: Instant) -> Result<usize, ReduceError> {
         let free = self.choice[unit]
             .clone()
             .filter(|slot| !self.taken.contains(&Some(*slot)));
@@ -76,7 +76,7 @@ impl GradShard {
             let param = self.sharding.units()[unit].name.clone();
             return Err(ReduceError::OutOfOrder { param });
         };
-        self.slots.land(slot, Course::Computes, waiting, deadline);
+        self.slots.land(slot, StreamRole::Compute, tracker, deadline);
         self.taken[unit] = Some(slot);
         for gap in self.sharding.gaps(unit) {
             let out = self.slots.slice(slot, gap);
@@ -105,15 +105,14 @@ impl GradShard {
             work,
             own: self.sharding.own(unit),
             place: self.shard.slice(self.sharding.own_place(unit).shard),
-            accumulate: !round.is_first(),
-            is_last: round.is_last(),
+            round,
         };
         self.slots.launched(slot, landing);
     }
 
     /// Puts the rest of the reduced units into the shard.
-    pub(super) fn land_all(&mut self, waiting: &Waiting, deadline: Instant) {
-        self.slots.land_all(Course::Computes, waiting, deadline);
+    pub(super) fn land_all(&mut self, tracker: &CommTracker, deadline: Instant) {
+        self.slots.land_all(StreamRole::Compute, tracker, deadline);
     }
 
     /// See [`Slots::take_landed`].

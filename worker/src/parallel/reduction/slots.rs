@@ -9,15 +9,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::ReduceError;
-use super::waiting::Waiting;
 use crate::collective::{Communicator, Work};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Event, Stream};
 use crate::ops::{Cast, ColumnSum};
+use crate::parallel::comm_times::CommTracker;
 
 /// Slots for units that follow each other: one is computed while another is in flight.
 pub(super) const IN_TURN: usize = 2;
 
-/// See the module.
+/// The slots of a reducer, and what passes through them.
 pub(super) struct Slots {
     device: Arc<dyn Device>,
     stream: Stream,
@@ -34,6 +34,25 @@ struct Slot {
     launch: u64,
 }
 
+/// Which of its launches in a step a unit is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Round {
+    /// From 0.
+    pub(super) index: usize,
+    /// How many there are.
+    pub(super) count: usize,
+}
+
+impl Round {
+    pub(super) fn is_first(self) -> bool {
+        self.index == 0
+    }
+
+    pub(super) fn is_last(self) -> bool {
+        self.index + 1 == self.count
+    }
+}
+
 /// A unit that is being reduced, and what becomes of this rank's part of it.
 pub(super) struct Landing {
     pub(super) unit: usize,
@@ -42,10 +61,8 @@ pub(super) struct Landing {
     pub(super) own: Range<usize>,
     /// Where they belong.
     pub(super) place: Buffer,
-    /// Add to what is there instead of overwriting it.
-    pub(super) accumulate: bool,
-    /// Nothing will be added any more.
-    pub(super) is_last: bool,
+    /// The first round overwrites what is there, later ones are added to it.
+    pub(super) round: Round,
 }
 
 /// A unit whose part is complete and where it belongs.
@@ -58,11 +75,11 @@ pub(super) struct Landed {
 
 /// How a stream waits for a reduction.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Course {
+pub(super) enum StreamRole {
     /// It computes, and stands still meanwhile.
-    Computes,
+    Compute,
     /// It lies beside the one that computes.
-    Beside,
+    Side,
 }
 
 impl Slots {
@@ -113,7 +130,7 @@ impl Slots {
     }
 
     /// Lands what a slot holds, if it holds something.
-    pub(super) fn land(&mut self, slot: usize, course: Course, waiting: &Waiting, deadline: Instant) {
+    pub(super) fn land(&mut self, slot: usize, role: StreamRole, tracker: &CommTracker, deadline: Instant) {
         let slot = &mut self.all[slot];
         let Some(landing) = slot.landing.take() else {
             return;
@@ -123,33 +140,33 @@ impl Slots {
             work,
             own,
             place,
-            accumulate,
-            is_last,
+            round,
         } = landing;
-        match course {
-            Course::Computes => waiting.in_stream(self.stream, work.event(), deadline),
-            Course::Beside => waiting.beside(self.stream, work.event(), deadline),
+        match role {
+            StreamRole::Compute => tracker.wait_in_stream(self.stream, work.event(), deadline),
+            StreamRole::Side => tracker.wait_in_side_stream(self.stream, work.event(), deadline),
         }
         let (x, out) = (slot.arena.slice(own), place.clone());
-        let op = if accumulate {
-            // One row: an addition.
-            ColumnSum { x, out, accumulate }.into()
-        } else {
+        let op = if round.is_first() {
             Cast { x, out }.into()
+        } else {
+            // One row: an addition.
+            let accumulate = true;
+            ColumnSum { x, out, accumulate }.into()
         };
         self.device.enqueue(self.stream, op);
-        if is_last {
+        if round.is_last() {
             let at = self.device.record(self.stream);
             self.landed.push(Landed { unit, place, at });
         }
     }
 
     /// Lands all, in the order in which they were launched.
-    pub(super) fn land_all(&mut self, course: Course, waiting: &Waiting, deadline: Instant) {
+    pub(super) fn land_all(&mut self, role: StreamRole, tracker: &CommTracker, deadline: Instant) {
         let mut order: Vec<usize> = (0..self.all.len()).collect();
         order.sort_by_key(|&slot| self.all[slot].launch);
         for slot in order {
-            self.land(slot, course, waiting, deadline);
+            self.land(slot, role, tracker, deadline);
         }
     }
 
@@ -166,7 +183,7 @@ impl Slots {
 
 /// Sizes of slots, and those that each unit may take: one of its own for a unit that is needed out of turn, for the
 /// others some that they take in turns. Units are given as (elements, out of turn).
-pub(super) fn slots_for(units: &[(usize, bool)]) -> (Vec<usize>, Vec<Range<usize>>) {
+pub(in crate::parallel) fn slots_for(units: &[(usize, bool)]) -> (Vec<usize>, Vec<Range<usize>>) {
     let in_turn = units.iter().filter(|(_, apart)| !apart);
     let shared = in_turn.clone().count().min(IN_TURN);
     let largest = in_turn.map(|(len, _)| *len).max().unwrap_or(0);

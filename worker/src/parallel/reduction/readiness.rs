@@ -4,11 +4,15 @@
 //! micro-batches run backward: a block of a pipeline may have done all of them before another has begun. Where every
 //! micro-batch is reduced by itself, a step has as many rounds, and a gradient is complete in each.
 
-use super::{GradientLayout, ReduceError};
-use crate::device::Event;
-use crate::model::ParamId;
+use std::any::Any;
+use std::time::Instant;
 
-/// See the module.
+use super::ReduceError;
+use crate::device::{DeviceError, Event, EventState};
+use crate::model::ParamId;
+use crate::parallel::GradientLayout;
+
+/// By parameter.
 pub(super) struct Reports(Vec<Report>);
 
 #[derive(Clone, Default)]
@@ -73,7 +77,7 @@ impl Reports {
         if times <= expected {
             return Ok(());
         }
-        let (param, bucket) = layout.place(id);
+        let (param, bucket) = layout.name_and_bucket(id);
         Err(ReduceError::Double {
             param,
             bucket,
@@ -88,7 +92,7 @@ impl Reports {
         let Some(first) = layout.order().iter().find(short) else {
             return Ok(());
         };
-        let (param, bucket) = layout.place(*first);
+        let (param, bucket) = layout.name_and_bucket(*first);
         let report = &self.0[first.0];
         Err(ReduceError::Missing {
             param,
@@ -99,10 +103,10 @@ impl Reports {
         })
     }
 
-    /// When the gradients of a unit are there.
-    pub(super) fn take_events(&mut self, params: &[ParamId]) -> Vec<Event> {
+    /// Reached when the gradients of a unit are there.
+    pub(super) fn take_event(&mut self, params: &[ParamId]) -> Event {
         let events = params.iter().map(|id| std::mem::take(&mut self.0[id.0].events));
-        events.flatten().collect()
+        all_of(events.flatten())
     }
 
     /// The next round of these gradients begins, with new values.
@@ -112,5 +116,72 @@ impl Reports {
             report.times = 0;
             report.written = false;
         }
+    }
+}
+
+/// Reached when all parts are; failed with the error of the first part that failed.
+fn all_of(parts: impl IntoIterator<Item = Event>) -> Event {
+    let mut open: Vec<Event> = parts
+        .into_iter()
+        .filter(|e| !matches!(e.poll(), Some(Ok(()))))
+        .collect();
+    match open.len() {
+        0 => Event::reached(),
+        1 => open.remove(0),
+        _ => Event::new(AllOf(open)),
+    }
+}
+
+struct AllOf(Vec<Event>);
+
+impl EventState for AllOf {
+    fn poll(&self) -> Option<Result<(), DeviceError>> {
+        // An unreached part hides a failed one behind it: the first failure in order is the one reported.
+        self.0.iter().try_fold(Ok(()), |before, part| match before {
+            Ok(()) => part.poll(),
+            failed => Some(failed),
+        })
+    }
+
+    fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
+        self.0.iter().try_for_each(|part| part.wait(deadline))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn parts(&self) -> &[Event] {
+        &self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn it_is_reached_with_its_last_part() {
+        let (first, first_signal) = Event::pair("first");
+        let (second, second_signal) = Event::pair("second");
+        let both = all_of([first, Event::reached(), second]);
+        assert_eq!(both.poll(), None);
+        second_signal.set(Ok(()));
+        assert_eq!(both.poll(), None);
+        first_signal.set(Ok(()));
+        assert_eq!(both.poll(), Some(Ok(())));
+        assert_eq!(both.wait(Instant::now()), Ok(()));
+    }
+
+    #[test]
+    fn it_fails_with_its_first_failed_part() {
+        let (first, first_signal) = Event::pair("first");
+        let (second, second_signal) = Event::pair("second");
+        let both = all_of([first, second]);
+        drop(second_signal);
+        first_signal.set(Ok(()));
+        let failed = DeviceError::Upstream("second was given up".into());
+        assert_eq!(both.poll(), Some(Err(failed.clone())));
+        assert_eq!(both.wait(Instant::now()), Err(failed));
     }
 }
