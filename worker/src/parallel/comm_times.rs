@@ -57,7 +57,7 @@ const STANDS: &str = "waits for communication";
 /// Shorter is not worth a span: what was waited for had come already.
 const SHORTEST: Duration = Duration::from_micros(5);
 
-/// See the module.
+/// Issues the operations of a device and waits for them, so that it knows their time and their failures.
 pub(super) struct CommTracker {
     device: Arc<dyn Device>,
     timeline: Timeline,
@@ -272,7 +272,7 @@ mod tests {
         let stream = device.stream();
         let tracker = CommTracker::new(&device, &Timeline::default());
         let deadline = Instant::now() + Duration::from_mins(1);
-        for wait in [CommTracker::in_stream, CommTracker::beside] {
+        for wait in [CommTracker::wait_in_stream, CommTracker::wait_in_side_stream] {
             wait(&tracker, stream, &Event::new(Slow), deadline);
             assert!(tracker.take_times().exposed >= HELD);
         }

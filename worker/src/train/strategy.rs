@@ -13,14 +13,18 @@
 
 use std::sync::Arc;
 
+use ddp_proto::env::WorkerEnv;
+
 use super::TrainError;
 use super::world::World;
-use crate::config::{Accumulate, Parallel, Strategy, TrainConfig};
-use crate::mesh::{Axis, MeshShape};
-use crate::model::Model;
+use crate::config::{Accumulate, OptimizerConfig, Parallel, Strategy, TrainConfig};
+use crate::data::Vocabulary;
+use crate::mesh::{Axis, DATA, MeshShape};
+use crate::model::{self, Model};
+use crate::optim::ParamGroups;
 use crate::parallel::{
-    GatheredParameters, GradientLayout, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
-    ShardGroup, Sharding, WholeParameters,
+    Dtypes, GatheredParameters, GradientLayout, LayoutConfig, Parameters, Reducer, ReducerConfig, ReplicaSet,
+    ReshardPolicy, ShardGroup, Sharding, WholeParameters,
 };
 
 /// A strategy on a mesh: what is decided before anything is allocated.
@@ -86,7 +90,53 @@ impl Scheme {
     }
 }
 
-/// See the module.
+/// What is decided before anything is allocated.
+pub(super) struct Blueprint {
+    pub(super) dtypes: Dtypes,
+    pub(super) model: Model,
+    pub(super) layout: Arc<GradientLayout>,
+    pub(super) scheme: Scheme,
+    /// Bytes of the activations of a micro-batch.
+    pub(super) activations: usize,
+}
+
+impl Blueprint {
+    pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
+        let dtypes = Dtypes::of(config);
+        let model = network(config, dtypes)?;
+        check_groups(&config.train.optimizer, &model)?;
+        let mesh = MeshShape::new(&config.parallel, env)?;
+        let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
+        Ok(Self {
+            layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
+            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
+            activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
+            dtypes,
+            model,
+        })
+    }
+}
+
+/// Refuses a parameter group that would be empty.
+fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainError> {
+    let Some(index) = ParamGroups::unmatched(config, &model.params) else {
+        return Ok(());
+    };
+    Err(TrainError::ParamGroup {
+        index,
+        pattern: config.groups[index].params.clone(),
+        params: model.params.len(),
+        example: model.params[model.params.len() / 2].key.clone(),
+    })
+}
+
+/// The model that the configuration describes.
+pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
+    let model = model::build(&config.model, Vocabulary::of(&config.data.tokenizer)?.size)?;
+    Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
+}
+
+/// Parameters, gradients and the ranks that they are shared with.
 pub(super) struct Held {
     pub(super) weights: Arc<dyn Parameters>,
     pub(super) reducer: Reducer,

@@ -1,12 +1,21 @@
-//! What to change where no strategy fits into the memory of a device.
+//! Which strategy to take, and what to change where none fits into the memory of a device.
 
-use super::TrainError;
-use super::forecast::{Machines, candidate, doublings};
-use crate::config::{OptimizerHome, Precision, Recompute, ReduceDtype, TrainConfig};
+use super::candidate::{Candidate, Machines, candidate, doublings};
+use crate::config::{Accumulate, OptimizerHome, Precision, Recompute, ReduceDtype, Strategy, TrainConfig};
 use crate::plan::Cluster;
+use crate::train::TrainError;
 
 /// More nodes are no answer.
 const MAX_NODES: u64 = 1 << 10;
+
+/// What to do.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Advice {
+    /// This strategy fits, and none that fits sends less.
+    Take(Strategy, &'static str),
+    /// None fits as the configuration stands; with one of these changes `zero3` does. Empty if not even all of them help.
+    Change(Vec<Remedy>),
+}
 
 /// A change with which a configuration fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -15,6 +24,46 @@ pub struct Remedy {
     pub change: String,
     /// Bytes that a device then holds.
     pub held: u64,
+}
+
+/// Of the strategies that fit the one that sends least; of those that send as much the first.
+pub(super) fn choice(candidates: &[Candidate], config: &TrainConfig) -> Option<(Strategy, &'static str)> {
+    let repeats = config.train.grad_accumulation > 1 && config.parallel.accumulate == Accumulate::Sharded;
+    let fits = |strategy| {
+        let found = candidates.iter().find(|candidate| candidate.strategy == strategy);
+        found.is_some_and(|candidate| candidate.fits == Some(true))
+    };
+    let reason = |strategy| match strategy {
+        Strategy::Ddp => Some("everything fits on every rank, and nothing sends less"),
+        Strategy::Zero1 if repeats && fits(Strategy::Ddp) => {
+            Some("`ddp` fits too, but sends more; with sharded gradients every micro-batch would reduce them")
+        }
+        // With one reduction a step `zero2` sends as much and holds less.
+        Strategy::Zero1 => repeats.then_some(
+            "the optimizer has to be sharded; with sharded gradients every micro-batch would reduce them",
+        ),
+        Strategy::Zero2 if fits(Strategy::Ddp) => Some(
+            "`ddp` fits too, but sends more: gradients are reduced in f32, and parameters gathered in bf16",
+        ),
+        Strategy::Zero2 if fits(Strategy::Zero1) => {
+            Some("the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less")
+        }
+        Strategy::Zero2 => Some("optimizer and gradients have to be sharded; the parameters fit"),
+        Strategy::Zero3 => Some("parameters have to be sharded too"),
+    };
+    candidates
+        .iter()
+        .filter(|candidate| candidate.fits == Some(true))
+        .filter_map(|candidate| Some((candidate, reason(candidate.strategy)?)))
+        // Padding alone is no difference.
+        .reduce(|best, next| {
+            if next.0.sent() * 100 < best.0.sent() * 99 {
+                next
+            } else {
+                best
+            }
+        })
+        .map(|(candidate, why)| (candidate.strategy, why))
 }
 
 /// A configuration that differs from the one that does not fit.

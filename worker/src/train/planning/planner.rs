@@ -1,35 +1,18 @@
 //! What a configuration would cost on machines that need not be here: every strategy beside the others, which one to
 //! take, and how the step grows with the ranks.
 
-use ddp_proto::env::WorkerEnv;
-use ddp_proto::ids::WorldSize;
-
-use super::TrainError;
-use super::outlook::Outlook;
-use super::remedy::{Remedy, remedies};
-use super::setup::network;
-use crate::config::{Accumulate, OptimizerHome, Strategy, Sync, TrainConfig};
-use crate::data::Vocabulary;
+use super::advice::{Advice, choice, remedies};
+use super::candidate::{Candidate, Machines, candidate, doublings, work};
+use crate::config::{Strategy, Sync, TrainConfig};
 use crate::parallel::Dtypes;
-use crate::plan::{Among, Cluster, GlobalBatch, StepBound, Work};
+use crate::plan::{Cluster, GlobalBatch, Work};
+use crate::train::TrainError;
+use crate::train::strategy::network;
 
 /// Each saves memory that the one before holds. Of those that send as much the first is preferred.
 const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zero2, Strategy::Zero3];
 
-/// The machines of a plan.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Machines {
-    /// Nodes, ranks, wires.
-    pub cluster: Cluster,
-    /// Bytes of a device that training may take; none if that is not known.
-    pub memory: Option<u64>,
-    /// Floating-point operations a second of a device; none if that is not known.
-    pub flops: Option<f64>,
-    /// Devices with memory of their own: what is offloaded to the host is not in it.
-    pub has_own_memory: bool,
-}
-
-/// See the module.
+/// What every strategy would cost, and which one to take.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Forecast {
     /// Name of the model.
@@ -46,36 +29,6 @@ pub struct Forecast {
     pub advice: Option<Advice>,
     /// The advised strategy, else that of the configuration, on fewer ranks, up to all of them, where it fits.
     pub scaling: Vec<Candidate>,
-}
-
-/// A strategy on a number of ranks.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Candidate {
-    /// What is sharded.
-    pub strategy: Strategy,
-    /// On how many ranks, and where.
-    pub cluster: Cluster,
-    /// What a rank holds and moves.
-    pub outlook: Outlook,
-    /// Bytes in the device's memory.
-    pub held: u64,
-    /// Whether the device has room for that, if its memory is known.
-    pub fits: Option<bool>,
-    /// The least time of arithmetic in a step, in seconds, if the device's rate is known.
-    pub compute: Option<f64>,
-    /// The least time of communication in a step, in seconds, if the rates of the wires are known.
-    pub communication: Option<f64>,
-    /// The least time of a step, if both are known.
-    pub bound: Option<StepBound>,
-}
-
-/// What to do.
-#[derive(Clone, Debug, PartialEq)]
-pub enum Advice {
-    /// This strategy fits, and none that fits sends less.
-    Take(Strategy, &'static str),
-    /// None fits as the configuration stands; with one of these changes `zero3` does. Empty if not even all of them help.
-    Change(Vec<Remedy>),
 }
 
 impl Forecast {
@@ -135,118 +88,6 @@ fn under(config: &TrainConfig, strategy: Strategy) -> TrainConfig {
     config
 }
 
-pub(super) fn candidate(
-    config: &TrainConfig,
-    machines: &Machines,
-    cluster: Cluster,
-) -> Result<Candidate, TrainError> {
-    let env = WorkerEnv {
-        world_size: WorldSize(cluster.ranks() as u32),
-        local_world_size: cluster.ranks_a_node as u32,
-        node_count: cluster.nodes as u32,
-        ..WorkerEnv::single()
-    };
-    let outlook = Outlook::of(config, &env)?;
-    let held = held(config, &outlook, machines);
-    let exchanges = &outlook.exchanges;
-    let communication = cluster.least_seconds(&exchanges.all(), exchanges.shard_ranks);
-    let tokens = config.train.grad_accumulation * config.train.micro_batch * config.model.block_size;
-    let work = work(config)?;
-    let compute = machines
-        .flops
-        .map(|rate| tokens as f64 * work.total() as f64 / rate);
-    let bound = compute
-        .zip(communication)
-        .map(|(compute, communication)| StepBound {
-            compute,
-            communication,
-            overlaps: config.parallel.overlap && config.parallel.sync != Sync::Naive,
-        });
-    Ok(Candidate {
-        strategy: config.parallel.strategy,
-        cluster,
-        outlook,
-        held,
-        fits: machines.memory.map(|memory| held <= memory),
-        compute,
-        communication,
-        bound,
-    })
-}
-
-/// Arithmetic of a token.
-fn work(config: &TrainConfig) -> Result<Work, TrainError> {
-    let vocabulary = match config.model.vocab_size {
-        Some(size) => size,
-        None => Vocabulary::of(&config.data.tokenizer)?.size,
-    };
-    Ok(Work::of(&config.model, vocabulary as u64, config.train.recompute))
-}
-
-/// Bytes in the memory of the device that a rank trains on.
-fn held(config: &TrainConfig, outlook: &Outlook, machines: &Machines) -> u64 {
-    let held = outlook.held();
-    let elsewhere = match config.train.offload.optimizer {
-        OptimizerHome::File => held.optimizer,
-        OptimizerHome::Host if machines.has_own_memory => held.optimizer,
-        OptimizerHome::Host | OptimizerHome::None => 0,
-    };
-    held.total() - elsewhere + outlook.buffers.gathered + outlook.activations
-}
-
-/// Of the strategies that fit the one that sends least; of those that send as much the first.
-fn choice(candidates: &[Candidate], config: &TrainConfig) -> Option<(Strategy, &'static str)> {
-    let repeats = config.train.grad_accumulation > 1 && config.parallel.accumulate == Accumulate::Sharded;
-    let fits = |strategy| {
-        let found = candidates.iter().find(|candidate| candidate.strategy == strategy);
-        found.is_some_and(|candidate| candidate.fits == Some(true))
-    };
-    let reason = |strategy| match strategy {
-        Strategy::Ddp => Some("everything fits on every rank, and nothing sends less"),
-        Strategy::Zero1 if repeats && fits(Strategy::Ddp) => {
-            Some("`ddp` fits too, but sends more; with sharded gradients every micro-batch would reduce them")
-        }
-        // With one reduction a step `zero2` sends as much and holds less.
-        Strategy::Zero1 => repeats.then_some(
-            "the optimizer has to be sharded; with sharded gradients every micro-batch would reduce them",
-        ),
-        Strategy::Zero2 if fits(Strategy::Ddp) => Some(
-            "`ddp` fits too, but sends more: gradients are reduced in f32, and parameters gathered in bf16",
-        ),
-        Strategy::Zero2 if fits(Strategy::Zero1) => {
-            Some("the optimizer has to be sharded; `zero2` sends as much as `zero1`, and holds less")
-        }
-        Strategy::Zero2 => Some("optimizer and gradients have to be sharded; the parameters fit"),
-        Strategy::Zero3 => Some("parameters have to be sharded too"),
-    };
-    candidates
-        .iter()
-        .filter(|candidate| candidate.fits == Some(true))
-        .filter_map(|candidate| Some((candidate, reason(candidate.strategy)?)))
-        // Padding alone is no difference.
-        .reduce(|best, next| {
-            if sent(next.0) * 100 < sent(best.0) * 99 {
-                next
-            } else {
-                best
-            }
-        })
-        .map(|(candidate, why)| (candidate.strategy, why))
-}
-
-/// Bytes that a rank sends in a step, within its copy of the state and between the copies.
-fn sent(candidate: &Candidate) -> u64 {
-    let exchanges = &candidate.outlook.exchanges;
-    let ranks = |among| match among {
-        Among::Shards => exchanges.shard_ranks,
-        Among::Copies => candidate.cluster.ranks() / exchanges.shard_ranks,
-    };
-    let all = exchanges.all();
-    all.iter()
-        .map(|exchange| exchange.bytes_a_rank(ranks(exchange.among)))
-        .sum()
-}
-
 /// The candidate on 1, 2, 4, … ranks of a node, then 1, 2, 4, … whole nodes, and on all of them, as far as it fits.
 fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, TrainError> {
     let Cluster {
@@ -268,13 +109,9 @@ fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, 
     Ok(found)
 }
 
-/// `from`, and twice as many again and again.
-pub(super) fn doublings(from: u64) -> impl Iterator<Item = u64> {
-    std::iter::successors(Some(from), |n| n.checked_mul(2))
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::advice::Remedy;
     use super::*;
     use crate::config;
 

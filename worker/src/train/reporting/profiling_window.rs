@@ -10,15 +10,15 @@ use std::path::Path;
 use ddp_proto::words::counted;
 use serde_json::json;
 
-use super::TrainError;
-use super::exchange::Exchange;
-use super::recorder::{say, warn};
-use super::world::World;
+use super::console::{say, warn};
 use crate::config::{StepRange, Strategy, TrainConfig};
 use crate::metrics::{RunFilesError, TimelineFiles, host_name};
 use crate::model::Model;
 use crate::session::Session;
 use crate::timeline::{About, Lane, Overlap, Span, TraceFile, picture};
+use crate::train::TrainError;
+use crate::train::step::RankNumbers;
+use crate::train::world::World;
 
 /// Most ranks of which one trace is made; the files of all are there.
 const MAX_MERGED: usize = 64;
@@ -27,8 +27,8 @@ const MAX_MERGED: usize = 64;
 /// wait for rank 0 meanwhile, 10 s and more.
 const MAX_MERGED_SPANS: f64 = 2e6;
 
-/// See the module.
-pub(super) struct Window {
+/// The steps that are profiled, and the files that their timeline is written to.
+pub(in crate::train) struct ProfilingWindow {
     /// From 1.
     steps: Option<RangeInclusive<u64>>,
     files: TimelineFiles,
@@ -38,9 +38,9 @@ pub(super) struct Window {
     began_with: Option<u64>,
 }
 
-impl Window {
+impl ProfilingWindow {
     /// Closed.
-    pub(super) fn new(config: &TrainConfig, out_dir: &Path, model: &Model, world: &World) -> Self {
+    pub(in crate::train) fn new(config: &TrainConfig, out_dir: &Path, model: &Model, world: &World) -> Self {
         Self {
             steps: config.run.timeline.map(StepRange::steps),
             files: TimelineFiles::of_run(out_dir),
@@ -50,34 +50,39 @@ impl Window {
     }
 
     /// Why there will be no timeline, if so many steps were done before this life of the run.
-    pub(super) fn is_behind(&self, done: u64) -> Option<String> {
+    pub(in crate::train) fn is_behind(&self, done: u64) -> Option<String> {
         let last = *self.steps.as_ref()?.end();
         (last <= done)
             .then(|| format!("no timeline: step {last}, the last of `run.timeline`, was done before"))
     }
 
     /// True if this step, from 1, is the first of them in this life of the run.
-    pub(super) fn opens_with(&self, step: u64) -> bool {
+    pub(in crate::train) fn opens_with(&self, step: u64) -> bool {
         self.began_with.is_none() && self.steps.as_ref().is_some_and(|steps| steps.contains(&step))
     }
 
     /// True if it is open and this step is the last of them.
-    pub(super) fn closes_with(&self, step: u64) -> bool {
+    pub(in crate::train) fn closes_with(&self, step: u64) -> bool {
         self.is_open() && self.steps.as_ref().is_some_and(|steps| *steps.end() == step)
     }
 
     /// True if it is to be opened or closed behind this step.
-    pub(super) fn has_end_behind(&self, step: u64) -> bool {
+    pub(in crate::train) fn has_end_behind(&self, step: u64) -> bool {
         self.opens_with(step + 1) || self.closes_with(step)
     }
 
     /// True between its first step and its last.
-    pub(super) fn is_open(&self) -> bool {
+    pub(in crate::train) fn is_open(&self) -> bool {
         self.began_with.is_some()
     }
 
     /// Begins with this step. Every rank must call it, with nothing in flight.
-    pub(super) fn open(&mut self, world: &World, exchange: &Exchange, step: u64) -> Result<(), TrainError> {
+    pub(in crate::train) fn open(
+        &mut self,
+        world: &World,
+        exchange: &RankNumbers,
+        step: u64,
+    ) -> Result<(), TrainError> {
         exchange.gather("begin of the timeline", [0.0; 2])?;
         let World { device, stream, .. } = world;
         (world.comm.timeline()).open(device.as_ref(), *stream, world.deadline())?;
@@ -87,10 +92,10 @@ impl Window {
 
     /// Ends behind this step, and writes the files. Every rank must call it, with nothing in flight. A file that cannot
     /// be written is a warning: training goes on.
-    pub(super) fn close(
+    pub(in crate::train) fn close(
         &mut self,
         world: &World,
-        exchange: &Exchange,
+        exchange: &RankNumbers,
         session: &Session,
         step: u64,
     ) -> Result<(), TrainError> {

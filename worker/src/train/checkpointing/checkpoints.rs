@@ -1,6 +1,6 @@
 //! Checkpoints of a run, as the training loop sees them.
 //!
-//! At a save each rank copies what it is to write ([`super::owned`]) to memory of the host that was set aside at the
+//! At a save each rank copies what it is to write ([`super::owned_state`]) to memory of the host that was set aside at the
 //! start, and training goes on; a thread ([`super::save_thread`]) writes the copy. With the losses of each step the ranks
 //! tell each other how far they are, and when all have written, rank 0's thread makes the checkpoint of it. One save is under
 //! way at a time: the next one waits for it. The last one of a run, and every one with `train.checkpoint_async: false`,
@@ -12,20 +12,17 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::exchange::Exchange;
-use super::recorder::warn;
-use super::replica::Replica;
-use super::save_files::{File, copy, files, stems};
+use super::owned_state::{OwnFile, RankState, copy, files, stems};
+use super::resume::load;
 use super::save_thread::{Leader, Order, SaveTask, SaveThread, Source, Stage, Wait};
 use super::save_verdict::{self, Report, Told, Verdict};
-use super::world::World;
-use super::{TrainError, resuming};
 use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
 use crate::config::{OptimizerHome, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
 use crate::device::{Arena, ArenaSpec, DType, DeviceError, HostMemory, Stream};
-use crate::optim::Optimizer;
-use crate::session::Session;
+use crate::train::TrainError;
+use crate::train::reporting::warn;
+use crate::train::world::World;
 
 /// Time between two rounds of telling each other how far a save is, when there is nothing else to do. A rank that
 /// writes for long stays in touch, and is not taken for a lost one.
@@ -41,8 +38,8 @@ const LAST_ATTEMPTS: u32 = 2;
 /// Before that, for a disk that is full or a server that is gone for a moment.
 const LAST_PAUSE: Duration = Duration::from_secs(2);
 
-/// See the module.
-pub(super) struct Checkpoints {
+/// The checkpoints of a run, and the save under way.
+pub(in crate::train) struct Checkpoints {
     out_dir: PathBuf,
     generation: u64,
     /// What every checkpoint of this run says of it. Its skipped steps are those of earlier lives.
@@ -56,7 +53,7 @@ pub(super) struct Checkpoints {
     stream: Stream,
     /// Room for the copy of what this rank writes; none where all saves are made while training stands still.
     snapshot: Option<Arena>,
-    flight: Option<Flight>,
+    pending: Option<PendingSave>,
     /// The save before, whose thread may still be cleaning up, or hang.
     before: Option<SaveThread>,
     /// Step of the last checkpoint that was saved or loaded.
@@ -65,11 +62,11 @@ pub(super) struct Checkpoints {
     /// Saves that were not made good at once.
     failed: u64,
     /// Time for which training stood still, since it was last asked for.
-    stood: Duration,
+    stalled: Duration,
 }
 
 /// A save under way.
-struct Flight {
+struct PendingSave {
     thread: SaveThread,
     /// As [`Checkpoints::patience`].
     patience: Duration,
@@ -78,23 +75,13 @@ struct Flight {
     told: Told,
 }
 
-/// The rank, and the state that is saved.
-#[derive(Clone, Copy)]
-pub(super) struct Here<'a> {
-    pub(super) world: &'a World,
-    pub(super) replica: &'a Replica,
-    pub(super) optimizer: &'a Optimizer,
-    pub(super) exchange: &'a Exchange,
-    pub(super) session: &'a Session,
-}
-
 /// Steps finished, and samples consumed by them.
 #[derive(Clone, Copy)]
-pub(super) struct Position {
-    pub(super) step: u64,
-    pub(super) samples: u64,
+pub(in crate::train) struct Position {
+    pub(in crate::train) step: u64,
+    pub(in crate::train) samples: u64,
     /// Of the steps of this life.
-    pub(super) skipped: u64,
+    pub(in crate::train) skipped: u64,
 }
 
 /// How a save ended, on all ranks alike but for the error, which is each rank's own.
@@ -106,7 +93,7 @@ struct Ended {
 
 impl Checkpoints {
     /// `identity` is what every checkpoint says of the run.
-    pub(super) fn new(
+    pub(in crate::train) fn new(
         (out_dir, generation): (&Path, u64),
         (config, world): (&TrainConfig, &World),
         storage: Arc<dyn Storage>,
@@ -125,18 +112,22 @@ impl Checkpoints {
             patience: Duration::from_secs_f64(config.train.checkpoint_timeout_s),
             stream: world.device.stream(),
             snapshot: None,
-            flight: None,
+            pending: None,
             before: None,
             last: None,
             resumed_from: None,
             failed: 0,
-            stood: Duration::ZERO,
+            stalled: Duration::ZERO,
         }
     }
 
     /// Sets the memory of the copy aside, if saves are to be made while training goes on: what is missing is missing
     /// before the first step.
-    pub(super) fn reserve(&mut self, here: Here<'_>, config: &TrainConfig) -> Result<(), DeviceError> {
+    pub(in crate::train) fn reserve(
+        &mut self,
+        here: RankState<'_>,
+        config: &TrainConfig,
+    ) -> Result<(), DeviceError> {
         let train = &config.train;
         let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
         // Who keeps moments in a file has no memory for a copy of them.
@@ -154,28 +145,28 @@ impl Checkpoints {
     }
 
     /// Memory set aside for the copy.
-    pub(super) fn snapshot_bytes(&self) -> usize {
+    pub(in crate::train) fn snapshot_bytes(&self) -> usize {
         self.snapshot.as_ref().map_or(0, Arena::bytes)
     }
 
     /// Name of the last checkpoint that was saved or loaded.
-    pub(super) fn last(&self) -> Option<String> {
+    pub(in crate::train) fn last(&self) -> Option<String> {
         self.last.map(step_name)
     }
 
     /// Saves of this life that failed, but for attempts at the last one.
-    pub(super) fn failed(&self) -> u64 {
+    pub(in crate::train) fn failed(&self) -> u64 {
         self.failed
     }
 
     /// Time for which saves held training up, since the last call.
-    pub(super) fn take_stood(&mut self) -> Duration {
-        std::mem::take(&mut self.stood)
+    pub(in crate::train) fn take_stalled(&mut self) -> Duration {
+        std::mem::take(&mut self.stalled)
     }
 
     /// Loads the state of an opened checkpoint. Every rank calls it.
-    pub(super) fn load(&mut self, here: Here<'_>, saved: &Reader) -> Result<(), TrainError> {
-        resuming::load(saved, (here.world, here.replica, here.optimizer))?;
+    pub(in crate::train) fn load(&mut self, here: RankState<'_>, saved: &Reader) -> Result<(), TrainError> {
+        load(saved, (here.world, here.replica, here.optimizer))?;
         let State { step, skipped, .. } = saved.manifest().state;
         self.last = Some(step);
         self.resumed_from = Some(step);
@@ -184,10 +175,10 @@ impl Checkpoints {
     }
 
     /// Begins the save of a step in the middle of the run, after the end of the one before. Every rank calls it.
-    pub(super) fn save(&mut self, here: Here<'_>, at: Position) -> Result<(), TrainError> {
+    pub(in crate::train) fn save(&mut self, here: RankState<'_>, at: Position) -> Result<(), TrainError> {
         let started = Instant::now();
-        let before = self.flight.as_ref().map(|flight| flight.thread.step());
-        self.settle(here)?;
+        let before = self.pending.as_ref().map(|pending| pending.thread.step());
+        self.drain(here)?;
         let waited = started.elapsed();
         if let Some(before) = before
             && waited > LONG_WAIT
@@ -198,18 +189,24 @@ impl Checkpoints {
         let snapshot = self.snapshot.clone();
         self.begin(here, at, snapshot.as_ref());
         if self.snapshot.is_none() {
-            self.settle(here)?;
+            self.drain(here)?;
         }
-        self.stood += started.elapsed();
+        self.stalled += started.elapsed();
         Ok(())
     }
 
     /// Saves the last state of the run, which nothing changes any more. Every rank calls it.
-    pub(super) fn save_last(&mut self, here: Here<'_>, at: Position) -> Result<(), TrainError> {
-        self.settle(here)?;
+    pub(in crate::train) fn save_last(
+        &mut self,
+        here: RankState<'_>,
+        at: Position,
+    ) -> Result<(), TrainError> {
+        self.drain(here)?;
         for attempt in 1.. {
             self.begin(here, at, None);
-            let Some(ended) = self.finish(here)? else { break };
+            let Some(ended) = self.wait_for_end(here)? else {
+                break;
+            };
             let Verdict::Failed { ranks } = &ended.verdict else {
                 break;
             };
@@ -233,49 +230,49 @@ impl Checkpoints {
     }
 
     /// Ends the save under way, if there is one, and says so if it failed. Every rank calls it.
-    pub(super) fn settle(&mut self, here: Here<'_>) -> Result<(), TrainError> {
-        if let Some(ended) = self.finish(here)? {
+    pub(in crate::train) fn drain(&mut self, here: RankState<'_>) -> Result<(), TrainError> {
+        if let Some(ended) = self.wait_for_end(here)? {
             self.note(here, &ended);
         }
         Ok(())
     }
 
     /// How far the save under way is on this rank, as a number for the others, who are told with the losses of a step.
-    pub(super) fn code(&mut self, is_leader: bool) -> f64 {
-        let flight = self.flight.as_mut();
-        let stage = flight.map(|flight| flight.stage(is_leader, &self.out_dir));
+    pub(in crate::train) fn code(&mut self, is_leader: bool) -> f64 {
+        let pending = self.pending.as_mut();
+        let stage = pending.map(|pending| pending.stage(is_leader, &self.out_dir));
         stage.map_or(0.0, |stage| save_verdict::code(&stage))
     }
 
-    /// Draws the conclusion from what all ranks told of a step. Every rank calls it, at the same step.
-    pub(super) fn heard(&mut self, here: Here<'_>, codes: &[f64]) {
-        if let Some(ended) = self.conclude(here.world.rank() == 0, codes) {
+    /// Acts on what all ranks told of a step. Every rank calls it, at the same step.
+    pub(in crate::train) fn receive(&mut self, here: RankState<'_>, codes: &[f64]) {
+        if let Some(ended) = self.finish(here.world.rank() == 0, codes) {
             self.note(here, &ended);
         }
     }
 
     /// Counts a save in the middle of the run that failed, and says so.
-    fn note(&mut self, here: Here<'_>, ended: &Ended) {
+    fn note(&mut self, here: RankState<'_>, ended: &Ended) {
         self.failed += u64::from(matches!(ended.verdict, Verdict::Failed { .. }));
         self.report(here, ended, None);
     }
 
     /// Gives up the save under way, because training has failed on some rank.
-    pub(super) fn abandon(&mut self) {
-        if let Some(flight) = self.flight.take() {
-            flight.thread.abandon(Instant::now() + ABANDON_BOUND);
+    pub(in crate::train) fn abandon(&mut self) {
+        if let Some(pending) = self.pending.take() {
+            pending.thread.abandon(Instant::now() + ABANDON_BOUND);
         }
     }
 
     /// Waits for the end of the save under way. What a failed one wrote is gone then, unless the disk hangs.
-    fn finish(&mut self, here: Here<'_>) -> Result<Option<Ended>, TrainError> {
-        while let Some(flight) = &self.flight {
+    fn wait_for_end(&mut self, here: RankState<'_>) -> Result<Option<Ended>, TrainError> {
+        while let Some(pending) = &self.pending {
             here.world.check()?;
             // A disk that takes nothing any more has a deadline of its own, `patience`.
             here.session.still_alive();
-            let stage = flight.thread.stage();
-            if flight.is_busy(&stage, here.world.rank() == 0) {
-                flight.thread.await_change(&stage, Instant::now() + ROUND);
+            let stage = pending.thread.stage();
+            if pending.is_busy(&stage, here.world.rank() == 0) {
+                pending.thread.await_change(&stage, Instant::now() + ROUND);
             }
             if let Some(ended) = self.round(here)? {
                 self.has_ended();
@@ -286,29 +283,29 @@ impl Checkpoints {
     }
 
     /// One round of telling each other, when training stands still.
-    fn round(&mut self, here: Here<'_>) -> Result<Option<Ended>, TrainError> {
+    fn round(&mut self, here: RankState<'_>) -> Result<Option<Ended>, TrainError> {
         let is_leader = here.world.rank() == 0;
         let own = [self.code(is_leader), 0.0];
         let rows = here.exchange.gather("progress of the checkpoint", own)?;
         let codes: Vec<f64> = rows.iter().map(|row| row[0]).collect();
-        Ok(self.conclude(is_leader, &codes))
+        Ok(self.finish(is_leader, &codes))
     }
 
-    fn conclude(&mut self, is_leader: bool, codes: &[f64]) -> Option<Ended> {
-        let flight = self.flight.as_mut()?;
-        let stage = flight.stage(is_leader, &self.out_dir);
+    fn finish(&mut self, is_leader: bool, codes: &[f64]) -> Option<Ended> {
+        let pending = self.pending.as_mut()?;
+        let stage = pending.stage(is_leader, &self.out_dir);
         let verdict = save_verdict::of(codes);
         match &verdict {
             Verdict::Pending => return None,
             Verdict::Written => {
-                if is_leader && !flight.ordered {
-                    flight.thread.order(Order::Commit);
+                if is_leader && !pending.ordered {
+                    pending.thread.order(Order::Commit);
                 }
-                flight.ordered = true;
+                pending.ordered = true;
                 return None;
             }
-            Verdict::Saved => self.last = Some(flight.thread.step()),
-            Verdict::Failed { .. } => flight.thread.order(Order::GiveUp),
+            Verdict::Saved => self.last = Some(pending.thread.step()),
+            Verdict::Failed { .. } => pending.thread.order(Order::GiveUp),
         }
         let own = match stage {
             Stage::Failed(error) => Some(error),
@@ -317,10 +314,10 @@ impl Checkpoints {
         };
         let ended = Ended {
             verdict,
-            step: flight.thread.step(),
+            step: pending.thread.step(),
             own,
         };
-        let thread = self.flight.take().map(|flight| flight.thread);
+        let thread = self.pending.take().map(|pending| pending.thread);
         // A save that could not begin because of the one before has no thread to wait for.
         self.before = self.before.take().or(thread);
         Some(ended)
@@ -334,7 +331,7 @@ impl Checkpoints {
     }
 
     /// Says on one rank what went wrong, and what comes next: another attempt, or the next save that is due.
-    fn report(&self, here: Here<'_>, ended: &Ended, retry: Option<Duration>) {
+    fn report(&self, here: RankState<'_>, ended: &Ended, retry: Option<Duration>) {
         let speaks = match &ended.verdict {
             Verdict::Failed { ranks } => ranks.first() == Some(&here.world.rank()),
             _ => ended.own.is_some(),
@@ -353,12 +350,12 @@ impl Checkpoints {
     }
 
     /// Copies, and starts the thread. Fails only as a save does.
-    fn begin(&mut self, here: Here<'_>, at: Position, snapshot: Option<&Arena>) {
+    fn begin(&mut self, here: RankState<'_>, at: Position, snapshot: Option<&Arena>) {
         let thread = match self.task(here, at, snapshot) {
             Ok(task) => SaveThread::start(task),
             Err(error) => SaveThread::failed(at.step, error),
         };
-        self.flight = Some(Flight {
+        self.pending = Some(PendingSave {
             thread,
             patience: self.patience,
             ordered: false,
@@ -369,7 +366,7 @@ impl Checkpoints {
     /// What the thread is to do.
     fn task(
         &mut self,
-        here: Here<'_>,
+        here: RankState<'_>,
         at: Position,
         snapshot: Option<&Arena>,
     ) -> Result<SaveTask, CheckpointError> {
@@ -414,7 +411,7 @@ impl Checkpoints {
             out_dir: self.out_dir.clone(),
             step: at.step,
             generation: self.generation,
-            files: files.into_iter().zip(sources).map(File::with).collect(),
+            files: files.into_iter().zip(sources).map(OwnFile::with).collect(),
             leader,
             home: home.clone(),
             stream: self.stream,
@@ -424,7 +421,7 @@ impl Checkpoints {
 }
 
 /// What a run is, whatever its step.
-pub(super) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State, TrainError> {
+pub(in crate::train) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State, TrainError> {
     Ok(State {
         step: 0,
         consumed_samples: 0,
@@ -440,7 +437,7 @@ pub(super) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State,
 }
 
 /// A configuration to be compared with another: a tokenizer is the same wherever its file is.
-pub(super) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::Value {
+pub(in crate::train) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::Value {
     let mut document = serde_json::to_value(config).expect("a configuration serialises");
     document["data"]["tokenizer"] = dataset.vocabulary.identity(&config.data.tokenizer).into();
     document
@@ -449,7 +446,7 @@ pub(super) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::V
 /// For errors and memory accounts.
 const SNAPSHOT: &str = "checkpoint snapshot";
 
-impl Flight {
+impl PendingSave {
     /// The thread's stage, or that its disk takes nothing any more; a failure once, a failure ever after.
     fn stage(&mut self, is_leader: bool, out_dir: &Path) -> Stage {
         let mut stage = self.thread.stage();
@@ -476,7 +473,7 @@ impl Flight {
 }
 
 /// Lets time pass, unless the generation ends.
-fn pause(here: Here<'_>, duration: Duration) -> Result<(), TrainError> {
+fn pause(here: RankState<'_>, duration: Duration) -> Result<(), TrainError> {
     let until = Instant::now() + duration;
     while let Some(left) = until.checked_duration_since(Instant::now()) {
         here.world.check()?;

@@ -1,65 +1,21 @@
 //! What is told of each step: to `metrics.jsonl`, to the agent, to the console.
 
-use std::io::Write as _;
+use std::fs;
+use std::sync::Mutex;
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
-use super::memory::ProcessMemory;
-use super::progress::{Pace, StepNumbers};
-use super::trainer::Trainer;
-use crate::collective::WireBytes;
+use super::console::{Pace, StepNumbers, say, warn};
 use crate::metrics::{self, MetricsLine, MetricsLog};
-use crate::parallel::CommTimes;
+use crate::train::step::{StepRecord, StepTimes, Trainer};
 
-/// Time of the parts of one step.
-#[derive(Clone, Copy, Debug, Default)]
-pub(super) struct StepTimes {
-    pub(super) step: Duration,
-    pub(super) data: Duration,
-    pub(super) forward: Duration,
-    pub(super) backward: Duration,
-    pub(super) comm: Duration,
-    pub(super) exposed: Duration,
-    pub(super) share: Duration,
-    pub(super) optimizer: Duration,
-}
-
-impl StepTimes {
-    /// Adds what communication took. Returns the part of it that nothing else hid.
-    pub(super) fn account(&mut self, times: CommTimes) -> Duration {
-        self.comm += times.comm;
-        self.exposed += times.exposed;
-        times.exposed
-    }
-}
-
-/// One finished step.
-#[derive(Clone, Debug)]
-pub(super) struct StepRecord {
-    /// Steps finished, this one included.
-    pub(super) step: u64,
-    /// Samples of all ranks.
-    pub(super) samples: u64,
-    /// Mean over all ranks.
-    pub(super) loss: f64,
-    pub(super) val_loss: Option<f64>,
-    pub(super) lr: f32,
-    pub(super) grad_norm: f32,
-    /// Steps skipped so far.
-    pub(super) skipped: u64,
-    pub(super) times: StepTimes,
-    /// Bytes that this rank sent.
-    pub(super) sent: WireBytes,
-    /// Time for which checkpoints held training up since the step before.
-    pub(super) stood: Duration,
-    /// A rank was asked to stop after this step.
-    pub(super) stop: bool,
-}
+/// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
+const REFRESH: Duration = Duration::from_secs(1);
 
 /// Speaks on rank 0 only.
-pub(super) struct Recorder {
+pub(in crate::train) struct Recorder {
     log: Option<MetricsLog>,
     /// Steps whose line could not be written, since the last one that could.
     missed: u64,
@@ -75,7 +31,7 @@ pub(super) struct Recorder {
 
 impl Recorder {
     /// `log` on rank 0 only.
-    pub(super) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
+    pub(in crate::train) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
         let bar = std::env::var(DDP_PROGRESS).is_ok_and(|drawn_by| drawn_by == "bar");
         Self {
             lines: log.is_some() && !bar,
@@ -89,7 +45,11 @@ impl Recorder {
     }
 
     /// Tells of one finished step. Returns what the agent's bar shows of it.
-    pub(super) fn record(&mut self, record: &StepRecord, trainer: &Trainer<'_>) -> Option<Progress> {
+    pub(in crate::train) fn record(
+        &mut self,
+        record: &StepRecord,
+        trainer: &Trainer<'_>,
+    ) -> Option<Progress> {
         let tokens = record.samples * trainer.config.model.block_size as u64;
         let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
         self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
@@ -143,22 +103,9 @@ impl Recorder {
     }
 
     /// Tokens a second over the steps of this life, over all ranks.
-    pub(super) fn tokens_per_s(&self) -> f64 {
+    pub(in crate::train) fn tokens_per_s(&self) -> f64 {
         self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9)
     }
-}
-
-/// Prints on the console. A console that is gone does not stop the training.
-pub(super) fn say(text: &str) {
-    let mut out = std::io::stdout().lock();
-    let _ = writeln!(out, "{text}").and_then(|()| out.flush());
-}
-
-/// Warns on the error stream, whichever rank it is, in one write, so that others do not come between. A console that is
-/// gone does not stop the training.
-pub(super) fn warn(text: &str) {
-    let words = format!("warning: {text}\n");
-    let _ = std::io::stderr().write_all(words.as_bytes());
 }
 
 fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> MetricsLine {
@@ -192,7 +139,7 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
         comm_exposed_ms: ms(exposed),
         share_ms: ms(share),
         optimizer_ms: ms(optimizer),
-        checkpoint_ms: ms(record.stood),
+        checkpoint_ms: ms(record.stalled),
         wire_bytes: metrics::WireBytes {
             grads: record.sent.grads,
             params: record.sent.params,
@@ -218,5 +165,59 @@ fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
         device_peak: trainer.world.device.peak_bytes().unwrap_or(0) as u64,
         peak_rss: process.peak_rss,
         pss: process.pss,
+    }
+}
+
+/// Bytes of this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct ProcessMemory {
+    /// Most physical memory so far.
+    peak_rss: u64,
+    /// Physical memory now, shared pages divided by their users.
+    pss: u64,
+}
+
+impl ProcessMemory {
+    /// What was last read, at most [`REFRESH`] ago.
+    fn recent() -> Self {
+        static LAST: Mutex<Option<(Instant, ProcessMemory)>> = Mutex::new(None);
+        let mut last = LAST.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        match *last {
+            Some((at, memory)) if at.elapsed() < REFRESH => memory,
+            _ => last.insert((Instant::now(), Self::now())).1,
+        }
+    }
+
+    /// Zero where the system does not say.
+    fn now() -> Self {
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        Self {
+            peak_rss: kib(&read("/proc/self/status"), "VmHWM:"),
+            pss: kib(&read("/proc/self/smaps_rollup"), "Pss:"),
+        }
+    }
+}
+
+/// The value of a line `key   123 kB`, in bytes.
+fn kib(text: &str, key: &str) -> u64 {
+    let value = text.lines().find_map(|line| line.strip_prefix(key));
+    let number = value.and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok());
+    number.unwrap_or(0) * 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_the_system_are_read() {
+        let text = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t 4 kB\n";
+        assert_eq!(kib(text, "VmHWM:"), 2 << 20);
+        assert_eq!(kib(text, "Pss:"), 0);
+    }
+
+    #[test]
+    fn this_process_uses_memory() {
+        assert!(ProcessMemory::now().peak_rss > 1 << 20);
     }
 }

@@ -1,32 +1,32 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
-use super::TrainError;
-use super::exchange::Exchange;
+use super::exchange::RankNumbers;
 use super::replica::{Batch, Replica};
-use super::world::World;
 use crate::data::{IGNORED, Tokens, eval_blocks};
 use crate::mesh::DATA;
 use crate::session::Session;
+use crate::train::TrainError;
+use crate::train::world::World;
 
 /// The held-out text, cut into blocks.
-pub(super) struct Evaluation {
+pub(in crate::train) struct Evaluation {
     tokens: Tokens,
     block_size: usize,
 }
 
 impl Evaluation {
-    pub(super) fn new(tokens: Tokens, block_size: usize) -> Self {
+    pub(in crate::train) fn new(tokens: Tokens, block_size: usize) -> Self {
         Self { tokens, block_size }
     }
 
     /// Mean loss over all positions of all blocks. Shares may be uneven: every position weighs the same. Every rank
     /// must call it.
-    pub(super) fn mean_loss(
+    pub(in crate::train) fn mean_loss(
         &self,
         session: &Session,
         world: &World,
         replica: &mut Replica,
-        exchange: &Exchange,
+        exchange: &RankNumbers,
     ) -> Result<f64, TrainError> {
         let mut batch = Batch::new(replica.positions());
         let rows = replica.positions() / self.block_size;

@@ -1,16 +1,25 @@
-//! Going on from a checkpoint: what it must have in common with this run, and reading what this rank owns.
+//! Where the state of a run comes from. A run that goes on from a checkpoint must have some things in common with the
+//! one that wrote it, and each rank reads what it owns. Published weights count at the beginning of a run only.
 
 use std::path::Path;
+use std::time::Instant;
 
+use ddp_proto::words::grouped;
 use serde_json::Value;
 
-use super::TrainError;
-use super::owned::{self, OwnExtent, Part};
-use super::replica::Replica;
-use super::world::World;
+use super::owned_state::{OwnExtent, StateTensors, extents, tensors};
 use crate::checkpoint::{Expected, Extent, Reader, State, Which, step_name};
+use crate::config::TrainConfig;
 use crate::data::ORDER_VERSION;
+use crate::model::Model;
 use crate::optim::{Optimizer, evict};
+use crate::parallel::{Agreement, Dtypes, Signature};
+use crate::pretrained::PretrainedWeights;
+use crate::session::Session;
+use crate::train::TrainError;
+use crate::train::step::Replica;
+use crate::train::strategy::network;
+use crate::train::world::{World, timeout};
 
 /// What a resumed run must have in common with the one that wrote the checkpoint: other values would make it another
 /// run. Steps, schedule, batch and everything about ranks may change.
@@ -22,9 +31,83 @@ const FIXED_KEYS: &[&str] = &[
     "/train/optimizer/kind",
 ];
 
+/// Refuses what the ranks of a run that begins would refuse of `model.init_from`, if it is set.
+pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
+    let Some(path) = &config.model.init_from else {
+        return Ok(());
+    };
+    let model = network(config, Dtypes::of(config))?;
+    PretrainedWeights::open(path, &config.model, &model.params)?;
+    Ok(())
+}
+
+/// Where the state of a run comes from.
+#[expect(clippy::large_enum_variant, reason = "a process has one of them")]
+pub(in crate::train) enum Origin {
+    /// Random numbers, from the seed alone.
+    Seed,
+    /// Published weights, and random numbers where they have none.
+    Pretrained(PretrainedWeights),
+    /// A checkpoint of its own.
+    Checkpoint(Reader),
+}
+
+impl Origin {
+    /// Of a run that begins. Parameters are opened, and must be the same on all ranks. Every rank calls it.
+    pub(in crate::train) fn of_new(
+        config: &TrainConfig,
+        model: &Model,
+        session: &Session,
+    ) -> Result<Self, TrainError> {
+        let Some(path) = &config.model.init_from else {
+            return Ok(Self::Seed);
+        };
+        let weights = PretrainedWeights::open(path, &config.model, &model.params)?;
+        let mut signature = Signature::new();
+        signature.field("content of `model.init_from`", weights.fingerprint()?);
+        let (env, store) = (session.env(), session.store());
+        let agreement = Agreement {
+            store: store.as_ref(),
+            name: "initial weights",
+            rank: env.rank.get() as usize,
+            world_size: env.world_size.get() as usize,
+            deadline: Instant::now() + timeout(config),
+        };
+        agreement.check(&signature)?;
+        Ok(Self::Pretrained(weights))
+    }
+
+    /// The state that the checkpoint was saved with, if it is one.
+    pub(in crate::train) fn saved(&self) -> Option<&State> {
+        match self {
+            Self::Checkpoint(reader) => Some(&reader.manifest().state),
+            Self::Seed | Self::Pretrained(_) => None,
+        }
+    }
+
+    /// The weights, if it is some, as in `gpt2 (124,439,808 parameters, f16)`, and what is not from there.
+    pub(in crate::train) fn weights_words(&self) -> Option<String> {
+        let Self::Pretrained(weights) = self else {
+            return None;
+        };
+        let remainder = weights.remainder().map(|words| format!("; {words}"));
+        Some(format!(
+            "{} ({} parameters, {}){}",
+            weights.path().display(),
+            grouped(weights.parameters() as u64),
+            weights.types(),
+            remainder.unwrap_or_default()
+        ))
+    }
+}
+
 /// Opens the checkpoint after `step` steps, if it is one of this run. `identity` is what this run is: its state at any
 /// step.
-pub(super) fn open(out_dir: &Path, step: u64, identity: &State) -> Result<Reader, TrainError> {
+pub(in crate::train) fn open_checkpoint(
+    out_dir: &Path,
+    step: u64,
+    identity: &State,
+) -> Result<Reader, TrainError> {
     let reader = Reader::open(out_dir, Which::Step(step))?;
     let state = &reader.manifest().state;
     let folder = out_dir.join("checkpoints").join(step_name(state.step));
@@ -37,20 +120,18 @@ pub(super) fn load(
     reader: &Reader,
     (world, replica, optimizer): (&World, &Replica, &Optimizer),
 ) -> Result<(), TrainError> {
-    let parts = owned::parts(replica.weights.own(), optimizer);
+    let parts = tensors(replica.weights.own(), optimizer);
     let params = &replica.model.params;
-    let all = |part: &Part<'_>| -> Vec<Extent> {
+    let all = |part: &StateTensors<'_>| -> Vec<Extent> {
         let specs = params.iter();
         specs.map(|spec| Extent::whole(&part.kind, spec)).collect()
     };
-    let extents: Vec<Extent> = parts.iter().flat_map(all).collect();
-    let expected: Vec<Expected<'_>> = extents.iter().map(Expected::of).collect();
+    let whole: Vec<Extent> = parts.iter().flat_map(all).collect();
+    let expected: Vec<Expected<'_>> = whole.iter().map(Expected::of).collect();
     reader.expect(&expected)?;
     for part in &parts {
         let pieces = replica.weights.sharding().own_pieces();
-        let own = pieces
-            .iter()
-            .flat_map(|piece| owned::extents(&part.kind, piece, params));
+        let own = pieces.iter().flat_map(|piece| extents(&part.kind, piece, params));
         for OwnExtent { extent, places } in own {
             let bytes = reader.read(&extent.tensor, &extent.region, extent.range)?;
             let mut rest = bytes.as_slice();

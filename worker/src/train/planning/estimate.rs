@@ -2,9 +2,6 @@
 
 use ddp_proto::env::WorkerEnv;
 
-use super::TrainError;
-use super::setup::Blueprint;
-use super::strategy::Scheme;
 use crate::config::{Accumulate, Strategy, TrainConfig};
 use crate::device::DType;
 use crate::model::Model;
@@ -13,6 +10,8 @@ use crate::parallel::{
     Dtypes, GradientLayout, ReshardPolicy, StepTraffic, gathered_elements, gathering_slots, in_flight_slots,
 };
 use crate::plan::{Among, Exchange, Footprint, Setting, Traffic};
+use crate::train::TrainError;
+use crate::train::strategy::{Blueprint, Scheme};
 
 /// A pure function of the configuration and the rank's place. Sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -110,7 +109,7 @@ impl Outlook {
         Ok(Self::new(config, &model, &layout, scheme, activations))
     }
 
-    pub(super) fn new(
+    pub(in crate::train) fn new(
         config: &TrainConfig,
         model: &Model,
         layout: &GradientLayout,

@@ -116,7 +116,7 @@ pub(super) fn waited(before: u64, step: u64, waited: Duration) -> String {
 }
 
 /// At the end of a run: how many of its saves were lost on the way, and what is left.
-pub(super) fn failed(saves: u64, latest: Option<&str>) -> Option<String> {
+pub(in crate::train) fn failed_saves(saves: u64, latest: Option<&str>) -> Option<String> {
     if saves == 0 {
         return None;
     }
@@ -197,8 +197,8 @@ mod tests {
         the checkpoint of step 40 is saved, but older ones that are not kept could not be deleted: cannot write `out/x`: No space left on device (os error 28)
           hint: free space there
         ");
-        assert_eq!(failed(0, None), None);
-        insta::assert_snapshot!(failed(2, Some("step_00000060")).unwrap(), @"2 checkpoints of this run could not be saved, as said above; the latest is `step_00000060`");
+        assert_eq!(failed_saves(0, None), None);
+        insta::assert_snapshot!(failed_saves(2, Some("step_00000060")).unwrap(), @"2 checkpoints of this run could not be saved, as said above; the latest is `step_00000060`");
         insta::assert_snapshot!(waited(20, 40, Duration::from_millis(2340)), @r"
         training stood still for 2.3 s: the checkpoint of step 40 was due before that of step 20 was written
           hint: raise `train.checkpoint_every`, or save to a faster disk

@@ -3,33 +3,33 @@
 use comfy_table::{Table, presets};
 use ddp_proto::words::{bytes, counted, grouped};
 
-use super::outlook::Outlook;
-use super::strategy::Scheme;
-use super::trainer::Trainer;
 use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::{Dtypes, GradientLayout};
 use crate::plan::Footprint;
+use crate::train::planning::Outlook;
+use crate::train::step::Trainer;
+use crate::train::strategy::Scheme;
 
 /// Numbers that only set-up knows.
-pub(super) struct StartupFacts<'a> {
-    pub(super) out_dir: &'a std::path::Path,
-    pub(super) dataset: &'a Dataset,
+pub(in crate::train) struct StartupFacts<'a> {
+    pub(in crate::train) out_dir: &'a std::path::Path,
+    pub(in crate::train) dataset: &'a Dataset,
     /// Operations in which all gradients are reduced.
-    pub(super) reductions: usize,
-    pub(super) layout: &'a GradientLayout,
+    pub(in crate::train) reductions: usize,
+    pub(in crate::train) layout: &'a GradientLayout,
     /// What another number of ranks has changed, in words.
-    pub(super) rescaled: Option<&'a str>,
+    pub(in crate::train) rescaled: Option<&'a str>,
     /// The weights that it began with just now, in words.
-    pub(super) pretrained: Option<&'a str>,
+    pub(in crate::train) pretrained: Option<&'a str>,
     /// `train.steps` of the life that this one goes on from.
-    pub(super) steps_before: Option<u64>,
+    pub(in crate::train) steps_before: Option<u64>,
 }
 
 /// The table.
-pub(super) fn table(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> String {
+pub(in crate::train) fn startup_table(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
     for (name, value) in rows(trainer, facts) {
@@ -384,7 +384,7 @@ mod tests {
     use super::*;
     use crate::config::LearningRate;
     use crate::plan::{Among, Exchange, Setting, Traffic};
-    use crate::train::outlook::{Buffers, Exchanges};
+    use crate::train::planning::{Buffers, Exchanges};
 
     #[test]
     fn the_line_of_a_scaled_learning_rate() {

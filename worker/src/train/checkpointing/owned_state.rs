@@ -5,13 +5,28 @@
 
 use std::ops::Range;
 
-use crate::checkpoint::{Extent, TensorKind, share_of};
+use super::save_thread::{SaveFile, Source};
+use crate::checkpoint::{Extent, TensorKind, file_stem, share_of};
+use crate::device::{Arena, Buffer, DeviceError};
 use crate::model::ParamSpec;
 use crate::optim::Optimizer;
 use crate::parallel::{OwnPiece, Place, Portion, Sharding};
+use crate::session::Session;
+use crate::train::step::{RankNumbers, Replica};
+use crate::train::world::World;
+
+/// The rank, and the state that is saved.
+#[derive(Clone, Copy)]
+pub(in crate::train) struct RankState<'a> {
+    pub(in crate::train) world: &'a World,
+    pub(in crate::train) replica: &'a Replica,
+    pub(in crate::train) optimizer: &'a Optimizer,
+    pub(in crate::train) exchange: &'a RankNumbers,
+    pub(in crate::train) session: &'a Session,
+}
 
 /// Tensors of one kind, one of each parameter, and the memory that holds this rank's part of them.
-pub(super) struct Part<'a> {
+pub(super) struct StateTensors<'a> {
     pub(super) kind: TensorKind,
     pub(super) portion: &'a Portion,
 }
@@ -24,12 +39,12 @@ pub(super) struct OwnExtent {
 }
 
 /// The state of a run: parameters, and the optimizer's slots.
-pub(super) fn parts<'a>(params: &'a Portion, optimizer: &'a Optimizer) -> Vec<Part<'a>> {
-    let parameters = Part {
+pub(super) fn tensors<'a>(params: &'a Portion, optimizer: &'a Optimizer) -> Vec<StateTensors<'a>> {
+    let parameters = StateTensors {
         kind: TensorKind::Parameter,
         portion: optimizer.masters(params),
     };
-    let slots = optimizer.slots().map(|(name, portion)| Part {
+    let slots = optimizer.slots().map(|(name, portion)| StateTensors {
         kind: TensorKind::State(name.to_owned()),
         portion,
     });
@@ -99,6 +114,78 @@ fn place_of(piece: &OwnPiece, elements: &Range<usize>) -> Place {
     }
 }
 
+/// A file that this rank writes, and where the state is that goes into it.
+pub(super) struct OwnFile {
+    stem: String,
+    pub(super) extents: Vec<Extent>,
+    /// The elements of each extent, in order.
+    pub(super) buffers: Vec<Vec<Buffer>>,
+}
+
+impl OwnFile {
+    pub(super) fn with((file, source): (Self, Source)) -> SaveFile {
+        SaveFile {
+            stem: file.stem,
+            extents: file.extents,
+            source,
+        }
+    }
+}
+
+/// One for each kind of tensor.
+pub(super) fn files(here: RankState<'_>) -> Vec<OwnFile> {
+    let (rank, ranks) = (here.world.rank(), here.world.size());
+    let weights = &here.replica.weights;
+    let own = written_by(weights.sharding(), rank, ranks);
+    let params = &here.replica.model.params;
+    let file = |part: &StateTensors<'_>| {
+        let extents = own.iter().flat_map(|piece| extents(&part.kind, piece, params));
+        let placed = extents.map(|OwnExtent { extent, places }| {
+            let buffers = places.iter().map(|place| part.portion.slice(place)).collect();
+            (extent, buffers)
+        });
+        let (extents, buffers) = placed.unzip();
+        OwnFile {
+            stem: file_stem(&part.kind, rank, ranks),
+            extents,
+            buffers,
+        }
+    };
+    tensors(weights.own(), here.optimizer).iter().map(file).collect()
+}
+
+/// Names of the files of all ranks.
+pub(super) fn stems(here: RankState<'_>) -> Vec<String> {
+    let ranks = here.world.size();
+    let parts = tensors(here.replica.weights.own(), here.optimizer);
+    let of = |rank| parts.iter().map(move |part| file_stem(&part.kind, rank, ranks));
+    (0..ranks).flat_map(of).collect()
+}
+
+/// The state as it is now, in the memory set aside.
+pub(super) fn copy(
+    here: RankState<'_>,
+    files: &[OwnFile],
+    snapshot: &Arena,
+) -> Result<Vec<Source>, DeviceError> {
+    let (home, stream) = (here.optimizer.home(), &here.world.stream);
+    let mut end = 0;
+    let mut copied = |buffer: &Buffer| -> Result<Buffer, DeviceError> {
+        let target = snapshot.slice(end..end + buffer.bytes());
+        end += buffer.bytes();
+        home.download_to(*stream, buffer, &mut target.host_bytes_mut()?)?;
+        Ok(target)
+    };
+    files
+        .iter()
+        .map(|file| {
+            let of_extent = |buffers: &Vec<Buffer>| buffers.iter().map(&mut copied).collect();
+            let buffers: Result<Vec<Vec<Buffer>>, _> = file.buffers.iter().map(of_extent).collect();
+            buffers.map(Source::Snapshot)
+        })
+        .collect()
+}
+
 #[cfg(test)]
-#[path = "owned_tests.rs"]
+#[path = "owned_state_tests.rs"]
 mod tests;

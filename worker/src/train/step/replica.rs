@@ -2,11 +2,8 @@
 
 use std::sync::Arc;
 
-use super::TrainError;
-use super::feed::Feed;
-use super::world::World;
 use crate::config::TrainConfig;
-use crate::device::{ArenaSpec, Buffer, DType, DeviceError};
+use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use crate::model::{
     self, Activation, ActivationPool, Context, Flight, GradSink, Hooks, Model, Pass, Passes, SampleKey,
 };
@@ -14,13 +11,15 @@ use crate::ops::Fill;
 use crate::optim::{Optimizer, evict};
 use crate::parallel::Parameters;
 use crate::pretrained::PretrainedWeights;
+use crate::train::TrainError;
+use crate::train::world::World;
 
-/// See the module.
-pub(super) struct Replica {
-    pub(super) model: Model,
-    pub(super) weights: Arc<dyn Parameters>,
-    pub(super) pool: ActivationPool,
-    pub(super) world: World,
+/// The model on this rank, and the memory of one micro-batch.
+pub(in crate::train) struct Replica {
+    pub(in crate::train) model: Model,
+    pub(in crate::train) weights: Arc<dyn Parameters>,
+    pub(in crate::train) pool: ActivationPool,
+    pub(in crate::train) world: World,
     feed: Feed,
     /// Factor of each position's gradient.
     dloss: Buffer,
@@ -29,13 +28,13 @@ pub(super) struct Replica {
 }
 
 /// One micro-batch on the host.
-pub(super) struct Batch {
-    pub(super) inputs: Vec<i32>,
-    pub(super) targets: Vec<i32>,
+pub(in crate::train) struct Batch {
+    pub(in crate::train) inputs: Vec<i32>,
+    pub(in crate::train) targets: Vec<i32>,
 }
 
 impl Batch {
-    pub(super) fn new(len: usize) -> Self {
+    pub(in crate::train) fn new(len: usize) -> Self {
         Self {
             inputs: vec![0; len],
             targets: vec![0; len],
@@ -45,7 +44,7 @@ impl Batch {
 
 impl Replica {
     /// `activations` is what [`model::rehearse`] says of the model.
-    pub(super) fn new(
+    pub(in crate::train) fn new(
         world: &World,
         model: Model,
         weights: Arc<dyn Parameters>,
@@ -70,7 +69,7 @@ impl Replica {
 
     /// The first values of the parameters that this rank owns, into the masters: published ones as far as there are some,
     /// the others from the seed alone.
-    pub(super) fn initialise(
+    pub(in crate::train) fn initialise(
         &self,
         optimizer: &Optimizer,
         seed: u64,
@@ -102,7 +101,7 @@ impl Replica {
     }
 
     /// Makes each position's gradient count by `factor`: 1/(B·T) for the gradient of a micro-batch's mean.
-    pub(super) fn weigh(&mut self, factor: f64) {
+    pub(in crate::train) fn weigh(&mut self, factor: f64) {
         if self.factor == Some(factor) {
             return;
         }
@@ -115,7 +114,7 @@ impl Replica {
     }
 
     /// Forward of one micro-batch, whose backward comes next. Returns the loss of each position, still on the device.
-    pub(super) fn forward(
+    pub(in crate::train) fn forward(
         &mut self,
         flight: &mut Flight,
         batch: &Batch,
@@ -129,7 +128,7 @@ impl Replica {
     }
 
     /// Backward of the micro-batch that went forward last.
-    pub(super) fn backward(
+    pub(in crate::train) fn backward(
         &self,
         flight: &mut Flight,
         key: SampleKey,
@@ -141,7 +140,7 @@ impl Replica {
     }
 
     /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
-    pub(super) fn total_loss(&mut self, batch: &Batch) -> Result<f64, TrainError> {
+    pub(in crate::train) fn total_loss(&mut self, batch: &Batch) -> Result<f64, TrainError> {
         let tokens = self.upload(batch);
         let losses = self
             .passes(&self.context(SampleKey::default()))
@@ -151,7 +150,7 @@ impl Replica {
     }
 
     /// Sum of losses on the device. Synchronises.
-    pub(super) fn sum(&self, losses: &Activation) -> Result<f64, TrainError> {
+    pub(in crate::train) fn sum(&self, losses: &Activation) -> Result<f64, TrainError> {
         let bytes = self.world.device.download(self.world.stream, losses.buffer())?;
         let losses = bytes
             .chunks_exact(size_of::<f32>())
@@ -160,24 +159,24 @@ impl Replica {
     }
 
     /// Positions of a micro-batch.
-    pub(super) fn positions(&self) -> usize {
+    pub(in crate::train) fn positions(&self) -> usize {
         self.dloss.len()
     }
 
     /// An operation may have failed because its parameters could not be gathered.
-    pub(super) fn cause(&self, error: DeviceError) -> TrainError {
+    pub(in crate::train) fn cause(&self, error: DeviceError) -> TrainError {
         self.weights
             .failure()
             .map_or_else(|| error.into(), TrainError::from)
     }
 
     /// Brings a micro-batch to the device, and returns its tokens.
-    pub(super) fn upload(&mut self, batch: &Batch) -> Activation {
+    pub(in crate::train) fn upload(&mut self, batch: &Batch) -> Activation {
         self.feed.bring(batch);
         self.feed.inputs()
     }
 
-    pub(super) fn passes<'a>(&'a self, ctx: &'a Context<'a>) -> Passes<'a> {
+    pub(in crate::train) fn passes<'a>(&'a self, ctx: &'a Context<'a>) -> Passes<'a> {
         Passes {
             model: &self.model,
             ctx,
@@ -185,14 +184,14 @@ impl Replica {
         }
     }
 
-    pub(super) fn hooks(&self) -> ReplicaHooks<'_> {
+    pub(in crate::train) fn hooks(&self) -> ReplicaHooks<'_> {
         ReplicaHooks {
             weights: self.weights.as_ref(),
             world: &self.world,
         }
     }
 
-    pub(super) fn context(&self, key: SampleKey) -> Context<'_> {
+    pub(in crate::train) fn context(&self, key: SampleKey) -> Context<'_> {
         Context {
             device: self.world.device.as_ref(),
             stream: self.world.stream,
@@ -208,7 +207,7 @@ impl Replica {
 
 /// What accompanies every pass of training: parameters are gathered and released, and a pass ends soon after the
 /// generation is over.
-pub(super) struct ReplicaHooks<'a> {
+pub(in crate::train) struct ReplicaHooks<'a> {
     weights: &'a dyn Parameters,
     world: &'a World,
 }
@@ -224,5 +223,79 @@ impl Hooks for ReplicaHooks<'_> {
     fn after(&mut self, block: usize, pass: Pass, _made: Option<&Activation>) -> Result<(), DeviceError> {
         self.weights.reshard(block, pass);
         Ok(())
+    }
+}
+
+/// Tokens and targets on their way to the device: on a stream of their own, into one of two places, while the
+/// micro-batch before is computed from the other.
+struct Feed {
+    world: World,
+    /// Copies, ahead of the stream that computes.
+    stream: Stream,
+    places: [TokenBuffers; 2],
+    /// The place that was filled last.
+    current: usize,
+    /// `[B, T]`
+    shape: Vec<usize>,
+}
+
+/// Memory of one micro-batch.
+struct TokenBuffers {
+    /// Tokens and targets, `[B, T]`, i32.
+    inputs: Buffer,
+    targets: Buffer,
+    /// All that reads it has run.
+    read: Event,
+}
+
+impl Feed {
+    /// For micro-batches of `shape`, samples by positions.
+    fn new(world: &World, shape: Vec<usize>) -> Result<Self, TrainError> {
+        let alloc = |name: &str| {
+            let arena = world
+                .device
+                .alloc(&ArenaSpec::private(name, DType::I32, shape.iter().product()));
+            arena.map(|arena| arena.whole())
+        };
+        let place = || -> Result<TokenBuffers, TrainError> {
+            Ok(TokenBuffers {
+                inputs: alloc("tokens")?,
+                targets: alloc("targets")?,
+                read: Event::reached(),
+            })
+        };
+        let device = world.device.as_ref();
+        let named = device.host_side().map(|side| side.named_stream("data"));
+        Ok(Self {
+            stream: named.unwrap_or_else(|| device.stream()),
+            places: [place()?, place()?],
+            current: 0,
+            world: world.clone(),
+            shape,
+        })
+    }
+
+    /// Later operations of the stream that computes read this batch. Whatever reads the one before is in that stream
+    /// already.
+    fn bring(&mut self, batch: &Batch) {
+        let World { device, stream, .. } = &self.world;
+        let deadline = self.world.deadline();
+        self.places[self.current].read = device.record(*stream);
+        self.current = 1 - self.current;
+        let place = &self.places[self.current];
+        device.wait_event(self.stream, &place.read, deadline);
+        device.upload(self.stream, &place.inputs, bytemuck::cast_slice(&batch.inputs));
+        device.upload(self.stream, &place.targets, bytemuck::cast_slice(&batch.targets));
+        device.wait_event(*stream, &device.record(self.stream), deadline);
+    }
+
+    /// Tokens, `[B, T]`, i32.
+    fn inputs(&self) -> Activation {
+        Activation::borrowed(self.places[self.current].inputs.clone(), self.shape.clone())
+    }
+
+    /// Targets, `[B, T]`, i32.
+    fn targets(&self) -> &Buffer {
+        &self.places[self.current].targets
     }
 }

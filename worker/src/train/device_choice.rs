@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::TrainError;
-use super::recorder::warn;
+use super::reporting::warn;
 use crate::collective::nccl::{Nccl, Version};
 use crate::config::{Backend, Precision, TrainConfig};
 use crate::device::cuda::{CubinCache, CudaDevice, CudaOptions, count_devices};

@@ -1,23 +1,126 @@
-//! After a step whose numbers are not finite: its passes once more on every rank, looking at what each block makes,
-//! to say which rank saw it first, in which micro-batch and block. First is what comes first in the order in which a rank
-//! executes a step, which is the same on all of them, not what a clock says.
+//! Steps whose numbers are not finite: what to do, and which rank saw it first.
 //!
-//! It costs the time of a step and, at a time, memory for the gradients of one block and of what it is tied to. Every
+//! What to do is decided alike on all ranks, since all see the same numbers. Then the passes of the step run once more on
+//! every rank, looking at what each block makes, to say which rank saw it first, in which micro-batch and block. First is
+//! what comes first in the order in which a rank executes a step, which is the same on all of them, not what a clock says.
+//!
+//! This costs the time of a step and, at a time, memory for the gradients of one block and of what it is tied to. Every
 //! rank passes through all blocks, finite or not: under ZeRO-3 a pass is a collective one.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use super::TrainError;
+use super::exchange::RankNumbers;
 use super::replica::{Batch, Replica, ReplicaHooks};
-use super::trainer::Trainer;
-use super::world::World;
+use crate::config::OnNonFinite;
+use crate::data::Loader;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
 use crate::model::{Activation, Flight, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey, Unused};
+use crate::train::TrainError;
+use crate::train::world::World;
+
+/// Steps that were skipped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::train) struct Skips {
+    policy: OnNonFinite,
+    /// Most in a row.
+    limit: u64,
+    in_a_row: u64,
+    total: u64,
+}
+
+/// What becomes of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(in crate::train) enum Fate {
+    /// The step counts.
+    Keep,
+    /// The step was without effect. `is_first`: the one before was not.
+    Skip {
+        /// See above.
+        is_first: bool,
+    },
+    /// Training ends, after so many skipped steps in a row.
+    Stop {
+        /// See above.
+        skipped: u64,
+    },
+}
+
+impl Skips {
+    pub(in crate::train) fn new(policy: OnNonFinite, limit: u64) -> Self {
+        Self {
+            policy,
+            limit,
+            in_a_row: 0,
+            total: 0,
+        }
+    }
+
+    /// What becomes of the next step.
+    pub(in crate::train) fn judge(&mut self, is_finite: bool) -> Fate {
+        if is_finite {
+            self.in_a_row = 0;
+            return Fate::Keep;
+        }
+        if self.policy == OnNonFinite::Stop || self.in_a_row == self.limit {
+            return Fate::Stop {
+                skipped: self.in_a_row,
+            };
+        }
+        self.in_a_row += 1;
+        self.total += 1;
+        Fate::Skip {
+            is_first: self.in_a_row == 1,
+        }
+    }
+
+    /// Since this life of the run began.
+    pub(in crate::train) fn total(&self) -> u64 {
+        self.total
+    }
+}
+
+/// The passes of a step once more.
+pub(super) struct Inspection<'a> {
+    pub(super) replica: &'a mut Replica,
+    pub(super) loader: &'a Loader,
+    pub(super) exchange: &'a RankNumbers,
+    pub(super) step: u64,
+    /// Of each micro-batch.
+    pub(super) keys: Vec<SampleKey>,
+}
+
+impl Inspection<'_> {
+    /// Which rank saw a number that is not finite first, and where, in words: the same ones on all ranks. Every rank must
+    /// call it.
+    pub(super) fn run(self) -> Result<String, TrainError> {
+        let extent = Extent {
+            blocks: self.replica.model.blocks.len(),
+            params: self.replica.model.params.len(),
+        };
+        let mut batch = Batch::new(self.replica.positions());
+        let mut found = None;
+        for (m, key) in (0..).zip(self.keys) {
+            self.loader
+                .fill(self.step, m, &mut batch.inputs, &mut batch.targets)?;
+            let place = inspect(self.replica, &batch, key, found.is_none())?;
+            found = found.or(place.map(|place| (m, place)));
+        }
+        let own = found.map_or(NONE, |(m, place)| [m as f64, place.code(extent)]);
+        let sightings = self.exchange.gather("what is not finite", own)?;
+        Ok(match first_of(&sightings) {
+            Some((rank, [m, code])) => {
+                let words = Location::of_code(code, extent).words(&self.replica.model);
+                format!("rank {rank} saw it first: {words}, micro-batch {m}")
+            }
+            None => "no rank sees it when it repeats the step alone: the sum over the ranks is too large, or a machine fails".into(),
+        })
+    }
+}
 
 /// Where a number was not finite.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Place {
+enum Location {
     /// In the output of a block.
     Output(usize),
     /// In a block's gradient of a parameter.
@@ -33,7 +136,7 @@ struct Extent {
     params: usize,
 }
 
-impl Place {
+impl Location {
     /// The place as one number, in the order in which a micro-batch comes through: forward over the blocks, then
     /// backward from the last one; there a block's parameters from the last one, then its input.
     fn code(self, extent: Extent) -> f64 {
@@ -70,7 +173,7 @@ impl Place {
     }
 }
 
-/// What one rank saw first: micro-batch, and [`Place::code`]; a micro-batch below 0 is none.
+/// What one rank saw first: micro-batch, and [`Location::code`]; a micro-batch below 0 is none.
 type Sighting = [f64; 2];
 
 const NONE: Sighting = [-1.0, 0.0];
@@ -85,65 +188,41 @@ fn first_of(sightings: &[Sighting]) -> Option<(usize, Sighting)> {
     seen.min_by(|(_, one), (_, other)| one[0].total_cmp(&other[0]).then(one[1].total_cmp(&other[1])))
 }
 
-impl Trainer<'_> {
-    /// Which rank saw a number of `step` that is not finite first, and where, in words: the same ones on all ranks.
-    /// Every rank must call it.
-    pub(super) fn inspect(&mut self, step: u64) -> Result<String, TrainError> {
-        let extent = Extent {
-            blocks: self.replica.model.blocks.len(),
-            params: self.replica.model.params.len(),
-        };
-        let mut batch = Batch::new(self.replica.positions());
-        let mut found = None;
-        for m in 0..self.begin_passes(step) {
-            self.loader.fill(step, m, &mut batch.inputs, &mut batch.targets)?;
-            let place = self.replica.inspect(&batch, self.key(step, m), found.is_none())?;
-            found = found.or(place.map(|place| (m, place)));
-        }
-        let own = found.map_or(NONE, |(m, place)| [m as f64, place.code(extent)]);
-        let sightings = self.exchange.gather("what is not finite", own)?;
-        Ok(match first_of(&sightings) {
-            Some((rank, [m, code])) => {
-                let words = Place::of_code(code, extent).words(&self.replica.model);
-                format!("rank {rank} saw it first: {words}, micro-batch {m}")
-            }
-            None => "no rank sees it when it repeats the step alone: the sum over the ranks is too large, or a machine fails".into(),
-        })
-    }
-}
-
-impl Replica {
-    /// Both passes of a micro-batch; the first place with a number that is not finite, if `look` is set.
-    fn inspect(&mut self, batch: &Batch, key: SampleKey, look: bool) -> Result<Option<Place>, TrainError> {
-        let tokens = self.upload(batch);
-        let ctx = self.context(key);
-        let passes = self.passes(&ctx);
-        let mut flight = Flight::over(self.model.whole());
-        let seen = RefCell::new(Seen {
-            world: &self.world,
-            look,
-            block: 0,
-            first: None,
+/// Both passes of a micro-batch; the first place with a number that is not finite, if `look` is set.
+fn inspect(
+    replica: &mut Replica,
+    batch: &Batch,
+    key: SampleKey,
+    look: bool,
+) -> Result<Option<Location>, TrainError> {
+    let tokens = replica.upload(batch);
+    let ctx = replica.context(key);
+    let passes = replica.passes(&ctx);
+    let mut flight = Flight::over(replica.model.whole());
+    let seen = RefCell::new(Seen {
+        world: &replica.world,
+        look,
+        block: 0,
+        first: None,
+    });
+    let mut hooks = LookingHooks {
+        inner: replica.hooks(),
+        seen: &seen,
+    };
+    let mut sink = LookingSink {
+        model: &replica.model,
+        memory: HashMap::new(),
+        seen: &seen,
+    };
+    let both = passes
+        .forward(&mut flight, &tokens, &mut hooks)
+        .and_then(|losses| {
+            drop(losses);
+            passes.backward(&mut flight, None, &mut hooks, &mut sink)
         });
-        let mut hooks = LookingHooks {
-            inner: self.hooks(),
-            seen: &seen,
-        };
-        let mut sink = LookingSink {
-            model: &self.model,
-            memory: HashMap::new(),
-            seen: &seen,
-        };
-        let both = passes
-            .forward(&mut flight, &tokens, &mut hooks)
-            .and_then(|losses| {
-                drop(losses);
-                passes.backward(&mut flight, None, &mut hooks, &mut sink)
-            });
-        both.map_err(|error| self.cause(error))?;
-        let first = seen.borrow().first;
-        Ok(first)
-    }
+    both.map_err(|error| replica.cause(error))?;
+    let first = seen.borrow().first;
+    Ok(first)
 }
 
 /// Where a number that is not finite was seen first.
@@ -152,11 +231,11 @@ struct Seen<'a> {
     look: bool,
     /// The one whose pass is under way.
     block: usize,
-    first: Option<Place>,
+    first: Option<Location>,
 }
 
 impl Seen<'_> {
-    fn look_at(&mut self, place: Place, buffer: &Buffer) -> Result<(), DeviceError> {
+    fn look_at(&mut self, place: Location, buffer: &Buffer) -> Result<(), DeviceError> {
         if self.look && self.first.is_none() && !is_finite(self.world, buffer)? {
             self.first = Some(place);
         }
@@ -179,8 +258,8 @@ impl Hooks for LookingHooks<'_> {
     fn after(&mut self, block: usize, pass: Pass, made: Option<&Activation>) -> Result<(), DeviceError> {
         self.inner.after(block, pass, made)?;
         let place = match pass {
-            Pass::Forward => Place::Output(block),
-            Pass::Backward => Place::InputGradient(block),
+            Pass::Forward => Location::Output(block),
+            Pass::Backward => Location::InputGradient(block),
         };
         made.map_or(Ok(()), |made| {
             self.seen.borrow_mut().look_at(place, made.buffer())
@@ -213,7 +292,7 @@ impl GradSink for LookingSink<'_> {
             return Ok(());
         };
         let mut seen = self.seen.borrow_mut();
-        let place = Place::Gradient(seen.block, id);
+        let place = Location::Gradient(seen.block, id);
         seen.look_at(place, &gradient)
     }
 
@@ -238,17 +317,33 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_run_stops_at_once_or_after_too_many_in_a_row() {
+        let mut skips = Skips::new(OnNonFinite::Stop, 2);
+        assert_eq!(skips.judge(true), Fate::Keep);
+        assert_eq!(skips.judge(false), Fate::Stop { skipped: 0 });
+
+        let mut skips = Skips::new(OnNonFinite::Skip, 2);
+        assert_eq!(skips.judge(false), Fate::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Fate::Skip { is_first: false });
+        assert_eq!(skips.judge(true), Fate::Keep);
+        assert_eq!(skips.judge(false), Fate::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Fate::Skip { is_first: false });
+        assert_eq!(skips.judge(false), Fate::Stop { skipped: 2 });
+        assert_eq!(skips.total(), 4);
+    }
+
+    #[test]
     fn places_survive_their_codes_which_have_the_order_of_execution() {
         let extent = Extent { blocks: 3, params: 4 };
-        let mut places: Vec<Place> = (0..3).map(Place::Output).collect();
+        let mut places: Vec<Location> = (0..3).map(Location::Output).collect();
         for block in (0..3).rev() {
-            places.extend((0..4).rev().map(|id| Place::Gradient(block, ParamId(id))));
-            places.push(Place::InputGradient(block));
+            places.extend((0..4).rev().map(|id| Location::Gradient(block, ParamId(id))));
+            places.push(Location::InputGradient(block));
         }
         let codes: Vec<f64> = places.iter().map(|place| place.code(extent)).collect();
         assert!(codes.is_sorted_by(|one, other| one < other), "{codes:?}");
         for (place, code) in places.iter().zip(codes) {
-            assert_eq!(Place::of_code(code, extent), *place);
+            assert_eq!(Location::of_code(code, extent), *place);
         }
     }
 

@@ -1,11 +1,25 @@
-//! Progress for people: step lines on rank 0 at a bearable rate, and the time left.
+//! The console: messages for people, and step lines on rank 0 at a bearable rate, with the time left.
 
+use std::io::Write as _;
 use std::time::{Duration, Instant};
 
 use ddp_proto::words::grouped;
 
 /// Bounds of the time between two step lines, which is a hundredth of the run so far.
 const LINE_INTERVALS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
+
+/// Prints on the console. A console that is gone does not stop the training.
+pub(in crate::train) fn say(text: &str) {
+    let mut out = std::io::stdout().lock();
+    let _ = writeln!(out, "{text}").and_then(|()| out.flush());
+}
+
+/// Warns on the error stream, whichever rank it is, in one write, so that others do not come between. A console that is
+/// gone does not stop the training.
+pub(in crate::train) fn warn(text: &str) {
+    let words = format!("warning: {text}\n");
+    let _ = std::io::stderr().write_all(words.as_bytes());
+}
 
 /// Counts steps and tokens since the start of this life of the run.
 pub(super) struct Pace {

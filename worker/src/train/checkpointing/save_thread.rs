@@ -8,7 +8,6 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::save_priority;
 use super::save_storage::{NotedStorage, Notes};
 use crate::checkpoint::{CheckpointError, Extent, Keep, PartWriter, State, Storage, Writer, retain};
 use crate::device::{Buffer, DeviceError, Stream};
@@ -17,6 +16,9 @@ use crate::session::Cancel;
 
 /// Bytes that are read from the device, or written, between two looks at whether the save is still wanted.
 const CHUNK_BYTES: usize = 4 << 20;
+
+/// The lowest: a save takes what the training leaves of a processor, and at least a hundredth or so.
+const NICE: i32 = 19;
 
 /// What one rank does for a checkpoint.
 pub(super) struct SaveTask {
@@ -257,7 +259,7 @@ fn run(task: &SaveTask, shared: &Arc<Shared>, orders: &Receiver<Order>) {
         .iter()
         .any(|file| matches!(file.source, Source::Snapshot(_)))
     {
-        save_priority::give_way();
+        give_way();
     }
     let writer = Writer::on(task.storage.clone(), &task.out_dir, task.step, task.generation);
     let written = write_all(task, &writer, shared);
@@ -375,4 +377,30 @@ fn commit(
         Some(keep) => retain(task.storage.as_ref(), &task.out_dir, keep, &leader.needed).map(drop),
         None => Ok(()),
     })
+}
+
+/// Lowers the priority of the calling thread, and of no other. Where the system refuses, the save is no worse for it.
+#[expect(unsafe_code, reason = "the priority of a thread")]
+fn give_way() {
+    // SAFETY: no memory is involved. On Linux, `0` is the calling thread, not its process.
+    let _ = unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, NICE) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[expect(unsafe_code, reason = "the priority of a thread")]
+    fn only_the_calling_thread_gives_way() {
+        // SAFETY: no memory is involved.
+        let own = || unsafe { libc::getpriority(libc::PRIO_PROCESS, 0) };
+        let before = own();
+        let lowered = std::thread::spawn(move || {
+            give_way();
+            own()
+        });
+        assert_eq!(lowered.join().unwrap(), NICE);
+        assert_eq!(own(), before);
+    }
 }
