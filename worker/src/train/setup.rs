@@ -10,7 +10,7 @@ use super::checkpointing::{
     Before, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
 };
 use super::device_choice::Choice;
-use super::reporting::{ProfilingWindow, StartupFacts};
+use super::reporting::ProfilingWindow;
 use super::step::{Evaluation, RankNumbers, Replica, Skips, Tally, Trainer};
 use super::strategy::{Blueprint, Held};
 use super::world::{World, WrapTransport, threads, timeout};
@@ -53,21 +53,6 @@ pub(super) struct Prepared<'a> {
     pub(super) pretrained: Option<String>,
     /// `train.steps` of the life that saved the checkpoint which this one goes on from.
     pub(super) steps_before: Option<u64>,
-}
-
-impl Prepared<'_> {
-    /// For the start-up table.
-    pub(super) fn facts(&self) -> StartupFacts<'_> {
-        StartupFacts {
-            out_dir: self.run_dir.path(),
-            dataset: &self.dataset,
-            reductions: self.reducer.operations(),
-            layout: self.reducer.layout(),
-            rescaled: self.rescaled.as_deref(),
-            pretrained: self.pretrained.as_deref(),
-            steps_before: self.steps_before,
-        }
-    }
 }
 
 /// The files of a run, on which all ranks have agreed.

@@ -39,7 +39,7 @@ const LAST_ATTEMPTS: u32 = 2;
 const LAST_PAUSE: Duration = Duration::from_secs(2);
 
 /// The checkpoints of a run, and the save under way.
-pub(in crate::train) struct Checkpoints {
+pub(crate) struct Checkpoints {
     out_dir: PathBuf,
     generation: u64,
     /// What every checkpoint of this run says of it. Its skipped steps are those of earlier lives.
@@ -77,11 +77,11 @@ struct PendingSave {
 
 /// Steps finished, and samples consumed by them.
 #[derive(Clone, Copy)]
-pub(in crate::train) struct Position {
-    pub(in crate::train) step: u64,
-    pub(in crate::train) samples: u64,
+pub(crate) struct Position {
+    pub(crate) step: u64,
+    pub(crate) samples: u64,
     /// Of the steps of this life.
-    pub(in crate::train) skipped: u64,
+    pub(crate) skipped: u64,
 }
 
 /// How a save ended, on all ranks alike but for the error, which is each rank's own.
@@ -93,7 +93,7 @@ struct Ended {
 
 impl Checkpoints {
     /// `identity` is what every checkpoint says of the run.
-    pub(in crate::train) fn new(
+    pub(crate) fn new(
         (out_dir, generation): (&Path, u64),
         (config, world): (&TrainConfig, &World),
         storage: Arc<dyn Storage>,
@@ -123,11 +123,7 @@ impl Checkpoints {
 
     /// Sets the memory of the copy aside, if saves are to be made while training goes on: what is missing is missing
     /// before the first step.
-    pub(in crate::train) fn reserve(
-        &mut self,
-        here: RankState<'_>,
-        config: &TrainConfig,
-    ) -> Result<(), DeviceError> {
+    pub(crate) fn reserve(&mut self, here: RankState<'_>, config: &TrainConfig) -> Result<(), DeviceError> {
         let train = &config.train;
         let is_periodic = train.checkpoint_every > 0 && train.checkpoint_every < train.steps;
         // Who keeps moments in a file has no memory for a copy of them.
@@ -145,27 +141,27 @@ impl Checkpoints {
     }
 
     /// Memory set aside for the copy.
-    pub(in crate::train) fn snapshot_bytes(&self) -> usize {
+    pub(crate) fn snapshot_bytes(&self) -> usize {
         self.snapshot.as_ref().map_or(0, Arena::bytes)
     }
 
     /// Name of the last checkpoint that was saved or loaded.
-    pub(in crate::train) fn last(&self) -> Option<String> {
+    pub(crate) fn last(&self) -> Option<String> {
         self.last.map(step_name)
     }
 
     /// Saves of this life that failed, but for attempts at the last one.
-    pub(in crate::train) fn failed(&self) -> u64 {
+    pub(crate) fn failed(&self) -> u64 {
         self.failed
     }
 
     /// Time for which saves held training up, since the last call.
-    pub(in crate::train) fn take_stalled(&mut self) -> Duration {
+    pub(crate) fn take_stalled(&mut self) -> Duration {
         std::mem::take(&mut self.stalled)
     }
 
     /// Loads the state of an opened checkpoint. Every rank calls it.
-    pub(in crate::train) fn load(&mut self, here: RankState<'_>, saved: &Reader) -> Result<(), TrainError> {
+    pub(crate) fn load(&mut self, here: RankState<'_>, saved: &Reader) -> Result<(), TrainError> {
         load(saved, (here.world, here.replica, here.optimizer))?;
         let State { step, skipped, .. } = saved.manifest().state;
         self.last = Some(step);
@@ -175,7 +171,7 @@ impl Checkpoints {
     }
 
     /// Begins the save of a step in the middle of the run, after the end of the one before. Every rank calls it.
-    pub(in crate::train) fn save(&mut self, here: RankState<'_>, at: Position) -> Result<(), TrainError> {
+    pub(crate) fn save(&mut self, here: RankState<'_>, at: Position) -> Result<(), TrainError> {
         let started = Instant::now();
         let before = self.pending.as_ref().map(|pending| pending.thread.step());
         self.drain(here)?;
@@ -196,11 +192,7 @@ impl Checkpoints {
     }
 
     /// Saves the last state of the run, which nothing changes any more. Every rank calls it.
-    pub(in crate::train) fn save_last(
-        &mut self,
-        here: RankState<'_>,
-        at: Position,
-    ) -> Result<(), TrainError> {
+    pub(crate) fn save_last(&mut self, here: RankState<'_>, at: Position) -> Result<(), TrainError> {
         self.drain(here)?;
         for attempt in 1.. {
             self.begin(here, at, None);
@@ -230,7 +222,7 @@ impl Checkpoints {
     }
 
     /// Ends the save under way, if there is one, and says so if it failed. Every rank calls it.
-    pub(in crate::train) fn drain(&mut self, here: RankState<'_>) -> Result<(), TrainError> {
+    pub(crate) fn drain(&mut self, here: RankState<'_>) -> Result<(), TrainError> {
         if let Some(ended) = self.wait_for_end(here)? {
             self.note(here, &ended);
         }
@@ -238,14 +230,14 @@ impl Checkpoints {
     }
 
     /// How far the save under way is on this rank, as a number for the others, who are told with the losses of a step.
-    pub(in crate::train) fn code(&mut self, is_leader: bool) -> f64 {
+    pub(crate) fn code(&mut self, is_leader: bool) -> f64 {
         let pending = self.pending.as_mut();
         let stage = pending.map(|pending| pending.stage(is_leader, &self.out_dir));
         stage.map_or(0.0, |stage| save_verdict::code(&stage))
     }
 
     /// Acts on what all ranks told of a step. Every rank calls it, at the same step.
-    pub(in crate::train) fn receive(&mut self, here: RankState<'_>, codes: &[f64]) {
+    pub(crate) fn receive(&mut self, here: RankState<'_>, codes: &[f64]) {
         if let Some(ended) = self.finish(here.world.rank() == 0, codes) {
             self.note(here, &ended);
         }
@@ -258,7 +250,7 @@ impl Checkpoints {
     }
 
     /// Gives up the save under way, because training has failed on some rank.
-    pub(in crate::train) fn abandon(&mut self) {
+    pub(crate) fn abandon(&mut self) {
         if let Some(pending) = self.pending.take() {
             pending.thread.abandon(Instant::now() + ABANDON_BOUND);
         }
@@ -421,7 +413,7 @@ impl Checkpoints {
 }
 
 /// What a run is, whatever its step.
-pub(in crate::train) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State, TrainError> {
+pub(crate) fn identity(config: &TrainConfig, dataset: &Dataset) -> Result<State, TrainError> {
     Ok(State {
         step: 0,
         consumed_samples: 0,
@@ -437,7 +429,7 @@ pub(in crate::train) fn identity(config: &TrainConfig, dataset: &Dataset) -> Res
 }
 
 /// A configuration to be compared with another: a tokenizer is the same wherever its file is.
-pub(in crate::train) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::Value {
+pub(crate) fn document(config: &TrainConfig, dataset: &Dataset) -> serde_json::Value {
     let mut document = serde_json::to_value(config).expect("a configuration serialises");
     document["data"]["tokenizer"] = dataset.vocabulary.identity(&config.data.tokenizer).into();
     document

@@ -17,12 +17,12 @@ use crate::train::world::World;
 
 /// The rank, and the state that is saved.
 #[derive(Clone, Copy)]
-pub(in crate::train) struct RankState<'a> {
-    pub(in crate::train) world: &'a World,
-    pub(in crate::train) replica: &'a Replica,
-    pub(in crate::train) optimizer: &'a Optimizer,
-    pub(in crate::train) exchange: &'a RankNumbers,
-    pub(in crate::train) session: &'a Session,
+pub(crate) struct RankState<'a> {
+    pub(crate) world: &'a World,
+    pub(crate) replica: &'a Replica,
+    pub(crate) optimizer: &'a Optimizer,
+    pub(crate) exchange: &'a RankNumbers,
+    pub(crate) session: &'a Session,
 }
 
 /// Tensors of one kind, one of each parameter, and the memory that holds this rank's part of them.

@@ -19,7 +19,7 @@ const MAX_CANDIDATES: u64 = 1 << 12;
 
 /// The batches of the run so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::train) struct Before {
+pub(crate) struct Before {
     batch: Batch,
     /// `train.micro_batch` and `train.grad_accumulation`, as they were configured.
     configured: (u64, u64),
@@ -27,7 +27,7 @@ pub(in crate::train) struct Before {
 
 impl Before {
     /// What a checkpoint tells of them; none: its build did not.
-    pub(in crate::train) fn of(state: &State) -> Option<Self> {
+    pub(crate) fn of(state: &State) -> Option<Self> {
         let number = |pointer| state.config.pointer(pointer)?.as_u64();
         let batch = state.batch.filter(|batch| batch.samples > 0 && batch.ranks > 0)?;
         let configured = (number("/train/micro_batch")?, number("/train/grad_accumulation")?);
@@ -46,11 +46,7 @@ impl Before {
 /// Returns what is different from before, in words, where the number of ranks is.
 ///
 /// Fails where no accumulation keeps the global batch that is to be kept.
-pub(in crate::train) fn rescale(
-    train: &mut Train,
-    ranks: u64,
-    before: &Before,
-) -> Result<Option<String>, TrainError> {
+pub(crate) fn rescale(train: &mut Train, ranks: u64, before: &Before) -> Result<Option<String>, TrainError> {
     if train.rescale == Rescale::KeepGlobalBatch && !before.is_overruled(train, ranks) {
         train.grad_accumulation = kept(train.micro_batch as u64, ranks, before.batch.samples)?;
     }
@@ -62,7 +58,7 @@ pub(in crate::train) fn rescale(
 
 /// What a number of ranks has to divide to go on with the global batch of `train` on `ranks` ranks: the micro-batches of
 /// a step. None: the global batch may change.
-pub(in crate::train) fn ranks_divide(train: &Train, ranks: u64) -> Option<u64> {
+pub(crate) fn ranks_divide(train: &Train, ranks: u64) -> Option<u64> {
     (train.rescale == Rescale::KeepGlobalBatch).then_some(ranks * train.grad_accumulation as u64)
 }
 

@@ -43,7 +43,7 @@ pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
 
 /// Where the state of a run comes from.
 #[expect(clippy::large_enum_variant, reason = "a process has one of them")]
-pub(in crate::train) enum Origin {
+pub(crate) enum Origin {
     /// Random numbers, from the seed alone.
     Seed,
     /// Published weights, and random numbers where they have none.
@@ -54,11 +54,7 @@ pub(in crate::train) enum Origin {
 
 impl Origin {
     /// Of a run that begins. Parameters are opened, and must be the same on all ranks. Every rank calls it.
-    pub(in crate::train) fn of_new(
-        config: &TrainConfig,
-        model: &Model,
-        session: &Session,
-    ) -> Result<Self, TrainError> {
+    pub(crate) fn of_new(config: &TrainConfig, model: &Model, session: &Session) -> Result<Self, TrainError> {
         let Some(path) = &config.model.init_from else {
             return Ok(Self::Seed);
         };
@@ -78,7 +74,7 @@ impl Origin {
     }
 
     /// The state that the checkpoint was saved with, if it is one.
-    pub(in crate::train) fn saved(&self) -> Option<&State> {
+    pub(crate) fn saved(&self) -> Option<&State> {
         match self {
             Self::Checkpoint(reader) => Some(&reader.manifest().state),
             Self::Seed | Self::Pretrained(_) => None,
@@ -86,7 +82,7 @@ impl Origin {
     }
 
     /// The weights, if it is some, as in `gpt2 (124,439,808 parameters, f16)`, and what is not from there.
-    pub(in crate::train) fn weights_words(&self) -> Option<String> {
+    pub(crate) fn weights_words(&self) -> Option<String> {
         let Self::Pretrained(weights) = self else {
             return None;
         };
@@ -103,11 +99,7 @@ impl Origin {
 
 /// Opens the checkpoint after `step` steps, if it is one of this run. `identity` is what this run is: its state at any
 /// step.
-pub(in crate::train) fn open_checkpoint(
-    out_dir: &Path,
-    step: u64,
-    identity: &State,
-) -> Result<Reader, TrainError> {
+pub(crate) fn open_checkpoint(out_dir: &Path, step: u64, identity: &State) -> Result<Reader, TrainError> {
     let reader = Reader::open(out_dir, Which::Step(step))?;
     let state = &reader.manifest().state;
     let folder = out_dir.join("checkpoints").join(step_name(state.step));

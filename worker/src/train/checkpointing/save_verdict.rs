@@ -116,7 +116,7 @@ pub(super) fn waited(before: u64, step: u64, waited: Duration) -> String {
 }
 
 /// At the end of a run: how many of its saves were lost on the way, and what is left.
-pub(in crate::train) fn failed_saves(saves: u64, latest: Option<&str>) -> Option<String> {
+pub(crate) fn failed_saves(saves: u64, latest: Option<&str>) -> Option<String> {
     if saves == 0 {
         return None;
     }

@@ -109,7 +109,7 @@ impl Outlook {
         Ok(Self::new(config, &model, &layout, scheme, activations))
     }
 
-    pub(in crate::train) fn new(
+    pub(crate) fn new(
         config: &TrainConfig,
         model: &Model,
         layout: &GradientLayout,

@@ -9,14 +9,14 @@ use ddp_proto::words::grouped;
 const LINE_INTERVALS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(30)];
 
 /// Prints on the console. A console that is gone does not stop the training.
-pub(in crate::train) fn say(text: &str) {
+pub(crate) fn say(text: &str) {
     let mut out = std::io::stdout().lock();
     let _ = writeln!(out, "{text}").and_then(|()| out.flush());
 }
 
 /// Warns on the error stream, whichever rank it is, in one write, so that others do not come between. A console that is
 /// gone does not stop the training.
-pub(in crate::train) fn warn(text: &str) {
+pub(crate) fn warn(text: &str) {
     let words = format!("warning: {text}\n");
     let _ = std::io::stderr().write_all(words.as_bytes());
 }

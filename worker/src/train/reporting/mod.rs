@@ -15,4 +15,4 @@ mod startup_table;
 pub(super) use console::{say, warn};
 pub(super) use profiling_window::ProfilingWindow;
 pub(super) use recorder::Recorder;
-pub(super) use startup_table::{StartupFacts, startup_table};
+pub(super) use startup_table::startup_table;

@@ -28,7 +28,7 @@ const MAX_MERGED: usize = 64;
 const MAX_MERGED_SPANS: f64 = 2e6;
 
 /// The steps that are profiled, and the files that their timeline is written to.
-pub(in crate::train) struct ProfilingWindow {
+pub(crate) struct ProfilingWindow {
     /// From 1.
     steps: Option<RangeInclusive<u64>>,
     files: TimelineFiles,
@@ -40,7 +40,7 @@ pub(in crate::train) struct ProfilingWindow {
 
 impl ProfilingWindow {
     /// Closed.
-    pub(in crate::train) fn new(config: &TrainConfig, out_dir: &Path, model: &Model, world: &World) -> Self {
+    pub(crate) fn new(config: &TrainConfig, out_dir: &Path, model: &Model, world: &World) -> Self {
         Self {
             steps: config.run.timeline.map(StepRange::steps),
             files: TimelineFiles::of_run(out_dir),
@@ -50,34 +50,34 @@ impl ProfilingWindow {
     }
 
     /// Why there will be no timeline, if so many steps were done before this life of the run.
-    pub(in crate::train) fn is_behind(&self, done: u64) -> Option<String> {
+    pub(crate) fn is_behind(&self, done: u64) -> Option<String> {
         let last = *self.steps.as_ref()?.end();
         (last <= done)
             .then(|| format!("no timeline: step {last}, the last of `run.timeline`, was done before"))
     }
 
     /// True if this step, from 1, is the first of them in this life of the run.
-    pub(in crate::train) fn opens_with(&self, step: u64) -> bool {
+    pub(crate) fn opens_with(&self, step: u64) -> bool {
         self.began_with.is_none() && self.steps.as_ref().is_some_and(|steps| steps.contains(&step))
     }
 
     /// True if it is open and this step is the last of them.
-    pub(in crate::train) fn closes_with(&self, step: u64) -> bool {
+    pub(crate) fn closes_with(&self, step: u64) -> bool {
         self.is_open() && self.steps.as_ref().is_some_and(|steps| *steps.end() == step)
     }
 
     /// True if it is to be opened or closed behind this step.
-    pub(in crate::train) fn has_end_behind(&self, step: u64) -> bool {
+    pub(crate) fn has_end_behind(&self, step: u64) -> bool {
         self.opens_with(step + 1) || self.closes_with(step)
     }
 
     /// True between its first step and its last.
-    pub(in crate::train) fn is_open(&self) -> bool {
+    pub(crate) fn is_open(&self) -> bool {
         self.began_with.is_some()
     }
 
     /// Begins with this step. Every rank must call it, with nothing in flight.
-    pub(in crate::train) fn open(
+    pub(crate) fn open(
         &mut self,
         world: &World,
         exchange: &RankNumbers,
@@ -92,7 +92,7 @@ impl ProfilingWindow {
 
     /// Ends behind this step, and writes the files. Every rank must call it, with nothing in flight. A file that cannot
     /// be written is a warning: training goes on.
-    pub(in crate::train) fn close(
+    pub(crate) fn close(
         &mut self,
         world: &World,
         exchange: &RankNumbers,

@@ -7,38 +7,25 @@ use crate::config::{Accumulate, LrScaling, OptimizerHome, Recompute, Strategy, S
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
 use crate::optim::{batch_factor, learning_rate};
-use crate::parallel::{Dtypes, GradientLayout};
+use crate::parallel::Dtypes;
 use crate::plan::Footprint;
 use crate::train::planning::Outlook;
+use crate::train::setup::Prepared;
 use crate::train::step::Trainer;
 use crate::train::strategy::Scheme;
 
-/// Numbers that only set-up knows.
-pub(in crate::train) struct StartupFacts<'a> {
-    pub(in crate::train) out_dir: &'a std::path::Path,
-    pub(in crate::train) dataset: &'a Dataset,
-    /// Operations in which all gradients are reduced.
-    pub(in crate::train) reductions: usize,
-    pub(in crate::train) layout: &'a GradientLayout,
-    /// What another number of ranks has changed, in words.
-    pub(in crate::train) rescaled: Option<&'a str>,
-    /// The weights that it began with just now, in words.
-    pub(in crate::train) pretrained: Option<&'a str>,
-    /// `train.steps` of the life that this one goes on from.
-    pub(in crate::train) steps_before: Option<u64>,
-}
-
 /// The table.
-pub(in crate::train) fn startup_table(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> String {
+pub(crate) fn startup_table(prepared: &Prepared<'_>) -> String {
     let mut table = Table::new();
     table.load_style(presets::NOTHING);
-    for (name, value) in rows(trainer, facts) {
+    for (name, value) in rows(prepared) {
         table.add_row([name.to_owned(), value]);
     }
     table.trim_fmt()
 }
 
-fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, String)> {
+fn rows(prepared: &Prepared<'_>) -> Vec<(&'static str, String)> {
+    let trainer = &prepared.trainer;
     let config = trainer.config;
     let world = trainer.world.size();
     let train = &config.train;
@@ -64,14 +51,14 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
     let mut rows = vec![
         ("model", trainer.replica.model.name.clone()),
         ("parameters", grouped(parameters)),
-        ("data", data(facts.dataset, config.data.val.is_some())),
+        ("data", data(&prepared.dataset, config.data.val.is_some())),
         ("global batch", batch),
         ("steps", steps),
         (
             "memory of a rank",
             memory(
                 footprint(trainer),
-                &outlook(trainer, facts, trainer.scheme),
+                &outlook(prepared, trainer.scheme),
                 trainer.checkpoints.snapshot_bytes() as u64,
             ),
         ),
@@ -79,20 +66,20 @@ fn rows(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Vec<(&'static str, S
         ("backend", transport),
         ("precision", precision(trainer.config)),
         ("strategy", strategy(trainer)),
-        ("gradient sync", sync(trainer, facts.reductions)),
-        ("out_dir", facts.out_dir.display().to_string()),
+        ("gradient sync", sync(trainer, prepared.reducer.operations())),
+        ("out_dir", prepared.run_dir.path().display().to_string()),
     ];
     let optional = [
-        ("tokenizer", tokenizer(facts.dataset)),
-        ("initial weights", facts.pretrained.map(str::to_owned)),
-        ("rescaled", facts.rescaled.map(str::to_owned)),
-        ("optimizer state", offloaded(trainer, facts)),
-        ("accumulation", accumulation(trainer, facts)),
+        ("tokenizer", tokenizer(&prepared.dataset)),
+        ("initial weights", prepared.pretrained.clone()),
+        ("rescaled", prepared.rescaled.clone()),
+        ("optimizer state", offloaded(prepared)),
+        ("accumulation", accumulation(prepared)),
         ("recomputation", recomputation(train.recompute)),
         ("learning rate", scaled_rate(train, global_batch.samples())),
         (
             "schedule",
-            facts
+            prepared
                 .steps_before
                 .and_then(|before| stretched(train, before, trainer.first_step, global_batch.samples())),
         ),
@@ -209,10 +196,17 @@ fn footprint(trainer: &Trainer<'_>) -> Footprint {
 }
 
 /// What it holds and moves under a scheme: its own, or one that it might have had.
-fn outlook(trainer: &Trainer<'_>, facts: &StartupFacts<'_>, scheme: Scheme) -> Outlook {
-    let replica = &trainer.replica;
+fn outlook(prepared: &Prepared<'_>, scheme: Scheme) -> Outlook {
+    let replica = &prepared.trainer.replica;
+    let layout = prepared.reducer.layout();
     let activations = replica.pool.allocated_bytes();
-    Outlook::new(trainer.config, &replica.model, facts.layout, scheme, activations)
+    Outlook::new(
+        prepared.trainer.config,
+        &replica.model,
+        layout,
+        scheme,
+        activations,
+    )
 }
 
 fn memory(footprint: Footprint, outlook: &Outlook, snapshot_bytes: u64) -> String {
@@ -291,13 +285,14 @@ fn strategy(trainer: &Trainer<'_>) -> String {
 }
 
 /// Where the optimizer's state is, if a place was chosen for it.
-fn offloaded(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> {
+fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
+    let trainer = &prepared.trainer;
     let offload = &trainer.config.train.offload;
     let state = bytes(trainer.optimizer.bytes() as u64);
     match offload.optimizer {
         OptimizerHome::None => None,
         OptimizerHome::File => {
-            let dir = offload.dir.as_deref().unwrap_or(facts.out_dir);
+            let dir = offload.dir.as_deref().unwrap_or(prepared.run_dir.path());
             Some(format!("{state} of a rank in a file in {}", dir.display()))
         }
         OptimizerHome::Host => {
@@ -326,13 +321,13 @@ fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
 }
 
 /// What both ways to accumulate cost, where there is a choice.
-fn accumulation(trainer: &Trainer<'_>, facts: &StartupFacts<'_>) -> Option<String> {
-    let (config, scheme) = (trainer.config, trainer.scheme);
+fn accumulation(prepared: &Prepared<'_>) -> Option<String> {
+    let (config, scheme) = (prepared.trainer.config, prepared.trainer.scheme);
     if config.train.grad_accumulation == 1 || matches!(scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
         return None;
     }
     let [sharded, full] = [Accumulate::Sharded, Accumulate::Full]
-        .map(|accumulate| outlook(trainer, facts, scheme.accumulating(accumulate)));
+        .map(|accumulate| outlook(prepared, scheme.accumulating(accumulate)));
     Some(both_ways(config.parallel.accumulate, &sharded, &full))
 }
 

@@ -9,19 +9,19 @@ use crate::train::TrainError;
 use crate::train::world::World;
 
 /// The held-out text, cut into blocks.
-pub(in crate::train) struct Evaluation {
+pub(crate) struct Evaluation {
     tokens: Tokens,
     block_size: usize,
 }
 
 impl Evaluation {
-    pub(in crate::train) fn new(tokens: Tokens, block_size: usize) -> Self {
+    pub(crate) fn new(tokens: Tokens, block_size: usize) -> Self {
         Self { tokens, block_size }
     }
 
     /// Mean loss over all positions of all blocks. Shares may be uneven: every position weighs the same. Every rank
     /// must call it.
-    pub(in crate::train) fn mean_loss(
+    pub(crate) fn mean_loss(
         &self,
         session: &Session,
         world: &World,

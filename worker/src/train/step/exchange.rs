@@ -10,14 +10,14 @@ use crate::train::TrainError;
 use crate::train::world::World;
 
 /// One row of so many numbers a rank, gathered on all of them.
-pub(in crate::train) struct RankNumbers<const WIDTH: usize = 2> {
+pub(crate) struct RankNumbers<const WIDTH: usize = 2> {
     world: World,
     rows: Arena,
 }
 
 impl<const WIDTH: usize> RankNumbers<WIDTH> {
     /// Every rank must call it. `name` is for errors.
-    pub(in crate::train) fn new(world: &World, name: &str) -> Result<Self, TrainError> {
+    pub(crate) fn new(world: &World, name: &str) -> Result<Self, TrainError> {
         let spec = ArenaSpec::on_node(name, DType::F64, world.size() * WIDTH);
         Ok(Self {
             rows: world.comm.alloc_shared(&world.device, &spec)?,
@@ -26,25 +26,25 @@ impl<const WIDTH: usize> RankNumbers<WIDTH> {
     }
 
     /// Some columns of this rank's row, on the device.
-    pub(in crate::train) fn own(&self, columns: Range<usize>) -> Buffer {
+    pub(crate) fn own(&self, columns: Range<usize>) -> Buffer {
         let start = self.world.rank() * WIDTH;
         self.rows.slice(start + columns.start..start + columns.end)
     }
 
     /// The rows of all ranks, in rank order, on the device.
-    pub(in crate::train) fn rows(&self) -> Buffer {
+    pub(crate) fn rows(&self) -> Buffer {
         self.rows.whole()
     }
 
     /// Writes some columns of this rank's row, from the first on or from a later one.
-    pub(in crate::train) fn write(&self, first: usize, numbers: &[f64]) {
+    pub(crate) fn write(&self, first: usize, numbers: &[f64]) {
         let World { device, stream, .. } = &self.world;
         let columns = self.own(first..first + numbers.len());
         device.upload(*stream, &columns, bytemuck::cast_slice(numbers));
     }
 
     /// Tells all ranks this one's row. Every rank must call it; `what` is for errors.
-    pub(in crate::train) fn share(&self, what: &str) -> Work {
+    pub(crate) fn share(&self, what: &str) -> Work {
         let World {
             device, stream, comm, ..
         } = &self.world;
@@ -53,11 +53,7 @@ impl<const WIDTH: usize> RankNumbers<WIDTH> {
     }
 
     /// The rows of all ranks, on the host: synchronises. Every rank must call it; `what` is for errors.
-    pub(in crate::train) fn gather(
-        &self,
-        what: &str,
-        own: [f64; WIDTH],
-    ) -> Result<Vec<[f64; WIDTH]>, TrainError> {
+    pub(crate) fn gather(&self, what: &str, own: [f64; WIDTH]) -> Result<Vec<[f64; WIDTH]>, TrainError> {
         self.write(0, &own);
         self.share(what).wait(self.world.deadline())?;
         let World { device, stream, .. } = &self.world;
@@ -79,11 +75,11 @@ const WIDTH: usize = 4;
 /// What every rank tells all others of a step: the sum of its losses, their number, its request to stop, and how far it
 /// is with the checkpoint that is being written. The numbers go from the device to the other ranks while backward runs,
 /// and to the host when it asks for them.
-pub(in crate::train) struct Tally(RankNumbers<WIDTH>);
+pub(crate) struct Tally(RankNumbers<WIDTH>);
 
 /// The rows of all ranks, on the host.
 #[derive(Clone, Debug, PartialEq)]
-pub(in crate::train) struct Shares(Vec<Share>);
+pub(crate) struct Shares(Vec<Share>);
 
 /// The row of one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -100,12 +96,12 @@ struct Share {
 
 impl Tally {
     /// Every rank must call it.
-    pub(in crate::train) fn new(world: &World) -> Result<Self, TrainError> {
+    pub(crate) fn new(world: &World) -> Result<Self, TrainError> {
         Ok(Self(RankNumbers::new(world, "losses of each rank")?))
     }
 
     /// Adds the losses of a micro-batch, which may be the first one of its step.
-    pub(in crate::train) fn add(&self, losses: &Activation, is_first: bool) {
+    pub(crate) fn add(&self, losses: &Activation, is_first: bool) {
         let sum = LossSum {
             losses: losses.buffer().clone(),
             total: self.0.own(0..1),
@@ -116,19 +112,19 @@ impl Tally {
     }
 
     /// Tells all ranks. Every rank must call it; `positions` is the number of losses that were not ignored.
-    pub(in crate::train) fn share(&self, positions: usize, stop: bool, save: f64) -> Work {
+    pub(crate) fn share(&self, positions: usize, stop: bool, save: f64) -> Work {
         let known = [positions as f64, f64::from(u8::from(stop)), save];
         self.0.write(1, &known);
         self.0.share("losses")
     }
 
     /// The rows of all ranks, on the device: none of the numbers may be infinite or NaN.
-    pub(in crate::train) fn rows(&self) -> Buffer {
+    pub(crate) fn rows(&self) -> Buffer {
         self.0.rows()
     }
 
     /// The rows of all ranks, for the host: [`Shares::read`].
-    pub(in crate::train) fn fetch(&self) -> Fetch {
+    pub(crate) fn fetch(&self) -> Fetch {
         let World { device, stream, .. } = &self.0.world;
         device.fetch(*stream, &self.0.rows())
     }
@@ -136,7 +132,7 @@ impl Tally {
 
 impl Shares {
     /// From the bytes of [`Tally::fetch`].
-    pub(in crate::train) fn read(bytes: &[u8]) -> Self {
+    pub(crate) fn read(bytes: &[u8]) -> Self {
         let rows = rows_of(bytes).map(|[losses, positions, stop, save]| Share {
             losses,
             positions,
@@ -147,24 +143,24 @@ impl Shares {
     }
 
     /// Mean loss of all positions of all ranks: each weighs the same, whoever had it.
-    pub(in crate::train) fn mean_loss(&self) -> f64 {
+    pub(crate) fn mean_loss(&self) -> f64 {
         let losses: f64 = self.0.iter().map(|share| share.losses).sum();
         let positions: f64 = self.0.iter().map(|share| share.positions).sum();
         losses / positions
     }
 
     /// True if any rank was asked to stop.
-    pub(in crate::train) fn stop(&self) -> bool {
+    pub(crate) fn stop(&self) -> bool {
         self.0.iter().any(|share| share.stop > 0.0)
     }
 
     /// How far each rank is with the checkpoint that is being written.
-    pub(in crate::train) fn saves(&self) -> Vec<f64> {
+    pub(crate) fn saves(&self) -> Vec<f64> {
         self.0.iter().map(|share| share.save).collect()
     }
 
     /// The first rank whose loss is not finite, and that loss.
-    pub(in crate::train) fn not_finite(&self) -> Option<(usize, f64)> {
+    pub(crate) fn not_finite(&self) -> Option<(usize, f64)> {
         let losses = self.0.iter().map(|share| share.losses).enumerate();
         losses.into_iter().find(|(_, loss)| !loss.is_finite())
     }

@@ -21,7 +21,7 @@ use crate::train::world::World;
 
 /// Steps that were skipped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::train) struct Skips {
+pub(crate) struct Skips {
     policy: OnNonFinite,
     /// Most in a row.
     limit: u64,
@@ -31,7 +31,7 @@ pub(in crate::train) struct Skips {
 
 /// What becomes of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::train) enum Fate {
+pub(crate) enum Fate {
     /// The step counts.
     Keep,
     /// The step was without effect. `is_first`: the one before was not.
@@ -47,7 +47,7 @@ pub(in crate::train) enum Fate {
 }
 
 impl Skips {
-    pub(in crate::train) fn new(policy: OnNonFinite, limit: u64) -> Self {
+    pub(crate) fn new(policy: OnNonFinite, limit: u64) -> Self {
         Self {
             policy,
             limit,
@@ -57,7 +57,7 @@ impl Skips {
     }
 
     /// What becomes of the next step.
-    pub(in crate::train) fn judge(&mut self, is_finite: bool) -> Fate {
+    pub(crate) fn judge(&mut self, is_finite: bool) -> Fate {
         if is_finite {
             self.in_a_row = 0;
             return Fate::Keep;
@@ -75,7 +75,7 @@ impl Skips {
     }
 
     /// Since this life of the run began.
-    pub(in crate::train) fn total(&self) -> u64 {
+    pub(crate) fn total(&self) -> u64 {
         self.total
     }
 }

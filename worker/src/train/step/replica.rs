@@ -15,11 +15,11 @@ use crate::train::TrainError;
 use crate::train::world::World;
 
 /// The model on this rank, and the memory of one micro-batch.
-pub(in crate::train) struct Replica {
-    pub(in crate::train) model: Model,
-    pub(in crate::train) weights: Arc<dyn Parameters>,
-    pub(in crate::train) pool: ActivationPool,
-    pub(in crate::train) world: World,
+pub(crate) struct Replica {
+    pub(crate) model: Model,
+    pub(crate) weights: Arc<dyn Parameters>,
+    pub(crate) pool: ActivationPool,
+    pub(crate) world: World,
     feed: Feed,
     /// Factor of each position's gradient.
     dloss: Buffer,
@@ -28,13 +28,13 @@ pub(in crate::train) struct Replica {
 }
 
 /// One micro-batch on the host.
-pub(in crate::train) struct Batch {
-    pub(in crate::train) inputs: Vec<i32>,
-    pub(in crate::train) targets: Vec<i32>,
+pub(crate) struct Batch {
+    pub(crate) inputs: Vec<i32>,
+    pub(crate) targets: Vec<i32>,
 }
 
 impl Batch {
-    pub(in crate::train) fn new(len: usize) -> Self {
+    pub(crate) fn new(len: usize) -> Self {
         Self {
             inputs: vec![0; len],
             targets: vec![0; len],
@@ -44,7 +44,7 @@ impl Batch {
 
 impl Replica {
     /// `activations` is what [`model::rehearse`] says of the model.
-    pub(in crate::train) fn new(
+    pub(crate) fn new(
         world: &World,
         model: Model,
         weights: Arc<dyn Parameters>,
@@ -69,7 +69,7 @@ impl Replica {
 
     /// The first values of the parameters that this rank owns, into the masters: published ones as far as there are some,
     /// the others from the seed alone.
-    pub(in crate::train) fn initialise(
+    pub(crate) fn initialise(
         &self,
         optimizer: &Optimizer,
         seed: u64,
@@ -101,7 +101,7 @@ impl Replica {
     }
 
     /// Makes each position's gradient count by `factor`: 1/(B·T) for the gradient of a micro-batch's mean.
-    pub(in crate::train) fn weigh(&mut self, factor: f64) {
+    pub(crate) fn weigh(&mut self, factor: f64) {
         if self.factor == Some(factor) {
             return;
         }
@@ -114,7 +114,7 @@ impl Replica {
     }
 
     /// Forward of one micro-batch, whose backward comes next. Returns the loss of each position, still on the device.
-    pub(in crate::train) fn forward(
+    pub(crate) fn forward(
         &mut self,
         flight: &mut Flight,
         batch: &Batch,
@@ -128,7 +128,7 @@ impl Replica {
     }
 
     /// Backward of the micro-batch that went forward last.
-    pub(in crate::train) fn backward(
+    pub(crate) fn backward(
         &self,
         flight: &mut Flight,
         key: SampleKey,
@@ -140,7 +140,7 @@ impl Replica {
     }
 
     /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
-    pub(in crate::train) fn total_loss(&mut self, batch: &Batch) -> Result<f64, TrainError> {
+    pub(crate) fn total_loss(&mut self, batch: &Batch) -> Result<f64, TrainError> {
         let tokens = self.upload(batch);
         let losses = self
             .passes(&self.context(SampleKey::default()))
@@ -150,7 +150,7 @@ impl Replica {
     }
 
     /// Sum of losses on the device. Synchronises.
-    pub(in crate::train) fn sum(&self, losses: &Activation) -> Result<f64, TrainError> {
+    pub(crate) fn sum(&self, losses: &Activation) -> Result<f64, TrainError> {
         let bytes = self.world.device.download(self.world.stream, losses.buffer())?;
         let losses = bytes
             .chunks_exact(size_of::<f32>())
@@ -159,24 +159,24 @@ impl Replica {
     }
 
     /// Positions of a micro-batch.
-    pub(in crate::train) fn positions(&self) -> usize {
+    pub(crate) fn positions(&self) -> usize {
         self.dloss.len()
     }
 
     /// An operation may have failed because its parameters could not be gathered.
-    pub(in crate::train) fn cause(&self, error: DeviceError) -> TrainError {
+    pub(crate) fn cause(&self, error: DeviceError) -> TrainError {
         self.weights
             .failure()
             .map_or_else(|| error.into(), TrainError::from)
     }
 
     /// Brings a micro-batch to the device, and returns its tokens.
-    pub(in crate::train) fn upload(&mut self, batch: &Batch) -> Activation {
+    pub(crate) fn upload(&mut self, batch: &Batch) -> Activation {
         self.feed.bring(batch);
         self.feed.inputs()
     }
 
-    pub(in crate::train) fn passes<'a>(&'a self, ctx: &'a Context<'a>) -> Passes<'a> {
+    pub(crate) fn passes<'a>(&'a self, ctx: &'a Context<'a>) -> Passes<'a> {
         Passes {
             model: &self.model,
             ctx,
@@ -184,14 +184,14 @@ impl Replica {
         }
     }
 
-    pub(in crate::train) fn hooks(&self) -> ReplicaHooks<'_> {
+    pub(crate) fn hooks(&self) -> ReplicaHooks<'_> {
         ReplicaHooks {
             weights: self.weights.as_ref(),
             world: &self.world,
         }
     }
 
-    pub(in crate::train) fn context(&self, key: SampleKey) -> Context<'_> {
+    pub(crate) fn context(&self, key: SampleKey) -> Context<'_> {
         Context {
             device: self.world.device.as_ref(),
             stream: self.world.stream,
@@ -207,7 +207,7 @@ impl Replica {
 
 /// What accompanies every pass of training: parameters are gathered and released, and a pass ends soon after the
 /// generation is over.
-pub(in crate::train) struct ReplicaHooks<'a> {
+pub(crate) struct ReplicaHooks<'a> {
     weights: &'a dyn Parameters,
     world: &'a World,
 }

@@ -32,57 +32,57 @@ use crate::train::strategy::Scheme;
 use crate::train::world::World;
 
 /// Everything that a step needs.
-pub(in crate::train) struct Trainer<'a> {
-    pub(in crate::train) config: &'a TrainConfig,
-    pub(in crate::train) scheme: Scheme,
-    pub(in crate::train) session: &'a Session,
-    pub(in crate::train) world: World,
-    pub(in crate::train) replica: Replica,
-    pub(in crate::train) optimizer: Optimizer,
+pub(crate) struct Trainer<'a> {
+    pub(crate) config: &'a TrainConfig,
+    pub(crate) scheme: Scheme,
+    pub(crate) session: &'a Session,
+    pub(crate) world: World,
+    pub(crate) replica: Replica,
+    pub(crate) optimizer: Optimizer,
     /// Size of the gradients, padding included.
-    pub(in crate::train) grad_bytes: usize,
-    pub(in crate::train) clip: Clip,
-    pub(in crate::train) exchange: RankNumbers,
-    pub(in crate::train) tally: Tally,
-    pub(in crate::train) skips: Skips,
+    pub(crate) grad_bytes: usize,
+    pub(crate) clip: Clip,
+    pub(crate) exchange: RankNumbers,
+    pub(crate) tally: Tally,
+    pub(crate) skips: Skips,
     /// None where every parameter has one owner.
-    pub(in crate::train) replicas: Option<Replicas>,
-    pub(in crate::train) loader: Loader,
-    pub(in crate::train) evaluation: Evaluation,
-    pub(in crate::train) checkpoints: Checkpoints,
-    pub(in crate::train) window: ProfilingWindow,
+    pub(crate) replicas: Option<Replicas>,
+    pub(crate) loader: Loader,
+    pub(crate) evaluation: Evaluation,
+    pub(crate) checkpoints: Checkpoints,
+    pub(crate) window: ProfilingWindow,
     /// Steps that were finished when this life of the run began.
-    pub(in crate::train) first_step: u64,
+    pub(crate) first_step: u64,
     /// When the numbers of the last step were read.
-    pub(in crate::train) finished: Instant,
+    pub(crate) finished: Instant,
     /// Bytes sent before the step that is in progress.
-    pub(in crate::train) accounted: WireBytes,
+    pub(crate) accounted: WireBytes,
     /// Time of collectives of the update before it that ended between the two.
-    pub(in crate::train) carried: Duration,
+    pub(crate) carried: Duration,
     /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
-    pub(in crate::train) progress: Option<Progress>,
+    pub(crate) progress: Option<Progress>,
 }
 
 /// How the loop ended.
 #[derive(Clone, Debug, Default)]
-pub(in crate::train) struct Outcome {
+pub(crate) struct Outcome {
     /// Steps finished since the run began.
-    pub(in crate::train) steps: u64,
+    pub(crate) steps: u64,
     /// Training loss of the last step of this life.
-    pub(in crate::train) loss: Option<f64>,
+    pub(crate) loss: Option<f64>,
     /// Validation loss at the end.
-    pub(in crate::train) val_loss: Option<f64>,
+    pub(crate) val_loss: Option<f64>,
     /// Why the run was asked to stop early.
-    pub(in crate::train) stopped: Option<String>,
+    pub(crate) stopped: Option<String>,
 }
 
 /// Told of each finished step; returns what the agent's bar shows of it.
-pub(in crate::train) type Report<'a> = dyn FnMut(&StepRecord, &Trainer<'_>) -> Option<Progress> + 'a;
+pub(crate) type Report<'a> = dyn FnMut(&StepRecord, &Trainer<'_>) -> Option<Progress> + 'a;
 
 impl Trainer<'_> {
     /// Trains until the last step, or until any rank is asked to stop. `outcome` is what the run has come to, also when
     /// it ends with an error.
-    pub(in crate::train) fn run(
+    pub(crate) fn run(
         &mut self,
         reducer: &mut Reducer,
         report: &mut Report<'_>,
@@ -221,7 +221,7 @@ impl Trainer<'_> {
     }
 
     /// Bytes sent since the last call, but for what was sent [`Trainer::aside`].
-    pub(in crate::train) fn take_sent(&mut self) -> WireBytes {
+    pub(crate) fn take_sent(&mut self) -> WireBytes {
         let now = self.sent();
         let sent = now - self.accounted;
         self.accounted = now;
@@ -229,7 +229,7 @@ impl Trainer<'_> {
     }
 
     /// Bytes sent so far.
-    pub(in crate::train) fn sent(&self) -> WireBytes {
+    pub(crate) fn sent(&self) -> WireBytes {
         self.world.mesh.wire_bytes()
     }
 
@@ -289,11 +289,11 @@ impl Trainer<'_> {
     }
 
     /// Ends the save under way after an error that every rank has met: the checkpoint before it is to be whole.
-    pub(in crate::train) fn drain_checkpoints(&mut self) -> Result<(), TrainError> {
+    pub(crate) fn drain_checkpoints(&mut self) -> Result<(), TrainError> {
         self.with_checkpoints(Checkpoints::drain)
     }
 
-    pub(in crate::train) fn with_checkpoints<T>(
+    pub(crate) fn with_checkpoints<T>(
         &mut self,
         work: impl FnOnce(&mut Checkpoints, RankState<'_>) -> T,
     ) -> T {
@@ -328,11 +328,7 @@ impl Trainer<'_> {
     }
 
     /// Puts a step into the stream; `step` counts from 0.
-    pub(in crate::train) fn enqueue(
-        &mut self,
-        reducer: &mut Reducer,
-        step: u64,
-    ) -> Result<Enqueued, TrainError> {
+    pub(crate) fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<Enqueued, TrainError> {
         self.world.check()?;
         let started = Instant::now();
         let whole = self.world.begin_span();
@@ -505,7 +501,7 @@ impl Trainer<'_> {
 
     /// Number of micro-batches of a step. Each of its positions, over all micro-batches and ranks, weighs the same: this is
     /// the only place that scales a gradient, and reductions are plain sums.
-    pub(in crate::train) fn begin_passes(&mut self, step: u64) -> u64 {
+    pub(crate) fn begin_passes(&mut self, step: u64) -> u64 {
         let passes = self.loader.passes(step);
         let positions = self.loader.samples(step).count * self.config.model.block_size as u64;
         self.replica.weigh(1.0 / positions as f64);
@@ -513,7 +509,7 @@ impl Trainer<'_> {
     }
 
     /// Of a step that is not short.
-    pub(in crate::train) fn global_batch(&self) -> GlobalBatch {
+    pub(crate) fn global_batch(&self) -> GlobalBatch {
         GlobalBatch {
             ranks: self.world.mesh.size(&DATA) as u64,
             accumulation: self.config.train.grad_accumulation as u64,
@@ -523,7 +519,7 @@ impl Trainer<'_> {
     }
 
     /// The samples of a micro-batch of this rank.
-    pub(in crate::train) fn key(&self, step: u64, m: u64) -> SampleKey {
+    pub(crate) fn key(&self, step: u64, m: u64) -> SampleKey {
         SampleKey {
             seed: self.config.run.seed,
             first: self.loader.first_sample(step, m),
