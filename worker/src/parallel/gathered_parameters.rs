@@ -56,11 +56,11 @@ pub struct GatheredParameters {
     slots: Vec<Arena>,
     /// By unit: the slots that it may take.
     choice: Vec<Range<usize>>,
-    state: Mutex<State>,
+    state: Mutex<SlotState>,
     tracker: CommTracker,
 }
 
-struct State {
+struct SlotState {
     /// By unit.
     gathered: Vec<Option<Gathered>>,
     /// By slot.
@@ -91,7 +91,7 @@ impl GatheredParameters {
         let shard = ArenaSpec::private("parameters", model.dtype(), sharding.shard_len());
         let shard = group.device.alloc(&shard)?;
         Ok(Self {
-            state: Mutex::new(State {
+            state: Mutex::new(SlotState {
                 gathered: choice.iter().map(|_| None).collect(),
                 taken: vec![false; sizes.len()],
             }),
@@ -106,7 +106,7 @@ impl GatheredParameters {
     }
 
     /// Begins to gather a unit that is not there. False if there is no slot for it at the moment.
-    fn gather(&self, state: &mut State, unit: usize) -> bool {
+    fn gather(&self, state: &mut SlotState, unit: usize) -> bool {
         if state.gathered[unit].is_some() {
             return true;
         }
@@ -129,13 +129,13 @@ impl GatheredParameters {
         true
     }
 
-    fn release(state: &mut State, unit: usize) -> Option<Work> {
+    fn release(state: &mut SlotState, unit: usize) -> Option<Work> {
         let gathered = state.gathered[unit].take()?;
         state.taken[gathered.slot] = false;
         gathered.work
     }
 
-    fn state(&self) -> MutexGuard<'_, State> {
+    fn state(&self) -> MutexGuard<'_, SlotState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

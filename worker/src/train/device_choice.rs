@@ -38,12 +38,12 @@ struct Situation {
     gpus: Result<usize, DeviceError>,
     local_rank: usize,
     local_world_size: usize,
-    sharing: Sharing,
+    sharing: GpuSharing,
 }
 
 /// Whether ranks may share a GPU.
 #[derive(Clone, Copy, Debug)]
-enum Sharing {
+enum GpuSharing {
     /// Nobody asked for it.
     No,
     Yes,
@@ -51,7 +51,7 @@ enum Sharing {
     Refused(Version),
 }
 
-impl Sharing {
+impl GpuSharing {
     /// What the environment asks for and NCCL allows. That there is no NCCL is said where it is needed.
     fn here() -> Self {
         if is_set(SHARE_GPUS) {
@@ -100,8 +100,8 @@ impl Situation {
         };
         let (gpus, workers) = (count, self.local_world_size);
         match self.sharing {
-            Sharing::No if workers > gpus => return Err(TrainError::TooFewGpus { gpus, workers }),
-            Sharing::Refused(nccl) if workers > gpus => {
+            GpuSharing::No if workers > gpus => return Err(TrainError::TooFewGpus { gpus, workers }),
+            GpuSharing::Refused(nccl) if workers > gpus => {
                 return Err(TrainError::SharedGpu { gpus, workers, nccl });
             }
             _ => {}
@@ -147,7 +147,7 @@ impl Choice {
             gpus,
             local_rank: env.local_rank.get() as usize,
             local_world_size: env.local_world_size as usize,
-            sharing: Sharing::here(),
+            sharing: GpuSharing::here(),
         };
         situation.decide()
     }
@@ -192,7 +192,7 @@ mod tests {
             gpus: Ok(gpus),
             local_rank: 1,
             local_world_size: 2,
-            sharing: Sharing::No,
+            sharing: GpuSharing::No,
         }
     }
 
@@ -240,7 +240,7 @@ mod tests {
             "{error}"
         );
         let mut sharing = situation(Backend::Auto, 1);
-        sharing.sharing = Sharing::Yes;
+        sharing.sharing = GpuSharing::Yes;
         assert_eq!(gpu(&sharing), Some(0));
     }
 
@@ -248,16 +248,16 @@ mod tests {
     fn an_nccl_that_lets_no_ranks_share_a_gpu_is_named_unless_ranks_name_their_hosts() {
         let old = Some(Version::LEAST);
         let mut sharing = situation(Backend::Auto, 1);
-        sharing.sharing = Sharing::asked(old, false);
+        sharing.sharing = GpuSharing::asked(old, false);
         insta::assert_snapshot!(refusal(&sharing), @r"
         2 workers on this node, which has 1 GPU, and NCCL 2.18.0 lets no ranks share one
           hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own
         ");
-        sharing.sharing = Sharing::asked(old, true);
+        sharing.sharing = GpuSharing::asked(old, true);
         assert_eq!(gpu(&sharing), Some(0));
         // Nothing is shared.
         sharing = situation(Backend::Auto, 2);
-        sharing.sharing = Sharing::asked(old, false);
+        sharing.sharing = GpuSharing::asked(old, false);
         assert_eq!(gpu(&sharing), Some(1));
     }
 

@@ -27,7 +27,7 @@ mod world;
 
 pub use checkpointing::check_initial_weights;
 pub use error::TrainError;
-pub use planning::{Advice, Buffers, Candidate, Exchanges, Forecast, Machines, Outlook, Remedy};
+pub use planning::{Adjustment, Advice, Buffers, Candidate, Comparison, Estimate, Exchanges, Machines};
 pub use run::{RunSummary, run_worker, run_worker_on, run_worker_with};
 pub use setup::Substitutes;
 pub use world::WrapTransport;

@@ -7,7 +7,7 @@ use ddp_proto::env::WorkerEnv;
 
 use super::TrainError;
 use super::checkpointing::{
-    Before, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
+    BatchBefore, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
 };
 use super::device_choice::Choice;
 use super::reporting::ProfilingWindow;
@@ -98,7 +98,7 @@ pub(super) fn open(
         blueprint.scheme.mesh.size(&DATA) as u64,
         config.train.grad_accumulation,
     );
-    let rescaled = match origin.saved().and_then(Before::of) {
+    let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
         Some(before) => rescale(&mut config.train, ranks, &before)?,
     };
@@ -142,14 +142,14 @@ pub(super) fn prepare<'a>(
     let device = choice.open(config, threads(config))?;
     let world = World::connect(config, session, device, opened.transport, scheme.mesh)?;
     let Held {
-        weights,
+        parameters,
         reducer,
         replicas: set,
     } = Held::new(&world, config, &scheme, &model, &layout)?;
-    let sharding = weights.sharding().clone();
-    let home = state_home(&world, weights.as_ref(), config, &run_dir)?;
+    let sharding = parameters.sharding().clone();
+    let home = state_home(&world, parameters.as_ref(), config, &run_dir)?;
     let optimizer = optimizer(home, (&set, &sharding), config, &model, dtypes)?;
-    let replica = Replica::new(&world, model, weights, activations, config)?;
+    let replica = Replica::new(&world, model, parameters, activations, config)?;
     let mut trainer = Trainer {
         optimizer,
         clip: clip(&world, &set, &sharding, config)?,
@@ -194,7 +194,7 @@ pub(super) fn prepare<'a>(
 /// Where the optimizer's state is. `host` on a device whose memory is the host's moves nothing.
 fn state_home(
     world: &World,
-    weights: &dyn Parameters,
+    parameters: &dyn Parameters,
     config: &TrainConfig,
     run_dir: &RunDir,
 ) -> Result<StateHome, TrainError> {
@@ -203,7 +203,7 @@ fn state_home(
     match offload.optimizer {
         OptimizerHome::None => Ok(StateHome::on_device(device)),
         OptimizerHome::Host => Ok(StateHome::on_host(device, threads(config), PIECE)?),
-        OptimizerHome::File if weights.own().arena().memory().host_ptr().is_none() => {
+        OptimizerHome::File if parameters.own().arena().memory().host_ptr().is_none() => {
             Err(TrainError::Offload {
                 device: device.name(),
             })
@@ -249,8 +249,8 @@ fn replicas(
     layout: &Arc<GradientLayout>,
     replica: &Replica,
 ) -> Result<Option<Replicas>, TrainError> {
-    let (device, sharding) = (&world.device, replica.weights.sharding());
-    Ok(match (replica.weights.own(), set.replicate()) {
+    let (device, sharding) = (&world.device, replica.parameters.sharding());
+    Ok(match (replica.parameters.own(), set.replicate()) {
         (Portion::Whole(_), _) => Some(Replicas::of_whole(set.all(), device, layout, sharding)?),
         (Portion::Shard(_), Some(copies)) => Some(Replicas::of_shards(copies, device, layout, sharding)?),
         (Portion::Shard(_), None) => None,
@@ -276,21 +276,21 @@ fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Resul
     }
     let (home, stream) = (trainer.optimizer.home(), trainer.world.stream);
     home.synchronize(stream)?;
-    let weights = &trainer.replica.weights;
-    if let (1, Some(replicas)) = (weights.sharding().world(), &trainer.replicas) {
-        let masters = trainer.optimizer.masters(weights.own()).arena().whole();
+    let parameters = &trainer.replica.parameters;
+    if let (1, Some(replicas)) = (parameters.sharding().world(), &trainer.replicas) {
+        let masters = trainer.optimizer.masters(parameters.own()).arena().whole();
         if home.host_state().is_some() {
             broadcast_from_host(&trainer.world, home, replicas, &masters)?;
         } else {
             replicas.broadcast(stream, &masters)?;
         }
     }
-    trainer.optimizer.round(stream, weights.own());
+    trainer.optimizer.round(stream, parameters.own());
     home.synchronize(stream)?;
     let accounted = trainer.sent();
-    weights.updated()?;
+    parameters.updated()?;
     // The first step has not begun.
-    let _ = weights.take_times();
+    let _ = parameters.take_times();
     trainer.accounted = accounted;
     Ok(())
 }

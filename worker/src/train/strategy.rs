@@ -138,7 +138,7 @@ pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, Tra
 
 /// Parameters, gradients and the ranks that they are shared with.
 pub(super) struct Held {
-    pub(super) weights: Arc<dyn Parameters>,
+    pub(super) parameters: Arc<dyn Parameters>,
     pub(super) reducer: Reducer,
     pub(super) replicas: ReplicaSet,
 }
@@ -162,7 +162,7 @@ impl Held {
             sharding: &sharding,
         };
         Ok(Self {
-            weights: allocation.weights(model)?,
+            parameters: allocation.parameters(model)?,
             reducer: allocation.reducer(layout)?,
             replicas,
         })
@@ -178,7 +178,7 @@ struct Allocation<'a> {
 }
 
 impl Allocation<'_> {
-    fn weights(&self, model: &Model) -> Result<Arc<dyn Parameters>, TrainError> {
+    fn parameters(&self, model: &Model) -> Result<Arc<dyn Parameters>, TrainError> {
         let mut group = ShardGroup {
             comm: self.replicas.reduce().clone(),
             device: self.world.device.clone(),

@@ -30,13 +30,17 @@ pub fn in_flight_slots(
         Some(Accumulate::Sharded) => staged(layout, sharding).0,
         _ if !is_narrowed => Vec::new(),
         Some(Accumulate::Full) => narrowed_slots(sharding.units().iter().map(ShardUnit::len)),
-        None => narrowed_slots(Unit::of_layout(layout, sync).iter().map(|unit| unit.range.len())),
+        None => narrowed_slots(
+            ReduceUnit::of_layout(layout, sync)
+                .iter()
+                .map(|unit| unit.range.len()),
+        ),
     };
     sizes.iter().sum()
 }
 
 /// What one reduction carries: parameters that lie side by side.
-pub(super) struct Unit {
+pub(super) struct ReduceUnit {
     /// Its elements, where all gradients lie in one arena.
     pub(super) range: Range<usize>,
     /// Those of them whose sums end on this rank, counted from the unit's first.
@@ -47,7 +51,7 @@ pub(super) struct Unit {
     pub(super) tag: String,
 }
 
-impl Unit {
+impl ReduceUnit {
     fn whole(range: Range<usize>, params: &[ParamId], tag: String) -> Self {
         Self {
             own: 0..range.len(),
@@ -127,7 +131,7 @@ impl WholeGrads {
         device: &Arc<dyn Device>,
         layout: &GradientLayout,
         sharding: Option<&Sharding>,
-        units: &[Unit],
+        units: &[ReduceUnit],
     ) -> Result<Self, ReduceError> {
         let comm = replicas.all();
         let is_narrowed = layout.dtype() != layout.accumulated();
@@ -157,7 +161,7 @@ impl WholeGrads {
         })
     }
 
-    fn launched(&mut self, index: usize, unit: &Unit, work: Work, round: Round) {
+    fn launched(&mut self, index: usize, unit: &ReduceUnit, work: Work, round: Round) {
         let place = self.arena.slice(unit.range.clone()).slice(unit.own.clone());
         let Some(wire) = &mut self.wire else {
             let at = work.event().clone();
@@ -203,7 +207,7 @@ impl GradMemory {
     /// A unit as it crosses the wire, complete at `ready`, and when it is there.
     pub(super) fn outgoing(
         &mut self,
-        (index, unit): (usize, &Unit),
+        (index, unit): (usize, &ReduceUnit),
         ready: Event,
         tracker: &CommTracker,
         deadline: Instant,
@@ -221,7 +225,7 @@ impl GradMemory {
     }
 
     /// The unit that went out last is being reduced.
-    pub(super) fn launched(&mut self, (index, unit): (usize, &Unit), work: Work, round: Round) {
+    pub(super) fn launched(&mut self, (index, unit): (usize, &ReduceUnit), work: Work, round: Round) {
         match self {
             Self::Whole(whole) => whole.launched(index, unit, work, round),
             Self::Shard(shard) => shard.launched(index, work, round),

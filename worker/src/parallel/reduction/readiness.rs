@@ -13,10 +13,10 @@ use crate::model::ParamId;
 use crate::parallel::GradientLayout;
 
 /// By parameter.
-pub(super) struct Reports(Vec<Report>);
+pub(super) struct Readiness(Vec<GradReports>);
 
 #[derive(Clone, Default)]
-struct Report {
+struct GradReports {
     /// In this round.
     times: usize,
     /// How often it is to be reported in a round.
@@ -27,13 +27,13 @@ struct Report {
     events: Vec<Event>,
 }
 
-impl Reports {
+impl Readiness {
     /// For rounds of so many micro-batches.
     pub(super) fn new(layout: &GradientLayout, micro_batches: usize) -> Self {
         let due = |id| layout.spec(ParamId(id)).contributions * micro_batches;
-        let report = |id| Report {
+        let report = |id| GradReports {
             due: due(id),
-            ..Report::default()
+            ..GradReports::default()
         };
         Self((0..layout.params()).map(report).collect())
     }

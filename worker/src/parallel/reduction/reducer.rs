@@ -20,8 +20,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::ReduceError;
-use super::gradients::{GradMemory, Unit, WholeGrads};
-use super::readiness::Reports;
+use super::gradients::{GradMemory, ReduceUnit, WholeGrads};
+use super::readiness::Readiness;
 use super::sharded_gradients::GradShard;
 use super::slots::{Landed, Round};
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work, WorkError};
@@ -57,8 +57,8 @@ pub struct Reducer {
     copies: Option<ReplicateGroup>,
     layout: Arc<GradientLayout>,
     config: ReducerConfig,
-    units: Vec<Unit>,
-    /// Unit of each parameter.
+    units: Vec<ReduceUnit>,
+    /// ReduceUnit of each parameter.
     unit_of: Vec<usize>,
     memory: GradMemory,
     in_flight: Vec<Work>,
@@ -78,7 +78,7 @@ impl Reducer {
         config: ReducerConfig,
     ) -> Result<Self, ReduceError> {
         let replicas = ReplicaSet::of_all(comm.clone());
-        let units = Unit::of_layout(&layout, config.sync);
+        let units = ReduceUnit::of_layout(&layout, config.sync);
         let whole = WholeGrads::new(&replicas, device, &layout, None, &units)?;
         let memory = GradMemory::Whole(whole);
         Ok(Self::with(&replicas, device, layout, config, units, memory))
@@ -95,7 +95,7 @@ impl Reducer {
         accumulate: Accumulate,
         overlap: bool,
     ) -> Result<Self, ReduceError> {
-        let units = Unit::of_sharding(sharding);
+        let units = ReduceUnit::of_sharding(sharding);
         let memory = match accumulate {
             Accumulate::Full => {
                 let whole = WholeGrads::new(replicas, device, &layout, Some(sharding), &units)?;
@@ -115,7 +115,7 @@ impl Reducer {
         device: &Arc<dyn Device>,
         layout: Arc<GradientLayout>,
         config: ReducerConfig,
-        units: Vec<Unit>,
+        units: Vec<ReduceUnit>,
         memory: GradMemory,
     ) -> Self {
         let mut unit_of = vec![0; layout.params()];
@@ -248,7 +248,7 @@ pub struct Step<'a> {
     reducer: Option<&'a mut Reducer>,
     /// Times that each unit is launched: once, or once a micro-batch.
     rounds: usize,
-    reports: Reports,
+    readiness: Readiness,
     /// Parameters of each unit that are not complete in its round.
     open: Vec<usize>,
     /// Units launched so far, of all rounds: always a prefix.
@@ -267,7 +267,7 @@ impl<'a> Step<'a> {
         };
         Self {
             rounds,
-            reports: Reports::new(&reducer.layout, in_round),
+            readiness: Readiness::new(&reducer.layout, in_round),
             open: reducer.units.iter().map(|unit| unit.params.len()).collect(),
             launched: 0,
             host: None,
@@ -281,7 +281,7 @@ impl<'a> Step<'a> {
         let buffer = self.writable(id)?;
         Ok(GradSlot {
             buffer,
-            accumulate: self.reports.is_written(id),
+            accumulate: self.readiness.is_written(id),
         })
     }
 
@@ -289,7 +289,7 @@ impl<'a> Step<'a> {
     /// the first access of a step.
     pub fn grad_mut<T: Element>(&mut self, id: ParamId) -> Result<HostMut<'_, T>, ReduceError> {
         let buffer = self.writable(id)?;
-        let first = self.reports.write(id);
+        let first = self.readiness.write(id);
         let mut grad = self.host.insert(buffer).host_mut::<T>()?;
         if first {
             grad.fill(T::zeroed());
@@ -345,7 +345,7 @@ impl<'a> Step<'a> {
     fn complete(&mut self, deadline: Instant) -> Result<Event, ReduceError> {
         self.check()?;
         let layout = &self.reducer().layout;
-        self.reports.all_there(layout).map_err(|e| self.fail(e))?;
+        self.readiness.all_there(layout).map_err(|e| self.fail(e))?;
         while self.launched < self.launches() {
             self.launch_next();
         }
@@ -385,8 +385,8 @@ impl<'a> Step<'a> {
     /// Memory of a gradient that is not on its way.
     fn writable(&mut self, id: ParamId) -> Result<Buffer, ReduceError> {
         self.check()?;
-        self.reports.known(id).map_err(|e| self.fail(e))?;
-        if self.reports.is_complete(id) {
+        self.readiness.known(id).map_err(|e| self.fail(e))?;
+        if self.readiness.is_complete(id) {
             let (param, bucket) = self.reducer().layout.name_and_bucket(id);
             return Err(self.fail(ReduceError::Late { param, bucket }));
         }
@@ -395,8 +395,8 @@ impl<'a> Step<'a> {
 
     fn report(&mut self, id: ParamId, at: Event) -> Result<(), ReduceError> {
         let layout = self.reducer().layout.clone();
-        self.reports.add(id, at, &layout)?;
-        if self.reports.is_complete(id) {
+        self.readiness.add(id, at, &layout)?;
+        if self.readiness.is_complete(id) {
             let unit = self.reducer().unit_of[id.0];
             self.open[unit] -= 1;
             self.launch_complete();
@@ -430,9 +430,9 @@ impl<'a> Step<'a> {
         self.launched += 1;
         let reducer = self.reducer.as_deref_mut().expect("`finish` consumes the step");
         let params = &reducer.units[unit].params;
-        let ready = self.reports.take_event(params);
+        let ready = self.readiness.take_event(params);
         if !round.is_last() {
-            self.reports.next_round(params);
+            self.readiness.next_round(params);
             self.open[unit] = params.len();
         }
         reducer.launch(unit, ready, round);

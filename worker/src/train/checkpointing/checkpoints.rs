@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use super::owned_state::{OwnFile, RankState, copy, files, stems};
 use super::resume::load;
 use super::save_thread::{Leader, Order, SaveTask, SaveThread, Source, Stage, Wait};
-use super::save_verdict::{self, Report, Told, Verdict};
+use super::save_verdict::{self, SaveReport, Told, Verdict};
 use crate::checkpoint::{CheckpointError, Extent, Keep, Reader, Rng, State, Storage, step_name};
 use crate::config::{OptimizerHome, TrainConfig};
 use crate::data::{Dataset, ORDER_VERSION};
@@ -31,7 +31,7 @@ const ROUND: Duration = Duration::from_millis(250);
 const CLEAN_UP_BOUND: Duration = Duration::from_secs(10);
 /// Longest wait for a thread whose save nobody wants any more.
 const ABANDON_BOUND: Duration = Duration::from_secs(2);
-/// A wait that people should hear of.
+/// A wait that is reported.
 const LONG_WAIT: Duration = Duration::from_secs(1);
 /// The last save of a run has no next one that makes it good: it is tried again at once.
 const LAST_ATTEMPTS: u32 = 2;
@@ -61,7 +61,7 @@ pub(crate) struct Checkpoints {
     resumed_from: Option<u64>,
     /// Saves that were not made good at once.
     failed: u64,
-    /// Time for which training stood still, since it was last asked for.
+    /// Time for which training waited, since it was last asked for.
     stalled: Duration,
 }
 
@@ -329,7 +329,7 @@ impl Checkpoints {
             _ => ended.own.is_some(),
         };
         if let (true, Some(error)) = (speaks, &ended.own) {
-            let report = Report {
+            let report = SaveReport {
                 step: ended.step,
                 verdict: &ended.verdict,
                 error,

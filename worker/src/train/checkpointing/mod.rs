@@ -20,7 +20,7 @@ mod save_verdict;
 
 pub(super) use checkpoints::{Checkpoints, Position, document, identity};
 pub(super) use owned_state::RankState;
-pub(super) use rescale::{Before, ranks_divide, rescale};
+pub(super) use rescale::{BatchBefore, ranks_divide, rescale};
 pub use resume::check_initial_weights;
 pub(super) use resume::{Origin, open_checkpoint};
 pub(super) use save_verdict::failed_saves;

@@ -135,8 +135,8 @@ impl OwnFile {
 /// One for each kind of tensor.
 pub(super) fn files(here: RankState<'_>) -> Vec<OwnFile> {
     let (rank, ranks) = (here.world.rank(), here.world.size());
-    let weights = &here.replica.weights;
-    let own = written_by(weights.sharding(), rank, ranks);
+    let parameters = &here.replica.parameters;
+    let own = written_by(parameters.sharding(), rank, ranks);
     let params = &here.replica.model.params;
     let file = |part: &StateTensors<'_>| {
         let extents = own.iter().flat_map(|piece| extents(&part.kind, piece, params));
@@ -151,13 +151,16 @@ pub(super) fn files(here: RankState<'_>) -> Vec<OwnFile> {
             buffers,
         }
     };
-    tensors(weights.own(), here.optimizer).iter().map(file).collect()
+    tensors(parameters.own(), here.optimizer)
+        .iter()
+        .map(file)
+        .collect()
 }
 
 /// Names of the files of all ranks.
 pub(super) fn stems(here: RankState<'_>) -> Vec<String> {
     let ranks = here.world.size();
-    let parts = tensors(here.replica.weights.own(), here.optimizer);
+    let parts = tensors(here.replica.parameters.own(), here.optimizer);
     let of = |rank| parts.iter().map(move |part| file_stem(&part.kind, rank, ranks));
     (0..ranks).flat_map(of).collect()
 }

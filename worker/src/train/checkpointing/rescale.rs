@@ -19,13 +19,13 @@ const MAX_CANDIDATES: u64 = 1 << 12;
 
 /// The batches of the run so far.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Before {
+pub(crate) struct BatchBefore {
     batch: Batch,
     /// `train.micro_batch` and `train.grad_accumulation`, as they were configured.
     configured: (u64, u64),
 }
 
-impl Before {
+impl BatchBefore {
     /// What a checkpoint tells of them; none: its build did not.
     pub(crate) fn of(state: &State) -> Option<Self> {
         let number = |pointer| state.config.pointer(pointer)?.as_u64();
@@ -46,7 +46,11 @@ impl Before {
 /// Returns what is different from before, in words, where the number of ranks is.
 ///
 /// Fails where no accumulation keeps the global batch that is to be kept.
-pub(crate) fn rescale(train: &mut Train, ranks: u64, before: &Before) -> Result<Option<String>, TrainError> {
+pub(crate) fn rescale(
+    train: &mut Train,
+    ranks: u64,
+    before: &BatchBefore,
+) -> Result<Option<String>, TrainError> {
     if train.rescale == Rescale::KeepGlobalBatch && !before.is_overruled(train, ranks) {
         train.grad_accumulation = kept(train.micro_batch as u64, ranks, before.batch.samples)?;
     }
@@ -122,8 +126,8 @@ mod tests {
     use super::*;
 
     /// A run of 12 samples a step: 3 ranks × 2 micro-batches × 2 samples.
-    fn before() -> Before {
-        Before {
+    fn before() -> BatchBefore {
+        BatchBefore {
             batch: Batch {
                 samples: 12,
                 ranks: 3,
@@ -173,7 +177,7 @@ mod tests {
     #[test]
     fn a_run_comes_back_to_what_it_was() {
         // On one rank since the last checkpoint, which tells of the configuration as it was given.
-        let before = Before {
+        let before = BatchBefore {
             batch: Batch {
                 samples: 12,
                 ranks: 1,
@@ -248,8 +252,8 @@ mod tests {
             data: None,
             config: serde_json::json!({ "train": { "micro_batch": 2, "grad_accumulation": 2 } }),
         };
-        assert_eq!(Before::of(&state), None);
+        assert_eq!(BatchBefore::of(&state), None);
         state.batch = Some(before().batch);
-        assert_eq!(Before::of(&state), Some(before()));
+        assert_eq!(BatchBefore::of(&state), Some(before()));
     }
 }

@@ -112,7 +112,7 @@ pub(super) fn load(
     reader: &Reader,
     (world, replica, optimizer): (&World, &Replica, &Optimizer),
 ) -> Result<(), TrainError> {
-    let parts = tensors(replica.weights.own(), optimizer);
+    let parts = tensors(replica.parameters.own(), optimizer);
     let params = &replica.model.params;
     let all = |part: &StateTensors<'_>| -> Vec<Extent> {
         let specs = params.iter();
@@ -122,7 +122,7 @@ pub(super) fn load(
     let expected: Vec<Expected<'_>> = whole.iter().map(Expected::of).collect();
     reader.expect(&expected)?;
     for part in &parts {
-        let pieces = replica.weights.sharding().own_pieces();
+        let pieces = replica.parameters.sharding().own_pieces();
         let own = pieces.iter().flat_map(|piece| extents(&part.kind, piece, params));
         for OwnExtent { extent, places } in own {
             let bytes = reader.read(&extent.tensor, &extent.region, extent.range)?;

@@ -81,18 +81,18 @@ pub(super) enum Order {
 /// A save under way. Nobody joins its thread, which a file system may hold for ever. When it is dropped, the thread ends
 /// by itself soon, and rank 0's deletes what was written.
 pub(super) struct SaveThread {
-    shared: Arc<Shared>,
+    shared: Arc<SharedProgress>,
     orders: Sender<Order>,
     step: u64,
 }
 
-struct Shared {
-    progress: Mutex<Progress>,
+struct SharedProgress {
+    progress: Mutex<SaveProgress>,
     changed: Condvar,
     notes: Arc<Notes>,
 }
 
-struct Progress {
+struct SaveProgress {
     stage: Stage,
     /// Nobody waits for it any more.
     dropped: bool,
@@ -110,7 +110,7 @@ pub(super) struct Wait {
 impl SaveThread {
     /// Begins. What goes wrong is said by [`SaveThread::stage`].
     pub(super) fn start(task: SaveTask) -> Self {
-        let shared = Arc::new(Shared::new(Stage::Writing));
+        let shared = Arc::new(SharedProgress::new(Stage::Writing));
         let (orders, inbox) = channel();
         let (step, own) = (task.step, shared.clone());
         let storage = Arc::new(NotedStorage {
@@ -131,7 +131,7 @@ impl SaveThread {
 
     /// A save that could not begin on this rank.
     pub(super) fn failed(step: u64, error: CheckpointError) -> Self {
-        let shared = Shared::new(Stage::Failed(error));
+        let shared = SharedProgress::new(Stage::Failed(error));
         shared.progress().ended = true;
         Self {
             shared: Arc::new(shared),
@@ -204,10 +204,10 @@ impl Drop for SaveThread {
     }
 }
 
-impl Shared {
+impl SharedProgress {
     fn new(stage: Stage) -> Self {
         Self {
-            progress: Mutex::new(Progress {
+            progress: Mutex::new(SaveProgress {
                 stage,
                 dropped: false,
                 ended: false,
@@ -217,7 +217,7 @@ impl Shared {
         }
     }
 
-    fn progress(&self) -> MutexGuard<'_, Progress> {
+    fn progress(&self) -> MutexGuard<'_, SaveProgress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -252,7 +252,7 @@ impl Shared {
     }
 }
 
-fn run(task: &SaveTask, shared: &Arc<Shared>, orders: &Receiver<Order>) {
+fn run(task: &SaveTask, shared: &Arc<SharedProgress>, orders: &Receiver<Order>) {
     let _guard = End(shared, task.step);
     if task
         .files
@@ -279,7 +279,7 @@ fn run(task: &SaveTask, shared: &Arc<Shared>, orders: &Receiver<Order>) {
 }
 
 /// The end of the thread. A panic must not look like a save that takes long.
-struct End<'a>(&'a Arc<Shared>, u64);
+struct End<'a>(&'a Arc<SharedProgress>, u64);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {
@@ -294,7 +294,7 @@ impl Drop for End<'_> {
     }
 }
 
-fn write_all(task: &SaveTask, writer: &Writer, shared: &Shared) -> Result<(), CheckpointError> {
+fn write_all(task: &SaveTask, writer: &Writer, shared: &SharedProgress) -> Result<(), CheckpointError> {
     match task.leader {
         Some(_) => writer.lead()?,
         None => writer.follow()?,
@@ -320,7 +320,7 @@ fn write_all(task: &SaveTask, writer: &Writer, shared: &Shared) -> Result<(), Ch
 
 fn put_host(
     task: &SaveTask,
-    shared: &Shared,
+    shared: &SharedProgress,
     buffer: &Buffer,
     part: &mut PartWriter,
 ) -> Result<(), CheckpointError> {
@@ -334,7 +334,7 @@ fn put_host(
 
 fn put_live(
     task: &SaveTask,
-    shared: &Shared,
+    shared: &SharedProgress,
     buffer: &Buffer,
     part: &mut PartWriter,
 ) -> Result<(), CheckpointError> {
@@ -361,7 +361,7 @@ fn commit(
     task: &SaveTask,
     leader: &Leader,
     writer: &Writer,
-    shared: &Shared,
+    shared: &SharedProgress,
 ) -> Result<Result<(), CheckpointError>, CheckpointError> {
     if let Err(error) = shared.wanted(task) {
         // The next generation may have begun: nothing of this one is to be seen.

@@ -23,7 +23,7 @@ pub(super) fn code(stage: &Stage) -> f64 {
     }
 }
 
-/// What this rank has told the others of a save. A failure is final: they may conclude from it later, when a disk that
+/// What this rank has told the others of a save. A failure is final: they may act on it later, when a disk that
 /// was given up has moved again.
 #[derive(Debug, Default)]
 pub(super) struct Told(Option<CheckpointError>);
@@ -69,7 +69,7 @@ pub(super) fn of(codes: &[f64]) -> Verdict {
 }
 
 /// A save that went wrong, for people.
-pub(super) struct Report<'a> {
+pub(super) struct SaveReport<'a> {
     pub(super) step: u64,
     pub(super) verdict: &'a Verdict,
     pub(super) error: &'a CheckpointError,
@@ -80,7 +80,7 @@ pub(super) struct Report<'a> {
     pub(super) latest: Option<u64>,
 }
 
-impl fmt::Display for Report<'_> {
+impl fmt::Display for SaveReport<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (step, error) = (self.step, self.error);
         let Verdict::Failed { ranks } = self.verdict else {
@@ -175,7 +175,7 @@ mod tests {
             kind: io::ErrorKind::StorageFull,
         };
         let verdict = Verdict::Failed { ranks: vec![1, 2] };
-        let report = Report {
+        let report = SaveReport {
             step: 40,
             verdict: &verdict,
             error: &error,
@@ -188,12 +188,12 @@ mod tests {
           cannot write `out/x`: No space left on device (os error 28)
           hint: free space there
         ");
-        insta::assert_snapshot!(Report { next_due: None, retry: Some(Duration::from_secs(2)), latest: None, ..report }, @r"
+        insta::assert_snapshot!(SaveReport { next_due: None, retry: Some(Duration::from_secs(2)), latest: None, ..report }, @r"
         the checkpoint of step 40 was not saved on ranks 1, 2; it is tried again in 2 s (there is none yet)
           cannot write `out/x`: No space left on device (os error 28)
           hint: free space there
         ");
-        insta::assert_snapshot!(Report { verdict: &Verdict::Saved, ..report }, @r"
+        insta::assert_snapshot!(SaveReport { verdict: &Verdict::Saved, ..report }, @r"
         the checkpoint of step 40 is saved, but older ones that are not kept could not be deleted: cannot write `out/x`: No space left on device (os error 28)
           hint: free space there
         ");

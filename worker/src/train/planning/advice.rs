@@ -14,12 +14,12 @@ pub enum Advice {
     /// This strategy fits, and none that fits sends less.
     Take(Strategy, &'static str),
     /// None fits as the configuration stands; with one of these changes `zero3` does. Empty if not even all of them help.
-    Change(Vec<Remedy>),
+    Change(Vec<Adjustment>),
 }
 
 /// A change with which a configuration fits.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Remedy {
+pub struct Adjustment {
     /// Keys and values of the YAML, or a number of nodes.
     pub change: String,
     /// Bytes that a device then holds.
@@ -75,7 +75,7 @@ struct Change {
 
 /// For each kind of change the smallest one with which `config` fits; if there is none, what to do together. Empty if that
 /// does not help either.
-pub(super) fn remedies(config: &TrainConfig, machines: &Machines) -> Result<Vec<Remedy>, TrainError> {
+pub(super) fn adjustments(config: &TrainConfig, machines: &Machines) -> Result<Vec<Adjustment>, TrainError> {
     let cluster = machines.cluster;
     let mut found = Vec::new();
     for kind in [
@@ -93,7 +93,7 @@ pub(super) fn remedies(config: &TrainConfig, machines: &Machines) -> Result<Vec<
     Ok(found)
 }
 
-fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Remedy>, TrainError> {
+fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Adjustment>, TrainError> {
     for Change {
         words,
         config,
@@ -102,7 +102,7 @@ fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Remedy>
     {
         match candidate(&config, machines, cluster) {
             Ok(candidate) if candidate.fits == Some(true) => {
-                return Ok(Some(Remedy {
+                return Ok(Some(Adjustment {
                     change: words,
                     held: candidate.held,
                 }));

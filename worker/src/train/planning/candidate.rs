@@ -3,7 +3,7 @@
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::WorldSize;
 
-use super::estimate::Outlook;
+use super::estimate::Estimate;
 use crate::config::{OptimizerHome, Strategy, Sync, TrainConfig};
 use crate::data::Vocabulary;
 use crate::plan::{Among, Cluster, StepBound, Work};
@@ -30,7 +30,7 @@ pub struct Candidate {
     /// On how many ranks, and where.
     pub cluster: Cluster,
     /// What a rank holds and moves.
-    pub outlook: Outlook,
+    pub estimate: Estimate,
     /// Bytes in the device's memory.
     pub held: u64,
     /// Whether the device has room for that, if its memory is known.
@@ -46,7 +46,7 @@ pub struct Candidate {
 impl Candidate {
     /// Bytes that a rank sends in a step, within its copy of the state and between the copies.
     pub(super) fn sent(&self) -> u64 {
-        let exchanges = &self.outlook.exchanges;
+        let exchanges = &self.estimate.exchanges;
         let ranks = |among| match among {
             Among::Shards => exchanges.shard_ranks,
             Among::Copies => self.cluster.ranks() / exchanges.shard_ranks,
@@ -69,9 +69,9 @@ pub(super) fn candidate(
         node_count: cluster.nodes as u32,
         ..WorkerEnv::single()
     };
-    let outlook = Outlook::of(config, &env)?;
-    let held = held(config, &outlook, machines);
-    let exchanges = &outlook.exchanges;
+    let estimate = Estimate::of(config, &env)?;
+    let held = held(config, &estimate, machines);
+    let exchanges = &estimate.exchanges;
     let communication = cluster.least_seconds(&exchanges.all(), exchanges.shard_ranks);
     let tokens = config.train.grad_accumulation * config.train.micro_batch * config.model.block_size;
     let work = work(config)?;
@@ -88,7 +88,7 @@ pub(super) fn candidate(
     Ok(Candidate {
         strategy: config.parallel.strategy,
         cluster,
-        outlook,
+        estimate,
         held,
         fits: machines.memory.map(|memory| held <= memory),
         compute,
@@ -107,14 +107,14 @@ pub(super) fn work(config: &TrainConfig) -> Result<Work, TrainError> {
 }
 
 /// Bytes in the memory of the device that a rank trains on.
-fn held(config: &TrainConfig, outlook: &Outlook, machines: &Machines) -> u64 {
-    let held = outlook.held();
+fn held(config: &TrainConfig, estimate: &Estimate, machines: &Machines) -> u64 {
+    let held = estimate.held();
     let elsewhere = match config.train.offload.optimizer {
         OptimizerHome::File => held.optimizer,
         OptimizerHome::Host if machines.has_own_memory => held.optimizer,
         OptimizerHome::Host | OptimizerHome::None => 0,
     };
-    held.total() - elsewhere + outlook.buffers.gathered + outlook.activations
+    held.total() - elsewhere + estimate.buffers.gathered + estimate.activations
 }
 
 /// `from`, and twice as many again and again.

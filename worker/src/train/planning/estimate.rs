@@ -15,7 +15,7 @@ use crate::train::strategy::{Blueprint, Scheme};
 
 /// A pure function of the configuration and the rank's place. Sizes in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Outlook {
+pub struct Estimate {
     /// What the formulas depend on.
     pub setting: Setting,
     /// Parameters of the model, Ψ: without padding, a tied one counted once.
@@ -96,7 +96,7 @@ impl Exchanges {
     }
 }
 
-impl Outlook {
+impl Estimate {
     /// Of a configuration on the rank that `env` describes.
     pub fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
         let Blueprint {
@@ -109,7 +109,7 @@ impl Outlook {
         Ok(Self::new(config, &model, &layout, scheme, activations))
     }
 
-    pub(crate) fn new(
+    pub(in crate::train) fn new(
         config: &TrainConfig,
         model: &Model,
         layout: &GradientLayout,
@@ -190,7 +190,7 @@ mod tests {
     use crate::config;
 
     /// A small GPT on 2 nodes of 4 ranks.
-    fn outlook(more: &str) -> Outlook {
+    fn estimate(more: &str) -> Estimate {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("train.yaml");
         let text = format!(
@@ -204,7 +204,7 @@ mod tests {
             node_count: 2,
             ..WorkerEnv::single()
         };
-        Outlook::of(&config, &env).unwrap()
+        Estimate::of(&config, &env).unwrap()
     }
 
     #[test]
@@ -217,9 +217,9 @@ mod tests {
                 if strategy == "ddp" && !group.is_empty() {
                     continue;
                 }
-                let Outlook {
+                let Estimate {
                     exchanges, traffic, ..
-                } = outlook(&more);
+                } = estimate(&more);
                 let shards = exchanges.shard_ranks;
                 let part = |exchange: Exchange| match exchange.among {
                     Among::Shards => exchange.bytes_a_rank(shards),

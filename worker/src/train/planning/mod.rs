@@ -12,7 +12,7 @@ mod candidate;
 mod estimate;
 mod planner;
 
-pub use advice::{Advice, Remedy};
+pub use advice::{Adjustment, Advice};
 pub use candidate::{Candidate, Machines};
-pub use estimate::{Buffers, Exchanges, Outlook};
-pub use planner::Forecast;
+pub use estimate::{Buffers, Estimate, Exchanges};
+pub use planner::Comparison;

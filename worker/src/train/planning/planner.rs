@@ -1,7 +1,7 @@
 //! What a configuration would cost on machines that need not be here: every strategy beside the others, which one to
 //! take, and how the step grows with the ranks.
 
-use super::advice::{Advice, choice, remedies};
+use super::advice::{Advice, adjustments, choice};
 use super::candidate::{Candidate, Machines, candidate, doublings, work};
 use crate::config::{Strategy, Sync, TrainConfig};
 use crate::parallel::Dtypes;
@@ -14,7 +14,7 @@ const STRATEGIES: [Strategy; 4] = [Strategy::Ddp, Strategy::Zero1, Strategy::Zer
 
 /// What every strategy would cost, and which one to take.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Forecast {
+pub struct Comparison {
     /// Name of the model.
     pub model: String,
     /// Parameters, a tied one counted once.
@@ -31,7 +31,7 @@ pub struct Forecast {
     pub scaling: Vec<Candidate>,
 }
 
-impl Forecast {
+impl Comparison {
     /// Of a configuration on machines. Nothing is allocated.
     pub fn of(config: &TrainConfig, machines: &Machines) -> Result<Self, TrainError> {
         let Machines { cluster, .. } = *machines;
@@ -40,7 +40,7 @@ impl Forecast {
         for strategy in STRATEGIES {
             let found = with(strategy)?;
             // On one rank, or in groups of one, nothing can be sharded.
-            if found.outlook.setting.strategy == strategy {
+            if found.estimate.setting.strategy == strategy {
                 candidates.push(found);
             }
         }
@@ -49,7 +49,7 @@ impl Forecast {
             None => None,
             Some(_) => Some(match choice(&candidates, config) {
                 Some((strategy, why)) => Advice::Take(strategy, why),
-                None => Advice::Change(remedies(&under(config, Strategy::Zero3), machines)?),
+                None => Advice::Change(adjustments(&under(config, Strategy::Zero3), machines)?),
             }),
         };
         let scaled = match advice {
@@ -60,7 +60,7 @@ impl Forecast {
         let [first, ..] = candidates.as_slice() else {
             unreachable!("`ddp` is possible everywhere");
         };
-        let parameters = first.outlook.parameters;
+        let parameters = first.estimate.parameters;
         Ok(Self {
             model: network(config, Dtypes::of(config))?.name,
             parameters,
@@ -111,7 +111,7 @@ fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, 
 
 #[cfg(test)]
 mod tests {
-    use super::super::advice::Remedy;
+    use super::super::advice::Adjustment;
     use super::*;
     use crate::config;
 
@@ -146,7 +146,7 @@ mod tests {
     }
 
     fn taken(config: &TrainConfig, memory: u64) -> Option<Strategy> {
-        match Forecast::of(config, &machines(memory)).unwrap().advice {
+        match Comparison::of(config, &machines(memory)).unwrap().advice {
             Some(Advice::Take(strategy, _)) => Some(strategy),
             _ => None,
         }
@@ -190,7 +190,7 @@ mod tests {
 
     #[test]
     fn the_reason_does_not_deny_what_fits_as_well() {
-        let reason = |gb| match Forecast::of(&config(&[]), &machines(gb * GB)).unwrap().advice {
+        let reason = |gb| match Comparison::of(&config(&[]), &machines(gb * GB)).unwrap().advice {
             Some(Advice::Take(Strategy::Zero2, reason)) => reason,
             other => panic!("{other:?}"),
         };
@@ -206,32 +206,32 @@ mod tests {
     #[test]
     fn a_shard_group_needs_the_ranks_of_the_machines_only() {
         let grouped = config(&["parallel.strategy=zero2", "parallel.shard_group=4"]);
-        let forecast = Forecast::of(&grouped, &machines(180 * GB)).unwrap();
-        assert_eq!(forecast.candidates[1].outlook.exchanges.shard_ranks, 4);
+        let comparison = Comparison::of(&grouped, &machines(180 * GB)).unwrap();
+        assert_eq!(comparison.candidates[1].estimate.exchanges.shard_ranks, 4);
     }
 
     #[test]
     fn on_one_rank_there_is_nothing_to_choose() {
         let mut alone = machines(180 * GB);
         alone.cluster.ranks_a_node = 1;
-        let forecast = Forecast::of(&config(&[]), &alone).unwrap();
-        assert_eq!(forecast.candidates.len(), 1);
-        assert_eq!(forecast.candidates[0].communication, Some(0.0));
-        assert_eq!(forecast.scaling.len(), 1);
+        let comparison = Comparison::of(&config(&[]), &alone).unwrap();
+        assert_eq!(comparison.candidates.len(), 1);
+        assert_eq!(comparison.candidates[0].communication, Some(0.0));
+        assert_eq!(comparison.scaling.len(), 1);
     }
 
     #[test]
-    fn each_remedy_helps() {
+    fn each_adjustment_helps() {
         let size = "train.micro_batch=8";
         for (memory, number) in [(38, 2), (30, 1), (15, 1)] {
-            let Some(Advice::Change(remedies)) = Forecast::of(&config(&[size]), &machines(memory * GB))
+            let Some(Advice::Change(adjustments)) = Comparison::of(&config(&[size]), &machines(memory * GB))
                 .unwrap()
                 .advice
             else {
                 panic!("fits into {memory} GB");
             };
-            assert!(remedies.len() >= number, "{memory} GB: {remedies:?}");
-            for Remedy { change, held } in remedies {
+            assert!(adjustments.len() >= number, "{memory} GB: {adjustments:?}");
+            for Adjustment { change, held } in adjustments {
                 assert!(held <= memory * GB);
                 let (mut overrides, mut nodes) = (vec![size.to_owned()], 1);
                 for part in change.split(", ").flat_map(|part| part.split(" with ")) {
@@ -244,7 +244,7 @@ mod tests {
                 let mut machines = machines(memory * GB);
                 machines.cluster.nodes = nodes;
                 machines.cluster.network = Some(400e9);
-                let changed = Forecast::of(&config(&overrides), &machines).unwrap();
+                let changed = Comparison::of(&config(&overrides), &machines).unwrap();
                 let zero3 = changed.candidates.last().unwrap();
                 assert_eq!((zero3.held, zero3.fits), (held, Some(true)), "{change}");
             }
@@ -256,14 +256,14 @@ mod tests {
         let mut many = machines(80 * GB);
         many.cluster.nodes = 3;
         many.cluster.network = Some(50e9);
-        let forecast = Forecast::of(&config(&[]), &many).unwrap();
-        let ranks: Vec<u64> = forecast
+        let comparison = Comparison::of(&config(&[]), &many).unwrap();
+        let ranks: Vec<u64> = comparison
             .scaling
             .iter()
             .map(|point| point.cluster.ranks())
             .collect();
         assert_eq!(ranks, [2, 4, 8, 16, 24], "it does not fit on one");
-        let steps = forecast
+        let steps = comparison
             .scaling
             .iter()
             .map(|point| point.bound.unwrap().seconds());

@@ -151,12 +151,12 @@ fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
     let process = ProcessMemory::recent();
     let optimizer = trainer.optimizer.bytes_by_place();
     metrics::Memory {
-        params: trainer.replica.weights.bytes() as u64,
+        params: trainer.replica.parameters.bytes() as u64,
         grads: trainer.grad_bytes as u64,
         optimizer: optimizer.device as u64,
         optimizer_host: optimizer.host as u64,
         activations: trainer.replica.pool.allocated_bytes() as u64,
-        gathered: trainer.replica.weights.gathered_bytes() as u64,
+        gathered: trainer.replica.parameters.gathered_bytes() as u64,
         checkpoint: trainer.checkpoints.snapshot_bytes() as u64,
         device_peak: trainer.world.device.peak_bytes().unwrap_or(0) as u64,
         peak_rss: process.peak_rss,

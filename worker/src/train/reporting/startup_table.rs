@@ -9,7 +9,7 @@ use crate::device::DType;
 use crate::optim::{batch_factor, learning_rate};
 use crate::parallel::Dtypes;
 use crate::plan::Footprint;
-use crate::train::planning::Outlook;
+use crate::train::planning::Estimate;
 use crate::train::setup::Prepared;
 use crate::train::step::Trainer;
 use crate::train::strategy::Scheme;
@@ -58,7 +58,7 @@ fn rows(prepared: &Prepared<'_>) -> Vec<(&'static str, String)> {
             "memory of a rank",
             memory(
                 footprint(trainer),
-                &outlook(prepared, trainer.scheme),
+                &estimate(prepared, trainer.scheme),
                 trainer.checkpoints.snapshot_bytes() as u64,
             ),
         ),
@@ -189,18 +189,18 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
 /// What this rank has allocated, by kind.
 fn footprint(trainer: &Trainer<'_>) -> Footprint {
     Footprint {
-        params: trainer.replica.weights.bytes() as u64,
+        params: trainer.replica.parameters.bytes() as u64,
         grads: trainer.grad_bytes as u64,
         optimizer: trainer.optimizer.bytes_by_place().device as u64,
     }
 }
 
 /// What it holds and moves under a scheme: its own, or one that it might have had.
-fn outlook(prepared: &Prepared<'_>, scheme: Scheme) -> Outlook {
+fn estimate(prepared: &Prepared<'_>, scheme: Scheme) -> Estimate {
     let replica = &prepared.trainer.replica;
     let layout = prepared.reducer.layout();
     let activations = replica.pool.allocated_bytes();
-    Outlook::new(
+    Estimate::new(
         prepared.trainer.config,
         &replica.model,
         layout,
@@ -209,10 +209,10 @@ fn outlook(prepared: &Prepared<'_>, scheme: Scheme) -> Outlook {
     )
 }
 
-fn memory(footprint: Footprint, outlook: &Outlook, snapshot_bytes: u64) -> String {
-    let Outlook {
+fn memory(footprint: Footprint, estimate: &Estimate, snapshot_bytes: u64) -> String {
+    let Estimate {
         buffers, activations, ..
-    } = outlook;
+    } = estimate;
     let aside = |number: u64, words: &dyn Fn(String) -> String| match number {
         0 => String::new(),
         number => words(bytes(number)),
@@ -327,14 +327,14 @@ fn accumulation(prepared: &Prepared<'_>) -> Option<String> {
         return None;
     }
     let [sharded, full] = [Accumulate::Sharded, Accumulate::Full]
-        .map(|accumulate| outlook(prepared, scheme.accumulating(accumulate)));
+        .map(|accumulate| estimate(prepared, scheme.accumulating(accumulate)));
     Some(both_ways(config.parallel.accumulate, &sharded, &full))
 }
 
-fn both_ways(chosen: Accumulate, sharded: &Outlook, full: &Outlook) -> String {
-    let sent = |outlook: &Outlook| bytes(outlook.traffic.total());
-    let [shard, whole] = [sharded, full].map(|outlook| bytes(outlook.held().grads));
-    let in_flight = |outlook: &Outlook| in_flight(outlook.buffers.in_flight);
+fn both_ways(chosen: Accumulate, sharded: &Estimate, full: &Estimate) -> String {
+    let sent = |estimate: &Estimate| bytes(estimate.traffic.total());
+    let [shard, whole] = [sharded, full].map(|estimate| bytes(estimate.held().grads));
+    let in_flight = |estimate: &Estimate| in_flight(estimate.buffers.in_flight);
     let (of_shard, of_whole) = (in_flight(sharded), in_flight(full));
     match chosen {
         Accumulate::Sharded => format!(
@@ -412,14 +412,14 @@ mod tests {
     }
 
     /// Of seven billion parameters, and no padding.
-    fn seven_billion(setting: Setting, in_flight: u64, gathered: u64) -> Outlook {
+    fn seven_billion(setting: Setting, in_flight: u64, gathered: u64) -> Estimate {
         let parameters = 7_000_000_000;
         let nothing = Exchange {
             bytes: 0,
             times: 0,
             among: Among::Shards,
         };
-        Outlook {
+        Estimate {
             setting,
             parameters,
             formula: Footprint::of(&setting, parameters),
@@ -464,7 +464,7 @@ mod tests {
 
     #[test]
     fn the_memory_line_of_seven_billion_parameters() {
-        let line = |outlook: &Outlook, snapshot| memory(outlook.held(), outlook, snapshot);
+        let line = |estimate: &Estimate, snapshot| memory(estimate.held(), estimate, snapshot);
         let ddp = seven_billion(setting(Strategy::Ddp, Accumulate::Sharded), 0, 0);
         // 28, 28 and 56 GB.
         insta::assert_snapshot!(line(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB, activations 48.0 GiB");

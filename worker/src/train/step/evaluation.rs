@@ -1,7 +1,7 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
 use super::exchange::RankNumbers;
-use super::replica::{Batch, Replica};
+use super::replica::{MicroBatch, Replica};
 use crate::data::{IGNORED, Tokens, eval_blocks};
 use crate::mesh::DATA;
 use crate::session::Session;
@@ -28,14 +28,14 @@ impl Evaluation {
         replica: &mut Replica,
         exchange: &RankNumbers,
     ) -> Result<f64, TrainError> {
-        let mut batch = Batch::new(replica.positions());
+        let mut batch = MicroBatch::new(replica.positions());
         let rows = replica.positions() / self.block_size;
         let blocks = self.tokens.blocks(self.block_size);
         let ranks = world.mesh.size(&DATA);
         let share = |rank: usize| eval_blocks(blocks, rank as u64, ranks as u64);
         let mine = share(world.mesh.index(&DATA));
         let passes = |share: std::ops::Range<u64>| (share.end - share.start).div_ceil(rows as u64);
-        let needed = if replica.weights.moves_together() {
+        let needed = if replica.parameters.moves_together() {
             // Whoever has no blocks left still takes part in gathering the parameters.
             (0..ranks).map(share).map(passes).max().unwrap_or(0)
         } else {
@@ -58,7 +58,7 @@ impl Evaluation {
     }
 
     /// The first `taken` rows are blocks from `first` on, the others are ignored.
-    fn fill(&self, batch: &mut Batch, first: u64, taken: usize) -> Result<(), TrainError> {
+    fn fill(&self, batch: &mut MicroBatch, first: u64, taken: usize) -> Result<(), TrainError> {
         let inputs = batch.inputs.chunks_mut(self.block_size);
         let rows = inputs.zip(batch.targets.chunks_mut(self.block_size));
         for (row, (inputs, targets)) in rows.enumerate() {

@@ -11,7 +11,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 
 use super::exchange::RankNumbers;
-use super::replica::{Batch, Replica, ReplicaHooks};
+use super::replica::{MicroBatch, Replica, ReplicaHooks};
 use crate::config::OnNonFinite;
 use crate::data::Loader;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
@@ -31,7 +31,7 @@ pub(crate) struct Skips {
 
 /// What becomes of a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Fate {
+pub(crate) enum Decision {
     /// The step counts.
     Keep,
     /// The step was without effect. `is_first`: the one before was not.
@@ -57,19 +57,19 @@ impl Skips {
     }
 
     /// What becomes of the next step.
-    pub(crate) fn judge(&mut self, is_finite: bool) -> Fate {
+    pub(crate) fn judge(&mut self, is_finite: bool) -> Decision {
         if is_finite {
             self.in_a_row = 0;
-            return Fate::Keep;
+            return Decision::Keep;
         }
         if self.policy == OnNonFinite::Stop || self.in_a_row == self.limit {
-            return Fate::Stop {
+            return Decision::Stop {
                 skipped: self.in_a_row,
             };
         }
         self.in_a_row += 1;
         self.total += 1;
-        Fate::Skip {
+        Decision::Skip {
             is_first: self.in_a_row == 1,
         }
     }
@@ -94,11 +94,11 @@ impl Inspection<'_> {
     /// Which rank saw a number that is not finite first, and where, in words: the same ones on all ranks. Every rank must
     /// call it.
     pub(super) fn run(self) -> Result<String, TrainError> {
-        let extent = Extent {
+        let size = ModelSize {
             blocks: self.replica.model.blocks.len(),
             params: self.replica.model.params.len(),
         };
-        let mut batch = Batch::new(self.replica.positions());
+        let mut batch = MicroBatch::new(self.replica.positions());
         let mut found = None;
         for (m, key) in (0..).zip(self.keys) {
             self.loader
@@ -106,11 +106,11 @@ impl Inspection<'_> {
             let place = inspect(self.replica, &batch, key, found.is_none())?;
             found = found.or(place.map(|place| (m, place)));
         }
-        let own = found.map_or(NONE, |(m, place)| [m as f64, place.code(extent)]);
+        let own = found.map_or(NONE, |(m, place)| [m as f64, place.code(size)]);
         let sightings = self.exchange.gather("what is not finite", own)?;
         Ok(match first_of(&sightings) {
             Some((rank, [m, code])) => {
-                let words = Location::of_code(code, extent).words(&self.replica.model);
+                let words = Location::of_code(code, size).words(&self.replica.model);
                 format!("rank {rank} saw it first: {words}, micro-batch {m}")
             }
             None => "no rank sees it when it repeats the step alone: the sum over the ranks is too large, or a machine fails".into(),
@@ -131,7 +131,7 @@ enum Location {
 
 /// Numbers of the blocks and of the parameters of a model.
 #[derive(Clone, Copy, Debug)]
-struct Extent {
+struct ModelSize {
     blocks: usize,
     params: usize,
 }
@@ -139,8 +139,8 @@ struct Extent {
 impl Location {
     /// The place as one number, in the order in which a micro-batch comes through: forward over the blocks, then
     /// backward from the last one; there a block's parameters from the last one, then its input.
-    fn code(self, extent: Extent) -> f64 {
-        let Extent { blocks, params } = extent;
+    fn code(self, size: ModelSize) -> f64 {
+        let ModelSize { blocks, params } = size;
         let (pass, within) = match self {
             Self::Output(block) => (block, 0),
             Self::Gradient(block, id) => (2 * blocks - 1 - block, params - 1 - id.0),
@@ -150,8 +150,8 @@ impl Location {
         (pass * (params + 1) + within) as f64
     }
 
-    fn of_code(code: f64, extent: Extent) -> Self {
-        let Extent { blocks, params } = extent;
+    fn of_code(code: f64, size: ModelSize) -> Self {
+        let ModelSize { blocks, params } = size;
         let (pass, within) = (code as usize / (params + 1), code as usize % (params + 1));
         match within {
             _ if pass < blocks => Self::Output(pass),
@@ -191,7 +191,7 @@ fn first_of(sightings: &[Sighting]) -> Option<(usize, Sighting)> {
 /// Both passes of a micro-batch; the first place with a number that is not finite, if `look` is set.
 fn inspect(
     replica: &mut Replica,
-    batch: &Batch,
+    batch: &MicroBatch,
     key: SampleKey,
     look: bool,
 ) -> Result<Option<Location>, TrainError> {
@@ -319,31 +319,31 @@ mod tests {
     #[test]
     fn a_run_stops_at_once_or_after_too_many_in_a_row() {
         let mut skips = Skips::new(OnNonFinite::Stop, 2);
-        assert_eq!(skips.judge(true), Fate::Keep);
-        assert_eq!(skips.judge(false), Fate::Stop { skipped: 0 });
+        assert_eq!(skips.judge(true), Decision::Keep);
+        assert_eq!(skips.judge(false), Decision::Stop { skipped: 0 });
 
         let mut skips = Skips::new(OnNonFinite::Skip, 2);
-        assert_eq!(skips.judge(false), Fate::Skip { is_first: true });
-        assert_eq!(skips.judge(false), Fate::Skip { is_first: false });
-        assert_eq!(skips.judge(true), Fate::Keep);
-        assert_eq!(skips.judge(false), Fate::Skip { is_first: true });
-        assert_eq!(skips.judge(false), Fate::Skip { is_first: false });
-        assert_eq!(skips.judge(false), Fate::Stop { skipped: 2 });
+        assert_eq!(skips.judge(false), Decision::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Decision::Skip { is_first: false });
+        assert_eq!(skips.judge(true), Decision::Keep);
+        assert_eq!(skips.judge(false), Decision::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Decision::Skip { is_first: false });
+        assert_eq!(skips.judge(false), Decision::Stop { skipped: 2 });
         assert_eq!(skips.total(), 4);
     }
 
     #[test]
     fn places_survive_their_codes_which_have_the_order_of_execution() {
-        let extent = Extent { blocks: 3, params: 4 };
+        let size = ModelSize { blocks: 3, params: 4 };
         let mut places: Vec<Location> = (0..3).map(Location::Output).collect();
         for block in (0..3).rev() {
             places.extend((0..4).rev().map(|id| Location::Gradient(block, ParamId(id))));
             places.push(Location::InputGradient(block));
         }
-        let codes: Vec<f64> = places.iter().map(|place| place.code(extent)).collect();
+        let codes: Vec<f64> = places.iter().map(|place| place.code(size)).collect();
         assert!(codes.is_sorted_by(|one, other| one < other), "{codes:?}");
         for (place, code) in places.iter().zip(codes) {
-            assert_eq!(Location::of_code(code, extent), *place);
+            assert_eq!(Location::of_code(code, size), *place);
         }
     }
 

@@ -17,7 +17,7 @@ use crate::train::world::World;
 /// The model on this rank, and the memory of one micro-batch.
 pub(crate) struct Replica {
     pub(crate) model: Model,
-    pub(crate) weights: Arc<dyn Parameters>,
+    pub(crate) parameters: Arc<dyn Parameters>,
     pub(crate) pool: ActivationPool,
     pub(crate) world: World,
     feed: Feed,
@@ -28,12 +28,12 @@ pub(crate) struct Replica {
 }
 
 /// One micro-batch on the host.
-pub(crate) struct Batch {
+pub(crate) struct MicroBatch {
     pub(crate) inputs: Vec<i32>,
     pub(crate) targets: Vec<i32>,
 }
 
-impl Batch {
+impl MicroBatch {
     pub(crate) fn new(len: usize) -> Self {
         Self {
             inputs: vec![0; len],
@@ -47,7 +47,7 @@ impl Replica {
     pub(crate) fn new(
         world: &World,
         model: Model,
-        weights: Arc<dyn Parameters>,
+        parameters: Arc<dyn Parameters>,
         activations: usize,
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
@@ -62,7 +62,7 @@ impl Replica {
             world: world.clone(),
             dloss: dloss.whole(),
             factor: None,
-            weights,
+            parameters,
             model,
         })
     }
@@ -75,8 +75,8 @@ impl Replica {
         seed: u64,
         pretrained: Option<&PretrainedWeights>,
     ) -> Result<(), TrainError> {
-        let masters = optimizer.masters(self.weights.own());
-        for piece in self.weights.sharding().own_pieces() {
+        let masters = optimizer.masters(self.parameters.own());
+        for piece in self.parameters.sharding().own_pieces() {
             let spec = &self.model.params[piece.param.0];
             let (id, elements) = (piece.param, piece.elements);
             let mut values = vec![0_f32; elements.len()];
@@ -117,7 +117,7 @@ impl Replica {
     pub(crate) fn forward(
         &mut self,
         flight: &mut Flight,
-        batch: &Batch,
+        batch: &MicroBatch,
         key: SampleKey,
     ) -> Result<Activation, TrainError> {
         let tokens = self.upload(batch);
@@ -140,7 +140,7 @@ impl Replica {
     }
 
     /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
-    pub(crate) fn total_loss(&mut self, batch: &Batch) -> Result<f64, TrainError> {
+    pub(crate) fn total_loss(&mut self, batch: &MicroBatch) -> Result<f64, TrainError> {
         let tokens = self.upload(batch);
         let losses = self
             .passes(&self.context(SampleKey::default()))
@@ -165,13 +165,13 @@ impl Replica {
 
     /// An operation may have failed because its parameters could not be gathered.
     pub(crate) fn cause(&self, error: DeviceError) -> TrainError {
-        self.weights
+        self.parameters
             .failure()
             .map_or_else(|| error.into(), TrainError::from)
     }
 
     /// Brings a micro-batch to the device, and returns its tokens.
-    pub(crate) fn upload(&mut self, batch: &Batch) -> Activation {
+    pub(crate) fn upload(&mut self, batch: &MicroBatch) -> Activation {
         self.feed.bring(batch);
         self.feed.inputs()
     }
@@ -180,13 +180,13 @@ impl Replica {
         Passes {
             model: &self.model,
             ctx,
-            params: self.weights.as_ref(),
+            params: self.parameters.as_ref(),
         }
     }
 
     pub(crate) fn hooks(&self) -> ReplicaHooks<'_> {
         ReplicaHooks {
-            weights: self.weights.as_ref(),
+            parameters: self.parameters.as_ref(),
             world: &self.world,
         }
     }
@@ -208,7 +208,7 @@ impl Replica {
 /// What accompanies every pass of training: parameters are gathered and released, and a pass ends soon after the
 /// generation is over.
 pub(crate) struct ReplicaHooks<'a> {
-    weights: &'a dyn Parameters,
+    parameters: &'a dyn Parameters,
     world: &'a World,
 }
 
@@ -217,11 +217,11 @@ impl Hooks for ReplicaHooks<'_> {
         if let Some(cause) = self.world.cancel.cause() {
             return Err(DeviceError::Upstream(format!("the generation is over: {cause}")));
         }
-        self.weights.unshard(block, pass)
+        self.parameters.unshard(block, pass)
     }
 
     fn after(&mut self, block: usize, pass: Pass, _made: Option<&Activation>) -> Result<(), DeviceError> {
-        self.weights.reshard(block, pass);
+        self.parameters.reshard(block, pass);
         Ok(())
     }
 }
@@ -277,7 +277,7 @@ impl Feed {
 
     /// Later operations of the stream that computes read this batch. Whatever reads the one before is in that stream
     /// already.
-    fn bring(&mut self, batch: &Batch) {
+    fn bring(&mut self, batch: &MicroBatch) {
         let World { device, stream, .. } = &self.world;
         let deadline = self.world.deadline();
         self.places[self.current].read = device.record(*stream);

@@ -12,9 +12,9 @@ use ddp_proto::control::{Phase, Progress};
 
 use super::evaluation::Evaluation;
 use super::exchange::{RankNumbers, Tally};
-use super::nonfinite::{Fate, Inspection, Skips};
+use super::nonfinite::{Decision, Inspection, Skips};
 use super::numbers::{Enqueued, StepRecord, StepTimes};
-use super::replica::{Batch, Replica};
+use super::replica::{MicroBatch, Replica};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::data::Loader;
@@ -77,7 +77,7 @@ pub(crate) struct Outcome {
 }
 
 /// Told of each finished step; returns what the agent's bar shows of it.
-pub(crate) type Report<'a> = dyn FnMut(&StepRecord, &Trainer<'_>) -> Option<Progress> + 'a;
+pub(crate) type OnStep<'a> = dyn FnMut(&StepRecord, &Trainer<'_>) -> Option<Progress> + 'a;
 
 impl Trainer<'_> {
     /// Trains until the last step, or until any rank is asked to stop. `outcome` is what the run has come to, also when
@@ -85,7 +85,7 @@ impl Trainer<'_> {
     pub(crate) fn run(
         &mut self,
         reducer: &mut Reducer,
-        report: &mut Report<'_>,
+        on_step: &mut OnStep<'_>,
         outcome: &mut Outcome,
     ) -> Result<(), TrainError> {
         let train = &self.config.train;
@@ -99,24 +99,26 @@ impl Trainer<'_> {
         for step in self.first_step..train.steps {
             self.beat(step, Phase::Training);
             if self.window.opens_with(step + 1) {
-                self.aside(|trainer| trainer.window.open(&trainer.world, &trainer.exchange, step + 1))?;
+                self.between_steps(|trainer| {
+                    trainer.window.open(&trainer.world, &trainer.exchange, step + 1)
+                })?;
             }
             queue.push_back(self.enqueue(reducer, step)?);
             let due = Due::after(train, step + 1);
             let is_awaited = due.any() || self.window.has_end_behind(step + 1);
             let kept = if is_awaited { 0 } else { ahead };
-            self.finish_steps(&mut queue, (kept, due), reducer, report, outcome)?;
+            self.finish_steps(&mut queue, (kept, due), reducer, on_step, outcome)?;
             let is_over = self.window.closes_with(step + 1) || outcome.stopped.is_some();
             if is_over && self.window.is_open() {
-                self.aside(|trainer| trainer.close_window(step + 1))?;
+                self.between_steps(|trainer| trainer.close_window(step + 1))?;
             }
             if due.verification {
-                self.aside(|trainer| trainer.verify(step + 1))?;
+                self.between_steps(|trainer| trainer.verify(step + 1))?;
             }
             if step + 1 == train.steps || outcome.stopped.is_some() {
-                self.aside(|trainer| trainer.save(step + 1, Checkpoints::save_last))?;
+                self.between_steps(|trainer| trainer.save(step + 1, Checkpoints::save_last))?;
             } else if due.checkpoint {
-                self.aside(|trainer| trainer.save(step + 1, Checkpoints::save))?;
+                self.between_steps(|trainer| trainer.save(step + 1, Checkpoints::save))?;
             }
             if outcome.stopped.is_some() {
                 break;
@@ -128,7 +130,7 @@ impl Trainer<'_> {
         }
         if outcome.stopped.is_none() && outcome.val_loss.is_none() {
             // Resumed when all steps were done already.
-            outcome.val_loss = Some(self.aside(|trainer| trainer.validate(outcome.steps))?);
+            outcome.val_loss = Some(self.between_steps(|trainer| trainer.validate(outcome.steps))?);
         }
         // The launcher takes the work for done only in this phase.
         let is_done = outcome.steps >= train.steps;
@@ -136,7 +138,7 @@ impl Trainer<'_> {
             outcome.steps,
             if is_done { Phase::Finishing } else { Phase::Saving },
         );
-        self.replica.weights.drain()?;
+        self.replica.parameters.drain()?;
         // Nobody leaves before the last checkpoint is whole.
         self.exchange.gather("end of the run", [0.0; 2])?;
         Ok(())
@@ -149,19 +151,19 @@ impl Trainer<'_> {
         queue: &mut VecDeque<Enqueued>,
         (kept, due): (usize, Due),
         reducer: &Reducer,
-        report: &mut Report<'_>,
+        on_step: &mut OnStep<'_>,
         outcome: &mut Outcome,
     ) -> Result<(), TrainError> {
         while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
             let Some(oldest) = queue.pop_front() else { break };
             let mut record = self.record_of(oldest, reducer)?;
             if due.validation && queue.is_empty() {
-                record.val_loss = Some(self.aside(|trainer| trainer.validate(record.step))?);
+                record.val_loss = Some(self.between_steps(|trainer| trainer.validate(record.step))?);
                 outcome.val_loss = record.val_loss;
             }
             outcome.steps = record.step;
             outcome.loss = Some(record.loss);
-            self.progress = report(&record, self);
+            self.progress = on_step(&record, self);
             self.beat(record.step, Phase::Training);
             if record.stop && outcome.stopped.is_none() {
                 outcome.stopped = Some(self.stop_cause());
@@ -177,7 +179,7 @@ impl Trainer<'_> {
         let device_times = enqueued.device_times.clone();
         let numbers = enqueued.numbers(&self.world);
         // The stream says only in words why it went wrong, if it does at all.
-        let failure = self.replica.weights.failure().or_else(|| reducer.failure());
+        let failure = self.replica.parameters.failure().or_else(|| reducer.failure());
         let numbers = failure.map_or(numbers, |error| Err(error.into()))?;
         self.finished = Instant::now();
         times.step = self.finished - began;
@@ -188,8 +190,8 @@ impl Trainer<'_> {
         self.with_checkpoints(|checkpoints, here| checkpoints.receive(here, &numbers.shares.saves()));
         let complaint = numbers.complaint();
         match (self.skips.judge(complaint.is_none()), complaint) {
-            (Fate::Stop { skipped }, Some(complaint)) => {
-                let seen = self.aside(|trainer| trainer.inspect(step))?;
+            (Decision::Stop { skipped }, Some(complaint)) => {
+                let seen = self.between_steps(|trainer| trainer.inspect(step))?;
                 return Err(TrainError::NonFinite {
                     complaint,
                     step: step + 1,
@@ -197,8 +199,8 @@ impl Trainer<'_> {
                     seen,
                 });
             }
-            (Fate::Skip { is_first: true }, Some(complaint)) => {
-                let seen = self.aside(|trainer| trainer.inspect(step))?;
+            (Decision::Skip { is_first: true }, Some(complaint)) => {
+                let seen = self.between_steps(|trainer| trainer.inspect(step))?;
                 if self.world.rank() == 0 {
                     say(&format!("step {} is skipped: {complaint}; {seen}", step + 1));
                 }
@@ -220,7 +222,7 @@ impl Trainer<'_> {
         })
     }
 
-    /// Bytes sent since the last call, but for what was sent [`Trainer::aside`].
+    /// Bytes sent since the last call, but for what was sent [`Trainer::between_steps`].
     pub(crate) fn take_sent(&mut self) -> WireBytes {
         let now = self.sent();
         let sent = now - self.accounted;
@@ -235,20 +237,23 @@ impl Trainer<'_> {
 
     /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step, and
     /// not in the timeline.
-    fn aside<T>(&mut self, work: impl FnOnce(&mut Self) -> Result<T, TrainError>) -> Result<T, TrainError> {
-        self.replica.weights.drain()?;
+    fn between_steps<T>(
+        &mut self,
+        work: impl FnOnce(&mut Self) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        self.replica.parameters.drain()?;
         // As what it sent, the time of the update before belongs to the next step. All of it has ended.
-        let weights = &self.replica.weights;
-        self.carried += weights.take_times().comm + weights.take_device_times().times().comm;
+        let parameters = &self.replica.parameters;
+        self.carried += parameters.take_times().comm + parameters.take_device_times().times().comm;
         let before = self.sent();
         let timeline = self.world.comm.timeline().clone();
         timeline.pause();
         let done = work(self)?;
-        self.replica.weights.drain()?;
+        self.replica.parameters.drain()?;
         timeline.resume();
         self.accounted = self.accounted + (self.sent() - before);
-        let weights = &self.replica.weights;
-        let _ = (weights.take_times(), weights.take_device_times());
+        let parameters = &self.replica.parameters;
+        let _ = (parameters.take_times(), parameters.take_device_times());
         Ok(done)
     }
 
@@ -259,7 +264,7 @@ impl Trainer<'_> {
     /// Compares replicas; where every parameter has one owner, there is nothing to compare.
     fn verify(&self, done: u64) -> Result<(), TrainError> {
         if let Some(replicas) = &self.replicas {
-            replicas.verify(self.world.stream, self.replica.weights.own(), done)?;
+            replicas.verify(self.world.stream, self.replica.parameters.own(), done)?;
         }
         Ok(())
     }
@@ -336,7 +341,7 @@ impl Trainer<'_> {
             comm: std::mem::take(&mut self.carried),
             ..StepTimes::default()
         };
-        let Passes {
+        let StepGradients {
             grads,
             device_times,
             sharing,
@@ -355,7 +360,7 @@ impl Trainer<'_> {
         // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
         // belongs to the step that waits for it.
         let sent = self.take_sent();
-        let device_times = [device_times, self.replica.weights.take_device_times()];
+        let device_times = [device_times, self.replica.parameters.take_device_times()];
         let train = &self.config.train;
         let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
         let lr = (f64::from(lr) * batch_factor(train, self.global_batch().samples())) as f32;
@@ -364,13 +369,13 @@ impl Trainer<'_> {
             lr,
             number: step + 1,
         };
-        let weights = &self.replica.weights;
+        let parameters = &self.replica.parameters;
         let span = self.world.begin_span();
-        exchanges.extend((self.optimizer).step(stream, weights.own(), &grads, &update));
+        exchanges.extend((self.optimizer).step(stream, parameters.own(), &grads, &update));
         self.world.end_span(span, Kind::Optimizer, || "update".to_owned());
         let fetches = [self.tally.fetch(), device.fetch(stream, &self.clip.norm())];
-        weights.updated()?;
-        let waited = times.account(weights.take_times()) + times.share.saturating_sub(shared_before);
+        parameters.updated()?;
+        let waited = times.account(parameters.take_times()) + times.share.saturating_sub(shared_before);
         times.optimizer = norm_began.elapsed().saturating_sub(waited);
         self.world
             .end_span(whole, Kind::Step, || format!("step {}", step + 1));
@@ -410,13 +415,13 @@ impl Trainer<'_> {
         reducer: &mut Reducer,
         step: u64,
         times: &mut StepTimes,
-    ) -> Result<Passes, TrainError> {
+    ) -> Result<StepGradients, TrainError> {
         let micro_batches = self.begin_passes(step);
         let mut grads = reducer.step(micro_batches as usize)?;
-        let mut run = Run {
+        let mut run = RunningStep {
             step,
             micro_batches,
-            batch: Batch::new(self.replica.positions()),
+            batch: MicroBatch::new(self.replica.positions()),
             flights: BTreeMap::new(),
             forwards: 0,
             positions: 0,
@@ -441,7 +446,7 @@ impl Trainer<'_> {
         }
         let reduced = grads.finish_on(self.world.stream, self.world.deadline())?;
         times.account(reduced.times());
-        Ok(Passes {
+        Ok(StepGradients {
             grads: reduced.portion(),
             device_times: reduced.device_times(),
             sharing: sharing.expect("a step has a micro-batch"),
@@ -450,7 +455,7 @@ impl Trainer<'_> {
 
     fn forward(
         &mut self,
-        run: &mut Run,
+        run: &mut RunningStep,
         (chunk, m): (usize, u64),
         times: &mut StepTimes,
     ) -> Result<(), TrainError> {
@@ -471,14 +476,14 @@ impl Trainer<'_> {
         run.forwards += 1;
         self.world
             .end_span(span, Kind::Forward, || run.of_pass(m, "forward"));
-        let waited = times.account(self.replica.weights.take_times());
+        let waited = times.account(self.replica.parameters.take_times());
         times.forward += began.elapsed().saturating_sub(waited);
         Ok(())
     }
 
     fn backward(
         &mut self,
-        run: &mut Run,
+        run: &mut RunningStep,
         (chunk, m): (usize, u64),
         grads: &mut Step<'_>,
         times: &mut StepTimes,
@@ -494,7 +499,7 @@ impl Trainer<'_> {
         self.world
             .end_span(span, Kind::Backward, || run.of_pass(m, "backward"));
         let for_grads = grads.times().exposed.saturating_sub(before);
-        let waited = times.account(self.replica.weights.take_times()) + for_grads;
+        let waited = times.account(self.replica.parameters.take_times()) + for_grads;
         times.backward += began.elapsed().saturating_sub(waited);
         Ok(())
     }
@@ -528,11 +533,11 @@ impl Trainer<'_> {
 }
 
 /// The micro-batches of a step on their way through the blocks.
-struct Run {
+struct RunningStep {
     step: u64,
     micro_batches: u64,
     /// Where tokens are read into.
-    batch: Batch,
+    batch: MicroBatch,
     /// By chunk and micro-batch: between forward and backward.
     flights: BTreeMap<(usize, u64), Flight>,
     forwards: u64,
@@ -540,7 +545,7 @@ struct Run {
     positions: usize,
 }
 
-impl Run {
+impl RunningStep {
     /// Name of a span.
     fn of_pass(&self, m: u64, what: &str) -> String {
         match self.micro_batches {
@@ -551,7 +556,7 @@ impl Run {
 }
 
 /// What the passes of a step leave behind.
-struct Passes {
+struct StepGradients {
     grads: Portion,
     /// Of reduction.
     device_times: DeviceTimes,
