@@ -22,8 +22,8 @@ use ddp_worker::parallel::{AgreementError, ReduceError};
 pub use ddp_worker::plan;
 use ddp_worker::pretrained::PretrainedError;
 use ddp_worker::session::{MemoryStore, Session, SessionError};
-pub use ddp_worker::train::{Advice, Candidate, Forecast, Machines};
-use ddp_worker::train::{Outlook, TrainError, check_initial_weights, run_worker};
+pub use ddp_worker::train::{Advice, Candidate, Comparison, Machines};
+use ddp_worker::train::{Estimate, TrainError, check_initial_weights, run_worker};
 
 use super::error::{CliError, print_error};
 use super::interrupts::Interrupts;
@@ -82,7 +82,7 @@ impl Validated {
             node_count: nodes,
             ..WorkerEnv::single()
         };
-        let error = Outlook::of(&self.located.config, &env).err()?;
+        let error = Estimate::of(&self.located.config, &env).err()?;
         if exit_code(&error) != exit::USAGE {
             return None;
         }
@@ -154,8 +154,8 @@ impl Draft {
     }
 
     /// What it would cost on such machines.
-    pub fn forecast(&self, machines: &Machines) -> Result<Forecast, CliError> {
-        Forecast::of(&self.located.config, machines).map_err(|error| {
+    pub fn comparison(&self, machines: &Machines) -> Result<Comparison, CliError> {
+        Comparison::of(&self.located.config, machines).map_err(|error| {
             let place = self.located.place(&key_of(&error));
             CliError::Config(format!("{place}: {error}"))
         })

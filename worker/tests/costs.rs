@@ -11,7 +11,7 @@ use ddp_worker::config::{Accumulate, Precision, ReduceDtype, ShardGroup, Strateg
 use ddp_worker::model;
 use ddp_worker::ops::CHUNK;
 use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, ShardUnit, Sharding};
-use ddp_worker::train::Outlook;
+use ddp_worker::train::Estimate;
 use train_support::Job;
 use train_support::probed::{Moment, ProbedDevice};
 
@@ -54,8 +54,8 @@ fn job(strategy: Strategy, change: impl FnOnce(&mut TrainConfig)) -> Job {
     })
 }
 
-fn outlook(job: &Job, world: usize) -> Outlook {
-    Outlook::of(&job.config, &job.env(0, world as u32)).unwrap()
+fn estimate(job: &Job, world: usize) -> Estimate {
+    Estimate::of(&job.config, &job.env(0, world as u32)).unwrap()
 }
 
 /// Bytes of an element: of parameters, of gradients on the wire, and of gradients that are kept.
@@ -145,7 +145,7 @@ fn close(found: f64, expected: f64) -> bool {
 fn check_memory(case: Case) {
     let job = case.job();
     let memory = job.train(case.world as u32).metrics[0].memory;
-    let told = outlook(&job, case.world);
+    let told = estimate(&job, case.world);
     assert_eq!(told.parameters as usize, PARAMETERS);
     let found = [memory.params, memory.grads, memory.optimizer];
     let held = told.held();
@@ -222,7 +222,7 @@ fn padding_of_a_gpt2_of_124_million_parameters_is_below_three_percent() {
                 (c.model.block_size, c.model.vocab_size) = (1024, Some(50_257));
                 (c.parallel.first_bucket_mb, c.parallel.bucket_mb) = (1.0, 25.0);
             });
-            let told = outlook(&job, world);
+            let told = estimate(&job, world);
             assert_eq!(told.parameters, 124_439_808);
             let (padding, formula) = (told.buffers.padding.total(), told.formula.total());
             // Most of it where both buckets and groups are cut, over eight ranks.
@@ -264,7 +264,7 @@ fn check_traffic(job: &Job, world: usize, multiples: (usize, usize), again: usiz
     let unit = |elements: usize, each: usize| ((world - 1) * (elements / world) * each) as u64;
     let grads = multiples.0 as u64 * unit(all, wire);
     let params = multiples.1 as u64 * unit(all, params) + again as u64 * unit(blocks, params);
-    let told = outlook(job, world).traffic;
+    let told = estimate(job, world).traffic;
     for line in &trained.metrics {
         let (parallel, k) = (&config.parallel, config.train.grad_accumulation);
         let what = format!(
@@ -346,7 +346,7 @@ fn what_is_foretold_of_copies_and_of_groups_that_persist_is_what_happens() {
                     0
                 };
             });
-            let (trained, told) = (job.train(4), outlook(&job, 4));
+            let (trained, told) = (job.train(4), estimate(&job, 4));
             for line in &trained.metrics {
                 let what = format!("{strategy:?}, {group:?}, below {persist_below}, {k} micro-batches");
                 let (sent, memory, held) = (line.wire_bytes, line.memory, told.held());

@@ -11,7 +11,7 @@ use ddp_worker::config::{
     Strategy, TrainConfig,
 };
 use ddp_worker::session::Session;
-use ddp_worker::train::{Outlook, TrainError, run_worker_on};
+use ddp_worker::train::{Estimate, TrainError, run_worker_on};
 use train_support::agent::with_agent;
 use train_support::deferred::DeferredDevice;
 use train_support::faulty::{Fault, FaultyDevice, Spoilt};
@@ -81,7 +81,7 @@ fn activations_of_a_block(recompute: Recompute) -> u64 {
         });
         // After the last step comes an evaluation.
         let held = job.train(1).metrics[1].memory.activations;
-        let told = Outlook::of(&job.config, &job.env(0, 1)).unwrap().activations;
+        let told = Estimate::of(&job.config, &job.env(0, 1)).unwrap().activations;
         assert_eq!(held, told, "something found no place in what was planned");
         held
     };

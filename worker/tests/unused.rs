@@ -7,14 +7,14 @@ use std::time::Instant;
 
 use collective_world::{PATIENCE, Rank, World};
 use ddp_worker::collective::Executor;
-use ddp_worker::config::{self, ModelKind, Unused};
+use ddp_worker::config::{self, Accumulate, ModelKind, Unused};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use ddp_worker::model::{
     self, Activation, ActivationPool, Block, Context, Flight, GradSink, GradSlot, LocalParams, Model,
     NoHooks, ParamId, Params, Passes, Saved,
 };
 use ddp_worker::parallel::{
-    Between, GradientLayout, LayoutConfig, ReduceError, Reducer, ReducerConfig, ReplicaSet, Sharding,
+    GradientLayout, LayoutConfig, ReduceError, Reducer, ReducerConfig, ReplicaSet, Sharding,
 };
 
 /// What is not used, of block `h.1`.
@@ -111,13 +111,13 @@ fn model(rank: &Rank, forgets: bool) -> (Model, ParamId) {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Kind {
     Ddp,
-    Sharded(Between),
+    Sharded(Accumulate),
 }
 
 const KINDS: [Kind; 3] = [
     Kind::Ddp,
-    Kind::Sharded(Between::Full),
-    Kind::Sharded(Between::Shard),
+    Kind::Sharded(Accumulate::Full),
+    Kind::Sharded(Accumulate::Sharded),
 ];
 
 /// Sums that a rank owns: parameter, its first element, the elements.
@@ -136,10 +136,10 @@ fn reducer(
             let reducer = Reducer::new(&rank.comm, device, layout, ReducerConfig::default());
             (sharding, reducer.unwrap())
         }
-        Kind::Sharded(between) => {
+        Kind::Sharded(accumulate) => {
             let sharding = Arc::new(Sharding::of_groups(&layout, rank.comm.size(), rank.rank()));
             let (replicas, compute) = (ReplicaSet::of_all(rank.comm.clone()), (device, stream));
-            let reducer = Reducer::sharded(&replicas, compute, layout, &sharding, between, true);
+            let reducer = Reducer::sharded(&replicas, compute, layout, &sharding, accumulate, true);
             (sharding, reducer.unwrap())
         }
     }

@@ -14,7 +14,7 @@ use ddp_worker::device::Device;
 use ddp_worker::metrics::WireBytes;
 use ddp_worker::model;
 use ddp_worker::parallel::{
-    Dtypes, GradientLayout, LayoutConfig, Residence, ShardUnit, Sharding, StepTraffic, gathered_elements,
+    Dtypes, GradientLayout, LayoutConfig, ReshardPolicy, ShardUnit, Sharding, StepTraffic, gathered_elements,
 };
 use train_support::deferred::DeferredDevice;
 use train_support::faulty::{Fault, FaultyDevice};
@@ -226,12 +226,12 @@ fn copies_cost_one_all_reduce_of_a_shard_a_step() {
 fn told(job: &Job, sharding: &Sharding, copies: usize) -> StepTraffic {
     let (train, parallel) = (&job.config.train, &job.config.parallel);
     let model = model::build(&job.config.model, 256).unwrap();
-    let residence = Residence {
+    let policy = ReshardPolicy {
         reshard: parallel.reshard_after_forward,
         persist_below: parallel.persist_below,
     };
     let gathered = match parallel.strategy {
-        Strategy::Zero3 => gathered_elements(&model, sharding, residence, train.grad_accumulation),
+        Strategy::Zero3 => gathered_elements(&model, sharding, policy, train.grad_accumulation),
         _ => sharding.whole_len(),
     };
     StepTraffic::of(sharding, copies, gathered, Dtypes::of(&job.config))

@@ -4,7 +4,7 @@
 //! |---|---|
 //! | `quantity.rs` | sizes and rates as people write them |
 //! | `device.rs` | the device that is planned for: named, described, or found on this machine |
-//! | `report.rs` | the forecast as tables or as JSON |
+//! | `report.rs` | the comparison as tables or as JSON |
 
 mod device;
 mod quantity;
@@ -122,10 +122,10 @@ fn plan(args: &PlanArgs) -> Result<String, CliError> {
         flops: device.flops.map(|flops| flops * args.mfu),
         has_own_memory: device.has_own_memory,
     };
-    let forecast = draft.forecast(&machines)?;
+    let comparison = draft.comparison(&machines)?;
     Ok(if args.json {
-        format!("{:#}\n", report::json(&forecast, &machines))
+        format!("{:#}\n", report::json(&comparison, &machines))
     } else {
-        report::text(&forecast, &machines, &device, args.mfu)
+        report::text(&comparison, &machines, &device, args.mfu)
     })
 }

@@ -1,4 +1,4 @@
-//! A forecast for people, as tables, and for programs, as JSON.
+//! A comparison for people, as tables, and for programs, as JSON.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Candidate, Forecast, Machines, Strategy};
+use crate::cli::native::{Advice, Candidate, Comparison, Machines, Strategy};
 
 /// What a cell says of a number that is not known.
 const UNKNOWN: &str = "–";
@@ -16,8 +16,8 @@ const UNKNOWN: &str = "–";
 const NOTHING: [&str; 2] = ["0 B", "0.000 ms"];
 
 /// For people.
-pub(super) fn text(forecast: &Forecast, machines: &Machines, device: &Planned, mfu: f64) -> String {
-    let mut text = lines(&facts(forecast, machines, device, mfu));
+pub(super) fn text(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f64) -> String {
+    let mut text = lines(&facts(comparison, machines, device, mfu));
     text.push('\n');
     // What is reckoned with less than the whole rate is no bound any more.
     let [least, most] = if mfu < 1.0 {
@@ -25,23 +25,23 @@ pub(super) fn text(forecast: &Forecast, machines: &Machines, device: &Planned, m
     } else {
         [", at least", ", at most"]
     };
-    text.push_str(&strategies(forecast, machines, [least, most]));
+    text.push_str(&strategies(comparison, machines, [least, most]));
     text.push('\n');
-    text.push_str(&advice(forecast, machines));
-    if forecast.scaling.len() > 1 && forecast.scaling.iter().all(|point| point.bound.is_some()) {
+    text.push_str(&advice(comparison, machines));
+    if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.bound.is_some()) {
         text.push('\n');
-        text.push_str(&scaling(forecast, [least, most]));
+        text.push_str(&scaling(comparison, [least, most]));
     }
     text
 }
 
 fn facts(
-    forecast: &Forecast,
+    comparison: &Comparison,
     machines: &Machines,
     device: &Planned,
     mfu: f64,
 ) -> Vec<(&'static str, String)> {
-    let (cluster, batch) = (machines.cluster, forecast.batch);
+    let (cluster, batch) = (machines.cluster, comparison.batch);
     let mut of_device = device.source.clone();
     if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
         let _ = write!(of_device, "; {} of its {} to train in", bytes(memory), bytes(all));
@@ -56,7 +56,11 @@ fn facts(
     vec![
         (
             "model",
-            format!("{}, {} parameters", forecast.model, grouped(forecast.parameters)),
+            format!(
+                "{}, {} parameters",
+                comparison.model,
+                grouped(comparison.parameters)
+            ),
         ),
         (
             "ranks",
@@ -85,12 +89,12 @@ fn facts(
             "arithmetic",
             format!(
                 "{} GFLOP a token{}, {} TFLOP a rank and step",
-                shortened(forecast.work.total() as f64 / 1e9),
-                match forecast.work.repeated {
+                shortened(comparison.work.total() as f64 / 1e9),
+                match comparison.work.repeated {
                     0 => String::new(),
                     repeated => format!(", {} of it again", shortened(repeated as f64 / 1e9)),
                 },
-                shortened(forecast.work.total() as f64 * tokens_a_rank as f64 / 1e12),
+                shortened(comparison.work.total() as f64 * tokens_a_rank as f64 / 1e12),
             ),
         ),
     ]
@@ -118,18 +122,18 @@ fn wires(cluster: &Cluster) -> String {
 }
 
 /// A strategy a column. `bounds` is said of times and of rates.
-fn strategies(forecast: &Forecast, machines: &Machines, bounds: [&str; 2]) -> String {
+fn strategies(comparison: &Comparison, machines: &Machines, bounds: [&str; 2]) -> String {
     type Cell<'a> = Box<dyn Fn(&Candidate) -> String + 'a>;
     let known =
         |value: Option<f64>, words: &dyn Fn(f64) -> String| value.map_or_else(|| UNKNOWN.to_owned(), words);
-    let tokens = forecast.batch.tokens() as f64;
+    let tokens = comparison.batch.tokens() as f64;
     let [step_title, rate_title] = [format!("a step{}", bounds[0]), format!("tokens/s{}", bounds[1])];
     let mut rows: Vec<(&str, Cell<'_>)> = vec![
-        ("parameters", Box::new(|c| bytes(c.outlook.held().params))),
-        ("gathered", Box::new(|c| bytes(c.outlook.buffers.gathered))),
-        ("gradients", Box::new(|c| bytes(c.outlook.held().grads))),
-        ("optimizer", Box::new(|c| bytes(c.outlook.held().optimizer))),
-        ("activations", Box::new(|c| bytes(c.outlook.activations))),
+        ("parameters", Box::new(|c| bytes(c.estimate.held().params))),
+        ("gathered", Box::new(|c| bytes(c.estimate.buffers.gathered))),
+        ("gradients", Box::new(|c| bytes(c.estimate.held().grads))),
+        ("optimizer", Box::new(|c| bytes(c.estimate.held().optimizer))),
+        ("activations", Box::new(|c| bytes(c.estimate.activations))),
         ("on the device", Box::new(|c| bytes(c.held))),
     ];
     if machines.memory.is_some() {
@@ -139,17 +143,17 @@ fn strategies(forecast: &Forecast, machines: &Machines, bounds: [&str; 2]) -> St
             Box::new(move |c| c.fits.map_or(UNKNOWN, words).to_owned()),
         ));
     }
-    rows.push(("a rank moves", Box::new(|c| bytes(c.outlook.traffic.total()))));
+    rows.push(("a rank moves", Box::new(|c| bytes(c.estimate.traffic.total()))));
     if machines.flops.is_some() {
         rows.push(("arithmetic", Box::new(move |c| known(c.compute, &duration))));
     }
-    if forecast.candidates.iter().any(|c| c.communication.is_some()) {
+    if comparison.candidates.iter().any(|c| c.communication.is_some()) {
         rows.push((
             "communication",
             Box::new(move |c| known(c.communication, &duration)),
         ));
     }
-    if forecast.candidates.iter().any(|c| c.bound.is_some()) {
+    if comparison.candidates.iter().any(|c| c.bound.is_some()) {
         let step = |c: &Candidate| c.bound.map(|bound| bound.seconds());
         rows.push((&step_title, Box::new(move |c| known(step(c), &duration))));
         let rate = move |c: &Candidate| step(c).map(|seconds| tokens / seconds);
@@ -158,10 +162,10 @@ fn strategies(forecast: &Forecast, machines: &Machines, bounds: [&str; 2]) -> St
             Box::new(move |c| known(rate(c), &|rate| grouped(rate as u64))),
         ));
     }
-    let names = forecast.candidates.iter().map(|c| name(c).to_owned());
+    let names = comparison.candidates.iter().map(|c| name(c).to_owned());
     let mut table = vec![std::iter::once(String::new()).chain(names).collect()];
     for (title, cell) in rows {
-        let cells: Vec<String> = forecast.candidates.iter().map(cell).collect();
+        let cells: Vec<String> = comparison.candidates.iter().map(cell).collect();
         if cells.iter().all(|cell| NOTHING.contains(&cell.as_str())) {
             continue;
         }
@@ -179,30 +183,30 @@ fn name(candidate: &Candidate) -> &'static str {
     }
 }
 
-fn advice(forecast: &Forecast, machines: &Machines) -> String {
-    let (Some(advice), Some(memory)) = (&forecast.advice, machines.memory) else {
+fn advice(comparison: &Comparison, machines: &Machines) -> String {
+    let (Some(advice), Some(memory)) = (&comparison.advice, machines.memory) else {
         return "Which strategy to take depends on the memory of a device: `--gpu` or `--memory`.\n"
             .to_owned();
     };
     match advice {
         Advice::Take(strategy, why) => {
-            let taken = forecast.candidates.iter().find(|c| c.strategy == *strategy);
+            let taken = comparison.candidates.iter().find(|c| c.strategy == *strategy);
             format!(
                 "Take `parallel.strategy: {}`: {why}.\n",
                 taken.map_or("ddp", name)
             )
         }
-        Advice::Change(remedies) if remedies.is_empty() => format!(
+        Advice::Change(adjustments) if adjustments.is_empty() => format!(
             "Nothing fits into {}, not even with the smallest batches and everything recomputed on more nodes.\n",
             bytes(memory)
         ),
-        Advice::Change(remedies) => {
+        Advice::Change(adjustments) => {
             let mut text = format!(
                 "Nothing fits into {}. `zero3` would with one of these:\n",
                 bytes(memory)
             );
-            for remedy in remedies {
-                let _ = writeln!(text, "  {}: {}", remedy.change, bytes(remedy.held));
+            for adjustment in adjustments {
+                let _ = writeln!(text, "  {}: {}", adjustment.change, bytes(adjustment.held));
             }
             text
         }
@@ -210,16 +214,16 @@ fn advice(forecast: &Forecast, machines: &Machines) -> String {
 }
 
 /// More ranks, each with as much to do.
-fn scaling(forecast: &Forecast, [least, most]: [&str; 2]) -> String {
+fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     let [step, rate] = [format!("a step{least}"), format!("tokens/s{most}")];
     let title = ["ranks", "nodes", "global batch", &step, &rate, "computing"];
     let mut table = vec![title.map(str::to_owned).to_vec()];
-    for point in &forecast.scaling {
+    for point in &comparison.scaling {
         let Some(bound) = point.bound else { continue };
         let ranks = point.cluster.ranks();
         let batch = GlobalBatch {
             ranks,
-            ..forecast.batch
+            ..comparison.batch
         };
         table.push(vec![
             ranks.to_string(),
@@ -230,7 +234,7 @@ fn scaling(forecast: &Forecast, [least, most]: [&str; 2]) -> String {
             format!("{:.0} %", bound.efficiency() * 100.0),
         ]);
     }
-    let strategy = forecast.scaling.first().map_or("", name);
+    let strategy = comparison.scaling.first().map_or("", name);
     format!(
         "With `{strategy}` and as much work for each rank:\n{}",
         columns(table)
@@ -279,46 +283,46 @@ fn shortened(number: f64) -> String {
 }
 
 /// For programs: names of keys are stable. Bytes and seconds; `null` is not known.
-pub(super) fn json(forecast: &Forecast, machines: &Machines) -> Value {
-    let advice = match &forecast.advice {
+pub(super) fn json(comparison: &Comparison, machines: &Machines) -> Value {
+    let advice = match &comparison.advice {
         None => Value::Null,
         Some(Advice::Take(strategy, why)) => json!({ "strategy": strategy, "reason": why }),
-        Some(Advice::Change(remedies)) => {
-            let changes = remedies.iter();
+        Some(Advice::Change(adjustments)) => {
+            let changes = adjustments.iter();
             let changes: Vec<Value> = changes
-                .map(|remedy| json!({ "change": remedy.change, "device_bytes": remedy.held }))
+                .map(|adjustment| json!({ "change": adjustment.change, "device_bytes": adjustment.held }))
                 .collect();
             json!({ "strategy": null, "changes": changes })
         }
     };
     json!({
-        "model": forecast.model,
-        "parameters": forecast.parameters,
+        "model": comparison.model,
+        "parameters": comparison.parameters,
         "nodes": machines.cluster.nodes,
         "ranks": machines.cluster.ranks(),
         "memory_bytes": machines.memory,
-        "global_batch": { "samples": forecast.batch.samples(), "tokens": forecast.batch.tokens() },
-        "flop_a_token": { "model": forecast.work.model, "repeated": forecast.work.repeated },
-        "strategies": forecast.candidates.iter().map(candidate).collect::<Vec<_>>(),
+        "global_batch": { "samples": comparison.batch.samples(), "tokens": comparison.batch.tokens() },
+        "flop_a_token": { "model": comparison.work.model, "repeated": comparison.work.repeated },
+        "strategies": comparison.candidates.iter().map(candidate).collect::<Vec<_>>(),
         "advice": advice,
-        "scaling": forecast.scaling.iter().map(candidate).collect::<Vec<_>>(),
+        "scaling": comparison.scaling.iter().map(candidate).collect::<Vec<_>>(),
     })
 }
 
 fn candidate(candidate: &Candidate) -> Value {
-    let (held, outlook) = (candidate.outlook.held(), &candidate.outlook);
+    let (held, estimate) = (candidate.estimate.held(), &candidate.estimate);
     json!({
         "strategy": candidate.strategy,
         "ranks": candidate.cluster.ranks(),
         "nodes": candidate.cluster.nodes,
         "parameter_bytes": held.params,
-        "gathered_bytes": outlook.buffers.gathered,
+        "gathered_bytes": estimate.buffers.gathered,
         "gradient_bytes": held.grads,
         "optimizer_bytes": held.optimizer,
-        "activation_bytes": outlook.activations,
+        "activation_bytes": estimate.activations,
         "device_bytes": candidate.held,
         "fits": candidate.fits,
-        "wire_bytes": { "grads": outlook.traffic.grads, "params": outlook.traffic.params },
+        "wire_bytes": { "grads": estimate.traffic.grads, "params": estimate.traffic.params },
         "compute_s": candidate.compute,
         "communication_s": candidate.communication,
         "step_s": candidate.bound.map(|bound| bound.seconds()),
@@ -360,7 +364,7 @@ mod tests {
             flops: device.flops.map(|flops| flops * mfu),
             has_own_memory: true,
         };
-        text(&draft.forecast(&machines).unwrap(), &machines, &device, mfu)
+        text(&draft.comparison(&machines).unwrap(), &machines, &device, mfu)
     }
 
     #[test]

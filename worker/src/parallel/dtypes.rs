@@ -24,7 +24,7 @@
 use crate::config::{Precision, ReduceDtype, TrainConfig};
 use crate::device::DType;
 
-/// See the module.
+/// The types of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Dtypes {
     /// Of parameters that operations read, and of activations.

@@ -12,13 +12,109 @@
 use std::fmt::Write as _;
 use std::ops::Range;
 
-use super::{GradSpec, LayoutConfig};
+use super::Dtypes;
+use crate::config::Parallel;
 use crate::device::DType;
 use crate::model::{Model, ParamId};
 use crate::ops::CHUNK;
 
+const MIB: f64 = 1_048_576.0;
+
 /// First byte of every gradient, relative to its arena: a cache line, and the widest vector.
 const ALIGNMENT_BYTES: usize = 64;
+
+/// One gradient, as the layout must know it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct GradSpec {
+    /// For errors; unique.
+    pub name: String,
+    /// Shape of the parameter.
+    pub shape: Vec<usize>,
+    /// How many times it is reported in one micro-batch: once for each place where the parameter is used.
+    pub contributions: usize,
+    /// Group that the parameter is gathered with, where it is not held by every rank.
+    pub group: usize,
+}
+
+impl GradSpec {
+    /// A parameter that is used in one place, of group 0.
+    pub fn new(name: impl Into<String>, shape: &[usize]) -> Self {
+        Self {
+            name: name.into(),
+            shape: shape.to_vec(),
+            contributions: 1,
+            group: 0,
+        }
+    }
+
+    /// The gradients of a model, by parameter.
+    #[must_use]
+    pub fn of_model(model: &Model) -> Vec<Self> {
+        let with_uses = model.params.iter().zip(model.uses());
+        with_uses
+            .map(|(param, contributions)| Self {
+                name: param.key.clone(),
+                shape: param.local_shape(),
+                contributions,
+                group: param.group.0,
+            })
+            .collect()
+    }
+
+    /// Its elements.
+    fn len(&self) -> usize {
+        self.shape.iter().product()
+    }
+}
+
+/// Sizes of buckets, and for whom they are cut.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct LayoutConfig {
+    /// Size of the first bucket: small, so that communication starts early.
+    pub first_bucket_bytes: usize,
+    /// Size of the others: large, so that few operations carry much.
+    pub bucket_bytes: usize,
+    /// Ranks over which a bucket can be cut into equal slices.
+    pub world_size: usize,
+    /// Type of the gradients while they are reduced, which bucket sizes count in.
+    pub dtype: DType,
+    /// Type of the gradients while micro-batches are added, and of the sums: the same or wider.
+    pub accumulated: DType,
+}
+
+impl LayoutConfig {
+    /// 1 MiB, then 25 MiB, of f32.
+    #[must_use]
+    pub const fn new(world_size: usize) -> Self {
+        Self {
+            first_bucket_bytes: 1 << 20,
+            bucket_bytes: 25 << 20,
+            world_size,
+            dtype: DType::F32,
+            accumulated: DType::F32,
+        }
+    }
+
+    /// The sizes of a `train.yaml`.
+    #[must_use]
+    pub fn of(parallel: &Parallel, world_size: usize) -> Self {
+        Self {
+            first_bucket_bytes: (parallel.first_bucket_mb * MIB) as usize,
+            bucket_bytes: (parallel.bucket_mb * MIB) as usize,
+            ..Self::new(world_size)
+        }
+    }
+
+    /// The same sizes for gradients of other types.
+    #[must_use]
+    pub fn with_dtypes(self, dtypes: Dtypes) -> Self {
+        Self {
+            dtype: dtypes.reduced,
+            accumulated: dtypes.accumulated,
+            ..self
+        }
+    }
+}
 
 /// A contiguous range of gradients that are reduced together.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -53,7 +149,7 @@ pub enum LayoutError {
     Empty,
 }
 
-/// See the module.
+/// Where each gradient lies, and which bucket it is reduced with.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GradientLayout {
     specs: Vec<GradSpec>,
@@ -150,7 +246,7 @@ impl GradientLayout {
     }
 
     /// Name and bucket of a parameter, for errors.
-    pub(super) fn place(&self, id: ParamId) -> (String, usize) {
+    pub(super) fn name_and_bucket(&self, id: ParamId) -> (String, usize) {
         let bucket = self.bucket_of(id).expect("the parameter is known");
         (self.spec(id).name.clone(), bucket)
     }

@@ -7,7 +7,7 @@
 //! | [`Step`], [`Reduced`] | its two phases: gradients are written, then sums are read |
 //! | [`Sharding`], [`Portion`] | which rank owns which elements, where not every rank holds everything |
 //! | [`ReplicaSet`] | over which ranks a gradient is summed, and how |
-//! | [`Weights`] | the parameters: on every rank ([`WholeWeights`]: DDP, ZeRO-1, -2) or gathered block by block ([`GatheredWeights`]: ZeRO-3) |
+//! | [`Parameters`] | the parameters: on every rank ([`WholeParameters`]: DDP, ZeRO-1, -2) or gathered block by block ([`GatheredParameters`]: ZeRO-3) |
 //! | [`Action`], [`sequential`] | what a rank does in a step, as data |
 //! | [`StepTraffic`] | what a rank of a sharded strategy sends in a step, by its terms |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
@@ -20,58 +20,30 @@
 
 mod agreement;
 mod batch_norm;
-mod copies;
+mod comm_times;
 mod dtypes;
-mod events;
-mod gather_plan;
-mod gathered_weights;
-mod grad_memory;
-mod grad_shard;
-mod grad_spec;
-mod in_flight;
+mod gathered_parameters;
 mod join;
 mod layout;
-mod layout_config;
-mod ledger;
-mod portion;
-mod reduce_error;
-mod reduce_unit;
-mod reduced;
-mod reducer;
+mod parameters;
+mod reduction;
 mod replica_set;
 mod replicas;
-mod reports;
 mod schedule;
 mod sharding;
-mod slots;
-mod step;
 mod step_traffic;
-mod waiting;
-mod weights;
-mod whole_weights;
-mod wire;
 
 pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
+pub use comm_times::{CommTimes, DeviceTimes};
 pub use dtypes::Dtypes;
-pub use gather_plan::{Residence, gathered_elements, gathering_slots};
-pub use gathered_weights::GatheredWeights;
-pub use grad_spec::GradSpec;
-pub use in_flight::in_flight_slots;
+pub use gathered_parameters::{GatheredParameters, ReshardPolicy, gathered_elements, gathering_slots};
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
-pub use layout::{Bucket, GradientLayout, LayoutError};
-pub use layout_config::LayoutConfig;
-pub use ledger::Ledger;
-pub use portion::{OwnPiece, Place, Portion};
-pub use reduce_error::ReduceError;
-pub use reduced::Reduced;
-pub use reducer::{Between, Reducer, ReducerConfig};
+pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
+pub use parameters::{Parameters, ShardGroup, WholeParameters};
+pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step, in_flight_slots};
 pub use replica_set::ReplicaSet;
 pub use replicas::{Replicas, ReplicasError};
 pub use schedule::{Action, sequential};
-pub use sharding::{ShardUnit, Sharding};
-pub use step::Step;
+pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
 pub use step_traffic::StepTraffic;
-pub use waiting::SyncTimes;
-pub use weights::{Group, Weights};
-pub use whole_weights::WholeWeights;

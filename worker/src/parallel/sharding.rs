@@ -10,7 +10,8 @@
 
 use std::ops::Range;
 
-use super::{GradientLayout, OwnPiece, Place};
+use super::GradientLayout;
+use crate::device::{Arena, Buffer};
 use crate::model::ParamId;
 use crate::ops::CHUNK;
 
@@ -51,7 +52,7 @@ impl ShardUnit {
     }
 }
 
-/// See the module.
+/// The map from elements to ranks, as one rank sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sharding {
     world: usize,
@@ -83,7 +84,7 @@ impl Sharding {
     }
 
     /// Buckets, cut where a group of parameters begins, each part cut over `world` ranks. What is in flight is then as
-    /// large as a block and no larger than a bucket, and a tied weight keeps only itself waiting.
+    /// large as a block and no larger than a bucket, and a tied weight keeps only itself tracker.
     #[must_use]
     pub fn of_parts(layout: &GradientLayout, world: usize, rank: usize) -> Self {
         let parts = layout.buckets().iter().enumerate().flat_map(|(i, bucket)| {
@@ -169,6 +170,14 @@ impl Sharding {
     #[must_use]
     pub fn home(&self, id: ParamId) -> (usize, Range<usize>) {
         self.homes[id.0].clone()
+    }
+
+    /// Units of some parameters, each once, in the order of their memory.
+    pub(super) fn units_of(&self, params: &[ParamId]) -> Vec<usize> {
+        let mut units: Vec<usize> = params.iter().map(|id| self.home(*id).0).collect();
+        units.sort_unstable();
+        units.dedup();
+        units
     }
 
     /// Elements of a parameter in the whole arena.
@@ -272,6 +281,54 @@ impl Sharding {
             (rank * each..(rank + 1) * each).map(move |i| (i < count).then_some(first + i))
         };
         self.units.iter().flat_map(of_unit).collect()
+    }
+}
+
+/// A part of a parameter that this rank owns.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OwnPiece {
+    /// Of which parameter.
+    pub param: ParamId,
+    /// Which of its elements, row-major.
+    pub elements: Range<usize>,
+    /// Where they are.
+    pub place: Place,
+}
+
+/// The same elements in both arenas.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// In the whole arena.
+    pub whole: Range<usize>,
+    /// In the shard.
+    pub shard: Range<usize>,
+}
+
+/// Elements that a rank holds: of all ranks, or only its own.
+#[derive(Clone, Debug)]
+pub enum Portion {
+    /// All units.
+    Whole(Arena),
+    /// This rank's slice of each.
+    Shard(Arena),
+}
+
+impl Portion {
+    /// The memory.
+    #[must_use]
+    pub fn arena(&self) -> &Arena {
+        match self {
+            Self::Whole(arena) | Self::Shard(arena) => arena,
+        }
+    }
+
+    /// The elements at a place.
+    #[must_use]
+    pub fn slice(&self, place: &Place) -> Buffer {
+        match self {
+            Self::Whole(arena) => arena.slice(place.whole.clone()),
+            Self::Shard(arena) => arena.slice(place.shard.clone()),
+        }
     }
 }
 

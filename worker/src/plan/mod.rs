@@ -13,8 +13,9 @@
 //! | [`StepBound`] | the least time of a step |
 //! | [`Accelerator`] | GPUs by their data sheets |
 //!
-//! Pure functions of sizes. Padding and buffers come on top, and follow from the layout: [`crate::train::Outlook`]
-//! adds them up for a configuration, and [`crate::train::Forecast`] compares the strategies. What a run really holds and moves is measured and recorded in `metrics.jsonl`.
+//! Pure functions of sizes. Padding and buffers come on top, and follow from the layout: [`crate::train::Estimate`]
+//! adds them up for a configuration, and [`crate::train::Comparison`] compares the strategies. What a run really holds
+//! and moves is measured, and recorded in `metrics.jsonl`.
 
 mod cost;
 mod hardware;

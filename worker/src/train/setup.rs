@@ -5,37 +5,41 @@ use std::time::{Duration, Instant};
 
 use ddp_proto::env::WorkerEnv;
 
-use super::choice::Choice;
-use super::evaluation::Evaluation;
-use super::exchange::Exchange;
-use super::origin::{Origin, check_initial_weights};
-use super::replica::Replica;
-use super::rescale::{Before, rescale};
-use super::resuming;
-use super::saving::{Checkpoints, document, identity};
-use super::skips::Skips;
-use super::startup::StartupFacts;
-use super::strategy::{Held, Scheme};
-use super::tally::Tally;
-use super::trainer::Trainer;
-use super::window::Window;
-use super::world::{World, threads, timeout};
-use super::{Substitutes, TrainError, WrapTransport};
+use super::TrainError;
+use super::checkpointing::{
+    BatchBefore, Checkpoints, Origin, check_initial_weights, document, identity, open_checkpoint, rescale,
+};
+use super::device_choice::Choice;
+use super::reporting::ProfilingWindow;
+use super::step::{Evaluation, RankNumbers, Replica, Skips, Tally, Trainer};
+use super::strategy::{Blueprint, Held};
+use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
 use crate::collective::WireBytes;
-use crate::config::{OptimizerConfig, OptimizerOffload, TrainConfig};
-use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler, Vocabulary};
-use crate::device::{ArenaSpec, Buffer};
-use crate::mesh::{DATA, MeshShape};
+use crate::config::{OptimizerOffload, TrainConfig};
+use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, BatchShape};
+use crate::device::{ArenaSpec, Buffer, Device};
+use crate::mesh::DATA;
 use crate::metrics::{Request, RunDir, Start};
-use crate::model::{self, Model};
+use crate::model::Model;
 use crate::ops::Cast;
-use crate::optim::{Clip, Optimizer, PIECE, ParamGroups, StateMemory};
+use crate::optim::{Clip, Optimizer, PIECE, StateMemory};
 use crate::parallel::{
-    Agreement, Dtypes, GradientLayout, LayoutConfig, Portion, Reducer, ReplicaSet, Replicas, Sharding,
-    Signature, Weights,
+    Agreement, Dtypes, GradientLayout, Parameters, Portion, Reducer, ReplicaSet, Replicas, Sharding,
+    Signature,
 };
 use crate::session::Session;
+
+/// Parts of the machine to use instead of what the configuration leads to.
+#[derive(Clone, Default)]
+pub struct Substitutes {
+    /// Holds the arenas and runs the operations.
+    pub device: Option<Arc<dyn Device>>,
+    /// Takes the checkpoints; reading them is left to the file system.
+    pub storage: Option<Arc<dyn Storage>>,
+    /// Comes between the communicators and the transport of host memory.
+    pub transport: Option<WrapTransport>,
+}
 
 /// A trainer and what belongs to it.
 pub(super) struct Prepared<'a> {
@@ -49,61 +53,6 @@ pub(super) struct Prepared<'a> {
     pub(super) pretrained: Option<String>,
     /// `train.steps` of the life that saved the checkpoint which this one goes on from.
     pub(super) steps_before: Option<u64>,
-}
-
-impl Prepared<'_> {
-    /// For the start-up table.
-    pub(super) fn facts(&self) -> StartupFacts<'_> {
-        StartupFacts {
-            out_dir: self.run_dir.path(),
-            dataset: &self.dataset,
-            reductions: self.reducer.operations(),
-            layout: self.reducer.layout(),
-            rescaled: self.rescaled.as_deref(),
-            pretrained: self.pretrained.as_deref(),
-            steps_before: self.steps_before,
-        }
-    }
-}
-
-/// What is decided before anything is allocated.
-pub(super) struct Blueprint {
-    dtypes: Dtypes,
-    pub(super) model: Model,
-    pub(super) layout: Arc<GradientLayout>,
-    pub(super) scheme: Scheme,
-    /// Bytes of the activations of a micro-batch.
-    pub(super) activations: usize,
-}
-
-impl Blueprint {
-    pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
-        let dtypes = Dtypes::of(config);
-        let model = network(config, dtypes)?;
-        check_groups(&config.train.optimizer, &model)?;
-        let mesh = MeshShape::new(&config.parallel, env)?;
-        let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
-        Ok(Self {
-            layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
-            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
-            activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
-            dtypes,
-            model,
-        })
-    }
-}
-
-/// Refuses a parameter group that would be empty.
-fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainError> {
-    let Some(index) = ParamGroups::unmatched(config, &model.params) else {
-        return Ok(());
-    };
-    Err(TrainError::ParamGroup {
-        index,
-        pattern: config.groups[index].params.clone(),
-        params: model.params.len(),
-        example: model.params[model.params.len() / 2].key.clone(),
-    })
 }
 
 /// The files of a run, on which all ranks have agreed.
@@ -142,14 +91,14 @@ pub(super) fn open(
     let mut identity = identity(config, &dataset)?;
     let origin = match start {
         Start::Fresh => Origin::of_new(config, &blueprint.model, session)?,
-        Start::Resume { step } => Origin::Checkpoint(resuming::open(run_dir.path(), step, &identity)?),
+        Start::Resume { step } => Origin::Checkpoint(open_checkpoint(run_dir.path(), step, &identity)?),
     };
     let mut config = config.clone();
     let (ranks, given) = (
         blueprint.scheme.mesh.size(&DATA) as u64,
         config.train.grad_accumulation,
     );
-    let rescaled = match origin.saved().and_then(Before::of) {
+    let rescaled = match origin.saved().and_then(BatchBefore::of) {
         None => None,
         Some(before) => rescale(&mut config.train, ranks, &before)?,
     };
@@ -193,18 +142,18 @@ pub(super) fn prepare<'a>(
     let device = choice.open(config, threads(config))?;
     let world = World::connect(config, session, device, opened.transport, scheme.mesh)?;
     let Held {
-        weights,
+        parameters,
         reducer,
         replicas: set,
     } = Held::new(&world, config, &scheme, &model, &layout)?;
-    let sharding = weights.sharding().clone();
-    let home = state_home(&world, weights.as_ref(), config, &run_dir)?;
+    let sharding = parameters.sharding().clone();
+    let home = state_home(&world, parameters.as_ref(), config, &run_dir)?;
     let optimizer = optimizer(home, (&set, &sharding), config, &model, dtypes)?;
-    let replica = Replica::new(&world, model, weights, activations, config)?;
+    let replica = Replica::new(&world, model, parameters, activations, config)?;
     let mut trainer = Trainer {
         optimizer,
         clip: clip(&world, &set, &sharding, config)?,
-        exchange: Exchange::new(&world, "numbers of each rank")?,
+        exchange: RankNumbers::new(&world, "numbers of each rank")?,
         tally: Tally::new(&world)?,
         skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
         replicas: replicas(&world, &set, &layout, &replica)?,
@@ -216,10 +165,10 @@ pub(super) fn prepare<'a>(
             opened.storage.unwrap_or_else(|| Arc::new(Disk)),
             opened.identity,
         ),
-        window: Window::new(config, run_dir.path(), &replica.model, &world),
+        window: ProfilingWindow::new(config, run_dir.path(), &replica.model, &world),
         grad_bytes: reducer.bytes(),
         first_step: 0,
-        concluded: Instant::now(),
+        finished: Instant::now(),
         accounted: WireBytes::default(),
         carried: Duration::ZERO,
         progress: None,
@@ -245,7 +194,7 @@ pub(super) fn prepare<'a>(
 /// Where the optimizer's state is. `host` on a device whose memory is the host's moves nothing.
 fn state_home(
     world: &World,
-    weights: &dyn Weights,
+    parameters: &dyn Parameters,
     config: &TrainConfig,
     run_dir: &RunDir,
 ) -> Result<StateMemory, TrainError> {
@@ -254,7 +203,7 @@ fn state_home(
     match offload.optimizer {
         OptimizerOffload::None => Ok(StateMemory::on_device(device)),
         OptimizerOffload::Host => Ok(StateMemory::on_host(device, threads(config), PIECE)?),
-        OptimizerOffload::File if weights.own().arena().memory().host_ptr().is_none() => {
+        OptimizerOffload::File if parameters.own().arena().memory().host_ptr().is_none() => {
             Err(TrainError::Offload {
                 device: device.name(),
             })
@@ -264,12 +213,6 @@ fn state_home(
             Ok(StateMemory::in_files(device, dir))
         }
     }
-}
-
-/// The model that the configuration describes.
-pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
-    let model = model::build(&config.model, Vocabulary::of(&config.data.tokenizer)?.size)?;
-    Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
 }
 
 fn optimizer(
@@ -306,8 +249,8 @@ fn replicas(
     layout: &Arc<GradientLayout>,
     replica: &Replica,
 ) -> Result<Option<Replicas>, TrainError> {
-    let (device, sharding) = (&world.device, replica.weights.sharding());
-    Ok(match (replica.weights.own(), set.replicate()) {
+    let (device, sharding) = (&world.device, replica.parameters.sharding());
+    Ok(match (replica.parameters.own(), set.replicate()) {
         (Portion::Whole(_), _) => Some(Replicas::of_whole(set.all(), device, layout, sharding)?),
         (Portion::Shard(_), Some(copies)) => Some(Replicas::of_shards(copies, device, layout, sharding)?),
         (Portion::Shard(_), None) => None,
@@ -317,13 +260,13 @@ fn replicas(
 /// Parameters and moments of the checkpoint, or first values; then the same on all ranks.
 fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
     let config = trainer.config;
-    trainer.checkpoints_here(|checkpoints, here| checkpoints.reserve(here, config))?;
+    trainer.with_checkpoints(|checkpoints, here| checkpoints.reserve(here, config))?;
     let (replica, optimizer, seed) = (&trainer.replica, &trainer.optimizer, config.run.seed);
     match origin {
         Origin::Seed => replica.initialise(optimizer, seed, None)?,
         Origin::Pretrained(weights) => replica.initialise(optimizer, seed, Some(weights))?,
         Origin::Checkpoint(saved) => {
-            trainer.checkpoints_here(|checkpoints, here| checkpoints.load(here, saved))?;
+            trainer.with_checkpoints(|checkpoints, here| checkpoints.load(here, saved))?;
             let state = &saved.manifest().state;
             trainer.loader =
                 loader(trainer.config, &trainer.world, dataset).resumed(state.step, state.consumed_samples);
@@ -333,21 +276,21 @@ fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Resul
     }
     let (home, stream) = (trainer.optimizer.home(), trainer.world.stream);
     home.synchronize(stream)?;
-    let weights = &trainer.replica.weights;
-    if let (1, Some(replicas)) = (weights.sharding().world(), &trainer.replicas) {
-        let masters = trainer.optimizer.masters(weights.own()).arena().whole();
+    let parameters = &trainer.replica.parameters;
+    if let (1, Some(replicas)) = (parameters.sharding().world(), &trainer.replicas) {
+        let masters = trainer.optimizer.masters(parameters.own()).arena().whole();
         if home.host_state().is_some() {
             broadcast_from_host(&trainer.world, home, replicas, &masters)?;
         } else {
             replicas.broadcast(stream, &masters)?;
         }
     }
-    trainer.optimizer.round(stream, weights.own());
+    trainer.optimizer.round(stream, parameters.own());
     home.synchronize(stream)?;
     let accounted = trainer.sent();
-    weights.updated()?;
+    parameters.updated()?;
     // The first step has not begun.
-    let _ = weights.take_times();
+    let _ = parameters.take_times();
     trainer.accounted = accounted;
     Ok(())
 }

@@ -13,14 +13,18 @@
 
 use std::sync::Arc;
 
+use ddp_proto::env::WorkerEnv;
+
 use super::TrainError;
 use super::world::World;
-use crate::config::{Accumulate, Parallel, Strategy, TrainConfig};
-use crate::mesh::{Axis, MeshShape};
-use crate::model::Model;
+use crate::config::{Accumulate, OptimizerConfig, Parallel, Strategy, TrainConfig};
+use crate::data::Vocabulary;
+use crate::mesh::{Axis, DATA, MeshShape};
+use crate::model::{self, Model};
+use crate::optim::ParamGroups;
 use crate::parallel::{
-    Between, GatheredWeights, GradientLayout, Group, Reducer, ReducerConfig, ReplicaSet, Residence, Sharding,
-    Weights, WholeWeights,
+    Dtypes, GatheredParameters, GradientLayout, LayoutConfig, Parameters, Reducer, ReducerConfig, ReplicaSet,
+    ReshardPolicy, ShardGroup, Sharding, WholeParameters,
 };
 
 /// A strategy on a mesh: what is decided before anything is allocated.
@@ -30,7 +34,7 @@ pub(super) struct Scheme {
     pub(super) strategy: Strategy,
     pub(super) mesh: MeshShape,
     /// What is held of the gradients of other ranks' parameters; none: these are reduced to all ranks.
-    pub(super) between: Option<Between>,
+    pub(super) accumulate: Option<Accumulate>,
 }
 
 impl Scheme {
@@ -44,11 +48,11 @@ impl Scheme {
         Self {
             strategy,
             mesh,
-            between: match strategy {
+            accumulate: match strategy {
                 Strategy::Ddp => None,
-                Strategy::Zero1 => Some(Between::Full),
-                Strategy::Zero2 | Strategy::Zero3 if is_full => Some(Between::Full),
-                Strategy::Zero2 | Strategy::Zero3 => Some(Between::Shard),
+                Strategy::Zero1 => Some(Accumulate::Full),
+                Strategy::Zero2 | Strategy::Zero3 if is_full => Some(Accumulate::Full),
+                Strategy::Zero2 | Strategy::Zero3 => Some(Accumulate::Sharded),
             },
         }
     }
@@ -65,14 +69,10 @@ impl Scheme {
 
     /// The same with another answer to what lies between micro-batches, where a strategy has a choice.
     pub(super) fn accumulating(self, accumulate: Accumulate) -> Self {
-        let between = match accumulate {
-            Accumulate::Full => Between::Full,
-            Accumulate::Sharded => Between::Shard,
-        };
         match self.strategy {
             Strategy::Ddp | Strategy::Zero1 => self,
             Strategy::Zero2 | Strategy::Zero3 => Self {
-                between: Some(between),
+                accumulate: Some(accumulate),
                 ..self
             },
         }
@@ -81,18 +81,64 @@ impl Scheme {
     /// Who owns what, as a rank of its copy sees it.
     pub(super) fn sharding(&self, layout: &GradientLayout, rank: usize) -> Sharding {
         let shard = self.shard_ranks();
-        match (self.strategy, self.between) {
+        match (self.strategy, self.accumulate) {
             (Strategy::Ddp, _) => Sharding::replicated(layout),
-            (Strategy::Zero2, Some(Between::Shard)) => Sharding::of_parts(layout, shard, rank),
+            (Strategy::Zero2, Some(Accumulate::Sharded)) => Sharding::of_parts(layout, shard, rank),
             (Strategy::Zero1 | Strategy::Zero2, _) => Sharding::of_buckets(layout, shard, rank),
             (Strategy::Zero3, _) => Sharding::of_groups(layout, shard, rank),
         }
     }
 }
 
-/// See the module.
+/// What is decided before anything is allocated.
+pub(super) struct Blueprint {
+    pub(super) dtypes: Dtypes,
+    pub(super) model: Model,
+    pub(super) layout: Arc<GradientLayout>,
+    pub(super) scheme: Scheme,
+    /// Bytes of the activations of a micro-batch.
+    pub(super) activations: usize,
+}
+
+impl Blueprint {
+    pub(super) fn of(config: &TrainConfig, env: &WorkerEnv) -> Result<Self, TrainError> {
+        let dtypes = Dtypes::of(config);
+        let model = network(config, dtypes)?;
+        check_groups(&config.train.optimizer, &model)?;
+        let mesh = MeshShape::new(&config.parallel, env)?;
+        let layout = LayoutConfig::of(&config.parallel, mesh.size(&DATA)).with_dtypes(dtypes);
+        Ok(Self {
+            layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
+            scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
+            activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
+            dtypes,
+            model,
+        })
+    }
+}
+
+/// Refuses a parameter group that would be empty.
+fn check_groups(config: &OptimizerConfig, model: &Model) -> Result<(), TrainError> {
+    let Some(index) = ParamGroups::unmatched(config, &model.params) else {
+        return Ok(());
+    };
+    Err(TrainError::ParamGroup {
+        index,
+        pattern: config.groups[index].params.clone(),
+        params: model.params.len(),
+        example: model.params[model.params.len() / 2].key.clone(),
+    })
+}
+
+/// The model that the configuration describes.
+pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, TrainError> {
+    let model = model::build(&config.model, Vocabulary::of(&config.data.tokenizer)?.size)?;
+    Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
+}
+
+/// Parameters, gradients and the ranks that they are shared with.
 pub(super) struct Held {
-    pub(super) weights: Arc<dyn Weights>,
+    pub(super) parameters: Arc<dyn Parameters>,
     pub(super) reducer: Reducer,
     pub(super) replicas: ReplicaSet,
 }
@@ -116,7 +162,7 @@ impl Held {
             sharding: &sharding,
         };
         Ok(Self {
-            weights: allocation.weights(model)?,
+            parameters: allocation.parameters(model)?,
             reducer: allocation.reducer(layout)?,
             replicas,
         })
@@ -132,26 +178,26 @@ struct Allocation<'a> {
 }
 
 impl Allocation<'_> {
-    fn weights(&self, model: &Model) -> Result<Arc<dyn Weights>, TrainError> {
-        let mut group = Group {
+    fn parameters(&self, model: &Model) -> Result<Arc<dyn Parameters>, TrainError> {
+        let mut group = ShardGroup {
             comm: self.replicas.reduce().clone(),
             device: self.world.device.clone(),
             stream: self.world.stream,
         };
         if self.scheme.strategy != Strategy::Zero3 {
-            return Ok(Arc::new(WholeWeights::new(&group, model, self.sharding)?));
+            return Ok(Arc::new(WholeParameters::new(&group, model, self.sharding)?));
         }
         // Apart from the gradients', so that gathering does not queue behind reducing.
         group.comm = self.world.mesh.group_for(&[Axis::Shard], "parameters")?;
-        let residence = Residence {
+        let policy = ReshardPolicy {
             reshard: self.config.parallel.reshard_after_forward,
             persist_below: self.config.parallel.persist_below,
         };
-        Ok(Arc::new(GatheredWeights::new(
+        Ok(Arc::new(GatheredParameters::new(
             &group,
             model,
             self.sharding,
-            residence,
+            policy,
         )?))
     }
 
@@ -159,7 +205,7 @@ impl Allocation<'_> {
         let World { device, stream, .. } = self.world;
         let parallel = &self.config.parallel;
         let (layout, overlap) = (layout.clone(), parallel.overlap);
-        let Some(between) = self.scheme.between else {
+        let Some(accumulate) = self.scheme.accumulate else {
             let sync = ReducerConfig {
                 sync: parallel.sync,
                 overlap,
@@ -168,7 +214,7 @@ impl Allocation<'_> {
             return Ok(reducer.with_unused(parallel.unused));
         };
         let compute = (device, *stream);
-        let reducer = Reducer::sharded(self.replicas, compute, layout, self.sharding, between, overlap)?;
+        let reducer = Reducer::sharded(self.replicas, compute, layout, self.sharding, accumulate, overlap)?;
         Ok(reducer.with_unused(parallel.unused))
     }
 }

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::{TrainError, WrapTransport};
-use crate::collective::{Communicator, Executor};
+use super::TrainError;
+use crate::collective::{Communicator, Executor, Transport};
 use crate::config::TrainConfig;
 use crate::device::{Device, Stream};
 use crate::mesh::{Mesh, MeshShape};
@@ -15,7 +15,10 @@ use crate::timeline::{Kind, Mark};
 /// Longest bound that a wait can have: what `parallel.timeout_s` is cut to.
 const MAX_TIMEOUT: Duration = Duration::from_hours(7 * 24);
 
-/// See the module. Clones are the same rank.
+/// Comes between the communicators and the transport of host memory.
+pub type WrapTransport = Arc<dyn Fn(Box<dyn Transport>) -> Box<dyn Transport> + Send + Sync>;
+
+/// This rank's device, stream and communicators. Clones are the same rank.
 #[derive(Clone)]
 pub(super) struct World {
     /// Runs the operations.
@@ -98,7 +101,7 @@ impl World {
 }
 
 /// `parallel.overlap`
-pub(super) fn executor(config: &TrainConfig) -> Executor {
+fn executor(config: &TrainConfig) -> Executor {
     if config.parallel.overlap {
         Executor::Thread
     } else {

@@ -1,0 +1,413 @@
+//! Waiting for communication, and measuring it: the one place that knows a step's exposed time.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use crate::collective::{Work, WorkError};
+use crate::device::{Device, Event, Stream};
+use crate::timeline::{Kind, Lane, Timeline};
+
+/// Time that communication took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CommTimes {
+    /// In collective operations, waiting for other ranks included.
+    pub comm: Duration,
+    /// The part that nothing else hid: for which the host was blocked, or, on a device that runs asynchronously, the
+    /// stream that computes waited.
+    pub exposed: Duration,
+}
+
+impl std::ops::AddAssign for CommTimes {
+    fn add_assign(&mut self, other: Self) {
+        self.comm += other.comm;
+        self.exposed += other.exposed;
+    }
+}
+
+/// Clones are the same account. Whoever launches communication writes into the one that was open then, however late it
+/// ends: whole once the device has run all of it and the launching side was asked for failures. Stays empty on a device
+/// that runs in step with its host.
+#[derive(Clone, Debug, Default)]
+pub struct DeviceTimes(Arc<Mutex<CommTimes>>);
+
+impl DeviceTimes {
+    /// What is written in it so far.
+    #[must_use]
+    pub fn times(&self) -> CommTimes {
+        *self.lock()
+    }
+
+    /// The same, which is forgotten.
+    pub(super) fn take(&self) -> CommTimes {
+        std::mem::take(&mut *self.lock())
+    }
+
+    pub(super) fn add(&self, times: CommTimes) {
+        *self.lock() += times;
+    }
+
+    fn lock(&self) -> MutexGuard<'_, CommTimes> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Name of a span in which nothing happens.
+const STANDS: &str = "waits for communication";
+
+/// Shorter is not worth a span: what was waited for had come already.
+const SHORTEST: Duration = Duration::from_micros(5);
+
+/// Issues the operations of a device and waits for them, so that it knows their time and their failures.
+pub(super) struct CommTracker {
+    device: Arc<dyn Device>,
+    timeline: Timeline,
+    account: Mutex<Account>,
+}
+
+#[derive(Default)]
+struct Account {
+    /// What the host saw.
+    times: CommTimes,
+    /// Of what is launched now.
+    device_times: DeviceTimes,
+    /// Nobody has asked how they ended.
+    unfinished: Vec<(Work, DeviceTimes)>,
+    /// Points of a stream before and behind a wait of it.
+    stream_waits: Vec<([Event; 2], DeviceTimes)>,
+    failure: Option<WorkError>,
+}
+
+impl CommTracker {
+    /// Of the streams of a device, and of its host.
+    pub(super) fn new(device: &Arc<dyn Device>, timeline: &Timeline) -> Self {
+        Self {
+            device: device.clone(),
+            timeline: timeline.clone(),
+            account: Mutex::default(),
+        }
+    }
+
+    /// Issues an operation, whose time and failure are known here from now on. Without an executor of its own it is
+    /// carried out in the call.
+    pub(super) fn launch(&self, issue: impl FnOnce() -> Work) -> Work {
+        let began = Instant::now();
+        let work = issue();
+        self.blocked_since(began);
+        let mut account = self.account();
+        let device_times = account.device_times.clone();
+        account.unfinished.push((work.clone(), device_times));
+        drop(account);
+        work
+    }
+
+    /// Later operations of `stream`, which computes, run after `event`.
+    pub(super) fn wait_in_stream(&self, stream: Stream, event: &Event, deadline: Instant) {
+        if !self.device.is_asynchronous() || matches!(event.poll(), Some(Ok(()))) {
+            return self.wait_in_side_stream(stream, event, deadline);
+        }
+        let before = self.device.record_timed(stream);
+        self.device.wait_event(stream, event, deadline);
+        let behind = self.device.record_timed(stream);
+        let points = [before.clone(), behind.clone()];
+        self.timeline.passed(Lane::Compute, Kind::Wait, STANDS, points);
+        let mut account = self.account();
+        let device_times = account.device_times.clone();
+        account.stream_waits.push(([before, behind], device_times));
+    }
+
+    /// The same for a stream beside that one: only a blocked host hides nothing.
+    pub(super) fn wait_in_side_stream(&self, stream: Stream, event: &Event, deadline: Instant) {
+        let began = Instant::now();
+        self.device.wait_event(stream, event, deadline);
+        self.blocked_since(began);
+    }
+
+    /// Blocks the host until `work` is done.
+    pub(super) fn wait_on_host(&self, work: &Work, deadline: Instant) -> Result<(), WorkError> {
+        let began = Instant::now();
+        let outcome = work.wait(deadline);
+        self.host_waited_since(began);
+        let mut account = self.account();
+        account.times.exposed += began.elapsed();
+        if let Err(error) = &outcome {
+            account.failure.get_or_insert_with(|| error.clone());
+        }
+        outcome.map(drop)
+    }
+
+    /// Why an operation failed, if one is known to have.
+    pub(super) fn check(&self) -> Result<(), WorkError> {
+        let now = Instant::now();
+        let mut guard = self.account();
+        let account = &mut *guard;
+        for (work, device_times) in account.unfinished.extract_if(.., |(work, _)| work.is_done()) {
+            match work.wait(now) {
+                Ok(times) => {
+                    let took = CommTimes {
+                        comm: times.ended.saturating_duration_since(times.started),
+                        ..CommTimes::default()
+                    };
+                    if self.device.is_asynchronous() {
+                        device_times.add(took);
+                    } else {
+                        account.times += took;
+                    }
+                }
+                Err(error) => {
+                    account.failure.get_or_insert(error);
+                }
+            }
+        }
+        for ([before, behind], device_times) in account
+            .stream_waits
+            .extract_if(.., |([_, behind], _)| behind.poll().is_some())
+        {
+            device_times.add(CommTimes {
+                exposed: behind.state().since(&before).unwrap_or_default(),
+                ..CommTimes::default()
+            });
+        }
+        account.failure.clone().map_or(Ok(()), Err)
+    }
+
+    /// As [`CommTracker::check`].
+    pub(super) fn failure(&self) -> Option<WorkError> {
+        self.check().err()
+    }
+
+    /// What the host saw since they were taken: on a device that runs asynchronously only its own waits, as all else
+    /// is in the device_times.
+    pub(super) fn times(&self) -> CommTimes {
+        // Whoever asks for the failure is told of it.
+        let _ = self.check();
+        self.account().times
+    }
+
+    /// The same, and begins a new account.
+    pub(super) fn take_times(&self) -> CommTimes {
+        let times = self.times();
+        self.account().times = CommTimes::default();
+        times
+    }
+
+    /// The account of what was launched since the last call, into which [`CommTracker::check`] writes whatever of it has
+    /// ended.
+    pub(super) fn take_device_times(&self) -> DeviceTimes {
+        std::mem::take(&mut self.account().device_times)
+    }
+
+    /// A device that runs asynchronously goes on meanwhile.
+    fn blocked_since(&self, began: Instant) {
+        if !self.device.is_asynchronous() {
+            self.host_waited_since(began);
+            self.account().times.exposed += began.elapsed();
+        }
+    }
+
+    /// The host, which is what computes unless the device runs asynchronously.
+    fn host_waited_since(&self, began: Instant) {
+        let lane = if self.device.is_asynchronous() {
+            Lane::Host
+        } else {
+            Lane::Compute
+        };
+        let now = Instant::now();
+        if now - began >= SHORTEST {
+            self.timeline.took(lane, Kind::Wait, STANDS, [began, now]);
+        }
+    }
+
+    fn account(&self) -> MutexGuard<'_, Account> {
+        self.account.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::any::Any;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use super::*;
+    use crate::collective::{Communicator, Executor, Launch, SingleRank, Traffic};
+    use crate::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, DeviceError, EventState};
+    use crate::ops::Op;
+    use crate::session::Cancel;
+
+    const HELD: Duration = Duration::from_millis(2);
+
+    /// Takes its time to whoever waits for it.
+    struct Slow;
+
+    impl EventState for Slow {
+        fn poll(&self) -> Option<Result<(), DeviceError>> {
+            None
+        }
+
+        fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
+            let end = Instant::now() + HELD;
+            while Instant::now() < end {
+                std::hint::spin_loop();
+            }
+            Ok(())
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    fn solo(executor: Executor) -> Communicator {
+        let (transport, timeout) = (Box::new(SingleRank::new(0)), Duration::from_mins(1));
+        Communicator::new("solo", transport, executor, timeout, &Cancel::new())
+    }
+
+    fn buffer(device: &dyn Device) -> Buffer {
+        let spec = ArenaSpec::private("test", DType::F32, 1);
+        device.alloc(&spec).unwrap().whole()
+    }
+
+    #[test]
+    fn whatever_blocks_the_host_is_exposed() {
+        let device: Arc<dyn Device> = Arc::new(CpuDevice::new(1).unwrap());
+        let stream = device.stream();
+        let tracker = CommTracker::new(&device, &Timeline::default());
+        let deadline = Instant::now() + Duration::from_mins(1);
+        for wait in [CommTracker::wait_in_stream, CommTracker::wait_in_side_stream] {
+            wait(&tracker, stream, &Event::new(Slow), deadline);
+            assert!(tracker.take_times().exposed >= HELD);
+        }
+        // An executor that is the caller waits in the call.
+        let comm = solo(Executor::Inline);
+        let buffer = buffer(device.as_ref());
+        let launch = Launch::after(Event::new(Slow), Traffic::Grads, "test");
+        let work = tracker.launch(|| comm.all_gather(&buffer, launch));
+        assert!(work.is_done() && tracker.times().exposed >= HELD);
+        tracker.wait_on_host(&work, deadline).unwrap();
+        assert_eq!(tracker.failure(), None);
+    }
+
+    /// A point that the device passes [`HELD`] after the one before it, once it runs.
+    struct Point(Arc<AtomicBool>);
+
+    impl EventState for Point {
+        fn poll(&self) -> Option<Result<(), DeviceError>> {
+            self.0.load(Ordering::Relaxed).then_some(Ok(()))
+        }
+
+        fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
+            Ok(())
+        }
+
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+
+        fn since(&self, _earlier: &Event) -> Option<Duration> {
+            Some(HELD)
+        }
+    }
+
+    /// Takes what its host tells it, and runs it later.
+    struct Later(CpuDevice, Arc<AtomicBool>);
+
+    impl Device for Later {
+        fn name(&self) -> String {
+            "later".into()
+        }
+
+        fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+            self.0.alloc(spec)
+        }
+
+        fn stream(&self) -> Stream {
+            self.0.stream()
+        }
+
+        fn enqueue(&self, stream: Stream, op: Op) {
+            self.0.enqueue(stream, op);
+        }
+
+        fn record(&self, stream: Stream) -> Event {
+            self.0.record(stream)
+        }
+
+        fn record_timed(&self, _stream: Stream) -> Event {
+            Event::new(Point(self.1.clone()))
+        }
+
+        fn wait_event(&self, _stream: Stream, _event: &Event, _deadline: Instant) {}
+
+        fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+            self.0.synchronize(stream)
+        }
+
+        fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
+            self.0.upload(stream, dst, bytes);
+        }
+
+        fn is_asynchronous(&self) -> bool {
+            true
+        }
+
+        fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+            self.0.download(stream, src)
+        }
+    }
+
+    #[test]
+    fn a_stream_that_stands_still_is_exposed_and_one_beside_it_is_not() {
+        let runs = Arc::new(AtomicBool::new(true));
+        let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap(), runs));
+        let (stream, deadline) = (device.stream(), Instant::now());
+        let tracker = CommTracker::new(&device, &Timeline::default());
+        let waited = || {
+            tracker.check().unwrap();
+            tracker.take_device_times().times()
+        };
+        for _ in 0..3 {
+            tracker.wait_in_stream(stream, &Event::new(Slow), deadline);
+        }
+        tracker.wait_in_side_stream(stream, &Event::new(Slow), deadline);
+        assert_eq!(waited().exposed, 3 * HELD);
+        // What has happened already costs no stream anything.
+        tracker.wait_in_stream(stream, &Event::reached(), deadline);
+        assert_eq!(waited(), CommTimes::default());
+        // The host was never blocked.
+        assert_eq!(tracker.take_times(), CommTimes::default());
+    }
+
+    #[test]
+    fn what_ends_during_a_later_step_is_of_the_step_that_launched_it() {
+        let runs = Arc::new(AtomicBool::new(false));
+        let device: Arc<dyn Device> = Arc::new(Later(CpuDevice::new(1).unwrap(), runs.clone()));
+        let deadline = Instant::now() + Duration::from_mins(1);
+        let tracker = CommTracker::new(&device, &Timeline::default());
+        let comm = solo(Executor::Thread);
+        let buffer = buffer(device.as_ref());
+        let mut steps = Vec::new();
+        for waits in 1..=3 {
+            let (input, signal) = Event::pair("input");
+            let launch = Launch::after(input, Traffic::Grads, "test");
+            let work = tracker.launch(|| comm.all_gather(&buffer, launch));
+            for _ in 0..waits {
+                tracker.wait_in_stream(device.stream(), work.event(), deadline);
+            }
+            tracker.check().unwrap();
+            steps.push((work, signal, tracker.take_device_times()));
+        }
+        runs.store(true, Ordering::Relaxed);
+        for (waits, (work, signal, device_times)) in (1..).zip(steps) {
+            assert_eq!(device_times.times().comm, Duration::ZERO);
+            signal.set(Ok(()));
+            let ran = work.wait(deadline).unwrap();
+            tracker.check().unwrap();
+            let expected = CommTimes {
+                comm: ran.ended - ran.started,
+                exposed: waits * HELD,
+            };
+            assert_eq!(device_times.times(), expected);
+        }
+        assert_eq!(tracker.take_times(), CommTimes::default());
+        assert_eq!(tracker.take_device_times().times(), CommTimes::default());
+    }
+}

@@ -1,0 +1,221 @@
+//! Where the state of a run comes from. A run that goes on from a checkpoint must have some things in common with the
+//! one that wrote it, and each rank reads what it owns. Published weights count at the beginning of a run only.
+
+use std::path::Path;
+use std::time::Instant;
+
+use ddp_proto::words::grouped;
+use serde_json::Value;
+
+use super::owned_state::{OwnExtent, StateTensors, extents, tensors};
+use crate::checkpoint::{Expected, Extent, Reader, State, Which, step_name};
+use crate::config::TrainConfig;
+use crate::data::ORDER_VERSION;
+use crate::model::Model;
+use crate::optim::{Optimizer, evict};
+use crate::parallel::{Agreement, Dtypes, Signature};
+use crate::pretrained::PretrainedWeights;
+use crate::session::Session;
+use crate::train::TrainError;
+use crate::train::step::Replica;
+use crate::train::strategy::network;
+use crate::train::world::{World, timeout};
+
+/// What a resumed run must have in common with the one that wrote the checkpoint: other values would make it another
+/// run. Steps, schedule, batch and everything about ranks may change.
+const FIXED_KEYS: &[&str] = &[
+    "/model",
+    "/data/tokenizer",
+    "/data/order",
+    "/run/seed",
+    "/train/optimizer/kind",
+];
+
+/// Refuses what the ranks of a run that begins would refuse of `model.init_from`, if it is set.
+pub fn check_initial_weights(config: &TrainConfig) -> Result<(), TrainError> {
+    let Some(path) = &config.model.init_from else {
+        return Ok(());
+    };
+    let model = network(config, Dtypes::of(config))?;
+    PretrainedWeights::open(path, &config.model, &model.params)?;
+    Ok(())
+}
+
+/// Where the state of a run comes from.
+#[expect(clippy::large_enum_variant, reason = "a process has one of them")]
+pub(crate) enum Origin {
+    /// Random numbers, from the seed alone.
+    Seed,
+    /// Published weights, and random numbers where they have none.
+    Pretrained(PretrainedWeights),
+    /// A checkpoint of its own.
+    Checkpoint(Reader),
+}
+
+impl Origin {
+    /// Of a run that begins. Parameters are opened, and must be the same on all ranks. Every rank calls it.
+    pub(crate) fn of_new(config: &TrainConfig, model: &Model, session: &Session) -> Result<Self, TrainError> {
+        let Some(path) = &config.model.init_from else {
+            return Ok(Self::Seed);
+        };
+        let weights = PretrainedWeights::open(path, &config.model, &model.params)?;
+        let mut signature = Signature::new();
+        signature.field("content of `model.init_from`", weights.fingerprint()?);
+        let (env, store) = (session.env(), session.store());
+        let agreement = Agreement {
+            store: store.as_ref(),
+            name: "initial weights",
+            rank: env.rank.get() as usize,
+            world_size: env.world_size.get() as usize,
+            deadline: Instant::now() + timeout(config),
+        };
+        agreement.check(&signature)?;
+        Ok(Self::Pretrained(weights))
+    }
+
+    /// The state that the checkpoint was saved with, if it is one.
+    pub(crate) fn saved(&self) -> Option<&State> {
+        match self {
+            Self::Checkpoint(reader) => Some(&reader.manifest().state),
+            Self::Seed | Self::Pretrained(_) => None,
+        }
+    }
+
+    /// The weights, if it is some, as in `gpt2 (124,439,808 parameters, f16)`, and what is not from there.
+    pub(crate) fn weights_words(&self) -> Option<String> {
+        let Self::Pretrained(weights) = self else {
+            return None;
+        };
+        let remainder = weights.remainder().map(|words| format!("; {words}"));
+        Some(format!(
+            "{} ({} parameters, {}){}",
+            weights.path().display(),
+            grouped(weights.parameters() as u64),
+            weights.types(),
+            remainder.unwrap_or_default()
+        ))
+    }
+}
+
+/// Opens the checkpoint after `step` steps, if it is one of this run. `identity` is what this run is: its state at any
+/// step.
+pub(crate) fn open_checkpoint(out_dir: &Path, step: u64, identity: &State) -> Result<Reader, TrainError> {
+    let reader = Reader::open(out_dir, Which::Step(step))?;
+    let state = &reader.manifest().state;
+    let folder = out_dir.join("checkpoints").join(step_name(state.step));
+    compare(&folder, identity, state)?;
+    Ok(reader)
+}
+
+/// Loads what this rank owns. Every rank calls it.
+pub(super) fn load(
+    reader: &Reader,
+    (world, replica, optimizer): (&World, &Replica, &Optimizer),
+) -> Result<(), TrainError> {
+    let parts = tensors(replica.parameters.own(), optimizer);
+    let params = &replica.model.params;
+    let all = |part: &StateTensors<'_>| -> Vec<Extent> {
+        let specs = params.iter();
+        specs.map(|spec| Extent::whole(&part.kind, spec)).collect()
+    };
+    let whole: Vec<Extent> = parts.iter().flat_map(all).collect();
+    let expected: Vec<Expected<'_>> = whole.iter().map(Expected::of).collect();
+    reader.expect(&expected)?;
+    for part in &parts {
+        let pieces = replica.parameters.sharding().own_pieces();
+        let own = pieces.iter().flat_map(|piece| extents(&part.kind, piece, params));
+        for OwnExtent { extent, places } in own {
+            let bytes = reader.read(&extent.tensor, &extent.region, extent.range)?;
+            let mut rest = bytes.as_slice();
+            for place in &places {
+                let target = part.portion.slice(place);
+                let (here, later) = rest.split_at(target.bytes());
+                optimizer.home().upload(world.stream, &target, here);
+                evict(&target);
+                rest = later;
+            }
+        }
+    }
+    optimizer.home().synchronize(world.stream)?;
+    Ok(())
+}
+
+fn compare(checkpoint: &Path, now: &State, then: &State) -> Result<(), TrainError> {
+    let contradiction = |key: &str, found: String, begun: String| TrainError::Contradiction {
+        checkpoint: checkpoint.display().to_string(),
+        key: key.to_owned(),
+        found,
+        begun,
+    };
+    for pointer in FIXED_KEYS {
+        let path = pointer[1..].replace('/', ".");
+        let [now, then] = [now, then].map(|state| lasting(&state.config, pointer));
+        if let Some((key, found, begun)) = difference(&path, now.as_ref(), then.as_ref()) {
+            return Err(contradiction(&key, found, begun));
+        }
+    }
+    let (order, begun) = (&now.rng.data_order, &then.rng.data_order);
+    if order != begun || order != ORDER_VERSION {
+        let key = "rule of the data order";
+        return Err(contradiction(key, order.clone(), begun.clone()));
+    }
+    match (&now.data, &then.data) {
+        (Some(found), Some(begun)) if found != begun => Err(contradiction(
+            "training text of `data.train`",
+            found.clone(),
+            begun.clone(),
+        )),
+        _ => Ok(()),
+    }
+}
+
+/// A section without what may change: what counts only at the beginning of a run, and the rate of dropout.
+fn lasting(config: &Value, pointer: &str) -> Option<Value> {
+    let mut section = config.pointer(pointer)?.clone();
+    if pointer == "/model"
+        && let Some(keys) = section.as_object_mut()
+    {
+        keys.remove("init_from");
+        keys.remove("dropout");
+    }
+    Some(section)
+}
+
+/// First difference between two values, by path: key, value now, value then.
+fn difference(path: &str, now: Option<&Value>, then: Option<&Value>) -> Option<(String, String, String)> {
+    if now == then {
+        return None;
+    }
+    if let (Some(Value::Object(now)), Some(Value::Object(then))) = (now, then) {
+        let keys = now.keys().chain(then.keys());
+        return keys
+            .into_iter()
+            .find_map(|key| difference(&format!("{path}.{key}"), now.get(key), then.get(key)));
+    }
+    let show = |value: Option<&Value>| value.map_or_else(|| "not set".to_owned(), Value::to_string);
+    Some((path.to_owned(), show(now), show(then)))
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    #[test]
+    fn the_first_difference_is_named_by_its_path() {
+        let (now, then) = (
+            json!({ "a": 1, "b": { "c": 2 } }),
+            json!({ "a": 1, "b": { "c": 3 } }),
+        );
+        assert_eq!(difference("model", Some(&now), Some(&now)), None);
+        assert_eq!(
+            difference("model", Some(&now), Some(&then)),
+            Some(("model.b.c".into(), "2".into(), "3".into()))
+        );
+        assert_eq!(
+            difference("model", Some(&now), Some(&json!({ "a": 1 }))),
+            Some(("model.b".into(), "{\"c\":2}".into(), "not set".into()))
+        );
+    }
+}

@@ -1,0 +1,219 @@
+//! What is told of each step: to `metrics.jsonl`, to the agent, to the console.
+
+use std::fs;
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+use ddp_proto::control::Progress;
+use ddp_proto::env::DDP_PROGRESS;
+
+use super::console::{Pace, StepNumbers, say, warn};
+use crate::metrics::{self, MetricsLine, MetricsLog};
+use crate::train::step::{StepRecord, StepTimes, Trainer};
+
+/// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
+const REFRESH: Duration = Duration::from_secs(1);
+
+/// Speaks on rank 0 only.
+pub(crate) struct Recorder {
+    log: Option<MetricsLog>,
+    /// Steps whose line could not be written, since the last one that could.
+    missed: u64,
+    pace: Pace,
+    /// Step lines go to the console: nobody else draws a bar.
+    lines: bool,
+    /// The last one that is a number.
+    last_loss: f64,
+    last_val_loss: Option<f64>,
+    /// Tokens and time of the steps of this life.
+    trained: (u64, Duration),
+}
+
+impl Recorder {
+    /// `log` on rank 0 only.
+    pub(crate) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
+        let bar = std::env::var(DDP_PROGRESS).is_ok_and(|drawn_by| drawn_by == "bar");
+        Self {
+            lines: log.is_some() && !bar,
+            log,
+            missed: 0,
+            pace: Pace::new(Instant::now(), first_step, steps),
+            last_loss: 0.0,
+            last_val_loss: None,
+            trained: (0, Duration::ZERO),
+        }
+    }
+
+    /// Tells of one finished step. Returns what the agent's bar shows of it.
+    pub(crate) fn record(&mut self, record: &StepRecord, trainer: &Trainer<'_>) -> Option<Progress> {
+        let tokens = record.samples * trainer.config.model.block_size as u64;
+        let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
+        self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
+        self.last_val_loss = record.val_loss.or(self.last_val_loss);
+        if record.loss.is_finite() {
+            self.last_loss = record.loss;
+        }
+        let now = Instant::now();
+        let progress = Progress {
+            steps: trainer.config.train.steps,
+            loss: self.last_loss,
+            tokens_per_s,
+            seconds_left: self.pace.seconds_left(now, record.step),
+            val_loss: self.last_val_loss,
+        };
+        if let Some(log) = &mut self.log {
+            // A full disk must not end the training.
+            match (log.append(&line(record, trainer, tokens_per_s)), self.missed) {
+                (Ok(()), 0) => {}
+                (Ok(()), missed) => {
+                    warn(&format!(
+                        "metrics are written again; {missed} steps before step {} have no line",
+                        record.step
+                    ));
+                    self.missed = 0;
+                }
+                (Err(error), missed) => {
+                    if missed == 0 {
+                        warn(&format!(
+                            "the metrics of step {} are lost, training goes on: {error}",
+                            record.step
+                        ));
+                    }
+                    self.missed += 1;
+                }
+            }
+        }
+        if self.lines {
+            let numbers = StepNumbers {
+                step: record.step,
+                loss: record.loss,
+                val_loss: record.val_loss,
+                lr: record.lr,
+                tokens_per_s,
+            };
+            if let Some(line) = self.pace.line(now, &numbers, record.val_loss.is_some()) {
+                say(&line);
+            }
+        }
+        self.log.is_some().then_some(progress)
+    }
+
+    /// Tokens a second over the steps of this life, over all ranks.
+    pub(crate) fn tokens_per_s(&self) -> f64 {
+        self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9)
+    }
+}
+
+fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> MetricsLine {
+    let env = trainer.session.env();
+    let StepTimes {
+        step,
+        data,
+        forward,
+        backward,
+        comm,
+        exposed,
+        share,
+        optimizer,
+    } = record.times;
+    let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
+    MetricsLine {
+        step: record.step,
+        epoch: trainer.loader.epoch_before(record.step),
+        loss: record.loss,
+        val_loss: record.val_loss,
+        lr: f64::from(record.lr),
+        grad_norm: f64::from(record.grad_norm),
+        skipped: record.skipped,
+        tokens: trainer.loader.consumed_before(record.step) * trainer.config.model.block_size as u64,
+        tokens_per_s,
+        step_ms: ms(step),
+        data_ms: ms(data),
+        forward_ms: ms(forward),
+        backward_ms: ms(backward),
+        comm_ms: ms(comm),
+        comm_exposed_ms: ms(exposed),
+        share_ms: ms(share),
+        optimizer_ms: ms(optimizer),
+        checkpoint_ms: ms(record.stalled),
+        wire_bytes: metrics::WireBytes {
+            grads: record.sent.grads,
+            params: record.sent.params,
+            other: record.sent.other,
+        },
+        world_size: env.world_size.get(),
+        generation: env.generation.get(),
+        memory: memory(trainer),
+    }
+}
+
+fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
+    let process = ProcessMemory::recent();
+    let optimizer = trainer.optimizer.bytes_by_place();
+    metrics::Memory {
+        params: trainer.replica.parameters.bytes() as u64,
+        grads: trainer.grad_bytes as u64,
+        optimizer: optimizer.device as u64,
+        optimizer_host: optimizer.host as u64,
+        activations: trainer.replica.pool.allocated_bytes() as u64,
+        gathered: trainer.replica.parameters.gathered_bytes() as u64,
+        checkpoint: trainer.checkpoints.snapshot_bytes() as u64,
+        device_peak: trainer.world.device.peak_bytes().unwrap_or(0) as u64,
+        peak_rss: process.peak_rss,
+        pss: process.pss,
+    }
+}
+
+/// Bytes of this process.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct ProcessMemory {
+    /// Most physical memory so far.
+    peak_rss: u64,
+    /// Physical memory now, shared pages divided by their users.
+    pss: u64,
+}
+
+impl ProcessMemory {
+    /// What was last read, at most [`REFRESH`] ago.
+    fn recent() -> Self {
+        static LAST: Mutex<Option<(Instant, ProcessMemory)>> = Mutex::new(None);
+        let mut last = LAST.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        match *last {
+            Some((at, memory)) if at.elapsed() < REFRESH => memory,
+            _ => last.insert((Instant::now(), Self::now())).1,
+        }
+    }
+
+    /// Zero where the system does not say.
+    fn now() -> Self {
+        let read = |path| fs::read_to_string(path).unwrap_or_default();
+        Self {
+            peak_rss: kib(&read("/proc/self/status"), "VmHWM:"),
+            pss: kib(&read("/proc/self/smaps_rollup"), "Pss:"),
+        }
+    }
+}
+
+/// The value of a line `key   123 kB`, in bytes.
+fn kib(text: &str, key: &str) -> u64 {
+    let value = text.lines().find_map(|line| line.strip_prefix(key));
+    let number = value.and_then(|v| v.split_whitespace().next()?.parse::<u64>().ok());
+    number.unwrap_or(0) * 1024
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn lines_of_the_system_are_read() {
+        let text = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t 4 kB\n";
+        assert_eq!(kib(text, "VmHWM:"), 2 << 20);
+        assert_eq!(kib(text, "Pss:"), 0);
+    }
+
+    #[test]
+    fn this_process_uses_memory() {
+        assert!(ProcessMemory::now().peak_rss > 1 << 20);
+    }
+}

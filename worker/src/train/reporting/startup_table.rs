@@ -1,0 +1,484 @@
+//! What rank 0 says before the first step: what is trained, on what, and with how much memory.
+
+use comfy_table::{Table, presets};
+use ddp_proto::words::{bytes, counted, grouped};
+
+use crate::config::{Accumulate, LrScaling, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig};
+use crate::data::{Dataset, Tokens};
+use crate::device::DType;
+use crate::optim::{batch_factor, learning_rate};
+use crate::parallel::Dtypes;
+use crate::plan::Footprint;
+use crate::train::planning::Estimate;
+use crate::train::setup::Prepared;
+use crate::train::step::Trainer;
+use crate::train::strategy::Scheme;
+
+/// The table.
+pub(crate) fn startup_table(prepared: &Prepared<'_>) -> String {
+    let mut table = Table::new();
+    table.load_style(presets::NOTHING);
+    for (name, value) in rows(prepared) {
+        table.add_row([name.to_owned(), value]);
+    }
+    table.trim_fmt()
+}
+
+fn rows(prepared: &Prepared<'_>) -> Vec<(&'static str, String)> {
+    let trainer = &prepared.trainer;
+    let config = trainer.config;
+    let world = trainer.world.size();
+    let train = &config.train;
+    let global_batch = trainer.global_batch();
+    let batch = format!(
+        "{} samples = {} tokens ({} × {} × {} of {} tokens)",
+        grouped(global_batch.samples()),
+        grouped(global_batch.tokens()),
+        counted(world, "rank"),
+        counted(train.grad_accumulation, "micro-batch"),
+        counted(train.micro_batch, "sample"),
+        config.model.block_size,
+    );
+    let parameters = trainer.replica.model.param_count() as u64;
+    let steps = steps(train, trainer.first_step);
+    let env = trainer.session.env();
+    let transport = match (world, env.node_count) {
+        (1, _) => "one rank".to_owned(),
+        _ if trainer.world.device.peak_bytes().is_some() => format!("{world} ranks, NCCL"),
+        (_, 1) => format!("{world} ranks in shared memory"),
+        (_, nodes) => format!("{world} ranks on {nodes} nodes, shared memory and TCP"),
+    };
+    let mut rows = vec![
+        ("model", trainer.replica.model.name.clone()),
+        ("parameters", grouped(parameters)),
+        ("data", data(&prepared.dataset, config.data.val.is_some())),
+        ("global batch", batch),
+        ("steps", steps),
+        (
+            "memory of a rank",
+            memory(
+                footprint(trainer),
+                &estimate(prepared, trainer.scheme),
+                trainer.checkpoints.snapshot_bytes() as u64,
+            ),
+        ),
+        ("device", trainer.world.device.name()),
+        ("backend", transport),
+        ("precision", precision(trainer.config)),
+        ("strategy", strategy(trainer)),
+        ("gradient sync", sync(trainer, prepared.reducer.operations())),
+        ("out_dir", prepared.run_dir.path().display().to_string()),
+    ];
+    let optional = [
+        ("tokenizer", tokenizer(&prepared.dataset)),
+        ("initial weights", prepared.pretrained.clone()),
+        ("rescaled", prepared.rescaled.clone()),
+        ("optimizer state", offloaded(prepared)),
+        ("accumulation", accumulation(prepared)),
+        ("recomputation", recomputation(train.recompute)),
+        ("learning rate", scaled_rate(train, global_batch.samples())),
+        (
+            "schedule",
+            prepared
+                .steps_before
+                .and_then(|before| stretched(train, before, trainer.first_step, global_batch.samples())),
+        ),
+    ];
+    let before_last = rows.len() - 1;
+    let told = optional
+        .into_iter()
+        .filter_map(|(name, value)| Some((name, value?)));
+    rows.splice(before_last..before_last, told);
+    rows
+}
+
+fn data(dataset: &Dataset, has_val: bool) -> String {
+    let part = |tokens: &Tokens| {
+        let files = match tokens.file_count() {
+            1 => String::new(),
+            several => format!(" in {several} files"),
+        };
+        (grouped(tokens.len() as u64), files)
+    };
+    let ((train, in_files), (val, in_val_files)) = (part(&dataset.train), part(&dataset.val));
+    if has_val {
+        format!("{train} tokens{in_files} to train on, {val}{in_val_files} for validation")
+    } else {
+        format!("{train} tokens{in_files} to train on, {val} held out")
+    }
+}
+
+/// Whose tokens they are, where they are not bytes.
+fn tokenizer(dataset: &Dataset) -> Option<String> {
+    let vocabulary = &dataset.vocabulary;
+    if vocabulary.is_bytes() {
+        return None;
+    }
+    let parts = [&dataset.train, &dataset.val];
+    let bytes = match dataset.train.whole().bytes_per_token() {
+        Some(bytes) => format!(", {bytes:.2} bytes to a token"),
+        None => String::new(),
+    };
+    let unknown = if parts.iter().all(|tokens| tokens.knows_tokenizer()) {
+        ""
+    } else {
+        "; a file does not say which tokenizer made it, so that this was not checked"
+    };
+    Some(format!(
+        "{}, {} tokens{bytes}; losses are in nats per token{unknown}",
+        vocabulary.name,
+        grouped(vocabulary.size as u64)
+    ))
+}
+
+fn steps(train: &Train, first_step: u64) -> String {
+    let steps = train.steps;
+    match first_step {
+        0 => format!("{steps}"),
+        first if first >= steps => {
+            format!("nothing left to train: {first} of {steps} are done; a larger `train.steps` goes on")
+        }
+        first => format!("{steps}, resumed after {first}"),
+    }
+}
+
+/// A rate that decays ends with the last step: with another number of them than `before` it makes a leap where the run is
+/// resumed.
+fn stretched(train: &Train, before: u64, first_step: u64, global_batch: u64) -> Option<String> {
+    let rate = |steps| {
+        let rate = learning_rate(first_step, steps, &train.optimizer, &train.schedule);
+        f64::from(rate) * batch_factor(train, global_batch)
+    };
+    let (was, is) = (rate(before), rate(train.steps));
+    let goes_on = first_step < train.steps;
+    (goes_on && was != is).then(|| {
+        format!(
+            "over {} steps instead of {before}: where it goes on, the learning rate is {is:.1e} instead of {was:.1e}",
+            train.steps
+        )
+    })
+}
+
+fn recomputation(what: Recompute) -> Option<String> {
+    let words = match what {
+        Recompute::None => return None,
+        Recompute::Selective => "selective: the widened half of each feed-forward layer",
+        Recompute::Full => "full: every block from its input",
+    };
+    Some(words.to_owned())
+}
+
+/// The peak rate, where the size of the batch changes it.
+fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
+    let (LrScaling::Linear, Some(base)) = (train.lr_scaling, train.base_batch) else {
+        return None;
+    };
+    let lr = train.optimizer.lr;
+    let scaled = f64::from(lr) * batch_factor(train, global_batch);
+    let warmup = match train.schedule.warmup_steps {
+        0 => "without warm-up, which `train.schedule.warmup_steps` would give".to_owned(),
+        steps => format!("after {}", counted(steps, "step")),
+    };
+    Some(format!(
+        "{scaled:.2e} = {lr:.2e} × {} / {} samples, {warmup}",
+        grouped(global_batch),
+        grouped(base)
+    ))
+}
+
+/// What this rank has allocated, by kind.
+fn footprint(trainer: &Trainer<'_>) -> Footprint {
+    Footprint {
+        params: trainer.replica.parameters.bytes() as u64,
+        grads: trainer.grad_bytes as u64,
+        optimizer: trainer.optimizer.bytes_by_place().device as u64,
+    }
+}
+
+/// What it holds and moves under a scheme: its own, or one that it might have had.
+fn estimate(prepared: &Prepared<'_>, scheme: Scheme) -> Estimate {
+    let replica = &prepared.trainer.replica;
+    let layout = prepared.reducer.layout();
+    let activations = replica.pool.allocated_bytes();
+    Estimate::new(
+        prepared.trainer.config,
+        &replica.model,
+        layout,
+        scheme,
+        activations,
+    )
+}
+
+fn memory(footprint: Footprint, estimate: &Estimate, snapshot_bytes: u64) -> String {
+    let Estimate {
+        buffers, activations, ..
+    } = estimate;
+    let aside = |number: u64, words: &dyn Fn(String) -> String| match number {
+        0 => String::new(),
+        number => words(bytes(number)),
+    };
+    format!(
+        "parameters {}{}, gradients {}{}, optimizer {}{}, activations {}{}",
+        bytes(footprint.params),
+        aside(buffers.gathered, &|gathered| format!(
+            " (and {gathered} gathered)"
+        )),
+        bytes(footprint.grads),
+        in_flight(buffers.in_flight),
+        bytes(footprint.optimizer),
+        aside(buffers.padding.total(), &|padding| format!(
+            ", {padding} of padding included"
+        )),
+        bytes(*activations),
+        aside(snapshot_bytes, &|snapshot| format!(
+            ", checkpoint snapshot {snapshot}"
+        )),
+    )
+}
+
+/// What of the gradients is slots.
+fn in_flight(slots: u64) -> String {
+    match slots {
+        0 => String::new(),
+        slots => format!(" ({} of it in flight)", bytes(slots)),
+    }
+}
+
+fn precision(config: &TrainConfig) -> String {
+    let Dtypes {
+        params,
+        reduced,
+        accumulated,
+    } = Dtypes::of(config);
+    if params == DType::F32 {
+        return "f32".to_owned();
+    }
+    let added = match config.train.grad_accumulation {
+        1 => String::new(),
+        _ => format!(" and added up in {accumulated}"),
+    };
+    format!("{params}, with f32 masters and moments; gradients are averaged in {reduced}{added}")
+}
+
+fn strategy(trainer: &Trainer<'_>) -> String {
+    let (parallel, scheme) = (&trainer.config.parallel, &trainer.scheme);
+    let what = match scheme.strategy {
+        Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
+            return "ddp: a shard on one rank is everything".to_owned();
+        }
+        Strategy::Ddp => return "ddp: everything on every rank".to_owned(),
+        Strategy::Zero1 => "zero1: the optimizer is",
+        Strategy::Zero2 => "zero2: optimizer and gradients are",
+        Strategy::Zero3 => "zero3: optimizer, gradients and parameters are",
+    };
+    let ranks = counted(scheme.shard_ranks(), "rank");
+    let copies = match scheme.copies() {
+        1 => String::new(),
+        copies => format!(", in {copies} copies"),
+    };
+    let kept = match (parallel.strategy, parallel.reshard_after_forward) {
+        (Strategy::Zero3, true) => "; a block is gathered for forward and for backward",
+        (Strategy::Zero3, false) => "; a block is gathered once, and stays until its backward",
+        _ => "; parameters are gathered while the next forward begins",
+    };
+    format!("{what} sharded over {ranks}{copies}{kept}")
+}
+
+/// Where the optimizer's state is, if a place was chosen for it.
+fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
+    let trainer = &prepared.trainer;
+    let offload = &trainer.config.train.offload;
+    let state = bytes(trainer.optimizer.bytes() as u64);
+    match offload.optimizer {
+        OptimizerOffload::None => None,
+        OptimizerOffload::File => {
+            let dir = offload.dir.as_deref().unwrap_or(prepared.run_dir.path());
+            Some(format!("{state} of a rank in a file in {}", dir.display()))
+        }
+        OptimizerOffload::Host => {
+            let on_host = trainer.optimizer.home().host_state();
+            Some(on_the_host(
+                &state,
+                on_host.map(|host| (host.staging_bytes(), host.threads())),
+            ))
+        }
+    }
+}
+
+/// `across`: page-locked bytes through which updates go, and threads that make them, if the device's memory is not the
+/// host's.
+fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
+    match across {
+        Some((staging, threads)) => format!(
+            "{state} of a rank in memory of the host, updated there by {}, through {} that are page-locked",
+            counted(threads, "thread"),
+            bytes(staging as u64)
+        ),
+        None => format!(
+            "{state} of a rank, in memory of the host already: `train.offload` moves nothing on this device"
+        ),
+    }
+}
+
+/// What both ways to accumulate cost, where there is a choice.
+fn accumulation(prepared: &Prepared<'_>) -> Option<String> {
+    let (config, scheme) = (prepared.trainer.config, prepared.trainer.scheme);
+    if config.train.grad_accumulation == 1 || matches!(scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
+        return None;
+    }
+    let [sharded, full] = [Accumulate::Sharded, Accumulate::Full]
+        .map(|accumulate| estimate(prepared, scheme.accumulating(accumulate)));
+    Some(both_ways(config.parallel.accumulate, &sharded, &full))
+}
+
+fn both_ways(chosen: Accumulate, sharded: &Estimate, full: &Estimate) -> String {
+    let sent = |estimate: &Estimate| bytes(estimate.traffic.total());
+    let [shard, whole] = [sharded, full].map(|estimate| bytes(estimate.held().grads));
+    let in_flight = |estimate: &Estimate| in_flight(estimate.buffers.in_flight);
+    let (of_shard, of_whole) = (in_flight(sharded), in_flight(full));
+    match chosen {
+        Accumulate::Sharded => format!(
+            "sharded: {shard} of gradients{of_shard}, {} sent a step; full would take {whole}{of_whole} and send {}",
+            sent(sharded),
+            sent(full)
+        ),
+        Accumulate::Full => format!(
+            "full: {whole} of gradients{of_whole}, {} sent a step; sharded would take {shard}{of_shard} and send {}",
+            sent(full),
+            sent(sharded)
+        ),
+    }
+}
+
+fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
+    let parallel = &trainer.config.parallel;
+    let when = if parallel.overlap {
+        "while backward runs"
+    } else {
+        "after backward"
+    };
+    let is_whole = trainer.scheme.accumulate == Some(Accumulate::Full);
+    let how = match (trainer.scheme.strategy, parallel.sync) {
+        (Strategy::Zero2, _) if !is_whole => format!("reduce-scatter ({})", counted(reductions, "part")),
+        (Strategy::Zero1 | Strategy::Zero2, _) => {
+            format!("reduce-scatter ({})", counted(reductions, "bucket"))
+        }
+        (Strategy::Zero3, _) => format!("reduce-scatter ({})", counted(reductions, "group")),
+        (_, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
+        (_, Sync::PerParameter) => "per-parameter".to_owned(),
+        (_, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
+    };
+    match trainer.scheme.accumulate {
+        Some(Accumulate::Sharded) if !parallel.overlap => format!("{how}, between the blocks of backward"),
+        _ => format!("{how}, {when}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::LearningRate;
+    use crate::plan::{Among, Exchange, Setting, Traffic};
+    use crate::train::planning::{Buffers, Exchanges};
+
+    #[test]
+    fn the_line_of_a_scaled_learning_rate() {
+        let mut train = Train {
+            lr_scaling: LrScaling::Linear,
+            base_batch: Some(256),
+            ..Train::default()
+        };
+        train.optimizer.lr = 0.1;
+        insta::assert_snapshot!(scaled_rate(&train, 8192).unwrap(), @"3.20e0 = 1.00e-1 × 8,192 / 256 samples, without warm-up, which `train.schedule.warmup_steps` would give");
+        train.schedule.warmup_steps = 100;
+        insta::assert_snapshot!(scaled_rate(&train, 64).unwrap(), @"2.50e-2 = 1.00e-1 × 64 / 256 samples, after 100 steps");
+        train.lr_scaling = LrScaling::None;
+        assert_eq!(scaled_rate(&train, 64), None);
+    }
+
+    #[test]
+    fn a_run_that_is_resumed_with_more_steps_says_what_becomes_of_its_rate() {
+        let mut train = Train {
+            steps: 600,
+            ..Train::default()
+        };
+        assert_eq!(stretched(&train, 600, 280, 16), None);
+        assert_eq!(stretched(&train, 300, 0, 16), None, "the peak, either way");
+        insta::assert_snapshot!(stretched(&train, 300, 280, 16).unwrap(), @"over 600 steps instead of 300: where it goes on, the learning rate is 1.7e-4 instead of 3.0e-6");
+        insta::assert_snapshot!(steps(&train, 280), @"600, resumed after 280");
+        insta::assert_snapshot!(steps(&train, 600), @"nothing left to train: 600 of 600 are done; a larger `train.steps` goes on");
+        train.schedule.kind = LearningRate::Constant;
+        assert_eq!(stretched(&train, 300, 280, 16), None);
+    }
+
+    /// Of seven billion parameters, and no padding.
+    fn seven_billion(setting: Setting, in_flight: u64, gathered: u64) -> Estimate {
+        let parameters = 7_000_000_000;
+        let nothing = Exchange {
+            bytes: 0,
+            times: 0,
+            among: Among::Shards,
+        };
+        Estimate {
+            setting,
+            parameters,
+            formula: Footprint::of(&setting, parameters),
+            buffers: Buffers {
+                padding: Footprint::default(),
+                in_flight,
+                gathered,
+            },
+            activations: 48 << 30,
+            padded: parameters,
+            traffic: Traffic::of(&setting, parameters),
+            exchanges: Exchanges {
+                grads: nothing,
+                params: nothing,
+                copies: nothing,
+                shard_ranks: setting.ranks,
+            },
+        }
+    }
+
+    fn setting(strategy: Strategy, accumulate: Accumulate) -> Setting {
+        Setting {
+            strategy,
+            ranks: 8,
+            micro_batches: 4,
+            accumulate,
+            reshard_after_forward: true,
+            dtypes: Dtypes {
+                params: DType::F32,
+                reduced: DType::F32,
+                accumulated: DType::F32,
+            },
+            state_slots: 2,
+        }
+    }
+
+    #[test]
+    fn the_line_of_a_state_on_the_host() {
+        insta::assert_snapshot!(on_the_host("1.9 GiB", Some((25 << 20, 8))), @"1.9 GiB of a rank in memory of the host, updated there by 8 threads, through 25.0 MiB that are page-locked");
+        insta::assert_snapshot!(on_the_host("1.9 GiB", None), @"1.9 GiB of a rank, in memory of the host already: `train.offload` moves nothing on this device");
+    }
+
+    #[test]
+    fn the_memory_line_of_seven_billion_parameters() {
+        let line = |estimate: &Estimate, snapshot| memory(estimate.held(), estimate, snapshot);
+        let ddp = seven_billion(setting(Strategy::Ddp, Accumulate::Sharded), 0, 0);
+        // 28, 28 and 56 GB.
+        insta::assert_snapshot!(line(&ddp, 0), @"parameters 26.1 GiB, gradients 26.1 GiB, optimizer 52.2 GiB, activations 48.0 GiB");
+        let mut zero3 = seven_billion(setting(Strategy::Zero3, Accumulate::Sharded), 1 << 30, 2 << 30);
+        zero3.buffers.padding.params = 5 << 20;
+        insta::assert_snapshot!(line(&zero3, 3 << 30), @"parameters 3.3 GiB (and 2.0 GiB gathered), gradients 4.3 GiB (1.0 GiB of it in flight), optimizer 6.5 GiB, 5.0 MiB of padding included, activations 48.0 GiB, checkpoint snapshot 3.0 GiB");
+    }
+
+    #[test]
+    fn the_line_of_both_ways_to_accumulate() {
+        let sharded = seven_billion(setting(Strategy::Zero2, Accumulate::Sharded), 1 << 30, 0);
+        let full = seven_billion(setting(Strategy::Zero2, Accumulate::Full), 0, 0);
+        // k + 1 = 5 times 24.5 GB, and 2 times.
+        insta::assert_snapshot!(both_ways(Accumulate::Sharded, &sharded, &full), @"sharded: 4.3 GiB of gradients (1.0 GiB of it in flight), 114.1 GiB sent a step; full would take 26.1 GiB and send 45.6 GiB");
+        insta::assert_snapshot!(both_ways(Accumulate::Full, &sharded, &full), @"full: 26.1 GiB of gradients, 45.6 GiB sent a step; sharded would take 4.3 GiB (1.0 GiB of it in flight) and send 114.1 GiB");
+    }
+}

@@ -1,0 +1,194 @@
+//! Numbers that every rank tells all others: its losses, its request to stop, its share of the validation.
+
+use std::ops::Range;
+
+use crate::collective::{Launch, Traffic, Work};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Fetch};
+use crate::model::Activation;
+use crate::ops::LossSum;
+use crate::train::TrainError;
+use crate::train::world::World;
+
+/// One row of so many numbers a rank, gathered on all of them.
+pub(crate) struct RankNumbers<const WIDTH: usize = 2> {
+    world: World,
+    rows: Arena,
+}
+
+impl<const WIDTH: usize> RankNumbers<WIDTH> {
+    /// Every rank must call it. `name` is for errors.
+    pub(crate) fn new(world: &World, name: &str) -> Result<Self, TrainError> {
+        let spec = ArenaSpec::on_node(name, DType::F64, world.size() * WIDTH);
+        Ok(Self {
+            rows: world.comm.alloc_shared(&world.device, &spec)?,
+            world: world.clone(),
+        })
+    }
+
+    /// Some columns of this rank's row, on the device.
+    pub(crate) fn own(&self, columns: Range<usize>) -> Buffer {
+        let start = self.world.rank() * WIDTH;
+        self.rows.slice(start + columns.start..start + columns.end)
+    }
+
+    /// The rows of all ranks, in rank order, on the device.
+    pub(crate) fn rows(&self) -> Buffer {
+        self.rows.whole()
+    }
+
+    /// Writes some columns of this rank's row, from the first on or from a later one.
+    pub(crate) fn write(&self, first: usize, numbers: &[f64]) {
+        let World { device, stream, .. } = &self.world;
+        let columns = self.own(first..first + numbers.len());
+        device.upload(*stream, &columns, bytemuck::cast_slice(numbers));
+    }
+
+    /// Tells all ranks this one's row. Every rank must call it; `what` is for errors.
+    pub(crate) fn share(&self, what: &str) -> Work {
+        let World {
+            device, stream, comm, ..
+        } = &self.world;
+        let launch = Launch::after(device.record(*stream), Traffic::Other, what);
+        comm.all_gather(&self.rows(), launch)
+    }
+
+    /// The rows of all ranks, on the host: synchronises. Every rank must call it; `what` is for errors.
+    pub(crate) fn gather(&self, what: &str, own: [f64; WIDTH]) -> Result<Vec<[f64; WIDTH]>, TrainError> {
+        self.write(0, &own);
+        self.share(what).wait(self.world.deadline())?;
+        let World { device, stream, .. } = &self.world;
+        Ok(rows_of(&device.download(*stream, &self.rows())?).collect())
+    }
+}
+
+/// From the bytes of [`RankNumbers::rows`].
+fn rows_of<const WIDTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [f64; WIDTH]> {
+    const BYTES: usize = size_of::<f64>();
+    let number = |row: &[u8], i: usize| bytemuck::pod_read_unaligned(&row[i * BYTES..(i + 1) * BYTES]);
+    let rows = bytes.chunks_exact(WIDTH * BYTES);
+    rows.map(move |row| std::array::from_fn(|i| number(row, i)))
+}
+
+/// Numbers of one rank in a step.
+const WIDTH: usize = 4;
+
+/// What every rank tells all others of a step: the sum of its losses, their number, its request to stop, and how far it
+/// is with the checkpoint that is being written. The numbers go from the device to the other ranks while backward runs,
+/// and to the host when it asks for them.
+pub(crate) struct Tally(RankNumbers<WIDTH>);
+
+/// The rows of all ranks, on the host.
+#[derive(Clone, Debug, PartialEq)]
+pub(crate) struct Shares(Vec<Share>);
+
+/// The row of one rank.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Share {
+    /// Sum of the losses of all positions, ignored ones not counted.
+    losses: f64,
+    /// Number of these positions.
+    positions: f64,
+    /// Above 0: the rank was asked to stop.
+    stop: f64,
+    /// How far it is with a save.
+    save: f64,
+}
+
+impl Tally {
+    /// Every rank must call it.
+    pub(crate) fn new(world: &World) -> Result<Self, TrainError> {
+        Ok(Self(RankNumbers::new(world, "losses of each rank")?))
+    }
+
+    /// Adds the losses of a micro-batch, which may be the first one of its step.
+    pub(crate) fn add(&self, losses: &Activation, is_first: bool) {
+        let sum = LossSum {
+            losses: losses.buffer().clone(),
+            total: self.0.own(0..1),
+            accumulate: !is_first,
+        };
+        let World { device, stream, .. } = &self.0.world;
+        device.enqueue(*stream, sum.into());
+    }
+
+    /// Tells all ranks. Every rank must call it; `positions` is the number of losses that were not ignored.
+    pub(crate) fn share(&self, positions: usize, stop: bool, save: f64) -> Work {
+        let known = [positions as f64, f64::from(u8::from(stop)), save];
+        self.0.write(1, &known);
+        self.0.share("losses")
+    }
+
+    /// The rows of all ranks, on the device: none of the numbers may be infinite or NaN.
+    pub(crate) fn rows(&self) -> Buffer {
+        self.0.rows()
+    }
+
+    /// The rows of all ranks, for the host: [`Shares::read`].
+    pub(crate) fn fetch(&self) -> Fetch {
+        let World { device, stream, .. } = &self.0.world;
+        device.fetch(*stream, &self.0.rows())
+    }
+}
+
+impl Shares {
+    /// From the bytes of [`Tally::fetch`].
+    pub(crate) fn read(bytes: &[u8]) -> Self {
+        let rows = rows_of(bytes).map(|[losses, positions, stop, save]| Share {
+            losses,
+            positions,
+            stop,
+            save,
+        });
+        Self(rows.collect())
+    }
+
+    /// Mean loss of all positions of all ranks: each weighs the same, whoever had it.
+    pub(crate) fn mean_loss(&self) -> f64 {
+        let losses: f64 = self.0.iter().map(|share| share.losses).sum();
+        let positions: f64 = self.0.iter().map(|share| share.positions).sum();
+        losses / positions
+    }
+
+    /// True if any rank was asked to stop.
+    pub(crate) fn stop(&self) -> bool {
+        self.0.iter().any(|share| share.stop > 0.0)
+    }
+
+    /// How far each rank is with the checkpoint that is being written.
+    pub(crate) fn saves(&self) -> Vec<f64> {
+        self.0.iter().map(|share| share.save).collect()
+    }
+
+    /// The first rank whose loss is not finite, and that loss.
+    pub(crate) fn not_finite(&self) -> Option<(usize, f64)> {
+        let losses = self.0.iter().map(|share| share.losses).enumerate();
+        losses.into_iter().find(|(_, loss)| !loss.is_finite())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_position_weighs_the_same() {
+        let rows = [[12.0, 4.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 2.0]];
+        let shares = Shares::read(bytemuck::cast_slice(&rows));
+        assert_eq!(shares.mean_loss(), 3.0);
+        assert!(shares.stop());
+        assert_eq!(shares.saves(), [1.0, 0.0, 2.0]);
+        assert_eq!(shares.not_finite(), None);
+    }
+
+    #[test]
+    fn the_first_rank_without_a_finite_loss_is_named() {
+        let rows = [
+            [12.0, 4.0, 0.0, 0.0],
+            [f64::INFINITY, 4.0, 0.0, 0.0],
+            [f64::NAN, 4.0, 0.0, 0.0],
+        ];
+        let shares = Shares::read(bytemuck::cast_slice(&rows));
+        assert_eq!(shares.not_finite(), Some((1, f64::INFINITY)));
+        assert!(!shares.stop() && shares.mean_loss().is_nan());
+    }
+}

@@ -1,0 +1,371 @@
+//! Steps whose numbers are not finite: what to do, and which rank saw it first.
+//!
+//! What to do is decided alike on all ranks, since all see the same numbers. Then the passes of the step run once more on
+//! every rank, looking at what each block makes, to say which rank saw it first, in which micro-batch and block. First is
+//! what comes first in the order in which a rank executes a step, which is the same on all of them, not what a clock says.
+//!
+//! This costs the time of a step and, at a time, memory for the gradients of one block and of what it is tied to. Every
+//! rank passes through all blocks, finite or not: under ZeRO-3 a pass is a collective one.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+use super::exchange::RankNumbers;
+use super::replica::{MicroBatch, Replica, ReplicaHooks};
+use crate::config::OnNonFinite;
+use crate::data::Loader;
+use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event};
+use crate::model::{Activation, Flight, GradSink, GradSlot, Hooks, Model, ParamId, Pass, SampleKey, Unused};
+use crate::train::TrainError;
+use crate::train::world::World;
+
+/// Steps that were skipped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Skips {
+    policy: OnNonFinite,
+    /// Most in a row.
+    limit: u64,
+    in_a_row: u64,
+    total: u64,
+}
+
+/// What becomes of a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Decision {
+    /// The step counts.
+    Keep,
+    /// The step was without effect. `is_first`: the one before was not.
+    Skip {
+        /// See above.
+        is_first: bool,
+    },
+    /// Training ends, after so many skipped steps in a row.
+    Stop {
+        /// See above.
+        skipped: u64,
+    },
+}
+
+impl Skips {
+    pub(crate) fn new(policy: OnNonFinite, limit: u64) -> Self {
+        Self {
+            policy,
+            limit,
+            in_a_row: 0,
+            total: 0,
+        }
+    }
+
+    /// What becomes of the next step.
+    pub(crate) fn judge(&mut self, is_finite: bool) -> Decision {
+        if is_finite {
+            self.in_a_row = 0;
+            return Decision::Keep;
+        }
+        if self.policy == OnNonFinite::Stop || self.in_a_row == self.limit {
+            return Decision::Stop {
+                skipped: self.in_a_row,
+            };
+        }
+        self.in_a_row += 1;
+        self.total += 1;
+        Decision::Skip {
+            is_first: self.in_a_row == 1,
+        }
+    }
+
+    /// Whether the last step was skipped.
+    pub(super) fn is_skipping(&self) -> bool {
+        self.in_a_row > 0
+    }
+
+    /// Since this life of the run began.
+    pub(crate) fn total(&self) -> u64 {
+        self.total
+    }
+}
+
+/// The passes of a step once more.
+pub(super) struct Inspection<'a> {
+    pub(super) replica: &'a mut Replica,
+    pub(super) loader: &'a Loader,
+    pub(super) exchange: &'a RankNumbers,
+    pub(super) step: u64,
+    /// Of each micro-batch.
+    pub(super) keys: Vec<SampleKey>,
+}
+
+impl Inspection<'_> {
+    /// Which rank saw a number that is not finite first, and where, in words: the same ones on all ranks. Every rank must
+    /// call it.
+    pub(super) fn run(self) -> Result<String, TrainError> {
+        let size = ModelSize {
+            blocks: self.replica.model.blocks.len(),
+            params: self.replica.model.params.len(),
+        };
+        let mut batch = MicroBatch::new(self.replica.positions());
+        let mut found = None;
+        for (m, key) in (0..).zip(self.keys) {
+            self.loader
+                .fill(self.step, m, &mut batch.inputs, &mut batch.targets)?;
+            let place = inspect(self.replica, &batch, key, found.is_none())?;
+            found = found.or(place.map(|place| (m, place)));
+        }
+        let own = found.map_or(NONE, |(m, place)| [m as f64, place.code(size)]);
+        let sightings = self.exchange.gather("what is not finite", own)?;
+        Ok(match first_of(&sightings) {
+            Some((rank, [m, code])) => {
+                let words = Location::of_code(code, size).words(&self.replica.model);
+                format!("rank {rank} saw it first: {words}, micro-batch {m}")
+            }
+            None => "no rank sees it when it repeats the step alone: the sum over the ranks is too large, or a machine fails".into(),
+        })
+    }
+}
+
+/// Where a number was not finite.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Location {
+    /// In the output of a block.
+    Output(usize),
+    /// In a block's gradient of a parameter.
+    Gradient(usize, ParamId),
+    /// In a block's gradient of its input.
+    InputGradient(usize),
+}
+
+/// Numbers of the blocks and of the parameters of a model.
+#[derive(Clone, Copy, Debug)]
+struct ModelSize {
+    blocks: usize,
+    params: usize,
+}
+
+impl Location {
+    /// The place as one number, in the order in which a micro-batch comes through: forward over the blocks, then
+    /// backward from the last one; there a block's parameters from the last one, then its input.
+    fn code(self, size: ModelSize) -> f64 {
+        let ModelSize { blocks, params } = size;
+        let (pass, within) = match self {
+            Self::Output(block) => (block, 0),
+            Self::Gradient(block, id) => (2 * blocks - 1 - block, params - 1 - id.0),
+            Self::InputGradient(block) => (2 * blocks - 1 - block, params),
+        };
+        // Far below 2⁵³ for any model.
+        (pass * (params + 1) + within) as f64
+    }
+
+    fn of_code(code: f64, size: ModelSize) -> Self {
+        let ModelSize { blocks, params } = size;
+        let (pass, within) = (code as usize / (params + 1), code as usize % (params + 1));
+        match within {
+            _ if pass < blocks => Self::Output(pass),
+            _ if within == params => Self::InputGradient(2 * blocks - 1 - pass),
+            _ => Self::Gradient(2 * blocks - 1 - pass, ParamId(params - 1 - within)),
+        }
+    }
+
+    fn words(self, model: &Model) -> String {
+        let block = |index: usize| model.blocks[index].name();
+        match self {
+            Self::Output(index) => format!("the output of block `{}`", block(index)),
+            Self::Gradient(index, id) => {
+                let param = &model.params[id.0].key;
+                format!("the gradient of `{param}` in block `{}`", block(index))
+            }
+            Self::InputGradient(index) => format!("the gradient of the input of block `{}`", block(index)),
+        }
+    }
+}
+
+/// What one rank saw first: micro-batch, and [`Location::code`]; a micro-batch below 0 is none.
+type Sighting = [f64; 2];
+
+const NONE: Sighting = [-1.0, 0.0];
+
+/// The rank whose sighting comes first, by micro-batch and place, and what it saw. Of ranks that saw the same the first.
+fn first_of(sightings: &[Sighting]) -> Option<(usize, Sighting)> {
+    let seen = sightings
+        .iter()
+        .copied()
+        .enumerate()
+        .filter(|(_, [m, _])| *m >= 0.0);
+    seen.min_by(|(_, one), (_, other)| one[0].total_cmp(&other[0]).then(one[1].total_cmp(&other[1])))
+}
+
+/// Both passes of a micro-batch; the first place with a number that is not finite, if `look` is set.
+fn inspect(
+    replica: &mut Replica,
+    batch: &MicroBatch,
+    key: SampleKey,
+    look: bool,
+) -> Result<Option<Location>, TrainError> {
+    let tokens = replica.upload(batch);
+    let ctx = replica.context(key);
+    let passes = replica.passes(&ctx);
+    let mut flight = Flight::over(replica.model.whole());
+    let seen = RefCell::new(Seen {
+        world: &replica.world,
+        look,
+        block: 0,
+        first: None,
+    });
+    let mut hooks = LookingHooks {
+        inner: replica.hooks(),
+        seen: &seen,
+    };
+    let mut sink = LookingSink {
+        model: &replica.model,
+        memory: HashMap::new(),
+        seen: &seen,
+    };
+    let both = passes
+        .forward(&mut flight, &tokens, &mut hooks)
+        .and_then(|losses| {
+            drop(losses);
+            passes.backward(&mut flight, None, &mut hooks, &mut sink)
+        });
+    both.map_err(|error| replica.cause(error))?;
+    let first = seen.borrow().first;
+    Ok(first)
+}
+
+/// Where a number that is not finite was seen first.
+struct Seen<'a> {
+    world: &'a World,
+    look: bool,
+    /// The one whose pass is under way.
+    block: usize,
+    first: Option<Location>,
+}
+
+impl Seen<'_> {
+    fn look_at(&mut self, place: Location, buffer: &Buffer) -> Result<(), DeviceError> {
+        if self.look && self.first.is_none() && !is_finite(self.world, buffer)? {
+            self.first = Some(place);
+        }
+        Ok(())
+    }
+}
+
+/// Looks at what each block makes.
+struct LookingHooks<'a> {
+    inner: ReplicaHooks<'a>,
+    seen: &'a RefCell<Seen<'a>>,
+}
+
+impl Hooks for LookingHooks<'_> {
+    fn before(&mut self, block: usize, pass: Pass) -> Result<(), DeviceError> {
+        self.seen.borrow_mut().block = block;
+        self.inner.before(block, pass)
+    }
+
+    fn after(&mut self, block: usize, pass: Pass, made: Option<&Activation>) -> Result<(), DeviceError> {
+        self.inner.after(block, pass, made)?;
+        let place = match pass {
+            Pass::Forward => Location::Output(block),
+            Pass::Backward => Location::InputGradient(block),
+        };
+        made.map_or(Ok(()), |made| {
+            self.seen.borrow_mut().look_at(place, made.buffer())
+        })
+    }
+}
+
+/// Looks at gradients of parameters, each for as long as that takes.
+struct LookingSink<'a> {
+    model: &'a Model,
+    memory: HashMap<ParamId, Buffer>,
+    seen: &'a RefCell<Seen<'a>>,
+}
+
+impl GradSink for LookingSink<'_> {
+    fn grad(&mut self, id: ParamId) -> Result<GradSlot, DeviceError> {
+        let param = &self.model.params[id.0];
+        let name = format!("gradient of `{}` under inspection", param.key);
+        let spec = ArenaSpec::private(name, DType::F32, param.len());
+        let buffer = self.seen.borrow().world.device.alloc(&spec)?.whole();
+        self.memory.insert(id, buffer.clone());
+        Ok(GradSlot {
+            buffer,
+            accumulate: false,
+        })
+    }
+
+    fn contributed(&mut self, id: ParamId, _at: Event) -> Result<(), DeviceError> {
+        let Some(gradient) = self.memory.remove(&id) else {
+            return Ok(());
+        };
+        let mut seen = self.seen.borrow_mut();
+        let place = Location::Gradient(seen.block, id);
+        seen.look_at(place, &gradient)
+    }
+
+    fn unused(&mut self, _unused: &Unused<'_>) -> Result<(), DeviceError> {
+        Ok(())
+    }
+}
+
+fn is_finite(world: &World, buffer: &Buffer) -> Result<bool, DeviceError> {
+    let bytes = world.device.download(world.stream, buffer)?;
+    let all = |width: usize, test: fn(&[u8]) -> bool| bytes.chunks_exact(width).all(test);
+    Ok(match buffer.dtype() {
+        DType::F64 => all(8, |x| bytemuck::pod_read_unaligned::<f64>(x).is_finite()),
+        DType::F32 => all(4, |x| bytemuck::pod_read_unaligned::<f32>(x).is_finite()),
+        DType::Bf16 => all(2, |x| bytemuck::pod_read_unaligned::<half::bf16>(x).is_finite()),
+        DType::I32 | DType::U8 => true,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_run_stops_at_once_or_after_too_many_in_a_row() {
+        let mut skips = Skips::new(OnNonFinite::Stop, 2);
+        assert_eq!(skips.judge(true), Decision::Keep);
+        assert_eq!(skips.judge(false), Decision::Stop { skipped: 0 });
+
+        let mut skips = Skips::new(OnNonFinite::Skip, 2);
+        assert_eq!(skips.judge(false), Decision::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Decision::Skip { is_first: false });
+        assert_eq!(skips.judge(true), Decision::Keep);
+        assert_eq!(skips.judge(false), Decision::Skip { is_first: true });
+        assert_eq!(skips.judge(false), Decision::Skip { is_first: false });
+        assert_eq!(skips.judge(false), Decision::Stop { skipped: 2 });
+        assert_eq!(skips.total(), 4);
+    }
+
+    #[test]
+    fn places_survive_their_codes_which_have_the_order_of_execution() {
+        let size = ModelSize { blocks: 3, params: 4 };
+        let mut places: Vec<Location> = (0..3).map(Location::Output).collect();
+        for block in (0..3).rev() {
+            places.extend((0..4).rev().map(|id| Location::Gradient(block, ParamId(id))));
+            places.push(Location::InputGradient(block));
+        }
+        let codes: Vec<f64> = places.iter().map(|place| place.code(size)).collect();
+        assert!(codes.is_sorted_by(|one, other| one < other), "{codes:?}");
+        for (place, code) in places.iter().zip(codes) {
+            assert_eq!(Location::of_code(code, size), *place);
+        }
+    }
+
+    #[test]
+    fn the_earlier_sighting_counts_whichever_rank_had_it() {
+        assert_eq!(first_of(&[NONE, NONE]), None);
+        assert_eq!(first_of(&[NONE, [1.0, 4.0], NONE]), Some((1, [1.0, 4.0])));
+        assert_eq!(
+            first_of(&[[1.0, 3.0], [0.0, 9.0]]),
+            Some((1, [0.0, 9.0])),
+            "micro-batch"
+        );
+        assert_eq!(
+            first_of(&[[0.0, 9.0], [0.0, 3.0]]),
+            Some((1, [0.0, 3.0])),
+            "place"
+        );
+        assert_eq!(first_of(&[[0.0, 3.0], [0.0, 3.0]]), Some((0, [0.0, 3.0])), "rank");
+    }
+}

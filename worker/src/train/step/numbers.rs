@@ -1,0 +1,108 @@
+//! What is measured of a step: by the host while it enqueues it, by the device when it runs it.
+
+use std::time::{Duration, Instant};
+
+use super::exchange::Shares;
+use crate::collective::{WireBytes, Work};
+use crate::device::Fetch;
+use crate::parallel::{CommTimes, DeviceTimes};
+use crate::train::TrainError;
+use crate::train::world::World;
+
+/// Time of the parts of one step.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct StepTimes {
+    pub(crate) step: Duration,
+    pub(crate) data: Duration,
+    pub(crate) forward: Duration,
+    pub(crate) backward: Duration,
+    pub(crate) comm: Duration,
+    pub(crate) exposed: Duration,
+    pub(crate) share: Duration,
+    pub(crate) optimizer: Duration,
+}
+
+impl StepTimes {
+    /// Adds what communication took. Returns the part of it that nothing else hid.
+    pub(crate) fn account(&mut self, times: CommTimes) -> Duration {
+        self.comm += times.comm;
+        self.exposed += times.exposed;
+        times.exposed
+    }
+}
+
+/// One finished step.
+#[derive(Clone, Debug)]
+pub(crate) struct StepRecord {
+    /// Steps finished, this one included.
+    pub(crate) step: u64,
+    /// Samples of all ranks.
+    pub(crate) samples: u64,
+    /// Mean over all ranks.
+    pub(crate) loss: f64,
+    pub(crate) val_loss: Option<f64>,
+    pub(crate) lr: f32,
+    pub(crate) grad_norm: f32,
+    /// Steps skipped so far.
+    pub(crate) skipped: u64,
+    pub(crate) times: StepTimes,
+    /// Bytes that this rank sent.
+    pub(crate) sent: WireBytes,
+    /// Time for which checkpoints held training up since the step before.
+    pub(crate) stalled: Duration,
+    /// A rank was asked to stop after this step.
+    pub(crate) stop: bool,
+}
+
+/// A step between the host, which is done with it, and the device, which may still have to run it.
+pub(crate) struct Enqueued {
+    /// From 0.
+    pub(crate) step: u64,
+    /// Samples of all ranks.
+    pub(crate) samples: u64,
+    pub(crate) lr: f32,
+    /// What the host saw so far.
+    pub(crate) times: StepTimes,
+    /// What the device measures of reduction and of parameters.
+    pub(crate) device_times: [DeviceTimes; 2],
+    pub(crate) started: Instant,
+    /// Bytes that this rank sent.
+    pub(crate) sent: WireBytes,
+    /// Exchanges that the stream waits for.
+    pub(super) exchanges: Vec<Work>,
+    /// Losses and norm.
+    pub(super) fetches: [Fetch; 2],
+}
+
+/// What became of it.
+pub(crate) struct Numbers {
+    pub(crate) shares: Shares,
+    /// Norm of the averaged gradients before clipping.
+    pub(crate) norm: f32,
+}
+
+impl Enqueued {
+    /// Waits until the device has got there.
+    pub(crate) fn numbers(self, world: &World) -> Result<Numbers, TrainError> {
+        let deadline = world.deadline();
+        for work in self.exchanges {
+            work.wait(deadline)?;
+        }
+        let [shares, norm] = self.fetches;
+        Ok(Numbers {
+            shares: Shares::read(&shares.wait(deadline)?),
+            norm: bytemuck::pod_read_unaligned(&norm.wait(deadline)?),
+        })
+    }
+}
+
+impl Numbers {
+    /// What is not finite, in words. The device has skipped the update then, and only then.
+    pub(crate) fn complaint(&self) -> Option<String> {
+        match self.shares.not_finite() {
+            Some((rank, loss)) => Some(format!("loss is {loss} on rank {rank}")),
+            None if self.norm.is_finite() => None,
+            None => Some(format!("norm of the averaged gradient is {}", self.norm)),
+        }
+    }
+}
