@@ -17,6 +17,19 @@ const EXPLAINED: [&str; 3] = [
     "worker/src/train/mod.rs",
 ];
 
+/// Folders whose files documents name by their paths.
+const ROOTS: [&str; 9] = [
+    ".ci/",
+    "deploy/",
+    "docs/",
+    "examples/",
+    "launcher/",
+    "proto/",
+    "src/",
+    "tests/",
+    "worker/",
+];
+
 /// Lines that are too long. Left out: code, whose lines are a program's, and rows of tables, which cannot be wrapped.
 fn long_lines(path: &str, text: &str) -> Vec<Breach> {
     let mut in_fence = false;
@@ -75,6 +88,85 @@ fn unexplained(path: &str, text: &str, glossary: &str) -> Vec<Breach> {
         .filter(|name| !glossary.contains(&format!("`{name}`")))
         .map(|name| Breach::new(path, 1, format!("`{name}` has no line in {GLOSSARY}")))
         .collect()
+}
+
+/// Words in backticks, with their lines.
+fn quoted(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let lines = text.lines().enumerate();
+    lines.flat_map(|(index, line)| {
+        line.split('`')
+            .skip(1)
+            .step_by(2)
+            .map(move |word| (index + 1, word))
+    })
+}
+
+/// Paths of this repository that a document names and `exists` denies: below a folder of the root, with an ending.
+fn dead_paths(path: &str, text: &str, exists: impl Fn(&str) -> bool) -> Vec<Breach> {
+    let is_path = |word: &str| {
+        let below = ROOTS.iter().any(|root| word.starts_with(root));
+        let file = word.rsplit('/').next().unwrap_or_default();
+        let plain = word
+            .chars()
+            .all(|c| c.is_ascii_alphanumeric() || "/._-".contains(c));
+        below && plain && file.contains('.')
+    };
+    quoted(text)
+        .filter(|(_, word)| is_path(word) && !exists(word))
+        .map(|(line, word)| Breach::new(path, line, format!("`{word}` is not there")))
+        .collect()
+}
+
+/// Types that the glossary names and no code has.
+fn dead_types(glossary: &str, names: &BTreeSet<&str>) -> Vec<Breach> {
+    let is_type = |word: &str| {
+        word.starts_with(char::is_uppercase)
+            && word.contains(char::is_lowercase)
+            && word.chars().all(char::is_alphanumeric)
+    };
+    quoted(glossary)
+        .filter(|(_, word)| is_type(word) && !names.contains(word))
+        .map(|(line, word)| Breach::new(GLOSSARY, line, format!("no type is named `{word}`")))
+        .collect()
+}
+
+#[test]
+fn documents_name_files_that_are_there() {
+    let files = tree::files();
+    let exists = |path: &str| files.iter().any(|file| file.path == path);
+    let markdown = files.iter().filter(|file| file.is_markdown());
+    let breaches: Vec<_> = markdown
+        .flat_map(|file| {
+            let folder = file.path.rsplit_once('/').map_or("", |(folder, _)| folder);
+            dead_paths(&file.path, &file.text, |path| {
+                exists(path) || exists(&format!("{folder}/{path}"))
+            })
+        })
+        .collect();
+    assert_none(&breaches);
+}
+
+#[test]
+fn the_glossary_names_types_that_are_there() {
+    let files = tree::files();
+    let rust = files.iter().filter(|file| file.is_rust());
+    let names: BTreeSet<&str> = rust
+        .flat_map(|file| file.text.split(|c: char| !c.is_alphanumeric() && c != '_'))
+        .collect();
+    let glossary = files
+        .iter()
+        .find(|file| file.path == GLOSSARY)
+        .expect("a glossary");
+    assert_none(&dead_types(&glossary.text, &names));
+}
+
+#[test]
+fn names_of_what_is_gone_are_caught() {
+    let text = "`src/a.rs`, `src/gone.rs`; `a.rs`, `src/x y.rs`, `src/folder`";
+    let breaches = dead_paths("a.md", text, |path| path == "src/a.rs");
+    assert_eq!(breaches, [Breach::new("a.md", 1, "`src/gone.rs` is not there")]);
+    let breaches = dead_types("`Known` and\n`Gone`, `LIMIT`, `a.b`", &BTreeSet::from(["Known"]));
+    assert_eq!(breaches, [Breach::new(GLOSSARY, 2, "no type is named `Gone`")]);
 }
 
 #[test]

@@ -13,17 +13,17 @@ use crate::{Breach, assert_none};
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
 /// Lines of `worker/src`. The style asks for 32,000.
-const WORKER_LINES: usize = 40_000;
+const WORKER_LINES: usize = 39_600;
 /// Files of `worker/src`. The style asks for 200.
-const WORKER_FILES: usize = 330;
+const WORKER_FILES: usize = 235;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
 /// Files of the product that are shorter, `mod.rs` and `lib.rs` left out.
-const SHORT_FILES: usize = 60;
+const SHORT_FILES: usize = 19;
 /// A folder with more files than this has rooms. Tests and `mod.rs` are left out.
 const MAX_FILES_OF_A_FOLDER: usize = 15;
 /// Folders with more files.
-const CROWDED_FOLDERS: usize = 20;
+const CROWDED_FOLDERS: usize = 5;
 
 /// A file of the product.
 #[derive(Debug)]

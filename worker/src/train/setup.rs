@@ -17,7 +17,7 @@ use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
 use crate::collective::WireBytes;
 use crate::config::{OptimizerOffload, TrainConfig};
-use crate::data::{Dataset, Loader, ORDER_VERSION, Sampler, BatchShape};
+use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device};
 use crate::mesh::DATA;
 use crate::metrics::{Request, RunDir, Start};
