@@ -11,7 +11,7 @@ use super::kernel::{Real, by_dtype, by_dtypes, kernel};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
 use super::stored::Stored;
 use super::{CpuKernel, GeluBackward, GeluForward, expect_len};
-use crate::device::cuda::{CudaKernel, DevicePtr, Epilogue, Launch, Operand, Product};
+use crate::device::cuda::{CudaKernel, DevicePtr, Epilogue, LaunchContext, Operand, Product};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// How a weight lies in memory.
@@ -337,7 +337,12 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
 }
 
 /// A matrix as it is stored.
-fn stored(cx: &Launch<'_>, buffer: &Buffer, dtype: DType, stride: usize) -> Result<Operand, DeviceError> {
+fn stored(
+    cx: &LaunchContext<'_>,
+    buffer: &Buffer,
+    dtype: DType,
+    stride: usize,
+) -> Result<Operand, DeviceError> {
     Ok(Operand {
         at: cx.ptr(buffer, dtype)?,
         stride,
@@ -355,7 +360,7 @@ fn transposed(operand: Operand) -> Operand {
 
 impl LinearForward {
     /// The product that it is.
-    fn product(&self, cx: &Launch<'_>) -> Result<Product, DeviceError> {
+    fn product(&self, cx: &LaunchContext<'_>) -> Result<Product, DeviceError> {
         let (shape, dtype) = (self.shape, self.out.dtype());
         self.check()?;
         let rhs = match shape.layout {
@@ -381,14 +386,14 @@ impl LinearForward {
 }
 
 impl CudaKernel for LinearForward {
-    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         self.product(cx)?.launch(cx)
     }
 }
 
 impl LinearDinp {
     /// The product that it is.
-    fn product(&self, cx: &Launch<'_>) -> Result<Product, DeviceError> {
+    fn product(&self, cx: &LaunchContext<'_>) -> Result<Product, DeviceError> {
         let (shape, dtype) = (self.shape, self.dinp.dtype());
         self.check()?;
         let rhs = match shape.layout {
@@ -412,13 +417,13 @@ impl LinearDinp {
 }
 
 impl CudaKernel for LinearDinp {
-    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         self.product(cx)?.launch(cx)
     }
 }
 
 impl CudaKernel for LinearDweight {
-    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         let (shape, dtype, out_dtype) = (self.shape, self.inp.dtype(), self.dweight.dtype());
         self.check()?;
         if out_dtype != dtype && out_dtype != DType::F32 {
@@ -549,7 +554,7 @@ const ALIGNMENT: usize = 16;
 /// Whether the library is asked for one pass. It saves the GELU a pass over its input, but the product then has two
 /// outputs, and whether that is faster is to be measured: so it is the user's choice. Only on Hopper, and not in f32,
 /// where products are what costs.
-fn is_one_pass(cx: &Launch<'_>, dtype: DType, width: usize, wide: DevicePtr) -> bool {
+fn is_one_pass(cx: &LaunchContext<'_>, dtype: DType, width: usize, wide: DevicePtr) -> bool {
     cx.fused_gelu()
         && cx.is_hopper()
         && dtype == DType::Bf16
@@ -558,7 +563,7 @@ fn is_one_pass(cx: &Launch<'_>, dtype: DType, width: usize, wide: DevicePtr) -> 
 }
 
 impl CudaKernel for LinearGeluForward {
-    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         let (linear, gelu) = self.parts()?;
         let dtype = self.out.dtype();
         let aux = cx.ptr(&self.wide, dtype)?;
@@ -579,7 +584,7 @@ impl CudaKernel for LinearGeluForward {
 }
 
 impl CudaKernel for LinearGeluBackward {
-    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         let (linear, gelu) = self.parts()?;
         let dtype = self.dwide.dtype();
         let aux = cx.ptr(&self.wide_active, dtype)?;

@@ -66,7 +66,7 @@ pub use update::{
     UpdateRule,
 };
 
-use crate::device::cuda::{CudaKernel, Launch};
+use crate::device::cuda::{CudaKernel, LaunchContext};
 use crate::device::{Cpu, DeviceError};
 
 /// Runs one operation on the CPU.
@@ -99,7 +99,7 @@ macro_rules! operations {
             }
 
             /// Puts it on a stream of an NVIDIA GPU.
-            pub fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+            pub fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
                 match self { $(Self::$op(op) => op.launch(cx),)* }
             }
         }

@@ -16,7 +16,7 @@ use cudarc::driver::sys;
 use super::calls;
 use super::driver::{CudaContext, driver_error};
 use super::event::{CudaEvent, EventPool};
-use super::launch::{CudaOptions, Launch, LaunchContext};
+use super::launch::{CudaOptions, DeviceKernels, LaunchContext};
 use super::memory::{Account, DeviceMemory, DevicePtr, FETCH_BYTES, FetchPool, PinnedMemory, address_of};
 use super::stream::CudaStream;
 use crate::device::{
@@ -28,7 +28,7 @@ use crate::ops::Op;
 #[derive(Debug)]
 pub struct CudaDevice {
     context: Arc<CudaContext>,
-    launches: LaunchContext,
+    kernels: DeviceKernels,
     account: Arc<Account>,
     events: Arc<EventPool>,
     fetches: FetchPool,
@@ -45,7 +45,7 @@ impl CudaDevice {
             account: Arc::default(),
             fetches: FetchPool::default(),
             streams: RwLock::default(),
-            launches: LaunchContext::new(context.clone(), options),
+            kernels: DeviceKernels::new(context.clone(), options),
             context,
         })
     }
@@ -59,7 +59,7 @@ impl CudaDevice {
     /// What it was opened with.
     #[must_use]
     pub const fn options(&self) -> &CudaOptions {
-        self.launches.options()
+        self.kernels.options()
     }
 
     /// The driver's side of it.
@@ -166,7 +166,7 @@ impl Device for CudaDevice {
         if let Ok(stream) = self.find(stream) {
             let name = op.name();
             stream.attempt(name, |state| {
-                op.launch(&mut Launch::new(name, &self.launches, &stream, state))
+                op.launch(&mut LaunchContext::new(name, &self.kernels, &stream, state))
             });
         }
     }

@@ -21,8 +21,8 @@ const MAX_ARGS: usize = 32;
 
 /// Puts one operation on a stream of a GPU.
 pub trait CudaKernel {
-    /// Checks sizes and types, launches, returns at once. Everything it launches goes to [`Launch`]'s stream.
-    fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError>;
+    /// Checks sizes and types, launches, returns at once. Everything it launches goes to [`LaunchContext`]'s stream.
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError>;
 }
 
 /// Blocks, threads and dynamic shared memory of a launch.
@@ -147,16 +147,16 @@ pub struct CudaOptions {
     pub cache: CubinCache,
 }
 
-/// What launches need of a device: its modules, and what operations keep there.
+/// The kernels of a device, its options, and what operations keep there.
 #[derive(Debug)]
-pub(super) struct LaunchContext {
+pub(super) struct DeviceKernels {
     context: Arc<CudaContext>,
     options: CudaOptions,
     modules: Modules,
     attached: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
 }
 
-impl LaunchContext {
+impl DeviceKernels {
     pub(super) fn new(context: Arc<CudaContext>, options: CudaOptions) -> Self {
         Self {
             modules: Modules::new(context.clone(), options.cache.clone()),
@@ -172,17 +172,17 @@ impl LaunchContext {
 }
 
 /// One operation's view of its device and stream.
-pub struct Launch<'a> {
+pub struct LaunchContext<'a> {
     op: &'static str,
-    device: &'a LaunchContext,
+    device: &'a DeviceKernels,
     stream: &'a CudaStream,
     state: &'a mut StreamState,
 }
 
-impl<'a> Launch<'a> {
+impl<'a> LaunchContext<'a> {
     pub(super) const fn new(
         op: &'static str,
-        device: &'a LaunchContext,
+        device: &'a DeviceKernels,
         stream: &'a CudaStream,
         state: &'a mut StreamState,
     ) -> Self {

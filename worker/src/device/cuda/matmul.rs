@@ -15,7 +15,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::{DevicePtr, Launch};
+use super::{DevicePtr, LaunchContext};
 use crate::device::{DType, DeviceError};
 use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
@@ -112,7 +112,7 @@ pub struct Product {
 
 impl Product {
     /// Puts it on the stream.
-    pub fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+    pub fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         if self.rows == 0 || self.cols == 0 {
             return Ok(());
         }
@@ -123,7 +123,7 @@ impl Product {
 
     /// Puts it on the stream if the library can do it; if not, says so once, and false from then on: for epilogues
     /// that not every version has for every shape, and that can be done otherwise.
-    pub fn try_launch(&self, cx: &mut Launch<'_>) -> Result<bool, DeviceError> {
+    pub fn try_launch(&self, cx: &mut LaunchContext<'_>) -> Result<bool, DeviceError> {
         let products = cx.attached(Products::open)?;
         let shape = self.shape(self.compute(cx));
         if products.refused().contains(&shape) {
@@ -143,7 +143,7 @@ impl Product {
         Ok(false)
     }
 
-    fn compute(&self, cx: &Launch<'_>) -> Compute {
+    fn compute(&self, cx: &LaunchContext<'_>) -> Compute {
         if cx.tf32() && self.dtype == DType::F32 {
             Compute::Tf32
         } else {
@@ -223,7 +223,12 @@ impl Products {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn enqueue(&self, product: &Product, workspace: DevicePtr, cx: &Launch<'_>) -> Result<(), DeviceError> {
+    fn enqueue(
+        &self,
+        product: &Product,
+        workspace: DevicePtr,
+        cx: &LaunchContext<'_>,
+    ) -> Result<(), DeviceError> {
         let shape = product.shape(product.compute(cx));
         // Held while the operation has this product's pointers.
         let mut known = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);

@@ -35,7 +35,7 @@ pub(crate) use super::update::{HEADERS as UPDATE_HEADERS, units_of};
 pub use plan::{Arg, Call, Plan, Planned};
 
 use crate::device::DeviceError;
-use crate::device::cuda::{CompileUnit, CudaKernel, Launch};
+use crate::device::cuda::{CompileUnit, CudaKernel, LaunchContext};
 
 /// Everything that can be compiled, for checks without a GPU and for compiling ahead.
 #[must_use]
@@ -58,7 +58,7 @@ pub fn units() -> Vec<CompileUnit> {
 macro_rules! launches_its_plan {
     ($($op:ident),* $(,)?) => {
         $(impl CudaKernel for super::$op {
-            fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+            fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
                 self.plan()?.launch(cx)
             }
         })*
@@ -100,7 +100,7 @@ launches_its_plan!(
 macro_rules! without_kernel {
     ($($op:ident),* $(,)?) => {
         $(impl CudaKernel for super::$op {
-            fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+            fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
                 Err(DeviceError::NoKernel { op: cx.op(), device: "CUDA" })
             }
         })*

@@ -1,11 +1,11 @@
 //! What an operation asks of a GPU, as data: which kernels run in which grids with which arguments.
 //!
-//! Made from the operation alone, without a GPU, so that the same plan can be carried out by [`Launch`] or checked
+//! Made from the operation alone, without a GPU, so that the same plan can be carried out by [`LaunchContext`] or checked
 //! elsewhere.
 
 use std::borrow::Borrow;
 
-use crate::device::cuda::{Args, CompileUnit, Define, DevicePtr, Grid, KernelSource, Launch};
+use crate::device::cuda::{Args, CompileUnit, Define, DevicePtr, Grid, KernelSource, LaunchContext};
 use crate::device::{Buffer, DType, DeviceError};
 
 /// An operation that is a few kernels in a row.
@@ -82,7 +82,7 @@ impl Plan {
     }
 
     /// Puts its kernels on a stream.
-    pub(in crate::ops) fn launch(&self, cx: &mut Launch<'_>) -> Result<(), DeviceError> {
+    pub(in crate::ops) fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         let scratch = match self.scratch_bytes {
             0 => DevicePtr::NULL,
             bytes => cx.scratch(bytes)?,
