@@ -24,20 +24,22 @@ impl std::ops::AddAssign for CommTimes {
     }
 }
 
-/// Clones are the same account. Whoever launches communication writes into the one that was open then, however late it
-/// ends: whole once the device has run all of it and the launching side was asked for failures. Stays empty on a device
-/// that runs in step with its host.
+/// Times that the device measures of one step's communication. Clones share them.
+///
+/// An operation is counted in the step that launched it, however late it ends. The times are complete when the device
+/// has run all of the step and the reducer or the parameters were asked for failures after that. They stay zero on a
+/// device that runs in step with its host.
 #[derive(Clone, Debug, Default)]
 pub struct DeviceTimes(Arc<Mutex<CommTimes>>);
 
 impl DeviceTimes {
-    /// What is written in it so far.
+    /// The times so far.
     #[must_use]
     pub fn times(&self) -> CommTimes {
         *self.lock()
     }
 
-    /// The same, which is forgotten.
+    /// The times so far; resets them.
     pub(super) fn take(&self) -> CommTimes {
         std::mem::take(&mut *self.lock())
     }
@@ -51,13 +53,13 @@ impl DeviceTimes {
     }
 }
 
-/// Name of a span in which nothing happens.
-const STANDS: &str = "waits for communication";
+/// Name of a span in which the stream or the host waits.
+const WAITS: &str = "waits for communication";
 
-/// Shorter is not worth a span: what was waited for had come already.
+/// Shorter waits get no span: the result was there already.
 const SHORTEST: Duration = Duration::from_micros(5);
 
-/// Issues the operations of a device and waits for them, so that it knows their time and their failures.
+/// Issues operations, waits for them, and keeps account of their times and failures.
 pub(super) struct CommTracker {
     device: Arc<dyn Device>,
     timeline: Timeline,
@@ -68,17 +70,16 @@ pub(super) struct CommTracker {
 struct Account {
     /// What the host saw.
     times: CommTimes,
-    /// Of what is launched now.
+    /// Of operations that are launched now.
     device_times: DeviceTimes,
-    /// Nobody has asked how they ended.
+    /// Operations whose end was not seen yet.
     unfinished: Vec<(Work, DeviceTimes)>,
-    /// Points of a stream before and behind a wait of it.
+    /// Points before and after a wait of the compute stream.
     stream_waits: Vec<([Event; 2], DeviceTimes)>,
     failure: Option<WorkError>,
 }
 
 impl CommTracker {
-    /// Of the streams of a device, and of its host.
     pub(super) fn new(device: &Arc<dyn Device>, timeline: &Timeline) -> Self {
         Self {
             device: device.clone(),
@@ -87,8 +88,7 @@ impl CommTracker {
         }
     }
 
-    /// Issues an operation, whose time and failure are known here from now on. Without an executor of its own it is
-    /// carried out in the call.
+    /// Issues an operation and records it. A communicator without an executor thread runs it in this call.
     pub(super) fn launch(&self, issue: impl FnOnce() -> Work) -> Work {
         let began = Instant::now();
         let work = issue();
@@ -109,7 +109,7 @@ impl CommTracker {
         self.device.wait_event(stream, event, deadline);
         let behind = self.device.record_timed(stream);
         let points = [before.clone(), behind.clone()];
-        self.timeline.passed(Lane::Compute, Kind::Wait, STANDS, points);
+        self.timeline.passed(Lane::Compute, Kind::Wait, WAITS, points);
         let mut account = self.account();
         let device_times = account.device_times.clone();
         account.stream_waits.push(([before, behind], device_times));
@@ -213,7 +213,7 @@ impl CommTracker {
         };
         let now = Instant::now();
         if now - began >= SHORTEST {
-            self.timeline.took(lane, Kind::Wait, STANDS, [began, now]);
+            self.timeline.took(lane, Kind::Wait, WAITS, [began, now]);
         }
     }
 

@@ -255,7 +255,7 @@ impl Parameters for GatheredParameters {
 
 /// When each unit of parameters is needed in the two passes over the blocks: a pure function of the model and the units.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct GatherPlan {
+struct GatherPlan {
     forward: Vec<Vec<usize>>,
     backward: Vec<Vec<usize>>,
     /// By unit: it stays gathered from the end of forward to the beginning of backward.

@@ -7,11 +7,14 @@
 //! | [`Step`], [`Reduced`] | its two phases: gradients are written, then sums are read |
 //! | [`Sharding`], [`Portion`] | which rank owns which elements, where not every rank holds everything |
 //! | [`ReplicaSet`] | over which ranks a gradient is summed, and how |
-//! | [`Parameters`] | the parameters: on every rank ([`WholeParameters`]: DDP, ZeRO-1, -2) or gathered block by block ([`GatheredParameters`]: ZeRO-3) |
+//! | [`Parameters`] | the parameters of a model under some strategy |
+//! | [`WholeParameters`] | on every rank: DDP, ZeRO-1, -2 |
+//! | [`GatheredParameters`] | gathered block by block: ZeRO-3 |
 //! | [`Action`], [`sequential`] | what a rank does in a step, as data |
 //! | [`StepTraffic`] | what a rank of a sharded strategy sends in a step, by its terms |
+//! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
-//! | [`join_world`], [`join_world_on`], [`join_world_through`] | from a session to the communicator of all ranks, over host memory or a GPU's |
+//! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
 //! | [`Signature`], [`Agreement`] | what all ranks must agree on before the first step |
 //! | [`SyncBatchNorm`] | batch normalisation over the rows of all ranks |
 //! | [`Replicas`] | the initial broadcast, and the comparison of all parameters across ranks |

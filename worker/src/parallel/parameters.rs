@@ -11,19 +11,18 @@ use crate::model::{Model, ParamId, Params, Pass};
 
 /// The parameters of a model under some strategy.
 ///
-/// A block is entered before its pass is enqueued and left after it; in between all parameters that the pass reads
-/// are there.
+/// A block's parameters are unsharded before its pass is enqueued, and resharded after it.
 pub trait Parameters: Params + Send + Sync {
-    /// Later operations of the compute stream can read the parameters of a block.
+    /// Gathers what a block's pass reads, as far as it is not there. Later operations of the compute stream can read it.
     fn unshard(&self, block: usize, pass: Pass) -> Result<(), DeviceError>;
 
-    /// The last operation of the block's pass is in the stream.
+    /// Releases what is not needed after a block's pass. The last operation of the pass must be in the stream.
     fn reshard(&self, block: usize, pass: Pass);
 
     /// What this rank owns has changed, by operations that are in the stream.
     fn updated(&self) -> Result<(), WorkError>;
 
-    /// Waits until nothing is in flight, and keeps no more than between two steps.
+    /// Waits until nothing is in flight, and releases what does not stay gathered between two steps.
     fn drain(&self) -> Result<(), WorkError>;
 
     /// Where each parameter and its owner are.

@@ -100,7 +100,7 @@ struct SaveProgress {
     ended: bool,
 }
 
-/// What a save waits for.
+/// The operation that a save waits for.
 pub(super) struct Wait {
     /// In words: `write`.
     pub(super) doing: &'static str,

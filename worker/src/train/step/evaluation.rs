@@ -36,7 +36,7 @@ impl Evaluation {
         let mine = share(world.mesh.index(&DATA));
         let passes = |share: std::ops::Range<u64>| (share.end - share.start).div_ceil(rows as u64);
         let needed = if replica.parameters.moves_together() {
-            // Whoever has no blocks left still takes part in gathering the parameters.
+            // A rank without blocks still takes part in gathering the parameters.
             (0..ranks).map(share).map(passes).max().unwrap_or(0)
         } else {
             passes(mine.clone())

@@ -54,7 +54,7 @@ pub(crate) struct StepRecord {
     pub(crate) stop: bool,
 }
 
-/// A step between the host, which is done with it, and the device, which may still have to run it.
+/// A step that the host has enqueued, and that the device may still have to run.
 pub(crate) struct Enqueued {
     /// From 0.
     pub(crate) step: u64,
@@ -74,7 +74,7 @@ pub(crate) struct Enqueued {
     pub(super) fetches: [Fetch; 2],
 }
 
-/// What became of it.
+/// The numbers of a step that the device has run.
 pub(crate) struct Numbers {
     pub(crate) shares: Shares,
     /// Norm of the averaged gradients before clipping.
@@ -82,7 +82,7 @@ pub(crate) struct Numbers {
 }
 
 impl Enqueued {
-    /// Waits until the device has got there.
+    /// Waits until the device has run the step.
     pub(crate) fn numbers(self, world: &World) -> Result<Numbers, TrainError> {
         let deadline = world.deadline();
         for work in self.exchanges {

@@ -241,7 +241,7 @@ impl Trainer<'_> {
     }
 
     /// Bytes sent since the last call, but for what was sent [`Trainer::between_steps`].
-    pub(crate) fn take_sent(&mut self) -> WireBytes {
+    fn take_sent(&mut self) -> WireBytes {
         let now = self.sent();
         let sent = now - self.accounted;
         self.accounted = now;
@@ -351,7 +351,7 @@ impl Trainer<'_> {
     }
 
     /// Puts a step into the stream; `step` counts from 0.
-    pub(crate) fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<Enqueued, TrainError> {
+    fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<Enqueued, TrainError> {
         self.world.check()?;
         let started = Instant::now();
         let whole = self.world.begin_span();
@@ -524,7 +524,7 @@ impl Trainer<'_> {
 
     /// Number of micro-batches of a step. Each of its positions, over all micro-batches and ranks, weighs the same: this is
     /// the only place that scales a gradient, and reductions are plain sums.
-    pub(crate) fn begin_passes(&mut self, step: u64) -> u64 {
+    fn begin_passes(&mut self, step: u64) -> u64 {
         let passes = self.loader.passes(step);
         let positions = self.loader.samples(step).count * self.config.model.block_size as u64;
         self.replica.weigh(1.0 / positions as f64);
@@ -542,7 +542,7 @@ impl Trainer<'_> {
     }
 
     /// The samples of a micro-batch of this rank.
-    pub(crate) fn key(&self, step: u64, m: u64) -> SampleKey {
+    fn key(&self, step: u64, m: u64) -> SampleKey {
         SampleKey {
             seed: self.config.run.seed,
             first: self.loader.first_sample(step, m),
@@ -573,7 +573,7 @@ impl RunningStep {
     }
 }
 
-/// What the passes of a step leave behind.
+/// The result of the passes of a step.
 struct StepGradients {
     grads: Portion,
     /// Of reduction.
