@@ -150,8 +150,10 @@ fn documents_name_files_that_are_there() {
 fn the_glossary_names_types_that_are_there() {
     let files = tree::files();
     let rust = files.iter().filter(|file| file.is_rust());
-    let names: BTreeSet<&str> = rust
-        .flat_map(|file| file.text.split(|c: char| !c.is_alphanumeric() && c != '_'))
+    let code: Vec<String> = rust.map(|file| code_only(&file.text)).collect();
+    let names: BTreeSet<&str> = code
+        .iter()
+        .flat_map(|code| code.split(|c: char| !c.is_alphanumeric() && c != '_'))
         .collect();
     let glossary = files
         .iter()

@@ -23,7 +23,7 @@ const MACHINE_PATHS: [&str; 4] = [
 
 /// Names of this repository's past for which the field has terms, in snake case: no identifier has one as whole words.
 ///
-/// Ordinary English is not listed, nor what `worker/src/train` and `worker/src/parallel` still use.
+/// Ordinary English is not listed.
 const PRIVATE_NAMES: [&str; 9] = [
     concat!("bl", "ow"),
     concat!("cho", "rus"),
@@ -37,11 +37,15 @@ const PRIVATE_NAMES: [&str; 9] = [
 ];
 
 /// The same for names of types: these words are ordinary English elsewhere.
-const PRIVATE_TYPES: [&str; 7] = [
+const PRIVATE_TYPES: [&str; 11] = [
     concat!("As", "ide"),
     concat!("Conclu", "sion"),
     concat!("Do", "or"),
+    concat!("Fore", "cast"),
     concat!("Ha", "nd"),
+    concat!("Out", "look"),
+    concat!("Reme", "dy"),
+    concat!("Resi", "dence"),
     concat!("Shard", "Groups"),
     concat!("Str", "ike"),
     concat!("To", "uch"),

@@ -90,6 +90,11 @@ pub enum OptimizerKind {
     Muon,
 }
 
+impl OptimizerKind {
+    /// The words of the key.
+    pub(super) const WORDS: &'static [&'static str] = &["adamw", "lion", "sgd", "muon"];
+}
+
 /// One of `train.optimizer.groups`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -115,6 +115,11 @@ pub enum ModelKind {
     Mlp,
 }
 
+impl ModelKind {
+    /// The words of the key.
+    pub(super) const WORDS: &'static [&'static str] = &["gpt2", "mlp"];
+}
+
 /// `data:`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]

@@ -27,7 +27,10 @@ const EXPANSION: usize = 4;
 /// so its loss cannot fall below the bigram entropy of the text.
 pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> {
     let sizes = Sizes::new(config, vocab)?;
-    let attention = config.kind == config::ModelKind::Gpt2;
+    let (kind, attention) = match config.kind {
+        config::ModelKind::Gpt2 => ("gpt2", true),
+        config::ModelKind::Mlp => ("mlp", false),
+    };
     let mut parts = Parts::default();
     let mut blocks: Vec<Arc<dyn Block>> = Vec::with_capacity(sizes.layers + 2);
 
@@ -53,7 +56,6 @@ pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> 
     };
     blocks.push(Arc::new(Head::new(norm, projection, sizes.vocab)));
 
-    let kind = if attention { "gpt2" } else { "mlp" };
     Ok(Model {
         name: format!("{kind} {} × {}", sizes.layers, sizes.channels),
         params: parts.params,
