@@ -153,9 +153,9 @@ fn config(source: &Reader, parameters: &[Extent]) -> Result<Value, CheckpointErr
 /// Bytes of a tensor that are in memory at once.
 const CHUNK_BYTES: u64 = 4 << 20;
 
-/// Rewrites the checkpoint `source`, whatever its regions, as `ranks` ranks that cut nothing would write_resharded it, with files of
-/// equal size, as the only checkpoint of the run folder `out_dir`, which may not hold one yet. Memory is bounded, whatever the size of the
-/// state; every hash is checked on the way. Returns the folder of the checkpoint.
+/// Rewrites the checkpoint `source`, whatever its regions, as `ranks` ranks that cut nothing would write it, with
+/// files of equal size, as the only checkpoint of the run folder `out_dir`, which may not hold one yet. Memory is
+/// bounded, whatever the size of the state; every hash is checked on the way. Returns the folder of the checkpoint.
 pub fn reshard(
     storage: &Arc<dyn Storage>,
     source: &Reader,
@@ -170,7 +170,7 @@ pub fn reshard(
     let writer = Writer::on(storage.clone(), out_dir, state.step, 0).deferring_sync();
     writer.lead()?;
     let failed = |e: io::Error| CheckpointError::io("sync", &root, &e);
-    // Before the first write_resharded: what fails from then on is told to it.
+    // Before the first write: what fails from then on is told to it.
     let opened = File::open(&root).map_err(failed)?;
     let written = write_resharded(&writer, source, ranks).and_then(|stems| {
         storage.sync_file_system(&opened).map_err(failed)?;

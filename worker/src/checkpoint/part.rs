@@ -460,7 +460,7 @@ impl PieceHasher {
     }
 }
 
-/// HashBlock `index` of a piece of several.
+/// Block `index` of a piece of several.
 fn block_hasher(index: usize) -> Hasher {
     let mut hasher = Hasher::new();
     hasher.set_input_offset(index as u64 * BLOCK_BYTES);
@@ -508,7 +508,7 @@ impl HashBlock {
         (range.start / BLOCK_BYTES) as usize..range.end.div_ceil(BLOCK_BYTES) as usize
     }
 
-    /// HashBlock `index` of a piece of so many bytes.
+    /// Block `index` of a piece of so many bytes.
     pub(super) fn of(piece: &RangeRecord, bytes: u64, index: usize) -> Self {
         let is_root = piece.blocks.is_empty();
         let start = index as u64 * BLOCK_BYTES;

@@ -9,7 +9,8 @@ use std::ops::RangeInclusive;
 use serde::de::DeserializeOwned;
 use serde_json::Value as Json;
 
-use super::optimizer::OptimizerGroup;
+use super::optimizer::{OptimizerGroup, OptimizerKind};
+use super::schema::ModelKind;
 use super::source::{ConfigError, Node, Source, Value};
 use super::values::{ShardGroup, StepRange, Tokenizer};
 

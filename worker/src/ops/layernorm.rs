@@ -339,7 +339,7 @@ impl RowThreads {
         }
     }
 
-    /// RowThreads that a block works on at once.
+    /// Rows that a block works on at once.
     fn at_once(&self) -> usize {
         self.block_threads() / self.threads
     }

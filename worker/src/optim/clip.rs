@@ -137,7 +137,8 @@ impl Clip {
         self.device.enqueue(stream, scale.into());
     }
 
-    /// For the update, `[3]`, f32: the factor, NaN if the step is to be skipped, and both bias corrections.
+    /// For the update, `[3]`, f32: the factor, NaN if the step is to be skipped, and both bias corrections. After a NaN
+    /// all steps are skipped until [`Clip::release`].
     #[must_use]
     pub fn scale(&self) -> Buffer {
         self.scale.whole()

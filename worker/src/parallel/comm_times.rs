@@ -176,7 +176,7 @@ impl CommTracker {
     }
 
     /// What the host saw since they were taken: on a device that runs asynchronously only its own waits, as all else
-    /// is in the device_times.
+    /// is in `DeviceTimes`.
     pub(super) fn times(&self) -> CommTimes {
         // Whoever asks for the failure is told of it.
         let _ = self.check();

@@ -12,7 +12,7 @@ use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::comm_times::CommTracker;
-use super::parameters::ShardGroup;
+use super::parameters::GatherGroup;
 use super::reduction::slots_for;
 use super::{CommTimes, DeviceTimes, Parameters, Portion, ReduceError, ShardUnit, Sharding};
 use crate::collective::{Launch, Traffic, Work, WorkError};
@@ -49,7 +49,7 @@ pub fn gathering_slots(model: &Model, sharding: &Sharding, policy: ReshardPolicy
 
 /// This rank's shard of the parameters, and the groups that are gathered at the moment.
 pub struct GatheredParameters {
-    group: ShardGroup,
+    group: GatherGroup,
     sharding: Arc<Sharding>,
     plan: GatherPlan,
     shard: Portion,
@@ -77,7 +77,7 @@ impl GatheredParameters {
     /// Zeros. Every rank must call it. `group` is best one that only parameters use, so that gathering overlaps with
     /// the reduction of gradients.
     pub fn new(
-        group: &ShardGroup,
+        group: &GatherGroup,
         model: &Model,
         sharding: &Arc<Sharding>,
         policy: ReshardPolicy,
@@ -113,7 +113,7 @@ impl GatheredParameters {
         let Some(slot) = self.choice[unit].clone().find(|&slot| !state.taken[slot]) else {
             return false;
         };
-        let ShardGroup { comm, device, stream } = &self.group;
+        let GatherGroup { comm, device, stream } = &self.group;
         let description = &self.sharding.units()[unit];
         let target = self.slots[slot].slice(0..description.len());
         let copy = Cast {
@@ -166,7 +166,7 @@ impl Parameters for GatheredParameters {
         for &unit in self.plan.needed(block, pass) {
             let gathered = state.gathered[unit].as_mut();
             if let Some(work) = gathered.and_then(|gathered| gathered.work.take()) {
-                let ShardGroup { comm, stream, .. } = &self.group;
+                let GatherGroup { comm, stream, .. } = &self.group;
                 self.tracker
                     .wait_in_stream(*stream, work.event(), comm.deadline());
             }

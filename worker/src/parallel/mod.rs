@@ -43,7 +43,7 @@ pub use dtypes::Dtypes;
 pub use gathered_parameters::{GatheredParameters, ReshardPolicy, gathered_elements, gathering_slots};
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
-pub use parameters::{Parameters, ShardGroup, WholeParameters};
+pub use parameters::{GatherGroup, Parameters, WholeParameters};
 pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step, in_flight_slots};
 pub use replica_set::ReplicaSet;
 pub use replicas::{Replicas, ReplicasError};

@@ -58,7 +58,7 @@ pub trait Parameters: Params + Send + Sync {
 
 /// The ranks that share parameters, and the stream that reads them.
 #[derive(Clone)]
-pub struct ShardGroup {
+pub struct GatherGroup {
     /// Gathers them.
     pub comm: Communicator,
     /// Holds them.
@@ -69,7 +69,7 @@ pub struct ShardGroup {
 
 /// All parameters on every rank.
 pub struct WholeParameters {
-    group: ShardGroup,
+    group: GatherGroup,
     sharding: Arc<Sharding>,
     portion: Portion,
     views: Vec<Buffer>,
@@ -82,7 +82,7 @@ pub struct WholeParameters {
 
 impl WholeParameters {
     /// Zeros. Every rank must call it.
-    pub fn new(group: &ShardGroup, model: &Model, sharding: &Arc<Sharding>) -> Result<Self, ReduceError> {
+    pub fn new(group: &GatherGroup, model: &Model, sharding: &Arc<Sharding>) -> Result<Self, ReduceError> {
         let (name, dtype, len) = ("parameters", model.dtype(), sharding.whole_len());
         let is_gathered = sharding.world() > 1;
         let arena = if is_gathered {
@@ -130,7 +130,7 @@ impl Parameters for WholeParameters {
         for &unit in &self.units[block] {
             let work = self.in_flight()[unit].take();
             if let Some(work) = work {
-                let ShardGroup { comm, stream, .. } = &self.group;
+                let GatherGroup { comm, stream, .. } = &self.group;
                 self.tracker
                     .wait_in_stream(*stream, work.event(), comm.deadline());
             }
@@ -146,7 +146,7 @@ impl Parameters for WholeParameters {
             return Ok(());
         }
         self.drain()?;
-        let ShardGroup { comm, device, stream } = &self.group;
+        let GatherGroup { comm, device, stream } = &self.group;
         let after = device.record(*stream);
         let mut in_flight = self.in_flight();
         // The forward begins with what backward finishes last.

@@ -1,4 +1,4 @@
-//! What each strategy holds, as one choice of weights, gradients and owners; the loop is the same for all.
+//! What each strategy holds, as one choice of parameters, gradients and owners; the loop is the same for all.
 //!
 //! | strategy | parameters | gradients | optimizer |
 //! |---|---|---|---|
@@ -23,8 +23,8 @@ use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model};
 use crate::optim::ParamGroups;
 use crate::parallel::{
-    Dtypes, GatheredParameters, GradientLayout, LayoutConfig, Parameters, Reducer, ReducerConfig, ReplicaSet,
-    ReshardPolicy, ShardGroup, Sharding, WholeParameters,
+    Dtypes, GatherGroup, GatheredParameters, GradientLayout, LayoutConfig, Parameters, Reducer,
+    ReducerConfig, ReplicaSet, ReshardPolicy, Sharding, WholeParameters,
 };
 
 /// A strategy on a mesh: what is decided before anything is allocated.
@@ -179,7 +179,7 @@ struct Allocation<'a> {
 
 impl Allocation<'_> {
     fn parameters(&self, model: &Model) -> Result<Arc<dyn Parameters>, TrainError> {
-        let mut group = ShardGroup {
+        let mut group = GatherGroup {
             comm: self.replicas.reduce().clone(),
             device: self.world.device.clone(),
             stream: self.world.stream,

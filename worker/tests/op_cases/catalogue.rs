@@ -242,19 +242,21 @@ fn optimizer(size: Size) -> Vec<Case> {
     cases
 }
 
-/// Updates are counted and their bias corrections computed, or neither where the step is skipped.
+/// Updates are counted and their bias corrections computed, or neither where the step is skipped: because a number is not
+/// finite, or because an earlier step was skipped, which left NaN as the factor.
 fn clip_scale_and_count() -> Vec<Case> {
-    let cases = [0, 1, 6, 1_000_000, i32::MAX].into_iter().flat_map(|before| {
-        [1.0, f64::NAN].map(|witness| {
+    let mut cases = Vec::new();
+    for before in [0, 1, 6, 1_000_000, i32::MAX] {
+        for (witness, factor) in [(1.0, 0.25), (f64::NAN, 0.25), (1.0, f64::NAN)] {
             let tensors = vec![
                 Tensor::new(F64, positive(1, 3)),
                 Tensor::new(F64, vec![witness]),
                 close(F32, 2, 1),
-                close(F32, 3, 3),
+                Tensor::new(F32, vec![factor, 0.5, 0.5]).result(Outcome::Close),
                 Tensor::new(I32, vec![f64::from(before)]).result(Outcome::Exact),
             ];
-            let name = format!("clip scale after {before} updates, witness {witness}");
-            Case::new(name, tensors, |b| ClipScale {
+            let name = format!("clip scale after {before} updates, factor {factor}, witness {witness}");
+            cases.push(Case::new(name, tensors, |b| ClipScale {
                 partials: b[0].clone(),
                 order: None,
                 witnesses: Some(b[1].clone()),
@@ -265,10 +267,10 @@ fn clip_scale_and_count() -> Vec<Case> {
                     count: b[4].clone(),
                     betas: [0.9, 0.999],
                 }),
-            })
-        })
-    });
-    cases.collect()
+            }));
+        }
+    }
+    cases
 }
 
 fn clip_scale() -> Vec<Case> {

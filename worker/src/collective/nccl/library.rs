@@ -319,7 +319,7 @@ impl Handle {
         Ok(address)
     }
 
-    /// NcclFunction [`Handle::split`] made, once this handle is settled; none if this rank only took part.
+    /// What [`Handle::split`] made, once this handle is settled; none if this rank only took part.
     pub(super) fn part(&self, address: CommAddress) -> Option<Self> {
         address.get().map(|raw| Self {
             nccl: self.nccl.clone(),

@@ -377,10 +377,10 @@ table! {
         preference_set: fn(Handle, c_int, *const c_void, usize) -> Status = "cublasLtMatmulPreferenceSetAttribute";
         /// What an algorithm may use.
         preference_destroy: fn(Handle) -> Status = "cublasLtMatmulPreferenceDestroy";
-        /// CudaContext, operation, A, B, C, D, preference, wanted, found, how many.
+        /// Context, operation, A, B, C, D, preference, wanted, found, how many.
         heuristic: fn(Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut HeuristicResult, *mut c_int) -> Status
             = "cublasLtMatmulAlgoGetHeuristic";
-        /// CudaContext, operation, α, A, its layout, B, its layout, β, C, its layout, D, its layout, algorithm, workspace,
+        /// Context, operation, α, A, its layout, B, its layout, β, C, its layout, D, its layout, algorithm, workspace,
         /// its bytes, stream.
         matmul: fn(
             Handle, Handle, *const c_void, *const c_void, Handle, *const c_void, Handle, *const c_void, *const c_void,

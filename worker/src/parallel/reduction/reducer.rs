@@ -58,7 +58,7 @@ pub struct Reducer {
     layout: Arc<GradientLayout>,
     config: ReducerConfig,
     units: Vec<ReduceUnit>,
-    /// ReduceUnit of each parameter.
+    /// Unit of each parameter.
     unit_of: Vec<usize>,
     memory: GradMemory,
     in_flight: Vec<Work>,
@@ -521,7 +521,7 @@ impl Reduced<'_> {
     }
 
     /// Time that reduction took. After [`Step::finish_on`] only what the host saw of it: on a device that runs
-    /// asynchronously the rest is in the device_times.
+    /// asynchronously the rest is in `DeviceTimes`.
     #[must_use]
     pub fn times(&self) -> CommTimes {
         self.times

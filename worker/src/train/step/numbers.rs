@@ -97,7 +97,7 @@ impl Enqueued {
 }
 
 impl Numbers {
-    /// What is not finite, in words. The device has skipped the update then, and only then.
+    /// What is not finite, in words. The device has skipped the update then, and those of the steps behind it.
     pub(crate) fn complaint(&self) -> Option<String> {
         match self.shares.not_finite() {
             Some((rank, loss)) => Some(format!("loss is {loss} on rank {rank}")),

@@ -13,7 +13,7 @@ use ddp_proto::control::{Phase, Progress};
 use super::evaluation::Evaluation;
 use super::exchange::{RankNumbers, Tally};
 use super::nonfinite::{Decision, Inspection, Skips};
-use super::numbers::{Enqueued, StepRecord, StepTimes};
+use super::numbers::{Enqueued, Numbers, StepRecord, StepTimes};
 use super::replica::{MicroBatch, Replica};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
@@ -157,9 +157,6 @@ impl Trainer<'_> {
         while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
             let Some(oldest) = queue.pop_front() else { break };
             let mut record = self.record_of(oldest, reducer)?;
-            if self.skips.is_skipping() {
-                self.release(queue, reducer)?;
-            }
             if due.validation && queue.is_empty() {
                 record.val_loss = Some(self.between_steps(|trainer| trainer.validate(record.step))?);
                 outcome.val_loss = record.val_loss;
@@ -171,23 +168,36 @@ impl Trainer<'_> {
             if record.stop && outcome.stopped.is_none() {
                 outcome.stopped = Some(self.stop_cause());
             }
+            if self.skips.is_skipping() {
+                self.release(queue, reducer)?;
+            }
         }
         Ok(())
     }
 
     /// After a skipped step: the device has skipped those behind it as well, so that the parameters were still those of
-    /// the skipped step when it was inspected. They run once more, and count.
+    /// the skipped step when it was inspected. They run once more, and count; what both runs sent and took is theirs.
     fn release(&mut self, queue: &mut VecDeque<Enqueued>, reducer: &mut Reducer) -> Result<(), TrainError> {
-        let held: Vec<Enqueued> = queue.drain(..).collect();
-        let steps: Vec<u64> = held.iter().map(|enqueued| enqueued.step).collect();
-        for enqueued in held {
-            enqueued.numbers(&self.world)?;
+        let (began, mut held) = (Instant::now(), Vec::new());
+        for enqueued in queue.drain(..) {
+            held.push((enqueued.step, enqueued.sent));
+            self.numbers_of(enqueued, reducer)?;
         }
         self.clip.release(self.world.stream);
-        for step in steps {
-            queue.push_back(self.enqueue(reducer, step)?);
+        for (step, sent) in held {
+            let mut again = self.enqueue(reducer, step)?;
+            (again.started, again.sent) = (began, again.sent + sent);
+            queue.push_back(again);
         }
         Ok(())
+    }
+
+    /// Waits until the device has run a step. Of several errors the one that says what went wrong is returned.
+    fn numbers_of(&self, enqueued: Enqueued, reducer: &Reducer) -> Result<Numbers, TrainError> {
+        let numbers = enqueued.numbers(&self.world);
+        // The stream says only in words why it went wrong, if it does at all.
+        let failure = self.replica.parameters.failure().or_else(|| reducer.failure());
+        failure.map_or(numbers, |error| Err(error.into()))
     }
 
     /// What is told of a step, once the device has run it.
@@ -195,10 +205,7 @@ impl Trainer<'_> {
         let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
         let (mut times, began) = (enqueued.times, enqueued.started.max(self.finished));
         let device_times = enqueued.device_times.clone();
-        let numbers = enqueued.numbers(&self.world);
-        // The stream says only in words why it went wrong, if it does at all.
-        let failure = self.replica.parameters.failure().or_else(|| reducer.failure());
-        let numbers = failure.map_or(numbers, |error| Err(error.into()))?;
+        let numbers = self.numbers_of(enqueued, reducer)?;
         self.finished = Instant::now();
         times.step = self.finished - began;
         // All of the step has run, and who was asked for failures has looked at it.
