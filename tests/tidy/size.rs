@@ -46,7 +46,7 @@ fn production(files: &[SourceFile]) -> Vec<Production<'_>> {
             .iter()
             .any(|ending| file.path.ends_with(ending));
         let is_below = |folder: &&str| file.path.starts_with(&format!("{folder}/"));
-        is_code && !is_test(&file.path) && PRODUCTION.iter().any(|folder| is_below(&folder))
+        is_code && !is_test(&file.path) && PRODUCTION.iter().any(is_below)
     };
     let counted = files.iter().filter(is_production).map(|file| Production {
         path: &file.path,
