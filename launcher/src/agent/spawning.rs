@@ -28,6 +28,8 @@ impl Machine {
         };
         // It gets the signal that the others got, not more: it may well be ready for a graceful end.
         match stage {
+            // The others that do not listen got theirs when the stop began. No worker gets the same signal twice.
+            Stage::Asked if !self.rules.native => vec![Effect::SignalUnasked(self.stop_signal())],
             Stage::Asked | Stage::Notified => Vec::new(),
             Stage::Terminated => vec![Effect::SignalLate(local_rank, self.stop_signal())],
             Stage::Killed | Stage::Sweeping => vec![Effect::SignalLate(local_rank, libc::SIGKILL)],

@@ -28,6 +28,20 @@ fn a_worker_that_is_started_too_late_is_stopped_like_the_others() {
 }
 
 #[test]
+fn a_worker_that_is_started_while_others_are_asked_to_stop_is_signalled_unless_it_is_native() {
+    for native in [false, true] {
+        let mut play = Play::begin(native);
+        play.assign(1, 2).spawned(0);
+        play.machine.set_listening(true);
+        assert!(
+            play.on(Event::Signal(2))
+                .does(&Effect::AskToStop("SIGINT".into()))
+        );
+        assert_eq!(play.spawned(1).does(&Effect::SignalUnasked(2)), !native);
+    }
+}
+
+#[test]
 fn a_program_that_cannot_be_started_is_no_failure_of_a_worker() {
     let error = SpawnError::NotFound {
         program: "x".into(),
