@@ -1,9 +1,10 @@
 //! How large the product is: lines of production code, files, files in a folder. `.ci/run lines` prints the table.
 //!
-//! A line of production code is one of Rust or CUDA that is neither blank nor a comment nor part of a test. Each limit
-//! that is above what the style asks for only goes down.
+//! A line of production code is neither blank nor a comment nor part of a test. Lines of Rust have a limit; those of CUDA
+//! are counted beside them. Each limit that is above what the style asks for only goes down.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use crate::lengths::without_tests;
 use crate::rust_text::code_only;
@@ -12,14 +13,35 @@ use crate::{Breach, assert_none};
 
 /// Folders whose code is the product.
 const PRODUCTION: [&str; 4] = ["launcher/src", "proto/src", "src", "worker/src"];
-/// Lines of `worker/src`. The style asks for 32,000.
-const WORKER_LINES: usize = 39_600;
+/// Lines of Rust in `worker/src`. The style asks for 32,000.
+const WORKER_LINES: usize = 37_400;
 /// Files of `worker/src`. The style asks for 200.
 const WORKER_FILES: usize = 235;
 /// A file with fewer lines than this, comments included, is a part of a concept.
 const SHORT_FILE_LINES: usize = 60;
-/// Files of the product that are shorter, `mod.rs` and `lib.rs` left out.
-const SHORT_FILES: usize = 19;
+/// Files of the product that may be shorter. A kernel of CUDA is a text of its own; a binary only wires;
+/// schedules of a pipeline come to `schedule.rs`.
+const SHORT_FILES: [&str; 19] = [
+    "launcher/src/agent/place.rs",
+    "launcher/src/terminal.rs",
+    "proto/src/exit.rs",
+    "proto/src/mounts.rs",
+    "src/bin/ddp-rendezvous.rs",
+    "src/bin/ddp-run.rs",
+    "src/bin/ddp-train.rs",
+    "src/cli/answer.rs",
+    "src/cli/tokenize/bar.rs",
+    "worker/src/ops/cuda/cast.cu",
+    "worker/src/ops/cuda/dropout.cu",
+    "worker/src/ops/cuda/elementwise.cuh",
+    "worker/src/ops/cuda/fill.cu",
+    "worker/src/ops/cuda/loss_sum.cu",
+    "worker/src/optim/adamw.cu",
+    "worker/src/optim/lion.cu",
+    "worker/src/optim/muon.cu",
+    "worker/src/optim/sgd.cu",
+    "worker/src/parallel/schedule.rs",
+];
 /// A folder with more files than this has rooms. Tests and `mod.rs` are left out.
 const MAX_FILES_OF_A_FOLDER: usize = 15;
 /// Folders with more files.
@@ -33,6 +55,31 @@ struct Production<'a> {
     lines: usize,
     /// All of them.
     text_lines: usize,
+}
+
+/// What lies below a folder.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Size {
+    /// Lines.
+    rust: usize,
+    /// Lines.
+    cuda: usize,
+    files: usize,
+}
+
+impl Size {
+    fn of(files: &[Production<'_>], folder: &str) -> Self {
+        let mut size = Self::default();
+        for file in files
+            .iter()
+            .filter(|file| Path::new(file.path).starts_with(folder))
+        {
+            let is_rust = file.path.ends_with(".rs");
+            *(if is_rust { &mut size.rust } else { &mut size.cuda }) += file.lines;
+            size.files += 1;
+        }
+        size
+    }
 }
 
 fn is_test(path: &str) -> bool {
@@ -90,40 +137,43 @@ fn limit(what: &str, number: usize, most: usize) -> Option<Breach> {
 fn the_product_does_not_grow_beyond_its_limits() {
     let files = tree::files();
     let files = production(&files);
-    let within = |folder: &str| {
-        let folder = format!("{folder}/");
-        let those = files.iter().filter(move |file| file.path.starts_with(&folder));
-        those.fold((0, 0), |(lines, number), file| (lines + file.lines, number + 1))
-    };
-    for folder in PRODUCTION {
-        let (lines, number) = within(folder);
-        println!("{folder:<16} {lines:>7} lines of production code in {number:>4} files");
+    for folder in PRODUCTION.into_iter().chain([""]) {
+        let size = Size::of(&files, folder);
+        println!(
+            "{:<16} {:>6} lines of production code in Rust, {:>5} in CUDA, in {:>3} files",
+            if folder.is_empty() { "all" } else { folder },
+            size.rust,
+            size.cuda,
+            size.files,
+        );
     }
-    let total: usize = files.iter().map(|file| file.lines).sum();
-    println!(
-        "{:<16} {total:>7} lines of production code in {:>4} files",
-        "all",
-        files.len()
-    );
-    let short: Vec<&str> = files
+    let short: BTreeSet<&str> = files
         .iter()
         .filter(|file| file.text_lines < SHORT_FILE_LINES && !is_index(file.path))
         .map(|file| file.path)
         .collect();
     let crowded = crowded(&files);
-    println!("{} files under {SHORT_FILE_LINES} lines: {short:?}", short.len());
+    println!("{} files under {SHORT_FILE_LINES} lines", short.len());
     println!(
         "{} folders with more than {MAX_FILES_OF_A_FOLDER} files: {crowded:?}",
         crowded.len()
     );
-    let (lines, number) = within("worker/src");
+    let worker = Size::of(&files, "worker/src");
     let breaches = [
-        limit("lines of worker/src", lines, WORKER_LINES),
-        limit("files of worker/src", number, WORKER_FILES),
-        limit("short files", short.len(), SHORT_FILES),
+        limit("lines of Rust in worker/src", worker.rust, WORKER_LINES),
+        limit("files of worker/src", worker.files, WORKER_FILES),
         limit("crowded folders", crowded.len(), CROWDED_FOLDERS),
     ];
-    assert_none(&breaches.into_iter().flatten().collect::<Vec<_>>());
+    let named = BTreeSet::from(SHORT_FILES);
+    let too_short = short.difference(&named).map(|path| {
+        let what = format!("under {SHORT_FILE_LINES} lines: it is a part of a concept that has its file");
+        Breach::new(path, 1, what)
+    });
+    let not_short = named
+        .difference(&short)
+        .map(|path| Breach::new(path, 1, "is in the list of short files, and is none".to_owned()));
+    let breaches = breaches.into_iter().flatten();
+    assert_none(&breaches.chain(too_short).chain(not_short).collect::<Vec<_>>());
 }
 
 #[test]
@@ -141,11 +191,19 @@ fn lines_of_production_are_those_that_do_something() {
         "worker/src/a.rs",
         "worker/src/a_tests.rs",
         "worker/tests/b.rs",
+        "worker/src/a.cu",
         "src/main.rs",
     ]
     .map(file);
-    let counted: Vec<&str> = production(&files).iter().map(|file| file.path).collect();
-    assert_eq!(counted, ["worker/src/a.rs", "src/main.rs"]);
+    let counted = production(&files);
+    let paths: Vec<&str> = counted.iter().map(|file| file.path).collect();
+    assert_eq!(paths, ["worker/src/a.rs", "worker/src/a.cu", "src/main.rs"]);
+    let of_worker = Size {
+        rust: 1,
+        cuda: 1,
+        files: 2,
+    };
+    assert_eq!(Size::of(&counted, "worker/src"), of_worker);
 }
 
 #[test]
