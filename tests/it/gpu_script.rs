@@ -41,11 +41,14 @@ fn write(folder: &Path, name: &str, text: &str) {
 }
 
 fn script(packed: &Path, logs: &Path, sections: &str) -> Program {
+    // A shell cannot trap what was ignored when it began: under `nohup`, or in the background of a shell, that is so.
+    let as_from_a_terminal = OsString::from("--default-signal=HUP,INT");
+    let path = OsString::from(repository("tests/gpu/run.sh"));
     let folders = [packed, logs].map(|path| path.as_os_str().to_owned());
     let sections = sections.split_whitespace().map(OsString::from);
-    Program::new(repository("tests/gpu/run.sh"))
+    Program::new("env")
         .env(MARK, packed.to_str().expect("UTF-8"))
-        .args(folders.into_iter().chain(sections))
+        .args([as_from_a_terminal, path].into_iter().chain(folders).chain(sections))
 }
 
 /// A line a check, as the script ends with.

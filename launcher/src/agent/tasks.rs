@@ -189,3 +189,23 @@ async fn drain(streams: Vec<TailReader>, console: &Console) {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::blocking_thread::BlockingThread;
+    use super::*;
+
+    /// What `/proc` gives of a worker's threads takes as long as the kernel likes: the worker may hold a lock there.
+    #[tokio::test]
+    async fn a_look_at_threads_that_does_not_end_holds_up_neither_the_loop_nor_the_report() {
+        let files = BlockingThread::start("test").unwrap();
+        let (kernel, never) = std::sync::mpsc::channel::<Threads>();
+        let (results, mut inbox) = mpsc::channel(1);
+        wait_for_answers(results, files.give(move || never.recv().unwrap_or_default()));
+        let Some(TaskResult::Answered { threads }) = inbox.recv().await else {
+            panic!("another result than that of the question");
+        };
+        assert_eq!(threads, Threads::new());
+        drop(kernel);
+    }
+}
