@@ -48,7 +48,12 @@ fn script(packed: &Path, logs: &Path, sections: &str) -> Program {
     let sections = sections.split_whitespace().map(OsString::from);
     Program::new("env")
         .env(MARK, packed.to_str().expect("UTF-8"))
-        .args([as_from_a_terminal, path].into_iter().chain(folders).chain(sections))
+        .args(
+            [as_from_a_terminal, path]
+                .into_iter()
+                .chain(folders)
+                .chain(sections),
+        )
 }
 
 /// A line a check, as the script ends with.
