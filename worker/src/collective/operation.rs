@@ -1,11 +1,16 @@
-//! What a group of ranks is asked to do, and how a buffer is divided among them.
+//! What a group of ranks is asked to do, how a buffer is divided among them, and the handle of one operation.
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use super::error::Failure;
-use crate::device::{Buffer, DType};
+use super::error::{CollectiveError, Failure, OperationName};
+use crate::device::{Buffer, DType, Device, DeviceError, Event, Signal, Stream};
 use crate::timeline::Kind;
+
+/// Longest wait for an operation between two checks whether it has failed, which may be before its event is reached.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A collective operation. All work in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -191,6 +196,150 @@ pub(super) fn slice(len: usize, parts: usize, index: usize) -> Range<usize> {
     let (each, longer) = (len / parts, len % parts);
     let start = index * each + index.min(longer);
     start..start + each + usize::from(index < longer)
+}
+
+/// One operation of a communicator. Dropping it does not cancel the operation.
+#[derive(Clone)]
+pub struct Work(WorkState);
+
+#[derive(Clone)]
+enum WorkState {
+    /// A [`Completion`] reports the outcome.
+    Queued {
+        event: Event,
+        outcome: Arc<Mutex<Option<Outcome>>>,
+    },
+    /// It is in a stream.
+    Enqueued {
+        work: Arc<dyn StreamWork>,
+        name: Arc<OperationName>,
+    },
+}
+
+type Outcome = Result<WorkTimes, CollectiveError>;
+
+/// When an operation ran.
+#[derive(Clone, Copy, Debug)]
+pub struct WorkTimes {
+    /// The operations before it had ended and its input was ready.
+    pub started: Instant,
+    /// It was done.
+    pub ended: Instant,
+}
+
+/// One operation in a stream.
+pub trait StreamWork: Send + Sync {
+    /// The event behind it. It is also reached when the operation was aborted: only [`StreamWork::outcome`] tells.
+    fn done(&self) -> &Event;
+
+    /// The event before it: the operations before it have ended and its input is ready. None if it is not timed.
+    fn started(&self) -> Option<&Event> {
+        None
+    }
+
+    /// How it ended, once it has. It has when [`StreamWork::done`] is reached; if it failed, perhaps before.
+    fn outcome(&self) -> Option<Result<WorkTimes, Failure>>;
+}
+
+impl Work {
+    /// A handle and the means to complete it.
+    pub(super) fn pair(what: &str) -> (Self, Completion) {
+        let (event, signal) = Event::pair(what);
+        let outcome = Arc::new(Mutex::new(None));
+        let completion = Completion {
+            signal,
+            outcome: outcome.clone(),
+        };
+        (Self(WorkState::Queued { event, outcome }), completion)
+    }
+
+    /// The handle of an operation in a stream.
+    pub(super) fn enqueued(work: Arc<dyn StreamWork>, name: OperationName) -> Self {
+        let name = Arc::new(name);
+        Self(WorkState::Enqueued { work, name })
+    }
+
+    /// Blocks the host until the operation is done.
+    pub fn wait(&self, deadline: Instant) -> Result<WorkTimes, WorkError> {
+        loop {
+            if let Some(outcome) = self.outcome() {
+                return Ok(outcome?);
+            }
+            let until = deadline.min(Instant::now() + POLL_INTERVAL);
+            let waited = self.event().wait(until);
+            let is_over = until == deadline || self.event().poll().is_some();
+            if is_over && self.outcome().is_none() {
+                let error = waited
+                    .err()
+                    .unwrap_or_else(|| DeviceError::Upstream("the communicator was shut down".into()));
+                return Err(WorkError::Pending(error));
+            }
+        }
+    }
+
+    /// Later operations of `stream` run after this one. They run also if this one fails in a stream of its own, and
+    /// may then read incomplete results: only [`Work::wait`] reports the failure.
+    pub fn wait_on(&self, device: &dyn Device, stream: Stream, deadline: Instant) {
+        device.wait_event(stream, self.event(), deadline);
+    }
+
+    /// True once it is done or failed.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.outcome().is_some() || self.event().poll().is_some()
+    }
+
+    /// Reached when the operation is done: for an operation that starts with its result.
+    #[must_use]
+    pub fn event(&self) -> &Event {
+        match &self.0 {
+            WorkState::Queued { event, .. } => event,
+            WorkState::Enqueued { work, .. } => work.done(),
+        }
+    }
+
+    fn outcome(&self) -> Option<Outcome> {
+        match &self.0 {
+            WorkState::Queued { outcome, .. } => {
+                outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+            }
+            WorkState::Enqueued { work, name } => {
+                let failed = |failure| CollectiveError {
+                    name: name.as_ref().clone(),
+                    failure,
+                };
+                Some(work.outcome()?.map_err(failed))
+            }
+        }
+    }
+}
+
+/// Why waiting for an operation failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WorkError {
+    /// The operation failed.
+    #[error(transparent)]
+    Failed(#[from] CollectiveError),
+    /// The operation has not ended yet, or never will.
+    #[error(transparent)]
+    Pending(DeviceError),
+}
+
+/// Completes a [`Work`].
+pub(super) struct Completion {
+    signal: Signal,
+    outcome: Arc<Mutex<Option<Outcome>>>,
+}
+
+impl Completion {
+    pub(super) fn set(self, outcome: Outcome) {
+        let result = match &outcome {
+            Ok(_) => Ok(()),
+            Err(error) => Err(DeviceError::Upstream(error.to_string())),
+        };
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        self.signal.set(result);
+    }
 }
 
 #[cfg(test)]

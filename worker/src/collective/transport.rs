@@ -2,14 +2,12 @@
 #![allow(unsafe_code, reason = "the kernel of reductions takes addresses")]
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use super::error::Failure;
-use super::operation::{Descriptor, ReduceOp, Request, Traffic};
+use super::operation::{Descriptor, ReduceOp, Request, StreamWork, Traffic, WorkTimes};
 use super::reduction::{NodeInput, Reduction};
 use super::wait::Wait;
-use super::work::{StreamWork, WorkTimes};
 use crate::device::{Arena, ArenaSpec, Device, Event, Held, Stream};
 use crate::ops::Scale;
 
@@ -36,23 +34,16 @@ pub trait Transport: Send {
     /// collective call of all ranks of this group, each with its own subgroup.
     fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure>;
 
-    /// How it carries out operations; always the same kind.
-    fn engine(&mut self) -> Engine<'_>;
-}
+    /// Carries out one operation on the calling thread. `held` is the exclusive hold on the request's buffer meanwhile. Returns
+    /// what this rank put on the wire, as [`WireBytes`] counts it. Not called where there is a stream.
+    fn execute(&mut self, _request: &Request, _held: Held, _wait: &Wait) -> Result<u64, Failure> {
+        Err(Failure::Invalid("the transport has a stream".into()))
+    }
 
-/// How a transport carries out operations.
-pub enum Engine<'a> {
-    /// A thread of the host does the work.
-    Host(&'a mut dyn HostEngine),
-    /// The host only enqueues operations on a stream of the device.
-    Stream(&'a mut dyn StreamEngine),
-}
-
-/// Carries out operations on a thread of the host.
-pub trait HostEngine {
-    /// Carries out one operation. `held` is the exclusive hold on the request's buffer meanwhile. Returns what this rank put on
-    /// the wire, as [`WireBytes`] counts it.
-    fn execute(&mut self, request: &Request, held: Held, wait: &Wait) -> Result<u64, Failure>;
+    /// Where the host only enqueues operations on a stream of the device: always, or never.
+    fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
+        None
+    }
 }
 
 /// Puts operations into a stream of its own: an operation runs after its input is ready and after those before it,
@@ -103,6 +94,17 @@ pub struct WireBytes {
     pub other: u64,
 }
 
+impl WireBytes {
+    pub(super) fn count(&mut self, traffic: Traffic, bytes: u64) {
+        let counter = match traffic {
+            Traffic::Grads => &mut self.grads,
+            Traffic::Params => &mut self.params,
+            Traffic::Other => &mut self.other,
+        };
+        *counter += bytes;
+    }
+}
+
 impl std::ops::Add for WireBytes {
     type Output = Self;
 
@@ -123,33 +125,6 @@ impl std::ops::Sub for WireBytes {
             grads: self.grads - other.grads,
             params: self.params - other.params,
             other: self.other - other.other,
-        }
-    }
-}
-
-/// Counts [`WireBytes`]; read at any time.
-#[derive(Default)]
-pub(super) struct WireCounters {
-    grads: AtomicU64,
-    params: AtomicU64,
-    other: AtomicU64,
-}
-
-impl WireCounters {
-    pub(super) fn add(&self, traffic: Traffic, bytes: u64) {
-        let counter = match traffic {
-            Traffic::Grads => &self.grads,
-            Traffic::Params => &self.params,
-            Traffic::Other => &self.other,
-        };
-        counter.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    pub(super) fn read(&self) -> WireBytes {
-        WireBytes {
-            grads: self.grads.load(Ordering::Relaxed),
-            params: self.params.load(Ordering::Relaxed),
-            other: self.other.load(Ordering::Relaxed),
         }
     }
 }
@@ -208,10 +183,21 @@ impl Transport for SingleRank {
         }))
     }
 
-    fn engine(&mut self) -> Engine<'_> {
+    fn execute(&mut self, request: &Request, held: Held, _wait: &Wait) -> Result<u64, Failure> {
+        if scale_of(request)?.is_some() {
+            let reduction = Reduction::new(request.buffer.dtype(), request.reduce);
+            let base = held.host_ptr()?;
+            let own = [NodeInput::Ranks(vec![base.cast_const()])];
+            // SAFETY: the buffer is held, so this call alone accesses it; source and target may be the same.
+            unsafe { reduction.run(&own, &[base], request.buffer.len()) };
+        }
+        Ok(0)
+    }
+
+    fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
         match self.stream {
-            Some(_) => Engine::Stream(self),
-            None => Engine::Host(self),
+            Some(_) => Some(self),
+            None => None,
         }
     }
 }
@@ -223,19 +209,6 @@ fn scale_of(request: &Request) -> Result<Option<f32>, Failure> {
         ReduceOp::Sum { scale } if request.operation.reduces() && scale != 1.0 => Some(scale),
         _ => None,
     })
-}
-
-impl HostEngine for SingleRank {
-    fn execute(&mut self, request: &Request, held: Held, _wait: &Wait) -> Result<u64, Failure> {
-        if scale_of(request)?.is_some() {
-            let reduction = Reduction::new(request.buffer.dtype(), request.reduce);
-            let base = held.host_ptr()?;
-            let own = [NodeInput::Ranks(vec![base.cast_const()])];
-            // SAFETY: the buffer is held, so this call alone accesses it; source and target may be the same.
-            unsafe { reduction.run(&own, &[base], request.buffer.len()) };
-        }
-        Ok(0)
-    }
 }
 
 impl StreamEngine for SingleRank {
@@ -255,26 +228,22 @@ impl StreamEngine for SingleRank {
             }
             _ => after.clone(),
         };
-        Ok(Arc::new(Scaled { done }))
+        Ok(Arc::new(done))
     }
 }
 
-struct Scaled {
-    done: Event,
-}
-
-impl StreamWork for Scaled {
+/// An operation of a group of one rank is over with its event, and takes no time: nothing is exchanged.
+impl StreamWork for Event {
     fn done(&self) -> &Event {
-        &self.done
+        self
     }
 
-    /// It takes no time: nothing is exchanged.
     fn outcome(&self) -> Option<Result<WorkTimes, Failure>> {
         let now = Instant::now();
         let times = WorkTimes {
             started: now,
             ended: now,
         };
-        Some(self.done.poll()?.map(|()| times).map_err(Failure::Device))
+        Some(self.poll()?.map(|()| times).map_err(Failure::Device))
     }
 }

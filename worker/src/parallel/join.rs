@@ -4,7 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::collective::nccl::{Nccl, NcclOptions, NcclTransport};
+use crate::collective::nccl::{Membership, Nccl, NcclTransport};
 use crate::collective::{
     CollectiveError, Communicator, Executor, Failure, Launch, OperationName, RankInfo, SingleRank, Traffic,
     Transport, WorkError, connect,
@@ -125,15 +125,14 @@ pub fn join_world_on(
     }
     let nccl = Nccl::load()?;
     meet(session, options)?;
-    let nccl_options = NcclOptions {
-        name: NAME,
+    let world = Membership {
+        name: NAME.into(),
         rank,
-        world_size,
-        store: session.store(),
+        members: (0..world_size).collect(),
         timeout,
         cancel: cancel.clone(),
     };
-    let transport = NcclTransport::connect(&nccl, device, &nccl_options)
+    let transport = NcclTransport::connect(&nccl, device, session.store(), world)
         .map_err(|failure| refused(session, &format!("connect by NCCL {}", nccl.version()), failure))?;
     Ok(Communicator::new(
         NAME,

@@ -1,18 +1,15 @@
 //! Finds the other ranks of the world, over the key-value store.
 
-use std::collections::BTreeMap;
-use std::net::SocketAddr;
-use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::sockets::{Hello, Listener, connect_tcp, connect_unix, new_token};
+use super::sockets::{Address, Listener};
 use super::topology::{Member, RankInfo, Topology};
 use super::transport::HostTransport;
 use crate::collective::error::Failure;
-use crate::collective::store::{Arrivals, StoreExchange};
 use crate::collective::transport::{SingleRank, Transport};
+use crate::collective::wait::{Arrivals, StoreExchange};
 use crate::collective::wait::{Pending, Wait};
 use crate::session::{Cancel, KeyValue};
 
@@ -21,12 +18,11 @@ const WORLD: &str = "world";
 
 /// What a rank publishes about itself.
 #[derive(Debug, Serialize, Deserialize)]
-struct PublishedAddress {
+struct PublishedRank {
     node: usize,
     local: usize,
-    unix: String,
-    tcp: Option<SocketAddr>,
-    token: String,
+    #[serde(flatten)]
+    address: Address,
 }
 
 /// The transport of the whole world: shared memory to the ranks of this node, TCP to the others.
@@ -47,71 +43,33 @@ pub fn connect(
     let pending = Pending::register(WORLD, cancel);
     pending.begin_set_up("connect");
     let wait = Wait::new(timeout, cancel).reporting_to(&pending);
-    let token = new_token();
-    let unix = format!("ddp-{token:032x}");
     let remote = info.world_size - info.local_world_size;
-    let unix_listener = Listener::unix(&unix, info.local_world_size)?;
-    let tcp_listener = (remote > 0)
-        .then(|| Listener::tcp(info.host_addr, remote))
-        .transpose()?;
-    let own = PublishedAddress {
+    let (listener, address) = Listener::open(info, info.local_world_size, remote)?;
+    let own = PublishedRank {
         node: info.node_rank,
         local: info.local_rank,
-        unix,
-        tcp: tcp_listener.as_ref().map(|(_, address)| *address),
-        token: format!("{token:032x}"),
+        address,
     };
     let published = exchange_addresses(info, &own, store, &wait)?;
     check_node(info, &published)?;
-    let hello = Hello {
-        token,
-        generation: info.generation,
-        rank: info.rank,
-    };
-    let mut sockets = connect_to_lower(info, &published, hello, &wait)?;
-    let higher = info.rank + 1..info.world_size;
-    let (near, far): (Vec<usize>, Vec<usize>) =
-        higher.partition(|&rank| published[rank].node == info.node_rank);
-    sockets.extend(unix_listener.accept(&near, hello, &wait)?);
-    if let Some((listener, _)) = &tcp_listener {
-        sockets.extend(listener.accept(&far, hello, &wait)?);
-    }
-    let members = published.iter().enumerate().map(|(global, address)| Member {
+    let members = published.iter().enumerate().map(|(global, rank)| Member {
         global,
-        node: address.node,
-        local: address.local,
+        node: rank.node,
+        local: rank.local,
     });
     let topology = Topology::new(members.collect(), info.rank);
-    let transport = HostTransport::new(info.clone(), topology, sockets, &wait)?;
+    let addresses: Vec<&Address> = published.iter().map(|rank| &rank.address).collect();
+    let connections = listener.connect(info, &topology, &addresses, &wait)?;
+    let transport = HostTransport::new(info.clone(), topology, connections, &wait)?;
     Ok(Box::new(transport))
-}
-
-fn connect_to_lower(
-    info: &RankInfo,
-    published: &[PublishedAddress],
-    hello: Hello,
-    wait: &Wait,
-) -> Result<BTreeMap<usize, OwnedFd>, Failure> {
-    let mut sockets = BTreeMap::new();
-    for (rank, address) in published.iter().enumerate().take(info.rank) {
-        let malformed = || Failure::Invalid(format!("rank {rank} published a malformed address"));
-        let hello = hello.with_token(&address.token).ok_or_else(malformed)?;
-        let socket = if address.node == info.node_rank {
-            connect_unix(&address.unix, rank, hello, wait)?
-        } else {
-            connect_tcp(address.tcp.ok_or_else(malformed)?, rank, hello, wait)?
-        };
-        sockets.insert(rank, socket);
-    }
-    Ok(sockets)
 }
 
 fn exchange_addresses(
     info: &RankInfo,
-    own: &PublishedAddress,
+    own: &PublishedRank,
     store: &dyn KeyValue,
     wait: &Wait,
-) -> Result<Vec<PublishedAddress>, Failure> {
+) -> Result<Vec<PublishedRank>, Failure> {
     let exchange = StoreExchange {
         store,
         wait,
@@ -157,7 +115,7 @@ fn check_info(info: &RankInfo) -> Result<(), Failure> {
 }
 
 /// The ranks of this node must be as many as it has, each with another local rank.
-fn check_node(info: &RankInfo, published: &[PublishedAddress]) -> Result<(), Failure> {
+fn check_node(info: &RankInfo, published: &[PublishedRank]) -> Result<(), Failure> {
     let of_node = published.iter().filter(|address| address.node == info.node_rank);
     let mut local_ranks: Vec<usize> = of_node.map(|address| address.local).collect();
     local_ranks.sort_unstable();

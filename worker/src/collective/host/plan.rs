@@ -15,9 +15,10 @@ use std::ops::Range;
 
 use nix::poll::PollFd;
 
+use super::exchange::{Contribution, MemoryRange, NodeSum, PeerExchange, Transfer};
 use super::header::OperationHeader;
 use super::shared_memory::{ControlSegments, SLOT_BYTES};
-use super::tcp::{Connection, Contribution, MemoryRange, NodeSum, PeerExchange, Transfer};
+use super::sockets::Connection;
 use super::topology::Topology;
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Traffic, slice};
@@ -344,7 +345,7 @@ pub(super) struct Peers {
     pub(super) topology: Topology,
     /// For the ranks of this node.
     pub(super) control: ControlSegments,
-    /// To the ranks of other nodes; by rank of the group.
+    /// By rank of the group; none to itself.
     pub(super) connections: Vec<Option<Connection>>,
 }
 
@@ -373,7 +374,6 @@ impl Round {
         let mut round = RunningRound {
             exchanges: start(self.transfers, &mut peers.connections, &self.header),
             sum: self.sum,
-            header: self.header,
             summed: 0,
             counted: 0,
         };
@@ -421,7 +421,6 @@ fn start<'a>(
 struct RunningRound<'a> {
     exchanges: Vec<PeerExchange<'a>>,
     sum: Option<LocalSum>,
-    header: OperationHeader,
     /// Elements.
     summed: usize,
     counted: u64,
@@ -444,7 +443,7 @@ impl RunningRound<'_> {
     fn receive(&mut self) -> Result<bool, Failure> {
         let mut moved = false;
         for exchange in &mut self.exchanges {
-            let (received, result) = exchange.receive(self.summed, &self.header)?;
+            let (received, result) = exchange.receive(self.summed)?;
             moved |= received > 0;
             // The results of a sum are counted by the rank that made it.
             if self.sum.is_none() {
@@ -571,7 +570,6 @@ mod tests {
             },
             me,
             0,
-            None,
         );
         let plan = RoundPlan {
             descriptor,

@@ -11,14 +11,10 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Wea
 use std::time::{Duration, Instant};
 
 use super::flight_recorder::{FlightRecorder, IN_FLIGHT_BOUND, Oldest, OperationEvents, OperationPhase};
-use super::library::{
-    CallError, Handle, NcclCall, PreMultipliedSums, RankOperation, Scaling, data_type, offset,
-};
-use super::library::{RawStream, RedOp};
+use super::library::{CommAddress, Handle, PreMultipliedSums, RawStream, RedOp, Scaling};
 use crate::collective::error::Failure;
-use crate::collective::operation::{Descriptor, Operation, ReduceOp, Request};
+use crate::collective::operation::{Descriptor, Operation, ReduceOp, Request, StreamWork, WorkTimes, slice};
 use crate::collective::wait::Wait;
-use crate::collective::work::{StreamWork, WorkTimes};
 use crate::device::cuda::CudaDevice;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Stream};
 use crate::ops::Scale;
@@ -31,17 +27,17 @@ const REST: Duration = Duration::from_micros(50);
 
 /// The members of a communicator, and how long it waits.
 #[derive(Clone)]
-pub(super) struct Membership {
-    /// For errors and logs.
-    pub(super) name: String,
+pub struct Membership {
+    /// In errors and logs; the same on all ranks.
+    pub name: String,
     /// Of this process in the group.
-    pub(super) rank: usize,
+    pub rank: usize,
     /// Global ranks, in order of rank.
-    pub(super) members: Vec<usize>,
-    /// Bound of each phase of an operation.
-    pub(super) timeout: Duration,
-    /// Set when the generation is over.
-    pub(super) cancel: Cancel,
+    pub members: Vec<usize>,
+    /// Bound of each phase of an operation: waiting for its input, and for the other ranks.
+    pub timeout: Duration,
+    /// Ends every wait, and aborts operations on the device.
+    pub cancel: Cancel,
 }
 
 impl Membership {
@@ -273,18 +269,22 @@ impl Comm {
         Ok(())
     }
 
-    /// Splits; ranks with the same color form a subgroup, which [`Comm::make`] and [`Comm::await_ready`] complete. None:
-    /// this rank only takes part.
+    /// Splits; ranks with the same color form a subgroup, which [`Comm::make`] and [`Comm::await_ready`] complete. Without a
+    /// color this rank only takes part.
     pub(super) fn split(
         &self,
         color: Option<usize>,
         key: usize,
         wait: &Wait,
-    ) -> Result<Option<Handle>, Failure> {
+    ) -> Result<CommAddress, Failure> {
         self.stream.native.bind()?;
-        let address = self.call(None, wait, |handle, _| handle.split(color, key))?;
+        self.call(None, wait, |handle, _| handle.split(color, key))
+    }
+
+    /// What [`Comm::split`] made, if this rank has a color.
+    pub(super) fn part(&self, address: CommAddress) -> Result<Handle, Failure> {
         let state = self.lock();
-        Ok(state.handle.as_ref().and_then(|handle| handle.part(address)))
+        state.handle.as_ref().ok_or_else(left)?.part(address)
     }
 
     /// A subgroup, which is left before this communicator.
@@ -342,36 +342,28 @@ impl Comm {
     }
 
     fn issue(&self, sequence: u64, request: &Request, wait: &Wait) -> Result<(), Failure> {
-        let operation = RankOperation {
-            request,
-            rank: self.membership.rank,
-            size: self.membership.size(),
-        };
-        let dtype = request.buffer.dtype();
-        let base = self.stream.native.address(&request.buffer)?;
+        let Membership { rank, members, .. } = &self.membership;
+        let (buffer, dtype) = (&request.buffer, request.buffer.dtype());
+        let own = slice(buffer.len(), members.len(), *rank);
+        let base = self.stream.native.address(buffer)?;
         let stream = self.stream.native.raw_stream(self.stream.stream)?;
-        let (given, taken) = (operation.given(), operation.taken());
-        let scaling = Scaling::of(request.reduce, dtype, operation.size);
+        let scaling = Scaling::of(request.reduce, dtype, members.len());
         self.call(Some(sequence), wait, |handle, sums| {
-            let call = NcclCall {
-                function: operation.function(|| match scaling {
-                    Scaling::Plain(op) => Ok(op),
-                    Scaling::PreMultiplied(factor) => sums.get(handle, factor, dtype),
-                    Scaling::Rescaled(_) => Ok(RedOp::SUM),
-                })?,
-                source: offset(base, given.start, dtype),
-                target: offset(base, taken.start, dtype),
-                count: operation.count(),
-                dtype: data_type(dtype),
-                stream,
+            let op = match scaling {
+                Scaling::Plain(op) => op,
+                Scaling::PreMultiplied(factor) => sums.get(handle, factor, dtype)?,
+                Scaling::Rescaled(_) => RedOp::SUM,
             };
-            // SAFETY: the addresses are within a buffer of the device. The recorder keeps it until the stream has
+            // SAFETY: the address is that of a buffer of the device. The recorder keeps it until the stream has
             // passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
             // aborted or left. The stream is the device's, which `self.stream` keeps.
-            unsafe { handle.issue(&call) }
+            unsafe { handle.issue(request, &own, op, base, stream) }
         })?;
-        if let (true, Scaling::Rescaled(factor)) = (request.operation.reduces(), scaling) {
-            let x = request.buffer.slice(taken);
+        if let Scaling::Rescaled(factor) = scaling {
+            let x = match request.operation {
+                Operation::ReduceScatter => buffer.slice(own),
+                _ => buffer.clone(),
+            };
             (self.stream.device).enqueue(self.stream.stream, Scale { x, factor }.into());
         }
         Ok(())
@@ -383,18 +375,16 @@ impl Comm {
         &self,
         sequence: Option<u64>,
         wait: &Wait,
-        call: impl FnOnce(&mut Handle, &mut PreMultipliedSums) -> Result<T, CallError>,
+        call: impl FnOnce(&mut Handle, &mut PreMultipliedSums) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
         let mut state = self.lock();
         self.check_alive(sequence)?;
         let CommState { handle, sums } = &mut *state;
-        let Some(handle) = handle.as_mut() else {
-            return Err(Failure::Invalid("the communicator was left".into()));
-        };
-        let result = match call(handle, sums) {
-            Ok(value) => self.await_settled(handle, wait).map(|()| value),
-            Err(error) => Err(error.into()),
-        };
+        let handle = handle.as_mut().ok_or_else(left)?;
+        let result = call(handle, sums).and_then(|value| {
+            self.await_settled(handle, wait)?;
+            Ok(value)
+        });
         result.inspect_err(|failure| {
             self.fail(AbortReason {
                 failure: failure.clone(),
@@ -473,8 +463,7 @@ impl Comm {
     /// The error that NCCL reports. None also while another thread calls NCCL, which then gets the error.
     fn reported_error(&self) -> Option<Failure> {
         let mut state = self.try_lock()?;
-        let settled = state.handle.as_mut()?.is_settled();
-        settled.err().map(Failure::from)
+        state.handle.as_mut()?.is_settled().err()
     }
 
     /// Stores why it is aborted, and logs its last operations. The first reason stays.
@@ -510,7 +499,7 @@ impl Comm {
         if let Some(handle) = handle
             && let Err(error) = handle.abort()
         {
-            tracing::warn!("{}: {}", error.call, error.words);
+            tracing::warn!("{error}");
         }
     }
 
@@ -537,7 +526,7 @@ impl Comm {
         })?;
         self.recorder().update(Instant::now());
         match self.lock().handle.take() {
-            Some(handle) => Ok(handle.destroy()?),
+            Some(handle) => handle.destroy(),
             None => Ok(()),
         }
     }
@@ -561,6 +550,10 @@ impl Comm {
     fn recorder(&self) -> MutexGuard<'_, FlightRecorder> {
         self.recorder.lock().unwrap_or_else(PoisonError::into_inner)
     }
+}
+
+fn left() -> Failure {
+    Failure::Invalid("the communicator was left".into())
 }
 
 impl Drop for Comm {

@@ -6,7 +6,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use crate::collective::operation::Request;
-use crate::collective::work::WorkTimes;
+use crate::collective::operation::WorkTimes;
 use crate::device::{Buffer, DeviceError, Event};
 
 /// Operations that are remembered after they have ended.

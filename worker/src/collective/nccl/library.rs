@@ -16,7 +16,7 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use half::bf16;
 
 use crate::collective::error::Failure;
-use crate::collective::operation::{Operation, ReduceOp, Request, slice};
+use crate::collective::operation::{Operation, ReduceOp, Request};
 use crate::device::DType;
 use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
@@ -33,26 +33,6 @@ struct LoadedNccl {
 impl fmt::Debug for Nccl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "NCCL {} of `{}`", self.0.version, self.0.path.display())
-    }
-}
-
-/// A call that failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct CallError {
-    /// The function.
-    pub(super) call: &'static str,
-    pub(super) status: Status,
-    /// Its meaning, and the library's last error message.
-    pub(super) words: String,
-}
-
-impl From<CallError> for Failure {
-    fn from(error: CallError) -> Self {
-        Self::Library {
-            call: error.call.to_owned(),
-            words: error.words,
-            of_peer: error.status == Status::REMOTE_ERROR,
-        }
     }
 }
 
@@ -103,7 +83,7 @@ impl Nccl {
     }
 
     /// A new id at which the ranks of a communicator meet; this process listens for them from now on.
-    pub(super) fn unique_id(&self) -> Result<UniqueId, CallError> {
+    pub(super) fn unique_id(&self) -> Result<UniqueId, Failure> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         // SAFETY: writes an identifier to this address.
         let status = unsafe { (self.functions().get_unique_id)(&raw mut id) };
@@ -121,7 +101,7 @@ impl Nccl {
         call: &'static str,
         status: Status,
         comm: RawComm,
-    ) -> Result<bool, CallError> {
+    ) -> Result<bool, Failure> {
         match status {
             Status::SUCCESS => Ok(true),
             Status::IN_PROGRESS => Ok(false),
@@ -137,7 +117,11 @@ impl Nccl {
                     "" => meaning,
                     last => format!("{meaning}: {}", last.replace('\n', " ")),
                 };
-                Err(CallError { call, status, words })
+                Err(Failure::Library {
+                    call: call.to_owned(),
+                    words,
+                    of_peer: status == Status::REMOTE_ERROR,
+                })
             }
         }
     }
@@ -167,27 +151,6 @@ pub(super) struct Handle {
 // handle see to.
 unsafe impl Send for Handle {}
 
-/// A call of a collective function; `count` is that of a slice where each rank has one.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct NcclCall {
-    pub(super) function: NcclFunction,
-    pub(super) source: *const c_void,
-    pub(super) target: *mut c_void,
-    pub(super) count: usize,
-    pub(super) dtype: DataType,
-    pub(super) stream: RawStream,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(super) enum NcclFunction {
-    AllReduce(RedOp),
-    ReduceScatter(RedOp),
-    AllGather,
-    Broadcast { root: c_int },
-    Send { to: c_int },
-    Recv { from: c_int },
-}
-
 /// Where NCCL writes the address of a communicator that is being made: from another thread, at any time until it is
 /// made. So it is never freed; a process makes few.
 #[derive(Clone, Copy)]
@@ -198,15 +161,24 @@ impl CommAddress {
         Self(Box::leak(Box::new(AtomicPtr::new(std::ptr::null_mut()))))
     }
 
-    fn get(self) -> Option<RawComm> {
+    /// The communicator, once `call` has made it.
+    fn get(self, nccl: &Nccl, call: &str) -> Result<Handle, Failure> {
         let raw = self.0.load(Ordering::Acquire);
-        (!raw.is_null()).then_some(raw)
+        if raw.is_null() {
+            return Err(Failure::Library {
+                call: call.into(),
+                words: "it gave no communicator".into(),
+                of_peer: false,
+            });
+        }
+        let nccl = nccl.clone();
+        Ok(Handle { nccl, raw })
     }
 }
 
 impl Handle {
     /// Begins to make a communicator; the calling thread's current device is its device.
-    pub(super) fn init(nccl: &Nccl, id: UniqueId, size: usize, rank: usize) -> Result<Self, CallError> {
+    pub(super) fn init(nccl: &Nccl, id: UniqueId, size: usize, rank: usize) -> Result<Self, Failure> {
         let address = CommAddress::new();
         let mut config = Config::non_blocking();
         let init = nccl.functions().comm_init;
@@ -222,19 +194,11 @@ impl Handle {
         };
         // SAFETY: no communicator is asked about.
         unsafe { nccl.check("ncclCommInitRankConfig", status, std::ptr::null_mut()) }?;
-        let raw = address.get().ok_or_else(|| CallError {
-            call: "ncclCommInitRankConfig",
-            status,
-            words: "it gave no communicator".to_owned(),
-        })?;
-        Ok(Self {
-            nccl: nccl.clone(),
-            raw,
-        })
+        address.get(nccl, "ncclCommInitRankConfig")
     }
 
     /// True if no call goes on in the background. The error of the communicator, if it has one.
-    pub(super) fn is_settled(&mut self) -> Result<bool, CallError> {
+    pub(super) fn is_settled(&mut self) -> Result<bool, Failure> {
         let mut state = Status::SUCCESS;
         // SAFETY: alive, and `state` is valid during the call.
         let status = unsafe { (self.nccl.functions().comm_get_async_error)(self.raw, &raw mut state) };
@@ -242,47 +206,50 @@ impl Handle {
         self.check("ncclCommGetAsyncError", state)
     }
 
-    /// Puts an operation into its stream; it is there once the handle is settled.
+    /// Puts a checked operation into a stream; it is there once the handle is settled. `base` is the start of its buffer, `own`
+    /// this rank's slice of it. A barrier is an all-reduce of one element.
     ///
     /// # Safety
-    /// The addresses must be those of memory of the device of so many elements, and the memory must stay until the
-    /// stream has passed the operation or the communicator is aborted; the stream must be alive.
-    pub(super) unsafe fn issue(&mut self, call: &NcclCall) -> Result<(), CallError> {
+    /// The buffer must be at that address of the device, and stay until the stream has passed the operation or the
+    /// communicator is aborted; the stream must be alive.
+    pub(super) unsafe fn issue(
+        &mut self,
+        request: &Request,
+        own: &Range<usize>,
+        op: RedOp,
+        base: *mut c_void,
+        stream: RawStream,
+    ) -> Result<(), Failure> {
         let (functions, comm) = (self.nccl.functions(), self.raw);
-        let NcclCall {
-            function,
-            source,
-            target,
-            count,
-            dtype,
-            stream,
-        } = *call;
+        let (len, each) = (request.buffer.len(), own.len());
+        let mine = base.wrapping_byte_add(own.start * request.buffer.dtype().bytes());
+        let dtype = data_type(request.buffer.dtype());
         // SAFETY: the communicator is alive and not used elsewhere; for the rest the caller vouches.
         let (name, status) = unsafe {
-            match function {
-                NcclFunction::AllReduce(op) => (
+            match request.operation {
+                Operation::AllReduce | Operation::Barrier => (
                     "ncclAllReduce",
-                    (functions.all_reduce)(source, target, count, dtype, op, comm, stream),
+                    (functions.all_reduce)(base, base, len, dtype, op, comm, stream),
                 ),
-                NcclFunction::ReduceScatter(op) => (
+                Operation::ReduceScatter => (
                     "ncclReduceScatter",
-                    (functions.reduce_scatter)(source, target, count, dtype, op, comm, stream),
+                    (functions.reduce_scatter)(base, mine, each, dtype, op, comm, stream),
                 ),
-                NcclFunction::AllGather => (
+                Operation::AllGather => (
                     "ncclAllGather",
-                    (functions.all_gather)(source, target, count, dtype, comm, stream),
+                    (functions.all_gather)(mine, base, each, dtype, comm, stream),
                 ),
-                NcclFunction::Broadcast { root } => (
+                Operation::Broadcast { root } => (
                     "ncclBroadcast",
-                    (functions.broadcast)(source, target, count, dtype, root, comm, stream),
+                    (functions.broadcast)(base, base, len, dtype, root as c_int, comm, stream),
                 ),
-                NcclFunction::Send { to } => (
+                Operation::Send { to } => (
                     "ncclSend",
-                    (functions.send)(source, count, dtype, to, comm, stream),
+                    (functions.send)(base, len, dtype, to as c_int, comm, stream),
                 ),
-                NcclFunction::Recv { from } => (
+                Operation::Recv { from } => (
                     "ncclRecv",
-                    (functions.recv)(target, count, dtype, from, comm, stream),
+                    (functions.recv)(base, len, dtype, from as c_int, comm, stream),
                 ),
             }
         };
@@ -290,7 +257,7 @@ impl Handle {
     }
 
     /// A sum of products with a factor, given as the bytes of one element.
-    fn pre_mul_sum(&mut self, factor: &mut [u8], dtype: DataType) -> Result<RedOp, CallError> {
+    fn pre_mul_sum(&mut self, factor: &mut [u8], dtype: DataType) -> Result<RedOp, Failure> {
         let mut op = RedOp::SUM;
         let create = self.nccl.functions().create_pre_mul_sum;
         let scalar = factor.as_mut_ptr().cast();
@@ -301,14 +268,14 @@ impl Handle {
     }
 
     /// Frees what [`Handle::pre_mul_sum`] made. Operations that were issued with it keep what they need.
-    fn destroy_op(&mut self, op: RedOp) -> Result<(), CallError> {
+    fn destroy_op(&mut self, op: RedOp) -> Result<(), Failure> {
         // SAFETY: made by this communicator, which is alive, and not used any more by the caller.
         let status = unsafe { (self.nccl.functions().destroy_red_op)(op, self.raw) };
         self.check("ncclRedOpDestroy", status).map(drop)
     }
 
     /// Begins to split: ranks with the same color form a communicator, ordered by key. None: only takes part.
-    pub(super) fn split(&mut self, color: Option<usize>, key: usize) -> Result<CommAddress, CallError> {
+    pub(super) fn split(&mut self, color: Option<usize>, key: usize) -> Result<CommAddress, Failure> {
         let address = CommAddress::new();
         let mut config = Config::non_blocking();
         let color = color.map_or(NO_COLOR, |color| color as c_int);
@@ -319,16 +286,13 @@ impl Handle {
         Ok(address)
     }
 
-    /// What [`Handle::split`] made, once this handle is settled; none if this rank only took part.
-    pub(super) fn part(&self, address: CommAddress) -> Option<Self> {
-        address.get().map(|raw| Self {
-            nccl: self.nccl.clone(),
-            raw,
-        })
+    /// What [`Handle::split`] made, once this handle is settled; an error if this rank only took part.
+    pub(super) fn part(&self, address: CommAddress) -> Result<Self, Failure> {
+        address.get(&self.nccl, "ncclCommSplit")
     }
 
     /// Begins to leave: done when all ranks have, and the handle is settled. Until then it must not be freed.
-    pub(super) fn finalize(&mut self) -> Result<(), CallError> {
+    pub(super) fn finalize(&mut self) -> Result<(), Failure> {
         // SAFETY: alive, and not used elsewhere.
         let status = unsafe { (self.nccl.functions().comm_finalize)(self.raw) };
         self.check("ncclCommFinalize", status).map(drop)
@@ -337,7 +301,7 @@ impl Handle {
     /// Frees a communicator that was finalized and has settled, which needs no other rank. As for
     /// [`Handle::abort`], the library returns when that is done, also where its other calls go on in the background, and
     /// it forbids to ask about the communicator afterwards: there is nothing left to wait for.
-    pub(super) fn destroy(self) -> Result<(), CallError> {
+    pub(super) fn destroy(self) -> Result<(), Failure> {
         // SAFETY: alive, and not used afterwards: this value was the only one with its address.
         let status = unsafe { (self.nccl.functions().comm_destroy)(self.raw) };
         // SAFETY: not asked about any more.
@@ -345,75 +309,17 @@ impl Handle {
     }
 
     /// Lets what runs on the device end, and frees the communicator. Does not wait for other ranks.
-    pub(super) fn abort(self) -> Result<(), CallError> {
+    pub(super) fn abort(self) -> Result<(), Failure> {
         // SAFETY: as for `destroy`.
         let status = unsafe { (self.nccl.functions().comm_abort)(self.raw) };
         // SAFETY: not asked about any more.
         unsafe { self.nccl.check("ncclCommAbort", status, std::ptr::null_mut()) }.map(drop)
     }
 
-    fn check(&self, call: &'static str, status: Status) -> Result<bool, CallError> {
+    fn check(&self, call: &'static str, status: Status) -> Result<bool, Failure> {
         // SAFETY: alive as long as `self`.
         unsafe { self.nccl.check(call, status, self.raw) }
     }
-}
-
-/// A checked operation of one rank of a group; a barrier is an all-reduce of one element.
-#[derive(Clone, Copy)]
-pub(super) struct RankOperation<'a> {
-    pub(super) request: &'a Request,
-    pub(super) rank: usize,
-    pub(super) size: usize,
-}
-
-impl RankOperation<'_> {
-    /// Elements of the buffer that this rank contributes: all of them, or its slice.
-    pub(super) fn given(&self) -> Range<usize> {
-        match self.request.operation {
-            Operation::AllGather => self.slice(),
-            _ => 0..self.request.buffer.len(),
-        }
-    }
-
-    /// Elements of the buffer that this rank ends with.
-    pub(super) fn taken(&self) -> Range<usize> {
-        match self.request.operation {
-            Operation::ReduceScatter => self.slice(),
-            _ => 0..self.request.buffer.len(),
-        }
-    }
-
-    /// Elements as NCCL counts them: of a slice, where each rank has one.
-    pub(super) fn count(&self) -> usize {
-        match self.request.operation {
-            Operation::AllGather | Operation::ReduceScatter => self.slice().len(),
-            _ => self.request.buffer.len(),
-        }
-    }
-
-    /// The function, with the reduction of `reduction` where it has one.
-    pub(super) fn function<E>(
-        &self,
-        reduction: impl FnOnce() -> Result<RedOp, E>,
-    ) -> Result<NcclFunction, E> {
-        Ok(match self.request.operation {
-            Operation::AllReduce | Operation::Barrier => NcclFunction::AllReduce(reduction()?),
-            Operation::ReduceScatter => NcclFunction::ReduceScatter(reduction()?),
-            Operation::AllGather => NcclFunction::AllGather,
-            Operation::Broadcast { root } => NcclFunction::Broadcast { root: root as c_int },
-            Operation::Send { to } => NcclFunction::Send { to: to as c_int },
-            Operation::Recv { from } => NcclFunction::Recv { from: from as c_int },
-        })
-    }
-
-    fn slice(&self) -> Range<usize> {
-        slice(self.request.buffer.len(), self.size, self.rank)
-    }
-}
-
-/// The address `elements` further.
-pub(super) fn offset(base: *mut c_void, elements: usize, dtype: DType) -> *mut c_void {
-    base.wrapping_byte_add(elements * dtype.bytes())
 }
 
 /// How elements are reduced and scaled.
@@ -459,7 +365,7 @@ pub(super) struct PreMultipliedSums(VecDeque<(DType, u32, RedOp)>);
 
 impl PreMultipliedSums {
     /// The sum with this factor.
-    pub(super) fn get(&mut self, handle: &mut Handle, factor: f32, dtype: DType) -> Result<RedOp, CallError> {
+    pub(super) fn get(&mut self, handle: &mut Handle, factor: f32, dtype: DType) -> Result<RedOp, Failure> {
         let is_it = |sum: &&(DType, u32, RedOp)| (sum.0, sum.1) == (dtype, factor.to_bits());
         if let Some((.., op)) = self.0.iter().find(is_it) {
             return Ok(*op);
@@ -475,7 +381,7 @@ impl PreMultipliedSums {
     }
 
     /// Frees all of them.
-    pub(super) fn clear(&mut self, handle: &mut Handle) -> Result<(), CallError> {
+    pub(super) fn clear(&mut self, handle: &mut Handle) -> Result<(), Failure> {
         while let Some((.., op)) = self.0.pop_front() {
             handle.destroy_op(op)?;
         }

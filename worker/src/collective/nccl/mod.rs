@@ -23,5 +23,6 @@ mod tests;
 mod transport;
 mod watchdog;
 
+pub use comm::Membership;
 pub use library::{Nccl, Version};
-pub use transport::{NcclOptions, NcclTransport};
+pub use transport::NcclTransport;

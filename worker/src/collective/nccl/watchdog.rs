@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::comm::{AbortReason, Comm, Membership, Observation};
 use super::flight_recorder::OperationPhase;
 use crate::collective::error::Failure;
-use crate::collective::store::Arrivals;
+use crate::collective::wait::Arrivals;
 use crate::device::DeviceError;
 use crate::session::{KeyValue, StoreError};
 

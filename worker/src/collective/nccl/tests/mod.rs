@@ -14,8 +14,9 @@ use fake::{FakeDevice, FakeNative, FakeWorld, Fault, Log};
 use functions::{functions, version};
 use half::bf16;
 
+use super::comm::Membership;
 use super::library::Nccl;
-use super::transport::{NcclOptions, NcclTransport};
+use super::transport::NcclTransport;
 use crate::collective::{
     Communicator, Executor, Failure, Launch, ReduceOp, Traffic, WireBytes, Work, WorkError,
 };
@@ -64,16 +65,16 @@ impl World {
 
     fn connect(&self, rank: usize, device: &Arc<FakeDevice>) -> Result<NcclTransport, Failure> {
         self.fake.enter();
-        let options = NcclOptions {
-            name: "world",
+        let world = Membership {
+            name: "world".into(),
             rank,
-            world_size: self.size,
-            store: Arc::new(self.store.clone()),
+            members: (0..self.size).collect(),
             timeout: self.timeout,
             cancel: self.cancel.clone(),
         };
-        let shared: Arc<dyn Device> = device.clone();
-        NcclTransport::connect_on(&nccl(), &shared, Arc::new(FakeNative(device.clone())), &options)
+        let (store, shared): (_, Arc<dyn Device>) = (Arc::new(self.store.clone()), device.clone());
+        let native = Arc::new(FakeNative(device.clone()));
+        NcclTransport::connect_on(&nccl(), &shared, native, (store, world))
     }
 
     /// Runs `body` on ranks `0..present` and returns what each returned.
