@@ -4,8 +4,8 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::error::{CollectiveError, Failure, OperationName};
-use super::operation::{Completion, Descriptor, Operation, ReduceOp, Request, Traffic, Work, WorkTimes};
+use super::error::{CollectiveError, Failure, name};
+use super::operation::{Completion, Descriptor, Operation, ReduceOp, Request, Traffic, Work};
 use super::transport::{Transport, WireBytes};
 use super::wait::{Pending, Wait};
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
@@ -20,9 +20,6 @@ const GRACE: Duration = Duration::from_secs(5);
 
 /// Longest wait for a buffer to be ready between two checks of the cancel token, which events do not know.
 const INPUT_POLL_INTERVAL: Duration = Duration::from_millis(10);
-
-/// Reduction of operations that do not reduce.
-const NO_REDUCTION: ReduceOp = ReduceOp::Sum { scale: 1.0 };
 
 /// Which thread carries out operations, where the host does.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -186,37 +183,37 @@ impl Communicator {
 
     /// [`Operation::AllReduce`].
     pub fn all_reduce(&self, buffer: &Buffer, reduce: ReduceOp, launch: Launch) -> Work {
-        self.submit(Operation::AllReduce, reduce, buffer, launch)
+        self.submit(Operation::AllReduce(reduce), buffer, launch)
     }
 
     /// [`Operation::ReduceScatter`].
     pub fn reduce_scatter(&self, buffer: &Buffer, reduce: ReduceOp, launch: Launch) -> Work {
-        self.submit(Operation::ReduceScatter, reduce, buffer, launch)
+        self.submit(Operation::ReduceScatter(reduce), buffer, launch)
     }
 
     /// [`Operation::AllGather`].
     pub fn all_gather(&self, buffer: &Buffer, launch: Launch) -> Work {
-        self.submit(Operation::AllGather, NO_REDUCTION, buffer, launch)
+        self.submit(Operation::AllGather, buffer, launch)
     }
 
     /// [`Operation::Broadcast`].
     pub fn broadcast(&self, buffer: &Buffer, root: usize, launch: Launch) -> Work {
-        self.submit(Operation::Broadcast { root }, NO_REDUCTION, buffer, launch)
+        self.submit(Operation::Broadcast { root }, buffer, launch)
     }
 
     /// [`Operation::Barrier`]; `buffer` is an empty one of any arena.
     pub fn barrier(&self, buffer: &Buffer, launch: Launch) -> Work {
-        self.submit(Operation::Barrier, NO_REDUCTION, &buffer.slice(0..0), launch)
+        self.submit(Operation::Barrier, &buffer.slice(0..0), launch)
     }
 
     /// [`Operation::Send`].
     pub fn send(&self, buffer: &Buffer, to: usize, launch: Launch) -> Work {
-        self.submit(Operation::Send { to }, NO_REDUCTION, buffer, launch)
+        self.submit(Operation::Send { to }, buffer, launch)
     }
 
     /// [`Operation::Recv`].
     pub fn recv(&self, buffer: &Buffer, from: usize, launch: Launch) -> Work {
-        self.submit(Operation::Recv { from }, NO_REDUCTION, buffer, launch)
+        self.submit(Operation::Recv { from }, buffer, launch)
     }
 
     /// Allocates an arena on which operations of this group need no copies. Every rank must call it, with the
@@ -291,11 +288,10 @@ impl Communicator {
         }
     }
 
-    fn submit(&self, operation: Operation, reduce: ReduceOp, buffer: &Buffer, launch: Launch) -> Work {
+    fn submit(&self, operation: Operation, buffer: &Buffer, launch: Launch) -> Work {
         let Launch { after, traffic, tag } = launch;
         let request = Request {
             operation,
-            reduce,
             buffer: buffer.clone(),
             traffic,
             tag,
@@ -343,19 +339,12 @@ impl CommunicatorInfo {
         self.wire.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn name_of(&self, sequence: u64, request: &Request) -> OperationName {
-        let bytes = request.buffer.bytes();
-        self.name(request.operation.to_string(), sequence, bytes, &request.tag)
-    }
-
-    fn name(&self, operation: String, sequence: u64, bytes: usize, tag: &str) -> OperationName {
-        OperationName {
-            rank: self.members[self.rank],
-            communicator: self.name.clone(),
+    fn error(&self, operation: String, failure: Failure) -> CollectiveError {
+        let rank = self.members[self.rank];
+        CollectiveError {
+            rank,
             operation,
-            sequence,
-            bytes,
-            tag: tag.to_owned(),
+            failure,
         }
     }
 
@@ -431,14 +420,13 @@ impl Driver {
         self.info.pending.begin_operation(sequence, &request);
         let outcome = self.run(&request, &after);
         self.info.pending.end();
-        if let Ok(WorkTimes { started, ended }) = outcome {
-            let interval = || Some(Interval::Host([started, ended]));
-            self.info.record(sequence, &request, interval);
+        if let Ok(interval) = &outcome {
+            self.info.record(sequence, &request, || interval.clone());
         }
         completion.set(outcome.map_err(|failure| self.fail(sequence, &request, failure)));
     }
 
-    fn run(&mut self, request: &Request, after: &Event) -> Result<WorkTimes, Failure> {
+    fn run(&mut self, request: &Request, after: &Event) -> Result<Option<Interval>, Failure> {
         self.check_poison()?;
         self.await_input(after)?;
         let started = Instant::now();
@@ -446,10 +434,7 @@ impl Driver {
         let wait = self.info.wait().reporting_to(&self.info.pending);
         let bytes = self.transport.execute(request, held, &wait)?;
         self.info.wire().count(request.traffic, bytes);
-        Ok(WorkTimes {
-            started,
-            ended: Instant::now(),
-        })
+        Ok(Some(Interval::Host([started, Instant::now()])))
     }
 
     /// Puts an operation into the stream. If that fails, the work has ended already.
@@ -465,9 +450,9 @@ impl Driver {
                 let CommunicatorInfo { rank, members, .. } = &*self.info;
                 let bytes = Descriptor::of(request).wire_bytes(*rank, members.len());
                 self.info.wire().count(request.traffic, bytes);
-                let interval = || Some(Interval::Stream([work.started()?.clone(), work.done().clone()]));
-                self.info.record(sequence, request, interval);
-                Work::enqueued(work, self.info.name_of(sequence, request))
+                self.info.record(sequence, request, || work.interval());
+                let operation = request.name(sequence, &self.info.name);
+                Work::enqueued(work, members[*rank], &operation)
             }
             Err(failure) => {
                 let (work, completion) = Work::pair(&format!("{} ({})", request.operation, request.tag));
@@ -521,8 +506,8 @@ impl Driver {
             if !matches!(failure, Failure::Refused { .. } | Failure::Device(_)) {
                 self.poison.get_or_insert_with(|| failure.to_string());
             }
-            let name = self.info.name(what.to_owned(), self.sequence, bytes, tag);
-            CollectiveError { name, failure }
+            let call = name(what, self.sequence, &self.info.name, tag, bytes);
+            self.info.error(call, failure)
         })
     }
 
@@ -540,8 +525,8 @@ impl Driver {
 
     fn fail(&mut self, sequence: u64, request: &Request, failure: Failure) -> CollectiveError {
         self.poison.get_or_insert_with(|| failure.to_string());
-        let name = self.info.name_of(sequence, request);
-        CollectiveError { name, failure }
+        let operation = request.name(sequence, &self.info.name);
+        self.info.error(operation, failure)
     }
 }
 
@@ -635,10 +620,9 @@ mod tests {
     }
 
     #[test]
-    fn a_single_rank_scales_its_sums_and_moves_nothing() {
+    fn a_single_rank_moves_nothing() {
         let device: Arc<CpuDevice> = Arc::new(CpuDevice::new(1).unwrap());
-        let shared: Arc<dyn Device> = device.clone();
-        for transport in [SingleRank::new(3), SingleRank::on_stream(3, &shared)] {
+        for transport in [SingleRank::new(3), SingleRank::on_stream(3)] {
             let cancel = Cancel::new();
             let comm = Communicator::new("world", Box::new(transport), Executor::Thread, PATIENCE, &cancel);
             (comm
@@ -647,9 +631,9 @@ mod tests {
             .unwrap();
             let buffer = buffer(&device);
             let launch = Launch::now(Traffic::Grads, "bucket 0");
-            let work = comm.all_reduce(&buffer, ReduceOp::Sum { scale: 0.25 }, launch);
+            let work = comm.all_reduce(&buffer, ReduceOp::Sum, launch);
             work.wait(comm.deadline()).unwrap();
-            assert!(buffer.host::<f32>().unwrap().iter().all(|x| *x == 0.5));
+            assert!(buffer.host::<f32>().unwrap().iter().all(|x| *x == 2.0));
             assert_eq!(comm.wire_bytes(), WireBytes::default());
             assert_eq!(spans(&comm), []);
             let pair = comm.split("pair", &[0], Executor::Thread).unwrap();

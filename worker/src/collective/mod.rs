@@ -24,8 +24,9 @@ mod transport;
 mod wait;
 
 pub use communicator::{Communicator, Executor, Launch};
-pub use error::{CollectiveError, Failure, OperationName};
+pub(crate) use error::name;
+pub use error::{CollectiveError, Failure};
 pub use host::{RankInfo, connect};
-pub use operation::{Operation, ReduceOp, Request, StreamWork, Traffic, Work, WorkError, WorkTimes};
+pub use operation::{Operation, ReduceOp, Request, StreamWork, Traffic, Work, WorkError};
 pub use transport::{SingleRank, StreamEngine, Transport, WireBytes};
 pub use wait::Wait;

@@ -1,15 +1,12 @@
 //! How bytes get to the other ranks of a group, and the transport of a group of one rank.
-#![allow(unsafe_code, reason = "the kernel of reductions takes addresses")]
 
+use std::ops::{Add, Sub};
 use std::sync::Arc;
-use std::time::Instant;
 
 use super::error::Failure;
-use super::operation::{Descriptor, ReduceOp, Request, StreamWork, Traffic, WorkTimes};
-use super::reduction::{NodeInput, Reduction};
+use super::operation::{Descriptor, Request, StreamWork, Traffic};
 use super::wait::Wait;
-use crate::device::{Arena, ArenaSpec, Device, Event, Held, Stream};
-use crate::ops::Scale;
+use crate::device::{Arena, ArenaSpec, Device, Event, Held};
 
 /// How one group moves bytes. Calls come one at a time, in the same order on every rank.
 pub trait Transport: Send {
@@ -105,27 +102,29 @@ impl WireBytes {
     }
 }
 
-impl std::ops::Add for WireBytes {
-    type Output = Self;
-
-    fn add(self, other: Self) -> Self {
+impl WireBytes {
+    fn zip(self, other: Self, f: impl Fn(u64, u64) -> u64) -> Self {
         Self {
-            grads: self.grads + other.grads,
-            params: self.params + other.params,
-            other: self.other + other.other,
+            grads: f(self.grads, other.grads),
+            params: f(self.params, other.params),
+            other: f(self.other, other.other),
         }
     }
 }
 
-impl std::ops::Sub for WireBytes {
+impl Add for WireBytes {
+    type Output = Self;
+
+    fn add(self, other: Self) -> Self {
+        self.zip(other, u64::add)
+    }
+}
+
+impl Sub for WireBytes {
     type Output = Self;
 
     fn sub(self, other: Self) -> Self {
-        Self {
-            grads: self.grads - other.grads,
-            params: self.params - other.params,
-            other: self.other - other.other,
-        }
+        self.zip(other, u64::sub)
     }
 }
 
@@ -140,11 +139,11 @@ pub(super) fn check_members(members: &[usize], rank: usize, size: usize) -> Resu
     )))
 }
 
-/// The transport of a group of one rank: nothing moves, but sums are still scaled, by the host or on a stream.
+/// The transport of a group of one rank: nothing moves.
 #[derive(Clone)]
 pub struct SingleRank {
     members: [usize; 1],
-    stream: Option<(Arc<dyn Device>, Stream)>,
+    is_on_stream: bool,
 }
 
 impl SingleRank {
@@ -153,16 +152,16 @@ impl SingleRank {
     pub fn new(global_rank: usize) -> Self {
         Self {
             members: [global_rank],
-            stream: None,
+            is_on_stream: false,
         }
     }
 
-    /// For buffers of a device that runs asynchronously: on a stream of its own.
+    /// For buffers of a device that runs asynchronously.
     #[must_use]
-    pub fn on_stream(global_rank: usize, device: &Arc<dyn Device>) -> Self {
+    pub fn on_stream(global_rank: usize) -> Self {
         Self {
-            stream: Some((device.clone(), device.stream())),
-            ..Self::new(global_rank)
+            members: [global_rank],
+            is_on_stream: true,
         }
     }
 }
@@ -177,38 +176,17 @@ impl Transport for SingleRank {
     }
 
     fn split(&mut self, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
-        Ok(Box::new(match &self.stream {
-            Some((device, _)) => Self::on_stream(self.members[0], device),
-            None => self.clone(),
-        }))
+        Ok(Box::new(self.clone()))
     }
 
-    fn execute(&mut self, request: &Request, held: Held, _wait: &Wait) -> Result<u64, Failure> {
-        if scale_of(request)?.is_some() {
-            let reduction = Reduction::new(request.buffer.dtype(), request.reduce);
-            let base = held.host_ptr()?;
-            let own = [NodeInput::Ranks(vec![base.cast_const()])];
-            // SAFETY: the buffer is held, so this call alone accesses it; source and target may be the same.
-            unsafe { reduction.run(&own, &[base], request.buffer.len()) };
-        }
+    fn execute(&mut self, request: &Request, _held: Held, _wait: &Wait) -> Result<u64, Failure> {
+        Descriptor::of(request).check(0, 1)?;
         Ok(0)
     }
 
     fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
-        match self.stream {
-            Some(_) => Some(self),
-            None => None,
-        }
+        if self.is_on_stream { Some(self) } else { None }
     }
-}
-
-/// The factor of a scaled sum, once the request is checked.
-fn scale_of(request: &Request) -> Result<Option<f32>, Failure> {
-    Descriptor::of(request).check(0, 1)?;
-    Ok(match request.reduce {
-        ReduceOp::Sum { scale } if request.operation.reduces() && scale != 1.0 => Some(scale),
-        _ => None,
-    })
 }
 
 impl StreamEngine for SingleRank {
@@ -217,33 +195,20 @@ impl StreamEngine for SingleRank {
         _sequence: u64,
         request: &Request,
         after: &Event,
-        wait: &Wait,
+        _wait: &Wait,
     ) -> Result<Arc<dyn StreamWork>, Failure> {
-        let done = match (scale_of(request)?, &self.stream) {
-            (Some(factor), Some((device, stream))) => {
-                device.wait_event(*stream, after, wait.deadline);
-                let x = request.buffer.clone();
-                device.enqueue(*stream, Scale { x, factor }.into());
-                device.record(*stream)
-            }
-            _ => after.clone(),
-        };
-        Ok(Arc::new(done))
+        Descriptor::of(request).check(0, 1)?;
+        Ok(Arc::new(after.clone()))
     }
 }
 
-/// An operation of a group of one rank is over with its event, and takes no time: nothing is exchanged.
+/// An operation of a group of one rank is done when its input is ready.
 impl StreamWork for Event {
     fn done(&self) -> &Event {
         self
     }
 
-    fn outcome(&self) -> Option<Result<WorkTimes, Failure>> {
-        let now = Instant::now();
-        let times = WorkTimes {
-            started: now,
-            ended: now,
-        };
-        Some(self.poll()?.map(|()| times).map_err(Failure::Device))
+    fn outcome(&self) -> Option<Result<(), Failure>> {
+        Some(self.poll()?.map_err(Failure::Device))
     }
 }

@@ -215,13 +215,7 @@ impl Waiting for Pending {
         let call = call.as_ref()?;
         let what = match &call.kind {
             CallKind::SetUp(what) => format!("{what} of `{}`", self.communicator),
-            CallKind::Operation { request, sequence } => format!(
-                "{} #{sequence} of `{}` ({}, {} bytes)",
-                request.operation,
-                self.communicator,
-                request.tag,
-                request.buffer.bytes()
-            ),
+            CallKind::Operation { request, sequence } => request.name(*sequence, &self.communicator),
         };
         Some(Wanted {
             what,
@@ -291,37 +285,24 @@ impl StoreExchange<'_> {
     }
 }
 
-/// Which ranks have arrived somewhere, as far as the store knows.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Arrivals {
-    /// These have not.
-    pub(super) absent: Vec<usize>,
-    /// The store could not be asked in time.
-    pub(super) unknown: Vec<usize>,
-}
-
-impl Arrivals {
-    /// Asks `has_arrived` for each of `ranks`, which may wait for it until `deadline` and then looks once. Ends a second
-    /// later, or once the store is out of reach.
-    pub(super) fn ask(
-        ranks: &[usize],
-        deadline: Instant,
-        has_arrived: impl Fn(usize) -> Result<bool, StoreError>,
-    ) -> Self {
-        let mut found = Self::default();
-        for (i, &rank) in ranks.iter().enumerate() {
-            let answer = (Instant::now() < deadline + GRACE).then(|| has_arrived(rank));
-            match answer {
-                Some(Ok(true)) => {}
-                Some(Ok(false)) => found.absent.push(rank),
-                Some(Err(_)) | None => {
-                    found.unknown = ranks[i..].to_vec();
-                    break;
-                }
-            }
+/// Which of `ranks` have not arrived somewhere, as far as the store knows, and which it could not be asked for in time. Asks
+/// `has_arrived` for each, which may wait for it until `deadline` and then looks once. Ends a second later, or once the
+/// store is out of reach.
+pub(super) fn absent_ranks(
+    ranks: &[usize],
+    deadline: Instant,
+    has_arrived: impl Fn(usize) -> Result<bool, StoreError>,
+) -> (Vec<usize>, Vec<usize>) {
+    let mut absent = Vec::new();
+    for (i, &rank) in ranks.iter().enumerate() {
+        let answer = (Instant::now() < deadline + GRACE).then(|| has_arrived(rank));
+        match answer {
+            Some(Ok(true)) => {}
+            Some(Ok(false)) => absent.push(rank),
+            Some(Err(_)) | None => return (absent, ranks[i..].to_vec()),
         }
-        found
     }
+    (absent, Vec::new())
 }
 
 #[cfg(test)]
@@ -422,7 +403,7 @@ mod tests {
             4 => Err(away()),
             _ => Ok(true),
         };
-        let found = Arrivals::ask(&[1, 2, 3, 4, 5], Instant::now(), has_arrived);
-        assert_eq!((found.absent, found.unknown), (vec![2], vec![4, 5]));
+        let found = absent_ranks(&[1, 2, 3, 4, 5], Instant::now(), has_arrived);
+        assert_eq!(found, (vec![2], vec![4, 5]));
     }
 }

@@ -138,8 +138,8 @@ impl CommTracker {
         let account = &mut *guard;
         for (work, device_times) in account.unfinished.extract_if(.., |(work, _)| work.is_done()) {
             match work.wait(now) {
-                Ok(times) => {
-                    let comm = times.ended.saturating_duration_since(times.started);
+                Ok(interval) => {
+                    let comm = interval.and_then(|ran| ran.length()).unwrap_or_default();
                     let exposed = Duration::ZERO;
                     let took = CommTimes { comm, exposed };
                     if self.device.is_asynchronous() {
@@ -394,7 +394,7 @@ mod tests {
             let ran = work.wait(deadline).unwrap();
             tracker.check().unwrap();
             let expected = CommTimes {
-                comm: ran.ended - ran.started,
+                comm: ran.and_then(|ran| ran.length()).unwrap(),
                 exposed: waits * HELD,
             };
             assert_eq!(device_times.times(), expected);

@@ -231,7 +231,7 @@ struct Origin {
 }
 
 /// When something ran.
-#[derive(Clone)]
+#[derive(Clone, Debug)]
 pub enum Interval {
     /// By the clock of the host.
     Host([Instant; 2]),

@@ -37,8 +37,7 @@ pub(super) struct OperationHeader {
     /// 0 for a sum, 1 for the maximum.
     reduce: u8,
     traffic: u8,
-    /// Of a sum, as bits.
-    scale: u32,
+    reserved: u32,
     /// Root or receiver.
     peer: u32,
     /// Of the operation; it wraps.
@@ -74,18 +73,13 @@ impl OperationHeader {
     /// The header of a request of `rank`; `number` counts the group's collectives, or the pair's messages.
     pub(super) fn of(request: &Request, rank: usize, number: u64) -> Self {
         let (call, peer) = match request.operation {
-            Operation::AllReduce => (0, 0),
-            Operation::ReduceScatter => (1, 0),
+            Operation::AllReduce(_) => (0, 0),
+            Operation::ReduceScatter(_) => (1, 0),
             Operation::AllGather => (2, 0),
             Operation::Broadcast { root } => (3, root),
             Operation::Barrier => (4, 0),
             Operation::Send { to } => (5, to),
             Operation::Recv { .. } => (5, rank),
-        };
-        let (reduce, scale) = match request.reduce {
-            _ if !request.operation.reduces() => (0, 0),
-            ReduceOp::Sum { scale } => (0, scale.to_bits()),
-            ReduceOp::Max => (1, 0),
         };
         let dtype = match request.operation {
             Operation::Barrier => 0,
@@ -94,9 +88,8 @@ impl OperationHeader {
         Self {
             call,
             dtype,
-            reduce,
+            reduce: u8::from(request.operation.reduction() == Some(ReduceOp::Max)),
             traffic: request.traffic as u8,
-            scale,
             peer: peer as u32,
             elements: request.buffer.len() as u64,
             ..Self::new(number, &request.tag)
@@ -168,7 +161,7 @@ impl fmt::Display for OperationHeader {
             }
         }
         match (call, self.reduce) {
-            (0 | 1, 0) => write!(f, ", sum scaled by {}", f32::from_bits(self.scale))?,
+            (0 | 1, 0) => f.write_str(", sum")?,
             (0 | 1, _) => f.write_str(", max")?,
             _ => {}
         }

@@ -8,10 +8,8 @@
 //! | `shared_memory` | control segments of a node: barriers, slots, stages; shared arenas |
 //! | `exchange` | what one rank exchanges with one other over their connection |
 //! | `plan` | one round of sums, copies and exchanges; what each rank does in it, for each operation: here a collective algorithm is added |
-//! | `transport` | the transport: brief, in place, staged; shared arenas; subgroups |
-//! | `bootstrap` | [`connect`]: finds the other ranks of the world |
+//! | `transport` | [`connect`] finds the other ranks of the world; the transport: brief, in place, staged; shared arenas; subgroups |
 
-mod bootstrap;
 mod exchange;
 mod header;
 mod plan;
@@ -20,5 +18,5 @@ mod sockets;
 mod topology;
 mod transport;
 
-pub use bootstrap::connect;
 pub use topology::RankInfo;
+pub use transport::connect;

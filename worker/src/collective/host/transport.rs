@@ -1,4 +1,5 @@
-//! The transport of host memory: shared memory between ranks of one node, TCP to the ranks of other nodes.
+//! The transport of host memory: shared memory between ranks of one node, TCP to the ranks of other nodes. The ranks of the
+//! world find each other over the key-value store ([`connect`]), those of a subgroup over the connections of its group.
 //!
 //! Every operation begins in the same way: each rank writes a header of what it does, the ranks of a node pass a
 //! barrier, and each compares its header with those of all peers. Then, by where the elements are:
@@ -13,6 +14,7 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ops::Range;
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
@@ -21,19 +23,117 @@ use super::header::{OperationHeader, SetUpCall};
 use super::plan::{Peers, Round, RoundPlan, given, is_brief};
 use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
 use super::sockets::{Address, Connection, Listener};
-use super::topology::{RankInfo, Topology};
+use super::topology::{Member, RankInfo, Topology};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Request, slice};
 use crate::collective::transport::{SingleRank, Transport, check_members};
-use crate::collective::wait::Wait;
+use crate::collective::wait::{Pending, StoreExchange, Wait, absent_ranks};
 use crate::device::{Arena, ArenaSpec, Device, Held, HostMemory};
+use crate::session::{Cancel, KeyValue};
 
 /// Size of a [`SetUpMessage`]; a longer refusal is cut.
 const MESSAGE_BYTES: usize = 1280;
 const REFUSAL_BOUND: usize = 240;
 
+/// Name of the group of all ranks in messages.
+const WORLD: &str = "world";
+
+/// The transport of the whole world: shared memory to the ranks of this node, TCP to the others.
+///
+/// Every rank of the generation must call it. `store` must be scoped to the job and the generation; it is not
+/// used after the call returns. `timeout` bounds the whole call, and `cancel` ends it within 100 ms, or when a store
+/// that is out of reach has said so. Later waits are bounded and ended by the [`Wait`] of each operation.
+pub fn connect(
+    info: &RankInfo,
+    store: &dyn KeyValue,
+    cancel: &Cancel,
+    timeout: Duration,
+) -> Result<Box<dyn Transport>, Failure> {
+    info.check()?;
+    if info.world_size == 1 {
+        return Ok(Box::new(SingleRank::new(info.rank)));
+    }
+    let pending = Pending::register(WORLD, cancel);
+    pending.begin_set_up("connect");
+    let wait = Wait::new(timeout, cancel).reporting_to(&pending);
+    let remote = info.world_size - info.local_world_size;
+    let (listener, address) = Listener::open(info, info.local_world_size, remote)?;
+    let own = PublishedRank {
+        node: info.node_rank,
+        local: info.local_rank,
+        address,
+    };
+    let published = exchange_addresses(info, &own, store, &wait)?;
+    check_node(info, &published)?;
+    let members = published.iter().enumerate().map(|(global, rank)| Member {
+        global,
+        node: rank.node,
+        local: rank.local,
+    });
+    let topology = Topology::new(members.collect(), info.rank);
+    let addresses: Vec<&Address> = published.iter().map(|rank| &rank.address).collect();
+    let connections = listener.connect(info, &topology, &addresses, &wait)?;
+    let transport = HostTransport::new(info.clone(), topology, connections, &wait)?;
+    Ok(Box::new(transport))
+}
+
+fn exchange_addresses(
+    info: &RankInfo,
+    own: &PublishedRank,
+    store: &dyn KeyValue,
+    wait: &Wait,
+) -> Result<Vec<PublishedRank>, Failure> {
+    let exchange = StoreExchange {
+        store,
+        wait,
+        what: "exchanging addresses with the other ranks",
+    };
+    let bytes = serde_json::to_vec(own).expect("an address has no map keys that could fail");
+    exchange.publish(&key(info.rank), &bytes)?;
+    let ranks = 0..info.world_size;
+    let published = ranks.map(|rank| {
+        // If it does not in time: which ranks after it did not either.
+        let absent = || {
+            let (now, later) = (Instant::now(), Vec::from_iter(rank + 1..info.world_size));
+            let (absent, _) = absent_ranks(&later, now, |rank| Ok(store.get(&key(rank), now)?.is_some()));
+            [vec![rank], absent].concat()
+        };
+        let bytes = exchange.await_key(&key(rank), rank, absent)?;
+        serde_json::from_slice(&bytes)
+            .map_err(|e| Failure::Invalid(format!("rank {rank} published a malformed address: {e}")))
+    });
+    published.collect()
+}
+
+fn key(rank: usize) -> String {
+    format!("collective/{rank}")
+}
+
+/// The ranks of this node must be as many as it has, each with another local rank.
+fn check_node(info: &RankInfo, published: &[PublishedRank]) -> Result<(), Failure> {
+    let of_node = published.iter().filter(|address| address.node == info.node_rank);
+    let mut local_ranks: Vec<usize> = of_node.map(|address| address.local).collect();
+    local_ranks.sort_unstable();
+    if local_ranks.iter().copied().eq(0..info.local_world_size) {
+        return Ok(());
+    }
+    Err(Failure::Invalid(format!(
+        "node {} should have {} ranks, but ranks with these local ranks came: {local_ranks:?}\n  hint: the environment of some worker is not the one its launcher set",
+        info.node_rank, info.local_world_size
+    )))
+}
+
+/// What a rank publishes about itself.
+#[derive(Debug, Serialize, Deserialize)]
+struct PublishedRank {
+    node: usize,
+    local: usize,
+    #[serde(flatten)]
+    address: Address,
+}
+
 /// The transport of one group of ranks over host memory.
-pub(super) struct HostTransport {
+struct HostTransport {
     info: RankInfo,
     peers: Peers,
     /// Number of the next collective.
@@ -44,7 +144,7 @@ pub(super) struct HostTransport {
 
 impl HostTransport {
     /// Over connections to the other ranks, by rank.
-    pub(super) fn new(
+    fn new(
         info: RankInfo,
         topology: Topology,
         connections: Vec<Option<Connection>>,
@@ -478,9 +578,9 @@ impl StagedRounds {
     /// For the buffer at `base`.
     fn new(descriptor: Descriptor, base: *mut u8, rank: usize, size: usize) -> Result<Self, Failure> {
         let (slices, multiple) = match descriptor.operation {
-            Operation::ReduceScatter | Operation::AllGather => (size, 1),
+            Operation::ReduceScatter(_) | Operation::AllGather => (size, 1),
             // With equal slices in a round, each rank moves as many bytes as in place.
-            Operation::AllReduce => (1, size),
+            Operation::AllReduce(_) => (1, size),
             _ => (1, 1),
         };
         let each = STAGE_BYTES / (slices * descriptor.dtype.bytes()) / multiple * multiple;
@@ -521,7 +621,7 @@ impl StagedRounds {
             Operation::Broadcast { root } if root != self.rank => 0..0,
             _ => 0..self.slices,
         };
-        for (in_buffer, in_stage, len) in self.pieces(round, slices) {
+        for [in_buffer, in_stage, len] in self.pieces(round, slices) {
             // SAFETY: the caller's promise; both ranges are within the buffer and the stage.
             unsafe { std::ptr::copy_nonoverlapping(self.base.add(in_buffer), stage.add(in_stage), len) };
         }
@@ -533,11 +633,11 @@ impl StagedRounds {
     /// As [`StagedRounds::fill`].
     unsafe fn empty(&self, round: usize, stage: *const u8) {
         let slices = match self.descriptor.operation {
-            Operation::ReduceScatter => self.rank..self.rank + 1,
+            Operation::ReduceScatter(_) => self.rank..self.rank + 1,
             Operation::Broadcast { root } if root == self.rank => 0..0,
             _ => 0..self.slices,
         };
-        for (in_buffer, in_stage, len) in self.pieces(round, slices) {
+        for [in_buffer, in_stage, len] in self.pieces(round, slices) {
             // SAFETY: the caller's promise; both ranges are within the buffer and the stage.
             unsafe { std::ptr::copy_nonoverlapping(stage.add(in_stage), self.base.add(in_buffer), len) };
         }
@@ -550,13 +650,12 @@ impl StagedRounds {
     }
 
     /// Byte offsets in the buffer and in the stage, and lengths, of some slices' parts of a round.
-    fn pieces(&self, round: usize, slices: Range<usize>) -> impl Iterator<Item = (usize, usize, usize)> {
+    fn pieces(&self, round: usize, slices: Range<usize>) -> impl Iterator<Item = [usize; 3]> {
         let run = self.run(round);
         slices.map(move |index| {
             let in_buffer = slice(self.descriptor.len, self.slices, index).start + run.start;
-            let offsets = (in_buffer, index * run.len(), run.len());
-            let element = self.descriptor.dtype.bytes();
-            (offsets.0 * element, offsets.1 * element, offsets.2 * element)
+            let elements = [in_buffer, index * run.len(), run.len()];
+            elements.map(|elements| elements * self.descriptor.dtype.bytes())
         })
     }
 }

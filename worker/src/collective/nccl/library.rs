@@ -5,15 +5,12 @@
 //! its configuration as it is: the structure says its own size and version.
 #![allow(unsafe_code, reason = "functions of a C library")]
 
-use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
-
-use half::bf16;
 
 use crate::collective::error::Failure;
 use crate::collective::operation::{Operation, ReduceOp, Request};
@@ -216,7 +213,6 @@ impl Handle {
         &mut self,
         request: &Request,
         own: &Range<usize>,
-        op: RedOp,
         base: *mut c_void,
         stream: RawStream,
     ) -> Result<(), Failure> {
@@ -224,14 +220,18 @@ impl Handle {
         let (len, each) = (request.buffer.len(), own.len());
         let mine = base.wrapping_byte_add(own.start * request.buffer.dtype().bytes());
         let dtype = data_type(request.buffer.dtype());
+        let op = match request.operation.reduction() {
+            Some(ReduceOp::Sum) => RedOp::SUM,
+            Some(ReduceOp::Max) | None => RedOp::MAX,
+        };
         // SAFETY: the communicator is alive and not used elsewhere; for the rest the caller vouches.
         let (name, status) = unsafe {
             match request.operation {
-                Operation::AllReduce | Operation::Barrier => (
+                Operation::AllReduce(_) | Operation::Barrier => (
                     "ncclAllReduce",
                     (functions.all_reduce)(base, base, len, dtype, op, comm, stream),
                 ),
-                Operation::ReduceScatter => (
+                Operation::ReduceScatter(_) => (
                     "ncclReduceScatter",
                     (functions.reduce_scatter)(base, mine, each, dtype, op, comm, stream),
                 ),
@@ -254,24 +254,6 @@ impl Handle {
             }
         };
         self.check(name, status).map(drop)
-    }
-
-    /// A sum of products with a factor, given as the bytes of one element.
-    fn pre_mul_sum(&mut self, factor: &mut [u8], dtype: DataType) -> Result<RedOp, Failure> {
-        let mut op = RedOp::SUM;
-        let create = self.nccl.functions().create_pre_mul_sum;
-        let scalar = factor.as_mut_ptr().cast();
-        // SAFETY: alive; the factor is read, and `op` written, during the call.
-        let status = unsafe { create(&raw mut op, scalar, dtype, SCALAR_ON_HOST, self.raw) };
-        self.check("ncclRedOpCreatePreMulSum", status)?;
-        Ok(op)
-    }
-
-    /// Frees what [`Handle::pre_mul_sum`] made. Operations that were issued with it keep what they need.
-    fn destroy_op(&mut self, op: RedOp) -> Result<(), Failure> {
-        // SAFETY: made by this communicator, which is alive, and not used any more by the caller.
-        let status = unsafe { (self.nccl.functions().destroy_red_op)(op, self.raw) };
-        self.check("ncclRedOpDestroy", status).map(drop)
     }
 
     /// Begins to split: ranks with the same color form a communicator, ordered by key. None: only takes part.
@@ -322,73 +304,6 @@ impl Handle {
     }
 }
 
-/// How elements are reduced and scaled.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Scaling {
-    /// By a built-in operation of NCCL.
-    Plain(RedOp),
-    /// By a sum that multiplies the elements of every rank by the factor first.
-    PreMultiplied(f32),
-    /// By a sum, then multiplied by a kernel: NCCL would round the factor to the type of the elements.
-    Rescaled(f32),
-}
-
-impl Scaling {
-    /// Over so many ranks. `ncclAvg` multiplies by 1/ranks in the type of the elements, as the pre-multiplied sum
-    /// does by any factor.
-    pub(super) fn of(reduce: ReduceOp, dtype: DType, ranks: usize) -> Self {
-        let scale = match reduce {
-            ReduceOp::Max => return Self::Plain(RedOp::MAX),
-            ReduceOp::Sum { scale } => scale,
-        };
-        let survives = dtype != DType::Bf16 || bf16::from_f32(scale).to_f32().to_bits() == scale.to_bits();
-        // In f64, 1/ranks has more digits than a factor in f32.
-        let averages = dtype != DType::F64 && scale.to_bits() == (1.0 / ranks as f32).to_bits();
-        if scale == 1.0 {
-            Self::Plain(RedOp::SUM)
-        } else if !survives {
-            Self::Rescaled(scale)
-        } else if averages {
-            Self::Plain(RedOp::AVG)
-        } else {
-            Self::PreMultiplied(scale)
-        }
-    }
-}
-
-/// Most factors that are kept; a step needs one or two.
-const KEPT: usize = 8;
-
-/// The pre-multiplied sums of a communicator.
-#[derive(Default)]
-pub(super) struct PreMultipliedSums(VecDeque<(DType, u32, RedOp)>);
-
-impl PreMultipliedSums {
-    /// The sum with this factor.
-    pub(super) fn get(&mut self, handle: &mut Handle, factor: f32, dtype: DType) -> Result<RedOp, Failure> {
-        let is_it = |sum: &&(DType, u32, RedOp)| (sum.0, sum.1) == (dtype, factor.to_bits());
-        if let Some((.., op)) = self.0.iter().find(is_it) {
-            return Ok(*op);
-        }
-        if self.0.len() == KEPT
-            && let Some((.., op)) = self.0.pop_front()
-        {
-            handle.destroy_op(op)?;
-        }
-        let op = handle.pre_mul_sum(&mut scalar(factor, dtype), data_type(dtype))?;
-        self.0.push_back((dtype, factor.to_bits(), op));
-        Ok(op)
-    }
-
-    /// Frees all of them.
-    pub(super) fn clear(&mut self, handle: &mut Handle) -> Result<(), Failure> {
-        while let Some((.., op)) = self.0.pop_front() {
-            handle.destroy_op(op)?;
-        }
-        Ok(())
-    }
-}
-
 /// The type as NCCL numbers it.
 pub(super) const fn data_type(dtype: DType) -> DataType {
     match dtype {
@@ -397,15 +312,6 @@ pub(super) const fn data_type(dtype: DType) -> DataType {
         DType::Bf16 => DataType::BFLOAT16,
         DType::I32 => DataType::INT32,
         DType::U8 => DataType::UINT8,
-    }
-}
-
-/// A factor as one element of the type. Types of whole numbers have no scaled sum.
-fn scalar(factor: f32, dtype: DType) -> Vec<u8> {
-    match dtype {
-        DType::F64 => f64::from(factor).to_ne_bytes().to_vec(),
-        DType::Bf16 => bf16::from_f32(factor).to_ne_bytes().to_vec(),
-        DType::F32 | DType::I32 | DType::U8 => factor.to_ne_bytes().to_vec(),
     }
 }
 
@@ -449,7 +355,7 @@ impl DataType {
     pub(super) const BFLOAT16: Self = Self(9);
 }
 
-/// `ncclRedOp_t`: a built-in reduction, or one that was created.
+/// `ncclRedOp_t`
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RedOp(pub(super) c_int);
@@ -457,11 +363,7 @@ pub(super) struct RedOp(pub(super) c_int);
 impl RedOp {
     pub(super) const SUM: Self = Self(0);
     pub(super) const MAX: Self = Self(2);
-    pub(super) const AVG: Self = Self(4);
 }
-
-/// `ncclScalarHostImmediate`: the factor is read before the call returns.
-const SCALAR_ON_HOST: c_int = 1;
 
 /// `NCCL_SPLIT_NOCOLOR`: takes part in a split without getting a communicator.
 pub(super) const NO_COLOR: c_int = -1;
@@ -559,11 +461,6 @@ table! {
         send: fn(*const c_void, usize, DataType, c_int, RawComm, RawStream) -> Status = "ncclSend";
         /// From one rank.
         recv: fn(*mut c_void, usize, DataType, c_int, RawComm, RawStream) -> Status = "ncclRecv";
-        /// A sum of elements that are multiplied by a factor first.
-        create_pre_mul_sum: fn(*mut RedOp, *mut c_void, DataType, c_int, RawComm) -> Status
-            = "ncclRedOpCreatePreMulSum";
-        /// Frees one.
-        destroy_red_op: fn(RedOp, RawComm) -> Status = "ncclRedOpDestroy";
         /// What a status means.
         get_error_string: fn(Status) -> *const c_char = "ncclGetErrorString";
         /// What went wrong last; the communicator may be null.
@@ -603,43 +500,6 @@ mod tests {
             let (first, second) = (nccl.unique_id().unwrap(), nccl.unique_id().unwrap());
             assert_ne!(first.0, second.0);
         }
-    }
-
-    fn sum(scale: f32, dtype: DType, ranks: usize) -> Scaling {
-        Scaling::of(ReduceOp::Sum { scale }, dtype, ranks)
-    }
-
-    #[test]
-    fn a_mean_over_the_ranks_needs_no_pass_of_its_own() {
-        for ranks in [2, 3, 8] {
-            let mean = sum(1.0 / ranks as f32, DType::F32, ranks);
-            assert_eq!(mean, Scaling::Plain(RedOp::AVG));
-        }
-        assert_eq!(sum(0.125, DType::Bf16, 8), Scaling::Plain(RedOp::AVG));
-        assert_eq!(sum(1.0, DType::Bf16, 3), Scaling::Plain(RedOp::SUM));
-        assert_eq!(
-            Scaling::of(ReduceOp::Max, DType::U8, 3),
-            Scaling::Plain(RedOp::MAX)
-        );
-    }
-
-    #[test]
-    fn other_factors_are_multiplied_in_where_they_are_exact() {
-        assert_eq!(sum(1.0 / 12.0, DType::F32, 4), Scaling::PreMultiplied(1.0 / 12.0));
-        assert_eq!(sum(1.0 / 3.0, DType::F64, 3), Scaling::PreMultiplied(1.0 / 3.0));
-        assert_eq!(
-            sum(1.0 / 16.0, DType::Bf16, 4),
-            Scaling::PreMultiplied(1.0 / 16.0)
-        );
-        // A third is no number of eight binary digits.
-        assert_eq!(sum(1.0 / 3.0, DType::Bf16, 3), Scaling::Rescaled(1.0 / 3.0));
-    }
-
-    #[test]
-    fn a_factor_has_the_type_of_the_elements() {
-        assert_eq!(scalar(0.5, DType::Bf16), 0x3f00_u16.to_ne_bytes());
-        assert_eq!(scalar(0.5, DType::F32), 0.5_f32.to_ne_bytes());
-        assert_eq!(scalar(0.5, DType::F64), 0.5_f64.to_ne_bytes());
     }
 
     #[test]

@@ -79,7 +79,7 @@ impl Transport for NcclTransport {
         check_members(members, ours.rank, ours.size())?;
         if members.len() == 1 {
             self.comm.split(None, 0, wait)?;
-            return Ok(Box::new(SingleRank::on_stream(ours.global(), &stream.device)));
+            return Ok(Box::new(SingleRank::on_stream(ours.global())));
         }
         let rank = members.binary_search(&ours.rank).expect("checked above");
         let membership = Membership {
