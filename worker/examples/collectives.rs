@@ -259,7 +259,7 @@ impl Bench<'_> {
 
     fn operation(&self, buffer: &Buffer) -> Work {
         let launch = Launch::now(Traffic::Grads, "bench");
-        let sum = ReduceOp::Sum { scale: 1.0 };
+        let sum = ReduceOp::Sum;
         match self.options.operation.as_str() {
             "reduce-scatter" => self.comm.reduce_scatter(buffer, sum, launch),
             "all-gather" => self.comm.all_gather(buffer, launch),

@@ -12,7 +12,7 @@ use ddp_worker::collective::{Communicator, Executor, Failure, Launch, RankInfo, 
 use ddp_worker::device::{ArenaSpec, DType, DeviceError, Event, EventState};
 use ddp_worker::session::KeyValue;
 
-const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
+const SUM: ReduceOp = ReduceOp::Sum;
 /// Long enough for ranks on a loaded machine to come to the same operation.
 const SHORT: Duration = Duration::from_millis(700);
 
@@ -243,10 +243,7 @@ fn a_mismatch_names_both_operations() {
             else {
                 panic!("{nodes:?}: {failures:?}");
             };
-            assert_eq!(
-                ours,
-                "all-reduce #2 of 64 f32, sum scaled by 1, traffic gradients (test)"
-            );
+            assert_eq!(ours, "all-reduce #2 of 64 f32, sum, traffic gradients (test)");
             assert!(
                 matches!(&failures[1], Failure::Mismatch { rank: 0, ours: o, theirs: t } if o == theirs && t == ours)
             );
@@ -286,7 +283,7 @@ fn impossible_operations_are_refused_by_all() {
         );
         invalid(
             failure(&fresh("b").all_reduce(&integers.whole(), SUM, launch())),
-            "i32 has no scaled sum",
+            "i32 has no sum",
         );
         invalid(
             failure(&fresh("c").broadcast(&floats.whole(), 2, launch())),
@@ -408,16 +405,8 @@ fn eight_ranks_make_progress_on_few_cores() {
     World::of(&[8]).run(Executor::Thread, |rank| {
         let arena = rank.arena(true, &vec![1.0_f32; 80_000]);
         for _ in 0..100 {
-            done(
-                &rank
-                    .comm
-                    .all_reduce(&arena.slice(0..64), ReduceOp::Sum { scale: 0.125 }, launch()),
-            );
-            done(
-                &rank
-                    .comm
-                    .all_reduce(&arena.whole(), ReduceOp::Sum { scale: 0.125 }, launch()),
-            );
+            done(&rank.comm.all_reduce(&arena.slice(0..64), ReduceOp::Max, launch()));
+            done(&rank.comm.all_reduce(&arena.whole(), ReduceOp::Max, launch()));
         }
         assert!(
             collective_world::read::<f32>(&arena.whole())

@@ -7,7 +7,7 @@ use ddp_worker::collective::{Executor, Launch, ReduceOp, Traffic, WireBytes};
 use ddp_worker::plan::AllReduce;
 use half::bf16;
 
-const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
+const SUM: ReduceOp = ReduceOp::Sum;
 
 /// Worlds of 1, 2, 3, 4 and 8 ranks on 1, 2 and 3 nodes.
 const WORLDS: &[&[usize]] = &[
@@ -25,8 +25,8 @@ const WORLDS: &[&[usize]] = &[
     &[3, 3, 2],
 ];
 
-/// The contract in one line a step: local ranks in order within a node, then nodes in order, then the scale.
-fn sequential_sum(nodes: &[usize], inputs: &[Vec<f32>], scale: f32) -> Vec<f32> {
+/// The contract in one line a step: local ranks in order within a node, then nodes in order.
+fn sequential_sum(nodes: &[usize], inputs: &[Vec<f32>]) -> Vec<f32> {
     let mut first = 0;
     let mut total: Option<Vec<f32>> = None;
     for &ranks in nodes {
@@ -43,11 +43,7 @@ fn sequential_sum(nodes: &[usize], inputs: &[Vec<f32>], scale: f32) -> Vec<f32> 
             }
         });
     }
-    total
-        .expect("at least one node")
-        .into_iter()
-        .map(|x| x * scale)
-        .collect()
+    total.expect("at least one node")
 }
 
 fn bits(xs: &[f32]) -> Vec<u32> {
@@ -56,18 +52,14 @@ fn bits(xs: &[f32]) -> Vec<u32> {
 
 fn all_reduce_matches(world: &World, executor: Executor, shared: bool, len: usize, traffic: Traffic) {
     let inputs: Vec<_> = (0..world.size()).map(|rank| numbers(rank, len)).collect();
-    let expected = bits(&sequential_sum(&world.nodes, &inputs, 0.125));
+    let expected = bits(&sequential_sum(&world.nodes, &inputs));
     let results = world.run(executor, |rank| {
         let arena = rank.arena(shared, &inputs[rank.rank()]);
         // Twice, so that slots and stages are used again.
         for _ in 0..2 {
             fill(&arena.whole(), &inputs[rank.rank()]);
             let launch = Launch::now(traffic, "test");
-            done(
-                &rank
-                    .comm
-                    .all_reduce(&arena.whole(), ReduceOp::Sum { scale: 0.125 }, launch),
-            );
+            done(&rank.comm.all_reduce(&arena.whole(), ReduceOp::Sum, launch));
         }
         read::<f32>(&arena.whole())
     });
@@ -106,15 +98,11 @@ fn reduce_scatter_then_all_gather_is_all_reduce() {
         for (shared, each) in [(true, 3), (false, 3), (true, 20_011), (false, 20_011)] {
             let len = each * world.size();
             let inputs: Vec<_> = (0..world.size()).map(|rank| numbers(rank, len)).collect();
-            let expected = bits(&sequential_sum(nodes, &inputs, 0.5));
+            let expected = bits(&sequential_sum(nodes, &inputs));
             let results = World::of(nodes).run(Executor::Inline, |rank| {
                 let arena = rank.arena(shared, &inputs[rank.rank()]);
                 let whole = arena.whole();
-                done(
-                    &rank
-                        .comm
-                        .reduce_scatter(&whole, ReduceOp::Sum { scale: 0.5 }, launch()),
-                );
+                done(&rank.comm.reduce_scatter(&whole, ReduceOp::Sum, launch()));
                 let own = rank.rank() * each..(rank.rank() + 1) * each;
                 assert!(bits(&read::<f32>(&whole.slice(own.clone()))) == expected[own]);
                 done(&rank.comm.all_gather(&whole, launch()));
@@ -206,12 +194,8 @@ fn golden_values() {
     });
     World::of(&[4]).run(Executor::Inline, |rank| {
         let arena = rank.arena(true, &[[0.20_f32, 0.10, -0.05, 0.15][rank.rank()]]);
-        done(
-            &rank
-                .comm
-                .all_reduce(&arena.whole(), ReduceOp::Sum { scale: 0.25 }, launch()),
-        );
-        assert!((read::<f32>(&arena.whole())[0] - 0.10).abs() < 1e-8);
+        done(&rank.comm.all_reduce(&arena.whole(), ReduceOp::Sum, launch()));
+        assert!((read::<f32>(&arena.whole())[0] - 0.40).abs() < 1e-7);
     });
 }
 

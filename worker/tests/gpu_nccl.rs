@@ -87,28 +87,26 @@ fn sums_agree(rank: &Rank) {
     let half: Vec<bf16> = own.iter().map(|x| bf16::from_f32(*x)).collect();
     let slice = LEN / rank.size;
     let mine = rank.number * slice..(rank.number + 1) * slice;
-    for scale in [1.0, 1.0 / rank.size as f32, 1.0 / (3 * rank.size) as f32] {
-        let reduce = ReduceOp::Sum { scale };
-        let all_reduce: Act<'_> = &|comm, buffer, launch| comm.all_reduce(buffer, reduce, launch);
-        let (found, expected) = both(rank, &own, all_reduce);
-        close("all-reduce of f32", &found, &expected, F32_TOLERANCE);
-        let scatter: Act<'_> = &|comm, buffer, launch| comm.reduce_scatter(buffer, reduce, launch);
-        let (found, expected) = both(rank, &own, scatter);
-        close(
-            "reduce-scatter of f32",
-            &found[mine.clone()],
-            &expected[mine.clone()],
-            F32_TOLERANCE,
-        );
-        let (found, expected) = both(rank, &half, all_reduce);
-        let widen = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
-        close(
-            "all-reduce of bf16",
-            &widen(&found),
-            &widen(&expected),
-            BF16_TOLERANCE,
-        );
-    }
+    let reduce = ReduceOp::Sum;
+    let all_reduce: Act<'_> = &|comm, buffer, launch| comm.all_reduce(buffer, reduce, launch);
+    let (found, expected) = both(rank, &own, all_reduce);
+    close("all-reduce of f32", &found, &expected, F32_TOLERANCE);
+    let scatter: Act<'_> = &|comm, buffer, launch| comm.reduce_scatter(buffer, reduce, launch);
+    let (found, expected) = both(rank, &own, scatter);
+    close(
+        "reduce-scatter of f32",
+        &found[mine.clone()],
+        &expected[mine.clone()],
+        F32_TOLERANCE,
+    );
+    let (found, expected) = both(rank, &half, all_reduce);
+    let widen = |x: &[bf16]| x.iter().map(|x| x.to_f32()).collect::<Vec<_>>();
+    close(
+        "all-reduce of bf16",
+        &widen(&found),
+        &widen(&expected),
+        BF16_TOLERANCE,
+    );
 }
 
 fn moves_agree(rank: &Rank) {
@@ -158,7 +156,7 @@ fn parts_agree(rank: &Rank) {
     rank.gpu.upload(stream, &left, bytemuck::cast_slice(&own));
     rank.gpu.upload(stream, &right, bytemuck::cast_slice(&own));
     let launch = || Launch::after(rank.gpu.record(stream), Traffic::Params, "beside");
-    let sum = ReduceOp::Sum { scale: 1.0 };
+    let sum = ReduceOp::Sum;
     let works = [
         beside.all_gather(&left, launch()),
         rank.over_nccl.all_reduce(&right, sum, launch()),
@@ -205,7 +203,7 @@ fn rank_of_a_group_with_an_absentee() {
     let Some(rank) = Rank::of_process(ABSENCE) else {
         return;
     };
-    let sum = ReduceOp::Sum { scale: 1.0 };
+    let sum = ReduceOp::Sum;
     let all_reduce: Act<'_> = &|comm, buffer, launch| comm.all_reduce(buffer, sum, launch);
     apply(rank.gpu.as_ref(), &rank.over_nccl, &[1.0_f32; 64], all_reduce);
     if rank.number + 1 < rank.size {

@@ -118,7 +118,7 @@ fn a_world_of_one_reduces_on_a_stream_of_its_device() {
     for accumulation in [1, 4] {
         let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
         let stream = device.stream();
-        let transport = Box::new(SingleRank::on_stream(0, &device));
+        let transport = Box::new(SingleRank::on_stream(0));
         let comm = Communicator::new("solo", transport, Executor::Inline, PATIENCE, &Cancel::new());
         let layout = layout(&SIZES, 1, DType::F32);
         let config = ReducerConfig::default();
@@ -145,7 +145,7 @@ fn a_world_of_one_reduces_on_a_stream_of_its_device() {
 #[test]
 fn what_cannot_be_put_into_a_stream_fails_at_once_and_for_good() {
     let device: Arc<dyn Device> = Arc::new(DeferredDevice::new());
-    let transport = Box::new(SingleRank::on_stream(7, &device));
+    let transport = Box::new(SingleRank::on_stream(7));
     let comm = Communicator::new("solo", transport, Executor::Inline, PATIENCE, &Cancel::new());
     let buffer = device
         .alloc(&ArenaSpec::private("test", DType::F32, 8))

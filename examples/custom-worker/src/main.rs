@@ -77,7 +77,7 @@ fn train(session: &Session) -> Result<Net> {
         loss.host_mut::<f32>()?[0] = net.learn(first..first + BATCH, samples_of_all, &mut grads)?;
         net.update(&grads.finish(Instant::now() + TIMEOUT)?)?;
 
-        let sum = ReduceOp::Sum { scale: 1.0 };
+        let sum = ReduceOp::Sum;
         comm.all_reduce(&loss, sum, Launch::now(Traffic::Other, "loss"))
             .wait(Instant::now() + TIMEOUT)?;
         session.heartbeat(step + 1, Phase::Training, None);

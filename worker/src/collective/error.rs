@@ -6,56 +6,43 @@ use ddp_proto::words::numbered;
 
 use crate::device::DeviceError;
 
-/// Which operation of which communicator, in errors.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct OperationName {
-    /// Global rank of this process.
-    pub rank: usize,
-    /// Name of the communicator.
-    pub communicator: String,
-    /// Name of the operation.
-    pub operation: String,
-    /// Number of the operation in its communicator, from 0.
-    pub sequence: u64,
-    /// Size of the buffer; 0 without one.
-    pub bytes: usize,
-    /// What the operation was for.
-    pub tag: String,
-}
-
-impl fmt::Display for OperationName {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            operation,
-            sequence,
-            communicator,
-            tag,
-            ..
-        } = self;
-        write!(f, "{operation} #{sequence} of `{communicator}` ({tag}")?;
-        match self.bytes {
-            0 => f.write_str(")"),
-            bytes => write!(f, ", {bytes} bytes)"),
-        }
-    }
-}
-
 /// A collective operation failed on this rank.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CollectiveError {
-    /// Which one.
-    pub name: OperationName,
+    /// Global rank of this process.
+    pub rank: usize,
+    /// Which one: see [`name`].
+    pub operation: String,
     /// What happened.
     pub failure: Failure,
 }
 
+/// ``all-reduce #3 of `world` (bucket 3, 4096 bytes)``: an operation, its number in its communicator from 0, what it is for,
+/// and the size of its buffer, if it has one.
+pub(crate) fn name(
+    operation: impl fmt::Display,
+    sequence: u64,
+    communicator: &str,
+    tag: &str,
+    bytes: usize,
+) -> String {
+    match bytes {
+        0 => format!("{operation} #{sequence} of `{communicator}` ({tag})"),
+        _ => format!("{operation} #{sequence} of `{communicator}` ({tag}, {bytes} bytes)"),
+    }
+}
+
 impl fmt::Display for CollectiveError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { name, failure } = self;
+        let Self {
+            rank,
+            operation,
+            failure,
+        } = self;
         match failure {
             // The failed operation is one that ran on the device before this one.
-            Failure::Device(error) => write!(f, "rank {}: before {name} had ended: {error}", name.rank),
-            _ => write!(f, "rank {}: {name} failed: {failure}", name.rank),
+            Failure::Device(error) => write!(f, "rank {rank}: before {operation} had ended: {error}"),
+            _ => write!(f, "rank {rank}: {operation} failed: {failure}"),
         }
     }
 }

@@ -2,13 +2,11 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `operation` | [`Operation`], [`ReduceOp`], [`Traffic`], [`Request`]: what is asked of a group |
+//! | `operation` | [`Operation`], [`ReduceOp`], [`Traffic`], [`Request`]: what is asked of a group; [`Work`]: the handle of one operation, with `wait` and `wait_on(stream)` |
 //! | `error` | [`CollectiveError`] names the operation, [`Failure`] says what happened |
-//! | `wait` | [`Wait`]: bounded, cancellable waiting for other ranks, which the agent can see |
-//! | `work` | [`Work`]: the handle of one operation, with `wait` and `wait_on(stream)` |
+//! | `wait` | [`Wait`]: bounded, cancellable waiting for other ranks, which the agent can see; over the key-value store too |
 //! | `reduction` | the arithmetic of sums and maxima, in rank order |
 //! | `transport` | [`Transport`]: how bytes get to the other ranks; [`SingleRank`] for a group of one |
-//! | `store` | exchange through the key-value store |
 //! | `communicator` | [`Communicator`]: the queue; operations return at once with a [`Work`] |
 //! | `host/` | the transport of host memory: [`connect`] finds the ranks, shared memory on a node, TCP between nodes |
 //! | `nccl/` | the transport of GPU memory |
@@ -22,15 +20,13 @@ mod host;
 pub mod nccl;
 mod operation;
 mod reduction;
-mod store;
 mod transport;
 mod wait;
-mod work;
 
 pub use communicator::{Communicator, Executor, Launch};
-pub use error::{CollectiveError, Failure, OperationName};
+pub(crate) use error::name;
+pub use error::{CollectiveError, Failure};
 pub use host::{RankInfo, connect};
-pub use operation::{Operation, ReduceOp, Request, Traffic};
-pub use transport::{Engine, HostEngine, SingleRank, StreamEngine, Transport, WireBytes};
+pub use operation::{Operation, ReduceOp, Request, StreamWork, Traffic, Work, WorkError};
+pub use transport::{SingleRank, StreamEngine, Transport, WireBytes};
 pub use wait::Wait;
-pub use work::{StreamWork, Work, WorkError, WorkTimes};

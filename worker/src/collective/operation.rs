@@ -1,20 +1,25 @@
-//! What a group of ranks is asked to do, and how a buffer is divided among them.
+//! What a group of ranks is asked to do, how a buffer is divided among them, and the handle of one operation.
 
 use std::fmt;
 use std::ops::Range;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use super::error::Failure;
-use crate::device::{Buffer, DType};
-use crate::timeline::Kind;
+use super::error::{CollectiveError, Failure, name};
+use crate::device::{Buffer, DType, Device, DeviceError, Event, Signal, Stream};
+use crate::timeline::{Interval, Kind};
+
+/// Longest wait for an operation between two checks whether it has failed, which may be before its event is reached.
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
 /// A collective operation. All work in place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Operation {
     /// Every rank ends with the reduction over all ranks.
-    AllReduce,
+    AllReduce(ReduceOp),
     /// The buffer is `size` equal slices; rank `r` ends with the reduction of slice `r` in its slice `r`. The
     /// contents of its other slices are unspecified.
-    ReduceScatter,
+    ReduceScatter(ReduceOp),
     /// The buffer is `size` equal slices; rank `r` contributes its slice `r`, every rank ends with all slices.
     AllGather,
     /// Every rank ends with the elements of `root`.
@@ -40,22 +45,25 @@ impl Operation {
     /// True if no rank completes it before all ranks have started it.
     pub(super) fn needs_all_ranks(self) -> bool {
         match self {
-            Self::AllReduce | Self::ReduceScatter | Self::AllGather | Self::Barrier => true,
+            Self::AllReduce(_) | Self::ReduceScatter(_) | Self::AllGather | Self::Barrier => true,
             Self::Broadcast { .. } | Self::Send { .. } | Self::Recv { .. } => false,
         }
     }
 
-    /// True if elements are reduced.
-    pub(super) fn reduces(self) -> bool {
-        matches!(self, Self::AllReduce | Self::ReduceScatter)
+    /// How elements are reduced, if they are.
+    pub(super) fn reduction(self) -> Option<ReduceOp> {
+        match self {
+            Self::AllReduce(op) | Self::ReduceScatter(op) => Some(op),
+            _ => None,
+        }
     }
 }
 
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::AllReduce => f.write_str("all-reduce"),
-            Self::ReduceScatter => f.write_str("reduce-scatter"),
+            Self::AllReduce(_) => f.write_str("all-reduce"),
+            Self::ReduceScatter(_) => f.write_str("reduce-scatter"),
             Self::AllGather => f.write_str("all-gather"),
             Self::Broadcast { root } => write!(f, "broadcast from {root}"),
             Self::Barrier => f.write_str("barrier"),
@@ -66,13 +74,10 @@ impl fmt::Display for Operation {
 }
 
 /// How elements of several ranks are combined.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ReduceOp {
-    /// `scale · ((x₀ + x₁) + x₂ + …)`, in rank order, in f32 for bf16 buffers; scaled once, after the sum.
-    Sum {
-        /// 1 for plain sums.
-        scale: f32,
-    },
+    /// `(x₀ + x₁) + x₂ + …`, in rank order, in f32 for bf16 buffers.
+    Sum,
     /// The maximum.
     Max,
 }
@@ -104,8 +109,6 @@ impl Traffic {
 pub struct Request {
     /// What to do.
     pub operation: Operation,
-    /// How to reduce, for reducing operations.
-    pub reduce: ReduceOp,
     /// On what.
     pub buffer: Buffer,
     /// What for.
@@ -114,11 +117,23 @@ pub struct Request {
     pub tag: String,
 }
 
+impl Request {
+    /// The operation with this number of a communicator, in words.
+    pub(super) fn name(&self, sequence: u64, communicator: &str) -> String {
+        name(
+            self.operation,
+            sequence,
+            communicator,
+            &self.tag,
+            self.buffer.bytes(),
+        )
+    }
+}
+
 /// An operation without its buffer: only the type and the number of the elements.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Descriptor {
     pub(super) operation: Operation,
-    pub(super) reduce: ReduceOp,
     pub(super) dtype: DType,
     /// Number of elements.
     pub(super) len: usize,
@@ -129,7 +144,6 @@ impl Descriptor {
     pub(super) fn of(request: &Request) -> Self {
         Self {
             operation: request.operation,
-            reduce: request.reduce,
             dtype: request.buffer.dtype(),
             len: request.buffer.len(),
             traffic: request.traffic,
@@ -145,10 +159,10 @@ impl Descriptor {
     pub(super) fn check(&self, rank: usize, size: usize) -> Result<(), Failure> {
         let (operation, len) = (self.operation, self.len);
         let problem = match operation {
-            Operation::ReduceScatter | Operation::AllGather if !len.is_multiple_of(size) => format!(
+            Operation::ReduceScatter(_) | Operation::AllGather if !len.is_multiple_of(size) => format!(
                 "{len} elements are not {size} equal slices\n  hint: pad the buffer to a multiple of the group's size"
             ),
-            Operation::AllReduce | Operation::ReduceScatter => return self.check_reduction(),
+            Operation::AllReduce(op) | Operation::ReduceScatter(op) => return self.check_reduction(op),
             Operation::Broadcast { root } if root >= size => {
                 format!("there is no rank {root} in a group of {size}")
             }
@@ -162,10 +176,10 @@ impl Descriptor {
     }
 
     /// An error if the type of the elements has no such reduction.
-    pub(super) fn check_reduction(&self) -> Result<(), Failure> {
-        match (self.dtype, self.reduce) {
-            (dtype @ (DType::I32 | DType::U8), ReduceOp::Sum { .. }) => Err(Failure::Invalid(format!(
-                "{dtype} has no scaled sum\n  hint: reduce f64, f32 or bf16, or take the maximum"
+    fn check_reduction(&self, op: ReduceOp) -> Result<(), Failure> {
+        match (self.dtype, op) {
+            (dtype @ (DType::I32 | DType::U8), ReduceOp::Sum) => Err(Failure::Invalid(format!(
+                "{dtype} has no sum\n  hint: reduce f64, f32 or bf16, or take the maximum"
             ))),
             _ => Ok(()),
         }
@@ -176,8 +190,8 @@ impl Descriptor {
         let own = slice(self.len, size, rank).len();
         let elements = match self.operation {
             // The others' contributions to the own slice in, its sums out to the others.
-            Operation::AllReduce => 2 * (size - 1) * own,
-            Operation::ReduceScatter | Operation::AllGather => (size - 1) * own,
+            Operation::AllReduce(_) => 2 * (size - 1) * own,
+            Operation::ReduceScatter(_) | Operation::AllGather => (size - 1) * own,
             Operation::Broadcast { root } if root != rank => self.len,
             Operation::Recv { .. } => self.len,
             Operation::Broadcast { .. } | Operation::Barrier | Operation::Send { .. } => 0,
@@ -191,6 +205,152 @@ pub(super) fn slice(len: usize, parts: usize, index: usize) -> Range<usize> {
     let (each, longer) = (len / parts, len % parts);
     let start = index * each + index.min(longer);
     start..start + each + usize::from(index < longer)
+}
+
+/// One operation of a communicator. Dropping it does not cancel the operation.
+#[derive(Clone)]
+pub struct Work(WorkState);
+
+#[derive(Clone)]
+enum WorkState {
+    /// A [`Completion`] reports the outcome.
+    Queued {
+        event: Event,
+        outcome: Arc<Mutex<Option<Outcome>>>,
+    },
+    /// It is in a stream. The other two are of its error.
+    Enqueued {
+        work: Arc<dyn StreamWork>,
+        rank: usize,
+        operation: Arc<str>,
+    },
+}
+
+/// When it ran, if it moved anything.
+type Outcome = Result<Option<Interval>, CollectiveError>;
+
+/// One operation in a stream.
+pub trait StreamWork: Send + Sync {
+    /// The event behind it. It is also reached when the operation was aborted: only [`StreamWork::outcome`] tells.
+    fn done(&self) -> &Event;
+
+    /// From when the operations before it had ended and its input was ready, until it was done. None if nothing moves.
+    fn interval(&self) -> Option<Interval> {
+        None
+    }
+
+    /// How it ended, once it has. It has when [`StreamWork::done`] is reached; if it failed, perhaps before.
+    fn outcome(&self) -> Option<Result<(), Failure>>;
+}
+
+impl Work {
+    /// A handle and the means to complete it.
+    pub(super) fn pair(what: &str) -> (Self, Completion) {
+        let (event, signal) = Event::pair(what);
+        let outcome = Arc::new(Mutex::new(None));
+        let completion = Completion {
+            signal,
+            outcome: outcome.clone(),
+        };
+        (Self(WorkState::Queued { event, outcome }), completion)
+    }
+
+    /// The handle of an operation in a stream of a global rank.
+    pub(super) fn enqueued(work: Arc<dyn StreamWork>, rank: usize, operation: &str) -> Self {
+        let operation = operation.into();
+        Self(WorkState::Enqueued {
+            work,
+            rank,
+            operation,
+        })
+    }
+
+    /// Blocks the host until the operation is done. Returns when it ran, if it moved anything.
+    pub fn wait(&self, deadline: Instant) -> Result<Option<Interval>, WorkError> {
+        loop {
+            if let Some(outcome) = self.outcome() {
+                return Ok(outcome?);
+            }
+            let until = deadline.min(Instant::now() + POLL_INTERVAL);
+            let waited = self.event().wait(until);
+            let is_over = until == deadline || self.event().poll().is_some();
+            if is_over && self.outcome().is_none() {
+                let error = waited
+                    .err()
+                    .unwrap_or_else(|| DeviceError::Upstream("the communicator was shut down".into()));
+                return Err(WorkError::Pending(error));
+            }
+        }
+    }
+
+    /// Later operations of `stream` run after this one. They run also if this one fails in a stream of its own, and
+    /// may then read incomplete results: only [`Work::wait`] reports the failure.
+    pub fn wait_on(&self, device: &dyn Device, stream: Stream, deadline: Instant) {
+        device.wait_event(stream, self.event(), deadline);
+    }
+
+    /// True once it is done or failed.
+    #[must_use]
+    pub fn is_done(&self) -> bool {
+        self.outcome().is_some() || self.event().poll().is_some()
+    }
+
+    /// Reached when the operation is done: for an operation that starts with its result.
+    #[must_use]
+    pub fn event(&self) -> &Event {
+        match &self.0 {
+            WorkState::Queued { event, .. } => event,
+            WorkState::Enqueued { work, .. } => work.done(),
+        }
+    }
+
+    fn outcome(&self) -> Option<Outcome> {
+        match &self.0 {
+            WorkState::Queued { outcome, .. } => {
+                outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+            }
+            WorkState::Enqueued {
+                work,
+                rank,
+                operation,
+            } => {
+                let failed = |failure| CollectiveError {
+                    rank: *rank,
+                    operation: operation.to_string(),
+                    failure,
+                };
+                Some(work.outcome()?.map(|()| work.interval()).map_err(failed))
+            }
+        }
+    }
+}
+
+/// Why waiting for an operation failed.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum WorkError {
+    /// The operation failed.
+    #[error(transparent)]
+    Failed(#[from] CollectiveError),
+    /// The operation has not ended yet, or never will.
+    #[error(transparent)]
+    Pending(DeviceError),
+}
+
+/// Completes a [`Work`].
+pub(super) struct Completion {
+    signal: Signal,
+    outcome: Arc<Mutex<Option<Outcome>>>,
+}
+
+impl Completion {
+    pub(super) fn set(self, outcome: Outcome) {
+        let result = match &outcome {
+            Ok(_) => Ok(()),
+            Err(error) => Err(DeviceError::Upstream(error.to_string())),
+        };
+        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        self.signal.set(result);
+    }
 }
 
 #[cfg(test)]
@@ -213,17 +373,16 @@ mod tests {
     }
 
     #[test]
-    fn integers_have_no_scaled_sum() {
+    fn integers_have_no_sum() {
         let descriptor = |dtype, reduce| Descriptor {
-            operation: Operation::AllReduce,
-            reduce,
+            operation: Operation::AllReduce(reduce),
             dtype,
             len: 1,
             traffic: Traffic::Other,
         };
-        let sum = descriptor(DType::I32, ReduceOp::Sum { scale: 1.0 });
+        let sum = descriptor(DType::I32, ReduceOp::Sum);
         let error = sum.check(0, 2).unwrap_err().to_string();
-        assert!(error.starts_with("i32 has no scaled sum\n  hint: "));
+        assert!(error.starts_with("i32 has no sum\n  hint: "));
         assert!(descriptor(DType::U8, ReduceOp::Max).check(0, 2).is_ok());
     }
 }

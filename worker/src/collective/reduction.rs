@@ -9,6 +9,9 @@
     reason = "only what is inlined is compiled for the instruction set found"
 )]
 
+use std::convert::identity;
+use std::ops::Add;
+
 use half::bf16;
 
 use super::operation::ReduceOp;
@@ -38,7 +41,7 @@ pub(super) struct Reduction {
 }
 
 impl Reduction {
-    /// Of a request whose type and operation were checked ([`super::operation::Descriptor::check_reduction`]).
+    /// Of a request whose type and operation were checked ([`super::operation::Descriptor::check`]).
     pub(super) fn new(dtype: DType, op: ReduceOp) -> Self {
         Self { dtype, op }
     }
@@ -92,70 +95,53 @@ impl<T> NodeInput<T> {
     }
 }
 
+/// A type in which elements are accumulated. Sums of integers are refused before
+/// ([`super::operation::Descriptor::check`]).
+trait Wide: Copy + Default + PartialOrd + Add<Output = Self> {}
+
+impl<W: Copy + Default + PartialOrd + Add<Output = W>> Wide for W {}
+
 /// An element type and the type in which it is accumulated.
 trait Reducible: Copy {
-    type Wide: Copy + Default;
+    type Wide: Wide;
     fn widen(self) -> Self::Wide;
     fn narrow(wide: Self::Wide) -> Self;
-    fn add(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn max(a: Self::Wide, b: Self::Wide) -> Self::Wide;
-    fn scale(a: Self::Wide, factor: f32) -> Self::Wide;
 }
 
-/// Expressions in `x`, in `a` and `b`, and in `a` and `factor`.
-macro_rules! number {
-    (
-        $type:ty, $wide:ty, $x:ident => ($widen:expr, $narrow:expr),
-        ($a:ident, $b:ident) => ($add:expr, $max:expr), $factor:ident => $scale:expr
-    ) => {
+macro_rules! reducible {
+    ($($type:ty as $wide:ty: $widen:expr, $narrow:expr;)*) => {$(
         impl Reducible for $type {
             type Wide = $wide;
             #[inline(always)]
             fn widen(self) -> $wide {
-                let $x = self;
-                $widen
+                $widen(self)
             }
             #[inline(always)]
-            fn narrow($x: $wide) -> Self {
-                $narrow
-            }
-            #[inline(always)]
-            fn add($a: $wide, $b: $wide) -> $wide {
-                $add
-            }
-            #[inline(always)]
-            fn max($a: $wide, $b: $wide) -> $wide {
-                $max
-            }
-            #[inline(always)]
-            fn scale($a: $wide, $factor: f32) -> $wide {
-                $scale
+            fn narrow(wide: $wide) -> Self {
+                $narrow(wide)
             }
         }
-    };
+    )*};
+}
+
+reducible! {
+    f64 as f64: identity, identity;
+    f32 as f32: identity, identity;
+    // The sum of all ranks is rounded once, to nearest even.
+    bf16 as f32: convert::widen, convert::narrow;
+    i32 as i32: identity, identity;
+    u8 as u8: identity, identity;
 }
 
 /// The maximum with a NaN is a NaN, so that it is not lost.
-macro_rules! float {
-    ($type:ty, $wide:ty, $x:ident => ($widen:expr, $narrow:expr)) => {
-        number!($type, $wide, $x => ($widen, $narrow),
-            (a, b) => (a + b, if a > b || a.is_nan() { a } else { b }), factor => a * <$wide>::from(factor));
-    };
+#[inline(always)]
+fn larger<W: Wide>(a: W, b: W) -> W {
+    if a > b || a.partial_cmp(&a).is_none() {
+        a
+    } else {
+        b
+    }
 }
-
-/// Sums of integers are refused before ([`super::operation::Descriptor::check_reduction`]).
-macro_rules! integer {
-    ($type:ty) => {
-        number!($type, $type, x => (x, x), (a, b) => (a.wrapping_add(b), Ord::max(a, b)), _factor => a);
-    };
-}
-
-integer!(i32);
-integer!(u8);
-float!(f64, f64, x => (x, x));
-float!(f32, f32, x => (x, x));
-// The sum of all ranks is rounded once, to nearest even.
-float!(bf16, f32, x => (convert::widen(x), convert::narrow(x)));
 
 fn wide_bytes<T: Reducible>() -> usize {
     size_of::<T::Wide>()
@@ -190,14 +176,14 @@ unsafe fn fold<T: Reducible>(
                         }
                     }
                     if node > 0 {
-                        combine::<T>(op, sum, part);
+                        combine(op, sum, part);
                     }
                 }
                 for target in targets {
                     // SAFETY: within the caller's range; no slice of a source is alive, and no other
                     // thread accesses the target now.
                     let y = unsafe { std::slice::from_raw_parts_mut(target.cast::<T>().add(start), len) };
-                    finish::<T>(op, sum, y);
+                    y.iter_mut().zip(&*sum).for_each(|(y, &a)| *y = T::narrow(a));
                 }
             }
         },
@@ -235,8 +221,8 @@ unsafe fn fold_node<T: Reducible>(op: ReduceOp, ranks: &[*const u8], start: usiz
         [first, second, rest @ ..] => {
             let pairs = into.iter_mut().zip(block(first).iter().zip(block(second)));
             match op {
-                ReduceOp::Sum { .. } => pairs.for_each(|(a, (x, y))| *a = T::add(x.widen(), y.widen())),
-                ReduceOp::Max => pairs.for_each(|(a, (x, y))| *a = T::max(x.widen(), y.widen())),
+                ReduceOp::Sum => pairs.for_each(|(a, (x, y))| *a = x.widen() + y.widen()),
+                ReduceOp::Max => pairs.for_each(|(a, (x, y))| *a = larger(x.widen(), y.widen())),
             }
             rest
         }
@@ -249,29 +235,17 @@ unsafe fn fold_node<T: Reducible>(op: ReduceOp, ranks: &[*const u8], start: usiz
     for source in rest {
         let more = into.iter_mut().zip(block(source));
         match op {
-            ReduceOp::Sum { .. } => more.for_each(|(a, &x)| *a = T::add(*a, x.widen())),
-            ReduceOp::Max => more.for_each(|(a, &x)| *a = T::max(*a, x.widen())),
+            ReduceOp::Sum => more.for_each(|(a, &x)| *a = *a + x.widen()),
+            ReduceOp::Max => more.for_each(|(a, &x)| *a = larger(*a, x.widen())),
         }
     }
 }
 
 #[inline(always)]
-fn combine<T: Reducible>(op: ReduceOp, sum: &mut [T::Wide], part: &[T::Wide]) {
+fn combine<W: Wide>(op: ReduceOp, sum: &mut [W], part: &[W]) {
     match op {
-        ReduceOp::Sum { .. } => sum.iter_mut().zip(part).for_each(|(a, &b)| *a = T::add(*a, b)),
-        ReduceOp::Max => sum.iter_mut().zip(part).for_each(|(a, &b)| *a = T::max(*a, b)),
-    }
-}
-
-#[inline(always)]
-fn finish<T: Reducible>(op: ReduceOp, sum: &[T::Wide], y: &mut [T]) {
-    match op {
-        ReduceOp::Sum { scale } if scale != 1.0 => {
-            y.iter_mut()
-                .zip(sum)
-                .for_each(|(y, &a)| *y = T::narrow(T::scale(a, scale)));
-        }
-        _ => y.iter_mut().zip(sum).for_each(|(y, &a)| *y = T::narrow(a)),
+        ReduceOp::Sum => sum.iter_mut().zip(part).for_each(|(a, &b)| *a = *a + b),
+        ReduceOp::Max => sum.iter_mut().zip(part).for_each(|(a, &b)| *a = larger(*a, b)),
     }
 }
 
@@ -289,7 +263,7 @@ mod tests {
                     .collect::<Vec<_>>()
             };
             let inputs = [input(0), input(1), input(2)];
-            let reduction = Reduction::new(DType::F32, ReduceOp::Sum { scale: 0.1 });
+            let reduction = Reduction::new(DType::F32, ReduceOp::Sum);
             for parts in [[false, false], [true, false], [false, true], [true, true]] {
                 let mut outputs = [vec![0.0_f32; len], vec![0.0; len]];
                 let mut made = [vec![0.0_f32; len], vec![0.0; len]];
@@ -309,7 +283,7 @@ mod tests {
                 // SAFETY: as above.
                 unsafe { reduction.run(&sources, &targets, len) };
                 for i in 0..len {
-                    let expected = ((inputs[0][i] + inputs[1][i]) + inputs[2][i]) * 0.1;
+                    let expected = (inputs[0][i] + inputs[1][i]) + inputs[2][i];
                     assert_eq!(outputs[0][i].to_bits(), expected.to_bits());
                     assert_eq!(outputs[1][i].to_bits(), expected.to_bits());
                 }
@@ -328,7 +302,7 @@ mod tests {
             })
             .collect();
         let ranks: Vec<*const u8> = inputs.iter().map(|x| x.as_ptr().cast()).collect();
-        let reduction = Reduction::new(DType::Bf16, ReduceOp::Sum { scale: 0.25 });
+        let reduction = Reduction::new(DType::Bf16, ReduceOp::Sum);
         assert_eq!((reduction.element_bytes(), reduction.partial_bytes()), (2, 4));
         let mut part = vec![0.0_f32; 300];
         let [mut whole, mut parted] = [vec![bf16::ZERO; 300], vec![bf16::ZERO; 300]];

@@ -1,17 +1,12 @@
 //! How bytes get to the other ranks of a group, and the transport of a group of one rank.
-#![allow(unsafe_code, reason = "the kernel of reductions takes addresses")]
 
+use std::ops::{Add, Sub};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 use super::error::Failure;
-use super::operation::{Descriptor, ReduceOp, Request, Traffic};
-use super::reduction::{NodeInput, Reduction};
+use super::operation::{Descriptor, Request, StreamWork, Traffic};
 use super::wait::Wait;
-use super::work::{StreamWork, WorkTimes};
-use crate::device::{Arena, ArenaSpec, Device, Event, Held, Stream};
-use crate::ops::Scale;
+use crate::device::{Arena, ArenaSpec, Device, Event, Held};
 
 /// How one group moves bytes. Calls come one at a time, in the same order on every rank.
 pub trait Transport: Send {
@@ -36,23 +31,16 @@ pub trait Transport: Send {
     /// collective call of all ranks of this group, each with its own subgroup.
     fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure>;
 
-    /// How it carries out operations; always the same kind.
-    fn engine(&mut self) -> Engine<'_>;
-}
+    /// Carries out one operation on the calling thread. `held` is the exclusive hold on the request's buffer meanwhile. Returns
+    /// what this rank put on the wire, as [`WireBytes`] counts it. Not called where there is a stream.
+    fn execute(&mut self, _request: &Request, _held: Held, _wait: &Wait) -> Result<u64, Failure> {
+        Err(Failure::Invalid("the transport has a stream".into()))
+    }
 
-/// How a transport carries out operations.
-pub enum Engine<'a> {
-    /// A thread of the host does the work.
-    Host(&'a mut dyn HostEngine),
-    /// The host only enqueues operations on a stream of the device.
-    Stream(&'a mut dyn StreamEngine),
-}
-
-/// Carries out operations on a thread of the host.
-pub trait HostEngine {
-    /// Carries out one operation. `held` is the exclusive hold on the request's buffer meanwhile. Returns what this rank put on
-    /// the wire, as [`WireBytes`] counts it.
-    fn execute(&mut self, request: &Request, held: Held, wait: &Wait) -> Result<u64, Failure>;
+    /// Where the host only enqueues operations on a stream of the device: always, or never.
+    fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
+        None
+    }
 }
 
 /// Puts operations into a stream of its own: an operation runs after its input is ready and after those before it,
@@ -103,54 +91,40 @@ pub struct WireBytes {
     pub other: u64,
 }
 
-impl std::ops::Add for WireBytes {
+impl WireBytes {
+    pub(super) fn count(&mut self, traffic: Traffic, bytes: u64) {
+        let counter = match traffic {
+            Traffic::Grads => &mut self.grads,
+            Traffic::Params => &mut self.params,
+            Traffic::Other => &mut self.other,
+        };
+        *counter += bytes;
+    }
+}
+
+impl WireBytes {
+    fn zip(self, other: Self, f: impl Fn(u64, u64) -> u64) -> Self {
+        Self {
+            grads: f(self.grads, other.grads),
+            params: f(self.params, other.params),
+            other: f(self.other, other.other),
+        }
+    }
+}
+
+impl Add for WireBytes {
     type Output = Self;
 
     fn add(self, other: Self) -> Self {
-        Self {
-            grads: self.grads + other.grads,
-            params: self.params + other.params,
-            other: self.other + other.other,
-        }
+        self.zip(other, u64::add)
     }
 }
 
-impl std::ops::Sub for WireBytes {
+impl Sub for WireBytes {
     type Output = Self;
 
     fn sub(self, other: Self) -> Self {
-        Self {
-            grads: self.grads - other.grads,
-            params: self.params - other.params,
-            other: self.other - other.other,
-        }
-    }
-}
-
-/// Counts [`WireBytes`]; read at any time.
-#[derive(Default)]
-pub(super) struct WireCounters {
-    grads: AtomicU64,
-    params: AtomicU64,
-    other: AtomicU64,
-}
-
-impl WireCounters {
-    pub(super) fn add(&self, traffic: Traffic, bytes: u64) {
-        let counter = match traffic {
-            Traffic::Grads => &self.grads,
-            Traffic::Params => &self.params,
-            Traffic::Other => &self.other,
-        };
-        counter.fetch_add(bytes, Ordering::Relaxed);
-    }
-
-    pub(super) fn read(&self) -> WireBytes {
-        WireBytes {
-            grads: self.grads.load(Ordering::Relaxed),
-            params: self.params.load(Ordering::Relaxed),
-            other: self.other.load(Ordering::Relaxed),
-        }
+        self.zip(other, u64::sub)
     }
 }
 
@@ -165,11 +139,11 @@ pub(super) fn check_members(members: &[usize], rank: usize, size: usize) -> Resu
     )))
 }
 
-/// The transport of a group of one rank: nothing moves, but sums are still scaled, by the host or on a stream.
+/// The transport of a group of one rank: nothing moves.
 #[derive(Clone)]
 pub struct SingleRank {
     members: [usize; 1],
-    stream: Option<(Arc<dyn Device>, Stream)>,
+    is_on_stream: bool,
 }
 
 impl SingleRank {
@@ -178,16 +152,16 @@ impl SingleRank {
     pub fn new(global_rank: usize) -> Self {
         Self {
             members: [global_rank],
-            stream: None,
+            is_on_stream: false,
         }
     }
 
-    /// For buffers of a device that runs asynchronously: on a stream of its own.
+    /// For buffers of a device that runs asynchronously.
     #[must_use]
-    pub fn on_stream(global_rank: usize, device: &Arc<dyn Device>) -> Self {
+    pub fn on_stream(global_rank: usize) -> Self {
         Self {
-            stream: Some((device.clone(), device.stream())),
-            ..Self::new(global_rank)
+            members: [global_rank],
+            is_on_stream: true,
         }
     }
 }
@@ -202,39 +176,16 @@ impl Transport for SingleRank {
     }
 
     fn split(&mut self, _: &str, _: &[usize], _: &Wait) -> Result<Box<dyn Transport>, Failure> {
-        Ok(Box::new(match &self.stream {
-            Some((device, _)) => Self::on_stream(self.members[0], device),
-            None => self.clone(),
-        }))
+        Ok(Box::new(self.clone()))
     }
 
-    fn engine(&mut self) -> Engine<'_> {
-        match self.stream {
-            Some(_) => Engine::Stream(self),
-            None => Engine::Host(self),
-        }
-    }
-}
-
-/// The factor of a scaled sum, once the request is checked.
-fn scale_of(request: &Request) -> Result<Option<f32>, Failure> {
-    Descriptor::of(request).check(0, 1)?;
-    Ok(match request.reduce {
-        ReduceOp::Sum { scale } if request.operation.reduces() && scale != 1.0 => Some(scale),
-        _ => None,
-    })
-}
-
-impl HostEngine for SingleRank {
-    fn execute(&mut self, request: &Request, held: Held, _wait: &Wait) -> Result<u64, Failure> {
-        if scale_of(request)?.is_some() {
-            let reduction = Reduction::new(request.buffer.dtype(), request.reduce);
-            let base = held.host_ptr()?;
-            let own = [NodeInput::Ranks(vec![base.cast_const()])];
-            // SAFETY: the buffer is held, so this call alone accesses it; source and target may be the same.
-            unsafe { reduction.run(&own, &[base], request.buffer.len()) };
-        }
+    fn execute(&mut self, request: &Request, _held: Held, _wait: &Wait) -> Result<u64, Failure> {
+        Descriptor::of(request).check(0, 1)?;
         Ok(0)
+    }
+
+    fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
+        if self.is_on_stream { Some(self) } else { None }
     }
 }
 
@@ -244,37 +195,20 @@ impl StreamEngine for SingleRank {
         _sequence: u64,
         request: &Request,
         after: &Event,
-        wait: &Wait,
+        _wait: &Wait,
     ) -> Result<Arc<dyn StreamWork>, Failure> {
-        let done = match (scale_of(request)?, &self.stream) {
-            (Some(factor), Some((device, stream))) => {
-                device.wait_event(*stream, after, wait.deadline);
-                let x = request.buffer.clone();
-                device.enqueue(*stream, Scale { x, factor }.into());
-                device.record(*stream)
-            }
-            _ => after.clone(),
-        };
-        Ok(Arc::new(Scaled { done }))
+        Descriptor::of(request).check(0, 1)?;
+        Ok(Arc::new(after.clone()))
     }
 }
 
-struct Scaled {
-    done: Event,
-}
-
-impl StreamWork for Scaled {
+/// An operation of a group of one rank is done when its input is ready.
+impl StreamWork for Event {
     fn done(&self) -> &Event {
-        &self.done
+        self
     }
 
-    /// It takes no time: nothing is exchanged.
-    fn outcome(&self) -> Option<Result<WorkTimes, Failure>> {
-        let now = Instant::now();
-        let times = WorkTimes {
-            started: now,
-            ended: now,
-        };
-        Some(self.done.poll()?.map(|()| times).map_err(Failure::Device))
+    fn outcome(&self) -> Option<Result<(), Failure>> {
+        Some(self.poll()?.map_err(Failure::Device))
     }
 }

@@ -1,5 +1,7 @@
-//! Waiting for other ranks: under a deadline and a cancel token, and visible to the agent.
+//! Waiting for other ranks: under a deadline and a cancel token, and visible to the agent; on connections, and through the
+//! key-value store while the ranks are not connected, or a connection has failed.
 
+use std::io;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -9,13 +11,19 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 
 use super::error::Failure;
 use super::operation::Request;
-use crate::session::{Cancel, Waiting, Wanted};
+use crate::session::{Cancel, KeyValue, StoreError, Waiting, Wanted};
 
 /// After so long a wait reports the ranks that it waits for.
 const REPORT_AFTER: Duration = Duration::from_millis(250);
 
 /// Longest time between two checks of the cancel token and the deadline.
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Longest single wait for a key: between two, the cancel token is checked, which the store need not know.
+const STORE_POLL_INTERVAL: Duration = Duration::from_millis(50);
+
+/// For so long after its deadline ranks are asked for that were not yet.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// How long a rank waits for the others, and what ends the wait earlier.
 #[derive(Clone)]
@@ -126,10 +134,12 @@ pub(super) fn hung_up(fd: &impl AsFd) -> bool {
 }
 
 /// The failure of a system call.
-pub(super) fn system_failure(what: impl Into<String>, error: Errno) -> Failure {
+pub(super) fn system_failure(what: impl Into<String>, error: impl Into<io::Error>) -> Failure {
+    let error = error.into();
+    let in_words = |errno| Errno::from_raw(errno).desc().to_lowercase();
     Failure::System {
         what: what.into(),
-        cause: error.desc().to_lowercase(),
+        cause: error.raw_os_error().map_or_else(|| error.to_string(), in_words),
     }
 }
 
@@ -205,18 +215,195 @@ impl Waiting for Pending {
         let call = call.as_ref()?;
         let what = match &call.kind {
             CallKind::SetUp(what) => format!("{what} of `{}`", self.communicator),
-            CallKind::Operation { request, sequence } => format!(
-                "{} #{sequence} of `{}` ({}, {} bytes)",
-                request.operation,
-                self.communicator,
-                request.tag,
-                request.buffer.bytes()
-            ),
+            CallKind::Operation { request, sequence } => request.name(*sequence, &self.communicator),
         };
         Some(Wanted {
             what,
             waited: call.since.elapsed(),
             ranks: call.absent.clone(),
         })
+    }
+}
+
+/// The store, within the bounds of a wait.
+#[derive(Clone, Copy)]
+pub(super) struct StoreExchange<'a> {
+    pub(super) store: &'a dyn KeyValue,
+    /// Bounds each call.
+    pub(super) wait: &'a Wait,
+    /// For errors.
+    pub(super) what: &'static str,
+}
+
+impl StoreExchange<'_> {
+    pub(super) fn publish(&self, key: &str, value: &[u8]) -> Result<(), Failure> {
+        loop {
+            match self.store.put(key, value, self.wait.deadline) {
+                Ok(()) => return Ok(()),
+                Err(error) => self.tolerate(error)?,
+            }
+        }
+    }
+
+    /// Waits for `key`, which global rank `writer` publishes; if it does not in time, the error names the ranks that
+    /// `missing` returns.
+    pub(super) fn await_key(
+        &self,
+        key: &str,
+        writer: usize,
+        missing: impl Fn() -> Vec<usize>,
+    ) -> Result<Vec<u8>, Failure> {
+        loop {
+            self.wait.report(|| vec![writer]);
+            let until = self.wait.deadline.min(Instant::now() + STORE_POLL_INTERVAL);
+            match self.store.get(key, until) {
+                Ok(Some(value)) => return Ok(value),
+                Ok(None) => self.wait.check_end(&missing)?,
+                Err(error) => self.tolerate(error)?,
+            }
+        }
+    }
+
+    /// Fails with an error of the store. While there is time, a store that is out of reach is asked again; at the end
+    /// the error names it instead of a rank.
+    fn tolerate(&self, error: StoreError) -> Result<(), Failure> {
+        let may_pass = matches!(error, StoreError::Unavailable(_));
+        let failure = match error {
+            StoreError::Superseded(cause) => Failure::GenerationOver(cause),
+            error => Failure::System {
+                what: self.what.to_owned(),
+                cause: error.to_string(),
+            },
+        };
+        if !may_pass {
+            return Err(failure);
+        }
+        self.wait.check_end(Vec::new).map_err(|over| match over {
+            Failure::TimedOut { .. } => failure,
+            over => over,
+        })
+    }
+}
+
+/// Which of `ranks` have not arrived somewhere, as far as the store knows, and which it could not be asked for in time. Asks
+/// `has_arrived` for each, which may wait for it until `deadline` and then looks once. Ends a second later, or once the
+/// store is out of reach.
+pub(super) fn absent_ranks(
+    ranks: &[usize],
+    deadline: Instant,
+    has_arrived: impl Fn(usize) -> Result<bool, StoreError>,
+) -> (Vec<usize>, Vec<usize>) {
+    let mut absent = Vec::new();
+    for (i, &rank) in ranks.iter().enumerate() {
+        let answer = (Instant::now() < deadline + GRACE).then(|| has_arrived(rank));
+        match answer {
+            Some(Ok(true)) => {}
+            Some(Ok(false)) => absent.push(rank),
+            Some(Err(_)) | None => return (absent, ranks[i..].to_vec()),
+        }
+    }
+    (absent, Vec::new())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::*;
+    use crate::session::MemoryStore;
+
+    const PATIENCE: Duration = Duration::from_mins(1);
+
+    /// A store whose next calls fail with these, the last first.
+    struct Failing {
+        errors: Mutex<Vec<StoreError>>,
+        store: MemoryStore,
+    }
+
+    impl Failing {
+        fn with(errors: Vec<StoreError>) -> Self {
+            let store = MemoryStore::default();
+            store.put("there", b"value", Instant::now()).unwrap();
+            Self {
+                errors: Mutex::new(errors),
+                store,
+            }
+        }
+
+        fn error(&self) -> Result<(), StoreError> {
+            self.errors.lock().unwrap().pop().map_or(Ok(()), Err)
+        }
+    }
+
+    impl KeyValue for Failing {
+        fn put(&self, key: &str, value: &[u8], deadline: Instant) -> Result<(), StoreError> {
+            self.error()?;
+            self.store.put(key, value, deadline)
+        }
+
+        fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
+            self.error()?;
+            self.store.get(key, deadline)
+        }
+    }
+
+    fn away() -> StoreError {
+        StoreError::Unavailable("the daemon did not answer".into())
+    }
+
+    fn await_there(errors: Vec<StoreError>, timeout: Duration) -> Result<Vec<u8>, Failure> {
+        let (store, wait) = (Failing::with(errors), Wait::new(timeout, &Cancel::new()));
+        let lookup = StoreExchange {
+            store: &store,
+            wait: &wait,
+            what: "meeting",
+        };
+        lookup.await_key("there", 0, || panic!("it was written"))
+    }
+
+    #[test]
+    fn a_store_that_is_away_for_a_while_is_waited_for() {
+        let value = await_there(vec![away(), away()], PATIENCE);
+        assert_eq!(value, Ok(b"value".to_vec()));
+        let (store, wait) = (Failing::with(vec![away()]), Wait::new(PATIENCE, &Cancel::new()));
+        let lookup = StoreExchange {
+            store: &store,
+            wait: &wait,
+            what: "meeting",
+        };
+        assert_eq!(lookup.publish("here", b"1"), Ok(()));
+        assert_eq!(lookup.await_key("here", 0, Vec::new), Ok(b"1".to_vec()));
+    }
+
+    #[test]
+    fn a_store_that_stays_away_is_named_instead_of_a_rank() {
+        let error = await_there(vec![away()], Duration::ZERO).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "meeting: key-value store: the daemon did not answer"
+        );
+    }
+
+    #[test]
+    fn what_the_store_refuses_is_not_asked_again() {
+        let refused = StoreError::Refused("too much".into());
+        let error = await_there(vec![refused], PATIENCE).unwrap_err();
+        assert_eq!(error.to_string(), "meeting: key-value store: too much");
+        let over = StoreError::Superseded("rank 1 died".into());
+        assert_eq!(
+            await_there(vec![over], PATIENCE),
+            Err(Failure::GenerationOver("rank 1 died".into()))
+        );
+    }
+
+    #[test]
+    fn asking_ends_where_the_store_is_out_of_reach() {
+        let has_arrived = |rank| match rank {
+            2 => Ok(false),
+            4 => Err(away()),
+            _ => Ok(true),
+        };
+        let found = absent_ranks(&[1, 2, 3, 4, 5], Instant::now(), has_arrived);
+        assert_eq!(found, (vec![2], vec![4, 5]));
     }
 }

@@ -57,7 +57,7 @@ impl SyncBatchNorm<'_> {
     /// Sums over the ranks, in rank order. An error that is known already is returned.
     fn sum(&self, sums: &Buffer, what: &str) -> Result<(), WorkError> {
         let launch = Launch::after(self.device.record(self.stream), Traffic::Other, what);
-        let work = self.comm.all_reduce(sums, ReduceOp::Sum { scale: 1.0 }, launch);
+        let work = self.comm.all_reduce(sums, ReduceOp::Sum, launch);
         let deadline = self.comm.deadline();
         work.wait_on(self.device, self.stream, deadline);
         if work.is_done() {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::collective::{Work, WorkError};
 use crate::device::{Device, Event, Stream};
-use crate::timeline::{Kind, Lane, Timeline};
+use crate::timeline::{Interval, Kind, Lane, Timeline};
 
 /// Time that communication took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -74,8 +74,8 @@ struct Account {
     device_times: DeviceTimes,
     /// Operations whose end was not seen yet.
     unfinished: Vec<(Work, DeviceTimes)>,
-    /// Points before and after a wait of the compute stream.
-    stream_waits: Vec<([Event; 2], DeviceTimes)>,
+    /// Waits of the compute stream whose end was not seen yet.
+    stream_waits: Vec<(Event, Interval, DeviceTimes)>,
     failure: Option<WorkError>,
 }
 
@@ -96,7 +96,6 @@ impl CommTracker {
         let mut account = self.account();
         let device_times = account.device_times.clone();
         account.unfinished.push((work.clone(), device_times));
-        drop(account);
         work
     }
 
@@ -108,11 +107,11 @@ impl CommTracker {
         let before = self.device.record_timed(stream);
         self.device.wait_event(stream, event, deadline);
         let behind = self.device.record_timed(stream);
-        let points = [before.clone(), behind.clone()];
-        self.timeline.passed(Lane::Compute, Kind::Wait, WAITS, points);
+        let interval = Interval::Stream([before, behind.clone()]);
+        (self.timeline).record(Lane::Compute, Kind::Wait, WAITS, interval.clone());
         let mut account = self.account();
         let device_times = account.device_times.clone();
-        account.stream_waits.push(([before, behind], device_times));
+        account.stream_waits.push((behind, interval, device_times));
     }
 
     /// The same for a stream beside that one: only a blocked host hides nothing.
@@ -127,12 +126,9 @@ impl CommTracker {
         let began = Instant::now();
         let outcome = work.wait(deadline);
         self.host_waited_since(began);
-        let mut account = self.account();
-        account.times.exposed += began.elapsed();
-        if let Err(error) = &outcome {
-            account.failure.get_or_insert_with(|| error.clone());
-        }
-        outcome.map(drop)
+        outcome.map(drop).inspect_err(|error| {
+            self.account().failure.get_or_insert_with(|| error.clone());
+        })
     }
 
     /// Why an operation failed, if one is known to have.
@@ -142,11 +138,10 @@ impl CommTracker {
         let account = &mut *guard;
         for (work, device_times) in account.unfinished.extract_if(.., |(work, _)| work.is_done()) {
             match work.wait(now) {
-                Ok(times) => {
-                    let took = CommTimes {
-                        comm: times.ended.saturating_duration_since(times.started),
-                        ..CommTimes::default()
-                    };
+                Ok(interval) => {
+                    let comm = interval.and_then(|ran| ran.length()).unwrap_or_default();
+                    let exposed = Duration::ZERO;
+                    let took = CommTimes { comm, exposed };
                     if self.device.is_asynchronous() {
                         device_times.add(took);
                     } else {
@@ -158,14 +153,10 @@ impl CommTracker {
                 }
             }
         }
-        for ([before, behind], device_times) in account
-            .stream_waits
-            .extract_if(.., |([_, behind], _)| behind.poll().is_some())
-        {
-            device_times.add(CommTimes {
-                exposed: behind.state().since(&before).unwrap_or_default(),
-                ..CommTimes::default()
-            });
+        let passed = |(behind, ..): &mut (Event, Interval, DeviceTimes)| behind.poll().is_some();
+        for (_, interval, device_times) in account.stream_waits.extract_if(.., passed) {
+            let (comm, exposed) = (Duration::ZERO, interval.length().unwrap_or_default());
+            device_times.add(CommTimes { comm, exposed });
         }
         account.failure.clone().map_or(Ok(()), Err)
     }
@@ -200,21 +191,22 @@ impl CommTracker {
     fn blocked_since(&self, began: Instant) {
         if !self.device.is_asynchronous() {
             self.host_waited_since(began);
-            self.account().times.exposed += began.elapsed();
         }
     }
 
-    /// The host, which is what computes unless the device runs asynchronously.
+    /// A wait of the host, which is what computes unless the device runs asynchronously.
     fn host_waited_since(&self, began: Instant) {
         let lane = if self.device.is_asynchronous() {
             Lane::Host
         } else {
             Lane::Compute
         };
-        let now = Instant::now();
-        if now - began >= SHORTEST {
-            self.timeline.took(lane, Kind::Wait, WAITS, [began, now]);
+        let ended = Instant::now();
+        let took = ended - began;
+        if took >= SHORTEST {
+            (self.timeline).record(lane, Kind::Wait, WAITS, Interval::Host([began, ended]));
         }
+        self.account().times.exposed += took;
     }
 
     fn account(&self) -> MutexGuard<'_, Account> {
@@ -402,7 +394,7 @@ mod tests {
             let ran = work.wait(deadline).unwrap();
             tracker.check().unwrap();
             let expected = CommTimes {
-                comm: ran.ended - ran.started,
+                comm: ran.and_then(|ran| ran.length()).unwrap(),
                 exposed: waits * HELD,
             };
             assert_eq!(device_times.times(), expected);

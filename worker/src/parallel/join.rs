@@ -4,10 +4,10 @@ use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::collective::nccl::{Nccl, NcclOptions, NcclTransport};
+use crate::collective::nccl::{Membership, Nccl, NcclTransport};
 use crate::collective::{
-    CollectiveError, Communicator, Executor, Failure, Launch, OperationName, RankInfo, SingleRank, Traffic,
-    Transport, WorkError, connect,
+    CollectiveError, Communicator, Executor, Failure, Launch, RankInfo, SingleRank, Traffic, Transport,
+    WorkError, connect, name,
 };
 use crate::device::cuda::CudaDevice;
 use crate::device::{ArenaSpec, CpuDevice, DType, Device, DeviceError};
@@ -114,7 +114,7 @@ pub fn join_world_on(
     let (rank, world_size) = (env.rank.get() as usize, env.world_size.get() as usize);
     let (timeout, cancel) = (options.timeout, session.cancel());
     if world_size == 1 {
-        let transport = Box::new(SingleRank::on_stream(rank, device));
+        let transport = Box::new(SingleRank::on_stream(rank));
         return Ok(Communicator::new(
             NAME,
             transport,
@@ -125,15 +125,14 @@ pub fn join_world_on(
     }
     let nccl = Nccl::load()?;
     meet(session, options)?;
-    let nccl_options = NcclOptions {
-        name: NAME,
+    let world = Membership {
+        name: NAME.into(),
         rank,
-        world_size,
-        store: session.store(),
+        members: (0..world_size).collect(),
         timeout,
         cancel: cancel.clone(),
     };
-    let transport = NcclTransport::connect(&nccl, device, &nccl_options)
+    let transport = NcclTransport::connect(&nccl, device, session.store(), world)
         .map_err(|failure| refused(session, &format!("connect by NCCL {}", nccl.version()), failure))?;
     Ok(Communicator::new(
         NAME,
@@ -160,18 +159,15 @@ fn meet(session: &Session, options: &JoinOptions) -> Result<(), JoinError> {
 /// The failure of a call that made no communicator.
 fn refused(session: &Session, operation: &str, failure: Failure) -> CollectiveError {
     let env = session.env();
-    let name = OperationName {
-        rank: env.rank.get() as usize,
-        communicator: NAME.into(),
-        operation: operation.into(),
-        sequence: 0,
-        bytes: 0,
-        tag: match env.node_count {
-            1 => format!("{} ranks on one node", env.world_size),
-            nodes => format!("{} ranks on {nodes} nodes", env.world_size),
-        },
+    let tag = match env.node_count {
+        1 => format!("{} ranks on one node", env.world_size),
+        nodes => format!("{} ranks on {nodes} nodes", env.world_size),
     };
-    CollectiveError { name, failure }
+    CollectiveError {
+        rank: env.rank.get() as usize,
+        operation: name(operation, 0, NAME, &tag, 0),
+        failure,
+    }
 }
 
 fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinError> {
@@ -190,7 +186,6 @@ fn rank_info(session: &Session, options: &JoinOptions) -> Result<RankInfo, JoinE
         local_rank: env.local_rank.get() as usize,
         local_world_size: env.local_world_size as usize,
         node_rank,
-        node_count: env.node_count as usize,
         host_addr,
         generation: env.generation.get(),
         spin: env.local_world_size as usize * threads <= cores,

@@ -34,7 +34,6 @@ mod replica_set;
 mod replicas;
 mod schedule;
 mod sharding;
-mod step_traffic;
 
 pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
@@ -48,5 +47,4 @@ pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step, in_fligh
 pub use replica_set::ReplicaSet;
 pub use replicas::{Replicas, ReplicasError};
 pub use schedule::{Action, sequential};
-pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
-pub use step_traffic::StepTraffic;
+pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding, StepTraffic};

@@ -2,8 +2,7 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `span.rs` | [`Span`]: one thing that ran, on a lane; how clocks of several processes are brought together |
-//! | `timeline.rs` | [`Timeline`]: takes spans while it is open |
+//! | `span.rs` | [`Span`]: one thing that ran, on a lane; how clocks of several processes are brought together; [`Timeline`], which takes spans while it is open |
 //! | `overlap.rs` | [`Overlap`]: how much of the communication nobody waited for; who waited for whom |
 //! | `trace_file.rs` | [`TraceFile`]: spans in the Trace Event Format, which <https://ui.perfetto.dev> shows |
 //! | `picture.rs` | [`picture`]: one step of some ranks as an SVG |
@@ -15,15 +14,9 @@
 mod overlap;
 mod picture;
 mod span;
-#[expect(
-    clippy::module_inception,
-    reason = "the file of the type that the module is named for"
-)]
-mod timeline;
 mod trace_file;
 
 pub use overlap::Overlap;
 pub use picture::picture;
-pub use span::{About, ClockReading, Collective, Kind, Lane, Span};
-pub use timeline::{Mark, Recording, Timeline};
+pub use span::{About, ClockReading, Collective, Interval, Kind, Lane, Mark, Recording, Span, Timeline};
 pub use trace_file::{TraceFile, TraceFileError};

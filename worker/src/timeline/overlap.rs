@@ -1,7 +1,7 @@
 //! How much of the communication nobody waited for, and who waited for whom: a collective operation moves nothing until its
 //! last rank has come. Both are computed on times as sets of intervals.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{About, Kind, Lane, Span};
 
@@ -23,16 +23,11 @@ impl Overlap {
     pub fn of(spans: &[Span], times: impl IntoIterator<Item = [f64; 2]>) -> Self {
         let within = Intervals::union(times);
         let moving = moving(spans).common(&within);
-        let standing = of_kind(spans, |span| {
-            span.kind == Kind::Wait && span.lane == Lane::Compute
-        });
-        let late = of_kind(spans, |span| {
-            span.kind == Kind::Late && span.lane == Lane::Compute
-        });
+        let on_compute = |kind| of_kind(spans, |span| span.kind == kind && span.lane == Lane::Compute);
         Self {
             moving_us: moving.length(),
-            exposed_us: moving.common(&standing).length(),
-            late_us: late.common(&within).length(),
+            exposed_us: moving.common(&on_compute(Kind::Wait)).length(),
+            late_us: on_compute(Kind::Late).common(&within).length(),
         }
     }
 
@@ -53,20 +48,11 @@ impl std::ops::AddAssign for Overlap {
 
 /// When gradients or parameters were under way, and no rank was missing.
 pub(super) fn moving(spans: &[Span]) -> Intervals {
-    let mut lanes: BTreeMap<&Lane, [Vec<[f64; 2]>; 2]> = BTreeMap::new();
-    for span in spans {
-        let [moves, late] = match span.kind {
-            Kind::Gradients | Kind::Parameters | Kind::Late => lanes.entry(&span.lane).or_default(),
-            _ => continue,
-        };
-        match span.kind {
-            Kind::Late => late.push([span.start_us, span.end_us]),
-            _ => moves.push([span.start_us, span.end_us]),
-        }
-    }
-    let of_lanes = lanes.into_values().map(|[moves, late]| {
-        let late = Intervals::union(late);
-        Intervals::union(moves).without(&late)
+    let lanes: BTreeSet<&Lane> = spans.iter().map(|span| &span.lane).collect();
+    let of_lanes = lanes.into_iter().map(|lane| {
+        let of_lane =
+            |kinds: &[Kind]| of_kind(spans, |span| span.lane == *lane && kinds.contains(&span.kind));
+        of_lane(&[Kind::Gradients, Kind::Parameters]).without(&of_lane(&[Kind::Late]))
     });
     let of_lanes: Vec<Intervals> = of_lanes.collect();
     Intervals::union(of_lanes.iter().flat_map(Intervals::iter))
@@ -99,20 +85,17 @@ impl Intervals {
 
     /// When both are.
     fn common(&self, other: &Self) -> Self {
-        let (mut common, mut rest) = (Vec::new(), &other.0[..]);
-        for &[start, end] in &self.0 {
-            rest = behind(rest, start);
-            let inside = rest.iter().take_while(|part| part[0] < end);
-            common.extend(inside.map(|part| [part[0].max(start), part[1].min(end)]));
-        }
-        Self(common)
+        self.without(&self.without(other))
     }
 
     /// When this is and the other is not.
     pub(super) fn without(&self, other: &Self) -> Self {
         let (mut left, mut rest) = (Vec::new(), &other.0[..]);
         for &[start, end] in &self.0 {
-            rest = behind(rest, start);
+            // Those that are over by now are over for whatever begins later, too.
+            while rest.first().is_some_and(|first| first[1] <= start) {
+                rest = &rest[1..];
+            }
             let mut from = start;
             for &[gone, back] in rest.iter().take_while(|part| part[0] < end) {
                 if from < gone {
@@ -142,14 +125,6 @@ impl Intervals {
     pub(super) fn iter(&self) -> impl Iterator<Item = [f64; 2]> {
         self.0.iter().copied()
     }
-}
-
-/// Without those that are over at `start`, as they are for whatever begins later.
-fn behind(mut rest: &[[f64; 2]], start: f64) -> &[[f64; 2]] {
-    while rest.first().is_some_and(|first| first[1] <= start) {
-        rest = &rest[1..];
-    }
-    rest
 }
 
 /// Ranks that come so soon after each other come together.
@@ -185,7 +160,10 @@ pub(super) fn mark_late(ranks: &mut [(About, Vec<Span>)]) {
         let (Some(last), true) = (last, size == Some(here.len() as u32)) else {
             continue;
         };
-        let (name, came) = (waits_for(ranks[last.0].0.rank), span(last).start_us);
+        let (name, came) = (
+            format!("waits for rank {}", ranks[last.0].0.rank),
+            span(last).start_us,
+        );
         for place in here {
             let waited = span(place);
             let end_us = came.min(waited.end_us);
@@ -228,10 +206,6 @@ fn standing(spans: &[Span]) -> Vec<Span> {
         seen_us = late.end_us.max(seen_us);
     }
     standing
-}
-
-fn waits_for(rank: u32) -> String {
-    format!("waits for rank {rank}")
 }
 
 #[cfg(test)]

@@ -245,37 +245,27 @@ fn tip(span: &Span) -> String {
 }
 
 /// Names of colours, and what they stand for.
-const LEGEND: [(Kind, &str); 9] = [
-    (Kind::Data, "data"),
-    (Kind::Forward, "forward"),
-    (Kind::Backward, "backward"),
-    (Kind::Optimizer, "norm, clip, update"),
-    (Kind::Wait, "stands still for communication"),
-    (Kind::Late, "a rank is late"),
-    (Kind::Gradients, "gradients"),
-    (Kind::Parameters, "parameters"),
-    (Kind::Other, "losses, norms"),
+const LEGEND: [(Kind, &str, &str); 9] = [
+    (Kind::Data, "data", "data"),
+    (Kind::Forward, "forward", "forward"),
+    (Kind::Backward, "backward", "backward"),
+    (Kind::Optimizer, "optimizer", "norm, clip, update"),
+    (Kind::Wait, "wait", "stands still for communication"),
+    (Kind::Late, "late", "a rank is late"),
+    (Kind::Gradients, "gradients", "gradients"),
+    (Kind::Parameters, "parameters", "parameters"),
+    (Kind::Other, "other", "losses, norms"),
 ];
 
 fn class(kind: Kind) -> &'static str {
-    match kind {
-        Kind::Step | Kind::Operation => "ground",
-        Kind::Data => "data",
-        Kind::Forward => "forward",
-        Kind::Backward => "backward",
-        Kind::Optimizer => "optimizer",
-        Kind::Wait => "wait",
-        Kind::Gradients => "gradients",
-        Kind::Parameters => "parameters",
-        Kind::Other => "other",
-        Kind::Late => "late",
-    }
+    let colour = LEGEND.iter().find(|(of, ..)| *of == kind);
+    colour.map_or("ground", |(_, class, _)| class)
 }
 
 fn legend(svg: &mut Svg) {
     let mut x = 16.0;
-    for (kind, words) in LEGEND {
-        svg.rect([x, 66.0, 14.0, 14.0], class(kind), None);
+    for (_, class, words) in LEGEND {
+        svg.rect([x, 66.0, 14.0, 14.0], class, None);
         svg.text([x + 20.0, 77.0], "quiet", words);
         x += 20.0 + words.len() as f64 * (CHARACTER + 0.4) + 24.0;
     }

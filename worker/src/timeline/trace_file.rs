@@ -43,7 +43,7 @@ struct Other {
 #[derive(Serialize, Deserialize)]
 struct TraceEvent {
     name: String,
-    ph: Phase,
+    ph: char,
     pid: u64,
     tid: u64,
     #[serde(rename = "cat", skip_serializing_if = "Option::is_none")]
@@ -57,17 +57,13 @@ struct TraceEvent {
     args: Args,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-enum Phase {
-    /// A span.
-    #[serde(rename = "X")]
-    Complete,
-    /// What a process or a thread is called.
-    #[serde(rename = "M")]
-    Metadata,
-}
+/// Phase of a span.
+const COMPLETE: char = 'X';
 
-#[derive(Default, Serialize, Deserialize)]
+/// Phase of what a process or a thread is called.
+const METADATA: char = 'M';
+
+#[derive(Default, PartialEq, Serialize, Deserialize)]
 struct Args {
     #[serde(skip_serializing_if = "Option::is_none")]
     name: Option<String>,
@@ -79,14 +75,7 @@ struct Args {
 
 impl Args {
     fn is_empty(&self) -> bool {
-        matches!(
-            self,
-            Self {
-                name: None,
-                sort_index: None,
-                collective: None
-            }
-        )
+        *self == Self::default()
     }
 }
 
@@ -140,8 +129,7 @@ impl TraceFile {
         let document: Document = serde_json::from_slice(json)?;
         let mut lanes: BTreeMap<u64, Lane> = BTreeMap::new();
         for event in &document.events {
-            if let (Phase::Metadata, "thread_name", Some(name)) =
-                (event.ph, event.name.as_str(), &event.args.name)
+            if let (METADATA, "thread_name", Some(name)) = (event.ph, event.name.as_str(), &event.args.name)
                 && let Some(lane) = Lane::named(name)
             {
                 lanes.insert(event.tid, lane);
@@ -190,36 +178,34 @@ fn events(about: &About, spans: &[Span]) -> Vec<TraceEvent> {
     lanes.sort_unstable();
     lanes.dedup();
     let tid = |lane: usize| pid * LANES + lane as u64;
-    let metadata = |name: &str, tid: u64, args: Args| TraceEvent {
-        name: name.into(),
-        ph: Phase::Metadata,
-        pid,
-        tid,
-        kind: None,
-        start: None,
-        length: None,
-        args,
-    };
-    let named = |name: String| Args {
-        name: Some(name),
-        ..Args::default()
-    };
-    let sorted = |index: u64| Args {
-        sort_index: Some(index),
-        ..Args::default()
+    let mut events = Vec::with_capacity(2 + 2 * lanes.len() + spans.len());
+    // What a process or a thread is called, and where it stands.
+    let mut describe = |what: &str, tid: u64, name: String, index: u64| {
+        let [named, sorted] = [(Some(name), None), (None, Some(index))].map(|(name, sort_index)| Args {
+            name,
+            sort_index,
+            collective: None,
+        });
+        let metadata = [("name", named), ("sort_index", sorted)].map(|(which, args)| TraceEvent {
+            name: format!("{what}_{which}"),
+            ph: METADATA,
+            pid,
+            tid,
+            kind: None,
+            start: None,
+            length: None,
+            args,
+        });
+        events.extend(metadata);
     };
     let title = format!("rank {} of {} ({})", about.rank, about.world_size, about.host);
-    let mut events = vec![
-        metadata("process_name", tid(0), named(title)),
-        metadata("process_sort_index", tid(0), sorted(u64::from(about.rank))),
-    ];
+    describe("process", tid(0), title, u64::from(about.rank));
     for (index, lane) in lanes.iter().enumerate() {
-        events.push(metadata("thread_name", tid(index), named(lane.to_string())));
-        events.push(metadata("thread_sort_index", tid(index), sorted(index as u64)));
+        describe("thread", tid(index), lane.to_string(), index as u64);
     }
     events.extend(spans.iter().map(|span| TraceEvent {
         name: span.name.clone().into_owned(),
-        ph: Phase::Complete,
+        ph: COMPLETE,
         pid,
         tid: tid(lanes.binary_search(&&span.lane).expect("collected above")),
         kind: Some(span.kind),

@@ -55,7 +55,6 @@ impl World {
                     local_rank,
                     local_world_size,
                     node_rank,
-                    node_count: self.nodes.len(),
                     host_addr: IpAddr::from([127, 0, 0, node_rank as u8 + 1]),
                     generation: 1,
                     spin: self.size() <= cores,

@@ -10,7 +10,7 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ddp_worker::collective::nccl::{Nccl, NcclOptions, NcclTransport};
+use ddp_worker::collective::nccl::{Membership, Nccl, NcclTransport};
 use ddp_worker::collective::{Communicator, Executor, Failure, RankInfo, connect};
 use ddp_worker::device::cuda::{CubinCache, CudaDevice, CudaOptions};
 use ddp_worker::device::{CpuDevice, Device};
@@ -115,15 +115,15 @@ impl Rank {
         let transport = connect(&info, store.as_ref(), &cancel, TIMEOUT).unwrap();
         let over_memory = Communicator::new("memory", transport, Executor::Inline, TIMEOUT, &cancel);
         let gpu: Arc<dyn Device> = Arc::new(open_gpu().unwrap());
-        let options = NcclOptions {
-            name: "world",
+        let world = Membership {
+            name: "world".into(),
             rank,
-            world_size: size,
-            store,
+            members: (0..size).collect(),
             timeout,
             cancel: cancel.clone(),
         };
-        let transport = connected(NcclTransport::connect(&Nccl::load().unwrap(), &gpu, &options));
+        let nccl = Nccl::load().unwrap();
+        let transport = connected(NcclTransport::connect(&nccl, &gpu, store, world));
         Some(Self {
             number: rank,
             size,

@@ -46,8 +46,7 @@ pub(crate) fn backward(rank: &Rank) -> Vec<Bucket> {
     let buckets: Vec<Buffer> = (0..BUCKETS).map(|_| zeros(gpu, DType::F32, ELEMENTS)).collect();
     let reduce = |buffer: &Buffer, after: Event| {
         let launch = Launch::after(after, Traffic::Grads, "timeline");
-        rank.over_nccl
-            .all_reduce(buffer, ReduceOp::Sum { scale: 1.0 }, launch)
+        rank.over_nccl.all_reduce(buffer, ReduceOp::Sum, launch)
     };
     // Kernels are compiled, ranks are connected.
     gpu.enqueue(stream, product.clone());
@@ -71,9 +70,10 @@ pub(crate) fn backward(rank: &Rank) -> Vec<Bucket> {
         since.expect("both are timed and reached").as_secs_f64() * 1e3
     };
     let launched = launched.into_iter().map(|(began, ended, work)| {
-        let times = work.wait(Instant::now() + TIMEOUT).unwrap();
+        let interval = work.wait(Instant::now() + TIMEOUT).unwrap();
         let done = at(work.event());
-        let ran = (times.ended - times.started).as_secs_f64() * 1e3;
+        let ran = interval.and_then(|ran| ran.length());
+        let ran = ran.expect("its events are timed").as_secs_f64() * 1e3;
         Bucket {
             kernels: Span {
                 began: at(&began),

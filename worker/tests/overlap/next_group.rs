@@ -155,7 +155,7 @@ impl Watch for Groups {
                     .push(Mark::GatherBegan(block, pass, request.buffer.clone()));
                 self.hold_gather(block, pass);
             }
-            (Operation::ReduceScatter, Traffic::Grads) => {
+            (Operation::ReduceScatter(_), Traffic::Grads) => {
                 let Some(later) = block.checked_sub(2) else {
                     return;
                 };

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ddp_worker::collective::{Engine, Failure, HostEngine, Request, Transport, Wait};
+use ddp_worker::collective::{Failure, Request, Transport, Wait};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, Device, DeviceError, Event, Held, Stream};
 use ddp_worker::ops::Op;
 use ddp_worker::train::WrapTransport;
@@ -121,19 +121,10 @@ impl Transport for WatchedTransport {
         Ok(Box::new(Self { inner, watch }))
     }
 
-    fn engine(&mut self) -> Engine<'_> {
-        Engine::Host(self)
-    }
-}
-
-impl HostEngine for WatchedTransport {
     fn execute(&mut self, request: &Request, held: Held, wait: &Wait) -> Result<u64, Failure> {
-        let Engine::Host(inner) = self.inner.engine() else {
-            return Err(Failure::Invalid("only host memory is watched".into()));
-        };
         let since = Instant::now();
         self.watch.began(request);
-        let bytes = inner.execute(request, held, wait)?;
+        let bytes = self.inner.execute(request, held, wait)?;
         self.watch.ended(request, since);
         Ok(bytes)
     }

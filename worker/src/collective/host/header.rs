@@ -2,8 +2,10 @@
 
 use std::fmt;
 
+use bytemuck::{Pod, Zeroable, bytes_of};
+
 use crate::collective::error::Failure;
-use crate::collective::operation::{Operation, ReduceOp, Request, Traffic};
+use crate::collective::operation::{Operation, ReduceOp, Request};
 use crate::device::DType;
 
 /// Size of a header, in a segment and on a connection.
@@ -12,8 +14,8 @@ pub(super) const HEADER_BYTES: usize = 64;
 /// First half of every header: no other protocol has it, and no build with another format.
 const MAGIC: u32 = 0x6464_7001;
 
-/// Words that must be the same on all ranks; the others may differ.
-const COMMON_WORDS: usize = 4;
+/// The first bytes must be the same on all ranks; the others may differ.
+const COMMON_BYTES: usize = 32;
 
 /// Collective calls that are not operations of the queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,27 +26,34 @@ pub(super) enum SetUpCall {
     Split,
 }
 
-/// Where the elements are, if peers can reach them.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct SharedAddress {
-    /// Number of the shared arena; the same on all ranks.
+/// One operation, in the order of bytes of the machine: nodes of one job have the same.
+#[repr(C)]
+#[derive(Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
+pub(super) struct OperationHeader {
+    magic: u32,
+    /// Index in [`CALLS`].
+    call: u8,
+    dtype: u8,
+    /// 0 for a sum, 1 for the maximum.
+    reduce: u8,
+    traffic: u8,
+    reserved: u32,
+    /// Root or receiver.
+    peer: u32,
+    /// Of the operation; it wraps.
+    number: u32,
+    /// Low half of the arena where all must use the same.
+    common_arena: u32,
+    elements: u64,
+    /// Number of the shared arena, the same on all ranks; 0 for private memory, which peers cannot reach.
     pub(super) arena: u64,
     /// Byte at which the buffer starts in it.
     pub(super) offset: u64,
+    /// Start of the tag.
+    tag: [u8; 16],
 }
 
-/// One operation in 64 bytes:
-///
-/// | word | content |
-/// |---|---|
-/// | 0 | magic, operation, dtype, reduction, traffic |
-/// | 1 | scale (as bits), root or receiver |
-/// | 2 | number of the operation, low half of the arena where all must use the same |
-/// | 3 | elements |
-/// | 4, 5 | arena (0: private) and offset |
-/// | 6, 7 | start of the tag |
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(super) struct OperationHeader([u64; 8]);
+const _: () = assert!(size_of::<OperationHeader>() == HEADER_BYTES);
 
 const CALLS: [&str; 8] = [
     "all-reduce",
@@ -57,99 +66,70 @@ const CALLS: [&str; 8] = [
     "split",
 ];
 
+/// By their number.
+const DTYPES: [DType; 5] = [DType::F64, DType::F32, DType::Bf16, DType::I32, DType::U8];
+
 impl OperationHeader {
     /// The header of a request of `rank`; `number` counts the group's collectives, or the pair's messages.
-    pub(super) fn of(request: &Request, rank: usize, number: u64, address: Option<SharedAddress>) -> Self {
+    pub(super) fn of(request: &Request, rank: usize, number: u64) -> Self {
         let (call, peer) = match request.operation {
-            Operation::AllReduce => (0, 0),
-            Operation::ReduceScatter => (1, 0),
+            Operation::AllReduce(_) => (0, 0),
+            Operation::ReduceScatter(_) => (1, 0),
             Operation::AllGather => (2, 0),
             Operation::Broadcast { root } => (3, root),
             Operation::Barrier => (4, 0),
             Operation::Send { to } => (5, to),
             Operation::Recv { .. } => (5, rank),
         };
-        let (reduce, scale) = match request.reduce {
-            _ if call > 1 => (0, 0),
-            ReduceOp::Sum { scale } => (0, scale.to_bits()),
-            ReduceOp::Max => (1, 0),
+        let dtype = match request.operation {
+            Operation::Barrier => 0,
+            _ => request.buffer.dtype() as u8,
         };
-        let dtype = if call == 4 {
-            0
-        } else {
-            dtype_code(request.buffer.dtype())
-        };
-        let traffic = match request.traffic {
-            Traffic::Grads => 0,
-            Traffic::Params => 1,
-            Traffic::Other => 2,
-        };
-        let mut header = Self::pack(
-            [call, dtype, reduce, traffic],
-            scale,
-            peer,
-            number,
-            request.buffer.len(),
-        );
-        if let Some(SharedAddress { arena, offset }) = address {
-            (header.0[4], header.0[5]) = (arena, offset);
+        Self {
+            call,
+            dtype,
+            reduce: u8::from(request.operation.reduction() == Some(ReduceOp::Max)),
+            traffic: request.traffic as u8,
+            peer: peer as u32,
+            elements: request.buffer.len() as u64,
+            ..Self::new(number, &request.tag)
         }
-        header.set_tag(&request.tag);
-        header
-    }
-
-    /// The same, for ranks that must all use the same shared arena, or all none.
-    pub(super) fn with_common_arena(mut self) -> Self {
-        self.0[2] |= self.0[4] << 32;
-        self
     }
 
     /// The header of a collective call.
     pub(super) fn of_call(call: SetUpCall, number: u64, name: &str) -> Self {
-        let mut header = match call {
-            SetUpCall::Allocation(dtype, len) => Self::pack([6, dtype_code(dtype), 0, 0], 0, 0, number, len),
-            SetUpCall::Split => Self::pack([7, 0, 0, 0], 0, 0, number, 0),
+        let (call, dtype, elements) = match call {
+            SetUpCall::Allocation(dtype, len) => (6, dtype as u8, len as u64),
+            SetUpCall::Split => (7, 0, 0),
         };
-        header.set_tag(name);
+        Self {
+            call,
+            dtype,
+            elements,
+            ..Self::new(number, name)
+        }
+    }
+
+    fn new(number: u64, tag: &str) -> Self {
+        let mut header = Self {
+            magic: MAGIC,
+            number: number as u32,
+            ..Self::zeroed()
+        };
+        for (to, from) in header.tag.iter_mut().zip(tag.bytes()) {
+            *to = from;
+        }
         header
     }
 
-    fn pack(codes: [u8; 4], scale: u32, peer: usize, number: u64, elements: usize) -> Self {
-        let codes = u32::from_le_bytes(codes);
-        let word0 = u64::from(MAGIC) | u64::from(codes) << 32;
-        let word1 = u64::from(scale) | (peer as u64) << 32;
-        let word2 = u64::from(number as u32);
-        Self([word0, word1, word2, elements as u64, 0, 0, 0, 0])
-    }
-
-    fn set_tag(&mut self, tag: &str) {
-        let mut bytes = [0; 16];
-        for (to, from) in bytes.iter_mut().zip(tag.bytes()) {
-            *to = from;
-        }
-        self.0[6] = u64::from_le_bytes(bytes[..8].try_into().expect("eight bytes"));
-        self.0[7] = u64::from_le_bytes(bytes[8..].try_into().expect("eight bytes"));
-    }
-
-    pub(super) fn decode(bytes: &[u8; HEADER_BYTES]) -> Self {
-        let mut words = [0; 8];
-        for (word, chunk) in words.iter_mut().zip(bytes.chunks_exact(8)) {
-            *word = u64::from_le_bytes(chunk.try_into().expect("eight bytes"));
-        }
-        Self(words)
-    }
-
-    pub(super) fn encode(&self) -> [u8; HEADER_BYTES] {
-        let mut bytes = [0; HEADER_BYTES];
-        for (chunk, word) in bytes.chunks_exact_mut(8).zip(self.0) {
-            chunk.copy_from_slice(&word.to_le_bytes());
-        }
-        bytes
+    /// From here on all ranks must use the same shared arena, or all none.
+    pub(super) fn require_common_arena(&mut self) {
+        self.common_arena = self.arena as u32;
     }
 
     /// An error unless the peer does the same.
     pub(super) fn agree(&self, theirs: &Self, global_rank: usize) -> Result<(), Failure> {
-        if self.0[..COMMON_WORDS] == theirs.0[..COMMON_WORDS] {
+        if bytes_of(self)[..COMMON_BYTES] == bytes_of(theirs)[..COMMON_BYTES] {
             return Ok(());
         }
         Err(Failure::Mismatch {
@@ -158,66 +138,43 @@ impl OperationHeader {
             theirs: theirs.to_string(),
         })
     }
-
-    /// Where the elements are, if they are in a shared arena.
-    pub(super) fn address(&self) -> Option<SharedAddress> {
-        let [.., arena, offset, _, _] = self.0;
-        (arena != 0).then_some(SharedAddress { arena, offset })
-    }
 }
 
 impl fmt::Display for OperationHeader {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let [word0, word1, word2, elements, ..] = self.0;
-        let (number, arena) = (word2 as u32, word2 >> 32);
-        if word0 as u32 != MAGIC {
+        if self.magic != MAGIC {
             return f.write_str("something that is not an operation of this build");
         }
-        let [call, dtype, reduce, traffic] = ((word0 >> 32) as u32).to_le_bytes();
+        let call = self.call;
         let name = CALLS.get(usize::from(call)).unwrap_or(&"an unknown operation");
-        write!(f, "{name} #{number}")?;
-        if matches!(call, 3 | 5) {
-            write!(
-                f,
-                " {} rank {}",
-                if call == 3 { "from" } else { "to" },
-                word1 >> 32
-            )?;
+        write!(f, "{name} #{}", self.number)?;
+        match call {
+            3 => write!(f, " from rank {}", self.peer)?,
+            5 => write!(f, " to rank {}", self.peer)?,
+            _ => {}
         }
         if !matches!(call, 4 | 7) {
-            write!(f, " of {elements} {}", dtype_name(dtype))?;
+            write!(f, " of {} ", self.elements)?;
+            match DTYPES.get(usize::from(self.dtype)) {
+                Some(dtype) => write!(f, "{dtype}")?,
+                None => f.write_str("unknown elements")?,
+            }
         }
-        match (call, reduce) {
-            (0 | 1, 0) => write!(f, ", sum scaled by {}", f32::from_bits(word1 as u32))?,
+        match (call, self.reduce) {
+            (0 | 1, 0) => f.write_str(", sum")?,
             (0 | 1, _) => f.write_str(", max")?,
             _ => {}
         }
         if call < 6 {
-            let purpose = ["gradients", "parameters", "other"].get(usize::from(traffic));
+            let purpose = ["gradients", "parameters", "other"].get(usize::from(self.traffic));
             write!(f, ", traffic {}", purpose.unwrap_or(&"unknown"))?;
         }
-        if arena != 0 {
-            write!(f, ", in shared arena {arena:08x}")?;
+        if self.common_arena != 0 {
+            write!(f, ", in shared arena {:08x}", self.common_arena)?;
         }
-        let tag: Vec<u8> = self.0[6..].iter().flat_map(|word| word.to_le_bytes()).collect();
-        let tag = String::from_utf8_lossy(&tag);
+        let tag = String::from_utf8_lossy(&self.tag);
         write!(f, " ({})", tag.trim_end_matches('\0'))
     }
-}
-
-const DTYPES: [DType; 5] = [DType::F64, DType::F32, DType::Bf16, DType::I32, DType::U8];
-
-fn dtype_code(dtype: DType) -> u8 {
-    DTYPES
-        .iter()
-        .position(|&d| d == dtype)
-        .expect("every type is listed") as u8
-}
-
-fn dtype_name(code: u8) -> String {
-    DTYPES
-        .get(usize::from(code))
-        .map_or_else(|| "unknown elements".to_owned(), ToString::to_string)
 }
 
 #[cfg(test)]
@@ -227,7 +184,7 @@ mod tests {
     #[test]
     fn a_header_survives_its_bytes_and_says_what_it_is() {
         let header = OperationHeader::of_call(SetUpCall::Allocation(DType::Bf16, 12), 3, "gradients");
-        let decoded = OperationHeader::decode(&header.encode());
+        let decoded: OperationHeader = *bytemuck::from_bytes(bytes_of(&header));
         assert!(decoded == header);
         assert_eq!(header.to_string(), "shared allocation #3 of 12 bf16 (gradients)");
     }

@@ -4,21 +4,19 @@
 //! |---|---|
 //! | `topology` | [`RankInfo`]; the ranks of a group, their nodes, and the order of sums |
 //! | `header` | an operation as 64 bytes, which the ranks compare |
-//! | `sockets` | connections between ranks, their handshake, and passing of descriptors |
-//! | `shared_memory` | control segments of a node: barriers, slots, stages, messages; shared arenas |
-//! | `tcp` | what one rank exchanges with one rank of another node |
+//! | `sockets` | connections between ranks: how a group makes them, their handshake, and passing of descriptors |
+//! | `shared_memory` | control segments of a node: barriers, slots, stages; shared arenas |
+//! | `exchange` | what one rank exchanges with one other over their connection |
 //! | `plan` | one round of sums, copies and exchanges; what each rank does in it, for each operation: here a collective algorithm is added |
-//! | `transport` | the transport: brief, in place, staged; shared arenas; subgroups |
-//! | `bootstrap` | [`connect`]: finds the other ranks of the world |
+//! | `transport` | [`connect`] finds the other ranks of the world; the transport: brief, in place, staged; shared arenas; subgroups |
 
-mod bootstrap;
+mod exchange;
 mod header;
 mod plan;
 mod shared_memory;
 mod sockets;
-mod tcp;
 mod topology;
 mod transport;
 
-pub use bootstrap::connect;
 pub use topology::RankInfo;
+pub use transport::connect;

@@ -15,9 +15,10 @@ use std::ops::Range;
 
 use nix::poll::PollFd;
 
+use super::exchange::{Contribution, MemoryRange, NodeSum, PeerExchange, Transfer};
 use super::header::OperationHeader;
 use super::shared_memory::{ControlSegments, SLOT_BYTES};
-use super::tcp::{Connection, Contribution, MemoryRange, NodeSum, PeerExchange, Transfer};
+use super::sockets::Connection;
 use super::topology::Topology;
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Traffic, slice};
@@ -29,15 +30,16 @@ use crate::collective::wait::{Wait, poll_once};
 /// Each rank of an all-reduce then reads everything of all others: (N−1)·S bytes and not 2(N−1)/N·S. With more
 /// than two ranks only traffic that is neither gradients nor parameters does so.
 pub(super) fn is_brief(descriptor: &Descriptor, size: usize) -> bool {
-    let is_frugal =
-        descriptor.operation != Operation::AllReduce || size == 2 || descriptor.traffic == Traffic::Other;
+    let is_frugal = !matches!(descriptor.operation, Operation::AllReduce(_))
+        || size == 2
+        || descriptor.traffic == Traffic::Other;
     is_frugal && descriptor.bytes() <= SLOT_BYTES
 }
 
 /// The elements that a rank contributes, so that others can read them.
 pub(super) fn given(descriptor: &Descriptor, topology: &Topology) -> Range<usize> {
     match descriptor.operation {
-        Operation::AllReduce | Operation::ReduceScatter => 0..descriptor.len,
+        Operation::AllReduce(_) | Operation::ReduceScatter(_) => 0..descriptor.len,
         Operation::AllGather => slice(descriptor.len, topology.size(), topology.rank()),
         Operation::Broadcast { root } if root == topology.rank() => 0..descriptor.len,
         _ => 0..0,
@@ -61,8 +63,8 @@ impl RoundPlan<'_> {
     pub(super) fn round(&self, header: OperationHeader) -> Round {
         let mut round = Round::new(header);
         match self.descriptor.operation {
-            Operation::AllReduce => self.all_reduce(&mut round),
-            Operation::ReduceScatter => self.reduce_scatter(&mut round),
+            Operation::AllReduce(_) => self.all_reduce(&mut round),
+            Operation::ReduceScatter(_) => self.reduce_scatter(&mut round),
             Operation::AllGather => self.all_gather(&mut round),
             Operation::Broadcast { root } => self.broadcast(root, &mut round),
             Operation::Barrier | Operation::Send { .. } | Operation::Recv { .. } => {
@@ -76,28 +78,27 @@ impl RoundPlan<'_> {
     fn all_reduce(&self, round: &mut Round) {
         if self.brief {
             let whole = 0..self.descriptor.len;
-            round.sum = Some(self.sum_over_ranks(&whole, self.own));
-            round.transfers = self.with_all(|rank| self.summed_by_each(rank, &whole, &whole));
+            round.sum = Some(self.sum(&whole, vec![self.own]));
+            round.transfers = self.with_relays(|transfer| self.summed_by(transfer, &whole, &whole));
             return;
         }
         let own = self.own_slice();
         let targets = self.views.iter().map(|view| self.range(*view, &own).start);
-        round.sum = Some(self.sum_over_nodes(&own, targets.collect()));
-        round.transfers =
-            self.with_relays(|rank, transfer| self.result_of(rank, self.summed_by(rank, transfer)));
+        round.sum = Some(self.sum(&own, targets.collect()));
+        round.transfers = self.with_relays(|transfer| {
+            let given = self.slice(transfer.rank);
+            self.result_of(self.summed_by(transfer, &given, &own))
+        });
     }
 
     /// Rank r sums slice r and keeps it.
     fn reduce_scatter(&self, round: &mut Round) {
         let own = self.own_slice();
-        let target = self.range(self.own, &own).start;
-        if self.brief {
-            round.sum = Some(self.sum_over_ranks(&own, target));
-            round.transfers = self.with_all(|rank| self.summed_by_each(rank, &self.slice(rank), &own));
-        } else {
-            round.sum = Some(self.sum_over_nodes(&own, vec![target]));
-            round.transfers = self.with_relays(|rank, transfer| self.summed_by(rank, transfer));
-        }
+        round.sum = Some(self.sum(&own, vec![self.range(self.own, &own).start]));
+        round.transfers = self.with_relays(|transfer| {
+            let given = self.slice(transfer.rank);
+            self.summed_by(transfer, &given, &own)
+        });
     }
 
     /// Each rank reads the slices of all others.
@@ -107,31 +108,20 @@ impl RoundPlan<'_> {
             let from = self.range(view, &theirs).start;
             round.copies.push((from, self.range(self.own, &theirs)));
         }
-        round.transfers = if self.brief {
-            self.with_all(|rank| Transfer {
-                result_out: self.range(self.own_view(), &self.own_slice()),
-                result_in: self.range(self.own, &self.slice(rank)),
-                ..Transfer::header_only(rank)
-            })
-        } else {
-            self.with_relays(|rank, transfer| self.result_of(rank, transfer))
-        };
+        round.transfers = self.with_relays(|transfer| self.result_of(transfer));
     }
 
     /// Each rank reads the root's elements.
     fn broadcast(&self, root: usize, round: &mut Round) {
         let (topology, whole) = (self.topology, 0..self.descriptor.len);
         let own = self.range(self.own, &whole);
-        let receives = |rank| self.brief || topology.relay(topology.node_of(rank), root) == rank;
         round.transfers = self.with_all(|rank| {
             let mut transfer = Transfer::header_only(rank);
-            if root == topology.rank() && receives(rank) {
+            if root == topology.rank() && self.is_relay(rank, root) {
                 transfer.result_out = self.range(self.own_view(), &whole);
-            } else if root == rank && receives(topology.rank()) {
+            } else if root == rank && self.is_relay(topology.rank(), root) {
                 transfer.result_in = own;
-                if !self.brief {
-                    transfer.result_copies = self.at_others(&whole);
-                }
+                transfer.result_copies = self.at_others(&whole);
             }
             transfer
         });
@@ -147,58 +137,49 @@ impl RoundPlan<'_> {
     }
 
     /// An exchange with each rank of another node where one of the two is the relay of its node for the other.
-    fn with_relays(&self, transfer: impl Fn(usize, Transfer) -> Transfer) -> Vec<Transfer> {
-        let related = |&rank: &usize| self.is_relay_for(rank) || self.has_relay(rank);
+    fn with_relays(&self, transfer: impl Fn(Transfer) -> Transfer) -> Vec<Transfer> {
+        let me = self.topology.rank();
+        let related = |&rank: &usize| self.is_relay(me, rank) || self.is_relay(rank, me);
         let ranks = self.topology.remote().filter(related);
-        ranks
-            .map(|rank| transfer(rank, Transfer::header_only(rank)))
-            .collect()
+        ranks.map(|rank| transfer(Transfer::header_only(rank))).collect()
     }
 
-    /// True if this rank is the relay of its node for that one.
-    fn is_relay_for(&self, rank: usize) -> bool {
-        self.topology.relay(self.topology.own_node(), rank) == self.topology.rank()
+    /// True if `rank` exchanges data with the rank `other` for its whole node; brief, each does so for itself.
+    fn is_relay(&self, rank: usize, other: usize) -> bool {
+        self.brief || self.topology.relay(self.topology.node_of(rank), other) == rank
     }
 
-    /// True if that rank is the relay of its node for this one.
-    fn has_relay(&self, rank: usize) -> bool {
-        self.topology
-            .relay(self.topology.node_of(rank), self.topology.rank())
-            == rank
+    /// True if a node contributes the sum of its ranks to a sum that is made on another node.
+    fn adds_up(&self, node: &[usize]) -> bool {
+        !self.brief && node.len() > 1
     }
 
-    /// The peer sums the elements `given`, and this rank the elements `taken`, each from every rank.
-    fn summed_by_each(&self, rank: usize, given: &Range<usize>, taken: &Range<usize>) -> Transfer {
-        Transfer {
-            contribution: Contribution::InMemory(self.range(self.own_view(), given)),
-            taken: taken.len() * self.element_bytes(),
-            taken_element: self.element_bytes(),
-            ..Transfer::header_only(rank)
+    /// The peer sums the elements `given`, and this rank the elements `taken`.
+    fn summed_by(&self, mut transfer: Transfer, given: &Range<usize>, taken: &Range<usize>) -> Transfer {
+        let (me, peer) = (self.topology.rank(), transfer.rank);
+        if self.is_relay(me, peer) {
+            transfer.contribution = self.contribution(given);
         }
-    }
-
-    /// The peer makes the sum of its slice, and this rank that of its own.
-    fn summed_by(&self, rank: usize, mut transfer: Transfer) -> Transfer {
-        if self.is_relay_for(rank) {
-            transfer.contribution = self.contribution(&self.slice(rank));
-        }
-        if self.has_relay(rank) {
-            transfer.taken_element = match &self.topology.nodes()[self.topology.node_of(rank)][..] {
-                [_] => self.element_bytes(),
-                _ => self.reduction().partial_bytes(),
+        if self.is_relay(peer, me) {
+            let node = &self.topology.nodes()[self.topology.node_of(peer)];
+            transfer.taken_element = if self.adds_up(node) {
+                self.reduction().partial_bytes()
+            } else {
+                self.element_bytes()
             };
-            transfer.taken = self.own_slice().len() * transfer.taken_element;
+            transfer.taken = taken.len() * transfer.taken_element;
         }
         transfer
     }
 
     /// The peer has the result of its slice, and this rank that of its own.
-    fn result_of(&self, rank: usize, mut transfer: Transfer) -> Transfer {
-        if self.has_relay(rank) {
+    fn result_of(&self, mut transfer: Transfer) -> Transfer {
+        let (me, peer) = (self.topology.rank(), transfer.rank);
+        if self.is_relay(peer, me) {
             transfer.result_out = self.range(self.own_view(), &self.own_slice());
         }
-        if self.is_relay_for(rank) {
-            let theirs = self.slice(rank);
+        if self.is_relay(me, peer) {
+            let theirs = self.slice(peer);
             transfer.result_in = self.range(self.own, &theirs);
             transfer.result_copies = self.at_others(&theirs);
         }
@@ -207,17 +188,17 @@ impl RoundPlan<'_> {
 
     /// What the ranks of this node contribute to a sum that is made on another one.
     fn contribution(&self, range: &Range<usize>) -> Contribution {
-        if let [only] = self.views[..] {
-            return Contribution::InMemory(self.range(only, range));
+        if !self.adds_up(self.topology.local_ranks()) {
+            return Contribution::InMemory(self.range(self.own_view(), range));
         }
         let ranks = self.views.iter();
         let ranks = ranks.map(|view| self.range(*view, range).start.cast_const());
         Contribution::Summed(NodeSum::new(self.reduction(), ranks.collect(), range.len()))
     }
 
-    /// The same elements of the other ranks of this node.
+    /// The same elements of the other ranks of this node, if this one may write there.
     fn at_others(&self, range: &Range<usize>) -> Vec<*mut u8> {
-        let others = self.other_views();
+        let others = self.other_views().filter(|_| !self.brief);
         others.map(|(view, _)| self.range(view, range).start).collect()
     }
 
@@ -228,35 +209,21 @@ impl RoundPlan<'_> {
         views.filter(|&(_, rank)| rank != self.topology.rank())
     }
 
-    /// The sum over all ranks.
-    fn sum_over_ranks(&self, range: &Range<usize>, target: *mut u8) -> LocalSum {
-        let nodes = self.topology.nodes().iter();
-        LocalSum {
-            reduction: self.reduction(),
-            sources: nodes.map(|node| self.ranks_of(node, range)).collect(),
-            targets: vec![target],
-            elements: range.len(),
-            foreign: (self.topology.size() - 1) * self.element_bytes(),
-        }
-    }
-
-    /// The sum over all nodes: of another node by its relay.
-    fn sum_over_nodes(&self, range: &Range<usize>, targets: Vec<*mut u8>) -> LocalSum {
+    /// The sum over all ranks: over those of another node by their relay, unless each contributes for itself.
+    fn sum(&self, range: &Range<usize>, targets: Vec<*mut u8>) -> LocalSum {
         let (topology, reduction) = (self.topology, self.reduction());
-        let others_here = topology.local_ranks().len() - 1;
-        let mut foreign = (others_here + targets.len() - 1) * self.element_bytes();
+        let mut foreign = (targets.len() - 1) * self.element_bytes();
         let mut sources = Vec::with_capacity(topology.nodes().len());
         for (index, node) in topology.nodes().iter().enumerate() {
-            let relay = SumSource::Remote(topology.relay(index, topology.rank()));
-            sources.push(if index == topology.own_node() {
-                self.ranks_of(node, range)
-            } else if node.len() == 1 {
-                foreign += self.element_bytes();
-                NodeInput::Ranks(vec![relay])
-            } else {
+            let is_own = index == topology.own_node();
+            if !is_own && self.adds_up(node) {
+                let relay = topology.relay(index, topology.rank());
                 foreign += reduction.partial_bytes();
-                NodeInput::Partial(relay)
-            });
+                sources.push(NodeInput::Partial(SumSource::Remote(relay)));
+            } else {
+                foreign += (node.len() - usize::from(is_own)) * self.element_bytes();
+                sources.push(self.ranks_of(node, range));
+            }
         }
         LocalSum {
             reduction,
@@ -276,7 +243,8 @@ impl RoundPlan<'_> {
     }
 
     fn reduction(&self) -> Reduction {
-        Reduction::new(self.descriptor.dtype, self.descriptor.reduce)
+        let op = self.descriptor.operation.reduction();
+        Reduction::new(self.descriptor.dtype, op.expect("only reductions add up"))
     }
 
     fn element_bytes(&self) -> usize {
@@ -344,7 +312,7 @@ pub(super) struct Peers {
     pub(super) topology: Topology,
     /// For the ranks of this node.
     pub(super) control: ControlSegments,
-    /// To the ranks of other nodes; by rank of the group.
+    /// By rank of the group; none to itself.
     pub(super) connections: Vec<Option<Connection>>,
 }
 
@@ -373,7 +341,6 @@ impl Round {
         let mut round = RunningRound {
             exchanges: start(self.transfers, &mut peers.connections, &self.header),
             sum: self.sum,
-            header: self.header,
             summed: 0,
             counted: 0,
         };
@@ -421,7 +388,6 @@ fn start<'a>(
 struct RunningRound<'a> {
     exchanges: Vec<PeerExchange<'a>>,
     sum: Option<LocalSum>,
-    header: OperationHeader,
     /// Elements.
     summed: usize,
     counted: u64,
@@ -444,7 +410,7 @@ impl RunningRound<'_> {
     fn receive(&mut self) -> Result<bool, Failure> {
         let mut moved = false;
         for exchange in &mut self.exchanges {
-            let (received, result) = exchange.receive(self.summed, &self.header)?;
+            let (received, result) = exchange.receive(self.summed)?;
             moved |= received > 0;
             // The results of a sum are counted by the rank that made it.
             if self.sum.is_none() {
@@ -555,7 +521,6 @@ mod tests {
         let topology = topology(nodes, me);
         let descriptor = Descriptor {
             operation,
-            reduce: ReduceOp::Sum { scale: 1.0 },
             dtype,
             len: 840,
             traffic: Traffic::Grads,
@@ -564,14 +529,12 @@ mod tests {
         let header = OperationHeader::of(
             &Request {
                 operation,
-                reduce: descriptor.reduce,
                 buffer: buffer(dtype),
                 traffic: descriptor.traffic,
                 tag: "test".into(),
             },
             me,
             0,
-            None,
         );
         let plan = RoundPlan {
             descriptor,
@@ -596,8 +559,12 @@ mod tests {
         for nodes in [&[4, 4][..], &[2, 2, 2], &[3, 3, 2], &[5, 1], &[1, 1, 1]] {
             let (ranks, others) = (nodes.iter().sum::<usize>(), nodes.len() - 1);
             for (operation, given, got) in [
-                (Operation::AllReduce, others * bytes, others * bytes),
-                (Operation::ReduceScatter, others * bytes, 0),
+                (
+                    Operation::AllReduce(ReduceOp::Sum),
+                    others * bytes,
+                    others * bytes,
+                ),
+                (Operation::ReduceScatter(ReduceOp::Sum), others * bytes, 0),
                 (Operation::AllGather, 0, others * bytes),
                 (Operation::Broadcast { root: 1 }, 0, others * bytes),
             ] {
@@ -626,7 +593,7 @@ mod tests {
         ] {
             let ranks = nodes.iter().sum::<usize>();
             let all: Vec<_> = (0..ranks)
-                .map(|me| transfers(nodes, me, Operation::AllReduce, dtype))
+                .map(|me| transfers(nodes, me, Operation::AllReduce(ReduceOp::Sum), dtype))
                 .collect();
             for (me, transfers) in all.iter().enumerate() {
                 if nodes.iter().all(|&ranks| ranks == nodes[0]) {

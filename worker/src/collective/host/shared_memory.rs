@@ -6,7 +6,6 @@
 //! |---|---|---|
 //! | progress | owner | number of barriers that it has reached |
 //! | barrier (first rank's only) | all | arrivals, and the barriers that are complete |
-//! | pairs | owner, one for each other rank | counters and header of messages to and from that rank |
 //! | two slots | owner, alternating | header of its operation, and its elements where they are few |
 //! | three stages | all, by the protocol of the operation | pieces of buffers that other ranks do not map |
 //!
@@ -17,15 +16,16 @@
 #![allow(unsafe_code, reason = "words and bytes in mapped segments")]
 
 use std::any::Any;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use super::header::{HEADER_BYTES, OperationHeader};
-use super::sockets::FdChannel;
+use super::header::OperationHeader;
+use super::sockets::Connection;
 use crate::collective::error::Failure;
-use crate::collective::wait::Wait;
+use crate::collective::wait::{Wait, hung_up};
 use crate::device::{Buffer, DeviceError, HostMemory, Memory};
 
 /// Most bytes of an operation whose elements are written beside its header.
@@ -46,9 +46,6 @@ const PAGE: usize = 4096;
 const PROGRESS: usize = 0;
 const ARRIVALS: usize = LINE;
 const BARRIER: usize = 2 * LINE;
-const PAIRS: usize = 4 * LINE;
-const PAIR_BYTES: usize = 4 * LINE;
-const PAIR_HEADER: usize = 3 * LINE;
 const SLOT_STRIDE: usize = LINE + SLOT_BYTES;
 
 /// Number of the packet that carries the descriptor of a control segment.
@@ -58,70 +55,49 @@ const SEGMENT_LABEL: u64 = 0;
 pub(super) struct ControlSegments {
     /// Global ranks.
     globals: Vec<usize>,
-    /// None for this rank.
-    channels: Vec<Option<FdChannel>>,
+    /// Of the connections to the others, which close when their processes end. None for this rank.
+    sockets: Vec<Option<Arc<OwnedFd>>>,
     segments: Vec<HostMemory>,
     me: usize,
     barriers: u32,
     turn: usize,
     spin: bool,
-    pairs: Vec<PairState>,
-}
-
-/// What this rank counts about its messages with one other.
-#[derive(Clone, Copy, Default)]
-struct PairState {
-    /// Messages, in both directions.
-    messages: u32,
-    /// Pieces sent through stages.
-    sent: u64,
-    /// Pieces received from the other's stages.
-    received: u64,
-}
-
-/// Counters of a pair in shared memory.
-#[derive(Clone, Copy)]
-enum PairCounter {
-    /// Messages that the owner has announced.
-    Announced = 0,
-    /// Pieces that the owner has put into its stages.
-    Sent = 1,
-    /// Pieces that the owner has copied from the other's stages.
-    Received = 2,
 }
 
 impl ControlSegments {
-    /// Makes this rank's segment and maps those of the others, which all do the same. Ranks are given by global rank,
-    /// with a channel to each but this one.
+    /// Makes the segment of the global rank `own` and maps those of the others, which all do the same. There is a connection
+    /// to each other rank.
     pub(super) fn new(
-        ranks: Vec<(usize, Option<FdChannel>)>,
+        own: usize,
+        connections: &[Option<&Connection>],
         spin: bool,
         wait: &Wait,
     ) -> Result<Self, Failure> {
-        let (globals, channels): (Vec<usize>, Vec<Option<FdChannel>>) = ranks.into_iter().unzip();
-        let bytes = stage_offset(globals.len(), STAGES);
-        let mut own = Some(HostMemory::shared("control", bytes)?);
-        let fd = own.as_ref().and_then(HostMemory::fd);
-        for channel in channels.iter().flatten() {
+        let bytes = stage_offset(STAGES);
+        let mut segment = Some(HostMemory::shared("control", bytes)?);
+        let fd = segment.as_ref().and_then(HostMemory::fd);
+        for connection in connections.iter().flatten() {
             let fd = fd.expect("shared memory has a descriptor");
-            channel.send(SEGMENT_LABEL, fd.as_fd(), wait)?;
+            connection.send_fd(SEGMENT_LABEL, fd.as_fd(), wait)?;
         }
-        let mut segments = Vec::with_capacity(globals.len());
-        for channel in &channels {
-            segments.push(match channel {
-                Some(channel) => HostMemory::map("control", channel.receive(SEGMENT_LABEL, wait)?, bytes)?,
-                None => own.take().expect("only this rank has no channel"),
+        let mut segments = Vec::with_capacity(connections.len());
+        for connection in connections {
+            segments.push(match connection {
+                Some(connection) => {
+                    HostMemory::map("control", connection.receive_fd(SEGMENT_LABEL, wait)?, bytes)?
+                }
+                None => segment.take().expect("only this rank has no connection"),
             });
         }
+        let me = connections.iter().position(Option::is_none);
         Ok(Self {
-            me: channels
+            globals: connections
                 .iter()
-                .position(Option::is_none)
-                .expect("this rank has no channel"),
-            pairs: vec![PairState::default(); globals.len()],
-            globals,
-            channels,
+                .map(|c| c.map_or(own, Connection::peer))
+                .collect(),
+            sockets: connections.iter().map(|c| c.map(Connection::socket)).collect(),
             segments,
+            me: me.expect("this rank has no connection"),
             barriers: 0,
             turn: 0,
             spin,
@@ -133,28 +109,24 @@ impl ControlSegments {
         self.globals.len()
     }
 
-    /// The connections to the other ranks, with their ranks on this node.
-    pub(super) fn channels(&self) -> impl Iterator<Item = (usize, &FdChannel)> {
-        let channels = self.channels.iter().enumerate();
-        channels.filter_map(|(rank, channel)| Some((rank, channel.as_ref()?)))
-    }
-
     /// Begins an operation: takes the next slot and writes this rank's header there.
     pub(super) fn announce(&mut self, header: &OperationHeader) {
         self.turn ^= 1;
-        // SAFETY: no rank reads the slot any more (see the module).
-        unsafe { self.write_header(slot_offset(self.ranks(), self.turn), header) };
+        let at = self.at(self.me, slot_offset(self.turn)).cast::<OperationHeader>();
+        // SAFETY: aligned, within the segment, and ours; no rank reads the slot any more (see the module).
+        unsafe { at.write(*header) };
     }
 
     /// The header of a rank that has reached the first barrier of this operation.
     pub(super) fn header(&self, rank: usize) -> OperationHeader {
-        // SAFETY: its owner wrote it before the barrier and does not touch it now.
-        unsafe { self.read_header(rank, slot_offset(self.ranks(), self.turn)) }
+        let at = self.at(rank, slot_offset(self.turn)).cast::<OperationHeader>();
+        // SAFETY: aligned and within the segment; its owner wrote it before the barrier and does not touch it now.
+        unsafe { at.read() }
     }
 
     /// The elements beside the header of this operation.
     pub(super) fn slot(&self, rank: usize) -> *mut u8 {
-        self.at(rank, slot_offset(self.ranks(), self.turn) + LINE)
+        self.at(rank, slot_offset(self.turn) + LINE)
     }
 
     /// The same of this rank.
@@ -164,7 +136,7 @@ impl ControlSegments {
 
     /// A stage of a rank.
     pub(super) fn stage(&self, rank: usize, index: usize) -> *mut u8 {
-        self.at(rank, stage_offset(self.ranks(), index % STAGES))
+        self.at(rank, stage_offset(index % STAGES))
     }
 
     /// Waits until all ranks of this node have reached the same barrier. What they wrote before is visible then.
@@ -182,7 +154,21 @@ impl ControlSegments {
             complete.raise(target);
             return Ok(());
         }
-        self.await_counter(complete, target, wait, |rank| self.has_reached(rank, 0))
+        if self.spin && spin(|| complete.reached(target)) {
+            return Ok(());
+        }
+        while !complete.reached(target) {
+            complete.sleep(target, wait.interval());
+            if complete.reached(target) {
+                break;
+            }
+            wait.check(|| {
+                let missing = (0..ranks).filter(|&rank| !self.has_reached(rank, 0));
+                missing.map(|rank| self.globals[rank]).collect()
+            })?;
+            self.check_alive(0)?;
+        }
+        Ok(())
     }
 
     /// True if a rank has reached the last barrier of this rank, or one that is `later` than that.
@@ -194,147 +180,21 @@ impl ControlSegments {
     /// An error if the process of another rank has ended without reaching a barrier: the last one of this rank, or one
     /// that is `later`.
     pub(super) fn check_alive(&self, later: u32) -> Result<(), Failure> {
-        self.check_channels(|rank| !self.has_reached(rank, later))
-    }
-
-    fn check_channels(&self, needed: impl Fn(usize) -> bool) -> Result<(), Failure> {
-        for (rank, channel) in self.channels() {
-            // The channel first: what the rank wrote before its process ended counts.
-            if needed(rank) && channel.is_closed() && needed(rank) {
+        for (rank, socket) in self.sockets.iter().enumerate() {
+            let is_needed = || !self.has_reached(rank, later);
+            // The socket first: what the rank wrote before its process ended counts.
+            if let Some(socket) = socket
+                && is_needed()
+                && hung_up(socket)
+                && is_needed()
+            {
                 return Err(Failure::PeerLost {
-                    rank: channel.peer(),
+                    rank: self.globals[rank],
                     how: "its process left or died".to_owned(),
                 });
             }
         }
         Ok(())
-    }
-
-    /// Announces a message to or from another rank, waits for that rank, and compares headers.
-    pub(super) fn announce_message(
-        &mut self,
-        other: usize,
-        header: &OperationHeader,
-        wait: &Wait,
-    ) -> Result<(), Failure> {
-        let pair = &mut self.pairs[other];
-        pair.messages = pair.messages.wrapping_add(1);
-        let count = pair.messages;
-        // SAFETY: the other has read the header of the message before, which is done.
-        unsafe { self.write_header(PAIRS + other * PAIR_BYTES + PAIR_HEADER, header) };
-        self.own_pair(other, PairCounter::Announced).raise(count);
-        self.await_pair(other, PairCounter::Announced, count, wait)?;
-        // SAFETY: the other wrote it before it announced, and not since.
-        let theirs = unsafe { self.read_header(other, PAIRS + self.me * PAIR_BYTES + PAIR_HEADER) };
-        header.agree(&theirs, self.globals[other])
-    }
-
-    /// Sends an announced message through this rank's stages.
-    ///
-    /// # Safety
-    /// The memory must be that of a held buffer.
-    pub(super) unsafe fn send(
-        &mut self,
-        other: usize,
-        start: *const u8,
-        len: usize,
-        wait: &Wait,
-    ) -> Result<(), Failure> {
-        for (at, len) in pieces(len) {
-            let sent = self.pairs[other].sent;
-            // The stage is empty once the piece that is `STAGES` back was received.
-            let before = (sent as u32).wrapping_sub(STAGES as u32 - 1);
-            self.await_pair(other, PairCounter::Received, before, wait)?;
-            let stage = self.stage(self.me, sent as usize);
-            // SAFETY: the piece is within the caller's memory, the stage is empty and ours.
-            unsafe { std::ptr::copy_nonoverlapping(start.wrapping_add(at), stage, len) };
-            self.pairs[other].sent = sent + 1;
-            self.own_pair(other, PairCounter::Sent).raise((sent + 1) as u32);
-        }
-        // The next operation uses the stages too, and the header must stay until it is read.
-        self.await_pair(other, PairCounter::Received, self.pairs[other].sent as u32, wait)
-    }
-
-    /// Receives an announced message.
-    ///
-    /// # Safety
-    /// The memory must be that of a held buffer.
-    pub(super) unsafe fn receive(
-        &mut self,
-        other: usize,
-        start: *mut u8,
-        len: usize,
-        wait: &Wait,
-    ) -> Result<(), Failure> {
-        for (at, len) in pieces(len) {
-            let received = self.pairs[other].received;
-            let after = (received + 1) as u32;
-            self.await_pair(other, PairCounter::Sent, after, wait)?;
-            let stage = self.stage(other, received as usize);
-            // SAFETY: the piece is within the caller's memory; the sender filled the stage and waits for this rank.
-            unsafe { std::ptr::copy_nonoverlapping(stage, start.wrapping_add(at), len) };
-            self.pairs[other].received = received + 1;
-            self.own_pair(other, PairCounter::Received).raise(after);
-        }
-        Ok(())
-    }
-
-    fn own_pair(&self, other: usize, counter: PairCounter) -> SharedCounter<'_> {
-        self.counter(self.me, PAIRS + other * PAIR_BYTES + counter as usize * LINE)
-    }
-
-    /// Waits for a counter that another rank keeps about its messages with this one.
-    fn await_pair(
-        &self,
-        owner: usize,
-        counter: PairCounter,
-        target: u32,
-        wait: &Wait,
-    ) -> Result<(), Failure> {
-        let counter = self.counter(owner, PAIRS + self.me * PAIR_BYTES + counter as usize * LINE);
-        self.await_counter(counter, target, wait, |rank| {
-            rank != owner || counter.reached(target)
-        })
-    }
-
-    fn await_counter(
-        &self,
-        counter: SharedCounter<'_>,
-        target: u32,
-        wait: &Wait,
-        arrived: impl Fn(usize) -> bool,
-    ) -> Result<(), Failure> {
-        if self.spin && spin(|| counter.reached(target)) {
-            return Ok(());
-        }
-        while !counter.reached(target) {
-            counter.sleep(target, wait.interval());
-            if counter.reached(target) {
-                break;
-            }
-            wait.check(|| {
-                let missing = (0..self.ranks()).filter(|&rank| !arrived(rank));
-                missing.map(|rank| self.globals[rank]).collect()
-            })?;
-            self.check_channels(|rank| !arrived(rank))?;
-        }
-        Ok(())
-    }
-
-    /// # Safety
-    /// No rank may read it now.
-    unsafe fn write_header(&self, offset: usize, header: &OperationHeader) {
-        let at = self.at(self.me, offset).cast::<[u8; HEADER_BYTES]>();
-        // SAFETY: ours, within the segment; for the rest the caller vouches.
-        unsafe { at.write(header.encode()) };
-    }
-
-    /// # Safety
-    /// Its owner must have written it, and not write it now.
-    unsafe fn read_header(&self, rank: usize, offset: usize) -> OperationHeader {
-        let at = self.at(rank, offset).cast::<[u8; HEADER_BYTES]>();
-        // SAFETY: within the segment; for the rest the caller vouches.
-        OperationHeader::decode(&unsafe { at.read() })
     }
 
     fn counter(&self, rank: usize, offset: usize) -> SharedCounter<'_> {
@@ -374,21 +234,12 @@ fn spin(done: impl Fn() -> bool) -> bool {
     }
 }
 
-/// Offsets and lengths of the pieces of a message. An empty one has one empty piece, which says that it was received.
-fn pieces(len: usize) -> impl Iterator<Item = (usize, usize)> {
-    let count = len.div_ceil(STAGE_BYTES).max(1);
-    (0..count).map(move |index| {
-        let at = index * STAGE_BYTES;
-        (at, STAGE_BYTES.min(len - at))
-    })
+fn slot_offset(index: usize) -> usize {
+    PAGE + index * SLOT_STRIDE
 }
 
-fn slot_offset(ranks: usize, index: usize) -> usize {
-    (PAIRS + ranks * PAIR_BYTES).next_multiple_of(PAGE) + index * SLOT_STRIDE
-}
-
-fn stage_offset(ranks: usize, index: usize) -> usize {
-    slot_offset(ranks, 2).next_multiple_of(PAGE) + index * STAGE_BYTES
+fn stage_offset(index: usize) -> usize {
+    slot_offset(2).next_multiple_of(PAGE) + index * STAGE_BYTES
 }
 
 /// A counter in shared memory with the number of ranks that sleep on it (futex). It wraps; waiters are never more than
@@ -463,28 +314,27 @@ pub(super) struct SharedArena {
 }
 
 impl SharedArena {
-    /// Maps the segments of the other ranks, which all do the same. `number` is the same on all ranks, and not 0.
+    /// Maps the segments of the other ranks of the node, which all do the same. `number` is the same on all ranks, and not 0.
     pub(super) fn exchange(
         number: u64,
         name: &str,
         own: HostMemory,
-        control: &ControlSegments,
+        connections: &[&Connection],
         wait: &Wait,
     ) -> Result<Self, Failure> {
-        for (_, channel) in control.channels() {
+        for connection in connections {
             let fd = own.fd().expect("shared memory has a descriptor");
-            channel.send(number, fd.as_fd(), wait)?;
+            connection.send_fd(number, fd.as_fd(), wait)?;
         }
-        let mut others = Vec::with_capacity(control.ranks() - 1);
-        for (_, channel) in control.channels() {
-            let fd = channel.receive(number, wait)?;
+        let mut others = Vec::with_capacity(connections.len());
+        for connection in connections {
+            let (peer, fd) = (connection.peer(), connection.receive_fd(number, wait)?);
             // The other ranks may have succeeded: not a refusal, after which all ranks could go on.
             let failed = |error: DeviceError| Failure::System {
-                what: format!("mapping the memory of rank {}", channel.peer()),
+                what: format!("mapping the memory of rank {peer}"),
                 cause: error.to_string(),
             };
-            let memory = HostMemory::map(name, fd, own.len()).map_err(failed)?;
-            others.push((channel.peer(), memory));
+            others.push((peer, HostMemory::map(name, fd, own.len()).map_err(failed)?));
         }
         Ok(Self { number, own, others })
     }

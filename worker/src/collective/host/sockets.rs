@@ -1,28 +1,34 @@
-//! Connections between ranks: TCP between nodes, Unix sockets within a node, and the handshake of both.
+//! Connections between ranks: TCP between nodes, Unix sockets within a node; how a group makes them, and their handshake.
 //!
 //! Of each pair the higher rank connects and the lower one listens. The first bytes of a connection are a [`Hello`] with
 //! the token that the listener has published to the ranks of its job, the generation and the connecting rank. A
-//! connection without the token is closed. Through a Unix socket ranks of a node pass descriptors ([`FdChannel`]).
+//! connection without the token is closed. Through a Unix socket ranks of a node also pass descriptors.
 #![allow(unsafe_code, reason = "descriptors that the kernel hands over")]
 
 use std::collections::BTreeMap;
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{self, IoSlice, IoSliceMut};
 use std::net::{IpAddr, SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr as UnixAddr, UnixListener, UnixStream};
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
+use bytemuck::{Pod, Zeroable};
 use nix::cmsg_space;
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags};
 use nix::sys::socket::{
     AddressFamily, Backlog, ControlMessage, ControlMessageOwned, MsgFlags, SockFlag, SockType, SockaddrLike,
-    SockaddrStorage, UnixAddr, accept4, bind, connect, getsockopt, listen, recv, recvmsg, send, sendmsg,
-    socket, socketpair, sockopt,
+    SockaddrStorage, accept4, connect, getsockopt, listen, recv, recvmsg, send, sendmsg, setsockopt, socket,
+    sockopt,
 };
+use serde::{Deserialize, Serialize};
 
+use super::topology::{RankInfo, Topology};
 use crate::collective::error::Failure;
-use crate::collective::wait::{Wait, hung_up, system_failure};
+use crate::collective::wait::{Wait, system_failure};
 
 /// Connections whose hello has not come yet; the oldest gives way to a new one.
 const PENDING_BOUND: usize = 256;
@@ -30,95 +36,122 @@ const PENDING_BOUND: usize = 256;
 const FOREIGN_CONNECTIONS: usize = 128;
 /// Longest wait for a TCP connection to a rank that listens: a firewall may drop packets without an answer.
 const CONNECT_BOUND: Duration = Duration::from_secs(10);
-const HELLO_BYTES: usize = 48;
 const MAGIC: u64 = 0x6464_7072_756e_0001;
 
 /// Who opens a connection, and to whom.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) struct Hello {
-    /// That of the listener.
-    pub(super) token: u128,
+#[repr(C)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Pod, Zeroable)]
+struct Hello {
+    magic: u64,
+    /// That of the listener, its low half first.
+    token: [u64; 2],
     /// Generation of the connecting rank.
-    pub(super) generation: u64,
+    generation: u64,
     /// Global rank of the connecting rank.
-    pub(super) rank: usize,
+    rank: u64,
+    reserved: u64,
 }
 
 impl Hello {
-    /// To the listener that has published this token, in hexadecimal.
-    pub(super) fn with_token(self, token: &str) -> Option<Self> {
-        let token = u128::from_str_radix(token, 16).ok()?;
-        Some(Self { token, ..self })
-    }
-
-    fn encode(self) -> [u8; HELLO_BYTES] {
-        let mut bytes = [0; HELLO_BYTES];
-        bytes[..8].copy_from_slice(&MAGIC.to_le_bytes());
-        bytes[8..24].copy_from_slice(&self.token.to_le_bytes());
-        bytes[24..32].copy_from_slice(&self.generation.to_le_bytes());
-        bytes[32..40].copy_from_slice(&(self.rank as u64).to_le_bytes());
-        bytes
-    }
-
-    fn decode(bytes: &[u8; HELLO_BYTES]) -> Option<Self> {
-        let word = |at: usize| u64::from_le_bytes(bytes[at..at + 8].try_into().expect("eight bytes"));
-        let token = u128::from(word(8)) | u128::from(word(16)) << 64;
-        (word(0) == MAGIC).then_some(Self {
-            token,
-            generation: word(24),
-            rank: word(32) as usize,
-        })
+    fn new(token: u128, info: &RankInfo) -> Self {
+        Self {
+            magic: MAGIC,
+            token: [token as u64, (token >> 64) as u64],
+            generation: info.generation,
+            rank: info.rank as u64,
+            reserved: 0,
+        }
     }
 }
 
-/// A token that cannot be guessed: `rand`'s own generator is a cryptographic one, seeded by the system.
-pub(super) fn new_token() -> u128 {
-    rand::random()
+/// Where a rank listens for the higher ranks of a group, as it publishes it.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(super) struct Address {
+    /// Abstract Unix address, for the ranks of its node.
+    unix: String,
+    /// For those of other nodes, if there are some.
+    tcp: Option<SocketAddr>,
+    /// In hexadecimal.
+    token: String,
 }
 
-/// A listening socket, for one family of peers.
+/// The sockets at which a rank listens for one group.
 #[derive(Debug)]
 pub(super) struct Listener {
-    socket: OwnedFd,
-    local: bool,
+    unix: OwnedFd,
+    tcp: Option<OwnedFd>,
+    token: u128,
 }
 
 impl Listener {
-    /// Listens on an abstract Unix address.
-    pub(super) fn unix(name: &str, peers: usize) -> Result<Self, Failure> {
-        let refused = |e| system_failure(format!("listening on the abstract Unix address `{name}`"), e);
-        let address = UnixAddr::new_abstract(name.as_bytes()).map_err(refused)?;
-        let socket = unix_socket().map_err(refused)?;
-        bind(socket.as_raw_fd(), &address).map_err(refused)?;
-        listen(&socket, backlog_for(peers)).map_err(refused)?;
-        Ok(Self { socket, local: true })
-    }
-
-    /// Listens on a free port of an address, with room for `peers` that connect before they are accepted.
-    pub(super) fn tcp(host: IpAddr, peers: usize) -> Result<(Self, SocketAddr), Failure> {
-        let refused = |error: std::io::Error| Failure::System {
-            what: format!("listening on `{host}`"),
-            cause: format!("{error}\n  hint: it must be an address of this node that the other nodes reach"),
+    /// Listens for ranks of this node and for ranks of others, with room for so many that connect before they are accepted.
+    pub(super) fn open(info: &RankInfo, local: usize, remote: usize) -> Result<(Self, Address), Failure> {
+        // It cannot be guessed: `rand`'s own generator is a cryptographic one, seeded by the system.
+        let token: u128 = rand::random();
+        let unix = format!("ddp-{token:032x}");
+        let listener = listen_unix(&unix, local)?;
+        let tcp = (remote > 0)
+            .then(|| listen_tcp(info.host_addr, remote))
+            .transpose()?;
+        let (tcp, address) = tcp.unzip();
+        let address = Address {
+            unix,
+            tcp: address,
+            token: format!("{token:032x}"),
         };
-        let listener = TcpListener::bind((host, 0)).map_err(refused)?;
-        listener.set_nonblocking(true).map_err(refused)?;
-        let address = listener.local_addr().map_err(refused)?;
-        let socket = OwnedFd::from(listener);
-        listen(&socket, backlog_for(peers + FOREIGN_CONNECTIONS)).map_err(|errno| refused(errno.into()))?;
-        Ok((Self { socket, local: false }, address))
+        let listener = Self {
+            unix: listener,
+            tcp,
+            token,
+        };
+        Ok((listener, address))
     }
 
-    /// Waits for the connections of these global ranks. `expected` has the token and the generation of their hellos.
-    pub(super) fn accept(
+    /// Connects this rank with all others of the group, by rank: to the lower ones, and accepts the higher ones. All ranks of
+    /// the group do so, at each other's addresses.
+    pub(super) fn connect(
         &self,
+        info: &RankInfo,
+        topology: &Topology,
+        addresses: &[&Address],
+        wait: &Wait,
+    ) -> Result<Vec<Option<Connection>>, Failure> {
+        let (me, globals) = (topology.rank(), topology.globals());
+        let is_here = |rank: usize| topology.local_index(rank).is_some();
+        let mut sockets = BTreeMap::new();
+        for (rank, address) in addresses.iter().enumerate().take(me) {
+            sockets.insert(
+                globals[rank],
+                address.connect(info, globals[rank], is_here(rank), wait)?,
+            );
+        }
+        sockets.extend(self.accept(info, &globals[me + 1..], wait)?);
+        let connections = globals.iter().enumerate().map(|(rank, &global)| {
+            let socket = sockets.remove(&global);
+            let connect = |socket| Connection::new(global, socket, is_here(rank));
+            socket.map(connect).transpose()
+        });
+        connections.collect()
+    }
+
+    /// Waits for the connections of these global ranks.
+    fn accept(
+        &self,
+        info: &RankInfo,
         ranks: &[usize],
-        expected: Hello,
         wait: &Wait,
     ) -> Result<BTreeMap<usize, OwnedFd>, Failure> {
+        let expected = Hello::new(self.token, info);
+        let listeners = [
+            Some((&self.unix, true)),
+            self.tcp.as_ref().map(|tcp| (tcp, false)),
+        ];
+        let listeners: Vec<_> = listeners.into_iter().flatten().collect();
         let mut accepted = BTreeMap::new();
         let mut pending: Vec<PendingPeer> = Vec::new();
         while accepted.len() < ranks.len() {
-            let sockets = std::iter::once(&self.socket).chain(pending.iter().map(|peer| &peer.socket));
+            let listening = listeners.iter().map(|(socket, _)| *socket);
+            let sockets = listening.chain(pending.iter().map(|peer| &peer.socket));
             let mut fds: Vec<_> = sockets
                 .map(|socket| PollFd::new(socket.as_fd(), PollFlags::POLLIN))
                 .collect();
@@ -127,8 +160,14 @@ impl Listener {
             for mut peer in std::mem::take(&mut pending) {
                 match peer.receive_hello() {
                     Poll::Ready(Some(hello)) => {
-                        let rank = hello.rank;
-                        if ranks.contains(&rank) && hello == (Hello { rank, ..expected }) {
+                        let rank = hello.rank as usize;
+                        if ranks.contains(&rank)
+                            && hello
+                                == (Hello {
+                                    rank: hello.rank,
+                                    ..expected
+                                })
+                        {
                             accepted.entry(rank).or_insert(peer.socket);
                         }
                     }
@@ -136,42 +175,70 @@ impl Listener {
                     Poll::Pending => pending.push(peer),
                 }
             }
-            while let Some(socket) = self.next_socket()? {
-                if pending.len() == PENDING_BOUND {
-                    pending.remove(0);
+            for &(listener, is_local) in &listeners {
+                while let Some(socket) = next_socket(listener, is_local)? {
+                    if pending.len() == PENDING_BOUND {
+                        pending.remove(0);
+                    }
+                    pending.push(PendingPeer {
+                        socket,
+                        hello: Hello::zeroed(),
+                        len: 0,
+                    });
                 }
-                pending.push(PendingPeer {
-                    socket,
-                    bytes: [0; HELLO_BYTES],
-                    len: 0,
-                });
             }
         }
         Ok(accepted)
     }
+}
 
-    /// The next connection. Unix connections from other users are closed.
-    fn next_socket(&self) -> Result<Option<OwnedFd>, Failure> {
-        loop {
-            let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-            let socket = match accept4(self.socket.as_raw_fd(), flags) {
-                // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
-                Ok(raw) => unsafe { OwnedFd::from_raw_fd(raw) },
-                Err(Errno::EAGAIN) => return Ok(None),
-                Err(error) if is_of_one_peer(error) => continue,
-                Err(error) => return Err(system_failure("accepting a peer", error)),
-            };
-            if !self.local || is_same_user(&socket) {
-                return Ok(Some(socket));
-            }
-        }
-    }
+/// Listens on an abstract Unix address.
+fn listen_unix(name: &str, peers: usize) -> Result<OwnedFd, Failure> {
+    let refused =
+        |e: io::Error| system_failure(format!("listening on the abstract Unix address `{name}`"), e);
+    let address = UnixAddr::from_abstract_name(name).map_err(refused)?;
+    let listener = UnixListener::bind_addr(&address).map_err(refused)?;
+    listener.set_nonblocking(true).map_err(refused)?;
+    let socket = OwnedFd::from(listener);
+    listen(&socket, backlog_for(peers)).map_err(|errno| refused(errno.into()))?;
+    Ok(socket)
+}
+
+/// Listens on a free port of an address.
+fn listen_tcp(host: IpAddr, peers: usize) -> Result<(OwnedFd, SocketAddr), Failure> {
+    let refused = |error: io::Error| Failure::System {
+        what: format!("listening on `{host}`"),
+        cause: format!("{error}\n  hint: it must be an address of this node that the other nodes reach"),
+    };
+    let listener = TcpListener::bind((host, 0)).map_err(refused)?;
+    listener.set_nonblocking(true).map_err(refused)?;
+    let address = listener.local_addr().map_err(refused)?;
+    let socket = OwnedFd::from(listener);
+    listen(&socket, backlog_for(peers + FOREIGN_CONNECTIONS)).map_err(|errno| refused(errno.into()))?;
+    Ok((socket, address))
 }
 
 /// The system also has a bound (`net.core.somaxconn`).
 fn backlog_for(peers: usize) -> Backlog {
     let peers = i32::try_from(peers).unwrap_or(i32::MAX).clamp(1, 4096);
     Backlog::new(peers).unwrap_or(Backlog::MAXCONN)
+}
+
+/// The next connection. Unix connections from other users are closed.
+fn next_socket(listener: &OwnedFd, is_local: bool) -> Result<Option<OwnedFd>, Failure> {
+    loop {
+        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+        let socket = match accept4(listener.as_raw_fd(), flags) {
+            // SAFETY: the kernel has just made this descriptor for us; it has no other owner.
+            Ok(raw) => unsafe { OwnedFd::from_raw_fd(raw) },
+            Err(Errno::EAGAIN) => return Ok(None),
+            Err(error) if is_of_one_peer(error) => continue,
+            Err(error) => return Err(system_failure("accepting a peer", error)),
+        };
+        if !is_local || is_same_user(&socket) {
+            return Ok(Some(socket));
+        }
+    }
 }
 
 /// True for an error of the connection that was about to be accepted, not of this socket: accept(2) passes those on, and
@@ -200,21 +267,23 @@ fn is_same_user(socket: &OwnedFd) -> bool {
 /// A connection whose hello has not come yet.
 struct PendingPeer {
     socket: OwnedFd,
-    bytes: [u8; HELLO_BYTES],
+    /// What has come of it.
+    hello: Hello,
     len: usize,
 }
 
 impl PendingPeer {
     /// Reads what has come. Ready with none: it is no hello.
     fn receive_hello(&mut self) -> Poll<Option<Hello>> {
-        let rest = &mut self.bytes[self.len..];
+        let rest = &mut bytemuck::bytes_of_mut(&mut self.hello)[self.len..];
         match recv(self.socket.as_raw_fd(), rest, MsgFlags::MSG_DONTWAIT) {
             Ok(0) => Poll::Ready(None),
             Ok(n) => {
                 self.len += n;
-                match self.len {
-                    HELLO_BYTES => Poll::Ready(Hello::decode(&self.bytes)),
-                    _ => Poll::Pending,
+                if self.len == size_of::<Hello>() {
+                    Poll::Ready(Some(self.hello))
+                } else {
+                    Poll::Pending
                 }
             }
             Err(Errno::EAGAIN | Errno::EINTR) => Poll::Pending,
@@ -223,38 +292,45 @@ impl PendingPeer {
     }
 }
 
-/// Connects to the abstract Unix address of a global rank of this node.
-pub(super) fn connect_unix(name: &str, rank: usize, hello: Hello, wait: &Wait) -> Result<OwnedFd, Failure> {
-    let refused = |e| {
-        system_failure(
-            format!("connecting to rank {rank} at the abstract Unix address `{name}`"),
-            e,
-        )
-    };
-    let address = UnixAddr::new_abstract(name.as_bytes()).map_err(refused)?;
-    let socket = unix_socket().map_err(refused)?;
-    loop {
-        match connect(socket.as_raw_fd(), &address) {
-            Ok(()) => break,
-            // The backlog is full: the listener is slow.
-            Err(Errno::EAGAIN) => {
-                wait.check(|| vec![rank])?;
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            Err(Errno::EINTR) => {}
-            Err(error) => return Err(refused(error)),
+impl Address {
+    /// Connects to the global rank that listens here.
+    fn connect(&self, info: &RankInfo, rank: usize, is_local: bool, wait: &Wait) -> Result<OwnedFd, Failure> {
+        let malformed = || Failure::Invalid(format!("rank {rank} published a malformed address"));
+        let token = u128::from_str_radix(&self.token, 16).map_err(|_| malformed())?;
+        let socket = if is_local {
+            connect_unix(&self.unix, rank)?
+        } else {
+            connect_tcp(self.tcp.ok_or_else(malformed)?, rank, wait)?
+        };
+        let hello = Hello::new(token, info);
+        // It fits into the empty buffer of a new connection, so that this does not wait.
+        let failed = |errno| system_failure(format!("greeting rank {rank}"), errno);
+        match send(
+            socket.as_raw_fd(),
+            bytemuck::bytes_of(&hello),
+            MsgFlags::MSG_NOSIGNAL,
+        ) {
+            Ok(sent) if sent == size_of::<Hello>() => Ok(socket),
+            Ok(_) => Err(failed(Errno::EMSGSIZE)),
+            Err(error) => Err(failed(error)),
         }
     }
-    greet(socket, rank, hello)
 }
 
-/// Connects to a global rank of another node, which listens already: within [`CONNECT_BOUND`].
-pub(super) fn connect_tcp(
-    address: SocketAddr,
-    rank: usize,
-    hello: Hello,
-    wait: &Wait,
-) -> Result<OwnedFd, Failure> {
+/// Its backlog has room for all ranks that know the address, so that this does not wait.
+fn connect_unix(name: &str, rank: usize) -> Result<OwnedFd, Failure> {
+    let refused = |e: io::Error| {
+        let what = format!("connecting to rank {rank} at the abstract Unix address `{name}`");
+        system_failure(what, e)
+    };
+    let address = UnixAddr::from_abstract_name(name).map_err(refused)?;
+    UnixStream::connect_addr(&address)
+        .map(OwnedFd::from)
+        .map_err(refused)
+}
+
+/// To a rank that listens already: within [`CONNECT_BOUND`].
+fn connect_tcp(address: SocketAddr, rank: usize, wait: &Wait) -> Result<OwnedFd, Failure> {
     let refused = |cause: &str| Failure::System {
         what: format!("cannot reach rank {rank} at `{address}`"),
         cause: format!(
@@ -286,42 +362,32 @@ pub(super) fn connect_tcp(
         }
         Err(error) => return Err(by_system(error)),
     }
-    greet(socket, rank, hello)
+    Ok(socket)
 }
 
-/// The hello fits into the empty buffer of a new connection, so it never waits.
-fn greet(socket: OwnedFd, rank: usize, hello: Hello) -> Result<OwnedFd, Failure> {
-    match send(socket.as_raw_fd(), &hello.encode(), MsgFlags::MSG_NOSIGNAL) {
-        Ok(HELLO_BYTES) => Ok(socket),
-        Ok(_) => Err(system_failure(format!("greeting rank {rank}"), Errno::EMSGSIZE)),
-        Err(error) => Err(system_failure(format!("greeting rank {rank}"), error)),
-    }
-}
-
-fn unix_socket() -> Result<OwnedFd, Errno> {
-    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)
-}
-
-/// One end of a Unix connection to a rank of this node, through which descriptors are passed; when it closes, the other
-/// process has ended. It keeps message boundaries (`SOCK_SEQPACKET`) and does not block.
+/// One connection to a global rank. It does not block. When a Unix one closes, the process of the rank has ended.
 #[derive(Debug)]
-pub(super) struct FdChannel {
+pub(super) struct Connection {
     peer: usize,
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
+    /// Room for what the peer contributes to a sum.
+    pub(super) ring: Vec<u64>,
+    /// Room for a piece of a sum that the peer gets.
+    pub(super) out: Vec<u64>,
 }
 
-impl FdChannel {
-    /// Over a connected socket to a global rank.
-    pub(super) fn new(peer: usize, socket: OwnedFd) -> Self {
-        Self { peer, socket }
-    }
-
-    /// Both ends of a new connection.
-    pub(super) fn pair() -> Result<(OwnedFd, OwnedFd), Failure> {
-        let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-        socketpair(AddressFamily::Unix, SockType::SeqPacket, None, flags)
-            .map_err(|e| system_failure("opening a Unix connection", e))
+impl Connection {
+    fn new(peer: usize, socket: OwnedFd, is_local: bool) -> Result<Self, Failure> {
+        if !is_local {
+            let failed = |errno| system_failure(format!("preparing the connection to rank {peer}"), errno);
+            setsockopt(&socket, sockopt::TcpNoDelay, &true).map_err(failed)?;
+        }
+        Ok(Self {
+            peer,
+            socket: Arc::new(socket),
+            ring: Vec::new(),
+            out: Vec::new(),
+        })
     }
 
     /// Global rank of the peer.
@@ -329,29 +395,37 @@ impl FdChannel {
         self.peer
     }
 
-    /// True if the peer's end is closed.
-    pub(super) fn is_closed(&self) -> bool {
-        hung_up(&self.socket)
+    /// For [`hung_up`].
+    pub(super) fn socket(&self) -> Arc<OwnedFd> {
+        self.socket.clone()
     }
 
-    /// Passes a descriptor to the peer, with a number that says what it is.
-    pub(super) fn send(&self, label: u64, fd: BorrowedFd<'_>, wait: &Wait) -> Result<(), Failure> {
-        let bytes = label.to_le_bytes();
-        let fds = [fd.as_raw_fd()];
+    /// Sends what the connection accepts now; 0 if nothing.
+    pub(super) fn send(&self, parts: &[IoSlice<'_>]) -> Result<usize, Failure> {
+        let sent = self.send_with(parts, &[]);
+        sent.map_err(|error| self.lost(&error.desc().to_lowercase()))
+    }
+
+    /// Receives what is there; 0 if nothing.
+    pub(super) fn receive(&self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Failure> {
+        let message = recvmsg::<()>(self.socket.as_raw_fd(), parts, None, MsgFlags::MSG_DONTWAIT);
+        match message.map(|message| message.bytes) {
+            Ok(0) => Err(self.lost_by_closing()),
+            Ok(received) => Ok(received),
+            Err(Errno::EAGAIN | Errno::EINTR) => Ok(0),
+            Err(error) => Err(self.lost(&error.desc().to_lowercase())),
+        }
+    }
+
+    /// Passes a descriptor to a peer of this node, with a number that says what it is.
+    pub(super) fn send_fd(&self, label: u64, fd: BorrowedFd<'_>, wait: &Wait) -> Result<(), Failure> {
+        let (bytes, fds) = (label.to_le_bytes(), [fd.as_raw_fd()]);
         let rights = [ControlMessage::ScmRights(&fds)];
-        let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
         loop {
-            match sendmsg::<()>(
-                self.socket.as_raw_fd(),
-                &[IoSlice::new(&bytes)],
-                &rights,
-                flags,
-                None,
-            ) {
+            match self.send_with(&[IoSlice::new(&bytes)], &rights) {
+                Ok(0) => self.until(PollFlags::POLLOUT, wait)?,
                 Ok(_) => return Ok(()),
-                Err(Errno::EAGAIN) => self.until(PollFlags::POLLOUT, wait)?,
-                Err(Errno::EINTR) => {}
-                Err(Errno::EPIPE | Errno::ECONNRESET) => return Err(self.lost()),
+                Err(Errno::EPIPE | Errno::ECONNRESET) => return Err(self.lost_by_closing()),
                 Err(error) => {
                     let what = format!("passing a descriptor to rank {}", self.peer);
                     return Err(system_failure(what, error));
@@ -360,15 +434,15 @@ impl FdChannel {
         }
     }
 
-    /// Receives the descriptor that the peer passes with this number.
-    pub(super) fn receive(&self, label: u64, wait: &Wait) -> Result<OwnedFd, Failure> {
+    /// Receives the descriptor that a peer of this node passes with this number.
+    pub(super) fn receive_fd(&self, label: u64, wait: &Wait) -> Result<OwnedFd, Failure> {
         let peer = self.peer;
         loop {
             self.until(PollFlags::POLLIN, wait)?;
             let mut bytes = [0; 8];
             return match receive_fd(self.socket.as_fd(), &mut bytes) {
                 Err(Errno::EAGAIN | Errno::EINTR) => continue,
-                Err(Errno::ECONNRESET) | Ok((0, _)) => Err(self.lost()),
+                Err(Errno::ECONNRESET) | Ok((0, _)) => Err(self.lost_by_closing()),
                 Err(error) => Err(system_failure(
                     format!("taking a descriptor from rank {peer}"),
                     error,
@@ -381,25 +455,43 @@ impl FdChannel {
         }
     }
 
+    fn send_with(&self, parts: &[IoSlice<'_>], rights: &[ControlMessage<'_>]) -> Result<usize, Errno> {
+        let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
+        match sendmsg::<()>(self.socket.as_raw_fd(), parts, rights, flags, None) {
+            Err(Errno::EAGAIN | Errno::EINTR) => Ok(0),
+            sent => sent,
+        }
+    }
+
     fn until(&self, events: PollFlags, wait: &Wait) -> Result<(), Failure> {
         wait.until_ready(&mut [PollFd::new(self.socket.as_fd(), events)], || {
             vec![self.peer]
         })
     }
 
-    fn lost(&self) -> Failure {
+    fn lost(&self, how: &str) -> Failure {
         Failure::PeerLost {
             rank: self.peer,
-            how: "its process closed the connection".to_owned(),
+            how: how.to_owned(),
         }
+    }
+
+    fn lost_by_closing(&self) -> Failure {
+        self.lost("its process closed the connection")
     }
 }
 
-fn receive_fd(fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<(usize, Option<OwnedFd>), Errno> {
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+fn receive_fd(socket: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<(usize, Option<OwnedFd>), Errno> {
     let mut control = cmsg_space!([RawFd; 1]);
     let mut slices = [IoSliceMut::new(bytes)];
     let flags = MsgFlags::MSG_CMSG_CLOEXEC | MsgFlags::MSG_DONTWAIT;
-    let message = recvmsg::<()>(fd.as_raw_fd(), &mut slices, Some(&mut control), flags)?;
+    let message = recvmsg::<()>(socket.as_raw_fd(), &mut slices, Some(&mut control), flags)?;
     let mut found = None;
     for part in message.cmsgs()? {
         if let ControlMessageOwned::ScmRights(fds) = part {
@@ -414,31 +506,35 @@ fn receive_fd(fd: BorrowedFd<'_>, bytes: &mut [u8]) -> Result<(usize, Option<Own
 
 #[cfg(test)]
 mod tests {
-    use std::time::Duration;
-
     use super::*;
+    use crate::collective::wait::hung_up;
     use crate::session::Cancel;
+
+    /// Both ends of a connection between ranks 0 and `peer` of a node.
+    fn pair(peer: usize) -> (Connection, Connection) {
+        let (left, right) = UnixStream::pair().unwrap();
+        let end = |peer, socket: UnixStream| Connection::new(peer, socket.into(), true).unwrap();
+        (end(peer, left), end(0, right))
+    }
 
     #[test]
     fn a_descriptor_goes_through_and_a_closed_channel_is_seen() {
-        let (left, right) = FdChannel::pair().unwrap();
-        let (left, right) = (FdChannel::new(1, left), FdChannel::new(0, right));
+        let (left, right) = pair(1);
         let wait = Wait::new(Duration::from_secs(10), &Cancel::new());
         let file = tempfile::tempfile().unwrap();
-        left.send(5, file.as_fd(), &wait).unwrap();
-        assert!(right.receive(5, &wait).is_ok());
-        assert!(!left.is_closed());
+        left.send_fd(5, file.as_fd(), &wait).unwrap();
+        assert!(right.receive_fd(5, &wait).is_ok());
+        assert!(!hung_up(&left.socket()));
         drop(right);
-        assert!(left.is_closed());
-        assert_eq!(left.receive(6, &wait).unwrap_err(), left.lost());
+        assert!(hung_up(&left.socket()));
+        assert_eq!(left.receive_fd(6, &wait).unwrap_err(), left.lost_by_closing());
     }
 
     #[test]
     fn a_wait_for_a_descriptor_names_the_rank() {
-        let (left, _right) = FdChannel::pair().unwrap();
-        let left = FdChannel::new(3, left);
+        let (left, _right) = pair(3);
         let wait = Wait::new(Duration::from_millis(5), &Cancel::new());
-        let error = left.receive(1, &wait).unwrap_err();
+        let error = left.receive_fd(1, &wait).unwrap_err();
         assert!(matches!(error, Failure::TimedOut { waiting_for, .. } if waiting_for == [3]));
     }
 }

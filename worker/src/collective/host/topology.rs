@@ -2,6 +2,8 @@
 
 use std::net::IpAddr;
 
+use crate::collective::error::Failure;
+
 /// One rank of the world, and what its transport needs to know of the machine.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RankInfo {
@@ -15,8 +17,6 @@ pub struct RankInfo {
     pub local_world_size: usize,
     /// Position of this node, from 0. Sums over nodes run in this order.
     pub node_rank: usize,
-    /// Number of nodes.
-    pub node_count: usize,
     /// Address of this node that the ranks of other nodes reach. Not used on one node.
     pub host_addr: IpAddr,
     /// The generation of the job: ranks of another one are refused.
@@ -42,11 +42,26 @@ impl RankInfo {
             local_rank: rank,
             local_world_size: size,
             node_rank: 0,
-            node_count: 1,
             host_addr: IpAddr::from([127, 0, 0, 1]),
             generation: 1,
             spin: size <= cores,
         }
+    }
+
+    pub(super) fn check(&self) -> Result<(), Failure> {
+        let Self {
+            rank,
+            world_size,
+            local_rank,
+            local_world_size,
+            ..
+        } = *self;
+        if rank < world_size && local_rank < local_world_size && local_world_size <= world_size {
+            return Ok(());
+        }
+        Err(Failure::Invalid(format!(
+            "rank {rank} of {world_size} cannot be rank {local_rank} of {local_world_size} on its node\n  hint: the environment of this worker is not the one its launcher set"
+        )))
     }
 }
 

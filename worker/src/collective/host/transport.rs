@@ -1,4 +1,5 @@
-//! The transport of host memory: shared memory between ranks of one node, TCP to the ranks of other nodes.
+//! The transport of host memory: shared memory between ranks of one node, TCP to the ranks of other nodes. The ranks of the
+//! world find each other over the key-value store ([`connect`]), those of a subgroup over the connections of its group.
 //!
 //! Every operation begins in the same way: each rank writes a header of what it does, the ranks of a node pass a
 //! barrier, and each compares its header with those of all peers. Then, by where the elements are:
@@ -10,37 +11,129 @@
 //! shared arena, and refuses a mixture; on one node, a mixture is staged.
 #![allow(unsafe_code, reason = "memory that other ranks map")]
 
-use std::collections::BTreeMap;
 use std::hash::{DefaultHasher, Hash, Hasher};
-use std::net::SocketAddr;
 use std::ops::Range;
-use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use super::header::{OperationHeader, SetUpCall, SharedAddress};
-use super::plan::{Peers, Round};
-use super::plan::{RoundPlan, given, is_brief};
+use super::exchange::{MemoryRange, Transfer};
+use super::header::{OperationHeader, SetUpCall};
+use super::plan::{Peers, Round, RoundPlan, given, is_brief};
 use super::shared_memory::{ControlSegments, STAGE_BYTES, SharedArena};
-use super::sockets::{FdChannel, Hello, Listener, connect_tcp, new_token};
-use super::tcp::{Connection, MemoryRange, Transfer};
-use super::topology::{RankInfo, Topology};
+use super::sockets::{Address, Connection, Listener};
+use super::topology::{Member, RankInfo, Topology};
 use crate::collective::error::Failure;
 use crate::collective::operation::{Descriptor, Operation, Request, slice};
-use crate::collective::transport::{Engine, HostEngine, SingleRank, Transport, check_members};
-use crate::collective::wait::Wait;
+use crate::collective::transport::{SingleRank, Transport, check_members};
+use crate::collective::wait::{Pending, StoreExchange, Wait, absent_ranks};
 use crate::device::{Arena, ArenaSpec, Device, Held, HostMemory};
+use crate::session::{Cancel, KeyValue};
 
 /// Size of a [`SetUpMessage`]; a longer refusal is cut.
 const MESSAGE_BYTES: usize = 1280;
 const REFUSAL_BOUND: usize = 240;
 
-/// Number of the packets that carry one end of a new channel.
-const CHANNEL_LABEL: u64 = 2;
+/// Name of the group of all ranks in messages.
+const WORLD: &str = "world";
+
+/// The transport of the whole world: shared memory to the ranks of this node, TCP to the others.
+///
+/// Every rank of the generation must call it. `store` must be scoped to the job and the generation; it is not
+/// used after the call returns. `timeout` bounds the whole call, and `cancel` ends it within 100 ms, or when a store
+/// that is out of reach has said so. Later waits are bounded and ended by the [`Wait`] of each operation.
+pub fn connect(
+    info: &RankInfo,
+    store: &dyn KeyValue,
+    cancel: &Cancel,
+    timeout: Duration,
+) -> Result<Box<dyn Transport>, Failure> {
+    info.check()?;
+    if info.world_size == 1 {
+        return Ok(Box::new(SingleRank::new(info.rank)));
+    }
+    let pending = Pending::register(WORLD, cancel);
+    pending.begin_set_up("connect");
+    let wait = Wait::new(timeout, cancel).reporting_to(&pending);
+    let remote = info.world_size - info.local_world_size;
+    let (listener, address) = Listener::open(info, info.local_world_size, remote)?;
+    let own = PublishedRank {
+        node: info.node_rank,
+        local: info.local_rank,
+        address,
+    };
+    let published = exchange_addresses(info, &own, store, &wait)?;
+    check_node(info, &published)?;
+    let members = published.iter().enumerate().map(|(global, rank)| Member {
+        global,
+        node: rank.node,
+        local: rank.local,
+    });
+    let topology = Topology::new(members.collect(), info.rank);
+    let addresses: Vec<&Address> = published.iter().map(|rank| &rank.address).collect();
+    let connections = listener.connect(info, &topology, &addresses, &wait)?;
+    let transport = HostTransport::new(info.clone(), topology, connections, &wait)?;
+    Ok(Box::new(transport))
+}
+
+fn exchange_addresses(
+    info: &RankInfo,
+    own: &PublishedRank,
+    store: &dyn KeyValue,
+    wait: &Wait,
+) -> Result<Vec<PublishedRank>, Failure> {
+    let exchange = StoreExchange {
+        store,
+        wait,
+        what: "exchanging addresses with the other ranks",
+    };
+    let bytes = serde_json::to_vec(own).expect("an address has no map keys that could fail");
+    exchange.publish(&key(info.rank), &bytes)?;
+    let ranks = 0..info.world_size;
+    let published = ranks.map(|rank| {
+        // If it does not in time: which ranks after it did not either.
+        let absent = || {
+            let (now, later) = (Instant::now(), Vec::from_iter(rank + 1..info.world_size));
+            let (absent, _) = absent_ranks(&later, now, |rank| Ok(store.get(&key(rank), now)?.is_some()));
+            [vec![rank], absent].concat()
+        };
+        let bytes = exchange.await_key(&key(rank), rank, absent)?;
+        serde_json::from_slice(&bytes)
+            .map_err(|e| Failure::Invalid(format!("rank {rank} published a malformed address: {e}")))
+    });
+    published.collect()
+}
+
+fn key(rank: usize) -> String {
+    format!("collective/{rank}")
+}
+
+/// The ranks of this node must be as many as it has, each with another local rank.
+fn check_node(info: &RankInfo, published: &[PublishedRank]) -> Result<(), Failure> {
+    let of_node = published.iter().filter(|address| address.node == info.node_rank);
+    let mut local_ranks: Vec<usize> = of_node.map(|address| address.local).collect();
+    local_ranks.sort_unstable();
+    if local_ranks.iter().copied().eq(0..info.local_world_size) {
+        return Ok(());
+    }
+    Err(Failure::Invalid(format!(
+        "node {} should have {} ranks, but ranks with these local ranks came: {local_ranks:?}\n  hint: the environment of some worker is not the one its launcher set",
+        info.node_rank, info.local_world_size
+    )))
+}
+
+/// What a rank publishes about itself.
+#[derive(Debug, Serialize, Deserialize)]
+struct PublishedRank {
+    node: usize,
+    local: usize,
+    #[serde(flatten)]
+    address: Address,
+}
 
 /// The transport of one group of ranks over host memory.
-pub(super) struct HostTransport {
+struct HostTransport {
     info: RankInfo,
     peers: Peers,
     /// Number of the next collective.
@@ -50,25 +143,16 @@ pub(super) struct HostTransport {
 }
 
 impl HostTransport {
-    /// Over sockets to the other ranks, by global rank.
-    pub(super) fn new(
+    /// Over connections to the other ranks, by rank.
+    fn new(
         info: RankInfo,
         topology: Topology,
-        mut sockets: BTreeMap<usize, OwnedFd>,
+        connections: Vec<Option<Connection>>,
         wait: &Wait,
     ) -> Result<Self, Failure> {
-        let globals = topology.globals();
-        let local = topology.local_ranks().iter().map(|&rank| {
-            let global = globals[rank];
-            let socket = sockets.remove(&global);
-            (global, socket.map(|socket| FdChannel::new(global, socket)))
-        });
-        let control = ControlSegments::new(local.collect(), info.spin, wait)?;
-        let mut connections = Vec::with_capacity(topology.size());
-        for &global in globals {
-            let socket = sockets.remove(&global);
-            connections.push(socket.map(|socket| Connection::new(global, socket)).transpose()?);
-        }
+        let local = topology.local_ranks().iter();
+        let local: Vec<_> = local.map(|&rank| connections[rank].as_ref()).collect();
+        let control = ControlSegments::new(info.rank, &local, info.spin, wait)?;
         Ok(Self {
             info,
             collectives: 0,
@@ -84,13 +168,17 @@ impl HostTransport {
     /// `base` is the start of the held buffer.
     fn collective(&mut self, request: &Request, base: *mut u8, wait: &Wait) -> Result<u64, Failure> {
         let descriptor = Descriptor::of(request);
+        let number = self.next_collective();
         let topology = &self.peers.topology;
         let (rank, size) = (topology.rank(), topology.size());
         let in_one_way = topology.has_one_rank_per_node() || topology.is_one_node();
-        let mut header = OperationHeader::of(request, rank, self.next_collective(), address(request));
+        let mut header = OperationHeader::of(request, rank, number);
+        if let Some(arena) = SharedArena::of(&request.buffer) {
+            (header.arena, header.offset) = (arena.number(), request.buffer.start() as u64);
+        }
         if !in_one_way {
             // Between nodes the rounds must match, so all ranks must take the same of the ways above.
-            header = header.with_common_arena();
+            header.require_common_arena();
         }
         let brief = is_brief(&descriptor, size);
         self.peers.control.announce(&header);
@@ -132,8 +220,8 @@ impl HostTransport {
         Ok(counted)
     }
 
-    /// Sends or receives the request's buffer. Both ranks announce the message and compare headers, so a send returns
-    /// when its receiver has taken everything, and of two ranks that both send to each other first both fail at once.
+    /// Sends or receives the request's buffer. Both ranks compare headers first: of two ranks that both send to each other
+    /// first, both fail at once.
     fn message(
         &mut self,
         peer: usize,
@@ -143,33 +231,18 @@ impl HostTransport {
     ) -> Result<u64, Failure> {
         let topology = &self.peers.topology;
         Descriptor::of(request).check(topology.rank(), topology.size())?;
-        let header = OperationHeader::of(request, topology.rank(), self.messages[peer], None);
+        let mut round = Round::new(OperationHeader::of(request, topology.rank(), self.messages[peer]));
         self.messages[peer] += 1;
+        let mut transfer = Transfer::header_only(peer);
         let len = request.buffer.bytes();
-        let sends = matches!(request.operation, Operation::Send { .. });
-        let Some(other) = topology.local_index(peer) else {
-            let mut transfer = Transfer::header_only(peer);
-            let range = MemoryRange { start, len };
-            if sends {
-                transfer.result_out = range;
-            } else {
-                transfer.result_in = range;
-            }
-            let mut round = Round::new(header);
-            round.transfers.push(transfer);
-            // SAFETY: the range is that of a held buffer, which no other rank touches.
-            return unsafe { round.run(&mut self.peers, false, wait) };
-        };
-        let control = &mut self.peers.control;
-        control.announce_message(other, &header, wait)?;
-        if sends {
-            // SAFETY: the memory is that of a held buffer.
-            unsafe { control.send(other, start, len, wait) }?;
-            return Ok(0);
+        if matches!(request.operation, Operation::Send { .. }) {
+            transfer.result_out = MemoryRange { start, len };
+        } else {
+            transfer.result_in = MemoryRange { start, len };
         }
-        // SAFETY: the memory is that of a held buffer.
-        unsafe { control.receive(other, start, len, wait) }?;
-        Ok(len as u64)
+        round.transfers.push(transfer);
+        // SAFETY: the range is that of a held buffer, which no other rank touches.
+        unsafe { round.run(&mut self.peers, false, wait) }
     }
 
     /// Compares the headers of all ranks of the node with ours.
@@ -199,18 +272,17 @@ impl HostTransport {
         let Some(arena) = SharedArena::of(&request.buffer) else {
             return Ok(None);
         };
-        let addresses = (0..control.ranks()).map(|rank| control.header(rank).address());
-        let same = |address: Option<SharedAddress>| address.filter(|a| a.arena == arena.number());
-        let Some(addresses) = addresses.map(same).collect::<Option<Vec<_>>>() else {
+        let headers: Vec<OperationHeader> = (0..control.ranks()).map(|rank| control.header(rank)).collect();
+        if headers.iter().any(|header| header.arena != arena.number()) {
             return Ok(None);
-        };
-        let views = topology.local_ranks().iter().zip(addresses);
-        let views = views.map(|(&rank, address)| {
+        }
+        let views = topology.local_ranks().iter().zip(headers);
+        let views = views.map(|(&rank, header)| {
             if rank == topology.rank() {
                 return Ok(base);
             }
             let global = topology.globals()[rank];
-            let view = arena.of_rank(global, address.offset, request.buffer.bytes());
+            let view = arena.of_rank(global, header.offset, request.buffer.bytes());
             view.ok_or_else(|| {
                 let arena = request.buffer.arena();
                 Failure::Invalid(format!("the buffer of rank {global} is not in `{arena:?}`"))
@@ -333,7 +405,14 @@ impl HostTransport {
             HostMemory::shared(&spec.name, bytes)
         };
         let (own, _) = self.exchange_outcomes(call, &spec.name, 0, own.map_err(Failure::from), wait)?;
-        let memory = SharedArena::exchange(number, &spec.name, own, &self.peers.control, wait)?;
+        let Peers {
+            topology,
+            connections,
+            ..
+        } = &self.peers;
+        let local = topology.local_ranks().iter();
+        let local: Vec<_> = local.filter_map(|&rank| connections[rank].as_ref()).collect();
+        let memory = SharedArena::exchange(number, &spec.name, own, &local, wait)?;
         Ok(Arena::new(spec, memory))
     }
 
@@ -359,56 +438,6 @@ impl HostTransport {
             }
         }
     }
-
-    /// Connects to the members on other nodes, by global rank: to the lower ones, and accepts the higher ones.
-    fn connect_remote(
-        &self,
-        remote: &[usize],
-        hello: Hello,
-        listener: Option<&Listener>,
-        messages: &[SetUpMessage],
-        wait: &Wait,
-    ) -> Result<BTreeMap<usize, OwnedFd>, Failure> {
-        let (me, globals) = (self.peers.topology.rank(), self.peers.topology.globals());
-        let mut sockets = BTreeMap::new();
-        for &rank in remote.iter().filter(|&&rank| rank < me) {
-            let global = globals[rank];
-            let SetUpMessage { address, token, .. } = &messages[rank];
-            let (Some(address), Some(hello)) = (address, hello.with_token(token)) else {
-                return Err(Failure::Invalid(format!(
-                    "rank {global} did not say where it listens"
-                )));
-            };
-            sockets.insert(global, connect_tcp(*address, global, hello, wait)?);
-        }
-        if let Some(listener) = listener {
-            let higher = remote.iter().filter(|&&rank| rank > me);
-            let higher: Vec<usize> = higher.map(|&rank| globals[rank]).collect();
-            sockets.extend(listener.accept(&higher, hello, wait)?);
-        }
-        Ok(sockets)
-    }
-
-    /// New channels to the members on this node, by global rank. Of each pair, the lower one on the node makes both ends.
-    fn local_channels(&self, members: &[usize], wait: &Wait) -> Result<Vec<(usize, OwnedFd)>, Failure> {
-        let topology = &self.peers.topology;
-        let channels: Vec<_> = self.peers.control.channels().collect();
-        let joins = |index: usize| members.contains(&topology.local_ranks()[index]);
-        let mut sockets = Vec::new();
-        for &(index, channel) in channels.iter().filter(|&&(index, _)| joins(index)) {
-            if topology.own_index() < index {
-                let (ours, theirs) = FdChannel::pair()?;
-                channel.send(CHANNEL_LABEL, theirs.as_fd(), wait)?;
-                sockets.push((channel.peer(), ours));
-            }
-        }
-        for &(index, channel) in channels.iter().filter(|&&(index, _)| joins(index)) {
-            if index < topology.own_index() {
-                sockets.push((channel.peer(), channel.receive(CHANNEL_LABEL, wait)?));
-            }
-        }
-        Ok(sockets)
-    }
 }
 
 impl Transport for HostTransport {
@@ -432,21 +461,18 @@ impl Transport for HostTransport {
     /// The subgroup has segments and connections of its own, so that two groups of one rank can be driven by two threads.
     fn split(&mut self, name: &str, members: &[usize], wait: &Wait) -> Result<Box<dyn Transport>, Failure> {
         let header = OperationHeader::of_call(SetUpCall::Split, self.next_collective(), name);
-        let token = new_token();
         let mut message = SetUpMessage {
             number: number_of(name, members),
-            token: format!("{token:032x}"),
             ..SetUpMessage::default()
         };
         let topology = &self.peers.topology;
-        let (me, global) = (topology.rank(), topology.globals()[topology.rank()]);
+        let me = topology.rank();
         message.refuse(check_members(members, me, topology.size()));
-        let remote: Vec<usize> = topology.remote().filter(|rank| members.contains(rank)).collect();
-        let mut listener = None;
-        if !remote.is_empty() {
-            listener = message.refuse(Listener::tcp(self.info.host_addr, remote.len()));
-            message.address = listener.as_ref().map(|(_, address)| *address);
-        }
+        let remote = topology.remote().filter(|rank| members.contains(rank)).count();
+        let listener = (members.len() > 1).then(|| Listener::open(&self.info, members.len(), remote));
+        let listener = message.refuse(listener.transpose()).flatten();
+        let (listener, address) = listener.unzip();
+        message.address = address;
         let messages = self.exchange(&header, &message, wait)?;
         if let Some(&rank) = members
             .iter()
@@ -459,23 +485,19 @@ impl Transport for HostTransport {
             });
         }
         if members.len() == 1 {
-            return Ok(Box::new(SingleRank::new(global)));
+            return Ok(Box::new(SingleRank::new(self.info.rank)));
         }
-        let hello = Hello {
-            token,
-            generation: self.info.generation,
-            rank: global,
-        };
-        let listener = listener.as_ref().map(|(listener, _)| listener);
-        let mut sockets = self.connect_remote(&remote, hello, listener, &messages, wait)?;
-        sockets.extend(self.local_channels(members, wait)?);
+        let member = |&rank: &usize| self.peers.topology.member(rank);
         let topology = Topology::new(
-            members
-                .iter()
-                .map(|&rank| self.peers.topology.member(rank))
-                .collect(),
+            members.iter().map(member).collect(),
             members.binary_search(&me).expect("checked above"),
         );
+        let addresses = members.iter().map(|&rank| messages[rank].address.as_ref());
+        let addresses: Option<Vec<&Address>> = addresses.collect();
+        let (Some(listener), Some(addresses)) = (listener, addresses) else {
+            unreachable!("a rank without a listener refuses");
+        };
+        let connections = listener.connect(&self.info, &topology, &addresses, wait)?;
         // From here on the others wait for this rank's segment: not a refusal, after which all ranks could go on.
         let failed = |failure| match failure {
             Failure::Device(error) => Failure::System {
@@ -484,16 +506,10 @@ impl Transport for HostTransport {
             },
             other => other,
         };
-        let transport = Self::new(self.info.clone(), topology, sockets, wait).map_err(failed)?;
+        let transport = Self::new(self.info.clone(), topology, connections, wait).map_err(failed)?;
         Ok(Box::new(transport))
     }
 
-    fn engine(&mut self) -> Engine<'_> {
-        Engine::Host(self)
-    }
-}
-
-impl HostEngine for HostTransport {
     fn execute(&mut self, request: &Request, held: Held, wait: &Wait) -> Result<u64, Failure> {
         let base = held.host_ptr()?;
         let outcome = match request.operation {
@@ -518,9 +534,7 @@ struct SetUpMessage {
     /// Of a shared arena, or of the name and the members of a subgroup.
     number: u64,
     /// Where this rank listens.
-    address: Option<SocketAddr>,
-    /// Of its listener, in hexadecimal.
-    token: String,
+    address: Option<Address>,
 }
 
 impl SetUpMessage {
@@ -546,13 +560,6 @@ fn number_of(name: &str, members: &[usize]) -> u64 {
     hasher.finish()
 }
 
-fn address(request: &Request) -> Option<SharedAddress> {
-    Some(SharedAddress {
-        arena: SharedArena::of(&request.buffer)?.number(),
-        offset: request.buffer.start() as u64,
-    })
-}
-
 /// How a buffer that other ranks do not map goes through the stages, piece by piece.
 ///
 /// A round takes a part of the buffer that is itself a small operation of the same kind: a run of elements, or,
@@ -571,9 +578,9 @@ impl StagedRounds {
     /// For the buffer at `base`.
     fn new(descriptor: Descriptor, base: *mut u8, rank: usize, size: usize) -> Result<Self, Failure> {
         let (slices, multiple) = match descriptor.operation {
-            Operation::ReduceScatter | Operation::AllGather => (size, 1),
+            Operation::ReduceScatter(_) | Operation::AllGather => (size, 1),
             // With equal slices in a round, each rank moves as many bytes as in place.
-            Operation::AllReduce => (1, size),
+            Operation::AllReduce(_) => (1, size),
             _ => (1, 1),
         };
         let each = STAGE_BYTES / (slices * descriptor.dtype.bytes()) / multiple * multiple;
@@ -614,7 +621,7 @@ impl StagedRounds {
             Operation::Broadcast { root } if root != self.rank => 0..0,
             _ => 0..self.slices,
         };
-        for (in_buffer, in_stage, len) in self.pieces(round, slices) {
+        for [in_buffer, in_stage, len] in self.pieces(round, slices) {
             // SAFETY: the caller's promise; both ranges are within the buffer and the stage.
             unsafe { std::ptr::copy_nonoverlapping(self.base.add(in_buffer), stage.add(in_stage), len) };
         }
@@ -626,11 +633,11 @@ impl StagedRounds {
     /// As [`StagedRounds::fill`].
     unsafe fn empty(&self, round: usize, stage: *const u8) {
         let slices = match self.descriptor.operation {
-            Operation::ReduceScatter => self.rank..self.rank + 1,
+            Operation::ReduceScatter(_) => self.rank..self.rank + 1,
             Operation::Broadcast { root } if root == self.rank => 0..0,
             _ => 0..self.slices,
         };
-        for (in_buffer, in_stage, len) in self.pieces(round, slices) {
+        for [in_buffer, in_stage, len] in self.pieces(round, slices) {
             // SAFETY: the caller's promise; both ranges are within the buffer and the stage.
             unsafe { std::ptr::copy_nonoverlapping(stage.add(in_stage), self.base.add(in_buffer), len) };
         }
@@ -643,13 +650,12 @@ impl StagedRounds {
     }
 
     /// Byte offsets in the buffer and in the stage, and lengths, of some slices' parts of a round.
-    fn pieces(&self, round: usize, slices: Range<usize>) -> impl Iterator<Item = (usize, usize, usize)> {
+    fn pieces(&self, round: usize, slices: Range<usize>) -> impl Iterator<Item = [usize; 3]> {
         let run = self.run(round);
         slices.map(move |index| {
             let in_buffer = slice(self.descriptor.len, self.slices, index).start + run.start;
-            let offsets = (in_buffer, index * run.len(), run.len());
-            let element = self.descriptor.dtype.bytes();
-            (offsets.0 * element, offsets.1 * element, offsets.2 * element)
+            let elements = [in_buffer, index * run.len(), run.len()];
+            elements.map(|elements| elements * self.descriptor.dtype.bytes())
         })
     }
 }

@@ -1,4 +1,5 @@
-//! One communicator: made, used, and in the end left or aborted.
+//! One communicator: made, used, and in the end left or aborted; and its flight recorder, the last operations and how far
+//! each has come.
 //!
 //! A thread that calls NCCL holds the lock of the handle until the call is complete, so an abort never comes between the
 //! parts of another thread's call. A communicator that fails is aborted in two steps: first its reason is stored, and
@@ -6,42 +7,45 @@
 //! taken for success.
 #![allow(unsafe_code, reason = "NCCL is given addresses of device memory")]
 
+use std::collections::VecDeque;
 use std::ffi::c_void;
+use std::fmt::{self, Write};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
-use super::flight_recorder::{FlightRecorder, IN_FLIGHT_BOUND, Oldest, OperationEvents, OperationPhase};
-use super::library::{
-    CallError, Handle, NcclCall, PreMultipliedSums, RankOperation, Scaling, data_type, offset,
-};
-use super::library::{RawStream, RedOp};
+use super::library::{CommAddress, Handle, RawStream};
 use crate::collective::error::Failure;
-use crate::collective::operation::{Descriptor, Operation, ReduceOp, Request};
+use crate::collective::operation::{Descriptor, Operation, Request, StreamWork, slice};
 use crate::collective::wait::Wait;
-use crate::collective::work::{StreamWork, WorkTimes};
 use crate::device::cuda::CudaDevice;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, Stream};
-use crate::ops::Scale;
 use crate::session::{Cancel, Waiting, Wanted};
+use crate::timeline::Interval;
 
 /// For so long a call is polled without a rest.
 const SPIN: Duration = Duration::from_micros(200);
 /// The rest between two polls after that.
 const REST: Duration = Duration::from_micros(50);
 
+/// Operations that are remembered after they have ended.
+const REMEMBERED: usize = 64;
+
+/// Most operations in a stream; one more waits until the first has ended.
+const IN_FLIGHT_BOUND: usize = 1024;
+
 /// The members of a communicator, and how long it waits.
 #[derive(Clone)]
-pub(super) struct Membership {
-    /// For errors and logs.
-    pub(super) name: String,
+pub struct Membership {
+    /// In errors and logs; the same on all ranks.
+    pub name: String,
     /// Of this process in the group.
-    pub(super) rank: usize,
+    pub rank: usize,
     /// Global ranks, in order of rank.
-    pub(super) members: Vec<usize>,
-    /// Bound of each phase of an operation.
-    pub(super) timeout: Duration,
-    /// Set when the generation is over.
-    pub(super) cancel: Cancel,
+    pub members: Vec<usize>,
+    /// Bound of each phase of an operation: waiting for its input, and for the other ranks.
+    pub timeout: Duration,
+    /// Ends every wait, and aborts operations on the device.
+    pub cancel: Cancel,
 }
 
 impl Membership {
@@ -203,7 +207,8 @@ pub(super) struct Comm {
     stream: CommStream,
     /// The element of a barrier.
     token: Arena,
-    state: Mutex<CommState>,
+    /// None once it was aborted or left.
+    handle: Mutex<Option<Handle>>,
     recorder: Mutex<FlightRecorder>,
     failed: OnceLock<Failed>,
     /// In the order in which they were split.
@@ -215,12 +220,6 @@ struct Failed {
     reason: AbortReason,
     /// The operations before this one had ended, so that they have not failed.
     first_open: u64,
-}
-
-struct CommState {
-    /// None once it was aborted or left.
-    handle: Option<Handle>,
-    sums: PreMultipliedSums,
 }
 
 impl Waiting for Comm {
@@ -253,10 +252,7 @@ impl Comm {
             .alloc(&ArenaSpec::private("barrier", DType::I32, 1))?;
         Ok(Arc::new(Self {
             token,
-            state: Mutex::new(CommState {
-                handle: Some(begin()?),
-                sums: PreMultipliedSums::default(),
-            }),
+            handle: Mutex::new(Some(begin()?)),
             membership,
             stream,
             recorder: Mutex::default(),
@@ -267,24 +263,27 @@ impl Comm {
 
     /// Waits until the communicator is made.
     pub(super) fn await_ready(self: &Arc<Self>, wait: &Wait) -> Result<(), Failure> {
-        self.call(None, wait, |_, _| Ok(()))?;
+        self.call(None, wait, |_| Ok(()))?;
         let waiting: Arc<dyn Waiting> = self.clone();
         self.membership.cancel.listen_to(Arc::downgrade(&waiting));
         Ok(())
     }
 
-    /// Splits; ranks with the same color form a subgroup, which [`Comm::make`] and [`Comm::await_ready`] complete. None:
-    /// this rank only takes part.
+    /// Splits; ranks with the same color form a subgroup, which [`Comm::make`] and [`Comm::await_ready`] complete. Without a
+    /// color this rank only takes part.
     pub(super) fn split(
         &self,
         color: Option<usize>,
         key: usize,
         wait: &Wait,
-    ) -> Result<Option<Handle>, Failure> {
+    ) -> Result<CommAddress, Failure> {
         self.stream.native.bind()?;
-        let address = self.call(None, wait, |handle, _| handle.split(color, key))?;
-        let state = self.lock();
-        Ok(state.handle.as_ref().and_then(|handle| handle.part(address)))
+        self.call(None, wait, |handle| handle.split(color, key))
+    }
+
+    /// What [`Comm::split`] made, if this rank has a color.
+    pub(super) fn part(&self, address: CommAddress) -> Result<Handle, Failure> {
+        self.lock().as_ref().ok_or_else(left)?.part(address)
     }
 
     /// A subgroup, which is left before this communicator.
@@ -322,7 +321,6 @@ impl Comm {
         let started = self.stream.record();
         if request.operation == Operation::Barrier {
             let token = Request {
-                reduce: ReduceOp::Max,
                 buffer: self.token.whole(),
                 ..request.clone()
             };
@@ -330,7 +328,10 @@ impl Comm {
         } else {
             self.issue(sequence, request, wait)?;
         }
-        let events = OperationEvents::new(started, self.stream.record());
+        let events = OperationEvents {
+            started,
+            done: self.stream.record(),
+        };
         self.recorder()
             .enqueued(sequence, request, events.clone(), Instant::now());
         Ok(Arc::new(NcclWork {
@@ -342,39 +343,16 @@ impl Comm {
     }
 
     fn issue(&self, sequence: u64, request: &Request, wait: &Wait) -> Result<(), Failure> {
-        let operation = RankOperation {
-            request,
-            rank: self.membership.rank,
-            size: self.membership.size(),
-        };
-        let dtype = request.buffer.dtype();
+        let Membership { rank, members, .. } = &self.membership;
+        let own = slice(request.buffer.len(), members.len(), *rank);
         let base = self.stream.native.address(&request.buffer)?;
         let stream = self.stream.native.raw_stream(self.stream.stream)?;
-        let (given, taken) = (operation.given(), operation.taken());
-        let scaling = Scaling::of(request.reduce, dtype, operation.size);
-        self.call(Some(sequence), wait, |handle, sums| {
-            let call = NcclCall {
-                function: operation.function(|| match scaling {
-                    Scaling::Plain(op) => Ok(op),
-                    Scaling::PreMultiplied(factor) => sums.get(handle, factor, dtype),
-                    Scaling::Rescaled(_) => Ok(RedOp::SUM),
-                })?,
-                source: offset(base, given.start, dtype),
-                target: offset(base, taken.start, dtype),
-                count: operation.count(),
-                dtype: data_type(dtype),
-                stream,
-            };
-            // SAFETY: the addresses are within a buffer of the device. The recorder keeps it until the stream has
+        self.call(Some(sequence), wait, |handle| {
+            // SAFETY: the address is that of a buffer of the device. The recorder keeps it until the stream has
             // passed the operation; where that is never seen, `Drop` keeps it for ever unless the communicator was
             // aborted or left. The stream is the device's, which `self.stream` keeps.
-            unsafe { handle.issue(&call) }
-        })?;
-        if let (true, Scaling::Rescaled(factor)) = (request.operation.reduces(), scaling) {
-            let x = request.buffer.slice(taken);
-            (self.stream.device).enqueue(self.stream.stream, Scale { x, factor }.into());
-        }
-        Ok(())
+            unsafe { handle.issue(request, &own, base, stream) }
+        })
     }
 
     /// Calls NCCL and waits until the call is complete, for which other ranks are needed only where the caller says so.
@@ -383,18 +361,15 @@ impl Comm {
         &self,
         sequence: Option<u64>,
         wait: &Wait,
-        call: impl FnOnce(&mut Handle, &mut PreMultipliedSums) -> Result<T, CallError>,
+        call: impl FnOnce(&mut Handle) -> Result<T, Failure>,
     ) -> Result<T, Failure> {
-        let mut state = self.lock();
+        let mut handle = self.lock();
         self.check_alive(sequence)?;
-        let CommState { handle, sums } = &mut *state;
-        let Some(handle) = handle.as_mut() else {
-            return Err(Failure::Invalid("the communicator was left".into()));
-        };
-        let result = match call(handle, sums) {
-            Ok(value) => self.await_settled(handle, wait).map(|()| value),
-            Err(error) => Err(error.into()),
-        };
+        let handle = handle.as_mut().ok_or_else(left)?;
+        let result = call(handle).and_then(|value| {
+            self.await_settled(handle, wait)?;
+            Ok(value)
+        });
         result.inspect_err(|failure| {
             self.fail(AbortReason {
                 failure: failure.clone(),
@@ -424,7 +399,7 @@ impl Comm {
             {
                 let mut recorder = self.recorder();
                 recorder.update(Instant::now());
-                if recorder.in_flight() < IN_FLIGHT_BOUND {
+                if recorder.in_flight.len() < IN_FLIGHT_BOUND {
                     return Ok(());
                 }
             }
@@ -463,7 +438,7 @@ impl Comm {
         Some(Observation {
             over: self.membership.cancel.cause().map(str::to_owned),
             reported,
-            device: recorder.failed().cloned(),
+            device: recorder.failed.clone(),
             oldest: recorder.oldest(),
             timeout: self.membership.timeout,
             others: self.membership.others(),
@@ -472,9 +447,7 @@ impl Comm {
 
     /// The error that NCCL reports. None also while another thread calls NCCL, which then gets the error.
     fn reported_error(&self) -> Option<Failure> {
-        let mut state = self.try_lock()?;
-        let settled = state.handle.as_mut()?.is_settled();
-        settled.err().map(Failure::from)
+        self.try_lock()?.as_mut()?.is_settled().err()
     }
 
     /// Stores why it is aborted, and logs its last operations. The first reason stays.
@@ -482,7 +455,7 @@ impl Comm {
         let failure = reason.failure.clone();
         let mut recorder = self.recorder();
         recorder.update(Instant::now());
-        let first_open = recorder.first_open();
+        let first_open = recorder.first_open;
         if self.failed.set(Failed { reason, first_open }).is_err() {
             return;
         }
@@ -506,17 +479,17 @@ impl Comm {
             tracing::warn!("communicator `{name}` is aborted all the same: {error}");
         }
         // Taken out of the lock, since an abort may take long.
-        let handle = self.lock().handle.take();
+        let handle = self.lock().take();
         if let Some(handle) = handle
             && let Err(error) = handle.abort()
         {
-            tracing::warn!("{}: {}", error.call, error.words);
+            tracing::warn!("{error}");
         }
     }
 
     /// True once it was aborted, or is being, or was left.
     pub(super) fn is_gone(&self) -> bool {
-        self.try_lock().is_some_and(|state| state.handle.is_none())
+        self.try_lock().is_some_and(|handle| handle.is_none())
     }
 
     /// Waits for what is in the stream and for the other ranks, and frees the communicator: after its subgroups, the last
@@ -527,29 +500,23 @@ impl Comm {
             subgroup.leave(wait)?;
         }
         self.check_alive(None)?;
-        if self.lock().handle.is_none() {
+        if self.lock().is_none() {
             return Ok(());
         }
         self.stream.native.bind()?;
-        self.call(None, wait, |handle, sums| {
-            sums.clear(handle)?;
-            handle.finalize()
-        })?;
+        self.call(None, wait, Handle::finalize)?;
         self.recorder().update(Instant::now());
-        match self.lock().handle.take() {
-            Some(handle) => Ok(handle.destroy()?),
-            None => Ok(()),
-        }
+        self.lock().take().map_or(Ok(()), Handle::destroy)
     }
 
-    fn lock(&self) -> MutexGuard<'_, CommState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Option<Handle>> {
+        self.handle.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn try_lock(&self) -> Option<MutexGuard<'_, CommState>> {
-        match self.state.try_lock() {
-            Ok(state) => Some(state),
-            Err(TryLockError::Poisoned(state)) => Some(state.into_inner()),
+    fn try_lock(&self) -> Option<MutexGuard<'_, Option<Handle>>> {
+        match self.handle.try_lock() {
+            Ok(handle) => Some(handle),
+            Err(TryLockError::Poisoned(handle)) => Some(handle.into_inner()),
             Err(TryLockError::WouldBlock) => None,
         }
     }
@@ -563,11 +530,15 @@ impl Comm {
     }
 }
 
+fn left() -> Failure {
+    Failure::Invalid("the communicator was left".into())
+}
+
 impl Drop for Comm {
     /// Without [`Comm::leave`], operations may still be in the stream; their memory then stays for ever.
     fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if state.handle.is_some() {
+        let handle = self.handle.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if handle.is_some() {
             let recorder = self.recorder.get_mut().unwrap_or_else(PoisonError::into_inner);
             recorder.update(Instant::now());
             std::mem::forget(std::mem::take(recorder));
@@ -579,8 +550,8 @@ impl Drop for Comm {
 struct NcclWork {
     comm: Arc<Comm>,
     sequence: u64,
-    events: Arc<OperationEvents>,
-    outcome: OnceLock<Result<WorkTimes, Failure>>,
+    events: OperationEvents,
+    outcome: OnceLock<Result<(), Failure>>,
 }
 
 impl StreamWork for NcclWork {
@@ -588,15 +559,15 @@ impl StreamWork for NcclWork {
         &self.events.done
     }
 
-    fn started(&self) -> Option<&Event> {
-        Some(&self.events.started)
+    fn interval(&self) -> Option<Interval> {
+        Some(self.events.interval())
     }
 
-    fn outcome(&self) -> Option<Result<WorkTimes, Failure>> {
+    fn outcome(&self) -> Option<Result<(), Failure>> {
         if let Some(outcome) = self.outcome.get() {
             return Some(outcome.clone());
         }
-        let passed = self.events.poll(Instant::now());
+        let passed = self.events.poll();
         // Read after the stream: an abort lets the stream pass the operation, but its reason was stored before.
         let failed = self.comm.failed.get();
         let outcome = match (failed, passed) {
@@ -604,17 +575,187 @@ impl StreamWork for NcclWork {
                 let name = &self.comm.membership.name;
                 Err(failed.reason.failure_of(Some(self.sequence), name))
             }
-            (_, Some(Ok(()))) => Ok(self.events.times()?),
-            (_, Some(Err(error))) => Err(Failure::Device(error)),
-            (_, None) => return None,
+            (_, passed) => passed?.map_err(Failure::Device),
         };
         Some(self.outcome.get_or_init(|| outcome).clone())
+    }
+}
+
+/// The events before and behind an operation in its stream.
+#[derive(Clone)]
+struct OperationEvents {
+    /// The operations before it have ended and its input is ready.
+    started: Event,
+    /// The stream has passed it.
+    done: Event,
+}
+
+impl OperationEvents {
+    /// None while the stream has not passed the operation.
+    fn poll(&self) -> Option<Result<(), DeviceError>> {
+        self.done.poll().or_else(|| match self.started.poll()? {
+            Ok(()) => None,
+            // Its input has failed. It may run all the same, and wait for ranks whose input has not.
+            Err(error) => Some(Err(error)),
+        })
+    }
+
+    fn interval(&self) -> Interval {
+        Interval::Stream([self.started.clone(), self.done.clone()])
+    }
+}
+
+/// How far an operation has come, as the host has seen it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum OperationPhase {
+    /// It waits for operations before it, or for its input.
+    Queued,
+    /// It runs, or waits for the other ranks.
+    Running,
+    Done,
+    /// The device reports an error.
+    Failed,
+}
+
+impl fmt::Display for OperationPhase {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Queued => "queued",
+            Self::Running => "running",
+            Self::Done => "done",
+            Self::Failed => "failed",
+        })
+    }
+}
+
+/// The first operation that has not ended.
+#[derive(Clone, Debug, PartialEq)]
+pub(super) struct Oldest {
+    pub(super) sequence: u64,
+    /// `all-reduce #3 (bucket 3)`
+    pub(super) name: String,
+    pub(super) phase: OperationPhase,
+    /// Begin of the phase; for a queued one, when the operation before it had ended.
+    pub(super) since: Instant,
+}
+
+/// The operations of one communicator, as of the last update.
+#[derive(Default)]
+struct FlightRecorder {
+    in_flight: VecDeque<RecordedOperation>,
+    ended: VecDeque<RecordedOperation>,
+    /// The operations before this one have ended.
+    first_open: u64,
+    /// The first error of the device, and the operation in which it occurred.
+    failed: Option<(u64, DeviceError)>,
+}
+
+struct RecordedOperation {
+    sequence: u64,
+    operation: String,
+    tag: String,
+    bytes: usize,
+    events: OperationEvents,
+    /// Kept while it is in flight.
+    memory: Option<Buffer>,
+    phase: OperationPhase,
+    since: Instant,
+    /// How long it ran, once it is done: by the device's clock where there is one, else as the host has seen it.
+    ran: Duration,
+}
+
+impl FlightRecorder {
+    /// An operation was put into the stream.
+    fn enqueued(&mut self, sequence: u64, request: &Request, events: OperationEvents, now: Instant) {
+        self.in_flight.push_back(RecordedOperation {
+            sequence,
+            operation: request.operation.to_string(),
+            tag: request.tag.clone(),
+            bytes: request.buffer.bytes(),
+            events,
+            memory: Some(request.buffer.clone()),
+            phase: OperationPhase::Queued,
+            since: now,
+            ran: Duration::ZERO,
+        });
+    }
+
+    /// Polls the stream. Operations end in order, so only the first that has not is polled.
+    fn update(&mut self, now: Instant) {
+        while let Some(first) = self.in_flight.front_mut() {
+            let ended = first.events.poll();
+            if first.phase == OperationPhase::Queued && first.events.started.poll() == Some(Ok(())) {
+                (first.phase, first.since) = (OperationPhase::Running, now);
+            }
+            let Some(ended) = ended else {
+                return;
+            };
+            let mut entry = self.in_flight.pop_front().expect("polled above");
+            self.first_open = entry.sequence + 1;
+            if let Err(error) = ended {
+                entry.phase = OperationPhase::Failed;
+                self.failed.get_or_insert((entry.sequence, error));
+            } else {
+                entry.phase = OperationPhase::Done;
+                let ran = entry.events.interval().length();
+                entry.ran = ran.unwrap_or_else(|| now.saturating_duration_since(entry.since));
+            }
+            drop(entry.memory.take());
+            if self.ended.len() == REMEMBERED {
+                self.ended.pop_front();
+            }
+            self.ended.push_back(entry);
+            if let Some(next) = self.in_flight.front_mut() {
+                next.since = now;
+            }
+        }
+    }
+
+    /// The first operation that has not ended.
+    fn oldest(&self) -> Option<Oldest> {
+        self.in_flight.front().map(|first| Oldest {
+            sequence: first.sequence,
+            name: format!("{} #{} ({})", first.operation, first.sequence, first.tag),
+            phase: first.phase,
+            since: first.since,
+        })
+    }
+
+    /// A line an operation, the oldest first. The time is how long it ran, or has been in its phase.
+    fn dump(&self, now: Instant) -> String {
+        let mut text = String::new();
+        for entry in self.ended.iter().chain(self.in_flight.iter().take(REMEMBERED)) {
+            let time = match entry.phase {
+                OperationPhase::Queued | OperationPhase::Running => {
+                    now.saturating_duration_since(entry.since)
+                }
+                OperationPhase::Done | OperationPhase::Failed => entry.ran,
+            };
+            writeln!(
+                text,
+                "  #{:<6} {:<16} {:>12} bytes  {:<8} {:>10.1} ms  {}",
+                entry.sequence,
+                entry.operation,
+                entry.bytes,
+                entry.phase,
+                time.as_secs_f64() * 1e3,
+                entry.tag,
+            )
+            .expect("a string takes everything");
+        }
+        match self.in_flight.len().saturating_sub(REMEMBERED) {
+            0 => {}
+            more => writeln!(text, "  and {more} more that are queued").expect("a string takes everything"),
+        }
+        text
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::collective::operation::{ReduceOp, Traffic};
+    use crate::device::{CpuDevice, Signal};
 
     #[test]
     fn other_operations_and_communicators_name_the_one_that_failed() {
@@ -657,5 +798,74 @@ mod tests {
                 "{failure}"
             );
         }
+    }
+
+    fn enqueue(recorder: &mut FlightRecorder, sequence: u64, now: Instant) -> (Signal, Signal) {
+        let spec = ArenaSpec::private("test", DType::F32, 1024);
+        let memory = CpuDevice::new(1).unwrap().alloc(&spec).unwrap().whole();
+        let ((started, start), (done, end)) = (Event::pair("start"), Event::pair("end"));
+        let request = Request {
+            operation: Operation::AllReduce(ReduceOp::Max),
+            buffer: memory,
+            traffic: Traffic::Grads,
+            tag: format!("bucket {sequence}"),
+        };
+        recorder.enqueued(sequence, &request, OperationEvents { started, done }, now);
+        (start, end)
+    }
+
+    #[test]
+    fn an_operation_is_queued_until_its_input_is_there_and_runs_until_the_stream_has_passed_it() {
+        let (mut recorder, begin) = (FlightRecorder::default(), Instant::now());
+        let at = |seconds| begin + Duration::from_secs(seconds);
+        let (start, end) = enqueue(&mut recorder, 0, begin);
+        let later = enqueue(&mut recorder, 1, begin);
+        recorder.update(at(1));
+        let oldest = recorder.oldest().unwrap();
+        assert_eq!((oldest.phase, oldest.since), (OperationPhase::Queued, begin));
+        start.set(Ok(()));
+        recorder.update(at(2));
+        let oldest = recorder.oldest().unwrap();
+        assert_eq!((oldest.phase, oldest.since), (OperationPhase::Running, at(2)));
+        end.set(Ok(()));
+        recorder.update(at(5));
+        // The next one's turn has come.
+        let oldest = recorder.oldest().unwrap();
+        assert_eq!(
+            (oldest.sequence, oldest.phase, oldest.since),
+            (1, OperationPhase::Queued, at(5))
+        );
+        insta::assert_snapshot!(recorder.dump(at(7)), @r"
+          #0      all-reduce               4096 bytes  done         3000.0 ms  bucket 0
+          #1      all-reduce               4096 bytes  queued       2000.0 ms  bucket 1
+        ");
+        drop(later);
+        recorder.update(at(8));
+        let (sequence, _) = recorder.failed.as_ref().unwrap();
+        assert_eq!((*sequence, recorder.in_flight.len()), (1, 0));
+    }
+
+    #[test]
+    fn an_operation_whose_input_has_failed_has_failed_though_it_may_run() {
+        let (mut recorder, now) = (FlightRecorder::default(), Instant::now());
+        let (start, _end) = enqueue(&mut recorder, 7, now);
+        let error = DeviceError::Upstream("no gradient".into());
+        start.set(Err(error.clone()));
+        recorder.update(now);
+        assert_eq!(recorder.failed, Some((7, error)));
+    }
+
+    #[test]
+    fn only_the_last_operations_are_remembered() {
+        let (mut recorder, now) = (FlightRecorder::default(), Instant::now());
+        for sequence in 0..3 * REMEMBERED as u64 {
+            let (start, end) = enqueue(&mut recorder, sequence, now);
+            start.set(Ok(()));
+            end.set(Ok(()));
+            recorder.update(now);
+        }
+        let dump = recorder.dump(now);
+        assert_eq!(dump.lines().count(), REMEMBERED);
+        assert!(dump.starts_with(&format!("  #{:<6}", 2 * REMEMBERED)), "{dump}");
     }
 }

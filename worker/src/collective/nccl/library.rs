@@ -5,7 +5,6 @@
 //! its configuration as it is: the structure says its own size and version.
 #![allow(unsafe_code, reason = "functions of a C library")]
 
-use std::collections::VecDeque;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::fmt;
 use std::ops::Range;
@@ -13,10 +12,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicPtr, Ordering};
 
-use half::bf16;
-
 use crate::collective::error::Failure;
-use crate::collective::operation::{Operation, ReduceOp, Request, slice};
+use crate::collective::operation::{Operation, ReduceOp, Request};
 use crate::device::DType;
 use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
@@ -33,26 +30,6 @@ struct LoadedNccl {
 impl fmt::Debug for Nccl {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "NCCL {} of `{}`", self.0.version, self.0.path.display())
-    }
-}
-
-/// A call that failed.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct CallError {
-    /// The function.
-    pub(super) call: &'static str,
-    pub(super) status: Status,
-    /// Its meaning, and the library's last error message.
-    pub(super) words: String,
-}
-
-impl From<CallError> for Failure {
-    fn from(error: CallError) -> Self {
-        Self::Library {
-            call: error.call.to_owned(),
-            words: error.words,
-            of_peer: error.status == Status::REMOTE_ERROR,
-        }
     }
 }
 
@@ -103,7 +80,7 @@ impl Nccl {
     }
 
     /// A new id at which the ranks of a communicator meet; this process listens for them from now on.
-    pub(super) fn unique_id(&self) -> Result<UniqueId, CallError> {
+    pub(super) fn unique_id(&self) -> Result<UniqueId, Failure> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         // SAFETY: writes an identifier to this address.
         let status = unsafe { (self.functions().get_unique_id)(&raw mut id) };
@@ -121,7 +98,7 @@ impl Nccl {
         call: &'static str,
         status: Status,
         comm: RawComm,
-    ) -> Result<bool, CallError> {
+    ) -> Result<bool, Failure> {
         match status {
             Status::SUCCESS => Ok(true),
             Status::IN_PROGRESS => Ok(false),
@@ -137,7 +114,11 @@ impl Nccl {
                     "" => meaning,
                     last => format!("{meaning}: {}", last.replace('\n', " ")),
                 };
-                Err(CallError { call, status, words })
+                Err(Failure::Library {
+                    call: call.to_owned(),
+                    words,
+                    of_peer: status == Status::REMOTE_ERROR,
+                })
             }
         }
     }
@@ -167,27 +148,6 @@ pub(super) struct Handle {
 // handle see to.
 unsafe impl Send for Handle {}
 
-/// A call of a collective function; `count` is that of a slice where each rank has one.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct NcclCall {
-    pub(super) function: NcclFunction,
-    pub(super) source: *const c_void,
-    pub(super) target: *mut c_void,
-    pub(super) count: usize,
-    pub(super) dtype: DataType,
-    pub(super) stream: RawStream,
-}
-
-#[derive(Clone, Copy, Debug)]
-pub(super) enum NcclFunction {
-    AllReduce(RedOp),
-    ReduceScatter(RedOp),
-    AllGather,
-    Broadcast { root: c_int },
-    Send { to: c_int },
-    Recv { from: c_int },
-}
-
 /// Where NCCL writes the address of a communicator that is being made: from another thread, at any time until it is
 /// made. So it is never freed; a process makes few.
 #[derive(Clone, Copy)]
@@ -198,15 +158,24 @@ impl CommAddress {
         Self(Box::leak(Box::new(AtomicPtr::new(std::ptr::null_mut()))))
     }
 
-    fn get(self) -> Option<RawComm> {
+    /// The communicator, once `call` has made it.
+    fn get(self, nccl: &Nccl, call: &str) -> Result<Handle, Failure> {
         let raw = self.0.load(Ordering::Acquire);
-        (!raw.is_null()).then_some(raw)
+        if raw.is_null() {
+            return Err(Failure::Library {
+                call: call.into(),
+                words: "it gave no communicator".into(),
+                of_peer: false,
+            });
+        }
+        let nccl = nccl.clone();
+        Ok(Handle { nccl, raw })
     }
 }
 
 impl Handle {
     /// Begins to make a communicator; the calling thread's current device is its device.
-    pub(super) fn init(nccl: &Nccl, id: UniqueId, size: usize, rank: usize) -> Result<Self, CallError> {
+    pub(super) fn init(nccl: &Nccl, id: UniqueId, size: usize, rank: usize) -> Result<Self, Failure> {
         let address = CommAddress::new();
         let mut config = Config::non_blocking();
         let init = nccl.functions().comm_init;
@@ -222,19 +191,11 @@ impl Handle {
         };
         // SAFETY: no communicator is asked about.
         unsafe { nccl.check("ncclCommInitRankConfig", status, std::ptr::null_mut()) }?;
-        let raw = address.get().ok_or_else(|| CallError {
-            call: "ncclCommInitRankConfig",
-            status,
-            words: "it gave no communicator".to_owned(),
-        })?;
-        Ok(Self {
-            nccl: nccl.clone(),
-            raw,
-        })
+        address.get(nccl, "ncclCommInitRankConfig")
     }
 
     /// True if no call goes on in the background. The error of the communicator, if it has one.
-    pub(super) fn is_settled(&mut self) -> Result<bool, CallError> {
+    pub(super) fn is_settled(&mut self) -> Result<bool, Failure> {
         let mut state = Status::SUCCESS;
         // SAFETY: alive, and `state` is valid during the call.
         let status = unsafe { (self.nccl.functions().comm_get_async_error)(self.raw, &raw mut state) };
@@ -242,73 +203,61 @@ impl Handle {
         self.check("ncclCommGetAsyncError", state)
     }
 
-    /// Puts an operation into its stream; it is there once the handle is settled.
+    /// Puts a checked operation into a stream; it is there once the handle is settled. `base` is the start of its buffer, `own`
+    /// this rank's slice of it. A barrier is an all-reduce of one element.
     ///
     /// # Safety
-    /// The addresses must be those of memory of the device of so many elements, and the memory must stay until the
-    /// stream has passed the operation or the communicator is aborted; the stream must be alive.
-    pub(super) unsafe fn issue(&mut self, call: &NcclCall) -> Result<(), CallError> {
+    /// The buffer must be at that address of the device, and stay until the stream has passed the operation or the
+    /// communicator is aborted; the stream must be alive.
+    pub(super) unsafe fn issue(
+        &mut self,
+        request: &Request,
+        own: &Range<usize>,
+        base: *mut c_void,
+        stream: RawStream,
+    ) -> Result<(), Failure> {
         let (functions, comm) = (self.nccl.functions(), self.raw);
-        let NcclCall {
-            function,
-            source,
-            target,
-            count,
-            dtype,
-            stream,
-        } = *call;
+        let (len, each) = (request.buffer.len(), own.len());
+        let mine = base.wrapping_byte_add(own.start * request.buffer.dtype().bytes());
+        let dtype = data_type(request.buffer.dtype());
+        let op = match request.operation.reduction() {
+            Some(ReduceOp::Sum) => RedOp::SUM,
+            Some(ReduceOp::Max) | None => RedOp::MAX,
+        };
         // SAFETY: the communicator is alive and not used elsewhere; for the rest the caller vouches.
         let (name, status) = unsafe {
-            match function {
-                NcclFunction::AllReduce(op) => (
+            match request.operation {
+                Operation::AllReduce(_) | Operation::Barrier => (
                     "ncclAllReduce",
-                    (functions.all_reduce)(source, target, count, dtype, op, comm, stream),
+                    (functions.all_reduce)(base, base, len, dtype, op, comm, stream),
                 ),
-                NcclFunction::ReduceScatter(op) => (
+                Operation::ReduceScatter(_) => (
                     "ncclReduceScatter",
-                    (functions.reduce_scatter)(source, target, count, dtype, op, comm, stream),
+                    (functions.reduce_scatter)(base, mine, each, dtype, op, comm, stream),
                 ),
-                NcclFunction::AllGather => (
+                Operation::AllGather => (
                     "ncclAllGather",
-                    (functions.all_gather)(source, target, count, dtype, comm, stream),
+                    (functions.all_gather)(mine, base, each, dtype, comm, stream),
                 ),
-                NcclFunction::Broadcast { root } => (
+                Operation::Broadcast { root } => (
                     "ncclBroadcast",
-                    (functions.broadcast)(source, target, count, dtype, root, comm, stream),
+                    (functions.broadcast)(base, base, len, dtype, root as c_int, comm, stream),
                 ),
-                NcclFunction::Send { to } => (
+                Operation::Send { to } => (
                     "ncclSend",
-                    (functions.send)(source, count, dtype, to, comm, stream),
+                    (functions.send)(base, len, dtype, to as c_int, comm, stream),
                 ),
-                NcclFunction::Recv { from } => (
+                Operation::Recv { from } => (
                     "ncclRecv",
-                    (functions.recv)(target, count, dtype, from, comm, stream),
+                    (functions.recv)(base, len, dtype, from as c_int, comm, stream),
                 ),
             }
         };
         self.check(name, status).map(drop)
     }
 
-    /// A sum of products with a factor, given as the bytes of one element.
-    fn pre_mul_sum(&mut self, factor: &mut [u8], dtype: DataType) -> Result<RedOp, CallError> {
-        let mut op = RedOp::SUM;
-        let create = self.nccl.functions().create_pre_mul_sum;
-        let scalar = factor.as_mut_ptr().cast();
-        // SAFETY: alive; the factor is read, and `op` written, during the call.
-        let status = unsafe { create(&raw mut op, scalar, dtype, SCALAR_ON_HOST, self.raw) };
-        self.check("ncclRedOpCreatePreMulSum", status)?;
-        Ok(op)
-    }
-
-    /// Frees what [`Handle::pre_mul_sum`] made. Operations that were issued with it keep what they need.
-    fn destroy_op(&mut self, op: RedOp) -> Result<(), CallError> {
-        // SAFETY: made by this communicator, which is alive, and not used any more by the caller.
-        let status = unsafe { (self.nccl.functions().destroy_red_op)(op, self.raw) };
-        self.check("ncclRedOpDestroy", status).map(drop)
-    }
-
     /// Begins to split: ranks with the same color form a communicator, ordered by key. None: only takes part.
-    pub(super) fn split(&mut self, color: Option<usize>, key: usize) -> Result<CommAddress, CallError> {
+    pub(super) fn split(&mut self, color: Option<usize>, key: usize) -> Result<CommAddress, Failure> {
         let address = CommAddress::new();
         let mut config = Config::non_blocking();
         let color = color.map_or(NO_COLOR, |color| color as c_int);
@@ -319,16 +268,13 @@ impl Handle {
         Ok(address)
     }
 
-    /// What [`Handle::split`] made, once this handle is settled; none if this rank only took part.
-    pub(super) fn part(&self, address: CommAddress) -> Option<Self> {
-        address.get().map(|raw| Self {
-            nccl: self.nccl.clone(),
-            raw,
-        })
+    /// What [`Handle::split`] made, once this handle is settled; an error if this rank only took part.
+    pub(super) fn part(&self, address: CommAddress) -> Result<Self, Failure> {
+        address.get(&self.nccl, "ncclCommSplit")
     }
 
     /// Begins to leave: done when all ranks have, and the handle is settled. Until then it must not be freed.
-    pub(super) fn finalize(&mut self) -> Result<(), CallError> {
+    pub(super) fn finalize(&mut self) -> Result<(), Failure> {
         // SAFETY: alive, and not used elsewhere.
         let status = unsafe { (self.nccl.functions().comm_finalize)(self.raw) };
         self.check("ncclCommFinalize", status).map(drop)
@@ -337,7 +283,7 @@ impl Handle {
     /// Frees a communicator that was finalized and has settled, which needs no other rank. As for
     /// [`Handle::abort`], the library returns when that is done, also where its other calls go on in the background, and
     /// it forbids to ask about the communicator afterwards: there is nothing left to wait for.
-    pub(super) fn destroy(self) -> Result<(), CallError> {
+    pub(super) fn destroy(self) -> Result<(), Failure> {
         // SAFETY: alive, and not used afterwards: this value was the only one with its address.
         let status = unsafe { (self.nccl.functions().comm_destroy)(self.raw) };
         // SAFETY: not asked about any more.
@@ -345,141 +291,16 @@ impl Handle {
     }
 
     /// Lets what runs on the device end, and frees the communicator. Does not wait for other ranks.
-    pub(super) fn abort(self) -> Result<(), CallError> {
+    pub(super) fn abort(self) -> Result<(), Failure> {
         // SAFETY: as for `destroy`.
         let status = unsafe { (self.nccl.functions().comm_abort)(self.raw) };
         // SAFETY: not asked about any more.
         unsafe { self.nccl.check("ncclCommAbort", status, std::ptr::null_mut()) }.map(drop)
     }
 
-    fn check(&self, call: &'static str, status: Status) -> Result<bool, CallError> {
+    fn check(&self, call: &'static str, status: Status) -> Result<bool, Failure> {
         // SAFETY: alive as long as `self`.
         unsafe { self.nccl.check(call, status, self.raw) }
-    }
-}
-
-/// A checked operation of one rank of a group; a barrier is an all-reduce of one element.
-#[derive(Clone, Copy)]
-pub(super) struct RankOperation<'a> {
-    pub(super) request: &'a Request,
-    pub(super) rank: usize,
-    pub(super) size: usize,
-}
-
-impl RankOperation<'_> {
-    /// Elements of the buffer that this rank contributes: all of them, or its slice.
-    pub(super) fn given(&self) -> Range<usize> {
-        match self.request.operation {
-            Operation::AllGather => self.slice(),
-            _ => 0..self.request.buffer.len(),
-        }
-    }
-
-    /// Elements of the buffer that this rank ends with.
-    pub(super) fn taken(&self) -> Range<usize> {
-        match self.request.operation {
-            Operation::ReduceScatter => self.slice(),
-            _ => 0..self.request.buffer.len(),
-        }
-    }
-
-    /// Elements as NCCL counts them: of a slice, where each rank has one.
-    pub(super) fn count(&self) -> usize {
-        match self.request.operation {
-            Operation::AllGather | Operation::ReduceScatter => self.slice().len(),
-            _ => self.request.buffer.len(),
-        }
-    }
-
-    /// The function, with the reduction of `reduction` where it has one.
-    pub(super) fn function<E>(
-        &self,
-        reduction: impl FnOnce() -> Result<RedOp, E>,
-    ) -> Result<NcclFunction, E> {
-        Ok(match self.request.operation {
-            Operation::AllReduce | Operation::Barrier => NcclFunction::AllReduce(reduction()?),
-            Operation::ReduceScatter => NcclFunction::ReduceScatter(reduction()?),
-            Operation::AllGather => NcclFunction::AllGather,
-            Operation::Broadcast { root } => NcclFunction::Broadcast { root: root as c_int },
-            Operation::Send { to } => NcclFunction::Send { to: to as c_int },
-            Operation::Recv { from } => NcclFunction::Recv { from: from as c_int },
-        })
-    }
-
-    fn slice(&self) -> Range<usize> {
-        slice(self.request.buffer.len(), self.size, self.rank)
-    }
-}
-
-/// The address `elements` further.
-pub(super) fn offset(base: *mut c_void, elements: usize, dtype: DType) -> *mut c_void {
-    base.wrapping_byte_add(elements * dtype.bytes())
-}
-
-/// How elements are reduced and scaled.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub(super) enum Scaling {
-    /// By a built-in operation of NCCL.
-    Plain(RedOp),
-    /// By a sum that multiplies the elements of every rank by the factor first.
-    PreMultiplied(f32),
-    /// By a sum, then multiplied by a kernel: NCCL would round the factor to the type of the elements.
-    Rescaled(f32),
-}
-
-impl Scaling {
-    /// Over so many ranks. `ncclAvg` multiplies by 1/ranks in the type of the elements, as the pre-multiplied sum
-    /// does by any factor.
-    pub(super) fn of(reduce: ReduceOp, dtype: DType, ranks: usize) -> Self {
-        let scale = match reduce {
-            ReduceOp::Max => return Self::Plain(RedOp::MAX),
-            ReduceOp::Sum { scale } => scale,
-        };
-        let survives = dtype != DType::Bf16 || bf16::from_f32(scale).to_f32().to_bits() == scale.to_bits();
-        // In f64, 1/ranks has more digits than a factor in f32.
-        let averages = dtype != DType::F64 && scale.to_bits() == (1.0 / ranks as f32).to_bits();
-        if scale == 1.0 {
-            Self::Plain(RedOp::SUM)
-        } else if !survives {
-            Self::Rescaled(scale)
-        } else if averages {
-            Self::Plain(RedOp::AVG)
-        } else {
-            Self::PreMultiplied(scale)
-        }
-    }
-}
-
-/// Most factors that are kept; a step needs one or two.
-const KEPT: usize = 8;
-
-/// The pre-multiplied sums of a communicator.
-#[derive(Default)]
-pub(super) struct PreMultipliedSums(VecDeque<(DType, u32, RedOp)>);
-
-impl PreMultipliedSums {
-    /// The sum with this factor.
-    pub(super) fn get(&mut self, handle: &mut Handle, factor: f32, dtype: DType) -> Result<RedOp, CallError> {
-        let is_it = |sum: &&(DType, u32, RedOp)| (sum.0, sum.1) == (dtype, factor.to_bits());
-        if let Some((.., op)) = self.0.iter().find(is_it) {
-            return Ok(*op);
-        }
-        if self.0.len() == KEPT
-            && let Some((.., op)) = self.0.pop_front()
-        {
-            handle.destroy_op(op)?;
-        }
-        let op = handle.pre_mul_sum(&mut scalar(factor, dtype), data_type(dtype))?;
-        self.0.push_back((dtype, factor.to_bits(), op));
-        Ok(op)
-    }
-
-    /// Frees all of them.
-    pub(super) fn clear(&mut self, handle: &mut Handle) -> Result<(), CallError> {
-        while let Some((.., op)) = self.0.pop_front() {
-            handle.destroy_op(op)?;
-        }
-        Ok(())
     }
 }
 
@@ -491,15 +312,6 @@ pub(super) const fn data_type(dtype: DType) -> DataType {
         DType::Bf16 => DataType::BFLOAT16,
         DType::I32 => DataType::INT32,
         DType::U8 => DataType::UINT8,
-    }
-}
-
-/// A factor as one element of the type. Types of whole numbers have no scaled sum.
-fn scalar(factor: f32, dtype: DType) -> Vec<u8> {
-    match dtype {
-        DType::F64 => f64::from(factor).to_ne_bytes().to_vec(),
-        DType::Bf16 => bf16::from_f32(factor).to_ne_bytes().to_vec(),
-        DType::F32 | DType::I32 | DType::U8 => factor.to_ne_bytes().to_vec(),
     }
 }
 
@@ -543,7 +355,7 @@ impl DataType {
     pub(super) const BFLOAT16: Self = Self(9);
 }
 
-/// `ncclRedOp_t`: a built-in reduction, or one that was created.
+/// `ncclRedOp_t`
 #[repr(transparent)]
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct RedOp(pub(super) c_int);
@@ -551,11 +363,7 @@ pub(super) struct RedOp(pub(super) c_int);
 impl RedOp {
     pub(super) const SUM: Self = Self(0);
     pub(super) const MAX: Self = Self(2);
-    pub(super) const AVG: Self = Self(4);
 }
-
-/// `ncclScalarHostImmediate`: the factor is read before the call returns.
-const SCALAR_ON_HOST: c_int = 1;
 
 /// `NCCL_SPLIT_NOCOLOR`: takes part in a split without getting a communicator.
 pub(super) const NO_COLOR: c_int = -1;
@@ -653,11 +461,6 @@ table! {
         send: fn(*const c_void, usize, DataType, c_int, RawComm, RawStream) -> Status = "ncclSend";
         /// From one rank.
         recv: fn(*mut c_void, usize, DataType, c_int, RawComm, RawStream) -> Status = "ncclRecv";
-        /// A sum of elements that are multiplied by a factor first.
-        create_pre_mul_sum: fn(*mut RedOp, *mut c_void, DataType, c_int, RawComm) -> Status
-            = "ncclRedOpCreatePreMulSum";
-        /// Frees one.
-        destroy_red_op: fn(RedOp, RawComm) -> Status = "ncclRedOpDestroy";
         /// What a status means.
         get_error_string: fn(Status) -> *const c_char = "ncclGetErrorString";
         /// What went wrong last; the communicator may be null.
@@ -697,43 +500,6 @@ mod tests {
             let (first, second) = (nccl.unique_id().unwrap(), nccl.unique_id().unwrap());
             assert_ne!(first.0, second.0);
         }
-    }
-
-    fn sum(scale: f32, dtype: DType, ranks: usize) -> Scaling {
-        Scaling::of(ReduceOp::Sum { scale }, dtype, ranks)
-    }
-
-    #[test]
-    fn a_mean_over_the_ranks_needs_no_pass_of_its_own() {
-        for ranks in [2, 3, 8] {
-            let mean = sum(1.0 / ranks as f32, DType::F32, ranks);
-            assert_eq!(mean, Scaling::Plain(RedOp::AVG));
-        }
-        assert_eq!(sum(0.125, DType::Bf16, 8), Scaling::Plain(RedOp::AVG));
-        assert_eq!(sum(1.0, DType::Bf16, 3), Scaling::Plain(RedOp::SUM));
-        assert_eq!(
-            Scaling::of(ReduceOp::Max, DType::U8, 3),
-            Scaling::Plain(RedOp::MAX)
-        );
-    }
-
-    #[test]
-    fn other_factors_are_multiplied_in_where_they_are_exact() {
-        assert_eq!(sum(1.0 / 12.0, DType::F32, 4), Scaling::PreMultiplied(1.0 / 12.0));
-        assert_eq!(sum(1.0 / 3.0, DType::F64, 3), Scaling::PreMultiplied(1.0 / 3.0));
-        assert_eq!(
-            sum(1.0 / 16.0, DType::Bf16, 4),
-            Scaling::PreMultiplied(1.0 / 16.0)
-        );
-        // A third is no number of eight binary digits.
-        assert_eq!(sum(1.0 / 3.0, DType::Bf16, 3), Scaling::Rescaled(1.0 / 3.0));
-    }
-
-    #[test]
-    fn a_factor_has_the_type_of_the_elements() {
-        assert_eq!(scalar(0.5, DType::Bf16), 0x3f00_u16.to_ne_bytes());
-        assert_eq!(scalar(0.5, DType::F32), 0.5_f32.to_ne_bytes());
-        assert_eq!(scalar(0.5, DType::F64), 0.5_f64.to_ne_bytes());
     }
 
     #[test]

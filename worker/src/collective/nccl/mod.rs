@@ -4,9 +4,8 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `library` | types and functions of NCCL, as its header has them; [`Nccl`]: version and error messages; a communicator, used by one thread at a time; requests in its terms |
-//! | `flight_recorder` | the last operations, and how far each has come |
-//! | `comm` | one communicator: made, used, left or aborted; its stream; one operation in the stream |
+//! | `library` | types and functions of NCCL, as its header has them; [`Nccl`]: version and error messages; a communicator, used by one thread at a time |
+//! | `comm` | one communicator: made, used, left or aborted; its stream; one operation in the stream; the flight recorder |
 //! | `watchdog` | the thread that looks after communicators, and decides when one is aborted; which ranks are late |
 //! | `transport` | [`NcclTransport`]: all of it as a [`super::Transport`]; how ranks find each other |
 //!
@@ -16,12 +15,12 @@
 //! Sums of bf16 are rounded by NCCL at each step of its algorithm, not once as on the CPU.
 
 mod comm;
-mod flight_recorder;
 mod library;
 #[cfg(test)]
 mod tests;
 mod transport;
 mod watchdog;
 
+pub use comm::Membership;
 pub use library::{Nccl, Version};
-pub use transport::{NcclOptions, NcclTransport};
+pub use transport::NcclTransport;

@@ -6,17 +6,16 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::comm::{Comm, CommStream, Gpu, Membership, NativeDevice};
-use super::library::UniqueId;
-use super::library::{Handle, Nccl};
+use super::library::{Handle, Nccl, UniqueId};
 use super::watchdog::Watchdog;
 use crate::collective::error::Failure;
 use crate::collective::operation::Request;
-use crate::collective::store::StoreExchange;
-use crate::collective::transport::{Engine, SingleRank, StreamEngine, Transport, check_members};
+use crate::collective::operation::StreamWork;
+use crate::collective::transport::{SingleRank, StreamEngine, Transport, check_members};
+use crate::collective::wait::StoreExchange;
 use crate::collective::wait::Wait;
-use crate::collective::work::StreamWork;
 use crate::device::{Device, Event};
-use crate::session::{Cancel, KeyValue};
+use crate::session::KeyValue;
 
 /// Longest wait for aborts at the end of a process that failed: a lost rank must be named within seconds.
 const ABORT_TIMEOUT: Duration = Duration::from_secs(2);
@@ -27,62 +26,35 @@ pub struct NcclTransport {
     watchdog: Watchdog,
 }
 
-/// This rank among all ranks, and how they find each other.
-pub struct NcclOptions<'a> {
-    /// In errors and logs; the same on all ranks.
-    pub name: &'a str,
-    /// Global rank.
-    pub rank: usize,
-    /// Number of ranks.
-    pub world_size: usize,
-    /// Scoped to the job and the generation. Also used when an operation times out, to find out which rank is late.
-    pub store: Arc<dyn KeyValue>,
-    /// Bound of the set-up, and of each phase of an operation: waiting for its input, and for the other ranks.
-    pub timeout: Duration,
-    /// Ends every wait, and aborts operations on the device.
-    pub cancel: Cancel,
-}
-
 impl NcclTransport {
     /// The transport of the whole world over GPUs. Every rank of the generation must call it, each with a GPU of its own.
+    /// `store` must be scoped to the job and the generation. It is also used when an operation times out, to find out which
+    /// rank is late. The time-out of `world` also bounds this call.
     pub fn connect(
         nccl: &Nccl,
         device: &Arc<dyn Device>,
-        options: &NcclOptions<'_>,
+        store: Arc<dyn KeyValue>,
+        world: Membership,
     ) -> Result<Self, Failure> {
         let gpu = Gpu::of(device)
             .ok_or_else(|| Failure::Invalid(format!("NCCL needs a GPU, the device is {}", device.name())))?;
-        Self::connect_on(nccl, device, Arc::new(gpu), options)
+        Self::connect_on(nccl, device, Arc::new(gpu), (store, world))
     }
 
     pub(super) fn connect_on(
         nccl: &Nccl,
         device: &Arc<dyn Device>,
         native: Arc<dyn NativeDevice>,
-        options: &NcclOptions<'_>,
+        (store, world): (Arc<dyn KeyValue>, Membership),
     ) -> Result<Self, Failure> {
-        let NcclOptions {
-            name,
-            rank,
-            world_size,
-            ..
-        } = *options;
-        let wait = Wait::new(options.timeout, &options.cancel);
-        let id = exchange_id(nccl, name, rank, options.store.as_ref(), &wait)?;
-        let membership = Membership {
-            name: name.to_owned(),
-            rank,
-            members: (0..world_size).collect(),
-            timeout: options.timeout,
-            cancel: options.cancel.clone(),
-        };
-        let stream = CommStream::new(device.clone(), native, name);
-        let watchdog = Watchdog::start(options.store.clone())?;
-        let comm = Comm::make(membership, stream, || {
-            Ok(Handle::init(nccl, id, world_size, rank)?)
-        });
+        let (name, rank, size) = (world.name.clone(), world.rank, world.size());
+        let wait = Wait::new(world.timeout, &world.cancel);
+        let id = exchange_id(nccl, &world, store.as_ref(), &wait)?;
+        let stream = CommStream::new(device.clone(), native, &name);
+        let watchdog = Watchdog::start(store)?;
+        let comm = Comm::make(world, stream, || Handle::init(nccl, id, size, rank));
         let transport = comm.and_then(|comm| Self::ready(comm, watchdog.clone(), &wait));
-        transport.inspect_err(|_| await_aborts(&watchdog, name))
+        transport.inspect_err(|_| await_aborts(&watchdog, &name))
     }
 
     /// Over a communicator that is being made. The watchdog has it from here on, and aborts it if it does not get ready.
@@ -107,7 +79,7 @@ impl Transport for NcclTransport {
         check_members(members, ours.rank, ours.size())?;
         if members.len() == 1 {
             self.comm.split(None, 0, wait)?;
-            return Ok(Box::new(SingleRank::on_stream(ours.global(), &stream.device)));
+            return Ok(Box::new(SingleRank::on_stream(ours.global())));
         }
         let rank = members.binary_search(&ours.rank).expect("checked above");
         let membership = Membership {
@@ -116,21 +88,15 @@ impl Transport for NcclTransport {
             members: members.iter().map(|&rank| ours.members[rank]).collect(),
             ..ours.clone()
         };
-        let handle = self.comm.split(Some(members[0]), rank, wait)?;
-        let comm = Comm::make(membership, stream.sibling(name), || {
-            handle.ok_or_else(|| Failure::Library {
-                call: "ncclCommSplit".into(),
-                words: "it gave no communicator".into(),
-                of_peer: false,
-            })
-        })?;
+        let address = self.comm.split(Some(members[0]), rank, wait)?;
+        let comm = Comm::make(membership, stream.sibling(name), || self.comm.part(address))?;
         let subgroup = Self::ready(comm, self.watchdog.clone(), wait)?;
         self.comm.add_subgroup(&subgroup.comm);
         Ok(Box::new(subgroup))
     }
 
-    fn engine(&mut self) -> Engine<'_> {
-        Engine::Stream(self)
+    fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
+        Some(self)
     }
 }
 
@@ -178,19 +144,18 @@ struct PublishedId {
 /// The id at which the ranks of a new communicator meet: made by rank 0, which tells the others over the store.
 fn exchange_id(
     nccl: &Nccl,
-    name: &str,
-    rank: usize,
+    world: &Membership,
     store: &dyn KeyValue,
     wait: &Wait,
 ) -> Result<UniqueId, Failure> {
-    let key = format!("nccl/{name}/meeting");
+    let key = format!("nccl/{}/meeting", world.name);
     let exchange = StoreExchange {
         store,
         wait,
         what: "exchanging the meeting point of NCCL",
     };
     let own = nccl.version().to_string();
-    if rank == 0 {
+    if world.rank == 0 {
         let id = nccl.unique_id()?;
         let published = PublishedId {
             version: own,

@@ -8,10 +8,9 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::comm::{AbortReason, Comm, Membership, Observation};
-use super::flight_recorder::OperationPhase;
+use super::comm::{AbortReason, Comm, Membership, Observation, OperationPhase};
 use crate::collective::error::Failure;
-use crate::collective::store::Arrivals;
+use crate::collective::wait::absent_ranks;
 use crate::device::DeviceError;
 use crate::session::{KeyValue, StoreError};
 
@@ -313,8 +312,8 @@ impl TimeoutReports {
             let theirs = self.0.get(&key(membership, rank), deadline)?;
             Ok(theirs.is_some_and(|theirs| theirs == own.as_bytes()))
         };
-        let found = Arrivals::ask(&others, deadline, waits);
-        let mut named = [found.absent, found.unknown, others].into_iter();
+        let (absent, unknown) = absent_ranks(&others, deadline, waits);
+        let mut named = [absent, unknown, others].into_iter();
         named.find(|ranks| !ranks.is_empty()).unwrap_or_default()
     }
 }
@@ -327,7 +326,7 @@ fn key(membership: &Membership, rank: usize) -> String {
 mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
 
-    use super::super::flight_recorder::Oldest;
+    use super::super::comm::Oldest;
     use super::*;
     use crate::session::{Cancel, MemoryStore};
 

@@ -203,7 +203,7 @@ impl Reducer {
         let unit = (index, &self.units[index]);
         let (tracker, deadline) = (&self.tracker, self.comm.deadline());
         let (buffer, ready) = self.memory.outgoing(unit, ready, tracker, deadline);
-        let sum = ReduceOp::Sum { scale: 1.0 };
+        let sum = ReduceOp::Sum;
         let launch = Launch::after(ready, Traffic::Grads, unit.1.tag.clone());
         let work = tracker.launch(|| {
             if self.memory.is_scattered() {
@@ -563,8 +563,7 @@ impl ReplicateGroup {
         while let Some(Landed { unit, place, at }) = self.landed.get_mut(self.added).and_then(Option::take) {
             self.added += 1;
             let launch = Launch::after(at, Traffic::Grads, format!("{} of all copies", tag(unit)));
-            // It is scaled already.
-            let sum = ReduceOp::Sum { scale: 1.0 };
+            let sum = ReduceOp::Sum;
             works.push(tracker.launch(|| self.comm.all_reduce(&place, sum, launch)));
         }
         works

@@ -139,15 +139,16 @@ impl ProfilingWindow {
     }
 
     /// One trace and one picture of some ranks. Returns what to tell of them.
-    fn merge(&self, ranks: Vec<usize>, [first, last]: [u64; 2]) -> Result<String, Lost> {
-        let read = |rank: usize| -> Result<TraceFile, Lost> {
+    fn merge(&self, ranks: Vec<usize>, [first, last]: [u64; 2]) -> Result<String, String> {
+        let read = |rank: usize| -> Result<TraceFile, String> {
             let path = self.files.of_rank(rank);
-            let unread = |cause: String| Lost(format!("{}: {cause}", path.display()));
-            let json = fs::read(&path).map_err(|e| unread(e.to_string()))?;
-            TraceFile::parse(&json).map_err(|e| unread(e.to_string()))
+            let unread = |cause: &dyn std::error::Error| format!("{}: {cause}", path.display());
+            let json = fs::read(&path).map_err(|e| unread(&e))?;
+            TraceFile::parse(&json).map_err(|e| unread(&e))
         };
+        let unwritten = |error: RunFilesError| error.to_string();
         let merged = TraceFile::merged(ranks.into_iter().map(read).collect::<Result<_, _>>()?);
-        let trace = self.files.write_trace(&merged.to_json())?;
+        let trace = self.files.write_trace(&merged.to_json()).map_err(unwritten)?;
         let mut words = format!(
             "timeline of {}: {} (for https://ui.perfetto.dev)",
             in_words(&merged),
@@ -155,7 +156,7 @@ impl ProfilingWindow {
         );
         // For the last one there may have been no room.
         if let Some(picture) = (first..=last).rev().find_map(|step| picture(&merged, step)) {
-            let path = self.files.write_picture(&picture)?;
+            let path = self.files.write_picture(&picture).map_err(unwritten)?;
             words = format!("{words}, {}", path.display());
         }
         Ok(words)
@@ -173,17 +174,6 @@ fn merged(all: &[[f64; 2]]) -> Vec<usize> {
     fitting.map(|(_, rank)| rank).collect()
 }
 
-/// Why there is no trace of all ranks.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-struct Lost(String);
-
-impl From<RunFilesError> for Lost {
-    fn from(error: RunFilesError) -> Self {
-        Self(error.to_string())
-    }
-}
-
 /// `single-node: gpt2 4 × 128, f32, ddp, bucketed, overlap, on cpu (1 thread, avx512)`
 fn training_in_words(config: &TrainConfig, model: &Model, world: &World) -> String {
     let word = |value: serde_json::Value| value.as_str().unwrap_or_default().to_owned();
@@ -196,35 +186,28 @@ fn training_in_words(config: &TrainConfig, model: &Model, world: &World) -> Stri
     if parallel.strategy == Strategy::Ddp {
         words.push(word(json!(parallel.sync)));
     }
-    let overlap = if parallel.overlap { "overlap" } else { "no overlap" };
-    words.push(overlap.to_owned());
+    words.push(if parallel.overlap { "overlap" } else { "no overlap" }.to_owned());
     let (name, device) = (&config.run.name, world.device.name());
     format!("{name}: {}, on {device}", words.join(", "))
 }
 
 /// `steps 10 to 12 of 4 of 8 ranks, 97 % of the communication hidden`
 fn in_words(file: &TraceFile) -> String {
-    let mut words = match file.ranks.first().map(|(about, _)| about.steps) {
-        Some([first, last]) if first == last => format!("step {first}"),
-        Some([first, last]) => format!("steps {first} to {last}"),
-        None => "no rank".to_owned(),
+    let Some((about, _)) = file.ranks.first() else {
+        return "no rank".to_owned();
     };
-    let (ranks, missed) = (
-        file.ranks.len(),
-        file.ranks.iter().map(|(about, _)| about.missed).sum::<u64>(),
-    );
-    if let Some((about, _)) = file
-        .ranks
-        .first()
-        .filter(|(about, _)| about.world_size as usize > ranks)
-    {
+    let mut words = match about.steps {
+        [first, last] if first == last => format!("step {first}"),
+        [first, last] => format!("steps {first} to {last}"),
+    };
+    let ranks = file.ranks.len();
+    if about.world_size as usize > ranks {
         words = format!("{words} of {ranks} of {}", counted(about.world_size, "rank"));
     }
+    let missed = file.ranks.iter().map(|(about, _)| about.missed).sum::<u64>();
     if missed > 0 {
-        words = format!(
-            "{words} without {} for which there was no room",
-            counted(missed, "span")
-        );
+        let missed = counted(missed, "span");
+        words = format!("{words} without {missed} for which there was no room");
     }
     let (mut all, mut whole_us) = (Overlap::default(), 0.0);
     for (_, spans) in &file.ranks {

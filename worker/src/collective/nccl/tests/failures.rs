@@ -457,17 +457,19 @@ fn an_operation_that_was_done_before_a_later_one_failed_stays_done() {
 
 #[test]
 fn a_device_that_is_no_gpu_is_refused() {
-    use crate::collective::nccl::{NcclOptions, NcclTransport};
+    use crate::collective::nccl::{Membership, NcclTransport};
     use crate::session::{Cancel, MemoryStore};
     let device: Arc<dyn Device> = FakeDevice::new();
-    let options = NcclOptions {
-        name: "world",
+    let world = Membership {
+        name: "world".into(),
         rank: 0,
-        world_size: 1,
-        store: Arc::new(MemoryStore::default()),
+        members: vec![0],
         timeout: SHORT,
         cancel: Cancel::new(),
     };
-    let error = NcclTransport::connect(&nccl(), &device, &options).err().unwrap();
+    let store = Arc::new(MemoryStore::default());
+    let error = NcclTransport::connect(&nccl(), &device, store, world)
+        .err()
+        .unwrap();
     assert_eq!(error.to_string(), "NCCL needs a GPU, the device is fake");
 }

@@ -76,10 +76,6 @@ pub(super) struct Log {
     pub(super) made: usize,
     pub(super) aborted: usize,
     pub(super) destroyed: usize,
-    /// Scaled sums that were made and not freed.
-    pub(super) sums: usize,
-    /// Scaled sums that were made.
-    pub(super) sums_made: usize,
     /// Calls that a caller must not make.
     pub(super) violations: Vec<String>,
 }
@@ -106,8 +102,6 @@ pub(super) struct Inner {
     issued: usize,
     pub(super) splits: usize,
     messages: HashMap<(usize, usize), usize>,
-    pub(super) sums: BTreeMap<c_int, f64>,
-    pub(super) next_sum: c_int,
 }
 
 pub(super) enum Background {
@@ -336,10 +330,7 @@ impl FakeComm {
             busy: AtomicBool::new(false),
             freed: AtomicBool::new(false),
             aborted: Arc::default(),
-            inner: Mutex::new(Inner {
-                next_sum: 5,
-                ..Inner::default()
-            }),
+            inner: Mutex::default(),
         }
     }
 
@@ -422,9 +413,8 @@ pub(super) struct Part {
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) enum Kind {
-    /// The factor of a pre-multiplied sum, if it is one.
-    AllReduce(RedOp, Option<f64>),
-    ReduceScatter(RedOp, Option<f64>),
+    AllReduce(RedOp),
+    ReduceScatter(RedOp),
     AllGather,
     Broadcast(usize),
     Send,
@@ -503,13 +493,13 @@ impl Launch {
 fn compute(parts: &[Part]) {
     let kinds: Vec<Kind> = parts.iter().map(|part| part.kind).collect();
     match kinds[0] {
-        Kind::AllReduce(op, _) => {
+        Kind::AllReduce(op) => {
             let result = reduced(parts, op, parts[0].count);
             for part in parts {
                 put(part, &result);
             }
         }
-        Kind::ReduceScatter(op, _) => {
+        Kind::ReduceScatter(op) => {
             let result = reduced(parts, op, parts[0].count * parts.len());
             for (part, slice) in parts.iter().zip(result.chunks(parts[0].count)) {
                 put(part, slice);
@@ -535,29 +525,21 @@ fn compute(parts: &[Part]) {
 
 fn reduced(parts: &[Part], op: RedOp, len: usize) -> Vec<f64> {
     let mut inputs = parts.iter().map(|part| {
-        let factor = match part.kind {
-            Kind::AllReduce(_, factor) | Kind::ReduceScatter(_, factor) => factor.unwrap_or(1.0),
-            _ => panic!("ranks are in different operations: {parts:?}"),
-        };
+        let is_a_sum = matches!(part.kind, Kind::AllReduce(_) | Kind::ReduceScatter(_));
+        assert!(is_a_sum, "ranks are in different operations: {parts:?}");
         let numbers: Vec<f64> = bytes(part, len)
             .chunks(width(part.dtype))
-            .map(|raw| number(raw, part.dtype) * factor)
+            .map(|raw| number(raw, part.dtype))
             .collect();
         numbers
     });
     let first = inputs.next().unwrap();
-    let mut result = inputs.fold(first, |mut sum, input| {
+    inputs.fold(first, |mut sum, input| {
         for (sum, x) in sum.iter_mut().zip(input) {
             *sum = if op == RedOp::MAX { sum.max(x) } else { *sum + x };
         }
         sum
-    });
-    if op == RedOp::AVG {
-        for sum in &mut result {
-            *sum /= parts.len() as f64;
-        }
-    }
-    result
+    })
 }
 
 fn width(dtype: DataType) -> usize {
@@ -569,7 +551,7 @@ fn width(dtype: DataType) -> usize {
     }
 }
 
-pub(super) fn number(raw: &[u8], dtype: DataType) -> f64 {
+fn number(raw: &[u8], dtype: DataType) -> f64 {
     match dtype {
         DataType::UINT8 => f64::from(raw[0]),
         DataType::BFLOAT16 => bf16::from_ne_bytes(raw.try_into().unwrap()).to_f64(),

@@ -3,7 +3,7 @@
 
 use std::ffi::{c_char, c_int, c_void};
 
-use super::fake::{BROKEN, Background, CURRENT, FakeComm, INVALID_ARGUMENT, Kind, Part, WORLDS, number};
+use super::fake::{BROKEN, Background, CURRENT, FakeComm, Kind, Part, WORLDS};
 use crate::collective::nccl::library::{
     Config, DataType, Functions, RawComm, RawStream, RedOp, Status, UNIQUE_ID_BYTES, UniqueId,
 };
@@ -32,8 +32,6 @@ pub(super) fn functions(version: unsafe extern "C" fn(*mut c_int) -> Status) -> 
         broadcast,
         send,
         recv,
-        create_pre_mul_sum,
-        destroy_red_op,
         get_error_string,
         get_last_error,
     }
@@ -145,12 +143,9 @@ unsafe extern "C" fn comm_finalize(raw: RawComm) -> Status {
 unsafe extern "C" fn comm_destroy(raw: RawComm) -> Status {
     // SAFETY: as above.
     let comm = unsafe { comm(raw) };
-    let status = comm.ask("ncclCommDestroy", |inner| {
+    let status = comm.ask("ncclCommDestroy", |_| {
         let mut log = comm.world.log.lock().unwrap();
         log.destroyed += 1;
-        if !inner.sums.is_empty() {
-            log.violations.push("scaled sums are left behind".into());
-        }
         Status::SUCCESS
     });
     comm.free();
@@ -177,8 +172,8 @@ unsafe extern "C" fn all_reduce(
     stream: RawStream,
 ) -> Status {
     // SAFETY: as above.
-    unsafe { comm(raw) }.collective("ncclAllReduce", stream, |inner| {
-        let kind = Kind::AllReduce(op, inner.sums.get(&op.0).copied());
+    unsafe { comm(raw) }.collective("ncclAllReduce", stream, |_| {
+        let kind = Kind::AllReduce(op);
         part(kind, source, target, count, dtype)
     })
 }
@@ -193,8 +188,8 @@ unsafe extern "C" fn reduce_scatter(
     stream: RawStream,
 ) -> Status {
     // SAFETY: as above.
-    unsafe { comm(raw) }.collective("ncclReduceScatter", stream, |inner| {
-        let kind = Kind::ReduceScatter(op, inner.sums.get(&op.0).copied());
+    unsafe { comm(raw) }.collective("ncclReduceScatter", stream, |_| {
+        let kind = Kind::ReduceScatter(op);
         part(kind, source, target, count, dtype)
     })
 }
@@ -262,47 +257,6 @@ unsafe extern "C" fn recv(
         comm.rank,
         part(Kind::Recv, std::ptr::null(), target, count, dtype),
     )
-}
-
-unsafe extern "C" fn create_pre_mul_sum(
-    out: *mut RedOp,
-    scalar: *mut c_void,
-    dtype: DataType,
-    _: c_int,
-    raw: RawComm,
-) -> Status {
-    // SAFETY: as above.
-    let comm = unsafe { comm(raw) };
-    comm.ask("ncclRedOpCreatePreMulSum", |inner| {
-        let width = match dtype {
-            DataType::BFLOAT16 => 2,
-            DataType::FLOAT64 => 8,
-            _ => 4,
-        };
-        // SAFETY: as above.
-        let factor = number(unsafe { std::slice::from_raw_parts(scalar.cast(), width) }, dtype);
-        let op = inner.next_sum;
-        inner.next_sum += 1;
-        inner.sums.insert(op, factor);
-        let mut log = comm.world.log.lock().unwrap();
-        log.sums += 1;
-        log.sums_made += 1;
-        // SAFETY: as above.
-        unsafe { *out = RedOp(op) };
-        Status::SUCCESS
-    })
-}
-
-unsafe extern "C" fn destroy_red_op(op: RedOp, raw: RawComm) -> Status {
-    // SAFETY: as above.
-    let comm = unsafe { comm(raw) };
-    comm.ask("ncclRedOpDestroy", |inner| {
-        if inner.sums.remove(&op.0).is_none() {
-            return INVALID_ARGUMENT;
-        }
-        comm.world.log.lock().unwrap().sums -= 1;
-        Status::SUCCESS
-    })
 }
 
 unsafe extern "C" fn get_error_string(status: Status) -> *const c_char {

@@ -1,19 +1,18 @@
-//! What this rank exchanges with one rank of another node, over TCP.
+//! What this rank exchanges with one other rank over their connection.
 //!
 //! Each direction carries a header, then the sender's contribution to the sum that the receiver makes, then a
 //! result. Both may be empty. A contribution is received into a ring, from which it is summed. Where a node has several
 //! ranks, one of them sends the sum of their contributions ([`NodeSum`]), so that it crosses the network once.
 #![allow(unsafe_code, reason = "parts of held buffers as slices")]
 
-use std::io::{ErrorKind, IoSlice, IoSliceMut, Read};
-use std::net::TcpStream;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::{AsFd, BorrowedFd};
 
-use nix::errno::Errno;
+use bytemuck::{Zeroable, bytes_of, bytes_of_mut};
 use nix::poll::PollFlags;
-use nix::sys::socket::{MsgFlags, sendmsg};
 
 use super::header::{HEADER_BYTES, OperationHeader};
+use super::sockets::Connection;
 use crate::collective::error::Failure;
 use crate::collective::reduction::Reduction;
 
@@ -159,104 +158,38 @@ impl NodeSum {
     }
 }
 
-/// One connection to a global rank. It does not block.
-#[derive(Debug)]
-pub(super) struct Connection {
-    global: usize,
-    stream: TcpStream,
-    ring: Vec<u64>,
-    /// A piece of a [`NodeSum`].
-    out: Vec<u64>,
-}
-
-impl Connection {
-    pub(super) fn new(global: usize, socket: OwnedFd) -> Result<Self, Failure> {
-        let stream = TcpStream::from(socket);
-        let prepared = stream
-            .set_nonblocking(true)
-            .and_then(|()| stream.set_nodelay(true));
-        prepared.map_err(|error| Failure::System {
-            what: format!("preparing the connection to rank {global}"),
-            cause: error.to_string(),
-        })?;
-        Ok(Self {
-            global,
-            stream,
-            ring: Vec::new(),
-            out: Vec::new(),
-        })
-    }
-
-    /// The ring, allocated at its first use.
-    fn ring(&mut self) -> *mut u8 {
-        self.ring.resize(RING_BYTES / size_of::<u64>(), 0);
-        self.ring.as_mut_ptr().cast()
-    }
-
-    /// Room for a piece, allocated at its first use.
-    fn out(&mut self) -> *mut u8 {
-        self.out.resize(PIECE_BYTES / size_of::<u64>(), 0);
-        self.out.as_mut_ptr().cast()
-    }
-
-    /// Sends what the connection accepts now; 0 if nothing.
-    fn send(&self, parts: &[IoSlice<'_>]) -> Result<usize, Failure> {
-        let flags = MsgFlags::MSG_NOSIGNAL | MsgFlags::MSG_DONTWAIT;
-        match sendmsg::<()>(self.stream.as_raw_fd(), parts, &[], flags, None) {
-            Ok(sent) => Ok(sent),
-            Err(Errno::EAGAIN | Errno::EINTR) => Ok(0),
-            Err(error) => Err(self.lost(&error.desc().to_lowercase())),
-        }
-    }
-
-    /// Receives what is there; 0 if nothing.
-    fn receive(&self, parts: &mut [IoSliceMut<'_>]) -> Result<usize, Failure> {
-        match (&self.stream).read_vectored(parts) {
-            Ok(0) => Err(self.lost("its process closed the connection")),
-            Ok(received) => Ok(received),
-            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) => Ok(0),
-            Err(error) => Err(self.lost(&error.to_string().to_lowercase())),
-        }
-    }
-
-    fn lost(&self, how: &str) -> Failure {
-        Failure::PeerLost {
-            rank: self.global,
-            how: how.to_owned(),
-        }
-    }
-}
-
 /// A [`Transfer`] as it is carried out.
 pub(super) struct PeerExchange<'a> {
     connection: &'a mut Connection,
     transfer: Transfer,
     ring: *mut u8,
     out: *mut u8,
-    header_out: [u8; HEADER_BYTES],
-    header_in: [u8; HEADER_BYTES],
+    header_out: OperationHeader,
+    header_in: OperationHeader,
     sent: usize,
     received: usize,
 }
 
 impl<'a> PeerExchange<'a> {
     pub(super) fn new(connection: &'a mut Connection, transfer: Transfer, header: &OperationHeader) -> Self {
-        let ring = if transfer.taken > 0 {
-            connection.ring()
-        } else {
-            MemoryRange::EMPTY.start
-        };
-        let out = match transfer.contribution {
-            Contribution::Summed(_) => connection.out(),
-            Contribution::InMemory(_) => MemoryRange::EMPTY.start,
-        };
+        // Allocated at their first use.
+        if transfer.taken > 0 {
+            connection.ring.resize(RING_BYTES / size_of::<u64>(), 0);
+        }
+        if matches!(transfer.contribution, Contribution::Summed(_)) {
+            connection.out.resize(PIECE_BYTES / size_of::<u64>(), 0);
+        }
+        let (ring, out) = (
+            connection.ring.as_mut_ptr().cast(),
+            connection.out.as_mut_ptr().cast(),
+        );
         Self {
             connection,
             transfer,
             ring,
             out,
-            header_out: header.encode(),
-            header_in: [0; HEADER_BYTES],
+            header_out: *header,
+            header_in: OperationHeader::zeroed(),
             sent: 0,
             received: 0,
         }
@@ -269,7 +202,7 @@ impl<'a> PeerExchange<'a> {
 
     /// Global rank of the peer.
     pub(super) fn global(&self) -> usize {
-        self.connection.global
+        self.connection.peer()
     }
 
     /// True if the peer contributes to this rank's sum.
@@ -362,7 +295,7 @@ impl<'a> PeerExchange<'a> {
                 std::slice::from_raw_parts(result.start, result.len),
             )
         };
-        let header = &self.header_out[self.sent.min(HEADER_BYTES)..];
+        let header = &bytes_of(&self.header_out)[self.sent.min(HEADER_BYTES)..];
         let parts = [
             IoSlice::new(header),
             IoSlice::new(contribution),
@@ -377,11 +310,7 @@ impl<'a> PeerExchange<'a> {
 
     /// Receives what is there, as far as the ring has room: `summed` elements of the contribution have been summed.
     /// Returns the bytes received, and those of them that belong to the result.
-    pub(super) fn receive(
-        &mut self,
-        summed: usize,
-        ours: &OperationHeader,
-    ) -> Result<(usize, usize), Failure> {
+    pub(super) fn receive(&mut self, summed: usize) -> Result<(usize, usize), Failure> {
         if !self.receivable(summed) {
             return Ok((0, 0));
         }
@@ -410,7 +339,7 @@ impl<'a> PeerExchange<'a> {
         };
         let header_left = self.received.min(HEADER_BYTES);
         let mut parts = [
-            IoSliceMut::new(&mut self.header_in[header_left..]),
+            IoSliceMut::new(&mut bytes_of_mut(&mut self.header_in)[header_left..]),
             IoSliceMut::new(ring),
             IoSliceMut::new(result),
         ];
@@ -418,7 +347,7 @@ impl<'a> PeerExchange<'a> {
         let (before, first_of_result) = (self.received, HEADER_BYTES + self.transfer.taken);
         self.received += received;
         if before < HEADER_BYTES && self.received >= HEADER_BYTES {
-            ours.agree(&OperationHeader::decode(&self.header_in), self.connection.global)?;
+            self.header_out.agree(&self.header_in, self.connection.peer())?;
         }
         let from = before.max(first_of_result);
         let of_result = self.received.saturating_sub(from);
@@ -446,7 +375,7 @@ impl<'a> PeerExchange<'a> {
         let mut events = PollFlags::empty();
         events.set(PollFlags::POLLOUT, self.sent < self.sendable(ready));
         events.set(PollFlags::POLLIN, self.receivable(summed));
-        (!events.is_empty()).then(|| (self.connection.stream.as_fd(), events))
+        (!events.is_empty()).then(|| (self.connection.as_fd(), events))
     }
 
     fn receivable(&self, summed: usize) -> bool {
