@@ -70,7 +70,7 @@ fn beside_product(op: &Op) -> Option<Op> {
     match op {
         Op::LinearGeluForward(op) => Some(
             GeluForward {
-                inp: op.wide.clone(),
+                inp: op.linear.out.clone(),
                 out: op.out.clone(),
             }
             .into(),
@@ -78,7 +78,7 @@ fn beside_product(op: &Op) -> Option<Op> {
         Op::LinearGeluBackward(op) => Some(
             GeluBackward {
                 inp_out: op.wide_active.clone(),
-                dout_dinp: op.dwide.clone(),
+                dout_dinp: op.linear.dinp.clone(),
             }
             .into(),
         ),

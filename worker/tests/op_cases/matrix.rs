@@ -93,12 +93,15 @@ fn gelu_forward(shape: LinearShape) -> Case {
     ];
     let name = format!("linear and gelu forward of {shape:?}");
     Case::new(name, tensors, move |b| LinearGeluForward {
-        inp: b[0].clone(),
-        weight: b[1].clone(),
-        bias: b[2].clone(),
-        wide: b[3].clone(),
+        linear: LinearForward {
+            inp: b[0].clone(),
+            weight: b[1].clone(),
+            bias: Some(b[2].clone()),
+            residual: None,
+            out: b[3].clone(),
+            shape,
+        },
         out: b[4].clone(),
-        shape,
     })
 }
 
@@ -112,11 +115,13 @@ fn gelu_backward(shape: LinearShape) -> Case {
     ];
     let name = format!("linear and gelu backward of {shape:?}");
     Case::new(name, tensors, move |b| LinearGeluBackward {
-        dout: b[0].clone(),
-        weight: b[1].clone(),
+        linear: LinearDinp {
+            dout: b[0].clone(),
+            weight: b[1].clone(),
+            dinp: b[3].clone(),
+            shape,
+        },
         wide_active: b[2].clone(),
-        dwide: b[3].clone(),
-        shape,
     })
 }
 
