@@ -3,8 +3,8 @@
 use ddp_worker::device::{DType, DeviceError};
 use ddp_worker::ops::{
     AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, EncoderForward,
-    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight,
-    LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, Rates, Runs, SquaredNorm, TokenBackward, Update,
+    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
+    LinearGeluBackward, LinearGeluForward, LinearShape, Rates, Runs, SquaredNorm, TokenBackward, Update,
     WeightLayout,
 };
 use ddp_worker::optim::adamw;
@@ -98,27 +98,35 @@ impl Model {
             flop: 8 * rows * c * c,
         };
         bench.row("widen + gelu", work(2), || {
+            let wide = bench.act(4 * rows * c)?;
             Ok(LinearGeluForward {
                 linear: LinearForward {
                     inp: bench.act(rows * c)?,
                     weight: bench.act(4 * c * c)?,
                     bias: Some(bench.act(4 * c)?),
                     residual: None,
-                    out: bench.act(4 * rows * c)?,
+                    out: wide.clone(),
                     shape: shape(c, 4 * c),
                 },
-                out: bench.act(4 * rows * c)?,
+                gelu: GeluForward {
+                    inp: wide,
+                    out: bench.act(4 * rows * c)?,
+                },
             })
         })?;
         bench.row("  gradients of both", work(3), || {
+            let dwide = bench.act(4 * rows * c)?;
             Ok(LinearGeluBackward {
                 linear: LinearDinp {
                     dout: bench.act(rows * c)?,
                     weight: bench.act(4 * c * c)?,
-                    dinp: bench.act(4 * rows * c)?,
+                    dinp: dwide.clone(),
                     shape: shape(4 * c, c),
                 },
-                wide_active: bench.act(4 * rows * c)?,
+                gelu: GeluBackward {
+                    inp_out: bench.act(4 * rows * c)?,
+                    dout_dinp: dwide,
+                },
             })
         })
     }

@@ -216,12 +216,6 @@ impl Saved {
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
     }
-
-    /// Bytes held.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        self.slots.values().map(|a| a.buffer().bytes()).sum()
-    }
 }
 
 /// A network: parameters, groups and blocks.

@@ -12,8 +12,9 @@ use super::{Activation, Block, Context, GradSink, GradSlot, ParamId, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
     self, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, DropoutMask,
-    EncoderForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
-    LinearGeluBackward, LinearGeluForward, LinearShape, PositionBackward, TokenBackward, WeightLayout,
+    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
+    LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, PositionBackward,
+    TokenBackward, WeightLayout,
 };
 
 /// `[B, T, C]` to `[B, T, C]`.
@@ -606,8 +607,11 @@ impl FeedForward {
         let dense = &self.widen.dense;
         let (wide, linear) = dense.product(ctx, &normalised, None, "projected")?;
         let active = ctx.lease("gelu", wide.shape())?;
-        let out = active.buffer().clone();
-        ctx.enqueue(LinearGeluForward { linear, out });
+        let gelu = GeluForward {
+            inp: wide.buffer().clone(),
+            out: active.buffer().clone(),
+        };
+        ctx.enqueue(LinearGeluForward { linear, gelu });
         drop(normalised);
         let dropout = (self.dropout, Site::FeedForwardResidual);
         let out = self.projection.forward_onto(ctx, &active, inp, dropout)?;
@@ -632,8 +636,11 @@ impl FeedForward {
         let dprojected = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
         self.projection.dbias(ctx, &dprojected, grads)?;
         let (dwide, linear) = self.projection.dinp(ctx, &dprojected)?;
-        let wide_active = wide.buffer().clone();
-        ctx.enqueue(LinearGeluBackward { linear, wide_active });
+        let gelu = GeluBackward {
+            inp_out: wide.buffer().clone(),
+            dout_dinp: dwide.buffer().clone(),
+        };
+        ctx.enqueue(LinearGeluBackward { linear, gelu });
         // From here on `wide` is the output of the GELU.
         self.projection.dweight(ctx, [&wide, &dprojected], grads)?;
         drop((wide, dprojected));
@@ -644,11 +651,8 @@ impl FeedForward {
 
 /// The shape of `like` with another number of channels.
 fn with_channels(like: &Activation, channels: usize) -> Vec<usize> {
-    let mut shape = like.shape().to_vec();
-    if let Some(last) = shape.last_mut() {
-        *last = channels;
-    }
-    shape
+    let outer = like.shape().split_last().map_or(&[][..], |(_, outer)| outer);
+    [outer, &[channels]].concat()
 }
 
 /// The dropout of a block. Without a rate, or where no backward follows, nothing is enqueued.

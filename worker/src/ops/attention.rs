@@ -7,7 +7,6 @@
 //! On a GPU, tensor cores do it for bf16 and the usual widths of heads, plain f32 arithmetic for everything else.
 
 use super::cuda::plan::{Call, Plan, Scratch, count, element, expect_dtype, is_aligned, kernels, units_with};
-use super::dropout::mask_define;
 use super::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map, sum_map2, with_scratch};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
 use super::stored::Stored;
@@ -153,7 +152,7 @@ impl AttentionForward {
         let isa = cpu.isa();
         cpu.for_each_part(parts, |(i, (mut out, lse)): (usize, (Tile<'_, S>, _))| {
             let pair = [i / heads, i % heads];
-            let mask = self.dropout.as_ref().map(|mask| HeadMask { mask, pair });
+            let mask = self.dropout.as_ref().map(|mask| (mask, pair));
             read_inputs(isa, shape.inputs(qkv, pair), |inputs| {
                 S::write_matrix(isa, &mut out.out, false, |out| {
                     head_forward(isa, inputs, (out, lse), shape.scale(), mask);
@@ -164,20 +163,16 @@ impl AttentionForward {
     }
 }
 
-/// What is dropped of one sample and head.
-#[derive(Clone, Copy)]
-struct HeadMask<'a> {
-    mask: &'a DropoutMask,
-    pair: [usize; 2],
-}
+/// What is dropped of a sample and head.
+type HeadMask<'a> = Option<(&'a DropoutMask, [usize; 2])>;
 
-impl HeadMask<'_> {
-    /// Drops numbers of queries `first..end` (rows) and the keys that each sees.
-    fn drop<T: Real>(&self, tile: &mut [T], first: usize, end: usize) {
-        for (query, row) in (first..end).zip(tile.chunks_exact_mut(end)) {
-            self.mask
-                .drop_keys(self.pair[0], self.pair[1], query, &mut row[..=query]);
-        }
+/// Drops numbers of queries `first..end` (rows) and the keys that each sees.
+fn drop_keys<T: Real>(mask: HeadMask<'_>, tile: &mut [T], first: usize, end: usize) {
+    let Some((mask, [sample, head])) = mask else {
+        return;
+    };
+    for (query, row) in (first..end).zip(tile.chunks_exact_mut(end)) {
+        mask.drop_keys(sample, head, query, &mut row[..=query]);
     }
 }
 
@@ -187,7 +182,7 @@ fn head_forward<T: Real>(
     [q, k, v]: [Matrix<'_, T>; 3],
     (out, lse): (&mut MatrixMut<'_, T>, &mut [T]),
     scale: T,
-    mask: Option<HeadMask<'_>>,
+    mask: HeadMask<'_>,
 ) {
     let positions = out.row_count();
     with_scratch::<T, _>(QUERIES.min(positions) * positions, |scores| {
@@ -198,9 +193,7 @@ fn head_forward<T: Real>(
             let (queries, keys, values) = (q.rows(first..end), k.rows(0..end), v.rows(0..end));
             product(&mut tile, queries, keys.transposed(), scale, false);
             softmax_rows(isa, scores, first, &mut lse[first..end]);
-            if let Some(mask) = mask {
-                mask.drop(scores, first, end);
-            }
+            drop_keys(mask, scores, first, end);
             let scores = Matrix::dense(scores, end - first, end);
             product(&mut out.rows_mut(first..end), scores, values, T::ONE, false);
         }
@@ -318,7 +311,7 @@ impl AttentionBackward {
         let isa = cpu.isa();
         cpu.for_each_part(parts, |(i, gradients): (usize, [MatrixMut<'_, S>; 3])| {
             let pair = [i / heads, i % heads];
-            let mask = self.dropout.as_ref().map(|mask| HeadMask { mask, pair });
+            let mask = self.dropout.as_ref().map(|mask| (mask, pair));
             let lse = &lse[i * positions..][..positions];
             read_inputs(isa, shape.inputs(qkv, pair), |inputs| {
                 S::read_matrix(isa, shape.head(out, pair), |out| {
@@ -370,7 +363,7 @@ fn head_backward<T: Real>(
     ([q, k, v], [out, dout], lse): ([Matrix<'_, T>; 3], [Matrix<'_, T>; 2], &[T]),
     gradients: [MatrixMut<'_, T>; 3],
     scale: T,
-    mask: Option<HeadMask<'_>>,
+    mask: HeadMask<'_>,
 ) {
     let [mut dq, mut dk, mut dv] = gradients;
     let positions = dq.row_count();
@@ -387,14 +380,10 @@ fn head_backward<T: Real>(
             let shape = |data| MatrixMut::dense(data, tile.len(), end);
             product(&mut shape(probabilities), q, keys.transposed(), scale, false);
             product(&mut shape(dscores), dout, values.transposed(), T::ONE, false);
-            if let Some(mask) = mask {
-                mask.drop(dscores, first, end);
-            }
+            drop_keys(mask, dscores, first, end);
             let tiles = [&mut *probabilities, &mut *dscores];
             softmax_rows_back(isa, tiles, [out, dout], (first, &lse[tile.clone()]), scale);
-            if let Some(mask) = mask {
-                mask.drop(probabilities, first, end);
-            }
+            drop_keys(mask, probabilities, first, end);
             let probabilities = Matrix::dense(probabilities, tile.len(), end);
             let dscores = Matrix::dense(dscores, tile.len(), end);
             product(&mut dq.rows_mut(tile), dscores, keys, T::ONE, false);
@@ -434,6 +423,11 @@ kernel! {
 static PLAIN: KernelSource = kernels("attention.cu", include_str!("cuda/attention.cu"));
 static FLASH_FORWARD: KernelSource = kernels("flash_forward.cu", include_str!("cuda/flash_forward.cu"));
 static FLASH_BACKWARD: KernelSource = kernels("flash_backward.cu", include_str!("cuda/flash_backward.cu"));
+
+/// Only where there is a mask: without one a kernel is compiled as it always was.
+fn mask_define(has_mask: bool) -> Option<Define> {
+    has_mask.then(|| Define::number("DROPOUT", 1))
+}
 
 /// Bytes of keys and values that the blocks in flight share through the L2 cache, a third of a small one.
 const GROUP_BYTES: usize = 16 << 20;
@@ -525,11 +519,6 @@ fn group(shape: AttentionShape) -> usize {
     (GROUP_BYTES / bytes).clamp(1, shape.batch * shape.heads)
 }
 
-/// Channels as the plain kernels lay them out.
-const fn padded(head: usize) -> usize {
-    head.next_multiple_of(16)
-}
-
 /// Queries and keys of a tile of the plain kernels. Up to heads of 176 channels the four operands of backward fit into
 /// the 99 KiB that a block has on every card since sm_80.
 const fn plain_tile(head: usize) -> usize {
@@ -571,9 +560,10 @@ impl Launches<'_> {
             let what = format!("heads of {head} channels, on a GPU at most {MAX_HEAD}");
             return Err(DeviceError::Shape { op, what });
         }
-        let tile = plain_tile(head);
+        // Channels as these kernels lay them out.
+        let (tile, padded) = (plain_tile(head), head.next_multiple_of(16));
         let blocks = shape.batch * shape.heads * shape.positions.div_ceil(tile);
-        let words = tiles[1] * tile * (padded(head) + 1) + tile * (tile + 1);
+        let words = tiles[1] * tile * (padded + 1) + tile * (tile + 1);
         let threads = (tile / 4) * (tile / 4);
         let grid = Grid::linear(count(op, "blocks", blocks)?, threads as u32);
         let defines = plain_defines(self.act, head, has_mask);

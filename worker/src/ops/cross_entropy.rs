@@ -193,11 +193,7 @@ impl Operation for LossSum {
     const NAME: &'static str = "loss_sum";
 
     fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        match self.losses.dtype() {
-            DType::F64 => self.compute::<f64>(),
-            // Any other type is refused there.
-            _ => self.compute::<f32>(),
-        }
+        by_dtype!(Self::NAME, self.losses.dtype(), S => self.compute::<S>())
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {

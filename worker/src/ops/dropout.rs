@@ -6,7 +6,7 @@ use super::cuda::plan::{Arg, Plan, act_units, count, elementwise, kernels};
 use super::kernel::{Real, by_dtype};
 use super::stored::Stored;
 use super::{Operation, expect_len};
-use crate::device::cuda::{CompileUnit, Define, KernelSource};
+use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Elements of one part of the work, about.
@@ -192,11 +192,6 @@ impl Dropout {
 }
 
 static SOURCE: KernelSource = kernels("dropout.cu", include_str!("cuda/dropout.cu"));
-
-/// The definition of `DROPOUT`, only where there is a mask: without one a kernel is compiled as it always was.
-pub(super) fn mask_define(has_mask: bool) -> Option<Define> {
-    has_mask.then(|| Define::number("DROPOUT", 1))
-}
 
 pub(super) fn units() -> Vec<CompileUnit> {
     act_units(&SOURCE)

@@ -126,19 +126,7 @@ impl Operation for Fill {
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
-        let twice = |bits: u32| u64::from(bits) << 32 | u64::from(bits);
-        let pattern = match self.out.dtype() {
-            DType::F64 => self.value.to_bits(),
-            DType::F32 => twice((self.value as f32).to_bits()),
-            DType::Bf16 => {
-                let bits = u32::from(bf16::from_f64(self.value).to_bits());
-                twice(bits << 16 | bits)
-            }
-            other => {
-                let what = format!("cannot fill {other}");
-                return Err(DeviceError::Shape { op: Self::NAME, what });
-            }
-        };
+        let pattern = by_dtype!(Self::NAME, self.out.dtype(), S => self.pattern::<S>())?;
         let bytes = self.out.bytes();
         let defines = act_defines("f32", width(0, &[&self.out]));
         let grid = Grid::covering(bytes.div_ceil(BYTES), THREADS);
@@ -148,6 +136,14 @@ impl Operation for Fill {
 }
 
 impl Fill {
+    /// Eight bytes of the memory that is filled.
+    fn pattern<S: Stored>(&self) -> Result<u64, DeviceError> {
+        let values = [S::of(self.value); size_of::<u64>()];
+        Ok(bytemuck::pod_read_unaligned(
+            &cast_slice(&values)[..size_of::<u64>()],
+        ))
+    }
+
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let (mut out, value) = (self.out.host_mut::<S>()?, S::of(self.value));
         cpu.for_each_part(out.chunks_mut(PART).collect(), |out: &mut [S]| out.fill(value));
@@ -168,11 +164,7 @@ impl Operation for Scale {
     const NAME: &'static str = "scale";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        match self.x.dtype() {
-            DType::Bf16 => self.scale::<bf16>(cpu),
-            // Any other type is refused there.
-            _ => self.scale::<f32>(cpu),
-        }
+        by_dtype!(Self::NAME, self.x.dtype(), S => self.compute::<S>(cpu))
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -183,10 +175,11 @@ impl Operation for Scale {
 }
 
 impl Scale {
-    fn scale<T: Stored<Real = f32>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let (mut x, isa) = (self.x.host_mut::<T>()?, cpu.isa());
-        cpu.for_each_part(x.chunks_mut(PART).collect(), |x: &mut [T]| {
-            T::write(isa, x, true, |x| multiply(isa, x, self.factor));
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let (mut x, isa) = (self.x.host_mut::<S>()?, cpu.isa());
+        let factor = S::Real::of(f64::from(self.factor));
+        cpu.for_each_part(x.chunks_mut(PART).collect(), |x: &mut [S]| {
+            S::write(isa, x, true, |x| multiply(isa, x, factor));
         });
         Ok(())
     }

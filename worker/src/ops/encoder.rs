@@ -140,12 +140,11 @@ impl Operation for TokenBackward {
             return Ok(plan);
         }
         let mut scratch = Scratch::default();
-        let sort = Sort {
-            tokens: &self.tokens,
-            rows: count(op, "rows", rows)?,
-            vocab: count(op, "tokens of the vocabulary", vocab)?,
-        };
-        let order = sort.calls(&mut scratch, &mut plan.calls);
+        let numbers = [
+            count(op, "rows", rows)?,
+            count(op, "tokens of the vocabulary", vocab)?,
+        ];
+        let order = sort(&self.tokens, numbers, &mut scratch, &mut plan.calls);
         let partials = scratch.take(rows.div_ceil(PLACES) * 2 * channels * size_of::<f32>());
         let width = width(channels, &[&self.dout, &self.dwte]);
         let defines = grad_defines(element(op, &self.dout)?, element(op, &self.dwte)?, width);
@@ -154,7 +153,7 @@ impl Operation for TokenBackward {
         let threads = (packs.next_multiple_of(32) as u32).min(THREADS);
         let tiles = packs.div_ceil(threads as usize) as u32;
         let grid = Grid {
-            blocks: [sort.rows.div_ceil(PLACES as u32), tiles, 1],
+            blocks: [numbers[0].div_ceil(PLACES as u32), tiles, 1],
             ..Grid::linear(1, threads)
         };
         let channels = count(op, "channels", channels)?;
@@ -163,7 +162,7 @@ impl Operation for TokenBackward {
             call.read([&self.tokens]).scratch([order])
         };
         let sizes = |call: Call| {
-            let call = call.u32([sort.rows, channels, sort.vocab]);
+            let call = call.u32([numbers[0], channels, numbers[1]]);
             call.flag(self.accumulate)
         };
         let sum = call("token_sum").read([&self.dout]).write([&self.dwte]);
@@ -338,40 +337,31 @@ const PLACES: usize = 16;
 static SORT: KernelSource = kernels("token_sort.cu", include_str!("cuda/token_sort.cu"));
 static SUM: KernelSource = kernels("token_backward.cu", include_str!("cuda/token_backward.cu"));
 
-/// The order of rows by (token, row).
-struct Sort<'a> {
-    tokens: &'a Buffer,
-    rows: u32,
-    vocab: u32,
-}
-
-impl Sort<'_> {
-    /// Adds its kernels; returns where the order is: `[rows]`, u32.
-    fn calls(&self, scratch: &mut Scratch, calls: &mut Vec<Call>) -> usize {
-        let slabs = self.rows.div_ceil(SLAB as u32);
-        let orders = [(); 2].map(|()| scratch.take(self.rows as usize * size_of::<u32>()));
-        let counts = scratch.take(slabs as usize * DIGITS * size_of::<u32>());
-        // What is no token sorts as `vocab`.
-        let bits = u32::BITS - self.vocab.leading_zeros();
-        let passes = bits.div_ceil(DIGIT_BITS).max(1) as usize;
-        let call = |kernel, grid| Call::new(&SORT, kernel, Vec::new(), grid);
-        let each_slab = Grid::linear(slabs, THREADS);
-        for pass in 0..passes {
-            // The order so far.
-            let read = |call: Call| match pass {
-                0 => call.read([self.tokens]).read_if(None),
-                _ => call.read([self.tokens]).scratch([orders[(pass - 1) % 2]]),
-            };
-            let sizes = [self.rows, slabs, self.vocab, pass as u32 * DIGIT_BITS];
-            let count = read(call("digit_count", each_slab)).scratch([counts]);
-            let scan = call("digit_scan", Grid::linear(1, SCAN_THREADS)).scratch([counts]);
-            let scatter = read(call("digit_scatter", each_slab)).scratch([counts, orders[pass % 2]]);
-            calls.extend([
-                count.u32(sizes),
-                scan.u32([slabs * DIGITS as u32]),
-                scatter.u32(sizes),
-            ]);
-        }
-        orders[(passes - 1) % 2]
+/// Adds the kernels that find the order of rows by (token, row); returns where the order is: `[rows]`, u32.
+fn sort(tokens: &Buffer, [rows, vocab]: [u32; 2], scratch: &mut Scratch, calls: &mut Vec<Call>) -> usize {
+    let slabs = rows.div_ceil(SLAB as u32);
+    let orders = [(); 2].map(|()| scratch.take(rows as usize * size_of::<u32>()));
+    let counts = scratch.take(slabs as usize * DIGITS * size_of::<u32>());
+    // What is no token sorts as `vocab`.
+    let bits = u32::BITS - vocab.leading_zeros();
+    let passes = bits.div_ceil(DIGIT_BITS).max(1) as usize;
+    let call = |kernel, grid| Call::new(&SORT, kernel, Vec::new(), grid);
+    let each_slab = Grid::linear(slabs, THREADS);
+    for pass in 0..passes {
+        // The order so far.
+        let read = |call: Call| match pass {
+            0 => call.read([tokens]).read_if(None),
+            _ => call.read([tokens]).scratch([orders[(pass - 1) % 2]]),
+        };
+        let sizes = [rows, slabs, vocab, pass as u32 * DIGIT_BITS];
+        let count = read(call("digit_count", each_slab)).scratch([counts]);
+        let scan = call("digit_scan", Grid::linear(1, SCAN_THREADS)).scratch([counts]);
+        let scatter = read(call("digit_scatter", each_slab)).scratch([counts, orders[pass % 2]]);
+        calls.extend([
+            count.u32(sizes),
+            scan.u32([slabs * DIGITS as u32]),
+            scatter.u32(sizes),
+        ]);
     }
+    orders[(passes - 1) % 2]
 }

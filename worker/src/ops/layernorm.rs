@@ -75,10 +75,8 @@ impl LayerNormForward {
             self.bias.host::<S>()?,
         );
         let mut out = self.out.host_mut::<S>()?;
-        let parts = inp
-            .chunks(ROWS * channels)
-            .zip(out.chunks_mut(ROWS * channels))
-            .collect();
+        let chunk = ROWS * channels;
+        let parts = inp.chunks(chunk).zip(out.chunks_mut(chunk)).collect();
         let isa = cpu.isa();
         S::read(isa, &weight, |weight| {
             S::read(isa, &bias, |bias| {

@@ -5,8 +5,6 @@
 //! one, a single pass applies the GELU while the product is still in registers. Elsewhere they are the two operations, bit
 //! for bit.
 
-use std::ops::Range;
-
 use super::kernel::{Real, by_dtypes, kernel};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
 use super::stored::Stored;
@@ -148,10 +146,9 @@ impl LinearProduct<'_> {
         let mut out = self.out.buffer.host_mut::<G>()?;
 
         let (lhs, rhs) = (self.lhs.matrix(&lhs), self.rhs.matrix(&rhs));
-        let terms = Terms {
-            bias: bias.as_deref(),
-            residual: residual.as_deref().map(|residual| self.out.matrix(residual)),
-        };
+        // Nothing to add where there is no bias.
+        let bias = bias.as_deref().unwrap_or_default();
+        let residual = residual.as_deref().map(|residual| self.out.matrix(residual));
         let isa = cpu.isa();
         let [height, width] = self.out.stored;
         let tiles = cut::<S, _>(MatrixMut::dense(&mut out, height, width));
@@ -160,7 +157,8 @@ impl LinearProduct<'_> {
                 let (lhs, rhs) = (lhs.rows(rows.clone()), rhs.cols(cols.clone()));
                 multiply(isa, out, lhs, rhs, self.accumulate);
                 // While the tile is in the cache.
-                terms.add_to(isa, out, rows, cols);
+                let bias = bias.get(cols.clone()).unwrap_or_default();
+                add_terms(isa, out, bias, residual.map(|all| all.rows(rows).cols(cols)));
             });
         });
         Ok(())
@@ -196,30 +194,22 @@ impl LinearProduct<'_> {
     }
 }
 
-/// What is added to the product.
-struct Terms<'a, S> {
-    /// `[O]`
-    bias: Option<&'a [S]>,
-    /// `[R, O]`
-    residual: Option<Matrix<'a, S>>,
-}
-
-impl<S: Stored> Terms<'_, S> {
-    /// Adds their parts to a tile of the output.
-    fn add_to(&self, isa: Isa, out: &mut MatrixMut<'_, S::Real>, rows: Range<usize>, cols: Range<usize>) {
-        // Nothing to add where there is no bias.
-        let bias = self.bias.map_or(&[][..], |bias| &bias[cols.clone()]);
-        S::read(isa, bias, |bias| {
-            for (i, row) in rows.enumerate() {
-                let out = out.row_mut(i);
-                add_into(isa, bias, out);
-                if let Some(residual) = &self.residual {
-                    let residual = &residual.row(row)[cols.clone()];
-                    S::read(isa, residual, |residual| add_into(isa, residual, out));
-                }
+/// Adds a row, and a matrix of the size of `out`, to a product.
+fn add_terms<S: Stored>(
+    isa: Isa,
+    out: &mut MatrixMut<'_, S::Real>,
+    bias: &[S],
+    residual: Option<Matrix<'_, S>>,
+) {
+    S::read(isa, bias, |bias| {
+        for row in 0..out.row_count() {
+            let out = out.row_mut(row);
+            add_into(isa, bias, out);
+            if let Some(residual) = residual {
+                S::read(isa, residual.row(row), |residual| add_into(isa, residual, out));
             }
-        });
-    }
+        }
+    });
 }
 
 /// `out = lhs · rhs`, or `out += …` where `accumulate`. What must be widened is so by blocks of the inner dimension.
@@ -419,45 +409,23 @@ impl LinearDweight {
     }
 }
 
-/// `linear.out = inp · weight + bias`, which backward reads, and `out = gelu(linear.out)`
+/// A layer and the GELU behind it, `linear.out = gelu.inp`, which backward reads.
 #[derive(Clone, Debug)]
 pub struct LinearGeluForward {
-    /// The layer before the GELU.
+    /// First.
     pub linear: LinearForward,
-    /// `[R, O]`
-    pub out: Buffer,
+    /// Then.
+    pub gelu: GeluForward,
 }
 
-impl LinearGeluForward {
-    /// What follows the layer.
-    fn gelu(&self) -> Result<GeluForward, DeviceError> {
-        expect_len(Self::NAME, "out", self.out.len(), self.linear.out.len())?;
-        Ok(GeluForward {
-            inp: self.linear.out.clone(),
-            out: self.out.clone(),
-        })
-    }
-}
-
-/// `linear.dinp = (dout · weightᵀ) ⊙ gelu′(wide)` through the layer behind the GELU, and `wide` becomes `gelu(wide)`,
-/// that layer's input, which need not be kept from forward to backward.
+/// The way back through a layer and the GELU before it, `linear.dinp = gelu.dout_dinp`. The input of the GELU becomes its
+/// output, the layer's input, which need not be kept from forward to backward.
 #[derive(Clone, Debug)]
 pub struct LinearGeluBackward {
-    /// The layer behind the GELU.
+    /// First.
     pub linear: LinearDinp,
-    /// `[R, I]`: `wide`, becomes `gelu(wide)`
-    pub wide_active: Buffer,
-}
-
-impl LinearGeluBackward {
-    /// What follows the layer's backward.
-    fn gelu(&self) -> Result<GeluBackward, DeviceError> {
-        expect_len(Self::NAME, "wide", self.wide_active.len(), self.linear.dinp.len())?;
-        Ok(GeluBackward {
-            inp_out: self.wide_active.clone(),
-            dout_dinp: self.linear.dinp.clone(),
-        })
-    }
+    /// Then.
+    pub gelu: GeluBackward,
 }
 
 /// Elements that the library wants a row of the GELU's input to be a multiple of.
@@ -481,13 +449,11 @@ impl Operation for LinearGeluForward {
     const NAME: &'static str = "linear_gelu_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let gelu = self.gelu()?;
         self.linear.run(cpu)?;
-        gelu.run(cpu)
+        self.gelu.run(cpu)
     }
 
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        let gelu = self.gelu()?;
         let product = self.linear.product().product(cx)?;
         if let Product {
             epilogue: Epilogue::Bias(bias),
@@ -495,10 +461,11 @@ impl Operation for LinearGeluForward {
             out: aux,
             ..
         } = product
+            && self.gelu.inp.same(&self.linear.out)
             && is_one_pass(cx, &product, aux)
         {
             let product = Product {
-                out: cx.ptr(&self.out, product.dtype)?,
+                out: cx.ptr(&self.gelu.out, product.dtype)?,
                 epilogue: Epilogue::BiasGelu { bias, aux },
                 ..product
             };
@@ -507,7 +474,7 @@ impl Operation for LinearGeluForward {
             }
         }
         product.launch(cx)?;
-        gelu.launch(cx)
+        self.gelu.launch(cx)
     }
 }
 
@@ -515,16 +482,15 @@ impl Operation for LinearGeluBackward {
     const NAME: &'static str = "linear_gelu_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let gelu = self.gelu()?;
         self.linear.run(cpu)?;
-        gelu.run(cpu)
+        self.gelu.run(cpu)
     }
 
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        let (gelu, wide) = (self.gelu()?, &self.wide_active);
+        let wide = &self.gelu.inp_out;
         let product = self.linear.product().product(cx)?;
         let aux = cx.ptr(wide, product.dtype)?;
-        if is_one_pass(cx, &product, aux) {
+        if self.gelu.dout_dinp.same(&self.linear.dinp) && is_one_pass(cx, &product, aux) {
             let epilogue = Epilogue::GeluBackward { aux };
             if (Product { epilogue, ..product }).try_launch(cx)? {
                 let (inp, out) = (wide.clone(), wide.clone());
@@ -532,6 +498,6 @@ impl Operation for LinearGeluBackward {
             }
         }
         product.launch(cx)?;
-        gelu.launch(cx)
+        self.gelu.launch(cx)
     }
 }

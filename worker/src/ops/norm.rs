@@ -1,11 +1,9 @@
 //! The global norm of the gradients, and the factor that clips it. Both stay on the device.
 
-use half::bf16;
-
 use super::cuda::plan::{
     Call, Plan, THREADS, count, element, expect_dtype, kernels, units_with, vec_define, width,
 };
-use super::kernel::{kernel, sum_lanes};
+use super::kernel::{by_dtype, kernel, sum_lanes};
 use super::stored::Stored;
 use super::update::{UPDATE_NUMBERS, bias_correction};
 use super::{Operation, expect_len};
@@ -29,11 +27,7 @@ impl Operation for SquaredNorm {
     const NAME: &'static str = "squared_norm";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        match self.x.dtype() {
-            DType::Bf16 => self.compute::<bf16>(cpu),
-            // Any other type is refused there.
-            _ => self.compute::<f32>(cpu),
-        }
+        by_dtype!(Self::NAME, self.x.dtype(), S => self.compute::<S>(cpu))
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
@@ -54,14 +48,14 @@ impl SquaredNorm {
         Ok(chunks)
     }
 
-    fn compute<G: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.chunks()?;
-        let x = self.x.host::<G>()?;
+        let x = self.x.host::<S>()?;
         let mut partials = self.partials.host_mut::<f64>()?;
         let parts = partials.iter_mut().zip(x.chunks(CHUNK)).collect();
         let isa = cpu.isa();
-        cpu.for_each_part(parts, |(partial, chunk): (&mut f64, &[G])| {
-            *partial = G::read(isa, chunk, |chunk| squared_sum(isa, chunk));
+        cpu.for_each_part(parts, |(partial, chunk): (&mut f64, &[S])| {
+            *partial = S::read(isa, chunk, |chunk| squared_sum(isa, chunk));
         });
         Ok(())
     }

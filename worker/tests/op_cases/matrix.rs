@@ -2,8 +2,8 @@
 
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, DropoutMask, LinearDinp, LinearDweight,
-    LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, WeightLayout,
+    AttentionBackward, AttentionForward, AttentionShape, DropoutMask, GeluBackward, GeluForward, LinearDinp,
+    LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, WeightLayout,
 };
 
 use super::numbers::numbers;
@@ -101,7 +101,10 @@ fn gelu_forward(shape: LinearShape) -> Case {
             out: b[3].clone(),
             shape,
         },
-        out: b[4].clone(),
+        gelu: GeluForward {
+            inp: b[3].clone(),
+            out: b[4].clone(),
+        },
     })
 }
 
@@ -121,7 +124,10 @@ fn gelu_backward(shape: LinearShape) -> Case {
             dinp: b[3].clone(),
             shape,
         },
-        wide_active: b[2].clone(),
+        gelu: GeluBackward {
+            inp_out: b[2].clone(),
+            dout_dinp: b[3].clone(),
+        },
     })
 }
 
