@@ -184,7 +184,8 @@ impl Dropout {
             for (out, inp) in out.iter_mut().zip(inp) {
                 *out *= *inp;
             }
-            for (out, x) in out.iter_mut().zip(residual.iter().skip(i * self.channels)) {
+            let residual = residual.get(i * self.channels..).unwrap_or_default();
+            for (out, x) in out.iter_mut().zip(residual) {
                 *out += *x;
             }
         }

@@ -126,7 +126,7 @@ impl Operation for Fill {
     }
 
     fn plan(&self) -> Result<Plan, DeviceError> {
-        let pattern = by_dtype!(Self::NAME, self.out.dtype(), S => self.pattern::<S>())?;
+        let pattern = by_dtype!(Self::NAME, self.out.dtype(), S => Ok(self.pattern::<S>()))?;
         let bytes = self.out.bytes();
         let defines = act_defines("f32", width(0, &[&self.out]));
         let grid = Grid::covering(bytes.div_ceil(BYTES), THREADS);
@@ -137,11 +137,9 @@ impl Operation for Fill {
 
 impl Fill {
     /// Eight bytes of the memory that is filled.
-    fn pattern<S: Stored>(&self) -> Result<u64, DeviceError> {
+    fn pattern<S: Stored>(&self) -> u64 {
         let values = [S::of(self.value); size_of::<u64>()];
-        Ok(bytemuck::pod_read_unaligned(
-            &cast_slice(&values)[..size_of::<u64>()],
-        ))
+        bytemuck::pod_read_unaligned(&cast_slice(&values)[..size_of::<u64>()])
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {

@@ -121,17 +121,10 @@ impl Operation for ClipScale {
         let held = self.updates.is_some() && scale[0].is_nan();
         let counts = finite && !held;
         self.norm.host_mut::<f32>()?[0] = norm as f32;
-        let clip = |max: f32| {
-            if norm > f64::from(max) {
-                (f64::from(max) / norm) as f32
-            } else {
-                1.0
-            }
-        };
-        scale[0] = if counts {
-            self.max_norm.map_or(1.0, clip)
-        } else {
-            f32::NAN
+        scale[0] = match self.max_norm {
+            _ if !counts => f32::NAN,
+            Some(max) if norm > f64::from(max) => (f64::from(max) / norm) as f32,
+            _ => 1.0,
         };
         if let (Some(Updates { count, betas }), true) = (&self.updates, counts) {
             let mut count = count.host_mut::<i32>()?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use half::bf16;
 
 use super::cuda::plan::{
-    Call, Plan, WIDEST, element, elementwise_grid, expect_dtype, units_with, vec_define, width,
+    Call, Plan, Scratch, WIDEST, element, elementwise_grid, expect_dtype, units_with, vec_define, width,
 };
 use super::stored::Stored;
 use super::{Operation, expect_len};
@@ -218,8 +218,7 @@ impl Operation for Update {
         expect_dtype(DType::F32, &self.slots)?;
         expect_dtype(DType::Bf16, self.copy.as_slice())?;
         let calls = self.launches().iter().map(Self::call).collect::<Result<_, _>>()?;
-        let scratch_bytes = 0;
-        Ok(Plan { scratch_bytes, calls })
+        Ok(Scratch::default().plan(calls))
     }
 }
 

@@ -141,7 +141,8 @@ impl StateMemory {
     /// Blocks until the stream is empty; returns its first error since the last call.
     pub fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
         self.device.synchronize(stream)?;
-        self.host_state().map_or(Ok(()), HostState::failure)
+        let on_host = self.host_state();
+        on_host.map_or(Ok(()), |state| state.pipeline.failure())
     }
 
     /// Synchronises, then returns the bytes of a part of the state, or of the parameters.
@@ -276,11 +277,6 @@ impl HostState {
             work: Box::new(move |_, _| copy_same_length(&bytes, &mut state.host_bytes_mut()?)),
         };
         self.pipeline.run(stream, vec![pass]);
-    }
-
-    /// The first error of what was put on any stream.
-    fn failure(&self) -> Result<(), DeviceError> {
-        self.pipeline.failure()
     }
 
     /// True if this was allocated here.
