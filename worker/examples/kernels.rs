@@ -8,6 +8,9 @@
 //! The bound is what one core multiplies and adds in its registers alone; it is printed first. Rates are those of
 //! the fastest call, so that another process on the machine does not blur them.
 
+#[path = "../tests/local_model/mod.rs"]
+mod local_model;
+
 use std::collections::BTreeMap;
 use std::hint::black_box;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -15,11 +18,10 @@ use std::time::{Duration, Instant};
 
 use ddp_worker::config;
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Event, Stream};
-use ddp_worker::model::{
-    Activation, ActivationPool, Context, Flight, LocalGrads, LocalParams, Model, NoHooks, Passes, build,
-};
+use ddp_worker::model::{Activation, ActivationPool, Context, Flight, Model, NoHooks, Passes, build};
 use ddp_worker::ops::{AttentionShape, CHUNK, ClipScale, LinearShape, Op, Rates, Runs, SquaredNorm, Update};
-use ddp_worker::optim::AdamW;
+use ddp_worker::optim::adamw;
+use local_model::{LocalGrads, LocalParams};
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let sizes = Sizes::from_args()?;
@@ -200,6 +202,7 @@ impl Run {
             device: self.device.as_ref(),
             stream: self.stream,
             pool: &self.pool,
+            params: &self.params,
             targets: &self.targets,
             dloss: Some(&self.dloss),
             dtype: DType::F32,
@@ -207,11 +210,7 @@ impl Run {
             timeline: None,
         };
         self.grads.start_step();
-        let passes = Passes {
-            model,
-            ctx: &ctx,
-            params: &self.params,
-        };
+        let passes = Passes { model, ctx: &ctx };
         let mut flight = Flight::over(model.whole());
         drop(passes.forward(&mut flight, &self.tokens, &mut NoHooks)?);
         passes.backward(&mut flight, None, &mut NoHooks, &mut self.grads)?;
@@ -232,10 +231,7 @@ impl Run {
             updates: None,
         });
         ctx.enqueue(Update {
-            rule: Arc::new(AdamW {
-                betas: [0.9, 0.95],
-                eps: 1e-8,
-            }),
+            rule: adamw([0.9, 0.95], 1e-8),
             runs: Runs::uniform(self.params.whole().len(), Rates::new(1e-4, 0.1)),
             param: self.params.whole(),
             copy: None,

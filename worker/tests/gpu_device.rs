@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use ddp_worker::device::cuda::{CudaDevice, CudaOptions};
 use ddp_worker::device::{Arena, ArenaSpec, CpuDevice, DType, Device, DeviceError, Event, Stream};
 use ddp_worker::ops::{Fill, Rates, Runs, Scale, Update};
-use ddp_worker::optim::{AdamW, StateMemory};
+use ddp_worker::optim::{StateMemory, adamw};
 
 mod gpu_support;
 
@@ -149,10 +149,7 @@ fn numbers_are_fetched_in_the_order_of_the_stream() {
 fn update(results: &[Arena; 4], grad: &Arena, scale: &Arena, step: u64) -> Update {
     let [copy, param, m, v] = results.each_ref().map(Arena::whole);
     Update {
-        rule: Arc::new(AdamW {
-            betas: [0.9, 0.95],
-            eps: 1e-8,
-        }),
+        rule: adamw([0.9, 0.95], 1e-8),
         runs: Runs::uniform(param.len(), Rates::new(0.01, 0.1)),
         param,
         copy: Some(copy),

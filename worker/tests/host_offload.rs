@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex};
 use ddp_worker::config::{OnNonFinite, OptimizerOffload, Precision, Resume, Strategy, TrainConfig};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, CpuDevice, DType, Device, DeviceError, Stream};
 use ddp_worker::ops::{Op, Rates, Runs, Update};
-use ddp_worker::optim::{AdamW, StateMemory};
+use ddp_worker::optim::{StateMemory, adamw};
 use half::bf16;
 use train_support::deferred::DeferredDevice;
 use train_support::{Job, Trained};
@@ -219,10 +219,7 @@ fn update(device: &dyn Device, state: &StateMemory, stream: Stream, types: [DTyp
         let spared: Vec<_> = (0..range.len() / 100).map(|i| 100 * i..100 * i + 37).collect();
         let decay = if index % 2 == 1 { 0.1 } else { 0.0 };
         let update = Update {
-            rule: Arc::new(AdamW {
-                betas: [0.9, 0.95],
-                eps: 1e-8,
-            }),
+            rule: adamw([0.9, 0.95], 1e-8),
             runs: Runs::sparing(range.len(), &spared, Rates::new(0.01, decay)),
             param: of(&masters),
             copy: Some(of(&copy)),

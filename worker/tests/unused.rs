@@ -1,6 +1,7 @@
 //! A parameter that its block does not use: named at once, or trained with zeros, and nobody hangs.
 
 mod collective_world;
+mod local_model;
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -10,12 +11,13 @@ use ddp_worker::collective::Executor;
 use ddp_worker::config::{self, Accumulate, ModelKind, Unused};
 use ddp_worker::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use ddp_worker::model::{
-    self, Activation, ActivationPool, Block, Context, Flight, GradSink, GradSlot, LocalParams, Model,
-    NoHooks, ParamId, Params, Passes, Saved,
+    self, Activation, ActivationPool, Block, Context, Flight, GradSink, GradSlot, Model, NoHooks, ParamId,
+    Passes, Saved,
 };
 use ddp_worker::parallel::{
     GradientLayout, LayoutConfig, ReduceError, Reducer, ReducerConfig, ReplicaSet, Sharding,
 };
+use local_model::LocalParams;
 
 /// What is not used, of block `h.1`.
 const SKIPPED: &str = "h.1.mlp.c_fc.weight";
@@ -63,23 +65,21 @@ impl Block for Forgetful {
     fn forward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
         input: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        self.inner.forward(ctx, params, input, saved)
+        self.inner.forward(ctx, input, saved)
     }
 
     fn backward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
         let mut grads = Forgetting { grads, block: self };
-        self.inner.backward(ctx, params, saved, dout, &mut grads)
+        self.inner.backward(ctx, saved, dout, &mut grads)
     }
 }
 
@@ -165,6 +165,7 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
         device: device.as_ref(),
         stream,
         pool: &pool,
+        params: &params,
         targets: &tokens,
         dloss: Some(&factors),
         dtype: DType::F32,
@@ -174,7 +175,6 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
     let passes = Passes {
         model: &model,
         ctx: &ctx,
-        params: &params,
     };
     let mut grads = reducer.step(2)?;
     for _ in 0..2 {

@@ -1,15 +1,13 @@
 //! The operations of a training step.
 
-use std::sync::Arc;
-
 use ddp_worker::device::{DType, DeviceError};
 use ddp_worker::ops::{
     AttentionBackward, AttentionForward, AttentionShape, CHUNK, ColumnSum, CrossEntropy, EncoderForward,
-    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight,
+    GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
     LinearGeluBackward, LinearGeluForward, LinearShape, Rates, Runs, SquaredNorm, TokenBackward, Update,
     WeightLayout,
 };
-use ddp_worker::optim::AdamW;
+use ddp_worker::optim::adamw;
 
 use crate::bench::{Bench, Work};
 
@@ -100,22 +98,35 @@ impl Model {
             flop: 8 * rows * c * c,
         };
         bench.row("widen + gelu", work(2), || {
+            let wide = bench.act(4 * rows * c)?;
             Ok(LinearGeluForward {
-                inp: bench.act(rows * c)?,
-                weight: bench.act(4 * c * c)?,
-                bias: bench.act(4 * c)?,
-                wide: bench.act(4 * rows * c)?,
-                out: bench.act(4 * rows * c)?,
-                shape: shape(c, 4 * c),
+                linear: LinearForward {
+                    inp: bench.act(rows * c)?,
+                    weight: bench.act(4 * c * c)?,
+                    bias: Some(bench.act(4 * c)?),
+                    residual: None,
+                    out: wide.clone(),
+                    shape: shape(c, 4 * c),
+                },
+                gelu: GeluForward {
+                    inp: wide,
+                    out: bench.act(4 * rows * c)?,
+                },
             })
         })?;
         bench.row("  gradients of both", work(3), || {
+            let dwide = bench.act(4 * rows * c)?;
             Ok(LinearGeluBackward {
-                dout: bench.act(rows * c)?,
-                weight: bench.act(4 * c * c)?,
-                wide_active: bench.act(4 * rows * c)?,
-                dwide: bench.act(4 * rows * c)?,
-                shape: shape(4 * c, c),
+                linear: LinearDinp {
+                    dout: bench.act(rows * c)?,
+                    weight: bench.act(4 * c * c)?,
+                    dinp: dwide.clone(),
+                    shape: shape(4 * c, c),
+                },
+                gelu: GeluBackward {
+                    inp_out: bench.act(4 * rows * c)?,
+                    dout_dinp: dwide,
+                },
             })
         })
     }
@@ -264,10 +275,7 @@ impl Model {
         let spared: Vec<_> = starts.map(|start| start..start + c).collect();
         bench.row("adamw, bf16 copy", Work::moving(28 * params), || {
             Ok(Update {
-                rule: Arc::new(AdamW {
-                    betas: [0.9, 0.95],
-                    eps: 1e-8,
-                }),
+                rule: adamw([0.9, 0.95], 1e-8),
                 runs: Runs::sparing(params, &spared, Rates::new(1e-4, 0.1)),
                 param: bench.numbers(DType::F32, params)?,
                 copy: Some(bench.act(params)?),

@@ -242,7 +242,7 @@ impl Reader {
         let optimizer: OptimizerConfig = optimizer
             .map_or_else(|| Ok(OptimizerConfig::default()), serde_json::from_value)
             .map_err(|e| describes_none(e.to_string()))?;
-        let kinds = TensorKind::with_slots(optim::rule(&optimizer).slots());
+        let kinds = TensorKind::with_slots(optim::rule(&optimizer).slots);
         let of_kind = |kind| model.params.iter().map(move |spec| Extent::whole(kind, spec));
         let tensors: Vec<Extent> = kinds.iter().flat_map(of_kind).collect();
         self.expect(&tensors.iter().map(Expected::of).collect::<Vec<_>>())

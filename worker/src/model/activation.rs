@@ -6,7 +6,7 @@
 //! The memory is one arena of a size that is known beforehand ([`super::rehearse`]). What finds no place in it, or has
 //! no such arena because nobody asked beforehand, gets memory of its own, which serves later activations of the same size.
 //! An activation lies in the lowest hole that is wide enough. That choice does not depend on how long the arena is, so what
-//! was placed in endless memory once finds the same places, and fits, in memory of the [`Placement::extent`] that it then
+//! was placed in endless memory once finds the same places, and fits, in memory of the `Placement::extent` that it then
 //! had.
 
 use std::collections::{BTreeMap, HashMap};
@@ -161,7 +161,7 @@ impl ActivationPool {
 
     /// End of the last place in the planned arena that there ever was.
     pub(super) fn extent(&self) -> usize {
-        self.state().places.extent()
+        self.state().places.extent
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -202,6 +202,7 @@ struct Placement {
     limit: usize,
     /// End of each place by its start.
     taken: BTreeMap<usize, usize>,
+    /// End of the last place that there ever was.
     extent: usize,
 }
 
@@ -236,11 +237,6 @@ impl Placement {
     pub(super) fn free(&mut self, start: usize) {
         self.taken.remove(&start);
     }
-
-    /// End of the last place there ever was.
-    pub(super) const fn extent(&self) -> usize {
-        self.extent
-    }
 }
 
 #[cfg(test)]
@@ -261,7 +257,7 @@ mod tests {
         assert_eq!(places.take(1), None);
         places.free(1536);
         assert_eq!(places.take(512), Some(1536..2048));
-        assert_eq!(places.extent(), 2048);
+        assert_eq!(places.extent, 2048);
     }
 
     #[test]
@@ -295,7 +291,7 @@ mod tests {
                 all
             };
             let first = play(&mut endless);
-            let mut exact = Placement::new(endless.extent());
+            let mut exact = Placement::new(endless.extent);
             // As often as one likes, and to the same places.
             prop_assert_eq!(&play(&mut exact), &first);
             prop_assert_eq!(&play(&mut exact), &first);

@@ -2,7 +2,6 @@
 
 use std::borrow::Cow;
 use std::collections::BTreeMap;
-use std::fmt;
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -31,21 +30,14 @@ pub trait Block: Send + Sync {
     fn forward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
-        input: &Activation,
+        inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError>;
 
     /// Puts into `saved` what [`Block::forward`] does, for a backward that comes at once. A block that can do so without
     /// computing its output saves time.
-    fn recompute(
-        &self,
-        ctx: &Context<'_>,
-        params: &dyn Params,
-        input: &Activation,
-        saved: &mut Saved,
-    ) -> Result<(), DeviceError> {
-        self.forward(ctx, params, input, saved).map(drop)
+    fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<(), DeviceError> {
+        self.forward(ctx, inp, saved).map(drop)
     }
 
     /// True if forward saves its input and nothing else: recomputing it would free nothing.
@@ -66,7 +58,6 @@ pub trait Block: Send + Sync {
     fn backward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
@@ -87,32 +78,10 @@ pub trait GradSink {
     /// This block's contribution to the gradient of `id` is in the stream up to `at`.
     fn contributed(&mut self, id: ParamId, at: Event) -> Result<(), DeviceError>;
 
-    /// A block has ended its backward without a contribution to some of its parameters. Without an error, their
-    /// contributions are taken to be zero.
-    fn unused(&mut self, unused: &Unused<'_>) -> Result<(), DeviceError> {
-        Err(DeviceError::Upstream(unused.to_string()))
-    }
-}
-
-/// Parameters that a block lists and did not use.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Unused<'a> {
-    /// The block.
-    pub block: &'a str,
-    /// The parameters' names.
-    pub params: Vec<&'a str>,
-}
-
-impl fmt::Display for Unused<'_> {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let names: Vec<String> = self.params.iter().map(|name| format!("`{name}`")).collect();
-        let plural = if names.len() == 1 { "" } else { "s" };
-        write!(
-            f,
-            "parameter{plural} {} took no part in the backward of block `{}`",
-            names.join(", "),
-            self.block
-        )
+    /// A block has ended its backward without a contribution to some of its parameters, which `what` names. Without an
+    /// error, their contributions are taken to be zero.
+    fn unused(&mut self, what: &str) -> Result<(), DeviceError> {
+        Err(DeviceError::Upstream(what.to_owned()))
     }
 }
 
@@ -133,6 +102,8 @@ pub struct Context<'a> {
     pub stream: Stream,
     /// Memory for activations.
     pub pool: &'a ActivationPool,
+    /// Where parameters are.
+    pub params: &'a dyn Params,
     /// Targets of the loss, `[B, T]`, i32; negative: ignored.
     pub targets: &'a Buffer,
     /// Factor of each position's gradient, `[B·T]`, in the type of statistics: 1/(B·T) everywhere for the gradient of the mean
@@ -161,11 +132,20 @@ impl Context<'_> {
     pub fn enqueue(&self, op: impl Into<Op>) {
         let op = op.into();
         let name = op.name();
-        self.spanned(
-            Kind::Operation,
-            || name.into(),
-            || self.device.enqueue(self.stream, op),
-        );
+        let enqueue = || self.device.enqueue(self.stream, op);
+        self.spanned(Kind::Operation, || name.into(), enqueue);
+    }
+
+    /// Puts what computes this block's contribution to the gradient of `id` on the compute stream, and reports it.
+    pub fn contribute<O: Into<Op>>(
+        &self,
+        grads: &mut dyn GradSink,
+        id: ParamId,
+        op: impl FnOnce(GradSlot) -> O,
+    ) -> Result<(), DeviceError> {
+        let slot = grads.grad(id)?;
+        self.enqueue(op(slot));
+        grads.contributed(id, self.record())
     }
 
     /// Does some work, which is a span of the timeline if one is open.
@@ -235,12 +215,6 @@ impl Saved {
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.slots.is_empty()
-    }
-
-    /// Bytes held.
-    #[must_use]
-    pub fn bytes(&self) -> usize {
-        self.slots.values().map(|a| a.buffer().bytes()).sum()
     }
 }
 

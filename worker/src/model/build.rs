@@ -6,11 +6,9 @@
 
 use std::sync::Arc;
 
-use super::sublayer::DropoutLayer;
-use super::sublayer::{Attention, Dense, FeedForward, Norm};
-use super::transformer::Embedding;
-use super::transformer::Head;
-use super::transformer::TransformerBlock;
+use super::transformer::{
+    Attention, Dense, DropoutLayer, Embedding, FeedForward, Head, Norm, NormedDense, TransformerBlock,
+};
 use super::{Block, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
 use crate::config::{self, Recompute};
 use crate::device::DType;
@@ -26,38 +24,46 @@ const EXPANSION: usize = 4;
 /// `mlp` is `gpt2` without attention and position embedding, with an untied head: every position sees itself only,
 /// so its loss cannot fall below the bigram entropy of the text.
 pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> {
-    let sizes = Sizes::new(config, vocab)?;
+    let vocab = checked_vocab(config, vocab)?;
+    let channels = config.n_embd;
     let (kind, attention) = match config.kind {
         config::ModelKind::Gpt2 => ("gpt2", true),
         config::ModelKind::Mlp => ("mlp", false),
     };
     let mut parts = Parts::default();
-    let mut blocks: Vec<Arc<dyn Block>> = Vec::with_capacity(sizes.layers + 2);
+    let mut blocks: Vec<Arc<dyn Block>> = Vec::with_capacity(config.n_layer + 2);
 
-    let table = [sizes.vocab, sizes.channels];
+    let table = [vocab, channels];
     let token_group = parts.group("wte");
     let wte = parts.matrix(token_group, "wte.weight", table, STD);
     let wpe = attention.then(|| {
         let group = parts.group("wpe");
-        parts.matrix(group, "wpe.weight", [sizes.positions, sizes.channels], STD)
+        parts.matrix(group, "wpe.weight", [config.block_size, channels], STD)
     });
-    blocks.push(Arc::new(Embedding::new(wte, wpe, sizes.channels, sizes.dropout)));
+    blocks.push(Arc::new(Embedding::new(wte, wpe, channels, config.dropout)));
 
-    for layer in 0..sizes.layers {
-        blocks.push(Arc::new(parts.transformer_block(&sizes, layer, attention)));
+    for layer in 0..config.n_layer {
+        blocks.push(Arc::new(parts.transformer_block(config, layer, attention)));
     }
 
     let group = parts.group("head");
-    let norm = parts.norm(group, "ln_f", sizes.channels);
+    let norm = parts.norm(group, "ln_f", channels);
     let projection = if attention {
         wte
     } else {
         parts.matrix(group, "lm_head.weight", table, STD)
     };
-    blocks.push(Arc::new(Head::new(norm, projection, sizes.vocab)));
+    let dense = Dense {
+        weight: projection,
+        bias: None,
+        inputs: channels,
+        outputs: vocab,
+        layout: WeightLayout::OutIn,
+    };
+    blocks.push(Arc::new(Head::new(NormedDense { norm, dense })));
 
     Ok(Model {
-        name: format!("{kind} {} × {}", sizes.layers, sizes.channels),
+        name: format!("{kind} {} × {channels}", config.n_layer),
         params: parts.params,
         groups: parts.groups,
         keeps_input: vec![false; blocks.len()],
@@ -65,58 +71,47 @@ pub fn build(config: &config::Model, vocab: usize) -> Result<Model, ModelError> 
     })
 }
 
-/// Sizes that fit each other.
-struct Sizes {
-    layers: usize,
-    heads: usize,
-    channels: usize,
-    positions: usize,
-    vocab: usize,
-    dropout: f32,
-}
-
-impl Sizes {
-    fn new(config: &config::Model, tokenizer: usize) -> Result<Self, ModelError> {
-        let vocab = config.vocab_size.unwrap_or(tokenizer);
-        let bounds = [
-            ("n_layer", config.n_layer, 1 << 12),
-            ("n_head", config.n_head, 1 << 12),
-            ("n_embd", config.n_embd, 1 << 17),
-            ("block_size", config.block_size, 1 << 20),
-            ("vocab_size", vocab, 1 << 22),
-        ];
-        for (key, value, max) in bounds {
-            if value == 0 {
-                return Err(ModelError::Zero { key });
+/// Rows of the token embedding, if all sizes fit each other.
+fn checked_vocab(config: &config::Model, tokenizer: usize) -> Result<usize, ModelError> {
+    let vocab = config.vocab_size.unwrap_or(tokenizer);
+    let bounds = [
+        ("n_layer", config.n_layer, 1 << 12),
+        ("n_head", config.n_head, 1 << 12),
+        ("n_embd", config.n_embd, 1 << 17),
+        ("block_size", config.block_size, 1 << 20),
+        ("vocab_size", vocab, 1 << 22),
+    ];
+    for (key, value, max) in bounds {
+        let (what, hint) = match value {
+            0 => (format!("`model.{key}` is 0"), "it must be at least 1"),
+            value if value > max => {
+                let what = format!("`model.{key}` is {value}, more than {max}");
+                (what, "is there a digit too many?")
             }
-            if value > max {
-                return Err(ModelError::TooLarge { key, value, max });
-            }
-        }
-        let (n_embd, n_head) = (config.n_embd, config.n_head);
-        if !n_embd.is_multiple_of(n_head) {
-            let suggestion = n_embd.next_multiple_of(n_head);
-            return Err(ModelError::HeadsDoNotDivide {
-                n_embd,
-                n_head,
-                suggestion,
-            });
-        }
-        if vocab < tokenizer {
-            return Err(ModelError::VocabTooSmall {
-                vocab_size: vocab,
-                tokenizer,
-            });
-        }
-        Ok(Self {
-            layers: config.n_layer,
-            heads: n_head,
-            channels: n_embd,
-            positions: config.block_size,
-            vocab,
-            dropout: config.dropout,
-        })
+            _ => continue,
+        };
+        let hint = hint.to_owned();
+        return Err(ModelError { key, what, hint });
     }
+    let (n_embd, n_head) = (config.n_embd, config.n_head);
+    if !n_embd.is_multiple_of(n_head) {
+        let divisible = n_embd.next_multiple_of(n_head);
+        return Err(ModelError {
+            key: "n_embd",
+            what: format!("`model.n_embd` ({n_embd}) is not divisible by `model.n_head` ({n_head})"),
+            hint: format!("use `n_embd: {divisible}`, or another number of heads"),
+        });
+    }
+    if vocab < tokenizer {
+        return Err(ModelError {
+            key: "vocab_size",
+            what: format!(
+                "`model.vocab_size` ({vocab}) is smaller than the tokenizer's vocabulary ({tokenizer})"
+            ),
+            hint: "leave `vocab_size` out to take the tokenizer's".to_owned(),
+        });
+    }
+    Ok(vocab)
 }
 
 /// Parameters and groups so far, in forward order.
@@ -156,52 +151,56 @@ impl Parts {
         id
     }
 
+    fn vector(&mut self, group: GroupId, key: String, len: usize, value: f32) -> ParamId {
+        self.param(group, key, vec![len], Init::Constant(value))
+    }
+
     fn norm(&mut self, group: GroupId, name: &str, channels: usize) -> Norm {
         Norm {
-            weight: self.param(
-                group,
-                format!("{name}.weight"),
-                vec![channels],
-                Init::Constant(1.0),
-            ),
-            bias: self.param(group, format!("{name}.bias"), vec![channels], Init::Constant(0.0)),
+            weight: self.vector(group, format!("{name}.weight"), channels, 1.0),
+            bias: self.vector(group, format!("{name}.bias"), channels, 0.0),
         }
     }
 
     fn dense(&mut self, group: GroupId, name: &str, [inputs, outputs]: [usize; 2], std: f32) -> Dense {
         Dense {
             weight: self.matrix(group, &format!("{name}.weight"), [inputs, outputs], std),
-            bias: self.param(group, format!("{name}.bias"), vec![outputs], Init::Constant(0.0)),
+            bias: Some(self.vector(group, format!("{name}.bias"), outputs, 0.0)),
             inputs,
             outputs,
             layout: WeightLayout::InOut,
         }
     }
 
-    fn transformer_block(&mut self, sizes: &Sizes, layer: usize, attention: bool) -> TransformerBlock {
-        let (name, c) = (format!("h.{layer}"), sizes.channels);
+    fn transformer_block(
+        &mut self,
+        config: &config::Model,
+        layer: usize,
+        attention: bool,
+    ) -> TransformerBlock {
+        let (name, c) = (format!("h.{layer}"), config.n_embd);
         let group = self.group(name.clone());
         let dropout = DropoutLayer {
-            rate: sizes.dropout,
+            rate: config.dropout,
             layer: layer as u32,
         };
-        let into_stream = STD / (2.0 * sizes.layers as f32).sqrt();
+        let into_stream = STD / (2.0 * config.n_layer as f32).sqrt();
         let attention = attention.then(|| Attention {
-            norm: self.norm(group, &format!("{name}.ln_1"), c),
-            qkv: self.dense(group, &format!("{name}.attn.c_attn"), [c, 3 * c], STD),
+            qkv: NormedDense {
+                norm: self.norm(group, &format!("{name}.ln_1"), c),
+                dense: self.dense(group, &format!("{name}.attn.c_attn"), [c, 3 * c], STD),
+            },
             projection: self.dense(group, &format!("{name}.attn.c_proj"), [c, c], into_stream),
-            heads: sizes.heads,
+            heads: config.n_head,
             dropout,
         });
+        let wide = EXPANSION * c;
         let feed_forward = FeedForward {
-            norm: self.norm(group, &format!("{name}.ln_2"), c),
-            widen: self.dense(group, &format!("{name}.mlp.c_fc"), [c, EXPANSION * c], STD),
-            projection: self.dense(
-                group,
-                &format!("{name}.mlp.c_proj"),
-                [EXPANSION * c, c],
-                into_stream,
-            ),
+            widen: NormedDense {
+                norm: self.norm(group, &format!("{name}.ln_2"), c),
+                dense: self.dense(group, &format!("{name}.mlp.c_fc"), [c, wide], STD),
+            },
+            projection: self.dense(group, &format!("{name}.mlp.c_proj"), [wide, c], into_stream),
             keeps_wide: true,
             dropout,
         };
@@ -209,61 +208,14 @@ impl Parts {
     }
 }
 
-/// A model section that describes no network. Each variant names the key of `train.yaml` that is to blame.
+/// A model section that describes no network.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum ModelError {
-    /// A size is zero.
-    #[error("`model.{key}` is 0\n  hint: it must be at least 1")]
-    Zero {
-        /// Key within `model`.
-        key: &'static str,
-    },
-    /// A size is beyond what this build addresses.
-    #[error("`model.{key}` is {value}, more than {max}\n  hint: is there a digit too many?")]
-    TooLarge {
-        /// Key within `model`.
-        key: &'static str,
-        /// The value found.
-        value: usize,
-        /// The largest one taken.
-        max: usize,
-    },
-    /// The channels cannot be shared out evenly among the heads.
-    #[error(
-        "`model.n_embd` ({n_embd}) is not divisible by `model.n_head` ({n_head})\n  hint: \
-         use `n_embd: {suggestion}`, or another number of heads"
-    )]
-    HeadsDoNotDivide {
-        /// Channels.
-        n_embd: usize,
-        /// Heads.
-        n_head: usize,
-        /// The next larger number of channels that works.
-        suggestion: usize,
-    },
-    /// The tokenizer makes tokens that the model has no row for.
-    #[error(
-        "`model.vocab_size` ({vocab_size}) is smaller than the tokenizer's vocabulary ({tokenizer})\n  hint: \
-         leave `vocab_size` out to take the tokenizer's"
-    )]
-    VocabTooSmall {
-        /// The value found.
-        vocab_size: usize,
-        /// Tokens that the tokenizer makes.
-        tokenizer: usize,
-    },
-}
-
-impl ModelError {
+#[error("{what}\n  hint: {hint}")]
+pub struct ModelError {
     /// The key within the `model` section that is to blame, to find its line.
-    #[must_use]
-    pub const fn key(&self) -> &'static str {
-        match self {
-            Self::Zero { key } | Self::TooLarge { key, .. } => key,
-            Self::HeadsDoNotDivide { .. } => "n_embd",
-            Self::VocabTooSmall { .. } => "vocab_size",
-        }
-    }
+    pub key: &'static str,
+    what: String,
+    hint: String,
 }
 
 /// The same model, which keeps less for backward: memory of activations for arithmetic (Chen et al. 2016; Korthikanti et
@@ -371,7 +323,7 @@ mod tests {
             n_head: 12,
             ..gpt2.clone()
         });
-        assert_eq!(heads.key(), "n_embd");
+        assert_eq!(heads.key, "n_embd");
         insta::assert_snapshot!(heads, @r"
         `model.n_embd` (100) is not divisible by `model.n_head` (12)
           hint: use `n_embd: 108`, or another number of heads

@@ -13,23 +13,19 @@
 //! | [`Passes`], [`Flight`], [`Hooks`] | forward and backward over a chunk of blocks; a micro-batch between them; what accompanies them |
 //! | [`recomputing`] | the same model, keeping less for backward |
 //! | [`fill_init`] | stateless first values |
-//! | [`LocalParams`], [`LocalGrads`] | parameters and gradients of a model that lives on one rank alone |
 
 mod activation;
 mod block;
 mod build;
-mod local;
 mod param;
 mod passes;
 mod region;
 mod rehearsal;
-mod sublayer;
 mod transformer;
 
 pub use activation::{Activation, ActivationPool};
-pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved, Unused};
+pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved};
 pub use build::{ModelError, build, recomputing};
-pub use local::{LocalGrads, LocalParams};
 pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub(crate) use region::Overlap;

@@ -144,8 +144,9 @@ pub fn fill_init(spec: &ParamSpec, seed: u64, range: Range<usize>, out: &mut [f3
                 let take = rest.len().min(4 - lane);
                 let (now, later) = rest.split_at_mut(take);
                 let counter = [block as u32, (block >> 32) as u32, low, high];
-                let normals = normals(philox(counter, key));
-                for (out, normal) in now.iter_mut().zip(&normals[lane..]) {
+                let [a, b, c, d] = philox(counter, key);
+                let normals = [box_muller(a, b), box_muller(c, d)];
+                for (out, normal) in now.iter_mut().zip(&normals.as_flattened()[lane..]) {
                     *out = (f64::from(std) * normal) as f32;
                 }
                 element += take as u64;
@@ -153,13 +154,6 @@ pub fn fill_init(spec: &ParamSpec, seed: u64, range: Range<usize>, out: &mut [f3
             }
         }
     }
-}
-
-/// Four independent standard normal numbers from four random words.
-fn normals(words: [u32; 4]) -> [f64; 4] {
-    let [a, b] = box_muller(words[0], words[1]);
-    let [c, d] = box_muller(words[2], words[3]);
-    [a, b, c, d]
 }
 
 /// Box & Muller 1958, with the radius from `(0, 1]` and the angle from `[0, 2π)`.

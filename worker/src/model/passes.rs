@@ -8,7 +8,7 @@
 
 use std::ops::Range;
 
-use super::{Activation, Context, GradSink, GradSlot, Model, ParamId, Params, Saved, Unused};
+use super::{Activation, Context, GradSink, GradSlot, Model, ParamId, Saved};
 use crate::device::{DeviceError, Event};
 use crate::ops::Fill;
 use crate::timeline::Kind;
@@ -71,8 +71,6 @@ pub struct Passes<'a> {
     pub model: &'a Model,
     /// Where operations run.
     pub ctx: &'a Context<'a>,
-    /// The parameters.
-    pub params: &'a dyn Params,
 }
 
 impl Passes<'_> {
@@ -91,10 +89,10 @@ impl Passes<'_> {
             let forward = || {
                 hooks.before(index, Pass::Forward)?;
                 if !self.model.keeps_input[index] {
-                    return block.forward(self.ctx, self.params, &activation, saved);
+                    return block.forward(self.ctx, &activation, saved);
                 }
                 saved.put(BLOCK_INPUT, &activation);
-                block.forward(self.ctx, self.params, &activation, &mut Saved::default())
+                block.forward(self.ctx, &activation, &mut Saved::default())
             };
             activation = self.ctx.spanned(Kind::Forward, name, forward)?;
             hooks.after(index, Pass::Forward, Some(&activation))?;
@@ -120,7 +118,7 @@ impl Passes<'_> {
         for index in chunk {
             hooks.before(index, Pass::Forward)?;
             let block = &self.model.blocks[index];
-            activation = block.forward(&ctx, self.params, &activation, &mut Saved::default())?;
+            activation = block.forward(&ctx, &activation, &mut Saved::default())?;
             hooks.after(index, Pass::Forward, Some(&activation))?;
         }
         Ok(activation)
@@ -154,12 +152,12 @@ impl Passes<'_> {
                 let mut again = Saved::default();
                 let saved = if self.model.keeps_input[index] {
                     let input = saved.take(BLOCK_INPUT)?;
-                    block.recompute(self.ctx, self.params, &input, &mut again)?;
+                    block.recompute(self.ctx, &input, &mut again)?;
                     &mut again
                 } else {
                     saved
                 };
-                block.backward(self.ctx, self.params, saved, &dout, &mut reports)
+                block.backward(self.ctx, saved, &dout, &mut reports)
             };
             gradient = self.ctx.spanned(Kind::Backward, name, backward)?;
             let reported = reports.reported;
@@ -179,11 +177,13 @@ impl Passes<'_> {
         ids: &[ParamId],
         grads: &mut dyn GradSink,
     ) -> Result<(), DeviceError> {
-        let name = |id: &ParamId| self.model.params[id.0].key.as_str();
-        grads.unused(&Unused {
-            block,
-            params: ids.iter().map(name).collect(),
-        })?;
+        let name = |id: &ParamId| format!("`{}`", self.model.params[id.0].key);
+        let names: Vec<String> = ids.iter().map(name).collect();
+        let plural = if ids.len() == 1 { "" } else { "s" };
+        grads.unused(&format!(
+            "parameter{plural} {} took no part in the backward of block `{block}`",
+            names.join(", ")
+        ))?;
         for &id in ids {
             let slot = grads.grad(id)?;
             if !slot.accumulate {
@@ -217,7 +217,7 @@ impl GradSink for Reports<'_> {
         self.grads.contributed(id, at)
     }
 
-    fn unused(&mut self, unused: &Unused<'_>) -> Result<(), DeviceError> {
-        self.grads.unused(unused)
+    fn unused(&mut self, what: &str) -> Result<(), DeviceError> {
+        self.grads.unused(what)
     }
 }

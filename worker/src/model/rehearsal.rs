@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use super::{
     Activation, ActivationPool, Context, Flight, GradSink, GradSlot, Model, NoHooks, ParamId, ParamSpec,
-    Params, Passes, SampleKey, Unused,
+    Params, Passes, SampleKey,
 };
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event, IdleDevice, Stream};
 
@@ -53,7 +53,6 @@ impl<'a> Stage<'a> {
         let passes = Passes {
             model: self.model,
             ctx,
-            params: self,
         };
         let mut flight = Flight::over(self.model.whole());
         drop(passes.forward(&mut flight, &self.tokens, &mut NoHooks)?);
@@ -68,6 +67,7 @@ impl<'a> Stage<'a> {
             device: self.device.as_ref(),
             stream: Stream(0),
             pool,
+            params: self,
             targets: &self.targets,
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
@@ -98,7 +98,7 @@ impl GradSink for Audience<'_> {
         Ok(())
     }
 
-    fn unused(&mut self, _unused: &Unused<'_>) -> Result<(), DeviceError> {
+    fn unused(&mut self, _what: &str) -> Result<(), DeviceError> {
         Ok(())
     }
 }

@@ -1,13 +1,19 @@
 //! The blocks of a transformer: the embedding, from tokens to channels; attention, then feed-forward, each around the
-//! residual stream; the head, from channels to losses.
+//! residual stream; the head, from channels to losses. They are made of layers that know their parameters' ids and enqueue
+//! their operations. Dropout is at the places of GPT-2: the embedding, the probabilities of attention, and what each layer
+//! adds to the residual stream.
+//!
+//! Backward works in the reverse of the order in which parameters are listed, since that is the order of gradient
+//! memory: within a layer the bias, then the weight.
 
 use std::sync::Arc;
 
-use super::sublayer::{Attention, DropoutLayer, FeedForward, Norm, Site};
-use super::{Activation, Block, Context, GradSink, ParamId, Params, Saved};
+use super::{Activation, Block, Context, GradSink, GradSlot, ParamId, Saved};
 use crate::device::DeviceError;
 use crate::ops::{
-    CrossEntropy, EncoderForward, LinearDinp, LinearDweight, LinearForward, LinearShape, PositionBackward,
+    self, AttentionBackward, AttentionForward, AttentionShape, ColumnSum, CrossEntropy, DropoutMask,
+    EncoderForward, GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp,
+    LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, PositionBackward,
     TokenBackward, WeightLayout,
 };
 
@@ -32,6 +38,19 @@ impl TransformerBlock {
             params,
         }
     }
+
+    /// Between the two layers.
+    fn middle(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        saved: &mut Saved,
+    ) -> Result<Activation, DeviceError> {
+        match &self.attention {
+            Some(attention) => attention.forward(ctx, inp, saved),
+            None => Ok(inp.clone()),
+        }
+    }
 }
 
 impl Block for TransformerBlock {
@@ -46,34 +65,17 @@ impl Block for TransformerBlock {
     fn forward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
-        input: &Activation,
+        inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        match &self.attention {
-            Some(attention) => {
-                let middle = attention.forward(ctx, params, input, saved)?;
-                self.feed_forward.forward(ctx, params, &middle, saved)
-            }
-            None => self.feed_forward.forward(ctx, params, input, saved),
-        }
+        let middle = self.middle(ctx, inp, saved)?;
+        self.feed_forward.forward(ctx, &middle, saved)
     }
 
     /// Without the last product, which only makes the output.
-    fn recompute(
-        &self,
-        ctx: &Context<'_>,
-        params: &dyn Params,
-        input: &Activation,
-        saved: &mut Saved,
-    ) -> Result<(), DeviceError> {
-        match &self.attention {
-            Some(attention) => {
-                let middle = attention.forward(ctx, params, input, saved)?;
-                self.feed_forward.recompute(ctx, params, &middle, saved)
-            }
-            None => self.feed_forward.recompute(ctx, params, input, saved),
-        }
+    fn recompute(&self, ctx: &Context<'_>, inp: &Activation, saved: &mut Saved) -> Result<(), DeviceError> {
+        let middle = self.middle(ctx, inp, saved)?;
+        self.feed_forward.recompute(ctx, &middle, saved)
     }
 
     fn selective(&self) -> Option<Arc<dyn Block>> {
@@ -85,15 +87,14 @@ impl Block for TransformerBlock {
     fn backward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
     ) -> Result<Option<Activation>, DeviceError> {
         // The gradient of the residual stream: each layer adds its own to it.
-        self.feed_forward.backward(ctx, params, saved, dout, grads)?;
+        self.feed_forward.backward(ctx, saved, dout, grads)?;
         if let Some(attention) = &self.attention {
-            attention.backward(ctx, params, saved, dout, grads)?;
+            attention.backward(ctx, saved, dout, grads)?;
         }
         Ok(Some(dout.clone()))
     }
@@ -144,20 +145,19 @@ impl Block for Embedding {
     fn forward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
-        input: &Activation,
+        inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let [batch, positions] = batch_and_positions(input)?;
+        let [batch, positions] = batch_and_positions(inp)?;
         let out = ctx.lease("embedding", &[batch, positions, self.channels])?;
         ctx.enqueue(EncoderForward {
-            tokens: input.buffer().clone(),
-            wte: params.get(self.wte),
-            wpe: self.wpe.map(|wpe| params.get(wpe)),
+            tokens: inp.buffer().clone(),
+            wte: ctx.params.get(self.wte),
+            wpe: self.wpe.map(|wpe| ctx.params.get(wpe)),
             out: out.buffer().clone(),
             positions,
         });
-        saved.put("tokens", input);
+        saved.put("tokens", inp);
         let dropped = self.dropout.apply(ctx, Site::Embedding, &out, None)?;
         Ok(dropped.unwrap_or(out))
     }
@@ -165,7 +165,6 @@ impl Block for Embedding {
     fn backward(
         &self,
         ctx: &Context<'_>,
-        _params: &dyn Params,
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
@@ -174,24 +173,22 @@ impl Block for Embedding {
         let dout = &self.dropout.gradient(ctx, Site::Embedding, dout)?;
         let [_, positions] = batch_and_positions(&tokens)?;
         if let Some(wpe) = self.wpe {
-            let slot = grads.grad(wpe)?;
-            ctx.enqueue(PositionBackward {
+            let of = |slot: GradSlot| PositionBackward {
                 dout: dout.buffer().clone(),
                 dwpe: slot.buffer,
                 accumulate: slot.accumulate,
                 positions,
                 channels: self.channels,
-            });
-            grads.contributed(wpe, ctx.record())?;
+            };
+            ctx.contribute(grads, wpe, of)?;
         }
-        let slot = grads.grad(self.wte)?;
-        ctx.enqueue(TokenBackward {
+        let of = |slot: GradSlot| TokenBackward {
             tokens: tokens.buffer().clone(),
             dout: dout.buffer().clone(),
             dwte: slot.buffer,
             accumulate: slot.accumulate,
-        });
-        grads.contributed(self.wte, ctx.record())?;
+        };
+        ctx.contribute(grads, self.wte, of)?;
         Ok(None)
     }
 }
@@ -207,33 +204,15 @@ fn batch_and_positions(tokens: &Activation) -> Result<[usize; 2], DeviceError> {
 /// begins in forward: losses and gradients of the logits are one operation.
 #[derive(Debug)]
 pub(super) struct Head {
-    norm: Norm,
-    /// `[V, C]`; may be the embedding's.
-    projection: ParamId,
-    vocab: usize,
-    params: [ParamId; 3],
+    /// Its weight is `[V, C]`; may be the embedding's.
+    projection: NormedDense,
+    params: Vec<ParamId>,
 }
 
 impl Head {
-    pub(super) fn new(norm: Norm, projection: ParamId, vocab: usize) -> Self {
-        let [weight, bias] = norm.params();
-        Self {
-            norm,
-            projection,
-            vocab,
-            params: [weight, bias, projection],
-        }
-    }
-
-    fn shape(&self, inp: &Activation) -> LinearShape {
-        let inputs = inp.shape().last().copied().unwrap_or(1).max(1);
-        let rows = inp.buffer().len() / inputs;
-        LinearShape {
-            rows,
-            inputs,
-            outputs: self.vocab,
-            layout: WeightLayout::OutIn,
-        }
+    pub(super) fn new(projection: NormedDense) -> Self {
+        let params = projection.params();
+        Self { projection, params }
     }
 }
 
@@ -250,22 +229,12 @@ impl Block for Head {
     fn forward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
-        input: &Activation,
+        inp: &Activation,
         saved: &mut Saved,
     ) -> Result<Activation, DeviceError> {
-        let shape = self.shape(input);
-        let normalised = self.norm.forward(ctx, params, input)?;
-        let logits = ctx.lease("logits", &[shape.rows, self.vocab])?;
-        ctx.enqueue(LinearForward {
-            inp: normalised.buffer().clone(),
-            weight: params.get(self.projection),
-            bias: None,
-            residual: None,
-            out: logits.buffer().clone(),
-            shape,
-        });
-        let losses = ctx.lease_stat("losses", &[shape.rows])?;
+        let Dense { inputs, .. } = self.projection.dense;
+        let logits = self.projection.forward(ctx, inp, "logits")?;
+        let losses = ctx.lease_stat("losses", &[inp.buffer().len() / inputs])?;
         ctx.enqueue(CrossEntropy {
             logits: logits.buffer().clone(),
             targets: ctx.targets.clone(),
@@ -273,7 +242,7 @@ impl Block for Head {
             dlosses: ctx.dloss.cloned(),
         });
         if ctx.dloss.is_some() {
-            saved.put("head input", input);
+            saved.put("head input", inp);
             saved.put("dlogits", &logits);
         }
         Ok(losses)
@@ -286,7 +255,6 @@ impl Block for Head {
     fn backward(
         &self,
         ctx: &Context<'_>,
-        params: &dyn Params,
         saved: &mut Saved,
         dout: &Activation,
         grads: &mut dyn GradSink,
@@ -297,28 +265,458 @@ impl Block for Head {
             "the gradient of the losses is not the one that forward was given"
         );
         let (inp, dlogits) = (saved.take("head input")?, saved.take("dlogits")?);
-        let shape = self.shape(&inp);
-        let normalised = self.norm.forward(ctx, params, &inp)?;
-        let slot = grads.grad(self.projection)?;
-        ctx.enqueue(LinearDweight {
-            inp: normalised.buffer().clone(),
-            dout: dlogits.buffer().clone(),
+        let dinp = self.projection.backward(ctx, [&inp, &dlogits], None, grads)?;
+        Ok(Some(dinp))
+    }
+}
+
+/// A layer normalisation.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Norm {
+    pub(super) weight: ParamId,
+    pub(super) bias: ParamId,
+}
+
+impl Norm {
+    /// `[…, C]` to `[…, C]`
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation) -> Result<Activation, DeviceError> {
+        let out = ctx.lease("normalised", inp.shape())?;
+        ctx.enqueue(LayerNormForward {
+            inp: inp.buffer().clone(),
+            weight: ctx.params.get(self.weight),
+            bias: ctx.params.get(self.bias),
+            out: out.buffer().clone(),
+        });
+        Ok(out)
+    }
+
+    /// Gradients of the parameters; the gradient of the input goes into, or on top of, `dinp`.
+    fn backward(
+        &self,
+        ctx: &Context<'_>,
+        [inp, dout]: [&Activation; 2],
+        (dinp, accumulate_dinp): (&Activation, bool),
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let (dbias, dweight) = (grads.grad(self.bias)?, grads.grad(self.weight)?);
+        ctx.enqueue(LayerNormBackward {
+            dout: dout.buffer().clone(),
+            inp: inp.buffer().clone(),
+            weight: ctx.params.get(self.weight),
+            dinp: dinp.buffer().clone(),
+            dweight: dweight.buffer,
+            dbias: dbias.buffer,
+            accumulate_dinp,
+            accumulate_dweight: dweight.accumulate,
+            accumulate_dbias: dbias.accumulate,
+        });
+        grads.contributed(self.bias, ctx.record())?;
+        grads.contributed(self.weight, ctx.record())
+    }
+}
+
+/// A linear layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Dense {
+    pub(super) weight: ParamId,
+    pub(super) bias: Option<ParamId>,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+    pub(super) layout: WeightLayout,
+}
+
+impl Dense {
+    fn params(&self) -> Vec<ParamId> {
+        std::iter::once(self.weight).chain(self.bias).collect()
+    }
+
+    fn shape(&self, inp: &Activation) -> LinearShape {
+        let rows = inp.buffer().len() / self.inputs;
+        LinearShape {
+            rows,
+            inputs: self.inputs,
+            outputs: self.outputs,
+            layout: self.layout,
+        }
+    }
+
+    /// `[…, I]` to `[…, O]`, plus `residual`, and what computes it.
+    fn product(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        residual: Option<&Activation>,
+        name: &str,
+    ) -> Result<(Activation, LinearForward), DeviceError> {
+        let out = ctx.lease(name, &with_channels(inp, self.outputs))?;
+        let linear = LinearForward {
+            inp: inp.buffer().clone(),
+            weight: ctx.params.get(self.weight),
+            bias: self.bias.map(|bias| ctx.params.get(bias)),
+            residual: residual.map(|residual| residual.buffer().clone()),
+            out: out.buffer().clone(),
+            shape: self.shape(inp),
+        };
+        Ok((out, linear))
+    }
+
+    /// `[B, T, I]` to `[B, T, O]`: `residual`, plus the output where it is not dropped.
+    fn forward_onto(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        residual: &Activation,
+        (dropout, site): (DropoutLayer, Site),
+    ) -> Result<Activation, DeviceError> {
+        let drops = dropout.mask(ctx, site).is_some();
+        let residual_here = (!drops).then_some(residual);
+        let (projected, linear) = self.product(ctx, inp, residual_here, "projected")?;
+        ctx.enqueue(linear);
+        let out = dropout.apply(ctx, site, &projected, Some(residual))?;
+        Ok(out.unwrap_or(projected))
+    }
+
+    /// Gradient of the input, and what computes it.
+    fn dinp(&self, ctx: &Context<'_>, dout: &Activation) -> Result<(Activation, LinearDinp), DeviceError> {
+        let dinp = ctx.lease("gradient", &with_channels(dout, self.inputs))?;
+        let linear = LinearDinp {
+            dout: dout.buffer().clone(),
+            weight: ctx.params.get(self.weight),
+            dinp: dinp.buffer().clone(),
+            shape: self.shape(&dinp),
+        };
+        Ok((dinp, linear))
+    }
+
+    /// Gradient of the bias.
+    fn dbias(
+        &self,
+        ctx: &Context<'_>,
+        dout: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let Some(bias) = self.bias else {
+            return Ok(());
+        };
+        let sum = |slot: GradSlot| ColumnSum {
+            x: dout.buffer().clone(),
+            out: slot.buffer,
+            accumulate: slot.accumulate,
+        };
+        ctx.contribute(grads, bias, sum)
+    }
+
+    /// Gradient of the weight.
+    fn dweight(
+        &self,
+        ctx: &Context<'_>,
+        [inp, dout]: [&Activation; 2],
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let of = |slot: GradSlot| LinearDweight {
+            inp: inp.buffer().clone(),
+            dout: dout.buffer().clone(),
             dweight: slot.buffer,
             accumulate: slot.accumulate,
-            shape,
-        });
-        grads.contributed(self.projection, ctx.record())?;
+            shape: self.shape(inp),
+        };
+        ctx.contribute(grads, self.weight, of)
+    }
+}
+
+/// A normalisation of the residual stream, and the linear layer that reads it. What lies between is not kept.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct NormedDense {
+    pub(super) norm: Norm,
+    pub(super) dense: Dense,
+}
+
+impl NormedDense {
+    fn params(&self) -> Vec<ParamId> {
+        [vec![self.norm.weight, self.norm.bias], self.dense.params()].concat()
+    }
+
+    /// `[…, I]` to `[…, O]`
+    fn forward(&self, ctx: &Context<'_>, inp: &Activation, name: &str) -> Result<Activation, DeviceError> {
+        let normalised = self.norm.forward(ctx, inp)?;
+        let (out, linear) = self.dense.product(ctx, &normalised, None, name)?;
+        ctx.enqueue(linear);
+        Ok(out)
+    }
+
+    /// Gradients of the parameters. The gradient of the input is added to that of the stream; it is new where there is
+    /// none.
+    fn backward(
+        &self,
+        ctx: &Context<'_>,
+        [inp, dout]: [&Activation; 2],
+        stream: Option<&Activation>,
+        grads: &mut dyn GradSink,
+    ) -> Result<Activation, DeviceError> {
+        self.dense.dbias(ctx, dout, grads)?;
+        let normalised = self.norm.forward(ctx, inp)?;
+        self.dense.dweight(ctx, [&normalised, dout], grads)?;
         drop(normalised);
-        let dnormalised = ctx.lease("gradient", inp.shape())?;
-        ctx.enqueue(LinearDinp {
-            dout: dlogits.buffer().clone(),
-            weight: params.get(self.projection),
-            dinp: dnormalised.buffer().clone(),
-            shape,
-        });
-        let dinp = ctx.lease("gradient of the stream", inp.shape())?;
+        let (dnormalised, linear) = self.dense.dinp(ctx, dout)?;
+        ctx.enqueue(linear);
+        let dinp = match stream {
+            Some(stream) => stream.clone(),
+            None => ctx.lease("gradient of the stream", inp.shape())?,
+        };
+        let accumulate = stream.is_some();
         self.norm
-            .backward(ctx, params, &inp, &dnormalised, (&dinp, false), grads)?;
-        Ok(Some(dinp))
+            .backward(ctx, [inp, &dnormalised], (&dinp, accumulate), grads)?;
+        Ok(dinp)
+    }
+}
+
+/// `x + dropout(projection(attention(qkv(norm(x)))))`
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Attention {
+    pub(super) qkv: NormedDense,
+    pub(super) projection: Dense,
+    pub(super) heads: usize,
+    pub(super) dropout: DropoutLayer,
+}
+
+impl Attention {
+    pub(super) fn params(&self) -> Vec<ParamId> {
+        [self.qkv.params(), self.projection.params()].concat()
+    }
+
+    fn shape(&self, inp: &Activation) -> Result<AttentionShape, DeviceError> {
+        match *inp.shape() {
+            [batch, positions, channels] => Ok(AttentionShape {
+                batch,
+                positions,
+                heads: self.heads,
+                channels,
+            }),
+            ref shape => Err(DeviceError::Shape {
+                op: "attention",
+                what: format!("its input has shape {shape:?}, expected [B, T, C]"),
+            }),
+        }
+    }
+
+    /// `[B, T, C]` to `[B, T, C]`; keeps 5·B·T·C elements.
+    pub(super) fn forward(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        saved: &mut Saved,
+    ) -> Result<Activation, DeviceError> {
+        let shape = self.shape(inp)?;
+        let qkv = self.qkv.forward(ctx, inp, "projected")?;
+        let mixed = ctx.lease("attention", inp.shape())?;
+        let lse = ctx.lease_stat("attention lse", &[shape.batch, shape.heads, shape.positions])?;
+        ctx.enqueue(AttentionForward {
+            qkv: qkv.buffer().clone(),
+            out: mixed.buffer().clone(),
+            lse: lse.buffer().clone(),
+            shape,
+            dropout: self.dropout.mask(ctx, Site::Attention),
+        });
+        let dropout = (self.dropout, Site::AttentionResidual);
+        let out = self.projection.forward_onto(ctx, &mixed, inp, dropout)?;
+        saved.put("attention input", inp);
+        saved.put("qkv", &qkv);
+        saved.put("attention", &mixed);
+        saved.put("attention lse", &lse);
+        Ok(out)
+    }
+
+    /// Turns the gradient of the output into that of the input, in place.
+    pub(super) fn backward(
+        &self,
+        ctx: &Context<'_>,
+        saved: &mut Saved,
+        stream: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let inp = saved.take("attention input")?;
+        let (qkv, mixed, lse) = (
+            saved.take("qkv")?,
+            saved.take("attention")?,
+            saved.take("attention lse")?,
+        );
+        let dprojected = self.dropout.gradient(ctx, Site::AttentionResidual, stream)?;
+        self.projection.dbias(ctx, &dprojected, grads)?;
+        self.projection.dweight(ctx, [&mixed, &dprojected], grads)?;
+        let (dmixed, linear) = self.projection.dinp(ctx, &dprojected)?;
+        ctx.enqueue(linear);
+        drop(dprojected);
+        let dqkv = ctx.lease("gradient of qkv", qkv.shape())?;
+        ctx.enqueue(AttentionBackward {
+            qkv: qkv.buffer().clone(),
+            out: mixed.buffer().clone(),
+            lse: lse.buffer().clone(),
+            dout: dmixed.buffer().clone(),
+            dqkv: dqkv.buffer().clone(),
+            shape: self.shape(&inp)?,
+            dropout: self.dropout.mask(ctx, Site::Attention),
+        });
+        drop((qkv, mixed, lse, dmixed));
+        self.qkv.backward(ctx, [&inp, &dqkv], Some(stream), grads)?;
+        Ok(())
+    }
+}
+
+/// `x + dropout(projection(gelu(widen(norm(x)))))`
+#[derive(Clone, Copy, Debug)]
+pub(super) struct FeedForward {
+    pub(super) widen: NormedDense,
+    pub(super) projection: Dense,
+    /// Otherwise backward widens again.
+    pub(super) keeps_wide: bool,
+    pub(super) dropout: DropoutLayer,
+}
+
+impl FeedForward {
+    pub(super) fn params(&self) -> Vec<ParamId> {
+        [self.widen.params(), self.projection.params()].concat()
+    }
+
+    fn keep(&self, saved: &mut Saved, inp: &Activation, wide: &Activation) {
+        saved.put("feed-forward input", inp);
+        if self.keeps_wide {
+            saved.put("wide", wide);
+        }
+    }
+
+    /// What forward keeps, without its output.
+    pub(super) fn recompute(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        saved: &mut Saved,
+    ) -> Result<(), DeviceError> {
+        let wide = self.widen.forward(ctx, inp, "projected")?;
+        self.keep(saved, inp, &wide);
+        Ok(())
+    }
+
+    /// `[…, C]` to `[…, C]`; keeps 5·R·C elements, or R·C without `keeps_wide`.
+    pub(super) fn forward(
+        &self,
+        ctx: &Context<'_>,
+        inp: &Activation,
+        saved: &mut Saved,
+    ) -> Result<Activation, DeviceError> {
+        let normalised = self.widen.norm.forward(ctx, inp)?;
+        let dense = &self.widen.dense;
+        let (wide, linear) = dense.product(ctx, &normalised, None, "projected")?;
+        let active = ctx.lease("gelu", wide.shape())?;
+        let gelu = GeluForward {
+            inp: wide.buffer().clone(),
+            out: active.buffer().clone(),
+        };
+        ctx.enqueue(LinearGeluForward { linear, gelu });
+        drop(normalised);
+        let dropout = (self.dropout, Site::FeedForwardResidual);
+        let out = self.projection.forward_onto(ctx, &active, inp, dropout)?;
+        self.keep(saved, inp, &wide);
+        Ok(out)
+    }
+
+    /// Turns the gradient of the output into that of the input, in place.
+    pub(super) fn backward(
+        &self,
+        ctx: &Context<'_>,
+        saved: &mut Saved,
+        stream: &Activation,
+        grads: &mut dyn GradSink,
+    ) -> Result<(), DeviceError> {
+        let inp = saved.take("feed-forward input")?;
+        let wide = if self.keeps_wide {
+            saved.take("wide")?
+        } else {
+            self.widen.forward(ctx, &inp, "projected")?
+        };
+        let dprojected = self.dropout.gradient(ctx, Site::FeedForwardResidual, stream)?;
+        self.projection.dbias(ctx, &dprojected, grads)?;
+        let (dwide, linear) = self.projection.dinp(ctx, &dprojected)?;
+        let gelu = GeluBackward {
+            inp_out: wide.buffer().clone(),
+            dout_dinp: dwide.buffer().clone(),
+        };
+        ctx.enqueue(LinearGeluBackward { linear, gelu });
+        // From here on `wide` is the output of the GELU.
+        self.projection.dweight(ctx, [&wide, &dprojected], grads)?;
+        drop((wide, dprojected));
+        self.widen.backward(ctx, [&inp, &dwide], Some(stream), grads)?;
+        Ok(())
+    }
+}
+
+/// The shape of `like` with another number of channels.
+fn with_channels(like: &Activation, channels: usize) -> Vec<usize> {
+    let outer = like.shape().split_last().map_or(&[][..], |(_, outer)| outer);
+    [outer, &[channels]].concat()
+}
+
+/// The dropout of a block. Without a rate, or where no backward follows, nothing is enqueued.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct DropoutLayer {
+    /// Share of the numbers that are dropped, from 0 to below 1.
+    pub(super) rate: f32,
+    /// Number of the block; of the embedding 0.
+    pub(super) layer: u32,
+}
+
+/// Where in a layer. The numbers are part of the masks: a checkpoint's run goes on with the same ones.
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Site {
+    Embedding = 0,
+    Attention = 1,
+    AttentionResidual = 2,
+    FeedForwardResidual = 3,
+}
+
+impl DropoutLayer {
+    /// What is dropped there; none: nothing.
+    fn mask(self, ctx: &Context<'_>, site: Site) -> Option<DropoutMask> {
+        let samples = ctx.samples.filter(|_| self.rate > 0.0)?;
+        let place = [self.layer, site as u32];
+        Some(DropoutMask::new(samples.seed, place, samples.first, self.rate))
+    }
+
+    /// `residual + mask · inp`, for `[B, T, C]`: an activation of its own; none if nothing is dropped.
+    pub(super) fn apply(
+        self,
+        ctx: &Context<'_>,
+        site: Site,
+        inp: &Activation,
+        residual: Option<&Activation>,
+    ) -> Result<Option<Activation>, DeviceError> {
+        let Some(mask) = self.mask(ctx, site) else {
+            return Ok(None);
+        };
+        let &[_, positions, channels] = inp.shape() else {
+            return Err(DeviceError::Shape {
+                op: "dropout",
+                what: format!("its input has shape {:?}, expected [B, T, C]", inp.shape()),
+            });
+        };
+        let out = ctx.lease("dropped", inp.shape())?;
+        ctx.enqueue(ops::Dropout {
+            inp: inp.buffer().clone(),
+            residual: residual.map(|residual| residual.buffer().clone()),
+            out: out.buffer().clone(),
+            mask,
+            positions,
+            channels,
+        });
+        Ok(Some(out))
+    }
+
+    /// The gradient of what [`DropoutLayer::apply`] was given.
+    pub(super) fn gradient(
+        self,
+        ctx: &Context<'_>,
+        site: Site,
+        dout: &Activation,
+    ) -> Result<Activation, DeviceError> {
+        Ok(self.apply(ctx, site, dout, None)?.unwrap_or_else(|| dout.clone()))
     }
 }

@@ -4,8 +4,9 @@
 //! the sums of all. Statistics are f64, so that their variance may be the difference of two sums.
 
 use super::kernel::by_dtype;
-use super::{CpuKernel, expect_len};
-use crate::device::{Buffer, Cpu, DeviceError, Element};
+use super::stored::Stored;
+use super::{Operation, expect_len};
+use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Added to the variance.
 const EPSILON: f64 = 1e-5;
@@ -72,59 +73,37 @@ pub struct BatchNormBackward {
     pub dinp: Buffer,
 }
 
-impl CpuKernel for BatchNormSums {
+impl Operation for BatchNormSums {
     const NAME: &'static str = "batch_norm_sums";
 
     fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp.dtype(), T => self.compute::<T>())
+        by_dtype!(Self::NAME, self.inp.dtype(), S => self.compute::<S>())
     }
 }
 
-impl CpuKernel for BatchNormForward {
+impl Operation for BatchNormForward {
     const NAME: &'static str = "batch_norm_forward";
 
     fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp.dtype(), T => self.compute::<T>())
+        by_dtype!(Self::NAME, self.inp.dtype(), S => self.compute::<S>())
     }
 }
 
-impl CpuKernel for BatchNormBackwardSums {
+impl Operation for BatchNormBackwardSums {
     const NAME: &'static str = "batch_norm_backward_sums";
 
     fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp.dtype(), T => self.compute::<T>())
+        by_dtype!(Self::NAME, self.inp.dtype(), S => self.compute::<S>())
     }
 }
 
-impl CpuKernel for BatchNormBackward {
+impl Operation for BatchNormBackward {
     const NAME: &'static str = "batch_norm_backward";
 
     fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.inp.dtype(), T => self.compute::<T>())
+        by_dtype!(Self::NAME, self.inp.dtype(), S => self.compute::<S>())
     }
 }
-
-/// Elements that are computed in f64.
-trait Number: Element {
-    fn wide(self) -> f64;
-    fn narrow(x: f64) -> Self;
-}
-
-macro_rules! number {
-    ($($type:ty: $narrow:expr),*) => {
-        $(impl Number for $type {
-            fn wide(self) -> f64 {
-                self.into()
-            }
-
-            fn narrow(x: f64) -> Self {
-                $narrow(x)
-            }
-        })*
-    };
-}
-
-number!(f32: |x| x as Self, f64: |x| x, half::bf16: half::bf16::from_f64);
 
 /// Mean and 1/√(variance + ε) of each column.
 struct Statistics {
@@ -169,13 +148,13 @@ fn channels(
 }
 
 impl BatchNormSums {
-    fn compute<T: Number>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
         let channels = channels(Self::NAME, &self.sums, &[("inp", &self.inp)], &[])?;
-        let (inp, mut sums) = (self.inp.host::<T>()?, self.sums.host_mut::<f64>()?);
+        let (inp, mut sums) = (self.inp.host::<S>()?, self.sums.host_mut::<f64>()?);
         sums.fill(0.0);
         for row in inp.chunks_exact(channels) {
             for (c, x) in row.iter().enumerate() {
-                let x = x.wide();
+                let x = x.to_f64();
                 sums[c] += x;
                 sums[channels + c] += x * x;
             }
@@ -186,17 +165,17 @@ impl BatchNormSums {
 }
 
 impl BatchNormForward {
-    fn compute<T: Number>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
         let rows = [("inp", &self.inp), ("out", &self.out)];
         let columns = [("weight", &self.weight), ("bias", &self.bias)];
         let channels = channels(Self::NAME, &self.sums, &rows, &columns)?;
         let statistics = Statistics::of(&self.sums.host::<f64>()?);
-        let (inp, mut out) = (self.inp.host::<T>()?, self.out.host_mut::<T>()?);
-        let (weight, bias) = (self.weight.host::<T>()?, self.bias.host::<T>()?);
+        let (inp, mut out) = (self.inp.host::<S>()?, self.out.host_mut::<S>()?);
+        let (weight, bias) = (self.weight.host::<S>()?, self.bias.host::<S>()?);
         for (x, out) in inp.chunks_exact(channels).zip(out.chunks_exact_mut(channels)) {
             for (c, [mean, scale]) in statistics.columns.iter().enumerate() {
-                let normalised = (x[c].wide() - mean) * scale;
-                out[c] = T::narrow(normalised * weight[c].wide() + bias[c].wide());
+                let normalised = (x[c].to_f64() - mean) * scale;
+                out[c] = S::of(normalised * weight[c].to_f64() + bias[c].to_f64());
             }
         }
         Ok(())
@@ -204,55 +183,55 @@ impl BatchNormForward {
 }
 
 impl BatchNormBackwardSums {
-    fn compute<T: Number>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
         let rows = [("inp", &self.inp), ("dout", &self.dout)];
         let columns = [("dweight", &self.dweight), ("dbias", &self.dbias)];
         let channels = channels(Self::NAME, &self.sums, &rows, &columns)?;
         expect_len(Self::NAME, "dsums", self.dsums.len(), 2 * channels)?;
         let statistics = Statistics::of(&self.sums.host::<f64>()?);
-        let (inp, dout) = (self.inp.host::<T>()?, self.dout.host::<T>()?);
+        let (inp, dout) = (self.inp.host::<S>()?, self.dout.host::<S>()?);
         let mut dsums = self.dsums.host_mut::<f64>()?;
         dsums.fill(0.0);
         for (x, d) in inp.chunks_exact(channels).zip(dout.chunks_exact(channels)) {
             for (c, [mean, scale]) in statistics.columns.iter().enumerate() {
-                dsums[c] += d[c].wide();
-                dsums[channels + c] += d[c].wide() * (x[c].wide() - mean) * scale;
+                dsums[c] += d[c].to_f64();
+                dsums[channels + c] += d[c].to_f64() * (x[c].to_f64() - mean) * scale;
             }
         }
         let (dbias, dweight) = dsums.split_at(channels);
-        add_to::<T>(&self.dbias, dbias, self.accumulate_dbias)?;
-        add_to::<T>(&self.dweight, dweight, self.accumulate_dweight)
+        add_to::<S>(&self.dbias, dbias, self.accumulate_dbias)?;
+        add_to::<S>(&self.dweight, dweight, self.accumulate_dweight)
     }
 }
 
-fn add_to<T: Number>(target: &Buffer, sums: &[f64], accumulate: bool) -> Result<(), DeviceError> {
-    for (target, sum) in target.host_mut::<T>()?.iter_mut().zip(sums) {
-        let before = if accumulate { target.wide() } else { 0.0 };
-        *target = T::narrow(before + sum);
+fn add_to<S: Stored>(target: &Buffer, sums: &[f64], accumulate: bool) -> Result<(), DeviceError> {
+    for (target, sum) in target.host_mut::<S>()?.iter_mut().zip(sums) {
+        let before = if accumulate { target.to_f64() } else { 0.0 };
+        *target = S::of(before + sum);
     }
     Ok(())
 }
 
 impl BatchNormBackward {
-    fn compute<T: Number>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
         let rows = [("inp", &self.inp), ("dout", &self.dout), ("dinp", &self.dinp)];
         let channels = channels(Self::NAME, &self.sums, &rows, &[("weight", &self.weight)])?;
         expect_len(Self::NAME, "dsums", self.dsums.len(), 2 * channels)?;
         let statistics = Statistics::of(&self.sums.host::<f64>()?);
         let (inp, dout, weight) = (
-            self.inp.host::<T>()?,
-            self.dout.host::<T>()?,
-            self.weight.host::<T>()?,
+            self.inp.host::<S>()?,
+            self.dout.host::<S>()?,
+            self.weight.host::<S>()?,
         );
         let dsums = self.dsums.host::<f64>()?;
         let (dmeans, dnormalised) = dsums.split_at(channels);
-        let mut dinp = self.dinp.host_mut::<T>()?;
+        let mut dinp = self.dinp.host_mut::<S>()?;
         let inputs = inp.chunks_exact(channels).zip(dout.chunks_exact(channels));
         for ((x, d), dinp) in inputs.zip(dinp.chunks_exact_mut(channels)) {
             for (c, [mean, scale]) in statistics.columns.iter().enumerate() {
-                let normalised = (x[c].wide() - mean) * scale;
-                let centred = d[c].wide() - (dmeans[c] + normalised * dnormalised[c]) / statistics.rows;
-                dinp[c] = T::narrow(weight[c].wide() * scale * centred);
+                let normalised = (x[c].to_f64() - mean) * scale;
+                let centred = d[c].to_f64() - (dmeans[c] + normalised * dnormalised[c]) / statistics.rows;
+                dinp[c] = S::of(weight[c].to_f64() * scale * centred);
             }
         }
         Ok(())

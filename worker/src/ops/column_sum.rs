@@ -2,13 +2,13 @@
 //! gradients to others.
 
 use super::cuda::plan::{
-    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, Scratch, THREADS, WIDEST, count, element,
-    elementwise_grid, grad_defines, grad_units, width,
+    Call, Plan, Scratch, THREADS, WIDEST, count, element, elementwise_grid, grad_defines, grad_units,
+    kernels, width,
 };
 use super::kernel::{Real, by_dtypes, kernel};
 use super::matrix::Matrix;
 use super::stored::Stored;
-use super::{CpuKernel, expect_len};
+use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
@@ -28,11 +28,45 @@ pub struct ColumnSum {
     pub accumulate: bool,
 }
 
-impl CpuKernel for ColumnSum {
+impl Operation for ColumnSum {
     const NAME: &'static str = "column_sum";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtypes!(Self::NAME, self.x.dtype(), self.out.dtype(), (S, G) => self.compute::<S, G>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let (rows, columns) = self.sizes()?;
+        let act = element(Self::NAME, &self.x)?;
+        let grad = element(Self::NAME, &self.out)?;
+        if rows == 1 {
+            return Ok(self.single_row(act, grad).into());
+        }
+        let width = width(columns, &[&self.x]);
+        let tiles = columns.div_ceil(WARP * width);
+        let slabs = (BLOCKS / tiles.max(1)).clamp(1, rows.div_ceil(SLAB_ROWS).max(1));
+        let slab_rows = rows.div_ceil(slabs).max(1);
+        let slabs = rows.div_ceil(slab_rows);
+        let mut scratch = Scratch::default();
+        let partials = Partials {
+            offset: scratch.take(slabs * columns * size_of::<f32>()),
+            parts: slabs,
+            act,
+        };
+        let tiles = count(Self::NAME, "columns", tiles)?;
+        let slabs = count(Self::NAME, "rows", slabs)?;
+        let rows = count(Self::NAME, "rows", rows)?;
+        let columns = count(Self::NAME, "columns", columns)?;
+        let grid = Grid {
+            blocks: [tiles, slabs, 1],
+            ..Grid::linear(1, THREADS)
+        };
+        let sums = Call::new(&SOURCE, "column_partials", grad_defines(act, grad, width), grid)
+            .read([&self.x])
+            .scratch([partials.offset])
+            .u32([rows, columns, slab_rows as u32]);
+        let total = partials.add(Self::NAME, (&self.out, self.accumulate), None)?;
+        Ok(scratch.plan(vec![sums, total]))
     }
 }
 
@@ -92,89 +126,17 @@ const SLAB_ROWS: usize = 64;
 /// Threads of a block of the second stage.
 const ADDING: u32 = 1024;
 
-static SOURCE: KernelSource = KernelSource::with_headers(
-    "column_sum.cu",
-    include_str!("cuda/column_sum.cu"),
-    &[ELEMENT, ELEMENTWISE],
-);
-
-impl Planned for ColumnSum {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let (rows, columns) = self.sizes()?;
-        if rows == 1 {
-            return self.plan_of_a_row();
-        }
-        let width = width(columns, &[&self.x]);
-        let tiles = columns.div_ceil(WARP * width);
-        let slabs = (BLOCKS / tiles.max(1)).clamp(1, rows.div_ceil(SLAB_ROWS).max(1));
-        let slab_rows = rows.div_ceil(slabs).max(1);
-        let slabs = rows.div_ceil(slab_rows);
-        let mut scratch = Scratch::default();
-        let partials = scratch.take(slabs * columns * size_of::<f32>());
-        let act = element(Self::NAME, &self.x)?;
-        let sums = Call {
-            source: &SOURCE,
-            kernel: "column_partials",
-            defines: grad_defines(act, element(Self::NAME, &self.out)?, width),
-            grid: Grid {
-                blocks: [
-                    count(Self::NAME, "columns", tiles)?,
-                    count(Self::NAME, "rows", slabs)?,
-                    1,
-                ],
-                ..Grid::linear(1, THREADS)
-            },
-            args: vec![
-                Arg::Read(self.x.clone()),
-                Arg::Scratch(partials),
-                Arg::U32(count(Self::NAME, "rows", rows)?),
-                Arg::U32(count(Self::NAME, "columns", columns)?),
-                Arg::U32(slab_rows as u32),
-            ],
-        };
-        let first = Target {
-            out: &self.out,
-            accumulate: self.accumulate,
-        };
-        let partials = Partials {
-            offset: partials,
-            parts: slabs,
-            act,
-        };
-        Ok(Plan {
-            scratch_bytes: scratch.bytes(),
-            calls: vec![sums, partials.add(Self::NAME, first, None)?],
-        })
-    }
-}
+static SOURCE: KernelSource = kernels("column_sum.cu", include_str!("cuda/column_sum.cu"));
 
 impl ColumnSum {
     /// An element-wise kernel: a shard of the gradients is one row as long as the shard.
-    fn plan_of_a_row(&self) -> Result<Plan, DeviceError> {
-        let (act, grad) = (element(Self::NAME, &self.x)?, element(Self::NAME, &self.out)?);
+    fn single_row(&self, act: &'static str, grad: &'static str) -> Call {
         let (n, width) = (self.x.len(), width(0, &[&self.x, &self.out]));
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: "single_row",
-            defines: grad_defines(act, grad, width),
-            grid: elementwise_grid(n, width, 2),
-            args: vec![
-                Arg::Read(self.x.clone()),
-                Arg::Write(self.out.clone()),
-                Arg::U64(n as u64),
-                Arg::flag(self.accumulate),
-            ],
-        }))
+        let (defines, grid) = (grad_defines(act, grad, width), elementwise_grid(n, width, 2));
+        let call = Call::new(&SOURCE, "single_row", defines, grid);
+        let call = call.read([&self.x]).write([&self.out]);
+        call.u64([n as u64]).flag(self.accumulate)
     }
-}
-
-/// Where sums over columns go.
-#[derive(Clone, Copy)]
-pub(super) struct Target<'a> {
-    /// `[C]`
-    pub(super) out: &'a Buffer,
-    /// Add to what is there.
-    pub(super) accumulate: bool,
 }
 
 /// Sums that are to be added: `[parts, C]` f32, or `[parts, 2, C]` where they go to two targets.
@@ -188,33 +150,29 @@ pub(super) struct Partials {
 }
 
 impl Partials {
-    /// The kernel that adds them in order.
+    /// The kernel that adds them in order, to what is in a target or instead of it. A target is `[C]`.
     pub(super) fn add(
         &self,
         op: &'static str,
-        first: Target<'_>,
-        second: Option<Target<'_>>,
+        (first, accumulate_first): (&Buffer, bool),
+        second: Option<(&Buffer, bool)>,
     ) -> Result<Call, DeviceError> {
-        let columns = first.out.len();
+        let columns = first.len();
         let total = if second.is_some() { 2 * columns } else { columns };
-        let (out, accumulate) = second.map_or((Arg::Null, false), |second| {
-            (Arg::Write(second.out.clone()), second.accumulate)
-        });
-        Ok(Call {
-            source: &SOURCE,
-            kernel: "add_partials",
-            defines: grad_defines(self.act, element(op, first.out)?, WIDEST),
-            grid: Grid::linear(count(op, "columns", total)?.div_ceil(WARP as u32), ADDING),
-            args: vec![
-                Arg::Scratch(self.offset),
-                Arg::Write(first.out.clone()),
-                out,
-                Arg::U32(count(op, "partial sums", self.parts)?),
-                Arg::U32(count(op, "columns", columns)?),
-                Arg::flag(first.accumulate),
-                Arg::flag(accumulate),
-            ],
-        })
+        let defines = grad_defines(self.act, element(op, first)?, WIDEST);
+        let grid = Grid::linear(count(op, "columns", total)?.div_ceil(WARP as u32), ADDING);
+        let (parts, columns) = (
+            count(op, "partial sums", self.parts)?,
+            count(op, "columns", columns)?,
+        );
+        let call = Call::new(&SOURCE, "add_partials", defines, grid)
+            .scratch([self.offset])
+            .write([first])
+            .write_if(second.map(|(out, _)| out))
+            .u32([parts, columns])
+            .flag(accumulate_first)
+            .flag(second.is_some_and(|(_, accumulate)| accumulate));
+        Ok(call)
     }
 }
 

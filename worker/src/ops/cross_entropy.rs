@@ -4,12 +4,12 @@
 //! The factor of a row's gradient is known before its loss, so that one operation makes both while the row is in the
 //! caches: memory is read and written once.
 
-use super::cuda::plan::{Arg, Call, ELEMENT, Plan, Planned, count, element, expect_dtype};
+use super::cuda::plan::{Call, Plan, count, element, expect_dtype, kernels, units_with};
 use super::kernel::{Real, by_dtype, kernel, ln, max_of, sum_map};
 use super::stored::Stored;
-use super::{CpuKernel, expect_len, expect_tokens};
+use super::{Operation, expect_len, expect_tokens};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DType, DeviceError, Element, Isa};
+use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// Rows of one part of the work: few, because a row may have 50,000 exponentials.
 const ROWS: usize = 4;
@@ -29,11 +29,39 @@ pub struct CrossEntropy {
     pub dlosses: Option<Buffer>,
 }
 
-impl CpuKernel for CrossEntropy {
+impl Operation for CrossEntropy {
     const NAME: &'static str = "cross_entropy";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtype!(Self::NAME, self.logits.dtype(), S => self.compute::<S>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let rows = self.targets.len();
+        let vocab = self.vocabulary()?;
+        expect_dtype(DType::I32, &[&self.targets])?;
+        expect_dtype(DType::F32, &[&self.losses])?;
+        expect_dtype(DType::F32, self.dlosses.as_slice())?;
+        // A row is a warp's or a block's.
+        let (threads, block) = match vocab * self.logits.dtype().bytes() {
+            0..=4096 => (WARP, WARPS_APART),
+            4097..=32_768 => (256, 256),
+            _ => (1024, 1024),
+        };
+        let blocks = rows.div_ceil((block / threads) as usize);
+        let defines = defines(element(Self::NAME, &self.logits)?, threads);
+        let grid = Grid::linear(count(Self::NAME, "blocks", blocks)?, block);
+        let call = Call::new(&SOURCE, Self::NAME, defines, grid);
+        let call = match &self.dlosses {
+            None => call.read([&self.logits]),
+            Some(_) => call.write([&self.logits]),
+        };
+        let (rows, vocab) = (
+            count(Self::NAME, "rows", rows)?,
+            count(Self::NAME, "logits a row", vocab)?,
+        );
+        let call = call.read([&self.targets]).write([&self.losses]);
+        Ok(call.read_if(self.dlosses.as_ref()).u32([rows, vocab]).into())
     }
 }
 
@@ -134,48 +162,7 @@ const WARP: u32 = 32;
 /// Threads of a block in which each warp has a row of its own.
 const WARPS_APART: u32 = 256;
 
-static SOURCE: KernelSource = KernelSource::with_headers(
-    "cross_entropy.cu",
-    include_str!("cuda/cross_entropy.cu"),
-    &[ELEMENT],
-);
-
-impl Planned for CrossEntropy {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let rows = self.targets.len();
-        let vocab = self.vocabulary()?;
-        expect_dtype(DType::I32, &[&self.targets])?;
-        expect_dtype(DType::F32, &[&self.losses])?;
-        let logits = match &self.dlosses {
-            None => Arg::Read(self.logits.clone()),
-            Some(dlosses) => {
-                expect_dtype(DType::F32, &[dlosses])?;
-                Arg::Write(self.logits.clone())
-            }
-        };
-        // A row is a warp's or a block's.
-        let (threads, block) = match vocab * self.logits.dtype().bytes() {
-            0..=4096 => (WARP, WARPS_APART),
-            4097..=32_768 => (256, 256),
-            _ => (1024, 1024),
-        };
-        let blocks = rows.div_ceil((block / threads) as usize);
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: defines(element(Self::NAME, &self.logits)?, threads),
-            grid: Grid::linear(count(Self::NAME, "blocks", blocks)?, block),
-            args: vec![
-                logits,
-                Arg::Read(self.targets.clone()),
-                Arg::Write(self.losses.clone()),
-                Arg::read_if(self.dlosses.as_ref()),
-                Arg::U32(count(Self::NAME, "rows", rows)?),
-                Arg::U32(count(Self::NAME, "logits a row", vocab)?),
-            ],
-        }))
-    }
-}
+static SOURCE: KernelSource = kernels("cross_entropy.cu", include_str!("cuda/cross_entropy.cu"));
 
 fn defines(act: &'static str, threads: u32) -> Vec<Define> {
     vec![
@@ -185,9 +172,8 @@ fn defines(act: &'static str, threads: u32) -> Vec<Define> {
 }
 
 pub(super) fn units() -> Vec<CompileUnit> {
-    let units =
-        ["f32", "bf16"].map(|act| [WARP, 256, 1024].map(|n| CompileUnit::new(&SOURCE, &defines(act, n))));
-    let mut units = units.concat();
+    let all = ["f32", "bf16"].map(|act| [WARP, 256, 1024].map(|threads| defines(act, threads)));
+    let mut units = units_with(&SOURCE, all.into_iter().flatten());
     units.push(CompileUnit::new(&LOSS_SUM_SOURCE, &[]));
     units
 }
@@ -203,22 +189,29 @@ pub struct LossSum {
     pub accumulate: bool,
 }
 
-impl CpuKernel for LossSum {
+impl Operation for LossSum {
     const NAME: &'static str = "loss_sum";
 
     fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
-        match self.losses.dtype() {
-            DType::F64 => self.compute::<f64>(),
-            // Any other type is refused there.
-            _ => self.compute::<f32>(),
-        }
+        by_dtype!(Self::NAME, self.losses.dtype(), S => self.compute::<S>())
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        expect_len(Self::NAME, "total", self.total.len(), 1)?;
+        expect_dtype(DType::F32, &[&self.losses])?;
+        expect_dtype(DType::F64, &[&self.total])?;
+        let losses = count(Self::NAME, "losses", self.losses.len())?;
+        let grid = Grid::linear(1, LOSS_SUM_THREADS);
+        let call = Call::new(&LOSS_SUM_SOURCE, Self::NAME, Vec::new(), grid);
+        let call = call.read([&self.losses]).write([&self.total]);
+        Ok(call.u32([losses]).flag(self.accumulate).into())
     }
 }
 
 impl LossSum {
-    fn compute<T: Element + Into<f64>>(&self) -> Result<(), DeviceError> {
+    fn compute<S: Stored>(&self) -> Result<(), DeviceError> {
         expect_len(Self::NAME, "total", self.total.len(), 1)?;
-        let sum: f64 = self.losses.host::<T>()?.iter().map(|&loss| loss.into()).sum();
+        let sum: f64 = self.losses.host::<S>()?.iter().map(|loss| loss.to_f64()).sum();
         let mut total = self.total.host_mut::<f64>()?;
         total[0] = if self.accumulate { total[0] + sum } else { sum };
         Ok(())
@@ -228,25 +221,4 @@ impl LossSum {
 /// Threads of the one block.
 const LOSS_SUM_THREADS: u32 = 1024;
 
-static LOSS_SUM_SOURCE: KernelSource =
-    KernelSource::with_headers("loss_sum.cu", include_str!("cuda/loss_sum.cu"), &[ELEMENT]);
-
-impl Planned for LossSum {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        expect_len(Self::NAME, "total", self.total.len(), 1)?;
-        expect_dtype(DType::F32, &[&self.losses])?;
-        expect_dtype(DType::F64, &[&self.total])?;
-        Ok(Plan::one(Call {
-            source: &LOSS_SUM_SOURCE,
-            kernel: Self::NAME,
-            defines: Vec::new(),
-            grid: Grid::linear(1, LOSS_SUM_THREADS),
-            args: vec![
-                Arg::Read(self.losses.clone()),
-                Arg::Write(self.total.clone()),
-                Arg::U32(count(Self::NAME, "losses", self.losses.len())?),
-                Arg::flag(self.accumulate),
-            ],
-        }))
-    }
-}
+static LOSS_SUM_SOURCE: KernelSource = kernels("loss_sum.cu", include_str!("cuda/loss_sum.cu"));

@@ -2,14 +2,11 @@
 //! the place in the model, the sample's number in the run, the row and the column, by the counter-based generator Philox.
 //! Backward, recomputation and any layout of ranks compute the same mask.
 
-use super::cuda::plan::{
-    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, act_defines, act_units, count, element, elementwise_grid,
-    expect_dtype, width,
-};
+use super::cuda::plan::{Arg, Plan, act_units, count, elementwise, kernels};
 use super::kernel::{Real, by_dtype};
 use super::stored::Stored;
-use super::{CpuKernel, expect_len};
-use crate::device::cuda::{CompileUnit, Define, KernelSource};
+use super::{Operation, expect_len};
+use crate::device::cuda::{CompileUnit, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError};
 
 /// Elements of one part of the work, about.
@@ -39,15 +36,6 @@ impl DropoutMask {
         }
     }
 
-    /// The key of the place, its first word in the lower half.
-    fn key(&self) -> u64 {
-        u64::from(self.key[1]) << 32 | u64::from(self.key[0])
-    }
-
-    fn first_sample(&self) -> u64 {
-        self.first_sample
-    }
-
     /// Words below it drop their number.
     fn threshold(&self) -> u32 {
         (f64::from(self.rate) * 2.0_f64.powi(32)) as u32
@@ -56,6 +44,16 @@ impl DropoutMask {
     /// Factor of the numbers that stay: 1/(1 − rate).
     fn scale(&self) -> f64 {
         1.0 / (1.0 - f64::from(self.rate))
+    }
+
+    /// The members of `Mask`, the last parameters of a kernel.
+    pub(super) fn args(&self) -> [Arg; 4] {
+        [
+            Arg::U64(u64::from(self.key[1]) << 32 | u64::from(self.key[0])),
+            Arg::U64(self.first_sample),
+            Arg::U32(self.threshold()),
+            Arg::F32(self.scale() as f32),
+        ]
     }
 
     /// Four random words. The counter has the sample's lower 48 bits, the head (of attention), the row, and the group of
@@ -111,11 +109,26 @@ pub struct Dropout {
     pub channels: usize,
 }
 
-impl CpuKernel for Dropout {
+impl Operation for Dropout {
     const NAME: &'static str = "dropout";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        self.check()?;
+        let mut buffers = vec![&self.out, &self.inp];
+        buffers.extend(&self.residual);
+        let positions = count(Self::NAME, "positions", self.positions)?;
+        let channels = count(Self::NAME, "channels", self.channels)?;
+        let call = elementwise(Self::NAME, &SOURCE, (&buffers, self.channels), 1)?
+            .read([&self.inp])
+            .read_if(self.residual.as_ref())
+            .write([&self.out])
+            .u32([positions, channels])
+            .with(self.mask.args());
+        Ok(call.u64([self.out.len() as u64]).into())
     }
 }
 
@@ -149,20 +162,18 @@ impl Dropout {
         cpu.for_each_part(parts, |(part, out): (usize, &mut [S])| {
             let first = part * rows;
             let range = first * self.channels..first * self.channels + out.len();
-            let residual = residual.map(|residual| &residual[range.clone()]);
+            // Nothing to add where there is no residual.
+            let residual = residual.map_or(&[][..], |residual| &residual[range.clone()]);
             S::read(isa, &inp[range], |inp| {
-                S::write(isa, out, false, |out| match residual {
-                    Some(residual) => S::read(isa, residual, |residual| {
-                        self.rows(first, inp, Some(residual), out);
-                    }),
-                    None => self.rows(first, inp, None, out),
+                S::read(isa, residual, |residual| {
+                    S::write(isa, out, false, |out| self.rows(first, inp, residual, out));
                 });
             });
         });
         Ok(())
     }
 
-    fn rows<T: Real>(&self, first: usize, inp: &[T], residual: Option<&[T]>, out: &mut [T]) {
+    fn rows<T: Real>(&self, first: usize, inp: &[T], residual: &[T], out: &mut [T]) {
         let rows = inp
             .chunks_exact(self.channels)
             .zip(out.chunks_exact_mut(self.channels));
@@ -173,66 +184,15 @@ impl Dropout {
             for (out, inp) in out.iter_mut().zip(inp) {
                 *out *= *inp;
             }
-            if let Some(residual) = residual {
-                for (out, x) in out.iter_mut().zip(&residual[i * self.channels..]) {
-                    *out += *x;
-                }
+            let residual = residual.get(i * self.channels..).unwrap_or_default();
+            for (out, x) in out.iter_mut().zip(residual) {
+                *out += *x;
             }
         }
     }
 }
 
-/// The file that kernels with masks include.
-pub(super) const DROPOUT: (&str, &str) = ("dropout.cuh", include_str!("cuda/dropout.cuh"));
-
-static SOURCE: KernelSource = KernelSource::with_headers(
-    "dropout.cu",
-    include_str!("cuda/dropout.cu"),
-    &[ELEMENT, ELEMENTWISE, DROPOUT],
-);
-
-/// The members of `Mask`, as the last parameters of a kernel.
-pub(super) fn mask_args(mask: Option<&DropoutMask>) -> Vec<Arg> {
-    mask.map_or_else(Vec::new, |mask| {
-        vec![
-            Arg::U64(mask.key()),
-            Arg::U64(mask.first_sample()),
-            Arg::U32(mask.threshold()),
-            Arg::F32(mask.scale() as f32),
-        ]
-    })
-}
-
-/// The definition of `DROPOUT`, only where there is a mask: without one a kernel is compiled as it always was.
-pub(super) fn mask_define(has_mask: bool) -> Option<Define> {
-    has_mask.then(|| Define::number("DROPOUT", 1))
-}
-
-impl Planned for Dropout {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        self.check()?;
-        let mut buffers = vec![&self.inp, &self.out];
-        buffers.extend(&self.residual);
-        expect_dtype(self.out.dtype(), &buffers)?;
-        let (n, width) = (self.out.len(), width(self.channels, &buffers));
-        let mut args = vec![
-            Arg::Read(self.inp.clone()),
-            Arg::read_if(self.residual.as_ref()),
-            Arg::Write(self.out.clone()),
-            Arg::U32(count(Self::NAME, "positions", self.positions)?),
-            Arg::U32(count(Self::NAME, "channels", self.channels)?),
-        ];
-        args.extend(mask_args(Some(&self.mask)));
-        args.push(Arg::U64(n as u64));
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: act_defines(element(Self::NAME, &self.out)?, width),
-            grid: elementwise_grid(n, width, 1),
-            args,
-        }))
-    }
-}
+static SOURCE: KernelSource = kernels("dropout.cu", include_str!("cuda/dropout.cu"));
 
 pub(super) fn units() -> Vec<CompileUnit> {
     act_units(&SOURCE)

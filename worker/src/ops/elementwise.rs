@@ -1,17 +1,26 @@
-//! Element-wise operations: conversion between element types, which is also a plain copy; filling; scaling in place.
+//! Element-wise operations: conversion between element types, which is also a plain copy; filling; scaling in place; GELU.
+//!
+//! GELU is the tanh form of GPT-2 (Hendrycks & Gimpel 2016): `½x(1 + tanh u)` with `u = √(2/π)(x + 0.044715x³)`. As
+//! `½(1 + tanh u) = σ(2u)`, one exponential and one division do it.
+#![expect(
+    clippy::inline_always,
+    reason = "so that it is compiled for each instruction set"
+)]
+
+use std::ops::Range;
 
 use bytemuck::{cast_slice, cast_slice_mut};
 use half::bf16;
 
 use super::cuda::plan::{
-    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, THREADS, act_defines, act_units, element,
-    elementwise_grid, vec_define, width,
+    Call, Plan, THREADS, act_defines, act_units, element, elementwise, elementwise_grid, kernels, units_with,
+    vec_define, width,
 };
-use super::kernel::kernel;
-use super::stored::{Stored, narrow, widen};
-use super::{CpuKernel, expect_len};
+use super::kernel::{Real, by_dtype, kernel};
+use super::stored::Stored;
+use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
-use crate::device::{Buffer, Cpu, DType, DeviceError, Element};
+use crate::device::{Buffer, Cpu, DType, DeviceError};
 
 /// Elements of one part of the work.
 const PART: usize = 65_536;
@@ -25,7 +34,7 @@ pub struct Cast {
     pub out: Buffer,
 }
 
-impl CpuKernel for Cast {
+impl Operation for Cast {
     const NAME: &'static str = "cast";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
@@ -36,6 +45,25 @@ impl CpuKernel for Cast {
             (from, &self.x.host_bytes()?[..]),
             (to, &mut self.out.host_bytes_mut()?[..]),
         )
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let n = self.x.len();
+        expect_len(Self::NAME, "out", self.out.len(), n)?;
+        let (from, to) = (element(Self::NAME, &self.x)?, element(Self::NAME, &self.out)?);
+        let width = width(0, &[&self.x, &self.out]);
+        let (defines, grid) = (cast_defines(from, to, width), elementwise_grid(n, width, 2));
+        let call = Call::new(&CAST_SOURCE, Self::NAME, defines, grid);
+        Ok(call.read([&self.x]).write([&self.out]).u64([n as u64]).into())
+    }
+}
+
+impl Cast {
+    /// The conversion of some of the elements.
+    #[must_use]
+    pub fn slice(&self, range: &Range<usize>) -> Self {
+        let [x, out] = [&self.x, &self.out].map(|buffer| buffer.slice(range.clone()));
+        Self { x, out }
     }
 }
 
@@ -50,12 +78,12 @@ pub(crate) fn cast_bytes(
         (DType::F32, DType::Bf16) => {
             let (x, out): (&[f32], &mut [bf16]) = (cast_slice(x), cast_slice_mut(out));
             let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
-            cpu.for_each_part(parts, |(x, out): (&[f32], &mut [bf16])| narrow(isa, x, out));
+            cpu.for_each_part(parts, |(x, out): (&[f32], &mut [bf16])| bf16::narrow(isa, x, out));
         }
         (DType::Bf16, DType::F32) => {
             let (x, out): (&[bf16], &mut [f32]) = (cast_slice(x), cast_slice_mut(out));
             let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
-            cpu.for_each_part(parts, |(x, out): (&[bf16], &mut [f32])| widen(isa, x, out));
+            cpu.for_each_part(parts, |(x, out): (&[bf16], &mut [f32])| bf16::widen(isa, x, out));
         }
         (from, to) if from == to => {
             let parts = x.chunks(PART).zip(out.chunks_mut(PART)).collect();
@@ -71,28 +99,7 @@ pub(crate) fn cast_bytes(
     Ok(())
 }
 
-static CAST_SOURCE: KernelSource =
-    KernelSource::with_headers("cast.cu", include_str!("cuda/cast.cu"), &[ELEMENT, ELEMENTWISE]);
-
-impl Planned for Cast {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let n = self.x.len();
-        expect_len(Self::NAME, "out", self.out.len(), n)?;
-        let (from, to) = (element(Self::NAME, &self.x)?, element(Self::NAME, &self.out)?);
-        let width = width(0, &[&self.x, &self.out]);
-        Ok(Plan::one(Call {
-            source: &CAST_SOURCE,
-            kernel: Self::NAME,
-            defines: cast_defines(from, to, width),
-            grid: elementwise_grid(n, width, 2),
-            args: vec![
-                Arg::Read(self.x.clone()),
-                Arg::Write(self.out.clone()),
-                Arg::U64(n as u64),
-            ],
-        }))
-    }
-}
+static CAST_SOURCE: KernelSource = kernels("cast.cu", include_str!("cuda/cast.cu"));
 
 fn cast_defines(from: &'static str, to: &'static str, width: usize) -> Vec<Define> {
     vec![
@@ -111,23 +118,33 @@ pub struct Fill {
     pub value: f64,
 }
 
-impl CpuKernel for Fill {
+impl Operation for Fill {
     const NAME: &'static str = "fill";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        match self.out.dtype() {
-            DType::F64 => self.fill(cpu, self.value),
-            DType::Bf16 => self.fill(cpu, half::bf16::from_f64(self.value)),
-            // Any other type is refused there.
-            _ => self.fill(cpu, self.value as f32),
-        }
+        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let pattern = by_dtype!(Self::NAME, self.out.dtype(), S => Ok(self.pattern::<S>()))?;
+        let bytes = self.out.bytes();
+        let defines = act_defines("f32", width(0, &[&self.out]));
+        let grid = Grid::covering(bytes.div_ceil(BYTES), THREADS);
+        let call = Call::new(&FILL_SOURCE, Self::NAME, defines, grid);
+        Ok(call.write([&self.out]).u64([pattern, bytes as u64]).into())
     }
 }
 
 impl Fill {
-    fn fill<T: Element>(&self, cpu: &Cpu, value: T) -> Result<(), DeviceError> {
-        let mut out = self.out.host_mut::<T>()?;
-        cpu.for_each_part(out.chunks_mut(PART).collect(), |out: &mut [T]| out.fill(value));
+    /// Eight bytes of the memory that is filled.
+    fn pattern<S: Stored>(&self) -> u64 {
+        let values = [S::of(self.value); size_of::<u64>()];
+        bytemuck::pod_read_unaligned(&cast_slice(&values)[..size_of::<u64>()])
+    }
+
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let (mut out, value) = (self.out.host_mut::<S>()?, S::of(self.value));
+        cpu.for_each_part(out.chunks_mut(PART).collect(), |out: &mut [S]| out.fill(value));
         Ok(())
     }
 }
@@ -141,23 +158,26 @@ pub struct Scale {
     pub factor: f32,
 }
 
-impl CpuKernel for Scale {
+impl Operation for Scale {
     const NAME: &'static str = "scale";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        match self.x.dtype() {
-            DType::Bf16 => self.scale::<half::bf16>(cpu),
-            // Any other type is refused there.
-            _ => self.scale::<f32>(cpu),
-        }
+        by_dtype!(Self::NAME, self.x.dtype(), S => self.compute::<S>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let call = elementwise(Self::NAME, &FILL_SOURCE, (&[&self.x], 0), 2)?;
+        let call = call.write([&self.x]).f32([self.factor]);
+        Ok(call.u64([self.x.len() as u64]).into())
     }
 }
 
 impl Scale {
-    fn scale<T: Stored<Real = f32>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let (mut x, isa) = (self.x.host_mut::<T>()?, cpu.isa());
-        cpu.for_each_part(x.chunks_mut(PART).collect(), |x: &mut [T]| {
-            T::write(isa, x, true, |x| multiply(isa, x, self.factor));
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        let (mut x, isa) = (self.x.host_mut::<S>()?, cpu.isa());
+        let factor = S::Real::of(f64::from(self.factor));
+        cpu.for_each_part(x.chunks_mut(PART).collect(), |x: &mut [S]| {
+            S::write(isa, x, true, |x| multiply(isa, x, factor));
         });
         Ok(())
     }
@@ -172,65 +192,139 @@ kernel! {
     }
 }
 
-/// Bytes that a thread writes.
+/// Bytes that a thread of `fill` writes.
 const BYTES: usize = 16;
 
-static SOURCE: KernelSource =
-    KernelSource::with_headers("fill.cu", include_str!("cuda/fill.cu"), &[ELEMENT, ELEMENTWISE]);
+static FILL_SOURCE: KernelSource = kernels("fill.cu", include_str!("cuda/fill.cu"));
 
-impl Planned for Fill {
+/// Elements of one part of the work of a GELU.
+const GELU_PART: usize = 16_384;
+/// 2√(2/π)
+const TWICE_ROOT: f64 = 1.595_769_121_605_730_7;
+const CUBIC: f64 = 0.044_715;
+
+/// `out[i] = gelu(inp[i])`
+#[derive(Clone, Debug)]
+pub struct GeluForward {
+    /// `[n]`
+    pub inp: Buffer,
+    /// `[n]`
+    pub out: Buffer,
+}
+
+impl Operation for GeluForward {
+    const NAME: &'static str = "gelu_forward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
+    }
+
     fn plan(&self) -> Result<Plan, DeviceError> {
-        let twice = |bits: u32| u64::from(bits) << 32 | u64::from(bits);
-        let pattern = match self.out.dtype() {
-            DType::F64 => self.value.to_bits(),
-            DType::F32 => twice((self.value as f32).to_bits()),
-            DType::Bf16 => {
-                let bits = u32::from(bf16::from_f64(self.value).to_bits());
-                twice(bits << 16 | bits)
-            }
-            other => {
-                let what = format!("cannot fill {other}");
-                return Err(DeviceError::Shape { op: Self::NAME, what });
-            }
-        };
-        let bytes = self.out.bytes();
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: act_defines("f32", width(0, &[&self.out])),
-            grid: Grid::covering(bytes.div_ceil(BYTES), THREADS),
-            args: vec![
-                Arg::Write(self.out.clone()),
-                Arg::U64(pattern),
-                Arg::U64(bytes as u64),
-            ],
-        }))
+        expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
+        let call = elementwise(Self::NAME, &GELU_SOURCE, (&[&self.inp, &self.out], 0), 2)?;
+        let call = call.read([&self.inp]).write([&self.out]);
+        Ok(call.u64([self.inp.len() as u64]).into())
     }
 }
 
-impl Planned for Scale {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let (n, width) = (self.x.len(), width(0, &[&self.x]));
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: act_defines(element(Self::NAME, &self.x)?, width),
-            grid: elementwise_grid(n, width, 2),
-            args: vec![
-                Arg::Write(self.x.clone()),
-                Arg::F32(self.factor),
-                Arg::U64(n as u64),
-            ],
-        }))
+impl GeluForward {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
+        let inp = self.inp.host::<S>()?;
+        let mut out = self.out.host_mut::<S>()?;
+        let parts = inp.chunks(GELU_PART).zip(out.chunks_mut(GELU_PART)).collect();
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(inp, out): (&[S], &mut [S])| {
+            S::read(isa, inp, |inp| {
+                S::write(isa, out, false, |out| gelu(isa, inp, out));
+            });
+        });
+        Ok(())
     }
 }
 
-pub(super) fn units() -> Vec<CompileUnit> {
-    let mut units = act_units(&SOURCE);
-    for from in ["f32", "bf16"] {
-        for to in ["f32", "bf16"] {
-            units.extend([8, 1].map(|width| CompileUnit::new(&CAST_SOURCE, &cast_defines(from, to, width))));
+/// `dinp[i] = dout[i] · gelu′(inp[i])`, and `out[i] = gelu(inp[i])` once more, both in place: the output need not be
+/// kept from forward to backward.
+#[derive(Clone, Debug)]
+pub struct GeluBackward {
+    /// `[n]`: `inp`, becomes `out`
+    pub inp_out: Buffer,
+    /// `[n]`: `dout`, becomes `dinp`
+    pub dout_dinp: Buffer,
+}
+
+impl Operation for GeluBackward {
+    const NAME: &'static str = "gelu_backward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        by_dtype!(Self::NAME, self.inp_out.dtype(), S => self.compute::<S>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
+        let buffers = [&self.inp_out, &self.dout_dinp];
+        let call = elementwise(Self::NAME, &GELU_SOURCE, (&buffers, 0), 1)?;
+        Ok(call.write(buffers).u64([self.inp_out.len() as u64]).into())
+    }
+}
+
+impl GeluBackward {
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        expect_len(Self::NAME, "dout", self.dout_dinp.len(), self.inp_out.len())?;
+        let mut inp_out = self.inp_out.host_mut::<S>()?;
+        let mut dout_dinp = self.dout_dinp.host_mut::<S>()?;
+        let parts = inp_out
+            .chunks_mut(GELU_PART)
+            .zip(dout_dinp.chunks_mut(GELU_PART))
+            .collect();
+        let isa = cpu.isa();
+        cpu.for_each_part(parts, |(inp, dout): (&mut [S], &mut [S])| {
+            S::write(isa, inp, true, |inp| {
+                S::write(isa, dout, true, |dout| gelu_back(isa, inp, dout));
+            });
+        });
+        Ok(())
+    }
+}
+
+kernel! {
+    fn gelu<'a, T>(inp: &'a [T], out: &'a mut [T]) -> () {
+        for (out, &x) in out.iter_mut().zip(inp) {
+            *out = x * gate(x);
         }
     }
-    units
+}
+
+kernel! {
+    fn gelu_back<'a, T>(inp_out: &'a mut [T], dout_dinp: &'a mut [T]) -> () {
+        let (root, slope) = (T::of(TWICE_ROOT), T::of(3.0 * TWICE_ROOT * CUBIC));
+        for (x, d) in inp_out.iter_mut().zip(dout_dinp) {
+            let gate = gate(*x);
+            // d/dx x·σ(w) = σ + x·σ(1 − σ)·w′, with w = 2u.
+            let dw = root + slope * *x * *x;
+            *d *= gate + *x * gate * (T::ONE - gate) * dw;
+            *x *= gate;
+        }
+    }
+}
+
+/// σ(2u)
+#[inline(always)]
+fn gate<T: Real>(x: T) -> T {
+    let w = x * (T::of(TWICE_ROOT) + T::of(TWICE_ROOT * CUBIC) * x * x);
+    T::ONE / (T::ONE + (-w).exp())
+}
+
+static GELU_SOURCE: KernelSource = kernels("gelu.cu", include_str!("cuda/gelu.cu"));
+
+pub(super) fn units() -> Vec<CompileUnit> {
+    let types = ["f32", "bf16"].map(|from| ["f32", "bf16"].map(|to| (from, to)));
+    let types = types.into_iter().flatten();
+    let casts = types.flat_map(|(from, to)| [8, 1].map(|width| cast_defines(from, to, width)));
+    [
+        act_units(&FILL_SOURCE),
+        act_units(&GELU_SOURCE),
+        units_with(&CAST_SOURCE, casts),
+    ]
+    .concat()
 }

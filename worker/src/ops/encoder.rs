@@ -2,14 +2,13 @@
 //! GPU sorts the rows by token and adds them run by run.
 
 use super::cuda::plan::{
-    Arg, Call, ELEMENT, Plan, Planned, Scratch, THREADS, count, element, expect_dtype, grad_defines,
-    grad_units, width,
+    Call, Plan, Scratch, THREADS, count, element, expect_dtype, grad_defines, grad_units, kernels, width,
 };
 use super::kernel::{by_dtype, by_dtypes};
 use super::linear::add_into;
 use super::matrix::MatrixMut;
 use super::stored::Stored;
-use super::{CpuKernel, Fill, expect_len, expect_tokens};
+use super::{Fill, Operation, expect_len, expect_tokens};
 use crate::device::cuda::{CompileUnit, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
@@ -33,24 +32,55 @@ pub struct EncoderForward {
     pub positions: usize,
 }
 
-impl CpuKernel for EncoderForward {
+impl Operation for EncoderForward {
     const NAME: &'static str = "encoder_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
     }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let (channels, vocab) = self.sizes()?;
+        expect_dtype(DType::I32, &[&self.tokens])?;
+        let mut buffers = vec![&self.wte, &self.out];
+        buffers.extend(&self.wpe);
+        expect_dtype(self.out.dtype(), &buffers)?;
+        let act = element(Self::NAME, &self.out)?;
+        let width = width(channels, &buffers);
+        let grid = Grid::covering(self.tokens.len() * (channels / width), THREADS);
+        let call = Call::new(&SOURCE, Self::NAME, grad_defines(act, act, width), grid)
+            .read([&self.tokens, &self.wte])
+            .read_if(self.wpe.as_ref())
+            .write([&self.out])
+            .u32([
+                count(Self::NAME, "rows", self.tokens.len())?,
+                count(Self::NAME, "channels", channels)?,
+                count(Self::NAME, "positions", self.positions.max(1))?,
+                count(Self::NAME, "tokens of the vocabulary", vocab)?,
+            ]);
+        Ok(call.into())
+    }
 }
 
 impl EncoderForward {
+    /// Channels, and tokens of the vocabulary.
+    fn sizes(&self) -> Result<(usize, usize), DeviceError> {
+        let rows = self.tokens.len();
+        let channels = channels(Self::NAME, "out", &self.out, rows)?;
+        let vocab = self.wte.len() / channels;
+        expect_len(Self::NAME, "wte", self.wte.len(), vocab * channels)?;
+        if let Some(wpe) = &self.wpe {
+            expect_positions(Self::NAME, wpe.len() / channels, self.positions, rows)?;
+        }
+        Ok((channels, vocab))
+    }
+
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         let tokens = self.tokens.host::<i32>()?;
-        let channels = channels(Self::NAME, "out", &self.out, tokens.len())?;
+        let (channels, vocab) = self.sizes()?;
+        expect_tokens(Self::NAME, "tokens", &tokens, 0, vocab)?;
         let wte = self.wte.host::<S>()?;
-        expect_tokens(Self::NAME, "tokens", &tokens, 0, wte.len() / channels)?;
         let wpe = self.wpe.as_ref().map(Buffer::host::<S>).transpose()?;
-        if let Some(wpe) = &wpe {
-            expect_positions(Self::NAME, wpe.len() / channels, self.positions, tokens.len())?;
-        }
         let (tokens, wte, wpe) = (&*tokens, &*wte, wpe.as_deref());
         let mut out = self.out.host_mut::<S>()?;
         let parts = out.chunks_mut(ROWS * channels).enumerate().collect();
@@ -89,11 +119,57 @@ pub struct TokenBackward {
     pub accumulate: bool,
 }
 
-impl CpuKernel for TokenBackward {
+impl Operation for TokenBackward {
     const NAME: &'static str = "token_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtypes!(Self::NAME, self.dout.dtype(), self.dwte.dtype(), (S, G) => self.compute::<S, G>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let op = Self::NAME;
+        let rows = self.tokens.len();
+        let (channels, vocab) = self.sizes()?;
+        expect_dtype(DType::I32, &[&self.tokens])?;
+        let mut plan = Plan::default();
+        if !self.accumulate {
+            let (out, value) = (self.dwte.clone(), 0.0);
+            plan = Fill { out, value }.plan()?;
+        }
+        if rows == 0 {
+            return Ok(plan);
+        }
+        let mut scratch = Scratch::default();
+        let numbers = [
+            count(op, "rows", rows)?,
+            count(op, "tokens of the vocabulary", vocab)?,
+        ];
+        let order = sort(&self.tokens, numbers, &mut scratch, &mut plan.calls);
+        let partials = scratch.take(rows.div_ceil(PLACES) * 2 * channels * size_of::<f32>());
+        let width = width(channels, &[&self.dout, &self.dwte]);
+        let defines = grad_defines(element(op, &self.dout)?, element(op, &self.dwte)?, width);
+        // No more threads than there are packs of channels.
+        let packs = channels / width;
+        let threads = (packs.next_multiple_of(32) as u32).min(THREADS);
+        let tiles = packs.div_ceil(threads as usize) as u32;
+        let grid = Grid {
+            blocks: [numbers[0].div_ceil(PLACES as u32), tiles, 1],
+            ..Grid::linear(1, threads)
+        };
+        let channels = count(op, "channels", channels)?;
+        let call = |kernel| {
+            let call = Call::new(&SUM, kernel, defines.clone(), grid);
+            call.read([&self.tokens]).scratch([order])
+        };
+        let sizes = |call: Call| {
+            let call = call.u32([numbers[0], channels, numbers[1]]);
+            call.flag(self.accumulate)
+        };
+        let sum = call("token_sum").read([&self.dout]).write([&self.dwte]);
+        let join = call("token_join").scratch([partials]).write([&self.dwte]);
+        plan.calls.push(sizes(sum.scratch([partials])));
+        plan.calls.push(sizes(join));
+        Ok(scratch.plan(plan.calls))
     }
 }
 
@@ -154,11 +230,29 @@ pub struct PositionBackward {
     pub channels: usize,
 }
 
-impl CpuKernel for PositionBackward {
+impl Operation for PositionBackward {
     const NAME: &'static str = "position_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtypes!(Self::NAME, self.dout.dtype(), self.dwpe.dtype(), (S, G) => self.compute::<S, G>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let channels = self.channels.max(1);
+        let (rows, known) = self.sizes()?;
+        let width = width(channels, &[&self.dout, &self.dwpe]);
+        let (act, grad) = (element(Self::NAME, &self.dout)?, element(Self::NAME, &self.dwpe)?);
+        let grid = Grid::covering(known * (channels / width), THREADS);
+        let call = Call::new(&SOURCE, Self::NAME, grad_defines(act, grad, width), grid)
+            .read([&self.dout])
+            .write([&self.dwpe])
+            .u32([
+                count(Self::NAME, "samples", rows / self.positions)?,
+                count(Self::NAME, "channels", channels)?,
+                count(Self::NAME, "positions", self.positions)?,
+                count(Self::NAME, "positions", known)?,
+            ]);
+        Ok(call.flag(self.accumulate).into())
     }
 }
 
@@ -220,68 +314,7 @@ fn expect_positions(
     Ok(())
 }
 
-static SOURCE: KernelSource =
-    KernelSource::with_headers("encoder.cu", include_str!("cuda/encoder.cu"), &[ELEMENT]);
-
-impl Planned for EncoderForward {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let rows = self.tokens.len();
-        let channels = self.out.len() / rows.max(1);
-        expect_len(Self::NAME, "out", self.out.len(), rows * channels)?;
-        let vocab = self.wte.len() / channels.max(1);
-        expect_len(Self::NAME, "wte", self.wte.len(), vocab * channels)?;
-        expect_dtype(DType::I32, &[&self.tokens])?;
-        let mut buffers = vec![&self.wte, &self.out];
-        if let Some(wpe) = &self.wpe {
-            let known = wpe.len() / channels.max(1);
-            expect_positions(Self::NAME, known, self.positions, rows)?;
-            buffers.push(wpe);
-        }
-        expect_dtype(self.out.dtype(), &buffers)?;
-        let act = element(Self::NAME, &self.out)?;
-        let width = width(channels, &buffers);
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: grad_defines(act, act, width),
-            grid: Grid::covering(rows * (channels / width), THREADS),
-            args: vec![
-                Arg::Read(self.tokens.clone()),
-                Arg::Read(self.wte.clone()),
-                Arg::read_if(self.wpe.as_ref()),
-                Arg::Write(self.out.clone()),
-                Arg::U32(count(Self::NAME, "rows", rows)?),
-                Arg::U32(count(Self::NAME, "channels", channels)?),
-                Arg::U32(count(Self::NAME, "positions", self.positions.max(1))?),
-                Arg::U32(count(Self::NAME, "tokens of the vocabulary", vocab)?),
-            ],
-        }))
-    }
-}
-
-impl Planned for PositionBackward {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let channels = self.channels.max(1);
-        let (rows, known) = self.sizes()?;
-        let width = width(channels, &[&self.dout, &self.dwpe]);
-        let grad = element(Self::NAME, &self.dwpe)?;
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: grad_defines(element(Self::NAME, &self.dout)?, grad, width),
-            grid: Grid::covering(known * (channels / width), THREADS),
-            args: vec![
-                Arg::Read(self.dout.clone()),
-                Arg::Write(self.dwpe.clone()),
-                Arg::U32(count(Self::NAME, "samples", rows / self.positions)?),
-                Arg::U32(count(Self::NAME, "channels", channels)?),
-                Arg::U32(count(Self::NAME, "positions", self.positions)?),
-                Arg::U32(count(Self::NAME, "positions", known)?),
-                Arg::flag(self.accumulate),
-            ],
-        }))
-    }
-}
+static SOURCE: KernelSource = kernels("encoder.cu", include_str!("cuda/encoder.cu"));
 
 pub(super) fn units() -> Vec<CompileUnit> {
     [
@@ -301,119 +334,34 @@ const SCAN_THREADS: u32 = 1024;
 /// Places of the sorted order of a block that adds.
 const PLACES: usize = 16;
 
-static SORT: KernelSource =
-    KernelSource::with_headers("token_sort.cu", include_str!("cuda/token_sort.cu"), &[ELEMENT]);
-static SUM: KernelSource = KernelSource::with_headers(
-    "token_backward.cu",
-    include_str!("cuda/token_backward.cu"),
-    &[ELEMENT],
-);
+static SORT: KernelSource = kernels("token_sort.cu", include_str!("cuda/token_sort.cu"));
+static SUM: KernelSource = kernels("token_backward.cu", include_str!("cuda/token_backward.cu"));
 
-impl Planned for TokenBackward {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let op = Self::NAME;
-        let rows = self.tokens.len();
-        let (channels, vocab) = self.sizes()?;
-        expect_dtype(DType::I32, &[&self.tokens])?;
-        let mut plan = Plan::default();
-        if !self.accumulate {
-            let (out, value) = (self.dwte.clone(), 0.0);
-            plan = Fill { out, value }.plan()?;
-        }
-        if rows == 0 {
-            return Ok(plan);
-        }
-        let mut scratch = Scratch::default();
-        let sort = Sort {
-            tokens: &self.tokens,
-            rows: count(op, "rows", rows)?,
-            vocab: count(op, "tokens of the vocabulary", vocab)?,
+/// Adds the kernels that find the order of rows by (token, row); returns where the order is: `[rows]`, u32.
+fn sort(tokens: &Buffer, [rows, vocab]: [u32; 2], scratch: &mut Scratch, calls: &mut Vec<Call>) -> usize {
+    let slabs = rows.div_ceil(SLAB as u32);
+    let orders = [(); 2].map(|()| scratch.take(rows as usize * size_of::<u32>()));
+    let counts = scratch.take(slabs as usize * DIGITS * size_of::<u32>());
+    // What is no token sorts as `vocab`.
+    let bits = u32::BITS - vocab.leading_zeros();
+    let passes = bits.div_ceil(DIGIT_BITS).max(1) as usize;
+    let call = |kernel, grid| Call::new(&SORT, kernel, Vec::new(), grid);
+    let each_slab = Grid::linear(slabs, THREADS);
+    for pass in 0..passes {
+        // The order so far.
+        let read = |call: Call| match pass {
+            0 => call.read([tokens]).read_if(None),
+            _ => call.read([tokens]).scratch([orders[(pass - 1) % 2]]),
         };
-        let order = sort.calls(&mut scratch, &mut plan.calls);
-        let partials = scratch.take(rows.div_ceil(PLACES) * 2 * channels * size_of::<f32>());
-        let width = width(channels, &[&self.dout, &self.dwte]);
-        let tiles = (channels / width).div_ceil(THREADS as usize);
-        let call = |kernel, dout: &[Arg]| -> Result<Call, DeviceError> {
-            let mut args = vec![Arg::Read(self.tokens.clone()), Arg::Scratch(order)];
-            args.extend_from_slice(dout);
-            args.extend([
-                Arg::U32(sort.rows),
-                Arg::U32(count(op, "channels", channels)?),
-                Arg::U32(sort.vocab),
-                Arg::flag(self.accumulate),
-            ]);
-            // No more threads than there are packs of channels.
-            let threads = ((channels / width).next_multiple_of(32) as u32).min(THREADS);
-            let tiles = if threads == THREADS { tiles } else { 1 };
-            Ok(Call {
-                source: &SUM,
-                kernel,
-                defines: grad_defines(element(op, &self.dout)?, element(op, &self.dwte)?, width),
-                grid: Grid {
-                    blocks: [sort.rows.div_ceil(PLACES as u32), tiles as u32, 1],
-                    ..Grid::linear(1, threads)
-                },
-                args,
-            })
-        };
-        let (dout, dwte) = (Arg::Read(self.dout.clone()), Arg::Write(self.dwte.clone()));
-        let partials = Arg::Scratch(partials);
-        plan.calls
-            .push(call("token_sum", &[dout, dwte.clone(), partials.clone()])?);
-        plan.calls.push(call("token_join", &[partials, dwte])?);
-        plan.scratch_bytes = scratch.bytes();
-        Ok(plan)
+        let sizes = [rows, slabs, vocab, pass as u32 * DIGIT_BITS];
+        let count = read(call("digit_count", each_slab)).scratch([counts]);
+        let scan = call("digit_scan", Grid::linear(1, SCAN_THREADS)).scratch([counts]);
+        let scatter = read(call("digit_scatter", each_slab)).scratch([counts, orders[pass % 2]]);
+        calls.extend([
+            count.u32(sizes),
+            scan.u32([slabs * DIGITS as u32]),
+            scatter.u32(sizes),
+        ]);
     }
-}
-
-/// The order of rows by (token, row).
-struct Sort<'a> {
-    tokens: &'a Buffer,
-    rows: u32,
-    vocab: u32,
-}
-
-impl Sort<'_> {
-    /// Adds its kernels; returns where the order is: `[rows]`, u32.
-    fn calls(&self, scratch: &mut Scratch, calls: &mut Vec<Call>) -> usize {
-        let slabs = self.rows.div_ceil(SLAB as u32);
-        let orders = [(); 2].map(|()| scratch.take(self.rows as usize * size_of::<u32>()));
-        let counts = scratch.take(slabs as usize * DIGITS * size_of::<u32>());
-        // What is no token sorts as `vocab`.
-        let bits = u32::BITS - self.vocab.leading_zeros();
-        let passes = bits.div_ceil(DIGIT_BITS).max(1) as usize;
-        for pass in 0..passes {
-            let order = match pass {
-                0 => Arg::Null,
-                _ => Arg::Scratch(orders[(pass - 1) % 2]),
-            };
-            let sizes = [
-                Arg::U32(self.rows),
-                Arg::U32(slabs),
-                Arg::U32(self.vocab),
-                Arg::U32(pass as u32 * DIGIT_BITS),
-            ];
-            let mut call = |kernel, grid, args: Vec<Arg>| {
-                calls.push(Call {
-                    source: &SORT,
-                    kernel,
-                    defines: Vec::new(),
-                    grid,
-                    args,
-                });
-            };
-            let tokens = Arg::Read(self.tokens.clone());
-            let mut args = vec![tokens.clone(), order.clone(), Arg::Scratch(counts)];
-            args.extend_from_slice(&sizes);
-            call("digit_count", Grid::linear(slabs, THREADS), args);
-            let total = Arg::U32(slabs * DIGITS as u32);
-            let args = vec![Arg::Scratch(counts), total];
-            call("digit_scan", Grid::linear(1, SCAN_THREADS), args);
-            let sorted = Arg::Scratch(orders[pass % 2]);
-            let mut args = vec![tokens, order, Arg::Scratch(counts), sorted];
-            args.extend_from_slice(&sizes);
-            call("digit_scatter", Grid::linear(slabs, THREADS), args);
-        }
-        orders[(passes - 1) % 2]
-    }
+    orders[(passes - 1) % 2]
 }

@@ -261,34 +261,13 @@ pub(crate) fn sum_lanes<T: Real, const N: usize>(mut lanes: [T; N]) -> T {
 /// `Σ f(x[i])` in lanes.
 #[inline(always)]
 pub(crate) fn sum_map<T: Real>(x: &[T], f: impl Fn(T) -> T) -> T {
-    let mut lanes = [T::ZERO; LANES];
-    let mut chunks = x.chunks_exact(LANES);
-    for chunk in &mut chunks {
-        for i in 0..LANES {
-            lanes[i] += f(chunk[i]);
-        }
-    }
-    for (lane, &x) in lanes.iter_mut().zip(chunks.remainder()) {
-        *lane += f(x);
-    }
-    sum_lanes(lanes)
+    sum_map3(x, x, x, |x, _, _| f(x))
 }
 
 /// `Σ f(x[i], y[i])` in lanes, over the shorter of the two.
 #[inline(always)]
 pub(crate) fn sum_map2<T: Real>(x: &[T], y: &[T], f: impl Fn(T, T) -> T) -> T {
-    let n = x.len().min(y.len());
-    let mut lanes = [T::ZERO; LANES];
-    let (mut xs, mut ys) = (x[..n].chunks_exact(LANES), y[..n].chunks_exact(LANES));
-    for (x, y) in (&mut xs).zip(&mut ys) {
-        for i in 0..LANES {
-            lanes[i] += f(x[i], y[i]);
-        }
-    }
-    for ((lane, &x), &y) in lanes.iter_mut().zip(xs.remainder()).zip(ys.remainder()) {
-        *lane += f(x, y);
-    }
-    sum_lanes(lanes)
+    sum_map3(x, y, y, |x, y, _| f(x, y))
 }
 
 /// `Σ f(x[i], y[i], z[i])` in lanes, over the shortest of the three.

@@ -7,14 +7,14 @@
     reason = "so that it is compiled for each instruction set"
 )]
 
-use super::column_sum::{Partials, Target};
+use super::column_sum::Partials;
 use super::cuda::plan::{
-    Arg, Call, ELEMENT, Plan, Planned, Scratch, WIDEST, count, element, expect_dtype, vec_define, width,
+    Call, Plan, Scratch, WIDEST, count, element, expect_dtype, kernels, units_with, vec_define, width,
 };
 use super::kernel::{Real, by_dtype, by_dtypes, kernel, sum_map, sum_map2, sum_map3, with_scratch};
 use super::linear::add_into;
 use super::stored::Stored;
-use super::{CpuKernel, expect_len};
+use super::{Operation, expect_lens};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DeviceError, Isa};
 
@@ -36,20 +36,34 @@ pub struct LayerNormForward {
     pub out: Buffer,
 }
 
-impl CpuKernel for LayerNormForward {
+impl Operation for LayerNormForward {
     const NAME: &'static str = "layernorm_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
     }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let rows = self.rows()?;
+        let buffers = [&self.inp, &self.weight, &self.bias, &self.out];
+        expect_dtype(self.inp.dtype(), &buffers)?;
+        let channels = self.weight.len();
+        let shape = RowThreads::forward(channels, width(channels, &buffers));
+        let defines = shape.defines(element(Self::NAME, &self.inp)?);
+        let grid = shape.grid(Self::NAME, rows.div_ceil(shape.at_once()))?;
+        let call = Call::new(&SOURCE, Self::NAME, defines, grid)
+            .read([&self.inp, &self.weight, &self.bias])
+            .write([&self.out]);
+        Ok(call.u32([count(Self::NAME, "rows", rows)?]).into())
+    }
 }
 
 impl LayerNormForward {
     fn rows(&self) -> Result<usize, DeviceError> {
-        let channels = self.weight.len();
-        expect_len(Self::NAME, "bias", self.bias.len(), channels)?;
-        expect_len(Self::NAME, "out", self.out.len(), self.inp.len())?;
-        rows(Self::NAME, self.inp.len(), channels)
+        let (len, channels) = (self.inp.len(), self.weight.len());
+        let expected = [("bias", &self.bias, channels), ("out", &self.out, len)];
+        expect_lens(Self::NAME, &expected)?;
+        rows(Self::NAME, len, channels)
     }
 
     fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
@@ -61,10 +75,8 @@ impl LayerNormForward {
             self.bias.host::<S>()?,
         );
         let mut out = self.out.host_mut::<S>()?;
-        let parts = inp
-            .chunks(ROWS * channels)
-            .zip(out.chunks_mut(ROWS * channels))
-            .collect();
+        let chunk = ROWS * channels;
+        let parts = inp.chunks(chunk).zip(out.chunks_mut(chunk)).collect();
         let isa = cpu.isa();
         S::read(isa, &weight, |weight| {
             S::read(isa, &bias, |bias| {
@@ -102,22 +114,53 @@ pub struct LayerNormBackward {
     pub accumulate_dbias: bool,
 }
 
-impl CpuKernel for LayerNormBackward {
+impl Operation for LayerNormBackward {
     const NAME: &'static str = "layernorm_backward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         by_dtypes!(Self::NAME, self.dinp.dtype(), self.dweight.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let rows = self.rows()?;
+        let buffers = [&self.dout, &self.inp, &self.weight, &self.dinp];
+        expect_dtype(self.inp.dtype(), &buffers)?;
+        expect_dtype(self.dweight.dtype(), &[&self.dbias])?;
+        let channels = self.weight.len();
+        let act = element(Self::NAME, &self.inp)?;
+        let shape = RowThreads::backward(channels, width(channels, &buffers));
+        let block_rows = rows.div_ceil(BLOCKS).max(shape.at_once() * GROUP_ROWS);
+        let blocks = rows.div_ceil(block_rows);
+        let mut scratch = Scratch::default();
+        let partials = Partials {
+            offset: scratch.take(blocks * 2 * channels * size_of::<f32>()),
+            parts: blocks,
+            act,
+        };
+        let grid = shape.grid(Self::NAME, blocks)?;
+        let rows_back = Call::new(&SOURCE, Self::NAME, shape.defines(act), grid)
+            .read([&self.dout, &self.inp, &self.weight])
+            .write([&self.dinp])
+            .scratch([partials.offset])
+            .u32([count(Self::NAME, "rows", rows)?, block_rows as u32])
+            .flag(self.accumulate_dinp);
+        let [dweight, dbias] = self.sums();
+        let sums = partials.add(Self::NAME, dweight, Some(dbias))?;
+        Ok(scratch.plan(vec![rows_back, sums]))
+    }
 }
 
 impl LayerNormBackward {
     fn rows(&self) -> Result<usize, DeviceError> {
-        let channels = self.weight.len();
-        expect_len(Self::NAME, "dout", self.dout.len(), self.inp.len())?;
-        expect_len(Self::NAME, "dinp", self.dinp.len(), self.inp.len())?;
-        expect_len(Self::NAME, "dweight", self.dweight.len(), channels)?;
-        expect_len(Self::NAME, "dbias", self.dbias.len(), channels)?;
-        rows(Self::NAME, self.inp.len(), channels)
+        let (len, channels) = (self.inp.len(), self.weight.len());
+        let expected = [
+            ("dout", &self.dout, len),
+            ("dinp", &self.dinp, len),
+            ("dweight", &self.dweight, channels),
+            ("dbias", &self.dbias, channels),
+        ];
+        expect_lens(Self::NAME, &expected)?;
+        rows(Self::NAME, len, channels)
     }
 
     fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
@@ -146,13 +189,7 @@ impl LayerNormBackward {
                     S::read(isa, dout, |dout| {
                         S::read(isa, inp, |inp| {
                             S::write(isa, dinp, accumulate, |dinp| {
-                                let rows = Rows {
-                                    dout,
-                                    inp,
-                                    dinp,
-                                    sums,
-                                };
-                                normalize_back(isa, rows, weight, accumulate);
+                                normalize_back(isa, [dout, inp, weight], dinp, sums, accumulate);
                             });
                         });
                     });
@@ -162,13 +199,17 @@ impl LayerNormBackward {
         })
     }
 
-    fn add_sums<G: Stored>(&self, isa: Isa, sums: &[G::Real]) -> Result<(), DeviceError> {
-        let channels = self.weight.len();
-        let targets = [
+    /// Gradients of the parameters, and whether they are added to.
+    fn sums(&self) -> [(&Buffer, bool); 2] {
+        [
             (&self.dweight, self.accumulate_dweight),
             (&self.dbias, self.accumulate_dbias),
-        ];
-        for (which, (target, accumulate)) in targets.into_iter().enumerate() {
+        ]
+    }
+
+    fn add_sums<G: Stored>(&self, isa: Isa, sums: &[G::Real]) -> Result<(), DeviceError> {
+        let channels = self.weight.len();
+        for (which, (target, accumulate)) in self.sums().into_iter().enumerate() {
             let mut target = target.host_mut::<G>()?;
             G::write(isa, &mut target, accumulate, |target| {
                 if !accumulate {
@@ -186,15 +227,6 @@ impl LayerNormBackward {
 /// `dout`, `inp`, `dinp` and `sums` of one part, as they are stored.
 type RowSlices<'a, S> = (((&'a [S], &'a [S]), &'a mut [S]), &'a mut [<S as Stored>::Real]);
 
-/// What one part of the backward touches.
-struct Rows<'a, T> {
-    dout: &'a [T],
-    inp: &'a [T],
-    dinp: &'a mut [T],
-    /// `[2, C]`: of `dout · normalised` and of `dout`.
-    sums: &'a mut [T],
-}
-
 kernel! {
     fn normalize<'a, T>(inp: &'a [T], weight: &'a [T], bias: &'a [T], out: &'a mut [T]) -> () {
         let channels = weight.len();
@@ -208,15 +240,21 @@ kernel! {
 }
 
 kernel! {
-    fn normalize_back<'a, T>(rows: Rows<'a, T>, weight: &'a [T], accumulate: bool) -> () {
-        let Rows { dout, inp, dinp, sums } = rows;
+    /// `inputs` are `dout`, `inp` and `weight`. `sums` is `[2, C]`: of `dout · normalised` and of `dout`.
+    fn normalize_back<'a, T>(
+        inputs: [&'a [T]; 3],
+        dinp: &'a mut [T],
+        sums: &'a mut [T],
+        accumulate: bool,
+    ) -> () {
+        let [dout, inp, weight] = inputs;
         let channels = weight.len();
         sums.fill(T::ZERO);
         let (weight_sums, bias_sums) = sums.split_at_mut(channels);
         let inputs = dout.chunks_exact(channels).zip(inp.chunks_exact(channels));
         for ((dout, x), dinp) in inputs.zip(dinp.chunks_exact_mut(channels)) {
             let (mean, scale) = statistics(x);
-            row_back(Row { dout, x, weight, mean, scale }, dinp, accumulate);
+            row_back([dout, weight, x], (mean, scale), dinp, accumulate);
             for ((sum, &d), &x) in weight_sums.iter_mut().zip(dout).zip(x) {
                 *sum += d * ((x - mean) * scale);
             }
@@ -227,39 +265,16 @@ kernel! {
     }
 }
 
-/// What the gradient of one row's input is made of.
-#[derive(Clone, Copy)]
-struct Row<'a, T> {
-    dout: &'a [T],
-    x: &'a [T],
-    weight: &'a [T],
-    mean: T,
-    scale: T,
-}
-
 /// With n = (x − mean)·scale and g = dout·weight: `dinp = scale·(g − mean(g) − n·mean(g·n))`.
 #[inline(always)]
-fn row_back<T: Real>(row: Row<'_, T>, dinp: &mut [T], accumulate: bool) {
-    let Row {
-        dout,
-        x,
-        weight,
-        mean,
-        scale,
-    } = row;
+fn row_back<T: Real>([dout, weight, x]: [&[T]; 3], (mean, scale): (T, T), dinp: &mut [T], accumulate: bool) {
     let share = T::ONE / T::of(x.len() as f64);
     let g_mean = sum_map2(dout, weight, |d, w| d * w) * share;
     let gn_mean = sum_map3(dout, weight, x, |d, w, x| d * w * (x - mean)) * scale * share;
     let gradient = |d: T, w: T, x: T| (d * w - g_mean - (x - mean) * scale * gn_mean) * scale;
-    let inputs = dout.iter().zip(weight).zip(x);
-    if accumulate {
-        for (dinp, ((&d, &w), &x)) in dinp.iter_mut().zip(inputs) {
-            *dinp += gradient(d, w, x);
-        }
-    } else {
-        for (dinp, ((&d, &w), &x)) in dinp.iter_mut().zip(inputs) {
-            *dinp = gradient(d, w, x);
-        }
+    for (dinp, ((&d, &w), &x)) in dinp.iter_mut().zip(dout.iter().zip(weight).zip(x)) {
+        let gradient = gradient(d, w, x);
+        *dinp = if accumulate { *dinp + gradient } else { gradient };
     }
 }
 
@@ -293,8 +308,7 @@ const BLOCKS: usize = 1024;
 /// Rows of a thread group that are worth a block of the backward.
 const GROUP_ROWS: usize = 4;
 
-static SOURCE: KernelSource =
-    KernelSource::with_headers("layernorm.cu", include_str!("cuda/layernorm.cu"), &[ELEMENT]);
+static SOURCE: KernelSource = kernels("layernorm.cu", include_str!("cuda/layernorm.cu"));
 
 /// How the threads of a block share its rows.
 #[derive(Clone, Copy)]
@@ -361,92 +375,13 @@ impl RowThreads {
     }
 }
 
-impl Planned for LayerNormForward {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let channels = self.weight.len();
-        let rows = self.rows()?;
-        let buffers = [&self.inp, &self.weight, &self.bias, &self.out];
-        expect_dtype(self.inp.dtype(), &buffers)?;
-        let shape = RowThreads::forward(channels, width(channels, &buffers));
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: shape.defines(element(Self::NAME, &self.inp)?),
-            grid: shape.grid(Self::NAME, rows.div_ceil(shape.at_once()))?,
-            args: vec![
-                Arg::Read(self.inp.clone()),
-                Arg::Read(self.weight.clone()),
-                Arg::Read(self.bias.clone()),
-                Arg::Write(self.out.clone()),
-                Arg::U32(count(Self::NAME, "rows", rows)?),
-            ],
-        }))
-    }
-}
-
-impl Planned for LayerNormBackward {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let channels = self.weight.len();
-        let rows = self.rows()?;
-        let buffers = [&self.dout, &self.inp, &self.weight, &self.dinp];
-        expect_dtype(self.inp.dtype(), &buffers)?;
-        expect_dtype(self.dweight.dtype(), &[&self.dbias])?;
-        let act = element(Self::NAME, &self.inp)?;
-        let shape = RowThreads::backward(channels, width(channels, &buffers));
-        let block_rows = rows.div_ceil(BLOCKS).max(shape.at_once() * GROUP_ROWS);
-        let blocks = rows.div_ceil(block_rows);
-        let mut scratch = Scratch::default();
-        let partials = Partials {
-            offset: scratch.take(blocks * 2 * channels * size_of::<f32>()),
-            parts: blocks,
-            act,
-        };
-        let rows_back = Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: shape.defines(act),
-            grid: shape.grid(Self::NAME, blocks)?,
-            args: vec![
-                Arg::Read(self.dout.clone()),
-                Arg::Read(self.inp.clone()),
-                Arg::Read(self.weight.clone()),
-                Arg::Write(self.dinp.clone()),
-                Arg::Scratch(partials.offset),
-                Arg::U32(count(Self::NAME, "rows", rows)?),
-                Arg::U32(block_rows as u32),
-                Arg::flag(self.accumulate_dinp),
-            ],
-        };
-        let dweight = Target {
-            out: &self.dweight,
-            accumulate: self.accumulate_dweight,
-        };
-        let dbias = Target {
-            out: &self.dbias,
-            accumulate: self.accumulate_dbias,
-        };
-        Ok(Plan {
-            scratch_bytes: scratch.bytes(),
-            calls: vec![rows_back, partials.add(Self::NAME, dweight, Some(dbias))?],
-        })
-    }
-}
-
 /// For each way to share rows: a warp a row, a block a row, and nothing aligned.
 pub(super) fn units() -> Vec<CompileUnit> {
     let shapes = [(128, WIDEST), (768, WIDEST), (1600, WIDEST), (33, 1)];
-    let mut units = Vec::new();
-    for act in ["f32", "bf16"] {
-        for (channels, width) in shapes {
-            units.push(CompileUnit::new(
-                &SOURCE,
-                &RowThreads::forward(channels, width).defines(act),
-            ));
-            units.push(CompileUnit::new(
-                &SOURCE,
-                &RowThreads::backward(channels, width).defines(act),
-            ));
-        }
-    }
-    units
+    let shapes = shapes.map(|(channels, width)| {
+        let both = [RowThreads::forward, RowThreads::backward];
+        both.map(|shape| shape(channels, width))
+    });
+    let all = ["f32", "bf16"].map(|act| shapes.as_flattened().iter().map(move |shape| shape.defines(act)));
+    units_with(&SOURCE, all.into_iter().flatten())
 }

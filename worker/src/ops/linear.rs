@@ -5,13 +5,11 @@
 //! one, a single pass applies the GELU while the product is still in registers. Elsewhere they are the two operations, bit
 //! for bit.
 
-use std::ops::Range;
-
-use super::kernel::{Real, by_dtype, by_dtypes, kernel};
+use super::kernel::{Real, by_dtypes, kernel};
 use super::matrix::{Matrix, MatrixMut, Tile, product};
 use super::stored::Stored;
-use super::{CpuKernel, GeluBackward, GeluForward, expect_len};
-use crate::device::cuda::{CudaKernel, DevicePtr, Epilogue, LaunchContext, Operand, Product};
+use super::{GeluBackward, GeluForward, Operation, expect_len, expect_lens};
+use crate::device::cuda::{DevicePtr, Epilogue, LaunchContext, Operand, Product};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
 /// How a weight lies in memory.
@@ -37,126 +35,181 @@ pub struct LinearShape {
 }
 
 impl LinearShape {
+    /// `[R, I]`
+    fn input<'a>(&self, name: &'static str, buffer: &'a Buffer) -> Factor<'a> {
+        Factor::new(name, buffer, [self.rows, self.inputs])
+    }
+
+    /// `[R, O]`
+    fn output<'a>(&self, name: &'static str, buffer: &'a Buffer) -> Factor<'a> {
+        Factor::new(name, buffer, [self.rows, self.outputs])
+    }
+
     /// The weight as a matrix of inputs × outputs.
-    fn weight<'a, T>(&self, weight: &'a [T]) -> Matrix<'a, T> {
+    fn weight<'a>(&self, name: &'static str, buffer: &'a Buffer) -> Factor<'a> {
         match self.layout {
-            WeightLayout::InOut => Matrix::dense(weight, self.inputs, self.outputs),
-            WeightLayout::OutIn => Matrix::dense(weight, self.outputs, self.inputs).transposed(),
+            WeightLayout::InOut => Factor::new(name, buffer, [self.inputs, self.outputs]),
+            WeightLayout::OutIn => Factor::new(name, buffer, [self.outputs, self.inputs]).transposed(),
+        }
+    }
+}
+
+/// A matrix in a buffer, or its transpose.
+#[derive(Clone, Copy)]
+struct Factor<'a> {
+    name: &'static str,
+    buffer: &'a Buffer,
+    /// Rows and columns as they are stored.
+    stored: [usize; 2],
+    transposed: bool,
+}
+
+impl<'a> Factor<'a> {
+    fn new(name: &'static str, buffer: &'a Buffer, stored: [usize; 2]) -> Self {
+        Self {
+            name,
+            buffer,
+            stored,
+            transposed: false,
         }
     }
 
-    /// Refuses buffers whose sizes do not fit.
-    fn check(
-        &self,
-        op: &'static str,
-        input: (&str, &Buffer),
-        weight: (&str, &Buffer),
-        output: (&str, &Buffer),
-    ) -> Result<(), DeviceError> {
-        expect_len(op, input.0, input.1.len(), self.rows * self.inputs)?;
-        expect_len(op, weight.0, weight.1.len(), self.inputs * self.outputs)?;
-        expect_len(op, output.0, output.1.len(), self.rows * self.outputs)
+    fn transposed(self) -> Self {
+        Self {
+            transposed: !self.transposed,
+            ..self
+        }
+    }
+
+    /// A view of its elements.
+    fn matrix<'b, T>(&self, elements: &'b [T]) -> Matrix<'b, T> {
+        let [rows, cols] = self.stored;
+        let stored = Matrix::dense(elements, rows, cols);
+        if self.transposed {
+            stored.transposed()
+        } else {
+            stored
+        }
+    }
+
+    fn operand(&self, cx: &LaunchContext<'_>, dtype: DType) -> Result<Operand, DeviceError> {
+        Ok(Operand {
+            at: cx.ptr(self.buffer, dtype)?,
+            stride: self.stored[1],
+            transposed: self.transposed,
+        })
     }
 }
 
-/// `out = inp · weight + bias + residual`
-#[derive(Clone, Debug)]
-pub struct LinearForward {
-    /// `[R, I]`
-    pub inp: Buffer,
-    /// `[I, O]` or `[O, I]`
-    pub weight: Buffer,
-    /// `[O]`
-    pub bias: Option<Buffer>,
-    /// `[R, O]`: the stream that the layer adds to.
-    pub residual: Option<Buffer>,
-    /// `[R, O]`
-    pub out: Buffer,
-    /// Sizes.
-    pub shape: LinearShape,
+/// `out = lhs · rhs + bias + residual`, or `out += …`: what the operations of a layer are, on any device.
+struct LinearProduct<'a> {
+    op: &'static str,
+    /// Of the factors.
+    dtype: DType,
+    lhs: Factor<'a>,
+    rhs: Factor<'a>,
+    /// Of the same type, or f32; not transposed.
+    out: Factor<'a>,
+    accumulate: bool,
+    /// Of the type of `out`, of each column.
+    bias: Option<&'a Buffer>,
+    /// As `out`.
+    residual: Option<&'a Buffer>,
 }
 
-impl CpuKernel for LinearForward {
-    const NAME: &'static str = "linear_forward";
+impl LinearProduct<'_> {
+    /// Refuses buffers whose sizes do not fit.
+    fn check(&self) -> Result<(), DeviceError> {
+        for Factor {
+            name, buffer, stored, ..
+        } in [self.lhs, self.rhs, self.out]
+        {
+            expect_len(self.op, name, buffer.len(), stored[0] * stored[1])?;
+        }
+        let bias = self.bias.map(|bias| ("bias", bias, self.out.stored[1]));
+        let residual = self
+            .residual
+            .map(|residual| ("residual", residual, self.out.buffer.len()));
+        expect_lens(self.op, bias.as_slice())?;
+        expect_lens(self.op, residual.as_slice())
+    }
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.out.dtype(), S => self.compute::<S>(cpu))
-    }
-}
-
-impl LinearForward {
-    fn check(&self) -> Result<(), DeviceError> {
-        self.shape.check(
-            Self::NAME,
-            ("inp", &self.inp),
-            ("weight", &self.weight),
-            ("out", &self.out),
-        )?;
-        if let Some(bias) = &self.bias {
-            expect_len(Self::NAME, "bias", bias.len(), self.shape.outputs)?;
-        }
-        if let Some(residual) = &self.residual {
-            expect_len(Self::NAME, "residual", residual.len(), self.out.len())?;
-        }
-        Ok(())
+        by_dtypes!(self.op, self.dtype, self.out.buffer.dtype(), (S, G) => self.compute::<S, G>(cpu))
     }
 
-    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let LinearShape {
-            rows,
-            inputs,
-            outputs,
-            ..
-        } = self.shape;
+    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
         self.check()?;
-        let (inp, weight) = (self.inp.host::<S>()?, self.weight.host::<S>()?);
-        let bias = self.bias.as_ref().map(Buffer::host::<S>).transpose()?;
-        let residual = self.residual.as_ref().map(Buffer::host::<S>).transpose()?;
-        let mut out = self.out.host_mut::<S>()?;
+        let (lhs, rhs) = (self.lhs.buffer.host::<S>()?, self.rhs.buffer.host::<S>()?);
+        let bias = self.bias.map(Buffer::host::<G>).transpose()?;
+        let residual = self.residual.map(Buffer::host::<G>).transpose()?;
+        let mut out = self.out.buffer.host_mut::<G>()?;
 
-        let inp = Matrix::dense(&inp, rows, inputs);
-        let weight = self.shape.weight(&weight);
-        let terms = Terms {
-            bias: bias.as_deref(),
-            residual: residual.as_deref().map(|r| Matrix::dense(r, rows, outputs)),
-        };
+        let (lhs, rhs) = (self.lhs.matrix(&lhs), self.rhs.matrix(&rhs));
+        // Nothing to add where there is no bias.
+        let bias = bias.as_deref().unwrap_or_default();
+        let residual = residual.as_deref().map(|residual| self.out.matrix(residual));
         let isa = cpu.isa();
-        let tiles = cut::<S, _>(MatrixMut::dense(&mut out, rows, outputs));
+        let [height, width] = self.out.stored;
+        let tiles = cut::<S, _>(MatrixMut::dense(&mut out, height, width));
         cpu.for_each_part(tiles, |Tile { rows, cols, mut out }| {
-            S::write_matrix(isa, &mut out, false, |out| {
-                multiply(isa, out, inp.rows(rows.clone()), weight.cols(cols.clone()), false);
+            G::write_matrix(isa, &mut out, self.accumulate, |out| {
+                let (lhs, rhs) = (lhs.rows(rows.clone()), rhs.cols(cols.clone()));
+                multiply(isa, out, lhs, rhs, self.accumulate);
                 // While the tile is in the cache.
-                terms.add_to(isa, out, rows, cols);
+                let bias = bias.get(cols.clone()).unwrap_or_default();
+                add_terms(isa, out, bias, residual.map(|all| all.rows(rows).cols(cols)));
             });
         });
         Ok(())
     }
-}
 
-/// What is added to the product.
-struct Terms<'a, S> {
-    /// `[O]`
-    bias: Option<&'a [S]>,
-    /// `[R, O]`
-    residual: Option<Matrix<'a, S>>,
-}
-
-impl<S: Stored> Terms<'_, S> {
-    /// Adds their parts to a tile of the output.
-    fn add_to(&self, isa: Isa, out: &mut MatrixMut<'_, S::Real>, rows: Range<usize>, cols: Range<usize>) {
-        // Nothing to add where there is no bias.
-        let bias = self.bias.map_or(&[][..], |bias| &bias[cols.clone()]);
-        S::read(isa, bias, |bias| {
-            for (i, row) in rows.enumerate() {
-                let out = out.row_mut(i);
-                add_into(isa, bias, out);
-                if let Some(residual) = &self.residual {
-                    let residual = &residual.row(row)[cols.clone()];
-                    S::read(isa, residual, |residual| add_into(isa, residual, out));
-                }
-            }
-        });
+    /// For a GPU.
+    fn product(&self, cx: &LaunchContext<'_>) -> Result<Product, DeviceError> {
+        self.check()?;
+        let (name, out_dtype) = (self.out.name, self.out.buffer.dtype());
+        if out_dtype != self.dtype && out_dtype != DType::F32 {
+            let what = format!("`{name}` holds {out_dtype}, expected {} or f32", self.dtype);
+            return Err(DeviceError::Shape { op: self.op, what });
+        }
+        let out = cx.ptr(self.out.buffer, out_dtype)?;
+        let term = |term: Option<&Buffer>| term.map(|term| cx.ptr(term, out_dtype)).transpose();
+        Ok(Product {
+            rows: self.out.stored[0],
+            cols: self.out.stored[1],
+            inner: self.lhs.stored[usize::from(!self.lhs.transposed)],
+            dtype: self.dtype,
+            lhs: self.lhs.operand(cx, self.dtype)?,
+            rhs: self.rhs.operand(cx, self.dtype)?,
+            out_dtype,
+            out,
+            out_stride: self.out.stored[1],
+            addend: term(self.residual)?.or(self.accumulate.then_some(out)),
+            epilogue: term(self.bias)?.map_or(Epilogue::None, Epilogue::Bias),
+        })
     }
+
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
+        self.product(cx)?.launch(cx)
+    }
+}
+
+/// Adds a row, and a matrix of the size of `out`, to a product.
+fn add_terms<S: Stored>(
+    isa: Isa,
+    out: &mut MatrixMut<'_, S::Real>,
+    bias: &[S],
+    residual: Option<Matrix<'_, S>>,
+) {
+    S::read(isa, bias, |bias| {
+        for row in 0..out.row_count() {
+            let out = out.row_mut(row);
+            add_into(isa, bias, out);
+            if let Some(residual) = residual {
+                S::read(isa, residual.row(row), |residual| add_into(isa, residual, out));
+            }
+        }
+    });
 }
 
 /// `out = lhs · rhs`, or `out += …` where `accumulate`. What must be widened is so by blocks of the inner dimension.
@@ -194,122 +247,6 @@ kernel! {
     }
 }
 
-/// `dinp = dout · weightᵀ`
-#[derive(Clone, Debug)]
-pub struct LinearDinp {
-    /// `[R, O]`
-    pub dout: Buffer,
-    /// `[I, O]` or `[O, I]`
-    pub weight: Buffer,
-    /// `[R, I]`
-    pub dinp: Buffer,
-    /// Sizes.
-    pub shape: LinearShape,
-}
-
-impl CpuKernel for LinearDinp {
-    const NAME: &'static str = "linear_dinp";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtype!(Self::NAME, self.dinp.dtype(), S => self.compute::<S>(cpu))
-    }
-}
-
-impl LinearDinp {
-    fn check(&self) -> Result<(), DeviceError> {
-        self.shape.check(
-            Self::NAME,
-            ("dinp", &self.dinp),
-            ("weight", &self.weight),
-            ("dout", &self.dout),
-        )
-    }
-
-    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let LinearShape {
-            rows,
-            inputs,
-            outputs,
-            ..
-        } = self.shape;
-        self.check()?;
-        let (dout, weight) = (self.dout.host::<S>()?, self.weight.host::<S>()?);
-        let mut dinp = self.dinp.host_mut::<S>()?;
-        let dout = Matrix::dense(&dout, rows, outputs);
-        let weight = self.shape.weight(&weight).transposed();
-        let isa = cpu.isa();
-        let tiles = cut::<S, _>(MatrixMut::dense(&mut dinp, rows, inputs));
-        cpu.for_each_part(tiles, |Tile { rows, cols, mut out }| {
-            S::write_matrix(isa, &mut out, false, |out| {
-                multiply(isa, out, dout.rows(rows), weight.cols(cols), false);
-            });
-        });
-        Ok(())
-    }
-}
-
-/// `dweight = inpᵀ · dout`, or added to what is there
-#[derive(Clone, Debug)]
-pub struct LinearDweight {
-    /// `[R, I]`
-    pub inp: Buffer,
-    /// `[R, O]`
-    pub dout: Buffer,
-    /// `[I, O]` or `[O, I]`, of type G
-    pub dweight: Buffer,
-    /// Add to `dweight` instead of overwriting it.
-    pub accumulate: bool,
-    /// Sizes.
-    pub shape: LinearShape,
-}
-
-impl CpuKernel for LinearDweight {
-    const NAME: &'static str = "linear_dweight";
-
-    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        by_dtypes!(Self::NAME, self.inp.dtype(), self.dweight.dtype(), (S, G) => self.compute::<S, G>(cpu))
-    }
-}
-
-impl LinearDweight {
-    fn check(&self) -> Result<(), DeviceError> {
-        self.shape.check(
-            Self::NAME,
-            ("inp", &self.inp),
-            ("dweight", &self.dweight),
-            ("dout", &self.dout),
-        )
-    }
-
-    fn compute<S: Stored, G: Stored<Real = S::Real>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let LinearShape {
-            rows,
-            inputs,
-            outputs,
-            layout,
-        } = self.shape;
-        self.check()?;
-        let (inp, dout) = (self.inp.host::<S>()?, self.dout.host::<S>()?);
-        let mut dweight = self.dweight.host_mut::<G>()?;
-        let (inp, dout) = (
-            Matrix::dense(&inp, rows, inputs),
-            Matrix::dense(&dout, rows, outputs),
-        );
-        let (height, width, lhs, rhs) = match layout {
-            WeightLayout::InOut => (inputs, outputs, inp.transposed(), dout),
-            WeightLayout::OutIn => (outputs, inputs, dout.transposed(), inp),
-        };
-        let isa = cpu.isa();
-        let tiles = cut::<S, _>(MatrixMut::dense(&mut dweight, height, width));
-        cpu.for_each_part(tiles, |Tile { rows, cols, mut out }| {
-            G::write_matrix(isa, &mut out, self.accumulate, |out| {
-                multiply(isa, out, lhs.rows(rows), rhs.cols(cols), self.accumulate);
-            });
-        });
-        Ok(())
-    }
-}
-
 /// Elements of the inner dimension, and columns of a tile, that are widened at a time: with [`HEIGHT`] rows, 8 MiB a
 /// thread for both factors and the tile. A factor is widened once for each row or column of tiles, which is little
 /// beside the product.
@@ -336,213 +273,159 @@ fn cut<S: Stored, T>(out: MatrixMut<'_, T>) -> Vec<Tile<'_, T>> {
     out.tiles(height, width)
 }
 
-/// A matrix as it is stored.
-fn stored(
-    cx: &LaunchContext<'_>,
-    buffer: &Buffer,
-    dtype: DType,
-    stride: usize,
-) -> Result<Operand, DeviceError> {
-    Ok(Operand {
-        at: cx.ptr(buffer, dtype)?,
-        stride,
-        transposed: false,
-    })
-}
-
-/// The transpose of what is stored.
-fn transposed(operand: Operand) -> Operand {
-    Operand {
-        transposed: true,
-        ..operand
-    }
-}
-
-impl LinearForward {
-    /// The product that it is.
-    fn product(&self, cx: &LaunchContext<'_>) -> Result<Product, DeviceError> {
-        let (shape, dtype) = (self.shape, self.out.dtype());
-        self.check()?;
-        let rhs = match shape.layout {
-            WeightLayout::InOut => stored(cx, &self.weight, dtype, shape.outputs)?,
-            WeightLayout::OutIn => transposed(stored(cx, &self.weight, dtype, shape.inputs)?),
-        };
-        let bias = self.bias.as_ref().map(|bias| cx.ptr(bias, dtype)).transpose()?;
-        let residual = self.residual.as_ref().map(|residual| cx.ptr(residual, dtype));
-        Ok(Product {
-            rows: shape.rows,
-            cols: shape.outputs,
-            inner: shape.inputs,
-            dtype,
-            lhs: stored(cx, &self.inp, dtype, shape.inputs)?,
-            rhs,
-            out_dtype: dtype,
-            out: cx.ptr(&self.out, dtype)?,
-            out_stride: shape.outputs,
-            addend: residual.transpose()?,
-            epilogue: bias.map_or(Epilogue::None, Epilogue::Bias),
-        })
-    }
-}
-
-impl CudaKernel for LinearForward {
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product(cx)?.launch(cx)
-    }
-}
-
-impl LinearDinp {
-    /// The product that it is.
-    fn product(&self, cx: &LaunchContext<'_>) -> Result<Product, DeviceError> {
-        let (shape, dtype) = (self.shape, self.dinp.dtype());
-        self.check()?;
-        let rhs = match shape.layout {
-            WeightLayout::InOut => transposed(stored(cx, &self.weight, dtype, shape.outputs)?),
-            WeightLayout::OutIn => stored(cx, &self.weight, dtype, shape.inputs)?,
-        };
-        Ok(Product {
-            rows: shape.rows,
-            cols: shape.inputs,
-            inner: shape.outputs,
-            dtype,
-            lhs: stored(cx, &self.dout, dtype, shape.outputs)?,
-            rhs,
-            out_dtype: dtype,
-            out: cx.ptr(&self.dinp, dtype)?,
-            out_stride: shape.inputs,
-            addend: None,
-            epilogue: Epilogue::None,
-        })
-    }
-}
-
-impl CudaKernel for LinearDinp {
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product(cx)?.launch(cx)
-    }
-}
-
-impl CudaKernel for LinearDweight {
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        let (shape, dtype, out_dtype) = (self.shape, self.inp.dtype(), self.dweight.dtype());
-        self.check()?;
-        if out_dtype != dtype && out_dtype != DType::F32 {
-            let what = format!("`dweight` holds {out_dtype}, expected {dtype} or f32");
-            return Err(DeviceError::Shape { op: Self::NAME, what });
-        }
-        let inp = stored(cx, &self.inp, dtype, shape.inputs)?;
-        let dout = stored(cx, &self.dout, dtype, shape.outputs)?;
-        let (rows, cols, lhs, rhs) = match shape.layout {
-            WeightLayout::InOut => (shape.inputs, shape.outputs, transposed(inp), dout),
-            WeightLayout::OutIn => (shape.outputs, shape.inputs, transposed(dout), inp),
-        };
-        let out = cx.ptr(&self.dweight, out_dtype)?;
-        let product = Product {
-            rows,
-            cols,
-            inner: shape.rows,
-            dtype,
-            lhs,
-            rhs,
-            out_dtype,
-            out,
-            out_stride: cols,
-            addend: self.accumulate.then_some(out),
-            epilogue: Epilogue::None,
-        };
-        product.launch(cx)
-    }
-}
-
-/// `wide = inp · weight + bias`, `out = gelu(wide)`
+/// `out = inp · weight + bias + residual`
 #[derive(Clone, Debug)]
-pub struct LinearGeluForward {
+pub struct LinearForward {
     /// `[R, I]`
     pub inp: Buffer,
     /// `[I, O]` or `[O, I]`
     pub weight: Buffer,
     /// `[O]`
-    pub bias: Buffer,
-    /// `[R, O]`: written, for backward.
-    pub wide: Buffer,
+    pub bias: Option<Buffer>,
+    /// `[R, O]`: the stream that the layer adds to.
+    pub residual: Option<Buffer>,
     /// `[R, O]`
     pub out: Buffer,
     /// Sizes.
     pub shape: LinearShape,
 }
 
-impl LinearGeluForward {
-    /// The two operations that it stands for, in order.
-    fn parts(&self) -> Result<(LinearForward, GeluForward), DeviceError> {
-        expect_len(Self::NAME, "out", self.out.len(), self.wide.len())?;
-        let linear = LinearForward {
-            inp: self.inp.clone(),
-            weight: self.weight.clone(),
-            bias: Some(self.bias.clone()),
-            residual: None,
-            out: self.wide.clone(),
-            shape: self.shape,
-        };
-        let gelu = GeluForward {
-            inp: self.wide.clone(),
-            out: self.out.clone(),
-        };
-        Ok((linear, gelu))
-    }
-}
-
-impl CpuKernel for LinearGeluForward {
-    const NAME: &'static str = "linear_gelu_forward";
+impl Operation for LinearForward {
+    const NAME: &'static str = "linear_forward";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let (linear, gelu) = self.parts()?;
-        linear.run(cpu)?;
-        gelu.run(cpu)
+        self.product().run(cpu)
+    }
+
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
+        self.product().launch(cx)
     }
 }
 
-/// `dwide = (dout · weightᵀ) ⊙ gelu′(wide)` through the layer behind the GELU, and `wide` becomes `gelu(wide)`, that
-/// layer's input, which need not be kept from forward to backward.
+impl LinearForward {
+    fn product(&self) -> LinearProduct<'_> {
+        LinearProduct {
+            op: Self::NAME,
+            dtype: self.out.dtype(),
+            lhs: self.shape.input("inp", &self.inp),
+            rhs: self.shape.weight("weight", &self.weight),
+            out: self.shape.output("out", &self.out),
+            accumulate: false,
+            bias: self.bias.as_ref(),
+            residual: self.residual.as_ref(),
+        }
+    }
+}
+
+/// `dinp = dout · weightᵀ`
 #[derive(Clone, Debug)]
-pub struct LinearGeluBackward {
+pub struct LinearDinp {
     /// `[R, O]`
     pub dout: Buffer,
     /// `[I, O]` or `[O, I]`
     pub weight: Buffer,
-    /// `[R, I]`: `wide`, becomes `gelu(wide)`
-    pub wide_active: Buffer,
     /// `[R, I]`
-    pub dwide: Buffer,
-    /// Sizes of the layer behind the GELU.
+    pub dinp: Buffer,
+    /// Sizes.
     pub shape: LinearShape,
 }
 
-impl LinearGeluBackward {
-    /// The two operations that it stands for, in order.
-    fn parts(&self) -> Result<(LinearDinp, GeluBackward), DeviceError> {
-        expect_len(Self::NAME, "wide", self.wide_active.len(), self.dwide.len())?;
-        let linear = LinearDinp {
-            dout: self.dout.clone(),
-            weight: self.weight.clone(),
-            dinp: self.dwide.clone(),
-            shape: self.shape,
-        };
-        let gelu = GeluBackward {
-            inp_out: self.wide_active.clone(),
-            dout_dinp: self.dwide.clone(),
-        };
-        Ok((linear, gelu))
+impl Operation for LinearDinp {
+    const NAME: &'static str = "linear_dinp";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        self.product().run(cpu)
+    }
+
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
+        self.product().launch(cx)
     }
 }
 
-impl CpuKernel for LinearGeluBackward {
-    const NAME: &'static str = "linear_gelu_backward";
+impl LinearDinp {
+    fn product(&self) -> LinearProduct<'_> {
+        LinearProduct {
+            op: Self::NAME,
+            dtype: self.dinp.dtype(),
+            lhs: self.shape.output("dout", &self.dout),
+            rhs: self.shape.weight("weight", &self.weight).transposed(),
+            out: self.shape.input("dinp", &self.dinp),
+            accumulate: false,
+            bias: None,
+            residual: None,
+        }
+    }
+}
+
+/// `dweight = inpᵀ · dout`, or added to what is there
+#[derive(Clone, Debug)]
+pub struct LinearDweight {
+    /// `[R, I]`
+    pub inp: Buffer,
+    /// `[R, O]`
+    pub dout: Buffer,
+    /// `[I, O]` or `[O, I]`, of type G
+    pub dweight: Buffer,
+    /// Add to `dweight` instead of overwriting it.
+    pub accumulate: bool,
+    /// Sizes.
+    pub shape: LinearShape,
+}
+
+impl Operation for LinearDweight {
+    const NAME: &'static str = "linear_dweight";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let (linear, gelu) = self.parts()?;
-        linear.run(cpu)?;
-        gelu.run(cpu)
+        self.product().run(cpu)
     }
+
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
+        self.product().launch(cx)
+    }
+}
+
+impl LinearDweight {
+    fn product(&self) -> LinearProduct<'_> {
+        let (inp, dout) = (
+            self.shape.input("inp", &self.inp),
+            self.shape.output("dout", &self.dout),
+        );
+        let dweight = self.shape.weight("dweight", &self.dweight);
+        let (lhs, rhs, out) = if dweight.transposed {
+            (dout.transposed(), inp, dweight.transposed())
+        } else {
+            (inp.transposed(), dout, dweight)
+        };
+        LinearProduct {
+            op: Self::NAME,
+            dtype: self.inp.dtype(),
+            lhs,
+            rhs,
+            out,
+            accumulate: self.accumulate,
+            bias: None,
+            residual: None,
+        }
+    }
+}
+
+/// A layer and the GELU behind it, `linear.out = gelu.inp`, which backward reads.
+#[derive(Clone, Debug)]
+pub struct LinearGeluForward {
+    /// First.
+    pub linear: LinearForward,
+    /// Then.
+    pub gelu: GeluForward,
+}
+
+/// The way back through a layer and the GELU before it, `linear.dinp = gelu.dout_dinp`. The input of the GELU becomes its
+/// output, the layer's input, which need not be kept from forward to backward.
+#[derive(Clone, Debug)]
+pub struct LinearGeluBackward {
+    /// First.
+    pub linear: LinearDinp,
+    /// Then.
+    pub gelu: GeluBackward,
 }
 
 /// Elements that the library wants a row of the GELU's input to be a multiple of.
@@ -554,54 +437,67 @@ const ALIGNMENT: usize = 16;
 /// Whether the library is asked for one pass. It saves the GELU a pass over its input, but the product then has two
 /// outputs, and whether that is faster is to be measured: so it is the user's choice. Only on Hopper, and not in f32,
 /// where products are what costs.
-fn is_one_pass(cx: &LaunchContext<'_>, dtype: DType, width: usize, wide: DevicePtr) -> bool {
+fn is_one_pass(cx: &LaunchContext<'_>, product: &Product, wide: DevicePtr) -> bool {
     cx.fused_gelu()
         && cx.is_hopper()
-        && dtype == DType::Bf16
-        && width.is_multiple_of(ROW_STEP)
+        && product.dtype == DType::Bf16
+        && product.cols.is_multiple_of(ROW_STEP)
         && wide.is_aligned(ALIGNMENT)
 }
 
-impl CudaKernel for LinearGeluForward {
+impl Operation for LinearGeluForward {
+    const NAME: &'static str = "linear_gelu_forward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        self.linear.run(cpu)?;
+        self.gelu.run(cpu)
+    }
+
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        let (linear, gelu) = self.parts()?;
-        let dtype = self.out.dtype();
-        let aux = cx.ptr(&self.wide, dtype)?;
-        if is_one_pass(cx, dtype, self.shape.outputs, aux) {
-            let bias = cx.ptr(&self.bias, dtype)?;
+        let product = self.linear.product().product(cx)?;
+        if let Product {
+            epilogue: Epilogue::Bias(bias),
+            addend: None,
+            out: aux,
+            ..
+        } = product
+            && self.gelu.inp.same(&self.linear.out)
+            && is_one_pass(cx, &product, aux)
+        {
             let product = Product {
-                out: cx.ptr(&self.out, dtype)?,
+                out: cx.ptr(&self.gelu.out, product.dtype)?,
                 epilogue: Epilogue::BiasGelu { bias, aux },
-                ..linear.product(cx)?
+                ..product
             };
             if product.try_launch(cx)? {
                 return Ok(());
             }
         }
-        linear.launch(cx)?;
-        gelu.launch(cx)
+        product.launch(cx)?;
+        self.gelu.launch(cx)
     }
 }
 
-impl CudaKernel for LinearGeluBackward {
+impl Operation for LinearGeluBackward {
+    const NAME: &'static str = "linear_gelu_backward";
+
+    fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        self.linear.run(cpu)?;
+        self.gelu.run(cpu)
+    }
+
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        let (linear, gelu) = self.parts()?;
-        let dtype = self.dwide.dtype();
-        let aux = cx.ptr(&self.wide_active, dtype)?;
-        if is_one_pass(cx, dtype, self.shape.inputs, aux) {
-            let product = Product {
-                epilogue: Epilogue::GeluBackward { aux },
-                ..linear.product(cx)?
-            };
-            if product.try_launch(cx)? {
-                let in_place = GeluForward {
-                    inp: self.wide_active.clone(),
-                    out: self.wide_active.clone(),
-                };
-                return in_place.launch(cx);
+        let wide = &self.gelu.inp_out;
+        let product = self.linear.product().product(cx)?;
+        let aux = cx.ptr(wide, product.dtype)?;
+        if self.gelu.dout_dinp.same(&self.linear.dinp) && is_one_pass(cx, &product, aux) {
+            let epilogue = Epilogue::GeluBackward { aux };
+            if (Product { epilogue, ..product }).try_launch(cx)? {
+                let (inp, out) = (wide.clone(), wide.clone());
+                return GeluForward { inp, out }.launch(cx);
             }
         }
-        linear.launch(cx)?;
-        gelu.launch(cx)
+        product.launch(cx)?;
+        self.gelu.launch(cx)
     }
 }

@@ -7,8 +7,11 @@
     reason = "strided rectangles of a slice that do not overlap, and the `gemm` call"
 )]
 
+use std::alloc::Layout;
 use std::marker::PhantomData;
 use std::ops::Range;
+
+use bytemuck::Pod;
 
 use super::kernel::Real;
 
@@ -55,6 +58,22 @@ impl<'a, T> Matrix<'a, T> {
             row_stride: self.col_stride,
             col_stride: self.row_stride,
             ..self
+        }
+    }
+
+    /// The same elements under another type of the same size.
+    pub(crate) fn cast<U: Pod>(self) -> Matrix<'a, U>
+    where
+        T: Pod,
+    {
+        assert_same_layout::<T, U>();
+        Matrix {
+            ptr: self.ptr.cast(),
+            rows: self.rows,
+            cols: self.cols,
+            row_stride: self.row_stride,
+            col_stride: self.col_stride,
+            _data: PhantomData,
         }
     }
 
@@ -154,6 +173,21 @@ impl<'a, T> MatrixMut<'a, T> {
         unsafe { std::slice::from_raw_parts_mut(self.ptr.add(row * self.row_stride), self.cols) }
     }
 
+    /// The same elements under another type of the same size.
+    pub(crate) fn cast<U: Pod>(self) -> MatrixMut<'a, U>
+    where
+        T: Pod,
+    {
+        assert_same_layout::<T, U>();
+        MatrixMut {
+            ptr: self.ptr.cast(),
+            rows: self.rows,
+            cols: self.cols,
+            row_stride: self.row_stride,
+            _data: PhantomData,
+        }
+    }
+
     /// A shorter borrow of all of it.
     pub(crate) fn whole_mut(&mut self) -> MatrixMut<'_, T> {
         self.rows_mut(0..self.rows)
@@ -169,9 +203,7 @@ impl<'a, T> MatrixMut<'a, T> {
         MatrixMut {
             ptr: self.ptr.wrapping_add(range.start * self.row_stride),
             rows: range.len(),
-            cols: self.cols,
-            row_stride: self.row_stride,
-            _data: PhantomData,
+            ..*self
         }
     }
 
@@ -188,8 +220,7 @@ impl<'a, T> MatrixMut<'a, T> {
                     ptr: self.ptr.wrapping_add(top * self.row_stride + left),
                     rows: rows.len(),
                     cols: cols.len(),
-                    row_stride: self.row_stride,
-                    _data: PhantomData,
+                    ..self
                 };
                 tiles.push(Tile { rows, cols, out });
             }
@@ -206,6 +237,11 @@ pub(crate) struct Tile<'a, T> {
     pub(crate) cols: Range<usize>,
     /// The part.
     pub(crate) out: MatrixMut<'a, T>,
+}
+
+fn assert_same_layout<T, U>() {
+    let layouts = (Layout::new::<T>(), Layout::new::<U>());
+    assert_eq!(layouts.0, layouts.1, "elements that are seen as others");
 }
 
 fn assert_fits(len: usize, rows: usize, cols: usize, stride: usize) {

@@ -10,13 +10,13 @@
 //! |---|---|
 //! | `linear`, `column_sum` | [`LinearForward`], [`LinearDinp`], [`LinearDweight`], [`ColumnSum`] for the bias; [`LinearGeluForward`], [`LinearGeluBackward`]: two operations that a GPU does as one |
 //! | `encoder` | [`EncoderForward`], [`TokenBackward`], [`PositionBackward`] |
-//! | `layernorm`, `gelu`, `attention` | forward and backward |
+//! | `layernorm`, `attention` | forward and backward |
 //! | `cross_entropy` | [`CrossEntropy`]: losses, and in training the gradient too; [`LossSum`] |
 //! | `batch_norm` | over the rows of several ranks: [`crate::parallel::SyncBatchNorm`] |
 //! | `dropout` | [`Dropout`], and [`DropoutMask`] for it and attention; [`philox()`], random numbers without a state |
 //! | `update` | [`Update`]: an optimizer's, by the rules of [`crate::optim`] |
 //! | `norm` | [`SquaredNorm`], [`ClipScale`] |
-//! | `elementwise` | [`Cast`], [`Fill`], [`Scale`] |
+//! | `elementwise` | [`Cast`], [`Fill`], [`Scale`], [`GeluForward`], [`GeluBackward`] |
 //! | `kernel`, `matrix`, `stored` | what CPU kernels are written in; bf16 storage |
 //! | [`cuda`] | CUDA C, and what an operation asks of a GPU as data |
 //!
@@ -34,7 +34,6 @@ pub mod cuda;
 mod dropout;
 mod elementwise;
 mod encoder;
-mod gelu;
 pub(crate) mod kernel;
 mod layernorm;
 mod linear;
@@ -49,9 +48,8 @@ pub use column_sum::ColumnSum;
 pub use cross_entropy::{CrossEntropy, LossSum};
 pub use dropout::{Dropout, DropoutMask, philox};
 pub(crate) use elementwise::cast_bytes;
-pub use elementwise::{Cast, Fill, Scale};
+pub use elementwise::{Cast, Fill, GeluBackward, GeluForward, Scale};
 pub use encoder::{EncoderForward, PositionBackward, TokenBackward};
-pub use gelu::{GeluBackward, GeluForward};
 pub(crate) use kernel::kernel;
 pub(crate) use layernorm::EPSILON as LAYERNORM_EPSILON;
 pub use layernorm::{LayerNormBackward, LayerNormForward};
@@ -60,22 +58,36 @@ pub use linear::{
     WeightLayout,
 };
 pub use norm::{CHUNK, ClipScale, SquaredNorm, Updates};
-pub(crate) use update::{HostUpdate, bias_correction};
+pub(crate) use update::HostUpdate;
 pub use update::{
-    MAX_CONSTANTS, MAX_RATES, MAX_SLOTS, Rates, Runs, UPDATE_NUMBERS, Update, UpdateNumbers, UpdatePart,
-    UpdateRule,
+    MAX_CONSTANTS, MAX_RATES, MAX_SLOTS, Rates, Runs, UPDATE_NUMBERS, Update, UpdateKernel, UpdateNumbers,
+    UpdatePart, UpdateRule,
 };
 
-use crate::device::cuda::{CudaKernel, LaunchContext};
-use crate::device::{Cpu, DeviceError};
+use cuda::plan::Plan;
 
-/// Runs one operation on the CPU.
-pub trait CpuKernel {
+use crate::device::cuda::LaunchContext;
+use crate::device::{Buffer, Cpu, DeviceError};
+
+/// An operation: its kernel on the CPU, and what it launches on an NVIDIA GPU.
+pub trait Operation {
     /// Name in errors and traces: `layernorm_forward`.
     const NAME: &'static str;
 
     /// Borrows the buffers, checks their sizes, computes.
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError>;
+
+    /// Checks sizes and types and chooses kernels, grids and scratch memory, by the sizes alone: on every GPU the
+    /// sums have the same order.
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let (op, device) = (Self::NAME, "CUDA");
+        Err(DeviceError::NoKernel { op, device })
+    }
+
+    /// Launches the plan on the context's stream; returns at once.
+    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
+        self.plan()?.launch(cx)
+    }
 }
 
 macro_rules! operations {
@@ -90,12 +102,17 @@ macro_rules! operations {
             /// Name in errors and traces.
             #[must_use]
             pub const fn name(&self) -> &'static str {
-                match self { $(Self::$op(_) => <$op as CpuKernel>::NAME,)* }
+                match self { $(Self::$op(_) => <$op as Operation>::NAME,)* }
             }
 
             /// Runs it on the CPU, now.
             pub fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
                 match self { $(Self::$op(op) => op.run(cpu),)* }
+            }
+
+            /// What it launches on an NVIDIA GPU.
+            fn plan(&self) -> Result<Plan, DeviceError> {
+                match self { $(Self::$op(op) => op.plan(),)* }
             }
 
             /// Puts it on a stream of an NVIDIA GPU.
@@ -158,6 +175,12 @@ pub(crate) fn expect_len(
             what: format!("`{name}` has {found} elements, expected {expected}"),
         })
     }
+}
+
+/// Refuses buffers of another size than the one beside their name.
+pub(crate) fn expect_lens(op: &'static str, buffers: &[(&str, &Buffer, usize)]) -> Result<(), DeviceError> {
+    let mut buffers = buffers.iter();
+    buffers.try_for_each(|(name, buffer, len)| expect_len(op, name, buffer.len(), *len))
 }
 
 /// An error that says which token is outside `least..vocab`.

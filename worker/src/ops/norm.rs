@@ -1,14 +1,12 @@
 //! The global norm of the gradients, and the factor that clips it. Both stay on the device.
 
-use half::bf16;
-
 use super::cuda::plan::{
-    Arg, Call, ELEMENT, Plan, Planned, THREADS, count, element, expect_dtype, vec_define, width,
+    Call, Plan, THREADS, count, element, expect_dtype, kernels, units_with, vec_define, width,
 };
-use super::kernel::{kernel, sum_lanes};
+use super::kernel::{by_dtype, kernel, sum_lanes};
 use super::stored::Stored;
 use super::update::{UPDATE_NUMBERS, bias_correction};
-use super::{CpuKernel, expect_len};
+use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Define, Grid, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError};
 
@@ -25,32 +23,39 @@ pub struct SquaredNorm {
     pub partials: Buffer,
 }
 
-impl CpuKernel for SquaredNorm {
+impl Operation for SquaredNorm {
     const NAME: &'static str = "squared_norm";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        match self.x.dtype() {
-            DType::Bf16 => self.compute::<bf16>(cpu),
-            // Any other type is refused there.
-            _ => self.compute::<f32>(cpu),
-        }
+        by_dtype!(Self::NAME, self.x.dtype(), S => self.compute::<S>(cpu))
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        let chunks = self.chunks()?;
+        expect_dtype(DType::F64, &[&self.partials])?;
+        let defines = defines(element(Self::NAME, &self.x)?, width(0, &[&self.x]));
+        let grid = Grid::linear(count(Self::NAME, "chunks", chunks.div_ceil(CHUNKS))?, THREADS);
+        let call = Call::new(&SOURCE, Self::NAME, defines, grid);
+        let call = call.read([&self.x]).write([&self.partials]);
+        Ok(call.u64([self.x.len() as u64]).into())
     }
 }
 
 impl SquaredNorm {
-    fn compute<G: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        let x = self.x.host::<G>()?;
-        expect_len(
-            Self::NAME,
-            "partials",
-            self.partials.len(),
-            x.len().div_ceil(CHUNK),
-        )?;
+    fn chunks(&self) -> Result<usize, DeviceError> {
+        let chunks = self.x.len().div_ceil(CHUNK);
+        expect_len(Self::NAME, "partials", self.partials.len(), chunks)?;
+        Ok(chunks)
+    }
+
+    fn compute<S: Stored>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
+        self.chunks()?;
+        let x = self.x.host::<S>()?;
         let mut partials = self.partials.host_mut::<f64>()?;
         let parts = partials.iter_mut().zip(x.chunks(CHUNK)).collect();
         let isa = cpu.isa();
-        cpu.for_each_part(parts, |(partial, chunk): (&mut f64, &[G])| {
-            *partial = G::read(isa, chunk, |chunk| squared_sum(isa, chunk));
+        cpu.for_each_part(parts, |(partial, chunk): (&mut f64, &[S])| {
+            *partial = S::read(isa, chunk, |chunk| squared_sum(isa, chunk));
         });
         Ok(())
     }
@@ -103,7 +108,7 @@ pub struct Updates {
     pub betas: [f32; 2],
 }
 
-impl CpuKernel for ClipScale {
+impl Operation for ClipScale {
     const NAME: &'static str = "clip_scale";
 
     fn run(&self, _cpu: &Cpu) -> Result<(), DeviceError> {
@@ -116,17 +121,10 @@ impl CpuKernel for ClipScale {
         let held = self.updates.is_some() && scale[0].is_nan();
         let counts = finite && !held;
         self.norm.host_mut::<f32>()?[0] = norm as f32;
-        let clip = |max: f32| {
-            if norm > f64::from(max) {
-                (f64::from(max) / norm) as f32
-            } else {
-                1.0
-            }
-        };
-        scale[0] = if counts {
-            self.max_norm.map_or(1.0, clip)
-        } else {
-            f32::NAN
+        scale[0] = match self.max_norm {
+            _ if !counts => f32::NAN,
+            Some(max) if norm > f64::from(max) => (f64::from(max) / norm) as f32,
+            _ => 1.0,
         };
         if let (Some(Updates { count, betas }), true) = (&self.updates, counts) {
             let mut count = count.host_mut::<i32>()?;
@@ -136,6 +134,40 @@ impl CpuKernel for ClipScale {
             }
         }
         Ok(())
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        expect_len(Self::NAME, "norm", self.norm.len(), 1)?;
+        self.expect_scale()?;
+        expect_dtype(DType::F64, &[&self.partials])?;
+        expect_dtype(DType::F32, &[&self.norm, &self.scale])?;
+        expect_dtype(DType::I32, self.order.as_slice())?;
+        expect_dtype(DType::F64, self.witnesses.as_slice())?;
+        let updates = self.updates.as_ref();
+        if let Some(Updates { count, .. }) = updates {
+            expect_len(Self::NAME, "updates", count.len(), 1)?;
+            expect_dtype(DType::I32, &[count])?;
+        }
+        let chunks = self.order.as_ref().map_or(self.partials.len(), Buffer::len);
+        let witnesses = self.witnesses.as_ref().map_or(0, Buffer::len);
+        let call = Call::new(
+            &SOURCE,
+            Self::NAME,
+            defines("f32", 8),
+            Grid::linear(1, SCALE_THREADS),
+        )
+        .read([&self.partials])
+        .u32([count(Self::NAME, "partial sums", self.partials.len())?])
+        .read_if(self.order.as_ref())
+        .u32([count(Self::NAME, "chunks", chunks)?])
+        .read_if(self.witnesses.as_ref())
+        .u32([count(Self::NAME, "witnesses", witnesses)?])
+        .f32([self.max_norm.unwrap_or_default()])
+        .flag(self.max_norm.is_some())
+        .write([&self.norm, &self.scale])
+        .write_if(updates.map(|updates| &updates.count))
+        .f32(updates.map_or([0.0; 2], |updates| updates.betas));
+        Ok(call.into())
     }
 }
 
@@ -168,76 +200,13 @@ const CHUNKS: usize = THREADS as usize / 32;
 /// Threads that combine the chunks.
 const SCALE_THREADS: u32 = 1024;
 
-static SOURCE: KernelSource = KernelSource::with_headers("norm.cu", include_str!("cuda/norm.cu"), &[ELEMENT]);
-
-impl Planned for SquaredNorm {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        let chunks = self.x.len().div_ceil(CHUNK);
-        expect_len(Self::NAME, "partials", self.partials.len(), chunks)?;
-        expect_dtype(DType::F64, &[&self.partials])?;
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: defines(element(Self::NAME, &self.x)?, width(0, &[&self.x])),
-            grid: Grid::linear(count(Self::NAME, "chunks", chunks.div_ceil(CHUNKS))?, THREADS),
-            args: vec![
-                Arg::Read(self.x.clone()),
-                Arg::Write(self.partials.clone()),
-                Arg::U64(self.x.len() as u64),
-            ],
-        }))
-    }
-}
-
-impl Planned for ClipScale {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        expect_len(Self::NAME, "norm", self.norm.len(), 1)?;
-        self.expect_scale()?;
-        expect_dtype(DType::F64, &[&self.partials])?;
-        expect_dtype(DType::F32, &[&self.norm, &self.scale])?;
-        expect_dtype(DType::I32, self.order.as_slice())?;
-        expect_dtype(DType::F64, self.witnesses.as_slice())?;
-        let chunks = self.order.as_ref().map_or(self.partials.len(), Buffer::len);
-        let witnesses = self.witnesses.as_ref().map_or(0, Buffer::len);
-        let [beta1, beta2] = self.updates.as_ref().map_or([0.0; 2], |updates| updates.betas);
-        let updates = match &self.updates {
-            None => Arg::Null,
-            Some(Updates { count, .. }) => {
-                expect_len(Self::NAME, "updates", count.len(), 1)?;
-                expect_dtype(DType::I32, &[count])?;
-                Arg::Write(count.clone())
-            }
-        };
-        Ok(Plan::one(Call {
-            source: &SOURCE,
-            kernel: Self::NAME,
-            defines: defines("f32", 8),
-            grid: Grid::linear(1, SCALE_THREADS),
-            args: vec![
-                Arg::Read(self.partials.clone()),
-                Arg::U32(count(Self::NAME, "partial sums", self.partials.len())?),
-                Arg::read_if(self.order.as_ref()),
-                Arg::U32(count(Self::NAME, "chunks", chunks)?),
-                Arg::read_if(self.witnesses.as_ref()),
-                Arg::U32(count(Self::NAME, "witnesses", witnesses)?),
-                Arg::F32(self.max_norm.unwrap_or_default()),
-                Arg::flag(self.max_norm.is_some()),
-                Arg::Write(self.norm.clone()),
-                Arg::Write(self.scale.clone()),
-                updates,
-                Arg::F32(beta1),
-                Arg::F32(beta2),
-            ],
-        }))
-    }
-}
+static SOURCE: KernelSource = kernels("norm.cu", include_str!("cuda/norm.cu"));
 
 fn defines(grad: &'static str, width: usize) -> Vec<Define> {
     vec![Define::word("GRAD", grad), vec_define(width)]
 }
 
 pub(super) fn units() -> Vec<CompileUnit> {
-    let units =
-        ["f32", "bf16"].map(|grad| [8, 1].map(|width| CompileUnit::new(&SOURCE, &defines(grad, width))));
-    units.concat()
+    let all = ["f32", "bf16"].map(|grad| [8, 1].map(|width| defines(grad, width)));
+    units_with(&SOURCE, all.into_iter().flatten())
 }

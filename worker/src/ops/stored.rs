@@ -10,8 +10,7 @@
 
 use half::bf16;
 
-use super::kernel::Real;
-use super::kernel::with_scratch;
+use super::kernel::{Real, with_scratch};
 use super::matrix::{Matrix, MatrixMut};
 use crate::device::{Element, Isa, dtype as convert};
 
@@ -20,17 +19,63 @@ pub(crate) trait Stored: Element {
     /// What its elements are computed in.
     type Real: Real;
     /// True if that is the type itself: nothing needs scratch memory.
-    const IN_PLACE: bool;
+    const IN_PLACE: bool = size_of::<Self>() == size_of::<Self::Real>();
+
+    /// The nearest value.
+    fn of(x: f64) -> Self;
+
+    /// Exactly.
+    fn to_f64(self) -> f64;
+
+    /// `out[i] = x[i]`, exactly
+    fn widen(isa: Isa, x: &[Self], out: &mut [Self::Real]);
+
+    /// `out[i] = x[i]`, to nearest even
+    fn narrow(isa: Isa, x: &[Self::Real], out: &mut [Self]);
 
     /// Calls `work` with the numbers of `x`.
-    fn read<R>(isa: Isa, x: &[Self], work: impl FnOnce(&[Self::Real]) -> R) -> R;
+    fn read<R>(isa: Isa, x: &[Self], work: impl FnOnce(&[Self::Real]) -> R) -> R {
+        if Self::IN_PLACE {
+            return work(bytemuck::cast_slice(x));
+        }
+        with_scratch(x.len(), |wide: &mut [Self::Real]| {
+            Self::widen(isa, x, wide);
+            work(wide)
+        })
+    }
 
     /// Calls `work` with memory that becomes `x`, rounded once. With `keep` it begins as the numbers of `x`, else
     /// with arbitrary ones.
-    fn write<R>(isa: Isa, x: &mut [Self], keep: bool, work: impl FnOnce(&mut [Self::Real]) -> R) -> R;
+    fn write<R>(isa: Isa, x: &mut [Self], keep: bool, work: impl FnOnce(&mut [Self::Real]) -> R) -> R {
+        if Self::IN_PLACE {
+            return work(bytemuck::cast_slice_mut(x));
+        }
+        with_scratch(x.len(), |wide: &mut [Self::Real]| {
+            if keep {
+                Self::widen(isa, x, wide);
+            }
+            let result = work(wide);
+            Self::narrow(isa, wide, x);
+            result
+        })
+    }
 
     /// [`Stored::read`] of a matrix, of its own size.
-    fn read_matrix<R>(isa: Isa, x: Matrix<'_, Self>, work: impl FnOnce(Matrix<'_, Self::Real>) -> R) -> R;
+    fn read_matrix<R>(isa: Isa, x: Matrix<'_, Self>, work: impl FnOnce(Matrix<'_, Self::Real>) -> R) -> R {
+        if Self::IN_PLACE {
+            return work(x.cast());
+        }
+        let transposed = !x.has_slices();
+        let x = if transposed { x.transposed() } else { x };
+        let (rows, cols) = (x.row_count(), x.col_count());
+        with_scratch(rows * cols, |wide: &mut [Self::Real]| {
+            for (row, wide) in wide.chunks_exact_mut(cols.max(1)).enumerate() {
+                Self::widen(isa, x.row(row), wide);
+            }
+            let wide = Matrix::dense(wide, rows, cols);
+            work(if transposed { wide.transposed() } else { wide })
+        })
+    }
 
     /// [`Stored::write`] of a matrix, of its own size.
     fn write_matrix<R>(
@@ -38,147 +83,65 @@ pub(crate) trait Stored: Element {
         x: &mut MatrixMut<'_, Self>,
         keep: bool,
         work: impl FnOnce(&mut MatrixMut<'_, Self::Real>) -> R,
-    ) -> R;
-
-    /// `out[i] = x[i]`
-    fn widen(isa: Isa, x: &[Self], out: &mut [Self::Real]);
-}
-
-macro_rules! stored_as_computed {
-    ($($type:ty),*) => {
-        $(impl Stored for $type {
-            type Real = $type;
-            const IN_PLACE: bool = true;
-
-            fn read<R>(_isa: Isa, x: &[Self], work: impl FnOnce(&[Self]) -> R) -> R {
-                work(x)
-            }
-
-            fn write<R>(_isa: Isa, x: &mut [Self], _keep: bool, work: impl FnOnce(&mut [Self]) -> R) -> R {
-                work(x)
-            }
-
-            fn read_matrix<R>(
-                _isa: Isa,
-                x: Matrix<'_, Self>,
-                work: impl FnOnce(Matrix<'_, Self>) -> R,
-            ) -> R {
-                work(x)
-            }
-
-            fn write_matrix<R>(
-                _isa: Isa,
-                x: &mut MatrixMut<'_, Self>,
-                _keep: bool,
-                work: impl FnOnce(&mut MatrixMut<'_, Self>) -> R,
-            ) -> R {
-                work(x)
-            }
-
-            fn widen(_isa: Isa, x: &[Self], out: &mut [Self]) {
-                out.copy_from_slice(x);
-            }
-        })*
-    };
-}
-
-stored_as_computed!(f32, f64);
-
-impl Stored for bf16 {
-    type Real = f32;
-    const IN_PLACE: bool = false;
-
-    fn read<R>(isa: Isa, x: &[Self], work: impl FnOnce(&[f32]) -> R) -> R {
-        with_scratch(x.len(), |wide: &mut [f32]| {
-            widen(isa, x, wide);
-            work(wide)
-        })
-    }
-
-    fn write<R>(isa: Isa, x: &mut [Self], keep: bool, work: impl FnOnce(&mut [f32]) -> R) -> R {
-        with_scratch(x.len(), |wide: &mut [f32]| {
-            if keep {
-                widen(isa, x, wide);
-            }
-            let result = work(wide);
-            narrow(isa, wide, x);
-            result
-        })
-    }
-
-    fn read_matrix<R>(isa: Isa, x: Matrix<'_, Self>, work: impl FnOnce(Matrix<'_, f32>) -> R) -> R {
-        let transposed = !x.has_slices();
-        let x = if transposed { x.transposed() } else { x };
-        let (rows, cols) = (x.row_count(), x.col_count());
-        with_scratch(rows * cols, |wide: &mut [f32]| {
-            for (row, wide) in wide.chunks_exact_mut(cols.max(1)).enumerate() {
-                widen(isa, x.row(row), wide);
-            }
-            let wide = Matrix::dense(wide, rows, cols);
-            work(if transposed { wide.transposed() } else { wide })
-        })
-    }
-
-    fn write_matrix<R>(
-        isa: Isa,
-        x: &mut MatrixMut<'_, Self>,
-        keep: bool,
-        work: impl FnOnce(&mut MatrixMut<'_, f32>) -> R,
     ) -> R {
+        if Self::IN_PLACE {
+            return work(&mut x.whole_mut().cast());
+        }
         let (rows, cols) = (x.row_count(), x.col_count());
-        with_scratch(rows * cols, |wide: &mut [f32]| {
+        with_scratch(rows * cols, |wide: &mut [Self::Real]| {
             if keep {
                 for (row, wide) in wide.chunks_exact_mut(cols.max(1)).enumerate() {
-                    widen(isa, x.row_mut(row), wide);
+                    Self::widen(isa, x.row_mut(row), wide);
                 }
             }
             let result = work(&mut MatrixMut::dense(wide, rows, cols));
             for (row, wide) in wide.chunks_exact(cols.max(1)).enumerate() {
-                narrow(isa, wide, x.row_mut(row));
+                Self::narrow(isa, wide, x.row_mut(row));
             }
             result
         })
     }
-
-    fn widen(isa: Isa, x: &[Self], out: &mut [f32]) {
-        widen(isa, x, out);
-    }
 }
 
-/// `out[i] = x[i]`, exactly
-pub(super) fn widen(isa: Isa, x: &[bf16], out: &mut [f32]) {
-    struct Widen<'a>(&'a [bf16], &'a mut [f32]);
+macro_rules! stored {
+    ($type:ty as $real:ty, of: $of:expr, widen: $widen:expr, narrow: $narrow:expr) => {
+        impl Stored for $type {
+            type Real = $real;
 
-    impl pulp::WithSimd for Widen<'_> {
-        type Output = ();
+            fn of(x: f64) -> Self {
+                $of(x)
+            }
 
-        #[expect(clippy::inline_always, reason = "compiled for each instruction set")]
-        #[inline(always)]
-        fn with_simd<S: pulp::Simd>(self, _simd: S) {
-            for (out, &x) in self.1.iter_mut().zip(self.0) {
-                *out = convert::widen(x);
+            fn to_f64(self) -> f64 {
+                self.into()
+            }
+
+            fn widen(isa: Isa, x: &[Self], out: &mut [$real]) {
+                isa.dispatch(Convert(x, out, $widen));
+            }
+
+            fn narrow(isa: Isa, x: &[$real], out: &mut [Self]) {
+                isa.dispatch(Convert(x, out, $narrow));
             }
         }
-    }
-
-    isa.dispatch(Widen(x, out));
+    };
 }
 
-/// `out[i] = x[i]`, to nearest even
-pub(super) fn narrow(isa: Isa, x: &[f32], out: &mut [bf16]) {
-    struct Narrow<'a>(&'a [f32], &'a mut [bf16]);
+stored!(f32 as f32, of: |x| x as Self, widen: |x| x, narrow: |x| x);
+stored!(f64 as f64, of: |x| x, widen: |x| x, narrow: |x| x);
+stored!(bf16 as f32, of: Self::from_f64, widen: convert::widen, narrow: convert::narrow);
 
-    impl pulp::WithSimd for Narrow<'_> {
-        type Output = ();
+/// Slices of one length, and what makes an element of the second of one of the first.
+struct Convert<'a, X, Y, F>(&'a [X], &'a mut [Y], F);
 
-        #[expect(clippy::inline_always, reason = "compiled for each instruction set")]
-        #[inline(always)]
-        fn with_simd<S: pulp::Simd>(self, _simd: S) {
-            for (out, &x) in self.1.iter_mut().zip(self.0) {
-                *out = convert::narrow(x);
-            }
+impl<X: Copy, Y, F: Fn(X) -> Y> pulp::WithSimd for Convert<'_, X, Y, F> {
+    type Output = ();
+
+    #[expect(clippy::inline_always, reason = "compiled for each instruction set")]
+    #[inline(always)]
+    fn with_simd<S: pulp::Simd>(self, _simd: S) {
+        for (out, &x) in self.1.iter_mut().zip(self.0) {
+            *out = (self.2)(x);
         }
     }
-
-    isa.dispatch(Narrow(x, out));
 }

@@ -2,38 +2,47 @@
 //! element; the operation goes through memory, rounds masters, and skips a step whose factor is not finite. On a GPU the
 //! rule's kernel includes `update.cuh`.
 
-use std::fmt::Debug;
 use std::ops::Range;
 use std::sync::Arc;
 
 use half::bf16;
 
 use super::cuda::plan::{
-    Arg, Call, ELEMENT, ELEMENTWISE, Plan, Planned, WIDEST, element, elementwise_grid, expect_dtype,
-    vec_define, width,
+    Call, Plan, Scratch, WIDEST, element, elementwise_grid, expect_dtype, units_with, vec_define, width,
 };
-use super::stored::{Stored, narrow};
-use super::{CpuKernel, expect_len};
+use super::stored::Stored;
+use super::{Operation, expect_len};
 use crate::device::cuda::{CompileUnit, Define, KernelSource};
 use crate::device::{Buffer, Cpu, DType, DeviceError, Isa};
 
-/// The formula of an element-wise optimizer.
-pub trait UpdateRule: Debug + Send + Sync {
+/// The formula of an element-wise optimizer, as data.
+#[derive(Clone, Debug)]
+pub struct UpdateRule {
     /// Its name, and that of its CUDA kernel.
-    fn name(&self) -> &'static str;
-
+    pub name: &'static str,
     /// Names of its state in f32, as PyTorch's; at most [`MAX_SLOTS`].
-    fn slots(&self) -> &'static [&'static str];
-
+    pub slots: &'static [&'static str],
     /// The file with its CUDA kernel, which includes `update.cuh`.
-    fn source(&self) -> &'static KernelSource;
+    pub source: &'static KernelSource,
+    /// What both kernels are given beside the rates, in the order of the file; at most [`MAX_CONSTANTS`].
+    pub constants: Vec<f32>,
+    /// Decays of two moments whose bias is corrected. The corrections follow the constants.
+    pub corrected: Option<[f32; 2]>,
+    /// Its kernel on the CPU.
+    pub kernel: UpdateKernel,
+}
 
-    /// What the kernel is given beside the rates, in the order of the file; at most [`MAX_CONSTANTS`]. `step` counts
-    /// from 1.
-    fn constants(&self, step: u64) -> Vec<f32>;
+/// Updates the elements of a part on the CPU.
+pub type UpdateKernel = for<'a> fn(Isa, UpdatePart<'a, f32>, UpdateNumbers<'a, f32>);
 
-    /// Updates the elements of a part on the CPU.
-    fn update(&self, isa: Isa, part: UpdatePart<'_>, numbers: &UpdateNumbers);
+impl UpdateRule {
+    /// Constants of the update of this number, from 1.
+    fn constants_at(&self, step: u64) -> Vec<f32> {
+        let updates = i32::try_from(step).unwrap_or(i32::MAX);
+        let corrections = self.corrected.into_iter().flatten();
+        let corrections = corrections.map(|beta| bias_correction(beta, updates));
+        self.constants.iter().copied().chain(corrections).collect()
+    }
 }
 
 /// Most state slots of a rule.
@@ -53,26 +62,46 @@ const PART: usize = 16_384;
 
 /// Equally many elements of everything that an update reads and writes.
 #[derive(Debug)]
-pub struct UpdatePart<'a> {
+pub struct UpdatePart<'a, T> {
     /// Read and written.
-    pub param: &'a mut [f32],
+    pub param: &'a mut [T],
     /// Before it is multiplied by [`UpdateNumbers::scale`].
-    pub grad: &'a [f32],
+    pub grad: &'a [T],
     /// State, in the order of [`UpdateRule::slots`].
-    pub slots: Vec<&'a mut [f32]>,
+    pub slots: Vec<&'a mut [T]>,
 }
 
 /// Numbers that all elements of a part have in common.
-#[derive(Clone, Copy, Debug, PartialEq)]
-pub struct UpdateNumbers {
+#[derive(Clone, Copy, Debug)]
+pub struct UpdateNumbers<'a, T> {
     /// Factor of the gradient.
-    pub scale: f32,
-    /// Bias corrections of both moments, where the device counts the updates.
-    pub corrections: Option<[f32; 2]>,
-    /// Learning rate and weight decay.
-    pub rates: Rates,
-    /// From 1.
-    pub step: u64,
+    pub scale: T,
+    /// Learning rate.
+    pub lr: T,
+    /// λ
+    pub weight_decay: T,
+    /// Those of the rule, and the bias corrections.
+    pub constants: &'a [T],
+}
+
+impl<'a, T: Copy> UpdatePart<'a, T> {
+    /// Parameters, gradients and the slots of a rule that has `N`.
+    pub(crate) fn split<const N: usize>(self) -> (&'a mut [T], &'a [T], [&'a mut [T]; N]) {
+        let slots = self.slots.try_into().ok();
+        (
+            self.param,
+            self.grad,
+            slots.expect("an update has the slots of its rule"),
+        )
+    }
+}
+
+impl<T: Copy> UpdateNumbers<'_, T> {
+    /// The constants of a rule that has `N`.
+    pub(crate) fn constants<const N: usize>(&self) -> [T; N] {
+        let constants = self.constants.try_into();
+        constants.expect("an update has the constants of its rule")
+    }
 }
 
 /// Numbers that parameter groups differ in.
@@ -155,7 +184,7 @@ impl Runs {
 #[derive(Clone, Debug)]
 pub struct Update {
     /// The formula.
-    pub rule: Arc<dyn UpdateRule>,
+    pub rule: Arc<UpdateRule>,
     /// `[n]`, f32: the parameter, or the master of one that is used in bf16.
     pub param: Buffer,
     /// `[n]`, bf16: becomes `param`, rounded to nearest even. State on the host takes f32 too.
@@ -173,31 +202,31 @@ pub struct Update {
     pub step: u64,
 }
 
-impl CpuKernel for Update {
+impl Operation for Update {
     const NAME: &'static str = "update";
 
     fn run(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        match self.grad.dtype() {
-            DType::Bf16 => self.compute::<bf16>(cpu),
-            // Any other type is refused there.
-            _ => self.compute::<f32>(cpu),
-        }
+        self.check()?;
+        let mut copy = self.copy.as_ref().map(Buffer::host_mut::<bf16>).transpose()?;
+        let (grad, scale) = (self.grad.host_bytes()?, self.scale.host::<f32>()?);
+        self.on_host().run(cpu, (&grad, copy.as_deref_mut()), &scale)
+    }
+
+    fn plan(&self) -> Result<Plan, DeviceError> {
+        self.check()?;
+        expect_dtype(DType::F32, &[&self.param, &self.scale])?;
+        expect_dtype(DType::F32, &self.slots)?;
+        expect_dtype(DType::Bf16, self.copy.as_slice())?;
+        let calls = self.launches().iter().map(Self::call).collect::<Result<_, _>>()?;
+        Ok(Scratch::default().plan(calls))
     }
 }
 
 impl Update {
-    fn compute<G: Stored<Real = f32>>(&self, cpu: &Cpu) -> Result<(), DeviceError> {
-        self.check()?;
-        let mut copy = self.copy.as_ref().map(Buffer::host_mut::<bf16>).transpose()?;
-        let (grad, scale) = (self.grad.host::<G>()?, self.scale.host::<f32>()?);
-        self.on_host()
-            .sweep::<G>(cpu, (&grad, copy.as_deref_mut()), &scale)
-    }
-
     /// Refuses buffers whose sizes do not fit.
     fn check(&self) -> Result<(), DeviceError> {
-        let (name, n) = (self.rule.name(), self.param.len());
-        let slots = self.rule.slots();
+        let (name, n) = (self.rule.name, self.param.len());
+        let slots = self.rule.slots;
         if self.slots.len() != slots.len() {
             let what = format!("{} state slots, expected {}", self.slots.len(), slots.len());
             return Err(DeviceError::Shape { op: name, what });
@@ -247,7 +276,7 @@ impl Update {
 
 /// An update that knows only its memory on the host.
 pub(crate) struct HostUpdate {
-    rule: Arc<dyn UpdateRule>,
+    rule: Arc<UpdateRule>,
     /// `[n]`, f32
     param: Buffer,
     /// `[n]` each, f32
@@ -258,20 +287,21 @@ pub(crate) struct HostUpdate {
     step: u64,
 }
 
-/// What one call of a rule on the CPU reads and writes.
-struct Slices<'a, G> {
-    param: &'a mut [f32],
-    grad: &'a [G],
-    slots: Vec<&'a mut [f32]>,
-    copy: Option<&'a mut [bf16]>,
-}
-
 impl HostUpdate {
-    /// `grad` is `[n]`, in bytes, aligned for its type; `scale` is that of [`Update`].
-    pub(crate) fn run(&self, cpu: &Cpu, grad: &[u8], scale: &[f32]) -> Result<(), DeviceError> {
+    /// `grad` is `[n]`, in bytes, aligned for its type, beside the copy if it is made here; `scale` is that of [`Update`].
+    pub(crate) fn run(
+        &self,
+        cpu: &Cpu,
+        (grad, copy): (&[u8], Option<&mut [bf16]>),
+        scale: &[f32],
+    ) -> Result<(), DeviceError> {
         match self.grad {
-            DType::Bf16 => self.sweep::<bf16>(cpu, (bytemuck::cast_slice(grad), None), scale),
-            _ => self.sweep::<f32>(cpu, (bytemuck::cast_slice(grad), None), scale),
+            DType::F32 => self.sweep::<f32>(cpu, (bytemuck::cast_slice(grad), copy), scale),
+            DType::Bf16 => self.sweep::<bf16>(cpu, (bytemuck::cast_slice(grad), copy), scale),
+            other => Err(DeviceError::Shape {
+                op: self.rule.name,
+                what: format!("takes gradients in f32 or bf16, not {other}"),
+            }),
         }
     }
 
@@ -284,15 +314,24 @@ impl HostUpdate {
         if !scale[0].is_finite() {
             return Ok(());
         }
-        let isa = cpu.isa();
+        let (isa, rule) = (cpu.isa(), &self.rule);
+        let mut constants = rule.constants_at(self.step);
+        if rule.corrected.is_some() && scale.len() == UPDATE_NUMBERS {
+            constants[rule.constants.len()..].copy_from_slice(&scale[1..]);
+        }
         for (elements, rates) in self.runs.iter() {
             let numbers = UpdateNumbers {
                 scale: scale[0],
-                corrections: <[f32; 2]>::try_from(&scale[1..]).ok(),
-                rates,
-                step: self.step,
+                lr: rates.lr,
+                weight_decay: rates.weight_decay,
+                constants: &constants,
             };
-            let (param, slots) = self.slice(&elements);
+            let param = self.param.slice(elements.clone());
+            let slots: Vec<Buffer> = self
+                .slots
+                .iter()
+                .map(|slot| slot.slice(elements.clone()))
+                .collect();
             let mut param = param.host_mut::<f32>()?;
             let slots = slots.iter().map(Buffer::host_mut::<f32>);
             let mut slots = slots.collect::<Result<Vec<_>, _>>()?;
@@ -300,63 +339,38 @@ impl HostUpdate {
             let copy = copy.as_mut().map(|copy| &mut copy[elements.clone()]);
             let mut copies = copy.map(|copy| copy.chunks_mut(PART));
             let parts = param.chunks_mut(PART).zip(grad[elements].chunks(PART));
-            let parts = parts.map(|(param, grad)| Slices {
-                param,
-                grad,
-                slots: slots.iter_mut().filter_map(Iterator::next).collect(),
-                copy: copies.as_mut().and_then(Iterator::next),
+            let parts = parts.map(|(param, grad)| {
+                let slots = slots.iter_mut().filter_map(Iterator::next).collect();
+                (param, grad, slots, copies.as_mut().and_then(Iterator::next))
             });
-            cpu.for_each_part(parts.collect(), |part: Slices<'_, G>| {
-                let param = part.param;
-                G::read(isa, part.grad, |grad| {
-                    let (param, slots) = (&mut *param, part.slots);
-                    (self.rule).update(isa, UpdatePart { param, grad, slots }, &numbers);
+            cpu.for_each_part(parts.collect(), |(param, grad, slots, copy): Part<'_, G>| {
+                G::read(isa, grad, |grad| {
+                    let part = UpdatePart {
+                        param: &mut *param,
+                        grad,
+                        slots,
+                    };
+                    (rule.kernel)(isa, part, numbers);
                 });
-                if let Some(copy) = part.copy {
-                    narrow(isa, param, copy);
+                if let Some(copy) = copy {
+                    bf16::narrow(isa, param, copy);
                 }
             });
         }
         Ok(())
     }
-
-    /// Parameter and state of some of the elements.
-    fn slice(&self, range: &Range<usize>) -> (Buffer, Vec<Buffer>) {
-        let of = |buffer: &Buffer| buffer.slice(range.clone());
-        (of(&self.param), self.slots.iter().map(of).collect())
-    }
 }
+
+/// Parameters, gradients, slots and copy of a part.
+type Part<'a, G> = (&'a mut [f32], &'a [G], Vec<&'a mut [f32]>, Option<&'a mut [bf16]>);
 
 /// `1/(1 − βᵗ)` after so many updates, rounded once from f64.
 pub(crate) fn bias_correction(beta: f32, updates: i32) -> f32 {
     (1.0 / (1.0 - f64::from(beta).powi(updates))) as f32
 }
 
-/// Files that the file of a rule includes.
-pub(crate) const HEADERS: &[(&str, &str)] = &[
-    ELEMENT,
-    ELEMENTWISE,
-    ("update.cuh", include_str!("cuda/update.cuh")),
-];
-
 /// Runs of one launch: 114 blocks of a GPT-2. Arguments of a kernel are 4 KiB at most.
 const MAX_RUNS: usize = 456;
-
-impl Planned for Update {
-    fn plan(&self) -> Result<Plan, DeviceError> {
-        self.check()?;
-        expect_dtype(DType::F32, &[&self.param, &self.scale])?;
-        expect_dtype(DType::F32, &self.slots)?;
-        if let Some(copy) = &self.copy {
-            expect_dtype(DType::Bf16, &[copy])?;
-        }
-        let calls = self.launches().iter().map(Self::call).collect::<Result<_, _>>()?;
-        Ok(Plan {
-            scratch_bytes: 0,
-            calls,
-        })
-    }
-}
 
 impl Update {
     /// The same update in parts whose runs fit into a table each: one, as a rule.
@@ -377,31 +391,21 @@ impl Update {
             .iter()
             .all(|(end, _)| end.is_multiple_of(WIDEST) || *end == n);
         let width = if packed { width(0, &buffers) } else { 1 };
-        let write = |buffer: Option<&Buffer>| buffer.cloned().map_or(Arg::Null, Arg::Write);
-        let mut args = vec![
-            Arg::Write(self.param.clone()),
-            Arg::Read(self.grad.clone()),
-            write(self.copy.as_ref()),
-        ];
-        args.extend((0..MAX_SLOTS).map(|slot| write(self.slots.get(slot))));
-        args.extend([
-            Arg::Read(self.scale.clone()),
-            Arg::flag(self.scale.len() == UPDATE_NUMBERS),
-            Arg::U64(n as u64),
-            Arg::Table(self.table()),
-        ]);
-        Ok(Call {
-            source: self.rule.source(),
-            kernel: self.rule.name(),
-            defines: defines(
-                element(self.rule.name(), &self.grad)?,
-                self.copy.is_some(),
-                self.slots.len(),
-                width,
-            ),
-            grid: elementwise_grid(n, width, 1),
-            args,
-        })
+        let grad = element(self.rule.name, &self.grad)?;
+        let defines = defines(grad, self.copy.is_some(), self.slots.len(), width);
+        let grid = elementwise_grid(n, width, 1);
+        let call = Call::new(self.rule.source, self.rule.name, defines, grid)
+            .write([&self.param])
+            .read([&self.grad])
+            .write_if(self.copy.as_ref());
+        let slots = (0..MAX_SLOTS).map(|slot| self.slots.get(slot));
+        let call = slots
+            .fold(call, Call::write_if)
+            .read([&self.scale])
+            .flag(self.scale.len() == UPDATE_NUMBERS)
+            .u64([n as u64])
+            .table(self.table());
+        Ok(call)
     }
 
     /// `Table` of `update.cuh`.
@@ -413,14 +417,10 @@ impl Update {
         for (entry, (end, rates)) in table[1..].iter_mut().zip(ends.iter()) {
             *entry = (*end as u64) << 8 | *rates as u64;
         }
-        let mut rates: Vec<u64> = self
-            .runs
-            .rates
-            .iter()
-            .map(|r| pair(r.lr, r.weight_decay))
-            .collect();
+        let rates = self.runs.rates.iter();
+        let mut rates: Vec<u64> = rates.map(|r| pair(r.lr, r.weight_decay)).collect();
         rates.resize(MAX_RATES, 0);
-        let mut constants = self.rule.constants(self.step);
+        let mut constants = self.rule.constants_at(self.step);
         constants.resize(MAX_CONSTANTS, 0.0);
         table.extend(rates);
         table.extend(constants.chunks(2).map(|two| pair(two[0], two[1])));
@@ -441,15 +441,12 @@ fn defines(grad: &'static str, copy: bool, slots: usize, width: usize) -> Vec<De
 }
 
 /// All that the kernel of a rule is compiled as.
-pub(crate) fn units_of(rule: &dyn UpdateRule) -> Vec<CompileUnit> {
-    let mut units = Vec::new();
-    for grad in ["f32", "bf16"] {
-        for copy in [false, true] {
-            let of = |width| CompileUnit::new(rule.source(), &defines(grad, copy, rule.slots().len(), width));
-            units.extend([8, 1].map(of));
-        }
-    }
-    units
+pub(crate) fn units_of(rule: &UpdateRule) -> Vec<CompileUnit> {
+    let slots = rule.slots.len();
+    let grads = ["f32", "bf16"].map(|grad| [(grad, false), (grad, true)]);
+    let grads = grads.into_iter().flatten();
+    let all = grads.flat_map(|(grad, copy)| [8, 1].map(|width| defines(grad, copy, slots, width)));
+    units_with(rule.source, all)
 }
 
 #[cfg(test)]

@@ -21,7 +21,12 @@ pub struct Clip {
     max_norm: Option<f32>,
     betas: [f32; 2],
     sharding: Arc<Sharding>,
-    sums: Sums,
+    /// Sums of squares, one a chunk: by chunk of the layout, or one slice a rank, in the order of its shard.
+    sums: Buffer,
+    /// Those of this rank.
+    own_sums: Buffer,
+    /// Where other ranks have the rest.
+    gathered: Option<Gathered>,
     norm: Arena,
     /// The factor, and both bias corrections.
     scale: Arena,
@@ -29,17 +34,11 @@ pub struct Clip {
     updates: Arena,
 }
 
-/// Sums of squares, one a chunk.
-enum Sums {
-    /// By chunk of the layout: this rank has all of them.
-    Own(Arena),
-    /// One slice a rank: the sums of its chunks, in the order of its shard.
-    Gathered {
-        comm: Communicator,
-        sums: Arena,
-        /// By chunk of the layout: where its sum is, -1 for padding between buckets.
-        order: Buffer,
-    },
+/// How the sums of all ranks come together.
+struct Gathered {
+    comm: Communicator,
+    /// By chunk of the layout: where its sum is, -1 for padding between buckets.
+    order: Buffer,
 }
 
 impl Clip {
@@ -52,21 +51,31 @@ impl Clip {
         train: &Train,
     ) -> Result<Self, ReduceError> {
         let private = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
-        let sums = if sharding.world() > 1 {
+        let (sums, gathered) = if sharding.world() > 1 {
             let order = private("order of the chunks", DType::I32, sharding.layout_chunks())?.whole();
             device.upload(stream, &order, bytemuck::cast_slice(&places(sharding)));
             let len = sharding.whole_len() / CHUNK;
             let sums = ArenaSpec::on_node("partial norms of each rank", DType::F64, len);
-            Sums::Gathered {
-                comm: comm.clone(),
-                sums: comm.alloc_shared(device, &sums)?,
-                order,
-            }
+            let comm = comm.clone();
+            (comm.alloc_shared(device, &sums)?, Some(Gathered { comm, order }))
         } else {
-            Sums::Own(private("partial norms", DType::F64, sharding.layout_chunks())?)
+            (
+                private("partial norms", DType::F64, sharding.layout_chunks())?,
+                None,
+            )
+        };
+        let sums = sums.whole();
+        let own_sums = match &gathered {
+            None => sums.clone(),
+            Some(Gathered { comm, .. }) => {
+                let each = sums.len() / comm.size();
+                sums.slice(comm.rank() * each..(comm.rank() + 1) * each)
+            }
         };
         let clip = Self {
             sums,
+            own_sums,
+            gathered,
             norm: private("gradient norm", DType::F32, 1)?,
             scale: private("clipping factor", DType::F32, UPDATE_NUMBERS)?,
             updates: private("number of updates", DType::I32, 1)?,
@@ -97,34 +106,27 @@ impl Clip {
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
     pub fn measure(&self, stream: Stream, grads: &Portion) -> Option<Work> {
-        let own = self.sums.own();
         for unit in 0..self.sharding.units().len() {
             let place = self.sharding.own_place(unit);
             let squares = SquaredNorm {
                 x: grads.slice(&place),
-                partials: own.slice(place.shard.start / CHUNK..place.shard.end / CHUNK),
+                partials: self
+                    .own_sums
+                    .slice(place.shard.start / CHUNK..place.shard.end / CHUNK),
             };
             self.device.enqueue(stream, squares.into());
         }
-        match &self.sums {
-            Sums::Own(_) => None,
-            Sums::Gathered { comm, sums, .. } => {
-                let launch = Launch::after(self.device.record(stream), Traffic::Other, "partial norms");
-                Some(comm.all_gather(&sums.whole(), launch))
-            }
-        }
+        let Gathered { comm, .. } = self.gathered.as_ref()?;
+        let launch = Launch::after(self.device.record(stream), Traffic::Other, "partial norms");
+        Some(comm.all_gather(&self.sums, launch))
     }
 
     /// Puts norm and factor of what was measured on the stream. `witnesses` are other numbers, `[n]`, f64, that must be
     /// finite.
     pub fn finish(&self, stream: Stream, witnesses: Option<Buffer>) {
-        let (partials, order) = match &self.sums {
-            Sums::Own(partials) => (partials, None),
-            Sums::Gathered { sums, order, .. } => (sums, Some(order.clone())),
-        };
         let scale = ClipScale {
-            partials: partials.whole(),
-            order,
+            partials: self.sums.clone(),
+            order: self.gathered.as_ref().map(|gathered| gathered.order.clone()),
             witnesses,
             max_norm: self.max_norm,
             norm: self.norm.whole(),
@@ -148,19 +150,6 @@ impl Clip {
     #[must_use]
     pub fn norm(&self) -> Buffer {
         self.norm.whole()
-    }
-}
-
-impl Sums {
-    /// Where this rank's sums go.
-    fn own(&self) -> Buffer {
-        match self {
-            Self::Own(partials) => partials.whole(),
-            Self::Gathered { comm, sums, .. } => {
-                let each = sums.len() / comm.size();
-                sums.slice(comm.rank() * each..(comm.rank() + 1) * each)
-            }
-        }
     }
 }
 

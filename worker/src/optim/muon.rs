@@ -13,19 +13,16 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use super::ParamGroups;
+use super::rules::{StepMemory, muon_blend, muon_descend, muon_momentum};
 use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::OptimizerConfig;
-use crate::device::cuda::KernelSource;
-use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Isa, Stream};
+use crate::device::{ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use crate::model::{ParamId, ParamSpec};
-use crate::ops::cuda::UPDATE_HEADERS;
 use crate::ops::{
     CHUNK, ClipScale, LinearDweight, LinearForward, LinearShape, Op, Rates, Runs, SquaredNorm, Update,
-    UpdateNumbers, UpdatePart, UpdateRule, WeightLayout, kernel,
+    UpdateRule, WeightLayout,
 };
-use crate::parallel::{OwnPiece, Portion, ReduceError, Sharding};
-
-static SOURCE: KernelSource = KernelSource::with_headers("muon.cu", include_str!("muon.cu"), UPDATE_HEADERS);
+use crate::parallel::{OwnPiece, ReduceError, Sharding};
 
 /// Of the quintic polynomial `aX + (bA + cA²)X` with `A = XXᵀ`.
 const COEFFICIENTS: [f32; 3] = [3.4445, -4.7750, 2.0315];
@@ -41,22 +38,12 @@ pub(super) fn is_hidden_matrix(spec: &ParamSpec) -> bool {
     spec.global_shape.len() == 2 && spec.key.starts_with("h.")
 }
 
-/// The element-wise parts.
-pub(super) fn rules() -> [Arc<dyn UpdateRule>; 3] {
-    let (momentum, nesterov) = (0.95, true);
-    [
-        Arc::new(Momentum { momentum, nesterov }),
-        Arc::new(Blend { keep: 0.5, add: 2.0 }),
-        Arc::new(Descend { gain: 3.0 }),
-    ]
-}
-
 /// The matrices of which this rank owns a part, and memory to make one of them orthogonal.
 pub(super) struct Muon {
     device: Arc<dyn Device>,
     /// Ranks that own the other parts; none where this rank owns everything.
     comm: Option<Communicator>,
-    momentum: Arc<dyn UpdateRule>,
+    momentum: Arc<UpdateRule>,
     gatherings: Vec<Gathering>,
     /// `d` of what is gathered together.
     direction: Buffer,
@@ -72,30 +59,13 @@ struct Gathering {
 }
 
 struct GatheredMatrix {
-    rows: usize,
-    cols: usize,
+    /// Rows and columns.
+    shape: [usize; 2],
     /// Its elements in what is gathered.
     home: Range<usize>,
     /// What this rank owns of it: which elements, and where they are.
     own: OwnPiece,
     rates: usize,
-}
-
-/// What Muon reads and writes in a step.
-pub(super) struct MuonStep<'a> {
-    pub(super) stream: Stream,
-    /// f32: the masters, or the parameters.
-    pub(super) params: &'a Portion,
-    /// The parameters in bf16, where there are masters.
-    pub(super) copies: Option<&'a Portion>,
-    pub(super) grads: &'a Portion,
-    pub(super) exp_avg: &'a Portion,
-    /// As [`Update::scale`].
-    pub(super) scale: &'a Buffer,
-    /// By parameter group.
-    pub(super) rates: &'a [Rates],
-    /// From 1.
-    pub(super) number: u64,
 }
 
 impl Muon {
@@ -108,11 +78,8 @@ impl Muon {
     ) -> Result<Self, ReduceError> {
         let is_sharded = sharding.world() > 1;
         let gatherings = gatherings(sharding, params, groups);
-        let most = gatherings
-            .iter()
-            .map(|gathering| gathering.len)
-            .max()
-            .unwrap_or(0);
+        let lens = gatherings.iter().map(|gathering| gathering.len);
+        let most = lens.max().unwrap_or(0);
         let spec = ArenaSpec::on_node("directions of matrices", DType::F32, most);
         let direction = if is_sharded {
             comm.alloc_shared(device, &spec)?
@@ -121,69 +88,58 @@ impl Muon {
         };
         let matrices = gatherings.iter().flat_map(|gathering| &gathering.matrices);
         Ok(Self {
-            orthogonal: Orthogonal::new(device, matrices.map(|matrix| [matrix.rows, matrix.cols]))?,
+            orthogonal: Orthogonal::new(device, matrices.map(|matrix| matrix.shape))?,
             device: device.clone(),
             comm: is_sharded.then(|| comm.clone()),
-            momentum: Arc::new(Momentum {
-                momentum: config.momentum(),
-                nesterov: config.nesterov(),
-            }),
+            momentum: muon_momentum(config.momentum(), config.nesterov()),
             gatherings,
             direction: direction.whole(),
         })
     }
 
     /// Puts the update of all matrices on the stream. Returns the exchanges that it waits for. Every rank must call it.
-    pub(super) fn step(&self, step: &MuonStep<'_>) -> Vec<Work> {
+    pub(super) fn step(&self, stream: Stream, memory: &StepMemory<'_>) -> Vec<Work> {
         let mut exchanges = Vec::new();
         for gathering in &self.gatherings {
             let direction = self.direction.slice(0..gathering.len);
             let momenta = gathering.matrices.iter().map(|matrix| {
                 let (place, elements) = (&matrix.own.place, &matrix.own.elements);
                 let start = matrix.home.start;
+                let runs = Runs::uniform(elements.len(), Rates::new(0.0, 0.0));
                 let update = Update {
-                    rule: self.momentum.clone(),
                     param: direction.slice(start + elements.start..start + elements.end),
                     copy: None,
-                    grad: step.grads.slice(place),
-                    slots: vec![step.exp_avg.slice(place)],
-                    scale: step.scale.clone(),
-                    runs: Runs::uniform(elements.len(), Rates::new(0.0, 0.0)),
-                    step: step.number,
+                    ..memory.update(&self.momentum, place, runs)
                 };
                 update.into()
             });
-            self.device.enqueue_all(step.stream, momenta.collect());
+            self.device.enqueue_all(stream, momenta.collect());
             if let Some(comm) = &self.comm {
-                let ready = self.device.record(step.stream);
+                let ready = self.device.record(stream);
                 let launch = Launch::after(ready, Traffic::Other, &gathering.name);
                 let work = comm.all_gather(&direction, launch);
-                work.wait_on(self.device.as_ref(), step.stream, comm.deadline());
+                work.wait_on(self.device.as_ref(), stream, comm.deadline());
                 exchanges.push(work);
             }
             for matrix in &gathering.matrices {
                 let direction = direction.slice(matrix.home.clone());
-                let mut ops = self.orthogonal.of(&direction, [matrix.rows, matrix.cols]);
-                ops.push(self.update(matrix, step).into());
-                self.device.enqueue_all(step.stream, ops);
+                let mut ops = self.orthogonal.of(&direction, matrix.shape);
+                ops.push(self.update(matrix, memory).into());
+                self.device.enqueue_all(stream, ops);
             }
         }
         exchanges
     }
 
     /// Of what this rank owns of the matrix that is orthogonal now.
-    fn update(&self, matrix: &GatheredMatrix, step: &MuonStep<'_>) -> Update {
+    fn update(&self, matrix: &GatheredMatrix, memory: &StepMemory<'_>) -> Update {
         let OwnPiece { elements, place, .. } = &matrix.own;
-        let gain = ADAMW_RMS * (matrix.rows.max(matrix.cols) as f64).sqrt();
+        let [rows, cols] = matrix.shape;
+        let gain = ADAMW_RMS * (rows.max(cols) as f64).sqrt();
+        let runs = Runs::uniform(elements.len(), memory.rates[matrix.rates]);
         Update {
-            rule: Arc::new(Descend { gain: gain as f32 }),
-            param: step.params.slice(place),
-            copy: step.copies.map(|copies| copies.slice(place)),
             grad: self.orthogonal.x.slice(elements.clone()),
-            slots: Vec::new(),
-            scale: step.scale.clone(),
-            runs: Runs::uniform(elements.len(), step.rates[matrix.rates]),
-            step: step.number,
+            ..memory.update(&muon_descend(gain as f32), place, runs)
         }
     }
 }
@@ -202,8 +158,7 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
             };
             let spec = &params[id.0];
             matrices.push(GatheredMatrix {
-                rows: spec.global_shape[0],
-                cols: spec.global_shape[1],
+                shape: [spec.global_shape[0], spec.global_shape[1]],
                 home: sharding.home(*id).1,
                 own: own.clone(),
                 rates: groups.index(id.0),
@@ -213,22 +168,15 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
             let (name, len) = (format!("momentum of {}", unit.name), unit.len());
             gatherings.push(Gathering { name, len, matrices });
         } else {
-            gatherings.extend(matrices.into_iter().map(Gathering::of_one));
+            gatherings.extend(matrices.into_iter().map(|matrix| {
+                let len = matrix.home.len();
+                let home = 0..len;
+                let (name, matrices) = (String::new(), vec![GatheredMatrix { home, ..matrix }]);
+                Gathering { name, len, matrices }
+            }));
         }
     }
     gatherings
-}
-
-impl Gathering {
-    fn of_one(matrix: GatheredMatrix) -> Self {
-        let len = matrix.home.len();
-        let home = 0..len;
-        Self {
-            name: String::new(),
-            len,
-            matrices: vec![GatheredMatrix { home, ..matrix }],
-        }
-    }
 }
 
 /// Memory of the Newton–Schulz iterations.
@@ -309,52 +257,41 @@ impl Orthogonal {
         let (side, is_wide) = (rows.min(cols), rows <= cols);
         let [square, fourth] = [&self.square, &self.fourth].map(|m| m.slice(0..side * side));
         let product = self.product.slice(0..rows * cols);
-        let multiply =
-            |inp: &Buffer, weight: &Buffer, out: &Buffer, [rows, inputs, outputs]: [usize; 3], layout| {
-                let forward = LinearForward {
-                    inp: inp.clone(),
-                    weight: weight.clone(),
-                    bias: None,
-                    residual: None,
-                    out: out.clone(),
-                    shape: LinearShape {
-                        rows,
-                        inputs,
-                        outputs,
-                        layout,
-                    },
-                };
-                Op::from(forward)
-            };
-        let (gram, next) = if is_wide {
-            let gram = multiply(x, x, &square, [rows, cols, rows], WeightLayout::OutIn);
-            (
-                gram,
-                multiply(&square, x, &product, [rows, rows, cols], WeightLayout::InOut),
-            )
+        let multiply = |inp: &Buffer, weight: &Buffer, out: &Buffer, shape| LinearForward {
+            inp: inp.clone(),
+            weight: weight.clone(),
+            bias: None,
+            residual: None,
+            out: out.clone(),
+            shape,
+        };
+        let shape = |rows, inputs, outputs, layout| LinearShape {
+            rows,
+            inputs,
+            outputs,
+            layout,
+        };
+        let in_out = |rows, inputs, outputs| shape(rows, inputs, outputs, WeightLayout::InOut);
+        let (gram, next): (Op, _) = if is_wide {
+            let gram = multiply(x, x, &square, shape(rows, cols, rows, WeightLayout::OutIn));
+            let next = multiply(&square, x, &product, in_out(rows, rows, cols));
+            (gram.into(), next)
         } else {
             let gram = LinearDweight {
                 inp: x.clone(),
                 dout: x.clone(),
                 dweight: square.clone(),
                 accumulate: false,
-                shape: LinearShape {
-                    rows,
-                    inputs: cols,
-                    outputs: cols,
-                    layout: WeightLayout::InOut,
-                },
+                shape: in_out(rows, cols, cols),
             };
-            (
-                gram.into(),
-                multiply(x, &square, &product, [rows, cols, cols], WeightLayout::InOut),
-            )
+            let next = multiply(x, &square, &product, in_out(rows, cols, cols));
+            (gram.into(), next)
         };
         vec![
             gram,
-            multiply(&square, &square, &fourth, [side; 3], WeightLayout::InOut),
+            multiply(&square, &square, &fourth, in_out(side, side, side)).into(),
             blend((b, &square), (c, &fourth), &self.one),
-            next,
+            next.into(),
             blend((a, x), (1.0, &product), &self.one),
         ]
     }
@@ -363,7 +300,7 @@ impl Orthogonal {
 /// `x = keep·x + add·scale·y`; without `keep` whatever `x` is.
 fn blend((keep, x): (f32, &Buffer), (add, y): (f32, &Buffer), scale: &Buffer) -> Op {
     let update = Update {
-        rule: Arc::new(Blend { keep, add }),
+        rule: muon_blend(keep, add),
         param: x.clone(),
         copy: None,
         grad: y.clone(),
@@ -375,137 +312,6 @@ fn blend((keep, x): (f32, &Buffer), (add, y): (f32, &Buffer), scale: &Buffer) ->
     update.into()
 }
 
-/// `m = μm + (1−μ)g`, and `param`, which is not read, becomes `d`.
-#[derive(Clone, Copy, Debug)]
-struct Momentum {
-    momentum: f32,
-    nesterov: bool,
-}
-
-/// See [`blend`].
-#[derive(Clone, Copy, Debug)]
-struct Blend {
-    keep: f32,
-    add: f32,
-}
-
-/// `p −= lr·(gain·g + λp)`, whatever the factor of the gradient is, if it is finite.
-#[derive(Clone, Copy, Debug)]
-struct Descend {
-    gain: f32,
-}
-
-impl Momentum {
-    fn share(self) -> f32 {
-        (1.0 - f64::from(self.momentum)) as f32
-    }
-}
-
-impl UpdateRule for Momentum {
-    fn name(&self) -> &'static str {
-        "muon_momentum"
-    }
-
-    fn slots(&self) -> &'static [&'static str] {
-        &["exp_avg"]
-    }
-
-    fn source(&self) -> &'static KernelSource {
-        &SOURCE
-    }
-
-    fn constants(&self, _step: u64) -> Vec<f32> {
-        vec![self.momentum, self.share(), f32::from(u8::from(self.nesterov))]
-    }
-
-    fn update(&self, isa: Isa, mut part: UpdatePart<'_>, numbers: &UpdateNumbers) {
-        let m = part.slots.pop().expect("the rule has one slot");
-        let f = [self.momentum, self.share(), numbers.scale];
-        momentum(isa, part.param, part.grad, m, f, self.nesterov);
-    }
-}
-
-impl UpdateRule for Blend {
-    fn name(&self) -> &'static str {
-        "muon_blend"
-    }
-
-    fn slots(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    fn source(&self) -> &'static KernelSource {
-        &SOURCE
-    }
-
-    fn constants(&self, _step: u64) -> Vec<f32> {
-        vec![self.keep, self.add]
-    }
-
-    fn update(&self, isa: Isa, part: UpdatePart<'_>, numbers: &UpdateNumbers) {
-        blended(isa, part.param, part.grad, [self.keep, self.add, numbers.scale]);
-    }
-}
-
-impl UpdateRule for Descend {
-    fn name(&self) -> &'static str {
-        "muon_descend"
-    }
-
-    fn slots(&self) -> &'static [&'static str] {
-        &[]
-    }
-
-    fn source(&self) -> &'static KernelSource {
-        &SOURCE
-    }
-
-    fn constants(&self, _step: u64) -> Vec<f32> {
-        vec![self.gain]
-    }
-
-    fn update(&self, isa: Isa, part: UpdatePart<'_>, numbers: &UpdateNumbers) {
-        let Rates { lr, weight_decay } = numbers.rates;
-        descend(isa, part.param, part.grad, [self.gain, lr, weight_decay]);
-    }
-}
-
-kernel! {
-    fn momentum<'a, T>(
-        d: &'a mut [T],
-        grad: &'a [T],
-        m: &'a mut [T],
-        f: [T; 3],
-        nesterov: bool,
-    ) -> () {
-        let [momentum, share, scale] = f;
-        for ((d, &g), m) in d.iter_mut().zip(grad).zip(m) {
-            let g = g * scale;
-            *m = momentum * *m + share * g;
-            *d = if nesterov { share * g + momentum * *m } else { *m };
-        }
-    }
-}
-
-kernel! {
-    fn blended<'a, T>(x: &'a mut [T], y: &'a [T], f: [T; 3]) -> () {
-        let [keep, add, scale] = f;
-        for (x, &y) in x.iter_mut().zip(y) {
-            let kept = if keep == T::ZERO { T::ZERO } else { keep * *x };
-            *x = kept + add * (y * scale);
-        }
-    }
-}
-
-kernel! {
-    fn descend<'a, T>(param: &'a mut [T], direction: &'a [T], f: [T; 3]) -> () {
-        let [gain, lr, weight_decay] = f;
-        for (p, &g) in param.iter_mut().zip(direction) {
-            *p = *p - lr * (gain * g + weight_decay * *p);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -514,7 +320,7 @@ mod tests {
     use crate::device::CpuDevice;
     use crate::model::{GroupId, Init};
     use crate::optim::{Optimizer, StateMemory, UpdateStep};
-    use crate::parallel::{GradSpec, GradientLayout, LayoutConfig};
+    use crate::parallel::{GradSpec, GradientLayout, LayoutConfig, Portion};
     use crate::session::Cancel;
 
     /// Row-major.

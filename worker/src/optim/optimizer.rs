@@ -3,21 +3,21 @@
 
 use std::sync::Arc;
 
-use super::muon::{Muon, MuonStep, is_hidden_matrix};
+use super::muon::{Muon, is_hidden_matrix};
 use super::rates::{GroupRates, ParamGroups};
-use super::rule;
+use super::rules::{StepMemory, rule};
 use super::state_memory::{StateBytes, StateMemory};
 use crate::collective::{Communicator, Work};
 use crate::config::{OptimizerConfig, OptimizerKind};
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Stream};
 use crate::model::{ParamId, ParamSpec};
-use crate::ops::{Cast, Rates, Runs, Update, UpdateRule};
+use crate::ops::{Cast, Rates, Runs, UpdateRule};
 use crate::parallel::{OwnPiece, Place, Portion, ReduceError, Sharding};
 
 /// State slots of a rule, the masters if parameters have any, and what is updated how.
 pub struct Optimizer {
     home: Arc<StateMemory>,
-    rule: Arc<dyn UpdateRule>,
+    rule: Arc<UpdateRule>,
     /// In the order of [`UpdateRule::slots`].
     slots: Vec<Portion>,
     /// In f32, of parameters that are used in bf16, or by a device that the state is not on.
@@ -59,7 +59,7 @@ impl Optimizer {
         config: &OptimizerConfig,
     ) -> Result<Self, ReduceError> {
         let (rule, groups) = (rule(config), ParamGroups::of(config, params));
-        let slots = rule.slots().iter().map(|name| shard(&home, sharding, name));
+        let slots = rule.slots.iter().map(|name| shard(&home, sharding, name));
         let muon = match config.kind {
             OptimizerKind::Muon => {
                 let params = (params, &groups);
@@ -119,37 +119,22 @@ impl Optimizer {
             lr: step.lr * group.lr_scale,
             weight_decay: group.weight_decay,
         });
-        let rates: Arc<[Rates]> = rates.collect();
-        let updates = self.stretches.iter().map(|Stretch { place, ends }| {
-            let update = Update {
-                rule: self.rule.clone(),
-                param: self.masters(params).slice(place),
-                copy: self.masters.is_some().then(|| params.slice(place)),
-                grad: grads.slice(place),
-                slots: self.slots.iter().map(|slot| slot.slice(place)).collect(),
-                scale: step.scale.clone(),
-                runs: Runs {
-                    ends: ends.clone(),
-                    rates: rates.clone(),
-                },
-                step: step.number,
-            };
-            update.into()
-        });
-        self.home.enqueue_all(stream, updates.collect());
-        let Some(muon) = &self.muon else {
-            return Vec::new();
-        };
-        muon.step(&MuonStep {
-            stream,
+        let memory = StepMemory {
             params: self.masters(params),
             copies: self.masters.is_some().then_some(params),
             grads,
-            exp_avg: &self.slots[0],
+            slots: &self.slots,
             scale: &step.scale,
-            rates: &rates,
+            rates: rates.collect(),
             number: step.number,
-        })
+        };
+        let updates = self.stretches.iter().map(|Stretch { place, ends }| {
+            let (ends, rates) = (ends.clone(), memory.rates.clone());
+            memory.update(&self.rule, place, Runs { ends, rates }).into()
+        });
+        self.home.enqueue_all(stream, updates.collect());
+        let muon = self.muon.iter();
+        muon.flat_map(|muon| muon.step(stream, &memory)).collect()
     }
 
     /// Reads and writes masters, state and parameters.
@@ -160,7 +145,7 @@ impl Optimizer {
 
     /// State of what this rank owns: name and numbers of each slot.
     pub fn slots(&self) -> impl Iterator<Item = (&'static str, &Portion)> {
-        self.rule.slots().iter().copied().zip(&self.slots)
+        self.rule.slots.iter().copied().zip(&self.slots)
     }
 
     /// Size of state and masters in bytes.

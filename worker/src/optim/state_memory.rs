@@ -61,8 +61,17 @@ impl StateMemory {
     /// In memory of the host, with so many threads for updates, in pieces of so many elements. In the device's memory
     /// where that is the host's.
     pub fn on_host(device: Arc<dyn Device>, threads: usize, piece: usize) -> Result<Self, DeviceError> {
-        let location =
-            HostState::new(&device, threads, piece)?.map_or(StateLocation::Device, StateLocation::Host);
+        // The largest pass brings gradients and a factor in f32, and takes parameters in f32.
+        let slot = 2 * piece * size_of::<f32>() + 4096;
+        let location = match HostPipeline::new(&device, slot)? {
+            None => StateLocation::Device,
+            Some(pipeline) => StateLocation::Host(HostState {
+                host: Arc::new(CpuDevice::new(threads)?),
+                pipeline,
+                piece,
+                state: Mutex::default(),
+            }),
+        };
         Ok(Self { device, location })
     }
 
@@ -123,21 +132,22 @@ impl StateMemory {
 
     /// Puts a copy of `bytes` into a part of the state, or of the parameters, in stream order.
     pub fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
-        match &self.location {
-            StateLocation::Host(state) if state.holds(dst) => state.upload(stream, dst, bytes),
-            _ => self.device.upload(stream, dst, bytes),
+        match self.held_by(dst) {
+            Some(state) => state.upload(stream, dst, bytes),
+            None => self.device.upload(stream, dst, bytes),
         }
     }
 
     /// Blocks until the stream is empty; returns its first error since the last call.
     pub fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
         self.device.synchronize(stream)?;
-        self.host_state().map_or(Ok(()), HostState::failure)
+        let on_host = self.host_state();
+        on_host.map_or(Ok(()), |state| state.pipeline.failure())
     }
 
     /// Synchronises, then returns the bytes of a part of the state, or of the parameters.
     pub fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
-        if !self.host_state().is_some_and(|state| state.holds(src)) {
+        if self.held_by(src).is_none() {
             return self.device.download(stream, src);
         }
         self.synchronize(stream)?;
@@ -146,11 +156,16 @@ impl StateMemory {
 
     /// As [`StateMemory::download`], to `dst`, which has as many bytes.
     pub fn download_to(&self, stream: Stream, src: &Buffer, dst: &mut [u8]) -> Result<(), DeviceError> {
-        if !self.host_state().is_some_and(|state| state.holds(src)) {
+        if self.held_by(src).is_none() {
             return self.device.download_to(stream, src, dst);
         }
         self.synchronize(stream)?;
         copy_same_length(&src.host_bytes()?, dst)
+    }
+
+    /// The state on the host that a buffer is a part of.
+    fn held_by(&self, buffer: &Buffer) -> Option<&HostState> {
+        self.host_state().filter(|state| state.holds(buffer))
     }
 
     /// Puts an operation on the stream piece by piece.
@@ -163,29 +178,25 @@ impl StateMemory {
             Op::Cast(Cast { x, out }) => (x.len(), vec![x.clone(), out.clone()]),
             _ => return self.device.enqueue(stream, op),
         };
-        for start in (0..len).step_by(PIECE) {
-            let (piece, next) = (
-                start..len.min(start + PIECE),
-                len.min(start + PIECE)..len.min(start + 2 * PIECE),
-            );
+        for piece in pieces(len, PIECE) {
+            let next = piece.end..len.min(piece.end + PIECE);
             in_files(&buffers, FileMemory::prefetch, &next);
-            self.device.enqueue(stream, part(&op, &piece));
+            let op = match &op {
+                Op::Update(op) => op.slice(&piece).into(),
+                Op::Cast(op) => op.slice(&piece).into(),
+                other => other.clone(),
+            };
+            self.device.enqueue(stream, op);
             // On a device that runs later this comes early; that costs time, never a number.
             in_files(&buffers, FileMemory::evict, &piece);
         }
     }
 }
 
-/// An update or a conversion of some of the elements.
-fn part(op: &Op, range: &Range<usize>) -> Op {
-    match op {
-        Op::Update(op) => op.slice(range).into(),
-        Op::Cast(Cast { x, out }) => {
-            let [x, out] = [x, out].map(|buffer| buffer.slice(range.clone()));
-            Cast { x, out }.into()
-        }
-        other => other.clone(),
-    }
+/// Ranges of `most` elements, and what is left.
+fn pieces(len: usize, most: usize) -> impl Iterator<Item = Range<usize>> {
+    let starts = (0..len).step_by(most);
+    starts.map(move |start| start..len.min(start + most))
 }
 
 /// What of `buffer` lies in a file need not be resident for a while; other memory stays. To be called behind each part of
@@ -217,26 +228,6 @@ pub struct HostState {
 }
 
 impl HostState {
-    /// With so many threads for updates, in pieces of so many elements. None over a device whose memory is the host's:
-    /// its state is there already.
-    pub(super) fn new(
-        device: &Arc<dyn Device>,
-        threads: usize,
-        piece: usize,
-    ) -> Result<Option<Self>, DeviceError> {
-        // The largest pass brings gradients and a factor in f32, and takes parameters in f32.
-        let slot = 2 * piece * size_of::<f32>() + 4096;
-        let Some(pipeline) = HostPipeline::new(device, slot)? else {
-            return Ok(None);
-        };
-        Ok(Some(Self {
-            host: Arc::new(CpuDevice::new(threads)?),
-            pipeline,
-            piece,
-            state: Mutex::default(),
-        }))
-    }
-
     /// Page-locked memory of the host through which pieces go.
     #[must_use]
     pub const fn staging_bytes(&self) -> usize {
@@ -267,7 +258,7 @@ impl HostState {
             match op {
                 Op::Update(op) if self.holds(&op.param) => updates.push(op),
                 Op::Cast(op) if self.holds(&op.x) || self.holds(&op.out) => {
-                    passes.append(&mut self.convert(&op));
+                    passes.extend(pieces(op.x.len(), self.piece).map(|piece| self.convert(op.slice(&piece))));
                 }
                 other => device.enqueue(stream, other),
             }
@@ -288,11 +279,6 @@ impl HostState {
         self.pipeline.run(stream, vec![pass]);
     }
 
-    /// The first error of what was put on any stream.
-    fn failure(&self) -> Result<(), DeviceError> {
-        self.pipeline.failure()
-    }
-
     /// True if this was allocated here.
     pub(super) fn holds(&self, buffer: &Buffer) -> bool {
         self.state().iter().any(|arena| arena.same(buffer.arena()))
@@ -302,42 +288,24 @@ impl HostState {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The passes of a conversion between state and memory of the device.
-    fn convert(&self, op: &Cast) -> Vec<HostPass> {
-        let starts = (0..op.x.len()).step_by(self.piece);
-        let ranges = starts.map(|start| start..op.x.len().min(start + self.piece));
-        ranges
-            .map(|range| self.convert_piece(&op.x.slice(range.clone()), &op.out.slice(range)))
-            .collect()
-    }
-
-    fn convert_piece(&self, x: &Buffer, out: &Buffer) -> HostPass {
+    /// A conversion between state and memory of the device.
+    fn convert(&self, Cast { x, out }: Cast) -> HostPass {
         let host = self.host.clone();
         let (from, to) = (x.dtype(), out.dtype());
-        if self.holds(x) {
-            let state = x.clone();
+        if self.holds(&x) {
             return HostPass {
                 inputs: Vec::new(),
-                outputs: vec![out.clone()],
+                outputs: vec![out],
                 work: Box::new(move |_, written| {
-                    cast_bytes(
-                        host.cpu(),
-                        (from, &state.host_bytes()?[..]),
-                        (to, &mut *written[0]),
-                    )
+                    cast_bytes(host.cpu(), (from, &x.host_bytes()?), (to, &mut *written[0]))
                 }),
             };
         }
-        let state = out.clone();
         HostPass {
-            inputs: vec![x.clone()],
+            inputs: vec![x],
             outputs: Vec::new(),
             work: Box::new(move |read, _| {
-                cast_bytes(
-                    host.cpu(),
-                    (from, read[0]),
-                    (to, &mut state.host_bytes_mut()?[..]),
-                )
+                cast_bytes(host.cpu(), (from, read[0]), (to, &mut out.host_bytes_mut()?))
             }),
         }
     }
@@ -345,10 +313,8 @@ impl HostState {
 
 /// Elements that lie side by side in gradients, parameters and state, and the updates of parts of them.
 struct UpdatePiece {
-    grad: Buffer,
-    /// The masters.
-    param: Buffer,
-    copy: Buffer,
+    /// Gradients, masters, and the parameters on the device.
+    buffers: [Buffer; 3],
     updates: Vec<(Range<usize>, Update)>,
 }
 
@@ -374,9 +340,7 @@ impl UpdatePiece {
 
     fn of(update: Update) -> Self {
         Self {
-            grad: update.grad.clone(),
-            param: update.param.clone(),
-            copy: target(&update).clone(),
+            buffers: buffers(&update).map(Buffer::clone),
             updates: vec![(0..update.param.len(), update)],
         }
     }
@@ -384,26 +348,21 @@ impl UpdatePiece {
     /// How many elements of `op`, from its element `start` on, can join. None if it does not follow with the same
     /// distance everywhere; if it does, what lies between belongs to no parameter.
     fn room_for(&self, op: &Update, start: usize, most: usize) -> Option<usize> {
-        let pairs = [
-            (&self.grad, &op.grad),
-            (&self.param, &op.param),
-            (&self.copy, target(op)),
-        ];
-        let mut gaps = pairs.iter().map(|(own, next)| {
+        let mut gaps = self.buffers.iter().zip(buffers(op)).map(|(own, next)| {
             let gap = (next.range().start + start).checked_sub(own.range().end);
             gap.filter(|_| own.arena().same(next.arena()))
         });
         let gap = gaps.next()??;
         let scale = &self.updates[0].1.scale;
         let follows = gaps.all(|other| other == Some(gap)) && scale.arena().same(op.scale.arena());
-        let room = most.checked_sub(self.param.len() + gap)?;
+        let room = most.checked_sub(self.buffers[0].len() + gap)?;
         (follows && room > 0).then_some(room)
     }
 
     fn join(&mut self, update: Update) {
-        let start = update.param.range().start - self.param.range().start;
+        let start = update.grad.range().start - self.buffers[0].range().start;
         let end = start + update.param.len();
-        for buffer in [&mut self.grad, &mut self.param, &mut self.copy] {
+        for buffer in &mut self.buffers {
             let first = buffer.range().start;
             *buffer = buffer.arena().slice(first..first + end);
         }
@@ -413,12 +372,8 @@ impl UpdatePiece {
     /// The last operation reads all masters of the piece: where an update is skipped, and between two, parameters
     /// become what they are.
     fn pass(self, host: &Arc<CpuDevice>) -> HostPass {
-        let Self {
-            grad,
-            param,
-            copy,
-            updates,
-        } = self;
+        let Self { buffers, updates } = self;
+        let [grad, param, copy] = buffers;
         let host = host.clone();
         let (each, to) = (grad.dtype().bytes(), copy.dtype());
         let scale = updates[0].1.scale.clone();
@@ -434,21 +389,20 @@ impl UpdatePiece {
                 let scale = read[1].chunks_exact(size_of::<f32>());
                 let scale: Vec<f32> = scale.map(bytemuck::pod_read_unaligned).collect();
                 for (range, update) in &updates {
-                    update.run(host.cpu(), &read[0][range.start * each..range.end * each], &scale)?;
+                    let grad = &read[0][range.start * each..range.end * each];
+                    update.run(host.cpu(), (grad, None), &scale)?;
                 }
-                cast_bytes(
-                    host.cpu(),
-                    (DType::F32, &param.host_bytes()?[..]),
-                    (to, &mut *written[0]),
-                )
+                let masters = (DType::F32, &param.host_bytes()?[..]);
+                cast_bytes(host.cpu(), masters, (to, &mut *written[0]))
             }),
         }
     }
 }
 
-/// The parameters that an update leaves on the device.
-fn target(op: &Update) -> &Buffer {
-    op.copy.as_ref().expect("state on the host has masters")
+/// Gradients, masters, and the parameters that an update leaves on the device.
+fn buffers(op: &Update) -> [&Buffer; 3] {
+    let copy = op.copy.as_ref().expect("state on the host has masters");
+    [&op.grad, &op.param, copy]
 }
 
 #[cfg(test)]
@@ -456,7 +410,7 @@ mod tests {
     use super::*;
     use crate::device::{CpuDevice, DType};
     use crate::ops::{Rates, Runs};
-    use crate::optim::AdamW;
+    use crate::optim::adamw;
 
     /// Resident bytes of the mapping that begins at an address.
     fn resident(address: usize) -> usize {
@@ -495,10 +449,7 @@ mod tests {
                     weight_decay: 0.1,
                 };
                 let update = Update {
-                    rule: Arc::new(AdamW {
-                        betas: [0.9, 0.95],
-                        eps: 1e-8,
-                    }),
+                    rule: adamw([0.9, 0.95], 1e-8),
                     param: param.clone(),
                     copy: None,
                     grad: grad.clone(),

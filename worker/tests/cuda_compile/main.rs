@@ -17,6 +17,8 @@ mod card;
 mod compiled;
 mod cubin;
 mod launches;
+#[path = "../local_model/mod.rs"]
+mod local_model;
 #[path = "../op_cases/mod.rs"]
 mod op_cases;
 mod paper;

@@ -4,8 +4,8 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use ddp_worker::device::{Device, IdleDevice};
+use ddp_worker::ops::Op;
 use ddp_worker::ops::cuda::{Call, plan};
-use ddp_worker::ops::{GeluBackward, GeluForward, Op};
 
 /// A launch that something asked for.
 #[derive(Clone, Debug)]
@@ -68,20 +68,8 @@ impl Paper {
 /// The kernel of ours that an operation launches beside its product.
 fn beside_product(op: &Op) -> Option<Op> {
     match op {
-        Op::LinearGeluForward(op) => Some(
-            GeluForward {
-                inp: op.wide.clone(),
-                out: op.out.clone(),
-            }
-            .into(),
-        ),
-        Op::LinearGeluBackward(op) => Some(
-            GeluBackward {
-                inp_out: op.wide_active.clone(),
-                dout_dinp: op.dwide.clone(),
-            }
-            .into(),
-        ),
+        Op::LinearGeluForward(op) => Some(op.gelu.clone().into()),
+        Op::LinearGeluBackward(op) => Some(op.gelu.clone().into()),
         _ => None,
     }
 }

@@ -7,15 +7,15 @@ use std::sync::Arc;
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
 use ddp_worker::device::{Arena, ArenaSpec, Buffer, DType, Device};
 use ddp_worker::model::{
-    Activation, ActivationPool, Context, Flight, LocalGrads, Model, NoHooks, ParamId, Params, Passes,
-    SampleKey, build,
+    Activation, ActivationPool, Context, Flight, Model, NoHooks, ParamId, Params, Passes, SampleKey, build,
 };
 use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, ColumnSum, Fill, LossSum, Rates, Runs, Scale, SquaredNorm, UPDATE_NUMBERS,
     Update, Updates,
 };
-use ddp_worker::optim::AdamW;
+use ddp_worker::optim;
 
+use crate::local_model::LocalGrads;
 use crate::op_cases::Types;
 
 /// A model, and the samples of a micro-batch.
@@ -107,26 +107,23 @@ impl Job {
         let ids = || buffer(device, DType::I32, rows);
         let (targets, dloss) = (ids(), buffer(device, DType::F32, rows));
         let pool = ActivationPool::new(device.clone());
+        let ranges = ranges(model);
+        let arena = buffer(device, types.act, length(model)).arena().clone();
+        let params = Blank { arena, ranges };
         let ctx = Context {
             device: device.as_ref(),
             stream: device.stream(),
             pool: &pool,
+            params: &params,
             targets: &targets,
             dloss: Some(&dloss),
             dtype: types.act,
             samples: Some(SampleKey::default()),
             timeline: None,
         };
-        let ranges = ranges(model);
-        let arena = buffer(device, types.act, length(model)).arena().clone();
-        let params = Blank { arena, ranges };
         let mut grads = LocalGrads::new(device.as_ref(), model, types.grad).unwrap();
         grads.start_step();
-        let passes = Passes {
-            model,
-            ctx: &ctx,
-            params: &params,
-        };
+        let passes = Passes { model, ctx: &ctx };
         let tokens = Activation::borrowed(ids(), vec![self.batch, self.positions]);
         for _ in 0..2 {
             let mut flight = Flight::over(model.whole());
@@ -217,10 +214,7 @@ fn adamw(device: &Arc<dyn Device>, model: &Model, types: Types) -> Update {
         .filter(|(spec, _)| !spec.decay);
     let spared: Vec<_> = spared.map(|(_, range)| range).collect();
     Update {
-        rule: Arc::new(AdamW {
-            betas: [0.9, 0.95],
-            eps: 1e-8,
-        }),
+        rule: optim::adamw([0.9, 0.95], 1e-8),
         runs: Runs::sparing(length(model), &spared, Rates::new(1e-3, 0.1)),
         param: all(DType::F32),
         copy: (types.act == DType::Bf16).then(|| all(DType::Bf16)),

@@ -1,7 +1,5 @@
 //! Each operation against the CPU device.
 
-use std::sync::Arc;
-
 use crate::device::Imitation;
 use crate::op_cases::numbers::numbers;
 use crate::op_cases::{Bench, Case, Kind, Outcome, Size, Tensor, Types, catalogue};
@@ -10,7 +8,7 @@ use ddp_worker::ops::cuda::plan;
 use ddp_worker::ops::{
     AttentionBackward, AttentionShape, ColumnSum, EncoderForward, Rates, Runs, TokenBackward, Update,
 };
-use ddp_worker::optim::{self, AdamW};
+use ddp_worker::optim::{self, adamw};
 
 /// Orders of threads that each case is run in.
 const SCHEDULES: u32 = 3;
@@ -66,7 +64,7 @@ fn fill_and_scale() {
 #[test]
 fn updates() {
     for rule in optim::rules() {
-        check(rule.name());
+        check(rule.name);
     }
 }
 
@@ -78,10 +76,7 @@ fn what_decays_and_what_does_not_are_updated_by_one_kernel() {
         let [param, grad, m, v] = [5000; 4].map(buffer);
         let spared: Vec<_> = (0..ranges).map(|i| 16 * i..16 * i + 8).collect();
         let update = Update {
-            rule: Arc::new(AdamW {
-                betas: [0.9, 0.99],
-                eps: 1e-8,
-            }),
+            rule: adamw([0.9, 0.99], 1e-8),
             runs: Runs::sparing(5000, &spared, Rates::new(1.0, 0.1)),
             param,
             copy: None,
@@ -213,10 +208,7 @@ fn a_factor_that_is_no_number_skips_the_update() {
             .map(|t| t.values.iter().map(|x| f64::from(*x as f32)).collect())
             .collect();
         let case = Case::new("a skipped step".to_owned(), tensors, |b| Update {
-            rule: Arc::new(AdamW {
-                betas: [0.9, 0.99],
-                eps: 1e-8,
-            }),
+            rule: adamw([0.9, 0.99], 1e-8),
             runs: Runs::uniform(b[0].len(), Rates::new(1.0, 0.1)),
             param: b[0].clone(),
             copy: None,

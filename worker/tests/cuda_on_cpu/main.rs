@@ -17,6 +17,8 @@ mod device;
 mod faults;
 mod fenced;
 mod kernels;
+#[path = "../local_model/mod.rs"]
+mod local_model;
 mod model;
 #[path = "../op_cases/mod.rs"]
 mod op_cases;

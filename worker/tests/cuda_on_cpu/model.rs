@@ -5,11 +5,10 @@ use std::sync::Arc;
 
 use ddp_worker::config::{Model as ModelConfig, ModelKind};
 use ddp_worker::device::{ArenaSpec, CpuDevice, DType, Device};
-use ddp_worker::model::{
-    Activation, ActivationPool, Context, Flight, LocalGrads, LocalParams, NoHooks, Passes, SampleKey, build,
-};
+use ddp_worker::model::{Activation, ActivationPool, Context, Flight, NoHooks, Passes, SampleKey, build};
 
 use crate::device::Imitation;
+use crate::local_model::{LocalGrads, LocalParams};
 
 const BATCH: usize = 2;
 const POSITIONS: usize = 6;
@@ -48,6 +47,7 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
         device: device.as_ref(),
         stream,
         pool: &pool,
+        params: &params,
         targets: &targets,
         dloss: Some(&dloss),
         dtype: DType::F32,
@@ -57,7 +57,6 @@ fn step(device: &Arc<dyn Device>, dropout: f32) -> [Vec<f32>; 2] {
     let passes = Passes {
         model: &model,
         ctx: &ctx,
-        params: &params,
     };
     let mut flight = Flight::over(model.whole());
     let tokens = Activation::borrowed(tokens, vec![BATCH, POSITIONS]);

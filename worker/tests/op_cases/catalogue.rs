@@ -9,7 +9,7 @@ use ddp_worker::ops::{
     GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LossSum, PositionBackward, Rates, Runs,
     Scale, SquaredNorm, TokenBackward, Update, UpdateRule, Updates,
 };
-use ddp_worker::optim::{self, AdamW};
+use ddp_worker::optim;
 
 use super::matrix::{attention, linear};
 use super::numbers::{numbers, positive, tokens};
@@ -164,14 +164,10 @@ fn dropout(size: Size) -> Vec<Case> {
 }
 
 fn adamw(n: usize, copy: bool, factor: f64, spared: Vec<Range<usize>>) -> Case {
-    let rule = AdamW {
-        betas: [0.9, 0.95],
-        eps: 1e-8,
-    };
-    update(Arc::new(rule), n, copy, factor, spared)
+    update(optim::adamw([0.9, 0.95], 1e-8), n, copy, factor, spared)
 }
 
-fn update(rule: Arc<dyn UpdateRule>, n: usize, copy: bool, factor: f64, spared: Vec<Range<usize>>) -> Case {
+fn update(rule: Arc<UpdateRule>, n: usize, copy: bool, factor: f64, spared: Vec<Range<usize>>) -> Case {
     let mut tensors = vec![
         close(F32, 1, n),
         input(GRAD, 2, n),
@@ -179,14 +175,14 @@ fn update(rule: Arc<dyn UpdateRule>, n: usize, copy: bool, factor: f64, spared: 
     ];
     // Second moments are positive.
     let slots = [numbers(3, n), positive(4, n)].map(|values| Tensor::new(F32, values).result(Outcome::Close));
-    tensors.extend(slots.into_iter().take(rule.slots().len()));
+    tensors.extend(slots.into_iter().take(rule.slots.len()));
     if copy {
         tensors.push(close(Kind::Fixed(DType::Bf16), 5, n));
     }
-    let (kind, ranges) = (rule.name(), spared.len());
+    let (kind, ranges) = (rule.name, spared.len());
     let name = format!("{kind} of {n}, factor {factor}, {ranges} ranges spared");
     Case::new(name, tensors, move |b| {
-        let (slots, copy) = b[3..].split_at(rule.slots().len());
+        let (slots, copy) = b[3..].split_at(rule.slots.len());
         Update {
             runs: Runs::sparing(n, &spared, Rates::new(1e-2, 0.1)),
             rule: rule.clone(),

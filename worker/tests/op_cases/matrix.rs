@@ -2,8 +2,8 @@
 
 use ddp_worker::device::DType;
 use ddp_worker::ops::{
-    AttentionBackward, AttentionForward, AttentionShape, DropoutMask, LinearDinp, LinearDweight,
-    LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, WeightLayout,
+    AttentionBackward, AttentionForward, AttentionShape, DropoutMask, GeluBackward, GeluForward, LinearDinp,
+    LinearDweight, LinearForward, LinearGeluBackward, LinearGeluForward, LinearShape, WeightLayout,
 };
 
 use super::numbers::numbers;
@@ -93,12 +93,18 @@ fn gelu_forward(shape: LinearShape) -> Case {
     ];
     let name = format!("linear and gelu forward of {shape:?}");
     Case::new(name, tensors, move |b| LinearGeluForward {
-        inp: b[0].clone(),
-        weight: b[1].clone(),
-        bias: b[2].clone(),
-        wide: b[3].clone(),
-        out: b[4].clone(),
-        shape,
+        linear: LinearForward {
+            inp: b[0].clone(),
+            weight: b[1].clone(),
+            bias: Some(b[2].clone()),
+            residual: None,
+            out: b[3].clone(),
+            shape,
+        },
+        gelu: GeluForward {
+            inp: b[3].clone(),
+            out: b[4].clone(),
+        },
     })
 }
 
@@ -112,11 +118,16 @@ fn gelu_backward(shape: LinearShape) -> Case {
     ];
     let name = format!("linear and gelu backward of {shape:?}");
     Case::new(name, tensors, move |b| LinearGeluBackward {
-        dout: b[0].clone(),
-        weight: b[1].clone(),
-        wide_active: b[2].clone(),
-        dwide: b[3].clone(),
-        shape,
+        linear: LinearDinp {
+            dout: b[0].clone(),
+            weight: b[1].clone(),
+            dinp: b[3].clone(),
+            shape,
+        },
+        gelu: GeluBackward {
+            inp_out: b[2].clone(),
+            dout_dinp: b[3].clone(),
+        },
     })
 }
 

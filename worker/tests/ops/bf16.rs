@@ -5,8 +5,6 @@
 //! Sums of a few thousand products of numbers near 1 are within 10⁻⁴ in f32. A second rounding anywhere (of an
 //! intermediate, of a partial sum) would break the bound for some of the elements.
 
-use std::sync::Arc;
-
 use ddp_worker::config::ModelKind;
 use ddp_worker::device::{Buffer, DType, Isa};
 use ddp_worker::model::build;
@@ -15,7 +13,7 @@ use ddp_worker::ops::{
     GeluBackward, GeluForward, LayerNormBackward, LayerNormForward, LinearDinp, LinearDweight, LinearForward,
     LinearShape, PositionBackward, Rates, Runs, SquaredNorm, TokenBackward, Update, WeightLayout,
 };
-use ddp_worker::optim::AdamW;
+use ddp_worker::optim::adamw;
 use half::bf16;
 
 use crate::rig::{Rank, Rig, config, numbers, numbers_f32, values, wide_values};
@@ -323,10 +321,7 @@ fn an_update_by_bf16_gradients_is_one_by_their_numbers_and_the_copy_is_the_maste
         let param = rig.buffer(&numbers_f32(2, n));
         let (m, v) = (rig.buffer(&vec![0.1_f32; n]), rig.buffer(&vec![0.2_f32; n]));
         rig.run(Update {
-            rule: Arc::new(AdamW {
-                betas: [0.9, 0.95],
-                eps: 1e-8,
-            }),
+            rule: adamw([0.9, 0.95], 1e-8),
             runs: Runs::uniform(param.clone().len(), Rates::new(1e-2, 0.1)),
             param: param.clone(),
             copy,

@@ -1,12 +1,10 @@
 //! The same bits with any number of threads and on any instruction set.
 
-use std::sync::Arc;
-
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, Isa};
 use ddp_worker::model::build;
 use ddp_worker::ops::{CHUNK, Rates, Runs, SquaredNorm, Update};
-use ddp_worker::optim::AdamW;
+use ddp_worker::optim::adamw;
 
 use crate::rig::{Rank, Rig, numbers_f32, wide_values};
 
@@ -35,10 +33,7 @@ fn step_bits(threads: usize, isa: Isa, (kind, dtype): (ModelKind, DType)) -> Vec
     });
     let master = rig.buffer(&numbers_f32(7, n));
     rig.run(Update {
-        rule: Arc::new(AdamW {
-            betas: [0.9, 0.95],
-            eps: 1e-8,
-        }),
+        rule: adamw([0.9, 0.95], 1e-8),
         runs: Runs::uniform(master.clone().len(), Rates::new(1e-3, 0.1)),
         param: master.clone(),
         copy: (dtype == DType::Bf16).then(|| rank.params.whole()),

@@ -1,7 +1,5 @@
 //! Operations without a gradient of their own, and refusals.
 
-use std::sync::Arc;
-
 use std::ops::Range;
 
 use ddp_worker::device::DType;
@@ -9,7 +7,7 @@ use ddp_worker::ops::{
     CHUNK, Cast, ClipScale, CrossEntropy, EncoderForward, Fill, LinearForward, LinearShape, LossSum, Rates,
     Runs, Scale, SquaredNorm, Update, Updates, WeightLayout,
 };
-use ddp_worker::optim::AdamW;
+use ddp_worker::optim::adamw;
 use half::bf16;
 
 use crate::rig::{Rig, assert_close, numbers_f32, values};
@@ -20,10 +18,7 @@ fn what_is_spared_does_not_decay() {
     let updated = |spared: &[Range<usize>], weight_decay, range: Range<usize>| {
         let [param, m] = [1, 2].map(|seed| rig.buffer(&numbers_f32(seed, n)));
         let all = Update {
-            rule: Arc::new(AdamW {
-                betas: [0.9, 0.999],
-                eps: 1e-8,
-            }),
+            rule: adamw([0.9, 0.999], 1e-8),
             runs: Runs::sparing(n, spared, Rates::new(0.1, weight_decay)),
             param: param.clone(),
             copy: None,
@@ -139,10 +134,7 @@ fn a_step_with_a_number_that_is_not_finite_is_skipped() {
         let [param, m, v] = [1.0_f32, 2.0, 3.0].map(|value| rig.buffer(&[value; 3]));
         let copy = rig.buffer(&[bf16::ONE; 3]);
         rig.run(Update {
-            rule: Arc::new(AdamW {
-                betas: [0.9, 0.95],
-                eps: 1e-8,
-            }),
+            rule: adamw([0.9, 0.95], 1e-8),
             runs: Runs::uniform(param.clone().len(), Rates::new(0.1, 0.1)),
             param: param.clone(),
             copy: Some(copy.clone()),
@@ -180,10 +172,7 @@ fn a_skipped_step_is_no_update_for_the_bias_corrections() {
             }),
         });
         rig.run(Update {
-            rule: Arc::new(AdamW {
-                betas: [0.9, 0.95],
-                eps: 0.0,
-            }),
+            rule: adamw([0.9, 0.95], 0.0),
             runs: Runs::uniform(param.clone().len(), Rates::new(0.125, 0.0)),
             param: param.clone(),
             copy: None,

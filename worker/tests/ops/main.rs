@@ -6,6 +6,8 @@ mod bf16;
 mod bits;
 mod elementwise;
 mod gradients;
+#[path = "../local_model/mod.rs"]
+mod local_model;
 mod model;
 mod model_gradients;
 mod optimizers;

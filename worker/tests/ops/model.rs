@@ -1,15 +1,12 @@
 //! Networks as a whole: schedules of micro-batches, memory, what they can see, that they learn.
 
-use std::sync::Arc;
-
 use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{DType, DeviceError, Event};
-use ddp_worker::model::{
-    Context, Flight, GradSink, GradSlot, LocalGrads, NoHooks, ParamId, SampleKey, Saved, build,
-};
+use ddp_worker::model::{Context, Flight, GradSink, GradSlot, NoHooks, ParamId, SampleKey, Saved, build};
 use ddp_worker::ops::{Rates, Runs, Update};
-use ddp_worker::optim::AdamW;
+use ddp_worker::optim::adamw;
 
+use crate::local_model::LocalGrads;
 use crate::rig::{Rank, Rig, assert_close, config, mean, values};
 
 const KINDS: [ModelKind; 2] = [ModelKind::Gpt2, ModelKind::Mlp];
@@ -219,10 +216,7 @@ fn a_tiny_batch_is_learnt_by_heart() {
         for step in 1..=150 {
             loss = rank.step(0);
             rank.rig.run(Update {
-                rule: Arc::new(AdamW {
-                    betas: [0.9, 0.95],
-                    eps: 1e-8,
-                }),
+                rule: adamw([0.9, 0.95], 1e-8),
                 runs: Runs::uniform(rank.params.whole().len(), Rates::new(1e-2, 0.0)),
                 param: rank.params.whole(),
                 copy: None,

@@ -6,10 +6,10 @@ use ddp_worker::config::{self, ModelKind};
 use ddp_worker::device::{
     ArenaSpec, Buffer, Cpu, CpuDevice, DType, Device, DeviceError, Element, Isa, Stream,
 };
-use ddp_worker::model::{
-    Activation, ActivationPool, Context, Flight, LocalGrads, LocalParams, Model, NoHooks, Passes, SampleKey,
-};
+use ddp_worker::model::{Activation, ActivationPool, Context, Flight, Model, NoHooks, Passes, SampleKey};
 use ddp_worker::ops::Op;
+
+use crate::local_model::{LocalGrads, LocalParams};
 
 /// A CPU and one stream of it.
 pub(crate) struct Rig {
@@ -205,6 +205,7 @@ impl Rank {
             device: self.rig.device.as_ref(),
             stream: self.rig.stream,
             pool: &self.pool,
+            params: &self.params,
             targets: &self.batches[micro_batch].targets,
             dloss: Some(&self.batches[micro_batch].dloss),
             dtype: self.dtype,
@@ -220,7 +221,6 @@ impl Rank {
         Passes {
             model: &self.model,
             ctx,
-            params: &self.params,
         }
     }
 

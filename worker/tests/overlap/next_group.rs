@@ -94,8 +94,8 @@ impl Watch for Groups {
         let reads = match op {
             Op::LinearForward(op) => Some(op.weight.clone()),
             Op::LinearDinp(op) => Some(op.weight.clone()),
-            Op::LinearGeluForward(op) => Some(op.weight.clone()),
-            Op::LinearGeluBackward(op) => Some(op.weight.clone()),
+            Op::LinearGeluForward(op) => Some(op.linear.weight.clone()),
+            Op::LinearGeluBackward(op) => Some(op.linear.weight.clone()),
             _ => None,
         };
         let mark = match op {

@@ -246,7 +246,7 @@ fn cut_model() -> (TempDir, Vec<u8>) {
     let model = crate::model::build(&model, 1).unwrap();
     let rule = crate::optim::rule(&crate::config::OptimizerConfig::default());
     let mut extents = Vec::new();
-    for kind in TensorKind::with_slots(rule.slots()) {
+    for kind in TensorKind::with_slots(rule.slots) {
         for spec in &model.params {
             let whole = Extent::whole(&kind, spec);
             if spec.key != "wte.weight" {

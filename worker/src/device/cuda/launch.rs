@@ -19,12 +19,6 @@ use crate::device::{Buffer, DType, DeviceError};
 /// Most arguments of one kernel.
 const MAX_ARGS: usize = 32;
 
-/// Puts one operation on a stream of a GPU.
-pub trait CudaKernel {
-    /// Checks sizes and types, launches, returns at once. Everything it launches goes to [`LaunchContext`]'s stream.
-    fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError>;
-}
-
 /// Blocks, threads and dynamic shared memory of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Grid {

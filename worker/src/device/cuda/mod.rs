@@ -12,7 +12,7 @@
 //! | `stream` | one stream: its first error, its last operations, its scratch memory, its staging | which operations exist |
 //! | `nvrtc` | from the text of a kernel to a CUBIN, on disk and in memory; needs no GPU | streams |
 //! | `kernel` | [`Kernel`]: modules in the device, functions in them | operations |
-//! | `launch` | [`LaunchContext`], [`CudaKernel`]: what an operation is given to put itself on a stream | which operation it is |
+//! | `launch` | [`LaunchContext`]: what an operation is given to put itself on a stream | which operation it is |
 //! | `matmul` | [`Product`]: matrix products by cuBLASLt, its algorithms by shape | layers |
 //! | `device` | [`CudaDevice`]: all of it as a [`super::Device`], and as [`super::HostSide`] | |
 //!
@@ -35,7 +35,7 @@ pub use super::CompileError;
 pub use device::CudaDevice;
 pub use driver::{CudaContext, GpuFacts, Reach, Survey, count_devices};
 pub use kernel::Kernel;
-pub use launch::{Args, CudaKernel, CudaOptions, Grid, LaunchContext};
+pub use launch::{Args, CudaOptions, Grid, LaunchContext};
 pub use matmul::{Epilogue, Operand, Product};
 pub use memory::{DeviceMemory, DevicePtr};
 pub use nvrtc::{Arch, CompileUnit, Cubin, CubinCache, Define, KernelSource, Nvrtc};

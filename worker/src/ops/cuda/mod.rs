@@ -1,7 +1,7 @@
 //! Operations on NVIDIA GPUs: their CUDA C, and what they ask of a GPU as data.
 //!
 //! `layernorm.cu` holds the kernels of an operation, without CUDA headers; `ops/layernorm.rs` checks sizes and chooses
-//! grid and types ([`Planned`]). The CPU kernels are the reference. Four rules:
+//! grid and types ([`super::Operation::plan`]). The CPU kernels are the reference. Four rules:
 //! - the same inputs give the same bits: no floating-point atomics, every sum has an order that is written down;
 //! - that order follows from the sizes alone, not from the GPU;
 //! - activations and parameters are f32 or bf16, statistics f32, arithmetic f32, partial norms f64;
@@ -28,88 +28,36 @@
 //! | `cross_entropy` | losses; with the gradient in place | s; 2s |
 //! | `loss_sum` | the sum of losses, in f64 | 4 a loss |
 
-mod attention;
 pub(super) mod plan;
 
-pub(crate) use super::update::{HEADERS as UPDATE_HEADERS, units_of};
-pub use plan::{Arg, Call, Plan, Planned};
+pub(crate) use super::update::units_of;
+pub(crate) use plan::kernels;
+pub use plan::{Arg, Call, Plan};
 
 use crate::device::DeviceError;
-use crate::device::cuda::{CompileUnit, CudaKernel, LaunchContext};
+use crate::device::cuda::CompileUnit;
 
 /// Everything that can be compiled, for checks without a GPU and for compiling ahead.
 #[must_use]
 pub fn units() -> Vec<CompileUnit> {
     [
-        attention::units(),
+        super::attention::units(),
         super::column_sum::units(),
         super::cross_entropy::units(),
         super::dropout::units(),
         super::elementwise::units(),
         super::encoder::units(),
-        super::gelu::units(),
         super::layernorm::units(),
         super::norm::units(),
     ]
     .concat()
 }
 
-/// Operations that launch what they plan.
-macro_rules! launches_its_plan {
-    ($($op:ident),* $(,)?) => {
-        $(impl CudaKernel for super::$op {
-            fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-                self.plan()?.launch(cx)
-            }
-        })*
-
-        /// What an operation launches; none if it does not say so beforehand.
-        #[must_use]
-        pub fn plan(op: &super::Op) -> Option<Result<Plan, DeviceError>> {
-            match op {
-                $(super::Op::$op(op) => Some(op.plan()),)*
-                _ => None,
-            }
-        }
-    };
+/// What an operation launches; none if it does not say so beforehand, or has no kernel.
+#[must_use]
+pub fn plan(op: &super::Op) -> Option<Result<Plan, DeviceError>> {
+    match op.plan() {
+        Err(DeviceError::NoKernel { .. }) => None,
+        planned => Some(planned),
+    }
 }
-
-launches_its_plan!(
-    AttentionBackward,
-    AttentionForward,
-    Cast,
-    ClipScale,
-    ColumnSum,
-    CrossEntropy,
-    Dropout,
-    EncoderForward,
-    Fill,
-    GeluBackward,
-    GeluForward,
-    LayerNormBackward,
-    LayerNormForward,
-    LossSum,
-    PositionBackward,
-    Scale,
-    SquaredNorm,
-    TokenBackward,
-    Update,
-);
-
-/// Operations without a kernel: no model that is built needs them.
-macro_rules! without_kernel {
-    ($($op:ident),* $(,)?) => {
-        $(impl CudaKernel for super::$op {
-            fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-                Err(DeviceError::NoKernel { op: cx.op(), device: "CUDA" })
-            }
-        })*
-    };
-}
-
-without_kernel!(
-    BatchNormBackward,
-    BatchNormBackwardSums,
-    BatchNormForward,
-    BatchNormSums,
-);

@@ -8,11 +8,19 @@ use std::borrow::Borrow;
 use crate::device::cuda::{Args, CompileUnit, Define, DevicePtr, Grid, KernelSource, LaunchContext};
 use crate::device::{Buffer, DType, DeviceError};
 
-/// An operation that is a few kernels in a row.
-pub trait Planned {
-    /// Checks sizes and types and chooses kernels, grids and scratch memory, by the sizes alone: on every GPU the
-    /// sums have the same order.
-    fn plan(&self) -> Result<Plan, DeviceError>;
+/// The files that kernels include.
+const HEADERS: &[(&str, &str)] = &[
+    ("element.cuh", include_str!("element.cuh")),
+    ("elementwise.cuh", include_str!("elementwise.cuh")),
+    ("dropout.cuh", include_str!("dropout.cuh")),
+    ("tensor_core.cuh", include_str!("tensor_core.cuh")),
+    ("flash.cuh", include_str!("flash.cuh")),
+    ("update.cuh", include_str!("update.cuh")),
+];
+
+/// A file of kernels, which may include all headers of this folder.
+pub(crate) const fn kernels(file: &'static str, text: &'static str) -> KernelSource {
+    KernelSource::with_headers(file, text, HEADERS)
 }
 
 /// Kernels that run one after the other.
@@ -60,27 +68,17 @@ pub enum Arg {
     Table(Vec<u64>),
 }
 
-impl Arg {
-    /// A pointer to elements that are read, where there are any.
-    pub(in crate::ops) fn read_if(buffer: Option<&Buffer>) -> Self {
-        buffer.map_or(Self::Null, |buffer| Self::Read(buffer.clone()))
-    }
-
-    /// `u32`, 0 or 1.
-    pub(in crate::ops) fn flag(value: bool) -> Self {
-        Self::U32(u32::from(value))
-    }
-}
-
-impl Plan {
+impl From<Call> for Plan {
     /// One kernel, without scratch memory.
-    pub(in crate::ops) fn one(call: Call) -> Self {
+    fn from(call: Call) -> Self {
         Self {
             scratch_bytes: 0,
             calls: vec![call],
         }
     }
+}
 
+impl Plan {
     /// Puts its kernels on a stream.
     pub(in crate::ops) fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
         let scratch = match self.scratch_bytes {
@@ -107,16 +105,86 @@ impl Plan {
     }
 }
 
+/// Arguments are added in the order of the kernel's parameters.
+impl Call {
+    /// Without arguments yet.
+    pub(in crate::ops) const fn new(
+        source: &'static KernelSource,
+        kernel: &'static str,
+        defines: Vec<Define>,
+        grid: Grid,
+    ) -> Self {
+        Self {
+            source,
+            kernel,
+            defines,
+            grid,
+            args: Vec::new(),
+        }
+    }
+
+    /// Arguments as data.
+    pub(in crate::ops) fn with(mut self, args: impl IntoIterator<Item = Arg>) -> Self {
+        self.args.extend(args);
+        self
+    }
+
+    /// Elements that are only read.
+    pub(in crate::ops) fn read<const N: usize>(self, buffers: [&Buffer; N]) -> Self {
+        self.with(buffers.map(|buffer| Arg::Read(buffer.clone())))
+    }
+
+    /// Elements that are only read, or no pointer.
+    pub(in crate::ops) fn read_if(self, buffer: Option<&Buffer>) -> Self {
+        self.with([buffer.map_or(Arg::Null, |buffer| Arg::Read(buffer.clone()))])
+    }
+
+    /// Elements that are written, or read and written.
+    pub(in crate::ops) fn write<const N: usize>(self, buffers: [&Buffer; N]) -> Self {
+        self.with(buffers.map(|buffer| Arg::Write(buffer.clone())))
+    }
+
+    /// Elements that are written, or no pointer.
+    pub(in crate::ops) fn write_if(self, buffer: Option<&Buffer>) -> Self {
+        self.with([buffer.map_or(Arg::Null, |buffer| Arg::Write(buffer.clone()))])
+    }
+
+    /// Places in the scratch memory.
+    pub(in crate::ops) fn scratch<const N: usize>(self, offsets: [usize; N]) -> Self {
+        self.with(offsets.map(Arg::Scratch))
+    }
+
+    /// `u32`
+    pub(in crate::ops) fn u32<const N: usize>(self, values: [u32; N]) -> Self {
+        self.with(values.map(Arg::U32))
+    }
+
+    /// `u64`
+    pub(in crate::ops) fn u64<const N: usize>(self, values: [u64; N]) -> Self {
+        self.with(values.map(Arg::U64))
+    }
+
+    /// `f32`
+    pub(in crate::ops) fn f32<const N: usize>(self, values: [f32; N]) -> Self {
+        self.with(values.map(Arg::F32))
+    }
+
+    /// `u32`, 0 or 1.
+    pub(in crate::ops) fn flag(self, value: bool) -> Self {
+        self.u32([u32::from(value)])
+    }
+
+    /// A structure: the last argument.
+    pub(in crate::ops) fn table(self, values: Vec<u64>) -> Self {
+        self.with([Arg::Table(values)])
+    }
+}
+
 /// Elements that a kernel loads at once at most.
 pub(in crate::ops) const WIDEST: usize = 8;
 
 /// Threads of a block of the kernels that have no reason for another number.
 pub(in crate::ops) const THREADS: u32 = 256;
-
-/// The file that all kernels include.
-pub(in crate::ops) const ELEMENT: (&str, &str) = ("element.cuh", include_str!("element.cuh"));
-/// The file that element-wise kernels include.
-pub(in crate::ops) const ELEMENTWISE: (&str, &str) = ("elementwise.cuh", include_str!("elementwise.cuh"));
 
 /// An element type in CUDA C.
 pub(in crate::ops) fn element(op: &'static str, buffer: &Buffer) -> Result<&'static str, DeviceError> {
@@ -149,11 +217,14 @@ pub(in crate::ops) fn expect_dtype<B: Borrow<Buffer>>(
     }
 }
 
+/// True if the elements start at a multiple of 16 bytes. Arenas do.
+pub(in crate::ops) fn is_aligned(buffer: &Buffer) -> bool {
+    buffer.start().is_multiple_of(16)
+}
+
 /// Elements that are loaded at once, `VEC`: 8 if every row of every buffer starts at a multiple of 16 bytes, else 1.
-/// Arenas start at such a multiple.
 pub(in crate::ops) fn width(row: usize, buffers: &[&Buffer]) -> usize {
-    let aligned = |buffer: &&Buffer| (buffer.range().start * buffer.dtype().bytes()).is_multiple_of(16);
-    if row.is_multiple_of(WIDEST) && buffers.iter().all(aligned) {
+    if row.is_multiple_of(WIDEST) && buffers.iter().all(|buffer| is_aligned(buffer)) {
         WIDEST
     } else {
         1
@@ -170,26 +241,37 @@ pub(in crate::ops) fn act_defines(act: &'static str, width: usize) -> Vec<Define
     vec![Define::word("ACT", act), vec_define(width)]
 }
 
-/// All that a file with [`act_defines`] is compiled as.
-pub(in crate::ops) fn act_units(source: &'static KernelSource) -> Vec<CompileUnit> {
-    let units =
-        ["f32", "bf16"].map(|act| [8, 1].map(|width| CompileUnit::new(source, &act_defines(act, width))));
-    units.concat()
-}
-
 /// Definitions of a kernel that adds activations of one type to gradients of another.
 pub(in crate::ops) fn grad_defines(act: &'static str, grad: &'static str, width: usize) -> Vec<Define> {
-    let mut defines = act_defines(act, width);
-    defines.insert(1, Define::word("GRAD", grad));
+    vec![
+        Define::word("ACT", act),
+        Define::word("GRAD", grad),
+        vec_define(width),
+    ]
+}
+
+/// A file with each set of definitions.
+pub(in crate::ops) fn units_with(
+    source: &'static KernelSource,
+    defines: impl IntoIterator<Item = Vec<Define>>,
+) -> Vec<CompileUnit> {
+    let defines = defines.into_iter();
     defines
+        .map(|defines| CompileUnit::new(source, &defines))
+        .collect()
+}
+
+/// All that a file with [`act_defines`] is compiled as.
+pub(in crate::ops) fn act_units(source: &'static KernelSource) -> Vec<CompileUnit> {
+    let all = ["f32", "bf16"].map(|act| [8, 1].map(|width| act_defines(act, width)));
+    units_with(source, all.into_iter().flatten())
 }
 
 /// All that a file with [`grad_defines`] is compiled as.
 pub(in crate::ops) fn grad_units(source: &'static KernelSource) -> Vec<CompileUnit> {
     let types = [("f32", "f32"), ("bf16", "bf16"), ("bf16", "f32")];
-    let units = types
-        .map(|(act, grad)| [8, 1].map(|width| CompileUnit::new(source, &grad_defines(act, grad, width))));
-    units.concat()
+    let all = types.map(|(act, grad)| [8, 1].map(|width| grad_defines(act, grad, width)));
+    units_with(source, all.into_iter().flatten())
 }
 
 /// A number as kernels count with it.
@@ -209,6 +291,21 @@ pub(in crate::ops) fn elementwise_grid(elements: usize, width: usize, unroll: us
     Grid::covering(packs.div_ceil(unroll), THREADS)
 }
 
+/// An element-wise kernel of `op` on buffers of one type, the first's, with so many packs a thread; in rows of `row`
+/// elements, 0 where there are none. The number of elements is its last argument: the caller adds all.
+pub(in crate::ops) fn elementwise(
+    op: &'static str,
+    source: &'static KernelSource,
+    (buffers, row): (&[&Buffer], usize),
+    unroll: usize,
+) -> Result<Call, DeviceError> {
+    expect_dtype(buffers[0].dtype(), buffers)?;
+    let width = width(row, buffers);
+    let defines = act_defines(element(op, buffers[0])?, width);
+    let grid = elementwise_grid(buffers[0].len(), width, unroll);
+    Ok(Call::new(source, op, defines, grid))
+}
+
 /// Lays arrays out one after the other in scratch memory.
 #[derive(Debug, Default)]
 pub(in crate::ops) struct Scratch {
@@ -225,8 +322,11 @@ impl Scratch {
         start
     }
 
-    /// Size of all.
-    pub(in crate::ops) const fn bytes(&self) -> usize {
-        self.bytes
+    /// What runs in it.
+    pub(in crate::ops) fn plan(self, calls: Vec<Call>) -> Plan {
+        Plan {
+            scratch_bytes: self.bytes,
+            calls,
+        }
     }
 }

@@ -27,7 +27,7 @@ use super::slots::{Landed, Round};
 use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work, WorkError};
 use crate::config::{Accumulate, Sync, Unused};
 use crate::device::{Buffer, Device, DeviceError, Element, Event, HostMut, HostRef, Stream};
-use crate::model::{self, GradSink, GradSlot, ParamId};
+use crate::model::{GradSink, GradSlot, ParamId};
 use crate::parallel::comm_times::{CommTimes, CommTracker, DeviceTimes};
 use crate::parallel::{GradientLayout, Portion, ReplicaSet, Sharding};
 
@@ -448,13 +448,13 @@ impl GradSink for Step<'_> {
         Ok(self.ready(id, at)?)
     }
 
-    fn unused(&mut self, unused: &model::Unused<'_>) -> Result<(), DeviceError> {
+    fn unused(&mut self, what: &str) -> Result<(), DeviceError> {
         if self.reducer().unused == Unused::Zero {
             return Ok(());
         }
         let error = ReduceError::Unused {
             rank: self.reducer().rank,
-            unused: unused.to_string(),
+            unused: what.to_owned(),
         };
         Err(self.fail(error).into())
     }

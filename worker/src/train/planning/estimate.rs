@@ -134,7 +134,7 @@ impl Estimate {
             accumulate: scheme.accumulate.unwrap_or(Accumulate::Full),
             reshard_after_forward: parallel.reshard_after_forward,
             dtypes,
-            state_slots: optim::rule(&config.train.optimizer).slots().len() as u64,
+            state_slots: optim::rule(&config.train.optimizer).slots.len() as u64,
         };
         // Of which rank does not matter: all hold and move the same.
         let sharding = scheme.sharding(layout, 0);

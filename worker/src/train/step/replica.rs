@@ -180,7 +180,6 @@ impl Replica {
         Passes {
             model: &self.model,
             ctx,
-            params: self.parameters.as_ref(),
         }
     }
 
@@ -196,6 +195,7 @@ impl Replica {
             device: self.world.device.as_ref(),
             stream: self.world.stream,
             pool: &self.pool,
+            params: self.parameters.as_ref(),
             targets: self.feed.targets(),
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),

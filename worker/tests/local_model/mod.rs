@@ -1,22 +1,27 @@
-//! Parameters and gradients of a model that lives on one rank alone: tests, examples, measurements.
+//! Parameters and gradients of a model that lives on one rank alone, for tests and examples.
+#![allow(dead_code, reason = "not every test needs all of it")]
 
 use std::ops::Range;
 
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event};
+use ddp_worker::model::{GradSink, GradSlot, Model, ParamId, Params, fill_init};
 use half::bf16;
-
-use super::{GradSink, GradSlot, Model, ParamId, Params, fill_init};
-use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Event};
 
 /// All parameters in one arena, in forward order.
 #[derive(Clone, Debug)]
-pub struct LocalParams {
+pub(crate) struct LocalParams {
     arena: Arena,
     ranges: Vec<Range<usize>>,
 }
 
 impl LocalParams {
     /// Allocates them in `dtype` (f32, bf16, or f64 for gradient checks) and gives them their first values.
-    pub fn new(device: &dyn Device, model: &Model, dtype: DType, seed: u64) -> Result<Self, DeviceError> {
+    pub(crate) fn new(
+        device: &dyn Device,
+        model: &Model,
+        dtype: DType,
+        seed: u64,
+    ) -> Result<Self, DeviceError> {
         let (arena, ranges) = allocate(device, model, "params", dtype)?;
         let params = Self { arena, ranges };
         for (i, spec) in model.params.iter().enumerate() {
@@ -41,8 +46,7 @@ impl LocalParams {
     }
 
     /// All of them.
-    #[must_use]
-    pub fn whole(&self) -> Buffer {
+    pub(crate) fn whole(&self) -> Buffer {
         self.arena.whole()
     }
 }
@@ -55,7 +59,7 @@ impl Params for LocalParams {
 
 /// All gradients in one arena, in the order of [`LocalParams`]; the first contribution of a step overwrites.
 #[derive(Clone, Debug)]
-pub struct LocalGrads {
+pub(crate) struct LocalGrads {
     arena: Arena,
     ranges: Vec<Range<usize>>,
     /// Contributions since the last [`LocalGrads::start_step`], by parameter.
@@ -64,7 +68,7 @@ pub struct LocalGrads {
 
 impl LocalGrads {
     /// Allocates them in `dtype`: that of the parameters, or f32 beside bf16.
-    pub fn new(device: &dyn Device, model: &Model, dtype: DType) -> Result<Self, DeviceError> {
+    pub(crate) fn new(device: &dyn Device, model: &Model, dtype: DType) -> Result<Self, DeviceError> {
         let (arena, ranges) = allocate(device, model, "grads", dtype)?;
         let contributions = vec![0; ranges.len()];
         Ok(Self {
@@ -75,19 +79,17 @@ impl LocalGrads {
     }
 
     /// Forgets the gradients of the step before.
-    pub fn start_step(&mut self) {
+    pub(crate) fn start_step(&mut self) {
         self.contributions.fill(0);
     }
 
     /// Contributions since [`LocalGrads::start_step`], by parameter.
-    #[must_use]
-    pub fn contributions(&self) -> &[usize] {
+    pub(crate) fn contributions(&self) -> &[usize] {
         &self.contributions
     }
 
     /// All of them.
-    #[must_use]
-    pub fn whole(&self) -> Buffer {
+    pub(crate) fn whole(&self) -> Buffer {
         self.arena.whole()
     }
 }
