@@ -2,10 +2,9 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `run.rs` | [`tokenize`]: texts in, one token file out |
+//! | `run.rs` | [`tokenize`]: texts in, one token file out, which appears when it is whole |
 //! | `source.rs` | texts and lines of JSON, read piece by piece, and cut where that changes no token |
 //! | `encoder.rs` | a tokenizer, and the token that separates documents |
-//! | `output.rs` | the file, which appears when it is whole |
 //! | `error.rs` | what can go wrong |
 //!
 //! Memory is bounded whatever the size of the texts: pieces are read up to a batch, encoded by all threads while the next
@@ -15,7 +14,6 @@
 
 mod encoder;
 mod error;
-mod output;
 mod run;
 mod source;
 #[cfg(test)]
