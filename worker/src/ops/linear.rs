@@ -387,7 +387,8 @@ impl LinearForward {
 
 impl CudaKernel for LinearForward {
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product(cx)?.launch(cx)
+        let product = self.product(cx)?;
+        cx.multiply(&product)
     }
 }
 
@@ -418,7 +419,8 @@ impl LinearDinp {
 
 impl CudaKernel for LinearDinp {
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product(cx)?.launch(cx)
+        let product = self.product(cx)?;
+        cx.multiply(&product)
     }
 }
 
@@ -450,7 +452,7 @@ impl CudaKernel for LinearDweight {
             addend: self.accumulate.then_some(out),
             epilogue: Epilogue::None,
         };
-        product.launch(cx)
+        cx.multiply(&product)
     }
 }
 
@@ -555,11 +557,7 @@ const ALIGNMENT: usize = 16;
 /// outputs, and whether that is faster is to be measured: so it is the user's choice. Only on Hopper, and not in f32,
 /// where products are what costs.
 fn is_one_pass(cx: &LaunchContext<'_>, dtype: DType, width: usize, wide: DevicePtr) -> bool {
-    cx.fused_gelu()
-        && cx.is_hopper()
-        && dtype == DType::Bf16
-        && width.is_multiple_of(ROW_STEP)
-        && wide.is_aligned(ALIGNMENT)
+    cx.fuses_gelu() && dtype == DType::Bf16 && width.is_multiple_of(ROW_STEP) && wide.is_aligned(ALIGNMENT)
 }
 
 impl CudaKernel for LinearGeluForward {
@@ -574,7 +572,7 @@ impl CudaKernel for LinearGeluForward {
                 epilogue: Epilogue::BiasGelu { bias, aux },
                 ..linear.product(cx)?
             };
-            if product.try_launch(cx)? {
+            if cx.try_multiply(&product)? {
                 return Ok(());
             }
         }
@@ -593,7 +591,7 @@ impl CudaKernel for LinearGeluBackward {
                 epilogue: Epilogue::GeluBackward { aux },
                 ..linear.product(cx)?
             };
-            if product.try_launch(cx)? {
+            if cx.try_multiply(&product)? {
                 let in_place = GeluForward {
                     inp: self.wide_active.clone(),
                     out: self.wide_active.clone(),

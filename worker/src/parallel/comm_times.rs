@@ -163,7 +163,7 @@ impl CommTracker {
             .extract_if(.., |([_, behind], _)| behind.poll().is_some())
         {
             device_times.add(CommTimes {
-                exposed: behind.state().since(&before).unwrap_or_default(),
+                exposed: behind.since(&before).unwrap_or_default(),
                 ..CommTimes::default()
             });
         }
@@ -224,7 +224,6 @@ impl CommTracker {
 
 #[cfg(test)]
 mod tests {
-    use std::any::Any;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
@@ -249,10 +248,6 @@ mod tests {
                 std::hint::spin_loop();
             }
             Ok(())
-        }
-
-        fn as_any(&self) -> &dyn Any {
-            self
         }
     }
 
@@ -296,10 +291,6 @@ mod tests {
 
         fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
             Ok(())
-        }
-
-        fn as_any(&self) -> &dyn Any {
-            self
         }
 
         fn since(&self, _earlier: &Event) -> Option<Duration> {

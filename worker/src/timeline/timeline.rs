@@ -241,7 +241,7 @@ impl Origin {
                 // Both by the same point: devices measure long times less exactly than short ones, and what follows
                 // each other, or is within each other, must stay so.
                 let zero = self.point.as_ref()?;
-                let us = |point: &Event| Some(point.state().since(zero)?.as_secs_f64() * 1e6);
+                let us = |point: &Event| Some(point.since(zero)?.as_secs_f64() * 1e6);
                 Some([us(begin)?, us(end)?])
             }
         }
@@ -257,7 +257,6 @@ fn lane_of(kind: Kind) -> Lane {
 
 #[cfg(test)]
 mod tests {
-    use std::any::Any;
     use std::time::Duration;
 
     use super::*;
@@ -275,12 +274,8 @@ mod tests {
             Ok(())
         }
 
-        fn as_any(&self) -> &dyn Any {
-            self
-        }
-
         fn since(&self, earlier: &Event) -> Option<Duration> {
-            let At(earlier) = earlier.state().as_any().downcast_ref()?;
+            let At(earlier) = earlier.state_as()?;
             let ms = (self.0 - earlier) as f64 * 1e-6;
             Some(Duration::from_secs_f64(f64::from(ms as f32) * 1e-3))
         }

@@ -16,7 +16,6 @@
 //! [`SharedArena`]: the memory of an arena on which operations need no copies.
 #![allow(unsafe_code, reason = "words and bytes in mapped segments")]
 
-use std::any::Any;
 use std::os::fd::AsFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -350,7 +349,7 @@ impl ControlSegments {
     }
 
     fn at(&self, rank: usize, offset: usize) -> *mut u8 {
-        debug_assert!(offset < self.segments[rank].len());
+        debug_assert!(offset < self.segments[rank].bytes());
         self.segments[rank].ptr().as_ptr().wrapping_add(offset)
     }
 }
@@ -483,7 +482,7 @@ impl SharedArena {
                 what: format!("mapping the memory of rank {}", channel.peer()),
                 cause: error.to_string(),
             };
-            let memory = HostMemory::map(name, fd, own.len()).map_err(failed)?;
+            let memory = HostMemory::map(name, fd, own.bytes()).map_err(failed)?;
             others.push((channel.peer(), memory));
         }
         Ok(Self { number, own, others })
@@ -491,7 +490,7 @@ impl SharedArena {
 
     /// The shared arena of a buffer, if it is in one.
     pub(super) fn of(buffer: &Buffer) -> Option<&Self> {
-        buffer.arena().memory().as_any().downcast_ref()
+        buffer.arena().memory_as()
     }
 
     /// The same on all ranks.
@@ -503,7 +502,7 @@ impl SharedArena {
     pub(super) fn of_rank(&self, global: usize, offset: u64, bytes: usize) -> Option<*mut u8> {
         let (_, memory) = self.others.iter().find(|(rank, _)| *rank == global)?;
         let offset = usize::try_from(offset).ok()?;
-        let fits = offset.checked_add(bytes)? <= memory.len();
+        let fits = offset.checked_add(bytes)? <= memory.bytes();
         fits.then(|| memory.ptr().as_ptr().wrapping_add(offset))
     }
 }
@@ -512,15 +511,11 @@ impl SharedArena {
 // it only while an operation of this rank holds the range (`Held`).
 unsafe impl Memory for SharedArena {
     fn bytes(&self) -> usize {
-        self.own.len()
+        self.own.bytes()
     }
 
     fn host_ptr(&self) -> Option<NonNull<u8>> {
         Some(self.own.ptr())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 

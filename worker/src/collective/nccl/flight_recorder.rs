@@ -55,7 +55,7 @@ impl OperationEvents {
     /// seen it.
     pub(super) fn times(&self) -> Option<WorkTimes> {
         let ended = *self.done_at.get()?;
-        let ran = self.done.state().since(&self.started);
+        let ran = self.done.since(&self.started);
         let started = ran.and_then(|ran| ended.checked_sub(ran));
         let started = started.or(self.started_at.get().copied());
         Some(WorkTimes {
