@@ -165,7 +165,10 @@ impl Arena {
     /// The whole arena as a buffer.
     #[must_use]
     pub fn whole(&self) -> Buffer {
-        self.slice(0..self.len())
+        Buffer {
+            arena: self.clone(),
+            range: 0..self.len(),
+        }
     }
 
     /// A range of elements.
@@ -174,15 +177,7 @@ impl Arena {
     /// If the range is not within the arena: layouts are computed, so that is a bug.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Buffer {
-        assert!(
-            range.start <= range.end && range.end <= self.len(),
-            "{range:?} outside `{}`",
-            self.name()
-        );
-        Buffer {
-            arena: self.clone(),
-            range,
-        }
+        self.whole().slice(range)
     }
 
     /// True if both are the same arena.

@@ -179,7 +179,7 @@ impl Cpu {
 ///
 /// Kernels are written once, in plain arithmetic with a fixed order of additions, and compiled for each set;
 /// so they compute the same bits on all of them.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Isa(Arch);
 
 impl Isa {
@@ -224,11 +224,5 @@ impl fmt::Display for Isa {
             Arch::V4(_) => "avx512",
             _ => "simd",
         })
-    }
-}
-
-impl fmt::Debug for Isa {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Isa({self})")
     }
 }

@@ -84,32 +84,27 @@ impl HostMemory {
     /// could end this process: beyond `RLIMIT_FSIZE` the kernel sends SIGXFSZ, and beyond the machine's memory
     /// it starts to kill.
     pub fn check_room(name: &str, bytes: usize, count: usize) -> Result<(), DeviceError> {
-        let refuse = |cause: String, hint: &str, never_fits: bool| {
-            Err(DeviceError::OutOfMemory {
-                what: name.to_owned(),
-                bytes,
-                cause,
-                hint: hint.to_owned(),
-                never_fits,
-            })
-        };
         let limit = limit_of(Resource::RLIMIT_FSIZE);
-        if bytes as u64 > limit {
-            return refuse(
-                format!("the limit on file sizes, which also holds for shared memory, is {limit} bytes"),
-                "raise it with `ulimit -f unlimited`",
-                true,
-            );
-        }
         let wanted = (bytes as u64).saturating_mul(count as u64);
-        match available_bytes() {
-            Some(available) if wanted > available => refuse(
-                format!("{count} of these are wanted on this node, where {available} bytes are available"),
-                "lower the model's size or `--nproc-per-node`, or raise the memory limit",
-                most_bytes().is_some_and(|most| wanted > most),
-            ),
-            _ => Ok(()),
-        }
+        let (cause, hint, never_fits) = if bytes as u64 > limit {
+            let cause =
+                format!("the limit on file sizes, which also holds for shared memory, is {limit} bytes");
+            (cause, "raise it with `ulimit -f unlimited`", true)
+        } else if let Some(available) = available_bytes().filter(|available| wanted > *available) {
+            let cause =
+                format!("{count} of these are wanted on this node, where {available} bytes are available");
+            let hint = "lower the model's size or `--nproc-per-node`, or raise the memory limit";
+            (cause, hint, most_bytes().is_some_and(|most| wanted > most))
+        } else {
+            return Ok(());
+        };
+        Err(DeviceError::OutOfMemory {
+            what: name.to_owned(),
+            bytes,
+            cause,
+            hint: hint.to_owned(),
+            never_fits,
+        })
     }
 
     /// Maps a segment that another process made and passed over a socket.
@@ -208,7 +203,7 @@ fn refusal(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Opti
 }
 
 /// Memory of this process, in bytes; 0 if the system does not say.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug)]
 struct AddressSpace {
     /// What counts against the limit on mappings. It differs from try to try: the C library reserves 64 MiB for each
     /// thread that finds the others allocating.
@@ -219,15 +214,11 @@ struct AddressSpace {
 
 impl AddressSpace {
     fn now() -> Self {
-        let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
-        let page = page.ok().flatten().unwrap_or(0) as u64;
-        let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-        let mut counts = text
-            .split(' ')
-            .map(|pages| pages.parse::<u64>().unwrap_or(0) * page);
+        let status = read_to_string("/proc/self/status").unwrap_or_default();
+        let count = |name| kernels_count(&status, name).unwrap_or(0);
         Self {
-            mapped: counts.next().unwrap_or(0),
-            resident: counts.next().unwrap_or(0),
+            mapped: count("VmSize:"),
+            resident: count("VmRSS:"),
         }
     }
 }
@@ -377,9 +368,9 @@ fn machine_bytes() -> Option<u64> {
     Some(kernels_count(&meminfo, "MemTotal:")? + swap)
 }
 
-/// A line of `/proc/meminfo`, in bytes.
-fn kernels_count(meminfo: &str, name: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|line| line.strip_prefix(name))?;
+/// A line of `/proc/meminfo` or of a process's `status`, in bytes.
+fn kernels_count(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
     Some(kib * 1024)
 }

@@ -104,21 +104,6 @@ impl Product {
         let addend = self.addend.unwrap_or(self.out);
         [self.rhs.at, self.lhs.at, addend, self.out]
     }
-
-    fn shape(&self, compute: Compute) -> ProductShape {
-        let (epilogue, bias, aux) = self.epilogue.parts();
-        ProductShape {
-            sizes: [self.rows, self.cols, self.inner],
-            strides: [self.lhs.stride, self.rhs.stride, self.out_stride],
-            transposed: [self.lhs.transposed, self.rhs.transposed],
-            dtypes: [self.dtype, self.out_dtype],
-            compute,
-            epilogue,
-            adds: self.addend.is_some(),
-            alignments: self.addresses().map(alignment),
-            extra_alignments: [bias, aux].map(alignment),
-        }
-    }
 }
 
 /// The greatest power of two that divides an address, up to where it matters.
@@ -197,23 +182,31 @@ impl Products {
 
     /// True of a product that the library cannot make.
     pub(super) fn has_refused(&self, product: &Product) -> bool {
-        self.refused().contains(&product.shape(self.compute(product)))
+        self.refused().contains(&self.shape(product))
     }
 
     /// Remembers that the library cannot make such a product.
     pub(super) fn refuse(&self, product: &Product) {
-        self.refused().insert(product.shape(self.compute(product)));
+        self.refused().insert(self.shape(product));
     }
 
     fn refused(&self) -> MutexGuard<'_, HashSet<ProductShape>> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn compute(&self, product: &Product) -> Compute {
-        if self.tf32 && product.dtype == DType::F32 {
-            Compute::Tf32
-        } else {
-            Compute::F32
+    fn shape(&self, product: &Product) -> ProductShape {
+        let (epilogue, bias, aux) = product.epilogue.parts();
+        let may_round = self.tf32 && product.dtype == DType::F32;
+        ProductShape {
+            sizes: [product.rows, product.cols, product.inner],
+            strides: [product.lhs.stride, product.rhs.stride, product.out_stride],
+            transposed: [product.lhs.transposed, product.rhs.transposed],
+            dtypes: [product.dtype, product.out_dtype],
+            compute: if may_round { Compute::Tf32 } else { Compute::F32 },
+            epilogue,
+            adds: product.addend.is_some(),
+            alignments: product.addresses().map(alignment),
+            extra_alignments: [bias, aux].map(alignment),
         }
     }
 
@@ -225,7 +218,7 @@ impl Products {
         stream: CUstream,
         op: &'static str,
     ) -> Result<(), DeviceError> {
-        let shape = product.shape(self.compute(product));
+        let shape = self.shape(product);
         // The lock is held while the operation has this product's pointers.
         let mut known = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
         let prepared = match known.entry(shape) {
@@ -269,12 +262,6 @@ impl Products {
         let [rows, cols, inner] = shape.sizes;
         let [lhs_stride, rhs_stride, out_stride] = shape.strides;
         let [lhs_transposed, rhs_transposed] = shape.transposed;
-        let number = |dtype: DType| {
-            type_number(dtype).ok_or_else(|| DeviceError::Shape {
-                op,
-                what: format!("matrices of {dtype}, a GPU multiplies f32 and bf16"),
-            })
-        };
         let operation = self.operation(shape.compute)?;
         self.set(&operation, Attribute::TransposeA, i32::from(rhs_transposed))?;
         self.set(&operation, Attribute::TransposeB, i32::from(lhs_transposed))?;
@@ -287,7 +274,7 @@ impl Products {
         // As stored, row-major [rows, cols] is column-major [cols, rows].
         let stored = |rows: usize, cols: usize, transposed: bool, stride: usize, dtype: DType| {
             let (rows, cols) = if transposed { (rows, cols) } else { (cols, rows) };
-            Ok::<_, DeviceError>(self.matrix(number(dtype)?, rows, cols, stride)?)
+            Ok::<_, DeviceError>(self.matrix(matrix_type(dtype, op)?, rows, cols, stride)?)
         };
         let [dtype, out_dtype] = shape.dtypes;
         let rhs = stored(inner, cols, rhs_transposed, rhs_stride, dtype)?;
@@ -494,12 +481,15 @@ enum Compute {
     Tf32 = 77,
 }
 
-/// `CUDA_R_32F` and its like. Types that no matrix product has give none.
-const fn type_number(dtype: DType) -> Option<c_int> {
+/// `CUDA_R_32F` and its like.
+fn matrix_type(dtype: DType, op: &'static str) -> Result<c_int, DeviceError> {
     match dtype {
-        DType::F32 => Some(0),
-        DType::Bf16 => Some(14),
-        _ => None,
+        DType::F32 => Ok(0),
+        DType::Bf16 => Ok(14),
+        _ => Err(DeviceError::Shape {
+            op,
+            what: format!("matrices of {dtype}, a GPU multiplies f32 and bf16"),
+        }),
     }
 }
 
@@ -596,7 +586,7 @@ mod tests {
             );
         }
         for dtype in [DType::F32, DType::Bf16] {
-            let number = type_number(dtype).unwrap();
+            let number = matrix_type(dtype, "test").unwrap();
             lt.matrix(number, 768, 1024, 768).unwrap();
         }
         lt.preference([16, 16, 256, 2]).unwrap();

@@ -230,7 +230,8 @@ impl Nvrtc {
                 log: program.log().unwrap_or_else(|code| self.words(code)),
             });
         }
-        Ok(program.cubin().map_err(unusable)?)
+        let cubin = program.read(self.functions.cubin_size, self.functions.cubin);
+        Ok(Cubin(cubin.map_err(unusable)?))
     }
 
     fn words(&self, code: c_int) -> String {
@@ -283,11 +284,6 @@ impl<'a> OpenProgram<'a> {
         let log = self.read(functions.log_size, functions.log)?;
         let text = String::from_utf8_lossy(&log);
         Ok(text.trim_end_matches('\0').trim_end().to_owned())
-    }
-
-    fn cubin(&self) -> Result<Cubin, c_int> {
-        let functions = &self.nvrtc.functions;
-        self.read(functions.cubin_size, functions.cubin).map(Cubin)
     }
 
     fn read(
