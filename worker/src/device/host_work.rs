@@ -149,7 +149,8 @@ impl HostPipeline {
 
     fn enqueue(&self, pass: HostPass, deadline: Instant) {
         assert!(pass.bytes() <= self.slot_bytes, "a pass is larger than its slot");
-        let (device, side) = (self.device.as_ref(), self.side());
+        let device = self.device.as_ref();
+        let side = device.host_side().expect("it had one when this was made");
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
         let (memory, free) = slots.pop_front().expect("as many as there are slots");
         let (inputs, outputs) = cut(&memory, &pass);
@@ -179,10 +180,6 @@ impl HostPipeline {
             unsafe { side.copy(self.up, from, to) };
         }
         slots.push_back((memory, device.record(self.up)));
-    }
-
-    fn side(&self) -> &dyn HostSide {
-        self.device.host_side().expect("it had one when this was made")
     }
 }
 

@@ -25,14 +25,16 @@ mod error;
 mod event;
 mod host_work;
 mod memory;
+mod processor;
 
 pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
-pub use cpu::{Cpu, CpuDevice, Isa};
+pub use cpu::CpuDevice;
 pub use dtype::{DType, Element};
 pub use error::DeviceError;
 pub use event::{Event, EventState, Fetch, Signal};
 pub use host_work::{HostPass, HostPipeline, HostSide, HostWork, PassWork};
 pub use memory::{FileMemory, HostMemory, Memory};
+pub use processor::{Cpu, Isa};
 
 use std::any::Any;
 use std::time::Instant;

@@ -244,8 +244,8 @@ fn is_space(byte: u8) -> bool {
 
 /// True if the last character of `bytes` is not white space. Bytes that are no UTF-8 have no characters.
 fn ends_with_black(bytes: &[u8]) -> bool {
-    let tails = (1..=bytes.len().min(4)).map(|length| &bytes[bytes.len() - length..]);
-    let last = tails.filter_map(|tail| std::str::from_utf8(tail).ok()).next();
+    let mut tails = (1..=bytes.len().min(4)).map(|length| &bytes[bytes.len() - length..]);
+    let last = tails.find_map(|tail| std::str::from_utf8(tail).ok());
     last.is_some_and(|character| !character.trim().is_empty())
 }
 

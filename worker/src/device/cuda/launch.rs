@@ -187,10 +187,8 @@ impl DeviceKernels {
         };
         let function = module.function(&unit, launch.kernel)?;
         let (name, shared) = (launch.kernel, launch.grid.shared_bytes);
-        let (wanted, most) = (
-            shared + function.declared_shared,
-            self.context.facts().shared_per_block,
-        );
+        let wanted = shared + function.declared_shared;
+        let most = self.context.facts().shared_per_block;
         if wanted > most {
             // Only attention takes much.
             return Err(DeviceError::Driver {

@@ -283,7 +283,8 @@ fn with_operations(mut error: DeviceError, recent: &[&'static str]) -> DeviceErr
     if let DeviceError::Driver { doing, .. } = &mut error
         && !recent.is_empty()
     {
-        *doing += &format!(", in one of the operations {} or before", recent.join(", "));
+        let recent = recent.join(", ");
+        *doing = format!("{doing}, in one of the operations {recent} or before");
     }
     error
 }
