@@ -210,7 +210,7 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// A range of an arena's elements. Cheap to clone; says nothing of who may touch it when.
+/// A range of an arena's elements. Cheap to clone. It is no borrow: who uses the elements borrows them.
 #[derive(Clone)]
 pub struct Buffer {
     arena: Arena,

@@ -120,7 +120,7 @@ impl HostPipeline {
 
     /// Puts passes on a stream: the first one begins when what is in the stream has run, and what comes later in it
     /// runs after the last one. The work of one is done before that of the next begins. A failure fails the stream at
-    /// the next call, and is told by [`HostPipeline::failure`] before.
+    /// the next call; [`HostPipeline::failure`] returns it before.
     ///
     /// # Panics
     /// If a pass is larger than a slot.
@@ -156,7 +156,7 @@ impl HostPipeline {
         let (inputs, outputs) = cut(&memory, &pass);
         device.wait_event(self.down, &free, deadline);
         for (from, to) in pass.inputs.iter().zip(&inputs) {
-            // SAFETY: the slots are known here alone. The last pass that used this one has landed before `down` goes
+            // SAFETY: only this file uses the slots. The last pass that used this one has landed before `down` goes
             // on, its work with it; this pass's own work waits for `down` below.
             unsafe { side.copy(self.down, from, to) };
         }

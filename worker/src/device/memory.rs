@@ -33,7 +33,7 @@ const MAX_INTERRUPTIONS: usize = 100;
 /// The bytes behind an arena, wherever they are.
 ///
 /// # Safety
-/// Arenas make slices of what an implementation says: for as long as the value lives, `host_ptr` must be none or
+/// Arenas make slices of what an implementation returns: for as long as the value lives, `host_ptr` must be none or
 /// always the same address, of [`Memory::bytes`] readable, writable and initialised bytes, aligned to a page, that
 /// nothing else of this process accesses.
 pub unsafe trait Memory: Any + Send + Sync {
@@ -202,7 +202,7 @@ fn refusal(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Opti
     }
 }
 
-/// Memory of this process, in bytes; 0 if the system does not say.
+/// Memory of this process, in bytes; 0 where it is unknown.
 #[derive(Clone, Copy, Debug)]
 struct AddressSpace {
     /// What counts against the limit on mappings. It differs from try to try: the C library reserves 64 MiB for each
@@ -231,7 +231,7 @@ const FAULT_AROUND: usize = 64 << 10;
 pub struct FileMemory(MmapRaw);
 
 impl FileMemory {
-    /// Zeros in a file of the file system of `dir`. `hint` says what to do where that cannot be.
+    /// Zeros in a file of the file system of `dir`. `hint` is the next step where that fails.
     pub fn create(dir: &Path, name: &str, bytes: usize, hint: &str) -> Result<Self, DeviceError> {
         let length = bytes.max(1);
         let refuse = |cause: String, never_fits: bool| DeviceError::OutOfMemory {
@@ -340,17 +340,17 @@ struct MemoryCgroup {
     seen: SeenGroup,
 }
 
-/// Bytes that can be allocated before somebody is killed; none if the system does not say.
+/// Bytes that can be allocated before somebody is killed; none if that is unknown.
 fn available_bytes() -> Option<u64> {
     least("MemAvailable:", MemoryCgroup::least_headroom)
 }
 
-/// Bytes that could be allocated if nobody else had any: more are never to be had here. None if the system does not say.
+/// Bytes that could be allocated if nobody else had any: the system never gives more. None if that is unknown.
 fn most_bytes() -> Option<u64> {
     least("MemTotal:", MemoryCgroup::least_limit)
 }
 
-/// The least of what the machine says in a line of `/proc/meminfo` and what its control groups say.
+/// The least of a line of `/proc/meminfo` and of the control groups' numbers.
 fn least(line: &str, of_group: impl Fn(&MemoryCgroup) -> Option<u64>) -> Option<u64> {
     let text = |path| read_to_string(path).unwrap_or_default();
     let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
@@ -361,7 +361,7 @@ fn least(line: &str, of_group: impl Fn(&MemoryCgroup) -> Option<u64>) -> Option<
         .min()
 }
 
-/// All memory of the machine, that which it swaps out included; none if the system does not say.
+/// All memory of the machine, with its swap space; none if that is unknown.
 fn machine_bytes() -> Option<u64> {
     let meminfo = read_to_string("/proc/meminfo").ok()?;
     let swap = kernels_count(&meminfo, "SwapTotal:").unwrap_or(0);

@@ -1,7 +1,7 @@
 //! Devices: where memory lives and operations run.
 //!
 //! A device takes operations ([`crate::ops::Op`]) on *streams*: in order within a stream, in any order
-//! between streams except where an [`Event`] says otherwise. Enqueueing never fails and may return before the
+//! between streams except where an [`Event`] orders them. Enqueueing never fails and may return before the
 //! operation ran; errors surface at [`Device::synchronize`] and at events. The CPU runs an operation at once.
 //!
 //! | type | what it is |
@@ -116,7 +116,7 @@ pub trait Device: Any + Send + Sync {
     }
 
     /// Bytes of the device's own memory that are taken now: by this process with all that its libraries hold, and by all
-    /// others; none if its memory is the host's, or it does not say.
+    /// others; none if its memory is the host's, or that is unknown.
     fn taken_bytes(&self) -> Option<usize> {
         None
     }

@@ -7,7 +7,7 @@ use pulp::{Arch, WithSimd};
 
 use super::DeviceError;
 
-/// What kernels need to know of the machine: the threads of this rank, and the instruction set.
+/// The threads of this rank, and the instruction set of its kernels.
 #[derive(Debug)]
 pub struct Cpu {
     threads: usize,

@@ -48,7 +48,7 @@ impl Library {
         })
     }
 
-    /// What it says its version is. The driver says which CUDA it is for.
+    /// Its own version; of the driver, the CUDA that it is for.
     pub fn version(&self) -> Result<Version, LibraryError> {
         type Writes = unsafe extern "C" fn(*mut c_int) -> c_int;
         type WritesTwo = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
@@ -124,7 +124,7 @@ impl Library {
     }
 }
 
-/// The CUDA that the driver of this process is for; none: there is no driver, or it does not say.
+/// The CUDA that the driver of this process is for; none: there is no driver, or its version is unknown.
 fn cuda_of_driver() -> Option<Version> {
     static CUDA: OnceLock<Option<Version>> = OnceLock::new();
     *CUDA.get_or_init(|| Library::open(LibraryKind::Cuda).ok()?.version().ok())
@@ -342,7 +342,7 @@ mod tests {
         assert!(Version::packed(13_000, 1000, 10) > Version::packed(12_090, 1000, 10));
     }
 
-    /// Whatever this machine has: each says something, or why not.
+    /// Whatever this machine has: each has a version, or an error.
     #[test]
     fn libraries_that_are_there_say_theirs() {
         for kind in LibraryKind::ALL {

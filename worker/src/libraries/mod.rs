@@ -2,7 +2,7 @@
 //!
 //! One binary serves every machine, so nothing of CUDA is linked. Discovery looks through the file system and
 //! chooses an absolute path; a table of function pointers is filled from it. What is missing is an error that
-//! says which library or function, where it was looked for and how to install it.
+//! names the library or function, where it was looked for and how to install it.
 //!
 //! | file | what it is |
 //! |---|---|

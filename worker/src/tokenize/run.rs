@@ -72,7 +72,7 @@ struct Encoded {
 }
 
 /// Makes a token file of texts. It appears when it is whole; after an error the output is as it was before. The same
-/// inputs make the same file, whatever the number of threads. `progress` hears of every batch.
+/// inputs make the same file, whatever the number of threads. `progress` is called after every batch.
 pub fn tokenize(
     request: &Request<'_>,
     progress: &mut (dyn FnMut(Progress) + Send),
@@ -116,7 +116,7 @@ fn run(
             pieces.map(|piece| encode(encoder, key, width, piece)).collect()
         };
         let (encoded, next) = rayon::join(encode, || source.next_batch());
-        // In order, so that of several errors the first one is told.
+        // In order, so that the first of several errors is returned.
         for piece in encoded {
             let piece = piece?;
             output.write(&piece.tokens)?;
@@ -228,7 +228,7 @@ pub(super) struct Output {
 }
 
 impl Output {
-    /// Begins a file, of which nobody else may write the same.
+    /// Begins a file that no other process writes.
     pub(super) fn create(path: &Path, overwrite: bool) -> Result<Self, TokenizeError> {
         let refused = |path: &Path, problem| TokenizeError::Output {
             path: path.to_owned(),

@@ -176,7 +176,7 @@ impl Input {
         Ok(())
     }
 
-    /// Where the next piece ends; none if that is not known yet.
+    /// Where the next piece ends; none if more must be read first.
     fn cut(&self, may_cut: bool) -> Option<usize> {
         match self.kind {
             _ if self.has_ended => Some(self.rest.len()),

@@ -1,4 +1,4 @@
-//! The driver: started once, its answers as errors with names; what it says of the devices; one of them opened as a
+//! The driver: started once, its results as errors with names; facts of the devices; one of them opened as a
 //! [`CudaContext`], with the streams that are alive in it and the account of its memory.
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
@@ -169,14 +169,14 @@ impl CudaContext {
         self.ordinal
     }
 
-    /// What the driver says of the device.
+    /// Facts of the device.
     #[must_use]
     pub const fn facts(&self) -> &GpuFacts {
         &self.facts
     }
 
     /// Bytes that are free on the device now, other processes' use considered, and all that it has to give; none if the
-    /// driver does not say.
+    /// driver does not answer.
     #[must_use]
     pub fn free_and_all_bytes(&self) -> Option<(usize, usize)> {
         self.bind().ok()?;
@@ -242,7 +242,7 @@ fn start() -> Result<(), DeviceError> {
         .clone()
 }
 
-/// What a question to the driver says: none for "not yet".
+/// The result of a query; none for "not yet".
 pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Result<(), DeviceError>> {
     match answer {
         Ok(()) => Some(Ok(())),
@@ -351,7 +351,7 @@ impl Streams {
         self.alive().retain(|other| *other != stream);
     }
 
-    /// Waits, no longer than `patience`, until `is_empty` has said of each of these streams that it is, or the stream is
+    /// Waits, no longer than `patience`, until `is_empty` was true of each of these streams, or the stream is
     /// gone; an error of `is_empty` ends the wait. Nobody can destroy a stream while it is asked: what the driver does with the
     /// handle of one that was destroyed is not defined.
     pub(super) fn come_to_rest(
@@ -472,7 +472,7 @@ pub struct GpuFacts {
     pub multiprocessors: u32,
     /// Most bytes of shared memory of a block.
     pub shared_per_block: usize,
-    /// Where it is plugged in; empty if the driver does not say.
+    /// Where it is plugged in; empty if that is unknown.
     pub pci: String,
 }
 
@@ -581,7 +581,7 @@ impl Survey {
     }
 }
 
-/// What the driver does not say counts as not there.
+/// What the driver does not answer counts as missing.
 fn reach(from: CUdevice, to: CUdevice) -> Reach {
     if from == to {
         return Reach::Itself;

@@ -20,7 +20,7 @@ use super::nvrtc::{Arch, CompileUnit, CubinCache, Define, KernelSource, Nvrtc};
 use super::stream::{CudaStream, StreamState};
 use crate::device::{Buffer, DType, DeviceError};
 
-/// Shared memory that a block may have without asking for more: what its kernel declares, and what the launch says.
+/// Shared memory that a block may have without asking for more: what its kernel declares, and what the launch adds.
 const SHARED_WITHOUT_ASKING: usize = 48 << 10;
 
 /// Puts one operation on a stream of a GPU.
@@ -319,7 +319,7 @@ impl LaunchContext<'_> {
         products.enqueue(product, workspace, self.stream.raw(), self.op)
     }
 
-    /// Puts a matrix product on the stream if the library can do it; if not, says so once, and false from then on: for
+    /// Puts a matrix product on the stream if the library can do it. If not, warns once, and gives false from then on: for
     /// epilogues that not every version has for every shape, and that can be done otherwise.
     pub fn try_multiply(&mut self, product: &Product) -> Result<bool, DeviceError> {
         let products = self.device.products()?;

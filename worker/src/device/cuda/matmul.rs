@@ -148,7 +148,7 @@ pub(super) struct Products {
     refused: Mutex<HashSet<ProductShape>>,
 }
 
-// SAFETY: a context of cuBLASLt may be used by several threads at once, says its documentation.
+// SAFETY: a context of cuBLASLt may be used by several threads at once, by its documentation.
 unsafe impl Send for Products {}
 // SAFETY: as above.
 unsafe impl Sync for Products {}
@@ -157,7 +157,7 @@ impl Products {
     /// Opens the library on the device whose context is current. The library's context lives as long as the process.
     pub(super) fn open(tf32: bool) -> Result<Self, DeviceError> {
         let library = Library::open(LibraryKind::CublasLt)?;
-        // Its first call would fail with a status that says nothing of versions.
+        // Its first call would fail with a status that does not name versions.
         if let Some(newer) = library.newer_than_driver() {
             return Err(LibraryError::Newer(newer).into());
         }
@@ -343,7 +343,7 @@ impl Products {
 
     fn set<T: Copy>(&self, operation: &Owned, attribute: Attribute, value: T) -> Result<(), LibraryError> {
         let (set, from) = (self.functions.desc_set, (&raw const value).cast());
-        // SAFETY: the operation is alive; `value` has the size that is said.
+        // SAFETY: the operation is alive; `value` has the size that is passed.
         let status = unsafe { set(operation.0, attribute as c_int, from, size_of::<T>()) };
         self.check(&format!("refuses {attribute:?}"), status)
     }
@@ -409,7 +409,7 @@ impl Products {
 
     fn prefer<T: Copy>(&self, preference: &Owned, which: Preference, value: T) -> Result<(), LibraryError> {
         let (set, from) = (self.functions.preference_set, (&raw const value).cast());
-        // SAFETY: the preference is alive; `value` has the size that is said.
+        // SAFETY: the preference is alive; `value` has the size that is passed.
         let status = unsafe { set(preference.0, which as c_int, from, size_of::<T>()) };
         self.check(&format!("refuses {which:?}"), status)
     }

@@ -261,7 +261,7 @@ impl<'a> OpenProgram<'a> {
         let (names, texts) = (pointers(&names), pointers(&texts));
         let mut raw = ptr::null_mut();
         // SAFETY: all strings end in a zero and are alive; the function copies them. The arrays have as many
-        // elements as it is told.
+        // elements as the count that is passed.
         let outcome = unsafe {
             (nvrtc.functions.create)(
                 &raw mut raw,
@@ -296,7 +296,7 @@ impl<'a> OpenProgram<'a> {
         // SAFETY: the program is alive; the function writes one number.
         answer(unsafe { size(self.raw, &raw mut length) })?;
         let mut bytes = vec![0_u8; length];
-        // SAFETY: the function writes as many bytes as its sibling said.
+        // SAFETY: the function writes as many bytes as its sibling counted.
         answer(unsafe { fill(self.raw, bytes.as_mut_ptr().cast()) })?;
         Ok(bytes)
     }
