@@ -505,10 +505,6 @@ impl EventState for ReachedAfterTheWait {
             waited_ms: 0,
         })
     }
-
-    fn as_any(&self) -> &dyn std::any::Any {
-        self
-    }
 }
 
 #[test]

@@ -12,7 +12,7 @@ mod gpu_support;
 
 /// True of `tests/emulator`, which takes a microsecond for what a GPU does in a picosecond: tests give it less to do.
 fn is_emulated(gpu: &CudaDevice) -> bool {
-    gpu.context().name() == "Emulated GPU"
+    gpu.context().facts().name == "Emulated GPU"
 }
 
 /// One staging buffer and a bit, several and a bit.
@@ -292,7 +292,11 @@ fn memory_of_the_host_is_refused_by_name() {
 fn a_lack_of_memory_names_what_was_wanted_and_who_holds_the_rest() {
     let Some(gpu) = gpu_support::device() else { return };
     let _held = arena(gpu.as_ref(), "gradients", 1 << 20);
-    let spec = ArenaSpec::private("activation everything", DType::F32, gpu.context().memory_bytes());
+    let spec = ArenaSpec::private(
+        "activation everything",
+        DType::F32,
+        gpu.context().facts().memory_bytes,
+    );
     let error = gpu
         .alloc(&spec)
         .expect_err("four times the card's memory")

@@ -5,6 +5,7 @@
 //! `RefCell` refuses it, so that a missing event between two streams is an error with a name, not wrong numbers.
 #![allow(unsafe_code, reason = "addresses in mapped memory")]
 
+use std::any::Any;
 use std::fmt;
 use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut, Range};
@@ -74,11 +75,23 @@ impl Arena {
     /// If the elements do not fit.
     #[must_use]
     pub fn new(spec: &ArenaSpec, memory: impl Memory) -> Self {
+        let ArenaSpec { name, dtype, len, .. } = spec.clone();
+        let end = end_of(0, dtype, len);
+        assert!(
+            end.is_some_and(|end| end <= memory.bytes()),
+            "`{name}` is smaller than its arena"
+        );
         let backing = Backing {
             memory: Box::new(memory),
             borrows: Mutex::default(),
         };
-        Self::within(Arc::new(backing), 0, spec.name.clone(), spec.dtype, spec.len)
+        Self(Arc::new(Inner {
+            name,
+            dtype,
+            len,
+            start: 0,
+            backing: Arc::new(backing),
+        }))
     }
 
     /// An arena of its own in this one's memory, `start` bytes from the beginning of this one. Parts may overlap: use of
@@ -92,30 +105,17 @@ impl Arena {
             start.is_multiple_of(Self::ALIGNMENT),
             "`{name}` begins at byte {start}"
         );
-        let end = len
-            .checked_mul(dtype.bytes())
-            .and_then(|bytes| bytes.checked_add(start));
+        let end = end_of(start, dtype, len);
         assert!(
             end.is_some_and(|end| end <= self.bytes()),
             "`{name}` at byte {start} of {self:?}"
-        );
-        Self::within(self.0.backing.clone(), self.0.start + start, name, dtype, len)
-    }
-
-    fn within(backing: Arc<Backing>, start: usize, name: String, dtype: DType, len: usize) -> Self {
-        let end = len
-            .checked_mul(dtype.bytes())
-            .and_then(|bytes| bytes.checked_add(start));
-        assert!(
-            end.is_some_and(|end| end <= backing.memory.bytes()),
-            "`{name}` is smaller than its arena"
         );
         Self(Arc::new(Inner {
             name,
             dtype,
             len,
-            start,
-            backing,
+            start: self.0.start + start,
+            backing: self.0.backing.clone(),
         }))
     }
 
@@ -156,10 +156,19 @@ impl Arena {
         self.0.backing.memory.as_ref()
     }
 
+    /// The memory behind it, if it is of this type.
+    #[must_use]
+    pub fn memory_as<T: Memory>(&self) -> Option<&T> {
+        (self.memory() as &dyn Any).downcast_ref()
+    }
+
     /// The whole arena as a buffer.
     #[must_use]
     pub fn whole(&self) -> Buffer {
-        self.slice(0..self.len())
+        Buffer {
+            arena: self.clone(),
+            range: 0..self.len(),
+        }
     }
 
     /// A range of elements.
@@ -168,15 +177,7 @@ impl Arena {
     /// If the range is not within the arena: layouts are computed, so that is a bug.
     #[must_use]
     pub fn slice(&self, range: Range<usize>) -> Buffer {
-        assert!(
-            range.start <= range.end && range.end <= self.len(),
-            "{range:?} outside `{}`",
-            self.name()
-        );
-        Buffer {
-            arena: self.clone(),
-            range,
-        }
+        self.whole().slice(range)
     }
 
     /// True if both are the same arena.
@@ -185,54 +186,16 @@ impl Arena {
         Arc::ptr_eq(&self.0, &other.0)
     }
 
-    /// Lends elements out, unless that clashes with who has them.
-    fn borrow(&self, range: &Range<usize>, access: Access) -> Result<(), DeviceError> {
-        let bytes = self.bytes_of(range);
-        let mut borrows = self.0.backing.borrows();
-        let overlaps = |b: &&Borrow| b.bytes.start < bytes.end && bytes.start < b.bytes.end;
-        let exclusive = |b: &&Borrow| b.access.is_exclusive() || access.is_exclusive();
-        let clash = borrows.iter().filter(overlaps).find(exclusive);
-        if let Some(held) = clash {
-            return Err(DeviceError::Race {
-                arena: self.name().to_owned(),
-                range: range.clone(),
-                held: held.access.name(),
-                wanted: access.name(),
-            });
-        }
-        borrows.push(Borrow { bytes, access });
-        Ok(())
-    }
-
-    /// Ends what [`Arena::borrow`] began.
-    fn give_back(&self, range: &Range<usize>, access: Access) {
-        let held = Borrow {
-            bytes: self.bytes_of(range),
-            access,
-        };
-        let mut borrows = self.0.backing.borrows();
-        if let Some(at) = borrows.iter().position(|b| *b == held) {
-            borrows.swap_remove(at);
-        }
-    }
-
-    /// Turns a borrow for writing into one that never ends.
-    fn abandon(&self, range: &Range<usize>) {
-        let bytes = self.bytes_of(range);
-        let mut borrows = self.0.backing.borrows();
-        let held = borrows
-            .iter_mut()
-            .find(|b| b.bytes == bytes && b.access == Access::Write);
-        if let Some(held) = held {
-            held.access = Access::Abandoned;
-        }
-    }
-
     /// Bytes of the memory that these elements are.
     fn bytes_of(&self, elements: &Range<usize>) -> Range<usize> {
         let byte = |element: usize| self.0.start + element * self.dtype().bytes();
         byte(elements.start)..byte(elements.end)
     }
+}
+
+/// The byte behind so many elements from byte `start` on; none if that cannot be counted.
+fn end_of(start: usize, dtype: DType, len: usize) -> Option<usize> {
+    len.checked_mul(dtype.bytes())?.checked_add(start)
 }
 
 impl Backing {
@@ -247,7 +210,7 @@ impl fmt::Debug for Arena {
     }
 }
 
-/// A range of an arena's elements. Cheap to clone; says nothing of who may touch it when.
+/// A range of an arena's elements. Cheap to clone. It is no borrow: who uses the elements borrows them.
 #[derive(Clone)]
 pub struct Buffer {
     arena: Arena,
@@ -315,47 +278,56 @@ impl Buffer {
 
     /// Borrows the elements for reading by the host.
     pub fn host<T: Element>(&self) -> Result<HostRef<'_, T>, DeviceError> {
-        let ptr = self.typed_ptr::<T>()?;
-        let guard = Guard::take(self, Access::Read)?;
-        Ok(HostRef::new(ptr, guard))
+        self.borrow_typed(Access::Read)
     }
 
     /// Borrows the elements for writing by the host.
     pub fn host_mut<T: Element>(&self) -> Result<HostMut<'_, T>, DeviceError> {
-        let ptr = self.typed_ptr::<T>()?;
-        let guard = Guard::take(self, Access::Write)?;
-        Ok(HostMut::new(ptr, guard))
+        self.borrow_typed(Access::Write).map(HostMut)
     }
 
     /// Borrows the elements as bytes, whatever their type.
     pub fn host_bytes(&self) -> Result<HostRef<'_, u8>, DeviceError> {
-        let ptr = self.byte_ptr()?;
-        let guard = Guard::take(self, Access::Read)?;
-        Ok(HostRef::new(ptr, guard))
+        self.borrow(Access::Read)
     }
 
     /// Borrows the elements as bytes for writing, whatever their type.
     pub fn host_bytes_mut(&self) -> Result<HostMut<'_, u8>, DeviceError> {
-        let ptr = self.byte_ptr()?;
-        let guard = Guard::take(self, Access::Write)?;
-        Ok(HostMut::new(ptr, guard))
+        self.borrow(Access::Write).map(HostMut)
     }
 
     /// Holds the elements exclusively, without a slice: for memory that peers write while a collective runs.
     pub fn hold(&self) -> Result<Held, DeviceError> {
-        self.arena.borrow(&self.range, Access::Write)?;
-        Ok(Held::new(self.clone()))
+        Held::take(self, Access::Write)
     }
 
-    fn typed_ptr<T: Element>(&self) -> Result<*mut T, DeviceError> {
-        if self.dtype() != T::DTYPE {
-            return Err(DeviceError::WrongDType {
-                arena: self.arena.name().to_owned(),
-                found: self.dtype(),
-                expected: T::DTYPE,
-            });
+    fn borrow_typed<T: Element>(&self, access: Access) -> Result<HostRef<'_, T>, DeviceError> {
+        const { assert!(size_of::<T>() == T::DTYPE.bytes()) };
+        self.expect_dtype(T::DTYPE)?;
+        self.borrow(access)
+    }
+
+    /// `T` is the type of the elements, or a byte.
+    fn borrow<T>(&self, access: Access) -> Result<HostRef<'_, T>, DeviceError> {
+        Ok(HostRef {
+            ptr: self.byte_ptr()?.cast(),
+            held: Held::take(self, access)?,
+            _type: PhantomData,
+        })
+    }
+
+    /// An error unless its elements are of this type.
+    pub(crate) fn expect_dtype(&self, expected: DType) -> Result<(), DeviceError> {
+        let found = self.dtype();
+        if found == expected {
+            return Ok(());
         }
-        Ok(self.byte_ptr()?.cast())
+        let arena = self.arena.name().to_owned();
+        Err(DeviceError::WrongDType {
+            arena,
+            found,
+            expected,
+        })
     }
 
     /// Byte of [`Arena::memory`] at which it begins.
@@ -429,21 +401,36 @@ impl ArenaSpec {
     }
 }
 
-/// Exclusive hold on a buffer without a slice of it; given back on drop.
+/// Hold on a buffer without a slice of it: nobody else uses its elements in a way that clashes. Given back on drop.
 #[derive(Debug)]
 pub struct Held {
     buffer: Buffer,
+    access: Access,
     /// Not to be given back.
     abandoned: bool,
 }
 
 impl Held {
-    /// For a buffer that was just borrowed for writing.
-    pub(super) fn new(buffer: Buffer) -> Self {
-        Self {
-            buffer,
-            abandoned: false,
+    /// Borrows the elements, unless that clashes with who has them.
+    fn take(buffer: &Buffer, access: Access) -> Result<Self, DeviceError> {
+        let bytes = buffer.arena.bytes_of(&buffer.range);
+        let mut borrows = buffer.arena.0.backing.borrows();
+        let overlaps = |b: &&Borrow| b.bytes.start < bytes.end && bytes.start < b.bytes.end;
+        let exclusive = |b: &&Borrow| b.access.is_exclusive() || access.is_exclusive();
+        if let Some(clash) = borrows.iter().filter(overlaps).find(exclusive) {
+            return Err(DeviceError::Race {
+                arena: buffer.arena.name().to_owned(),
+                range: buffer.range(),
+                held: clash.access.name(),
+                wanted: access.name(),
+            });
         }
+        borrows.push(Borrow { bytes, access });
+        Ok(Self {
+            buffer: buffer.clone(),
+            access,
+            abandoned: false,
+        })
     }
 
     /// The buffer held.
@@ -466,54 +453,31 @@ impl Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        let (arena, range) = (self.buffer.arena(), self.buffer.range());
-        if self.abandoned {
-            arena.abandon(&range);
-        } else {
-            arena.give_back(&range, Access::Write);
+        let arena = &self.buffer.arena;
+        let own = Borrow {
+            bytes: arena.bytes_of(&self.buffer.range),
+            access: self.access,
+        };
+        let mut borrows = arena.0.backing.borrows();
+        match borrows.iter().position(|b| *b == own) {
+            Some(at) if self.abandoned => borrows[at].access = Access::Abandoned,
+            Some(at) => drop(borrows.swap_remove(at)),
+            None => {}
         }
-    }
-}
-
-/// One borrow of an arena; ends on drop.
-struct Guard<'a> {
-    buffer: &'a Buffer,
-    access: Access,
-}
-
-impl<'a> Guard<'a> {
-    /// Borrows the buffer's range.
-    pub(super) fn take(buffer: &'a Buffer, access: Access) -> Result<Self, DeviceError> {
-        buffer.arena().borrow(&buffer.range(), access)?;
-        Ok(Self { buffer, access })
-    }
-
-    fn elements<T>(&self) -> usize {
-        self.buffer.bytes() / size_of::<T>()
-    }
-}
-
-impl Drop for Guard<'_> {
-    fn drop(&mut self) {
-        self.buffer.arena().give_back(&self.buffer.range(), self.access);
     }
 }
 
 /// Elements borrowed for reading.
 pub struct HostRef<'a, T> {
-    ptr: *const T,
-    guard: Guard<'a>,
-    _type: PhantomData<&'a [T]>,
+    /// Address of the first element that is held.
+    ptr: *mut T,
+    held: Held,
+    _type: PhantomData<&'a mut [T]>,
 }
 
-impl<'a, T> HostRef<'a, T> {
-    /// `ptr` is the address of the guarded range.
-    fn new(ptr: *const T, guard: Guard<'a>) -> Self {
-        Self {
-            ptr,
-            guard,
-            _type: PhantomData,
-        }
+impl<T> HostRef<'_, T> {
+    fn elements(&self) -> usize {
+        self.held.buffer.bytes() / size_of::<T>()
     }
 }
 
@@ -521,44 +485,28 @@ impl<T: Element> Deref for HostRef<'_, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: the pointer is that of the guarded range, aligned (mappings are page-aligned, ranges count
-        // in elements; parts begin at multiples of 256 bytes), initialised (mappings are zeroed, every element type is `Pod`), and no exclusive
-        // borrow of an overlapping range exists while the guard lives.
-        unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
+        // SAFETY: the pointer is that of the range held, aligned (mappings are page-aligned, parts begin at multiples of
+        // 256 bytes, ranges count in elements), initialised (mappings are zeroed, every element type is `Pod`), and no
+        // exclusive borrow of an overlapping range exists but this one.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.elements()) }
     }
 }
 
 /// Elements borrowed for writing.
-pub struct HostMut<'a, T> {
-    ptr: *mut T,
-    guard: Guard<'a>,
-    _type: PhantomData<&'a mut [T]>,
-}
-
-impl<'a, T> HostMut<'a, T> {
-    /// `ptr` is the address of the guarded range.
-    fn new(ptr: *mut T, guard: Guard<'a>) -> Self {
-        Self {
-            ptr,
-            guard,
-            _type: PhantomData,
-        }
-    }
-}
+pub struct HostMut<'a, T>(HostRef<'a, T>);
 
 impl<T: Element> Deref for HostMut<'_, T> {
     type Target = [T];
 
     fn deref(&self) -> &[T] {
-        // SAFETY: as for `HostRef`; the guard is exclusive.
-        unsafe { std::slice::from_raw_parts(self.ptr, self.guard.elements::<T>()) }
+        &self.0
     }
 }
 
 impl<T: Element> DerefMut for HostMut<'_, T> {
     fn deref_mut(&mut self) -> &mut [T] {
-        // SAFETY: as for `HostRef`; the guard is exclusive, and `&mut self` makes this the only slice.
-        unsafe { std::slice::from_raw_parts_mut(self.ptr, self.guard.elements::<T>()) }
+        // SAFETY: as for `HostRef`; the hold is exclusive, and `&mut self` makes this the only slice.
+        unsafe { std::slice::from_raw_parts_mut(self.0.ptr, self.0.elements()) }
     }
 }
 

@@ -93,14 +93,8 @@ impl Device for CpuDevice {
 
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
         self.attempt(stream, || {
-            let mut target = dst.host_bytes_mut()?;
-            if target.len() != bytes.len() {
-                return Err(DeviceError::Shape {
-                    op: "upload",
-                    what: format!("{} bytes into a buffer of {}", bytes.len(), target.len()),
-                });
-            }
-            target.copy_from_slice(bytes);
+            super::expect_same_bytes("upload", bytes.len(), dst.bytes())?;
+            dst.host_bytes_mut()?.copy_from_slice(bytes);
             Ok(())
         });
     }

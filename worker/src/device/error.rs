@@ -5,26 +5,6 @@ use std::ops::Range;
 use super::DType;
 use crate::libraries::LibraryError;
 
-/// Why a kernel was not compiled.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum CompileError {
-    /// The compiler is not there, or not usable.
-    #[error(transparent)]
-    Library(#[from] LibraryError),
-    /// The compiler refused the text.
-    #[error("`{unit}` does not compile for {arch} with NVRTC {version}:\n{log}")]
-    Refused {
-        /// File and definitions.
-        unit: String,
-        /// What it was compiled for.
-        arch: String,
-        /// Of the compiler.
-        version: String,
-        /// The compiler's words.
-        log: String,
-    },
-}
-
 /// An error of a device. On asynchronous devices it surfaces at synchronisation.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DeviceError {
@@ -110,9 +90,18 @@ pub enum DeviceError {
     /// A library that the device needs is missing or unfit.
     #[error(transparent)]
     Library(#[from] LibraryError),
-    /// A kernel was not compiled.
-    #[error(transparent)]
-    Compile(#[from] CompileError),
+    /// The compiler refused a kernel's text.
+    #[error("`{unit}` does not compile for {arch} with NVRTC {version}:\n{log}")]
+    Compile {
+        /// File and definitions.
+        unit: String,
+        /// What it was compiled for.
+        arch: String,
+        /// Of the compiler.
+        version: String,
+        /// The compiler's words.
+        log: String,
+    },
     /// An operation was given buffers whose sizes do not fit each other.
     #[error("operation `{op}`: {what}")]
     Shape {

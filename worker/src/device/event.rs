@@ -2,19 +2,18 @@
 
 use std::any::Any;
 use std::fmt;
+use std::ops::Deref;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::DeviceError;
 
 /// State behind an event; devices bring their own.
-pub trait EventState: Send + Sync + 'static {
+pub trait EventState: Any + Send + Sync {
     /// None while it is not reached; then success, or the error of what came before it.
     fn poll(&self) -> Option<Result<(), DeviceError>>;
     /// Blocks the host until it is reached or `deadline` passes.
     fn wait(&self, deadline: Instant) -> Result<(), DeviceError>;
-    /// For the device that made it.
-    fn as_any(&self) -> &dyn Any;
     /// The points of which it is made, if it is reached with the last of them: a device that knows how to wait for
     /// each in its stream need not block the host for all.
     fn parts(&self) -> &[Event] {
@@ -27,7 +26,7 @@ pub trait EventState: Send + Sync + 'static {
     }
 }
 
-/// A point that is reached once. Clones are the same point.
+/// A point that is reached once; what can be asked of it are the methods of [`EventState`]. Clones are the same point.
 #[derive(Clone)]
 pub struct Event(Arc<dyn EventState>);
 
@@ -40,14 +39,18 @@ impl Event {
     /// An event that is reached already.
     #[must_use]
     pub fn reached() -> Self {
-        Self::new(Reached)
+        Self::over(Ok(()))
     }
 
     /// An event that has failed already.
     #[must_use]
     pub fn failed(error: DeviceError) -> Self {
-        let (event, signal) = Self::pair("a failed stream");
-        signal.set(Err(error));
+        Self::over(Err(error))
+    }
+
+    fn over(result: Result<(), DeviceError>) -> Self {
+        let (event, signal) = Self::pair("nothing");
+        signal.set(result);
         event
     }
 
@@ -62,20 +65,17 @@ impl Event {
         (Self(shared.clone()), Signal(shared))
     }
 
-    /// See [`EventState::poll`].
+    /// The state, if it is of this type: for the device that made it.
     #[must_use]
-    pub fn poll(&self) -> Option<Result<(), DeviceError>> {
-        self.0.poll()
+    pub fn state_as<T: EventState>(&self) -> Option<&T> {
+        (self.0.as_ref() as &dyn Any).downcast_ref()
     }
+}
 
-    /// See [`EventState::wait`].
-    pub fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
-        self.0.wait(deadline)
-    }
+impl Deref for Event {
+    type Target = dyn EventState;
 
-    /// The state, for the device that made it.
-    #[must_use]
-    pub fn state(&self) -> &dyn EventState {
+    fn deref(&self) -> &Self::Target {
         self.0.as_ref()
     }
 }
@@ -83,22 +83,6 @@ impl Event {
 impl fmt::Debug for Event {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Event({:?})", self.poll())
-    }
-}
-
-struct Reached;
-
-impl EventState for Reached {
-    fn poll(&self) -> Option<Result<(), DeviceError>> {
-        Some(Ok(()))
-    }
-
-    fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
-        Ok(())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 
@@ -115,29 +99,18 @@ impl EventState for SignalState {
 
     fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
         let started = Instant::now();
-        let mut result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            if let Some(result) = result.as_ref() {
-                return result.clone();
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left == Duration::ZERO {
-                let waited_ms = started.elapsed().as_millis() as u64;
-                return Err(DeviceError::TimedOut {
-                    what: self.what.clone(),
-                    waited_ms,
-                });
-            }
-            result = self
-                .reached
-                .wait_timeout(result, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
+        let left = deadline.saturating_duration_since(started);
+        let result = self.result.lock().unwrap_or_else(PoisonError::into_inner);
+        let waited = self
+            .reached
+            .wait_timeout_while(result, left, |result| result.is_none());
+        let (result, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        result.clone().unwrap_or_else(|| {
+            Err(DeviceError::TimedOut {
+                what: self.what.clone(),
+                waited_ms: started.elapsed().as_millis() as u64,
+            })
+        })
     }
 }
 
@@ -193,12 +166,6 @@ impl Fetch {
     pub fn wait(self, deadline: Instant) -> Result<Vec<u8>, DeviceError> {
         self.arrived.wait(deadline)?;
         (self.take)()
-    }
-}
-
-impl fmt::Debug for Fetch {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Fetch({:?})", self.arrived)
     }
 }
 

@@ -15,6 +15,7 @@
     reason = "copies that run later, into memory that the host can reach"
 )]
 
+use std::collections::VecDeque;
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -83,20 +84,10 @@ pub struct HostPipeline {
     down: Stream,
     host: Stream,
     up: Stream,
-    slots: Mutex<StagingSlots>,
+    /// Page-locked memory, the least recently used first, each with the event after which its last pass has left.
+    slots: Mutex<VecDeque<(Arena, Event)>>,
     slot_bytes: usize,
     failure: Arc<OnceLock<DeviceError>>,
-}
-
-struct StagingSlots {
-    next: usize,
-    all: [StagingSlot; SLOTS],
-}
-
-struct StagingSlot {
-    memory: Arena,
-    /// The last pass that used it has left.
-    free: Event,
 }
 
 impl HostPipeline {
@@ -105,16 +96,13 @@ impl HostPipeline {
         let Some(side) = device.host_side() else {
             return Ok(None);
         };
-        let slot = |_| -> Result<StagingSlot, DeviceError> {
+        let slot = |_| {
             let memory = side.alloc(&ArenaSpec::private("page-locked staging", DType::U8, slot_bytes))?;
-            let free = Event::reached();
-            Ok(StagingSlot { memory, free })
+            Ok((memory, Event::reached()))
         };
+        let slots: Result<_, DeviceError> = (0..SLOTS).map(slot).collect();
         Ok(Some(Self {
-            slots: Mutex::new(StagingSlots {
-                next: 0,
-                all: [slot(0)?, slot(1)?, slot(2)?],
-            }),
+            slots: Mutex::new(slots?),
             down: side.named_stream("copy to the host"),
             host: side.named_stream("work of the host"),
             up: side.named_stream("copy from the host"),
@@ -132,7 +120,7 @@ impl HostPipeline {
 
     /// Puts passes on a stream: the first one begins when what is in the stream has run, and what comes later in it
     /// runs after the last one. The work of one is done before that of the next begins. A failure fails the stream at
-    /// the next call, and is told by [`HostPipeline::failure`] before.
+    /// the next call; [`HostPipeline::failure`] returns it before.
     ///
     /// # Panics
     /// If a pass is larger than a slot.
@@ -161,15 +149,14 @@ impl HostPipeline {
 
     fn enqueue(&self, pass: HostPass, deadline: Instant) {
         assert!(pass.bytes() <= self.slot_bytes, "a pass is larger than its slot");
-        let (device, side) = (self.device.as_ref(), self.side());
+        let device = self.device.as_ref();
+        let side = device.host_side().expect("it had one when this was made");
         let mut slots = self.slots.lock().unwrap_or_else(PoisonError::into_inner);
-        let slot = slots.next;
-        slots.next = (slot + 1) % SLOTS;
-        let slot = &mut slots.all[slot];
-        let (inputs, outputs) = cut(&slot.memory, &pass);
-        device.wait_event(self.down, &slot.free, deadline);
+        let (memory, free) = slots.pop_front().expect("as many as there are slots");
+        let (inputs, outputs) = cut(&memory, &pass);
+        device.wait_event(self.down, &free, deadline);
         for (from, to) in pass.inputs.iter().zip(&inputs) {
-            // SAFETY: the slots are known here alone. The last pass that used this one has landed before `down` goes
+            // SAFETY: only this file uses the slots. The last pass that used this one has landed before `down` goes
             // on, its work with it; this pass's own work waits for `down` below.
             unsafe { side.copy(self.down, from, to) };
         }
@@ -192,11 +179,7 @@ impl HostPipeline {
             // before the event recorded below.
             unsafe { side.copy(self.up, from, to) };
         }
-        slot.free = device.record(self.up);
-    }
-
-    fn side(&self) -> &dyn HostSide {
-        self.device.host_side().expect("it had one when this was made")
+        slots.push_back((memory, device.record(self.up)));
     }
 }
 

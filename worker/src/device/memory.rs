@@ -1,4 +1,5 @@
-//! Host memory: private pages, a memfd segment that other processes can map, or a mapped file.
+//! Host memory: private pages, a memfd segment that other processes can map, or a mapped file; and how much of it the
+//! system can still give, by the machine's count and by the control groups around this process.
 //!
 //! - Segments are `fallocate`d: a shortage is an error at allocation, never a SIGBUS at the first touch.
 //! - A file is for what is touched once a step and need not be resident in between. Its blocks are allocated too. A disk
@@ -9,21 +10,22 @@
 #![allow(unsafe_code, reason = "memory mappings")]
 
 use std::any::Any;
-use std::fs::File;
-use std::num::NonZeroUsize;
+use std::fs::{File, read_to_string};
+use std::io;
 use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::Path;
 use std::ptr::NonNull;
 
+use ddp_proto::mounts::SeenGroup;
+use memmap2::{Advice, MmapOptions, MmapRaw, UncheckedAdvice};
 use nix::errno::Errno;
-use nix::fcntl::{FallocateFlags, OFlag, fallocate, posix_fallocate};
+use nix::fcntl::{OFlag, posix_fallocate};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, MmapAdvise, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use nix::sys::resource::{Resource, getrlimit};
 
-use super::{DeviceError, system_memory};
+use super::DeviceError;
 
 /// Signals that may interrupt one allocation.
 const MAX_INTERRUPTIONS: usize = 100;
@@ -31,50 +33,39 @@ const MAX_INTERRUPTIONS: usize = 100;
 /// The bytes behind an arena, wherever they are.
 ///
 /// # Safety
-/// Arenas make slices of what an implementation says: for as long as the value lives, `host_ptr` must be none or
+/// Arenas make slices of what an implementation returns: for as long as the value lives, `host_ptr` must be none or
 /// always the same address, of [`Memory::bytes`] readable, writable and initialised bytes, aligned to a page, that
 /// nothing else of this process accesses.
-pub unsafe trait Memory: Send + Sync + 'static {
+pub unsafe trait Memory: Any + Send + Sync {
     /// Size in bytes.
     fn bytes(&self) -> usize;
     /// First byte, if the host can reach it.
-    fn host_ptr(&self) -> Option<NonNull<u8>>;
-    /// For the device that made it.
-    fn as_any(&self) -> &dyn Any;
+    fn host_ptr(&self) -> Option<NonNull<u8>> {
+        None
+    }
 }
+
+/// Mappings of this size or more ask for huge pages.
+const HUGE_MAPPING: usize = 4 << 20;
 
 /// A mapping of zeroed, page-aligned host memory.
 #[derive(Debug)]
 pub struct HostMemory {
-    ptr: NonNull<u8>,
-    bytes: usize,
+    mapping: MmapRaw,
     fd: Option<OwnedFd>,
 }
-
-// SAFETY: the mapping is plain memory, owned by this value; access to it is regulated by the arena.
-unsafe impl Send for HostMemory {}
-// SAFETY: as above; `&HostMemory` only gives out the address.
-unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
     /// Private memory of this process.
     pub fn private(name: &str, bytes: usize) -> Result<Self, DeviceError> {
-        let length = NonZeroUsize::new(bytes.max(1)).expect("at least 1");
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice aliases nothing.
-        let ptr = unsafe {
-            mmap_anonymous(
-                None,
-                length,
-                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
-                MapFlags::MAP_PRIVATE,
-            )
+        let mapping = MmapOptions::new().len(bytes.max(1)).map_anon();
+        let mapping = mapping.map_err(|e| out_of_memory(name, bytes, e))?;
+        if bytes >= HUGE_MAPPING {
+            // A refusal only costs speed.
+            let _ = mapping.advise(Advice::HugePage);
         }
-        .map_err(|e| out_of_memory(name, bytes, e))?;
-        let ptr = ptr.cast();
-        advise_huge_pages(ptr, length.get());
         Ok(Self {
-            ptr,
-            bytes: length.get(),
+            mapping: mapping.into(),
             fd: None,
         })
     }
@@ -85,7 +76,7 @@ impl HostMemory {
         Self::check_room(name, length, 1)?;
         let fd = memfd_create(format!("ddp-{name}").as_str(), MFdFlags::MFD_CLOEXEC)
             .map_err(|e| out_of_memory(name, bytes, e))?;
-        populate(&fd, length).map_err(|e| out_of_memory(name, bytes, e))?;
+        allocate(&fd, length).map_err(|e| out_of_memory(name, bytes, e))?;
         Self::map(name, fd, length)
     }
 
@@ -93,37 +84,31 @@ impl HostMemory {
     /// could end this process: beyond `RLIMIT_FSIZE` the kernel sends SIGXFSZ, and beyond the machine's memory
     /// it starts to kill.
     pub fn check_room(name: &str, bytes: usize, count: usize) -> Result<(), DeviceError> {
-        let refuse = |cause: String, hint: &str, never_fits: bool| {
-            Err(DeviceError::OutOfMemory {
-                what: name.to_owned(),
-                bytes,
-                cause,
-                hint: hint.to_owned(),
-                never_fits,
-            })
-        };
-        let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
-        if bytes as u64 > limit {
-            return refuse(
-                format!("the limit on file sizes, which also holds for shared memory, is {limit} bytes"),
-                "raise it with `ulimit -f unlimited`",
-                true,
-            );
-        }
+        let limit = limit_of(Resource::RLIMIT_FSIZE);
         let wanted = (bytes as u64).saturating_mul(count as u64);
-        match system_memory::available_bytes() {
-            Some(available) if wanted > available => refuse(
-                format!("{count} of these are wanted on this node, where {available} bytes are available"),
-                "lower the model's size or `--nproc-per-node`, or raise the memory limit",
-                system_memory::most_bytes().is_some_and(|most| wanted > most),
-            ),
-            _ => Ok(()),
-        }
+        let (cause, hint, never_fits) = if bytes as u64 > limit {
+            let cause =
+                format!("the limit on file sizes, which also holds for shared memory, is {limit} bytes");
+            (cause, "raise it with `ulimit -f unlimited`", true)
+        } else if let Some(available) = available_bytes().filter(|available| wanted > *available) {
+            let cause =
+                format!("{count} of these are wanted on this node, where {available} bytes are available");
+            let hint = "lower the model's size or `--nproc-per-node`, or raise the memory limit";
+            (cause, hint, most_bytes().is_some_and(|most| wanted > most))
+        } else {
+            return Ok(());
+        };
+        Err(DeviceError::OutOfMemory {
+            what: name.to_owned(),
+            bytes,
+            cause,
+            hint: hint.to_owned(),
+            never_fits,
+        })
     }
 
     /// Maps a segment that another process made and passed over a socket.
     pub fn map(name: &str, fd: OwnedFd, bytes: usize) -> Result<Self, DeviceError> {
-        let length = NonZeroUsize::new(bytes.max(1)).expect("at least 1");
         let found = nix::sys::stat::fstat(&fd)
             .map_err(|e| out_of_memory(name, bytes, e))?
             .st_size;
@@ -132,21 +117,9 @@ impl HostMemory {
                 "shared segment `{name}` has {found} bytes, expected {bytes}"
             )));
         }
-        // SAFETY: a new mapping at an address of the kernel's choice; the segment is at least that long.
-        let ptr = unsafe {
-            mmap(
-                None,
-                length,
-                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
-                MapFlags::MAP_SHARED | MapFlags::MAP_POPULATE,
-                fd.as_fd(),
-                0,
-            )
-        }
-        .map_err(|e| out_of_memory(name, bytes, e))?;
+        let mapping = MmapOptions::new().len(bytes.max(1)).populate().map_raw(&fd);
         Ok(Self {
-            ptr: ptr.cast(),
-            bytes: length.get(),
+            mapping: mapping.map_err(|e| out_of_memory(name, bytes, e))?,
             fd: Some(fd),
         })
     }
@@ -159,56 +132,32 @@ impl HostMemory {
 
     /// First byte of the mapping.
     #[must_use]
-    pub const fn ptr(&self) -> NonNull<u8> {
-        self.ptr
-    }
-
-    /// Size of the mapping.
-    #[must_use]
-    pub const fn len(&self) -> usize {
-        self.bytes
-    }
-
-    /// Never: a mapping has at least one byte.
-    #[must_use]
-    pub const fn is_empty(&self) -> bool {
-        false
+    pub fn ptr(&self) -> NonNull<u8> {
+        first_byte(&self.mapping)
     }
 }
 
-// SAFETY: a mapping of so many zeroed bytes at page-aligned `ptr`, owned by this value until it is dropped.
+// SAFETY: a mapping of so many zeroed bytes at a page-aligned address, owned by this value until it is dropped.
 unsafe impl Memory for HostMemory {
     fn bytes(&self) -> usize {
-        self.bytes
+        self.mapping.len()
     }
 
     fn host_ptr(&self) -> Option<NonNull<u8>> {
-        Some(self.ptr)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
+        Some(self.ptr())
     }
 }
 
-impl Drop for HostMemory {
-    fn drop(&mut self) {
-        // SAFETY: `ptr` and `bytes` are those of our own mapping, and nobody can hold a slice of it:
-        // guards borrow the arena that owns this value.
-        let unmapped = unsafe { munmap(self.ptr.cast(), self.bytes) };
-        debug_assert!(unmapped.is_ok());
-    }
+fn first_byte(mapping: &MmapRaw) -> NonNull<u8> {
+    NonNull::new(mapping.as_mut_ptr()).expect("no mapping is at address 0")
 }
 
-/// Allocates the pages of a segment. The kernel gives up, and all of them back, when a signal comes, however
-/// harmless; it does not begin again by itself.
-fn populate(fd: &OwnedFd, bytes: usize) -> Result<(), Errno> {
-    again_if_interrupted(|| fallocate(fd, FallocateFlags::empty(), 0, bytes as i64))
-}
-
-fn again_if_interrupted(attempt: impl Fn() -> nix::Result<()>) -> nix::Result<()> {
+/// Allocates the pages of a segment or the blocks of a file. The kernel gives up, and all of them back, when a signal
+/// comes, however harmless; it does not begin again by itself.
+fn allocate(file: &impl AsFd, bytes: usize) -> Result<(), Errno> {
+    let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG)?;
     for _ in 0..MAX_INTERRUPTIONS {
-        match attempt() {
+        match posix_fallocate(file, 0, length) {
             Err(Errno::EINTR) => {}
             outcome => return outcome,
         }
@@ -216,35 +165,20 @@ fn again_if_interrupted(attempt: impl Fn() -> nix::Result<()>) -> nix::Result<()
     Err(Errno::EINTR)
 }
 
-fn advise_huge_pages(ptr: NonNull<u8>, bytes: usize) {
-    const HUGE_PAGE: usize = 2 << 20;
-    if bytes >= 2 * HUGE_PAGE {
-        // SAFETY: advice on our own fresh mapping; it does not change its contents. A refusal only costs speed.
-        let _ = unsafe { madvise(ptr.cast(), bytes, MmapAdvise::MADV_HUGEPAGE) };
-    }
+/// The limit of this process on one resource, in bytes.
+fn limit_of(resource: Resource) -> u64 {
+    getrlimit(resource).map_or(u64::MAX, |(soft, _)| soft)
 }
 
-fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
-    let (mut cause, mut never_fits) = (error.desc().to_lowercase(), false);
-    if error == Errno::ENOMEM {
-        let limit = getrlimit(Resource::RLIMIT_AS).map_or(u64::MAX, |(soft, _)| soft);
-        let machine = system_memory::machine_bytes().unwrap_or(u64::MAX);
-        let held = AddressSpace::now();
-        match Refusal::of(bytes as u64, held, (limit, machine)) {
-            Some(Refusal::Limit { always }) => {
-                cause = format!(
-                    "this process may map {limit} bytes (`ulimit -v`), and has mapped {} of them",
-                    held.mapped
-                );
-                never_fits = always;
-            }
-            Some(Refusal::Machine) => {
-                cause = format!("the machine has {machine} bytes");
-                never_fits = true;
-            }
-            None => {}
-        }
-    }
+fn out_of_memory(name: &str, bytes: usize, error: impl Into<io::Error>) -> DeviceError {
+    // Without a number: the length is more than an address space.
+    let error = error.into().raw_os_error().map_or(Errno::ENOMEM, Errno::from_raw);
+    let refusal = || {
+        let bounds = (limit_of(Resource::RLIMIT_AS), machine_bytes().unwrap_or(u64::MAX));
+        refusal(bytes as u64, AddressSpace::now(), bounds)
+    };
+    let known = (error == Errno::ENOMEM).then(refusal).flatten();
+    let (cause, never_fits) = known.unwrap_or_else(|| (error.desc().to_lowercase(), false));
     DeviceError::OutOfMemory {
         what: name.to_owned(),
         bytes,
@@ -255,30 +189,21 @@ fn out_of_memory(name: &str, bytes: usize, error: Errno) -> DeviceError {
     }
 }
 
-/// Why private memory was refused, where that has nothing to do with what others hold.
-#[derive(Debug, PartialEq, Eq)]
-enum Refusal {
-    /// It is more than the rest of the limit on this process's mappings; and if `always`, at every try.
-    Limit { always: bool },
-    /// The machine has less, at every try.
-    Machine,
-}
-
-impl Refusal {
-    /// `bytes` were refused to a process that holds `held`, on a machine of so many bytes.
-    fn of(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Option<Self> {
-        if held.mapped.saturating_add(bytes) > limit {
-            Some(Self::Limit {
-                always: held.resident.saturating_add(bytes) > limit,
-            })
-        } else {
-            (bytes > machine).then_some(Self::Machine)
-        }
+/// Why `bytes` of private memory were refused to a process that holds `held`, where that has nothing to do with what
+/// others hold; and true if they would be at every try. `limit` is that on the process's mappings.
+fn refusal(bytes: u64, held: AddressSpace, (limit, machine): (u64, u64)) -> Option<(String, bool)> {
+    let mapped = held.mapped;
+    if mapped.saturating_add(bytes) > limit {
+        let cause =
+            format!("this process may map {limit} bytes (`ulimit -v`), and has mapped {mapped} of them");
+        Some((cause, held.resident.saturating_add(bytes) > limit))
+    } else {
+        (bytes > machine).then(|| (format!("the machine has {machine} bytes"), true))
     }
 }
 
-/// Memory of this process, in bytes; 0 if the system does not say.
-#[derive(Clone, Copy, Debug, Default)]
+/// Memory of this process, in bytes; 0 where it is unknown.
+#[derive(Clone, Copy, Debug)]
 struct AddressSpace {
     /// What counts against the limit on mappings. It differs from try to try: the C library reserves 64 MiB for each
     /// thread that finds the others allocating.
@@ -289,15 +214,11 @@ struct AddressSpace {
 
 impl AddressSpace {
     fn now() -> Self {
-        let page = nix::unistd::sysconf(nix::unistd::SysconfVar::PAGE_SIZE);
-        let page = page.ok().flatten().unwrap_or(0) as u64;
-        let text = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
-        let mut counts = text
-            .split(' ')
-            .map(|pages| pages.parse::<u64>().unwrap_or(0) * page);
+        let status = read_to_string("/proc/self/status").unwrap_or_default();
+        let count = |name| kernels_count(&status, name).unwrap_or(0);
         Self {
-            mapped: counts.next().unwrap_or(0),
-            resident: counts.next().unwrap_or(0),
+            mapped: count("VmSize:"),
+            resident: count("VmRSS:"),
         }
     }
 }
@@ -307,18 +228,10 @@ const FAULT_AROUND: usize = 64 << 10;
 
 /// A mapping of a nameless file.
 #[derive(Debug)]
-pub struct FileMemory {
-    ptr: NonNull<u8>,
-    bytes: usize,
-}
-
-// SAFETY: the mapping is plain memory, owned by this value; access to it is regulated by the arena.
-unsafe impl Send for FileMemory {}
-// SAFETY: as above; `&FileMemory` gives out the address and advises the kernel.
-unsafe impl Sync for FileMemory {}
+pub struct FileMemory(MmapRaw);
 
 impl FileMemory {
-    /// Zeros in a file of the file system of `dir`. `hint` says what to do where that cannot be.
+    /// Zeros in a file of the file system of `dir`. `hint` is the next step where that fails.
     pub fn create(dir: &Path, name: &str, bytes: usize, hint: &str) -> Result<Self, DeviceError> {
         let length = bytes.max(1);
         let refuse = |cause: String, never_fits: bool| DeviceError::OutOfMemory {
@@ -328,80 +241,57 @@ impl FileMemory {
             hint: hint.to_owned(),
             never_fits,
         };
-        let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
+        let limit = limit_of(Resource::RLIMIT_FSIZE);
         if length as u64 > limit {
             // The kernel would send SIGXFSZ.
             return Err(refuse(format!("the limit on file sizes is {limit} bytes"), true));
         }
         let file = nameless(dir).map_err(|error| refuse(error.to_string(), false))?;
         allocate(&file, length).map_err(|error| refuse(error.desc().to_lowercase(), false))?;
-        let size = NonZeroUsize::new(length).expect("at least 1");
-        let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
-        // SAFETY: a new mapping, at an address of the kernel's choice, of a file that is that long and that nobody
-        // else can open by a name.
-        let ptr = unsafe { mmap(None, size, protection, MapFlags::MAP_SHARED, file.as_fd(), 0) };
-        let ptr = ptr.map_err(|error| refuse(error.desc().to_lowercase(), false))?;
-        Ok(Self {
-            ptr: ptr.cast(),
-            bytes: length,
-        })
+        let mapping = MmapOptions::new().len(length).map_raw(&file);
+        mapping
+            .map(Self)
+            .map_err(|error| refuse(error.to_string(), false))
     }
 
     /// Bytes that will be wanted soon: the kernel may begin to read them.
     pub fn prefetch(&self, bytes: Range<usize>) {
-        self.advise(bytes, MmapAdvise::MADV_WILLNEED);
+        let length = bytes.end.min(self.0.len()).saturating_sub(bytes.start);
+        // A refusal only costs speed, here and below.
+        let _ = self.0.advise_range(Advice::WillNeed, bytes.start, length);
     }
 
     /// Bytes that are not wanted for a while: they leave this process, and with it the file cache as soon as the
     /// kernel needs the room and has written them. What they are does not change. Neighbours go with them, because the
     /// kernel has made them come with them.
     pub fn evict(&self, bytes: Range<usize>) {
-        let base = self.ptr.as_ptr() as usize;
-        let start = (base + bytes.start) / FAULT_AROUND * FAULT_AROUND;
-        let end = (base + bytes.end).next_multiple_of(FAULT_AROUND);
-        self.advise(start.max(base) - base..end - base, MmapAdvise::MADV_DONTNEED);
-    }
-
-    /// Whole pages around `bytes`.
-    fn advise(&self, bytes: Range<usize>, advice: MmapAdvise) {
-        const PAGE: usize = 4096;
-        let start = bytes.start / PAGE * PAGE;
-        let end = bytes.end.min(self.bytes);
-        if start < end {
-            // SAFETY: the range is within our own mapping. It is one of a file, shared: dropped pages are read again
-            // from the file's cache, with what was written to them, whoever uses them meanwhile.
-            let _ = unsafe { madvise(self.ptr.byte_add(start).cast(), end - start, advice) };
-        }
+        let base = self.0.as_ptr() as usize;
+        let start = ((base + bytes.start) / FAULT_AROUND * FAULT_AROUND).max(base) - base;
+        let end = ((base + bytes.end).next_multiple_of(FAULT_AROUND) - base).min(self.0.len());
+        let length = end.saturating_sub(start);
+        // SAFETY: the mapping is one of a file, shared: dropped pages are read again from the file's cache, with what was
+        // written to them, whoever uses them meanwhile.
+        let _ = unsafe {
+            self.0
+                .unchecked_advise_range(UncheckedAdvice::DontNeed, start, length)
+        };
     }
 }
 
-// SAFETY: a mapping of so many zeroed bytes at page-aligned `ptr`, owned by this value until it is dropped, of a file
+// SAFETY: a mapping of so many zeroed bytes at a page-aligned address, owned by this value until it is dropped, of a file
 // that has no name and that this process has not open.
 unsafe impl Memory for FileMemory {
     fn bytes(&self) -> usize {
-        self.bytes
+        self.0.len()
     }
 
     fn host_ptr(&self) -> Option<NonNull<u8>> {
-        Some(self.ptr)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
-    }
-}
-
-impl Drop for FileMemory {
-    fn drop(&mut self) {
-        // SAFETY: `ptr` and `bytes` are those of our own mapping, and nobody can hold a slice of it: guards borrow the
-        // arena that owns this value.
-        let unmapped = unsafe { munmap(self.ptr.cast(), self.bytes) };
-        debug_assert!(unmapped.is_ok());
+        Some(first_byte(&self.0))
     }
 }
 
 /// A file without a name; where the file system has no such thing, one whose name is gone at once.
-fn nameless(dir: &Path) -> std::io::Result<File> {
+fn nameless(dir: &Path) -> io::Result<File> {
     let mut options = File::options();
     options.read(true).write(true).mode(0o600);
     match options.clone().custom_flags(OFlag::O_TMPFILE.bits()).open(dir) {
@@ -418,9 +308,127 @@ fn nameless(dir: &Path) -> std::io::Result<File> {
     Ok(file)
 }
 
-fn allocate(file: &File, bytes: usize) -> Result<(), Errno> {
-    let length = i64::try_from(bytes).map_err(|_| Errno::EFBIG)?;
-    again_if_interrupted(|| posix_fallocate(file, 0, length))
+/// What a version of control groups calls its files.
+#[derive(Debug, PartialEq, Eq)]
+struct CgroupVersion {
+    /// Type of the file system.
+    file_system: &'static str,
+    limit: &'static str,
+    used: &'static str,
+    /// Lines of `memory.stat` on cached files, those of the groups below included.
+    cached: [&'static str; 2],
+}
+
+const V2: CgroupVersion = CgroupVersion {
+    file_system: "cgroup2",
+    limit: "memory.max",
+    used: "memory.current",
+    cached: ["active_file", "inactive_file"],
+};
+
+const V1: CgroupVersion = CgroupVersion {
+    file_system: "cgroup",
+    limit: "memory.limit_in_bytes",
+    used: "memory.usage_in_bytes",
+    cached: ["total_active_file", "total_inactive_file"],
+};
+
+/// The group of this process in one hierarchy, as far as it can be seen from here.
+#[derive(Debug, PartialEq, Eq)]
+struct MemoryCgroup {
+    version: &'static CgroupVersion,
+    seen: SeenGroup,
+}
+
+/// Bytes that can be allocated before somebody is killed; none if that is unknown.
+fn available_bytes() -> Option<u64> {
+    least("MemAvailable:", MemoryCgroup::least_headroom)
+}
+
+/// Bytes that could be allocated if nobody else had any: the system never gives more. None if that is unknown.
+fn most_bytes() -> Option<u64> {
+    least("MemTotal:", MemoryCgroup::least_limit)
+}
+
+/// The least of a line of `/proc/meminfo` and of the control groups' numbers.
+fn least(line: &str, of_group: impl Fn(&MemoryCgroup) -> Option<u64>) -> Option<u64> {
+    let text = |path| read_to_string(path).unwrap_or_default();
+    let groups = groups(&text("/proc/self/mountinfo"), &text("/proc/self/cgroup"));
+    let machine = kernels_count(&text("/proc/meminfo"), line);
+    machine
+        .into_iter()
+        .chain(groups.iter().filter_map(of_group))
+        .min()
+}
+
+/// All memory of the machine, with its swap space; none if that is unknown.
+fn machine_bytes() -> Option<u64> {
+    let meminfo = read_to_string("/proc/meminfo").ok()?;
+    let swap = kernels_count(&meminfo, "SwapTotal:").unwrap_or(0);
+    Some(kernels_count(&meminfo, "MemTotal:")? + swap)
+}
+
+/// A line of `/proc/meminfo` or of a process's `status`, in bytes.
+fn kernels_count(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    Some(kib * 1024)
+}
+
+/// The groups that may limit memory: of version 2, and of the memory controller of version 1.
+fn groups(mounts: &str, membership: &str) -> Vec<MemoryCgroup> {
+    let has_memory = |list: &str| list.split(',').any(|name| name == "memory");
+    let of_line = |line: &str| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, own) = rest.split_once(':')?;
+        let version = match controllers {
+            "" => &V2,
+            list if has_memory(list) => &V1,
+            _ => return None,
+        };
+        let is_it = |file_system: &str, options: &str| {
+            file_system == version.file_system && (controllers.is_empty() || has_memory(options))
+        };
+        let seen = SeenGroup::find(mounts, own, is_it)?;
+        Some(MemoryCgroup { version, seen })
+    };
+    membership.lines().filter_map(of_line).collect()
+}
+
+impl MemoryCgroup {
+    /// The least of limit minus use over the group and all above it; cached files give way, and count as free.
+    fn least_headroom(&self) -> Option<u64> {
+        let headroom = |group: &Path| {
+            let used = number(&group.join(self.version.used))?;
+            let stat = read_to_string(group.join("memory.stat")).unwrap_or_default();
+            let limit = number(&group.join(self.version.limit))?;
+            Some(limit.saturating_sub(used.saturating_sub(self.cached(&stat))))
+        };
+        self.least(headroom)
+    }
+
+    /// The least limit over the group and all above it.
+    fn least_limit(&self) -> Option<u64> {
+        self.least(|group| number(&group.join(self.version.limit)))
+    }
+
+    fn least(&self, of_folder: impl Fn(&Path) -> Option<u64>) -> Option<u64> {
+        let groups = self.seen.below.ancestors();
+        groups
+            .filter_map(|group| of_folder(&self.seen.mount.join(group)))
+            .min()
+    }
+
+    fn cached(&self, stat: &str) -> u64 {
+        let lines = stat.lines().filter_map(|line| line.split_once(' '));
+        let cached = lines.filter(|(name, _)| self.version.cached.contains(name));
+        cached.filter_map(|(_, bytes)| bytes.parse::<u64>().ok()).sum()
+    }
+}
+
+/// The number that a file holds, if it is one.
+fn number(file: &Path) -> Option<u64> {
+    read_to_string(file).ok()?.trim().parse().ok()
 }
 
 #[cfg(test)]
@@ -430,19 +438,25 @@ mod tests {
     #[test]
     fn only_what_is_refused_at_every_try_never_fits() {
         let unlimited = (u64::MAX, 1000);
-        let always = |always| Some(Refusal::Limit { always });
+        let limit = |always| {
+            Some((
+                "this process may map 1000 bytes (`ulimit -v`), and has mapped 800 of them",
+                always,
+            ))
+        };
         for (bytes, mapped, bounds, expected) in [
-            (600, 800, (1000, 1000), always(true)),
-            (300, 800, (1000, 1000), always(false)),
+            (600, 800, (1000, 1000), limit(true)),
+            (300, 800, (1000, 1000), limit(false)),
             (200, 800, (1000, 1000), None),
             (900, 800, unlimited, None),
-            (1001, 0, unlimited, Some(Refusal::Machine)),
+            (1001, 0, unlimited, Some(("the machine has 1000 bytes", true))),
         ] {
             let held = AddressSpace {
                 mapped,
                 resident: mapped * 5 / 8,
             };
-            assert_eq!(Refusal::of(bytes, held, bounds), expected, "{bytes}");
+            let expected = expected.map(|(cause, always)| (cause.to_owned(), always));
+            assert_eq!(refusal(bytes, held, bounds), expected, "{bytes}");
         }
         let held = AddressSpace::now();
         assert!(held.resident > 1 << 20 && held.mapped > held.resident, "{held:?}");
@@ -450,13 +464,13 @@ mod tests {
 
     #[test]
     fn more_than_the_machine_has_is_refused_for_good() {
-        let most = system_memory::most_bytes().expect("the kernel says");
+        let most = most_bytes().expect("the kernel says");
         for (bytes, expected) in [(most as usize + 1, true), (4096, false)] {
             let verdict = HostMemory::check_room("test", bytes, 1);
             let never = matches!(verdict, Err(DeviceError::OutOfMemory { never_fits: true, .. }));
             assert_eq!(never, expected, "{verdict:?}");
         }
-        assert!(system_memory::available_bytes() <= Some(most));
+        assert!(available_bytes() <= Some(most));
     }
 
     #[test]
@@ -465,7 +479,7 @@ mod tests {
         let memory = FileMemory::create(dir.path(), "test", 10_000, "").unwrap();
         assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0);
         // SAFETY: the only slice of the mapping.
-        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.ptr.as_ptr(), memory.bytes()) };
+        let bytes = unsafe { std::slice::from_raw_parts_mut(memory.0.as_mut_ptr(), memory.bytes()) };
         assert!(bytes.iter().all(|byte| *byte == 0));
         bytes[5000] = 7;
         memory.evict(0..10_000);
@@ -488,5 +502,88 @@ mod tests {
             matches!(&error, DeviceError::OutOfMemory { bytes, .. } if *bytes == 1 << 60),
             "{error}"
         );
+    }
+
+    /// Both versions, mounted elsewhere than usual, as a container sees them.
+    fn mounts(root: &Path) -> String {
+        let root = root.display();
+        format!(
+            "24 1 0:22 / / rw,relatime - ext4 /dev/vda rw\n\
+             33 30 0:29 /docker/7 {root}/cpu rw shared:3 - cgroup cgroup rw,cpu,cpuacct\n\
+             31 30 0:27 /docker/7 {root}/v1 rw - cgroup cgroup rw,memory\n\
+             32 30 0:28 /pod {root}/v2 rw,nosuid shared:9 - cgroup2 cgroup rw,nsdelegate\n"
+        )
+    }
+
+    #[test]
+    fn the_kernel_files_are_read() {
+        let meminfo = "MemTotal:       24000000 kB\nMemAvailable:   1024 kB\n";
+        assert_eq!(kernels_count(meminfo, "MemAvailable:"), Some(1 << 20));
+        assert_eq!(kernels_count(meminfo, "MemTotal:"), Some(24_576_000_000));
+        assert_eq!(kernels_count(meminfo, "SwapTotal:"), None);
+        let at = |version, mount: &str, below: &str| MemoryCgroup {
+            version,
+            seen: SeenGroup {
+                mount: Path::new("/mnt").join(mount),
+                below: below.into(),
+            },
+        };
+        let found = |membership| groups(&mounts(Path::new("/mnt")), membership);
+        assert_eq!(found("0::/pod/job/step\n"), [at(&V2, "v2", "job/step")]);
+        assert_eq!(
+            found("5:cpu,cpuacct:/docker/7\n4:memory:/docker/7\n0::/pod\n"),
+            [at(&V1, "v1", ""), at(&V2, "v2", "")]
+        );
+        for hidden in [
+            "0::/elsewhere\n",
+            "0::/pod/../other\n",
+            "4:memory:/docker/8\n",
+            "",
+        ] {
+            assert_eq!(found(hidden), [], "`{hidden}`");
+        }
+    }
+
+    #[test]
+    fn groups_and_mounts_may_have_spaces_in_their_names() {
+        let mounts =
+            r"32 30 0:28 /my\040pod /mnt/control\040groups\134v2 rw - cgroup2 cgroup rw".to_owned() + "\n";
+        let expected = MemoryCgroup {
+            version: &V2,
+            seen: SeenGroup {
+                mount: r"/mnt/control groups\v2".into(),
+                below: "a job".into(),
+            },
+        };
+        assert_eq!(groups(&mounts, "0::/my pod/a job\n"), [expected]);
+    }
+
+    #[test]
+    fn the_tightest_group_counts_wherever_it_is_mounted() {
+        let root = tempfile::tempdir().unwrap();
+        let write = |path: &str, text: &str| std::fs::write(root.path().join(path), text).unwrap();
+        for folder in ["v2/job/step", "v1/job"] {
+            std::fs::create_dir_all(root.path().join(folder)).unwrap();
+        }
+        let headroom = || -> Vec<Option<u64>> {
+            let found = groups(&mounts(root.path()), "4:memory:/docker/7/job\n0::/pod/job/step\n");
+            found.iter().map(MemoryCgroup::least_headroom).collect()
+        };
+        assert_eq!(headroom(), [None, None]);
+        write("v2/job/memory.max", "1000\n");
+        write("v2/job/memory.current", "450\n");
+        write(
+            "v2/job/memory.stat",
+            "anon 400\ninactive_file 30\nactive_file 20\n",
+        );
+        write("v2/job/step/memory.max", "max\n");
+        write("v2/job/step/memory.current", "300\n");
+        write("v1/job/memory.limit_in_bytes", "2000\n");
+        write("v1/job/memory.usage_in_bytes", "500\n");
+        write("v1/job/memory.stat", "active_file 7\ntotal_active_file 100\n");
+        assert_eq!(headroom(), [Some(1600), Some(600)]);
+        let found = groups(&mounts(root.path()), "4:memory:/docker/7/job\n0::/pod/job/step\n");
+        let limits: Vec<Option<u64>> = found.iter().map(MemoryCgroup::least_limit).collect();
+        assert_eq!(limits, [Some(2000), Some(1000)], "whatever is in use");
     }
 }

@@ -1,7 +1,7 @@
 //! Devices: where memory lives and operations run.
 //!
 //! A device takes operations ([`crate::ops::Op`]) on *streams*: in order within a stream, in any order
-//! between streams except where an [`Event`] says otherwise. Enqueueing never fails and may return before the
+//! between streams except where an [`Event`] orders them. Enqueueing never fails and may return before the
 //! operation ran; errors surface at [`Device::synchronize`] and at events. The CPU runs an operation at once.
 //!
 //! | type | what it is |
@@ -24,18 +24,15 @@ pub(crate) mod dtype;
 mod error;
 mod event;
 mod host_work;
-mod idle;
 mod memory;
 mod processor;
-mod system_memory;
 
 pub use arena::{Arena, ArenaSpec, Buffer, Held, HostMut, HostRef, Sharing};
 pub use cpu::CpuDevice;
 pub use dtype::{DType, Element};
-pub use error::{CompileError, DeviceError};
+pub use error::DeviceError;
 pub use event::{Event, EventState, Fetch, Signal};
 pub use host_work::{HostPass, HostPipeline, HostSide, HostWork, PassWork};
-pub use idle::IdleDevice;
 pub use memory::{FileMemory, HostMemory, Memory};
 pub use processor::{Cpu, Isa};
 
@@ -119,20 +116,72 @@ pub trait Device: Any + Send + Sync {
     }
 
     /// Bytes of the device's own memory that are taken now: by this process with all that its libraries hold, and by all
-    /// others; none if its memory is the host's, or it does not say.
+    /// others; none if its memory is the host's, or that is unknown.
     fn taken_bytes(&self) -> Option<usize> {
         None
     }
 }
 
+/// A device that carries nothing out and whose memory is not there: for code that is followed to see what it would ask of
+/// a device.
+#[derive(Clone, Copy, Debug)]
+pub struct IdleDevice;
+
+impl Device for IdleDevice {
+    fn name(&self) -> String {
+        "idle".to_owned()
+    }
+
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        Ok(Arena::new(spec, Nowhere(spec.bytes())))
+    }
+
+    fn stream(&self) -> Stream {
+        Stream(0)
+    }
+
+    fn enqueue(&self, _stream: Stream, _op: Op) {}
+
+    fn record(&self, _stream: Stream) -> Event {
+        Event::reached()
+    }
+
+    fn wait_event(&self, _stream: Stream, _event: &Event, _deadline: Instant) {}
+
+    fn synchronize(&self, _stream: Stream) -> Result<(), DeviceError> {
+        Ok(())
+    }
+
+    fn upload(&self, _stream: Stream, _dst: &Buffer, _bytes: &[u8]) {}
+
+    fn download(&self, _stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+        Err(DeviceError::NotHost(src.arena().name().to_owned()))
+    }
+}
+
+/// Memory that is not there: so many bytes.
+struct Nowhere(usize);
+
+#[expect(unsafe_code, reason = "memory of its own kind")]
+// SAFETY: there is no host pointer.
+unsafe impl Memory for Nowhere {
+    fn bytes(&self) -> usize {
+        self.0
+    }
+}
+
+/// An error unless what is copied has as much room where it goes.
+pub(crate) fn expect_same_bytes(op: &'static str, from: usize, to: usize) -> Result<(), DeviceError> {
+    if from == to {
+        return Ok(());
+    }
+    let what = format!("{from} bytes into {to}");
+    Err(DeviceError::Shape { op, what })
+}
+
 /// Copies, unless the lengths differ.
 pub(crate) fn copy_same_length(bytes: &[u8], dst: &mut [u8]) -> Result<(), DeviceError> {
-    if bytes.len() != dst.len() {
-        return Err(DeviceError::Shape {
-            op: "download",
-            what: format!("{} bytes into {} of the host", bytes.len(), dst.len()),
-        });
-    }
+    expect_same_bytes("download", bytes.len(), dst.len())?;
     dst.copy_from_slice(bytes);
     Ok(())
 }

@@ -7,7 +7,7 @@ use pulp::{Arch, WithSimd};
 
 use super::DeviceError;
 
-/// What kernels need to know of the machine: the threads of this rank, and the instruction set.
+/// The threads of this rank, and the instruction set of its kernels.
 #[derive(Debug)]
 pub struct Cpu {
     threads: usize,
@@ -23,19 +23,16 @@ impl Cpu {
 
     /// The same, with an instruction set other than the best.
     pub fn with_isa(threads: usize, isa: Isa) -> Result<Self, DeviceError> {
-        let pool = if threads > 1 {
+        let pool = (threads > 1).then(|| {
             let pool = rayon::ThreadPoolBuilder::new()
                 .num_threads(threads)
-                .thread_name(|i| format!("ddp-compute-{i}"))
-                .build()
-                .map_err(|e| DeviceError::Upstream(format!("cannot start {threads} compute threads: {e}")))?;
-            Some(pool)
-        } else {
-            None
-        };
+                .thread_name(|i| format!("ddp-compute-{i}"));
+            let failed = |e| DeviceError::Upstream(format!("cannot start {threads} compute threads: {e}"));
+            pool.build().map_err(failed)
+        });
         Ok(Self {
             threads: threads.max(1),
-            pool,
+            pool: pool.transpose()?,
             isa,
         })
     }
@@ -55,13 +52,7 @@ impl Cpu {
     /// Runs `work(i)` for every `i < count`, on all threads. What `work` computes must not depend on which
     /// thread runs it.
     pub fn for_each(&self, count: usize, work: impl Fn(usize) + Send + Sync) {
-        use rayon::prelude::*;
-        match &self.pool {
-            Some(pool) if count > 1 => {
-                pool.install(|| (0..count).into_par_iter().with_max_len(1).for_each(&work));
-            }
-            _ => (0..count).for_each(work),
-        }
+        self.for_each_part((0..count).collect(), work);
     }
 
     /// Runs `work` on every part of a job, on all threads. A part is what one call may touch: slices that do
@@ -81,7 +72,7 @@ impl Cpu {
 ///
 /// Kernels are written once, in plain arithmetic with a fixed order of additions, and compiled for each set;
 /// so they compute the same bits on all of them.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug)]
 pub struct Isa(Arch);
 
 impl Isa {
@@ -126,11 +117,5 @@ impl fmt::Display for Isa {
             Arch::V4(_) => "avx512",
             _ => "simd",
         })
-    }
-}
-
-impl fmt::Debug for Isa {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Isa({self})")
     }
 }

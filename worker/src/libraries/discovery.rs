@@ -1,12 +1,168 @@
-//! Shared libraries by file name, in the folders where the dynamic loader, a CUDA toolkit or a Python
-//! installation has them.
+//! Which libraries there are, and their files: by name, in the folders where the dynamic loader, a CUDA toolkit or a
+//! Python installation has them.
 
 use std::cmp::Reverse;
 use std::collections::BTreeSet;
+use std::fmt;
 use std::io::Read;
 use std::path::{Path, PathBuf};
 
-use super::kind::{LibraryKind, Version};
+/// A library that is loaded at run time.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum LibraryKind {
+    /// The driver.
+    Cuda,
+    /// Matrix products.
+    CublasLt,
+    /// The compiler of kernels.
+    Nvrtc,
+    /// Collectives between GPUs.
+    Nccl,
+}
+
+impl LibraryKind {
+    /// All of them, in the order of reports.
+    pub const ALL: [Self; 4] = [Self::Cuda, Self::CublasLt, Self::Nvrtc, Self::Nccl];
+
+    /// Stem of the file: `libnccl.so`, followed by nothing or a version.
+    #[must_use]
+    pub const fn stem(self) -> &'static str {
+        match self {
+            Self::Cuda => "libcuda.so",
+            Self::CublasLt => "libcublasLt.so",
+            Self::Nvrtc => "libnvrtc.so",
+            Self::Nccl => "libnccl.so",
+        }
+    }
+
+    /// As its makers call it.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Cuda => "CUDA driver",
+            Self::CublasLt => "cuBLASLt",
+            Self::Nvrtc => "NVRTC",
+            Self::Nccl => "NCCL",
+        }
+    }
+
+    /// True of what belongs to one version of CUDA, as its file is named for, and needs a driver that is as new.
+    #[must_use]
+    pub const fn follows_cuda(self) -> bool {
+        matches!(self, Self::CublasLt | Self::Nvrtc)
+    }
+
+    /// What needs it.
+    #[must_use]
+    pub const fn purpose(self) -> &'static str {
+        match self {
+            Self::Cuda => "the driver",
+            Self::CublasLt => "matrix products on GPUs",
+            Self::Nvrtc => "kernels compiled on the machine",
+            Self::Nccl => "collectives between GPUs",
+        }
+    }
+
+    /// How to get it.
+    #[must_use]
+    pub const fn hint(self) -> &'static str {
+        match self {
+            Self::Cuda => "install the NVIDIA driver; in a container, start it with `--gpus all`",
+            Self::CublasLt => {
+                "`pip install nvidia-cublas-cu12` in a Python environment that is active, or the CUDA toolkit"
+            }
+            Self::Nvrtc => {
+                "`pip install nvidia-cuda-nvrtc-cu12` in a Python environment that is active, or the CUDA toolkit"
+            }
+            Self::Nccl => {
+                "`pip install nvidia-nccl-cu12` in a Python environment that is active, or the package `libnccl2`"
+            }
+        }
+    }
+}
+
+/// A version: `12.8`, `2.28.3`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, serde::Serialize, serde::Deserialize)]
+pub struct Version {
+    /// Before the first point.
+    pub major: u32,
+    /// After it.
+    pub minor: u32,
+    /// After the second; 0 where there is none.
+    pub patch: u32,
+}
+
+impl Version {
+    /// `thousands` a major, `tens` a minor number: as CUDA writes 12.8 as 12080 and NCCL 2.28.3 as 22803.
+    pub(super) const fn packed(number: u32, major: u32, minor: u32) -> Self {
+        Self {
+            major: number / major,
+            minor: number % major / minor,
+            patch: number % minor,
+        }
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}", self.major, self.minor)?;
+        if self.patch > 0 {
+            write!(f, ".{}", self.patch)?;
+        }
+        Ok(())
+    }
+}
+
+/// A library whose CUDA is of a later major version than the driver's, which does not run it. Within one major version
+/// all run on all.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Newer {
+    kind: LibraryKind,
+    path: PathBuf,
+    version: Version,
+    driver: Version,
+}
+
+impl Newer {
+    /// None where the library follows no version of CUDA, or the driver can run it.
+    #[must_use]
+    pub fn of(kind: LibraryKind, path: &Path, version: Version, driver: Version) -> Option<Self> {
+        let path = path.to_owned();
+        (kind.follows_cuda() && version.major > driver.major).then_some(Self {
+            kind,
+            path,
+            version,
+            driver,
+        })
+    }
+
+    /// What to install instead.
+    #[must_use]
+    pub fn hint(&self) -> String {
+        let (ours, theirs) = (self.driver.major, self.version.major);
+        let package = match self.kind {
+            LibraryKind::CublasLt => "nvidia-cublas-cu",
+            LibraryKind::Nvrtc => "nvidia-cuda-nvrtc-cu",
+            LibraryKind::Cuda | LibraryKind::Nccl => unreachable!("they follow no version of CUDA"),
+        };
+        format!(
+            "`pip install {package}{ours}` in a Python environment that is active, or a driver for CUDA {theirs}"
+        )
+    }
+}
+
+impl fmt::Display for Newer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "`{}` ({} {}) is newer than the driver, which is for CUDA {}",
+            self.path.display(),
+            self.kind.name(),
+            self.version,
+            self.driver
+        )
+    }
+}
 
 /// Deepest include of `ld.so.conf` that is followed.
 const MAX_INCLUDE_DEPTH: u32 = 4;
@@ -66,33 +222,29 @@ impl SearchPath {
     /// passed over where there is another. `driver`: the CUDA that the driver is for; none: unknown.
     #[must_use]
     pub fn find(&self, kind: LibraryKind, driver: Option<Version>) -> Found {
-        let mut first = None;
-        for (candidate, why) in self.candidates(kind) {
-            if candidate.serves(driver) {
-                let at = Some((candidate.into_path(), why));
-                return Found { kind, at };
-            }
-            first = first.or(Some((candidate.into_path(), why)));
-        }
-        Found { kind, at: first }
+        let mut candidates = self.candidates(kind).peekable();
+        let first = candidates.peek().cloned();
+        let at = candidates.find(|(file, _)| serves(kind, file, driver)).or(first);
+        Found { kind, at }
     }
 
     /// The driver, where this file has turned out to be a stub; none: there is no other.
     #[must_use]
     pub fn driver_beside(&self, stub: &Path) -> Option<PathBuf> {
-        let file = |path: &Path| path.canonicalize().ok();
-        let (stub, mut all) = (file(stub), self.candidates(LibraryKind::Cuda));
-        let (driver, _) = all.find(|(other, _)| !other.is_stub() && file(other.path()) != stub)?;
-        Some(driver.into_path())
+        let stub = stub.canonicalize().ok();
+        let mut files = self.candidates(LibraryKind::Cuda).map(|(file, _)| file);
+        files.find(|file| !is_stub(file) && file.canonicalize().ok() != stub)
     }
 
-    /// All libraries of a kind, the first is tried first.
-    fn candidates(&self, kind: LibraryKind) -> impl Iterator<Item = (Candidate, &'static str)> {
-        let folders = self.0.iter();
-        folders.flat_map(move |(folder, why)| {
-            let found = Candidate::in_folder(folder, kind).into_iter();
-            found.map(|candidate| (candidate, *why))
-        })
+    /// All libraries of a kind with the reasons for their folders, the first is tried first.
+    fn candidates(&self, kind: LibraryKind) -> impl Iterator<Item = (PathBuf, &'static str)> {
+        let of_folder = move |(folder, why): &(PathBuf, &'static str)| {
+            let why = *why;
+            candidates_in(folder, kind)
+                .into_iter()
+                .map(move |file| (file, why))
+        };
+        self.0.iter().flat_map(of_folder)
     }
 
     /// The folders that exist.
@@ -153,15 +305,7 @@ fn matches_of(pattern: &Path) -> Vec<PathBuf> {
     let Some(ending) = name.strip_prefix('*') else {
         return vec![pattern.to_owned()];
     };
-    let mut files: Vec<_> = std::fs::read_dir(folder)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|entry| entry.path())
-        .filter(|path| path.to_str().is_some_and(|path| path.ends_with(ending)))
-        .collect();
-    files.sort();
-    files
+    entries(folder, |name| name.ends_with(ending))
 }
 
 /// Roots of the Pythons that would be run: for each `python3` of `PATH` the folder above it, unresolved, because the
@@ -188,27 +332,24 @@ fn python_roots(get_env: &impl Fn(&str) -> Option<String>) -> Vec<PathBuf> {
 fn python_folders(roots: impl IntoIterator<Item = PathBuf>) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for libraries in roots.into_iter().map(|root| root.join("lib")) {
-        for version in subfolders(&libraries, |name| name.starts_with("python3")) {
+        for version in entries(&libraries, |name| name.starts_with("python3")) {
             for packages in ["site-packages", "dist-packages"] {
-                let nvidia = subfolders(&version.join(packages).join("nvidia"), |_| true);
-                folders.extend(nvidia.into_iter().map(|folder| folder.join("lib")));
+                let nvidia = entries(&version.join(packages).join("nvidia"), |_| true);
+                let nvidia = nvidia.into_iter().filter(|folder| folder.is_dir());
+                folders.extend(nvidia.map(|folder| folder.join("lib")));
             }
         }
     }
     folders
 }
 
-fn subfolders(folder: &Path, keep: impl Fn(&str) -> bool) -> Vec<PathBuf> {
-    let mut found: Vec<_> = std::fs::read_dir(folder)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .filter(|entry| entry.file_name().to_str().is_some_and(&keep))
-        .map(|entry| entry.path())
-        .filter(|path| path.is_dir())
-        .collect();
-    found.sort();
-    found
+/// What a folder holds under names that are to be kept, in order; nothing if it cannot be read.
+fn entries(folder: &Path, keep: impl Fn(&str) -> bool) -> Vec<PathBuf> {
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let kept = entries.filter(|entry| entry.file_name().to_str().is_some_and(&keep));
+    let mut paths: Vec<_> = kept.map(|entry| entry.path()).collect();
+    paths.sort();
+    paths
 }
 
 /// The name by which programs ask for the driver. Its folder may hold drivers of other versions, left over from
@@ -218,69 +359,46 @@ const DRIVER_NAME: &str = "libcuda.so.1";
 /// Folder of a toolkit whose libraries are for linking only.
 const STUBS: &str = "stubs";
 
-/// A file that may be the library that is looked for.
-#[derive(Clone, Debug, PartialEq, Eq)]
-struct Candidate {
-    kind: LibraryKind,
-    path: PathBuf,
+/// Files in `folder` named as the library or `stem.<version>`, the best first: of several versions the highest. Links
+/// that lead nowhere and libraries for other processors are left out.
+fn candidates_in(folder: &Path, kind: LibraryKind) -> Vec<PathBuf> {
+    let mut found = entries(folder, |name| version_in(name, kind).is_some());
+    found.retain(|path| path.exists() && !is_for_another_processor(path));
+    found.sort_by_key(|path| {
+        let name = path
+            .file_name()
+            .and_then(|name| name.to_str())
+            .unwrap_or_default();
+        let asked_for = kind == LibraryKind::Cuda && name == DRIVER_NAME;
+        Reverse((asked_for, version_in(name, kind)))
+    });
+    found
 }
 
-impl Candidate {
-    /// Files in `folder` called as the library or `stem.<version>`, the best first: of several versions the highest.
-    /// Links that lead nowhere and libraries for other processors are none.
-    fn in_folder(folder: &Path, kind: LibraryKind) -> Vec<Self> {
-        let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
-        let names = entries.filter_map(|entry| entry.file_name().into_string().ok());
-        let mut found: Vec<_> = names
-            .filter_map(|name| Some((version_in(&name, kind)?, name)))
-            .collect();
-        found.sort_by_key(|(version, name)| {
-            let asked_for = kind == LibraryKind::Cuda && name == DRIVER_NAME;
-            Reverse((asked_for, version.clone()))
-        });
-        let paths = found.into_iter().map(|(_, name)| folder.join(name));
-        paths
-            .filter(|path| path.exists() && !is_for_another_processor(path))
-            .map(|path| Self { kind, path })
-            .collect()
+/// True unless the file is known not to work: a stub, or newer than a driver for this CUDA.
+fn serves(kind: LibraryKind, file: &Path, driver: Option<Version>) -> bool {
+    if kind == LibraryKind::Cuda {
+        return !is_stub(file);
     }
+    let newest = driver.filter(|_| kind.follows_cuda());
+    match (newest, major_version(kind, file)) {
+        (Some(driver), Some(major)) => major <= u64::from(driver.major),
+        _ => true,
+    }
+}
 
-    /// True unless it is known not to work: a stub, or newer than a driver for this CUDA.
-    pub(super) fn serves(&self, driver: Option<Version>) -> bool {
-        if self.kind == LibraryKind::Cuda {
-            return !self.is_stub();
-        }
-        let newest = driver.filter(|_| self.kind.follows_cuda());
-        match (newest, self.major()) {
-            (Some(driver), Some(major)) => major <= u64::from(driver.major),
-            _ => true,
-        }
-    }
+/// True of what a toolkit has for linking, by its folder.
+fn is_stub(file: &Path) -> bool {
+    file.components().any(|part| part.as_os_str() == STUBS)
+}
 
-    /// True of what a toolkit has for linking, by its folder.
-    fn is_stub(&self) -> bool {
-        self.path.components().any(|part| part.as_os_str() == STUBS)
-    }
-
-    /// The file.
-    pub(super) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    /// The file.
-    fn into_path(self) -> PathBuf {
-        self.path
-    }
-
-    /// Major version, as the file is named for it, or the one that it is a link to.
-    fn major(&self) -> Option<u64> {
-        let of = |path: &Path| {
-            version_in(path.file_name()?.to_str()?, self.kind)?
-                .first()
-                .copied()
-        };
-        of(&self.path).or_else(|| of(&self.path.canonicalize().ok()?))
-    }
+/// The major version that the file is named for, or the file that it is a link to.
+fn major_version(kind: LibraryKind, file: &Path) -> Option<u64> {
+    let of = |path: &Path| {
+        let numbers = version_in(path.file_name()?.to_str()?, kind)?;
+        numbers.first().copied()
+    };
+    of(file).or_else(|| of(&file.canonicalize().ok()?))
 }
 
 /// The numbers after the stem, if a file of that name is such a library.
@@ -315,6 +433,36 @@ fn is_for_another_processor(path: &Path) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::libraries::LibraryError;
+
+    const fn version(major: u32, minor: u32) -> Version {
+        Version {
+            major,
+            minor,
+            patch: 0,
+        }
+    }
+
+    #[test]
+    fn only_a_later_major_version_of_what_follows_cuda_is_newer() {
+        let path = Path::new("/x/lib");
+        let newer = |kind, of, driver| Newer::of(kind, path, of, driver).is_some();
+        assert!(newer(LibraryKind::CublasLt, version(13, 0), version(12, 9)));
+        assert!(newer(LibraryKind::Nvrtc, version(13, 0), version(12, 9)));
+        assert!(!newer(LibraryKind::Nvrtc, version(12, 9), version(12, 0)));
+        assert!(!newer(LibraryKind::Nvrtc, version(12, 9), version(13, 0)));
+        assert!(!newer(LibraryKind::Nccl, version(13, 0), version(12, 0)));
+    }
+
+    #[test]
+    fn it_is_told_with_what_to_install() {
+        let path = Path::new("/x/libcublasLt.so.13");
+        let newer = Newer::of(LibraryKind::CublasLt, path, version(13, 1), version(12, 4)).unwrap();
+        insta::assert_snapshot!(LibraryError::Newer(newer), @r"
+        `/x/libcublasLt.so.13` (cuBLASLt 13.1) is newer than the driver, which is for CUDA 12.4
+          hint: `pip install nvidia-cublas-cu12` in a Python environment that is active, or a driver for CUDA 13
+        ");
+    }
 
     #[test]
     fn a_stub_and_what_is_newer_than_the_driver_are_passed_over_where_there_is_another() {
@@ -437,8 +585,8 @@ mod tests {
         for (name, content) in files {
             std::fs::write(folder.path().join(name), content).unwrap();
         }
-        let found = Candidate::in_folder(folder.path(), kind);
-        let name = |candidate: &Candidate| candidate.path.file_name().unwrap().to_str().unwrap().to_owned();
+        let found = candidates_in(folder.path(), kind);
+        let name = |file: &PathBuf| file.file_name().unwrap().to_str().unwrap().to_owned();
         found.iter().map(name).collect()
     }
 
@@ -472,9 +620,8 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         std::os::unix::fs::symlink("/nowhere/at/all", folder.path().join("libnvrtc.so.13")).unwrap();
         std::fs::write(folder.path().join("libnvrtc.so.12"), b"").unwrap();
-        let found = Candidate::in_folder(folder.path(), LibraryKind::Nvrtc);
-        let paths: Vec<_> = found.iter().map(Candidate::path).collect();
-        assert_eq!(paths, [folder.path().join("libnvrtc.so.12")]);
+        let found = candidates_in(folder.path(), LibraryKind::Nvrtc);
+        assert_eq!(found, [folder.path().join("libnvrtc.so.12")]);
     }
 
     #[test]
@@ -498,15 +645,11 @@ mod tests {
         let target = folder.path().join("real/libnvrtc.so.13.0.88");
         std::fs::write(&target, b"").unwrap();
         std::os::unix::fs::symlink(&target, folder.path().join("libnvrtc.so")).unwrap();
-        let [link] = &Candidate::in_folder(folder.path(), LibraryKind::Nvrtc)[..] else {
+        let [link] = &candidates_in(folder.path(), LibraryKind::Nvrtc)[..] else {
             panic!("one file");
         };
-        let driver = |major| Version {
-            major,
-            minor: 0,
-            patch: 0,
-        };
-        assert!(link.serves(None) && link.serves(Some(driver(13))));
-        assert!(!link.serves(Some(driver(12))));
+        let serves_with = |driver| serves(LibraryKind::Nvrtc, link, driver);
+        assert!(serves_with(None) && serves_with(Some(version(13, 0))));
+        assert!(!serves_with(Some(version(12, 0))));
     }
 }

@@ -8,8 +8,7 @@ use std::ffi::c_int;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
-use super::discovery::SearchPath;
-use super::kind::{LibraryKind, Newer, Version};
+use super::discovery::{LibraryKind, Newer, SearchPath, Version};
 
 /// An opened library. It is never closed: its functions are kept as plain pointers, and those of CUDA start
 /// threads of their own. Clones are the same one.
@@ -24,18 +23,12 @@ impl Library {
     /// The library of this kind that discovery takes on the search path of this process.
     pub fn open(kind: LibraryKind) -> Result<Self, LibraryError> {
         let path = SearchPath::of_process();
-        let driver = if kind.follows_cuda() {
-            cuda_of_driver()
-        } else {
-            None
-        };
-        match path.find(kind, driver).at {
-            Some((file, _)) => Self::open_at(kind, &file),
-            None => Err(LibraryError::NotFound {
-                kind,
-                searched: path.existing(),
-            }),
-        }
+        let driver = kind.follows_cuda().then(cuda_of_driver).flatten();
+        let (file, _) = path.find(kind, driver).at.ok_or_else(|| LibraryError::NotFound {
+            kind,
+            searched: path.existing(),
+        })?;
+        Self::open_at(kind, &file)
     }
 
     /// The file at an absolute path.
@@ -43,16 +36,61 @@ impl Library {
         // SAFETY: opening runs the library's initialisers. Discovery chose a file by the name of a library of
         // NVIDIA's, whose initialisers may run in any thread at any time.
         let opened = unsafe { libloading::Library::new(path) };
-        let library = opened.map_err(|error| LibraryError::NotLoaded {
+        let library = opened.map_err(|error| LibraryError::Unusable {
             kind,
             path: path.to_owned(),
-            cause: words(&error),
+            problem: format!("cannot be loaded: {}", words(&error)),
         })?;
         Ok(Self {
             kind,
             path: path.to_owned(),
             handle: Box::leak(Box::new(library)),
         })
+    }
+
+    /// Its own version; of the driver, the CUDA that it is for.
+    pub fn version(&self) -> Result<Version, LibraryError> {
+        type Writes = unsafe extern "C" fn(*mut c_int) -> c_int;
+        type WritesTwo = unsafe extern "C" fn(*mut c_int, *mut c_int) -> c_int;
+        type Returns = unsafe extern "C" fn() -> usize;
+        let (mut first, mut second) = (0, 0);
+        // SAFETY: the signatures are those of the libraries' public headers; the functions have no conditions but
+        // room for one integer at each address.
+        let outcome = unsafe {
+            match self.kind {
+                LibraryKind::Cuda => self.function::<Writes>("cuDriverGetVersion")?(&raw mut first),
+                LibraryKind::Nccl => self.function::<Writes>("ncclGetVersion")?(&raw mut first),
+                LibraryKind::Nvrtc => {
+                    self.function::<WritesTwo>("nvrtcVersion")?(&raw mut first, &raw mut second)
+                }
+                LibraryKind::CublasLt => {
+                    first = self.function::<Returns>("cublasLtGetVersion")?() as c_int;
+                    0
+                }
+            }
+        };
+        if outcome != 0 {
+            return Err(self.unusable(format!("does not say its version (error {outcome})")));
+        }
+        let (first, second) = (first.max(0) as u32, second.max(0) as u32);
+        Ok(match self.kind {
+            LibraryKind::Cuda => Version::packed(first, 1000, 10),
+            LibraryKind::Nccl | LibraryKind::CublasLt => Version::packed(first, 10_000, 100),
+            LibraryKind::Nvrtc => Version {
+                major: first,
+                minor: second,
+                patch: 0,
+            },
+        })
+    }
+
+    /// It works, but not with what is asked of it.
+    pub(crate) fn unusable(&self, problem: String) -> LibraryError {
+        LibraryError::Unusable {
+            kind: self.kind,
+            path: self.path.clone(),
+            problem,
+        }
     }
 
     /// Set, by its own version, if the driver of this process is too old for it.
@@ -62,12 +100,6 @@ impl Library {
             return None;
         }
         Newer::of(self.kind, &self.path, self.version().ok()?, cuda_of_driver()?)
-    }
-
-    /// What it is.
-    #[must_use]
-    pub const fn kind(&self) -> LibraryKind {
-        self.kind
     }
 
     /// The file.
@@ -83,18 +115,16 @@ impl Library {
     pub unsafe fn function<F: Copy>(&self, symbol: &'static str) -> Result<F, LibraryError> {
         const { assert!(size_of::<F>() == size_of::<fn()>()) }
         // SAFETY: the caller vouches for the type; the library stays open for the rest of the process.
-        match unsafe { self.handle.get::<F>(symbol) } {
-            Ok(function) => Ok(*function),
-            Err(_) => Err(LibraryError::NoSymbol {
-                kind: self.kind,
-                path: self.path.clone(),
-                symbol,
-            }),
-        }
+        let found = unsafe { self.handle.get::<F>(symbol) };
+        let problem =
+            || format!("has no function `{symbol}`: it is too old, or another library of that name");
+        found
+            .map(|function| *function)
+            .map_err(|_| self.unusable(problem()))
     }
 }
 
-/// The CUDA that the driver of this process is for; none: there is no driver, or it does not say.
+/// The CUDA that the driver of this process is for; none: there is no driver, or its version is unknown.
 fn cuda_of_driver() -> Option<Version> {
     static CUDA: OnceLock<Option<Version>> = OnceLock::new();
     *CUDA.get_or_init(|| Library::open(LibraryKind::Cuda).ok()?.version().ok())
@@ -113,31 +143,25 @@ fn words(error: &libloading::Error) -> String {
 ///     pub(crate) struct C {
 ///         /// Length of a string.
 ///         strlen: fn(*const c_char) -> usize = "strlen";
-///     } optional {
-///         /// Only where it exists.
-///         reallocarray: fn(*mut c_void, usize, usize) -> *mut c_void = "reallocarray";
 ///     }
 /// }
 /// let c = C::load(&library)?; // an error names the function that is missing
 /// ```
 ///
-/// The fields are plain `unsafe extern "C"` function pointers (optional ones in an `Option`), so a test makes a
-/// table of functions of its own by a struct literal. A table is `Copy`, and valid for ever, because libraries are
+/// The fields are plain `unsafe extern "C"` function pointers, so a test makes a table of functions of its own by a
+/// struct literal. A table is `Copy`, and valid for ever, because libraries are
 /// never closed. The module that invokes it must allow `unsafe_code`; the signatures are that module's to get right.
 macro_rules! table {
     (
         $(#[$meta:meta])*
         $vis:vis struct $name:ident {
             $($(#[$doc:meta])* $field:ident: fn($($arg:ty),* $(,)?) $(-> $out:ty)? = $symbol:literal;)*
-        } $(optional {
-            $($(#[$odoc:meta])* $ofield:ident: fn($($oarg:ty),* $(,)?) $(-> $oout:ty)? = $osymbol:literal;)*
-        })?
+        }
     ) => {
         $(#[$meta])*
         #[derive(Clone, Copy, Debug)]
         $vis struct $name {
             $($(#[$doc])* $vis $field: unsafe extern "C" fn($($arg),*) $(-> $out)?,)*
-            $($($(#[$odoc])* $vis $ofield: Option<unsafe extern "C" fn($($oarg),*) $(-> $oout)?>,)*)?
         }
 
         impl $name {
@@ -148,8 +172,6 @@ macro_rules! table {
                 Ok(Self {
                     // SAFETY: the signature is the one that the library's public header declares.
                     $($field: unsafe { library.function($symbol) }?,)*
-                    // SAFETY: as above.
-                    $($($ofield: unsafe { library.function($osymbol) }.ok(),)*)?
                 })
             }
         }
@@ -171,30 +193,7 @@ pub enum LibraryError {
         /// Folders that exist, in the order in which they were searched.
         searched: Vec<PathBuf>,
     },
-    /// The dynamic loader refused the file.
-    #[error("`{}` cannot be loaded: {cause}\n  hint: {}", path.display(), kind.hint())]
-    NotLoaded {
-        /// What it should be.
-        kind: LibraryKind,
-        /// The file.
-        path: PathBuf,
-        /// The loader's words.
-        cause: String,
-    },
-    /// The file lacks a function.
-    #[error(
-        "`{}` has no function `{symbol}`: it is too old, or another library of that name\n  hint: {}",
-        path.display(), kind.hint()
-    )]
-    NoSymbol {
-        /// What it should be.
-        kind: LibraryKind,
-        /// The file.
-        path: PathBuf,
-        /// The function.
-        symbol: &'static str,
-    },
-    /// The library works, but not with what is asked of it.
+    /// The dynamic loader refuses the file, it lacks a function, or it does not do what is asked of it.
     #[error("`{}` {problem}\n  hint: {}", path.display(), kind.hint())]
     Unusable {
         /// What it is.
@@ -253,81 +252,6 @@ fn list(folders: &[PathBuf]) -> String {
     names.join(", ")
 }
 
-table! {
-    struct Cuda {
-        version: fn(*mut c_int) -> c_int = "cuDriverGetVersion";
-    }
-}
-
-table! {
-    struct CublasLt {
-        version: fn() -> usize = "cublasLtGetVersion";
-    }
-}
-
-table! {
-    struct Nvrtc {
-        version: fn(*mut c_int, *mut c_int) -> c_int = "nvrtcVersion";
-    }
-}
-
-table! {
-    struct Nccl {
-        version: fn(*mut c_int) -> c_int = "ncclGetVersion";
-    }
-}
-
-impl Library {
-    /// What it says its version is. The driver says which CUDA it is for.
-    pub fn version(&self) -> Result<Version, LibraryError> {
-        let (mut first, mut second) = (0, 0);
-        // SAFETY, here and below: the functions have no conditions but room for one integer at each address.
-        let (outcome, version) = match self.kind() {
-            LibraryKind::Cuda => {
-                let table = Cuda::load(self)?;
-                // SAFETY: as above.
-                let outcome = unsafe { (table.version)(&raw mut first) };
-                (outcome, Version::packed(first.max(0) as u64, 1000, 10))
-            }
-            LibraryKind::Nccl => {
-                let table = Nccl::load(self)?;
-                // SAFETY: as above.
-                let outcome = unsafe { (table.version)(&raw mut first) };
-                (outcome, Version::packed(first.max(0) as u64, 10_000, 100))
-            }
-            LibraryKind::Nvrtc => {
-                let table = Nvrtc::load(self)?;
-                // SAFETY: as above.
-                let outcome = unsafe { (table.version)(&raw mut first, &raw mut second) };
-                let (major, minor) = (first.max(0) as u32, second.max(0) as u32);
-                (
-                    outcome,
-                    Version {
-                        major,
-                        minor,
-                        patch: 0,
-                    },
-                )
-            }
-            LibraryKind::CublasLt => {
-                let table = CublasLt::load(self)?;
-                // SAFETY: as above.
-                let number = unsafe { (table.version)() } as u64;
-                // 120804 is 12.8.4, 130401 is 13.4.1.
-                (0, Version::packed(number, 10_000, 100))
-            }
-        };
-        if outcome == 0 {
-            return Ok(version);
-        }
-        Err(LibraryError::Unusable {
-            kind: self.kind(),
-            path: self.path().to_owned(),
-            problem: format!("does not say its version (error {outcome})"),
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::ffi::{c_char, c_int};
@@ -355,8 +279,6 @@ mod tests {
         struct Math {
             abs: fn(c_int) -> c_int = "abs";
             strlen: fn(*const c_char) -> usize = "strlen";
-        } optional {
-            absent: fn() = "no_such_function";
         }
     }
 
@@ -382,20 +304,18 @@ mod tests {
         // SAFETY: functions of the C library, with a string that ends in a zero.
         let (abs, length) = unsafe { ((table.abs)(-3), (table.strlen)(c"four".as_ptr())) };
         assert_eq!((abs, length), (3, 4));
-        assert!(table.absent.is_none());
     }
 
     #[test]
     fn a_missing_function_is_named() {
         let library = libc();
         let error = Absent::load(&library).map(|table| table.absent).unwrap_err();
-        let expected = LibraryError::NoSymbol {
-            kind: LibraryKind::Nvrtc,
-            path: library.path().to_owned(),
-            symbol: "no_such_function",
-        };
-        assert_eq!(error, expected);
-        assert!(error.to_string().contains("has no function `no_such_function`"));
+        let expected = format!(
+            "`{}` has no function `no_such_function`: it is too old, or another library of that name\n  hint: {}",
+            library.path().display(),
+            LibraryKind::Nvrtc.hint()
+        );
+        assert_eq!(error.to_string(), expected);
     }
 
     #[test]
@@ -422,7 +342,7 @@ mod tests {
         assert!(Version::packed(13_000, 1000, 10) > Version::packed(12_090, 1000, 10));
     }
 
-    /// Whatever this machine has: each says something, or why not.
+    /// Whatever this machine has: each has a version, or an error.
     #[test]
     fn libraries_that_are_there_say_theirs() {
         for kind in LibraryKind::ALL {

@@ -2,21 +2,18 @@
 //!
 //! One binary serves every machine, so nothing of CUDA is linked. Discovery looks through the file system and
 //! chooses an absolute path; a table of function pointers is filled from it. What is missing is an error that
-//! says which library or function, where it was looked for and how to install it.
+//! names the library or function, where it was looked for and how to install it.
 //!
 //! | file | what it is |
 //! |---|---|
-//! | `kind` | [`LibraryKind`]: which there are; [`Version`]: what one says of itself; [`Newer`]: one that is too new for the driver |
-//! | `discovery` | [`SearchPath`]: where libraries can be, and which file of a kind is taken |
+//! | `discovery` | [`LibraryKind`]: which there are; [`SearchPath`]: where they can be, and which file of a kind is taken; [`Newer`]: one that is too new for the driver |
 //! | `library` | [`Library`]: one opened file, never closed again; `table!`: a struct of function pointers, filled from it |
 //!
 //! What it must not know: what the functions do.
 
 mod discovery;
-mod kind;
 mod library;
 
-pub use discovery::{Found, SearchPath};
-pub use kind::{LibraryKind, Newer, Version};
+pub use discovery::{Found, LibraryKind, Newer, SearchPath, Version};
 pub(crate) use library::table;
 pub use library::{Library, LibraryError};

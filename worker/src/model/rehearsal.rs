@@ -34,7 +34,7 @@ struct Stage<'a> {
 
 impl<'a> Stage<'a> {
     fn new(model: &'a Model, shape: [usize; 2]) -> Result<Self, DeviceError> {
-        let device: Arc<dyn Device> = Arc::new(IdleDevice::default());
+        let device: Arc<dyn Device> = Arc::new(IdleDevice);
         let len = shape.iter().product();
         let alloc = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
         let longest = model.params.iter().map(ParamSpec::len).max().unwrap_or(0);

@@ -190,7 +190,8 @@ impl LinearProduct<'_> {
     }
 
     fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        self.product(cx)?.launch(cx)
+        let product = self.product(cx)?;
+        cx.multiply(&product)
     }
 }
 
@@ -438,8 +439,7 @@ const ALIGNMENT: usize = 16;
 /// outputs, and whether that is faster is to be measured: so it is the user's choice. Only on Hopper, and not in f32,
 /// where products are what costs.
 fn is_one_pass(cx: &LaunchContext<'_>, product: &Product, wide: DevicePtr) -> bool {
-    cx.fused_gelu()
-        && cx.is_hopper()
+    cx.fuses_gelu()
         && product.dtype == DType::Bf16
         && product.cols.is_multiple_of(ROW_STEP)
         && wide.is_aligned(ALIGNMENT)
@@ -469,11 +469,11 @@ impl Operation for LinearGeluForward {
                 epilogue: Epilogue::BiasGelu { bias, aux },
                 ..product
             };
-            if product.try_launch(cx)? {
+            if cx.try_multiply(&product)? {
                 return Ok(());
             }
         }
-        product.launch(cx)?;
+        cx.multiply(&product)?;
         self.gelu.launch(cx)
     }
 }
@@ -492,12 +492,12 @@ impl Operation for LinearGeluBackward {
         let aux = cx.ptr(wide, product.dtype)?;
         if self.gelu.dout_dinp.same(&self.linear.dinp) && is_one_pass(cx, &product, aux) {
             let epilogue = Epilogue::GeluBackward { aux };
-            if (Product { epilogue, ..product }).try_launch(cx)? {
+            if cx.try_multiply(&Product { epilogue, ..product })? {
                 let (inp, out) = (wide.clone(), wide.clone());
                 return GeluForward { inp, out }.launch(cx);
             }
         }
-        product.launch(cx)?;
+        cx.multiply(&product)?;
         self.gelu.launch(cx)
     }
 }

@@ -212,7 +212,7 @@ pub fn evict(buffer: &Buffer) {
 /// `visit`s the bytes that elements `range` of each buffer are, where they lie in files.
 fn in_files(buffers: &[Buffer], visit: impl Fn(&FileMemory, Range<usize>), range: &Range<usize>) {
     for buffer in buffers {
-        if let Some(memory) = buffer.arena().memory().as_any().downcast_ref::<FileMemory>() {
+        if let Some(memory) = buffer.arena().memory_as::<FileMemory>() {
             let byte = |element: usize| buffer.start() + element * buffer.dtype().bytes();
             visit(memory, byte(range.start)..byte(range.end));
         }
@@ -466,7 +466,7 @@ mod tests {
         let [expected, found] = homes.each_ref().map(train);
         for state in &found[1..] {
             let address = state.arena().memory().host_ptr().unwrap().as_ptr() as usize;
-            assert!(state.arena().memory().as_any().is::<FileMemory>());
+            assert!(state.arena().memory_as::<FileMemory>().is_some());
             // Neighbouring pieces share a page.
             assert!(resident(address) <= 4 * 4096, "{} resident", resident(address));
         }

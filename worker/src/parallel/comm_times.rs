@@ -216,7 +216,6 @@ impl CommTracker {
 
 #[cfg(test)]
 mod tests {
-    use std::any::Any;
     use std::sync::atomic::{AtomicBool, Ordering};
 
     use super::*;
@@ -241,10 +240,6 @@ mod tests {
                 std::hint::spin_loop();
             }
             Ok(())
-        }
-
-        fn as_any(&self) -> &dyn Any {
-            self
         }
     }
 
@@ -288,10 +283,6 @@ mod tests {
 
         fn wait(&self, _deadline: Instant) -> Result<(), DeviceError> {
             Ok(())
-        }
-
-        fn as_any(&self) -> &dyn Any {
-            self
         }
 
         fn since(&self, _earlier: &Event) -> Option<Duration> {

@@ -245,7 +245,7 @@ impl Interval {
     pub fn length(&self) -> Option<Duration> {
         match self {
             Self::Host([began, ended]) => Some(ended.saturating_duration_since(*began)),
-            Self::Stream([began, ended]) => ended.state().since(began),
+            Self::Stream([began, ended]) => ended.since(began),
         }
     }
 }
@@ -417,7 +417,7 @@ impl Origin {
                 // Both by the same point: devices measure long times less exactly than short ones, and what follows
                 // each other, or is within each other, must stay so.
                 let zero = self.point.as_ref()?;
-                let us = |point: &Event| Some(point.state().since(zero)?.as_secs_f64() * 1e6);
+                let us = |point: &Event| Some(point.since(zero)?.as_secs_f64() * 1e6);
                 Some([us(begin)?, us(end)?])
             }
         }
@@ -426,7 +426,6 @@ impl Origin {
 
 #[cfg(test)]
 mod tests {
-    use std::any::Any;
 
     use super::*;
     use crate::device::{CpuDevice, EventState};
@@ -456,12 +455,8 @@ mod tests {
             Ok(())
         }
 
-        fn as_any(&self) -> &dyn Any {
-            self
-        }
-
         fn since(&self, earlier: &Event) -> Option<Duration> {
-            let At(earlier) = earlier.state().as_any().downcast_ref()?;
+            let At(earlier) = earlier.state_as()?;
             let ms = (self.0 - earlier) as f64 * 1e-6;
             Some(Duration::from_secs_f64(f64::from(ms as f32) * 1e-3))
         }

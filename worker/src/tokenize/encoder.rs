@@ -13,6 +13,9 @@ const GPT2_END_OF_TEXT: u32 = 50_256;
 /// What the library calls GPT-2's vocabulary.
 const GPT2_NAME: &str = "r50k_base";
 
+const NO_TOKENS_OF_BYTES: &str = "`--tokenizer bytes` needs no token file: texts are trained on as they are\n  \
+    hint: name the text in `data.train`, with `data.tokenizer: bytes`";
+
 /// From text to tokens; the same in all threads.
 pub(super) struct Encoder {
     library: TokenizerLibrary,
@@ -32,7 +35,7 @@ impl Encoder {
     pub(super) fn new(tokenizer: &Tokenizer, end_of_text: Option<&str>) -> Result<Self, TokenizeError> {
         let vocabulary = Vocabulary::of(tokenizer)?;
         let library = match tokenizer {
-            Tokenizer::Bytes => return Err(TokenizeError::Bytes),
+            Tokenizer::Bytes => return Err(TokenizeError::Refused(NO_TOKENS_OF_BYTES.to_owned())),
             Tokenizer::Gpt2 => {
                 TokenizerLibrary::Gpt2(tiktoken::get_encoding(GPT2_NAME).expect("the vocabulary is built in"))
             }
@@ -44,10 +47,11 @@ impl Encoder {
         };
         let separator = number(end_of_text.unwrap_or(END_OF_TEXT));
         if let (Some(token), None) = (end_of_text, separator) {
-            return Err(TokenizeError::NoEndOfText {
-                token: token.to_owned(),
-                tokenizer: vocabulary.name,
-            });
+            let name = vocabulary.name;
+            return Err(TokenizeError::Refused(format!(
+                "`--end-of-text {token}`: `{name}` has no such token\n  hint: it is among `added_tokens` of most \
+                 tokenizers; `{name}` is searched for the very word"
+            )));
         }
         Ok(Self {
             library,

@@ -2,11 +2,9 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `run.rs` | [`tokenize`]: texts in, one token file out |
+//! | `run.rs` | [`tokenize`]: texts in, one token file out, which appears when it is whole |
 //! | `source.rs` | texts and lines of JSON, read piece by piece, and cut where that changes no token |
 //! | `encoder.rs` | a tokenizer, and the token that separates documents |
-//! | `output.rs` | the file, which appears when it is whole |
-//! | `error.rs` | what can go wrong |
 //!
 //! Memory is bounded whatever the size of the texts: pieces are read up to a batch, encoded by all threads while the next
 //! batch is read, and written in their order, so that the number of threads changes no byte.
@@ -14,15 +12,70 @@
 //! This is the only module that knows the libraries that make tokens; training knows sizes and hashes.
 
 mod encoder;
-mod error;
-mod output;
 mod run;
 mod source;
 #[cfg(test)]
 mod tests;
 
 pub use encoder::END_OF_TEXT;
-pub use error::TokenizeError;
 pub use run::{Progress, Report, Request, tokenize};
 
 pub use crate::config::Tokenizer;
+
+use std::io;
+use std::path::{Path, PathBuf};
+
+use crate::data::DataError;
+
+/// Tokens were not made. The output is as it was before.
+#[derive(Debug, thiserror::Error)]
+pub enum TokenizeError {
+    /// An input or the tokenizer's file cannot be used.
+    #[error(transparent)]
+    Data(#[from] DataError),
+    /// The file system refused.
+    #[error("cannot {doing} `{}`: {source}", path.display())]
+    Io {
+        /// What was tried.
+        doing: &'static str,
+        /// On which file.
+        path: PathBuf,
+        /// The system's words.
+        source: io::Error,
+    },
+    /// The output cannot be written in its place.
+    #[error("`{}` {problem}", path.display())]
+    Output {
+        /// The output, or what is in its place.
+        path: PathBuf,
+        /// What is wrong with it, and the next step.
+        problem: &'static str,
+    },
+    /// A part of an input makes no tokens.
+    #[error("`{}`, line {line}: {problem}", path.display())]
+    Input {
+        /// The input.
+        path: PathBuf,
+        /// Counted from 1: of what is wrong, or of the beginning of a piece that cannot be encoded.
+        line: u64,
+        /// What is wrong, and the next step.
+        problem: String,
+    },
+    /// Nothing can come of what was asked for; the reason, and the next step.
+    #[error("{0}")]
+    Refused(String),
+    /// Threads could not be started.
+    #[error("cannot start threads: {0}")]
+    Threads(String),
+}
+
+impl TokenizeError {
+    /// `source` came of `doing` something to `path`.
+    fn io(doing: &'static str, path: &Path, source: io::Error) -> Self {
+        Self::Io {
+            doing,
+            path: path.to_owned(),
+            source,
+        }
+    }
+}

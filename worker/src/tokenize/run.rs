@@ -1,17 +1,23 @@
-//! Texts in, one token file out.
+//! Texts in, one token file out, which appears when it is whole.
 
+use std::ffi::OsString;
+use std::fs::{self, File, TryLockError};
+use std::io::{self, BufWriter, Seek as _, Write as _};
 use std::num::NonZeroUsize;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::thread::available_parallelism;
 
 use rayon::iter::{IntoParallelRefIterator as _, ParallelIterator as _};
 
 use super::encoder::Encoder;
-use super::output::Output;
-use super::source::text_of;
-use super::source::{InputKind, InputReader, MAX_THREADS, Piece, line_ends};
+use super::source::{InputKind, InputReader, MAX_THREADS, Piece, line_ends, text_of};
 use super::{TokenizeError, Tokenizer};
+use crate::data::token_file::{HEADER_BYTES, header};
 use crate::data::{TokenFacts, Width};
+
+/// Bytes that are written at once.
+const BUFFER_BYTES: usize = 1 << 20;
 
 /// What is to be done.
 #[derive(Clone, Copy, Debug)]
@@ -66,7 +72,7 @@ struct Encoded {
 }
 
 /// Makes a token file of texts. It appears when it is whole; after an error the output is as it was before. The same
-/// inputs make the same file, whatever the number of threads. `progress` hears of every batch.
+/// inputs make the same file, whatever the number of threads. `progress` is called after every batch.
 pub fn tokenize(
     request: &Request<'_>,
     progress: &mut (dyn FnMut(Progress) + Send),
@@ -75,7 +81,10 @@ pub fn tokenize(
     let source = InputReader::new(request.inputs, encoder.may_cut())?;
     let is_output = |input: &PathBuf| same_file(input, request.output);
     if let Some(path) = request.inputs.iter().find(|path| is_output(path)) {
-        return Err(TokenizeError::IsInput { path: path.clone() });
+        return Err(TokenizeError::Output {
+            path: path.clone(),
+            problem: "is an input, and cannot be the output too\n  hint: choose another name with `-o`",
+        });
     }
     let output = Output::create(request.output, request.overwrite)?;
     let threads = request.threads.or_else(|| available_parallelism().ok());
@@ -107,7 +116,7 @@ fn run(
             pieces.map(|piece| encode(encoder, key, width, piece)).collect()
         };
         let (encoded, next) = rayon::join(encode, || source.next_batch());
-        // In order, so that of several errors the first one is told.
+        // In order, so that the first of several errors is returned.
         for piece in encoded {
             let piece = piece?;
             output.write(&piece.tokens)?;
@@ -123,7 +132,8 @@ fn run(
         batch = next?;
     }
     if report.tokens == 0 {
-        return Err(TokenizeError::NoTokens);
+        let why = "the inputs hold no text: no token was made";
+        return Err(TokenizeError::Refused(why.to_owned()));
     }
     let facts = TokenFacts {
         tokenizer: Some(encoder.vocabulary.name.clone()),
@@ -146,11 +156,7 @@ fn encode(encoder: &Encoder, key: &str, width: Width, piece: &Piece) -> Result<E
         }
         encoded.text_bytes += text.len() as u64;
         let done = encoder.encode(text, &mut tokens);
-        done.map_err(|cause| TokenizeError::Encode {
-            path: piece.path.clone(),
-            line,
-            cause,
-        })
+        done.map_err(|cause| refused(piece, line, format!("the tokenizer cannot encode it: {cause}")))
     };
     match piece.kind {
         InputKind::Text => document(utf8(piece, &piece.bytes, piece.line)?, piece.is_first, piece.line)?,
@@ -160,11 +166,7 @@ fn encode(encoder: &Encoder, key: &str, width: Width, piece: &Piece) -> Result<E
                     continue;
                 }
                 let text = text_of(utf8(piece, bytes, line)?, key);
-                let text = text.map_err(|what| TokenizeError::Record {
-                    path: piece.path.clone(),
-                    line,
-                    what,
-                })?;
+                let text = text.map_err(|problem| refused(piece, line, problem))?;
                 document(&text, true, line)?;
             }
         }
@@ -173,14 +175,22 @@ fn encode(encoder: &Encoder, key: &str, width: Width, piece: &Piece) -> Result<E
     Ok(encoded)
 }
 
+const NOT_UTF8: &str =
+    "not UTF-8\n  hint: `iconv` converts other texts; a packed file must be unpacked first";
+
+fn refused(piece: &Piece, line: u64, problem: String) -> TokenizeError {
+    TokenizeError::Input {
+        path: piece.path.clone(),
+        line,
+        problem,
+    }
+}
+
 /// The text of `bytes`, which begin in `line`.
 fn utf8<'a>(piece: &Piece, bytes: &'a [u8], line: u64) -> Result<&'a str, TokenizeError> {
     std::str::from_utf8(bytes).map_err(|e| {
         let good = &bytes[..e.valid_up_to()];
-        TokenizeError::NotUtf8 {
-            path: piece.path.clone(),
-            line: line + line_ends(good),
-        }
+        refused(piece, line + line_ends(good), NOT_UTF8.to_owned())
     })
 }
 
@@ -190,20 +200,129 @@ fn store(tokens: &[u32], width: Width, vocabulary: usize) -> Vec<u8> {
         tokens.iter().all(|token| (*token as usize) < vocabulary),
         "a token beyond the vocabulary"
     );
-    match width {
-        Width::U8 => tokens.iter().map(|token| *token as u8).collect(),
-        Width::U16 => tokens
-            .iter()
-            .flat_map(|token| (*token as u16).to_le_bytes())
-            .collect(),
-        Width::U32 => tokens.iter().flat_map(|token| token.to_le_bytes()).collect(),
-    }
+    let stored = |token: &u32| token.to_le_bytes().into_iter().take(width.bytes());
+    tokens.iter().flat_map(stored).collect()
 }
 
 /// True if both are there, and one file.
 fn same_file(one: &Path, other: &Path) -> bool {
-    match (one.canonicalize(), other.canonicalize()) {
-        (Ok(one), Ok(other)) => one == other,
-        _ => false,
+    let (one, other) = (one.canonicalize(), other.canonicalize());
+    matches!((one, other), (Ok(one), Ok(other)) if one == other)
+}
+
+const EXISTS: &str = "exists already\n  hint: `--overwrite` replaces it, or choose another name with `-o`";
+const NOT_A_FILE: &str = "is not a regular file, and is not replaced\n  hint: choose another name with `-o`; of a \
+    symbolic link, the name of the file that it leads to";
+const BUSY: &str =
+    "is being written by another `ddp-train tokenize`\n  hint: wait for it, or choose another name with `-o`";
+
+/// A file beside its final place. What was at that place stays until the new file is whole and on the disk.
+pub(super) struct Output {
+    path: PathBuf,
+    temporary: PathBuf,
+    file: BufWriter<File>,
+    /// Of the tokens.
+    bytes: usize,
+    /// It is in its final place.
+    is_published: bool,
+}
+
+impl Output {
+    /// Begins a file that no other process writes.
+    pub(super) fn create(path: &Path, overwrite: bool) -> Result<Self, TokenizeError> {
+        let refused = |path: &Path, problem| TokenizeError::Output {
+            path: path.to_owned(),
+            problem,
+        };
+        let Some(name) = path.file_name().filter(|_| !path.is_dir()) else {
+            let source = io::Error::from(io::ErrorKind::IsADirectory);
+            return Err(TokenizeError::io("write", path, source));
+        };
+        if let Ok(there) = path.symlink_metadata() {
+            // A rename would put a file in the place of a device.
+            if !there.is_file() {
+                return Err(refused(path, NOT_A_FILE));
+            }
+            if !overwrite {
+                return Err(refused(path, EXISTS));
+            }
+        }
+        let mut hidden = OsString::from(".");
+        hidden.push(name);
+        hidden.push(".tokenizing");
+        let temporary = path.with_file_name(hidden);
+        let failed = |e| TokenizeError::io("create", &temporary, e);
+        let mut options = File::options();
+        // A pipe would otherwise be waited for until somebody reads it.
+        options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK);
+        // Cut to nothing only when it is ours.
+        let opened = options.write(true).create(true).truncate(false).open(&temporary);
+        let file = opened.map_err(failed)?;
+        if !file.metadata().map_err(failed)?.is_file() {
+            return Err(refused(&temporary, NOT_A_FILE));
+        }
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(TryLockError::WouldBlock) => return Err(refused(path, BUSY)),
+            Err(TryLockError::Error(e)) => return Err(failed(e)),
+        }
+        // Whoever had it locked may have renamed it in between.
+        let is_there = fs::metadata(&temporary).is_ok_and(|there| {
+            file.metadata()
+                .is_ok_and(|ours| (ours.dev(), ours.ino()) == (there.dev(), there.ino()))
+        });
+        if !is_there {
+            return Err(refused(path, BUSY));
+        }
+        file.set_len(0).map_err(failed)?;
+        let mut output = Self {
+            path: path.to_owned(),
+            file: BufWriter::with_capacity(BUFFER_BYTES, file),
+            bytes: 0,
+            is_published: false,
+            temporary,
+        };
+        output.write(&[0; HEADER_BYTES])?;
+        output.bytes = 0;
+        Ok(output)
+    }
+
+    /// Appends tokens as they are stored.
+    pub(super) fn write(&mut self, tokens: &[u8]) -> Result<(), TokenizeError> {
+        let written = self.file.write_all(tokens);
+        written.map_err(|e| TokenizeError::io("write", &self.temporary, e))?;
+        self.bytes += tokens.len();
+        Ok(())
+    }
+
+    /// Writes the header, syncs everything, and puts the file in its place.
+    pub(super) fn publish(mut self, width: Width, facts: &TokenFacts) -> Result<(), TokenizeError> {
+        let tokens = self.bytes / width.bytes();
+        let header = header(width, tokens, facts).ok_or_else(|| {
+            let source = io::Error::new(io::ErrorKind::InvalidInput, "the tokenizer's name is too long");
+            TokenizeError::io("write", &self.path, source)
+        })?;
+        let written = self.finish(&header);
+        written.map_err(|e| TokenizeError::io("write", &self.path, e))
+    }
+
+    fn finish(&mut self, header: &[u8]) -> io::Result<()> {
+        self.file.rewind()?;
+        self.file.write_all(header)?;
+        self.file.flush()?;
+        self.file.get_ref().sync_all()?;
+        fs::rename(&self.temporary, &self.path)?;
+        self.is_published = true;
+        let folder = self.path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()
+    }
+}
+
+impl Drop for Output {
+    fn drop(&mut self) {
+        if !self.is_published {
+            // A left-over would only be overwritten next time.
+            let _ = fs::remove_file(&self.temporary);
+        }
     }
 }

@@ -12,7 +12,7 @@ use std::io::Read as _;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
-use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::TokenizeError;
 use crate::data::{DataError, FileProblem};
@@ -119,16 +119,15 @@ impl<'a> InputReader<'a> {
 
 impl Input {
     fn open(path: PathBuf) -> Result<Self, TokenizeError> {
-        let is_lines = path
-            .extension()
-            .is_some_and(|extension| extension == LINES_EXTENSION);
+        let is_lines = path.extension().is_some_and(|ending| ending == LINES_EXTENSION);
+        let kind = if is_lines {
+            InputKind::Lines
+        } else {
+            InputKind::Text
+        };
         Ok(Self {
             file: open(&path)?,
-            kind: if is_lines {
-                InputKind::Lines
-            } else {
-                InputKind::Text
-            },
+            kind,
             path,
             rest: Vec::new(),
             has_ended: false,
@@ -177,7 +176,7 @@ impl Input {
         Ok(())
     }
 
-    /// Where the next piece ends; none if that is not known yet.
+    /// Where the next piece ends; none if more must be read first.
     fn cut(&self, may_cut: bool) -> Option<usize> {
         match self.kind {
             _ if self.has_ended => Some(self.rest.len()),
@@ -192,17 +191,17 @@ impl Input {
     }
 
     fn too_long(&self, may_cut: bool) -> TokenizeError {
-        TokenizeError::TooLong {
+        let hint = match self.kind {
+            InputKind::Lines => "a line of JSON is one document: make shorter ones",
+            InputKind::Text if may_cut => "a text is cut at white space: is it one?",
+            InputKind::Text => {
+                "only GPT-2's tokens are known to be the same when a text is cut: give shorter texts, or a `.jsonl` with a document a line"
+            }
+        };
+        TokenizeError::Input {
             path: self.path.clone(),
             line: self.line,
-            limit: MAX_PIECE_BYTES,
-            hint: match self.kind {
-                InputKind::Lines => "a line of JSON is one document: make shorter ones",
-                InputKind::Text if may_cut => "a text is cut at white space: is it one?",
-                InputKind::Text => {
-                    "only GPT-2's tokens are known to be the same when a text is cut: give shorter texts, or a `.jsonl` with a document a line"
-                }
-            },
+            problem: format!("{MAX_PIECE_BYTES} bytes without a place to cut them\n  hint: {hint}"),
         }
     }
 }
@@ -245,32 +244,17 @@ fn is_space(byte: u8) -> bool {
 
 /// True if the last character of `bytes` is not white space. Bytes that are no UTF-8 have no characters.
 fn ends_with_black(bytes: &[u8]) -> bool {
-    let last = bytes
-        .iter()
-        .rposition(|byte| !is_continuation(*byte))
-        .unwrap_or(0);
-    // Longer ones than any character are not looked through.
-    let last = last.max(bytes.len().saturating_sub(4));
-    let character = std::str::from_utf8(&bytes[last..]).ok();
-    character
-        .and_then(|text| text.chars().next_back())
-        .is_some_and(|character| !character.is_whitespace())
-}
-
-/// A byte in the middle of a character.
-fn is_continuation(byte: u8) -> bool {
-    byte & 0b1100_0000 == 0b1000_0000
+    let mut tails = (1..=bytes.len().min(4)).map(|length| &bytes[bytes.len() - length..]);
+    let last = tails.find_map(|tail| std::str::from_utf8(tail).ok());
+    last.is_some_and(|character| !character.trim().is_empty())
 }
 
 /// The string at `key` of the object that `line` is; all else in it is checked to be JSON, and passed over. Of two fields
 /// of that name the last one counts, as in most programs.
 pub(super) fn text_of(line: &str, key: &str) -> Result<String, String> {
     let mut json = serde_json::Deserializer::from_str(line);
-    let found = Field(key).deserialize(&mut json).and_then(|text| {
-        json.end()?;
-        Ok(text)
-    });
-    match found {
+    let found = Field(key).deserialize(&mut json);
+    match found.and_then(|text| json.end().map(|()| text)) {
         Ok(Some(text)) => Ok(text),
         Ok(None) => Err(format!(
             "the object has no field `{key}`\n  hint: `--key` names the field with the text"
@@ -308,37 +292,14 @@ impl<'de> Visitor<'de> for Field<'_> {
 
     fn visit_map<A: MapAccess<'de>>(self, mut fields: A) -> Result<Self::Value, A::Error> {
         let mut text = None;
-        while let Some(is_wanted) = fields.next_key_seed(Is(self.0))? {
-            if is_wanted {
+        while let Some(name) = fields.next_key::<String>()? {
+            if name == self.0 {
                 text = Some(fields.next_value::<String>()?);
             } else {
                 fields.next_value::<IgnoredAny>()?;
             }
         }
         Ok(text)
-    }
-}
-
-/// Whether a name is the wanted one.
-struct Is<'a>(&'a str);
-
-impl<'de> DeserializeSeed<'de> for Is<'_> {
-    type Value = bool;
-
-    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<bool, D::Error> {
-        deserializer.deserialize_str(self)
-    }
-}
-
-impl Visitor<'_> for Is<'_> {
-    type Value = bool;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a name")
-    }
-
-    fn visit_str<E: de::Error>(self, name: &str) -> Result<bool, E> {
-        Ok(name == self.0)
     }
 }
 

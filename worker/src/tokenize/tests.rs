@@ -291,7 +291,7 @@ fn threads_that_would_have_nothing_to_do_are_not_started() {
 fn two_do_not_write_the_same_file() {
     let bench = Bench::new();
     let inputs = [bench.write("a.txt", "Hello world")];
-    let _other = super::output::Output::create(&bench.out(), false).unwrap();
+    let _other = super::run::Output::create(&bench.out(), false).unwrap();
     insta::assert_snapshot!(bench.refusal(&Tokenizer::Gpt2, &inputs), @r"
     `DIR/out.safetensors` is being written by another `ddp-train tokenize`
       hint: wait for it, or choose another name with `-o`

@@ -5,7 +5,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::thread::available_parallelism;
 
-use ddp_worker::device::cuda::{Arch, CompileError, CompileUnit, Cubin, CubinCache, Nvrtc};
+use ddp_worker::device::DeviceError;
+use ddp_worker::device::cuda::{Arch, CompileUnit, Cubin, CubinCache, Nvrtc};
 
 /// The compiler, or none after a loud word.
 pub(crate) fn nvrtc() -> Option<Nvrtc> {
@@ -28,7 +29,7 @@ pub(crate) fn nvrtc() -> Option<Nvrtc> {
 }
 
 /// Machine code of each unit, in their order. One test at a time, on all processors.
-pub(crate) fn compiled(nvrtc: &Nvrtc, units: &[CompileUnit], arch: Arch) -> Vec<Result<Cubin, CompileError>> {
+pub(crate) fn compiled(nvrtc: &Nvrtc, units: &[CompileUnit], arch: Arch) -> Vec<Result<Cubin, DeviceError>> {
     static TURN: Mutex<()> = Mutex::new(());
     let _turn = TURN.lock().unwrap_or_else(PoisonError::into_inner);
     let cache = CubinCache::at(Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda_compile"));

@@ -25,7 +25,8 @@ mod paper;
 mod training;
 
 use compiled::{compiled, nvrtc};
-use ddp_worker::device::cuda::{Arch, CompileError, CompileUnit, CubinCache, Define, KernelSource};
+use ddp_worker::device::DeviceError;
+use ddp_worker::device::cuda::{Arch, CompileUnit, CubinCache, Define, KernelSource};
 
 static GOOD: KernelSource = KernelSource::with_headers(
     "good.cu",
@@ -36,9 +37,10 @@ static GOOD: KernelSource = KernelSource::with_headers(
     )],
 );
 
-static BAD: KernelSource = KernelSource::new(
+static BAD: KernelSource = KernelSource::with_headers(
     "bad.cu",
     "extern \"C\" __global__ void broken(float *x) {\n    x[0] = undefined;\n}\n",
+    &[],
 );
 
 fn good(factor: i64) -> CompileUnit {
@@ -87,7 +89,7 @@ fn an_error_shows_the_file_and_its_line() {
     let error = nvrtc
         .compile(&CompileUnit::new(&BAD, &[]), Arch::SM_80)
         .unwrap_err();
-    assert!(matches!(error, CompileError::Refused { .. }), "{error}");
+    assert!(matches!(error, DeviceError::Compile { .. }), "{error}");
     let text = error.to_string();
     assert!(
         text.contains("bad.cu(2): error: identifier \"undefined\" is undefined"),

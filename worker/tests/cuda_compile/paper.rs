@@ -2,8 +2,9 @@
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Instant;
 
-use ddp_worker::device::{Device, IdleDevice};
+use ddp_worker::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event, IdleDevice, Stream};
 use ddp_worker::ops::Op;
 use ddp_worker::ops::cuda::{Call, plan};
 
@@ -29,13 +30,7 @@ impl Paper {
 
     /// A device with memory of any size, whose operations come to this paper.
     pub(crate) fn device(self: &Arc<Self>) -> Arc<dyn Device> {
-        let paper = self.clone();
-        Arc::new(IdleDevice::heard_by(move |op| {
-            paper.ask(op);
-            if let Some(op) = beside_product(op) {
-                paper.ask(&op);
-            }
-        }))
+        Arc::new(PaperDevice(self.clone()))
     }
 
     /// Whose all operations are from now on.
@@ -62,6 +57,46 @@ impl Paper {
                 .entry(key)
                 .or_insert_with(|| Launch { of: of.clone(), call });
         }
+    }
+}
+
+/// An idle device whose operations come to a paper.
+struct PaperDevice(Arc<Paper>);
+
+impl Device for PaperDevice {
+    fn name(&self) -> String {
+        IdleDevice.name()
+    }
+
+    fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
+        IdleDevice.alloc(spec)
+    }
+
+    fn stream(&self) -> Stream {
+        IdleDevice.stream()
+    }
+
+    fn enqueue(&self, _stream: Stream, op: Op) {
+        self.0.ask(&op);
+        if let Some(op) = beside_product(&op) {
+            self.0.ask(&op);
+        }
+    }
+
+    fn record(&self, stream: Stream) -> Event {
+        IdleDevice.record(stream)
+    }
+
+    fn wait_event(&self, _stream: Stream, _event: &Event, _deadline: Instant) {}
+
+    fn synchronize(&self, stream: Stream) -> Result<(), DeviceError> {
+        IdleDevice.synchronize(stream)
+    }
+
+    fn upload(&self, _stream: Stream, _dst: &Buffer, _bytes: &[u8]) {}
+
+    fn download(&self, stream: Stream, src: &Buffer) -> Result<Vec<u8>, DeviceError> {
+        IdleDevice.download(stream, src)
     }
 }
 

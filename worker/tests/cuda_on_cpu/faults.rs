@@ -8,7 +8,7 @@ use ddp_worker::ops::cuda::{Arg, Call, Plan};
 
 use crate::device::Imitation;
 
-static SOURCE: KernelSource = KernelSource::new(
+static SOURCE: KernelSource = KernelSource::with_headers(
     "faults.cu",
     r#"
 extern "C" __global__ void good(float *x) {
@@ -49,6 +49,7 @@ extern "C" __global__ void past_the_shared_memory(float *x) {
 }
 extern "C" __global__ void only_reads(const float *x) { const_cast<float *>(x)[threadIdx.x] = 2.0f; }
 "#,
+    &[],
 );
 
 /// What is said of a kernel that is given 64 numbers, as many in shared memory, and 64 threads; none if nothing is.

@@ -66,7 +66,7 @@ pub(crate) fn backward(rank: &Rank) -> Vec<Bucket> {
     gpu.synchronize(stream).unwrap();
     // Events of two streams of one device share its clock.
     let at = |event: &Event| {
-        let since = event.state().since(&base);
+        let since = event.since(&base);
         since.expect("both are timed and reached").as_secs_f64() * 1e3
     };
     let launched = launched.into_iter().map(|(began, ended, work)| {

@@ -4,7 +4,6 @@
 //!
 //! [`DeferredDevice::beside_host`] counts its memory as its own: the optimizer's state must never come to it.
 
-use std::any::Any;
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
@@ -215,10 +214,6 @@ impl EventState for Point {
         let reached = |state: &State| state.reached >= self.marker;
         let state = self.queue.drive(&self.cpu, deadline, reached)?;
         state.error.clone().map_or(Ok(()), Err)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 

@@ -210,7 +210,7 @@ impl ControlSegments {
     }
 
     fn at(&self, rank: usize, offset: usize) -> *mut u8 {
-        debug_assert!(offset < self.segments[rank].len());
+        debug_assert!(offset < self.segments[rank].bytes());
         self.segments[rank].ptr().as_ptr().wrapping_add(offset)
     }
 }
@@ -334,14 +334,14 @@ impl SharedArena {
                 what: format!("mapping the memory of rank {peer}"),
                 cause: error.to_string(),
             };
-            others.push((peer, HostMemory::map(name, fd, own.len()).map_err(failed)?));
+            others.push((peer, HostMemory::map(name, fd, own.bytes()).map_err(failed)?));
         }
         Ok(Self { number, own, others })
     }
 
     /// The shared arena of a buffer, if it is in one.
     pub(super) fn of(buffer: &Buffer) -> Option<&Self> {
-        buffer.arena().memory().as_any().downcast_ref()
+        buffer.arena().memory_as()
     }
 
     /// The same on all ranks.
@@ -353,7 +353,7 @@ impl SharedArena {
     pub(super) fn of_rank(&self, global: usize, offset: u64, bytes: usize) -> Option<*mut u8> {
         let (_, memory) = self.others.iter().find(|(rank, _)| *rank == global)?;
         let offset = usize::try_from(offset).ok()?;
-        let fits = offset.checked_add(bytes)? <= memory.len();
+        let fits = offset.checked_add(bytes)? <= memory.bytes();
         fits.then(|| memory.ptr().as_ptr().wrapping_add(offset))
     }
 }
@@ -362,15 +362,11 @@ impl SharedArena {
 // it only while an operation of this rank holds the range (`Held`).
 unsafe impl Memory for SharedArena {
     fn bytes(&self) -> usize {
-        self.own.len()
+        self.own.bytes()
     }
 
     fn host_ptr(&self) -> Option<NonNull<u8>> {
         Some(self.own.ptr())
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 

@@ -10,6 +10,7 @@
 )]
 
 use std::ffi::{CStr, c_char, c_int, c_uchar, c_uint, c_void};
+use std::ptr;
 use std::sync::OnceLock;
 
 use cudarc::driver::sys::{
@@ -33,17 +34,15 @@ impl DriverError {
 
     /// `CUDA_ERROR_NO_DEVICE: no CUDA-capable device is detected`
     pub(super) fn words(self) -> String {
-        let text = |function: Option<unsafe extern "C" fn(c_uint, *mut *const c_char) -> c_uint>| {
-            let mut text = std::ptr::null();
+        let text = |function: unsafe fn(c_uint, *mut *const c_char) -> Result<(), DriverError>| {
             // SAFETY: the function writes the address of a constant string, or null and an error.
-            let answer = unsafe { function?(self.0, &raw mut text) };
+            let text = written(ptr::null(), |text| unsafe { function(self.0, text) }).ok()?;
             // SAFETY: as above; a string of C's ends in a zero.
-            (answer == 0 && !text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy())
+            (!text.is_null()).then(|| unsafe { CStr::from_ptr(text) }.to_string_lossy())
         };
-        let functions = WORDS.get();
-        let name = functions.and_then(|functions| text(functions.name));
+        let name = text(error_name);
         let name = name.unwrap_or_else(|| format!("error {} of the CUDA driver", self.0).into());
-        match functions.and_then(|functions| text(functions.meaning)) {
+        match text(error_meaning) {
             Some(meaning) => format!("{name}: {meaning}"),
             None => name.into_owned(),
         }
@@ -91,6 +90,11 @@ macro_rules! calls {
 calls! {
     /// What needs no context. Signatures, here and below, as `cuda.h` of CUDA 12.0 to 13.2 has them.
     Devices in DEVICES {
+        /// What an error is called: `CUDA_ERROR_NO_DEVICE`.
+        error_name(code: c_uint, name: *mut *const c_char) = "cuGetErrorName";
+        /// The same in a few words.
+        error_meaning(code: c_uint, meaning: *mut *const c_char) = "cuGetErrorString";
+
         /// Starts the driver; the flags are 0.
         init(flags: c_uint) = "cuInit";
         /// How many devices are visible.
@@ -186,19 +190,6 @@ calls! {
     }
 }
 
-table! {
-    /// What errors are called.
-    struct Words {
-    } optional {
-        /// `CUDA_ERROR_NO_DEVICE`
-        name: fn(c_uint, *mut *const c_char) -> c_uint = "cuGetErrorName";
-        /// In a few words.
-        meaning: fn(c_uint, *mut *const c_char) -> c_uint = "cuGetErrorString";
-    }
-}
-
-static WORDS: OnceLock<Words> = OnceLock::new();
-
 /// What a function writes at the address that it is given, which holds `value` before.
 pub(super) fn written<T>(
     mut value: T,
@@ -213,9 +204,8 @@ pub(super) fn load() -> Result<&'static Library, LibraryError> {
     static LIBRARY: OnceLock<Result<Library, LibraryError>> = OnceLock::new();
     let open = || {
         let library = Library::open(LibraryKind::Cuda)?;
-        let (devices, words) = (Devices::load(&library)?, Words::load(&library)?);
+        let devices = Devices::load(&library)?;
         DEVICES.get_or_init(|| devices);
-        WORDS.get_or_init(|| words);
         Ok(library)
     };
     LIBRARY.get_or_init(open).as_ref().map_err(Clone::clone)
@@ -223,9 +213,7 @@ pub(super) fn load() -> Result<&'static Library, LibraryError> {
 
 /// From now on what a context needs can be called too.
 pub(super) fn load_contexts() -> Result<(), LibraryError> {
-    if CONTEXTS.get().is_none() {
-        let contexts = Contexts::load(load()?)?;
-        CONTEXTS.get_or_init(|| contexts);
-    }
+    let contexts = Contexts::load(load()?)?;
+    CONTEXTS.get_or_init(|| contexts);
     Ok(())
 }

@@ -15,23 +15,21 @@ use cudarc::driver::sys;
 
 use super::calls;
 use super::driver::{CudaContext, driver_error};
-use super::event::{CudaEvent, EventPool};
 use super::launch::{CudaOptions, DeviceKernels, LaunchContext};
-use super::memory::{Account, DeviceMemory, DevicePtr, FETCH_BYTES, FetchPool, PinnedMemory, address_of};
-use super::stream::CudaStream;
+use super::memory::{DeviceMemory, DevicePtr, FETCH_BYTES, PinnedMemory, PinnedPool, address_of};
+use super::stream::{CudaEvent, CudaStream, EventPool, StreamState};
 use crate::device::{
     Arena, ArenaSpec, Buffer, Device, DeviceError, Event, Fetch, HostSide, HostWork, Stream,
+    expect_same_bytes,
 };
 use crate::ops::Op;
 
 /// A GPU.
 #[derive(Debug)]
 pub struct CudaDevice {
-    context: Arc<CudaContext>,
     kernels: DeviceKernels,
-    account: Arc<Account>,
     events: Arc<EventPool>,
-    fetches: FetchPool,
+    pinned: Arc<PinnedPool>,
     streams: RwLock<Vec<Result<Arc<CudaStream>, DeviceError>>>,
 }
 
@@ -42,11 +40,9 @@ impl CudaDevice {
         context.bind()?;
         Ok(Self {
             events: EventPool::new(context.clone()),
-            account: Arc::default(),
-            fetches: FetchPool::default(),
+            pinned: PinnedPool::new(context.clone()),
             streams: RwLock::default(),
-            kernels: DeviceKernels::new(context.clone(), options),
-            context,
+            kernels: DeviceKernels::new(context, options),
         })
     }
 
@@ -56,23 +52,17 @@ impl CudaDevice {
         (device as &dyn Any).downcast_ref()
     }
 
-    /// What it was opened with.
-    #[must_use]
-    pub const fn options(&self) -> &CudaOptions {
-        self.kernels.options()
-    }
-
     /// The driver's side of it.
     #[must_use]
     pub const fn context(&self) -> &Arc<CudaContext> {
-        &self.context
+        self.kernels.context()
     }
 
     /// A stream with a name for errors and traces. Work of an `urgent` one goes before that of others: a
     /// collective that waits for a multiprocessor would make all ranks wait.
     #[must_use]
     pub fn named_stream(&self, name: &str, urgent: bool) -> Stream {
-        let stream = CudaStream::new(name, urgent, &self.account, &self.events, &self.context);
+        let stream = CudaStream::new(name, urgent, self.context(), &self.events, &self.pinned);
         let mut streams = self.streams.write().unwrap_or_else(PoisonError::into_inner);
         streams.push(stream.map(Arc::new));
         Stream(streams.len() as u32 - 1)
@@ -85,7 +75,7 @@ impl CudaDevice {
 
     /// Address of a buffer in its memory.
     pub fn address(&self, buffer: &Buffer) -> Result<DevicePtr, DeviceError> {
-        address_of(buffer, &self.context)
+        address_of(buffer, self.context())
     }
 
     /// # Panics
@@ -98,100 +88,86 @@ impl CudaDevice {
             .clone()
     }
 
-    /// Enqueues something of the driver's, unless the stream has failed.
-    pub(super) fn attempt(
+    /// Enqueues something, unless the stream has failed.
+    fn attempt(
         &self,
         stream: Stream,
         what: &'static str,
-        work: impl FnOnce(sys::CUstream) -> Result<(), DeviceError>,
+        work: impl FnOnce(&CudaStream, &mut StreamState) -> Result<(), DeviceError>,
     ) {
         if let Ok(stream) = self.find(stream) {
-            stream.attempt(what, |_| work(stream.raw()));
+            stream.attempt(what, |state| work(&stream, state));
         }
     }
 
-    fn record_by(
-        &self,
-        stream: Stream,
-        record: impl FnOnce(&CudaStream) -> Result<CudaEvent, DeviceError>,
-    ) -> Event {
+    fn record_event(&self, stream: Stream, timed: bool) -> Event {
         let recorded = self.find(stream).and_then(|stream| match stream.error() {
             Some(error) => Err(error),
-            None => record(&stream),
+            None => stream.record(timed),
         });
         recorded.map_or_else(Event::failed, Event::new)
-    }
-
-    fn begin_fetch(&self, stream: Stream, src: &Buffer) -> Result<Fetch, DeviceError> {
-        let stream = self.find(stream)?;
-        if let Some(error) = stream.error() {
-            return Err(error);
-        }
-        self.context.bind()?;
-        let copy = self
-            .fetches
-            .copy(&self.context, stream.raw(), self.address(src)?, src.bytes())?;
-        Ok(Fetch::new(Event::new(stream.record()?), move || Ok(copy.read())))
     }
 }
 
 impl Device for CudaDevice {
     fn name(&self) -> String {
-        let context = &self.context;
-        let gib = context.memory_bytes() as f64 / f64::from(1 << 30);
+        let (context, facts) = (self.context(), self.context().facts());
+        let gib = facts.memory_bytes as f64 / f64::from(1 << 30);
         format!(
             "cuda:{} ({}, {}, {gib:.1} GiB)",
             context.ordinal(),
-            context.name(),
-            context.arch()
+            facts.name,
+            facts.arch()
         )
     }
 
     fn alloc(&self, spec: &ArenaSpec) -> Result<Arena, DeviceError> {
-        let bytes = spec.bytes();
-        let memory = DeviceMemory::new(&self.context, &self.account, &spec.name, bytes)?;
+        let memory = DeviceMemory::new(self.context(), &spec.name, spec.bytes())?;
         Ok(Arena::new(spec, memory))
     }
 
     fn stream(&self) -> Stream {
-        let first = self
-            .streams
-            .read()
-            .unwrap_or_else(PoisonError::into_inner)
-            .is_empty();
-        self.named_stream(if first { "compute" } else { "auxiliary" }, false)
+        let streams = self.streams.read().unwrap_or_else(PoisonError::into_inner);
+        let name = if streams.is_empty() {
+            "compute"
+        } else {
+            "auxiliary"
+        };
+        drop(streams);
+        self.named_stream(name, false)
     }
 
     fn enqueue(&self, stream: Stream, op: Op) {
-        if let Ok(stream) = self.find(stream) {
-            let name = op.name();
-            stream.attempt(name, |state| {
-                op.launch(&mut LaunchContext::new(name, &self.kernels, &stream, state))
-            });
-        }
+        let name = op.name();
+        self.attempt(stream, name, |stream, state| {
+            op.launch(&mut LaunchContext {
+                op: name,
+                device: &self.kernels,
+                stream,
+                state,
+            })
+        });
     }
 
     fn record(&self, stream: Stream) -> Event {
-        self.record_by(stream, CudaStream::record)
+        self.record_event(stream, false)
     }
 
     fn record_timed(&self, stream: Stream) -> Event {
-        self.record_by(stream, CudaStream::record_timed)
+        self.record_event(stream, true)
     }
 
     /// An event of CUDA's holds up the stream alone, and so does one made of them; for any other the host waits,
     /// here and now.
     fn wait_event(&self, stream: Stream, event: &Event, deadline: Instant) {
-        let Ok(found) = self.find(stream) else {
-            return;
-        };
-        if let Some(event) = event.state().as_any().downcast_ref::<CudaEvent>() {
-            found.attempt("wait for an event", |_| event.hold(found.raw()));
-        } else if event.state().parts().is_empty() {
+        let what = "wait for an event";
+        if let Some(event) = event.state_as::<CudaEvent>() {
+            self.attempt(stream, what, |stream, _| event.hold(stream.raw()));
+        } else if event.parts().is_empty() {
             let outcome = event.wait(deadline);
-            found.attempt("wait for an event", |_| outcome);
+            self.attempt(stream, what, |_, _| outcome);
         } else {
-            for part in event.state().parts() {
+            for part in event.parts() {
                 self.wait_event(stream, part, deadline);
             }
         }
@@ -202,16 +178,8 @@ impl Device for CudaDevice {
     }
 
     fn upload(&self, stream: Stream, dst: &Buffer, bytes: &[u8]) {
-        let Ok(stream) = self.find(stream) else {
-            return;
-        };
-        stream.attempt("upload", |state| {
-            if dst.bytes() != bytes.len() {
-                return Err(DeviceError::Shape {
-                    op: "upload",
-                    what: format!("{} bytes into a buffer of {}", bytes.len(), dst.bytes()),
-                });
-            }
+        self.attempt(stream, "upload", |stream, state| {
+            expect_same_bytes("upload", bytes.len(), dst.bytes())?;
             stream.upload(state, self.address(dst)?, bytes)
         });
     }
@@ -230,8 +198,9 @@ impl Device for CudaDevice {
         if src.bytes() > FETCH_BYTES {
             return Fetch::arrived(self.download(stream, src));
         }
-        self.begin_fetch(stream, src)
-            .unwrap_or_else(|error| Fetch::arrived(Err(error)))
+        let fetch = self.find(stream);
+        let fetch = fetch.and_then(|stream| stream.fetch(self.address(src)?, src.bytes()));
+        fetch.unwrap_or_else(|error| Fetch::arrived(Err(error)))
     }
 
     fn host_side(&self) -> Option<&dyn HostSide> {
@@ -239,16 +208,16 @@ impl Device for CudaDevice {
     }
 
     fn peak_bytes(&self) -> Option<usize> {
-        Some(self.account.peak())
+        Some(self.context().account().peak())
     }
 
     fn taken_bytes(&self) -> Option<usize> {
-        let (free, all) = self.context.free_and_all_bytes()?;
+        let (free, all) = self.context().free_and_all_bytes()?;
         Some(all.saturating_sub(free))
     }
 }
 
-/// Of the process, so that the last to know of a piece of work is never the driver's thread.
+/// Of the process, so that the driver's thread never drops the last reference to a piece of work.
 static DONE: Done = Done(Mutex::new(Vec::new()));
 
 /// Work that has been done and is still to be freed.
@@ -282,20 +251,17 @@ impl HostSide for CudaDevice {
     }
 
     unsafe fn copy(&self, stream: Stream, from: &Buffer, to: &Buffer) {
-        self.attempt(stream, "copy beside the host", |stream| {
-            if from.bytes() != to.bytes() {
-                let what = format!("{} bytes into {}", from.bytes(), to.bytes());
-                return Err(DeviceError::Shape { op: "copy", what });
-            }
+        self.attempt(stream, "copy beside the host", |stream, _| {
+            expect_same_bytes("copy", from.bytes(), to.bytes())?;
             let copied = if is_pinned(to) {
                 let source = self.address(from)?.raw();
                 // SAFETY: the memory is page-locked and has so many bytes, and until the copy has ended nobody touches
                 // them who is not ordered by the stream: the caller vouches for it.
-                unsafe { calls::copy_out(to.byte_ptr()?.cast(), source, to.bytes(), stream) }
+                unsafe { calls::copy_out(to.byte_ptr()?.cast(), source, to.bytes(), stream.raw()) }
             } else {
                 let target = self.address(to)?.raw();
                 // SAFETY: as above.
-                unsafe { calls::copy_in(target, from.byte_ptr()?.cast(), from.bytes(), stream) }
+                unsafe { calls::copy_in(target, from.byte_ptr()?.cast(), from.bytes(), stream.raw()) }
             };
             copied.map_err(|error| driver_error(format!("cannot copy `{}`", from.arena().name()), error))
         });
@@ -303,11 +269,11 @@ impl HostSide for CudaDevice {
 
     fn run(&self, stream: Stream, work: HostWork) {
         DONE.free();
-        self.attempt(stream, "work of the host", |stream| {
+        self.attempt(stream, "work of the host", |stream, _| {
             let work = Box::into_raw(Box::new(work)).cast::<c_void>();
             // SAFETY: the stream is alive; `call` takes what it is given once. Of a device that has failed it is never
             // called, and the work is leaked with the process.
-            let launched = unsafe { calls::stream_call(stream, Some(call), work) };
+            let launched = unsafe { calls::stream_call(stream.raw(), Some(call), work) };
             launched.map_err(|error| {
                 // SAFETY: made above, and not handed over.
                 drop(unsafe { Box::from_raw(work.cast::<HostWork>()) });
@@ -326,7 +292,7 @@ unsafe extern "C" fn call(work: *mut c_void) {
 }
 
 fn is_pinned(buffer: &Buffer) -> bool {
-    buffer.arena().memory().as_any().is::<PinnedMemory>()
+    buffer.arena().memory_as::<PinnedMemory>().is_some()
 }
 
 #[cfg(test)]

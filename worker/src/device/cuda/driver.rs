@@ -1,8 +1,10 @@
-//! The driver: started once, its answers as errors with names; what it says of the devices; one of them opened as a
-//! [`CudaContext`], with the streams that are alive in it.
+//! The driver: started once, its results as errors with names; facts of the devices; one of them opened as a
+//! [`CudaContext`], with the streams that are alive in it and the account of its memory.
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
+use std::collections::BTreeMap;
 use std::ffi::{CStr, c_char, c_int};
+use std::fmt;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -45,6 +47,7 @@ pub struct CudaContext {
     raw: sys::CUcontext,
     facts: GpuFacts,
     streams: Streams,
+    account: Account,
     abandoned: AtomicBool,
     /// The last one that was dropped waited in vain.
     is_late: AtomicBool,
@@ -79,6 +82,7 @@ impl CudaContext {
             device,
             facts,
             streams: Streams::default(),
+            account: Account::default(),
             abandoned: AtomicBool::new(false),
             is_late: AtomicBool::new(false),
             failure: OnceLock::new(),
@@ -115,6 +119,11 @@ impl CudaContext {
     /// Those that are waited for before memory is freed.
     pub(super) const fn streams(&self) -> &Streams {
         &self.streams
+    }
+
+    /// How much of its memory this process holds.
+    pub(super) const fn account(&self) -> &Account {
+        &self.account
     }
 
     /// From now on nobody waits for the device to come to rest, and its memory stays until the process ends: what is in
@@ -160,44 +169,14 @@ impl CudaContext {
         self.ordinal
     }
 
-    /// The driver's number of the device.
+    /// Facts of the device.
     #[must_use]
-    pub const fn raw_device(&self) -> sys::CUdevice {
-        self.device
-    }
-
-    /// `NVIDIA H200`
-    #[must_use]
-    pub fn name(&self) -> &str {
-        &self.facts.name
-    }
-
-    /// What its kernels are compiled for.
-    #[must_use]
-    pub const fn arch(&self) -> Arch {
-        self.facts.arch()
-    }
-
-    /// Streaming multiprocessors.
-    #[must_use]
-    pub const fn multiprocessors(&self) -> u32 {
-        self.facts.multiprocessors
-    }
-
-    /// Most bytes of shared memory that a block can have.
-    #[must_use]
-    pub const fn shared_per_block(&self) -> usize {
-        self.facts.shared_per_block
-    }
-
-    /// All of its memory.
-    #[must_use]
-    pub const fn memory_bytes(&self) -> usize {
-        self.facts.memory_bytes
+    pub const fn facts(&self) -> &GpuFacts {
+        &self.facts
     }
 
     /// Bytes that are free on the device now, other processes' use considered, and all that it has to give; none if the
-    /// driver does not say.
+    /// driver does not answer.
     #[must_use]
     pub fn free_and_all_bytes(&self) -> Option<(usize, usize)> {
         self.bind().ok()?;
@@ -205,6 +184,13 @@ impl CudaContext {
         // SAFETY: the function writes two numbers.
         let free = written(0, |free| unsafe { calls::memory_info(free, &raw mut all) });
         Some((free.ok()?, all))
+    }
+}
+
+/// `GPU 0 (NVIDIA H200)`
+impl fmt::Display for CudaContext {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "GPU {} ({})", self.ordinal, self.facts.name)
     }
 }
 
@@ -222,10 +208,9 @@ impl Drop for CudaContext {
 pub fn count_devices() -> Result<usize, DeviceError> {
     start()?;
     // SAFETY: the function writes one integer.
-    match written(0, |count| unsafe { calls::device_count(count) }) {
-        Ok(count) => Ok(count.max(0) as usize),
-        Err(cause) => Err(driver_error("cannot count the GPUs".to_owned(), cause)),
-    }
+    let count = written(0, |count| unsafe { calls::device_count(count) });
+    let count = count.map_err(|cause| driver_error("cannot count the GPUs".to_owned(), cause))?;
+    Ok(count.max(0) as usize)
 }
 
 /// A device by its number among the visible ones.
@@ -257,11 +242,11 @@ fn start() -> Result<(), DeviceError> {
         .clone()
 }
 
-/// What a question to the driver says: none for "not yet".
+/// The result of a query; none for "not yet".
 pub(super) fn answer(answer: Result<(), DriverError>, stream: &str) -> Option<Result<(), DeviceError>> {
     match answer {
         Ok(()) => Some(Ok(())),
-        Err(error) if error.is(sys::CUresult::CUDA_ERROR_NOT_READY) => None,
+        Err(error) if error.is(Code::CUDA_ERROR_NOT_READY) => None,
         Err(error) => Some(Err(driver_error(format!("stream `{stream}` failed"), error))),
     }
 }
@@ -298,11 +283,11 @@ pub(super) fn driver_error(doing: String, error: DriverError) -> DeviceError {
     let hint = match known {
         Some((_, hint)) => hint,
         None if is_of_a_kernel(error) => {
-            &"a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1, and the operation itself is named"
+            "a kernel failed: run again with CUDA_LAUNCH_BLOCKING=1, and the operation itself is named"
         }
-        None => &"`ddp-train doctor` shows driver, GPUs and libraries",
+        None => "`ddp-train doctor` shows driver, GPUs and libraries",
     };
-    driver_error_with(doing, error, (*hint).to_owned())
+    driver_error_with(doing, error, hint.to_owned())
 }
 
 /// The same, where it is known what to do about it.
@@ -366,7 +351,7 @@ impl Streams {
         self.alive().retain(|other| *other != stream);
     }
 
-    /// Waits, no longer than `patience`, until `is_empty` has said of each of these streams that it is, or the stream is
+    /// Waits, no longer than `patience`, until `is_empty` was true of each of these streams, or the stream is
     /// gone; an error of `is_empty` ends the wait. Nobody can destroy a stream while it is asked: what the driver does with the
     /// handle of one that was destroyed is not defined.
     pub(super) fn come_to_rest(
@@ -396,6 +381,78 @@ impl Streams {
     }
 }
 
+/// Names of the largest holders in an error.
+const LARGEST_NAMED: usize = 6;
+
+/// How many bytes of a device this process holds, by name.
+#[derive(Debug, Default)]
+pub(super) struct Account(Mutex<Balance>);
+
+#[derive(Debug, Default)]
+struct Balance {
+    held: BTreeMap<String, usize>,
+    bytes: usize,
+    peak: usize,
+}
+
+impl Account {
+    pub(super) fn add(&self, name: &str, bytes: usize) {
+        let mut balance = self.balance();
+        *balance.held.entry(name.to_owned()).or_default() += bytes;
+        balance.bytes += bytes;
+        balance.peak = balance.peak.max(balance.bytes);
+    }
+
+    pub(super) fn subtract(&self, name: &str, bytes: usize) {
+        let mut balance = self.balance();
+        balance.bytes = balance.bytes.saturating_sub(bytes);
+        if let Some(held) = balance.held.get_mut(name) {
+            *held = held.saturating_sub(bytes);
+            if *held == 0 {
+                balance.held.remove(name);
+            }
+        }
+    }
+
+    /// Bytes held now.
+    pub(super) fn bytes(&self) -> usize {
+        self.balance().bytes
+    }
+
+    /// Most bytes held at one time.
+    pub(super) fn peak(&self) -> usize {
+        self.balance().peak
+    }
+
+    /// `params 496 MiB, gradients 248 MiB, 3 others 1 MiB`: the largest first.
+    pub(super) fn words(&self) -> String {
+        let balance = self.balance();
+        let mut held: Vec<_> = balance.held.iter().map(|(name, bytes)| (*bytes, name)).collect();
+        held.sort_unstable_by(|a, b| b.cmp(a));
+        let (named, others) = held.split_at(held.len().min(LARGEST_NAMED));
+        let mut parts: Vec<_> = named
+            .iter()
+            .map(|(bytes, name)| format!("{name} {}", mib(*bytes)))
+            .collect();
+        if !others.is_empty() {
+            let bytes = others.iter().map(|(bytes, _)| bytes).sum();
+            parts.push(format!("{} others {}", others.len(), mib(bytes)));
+        }
+        if parts.is_empty() {
+            parts.push("nothing".to_owned());
+        }
+        parts.join(", ")
+    }
+
+    fn balance(&self) -> MutexGuard<'_, Balance> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+pub(super) fn mib(bytes: usize) -> String {
+    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
+}
+
 /// Bytes of a device's name with its final zero.
 const NAME_BYTES: usize = 128;
 
@@ -415,7 +472,7 @@ pub struct GpuFacts {
     pub multiprocessors: u32,
     /// Most bytes of shared memory of a block.
     pub shared_per_block: usize,
-    /// Where it is plugged in; empty if the driver does not say.
+    /// Where it is plugged in; empty if that is unknown.
     pub pci: String,
 }
 
@@ -524,7 +581,7 @@ impl Survey {
     }
 }
 
-/// What the driver does not say counts as not there.
+/// What the driver does not answer counts as missing.
 fn reach(from: CUdevice, to: CUdevice) -> Reach {
     if from == to {
         return Reach::Itself;
@@ -645,5 +702,21 @@ mod tests {
             waited_ms: 0,
         };
         assert_eq!(never, Err(error));
+    }
+
+    #[test]
+    fn the_largest_holders_are_named() {
+        let account = Account::default();
+        assert_eq!(account.words(), "nothing");
+        for i in 0..8 {
+            account.add(&format!("arena {i}"), (i + 1) << 20);
+        }
+        account.add("arena 0", 1 << 20);
+        account.subtract("arena 7", 8 << 20);
+        assert_eq!(
+            account.words(),
+            "arena 6 7.0 MiB, arena 5 6.0 MiB, arena 4 5.0 MiB, arena 3 4.0 MiB, arena 2 3.0 MiB, arena 1 2.0 MiB, 1 others 2.0 MiB"
+        );
+        assert_eq!((account.bytes(), account.peak()), (29 << 20, 37 << 20));
     }
 }

@@ -1,23 +1,27 @@
-//! What an operation is given to put itself on a stream.
-#![allow(unsafe_code, reason = "kernels are launched through the CUDA driver")]
+//! Kernels: functions in the modules that a device has loaded, and what an operation is given to put itself on a stream.
+#![allow(
+    unsafe_code,
+    reason = "modules are loaded and kernels launched through the CUDA driver"
+)]
 
-use std::any::{Any, TypeId};
 use std::collections::HashMap;
-use std::ffi::c_void;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::collections::hash_map::Entry;
+use std::ffi::{CString, c_void};
+use std::ptr;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
-use cudarc::driver::sys;
+use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 
-use super::calls;
-use super::driver::{CudaContext, driver_error};
-use super::kernel::{Kernel, Modules};
+use super::calls::{self, written};
+use super::driver::{CudaContext, driver_error, driver_error_with};
+use super::matmul::{Product, Products, WORKSPACE_BYTES};
 use super::memory::{DevicePtr, address_of};
-use super::nvrtc::{Arch, CubinCache, Define, KernelSource};
+use super::nvrtc::{Arch, CompileUnit, CubinCache, Define, KernelSource, Nvrtc};
 use super::stream::{CudaStream, StreamState};
 use crate::device::{Buffer, DType, DeviceError};
 
-/// Most arguments of one kernel.
-const MAX_ARGS: usize = 32;
+/// Shared memory that a block may have without asking for more: what its kernel declares, and what the launch adds.
+const SHARED_WITHOUT_ASKING: usize = 48 << 10;
 
 /// Blocks, threads and dynamic shared memory of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -54,78 +58,22 @@ impl Grid {
     }
 }
 
-/// Arguments of a kernel, in order. The kernel's own declaration decides their types: `u32` for `unsigned`, `u64`
-/// for `unsigned long long` or `size_t`.
-#[derive(Clone, Debug, Default)]
-pub struct Args {
-    values: [u64; MAX_ARGS],
-    count: usize,
-    /// The last argument, if it is a structure.
-    table: Vec<u64>,
-}
-
-impl Args {
-    /// None yet.
-    #[must_use]
-    pub fn new() -> Self {
-        Self::default()
-    }
-
-    /// A pointer.
-    #[must_use]
-    pub fn ptr(self, value: DevicePtr) -> Self {
-        self.push(value.raw())
-    }
-
-    /// `unsigned`
-    #[must_use]
-    pub fn u32(self, value: u32) -> Self {
-        self.push(u64::from(value))
-    }
-
-    /// `int`
-    #[must_use]
-    pub fn i32(self, value: i32) -> Self {
-        self.push(u64::from(value as u32))
-    }
-
-    /// `unsigned long long`
-    #[must_use]
-    pub fn u64(self, value: u64) -> Self {
-        self.push(value)
-    }
-
-    /// `float`
-    #[must_use]
-    pub fn f32(self, value: f32) -> Self {
-        self.push(u64::from(value.to_bits()))
-    }
-
-    /// `double`
-    #[must_use]
-    pub fn f64(self, value: f64) -> Self {
-        self.push(value.to_bits())
-    }
-
-    /// A structure of `unsigned long long`s, by value: the last argument.
-    #[must_use]
-    pub fn table(self, values: &[u64]) -> Self {
-        assert!(self.count < MAX_ARGS, "a kernel has at most {MAX_ARGS} arguments");
-        Self {
-            table: values.to_vec(),
-            ..self
-        }
-    }
-
-    /// The driver reads as many bytes at each value's address as the kernel's parameter has; the lowest come
-    /// first on every machine that CUDA runs on.
-    fn push(mut self, value: u64) -> Self {
-        assert!(self.table.is_empty(), "a structure is the last argument");
-        assert!(self.count < MAX_ARGS, "a kernel has at most {MAX_ARGS} arguments");
-        self.values[self.count] = value;
-        self.count += 1;
-        self
-    }
+/// A kernel with all that it is launched with.
+#[derive(Clone, Copy, Debug)]
+pub struct KernelLaunch<'a> {
+    /// The file that it is in.
+    pub source: &'static KernelSource,
+    /// Its name there.
+    pub kernel: &'static str,
+    /// What the file is compiled with: part of the kernel's identity.
+    pub defines: &'a [Define],
+    /// Blocks and threads.
+    pub grid: Grid,
+    /// Values of its parameters, in order; the kernel's own declaration decides their types. The driver reads as many
+    /// bytes at each value's address as the parameter has; the lowest come first on every machine that CUDA runs on.
+    pub args: &'a [u64],
+    /// The last parameter, if it is a structure of `unsigned long long`s by value; empty if there is none.
+    pub table: &'a [u64],
 }
 
 /// How a device is opened.
@@ -141,53 +89,163 @@ pub struct CudaOptions {
     pub cache: CubinCache,
 }
 
-/// The kernels of a device, its options, and what operations keep there.
+/// A function in a loaded module.
+#[derive(Clone, Copy, Debug)]
+struct Function {
+    raw: sys::CUfunction,
+    /// Bytes of shared memory that it declares.
+    declared_shared: usize,
+    /// Dynamic shared memory that it may be launched with.
+    shared_limit: usize,
+}
+
+#[derive(Debug)]
+struct Module {
+    raw: sys::CUmodule,
+    /// Those that have been asked for, by name.
+    functions: HashMap<&'static str, Function>,
+    context: Arc<CudaContext>,
+}
+
+// SAFETY: modules and functions may be used by any thread that has made the context its current one.
+unsafe impl Send for Module {}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.context.comes_to_rest() {
+            // SAFETY: loaded once, unloaded once; whoever launches its functions has the device, which has the module.
+            let _ = unsafe { calls::module_unload(self.raw) };
+        }
+    }
+}
+
+impl Module {
+    fn function(&mut self, unit: &CompileUnit, name: &'static str) -> Result<&mut Function, DeviceError> {
+        let entry = match self.functions.entry(name) {
+            Entry::Occupied(entry) => return Ok(entry.into_mut()),
+            Entry::Vacant(entry) => entry,
+        };
+        let symbol = CString::new(name).expect("names of kernels have no zero byte");
+        let found = written(ptr::null_mut(), |function| {
+            // SAFETY: the module is loaded; the name ends in a zero; the function writes one pointer.
+            unsafe { calls::module_function(function, self.raw, symbol.as_ptr()) }
+        });
+        let raw = found.map_err(|error| driver_error(format!("`{unit}` has no kernel `{name}`"), error))?;
+        let declared = Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: the function was just given by the driver; one integer is written.
+        let declared = written(0, |bytes| unsafe { calls::function_get(bytes, declared, raw) })
+            .map_err(|error| driver_error(format!("shared memory of kernel `{name}`"), error))?;
+        let declared_shared = declared.max(0) as usize;
+        Ok(entry.insert(Function {
+            raw,
+            declared_shared,
+            shared_limit: SHARED_WITHOUT_ASKING.saturating_sub(declared_shared),
+        }))
+    }
+}
+
+/// The kernels of one device, compiled when they are first asked for, its matrix products, and its options.
 #[derive(Debug)]
 pub(super) struct DeviceKernels {
     context: Arc<CudaContext>,
     options: CudaOptions,
-    modules: Modules,
-    attached: Mutex<HashMap<TypeId, Arc<dyn Any + Send + Sync>>>,
+    compiler: OnceLock<Result<(Nvrtc, Arch), DeviceError>>,
+    /// By the address of a source, which is a static, and what is defined.
+    modules: Mutex<HashMap<(usize, Vec<Define>), Module>>,
+    products: OnceLock<Result<Products, DeviceError>>,
 }
 
 impl DeviceKernels {
     pub(super) fn new(context: Arc<CudaContext>, options: CudaOptions) -> Self {
         Self {
-            modules: Modules::new(context.clone(), options.cache.clone()),
-            attached: Mutex::default(),
+            compiler: OnceLock::new(),
+            modules: Mutex::default(),
+            products: OnceLock::new(),
             context,
             options,
         }
     }
 
-    pub(super) const fn options(&self) -> &CudaOptions {
-        &self.options
+    pub(super) const fn context(&self) -> &Arc<CudaContext> {
+        &self.context
+    }
+
+    /// The function of a kernel, which may be launched with its grid's shared memory from now on.
+    fn function(&self, op: &str, launch: &KernelLaunch<'_>) -> Result<sys::CUfunction, DeviceError> {
+        let key = (ptr::from_ref(launch.source) as usize, launch.defines.to_vec());
+        let unit = CompileUnit::new(launch.source, launch.defines);
+        let mut modules = self.modules.lock().unwrap_or_else(PoisonError::into_inner);
+        let module = match modules.entry(key) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(self.load(&unit)?),
+        };
+        let function = module.function(&unit, launch.kernel)?;
+        let (name, shared) = (launch.kernel, launch.grid.shared_bytes);
+        let wanted = shared + function.declared_shared;
+        let most = self.context.facts().shared_per_block;
+        if wanted > most {
+            // Only attention takes much.
+            return Err(DeviceError::Driver {
+                doing: format!("operation `{op}`: kernel `{name}` is not for {}", self.context),
+                cause: format!("a block takes {wanted} bytes of shared memory, of {most}"),
+                hint: "choose narrower heads (a larger `model.n_head`), or another card".to_owned(),
+            });
+        }
+        if shared > function.shared_limit {
+            let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the module is loaded for as long as the device lives.
+            unsafe { calls::function_set(function.raw, attribute, shared as i32) }.map_err(|error| {
+                let doing = format!("kernel `{name}` cannot have {shared} bytes of shared memory");
+                driver_error(doing, error)
+            })?;
+            function.shared_limit = shared;
+        }
+        Ok(function.raw)
+    }
+
+    fn load(&self, unit: &CompileUnit) -> Result<Module, DeviceError> {
+        let open = || {
+            let nvrtc = Nvrtc::open()?;
+            let arch = nvrtc.arch_for(self.context.facts().arch())?;
+            Ok((nvrtc, arch))
+        };
+        let (nvrtc, arch) = self.compiler.get_or_init(open).as_ref().map_err(Clone::clone)?;
+        let cubin = self.options.cache.compile(nvrtc, unit, *arch)?;
+        self.context.bind()?;
+        let loaded = written(ptr::null_mut(), |module| {
+            // SAFETY: the image is a whole CUBIN, as NVRTC made it or as the cache checked it; one pointer is written.
+            unsafe { calls::module_load(module, cubin.0.as_ptr().cast()) }
+        });
+        let raw = loaded.map_err(|error| {
+            let version = nvrtc.version();
+            let doing = format!("cannot load `{unit}`, compiled for {arch} by NVRTC {version}");
+            match nvrtc.library().newer_than_driver() {
+                Some(newer) => driver_error_with(doing, error, format!("{newer}: {}", newer.hint())),
+                None => driver_error(doing, error),
+            }
+        })?;
+        Ok(Module {
+            raw,
+            functions: HashMap::new(),
+            context: self.context.clone(),
+        })
+    }
+
+    fn products(&self) -> Result<&Products, DeviceError> {
+        let open = || Products::open(self.options.tf32);
+        self.products.get_or_init(open).as_ref().map_err(Clone::clone)
     }
 }
 
 /// One operation's view of its device and stream.
 pub struct LaunchContext<'a> {
-    op: &'static str,
-    device: &'a DeviceKernels,
-    stream: &'a CudaStream,
-    state: &'a mut StreamState,
+    pub(super) op: &'static str,
+    pub(super) device: &'a DeviceKernels,
+    pub(super) stream: &'a CudaStream,
+    pub(super) state: &'a mut StreamState,
 }
 
-impl<'a> LaunchContext<'a> {
-    pub(super) const fn new(
-        op: &'static str,
-        device: &'a DeviceKernels,
-        stream: &'a CudaStream,
-        state: &'a mut StreamState,
-    ) -> Self {
-        Self {
-            op,
-            device,
-            stream,
-            state,
-        }
-    }
-
+impl LaunchContext<'_> {
     /// Name of the operation, for errors.
     #[must_use]
     pub const fn op(&self) -> &'static str {
@@ -196,13 +254,7 @@ impl<'a> LaunchContext<'a> {
 
     /// Address of a buffer that must hold elements of this type.
     pub fn ptr(&self, buffer: &Buffer, dtype: DType) -> Result<DevicePtr, DeviceError> {
-        if buffer.dtype() != dtype {
-            return Err(DeviceError::WrongDType {
-                arena: buffer.arena().name().to_owned(),
-                found: buffer.dtype(),
-                expected: dtype,
-            });
-        }
+        buffer.expect_dtype(dtype)?;
         self.address(buffer)
     }
 
@@ -211,37 +263,23 @@ impl<'a> LaunchContext<'a> {
         address_of(buffer, &self.device.context)
     }
 
-    /// A kernel, compiled when it is first asked for. Definitions are part of its identity.
-    pub fn kernel(
-        &self,
-        source: &'static KernelSource,
-        name: &'static str,
-        defines: &[Define],
-    ) -> Result<Kernel, DeviceError> {
-        self.device.modules.kernel(source, name, defines)
-    }
-
-    /// Launches a kernel. Nothing is launched on an empty grid.
-    pub fn run(&mut self, kernel: &Kernel, grid: Grid, args: &Args) -> Result<(), DeviceError> {
+    /// Launches a kernel, which is compiled when it is first asked for. Nothing is launched on an empty grid.
+    pub fn run(&mut self, launch: &KernelLaunch<'_>) -> Result<(), DeviceError> {
+        let grid = launch.grid;
         if grid.blocks.contains(&0) {
             return Ok(());
         }
-        self.expect_shared(kernel, grid)?;
-        kernel.allow_shared(grid.shared_bytes)?;
-        let mut pointers = [std::ptr::null_mut::<c_void>(); MAX_ARGS];
-        for (pointer, value) in pointers.iter_mut().zip(&args.values[..args.count]) {
-            *pointer = std::ptr::from_ref(value).cast_mut().cast();
-        }
-        if !args.table.is_empty() {
-            pointers[args.count] = args.table.as_ptr().cast_mut().cast();
-        }
+        let function = self.device.function(self.op, launch)?;
+        let address = |value: &u64| ptr::from_ref(value).cast_mut().cast::<c_void>();
+        let mut pointers: Vec<_> = launch.args.iter().map(address).collect();
+        pointers.extend(launch.table.first().map(address));
         let ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]) = (grid.blocks, grid.threads);
         // SAFETY: the kernel's module is loaded; each pointer leads to 8 readable bytes, or to the table, which the
         // driver copies during the call. That the arguments fit the kernel's parameters, and that its accesses stay
         // within the buffers, is what the operation that calls this checked.
         let launched = unsafe {
             calls::function_launch(
-                kernel.raw(),
+                function,
                 grid_x,
                 grid_y,
                 grid_z,
@@ -251,39 +289,49 @@ impl<'a> LaunchContext<'a> {
                 grid.shared_bytes as u32,
                 self.stream.raw(),
                 pointers.as_mut_ptr(),
-                std::ptr::null_mut(),
+                ptr::null_mut(),
             )
         };
         launched.map_err(|error| {
             let doing = format!(
                 "operation `{}`: kernel `{}` was not launched on stream `{}` ({grid:?})",
                 self.op,
-                kernel.name(),
+                launch.kernel,
                 self.stream.name()
             );
             self.device.context.refused(error, driver_error(doing, error))
         })
     }
 
-    /// An error in words if no block of this card has as much shared memory. Only attention takes much.
-    fn expect_shared(&self, kernel: &Kernel, grid: Grid) -> Result<(), DeviceError> {
-        let wanted = grid.shared_bytes + kernel.declared_shared();
-        let most = self.shared_per_block();
-        if wanted <= most {
+    /// Puts a matrix product on the stream.
+    pub fn multiply(&mut self, product: &Product) -> Result<(), DeviceError> {
+        if product.rows == 0 || product.cols == 0 {
             return Ok(());
         }
-        let context = &self.device.context;
-        Err(DeviceError::Driver {
-            doing: format!(
-                "operation `{}`: kernel `{}` is not for GPU {} ({})",
-                self.op,
-                kernel.name(),
-                context.ordinal(),
-                context.name()
-            ),
-            cause: format!("a block takes {wanted} bytes of shared memory, of {most}"),
-            hint: "choose narrower heads (a larger `model.n_head`), or another card".to_owned(),
-        })
+        let products = self.device.products()?;
+        let workspace = self.scratch(WORKSPACE_BYTES)?;
+        products.enqueue(product, workspace, self.stream.raw(), self.op)
+    }
+
+    /// Puts a matrix product on the stream if the library can do it. If not, warns once, and gives false from then on: for
+    /// epilogues that not every version has for every shape, and that can be done otherwise.
+    pub fn try_multiply(&mut self, product: &Product) -> Result<bool, DeviceError> {
+        let products = self.device.products()?;
+        if products.has_refused(product) {
+            return Ok(false);
+        }
+        let Err(error) = self.multiply(product) else {
+            return Ok(true);
+        };
+        tracing::warn!(
+            "operation `{}` takes more than one pass, {} × {} by {}: {error}",
+            self.op,
+            product.rows,
+            product.inner,
+            product.cols
+        );
+        products.refuse(product);
+        Ok(false)
     }
 
     /// Scratch memory of at least so many bytes, aligned to 256. It is this operation's alone until the operation
@@ -292,56 +340,10 @@ impl<'a> LaunchContext<'a> {
         self.stream.scratch(self.state, bytes)
     }
 
-    /// Most bytes of shared memory that a block can have.
+    /// True if a GELU may belong to the matrix product beside it: on Hopper, whose own instructions the kernels can use,
+    /// if the user chose so.
     #[must_use]
-    pub fn shared_per_block(&self) -> usize {
-        self.device.context.shared_per_block()
-    }
-
-    /// True if matrix products of f32 may round their inputs to tf32.
-    #[must_use]
-    pub fn tf32(&self) -> bool {
-        self.device.options.tf32
-    }
-
-    /// True if a GELU may belong to the matrix product beside it.
-    #[must_use]
-    pub fn fused_gelu(&self) -> bool {
-        self.device.options.fused_gelu
-    }
-
-    /// True on Hopper, whose own instructions the kernels can use then.
-    #[must_use]
-    pub fn is_hopper(&self) -> bool {
-        self.device.context.arch() == Arch::SM_90A
-    }
-
-    /// The stream, for libraries that enqueue by themselves.
-    #[must_use]
-    pub const fn raw_stream(&self) -> sys::CUstream {
-        self.stream.raw()
-    }
-
-    /// Something that is made once a device and shared by its operations: a library's handle, what was measured.
-    pub fn attached<T: Any + Send + Sync>(
-        &self,
-        make: impl FnOnce() -> Result<T, DeviceError>,
-    ) -> Result<Arc<T>, DeviceError> {
-        let mut attached = self
-            .device
-            .attached
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
-        let found = attached.get(&TypeId::of::<T>()).cloned();
-        let value = if let Some(value) = found {
-            value
-        } else {
-            let made: Arc<dyn Any + Send + Sync> = Arc::new(make()?);
-            attached.insert(TypeId::of::<T>(), made.clone());
-            made
-        };
-        Ok(value
-            .downcast()
-            .unwrap_or_else(|_| unreachable!("kept by its type")))
+    pub fn fuses_gelu(&self) -> bool {
+        self.device.options.fused_gelu && self.device.context.facts().arch() == Arch::SM_90A
     }
 }

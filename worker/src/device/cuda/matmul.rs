@@ -15,12 +15,14 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::{DevicePtr, LaunchContext};
+use cudarc::driver::sys::CUstream;
+
+use super::memory::DevicePtr;
 use crate::device::{DType, DeviceError};
 use crate::libraries::{Library, LibraryError, LibraryKind, table};
 
 /// Scratch memory that an algorithm may use, as NVIDIA recommends for Hopper; others need less.
-const WORKSPACE_BYTES: usize = 32 << 20;
+pub(super) const WORKSPACE_BYTES: usize = 32 << 20;
 
 /// Alignment beyond which none is faster.
 const BEST_ALIGNMENT: u32 = 256;
@@ -58,27 +60,13 @@ pub enum Epilogue {
 }
 
 impl Epilogue {
-    /// `cublasLtEpilogue_t`
-    const fn number(self) -> u32 {
+    /// `cublasLtEpilogue_t`, and the addresses of bias and `aux`.
+    const fn parts(self) -> (u32, DevicePtr, DevicePtr) {
         match self {
-            Self::None => 1,
-            Self::Bias(_) => 4,
-            Self::BiasGelu { .. } => 32 | 4 | 128,
-            Self::GeluBackward { .. } => 64 | 128,
-        }
-    }
-
-    const fn bias(self) -> DevicePtr {
-        match self {
-            Self::Bias(bias) | Self::BiasGelu { bias, .. } => bias,
-            _ => DevicePtr::NULL,
-        }
-    }
-
-    const fn aux(self) -> DevicePtr {
-        match self {
-            Self::BiasGelu { aux, .. } | Self::GeluBackward { aux } => aux,
-            _ => DevicePtr::NULL,
+            Self::None => (1, DevicePtr::NULL, DevicePtr::NULL),
+            Self::Bias(bias) => (4, bias, DevicePtr::NULL),
+            Self::BiasGelu { bias, aux } => (32 | 4 | 128, bias, aux),
+            Self::GeluBackward { aux } => (64 | 128, DevicePtr::NULL, aux),
         }
     }
 }
@@ -111,64 +99,10 @@ pub struct Product {
 }
 
 impl Product {
-    /// Puts it on the stream.
-    pub fn launch(&self, cx: &mut LaunchContext<'_>) -> Result<(), DeviceError> {
-        if self.rows == 0 || self.cols == 0 {
-            return Ok(());
-        }
-        let products = cx.attached(Products::open)?;
-        let workspace = cx.scratch(WORKSPACE_BYTES)?;
-        products.enqueue(self, workspace, cx)
-    }
-
-    /// Puts it on the stream if the library can do it; if not, says so once, and false from then on: for epilogues
-    /// that not every version has for every shape, and that can be done otherwise.
-    pub fn try_launch(&self, cx: &mut LaunchContext<'_>) -> Result<bool, DeviceError> {
-        let products = cx.attached(Products::open)?;
-        let shape = self.shape(self.compute(cx));
-        if products.refused().contains(&shape) {
-            return Ok(false);
-        }
-        let Err(error) = self.launch(cx) else {
-            return Ok(true);
-        };
-        tracing::warn!(
-            "operation `{}` takes more than one pass, {} × {} by {}: {error}",
-            cx.op(),
-            self.rows,
-            self.inner,
-            self.cols
-        );
-        products.refused().insert(shape);
-        Ok(false)
-    }
-
-    fn compute(&self, cx: &LaunchContext<'_>) -> Compute {
-        if cx.tf32() && self.dtype == DType::F32 {
-            Compute::Tf32
-        } else {
-            Compute::F32
-        }
-    }
-
     /// Of A, B, C and D.
     fn addresses(&self) -> [DevicePtr; 4] {
         let addend = self.addend.unwrap_or(self.out);
         [self.rhs.at, self.lhs.at, addend, self.out]
-    }
-
-    fn shape(&self, compute: Compute) -> ProductShape {
-        ProductShape {
-            sizes: [self.rows, self.cols, self.inner],
-            strides: [self.lhs.stride, self.rhs.stride, self.out_stride],
-            transposed: [self.lhs.transposed, self.rhs.transposed],
-            dtypes: [self.dtype, self.out_dtype],
-            compute,
-            epilogue: self.epilogue.number(),
-            adds: self.addend.is_some(),
-            alignments: self.addresses().map(alignment),
-            extra_alignments: [self.epilogue.bias(), self.epilogue.aux()].map(alignment),
-        }
     }
 }
 
@@ -201,60 +135,122 @@ struct Prepared {
     candidate: HeuristicResult,
 }
 
-/// Matrix products of one device.
+/// The library with its context on one device, and the matrix products that it was asked for.
 #[derive(Debug)]
-struct Products {
-    cublaslt: CublasLt,
+pub(super) struct Products {
+    library: Library,
+    functions: Functions,
+    context: Handle,
+    /// Products of f32 may round their inputs to tf32.
+    tf32: bool,
     prepared: Mutex<HashMap<ProductShape, Prepared>>,
     /// What the library cannot do.
     refused: Mutex<HashSet<ProductShape>>,
 }
 
+// SAFETY: a context of cuBLASLt may be used by several threads at once, by its documentation.
+unsafe impl Send for Products {}
+// SAFETY: as above.
+unsafe impl Sync for Products {}
+
 impl Products {
-    fn open() -> Result<Self, DeviceError> {
+    /// Opens the library on the device whose context is current. The library's context lives as long as the process.
+    pub(super) fn open(tf32: bool) -> Result<Self, DeviceError> {
+        let library = Library::open(LibraryKind::CublasLt)?;
+        // Its first call would fail with a status that does not name versions.
+        if let Some(newer) = library.newer_than_driver() {
+            return Err(LibraryError::Newer(newer).into());
+        }
+        let mut opened = Self::of(library, tf32)?;
+        // SAFETY: the function writes one pointer.
+        let status = unsafe { (opened.functions.create)(&raw mut opened.context) };
+        opened.check("has no context", status)?;
+        Ok(opened)
+    }
+
+    /// Without a context, which needs a GPU.
+    fn of(library: Library, tf32: bool) -> Result<Self, LibraryError> {
         Ok(Self {
-            cublaslt: CublasLt::open()?,
+            functions: Functions::load(&library)?,
+            library,
+            context: ptr::null_mut(),
+            tf32,
             prepared: Mutex::default(),
             refused: Mutex::default(),
         })
+    }
+
+    /// True of a product that the library cannot make.
+    pub(super) fn has_refused(&self, product: &Product) -> bool {
+        self.refused().contains(&self.shape(product))
+    }
+
+    /// Remembers that the library cannot make such a product.
+    pub(super) fn refuse(&self, product: &Product) {
+        self.refused().insert(self.shape(product));
     }
 
     fn refused(&self) -> MutexGuard<'_, HashSet<ProductShape>> {
         self.refused.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn enqueue(
+    fn shape(&self, product: &Product) -> ProductShape {
+        let (epilogue, bias, aux) = product.epilogue.parts();
+        let may_round = self.tf32 && product.dtype == DType::F32;
+        ProductShape {
+            sizes: [product.rows, product.cols, product.inner],
+            strides: [product.lhs.stride, product.rhs.stride, product.out_stride],
+            transposed: [product.lhs.transposed, product.rhs.transposed],
+            dtypes: [product.dtype, product.out_dtype],
+            compute: if may_round { Compute::Tf32 } else { Compute::F32 },
+            epilogue,
+            adds: product.addend.is_some(),
+            alignments: product.addresses().map(alignment),
+            extra_alignments: [bias, aux].map(alignment),
+        }
+    }
+
+    /// Puts a product on a stream of the device, whose context is current. The workspace has [`WORKSPACE_BYTES`] bytes.
+    pub(super) fn enqueue(
         &self,
         product: &Product,
         workspace: DevicePtr,
-        cx: &LaunchContext<'_>,
+        stream: CUstream,
+        op: &'static str,
     ) -> Result<(), DeviceError> {
-        let shape = product.shape(product.compute(cx));
-        // Held while the operation has this product's pointers.
+        let shape = self.shape(product);
+        // The lock is held while the operation has this product's pointers.
         let mut known = self.prepared.lock().unwrap_or_else(PoisonError::into_inner);
         let prepared = match known.entry(shape) {
             Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry.insert(self.prepare(product, &shape, cx.op())?),
+            Entry::Vacant(entry) => entry.insert(self.prepare(product, &shape, op)?),
         };
         self.point(&prepared.operation, product)?;
         let [rhs, lhs, addend, out] = product.addresses().map(DevicePtr::as_ptr);
-        let call = Call {
-            operation: &prepared.operation,
-            matrices: [
-                (rhs, &prepared.rhs),
-                (lhs, &prepared.lhs),
-                (addend, &prepared.out),
-                (out, &prepared.out),
-            ],
-            beta: f32::from(u8::from(shape.adds)),
-            candidate: &prepared.candidate,
-            workspace: workspace.as_ptr(),
-            stream: cx.raw_stream().cast(),
+        let (alpha, beta) = (1.0_f32, f32::from(u8::from(shape.adds)));
+        // SAFETY: handles are alive, α and β are read during the call. The operation that asks checked its buffers
+        // against the shape; they, the workspace and the stream are the launching device's, whose context is current.
+        let status = unsafe {
+            (self.functions.matmul)(
+                self.context,
+                prepared.operation.0,
+                (&raw const alpha).cast(),
+                rhs,
+                prepared.rhs.0,
+                lhs,
+                prepared.lhs.0,
+                (&raw const beta).cast(),
+                addend,
+                prepared.out.0,
+                out,
+                prepared.out.0,
+                &raw const prepared.candidate.algorithm,
+                workspace.as_ptr(),
+                prepared.candidate.workspace_bytes,
+                stream.cast(),
+            )
         };
-        // SAFETY: the operation that asks checked its buffers against the shape; they, the workspace and the stream
-        // are the launching device's, whose context is current.
-        unsafe { self.cublaslt.enqueue(&call) }?;
-        Ok(())
+        Ok(self.check("cannot multiply", status)?)
     }
 
     fn prepare(
@@ -266,36 +262,25 @@ impl Products {
         let [rows, cols, inner] = shape.sizes;
         let [lhs_stride, rhs_stride, out_stride] = shape.strides;
         let [lhs_transposed, rhs_transposed] = shape.transposed;
-        let number = |dtype: DType| {
-            type_number(dtype).ok_or_else(|| DeviceError::Shape {
-                op,
-                what: format!("matrices of {dtype}, a GPU multiplies f32 and bf16"),
-            })
-        };
-        let lt = &self.cublaslt;
-        let operation = lt.operation(shape.compute)?;
-        lt.set(&operation, Attribute::TransposeA, i32::from(rhs_transposed))?;
-        lt.set(&operation, Attribute::TransposeB, i32::from(lhs_transposed))?;
-        lt.set(&operation, Attribute::Epilogue, shape.epilogue)?;
-        if product.epilogue.aux() != DevicePtr::NULL {
-            lt.set(&operation, Attribute::AuxStride, out_stride as i64)?;
+        let operation = self.operation(shape.compute)?;
+        self.set(&operation, Attribute::TransposeA, i32::from(rhs_transposed))?;
+        self.set(&operation, Attribute::TransposeB, i32::from(lhs_transposed))?;
+        self.set(&operation, Attribute::Epilogue, shape.epilogue)?;
+        let (_, _, aux) = product.epilogue.parts();
+        if aux != DevicePtr::NULL {
+            self.set(&operation, Attribute::AuxStride, out_stride as i64)?;
         }
         self.point(&operation, product)?;
         // As stored, row-major [rows, cols] is column-major [cols, rows].
         let stored = |rows: usize, cols: usize, transposed: bool, stride: usize, dtype: DType| {
             let (rows, cols) = if transposed { (rows, cols) } else { (cols, rows) };
-            Ok::<_, DeviceError>(lt.matrix(number(dtype)?, rows, cols, stride)?)
+            Ok::<_, DeviceError>(self.matrix(matrix_type(dtype, op)?, rows, cols, stride)?)
         };
         let [dtype, out_dtype] = shape.dtypes;
         let rhs = stored(inner, cols, rhs_transposed, rhs_stride, dtype)?;
         let lhs = stored(rows, inner, lhs_transposed, lhs_stride, dtype)?;
         let out = stored(rows, cols, false, out_stride, out_dtype)?;
-        let candidate = lt.best(
-            &operation,
-            [&rhs, &lhs, &out, &out],
-            shape.alignments,
-            WORKSPACE_BYTES,
-        )?;
+        let candidate = self.best(&operation, [&rhs, &lhs, &out], shape.alignments)?;
         Ok(Prepared {
             operation,
             rhs,
@@ -307,13 +292,126 @@ impl Products {
 
     /// Gives the operation the pointers of one product's epilogue.
     fn point(&self, operation: &Owned, product: &Product) -> Result<(), DeviceError> {
-        let [bias, aux] = [product.epilogue.bias(), product.epilogue.aux()];
+        let (_, bias, aux) = product.epilogue.parts();
         for (attribute, pointer) in [(Attribute::BiasPointer, bias), (Attribute::AuxPointer, aux)] {
             if pointer != DevicePtr::NULL {
-                self.cublaslt.set(operation, attribute, pointer.as_ptr())?;
+                self.set(operation, attribute, pointer.as_ptr())?;
             }
         }
         Ok(())
+    }
+
+    fn check(&self, problem: &str, status: Status) -> Result<(), LibraryError> {
+        if status == SUCCESS {
+            return Ok(());
+        }
+        // SAFETY: the function gives a constant string for every number.
+        let name = unsafe { (self.functions.status_name)(status) };
+        let name = if name.is_null() {
+            format!("status {status}")
+        } else {
+            // SAFETY: not null, and ends in a zero.
+            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
+        };
+        let version = self.library.version()?;
+        Err(self
+            .library
+            .unusable(format!("(cuBLASLt {version}) {problem}: {name}")))
+    }
+
+    /// What the library makes, to be given back by `destroy`.
+    fn make(
+        &self,
+        what: &str,
+        destroy: unsafe extern "C" fn(Handle) -> Status,
+        create: impl FnOnce(*mut Handle) -> Status,
+    ) -> Result<Owned, LibraryError> {
+        let mut raw = ptr::null_mut();
+        let status = create(&raw mut raw);
+        self.check(&format!("refuses {what}"), status)?;
+        Ok(Owned(raw, destroy))
+    }
+
+    /// An operation in f32 or tf32, with f32 α and β.
+    fn operation(&self, compute: Compute) -> Result<Owned, LibraryError> {
+        let functions = &self.functions;
+        self.make("an operation", functions.desc_destroy, |raw| {
+            // SAFETY: the function writes one pointer.
+            unsafe { (functions.desc_create)(raw, compute as c_int, 0) }
+        })
+    }
+
+    fn set<T: Copy>(&self, operation: &Owned, attribute: Attribute, value: T) -> Result<(), LibraryError> {
+        let (set, from) = (self.functions.desc_set, (&raw const value).cast());
+        // SAFETY: the operation is alive; `value` has the size that is passed.
+        let status = unsafe { set(operation.0, attribute as c_int, from, size_of::<T>()) };
+        self.check(&format!("refuses {attribute:?}"), status)
+    }
+
+    /// A matrix that lies by columns.
+    fn matrix(&self, number: c_int, rows: usize, cols: usize, stride: usize) -> Result<Owned, LibraryError> {
+        let functions = &self.functions;
+        self.make("a matrix", functions.layout_destroy, |raw| {
+            // SAFETY: the function writes one pointer.
+            unsafe { (functions.layout_create)(raw, number, rows as u64, cols as u64, stride as i64) }
+        })
+    }
+
+    /// The best algorithm, by the library's own judgement, for A, B, C and D whose addresses are multiples of so many
+    /// bytes each; D lies as C does.
+    fn best(
+        &self,
+        operation: &Owned,
+        [a, b, c]: [&Owned; 3],
+        alignments: [u32; 4],
+    ) -> Result<HeuristicResult, LibraryError> {
+        let preference = self.preference(alignments)?;
+        let (mut found, mut count) = (HeuristicResult::default(), 0);
+        // SAFETY: all handles are alive; the function writes at most one candidate, and the count.
+        let status = unsafe {
+            (self.functions.heuristic)(
+                self.context,
+                operation.0,
+                a.0,
+                b.0,
+                c.0,
+                c.0,
+                preference.0,
+                1,
+                &raw mut found,
+                &raw mut count,
+            )
+        };
+        self.check("knows no algorithm", status)?;
+        self.check("knows no algorithm", if count == 1 { found.state } else { -1 })?;
+        Ok(found)
+    }
+
+    /// What an algorithm may rely on and use.
+    fn preference(&self, [a, b, c, d]: [u32; 4]) -> Result<Owned, LibraryError> {
+        let functions = &self.functions;
+        let preference = self.make("a preference", functions.preference_destroy, |raw| {
+            // SAFETY: the function writes one pointer.
+            unsafe { (functions.preference_create)(raw) }
+        })?;
+        self.prefer(&preference, Preference::WorkspaceBytes, WORKSPACE_BYTES)?;
+        for (which, value) in [
+            (Preference::ReductionSchemes, REDUCTION_IN_COMPUTE_TYPE),
+            (Preference::AlignmentA, a),
+            (Preference::AlignmentB, b),
+            (Preference::AlignmentC, c),
+            (Preference::AlignmentD, d),
+        ] {
+            self.prefer(&preference, which, value)?;
+        }
+        Ok(preference)
+    }
+
+    fn prefer<T: Copy>(&self, preference: &Owned, which: Preference, value: T) -> Result<(), LibraryError> {
+        let (set, from) = (self.functions.preference_set, (&raw const value).cast());
+        // SAFETY: the preference is alive; `value` has the size that is passed.
+        let status = unsafe { set(preference.0, which as c_int, from, size_of::<T>()) };
+        self.check(&format!("refuses {which:?}"), status)
     }
 }
 
@@ -325,15 +423,11 @@ type Handle = *mut c_void;
 const SUCCESS: Status = 0;
 
 /// `cublasLtMatmulAlgo_t`: copied as it is.
-#[repr(C)]
-#[derive(Clone, Copy, Debug)]
-struct Algorithm {
-    data: [u64; 8],
-}
+type Algorithm = [u64; 8];
 
 /// `cublasLtMatmulHeuristicResult_t`
 #[repr(C)]
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, Debug, Default)]
 struct HeuristicResult {
     algorithm: Algorithm,
     workspace_bytes: usize,
@@ -342,23 +436,11 @@ struct HeuristicResult {
     reserved: [c_int; 4],
 }
 
-impl HeuristicResult {
-    const NONE: Self = Self {
-        algorithm: Algorithm { data: [0; 8] },
-        workspace_bytes: 0,
-        state: -1,
-        waves: 0.0,
-        reserved: [0; 4],
-    };
-}
-
 table! {
     /// What of cuBLASLt is called.
     struct Functions {
         /// A context of the library on the current device.
         create: fn(*mut Handle) -> Status = "cublasLtCreate";
-        /// 120804, say.
-        version: fn() -> usize = "cublasLtGetVersion";
         /// `CUBLAS_STATUS_NOT_SUPPORTED`, say.
         status_name: fn(Status) -> *const c_char = "cublasLtGetStatusName";
         /// Operation: compute type, type of α and β.
@@ -392,26 +474,29 @@ table! {
 /// `cublasComputeType_t`: how products of f32 or bf16 are made; sums are f32 in each.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[repr(i32)]
-pub(super) enum Compute {
+enum Compute {
     /// `CUBLAS_COMPUTE_32F`
     F32 = 68,
     /// `CUBLAS_COMPUTE_32F_FAST_TF32`
     Tf32 = 77,
 }
 
-/// `CUDA_R_32F` and its like. Types that no matrix product has give none.
-const fn type_number(dtype: DType) -> Option<c_int> {
+/// `CUDA_R_32F` and its like.
+fn matrix_type(dtype: DType, op: &'static str) -> Result<c_int, DeviceError> {
     match dtype {
-        DType::F32 => Some(0),
-        DType::Bf16 => Some(14),
-        _ => None,
+        DType::F32 => Ok(0),
+        DType::Bf16 => Ok(14),
+        _ => Err(DeviceError::Shape {
+            op,
+            what: format!("matrices of {dtype}, a GPU multiplies f32 and bf16"),
+        }),
     }
 }
 
 /// `cublasLtMatmulDescAttributes_t`
 #[derive(Clone, Copy, Debug)]
 #[repr(i32)]
-pub(super) enum Attribute {
+enum Attribute {
     TransposeA = 3,
     TransposeB = 4,
     Epilogue = 7,
@@ -435,210 +520,6 @@ enum Preference {
 /// Parts of a sum are added in f32 and in one order: neither atomically in place, nor in the output's type.
 const REDUCTION_IN_COMPUTE_TYPE: u32 = 2;
 
-/// The library, and its context on one device.
-#[derive(Debug)]
-struct CublasLt {
-    library: Library,
-    functions: Functions,
-    context: Handle,
-}
-
-// SAFETY: a context of cuBLASLt may be used by several threads at once, says its documentation.
-unsafe impl Send for CublasLt {}
-// SAFETY: as above.
-unsafe impl Sync for CublasLt {}
-
-impl CublasLt {
-    /// Opens the library on the device whose context is current. The library's context lives as long as the process.
-    pub(super) fn open() -> Result<Self, LibraryError> {
-        let library = Library::open(LibraryKind::CublasLt)?;
-        // Its first call would fail with a status that says nothing of versions.
-        if let Some(newer) = library.newer_than_driver() {
-            return Err(LibraryError::Newer(newer));
-        }
-        let mut opened = Self {
-            functions: Functions::load(&library)?,
-            library,
-            context: ptr::null_mut(),
-        };
-        // SAFETY: the function writes one pointer.
-        let status = unsafe { (opened.functions.create)(&raw mut opened.context) };
-        opened.check("has no context", status)?;
-        Ok(opened)
-    }
-
-    /// `13.4.1`, as the library counts.
-    pub(super) fn version(&self) -> String {
-        // SAFETY: the function takes nothing.
-        let number = unsafe { (self.functions.version)() };
-        format!("{}.{}.{}", number / 10_000, number / 100 % 100, number % 100)
-    }
-
-    fn check(&self, problem: &str, status: Status) -> Result<(), LibraryError> {
-        if status == SUCCESS {
-            return Ok(());
-        }
-        // SAFETY: the function gives a constant string for every number.
-        let name = unsafe { (self.functions.status_name)(status) };
-        let name = if name.is_null() {
-            format!("status {status}")
-        } else {
-            // SAFETY: not null, and ends in a zero.
-            unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned()
-        };
-        Err(LibraryError::Unusable {
-            kind: LibraryKind::CublasLt,
-            path: self.library.path().to_owned(),
-            problem: format!("(cuBLASLt {}) {problem}: {name}", self.version()),
-        })
-    }
-
-    /// An operation in f32 or tf32, with f32 α and β.
-    pub(super) fn operation(&self, compute: Compute) -> Result<Owned, LibraryError> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the function writes one pointer.
-        let status = unsafe { (self.functions.desc_create)(&raw mut raw, compute as c_int, 0) };
-        self.check("refuses an operation", status)?;
-        Ok(Owned(raw, self.functions.desc_destroy))
-    }
-
-    pub(super) fn set<T: Copy>(
-        &self,
-        operation: &Owned,
-        attribute: Attribute,
-        value: T,
-    ) -> Result<(), LibraryError> {
-        let from = (&raw const value).cast();
-        // SAFETY: the operation is alive; `value` has the size that is said.
-        let status =
-            unsafe { (self.functions.desc_set)(operation.0, attribute as c_int, from, size_of::<T>()) };
-        self.check(&format!("refuses {attribute:?}"), status)
-    }
-
-    /// A matrix that lies by columns.
-    pub(super) fn matrix(
-        &self,
-        number: c_int,
-        rows: usize,
-        cols: usize,
-        stride: usize,
-    ) -> Result<Owned, LibraryError> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the function writes one pointer.
-        let status = unsafe {
-            (self.functions.layout_create)(&raw mut raw, number, rows as u64, cols as u64, stride as i64)
-        };
-        self.check("refuses a matrix", status)?;
-        Ok(Owned(raw, self.functions.layout_destroy))
-    }
-
-    /// The best algorithm, by the library's own judgement, for `[A, B, C, D]` whose addresses are multiples of so many
-    /// bytes each.
-    pub(super) fn best(
-        &self,
-        operation: &Owned,
-        [a, b, c, d]: [&Owned; 4],
-        alignments: [u32; 4],
-        workspace_bytes: usize,
-    ) -> Result<HeuristicResult, LibraryError> {
-        let preference = self.preference(alignments, workspace_bytes)?;
-        let (mut found, mut count) = (HeuristicResult::NONE, 0);
-        // SAFETY: all handles are alive; the function writes at most one candidate, and the count.
-        let status = unsafe {
-            (self.functions.heuristic)(
-                self.context,
-                operation.0,
-                a.0,
-                b.0,
-                c.0,
-                d.0,
-                preference.0,
-                1,
-                &raw mut found,
-                &raw mut count,
-            )
-        };
-        self.check("knows no algorithm", status)?;
-        self.check("knows no algorithm", if count == 1 { found.state } else { -1 })?;
-        Ok(found)
-    }
-
-    /// What an algorithm may rely on and use.
-    fn preference(&self, alignments: [u32; 4], workspace_bytes: usize) -> Result<Owned, LibraryError> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: the function writes one pointer.
-        let status = unsafe { (self.functions.preference_create)(&raw mut raw) };
-        self.check("refuses a preference", status)?;
-        let preference = Owned(raw, self.functions.preference_destroy);
-        self.prefer(&preference, Preference::WorkspaceBytes, workspace_bytes)?;
-        self.prefer(
-            &preference,
-            Preference::ReductionSchemes,
-            REDUCTION_IN_COMPUTE_TYPE,
-        )?;
-        let which = [
-            Preference::AlignmentA,
-            Preference::AlignmentB,
-            Preference::AlignmentC,
-            Preference::AlignmentD,
-        ];
-        for (which, alignment) in which.into_iter().zip(alignments) {
-            self.prefer(&preference, which, alignment)?;
-        }
-        Ok(preference)
-    }
-
-    fn prefer<T: Copy>(&self, preference: &Owned, which: Preference, value: T) -> Result<(), LibraryError> {
-        let from = (&raw const value).cast();
-        // SAFETY: the preference is alive; `value` has the size that is said.
-        let status =
-            unsafe { (self.functions.preference_set)(preference.0, which as c_int, from, size_of::<T>()) };
-        self.check(&format!("refuses {which:?}"), status)
-    }
-
-    /// `D = op(A)·op(B) + beta·C`, in stream order.
-    ///
-    /// # Safety
-    /// The addresses are memory of the current device, as large as their layouts say; the stream is the same device's.
-    pub(super) unsafe fn enqueue(&self, call: &Call<'_>) -> Result<(), LibraryError> {
-        let alpha = 1.0_f32;
-        let [(a, a_layout), (b, b_layout), (c, c_layout), (d, d_layout)] = call.matrices;
-        // SAFETY: handles are alive, α and β are read during the call, the caller vouches for the rest.
-        let status = unsafe {
-            (self.functions.matmul)(
-                self.context,
-                call.operation.0,
-                (&raw const alpha).cast(),
-                a,
-                a_layout.0,
-                b,
-                b_layout.0,
-                (&raw const call.beta).cast(),
-                c,
-                c_layout.0,
-                d,
-                d_layout.0,
-                &raw const call.candidate.algorithm,
-                call.workspace,
-                call.candidate.workspace_bytes,
-                call.stream,
-            )
-        };
-        self.check("cannot multiply", status)
-    }
-}
-
-/// One product.
-struct Call<'a> {
-    pub(super) operation: &'a Owned,
-    /// A, B, C, D
-    matrices: [(*mut c_void, &'a Owned); 4],
-    beta: f32,
-    candidate: &'a HeuristicResult,
-    workspace: *mut c_void,
-    pub(super) stream: *mut c_void,
-}
-
 /// Something of the library's, given back at the end.
 #[derive(Debug)]
 struct Owned(Handle, unsafe extern "C" fn(Handle) -> Status);
@@ -660,29 +541,26 @@ mod tests {
     use super::*;
 
     /// Without a context, which would need a GPU.
-    fn cublaslt() -> Option<CublasLt> {
-        let library = match Library::open(LibraryKind::CublasLt) {
-            Ok(library) => library,
+    fn cublaslt() -> Option<Products> {
+        match Library::open(LibraryKind::CublasLt) {
+            Ok(library) => Some(Products::of(library, false).unwrap()),
             Err(error @ LibraryError::NotFound { .. }) => {
                 assert!(std::env::var_os("DDP_REQUIRE_CUBLASLT").is_none(), "{error}");
                 eprintln!("SKIPPED, cuBLASLt was not tested: {error}");
-                return None;
+                None
             }
             Err(error) => panic!("{error}"),
-        };
-        Some(CublasLt {
-            functions: Functions::load(&library).unwrap(),
-            library,
-            context: ptr::null_mut(),
-        })
+        }
     }
 
     #[test]
-    fn all_functions_are_there_and_say_the_same_version() {
+    fn all_functions_are_there_and_an_error_names_the_version() {
         if let Some(lt) = cublaslt() {
             let version = lt.library.version().unwrap();
             assert!(version.major >= 12, "{version}");
-            assert_eq!(lt.version(), version.to_string());
+            let error = lt.check("cannot", 7).unwrap_err().to_string();
+            let expected = format!("(cuBLASLt {version}) cannot: CUBLAS_STATUS_INVALID_VALUE");
+            assert!(error.contains(&expected), "{error}");
         }
     }
 
@@ -708,9 +586,9 @@ mod tests {
             );
         }
         for dtype in [DType::F32, DType::Bf16] {
-            let number = type_number(dtype).unwrap();
+            let number = matrix_type(dtype, "test").unwrap();
             lt.matrix(number, 768, 1024, 768).unwrap();
         }
-        lt.preference([16, 16, 256, 2], 32 << 20).unwrap();
+        lt.preference([16, 16, 256, 2]).unwrap();
     }
 }

@@ -1,20 +1,15 @@
-//! Memory of the device, pinned memory of the host, accounts of who holds how much, and the pool of pinned buffers in which
-//! numbers travel to the host.
+//! Memory of the device, page-locked memory of the host, and the pool of the buffers in which numbers travel to the host.
 #![allow(unsafe_code, reason = "memory of the CUDA driver")]
 
-use std::any::Any;
-use std::collections::BTreeMap;
 use std::ffi::c_void;
-use std::fmt::Write;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use cudarc::driver::sys;
 
 use super::calls::{self, DriverError, written};
-use super::driver::CudaContext;
-use super::driver::driver_error;
+use super::driver::{CudaContext, driver_error, mib};
 use crate::device::{Buffer, DeviceError, Memory};
 
 /// An address in device memory.
@@ -24,10 +19,6 @@ pub struct DevicePtr(sys::CUdeviceptr);
 impl DevicePtr {
     /// For kernels that take an optional pointer.
     pub const NULL: Self = Self(0);
-
-    pub(super) const fn new(address: sys::CUdeviceptr) -> Self {
-        Self(address)
-    }
 
     /// So many bytes further.
     #[must_use]
@@ -54,81 +45,6 @@ impl DevicePtr {
     }
 }
 
-/// Names of the largest holders in an error.
-const LARGEST_NAMED: usize = 6;
-
-/// How many bytes of a device this process holds, by name.
-#[derive(Debug, Default)]
-pub(super) struct Account(Mutex<Balance>);
-
-#[derive(Debug, Default)]
-struct Balance {
-    held: BTreeMap<String, usize>,
-    bytes: usize,
-    peak: usize,
-}
-
-impl Account {
-    fn add(&self, name: &str, bytes: usize) {
-        let mut balance = self.balance();
-        *balance.held.entry(name.to_owned()).or_default() += bytes;
-        balance.bytes += bytes;
-        balance.peak = balance.peak.max(balance.bytes);
-    }
-
-    fn subtract(&self, name: &str, bytes: usize) {
-        let mut balance = self.balance();
-        balance.bytes = balance.bytes.saturating_sub(bytes);
-        if let Some(held) = balance.held.get_mut(name) {
-            *held = held.saturating_sub(bytes);
-            if *held == 0 {
-                balance.held.remove(name);
-            }
-        }
-    }
-
-    /// Bytes held now.
-    pub(super) fn bytes(&self) -> usize {
-        self.balance().bytes
-    }
-
-    /// Most bytes held at one time.
-    pub(super) fn peak(&self) -> usize {
-        self.balance().peak
-    }
-
-    /// `params 496 MiB, gradients 248 MiB, 3 others 1 MiB`: the largest first.
-    fn words(&self) -> String {
-        let balance = self.balance();
-        let mut held: Vec<_> = balance.held.iter().map(|(name, bytes)| (*bytes, name)).collect();
-        held.sort_unstable_by(|a, b| b.cmp(a));
-        let (named, others) = held.split_at(held.len().min(LARGEST_NAMED));
-        let mut text = String::new();
-        for (bytes, name) in named {
-            let comma = if text.is_empty() { "" } else { ", " };
-            // Writing to a string cannot fail.
-            let _ = write!(text, "{comma}{name} {}", mib(*bytes));
-        }
-        if !others.is_empty() {
-            let bytes = others.iter().map(|(bytes, _)| bytes).sum();
-            let _ = write!(text, ", {} others {}", others.len(), mib(bytes));
-        }
-        if text.is_empty() {
-            "nothing".to_owned()
-        } else {
-            text
-        }
-    }
-
-    fn balance(&self) -> MutexGuard<'_, Balance> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-fn mib(bytes: usize) -> String {
-    format!("{:.1} MiB", bytes as f64 / f64::from(1 << 20))
-}
-
 /// Zeroed memory of a device, which the host cannot reach. Freeing it waits for the work in flight on the device, unless
 /// that was abandoned; dropped, it waits some seconds at most, and otherwise stays until the process ends.
 #[derive(Debug)]
@@ -137,29 +53,22 @@ pub struct DeviceMemory {
     bytes: usize,
     name: String,
     context: Arc<CudaContext>,
-    account: Arc<Account>,
 }
 
 impl DeviceMemory {
     /// Allocates and zeroes; both are done on return.
-    pub(super) fn new(
-        context: &Arc<CudaContext>,
-        account: &Arc<Account>,
-        name: &str,
-        bytes: usize,
-    ) -> Result<Self, DeviceError> {
+    pub(super) fn new(context: &Arc<CudaContext>, name: &str, bytes: usize) -> Result<Self, DeviceError> {
         context.bind()?;
         let length = bytes.max(1);
         // SAFETY: the function writes one address. Nothing reads the memory before it is zeroed below.
         let address = written(0, |address| unsafe { calls::memory_alloc(address, length) })
-            .map_err(|error| out_of_memory(context, account, name, bytes, error))?;
-        account.add(name, length);
+            .map_err(|error| out_of_memory(context, name, bytes, error))?;
+        context.account().add(name, length);
         let memory = Self {
             address,
             bytes: length,
             name: name.to_owned(),
             context: context.clone(),
-            account: account.clone(),
         };
         // SAFETY: the memory was just allocated, with this length, and nobody else knows it.
         let zeroed = unsafe { calls::fill(address, 0, length) };
@@ -174,14 +83,8 @@ impl DeviceMemory {
 
     /// Its first byte.
     #[must_use]
-    pub const fn address(&self) -> sys::CUdeviceptr {
-        self.address
-    }
-
-    /// The device that it belongs to.
-    #[must_use]
-    pub const fn context(&self) -> &Arc<CudaContext> {
-        &self.context
+    pub const fn address(&self) -> DevicePtr {
+        DevicePtr(self.address)
     }
 
     /// Frees it once nothing is in flight on the device. An error if that takes longer than `patience`, or will never be.
@@ -197,7 +100,7 @@ impl DeviceMemory {
         if address != 0 {
             // SAFETY: allocated by `new`, freed once. No kernel that was launched with the address is still running.
             let _ = unsafe { calls::memory_free(address) };
-            self.account.subtract(&self.name, self.bytes);
+            self.context.account().subtract(&self.name, self.bytes);
         }
     }
 }
@@ -206,14 +109,6 @@ impl DeviceMemory {
 unsafe impl Memory for DeviceMemory {
     fn bytes(&self) -> usize {
         self.bytes
-    }
-
-    fn host_ptr(&self) -> Option<NonNull<u8>> {
-        None
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 
@@ -226,16 +121,11 @@ impl Drop for DeviceMemory {
     }
 }
 
-fn out_of_memory(
-    context: &CudaContext,
-    account: &Account,
-    name: &str,
-    bytes: usize,
-    error: DriverError,
-) -> DeviceError {
+fn out_of_memory(context: &CudaContext, name: &str, bytes: usize, error: DriverError) -> DeviceError {
     let free = context.free_and_all_bytes();
     let free = free.map_or("an unknown amount".to_owned(), |(free, _)| mib(free));
-    let never_fits = never_fits(account.bytes(), bytes, context.memory_bytes());
+    let (account, all) = (context.account(), context.facts().memory_bytes);
+    let never_fits = never_fits(account.bytes(), bytes, all);
     let verdict = if never_fits {
         "; that is more than the whole card, so another try would end the same"
     } else {
@@ -245,11 +135,9 @@ fn out_of_memory(
         what: name.to_owned(),
         bytes,
         cause: format!(
-            "{}; GPU {} ({}) has {free} free of {}, this rank holds {}: {}{verdict}",
+            "{}; {context} has {free} free of {}, this rank holds {}: {}{verdict}",
             error.words(),
-            context.ordinal(),
-            context.name(),
-            mib(context.memory_bytes()),
+            mib(all),
             mib(account.bytes()),
             account.words()
         ),
@@ -287,10 +175,6 @@ unsafe impl Memory for PinnedMemory {
 
     fn host_ptr(&self) -> Option<NonNull<u8>> {
         Some(self.ptr)
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 }
 
@@ -337,70 +221,48 @@ impl Drop for PinnedMemory {
     }
 }
 
-/// Bytes of one buffer. Whoever fetches more waits for it.
+/// Most bytes that are fetched while the host goes on: whoever fetches more waits for it. No buffer of the pool has less.
 pub(super) const FETCH_BYTES: usize = 64 << 10;
 
-/// Buffers for fetches that are done, for the next ones. Clones are the same pool.
-#[derive(Clone, Debug, Default)]
-pub(super) struct FetchPool(Arc<Mutex<Vec<PinnedMemory>>>);
-
-/// A copy in flight.
+/// Page-locked buffers whose copies have ended, for the next ones.
 #[derive(Debug)]
-pub(super) struct InFlight {
-    memory: PinnedMemory,
-    bytes: usize,
-    pool: FetchPool,
+pub(super) struct PinnedPool {
+    context: Arc<CudaContext>,
+    free: Mutex<Vec<PinnedMemory>>,
 }
 
-impl FetchPool {
-    /// Puts a copy of at most [`FETCH_BYTES`] bytes into the stream.
-    pub(super) fn copy(
-        &self,
-        context: &Arc<CudaContext>,
-        stream: sys::CUstream,
-        source: DevicePtr,
-        bytes: usize,
-    ) -> Result<InFlight, DeviceError> {
-        assert!(bytes <= FETCH_BYTES, "larger copies are not fetched");
-        let recycled = self.0.lock().unwrap_or_else(PoisonError::into_inner).pop();
-        let memory = match recycled {
-            Some(memory) => memory,
-            None => PinnedMemory::new(context, FETCH_BYTES)?,
-        };
-        let in_flight = InFlight {
-            memory,
-            bytes,
-            pool: self.clone(),
-        };
-        // SAFETY: the buffer has room for the bytes and is this copy's alone until it has ended: `read` is called
-        // then, and dropping the buffer waits for it. The caller vouches for the source.
-        let copied = unsafe { calls::copy_out(in_flight.memory.ptr().cast(), source.raw(), bytes, stream) };
-        copied.map_err(|error| driver_error("cannot fetch numbers".to_owned(), error))?;
-        Ok(in_flight)
+impl PinnedPool {
+    pub(super) fn new(context: Arc<CudaContext>) -> Arc<Self> {
+        let free = Mutex::default();
+        Arc::new(Self { context, free })
     }
-}
 
-impl InFlight {
-    /// The bytes. The copy must have ended: an event after it was reached.
-    pub(super) fn read(self) -> Vec<u8> {
-        // SAFETY: so many bytes of the buffer were zeroed and then written by the copy, which has ended.
-        let bytes = unsafe { std::slice::from_raw_parts(self.memory.ptr(), self.bytes) }.to_vec();
-        let mut free = self.pool.0.lock().unwrap_or_else(PoisonError::into_inner);
-        free.push(self.memory);
-        bytes
+    /// A buffer of at least so many bytes.
+    pub(super) fn take(&self, bytes: usize) -> Result<PinnedMemory, DeviceError> {
+        let recycled = {
+            let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+            let fits = free.iter().position(|memory| memory.bytes() >= bytes);
+            fits.map(|at| free.swap_remove(at))
+        };
+        recycled.map_or_else(|| PinnedMemory::new(&self.context, bytes.max(FETCH_BYTES)), Ok)
+    }
+
+    /// Gives a buffer back that no copy uses any more.
+    pub(super) fn put(&self, memory: PinnedMemory) {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(memory);
     }
 }
 
 /// Address of a buffer in the memory of this device.
 pub(super) fn address_of(buffer: &Buffer, context: &CudaContext) -> Result<DevicePtr, DeviceError> {
-    let memory = buffer.arena().memory().as_any().downcast_ref::<DeviceMemory>();
-    match memory {
-        Some(memory) if memory.context().ordinal() == context.ordinal() => {
-            Ok(DevicePtr(memory.address()).offset(buffer.start()))
+    match buffer.arena().memory_as::<DeviceMemory>() {
+        Some(memory) if memory.context.ordinal() == context.ordinal() => {
+            Ok(memory.address().offset(buffer.start()))
         }
         _ => Err(DeviceError::NotDevice {
             arena: buffer.arena().name().to_owned(),
-            device: format!("GPU {} ({})", context.ordinal(), context.name()),
+            device: context.to_string(),
         }),
     }
 }
@@ -414,21 +276,5 @@ mod tests {
         assert!(!never_fits(30, 70, 100), "others hold some of it");
         assert!(never_fits(30, 71, 100));
         assert!(never_fits(1, usize::MAX, 100));
-    }
-
-    #[test]
-    fn the_largest_holders_are_named() {
-        let account = Account::default();
-        assert_eq!(account.words(), "nothing");
-        for i in 0..8 {
-            account.add(&format!("arena {i}"), (i + 1) << 20);
-        }
-        account.add("arena 0", 1 << 20);
-        account.subtract("arena 7", 8 << 20);
-        assert_eq!(
-            account.words(),
-            "arena 6 7.0 MiB, arena 5 6.0 MiB, arena 4 5.0 MiB, arena 3 4.0 MiB, arena 2 3.0 MiB, arena 1 2.0 MiB, 1 others 2.0 MiB"
-        );
-        assert_eq!((account.bytes(), account.peak()), (29 << 20, 37 << 20));
     }
 }

@@ -6,14 +6,12 @@
 //! | file | what it is | what it must not know |
 //! |---|---|---|
 //! | `calls` | the driver's functions, from the file that discovery chose | what they are called for |
-//! | `driver` | [`CudaContext`]: the driver started, one device chosen, its streams; [`Survey`]: all devices; results as errors | memory |
-//! | `memory` | [`DeviceMemory`] and pinned host memory, accounts of who holds what | streams |
-//! | `event` | CUDA's events as [`super::Event`] | operations |
-//! | `stream` | one stream: its first error, its last operations, its scratch memory, its staging | which operations exist |
+//! | `driver` | [`CudaContext`]: the driver started, one device chosen, its streams, who holds its memory; [`Survey`]: all devices; results as errors | memory |
+//! | `memory` | [`DeviceMemory`] and page-locked memory of the host | streams |
+//! | `stream` | one stream: its first error, its last operations, its scratch memory, its copies; CUDA's events as [`super::Event`] | which operations exist |
 //! | `nvrtc` | from the text of a kernel to a CUBIN, on disk and in memory; needs no GPU | streams |
-//! | `kernel` | [`Kernel`]: modules in the device, functions in them | operations |
-//! | `launch` | [`LaunchContext`]: what an operation is given to put itself on a stream | which operation it is |
 //! | `matmul` | [`Product`]: matrix products by cuBLASLt, its algorithms by shape | layers |
+//! | `launch` | modules in the device, functions in them; [`LaunchContext`]: what an operation is given to put itself on a stream | which operation it is |
 //! | `device` | [`CudaDevice`]: all of it as a [`super::Device`], and as [`super::HostSide`] | |
 //!
 //! Streams are CUDA streams that do not synchronise with the default one. Enqueueing launches and returns; the host
@@ -23,19 +21,15 @@
 mod calls;
 mod device;
 mod driver;
-mod event;
-mod kernel;
 mod launch;
 mod matmul;
 mod memory;
 mod nvrtc;
 mod stream;
 
-pub use super::CompileError;
 pub use device::CudaDevice;
 pub use driver::{CudaContext, GpuFacts, Reach, Survey, count_devices};
-pub use kernel::Kernel;
-pub use launch::{Args, CudaOptions, Grid, LaunchContext};
+pub use launch::{CudaOptions, Grid, KernelLaunch, LaunchContext};
 pub use matmul::{Epilogue, Operand, Product};
 pub use memory::{DeviceMemory, DevicePtr};
 pub use nvrtc::{Arch, CompileUnit, Cubin, CubinCache, Define, KernelSource, Nvrtc};

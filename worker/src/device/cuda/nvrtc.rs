@@ -10,8 +10,8 @@ use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::path::{Path, PathBuf};
 use std::{fmt, ptr};
 
-use crate::device::error::CompileError;
-use crate::libraries::{Library, LibraryError, LibraryKind, table};
+use crate::device::DeviceError;
+use crate::libraries::{Library, LibraryError, LibraryKind, Version, table};
 
 /// `NVRTC_SUCCESS`
 const SUCCESS: c_int = 0;
@@ -22,7 +22,6 @@ table! {
     /// What of NVRTC is called; a result is 0 or an error's number. Signatures as `nvrtc.h` of CUDA 12.0 to 13.2
     /// has them.
     struct Functions {
-        version: fn(*mut c_int, *mut c_int) -> c_int = "nvrtcVersion";
         count_archs: fn(*mut c_int) -> c_int = "nvrtcGetNumSupportedArchs";
         archs: fn(*mut c_int) -> c_int = "nvrtcGetSupportedArchs";
         error_string: fn(c_int) -> *const c_char = "nvrtcGetErrorString";
@@ -55,17 +54,7 @@ pub struct KernelSource {
 }
 
 impl KernelSource {
-    /// A file that includes nothing.
-    #[must_use]
-    pub const fn new(file: &'static str, text: &'static str) -> Self {
-        Self {
-            file,
-            text,
-            headers: &[],
-        }
-    }
-
-    /// A file that includes others.
+    /// A file with those that it includes.
     #[must_use]
     pub const fn with_headers(
         file: &'static str,
@@ -170,46 +159,39 @@ impl fmt::Display for CompileUnit {
 pub struct Nvrtc {
     library: Library,
     functions: Functions,
-    version: (u32, u32),
+    version: Version,
     archs: Vec<u32>,
 }
 
 impl Nvrtc {
     /// The compiler that discovery finds.
     pub fn open() -> Result<Self, LibraryError> {
-        Self::of(Library::open(LibraryKind::Nvrtc)?)
-    }
-
-    /// The compiler in this library.
-    pub fn of(library: Library) -> Result<Self, LibraryError> {
+        let library = Library::open(LibraryKind::Nvrtc)?;
         let functions = Functions::load(&library)?;
-        let (mut major, mut minor, mut count) = (0, 0, 0);
-        // SAFETY: the functions write one integer to each address.
-        let counted = unsafe {
-            (functions.version)(&raw mut major, &raw mut minor) == SUCCESS
-                && (functions.count_archs)(&raw mut count) == SUCCESS
-        };
+        let version = library.version()?;
+        let silent = || library.unusable("does not say its architectures".to_owned());
+        let mut count = 0;
+        // SAFETY: the function writes one integer.
+        if unsafe { (functions.count_archs)(&raw mut count) } != SUCCESS {
+            return Err(silent());
+        }
         let mut archs = vec![0; count.max(0) as usize];
         // SAFETY: the function writes as many integers as it counted.
-        if !counted || unsafe { (functions.archs)(archs.as_mut_ptr()) } != SUCCESS {
-            return Err(LibraryError::Unusable {
-                kind: LibraryKind::Nvrtc,
-                path: library.path().to_owned(),
-                problem: "does not say its version and architectures".to_owned(),
-            });
+        if unsafe { (functions.archs)(archs.as_mut_ptr()) } != SUCCESS {
+            return Err(silent());
         }
         Ok(Self {
             library,
             functions,
-            version: (major as u32, minor as u32),
+            version,
             archs: archs.into_iter().map(|arch| arch as u32).collect(),
         })
     }
 
     /// `13.2`
     #[must_use]
-    pub fn version(&self) -> String {
-        format!("{}.{}", self.version.0, self.version.1)
+    pub const fn version(&self) -> Version {
+        self.version
     }
 
     /// The file that it was loaded from.
@@ -220,19 +202,20 @@ impl Nvrtc {
 
     /// The architecture to compile for, so that the code runs on `card`.
     pub fn arch_for(&self, card: Arch) -> Result<Arch, LibraryError> {
-        card.best_of(&self.archs).ok_or_else(|| LibraryError::Unusable {
-            kind: LibraryKind::Nvrtc,
-            path: self.library.path().to_owned(),
-            problem: format!(
-                "(NVRTC {}) knows no architecture that runs on {card}",
-                self.version()
-            ),
+        card.best_of(&self.archs).ok_or_else(|| {
+            let version = self.version;
+            self.library.unusable(format!(
+                "(NVRTC {version}) knows no architecture that runs on {card}"
+            ))
         })
     }
 
     /// Compiles one unit for one architecture.
-    pub fn compile(&self, unit: &CompileUnit, arch: Arch) -> Result<Cubin, CompileError> {
-        let unusable = |code| CompileError::Library(self.unusable(code));
+    pub fn compile(&self, unit: &CompileUnit, arch: Arch) -> Result<Cubin, DeviceError> {
+        let unusable = |code| {
+            let problem = format!("(NVRTC {}) failed: {}", self.version, self.words(code));
+            self.library.unusable(problem)
+        };
         let program = OpenProgram::new(self, unit).map_err(unusable)?;
         let options = strings(unit.options(arch));
         let pointers: Vec<_> = options.iter().map(|option| option.as_ptr()).collect();
@@ -240,22 +223,15 @@ impl Nvrtc {
         let outcome =
             unsafe { (self.functions.compile)(program.raw, pointers.len() as c_int, pointers.as_ptr()) };
         if outcome != SUCCESS {
-            return Err(CompileError::Refused {
+            return Err(DeviceError::Compile {
                 unit: unit.to_string(),
                 arch: arch.to_string(),
-                version: self.version(),
+                version: self.version.to_string(),
                 log: program.log().unwrap_or_else(|code| self.words(code)),
             });
         }
-        program.cubin().map_err(unusable)
-    }
-
-    fn unusable(&self, code: c_int) -> LibraryError {
-        LibraryError::Unusable {
-            kind: LibraryKind::Nvrtc,
-            path: self.library.path().to_owned(),
-            problem: format!("(NVRTC {}) failed: {}", self.version(), self.words(code)),
-        }
+        let cubin = program.read(self.functions.cubin_size, self.functions.cubin);
+        Ok(Cubin(cubin.map_err(unusable)?))
     }
 
     fn words(&self, code: c_int) -> String {
@@ -285,7 +261,7 @@ impl<'a> OpenProgram<'a> {
         let (names, texts) = (pointers(&names), pointers(&texts));
         let mut raw = ptr::null_mut();
         // SAFETY: all strings end in a zero and are alive; the function copies them. The arrays have as many
-        // elements as it is told.
+        // elements as the count that is passed.
         let outcome = unsafe {
             (nvrtc.functions.create)(
                 &raw mut raw,
@@ -310,28 +286,19 @@ impl<'a> OpenProgram<'a> {
         Ok(text.trim_end_matches('\0').trim_end().to_owned())
     }
 
-    fn cubin(&self) -> Result<Cubin, c_int> {
-        let functions = &self.nvrtc.functions;
-        self.read(functions.cubin_size, functions.cubin).map(Cubin)
-    }
-
     fn read(
         &self,
         size: unsafe extern "C" fn(Program, *mut usize) -> c_int,
         fill: unsafe extern "C" fn(Program, *mut c_char) -> c_int,
     ) -> Result<Vec<u8>, c_int> {
         let mut length = 0;
+        let answer = |code| if code == SUCCESS { Ok(()) } else { Err(code) };
         // SAFETY: the program is alive; the function writes one number.
-        match unsafe { size(self.raw, &raw mut length) } {
-            SUCCESS => {}
-            code => return Err(code),
-        }
+        answer(unsafe { size(self.raw, &raw mut length) })?;
         let mut bytes = vec![0_u8; length];
-        // SAFETY: the function writes as many bytes as its sibling said.
-        match unsafe { fill(self.raw, bytes.as_mut_ptr().cast()) } {
-            SUCCESS => Ok(bytes),
-            code => Err(code),
-        }
+        // SAFETY: the function writes as many bytes as its sibling counted.
+        answer(unsafe { fill(self.raw, bytes.as_mut_ptr().cast()) })?;
+        Ok(bytes)
     }
 }
 
@@ -448,18 +415,12 @@ impl CubinCache {
         Self(Some(folder))
     }
 
-    /// The folder.
-    #[must_use]
-    pub fn folder(&self) -> Option<&Path> {
-        self.0.as_deref()
-    }
-
     /// What was compiled before, or compiles now and keeps it.
-    pub fn compile(&self, nvrtc: &Nvrtc, unit: &CompileUnit, arch: Arch) -> Result<Cubin, CompileError> {
+    pub fn compile(&self, nvrtc: &Nvrtc, unit: &CompileUnit, arch: Arch) -> Result<Cubin, DeviceError> {
         let Some(folder) = &self.0 else {
             return nvrtc.compile(unit, arch);
         };
-        let file = folder.join(file_name(&nvrtc.version(), unit, arch));
+        let file = folder.join(file_name(&nvrtc.version().to_string(), unit, arch));
         if let Some(cubin) = read(&file) {
             return Ok(cubin);
         }
@@ -532,8 +493,8 @@ mod tests {
         assert_eq!(best(10, 0), None);
     }
 
-    static FIRST: KernelSource = KernelSource::new("first.cu", "void first() {}");
-    static SECOND: KernelSource = KernelSource::new("first.cu", "void second() {}");
+    static FIRST: KernelSource = KernelSource::with_headers("first.cu", "void first() {}", &[]);
+    static SECOND: KernelSource = KernelSource::with_headers("first.cu", "void second() {}", &[]);
 
     #[test]
     fn a_name_depends_on_all_that_decides_the_code() {

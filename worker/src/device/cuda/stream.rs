@@ -1,4 +1,5 @@
-//! One stream: its first error, the operations it ran last, its scratch memory, and pinned staging for copies.
+//! One stream: its first error, the operations it ran last, its scratch memory, and its copies to and from the host; and
+//! CUDA's events, as events that anybody can wait for.
 #![allow(unsafe_code, reason = "calls of the CUDA driver")]
 
 use std::collections::VecDeque;
@@ -8,11 +9,10 @@ use std::time::{Duration, Instant};
 
 use cudarc::driver::sys;
 
-use super::calls::{self, written};
+use super::calls::{self, DriverError, written};
 use super::driver::{CudaContext, RawStream, answer, driver_error, wait_until};
-use super::event::{CudaEvent, EventPool};
-use super::memory::{Account, DeviceMemory, DevicePtr, PinnedMemory};
-use crate::device::{DeviceError, EventState, Memory};
+use super::memory::{DeviceMemory, DevicePtr, PinnedMemory, PinnedPool};
+use crate::device::{DeviceError, Event, EventState, Fetch, Memory};
 
 /// Operations that an error of the stream names.
 const RECENT: usize = 8;
@@ -36,8 +36,8 @@ pub(super) struct CudaStream {
     name: Arc<str>,
     raw: RawStream,
     context: Arc<CudaContext>,
-    account: Arc<Account>,
     events: Arc<EventPool>,
+    pinned: Arc<PinnedPool>,
     state: Mutex<StreamState>,
 }
 
@@ -47,14 +47,28 @@ pub(super) struct StreamState {
     error: Option<DeviceError>,
     recent: VecDeque<&'static str>,
     scratch: Option<DeviceMemory>,
-    staging: VecDeque<StagingBuffer>,
+    /// Buffers of uploads, each with the event after its last copy, in the order of the copies.
+    uploads: VecDeque<(PinnedMemory, CudaEvent)>,
 }
 
-/// A staging buffer, and the copy that last used it.
+/// A copy of device memory on its way to a buffer of the host.
 #[derive(Debug)]
-struct StagingBuffer {
+struct InFlight {
     memory: PinnedMemory,
-    copied: Option<CudaEvent>,
+    bytes: usize,
+    copied: Event,
+    pool: Arc<PinnedPool>,
+}
+
+impl InFlight {
+    /// Waits for the copy, and shows its bytes.
+    fn read<T>(self, deadline: Instant, show: impl FnOnce(&[u8]) -> T) -> Result<T, DeviceError> {
+        self.copied.wait(deadline)?;
+        // SAFETY: so many bytes of the buffer were zeroed and then written by the copy, which has ended.
+        let shown = show(unsafe { std::slice::from_raw_parts(self.memory.ptr(), self.bytes) });
+        self.pool.put(self.memory);
+        Ok(shown)
+    }
 }
 
 impl CudaStream {
@@ -62,9 +76,9 @@ impl CudaStream {
     pub(super) fn new(
         name: &str,
         urgent: bool,
-        account: &Arc<Account>,
-        events: &Arc<EventPool>,
         context: &Arc<CudaContext>,
+        events: &Arc<EventPool>,
+        pinned: &Arc<PinnedPool>,
     ) -> Result<Self, DeviceError> {
         context.bind()?;
         let failed = |error| driver_error(format!("cannot make stream `{name}`"), error);
@@ -86,8 +100,8 @@ impl CudaStream {
             name: name.into(),
             raw,
             context: context.clone(),
-            account: account.clone(),
             events: events.clone(),
+            pinned: pinned.clone(),
             state: Mutex::default(),
         })
     }
@@ -126,14 +140,19 @@ impl CudaStream {
         self.lock().error.clone()
     }
 
-    /// The event "all that is in the stream now has run".
-    pub(super) fn record(&self) -> Result<CudaEvent, DeviceError> {
-        self.events.record(self.raw(), &self.name, false)
-    }
-
-    /// The same, for measuring time.
-    pub(super) fn record_timed(&self) -> Result<CudaEvent, DeviceError> {
-        self.events.record(self.raw(), &self.name, true)
+    /// The event "all that is in the stream now has run"; `timed` if time is measured from or to it.
+    pub(super) fn record(&self, timed: bool) -> Result<CudaEvent, DeviceError> {
+        self.context.bind()?;
+        let failed = |error| driver_error(format!("cannot record an event on stream `{}`", self.name), error);
+        let event = CudaEvent {
+            raw: self.events.take(timed).map_err(failed)?,
+            timed,
+            stream: self.name.clone(),
+            pool: self.events.clone(),
+        };
+        // SAFETY: the event was created by the pool, and nobody else uses it; the stream is alive.
+        unsafe { calls::event_record(event.raw.0, self.raw()) }.map_err(failed)?;
+        Ok(event)
     }
 
     /// Blocks the host until the stream is empty; gives its first error and forgets it.
@@ -155,24 +174,16 @@ impl CudaStream {
     /// Scratch memory of at least so many bytes, for the operation that is being enqueued. The next operation of
     /// the stream may overwrite it.
     pub(super) fn scratch(&self, state: &mut StreamState, bytes: usize) -> Result<DevicePtr, DeviceError> {
-        let enough = state
-            .scratch
-            .as_ref()
-            .is_some_and(|scratch| scratch.bytes() >= bytes);
-        if !enough {
-            // Freed first: both at once might not fit. That waits for the kernels that use it.
-            if let Some(scratch) = state.scratch.take() {
-                scratch.free(PATIENCE)?;
-            }
-            let wanted = bytes.max(SCRATCH_BYTES);
-            let name = format!("scratch of stream {}", self.name);
-            state.scratch = Some(DeviceMemory::new(&self.context, &self.account, &name, wanted)?);
+        // Freed first: both at once might not fit. That waits for the kernels that use it.
+        if let Some(small) = state.scratch.take_if(|scratch| scratch.bytes() < bytes) {
+            small.free(PATIENCE)?;
         }
-        let scratch = state
-            .scratch
-            .as_ref()
-            .expect("allocated above if it was not there");
-        Ok(DevicePtr::new(scratch.address()))
+        if let Some(scratch) = &state.scratch {
+            return Ok(scratch.address());
+        }
+        let name = format!("scratch of stream {}", self.name);
+        let scratch = DeviceMemory::new(&self.context, &name, bytes.max(SCRATCH_BYTES))?;
+        Ok(state.scratch.insert(scratch).address())
     }
 
     /// Copies bytes of the host into device memory; they may be reused on return.
@@ -183,56 +194,68 @@ impl CudaStream {
         bytes: &[u8],
     ) -> Result<(), DeviceError> {
         for (part, chunk) in bytes.chunks(STAGING_BYTES).enumerate() {
-            let mut slot = self.staging(state)?;
+            let memory = self.staging(state)?;
             let to = target.offset(part * STAGING_BYTES).raw();
-            // SAFETY: a slot has room for a chunk, and its last copy has ended. The copy on the device reads the
-            // slot until the event recorded below; the caller vouches for the target.
+            // SAFETY: the buffer has room for a chunk, and its last copy has ended. The copy on the device reads it until
+            // the event recorded below; the caller vouches for the target.
             let copied = unsafe {
-                ptr::copy_nonoverlapping(chunk.as_ptr(), slot.memory.ptr(), chunk.len());
-                calls::copy_in(to, slot.memory.ptr().cast(), chunk.len(), self.raw())
+                ptr::copy_nonoverlapping(chunk.as_ptr(), memory.ptr(), chunk.len());
+                calls::copy_in(to, memory.ptr().cast(), chunk.len(), self.raw())
             };
             copied
                 .map_err(|error| driver_error(format!("cannot upload on stream `{}`", self.name), error))?;
-            slot.copied = Some(self.record()?);
-            state.staging.push_back(slot);
+            state.uploads.push_back((memory, self.record(false)?));
         }
         Ok(())
     }
 
+    /// A buffer for an upload, whose last copy has ended.
+    fn staging(&self, state: &mut StreamState) -> Result<PinnedMemory, DeviceError> {
+        if state.uploads.len() < STAGING_SLOTS {
+            return PinnedMemory::new(&self.context, STAGING_BYTES);
+        }
+        let (memory, copied) = state.uploads.pop_front().expect("several slots");
+        copied.wait(Instant::now() + PATIENCE)?;
+        Ok(memory)
+    }
+
     /// Bytes of device memory, once all that is in the stream has run.
     pub(super) fn download(&self, source: DevicePtr, bytes: usize) -> Result<Vec<u8>, DeviceError> {
-        let failed = |error| driver_error(format!("cannot download on stream `{}`", self.name), error);
         let mut out = Vec::with_capacity(bytes);
         while out.len() < bytes {
             let length = STAGING_BYTES.min(bytes - out.len());
-            let mut state = self.lock();
-            let slot = self.staging(&mut state)?;
-            let from = source.offset(out.len()).raw();
-            // SAFETY: a slot has room for a chunk, and its last copy has ended; nobody has a slice of it. The caller
-            // vouches for the source. The slot is read after the copy has ended.
-            let copied = unsafe { calls::copy_out(slot.memory.ptr().cast(), from, length, self.raw()) };
-            copied.map_err(failed)?;
-            let copied = self.record();
-            let outcome = copied.and_then(|event| event.wait(Instant::now() + PATIENCE));
-            // SAFETY: as above; the copy has ended if `outcome` says so, and is not looked at otherwise.
-            let chunk = unsafe { std::slice::from_raw_parts(slot.memory.ptr(), length) };
-            outcome.map(|()| out.extend_from_slice(chunk))?;
-            state.staging.push_back(slot);
+            let part = self.copy_out(source.offset(out.len()), length)?;
+            part.read(Instant::now() + PATIENCE, |bytes| out.extend_from_slice(bytes))?;
         }
         Ok(out)
     }
 
-    /// A staging buffer whose last copy has ended.
-    fn staging(&self, state: &mut StreamState) -> Result<StagingBuffer, DeviceError> {
-        if state.staging.len() < STAGING_SLOTS {
-            let memory = PinnedMemory::new(&self.context, STAGING_BYTES)?;
-            return Ok(StagingBuffer { memory, copied: None });
+    /// Bytes of device memory that arrive while the host goes on.
+    pub(super) fn fetch(&self, source: DevicePtr, bytes: usize) -> Result<Fetch, DeviceError> {
+        if let Some(error) = self.error() {
+            return Err(error);
         }
-        let mut slot = state.staging.pop_front().expect("several slots");
-        if let Some(copied) = slot.copied.take() {
-            copied.wait(Instant::now() + PATIENCE)?;
-        }
-        Ok(slot)
+        let part = self.copy_out(source, bytes)?;
+        let arrived = part.copied.clone();
+        Ok(Fetch::new(arrived, move || {
+            part.read(Instant::now(), <[u8]>::to_vec)
+        }))
+    }
+
+    /// Puts a copy to the host on the stream.
+    fn copy_out(&self, source: DevicePtr, bytes: usize) -> Result<InFlight, DeviceError> {
+        self.context.bind()?;
+        let memory = self.pinned.take(bytes)?;
+        // SAFETY: the buffer has room for the bytes and is this copy's alone until it has ended: it is read then, and
+        // dropping it waits for the device. The caller vouches for the source.
+        let copied = unsafe { calls::copy_out(memory.ptr().cast(), source.raw(), bytes, self.raw()) };
+        copied.map_err(|error| driver_error(format!("cannot download on stream `{}`", self.name), error))?;
+        Ok(InFlight {
+            copied: Event::new(self.record(false)?),
+            memory,
+            bytes,
+            pool: self.pinned.clone(),
+        })
     }
 
     fn lock(&self) -> MutexGuard<'_, StreamState> {
@@ -245,7 +268,7 @@ impl Drop for CudaStream {
         // As long as the stream is known, freeing its memory waits for its work.
         let mut state = self.lock();
         state.scratch = None;
-        state.staging.clear();
+        state.uploads.clear();
         drop(state);
         self.context.streams().remove(self.raw);
         if self.context.bind().is_ok() {
@@ -256,16 +279,130 @@ impl Drop for CudaStream {
 }
 
 /// Adds what ran last: a kernel that fails does so after it was enqueued.
-fn with_operations(error: DeviceError, recent: &[&'static str]) -> DeviceError {
-    match error {
-        DeviceError::Driver { doing, cause, hint } if !recent.is_empty() => DeviceError::Driver {
-            doing: format!(
-                "{doing}, in one of the operations {} or before",
-                recent.join(", ")
-            ),
-            cause,
-            hint,
-        },
-        other => other,
+fn with_operations(mut error: DeviceError, recent: &[&'static str]) -> DeviceError {
+    if let DeviceError::Driver { doing, .. } = &mut error
+        && !recent.is_empty()
+    {
+        let recent = recent.join(", ");
+        *doing = format!("{doing}, in one of the operations {recent} or before");
+    }
+    error
+}
+
+/// Events of one device that nobody waits for any more, for the next one who records.
+#[derive(Debug)]
+pub(super) struct EventPool {
+    context: Arc<CudaContext>,
+    /// Untimed and timed ones.
+    free: [Mutex<Vec<RawEvent>>; 2],
+}
+
+#[derive(Debug)]
+struct RawEvent(sys::CUevent);
+
+// SAFETY: events may be used by any thread that has made the context its current one.
+unsafe impl Send for RawEvent {}
+// SAFETY: as above; the driver serialises.
+unsafe impl Sync for RawEvent {}
+
+impl EventPool {
+    pub(super) fn new(context: Arc<CudaContext>) -> Arc<Self> {
+        Arc::new(Self {
+            context,
+            free: Default::default(),
+        })
+    }
+
+    /// An event that nobody else uses. The context is the calling thread's current one.
+    fn take(&self, timed: bool) -> Result<RawEvent, DriverError> {
+        if let Some(recycled) = self.free(timed).pop() {
+            return Ok(recycled);
+        }
+        let flags = if timed {
+            sys::CUevent_flags::CU_EVENT_DEFAULT
+        } else {
+            sys::CUevent_flags::CU_EVENT_DISABLE_TIMING
+        };
+        // SAFETY: the function writes one pointer.
+        let made = written(ptr::null_mut(), |event| unsafe {
+            calls::event_create(event, flags as u32)
+        });
+        made.map(RawEvent)
+    }
+
+    fn free(&self, timed: bool) -> MutexGuard<'_, Vec<RawEvent>> {
+        self.free[usize::from(timed)]
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for EventPool {
+    fn drop(&mut self) {
+        if self.context.bind().is_err() {
+            return;
+        }
+        for free in &mut self.free {
+            for RawEvent(event) in free.get_mut().unwrap_or_else(PoisonError::into_inner).drain(..) {
+                // SAFETY: created by this pool, destroyed once.
+                let _ = unsafe { calls::event_destroy(event) };
+            }
+        }
+    }
+}
+
+/// A point in a stream.
+#[derive(Debug)]
+pub(super) struct CudaEvent {
+    raw: RawEvent,
+    timed: bool,
+    stream: Arc<str>,
+    pool: Arc<EventPool>,
+}
+
+impl CudaEvent {
+    /// Lets later work of `stream` run after it.
+    pub(super) fn hold(&self, stream: sys::CUstream) -> Result<(), DeviceError> {
+        self.pool.context.bind()?;
+        let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+        // SAFETY: event and stream are alive; the driver keeps what it needs of the event once this returns.
+        unsafe { calls::stream_wait(stream, self.raw.0, flags as u32) }
+            .map_err(|error| driver_error(format!("cannot wait for stream `{}`", self.stream), error))
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        let raw = RawEvent(self.raw.0);
+        self.pool.free(self.timed).push(raw);
+    }
+}
+
+impl EventState for CudaEvent {
+    fn poll(&self) -> Option<Result<(), DeviceError>> {
+        if let Err(error) = self.pool.context.bind() {
+            return Some(Err(error));
+        }
+        // SAFETY: the event is alive.
+        let answer = answer(unsafe { calls::event_query(self.raw.0) }, &self.stream)?;
+        Some(answer.map_err(|error| self.pool.context.explain(error)))
+    }
+
+    fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
+        wait_until(|| self.poll(), deadline, || format!("stream `{}`", self.stream))
+    }
+
+    fn since(&self, earlier: &Event) -> Option<Duration> {
+        let earlier = earlier.state_as::<Self>()?;
+        if !(self.timed && earlier.timed) {
+            return None;
+        }
+        self.pool.context.bind().ok()?;
+        let elapsed = written(0.0, |ms| {
+            // SAFETY: both events are alive; one that is not reached is an error. The function writes one number.
+            unsafe { calls::event_elapsed(ms, earlier.raw.0, self.raw.0) }
+        });
+        let ms: f32 = elapsed.ok()?;
+        Duration::try_from_secs_f64(f64::from(ms) * 1e-3).ok()
     }
 }

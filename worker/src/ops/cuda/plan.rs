@@ -5,7 +5,7 @@
 
 use std::borrow::Borrow;
 
-use crate::device::cuda::{Args, CompileUnit, Define, DevicePtr, Grid, KernelSource, LaunchContext};
+use crate::device::cuda::{CompileUnit, Define, DevicePtr, Grid, KernelLaunch, KernelSource, LaunchContext};
 use crate::device::{Buffer, DType, DeviceError};
 
 /// The files that kernels include.
@@ -86,20 +86,30 @@ impl Plan {
             bytes => cx.scratch(bytes)?,
         };
         for call in &self.calls {
-            let kernel = cx.kernel(call.source, call.kernel, &call.defines)?;
-            let mut args = Args::new();
+            let (mut args, mut table): (Vec<u64>, &[u64]) = (Vec::new(), &[]);
             for arg in &call.args {
-                args = match arg {
-                    Arg::Read(buffer) | Arg::Write(buffer) => args.ptr(cx.address(buffer)?),
-                    Arg::Scratch(offset) => args.ptr(scratch.offset(*offset)),
-                    Arg::Null => args.ptr(DevicePtr::NULL),
-                    Arg::U32(value) => args.u32(*value),
-                    Arg::U64(value) => args.u64(*value),
-                    Arg::F32(value) => args.f32(*value),
-                    Arg::Table(values) => args.table(values),
-                };
+                assert!(table.is_empty(), "a structure is the last argument");
+                args.push(match arg {
+                    Arg::Read(buffer) | Arg::Write(buffer) => cx.address(buffer)?.raw(),
+                    Arg::Scratch(offset) => scratch.offset(*offset).raw(),
+                    Arg::Null => DevicePtr::NULL.raw(),
+                    Arg::U32(value) => u64::from(*value),
+                    Arg::U64(value) => *value,
+                    Arg::F32(value) => u64::from(value.to_bits()),
+                    Arg::Table(values) => {
+                        table = values;
+                        continue;
+                    }
+                });
             }
-            cx.run(&kernel, call.grid, &args)?;
+            cx.run(&KernelLaunch {
+                source: call.source,
+                kernel: call.kernel,
+                defines: &call.defines,
+                grid: call.grid,
+                args: &args,
+                table,
+            })?;
         }
         Ok(())
     }
@@ -207,14 +217,7 @@ pub(in crate::ops) fn expect_dtype<B: Borrow<Buffer>>(
     buffers: &[B],
 ) -> Result<(), DeviceError> {
     let mut buffers = buffers.iter().map(Borrow::borrow);
-    match buffers.find(|buffer| buffer.dtype() != dtype) {
-        None => Ok(()),
-        Some(buffer) => Err(DeviceError::WrongDType {
-            arena: buffer.arena().name().to_owned(),
-            found: buffer.dtype(),
-            expected: dtype,
-        }),
-    }
+    buffers.try_for_each(|buffer| buffer.expect_dtype(dtype))
 }
 
 /// True if the elements start at a multiple of 16 bytes. Arenas do.

@@ -4,7 +4,6 @@
 //! micro-batches run backward: a block of a pipeline may have done all of them before another has begun. Where every
 //! micro-batch is reduced by itself, a step has as many rounds, and a gradient is complete in each.
 
-use std::any::Any;
 use std::time::Instant;
 
 use super::ReduceError;
@@ -145,10 +144,6 @@ impl EventState for AllOf {
 
     fn wait(&self, deadline: Instant) -> Result<(), DeviceError> {
         self.0.iter().try_for_each(|part| part.wait(deadline))
-    }
-
-    fn as_any(&self) -> &dyn Any {
-        self
     }
 
     fn parts(&self) -> &[Event] {

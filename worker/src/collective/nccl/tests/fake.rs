@@ -5,7 +5,6 @@
     reason = "communicators, streams and elements at addresses, as a library is given them"
 )]
 
-use std::any::Any;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, HashMap};
 use std::ffi::{c_int, c_void};
@@ -738,8 +737,7 @@ impl NativeDevice for FakeNative {
     }
 
     fn address(&self, buffer: &Buffer) -> Result<*mut c_void, DeviceError> {
-        let memory: &dyn Any = buffer.arena().memory().as_any();
-        let host = memory.downcast_ref::<crate::device::HostMemory>();
+        let host = buffer.arena().memory_as::<crate::device::HostMemory>();
         let base = host.expect("allocated by the fake device").ptr().as_ptr();
         Ok(base.wrapping_add(buffer.start()).cast())
     }
