@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use memmap2::{MmapOptions, MmapRaw};
 
-use super::{DataError, FileProblem};
+use super::DataError;
 
 /// A file that is never loaded as a whole: the kernel reads pages as they are touched and shares them among the
 /// ranks of a node.
@@ -27,27 +27,16 @@ pub(super) struct MappedFile {
 impl MappedFile {
     /// Maps the file at `path`.
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
-        let failed = |e: std::io::Error| {
-            let cause = e.to_string();
-            DataError::file(path, FileProblem::Unreadable { cause })
-        };
-        // A pipe would otherwise be waited for until somebody writes to it.
-        let mut options = File::options();
-        options.read(true).custom_flags(libc::O_NONBLOCK);
-        let file = options.open(path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
-            return Err(DataError::file(path, FileProblem::NotAFile));
-        }
-        let map = if metadata.len() == 0 {
-            None
-        } else {
-            Some(MmapOptions::new().map_raw_read_only(&file).map_err(failed)?)
+        let file = open_regular(path)?;
+        let map = match file.metadata().map(|metadata| metadata.len()) {
+            Ok(0) => Ok(None),
+            Ok(_) => MmapOptions::new().map_raw_read_only(&file).map(Some),
+            Err(e) => Err(e),
         };
         Ok(Self {
             path: path.to_owned(),
+            map: map.map_err(|e| DataError::unreadable(path, &e))?,
             file,
-            map,
         })
     }
 
@@ -61,11 +50,6 @@ impl MappedFile {
         self.map.as_ref().map_or(0, MmapRaw::len)
     }
 
-    /// True for an empty file.
-    pub(super) fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
     /// Copies the bytes from `start` into `out`.
     ///
     /// A file that shrank since it was opened is an error: pages beyond its end do not exist any more, and
@@ -77,18 +61,16 @@ impl MappedFile {
         }
         let fits = start.checked_add(out.len()).is_some_and(|end| end <= self.len());
         let Some(map) = self.map.as_ref().filter(|_| fits) else {
-            return Err(DataError::Misuse {
-                path: self.path.clone(),
-                what: format!("bytes {start}..+{} of {} were asked for", out.len(), self.len()),
-            });
+            let what = format!("bytes {start}..+{} of {} were asked for", out.len(), self.len());
+            return Err(DataError::misuse(&self.path, what));
         };
-        let is = self.file.metadata().map_or(0, |m| m.len());
-        if is < self.len() as u64 {
-            return Err(DataError::Shrank {
-                path: self.path.clone(),
-                was: self.len() as u64,
-                is,
-            });
+        let (was, is) = (self.len() as u64, self.file.metadata().map_or(0, |m| m.len()));
+        if is < was {
+            return Err(DataError::file(
+                &self.path,
+                format!("shrank from {was} to {is} bytes while it was in use"),
+                Some("write a new file and rename it over the old one instead of truncating it"),
+            ));
         }
         // SAFETY: `start + out.len() <= map.len()` was checked above, so that the source lies within the
         // mapping, which lives as long as `self` and is readable; `out` is an exclusive borrow of other
@@ -101,6 +83,18 @@ impl MappedFile {
         }
         Ok(())
     }
+}
+
+/// Opens a regular file. A pipe would otherwise be waited for until somebody writes to it.
+pub(crate) fn open_regular(path: &Path) -> Result<File, DataError> {
+    let failed = |e| DataError::unreadable(path, &e);
+    let mut options = File::options();
+    options.read(true).custom_flags(libc::O_NONBLOCK);
+    let file = options.open(path).map_err(failed)?;
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(DataError::file(path, "is not a regular file", None));
+    }
+    Ok(file)
 }
 
 #[cfg(test)]
@@ -131,14 +125,11 @@ mod tests {
         let file = MappedFile::open(&path).unwrap();
         std::fs::write(&path, b"short").unwrap();
         let error = file.read(60_000, &mut [0; 16]).unwrap_err();
-        assert_eq!(
-            error,
-            DataError::Shrank {
-                path,
-                was: 1 << 16,
-                is: 5
-            }
-        );
+        let message = error.to_string().replace(&path.display().to_string(), "FILE");
+        insta::assert_snapshot!(message, @r"
+        `FILE` shrank from 65536 to 5 bytes while it was in use
+          hint: write a new file and rename it over the old one instead of truncating it
+        ");
     }
 
     #[test]
@@ -152,6 +143,6 @@ mod tests {
         assert!(open(&pipe).ends_with("is not a regular file"));
         let empty = folder.path().join("empty");
         std::fs::write(&empty, b"").unwrap();
-        assert!(MappedFile::open(&empty).unwrap().is_empty());
+        assert_eq!(MappedFile::open(&empty).unwrap().len(), 0);
     }
 }
