@@ -13,7 +13,6 @@ use ddp_worker::checkpoint::CheckpointError;
 pub use ddp_worker::checkpoint::ignore_file_size_signal;
 use ddp_worker::config::{self, Located, Resume};
 pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
-use ddp_worker::data::DataError;
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
@@ -272,11 +271,11 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::Device(DeviceError::TooOld { .. })
         | TrainError::Model(_)
         | TrainError::Layout(_)
+        | TrainError::Data(_)
         | TrainError::Reduce(ReduceError::Unused { .. }) => false,
         TrainError::Pretrained(error) => {
             matches!(error, PretrainedError::Io { kind, .. } if is_transient(*kind))
         }
-        TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
         TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::NotSaved { .. }
         | TrainError::GenerationOver { .. }

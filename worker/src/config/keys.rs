@@ -11,7 +11,8 @@ use serde::de::DeserializeOwned;
 use serde_json::{Value as Json, json};
 
 use super::schema::{
-    OptimizerConfig, OptimizerGroup, Parallel, Run, Schedule, ShardGroup, StepRange, Tokenizer, Train,
+    ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Run, Schedule, ShardGroup,
+    StepRange, Tokenizer, Train,
 };
 use super::source::{ConfigError, Node, Source, Value};
 
@@ -95,7 +96,7 @@ pub(super) const KEYS: &[Key] = &[
     key("run.resume", Or("never"), Word(&["never", "auto", "require"])),
     key("run.overwrite", Or("false"), Flag),
     key("run.timeline", NONE, Form("steps as `10-12`, or one step, from 1 on", is_read_as::<StepRange>)),
-    key("model.kind", Required, Word(&["gpt2", "mlp"])),
+    key("model.kind", Required, Word(ModelKind::WORDS)),
     key("model.n_layer", Required, Whole(1..=1 << 16)),
     key("model.n_head", Or("1"), SIZE),
     key("model.n_embd", Required, SIZE),
@@ -116,7 +117,7 @@ pub(super) const KEYS: &[Key] = &[
     key("train.max_skips", Or("10"), STEPS),
     key("train.recompute", Or("none"), Word(&["none", "selective", "full"])),
     key("train.grad_clip", Nullable(Some("1.0")), Number("a number above 0, or empty not to clip", |x| x > 0.0)),
-    key("train.optimizer.kind", Or("adamw"), Word(&["adamw", "lion", "sgd", "muon"])),
+    key("train.optimizer.kind", Or("adamw"), Word(OptimizerKind::WORDS)),
     key("train.optimizer.lr", Or("3e-4"), NOT_NEGATIVE),
     key("train.optimizer.betas", NONE, Form("two numbers from 0 to below 1", are_betas)),
     key("train.optimizer.eps", Or("1e-8"), ABOVE_ZERO),
@@ -372,10 +373,11 @@ impl Allowed {
     fn hint(&self, value: &Value) -> Option<String> {
         let is_text = |value: &Value| self.refusal(&Value::Text(value.to_string())).is_none();
         match value {
+            Value::Float(v) if !v.is_finite() => None,
             Value::Unsigned(_) | Value::Signed(_) | Value::Float(_) if is_text(value) => {
                 Some("put the value in quotes to make it a string".into())
             }
-            Value::Float(v) if matches!(self, Whole(_)) && v.is_finite() => match *v {
+            Value::Float(v) if matches!(self, Whole(_)) => match *v {
                 v if v >= u64::MAX as f64 => Some(format!("there is none above {}", u64::MAX)),
                 v if v >= 0.0 && v.fract() == 0.0 => {
                     Some(format!("write it without a point or an exponent: `{v}`"))

@@ -363,7 +363,6 @@ fn data_error(source: &Source, key: &str, error: &DataError) -> ConfigError {
             format!("cannot be read: {cause}"),
             Some("a relative path of `data` counts from the folder of the configuration".into()),
         ),
-        DataError::Misuse { .. } => return source.error(key, error.to_string(), None),
     };
     let words = format!("`{key}` is `{}`, which {problem}", path.display());
     source.error(key, words, hint)

@@ -89,6 +89,11 @@ pub enum ModelKind {
     Mlp,
 }
 
+impl ModelKind {
+    /// The words of the key.
+    pub(super) const WORDS: &'static [&'static str] = &["gpt2", "mlp"];
+}
+
 /// `data:`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -248,6 +253,11 @@ pub enum OptimizerKind {
     Sgd,
     /// Jordan et al. 2024, of the matrices of the blocks; AdamW of all other parameters.
     Muon,
+}
+
+impl OptimizerKind {
+    /// The words of the key.
+    pub(super) const WORDS: &'static [&'static str] = &["adamw", "lion", "sgd", "muon"];
 }
 
 /// One of `train.optimizer.groups`
@@ -576,20 +586,6 @@ const GPT2: &str = "gpt2";
 const EXTENSION: &str = "json";
 
 impl Tokenizer {
-    /// From the word or the path that people write; none for anything else.
-    #[must_use]
-    pub fn named(text: &str) -> Option<Self> {
-        match text {
-            BYTES => Some(Self::Bytes),
-            GPT2 => Some(Self::Gpt2),
-            path => {
-                let path = Path::new(path);
-                let is_file = path.extension().is_some_and(|extension| extension == EXTENSION);
-                is_file.then(|| Self::File(path.to_owned()))
-            }
-        }
-    }
-
     /// A relative path counts from `folder`.
     #[must_use]
     pub(super) fn below(&self, folder: &Path) -> Self {
@@ -613,8 +609,14 @@ impl fmt::Display for Tokenizer {
 impl TryFrom<String> for Tokenizer {
     type Error = String;
 
+    /// From the word or the path that people write.
     fn try_from(text: String) -> Result<Self, String> {
-        Self::named(&text).ok_or_else(|| format!("`{text}` is no tokenizer"))
+        match text.as_str() {
+            BYTES => Ok(Self::Bytes),
+            GPT2 => Ok(Self::Gpt2),
+            path if Path::new(path).extension() == Some(EXTENSION.as_ref()) => Ok(Self::File(text.into())),
+            _ => Err(format!("`{text}` is no tokenizer")),
+        }
     }
 }
 

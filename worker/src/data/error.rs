@@ -24,14 +24,6 @@ pub enum DataError {
         /// The system's words.
         cause: String,
     },
-    /// A bug of the caller.
-    #[error("`{}`: {what}", path.display())]
-    Misuse {
-        /// The file.
-        path: PathBuf,
-        /// What does not fit.
-        what: String,
-    },
 }
 
 impl DataError {
@@ -47,13 +39,6 @@ impl DataError {
         Self::Unreadable {
             path: path.to_owned(),
             cause: error.to_string(),
-        }
-    }
-
-    pub(super) fn misuse(path: &Path, what: String) -> Self {
-        Self::Misuse {
-            path: path.to_owned(),
-            what,
         }
     }
 

@@ -234,9 +234,7 @@ impl RunDir {
 
     fn require_checkpoint(&self, request: Request<'_>) -> Result<(), RunFilesError> {
         if request.run.resume == Resume::Require && self.checkpoint()?.is_none() {
-            return Err(RunFilesError::NothingToResume {
-                path: self.path.clone(),
-            });
+            return Err(RunFilesError::NothingToResume(self.path.clone()));
         }
         Ok(())
     }

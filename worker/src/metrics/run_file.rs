@@ -31,12 +31,9 @@ pub enum RunFilesError {
     /// `run.resume: require`, but there is nothing to resume.
     #[error(
         "`run.resume` is `require`, but `{}` holds no checkpoint\n  hint: set `run.resume: auto` to start where there is nothing to resume",
-        path.display()
+        .0.display()
     )]
-    NothingToResume {
-        /// The folder.
-        path: PathBuf,
-    },
+    NothingToResume(PathBuf),
     /// The checkpoints in it cannot be used.
     #[error(transparent)]
     Checkpoint(#[from] checkpoint::CheckpointError),
@@ -86,33 +83,24 @@ pub(super) fn replace_prepared(
     bytes: &[u8],
     prepare: impl FnOnce(&File) -> io::Result<()>,
 ) -> Result<File, RunFilesError> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".tmp");
-    let temporary = path.with_file_name(name);
-    let written = write_and_rename(path, &temporary, bytes, prepare);
-    if written.is_err() {
+    let temporary = path.with_added_extension("tmp");
+    let write = || {
+        // Left by a crash, and perhaps still held open by a process that is dying.
+        let _ = fs::remove_file(&temporary);
+        let mut file = File::create(&temporary)?;
+        prepare(&file)?;
+        file.write_all(bytes)?;
+        file.sync_all()?;
+        fs::rename(&temporary, path)?;
+        let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
+        File::open(folder.unwrap_or(Path::new(".")))?.sync_all()?;
+        Ok(file)
+    };
+    write().map_err(|e| {
         // The error that counts is on its way; a left-over would only be overwritten next time.
         let _ = fs::remove_file(&temporary);
-    }
-    written.map_err(|e| RunFilesError::io("write", path, &e))
-}
-
-fn write_and_rename(
-    path: &Path,
-    temporary: &Path,
-    bytes: &[u8],
-    prepare: impl FnOnce(&File) -> io::Result<()>,
-) -> io::Result<File> {
-    // Left by a crash, and perhaps still held open by a process that is dying.
-    let _ = fs::remove_file(temporary);
-    let mut file = File::create(temporary)?;
-    prepare(&file)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(temporary, path)?;
-    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty());
-    File::open(folder.unwrap_or(Path::new(".")))?.sync_all()?;
-    Ok(file)
+        RunFilesError::io("write", path, &e)
+    })
 }
 
 /// Deletes a file; one that is not there is fine.

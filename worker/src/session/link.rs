@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, PROTOCOL, Phase, ToAgent, ToWorker};
+use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, PROTOCOL, ToAgent, ToWorker};
 use ddp_proto::env::{EnvError, WorkerEnv};
 use ddp_proto::ids::Generation;
 use nix::sys::socket::{
@@ -54,15 +54,12 @@ pub(super) struct Times {
     pub(super) grace: Duration,
 }
 
-impl Default for Times {
-    fn default() -> Self {
-        Self {
-            handshake: Duration::from_secs(30),
-            heartbeat: Duration::from_secs(1),
-            grace: GRACE,
-        }
-    }
-}
+/// Those of programs.
+pub(super) const TIMES: Times = Times {
+    handshake: Duration::from_secs(30),
+    heartbeat: Duration::from_secs(1),
+    grace: GRACE,
+};
 
 /// What the agent answered to the hello.
 #[derive(Debug)]
@@ -91,15 +88,8 @@ pub(super) struct Shared {
 
 impl Shared {
     fn new(times: Times) -> Arc<Self> {
-        let first = ToAgent::Heartbeat {
-            step: 0,
-            phase: Phase::Starting,
-            quiet_ms: 0,
-            progress: None,
-            waits: Vec::new(),
-        };
         let cancel = Cancel::new();
-        let outbox = Arc::new(Outbox::new(first, times.heartbeat, &cancel));
+        let outbox = Arc::new(Outbox::new(times.heartbeat, &cancel));
         let store = Arc::new(RemoteStore::new(&outbox, &cancel, times.grace));
         // A blocked get must see at once that the generation is over, whichever side says so.
         let calls = Arc::downgrade(&store);

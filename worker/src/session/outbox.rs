@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ddp_proto::control::ToAgent;
+use ddp_proto::control::{Phase, Progress, ToAgent};
 
 use super::{Cancel, Wanted};
 
@@ -29,10 +29,10 @@ struct State {
     lines: VecDeque<Vec<u8>>,
     /// The writer has taken a line that is not yet written.
     in_hand: bool,
-    /// The last one; repeated when nothing newer came.
-    heartbeat: ToAgent,
+    /// Of the last heartbeat, which is repeated when nothing newer came.
+    progress: (u64, Phase, Option<Progress>),
     heartbeat_due: Instant,
-    /// When the program reported it.
+    /// When the program reported its progress.
     reported_at: Instant,
     /// It was handed out already.
     is_repeated: bool,
@@ -44,17 +44,27 @@ struct State {
 impl State {
     /// The last heartbeat, with what is waited for; a repetition says how old it is.
     fn take_heartbeat(&mut self, now: Instant, cancel: &Cancel) -> ToAgent {
-        let mut heartbeat = self.heartbeat.clone();
-        if let ToAgent::Heartbeat { quiet_ms, waits, .. } = &mut heartbeat {
-            if self.is_repeated {
-                *quiet_ms = now.saturating_duration_since(self.reported_at).as_millis() as u64;
-            }
-            let all = cancel.waits();
-            let lasting = all.iter().filter(|wanted| wanted.waited >= LASTING);
-            *waits = lasting.take(MAX_REPORTED_WAITS).map(Wanted::to_wire).collect();
+        let quiet = match std::mem::replace(&mut self.is_repeated, true) {
+            true => now.saturating_duration_since(self.reported_at),
+            false => Duration::ZERO,
+        };
+        let all = cancel.waits();
+        let lasting = all.iter().filter(|wanted| wanted.waited >= LASTING);
+        let (step, phase, progress) = self.progress.clone();
+        ToAgent::Heartbeat {
+            step,
+            phase,
+            quiet_ms: quiet.as_millis() as u64,
+            progress,
+            waits: lasting.take(MAX_REPORTED_WAITS).map(Wanted::to_wire).collect(),
         }
-        self.is_repeated = true;
-        heartbeat
+    }
+
+    /// Makes the heartbeat due.
+    fn renew(&mut self) {
+        self.reported_at = Instant::now();
+        self.heartbeat_due = self.reported_at;
+        self.is_repeated = false;
     }
 
     fn is_written(&self) -> bool {
@@ -72,7 +82,7 @@ pub(super) enum Refused {
 }
 
 impl Outbox {
-    pub(super) fn new(first: ToAgent, interval: Duration, cancel: &Cancel) -> Self {
+    pub(super) fn new(interval: Duration, cancel: &Cancel) -> Self {
         let now = Instant::now();
         Self {
             interval,
@@ -80,7 +90,7 @@ impl Outbox {
             state: Mutex::new(State {
                 lines: VecDeque::new(),
                 in_hand: false,
-                heartbeat: first,
+                progress: (0, Phase::Starting, None),
                 heartbeat_due: now,
                 reported_at: now,
                 is_repeated: false,
@@ -92,19 +102,17 @@ impl Outbox {
     }
 
     /// Replaces the heartbeat and makes it due: never blocks, and never queues more than one.
-    pub(super) fn beat(&self, heartbeat: ToAgent) {
+    pub(super) fn beat(&self, step: u64, phase: Phase, progress: Option<Progress>) {
         let mut state = self.lock();
-        state.heartbeat = heartbeat;
-        state.heartbeat_due = Instant::now();
-        state.reported_at = state.heartbeat_due;
-        state.is_repeated = false;
+        state.progress = (step, phase, progress);
+        state.renew();
         self.changed.notify_all();
     }
 
     /// Reports the last heartbeat anew: it still holds, and the program has got on.
     pub(super) fn beat_again(&self) {
-        let last = self.lock().heartbeat.clone();
-        self.beat(last);
+        self.lock().renew();
+        self.changed.notify_all();
     }
 
     /// Queues a line.
@@ -180,19 +188,7 @@ pub(super) fn to_line(message: &ToAgent) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use ddp_proto::control::Phase;
-
     use super::*;
-
-    fn beat(step: u64) -> ToAgent {
-        ToAgent::Heartbeat {
-            step,
-            phase: Phase::Training,
-            quiet_ms: 0,
-            progress: None,
-            waits: Vec::new(),
-        }
-    }
 
     fn get(call: u64) -> ToAgent {
         ToAgent::KvGet {
@@ -204,13 +200,13 @@ mod tests {
 
     #[test]
     fn a_flood_of_heartbeats_does_not_starve_calls() {
-        let outbox = Outbox::new(beat(0), Duration::from_hours(1), &Cancel::new());
+        let outbox = Outbox::new(Duration::from_hours(1), &Cancel::new());
         for call in 0..3 {
             outbox.push(&get(call)).unwrap();
         }
         let mut calls = Vec::new();
         for step in 0..6 {
-            outbox.beat(beat(step));
+            outbox.beat(step, Phase::Training, None);
             match serde_json::from_slice(&outbox.next().unwrap()).unwrap() {
                 ToAgent::KvGet { call, .. } => calls.push(call),
                 other => assert!(matches!(other, ToAgent::Heartbeat { .. })),
@@ -221,20 +217,20 @@ mod tests {
 
     #[test]
     fn a_repeated_heartbeat_says_how_old_it_is() {
-        let outbox = Outbox::new(beat(0), Duration::from_millis(5), &Cancel::new());
+        let outbox = Outbox::new(Duration::from_millis(5), &Cancel::new());
         let quiet = || match serde_json::from_slice(&outbox.next().unwrap()).unwrap() {
             ToAgent::Heartbeat { quiet_ms, .. } => quiet_ms,
             other => panic!("{other:?}"),
         };
         assert_eq!(quiet(), 0);
         assert!(quiet() >= 5);
-        outbox.beat(beat(1));
+        outbox.beat(1, Phase::Training, None);
         assert_eq!(quiet(), 0, "something new");
     }
 
     #[test]
     fn the_queue_is_bounded_and_closing_ends_waits() {
-        let outbox = Outbox::new(beat(0), Duration::from_hours(1), &Cancel::new());
+        let outbox = Outbox::new(Duration::from_hours(1), &Cancel::new());
         for call in 0..MAX_QUEUED_LINES as u64 {
             outbox.push(&get(call)).unwrap();
         }

@@ -7,7 +7,7 @@ use ddp_proto::control::{Phase, Progress, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::utc;
 
-use super::link::{Link, SessionError, Times};
+use super::link::{Link, SessionError, TIMES, Times};
 use super::{Cancel, KeyValue, MemoryStore, StopRequest};
 
 /// How long [`Session::fail`] waits until the words are written.
@@ -38,7 +38,7 @@ impl Session {
 
     /// As [`Session::from_env`], from any source of variables.
     pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Self, SessionError> {
-        Self::from_vars_within(get, Times::default())
+        Self::from_vars_within(get, TIMES)
     }
 
     pub(super) fn from_vars_within(
@@ -142,14 +142,7 @@ impl Session {
     /// replaces one that is not yet written, and the last one is repeated automatically.
     pub fn heartbeat(&self, step: u64, phase: Phase, progress: Option<Progress>) {
         if let Some(link) = &self.link {
-            let progress = progress.filter(is_finite);
-            link.shared.outbox.beat(ToAgent::Heartbeat {
-                step,
-                phase,
-                quiet_ms: 0,
-                progress,
-                waits: Vec::new(),
-            });
+            link.shared.outbox.beat(step, phase, progress.filter(is_finite));
         }
     }
 

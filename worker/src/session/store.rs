@@ -272,22 +272,13 @@ fn refused(what: &str, key: &str, refusal: KvRefusal, words: &str) -> StoreError
 
 #[cfg(test)]
 mod tests {
-    use ddp_proto::control::Phase;
-
     use super::*;
 
     const PATIENCE: Duration = Duration::from_mins(1);
 
     fn store() -> RemoteStore {
-        let first = ToAgent::Heartbeat {
-            step: 0,
-            phase: Phase::Starting,
-            quiet_ms: 0,
-            progress: None,
-            waits: Vec::new(),
-        };
         let cancel = Cancel::new();
-        let outbox = Arc::new(Outbox::new(first, PATIENCE, &cancel));
+        let outbox = Arc::new(Outbox::new(PATIENCE, &cancel));
         RemoteStore::new(&outbox, &cancel, GRACE)
     }
 
