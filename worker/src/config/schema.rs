@@ -190,7 +190,7 @@ pub struct OptimizerConfig {
     pub betas: Option<[f32; 2]>,
     /// Added to the denominator.
     pub eps: f32,
-    /// λ; norms and biases have none, unless a group says otherwise.
+    /// λ; norms and biases have none, unless a group has its own.
     pub weight_decay: f32,
     /// Decay of the momentum; none: [`OptimizerConfig::momentum`].
     pub momentum: Option<f32>,
@@ -369,7 +369,7 @@ pub enum Precision {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnNonFinite {
-    /// End the run, and say who saw it first.
+    /// End the run, and name who saw it first.
     Stop,
     /// Leave parameters and moments as they are, and go on with the next step.
     Skip,

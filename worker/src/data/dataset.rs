@@ -56,7 +56,7 @@ impl Tokens {
         })
     }
 
-    /// Number of tokens of the files of `paths`, each of which is opened, checked as far as its header says, and closed.
+    /// Number of tokens of the files of `paths`, each of which is opened, checked against its header, and closed.
     pub fn count(
         paths: &Paths,
         tokenizer: &Tokenizer,

@@ -3,10 +3,9 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `vocabulary.rs` | [`Vocabulary`]: how many tokens a tokenizer has, and what identifies it |
-//! | `mapped_file.rs` | a file, mapped into memory |
+//! | `mapped_file.rs` | a file, mapped into memory; [`DataError`]: what can be wrong with the data |
 //! | `token_file.rs` | a text, or a file of tokens of a kind that its first bytes identify |
 //! | `dataset.rs` | [`Dataset`]: the training and the validation [`Tokens`] of a configuration, in files that [`matching()`] finds |
-//! | `error.rs` | [`DataError`]: what can be wrong with them |
 //! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation |
 //! | `entropy.rs` | [`Entropies`]: what a model without context can reach |
 //!
@@ -15,7 +14,6 @@
 
 mod dataset;
 mod entropy;
-mod error;
 mod loader;
 mod mapped_file;
 #[cfg(test)]
@@ -25,8 +23,8 @@ mod vocabulary;
 
 pub use dataset::{Dataset, HELD_OUT_PART, MAX_FILES, Tokens, matching};
 pub use entropy::Entropies;
-pub use error::DataError;
 pub use loader::{BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, StepSamples, eval_blocks};
+pub use mapped_file::DataError;
 pub(crate) use mapped_file::open_regular;
 use token_file::TokenFile;
 pub use token_file::{TokenFacts, Width};

@@ -1,15 +1,16 @@
-//! A file of tokens: a text in which every byte is one, or a token file of a kind that its first bytes tell.
+//! A file of tokens: a text in which every byte is one, or a token file of a kind that its first bytes identify.
 //!
 //! - Our own kind: safetensors with one tensor `tokens` of one dimension, `U16` or `U32`, and metadata. A file that somebody
-//!   else wrote with such a tensor is taken too; what its metadata do not say is not known.
-//! - The `.bin` of llm.c and modded-nanogpt: a header of 256 integers of 4 bytes, then the tokens. The first integer tells
-//!   the kind, the second its version, the third how many tokens follow. It does not say which tokenizer made them.
+//!   else wrote with such a tensor is taken too; what its metadata leave out is not known.
+//! - The `.bin` of llm.c and modded-nanogpt: a header of 256 integers of 4 bytes, then the tokens. The first integer is
+//!   the kind, the second its version, the third how many tokens follow. The tokenizer that made them is not recorded.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde::Serialize;
 
 use super::mapped_file::MappedFile;
 use super::{DataError, Vocabulary};
@@ -58,13 +59,9 @@ impl TokenFile {
             }
             (Some(layout), false) => layout,
         };
-        let TokenFacts {
-            tokenizer_hash,
-            tokenizer,
-            ..
-        } = &layout.facts;
-        if tokenizer_hash.is_some() && *tokenizer_hash != vocabulary.hash {
-            let found = tokenizer.as_deref().unwrap_or("another one");
+        let facts = &layout.facts;
+        if facts.tokenizer_hash.is_some() && facts.tokenizer_hash != vocabulary.hash {
+            let found = facts.tokenizer.as_deref().unwrap_or("another one");
             return refused(other_tokenizer(found, wanted), OTHER_TOKENIZER);
         }
         if layout.tokens == 0 {
@@ -88,7 +85,7 @@ impl TokenFile {
         self.layout.tokens
     }
 
-    /// What the file says of its contents.
+    /// The metadata of the file.
     pub(super) fn facts(&self) -> &TokenFacts {
         &self.layout.facts
     }
@@ -105,23 +102,18 @@ impl TokenFile {
         let mut bytes = vec![0; out.len() * width];
         self.read_stored(start, &mut bytes)?;
         let last = (self.vocabulary.size - 1) as u32;
-        let mut highest = 0;
-        for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(width)) {
+        for (i, (out, bytes)) in out.iter_mut().zip(bytes.chunks_exact(width)).enumerate() {
             let token = stored(bytes);
-            highest = highest.max(token);
+            if token > last {
+                let (position, tokenizer) = (start + i, &self.vocabulary.name);
+                let problem = format!(
+                    "has the number {token} at position {position}, but the vocabulary of `{tokenizer}` ends with {last}"
+                );
+                return Err(DataError::file(self.path(), problem, Some(OTHER_TOKENIZER)));
+            }
             *out = token as i32;
         }
-        if highest <= last {
-            return Ok(());
-        }
-        let at = bytes.chunks_exact(width).position(|bytes| stored(bytes) > last);
-        let token = at.map_or(highest, |at| stored(&bytes[at * width..][..width]));
-        let position = start + at.unwrap_or(0);
-        let tokenizer = &self.vocabulary.name;
-        let problem = format!(
-            "has the number {token} at position {position}, but the vocabulary of `{tokenizer}` ends with {last}"
-        );
-        Err(DataError::file(self.path(), problem, Some(OTHER_TOKENIZER)))
+        Ok(())
     }
 
     /// Copies the bytes of the tokens from `start`, as they are stored, into `out`, which has room for whole ones of
@@ -181,11 +173,11 @@ fn quoted(word: &str) -> String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Width {
     /// A byte of a text.
-    U8,
+    U8 = 1,
     /// Two bytes, little-endian.
-    U16,
+    U16 = 2,
     /// Four bytes, little-endian.
-    U32,
+    U32 = 4,
 }
 
 impl Width {
@@ -198,16 +190,12 @@ impl Width {
     /// How many.
     #[must_use]
     pub const fn bytes(self) -> usize {
-        match self {
-            Self::U8 => 1,
-            Self::U16 => 2,
-            Self::U32 => 4,
-        }
+        self as usize
     }
 }
 
-/// What a token file says of its contents.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The metadata of a token file, under the names of these fields.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TokenFacts {
     /// Name of the tokenizer.
     pub tokenizer: Option<String>,
@@ -320,30 +308,23 @@ const MAX_JSON_BYTES: u64 = 100_000_000;
 
 /// Name of the tensor.
 const TENSOR: &str = "tokens";
-/// Names of the metadata.
+/// Name of the kind in the metadata.
 const KIND: &str = "format";
-const TOKENIZER: &str = "tokenizer";
-const TOKENIZER_HASH: &str = "tokenizer_hash";
-const VOCAB_SIZE: &str = "vocab_size";
-const DOCUMENTS: &str = "documents";
-const TEXT_BYTES: &str = "text_bytes";
 /// What the metadata call the kind, version included.
 const OURS: &str = "ddp-tokens/1";
 
-/// The header of a file of `tokens` tokens, [`HEADER_BYTES`] long; none if what `facts` say does not fit.
+/// The header of a file of `tokens` tokens, [`HEADER_BYTES`] long; none if `facts` do not fit.
 pub(crate) fn header(width: Width, tokens: usize, facts: &TokenFacts) -> Option<Vec<u8>> {
-    let numbers = [
-        (VOCAB_SIZE, facts.vocab_size.map(|size| size.to_string())),
-        (DOCUMENTS, facts.documents.map(|documents| documents.to_string())),
-        (TEXT_BYTES, facts.text_bytes.map(|bytes| bytes.to_string())),
-        (TOKENIZER, facts.tokenizer.clone()),
-        (TOKENIZER_HASH, facts.tokenizer_hash.clone()),
-        (KIND, Some(OURS.to_owned())),
-    ];
-    let said = numbers.into_iter();
     // Sorted, so that the same tokens are the same file.
-    let metadata: std::collections::BTreeMap<&str, String> =
-        said.filter_map(|(key, value)| Some((key, value?))).collect();
+    let mut metadata = BTreeMap::from([(KIND.to_owned(), OURS.to_owned())]);
+    for (key, value) in serde_json::to_value(facts).ok()?.as_object()? {
+        if !value.is_null() {
+            let text = value
+                .as_str()
+                .map_or_else(|| value.to_string(), ToOwned::to_owned);
+            metadata.insert(key.clone(), text);
+        }
+    }
     let dtype = match width {
         Width::U8 => Dtype::U8,
         Width::U16 => Dtype::U16,
@@ -428,9 +409,8 @@ fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
     }))
 }
 
-/// What the metadata say.
 fn facts(metadata: Option<&HashMap<String, String>>) -> Result<TokenFacts, String> {
-    let Some(metadata) = metadata.filter(|metadata| metadata.contains_key(TOKENIZER_HASH)) else {
+    let Some(metadata) = metadata.filter(|metadata| metadata.contains_key("tokenizer_hash")) else {
         return Ok(TokenFacts::default());
     };
     let word = |key: &str| metadata.get(key).cloned();
@@ -445,10 +425,10 @@ fn facts(metadata: Option<&HashMap<String, String>>) -> Result<TokenFacts, Strin
         number.transpose()
     };
     Ok(TokenFacts {
-        tokenizer: word(TOKENIZER),
-        tokenizer_hash: word(TOKENIZER_HASH),
-        vocab_size: number(VOCAB_SIZE)?.map(|size| size as usize),
-        documents: number(DOCUMENTS)?,
-        text_bytes: number(TEXT_BYTES)?,
+        tokenizer: word("tokenizer"),
+        tokenizer_hash: word("tokenizer_hash"),
+        vocab_size: number("vocab_size")?.map(|size| size as usize),
+        documents: number("documents")?,
+        text_bytes: number("text_bytes")?,
     })
 }

@@ -19,7 +19,7 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Digits of a hash that people compare.
 const SHOWN_DIGITS: usize = 16;
 
-/// A vocabulary: `0..size`, and by what it is told from others.
+/// A vocabulary: `0..size`, and what identifies it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vocabulary {
     /// `bytes`, `gpt2`, or the name of a file.

@@ -1,6 +1,6 @@
 //! Who has the folder of a run: one process at a time, for as long as it lives.
 //!
-//! `.run-token` says which run took the folder last, and a lock on that file that the run lives: the system drops it with
+//! `.run-token` names the run that took the folder last, and a lock on that file shows that the run lives: the system drops it with
 //! the process, however that ends. The file is replaced as a whole, by one that is locked before it has its name; so
 //! whoever gets the lock of a file looks whether that one still has the name.
 
@@ -20,7 +20,7 @@ use super::run_file::{RunFilesError, replace_prepared};
 const FILE: &str = ".run-token";
 /// Longest file that is believed.
 const MAX_BYTES: u64 = 64 << 10;
-/// A file system tells nobody when a lock is free.
+/// A file system reports no event when a lock is free.
 const POLL: Duration = Duration::from_millis(50);
 
 /// A process that has the folder of a run, in its own words.

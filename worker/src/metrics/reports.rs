@@ -61,15 +61,12 @@ impl MetricsLog {
             read => read.map_err(|e| RunFilesError::io("read", path, &e))?,
         };
         let lines = old.split_inclusive(|b| *b == b'\n');
-        let kept: Vec<u8> = lines
-            .filter(|line| belongs(line, step))
-            .flatten()
-            .copied()
-            .collect();
-        if kept == old {
-            return Ok(());
+        let kept: Vec<&[u8]> = lines.filter(|line| belongs(line, step)).collect();
+        let kept = kept.concat();
+        if kept != old {
+            replace_file(path, &kept)?;
         }
-        replace_file(path, &kept)
+        Ok(())
     }
 }
 
@@ -131,8 +128,8 @@ pub struct MetricsLine {
     pub optimizer_ms: f64,
     /// Before it: time for which checkpoints held training up since the step before.
     pub checkpoint_ms: f64,
-    /// Bytes that this rank moved between itself and others in this step, counted at the transport as
-    /// [`WireBytes`] says.
+    /// Bytes that this rank moved between itself and others in this step, counted at the transport: see
+    /// [`WireBytes`].
     pub wire_bytes: WireBytes,
     /// Number of ranks.
     pub world_size: u32,
@@ -201,7 +198,7 @@ pub struct Summary {
     pub val_loss: Option<f64>,
     /// What a model without context reaches on the same data.
     pub entropies: Entropies,
-    /// Bytes of text to a token of the validation data; none if their files do not tell.
+    /// Bytes of text to a token of the validation data; none if their files do not record it.
     #[serde(default)]
     pub bytes_per_token: Option<f64>,
     /// Wall time of this life of the run, start to end.

@@ -65,7 +65,7 @@ pub struct Request<'a> {
     pub deadline: Instant,
 }
 
-/// What rank 0 tells the others.
+/// The message of rank 0 to the others.
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Decision {

@@ -25,7 +25,7 @@ pub enum RunFilesError {
     /// Another process has the folder.
     #[error("{0}")]
     InUse(String),
-    /// The folder is not one that this run may have, or not the same on all ranks. The sentence says what to do.
+    /// The folder is not one that this run may have, or not the same on all ranks. The sentence has the next step.
     #[error("{0}")]
     Refused(String),
     /// `run.resume: require`, but there is nothing to resume.

@@ -91,7 +91,7 @@ impl Shared {
         let cancel = Cancel::new();
         let outbox = Arc::new(Outbox::new(times.heartbeat, &cancel));
         let store = Arc::new(RemoteStore::new(&outbox, &cancel, times.grace));
-        // A blocked get must see at once that the generation is over, whichever side says so.
+        // A blocked get must see at once that the generation is over, whichever side sends it.
         let calls = Arc::downgrade(&store);
         cancel.on_cancel(move || {
             if let Some(calls) = calls.upgrade() {

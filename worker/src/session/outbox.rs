@@ -42,7 +42,7 @@ struct State {
 }
 
 impl State {
-    /// The last heartbeat, with what is waited for; a repetition says how old it is.
+    /// The last heartbeat, with what is waited for; a repetition has its age.
     fn take_heartbeat(&mut self, now: Instant, cancel: &Cancel) -> ToAgent {
         let quiet = match std::mem::replace(&mut self.is_repeated, true) {
             true => now.saturating_duration_since(self.reported_at),

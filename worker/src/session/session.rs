@@ -146,7 +146,7 @@ impl Session {
         }
     }
 
-    /// Tells the agent that this worker has got on within what it last said: for phases without steps.
+    /// Repeats the last heartbeat as a new one, since this worker has got on: for phases without steps.
     pub fn still_alive(&self) {
         if let Some(link) = &self.link {
             link.shared.outbox.beat_again();

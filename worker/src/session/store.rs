@@ -15,7 +15,7 @@ use super::outbox::{Outbox, Refused};
 /// Write-once keys, blocking reads.
 ///
 /// Every call has a deadline; one that has passed means to try once, so that a store behind a connection waits for its
-/// answer a moment longer. One that is told that the generation is over ends every call at once.
+/// answer a moment longer. The end of the generation ends every call at once.
 pub trait KeyValue: Send + Sync {
     /// Writes a key; writing the same value again succeeds. After [`StoreError::Unavailable`] it may be written or not.
     fn put(&self, key: &str, value: &[u8], deadline: Instant) -> Result<(), StoreError>;
@@ -89,8 +89,8 @@ impl KeyValue for MemoryStore {
     }
 }
 
-/// How much longer than a call's deadline its answer is waited for. Longer than the agent needs to say itself what is
-/// wrong.
+/// How much longer than a call's deadline its answer is waited for. Longer than the agent needs to report
+/// what is wrong.
 pub(super) const GRACE: Duration = ANSWER_GRACE.saturating_mul(2);
 
 /// The store of this generation, asked through the agent. No more calls are under way than the agent takes: a caller
@@ -256,8 +256,8 @@ impl KeyValue for RemoteStore {
     }
 }
 
-/// The agent's words as an error. It may say that the generation is over in the answer to a call before it says so to
-/// everybody.
+/// The agent's words as an error. The answer to a call may report the end of the generation before the message to
+/// everybody does.
 fn refused(what: &str, key: &str, refusal: KvRefusal, words: &str) -> StoreError {
     match refusal {
         KvRefusal::Superseded => {
