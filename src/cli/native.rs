@@ -13,7 +13,6 @@ use ddp_worker::checkpoint::CheckpointError;
 pub use ddp_worker::checkpoint::ignore_file_size_signal;
 use ddp_worker::config::{self, Located, Resume};
 pub use ddp_worker::config::{Backend, Strategy, TrainConfig};
-use ddp_worker::data::DataError;
 use ddp_worker::device::DeviceError;
 pub use ddp_worker::device::cuda;
 pub use ddp_worker::libraries;
@@ -71,7 +70,7 @@ impl Validated {
 
     /// The keys that are set and their values, as people write them.
     pub fn entries(&self) -> Vec<(String, String)> {
-        self.located.entries()
+        self.located.source.entries()
     }
 
     /// What every worker would refuse if `nodes` nodes ran `workers` workers each; none if they would not.
@@ -86,7 +85,7 @@ impl Validated {
         if exit_code(&error) != exit::USAGE {
             return None;
         }
-        let place = self.located.place(&key_of(&error));
+        let place = self.located.source.place(&key_of(&error));
         Some(CliError::Config(format!("{place}: {error}")))
     }
 
@@ -98,7 +97,7 @@ impl Validated {
             return Ok(());
         }
         check_initial_weights(config).map_err(|error| {
-            let place = self.located.place("model.init_from");
+            let place = self.located.source.place("model.init_from");
             CliError::Config(format!("{place}: {error}"))
         })
     }
@@ -124,7 +123,7 @@ impl Validated {
                     RunFilesError::NothingToResume { .. } => "run.resume",
                     _ => "run.out_dir",
                 };
-                let words = format!("{}: {error}", self.located.place(key));
+                let words = format!("{}: {error}", self.located.source.place(key));
                 match of_run_files(&error) {
                     exit::FOLDER_IN_USE => CliError::FolderInUse(words),
                     exit::DISK => CliError::Disk(words),
@@ -156,7 +155,7 @@ impl Draft {
     /// What it would cost on such machines.
     pub fn comparison(&self, machines: &Machines) -> Result<Comparison, CliError> {
         Comparison::of(&self.located.config, machines).map_err(|error| {
-            let place = self.located.place(&key_of(&error));
+            let place = self.located.source.place(&key_of(&error));
             CliError::Config(format!("{place}: {error}"))
         })
     }
@@ -272,11 +271,11 @@ fn exit_code(error: &TrainError) -> u8 {
         | TrainError::Device(DeviceError::TooOld { .. })
         | TrainError::Model(_)
         | TrainError::Layout(_)
+        | TrainError::Data(_)
         | TrainError::Reduce(ReduceError::Unused { .. }) => false,
         TrainError::Pretrained(error) => {
             matches!(error, PretrainedError::Io { kind, .. } if is_transient(*kind))
         }
-        TrainError::Data(error) => matches!(error, DataError::Misuse { .. }),
         TrainError::Agreement(error) => !matches!(error, AgreementError::Differs(_)),
         TrainError::NotSaved { .. }
         | TrainError::GenerationOver { .. }
@@ -294,11 +293,10 @@ fn of_run_files(error: &RunFilesError) -> u8 {
         RunFilesError::Store(_) => FAILED,
         RunFilesError::Checkpoint(error) => of_checkpoint(error),
         RunFilesError::Io { kind, .. } => of_io(*kind),
-        RunFilesError::InUse { .. } => exit::FOLDER_IN_USE,
-        RunFilesError::HoldsRun { .. }
-        | RunFilesError::NothingToResume { .. }
-        | RunFilesError::RankZero(_)
-        | RunFilesError::NotShared { .. } => exit::USAGE,
+        RunFilesError::InUse(_) => exit::FOLDER_IN_USE,
+        RunFilesError::Refused(_) | RunFilesError::NothingToResume { .. } | RunFilesError::RankZero(_) => {
+            exit::USAGE
+        }
     }
 }
 
@@ -345,14 +343,7 @@ fn is_transient(kind: ErrorKind) -> bool {
 /// A worker without a place: its environment is wrong, or its agent was lost.
 fn session_exit_code(error: &SessionError) -> u8 {
     match error {
-        SessionError::Env(_)
-        | SessionError::NoAgent { .. }
-        | SessionError::Stranger { .. }
-        | SessionError::BadAssignment(_)
-        | SessionError::Protocol { .. } => exit::USAGE,
-        SessionError::Connect { .. }
-        | SessionError::NoAssignment { .. }
-        | SessionError::Superseded(_)
-        | SessionError::Thread { .. } => FAILED,
+        SessionError::Env(_) | SessionError::Refused(_) => exit::USAGE,
+        SessionError::Lost(_) => FAILED,
     }
 }

@@ -238,7 +238,7 @@ impl Sizes {
                 val: None,
                 tokenizer: config::Tokenizer::Bytes,
                 order: config::Order::Shuffled,
-                last_batch: config::LastBatch::default(),
+                last_batch: config::LastBatch::Wrap,
             },
             train: config::Train::default(),
             parallel: config::Parallel::default(),

@@ -170,18 +170,6 @@ impl Mesh {
         }
     }
 
-    /// Number of ranks along each axis.
-    #[must_use]
-    pub const fn shape(&self) -> MeshShape {
-        self.shape
-    }
-
-    /// All ranks.
-    #[must_use]
-    pub const fn world(&self) -> &Communicator {
-        &self.world
-    }
-
     /// Ranks along all of `axes`.
     #[must_use]
     pub fn size(&self, axes: &[Axis]) -> usize {

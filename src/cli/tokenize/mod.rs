@@ -53,7 +53,8 @@ pub struct Args {
 }
 
 fn tokenizer(text: &str) -> Result<Tokenizer, String> {
-    Tokenizer::named(text).ok_or_else(|| "expected `gpt2` or the path of a `tokenizer.json`".into())
+    Tokenizer::try_from(text.to_owned())
+        .map_err(|_| "expected `gpt2` or the path of a `tokenizer.json`".into())
 }
 
 /// Main of `ddp-train tokenize`.

@@ -231,7 +231,7 @@ impl Reader {
         };
         let section = &self.manifest.state.config["model"];
         let mut config: config::Model =
-            serde_json::from_value(section.clone()).map_err(|e| describes_none(e.to_string()))?;
+            config::section("model", section.clone()).map_err(|e| describes_none(e.to_string()))?;
         // Else the tokenizer's, which need not be here.
         if config.vocab_size.is_none() {
             let rows = self.tensor(&TensorKind::Parameter.of(EMBEDDING))?.shape.first();
@@ -239,9 +239,11 @@ impl Reader {
         }
         let model = model::build(&config, 1).map_err(|e| describes_none(e.to_string()))?;
         let optimizer = self.manifest.state.config.pointer("/train/optimizer").cloned();
-        let optimizer: OptimizerConfig = optimizer
-            .map_or_else(|| Ok(OptimizerConfig::default()), serde_json::from_value)
-            .map_err(|e| describes_none(e.to_string()))?;
+        let optimizer: OptimizerConfig = config::section(
+            "train.optimizer",
+            optimizer.unwrap_or_else(|| serde_json::json!({})),
+        )
+        .map_err(|e| describes_none(e.to_string()))?;
         let kinds = TensorKind::with_slots(optim::rule(&optimizer).slots);
         let of_kind = |kind| model.params.iter().map(move |spec| Extent::whole(kind, spec));
         let tensors: Vec<Extent> = kinds.iter().flat_map(of_kind).collect();

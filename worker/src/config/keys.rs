@@ -1,33 +1,35 @@
-//! The keys of `train.yaml`: one table of path, allowed values and words, and the pass that holds a file against it.
+//! The keys of `train.yaml`: one table of path, default, allowed values and words, and the pass that checks a file
+//! against it.
 //!
 //! A new key is a field in [`super::schema`], a row here, and a row of the table in `docs/configuration.md`. Tests
-//! compare the three. Rules over several keys are in [`super::rules`].
+//! compare the three. Rules over several keys are in [`super::load`].
 
 use std::fmt;
 use std::ops::RangeInclusive;
 
 use serde::de::DeserializeOwned;
-use serde_json::Value as Json;
+use serde_json::{Value as Json, json};
 
-use super::optimizer::{OptimizerGroup, OptimizerKind};
-use super::schema::ModelKind;
+use super::schema::{
+    ModelKind, OptimizerConfig, OptimizerGroup, OptimizerKind, Parallel, Run, Schedule, ShardGroup,
+    StepRange, Tokenizer, Train,
+};
 use super::source::{ConfigError, Node, Source, Value};
-use super::values::{ShardGroup, StepRange, Tokenizer};
 
 /// A row of the table.
 pub(super) struct Key {
     pub(super) path: &'static str,
-    pub(super) allowed: Allowed,
     pub(super) presence: Presence,
+    pub(super) allowed: Allowed,
 }
 
-/// What it means to leave a key out.
+/// What it means to leave a key out. Defaults are written as in YAML.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Presence {
-    /// Its default counts.
-    Default,
-    /// As [`Default`], and `null` is a value too: there is none.
-    Nullable,
+    /// This default counts.
+    Or(&'static str),
+    /// The same, and `null` is a value too: there is none. It is the default where no other is given.
+    Nullable(Option<&'static str>),
     /// It is an error.
     Required,
 }
@@ -42,14 +44,15 @@ pub(super) enum Allowed {
     Number(&'static str, fn(f32) -> bool),
     /// One of these words.
     Word(&'static [&'static str]),
-    /// A text; the words, and the test.
-    Text(&'static str, fn(&str) -> bool),
     /// Any value that passes the test; the words.
     Form(&'static str, fn(&Value) -> bool),
 }
 
-use Allowed::{Flag, Form, Number, Text, Whole, Word};
-use Presence::{Default, Nullable, Required};
+use Allowed::{Flag, Form, Number, Whole, Word};
+use Presence::{Nullable, Or, Required};
+
+/// The default of a nullable key.
+const NONE: Presence = Nullable(None);
 
 /// Larger sizes are mistakes; the bound keeps products of sizes far from overflow.
 const SIZE: Allowed = Whole(1..=1 << 24);
@@ -60,14 +63,12 @@ const NOT_NEGATIVE: Allowed = Number("a number, 0 or more", |x| x >= 0.0);
 const BELOW_ONE: Allowed = Number("a number from 0 to below 1", |x| (0.0..1.0).contains(&x));
 const MIB: Allowed = Number("a number above 0, at most 65536", |x| x > 0.0 && x <= 65_536.0);
 const SECONDS: Allowed = Number("a number above 0, at most 86400", |x| x > 0.0 && x <= 86_400.0);
-const NAME: Allowed = Text(
+const NAME: Allowed = Form(
     "a name for a folder: not empty, without `/`, not starting with a dot",
-    |name| !name.is_empty() && !name.contains(['/', '\0']) && !name.starts_with('.'),
+    |value| matches!(value, Value::Text(name) if !name.is_empty() && !name.contains(['/', '\0']) && !name.starts_with('.')),
 );
-const FOLDER: Allowed = Text("the path of a folder", |path| !path.is_empty());
-const WEIGHTS: Allowed = Text("the path of a folder or of a `.safetensors` file", |path| {
-    !path.is_empty()
-});
+const FOLDER: Allowed = Form("the path of a folder", is_path);
+const WEIGHTS: Allowed = Form("the path of a folder or of a `.safetensors` file", is_path);
 const TOKENIZER: Allowed = Form(
     "`bytes`, `gpt2` or the path of a `tokenizer.json`",
     is_read_as::<Tokenizer>,
@@ -81,80 +82,80 @@ const DATA: Allowed = Form("a path (a string), or a list of them", names_files);
 const fn key(path: &'static str, presence: Presence, allowed: Allowed) -> Key {
     Key {
         path,
-        allowed,
         presence,
+        allowed,
     }
 }
 
 /// In the order of the schema. A section has no row: it is what stands before a dot.
 #[rustfmt::skip]
 pub(super) const KEYS: &[Key] = &[
-    key("run.name", Default, NAME),
-    key("run.out_dir", Nullable, FOLDER),
-    key("run.seed", Default, FROM_ZERO),
-    key("run.resume", Default, Word(&["never", "auto", "require"])),
-    key("run.overwrite", Default, Flag),
-    key("run.timeline", Nullable, Form("steps as `10-12`, or one step, from 1 on", is_read_as::<StepRange>)),
+    key("run.name", Or("train"), NAME),
+    key("run.out_dir", NONE, FOLDER),
+    key("run.seed", Or("1337"), FROM_ZERO),
+    key("run.resume", Or("never"), Word(&["never", "auto", "require"])),
+    key("run.overwrite", Or("false"), Flag),
+    key("run.timeline", NONE, Form("steps as `10-12`, or one step, from 1 on", is_read_as::<StepRange>)),
     key("model.kind", Required, Word(ModelKind::WORDS)),
     key("model.n_layer", Required, Whole(1..=1 << 16)),
-    key("model.n_head", Default, SIZE),
+    key("model.n_head", Or("1"), SIZE),
     key("model.n_embd", Required, SIZE),
     key("model.block_size", Required, SIZE),
-    key("model.vocab_size", Nullable, SIZE),
-    key("model.init_from", Nullable, WEIGHTS),
-    key("model.dropout", Default, BELOW_ONE),
+    key("model.vocab_size", NONE, SIZE),
+    key("model.init_from", NONE, WEIGHTS),
+    key("model.dropout", Or("0.0"), BELOW_ONE),
     key("data.train", Required, DATA),
-    key("data.val", Nullable, DATA),
-    key("data.tokenizer", Default, TOKENIZER),
-    key("data.order", Default, Word(&["shuffled", "sequential"])),
-    key("data.last_batch", Default, Word(&["wrap", "short"])),
-    key("train.steps", Default, STEPS),
-    key("train.micro_batch", Default, SIZE),
-    key("train.grad_accumulation", Default, SIZE),
-    key("train.precision", Default, Word(&["f32", "bf16", "tf32"])),
-    key("train.on_nonfinite", Default, Word(&["stop", "skip"])),
-    key("train.max_skips", Default, STEPS),
-    key("train.recompute", Default, Word(&["none", "selective", "full"])),
-    key("train.grad_clip", Nullable, Number("a number above 0, or empty not to clip", |x| x > 0.0)),
-    key("train.optimizer.kind", Default, Word(OptimizerKind::WORDS)),
-    key("train.optimizer.lr", Default, NOT_NEGATIVE),
-    key("train.optimizer.betas", Nullable, Form("two numbers from 0 to below 1", are_betas)),
-    key("train.optimizer.eps", Default, ABOVE_ZERO),
-    key("train.optimizer.weight_decay", Default, NOT_NEGATIVE),
-    key("train.optimizer.momentum", Nullable, BELOW_ONE),
-    key("train.optimizer.nesterov", Nullable, Flag),
-    key("train.optimizer.groups", Default, GROUPS),
-    key("train.offload.optimizer", Default, Word(&["none", "file", "host"])),
-    key("train.offload.dir", Nullable, FOLDER),
-    key("train.schedule.kind", Default, Word(&["cosine", "linear", "constant", "wsd", "inverse_sqrt"])),
-    key("train.schedule.warmup_steps", Default, FROM_ZERO),
-    key("train.schedule.decay_steps", Nullable, STEPS),
-    key("train.schedule.min_lr", Default, NOT_NEGATIVE),
-    key("train.rescale", Default, Word(&["keep_global_batch", "keep_micro_batch"])),
-    key("train.lr_scaling", Default, Word(&["none", "linear"])),
-    key("train.base_batch", Nullable, STEPS),
-    key("train.eval_every", Default, FROM_ZERO),
-    key("train.checkpoint_every", Default, FROM_ZERO),
-    key("train.checkpoint_async", Default, Flag),
-    key("train.checkpoint_timeout_s", Default, SECONDS),
+    key("data.val", NONE, DATA),
+    key("data.tokenizer", Or("bytes"), TOKENIZER),
+    key("data.order", Or("shuffled"), Word(&["shuffled", "sequential"])),
+    key("data.last_batch", Or("wrap"), Word(&["wrap", "short"])),
+    key("train.steps", Or("1000"), STEPS),
+    key("train.micro_batch", Or("8"), SIZE),
+    key("train.grad_accumulation", Or("1"), SIZE),
+    key("train.precision", Or("f32"), Word(&["f32", "bf16", "tf32"])),
+    key("train.on_nonfinite", Or("stop"), Word(&["stop", "skip"])),
+    key("train.max_skips", Or("10"), STEPS),
+    key("train.recompute", Or("none"), Word(&["none", "selective", "full"])),
+    key("train.grad_clip", Nullable(Some("1.0")), Number("a number above 0, or empty not to clip", |x| x > 0.0)),
+    key("train.optimizer.kind", Or("adamw"), Word(OptimizerKind::WORDS)),
+    key("train.optimizer.lr", Or("3e-4"), NOT_NEGATIVE),
+    key("train.optimizer.betas", NONE, Form("two numbers from 0 to below 1", are_betas)),
+    key("train.optimizer.eps", Or("1e-8"), ABOVE_ZERO),
+    key("train.optimizer.weight_decay", Or("0.1"), NOT_NEGATIVE),
+    key("train.optimizer.momentum", NONE, BELOW_ONE),
+    key("train.optimizer.nesterov", NONE, Flag),
+    key("train.optimizer.groups", Or("[]"), GROUPS),
+    key("train.offload.optimizer", Or("none"), Word(&["none", "file", "host"])),
+    key("train.offload.dir", NONE, FOLDER),
+    key("train.schedule.kind", Or("cosine"), Word(&["cosine", "linear", "constant", "wsd", "inverse_sqrt"])),
+    key("train.schedule.warmup_steps", Or("0"), FROM_ZERO),
+    key("train.schedule.decay_steps", NONE, STEPS),
+    key("train.schedule.min_lr", Or("0.0"), NOT_NEGATIVE),
+    key("train.rescale", Or("keep_global_batch"), Word(&["keep_global_batch", "keep_micro_batch"])),
+    key("train.lr_scaling", Or("none"), Word(&["none", "linear"])),
+    key("train.base_batch", NONE, STEPS),
+    key("train.eval_every", Or("0"), FROM_ZERO),
+    key("train.checkpoint_every", Or("0"), FROM_ZERO),
+    key("train.checkpoint_async", Or("true"), Flag),
+    key("train.checkpoint_timeout_s", Or("300.0"), SECONDS),
     key("train.checkpoint_keep.last", Required, SIZE),
-    key("train.checkpoint_keep.every", Nullable, STEPS),
-    key("train.verify_every", Default, FROM_ZERO),
-    key("train.threads", Nullable, Whole(1..=1 << 12)),
-    key("parallel.strategy", Default, Word(&["ddp", "zero1", "zero2", "zero3"])),
-    key("parallel.accumulate", Default, Word(&["sharded", "full"])),
-    key("parallel.reshard_after_forward", Default, Flag),
-    key("parallel.persist_below", Default, FROM_ZERO),
-    key("parallel.reduce_dtype", Default, Word(&["f32", "bf16"])),
-    key("parallel.shard_group", Nullable, Form("`node` or a number of ranks, at least 1", is_shard_group)),
-    key("parallel.sync", Default, Word(&["bucketed", "per-parameter", "naive"])),
-    key("parallel.overlap", Default, Flag),
-    key("parallel.unused", Default, Word(&["error", "zero"])),
-    key("parallel.bucket_mb", Default, MIB),
-    key("parallel.first_bucket_mb", Default, MIB),
-    key("parallel.backend", Default, Word(&["auto", "cpu", "nccl"])),
-    key("parallel.timeout_s", Default, SECONDS),
-    key("launch.<flag>", Nullable, Form("finite numbers", is_finite)),
+    key("train.checkpoint_keep.every", NONE, STEPS),
+    key("train.verify_every", Or("0"), FROM_ZERO),
+    key("train.threads", NONE, Whole(1..=1 << 12)),
+    key("parallel.strategy", Or("ddp"), Word(&["ddp", "zero1", "zero2", "zero3"])),
+    key("parallel.accumulate", Or("sharded"), Word(&["sharded", "full"])),
+    key("parallel.reshard_after_forward", Or("true"), Flag),
+    key("parallel.persist_below", Or("0"), FROM_ZERO),
+    key("parallel.reduce_dtype", Or("f32"), Word(&["f32", "bf16"])),
+    key("parallel.shard_group", NONE, Form("`node` or a number of ranks, at least 1", is_shard_group)),
+    key("parallel.sync", Or("bucketed"), Word(&["bucketed", "per-parameter", "naive"])),
+    key("parallel.overlap", Or("true"), Flag),
+    key("parallel.unused", Or("error"), Word(&["error", "zero"])),
+    key("parallel.bucket_mb", Or("25.0"), MIB),
+    key("parallel.first_bucket_mb", Or("1.0"), MIB),
+    key("parallel.backend", Or("auto"), Word(&["auto", "cpu", "nccl"])),
+    key("parallel.timeout_s", Or("300.0"), SECONDS),
+    key("launch.<flag>", NONE, Form("finite numbers", is_finite)),
 ];
 
 fn is_read_as<T: DeserializeOwned>(value: &Value) -> bool {
@@ -181,9 +182,12 @@ fn are_groups(value: &Value) -> bool {
     })
 }
 
+fn is_path(value: &Value) -> bool {
+    matches!(value, Value::Text(text) if !text.is_empty())
+}
+
 /// True for a path, or a list of paths, none of them empty.
 fn names_files(value: &Value) -> bool {
-    let is_path = |value: &Value| matches!(value, Value::Text(text) if !text.is_empty());
     match value {
         Value::List(nodes) => !nodes.is_empty() && nodes.iter().all(|node| is_path(&node.value)),
         one => is_path(one),
@@ -199,22 +203,77 @@ fn is_finite(value: &Value) -> bool {
     }
 }
 
-/// Holds a configuration against the table; the values as JSON. The first error in the order of the file counts.
+/// A section, from values in which some keys may be left out: in a checkpoint of an older build, those that were added
+/// since. `path` is that of the section, or nothing for the whole configuration.
+pub fn section<T: DeserializeOwned>(path: &str, mut values: Json) -> serde_json::Result<T> {
+    for key in KEYS {
+        let (Or(default) | Nullable(Some(default))) = key.presence else {
+            continue;
+        };
+        let Some(below) = key.path.strip_prefix(path) else {
+            continue;
+        };
+        let (sections, name) = below.rsplit_once('.').unwrap_or(("", below));
+        let mut sections = sections.split('.').filter(|section| !section.is_empty());
+        let section = sections.try_fold(&mut values, |above, section| {
+            let above = above.as_object_mut()?.entry(section);
+            Some(above.or_insert_with(|| json!({})))
+        });
+        if let Some(Json::Object(section)) = section {
+            let default = || serde_json::from_str(default).unwrap_or_else(|_| default.into());
+            section.entry(name).or_insert_with(default);
+        }
+    }
+    serde_json::from_value(values)
+}
+
+fn defaults<T: DeserializeOwned>(path: &str) -> T {
+    section(path, json!({})).expect("the table has a default for each key of the section")
+}
+
+impl Default for Run {
+    fn default() -> Self {
+        defaults("run")
+    }
+}
+
+impl Default for Train {
+    fn default() -> Self {
+        defaults("train")
+    }
+}
+
+impl Default for OptimizerConfig {
+    fn default() -> Self {
+        defaults("train.optimizer")
+    }
+}
+
+impl Default for Schedule {
+    fn default() -> Self {
+        defaults("train.schedule")
+    }
+}
+
+impl Default for Parallel {
+    fn default() -> Self {
+        defaults("parallel")
+    }
+}
+
+/// Checks a configuration against the table; the values as JSON. The first error in the order of the file counts.
 pub(super) fn read(source: &Source) -> Result<Json, ConfigError> {
-    section(source, "", source.root())
+    checked(source, "", source.root())
 }
 
 /// The section whose keys begin with `prefix`: nothing, or a path and its dot.
-fn section(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigError> {
+fn checked(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigError> {
     let entries = match &node.value {
         Value::Map(entries) => entries.as_slice(),
         Value::Null => &[],
         other => {
-            let problem = format!(
-                "{} is {}, expected a section with keys",
-                subject(prefix),
-                found(other)
-            );
+            let (subject, found) = (subject(prefix), found(other));
+            let problem = format!("{subject} is {found}, expected a section with keys");
             return Err(source.error_at(node.origin, problem, None));
         }
     };
@@ -229,7 +288,7 @@ fn section(source: &Source, prefix: &str, node: &Node) -> Result<Json, ConfigErr
             if matches!(node.value, Value::Null) && path.contains('.') {
                 continue;
             }
-            section(source, &format!("{path}."), node)?
+            checked(source, &format!("{path}."), node)?
         } else {
             let problem = format!("unknown key `{path}`");
             return Err(source.error_at(entry.origin, problem, Some(suggestion(prefix, &entry.key))));
@@ -263,7 +322,7 @@ fn missing(prefix: &str, values: &serde_json::Map<String, Json>) -> Option<(Stri
 
 impl Key {
     fn check(&self, source: &Source, path: &str, node: &Node) -> Result<(), ConfigError> {
-        if matches!(node.value, Value::Null) && self.presence == Nullable {
+        if matches!(node.value, Value::Null) && matches!(self.presence, Nullable(_)) {
             return Ok(());
         }
         let Some((found, expected)) = self.allowed.refusal(&node.value) else {
@@ -300,7 +359,6 @@ impl Allowed {
             }
             (Number(..), other) => return Some((found(other), "a number".into())),
             (Word(words), Value::Text(text)) => (words.contains(&text.as_str()), quoted(text)),
-            (Text(_, fits), Value::Text(text)) => (fits(text), quoted(text)),
             (Form(_, fits), Value::Text(text)) => (fits(value), quoted(text)),
             (Form(_, fits), Value::List(nodes)) if (1..5).contains(&nodes.len()) => {
                 (fits(value), value.to_string())
@@ -313,16 +371,13 @@ impl Allowed {
 
     /// The next step for a value of another type, where there is an obvious one.
     fn hint(&self, value: &Value) -> Option<String> {
-        let is_text = match self {
-            Text(..) => true,
-            Form(words, _) => words.starts_with("a path"),
-            _ => false,
-        };
+        let is_text = |value: &Value| self.refusal(&Value::Text(value.to_string())).is_none();
         match value {
-            Value::Unsigned(_) | Value::Signed(_) | Value::Float(_) if is_text => {
+            Value::Float(v) if !v.is_finite() => None,
+            Value::Unsigned(_) | Value::Signed(_) | Value::Float(_) if is_text(value) => {
                 Some("put the value in quotes to make it a string".into())
             }
-            Value::Float(v) if matches!(self, Whole(_)) && v.is_finite() => match *v {
+            Value::Float(v) if matches!(self, Whole(_)) => match *v {
                 v if v >= u64::MAX as f64 => Some(format!("there is none above {}", u64::MAX)),
                 v if v >= 0.0 && v.fract() == 0.0 => {
                     Some(format!("write it without a point or an exponent: `{v}`"))
@@ -344,7 +399,7 @@ impl fmt::Display for Allowed {
             Flag => f.write_str("`true` or `false`"),
             Whole(range) => write!(f, "a whole number, {} or more", range.start()),
             Word(words) => write!(f, "`{}`", words.join("` or `")),
-            Number(words, _) | Text(words, _) | Form(words, _) => f.write_str(words),
+            Number(words, _) | Form(words, _) => f.write_str(words),
         }
     }
 }

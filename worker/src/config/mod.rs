@@ -5,30 +5,25 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `schema.rs` | the sections as types, with their defaults: [`TrainConfig`] |
-//! | `values.rs` | values that several forms can be written in: paths, tokenizers, steps, groups of ranks |
-//! | `optimizer.rs` | `train.optimizer` and `train.schedule` |
-//! | `keys.rs` | the table of all keys, what each takes, and the pass that holds a file against it |
-//! | `rules.rs` | rules over several keys, and what files must hold |
+//! | `schema.rs` | the sections as types: [`TrainConfig`] |
+//! | `keys.rs` | the table of all keys, with the default and the range of each, and the pass that checks a file against it |
 //! | `source.rs` | YAML and `--set` as a tree in which each value knows where it came from; [`ConfigError`] |
-//! | `load.rs` | [`load`], [`load_located`], [`load_without_data`]: file and overrides to a checked configuration |
+//! | `load.rs` | [`load`], [`load_located`], [`load_without_data`]: file and overrides to a checked configuration; rules over several keys |
 
 mod keys;
 mod load;
-mod optimizer;
-mod rules;
 mod schema;
 mod source;
 #[cfg(test)]
 mod tests;
-mod values;
 
+pub use keys::section;
 pub use load::{Located, MAX_FILE_BYTES, load, load_located, load_without_data};
-pub use optimizer::{LearningRate, OptimizerConfig, OptimizerGroup, OptimizerKind, Schedule};
+pub(crate) use schema::star_matches;
 pub use schema::{
-    Accumulate, Backend, CheckpointKeep, Data, LastBatch, LrScaling, Model, ModelKind, Offload, OnNonFinite,
-    OptimizerOffload, Order, Parallel, Precision, Recompute, ReduceDtype, Rescale, Resume, Run, Strategy,
-    Sync, Train, TrainConfig, Unused,
+    Accumulate, Backend, CheckpointKeep, Data, LastBatch, LearningRate, LrScaling, Model, ModelKind, Offload,
+    OnNonFinite, OptimizerConfig, OptimizerGroup, OptimizerKind, OptimizerOffload, Order, Parallel, Paths,
+    Precision, Recompute, ReduceDtype, Rescale, Resume, Run, Schedule, ShardGroup, StepRange, Strategy, Sync,
+    Tokenizer, Train, TrainConfig, Unused,
 };
-pub use source::ConfigError;
-pub use values::{Paths, ShardGroup, StepRange, Tokenizer};
+pub use source::{ConfigError, Source};

@@ -1,28 +1,24 @@
-//! The sections of `train.yaml` as types. [`super::keys`] says which values each key takes.
+//! The sections of `train.yaml` as types. [`super::keys`] has the default and the range of each key.
 
-use std::path::PathBuf;
+use std::fmt;
+use std::ops::RangeInclusive;
+use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Serialize};
-
-use super::optimizer::{OptimizerConfig, Schedule};
-use super::values::{Paths, ShardGroup, StepRange, Tokenizer};
 
 /// A whole `train.yaml`.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct TrainConfig {
     /// Where the run's files go.
-    #[serde(default)]
     pub run: Run,
     /// The network.
     pub model: Model,
     /// The tokens.
     pub data: Data,
     /// Steps, batch, optimizer.
-    #[serde(default)]
     pub train: Train,
     /// How ranks work together.
-    #[serde(default)]
     pub parallel: Parallel,
     /// Defaults of the command-line flags, by name; read by the launcher.
     #[serde(default)]
@@ -31,7 +27,7 @@ pub struct TrainConfig {
 
 /// `run:`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields)]
 pub struct Run {
     /// Name of the run; part of the default `out_dir`.
     pub name: String,
@@ -47,25 +43,11 @@ pub struct Run {
     pub timeline: Option<StepRange>,
 }
 
-impl Default for Run {
-    fn default() -> Self {
-        Self {
-            name: "train".into(),
-            out_dir: None,
-            seed: 1337,
-            resume: Resume::Never,
-            overwrite: false,
-            timeline: None,
-        }
-    }
-}
-
 /// `run.resume`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Resume {
     /// A folder that holds a run is refused. (Restarts within a job always resume.)
-    #[default]
     Never,
     /// Resume if there is a checkpoint, else start.
     Auto,
@@ -82,27 +64,19 @@ pub struct Model {
     /// Number of blocks.
     pub n_layer: usize,
     /// Attention heads; not for `mlp`.
-    #[serde(default = "one")]
     pub n_head: usize,
     /// Channels.
     pub n_embd: usize,
     /// Positions in a sample.
     pub block_size: usize,
     /// Size of the vocabulary; default: the tokenizer's.
-    #[serde(default)]
     pub vocab_size: Option<usize>,
     /// Weights to begin with, as [`crate::pretrained`] reads them; none: random ones, from the seed. A relative path counts
     /// from the YAML's folder.
-    #[serde(default)]
     pub init_from: Option<PathBuf>,
     /// Share of the embedding, of attention's probabilities and of what each layer adds to the residual stream that is
     /// dropped in training.
-    #[serde(default)]
     pub dropout: f32,
-}
-
-const fn one() -> usize {
-    1
 }
 
 /// `model.kind`
@@ -127,36 +101,30 @@ pub struct Data {
     /// Training data: a text, or token files; a relative path counts from the YAML's folder.
     pub train: Paths,
     /// Validation data; default: the last tenth of `train`, held out.
-    #[serde(default)]
     pub val: Option<Paths>,
     /// How text becomes tokens.
-    #[serde(default)]
     pub tokenizer: Tokenizer,
     /// Order of the samples.
-    #[serde(default)]
     pub order: Order,
     /// What becomes of the samples at the end of an epoch that do not fill a global batch.
-    #[serde(default)]
     pub last_batch: LastBatch,
 }
 
 /// `data.order`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Order {
     /// A new permutation each epoch, from (seed, epoch).
-    #[default]
     Shuffled,
     /// As they stand in the file.
     Sequential,
 }
 
 /// `data.last_batch`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LastBatch {
     /// The next epoch begins within the batch.
-    #[default]
     Wrap,
     /// They are a smaller batch of their own, in which every sample weighs the same.
     Short,
@@ -164,7 +132,7 @@ pub enum LastBatch {
 
 /// `train:`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields)]
 pub struct Train {
     /// Optimizer steps of the run.
     pub steps: u64,
@@ -210,32 +178,169 @@ pub struct Train {
     pub threads: Option<usize>,
 }
 
-impl Default for Train {
-    fn default() -> Self {
-        Self {
-            steps: 1000,
-            micro_batch: 8,
-            grad_accumulation: 1,
-            precision: Precision::F32,
-            on_nonfinite: OnNonFinite::Stop,
-            max_skips: 10,
-            recompute: Recompute::None,
-            grad_clip: Some(1.0),
-            optimizer: OptimizerConfig::default(),
-            offload: Offload::default(),
-            schedule: Schedule::default(),
-            rescale: Rescale::default(),
-            lr_scaling: LrScaling::None,
-            base_batch: None,
-            eval_every: 0,
-            checkpoint_every: 0,
-            checkpoint_async: true,
-            checkpoint_timeout_s: 300.0,
-            checkpoint_keep: None,
-            verify_every: 0,
-            threads: None,
+/// `train.optimizer`
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerConfig {
+    /// Which one.
+    pub kind: OptimizerKind,
+    /// Peak learning rate.
+    pub lr: f32,
+    /// Decays of the moments; none: [`OptimizerConfig::betas`].
+    pub betas: Option<[f32; 2]>,
+    /// Added to the denominator.
+    pub eps: f32,
+    /// λ; norms and biases have none, unless a group has its own.
+    pub weight_decay: f32,
+    /// Decay of the momentum; none: [`OptimizerConfig::momentum`].
+    pub momentum: Option<f32>,
+    /// Nesterov's momentum; none: [`OptimizerConfig::nesterov`].
+    pub nesterov: Option<bool>,
+    /// Parameters with numbers of their own. The first group whose pattern matches counts.
+    pub groups: Vec<OptimizerGroup>,
+}
+
+impl OptimizerConfig {
+    /// Decays of the moments.
+    #[must_use]
+    pub fn betas(&self) -> [f32; 2] {
+        self.betas.unwrap_or(match self.kind {
+            OptimizerKind::Lion => [0.9, 0.99],
+            OptimizerKind::Adamw | OptimizerKind::Sgd | OptimizerKind::Muon => [0.9, 0.95],
+        })
+    }
+
+    /// Decay of the momentum.
+    #[must_use]
+    pub fn momentum(&self) -> f32 {
+        self.momentum.unwrap_or(match self.kind {
+            OptimizerKind::Muon => 0.95,
+            OptimizerKind::Adamw | OptimizerKind::Lion | OptimizerKind::Sgd => 0.9,
+        })
+    }
+
+    /// Nesterov's momentum.
+    #[must_use]
+    pub fn nesterov(&self) -> bool {
+        self.nesterov.unwrap_or(self.kind == OptimizerKind::Muon)
+    }
+
+    /// Keys of `train.optimizer` that its kind reads, beside those that every kind reads.
+    pub(super) const fn own_keys(&self) -> &'static [&'static str] {
+        match self.kind {
+            OptimizerKind::Adamw => &["train.optimizer.betas", "train.optimizer.eps"],
+            OptimizerKind::Lion => &["train.optimizer.betas"],
+            OptimizerKind::Sgd => &["train.optimizer.momentum", "train.optimizer.nesterov"],
+            OptimizerKind::Muon => &[
+                "train.optimizer.betas",
+                "train.optimizer.eps",
+                "train.optimizer.momentum",
+                "train.optimizer.nesterov",
+            ],
         }
     }
+}
+
+/// `train.optimizer.kind`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum OptimizerKind {
+    /// Loshchilov & Hutter 2019.
+    Adamw,
+    /// Chen et al. 2023.
+    Lion,
+    /// As `torch.optim.SGD`: with momentum, and weight decay as a part of the gradient.
+    Sgd,
+    /// Jordan et al. 2024, of the matrices of the blocks; AdamW of all other parameters.
+    Muon,
+}
+
+impl OptimizerKind {
+    /// The words of the key.
+    pub(super) const WORDS: &'static [&'static str] = &["adamw", "lion", "sgd", "muon"];
+}
+
+/// One of `train.optimizer.groups`
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct OptimizerGroup {
+    /// Pattern of parameter names; `*` stands for any characters.
+    pub params: String,
+    /// Factor of the learning rate.
+    #[serde(default = "one")]
+    pub lr_scale: f32,
+    /// λ of all of them; none: as without the group.
+    #[serde(default)]
+    pub weight_decay: Option<f32>,
+}
+
+const fn one() -> f32 {
+    1.0
+}
+
+impl OptimizerGroup {
+    /// Most groups.
+    pub const MOST: usize = 15;
+
+    /// True if the pattern matches the name of a parameter.
+    #[must_use]
+    pub fn matches(&self, name: &str) -> bool {
+        star_matches(self.params.as_bytes(), name.as_bytes())
+    }
+}
+
+/// True if `name` is `pattern` with something for each of its stars. What is between two stars is taken where it
+/// occurs first: a later place leaves less for the rest.
+pub(crate) fn star_matches(pattern: &[u8], name: &[u8]) -> bool {
+    let mut parts = pattern.split(|byte| *byte == b'*');
+    let first = parts.next().unwrap_or_default();
+    let Some(mut rest) = name.strip_prefix(first) else {
+        return false;
+    };
+    let mut parts: Vec<&[u8]> = parts.collect();
+    let Some(last) = parts.pop() else {
+        return rest.is_empty();
+    };
+    for part in parts {
+        if part.is_empty() {
+            continue;
+        }
+        let Some(at) = rest.windows(part.len()).position(|window| window == part) else {
+            return false;
+        };
+        rest = &rest[at + part.len()..];
+    }
+    rest.ends_with(last)
+}
+
+/// `train.schedule`
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Schedule {
+    /// Shape after the warm-up.
+    pub kind: LearningRate,
+    /// Steps from 0 to the peak, linearly.
+    pub warmup_steps: u64,
+    /// Of `wsd`: steps of the decay, the last ones of the run.
+    pub decay_steps: Option<u64>,
+    /// Learning rate at the last step; of `inverse_sqrt` the least one.
+    pub min_lr: f32,
+}
+
+/// `train.schedule.kind`
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LearningRate {
+    /// Half a cosine from the peak to `min_lr`.
+    Cosine,
+    /// A line from the peak to `min_lr`.
+    Linear,
+    /// The peak for ever.
+    Constant,
+    /// Warm-up, stable, decay: the peak, then a line to `min_lr`.
+    Wsd,
+    /// With the root of the number of steps, from the peak.
+    InverseSqrt,
 }
 
 /// `train.checkpoint_keep`
@@ -245,16 +350,14 @@ pub struct CheckpointKeep {
     /// So many of the newest.
     pub last: usize,
     /// And those whose step is a multiple of it.
-    #[serde(default)]
     pub every: Option<u64>,
 }
 
 /// `train.precision`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Precision {
     /// Everything in f32.
-    #[default]
     F32,
     /// Parameters and activations in bf16, with f32 masters and moments.
     Bf16,
@@ -263,22 +366,20 @@ pub enum Precision {
 }
 
 /// `train.on_nonfinite`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnNonFinite {
-    /// End the run, and say who saw it first.
-    #[default]
+    /// End the run, and name who saw it first.
     Stop,
     /// Leave parameters and moments as they are, and go on with the next step.
     Skip,
 }
 
 /// `train.recompute`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Recompute {
     /// Nothing.
-    #[default]
     None,
     /// What takes much memory and little arithmetic.
     Selective,
@@ -287,19 +388,18 @@ pub enum Recompute {
 }
 
 /// `train.lr_scaling`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum LrScaling {
     /// Nothing.
-    #[default]
     None,
     /// Goyal et al. 2017: it grows in proportion.
     Linear,
 }
 
 /// `train.offload`
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
 pub struct Offload {
     /// State of the optimizer.
     pub optimizer: OptimizerOffload,
@@ -308,11 +408,10 @@ pub struct Offload {
 }
 
 /// `train.offload.optimizer`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OptimizerOffload {
     /// In memory, beside the parameters.
-    #[default]
     None,
     /// In a mapped file without a name.
     File,
@@ -321,11 +420,10 @@ pub enum OptimizerOffload {
 }
 
 /// `train.rescale`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Rescale {
     /// It stays what it was: the accumulation changes. Where no accumulation does that, the run is refused.
-    #[default]
     KeepGlobalBatch,
     /// It changes with the number of ranks: micro-batch and accumulation stay.
     KeepMicroBatch,
@@ -333,7 +431,7 @@ pub enum Rescale {
 
 /// `parallel:`
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
+#[serde(deny_unknown_fields)]
 pub struct Parallel {
     /// What every rank holds.
     pub strategy: Strategy,
@@ -363,32 +461,11 @@ pub struct Parallel {
     pub timeout_s: f64,
 }
 
-impl Default for Parallel {
-    fn default() -> Self {
-        Self {
-            strategy: Strategy::Ddp,
-            accumulate: Accumulate::Sharded,
-            reshard_after_forward: true,
-            persist_below: 0,
-            reduce_dtype: ReduceDtype::F32,
-            shard_group: None,
-            sync: Sync::Bucketed,
-            overlap: true,
-            unused: Unused::Error,
-            bucket_mb: 25.0,
-            first_bucket_mb: 1.0,
-            backend: Backend::Auto,
-            timeout_s: 300.0,
-        }
-    }
-}
-
 /// `parallel.strategy`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Strategy {
     /// Everything on every rank; gradients are averaged.
-    #[default]
     Ddp,
     /// The optimizer's state is sharded.
     Zero1,
@@ -399,22 +476,20 @@ pub enum Strategy {
 }
 
 /// `parallel.accumulate`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Accumulate {
     /// This rank's shard: least memory, gradients are reduced in every micro-batch.
-    #[default]
     Sharded,
     /// All of them: gradients are reduced once a step.
     Full,
 }
 
 /// `parallel.reduce_dtype`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum ReduceDtype {
     /// Exact to f32.
-    #[default]
     F32,
     /// Half the traffic, and half the memory of gradients that no micro-batch is added to; each rank's gradients are rounded,
     /// and their sum, by NCCL at each hop. With `train.precision: bf16` only.
@@ -422,11 +497,10 @@ pub enum ReduceDtype {
 }
 
 /// `parallel.sync`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum Sync {
     /// Buckets, each as soon as its gradients are ready.
-    #[default]
     Bucketed,
     /// Each gradient as soon as it is ready.
     PerParameter,
@@ -435,25 +509,187 @@ pub enum Sync {
 }
 
 /// `parallel.unused`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Unused {
     /// End the run, and name it and its block.
-    #[default]
     Error,
     /// Its gradient is zero, on the ranks and in the micro-batches that do not use it.
     Zero,
 }
 
 /// `parallel.backend`
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Backend {
     /// `nccl` where the driver shows a GPU, else `cpu`.
-    #[default]
     Auto,
     /// CPU, shared memory and TCP.
     Cpu,
     /// One GPU a rank, and NCCL between them.
     Nccl,
+}
+
+/// `data.train` and `data.val`: one file, or several that follow each other. A `*` in the last part of a path stands for
+/// any characters: see [`crate::data::matching()`].
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum Paths {
+    /// As a string.
+    One(PathBuf),
+    /// As a list.
+    Several(Vec<PathBuf>),
+}
+
+impl From<PathBuf> for Paths {
+    fn from(path: PathBuf) -> Self {
+        Self::One(path)
+    }
+}
+
+impl Paths {
+    /// In the order in which their contents follow each other.
+    pub fn iter(&self) -> impl Iterator<Item = &Path> {
+        let paths = match self {
+            Self::One(path) => std::slice::from_ref(path),
+            Self::Several(paths) => paths,
+        };
+        paths.iter().map(PathBuf::as_path)
+    }
+
+    /// Relative ones count from `folder`.
+    #[must_use]
+    pub(super) fn below(&self, folder: &Path) -> Self {
+        match self {
+            Self::One(path) => Self::One(folder.join(path)),
+            Self::Several(paths) => Self::Several(paths.iter().map(|path| folder.join(path)).collect()),
+        }
+    }
+}
+
+/// `data.tokenizer`: how text becomes tokens.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum Tokenizer {
+    /// Every byte is a token; vocabulary 256. The data are texts.
+    Bytes,
+    /// The byte-pair encoding of GPT-2 (Radford et al. 2019); vocabulary 50,257. The data are token files.
+    Gpt2,
+    /// That of a `tokenizer.json`, as Hugging Face's tokenizers write it. The data are token files.
+    File(PathBuf),
+}
+
+/// The words that are no path.
+const BYTES: &str = "bytes";
+const GPT2: &str = "gpt2";
+/// Extension of a tokenizer's file.
+const EXTENSION: &str = "json";
+
+impl Tokenizer {
+    /// A relative path counts from `folder`.
+    #[must_use]
+    pub(super) fn below(&self, folder: &Path) -> Self {
+        match self {
+            Self::File(path) => Self::File(folder.join(path)),
+            word => word.clone(),
+        }
+    }
+}
+
+impl fmt::Display for Tokenizer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Bytes => f.write_str(BYTES),
+            Self::Gpt2 => f.write_str(GPT2),
+            Self::File(path) => path.display().fmt(f),
+        }
+    }
+}
+
+impl TryFrom<String> for Tokenizer {
+    type Error = String;
+
+    /// From the word or the path that people write.
+    fn try_from(text: String) -> Result<Self, String> {
+        match text.as_str() {
+            BYTES => Ok(Self::Bytes),
+            GPT2 => Ok(Self::Gpt2),
+            path if Path::new(path).extension() == Some(EXTENSION.as_ref()) => Ok(Self::File(text.into())),
+            _ => Err(format!("`{text}` is no tokenizer")),
+        }
+    }
+}
+
+impl From<Tokenizer> for String {
+    fn from(tokenizer: Tokenizer) -> Self {
+        tokenizer.to_string()
+    }
+}
+
+/// `run.timeline`: `10-12`, or `10` for one step. Steps count from 1, as in `metrics.jsonl`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(try_from = "serde_json::Value", into = "String")]
+pub struct StepRange {
+    /// The first one.
+    pub first: u64,
+    /// The last one, not before the first.
+    pub last: u64,
+}
+
+impl StepRange {
+    /// As a range.
+    #[must_use]
+    pub fn steps(self) -> RangeInclusive<u64> {
+        self.first..=self.last
+    }
+
+    /// How many.
+    #[must_use]
+    pub fn count(self) -> u64 {
+        self.last - self.first + 1
+    }
+}
+
+impl fmt::Display for StepRange {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { first, last } = self;
+        if first == last {
+            write!(f, "{first}")
+        } else {
+            write!(f, "{first}-{last}")
+        }
+    }
+}
+
+impl TryFrom<serde_json::Value> for StepRange {
+    type Error = String;
+
+    fn try_from(value: serde_json::Value) -> Result<Self, String> {
+        let text = value
+            .as_str()
+            .map_or_else(|| value.to_string(), ToOwned::to_owned);
+        let (first, last) = text.split_once('-').unwrap_or((&text, &text));
+        let step = |text: &str| text.trim().parse::<u64>().ok();
+        match (step(first), step(last)) {
+            (Some(first), Some(last)) if first > 0 && first <= last => Ok(Self { first, last }),
+            _ => Err(format!("`{text}` is no range of steps")),
+        }
+    }
+}
+
+impl From<StepRange> for String {
+    fn from(range: StepRange) -> Self {
+        range.to_string()
+    }
+}
+
+/// `parallel.shard_group`: ranks that hold one copy of the state together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ShardGroup {
+    /// The ranks of a node.
+    Node,
+    /// So many neighbours.
+    #[serde(untagged)]
+    Ranks(usize),
 }

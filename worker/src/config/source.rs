@@ -8,7 +8,8 @@ use serde::de::{Deserialize, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_saphyr::Spanned;
 
 /// A configuration that cannot be used: one thing, its place, and what to do.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{place}: {problem}{}", hint.as_ref().map_or_else(String::new, |hint| format!("\n  hint: {hint}")))]
 pub struct ConfigError {
     /// `train.yaml:12`, or the `--set` that gave the value.
     pub place: String,
@@ -18,21 +19,9 @@ pub struct ConfigError {
     pub hint: Option<String>,
 }
 
-impl fmt::Display for ConfigError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}: {}", self.place, self.problem)?;
-        match &self.hint {
-            Some(hint) => write!(f, "\n  hint: {hint}"),
-            None => Ok(()),
-        }
-    }
-}
-
-impl std::error::Error for ConfigError {}
-
 /// A file and its overrides.
 #[derive(Clone, Debug)]
-pub(super) struct Source {
+pub struct Source {
     path: PathBuf,
     overrides: Vec<String>,
     root: Node,
@@ -69,7 +58,7 @@ impl Source {
 
     pub(super) fn error_at(&self, origin: Origin, problem: String, hint: Option<String>) -> ConfigError {
         ConfigError {
-            place: self.place(origin),
+            place: self.place_of(origin),
             problem,
             hint,
         }
@@ -80,12 +69,20 @@ impl Source {
         matches!(self.root.origin_of(key), Origin::Set(_))
     }
 
-    /// Where the value of a key came from; for a key that is not set, the section around it.
-    pub(super) fn place_of(&self, key: &str) -> String {
-        self.place(self.root.origin_of(key))
+    /// Where the value of a dotted key came from: `train.yaml:12`, or the `--set`. For a key that is not set, the
+    /// section around it.
+    #[must_use]
+    pub fn place(&self, key: &str) -> String {
+        self.place_of(self.root.origin_of(key))
     }
 
-    fn place(&self, origin: Origin) -> String {
+    /// The dotted keys that file and overrides set, and their values as YAML would have them in one line.
+    #[must_use]
+    pub fn entries(&self) -> Vec<(String, String)> {
+        self.root.entries()
+    }
+
+    fn place_of(&self, origin: Origin) -> String {
         match origin {
             Origin::Line(line) => place_in(&self.path, line),
             Origin::Set(index) => format!("`--set {}`", self.overrides[index]),
@@ -151,10 +148,10 @@ impl Value {
             Self::Float(v) => (*v).into(),
             Self::Text(v) => v.as_str().into(),
             Self::List(nodes) => nodes.iter().map(|node| node.value.json()).collect(),
-            Self::Map(entries) => entries
-                .iter()
-                .map(|e| (e.key.as_str(), e.node.value.json()))
-                .collect(),
+            Self::Map(entries) => {
+                let entries = entries.iter();
+                entries.map(|e| (e.key.clone(), e.node.value.json())).collect()
+            }
         }
     }
 }
@@ -267,7 +264,7 @@ impl Node {
     }
 
     /// The dotted path and the value of everything that is no section.
-    pub(super) fn entries(&self) -> Vec<(String, String)> {
+    fn entries(&self) -> Vec<(String, String)> {
         let Value::Map(entries) = &self.value else {
             return vec![(String::new(), self.value.to_string())];
         };
@@ -287,10 +284,8 @@ impl Node {
             return None;
         };
         let of = |key: &str| {
-            entries
-                .iter()
-                .find(|entry| entry.key == key)
-                .map(|entry| &entry.node)
+            let mut entries = entries.iter();
+            entries.find(|entry| entry.key == key).map(|entry| &entry.node)
         };
         let Some((list, index)) = key.strip_suffix(']').and_then(|key| key.split_once('[')) else {
             return of(key);

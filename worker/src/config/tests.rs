@@ -6,8 +6,8 @@ use serde_json::Value as Json;
 
 use super::keys::{Allowed, KEYS, Presence};
 use super::{
-    CheckpointKeep, Data, LastBatch, Model, ModelKind, Order, Parallel, Resume, Run, ShardGroup, Strategy,
-    Tokenizer, Train, TrainConfig, load, load_located,
+    CheckpointKeep, Data, LastBatch, Model, ModelKind, OptimizerGroup, Order, Parallel, Resume, Run,
+    ShardGroup, StepRange, Strategy, Tokenizer, Train, TrainConfig, load, load_located,
 };
 
 const GOOD: &str = "\
@@ -123,16 +123,26 @@ fn places_are_known_to_callers() {
     let case = Case::new();
     std::fs::write(case.path(), GOOD).unwrap();
     let located = load_located(&case.path(), &["launch.max_restarts=3".into()]).unwrap();
-    assert!(located.place("launch.nproc_per_node").ends_with("train.yaml:18"));
+    assert!(
+        located
+            .source
+            .place("launch.nproc_per_node")
+            .ends_with("train.yaml:18")
+    );
     assert_eq!(
-        located.place("launch.max_restarts"),
+        located.source.place("launch.max_restarts"),
         "`--set launch.max_restarts=3`"
     );
     assert!(
-        located.place("train.optimizer.eps").ends_with("train.yaml:14"),
+        located
+            .source
+            .place("train.optimizer.eps")
+            .ends_with("train.yaml:14"),
         "the section around a key that is not set"
     );
-    let error = located.error("launch.nproc_per_node", "too many", Some("fewer"));
+    let error = located
+        .source
+        .error("launch.nproc_per_node", "too many".into(), Some("fewer".into()));
     assert!(
         error
             .to_string()
@@ -478,9 +488,9 @@ fn example() -> Json {
         data: Data {
             train: PathBuf::from("text.txt").into(),
             val: None,
-            tokenizer: Tokenizer::default(),
-            order: Order::default(),
-            last_batch: LastBatch::default(),
+            tokenizer: Tokenizer::Bytes,
+            order: Order::Shuffled,
+            last_batch: LastBatch::Wrap,
         },
         train: Train {
             checkpoint_keep: Some(CheckpointKeep { last: 1, every: None }),
@@ -584,4 +594,54 @@ fn the_documentation_has_every_key_with_its_default_and_values() {
         .collect();
     assert_eq!(found, expected);
     assert_eq!(found.len(), KEYS.len());
+}
+
+#[test]
+fn a_star_is_any_characters() {
+    let matches = |params: &str, name: &str| {
+        let group = OptimizerGroup {
+            params: params.to_owned(),
+            lr_scale: 1.0,
+            weight_decay: None,
+        };
+        group.matches(name)
+    };
+    for pattern in [
+        "*",
+        "h.*",
+        "*.weight",
+        "h.*.weight",
+        "h.*mlp*weight",
+        "h.0.mlp.weight",
+        "h.0.*.*",
+        "**",
+    ] {
+        assert!(matches(pattern, "h.0.mlp.weight"), "{pattern}");
+    }
+    for pattern in [
+        "",
+        "h",
+        "h.",
+        "*.bias",
+        "h.*.attn.*",
+        "h.0.mlp.weight.*",
+        "*mlp*mlp*",
+        "wte*",
+    ] {
+        assert!(!matches(pattern, "h.0.mlp.weight"), "{pattern}");
+    }
+    assert!(!matches("aba*aba", "aba"), "no character twice");
+}
+
+#[test]
+fn a_step_range_reads_what_it_writes() {
+    let read = |json: &str| serde_json::from_str::<StepRange>(json);
+    for text in ["\"10-12\"", "\"7\""] {
+        assert_eq!(serde_json::to_string(&read(text).unwrap()).unwrap(), text);
+    }
+    let number = read("7").unwrap();
+    assert_eq!((number.steps(), number.count()), (7..=7, 1));
+    for text in ["", "0", "0-3", "5-4", "a", "3-", "-3", "1-2-3", "1..3", "1.5"] {
+        assert!(read(&format!("\"{text}\"")).is_err(), "{text}");
+    }
 }

@@ -6,31 +6,67 @@ use std::os::unix::ffi::OsStrExt as _;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use super::{DataError, FileProblem, MAX_FILES, TokenFile, Vocabulary, Width};
-use crate::config::{self, Paths, Tokenizer};
+use ddp_proto::words::counted;
+
+use super::{DataError, TokenFile, Vocabulary, Width};
+use crate::config::{self, Paths, Tokenizer, star_matches};
 
 /// Without validation data, one in this many tokens is held out at the end of the training data.
 pub const HELD_OUT_PART: usize = 10;
+/// Most files that the data of one key lie in: each is kept open.
+pub const MAX_FILES: usize = 4096;
+/// Bytes at either end of the tokens that a fingerprint covers: of each file as much less as there are more.
+const FINGERPRINT_BYTES: usize = 1 << 20;
+/// The least of a file.
+const MIN_FINGERPRINT_BYTES: usize = 4 << 10;
+/// Digits of a hash that people compare.
+const SHOWN_DIGITS: usize = 16;
 
 /// A range of the tokens of one file, or of several that follow each other.
 #[derive(Clone)]
 pub struct Tokens {
-    stream: Arc<TokenStream>,
+    /// At least one.
+    files: Arc<[TokenFile]>,
+    /// Where each file begins among the tokens of all, and where the last one ends.
+    borders: Arc<[usize]>,
     range: Range<usize>,
 }
 
 impl Tokens {
     /// All tokens of the files of `paths`.
     pub fn open(
-        paths: &config::Paths,
-        tokenizer: &config::Tokenizer,
+        paths: &Paths,
+        tokenizer: &Tokenizer,
         vocabulary: &Arc<Vocabulary>,
     ) -> Result<Self, DataError> {
-        let stream = TokenStream::open(paths, tokenizer, vocabulary)?;
+        let name = tokenizer.to_string();
+        let files = files(paths)?.into_iter();
+        let files: Arc<[TokenFile]> = files
+            .map(|path| TokenFile::open(&path, vocabulary, &name))
+            .collect::<Result<_, _>>()?;
+        assert!(!files.is_empty(), "tokens without files");
+        let mut borders = vec![0];
+        for file in &*files {
+            borders.push(borders[borders.len() - 1] + file.len());
+        }
         Ok(Self {
-            range: 0..stream.len(),
-            stream: Arc::new(stream),
+            range: 0..borders[files.len()],
+            borders: borders.into(),
+            files,
         })
+    }
+
+    /// Number of tokens of the files of `paths`, each of which is opened, checked against its header, and closed.
+    pub fn count(
+        paths: &Paths,
+        tokenizer: &Tokenizer,
+        vocabulary: &Arc<Vocabulary>,
+    ) -> Result<u64, DataError> {
+        let name = tokenizer.to_string();
+        let lengths = files(paths)?.into_iter();
+        lengths
+            .map(|path| TokenFile::open(&path, vocabulary, &name).map(|file| file.len() as u64))
+            .sum()
     }
 
     /// A part of them, which must lie within.
@@ -41,9 +77,10 @@ impl Tokens {
             "{range:?} of {} tokens",
             self.len()
         );
+        let from = self.range.start;
         Self {
-            stream: Arc::clone(&self.stream),
-            range: self.range.start + range.start..self.range.start + range.end,
+            range: from + range.start..from + range.end,
+            ..self.clone()
         }
     }
 
@@ -51,21 +88,21 @@ impl Tokens {
     #[must_use]
     pub fn whole(&self) -> Self {
         Self {
-            stream: Arc::clone(&self.stream),
-            range: 0..self.stream.len(),
+            range: 0..self.borders[self.files.len()],
+            ..self.clone()
         }
     }
 
     /// The file, or the first of several.
     #[must_use]
     pub fn path(&self) -> &Path {
-        self.stream.path()
+        self.files[0].path()
     }
 
     /// Number of files.
     #[must_use]
     pub fn file_count(&self) -> usize {
-        self.stream.file_count()
+        self.files.len()
     }
 
     /// Number of tokens.
@@ -80,36 +117,76 @@ impl Tokens {
         self.range.is_empty()
     }
 
-    /// Bytes of text per token. None if a file does not tell, or if these are only a part of the tokens of its files:
-    /// files tell their total, and a part may differ from it by a fifth.
+    /// Bytes of text per token. None if a file does not record them, or if these are only a part of the tokens of its
+    /// files: files record their total, and a part may differ from it by a fifth.
     #[must_use]
     pub fn bytes_per_token(&self) -> Option<f64> {
-        let is_whole = self.range == (0..self.stream.len());
-        (is_whole || self.stream.is_text())
-            .then(|| self.stream.bytes_per_token())
-            .flatten()
+        let all = self.borders[self.files.len()];
+        let is_text = || self.files.iter().all(|file| file.width() == Width::U8);
+        if self.range != (0..all) && !is_text() {
+            return None;
+        }
+        let bytes = self.files.iter().map(|file| file.facts().text_bytes);
+        Some(bytes.sum::<Option<u64>>()? as f64 / all as f64)
     }
 
-    /// True if every file says which tokenizer made it.
+    /// True if every file records which tokenizer made it.
     #[must_use]
     pub fn knows_tokenizer(&self) -> bool {
-        self.stream.knows_tokenizer()
+        let mut files = self.files.iter();
+        files.all(|file| file.facts().tokenizer_hash.is_some())
     }
 
-    /// By what the tokens are known again: how many they are, and a hash of both ends of each file.
+    /// What identifies the tokens: how many they are, and a hash of both ends of each file.
     pub fn fingerprint(&self) -> Result<String, DataError> {
-        self.stream.fingerprint(self.range.clone())
+        let parts: Vec<_> = self.parts(self.range.clone()).collect();
+        let most = (FINGERPRINT_BYTES / parts.len().max(1)).max(MIN_FINGERPRINT_BYTES);
+        let mut hash = blake3::Hasher::new();
+        for (file, part) in &parts {
+            let width = file.width().bytes();
+            let tokens = part.len().min(most / width);
+            let mut end = vec![0; tokens * width];
+            for start in [part.start, part.end - tokens] {
+                file.read_stored(start, &mut end)?;
+                hash.update(&end);
+            }
+            if parts.len() > 1 {
+                hash.update(&(part.len() as u64).to_le_bytes());
+            }
+        }
+        let files = match parts.len() {
+            0 | 1 => String::new(),
+            several => format!(" in {several} files"),
+        };
+        let hash = &hash.finalize().to_hex()[..SHOWN_DIGITS];
+        Ok(format!("{} tokens{files}, hash {hash}", self.len()))
     }
 
-    /// Copies the tokens from `start` into `out`. Each is below the size of the vocabulary.
-    pub fn read(&self, start: usize, out: &mut [i32]) -> Result<(), DataError> {
-        if start.checked_add(out.len()).is_none_or(|end| end > self.len()) {
-            return Err(DataError::Misuse {
-                path: self.path().to_owned(),
-                what: format!("tokens {start}..+{} of {} were asked for", out.len(), self.len()),
-            });
+    /// Copies the tokens from `start` into `out`, over the borders of files: so many there must be. Each is below the size
+    /// of the vocabulary.
+    pub fn read(&self, start: usize, mut out: &mut [i32]) -> Result<(), DataError> {
+        let fits = start.checked_add(out.len()).is_some_and(|end| end <= self.len());
+        assert!(fits, "tokens {start}..+{} of {}", out.len(), self.len());
+        let start = self.range.start + start;
+        for (file, part) in self.parts(start..start + out.len()) {
+            let (now, later) = out.split_at_mut(part.len());
+            file.read(part.start, now)?;
+            out = later;
         }
-        self.stream.read(self.range.start + start, out)
+        Ok(())
+    }
+
+    /// The part of each file that a range of the tokens of all covers, in order; none of them is empty.
+    fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (&TokenFile, Range<usize>)> {
+        let first = self.borders.partition_point(|border| *border <= range.start) - 1;
+        let files = self.files.iter().zip(&*self.borders).skip(first);
+        files
+            .map(move |(file, &border)| {
+                let start = range.start.max(border) - border;
+                let end = range.end.saturating_sub(border).min(file.len());
+                (file, start..end)
+            })
+            .take_while(|(_, part)| part.start < part.end)
     }
 
     /// Number of samples of `block_size` tokens: `floor((T − 1) / block_size)`, since each token's target
@@ -123,12 +200,7 @@ impl Tokens {
     /// length of both.
     pub fn read_block(&self, k: u64, inputs: &mut [i32], targets: &mut [i32]) -> Result<(), DataError> {
         let block_size = inputs.len();
-        if targets.len() != block_size {
-            return Err(DataError::Misuse {
-                path: self.path().to_owned(),
-                what: format!("{block_size} inputs, but {} targets", targets.len()),
-            });
-        }
+        assert_eq!(targets.len(), block_size, "a target for each input");
         let mut tokens = vec![0; block_size + 1];
         self.read(k as usize * block_size, &mut tokens)?;
         inputs.copy_from_slice(&tokens[..block_size]);
@@ -167,171 +239,30 @@ impl Dataset {
         };
         for (part, tokens) in [("training", &dataset.train), ("validation", &dataset.val)] {
             if tokens.blocks(block_size) == 0 {
-                return Err(DataError::TooShort {
-                    path: tokens.path().to_owned(),
-                    tokens: tokens.len() as u64,
-                    part,
-                    needed: block_size as u64 + 1,
-                });
+                let (found, needed) = (tokens.len(), block_size + 1);
+                return Err(DataError::file(
+                    tokens.path(),
+                    format!("has {found} tokens of {part}, a sample needs {needed}"),
+                    Some("use a longer text or a smaller `model.block_size`"),
+                ));
             }
         }
         Ok(dataset)
     }
-
-    /// Number of tokens of the files of `paths`, each of which is opened, checked as far as its header tells, and closed.
-    pub fn survey(
-        paths: &config::Paths,
-        tokenizer: &config::Tokenizer,
-        vocabulary: &Arc<Vocabulary>,
-    ) -> Result<u64, DataError> {
-        survey(paths, tokenizer, vocabulary)
-    }
-}
-
-/// Bytes at either end of the tokens by which they are known again: of each file as much less as there are more.
-const FINGERPRINT_BYTES: usize = 1 << 20;
-/// The least of a file.
-const MIN_FINGERPRINT_BYTES: usize = 4 << 10;
-/// Digits of a hash that people compare.
-const SHOWN_DIGITS: usize = 16;
-
-/// The tokens of all files of a key, in order.
-struct TokenStream {
-    files: Vec<TokenFile>,
-    /// Where each file begins in the stream, and where the last one ends.
-    borders: Vec<usize>,
-}
-
-impl TokenStream {
-    pub(super) fn open(
-        paths: &Paths,
-        tokenizer: &Tokenizer,
-        vocabulary: &Arc<Vocabulary>,
-    ) -> Result<Self, DataError> {
-        let name = tokenizer.to_string();
-        let open = |path: &_| TokenFile::open(path, vocabulary, &name);
-        let files: Vec<TokenFile> = files(paths)?
-            .iter()
-            .map(|path| open(path))
-            .collect::<Result<_, _>>()?;
-        Ok(Self::of(files))
-    }
-
-    /// At least one file.
-    pub(super) fn of(files: Vec<TokenFile>) -> Self {
-        assert!(!files.is_empty(), "a stream without files");
-        let mut borders = vec![0];
-        for file in &files {
-            borders.push(borders[borders.len() - 1] + file.len());
-        }
-        Self { files, borders }
-    }
-
-    pub(super) fn len(&self) -> usize {
-        self.borders[self.files.len()]
-    }
-
-    /// The first file.
-    pub(super) fn path(&self) -> &Path {
-        self.files[0].path()
-    }
-
-    /// Number of files.
-    pub(super) fn file_count(&self) -> usize {
-        self.files.len()
-    }
-
-    /// Bytes of text to a token, over all files; none if one of them does not tell.
-    pub(super) fn bytes_per_token(&self) -> Option<f64> {
-        let bytes = self.files.iter().map(|file| file.facts().text_bytes);
-        let bytes: u64 = bytes.sum::<Option<u64>>()?;
-        Some(bytes as f64 / self.len() as f64)
-    }
-
-    /// True if every token is a byte of a text.
-    fn is_text(&self) -> bool {
-        self.files.iter().all(|file| file.width() == Width::U8)
-    }
-
-    /// True if every file says which tokenizer made it.
-    pub(super) fn knows_tokenizer(&self) -> bool {
-        self.files
-            .iter()
-            .all(|file| file.facts().tokenizer_hash.is_some())
-    }
-
-    /// Copies the tokens from `start` into `out`, over the borders of files. The caller has checked the range.
-    pub(super) fn read(&self, start: usize, mut out: &mut [i32]) -> Result<(), DataError> {
-        for (file, part) in self.parts(start..start + out.len()) {
-            let (now, later) = out.split_at_mut(part.len());
-            file.read(part.start, now)?;
-            out = later;
-        }
-        Ok(())
-    }
-
-    /// The part of each file that a range of the stream covers, in order; none of them is empty.
-    fn parts(&self, range: Range<usize>) -> impl Iterator<Item = (&TokenFile, Range<usize>)> {
-        let first = self.borders.partition_point(|border| *border <= range.start) - 1;
-        let files = self.files.iter().zip(&self.borders).skip(first);
-        files
-            .map(move |(file, &border)| {
-                let start = range.start.max(border) - border;
-                let end = range.end.saturating_sub(border).min(file.len());
-                (file, start..end)
-            })
-            .take_while(|(_, part)| part.start < part.end)
-    }
-
-    /// By what the tokens of a range are known again: how many they are, and a hash of both ends of each file.
-    pub(super) fn fingerprint(&self, range: Range<usize>) -> Result<String, DataError> {
-        let parts: Vec<_> = self.parts(range.clone()).collect();
-        let most = (FINGERPRINT_BYTES / parts.len().max(1)).max(MIN_FINGERPRINT_BYTES);
-        let mut hash = blake3::Hasher::new();
-        for (file, part) in &parts {
-            let width = file.width().bytes();
-            let tokens = part.len().min(most / width);
-            let mut end = vec![0; tokens * width];
-            for start in [part.start, part.end - tokens] {
-                file.read_stored(start, &mut end)?;
-                hash.update(&end);
-            }
-            if parts.len() > 1 {
-                hash.update(&(part.len() as u64).to_le_bytes());
-            }
-        }
-        let files = match parts.len() {
-            0 | 1 => String::new(),
-            several => format!(" in {several} files"),
-        };
-        Ok(format!(
-            "{} tokens{files}, hash {}",
-            range.len(),
-            &hash.finalize().to_hex()[..SHOWN_DIGITS]
-        ))
-    }
-}
-
-/// Tokens of all files of a key, of which each is opened, checked and closed.
-pub(crate) fn survey(
-    paths: &Paths,
-    tokenizer: &Tokenizer,
-    vocabulary: &Arc<Vocabulary>,
-) -> Result<u64, DataError> {
-    let name = tokenizer.to_string();
-    let lengths = files(paths)?.into_iter();
-    lengths
-        .map(|path| TokenFile::open(&path, vocabulary, &name).map(|file| file.len() as u64))
-        .sum()
 }
 
 /// All files of `paths`, in the order of their contents.
-pub(super) fn files(paths: &Paths) -> Result<Vec<PathBuf>, DataError> {
+fn files(paths: &Paths) -> Result<Vec<PathBuf>, DataError> {
     let mut all = Vec::new();
     for path in paths.iter() {
         all.append(&mut matching(path)?);
         if all.len() > MAX_FILES {
-            return Err(DataError::file(path, FileProblem::TooMany { files: all.len() }));
+            let found = counted(all.len(), "file");
+            return Err(DataError::file(
+                path,
+                format!("matches {found}, and at most {MAX_FILES} are opened"),
+                Some("join them to fewer files"),
+            ));
         }
     }
     Ok(all)
@@ -340,7 +271,6 @@ pub(super) fn files(paths: &Paths) -> Result<Vec<PathBuf>, DataError> {
 /// The files that `path` names: itself, or, if there is no file of that name and its last part has a `*`, those of
 /// its folder, sorted by the bytes of their names. As in a shell, a hidden file is named by a pattern with a dot only.
 pub fn matching(path: &Path) -> Result<Vec<PathBuf>, DataError> {
-    let failed = |problem| DataError::file(path, problem);
     let (Some(folder), Some(pattern)) = (path.parent(), path.file_name()) else {
         return Ok(vec![path.to_owned()]);
     };
@@ -353,50 +283,28 @@ pub fn matching(path: &Path) -> Result<Vec<PathBuf>, DataError> {
         _ => folder,
     };
     if has_star(folder.as_os_str()) && !folder.is_dir() {
-        return Err(failed(FileProblem::StarInFolder));
+        return Err(DataError::file(
+            path,
+            "has a `*` in the name of a folder",
+            Some("a `*` may stand in the last part of a path only: name the folders one by one"),
+        ));
     }
-    let unreadable = |e: std::io::Error| {
-        let cause = e.to_string();
-        failed(FileProblem::Unreadable { cause })
-    };
+    let unreadable = |e| DataError::unreadable(path, &e);
     let pattern = pattern.as_bytes();
     let mut names = Vec::new();
     for entry in std::fs::read_dir(folder).map_err(unreadable)? {
         let name = entry.map_err(unreadable)?.file_name();
         let is_hidden = name.as_bytes().starts_with(b".") && !pattern.starts_with(b".");
-        if !is_hidden && matches(pattern, name.as_bytes()) {
+        if !is_hidden && star_matches(pattern, name.as_bytes()) {
             names.push(name);
         }
     }
     if names.is_empty() {
-        return Err(failed(FileProblem::NoMatch));
+        let hint = "a `*` stands for any characters of a file's name";
+        return Err(DataError::file(path, "matches no file", Some(hint)));
     }
     names.sort_unstable();
     Ok(names.iter().map(|name| path.with_file_name(name)).collect())
-}
-
-/// True if `name` is `pattern` with something for each of its stars. What is between two stars is taken where it
-/// occurs first: a later place leaves less for the rest.
-fn matches(pattern: &[u8], name: &[u8]) -> bool {
-    let mut parts = pattern.split(|byte| *byte == b'*');
-    let first = parts.next().unwrap_or_default();
-    let Some(mut rest) = name.strip_prefix(first) else {
-        return false;
-    };
-    let mut parts: Vec<&[u8]> = parts.collect();
-    let Some(last) = parts.pop() else {
-        return rest.is_empty();
-    };
-    for part in parts {
-        if part.is_empty() {
-            continue;
-        }
-        let Some(at) = rest.windows(part.len()).position(|window| window == part) else {
-            return false;
-        };
-        rest = &rest[at + part.len()..];
-    }
-    rest.ends_with(last)
 }
 
 #[cfg(test)]
@@ -429,7 +337,8 @@ mod tests {
         let (mut inputs, mut targets) = ([0; 4], [0; 4]);
         dataset.val.read_block(1, &mut inputs, &mut targets).unwrap();
         assert_eq!((inputs, targets), ([99, 100, 101, 102], [100, 101, 102, 103]));
-        assert!(dataset.val.read_block(2, &mut inputs, &mut targets).is_err());
+        let beyond = std::panic::AssertUnwindSafe(|| dataset.val.read_block(2, &mut [0; 4], &mut [0; 4]));
+        assert!(std::panic::catch_unwind(beyond).is_err());
     }
 
     #[test]
@@ -440,17 +349,10 @@ mod tests {
         let error = Dataset::open(&data(folder.path(), &[1; 5], Some(&[2; 4])), 4)
             .err()
             .unwrap();
+        let message = error.to_string();
         assert!(
-            matches!(
-                error,
-                DataError::TooShort {
-                    part: "validation",
-                    tokens: 4,
-                    needed: 5,
-                    ..
-                }
-            ),
-            "{error}"
+            message.contains("has 4 tokens of validation, a sample needs 5\n"),
+            "{message}"
         );
     }
 
@@ -472,7 +374,7 @@ mod tests {
         ];
         for (pattern, name, expected) in table {
             assert_eq!(
-                matches(pattern.as_bytes(), name.as_bytes()),
+                star_matches(pattern.as_bytes(), name.as_bytes()),
                 expected,
                 "{pattern} {name}"
             );

@@ -1,16 +1,16 @@
-//! A file of data, mapped into memory.
+//! A file of data, mapped into memory; and what can be wrong with the data.
 #![allow(
     unsafe_code,
     reason = "copies out of a file mapping; the block carries its argument"
 )]
 
+use std::fmt::Display;
 use std::fs::File;
+use std::io;
 use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use memmap2::{MmapOptions, MmapRaw};
-
-use super::{DataError, FileProblem};
 
 /// A file that is never loaded as a whole: the kernel reads pages as they are touched and shares them among the
 /// ranks of a node.
@@ -27,27 +27,16 @@ pub(super) struct MappedFile {
 impl MappedFile {
     /// Maps the file at `path`.
     pub(super) fn open(path: &Path) -> Result<Self, DataError> {
-        let failed = |e: std::io::Error| {
-            let cause = e.to_string();
-            DataError::file(path, FileProblem::Unreadable { cause })
-        };
-        // A pipe would otherwise be waited for until somebody writes to it.
-        let mut options = File::options();
-        options.read(true).custom_flags(libc::O_NONBLOCK);
-        let file = options.open(path).map_err(failed)?;
-        let metadata = file.metadata().map_err(failed)?;
-        if !metadata.is_file() {
-            return Err(DataError::file(path, FileProblem::NotAFile));
-        }
-        let map = if metadata.len() == 0 {
-            None
-        } else {
-            Some(MmapOptions::new().map_raw_read_only(&file).map_err(failed)?)
+        let file = open_regular(path)?;
+        let map = match file.metadata().map(|metadata| metadata.len()) {
+            Ok(0) => Ok(None),
+            Ok(_) => MmapOptions::new().map_raw_read_only(&file).map(Some),
+            Err(e) => Err(e),
         };
         Ok(Self {
             path: path.to_owned(),
+            map: map.map_err(|e| DataError::unreadable(path, &e))?,
             file,
-            map,
         })
     }
 
@@ -61,34 +50,24 @@ impl MappedFile {
         self.map.as_ref().map_or(0, MmapRaw::len)
     }
 
-    /// True for an empty file.
-    pub(super) fn is_empty(&self) -> bool {
-        self.len() == 0
-    }
-
-    /// Copies the bytes from `start` into `out`.
+    /// Copies the bytes from `start` into `out`: so many there must be.
     ///
     /// A file that shrank since it was opened is an error: pages beyond its end do not exist any more, and
     /// touching one would end the process with SIGBUS. Only a truncation between this check and the copy,
     /// microseconds later, still does.
     pub(super) fn read(&self, start: usize, out: &mut [u8]) -> Result<(), DataError> {
-        if out.is_empty() {
-            return Ok(());
-        }
         let fits = start.checked_add(out.len()).is_some_and(|end| end <= self.len());
-        let Some(map) = self.map.as_ref().filter(|_| fits) else {
-            return Err(DataError::Misuse {
-                path: self.path.clone(),
-                what: format!("bytes {start}..+{} of {} were asked for", out.len(), self.len()),
-            });
+        assert!(fits, "bytes {start}..+{} of {}", out.len(), self.len());
+        let Some(map) = &self.map else {
+            return Ok(());
         };
-        let is = self.file.metadata().map_or(0, |m| m.len());
-        if is < self.len() as u64 {
-            return Err(DataError::Shrank {
-                path: self.path.clone(),
-                was: self.len() as u64,
-                is,
-            });
+        let (was, is) = (self.len() as u64, self.file.metadata().map_or(0, |m| m.len()));
+        if is < was {
+            return Err(DataError::file(
+                &self.path,
+                format!("shrank from {was} to {is} bytes while it was in use"),
+                Some("write a new file and rename it over the old one instead of truncating it"),
+            ));
         }
         // SAFETY: `start + out.len() <= map.len()` was checked above, so that the source lies within the
         // mapping, which lives as long as `self` and is readable; `out` is an exclusive borrow of other
@@ -100,6 +79,64 @@ impl MappedFile {
             std::ptr::copy_nonoverlapping(map.as_ptr().add(start), out.as_mut_ptr(), out.len());
         }
         Ok(())
+    }
+}
+
+/// Opens a regular file. A pipe would otherwise be waited for until somebody writes to it.
+pub(crate) fn open_regular(path: &Path) -> Result<File, DataError> {
+    let failed = |e| DataError::unreadable(path, &e);
+    let mut options = File::options();
+    options.read(true).custom_flags(libc::O_NONBLOCK);
+    let file = options.open(path).map_err(failed)?;
+    if !file.metadata().map_err(failed)?.is_file() {
+        return Err(DataError::file(path, "is not a regular file", None));
+    }
+    Ok(file)
+}
+
+/// The data cannot be used.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DataError {
+    /// Something is wrong with one of the files, or with the tokenizer's.
+    #[error("`{}` {problem}{}", path.display(), hint.as_ref().map_or_else(String::new, |hint| format!("\n  hint: {hint}")))]
+    File {
+        /// The file, or what was to name some.
+        path: PathBuf,
+        /// Shown behind its name: "`data.bin` is empty".
+        problem: String,
+        /// The next step, where there is an obvious one.
+        hint: Option<String>,
+    },
+    /// A file cannot be opened, mapped or listed.
+    #[error("`{}` cannot be read: {cause}", path.display())]
+    Unreadable {
+        /// The file or folder.
+        path: PathBuf,
+        /// The system's words.
+        cause: String,
+    },
+}
+
+impl DataError {
+    pub(super) fn file(path: &Path, problem: impl Into<String>, hint: Option<&str>) -> Self {
+        Self::File {
+            path: path.to_owned(),
+            problem: problem.into(),
+            hint: hint.map(ToOwned::to_owned),
+        }
+    }
+
+    pub(crate) fn unreadable(path: &Path, error: &io::Error) -> Self {
+        Self::Unreadable {
+            path: path.to_owned(),
+            cause: error.to_string(),
+        }
+    }
+
+    /// The file is not what a tokenizer's file has to be.
+    pub(crate) fn no_tokenizer(path: &Path, cause: impl Display) -> Self {
+        let hint = "`data.tokenizer` takes a `tokenizer.json` of Hugging Face's tokenizers";
+        Self::file(path, format!("is not a tokenizer's file: {cause}"), Some(hint))
     }
 }
 
@@ -116,11 +153,10 @@ mod tests {
         let mut out = [0; 5];
         file.read(6, &mut out).unwrap();
         assert_eq!((&out, file.len()), (b"world", 11));
-        assert!(matches!(file.read(7, &mut out), Err(DataError::Misuse { .. })));
-        assert!(matches!(
-            file.read(usize::MAX, &mut out),
-            Err(DataError::Misuse { .. })
-        ));
+        for beyond in [7, usize::MAX] {
+            let read = std::panic::AssertUnwindSafe(|| file.read(beyond, &mut [0; 5]));
+            assert!(std::panic::catch_unwind(read).is_err(), "{beyond}");
+        }
     }
 
     #[test]
@@ -131,14 +167,11 @@ mod tests {
         let file = MappedFile::open(&path).unwrap();
         std::fs::write(&path, b"short").unwrap();
         let error = file.read(60_000, &mut [0; 16]).unwrap_err();
-        assert_eq!(
-            error,
-            DataError::Shrank {
-                path,
-                was: 1 << 16,
-                is: 5
-            }
-        );
+        let message = error.to_string().replace(&path.display().to_string(), "FILE");
+        insta::assert_snapshot!(message, @r"
+        `FILE` shrank from 65536 to 5 bytes while it was in use
+          hint: write a new file and rename it over the old one instead of truncating it
+        ");
     }
 
     #[test]
@@ -152,6 +185,6 @@ mod tests {
         assert!(open(&pipe).ends_with("is not a regular file"));
         let empty = folder.path().join("empty");
         std::fs::write(&empty, b"").unwrap();
-        assert!(MappedFile::open(&empty).unwrap().is_empty());
+        assert_eq!(MappedFile::open(&empty).unwrap().len(), 0);
     }
 }

@@ -2,13 +2,11 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `vocabulary.rs` | [`Vocabulary`]: how many tokens a tokenizer has, and by what it is told from others |
-//! | `mapped_file.rs` | a file, mapped into memory |
-//! | `token_file.rs` | [`TokenFile`]: a text, or a file of tokens of a kind that its first bytes tell |
+//! | `vocabulary.rs` | [`Vocabulary`]: how many tokens a tokenizer has, and what identifies it |
+//! | `mapped_file.rs` | a file, mapped into memory; [`DataError`]: what can be wrong with the data |
+//! | `token_file.rs` | a text, or a file of tokens of a kind that its first bytes identify |
 //! | `dataset.rs` | [`Dataset`]: the training and the validation [`Tokens`] of a configuration, in files that [`matching()`] finds |
-//! | `error.rs` | what can be wrong with them |
-//! | `sampler.rs` | [`Sampler`]: which block is sample `n` of the run, by a permutation without a table |
-//! | `loader.rs` | [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation |
+//! | `loader.rs` | [`Sampler`]: which block is sample `n` of the run; [`Loader`]: the samples of one rank; [`eval_blocks`]: its share of the validation |
 //! | `entropy.rs` | [`Entropies`]: what a model without context can reach |
 //!
 //! The samples of a run are one global stream: sample `n` is the same at any number of ranks, so that a
@@ -16,20 +14,19 @@
 
 mod dataset;
 mod entropy;
-mod error;
 mod loader;
 mod mapped_file;
-mod sampler;
 #[cfg(test)]
 mod tests;
 pub(crate) mod token_file;
 mod vocabulary;
 
-pub use dataset::{Dataset, HELD_OUT_PART, Tokens, matching};
+pub use dataset::{Dataset, HELD_OUT_PART, MAX_FILES, Tokens, matching};
 pub use entropy::Entropies;
-pub use error::{DataError, FileProblem, MAX_FILES};
-pub use loader::{BatchShape, IGNORED, Loader, StepSamples, eval_blocks};
-pub use sampler::{ORDER_VERSION, Sampler};
-pub use token_file::{TokenFacts, TokenFile, Width};
+pub use loader::{BatchShape, IGNORED, Loader, ORDER_VERSION, Sampler, StepSamples, eval_blocks};
+pub use mapped_file::DataError;
+pub(crate) use mapped_file::open_regular;
+use token_file::TokenFile;
+pub use token_file::{TokenFacts, Width};
 pub use vocabulary::Vocabulary;
 pub(crate) use vocabulary::read_tokenizer;

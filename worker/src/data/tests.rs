@@ -5,8 +5,8 @@ use std::sync::Arc;
 
 use proptest::prelude::*;
 
-use super::token_file::header;
-use super::{DataError, FileProblem, TokenFacts, Tokens, Vocabulary, Width};
+use super::token_file::{header, other_tokenizer};
+use super::{DataError, TokenFacts, Tokens, Vocabulary, Width};
 use crate::config::{Paths, Tokenizer};
 
 /// A llm.c file with this header, and `tokens` as 16 bits.
@@ -58,7 +58,7 @@ impl Folder {
 
     fn open(&self, paths: &[&str]) -> Result<Tokens, DataError> {
         let paths: Vec<PathBuf> = paths.iter().map(|path| self.0.path().join(path)).collect();
-        Tokens::open(&Paths::from(paths), &Tokenizer::Gpt2, &gpt2())
+        Tokens::open(&Paths::Several(paths), &Tokenizer::Gpt2, &gpt2())
     }
 
     /// Why a file of these bytes is refused, under `tokenizer`.
@@ -214,10 +214,7 @@ fn tokens_of_another_tokenizer_are_refused() {
     `DIR/data.bin` holds tokens of `llama.json`, but `data.tokenizer` is `gpt2`
       hint: set `data.tokenizer` to the one that the file was made with, or make it again with `ddp-train tokenize`
     ");
-    let problem = FileProblem::OtherTokenizer {
-        found: "tokenizer.json".into(),
-        wanted: "tokenizer.json".into(),
-    };
+    let problem = other_tokenizer("tokenizer.json", "tokenizer.json");
     insta::assert_snapshot!(problem, @"holds tokens of `tokenizer.json`, but `data.tokenizer` is `tokenizer.json`, which is another version of it");
 }
 

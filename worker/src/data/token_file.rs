@@ -1,24 +1,25 @@
-//! A file of tokens: a text in which every byte is one, or a token file of a kind that its first bytes tell.
+//! A file of tokens: a text in which every byte is one, or a token file of a kind that its first bytes identify.
 //!
 //! - Our own kind: safetensors with one tensor `tokens` of one dimension, `U16` or `U32`, and metadata. A file that somebody
-//!   else wrote with such a tensor is taken too; what its metadata do not say is not known.
-//! - The `.bin` of llm.c and modded-nanogpt: a header of 256 integers of 4 bytes, then the tokens. The first integer tells
-//!   the kind, the second its version, the third how many tokens follow. It does not say which tokenizer made them.
+//!   else wrote with such a tensor is taken too; what its metadata leave out is not known.
+//! - The `.bin` of llm.c and modded-nanogpt: a header of 256 integers of 4 bytes, then the tokens. The first integer is
+//!   the kind, the second its version, the third how many tokens follow. The tokenizer that made them is not recorded.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::path::Path;
 use std::sync::Arc;
 
 use safetensors::tensor::{Dtype, Metadata, TensorInfo};
+use serde::Serialize;
 
 use super::mapped_file::MappedFile;
-use super::{DataError, FileProblem, Vocabulary};
+use super::{DataError, Vocabulary};
 
 /// What a token file made of a text is called: the text's name with this behind it.
 const SUFFIX: &str = "safetensors";
 
 /// Tokens of one vocabulary in a file that is read as they are asked for.
-pub struct TokenFile {
+pub(super) struct TokenFile {
     file: MappedFile,
     layout: Layout,
     vocabulary: Arc<Vocabulary>,
@@ -27,35 +28,44 @@ pub struct TokenFile {
 impl TokenFile {
     /// Opens a file for a vocabulary: a text for bytes, a token file for all others. `tokenizer` is what the user
     /// calls the vocabulary, for the command that would make tokens of a text.
-    pub fn open(path: &Path, vocabulary: &Arc<Vocabulary>, tokenizer: &str) -> Result<Self, DataError> {
+    pub(super) fn open(
+        path: &Path,
+        vocabulary: &Arc<Vocabulary>,
+        tokenizer: &str,
+    ) -> Result<Self, DataError> {
         let file = MappedFile::open(path)?;
-        let refused = |problem| Err(DataError::file(path, problem));
-        if file.is_empty() {
-            return refused(FileProblem::Empty);
+        let empty = || DataError::file(path, "is empty", None);
+        if file.len() == 0 {
+            return Err(empty());
         }
+        let refused = |problem: String, hint: &str| Err(DataError::file(path, problem, Some(hint)));
+        let wanted = &vocabulary.name;
         let layout = match (Layout::recognise(&file)?, vocabulary.is_bytes()) {
             (None, true) => Layout::of_text(&file),
-            (Some(layout), true) => {
-                let tokenizer = layout.facts.tokenizer;
-                return refused(FileProblem::Tokens { tokenizer });
+            (Some(Layout { facts, .. }), true) => {
+                let made_with = facts.tokenizer.map_or_else(
+                    || "set `data.tokenizer` to the one that it was made with".into(),
+                    |tokenizer| format!("set `data.tokenizer: {tokenizer}`"),
+                );
+                let problem = "is a token file, and `data.tokenizer: bytes` takes texts";
+                return refused(problem.into(), &made_with);
             }
             (None, false) => {
-                return refused(FileProblem::NoTokens {
-                    tokenizer: vocabulary.name.clone(),
-                    command: command(path, tokenizer, &vocabulary.name),
-                });
+                let command = command(path, tokenizer, wanted);
+                return refused(
+                    format!("is no token file, and `data.tokenizer: {wanted}` needs one"),
+                    &format!("make one, and name that instead: `{command}`"),
+                );
             }
             (Some(layout), false) => layout,
         };
-        let hash = &layout.facts.tokenizer_hash;
-        if hash.is_some() && *hash != vocabulary.hash {
-            return refused(FileProblem::OtherTokenizer {
-                found: layout.facts.tokenizer.unwrap_or_else(|| "another one".into()),
-                wanted: vocabulary.name.clone(),
-            });
+        let facts = &layout.facts;
+        if facts.tokenizer_hash.is_some() && facts.tokenizer_hash != vocabulary.hash {
+            let found = facts.tokenizer.as_deref().unwrap_or("another one");
+            return refused(other_tokenizer(found, wanted), OTHER_TOKENIZER);
         }
         if layout.tokens == 0 {
-            return refused(FileProblem::Empty);
+            return Err(empty());
         }
         Ok(Self {
             file,
@@ -65,21 +75,18 @@ impl TokenFile {
     }
 
     /// Where it was opened.
-    #[must_use]
-    pub fn path(&self) -> &Path {
+    pub(super) fn path(&self) -> &Path {
         self.file.path()
     }
 
     /// Number of tokens, at least one.
-    #[must_use]
     #[expect(clippy::len_without_is_empty, reason = "an empty file is not opened")]
-    pub fn len(&self) -> usize {
+    pub(super) fn len(&self) -> usize {
         self.layout.tokens
     }
 
-    /// What the file says of its contents.
-    #[must_use]
-    pub fn facts(&self) -> &TokenFacts {
+    /// The metadata of the file.
+    pub(super) fn facts(&self) -> &TokenFacts {
         &self.layout.facts
     }
 
@@ -90,45 +97,45 @@ impl TokenFile {
 
     /// Copies the tokens from `start` into `out`. A number that the vocabulary does not have is an error: a model
     /// has no row for it.
-    pub fn read(&self, start: usize, out: &mut [i32]) -> Result<(), DataError> {
+    pub(super) fn read(&self, start: usize, out: &mut [i32]) -> Result<(), DataError> {
         let width = self.layout.width.bytes();
         let mut bytes = vec![0; out.len() * width];
         self.read_stored(start, &mut bytes)?;
         let last = (self.vocabulary.size - 1) as u32;
-        let mut highest = 0;
-        for (out, bytes) in out.iter_mut().zip(bytes.chunks_exact(width)) {
+        for (i, (out, bytes)) in out.iter_mut().zip(bytes.chunks_exact(width)).enumerate() {
             let token = stored(bytes);
-            highest = highest.max(token);
+            if token > last {
+                let (position, tokenizer) = (start + i, &self.vocabulary.name);
+                let problem = format!(
+                    "has the number {token} at position {position}, but the vocabulary of `{tokenizer}` ends with {last}"
+                );
+                return Err(DataError::file(self.path(), problem, Some(OTHER_TOKENIZER)));
+            }
             *out = token as i32;
         }
-        if highest <= last {
-            return Ok(());
-        }
-        let at = bytes.chunks_exact(width).position(|bytes| stored(bytes) > last);
-        Err(DataError::file(
-            self.path(),
-            FileProblem::NoSuchToken {
-                token: at.map_or(highest, |at| stored(&bytes[at * width..][..width])),
-                position: (start + at.unwrap_or(0)) as u64,
-                tokenizer: self.vocabulary.name.clone(),
-                last,
-            },
-        ))
+        Ok(())
     }
 
-    /// Copies the bytes of the tokens from `start`, as they are stored, into `out`, which has room for whole ones.
+    /// Copies the bytes of the tokens from `start`, as they are stored, into `out`, which has room for whole ones of
+    /// this file.
     pub(super) fn read_stored(&self, start: usize, out: &mut [u8]) -> Result<(), DataError> {
         let width = self.layout.width.bytes();
-        let tokens = out.len() / width;
-        let fits = start.checked_add(tokens).is_some_and(|end| end <= self.len());
-        if !fits || !out.len().is_multiple_of(width) {
-            return Err(DataError::Misuse {
-                path: self.path().to_owned(),
-                what: format!("tokens {start}..+{tokens} of {} were asked for", self.len()),
-            });
-        }
         self.file.read(self.layout.start + start * width, out)
     }
+}
+
+/// The next step where the tokens are not those of the vocabulary.
+const OTHER_TOKENIZER: &str =
+    "set `data.tokenizer` to the one that the file was made with, or make it again with `ddp-train tokenize`";
+
+/// Two versions of one tokenizer have the same name.
+pub(super) fn other_tokenizer(found: &str, wanted: &str) -> String {
+    let version = if found == wanted {
+        ", which is another version of it"
+    } else {
+        ""
+    };
+    format!("holds tokens of `{found}`, but `data.tokenizer` is `{wanted}`{version}")
 }
 
 /// A token of 1, 2 or 4 bytes.
@@ -166,11 +173,11 @@ fn quoted(word: &str) -> String {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Width {
     /// A byte of a text.
-    U8,
+    U8 = 1,
     /// Two bytes, little-endian.
-    U16,
+    U16 = 2,
     /// Four bytes, little-endian.
-    U32,
+    U32 = 4,
 }
 
 impl Width {
@@ -183,16 +190,12 @@ impl Width {
     /// How many.
     #[must_use]
     pub const fn bytes(self) -> usize {
-        match self {
-            Self::U8 => 1,
-            Self::U16 => 2,
-            Self::U32 => 4,
-        }
+        self as usize
     }
 }
 
-/// What a token file says of its contents.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
+/// The metadata of a token file, under the names of these fields.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct TokenFacts {
     /// Name of the tokenizer.
     pub tokenizer: Option<String>,
@@ -239,7 +242,17 @@ impl Layout {
     }
 }
 
-/// The file is not as long as its header says.
+/// The header of the file at `path` has contents that are not known.
+fn wrong_header(path: &Path, what: impl std::fmt::Display) -> DataError {
+    let hint = "known are the files of `ddp-train tokenize` and those of llm.c: see `Tokens` in docs/configuration.md";
+    DataError::file(
+        path,
+        format!("is a token file whose header is wrong: {what}"),
+        Some(hint),
+    )
+}
+
+/// An error if the file is not as long as its header says.
 fn check_length(file: &MappedFile, promised: u64) -> Result<(), DataError> {
     let found = file.len() as u64;
     if found == promised {
@@ -247,7 +260,8 @@ fn check_length(file: &MappedFile, promised: u64) -> Result<(), DataError> {
     }
     Err(DataError::file(
         file.path(),
-        FileProblem::Length { promised, found },
+        format!("is {found} bytes long, but its header promises {promised}"),
+        Some("it was cut short, or written on: make it again, or fetch it again"),
     ))
 }
 
@@ -269,7 +283,7 @@ fn llm_c_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
     let Some((_, known, width)) = KINDS.into_iter().find(|kind| kind.0 == magic) else {
         return Ok(None);
     };
-    let wrong = |what: String| DataError::file(file.path(), FileProblem::Header(what));
+    let wrong = |what: String| wrong_header(file.path(), what);
     if version != known {
         let what = format!("of llm.c's kind {magic} version {known} is known, and it has version {version}");
         return Err(wrong(what));
@@ -294,30 +308,23 @@ const MAX_JSON_BYTES: u64 = 100_000_000;
 
 /// Name of the tensor.
 const TENSOR: &str = "tokens";
-/// Names of the metadata.
+/// Name of the kind in the metadata.
 const KIND: &str = "format";
-const TOKENIZER: &str = "tokenizer";
-const TOKENIZER_HASH: &str = "tokenizer_hash";
-const VOCAB_SIZE: &str = "vocab_size";
-const DOCUMENTS: &str = "documents";
-const TEXT_BYTES: &str = "text_bytes";
 /// What the metadata call the kind, version included.
 const OURS: &str = "ddp-tokens/1";
 
-/// The header of a file of `tokens` tokens, [`HEADER_BYTES`] long; none if what `facts` say does not fit.
+/// The header of a file of `tokens` tokens, [`HEADER_BYTES`] long; none if `facts` do not fit.
 pub(crate) fn header(width: Width, tokens: usize, facts: &TokenFacts) -> Option<Vec<u8>> {
-    let numbers = [
-        (VOCAB_SIZE, facts.vocab_size.map(|size| size.to_string())),
-        (DOCUMENTS, facts.documents.map(|documents| documents.to_string())),
-        (TEXT_BYTES, facts.text_bytes.map(|bytes| bytes.to_string())),
-        (TOKENIZER, facts.tokenizer.clone()),
-        (TOKENIZER_HASH, facts.tokenizer_hash.clone()),
-        (KIND, Some(OURS.to_owned())),
-    ];
-    let said = numbers.into_iter();
     // Sorted, so that the same tokens are the same file.
-    let metadata: std::collections::BTreeMap<&str, String> =
-        said.filter_map(|(key, value)| Some((key, value?))).collect();
+    let mut metadata = BTreeMap::from([(KIND.to_owned(), OURS.to_owned())]);
+    for (key, value) in serde_json::to_value(facts).ok()?.as_object()? {
+        if !value.is_null() {
+            let text = value
+                .as_str()
+                .map_or_else(|| value.to_string(), ToOwned::to_owned);
+            metadata.insert(key.clone(), text);
+        }
+    }
     let dtype = match width {
         Width::U8 => Dtype::U8,
         Width::U16 => Dtype::U16,
@@ -362,7 +369,7 @@ fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
     }
     let mut json = vec![0; length as usize];
     file.read(LENGTH_BYTES, &mut json)?;
-    let wrong = |what: String| DataError::file(file.path(), FileProblem::Header(what));
+    let wrong = |what: String| wrong_header(file.path(), what);
     let metadata: Metadata = serde_json::from_slice(&json).map_err(|e| wrong(e.to_string()))?;
     let Some(info) = metadata.info(TENSOR) else {
         return Err(wrong(format!("there is no tensor `{TENSOR}`")));
@@ -402,9 +409,8 @@ fn named_layout(file: &MappedFile) -> Result<Option<Layout>, DataError> {
     }))
 }
 
-/// What the metadata say.
 fn facts(metadata: Option<&HashMap<String, String>>) -> Result<TokenFacts, String> {
-    let Some(metadata) = metadata.filter(|metadata| metadata.contains_key(TOKENIZER_HASH)) else {
+    let Some(metadata) = metadata.filter(|metadata| metadata.contains_key("tokenizer_hash")) else {
         return Ok(TokenFacts::default());
     };
     let word = |key: &str| metadata.get(key).cloned();
@@ -419,10 +425,10 @@ fn facts(metadata: Option<&HashMap<String, String>>) -> Result<TokenFacts, Strin
         number.transpose()
     };
     Ok(TokenFacts {
-        tokenizer: word(TOKENIZER),
-        tokenizer_hash: word(TOKENIZER_HASH),
-        vocab_size: number(VOCAB_SIZE)?.map(|size| size as usize),
-        documents: number(DOCUMENTS)?,
-        text_bytes: number(TEXT_BYTES)?,
+        tokenizer: word("tokenizer"),
+        tokenizer_hash: word("tokenizer_hash"),
+        vocab_size: number("vocab_size")?.map(|size| size as usize),
+        documents: number("documents")?,
+        text_bytes: number("text_bytes")?,
     })
 }

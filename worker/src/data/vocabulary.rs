@@ -1,12 +1,13 @@
 //! What training has to know of a tokenizer: how many tokens there are, and whose they are.
 
-use std::fmt;
+use std::collections::HashMap;
+use std::io::Read as _;
 use std::path::Path;
 
 use serde::Deserialize;
-use serde::de::{IgnoredAny, MapAccess, SeqAccess, Visitor};
 
-use super::{DataError, FileProblem};
+use super::DataError;
+use super::mapped_file::open_regular;
 use crate::config::Tokenizer;
 
 /// Byte-pair tokens of GPT-2 and the end of a text.
@@ -18,7 +19,7 @@ const MAX_FILE_BYTES: u64 = 256 << 20;
 /// Digits of a hash that people compare.
 const SHOWN_DIGITS: usize = 16;
 
-/// A vocabulary: `0..size`, and by what it is told from others.
+/// A vocabulary: `0..size`, and what identifies it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Vocabulary {
     /// `bytes`, `gpt2`, or the name of a file.
@@ -49,12 +50,13 @@ impl Vocabulary {
 
     fn of_file(path: &Path) -> Result<Self, DataError> {
         let json = read_tokenizer(path)?;
-        let failed = |cause: String| DataError::file(path, FileProblem::NoTokenizer { cause });
-        let contents: Contents = serde_json::from_slice(&json).map_err(|e| failed(e.to_string()))?;
+        let failed = |e: serde_json::Error| DataError::no_tokenizer(path, e);
+        let contents: Contents = serde_json::from_slice(&json).map_err(failed)?;
         let added = contents.added_tokens.iter().map(|token| token.id as usize + 1);
-        let size = added.fold(contents.model.vocab.0, usize::max);
+        let known = size_of(contents.model.vocab).map_err(failed)?;
+        let size = added.fold(known, usize::max);
         if size == 0 {
-            return Err(failed("its vocabulary is empty".into()));
+            return Err(DataError::no_tokenizer(path, "its vocabulary is empty"));
         }
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         Ok(Self {
@@ -82,19 +84,15 @@ impl Vocabulary {
 
 /// The bytes of a `tokenizer.json`.
 pub(crate) fn read_tokenizer(path: &Path) -> Result<Vec<u8>, DataError> {
-    let failed = |e: std::io::Error| {
-        let cause = e.to_string();
-        DataError::file(path, FileProblem::Unreadable { cause })
-    };
-    let metadata = std::fs::metadata(path).map_err(failed)?;
-    if !metadata.is_file() {
-        return Err(DataError::file(path, FileProblem::NotAFile));
-    }
-    if metadata.len() > MAX_FILE_BYTES {
+    let mut bytes = Vec::new();
+    let mut file = open_regular(path)?.take(MAX_FILE_BYTES + 1);
+    file.read_to_end(&mut bytes)
+        .map_err(|e| DataError::unreadable(path, &e))?;
+    if bytes.len() as u64 > MAX_FILE_BYTES {
         let cause = format!("it is longer than {MAX_FILE_BYTES} bytes");
-        return Err(DataError::file(path, FileProblem::NoTokenizer { cause }));
+        return Err(DataError::no_tokenizer(path, cause));
     }
-    std::fs::read(path).map_err(failed)
+    Ok(bytes)
 }
 
 /// What matters here of a `tokenizer.json`.
@@ -112,42 +110,16 @@ struct AddedToken {
 
 #[derive(Deserialize)]
 struct TokenizerModel {
-    vocab: Ids,
+    vocab: serde_json::Value,
 }
 
 /// One more than the largest number of a vocabulary: a table of words and numbers, or a list whose places are them.
-struct Ids(usize);
-
-impl<'de> Deserialize<'de> for Ids {
-    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        deserializer.deserialize_any(IdsVisitor)
+fn size_of(vocabulary: serde_json::Value) -> serde_json::Result<usize> {
+    if let serde_json::Value::Array(list) = vocabulary {
+        return Ok(list.len());
     }
-}
-
-struct IdsVisitor;
-
-impl<'de> Visitor<'de> for IdsVisitor {
-    type Value = Ids;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a vocabulary")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Ids, A::Error> {
-        let mut size = 0;
-        while let Some((_, id)) = map.next_entry::<IgnoredAny, u32>()? {
-            size = size.max(id as usize + 1);
-        }
-        Ok(Ids(size))
-    }
-
-    fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Ids, A::Error> {
-        let mut size = 0;
-        while list.next_element::<IgnoredAny>()?.is_some() {
-            size += 1;
-        }
-        Ok(Ids(size))
-    }
+    let table: HashMap<String, u32> = serde_json::from_value(vocabulary)?;
+    Ok(table.values().max().map_or(0, |id| *id as usize + 1))
 }
 
 #[cfg(test)]

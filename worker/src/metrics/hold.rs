@@ -1,23 +1,69 @@
 //! Who has the folder of a run: one process at a time, for as long as it lives.
 //!
-//! `.run-token` says which run took the folder last, and a lock on that file that the run lives: the system drops it with
+//! `.run-token` names the run that took the folder last, and a lock on that file shows that the run lives: the system drops it with
 //! the process, however that ends. The file is replaced as a whole, by one that is locked before it has its name; so
 //! whoever gets the lock of a file looks whether that one still has the name.
 
+use std::fmt;
 use std::fs::{self, File, OpenOptions, TryLockError};
-use std::io::{self, Read as _, Write as _};
+use std::io::{self, Read as _};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
-use super::error::{Holder, RunFilesError};
+use ddp_proto::utc;
+use serde::{Deserialize, Serialize};
+
+use super::run_file::{RunFilesError, replace_prepared};
 
 /// First line: the name of the run that took the folder last, or nothing. Second line: a [`Holder`].
 const FILE: &str = ".run-token";
 /// Longest file that is believed.
 const MAX_BYTES: u64 = 64 << 10;
-/// A file system tells nobody when a lock is free.
+/// A file system reports no event when a lock is free.
 const POLL: Duration = Duration::from_millis(50);
+
+/// A process that has the folder of a run, in its own words.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Holder {
+    /// Name of its machine.
+    host: String,
+    /// Its process id there.
+    pid: u32,
+    /// Run id of its job.
+    run_id: String,
+    /// When it took the folder, in seconds since the epoch.
+    since: u64,
+}
+
+impl Holder {
+    /// This process, for the job called `run_id`.
+    pub(super) fn here(run_id: &str) -> Self {
+        Self {
+            host: host_name(),
+            pid: std::process::id(),
+            run_id: run_id.to_owned(),
+            since: utc::seconds_of(SystemTime::now()),
+        }
+    }
+}
+
+/// Of this machine; empty if it has none.
+pub(crate) fn host_name() -> String {
+    let name = nix::unistd::gethostname().unwrap_or_default();
+    name.to_string_lossy().into_owned()
+}
+
+impl fmt::Display for Holder {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (since, host) = (utc::written(self.since), &self.host);
+        write!(
+            f,
+            "job `{}`, process {} on `{host}`, since {since}",
+            self.run_id, self.pid
+        )
+    }
+}
 
 /// The folder is this process's until this is dropped.
 #[derive(Debug)]
@@ -29,38 +75,32 @@ pub(super) struct Hold {
     is_empty: bool,
 }
 
-/// Who asks for a folder.
-#[derive(Clone, Copy)]
-pub(super) struct Claim<'a> {
-    /// A process that announced this run is a former life of the same one. The launcher has killed it, and what a killed
-    /// process still waits for, a disk that hangs, may keep it, and its lock, for ever.
-    pub(super) succeeds: Option<&'a str>,
-    /// When whoever has it is taken to stay.
-    pub(super) deadline: Instant,
-}
-
 impl Hold {
     /// Takes the folder, which exists. One that another process has is waited for until the deadline.
-    pub(super) fn take(folder: &Path, candidate: Claim<'_>) -> Result<Self, RunFilesError> {
+    ///
+    /// A process that announced the run `succeeds` is a former life of the same one. The launcher has killed it, and what
+    /// a killed process still waits for, a disk that hangs, may keep it, and its lock, for ever.
+    pub(super) fn take(
+        folder: &Path,
+        succeeds: Option<&str>,
+        deadline: Instant,
+    ) -> Result<Self, RunFilesError> {
         let path = folder.join(FILE);
         loop {
             if let Some(hold) = Self::try_take(&path)? {
                 return Ok(hold);
             }
-            if Instant::now() >= candidate.deadline {
+            if Instant::now() >= deadline {
                 break;
             }
             std::thread::sleep(POLL);
         }
         let (token, holder) = read(&path)?;
-        if candidate.succeeds.is_some_and(|own| own == token) {
+        let folder = folder.display();
+        if succeeds.is_some_and(|own| own == token) {
             tracing::warn!(
-                "a process of an earlier life of this job still has `{}` ({}); it was killed, and this life goes on",
-                folder.display(),
-                holder.map_or_else(
-                    || "it has not said who it is".to_owned(),
-                    |holder| holder.to_string()
-                ),
+                "a process of an earlier life of this job still has `{folder}` ({}); it was killed, and this life goes on",
+                holder.map_or_else(|| "it has not said who it is".into(), |holder| holder.to_string()),
             );
             return Ok(Self {
                 path,
@@ -68,10 +108,10 @@ impl Hold {
                 is_empty: false,
             });
         }
-        Err(RunFilesError::InUse {
-            path: folder.to_owned(),
-            holder,
-        })
+        let holder = holder.map_or_else(|| "another job has locked it".into(), |holder| holder.to_string());
+        Err(RunFilesError::InUse(format!(
+            "`{folder}` is in use: {holder}\n  hint: wait until that job has ended, or stop it; or set another `run.out_dir`"
+        )))
     }
 
     /// None if another process has it now.
@@ -87,25 +127,24 @@ impl Hold {
             },
             opened => (opened.map_err(failed("open"))?, false),
         };
-        let file = match lock(&file) {
-            Lock::Ours => Some(file),
-            Lock::Unknown => None,
-            Lock::Held => return Ok(None),
-            Lock::Failed(e) => return Err(failed("lock")(e)),
+        let is_locked = match lock(&file) {
+            Err(TryLockError::WouldBlock) => return Ok(None),
+            locked => locked.map_err(|e| failed("lock")(e.into()))?,
         };
-        if let Some(file) = &file
-            && !has_name(file, path).map_err(failed("inspect"))?
-        {
+        if is_locked && !has_name(&file, path).map_err(failed("inspect"))? {
             return Ok(None);
         }
-        if file.is_none() {
+        if !is_locked {
             tracing::warn!(
                 "the file system of `{}` has no locks: nothing would keep another job out of this folder",
                 path.display()
             );
         }
-        let path = path.to_owned();
-        Ok(Some(Self { path, file, is_empty }))
+        Ok(Some(Self {
+            path: path.to_owned(),
+            file: is_locked.then_some(file),
+            is_empty,
+        }))
     }
 
     /// True if the run called `token` was the last to announce itself.
@@ -120,14 +159,9 @@ impl Hold {
         let words = serde_json::to_string(holder).expect("a holder serialises");
         let text = format!("{}\n{words}\n", token.unwrap_or_default());
         let mut locked = false;
-        let file = replace_prepared(&self.path, text.as_bytes(), |file| match lock(file) {
-            Lock::Ours => {
-                locked = true;
-                Ok(())
-            }
-            Lock::Unknown => Ok(()),
-            Lock::Held => Err(io::ErrorKind::WouldBlock.into()),
-            Lock::Failed(e) => Err(e),
+        let file = replace_prepared(&self.path, text.as_bytes(), |file| {
+            locked = lock(file)?;
+            Ok(())
         })?;
         self.file = locked.then_some(file);
         self.is_empty = token.is_none();
@@ -143,21 +177,15 @@ impl Hold {
     }
 }
 
-enum Lock {
-    Ours,
-    Held,
-    /// The file system has none.
-    Unknown,
-    Failed(io::Error),
-}
-
-fn lock(file: &File) -> Lock {
+/// True if the lock is ours, false on a file system without locks.
+fn lock(file: &File) -> Result<bool, TryLockError> {
     match file.try_lock() {
-        Ok(()) => Lock::Ours,
-        Err(TryLockError::WouldBlock) => Lock::Held,
-        Err(TryLockError::Error(e)) if e.kind() == io::ErrorKind::Interrupted => Lock::Held,
-        Err(TryLockError::Error(e)) if is_without_locks(&e) => Lock::Unknown,
-        Err(TryLockError::Error(e)) => Lock::Failed(e),
+        Ok(()) => Ok(true),
+        Err(TryLockError::Error(e)) if e.kind() == io::ErrorKind::Interrupted => {
+            Err(TryLockError::WouldBlock)
+        }
+        Err(TryLockError::Error(e)) if is_without_locks(&e) => Ok(false),
+        Err(e) => Err(e),
     }
 }
 
@@ -190,59 +218,13 @@ fn read(path: &Path) -> Result<(String, Option<Holder>), RunFilesError> {
     }
 }
 
-/// Writes `bytes` beside `path`, syncs them, and renames them over it. After a crash at any point `path`
-/// has the old content or the new one.
-pub(super) fn replace_file(path: &Path, bytes: &[u8]) -> Result<(), RunFilesError> {
-    replace_prepared(path, bytes, |_| Ok(())).map(drop)
-}
-
-/// The same with a file that `prepare` has had before anybody else can see it. Returns the new file.
-fn replace_prepared(
-    path: &Path,
-    bytes: &[u8],
-    prepare: impl FnOnce(&File) -> io::Result<()>,
-) -> Result<File, RunFilesError> {
-    let mut name = path.file_name().unwrap_or_default().to_owned();
-    name.push(".tmp");
-    let temporary = path.with_file_name(name);
-    let written = write_and_rename(path, &temporary, bytes, prepare);
-    if written.is_err() {
-        // The error that counts is on its way; a left-over would only be overwritten next time.
-        let _ = fs::remove_file(&temporary);
-    }
-    written.map_err(|e| RunFilesError::io("write", path, &e))
-}
-
-fn write_and_rename(
-    path: &Path,
-    temporary: &Path,
-    bytes: &[u8],
-    prepare: impl FnOnce(&File) -> io::Result<()>,
-) -> io::Result<File> {
-    // Left by a crash, and perhaps still held open by a process that is dying.
-    let _ = fs::remove_file(temporary);
-    let mut file = File::create(temporary)?;
-    prepare(&file)?;
-    file.write_all(bytes)?;
-    file.sync_all()?;
-    fs::rename(temporary, path)?;
-    let folder = path
-        .parent()
-        .filter(|p| !p.as_os_str().is_empty())
-        .unwrap_or(Path::new("."));
-    File::open(folder)?.sync_all()?;
-    Ok(file)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn at_once(succeeds: Option<&str>) -> Claim<'_> {
-        Claim {
-            succeeds,
-            deadline: Instant::now(),
-        }
+    /// Without waiting.
+    fn take(folder: &Path, succeeds: Option<&str>) -> Result<Hold, RunFilesError> {
+        Hold::take(folder, succeeds, Instant::now())
     }
 
     fn holder() -> Holder {
@@ -257,9 +239,9 @@ mod tests {
     #[test]
     fn a_folder_is_of_one_process_and_others_are_told_whose() {
         let folder = tempfile::tempdir().unwrap();
-        let mut hold = Hold::take(folder.path(), at_once(None)).unwrap();
+        let mut hold = take(folder.path(), None).unwrap();
         hold.announce(Some("a"), &holder()).unwrap();
-        let refused = Hold::take(folder.path(), at_once(Some("b"))).unwrap_err();
+        let refused = take(folder.path(), Some("b")).unwrap_err();
         let words = refused
             .to_string()
             .replace(folder.path().to_str().unwrap(), "DIR");
@@ -268,21 +250,18 @@ mod tests {
           hint: wait until that job has ended, or stop it; or set another `run.out_dir`
         ");
         drop(hold);
-        let hold = Hold::take(folder.path(), at_once(None)).unwrap();
+        let hold = take(folder.path(), None).unwrap();
         assert!(hold.is_of("a").unwrap(), "what was announced stays");
     }
 
     #[test]
     fn whoever_waits_gets_a_folder_that_becomes_free() {
         let folder = tempfile::tempdir().unwrap();
-        let mut hold = Hold::take(folder.path(), at_once(None)).unwrap();
+        let mut hold = take(folder.path(), None).unwrap();
         std::thread::scope(|scope| {
-            let patient = Claim {
-                succeeds: None,
-                deadline: Instant::now() + Duration::from_mins(1),
-            };
+            let patience = Instant::now() + Duration::from_mins(1);
             let path = folder.path();
-            let waiting = scope.spawn(move || Hold::take(path, patient).map(drop));
+            let waiting = scope.spawn(move || Hold::take(path, None, patience).map(drop));
             let waited_for = File::open(path.join(FILE)).unwrap();
             hold.announce(Some("a"), &holder()).unwrap();
             // Who waits for the lock of this one is not to believe it.
@@ -295,23 +274,23 @@ mod tests {
     #[test]
     fn a_killed_life_of_the_same_run_that_keeps_its_lock_is_succeeded_and_nobody_else_comes_in() {
         let folder = tempfile::tempdir().unwrap();
-        let mut killed = Hold::take(folder.path(), at_once(None)).unwrap();
+        let mut killed = take(folder.path(), None).unwrap();
         killed.announce(Some("a"), &holder()).unwrap();
-        let mut heir = Hold::take(folder.path(), at_once(Some("a"))).unwrap();
+        let mut heir = take(folder.path(), Some("a")).unwrap();
         heir.announce(Some("a"), &holder()).unwrap();
         drop(killed);
         assert!(matches!(
-            Hold::take(folder.path(), at_once(Some("b"))),
+            take(folder.path(), Some("b")),
             Err(RunFilesError::InUse { .. })
         ));
         drop(heir);
-        assert!(Hold::take(folder.path(), at_once(Some("b"))).is_ok());
+        assert!(take(folder.path(), Some("b")).is_ok());
     }
 
     #[test]
     fn a_hold_without_a_run_leaves_nothing() {
         let folder = tempfile::tempdir().unwrap();
-        let mut hold = Hold::take(folder.path(), at_once(None)).unwrap();
+        let mut hold = take(folder.path(), None).unwrap();
         hold.announce(None, &holder()).unwrap();
         hold.release();
         assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);

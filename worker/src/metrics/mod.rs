@@ -2,24 +2,18 @@
 //!
 //! | file | what it holds |
 //! |---|---|
-//! | `log.rs` | [`MetricsLog`]: `metrics.jsonl`, a [`MetricsLine`] a step, cut back after a rollback |
-//! | `summary.rs` | [`Summary`]: `summary.json` |
-//! | `timeline_files.rs` | [`TimelineFiles`]: the folder `timeline` |
+//! | `reports.rs` | [`MetricsLog`]: `metrics.jsonl`, a [`MetricsLine`] a step; [`Summary`]: `summary.json`; [`TimelineFiles`]: the folder `timeline` |
 //! | `run_dir.rs` | [`RunDir`]: the folder of a run, prepared by rank 0 and seen by all |
 //! | `hold.rs` | one process has a folder at a time, and later lives of a run know theirs |
-//! | `error.rs` | [`RunFilesError`]: what can be wrong with them; [`Holder`]: who has a folder |
+//! | `run_file.rs` | a file that is replaced as a whole; [`RunFilesError`]: what can be wrong with the files of a run |
 
-mod error;
 mod hold;
-mod log;
+mod reports;
 mod run_dir;
-mod summary;
-mod timeline_files;
+mod run_file;
 
 pub use crate::collective::WireBytes;
-pub(crate) use error::host_name;
-pub use error::{Holder, RunFilesError};
-pub use log::{Memory, MetricsLine, MetricsLog};
+pub(crate) use hold::host_name;
+pub use reports::{Memory, MetricsLine, MetricsLog, Summary, TimelineFiles};
 pub use run_dir::{Request, RunDir, Start};
-pub use summary::Summary;
-pub use timeline_files::TimelineFiles;
+pub use run_file::RunFilesError;

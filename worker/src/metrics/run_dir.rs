@@ -1,12 +1,12 @@
 //! The folder of a run: prepared and kept by rank 0, and seen by all ranks.
 
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use super::hold::{Claim, Hold};
-use super::{Holder, RunFilesError, Summary, TimelineFiles};
+use super::hold::{Hold, Holder};
+use super::run_file::{RunFilesError, delete_file};
+use super::{Summary, TimelineFiles};
 use crate::checkpoint;
 use crate::config::{Resume, Run};
 use crate::session::KeyValue;
@@ -19,10 +19,8 @@ const VISIBILITY_POLL: Duration = Duration::from_millis(50);
 /// A job that has just been killed, or a launcher that looks at the folder, is gone by then.
 const HOLDER_PATIENCE: Duration = Duration::from_secs(3);
 
-const CHECKPOINTS: &str = "checkpoints";
-
 /// By these names a folder is known to hold a run.
-const MARKS: &[&str] = &[CHECKPOINTS, "metrics.jsonl", "summary.json"];
+const MARKS: &[&str] = &["checkpoints", "metrics.jsonl", "summary.json"];
 
 /// The folder of a run. On rank 0 it is kept from other jobs as long as this lives.
 #[derive(Debug)]
@@ -67,7 +65,7 @@ pub struct Request<'a> {
     pub deadline: Instant,
 }
 
-/// What rank 0 tells the others.
+/// The message of rank 0 to the others.
 #[derive(serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Decision {
@@ -151,27 +149,21 @@ impl RunDir {
         };
         let bytes = serde_json::to_vec(&decision).expect("a decision serialises");
         let put = store.put(DECISION_KEY, &bytes, request.deadline);
-        let agreed = match &prepared {
-            Ok(_) => put
-                .map_err(RunFilesError::from)
-                .and_then(|()| self.await_others(request, store)),
-            Err(_) => Ok(()),
-        };
+        let agreed = prepared.and_then(|start| {
+            put?;
+            self.await_others(request, store)?;
+            Ok(start)
+        });
         // Also when they do not agree, or when a full disk took the name and not the content.
         let _ = fs::remove_file(&mark);
-        let start = prepared?;
-        agreed.map(|()| start)
+        agreed
     }
 
     fn await_others(&self, request: Request<'_>, store: &dyn KeyValue) -> Result<(), RunFilesError> {
         for rank in 1..request.world_size {
             let words = store.wait_for(&seen_key(rank), request.deadline)?;
             if !words.is_empty() {
-                return Err(RunFilesError::NotShared {
-                    rank,
-                    path: self.path.clone(),
-                    cause: String::from_utf8_lossy(&words).into_owned(),
-                });
+                return Err(self.not_shared(rank, &String::from_utf8_lossy(&words)));
             }
         }
         Ok(())
@@ -191,14 +183,16 @@ impl RunDir {
         let seen = self.await_nonce(&nonce, request.deadline.min(Instant::now() + VISIBILITY_TIMEOUT));
         let words = seen.as_ref().err().cloned().unwrap_or_default();
         store.put(&seen_key(request.rank), words.as_bytes(), request.deadline)?;
-        match seen {
-            Ok(()) => Ok(start),
-            Err(cause) => Err(RunFilesError::NotShared {
-                rank: request.rank,
-                path: self.path.clone(),
-                cause,
-            }),
-        }
+        seen.map_err(|cause| self.not_shared(request.rank, &cause))?;
+        Ok(start)
+    }
+
+    /// `rank` looks at another file system than rank 0.
+    fn not_shared(&self, rank: u32, cause: &str) -> RunFilesError {
+        RunFilesError::Refused(format!(
+            "rank {rank} does not see what rank 0 wrote to `{}` ({cause})\n  hint: all ranks must see the same `run.out_dir`: use a folder on a shared file system, by its absolute path",
+            self.path.display()
+        ))
     }
 
     /// Looks until rank 0's file is there. A file system offers no event for that across machines.
@@ -227,11 +221,9 @@ impl RunDir {
             self.require_checkpoint(request)?;
         }
         fs::create_dir_all(&self.path).map_err(|e| RunFilesError::io("create", &self.path, &e))?;
-        let candidate = Claim {
-            succeeds: request.token.filter(|_| request.restarted && request.is_unique),
-            deadline: request.deadline.min(Instant::now() + HOLDER_PATIENCE),
-        };
-        let mut hold = Hold::take(&self.path, candidate)?;
+        let succeeds = request.token.filter(|_| request.restarted && request.is_unique);
+        let deadline = request.deadline.min(Instant::now() + HOLDER_PATIENCE);
+        let mut hold = Hold::take(&self.path, succeeds, deadline)?;
         let start = self.prepare_held(request, &mut hold);
         match (&start, request.token) {
             (Ok(_), Some(_)) => self.hold = Some(hold),
@@ -242,9 +234,7 @@ impl RunDir {
 
     fn require_checkpoint(&self, request: Request<'_>) -> Result<(), RunFilesError> {
         if request.run.resume == Resume::Require && self.checkpoint()?.is_none() {
-            return Err(RunFilesError::NothingToResume {
-                path: self.path.clone(),
-            });
+            return Err(RunFilesError::NothingToResume(self.path.clone()));
         }
         Ok(())
     }
@@ -266,10 +256,10 @@ impl RunDir {
                     hold.announce(None, &holder)?;
                     self.delete_run()?;
                 } else if !self.was_stopped(request.run_id) {
-                    return Err(RunFilesError::HoldsRun {
-                        path: self.path.clone(),
-                        found,
-                    });
+                    return Err(RunFilesError::Refused(format!(
+                        "`{}` already holds a run (found `{found}`)\n  hint: set `run.resume: auto` to continue it, `run.overwrite: true` to delete it, or another `run.out_dir`",
+                        self.path.display()
+                    )));
                 }
             }
         }
@@ -299,14 +289,8 @@ impl RunDir {
     fn delete_run(&self) -> Result<(), RunFilesError> {
         checkpoint::delete_all(&self.path)?;
         TimelineFiles::of_run(&self.path).delete()?;
-        let metrics = self.metrics();
-        match fs::remove_file(&metrics) {
-            Err(e) if e.kind() != io::ErrorKind::NotFound => {
-                return Err(RunFilesError::io("delete", &metrics, &e));
-            }
-            _ => {}
-        }
-        Summary::delete(&self.summary())
+        delete_file(&self.metrics())?;
+        delete_file(&self.summary())
     }
 }
 

@@ -1,8 +1,6 @@
-//! Words for everyone who waits or trains: the generation is over ([`Cancel`]), stop at the next step boundary
-//! ([`StopRequest`]); and what this process waits for, which the agent is told in heartbeats and when it asks why the rank
-//! does not go on.
+//! What everyone who waits or trains looks at: the generation is over ([`Cancel`]), stop at the next step boundary
+//! ([`StopRequest`]); and what this process waits for, which heartbeats and answers to the agent report.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
 use std::time::Duration;
 
@@ -15,10 +13,10 @@ pub struct Cancel(Arc<Inner>);
 
 #[derive(Default)]
 struct Inner {
-    set: AtomicBool,
     cause: OnceLock<String>,
     wakers: Mutex<Vec<Box<dyn Fn() + Send>>>,
-    waits: Waits,
+    /// All who may wait. The entries of dropped waiters are removed when the next one is added.
+    waiting: Mutex<Vec<Weak<dyn Waiting>>>,
 }
 
 impl Cancel {
@@ -31,46 +29,45 @@ impl Cancel {
     /// Sets it; the first cause stays.
     pub fn cancel(&self, cause: impl Into<String>) {
         let _ = self.0.cause.set(cause.into());
-        self.0.set.store(true, Ordering::Release);
-        for wake in self
-            .0
-            .wakers
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .iter()
-        {
-            wake();
-        }
+        let wakers = self.0.wakers.lock().unwrap_or_else(PoisonError::into_inner);
+        wakers.iter().for_each(|wake| wake());
     }
 
     /// The cause, once it is set. Cheap enough for a spin loop.
     #[must_use]
     pub fn cause(&self) -> Option<&str> {
-        if self.0.set.load(Ordering::Acquire) {
-            self.0.cause.get().map(String::as_str)
-        } else {
-            None
-        }
-    }
-
-    /// Who waits under this token says what for: the agent is told, in heartbeats and when it asks.
-    pub fn listen_to(&self, waiting: Weak<dyn Waiting>) {
-        self.0.waits.add(waiting);
-    }
-
-    /// What is waited for under this token, the longest wait first.
-    #[must_use]
-    pub fn waits(&self) -> Vec<Wanted> {
-        self.0.waits.list()
+        self.0.cause.get().map(String::as_str)
     }
 
     /// Calls `wake` when it is set (at once if it is): it must not block. For waits that do not poll.
     pub fn on_cancel(&self, wake: impl Fn() + Send + 'static) {
         let mut wakers = self.0.wakers.lock().unwrap_or_else(PoisonError::into_inner);
-        if self.0.set.load(Ordering::Acquire) {
+        if self.cause().is_some() {
             wake();
         }
         wakers.push(Box::new(wake));
+    }
+
+    /// Adds someone who may wait under this token. The agent learns of waits in heartbeats and when it asks.
+    pub fn listen_to(&self, waiting: Weak<dyn Waiting>) {
+        let mut all = self.0.waiting.lock().unwrap_or_else(PoisonError::into_inner);
+        all.retain(|other| other.strong_count() > 0);
+        all.push(waiting);
+    }
+
+    /// What is waited for under this token, the longest wait first.
+    #[must_use]
+    pub fn waits(&self) -> Vec<Wanted> {
+        let all = self
+            .0
+            .waiting
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        let waits = all.iter().filter_map(|waiting| waiting.upgrade()?.waiting());
+        let mut waits: Vec<Wanted> = waits.collect();
+        waits.sort_by_key(|wanted| std::cmp::Reverse(wanted.waited));
+        waits
     }
 }
 
@@ -91,31 +88,8 @@ pub struct Wanted {
     pub ranks: Vec<usize>,
 }
 
-/// All who may wait. They come for good: those that are gone are forgotten when the next one comes.
-#[derive(Default)]
-pub(super) struct Waits(Mutex<Vec<Weak<dyn Waiting>>>);
-
-impl Waits {
-    fn add(&self, waiting: Weak<dyn Waiting>) {
-        let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        all.retain(|other| other.strong_count() > 0);
-        all.push(waiting);
-    }
-
-    /// Those who wait, the longest wait first.
-    fn list(&self) -> Vec<Wanted> {
-        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        let mut waits: Vec<Wanted> = all
-            .iter()
-            .filter_map(|waiting| waiting.upgrade()?.waiting())
-            .collect();
-        waits.sort_by_key(|wanted| std::cmp::Reverse(wanted.waited));
-        waits
-    }
-}
-
 impl Wanted {
-    /// As the agent is told.
+    /// As a message to the agent has it.
     pub(super) fn to_wire(&self) -> PeerWait {
         PeerWait {
             operation: self.what.clone(),
@@ -152,9 +126,7 @@ impl StopRequest {
 }
 
 #[cfg(test)]
-pub(super) mod tests {
-    use std::sync::Arc;
-
+mod tests {
     use super::*;
 
     struct Fixed(Option<Wanted>);
@@ -163,11 +135,6 @@ pub(super) mod tests {
         fn waiting(&self) -> Option<Wanted> {
             self.0.clone()
         }
-    }
-
-    /// Says for ever that it waits for rank 3, for 5 seconds already.
-    pub(in crate::session) fn waits_for_rank_3() -> Arc<dyn Waiting> {
-        Arc::new(Fixed(Some(wanted("barrier #2 of `world`", 5, &[3]))))
     }
 
     fn wanted(what: &str, seconds: u64, ranks: &[usize]) -> Wanted {
@@ -180,23 +147,23 @@ pub(super) mod tests {
 
     #[test]
     fn the_longest_wait_comes_first_and_those_that_are_gone_say_nothing() {
-        let waits = Waits::default();
+        let cancel = Cancel::new();
+        let listen = |waiting: &Arc<Fixed>| {
+            let weak = Arc::downgrade(waiting);
+            cancel.listen_to(weak);
+        };
         let kept = [
             Some(wanted("barrier #3 of `data`", 2, &[1, 5])),
             None,
             Some(wanted("all-reduce #7 of `world`", 9, &[5])),
         ]
         .map(|wanted| Arc::new(Fixed(wanted)));
-        for waiting in &kept {
-            let weak = Arc::downgrade(waiting);
-            waits.add(weak);
-        }
+        kept.iter().for_each(listen);
         let gone = Arc::new(Fixed(Some(wanted("gone", 99, &[]))));
-        let weak = Arc::downgrade(&gone);
-        waits.add(weak);
+        listen(&gone);
         drop(gone);
         assert_eq!(
-            in_words(&waits.list()),
+            in_words(&cancel.waits()),
             "all-reduce #7 of `world` has waited 9.0 s for rank 5\n\
              barrier #3 of `data` has waited 2.0 s for ranks 1, 5\n"
         );

@@ -7,15 +7,12 @@ use ddp_proto::control::{Phase, Progress, Sizes, ToAgent};
 use ddp_proto::env::WorkerEnv;
 use ddp_proto::utc;
 
-use super::link::{Link, Times};
-use super::store::RemoteStore;
-use super::{Cancel, KeyValue, MemoryStore, SessionError, StopRequest};
+use super::link::{Link, SessionError, TIMES, Times};
+use super::{Cancel, KeyValue, MemoryStore, StopRequest};
 
 /// How long [`Session::fail`] waits until the words are written.
 const FAIL_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long [`Session::limit_sizes`] waits for room in the queue.
-const SIZES_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long [`Session::verdict`] waits for the agent's word.
+/// How long [`Session::verdict`] waits for the agent's message.
 const VERDICT_TIMEOUT: Duration = Duration::from_secs(1);
 /// Longest failure message that is sent.
 const MAX_FAILURE_BYTES: usize = 8 << 10;
@@ -41,7 +38,7 @@ impl Session {
 
     /// As [`Session::from_env`], from any source of variables.
     pub fn from_vars(get: impl Fn(&str) -> Option<String>) -> Result<Self, SessionError> {
-        Self::from_vars_within(get, Times::default())
+        Self::from_vars_within(get, TIMES)
     }
 
     pub(super) fn from_vars_within(
@@ -58,12 +55,13 @@ impl Session {
             return Ok(Self::in_process(env, Arc::new(MemoryStore::default())));
         }
         let env = WorkerEnv::parse(get)?;
+        let ranks = env.world_size.get();
         match env.control.clone() {
             Some(address) => Self::connect(env, &address, times),
-            None if env.world_size.get() == 1 => Ok(Self::in_process(env, Arc::new(MemoryStore::default()))),
-            None => Err(SessionError::NoAgent {
-                world_size: env.world_size.get(),
-            }),
+            None if ranks == 1 => Ok(Self::in_process(env, Arc::new(MemoryStore::default()))),
+            None => Err(SessionError::Refused(format!(
+                "`WORLD_SIZE` is {ranks}, but `DDP_CONTROL` is not set: the ranks cannot find each other\n  hint: start the program with `ddp-run --nproc-per-node {ranks}`; other launchers have no control socket"
+            ))),
         }
     }
 
@@ -89,24 +87,17 @@ impl Session {
 
     fn connect(initial: WorkerEnv, address: &str, times: Times) -> Result<Self, SessionError> {
         let (link, assigned) = Link::connect(address, &initial, times)?;
-        let mut env =
-            WorkerEnv::parse(|name| assigned.vars.get(name).cloned()).map_err(SessionError::BadAssignment)?;
+        let mut env = WorkerEnv::parse(|name| assigned.vars.get(name).cloned())
+            .map_err(|e| SessionError::Refused(format!("the agent's assignment cannot be used: {e}")))?;
         env.generation = assigned.generation;
         env.control = Some(address.to_owned());
         env.error_file = env.error_file.or(initial.error_file);
-        let shared = &link.shared;
-        let store = RemoteStore {
-            calls: Arc::clone(&shared.calls),
-            outbox: Arc::clone(&shared.outbox),
-            cancel: shared.cancel.clone(),
-            grace: times.grace,
-        };
         Ok(Self {
             env,
             node_addrs: assigned.node_addrs,
-            store: Arc::new(store),
-            cancel: shared.cancel.clone(),
-            stop: shared.stop.clone(),
+            store: link.shared.store.clone(),
+            cancel: link.shared.cancel.clone(),
+            stop: link.shared.stop.clone(),
             link: Some(link),
         })
     }
@@ -151,18 +142,11 @@ impl Session {
     /// replaces one that is not yet written, and the last one is repeated automatically.
     pub fn heartbeat(&self, step: u64, phase: Phase, progress: Option<Progress>) {
         if let Some(link) = &self.link {
-            let progress = progress.filter(is_finite);
-            link.shared.outbox.beat(ToAgent::Heartbeat {
-                step,
-                phase,
-                quiet_ms: 0,
-                progress,
-                waits: Vec::new(),
-            });
+            link.shared.outbox.beat(step, phase, progress.filter(is_finite));
         }
     }
 
-    /// Tells the agent that this worker has got on within what it last said: for phases without steps.
+    /// Repeats the last heartbeat as a new one, since this worker has got on: for phases without steps.
     pub fn still_alive(&self) {
         if let Some(link) = &self.link {
             link.shared.outbox.beat_again();
@@ -173,8 +157,7 @@ impl Session {
     pub fn limit_sizes(&self, sizes: Sizes) {
         if let Some(link) = &self.link {
             // Refused only where the connection is gone, and with it this generation.
-            let said = ToAgent::Sizes(sizes);
-            let _ = link.shared.outbox.push(&said, Instant::now() + SIZES_TIMEOUT);
+            let _ = link.shared.outbox.push(&ToAgent::Sizes(sizes));
         }
     }
 
@@ -208,14 +191,13 @@ impl Session {
 
     fn tell_failure(&self, message: &str, hint: Option<&str>, consequence: bool) {
         if let Some(link) = &self.link {
-            let deadline = Instant::now() + FAIL_TIMEOUT;
             let failure = ToAgent::Failure {
                 message: one_line(message),
                 hint: hint.map(one_line),
                 consequence,
             };
-            if link.shared.outbox.push(&failure, deadline).is_ok() {
-                link.shared.outbox.flush(deadline);
+            if link.shared.outbox.push(&failure).is_ok() {
+                link.shared.outbox.flush(Instant::now() + FAIL_TIMEOUT);
             }
         }
     }
@@ -238,9 +220,6 @@ fn is_finite(progress: &Progress) -> bool {
 
 fn one_line(text: &str) -> String {
     let mut line = text.lines().map(str::trim).collect::<Vec<_>>().join(" ");
-    if line.len() > MAX_FAILURE_BYTES {
-        let end = (0..=MAX_FAILURE_BYTES).rev().find(|&i| line.is_char_boundary(i));
-        line.truncate(end.unwrap_or(0));
-    }
+    line.truncate(line.floor_char_boundary(MAX_FAILURE_BYTES));
     line
 }

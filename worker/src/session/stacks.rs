@@ -150,35 +150,23 @@ fn ask(thread: i32, signal: c_int) -> Option<Vec<usize>> {
 
 /// A line a function, without the frames of the handler itself and of the thread's beginning.
 fn describe(frames: &[usize], text: &mut String) {
-    let functions: Vec<Vec<Function>> = frames.iter().map(|frame| functions_at(*frame)).collect();
-    let is_handler = |inlined: &Vec<Function>| inlined.iter().any(Function::is_handler);
+    let functions: Vec<(String, String)> = frames.iter().flat_map(|frame| functions_at(*frame)).collect();
+    let (handler, file) = HANDLER;
     // What is nearer than the handler is its own doing.
     let first = functions
         .iter()
-        .rposition(is_handler)
+        .rposition(|(name, place)| name.ends_with(handler) && place.contains(file))
         .map_or(0, |handler| handler + 1);
-    for Function { name, place } in functions[first..].iter().flatten() {
+    for (name, place) in &functions[first..] {
         if !BEGINNINGS.iter().any(|begin| name.contains(begin)) {
             let _ = writeln!(text, "  {name}{place}");
         }
     }
 }
 
-struct Function {
-    name: String,
-    /// ` at file:line`, where that is known.
-    place: String,
-}
-
-impl Function {
-    fn is_handler(&self) -> bool {
-        let (name, file) = HANDLER;
-        self.name.ends_with(name) && self.place.contains(file)
-    }
-}
-
-/// The function that an address is in, preceded by those that were inlined there; none without symbols.
-fn functions_at(address: usize) -> Vec<Function> {
+/// The function that an address is in, preceded by those that were inlined there; none without symbols. Each with
+/// ` at file:line`, where that is known.
+fn functions_at(address: usize) -> Vec<(String, String)> {
     let mut functions = Vec::new();
     backtrace::resolve(address as *mut _, |symbol| {
         let Some(name) = symbol.name() else {
@@ -188,10 +176,7 @@ fn functions_at(address: usize) -> Vec<Function> {
             (Some(file), Some(line)) => format!(" at {}:{line}", file.display()),
             _ => String::new(),
         };
-        functions.push(Function {
-            name: format!("{name:#}"),
-            place,
-        });
+        functions.push((format!("{name:#}"), place));
     });
     functions
 }

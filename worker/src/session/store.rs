@@ -1,6 +1,7 @@
 //! The key-value store of one generation, as workers see it: within a process, or behind the control socket.
 
 use std::collections::HashMap;
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -14,7 +15,7 @@ use super::outbox::{Outbox, Refused};
 /// Write-once keys, blocking reads.
 ///
 /// Every call has a deadline; one that has passed means to try once, so that a store behind a connection waits for its
-/// answer a moment longer. One that is told that the generation is over ends every call at once.
+/// answer a moment longer. The end of the generation ends every call at once.
 pub trait KeyValue: Send + Sync {
     /// Writes a key; writing the same value again succeeds. After [`StoreError::Unavailable`] it may be written or not.
     fn put(&self, key: &str, value: &[u8], deadline: Instant) -> Result<(), StoreError>;
@@ -70,51 +71,77 @@ struct Shared {
 impl KeyValue for MemoryStore {
     fn put(&self, key: &str, value: &[u8], _: Instant) -> Result<(), StoreError> {
         let mut entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        match entries.get(key) {
-            Some(old) if old != value => Err(StoreError::Conflict(key.to_owned())),
-            Some(_) => Ok(()),
-            None => {
-                entries.insert(key.to_owned(), value.to_vec());
-                self.0.written.notify_all();
-                Ok(())
-            }
+        let kept = entries.entry(key.to_owned()).or_insert_with(|| value.to_vec());
+        if kept.as_slice() != value {
+            return Err(StoreError::Conflict(key.to_owned()));
         }
+        self.0.written.notify_all();
+        Ok(())
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Option<Vec<u8>>, StoreError> {
-        let mut entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner);
-        loop {
-            if let Some(value) = entries.get(key) {
-                return Ok(Some(value.clone()));
-            }
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left == Duration::ZERO {
-                return Ok(None);
-            }
-            entries = self
-                .0
-                .written
-                .wait_timeout(entries, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
+        let entries = self.0.entries.lock().unwrap_or_else(PoisonError::into_inner);
+        let left = deadline.saturating_duration_since(Instant::now());
+        let is_absent = |entries: &mut HashMap<String, _>| !entries.contains_key(key);
+        let waited = self.0.written.wait_timeout_while(entries, left, is_absent);
+        let (entries, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        Ok(entries.get(key).cloned())
     }
 }
 
-/// How much longer than a call's deadline its answer is waited for. Longer than the agent needs to say itself what is
-/// wrong.
+/// How much longer than a call's deadline its answer is waited for. Longer than the agent needs to report
+/// what is wrong.
 pub(super) const GRACE: Duration = ANSWER_GRACE.saturating_mul(2);
 
-/// The store of this generation, asked through the agent.
+/// The store of this generation, asked through the agent. No more calls are under way than the agent takes: a caller
+/// beyond that waits.
 pub(super) struct RemoteStore {
-    pub(super) calls: Arc<Calls>,
-    pub(super) outbox: Arc<Outbox>,
-    pub(super) cancel: Cancel,
+    calls: Mutex<Calls>,
+    changed: Condvar,
+    outbox: Arc<Outbox>,
+    cancel: Cancel,
     /// [`GRACE`].
-    pub(super) grace: Duration,
+    grace: Duration,
 }
 
+/// The calls that the agent has still to answer.
+#[derive(Default)]
+struct Calls {
+    /// By number. A call whose caller has gone stays: the agent is still at it.
+    open: HashMap<u64, Sender<Answer>>,
+    next: u64,
+}
+
+/// What the agent answers to a call: a value for a get, or why it was not done, for this program and in words.
+type Answer = Result<Option<String>, (KvRefusal, String)>;
+
+/// Blocking reads that may be under way: some calls are left for writes, for which this program's reads may wait.
+const MAX_READS: usize = MAX_CALLS - 4;
+
 impl RemoteStore {
+    pub(super) fn new(outbox: &Arc<Outbox>, cancel: &Cancel, grace: Duration) -> Self {
+        Self {
+            calls: Mutex::default(),
+            changed: Condvar::new(),
+            outbox: Arc::clone(outbox),
+            cancel: cancel.clone(),
+            grace,
+        }
+    }
+
+    /// Hands an answer to its caller, if that still waits.
+    pub(super) fn answer(&self, number: u64, answer: Answer) {
+        if let Some(caller) = self.forget(number) {
+            let _ = caller.send(answer);
+        }
+    }
+
+    /// Ends every call, when the generation is over.
+    pub(super) fn end_calls(&self) {
+        self.lock().open.clear();
+        self.changed.notify_all();
+    }
+
     /// One call, begun as soon as fewer than `bound` are under way; its answer is waited for until `deadline` and a
     /// moment longer. `what` names it in errors.
     fn call(
@@ -130,14 +157,14 @@ impl RemoteStore {
             let waited = started.elapsed().as_secs_f64();
             StoreError::Unavailable(format!("{what}: {why} within {waited:.1} s"))
         };
-        let answered = match self.calls.begin(bound, end, &self.cancel) {
-            Some(call) => match self.outbox.push(&message(call), end) {
+        let answered = match self.begin(bound, end) {
+            Some((number, answer)) => match self.outbox.push(&message(number)) {
                 Ok(()) => {
-                    let answer = self.calls.finish(call, end, &self.cancel);
-                    answer.ok_or_else(|| unavailable("the agent did not answer"))
+                    let answer = answer.recv_timeout(end.saturating_duration_since(Instant::now()));
+                    answer.map_err(|_| unavailable("the agent did not answer"))
                 }
                 Err(refused) => {
-                    self.calls.forget(call);
+                    self.forget(number);
                     Err(match refused {
                         Refused::Full => unavailable("the agent did not read its control socket"),
                         // A connection that was lost has its cause.
@@ -151,6 +178,35 @@ impl RemoteStore {
             (Err(_), Some(cause)) => Err(StoreError::Superseded(cause.to_owned())),
             (answered, _) => answered,
         }
+    }
+
+    /// The number of a new call, as soon as fewer than `bound` are under way, and where its answer will be; `None` at the
+    /// deadline or when the generation is over.
+    fn begin(&self, bound: usize, deadline: Instant) -> Option<(u64, Receiver<Answer>)> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let is_over = || self.cancel.cause().is_some();
+        let is_full = |calls: &mut Calls| calls.open.len() >= bound && !is_over();
+        let waited = self.changed.wait_timeout_while(self.lock(), left, is_full);
+        let (mut calls, waited) = waited.unwrap_or_else(PoisonError::into_inner);
+        if waited.timed_out() || is_over() {
+            return None;
+        }
+        let number = calls.next;
+        calls.next += 1;
+        let (caller, answer) = channel();
+        calls.open.insert(number, caller);
+        Some((number, answer))
+    }
+
+    /// Makes room for another call.
+    fn forget(&self, number: u64) -> Option<Sender<Answer>> {
+        let caller = self.lock().open.remove(&number);
+        self.changed.notify_all();
+        caller
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Calls> {
+        self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -200,8 +256,8 @@ impl KeyValue for RemoteStore {
     }
 }
 
-/// The agent's words as an error. It may say that the generation is over in the answer to a call before it says so to
-/// everybody.
+/// The agent's words as an error. The answer to a call may report the end of the generation before the message to
+/// everybody does.
 fn refused(what: &str, key: &str, refusal: KvRefusal, words: &str) -> StoreError {
     match refusal {
         KvRefusal::Superseded => {
@@ -214,129 +270,39 @@ fn refused(what: &str, key: &str, refusal: KvRefusal, words: &str) -> StoreError
     }
 }
 
-/// Blocking reads that may be under way: some calls are left for writes, for which this program's reads may wait.
-const MAX_READS: usize = MAX_CALLS - 4;
-
-/// What the agent says to a call: a value for a get, or why it was not done, for this program and in words.
-type Answer = Result<Option<String>, (KvRefusal, String)>;
-
-/// The calls that the agent has still to answer. No more are under way than the agent takes: a caller beyond that waits.
-#[derive(Default)]
-pub(super) struct Calls {
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-#[derive(Default)]
-struct State {
-    /// By number.
-    open: HashMap<u64, Call>,
-    next: u64,
-}
-
-/// One that the agent has still to answer, or has just answered.
-enum Call {
-    Awaited,
-    /// Its caller has gone; the agent is still at it.
-    Abandoned,
-    Answered(Answer),
-}
-
-impl Calls {
-    /// Hands an answer to its caller; one that nobody waits for any more is dropped.
-    pub(super) fn answer(&self, number: u64, answer: Answer) {
-        let mut state = self.lock();
-        match state.open.get_mut(&number) {
-            Some(call @ Call::Awaited) => *call = Call::Answered(answer),
-            Some(Call::Abandoned) => {
-                state.open.remove(&number);
-            }
-            // The agent answers once; it never made up a number.
-            Some(Call::Answered(_)) | None => return,
-        }
-        drop(state);
-        self.changed.notify_all();
-    }
-
-    /// Lets every caller look again whether the generation is over.
-    pub(super) fn wake(&self) {
-        // Taken so that a caller between its check and its wait cannot miss the word.
-        drop(self.lock());
-        self.changed.notify_all();
-    }
-
-    /// The number of a new call, as soon as fewer than `bound` are under way; `None` at the deadline or when `cancel` is
-    /// set.
-    pub(super) fn begin(&self, bound: usize, deadline: Instant, cancel: &Cancel) -> Option<u64> {
-        let mut state = self.lock();
-        while state.open.len() >= bound {
-            state = self.wait(state, time_left(deadline, cancel)?);
-        }
-        let number = state.next;
-        state.next += 1;
-        state.open.insert(number, Call::Awaited);
-        Some(number)
-    }
-
-    /// A call that the agent was not told of.
-    fn forget(&self, number: u64) {
-        self.lock().open.remove(&number);
-        self.changed.notify_all();
-    }
-
-    /// Waits for the answer; `None` at the deadline or when `cancel` is set.
-    fn finish(&self, number: u64, deadline: Instant, cancel: &Cancel) -> Option<Answer> {
-        let mut state = self.lock();
-        loop {
-            if let Some(Call::Answered(_)) = state.open.get(&number)
-                && let Some(Call::Answered(answer)) = state.open.remove(&number)
-            {
-                drop(state);
-                self.changed.notify_all();
-                return Some(answer);
-            }
-            let Some(left) = time_left(deadline, cancel) else {
-                state.open.insert(number, Call::Abandoned);
-                return None;
-            };
-            state = self.wait(state, left);
-        }
-    }
-
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn wait<'a>(&self, state: MutexGuard<'a, State>, left: Duration) -> MutexGuard<'a, State> {
-        let waited = self.changed.wait_timeout(state, left);
-        waited.unwrap_or_else(PoisonError::into_inner).0
-    }
-}
-
-/// How long to wait on; `None` at the deadline or when `cancel` is set.
-fn time_left(deadline: Instant, cancel: &Cancel) -> Option<Duration> {
-    let left = deadline.saturating_duration_since(Instant::now());
-    (left > Duration::ZERO && cancel.cause().is_none()).then_some(left)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
 
     const PATIENCE: Duration = Duration::from_mins(1);
 
+    fn store() -> RemoteStore {
+        let cancel = Cancel::new();
+        let outbox = Arc::new(Outbox::new(PATIENCE, &cancel));
+        RemoteStore::new(&outbox, &cancel, GRACE)
+    }
+
+    fn soon() -> Instant {
+        Instant::now() + PATIENCE
+    }
+
+    /// As many calls as may be under way.
+    fn full(store: &RemoteStore) -> Vec<(u64, Receiver<Answer>)> {
+        (0..MAX_CALLS)
+            .map(|_| store.begin(MAX_CALLS, soon()).unwrap())
+            .collect()
+    }
+
     #[test]
     fn a_caller_beyond_the_bound_waits_for_an_answer() {
-        let (calls, cancel) = (Calls::default(), Cancel::new());
-        let soon = Instant::now() + PATIENCE;
-        let numbers: Vec<_> = (0..MAX_CALLS)
-            .map(|_| calls.begin(MAX_CALLS, soon, &cancel).unwrap())
-            .collect();
-        assert_eq!(calls.begin(MAX_CALLS, Instant::now(), &cancel), None);
+        let store = store();
+        let calls = full(&store);
+        assert!(store.begin(MAX_CALLS, Instant::now()).is_none());
         std::thread::scope(|scope| {
-            let one_more = scope.spawn(|| calls.begin(MAX_CALLS, soon, &cancel));
-            calls.answer(numbers[3], Ok(None));
-            assert_eq!(calls.finish(numbers[3], soon, &cancel), Some(Ok(None)));
+            let one_more = scope.spawn(|| store.begin(MAX_CALLS, soon()));
+            let (number, answer) = &calls[3];
+            store.answer(*number, Ok(None));
+            assert_eq!(answer.recv_timeout(PATIENCE), Ok(Ok(None)));
             assert!(one_more.join().unwrap().is_some());
         });
     }
@@ -344,29 +310,35 @@ mod tests {
     /// The agent is still at a call whose caller has gone, and counts it.
     #[test]
     fn an_abandoned_call_keeps_its_place_until_it_is_answered() {
-        let (calls, cancel) = (Calls::default(), Cancel::new());
-        let soon = Instant::now() + PATIENCE;
-        let numbers: Vec<_> = (0..MAX_CALLS)
-            .map(|_| calls.begin(MAX_CALLS, soon, &cancel).unwrap())
-            .collect();
-        assert_eq!(calls.finish(numbers[0], Instant::now(), &cancel), None);
-        assert_eq!(calls.begin(MAX_CALLS, Instant::now(), &cancel), None);
-        calls.answer(numbers[0], Ok(None));
-        assert!(calls.begin(MAX_CALLS, Instant::now(), &cancel).is_some());
+        let store = store();
+        let mut calls = full(&store);
+        let (number, abandoned) = calls.remove(0);
+        drop(abandoned);
+        assert!(store.begin(MAX_CALLS, Instant::now()).is_none());
+        store.answer(number, Ok(None));
+        assert!(store.begin(MAX_CALLS, Instant::now()).is_some());
     }
 
     #[test]
     fn the_end_of_the_generation_ends_the_wait_for_a_place() {
-        let (calls, cancel) = (Calls::default(), Cancel::new());
-        let soon = Instant::now() + PATIENCE;
-        for _ in 0..MAX_CALLS {
-            calls.begin(MAX_CALLS, soon, &cancel).unwrap();
-        }
+        let store = store();
+        let _calls = full(&store);
         std::thread::scope(|scope| {
-            let one_more = scope.spawn(|| calls.begin(MAX_CALLS, soon, &cancel));
-            cancel.cancel("rank 1 died");
-            calls.wake();
-            assert_eq!(one_more.join().unwrap(), None);
+            let one_more = scope.spawn(|| store.begin(MAX_CALLS, soon()));
+            store.cancel.cancel("rank 1 died");
+            store.end_calls();
+            assert!(one_more.join().unwrap().is_none());
         });
+    }
+
+    #[test]
+    fn a_call_that_begins_after_the_end_of_the_generation_does_not_wait() {
+        let store = store();
+        store.cancel.cancel("rank 1 died");
+        store.end_calls();
+        assert_eq!(
+            store.get("never", soon()),
+            Err(StoreError::Superseded("rank 1 died".into()))
+        );
     }
 }

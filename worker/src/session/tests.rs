@@ -3,7 +3,7 @@
 mod agent;
 
 use std::io::{BufRead as _, Write as _};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use ddp_proto::control::{KvRefusal, MAX_LINE_BYTES, Phase, Progress, Sizes, ToAgent, ToWorker};
@@ -11,9 +11,8 @@ use ddp_proto::env::WorkerEnv;
 use ddp_proto::ids::{Generation, GlobalRank};
 
 use self::agent::{FakeAgent, times};
-use super::cancel::tests::waits_for_rank_3;
 use super::link::Times;
-use super::{Cancel, Session, SessionError, StoreError};
+use super::{Cancel, Session, SessionError, StoreError, Waiting, Wanted};
 
 /// Far longer than anything here takes, so that only a real hang meets it.
 const PATIENCE: Duration = Duration::from_mins(10);
@@ -32,6 +31,23 @@ fn await_cancel(cancel: &Cancel) -> String {
     });
     receiver.recv_timeout(PATIENCE).expect("cancelled");
     cancel.cause().unwrap().to_owned()
+}
+
+/// Waits for rank 3 for ever.
+struct WaitsForRank3;
+
+impl Waiting for WaitsForRank3 {
+    fn waiting(&self) -> Option<Wanted> {
+        Some(Wanted {
+            what: "barrier #2 of `world`".into(),
+            waited: Duration::from_secs(5),
+            ranks: vec![3],
+        })
+    }
+}
+
+fn waits_for_rank_3() -> Arc<dyn Waiting> {
+    Arc::new(WaitsForRank3)
 }
 
 fn begin(env: &WorkerEnv, times: Times) -> Result<Session, SessionError> {
@@ -305,7 +321,7 @@ fn a_heartbeat_says_what_is_waited_for() {
     let agent = FakeAgent::listen();
     let (session, mut peer) = agent.session();
     let waiting = waits_for_rank_3();
-    session.cancel().listen_to(std::sync::Arc::downgrade(&waiting));
+    session.cancel().listen_to(Arc::downgrade(&waiting));
     session.heartbeat(7, Phase::Training, None);
     let told = loop {
         if let ToAgent::Heartbeat { step: 7, waits, .. } = peer.receive()
@@ -335,7 +351,7 @@ fn an_agent_that_asks_is_told_what_is_waited_for_and_where_the_threads_are() {
     let agent = FakeAgent::listen();
     let (session, mut peer) = agent.session();
     let waiting = waits_for_rank_3();
-    session.cancel().listen_to(std::sync::Arc::downgrade(&waiting));
+    session.cancel().listen_to(Arc::downgrade(&waiting));
     peer.say(&ToWorker::Describe);
     let ToAgent::State { text } = peer.receive_call() else {
         panic!("an answer was expected");

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use super::TokenizeError;
 use crate::config::Tokenizer;
-use crate::data::{DataError, FileProblem, Vocabulary, read_tokenizer};
+use crate::data::{DataError, Vocabulary, read_tokenizer};
 
 /// What most vocabularies call the token between documents.
 pub const END_OF_TEXT: &str = "<|endoftext|>";
@@ -82,7 +82,7 @@ impl Encoder {
 
 /// Reads a `tokenizer.json`, and takes from it what belongs to the inputs of a finished model: shortened, filled up.
 fn load(path: &Path) -> Result<tokenizers::Tokenizer, TokenizeError> {
-    let failed = |cause: String| DataError::file(path, FileProblem::NoTokenizer { cause });
+    let failed = |cause: String| DataError::no_tokenizer(path, cause);
     let json = read_tokenizer(path)?;
     let mut tokenizer = tokenizers::Tokenizer::from_bytes(&json).map_err(|e| failed(e.to_string()))?;
     tokenizer

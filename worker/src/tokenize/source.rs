@@ -9,13 +9,12 @@
 use std::fmt;
 use std::fs::File;
 use std::io::Read as _;
-use std::os::unix::fs::OpenOptionsExt as _;
 use std::path::{Path, PathBuf};
 
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use super::TokenizeError;
-use crate::data::{DataError, FileProblem};
+use crate::data::{DataError, open_regular};
 
 /// Bytes of a piece, unless it cannot be cut there: enough to make little of what comes with each.
 const PIECE_BYTES: usize = 128 << 10;
@@ -77,7 +76,10 @@ impl<'a> InputReader<'a> {
     pub(super) fn new(paths: &'a [PathBuf], may_cut: bool) -> Result<Self, TokenizeError> {
         let mut total = 0;
         for path in paths {
-            total += open(path)?.metadata().map_err(|e| unreadable(path, &e))?.len();
+            total += open_regular(path)?
+                .metadata()
+                .map_err(|e| unreadable(path, &e))?
+                .len();
         }
         Ok(Self {
             paths: paths.iter(),
@@ -126,7 +128,7 @@ impl Input {
             InputKind::Text
         };
         Ok(Self {
-            file: open(&path)?,
+            file: open_regular(&path)?,
             kind,
             path,
             rest: Vec::new(),
@@ -211,22 +213,8 @@ pub(super) fn line_ends(bytes: &[u8]) -> u64 {
     bytes.split(|byte| *byte == b'\n').count() as u64 - 1
 }
 
-/// Opens a regular file; a pipe would be waited for, and has no size.
-fn open(path: &Path) -> Result<File, TokenizeError> {
-    let mut options = File::options();
-    options.read(true).custom_flags(libc::O_NONBLOCK);
-    let file = options.open(path).map_err(|e| unreadable(path, &e))?;
-    let metadata = file.metadata().map_err(|e| unreadable(path, &e))?;
-    if metadata.is_file() {
-        Ok(file)
-    } else {
-        Err(DataError::file(path, FileProblem::NotAFile).into())
-    }
-}
-
 fn unreadable(path: &Path, error: &std::io::Error) -> TokenizeError {
-    let cause = error.to_string();
-    DataError::file(path, FileProblem::Unreadable { cause }).into()
+    DataError::unreadable(path, error).into()
 }
 
 /// The last place in `bytes` before which a cut changes no token of GPT-2: white space of ASCII that follows a character

@@ -242,7 +242,7 @@ fn cut_model() -> (TempDir, Vec<u8>) {
     let config = serde_json::json!({
         "kind": "mlp", "n_layer": 1, "n_head": 1, "n_embd": 4, "block_size": 4, "vocab_size": 16
     });
-    let model: crate::config::Model = serde_json::from_value(config.clone()).unwrap();
+    let model: crate::config::Model = crate::config::section("model", config.clone()).unwrap();
     let model = crate::model::build(&model, 1).unwrap();
     let rule = crate::optim::rule(&crate::config::OptimizerConfig::default());
     let mut extents = Vec::new();

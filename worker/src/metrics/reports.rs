@@ -1,17 +1,23 @@
-//! `metrics.jsonl`: a line a step, and cut back to the checkpoint's step after a rollback.
+//! What a run reports: `metrics.jsonl`, a line a step, cut back to the checkpoint's step after a rollback; `summary.json`,
+//! the run in one object; and the files of a timeline, in the folder `timeline`.
 
-use std::fs::{File, OpenOptions};
+use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read as _, Write as _};
 use std::path::{Path, PathBuf};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::RunFilesError;
-use super::hold::replace_file;
+use super::run_file::{RunFilesError, delete_file, replace_file};
 use crate::checkpoint::open_to_read;
 use crate::collective::WireBytes;
+use crate::data::Entropies;
 
-/// The open file. Only rank 0 has one.
+const FOLDER: &str = "timeline";
+const RANKS: &str = "ranks";
+const TRACE: &str = "timeline.json";
+const PICTURE: &str = "timeline.svg";
+
+/// The open `metrics.jsonl`. Only rank 0 has one.
 pub struct MetricsLog {
     path: PathBuf,
     file: File,
@@ -55,15 +61,12 @@ impl MetricsLog {
             read => read.map_err(|e| RunFilesError::io("read", path, &e))?,
         };
         let lines = old.split_inclusive(|b| *b == b'\n');
-        let kept: Vec<u8> = lines
-            .filter(|line| belongs(line, step))
-            .flatten()
-            .copied()
-            .collect();
-        if kept == old {
-            return Ok(());
+        let kept: Vec<&[u8]> = lines.filter(|line| belongs(line, step)).collect();
+        let kept = kept.concat();
+        if kept != old {
+            replace_file(path, &kept)?;
         }
-        replace_file(path, &kept)
+        Ok(())
     }
 }
 
@@ -125,8 +128,8 @@ pub struct MetricsLine {
     pub optimizer_ms: f64,
     /// Before it: time for which checkpoints held training up since the step before.
     pub checkpoint_ms: f64,
-    /// Bytes that this rank moved between itself and others in this step, counted at the transport as
-    /// [`WireBytes`] says.
+    /// Bytes that this rank moved between itself and others in this step, counted at the transport: see
+    /// [`WireBytes`].
     pub wire_bytes: WireBytes,
     /// Number of ranks.
     pub world_size: u32,
@@ -167,10 +170,154 @@ pub struct Memory {
     pub pss: u64,
 }
 
+/// `summary.json`: what is known when a run ends.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Summary {
+    /// `run.name`.
+    pub name: String,
+    /// Run id of the job.
+    pub run_id: String,
+    /// Steps finished since the run began.
+    pub steps: u64,
+    /// True when all steps of the configuration are done and saved; false when the run was asked to stop before its last
+    /// step, or when its last state could not be saved.
+    pub complete: bool,
+    /// Why the run was asked to stop before its last step, such as the name of a signal; none unless its state was saved
+    /// then. Started again, the same job goes on.
+    #[serde(default)]
+    pub stopped: Option<String>,
+    /// Samples consumed since the run began.
+    pub samples: u64,
+    /// Tokens consumed since the run began.
+    pub tokens: u64,
+    /// Number of parameters.
+    pub parameters: u64,
+    /// Training loss of the last step, nats per token.
+    pub loss: Option<f64>,
+    /// Validation loss at the end, nats per token.
+    pub val_loss: Option<f64>,
+    /// What a model without context reaches on the same data.
+    pub entropies: Entropies,
+    /// Bytes of text to a token of the validation data; none if their files do not record it.
+    #[serde(default)]
+    pub bytes_per_token: Option<f64>,
+    /// Wall time of this life of the run, start to end.
+    pub seconds: f64,
+    /// Tokens a second over the steps of this life, over all ranks.
+    pub tokens_per_s: f64,
+    /// Number of ranks at the end.
+    pub world_size: u32,
+    /// Generation at the end.
+    pub generation: u64,
+    /// Restarts of the job before this life.
+    pub restarts: u32,
+    /// Name of the last checkpoint below `checkpoints/`, if there is one.
+    pub checkpoint: Option<String>,
+    /// Checkpoints of this life that could not be saved.
+    #[serde(default)]
+    pub failed_saves: u64,
+    /// Bytes that are taken of rank 0's GPU at the end, by whatever process and library; none without a GPU.
+    #[serde(default)]
+    pub device_taken: Option<u64>,
+}
+
+impl Summary {
+    /// What an earlier life of the run has written to `path`; none if there is nothing, or nothing that can be read.
+    #[must_use]
+    pub fn read(path: &Path) -> Option<Self> {
+        let mut bytes = Vec::new();
+        open_to_read(path).ok()?.read_to_end(&mut bytes).ok()?;
+        serde_json::from_slice(&bytes).ok()
+    }
+
+    /// Deletes the file at `path`; one that is not there is fine.
+    pub fn delete(path: &Path) -> Result<(), RunFilesError> {
+        delete_file(path)
+    }
+
+    /// Replaces the file at `path` as a whole.
+    pub fn write(&self, path: &Path) -> Result<(), RunFilesError> {
+        // String keys, numbers and strings only: cannot fail.
+        let mut bytes = serde_json::to_vec_pretty(self).expect("a summary serialises");
+        bytes.push(b'\n');
+        replace_file(path, &bytes)
+    }
+}
+
+/// The folder `timeline` of a run. A file is there as a whole or not at all.
+#[derive(Clone, Debug)]
+pub struct TimelineFiles {
+    folder: PathBuf,
+}
+
+impl TimelineFiles {
+    /// Those of the run that has this folder. Touches nothing.
+    #[must_use]
+    pub fn of_run(out_dir: &Path) -> Self {
+        Self {
+            folder: out_dir.join(FOLDER),
+        }
+    }
+
+    /// Writes the trace of one rank.
+    pub fn write_rank(&self, rank: usize, json: &[u8]) -> Result<(), RunFilesError> {
+        write(&self.of_rank(rank), json)
+    }
+
+    /// Where [`TimelineFiles::write_rank`] writes.
+    #[must_use]
+    pub fn of_rank(&self, rank: usize) -> PathBuf {
+        self.folder.join(RANKS).join(format!("rank_{rank:05}.json"))
+    }
+
+    /// Writes the trace of all ranks. Returns its path.
+    pub fn write_trace(&self, json: &[u8]) -> Result<PathBuf, RunFilesError> {
+        let path = self.folder.join(TRACE);
+        write(&path, json).map(|()| path)
+    }
+
+    /// Writes the picture. Returns its path.
+    pub fn write_picture(&self, svg: &str) -> Result<PathBuf, RunFilesError> {
+        let path = self.folder.join(PICTURE);
+        write(&path, svg.as_bytes()).map(|()| path)
+    }
+
+    /// Deletes what a run writes here, and the folders if nothing else is in them.
+    pub(super) fn delete(&self) -> Result<(), RunFilesError> {
+        let ranks = self.folder.join(RANKS);
+        let listed = match fs::read_dir(&ranks) {
+            Ok(listed) => listed.map(|entry| entry.map(|entry| entry.path())).collect(),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(Vec::new()),
+            Err(e) => Err(e),
+        };
+        let listed: Vec<PathBuf> = listed.map_err(|e| RunFilesError::io("read", &ranks, &e))?;
+        let of_ranks = listed.into_iter().filter(|path| is_of_rank(path));
+        for path in of_ranks.chain([self.folder.join(TRACE), self.folder.join(PICTURE)]) {
+            delete_file(&path)?;
+        }
+        for folder in [&ranks, &self.folder] {
+            // Absent, or not empty: somebody else's files stay.
+            let _ = fs::remove_dir(folder);
+        }
+        Ok(())
+    }
+}
+
+fn is_of_rank(path: &Path) -> bool {
+    let name = path.file_name().and_then(|name| name.to_str());
+    let number = name.and_then(|name| name.strip_prefix("rank_")?.strip_suffix(".json"));
+    number.is_some_and(|number| !number.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), RunFilesError> {
+    let folder = path.parent().unwrap_or(Path::new("."));
+    fs::create_dir_all(folder).map_err(|e| RunFilesError::io("create", folder, &e))?;
+    replace_file(path, bytes)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::fs;
 
     fn steps(path: &Path) -> Vec<u64> {
         let text = fs::read_to_string(path).unwrap();
@@ -234,7 +381,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_refused_and_not_waited_for() {
+    fn a_pipe_is_no_log_and_is_not_waited_for() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("metrics.jsonl");
         nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
@@ -250,5 +397,71 @@ mod tests {
             error.to_string().contains(folder.path().to_str().unwrap()),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_summary_replaces_the_one_before() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("summary.json");
+        let mut summary = Summary {
+            name: "train".into(),
+            run_id: "r".into(),
+            steps: 3,
+            complete: true,
+            stopped: None,
+            samples: 48,
+            tokens: 6144,
+            parameters: 10,
+            loss: Some(2.5),
+            val_loss: None,
+            entropies: Entropies {
+                unigram: 3.26,
+                bigram: Some(2.45),
+            },
+            bytes_per_token: Some(1.0),
+            seconds: 1.5,
+            tokens_per_s: 4096.0,
+            world_size: 2,
+            generation: 1,
+            restarts: 0,
+            checkpoint: Some("step_00000003".into()),
+            failed_saves: 1,
+            device_taken: Some(1 << 30),
+        };
+        summary.write(&path).unwrap();
+        summary.steps = 4;
+        summary.write(&path).unwrap();
+        assert_eq!(Summary::read(&path), Some(summary));
+        assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_pipe_is_no_summary_and_is_not_waited_for() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("summary.json");
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert_eq!(Summary::read(&path), None);
+    }
+
+    #[test]
+    fn only_what_a_run_writes_is_deleted() {
+        let run = tempfile::tempdir().unwrap();
+        let files = TimelineFiles::of_run(run.path());
+        files.delete().unwrap();
+        let write = || {
+            files.write_rank(0, b"{}").unwrap();
+            files.write_rank(123_456, b"{}").unwrap();
+            files.write_trace(b"{}").unwrap();
+            files.write_picture("<svg/>").unwrap();
+        };
+        write();
+        files.delete().unwrap();
+        assert!(!run.path().join(FOLDER).exists());
+        write();
+        let kept = run.path().join("timeline/ranks/rank_of_mine.json");
+        fs::write(&kept, "mine").unwrap();
+        files.delete().unwrap();
+        let left: Vec<_> = fs::read_dir(run.path().join(FOLDER)).unwrap().collect();
+        assert!(kept.exists() && left.len() == 1);
     }
 }
