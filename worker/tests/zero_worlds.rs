@@ -226,14 +226,14 @@ fn copies_cost_one_all_reduce_of_a_shard_a_step() {
 fn told(job: &Job, sharding: &Sharding, copies: usize) -> StepTraffic {
     let (train, parallel) = (&job.config.train, &job.config.parallel);
     let model = model::build(&job.config.model, 256).unwrap();
-    let policy = ReshardPolicy {
-        reshard: parallel.reshard_after_forward,
-        persist_below: parallel.persist_below,
+    let policy = match parallel.strategy {
+        Strategy::Zero3 => ReshardPolicy::Release {
+            after_forward: parallel.reshard_after_forward,
+            persist_below: parallel.persist_below,
+        },
+        _ => ReshardPolicy::KeepAll,
     };
-    let gathered = match parallel.strategy {
-        Strategy::Zero3 => gathered_elements(&model, sharding, policy, train.grad_accumulation),
-        _ => sharding.whole_len(),
-    };
+    let gathered = gathered_elements(&model, sharding, policy, train.grad_accumulation);
     StepTraffic::of(sharding, copies, gathered, Dtypes::of(&job.config))
 }
 

@@ -133,6 +133,11 @@ pub enum LayoutError {
         "parameter `{0}` is not in the order of backward\n  hint: a parameter that no block uses cannot be trained"
     )]
     Unordered(String),
+    /// A parameter whose gradient nobody computes.
+    #[error(
+        "parameter `{0}` has 0 contributions to its gradient\n  hint: a parameter that no block uses cannot be trained"
+    )]
+    NoContribution(String),
     /// A parameter that backward finishes twice.
     #[error("parameter `{0}` is in the order of backward more than once")]
     Twice(String),
@@ -245,12 +250,6 @@ impl GradientLayout {
         Some(self.buckets.partition_point(|b| b.range.end <= range.start))
     }
 
-    /// Name and bucket of a parameter, for errors.
-    pub(super) fn name_and_bucket(&self, id: ParamId) -> (String, usize) {
-        let bucket = self.bucket_of(id).expect("the parameter is known");
-        (self.spec(id).name.clone(), bucket)
-    }
-
     /// Type of the gradients while they are reduced.
     #[must_use]
     pub fn dtype(&self) -> DType {
@@ -307,10 +306,14 @@ fn check_order(specs: &[GradSpec], order: &[ParamId]) -> Result<(), LayoutError>
             return Err(LayoutError::Twice(specs[id.0].name.clone()));
         }
     }
-    match seen.iter().position(|seen| !seen) {
-        Some(id) => Err(LayoutError::Unordered(specs[id].name.clone())),
-        None => Ok(()),
+    for (spec, seen) in specs.iter().zip(seen) {
+        match (seen, spec.contributions) {
+            (false, _) => return Err(LayoutError::Unordered(spec.name.clone())),
+            (true, 0) => return Err(LayoutError::NoContribution(spec.name.clone())),
+            (true, _) => {}
+        }
     }
+    Ok(())
 }
 
 /// Cuts the order into buckets: each as full as its size allows, a larger parameter alone.
@@ -435,6 +438,17 @@ mod tests {
         assert_ne!(base, layout(&[20, 10], 1 << 20, 2).signature());
         assert_ne!(base, layout(&[10, 20], 0, 2).signature());
         assert_ne!(base, layout(&[10, 20], 1 << 20, 4).signature());
+    }
+
+    #[test]
+    fn a_gradient_without_contributions_is_named() {
+        let mut specs = specs(&[1, 1]);
+        specs[1].contributions = 0;
+        let error = GradientLayout::new(specs, &reversed(2), &config(1, 1, 1)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "parameter `p1` has 0 contributions to its gradient\n  hint: a parameter that no block uses cannot be trained"
+        );
     }
 
     #[test]

@@ -12,7 +12,7 @@ use super::checkpointing::{
 use super::device_choice::Choice;
 use super::reporting::ProfilingWindow;
 use super::step::{Evaluation, RankNumbers, Replica, Skips, Tally, Trainer};
-use super::strategy::{Blueprint, Held};
+use super::strategy::{Blueprint, allocate, optimizer};
 use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
 use crate::collective::WireBytes;
@@ -23,11 +23,8 @@ use crate::mesh::DATA;
 use crate::metrics::{Request, RunDir, Start};
 use crate::model::Model;
 use crate::ops::Cast;
-use crate::optim::{Clip, Optimizer, PIECE, StateMemory};
-use crate::parallel::{
-    Agreement, Dtypes, GradientLayout, Parameters, Portion, Reducer, ReplicaSet, Replicas, Sharding,
-    Signature,
-};
+use crate::optim::{Clip, PIECE, StateMemory};
+use crate::parallel::{Agreement, GradientLayout, Parameters, Reducer, Signature};
 use crate::session::Session;
 
 /// Parts of the machine to use instead of what the configuration leads to.
@@ -132,7 +129,6 @@ pub(super) fn prepare<'a>(
 ) -> Result<Prepared<'a>, TrainError> {
     let (dataset, run_dir) = (opened.dataset, opened.run_dir);
     let Blueprint {
-        dtypes,
         model,
         layout,
         scheme,
@@ -141,22 +137,18 @@ pub(super) fn prepare<'a>(
     let (env, choice) = (session.env(), opened.choice);
     let device = choice.open(config, threads(config))?;
     let world = World::connect(config, session, device, opened.transport, scheme.mesh)?;
-    let Held {
-        parameters,
-        reducer,
-        replicas: set,
-    } = Held::new(&world, config, &scheme, &model, &layout)?;
-    let sharding = parameters.sharding().clone();
-    let home = state_home(&world, parameters.as_ref(), config, &run_dir)?;
-    let optimizer = optimizer(home, (&set, &sharding), config, &model, dtypes)?;
+    let (parameters, reducer) = allocate(&world, config, &scheme, &model, &layout)?;
+    let home = state_home(&world, &parameters, config, &run_dir)?;
+    let optimizer = optimizer(&parameters, home, config, &model)?;
+    let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
+    let clip = Clip::new(set, compute, parameters.sharding(), &config.train)?;
     let replica = Replica::new(&world, model, parameters, activations, config)?;
     let mut trainer = Trainer {
         optimizer,
-        clip: clip(&world, &set, &sharding, config)?,
+        clip,
         exchange: RankNumbers::new(&world, "numbers of each rank")?,
         tally: Tally::new(&world)?,
         skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
-        replicas: replicas(&world, &set, &layout, &replica)?,
         loader: loader(config, &world, &dataset),
         evaluation: Evaluation::new(dataset.val.clone(), config.model.block_size),
         checkpoints: Checkpoints::new(
@@ -194,7 +186,7 @@ pub(super) fn prepare<'a>(
 /// Where the optimizer's state is. `host` on a device whose memory is the host's moves nothing.
 fn state_home(
     world: &World,
-    parameters: &dyn Parameters,
+    parameters: &Parameters,
     config: &TrainConfig,
     run_dir: &RunDir,
 ) -> Result<StateMemory, TrainError> {
@@ -213,48 +205,6 @@ fn state_home(
             Ok(StateMemory::in_files(device, dir))
         }
     }
-}
-
-fn optimizer(
-    home: StateMemory,
-    (set, sharding): (&ReplicaSet, &Sharding),
-    config: &TrainConfig,
-    model: &Model,
-    dtypes: Dtypes,
-) -> Result<Optimizer, TrainError> {
-    let config = &config.train.optimizer;
-    let needs_masters = dtypes.has_masters() || home.host_state().is_some();
-    let optimizer = Optimizer::new(home, (set.reduce(), sharding), &model.params, config)?;
-    Ok(if needs_masters {
-        optimizer.with_masters(sharding)?
-    } else {
-        optimizer
-    })
-}
-
-fn clip(
-    world: &World,
-    set: &ReplicaSet,
-    sharding: &Arc<Sharding>,
-    config: &TrainConfig,
-) -> Result<Clip, TrainError> {
-    let compute = (&world.device, world.stream);
-    Ok(Clip::new(set.reduce(), compute, sharding, &config.train)?)
-}
-
-/// What must be the same: everything, on all ranks; or, where ranks own parts, this part of all copies.
-fn replicas(
-    world: &World,
-    set: &ReplicaSet,
-    layout: &Arc<GradientLayout>,
-    replica: &Replica,
-) -> Result<Option<Replicas>, TrainError> {
-    let (device, sharding) = (&world.device, replica.parameters.sharding());
-    Ok(match (replica.parameters.own(), set.replicate()) {
-        (Portion::Whole(_), _) => Some(Replicas::of_whole(set.all(), device, layout, sharding)?),
-        (Portion::Shard(_), Some(copies)) => Some(Replicas::of_shards(copies, device, layout, sharding)?),
-        (Portion::Shard(_), None) => None,
-    })
 }
 
 /// Parameters and moments of the checkpoint, or first values; then the same on all ranks.
@@ -277,12 +227,12 @@ fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Resul
     let (home, stream) = (trainer.optimizer.home(), trainer.world.stream);
     home.synchronize(stream)?;
     let parameters = &trainer.replica.parameters;
-    if let (1, Some(replicas)) = (parameters.sharding().world(), &trainer.replicas) {
+    if parameters.sharding().world() == 1 {
         let masters = trainer.optimizer.masters(parameters.own()).arena().whole();
         if home.host_state().is_some() {
-            broadcast_from_host(&trainer.world, home, replicas, &masters)?;
+            broadcast_from_host(&trainer.world, home, parameters, &masters)?;
         } else {
-            replicas.broadcast(stream, &masters)?;
+            parameters.broadcast(&masters)?;
         }
     }
     trainer.optimizer.round(stream, parameters.own());
@@ -299,7 +249,7 @@ fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Resul
 fn broadcast_from_host(
     world: &World,
     home: &StateMemory,
-    replicas: &Replicas,
+    parameters: &Parameters,
     masters: &Buffer,
 ) -> Result<(), TrainError> {
     let bounce = world.device.alloc(&ArenaSpec::private(
@@ -321,7 +271,7 @@ fn broadcast_from_host(
             },
         );
         home.enqueue_all(world.stream, vec![there.into()]);
-        replicas.broadcast(world.stream, &carried)?;
+        parameters.broadcast(&carried)?;
         home.enqueue_all(world.stream, vec![back.into()]);
     }
     Ok(())

@@ -21,7 +21,7 @@ use crate::data::Loader;
 use crate::mesh::DATA;
 use crate::model::{Flight, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
-use crate::parallel::{Action, DeviceTimes, Portion, ReduceError, Reducer, Replicas, Step, sequential};
+use crate::parallel::{Action, DeviceTimes, Portion, ReduceError, Reducer, Step, sequential};
 use crate::plan::GlobalBatch;
 use crate::session::Session;
 use crate::timeline::Kind;
@@ -45,8 +45,6 @@ pub(crate) struct Trainer<'a> {
     pub(crate) exchange: RankNumbers,
     pub(crate) tally: Tally,
     pub(crate) skips: Skips,
-    /// None where every parameter has one owner.
-    pub(crate) replicas: Option<Replicas>,
     pub(crate) loader: Loader,
     pub(crate) evaluation: Evaluation,
     pub(crate) checkpoints: Checkpoints,
@@ -286,12 +284,12 @@ impl Trainer<'_> {
         (self.window).close(&self.world, &self.exchange, self.session, done)
     }
 
-    /// Compares replicas; where every parameter has one owner, there is nothing to compare.
+    /// Compares the parameters of ranks that must hold the same.
     fn verify(&self, done: u64) -> Result<(), TrainError> {
-        if let Some(replicas) = &self.replicas {
-            replicas.verify(self.world.stream, self.replica.parameters.own(), done)?;
+        match self.replica.parameters.difference(done)? {
+            Some(difference) => Err(difference.into()),
+            None => Ok(()),
         }
-        Ok(())
     }
 
     fn beat(&self, done: u64, phase: Phase) {
