@@ -210,7 +210,7 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
             });
         }
         if sharding.world() > 1 && unit.params.iter().any(|id| hidden(&id)) {
-            let (name, len) = (format!("momentum of {}", unit.name), unit.len());
+            let (name, len) = (format!("momentum of {}", unit.name), unit.whole.len());
             gatherings.push(Gathering { name, len, matrices });
         } else {
             gatherings.extend(matrices.into_iter().map(Gathering::of_one));

@@ -21,7 +21,7 @@ use ddp_proto::words::numbered;
 
 use super::comm_times::CommTracker;
 use super::reduction::slots_for;
-use super::{CommTimes, DeviceTimes, Place, Portion, ReduceError, ReplicaSet, ShardUnit, Sharding};
+use super::{CommTimes, DeviceTimes, Place, Portion, ReduceError, ReplicaSet, Sharding};
 use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
 use crate::model::{Model, ParamId, Params, Pass};
@@ -55,7 +55,7 @@ pub fn gathered_elements(
     }
     let times = GatherPlan::new(model, sharding, policy).gatherings(micro_batches);
     let units = sharding.units().iter().zip(times);
-    units.map(|(unit, times)| unit.len() * times).sum()
+    units.map(|(unit, times)| unit.whole.len() * times).sum()
 }
 
 /// Elements of the slots that parameters are gathered into.
@@ -116,7 +116,10 @@ impl Parameters {
                 1 => private(sharding.whole_len())?,
                 _ => shared("parameters", sharding.whole_len())?,
             };
-            let slots = sharding.units().iter().map(|unit| arena.slice(unit.whole()));
+            let slots = sharding
+                .units()
+                .iter()
+                .map(|unit| arena.slice(unit.whole.clone()));
             let (slots, choice) = slots.enumerate().map(|(i, slot)| (slot, i..i + 1)).unzip();
             (Portion::Whole(arena), slots, choice)
         } else {
@@ -216,7 +219,7 @@ impl Parameters {
             return false;
         };
         let description = &self.sharding.units()[unit];
-        let target = self.slots[slot].slice(0..description.len());
+        let target = self.slots[slot].slice(0..description.whole.len());
         if let Portion::Shard(_) = self.own {
             let copy = Cast {
                 x: self.own.slice(&self.sharding.own_place(unit)),
@@ -297,8 +300,8 @@ impl Parameters {
             Traffic::Params,
             "initial parameters",
         );
-        let work = self.set.all().broadcast(params, 0, launch);
-        work.wait(self.set.all().deadline()).map(drop)
+        let work = self.set.all.broadcast(params, 0, launch);
+        work.wait(self.set.all.deadline()).map(drop)
     }
 
     /// The first difference between ranks that must hold the same, after so many steps: the same one on all of them.
@@ -392,14 +395,14 @@ impl Compared {
         (model, sharding): (&Model, &Sharding),
         own: &Portion,
     ) -> Result<Option<Self>, CollectiveError> {
-        let (comm, mut places) = match (own, set.copies()) {
+        let (comm, mut places) = match (own, &set.copies) {
             (Portion::Whole(_), _) => {
                 let place = |id| Place {
                     whole: sharding.whole_range(id),
                     shard: 0..0,
                 };
                 let all = (0..sharding.params()).map(|id| (ParamId(id), place(ParamId(id))));
-                (set.all(), all.collect::<Vec<_>>())
+                (&set.all, all.collect::<Vec<_>>())
             }
             (Portion::Shard(_), Some(copies)) => {
                 let own = sharding.own_pieces().into_iter();
@@ -505,7 +508,7 @@ impl GatherPlan {
 
     /// Sizes of the slots that gathered units lie in, and those that each unit may take.
     fn slots(&self, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
-        let lens = sharding.units().iter().map(ShardUnit::len);
+        let lens = sharding.units().iter().map(|unit| unit.whole.len());
         slots_for(&lens.zip(self.apart.iter().copied()).collect::<Vec<_>>())
     }
 

@@ -62,12 +62,21 @@ impl<A: Copy + PartialEq> AxisSets<A> {
 /// The groups of one rank for parameters of the same roles. Clones are the same groups.
 #[derive(Clone)]
 pub struct ReplicaSet {
-    all: Communicator,
-    reduce: Communicator,
-    replicate: Option<Communicator>,
-    owners: Communicator,
-    copies: Option<Communicator>,
-    is_counted: bool,
+    /// The ranks over which a gradient is summed. Memory that is allocated here serves `reduce` and `replicate` in
+    /// place.
+    pub all: Communicator,
+    /// The ranks of the first reduction: those that hold one copy of the state together or, where nothing is sharded,
+    /// all.
+    pub reduce: Communicator,
+    /// The ranks over which this rank's slice of the sums is added up after that; none if that is the sum.
+    pub replicate: Option<Communicator>,
+    /// The ranks that own everything together, each other elements: the norm is combined over them. Where this rank
+    /// owns everything, all.
+    pub owners: Communicator,
+    /// The ranks that hold copies of what this rank owns; none if it is the only one.
+    pub copies: Option<Communicator>,
+    /// This rank counts what it owns in the norm.
+    pub is_counted: bool,
 }
 
 impl ReplicaSet {
@@ -114,45 +123,6 @@ impl ReplicaSet {
             reduce,
             replicate,
         })
-    }
-
-    /// The ranks over which a gradient is summed. Memory that is allocated here serves [`ReplicaSet::reduce`] and
-    /// [`ReplicaSet::replicate`] in place.
-    #[must_use]
-    pub fn all(&self) -> &Communicator {
-        &self.all
-    }
-
-    /// The ranks of the first reduction: those that hold one copy of the state together or, where nothing is sharded,
-    /// all.
-    #[must_use]
-    pub fn reduce(&self) -> &Communicator {
-        &self.reduce
-    }
-
-    /// The ranks over which this rank's slice of the sums is added up after that; none if that is the sum.
-    #[must_use]
-    pub fn replicate(&self) -> Option<&Communicator> {
-        self.replicate.as_ref()
-    }
-
-    /// The ranks that own everything together, each other elements: the norm is combined over them. Where this rank owns
-    /// everything, all.
-    #[must_use]
-    pub fn owners(&self) -> &Communicator {
-        &self.owners
-    }
-
-    /// The ranks that hold copies of what this rank owns; none if it is the only one.
-    #[must_use]
-    pub fn copies(&self) -> Option<&Communicator> {
-        self.copies.as_ref()
-    }
-
-    /// True if this rank counts what it owns in the norm.
-    #[must_use]
-    pub fn is_counted(&self) -> bool {
-        self.is_counted
     }
 
     /// Which of the copies of what this rank owns it holds, and how many there are: each writes an equal part.

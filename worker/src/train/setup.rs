@@ -1,7 +1,7 @@
 //! From a configuration and a session to a trainer that is ready for its first step.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ddp_proto::env::WorkerEnv;
 
@@ -11,11 +11,10 @@ use super::checkpointing::{
 };
 use super::device_choice::Choice;
 use super::reporting::ProfilingWindow;
-use super::step::{Evaluation, RankNumbers, Replica, Skips, Tally, Trainer};
+use super::step::{Evaluation, RankTable, Replica, StepTable, Trainer, TrainerParts};
 use super::strategy::{Blueprint, allocate, optimizer};
 use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
-use crate::collective::WireBytes;
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device};
@@ -143,12 +142,11 @@ pub(super) fn prepare<'a>(
     let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
     let clip = Clip::new(set, compute, parameters.sharding(), &config.train)?;
     let replica = Replica::new(&world, model, parameters, activations, config)?;
-    let mut trainer = Trainer {
+    let mut parts = TrainerParts {
         optimizer,
         clip,
-        exchange: RankNumbers::new(&world, "numbers of each rank")?,
-        tally: Tally::new(&world)?,
-        skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
+        rank_table: RankTable::new(&world, "numbers of each rank")?,
+        step_table: StepTable::new(&world)?,
         loader: loader(config, &world, &dataset),
         evaluation: Evaluation::new(dataset.val.clone(), config.model.block_size),
         checkpoints: Checkpoints::new(
@@ -160,21 +158,17 @@ pub(super) fn prepare<'a>(
         window: ProfilingWindow::new(config, run_dir.path(), &replica.model, &world),
         grad_bytes: reducer.bytes(),
         first_step: 0,
-        finished: Instant::now(),
-        accounted: WireBytes::default(),
-        carried: Duration::ZERO,
-        progress: None,
         config,
         scheme,
         session,
         world,
         replica,
     };
-    begin(&mut trainer, &opened.origin, &dataset)?;
+    begin(&mut parts, &opened.origin, &dataset)?;
     let saved = opened.origin.saved().map(|state| &state.config);
     Ok(Prepared {
         steps_before: saved.and_then(|config| config.pointer("/train/steps")?.as_u64()),
-        trainer,
+        trainer: Trainer::new(parts)?,
         reducer,
         run_dir,
         dataset,
@@ -208,40 +202,35 @@ fn state_home(
 }
 
 /// Parameters and moments of the checkpoint, or first values; then the same on all ranks.
-fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
-    let config = trainer.config;
-    trainer.with_checkpoints(|checkpoints, here| checkpoints.reserve(here, config))?;
-    let (replica, optimizer, seed) = (&trainer.replica, &trainer.optimizer, config.run.seed);
+fn begin(parts: &mut TrainerParts<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
+    let config = parts.config;
+    parts.with_checkpoints(|checkpoints, here| checkpoints.reserve(here, config))?;
+    let (replica, optimizer, seed) = (&parts.replica, &parts.optimizer, config.run.seed);
     match origin {
         Origin::Seed => replica.initialise(optimizer, seed, None)?,
         Origin::Pretrained(weights) => replica.initialise(optimizer, seed, Some(weights))?,
         Origin::Checkpoint(saved) => {
-            trainer.with_checkpoints(|checkpoints, here| checkpoints.load(here, saved))?;
+            parts.with_checkpoints(|checkpoints, here| checkpoints.load(here, saved))?;
             let state = &saved.manifest().state;
-            trainer.loader =
-                loader(trainer.config, &trainer.world, dataset).resumed(state.step, state.consumed_samples);
-            trainer.first_step = state.step;
-            trainer.clip.resume(trainer.world.stream, state.updates());
+            parts.loader =
+                loader(parts.config, &parts.world, dataset).resumed(state.step, state.consumed_samples);
+            parts.first_step = state.step;
+            parts.clip.resume(parts.world.stream, state.updates());
         }
     }
-    let (home, stream) = (trainer.optimizer.home(), trainer.world.stream);
+    let (home, stream) = (parts.optimizer.home(), parts.world.stream);
     home.synchronize(stream)?;
-    let parameters = &trainer.replica.parameters;
+    let parameters = &parts.replica.parameters;
     if parameters.sharding().world() == 1 {
-        let masters = trainer.optimizer.masters(parameters.own()).arena().whole();
+        let masters = parts.optimizer.masters(parameters.own()).arena().whole();
         if home.host_state().is_some() {
-            broadcast_from_host(&trainer.world, home, parameters, &masters)?;
+            broadcast_from_host(&parts.world, home, parameters, &masters)?;
         } else {
             parameters.broadcast(&masters)?;
         }
     }
-    trainer.optimizer.round(stream, parameters.own());
+    parts.optimizer.round(stream, parameters.own());
     home.synchronize(stream)?;
-    let accounted = trainer.sent();
-    parameters.updated()?;
-    // The first step has not begun.
-    let _ = parameters.take_times();
-    trainer.accounted = accounted;
     Ok(())
 }
 

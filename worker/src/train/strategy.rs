@@ -158,7 +158,7 @@ pub(super) fn allocate(
     let sharding = Arc::new(scheme.sharding(layout, world.mesh.index(&[Axis::Shard])));
     let policy = scheme.reshard_policy(parallel);
     let gathers = match policy {
-        ReshardPolicy::KeepAll => set.reduce().clone(),
+        ReshardPolicy::KeepAll => set.reduce.clone(),
         // Apart from the gradients', so that gathering does not queue behind reducing.
         ReshardPolicy::Release { .. } => world.mesh.group_for(&[Axis::Shard], "parameters")?,
     };
@@ -182,7 +182,7 @@ pub(super) fn optimizer(
     model: &Model,
 ) -> Result<Optimizer, TrainError> {
     let needs_masters = Dtypes::of(config).has_masters() || home.host_state().is_some();
-    let owners = (parameters.replica_set().owners(), &**parameters.sharding());
+    let owners = (&parameters.replica_set().owners, &**parameters.sharding());
     let optimizer = Optimizer::new(home, owners, &model.params, &config.train.optimizer)?;
     Ok(if needs_masters {
         optimizer.with_masters(owners.1)?

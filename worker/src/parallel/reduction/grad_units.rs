@@ -93,7 +93,7 @@ impl Reduction {
         let units = sharding.units().iter().enumerate();
         units
             .map(|(index, unit)| Self {
-                range: unit.whole(),
+                range: unit.whole.clone(),
                 own: sharding.own(index),
                 params: unit.params.clone(),
                 tag: unit.name.clone(),
@@ -218,7 +218,7 @@ impl GradUnits {
         let reductions = Reduction::all(layout, sharding, sync);
         let (sizes, choice) = slots_of(&reductions, layout, is_staged);
         let shared = |name, dtype: DType, len| {
-            set.all()
+            set.all
                 .alloc_shared(device, &ArenaSpec::on_node(name, dtype, len))
         };
         let slot = |len| -> Result<Slot, ReduceError> {
@@ -236,7 +236,7 @@ impl GradUnits {
         } else {
             sharding.whole_len()
         };
-        let arena = if slots.is_empty() || set.replicate().is_some() {
+        let arena = if slots.is_empty() || set.replicate.is_some() {
             shared(name, dtype, len)?
         } else {
             device.alloc(&ArenaSpec::private(name, dtype, len))?
@@ -272,10 +272,10 @@ impl GradUnits {
             launches: 0,
             replicated: 0,
             in_flight: Vec::new(),
-            tracker: CommTracker::new(device, set.all().timeline()),
+            tracker: CommTracker::new(device, set.all.timeline()),
             device: device.clone(),
-            comm: set.reduce().clone(),
-            replicate: set.replicate().cloned(),
+            comm: set.reduce.clone(),
+            replicate: set.replicate.clone(),
             sharding: sharding.clone(),
         })
     }

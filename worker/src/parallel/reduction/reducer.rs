@@ -80,6 +80,22 @@ struct Progress {
 }
 
 impl Progress {
+    fn new(layout: &Arc<GradientLayout>, grads: &GradUnits, micro_batches: usize) -> Self {
+        let (rounds, in_round) = if grads.is_staged() {
+            (micro_batches, 1)
+        } else {
+            (1, micro_batches)
+        };
+        Self {
+            rounds,
+            readiness: Readiness::new(layout, in_round),
+            open: (0..grads.len()).map(|unit| grads.params(unit).len()).collect(),
+            launched: 0,
+            is_finished: false,
+            failed: None,
+        }
+    }
+
     /// Launches of a step.
     fn launches(&self) -> usize {
         self.rounds * self.open.len()
@@ -146,16 +162,9 @@ impl Reducer {
         Ok(Self {
             // Units in slots must leave their slots, overlapped or not.
             is_eager: grads.is_staged() || (config.overlap && !is_all_at_once),
-            progress: Progress {
-                rounds: 0,
-                readiness: Readiness::new(&layout, 1),
-                open: Vec::new(),
-                launched: 0,
-                is_finished: true,
-                failed: None,
-            },
+            progress: Progress::new(&layout, &grads, 1),
             unused: config.unused,
-            rank: set.all().members()[set.all().rank()],
+            rank: set.all.members()[set.all.rank()],
             layout,
             grads,
             unit_of,
@@ -198,19 +207,7 @@ impl Reducer {
             return Err(ReduceError::Poisoned(cause));
         }
         self.grads.reset();
-        let (rounds, in_round) = match self.grads.is_staged() {
-            true => (micro_batches, 1),
-            false => (1, micro_batches),
-        };
-        let units = 0..self.grads.len();
-        self.progress = Progress {
-            rounds,
-            readiness: Readiness::new(&self.layout, in_round),
-            open: units.map(|unit| self.grads.params(unit).len()).collect(),
-            launched: 0,
-            is_finished: false,
-            failed: None,
-        };
+        self.progress = Progress::new(&self.layout, &self.grads, micro_batches);
         Ok(Step {
             reducer: self,
             host: None,

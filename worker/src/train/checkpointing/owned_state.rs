@@ -12,7 +12,7 @@ use crate::model::ParamSpec;
 use crate::optim::Optimizer;
 use crate::parallel::{OwnPiece, Place, Portion, Sharding};
 use crate::session::Session;
-use crate::train::step::{RankNumbers, Replica};
+use crate::train::step::{RankTable, Replica};
 use crate::train::world::World;
 
 /// The rank, and the state that is saved.
@@ -21,7 +21,7 @@ pub(crate) struct RankState<'a> {
     pub(crate) world: &'a World,
     pub(crate) replica: &'a Replica,
     pub(crate) optimizer: &'a Optimizer,
-    pub(crate) exchange: &'a RankNumbers,
+    pub(crate) rank_table: &'a RankTable,
     pub(crate) session: &'a Session,
 }
 
