@@ -166,6 +166,31 @@ struct Unit {
     landed: Option<Event>,
 }
 
+impl Unit {
+    /// `index` in the sharding, where a rank keeps its shard.
+    fn new(
+        reduction: Reduction,
+        slots: Range<usize>,
+        sums: &Portion,
+        (sharding, index): (&Sharding, usize),
+    ) -> Self {
+        let place = match sums {
+            Portion::Whole(arena) => Some(arena.slice(reduction.range.clone())),
+            Portion::Shard(_) => None,
+        };
+        Self {
+            target: match &place {
+                Some(place) => place.slice(reduction.own.clone()),
+                None => sums.slice(&sharding.own_place(index)),
+            },
+            reduction,
+            place,
+            slots,
+            landed: None,
+        }
+    }
+}
+
 struct Slot {
     arena: Arena,
     /// The unit that is being written.
@@ -241,33 +266,23 @@ impl GradUnits {
         } else {
             device.alloc(&ArenaSpec::private(name, dtype, len))?
         };
-        let unit = |(index, (reduction, slots)): (usize, (Reduction, _))| {
-            let place = (!is_staged).then(|| arena.slice(reduction.range.clone()));
-            Unit {
-                target: match &place {
-                    Some(place) => place.slice(reduction.own.clone()),
-                    None => arena.slice(sharding.own_place(index).shard),
-                },
-                reduction,
-                place,
-                slots,
-                landed: None,
-            }
+        let sums = match is_staged {
+            true => Portion::Shard(arena),
+            false => Portion::Whole(arena),
         };
+        let placed = reductions.into_iter().zip(choice).enumerate();
+        let unit = |(index, (reduction, slots))| Unit::new(reduction, slots, &sums, (sharding, index));
         let grads = (0..layout.params()).filter(|_| !is_staged);
         Ok(Self {
-            units: reductions.into_iter().zip(choice).enumerate().map(unit).collect(),
+            units: placed.map(unit).collect(),
             grads: grads
-                .map(|id| arena.slice(sharding.whole_range(ParamId(id))))
+                .map(|id| sums.arena().slice(sharding.whole_range(ParamId(id))))
                 .collect(),
             stream: match slots.is_empty() || is_staged {
                 true => stream,
                 false => device.stream(),
             },
-            sums: match is_staged {
-                true => Portion::Shard(arena),
-                false => Portion::Whole(arena),
-            },
+            sums,
             slots,
             launches: 0,
             replicated: 0,

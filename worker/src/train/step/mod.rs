@@ -17,7 +17,6 @@ mod step_record;
 mod trainer;
 
 pub(super) use evaluation::Evaluation;
-pub(super) use nonfinite::Skips;
 pub(super) use rank_table::{RankTable, StepTable};
 pub(super) use replica::Replica;
 pub(super) use step_record::{StepRecord, StepTimes};
