@@ -37,9 +37,12 @@ impl AxisRole {
     /// Of a parameter that is cut along no axis: gradients are partial where ranks read different samples.
     #[must_use]
     pub fn replicated() -> [Self; Axis::ALL.len()] {
-        Axis::ALL.map(|axis| match DATA.contains(&axis) {
-            true => Self::PartialGradients,
-            false => Self::EqualGradients,
+        Axis::ALL.map(|axis| {
+            if DATA.contains(&axis) {
+                Self::PartialGradients
+            } else {
+                Self::EqualGradients
+            }
         })
     }
 }

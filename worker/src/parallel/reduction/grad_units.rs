@@ -256,19 +256,16 @@ impl GradUnits {
         };
         let slots: Vec<Slot> = sizes.into_iter().map(slot).collect::<Result<_, _>>()?;
         let (name, dtype) = ("gradients", layout.accumulated());
-        let len = if is_staged {
-            sharding.shard_len()
-        } else {
-            sharding.whole_len()
+        let kept = |len| -> Result<Arena, ReduceError> {
+            if slots.is_empty() || set.replicate.is_some() {
+                return Ok(shared(name, dtype, len)?);
+            }
+            Ok(device.alloc(&ArenaSpec::private(name, dtype, len))?)
         };
-        let arena = if slots.is_empty() || set.replicate.is_some() {
-            shared(name, dtype, len)?
+        let sums = if is_staged {
+            Portion::Shard(kept(sharding.shard_len())?)
         } else {
-            device.alloc(&ArenaSpec::private(name, dtype, len))?
-        };
-        let sums = match is_staged {
-            true => Portion::Shard(arena),
-            false => Portion::Whole(arena),
+            Portion::Whole(kept(sharding.whole_len())?)
         };
         let placed = reductions.into_iter().zip(choice).enumerate();
         let unit = |(index, (reduction, slots))| Unit::new(reduction, slots, &sums, (sharding, index));
@@ -278,9 +275,10 @@ impl GradUnits {
             grads: grads
                 .map(|id| sums.arena().slice(sharding.whole_range(ParamId(id))))
                 .collect(),
-            stream: match slots.is_empty() || is_staged {
-                true => stream,
-                false => device.stream(),
+            stream: if slots.is_empty() || is_staged {
+                stream
+            } else {
+                device.stream()
             },
             sums,
             slots,
@@ -390,9 +388,10 @@ impl GradUnits {
         for slot in order {
             self.land_slot(slot, deadline);
         }
-        let landed = match self.slots.is_empty() || self.is_staged() {
-            true => Event::reached(),
-            false => self.device.record(self.stream),
+        let landed = if self.slots.is_empty() || self.is_staged() {
+            Event::reached()
+        } else {
+            self.device.record(self.stream)
         };
         self.sum_copies();
         landed
@@ -455,10 +454,11 @@ impl GradUnits {
         }
         let x = slot.arena.slice(unit.reduction.own.clone());
         let (out, accumulate) = (unit.target.clone(), round.index > 0);
-        let op = match accumulate {
-            false => Cast { x, out }.into(),
+        let op = if accumulate {
             // One row: an addition.
-            true => ColumnSum { x, out, accumulate }.into(),
+            ColumnSum { x, out, accumulate }.into()
+        } else {
+            Cast { x, out }.into()
         };
         self.device.enqueue(self.stream, op);
         if round.is_last() {
