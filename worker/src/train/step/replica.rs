@@ -137,18 +137,13 @@ impl Replica {
         done.map(drop).map_err(|error| self.cause(error))
     }
 
-    /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
+    /// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
     pub(crate) fn total_loss(&mut self, batch: &MicroBatch) -> Result<f64, TrainError> {
         let tokens = self.upload(batch);
         let losses = self
             .passes(&self.context(SampleKey::default()))
             .evaluate(self.model.whole(), &tokens, &mut self.hooks())
             .map_err(|error| self.cause(error))?;
-        self.sum(&losses)
-    }
-
-    /// Sum of losses on the device. Synchronises.
-    pub(crate) fn sum(&self, losses: &Activation) -> Result<f64, TrainError> {
         let bytes = self.world.device.download(self.world.stream, losses.buffer())?;
         let losses = bytes
             .chunks_exact(size_of::<f32>())
