@@ -136,10 +136,19 @@ impl ReplicaSet {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use AxisRole::{Cut, EqualGradients, PartialGradients};
     use MeshAxis::{Replicate, Shard, Tensor};
+    use ddp_proto::env::WorkerEnv;
 
     use super::*;
+    use crate::collective::{Executor, SingleRank};
+    use crate::config::Parallel;
+    use crate::device::DType;
+    use crate::mesh::MeshShape;
+    use crate::model::{GroupId, Init};
+    use crate::session::Cancel;
 
     /// The axes of today, and one that there is not yet.
     #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,5 +228,35 @@ mod tests {
             assert!(is_counted(&combined, [1, 1, 0]));
             assert!(is_counted(&[Shard], [0, 1, 1]));
         }
+    }
+
+    fn of_one_rank(roles: [[AxisRole; Axis::ALL.len()]; 2]) -> ReplicaSet {
+        let (solo, timeout) = (Box::new(SingleRank::new(0)), Duration::from_secs(10));
+        let comm = Communicator::new("solo", solo, Executor::Inline, timeout, &Cancel::default());
+        let shape = MeshShape::new(&Parallel::default(), &WorkerEnv::single()).unwrap();
+        let spec = |roles| ParamSpec {
+            key: "w".into(),
+            global_shape: vec![1],
+            cut: None,
+            roles,
+            dtype: DType::F32,
+            init: Init::Constant(0.0),
+            decay: true,
+            group: GroupId(0),
+        };
+        ReplicaSet::of(&Mesh::new(shape, comm, Executor::Inline), &roles.map(spec)).unwrap()
+    }
+
+    #[test]
+    fn one_rank_owns_counts_and_writes_all() {
+        let set = of_one_rank([AxisRole::replicated(); 2]);
+        assert!(set.replicate.is_none() && set.copies.is_none() && set.is_counted);
+        assert_eq!(set.copy(), (0, 1));
+    }
+
+    #[test]
+    #[should_panic(expected = "parameters of one reducer have the same roles")]
+    fn parameters_of_other_roles_are_refused() {
+        of_one_rank([AxisRole::replicated(), [Cut; Axis::ALL.len()]]);
     }
 }
