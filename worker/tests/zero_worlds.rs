@@ -14,7 +14,7 @@ use ddp_worker::device::Device;
 use ddp_worker::metrics::WireBytes;
 use ddp_worker::model;
 use ddp_worker::parallel::{
-    Dtypes, GradientLayout, LayoutConfig, ReshardPolicy, ShardUnit, Sharding, StepTraffic, gathered_elements,
+    Dtypes, GradientLayout, LayoutConfig, ReshardPolicy, Sharding, StepTraffic, gathered_elements,
 };
 use train_support::deferred::DeferredDevice;
 use train_support::faulty::{Fault, FaultyDevice};
@@ -198,7 +198,7 @@ fn copies_cost_one_all_reduce_of_a_shard_a_step() {
             _ => Sharding::of_groups(&layout, 2, 0),
         };
         let told = told(&job, &sharding, 2);
-        let all: usize = sharding.units().iter().map(ShardUnit::len).sum();
+        let all: usize = sharding.units().iter().map(|unit| unit.whole.len()).sum();
         // Half of it to the neighbour in every reduction; of this rank's half, once a step as much again to the other
         // copy: there it is f32, which it is added up in.
         let reductions = match strategy {
@@ -226,14 +226,14 @@ fn copies_cost_one_all_reduce_of_a_shard_a_step() {
 fn told(job: &Job, sharding: &Sharding, copies: usize) -> StepTraffic {
     let (train, parallel) = (&job.config.train, &job.config.parallel);
     let model = model::build(&job.config.model, 256).unwrap();
-    let policy = ReshardPolicy {
-        reshard: parallel.reshard_after_forward,
-        persist_below: parallel.persist_below,
+    let policy = match parallel.strategy {
+        Strategy::Zero3 => ReshardPolicy::Release {
+            after_forward: parallel.reshard_after_forward,
+            persist_below: parallel.persist_below,
+        },
+        _ => ReshardPolicy::KeepAll,
     };
-    let gathered = match parallel.strategy {
-        Strategy::Zero3 => gathered_elements(&model, sharding, policy, train.grad_accumulation),
-        _ => sharding.whole_len(),
-    };
+    let gathered = gathered_elements(&model, sharding, policy, train.grad_accumulation);
     StepTraffic::of(sharding, copies, gathered, Dtypes::of(&job.config))
 }
 
@@ -318,7 +318,7 @@ fn small_groups_that_persist_are_gathered_once_a_step() {
         let units = sharding.units().iter().map(|unit| {
             let elements: usize = unit.params.iter().map(|id| model.params[id.0].len()).sum();
             let is_block = model.params[unit.params[0].0].key.starts_with("h.");
-            (unit.len(), elements < persist_below, is_block)
+            (unit.whole.len(), elements < persist_below, is_block)
         });
         let units: Vec<_> = units.collect();
         assert_eq!(

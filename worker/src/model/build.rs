@@ -9,7 +9,7 @@ use std::sync::Arc;
 use super::transformer::{
     Attention, Dense, DropoutLayer, Embedding, FeedForward, Head, Norm, NormedDense, TransformerBlock,
 };
-use super::{Block, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
+use super::{AxisRole, Block, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
 use crate::config::{self, Recompute};
 use crate::device::DType;
 use crate::ops::WeightLayout;
@@ -142,6 +142,7 @@ impl Parts {
             key,
             global_shape: shape,
             cut: None,
+            roles: AxisRole::replicated(),
             dtype: DType::F32,
             init,
             decay,

@@ -13,7 +13,7 @@ use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::Train;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Stream};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
-use crate::parallel::{Portion, ReduceError, Sharding};
+use crate::parallel::{Portion, ReduceError, ReplicaSet, Sharding};
 
 /// Memory for the norm of the gradients of a model.
 pub struct Clip {
@@ -21,6 +21,8 @@ pub struct Clip {
     max_norm: Option<f32>,
     betas: [f32; 2],
     sharding: Arc<Sharding>,
+    /// What this rank owns counts: no other rank of the norm counts a copy of it.
+    is_counted: bool,
     /// Sums of squares, one a chunk: by chunk of the layout, or one slice a rank, in the order of its shard.
     sums: Buffer,
     /// Those of this rank.
@@ -43,9 +45,9 @@ struct Gathered {
 
 impl Clip {
     /// For gradients that lie as `sharding` says; without `train.grad_clip` the norm is only measured. No update was
-    /// made yet. Every rank of `comm` must call it.
+    /// made yet. Every rank of `set` must call it.
     pub fn new(
-        comm: &Communicator,
+        set: &ReplicaSet,
         (device, stream): (&Arc<dyn Device>, Stream),
         sharding: &Arc<Sharding>,
         train: &Train,
@@ -56,7 +58,7 @@ impl Clip {
             device.upload(stream, &order, bytemuck::cast_slice(&places(sharding)));
             let len = sharding.whole_len() / CHUNK;
             let sums = ArenaSpec::on_node("partial norms of each rank", DType::F64, len);
-            let comm = comm.clone();
+            let comm = set.owners.clone();
             (comm.alloc_shared(device, &sums)?, Some(Gathered { comm, order }))
         } else {
             (
@@ -83,6 +85,7 @@ impl Clip {
             max_norm: train.grad_clip,
             betas: train.optimizer.betas(),
             sharding: sharding.clone(),
+            is_counted: set.is_counted,
         };
         clip.resume(stream, 0);
         Ok(clip)
@@ -106,7 +109,12 @@ impl Clip {
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
     pub fn measure(&self, stream: Stream, grads: &Portion) -> Option<Work> {
-        for unit in 0..self.sharding.units().len() {
+        let counted = if self.is_counted {
+            self.sharding.units().len()
+        } else {
+            0
+        };
+        for unit in 0..counted {
             let place = self.sharding.own_place(unit);
             let squares = SquaredNorm {
                 x: grads.slice(&place),
@@ -186,6 +194,7 @@ mod tests {
             timeout,
             &Cancel::default(),
         );
+        let set = ReplicaSet::of_all(comm);
         let specs = vec![GradSpec::new("w", &[CHUNK + 2])];
         let layout = GradientLayout::new(specs, &[ParamId(0)], &LayoutConfig::new(1)).unwrap();
         let sharding = Arc::new(Sharding::replicated(&layout));
@@ -203,7 +212,7 @@ mod tests {
                 grad_clip: max_norm,
                 ..Train::default()
             };
-            let clip = Clip::new(&comm, (&device, stream), &sharding, &train).unwrap();
+            let clip = Clip::new(&set, (&device, stream), &sharding, &train).unwrap();
             assert!(clip.measure(stream, &grads).is_none());
             clip.finish(stream, None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);

@@ -21,7 +21,7 @@ pub(super) fn finish(
     started: Instant,
     last: Option<Summary>,
 ) -> Result<(), TrainError> {
-    let (trainer, path) = (&prepared.trainer, prepared.run_dir.summary());
+    let (trainer, path) = (prepared.trainer.parts(), prepared.run_dir.summary());
     let summary = summary(prepared, recorder, outcome, started, true)?;
     // A life without steps knows neither loss nor speed, and the life that had them has written them down; unless that
     // one was killed after its last checkpoint.
@@ -65,7 +65,7 @@ pub(super) fn summary(
     started: Instant,
     is_saved: bool,
 ) -> Result<Summary, TrainError> {
-    let trainer = &prepared.trainer;
+    let trainer = prepared.trainer.parts();
     let config = trainer.config;
     let env = trainer.session.env();
     let samples = trainer.loader.consumed_before(outcome.steps);

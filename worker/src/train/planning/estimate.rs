@@ -7,7 +7,7 @@ use crate::device::DType;
 use crate::model::Model;
 use crate::optim;
 use crate::parallel::{
-    Dtypes, GradientLayout, ReshardPolicy, StepTraffic, gathered_elements, gathering_slots, in_flight_slots,
+    Dtypes, GradientLayout, StepTraffic, gathered_elements, gathering_slots, in_flight_slots,
 };
 use crate::plan::{Among, Exchange, Footprint, Setting, Traffic};
 use crate::train::TrainError;
@@ -118,10 +118,7 @@ impl Estimate {
     ) -> Self {
         let (parallel, micro_batches) = (&config.parallel, config.train.grad_accumulation);
         let dtypes = Dtypes::of(config);
-        let policy = ReshardPolicy {
-            reshard: parallel.reshard_after_forward,
-            persist_below: parallel.persist_below,
-        };
+        let policy = scheme.reshard_policy(parallel);
         // Replicas have no shards: the formula of their traffic counts the replicas.
         let ranks = match scheme.strategy {
             Strategy::Ddp => scheme.copies(),
@@ -138,18 +135,12 @@ impl Estimate {
         };
         // Of which rank does not matter: all hold and move the same.
         let sharding = scheme.sharding(layout, 0);
-        let (gathered, gathering) = match scheme.strategy {
-            Strategy::Ddp => (0, 0),
-            Strategy::Zero1 | Strategy::Zero2 => (sharding.whole_len(), 0),
-            Strategy::Zero3 => (
-                gathered_elements(model, &sharding, policy, micro_batches),
-                gathering_slots(model, &sharding, policy),
-            ),
-        };
+        let gathered = gathered_elements(model, &sharding, policy, micro_batches);
+        let gathering = gathering_slots(model, &sharding, policy);
         let sharded = StepTraffic::of(&sharding, scheme.copies(), gathered, dtypes);
         let (parameters, padded) = (model.param_count() as u64, sharding.whole_len() as u64);
         let formula = Footprint::of(&setting, parameters);
-        let in_flight = in_flight_slots(layout, &sharding, scheme.accumulate, parallel.sync);
+        let in_flight = in_flight_slots(layout, &sharding, setting.accumulate, parallel.sync);
         Self {
             setting,
             parameters,

@@ -11,7 +11,7 @@ use crate::parallel::Dtypes;
 use crate::plan::Footprint;
 use crate::train::planning::Estimate;
 use crate::train::setup::Prepared;
-use crate::train::step::Trainer;
+use crate::train::step::TrainerParts;
 use crate::train::strategy::Scheme;
 
 /// The table.
@@ -25,7 +25,7 @@ pub(crate) fn startup_table(prepared: &Prepared<'_>) -> String {
 }
 
 fn rows(prepared: &Prepared<'_>) -> Vec<(&'static str, String)> {
-    let trainer = &prepared.trainer;
+    let trainer = prepared.trainer.parts();
     let config = trainer.config;
     let world = trainer.world.size();
     let train = &config.train;
@@ -187,7 +187,7 @@ fn scaled_rate(train: &Train, global_batch: u64) -> Option<String> {
 }
 
 /// What this rank has allocated, by kind.
-fn footprint(trainer: &Trainer<'_>) -> Footprint {
+fn footprint(trainer: &TrainerParts<'_>) -> Footprint {
     Footprint {
         params: trainer.replica.parameters.bytes() as u64,
         grads: trainer.grad_bytes as u64,
@@ -197,12 +197,12 @@ fn footprint(trainer: &Trainer<'_>) -> Footprint {
 
 /// What it holds and moves under a scheme: its own, or one that it might have had.
 fn estimate(prepared: &Prepared<'_>, scheme: Scheme) -> Estimate {
-    let replica = &prepared.trainer.replica;
+    let trainer = prepared.trainer.parts();
     let layout = prepared.reducer.layout();
-    let activations = replica.pool.allocated_bytes();
+    let activations = trainer.replica.pool.allocated_bytes();
     Estimate::new(
-        prepared.trainer.config,
-        &replica.model,
+        trainer.config,
+        &trainer.replica.model,
         layout,
         scheme,
         activations,
@@ -260,7 +260,7 @@ fn precision(config: &TrainConfig) -> String {
     format!("{params}, with f32 masters and moments; gradients are averaged in {reduced}{added}")
 }
 
-fn strategy(trainer: &Trainer<'_>) -> String {
+fn strategy(trainer: &TrainerParts<'_>) -> String {
     let (parallel, scheme) = (&trainer.config.parallel, &trainer.scheme);
     let what = match scheme.strategy {
         Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
@@ -286,7 +286,7 @@ fn strategy(trainer: &Trainer<'_>) -> String {
 
 /// Where the optimizer's state is, if a place was chosen for it.
 fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
-    let trainer = &prepared.trainer;
+    let trainer = prepared.trainer.parts();
     let offload = &trainer.config.train.offload;
     let state = bytes(trainer.optimizer.bytes() as u64);
     match offload.optimizer {
@@ -322,7 +322,7 @@ fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
 
 /// What both ways to accumulate cost, where there is a choice.
 fn accumulation(prepared: &Prepared<'_>) -> Option<String> {
-    let (config, scheme) = (prepared.trainer.config, prepared.trainer.scheme);
+    let (config, scheme) = (prepared.trainer.parts().config, prepared.trainer.parts().scheme);
     if config.train.grad_accumulation == 1 || matches!(scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
         return None;
     }
@@ -350,7 +350,7 @@ fn both_ways(chosen: Accumulate, sharded: &Estimate, full: &Estimate) -> String 
     }
 }
 
-fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
+fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
     let parallel = &trainer.config.parallel;
     let when = if parallel.overlap {
         "while backward runs"
