@@ -15,7 +15,6 @@
 //! [`SharedArena`]: the memory of an arena on which operations need no copies.
 #![allow(unsafe_code, reason = "words and bytes in mapped segments")]
 
-use std::any::Any;
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use std::sync::Arc;

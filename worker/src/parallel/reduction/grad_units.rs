@@ -32,9 +32,6 @@ use crate::parallel::{GradientLayout, Portion, ReplicaSet, Sharding};
 /// Slots for units that follow each other: one is computed while another is in flight.
 const IN_TURN: usize = 2;
 
-/// Nothing scales a sum: the gradient of the loss has its factor.
-const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
-
 /// Elements of the slots that gradients cross the wire in, of the layout's type. A pure function: the reducer allocates
 /// as many.
 #[must_use]
@@ -361,8 +358,8 @@ impl GradUnits {
         let (buffer, ready, slot) = self.outgoing(index, ready);
         let launch = Launch::after(ready, Traffic::Grads, self.units[index].reduction.tag.clone());
         let work = self.tracker.launch(|| match self.sharding.world() {
-            1 => self.comm.all_reduce(&buffer, SUM, launch),
-            _ => self.comm.reduce_scatter(&buffer, SUM, launch),
+            1 => self.comm.all_reduce(&buffer, ReduceOp::Sum, launch),
+            _ => self.comm.reduce_scatter(&buffer, ReduceOp::Sum, launch),
         });
         self.in_flight.push(work.clone());
         if let Some(slot) = slot {
@@ -477,7 +474,9 @@ impl GradUnits {
             self.replicated += 1;
             let tag = format!("{} of all copies", unit.reduction.tag);
             let launch = Launch::after(landed, Traffic::Grads, tag);
-            let work = self.tracker.launch(|| comm.all_reduce(&unit.target, SUM, launch));
+            let work = self
+                .tracker
+                .launch(|| comm.all_reduce(&unit.target, ReduceOp::Sum, launch));
             self.in_flight.push(work);
         }
     }

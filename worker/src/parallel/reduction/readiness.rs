@@ -4,6 +4,7 @@
 //! micro-batches run backward: a block of a pipeline may have done all of them before another has begun. Where every
 //! micro-batch is reduced by itself, a step has as many rounds, and a gradient is complete in each.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use crate::collective::{CollectiveError, WorkError};

@@ -188,7 +188,7 @@ impl Replica {
             device: self.world.device.as_ref(),
             stream: self.world.stream,
             pool: &self.pool,
-            params: self.parameters.as_ref(),
+            params: &self.parameters,
             targets: self.feed.targets(),
             dloss: Some(&self.dloss),
             dtype: self.model.dtype(),
