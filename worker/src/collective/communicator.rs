@@ -10,7 +10,7 @@ use super::transport::{Transport, WireBytes};
 use super::wait::{Pending, Wait};
 use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Event};
 use crate::session::Cancel;
-use crate::timeline::{Collective, Interval, Lane, Timeline};
+use crate::timeline::{Collective, Interval, Lane, Span, Timeline};
 
 /// Most operations in a queue; one more blocks the caller until there is room.
 const QUEUE_BOUND: usize = 1024;
@@ -107,7 +107,7 @@ impl Communicator {
 
     fn over(
         name: &str,
-        mut transport: Box<dyn Transport>,
+        transport: Box<dyn Transport>,
         executor: Executor,
         (timeout, cancel): (Duration, &Cancel),
         timeline: Timeline,
@@ -122,7 +122,7 @@ impl Communicator {
             wire: Mutex::default(),
             pending: Pending::register(name, cancel),
         });
-        let is_on_stream = transport.stream().is_some();
+        let is_on_stream = transport.is_on_stream();
         let driver = Arc::new(Mutex::new(Driver {
             info: info.clone(),
             transport,
@@ -145,12 +145,6 @@ impl Communicator {
         Self(Arc::new(CommunicatorInner { info, driver, queue }))
     }
 
-    /// Name in errors and traces.
-    #[must_use]
-    pub fn name(&self) -> &str {
-        &self.0.info.name
-    }
-
     /// Rank of this process in the group.
     #[must_use]
     pub fn rank(&self) -> usize {
@@ -167,12 +161,6 @@ impl Communicator {
     #[must_use]
     pub fn members(&self) -> &[usize] {
         &self.0.info.members
-    }
-
-    /// Time-out of each operation.
-    #[must_use]
-    pub fn timeout(&self) -> Duration {
-        self.0.info.timeout
     }
 
     /// When to stop waiting for an operation that starts now: its time-out, and some time for it to report that itself.
@@ -219,12 +207,9 @@ impl Communicator {
     /// Allocates an arena on which operations of this group need no copies. Every rank must call it, with the
     /// same size, and with no operation in flight.
     pub fn alloc_shared(&self, device: &Arc<dyn Device>, spec: &ArenaSpec) -> Result<Arena, CollectiveError> {
-        self.driver().set_up(
-            "shared allocation",
-            spec.bytes(),
-            &spec.name,
-            |transport, wait| transport.alloc_shared(device, spec, wait),
-        )
+        let (bytes, name) = (spec.bytes(), &spec.name);
+        let call = |transport: &mut dyn Transport, wait: &Wait| transport.alloc_shared(device, spec, wait);
+        self.driver().set_up("shared allocation", bytes, name, call)
     }
 
     /// The subgroup of this rank. Every rank of the group must call it, each with the subgroup that it belongs to
@@ -233,18 +218,14 @@ impl Communicator {
         let transport = self.driver().set_up("split", 0, name, |transport, wait| {
             transport.split(name, members, wait)
         })?;
-        let CommunicatorInfo {
-            timeout,
-            cancel,
-            timeline,
-            ..
-        } = &*self.0.info;
+        let info = &*self.0.info;
+        let bounds = (info.timeout, &info.cancel);
         Ok(Self::over(
             name,
             transport,
             executor,
-            (*timeout, cancel),
-            timeline.clone(),
+            bounds,
+            info.timeline.clone(),
         ))
     }
 
@@ -265,26 +246,23 @@ impl Communicator {
     /// Ends the executor after the operations that are queued. Without it, the last clone's drop closes the queue
     /// and the thread ends by itself. On a stream: waits for what is in it and leaves the group.
     pub fn shutdown(&self) {
-        if let Queue::Thread(thread) = &self.0.queue {
-            let thread = thread.lock().unwrap_or_else(PoisonError::into_inner).take();
-            if let Some(QueueThread { sender, thread }) = thread {
-                drop(sender);
-                let _ = thread.join();
-            }
+        if let Queue::Thread(thread) = &self.0.queue
+            && let Some(QueueThread { sender, thread }) =
+                thread.lock().unwrap_or_else(PoisonError::into_inner).take()
+        {
+            drop(sender);
+            let _ = thread.join();
         }
         let wait = self.0.info.wait();
-        if let Some(stream) = self.driver().transport.stream() {
-            stream.shutdown(&wait);
-        }
+        self.driver().transport.shutdown(&wait);
     }
 
     /// Instead of [`Communicator::shutdown`] where the process is about to end because something failed: on a stream,
     /// waits a bounded time for the abort, so that no library runs while the process ends.
     pub fn abandon(&self) {
-        if matches!(self.0.queue, Queue::Stream)
-            && let Some(stream) = self.driver().transport.stream()
-        {
-            stream.abandon();
+        // Elsewhere an operation may hold the driver.
+        if matches!(self.0.queue, Queue::Stream) {
+            self.driver().transport.abandon();
         }
     }
 
@@ -296,32 +274,26 @@ impl Communicator {
             traffic,
             tag,
         };
-        let pair = |request: Request| {
-            let (work, completion) = Work::pair(&format!("{operation} ({})", request.tag));
-            let queued = QueuedOperation {
-                request: Arc::new(request),
-                after: after.clone(),
-                completion,
-            };
-            (work, queued)
+        if matches!(self.0.queue, Queue::Stream) {
+            return self.driver().enqueue(&request, &after);
+        }
+        let (work, completion) = Work::pair(&format!("{operation} ({})", request.tag));
+        let queued = QueuedOperation {
+            request: Arc::new(request),
+            after,
+            completion,
         };
         match &self.0.queue {
-            Queue::Stream => self.driver().enqueue(&request, &after),
-            Queue::Inline => {
-                let (work, queued) = pair(request);
-                self.driver().execute(queued);
-                work
-            }
             Queue::Thread(thread) => {
-                let (work, queued) = pair(request);
                 let thread = thread.lock().unwrap_or_else(PoisonError::into_inner);
                 if let Some(thread) = thread.as_ref() {
                     // A closed queue drops the operation, whose event then fails with a name.
                     let _ = thread.sender.send(queued);
                 }
-                work
             }
+            Queue::Inline | Queue::Stream => self.driver().execute(queued),
         }
+        work
     }
 
     fn driver(&self) -> MutexGuard<'_, Driver> {
@@ -361,11 +333,13 @@ impl CommunicatorInfo {
             ranks: members.len() as u32,
             sequence: request.operation.needs_all_ranks().then_some(sequence),
         };
-        let (lane, name) = (
-            Lane::Communicator(self.name.clone()),
-            format!("{} ({})", request.operation, request.tag),
-        );
-        (self.timeline).record_collective(lane, request.traffic.kind(), name, collective, interval);
+        let lane = Lane::Communicator(self.name.clone());
+        let name = format!("{} ({})", request.operation, request.tag);
+        let span = Span {
+            collective: Some(collective),
+            ..Span::of(lane, request.traffic.kind(), name)
+        };
+        self.timeline.record(span, interval);
     }
 }
 
@@ -411,19 +385,14 @@ struct Driver {
 
 impl Driver {
     fn execute(&mut self, queued: QueuedOperation) {
-        let QueuedOperation {
-            request,
-            after,
-            completion,
-        } = queued;
-        let sequence = self.next_sequence();
+        let (sequence, request) = (self.next_sequence(), queued.request);
         self.info.pending.begin_operation(sequence, &request);
-        let outcome = self.run(&request, &after);
+        let outcome = self.run(&request, &queued.after);
         self.info.pending.end();
         if let Ok(interval) = &outcome {
             self.info.record(sequence, &request, || interval.clone());
         }
-        completion.set(outcome.map_err(|failure| self.fail(sequence, &request, failure)));
+        (queued.completion).set(outcome.map_err(|failure| self.fail(sequence, &request, failure)));
     }
 
     fn run(&mut self, request: &Request, after: &Event) -> Result<Option<Interval>, Failure> {
@@ -441,10 +410,9 @@ impl Driver {
     fn enqueue(&mut self, request: &Request, after: &Event) -> Work {
         let sequence = self.next_sequence();
         let wait = self.info.wait();
-        let enqueued = self.check_poison().and_then(|()| match self.transport.stream() {
-            Some(stream) => stream.enqueue(sequence, request, after, &wait),
-            None => Err(Failure::Invalid("the transport has no stream".into())),
-        });
+        let enqueued = self
+            .check_poison()
+            .and_then(|()| self.transport.enqueue(sequence, request, after, &wait));
         match enqueued {
             Ok(work) => {
                 let CommunicatorInfo { rank, members, .. } = &*self.info;
@@ -452,7 +420,7 @@ impl Driver {
                 self.info.wire().count(request.traffic, bytes);
                 self.info.record(sequence, request, || work.interval());
                 let operation = request.name(sequence, &self.info.name);
-                Work::enqueued(work, members[*rank], &operation)
+                Work::enqueued(work, members[*rank], operation)
             }
             Err(failure) => {
                 let (work, completion) = Work::pair(&format!("{} ({})", request.operation, request.tag));

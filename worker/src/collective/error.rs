@@ -151,18 +151,13 @@ impl Failure {
 
     fn is_consequence(&self) -> bool {
         match self {
-            Self::PeerLost { .. }
-            | Self::GenerationOver(_)
-            | Self::Refused { .. }
-            | Self::Poisoned(_)
-            | Self::Library { of_peer: true, .. } => true,
+            Self::PeerLost { .. } | Self::GenerationOver(_) | Self::Refused { .. } | Self::Poisoned(_) => {
+                true
+            }
+            Self::Library { of_peer, .. } => *of_peer,
             Self::GivenUp { failure, .. } => failure.is_consequence(),
-            Self::TimedOut { .. }
-            | Self::Mismatch { .. }
-            | Self::Invalid(_)
-            | Self::Library { of_peer: false, .. }
-            | Self::Device(_)
-            | Self::System { .. } => false,
+            Self::TimedOut { .. } | Self::Mismatch { .. } | Self::Invalid(_) => false,
+            Self::Device(_) | Self::System { .. } => false,
         }
     }
 }

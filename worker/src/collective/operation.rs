@@ -209,21 +209,9 @@ pub(super) fn slice(len: usize, parts: usize, index: usize) -> Range<usize> {
 
 /// One operation of a communicator. Dropping it does not cancel the operation.
 #[derive(Clone)]
-pub struct Work(WorkState);
-
-#[derive(Clone)]
-enum WorkState {
-    /// A [`Completion`] reports the outcome.
-    Queued {
-        event: Event,
-        outcome: Arc<Mutex<Option<Outcome>>>,
-    },
-    /// It is in a stream. The other two are of its error.
-    Enqueued {
-        work: Arc<dyn StreamWork>,
-        rank: usize,
-        operation: Arc<str>,
-    },
+pub struct Work {
+    event: Event,
+    outcome: Arc<dyn Fn() -> Option<Outcome> + Send + Sync>,
 }
 
 /// When it ran, if it moved anything.
@@ -247,34 +235,42 @@ impl Work {
     /// A handle and the means to complete it.
     pub(super) fn pair(what: &str) -> (Self, Completion) {
         let (event, signal) = Event::pair(what);
-        let outcome = Arc::new(Mutex::new(None));
-        let completion = Completion {
-            signal,
-            outcome: outcome.clone(),
+        let slot = Arc::new(Mutex::new(None));
+        let seen = slot.clone();
+        let work = Self {
+            event,
+            outcome: Arc::new(move || seen.lock().unwrap_or_else(PoisonError::into_inner).clone()),
         };
-        (Self(WorkState::Queued { event, outcome }), completion)
+        (work, Completion { signal, slot })
     }
 
     /// The handle of an operation in a stream of a global rank.
-    pub(super) fn enqueued(work: Arc<dyn StreamWork>, rank: usize, operation: &str) -> Self {
-        let operation = operation.into();
-        Self(WorkState::Enqueued {
-            work,
-            rank,
-            operation,
-        })
+    pub(super) fn enqueued(work: Arc<dyn StreamWork>, rank: usize, operation: String) -> Self {
+        let event = work.done().clone();
+        let outcome = move || {
+            let failed = |failure| CollectiveError {
+                rank,
+                operation: operation.clone(),
+                failure,
+            };
+            Some(work.outcome()?.map(|()| work.interval()).map_err(failed))
+        };
+        Self {
+            event,
+            outcome: Arc::new(outcome),
+        }
     }
 
     /// Blocks the host until the operation is done. Returns when it ran, if it moved anything.
     pub fn wait(&self, deadline: Instant) -> Result<Option<Interval>, WorkError> {
         loop {
-            if let Some(outcome) = self.outcome() {
+            if let Some(outcome) = (self.outcome)() {
                 return Ok(outcome?);
             }
             let until = deadline.min(Instant::now() + POLL_INTERVAL);
-            let waited = self.event().wait(until);
-            let is_over = until == deadline || self.event().poll().is_some();
-            if is_over && self.outcome().is_none() {
+            let waited = self.event.wait(until);
+            let is_over = until == deadline || self.event.poll().is_some();
+            if is_over && (self.outcome)().is_none() {
                 let error = waited
                     .err()
                     .unwrap_or_else(|| DeviceError::Upstream("the communicator was shut down".into()));
@@ -292,36 +288,13 @@ impl Work {
     /// True once it is done or failed.
     #[must_use]
     pub fn is_done(&self) -> bool {
-        self.outcome().is_some() || self.event().poll().is_some()
+        (self.outcome)().is_some() || self.event.poll().is_some()
     }
 
     /// Reached when the operation is done: for an operation that starts with its result.
     #[must_use]
     pub fn event(&self) -> &Event {
-        match &self.0 {
-            WorkState::Queued { event, .. } => event,
-            WorkState::Enqueued { work, .. } => work.done(),
-        }
-    }
-
-    fn outcome(&self) -> Option<Outcome> {
-        match &self.0 {
-            WorkState::Queued { outcome, .. } => {
-                outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
-            }
-            WorkState::Enqueued {
-                work,
-                rank,
-                operation,
-            } => {
-                let failed = |failure| CollectiveError {
-                    rank: *rank,
-                    operation: operation.to_string(),
-                    failure,
-                };
-                Some(work.outcome()?.map(|()| work.interval()).map_err(failed))
-            }
-        }
+        &self.event
     }
 }
 
@@ -339,7 +312,7 @@ pub enum WorkError {
 /// Completes a [`Work`].
 pub(super) struct Completion {
     signal: Signal,
-    outcome: Arc<Mutex<Option<Outcome>>>,
+    slot: Arc<Mutex<Option<Outcome>>>,
 }
 
 impl Completion {
@@ -348,7 +321,7 @@ impl Completion {
             Ok(_) => Ok(()),
             Err(error) => Err(DeviceError::Upstream(error.to_string())),
         };
-        *self.outcome.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
+        *self.slot.lock().unwrap_or_else(PoisonError::into_inner) = Some(outcome);
         self.signal.set(result);
     }
 }

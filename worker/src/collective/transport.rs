@@ -37,30 +37,29 @@ pub trait Transport: Send {
         Err(Failure::Invalid("the transport has a stream".into()))
     }
 
-    /// Where the host only enqueues operations on a stream of the device: always, or never.
-    fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
-        None
+    /// True where the host only enqueues operations on a stream of the device: always, or never.
+    fn is_on_stream(&self) -> bool {
+        false
     }
-}
 
-/// Puts operations into a stream of its own: an operation runs after its input is ready and after those before it,
-/// beside whatever else the device computes.
-pub trait StreamEngine {
-    /// Enqueues one operation, to run after `after`. `wait` bounds the call, not the operation, whose own time-out is
-    /// the engine's and begins when the operations before it have ended. The engine keeps the buffer's memory until the
-    /// operation has ended.
+    /// Enqueues one operation on a stream of the transport's own, to run after `after` and after those before it, beside
+    /// whatever else the device computes. `wait` bounds the call, not the operation, whose own time-out is the transport's
+    /// and begins when the operations before it have ended. The transport keeps the buffer's memory until the operation
+    /// has ended. Only called where there is a stream.
     fn enqueue(
         &mut self,
-        sequence: u64,
-        request: &Request,
-        after: &Event,
-        wait: &Wait,
-    ) -> Result<Arc<dyn StreamWork>, Failure>;
+        _sequence: u64,
+        _request: &Request,
+        _after: &Event,
+        _wait: &Wait,
+    ) -> Result<Arc<dyn StreamWork>, Failure> {
+        Err(Failure::Invalid("the transport has no stream".into()))
+    }
 
     /// Waits for what is in the stream and leaves the group. The last call.
     fn shutdown(&mut self, _wait: &Wait) {}
 
-    /// Instead of [`StreamEngine::shutdown`] where the process is about to end because something failed: waits, a
+    /// Instead of [`Transport::shutdown`] where the process is about to end because something failed: waits, a
     /// bounded time, for the operations of this group and of its subgroups to be aborted. The last call.
     fn abandon(&mut self) {}
 }
@@ -78,7 +77,7 @@ pub trait StreamEngine {
 /// travel in f32, and count so. The one exception is an all-reduce of at most 32 KiB, more than two ranks and
 /// [`Traffic::Other`], which takes (N−1)·S to need one synchronisation only.
 ///
-/// Where a device carries operations out ([`StreamEngine`]) the same is counted by formula, when an operation is
+/// Where a device carries operations out ([`Transport::is_on_stream`]) the same is counted by formula, when an operation is
 /// enqueued: what the library really sends depends on the algorithm that it chooses.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(default)]
@@ -184,12 +183,10 @@ impl Transport for SingleRank {
         Ok(0)
     }
 
-    fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
-        if self.is_on_stream { Some(self) } else { None }
+    fn is_on_stream(&self) -> bool {
+        self.is_on_stream
     }
-}
 
-impl StreamEngine for SingleRank {
     fn enqueue(
         &mut self,
         _sequence: u64,

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 
 use crate::collective::{Work, WorkError};
 use crate::device::{Device, Event, Stream};
-use crate::timeline::{Interval, Kind, Lane, Timeline};
+use crate::timeline::{Interval, Kind, Lane, Span, Timeline};
 
 /// Time that communication took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -108,7 +108,8 @@ impl CommTracker {
         self.device.wait_event(stream, event, deadline);
         let behind = self.device.record_timed(stream);
         let interval = Interval::Stream([before, behind.clone()]);
-        (self.timeline).record(Lane::Compute, Kind::Wait, WAITS, interval.clone());
+        self.timeline
+            .record(Span::of(Lane::Compute, Kind::Wait, WAITS), interval.clone());
         let mut account = self.account();
         let device_times = account.device_times.clone();
         account.stream_waits.push((behind, interval, device_times));
@@ -204,7 +205,8 @@ impl CommTracker {
         let ended = Instant::now();
         let took = ended - began;
         if took >= SHORTEST {
-            (self.timeline).record(lane, Kind::Wait, WAITS, Interval::Host([began, ended]));
+            let interval = Interval::Host([began, ended]);
+            self.timeline.record(Span::of(lane, Kind::Wait, WAITS), interval);
         }
         self.account().times.exposed += took;
     }

@@ -133,11 +133,7 @@ impl<'a> Rank<'a> {
             };
             let above = [above(0), above(1), above(2)];
             for span in &spans {
-                let drawn = Drawn {
-                    span,
-                    above: &above[layer(span.kind)],
-                };
-                drawn.draw(svg, scale, [y, height]);
+                draw(svg, scale, span, [y, height], &above[layer(span.kind)]);
             }
             y += height + GAP;
         }
@@ -183,38 +179,24 @@ fn layer(kind: Kind) -> usize {
     }
 }
 
-/// A span, and where others will be above it.
-struct Drawn<'a> {
-    span: &'a Span,
-    above: &'a Intervals,
-}
-
-impl Drawn<'_> {
-    fn draw(&self, svg: &mut Svg, scale: &Scale, [y, height]: [f64; 2]) {
-        let span = self.span;
-        let (left, right) = (scale.x(span.start_us), scale.x(span.end_us));
-        let width = (right - left).max(NARROWEST);
-        // A block is within its pass.
-        let inset = if block(span).is_some() { 4.0 } else { 0.0 };
-        let place = [left, y + inset, width, height - 2.0 * inset];
-        svg.rect(place, class(span.kind), Some(&tip(span)));
-        let label = label(span);
-        let needed = label.chars().count() as f64 * CHARACTER + 6.0;
-        if needed < width
-            && let Some(left) = self.room(scale, needed)
-        {
-            let class = if span.kind == Kind::Late { "on-late" } else { "in" };
-            svg.text([left + 4.0, y + height / 2.0 + 4.0], class, label);
-        }
-    }
-
-    /// The first place that is so wide and not covered.
-    fn room(&self, scale: &Scale, needed: f64) -> Option<f64> {
-        let seen = Intervals::union([[self.span.start_us, self.span.end_us]]).without(self.above);
-        let mut places = seen.iter().map(|place| place.map(|us| scale.x(us)));
-        places
-            .find(|[left, right]| right - left > needed)
-            .map(|[left, _]| left)
+/// Draws a span between these heights; others will be `above` it.
+fn draw(svg: &mut Svg, scale: &Scale, span: &Span, [y, height]: [f64; 2], above: &Intervals) {
+    let (left, right) = (scale.x(span.start_us), scale.x(span.end_us));
+    let width = (right - left).max(NARROWEST);
+    // A block is within its pass.
+    let inset = if block(span).is_some() { 4.0 } else { 0.0 };
+    let place = [left, y + inset, width, height - 2.0 * inset];
+    svg.rect(place, class(span.kind), Some(&tip(span)));
+    let label = label(span);
+    let needed = label.chars().count() as f64 * CHARACTER + 6.0;
+    // The first place that is so wide and not covered.
+    let seen = Intervals::union([[span.start_us, span.end_us]]).without(above);
+    let mut places = seen.iter().map(|place| place.map(|us| scale.x(us)));
+    if needed < width
+        && let Some([left, _]) = places.find(|[left, right]| right - left > needed)
+    {
+        let class = if span.kind == Kind::Late { "on-late" } else { "in" };
+        svg.text([left + 4.0, y + height / 2.0 + 4.0], class, label);
     }
 }
 

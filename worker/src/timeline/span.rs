@@ -117,11 +117,13 @@ pub struct Collective {
 }
 
 impl Span {
-    fn untimed(lane: Lane, kind: Kind, name: Cow<'static, str>) -> Self {
+    /// One whose times are not known yet.
+    #[must_use]
+    pub fn of(lane: Lane, kind: Kind, name: impl Into<Cow<'static, str>>) -> Self {
         Self {
             lane,
             kind,
-            name,
+            name: name.into(),
             start_us: 0.0,
             end_us: 0.0,
             collective: None,
@@ -358,37 +360,17 @@ impl Timeline {
             _ => Lane::Compute,
         };
         let Some(begin) = began.point else {
-            return self.record(lane, kind, name, on_host);
+            return self.record(Span::of(lane, kind, name), on_host);
         };
         if !matches!(kind, Kind::Operation | Kind::Step) {
-            self.record(Lane::Host, kind, name.clone(), on_host);
+            self.record(Span::of(Lane::Host, kind, name.clone()), on_host);
         }
         let in_stream = Interval::Stream([begin, device.record_timed(stream)]);
-        self.record(lane, kind, name, in_stream);
+        self.record(Span::of(lane, kind, name), in_stream);
     }
 
-    /// The lane was at it meanwhile.
-    pub fn record(&self, lane: Lane, kind: Kind, name: impl Into<Cow<'static, str>>, interval: Interval) {
-        self.take(Span::untimed(lane, kind, name.into()), interval);
-    }
-
-    /// The same for an operation of a communicator.
-    pub fn record_collective(
-        &self,
-        lane: Lane,
-        kind: Kind,
-        name: String,
-        what: Collective,
-        interval: Interval,
-    ) {
-        let span = Span {
-            collective: Some(what),
-            ..Span::untimed(lane, kind, name.into())
-        };
-        self.take(span, interval);
-    }
-
-    fn take(&self, span: Span, interval: Interval) {
+    /// It ran in this interval.
+    pub fn record(&self, span: Span, interval: Interval) {
         if !self.is_open() {
             return;
         }
@@ -504,11 +486,11 @@ mod tests {
             ranks: 2,
             sequence: Some(0),
         };
-        timeline.record_collective(
-            Lane::Communicator("world".into()),
-            Kind::Gradients,
-            "all-reduce".into(),
-            collective.clone(),
+        timeline.record(
+            Span {
+                collective: Some(collective.clone()),
+                ..Span::of(Lane::Communicator("world".into()), Kind::Gradients, "all-reduce")
+            },
             Interval::Host(times),
         );
         let recording = timeline.close().unwrap();
@@ -526,7 +508,10 @@ mod tests {
         timeline.open(&device, stream, Instant::now()).unwrap();
         timeline.pause();
         assert!(timeline.mark(&device, stream).is_none());
-        timeline.record(Lane::Compute, Kind::Wait, "waits", Interval::Host(times));
+        timeline.record(
+            Span::of(Lane::Compute, Kind::Wait, "waits"),
+            Interval::Host(times),
+        );
         timeline.resume();
         assert!(timeline.is_open());
         assert_eq!(timeline.close().unwrap().spans, []);
@@ -538,7 +523,10 @@ mod tests {
         let timeline = Timeline::default();
         timeline.open(&device, device.stream(), Instant::now()).unwrap();
         let points = [Event::reached(), Event::reached()];
-        timeline.record(Lane::Compute, Kind::Wait, "waits", Interval::Stream(points));
+        timeline.record(
+            Span::of(Lane::Compute, Kind::Wait, "waits"),
+            Interval::Stream(points),
+        );
         let recording = timeline.close().unwrap();
         assert_eq!((recording.spans.len(), recording.missed), (0, 1));
     }

@@ -26,12 +26,6 @@ pub struct RankInfo {
 }
 
 impl RankInfo {
-    /// A world of one.
-    #[must_use]
-    pub fn alone() -> Self {
-        Self::on_one_node(0, 1)
-    }
-
     /// Rank `rank` of a world of `size` on one node. Spins if the machine has as many cores.
     #[must_use]
     pub fn on_one_node(rank: usize, size: usize) -> Self {

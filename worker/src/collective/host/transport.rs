@@ -247,9 +247,7 @@ impl HostTransport {
 
     /// Compares the headers of all ranks of the node with ours.
     fn compare(&self, header: &OperationHeader) -> Result<(), Failure> {
-        let Peers {
-            topology, control, ..
-        } = &self.peers;
+        let (topology, control) = (&self.peers.topology, &self.peers.control);
         for (index, &rank) in topology.local_ranks().iter().enumerate() {
             header.agree(&control.header(index), topology.globals()[rank])?;
         }
@@ -263,9 +261,7 @@ impl HostTransport {
 
     /// Where the buffers of all ranks of the node are mapped, if all are in the same shared arena, or there is one rank.
     fn mapped_views(&self, request: &Request, base: *mut u8) -> Result<Option<Vec<*mut u8>>, Failure> {
-        let Peers {
-            topology, control, ..
-        } = &self.peers;
+        let (topology, control) = (&self.peers.topology, &self.peers.control);
         if topology.has_one_rank_per_node() {
             return Ok(Some(vec![base]));
         }
@@ -405,13 +401,10 @@ impl HostTransport {
             HostMemory::shared(&spec.name, bytes)
         };
         let (own, _) = self.exchange_outcomes(call, &spec.name, 0, own.map_err(Failure::from), wait)?;
-        let Peers {
-            topology,
-            connections,
-            ..
-        } = &self.peers;
-        let local = topology.local_ranks().iter();
-        let local: Vec<_> = local.filter_map(|&rank| connections[rank].as_ref()).collect();
+        let local = self.peers.topology.local_ranks().iter();
+        let local: Vec<_> = local
+            .filter_map(|&rank| self.peers.connections[rank].as_ref())
+            .collect();
         let memory = SharedArena::exchange(number, &spec.name, own, &local, wait)?;
         Ok(Arena::new(spec, memory))
     }

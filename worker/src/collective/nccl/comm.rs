@@ -230,9 +230,10 @@ impl Waiting for Comm {
             what: format!("{} of `{}`, {},", oldest.name, self.membership.name, oldest.phase),
             waited: oldest.since.elapsed(),
             // NCCL does not say which of them has not come.
-            ranks: match oldest.phase {
-                OperationPhase::Running => self.membership.others(),
-                OperationPhase::Queued | OperationPhase::Done | OperationPhase::Failed => Vec::new(),
+            ranks: if oldest.phase == OperationPhase::Running {
+                self.membership.others()
+            } else {
+                Vec::new()
             },
         })
     }

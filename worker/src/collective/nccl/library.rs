@@ -75,15 +75,11 @@ impl Nccl {
         &self.0.path
     }
 
-    pub(super) fn functions(&self) -> &Functions {
-        &self.0.functions
-    }
-
     /// A new id at which the ranks of a communicator meet; this process listens for them from now on.
     pub(super) fn unique_id(&self) -> Result<UniqueId, Failure> {
         let mut id = UniqueId([0; UNIQUE_ID_BYTES]);
         // SAFETY: writes an identifier to this address.
-        let status = unsafe { (self.functions().get_unique_id)(&raw mut id) };
+        let status = unsafe { (self.0.functions.get_unique_id)(&raw mut id) };
         // SAFETY: no communicator is asked about.
         unsafe { self.check("ncclGetUniqueId", status, std::ptr::null_mut()) }?;
         Ok(id)
@@ -106,8 +102,8 @@ impl Nccl {
                 // SAFETY: any status may be asked for; the caller vouches for the communicator.
                 let (meaning, last) = unsafe {
                     (
-                        text((self.functions().get_error_string)(status)),
-                        text((self.functions().get_last_error)(comm)),
+                        text((self.0.functions.get_error_string)(status)),
+                        text((self.0.functions.get_last_error)(comm)),
                     )
                 };
                 let words = match last.trim() {
@@ -178,7 +174,7 @@ impl Handle {
     pub(super) fn init(nccl: &Nccl, id: UniqueId, size: usize, rank: usize) -> Result<Self, Failure> {
         let address = CommAddress::new();
         let mut config = Config::non_blocking();
-        let init = nccl.functions().comm_init;
+        let init = nccl.0.functions.comm_init;
         // SAFETY: the address is never freed; the configuration is copied during the call.
         let status = unsafe {
             init(
@@ -198,7 +194,7 @@ impl Handle {
     pub(super) fn is_settled(&mut self) -> Result<bool, Failure> {
         let mut state = Status::SUCCESS;
         // SAFETY: alive, and `state` is valid during the call.
-        let status = unsafe { (self.nccl.functions().comm_get_async_error)(self.raw, &raw mut state) };
+        let status = unsafe { (self.nccl.0.functions.comm_get_async_error)(self.raw, &raw mut state) };
         self.check("ncclCommGetAsyncError", status)?;
         self.check("ncclCommGetAsyncError", state)
     }
@@ -216,7 +212,7 @@ impl Handle {
         base: *mut c_void,
         stream: RawStream,
     ) -> Result<(), Failure> {
-        let (functions, comm) = (self.nccl.functions(), self.raw);
+        let (functions, comm) = (self.nccl.0.functions, self.raw);
         let (len, each) = (request.buffer.len(), own.len());
         let mine = base.wrapping_byte_add(own.start * request.buffer.dtype().bytes());
         let dtype = data_type(request.buffer.dtype());
@@ -261,7 +257,7 @@ impl Handle {
         let address = CommAddress::new();
         let mut config = Config::non_blocking();
         let color = color.map_or(NO_COLOR, |color| color as c_int);
-        let split = self.nccl.functions().comm_split;
+        let split = self.nccl.0.functions.comm_split;
         // SAFETY: alive; the address is never freed; the configuration is copied during the call.
         let status = unsafe { split(self.raw, color, key as c_int, address.0.as_ptr(), &raw mut config) };
         self.check("ncclCommSplit", status)?;
@@ -276,7 +272,7 @@ impl Handle {
     /// Begins to leave: done when all ranks have, and the handle is settled. Until then it must not be freed.
     pub(super) fn finalize(&mut self) -> Result<(), Failure> {
         // SAFETY: alive, and not used elsewhere.
-        let status = unsafe { (self.nccl.functions().comm_finalize)(self.raw) };
+        let status = unsafe { (self.nccl.0.functions.comm_finalize)(self.raw) };
         self.check("ncclCommFinalize", status).map(drop)
     }
 
@@ -285,7 +281,7 @@ impl Handle {
     /// it forbids to ask about the communicator afterwards: there is nothing left to wait for.
     pub(super) fn destroy(self) -> Result<(), Failure> {
         // SAFETY: alive, and not used afterwards: this value was the only one with its address.
-        let status = unsafe { (self.nccl.functions().comm_destroy)(self.raw) };
+        let status = unsafe { (self.nccl.0.functions.comm_destroy)(self.raw) };
         // SAFETY: not asked about any more.
         unsafe { self.nccl.check("ncclCommDestroy", status, std::ptr::null_mut()) }.map(drop)
     }
@@ -293,7 +289,7 @@ impl Handle {
     /// Lets what runs on the device end, and frees the communicator. Does not wait for other ranks.
     pub(super) fn abort(self) -> Result<(), Failure> {
         // SAFETY: as for `destroy`.
-        let status = unsafe { (self.nccl.functions().comm_abort)(self.raw) };
+        let status = unsafe { (self.nccl.0.functions.comm_abort)(self.raw) };
         // SAFETY: not asked about any more.
         unsafe { self.nccl.check("ncclCommAbort", status, std::ptr::null_mut()) }.map(drop)
     }

@@ -11,7 +11,7 @@ use super::watchdog::Watchdog;
 use crate::collective::error::Failure;
 use crate::collective::operation::Request;
 use crate::collective::operation::StreamWork;
-use crate::collective::transport::{SingleRank, StreamEngine, Transport, check_members};
+use crate::collective::transport::{SingleRank, Transport, check_members};
 use crate::collective::wait::StoreExchange;
 use crate::collective::wait::Wait;
 use crate::device::{Device, Event};
@@ -95,12 +95,10 @@ impl Transport for NcclTransport {
         Ok(Box::new(subgroup))
     }
 
-    fn stream(&mut self) -> Option<&mut dyn StreamEngine> {
-        Some(self)
+    fn is_on_stream(&self) -> bool {
+        true
     }
-}
 
-impl StreamEngine for NcclTransport {
     fn enqueue(
         &mut self,
         sequence: u64,

@@ -214,9 +214,9 @@ fn examine(comms: &[Watched], reports: &TimeoutReports) -> Vec<Option<AbortReaso
             .iter()
             .filter_map(|Watched { comm, .. }| Some((comm.membership(), comm.oldest()?.sequence)));
         reports.publish(waits, deadline);
-        for (Watched { comm, .. }, reason) in comms.iter().zip(found.iter_mut().flatten()) {
-            if let (Failure::TimedOut { waiting_for, .. }, Some(sequence)) =
-                (&mut reason.failure, reason.sequence)
+        for (Watched { comm, .. }, reason) in comms.iter().zip(&mut found) {
+            if let Some(AbortReason { failure, sequence }) = reason
+                && let (Failure::TimedOut { waiting_for, .. }, Some(sequence)) = (failure, *sequence)
             {
                 *waiting_for = reports.late_ranks(comm.membership(), sequence, deadline);
             }
@@ -228,16 +228,12 @@ fn examine(comms: &[Watched], reports: &TimeoutReports) -> Vec<Option<AbortReaso
 /// Fails all communicators if one has failed, also in a call: each for what was found of it, the others for the
 /// first reason, which is kept in `reason` for those that are added later.
 fn fail_all(comms: &[Watched], found: Vec<Option<AbortReason>>, reason: &mut Option<AbortReason>) {
-    let first = || {
-        comms
-            .iter()
-            .zip(&found)
-            .find_map(|(Watched { comm, .. }, found)| {
-                let reason = comm.reason().or(found.as_ref())?;
-                Some(reason.for_others(&comm.membership().name))
-            })
-    };
-    let Some(for_others) = reason.take().or_else(first) else {
+    let mut all = comms.iter().zip(&found);
+    let first = all.find_map(|(Watched { comm, .. }, found)| {
+        let reason = comm.reason().or(found.as_ref())?;
+        Some(reason.for_others(&comm.membership().name))
+    });
+    let Some(for_others) = reason.take().or(first) else {
         return;
     };
     for (Watched { comm, .. }, found) in comms.iter().zip(found) {
@@ -250,21 +246,16 @@ fn fail_all(comms: &[Watched], found: Vec<Option<AbortReason>>, reason: &mut Opt
 
 /// Whether a communicator is to be aborted, and why. The end of the generation comes first, since it explains the rest.
 fn decide(now: Instant, seen: Observation) -> Option<AbortReason> {
+    let reason = |failure, sequence| Some(AbortReason { failure, sequence });
     if let Some(cause) = seen.over {
-        return Some(AbortReason {
-            failure: Failure::GenerationOver(cause),
-            sequence: None,
-        });
+        return reason(Failure::GenerationOver(cause), None);
     }
     if let Some((sequence, error)) = seen.device {
-        return Some(AbortReason {
-            failure: Failure::Device(error),
-            sequence: Some(sequence),
-        });
+        return reason(Failure::Device(error), Some(sequence));
     }
     let sequence = seen.oldest.as_ref().map(|oldest| oldest.sequence);
     if let Some(failure) = seen.reported {
-        return Some(AbortReason { failure, sequence });
+        return reason(failure, sequence);
     }
     let oldest = seen.oldest?;
     let waited = now.saturating_duration_since(oldest.since);
@@ -272,17 +263,17 @@ fn decide(now: Instant, seen: Observation) -> Option<AbortReason> {
         return None;
     }
     let waited_ms = waited.as_millis() as u64;
-    let failure = match oldest.phase {
-        OperationPhase::Queued => Failure::Device(DeviceError::TimedOut {
-            what: format!("the input of {}", oldest.name),
-            waited_ms,
-        }),
-        OperationPhase::Running | OperationPhase::Done | OperationPhase::Failed => Failure::TimedOut {
-            waiting_for: seen.others,
-            waited_ms,
-        },
+    if oldest.phase == OperationPhase::Queued {
+        let what = format!("the input of {}", oldest.name);
+        let error = DeviceError::TimedOut { what, waited_ms };
+        return reason(Failure::Device(error), sequence);
+    }
+    let waiting_for = seen.others;
+    let late = Failure::TimedOut {
+        waiting_for,
+        waited_ms,
     };
-    Some(AbortReason { failure, sequence })
+    reason(late, sequence)
 }
 
 /// In which operations the ranks wait: NCCL does not know which of them has not come.

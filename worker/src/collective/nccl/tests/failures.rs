@@ -150,6 +150,26 @@ fn a_rank_that_does_not_come_to_an_operation_is_named_and_the_others_are_not() {
     }
 }
 
+/// The reports were those of the first communicator, in which nobody waits: every rank was named.
+#[test]
+fn a_rank_that_does_not_come_to_the_second_communicator_is_named_alone() {
+    let world = World::of(3, &[]).within(SHORT);
+    let failures = world.run(|rank| {
+        let all = [0, 1, 2];
+        let part = rank.comm.split("parameters", &all, Executor::Thread).unwrap();
+        (rank.rank() < 2).then(|| {
+            let arena = rank.arena(&[1.0_f32; 64]);
+            failure(&part.all_reduce(&arena.whole(), SUM, launch("layer 0")))
+        })
+    });
+    for (words, failure) in failures.into_iter().flatten() {
+        let Failure::TimedOut { waiting_for, .. } = failure else {
+            panic!("{words}");
+        };
+        assert_eq!(waiting_for, [2], "{words}");
+    }
+}
+
 #[test]
 fn a_buffer_that_is_never_ready_is_not_the_other_ranks_fault() {
     let world = World::of(2, &[]).within(SHORT);
