@@ -340,17 +340,20 @@ impl GradUnits {
         let (unit, range) = self.sharding.home(id);
         let slot = match self.slot_of(unit) {
             Some(slot) => slot,
-            None => {
-                let slot = self.take_slot(unit)?;
-                for gap in self.sharding.gaps(unit) {
-                    let out = self.slots[slot].arena.slice(gap);
-                    self.device.enqueue(self.stream, Fill { out, value: 0.0 }.into());
-                }
-                self.sum_copies();
-                slot
-            }
+            None => self.open_slot(unit)?,
         };
         Ok(self.slots[slot].arena.slice(range))
+    }
+
+    /// A slot for a unit that is about to be written.
+    fn open_slot(&mut self, unit: usize) -> Result<usize, ReduceError> {
+        let slot = self.take_slot(unit)?;
+        for gap in self.sharding.gaps(unit) {
+            let out = self.slots[slot].arena.slice(gap);
+            self.device.enqueue(self.stream, Fill { out, value: 0.0 }.into());
+        }
+        self.sum_copies();
+        Ok(slot)
     }
 
     /// Sends a unit on its way that is complete at `ready`.
