@@ -8,7 +8,7 @@ use serde_json::{Value, json};
 
 use super::device::Planned;
 use crate::cli::native::plan::{Cluster, GlobalBatch};
-use crate::cli::native::{Advice, Candidate, Comparison, Machines, Strategy};
+use crate::cli::native::{Advice, Candidate, Comparison, Estimate, Machines, Strategy};
 
 /// What a cell says of a number that is not known.
 const UNKNOWN: &str = "–";
@@ -28,7 +28,7 @@ pub(super) fn text(comparison: &Comparison, machines: &Machines, device: &Planne
     text.push_str(&strategies(comparison, machines, [least, most]));
     text.push('\n');
     text.push_str(&advice(comparison, machines));
-    if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.bound.is_some()) {
+    if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.seconds().is_some()) {
         text.push('\n');
         text.push_str(&scaling(comparison, [least, most]));
     }
@@ -129,11 +129,11 @@ fn strategies(comparison: &Comparison, machines: &Machines, bounds: [&str; 2]) -
     let tokens = comparison.batch.tokens() as f64;
     let [step_title, rate_title] = [format!("a step{}", bounds[0]), format!("tokens/s{}", bounds[1])];
     let mut rows: Vec<(&str, Cell<'_>)> = vec![
-        ("parameters", Box::new(|c| bytes(c.estimate.held().params))),
-        ("gathered", Box::new(|c| bytes(c.estimate.buffers.gathered))),
-        ("gradients", Box::new(|c| bytes(c.estimate.held().grads))),
-        ("optimizer", Box::new(|c| bytes(c.estimate.held().optimizer))),
-        ("activations", Box::new(|c| bytes(c.estimate.activations))),
+        ("parameters", Box::new(|c| bytes(c.estimate.held.params))),
+        ("gathered", Box::new(|c| bytes(c.estimate.held.gathered))),
+        ("gradients", Box::new(|c| bytes(c.estimate.held.grads))),
+        ("optimizer", Box::new(|c| bytes(c.estimate.held.optimizer))),
+        ("activations", Box::new(|c| bytes(c.estimate.held.activations))),
         ("on the device", Box::new(|c| bytes(c.held))),
     ];
     if machines.memory.is_some() {
@@ -143,7 +143,7 @@ fn strategies(comparison: &Comparison, machines: &Machines, bounds: [&str; 2]) -
             Box::new(move |c| c.fits.map_or(UNKNOWN, words).to_owned()),
         ));
     }
-    rows.push(("a rank moves", Box::new(|c| bytes(c.estimate.traffic.total()))));
+    rows.push(("a rank moves", Box::new(|c| bytes(c.estimate.sent.total()))));
     if machines.flops.is_some() {
         rows.push(("arithmetic", Box::new(move |c| known(c.compute, &duration))));
     }
@@ -153,10 +153,9 @@ fn strategies(comparison: &Comparison, machines: &Machines, bounds: [&str; 2]) -
             Box::new(move |c| known(c.communication, &duration)),
         ));
     }
-    if comparison.candidates.iter().any(|c| c.bound.is_some()) {
-        let step = |c: &Candidate| c.bound.map(|bound| bound.seconds());
-        rows.push((&step_title, Box::new(move |c| known(step(c), &duration))));
-        let rate = move |c: &Candidate| step(c).map(|seconds| tokens / seconds);
+    if comparison.candidates.iter().any(|c| c.seconds().is_some()) {
+        rows.push((&step_title, Box::new(move |c| known(c.seconds(), &duration))));
+        let rate = move |c: &Candidate| c.seconds().map(|seconds| tokens / seconds);
         rows.push((
             &rate_title,
             Box::new(move |c| known(rate(c), &|rate| grouped(rate as u64))),
@@ -219,7 +218,9 @@ fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
     let title = ["ranks", "nodes", "global batch", &step, &rate, "computing"];
     let mut table = vec![title.map(str::to_owned).to_vec()];
     for point in &comparison.scaling {
-        let Some(bound) = point.bound else { continue };
+        let (Some(compute), Some(seconds)) = (point.compute, point.seconds()) else {
+            continue;
+        };
         let ranks = point.cluster.ranks();
         let batch = GlobalBatch {
             ranks,
@@ -229,9 +230,9 @@ fn scaling(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
             ranks.to_string(),
             point.cluster.nodes.to_string(),
             grouped(batch.samples()),
-            duration(bound.seconds()),
-            grouped((batch.tokens() as f64 / bound.seconds()) as u64),
-            format!("{:.0} %", bound.efficiency() * 100.0),
+            duration(seconds),
+            grouped((batch.tokens() as f64 / seconds) as u64),
+            format!("{:.0} %", compute / seconds * 100.0),
         ]);
     }
     let strategy = comparison.scaling.first().map_or("", name);
@@ -310,22 +311,22 @@ pub(super) fn json(comparison: &Comparison, machines: &Machines) -> Value {
 }
 
 fn candidate(candidate: &Candidate) -> Value {
-    let (held, estimate) = (candidate.estimate.held(), &candidate.estimate);
+    let Estimate { held, sent, .. } = candidate.estimate;
     json!({
         "strategy": candidate.strategy,
         "ranks": candidate.cluster.ranks(),
         "nodes": candidate.cluster.nodes,
         "parameter_bytes": held.params,
-        "gathered_bytes": estimate.buffers.gathered,
+        "gathered_bytes": held.gathered,
         "gradient_bytes": held.grads,
         "optimizer_bytes": held.optimizer,
-        "activation_bytes": estimate.activations,
+        "activation_bytes": held.activations,
         "device_bytes": candidate.held,
         "fits": candidate.fits,
-        "wire_bytes": { "grads": estimate.traffic.grads, "params": estimate.traffic.params },
+        "wire_bytes": { "grads": sent.grads, "params": sent.params },
         "compute_s": candidate.compute,
         "communication_s": candidate.communication,
-        "step_s": candidate.bound.map(|bound| bound.seconds()),
+        "step_s": candidate.seconds(),
     })
 }
 

@@ -29,24 +29,6 @@ pub struct ReshardPolicy {
     pub persist_below: usize,
 }
 
-/// Elements of the units that ZeRO-3 gathers in a step of so many micro-batches, each as often as it is gathered.
-#[must_use]
-pub fn gathered_elements(
-    model: &Model,
-    sharding: &Sharding,
-    policy: ReshardPolicy,
-    micro_batches: usize,
-) -> usize {
-    GatherPlan::new(model, sharding, policy).gathered_elements(sharding, micro_batches)
-}
-
-/// Elements of the slots that ZeRO-3 gathers parameters into.
-#[must_use]
-pub fn gathering_slots(model: &Model, sharding: &Sharding, policy: ReshardPolicy) -> usize {
-    let (sizes, _) = GatherPlan::new(model, sharding, policy).slots(sharding);
-    sizes.iter().sum()
-}
-
 /// This rank's shard of the parameters, and the groups that are gathered at the moment.
 pub struct GatheredParameters {
     group: GatherGroup,
@@ -232,10 +214,6 @@ impl Parameters for GatheredParameters {
         self.slots.iter().map(Arena::bytes).sum()
     }
 
-    fn gathered_elements(&self, micro_batches: usize) -> usize {
-        self.plan.gathered_elements(&self.sharding, micro_batches)
-    }
-
     fn moves_together(&self) -> bool {
         true
     }
@@ -305,37 +283,12 @@ impl GatherPlan {
         }
     }
 
-    /// How often each unit is gathered in a step of so many micro-batches, the one after the update included.
-    pub(super) fn gatherings(&self, micro_batches: usize) -> Vec<usize> {
-        let mut there = self.persists.clone();
-        let mut times: Vec<usize> = there.iter().map(|there| usize::from(*there)).collect();
-        let blocks = self.forward.len();
-        let forward = (0..blocks).map(|block| (block, Pass::Forward));
-        let passes = forward.chain((0..blocks).rev().map(|block| (block, Pass::Backward)));
-        for (block, pass) in (0..micro_batches).flat_map(|_| passes.clone()) {
-            for &unit in self.needed(block, pass) {
-                times[unit] += usize::from(!std::mem::replace(&mut there[unit], true));
-            }
-            for unit in self.released(block, pass) {
-                there[unit] = false;
-            }
-        }
-        times
-    }
-
     /// Units that a block's pass reads.
     pub(super) fn needed(&self, block: usize, pass: Pass) -> &[usize] {
         match pass {
             Pass::Forward => &self.forward[block],
             Pass::Backward => &self.backward[block],
         }
-    }
-
-    /// Elements of these gatherings.
-    pub(super) fn gathered_elements(&self, sharding: &Sharding, micro_batches: usize) -> usize {
-        let times = self.gatherings(micro_batches);
-        let units = sharding.units().iter().zip(times);
-        units.map(|(unit, times)| unit.len() * times).sum()
     }
 
     /// Sizes of the slots that gathered units lie in, and those that each unit may take.

@@ -11,7 +11,6 @@
 //! | [`WholeParameters`] | on every rank: DDP, ZeRO-1, -2 |
 //! | [`GatheredParameters`] | gathered block by block: ZeRO-3 |
 //! | [`Action`], [`sequential`] | what a rank does in a step, as data |
-//! | [`StepTraffic`] | what a rank of a sharded strategy sends in a step, by its terms |
 //! | [`CommTimes`], [`DeviceTimes`] | what communication took, as the host and the device see it |
 //! | [`Dtypes`] | which type is used where, in f32 and in mixed precision |
 //! | [`join_world`], [`join_world_on`] | from a session to the communicator of all ranks, over host memory or a GPU's |
@@ -34,19 +33,17 @@ mod replica_set;
 mod replicas;
 mod schedule;
 mod sharding;
-mod step_traffic;
 
 pub use agreement::{Agreement, AgreementError, Signature};
 pub use batch_norm::SyncBatchNorm;
 pub use comm_times::{CommTimes, DeviceTimes};
 pub use dtypes::Dtypes;
-pub use gathered_parameters::{GatheredParameters, ReshardPolicy, gathered_elements, gathering_slots};
+pub use gathered_parameters::{GatheredParameters, ReshardPolicy};
 pub use join::{JoinError, JoinOptions, join_world, join_world_on, join_world_through};
 pub use layout::{Bucket, GradSpec, GradientLayout, LayoutConfig, LayoutError};
 pub use parameters::{GatherGroup, Parameters, WholeParameters};
-pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step, in_flight_slots};
+pub use reduction::{ReduceError, Reduced, Reducer, ReducerConfig, Step};
 pub use replica_set::ReplicaSet;
 pub use replicas::{Replicas, ReplicasError};
 pub use schedule::{Action, sequential};
 pub use sharding::{OwnPiece, Place, Portion, ShardUnit, Sharding};
-pub use step_traffic::StepTraffic;

@@ -37,9 +37,6 @@ pub trait Parameters: Params + Send + Sync {
     /// Bytes for parameters that are gathered at the moment.
     fn gathered_bytes(&self) -> usize;
 
-    /// Elements that the ranks gather in a step of so many micro-batches, counted as often as they are gathered.
-    fn gathered_elements(&self, micro_batches: usize) -> usize;
-
     /// True if every pass over the blocks is a collective one: all ranks must make as many.
     fn moves_together(&self) -> bool {
         false
@@ -183,13 +180,6 @@ impl Parameters for WholeParameters {
 
     fn gathered_bytes(&self) -> usize {
         0
-    }
-
-    fn gathered_elements(&self, _micro_batches: usize) -> usize {
-        if self.sharding.world() == 1 {
-            return 0;
-        }
-        self.sharding.whole_len()
     }
 
     fn take_times(&self) -> CommTimes {

@@ -1,9 +1,8 @@
 //! Why a worker cannot go on.
 
-use ddp_proto::words::{counted, numbered};
+use ddp_proto::words::numbered;
 
 use crate::checkpoint::CheckpointError;
-use crate::collective::nccl::Version;
 use crate::collective::{CollectiveError, WorkError};
 use crate::data::DataError;
 use crate::device::DeviceError;
@@ -86,14 +85,9 @@ pub enum TrainError {
         /// Why, if this rank is one of them.
         cause: Option<Box<CheckpointError>>,
     },
-    /// The optimizer's state cannot be where it is wanted.
-    #[error(
-        "`train.offload.optimizer: file` needs a device whose memory is the host's, and {device} has its own\n  hint: train on the processor (`parallel.backend: cpu`), or take `train.offload.optimizer: host`"
-    )]
-    Offload {
-        /// Name of the device.
-        device: String,
-    },
+    /// The machine lacks what the configuration asks for, in words.
+    #[error("{0}")]
+    Machine(String),
     /// The ranks cannot be cut into groups as asked.
     #[error(transparent)]
     Mesh(#[from] MeshError),
@@ -110,38 +104,6 @@ pub enum TrainError {
         params: usize,
         /// The name of one.
         example: String,
-    },
-    /// The configuration asks for a GPU, and there is none.
-    #[error("`{key}` needs a GPU: {why}")]
-    NeedsGpu {
-        /// Key and value.
-        key: &'static str,
-        /// Why there is none.
-        why: String,
-    },
-    /// Ranks would have to share GPUs.
-    #[error(
-        "{workers} workers on this node, which has {}\n  hint: start one a GPU (`--nproc-per-node gpu`), or train on the processor (`parallel.backend: cpu`)",
-        counted(*gpus, "GPU")
-    )]
-    TooFewGpus {
-        /// GPUs that the driver shows.
-        gpus: usize,
-        /// Workers of this node.
-        workers: usize,
-    },
-    /// Ranks would share a GPU, which NCCL of this version refuses.
-    #[error(
-        "{workers} workers on this node, which has {}, and NCCL {nccl} lets no ranks share one\n  hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own",
-        counted(*gpus, "GPU")
-    )]
-    SharedGpu {
-        /// GPUs that the driver shows.
-        gpus: usize,
-        /// Workers of this node.
-        workers: usize,
-        /// That is there.
-        nccl: Version,
     },
     /// The other ranks could not be joined.
     #[error(transparent)]
@@ -232,9 +194,7 @@ impl TrainError {
             | Self::NotSaved { cause: Some(_), .. }
             | Self::Contradiction { .. }
             | Self::Rescale { .. }
-            | Self::NeedsGpu { .. }
-            | Self::TooFewGpus { .. }
-            | Self::SharedGpu { .. }
+            | Self::Machine(_)
             | Self::Model(_)
             | Self::Layout(_)
             | Self::Data(_)

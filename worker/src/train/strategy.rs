@@ -21,7 +21,7 @@ use crate::config::{Accumulate, OptimizerConfig, Parallel, Strategy, TrainConfig
 use crate::data::Vocabulary;
 use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model};
-use crate::optim::ParamGroups;
+use crate::optim::{Optimizer, ParamGroups, StateMemory};
 use crate::parallel::{
     Dtypes, GatherGroup, GatheredParameters, GradientLayout, LayoutConfig, Parameters, Reducer,
     ReducerConfig, ReplicaSet, ReshardPolicy, Sharding, WholeParameters,
@@ -92,7 +92,6 @@ impl Scheme {
 
 /// What is decided before anything is allocated.
 pub(super) struct Blueprint {
-    pub(super) dtypes: Dtypes,
     pub(super) model: Model,
     pub(super) layout: Arc<GradientLayout>,
     pub(super) scheme: Scheme,
@@ -111,7 +110,6 @@ impl Blueprint {
             layout: Arc::new(GradientLayout::of_model(&model, &layout)?),
             scheme: Scheme::new(&config.parallel, config.train.grad_accumulation, mesh),
             activations: model::rehearse(&model, [config.train.micro_batch, config.model.block_size])?,
-            dtypes,
             model,
         })
     }
@@ -165,6 +163,24 @@ impl Held {
             parameters: allocation.parameters(model)?,
             reducer: allocation.reducer(layout)?,
             replicas,
+        })
+    }
+
+    /// State of what this rank owns, in `home`; and masters, where the parameters are not f32 or not near the state.
+    /// Every rank must call it.
+    pub(super) fn optimizer(
+        &self,
+        home: StateMemory,
+        config: &TrainConfig,
+        model: &Model,
+    ) -> Result<Optimizer, TrainError> {
+        let needs_masters = Dtypes::of(config).has_masters() || home.host_state().is_some();
+        let owners = (self.replicas.reduce(), &**self.parameters.sharding());
+        let optimizer = Optimizer::new(home, owners, &model.params, &config.train.optimizer)?;
+        Ok(if needs_masters {
+            optimizer.with_masters(owners.1)?
+        } else {
+            optimizer
         })
     }
 }

@@ -5,39 +5,15 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::ReduceError;
-use super::sharded_gradients::{GradShard, staged};
+use super::sharded_gradients::GradShard;
 use super::slots::{IN_TURN, Landed, Landing, Round, Slots, StreamRole};
 use crate::collective::{Communicator, Work};
-use crate::config::{Accumulate, Sync};
+use crate::config::Sync;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Event};
 use crate::model::ParamId;
 use crate::ops::Cast;
 use crate::parallel::comm_times::CommTracker;
-use crate::parallel::{GradientLayout, Portion, ReplicaSet, ShardUnit, Sharding};
-
-/// Elements of the slots that gradients cross the wire in, of the layout's type: of units that are staged where only
-/// shards are kept, of units that are narrowed where whole gradients have another type, else none. A pure function:
-/// the reducer allocates as many.
-#[must_use]
-pub fn in_flight_slots(
-    layout: &GradientLayout,
-    sharding: &Sharding,
-    accumulate: Option<Accumulate>,
-    sync: Sync,
-) -> usize {
-    let is_narrowed = layout.dtype() != layout.accumulated();
-    let sizes = match accumulate {
-        Some(Accumulate::Sharded) => staged(layout, sharding).0,
-        _ if !is_narrowed => Vec::new(),
-        Some(Accumulate::Full) => narrowed_slots(sharding.units().iter().map(ShardUnit::len)),
-        None => narrowed_slots(
-            ReduceUnit::of_layout(layout, sync)
-                .iter()
-                .map(|unit| unit.range.len()),
-        ),
-    };
-    sizes.iter().sum()
-}
+use crate::parallel::{GradientLayout, Portion, ReplicaSet, Sharding};
 
 /// What one reduction carries: parameters that lie side by side.
 pub(super) struct ReduceUnit {
@@ -316,7 +292,8 @@ impl NarrowedSlots {
         dtype: DType,
         lens: impl Iterator<Item = usize> + Clone,
     ) -> Result<Self, ReduceError> {
-        let sizes = narrowed_slots(lens);
+        let largest = lens.clone().max().unwrap_or(0);
+        let sizes = vec![largest; IN_TURN.min(lens.count())];
         Ok(Self {
             turns: sizes.len(),
             slots: Slots::new(comm, (device, device.stream()), dtype, sizes)?,
@@ -370,10 +347,4 @@ impl NarrowedSlots {
     fn bytes(&self) -> usize {
         self.slots.bytes()
     }
-}
-
-/// Sizes of the slots for units of these lengths.
-fn narrowed_slots(lens: impl Iterator<Item = usize> + Clone) -> Vec<usize> {
-    let largest = lens.clone().max().unwrap_or(0);
-    vec![largest; IN_TURN.min(lens.count())]
 }

@@ -17,6 +17,5 @@ mod sharded_gradients;
 mod slots;
 
 pub use error::ReduceError;
-pub use gradients::in_flight_slots;
 pub use reducer::{Reduced, Reducer, ReducerConfig, Step};
 pub(super) use slots::slots_for;

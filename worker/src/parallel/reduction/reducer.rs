@@ -161,6 +161,12 @@ impl Reducer {
         self.memory.bytes()
     }
 
+    /// What of it is slots for gradients that are in flight.
+    #[must_use]
+    pub fn in_flight_bytes(&self) -> usize {
+        self.memory.bytes() - self.memory.portion().arena().bytes()
+    }
+
     /// Number of operations in which all gradients are reduced.
     #[must_use]
     pub fn operations(&self) -> usize {

@@ -36,7 +36,10 @@ impl GradShard {
         layout: &GradientLayout,
         sharding: &Arc<Sharding>,
     ) -> Result<Self, ReduceError> {
-        let (sizes, choice) = staged(layout, sharding);
+        // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
+        let is_tied = |unit: &ShardUnit| unit.params.iter().any(|id| layout.spec(*id).contributions > 1);
+        let units = sharding.units().iter();
+        let (sizes, choice) = slots_for(&units.map(|unit| (unit.len(), is_tied(unit))).collect::<Vec<_>>());
         let (name, dtype, len) = ("gradients", layout.accumulated(), sharding.shard_len());
         Ok(Self {
             slots: Slots::new(replicas.all(), (device, stream), layout.dtype(), sizes)?,
@@ -133,12 +136,4 @@ impl GradShard {
     pub(super) fn bytes(&self) -> usize {
         self.shard.bytes() + self.slots.bytes()
     }
-}
-
-/// Sizes of the slots for gradients in flight, and those that each unit may take.
-pub(super) fn staged(layout: &GradientLayout, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
-    // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
-    let is_tied = |unit: &ShardUnit| unit.params.iter().any(|id| layout.spec(*id).contributions > 1);
-    let units = sharding.units().iter();
-    slots_for(&units.map(|unit| (unit.len(), is_tied(unit))).collect::<Vec<_>>())
 }

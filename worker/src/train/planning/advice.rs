@@ -1,6 +1,6 @@
 //! Which strategy to take, and what to change where none fits into the memory of a device.
 
-use super::candidate::{Candidate, Machines, candidate, doublings};
+use super::candidate::{Candidate, Machines, doublings};
 use crate::config::{Accumulate, OptimizerOffload, Precision, Recompute, ReduceDtype, Strategy, TrainConfig};
 use crate::plan::Cluster;
 use crate::train::TrainError;
@@ -51,13 +51,14 @@ pub(super) fn choice(candidates: &[Candidate], config: &TrainConfig) -> Option<(
         Strategy::Zero2 => Some("optimizer and gradients have to be sharded; the parameters fit"),
         Strategy::Zero3 => Some("parameters have to be sharded too"),
     };
+    let sent = |candidate: &Candidate| candidate.estimate.sent.total();
     candidates
         .iter()
         .filter(|candidate| candidate.fits == Some(true))
         .filter_map(|candidate| Some((candidate, reason(candidate.strategy)?)))
         // Padding alone is no difference.
         .reduce(|best, next| {
-            if next.0.sent() * 100 < best.0.sent() * 99 {
+            if sent(next.0) * 100 < sent(best.0) * 99 {
                 next
             } else {
                 best
@@ -66,44 +67,55 @@ pub(super) fn choice(candidates: &[Candidate], config: &TrainConfig) -> Option<(
         .map(|(candidate, why)| (candidate.strategy, why))
 }
 
-/// A configuration that differs from the one that does not fit.
+/// A configuration that may fit.
+#[derive(Clone)]
 struct Change {
-    words: String,
+    /// What differs from the one that does not fit.
+    words: Vec<String>,
     config: TrainConfig,
     cluster: Cluster,
+}
+
+impl Change {
+    /// One more.
+    fn with(&self, words: String, change: impl FnOnce(&mut Self)) -> Self {
+        let mut next = self.clone();
+        next.words.push(words);
+        change(&mut next);
+        next
+    }
 }
 
 /// For each kind of change the smallest one with which `config` fits; if there is none, what to do together. Empty if that
 /// does not help either.
 pub(super) fn adjustments(config: &TrainConfig, machines: &Machines) -> Result<Vec<Adjustment>, TrainError> {
-    let cluster = machines.cluster;
+    let now = Change {
+        words: Vec::new(),
+        config: config.clone(),
+        cluster: machines.cluster,
+    };
     let mut found = Vec::new();
     for kind in [
-        recomputing(config, cluster),
-        smaller_batches(config, cluster),
-        offloading(config, machines),
-        narrower_gradients(config, cluster),
-        more_nodes(config, cluster),
+        recomputing(&now),
+        smaller_batches(&now),
+        offloading(&now, machines),
+        narrower_gradients(&now),
+        more_nodes(&now),
     ] {
         found.extend(first_fit(kind, machines)?);
     }
     if found.is_empty() {
-        found.extend(first_fit(together(config, machines), machines)?);
+        found.extend(first_fit(together(&now, machines), machines)?);
     }
     Ok(found)
 }
 
 fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Adjustment>, TrainError> {
-    for Change {
-        words,
-        config,
-        cluster,
-    } in changes
-    {
-        match candidate(&config, machines, cluster) {
+    for change in changes {
+        match Candidate::of(&change.config, machines, change.cluster) {
             Ok(candidate) if candidate.fits == Some(true) => {
                 return Ok(Some(Adjustment {
-                    change: words,
+                    change: change.words.join(", "),
                     held: candidate.held,
                 }));
             }
@@ -115,117 +127,80 @@ fn first_fit(changes: Vec<Change>, machines: &Machines) -> Result<Option<Adjustm
     Ok(None)
 }
 
-fn recomputing(config: &TrainConfig, cluster: Cluster) -> Vec<Change> {
-    let further: &[_] = match config.train.recompute {
+fn recomputing(now: &Change) -> Vec<Change> {
+    let further: &[_] = match now.config.train.recompute {
         Recompute::None => &[(Recompute::Selective, "selective"), (Recompute::Full, "full")],
         Recompute::Selective => &[(Recompute::Full, "full")],
         Recompute::Full => &[],
     };
     let change = |(what, name): &(Recompute, &str)| {
-        let mut config = config.clone();
-        config.train.recompute = *what;
-        Change {
-            words: format!("train.recompute: {name}"),
-            config,
-            cluster,
-        }
+        now.with(format!("train.recompute: {name}"), |next| {
+            next.config.train.recompute = *what;
+        })
     };
     further.iter().map(change).collect()
 }
 
 /// The same global batch in smaller passes.
-fn smaller_batches(config: &TrainConfig, cluster: Cluster) -> Vec<Change> {
-    let (batch, accumulation) = (config.train.micro_batch, config.train.grad_accumulation);
-    let parts = doublings(2)
-        .map(|parts| parts as usize)
-        .take_while(|parts| *parts <= batch);
-    let whole = parts.filter(|parts| batch.is_multiple_of(*parts));
-    whole
-        .map(|parts| {
-            let mut config = config.clone();
-            config.train.micro_batch = batch / parts;
-            config.train.grad_accumulation = accumulation * parts;
-            Change {
-                words: batch_words(&config),
-                config,
-                cluster,
-            }
-        })
+fn smaller_batches(now: &Change) -> Vec<Change> {
+    let batch = now.config.train.micro_batch;
+    let parts = doublings(2).map(|parts| parts as usize);
+    parts
+        .take_while(|parts| *parts <= batch)
+        .filter(|parts| batch.is_multiple_of(*parts))
+        .map(|parts| smaller_batch(now, parts))
         .collect()
 }
 
-fn batch_words(config: &TrainConfig) -> String {
-    let train = &config.train;
-    format!(
-        "train.micro_batch: {} with train.grad_accumulation: {}",
-        train.micro_batch, train.grad_accumulation
-    )
+fn smaller_batch(now: &Change, parts: usize) -> Change {
+    let train = &now.config.train;
+    let (batch, accumulation) = (train.micro_batch / parts, train.grad_accumulation * parts);
+    let words = format!("train.micro_batch: {batch} with train.grad_accumulation: {accumulation}");
+    now.with(words, |next| {
+        next.config.train.micro_batch = batch;
+        next.config.train.grad_accumulation = accumulation;
+    })
 }
 
-fn offloading(config: &TrainConfig, machines: &Machines) -> Vec<Change> {
-    let mut config = config.clone();
-    if !machines.has_own_memory || config.train.offload.optimizer != OptimizerOffload::None {
+fn offloading(now: &Change, machines: &Machines) -> Vec<Change> {
+    if !machines.has_own_memory || now.config.train.offload.optimizer != OptimizerOffload::None {
         return Vec::new();
     }
-    config.train.offload.optimizer = OptimizerOffload::Host;
-    vec![Change {
-        words: "train.offload.optimizer: host".into(),
-        config,
-        cluster: machines.cluster,
-    }]
+    vec![now.with("train.offload.optimizer: host".into(), |next| {
+        next.config.train.offload.optimizer = OptimizerOffload::Host;
+    })]
 }
 
-fn narrower_gradients(config: &TrainConfig, cluster: Cluster) -> Vec<Change> {
+fn narrower_gradients(now: &Change) -> Vec<Change> {
+    let config = &now.config;
     if config.train.precision != Precision::Bf16 || config.parallel.reduce_dtype == ReduceDtype::Bf16 {
         return Vec::new();
     }
-    let mut config = config.clone();
-    config.parallel.reduce_dtype = ReduceDtype::Bf16;
-    vec![Change {
-        words: "parallel.reduce_dtype: bf16".into(),
-        config,
-        cluster,
-    }]
+    vec![now.with("parallel.reduce_dtype: bf16".into(), |next| {
+        next.config.parallel.reduce_dtype = ReduceDtype::Bf16;
+    })]
 }
 
-fn more_nodes(config: &TrainConfig, cluster: Cluster) -> Vec<Change> {
-    let numbers = doublings(cluster.nodes).skip(1).take_while(|n| *n <= MAX_NODES);
-    let change = |nodes| {
-        let cluster = Cluster { nodes, ..cluster };
-        Change {
-            words: format!("{nodes} nodes: {} ranks", cluster.ranks()),
-            config: config.clone(),
-            cluster,
-        }
+fn more_nodes(now: &Change) -> Vec<Change> {
+    let numbers = doublings(now.cluster.nodes).skip(1);
+    let change = |nodes: u64| {
+        let ranks = nodes * now.cluster.ranks_a_node;
+        now.with(format!("{nodes} nodes: {ranks} ranks"), |next| {
+            next.cluster.nodes = nodes;
+        })
     };
-    numbers.map(change).collect()
+    numbers.take_while(|n| *n <= MAX_NODES).map(change).collect()
 }
 
 /// All that needs no other machines, then that on more of them.
-fn together(config: &TrainConfig, machines: &Machines) -> Vec<Change> {
-    let mut config = config.clone();
-    let mut words = Vec::new();
-    config.train.recompute = Recompute::Full;
-    words.push("train.recompute: full".to_owned());
-    if config.train.micro_batch > 1 {
-        config.train.grad_accumulation *= config.train.micro_batch;
-        config.train.micro_batch = 1;
-        words.push(batch_words(&config));
-    }
-    if let Some(offloaded) = offloading(&config, machines).pop() {
-        config = offloaded.config;
-        words.push(offloaded.words);
-    }
-    let words = words.join(", ");
-    let here = Change {
-        words: words.clone(),
-        config: config.clone(),
-        cluster: machines.cluster,
-    };
-    let elsewhere = more_nodes(&config, machines.cluster);
-    let elsewhere = elsewhere.into_iter().map(|change| Change {
-        words: format!("{words}, {}", change.words),
-        ..change
+fn together(now: &Change, machines: &Machines) -> Vec<Change> {
+    let mut all = now.with("train.recompute: full".to_owned(), |next| {
+        next.config.train.recompute = Recompute::Full;
     });
-    std::iter::once(here).chain(elsewhere).collect()
+    if now.config.train.micro_batch > 1 {
+        all = smaller_batch(&all, now.config.train.micro_batch);
+    }
+    all = offloading(&all, machines).pop().unwrap_or(all);
+    let elsewhere = more_nodes(&all);
+    std::iter::once(all).chain(elsewhere).collect()
 }

@@ -6,7 +6,7 @@ use ddp_proto::ids::WorldSize;
 use super::estimate::Estimate;
 use crate::config::{OptimizerOffload, Strategy, Sync, TrainConfig};
 use crate::data::Vocabulary;
-use crate::plan::{Among, Cluster, StepBound, Work};
+use crate::plan::{Cluster, Work};
 use crate::train::TrainError;
 
 /// The machines of a plan.
@@ -29,9 +29,9 @@ pub struct Candidate {
     pub strategy: Strategy,
     /// On how many ranks, and where.
     pub cluster: Cluster,
-    /// What a rank holds and moves.
+    /// What a rank holds and sends.
     pub estimate: Estimate,
-    /// Bytes in the device's memory.
+    /// Bytes in the memory of the device that a rank trains on.
     pub held: u64,
     /// Whether the device has room for that, if its memory is known.
     pub fits: Option<bool>,
@@ -39,62 +39,56 @@ pub struct Candidate {
     pub compute: Option<f64>,
     /// The least time of communication in a step, in seconds, if the rates of the wires are known.
     pub communication: Option<f64>,
-    /// The least time of a step, if both are known.
-    pub bound: Option<StepBound>,
+    /// Both at the same time.
+    overlaps: bool,
 }
 
 impl Candidate {
-    /// Bytes that a rank sends in a step, within its copy of the state and between the copies.
-    pub(super) fn sent(&self) -> u64 {
-        let exchanges = &self.estimate.exchanges;
-        let ranks = |among| match among {
-            Among::Shards => exchanges.shard_ranks,
-            Among::Copies => self.cluster.ranks() / exchanges.shard_ranks,
+    pub(super) fn of(
+        config: &TrainConfig,
+        machines: &Machines,
+        cluster: Cluster,
+    ) -> Result<Self, TrainError> {
+        let env = WorkerEnv {
+            world_size: WorldSize(cluster.ranks() as u32),
+            local_world_size: cluster.ranks_a_node as u32,
+            node_count: cluster.nodes as u32,
+            ..WorkerEnv::single()
         };
-        let all = exchanges.all();
-        all.iter()
-            .map(|exchange| exchange.bytes_a_rank(ranks(exchange.among)))
-            .sum()
-    }
-}
-
-pub(super) fn candidate(
-    config: &TrainConfig,
-    machines: &Machines,
-    cluster: Cluster,
-) -> Result<Candidate, TrainError> {
-    let env = WorkerEnv {
-        world_size: WorldSize(cluster.ranks() as u32),
-        local_world_size: cluster.ranks_a_node as u32,
-        node_count: cluster.nodes as u32,
-        ..WorkerEnv::single()
-    };
-    let estimate = Estimate::of(config, &env)?;
-    let held = held(config, &estimate, machines);
-    let exchanges = &estimate.exchanges;
-    let communication = cluster.least_seconds(&exchanges.all(), exchanges.shard_ranks);
-    let tokens = config.train.grad_accumulation * config.train.micro_batch * config.model.block_size;
-    let work = work(config)?;
-    let compute = machines
-        .flops
-        .map(|rate| tokens as f64 * work.total() as f64 / rate);
-    let bound = compute
-        .zip(communication)
-        .map(|(compute, communication)| StepBound {
-            compute,
-            communication,
+        let estimate = Estimate::of(config, &env)?;
+        let elsewhere = match config.train.offload.optimizer {
+            OptimizerOffload::File => estimate.held.optimizer,
+            OptimizerOffload::Host if machines.has_own_memory => estimate.held.optimizer,
+            OptimizerOffload::Host | OptimizerOffload::None => 0,
+        };
+        let held = estimate.held.total() - elsewhere;
+        let between = estimate.sent.between_copies;
+        let sent = [estimate.sent.total() - between, between];
+        let tokens = config.train.grad_accumulation * config.train.micro_batch * config.model.block_size;
+        let operations = tokens as f64 * work(config)?.total() as f64;
+        Ok(Self {
+            strategy: config.parallel.strategy,
+            cluster,
+            held,
+            fits: machines.memory.map(|memory| held <= memory),
+            compute: machines.flops.map(|rate| operations / rate),
+            communication: cluster.least_seconds(sent, estimate.shard_ranks),
             overlaps: config.parallel.overlap && config.parallel.sync != Sync::Naive,
-        });
-    Ok(Candidate {
-        strategy: config.parallel.strategy,
-        cluster,
-        estimate,
-        held,
-        fits: machines.memory.map(|memory| held <= memory),
-        compute,
-        communication,
-        bound,
-    })
+            estimate,
+        })
+    }
+
+    /// The least time of a step, in seconds, if those of its parts are known: the longer of both where they overlap, else
+    /// their sum.
+    #[must_use]
+    pub fn seconds(&self) -> Option<f64> {
+        let (compute, communication) = (self.compute?, self.communication?);
+        Some(if self.overlaps {
+            compute.max(communication)
+        } else {
+            compute + communication
+        })
+    }
 }
 
 /// Arithmetic of a token.
@@ -104,17 +98,6 @@ pub(super) fn work(config: &TrainConfig) -> Result<Work, TrainError> {
         None => Vocabulary::of(&config.data.tokenizer)?.size,
     };
     Ok(Work::of(&config.model, vocabulary as u64, config.train.recompute))
-}
-
-/// Bytes in the memory of the device that a rank trains on.
-fn held(config: &TrainConfig, estimate: &Estimate, machines: &Machines) -> u64 {
-    let held = estimate.held();
-    let elsewhere = match config.train.offload.optimizer {
-        OptimizerOffload::File => held.optimizer,
-        OptimizerOffload::Host if machines.has_own_memory => held.optimizer,
-        OptimizerOffload::Host | OptimizerOffload::None => 0,
-    };
-    held.total() - elsewhere + estimate.buffers.gathered + estimate.activations
 }
 
 /// `from`, and twice as many again and again.

@@ -2,7 +2,7 @@
 //! take, and how the step grows with the ranks.
 
 use super::advice::{Advice, adjustments, choice};
-use super::candidate::{Candidate, Machines, candidate, doublings, work};
+use super::candidate::{Candidate, Machines, doublings, work};
 use crate::config::{Strategy, Sync, TrainConfig};
 use crate::parallel::Dtypes;
 use crate::plan::{Cluster, GlobalBatch, Work};
@@ -35,16 +35,15 @@ impl Comparison {
     /// Of a configuration on machines. Nothing is allocated.
     pub fn of(config: &TrainConfig, machines: &Machines) -> Result<Self, TrainError> {
         let Machines { cluster, .. } = *machines;
-        let with = |strategy| candidate(&under(config, strategy), machines, cluster);
+        let with = |strategy| Candidate::of(&under(config, strategy), machines, cluster);
         let mut candidates = Vec::with_capacity(STRATEGIES.len());
         for strategy in STRATEGIES {
             let found = with(strategy)?;
             // On one rank, or in groups of one, nothing can be sharded.
-            if found.estimate.setting.strategy == strategy {
+            if found.estimate.strategy == strategy {
                 candidates.push(found);
             }
         }
-        let micro_batches = config.train.grad_accumulation;
         let advice = match machines.memory {
             None => None,
             Some(_) => Some(match choice(&candidates, config) {
@@ -66,7 +65,7 @@ impl Comparison {
             parameters,
             batch: GlobalBatch {
                 ranks: cluster.ranks(),
-                accumulation: micro_batches as u64,
+                accumulation: config.train.grad_accumulation as u64,
                 micro_batch: config.train.micro_batch as u64,
                 block_size: config.model.block_size as u64,
             },
@@ -100,7 +99,7 @@ fn scaling(config: &TrainConfig, machines: &Machines) -> Result<Vec<Candidate>, 
         .chain([machines.cluster.ranks()]);
     let mut found = Vec::new();
     for ranks in sizes {
-        match candidate(config, machines, machines.cluster.of_ranks(ranks)) {
+        match Candidate::of(config, machines, machines.cluster.of_ranks(ranks)) {
             // So many ranks are no whole number of groups.
             Err(TrainError::Mesh(_)) => {}
             other => found.extend(Some(other?).filter(|point| point.fits != Some(false))),
@@ -207,7 +206,7 @@ mod tests {
     fn a_shard_group_needs_the_ranks_of_the_machines_only() {
         let grouped = config(&["parallel.strategy=zero2", "parallel.shard_group=4"]);
         let comparison = Comparison::of(&grouped, &machines(180 * GB)).unwrap();
-        assert_eq!(comparison.candidates[1].estimate.exchanges.shard_ranks, 4);
+        assert_eq!(comparison.candidates[1].estimate.shard_ranks, 4);
     }
 
     #[test]
@@ -263,10 +262,7 @@ mod tests {
             .map(|point| point.cluster.ranks())
             .collect();
         assert_eq!(ranks, [2, 4, 8, 16, 24], "it does not fit on one");
-        let steps = comparison
-            .scaling
-            .iter()
-            .map(|point| point.bound.unwrap().seconds());
+        let steps = comparison.scaling.iter().map(|point| point.seconds().unwrap());
         assert!(steps.is_sorted());
     }
 }

@@ -20,5 +20,5 @@ pub(super) use evaluation::Evaluation;
 pub(super) use exchange::{RankNumbers, Tally};
 pub(super) use nonfinite::Skips;
 pub(super) use numbers::{StepRecord, StepTimes};
-pub(super) use replica::Replica;
+pub(super) use replica::{MicroBatch, Replica};
 pub(super) use trainer::{Outcome, Trainer};

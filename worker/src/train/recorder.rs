@@ -7,15 +7,15 @@ use std::time::{Duration, Instant};
 use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
-use super::console::{Pace, StepNumbers, say, warn};
+use super::reporting::{Pace, StepNumbers, say, warn};
+use super::step::{StepRecord, StepTimes, Trainer};
 use crate::metrics::{self, MetricsLine, MetricsLog};
-use crate::train::step::{StepRecord, StepTimes, Trainer};
 
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
 const REFRESH: Duration = Duration::from_secs(1);
 
 /// Speaks on rank 0 only.
-pub(crate) struct Recorder {
+pub(super) struct Recorder {
     log: Option<MetricsLog>,
     /// Steps whose line could not be written, since the last one that could.
     missed: u64,
@@ -31,7 +31,7 @@ pub(crate) struct Recorder {
 
 impl Recorder {
     /// `log` on rank 0 only.
-    pub(crate) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
+    pub(super) fn new(log: Option<MetricsLog>, first_step: u64, steps: u64) -> Self {
         let bar = std::env::var(DDP_PROGRESS).is_ok_and(|drawn_by| drawn_by == "bar");
         Self {
             lines: log.is_some() && !bar,
@@ -45,7 +45,7 @@ impl Recorder {
     }
 
     /// Tells of one finished step. Returns what the agent's bar shows of it.
-    pub(crate) fn record(&mut self, record: &StepRecord, trainer: &Trainer<'_>) -> Option<Progress> {
+    pub(super) fn record(&mut self, record: &StepRecord, trainer: &Trainer<'_>) -> Option<Progress> {
         let tokens = record.samples * trainer.config.model.block_size as u64;
         let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
         self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
@@ -99,7 +99,7 @@ impl Recorder {
     }
 
     /// Tokens a second over the steps of this life, over all ranks.
-    pub(crate) fn tokens_per_s(&self) -> f64 {
+    pub(super) fn tokens_per_s(&self) -> f64 {
         self.trained.0 as f64 / self.trained.1.as_secs_f64().max(1e-9)
     }
 }
