@@ -25,7 +25,7 @@ pub(super) fn text(comparison: &Comparison, machines: &Machines, device: &Planne
     } else {
         [", at least", ", at most"]
     };
-    text.push_str(&strategies(comparison, machines, [least, most]));
+    text.push_str(&strategies(comparison, [least, most]));
     text.push('\n');
     text.push_str(&advice(comparison, machines));
     if comparison.scaling.len() > 1 && comparison.scaling.iter().all(|point| point.seconds().is_some()) {
@@ -122,55 +122,41 @@ fn wires(cluster: &Cluster) -> String {
 }
 
 /// A strategy a column. `bounds` is said of times and of rates.
-fn strategies(comparison: &Comparison, machines: &Machines, bounds: [&str; 2]) -> String {
-    type Cell<'a> = Box<dyn Fn(&Candidate) -> String + 'a>;
-    let known =
-        |value: Option<f64>, words: &dyn Fn(f64) -> String| value.map_or_else(|| UNKNOWN.to_owned(), words);
+fn strategies(comparison: &Comparison, [least, most]: [&str; 2]) -> String {
+    let candidates = &comparison.candidates;
+    let row = |title: &str, cell: &dyn Fn(&Candidate) -> String| -> Vec<String> {
+        let cells = candidates.iter().map(cell);
+        std::iter::once(title.to_owned()).chain(cells).collect()
+    };
+    let size = |title: &str, bytes_of: fn(&Candidate) -> u64| row(title, &|c| bytes(bytes_of(c)));
+    // Left out where no strategy has it.
+    let known = |title: &str, value: &dyn Fn(&Candidate) -> Option<String>| {
+        let is_known = candidates.iter().any(|c| value(c).is_some());
+        is_known.then(|| row(title, &|c| value(c).unwrap_or_else(|| UNKNOWN.to_owned())))
+    };
     let tokens = comparison.batch.tokens() as f64;
-    let [step_title, rate_title] = [format!("a step{}", bounds[0]), format!("tokens/s{}", bounds[1])];
-    let mut rows: Vec<(&str, Cell<'_>)> = vec![
-        ("parameters", Box::new(|c| bytes(c.estimate.held.params))),
-        ("gathered", Box::new(|c| bytes(c.estimate.held.gathered))),
-        ("gradients", Box::new(|c| bytes(c.estimate.held.grads))),
-        ("optimizer", Box::new(|c| bytes(c.estimate.held.optimizer))),
-        ("activations", Box::new(|c| bytes(c.estimate.held.activations))),
-        ("on the device", Box::new(|c| bytes(c.held))),
+    let mut rows = vec![
+        row("", &|c| name(c).to_owned()),
+        size("parameters", |c| c.estimate.held.params),
+        size("gathered", |c| c.estimate.held.gathered),
+        size("gradients", |c| c.estimate.held.grads),
+        size("optimizer", |c| c.estimate.held.optimizer),
+        size("activations", |c| c.estimate.held.activations),
+        size("on the device", |c| c.held),
     ];
-    if machines.memory.is_some() {
-        let words = |fits| if fits { "yes" } else { "no" };
-        rows.push((
-            "fits",
-            Box::new(move |c| c.fits.map_or(UNKNOWN, words).to_owned()),
-        ));
-    }
-    rows.push(("a rank moves", Box::new(|c| bytes(c.estimate.sent.total()))));
-    if machines.flops.is_some() {
-        rows.push(("arithmetic", Box::new(move |c| known(c.compute, &duration))));
-    }
-    if comparison.candidates.iter().any(|c| c.communication.is_some()) {
-        rows.push((
-            "communication",
-            Box::new(move |c| known(c.communication, &duration)),
-        ));
-    }
-    if comparison.candidates.iter().any(|c| c.seconds().is_some()) {
-        rows.push((&step_title, Box::new(move |c| known(c.seconds(), &duration))));
-        let rate = move |c: &Candidate| c.seconds().map(|seconds| tokens / seconds);
-        rows.push((
-            &rate_title,
-            Box::new(move |c| known(rate(c), &|rate| grouped(rate as u64))),
-        ));
-    }
-    let names = comparison.candidates.iter().map(|c| name(c).to_owned());
-    let mut table = vec![std::iter::once(String::new()).chain(names).collect()];
-    for (title, cell) in rows {
-        let cells: Vec<String> = comparison.candidates.iter().map(cell).collect();
-        if cells.iter().all(|cell| NOTHING.contains(&cell.as_str())) {
-            continue;
-        }
-        table.push(std::iter::once(title.to_owned()).chain(cells).collect());
-    }
-    columns(table)
+    rows.extend(known("fits", &|c| {
+        Some(if c.fits? { "yes" } else { "no" }.to_owned())
+    }));
+    rows.push(size("a rank moves", |c| c.estimate.sent.total()));
+    rows.extend(known("arithmetic", &|c| c.compute.map(duration)));
+    rows.extend(known("communication", &|c| c.communication.map(duration)));
+    rows.extend(known(&format!("a step{least}"), &|c| c.seconds().map(duration)));
+    rows.extend(known(&format!("tokens/s{most}"), &|c| {
+        Some(grouped((tokens / c.seconds()?) as u64))
+    }));
+    let is_nothing = |row: &Vec<String>| row[1..].iter().all(|cell| NOTHING.contains(&cell.as_str()));
+    rows.retain(|row| !is_nothing(row));
+    columns(rows)
 }
 
 fn name(candidate: &Candidate) -> &'static str {

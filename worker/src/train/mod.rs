@@ -30,6 +30,6 @@ mod world;
 pub use checkpointing::check_initial_weights;
 pub use error::TrainError;
 pub use planning::{Adjustment, Advice, Candidate, Comparison, Estimate, Footprint, Machines, StepTraffic};
-pub use run::{RunSummary, run_worker, run_worker_on, run_worker_with};
+pub use run::{RunSummary, run_worker, run_worker_with};
 pub use setup::Substitutes;
 pub use world::WrapTransport;

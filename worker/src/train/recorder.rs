@@ -8,7 +8,7 @@ use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
 use super::reporting::{Pace, StepNumbers, say, warn};
-use super::step::{StepRecord, StepTimes, Trainer};
+use super::step::{StepRecord, Trainer};
 use crate::metrics::{self, MetricsLine, MetricsLog};
 
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
@@ -106,16 +106,7 @@ impl Recorder {
 
 fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> MetricsLine {
     let env = trainer.session.env();
-    let StepTimes {
-        step,
-        data,
-        forward,
-        backward,
-        comm,
-        exposed,
-        share,
-        optimizer,
-    } = record.times;
+    let times = record.times;
     let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
     MetricsLine {
         step: record.step,
@@ -127,14 +118,14 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
         skipped: record.skipped,
         tokens: trainer.loader.consumed_before(record.step) * trainer.config.model.block_size as u64,
         tokens_per_s,
-        step_ms: ms(step),
-        data_ms: ms(data),
-        forward_ms: ms(forward),
-        backward_ms: ms(backward),
-        comm_ms: ms(comm),
-        comm_exposed_ms: ms(exposed),
-        share_ms: ms(share),
-        optimizer_ms: ms(optimizer),
+        step_ms: ms(times.step),
+        data_ms: ms(times.data),
+        forward_ms: ms(times.forward),
+        backward_ms: ms(times.backward),
+        comm_ms: ms(times.comm),
+        comm_exposed_ms: ms(times.exposed),
+        share_ms: ms(times.share),
+        optimizer_ms: ms(times.optimizer),
         checkpoint_ms: ms(record.stalled),
         wire_bytes: metrics::WireBytes {
             grads: record.sent.grads,

@@ -4,7 +4,6 @@
 //! error as soon as it learns that the generation is over; the next generation goes on from the latest checkpoint.
 
 use std::path::PathBuf;
-use std::sync::Arc;
 use std::time::Instant;
 
 use ddp_proto::control::{Phase, Sizes};
@@ -18,7 +17,6 @@ use super::startup_table::startup_table;
 use super::step::Outcome;
 use crate::config::TrainConfig;
 use crate::data::{Dataset, Entropies};
-use crate::device::Device;
 use crate::mesh::MeshShape;
 use crate::metrics::{MetricsLog, RunDir, Summary};
 use crate::session::Session;
@@ -46,19 +44,6 @@ pub struct RunSummary {
 /// On failure the agent has been told; printing the error is left to the caller.
 pub fn run_worker(config: &TrainConfig, session: &Session) -> Result<RunSummary, TrainError> {
     run_worker_with(Substitutes::default(), config, session)
-}
-
-/// As [`run_worker`], on a device of the caller's choice.
-pub fn run_worker_on(
-    device: Arc<dyn Device>,
-    config: &TrainConfig,
-    session: &Session,
-) -> Result<RunSummary, TrainError> {
-    let parts = Substitutes {
-        device: Some(device),
-        ..Substitutes::default()
-    };
-    run_worker_with(parts, config, session)
 }
 
 /// As [`run_worker`], on parts of the caller's choice.

@@ -3,16 +3,10 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `estimate.rs` | memory and traffic of a rank: the run's own types on a device that does nothing |
-//! | `candidate.rs` | a strategy on a number of ranks |
-//! | `advice.rs` | which strategy to take, and what to change where none fits |
-//! | `planner.rs` | every strategy beside the others, and how the step grows with the ranks |
+//! | `planner.rs` | every strategy beside the others, how the step grows with the ranks, and advice |
 
-mod advice;
-mod candidate;
 mod estimate;
 mod planner;
 
-pub use advice::{Adjustment, Advice};
-pub use candidate::{Candidate, Machines};
 pub use estimate::{Estimate, Footprint, StepTraffic};
-pub use planner::Comparison;
+pub use planner::{Adjustment, Advice, Candidate, Comparison, Machines};

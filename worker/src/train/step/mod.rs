@@ -19,6 +19,6 @@ mod trainer;
 pub(super) use evaluation::Evaluation;
 pub(super) use exchange::{RankNumbers, Tally};
 pub(super) use nonfinite::Skips;
-pub(super) use numbers::{StepRecord, StepTimes};
+pub(super) use numbers::StepRecord;
 pub(super) use replica::{MicroBatch, Replica};
 pub(super) use trainer::{Outcome, Trainer};
