@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex};
 use ddp_worker::config::{Accumulate, Precision, ReduceDtype, ShardGroup, Strategy, TrainConfig};
 use ddp_worker::model;
 use ddp_worker::ops::CHUNK;
-use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, ShardUnit, Sharding};
+use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, Sharding};
 use ddp_worker::train::Estimate;
 use train_support::Job;
 use train_support::probed::{Moment, ProbedDevice};
@@ -245,7 +245,7 @@ fn padded_units(job: &Job, world: usize) -> (usize, usize) {
     };
     let units = sharding.units().iter();
     let blocks = units.filter(|unit| model.params[unit.params[0].0].key.starts_with("h."));
-    (sharding.whole_len(), blocks.map(ShardUnit::len).sum())
+    (sharding.whole_len(), blocks.map(|unit| unit.whole.len()).sum())
 }
 
 /// Steps, validations and checkpoints of a job move what the multiples say: of gradients, and of parameters.

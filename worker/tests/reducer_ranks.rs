@@ -4,11 +4,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ddp_worker::collective::{Communicator, Executor, RankInfo, WireBytes, connect};
-use ddp_worker::config::Sync;
+use ddp_worker::config::{self, Accumulate, ModelKind, Sync};
 use ddp_worker::device::{CpuDevice, Device, Event};
-use ddp_worker::model::ParamId;
+use ddp_worker::model::{self, ParamId};
 use ddp_worker::parallel::{
-    GradSpec, GradientLayout, LayoutConfig, Portion, ReduceError, Reducer, ReducerConfig, Replicas,
+    GradSpec, GradientLayout, LayoutConfig, Parameters, ReduceError, Reducer, ReducerConfig, ReplicaSet,
+    ReshardPolicy, Sharding,
 };
 use ddp_worker::session::{Cancel, MemoryStore};
 use proptest::prelude::*;
@@ -107,7 +108,11 @@ proptest! {
         let executor = if overlap { Executor::Thread } else { Executor::Inline };
         let layout = layout(&sizes, bucket_bytes, size);
         let all = ranks(size, executor, &Cancel::new(), |comm, device| {
-            let config = ReducerConfig { sync, overlap };
+            let config = ReducerConfig {
+                sync,
+                overlap,
+                ..ReducerConfig::default()
+            };
             let mut reducer = Reducer::new(&comm, &device, layout.clone(), config).unwrap();
             let first = step(&comm, &mut reducer, &sizes, accumulation).unwrap();
             let second = step(&comm, &mut reducer, &sizes, accumulation).unwrap();
@@ -176,9 +181,11 @@ fn a_rank_that_forgets_a_gradient_says_which_and_the_others_end_with_the_generat
         cancel.cancel("rank 1 failed");
         outcome
     });
+    let message = outcomes[1].as_ref().unwrap_err().to_string();
     assert!(
-        matches!(&outcomes[1], Err(ReduceError::Missing { param, .. }) if param == "p1"),
-        "{outcomes:?}"
+        message.starts_with("gradient of `p1` (bucket ")
+            && message.contains("was reported 0 times, expected 1"),
+        "{message}"
     );
     let message = outcomes[0].as_ref().unwrap_err().to_string();
     assert!(
@@ -215,35 +222,104 @@ fn times_are_measured() {
     }
 }
 
+/// A reducer whose every micro-batch is reduced to shards; each parameter is a unit.
+fn staged(comm: &Communicator, device: &Arc<dyn Device>, layout: &Arc<GradientLayout>) -> Reducer {
+    let sharding = Arc::new(Sharding::of_buckets(layout, comm.size(), comm.rank()));
+    let config = ReducerConfig {
+        accumulate: Accumulate::Sharded,
+        ..ReducerConfig::default()
+    };
+    let (set, compute) = (ReplicaSet::of_all(comm.clone()), (device, device.stream()));
+    Reducer::over(&set, compute, layout.clone(), &sharding, config).unwrap()
+}
+
 #[test]
-fn replicas_start_as_rank_0_and_differences_are_found() {
-    let layout = layout(&[40, 50, 60], 1 << 20, 3);
-    let outcomes = ranks(3, Executor::Thread, &Cancel::new(), |comm, device| {
-        let replicas = Replicas::new(&comm, &device, &layout).unwrap();
-        let spec = ddp_worker::device::ArenaSpec::private("parameters", layout.dtype(), layout.len());
-        let params = device.alloc(&spec).unwrap();
-        params
-            .whole()
-            .host_mut::<f32>()
+fn a_gradient_reported_twice_is_refused_where_every_micro_batch_is_reduced() {
+    let layout = layout(&[40, 50], 0, 2);
+    for micro_batches in [1, 2] {
+        let outcomes = ranks(2, Executor::Thread, &Cancel::new(), |comm, device| {
+            let mut reducer = staged(&comm, &device, &layout);
+            let mut step = reducer.step(micro_batches).unwrap();
+            step.grad_mut::<f32>(ParamId(1)).unwrap()[0] += 1.0;
+            step.ready(ParamId(1), Event::reached()).unwrap();
+            let twice = step.ready(ParamId(1), Event::reached()).unwrap_err();
+            // The first error of a step is its last.
+            assert_eq!(step.slot(ParamId(0)).err(), Some(twice.clone()));
+            drop(step);
+            (twice.to_string(), reducer.step(1).err().unwrap().to_string())
+        });
+        let what = match micro_batches {
+            1 => "was reported 2 times, expected 1".to_owned(),
+            _ => "was reported, but its memory was not asked for since it was reported last\n  hint: report each contribution once, after it was written".to_owned(),
+        };
+        let twice = format!("gradient of `p1` (bucket 0) {what}");
+        let launches = 2 * micro_batches;
+        let poisoned = format!(
+            "the reducer cannot be used any more: a step ended after 1 of {launches} operations were launched, so this rank no longer agrees with the others: {twice}"
+        );
+        assert_eq!(outcomes, vec![(twice, poisoned); 2]);
+    }
+}
+
+#[test]
+fn a_gradient_that_nobody_wrote_is_refused_where_every_micro_batch_is_reduced() {
+    let layout = layout(&[40, 50], 0, 2);
+    let outcomes = ranks(2, Executor::Thread, &Cancel::new(), |comm, device| {
+        let mut reducer = staged(&comm, &device, &layout);
+        let error = reducer
+            .step(1)
             .unwrap()
-            .fill(comm.rank() as f32 + 1.0);
-        let stream = device.stream();
-        replicas.broadcast(stream, &params.whole()).unwrap();
-        assert!(params.whole().host::<f32>().unwrap().iter().all(|&p| p == 1.0));
-        let portion = Portion::Whole(params.clone());
-        replicas.verify(stream, &portion, 0).unwrap();
-        if comm.rank() > 0 {
-            let wrong = if comm.rank() == 1 { 2 } else { 1 };
-            params
-                .slice(layout.range(ParamId(wrong)))
-                .host_mut::<f32>()
-                .unwrap()[7] = 3.0;
-        }
-        replicas.verify(stream, &portion, 12).unwrap_err().to_string()
+            .ready(ParamId(0), Event::reached())
+            .unwrap_err();
+        // Nothing was launched.
+        assert!(reducer.step(1).is_ok());
+        error.to_string()
     });
     for message in outcomes {
         assert!(
-            message.starts_with("parameter `p1` of rank 2 differs from rank 0 after step 12"),
+            message.starts_with("gradient of `p0` (bucket 1) was reported, but its memory was not asked for"),
+            "{message}"
+        );
+    }
+}
+
+#[test]
+fn replicas_start_as_rank_0_and_differences_are_found() {
+    let config = config::Model {
+        kind: ModelKind::Mlp,
+        n_layer: 1,
+        n_head: 1,
+        n_embd: 8,
+        block_size: 8,
+        vocab_size: None,
+        init_from: None,
+        dropout: 0.0,
+    };
+    let model = model::build(&config, 16).unwrap();
+    let layout = GradientLayout::of_model(&model, &LayoutConfig::new(3)).unwrap();
+    let sharding = Arc::new(Sharding::replicated(&layout));
+    let outcomes = ranks(3, Executor::Thread, &Cancel::new(), |comm, device| {
+        let (set, compute) = (ReplicaSet::of_all(comm.clone()), (&device, device.stream()));
+        let keep = ReshardPolicy::KeepAll;
+        let parameters = Parameters::new((&set, &comm), compute, &model, &sharding, keep).unwrap();
+        let params = parameters.own().arena().whole();
+        params.host_mut::<f32>().unwrap().fill(comm.rank() as f32 + 1.0);
+        parameters.broadcast(&params).unwrap();
+        assert!(params.host::<f32>().unwrap().iter().all(|&p| p == 1.0));
+        assert_eq!(parameters.difference(0).unwrap(), None);
+        if comm.rank() > 0 {
+            let wrong = if comm.rank() == 1 { 2 } else { 1 };
+            let param = params.slice(sharding.whole_range(ParamId(wrong)));
+            param.host_mut::<f32>().unwrap()[7] = 3.0;
+        }
+        parameters.difference(12).unwrap().unwrap().to_string()
+    });
+    let name = &model.params[1].key;
+    for message in outcomes {
+        assert!(
+            message.starts_with(&format!(
+                "parameter `{name}` of rank 2 differs from rank 0 after step 12"
+            )),
             "{message}"
         );
     }

@@ -97,7 +97,11 @@ fn a_bucket_waits_for_the_events_of_its_gradients() {
             (false, Executor::Thread),
             (false, Executor::Inline),
         ] {
-            let config = ReducerConfig { sync, overlap };
+            let config = ReducerConfig {
+                sync,
+                overlap,
+                ..ReducerConfig::default()
+            };
             let sums = sums_of_deferred(config, executor, true);
             assert_eq!(sums, [[3.0, 5.0, 7.0], [3.0, 5.0, 7.0]], "{config:?}");
         }

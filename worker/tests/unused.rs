@@ -126,23 +126,24 @@ type Sums = Vec<(ParamId, usize, Vec<f32>)>;
 fn reducer(
     rank: &Rank,
     stream: Stream,
-    kind: Kind,
+    (kind, unused): (Kind, Unused),
     layout: &Arc<GradientLayout>,
 ) -> (Arc<Sharding>, Reducer) {
-    let (device, layout) = (&rank.device, layout.clone());
-    match kind {
-        Kind::Ddp => {
-            let sharding = Arc::new(Sharding::replicated(&layout));
-            let reducer = Reducer::new(&rank.comm, device, layout, ReducerConfig::default());
-            (sharding, reducer.unwrap())
-        }
-        Kind::Sharded(accumulate) => {
-            let sharding = Arc::new(Sharding::of_groups(&layout, rank.comm.size(), rank.rank()));
-            let (replicas, compute) = (ReplicaSet::of_all(rank.comm.clone()), (device, stream));
-            let reducer = Reducer::sharded(&replicas, compute, layout, &sharding, accumulate, true);
-            (sharding, reducer.unwrap())
-        }
-    }
+    let config = ReducerConfig {
+        unused,
+        accumulate: match kind {
+            Kind::Ddp => Accumulate::Full,
+            Kind::Sharded(accumulate) => accumulate,
+        },
+        ..ReducerConfig::default()
+    };
+    let sharding = Arc::new(match kind {
+        Kind::Ddp => Sharding::replicated(layout),
+        Kind::Sharded(_) => Sharding::of_groups(layout, rank.comm.size(), rank.rank()),
+    });
+    let set = ReplicaSet::of_all(rank.comm.clone());
+    let reducer = Reducer::over(&set, (&rank.device, stream), layout.clone(), &sharding, config);
+    (sharding, reducer.unwrap())
 }
 
 /// A step of two micro-batches; the ranks of `forgetful` do not use the parameter.
@@ -154,8 +155,7 @@ fn step(rank: &Rank, kind: Kind, unused: Unused, forgetful: &[usize]) -> Result<
     };
     let layout = Arc::new(GradientLayout::of_model(&model, &config).unwrap());
     let (device, stream) = (&rank.device, rank.device.stream());
-    let (sharding, reducer) = reducer(rank, stream, kind, &layout);
-    let mut reducer = reducer.with_unused(unused);
+    let (sharding, mut reducer) = reducer(rank, stream, (kind, unused), &layout);
     let params = LocalParams::new(device.as_ref(), &model, DType::F32, 7)?;
     let pool = ActivationPool::new(device.clone());
     let tokens: Vec<i32> = (0..16).map(|i| (i * 5 + rank.rank() as i32 * 3) % 64).collect();

@@ -13,7 +13,7 @@ use ddp_worker::config::{
 use ddp_worker::device::Device;
 use ddp_worker::metrics::WireBytes;
 use ddp_worker::model;
-use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, ShardUnit, Sharding};
+use ddp_worker::parallel::{Dtypes, GradientLayout, LayoutConfig, Sharding};
 use ddp_worker::train::Estimate;
 use train_support::deferred::DeferredDevice;
 use train_support::faulty::{Fault, FaultyDevice};
@@ -197,7 +197,7 @@ fn copies_cost_one_all_reduce_of_a_shard_a_step() {
             _ => Sharding::of_groups(&layout, 2, 0),
         };
         let told = Estimate::of(&job.config, &job.env(0, 4)).unwrap().sent;
-        let all: usize = sharding.units().iter().map(ShardUnit::len).sum();
+        let all: usize = sharding.units().iter().map(|unit| unit.whole.len()).sum();
         // Half of it to the neighbour in every reduction; of this rank's half, once a step as much again to the other
         // copy: there it is f32, which it is added up in.
         let reductions = match strategy {
@@ -301,7 +301,7 @@ fn small_groups_that_persist_are_gathered_once_a_step() {
         let units = sharding.units().iter().map(|unit| {
             let elements: usize = unit.params.iter().map(|id| model.params[id.0].len()).sum();
             let is_block = model.params[unit.params[0].0].key.starts_with("h.");
-            (unit.len(), elements < persist_below, is_block)
+            (unit.whole.len(), elements < persist_below, is_block)
         });
         let units: Vec<_> = units.collect();
         assert_eq!(

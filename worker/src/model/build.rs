@@ -11,7 +11,7 @@ use super::sublayer::{Attention, Dense, FeedForward, Norm};
 use super::transformer::Embedding;
 use super::transformer::Head;
 use super::transformer::TransformerBlock;
-use super::{Block, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
+use super::{AxisRole, Block, GroupId, Init, Model, ParamGroup, ParamId, ParamSpec};
 use crate::config::{self, Recompute};
 use crate::device::DType;
 use crate::ops::WeightLayout;
@@ -147,6 +147,7 @@ impl Parts {
             key,
             global_shape: shape,
             cut: None,
+            roles: AxisRole::replicated(),
             dtype: DType::F32,
             init,
             decay,

@@ -30,7 +30,7 @@ pub use activation::{Activation, ActivationPool};
 pub use block::{Block, Context, GradSink, GradSlot, Model, Params, SampleKey, Saved, Unused};
 pub use build::{ModelError, build, recomputing};
 pub use local::{LocalGrads, LocalParams};
-pub use param::{GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
+pub use param::{AxisRole, GroupId, Init, ParamGroup, ParamId, ParamSpec, fill_init};
 pub use passes::{Flight, Hooks, NoHooks, Pass, Passes};
 pub(crate) use region::Overlap;
 pub use region::{Cut, CutError, Region, Run};

@@ -10,6 +10,7 @@ use std::ops::Range;
 
 use super::{Cut, Region, Run};
 use crate::device::DType;
+use crate::mesh::{Axis, DATA};
 use crate::ops::kernel::ln;
 use crate::ops::philox;
 
@@ -21,6 +22,31 @@ pub struct ParamId(pub usize);
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct GroupId(pub usize);
 
+/// What the ranks along one axis of the mesh hold of a parameter, and of its gradient.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum AxisRole {
+    /// Each rank holds another part of the parameter.
+    Cut,
+    /// Each rank holds all of it and computes its whole gradient: nothing is to be summed.
+    EqualGradients,
+    /// Each rank holds all of it and computes a part of its gradient: the parts are to be summed.
+    PartialGradients,
+}
+
+impl AxisRole {
+    /// Of a parameter that is cut along no axis: gradients are partial where ranks read different samples.
+    #[must_use]
+    pub fn replicated() -> [Self; Axis::ALL.len()] {
+        Axis::ALL.map(|axis| {
+            if DATA.contains(&axis) {
+                Self::PartialGradients
+            } else {
+                Self::EqualGradients
+            }
+        })
+    }
+}
+
 /// All that is known of a parameter before it exists.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ParamSpec {
@@ -31,6 +57,8 @@ pub struct ParamSpec {
     pub global_shape: Vec<usize>,
     /// How the parameter is divided over ranks; none: all of it is on every rank.
     pub cut: Option<Cut>,
+    /// What the ranks along each of [`Axis::ALL`] hold: who sums its gradient, owns and writes it follows from that.
+    pub roles: [AxisRole; Axis::ALL.len()],
     /// Type in the parameter arena.
     pub dtype: DType,
     /// How an element gets its first value, from (seed, key, global element) alone.
@@ -207,6 +235,7 @@ mod tests {
             key: "w".into(),
             global_shape: vec![len],
             cut: None,
+            roles: AxisRole::replicated(),
             dtype: DType::F32,
             init,
             decay: true,

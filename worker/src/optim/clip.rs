@@ -13,7 +13,7 @@ use crate::collective::{Communicator, Launch, Traffic, Work};
 use crate::config::Train;
 use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Stream};
 use crate::ops::{CHUNK, ClipScale, SquaredNorm, UPDATE_NUMBERS, Updates};
-use crate::parallel::{Portion, ReduceError, Sharding};
+use crate::parallel::{Portion, ReduceError, ReplicaSet, Sharding};
 
 /// Memory for the norm of the gradients of a model.
 pub struct Clip {
@@ -21,7 +21,14 @@ pub struct Clip {
     max_norm: Option<f32>,
     betas: [f32; 2],
     sharding: Arc<Sharding>,
-    sums: Sums,
+    /// What this rank owns counts: no other rank of the norm counts a copy of it.
+    is_counted: bool,
+    /// Sums of squares, one a chunk: in the order of the layout or, where they are gathered, one slice a rank, the sums
+    /// of its chunks in the order of its shard.
+    sums: Arena,
+    /// Where other ranks own parts: these ranks and, by chunk of the layout, the place of its sum, -1 for padding
+    /// between buckets.
+    gathered: Option<(Communicator, Buffer)>,
     norm: Arena,
     /// The factor, and both bias corrections.
     scale: Arena,
@@ -29,44 +36,32 @@ pub struct Clip {
     updates: Arena,
 }
 
-/// Sums of squares, one a chunk.
-enum Sums {
-    /// By chunk of the layout: this rank has all of them.
-    Own(Arena),
-    /// One slice a rank: the sums of its chunks, in the order of its shard.
-    Gathered {
-        comm: Communicator,
-        sums: Arena,
-        /// By chunk of the layout: where its sum is, -1 for padding between buckets.
-        order: Buffer,
-    },
-}
-
 impl Clip {
     /// For gradients that lie as `sharding` says; without `train.grad_clip` the norm is only measured. No update was
-    /// made yet. Every rank of `comm` must call it.
+    /// made yet. Every rank of `set` must call it.
     pub fn new(
-        comm: &Communicator,
+        set: &ReplicaSet,
         (device, stream): (&Arc<dyn Device>, Stream),
         sharding: &Arc<Sharding>,
         train: &Train,
     ) -> Result<Self, ReduceError> {
         let private = |name: &str, dtype, len| device.alloc(&ArenaSpec::private(name, dtype, len));
-        let sums = if sharding.world() > 1 {
+        let (sums, gathered) = if sharding.world() > 1 {
             let order = private("order of the chunks", DType::I32, sharding.layout_chunks())?.whole();
             device.upload(stream, &order, bytemuck::cast_slice(&places(sharding)));
             let len = sharding.whole_len() / CHUNK;
             let sums = ArenaSpec::on_node("partial norms of each rank", DType::F64, len);
-            Sums::Gathered {
-                comm: comm.clone(),
-                sums: comm.alloc_shared(device, &sums)?,
-                order,
-            }
+            let sums = set.owners.alloc_shared(device, &sums)?;
+            (sums, Some((set.owners.clone(), order)))
         } else {
-            Sums::Own(private("partial norms", DType::F64, sharding.layout_chunks())?)
+            (
+                private("partial norms", DType::F64, sharding.layout_chunks())?,
+                None,
+            )
         };
         let clip = Self {
             sums,
+            gathered,
             norm: private("gradient norm", DType::F32, 1)?,
             scale: private("clipping factor", DType::F32, UPDATE_NUMBERS)?,
             updates: private("number of updates", DType::I32, 1)?,
@@ -74,6 +69,7 @@ impl Clip {
             max_norm: train.grad_clip,
             betas: train.optimizer.betas(),
             sharding: sharding.clone(),
+            is_counted: set.is_counted,
         };
         clip.resume(stream, 0);
         Ok(clip)
@@ -97,8 +93,15 @@ impl Clip {
     /// operation that the stream must wait for before [`Clip::finish`]. Every rank must call it.
     #[must_use]
     pub fn measure(&self, stream: Stream, grads: &Portion) -> Option<Work> {
-        let own = self.sums.own();
-        for unit in 0..self.sharding.units().len() {
+        let each = self.sharding.shard_len() / CHUNK;
+        let rank = self.gathered.as_ref().map_or(0, |(comm, _)| comm.rank());
+        let own = self.sums.slice(rank * each..(rank + 1) * each);
+        let counted = if self.is_counted {
+            self.sharding.units().len()
+        } else {
+            0
+        };
+        for unit in 0..counted {
             let place = self.sharding.own_place(unit);
             let squares = SquaredNorm {
                 x: grads.slice(&place),
@@ -106,25 +109,18 @@ impl Clip {
             };
             self.device.enqueue(stream, squares.into());
         }
-        match &self.sums {
-            Sums::Own(_) => None,
-            Sums::Gathered { comm, sums, .. } => {
-                let launch = Launch::after(self.device.record(stream), Traffic::Other, "partial norms");
-                Some(comm.all_gather(&sums.whole(), launch))
-            }
-        }
+        self.gathered.as_ref().map(|(comm, _)| {
+            let launch = Launch::after(self.device.record(stream), Traffic::Other, "partial norms");
+            comm.all_gather(&self.sums.whole(), launch)
+        })
     }
 
     /// Puts norm and factor of what was measured on the stream. `witnesses` are other numbers, `[n]`, f64, that must be
     /// finite.
     pub fn finish(&self, stream: Stream, witnesses: Option<Buffer>) {
-        let (partials, order) = match &self.sums {
-            Sums::Own(partials) => (partials, None),
-            Sums::Gathered { sums, order, .. } => (sums, Some(order.clone())),
-        };
         let scale = ClipScale {
-            partials: partials.whole(),
-            order,
+            partials: self.sums.whole(),
+            order: self.gathered.as_ref().map(|(_, order)| order.clone()),
             witnesses,
             max_norm: self.max_norm,
             norm: self.norm.whole(),
@@ -148,19 +144,6 @@ impl Clip {
     #[must_use]
     pub fn norm(&self) -> Buffer {
         self.norm.whole()
-    }
-}
-
-impl Sums {
-    /// Where this rank's sums go.
-    fn own(&self) -> Buffer {
-        match self {
-            Self::Own(partials) => partials.whole(),
-            Self::Gathered { comm, sums, .. } => {
-                let each = sums.len() / comm.size();
-                sums.slice(comm.rank() * each..(comm.rank() + 1) * each)
-            }
-        }
     }
 }
 
@@ -197,6 +180,7 @@ mod tests {
             timeout,
             &Cancel::default(),
         );
+        let set = ReplicaSet::of_all(comm);
         let specs = vec![GradSpec::new("w", &[CHUNK + 2])];
         let layout = GradientLayout::new(specs, &[ParamId(0)], &LayoutConfig::new(1)).unwrap();
         let sharding = Arc::new(Sharding::replicated(&layout));
@@ -214,7 +198,7 @@ mod tests {
                 grad_clip: max_norm,
                 ..Train::default()
             };
-            let clip = Clip::new(&comm, (&device, stream), &sharding, &train).unwrap();
+            let clip = Clip::new(&set, (&device, stream), &sharding, &train).unwrap();
             assert!(clip.measure(stream, &grads).is_none());
             clip.finish(stream, None);
             assert_eq!(clip.norm().host::<f32>().unwrap()[0], 5.0);

@@ -210,7 +210,7 @@ fn gatherings(sharding: &Sharding, params: &[ParamSpec], groups: &ParamGroups) -
             });
         }
         if sharding.world() > 1 && unit.params.iter().any(|id| hidden(&id)) {
-            let (name, len) = (format!("momentum of {}", unit.name), unit.len());
+            let (name, len) = (format!("momentum of {}", unit.name), unit.whole.len());
             gatherings.push(Gathering { name, len, matrices });
         } else {
             gatherings.extend(matrices.into_iter().map(Gathering::of_one));
@@ -512,7 +512,7 @@ mod tests {
     use crate::collective::{Executor, SingleRank};
     use crate::config::OptimizerKind;
     use crate::device::CpuDevice;
-    use crate::model::{GroupId, Init};
+    use crate::model::{AxisRole, GroupId, Init};
     use crate::optim::{Optimizer, StateMemory, UpdateStep};
     use crate::parallel::{GradSpec, GradientLayout, LayoutConfig};
     use crate::session::Cancel;
@@ -590,6 +590,7 @@ mod tests {
             key: name.to_owned(),
             global_shape: shape.to_vec(),
             cut: None,
+            roles: AxisRole::replicated(),
             dtype: DType::F32,
             init: Init::Constant(0.0),
             decay: true,

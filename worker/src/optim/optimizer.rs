@@ -225,7 +225,7 @@ mod tests {
     use super::*;
     use crate::collective::{Executor, SingleRank};
     use crate::device::{CpuDevice, Device};
-    use crate::model::{GroupId, Init};
+    use crate::model::{AxisRole, GroupId, Init};
     use crate::parallel::{GradSpec, GradientLayout, LayoutConfig};
     use crate::session::Cancel;
 
@@ -242,6 +242,7 @@ mod tests {
             key: (*name).to_owned(),
             global_shape: vec![*len],
             cut: None,
+            roles: AxisRole::replicated(),
             dtype: DType::F32,
             init: Init::Constant(0.0),
             decay,

@@ -134,13 +134,14 @@ mod tests {
     use super::*;
     use crate::config::OptimizerGroup;
     use crate::device::DType;
-    use crate::model::{GroupId, Init};
+    use crate::model::{AxisRole, GroupId, Init};
 
     fn spec(name: &str, decay: bool) -> ParamSpec {
         ParamSpec {
             key: name.to_owned(),
             global_shape: vec![4, 4],
             cut: None,
+            roles: AxisRole::replicated(),
             dtype: DType::F32,
             init: Init::Constant(0.0),
             decay,

@@ -125,29 +125,10 @@ pub struct Bucket {
     pub params: Vec<ParamId>,
 }
 
-/// The order does not name every parameter exactly once.
+/// What cannot be laid out: the order does not name every parameter exactly once, or nobody computes a gradient.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-pub enum LayoutError {
-    /// A parameter that backward never finishes.
-    #[error(
-        "parameter `{0}` is not in the order of backward\n  hint: a parameter that no block uses cannot be trained"
-    )]
-    Unordered(String),
-    /// A parameter that backward finishes twice.
-    #[error("parameter `{0}` is in the order of backward more than once")]
-    Twice(String),
-    /// A parameter that does not exist.
-    #[error("the order of backward names parameter {id}, but there are {count}")]
-    Unknown {
-        /// Its index.
-        id: usize,
-        /// How many there are.
-        count: usize,
-    },
-    /// No rank, or nothing to reduce.
-    #[error("a gradient layout needs at least one rank and one parameter")]
-    Empty,
-}
+#[error("{0}")]
+pub struct LayoutError(String);
 
 /// Where each gradient lies, and which bucket it is reduced with.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -164,7 +145,8 @@ impl GradientLayout {
     /// Lays out the gradients `specs` (by parameter) in `order`.
     pub fn new(specs: Vec<GradSpec>, order: &[ParamId], config: &LayoutConfig) -> Result<Self, LayoutError> {
         if specs.is_empty() || config.world_size == 0 {
-            return Err(LayoutError::Empty);
+            let empty = "a gradient layout needs at least one rank and one parameter";
+            return Err(LayoutError(empty.into()));
         }
         check_order(&specs, order)?;
         let alignment = ALIGNMENT_BYTES / config.dtype.bytes();
@@ -245,12 +227,6 @@ impl GradientLayout {
         Some(self.buckets.partition_point(|b| b.range.end <= range.start))
     }
 
-    /// Name and bucket of a parameter, for errors.
-    pub(super) fn name_and_bucket(&self, id: ParamId) -> (String, usize) {
-        let bucket = self.bucket_of(id).expect("the parameter is known");
-        (self.spec(id).name.clone(), bucket)
-    }
-
     /// Type of the gradients while they are reduced.
     #[must_use]
     pub fn dtype(&self) -> DType {
@@ -295,22 +271,45 @@ impl GradientLayout {
 }
 
 fn check_order(specs: &[GradSpec], order: &[ParamId]) -> Result<(), LayoutError> {
+    const HINT: &str = "hint: a parameter that no block uses cannot be trained";
+    let refused = |what: String| Err(LayoutError(what));
     let mut seen = vec![false; specs.len()];
-    for id in order {
-        let Some(seen) = seen.get_mut(id.0) else {
-            return Err(LayoutError::Unknown {
-                id: id.0,
-                count: specs.len(),
-            });
-        };
-        if std::mem::replace(seen, true) {
-            return Err(LayoutError::Twice(specs[id.0].name.clone()));
+    for ParamId(id) in order {
+        match seen.get_mut(*id) {
+            Some(seen) if !*seen => *seen = true,
+            Some(_) => {
+                let name = &specs[*id].name;
+                return refused(format!(
+                    "parameter `{name}` is in the order of backward more than once"
+                ));
+            }
+            None => {
+                let count = specs.len();
+                return refused(format!(
+                    "the order of backward names parameter {id}, but there are {count}"
+                ));
+            }
         }
     }
-    match seen.iter().position(|seen| !seen) {
-        Some(id) => Err(LayoutError::Unordered(specs[id].name.clone())),
-        None => Ok(()),
+    for (
+        GradSpec {
+            name, contributions, ..
+        },
+        seen,
+    ) in specs.iter().zip(seen)
+    {
+        if !seen {
+            return refused(format!(
+                "parameter `{name}` is not in the order of backward\n  {HINT}"
+            ));
+        }
+        if *contributions == 0 {
+            return refused(format!(
+                "parameter `{name}` has 0 contributions to its gradient\n  {HINT}"
+            ));
+        }
     }
+    Ok(())
 }
 
 /// Cuts the order into buckets: each as full as its size allows, a larger parameter alone.
@@ -438,13 +437,34 @@ mod tests {
     }
 
     #[test]
+    fn a_gradient_without_contributions_is_named() {
+        let mut specs = specs(&[1, 1]);
+        specs[1].contributions = 0;
+        let error = GradientLayout::new(specs, &reversed(2), &config(1, 1, 1)).unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "parameter `p1` has 0 contributions to its gradient\n  hint: a parameter that no block uses cannot be trained"
+        );
+    }
+
+    #[test]
     fn a_wrong_order_is_named() {
         let error = |order: &[usize]| {
             let order: Vec<ParamId> = order.iter().map(|&i| ParamId(i)).collect();
-            GradientLayout::new(specs(&[1, 1]), &order, &config(1, 1, 1)).unwrap_err()
+            let layout = GradientLayout::new(specs(&[1, 1]), &order, &config(1, 1, 1));
+            layout.unwrap_err().to_string()
         };
-        assert_eq!(error(&[0]), LayoutError::Unordered("p1".into()));
-        assert_eq!(error(&[0, 1, 0]), LayoutError::Twice("p0".into()));
-        assert_eq!(error(&[0, 7]), LayoutError::Unknown { id: 7, count: 2 });
+        assert_eq!(
+            error(&[0]),
+            "parameter `p1` is not in the order of backward\n  hint: a parameter that no block uses cannot be trained"
+        );
+        assert_eq!(
+            error(&[0, 1, 0]),
+            "parameter `p0` is in the order of backward more than once"
+        );
+        assert_eq!(
+            error(&[0, 7]),
+            "the order of backward names parameter 7, but there are 2"
+        );
     }
 }

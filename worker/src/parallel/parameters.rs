@@ -1,196 +1,595 @@
-//! The parameters of a model under some strategy, and the simplest home for them: all on every rank (DDP, ZeRO-1 and
-//! -2), where each rank updates those that it owns and gathers the others while the next forward begins.
+//! The parameters of a model under some strategy.
+//!
+//! A rank owns its slice of each unit of parameters, or everything. A unit is *gathered* before a block's pass that
+//! reads it, and may be released after the last such pass ([`ReshardPolicy`]):
+//!
+//! | strategy | memory | gathered | released |
+//! |---|---|---|---|
+//! | DDP | all parameters | never: each rank owns them all | never |
+//! | ZeRO-1, -2 | all parameters; a rank owns slices of them | in place after every update, while the next forward begins | never |
+//! | ZeRO-3 (FSDP) | the shard, and slots | while the block before computes | after the last block that uses it |
+//!
+//! Under ZeRO-3 gathered units lie in *slots*, shared with the other ranks: two that ordinary blocks take in turns, and
+//! one of its own for each unit that several blocks use, or that shares its block with others. A slot is released and
+//! reused in stream order. Small units may persist: gathered after every update instead of in every pass. A norm or a
+//! bias needs none of this: it travels with its block's unit and costs no operation of its own.
 
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use super::comm_times::CommTracker;
-use super::{CommTimes, DeviceTimes, Portion, ReduceError, Sharding};
-use crate::collective::{Communicator, Launch, Traffic, Work, WorkError};
-use crate::device::{Arena, ArenaSpec, Buffer, Device, DeviceError, Stream};
-use crate::model::{Model, ParamId, Params, Pass};
+use ddp_proto::words::numbered;
 
-/// The parameters of a model under some strategy.
+use super::comm_times::CommTracker;
+use super::reduction::slots_for;
+use super::{CommTimes, DeviceTimes, Place, Portion, ReduceError, ReplicaSet, Sharding};
+use crate::collective::{CollectiveError, Communicator, Launch, Traffic, Work, WorkError};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, DeviceError, Stream};
+use crate::model::{Model, ParamId, Params, Pass};
+use crate::ops::Cast;
+
+/// What stays gathered for longer than a block's pass.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ReshardPolicy {
+    /// Everything, for ever.
+    KeepAll,
+    /// What is small, and what the next pass reads.
+    Release {
+        /// Release after forward what backward needs again, but for the units of the last block, whose backward comes
+        /// next.
+        after_forward: bool,
+        /// Units of fewer elements than this stay from step to step.
+        persist_below: usize,
+    },
+}
+
+/// What this rank owns of the parameters, and the units that are gathered at the moment.
 ///
 /// A block's parameters are unsharded before its pass is enqueued, and resharded after it.
-pub trait Parameters: Params + Send + Sync {
-    /// Gathers what a block's pass reads, as far as it is not there. Later operations of the compute stream can read it.
-    fn unshard(&self, block: usize, pass: Pass) -> Result<(), DeviceError>;
-
-    /// Releases what is not needed after a block's pass. The last operation of the pass must be in the stream.
-    fn reshard(&self, block: usize, pass: Pass);
-
-    /// What this rank owns has changed, by operations that are in the stream.
-    fn updated(&self) -> Result<(), WorkError>;
-
-    /// Waits until nothing is in flight, and releases what does not stay gathered between two steps.
-    fn drain(&self) -> Result<(), WorkError>;
-
-    /// Where each parameter and its owner are.
-    fn sharding(&self) -> &Arc<Sharding>;
-
-    /// Memory of what this rank owns.
-    fn own(&self) -> &Portion;
-
-    /// Bytes held all the time.
-    fn bytes(&self) -> usize;
-
-    /// Bytes for parameters that are gathered at the moment.
-    fn gathered_bytes(&self) -> usize;
-
-    /// True if every pass over the blocks is a collective one: all ranks must make as many.
-    fn moves_together(&self) -> bool {
-        false
-    }
-
-    /// Time that parameters took since the last call, as far as the host saw it.
-    fn take_times(&self) -> CommTimes;
-
-    /// Of what was launched since the last call: the part that the device measures, complete when all of it has run and
-    /// [`Parameters::failure`] was asked after that.
-    fn take_device_times(&self) -> DeviceTimes;
-
-    /// Why parameters could not be gathered, if they could not.
-    fn failure(&self) -> Option<WorkError>;
-}
-
-/// The ranks that share parameters, and the stream that reads them.
-#[derive(Clone)]
-pub struct GatherGroup {
-    /// Gathers them.
-    pub comm: Communicator,
-    /// Holds them.
-    pub device: Arc<dyn Device>,
+pub struct Parameters {
+    set: ReplicaSet,
+    comm: Communicator,
+    device: Arc<dyn Device>,
     /// The compute stream.
-    pub stream: Stream,
-}
-
-/// All parameters on every rank.
-pub struct WholeParameters {
-    group: GatherGroup,
+    stream: Stream,
     sharding: Arc<Sharding>,
-    portion: Portion,
-    views: Vec<Buffer>,
-    /// Units of each block.
-    units: Vec<Vec<usize>>,
-    /// By unit: the gathering that nobody has waited for.
-    in_flight: Mutex<Vec<Option<Work>>>,
+    plan: GatherPlan,
+    own: Portion,
+    /// Where gathered units lie: slots, or the place of each unit in the whole arena.
+    slots: Vec<Buffer>,
+    /// By unit: the slots that it may take.
+    choice: Vec<Range<usize>>,
+    /// By unit.
+    gathered: Mutex<Vec<Option<Gathered>>>,
     tracker: CommTracker,
+    compared: Option<Compared>,
 }
 
-impl WholeParameters {
-    /// Zeros. Every rank must call it.
-    pub fn new(group: &GatherGroup, model: &Model, sharding: &Arc<Sharding>) -> Result<Self, ReduceError> {
-        let (name, dtype, len) = ("parameters", model.dtype(), sharding.whole_len());
-        let is_gathered = sharding.world() > 1;
-        let arena = if is_gathered {
-            let spec = ArenaSpec::on_node(name, dtype, len);
-            group.comm.alloc_shared(&group.device, &spec)?
-        } else {
-            // Private memory can have huge pages.
-            group.device.alloc(&ArenaSpec::private(name, dtype, len))?
-        };
-        let ids = (0..sharding.params()).map(ParamId);
-        Ok(Self {
-            views: ids.map(|id| arena.slice(sharding.whole_range(id))).collect(),
-            units: model
-                .blocks
+/// A unit that is there, or on its way.
+struct Gathered {
+    slot: usize,
+    /// The gathering that nobody has waited for.
+    work: Option<Work>,
+}
+
+impl Parameters {
+    /// Zeros. Every rank must call it. `comm` gathers over [`ReplicaSet::reduce`]: best it is one that only parameters
+    /// use, so that gathering overlaps with the reduction of gradients. `stream` is the one that computes.
+    pub fn new(
+        (set, comm): (&ReplicaSet, &Communicator),
+        (device, stream): (&Arc<dyn Device>, Stream),
+        model: &Model,
+        sharding: &Arc<Sharding>,
+        policy: ReshardPolicy,
+    ) -> Result<Self, ReduceError> {
+        let plan = GatherPlan::new(model, sharding, policy);
+        let shared = |name, len| comm.alloc_shared(device, &ArenaSpec::on_node(name, model.dtype(), len));
+        let private = |len| device.alloc(&ArenaSpec::private("parameters", model.dtype(), len));
+        let (own, slots, choice) = if policy == ReshardPolicy::KeepAll {
+            let arena = match sharding.world() {
+                // Private memory can have huge pages.
+                1 => private(sharding.whole_len())?,
+                _ => shared("parameters", sharding.whole_len())?,
+            };
+            let slots = sharding
+                .units()
                 .iter()
-                .map(|b| sharding.units_of(b.params()))
-                .collect(),
-            in_flight: Mutex::new(vec![None; sharding.units().len()]),
-            tracker: CommTracker::new(&group.device, group.comm.timeline()),
-            portion: Portion::Whole(arena),
+                .map(|unit| arena.slice(unit.whole.clone()));
+            let (slots, choice) = slots.enumerate().map(|(i, slot)| (slot, i..i + 1)).unzip();
+            (Portion::Whole(arena), slots, choice)
+        } else {
+            let (sizes, choice) = plan.slots(sharding);
+            let own = Portion::Shard(private(sharding.shard_len())?);
+            let slot = |len| shared("gathered parameters", len).map(|arena| arena.whole());
+            let slots = sizes.into_iter().map(slot).collect::<Result<Vec<_>, _>>()?;
+            (own, slots, choice)
+        };
+        let there = |slot: usize| matches!(own, Portion::Whole(_)).then_some(Gathered { slot, work: None });
+        Ok(Self {
+            gathered: Mutex::new((0..choice.len()).map(there).collect()),
+            compared: Compared::of(set, device, (model, sharding), &own)?,
+            tracker: CommTracker::new(device, comm.timeline()),
+            set: set.clone(),
+            comm: comm.clone(),
+            device: device.clone(),
             sharding: sharding.clone(),
-            group: group.clone(),
+            stream,
+            plan,
+            own,
+            slots,
+            choice,
         })
     }
 
-    /// All of them, padding included.
-    #[must_use]
-    pub fn arena(&self) -> &Arena {
-        self.portion.arena()
-    }
-
-    fn in_flight(&self) -> MutexGuard<'_, Vec<Option<Work>>> {
-        self.in_flight.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-impl Params for WholeParameters {
-    fn get(&self, id: ParamId) -> Buffer {
-        self.views[id.0].clone()
-    }
-}
-
-impl Parameters for WholeParameters {
-    fn unshard(&self, block: usize, _pass: Pass) -> Result<(), DeviceError> {
-        for &unit in &self.units[block] {
-            let work = self.in_flight()[unit].take();
-            if let Some(work) = work {
-                let GatherGroup { comm, stream, .. } = &self.group;
+    /// Gathers what a block's pass reads, as far as it is not there, and begins to gather what the next pass reads. Later
+    /// operations of the compute stream can read it.
+    pub fn unshard(&self, block: usize, pass: Pass) -> Result<(), DeviceError> {
+        let mut gathered = self.gathered();
+        for &unit in self.plan.needed(block, pass) {
+            if !self.gather(&mut gathered, unit) {
+                let name = &self.sharding.units()[unit].name;
+                let what = format!("no memory to gather the {name}: the blocks before hold all of it");
+                return Err(DeviceError::Upstream(what));
+            }
+        }
+        for &unit in self.plan.next(block, pass) {
+            self.gather(&mut gathered, unit);
+        }
+        for &unit in self.plan.needed(block, pass) {
+            if let Some(work) = gathered[unit].as_mut().and_then(|gathered| gathered.work.take()) {
                 self.tracker
-                    .wait_in_stream(*stream, work.event(), comm.deadline());
+                    .wait_in_stream(self.stream, work.event(), self.comm.deadline());
             }
         }
         let checked = self.tracker.check();
         checked.map_err(|e| DeviceError::Upstream(e.to_string()))
     }
 
-    fn reshard(&self, _block: usize, _pass: Pass) {}
+    /// Releases what is not needed after a block's pass. The last operation of the pass must be in the stream.
+    pub fn reshard(&self, block: usize, pass: Pass) {
+        let mut gathered = self.gathered();
+        for unit in self.plan.released(block, pass) {
+            // It was waited for when the block was entered.
+            gathered[unit] = None;
+        }
+    }
 
-    fn updated(&self) -> Result<(), WorkError> {
+    /// What this rank owns has changed, by operations that are in the stream.
+    pub fn updated(&self) -> Result<(), WorkError> {
         if self.sharding.world() == 1 {
             return Ok(());
         }
         self.drain()?;
-        let GatherGroup { comm, device, stream } = &self.group;
-        let after = device.record(*stream);
-        let mut in_flight = self.in_flight();
+        let mut gathered = self.gathered();
         // The forward begins with what backward finishes last.
-        for (index, unit) in self.sharding.units().iter().enumerate().rev() {
-            let launch = Launch::after(
-                after.clone(),
-                Traffic::Params,
-                format!("parameters of {}", unit.name),
-            );
-            let whole = self.arena().slice(unit.whole());
-            in_flight[index] = Some(self.tracker.launch(|| comm.all_gather(&whole, launch)));
+        for unit in (0..gathered.len()).rev().filter(|&unit| self.plan.persists[unit]) {
+            // What is there is from before the update.
+            gathered[unit] = None;
+            self.gather(&mut gathered, unit);
         }
         Ok(())
     }
 
-    fn drain(&self) -> Result<(), WorkError> {
-        let works: Vec<Work> = self.in_flight().iter_mut().filter_map(Option::take).collect();
+    /// Waits until nothing is in flight, and releases what does not stay gathered between two steps.
+    pub fn drain(&self) -> Result<(), WorkError> {
+        let mut works = Vec::new();
+        for (gathered, persists) in self.gathered().iter_mut().zip(&self.plan.persists) {
+            works.extend(gathered.as_mut().and_then(|gathered| gathered.work.take()));
+            if !persists {
+                *gathered = None;
+            }
+        }
         works
             .iter()
-            .try_for_each(|work| self.tracker.wait_on_host(work, self.group.comm.deadline()))
+            .try_for_each(|work| self.tracker.wait_on_host(work, self.comm.deadline()))
     }
 
-    fn sharding(&self) -> &Arc<Sharding> {
+    /// Begins to gather a unit that is not there. False if there is no slot for it at the moment.
+    fn gather(&self, gathered: &mut [Option<Gathered>], unit: usize) -> bool {
+        if gathered[unit].is_some() {
+            return true;
+        }
+        let is_taken = |slot: &usize| gathered.iter().flatten().any(|other| other.slot == *slot);
+        let Some(slot) = self.choice[unit].clone().find(|slot| !is_taken(slot)) else {
+            return false;
+        };
+        let description = &self.sharding.units()[unit];
+        let target = self.slots[slot].slice(0..description.whole.len());
+        if let Portion::Shard(_) = self.own {
+            let copy = Cast {
+                x: self.own.slice(&self.sharding.own_place(unit)),
+                out: target.slice(self.sharding.own(unit)),
+            };
+            self.device.enqueue(self.stream, copy.into());
+        }
+        let tag = format!("parameters of {}", description.name);
+        let launch = Launch::after(self.device.record(self.stream), Traffic::Params, tag);
+        let work = Some(self.tracker.launch(|| self.comm.all_gather(&target, launch)));
+        gathered[unit] = Some(Gathered { slot, work });
+        true
+    }
+
+    fn gathered(&self) -> MutexGuard<'_, Vec<Option<Gathered>>> {
+        self.gathered.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Where each parameter and its owner are.
+    #[must_use]
+    pub fn sharding(&self) -> &Arc<Sharding> {
         &self.sharding
     }
 
-    fn own(&self) -> &Portion {
-        &self.portion
+    /// The ranks that share them.
+    #[must_use]
+    pub fn replica_set(&self) -> &ReplicaSet {
+        &self.set
     }
 
-    fn bytes(&self) -> usize {
-        self.arena().bytes()
+    /// Memory of what this rank owns.
+    #[must_use]
+    pub fn own(&self) -> &Portion {
+        &self.own
     }
 
-    fn gathered_bytes(&self) -> usize {
-        0
+    /// Bytes held all the time.
+    #[must_use]
+    pub fn bytes(&self) -> usize {
+        self.own.arena().bytes()
     }
 
-    fn take_times(&self) -> CommTimes {
+    /// Bytes for parameters that are gathered at the moment.
+    #[must_use]
+    pub fn gathered_bytes(&self) -> usize {
+        match self.own {
+            Portion::Whole(_) => 0,
+            Portion::Shard(_) => self.slots.iter().map(Buffer::bytes).sum(),
+        }
+    }
+
+    /// True if every pass over the blocks is a collective one: all ranks must make as many.
+    #[must_use]
+    pub fn moves_together(&self) -> bool {
+        self.plan.persists.contains(&false)
+    }
+
+    /// Time that parameters took since the last call, as far as the host saw it.
+    pub fn take_times(&self) -> CommTimes {
         self.tracker.take_times()
     }
 
-    fn take_device_times(&self) -> DeviceTimes {
+    /// Of what was launched since the last call: the part that the device measures, complete when all of it has run and
+    /// [`Parameters::failure`] was asked after that.
+    pub fn take_device_times(&self) -> DeviceTimes {
         self.tracker.take_device_times()
     }
 
-    fn failure(&self) -> Option<WorkError> {
+    /// Why parameters could not be gathered, if they could not.
+    pub fn failure(&self) -> Option<WorkError> {
         self.tracker.failure()
+    }
+
+    /// Overwrites `params`, which may be masters, on all ranks with those of rank 0.
+    pub fn broadcast(&self, params: &Buffer) -> Result<(), WorkError> {
+        let launch = Launch::after(
+            self.device.record(self.stream),
+            Traffic::Params,
+            "initial parameters",
+        );
+        let work = self.set.all.broadcast(params, 0, launch);
+        work.wait(self.set.all.deadline()).map(drop)
+    }
+
+    /// The first difference between ranks that must hold the same, after so many steps: the same one on all of them.
+    pub fn difference(&self, step: u64) -> Result<Option<Difference>, WorkError> {
+        let Some(Compared { comm, parts, hashes }) = &self.compared else {
+            return Ok(None);
+        };
+        let own_bytes = parts.len() * HASH_BYTES;
+        let mut own = Vec::with_capacity(own_bytes);
+        for (_, place) in parts {
+            let bytes = self.device.download(self.stream, &self.own.slice(place));
+            let hash = blake3::hash(&bytes.map_err(WorkError::Pending)?);
+            own.extend_from_slice(&hash.as_bytes()[..HASH_BYTES]);
+        }
+        let place = hashes.slice(comm.rank() * own_bytes..(comm.rank() + 1) * own_bytes);
+        self.device.upload(self.stream, &place, &own);
+        let launch = Launch::after(
+            self.device.record(self.stream),
+            Traffic::Other,
+            "parameter hashes",
+        );
+        let work = comm.all_gather(&hashes.whole(), launch);
+        work.wait(comm.deadline())?;
+        let all = self.device.download(self.stream, &hashes.whole());
+        let all = all.map_err(WorkError::Pending)?;
+        let ranks: Vec<&[u8]> = all.chunks(own_bytes).collect();
+        let differs = |rank: &[u8], part: usize| {
+            let hash = part * HASH_BYTES..(part + 1) * HASH_BYTES;
+            rank[hash.clone()] != ranks[0][hash]
+        };
+        let Some(part) = (0..parts.len()).find(|&part| ranks.iter().any(|rank| differs(rank, part))) else {
+            return Ok(None);
+        };
+        let members = comm.members().iter().zip(&ranks);
+        Ok(Some(Difference {
+            param: parts[part].0.clone(),
+            reference: comm.members()[0],
+            ranks: members
+                .filter(|(_, rank)| differs(rank, part))
+                .map(|(member, _)| *member)
+                .collect(),
+            step,
+        }))
+    }
+}
+
+impl Params for Parameters {
+    fn get(&self, id: ParamId) -> Buffer {
+        let (unit, range) = self.sharding.home(id);
+        let gathered = self.gathered();
+        let there = gathered[unit].as_ref();
+        let slot = there.expect("a block lists the parameters that it reads").slot;
+        self.slots[slot].slice(range)
+    }
+}
+
+/// Bytes of the hash of one parameter.
+const HASH_BYTES: usize = 16;
+
+/// A parameter that is not the same on all ranks that hold it.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "parameter `{param}` of {} differs from rank {reference} after step {step}\n  hint: ranks that start equal and add the same gradients stay equal; look for a failing machine or different builds",
+    numbered("rank", ranks)
+)]
+pub struct Difference {
+    /// The first parameter that differs, in forward order.
+    param: String,
+    /// Global rank that the others are compared with.
+    reference: usize,
+    /// Global ranks whose parameter differs from its.
+    ranks: Vec<usize>,
+    /// Steps finished.
+    step: u64,
+}
+
+/// What must be the same, bit by bit, on the ranks of a group: all parameters, or this rank's part where it owns parts.
+struct Compared {
+    comm: Communicator,
+    /// Each parameter, or part of one, by name, in forward order.
+    parts: Vec<(String, Place)>,
+    /// One slice a rank, in each the hashes of all parts.
+    hashes: Arena,
+}
+
+impl Compared {
+    /// None where no other rank holds the same, or this rank holds nothing.
+    fn of(
+        set: &ReplicaSet,
+        device: &Arc<dyn Device>,
+        (model, sharding): (&Model, &Sharding),
+        own: &Portion,
+    ) -> Result<Option<Self>, CollectiveError> {
+        let (comm, mut places) = match (own, &set.copies) {
+            (Portion::Whole(_), _) => {
+                let place = |id| Place {
+                    whole: sharding.whole_range(id),
+                    shard: 0..0,
+                };
+                let all = (0..sharding.params()).map(|id| (ParamId(id), place(ParamId(id))));
+                (&set.all, all.collect::<Vec<_>>())
+            }
+            (Portion::Shard(_), Some(copies)) => {
+                let own = sharding.own_pieces().into_iter();
+                (copies, own.map(|piece| (piece.param, piece.place)).collect())
+            }
+            (Portion::Shard(_), None) => return Ok(None),
+        };
+        if places.is_empty() {
+            return Ok(None);
+        }
+        places.sort_by_key(|(id, _)| *id);
+        let named = |(id, place): (ParamId, Place)| (model.params[id.0].key.clone(), place);
+        let len = comm.size() * places.len() * HASH_BYTES;
+        let hashes = ArenaSpec::on_node("parameter hashes", DType::U8, len);
+        Ok(Some(Self {
+            hashes: comm.alloc_shared(device, &hashes)?,
+            parts: places.into_iter().map(named).collect(),
+            comm: comm.clone(),
+        }))
+    }
+}
+
+/// When each unit of parameters is needed in the two passes over the blocks: a pure function of the model and the units.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct GatherPlan {
+    forward: Vec<Vec<usize>>,
+    backward: Vec<Vec<usize>>,
+    /// By unit: it stays gathered from the end of forward to the beginning of backward.
+    kept: Vec<bool>,
+    /// By unit: several blocks use it, or its block has other units too, or it persists.
+    apart: Vec<bool>,
+    /// By unit: it is never released, and gathered after every update.
+    persists: Vec<bool>,
+}
+
+impl GatherPlan {
+    fn new(model: &Model, sharding: &Sharding, policy: ReshardPolicy) -> Self {
+        let (reshard, persist_below) = match policy {
+            ReshardPolicy::KeepAll => (false, usize::MAX),
+            ReshardPolicy::Release {
+                after_forward,
+                persist_below,
+            } => (after_forward, persist_below),
+        };
+        let forward: Vec<Vec<usize>> = (model.blocks.iter())
+            .map(|block| sharding.units_of(block.params()))
+            .collect();
+        let backward: Vec<Vec<usize>> = (model.whole())
+            .map(|block| sharding.units_of(model.read_by_backward(block)))
+            .collect();
+        let count = sharding.units().len();
+        let kept = |unit: usize| match backward.split_last() {
+            Some((last, before)) => {
+                last.contains(&unit) || (!reshard && before.iter().any(|units| units.contains(&unit)))
+            }
+            None => false,
+        };
+        let elements =
+            |params: &[ParamId]| -> usize { params.iter().map(|id| model.params[id.0].len()).sum() };
+        let persists: Vec<bool> = (sharding.units().iter())
+            .map(|unit| elements(&unit.params) < persist_below)
+            .collect();
+        let apart = |unit: usize| {
+            let mut users = forward.iter().filter(|units| units.contains(&unit));
+            users.next().is_none_or(|units| units.len() > 1) || users.next().is_some()
+        };
+        Self {
+            kept: (0..count).map(kept).collect(),
+            apart: (0..count)
+                .map(|unit| !reshard || persists[unit] || apart(unit))
+                .collect(),
+            persists,
+            forward,
+            backward,
+        }
+    }
+
+    /// Units that a block's pass reads.
+    fn needed(&self, block: usize, pass: Pass) -> &[usize] {
+        match pass {
+            Pass::Forward => &self.forward[block],
+            Pass::Backward => &self.backward[block],
+        }
+    }
+
+    /// Sizes of the slots that gathered units lie in, and those that each unit may take.
+    fn slots(&self, sharding: &Sharding) -> (Vec<usize>, Vec<Range<usize>>) {
+        let lens = sharding.units().iter().map(|unit| unit.whole.len());
+        slots_for(&lens.zip(self.apart.iter().copied()).collect::<Vec<_>>())
+    }
+
+    /// Units that the pass after this one reads.
+    fn next(&self, block: usize, pass: Pass) -> &[usize] {
+        let next = match pass {
+            Pass::Forward => self.forward.get(block + 1),
+            Pass::Backward => block.checked_sub(1).map(|before| &self.backward[before]),
+        };
+        next.map_or(&[], Vec::as_slice)
+    }
+
+    /// Units that nobody reads after a block's pass, until they are gathered again.
+    fn released(&self, block: usize, pass: Pass) -> Vec<usize> {
+        let done = |unit: &usize| match pass {
+            Pass::Forward => {
+                let later = self.forward[block + 1..].iter();
+                !self.kept[*unit] && !later.flatten().any(|other| other == unit)
+            }
+            Pass::Backward => {
+                let later = self.backward[..block].iter();
+                !later.flatten().any(|other| other == unit)
+            }
+        };
+        let needed = self.needed(block, pass).iter().copied();
+        needed.filter(|unit| !self.persists[*unit]).filter(done).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config;
+    use crate::model;
+    use crate::parallel::{GradientLayout, LayoutConfig};
+
+    fn plan(kind: config::ModelKind, reshard: bool) -> GatherPlan {
+        persisting(kind, reshard, 0)
+    }
+
+    fn persisting(kind: config::ModelKind, reshard: bool, persist_below: usize) -> GatherPlan {
+        let config = config::Model {
+            kind,
+            n_layer: 2,
+            n_head: 1,
+            n_embd: 8,
+            block_size: 8,
+            vocab_size: None,
+            init_from: None,
+            dropout: 0.0,
+        };
+        let model = model::build(&config, 256).unwrap();
+        let layout = GradientLayout::of_model(&model, &LayoutConfig::new(2)).unwrap();
+        let policy = ReshardPolicy::Release {
+            after_forward: reshard,
+            persist_below,
+        };
+        GatherPlan::new(&model, &Sharding::of_groups(&layout, 2, 0), policy)
+    }
+
+    // Units of the GPT-2, in the order of backward: head, h.1, h.0, wpe, wte.
+
+    #[test]
+    fn a_tied_weight_stays_from_its_first_use_to_its_last_in_each_pass() {
+        let plan = plan(config::ModelKind::Gpt2, true);
+        assert_eq!(plan.needed(0, Pass::Forward), [3, 4]);
+        assert_eq!(plan.needed(3, Pass::Forward), [0, 4]);
+        assert_eq!(plan.released(0, Pass::Forward), [3]);
+        assert_eq!(plan.released(1, Pass::Forward), [2]);
+        assert!(plan.released(3, Pass::Forward).is_empty());
+        assert_eq!(plan.released(3, Pass::Backward), [0, 4]);
+        assert_eq!(plan.released(2, Pass::Backward), [1]);
+        assert!(plan.needed(0, Pass::Backward).is_empty());
+        assert_eq!(plan.apart, [true, false, false, true, true]);
+    }
+
+    #[test]
+    fn the_next_block_is_known_in_both_directions() {
+        let plan = plan(config::ModelKind::Gpt2, true);
+        assert_eq!(plan.next(0, Pass::Forward), [2]);
+        assert_eq!(plan.next(2, Pass::Forward), [0, 4]);
+        assert!(plan.next(3, Pass::Forward).is_empty());
+        assert_eq!(plan.next(3, Pass::Backward), [1]);
+        assert!(plan.next(1, Pass::Backward).is_empty());
+        assert!(plan.next(0, Pass::Backward).is_empty());
+    }
+
+    #[test]
+    fn without_resharding_only_what_backward_never_reads_is_released() {
+        let plan = plan(config::ModelKind::Gpt2, false);
+        let released: Vec<Vec<usize>> = (0..4).map(|block| plan.released(block, Pass::Forward)).collect();
+        assert_eq!(released, [vec![3], vec![], vec![], vec![]]);
+        assert!(plan.apart.iter().all(|apart| *apart));
+    }
+
+    #[test]
+    fn small_units_persist_and_are_never_released() {
+        // The head has 16 elements, the positions 64, a block 872, the tied weight 2048.
+        let plan = persisting(config::ModelKind::Gpt2, true, 65);
+        assert_eq!(plan.persists, [true, false, false, true, false]);
+        assert_eq!(plan.apart, [true, false, false, true, true]);
+        assert!(plan.released(0, Pass::Forward).is_empty());
+        assert_eq!(plan.released(3, Pass::Backward), [4]);
+        let plan = persisting(config::ModelKind::Gpt2, true, 1000);
+        assert_eq!(plan.persists, [true, true, true, true, false]);
+        assert_eq!(plan.apart, [true; 5], "a slot of its own");
+    }
+
+    #[test]
+    fn all_is_released_in_the_end() {
+        for kind in [config::ModelKind::Gpt2, config::ModelKind::Mlp] {
+            for reshard in [true, false] {
+                let plan = plan(kind, reshard);
+                let mut held = std::collections::BTreeSet::new();
+                let blocks = plan.forward.len();
+                let forward = (0..blocks).map(|block| (block, Pass::Forward));
+                let backward = (0..blocks).rev().map(|block| (block, Pass::Backward));
+                for (block, pass) in forward.chain(backward) {
+                    held.extend(plan.needed(block, pass).iter().copied());
+                    for unit in plan.released(block, pass) {
+                        assert!(held.remove(&unit));
+                    }
+                }
+                assert!(held.is_empty(), "{kind:?} {held:?}");
+            }
+        }
     }
 }

@@ -22,34 +22,12 @@ pub struct ShardUnit {
     pub params: Vec<ParamId>,
     /// For errors and traces.
     pub name: String,
+    /// Its elements in the whole arena, padding included: a multiple of world size × [`CHUNK`] of them.
+    pub whole: Range<usize>,
     /// First chunk of the layout that it covers.
     first_chunk: usize,
     /// Chunks of the layout that it covers; chunks behind them are padding.
     chunks: usize,
-    /// First element in the whole arena.
-    start: usize,
-    /// Elements, padding included: a multiple of world size × [`CHUNK`].
-    len: usize,
-}
-
-impl ShardUnit {
-    /// Elements, padding included.
-    #[must_use]
-    pub fn len(&self) -> usize {
-        self.len
-    }
-
-    /// Never: a unit has at least one parameter.
-    #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.len == 0
-    }
-
-    /// Its elements in the whole arena.
-    #[must_use]
-    pub fn whole(&self) -> Range<usize> {
-        self.start..self.start + self.len
-    }
 }
 
 /// The map from elements to ranks, as one rank sees it.
@@ -88,9 +66,7 @@ impl Sharding {
     #[must_use]
     pub fn of_parts(layout: &GradientLayout, world: usize, rank: usize) -> Self {
         let parts = layout.buckets().iter().enumerate().flat_map(|(i, bucket)| {
-            let group_of = |id: &ParamId| layout.spec(*id).group;
-            let groups = bucket.params.chunk_by(move |a, b| group_of(a) == group_of(b));
-            groups.map(move |params| {
+            by_group(layout, &bucket.params).map(move |params| {
                 let name = format!("part of bucket {i}, from `{}`", layout.spec(params[0]).name);
                 (chunks_around(layout, params), params.to_vec(), name)
             })
@@ -101,15 +77,10 @@ impl Sharding {
     /// Groups of parameters, each cut over `world` ranks.
     #[must_use]
     pub fn of_groups(layout: &GradientLayout, world: usize, rank: usize) -> Self {
-        let group_of = |id: &ParamId| layout.spec(*id).group;
-        let groups = layout
-            .order()
-            .chunk_by(|a, b| group_of(a) == group_of(b))
-            .map(|params| {
-                let last = params[params.len() - 1];
-                let name = format!("group of `{}`", layout.spec(last).name);
-                (chunks_around(layout, params), params.to_vec(), name)
-            });
+        let groups = by_group(layout, layout.order()).map(|params| {
+            let name = format!("group of `{}`", layout.spec(params[params.len() - 1]).name);
+            (chunks_around(layout, params), params.to_vec(), name)
+        });
         Self::new(layout, world, rank, groups)
     }
 
@@ -127,13 +98,13 @@ impl Sharding {
                 let at = layout.range(*id);
                 homes[id.0] = (units.len(), at.start - range.start..at.end - range.start);
             }
+            let start = units.last().map_or(0, |unit| unit.whole.end);
             units.push(ShardUnit {
                 params,
                 name,
+                whole: start..start + range.len().next_multiple_of(world * CHUNK),
                 first_chunk: range.start / CHUNK,
                 chunks: range.len().div_ceil(CHUNK),
-                start: units.last().map_or(0, |unit| unit.whole().end),
-                len: range.len().next_multiple_of(world * CHUNK),
             });
         }
         Self {
@@ -187,14 +158,14 @@ impl Sharding {
     #[must_use]
     pub fn whole_range(&self, id: ParamId) -> Range<usize> {
         let (unit, range) = self.home(id);
-        let start = self.units[unit].start;
+        let start = self.units[unit].whole.start;
         start + range.start..start + range.end
     }
 
     /// Elements of the whole arena.
     #[must_use]
     pub fn whole_len(&self) -> usize {
-        self.units.last().map_or(0, |unit| unit.whole().end)
+        self.units.last().map_or(0, |unit| unit.whole.end)
     }
 
     /// Elements of a rank's shard.
@@ -206,14 +177,14 @@ impl Sharding {
     /// This rank's slice within a unit.
     #[must_use]
     pub fn own(&self, unit: usize) -> Range<usize> {
-        let each = self.units[unit].len / self.world;
+        let each = self.units[unit].whole.len() / self.world;
         self.rank * each..(self.rank + 1) * each
     }
 
     /// This rank's slice of a unit in both arenas.
     #[must_use]
     pub fn own_place(&self, unit: usize) -> Place {
-        let (own, start) = (self.own(unit), self.units[unit].start);
+        let (own, start) = (self.own(unit), self.units[unit].whole.start);
         let shard = start / self.world;
         Place {
             shard: shard..shard + own.len(),
@@ -260,8 +231,8 @@ impl Sharding {
             }
             end = home.end;
         }
-        if end < unit.len {
-            gaps.push(end..unit.len);
+        if end < unit.whole.len() {
+            gaps.push(end..unit.whole.len());
         }
         gaps
     }
@@ -276,7 +247,7 @@ impl Sharding {
     #[must_use]
     pub fn chunks_of(&self, rank: usize) -> Vec<Option<usize>> {
         let of_unit = |unit: &ShardUnit| {
-            let each = unit.len / self.world / CHUNK;
+            let each = unit.whole.len() / self.world / CHUNK;
             let (first, count) = (unit.first_chunk, unit.chunks);
             (rank * each..(rank + 1) * each).map(move |i| (i < count).then_some(first + i))
         };
@@ -330,6 +301,11 @@ impl Portion {
             Self::Shard(arena) => arena.slice(place.shard.clone()),
         }
     }
+}
+
+/// Neighbours of one group each.
+fn by_group<'a>(layout: &'a GradientLayout, params: &'a [ParamId]) -> impl Iterator<Item = &'a [ParamId]> {
+    params.chunk_by(|a, b| layout.spec(*a).group == layout.spec(*b).group)
 }
 
 /// Whole chunks of the layout that hold neighbouring parameters, of which the first begins a chunk.
@@ -412,7 +388,7 @@ mod tests {
             for (index, unit) in sharding.units().iter().enumerate() {
                 let gaps: usize = sharding.gaps(index).iter().map(ExactSizeIterator::len).sum();
                 let params: usize = unit.params.iter().map(|id| sizes[id.0].0).sum();
-                prop_assert_eq!(gaps + params, unit.len());
+                prop_assert_eq!(gaps + params, unit.whole.len());
             }
         }
     }

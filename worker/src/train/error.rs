@@ -9,7 +9,7 @@ use crate::device::DeviceError;
 use crate::mesh::MeshError;
 use crate::metrics::RunFilesError;
 use crate::model::ModelError;
-use crate::parallel::{AgreementError, JoinError, LayoutError, ReduceError, ReplicasError};
+use crate::parallel::{AgreementError, Difference, JoinError, LayoutError, ReduceError};
 use crate::pretrained::PretrainedError;
 use crate::session::StoreError;
 
@@ -125,7 +125,7 @@ pub enum TrainError {
     Reduce(#[from] ReduceError),
     /// Parameters differ between ranks.
     #[error(transparent)]
-    Replicas(#[from] ReplicasError),
+    Replicas(#[from] Difference),
     /// A collective failed.
     #[error(transparent)]
     Collective(#[from] CollectiveError),
@@ -170,11 +170,9 @@ impl TrainError {
             | Self::RunFiles(RunFilesError::RankZero(_))
             // Operations that waited for a collective.
             | Self::Device(DeviceError::Upstream(_))
-            | Self::Reduce(ReduceError::Device(DeviceError::Upstream(_)) | ReduceError::Poisoned(_))
-            | Self::Replicas(ReplicasError::Device(DeviceError::Upstream(_))) => true,
+            | Self::Reduce(ReduceError::Device(DeviceError::Upstream(_)) | ReduceError::Poisoned(_)) => true,
             Self::Collective(error)
             | Self::Reduce(ReduceError::Collective(error))
-            | Self::Replicas(ReplicasError::Collective(error))
             | Self::Join(JoinError::Collective(error)) => error.is_consequence(),
             Self::Agreement(AgreementError::Store { source, .. })
             | Self::RunFiles(RunFilesError::Store(source)) => matches!(source, StoreError::Superseded(_)),
@@ -199,7 +197,7 @@ impl TrainError {
             | Self::Layout(_)
             | Self::Data(_)
             | Self::Agreement(AgreementError::Differs(_))
-            | Self::Replicas(ReplicasError::Differ { .. })
+            | Self::Replicas(_)
             | Self::Reduce(ReduceError::Unused { .. })
             | Self::Pretrained(_)
             | Self::Checkpoint(_) => true,
@@ -213,11 +211,9 @@ impl TrainError {
         let device = match self {
             Self::Device(error)
             | Self::Reduce(ReduceError::Device(error))
-            | Self::Replicas(ReplicasError::Device(error))
             | Self::Join(JoinError::Device(error)) => Some(error),
             Self::Collective(error)
             | Self::Reduce(ReduceError::Collective(error))
-            | Self::Replicas(ReplicasError::Collective(error))
             | Self::Join(JoinError::Collective(error)) => error.failure.device(),
             _ => None,
         };
@@ -227,10 +223,7 @@ impl TrainError {
     /// True if every rank has met the same error at the same point, so that all can still work together.
     #[must_use]
     pub fn is_unanimous(&self) -> bool {
-        matches!(
-            self,
-            Self::NonFinite { .. } | Self::Replicas(ReplicasError::Differ { .. })
-        )
+        matches!(self, Self::NonFinite { .. } | Self::Replicas(_))
     }
 
     /// Message and hint apart, as the agent wants them.

@@ -8,7 +8,7 @@ use ddp_proto::control::Progress;
 use ddp_proto::env::DDP_PROGRESS;
 
 use super::reporting::{Pace, StepNumbers, say, warn};
-use super::step::{StepRecord, Trainer};
+use super::step::{StepRecord, TrainerParts};
 use crate::metrics::{self, MetricsLine, MetricsLog};
 
 /// The kernel walks all page tables for the proportional size, some 20 ms for a GiB: not in every step.
@@ -45,7 +45,7 @@ impl Recorder {
     }
 
     /// Tells of one finished step. Returns what the agent's bar shows of it.
-    pub(super) fn record(&mut self, record: &StepRecord, trainer: &Trainer<'_>) -> Option<Progress> {
+    pub(super) fn record(&mut self, record: &StepRecord, trainer: &TrainerParts<'_>) -> Option<Progress> {
         let tokens = record.samples * trainer.config.model.block_size as u64;
         let tokens_per_s = tokens as f64 / record.times.step.as_secs_f64().max(1e-9);
         self.trained = (self.trained.0 + tokens, self.trained.1 + record.times.step);
@@ -104,7 +104,7 @@ impl Recorder {
     }
 }
 
-fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> MetricsLine {
+fn line(record: &StepRecord, trainer: &TrainerParts<'_>, tokens_per_s: f64) -> MetricsLine {
     let env = trainer.session.env();
     let times = record.times;
     let ms = |duration: Duration| duration.as_secs_f64() * 1e3;
@@ -138,7 +138,7 @@ fn line(record: &StepRecord, trainer: &Trainer<'_>, tokens_per_s: f64) -> Metric
     }
 }
 
-fn memory(trainer: &Trainer<'_>) -> metrics::Memory {
+fn memory(trainer: &TrainerParts<'_>) -> metrics::Memory {
     let process = ProcessMemory::recent();
     let optimizer = trainer.optimizer.bytes_by_place();
     metrics::Memory {

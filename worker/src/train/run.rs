@@ -94,8 +94,8 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         session.limit_sizes(sizes);
     }
     let mut prepared = prepare(&config, opened, session)?;
-    let rank = prepared.trainer.world.rank();
-    let first_step = prepared.trainer.first_step;
+    let parts = prepared.trainer.parts();
+    let (rank, first_step) = (parts.world.rank(), parts.first_step);
     let log = match rank {
         0 => Some(MetricsLog::open(&prepared.run_dir.metrics(), first_step)?),
         _ => None,
@@ -117,7 +117,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     let mut outcome = Outcome::default();
     let ended = prepared.trainer.run(
         &mut prepared.reducer,
-        &mut |record, trainer| recorder.record(record, trainer),
+        &mut |record, parts| recorder.record(record, parts),
         &mut outcome,
     );
     if ended.as_ref().is_err_and(TrainError::is_unanimous) {
@@ -125,8 +125,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
         let _ = prepared.trainer.drain_checkpoints();
     }
     if ended.is_err() {
-        prepared.trainer.checkpoints.abandon();
-        prepared.trainer.world.comm.abandon();
+        prepared.trainer.abandon();
     }
     if rank == 0 && matches!(ended, Err(TrainError::NotSaved { .. })) {
         // Where the disk takes so little; the error that counts is on its way.
@@ -137,7 +136,7 @@ fn train(config: &TrainConfig, session: &Session, parts: Substitutes) -> Result<
     if rank == 0 {
         finish(&prepared, &recorder, &outcome, started, last)?;
     }
-    prepared.trainer.world.comm.shutdown();
+    prepared.trainer.parts().world.comm.shutdown();
     Ok(RunSummary {
         steps: outcome.steps,
         loss: outcome.loss,
@@ -155,7 +154,7 @@ fn finish(
     started: Instant,
     last: Option<Summary>,
 ) -> Result<(), TrainError> {
-    let (trainer, path) = (&prepared.trainer, prepared.run_dir.summary());
+    let (trainer, path) = (prepared.trainer.parts(), prepared.run_dir.summary());
     let summary = summary(prepared, recorder, outcome, started, true)?;
     // A life without steps knows neither loss nor speed, and the life that had them has written them down; unless that
     // one was killed after its last checkpoint.
@@ -199,7 +198,7 @@ fn summary(
     started: Instant,
     is_saved: bool,
 ) -> Result<Summary, TrainError> {
-    let trainer = &prepared.trainer;
+    let trainer = prepared.trainer.parts();
     let config = trainer.config;
     let env = trainer.session.env();
     let samples = trainer.loader.consumed_before(outcome.steps);

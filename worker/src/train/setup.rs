@@ -1,7 +1,7 @@
 //! From a configuration and a session to a trainer that is ready for its first step.
 
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ddp_proto::env::WorkerEnv;
 
@@ -11,11 +11,10 @@ use super::checkpointing::{
 };
 use super::device_choice::Choice;
 use super::reporting::ProfilingWindow;
-use super::step::{Evaluation, RankNumbers, Replica, Skips, Tally, Trainer};
-use super::strategy::{Blueprint, Held};
+use super::step::{Evaluation, RankTable, Replica, StepTable, Trainer, TrainerParts};
+use super::strategy::{Blueprint, allocate, optimizer};
 use super::world::{World, WrapTransport, threads, timeout};
 use crate::checkpoint::{Batch, Disk, Since, State, Storage};
-use crate::collective::WireBytes;
 use crate::config::{OptimizerOffload, TrainConfig};
 use crate::data::{BatchShape, Dataset, Loader, ORDER_VERSION, Sampler};
 use crate::device::{ArenaSpec, Buffer, Device};
@@ -23,9 +22,7 @@ use crate::mesh::DATA;
 use crate::metrics::{Request, RunDir, Start};
 use crate::ops::Cast;
 use crate::optim::{Clip, PIECE, StateMemory};
-use crate::parallel::{
-    Agreement, GradientLayout, Parameters, Portion, Reducer, ReplicaSet, Replicas, Signature,
-};
+use crate::parallel::{Agreement, Parameters, Reducer, Signature};
 use crate::session::Session;
 
 /// Parts of the machine to use instead of what the configuration leads to.
@@ -133,28 +130,21 @@ pub(super) fn prepare<'a>(
         layout,
         scheme,
         activations,
-        ..
     } = opened.blueprint;
     let (env, choice) = (session.env(), opened.choice);
     let device = choice.open(config, threads(config))?;
     let world = World::connect(config, session, device, opened.transport, scheme.mesh)?;
-    let held = Held::new(&world, config, &scheme, &model, &layout)?;
-    let home = state_home(&world, held.parameters.as_ref(), config, &run_dir)?;
-    let optimizer = held.optimizer(home, config, &model)?;
-    let Held {
-        parameters,
-        reducer,
-        replicas: set,
-    } = held;
-    let (sharding, compute) = (parameters.sharding().clone(), (&world.device, world.stream));
+    let (parameters, reducer) = allocate(&world, config, &scheme, &model, &layout)?;
+    let home = state_home(&world, &parameters, config, &run_dir)?;
+    let optimizer = optimizer(&parameters, home, config, &model)?;
+    let (set, compute) = (parameters.replica_set(), (&world.device, world.stream));
+    let clip = Clip::new(set, compute, parameters.sharding(), &config.train)?;
     let replica = Replica::new(&world, model, parameters, activations, config)?;
-    let mut trainer = Trainer {
+    let mut parts = TrainerParts {
         optimizer,
-        clip: Clip::new(set.reduce(), compute, &sharding, &config.train)?,
-        exchange: RankNumbers::new(&world, "numbers of each rank")?,
-        tally: Tally::new(&world)?,
-        skips: Skips::new(config.train.on_nonfinite, config.train.max_skips),
-        replicas: replicas(&world, &set, &layout, &replica)?,
+        clip,
+        rank_table: RankTable::new(&world, "numbers of each rank")?,
+        step_table: StepTable::new(&world)?,
         loader: loader(config, &world, &dataset),
         evaluation: Evaluation::new(dataset.val.clone(), config.model.block_size),
         checkpoints: Checkpoints::new(
@@ -166,21 +156,17 @@ pub(super) fn prepare<'a>(
         window: ProfilingWindow::new(config, run_dir.path(), &replica.model, &world),
         grad_bytes: reducer.bytes(),
         first_step: 0,
-        finished: Instant::now(),
-        accounted: WireBytes::default(),
-        carried: Duration::ZERO,
-        progress: None,
         config,
         scheme,
         session,
         world,
         replica,
     };
-    begin(&mut trainer, &opened.origin, &dataset)?;
+    begin(&mut parts, &opened.origin, &dataset)?;
     let saved = opened.origin.saved().map(|state| &state.config);
     Ok(Prepared {
         steps_before: saved.and_then(|config| config.pointer("/train/steps")?.as_u64()),
-        trainer,
+        trainer: Trainer::new(parts)?,
         reducer,
         run_dir,
         dataset,
@@ -192,7 +178,7 @@ pub(super) fn prepare<'a>(
 /// Where the optimizer's state is. `host` on a device whose memory is the host's moves nothing.
 fn state_home(
     world: &World,
-    parameters: &dyn Parameters,
+    parameters: &Parameters,
     config: &TrainConfig,
     run_dir: &RunDir,
 ) -> Result<StateMemory, TrainError> {
@@ -214,56 +200,36 @@ fn state_home(
     }
 }
 
-/// What must be the same: everything, on all ranks; or, where ranks own parts, this part of all copies.
-fn replicas(
-    world: &World,
-    set: &ReplicaSet,
-    layout: &Arc<GradientLayout>,
-    replica: &Replica,
-) -> Result<Option<Replicas>, TrainError> {
-    let (device, sharding) = (&world.device, replica.parameters.sharding());
-    Ok(match (replica.parameters.own(), set.replicate()) {
-        (Portion::Whole(_), _) => Some(Replicas::of_whole(set.all(), device, layout, sharding)?),
-        (Portion::Shard(_), Some(copies)) => Some(Replicas::of_shards(copies, device, layout, sharding)?),
-        (Portion::Shard(_), None) => None,
-    })
-}
-
 /// Parameters and moments of the checkpoint, or first values; then the same on all ranks.
-fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
-    let config = trainer.config;
-    trainer.with_checkpoints(|checkpoints, here| checkpoints.reserve(here, config))?;
-    let (replica, optimizer, seed) = (&trainer.replica, &trainer.optimizer, config.run.seed);
+fn begin(parts: &mut TrainerParts<'_>, origin: &Origin, dataset: &Dataset) -> Result<(), TrainError> {
+    let config = parts.config;
+    parts.with_checkpoints(|checkpoints, here| checkpoints.reserve(here, config))?;
+    let (replica, optimizer, seed) = (&parts.replica, &parts.optimizer, config.run.seed);
     match origin {
         Origin::Seed => replica.initialise(optimizer, seed, None)?,
         Origin::Pretrained(weights) => replica.initialise(optimizer, seed, Some(weights))?,
         Origin::Checkpoint(saved) => {
-            trainer.with_checkpoints(|checkpoints, here| checkpoints.load(here, saved))?;
+            parts.with_checkpoints(|checkpoints, here| checkpoints.load(here, saved))?;
             let state = &saved.manifest().state;
-            trainer.loader =
-                loader(trainer.config, &trainer.world, dataset).resumed(state.step, state.consumed_samples);
-            trainer.first_step = state.step;
-            trainer.clip.resume(trainer.world.stream, state.updates());
+            parts.loader =
+                loader(parts.config, &parts.world, dataset).resumed(state.step, state.consumed_samples);
+            parts.first_step = state.step;
+            parts.clip.resume(parts.world.stream, state.updates());
         }
     }
-    let (home, stream) = (trainer.optimizer.home(), trainer.world.stream);
+    let (home, stream) = (parts.optimizer.home(), parts.world.stream);
     home.synchronize(stream)?;
-    let parameters = &trainer.replica.parameters;
-    if let (1, Some(replicas)) = (parameters.sharding().world(), &trainer.replicas) {
-        let masters = trainer.optimizer.masters(parameters.own()).arena().whole();
+    let parameters = &parts.replica.parameters;
+    if parameters.sharding().world() == 1 {
+        let masters = parts.optimizer.masters(parameters.own()).arena().whole();
         if home.host_state().is_some() {
-            broadcast_from_host(&trainer.world, home, replicas, &masters)?;
+            broadcast_from_host(&parts.world, home, parameters, &masters)?;
         } else {
-            replicas.broadcast(stream, &masters)?;
+            parameters.broadcast(&masters)?;
         }
     }
-    trainer.optimizer.round(stream, parameters.own());
+    parts.optimizer.round(stream, parameters.own());
     home.synchronize(stream)?;
-    let accounted = trainer.sent();
-    parameters.updated()?;
-    // The first step has not begun.
-    let _ = parameters.take_times();
-    trainer.accounted = accounted;
     Ok(())
 }
 
@@ -271,7 +237,7 @@ fn begin(trainer: &mut Trainer<'_>, origin: &Origin, dataset: &Dataset) -> Resul
 fn broadcast_from_host(
     world: &World,
     home: &StateMemory,
-    replicas: &Replicas,
+    parameters: &Parameters,
     masters: &Buffer,
 ) -> Result<(), TrainError> {
     let bounce = world.device.alloc(&ArenaSpec::private(
@@ -287,7 +253,7 @@ fn broadcast_from_host(
             home.enqueue_all(world.stream, vec![Cast { x, out }.into()]);
         };
         copy(&piece, &carried);
-        replicas.broadcast(world.stream, &carried)?;
+        parameters.broadcast(&carried)?;
         copy(&carried, &piece);
     }
     Ok(())

@@ -6,7 +6,7 @@ use ddp_proto::words::{bytes, counted, grouped};
 use super::TrainError;
 use super::planning::{Estimate, Footprint};
 use super::setup::Prepared;
-use super::step::Trainer;
+use super::step::TrainerParts;
 use crate::config::{Accumulate, LrScaling, OptimizerOffload, Recompute, Strategy, Sync, Train, TrainConfig};
 use crate::data::{Dataset, Tokens};
 use crate::device::DType;
@@ -26,7 +26,7 @@ pub(super) fn startup_table(prepared: &Prepared<'_>) -> Result<String, TrainErro
 }
 
 fn rows(prepared: &Prepared<'_>) -> Result<[(&'static str, Option<String>); 20], TrainError> {
-    let trainer = &prepared.trainer;
+    let trainer = prepared.trainer.parts();
     let (config, train) = (trainer.config, &trainer.config.train);
     let global_batch = trainer.global_batch();
     let batch = format!(
@@ -71,7 +71,7 @@ fn rows(prepared: &Prepared<'_>) -> Result<[(&'static str, Option<String>); 20],
     ])
 }
 
-fn backend(trainer: &Trainer<'_>) -> String {
+fn backend(trainer: &TrainerParts<'_>) -> String {
     let world = trainer.world.size();
     match (world, trainer.session.env().node_count) {
         (1, _) => "one rank".to_owned(),
@@ -219,7 +219,7 @@ fn precision(config: &TrainConfig) -> String {
     format!("{params}, with f32 masters and moments; gradients are averaged in {reduced}{added}")
 }
 
-fn strategy(trainer: &Trainer<'_>) -> String {
+fn strategy(trainer: &TrainerParts<'_>) -> String {
     let (parallel, scheme) = (&trainer.config.parallel, &trainer.scheme);
     let what = match scheme.strategy {
         Strategy::Ddp if parallel.strategy != Strategy::Ddp => {
@@ -245,7 +245,7 @@ fn strategy(trainer: &Trainer<'_>) -> String {
 
 /// Where the optimizer's state is, if a place was chosen for it.
 fn offloaded(prepared: &Prepared<'_>) -> Option<String> {
-    let trainer = &prepared.trainer;
+    let trainer = prepared.trainer.parts();
     let offload = &trainer.config.train.offload;
     let state = bytes(trainer.optimizer.bytes() as u64);
     match offload.optimizer {
@@ -281,7 +281,7 @@ fn on_the_host(state: &str, across: Option<(usize, usize)>) -> String {
 
 /// What both ways to accumulate cost, where there is a choice.
 fn accumulation(prepared: &Prepared<'_>) -> Result<Option<String>, TrainError> {
-    let trainer = &prepared.trainer;
+    let trainer = prepared.trainer.parts();
     let (config, scheme) = (trainer.config, trainer.scheme);
     if config.train.grad_accumulation == 1 || matches!(scheme.strategy, Strategy::Ddp | Strategy::Zero1) {
         return Ok(None);
@@ -317,7 +317,7 @@ fn both_ways(chosen: Accumulate, sharded: (Footprint, u64), full: (Footprint, u6
     }
 }
 
-fn sync(trainer: &Trainer<'_>, reductions: usize) -> String {
+fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
     let parallel = &trainer.config.parallel;
     let when = if parallel.overlap {
         "while backward runs"

@@ -23,8 +23,8 @@ use crate::mesh::{Axis, DATA, MeshShape};
 use crate::model::{self, Model};
 use crate::optim::{Optimizer, ParamGroups, StateMemory};
 use crate::parallel::{
-    Dtypes, GatherGroup, GatheredParameters, GradientLayout, LayoutConfig, Parameters, Reducer,
-    ReducerConfig, ReplicaSet, ReshardPolicy, Sharding, WholeParameters,
+    Dtypes, GradientLayout, LayoutConfig, Parameters, Reducer, ReducerConfig, ReplicaSet, ReshardPolicy,
+    Sharding,
 };
 
 /// A strategy on a mesh: what is decided before anything is allocated.
@@ -74,6 +74,17 @@ impl Scheme {
             Strategy::Zero2 | Strategy::Zero3 => Self {
                 accumulate: Some(accumulate),
                 ..self
+            },
+        }
+    }
+
+    /// What stays gathered of the parameters.
+    pub(super) fn reshard_policy(&self, parallel: &Parallel) -> ReshardPolicy {
+        match self.strategy {
+            Strategy::Ddp | Strategy::Zero1 | Strategy::Zero2 => ReshardPolicy::KeepAll,
+            Strategy::Zero3 => ReshardPolicy::Release {
+                after_forward: parallel.reshard_after_forward,
+                persist_below: parallel.persist_below,
             },
         }
     }
@@ -134,103 +145,48 @@ pub(super) fn network(config: &TrainConfig, dtypes: Dtypes) -> Result<Model, Tra
     Ok(model::recomputing(model, config.train.recompute).with_dtype(dtypes.params))
 }
 
-/// Parameters, gradients and the ranks that they are shared with.
-pub(super) struct Held {
-    pub(super) parameters: Arc<dyn Parameters>,
-    pub(super) reducer: Reducer,
-    pub(super) replicas: ReplicaSet,
-}
-
-impl Held {
-    /// Allocates parameters and gradients. Every rank must call it.
-    pub(super) fn new(
-        world: &World,
-        config: &TrainConfig,
-        scheme: &Scheme,
-        model: &Model,
-        layout: &Arc<GradientLayout>,
-    ) -> Result<Self, TrainError> {
-        let replicas = ReplicaSet::of(&world.mesh)?;
-        let sharding = Arc::new(scheme.sharding(layout, world.mesh.index(&[Axis::Shard])));
-        let allocation = Allocation {
-            world,
-            config,
-            scheme,
-            replicas: &replicas,
-            sharding: &sharding,
-        };
-        Ok(Self {
-            parameters: allocation.parameters(model)?,
-            reducer: allocation.reducer(layout)?,
-            replicas,
-        })
-    }
-
-    /// State of what this rank owns, in `home`; and masters, where the parameters are not f32 or not near the state.
-    /// Every rank must call it.
-    pub(super) fn optimizer(
-        &self,
-        home: StateMemory,
-        config: &TrainConfig,
-        model: &Model,
-    ) -> Result<Optimizer, TrainError> {
-        let needs_masters = Dtypes::of(config).has_masters() || home.host_state().is_some();
-        let owners = (self.replicas.reduce(), &**self.parameters.sharding());
-        let optimizer = Optimizer::new(home, owners, &model.params, &config.train.optimizer)?;
-        Ok(if needs_masters {
-            optimizer.with_masters(owners.1)?
-        } else {
-            optimizer
-        })
-    }
-}
-
-struct Allocation<'a> {
-    world: &'a World,
-    config: &'a TrainConfig,
-    scheme: &'a Scheme,
-    replicas: &'a ReplicaSet,
-    sharding: &'a Arc<Sharding>,
-}
-
-impl Allocation<'_> {
-    fn parameters(&self, model: &Model) -> Result<Arc<dyn Parameters>, TrainError> {
-        let mut group = GatherGroup {
-            comm: self.replicas.reduce().clone(),
-            device: self.world.device.clone(),
-            stream: self.world.stream,
-        };
-        if self.scheme.strategy != Strategy::Zero3 {
-            return Ok(Arc::new(WholeParameters::new(&group, model, self.sharding)?));
-        }
+/// Allocates parameters and gradients. Every rank must call it.
+pub(super) fn allocate(
+    world: &World,
+    config: &TrainConfig,
+    scheme: &Scheme,
+    model: &Model,
+    layout: &Arc<GradientLayout>,
+) -> Result<(Parameters, Reducer), TrainError> {
+    let (parallel, compute) = (&config.parallel, (&world.device, world.stream));
+    let set = ReplicaSet::of(&world.mesh, &model.params)?;
+    let sharding = Arc::new(scheme.sharding(layout, world.mesh.index(&[Axis::Shard])));
+    let policy = scheme.reshard_policy(parallel);
+    let gathers = match policy {
+        ReshardPolicy::KeepAll => set.reduce.clone(),
         // Apart from the gradients', so that gathering does not queue behind reducing.
-        group.comm = self.world.mesh.group_for(&[Axis::Shard], "parameters")?;
-        let policy = ReshardPolicy {
-            reshard: self.config.parallel.reshard_after_forward,
-            persist_below: self.config.parallel.persist_below,
-        };
-        Ok(Arc::new(GatheredParameters::new(
-            &group,
-            model,
-            self.sharding,
-            policy,
-        )?))
-    }
+        ReshardPolicy::Release { .. } => world.mesh.group_for(&[Axis::Shard], "parameters")?,
+    };
+    let parameters = Parameters::new((&set, &gathers), compute, model, &sharding, policy)?;
+    let reduction = ReducerConfig {
+        sync: parallel.sync,
+        overlap: parallel.overlap,
+        accumulate: scheme.accumulate.unwrap_or(Accumulate::Full),
+        unused: parallel.unused,
+    };
+    let reducer = Reducer::over(&set, compute, layout.clone(), &sharding, reduction)?;
+    Ok((parameters, reducer))
+}
 
-    fn reducer(&self, layout: &Arc<GradientLayout>) -> Result<Reducer, TrainError> {
-        let World { device, stream, .. } = self.world;
-        let parallel = &self.config.parallel;
-        let (layout, overlap) = (layout.clone(), parallel.overlap);
-        let Some(accumulate) = self.scheme.accumulate else {
-            let sync = ReducerConfig {
-                sync: parallel.sync,
-                overlap,
-            };
-            let reducer = Reducer::new(self.replicas.all(), device, layout, sync)?;
-            return Ok(reducer.with_unused(parallel.unused));
-        };
-        let compute = (device, *stream);
-        let reducer = Reducer::sharded(self.replicas, compute, layout, self.sharding, accumulate, overlap)?;
-        Ok(reducer.with_unused(parallel.unused))
-    }
+/// State of what this rank owns, in `home`; and masters, where the parameters are not f32 or not near the state. Every
+/// rank must call it.
+pub(super) fn optimizer(
+    parameters: &Parameters,
+    home: StateMemory,
+    config: &TrainConfig,
+    model: &Model,
+) -> Result<Optimizer, TrainError> {
+    let needs_masters = Dtypes::of(config).has_masters() || home.host_state().is_some();
+    let owners = (&parameters.replica_set().owners, &**parameters.sharding());
+    let optimizer = Optimizer::new(home, owners, &model.params, &config.train.optimizer)?;
+    Ok(if needs_masters {
+        optimizer.with_masters(owners.1)?
+    } else {
+        optimizer
+    })
 }

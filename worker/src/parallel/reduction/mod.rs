@@ -3,19 +3,13 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `reducer.rs` | the reducer, and the two phases of a step: gradients are written, then sums are read |
-//! | `readiness.rs` | which gradients of a step are complete, and when |
-//! | `gradients.rs` | what one reduction carries, and the memory of whole gradients |
-//! | `sharded_gradients.rs` | the memory of gradients of which a rank keeps only its shard |
-//! | `slots.rs` | memory through which gradients pass one unit after the other |
-//! | `error.rs` | what can go wrong, by parameter and bucket |
+//! | `readiness.rs` | which gradients of a step are complete, and when; what can go wrong |
+//! | `grad_units.rs` | the memory of gradients, and the way of each unit: contributed, reduced, landed, summed over copies |
 
-mod error;
-mod gradients;
+mod grad_units;
 mod readiness;
 mod reducer;
-mod sharded_gradients;
-mod slots;
 
-pub use error::ReduceError;
+pub(super) use grad_units::slots_for;
+pub use readiness::ReduceError;
 pub use reducer::{Reduced, Reducer, ReducerConfig, Step};
-pub(super) use slots::slots_for;

@@ -1,19 +1,69 @@
-//! What is known of the gradients of one step: how often each was reported, and when it is there.
+//! What is known of the gradients of one step: how often each was reported, when it is there, and what is wrong.
 //!
 //! A gradient is complete when its parameter has been reported contributions × micro-batches times, in whatever order
 //! micro-batches run backward: a block of a pipeline may have done all of them before another has begun. Where every
 //! micro-batch is reduced by itself, a step has as many rounds, and a gradient is complete in each.
 
 use std::any::Any;
+use std::sync::Arc;
 use std::time::Instant;
 
-use super::ReduceError;
+use crate::collective::{CollectiveError, WorkError};
 use crate::device::{DeviceError, Event, EventState};
 use crate::model::ParamId;
 use crate::parallel::GradientLayout;
 
-/// By parameter.
-pub(super) struct Readiness(Vec<GradReports>);
+/// Why gradients could not be reduced.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ReduceError {
+    /// Gradients were not asked for, written and reported as the layout says.
+    #[error("{0}")]
+    Misuse(String),
+    /// A block did not use parameters that it lists.
+    #[error(
+        "rank {rank}: {unused}\n  hint: take them out of the model, or set `parallel.unused: zero` to train them with a gradient of zero from this rank"
+    )]
+    Unused {
+        /// Rank in the group.
+        rank: usize,
+        /// Which, and of which block.
+        unused: String,
+    },
+    /// An earlier step left the ranks in disagreement.
+    #[error("the reducer cannot be used any more: {0}")]
+    Poisoned(String),
+    /// A collective failed.
+    #[error(transparent)]
+    Collective(#[from] CollectiveError),
+    /// The device failed.
+    #[error(transparent)]
+    Device(#[from] DeviceError),
+}
+
+impl From<WorkError> for ReduceError {
+    fn from(error: WorkError) -> Self {
+        match error {
+            WorkError::Failed(error) => Self::Collective(error),
+            WorkError::Pending(error) => Self::Device(error),
+        }
+    }
+}
+
+impl From<ReduceError> for DeviceError {
+    fn from(error: ReduceError) -> Self {
+        match error {
+            ReduceError::Device(error) => error,
+            other => Self::Upstream(other.to_string()),
+        }
+    }
+}
+
+/// The gradients of a step.
+pub(super) struct Readiness {
+    layout: Arc<GradientLayout>,
+    /// By parameter.
+    reports: Vec<GradReports>,
+}
 
 #[derive(Clone, Default)]
 struct GradReports {
@@ -21,6 +71,8 @@ struct GradReports {
     times: usize,
     /// How often it is to be reported in a round.
     due: usize,
+    /// Its memory was asked for since the last report.
+    asked_for: bool,
     /// The gradient has a value already: later contributions are added.
     written: bool,
     /// Points in streams that were not reached when they were reported.
@@ -29,90 +81,95 @@ struct GradReports {
 
 impl Readiness {
     /// For rounds of so many micro-batches.
-    pub(super) fn new(layout: &GradientLayout, micro_batches: usize) -> Self {
-        let due = |id| layout.spec(ParamId(id)).contributions * micro_batches;
+    pub(super) fn new(layout: &Arc<GradientLayout>, micro_batches: usize) -> Self {
         let report = |id| GradReports {
-            due: due(id),
+            due: layout.spec(ParamId(id)).contributions * micro_batches,
             ..GradReports::default()
         };
-        Self((0..layout.params()).map(report).collect())
-    }
-
-    /// An error if there is no such parameter.
-    pub(super) fn known(&self, id: ParamId) -> Result<(), ReduceError> {
-        let count = self.0.len();
-        if id.0 < count {
-            Ok(())
-        } else {
-            Err(ReduceError::Unknown { id: id.0, count })
+        Self {
+            reports: (0..layout.params()).map(report).collect(),
+            layout: layout.clone(),
         }
     }
 
-    /// True if the gradient has a value already.
-    pub(super) fn is_written(&self, id: ParamId) -> bool {
-        self.0[id.0].written
+    /// An error that begins with the gradient and its bucket.
+    fn misuse(&self, id: ParamId, what: &str) -> ReduceError {
+        let (name, bucket) = (&self.layout.spec(id).name, self.layout.bucket_of(id));
+        let bucket = bucket.expect("the parameter is known");
+        ReduceError::Misuse(format!("gradient of `{name}` (bucket {bucket}) {what}"))
     }
 
-    /// The gradient gets a value; true if it had none.
-    pub(super) fn write(&mut self, id: ParamId) -> bool {
-        !std::mem::replace(&mut self.0[id.0].written, true)
+    fn known(&mut self, ParamId(id): ParamId) -> Result<&mut GradReports, ReduceError> {
+        let count = self.reports.len();
+        let unknown =
+            || format!("a gradient of parameter {id} was reported, but there are {count} parameters");
+        let report = self.reports.get_mut(id);
+        report.ok_or_else(|| ReduceError::Misuse(unknown()))
     }
 
-    /// True if all contributions of this round were reported.
-    pub(super) fn is_complete(&self, id: ParamId) -> bool {
-        let report = &self.0[id.0];
-        report.times >= report.due
+    /// The memory of a gradient is asked for. After its last report that is an error: it may be on its way to other
+    /// ranks. True if the gradient has a value already.
+    pub(super) fn ask(&mut self, id: ParamId) -> Result<bool, ReduceError> {
+        let report = self.known(id)?;
+        if report.times >= report.due {
+            return Err(self.misuse(id, "was asked for after it was reported ready"));
+        }
+        report.asked_for = true;
+        Ok(report.written)
     }
 
-    /// One contribution is there once `at` is reached.
-    pub(super) fn add(&mut self, id: ParamId, at: Event, layout: &GradientLayout) -> Result<(), ReduceError> {
-        self.known(id)?;
-        let report = &mut self.0[id.0];
+    /// The gradient has a value from now on.
+    pub(super) fn write(&mut self, id: ParamId) {
+        self.reports[id.0].written = true;
+    }
+
+    /// One contribution is there once `at` is reached. True if that was the last one of this round. Where memory
+    /// `is_lent` for a round, each contribution must have asked for it.
+    pub(super) fn add(&mut self, id: ParamId, at: Event, is_lent: bool) -> Result<bool, ReduceError> {
+        let report = self.known(id)?;
         report.times += 1;
+        let (times, expected) = (report.times, report.due);
+        let was_asked_for = std::mem::take(&mut report.asked_for);
+        if times > expected {
+            return Err(self.misuse(id, &format!("was reported {times} times, expected {expected}")));
+        }
+        if is_lent && !was_asked_for {
+            let what = "was reported, but its memory was not asked for since it was reported last\n  hint: report each contribution once, after it was written";
+            return Err(self.misuse(id, what));
+        }
         report.written = true;
         if !matches!(at.poll(), Some(Ok(()))) {
             report.events.push(at);
         }
-        let (times, expected) = (report.times, report.due);
-        if times <= expected {
-            return Ok(());
-        }
-        let (param, bucket) = layout.name_and_bucket(id);
-        Err(ReduceError::Double {
-            param,
-            bucket,
-            times,
-            expected,
-        })
+        Ok(times == expected)
     }
 
     /// An error if a contribution of this round is missing.
-    pub(super) fn all_there(&self, layout: &GradientLayout) -> Result<(), ReduceError> {
-        let short = |id: &&ParamId| !self.is_complete(**id);
-        let Some(first) = layout.order().iter().find(short) else {
+    pub(super) fn all_there(&self) -> Result<(), ReduceError> {
+        let is_short = |id: &&ParamId| self.reports[id.0].times < self.reports[id.0].due;
+        let mut short = self.layout.order().iter().filter(is_short);
+        let Some(first) = short.next() else {
             return Ok(());
         };
-        let (param, bucket) = layout.name_and_bucket(*first);
-        let report = &self.0[first.0];
-        Err(ReduceError::Missing {
-            param,
-            bucket,
-            times: report.times,
-            expected: report.due,
-            missing: layout.order().iter().filter(short).count(),
-        })
+        let (GradReports { times, due, .. }, missing) = (&self.reports[first.0], 1 + short.count());
+        let what = format!(
+            "was reported {times} times, expected {due}; {missing} gradients are missing in all\n  hint: every parameter must take part in every micro-batch"
+        );
+        Err(self.misuse(*first, &what))
     }
 
     /// Reached when the gradients of a unit are there.
     pub(super) fn take_event(&mut self, params: &[ParamId]) -> Event {
-        let events = params.iter().map(|id| std::mem::take(&mut self.0[id.0].events));
+        let events = params
+            .iter()
+            .map(|id| std::mem::take(&mut self.reports[id.0].events));
         all_of(events.flatten())
     }
 
     /// The next round of these gradients begins, with new values.
     pub(super) fn next_round(&mut self, params: &[ParamId]) {
         for id in params {
-            let report = &mut self.0[id.0];
+            let report = &mut self.reports[id.0];
             report.times = 0;
             report.written = false;
         }

@@ -278,7 +278,7 @@ impl Checkpoints {
     fn round(&mut self, here: RankState<'_>) -> Result<Option<Ended>, TrainError> {
         let is_leader = here.world.rank() == 0;
         let own = [self.code(is_leader), 0.0];
-        let rows = here.exchange.gather("progress of the checkpoint", own)?;
+        let rows = here.rank_table.gather("progress of the checkpoint", own)?;
         let codes: Vec<f64> = rows.iter().map(|row| row[0]).collect();
         Ok(self.finish(is_leader, &codes))
     }

@@ -12,7 +12,7 @@ use crate::model::ParamSpec;
 use crate::optim::Optimizer;
 use crate::parallel::{OwnPiece, Place, Portion, Sharding};
 use crate::session::Session;
-use crate::train::step::{RankNumbers, Replica};
+use crate::train::step::{RankTable, Replica};
 use crate::train::world::World;
 
 /// The rank, and the state that is saved.
@@ -21,7 +21,7 @@ pub(crate) struct RankState<'a> {
     pub(crate) world: &'a World,
     pub(crate) replica: &'a Replica,
     pub(crate) optimizer: &'a Optimizer,
-    pub(crate) exchange: &'a RankNumbers,
+    pub(crate) rank_table: &'a RankTable,
     pub(crate) session: &'a Session,
 }
 
@@ -51,15 +51,14 @@ pub(super) fn tensors<'a>(params: &'a Portion, optimizer: &'a Optimizer) -> Vec<
     [parameters].into_iter().chain(slots).collect()
 }
 
-/// What `rank` of `ranks` writes: its part of what it owns, if others own the same.
-pub(super) fn written_by(sharding: &Sharding, rank: usize, ranks: usize) -> Vec<OwnPiece> {
+/// What a rank writes: its part of what it owns, where it holds one of several copies of that.
+pub(super) fn written_by(sharding: &Sharding, (copy, copies): (usize, usize)) -> Vec<OwnPiece> {
     let own = sharding.own_pieces();
-    let copies = (ranks / sharding.world()).max(1);
     let ranges: Vec<_> = own
         .iter()
         .map(|piece| piece.elements.start as u64..piece.elements.end as u64)
         .collect();
-    share_of(&ranges, rank / sharding.world(), copies)
+    share_of(&ranges, copy, copies)
         .into_iter()
         .map(|(index, range)| {
             let elements = range.start as usize..range.end as usize;
@@ -136,7 +135,7 @@ impl OwnFile {
 pub(super) fn files(here: RankState<'_>) -> Vec<OwnFile> {
     let (rank, ranks) = (here.world.rank(), here.world.size());
     let parameters = &here.replica.parameters;
-    let own = written_by(parameters.sharding(), rank, ranks);
+    let own = written_by(parameters.sharding(), parameters.replica_set().copy());
     let params = &here.replica.model.params;
     let file = |part: &StateTensors<'_>| {
         let extents = own.iter().flat_map(|piece| extents(&part.kind, piece, params));

@@ -73,6 +73,11 @@ fn sharding(model: &Model, owners: Owners, rank: usize, ranks: usize) -> Shardin
     }
 }
 
+/// What `rank` of `ranks` writes.
+fn written(sharding: &Sharding, rank: usize, ranks: usize) -> Vec<OwnPiece> {
+    written_by(sharding, (rank / sharding.world(), ranks / sharding.world()))
+}
+
 /// Bytes that belong to these elements and to no others.
 fn bytes_of(extent: &Extent) -> Vec<u8> {
     let tensor = blake3::hash(extent.tensor.to_string().as_bytes());
@@ -95,7 +100,7 @@ fn save(model: &Model, owners: Owners, ranks: usize) -> TempDir {
         })
         .collect();
     for (rank, writer) in writers.iter().enumerate() {
-        let own = written_by(&sharding(model, owners, rank, ranks), rank, ranks);
+        let own = written(&sharding(model, owners, rank, ranks), rank, ranks);
         for kind in kinds() {
             let extents = own.iter().flat_map(|piece| extents(&kind, piece, &model.params));
             let extents: Vec<Extent> = extents.map(|own| own.extent).collect();
@@ -161,7 +166,7 @@ fn copies_share_the_writing() {
         for ranks in [2, 4, 8] {
             let copy = ranks_of_a_copy(ranks);
             let writes = |rank| -> usize {
-                let own = written_by(&sharding(&model, owners, rank, ranks), rank, ranks);
+                let own = written(&sharding(&model, owners, rank, ranks), rank, ranks);
                 own.iter().map(|piece| piece.elements.len()).sum()
             };
             for rank in 0..copy {
@@ -181,7 +186,7 @@ fn ranks_with_the_same_state_write_equal_parts_of_it() {
     let total: usize = model.params.iter().map(ParamSpec::len).sum();
     for ranks in SIZES {
         for rank in 0..ranks {
-            let own = written_by(&sharding(&model, Owners::All, rank, ranks), rank, ranks);
+            let own = written(&sharding(&model, Owners::All, rank, ranks), rank, ranks);
             let elements: usize = own.iter().map(|piece| piece.elements.len()).sum();
             assert!(elements.abs_diff(total / ranks) <= 1, "rank {rank} of {ranks}");
             for piece in own {

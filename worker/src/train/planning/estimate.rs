@@ -19,7 +19,7 @@ use crate::parallel::{GradientLayout, Reducer};
 use crate::session::Cancel;
 use crate::train::TrainError;
 use crate::train::step::{MicroBatch, Replica};
-use crate::train::strategy::{Blueprint, Held, Scheme};
+use crate::train::strategy::{Blueprint, Scheme, allocate, optimizer};
 use crate::train::world::World;
 
 /// Bound of waits for what is there at once.
@@ -125,19 +125,18 @@ impl Estimate {
         activations: usize,
     ) -> Result<Self, TrainError> {
         let world = idle_world(scheme.mesh);
-        let mut held = Held::new(&world, config, &scheme, model, layout)?;
+        let (parameters, mut reducer) = allocate(&world, config, &scheme, model, layout)?;
         let home = StateMemory::on_device(world.device.clone());
-        let optimizer = held.optimizer(home, config, model)?;
-        let parameters = held.parameters.clone();
+        let optimizer = optimizer(&parameters, home, config, model)?;
         let mut replica = Replica::new(&world, model.clone(), parameters, activations, config)?;
         let micro_batches = config.train.grad_accumulation as u64;
         Ok(Self {
             strategy: scheme.strategy,
             shard_ranks: scheme.shard_ranks() as u64,
             parameters: model.param_count() as u64,
-            padded: held.parameters.sharding().whole_len() as u64,
-            sent: step_traffic(&mut replica, &mut held.reducer, micro_batches)?,
-            held: Footprint::of(&replica, &held.reducer, &optimizer),
+            padded: replica.parameters.sharding().whole_len() as u64,
+            sent: step_traffic(&mut replica, &mut reducer, micro_batches)?,
+            held: Footprint::of(&replica, &reducer, &optimizer),
         })
     }
 }

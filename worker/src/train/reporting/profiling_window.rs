@@ -17,7 +17,7 @@ use crate::model::Model;
 use crate::session::Session;
 use crate::timeline::{About, Lane, Overlap, Span, TraceFile, picture};
 use crate::train::TrainError;
-use crate::train::step::RankNumbers;
+use crate::train::step::RankTable;
 use crate::train::world::World;
 
 /// Most ranks of which one trace is made; the files of all are there.
@@ -80,10 +80,10 @@ impl ProfilingWindow {
     pub(crate) fn open(
         &mut self,
         world: &World,
-        exchange: &RankNumbers,
+        rank_table: &RankTable,
         step: u64,
     ) -> Result<(), TrainError> {
-        exchange.gather("begin of the timeline", [0.0; 2])?;
+        rank_table.gather("begin of the timeline", [0.0; 2])?;
         let World { device, stream, .. } = world;
         (world.comm.timeline()).open(device.as_ref(), *stream, world.deadline())?;
         self.began_with = Some(step);
@@ -95,7 +95,7 @@ impl ProfilingWindow {
     pub(crate) fn close(
         &mut self,
         world: &World,
-        exchange: &RankNumbers,
+        rank_table: &RankTable,
         session: &Session,
         step: u64,
     ) -> Result<(), TrainError> {
@@ -126,7 +126,7 @@ impl ProfilingWindow {
                 env.rank.get()
             ));
         }
-        let all = exchange.gather("timelines", [f64::from(u8::from(written.is_ok())), spans])?;
+        let all = rank_table.gather("timelines", [f64::from(u8::from(written.is_ok())), spans])?;
         if world.rank() == 0 {
             match self.merge(merged(&all), [first, step]) {
                 Ok(words) => say(&words),

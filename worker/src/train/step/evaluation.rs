@@ -1,6 +1,6 @@
 //! Validation: every rank computes the loss of its share of the held-out text, and all get the exact mean.
 
-use super::exchange::RankNumbers;
+use super::rank_table::RankTable;
 use super::replica::{MicroBatch, Replica};
 use crate::data::{IGNORED, Tokens, eval_blocks};
 use crate::mesh::DATA;
@@ -19,14 +19,14 @@ impl Evaluation {
         Self { tokens, block_size }
     }
 
-    /// Mean loss over all positions of all blocks. Shares may be uneven: every position weighs the same. Every rank
+    /// Mean loss over all positions of all blocks. StepRows may be uneven: every position weighs the same. Every rank
     /// must call it.
     pub(crate) fn mean_loss(
         &self,
         session: &Session,
         world: &World,
         replica: &mut Replica,
-        exchange: &RankNumbers,
+        rank_table: &RankTable,
     ) -> Result<f64, TrainError> {
         let mut batch = MicroBatch::new(replica.positions());
         let rows = replica.positions() / self.block_size;
@@ -52,7 +52,7 @@ impl Evaluation {
             positions += taken as usize * self.block_size;
             next += taken;
         }
-        let shares = exchange.gather("validation loss", [total, positions as f64])?;
+        let shares = rank_table.gather("validation loss", [total, positions as f64])?;
         let sum = |column: usize| shares.iter().map(|share| share[column]).sum::<f64>();
         Ok(sum(0) / sum(1))
     }

@@ -3,22 +3,21 @@
 //! | file | what it holds |
 //! |---|---|
 //! | `trainer.rs` | the loop over the steps, one step, and what is due between them |
-//! | `numbers.rs` | what is measured of a step |
+//! | `step_record.rs` | a step as it is enqueued, as the device has run it, and as it is reported |
 //! | `replica.rs` | the model on this rank, and one micro-batch through it |
-//! | `exchange.rs` | numbers that every rank tells all others |
+//! | `rank_table.rs` | tables with one row a rank, gathered on all of them |
 //! | `nonfinite.rs` | a step whose numbers are not finite: what to do, and who saw it first |
 //! | `evaluation.rs` | validation, each rank its share |
 
 mod evaluation;
-mod exchange;
 mod nonfinite;
-mod numbers;
+mod rank_table;
 mod replica;
+mod step_record;
 mod trainer;
 
 pub(super) use evaluation::Evaluation;
-pub(super) use exchange::{RankNumbers, Tally};
-pub(super) use nonfinite::Skips;
-pub(super) use numbers::StepRecord;
+pub(super) use rank_table::{RankTable, StepTable};
 pub(super) use replica::{MicroBatch, Replica};
-pub(super) use trainer::{Outcome, Trainer};
+pub(super) use step_record::StepRecord;
+pub(super) use trainer::{Outcome, Trainer, TrainerParts};

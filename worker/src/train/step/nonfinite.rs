@@ -10,7 +10,7 @@
 use std::cell::RefCell;
 use std::collections::HashMap;
 
-use super::exchange::RankNumbers;
+use super::rank_table::RankTable;
 use super::replica::{MicroBatch, Replica, ReplicaHooks};
 use crate::config::OnNonFinite;
 use crate::data::Loader;
@@ -89,7 +89,7 @@ impl Skips {
 pub(super) struct Inspection<'a> {
     pub(super) replica: &'a mut Replica,
     pub(super) loader: &'a Loader,
-    pub(super) exchange: &'a RankNumbers,
+    pub(super) rank_table: &'a RankTable,
     pub(super) step: u64,
     /// Of each micro-batch.
     pub(super) keys: Vec<SampleKey>,
@@ -99,10 +99,8 @@ impl Inspection<'_> {
     /// Which rank saw a number that is not finite first, and where, in words: the same ones on all ranks. Every rank must
     /// call it.
     pub(super) fn run(self) -> Result<String, TrainError> {
-        let size = ModelSize {
-            blocks: self.replica.model.blocks.len(),
-            params: self.replica.model.params.len(),
-        };
+        let model = &self.replica.model;
+        let places = places(model.blocks.len(), model.params.len());
         let mut batch = MicroBatch::new(self.replica.positions());
         let mut found = None;
         for (m, key) in (0..).zip(self.keys) {
@@ -111,11 +109,13 @@ impl Inspection<'_> {
             let place = inspect(self.replica, &batch, key, found.is_none())?;
             found = found.or(place.map(|place| (m, place)));
         }
-        let own = found.map_or(NONE, |(m, place)| [m as f64, place.code(size)]);
-        let sightings = self.exchange.gather("what is not finite", own)?;
+        let code = |found: Location| places.iter().position(|place| *place == found);
+        let own = found.and_then(|(m, place)| Some([m as f64, code(place)? as f64]));
+        let own = own.unwrap_or(NONE);
+        let sightings = self.rank_table.gather("what is not finite", own)?;
         Ok(match first_of(&sightings) {
             Some((rank, [m, code])) => {
-                let words = Location::of_code(code, size).words(&self.replica.model);
+                let words = places[code as usize].words(&self.replica.model);
                 format!("rank {rank} saw it first: {words}, micro-batch {m}")
             }
             None => "no rank sees it when it repeats the step alone: the sum over the ranks is too large, or a machine fails".into(),
@@ -134,37 +134,19 @@ enum Location {
     InputGradient(usize),
 }
 
-/// Numbers of the blocks and of the parameters of a model.
-#[derive(Clone, Copy, Debug)]
-struct ModelSize {
-    blocks: usize,
-    params: usize,
+/// All of them, in the order in which a micro-batch comes through: forward over the blocks, then backward from the last
+/// one; there a block's parameters from the last one, then its input.
+fn places(blocks: usize, params: usize) -> Vec<Location> {
+    let backward = (0..blocks).rev().flat_map(|block| {
+        let params = (0..params)
+            .rev()
+            .map(move |id| Location::Gradient(block, ParamId(id)));
+        params.chain([Location::InputGradient(block)])
+    });
+    (0..blocks).map(Location::Output).chain(backward).collect()
 }
 
 impl Location {
-    /// The place as one number, in the order in which a micro-batch comes through: forward over the blocks, then
-    /// backward from the last one; there a block's parameters from the last one, then its input.
-    fn code(self, size: ModelSize) -> f64 {
-        let ModelSize { blocks, params } = size;
-        let (pass, within) = match self {
-            Self::Output(block) => (block, 0),
-            Self::Gradient(block, id) => (2 * blocks - 1 - block, params - 1 - id.0),
-            Self::InputGradient(block) => (2 * blocks - 1 - block, params),
-        };
-        // Far below 2⁵³ for any model.
-        (pass * (params + 1) + within) as f64
-    }
-
-    fn of_code(code: f64, size: ModelSize) -> Self {
-        let ModelSize { blocks, params } = size;
-        let (pass, within) = (code as usize / (params + 1), code as usize % (params + 1));
-        match within {
-            _ if pass < blocks => Self::Output(pass),
-            _ if within == params => Self::InputGradient(2 * blocks - 1 - pass),
-            _ => Self::Gradient(2 * blocks - 1 - pass, ParamId(params - 1 - within)),
-        }
-    }
-
     fn words(self, model: &Model) -> String {
         let block = |index: usize| model.blocks[index].name();
         match self {
@@ -178,7 +160,7 @@ impl Location {
     }
 }
 
-/// What one rank saw first: micro-batch, and [`Location::code`]; a micro-batch below 0 is none.
+/// What one rank saw first: micro-batch, and index in [`places`]; a micro-batch below 0 is none.
 type Sighting = [f64; 2];
 
 const NONE: Sighting = [-1.0, 0.0];
@@ -338,18 +320,17 @@ mod tests {
     }
 
     #[test]
-    fn places_survive_their_codes_which_have_the_order_of_execution() {
-        let size = ModelSize { blocks: 3, params: 4 };
-        let mut places: Vec<Location> = (0..3).map(Location::Output).collect();
-        for block in (0..3).rev() {
-            places.extend((0..4).rev().map(|id| Location::Gradient(block, ParamId(id))));
-            places.push(Location::InputGradient(block));
-        }
-        let codes: Vec<f64> = places.iter().map(|place| place.code(size)).collect();
-        assert!(codes.is_sorted_by(|one, other| one < other), "{codes:?}");
-        for (place, code) in places.iter().zip(codes) {
-            assert_eq!(Location::of_code(code, size), *place);
-        }
+    fn places_have_the_order_of_execution() {
+        let of_block = |block| {
+            [
+                Location::Gradient(block, ParamId(1)),
+                Location::Gradient(block, ParamId(0)),
+                Location::InputGradient(block),
+            ]
+        };
+        let outputs = [Location::Output(0), Location::Output(1)];
+        let expected = [&outputs[..], &of_block(1), &of_block(0)].concat();
+        assert_eq!(places(2, 2), expected);
     }
 
     #[test]

@@ -1,7 +1,5 @@
 //! The model on this rank, and the memory of one micro-batch.
 
-use std::sync::Arc;
-
 use crate::config::TrainConfig;
 use crate::device::{ArenaSpec, Buffer, DType, DeviceError, Event, Stream};
 use crate::model::{
@@ -17,7 +15,7 @@ use crate::train::world::World;
 /// The model on this rank, and the memory of one micro-batch.
 pub(crate) struct Replica {
     pub(crate) model: Model,
-    pub(crate) parameters: Arc<dyn Parameters>,
+    pub(crate) parameters: Parameters,
     pub(crate) pool: ActivationPool,
     pub(crate) world: World,
     feed: Feed,
@@ -47,7 +45,7 @@ impl Replica {
     pub(crate) fn new(
         world: &World,
         model: Model,
-        parameters: Arc<dyn Parameters>,
+        parameters: Parameters,
         activations: usize,
         config: &TrainConfig,
     ) -> Result<Self, TrainError> {
@@ -139,18 +137,13 @@ impl Replica {
         done.map(drop).map_err(|error| self.cause(error))
     }
 
-    /// Sum of the losses of a micro-batch's positions, ignored ones not counted.
+    /// Sum of the losses of a micro-batch's positions, ignored ones not counted. Synchronises.
     pub(crate) fn total_loss(&mut self, batch: &MicroBatch) -> Result<f64, TrainError> {
         let tokens = self.upload(batch);
         let losses = self
             .passes(&self.context(SampleKey::default()))
             .evaluate(self.model.whole(), &tokens, &mut self.hooks())
             .map_err(|error| self.cause(error))?;
-        self.sum(&losses)
-    }
-
-    /// Sum of losses on the device. Synchronises.
-    pub(crate) fn sum(&self, losses: &Activation) -> Result<f64, TrainError> {
         let bytes = self.world.device.download(self.world.stream, losses.buffer())?;
         let losses = bytes
             .chunks_exact(size_of::<f32>())
@@ -180,13 +173,13 @@ impl Replica {
         Passes {
             model: &self.model,
             ctx,
-            params: self.parameters.as_ref(),
+            params: &self.parameters,
         }
     }
 
     pub(crate) fn hooks(&self) -> ReplicaHooks<'_> {
         ReplicaHooks {
-            parameters: self.parameters.as_ref(),
+            parameters: &self.parameters,
             world: &self.world,
         }
     }
@@ -208,7 +201,7 @@ impl Replica {
 /// What accompanies every pass of training: parameters are gathered and released, and a pass ends soon after the
 /// generation is over.
 pub(crate) struct ReplicaHooks<'a> {
-    parameters: &'a dyn Parameters,
+    parameters: &'a Parameters,
     world: &'a World,
 }
 

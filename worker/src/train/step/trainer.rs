@@ -11,17 +11,17 @@ use std::time::{Duration, Instant};
 use ddp_proto::control::{Phase, Progress};
 
 use super::evaluation::Evaluation;
-use super::exchange::{RankNumbers, Tally};
 use super::nonfinite::{Decision, Inspection, Skips};
-use super::numbers::{Enqueued, Numbers, StepRecord, StepTimes};
+use super::rank_table::{RankTable, StepTable};
 use super::replica::{MicroBatch, Replica};
+use super::step_record::{EnqueuedStep, StepRecord, StepResult, StepTimes};
 use crate::collective::{WireBytes, Work};
 use crate::config::{Train, TrainConfig};
 use crate::data::Loader;
 use crate::mesh::DATA;
 use crate::model::{Flight, SampleKey};
 use crate::optim::{Clip, Optimizer, UpdateStep, batch_factor, learning_rate};
-use crate::parallel::{Action, DeviceTimes, Portion, ReduceError, Reducer, Replicas, Step, sequential};
+use crate::parallel::{Action, DeviceTimes, Portion, ReduceError, Reducer, Step, sequential};
 use crate::plan::GlobalBatch;
 use crate::session::Session;
 use crate::timeline::Kind;
@@ -31,8 +31,8 @@ use crate::train::reporting::{ProfilingWindow, say};
 use crate::train::strategy::Scheme;
 use crate::train::world::World;
 
-/// Everything that a step needs.
-pub(crate) struct Trainer<'a> {
+/// What a rank trains with, as the run was set up. Others read it; only the trainer changes it.
+pub(crate) struct TrainerParts<'a> {
     pub(crate) config: &'a TrainConfig,
     pub(crate) scheme: Scheme,
     pub(crate) session: &'a Session,
@@ -42,287 +42,17 @@ pub(crate) struct Trainer<'a> {
     /// Size of the gradients, padding included.
     pub(crate) grad_bytes: usize,
     pub(crate) clip: Clip,
-    pub(crate) exchange: RankNumbers,
-    pub(crate) tally: Tally,
-    pub(crate) skips: Skips,
-    /// None where every parameter has one owner.
-    pub(crate) replicas: Option<Replicas>,
+    pub(crate) rank_table: RankTable,
+    pub(crate) step_table: StepTable,
     pub(crate) loader: Loader,
     pub(crate) evaluation: Evaluation,
     pub(crate) checkpoints: Checkpoints,
     pub(crate) window: ProfilingWindow,
     /// Steps that were finished when this life of the run began.
     pub(crate) first_step: u64,
-    /// When the numbers of the last step were read.
-    pub(crate) finished: Instant,
-    /// Bytes sent before the step that is in progress.
-    pub(crate) accounted: WireBytes,
-    /// Time of collectives of the update before it that ended between the two.
-    pub(crate) carried: Duration,
-    /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
-    pub(crate) progress: Option<Progress>,
 }
 
-/// How the loop ended.
-#[derive(Clone, Debug, Default)]
-pub(crate) struct Outcome {
-    /// Steps finished since the run began.
-    pub(crate) steps: u64,
-    /// Training loss of the last step of this life.
-    pub(crate) loss: Option<f64>,
-    /// Validation loss at the end.
-    pub(crate) val_loss: Option<f64>,
-    /// Why the run was asked to stop early.
-    pub(crate) stopped: Option<String>,
-}
-
-/// Told of each finished step; returns what the agent's bar shows of it.
-pub(crate) type OnStep<'a> = dyn FnMut(&StepRecord, &Trainer<'_>) -> Option<Progress> + 'a;
-
-impl Trainer<'_> {
-    /// Trains until the last step, or until any rank is asked to stop. `outcome` is what the run has come to, also when
-    /// it ends with an error.
-    pub(crate) fn run(
-        &mut self,
-        reducer: &mut Reducer,
-        on_step: &mut OnStep<'_>,
-        outcome: &mut Outcome,
-    ) -> Result<(), TrainError> {
-        let train = &self.config.train;
-        outcome.steps = self.first_step;
-        if let (0, Some(words)) = (self.world.rank(), self.window.is_behind(self.first_step)) {
-            say(&words);
-        }
-        // Steps that are left to the device while the next one is enqueued: the same on all ranks.
-        let ahead = usize::from(self.world.device.is_asynchronous());
-        let mut queue = VecDeque::with_capacity(ahead + 1);
-        for step in self.first_step..train.steps {
-            self.beat(step, Phase::Training);
-            if self.window.opens_with(step + 1) {
-                self.between_steps(|trainer| {
-                    trainer.window.open(&trainer.world, &trainer.exchange, step + 1)
-                })?;
-            }
-            queue.push_back(self.enqueue(reducer, step)?);
-            let due = Due::after(train, step + 1);
-            let is_awaited = due.any() || self.window.has_end_behind(step + 1);
-            let kept = if is_awaited { 0 } else { ahead };
-            self.finish_steps(&mut queue, (kept, due), reducer, on_step, outcome)?;
-            let is_over = self.window.closes_with(step + 1) || outcome.stopped.is_some();
-            if is_over && self.window.is_open() {
-                self.between_steps(|trainer| trainer.close_window(step + 1))?;
-            }
-            if due.verification {
-                self.between_steps(|trainer| trainer.verify(step + 1))?;
-            }
-            if step + 1 == train.steps || outcome.stopped.is_some() {
-                self.between_steps(|trainer| trainer.save(step + 1, Checkpoints::save_last))?;
-            } else if due.checkpoint {
-                self.between_steps(|trainer| trainer.save(step + 1, Checkpoints::save))?;
-            }
-            if outcome.stopped.is_some() {
-                break;
-            }
-        }
-        if outcome.steps == train.steps {
-            // Asked to stop in the last step, or in the one before while the device had the last one already.
-            outcome.stopped = None;
-        }
-        if outcome.stopped.is_none() && outcome.val_loss.is_none() {
-            // Resumed when all steps were done already.
-            outcome.val_loss = Some(self.between_steps(|trainer| trainer.validate(outcome.steps))?);
-        }
-        // The launcher takes the work for done only in this phase.
-        let is_done = outcome.steps >= train.steps;
-        self.beat(
-            outcome.steps,
-            if is_done { Phase::Finishing } else { Phase::Saving },
-        );
-        self.replica.parameters.drain()?;
-        // Nobody leaves before the last checkpoint is whole.
-        self.exchange.gather("end of the run", [0.0; 2])?;
-        Ok(())
-    }
-
-    /// Waits for the numbers of the oldest steps until `kept` are left, and tells of them. None is left once a rank
-    /// was asked to stop.
-    fn finish_steps(
-        &mut self,
-        queue: &mut VecDeque<Enqueued>,
-        (kept, due): (usize, Due),
-        reducer: &mut Reducer,
-        on_step: &mut OnStep<'_>,
-        outcome: &mut Outcome,
-    ) -> Result<(), TrainError> {
-        while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
-            let Some(oldest) = queue.pop_front() else { break };
-            let mut record = self.record_of(oldest, reducer)?;
-            if due.validation && queue.is_empty() {
-                record.val_loss = Some(self.between_steps(|trainer| trainer.validate(record.step))?);
-                outcome.val_loss = record.val_loss;
-            }
-            outcome.steps = record.step;
-            outcome.loss = Some(record.loss);
-            self.progress = on_step(&record, self);
-            self.beat(record.step, Phase::Training);
-            if record.stop && outcome.stopped.is_none() {
-                outcome.stopped = Some(self.stop_cause());
-            }
-            if self.skips.is_skipping() {
-                self.release(queue, reducer)?;
-            }
-        }
-        Ok(())
-    }
-
-    /// After a skipped step: the device has skipped those behind it as well, so that the parameters were still those of
-    /// the skipped step when it was inspected. They run once more, and count; what both runs sent and took is theirs.
-    fn release(&mut self, queue: &mut VecDeque<Enqueued>, reducer: &mut Reducer) -> Result<(), TrainError> {
-        let (began, mut held) = (Instant::now(), Vec::new());
-        for enqueued in queue.drain(..) {
-            held.push((enqueued.step, enqueued.sent));
-            self.numbers_of(enqueued, reducer)?;
-        }
-        self.clip.release(self.world.stream);
-        for (step, sent) in held {
-            let mut again = self.enqueue(reducer, step)?;
-            (again.started, again.sent) = (began, again.sent + sent);
-            queue.push_back(again);
-        }
-        Ok(())
-    }
-
-    /// Waits until the device has run a step. Of several errors the one that says what went wrong is returned.
-    fn numbers_of(&self, enqueued: Enqueued, reducer: &Reducer) -> Result<Numbers, TrainError> {
-        let numbers = enqueued.numbers(&self.world);
-        // The stream says only in words why it went wrong, if it does at all.
-        let failure = self.replica.parameters.failure().or_else(|| reducer.failure());
-        failure.map_or(numbers, |error| Err(error.into()))
-    }
-
-    /// What is told of a step, once the device has run it.
-    fn record_of(&mut self, enqueued: Enqueued, reducer: &Reducer) -> Result<StepRecord, TrainError> {
-        let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
-        let (mut times, began) = (enqueued.times, enqueued.started.max(self.finished));
-        let device_times = enqueued.device_times.clone();
-        let numbers = self.numbers_of(enqueued, reducer)?;
-        self.finished = Instant::now();
-        times.step = self.finished - began;
-        // All of the step has run, and who was asked for failures has looked at it.
-        for device_times in device_times {
-            times.account(device_times.times());
-        }
-        self.with_checkpoints(|checkpoints, here| checkpoints.receive(here, &numbers.shares.saves()));
-        let complaint = numbers.complaint();
-        match (self.skips.judge(complaint.is_none()), complaint) {
-            (Decision::Stop { skipped }, Some(complaint)) => {
-                let seen = self.between_steps(|trainer| trainer.inspect(step))?;
-                return Err(TrainError::NonFinite {
-                    complaint,
-                    step: step + 1,
-                    skipped,
-                    seen,
-                });
-            }
-            (Decision::Skip { is_first: true }, Some(complaint)) => {
-                let seen = self.between_steps(|trainer| trainer.inspect(step))?;
-                if self.world.rank() == 0 {
-                    say(&format!("step {} is skipped: {complaint}; {seen}", step + 1));
-                }
-            }
-            _ => {}
-        }
-        Ok(StepRecord {
-            step: step + 1,
-            samples,
-            loss: numbers.shares.mean_loss(),
-            val_loss: None,
-            lr,
-            grad_norm: numbers.norm,
-            skipped: self.skips.total(),
-            times,
-            stalled: self.checkpoints.take_stalled(),
-            sent,
-            stop: numbers.shares.stop(),
-        })
-    }
-
-    /// Bytes sent since the last call, but for what was sent [`Trainer::between_steps`].
-    fn take_sent(&mut self) -> WireBytes {
-        let now = self.sent();
-        let sent = now - self.accounted;
-        self.accounted = now;
-        sent
-    }
-
-    /// Bytes sent so far.
-    pub(crate) fn sent(&self) -> WireBytes {
-        self.world.mesh.wire_bytes()
-    }
-
-    /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step, and
-    /// not in the timeline.
-    fn between_steps<T>(
-        &mut self,
-        work: impl FnOnce(&mut Self) -> Result<T, TrainError>,
-    ) -> Result<T, TrainError> {
-        self.replica.parameters.drain()?;
-        // As what it sent, the time of the update before belongs to the next step. All of it has ended.
-        let parameters = &self.replica.parameters;
-        self.carried += parameters.take_times().comm + parameters.take_device_times().times().comm;
-        let before = self.sent();
-        let timeline = self.world.comm.timeline().clone();
-        timeline.pause();
-        let done = work(self)?;
-        self.replica.parameters.drain()?;
-        timeline.resume();
-        self.accounted = self.accounted + (self.sent() - before);
-        let parameters = &self.replica.parameters;
-        let _ = (parameters.take_times(), parameters.take_device_times());
-        Ok(done)
-    }
-
-    fn close_window(&mut self, done: u64) -> Result<(), TrainError> {
-        (self.window).close(&self.world, &self.exchange, self.session, done)
-    }
-
-    /// Compares replicas; where every parameter has one owner, there is nothing to compare.
-    fn verify(&self, done: u64) -> Result<(), TrainError> {
-        if let Some(replicas) = &self.replicas {
-            replicas.verify(self.world.stream, self.replica.parameters.own(), done)?;
-        }
-        Ok(())
-    }
-
-    fn beat(&self, done: u64, phase: Phase) {
-        self.session.heartbeat(done, phase, self.progress.clone());
-    }
-
-    fn validate(&mut self, done: u64) -> Result<f64, TrainError> {
-        self.beat(done, Phase::Validating);
-        self.evaluation
-            .mean_loss(self.session, &self.world, &mut self.replica, &self.exchange)
-    }
-
-    fn save(
-        &mut self,
-        done: u64,
-        how: impl FnOnce(&mut Checkpoints, RankState<'_>, Position) -> Result<(), TrainError>,
-    ) -> Result<(), TrainError> {
-        self.beat(done, Phase::Saving);
-        let at = Position {
-            step: done,
-            samples: self.loader.consumed_before(done),
-            skipped: self.skips.total(),
-        };
-        self.with_checkpoints(|checkpoints, here| how(checkpoints, here, at))
-    }
-
-    /// Ends the save under way after an error that every rank has met: the checkpoint before it is to be whole.
-    pub(crate) fn drain_checkpoints(&mut self) -> Result<(), TrainError> {
-        self.with_checkpoints(Checkpoints::drain)
-    }
-
+impl TrainerParts<'_> {
     pub(crate) fn with_checkpoints<T>(
         &mut self,
         work: impl FnOnce(&mut Checkpoints, RankState<'_>) -> T,
@@ -331,106 +61,25 @@ impl Trainer<'_> {
             world: &self.world,
             replica: &self.replica,
             optimizer: &self.optimizer,
-            exchange: &self.exchange,
+            rank_table: &self.rank_table,
             session: self.session,
         };
         work(&mut self.checkpoints, here)
     }
 
-    fn stop_cause(&self) -> String {
-        self.session
-            .stop_requested()
-            .unwrap_or_else(|| "another rank was asked to stop".into())
-    }
-
-    /// Which rank saw a number of `step` that is not finite first, and where, in words.
-    fn inspect(&mut self, step: u64) -> Result<String, TrainError> {
-        let passes = self.begin_passes(step);
-        let keys = (0..passes).map(|m| self.key(step, m)).collect();
-        let inspection = Inspection {
-            replica: &mut self.replica,
-            loader: &self.loader,
-            exchange: &self.exchange,
-            step,
-            keys,
-        };
-        inspection.run()
-    }
-
-    /// Puts a step into the stream; `step` counts from 0.
-    fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<Enqueued, TrainError> {
-        self.world.check()?;
-        let started = Instant::now();
-        let whole = self.world.begin_span();
-        let mut times = StepTimes {
-            comm: std::mem::take(&mut self.carried),
-            ..StepTimes::default()
-        };
-        let StepGradients {
-            grads,
-            device_times,
-            sharing,
-        } = self.passes(reducer, step, &mut times)?;
-        let World { stream, device, .. } = self.world.clone();
-        let (norm_began, shared_before) = (Instant::now(), times.share);
-        let mut exchanges = vec![sharing];
-        self.arrive(&exchanges[0], &mut times)?;
-        let span = self.world.begin_span();
-        if let Some(work) = self.clip.measure(stream, &grads) {
-            self.arrive(&work, &mut times)?;
-            exchanges.push(work);
+    /// Of a step that is not short.
+    pub(crate) fn global_batch(&self) -> GlobalBatch {
+        GlobalBatch {
+            ranks: self.world.mesh.size(&DATA) as u64,
+            accumulation: self.config.train.grad_accumulation as u64,
+            micro_batch: self.config.train.micro_batch as u64,
+            block_size: self.config.model.block_size as u64,
         }
-        self.clip.finish(stream, Some(self.tally.rows()));
-        self.world.end_span(span, Kind::Optimizer, || "norm".to_owned());
-        // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
-        // belongs to the step that waits for it.
-        let sent = self.take_sent();
-        let device_times = [device_times, self.replica.parameters.take_device_times()];
-        let train = &self.config.train;
-        let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
-        let lr = (f64::from(lr) * batch_factor(train, self.global_batch().samples())) as f32;
-        let update = UpdateStep {
-            scale: self.clip.scale(),
-            lr,
-            number: step + 1,
-        };
-        let parameters = &self.replica.parameters;
-        let span = self.world.begin_span();
-        exchanges.extend((self.optimizer).step(stream, parameters.own(), &grads, &update));
-        self.world.end_span(span, Kind::Optimizer, || "update".to_owned());
-        let fetches = [self.tally.fetch(), device.fetch(stream, &self.clip.norm())];
-        parameters.updated()?;
-        let waited = times.account(parameters.take_times()) + times.share.saturating_sub(shared_before);
-        times.optimizer = norm_began.elapsed().saturating_sub(waited);
-        self.world
-            .end_span(whole, Kind::Step, || format!("step {}", step + 1));
-        Ok(Enqueued {
-            step,
-            samples: self.loader.samples(step).count,
-            lr,
-            times,
-            device_times,
-            started,
-            sent,
-            exchanges,
-            fetches,
-        })
     }
 
-    /// Later operations of the stream run after `work`. An error that is known already is returned.
-    fn arrive(&self, work: &Work, times: &mut StepTimes) -> Result<(), TrainError> {
-        let World { stream, device, .. } = &self.world;
-        let (began, span) = (Instant::now(), self.world.begin_span());
-        let deadline = self.world.deadline();
-        work.wait_on(device.as_ref(), *stream, deadline);
-        if work.is_done() {
-            work.wait(deadline)?;
-        }
-        (self.world).end_span(span, Kind::Other, || {
-            "waits for numbers of other ranks".to_owned()
-        });
-        times.share += began.elapsed();
-        Ok(())
+    /// Bytes sent so far.
+    fn sent(&self) -> WireBytes {
+        self.world.mesh.wire_bytes()
     }
 
     /// Forward and backward of all micro-batches, in the order of the schedule; gradients are summed over them and all
@@ -460,7 +109,7 @@ impl Trainer<'_> {
                         let began = Instant::now();
                         let stop = self.session.stop_requested().is_some();
                         let save = self.checkpoints.code(self.world.rank() == 0);
-                        sharing = Some(self.tally.share(run.positions, stop, save));
+                        sharing = Some(self.step_table.share(run.positions, stop, save));
                         times.share += began.elapsed();
                     }
                 }
@@ -495,7 +144,7 @@ impl Trainer<'_> {
         let (key, began, span) = (self.key(run.step, m), Instant::now(), self.world.begin_span());
         let mut flight = Flight::over(self.replica.model.whole());
         let losses = self.replica.forward(&mut flight, &run.batch, key)?;
-        self.tally.add(&losses, run.forwards == 0);
+        self.step_table.add(&losses, run.forwards == 0);
         drop(losses);
         run.flights.insert((chunk, m), flight);
         run.forwards += 1;
@@ -538,22 +187,412 @@ impl Trainer<'_> {
         passes
     }
 
-    /// Of a step that is not short.
-    pub(crate) fn global_batch(&self) -> GlobalBatch {
-        GlobalBatch {
-            ranks: self.world.mesh.size(&DATA) as u64,
-            accumulation: self.config.train.grad_accumulation as u64,
-            micro_batch: self.config.train.micro_batch as u64,
-            block_size: self.config.model.block_size as u64,
-        }
-    }
-
     /// The samples of a micro-batch of this rank.
     fn key(&self, step: u64, m: u64) -> SampleKey {
         SampleKey {
             seed: self.config.run.seed,
             first: self.loader.first_sample(step, m),
         }
+    }
+
+    /// Later operations of the stream run after `work`. An error that is known already is returned.
+    fn arrive(&self, work: &Work, times: &mut StepTimes) -> Result<(), TrainError> {
+        let World { stream, device, .. } = &self.world;
+        let (began, span) = (Instant::now(), self.world.begin_span());
+        let deadline = self.world.deadline();
+        work.wait_on(device.as_ref(), *stream, deadline);
+        if work.is_done() {
+            work.wait(deadline)?;
+        }
+        (self.world).end_span(span, Kind::Other, || {
+            "waits for numbers of other ranks".to_owned()
+        });
+        times.share += began.elapsed();
+        Ok(())
+    }
+
+    /// Which rank saw a number of `step` that is not finite first, and where, in words.
+    fn inspect(&mut self, step: u64) -> Result<String, TrainError> {
+        let passes = self.begin_passes(step);
+        let keys = (0..passes).map(|m| self.key(step, m)).collect();
+        let inspection = Inspection {
+            replica: &mut self.replica,
+            loader: &self.loader,
+            rank_table: &self.rank_table,
+            step,
+            keys,
+        };
+        inspection.run()
+    }
+
+    fn close_window(&mut self, done: u64) -> Result<(), TrainError> {
+        (self.window).close(&self.world, &self.rank_table, self.session, done)
+    }
+
+    /// Compares the parameters of ranks that must hold the same.
+    fn verify(&self, done: u64) -> Result<(), TrainError> {
+        match self.replica.parameters.difference(done)? {
+            Some(difference) => Err(difference.into()),
+            None => Ok(()),
+        }
+    }
+
+    /// Loss of the held-out text.
+    fn validate(&mut self) -> Result<f64, TrainError> {
+        self.evaluation
+            .mean_loss(self.session, &self.world, &mut self.replica, &self.rank_table)
+    }
+
+    fn stop_cause(&self) -> String {
+        self.session
+            .stop_requested()
+            .unwrap_or_else(|| "another rank was asked to stop".into())
+    }
+}
+
+/// Trains, step by step.
+pub(crate) struct Trainer<'a> {
+    parts: TrainerParts<'a>,
+    skips: Skips,
+    /// When the numbers of the last step were read.
+    finished: Instant,
+    /// Bytes sent before the step that is in progress.
+    accounted: WireBytes,
+    /// Time of collectives of the update before it that ended between the two.
+    carried: Duration,
+    /// Numbers of the last step, sent with every heartbeat: a later one may replace one that was not sent yet.
+    progress: Option<Progress>,
+}
+
+/// How the loop ended.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Outcome {
+    /// Steps finished since the run began.
+    pub(crate) steps: u64,
+    /// Training loss of the last step of this life.
+    pub(crate) loss: Option<f64>,
+    /// Validation loss at the end.
+    pub(crate) val_loss: Option<f64>,
+    /// Why the run was asked to stop early.
+    pub(crate) stopped: Option<String>,
+}
+
+/// Told of each finished step; returns what the agent's bar shows of it.
+pub(crate) type OnStep<'a> = dyn FnMut(&StepRecord, &TrainerParts<'_>) -> Option<Progress> + 'a;
+
+impl<'a> Trainer<'a> {
+    /// Parameters are those of the first step that is to come. Every rank must call it.
+    pub(crate) fn new(parts: TrainerParts<'a>) -> Result<Self, TrainError> {
+        let (train, parameters) = (&parts.config.train, &parts.replica.parameters);
+        let accounted = parts.sent();
+        parameters.updated()?;
+        // The first step has not begun.
+        let _ = parameters.take_times();
+        Ok(Self {
+            skips: Skips::new(train.on_nonfinite, train.max_skips),
+            finished: Instant::now(),
+            accounted,
+            carried: Duration::ZERO,
+            progress: None,
+            parts,
+        })
+    }
+
+    /// What it was made of.
+    pub(crate) fn parts(&self) -> &TrainerParts<'a> {
+        &self.parts
+    }
+
+    /// Trains until the last step, or until any rank is asked to stop. `outcome` is what the run has come to, also when
+    /// it ends with an error.
+    pub(crate) fn run(
+        &mut self,
+        reducer: &mut Reducer,
+        on_step: &mut OnStep<'_>,
+        outcome: &mut Outcome,
+    ) -> Result<(), TrainError> {
+        let (train, first_step) = (&self.parts.config.train, self.parts.first_step);
+        outcome.steps = first_step;
+        if let (0, Some(words)) = (self.parts.world.rank(), self.parts.window.is_behind(first_step)) {
+            say(&words);
+        }
+        // Steps that are left to the device while the next one is enqueued: the same on all ranks.
+        let ahead = usize::from(self.parts.world.device.is_asynchronous());
+        let mut queue = VecDeque::with_capacity(ahead + 1);
+        for step in first_step..train.steps {
+            self.beat(step, Phase::Training);
+            if self.parts.window.opens_with(step + 1) {
+                self.between_steps(|parts| parts.window.open(&parts.world, &parts.rank_table, step + 1))?;
+            }
+            queue.push_back(self.enqueue(reducer, step)?);
+            let due = Due::after(train, step + 1);
+            let is_awaited = due.any() || self.parts.window.has_end_behind(step + 1);
+            let kept = if is_awaited { 0 } else { ahead };
+            self.finish_steps(&mut queue, (kept, due), reducer, on_step, outcome)?;
+            let is_over = self.parts.window.closes_with(step + 1) || outcome.stopped.is_some();
+            if is_over && self.parts.window.is_open() {
+                self.between_steps(|parts| parts.close_window(step + 1))?;
+            }
+            if due.verification {
+                self.between_steps(|parts| parts.verify(step + 1))?;
+            }
+            if step + 1 == train.steps || outcome.stopped.is_some() {
+                self.save(step + 1, Checkpoints::save_last)?;
+            } else if due.checkpoint {
+                self.save(step + 1, Checkpoints::save)?;
+            }
+            if outcome.stopped.is_some() {
+                break;
+            }
+        }
+        if outcome.steps == train.steps {
+            // Asked to stop in the last step, or in the one before while the device had the last one already.
+            outcome.stopped = None;
+        }
+        if outcome.stopped.is_none() && outcome.val_loss.is_none() {
+            // Resumed when all steps were done already.
+            outcome.val_loss = Some(self.validate(outcome.steps)?);
+        }
+        // The launcher takes the work for done only in this phase.
+        let is_done = outcome.steps >= train.steps;
+        self.beat(
+            outcome.steps,
+            if is_done { Phase::Finishing } else { Phase::Saving },
+        );
+        self.parts.replica.parameters.drain()?;
+        // Nobody leaves before the last checkpoint is whole.
+        self.parts.rank_table.gather("end of the run", [0.0; 2])?;
+        Ok(())
+    }
+
+    /// Waits for the numbers of the oldest steps until `kept` are left, and tells of them. None is left once a rank
+    /// was asked to stop.
+    fn finish_steps(
+        &mut self,
+        queue: &mut VecDeque<EnqueuedStep>,
+        (kept, due): (usize, Due),
+        reducer: &mut Reducer,
+        on_step: &mut OnStep<'_>,
+        outcome: &mut Outcome,
+    ) -> Result<(), TrainError> {
+        while queue.len() > kept || (outcome.stopped.is_some() && !queue.is_empty()) {
+            let Some(oldest) = queue.pop_front() else { break };
+            let mut record = self.record_of(oldest, reducer)?;
+            if due.validation && queue.is_empty() {
+                record.val_loss = Some(self.validate(record.step)?);
+                outcome.val_loss = record.val_loss;
+            }
+            outcome.steps = record.step;
+            outcome.loss = Some(record.loss);
+            self.progress = on_step(&record, &self.parts);
+            self.beat(record.step, Phase::Training);
+            if record.stop && outcome.stopped.is_none() {
+                outcome.stopped = Some(self.parts.stop_cause());
+            }
+            if self.skips.is_skipping() {
+                self.release(queue, reducer)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// After a skipped step: the device has skipped those behind it as well, so that the parameters were still those of
+    /// the skipped step when it was inspected. They run once more, and count; what both runs sent and took is theirs.
+    fn release(
+        &mut self,
+        queue: &mut VecDeque<EnqueuedStep>,
+        reducer: &mut Reducer,
+    ) -> Result<(), TrainError> {
+        let (began, mut held) = (Instant::now(), Vec::new());
+        for enqueued in queue.drain(..) {
+            held.push((enqueued.step, enqueued.sent));
+            self.result_of(enqueued, reducer)?;
+        }
+        self.parts.clip.release(self.parts.world.stream);
+        for (step, sent) in held {
+            let mut again = self.enqueue(reducer, step)?;
+            (again.started, again.sent) = (began, again.sent + sent);
+            queue.push_back(again);
+        }
+        Ok(())
+    }
+
+    /// Waits until the device has run a step. Of several errors the one that says what went wrong is returned.
+    fn result_of(&self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepResult, TrainError> {
+        let result = enqueued.result(&self.parts.world);
+        // The stream says only in words why it went wrong, if it does at all.
+        let parameters = &self.parts.replica.parameters;
+        let failure = parameters.failure().or_else(|| reducer.failure());
+        failure.map_or(result, |error| Err(error.into()))
+    }
+
+    /// What is told of a step, once the device has run it.
+    fn record_of(&mut self, enqueued: EnqueuedStep, reducer: &Reducer) -> Result<StepRecord, TrainError> {
+        let (step, samples, lr, sent) = (enqueued.step, enqueued.samples, enqueued.lr, enqueued.sent);
+        let (mut times, began) = (enqueued.times, enqueued.started.max(self.finished));
+        let device_times = enqueued.device_times.clone();
+        let result = self.result_of(enqueued, reducer)?;
+        self.finished = Instant::now();
+        times.step = self.finished - began;
+        // All of the step has run, and who was asked for failures has looked at it.
+        for device_times in device_times {
+            times.account(device_times.times());
+        }
+        self.parts
+            .with_checkpoints(|checkpoints, here| checkpoints.receive(here, &result.rows.saves()));
+        let complaint = result.complaint();
+        match (self.skips.judge(complaint.is_none()), complaint) {
+            (Decision::Stop { skipped }, Some(complaint)) => {
+                let seen = self.between_steps(|parts| parts.inspect(step))?;
+                return Err(TrainError::NonFinite {
+                    complaint,
+                    step: step + 1,
+                    skipped,
+                    seen,
+                });
+            }
+            (Decision::Skip { is_first: true }, Some(complaint)) => {
+                let seen = self.between_steps(|parts| parts.inspect(step))?;
+                if self.parts.world.rank() == 0 {
+                    say(&format!("step {} is skipped: {complaint}; {seen}", step + 1));
+                }
+            }
+            _ => {}
+        }
+        Ok(StepRecord {
+            step: step + 1,
+            samples,
+            loss: result.rows.mean_loss(),
+            val_loss: None,
+            lr,
+            grad_norm: result.norm,
+            skipped: self.skips.total(),
+            times,
+            stalled: self.parts.checkpoints.take_stalled(),
+            sent,
+            stop: result.rows.stop(),
+        })
+    }
+
+    /// Work between two steps, when nothing is in flight. What it sends, and waits for, is of no step, and
+    /// not in the timeline.
+    fn between_steps<T>(
+        &mut self,
+        work: impl FnOnce(&mut TrainerParts<'a>) -> Result<T, TrainError>,
+    ) -> Result<T, TrainError> {
+        self.parts.replica.parameters.drain()?;
+        // As what it sent, the time of the update before belongs to the next step. All of it has ended.
+        let parameters = &self.parts.replica.parameters;
+        self.carried += parameters.take_times().comm + parameters.take_device_times().times().comm;
+        let before = self.parts.sent();
+        let timeline = self.parts.world.comm.timeline().clone();
+        timeline.pause();
+        let done = work(&mut self.parts)?;
+        self.parts.replica.parameters.drain()?;
+        timeline.resume();
+        self.accounted = self.accounted + (self.parts.sent() - before);
+        let parameters = &self.parts.replica.parameters;
+        let _ = (parameters.take_times(), parameters.take_device_times());
+        Ok(done)
+    }
+
+    fn beat(&self, done: u64, phase: Phase) {
+        self.parts.session.heartbeat(done, phase, self.progress.clone());
+    }
+
+    fn validate(&mut self, done: u64) -> Result<f64, TrainError> {
+        self.beat(done, Phase::Validating);
+        self.between_steps(TrainerParts::validate)
+    }
+
+    fn save(
+        &mut self,
+        done: u64,
+        how: impl FnOnce(&mut Checkpoints, RankState<'_>, Position) -> Result<(), TrainError>,
+    ) -> Result<(), TrainError> {
+        self.beat(done, Phase::Saving);
+        let at = Position {
+            step: done,
+            samples: self.parts.loader.consumed_before(done),
+            skipped: self.skips.total(),
+        };
+        self.between_steps(|parts| parts.with_checkpoints(|checkpoints, here| how(checkpoints, here, at)))
+    }
+
+    /// Ends the save under way after an error that every rank has met: the checkpoint before it is to be whole.
+    pub(crate) fn drain_checkpoints(&mut self) -> Result<(), TrainError> {
+        self.parts.with_checkpoints(Checkpoints::drain)
+    }
+
+    /// Gives up what is under way, because training has failed on some rank.
+    pub(crate) fn abandon(&mut self) {
+        self.parts.checkpoints.abandon();
+        self.parts.world.comm.abandon();
+    }
+
+    /// Puts a step into the stream; `step` counts from 0.
+    fn enqueue(&mut self, reducer: &mut Reducer, step: u64) -> Result<EnqueuedStep, TrainError> {
+        let parts = &mut self.parts;
+        parts.world.check()?;
+        let started = Instant::now();
+        let whole = parts.world.begin_span();
+        let mut times = StepTimes {
+            comm: std::mem::take(&mut self.carried),
+            ..StepTimes::default()
+        };
+        let StepGradients {
+            grads,
+            device_times,
+            sharing,
+        } = parts.passes(reducer, step, &mut times)?;
+        let World { stream, device, .. } = parts.world.clone();
+        let (norm_began, shared_before) = (Instant::now(), times.share);
+        let mut collectives = vec![sharing];
+        parts.arrive(&collectives[0], &mut times)?;
+        let span = parts.world.begin_span();
+        if let Some(work) = parts.clip.measure(stream, &grads) {
+            parts.arrive(&work, &mut times)?;
+            collectives.push(work);
+        }
+        parts.clip.finish(stream, Some(parts.step_table.rows()));
+        parts.world.end_span(span, Kind::Optimizer, || "norm".to_owned());
+        // Nothing of this step is in flight that the stream does not wait for. What the update sends, and its time,
+        // belongs to the step that waits for it.
+        let now = parts.sent();
+        let sent = now - std::mem::replace(&mut self.accounted, now);
+        let device_times = [device_times, parts.replica.parameters.take_device_times()];
+        let train = &parts.config.train;
+        let lr = learning_rate(step, train.steps, &train.optimizer, &train.schedule);
+        let lr = (f64::from(lr) * batch_factor(train, parts.global_batch().samples())) as f32;
+        let update = UpdateStep {
+            scale: parts.clip.scale(),
+            lr,
+            number: step + 1,
+        };
+        let parameters = &parts.replica.parameters;
+        let span = parts.world.begin_span();
+        collectives.extend((parts.optimizer).step(stream, parameters.own(), &grads, &update));
+        parts
+            .world
+            .end_span(span, Kind::Optimizer, || "update".to_owned());
+        let fetches = [parts.step_table.fetch(), device.fetch(stream, &parts.clip.norm())];
+        parameters.updated()?;
+        let waited = times.account(parameters.take_times()) + times.share.saturating_sub(shared_before);
+        times.optimizer = norm_began.elapsed().saturating_sub(waited);
+        parts
+            .world
+            .end_span(whole, Kind::Step, || format!("step {}", step + 1));
+        Ok(EnqueuedStep {
+            step,
+            samples: parts.loader.samples(step).count,
+            lr,
+            times,
+            device_times,
+            started,
+            sent,
+            collectives,
+            fetches,
+        })
     }
 }
 

@@ -1,8 +1,8 @@
-//! What is measured of a step: by the host while it enqueues it, by the device when it runs it.
+//! A step as it is enqueued, as the device has run it, and as it is reported.
 
 use std::time::{Duration, Instant};
 
-use super::exchange::Shares;
+use super::rank_table::StepRows;
 use crate::collective::{WireBytes, Work};
 use crate::device::Fetch;
 use crate::parallel::{CommTimes, DeviceTimes};
@@ -55,7 +55,7 @@ pub(crate) struct StepRecord {
 }
 
 /// A step that the host has enqueued, and that the device may still have to run.
-pub(crate) struct Enqueued {
+pub(crate) struct EnqueuedStep {
     /// From 0.
     pub(crate) step: u64,
     /// Samples of all ranks.
@@ -68,38 +68,39 @@ pub(crate) struct Enqueued {
     pub(crate) started: Instant,
     /// Bytes that this rank sent.
     pub(crate) sent: WireBytes,
-    /// Exchanges that the stream waits for.
-    pub(super) exchanges: Vec<Work>,
+    /// Collectives that the stream waits for.
+    pub(super) collectives: Vec<Work>,
     /// Losses and norm.
     pub(super) fetches: [Fetch; 2],
 }
 
-/// The numbers of a step that the device has run.
-pub(crate) struct Numbers {
-    pub(crate) shares: Shares,
+/// What a step that the device has run came to.
+pub(crate) struct StepResult {
+    /// Of all ranks.
+    pub(crate) rows: StepRows,
     /// Norm of the averaged gradients before clipping.
     pub(crate) norm: f32,
 }
 
-impl Enqueued {
+impl EnqueuedStep {
     /// Waits until the device has run the step.
-    pub(crate) fn numbers(self, world: &World) -> Result<Numbers, TrainError> {
+    pub(crate) fn result(self, world: &World) -> Result<StepResult, TrainError> {
         let deadline = world.deadline();
-        for work in self.exchanges {
+        for work in self.collectives {
             work.wait(deadline)?;
         }
-        let [shares, norm] = self.fetches;
-        Ok(Numbers {
-            shares: Shares::read(&shares.wait(deadline)?),
+        let [rows, norm] = self.fetches;
+        Ok(StepResult {
+            rows: StepRows::read(&rows.wait(deadline)?),
             norm: bytemuck::pod_read_unaligned(&norm.wait(deadline)?),
         })
     }
 }
 
-impl Numbers {
+impl StepResult {
     /// What is not finite, in words. The device has skipped the update then, and those of the steps behind it.
     pub(crate) fn complaint(&self) -> Option<String> {
-        match self.shares.not_finite() {
+        match self.rows.not_finite() {
             Some((rank, loss)) => Some(format!("loss is {loss} on rank {rank}")),
             None if self.norm.is_finite() => None,
             None => Some(format!("norm of the averaged gradient is {}", self.norm)),

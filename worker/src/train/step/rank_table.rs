@@ -1,4 +1,4 @@
-//! Numbers that every rank tells all others: its losses, its request to stop, its share of the validation.
+//! Tables with one row a rank, gathered on all of them: losses, requests to stop, shares of the validation.
 
 use std::ops::Range;
 
@@ -9,13 +9,13 @@ use crate::ops::LossSum;
 use crate::train::TrainError;
 use crate::train::world::World;
 
-/// One row of so many numbers a rank, gathered on all of them.
-pub(crate) struct RankNumbers<const WIDTH: usize = 2> {
+/// One row of `WIDTH` numbers a rank.
+pub(crate) struct RankTable<const WIDTH: usize = 2> {
     world: World,
     rows: Arena,
 }
 
-impl<const WIDTH: usize> RankNumbers<WIDTH> {
+impl<const WIDTH: usize> RankTable<WIDTH> {
     /// Every rank must call it. `name` is for errors.
     pub(crate) fn new(world: &World, name: &str) -> Result<Self, TrainError> {
         let spec = ArenaSpec::on_node(name, DType::F64, world.size() * WIDTH);
@@ -43,7 +43,7 @@ impl<const WIDTH: usize> RankNumbers<WIDTH> {
         device.upload(*stream, &columns, bytemuck::cast_slice(numbers));
     }
 
-    /// Tells all ranks this one's row. Every rank must call it; `what` is for errors.
+    /// Gathers the rows. Every rank must call it; `what` is for errors.
     pub(crate) fn share(&self, what: &str) -> Work {
         let World {
             device, stream, comm, ..
@@ -61,7 +61,7 @@ impl<const WIDTH: usize> RankNumbers<WIDTH> {
     }
 }
 
-/// From the bytes of [`RankNumbers::rows`].
+/// From the bytes of [`RankTable::rows`].
 fn rows_of<const WIDTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [f64; WIDTH]> {
     const BYTES: usize = size_of::<f64>();
     let number = |row: &[u8], i: usize| bytemuck::pod_read_unaligned(&row[i * BYTES..(i + 1) * BYTES]);
@@ -72,18 +72,18 @@ fn rows_of<const WIDTH: usize>(bytes: &[u8]) -> impl Iterator<Item = [f64; WIDTH
 /// Numbers of one rank in a step.
 const WIDTH: usize = 4;
 
-/// What every rank tells all others of a step: the sum of its losses, their number, its request to stop, and how far it
-/// is with the checkpoint that is being written. The numbers go from the device to the other ranks while backward runs,
+/// Of each rank in a step: the sum of its losses, their number, its request to stop, and how far it is with the
+/// checkpoint that is being written. The numbers go from the device to the other ranks while backward runs,
 /// and to the host when it asks for them.
-pub(crate) struct Tally(RankNumbers<WIDTH>);
+pub(crate) struct StepTable(RankTable<WIDTH>);
 
-/// The rows of all ranks, on the host.
+/// The rows of a [`StepTable`], on the host.
 #[derive(Clone, Debug, PartialEq)]
-pub(crate) struct Shares(Vec<Share>);
+pub(crate) struct StepRows(Vec<StepRow>);
 
 /// The row of one rank.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Share {
+struct StepRow {
     /// Sum of the losses of all positions, ignored ones not counted.
     losses: f64,
     /// Number of these positions.
@@ -94,10 +94,10 @@ struct Share {
     save: f64,
 }
 
-impl Tally {
+impl StepTable {
     /// Every rank must call it.
     pub(crate) fn new(world: &World) -> Result<Self, TrainError> {
-        Ok(Self(RankNumbers::new(world, "losses of each rank")?))
+        Ok(Self(RankTable::new(world, "losses of each rank")?))
     }
 
     /// Adds the losses of a micro-batch, which may be the first one of its step.
@@ -111,7 +111,7 @@ impl Tally {
         device.enqueue(*stream, sum.into());
     }
 
-    /// Tells all ranks. Every rank must call it; `positions` is the number of losses that were not ignored.
+    /// Gathers the rows. Every rank must call it; `positions` is the number of losses that were not ignored.
     pub(crate) fn share(&self, positions: usize, stop: bool, save: f64) -> Work {
         let known = [positions as f64, f64::from(u8::from(stop)), save];
         self.0.write(1, &known);
@@ -123,17 +123,17 @@ impl Tally {
         self.0.rows()
     }
 
-    /// The rows of all ranks, for the host: [`Shares::read`].
+    /// The rows of all ranks, for the host: [`StepRows::read`].
     pub(crate) fn fetch(&self) -> Fetch {
         let World { device, stream, .. } = &self.0.world;
         device.fetch(*stream, &self.0.rows())
     }
 }
 
-impl Shares {
-    /// From the bytes of [`Tally::fetch`].
+impl StepRows {
+    /// From the bytes of [`StepTable::fetch`].
     pub(crate) fn read(bytes: &[u8]) -> Self {
-        let rows = rows_of(bytes).map(|[losses, positions, stop, save]| Share {
+        let rows = rows_of(bytes).map(|[losses, positions, stop, save]| StepRow {
             losses,
             positions,
             stop,
@@ -144,24 +144,24 @@ impl Shares {
 
     /// Mean loss of all positions of all ranks: each weighs the same, whoever had it.
     pub(crate) fn mean_loss(&self) -> f64 {
-        let losses: f64 = self.0.iter().map(|share| share.losses).sum();
-        let positions: f64 = self.0.iter().map(|share| share.positions).sum();
+        let losses: f64 = self.0.iter().map(|row| row.losses).sum();
+        let positions: f64 = self.0.iter().map(|row| row.positions).sum();
         losses / positions
     }
 
     /// True if any rank was asked to stop.
     pub(crate) fn stop(&self) -> bool {
-        self.0.iter().any(|share| share.stop > 0.0)
+        self.0.iter().any(|row| row.stop > 0.0)
     }
 
     /// How far each rank is with the checkpoint that is being written.
     pub(crate) fn saves(&self) -> Vec<f64> {
-        self.0.iter().map(|share| share.save).collect()
+        self.0.iter().map(|row| row.save).collect()
     }
 
     /// The first rank whose loss is not finite, and that loss.
     pub(crate) fn not_finite(&self) -> Option<(usize, f64)> {
-        let losses = self.0.iter().map(|share| share.losses).enumerate();
+        let losses = self.0.iter().map(|row| row.losses).enumerate();
         losses.into_iter().find(|(_, loss)| !loss.is_finite())
     }
 }
@@ -172,23 +172,23 @@ mod tests {
 
     #[test]
     fn every_position_weighs_the_same() {
-        let rows = [[12.0, 4.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 2.0]];
-        let shares = Shares::read(bytemuck::cast_slice(&rows));
-        assert_eq!(shares.mean_loss(), 3.0);
-        assert!(shares.stop());
-        assert_eq!(shares.saves(), [1.0, 0.0, 2.0]);
-        assert_eq!(shares.not_finite(), None);
+        let numbers = [[12.0, 4.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 2.0]];
+        let rows = StepRows::read(bytemuck::cast_slice(&numbers));
+        assert_eq!(rows.mean_loss(), 3.0);
+        assert!(rows.stop());
+        assert_eq!(rows.saves(), [1.0, 0.0, 2.0]);
+        assert_eq!(rows.not_finite(), None);
     }
 
     #[test]
     fn the_first_rank_without_a_finite_loss_is_named() {
-        let rows = [
+        let numbers = [
             [12.0, 4.0, 0.0, 0.0],
             [f64::INFINITY, 4.0, 0.0, 0.0],
             [f64::NAN, 4.0, 0.0, 0.0],
         ];
-        let shares = Shares::read(bytemuck::cast_slice(&rows));
-        assert_eq!(shares.not_finite(), Some((1, f64::INFINITY)));
-        assert!(!shares.stop() && shares.mean_loss().is_nan());
+        let rows = StepRows::read(bytemuck::cast_slice(&numbers));
+        assert_eq!(rows.not_finite(), Some((1, f64::INFINITY)));
+        assert!(!rows.stop() && rows.mean_loss().is_nan());
     }
 }

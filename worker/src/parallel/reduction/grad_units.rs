@@ -1,0 +1,485 @@
+//! The gradients of a rank, and their way over the ranks, unit by unit.
+//!
+//! A unit is what one reduction carries. It is contributed, reduced, and *landed*: this rank's part of the sum is put
+//! where it belongs.
+//!
+//! | what a rank keeps | contributed | reduced | landed |
+//! |---|---|---|---|
+//! | all gradients | in its place | in place: all-reduced, or reduce-scattered to owners | is there |
+//! | all, in a wider type than crosses the wire | in its place | narrowed, in a slot | own part is widened into its place |
+//! | its shard (ZeRO-2, -3) | in a slot | in that slot | own part is copied into the shard, or added to it |
+//!
+//! With several copies of the state, what has landed for the last time in a step is then summed over the copies
+//! ([`ReplicaSet::replicate`]), in the order of units, so that all ranks issue the same operations.
+//!
+//! *Slots* are memory shared with the other ranks, through which units pass one after the other. A slot is reused in the
+//! order of a stream: a host waits only where the device runs at once. Narrowing and widening are on a stream of their
+//! own, so that the stream that computes does not wait either.
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::readiness::ReduceError;
+use crate::collective::{Communicator, Launch, ReduceOp, Traffic, Work};
+use crate::config::{Accumulate, Sync};
+use crate::device::{Arena, ArenaSpec, Buffer, DType, Device, Event, Stream};
+use crate::model::ParamId;
+use crate::ops::{Cast, ColumnSum, Fill};
+use crate::parallel::comm_times::CommTracker;
+use crate::parallel::{GradientLayout, Portion, ReplicaSet, Sharding};
+
+/// Slots for units that follow each other: one is computed while another is in flight.
+const IN_TURN: usize = 2;
+
+/// Nothing scales a sum: the gradient of the loss has its factor.
+const SUM: ReduceOp = ReduceOp::Sum { scale: 1.0 };
+
+/// True if gradients of other ranks' parameters exist in slots only.
+fn is_staged(sharding: &Sharding, accumulate: Accumulate) -> bool {
+    sharding.world() > 1 && accumulate == Accumulate::Sharded
+}
+
+/// What one reduction carries: parameters that lie side by side.
+struct Reduction {
+    /// Its elements, where all gradients lie in one arena.
+    range: Range<usize>,
+    /// Those of them whose sums end on this rank, counted from the first.
+    own: Range<usize>,
+    /// Parameters that must be ready.
+    params: Vec<ParamId>,
+    /// For errors and traces.
+    tag: String,
+}
+
+impl Reduction {
+    /// The units of the sharding; where nothing is sharded, `sync` decides.
+    fn all(layout: &GradientLayout, sharding: &Sharding, sync: Sync) -> Vec<Self> {
+        let whole = |range: Range<usize>, params: &[ParamId], tag| Self {
+            own: 0..range.len(),
+            range,
+            params: params.to_vec(),
+            tag,
+        };
+        match sync {
+            _ if sharding.world() > 1 => Self::of_units(sharding),
+            Sync::Bucketed => Self::of_units(&Sharding::of_buckets(layout, 1, 0)),
+            Sync::Naive => vec![whole(0..layout.len(), layout.order(), "all gradients".into())],
+            Sync::PerParameter => {
+                let tag = |id| format!("gradient of `{}`", layout.spec(id).name);
+                let one = |id: &ParamId| whole(layout.range(*id), &[*id], tag(*id));
+                layout.order().iter().map(one).collect()
+            }
+        }
+    }
+
+    fn of_units(sharding: &Sharding) -> Vec<Self> {
+        let units = sharding.units().iter().enumerate();
+        units
+            .map(|(index, unit)| Self {
+                range: unit.whole.clone(),
+                own: sharding.own(index),
+                params: unit.params.clone(),
+                tag: unit.name.clone(),
+            })
+            .collect()
+    }
+}
+
+/// Sizes of the slots, and those that each unit may take.
+fn slots_of(
+    reductions: &[Reduction],
+    layout: &GradientLayout,
+    is_staged: bool,
+) -> (Vec<usize>, Vec<Range<usize>>) {
+    if !is_staged && layout.dtype() == layout.accumulated() {
+        return (Vec::new(), vec![0..0; reductions.len()]);
+    }
+    // A tied parameter has its first gradient long before its last: its unit stays open meanwhile.
+    let is_tied = |unit: &Reduction| unit.params.iter().any(|id| layout.spec(*id).contributions > 1);
+    let units = reductions.iter();
+    let units: Vec<_> = units
+        .map(|unit| (unit.range.len(), is_staged && is_tied(unit)))
+        .collect();
+    slots_for(&units)
+}
+
+/// Sizes of slots, and those that each unit may take: one of its own for a unit that is needed out of turn, for the
+/// others some that they take in turns. Units are given as (elements, out of turn).
+pub(in crate::parallel) fn slots_for(units: &[(usize, bool)]) -> (Vec<usize>, Vec<Range<usize>>) {
+    let in_turn = units.iter().filter(|(_, apart)| !apart);
+    let shared = in_turn.clone().count().min(IN_TURN);
+    let largest = in_turn.map(|(len, _)| *len).max().unwrap_or(0);
+    let mut sizes = vec![largest; shared];
+    let choice = units.iter().map(|&(len, apart)| {
+        if !apart {
+            return 0..shared;
+        }
+        sizes.push(len);
+        sizes.len() - 1..sizes.len()
+    });
+    let choice = choice.collect();
+    (sizes, choice)
+}
+
+/// Which of its launches in a step a unit is at.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Round {
+    /// From 0.
+    pub(super) index: usize,
+    /// How many there are.
+    pub(super) count: usize,
+}
+
+impl Round {
+    pub(super) fn is_last(self) -> bool {
+        self.index + 1 == self.count
+    }
+}
+
+/// One unit, and where it passes.
+struct Unit {
+    reduction: Reduction,
+    /// Where it is contributed; none: in a slot.
+    place: Option<Buffer>,
+    /// Slots in which it may be reduced; none: in its place.
+    slots: Range<usize>,
+    /// Where this rank's part of the sum belongs.
+    target: Buffer,
+    /// Reached when this rank's part has landed for the last time in a step; taken when it is summed over the copies.
+    landed: Option<Event>,
+}
+
+impl Unit {
+    /// `index` in the sharding, where a rank keeps its shard.
+    fn new(
+        reduction: Reduction,
+        slots: Range<usize>,
+        sums: &Portion,
+        (sharding, index): (&Sharding, usize),
+    ) -> Self {
+        let place = match sums {
+            Portion::Whole(arena) => Some(arena.slice(reduction.range.clone())),
+            Portion::Shard(_) => None,
+        };
+        Self {
+            target: match &place {
+                Some(place) => place.slice(reduction.own.clone()),
+                None => sums.slice(&sharding.own_place(index)),
+            },
+            reduction,
+            place,
+            slots,
+            landed: None,
+        }
+    }
+}
+
+struct Slot {
+    arena: Arena,
+    /// The unit that is being written.
+    unit: Option<usize>,
+    /// The unit that is being reduced.
+    landing: Option<Landing>,
+    /// Of what it serves, or has served last: the smallest is the first to be free again.
+    launch: u64,
+}
+
+/// A unit that is being reduced in a slot.
+struct Landing {
+    unit: usize,
+    work: Work,
+    /// The first round overwrites what is in its target, later ones are added to it.
+    round: Round,
+}
+
+/// The gradients of a rank, and the operations that sum them.
+pub(super) struct GradUnits {
+    device: Arc<dyn Device>,
+    comm: Communicator,
+    replicate: Option<Communicator>,
+    sharding: Arc<Sharding>,
+    units: Vec<Unit>,
+    /// What this rank keeps.
+    sums: Portion,
+    /// By parameter, where all of them lie in one arena.
+    grads: Vec<Buffer>,
+    slots: Vec<Slot>,
+    /// In whose order slots are reused.
+    stream: Stream,
+    launches: u64,
+    /// Units that were summed over the copies in this step: always a prefix.
+    replicated: usize,
+    pub(super) in_flight: Vec<Work>,
+    pub(super) tracker: CommTracker,
+}
+
+impl GradUnits {
+    /// Every rank of `set` must call it, with the same layout; `stream` computes the gradients.
+    pub(super) fn new(
+        set: &ReplicaSet,
+        (device, stream): (&Arc<dyn Device>, Stream),
+        layout: &GradientLayout,
+        sharding: &Arc<Sharding>,
+        (accumulate, sync): (Accumulate, Sync),
+    ) -> Result<Self, ReduceError> {
+        let is_staged = is_staged(sharding, accumulate);
+        let reductions = Reduction::all(layout, sharding, sync);
+        let (sizes, choice) = slots_of(&reductions, layout, is_staged);
+        let shared = |name, dtype: DType, len| {
+            set.all
+                .alloc_shared(device, &ArenaSpec::on_node(name, dtype, len))
+        };
+        let slot = |len| -> Result<Slot, ReduceError> {
+            Ok(Slot {
+                arena: shared("gradients in flight", layout.dtype(), len)?,
+                unit: None,
+                landing: None,
+                launch: 0,
+            })
+        };
+        let slots: Vec<Slot> = sizes.into_iter().map(slot).collect::<Result<_, _>>()?;
+        let (name, dtype) = ("gradients", layout.accumulated());
+        let kept = |len| -> Result<Arena, ReduceError> {
+            if slots.is_empty() || set.replicate.is_some() {
+                return Ok(shared(name, dtype, len)?);
+            }
+            Ok(device.alloc(&ArenaSpec::private(name, dtype, len))?)
+        };
+        let sums = if is_staged {
+            Portion::Shard(kept(sharding.shard_len())?)
+        } else {
+            Portion::Whole(kept(sharding.whole_len())?)
+        };
+        let placed = reductions.into_iter().zip(choice).enumerate();
+        let unit = |(index, (reduction, slots))| Unit::new(reduction, slots, &sums, (sharding, index));
+        let grads = (0..layout.params()).filter(|_| !is_staged);
+        Ok(Self {
+            units: placed.map(unit).collect(),
+            grads: grads
+                .map(|id| sums.arena().slice(sharding.whole_range(ParamId(id))))
+                .collect(),
+            stream: if slots.is_empty() || is_staged {
+                stream
+            } else {
+                device.stream()
+            },
+            sums,
+            slots,
+            launches: 0,
+            replicated: 0,
+            in_flight: Vec::new(),
+            tracker: CommTracker::new(device, set.all.timeline()),
+            device: device.clone(),
+            comm: set.reduce.clone(),
+            replicate: set.replicate.clone(),
+            sharding: sharding.clone(),
+        })
+    }
+
+    /// Number of units.
+    pub(super) fn len(&self) -> usize {
+        self.units.len()
+    }
+
+    /// Parameters of a unit.
+    pub(super) fn params(&self, unit: usize) -> &[ParamId] {
+        &self.units[unit].reduction.params
+    }
+
+    /// True if gradients of other ranks' parameters exist in slots only: every micro-batch communicates.
+    pub(super) fn is_staged(&self) -> bool {
+        matches!(self.sums, Portion::Shard(_))
+    }
+
+    /// The memory that this rank keeps.
+    pub(super) fn sums(&self) -> &Portion {
+        &self.sums
+    }
+
+    /// All elements of a gradient, where every rank ends with them.
+    pub(super) fn sum(&self, id: ParamId) -> Option<&Buffer> {
+        self.grads.get(id.0).filter(|_| self.sharding.world() == 1)
+    }
+
+    /// Size, padding and slots included.
+    pub(super) fn bytes(&self) -> usize {
+        let slots: usize = self.slots.iter().map(|slot| slot.arena.bytes()).sum();
+        self.sums.arena().bytes() + slots
+    }
+
+    /// Forgets what an abandoned step has left.
+    pub(super) fn reset(&mut self) {
+        for slot in &mut self.slots {
+            slot.unit = None;
+        }
+        for unit in &mut self.units {
+            unit.landed = None;
+        }
+        self.replicated = 0;
+    }
+
+    /// Memory of a gradient, to be written; the first one of a unit may take a slot.
+    pub(super) fn grad(&mut self, id: ParamId) -> Result<Buffer, ReduceError> {
+        if let Some(grad) = self.grads.get(id.0) {
+            return Ok(grad.clone());
+        }
+        let (unit, range) = self.sharding.home(id);
+        let slot = match self.slot_of(unit) {
+            Some(slot) => slot,
+            None => {
+                let slot = self.take_slot(unit)?;
+                for gap in self.sharding.gaps(unit) {
+                    let out = self.slots[slot].arena.slice(gap);
+                    self.device.enqueue(self.stream, Fill { out, value: 0.0 }.into());
+                }
+                self.sum_copies();
+                slot
+            }
+        };
+        Ok(self.slots[slot].arena.slice(range))
+    }
+
+    /// Sends a unit on its way that is complete at `ready`.
+    pub(super) fn launch(&mut self, index: usize, ready: Event, round: Round) {
+        let (buffer, ready, slot) = self.outgoing(index, ready);
+        let launch = Launch::after(ready, Traffic::Grads, self.units[index].reduction.tag.clone());
+        let work = self.tracker.launch(|| match self.sharding.world() {
+            1 => self.comm.all_reduce(&buffer, SUM, launch),
+            _ => self.comm.reduce_scatter(&buffer, SUM, launch),
+        });
+        self.in_flight.push(work.clone());
+        if let Some(slot) = slot {
+            self.launches += 1;
+            let slot = &mut self.slots[slot];
+            (slot.unit, slot.launch) = (None, self.launches);
+            slot.landing = Some(Landing {
+                unit: index,
+                work,
+                round,
+            });
+        } else {
+            self.units[index].landed = Some(work.event().clone());
+        }
+        self.sum_copies();
+    }
+
+    /// Lands the units that were launched. Reached when those have landed that the stream that computes does not wait
+    /// for.
+    pub(super) fn land(&mut self, deadline: Instant) -> Event {
+        let mut order: Vec<usize> = (0..self.slots.len()).collect();
+        order.sort_by_key(|&slot| self.slots[slot].launch);
+        for slot in order {
+            self.land_slot(slot, deadline);
+        }
+        let landed = if self.slots.is_empty() || self.is_staged() {
+            Event::reached()
+        } else {
+            self.device.record(self.stream)
+        };
+        self.sum_copies();
+        landed
+    }
+
+    /// A unit as it crosses the wire, when it is there, and its slot.
+    fn outgoing(&mut self, index: usize, ready: Event) -> (Buffer, Event, Option<usize>) {
+        let len = self.units[index].reduction.range.len();
+        let Some(place) = self.units[index].place.clone() else {
+            let slot = self.slot_of(index).expect("each report asked for memory before");
+            return (self.slots[slot].arena.slice(0..len), ready, Some(slot));
+        };
+        if self.slots.is_empty() {
+            return (place, ready, None);
+        }
+        let slot = self
+            .take_slot(index)
+            .expect("a narrowed unit is launched at once");
+        // For arithmetic, not for communication.
+        self.device.wait_event(self.stream, &ready, self.comm.deadline());
+        let narrow = self.slots[slot].arena.slice(0..len);
+        let cast = Cast {
+            x: place,
+            out: narrow.clone(),
+        };
+        self.device.enqueue(self.stream, cast.into());
+        (narrow, self.device.record(self.stream), Some(slot))
+    }
+
+    /// The slot that a unit is written in.
+    fn slot_of(&self, unit: usize) -> Option<usize> {
+        self.slots.iter().position(|slot| slot.unit == Some(unit))
+    }
+
+    /// A slot for a unit: of those that are not being written the first to be free.
+    fn take_slot(&mut self, index: usize) -> Result<usize, ReduceError> {
+        let unit = &self.units[index];
+        let free = unit.slots.clone().filter(|&slot| self.slots[slot].unit.is_none());
+        let Some(slot) = free.min_by_key(|&slot| self.slots[slot].launch) else {
+            return Err(ReduceError::Misuse(format!(
+                "gradients of {} were begun before earlier ones were complete\n  hint: with sharded gradients, backward must finish them in the order of the layout",
+                unit.reduction.tag
+            )));
+        };
+        self.land_slot(slot, self.comm.deadline());
+        self.slots[slot].unit = Some(index);
+        Ok(slot)
+    }
+
+    /// Lands what is being reduced in a slot, if something is.
+    fn land_slot(&mut self, slot: usize, deadline: Instant) {
+        let slot = &mut self.slots[slot];
+        let Some(Landing { unit, work, round }) = slot.landing.take() else {
+            return;
+        };
+        let unit = &mut self.units[unit];
+        match unit.place {
+            None => self.tracker.wait_in_stream(self.stream, work.event(), deadline),
+            Some(_) => (self.tracker).wait_in_side_stream(self.stream, work.event(), deadline),
+        }
+        let x = slot.arena.slice(unit.reduction.own.clone());
+        let (out, accumulate) = (unit.target.clone(), round.index > 0);
+        let op = if accumulate {
+            // One row: an addition.
+            ColumnSum { x, out, accumulate }.into()
+        } else {
+            Cast { x, out }.into()
+        };
+        self.device.enqueue(self.stream, op);
+        if round.is_last() {
+            unit.landed = Some(self.device.record(self.stream));
+        }
+    }
+
+    /// Sums over the copies of the state what has landed for the last time, up to the first unit that has not.
+    fn sum_copies(&mut self) {
+        let Some(comm) = &self.replicate else {
+            return;
+        };
+        while let Some(unit) = self.units.get_mut(self.replicated)
+            && let Some(landed) = unit.landed.take()
+        {
+            self.replicated += 1;
+            let tag = format!("{} of all copies", unit.reduction.tag);
+            let launch = Launch::after(landed, Traffic::Grads, tag);
+            let work = self.tracker.launch(|| comm.all_reduce(&unit.target, SUM, launch));
+            self.in_flight.push(work);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn units_in_turn_share_two_slots_of_the_largest() {
+        let (sizes, choice) = slots_for(&[(5, false), (9, true), (7, false), (3, false)]);
+        assert_eq!(sizes, [7, 7, 9]);
+        assert_eq!(choice, [0..2, 2..3, 0..2, 0..2]);
+        for apart in [false, true] {
+            let (sizes, choice) = slots_for(&[(4, apart), (2, !apart)]);
+            assert_eq!(sizes.iter().sum::<usize>(), 6);
+            assert_ne!(choice[0], choice[1]);
+        }
+    }
+}
