@@ -261,11 +261,9 @@ fn exit_code(error: &TrainError) -> u8 {
         TrainError::NotSaved {
             cause: Some(error), ..
         } if of_checkpoint(error) != FAILED => return exit::DISK,
-        TrainError::Contradiction { .. }
-        | TrainError::Rescale { .. }
+        TrainError::Refused(_)
         | TrainError::Mesh(_)
         | TrainError::ParamGroup { .. }
-        | TrainError::Machine(_)
         | TrainError::Device(DeviceError::TooOld { .. })
         | TrainError::Model(_)
         | TrainError::Layout(_)

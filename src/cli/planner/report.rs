@@ -17,7 +17,7 @@ const NOTHING: [&str; 2] = ["0 B", "0.000 ms"];
 
 /// For people.
 pub(super) fn text(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f64) -> String {
-    let mut text = lines(&facts(comparison, machines, device, mfu));
+    let mut text = facts(comparison, machines, device, mfu);
     text.push('\n');
     // What is reckoned with less than the whole rate is no bound any more.
     let [least, most] = if mfu < 1.0 {
@@ -35,13 +35,11 @@ pub(super) fn text(comparison: &Comparison, machines: &Machines, device: &Planne
     text
 }
 
-fn facts(
-    comparison: &Comparison,
-    machines: &Machines,
-    device: &Planned,
-    mfu: f64,
-) -> Vec<(&'static str, String)> {
-    let (cluster, batch) = (machines.cluster, comparison.batch);
+fn facts(comparison: &Comparison, machines: &Machines, device: &Planned, mfu: f64) -> String {
+    let Comparison {
+        batch, work, model, ..
+    } = comparison;
+    let cluster = machines.cluster;
     let mut of_device = device.source.clone();
     if let (Some(all), Some(memory)) = (device.memory, machines.memory) {
         let _ = write!(of_device, "; {} of its {} to train in", bytes(memory), bytes(all));
@@ -52,52 +50,46 @@ fn facts(
             let _ = write!(of_device, ", of which {mfu} are reached");
         }
     }
-    let tokens_a_rank = batch.tokens() / batch.ranks;
-    vec![
+    let ranks = format!(
+        "{} = {} × {}",
+        cluster.ranks(),
+        counted(cluster.nodes, "node"),
+        cluster.ranks_a_node
+    );
+    let global_batch = format!(
+        "{} samples = {} tokens ({} × {} × {} of {} tokens)",
+        grouped(batch.samples()),
+        grouped(batch.tokens()),
+        counted(batch.ranks, "rank"),
+        counted(batch.accumulation, "micro-batch"),
+        counted(batch.micro_batch, "sample"),
+        grouped(batch.block_size),
+    );
+    let again = match work.repeated {
+        0 => String::new(),
+        repeated => format!(", {} of it again", shortened(repeated as f64 / 1e9)),
+    };
+    let of_rank = work.total() as f64 * (batch.tokens() / batch.ranks) as f64;
+    let arithmetic = format!(
+        "{} GFLOP a token{again}, {} TFLOP a rank and step",
+        shortened(work.total() as f64 / 1e9),
+        shortened(of_rank / 1e12),
+    );
+    let mut text = String::new();
+    for (name, value) in [
         (
             "model",
-            format!(
-                "{}, {} parameters",
-                comparison.model,
-                grouped(comparison.parameters)
-            ),
+            format!("{model}, {} parameters", grouped(comparison.parameters)),
         ),
-        (
-            "ranks",
-            format!(
-                "{} = {} × {}",
-                cluster.ranks(),
-                counted(cluster.nodes, "node"),
-                cluster.ranks_a_node
-            ),
-        ),
+        ("ranks", ranks),
         ("device", of_device),
         ("wires", wires(&cluster)),
-        (
-            "global batch",
-            format!(
-                "{} samples = {} tokens ({} × {} × {} of {} tokens)",
-                grouped(batch.samples()),
-                grouped(batch.tokens()),
-                counted(batch.ranks, "rank"),
-                counted(batch.accumulation, "micro-batch"),
-                counted(batch.micro_batch, "sample"),
-                grouped(batch.block_size),
-            ),
-        ),
-        (
-            "arithmetic",
-            format!(
-                "{} GFLOP a token{}, {} TFLOP a rank and step",
-                shortened(comparison.work.total() as f64 / 1e9),
-                match comparison.work.repeated {
-                    0 => String::new(),
-                    repeated => format!(", {} of it again", shortened(repeated as f64 / 1e9)),
-                },
-                shortened(comparison.work.total() as f64 * tokens_a_rank as f64 / 1e12),
-            ),
-        ),
-    ]
+        ("global batch", global_batch),
+        ("arithmetic", arithmetic),
+    ] {
+        let _ = writeln!(text, "{name:<14}  {value}");
+    }
+    text
 }
 
 fn wires(cluster: &Cluster) -> String {
@@ -239,14 +231,6 @@ fn columns(rows: Vec<Vec<String>>) -> String {
         column.set_cell_alignment(CellAlignment::Right);
     }
     table.trim_fmt() + "\n"
-}
-
-fn lines(rows: &[(&str, String)]) -> String {
-    let mut text = String::new();
-    for (name, value) in rows {
-        let _ = writeln!(text, "{name:<14}  {value}");
-    }
-    text
 }
 
 /// `12.3 ms`, `12.3 s`

@@ -85,10 +85,10 @@ impl Situation {
             counted(gpus, "GPU")
         );
         match self.sharing {
-            GpuSharing::No if workers > gpus => Err(TrainError::Machine(format!(
+            GpuSharing::No if workers > gpus => Err(TrainError::Refused(format!(
                 "{crowded}\n  hint: start one a GPU (`--nproc-per-node gpu`), or train on the processor (`parallel.backend: cpu`)"
             ))),
-            GpuSharing::Refused(nccl) if workers > gpus => Err(TrainError::Machine(format!(
+            GpuSharing::Refused(nccl) if workers > gpus => Err(TrainError::Refused(format!(
                 "{crowded}, and NCCL {nccl} lets no ranks share one\n  hint: install NCCL 2.30 or later, or give every worker an `NCCL_HOSTID` of its own"
             ))),
             _ => Ok(Choice::Gpu(self.local_rank % gpus)),
@@ -101,7 +101,7 @@ impl Situation {
             (_, Ok(_)) => "the driver shows no GPU".to_owned(),
             (_, Err(error)) => error.to_string(),
         };
-        TrainError::Machine(format!("`{key}` needs a GPU: {why}"))
+        TrainError::Refused(format!("`{key}` needs a GPU: {why}"))
     }
 }
 

@@ -40,34 +40,9 @@ pub enum TrainError {
         /// Who saw it first, and where.
         seen: String,
     },
-    /// The configuration contradicts the checkpoint that the run is to be resumed from.
-    #[error(
-        "cannot resume from `{checkpoint}`: `{key}` is {found}, the run was begun with {begun}\n  hint: set it back, or start another run with another `run.out_dir`"
-    )]
-    Contradiction {
-        /// Folder of the checkpoint.
-        checkpoint: String,
-        /// The first differing key.
-        key: String,
-        /// Its value now.
-        found: String,
-        /// Its value in the checkpoint.
-        begun: String,
-    },
-    /// The global batch of the run cannot be kept on this number of ranks.
-    #[error(
-        "the run was trained in global batches of {samples} samples, and {ranks} ranks with `train.micro_batch: {micro_batch}` cannot make one: {samples} is no multiple of {ranks} × {micro_batch}\n  hint: {fits}`train.rescale: keep_micro_batch` lets the global batch change"
-    )]
-    Rescale {
-        /// Samples of a step, as the checkpoint has it.
-        samples: u64,
-        /// Ranks now.
-        ranks: u64,
-        /// Samples of a pass on one rank.
-        micro_batch: u64,
-        /// What would fit, in words; may be empty.
-        fits: String,
-    },
+    /// The configuration asks for what the machine lacks, or what the run that is to be resumed does not allow, in words.
+    #[error("{0}")]
+    Refused(String),
     /// The last state of a run is lost, although training is done or was stopped in order.
     #[error(
         "training ended after step {step}, but the state after it could not be saved on {}, {}{}",
@@ -85,9 +60,6 @@ pub enum TrainError {
         /// Why, if this rank is one of them.
         cause: Option<Box<CheckpointError>>,
     },
-    /// The machine lacks what the configuration asks for, in words.
-    #[error("{0}")]
-    Machine(String),
     /// The ranks cannot be cut into groups as asked.
     #[error(transparent)]
     Mesh(#[from] MeshError),
@@ -190,9 +162,7 @@ impl TrainError {
             Self::Device(DeviceError::TooOld { .. })
             | Self::NonFinite { .. }
             | Self::NotSaved { cause: Some(_), .. }
-            | Self::Contradiction { .. }
-            | Self::Rescale { .. }
-            | Self::Machine(_)
+            | Self::Refused(_)
             | Self::Model(_)
             | Self::Layout(_)
             | Self::Data(_)

@@ -15,17 +15,6 @@ use crate::parallel::Dtypes;
 
 /// The table.
 pub(super) fn startup_table(prepared: &Prepared<'_>) -> Result<String, TrainError> {
-    let mut table = Table::new();
-    table.load_style(presets::NOTHING);
-    for (name, value) in rows(prepared)? {
-        if let Some(value) = value {
-            table.add_row([name.to_owned(), value]);
-        }
-    }
-    Ok(table.trim_fmt())
-}
-
-fn rows(prepared: &Prepared<'_>) -> Result<[(&'static str, Option<String>); 20], TrainError> {
     let trainer = prepared.trainer.parts();
     let (config, train) = (trainer.config, &trainer.config.train);
     let global_batch = trainer.global_batch();
@@ -41,34 +30,45 @@ fn rows(prepared: &Prepared<'_>) -> Result<[(&'static str, Option<String>); 20],
     let held = Footprint::of(&trainer.replica, &prepared.reducer, &trainer.optimizer);
     let snapshot = trainer.checkpoints.snapshot_bytes() as u64;
     let stretched = |before| stretched(train, before, trainer.first_step, global_batch.samples());
-    Ok([
-        ("model", Some(trainer.replica.model.name.clone())),
-        (
-            "parameters",
-            Some(grouped(trainer.replica.model.param_count() as u64)),
-        ),
-        ("data", Some(data(&prepared.dataset, config.data.val.is_some()))),
-        ("global batch", Some(batch)),
-        ("steps", Some(steps(train, trainer.first_step))),
-        ("memory of a rank", Some(memory(&held, snapshot))),
-        ("device", Some(trainer.world.device.name())),
-        ("backend", Some(backend(trainer))),
-        ("precision", Some(precision(config))),
-        ("strategy", Some(strategy(trainer))),
-        (
-            "gradient sync",
-            Some(sync(trainer, prepared.reducer.operations())),
-        ),
-        ("tokenizer", tokenizer(&prepared.dataset)),
-        ("initial weights", prepared.pretrained.clone()),
-        ("rescaled", prepared.rescaled.clone()),
-        ("optimizer state", offloaded(prepared)),
-        ("accumulation", accumulation(prepared)?),
-        ("recomputation", recomputation(train.recompute)),
-        ("learning rate", scaled_rate(train, global_batch.samples())),
-        ("schedule", prepared.steps_before.and_then(stretched)),
-        ("out_dir", Some(prepared.run_dir.path().display().to_string())),
-    ])
+    let mut table = Rows::new();
+    table.add("model", trainer.replica.model.name.clone());
+    table.add("parameters", grouped(trainer.replica.model.param_count() as u64));
+    table.add("data", data(&prepared.dataset, config.data.val.is_some()));
+    table.add("global batch", batch);
+    table.add("steps", steps(train, trainer.first_step));
+    table.add("memory of a rank", memory(&held, snapshot));
+    table.add("device", trainer.world.device.name());
+    table.add("backend", backend(trainer));
+    table.add("precision", precision(config));
+    table.add("strategy", strategy(trainer));
+    table.add("gradient sync", sync(trainer, prepared.reducer.operations()));
+    table.add("tokenizer", tokenizer(&prepared.dataset));
+    table.add("initial weights", prepared.pretrained.clone());
+    table.add("rescaled", prepared.rescaled.clone());
+    table.add("optimizer state", offloaded(prepared));
+    table.add("accumulation", accumulation(prepared)?);
+    table.add("recomputation", recomputation(train.recompute));
+    table.add("learning rate", scaled_rate(train, global_batch.samples()));
+    table.add("schedule", prepared.steps_before.and_then(stretched));
+    table.add("out_dir", prepared.run_dir.path().display().to_string());
+    Ok(table.0.trim_fmt())
+}
+
+struct Rows(Table);
+
+impl Rows {
+    fn new() -> Self {
+        let mut table = Table::new();
+        table.load_style(presets::NOTHING);
+        Self(table)
+    }
+
+    /// A row, if there is something to say.
+    fn add(&mut self, name: &str, value: impl Into<Option<String>>) {
+        if let Some(value) = value.into() {
+            self.0.add_row([name, &value]);
+        }
+    }
 }
 
 fn backend(trainer: &TrainerParts<'_>) -> String {
@@ -324,16 +324,18 @@ fn sync(trainer: &TrainerParts<'_>, reductions: usize) -> String {
     } else {
         "after backward"
     };
-    let is_whole = trainer.scheme.accumulate == Some(Accumulate::Full);
     let how = match (trainer.scheme.strategy, parallel.sync) {
-        (Strategy::Zero2, _) if !is_whole => format!("reduce-scatter ({})", counted(reductions, "part")),
-        (Strategy::Zero1 | Strategy::Zero2, _) => {
-            format!("reduce-scatter ({})", counted(reductions, "bucket"))
+        (Strategy::Ddp, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
+        (Strategy::Ddp, Sync::PerParameter) => "per-parameter".to_owned(),
+        (Strategy::Ddp, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
+        (strategy, _) => {
+            let unit = match (strategy, trainer.scheme.accumulate) {
+                (Strategy::Zero3, _) => "group",
+                (Strategy::Zero2, Some(Accumulate::Sharded)) => "part",
+                _ => "bucket",
+            };
+            format!("reduce-scatter ({})", counted(reductions, unit))
         }
-        (Strategy::Zero3, _) => format!("reduce-scatter ({})", counted(reductions, "group")),
-        (_, Sync::Bucketed) => format!("bucketed ({})", counted(reductions, "bucket")),
-        (_, Sync::PerParameter) => "per-parameter".to_owned(),
-        (_, Sync::Naive) => return "naive: one all-reduce after backward".to_owned(),
     };
     match trainer.scheme.accumulate {
         Some(Accumulate::Sharded) if !parallel.overlap => format!("{how}, between the blocks of backward"),
