@@ -81,7 +81,10 @@ fn activations_of_a_block(recompute: Recompute) -> u64 {
         });
         // After the last step comes an evaluation.
         let held = job.train(1).metrics[1].memory.activations;
-        let told = Estimate::of(&job.config, &job.env(0, 1)).unwrap().activations;
+        let told = Estimate::of(&job.config, &job.env(0, 1))
+            .unwrap()
+            .held
+            .activations;
         assert_eq!(held, told, "something found no place in what was planned");
         held
     };

@@ -186,12 +186,6 @@ impl Reducer {
     /// What of it is slots for gradients that are in flight.
     #[must_use]
     pub fn in_flight_bytes(&self) -> usize {
-        self.memory.bytes() - self.memory.portion().arena().bytes()
-    }
-
-    /// What of it is slots for gradients that are in flight.
-    #[must_use]
-    pub fn in_flight_bytes(&self) -> usize {
         self.grads.bytes() - self.grads.sums().arena().bytes()
     }
 
